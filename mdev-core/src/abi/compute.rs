@@ -1,0 +1,30 @@
+//! Compute class `HOPPER_COMPUTE_A` (cbc0). Symbols: clcbc0.h.
+
+/// `HOPPER_COMPUTE_A`.
+pub const CLASS: u32 = 0xcbc0;
+
+/// `NO_OPERATION`.
+pub const NO_OPERATION: u32 = 0x0100;
+/// `WAIT_FOR_IDLE`.
+pub const WAIT_FOR_IDLE: u32 = 0x0110;
+/// `INVALIDATE_SHADER_CACHES`.
+pub const INVALIDATE_SHADER_CACHES: u32 = 0x021c;
+/// `INVALIDATE_SKED_CACHES`.
+pub const INVALIDATE_SKED_CACHES: u32 = 0x0298;
+/// `SET_SHADER_SHARED_MEMORY_WINDOW_A`: upper half; B (lower half) follows.
+pub const SET_SHADER_SHARED_MEMORY_WINDOW_A: u32 = 0x02a0;
+/// `SEND_PCAS_A`: QMD address >> 8.
+pub const SEND_PCAS_A: u32 = 0x02b4;
+/// `SEND_SIGNALING_PCAS2_B`: the action; see [`PCAS_INVALIDATE_COPY_SCHEDULE`].
+pub const SEND_SIGNALING_PCAS2_B: u32 = 0x02c0;
+/// `PCAS_ACTION_INVALIDATE_COPY_SCHEDULE`: what drivers launch a QMD with.
+pub const PCAS_INVALIDATE_COPY_SCHEDULE: u32 = 3;
+/// `SET_SHADER_LOCAL_MEMORY_NON_THROTTLED_A`: A, B, C.
+pub const SET_SHADER_LOCAL_MEMORY_NON_THROTTLED_A: u32 = 0x02e4;
+/// `SET_SHADER_LOCAL_MEMORY_A`: upper half; B follows.
+pub const SET_SHADER_LOCAL_MEMORY_A: u32 = 0x0790;
+/// `SET_SHADER_LOCAL_MEMORY_WINDOW_A`: upper half; B follows.
+pub const SET_SHADER_LOCAL_MEMORY_WINDOW_A: u32 = 0x07b0;
+
+/// Where a kernel's parameters start in constant buffer 0, in bytes.
+pub const PARAM_BASE: u64 = 0x210;

@@ -1,0 +1,177 @@
+//! Host class `HOPPER_CHANNEL_GPFIFO_A` (c86f): GPFIFO entries, method headers, semaphores. Symbols: clc86f.h.
+
+/// `HOPPER_CHANNEL_GPFIFO_A`.
+pub const CLASS: u32 = 0xc86f;
+/// Bytes of a GPFIFO entry (`NVC86F_GP_ENTRY__SIZE`).
+pub const GP_ENTRY_BYTES: u64 = 8;
+/// Bits of a pushbuffer's address (`GP_ENTRY0_GET` and `GP_ENTRY1_GET_HI`).
+pub const PUSHBUFFER_VA_BITS: u32 = 40;
+
+/// A GPFIFO entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpEntry {
+    /// Fetch `dwords` words of methods at `va`.
+    Segment {
+        /// Where the pushbuffer is (4-byte aligned, 40 bits).
+        va: u64,
+        /// Its length in 32-bit words (at most 0x1f_ffff).
+        dwords: u32,
+    },
+    /// A control entry (`LENGTH` 0) with its `GP_ENTRY1_OPCODE`; 0 is `NOP`.
+    Control {
+        /// The opcode.
+        opcode: u32,
+    },
+}
+
+impl GpEntry {
+    /// Largest length of a segment, in 32-bit words (`GP_ENTRY1_LENGTH` has 21 bits).
+    pub const MAX_DWORDS: u32 = 0x1f_ffff;
+
+    /// The 64-bit entry, with `LEVEL` = `SUBROUTINE` as drivers set it.
+    pub const fn encode(self) -> u64 {
+        match self {
+            Self::Segment { va, dwords } => {
+                (va & 0xff_ffff_fffc) | 1 << 41 | ((dwords & Self::MAX_DWORDS) as u64) << 42
+            }
+            Self::Control { opcode } => (opcode as u64 & 0xff) << 32,
+        }
+    }
+
+    /// What a 64-bit entry says.
+    pub const fn decode(raw: u64) -> Self {
+        let dwords = (raw >> 42) as u32 & Self::MAX_DWORDS;
+        if dwords == 0 {
+            Self::Control { opcode: (raw >> 32) as u32 & 0xff }
+        } else {
+            Self::Segment { va: raw & 0xff_ffff_fffc, dwords }
+        }
+    }
+}
+
+/// `NVC86F_DMA_SEC_OP`, bits 31:29 of a method header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SecOp {
+    /// `INC_METHOD` (1): each data word goes to the next method.
+    Inc,
+    /// `NON_INC_METHOD` (3): all data words go to one method.
+    NonInc,
+    /// `IMMD_DATA_METHOD` (4): the count field is the data.
+    Immediate,
+    /// `ONE_INC` (5): the first word to the method, the rest to the one after.
+    OneInc,
+    /// `END_PB_SEGMENT` (7): nothing more in this segment.
+    EndSegment,
+}
+
+/// A decoded method header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MethodHeader {
+    /// How data words follow.
+    pub op: SecOp,
+    /// Subchannel, 0 to 7.
+    pub subchannel: u8,
+    /// Byte offset of the (first) method.
+    pub method: u32,
+    /// Data words that follow, or the immediate data (13 bits).
+    pub count: u32,
+}
+
+impl MethodHeader {
+    /// The 32-bit header.
+    pub const fn encode(self) -> u32 {
+        let op: u32 = match self.op {
+            SecOp::Inc => 1,
+            SecOp::NonInc => 3,
+            SecOp::Immediate => 4,
+            SecOp::OneInc => 5,
+            SecOp::EndSegment => 7,
+        };
+        op << 29
+            | (self.count & 0x1fff) << 16
+            | (self.subchannel as u32 & 7) << 13
+            | (self.method >> 2) & 0xfff
+    }
+
+    /// What a header says, or `None` for an operation the class does not have.
+    pub const fn decode(raw: u32) -> Option<Self> {
+        let op = match raw >> 29 {
+            1 => SecOp::Inc,
+            3 => SecOp::NonInc,
+            4 => SecOp::Immediate,
+            5 => SecOp::OneInc,
+            7 => SecOp::EndSegment,
+            _ => return None,
+        };
+        Some(Self {
+            op,
+            subchannel: (raw >> 13) as u8 & 7,
+            method: (raw & 0xfff) << 2,
+            count: raw >> 16 & 0x1fff,
+        })
+    }
+}
+
+/// Subchannel that drivers bind the compute class to.
+pub const SUBCHANNEL_COMPUTE: u8 = 1;
+/// Subchannel that drivers bind the copy class to.
+pub const SUBCHANNEL_COPY: u8 = 4;
+
+/// `NVC86F_SET_OBJECT`: binds a class to the header's subchannel. Methods below 0x100 are the host's on any subchannel.
+pub const SET_OBJECT: u32 = 0x0000;
+/// `NVC86F_NOP`.
+pub const NOP: u32 = 0x0008;
+/// `NVC86F_NON_STALL_INTERRUPT`.
+pub const NON_STALL_INTERRUPT: u32 = 0x0020;
+/// `NVC86F_MEM_OP_A` to `D` lie at 0x28..=0x34; only the membar of D is unprivileged.
+pub const MEM_OP_A: u32 = 0x0028;
+/// `NVC86F_MEM_OP_D`.
+pub const MEM_OP_D: u32 = 0x0034;
+/// `NVC86F_MEM_OP_D_OPERATION_MEMBAR`, in bits 31:27 of `MEM_OP_D`.
+pub const MEM_OP_D_MEMBAR: u32 = 0x5;
+/// `NVC86F_SET_REFERENCE`.
+pub const SET_REFERENCE: u32 = 0x0050;
+/// `NVC86F_SEM_ADDR_LO`, bits 31:2.
+pub const SEM_ADDR_LO: u32 = 0x005c;
+/// `NVC86F_SEM_ADDR_HI`, bits 24:0.
+pub const SEM_ADDR_HI: u32 = 0x0060;
+/// `NVC86F_SEM_PAYLOAD_LO`.
+pub const SEM_PAYLOAD_LO: u32 = 0x0064;
+/// `NVC86F_SEM_PAYLOAD_HI`.
+pub const SEM_PAYLOAD_HI: u32 = 0x0068;
+/// `NVC86F_SEM_EXECUTE`: see [`sem`].
+pub const SEM_EXECUTE: u32 = 0x006c;
+/// `NVC86F_WFI`.
+pub const WFI: u32 = 0x0078;
+/// `NVC86F_YIELD`.
+pub const YIELD: u32 = 0x0080;
+/// First method that belongs to the subchannel's class.
+pub const FIRST_CLASS_METHOD: u32 = 0x0100;
+
+/// Fields of `NVC86F_SEM_EXECUTE`.
+pub mod sem {
+    /// `OPERATION`, bits 2:0.
+    pub const OPERATION_MASK: u32 = 0x7;
+    /// Wait until equal.
+    pub const ACQUIRE: u32 = 0;
+    /// Write the payload.
+    pub const RELEASE: u32 = 1;
+    /// Wait until memory >= payload, unsigned.
+    pub const ACQ_STRICT_GEQ: u32 = 2;
+    /// Wait until memory - payload >= 0 as a signed difference.
+    pub const ACQ_CIRC_GEQ: u32 = 3;
+    /// Wait until memory & payload is not zero.
+    pub const ACQ_AND: u32 = 4;
+    /// Wait until !(memory | payload) is not zero.
+    pub const ACQ_NOR: u32 = 5;
+    /// Read-modify-write; the operation is in bits 30:27.
+    pub const REDUCTION: u32 = 6;
+    /// `ACQUIRE_SWITCH_TSG`: give up the rest of the slice while waiting.
+    pub const ACQUIRE_SWITCH_TSG: u32 = 1 << 12;
+    /// `RELEASE_WFI`: wait for idle first.
+    pub const RELEASE_WFI: u32 = 1 << 20;
+    /// `PAYLOAD_SIZE_64BIT`.
+    pub const PAYLOAD_64: u32 = 1 << 24;
+    /// `RELEASE_TIMESTAMP`: also write nanoseconds at +8 (16-byte aligned address).
+    pub const RELEASE_TIMESTAMP: u32 = 1 << 25;
+}

@@ -1,0 +1,138 @@
+//! QMD version 4: the 384-byte descriptor of one grid launch. Symbols: `NVCBC0_QMDV04_00_*`.
+
+/// Length in bytes; the address is 256-byte aligned.
+pub const BYTES: usize = 384;
+/// Alignment of a QMD in bytes (`SEND_PCAS_A` takes the address >> 8).
+pub const ALIGN: u64 = 256;
+
+/// A field: inclusive bit range of the descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Field {
+    /// Lowest bit.
+    pub lo: u32,
+    /// Highest bit.
+    pub hi: u32,
+}
+
+const fn field(hi: u32, lo: u32) -> Field {
+    Field { lo, hi }
+}
+
+/// `QMD_TYPE`: 2 is a grid.
+pub const QMD_TYPE: Field = field(25, 23);
+/// `QMD_MINOR_VERSION`: 0.
+pub const QMD_MINOR_VERSION: Field = field(579, 576);
+/// `QMD_MAJOR_VERSION`: 4.
+pub const QMD_MAJOR_VERSION: Field = field(583, 580);
+/// `API_VISIBLE_CALL_LIMIT`: 1 is no check.
+pub const API_VISIBLE_CALL_LIMIT: Field = field(568, 568);
+/// `SHARED_MEMORY_SIZE`, bytes.
+pub const SHARED_MEMORY_SIZE: Field = field(601, 584);
+/// `CONSTANT_BUFFER_VALID(0)`.
+pub const CONSTANT_BUFFER_VALID_0: Field = field(416, 416);
+/// `CONSTANT_BUFFER_INVALIDATE(0)`.
+pub const CONSTANT_BUFFER_INVALIDATE_0: Field = field(419, 419);
+/// `CTA_RASTER_WIDTH`: blocks in x.
+pub const CTA_RASTER_WIDTH: Field = field(1055, 1024);
+/// `CTA_RASTER_HEIGHT`: blocks in y.
+pub const CTA_RASTER_HEIGHT: Field = field(1071, 1056);
+/// `CTA_RASTER_DEPTH`: blocks in z.
+pub const CTA_RASTER_DEPTH: Field = field(1103, 1088);
+/// `CWD_MEMBAR_TYPE`: 1 is `L1_SYSMEMBAR`.
+pub const CWD_MEMBAR_TYPE: Field = field(1137, 1136);
+/// `CTA_THREAD_DIMENSION0`: threads in x.
+pub const CTA_THREAD_DIMENSION0: Field = field(1167, 1152);
+/// `CTA_THREAD_DIMENSION1`: threads in y.
+pub const CTA_THREAD_DIMENSION1: Field = field(1183, 1168);
+/// `CTA_THREAD_DIMENSION2`: threads in z.
+pub const CTA_THREAD_DIMENSION2: Field = field(1199, 1184);
+/// `REGISTER_COUNT`.
+pub const REGISTER_COUNT: Field = field(1208, 1200);
+/// `BARRIER_COUNT`.
+pub const BARRIER_COUNT: Field = field(1215, 1211);
+/// `PROGRAM_ADDRESS_LOWER`.
+pub const PROGRAM_ADDRESS_LOWER: Field = field(1247, 1216);
+/// `PROGRAM_ADDRESS_UPPER`.
+pub const PROGRAM_ADDRESS_UPPER: Field = field(1272, 1248);
+/// `CONSTANT_BUFFER_ADDR_LOWER_SHIFTED6(0)`.
+pub const CONSTANT_BUFFER_ADDR_LOWER_0: Field = field(1567, 1536);
+/// `CONSTANT_BUFFER_ADDR_UPPER_SHIFTED6(0)`.
+pub const CONSTANT_BUFFER_ADDR_UPPER_0: Field = field(1586, 1568);
+/// `CONSTANT_BUFFER_SIZE_SHIFTED4(0)`.
+pub const CONSTANT_BUFFER_SIZE_0: Field = field(1599, 1587);
+
+/// A descriptor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Qmd([u32; BYTES / 4]);
+
+impl Default for Qmd {
+    fn default() -> Self {
+        Self([0; BYTES / 4])
+    }
+}
+
+impl Qmd {
+    /// From the bytes in memory.
+    pub fn from_bytes(bytes: &[u8; BYTES]) -> Self {
+        let mut words = [0; BYTES / 4];
+        for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(4)) {
+            *word = u32::from_le_bytes([chunk[0], chunk[1], chunk[2], chunk[3]]);
+        }
+        Self(words)
+    }
+
+    /// As bytes in memory.
+    pub fn to_bytes(&self) -> [u8; BYTES] {
+        let mut bytes = [0; BYTES];
+        for (chunk, word) in bytes.chunks_exact_mut(4).zip(self.0) {
+            chunk.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Reads a field (at most 32 bits wide).
+    pub fn get(&self, field: Field) -> u32 {
+        let (word, shift, width) = Self::place(field);
+        let pair = u64::from(self.0[word])
+            | u64::from(self.0.get(word + 1).copied().unwrap_or_default()) << 32;
+        (pair >> shift & ((1 << width) - 1)) as u32
+    }
+
+    /// Writes a field; bits of `value` beyond the field are dropped.
+    #[must_use]
+    pub fn with(mut self, field: Field, value: u32) -> Self {
+        let (word, shift, width) = Self::place(field);
+        let mask = ((1u64 << width) - 1) << shift;
+        let bits = u64::from(value) << shift & mask;
+        self.0[word] = self.0[word] & !(mask as u32) | bits as u32;
+        if let Some(next) = self.0.get_mut(word + 1) {
+            *next = *next & !((mask >> 32) as u32) | (bits >> 32) as u32;
+        }
+        self
+    }
+
+    fn place(field: Field) -> (usize, u32, u32) {
+        (field.lo as usize / 32, field.lo % 32, field.hi - field.lo + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_where_the_header_puts_them() {
+        let qmd = Qmd::default()
+            .with(QMD_TYPE, 2)
+            .with(QMD_MAJOR_VERSION, 4)
+            .with(CTA_RASTER_WIDTH, 0xffff_ffff)
+            .with(CONSTANT_BUFFER_ADDR_UPPER_0, 0x7ffff);
+        let bytes = qmd.to_bytes();
+        assert_eq!(bytes[3] & 0x3, 0x1, "bit 24 of the type");
+        assert_eq!(bytes[72], 0x40);
+        assert_eq!(&bytes[128..132], &[0xff; 4]);
+        assert_eq!(bytes[198], 0x07);
+        assert_eq!(Qmd::from_bytes(&bytes), qmd);
+        assert_eq!(qmd.get(CTA_RASTER_WIDTH), 0xffff_ffff);
+    }
+}

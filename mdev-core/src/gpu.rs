@@ -1,0 +1,338 @@
+//! What Tessera needs of a physical GPU, in the words of a GPU driver.
+//!
+//! Two processes use it from two sides. The manager holds a [`Gpu`]: it admits vGPUs and moves their time slices.
+//! A worker holds one [`Client`]: one vGPU's private world, made from the [`Admission`] that the manager got.
+//! Dropping either frees all it owns, whatever state it is in.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use bitflags::bitflags;
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
+
+/// Why a GPU did not do what was asked of it.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuError {
+    /// An argument that no GPU could accept.
+    #[error("Invalid argument: {0}")]
+    Invalid(&'static str),
+    /// An address or length outside of what it names.
+    #[error("Out of range: {0}")]
+    OutOfRange(&'static str),
+    /// A GPU virtual address that is mapped already.
+    #[error("GPU virtual address {0} is mapped already")]
+    Overlap(GpuVa),
+    /// No such channel, mapping, memory or vGPU.
+    #[error("Not found: {0}")]
+    NotFound(&'static str),
+    /// A limit of the type, or of the GPU, is reached.
+    #[error("Limit reached: {0}")]
+    Limit(&'static str),
+    /// This backend cannot do that.
+    #[error("Not supported by this GPU: {0}")]
+    Unsupported(&'static str),
+    /// The GPU is gone: its process died, or it fell off the bus.
+    #[error("The GPU is lost: {0}")]
+    Lost(String),
+    /// The operating system refused.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+bitflags! {
+    /// What a backend offers; a type that needs more is not offered on it.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct GpuCapabilities: u32 {
+        /// A CPU may map the partition's video memory (BAR 4).
+        const VRAM_APERTURE = 1 << 0;
+        /// The start of video memory can be scanned out (BAR 0, a display head).
+        const FRAMEBUFFER = 1 << 1;
+        /// Copy-class channels.
+        const COPY = 1 << 2;
+        /// Compute-class channels.
+        const COMPUTE = 1 << 3;
+        /// The doorbell page may be mapped into the guest.
+        const DOORBELL_MAPPED = 1 << 4;
+        /// Idle channels must be woken by a trapped write (see [`crate::abi::userd::NEED_WAKEUP`]).
+        const NEED_WAKEUP = 1 << 5;
+        /// A running kernel is preempted within the time slice.
+        const PREEMPTION = 1 << 6;
+    }
+}
+
+/// One physical GPU, as its backend describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuDescription {
+    /// The parent's name: `soft0`, or a PCI address.
+    pub parent: String,
+    /// The model, as it begins the names of its types: `SOFT`, `H100`.
+    pub model: String,
+    /// For people: "Tessera software GPU".
+    pub name: String,
+    /// Video memory that vGPUs may share, in bytes.
+    pub vram_bytes: u64,
+    /// What it can do.
+    pub capabilities: GpuCapabilities,
+    /// Channels that one vGPU may have.
+    pub max_channels: u32,
+    /// Default time slice of a channel group.
+    pub default_timeslice: Duration,
+}
+
+/// What a vGPU is admitted with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientSpec {
+    /// Whose it is.
+    pub vgpu: VgpuId,
+    /// Its partition of video memory, in bytes, a multiple of 1 MiB.
+    pub vram_bytes: u64,
+    /// Length of the framebuffer aperture in bytes, or 0 without a display head.
+    pub framebuffer_bytes: u64,
+    /// Channels it may have.
+    pub max_channels: u32,
+    /// Bytes of guest memory that it may import.
+    pub max_import_bytes: u64,
+}
+
+/// The right to be one client of a GPU, handed by the manager to the worker it starts.
+#[derive(Debug)]
+pub struct Admission {
+    /// Which backend opens it (`soft`, `nvidia`, `vfio`).
+    pub backend: &'static str,
+    /// What was granted.
+    pub spec: ClientSpec,
+    /// The connection to the GPU, where there is one to pass.
+    pub fd: Option<OwnedFd>,
+}
+
+/// Time and work of one vGPU, counted by the silicon since the vGPU was admitted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Engine time used, in nanoseconds.
+    pub engine_ns: u64,
+    /// Time spent runnable and waiting for the engine, in nanoseconds.
+    pub wait_ns: u64,
+    /// GPFIFO entries completed.
+    pub submissions: u64,
+    /// Doorbells taken by polling, without an exit.
+    pub polled_doorbells: u64,
+    /// Wake-ups that needed a trapped write.
+    pub wakeups: u64,
+    /// Times the group was switched out with work left.
+    pub preemptions: u64,
+    /// Channel faults.
+    pub faults: u64,
+    /// True while the group has work (queued or running).
+    pub runnable: bool,
+    /// Guest memory imported, in bytes.
+    pub imported_bytes: u64,
+    /// Channels that exist.
+    pub channels: u32,
+}
+
+/// The manager's side of one physical GPU.
+pub trait Gpu: Send + fmt::Debug {
+    /// What it is; constant for its lifetime.
+    fn describe(&self) -> &GpuDescription;
+
+    /// Makes room for one vGPU. The partition is freed when the admission's connection closes, or by [`Gpu::evict`].
+    fn admit(&mut self, spec: &ClientSpec) -> Result<Admission, GpuError>;
+
+    /// Takes everything back from a vGPU, whatever it is doing.
+    fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError>;
+
+    /// Sets the runlist's time slice for the vGPU's channel groups. In force from its next slice on.
+    fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError>;
+
+    /// Opens or closes the vGPU's gate: a closed group keeps its work and gets no engine time.
+    fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError>;
+
+    /// Resets the vGPU's channel groups: every channel is faulted and told so.
+    fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError>;
+
+    /// What every admitted vGPU has used so far, and when that was read in nanoseconds of `CLOCK_MONOTONIC`.
+    fn usage(&mut self) -> Result<UsageReport, GpuError>;
+}
+
+/// One reading of all counters, taken at one instant.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageReport {
+    /// `CLOCK_MONOTONIC` in nanoseconds.
+    pub now_ns: u64,
+    /// Each admitted vGPU.
+    pub vgpus: Vec<(VgpuId, Usage)>,
+}
+
+/// Which memory an address is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Backing {
+    /// Imported guest memory, from `offset` bytes into it.
+    Guest {
+        /// Which import.
+        memory: MemoryId,
+        /// Byte offset into it.
+        offset: u64,
+    },
+    /// The vGPU's video memory, from `offset` bytes into the partition.
+    Vram {
+        /// Byte offset into the partition.
+        offset: u64,
+    },
+}
+
+/// What a channel may submit to. The host class is always there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum EngineKind {
+    /// Copy class only ([`crate::abi::copy`]).
+    Copy,
+    /// Compute and copy classes ([`crate::abi::compute`]).
+    Compute,
+}
+
+/// A channel to be made. Everything in it was checked for range by the control interface, and is checked again by
+/// the silicon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChannelSpec {
+    /// What it submits to.
+    pub engine: EngineKind,
+    /// Where the GPFIFO is, in the GPU virtual address space (40 bits, 8-byte aligned).
+    pub gpfifo: GpuVa,
+    /// Entries in the GPFIFO, a power of two, 2 to 65536.
+    pub gpfifo_entries: u32,
+    /// Where the 512-byte USERD is, 512-byte aligned.
+    pub userd: Backing,
+    /// Interrupt vector of its non-stall interrupts.
+    pub vector: u32,
+}
+
+/// A channel that was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChannelHandle {
+    /// Its id.
+    pub id: ChannelId,
+    /// What the guest writes to the doorbell.
+    pub token: Token,
+}
+
+/// How a channel is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChannelStatus {
+    /// 0, or the error notifier's code (`ROBUST_CHANNEL_*` numbers: see [`crate::abi::notifier`]).
+    pub error: u32,
+    /// Details of the error: the faulting GPU virtual address or the bad method.
+    pub error_info: u64,
+    /// GPFIFO entries consumed so far, modulo the ring.
+    pub gp_get: u32,
+    /// Engine time used, in nanoseconds.
+    pub engine_ns: u64,
+}
+
+/// Memory that a guest may map: a file, and the one length that may be mapped of it, from offset 0.
+#[derive(Debug)]
+pub struct Aperture {
+    /// The file to hand out.
+    pub fd: OwnedFd,
+    /// Exact length in bytes.
+    pub len: u64,
+}
+
+/// What a guest may map of its client.
+#[derive(Debug)]
+pub struct Apertures {
+    /// The video memory partition (BAR 4).
+    pub vram: Option<Aperture>,
+    /// The doorbell page (BAR 1).
+    pub doorbell: Option<Aperture>,
+    /// The framebuffer: the start of the same video memory (BAR 0).
+    pub framebuffer: Option<Aperture>,
+}
+
+/// Guest memory to be imported: a file range that the guest sees at `iova`.
+#[derive(Debug)]
+pub struct GuestRam<'a> {
+    /// The file.
+    pub fd: BorrowedFd<'a>,
+    /// Byte offset into the file, page-aligned.
+    pub offset: u64,
+    /// Length in bytes, page-aligned.
+    pub len: u64,
+    /// False where the guest may only read it.
+    pub writable: bool,
+}
+
+bitflags! {
+    /// Conditions that the silicon raises for a client, in [`crate::abi::control::reg::INTR_STATUS`]'s layout.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct Pending: u32 {
+        /// A channel's non-stall interrupt.
+        const NONSTALL = 1 << 0;
+        /// A channel faulted: query the channels.
+        const CHANNEL_ERROR = 1 << 1;
+        /// The GPU is lost.
+        const DEVICE_LOST = 1 << 2;
+    }
+}
+
+/// One vGPU's private world on a GPU: a partition, one address space, its channels.
+pub trait Client: Send + fmt::Debug {
+    /// What it was granted.
+    fn spec(&self) -> &ClientSpec;
+
+    /// What the GPU is.
+    fn gpu(&self) -> &GpuDescription;
+
+    /// What the guest may map.
+    fn apertures(&self) -> &Apertures;
+
+    /// Makes guest memory usable by this client's address space.
+    fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError>;
+
+    /// Takes guest memory away again. Whatever was mapped from it is unmapped; no access is in flight afterwards.
+    fn release(&mut self, memory: MemoryId) -> Result<(), GpuError>;
+
+    /// Maps `len` bytes of `backing` at `va` (all page-aligned).
+    fn map(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        backing: Backing,
+        writable: bool,
+    ) -> Result<(), GpuError>;
+
+    /// Unmaps every page of a range; pages that are not mapped are an error, and then nothing changes.
+    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError>;
+
+    /// Makes a channel and schedules it.
+    fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError>;
+
+    /// Ends a channel, whatever it is doing.
+    fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError>;
+
+    /// How a channel is.
+    fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError>;
+
+    /// Wakes the silicon for a channel after a trapped doorbell or wake write. Does not wait.
+    fn wake(&mut self, token: Token) -> Result<(), GpuError>;
+
+    /// The eventfd that the silicon signals whenever [`Client::take_pending`] may have something new.
+    ///
+    /// The worker watches it and raises the guest's interrupt.
+    fn event(&self) -> BorrowedFd<'_>;
+
+    /// Lets the silicon signal the guest's interrupt `vector` itself, with no worker on the way; `None` stops that.
+    fn set_interrupt(&mut self, vector: u32, event: Option<BorrowedFd<'_>>)
+    -> Result<(), GpuError>;
+
+    /// Takes (and clears) what has been raised since the last call.
+    fn take_pending(&mut self) -> Pending;
+
+    /// Destroys all channels and mappings; imports and video memory stay. (Function-level reset, guest reboot.)
+    fn reset(&mut self) -> Result<(), GpuError>;
+
+    /// What this client has used.
+    fn usage(&mut self) -> Result<Usage, GpuError>;
+}

@@ -1,0 +1,13 @@
+//! What a vGPU is, whoever makes the GPU and whoever speaks to it.
+//!
+//! This crate knows no vendor, no socket, no thread and no clock. Read it in this order:
+//!
+//! 1. [`ids`], [`units`]: the newtypes everything else speaks in
+//! 2. [`gpu`]: what Tessera needs of a physical GPU, in the words of a GPU driver
+//! 3. [`abi`]: what a guest driver programs: control registers, mailbox, channels, command classes
+#![warn(missing_docs)]
+
+pub mod abi;
+pub mod gpu;
+pub mod ids;
+pub mod units;

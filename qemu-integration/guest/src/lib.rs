@@ -1,0 +1,1 @@
+//! The runtime that runs inside a VM.

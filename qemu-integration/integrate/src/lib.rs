@@ -1,0 +1,1 @@
+//! Builders of QEMU arguments and libvirt XML.

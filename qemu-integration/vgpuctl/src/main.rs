@@ -1,0 +1,2 @@
+//! vgpuctl
+fn main() {}

@@ -1,0 +1,5 @@
+//! One folder per kind of silicon, each implementing [`mdev_core::gpu`].
+//!
+//! * `soft`: the software GPU
+
+pub mod seqpacket;

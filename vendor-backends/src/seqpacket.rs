@@ -1,0 +1,197 @@
+//! Packets with file descriptors between Tessera's own processes: a SOCK_SEQPACKET UNIX socket.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::path::Path;
+
+use nix::cmsg_space;
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
+    UnixAddr, accept4, bind, connect, listen, recvmsg, sendmsg, socket, socketpair,
+};
+
+/// Longest packet, in bytes.
+pub const MAX_PACKET: usize = 64 * 1024;
+/// Most file descriptors of one packet.
+pub const MAX_FDS: usize = 8;
+
+/// One end of a connection.
+#[derive(Debug)]
+pub struct SeqPacket(OwnedFd);
+
+/// A packet as it came.
+#[derive(Debug)]
+pub struct Packet {
+    /// Bytes that are valid in the caller's buffer.
+    pub len: usize,
+    /// Descriptors that came along, close-on-exec.
+    pub fds: Vec<OwnedFd>,
+}
+
+impl SeqPacket {
+    /// Two connected ends, close-on-exec.
+    pub fn pair() -> io::Result<(Self, Self)> {
+        let (a, b) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        Ok((Self(a), Self(b)))
+    }
+
+    /// Connects to a listener at `path`.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let fd = new_socket()?;
+        connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+        Ok(Self(fd))
+    }
+
+    /// Sends one packet, waiting for room. `EPIPE` where the peer is gone; never SIGPIPE.
+    pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.send_with(bytes, fds, MsgFlags::empty())
+    }
+
+    /// Sends one packet or fails with `WouldBlock`.
+    pub fn try_send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        self.send_with(bytes, fds, MsgFlags::MSG_DONTWAIT)
+    }
+
+    fn send_with(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: MsgFlags) -> io::Result<()> {
+        if bytes.len() > MAX_PACKET || fds.len() > MAX_FDS {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "Packet too long"));
+        }
+        let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control = if raw.is_empty() { &[][..] } else { &rights[..] };
+        let flags = flags | MsgFlags::MSG_NOSIGNAL;
+        loop {
+            match sendmsg::<()>(self.0.as_raw_fd(), &[IoSlice::new(bytes)], control, flags, None) {
+                Ok(_) => return Ok(()),
+                Err(Errno::EINTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Waits for one packet; `Ok(None)` where the peer has closed. `buffer` should be [`MAX_PACKET`] long: a packet
+    /// that does not fit is an error.
+    pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
+        self.recv_with(buffer, MsgFlags::empty())
+    }
+
+    /// Like [`Self::recv`], or `WouldBlock`.
+    pub fn try_recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
+        self.recv_with(buffer, MsgFlags::MSG_DONTWAIT)
+    }
+
+    fn recv_with(&self, buffer: &mut [u8], flags: MsgFlags) -> io::Result<Option<Packet>> {
+        let mut control = cmsg_space!([RawFd; MAX_FDS]);
+        let mut iov = [IoSliceMut::new(buffer)];
+        let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
+        let message = loop {
+            match recvmsg::<()>(self.0.as_raw_fd(), &mut iov, Some(&mut control), flags) {
+                Ok(message) => break message,
+                Err(Errno::EINTR) => {}
+                Err(Errno::ECONNRESET) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        };
+        let mut fds = Vec::new();
+        for item in message.cmsgs()? {
+            if let ControlMessageOwned::ScmRights(raw) = item {
+                // SAFETY: the kernel has just made these descriptors for us, and nobody else knows them.
+                fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+            }
+        }
+        if message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "Packet too long"));
+        }
+        Ok((message.bytes > 0).then_some(Packet { len: message.bytes, fds }))
+    }
+}
+
+impl AsFd for SeqPacket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<OwnedFd> for SeqPacket {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+}
+
+impl From<SeqPacket> for OwnedFd {
+    fn from(socket: SeqPacket) -> Self {
+        socket.0
+    }
+}
+
+/// A listener for [`SeqPacket`] connections, bound to a path.
+#[derive(Debug)]
+pub struct SeqPacketListener(OwnedFd);
+
+impl SeqPacketListener {
+    /// Binds and listens. A socket file that is there already is replaced: the caller owns the directory.
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let fd = new_socket()?;
+        bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+        listen(&fd, Backlog::new(16)?)?;
+        Ok(Self(fd))
+    }
+
+    /// Waits for one connection.
+    pub fn accept(&self) -> io::Result<SeqPacket> {
+        let fd = accept4(self.0.as_raw_fd(), SockFlag::SOCK_CLOEXEC)?;
+        // SAFETY: accept4 has just made this descriptor for us.
+        Ok(SeqPacket(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+}
+
+impl AsFd for SeqPacketListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<OwnedFd> for SeqPacketListener {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+}
+
+impl From<SeqPacketListener> for OwnedFd {
+    fn from(listener: SeqPacketListener) -> Self {
+        listener.0
+    }
+}
+
+fn new_socket() -> io::Result<OwnedFd> {
+    Ok(socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn carries_bytes_and_descriptors() {
+        let (a, b) = SeqPacket::pair().unwrap();
+        a.send(b"hello", &[a.as_fd()]).unwrap();
+        let mut buffer = [0; 16];
+        let packet = b.recv(&mut buffer).unwrap().unwrap();
+        assert_eq!((&buffer[..packet.len], packet.fds.len()), (&b"hello"[..], 1));
+        drop((a, packet));
+        assert!(b.recv(&mut buffer).unwrap().is_none(), "closed");
+    }
+
+    #[test]
+    fn refuses_a_packet_that_does_not_fit() {
+        let (a, b) = SeqPacket::pair().unwrap();
+        a.send(&[0; 32], &[]).unwrap();
+        assert!(b.recv(&mut [0; 16]).is_err());
+    }
+}

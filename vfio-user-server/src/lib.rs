@@ -1,0 +1,3 @@
+//! The vfio-user server, and the roles of `vgpud` that are built on it.
+
+pub mod private;

@@ -1,0 +1,2 @@
+//! `vgpud`.
+fn main() {}

@@ -1,0 +1,136 @@
+//! What the manager and a worker say to each other: JSON in SOCK_SEQPACKET packets, with descriptors attached.
+//!
+//! A worker listens on `control.sock` in its vGPU's folder, so that a new manager can adopt it. Each connection is a
+//! sequence of one request and one reply. Both ends come from one binary; the version is checked all the same, since a
+//! worker may have been started by an older one.
+
+use mdev_core::gpu::ClientSpec;
+use mdev_core::ids::VgpuId;
+use serde::{Deserialize, Serialize};
+
+/// Bumped with every change of the types in this file.
+pub const VERSION: u32 = 1;
+
+/// What a worker is started with, as JSON on the descriptor that `--spec-fd` names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerSpec {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The vGPU it serves.
+    pub vgpu: VgpuId,
+    /// Which backend opens the GPU: `soft`.
+    pub backend: String,
+    /// What the GPU granted.
+    pub client: ClientSpec,
+    /// The parent, for log lines and adoption.
+    pub parent: String,
+    /// The type's name, which the guest can read.
+    pub type_name: String,
+    /// The display head, for types that have one.
+    pub display: Option<DisplaySpec>,
+    /// Whether the doorbell page is mapped into the guest where the GPU allows it, or trapped.
+    pub doorbell_mapped: bool,
+    /// Share asked for, in hundredths of the GPU; the manager keeps it here so that adoption finds it.
+    pub core: Option<u8>,
+}
+
+/// A display head's limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DisplaySpec {
+    /// Largest mode, pixels. The EDID block prefers it.
+    pub max_width: u32,
+    /// Largest mode, pixels.
+    pub max_height: u32,
+}
+
+/// A request to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "request")]
+pub enum WorkerRequest {
+    /// How it is: [`WorkerReply::Status`].
+    Status {
+        /// [`VERSION`].
+        version: u32,
+    },
+    /// What is on the screen: [`WorkerReply::Scanout`], with the video memory's descriptor attached.
+    Scanout,
+    /// End: [`WorkerReply::Done`], then the process exits and everything is freed.
+    Stop,
+}
+
+/// A worker's answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "reply")]
+pub enum WorkerReply {
+    /// Answer to `Status`.
+    Status(Box<WorkerStatus>),
+    /// Answer to `Scanout`.
+    Scanout(Scanout),
+    /// Answer to `Stop`.
+    Done,
+    /// It could not be done: one line for people.
+    Error {
+        /// What is wrong.
+        message: String,
+    },
+}
+
+/// How a worker is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerStatus {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Its process.
+    pub pid: u32,
+    /// What it was started with.
+    pub spec: WorkerSpec,
+    /// The VM attached to its vfio-user socket.
+    pub client: Option<AttachedClient>,
+    /// False once the GPU is lost.
+    pub gpu_ok: bool,
+    /// Trapped accesses since the worker started, by kind.
+    pub traps: Traps,
+    /// Warnings for the operator about the attached VM (for example memory that is not shared).
+    pub warnings: Vec<String>,
+}
+
+/// Who is at the other end of a vfio-user socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttachedClient {
+    /// Its process id (`SO_PEERCRED`).
+    pub pid: i32,
+    /// Its user id.
+    pub uid: u32,
+}
+
+/// Counters of trapped accesses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traps {
+    /// Config space accesses.
+    pub config: u64,
+    /// Accesses to the display registers.
+    pub display: u64,
+    /// Accesses to the control registers, mailbox requests included.
+    pub control: u64,
+    /// Mailbox requests.
+    pub mailbox: u64,
+    /// Trapped doorbell and wake writes.
+    pub doorbell: u64,
+}
+
+/// The picture on a display head, in video memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Scanout {
+    /// False while the guest has not set a mode, or has blanked the screen; the rest is zero then.
+    pub enabled: bool,
+    /// Pixels.
+    pub width: u32,
+    /// Pixels.
+    pub height: u32,
+    /// Bytes from one row to the next.
+    pub stride: u32,
+    /// Bits per pixel: 8, 15, 16, 24 or 32 (XRGB8888).
+    pub bits_per_pixel: u32,
+    /// Byte offset of the first pixel in video memory.
+    pub offset: u64,
+}
