@@ -7,6 +7,7 @@
 use mdev_core::gpu::ClientSpec;
 use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// Bumped with every change of the types in this file.
 pub const VERSION: u32 = 1;
@@ -95,7 +96,7 @@ pub struct WorkerStatus {
 }
 
 /// Who is at the other end of a vfio-user socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AttachedClient {
     /// Its process id (`SO_PEERCRED`).
     pub pid: i32,
@@ -104,7 +105,7 @@ pub struct AttachedClient {
 }
 
 /// Counters of trapped accesses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Traps {
     /// Config space accesses.
     pub config: u64,

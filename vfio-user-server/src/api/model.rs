@@ -1,0 +1,341 @@
+//! What the control API says, as types.
+//!
+//! Lists are bare JSON arrays. Every error, whatever its status, is an [`ErrorBody`]. Names and shapes that mdevctl has
+//! are mdevctl's (`mdev_type`, `start`, `attrs`), so that a definition can be copied between the two.
+
+use std::collections::BTreeMap;
+
+use mdev_core::ids::VgpuId;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::private::{AttachedClient, Traps};
+
+/// One attribute, in mdevctl's shape: an object with one member, `{"core": "80"}`.
+pub type Attribute = BTreeMap<String, String>;
+
+/// `GET /v1/version`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Version {
+    /// Version of `vgpud`.
+    pub version: String,
+    /// Version of this API; a change that breaks clients changes it.
+    pub api: String,
+    /// The manager's process.
+    pub pid: u32,
+    /// The manager's `--run-dir`.
+    pub run_dir: String,
+    /// The manager's `--config-dir`.
+    pub config_dir: String,
+}
+
+/// How a physical GPU is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ParentState {
+    /// It takes vGPUs.
+    Ready,
+    /// It is being started, at first or after it was lost.
+    Starting,
+    /// It is gone; a new one is tried with growing pauses.
+    Lost,
+}
+
+/// A physical GPU: one of `GET /v1/parents`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Parent {
+    /// `soft0`, or a PCI address.
+    pub name: String,
+    /// Which backend drives it: `soft`.
+    pub backend: String,
+    /// The model, as it begins the names of its types.
+    pub model: String,
+    /// For people.
+    pub description: String,
+    /// How it is.
+    pub state: ParentState,
+    /// Video memory that vGPUs may share, in bytes.
+    pub vram_bytes: u64,
+    /// Video memory that no running vGPU has, in bytes.
+    pub vram_free_bytes: u64,
+    /// What the backend can do, in lower case: `vram_aperture`, `compute`, ...
+    pub capabilities: Vec<String>,
+    /// The scheduling policy in force.
+    pub scheduler: String,
+    /// The process that is the GPU, for software parents.
+    pub pid: Option<u32>,
+    /// vGPUs that run on it.
+    pub running: u32,
+}
+
+/// A parent with what it offers: one of `GET /v1/types`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ParentTypes {
+    /// The parent's name.
+    pub parent: String,
+    /// Its types, in the order of their size.
+    pub types: Vec<TypeInfo>,
+}
+
+/// A vGPU type as one parent offers it now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TypeInfo {
+    /// Its name: `SOFT-1Q`.
+    pub name: String,
+    /// `num_heads=1, framebuffer=1024M, max_resolution=1920x1200, max_instance=8`.
+    pub description: String,
+    /// How a VM attaches: always `vfio-user`.
+    pub device_api: String,
+    /// How many more can be started now.
+    pub available_instances: u32,
+    /// How many an empty parent can take.
+    pub max_instances: u32,
+    /// Video memory of one vGPU, in bytes.
+    pub vram_bytes: u64,
+    /// Display heads: 0 or 1.
+    pub heads: u32,
+}
+
+/// Whether the manager starts a defined vGPU when it starts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum StartPolicy {
+    /// At boot.
+    Auto,
+    /// On request.
+    #[default]
+    Manual,
+}
+
+/// How a vGPU is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum VgpuState {
+    /// Defined, and not running.
+    Stopped,
+    /// A VM can attach, or is attached.
+    Running,
+    /// Its worker died and is being started again.
+    Restarting,
+    /// Its GPU is lost, or its worker cannot be kept alive: stop and start it.
+    Failed,
+}
+
+/// A vGPU, running or defined or both: one of `GET /v1/vgpus`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Vgpu {
+    /// Its name.
+    #[schema(value_type = String, format = "uuid")]
+    pub uuid: VgpuId,
+    /// The physical GPU it is, or will be, on.
+    pub parent: String,
+    /// Its type.
+    pub mdev_type: String,
+    /// Start policy of its definition; `manual` where it has none.
+    pub start: StartPolicy,
+    /// Attributes of its definition, in order; of the running vGPU where it has none.
+    pub attrs: Vec<Attribute>,
+    /// True where it has a definition, that is, survives a reboot.
+    pub defined: bool,
+    /// How it is.
+    pub state: VgpuState,
+    /// Why it is `restarting` or `failed`, in one line.
+    pub reason: Option<String>,
+    /// Where QEMU attaches, while it runs.
+    pub socket: Option<String>,
+    /// Its worker's process, while it runs.
+    pub pid: Option<u32>,
+    /// The VM that is attached.
+    pub vm: Option<AttachedClient>,
+    /// What the operator should know about the attached VM, for example memory that is not shared.
+    pub warnings: Vec<String>,
+}
+
+/// `POST /v1/vgpus`: define a vGPU, start a transient one, or both.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CreateVgpu {
+    /// Its name; a random one where absent.
+    #[schema(value_type = Option<String>, format = "uuid")]
+    #[serde(default)]
+    pub uuid: Option<VgpuId>,
+    /// The physical GPU; where absent, the first that offers the type and has room.
+    #[serde(default)]
+    pub parent: Option<String>,
+    /// Its type. May be absent only with `define` of a vGPU that is running.
+    #[serde(default)]
+    pub mdev_type: Option<String>,
+    /// Start policy of the definition.
+    #[serde(default)]
+    pub start: StartPolicy,
+    /// Attributes, in order.
+    #[serde(default)]
+    pub attrs: Vec<Attribute>,
+    /// Write a definition. It is on disk before the answer.
+    #[serde(default)]
+    pub define: bool,
+    /// Start it now. Without `define` it is transient: gone when stopped.
+    #[serde(default)]
+    pub run: bool,
+}
+
+/// What a change is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ModifyTarget {
+    /// The definition: in force from the next start on.
+    #[default]
+    Defined,
+    /// The running vGPU: in force at once, until it is stopped. Only attributes such as `core` can change.
+    Live,
+    /// Both.
+    Both,
+}
+
+/// `PATCH /v1/vgpus/{uuid}`: what is absent stays.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ModifyVgpu {
+    /// Another type.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mdev_type: Option<String>,
+    /// Another start policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start: Option<StartPolicy>,
+    /// All attributes, in order: replaces the list.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attrs: Option<Vec<Attribute>>,
+    /// What to change.
+    #[serde(default)]
+    pub target: ModifyTarget,
+}
+
+/// `POST /v1/vgpus/{uuid}/stop`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StopVgpu {
+    /// Stop it even though a VM uses it: the VM sees a device that fell off its bus.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// `GET /v1/stats`
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Stats {
+    /// Each running vGPU.
+    pub vgpus: Vec<VgpuStats>,
+    /// Each physical GPU.
+    pub parents: Vec<ParentStats>,
+}
+
+/// A physical GPU's part of [`Stats`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ParentStats {
+    /// Its name.
+    pub parent: String,
+    /// How long the window was over which shares are measured, in milliseconds.
+    pub window_ms: u64,
+    /// How much of the window its engine was busy, in percent.
+    pub busy: f64,
+}
+
+/// A running vGPU's part of [`Stats`]. Counters count from its start.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VgpuStats {
+    /// Its name.
+    #[schema(value_type = String, format = "uuid")]
+    pub uuid: VgpuId,
+    /// The physical GPU it is on.
+    pub parent: String,
+    /// Its type.
+    pub mdev_type: String,
+    /// Share asked for with `core`, in percent of the GPU.
+    pub share_asked: Option<u8>,
+    /// Share of the GPU's time used over the last second or so, in percent.
+    pub share_measured: f64,
+    /// Share of the engine's busy time over the last second or so, in percent: what it got of what was used.
+    pub share_of_busy: f64,
+    /// True while it has work.
+    pub runnable: bool,
+    /// Engine time used, in nanoseconds.
+    pub engine_ns: u64,
+    /// Time spent runnable and waiting, in nanoseconds.
+    pub wait_ns: u64,
+    /// GPFIFO entries completed.
+    pub submissions: u64,
+    /// Doorbells taken by polling, without an exit.
+    pub polled_doorbells: u64,
+    /// Wake-ups that needed a trapped write.
+    pub wakeups: u64,
+    /// Times it was switched out with work left.
+    pub preemptions: u64,
+    /// Channel faults.
+    pub faults: u64,
+    /// Channels that exist.
+    pub channels: u32,
+    /// Guest memory imported, in bytes.
+    pub imported_bytes: u64,
+    /// Trapped accesses of the attached VM.
+    pub traps: Traps,
+    /// Its worker's process.
+    pub pid: Option<u32>,
+    /// The VM that is attached: its process.
+    pub vm_pid: Option<i32>,
+}
+
+/// Every error's body.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ErrorBody {
+    /// What went wrong.
+    pub error: ErrorDetail,
+}
+
+/// What went wrong.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ErrorDetail {
+    /// For programs.
+    pub code: ErrorCode,
+    /// For people: what is wrong and what would be right, in one line.
+    pub message: String,
+}
+
+/// What went wrong, for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ErrorCode {
+    /// 400: the request cannot be read, or a value in it cannot be.
+    Invalid,
+    /// 404: no such vGPU, parent, type or path.
+    NotFound,
+    /// 405: not with this method.
+    MethodNotAllowed,
+    /// 409: it exists already.
+    Exists,
+    /// 409: not in this state (already running, not running, not defined).
+    Conflict,
+    /// 409: a VM uses it.
+    InUse,
+    /// 409: the parent has no room for one more.
+    NoRoom,
+    /// 413: the request is too long.
+    TooLarge,
+    /// 503: the GPU or the worker did not answer.
+    Unavailable,
+    /// 500: our own mistake, or the disk's.
+    Internal,
+}
+
+impl ErrorCode {
+    /// The HTTP status that goes with it.
+    pub fn status(self) -> u16 {
+        match self {
+            Self::Invalid => 400,
+            Self::NotFound => 404,
+            Self::MethodNotAllowed => 405,
+            Self::Exists | Self::Conflict | Self::InUse | Self::NoRoom => 409,
+            Self::TooLarge => 413,
+            Self::Internal => 500,
+            Self::Unavailable => 503,
+        }
+    }
+}
