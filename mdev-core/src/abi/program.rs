@@ -137,6 +137,32 @@ pub struct Mandelbrot {
     pub reserved: u32,
 }
 
+impl Mandelbrot {
+    /// The colour of the pixel in column `x` and row `y`, which is what the kernel writes there.
+    ///
+    /// Every operation is one IEEE 754 single, in this order, so that a guest can check a picture bit by bit.
+    pub fn pixel(&self, x: u32, y: u32) -> u32 {
+        let (re, im) = (self.left + x as f32 * self.step, self.top + y as f32 * self.step);
+        let (mut zr, mut zi, mut n) = (0.0f32, 0.0f32, 0);
+        while n < self.max_iterations {
+            let (zr2, zi2) = (zr * zr, zi * zi);
+            if zr2 + zi2 > 4.0 {
+                return Self::colour(n);
+            }
+            zi = (zr + zr) * zi + im;
+            zr = zr2 - zi2 + re;
+            n += 1;
+        }
+        0
+    }
+
+    /// XRGB8888 of a point that escaped after `iterations`: from night blue to white. Points inside are black.
+    pub const fn colour(iterations: u32) -> u32 {
+        let t = 255 - 255 * 16 / (if iterations > 0xffff { 0xffff } else { iterations } + 16);
+        (t * t / 255) << 16 | t << 8 | (64 + t * 191 / 255)
+    }
+}
+
 /// Parameters of [`Kernel::Spin`].
 #[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
