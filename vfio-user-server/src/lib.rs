@@ -1,4 +1,15 @@
 //! The vfio-user server, and the roles of `vgpud` that are built on it.
+//!
+//! The server, in reading order: [`device`] (what a device author writes), [`dma`], [`irq`] and [`errno`] (its
+//! vocabulary), [`session`] (one client's connection), [`fds`], and [`proto`] (the messages as bytes). None of
+//! it knows what a vGPU is.
 
 pub mod api;
+pub mod device;
+pub mod dma;
+pub mod errno;
+pub mod fds;
+pub mod irq;
 pub mod private;
+pub mod proto;
+pub mod session;

@@ -1,0 +1,5 @@
+//! The protocol's messages as bytes: a codec without I/O.
+//!
+//! All numbers are in the host's byte order, as the specification has them.
+
+pub mod message;
