@@ -5,9 +5,15 @@
 //! 1. [`ids`], [`units`]: the newtypes everything else speaks in
 //! 2. [`gpu`]: what Tessera needs of a physical GPU, in the words of a GPU driver
 //! 3. [`abi`]: what a guest driver programs: control registers, mailbox, channels, command classes
+//! 4. [`irq`], [`mem`], [`sigbus`]: interrupts by eventfd; guest memory; mappings that outlive truncation
+//! 5. [`device`]: the virtual PCI function made of all that
 #![warn(missing_docs)]
 
 pub mod abi;
+pub mod device;
 pub mod gpu;
 pub mod ids;
+pub mod irq;
+pub mod mem;
+pub mod sigbus;
 pub mod units;

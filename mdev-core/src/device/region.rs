@@ -1,0 +1,54 @@
+//! The regions of a VFIO device, by VFIO's numbers.
+
+use std::os::fd::BorrowedFd;
+
+/// Regions that a PCI device has in VFIO's numbering: BARs 0 to 5, ROM, configuration space, VGA.
+pub const REGIONS: u32 = 9;
+
+/// A region by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Region {
+    /// A base address register, 0 to 5.
+    Bar(u8),
+    /// The expansion ROM: there is none.
+    Rom,
+    /// Configuration space.
+    Config,
+    /// Legacy VGA ranges: there are none.
+    Vga,
+}
+
+impl Region {
+    /// The region with VFIO's number `index`.
+    pub const fn from_index(index: u32) -> Option<Self> {
+        Some(match index {
+            0..=5 => Self::Bar(index as u8),
+            6 => Self::Rom,
+            7 => Self::Config,
+            8 => Self::Vga,
+            _ => return None,
+        })
+    }
+}
+
+/// What a client learns about a region.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionInfo<'a> {
+    /// Length in bytes; 0 where there is no such region.
+    pub size: u64,
+    /// May be read by messages.
+    pub readable: bool,
+    /// May be written by messages.
+    pub writable: bool,
+    /// What may be mapped of it.
+    pub mapping: Option<RegionMapping<'a>>,
+}
+
+/// The one area of a region that a client may map. It starts at offset 0 of both the region and the file.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionMapping<'a> {
+    /// The file.
+    pub fd: BorrowedFd<'a>,
+    /// Length in bytes. Where it is less than the region's, the rest is trapped.
+    pub len: u64,
+}
