@@ -318,9 +318,9 @@ pub trait Client: Send + fmt::Debug {
     /// Wakes the silicon for a channel after a trapped doorbell or wake write. Does not wait.
     fn wake(&mut self, token: Token) -> Result<(), GpuError>;
 
-    /// The eventfd that the silicon signals whenever [`Client::take_pending`] may have something new.
+    /// A descriptor that polls readable whenever [`Client::take_pending`] may have something new, which makes it quiet.
     ///
-    /// The worker watches it and raises the guest's interrupt.
+    /// The worker watches it, without reading from it, and raises the guest's interrupt.
     fn event(&self) -> BorrowedFd<'_>;
 
     /// Lets the silicon signal the guest's interrupt `vector` itself, with no worker on the way; `None` stops that.

@@ -1,0 +1,204 @@
+//! A worker's side of the software GPU.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use mdev_core::abi::doorbell;
+use mdev_core::gpu::{
+    Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
+    GpuDescription, GpuError, GuestRam, Pending, Usage,
+};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+
+use super::connection::Connection;
+use super::silicon::mem::Mapping;
+use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, Refusal};
+use crate::seqpacket::SeqPacket;
+
+/// One vGPU's world on the software GPU. Dropping it, or the death of its process, frees all of it.
+#[derive(Debug)]
+pub struct SoftClient {
+    connection: Connection,
+    gpu: GpuDescription,
+    spec: ClientSpec,
+    apertures: Apertures,
+    status: Arc<Mapping>,
+    changed: File,
+    wake: File,
+    /// Readable when `changed` is, and when the GPU is lost.
+    event: Epoll,
+    lost_told: bool,
+}
+
+impl SoftClient {
+    /// Opens the client that an [`mdev_core::gpu::Admission`] carries the connection of.
+    pub fn open(fd: OwnedFd) -> Result<Self, GpuError> {
+        let mut connection = Connection::new(SeqPacket::from(fd))?;
+        let hello = ClientRequest::Hello { version: wire::VERSION };
+        let (reply, fds) = connection.ask(&hello, &[])?;
+        let (gpu, spec) = match reply {
+            ClientReply::Hello { version: wire::VERSION, gpu, spec } => (gpu, spec),
+            ClientReply::Refused(refusal) => return Err(refusal.into()),
+            _ => return Err(Refusal::Version.into()),
+        };
+        let Ok([vram, doorbell, status, changed, wake]) = <[OwnedFd; HELLO_FDS]>::try_from(fds)
+        else {
+            return Err(connection.confused());
+        };
+        let framebuffer = match spec.framebuffer_bytes {
+            0 => None,
+            len => Some(Aperture { fd: vram.try_clone()?, len }),
+        };
+        let apertures = Apertures {
+            framebuffer,
+            vram: Some(Aperture { fd: vram, len: spec.vram_bytes }),
+            doorbell: Some(Aperture { fd: doorbell, len: doorbell::PAGE_BYTES }),
+        };
+        let status = Mapping::new(status.as_fd(), 0, wire::STATUS_BYTES as u64, true)?;
+        let (changed, wake) = (File::from(changed), File::from(wake));
+        let event = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(std::io::Error::from)?;
+        for (fd, flags) in
+            [(changed.as_fd(), EpollFlags::EPOLLIN), (connection.as_fd(), EpollFlags::EPOLLHUP)]
+        {
+            event.add(fd, EpollEvent::new(flags, 0)).map_err(std::io::Error::from)?;
+        }
+        Ok(Self {
+            connection,
+            gpu,
+            spec,
+            apertures,
+            status,
+            changed,
+            wake,
+            event,
+            lost_told: false,
+        })
+    }
+
+    fn order(&mut self, request: &ClientRequest, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
+        match self.connection.ask(request, fds)?.0 {
+            ClientReply::Done => Ok(()),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn unexpected(&mut self, reply: &ClientReply) -> GpuError {
+        match reply {
+            ClientReply::Refused(refusal) => (*refusal).into(),
+            _ => self.connection.confused(),
+        }
+    }
+
+    fn hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
+        let gone = PollFlags::POLLHUP | PollFlags::POLLERR;
+        poll(&mut fds, PollTimeout::ZERO).is_ok()
+            && fds[0].revents().is_some_and(|events| events.intersects(gone))
+    }
+}
+
+impl Client for SoftClient {
+    fn spec(&self) -> &ClientSpec {
+        &self.spec
+    }
+
+    fn gpu(&self) -> &GpuDescription {
+        &self.gpu
+    }
+
+    fn apertures(&self) -> &Apertures {
+        &self.apertures
+    }
+
+    fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError> {
+        let GuestRam { fd, offset, len, writable } = ram;
+        match self.connection.ask(&ClientRequest::Import { offset, len, writable }, &[fd])?.0 {
+            ClientReply::Imported(memory) => Ok(memory),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
+        self.order(&ClientRequest::Release(memory), &[])
+    }
+
+    fn map(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        backing: Backing,
+        writable: bool,
+    ) -> Result<(), GpuError> {
+        self.order(&ClientRequest::Map { va, len, backing, writable }, &[])
+    }
+
+    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        self.order(&ClientRequest::Unmap { va, len }, &[])
+    }
+
+    fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
+        match self.connection.ask(&ClientRequest::CreateChannel(*spec), &[])?.0 {
+            ClientReply::Created(handle) => Ok(handle),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        self.order(&ClientRequest::DestroyChannel(id), &[])
+    }
+
+    fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
+        match self.connection.ask(&ClientRequest::QueryChannel(id), &[])?.0 {
+            ClientReply::Status(status) => Ok(status),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn wake(&mut self, _token: Token) -> Result<(), GpuError> {
+        // The silicon looks at all of this client's channels. A full counter is a wake-up that is still to be taken.
+        match self.wake.write(&1u64.to_ne_bytes()) {
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.event.0.as_fd()
+    }
+
+    fn set_interrupt(
+        &mut self,
+        vector: u32,
+        event: Option<BorrowedFd<'_>>,
+    ) -> Result<(), GpuError> {
+        self.order(&ClientRequest::SetInterrupt(vector), event.as_slice())
+    }
+
+    fn take_pending(&mut self) -> Pending {
+        // The counter is read first: what is raised after that makes it readable again.
+        let _ = self.changed.read(&mut [0; 8]);
+        let bits = self.status.swap_u32(wire::STATUS_PENDING as u64, 0).unwrap_or_default();
+        let mut pending = Pending::from_bits_truncate(bits);
+        if !self.lost_told && self.hung_up() {
+            self.lost_told = true;
+            let _ = self.event.delete(self.connection.as_fd());
+            pending |= Pending::DEVICE_LOST;
+        }
+        pending
+    }
+
+    fn reset(&mut self) -> Result<(), GpuError> {
+        self.order(&ClientRequest::Reset, &[])
+    }
+
+    fn usage(&mut self) -> Result<Usage, GpuError> {
+        match self.connection.ask(&ClientRequest::Usage, &[])?.0 {
+            ClientReply::Usage(usage) => Ok(usage),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+}

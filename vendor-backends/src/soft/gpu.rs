@@ -1,0 +1,88 @@
+//! The manager's side of the software GPU.
+
+use std::path::Path;
+use std::time::Duration;
+
+use mdev_core::gpu::{Admission, ClientSpec, Gpu, GpuDescription, GpuError, UsageReport};
+use mdev_core::ids::VgpuId;
+
+use super::connection::Connection;
+use super::wire::{self, AdminReply, AdminRequest, Refusal};
+use crate::seqpacket::SeqPacket;
+
+/// A connection to a soft-gpu process's admin socket.
+///
+/// Dropping it leaves the process and its vGPUs as they are; a new one finds them again.
+#[derive(Debug)]
+pub struct SoftGpu {
+    connection: Connection,
+    description: GpuDescription,
+}
+
+impl SoftGpu {
+    /// Connects to the admin socket at `path`.
+    pub fn connect(path: &Path) -> Result<Self, GpuError> {
+        Self::open(SeqPacket::connect(path)?)
+    }
+
+    /// Takes over a connection to an admin socket.
+    pub fn open(socket: SeqPacket) -> Result<Self, GpuError> {
+        let mut connection = Connection::new(socket)?;
+        match connection.ask(&AdminRequest::Hello { version: wire::VERSION }, &[])?.0 {
+            AdminReply::Hello { version: wire::VERSION, gpu } => {
+                Ok(Self { connection, description: gpu })
+            }
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(Refusal::Version.into()),
+        }
+    }
+
+    fn order(&mut self, request: &AdminRequest) -> Result<(), GpuError> {
+        match self.connection.ask(request, &[])?.0 {
+            AdminReply::Done => Ok(()),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.confused()),
+        }
+    }
+}
+
+impl Gpu for SoftGpu {
+    fn describe(&self) -> &GpuDescription {
+        &self.description
+    }
+
+    fn admit(&mut self, spec: &ClientSpec) -> Result<Admission, GpuError> {
+        let (reply, mut fds) = self.connection.ask(&AdminRequest::Admit(spec.clone()), &[])?;
+        match (reply, fds.pop()) {
+            (AdminReply::Admitted, Some(fd)) => {
+                Ok(Admission { backend: "soft", spec: spec.clone(), fd: Some(fd) })
+            }
+            (AdminReply::Refused(refusal), _) => Err(refusal.into()),
+            _ => Err(self.connection.confused()),
+        }
+    }
+
+    fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
+        self.order(&AdminRequest::Evict(vgpu))
+    }
+
+    fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {
+        self.order(&AdminRequest::SetTimeslice(vgpu, slice))
+    }
+
+    fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError> {
+        self.order(&AdminRequest::SetGate(vgpu, open))
+    }
+
+    fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
+        self.order(&AdminRequest::Reset(vgpu))
+    }
+
+    fn usage(&mut self) -> Result<UsageReport, GpuError> {
+        match self.connection.ask(&AdminRequest::Usage, &[])?.0 {
+            AdminReply::Usage(report) => Ok(report),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.confused()),
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Shared memory, and all raw access to it.
+//!
+//! The other side of a [`Mapping`] is a guest or another process, which may write at any time. So no reference to the
+//! bytes ever exists: they are copied out or in, or accessed as atomics. Every access is checked against the mapping's
+//! length here, so that nothing else in the silicon needs unsafe code for memory.
+
+use std::ffi::CStr;
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::unistd::ftruncate;
+
+/// From this many bytes on a copy goes past the caches, as memcpy does.
+pub const STREAMING_BYTES: u64 = 4 << 20;
+
+/// A new file of memory whose length nobody can change, not even who shares it.
+pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
+    let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    let len = i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+    ftruncate(&fd, len)?;
+    let seals = SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(seals))?;
+    Ok(fd)
+}
+
+/// A range of a file, mapped shared.
+#[derive(Debug)]
+pub struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+    writable: bool,
+}
+
+// SAFETY: the memory is shared with other processes anyway, and is accessed by copies and atomics only.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of `fd` from `offset`, both page-aligned.
+    pub fn new(fd: BorrowedFd<'_>, offset: u64, len: u64, writable: bool) -> io::Result<Arc<Self>> {
+        let size = usize::try_from(len).ok().filter(|len| isize::try_from(*len).is_ok());
+        let size = size.and_then(NonZeroUsize::new).ok_or(io::ErrorKind::InvalidInput)?;
+        let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let write = if writable { ProtFlags::PROT_WRITE } else { ProtFlags::empty() };
+        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address the kernel picks overlaps nothing.
+        let base = unsafe { mmap(None, size, ProtFlags::PROT_READ | write, flags, fd, offset) }?;
+        // SAFETY: the range was mapped above; the advice changes page sizes, not contents. It may be refused.
+        let _ = unsafe { madvise(base, size.get(), MmapAdvise::MADV_HUGEPAGE) };
+        Ok(Arc::new(Self { base: base.cast(), len: size.get(), writable }))
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Never: a mapping has at least one page.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether it may be written.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// The address of `len` bytes at `offset`, if they are all inside.
+    fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        let offset = usize::try_from(offset).ok()?;
+        let end = offset.checked_add(len)?;
+        // SAFETY: offset is within the mapping.
+        (end <= self.len).then(|| unsafe { self.base.as_ptr().add(offset) })
+    }
+
+    fn at_for_write(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        self.at(offset, len).filter(|_| self.writable)
+    }
+
+    /// Copies bytes out; `None` where they are not all inside.
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Option<()> {
+        let from = self.at(offset, out.len())?;
+        // SAFETY: `from` is valid for `out.len()` bytes of this mapping; `out` is private memory.
+        unsafe { from.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+        Some(())
+    }
+
+    /// Copies bytes in; `None` where they do not all fit, or nothing may be written.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Option<()> {
+        let to = self.at_for_write(offset, bytes.len())?;
+        // SAFETY: `to` is valid for `bytes.len()` bytes of this mapping; `bytes` is private memory.
+        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        Some(())
+    }
+
+    /// Copies `len` bytes from one mapping to another, or within one; overlapping ranges are allowed.
+    ///
+    /// `streaming` says that they are part of a transfer too large for the caches.
+    pub fn copy(
+        &self,
+        offset: u64,
+        to: &Self,
+        to_offset: u64,
+        len: usize,
+        streaming: bool,
+    ) -> Option<()> {
+        let from = self.at(offset, len)?;
+        let to = to.at_for_write(to_offset, len)?;
+        if streaming && from.addr().abs_diff(to.addr()) >= len {
+            // SAFETY: both are valid for `len` bytes, and they do not overlap.
+            unsafe { stream::copy(from, to, len) };
+        } else {
+            // SAFETY: both are valid for `len` bytes.
+            unsafe { from.copy_to(to, len) };
+        }
+        Some(())
+    }
+
+    /// Reads an aligned 32-bit word, with acquire ordering.
+    pub fn load_u32(&self, offset: u64) -> Option<u32> {
+        self.atomic_u32(self.at(offset, 4)?).map(|word| word.load(Ordering::Acquire))
+    }
+
+    /// Reads an aligned 64-bit word, with acquire ordering.
+    pub fn load_u64(&self, offset: u64) -> Option<u64> {
+        self.atomic_u64(self.at(offset, 8)?).map(|word| word.load(Ordering::Acquire))
+    }
+
+    /// Writes an aligned 32-bit word, after everything that was written before.
+    pub fn store_u32(&self, offset: u64, value: u32) -> Option<()> {
+        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        word.store(value, Ordering::Release);
+        Some(())
+    }
+
+    /// Writes an aligned 64-bit word, after everything that was written before.
+    pub fn store_u64(&self, offset: u64, value: u64) -> Option<()> {
+        let word = self.atomic_u64(self.at_for_write(offset, 8)?)?;
+        word.store(value, Ordering::Release);
+        Some(())
+    }
+
+    /// Adds to an aligned 32-bit word, and wraps.
+    pub fn add_u32(&self, offset: u64, value: u32) -> Option<u32> {
+        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        Some(word.fetch_add(value, Ordering::AcqRel))
+    }
+
+    /// Sets bits of an aligned 32-bit word.
+    pub fn or_u32(&self, offset: u64, bits: u32) -> Option<u32> {
+        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        Some(word.fetch_or(bits, Ordering::AcqRel))
+    }
+
+    /// Replaces an aligned 32-bit word.
+    pub fn swap_u32(&self, offset: u64, value: u32) -> Option<u32> {
+        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        Some(word.swap(value, Ordering::AcqRel))
+    }
+
+    // `pointer` comes from `at` with the word's size; the atomics live as long as `self`, which keeps the mapping.
+    #[allow(clippy::unused_self, clippy::cast_ptr_alignment)]
+    fn atomic_u32(&self, pointer: *mut u8) -> Option<&AtomicU32> {
+        let pointer = pointer.cast::<u32>();
+        // SAFETY: inside the mapping, aligned, and only ever accessed atomically or by racing raw copies.
+        pointer.is_aligned().then(|| unsafe { AtomicU32::from_ptr(pointer) })
+    }
+
+    #[allow(clippy::unused_self, clippy::cast_ptr_alignment)]
+    fn atomic_u64(&self, pointer: *mut u8) -> Option<&AtomicU64> {
+        let pointer = pointer.cast::<u64>();
+        // SAFETY: as in `atomic_u32`.
+        pointer.is_aligned().then(|| unsafe { AtomicU64::from_ptr(pointer) })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: we mapped this range, and nobody borrows from it any more.
+        let _ = unsafe { munmap(self.base.cast(), self.len) };
+    }
+}
+
+/// Copies that go past the caches.
+mod stream {
+    /// Bytes that are copied page by page in turn: several streams at once keep more of the memory's banks busy.
+    #[cfg(target_arch = "x86_64")]
+    const BLOCK: usize = 4 * PAGE;
+    #[cfg(target_arch = "x86_64")]
+    const PAGE: usize = 4096;
+
+    /// Copies `len` bytes.
+    ///
+    /// # Safety
+    /// Both must be valid for `len` bytes, and must not overlap.
+    #[cfg(target_arch = "x86_64")]
+    pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+        let whole = len / BLOCK * BLOCK;
+        if !to.addr().is_multiple_of(32)
+            || whole == 0
+            || !std::arch::is_x86_feature_detected!("avx2")
+        {
+            // SAFETY: the caller's promise.
+            return unsafe { from.copy_to_nonoverlapping(to, len) };
+        }
+        // SAFETY: AVX2 is there, `to` is aligned, and the caller promises the rest.
+        unsafe {
+            blocks(from, to, whole);
+            from.add(whole).copy_to_nonoverlapping(to.add(whole), len - whole);
+        }
+    }
+
+    /// # Safety
+    /// As [`copy`], with `to` 32-byte aligned and `len` a multiple of [`BLOCK`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    unsafe fn blocks(from: *const u8, to: *mut u8, len: usize) {
+        use std::arch::x86_64::{_mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+        const LANES: usize = 4;
+        for block in (0..len).step_by(BLOCK) {
+            for line in (0..PAGE).step_by(LANES * 32) {
+                for page in (0..BLOCK).step_by(PAGE) {
+                    let at = block + page + line;
+                    for lane in 0..LANES {
+                        // SAFETY: at + lane * 32 + 32 <= len, and `to` plus a multiple of 32 is aligned.
+                        unsafe {
+                            let vector = _mm256_loadu_si256(from.add(at + lane * 32).cast());
+                            _mm256_stream_si256(to.add(at + lane * 32).cast(), vector);
+                        }
+                    }
+                }
+            }
+        }
+        // Streaming stores are not ordered with the semaphore's store that follows.
+        _mm_sfence();
+    }
+
+    /// Copies `len` bytes.
+    ///
+    /// # Safety
+    /// Both must be valid for `len` bytes, and must not overlap.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { from.copy_to_nonoverlapping(to, len) };
+    }
+}
+
+/// A sealed file of memory, and our mapping of it.
+#[derive(Debug)]
+pub struct SharedMemory {
+    /// The file.
+    pub fd: OwnedFd,
+    /// All of it.
+    pub mapping: Arc<Mapping>,
+}
+
+impl SharedMemory {
+    /// New memory, all zero.
+    pub fn new(name: &CStr, len: u64) -> io::Result<Self> {
+        let fd = sealed_memfd(name, len)?;
+        let mapping = Mapping::new(fd.as_fd(), 0, len, true)?;
+        Ok(Self { fd, mapping })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(len: u64) -> SharedMemory {
+        SharedMemory::new(c"test", len).unwrap()
+    }
+
+    #[test]
+    fn nothing_reaches_outside() {
+        let memory = memory(4096).mapping;
+        assert!(memory.write(4090, &[1; 6]).is_some());
+        assert!(memory.write(4090, &[1; 7]).is_none());
+        assert!(memory.read(u64::MAX, &mut [0; 2]).is_none());
+        assert!(memory.load_u64(4092).is_none(), "past the end");
+        assert!(memory.load_u64(4).is_none(), "not aligned");
+        assert!(memory.copy(0, &memory, 4000, 100, false).is_none());
+    }
+
+    #[test]
+    fn read_only_memory_is_not_written() {
+        let memory = memory(4096);
+        let view = Mapping::new(memory.fd.as_fd(), 0, 4096, false).unwrap();
+        assert!(view.store_u32(0, 1).is_none());
+        assert!(view.write(0, &[1]).is_none());
+        memory.mapping.store_u32(0, 7).unwrap();
+        assert_eq!(view.load_u32(0), Some(7));
+    }
+
+    #[test]
+    fn streams_like_any_copy() {
+        let len = 1 << 16;
+        let memory = memory(4 * len as u64).mapping;
+        let bytes: Vec<u8> = (0..len).map(|i| (i * 7 / 3) as u8).collect();
+        memory.write(0, &bytes).unwrap();
+        for (to, part) in [(len, len), (2 * len + 32, len - 5), (2 * len + 1, len)] {
+            memory.copy(0, &memory, to as u64, part, true).unwrap();
+            let mut back = vec![0; part];
+            memory.read(to as u64, &mut back).unwrap();
+            assert!(back == bytes[..part]);
+        }
+    }
+
+    #[test]
+    fn the_length_is_sealed() {
+        let memory = memory(8192);
+        assert!(ftruncate(&memory.fd, 4096).is_err());
+    }
+}

@@ -1,0 +1,3 @@
+//! The software silicon.
+
+pub mod mem;

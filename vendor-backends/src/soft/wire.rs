@@ -1,0 +1,330 @@
+//! What the soft-gpu process, the manager and the workers say to each other: postcard in SOCK_SEQPACKET packets.
+//!
+//! Each connection is a sequence of one request and one reply, and begins with a hello. Both ends come from one
+//! binary, but not always from one build: a manager may adopt a soft-gpu that an older one started.
+
+use std::io;
+use std::time::Duration;
+
+use mdev_core::gpu::{
+    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError,
+    Usage, UsageReport,
+};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, VgpuId};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
+pub const VERSION: u32 = 1;
+
+/// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
+pub const STATUS_PENDING: usize = 0;
+/// Length of a client's status page.
+pub const STATUS_BYTES: usize = 4096;
+
+/// What the manager asks, on the admin socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AdminRequest {
+    /// First of all. The first variant for good, so that any two versions understand it.
+    Hello {
+        /// [`VERSION`].
+        version: u32,
+    },
+    /// Makes room for a vGPU: [`AdminReply::Admitted`], with the client's connection attached.
+    Admit(ClientSpec),
+    /// Takes everything back from one.
+    Evict(VgpuId),
+    /// Sets a time slice.
+    SetTimeslice(VgpuId, Duration),
+    /// Opens or closes a gate.
+    SetGate(VgpuId, bool),
+    /// Faults every channel of a vGPU.
+    Reset(VgpuId),
+    /// All counters: [`AdminReply::Usage`].
+    Usage,
+}
+
+/// What it answers to the manager.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AdminReply {
+    /// Answer to `Hello`. The first variant for good.
+    Hello {
+        /// [`VERSION`] of the answering side; the connection is of no use where the two differ.
+        version: u32,
+        /// What the GPU is.
+        gpu: GpuDescription,
+    },
+    /// Done, and nothing to tell.
+    Done,
+    /// Admitted; the connection is attached.
+    Admitted,
+    /// All counters.
+    Usage(UsageReport),
+    /// No.
+    Refused(Refusal),
+}
+
+/// What a worker asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ClientRequest {
+    /// First of all: [`ClientReply::Hello`].
+    Hello {
+        /// [`VERSION`].
+        version: u32,
+    },
+    /// Imports the attached file: [`ClientReply::Imported`].
+    Import {
+        /// Byte offset into the file.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+        /// False where it may only be read.
+        writable: bool,
+    },
+    /// Takes an import away.
+    Release(MemoryId),
+    /// Maps memory.
+    Map {
+        /// Where.
+        va: GpuVa,
+        /// Bytes.
+        len: u64,
+        /// What.
+        backing: Backing,
+        /// False where it may only be read.
+        writable: bool,
+    },
+    /// Unmaps memory.
+    Unmap {
+        /// Where.
+        va: GpuVa,
+        /// Bytes.
+        len: u64,
+    },
+    /// Makes a channel: [`ClientReply::Created`].
+    CreateChannel(ChannelSpec),
+    /// Ends a channel.
+    DestroyChannel(ChannelId),
+    /// How a channel is: [`ClientReply::Status`].
+    QueryChannel(ChannelId),
+    /// The attached eventfd, or none, for one interrupt vector.
+    SetInterrupt(u32),
+    /// Destroys all channels and mappings.
+    Reset,
+    /// What was used: [`ClientReply::Usage`].
+    Usage,
+}
+
+/// What it answers to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ClientReply {
+    /// Answer to `Hello`. Attached, in this order: the video memory partition, the doorbell page, the status page,
+    /// the eventfd that the silicon signals after a change of the status page, the eventfd that wakes the silicon.
+    Hello {
+        /// [`VERSION`] of the answering side.
+        version: u32,
+        /// What the GPU is.
+        gpu: GpuDescription,
+        /// What was granted.
+        spec: ClientSpec,
+    },
+    /// Done, and nothing to tell.
+    Done,
+    /// The id of an import.
+    Imported(MemoryId),
+    /// A channel that was made.
+    Created(ChannelHandle),
+    /// How a channel is.
+    Status(ChannelStatus),
+    /// What was used.
+    Usage(Usage),
+    /// No.
+    Refused(Refusal),
+}
+
+/// Descriptors of [`ClientReply::Hello`].
+pub const HELLO_FDS: usize = 5;
+
+/// Why not, in a form that fits a packet. The words for it are [`GpuError`]'s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Refusal {
+    /// A request that makes no sense here, or could not be read.
+    Message,
+    /// Another version of this protocol.
+    Version,
+    /// An address or length that is not a multiple of the page size, or zero.
+    Alignment,
+    /// A descriptor that is missing, or of the wrong kind.
+    Descriptor,
+    /// A GPFIFO that no GPU could have.
+    Gpfifo,
+    /// A misplaced USERD.
+    Userd,
+    /// An interrupt vector that does not exist.
+    Vector,
+    /// A time slice outside 100 us to 1 s.
+    Timeslice,
+    /// A [`ClientSpec`] that no GPU could grant.
+    Spec,
+    /// Outside the GPU's virtual address range.
+    VaRange,
+    /// Outside the partition, or the imported memory.
+    Backing,
+    /// Mapped already.
+    Overlap(GpuVa),
+    /// The memory may only be read.
+    ReadOnly,
+    /// No such vGPU.
+    NoVgpu,
+    /// No such import.
+    NoMemory,
+    /// Not mapped.
+    NoMapping,
+    /// No such channel.
+    NoChannel,
+    /// The vGPU is there already.
+    VgpuExists,
+    /// Video memory.
+    VramLimit,
+    /// VGPUs.
+    VgpuLimit,
+    /// Channels.
+    ChannelLimit,
+    /// Imported bytes, or imports.
+    ImportLimit,
+    /// Page tables.
+    PageTableLimit,
+    /// The operating system refused, with this errno.
+    Os(i32),
+}
+
+impl From<Refusal> for GpuError {
+    fn from(refusal: Refusal) -> Self {
+        use Refusal as R;
+        match refusal {
+            R::Message => Self::Invalid("request"),
+            R::Version => Self::Unsupported("another version of the software GPU's protocol"),
+            R::Alignment => Self::Invalid("address or length is not a whole number of pages"),
+            R::Descriptor => {
+                Self::Invalid("file descriptor (memory must be a memfd, tmpfs or hugetlbfs file)")
+            }
+            R::Gpfifo => Self::Invalid("GPFIFO address or entries"),
+            R::Userd => Self::Invalid("USERD address"),
+            R::Vector => Self::Invalid("interrupt vector"),
+            R::Timeslice => Self::Invalid("time slice (100 us to 1 s)"),
+            R::Spec => Self::Invalid("sizes of the vGPU"),
+            R::VaRange => Self::OutOfRange("GPU virtual address"),
+            R::Backing => Self::OutOfRange("memory to be mapped"),
+            R::Overlap(va) => Self::Overlap(va),
+            R::ReadOnly => Self::Invalid("writable mapping of memory that may only be read"),
+            R::NoVgpu => Self::NotFound("vGPU"),
+            R::NoMemory => Self::NotFound("imported memory"),
+            R::NoMapping => Self::NotFound("mapping"),
+            R::NoChannel => Self::NotFound("channel"),
+            R::VgpuExists => Self::Invalid("the vGPU is admitted already"),
+            R::VramLimit => Self::Limit("video memory"),
+            R::VgpuLimit => Self::Limit("vGPUs"),
+            R::ChannelLimit => Self::Limit("channels"),
+            R::ImportLimit => Self::Limit("imported guest memory"),
+            R::PageTableLimit => Self::Limit("page tables"),
+            R::Os(errno) => Self::Io(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        Self::Os(error.raw_os_error().unwrap_or(libc::EIO))
+    }
+}
+
+/// The bytes of a message.
+pub fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
+    postcard::to_stdvec(message).map_err(io::Error::other)
+}
+
+/// The message in `bytes`, all of them.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
+    let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    match postcard::take_from_bytes(bytes) {
+        Ok((message, [])) => Ok(message),
+        Ok(_) => Err(invalid("Bytes after the end of a message".into())),
+        Err(error) => Err(invalid(format!("Not a message: {error}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mdev_core::gpu::EngineKind;
+    use uuid::Uuid;
+
+    /// A change of these bytes is a change of the protocol: bump [`VERSION`].
+    #[test]
+    fn bytes_of_version_1() {
+        assert_eq!(VERSION, 1);
+        let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
+        let admin = [
+            (AdminRequest::Hello { version: 1 }, "0001"),
+            (
+                AdminRequest::Admit(ClientSpec {
+                    vgpu,
+                    vram_bytes: 1 << 30,
+                    framebuffer_bytes: 0,
+                    max_channels: 8,
+                    max_import_bytes: 1 << 20,
+                }),
+                "011000000000000000000000000001020304808080800400088080 40",
+            ),
+            (
+                AdminRequest::SetTimeslice(vgpu, Duration::from_micros(1)),
+                "03100000000000000000000000000102030400e807",
+            ),
+            (AdminRequest::Usage, "06"),
+        ];
+        for (message, bytes) in admin {
+            assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
+        }
+        let client = [
+            (ClientRequest::Import { offset: 0, len: 4096, writable: true }, "0100802001"),
+            (
+                ClientRequest::Map {
+                    va: GpuVa(0x2_0000_0000),
+                    len: 4096,
+                    backing: Backing::Vram { offset: 0 },
+                    writable: false,
+                },
+                "038080808020802001 0000",
+            ),
+            (
+                ClientRequest::CreateChannel(ChannelSpec {
+                    engine: EngineKind::Compute,
+                    gpfifo: GpuVa(0x1000),
+                    gpfifo_entries: 64,
+                    userd: Backing::Guest { memory: MemoryId(3), offset: 512 },
+                    vector: 1,
+                }),
+                "050180204000 0380 0401",
+            ),
+        ];
+        for (message, bytes) in client {
+            assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
+        }
+        assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06170a");
+    }
+
+    #[test]
+    fn garbage_is_refused() {
+        assert!(decode::<ClientRequest>(&[0xff; 8]).is_err());
+        assert!(decode::<AdminRequest>(&[]).is_err());
+        assert!(decode::<AdminRequest>(&[6, 0]).is_err(), "trailing byte");
+    }
+
+    fn hex(bytes: &[u8]) -> String {
+        use std::fmt::Write;
+        bytes.iter().fold(String::new(), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+    }
+}
