@@ -7,13 +7,20 @@
 //! 3. [`abi`]: what a guest driver programs: control registers, mailbox, channels, command classes
 //! 4. [`irq`], [`mem`], [`sigbus`]: interrupts by eventfd; guest memory; mappings that outlive truncation
 //! 5. [`device`]: the virtual PCI function made of all that
+//! 6. [`profile`], [`definition`], [`partition`], [`lifecycle`]: types, vGPUs that persist, video memory, states
+//! 7. [`sched`]: who gets how much of the GPU's time
 #![warn(missing_docs)]
 
 pub mod abi;
+pub mod definition;
 pub mod device;
 pub mod gpu;
 pub mod ids;
 pub mod irq;
+pub mod lifecycle;
 pub mod mem;
+pub mod partition;
+pub mod profile;
+pub mod sched;
 pub mod sigbus;
 pub mod units;

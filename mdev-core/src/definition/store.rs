@@ -1,0 +1,350 @@
+//! The tree that holds definitions: `<dir>/<parent>/<uuid>`, as mdevctl has it.
+//!
+//! A definition is replaced as a whole or not at all, whatever happens meanwhile, and is on disk when
+//! [`Store::save`] returns. One process writes a tree.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use super::{Definition, DefinitionError};
+use crate::ids::VgpuId;
+
+/// What unfinished files end with. They begin with a dot, so no uuid looks like one.
+const TEMP_SUFFIX: &str = ".tmp";
+
+/// A tree of definitions.
+#[derive(Clone, Debug)]
+pub struct Store {
+    dir: PathBuf,
+}
+
+/// A definition with its place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stored {
+    /// The physical GPU it is for.
+    pub parent: String,
+    /// Its name.
+    pub vgpu: VgpuId,
+    /// What it says.
+    pub definition: Definition,
+}
+
+/// Something in the tree that is no definition.
+#[derive(Debug)]
+pub struct Problem {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What is wrong with it, in one line.
+    pub error: StoreError,
+}
+
+/// What a tree holds.
+#[derive(Debug, Default)]
+pub struct Scan {
+    /// Definitions, in the order of parents and then of uuids.
+    pub definitions: Vec<Stored>,
+    /// Everything that could not be read. It is left alone.
+    pub problems: Vec<Problem>,
+}
+
+/// Why a definition was not read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The file system refused.
+    #[error("Cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// What is there is no definition.
+    #[error("{}: {source}", path.display())]
+    Definition {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: DefinitionError,
+    },
+    /// A file whose name is no uuid.
+    #[error("{}: not a definition: its name is not a uuid", .0.display())]
+    Name(PathBuf),
+    /// A parent whose name is no folder's.
+    #[error("{0:?} cannot be a parent's name")]
+    Parent(String),
+}
+
+fn io_error<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> StoreError + 'a {
+    move |source| StoreError::Io { action, path: path.to_owned(), source }
+}
+
+impl Store {
+    /// Opens the tree at `dir`, makes it where it is not there yet, and removes what an interrupted save left.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<Self, StoreError> {
+        let store = Self { dir: dir.into() };
+        fs::create_dir_all(&store.dir).map_err(io_error("create", &store.dir))?;
+        for (_, folder) in store.parents()? {
+            // A folder that cannot be read is reported by every scan; it stops nothing.
+            for entry in read_dir(&folder).unwrap_or_default() {
+                let name = entry.file_name();
+                let name = name.to_string_lossy();
+                if name.starts_with('.') && name.ends_with(TEMP_SUFFIX) {
+                    let path = entry.path();
+                    fs::remove_file(&path).map_err(io_error("remove", &path))?;
+                }
+            }
+        }
+        Ok(store)
+    }
+
+    /// Where the tree is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Writes a definition. It is on disk when this returns; before that, the old one is.
+    pub fn save(
+        &self,
+        parent: &str,
+        vgpu: VgpuId,
+        definition: &Definition,
+    ) -> Result<(), StoreError> {
+        let folder = self.folder(parent)?;
+        if !folder.is_dir() {
+            fs::create_dir_all(&folder).map_err(io_error("create", &folder))?;
+            sync_dir(&self.dir)?;
+        }
+        let temp = folder.join(format!(".{vgpu}{TEMP_SUFFIX}"));
+        let path = folder.join(vgpu.to_string());
+        let written = write_synced(&temp, definition.to_json().as_bytes())
+            .and_then(|()| fs::rename(&temp, &path))
+            .map_err(io_error("write", &path));
+        if written.is_err() {
+            // The disk may be full: give back what was taken of it. The error that matters is the first one.
+            let _ = fs::remove_file(&temp);
+        }
+        written?;
+        sync_dir(&folder)
+    }
+
+    /// Reads a definition.
+    pub fn load(&self, parent: &str, vgpu: VgpuId) -> Result<Definition, StoreError> {
+        read_definition(&self.folder(parent)?.join(vgpu.to_string()))
+    }
+
+    /// Removes a definition. True where there was one; either way it is gone from disk when this returns.
+    pub fn remove(&self, parent: &str, vgpu: VgpuId) -> Result<bool, StoreError> {
+        let folder = self.folder(parent)?;
+        let path = folder.join(vgpu.to_string());
+        match fs::remove_file(&path) {
+            Ok(()) => sync_dir(&folder).map(|()| true),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(io_error("remove", &path)(error)),
+        }
+    }
+
+    /// Reads the whole tree. One bad file does not hide the others.
+    pub fn scan(&self) -> Result<Scan, StoreError> {
+        let mut scan = Scan::default();
+        for (parent, folder) in self.parents()? {
+            match read_dir(&folder) {
+                Ok(entries) => {
+                    for entry in entries {
+                        scan.add(&parent, &entry);
+                    }
+                }
+                Err(error) => scan.problems.push(Problem { path: folder, error }),
+            }
+        }
+        Ok(scan)
+    }
+
+    fn folder(&self, parent: &str) -> Result<PathBuf, StoreError> {
+        if parent.is_empty() || parent.starts_with('.') || parent.contains(['/', '\0']) {
+            return Err(StoreError::Parent(parent.to_owned()));
+        }
+        Ok(self.dir.join(parent))
+    }
+
+    /// The folders of the tree with the parents they are for, sorted. Other things beside them are not ours.
+    fn parents(&self) -> Result<Vec<(String, PathBuf)>, StoreError> {
+        let entries = read_dir(&self.dir)?.into_iter();
+        Ok(entries
+            .filter(|entry| entry.path().is_dir())
+            .filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
+            .filter(|(parent, _)| self.folder(parent).is_ok())
+            .collect())
+    }
+}
+
+impl Scan {
+    fn add(&mut self, parent: &str, entry: &fs::DirEntry) {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with('.') {
+            return;
+        }
+        let path = entry.path();
+        // Only the one spelling that a save uses: two files must not be one vGPU.
+        let vgpu = name.parse::<VgpuId>().ok().filter(|vgpu| vgpu.to_string() == name);
+        let Some(vgpu) = vgpu else {
+            let error = StoreError::Name(path.clone());
+            self.problems.push(Problem { path, error });
+            return;
+        };
+        match read_definition(&path) {
+            Ok(definition) => {
+                self.definitions.push(Stored { parent: parent.to_owned(), vgpu, definition });
+            }
+            Err(error) => self.problems.push(Problem { path, error }),
+        }
+    }
+}
+
+fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>, StoreError> {
+    let mut entries = fs::read_dir(dir)
+        .and_then(Iterator::collect::<io::Result<Vec<_>>>)
+        .map_err(io_error("read", dir))?;
+    entries.sort_by_key(fs::DirEntry::file_name);
+    Ok(entries)
+}
+
+fn read_definition(path: &Path) -> Result<Definition, StoreError> {
+    // A name in this tree is no proof of a file: opening a pipe would never end.
+    let kind = fs::metadata(path).map_err(io_error("read", path))?;
+    if !kind.is_file() {
+        return Err(io_error("read", path)(io::Error::other("not a file")));
+    }
+    let mut text = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(Definition::MAX_BYTES as u64 + 1).read_to_end(&mut text))
+        .map_err(io_error("read", path))?;
+    Definition::from_json(&text)
+        .map_err(|source| StoreError::Definition { path: path.to_owned(), source })
+}
+
+fn write_synced(path: &Path, text: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(text)?;
+    file.sync_all()
+}
+
+/// Makes a rename or removal in a folder last.
+fn sync_dir(dir: &Path) -> Result<(), StoreError> {
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", dir))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use uuid::Uuid;
+
+    use super::super::tests::any_definition;
+    use super::*;
+    use crate::definition::{Attrs, Start};
+
+    const A: VgpuId = VgpuId(Uuid::from_u128(0xa));
+    const B: VgpuId = VgpuId(Uuid::from_u128(0xb));
+
+    fn definition(mdev_type: &str) -> Definition {
+        Definition { mdev_type: mdev_type.into(), start: Start::Auto, attrs: Attrs::default() }
+    }
+
+    fn store() -> (tempfile::TempDir, Store) {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path().join("tree")).unwrap();
+        (dir, store)
+    }
+
+    #[test]
+    fn definitions_are_where_mdevctl_has_them() {
+        let (_dir, store) = store();
+        store.save("0000:3b:00.0", A, &definition("H100-16C")).unwrap();
+        let path = store.dir().join("0000:3b:00.0/00000000-0000-0000-0000-00000000000a");
+        assert_eq!(Definition::from_json(&fs::read(path).unwrap()).unwrap().mdev_type, "H100-16C");
+        store.save("soft0", B, &definition("SOFT-1Q")).unwrap();
+        let scan = store.scan().unwrap();
+        let found: Vec<_> = scan.definitions.iter().map(|s| (s.parent.as_str(), s.vgpu)).collect();
+        assert_eq!(found, [("0000:3b:00.0", A), ("soft0", B)]);
+        assert!(store.remove("soft0", B).unwrap());
+        assert!(!store.remove("soft0", B).unwrap());
+        assert!(!store.remove("soft9", B).unwrap());
+        assert_eq!(store.scan().unwrap().definitions.len(), 1);
+    }
+
+    #[test]
+    fn one_bad_file_does_not_hide_the_others() {
+        let (_dir, store) = store();
+        store.save("soft0", A, &definition("SOFT-1Q")).unwrap();
+        let folder = store.dir().join("soft0");
+        fs::write(folder.join(B.to_string()), "{\"mdev_type\":").unwrap();
+        fs::create_dir(folder.join(Uuid::from_u128(0xc).to_string())).unwrap();
+        fs::write(folder.join("notes.txt"), "").unwrap();
+        fs::write(store.dir().join("README"), "").unwrap();
+        fs::create_dir_all(store.dir().join(".git/x")).unwrap();
+        let scan = store.scan().unwrap();
+        assert_eq!(scan.definitions.len(), 1);
+        let lines: Vec<_> = scan.problems.iter().map(|p| p.error.to_string()).collect();
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert!(lines[0].contains("Not a vGPU definition"), "{lines:?}");
+        assert!(lines[1].contains("not a file"), "{lines:?}");
+        assert!(lines[2].contains("its name is not a uuid"), "{lines:?}");
+    }
+
+    #[test]
+    fn a_save_killed_at_any_byte_leaves_the_old_definition() {
+        let (_dir, store) = store();
+        store.save("soft0", A, &definition("SOFT-1Q")).unwrap();
+        let new = definition("SOFT-2Q").to_json();
+        let temp = store.dir().join(format!("soft0/.{A}.tmp"));
+        for written in 0..=new.len() {
+            fs::write(&temp, &new.as_bytes()[..written]).unwrap();
+            let store = Store::open(store.dir()).unwrap();
+            assert!(!temp.exists(), "what was left is cleaned up");
+            let scan = store.scan().unwrap();
+            assert_eq!(scan.definitions.len(), 1);
+            assert_eq!(scan.definitions[0].definition, definition("SOFT-1Q"));
+            assert!(scan.problems.is_empty());
+        }
+        // A save over a leftover works too.
+        fs::write(&temp, "left over").unwrap();
+        store.save("soft0", A, &definition("SOFT-2Q")).unwrap();
+        assert!(!temp.exists());
+        assert_eq!(store.load("soft0", A).unwrap(), definition("SOFT-2Q"));
+    }
+
+    #[test]
+    fn a_parent_cannot_lead_out_of_the_tree() {
+        let (_dir, store) = store();
+        for parent in ["", ".", "..", "../x", "a/b", "/etc", ".git", "a\0"] {
+            let saved = store.save(parent, A, &definition("SOFT-1Q"));
+            assert!(matches!(saved, Err(StoreError::Parent(_))));
+            assert!(matches!(store.remove(parent, A), Err(StoreError::Parent(_))));
+        }
+    }
+
+    #[test]
+    fn a_failed_save_says_why_and_leaves_nothing() {
+        let (_dir, store) = store();
+        let target = store.dir().join(format!("soft0/{A}"));
+        fs::create_dir_all(target.join("x")).unwrap();
+        let error = store.save("soft0", A, &definition("SOFT-1Q")).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("Cannot write {}: ", target.display())), "{error}");
+        assert!(!store.dir().join(format!("soft0/.{A}.tmp")).exists());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(16))]
+        #[test]
+        fn what_is_saved_is_loaded(definitions in prop::collection::vec(any_definition(), 1..4)) {
+            let (_dir, store) = store();
+            for definition in definitions {
+                store.save("soft0", A, &definition).unwrap();
+                prop_assert_eq!(store.load("soft0", A).unwrap(), definition);
+            }
+        }
+    }
+}

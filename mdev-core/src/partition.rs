@@ -1,0 +1,189 @@
+//! Who has how much of a parent's video memory.
+//!
+//! Types of different sizes run side by side. Partitions are separate files or heap allocations, not ranges of one
+//! address space, so what is free is one number and cannot fragment.
+
+use std::collections::BTreeMap;
+
+use crate::ids::VgpuId;
+use crate::profile::Profile;
+use crate::units::MIB;
+
+/// Why a vGPU was not given its partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PartitionError {
+    /// It has one.
+    #[error("vGPU {0} has a partition already")]
+    Duplicate(VgpuId),
+    /// More than what is free.
+    #[error(
+        "Not enough video memory: {} MiB asked, {} MiB free; stop a vGPU or choose a smaller type",
+        asked / MIB, free / MIB
+    )]
+    NoRoom {
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes there are.
+        free: u64,
+    },
+}
+
+/// The video memory of one parent.
+#[derive(Clone, Debug)]
+pub struct Partitions {
+    total: u64,
+    free: u64,
+    held: BTreeMap<VgpuId, u64>,
+}
+
+impl Partitions {
+    /// A parent with `total` bytes, all free.
+    pub fn new(total: u64) -> Self {
+        Self { total, free: total, held: BTreeMap::new() }
+    }
+
+    /// Gives `bytes` to a vGPU, or changes nothing.
+    pub fn admit(&mut self, vgpu: VgpuId, bytes: u64) -> Result<(), PartitionError> {
+        if self.held.contains_key(&vgpu) {
+            return Err(PartitionError::Duplicate(vgpu));
+        }
+        let Some(free) = self.free.checked_sub(bytes) else {
+            return Err(PartitionError::NoRoom { asked: bytes, free: self.free });
+        };
+        self.free = free;
+        self.held.insert(vgpu, bytes);
+        Ok(())
+    }
+
+    /// Takes a vGPU's partition back; how many bytes that was, or `None` where it had none.
+    pub fn release(&mut self, vgpu: VgpuId) -> Option<u64> {
+        let bytes = self.held.remove(&vgpu)?;
+        self.free += bytes;
+        Some(bytes)
+    }
+
+    /// What a vGPU holds.
+    pub fn held(&self, vgpu: VgpuId) -> Option<u64> {
+        self.held.get(&vgpu).copied()
+    }
+
+    /// Bytes of the parent.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Bytes that no vGPU holds.
+    pub fn free(&self) -> u64 {
+        self.free
+    }
+
+    /// vGPUs that hold a partition.
+    pub fn count(&self) -> usize {
+        self.held.len()
+    }
+
+    /// How many more vGPUs of a type fit, given what is running.
+    pub fn available(&self, profile: &Profile) -> u32 {
+        let count = self.free.checked_div(profile.vram_bytes).unwrap_or(0);
+        u32::try_from(count).unwrap_or(u32::MAX).min(profile.max_instances)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::gpu::{GpuCapabilities, GpuDescription};
+    use crate::profile::{find, profiles};
+    use crate::units::GIB;
+
+    fn id(n: u8) -> VgpuId {
+        VgpuId(Uuid::from_u128(u128::from(n)))
+    }
+
+    fn gpu() -> GpuDescription {
+        GpuDescription {
+            parent: "soft0".into(),
+            model: "SOFT".into(),
+            name: String::new(),
+            vram_bytes: 8 * GIB,
+            capabilities: GpuCapabilities::all(),
+            max_channels: 64,
+            default_timeslice: Duration::from_millis(2),
+        }
+    }
+
+    #[test]
+    fn types_of_different_sizes_share_what_is_free() {
+        let gpu = gpu();
+        let mut vram = Partitions::new(gpu.vram_bytes);
+        vram.admit(id(1), 4 * GIB).unwrap();
+        vram.admit(id(2), GIB).unwrap();
+        let available = |vram: &Partitions, name| vram.available(&find(&gpu, name).unwrap());
+        assert_eq!(available(&vram, "SOFT-8Q"), 0);
+        assert_eq!(available(&vram, "SOFT-2Q"), 1);
+        assert_eq!(available(&vram, "SOFT-256MC"), 12);
+        assert_eq!(vram.release(id(1)), Some(4 * GIB));
+        assert_eq!(vram.release(id(1)), None);
+        assert_eq!(available(&vram, "SOFT-2Q"), 3);
+    }
+
+    #[test]
+    fn a_refusal_says_what_is_free() {
+        let mut vram = Partitions::new(GIB);
+        vram.admit(id(1), 256 * MIB).unwrap();
+        let error = vram.admit(id(2), GIB).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "Not enough video memory: 1024 MiB asked, 768 MiB free; \
+             stop a vGPU or choose a smaller type"
+        );
+        assert_eq!(vram.admit(id(1), 0), Err(PartitionError::Duplicate(id(1))));
+    }
+
+    proptest! {
+            #[test]
+            fn never_over_allocated(
+                total in 0_u64..16 * GIB,
+                steps in prop::collection::vec((0_u8..20, prop::option::of(0_u64..1 << 35)), 0..200),
+            ) {
+                let mut vram = Partitions::new(total);
+                let mut model = std::collections::HashMap::new();
+                for (n, step) in steps {
+                    if let Some(bytes) = step {
+                            let used: u64 = model.values().sum();
+                            let fits = !model.contains_key(&n) && used + bytes <= total;
+                            prop_assert_eq!(vram.admit(id(n), bytes).is_ok(), fits);
+                            if fits {
+                                model.insert(n, bytes);
+                            }
+                        } else {
+     prop_assert_eq!(vram.release(id(n)), model.remove(&n));
+    }
+                    prop_assert_eq!(vram.free() + model.values().sum::<u64>(), total);
+                    prop_assert_eq!(vram.count(), model.len());
+                }
+            }
+
+            #[test]
+            fn what_is_said_to_be_available_can_be_started(
+                picks in prop::collection::vec(0_usize..12, 0..40),
+            ) {
+                let all = profiles(&gpu());
+                let mut vram = Partitions::new(gpu().vram_bytes);
+                for (n, pick) in picks.into_iter().enumerate() {
+                    let profile = &all[pick];
+                    let before = vram.available(profile);
+                    let admitted = vram.admit(id(n as u8), profile.vram_bytes).is_ok();
+                    prop_assert_eq!(admitted, before > 0);
+                    if admitted {
+                        prop_assert_eq!(vram.available(profile), before - 1);
+                    }
+                }
+            }
+        }
+}

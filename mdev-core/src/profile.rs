@@ -1,0 +1,283 @@
+//! vGPU types: the profiles that a parent offers, named as GRID names them.
+//!
+//! A type is `<model>-<size><series>`: `SOFT-256MQ`, `SOFT-1Q`, `SOFT-16C`. The size is its video memory, in GiB, or in
+//! MiB with an `M`. Series Q has a display head, series C has none. A parent offers every power of two from 256 MiB up
+//! to its own memory, of each series whose capabilities it has.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
+use crate::ids::VgpuId;
+use crate::units::{GIB, MIB};
+
+/// The smallest partition that is offered.
+pub const MIN_VRAM: u64 = 256 * MIB;
+
+/// Guest memory that a vGPU may import: all that fits in its GPU virtual address space of 40 bits.
+pub const MAX_IMPORT_BYTES: u64 = 1 << 40;
+
+/// Largest modes by the least video memory of a type that has them. The last fits in a base EDID block's 12 bits.
+const MODES: [(u64, Head); 5] = [
+    (4 * GIB, Head { max_width: 3840, max_height: 2160 }),
+    (2 * GIB, Head { max_width: 2560, max_height: 1600 }),
+    (GIB, Head { max_width: 1920, max_height: 1200 }),
+    (512 * MIB, Head { max_width: 1600, max_height: 1200 }),
+    (0, Head { max_width: 1280, max_height: 1024 }),
+];
+
+/// The smallest framebuffer aperture: what the Bochs display adapter has by default.
+const MIN_FRAMEBUFFER: u64 = 16 * MIB;
+
+/// What a type is for, and the last letter of its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Series {
+    /// `Q`: a display head, and all engines that the parent has.
+    #[serde(rename = "Q")]
+    Workstation,
+    /// `C`: engines only.
+    #[serde(rename = "C")]
+    Compute,
+}
+
+impl Series {
+    /// The letter at the end of a type's name.
+    pub const fn letter(self) -> char {
+        match self {
+            Self::Workstation => 'Q',
+            Self::Compute => 'C',
+        }
+    }
+
+    /// What a parent must be able to do to offer the series.
+    pub const fn needs(self) -> GpuCapabilities {
+        match self {
+            Self::Workstation => GpuCapabilities::FRAMEBUFFER,
+            Self::Compute => GpuCapabilities::COMPUTE,
+        }
+    }
+}
+
+/// A display head's limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Head {
+    /// Largest mode, pixels.
+    pub max_width: u32,
+    /// Largest mode, pixels.
+    pub max_height: u32,
+}
+
+impl Head {
+    /// The head of a type with this much video memory.
+    fn for_vram(vram_bytes: u64) -> Self {
+        let row = MODES.iter().find(|(least, _)| vram_bytes >= *least);
+        row.map_or(MODES[MODES.len() - 1].1, |(_, head)| *head)
+    }
+
+    /// The framebuffer aperture: a power of two with room for two pictures of the largest mode, since Linux's
+    /// drm_vram_helper refuses a mode that fills more than half.
+    fn framebuffer_bytes(self) -> u64 {
+        let picture = u64::from(self.max_width) * u64::from(self.max_height) * 4;
+        (2 * picture).next_power_of_two().max(MIN_FRAMEBUFFER)
+    }
+}
+
+/// One vGPU type of one parent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Profile {
+    /// `SOFT-1Q`.
+    pub name: String,
+    /// What it is for.
+    pub series: Series,
+    /// Its partition of video memory, in bytes: a power of two.
+    pub vram_bytes: u64,
+    /// Its display head, in series Q.
+    pub head: Option<Head>,
+    /// Length of the framebuffer aperture: a power of two, at most half of the partition; 0 without a head.
+    pub framebuffer_bytes: u64,
+    /// How many of it fit on an empty parent.
+    pub max_instances: u32,
+    /// Channels that one vGPU of it may have.
+    pub max_channels: u32,
+    /// Bytes of guest memory that one vGPU of it may import.
+    pub max_import_bytes: u64,
+}
+
+impl Profile {
+    fn new(gpu: &GpuDescription, series: Series, vram_bytes: u64) -> Self {
+        let head = (series == Series::Workstation).then(|| Head::for_vram(vram_bytes));
+        Self {
+            name: format!("{}-{}{}", gpu.model, Size(vram_bytes), series.letter()),
+            series,
+            vram_bytes,
+            head,
+            framebuffer_bytes: head.map_or(0, Head::framebuffer_bytes),
+            max_instances: u32::try_from(gpu.vram_bytes / vram_bytes).unwrap_or(u32::MAX),
+            max_channels: gpu.max_channels,
+            max_import_bytes: MAX_IMPORT_BYTES,
+        }
+    }
+
+    /// One line in the form that consumers of GRID's types already parse.
+    ///
+    /// `num_heads=1, framebuffer=1024M, max_resolution=1920x1200, max_instance=8`; without a head,
+    /// `num_heads=0, framebuffer=1024M, max_instance=8`.
+    pub fn description(&self) -> String {
+        let vram = self.vram_bytes / MIB;
+        let instances = self.max_instances;
+        match self.head {
+            Some(Head { max_width, max_height }) => format!(
+                "num_heads=1, framebuffer={vram}M, max_resolution={max_width}x{max_height}, \
+                 max_instance={instances}"
+            ),
+            None => format!("num_heads=0, framebuffer={vram}M, max_instance={instances}"),
+        }
+    }
+
+    /// What a vGPU of this type is admitted with.
+    pub fn client_spec(&self, vgpu: VgpuId) -> ClientSpec {
+        ClientSpec {
+            vgpu,
+            vram_bytes: self.vram_bytes,
+            framebuffer_bytes: self.framebuffer_bytes,
+            max_channels: self.max_channels,
+            max_import_bytes: self.max_import_bytes,
+        }
+    }
+}
+
+/// A size as type names write it: `256M`, `1`, `16`.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 < GIB { write!(f, "{}M", self.0 / MIB) } else { write!(f, "{}", self.0 / GIB) }
+    }
+}
+
+/// A type that a parent does not offer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Parent {parent} has no type {name:?}; it offers {offered}")]
+pub struct UnknownType {
+    /// The parent that was asked.
+    pub parent: String,
+    /// The name that was asked for.
+    pub name: String,
+    /// What there is, as a list for people.
+    pub offered: String,
+}
+
+/// The types that a parent offers: series Q then C, each from small to large.
+pub fn profiles(gpu: &GpuDescription) -> Vec<Profile> {
+    let sizes = || {
+        std::iter::successors(Some(MIN_VRAM), |size| size.checked_mul(2))
+            .take_while(|size| *size <= gpu.vram_bytes)
+    };
+    [Series::Workstation, Series::Compute]
+        .into_iter()
+        .filter(|series| gpu.capabilities.contains(series.needs()))
+        .flat_map(|series| sizes().map(move |size| Profile::new(gpu, series, size)))
+        .collect()
+}
+
+/// The type of that name. Names are exact: mdev type names are case-sensitive.
+pub fn find(gpu: &GpuDescription, name: &str) -> Result<Profile, UnknownType> {
+    let all = profiles(gpu);
+    if let Some(profile) = all.iter().find(|profile| profile.name == name) {
+        return Ok(profile.clone());
+    }
+    let names: Vec<_> = all.into_iter().map(|profile| profile.name).collect();
+    let offered = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    Err(UnknownType { parent: gpu.parent.clone(), name: name.to_owned(), offered })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn gpu(vram_bytes: u64) -> GpuDescription {
+        GpuDescription {
+            parent: "soft0".into(),
+            model: "SOFT".into(),
+            name: "Tessera software GPU".into(),
+            vram_bytes,
+            capabilities: GpuCapabilities::all(),
+            max_channels: 64,
+            default_timeslice: Duration::from_millis(2),
+        }
+    }
+
+    #[test]
+    fn types_are_named_as_grid_names_them() {
+        let names: Vec<_> = profiles(&gpu(2 * GIB)).into_iter().map(|p| p.name).collect();
+        let expected = [
+            "SOFT-256MQ",
+            "SOFT-512MQ",
+            "SOFT-1Q",
+            "SOFT-2Q",
+            "SOFT-256MC",
+            "SOFT-512MC",
+            "SOFT-1C",
+            "SOFT-2C",
+        ];
+        assert_eq!(names, expected);
+    }
+
+    #[test]
+    fn the_description_is_the_line_that_consumers_parse() {
+        let gpu = gpu(8 * GIB);
+        assert_eq!(
+            find(&gpu, "SOFT-1Q").unwrap().description(),
+            "num_heads=1, framebuffer=1024M, max_resolution=1920x1200, max_instance=8"
+        );
+        assert_eq!(
+            find(&gpu, "SOFT-256MC").unwrap().description(),
+            "num_heads=0, framebuffer=256M, max_instance=32"
+        );
+    }
+
+    #[test]
+    fn types_that_need_what_the_parent_lacks_are_not_offered() {
+        let mut gpu = gpu(GIB);
+        gpu.capabilities.remove(GpuCapabilities::FRAMEBUFFER);
+        assert!(profiles(&gpu).iter().all(|p| p.series == Series::Compute));
+        gpu.capabilities = GpuCapabilities::FRAMEBUFFER;
+        assert!(profiles(&gpu).iter().all(|p| p.series == Series::Workstation));
+        gpu.capabilities = GpuCapabilities::empty();
+        assert_eq!(profiles(&gpu), []);
+        let error = find(&gpu, "SOFT-1Q").unwrap_err();
+        assert_eq!(error.to_string(), "Parent soft0 has no type \"SOFT-1Q\"; it offers none");
+    }
+
+    #[test]
+    fn a_parent_too_small_for_any_type_offers_none() {
+        assert_eq!(profiles(&gpu(MIN_VRAM - 1)), []);
+        assert_eq!(profiles(&gpu(0)), []);
+    }
+
+    proptest! {
+            #[test]
+            fn every_type_is_one_that_a_device_can_have(vram in 0_u64..1 << 42) {
+                for profile in profiles(&gpu(vram)) {
+                    prop_assert!(profile.vram_bytes.is_power_of_two());
+                    prop_assert!(profile.max_instances >= 1);
+                    prop_assert!(u64::from(profile.max_instances) * profile.vram_bytes <= vram);
+                    if let Some(head) = profile.head {
+                            let picture = u64::from(head.max_width) * u64::from(head.max_height) * 4;
+                            prop_assert!(profile.framebuffer_bytes.is_power_of_two());
+                            prop_assert!(picture * 2 <= profile.framebuffer_bytes);
+                            prop_assert!(profile.framebuffer_bytes <= profile.vram_bytes / 2);
+                            prop_assert!(head.max_width < 4096 && head.max_height < 4096);
+                        } else {
+     prop_assert_eq!(profile.framebuffer_bytes, 0);
+    }
+                    prop_assert_eq!(find(&gpu(vram), &profile.name).unwrap(), profile);
+                }
+            }
+        }
+}
