@@ -4,8 +4,8 @@
 //! sequence of one request and one reply. Both ends come from one binary; the version is checked all the same, since a
 //! worker may have been started by an older one.
 
+use mdev_core::device::{self, FunctionSpec, Scanout};
 use mdev_core::gpu::ClientSpec;
-use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -17,31 +17,16 @@ pub const VERSION: u32 = 1;
 pub struct WorkerSpec {
     /// [`VERSION`].
     pub version: u32,
-    /// The vGPU it serves.
-    pub vgpu: VgpuId,
+    /// The PCI function it serves.
+    pub function: FunctionSpec,
     /// Which backend opens the GPU: `soft`.
     pub backend: String,
     /// What the GPU granted.
     pub client: ClientSpec,
     /// The parent, for log lines and adoption.
     pub parent: String,
-    /// The type's name, which the guest can read.
-    pub type_name: String,
-    /// The display head, for types that have one.
-    pub display: Option<DisplaySpec>,
-    /// Whether the doorbell page is mapped into the guest where the GPU allows it, or trapped.
-    pub doorbell_mapped: bool,
     /// Share asked for, in hundredths of the GPU; the manager keeps it here so that adoption finds it.
     pub core: Option<u8>,
-}
-
-/// A display head's limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DisplaySpec {
-    /// Largest mode, pixels. The EDID block prefers it.
-    pub max_width: u32,
-    /// Largest mode, pixels.
-    pub max_height: u32,
 }
 
 /// A request to a worker.
@@ -104,7 +89,7 @@ pub struct AttachedClient {
     pub uid: u32,
 }
 
-/// Counters of trapped accesses.
+/// Counters of trapped accesses: [`device::Traps`] as it is told to people.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Traps {
     /// Config space accesses.
@@ -117,21 +102,13 @@ pub struct Traps {
     pub mailbox: u64,
     /// Trapped doorbell and wake writes.
     pub doorbell: u64,
+    /// Accesses to video memory that a client did not map.
+    pub memory: u64,
 }
 
-/// The picture on a display head, in video memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Scanout {
-    /// False while the guest has not set a mode, or has blanked the screen; the rest is zero then.
-    pub enabled: bool,
-    /// Pixels.
-    pub width: u32,
-    /// Pixels.
-    pub height: u32,
-    /// Bytes from one row to the next.
-    pub stride: u32,
-    /// Bits per pixel: 8, 15, 16, 24 or 32 (XRGB8888).
-    pub bits_per_pixel: u32,
-    /// Byte offset of the first pixel in video memory.
-    pub offset: u64,
+impl From<device::Traps> for Traps {
+    fn from(traps: device::Traps) -> Self {
+        let device::Traps { config, display, control, mailbox, doorbell, memory } = traps;
+        Self { config, display, control, mailbox, doorbell, memory }
+    }
 }
