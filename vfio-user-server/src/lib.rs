@@ -13,3 +13,4 @@ pub mod irq;
 pub mod private;
 pub mod proto;
 pub mod session;
+pub mod worker;

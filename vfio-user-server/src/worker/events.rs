@@ -1,0 +1,319 @@
+//! The worker's loop: what it watches, and what it does about each.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use anyhow::{Context, Result};
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::socket::{getsockopt, sockopt};
+use vendor_backends::seqpacket::SeqPacketListener;
+
+use super::control::ControlConnection;
+use super::function::Function;
+use crate::private::{
+    AttachedClient, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
+};
+use crate::session::{Closed, Interest, Session};
+
+/// Most connections to the control socket. The manager has one; the rest is for people who look.
+const MAX_CONTROL: usize = 8;
+
+/// What an event is about, as the number that epoll carries.
+mod source {
+    pub const LISTENER: u32 = 0;
+    pub const SESSION: u32 = 1;
+    pub const GPU: u32 = 2;
+    pub const UNMASK: u32 = 3;
+    pub const CONTROL_LISTENER: u32 = 4;
+    /// Control connections have this and above.
+    pub const CONTROL: u32 = 16;
+}
+
+/// One VM's connection.
+#[derive(Debug)]
+struct Attached {
+    session: Session,
+    client: AttachedClient,
+    interest: Interest,
+}
+
+/// One vGPU, its sockets, and whoever is connected.
+#[derive(Debug)]
+pub struct Worker {
+    spec: WorkerSpec,
+    function: Function,
+    listener: UnixListener,
+    attached: Option<Attached>,
+    /// A copy of the eventfd that unmasks INTx: it is watched, so it may not be closed under the loop.
+    unmask: Option<OwnedFd>,
+    gpu_watched: bool,
+    control_listener: SeqPacketListener,
+    control: BTreeMap<u32, ControlConnection>,
+    next_control: u32,
+    stopped: bool,
+}
+
+impl Worker {
+    /// Puts a worker together. Both listeners are made non-blocking.
+    pub fn new(
+        spec: WorkerSpec,
+        function: Function,
+        listener: UnixListener,
+        control_listener: SeqPacketListener,
+    ) -> Result<Self> {
+        listener.set_nonblocking(true).context("Cannot use the VM's listener")?;
+        fcntl(&control_listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
+            .context("Cannot use the control listener")?;
+        Ok(Self {
+            spec,
+            function,
+            listener,
+            attached: None,
+            unmask: None,
+            gpu_watched: false,
+            control_listener,
+            control: BTreeMap::new(),
+            next_control: source::CONTROL,
+            stopped: false,
+        })
+    }
+
+    /// True once the manager has said stop.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// True while there is a manager or a VM.
+    pub fn is_needed(&self) -> bool {
+        self.attached.is_some() || !self.control.is_empty()
+    }
+
+    fn accept_vm(&mut self, ops: &mut EventOps) {
+        // The VM before may have gone without our having seen it yet.
+        self.drive_session(ops);
+        let stream = match self.listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                log::warn!("Cannot accept a VM: {error}");
+                return;
+            }
+        };
+        let client = peer(&stream);
+        if let Some(attached) = &self.attached {
+            log::warn!(
+                "Process {} wants the vGPU that process {} uses: refused",
+                client.pid,
+                attached.client.pid
+            );
+            return;
+        }
+        let session = match Session::new(stream.into()) {
+            Ok(session) => session,
+            Err(error) => {
+                log::warn!("Cannot serve process {}: {error}", client.pid);
+                return;
+            }
+        };
+        let interest = Interest { readable: true, writable: false };
+        if !watch(ops, &session, source::SESSION, event_set(interest)) {
+            return;
+        }
+        log::info!("Process {} (uid {}) attaches", client.pid, client.uid);
+        self.function.inner_mut().attach();
+        self.attached = Some(Attached { session, client, interest });
+    }
+
+    fn drive_session(&mut self, ops: &mut EventOps) {
+        let Some(attached) = &mut self.attached else { return };
+        match attached.session.on_ready(&mut self.function) {
+            Ok(interest) if interest == attached.interest => {}
+            Ok(interest) => {
+                attached.interest = interest;
+                let (fd, set) = (attached.session.as_fd().as_raw_fd(), event_set(interest));
+                let events = Events::with_data_raw(fd, source::SESSION, set);
+                if let Err(error) = ops.modify(events) {
+                    log::error!("Cannot watch the VM's socket: {error}");
+                }
+            }
+            Err(closed) => {
+                let pid = attached.client.pid;
+                match closed {
+                    Closed::ByPeer => log::info!("Process {pid} detaches"),
+                    other => log::warn!("Process {pid} is cut off: {other}"),
+                }
+                unwatch(ops, &attached.session);
+                self.attached = None;
+            }
+        }
+        self.watch_unmask(ops);
+    }
+
+    /// Follows the client's choice of the eventfd that unmasks INTx.
+    fn watch_unmask(&mut self, ops: &mut EventOps) {
+        if !self.function.take_unmask_event_changed() {
+            return;
+        }
+        if let Some(old) = self.unmask.take() {
+            unwatch(ops, &old);
+        }
+        let copy = self.function.inner().intx_unmask_event().map(|fd| fd.try_clone_to_owned());
+        match copy.transpose() {
+            Ok(Some(new)) => {
+                // Only readiness counts, and a client may take the value back before we have read it.
+                let _ = fcntl(&new, FcntlArg::F_SETFL(OFlag::O_NONBLOCK));
+                if watch(ops, &new, source::UNMASK, EventSet::IN) {
+                    self.unmask = Some(new);
+                }
+            }
+            Ok(None) => {}
+            Err(error) => log::error!("Cannot watch INTx unmasking: {error}"),
+        }
+    }
+
+    fn on_unmask(&mut self, ops: &mut EventOps) {
+        let Some(event) = &self.unmask else { return };
+        match nix::unistd::read(event, &mut [0; 8]) {
+            Ok(8) => self.function.inner_mut().on_intx_unmask(),
+            Err(Errno::EAGAIN | Errno::EINTR) => {}
+            Ok(_) | Err(_) => {
+                log::warn!("What the VM sent to unmask INTx with is not an eventfd");
+                unwatch(ops, event);
+                self.unmask = None;
+            }
+        }
+    }
+
+    fn on_gpu(&mut self, ops: &mut EventOps) {
+        self.function.inner_mut().on_gpu_event();
+        if self.gpu_watched && !self.function.inner().gpu_ok() {
+            log::error!("The GPU {} is lost", self.spec.parent);
+            let fd = self.function.inner().gpu_event().as_raw_fd();
+            let _ = ops.remove(Events::empty_raw(fd));
+            self.gpu_watched = false;
+        }
+    }
+
+    fn accept_control(&mut self, ops: &mut EventOps) {
+        let socket = match self.control_listener.accept() {
+            Ok(socket) => socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                log::warn!("Cannot accept the manager: {error}");
+                return;
+            }
+        };
+        if self.control.len() >= MAX_CONTROL {
+            log::warn!("More than {MAX_CONTROL} control connections: one is refused");
+            return;
+        }
+        let id = self.next_control;
+        self.next_control = self.next_control.checked_add(1).unwrap_or(source::CONTROL);
+        let connection = ControlConnection::new(socket);
+        if watch(ops, &connection, id, EventSet::IN) {
+            self.control.insert(id, connection);
+        }
+    }
+
+    fn on_control(&mut self, id: u32, ops: &mut EventOps) {
+        let Some(connection) = self.control.get(&id) else { return };
+        let served = match connection.receive() {
+            Ok(None) => Ok(false),
+            Ok(Some(request)) => {
+                let sent = self.answer(connection, &request);
+                self.stopped |= request == WorkerRequest::Stop;
+                sent.map(|()| true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
+            Err(error) => Err(error),
+        };
+        if let Ok(true) = served {
+            return;
+        }
+        if let Err(error) = served {
+            log::warn!("A control connection is cut off: {error}");
+        }
+        unwatch(ops, connection);
+        self.control.remove(&id);
+    }
+
+    fn answer(&self, connection: &ControlConnection, request: &WorkerRequest) -> io::Result<()> {
+        let function = self.function.inner();
+        match request {
+            WorkerRequest::Status { .. } => {
+                let status = WorkerStatus {
+                    version: VERSION,
+                    pid: std::process::id(),
+                    spec: self.spec.clone(),
+                    client: self.attached.as_ref().map(|attached| attached.client),
+                    gpu_ok: function.gpu_ok(),
+                    traps: function.traps().into(),
+                    warnings: function.warnings(),
+                };
+                connection.reply(&WorkerReply::Status(Box::new(status)), None)
+            }
+            WorkerRequest::Scanout => {
+                if let Some((fd, _)) = function.vram() {
+                    connection.reply(&WorkerReply::Scanout(function.scanout()), Some(fd))
+                } else {
+                    let message = "This vGPU's video memory cannot be read".to_owned();
+                    connection.reply(&WorkerReply::Error { message }, None)
+                }
+            }
+            WorkerRequest::Stop => connection.reply(&WorkerReply::Done, None),
+        }
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        watch(ops, &self.listener, source::LISTENER, EventSet::IN);
+        watch(ops, &self.control_listener, source::CONTROL_LISTENER, EventSet::IN);
+        let gpu = self.function.inner().gpu_event();
+        self.gpu_watched = watch(ops, &gpu, source::GPU, EventSet::IN);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            source::LISTENER => self.accept_vm(ops),
+            source::SESSION => self.drive_session(ops),
+            source::GPU => self.on_gpu(ops),
+            source::UNMASK => self.on_unmask(ops),
+            source::CONTROL_LISTENER => self.accept_control(ops),
+            id => self.on_control(id, ops),
+        }
+    }
+}
+
+fn event_set(interest: Interest) -> EventSet {
+    let mut set = EventSet::empty();
+    set.set(EventSet::IN, interest.readable);
+    set.set(EventSet::OUT, interest.writable);
+    set
+}
+
+fn watch(ops: &mut EventOps, fd: &impl AsFd, data: u32, set: EventSet) -> bool {
+    let added = ops.add(Events::with_data_raw(fd.as_fd().as_raw_fd(), data, set));
+    if let Err(error) = &added {
+        log::error!("Cannot watch a descriptor: {error}");
+    }
+    added.is_ok()
+}
+
+/// To be called before the descriptor is closed: the loop would otherwise take its successor for it.
+fn unwatch(ops: &mut EventOps, fd: &impl AsFd) {
+    if let Err(error) = ops.remove(Events::empty_raw(fd.as_fd().as_raw_fd())) {
+        log::error!("Cannot stop watching a descriptor: {error}");
+    }
+}
+
+fn peer(stream: &UnixStream) -> AttachedClient {
+    match getsockopt(stream, sockopt::PeerCredentials) {
+        Ok(credentials) => AttachedClient { pid: credentials.pid(), uid: credentials.uid() },
+        Err(_) => AttachedClient { pid: 0, uid: u32::MAX },
+    }
+}
