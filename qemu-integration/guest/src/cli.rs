@@ -1,0 +1,308 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Parser, Subcommand};
+use mdev_core::gpu::EngineKind;
+use mdev_core::units::MIB;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::GuestError;
+use crate::bench::{self, Load};
+use crate::channel::Channel;
+use crate::device::Device;
+use crate::memory::{Buffer, Home};
+use crate::pci::PciPlatform;
+use crate::pushbuffer::Methods;
+use crate::screen::{Screen, show_console};
+use crate::work::copy::{Copy, Rectangle};
+use crate::work::fill::Fill;
+use crate::work::mandelbrot::Mandelbrot;
+use crate::work::saxpy::Saxpy;
+use crate::work::sgemm::Sgemm;
+use crate::work::spin::Spin;
+use crate::work::vadd::VectorAdd;
+use crate::work::{self, Report, Work};
+
+/// Drives this machine's vGPU, and checks what it computes. Exits with 1 if anything is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "vgpu-guest", version)]
+pub struct Cli {
+    /// Prints one JSON object instead of text.
+    #[arg(long, global = true)]
+    json: bool,
+    /// PCI address of the vGPU (such as 0000:00:10.0) [default: the first there is].
+    #[arg(long, global = true, value_name = "ADDRESS")]
+    pci: Option<String>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Says what the vGPU is and has.
+    Info,
+    /// Copies guest RAM to video memory and back, fills, and copies a rectangle.
+    Copy {
+        /// MiB to copy.
+        #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=1024))]
+        size: u64,
+    },
+    /// Computes y = a * x + y.
+    Saxpy(Elements),
+    /// Computes c = a + b.
+    Vadd(Elements),
+    /// Multiplies two square matrices.
+    Sgemm {
+        /// Rows and columns.
+        #[arg(long, default_value_t = 256)]
+        n: u32,
+    },
+    /// Draws on the screen.
+    Mandelbrot(Picture),
+    /// Keeps the engine busy with kernels that only count.
+    Spin {
+        /// For how long to launch kernels.
+        #[arg(long, default_value_t = 1.0, value_parser = seconds)]
+        seconds: f64,
+        /// Iterations of each kernel's threads [default: what takes about 1 ms].
+        #[arg(long)]
+        iterations: Option<u32>,
+    },
+    /// Keeps the channel busy with a steady mixed load, and checks every unit of it.
+    Bench {
+        /// For how long.
+        #[arg(long, default_value_t = 5.0, value_parser = seconds)]
+        seconds: f64,
+        /// Engine time of one unit, about, in microseconds.
+        #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(10..=100_000))]
+        kernel_us: u64,
+        /// Units in flight.
+        #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=250))]
+        depth: u32,
+    },
+}
+
+#[derive(Debug, Args)]
+struct Elements {
+    /// Elements.
+    #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u32).range(1..=1 << 28))]
+    n: u32,
+}
+
+#[derive(Debug, Args)]
+struct Picture {
+    /// Pixels [default: the screen's].
+    #[arg(long)]
+    width: Option<u32>,
+    /// Pixels [default: the screen's].
+    #[arg(long)]
+    height: Option<u32>,
+    /// Bytes from one row to the next [default: the screen's].
+    #[arg(long)]
+    pitch: Option<u32>,
+    /// Zooms for this long and then shows the whole set; 0 draws it once.
+    #[arg(long, default_value_t = 0.0, value_parser = seconds)]
+    seconds: f64,
+    /// Gives the screen back to the text console at the end, instead of leaving the picture on it.
+    #[arg(long)]
+    console: bool,
+    /// The framebuffer device that tells the screen's mode.
+    #[arg(long, default_value = "/dev/fb0", value_name = "PATH")]
+    fb: PathBuf,
+}
+
+impl Cli {
+    /// Does what the command line says.
+    pub fn run(&self) -> anyhow::Result<()> {
+        let device = Device::open(Box::new(PciPlatform::open(self.pci.as_deref())?))?;
+        match &self.command {
+            Command::Info => self.info(&device),
+            Command::Copy { size } => {
+                let mut channel = Channel::new(&device, EngineKind::Copy)?;
+                let words = (size * MIB / 4) as u32;
+                self.job(&mut channel, &Copy::new(&device, size * MIB)?)?;
+                self.job(&mut channel, &Fill::new(&device, Home::Guest, words - 1)?)?;
+                self.job(&mut channel, &Rectangle::new(&device)?)?;
+            }
+            Command::Saxpy(Elements { n }) => {
+                self.compute(&device, &Saxpy::new(&device, Home::Guest, *n)?)?;
+            }
+            Command::Vadd(Elements { n }) => {
+                self.compute(&device, &VectorAdd::new(&device, Home::Guest, *n)?)?;
+            }
+            Command::Sgemm { n } => {
+                self.compute(&device, &Sgemm::new(&device, Home::Guest, *n)?)?;
+            }
+            Command::Mandelbrot(picture) => self.mandelbrot(&device, picture)?,
+            Command::Spin { seconds, iterations } => self.spin(&device, *seconds, *iterations)?,
+            Command::Bench { seconds, kernel_us, depth } => {
+                let measured = bench::run(
+                    &device,
+                    &Load {
+                        duration: Duration::from_secs_f64(*seconds),
+                        kernel: Duration::from_micros(*kernel_us),
+                        depth: *depth,
+                    },
+                )?;
+                self.print(&measured)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn compute(&self, device: &Device, job: &dyn Work) -> anyhow::Result<()> {
+        self.job(&mut Channel::new(device, EngineKind::Compute)?, job)
+    }
+
+    fn job(&self, channel: &mut Channel, job: &dyn Work) -> anyhow::Result<()> {
+        self.print(&work::run(job, channel)?)
+    }
+
+    fn print<T: Serialize + std::fmt::Display>(&self, result: &T) -> anyhow::Result<()> {
+        if self.json {
+            println!("{}", serde_json::to_string(result)?);
+        } else {
+            println!("{result}");
+        }
+        Ok(())
+    }
+
+    fn info(&self, device: &Device) {
+        let info = device.info();
+        let (major, minor) = device.version();
+        let features: Vec<String> = device
+            .features()
+            .iter_names()
+            .map(|(name, _)| name.to_lowercase().replace('_', "-"))
+            .collect();
+        let location = device.platform().location();
+        let [host, copy, compute] = info.classes;
+        if self.json {
+            let value = json!({
+                "location": location, "gpu": device.gpu_name(), "type": device.type_name(),
+                "uuid": device.uuid(), "version": format!("{major}.{minor}"),
+                "vram_bytes": info.vram_bytes, "features": features,
+                "max_channels": info.max_channels, "vectors": info.vectors,
+                "classes": {"host": host, "copy": copy, "compute": compute},
+            });
+            println!("{value}");
+            return;
+        }
+        println!("{location}: {} on {}", device.type_name(), device.gpu_name());
+        println!("  uuid      {}", device.uuid());
+        println!("  interface {major}.{minor}, {}", features.join(", "));
+        println!("  memory    {} MiB", info.vram_bytes / MIB);
+        println!("  channels  {}", info.max_channels);
+        println!("  classes   host {host:04x}, copy {copy:04x}, compute {compute:04x}");
+    }
+
+    fn mandelbrot(&self, device: &Device, picture: &Picture) -> anyhow::Result<()> {
+        let screen = match (picture.width, picture.height) {
+            (Some(width), Some(height)) => {
+                let pitch = picture.pitch.unwrap_or(width.saturating_mul(4));
+                Screen { width, height, pitch, bits_per_pixel: 32, offset: 0 }
+            }
+            _ => Screen::of(&picture.fb)?,
+        };
+        if screen.bits_per_pixel != 32 {
+            let bits = screen.bits_per_pixel;
+            anyhow::bail!("The screen has {bits} bits a pixel; set a mode with 32");
+        }
+        let size = (picture.width.unwrap_or(screen.width), picture.height.unwrap_or(screen.height));
+        let pitch = picture.pitch.unwrap_or(screen.pitch);
+        let bytes = u64::from(pitch) * u64::from(size.1);
+        let surface = Buffer::scanout(device, screen.offset, bytes)?;
+        let mut channel = Channel::new(device, EngineKind::Compute)?;
+        let mut job = Mandelbrot::new(device, surface, size, pitch)?;
+        show_console(false);
+        let result = draw(&mut channel, &mut job, Duration::from_secs_f64(picture.seconds));
+        if picture.console || result.is_err() {
+            show_console(true);
+        }
+        let (frames, report) = result?;
+        if self.json {
+            let mut value = serde_json::to_value(&report)?;
+            value["frames"] = json!(frames);
+            value["width"] = json!(size.0);
+            value["height"] = json!(size.1);
+            println!("{value}");
+        } else {
+            println!("{report} ({}x{}, {frames} frames)", size.0, size.1);
+        }
+        Ok(())
+    }
+
+    fn spin(&self, device: &Device, seconds: f64, iterations: Option<u32>) -> anyhow::Result<()> {
+        let mut channel = Channel::new(device, EngineKind::Compute)?;
+        let mut spin = Spin::new(device, 1)?;
+        match iterations {
+            Some(iterations) => spin.set_iterations(iterations),
+            None => spin.calibrate(&mut channel, Duration::from_millis(1))?,
+        }
+        spin.prepare();
+        let mut methods = Methods::new();
+        spin.push(&mut methods);
+        let before = channel.query()?.engine_ns;
+        let (start, mut launches) = (Instant::now(), 0);
+        loop {
+            // The ring holds the surplus back.
+            channel.submit(&methods)?;
+            launches += 1;
+            if start.elapsed().as_secs_f64() >= seconds {
+                break;
+            }
+        }
+        channel.wait_idle()?;
+        let elapsed = start.elapsed().as_secs_f64();
+        let engine = channel.query()?.engine_ns.saturating_sub(before) as f64 / 1e9;
+        let counted = spin.launches()?;
+        if counted != launches {
+            let what = format!("spin: {counted} launches counted, {launches} submitted");
+            return Err(GuestError::Wrong(what).into());
+        }
+        if self.json {
+            let value = json!({
+                "job": "spin", "seconds": elapsed, "engine_seconds": engine,
+                "launches": launches, "iterations": spin.iterations(), "checked": launches,
+            });
+            println!("{value}");
+        } else {
+            println!(
+                "spin: {launches} launches of {} iterations in {elapsed:.2} s, engine {engine:.2} s, all counted",
+                spin.iterations()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Zooms for a while, then draws the whole set and checks it.
+fn draw(
+    channel: &mut Channel,
+    job: &mut Mandelbrot,
+    zoom: Duration,
+) -> Result<(u32, Report), GuestError> {
+    let mut methods = Methods::new();
+    job.push(&mut methods);
+    let (start, mut frames, mut height) = (Instant::now(), 0, 2.6);
+    while start.elapsed() < zoom {
+        job.look_at(-0.743_643_9, 0.131_825_91, height);
+        channel.run(&methods)?;
+        frames += 1;
+        // Singles run out of digits further in.
+        height = if height < 2e-4 { 2.6 } else { height * 0.95 };
+    }
+    job.look_at(-0.65, 0.0, 2.6);
+    let report = work::run(job, channel)?;
+    Ok((frames + 1, report))
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(value) if (0.0..=86_400.0).contains(&value) => Ok(value),
+        _ => Err("a number of seconds, 0 to 86400".into()),
+    }
+}

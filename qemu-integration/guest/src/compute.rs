@@ -1,0 +1,142 @@
+//! Methods and descriptors of the compute class.
+
+use mdev_core::abi::compute::{
+    INVALIDATE_SHADER_CACHES, INVALIDATE_SKED_CACHES, PARAM_BASE, PCAS_INVALIDATE_COPY_SCHEDULE,
+    SEND_PCAS_A, SEND_SIGNALING_PCAS2_B, SET_SHADER_LOCAL_MEMORY_WINDOW_A,
+    SET_SHADER_SHARED_MEMORY_WINDOW_A,
+};
+use mdev_core::abi::control::Features;
+use mdev_core::abi::host::SUBCHANNEL_COMPUTE as COMPUTE;
+use mdev_core::abi::program::{Kernel, MAGIC, Program, VERSION};
+use mdev_core::abi::qmd::{self, Qmd};
+use zerocopy::{Immutable, IntoBytes};
+
+use crate::GuestError;
+use crate::device::Device;
+use crate::memory::Buffer;
+use crate::pushbuffer::Methods;
+
+/// Where kernels see shared memory: 4 GiB that no mapping may lie in, beyond the 40 bits that guests map.
+const SHARED_WINDOW: u64 = 0x7294_0000_0000;
+/// Where kernels see local memory.
+const LOCAL_WINDOW: u64 = 0x7293_0000_0000;
+/// `INSTRUCTION`, `GLOBAL_DATA` and `CONSTANT` of `INVALIDATE_SHADER_CACHES`.
+const INVALIDATE_ALL: u32 = 1 | 1 << 4 | 1 << 12;
+
+/// What hardware wants to be told before its first launch.
+pub fn set_up(methods: &mut Methods) {
+    methods
+        .push_address(COMPUTE, SET_SHADER_SHARED_MEMORY_WINDOW_A, SHARED_WINDOW)
+        .push_address(COMPUTE, SET_SHADER_LOCAL_MEMORY_WINDOW_A, LOCAL_WINDOW)
+        .push(COMPUTE, INVALIDATE_SKED_CACHES, &[0])
+        .push(COMPUTE, INVALIDATE_SHADER_CACHES, &[INVALIDATE_ALL]);
+}
+
+/// Blocks of a grid and threads of a block, in x, y and z.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of each.
+    pub block: [u32; 3],
+}
+
+impl Shape {
+    /// At least `n` threads in x, in blocks of 256.
+    pub fn line(n: u32) -> Self {
+        Self { grid: [n.div_ceil(256).max(1), 1, 1], block: [256, 1, 1] }
+    }
+
+    /// At least `width` by `height` threads, in blocks of 16 by 16.
+    pub fn plane(width: u32, height: u32) -> Self {
+        let grid = [width.div_ceil(16).max(1), height.div_ceil(16).max(1), 1];
+        Self { grid, block: [16, 16, 1] }
+    }
+}
+
+/// A kernel with its parameters, ready to be launched any number of times.
+#[derive(Debug)]
+pub struct Launch {
+    /// One page: descriptor, constant buffer, program.
+    page: Buffer,
+    constants: u64,
+}
+
+impl Launch {
+    const CONSTANTS: u64 = 0x400;
+    const PROGRAM: u64 = 0x800;
+
+    /// Prepares a launch. `P` is the kernel's parameter block of [`mdev_core::abi::program`].
+    pub fn new<P: IntoBytes + Immutable>(
+        device: &Device,
+        kernel: Kernel,
+        shape: Shape,
+        parameters: &P,
+    ) -> Result<Self, GuestError> {
+        if !device.features().contains(Features::COMPUTE) {
+            return Err(GuestError::Unsupported("compute engine"));
+        }
+        if !device.features().contains(Features::SOFT_PROGRAMS) {
+            return Err(GuestError::Unsupported("built-in kernels: it runs machine code"));
+        }
+        let page = Buffer::guest(device, 4096)?;
+        let program = Program {
+            magic: MAGIC,
+            version: VERSION,
+            kernel: kernel as u32,
+            param_bytes: kernel.param_bytes(),
+        };
+        page.store(Self::PROGRAM, &[program]);
+        let constants = (PARAM_BASE + size_of::<P>() as u64).next_multiple_of(16);
+        // Code that compilers make finds the windows here.
+        page.store(Self::CONSTANTS + 0x18, &[SHARED_WINDOW, LOCAL_WINDOW]);
+        let launch = Self { page, constants };
+        launch.set_parameters(parameters);
+        launch.set_descriptor(&launch.descriptor(shape));
+        Ok(launch)
+    }
+
+    /// Changes the parameters. No launch with the old ones may be in flight.
+    pub fn set_parameters<P: IntoBytes + Immutable>(&self, parameters: &P) {
+        self.page.window().write(Self::CONSTANTS + PARAM_BASE, parameters.as_bytes());
+    }
+
+    /// The descriptor that [`Self::new`] makes.
+    pub fn descriptor(&self, shape: Shape) -> Qmd {
+        let program = self.page.va() + Self::PROGRAM;
+        let constants = self.page.va() + Self::CONSTANTS;
+        Qmd::default()
+            .with(qmd::QMD_TYPE, 2)
+            .with(qmd::QMD_MAJOR_VERSION, 4)
+            .with(qmd::API_VISIBLE_CALL_LIMIT, 1)
+            .with(qmd::CWD_MEMBAR_TYPE, 1)
+            .with(qmd::CTA_RASTER_WIDTH, shape.grid[0])
+            .with(qmd::CTA_RASTER_HEIGHT, shape.grid[1])
+            .with(qmd::CTA_RASTER_DEPTH, shape.grid[2])
+            .with(qmd::CTA_THREAD_DIMENSION0, shape.block[0])
+            .with(qmd::CTA_THREAD_DIMENSION1, shape.block[1])
+            .with(qmd::CTA_THREAD_DIMENSION2, shape.block[2])
+            .with(qmd::REGISTER_COUNT, 32)
+            .with(qmd::PROGRAM_ADDRESS_LOWER, program as u32)
+            .with(qmd::PROGRAM_ADDRESS_UPPER, (program >> 32) as u32)
+            .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
+            .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
+            .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, (constants >> 6) as u32)
+            .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 38) as u32)
+            .with(qmd::CONSTANT_BUFFER_SIZE_0, (self.constants >> 4) as u32)
+    }
+
+    /// Replaces the descriptor. No launch with the old one may be in flight.
+    pub fn set_descriptor(&self, qmd: &Qmd) {
+        self.page.window().write(0, &qmd.to_bytes());
+    }
+
+    /// Adds the launch to `methods`.
+    pub fn push(&self, methods: &mut Methods) {
+        methods.push(COMPUTE, SEND_PCAS_A, &[(self.page.va() >> 8) as u32]).push(
+            COMPUTE,
+            SEND_SIGNALING_PCAS2_B,
+            &[PCAS_INVALIDATE_COPY_SCHEDULE],
+        );
+    }
+}

@@ -1,0 +1,179 @@
+//! One vGPU, opened.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use mdev_core::abi::control::{Features, MAGIC, Status, VERSION, reg};
+use mdev_core::abi::mailbox::{ChannelCreate, ChannelCreated, ChannelState, Info, Scatter};
+use mdev_core::units::MIB;
+
+use crate::GuestError;
+use crate::mailbox::Mailbox;
+use crate::platform::Platform;
+use crate::ranges::Ranges;
+
+/// A handle to an open vGPU; clones are the same vGPU.
+#[derive(Clone, Debug)]
+pub struct Device(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    platform: Box<dyn Platform>,
+    info: Info,
+    mailbox: Mutex<Mailbox>,
+    addresses: Mutex<Ranges>,
+    vram: Mutex<Ranges>,
+}
+
+impl Device {
+    /// Opens a vGPU, and resets it: what an earlier owner left behind is gone.
+    pub fn open(platform: Box<dyn Platform>) -> Result<Self, GuestError> {
+        let port = &*platform;
+        if port.read32(reg::MAGIC) != MAGIC {
+            return Err(GuestError::NoDevice);
+        }
+        let version = port.read32(reg::VERSION);
+        if version >> 16 != VERSION >> 16 {
+            return Err(GuestError::Version { major: version >> 16, minor: version & 0xffff });
+        }
+        let status = Status::from_bits_truncate(port.read32(reg::STATUS));
+        if status.contains(Status::LOST) {
+            return Err(GuestError::Lost);
+        }
+        let mailbox = Mailbox::new(port)?;
+        mailbox.reset(port)?;
+        let info = mailbox.info(port)?;
+        let vram = Ranges::new(port.scanout_bytes().min(info.vram_bytes), info.vram_bytes);
+        Ok(Self(Arc::new(Inner {
+            info,
+            mailbox: Mutex::new(mailbox),
+            addresses: Mutex::new(Ranges::new(info.va_start, info.va_end)),
+            vram: Mutex::new(vram),
+            platform,
+        })))
+    }
+
+    /// Where it is.
+    pub fn platform(&self) -> &dyn Platform {
+        &*self.0.platform
+    }
+
+    /// What it has.
+    pub fn info(&self) -> &Info {
+        &self.0.info
+    }
+
+    /// What it can do.
+    pub fn features(&self) -> Features {
+        Features::from_bits_truncate(self.0.info.features)
+    }
+
+    /// The name of its type.
+    pub fn type_name(&self) -> String {
+        self.text(reg::TYPE_NAME, reg::TYPE_NAME_BYTES)
+    }
+
+    /// The name of its GPU.
+    pub fn gpu_name(&self) -> String {
+        self.text(reg::GPU_NAME, reg::GPU_NAME_BYTES)
+    }
+
+    /// Its UUID.
+    pub fn uuid(&self) -> String {
+        let bytes = self.bytes(reg::UUID, 16);
+        let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        [&hex[..4], &hex[4..6], &hex[6..8], &hex[8..10], &hex[10..]]
+            .map(<[String]>::concat)
+            .join("-")
+    }
+
+    /// Trapped wake and doorbell writes since reset.
+    pub fn trapped_doorbells(&self) -> u32 {
+        self.platform().read32(reg::TRAPPED_DOORBELLS)
+    }
+
+    /// The control interface's version, major and minor.
+    pub fn version(&self) -> (u32, u32) {
+        let version = self.platform().read32(reg::VERSION);
+        (version >> 16, version & 0xffff)
+    }
+
+    fn bytes(&self, register: u64, len: u64) -> Vec<u8> {
+        (0..len)
+            .step_by(4)
+            .flat_map(|at| self.platform().read32(register + at).to_le_bytes())
+            .collect()
+    }
+
+    fn text(&self, register: u64, len: u64) -> String {
+        let bytes = self.bytes(register, len);
+        let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+        String::from_utf8_lossy(&bytes[..end]).into_owned()
+    }
+
+    /// Makes a channel of memory that is mapped already; [`crate::channel::Channel`] does all of it.
+    pub fn create_channel(&self, create: &ChannelCreate) -> Result<ChannelCreated, GuestError> {
+        self.mailbox().create_channel(self.platform(), create)
+    }
+
+    /// How a channel is.
+    pub fn query_channel(&self, channel: u32) -> Result<ChannelState, GuestError> {
+        self.mailbox().query_channel(self.platform(), channel)
+    }
+
+    /// Ends a channel.
+    pub fn destroy_channel(&self, channel: u32) -> Result<(), GuestError> {
+        self.mailbox().destroy_channel(self.platform(), channel)
+    }
+
+    /// Maps guest memory where there is room.
+    pub fn map_guest(&self, ranges: &[Scatter], len: u64) -> Result<u64, GuestError> {
+        self.map(len, |mailbox, va| mailbox.map_guest(self.platform(), va, ranges, true))
+    }
+
+    /// Maps video memory where there is room.
+    pub fn map_vram(&self, offset: u64, len: u64) -> Result<u64, GuestError> {
+        self.map(len, |mailbox, va| mailbox.map_vram(self.platform(), va, offset, len))
+    }
+
+    fn map(
+        &self,
+        len: u64,
+        request: impl FnOnce(&Mailbox, u64) -> Result<(), GuestError>,
+    ) -> Result<u64, GuestError> {
+        // Large buffers start at large pages, so that silicon may use those.
+        let align = if len >= 2 * MIB { 2 * MIB } else { 4096 };
+        let va = lock(&self.0.addresses)
+            .take(len, align)
+            .ok_or(GuestError::Exhausted { what: "GPU virtual addresses", asked: len })?;
+        request(&self.mailbox(), va).inspect_err(|_| lock(&self.0.addresses).give(va, len))?;
+        Ok(va)
+    }
+
+    /// Undoes a mapping.
+    pub fn unmap(&self, va: u64, len: u64) -> Result<(), GuestError> {
+        self.mailbox().unmap(self.platform(), va, len)?;
+        lock(&self.0.addresses).give(va, len);
+        Ok(())
+    }
+
+    /// Takes video memory outside of the display's part.
+    pub fn take_vram(&self, len: u64) -> Result<u64, GuestError> {
+        let align = if len >= 2 * MIB { 2 * MIB } else { 4096 };
+        lock(&self.0.vram)
+            .take(len, align)
+            .ok_or(GuestError::Exhausted { what: "video memory", asked: len })
+    }
+
+    /// Gives it back.
+    pub fn give_vram(&self, offset: u64, len: u64) {
+        lock(&self.0.vram).give(offset, len);
+    }
+
+    fn mailbox(&self) -> MutexGuard<'_, Mailbox> {
+        lock(&self.0.mailbox)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

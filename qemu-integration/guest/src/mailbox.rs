@@ -1,0 +1,136 @@
+//! Typed requests to the control interface.
+
+use mdev_core::abi::control::reg;
+use mdev_core::abi::mailbox::{
+    ChannelCreate, ChannelCreated, ChannelName, ChannelState, Header, Info, MAP_READ_ONLY,
+    MAX_SCATTER, MapGuest, MapVram, Opcode, PAGE_BYTES, PAYLOAD, Scatter, Status, Unmap,
+};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+
+use crate::GuestError;
+use crate::platform::{GuestPages, Platform};
+
+/// The page that requests go through.
+#[derive(Debug)]
+pub struct Mailbox(GuestPages);
+
+impl Mailbox {
+    /// Takes a page for requests.
+    pub fn new(platform: &dyn Platform) -> Result<Self, GuestError> {
+        Ok(Self(platform.allocate(PAGE_BYTES as u64)?))
+    }
+
+    /// What the vGPU has.
+    pub fn info(&self, platform: &dyn Platform) -> Result<Info, GuestError> {
+        self.request(platform, "GetInfo", Opcode::GetInfo, &[])
+    }
+
+    /// Maps guest memory at `va`. Long lists take several requests; a failure leaves nothing mapped.
+    pub fn map_guest(
+        &self,
+        platform: &dyn Platform,
+        va: u64,
+        ranges: &[Scatter],
+        writable: bool,
+    ) -> Result<(), GuestError> {
+        let flags = if writable { 0 } else { MAP_READ_ONLY };
+        let mut at = va;
+        for part in ranges.chunks(MAX_SCATTER) {
+            let head = MapGuest { va: at, flags, count: part.len() as u32 };
+            let payload = [head.as_bytes(), part.as_bytes()].concat();
+            let answer = self.request::<()>(platform, "MapGuest", Opcode::MapGuest, &payload);
+            if answer.is_err() && at > va {
+                self.unmap(platform, va, at - va)?;
+            }
+            answer?;
+            at += part.iter().map(|range| range.length).sum::<u64>();
+        }
+        Ok(())
+    }
+
+    /// Maps video memory at `va`.
+    pub fn map_vram(
+        &self,
+        platform: &dyn Platform,
+        va: u64,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), GuestError> {
+        let payload = MapVram { va, offset, length, flags: 0, reserved: 0 };
+        self.request(platform, "MapVram", Opcode::MapVram, payload.as_bytes())
+    }
+
+    /// Unmaps a range.
+    pub fn unmap(&self, platform: &dyn Platform, va: u64, length: u64) -> Result<(), GuestError> {
+        self.request(platform, "Unmap", Opcode::Unmap, Unmap { va, length }.as_bytes())
+    }
+
+    /// Makes a channel.
+    pub fn create_channel(
+        &self,
+        platform: &dyn Platform,
+        create: &ChannelCreate,
+    ) -> Result<ChannelCreated, GuestError> {
+        self.request(platform, "ChannelCreate", Opcode::ChannelCreate, create.as_bytes())
+    }
+
+    /// How a channel is.
+    pub fn query_channel(
+        &self,
+        platform: &dyn Platform,
+        channel: u32,
+    ) -> Result<ChannelState, GuestError> {
+        let name = ChannelName { channel, reserved: 0 };
+        self.request(platform, "ChannelQuery", Opcode::ChannelQuery, name.as_bytes())
+    }
+
+    /// Ends a channel.
+    pub fn destroy_channel(&self, platform: &dyn Platform, channel: u32) -> Result<(), GuestError> {
+        let name = ChannelName { channel, reserved: 0 };
+        self.request(platform, "ChannelDestroy", Opcode::ChannelDestroy, name.as_bytes())
+    }
+
+    /// Ends all channels and mappings.
+    pub fn reset(&self, platform: &dyn Platform) -> Result<(), GuestError> {
+        self.request(platform, "Reset", Opcode::Reset, &[])
+    }
+
+    fn request<R: FromBytes + FromZeros + IntoBytes + Immutable>(
+        &self,
+        platform: &dyn Platform,
+        name: &'static str,
+        opcode: Opcode,
+        payload: &[u8],
+    ) -> Result<R, GuestError> {
+        let page = self.0.window();
+        let header = Header {
+            opcode: opcode as u32,
+            status: Status::Internal as u32,
+            request_bytes: payload.len() as u32,
+            ..Header::default()
+        };
+        page.write(0, header.as_bytes());
+        page.write(PAYLOAD as u64, payload);
+        let address = self.0.ranges()[0].address;
+        platform.write32(reg::MAILBOX_LO, address as u32);
+        platform.write32(reg::MAILBOX_HI, (address >> 32) as u32);
+        platform.write32(reg::MAILBOX_DOORBELL, 1);
+        // The register first: where the page could not be reached, nothing was written to it.
+        let status = match platform.read32(reg::MAILBOX_STATUS) {
+            u32::MAX => return Err(GuestError::Lost),
+            number => Status::from_number(number),
+        };
+        if status != Status::Ok {
+            return Err(GuestError::Refused { request: name, status });
+        }
+        let mut header = Header::default();
+        page.read(0, header.as_mut_bytes());
+        let status = Status::from_number(header.status);
+        if status != Status::Ok || (header.reply_bytes as usize) < size_of::<R>() {
+            return Err(GuestError::Refused { request: name, status });
+        }
+        let mut reply = R::new_zeroed();
+        page.read(PAYLOAD as u64, reply.as_mut_bytes());
+        Ok(reply)
+    }
+}

@@ -1,0 +1,16 @@
+//! `vgpu-guest`: drives a VM's vGPU, and checks what it computes.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use vgpu_guest::cli::Cli;
+
+fn main() -> ExitCode {
+    match Cli::parse().run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vgpu-guest: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Buffers that both the CPU and the GPU can reach.
+
+use mdev_core::units::PAGE_SIZE;
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+
+use crate::GuestError;
+use crate::device::Device;
+use crate::platform::{GuestPages, Window};
+
+/// Memory mapped into the GPU's address space; unmapped and freed when dropped.
+#[derive(Debug)]
+pub struct Buffer {
+    device: Device,
+    va: u64,
+    len: u64,
+    place: Option<Place>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Guest(GuestPages),
+    Vram(u64),
+    Scanout(u64),
+}
+
+/// Where a buffer is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Home {
+    /// Guest RAM.
+    Guest,
+    /// Video memory.
+    Vram,
+}
+
+impl Buffer {
+    /// Takes zeroed memory, `len` rounded up to whole pages.
+    pub fn new(device: &Device, home: Home, len: u64) -> Result<Self, GuestError> {
+        match home {
+            Home::Guest => Self::guest(device, len),
+            Home::Vram => Self::vram(device, len),
+        }
+    }
+
+    /// Takes guest RAM.
+    pub fn guest(device: &Device, len: u64) -> Result<Self, GuestError> {
+        let len = whole_pages(len)?;
+        let pages = device.platform().allocate(len)?;
+        let va = device.map_guest(pages.ranges(), len)?;
+        Ok(Self { device: device.clone(), va, len, place: Some(Place::Guest(pages)) })
+    }
+
+    /// Takes video memory outside of the display's part, and clears it.
+    pub fn vram(device: &Device, len: u64) -> Result<Self, GuestError> {
+        let len = whole_pages(len)?;
+        let aperture = device.platform().vram().ok_or(GuestError::Unsupported("VRAM aperture"))?;
+        let offset = device.take_vram(len)?;
+        if offset + len > aperture.len() {
+            device.give_vram(offset, len);
+            return Err(GuestError::Exhausted { what: "VRAM aperture", asked: len });
+        }
+        let va = device.map_vram(offset, len).inspect_err(|_| device.give_vram(offset, len))?;
+        let buffer = Self { device: device.clone(), va, len, place: Some(Place::Vram(offset)) };
+        buffer.window().fill(0);
+        Ok(buffer)
+    }
+
+    /// Maps a part of the display's video memory, which stays the display's.
+    pub fn scanout(device: &Device, offset: u64, len: u64) -> Result<Self, GuestError> {
+        let len = whole_pages(len)?;
+        let aperture = device.platform().vram().ok_or(GuestError::Unsupported("VRAM aperture"))?;
+        if !offset.is_multiple_of(PAGE_SIZE) || offset.saturating_add(len) > aperture.len() {
+            return Err(GuestError::Invalid(format!(
+                "a screen of {len} bytes at {offset:#x} does not lie in video memory"
+            )));
+        }
+        let va = device.map_vram(offset, len)?;
+        Ok(Self { device: device.clone(), va, len, place: Some(Place::Scanout(offset)) })
+    }
+
+    /// Where the GPU sees it.
+    pub fn va(&self) -> u64 {
+        self.va
+    }
+
+    /// Length in bytes, whole pages.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Never.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The guest-physical address of a byte of guest RAM.
+    pub fn physical(&self, offset: u64) -> Option<u64> {
+        match &self.place {
+            Some(Place::Guest(pages)) => pages.physical(offset),
+            _ => None,
+        }
+    }
+
+    /// Where the CPU sees it.
+    pub fn window(&self) -> Window<'_> {
+        let aperture = |offset| {
+            self.device.platform().vram().map(|vram: Window<'_>| vram.part(offset, self.len))
+        };
+        let window = match &self.place {
+            Some(Place::Guest(pages)) => Some(pages.window()),
+            Some(Place::Vram(offset) | Place::Scanout(offset)) => aperture(*offset),
+            None => None,
+        };
+        match window {
+            Some(window) => window,
+            None => unreachable!("a buffer has a place, and video memory an aperture"),
+        }
+    }
+
+    /// Writes values from byte `offset` on.
+    pub fn store<T: IntoBytes + Immutable>(&self, offset: u64, values: &[T]) {
+        self.window().write(offset, values.as_bytes());
+    }
+
+    /// Reads `count` values from byte `offset` on.
+    pub fn load<T: FromBytes + FromZeros + IntoBytes + Immutable + Clone>(
+        &self,
+        offset: u64,
+        count: usize,
+    ) -> Vec<T> {
+        let mut values = vec![T::new_zeroed(); count];
+        self.window().read(offset, values.as_mut_slice().as_mut_bytes());
+        values
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let unmapped = self.device.unmap(self.va, self.len).is_ok();
+        match self.place.take() {
+            Some(Place::Vram(offset)) if unmapped => self.device.give_vram(offset, self.len),
+            // The GPU may still write to pages it would not unmap: never hand them to anyone else.
+            Some(Place::Guest(pages)) if !unmapped => std::mem::forget(pages),
+            _ => {}
+        }
+    }
+}
+
+fn whole_pages(len: u64) -> Result<u64, GuestError> {
+    match len.checked_next_multiple_of(PAGE_SIZE) {
+        Some(len) if len > 0 => Ok(len),
+        _ => Err(GuestError::Invalid(format!("a buffer of {len} bytes"))),
+    }
+}

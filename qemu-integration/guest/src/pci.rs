@@ -1,0 +1,216 @@
+//! A VM's platform: the PCI function through sysfs, as root, without a driver of its own.
+//!
+//! A kernel driver that has claimed some BARs (bochs-drm: 0 and 2) does not stand in the way of mapping the others.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+
+use mdev_core::abi::control::{BAR_BYTES, MAGIC, reg};
+use mdev_core::abi::doorbell;
+use memmap2::{MmapOptions, MmapRaw};
+
+use crate::GuestError;
+use crate::platform::{GuestPages, Platform, Window};
+use crate::pool::Pool;
+
+/// Where Linux shows PCI functions.
+const DEVICES: &str = "/sys/bus/pci/devices";
+/// The vendor of the Bochs display adapter, whose id every vGPU has.
+const VENDOR: u16 = 0x1234;
+/// Offset of the command register; bits 1 and 2 are memory space and bus master.
+const COMMAND: u64 = 0x04;
+const MEMORY_AND_MASTER: u16 = 0x6;
+
+/// A vGPU on this machine's PCI bus.
+#[derive(Debug)]
+pub struct PciPlatform {
+    address: String,
+    control: Bar,
+    doorbell: Option<Bar>,
+    vram: Option<Bar>,
+    scanout_bytes: u64,
+    pool: Pool,
+    /// Holds the lock that says that the vGPU is in use.
+    _config: File,
+}
+
+impl PciPlatform {
+    /// Opens the function at a PCI address, or the first that is a vGPU.
+    pub fn open(address: Option<&str>) -> Result<Self, GuestError> {
+        if let Some(address) = address {
+            return Self::at(&Path::new(DEVICES).join(address));
+        }
+        let list = fs::read_dir(DEVICES)
+            .map_err(GuestError::os(format!("Listing {DEVICES} (is /sys mounted?)")))?;
+        let mut folders: Vec<PathBuf> = list.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        folders.sort();
+        folders
+            .iter()
+            .find(|folder| looks_right(folder))
+            .ok_or(GuestError::NoDevice)
+            .and_then(|folder| Self::at(folder))
+    }
+
+    fn at(folder: &Path) -> Result<Self, GuestError> {
+        let address = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if !looks_right(folder) {
+            return Err(GuestError::NoDevice);
+        }
+        let config = open(&folder.join("config"))?;
+        match config.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(GuestError::Busy(address)),
+            Err(TryLockError::Error(error)) => {
+                return Err(GuestError::os(format!("Locking {address}"))(error));
+            }
+        }
+        enable(folder, &config)?;
+        let sizes = resource_sizes(folder)?;
+        let bar = |number: usize| Bar::map(folder, number, sizes[number]).transpose();
+        let control = bar(3)?.ok_or(GuestError::NoDevice)?;
+        if control.window().read32(reg::MAGIC) != MAGIC {
+            return Err(GuestError::NoDevice);
+        }
+        let scanout_bytes = sizes[0];
+        Ok(Self {
+            address,
+            control,
+            doorbell: bar(1)?,
+            vram: bar(4)?,
+            scanout_bytes,
+            pool: Pool::default(),
+            _config: config,
+        })
+    }
+}
+
+impl Platform for PciPlatform {
+    fn location(&self) -> String {
+        self.address.clone()
+    }
+
+    fn read32(&self, offset: u64) -> u32 {
+        self.control.window().read32(offset)
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.control.window().write32(offset, value);
+    }
+
+    fn ring(&self, token: u32) {
+        if let Some(bar) = &self.doorbell {
+            bar.window().write32(doorbell::TOKEN, token);
+        }
+    }
+
+    fn vram(&self) -> Option<Window<'_>> {
+        self.vram.as_ref().map(Bar::window)
+    }
+
+    fn scanout_bytes(&self) -> u64 {
+        self.scanout_bytes
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError> {
+        self.pool.allocate(bytes)
+    }
+}
+
+/// A mapped BAR.
+#[derive(Debug)]
+struct Bar(MmapRaw);
+
+impl Bar {
+    fn map(folder: &Path, number: usize, len: u64) -> Option<Result<Self, GuestError>> {
+        (len > 0).then(|| {
+            // Write-combining where the kernel offers it, that is for prefetchable BARs.
+            let combined = folder.join(format!("resource{number}_wc"));
+            let plain = folder.join(format!("resource{number}"));
+            let file = open(&combined).or_else(|_| open(&plain))?;
+            MmapOptions::new()
+                .len(len as usize)
+                .map_raw(&file)
+                .map(Self)
+                .map_err(GuestError::os(format!("Mapping {} ({len} bytes)", plain.display())))
+        })
+    }
+
+    fn window(&self) -> Window<'_> {
+        let base = NonNull::new(self.0.as_mut_ptr()).unwrap_or(NonNull::dangling());
+        // SAFETY: the mapping lives as long as self and is reached through windows only. It is never at address 0.
+        unsafe { Window::new(base, self.0.len()) }
+    }
+}
+
+/// Whether a function has the size of our control registers where they would be. Nothing is touched.
+fn looks_right(folder: &Path) -> bool {
+    resource_sizes(folder).is_ok_and(|sizes| sizes[3] == BAR_BYTES && sizes[1] > 0)
+        && vendor(folder) == Some(VENDOR)
+}
+
+fn vendor(folder: &Path) -> Option<u16> {
+    let text = fs::read_to_string(folder.join("vendor")).ok()?;
+    u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
+}
+
+/// Switches memory decoding on, also where no driver has, and bus mastering.
+fn enable(folder: &Path, config: &File) -> Result<(), GuestError> {
+    let what = || format!("Enabling {}", folder.display());
+    fs::write(folder.join("enable"), "1").map_err(GuestError::os(what()))?;
+    let mut command = [0; 2];
+    config.read_exact_at(&mut command, COMMAND).map_err(GuestError::os(what()))?;
+    let value = u16::from_le_bytes(command) | MEMORY_AND_MASTER;
+    config.write_all_at(&value.to_le_bytes(), COMMAND).map_err(GuestError::os(what()))
+}
+
+fn resource_sizes(folder: &Path) -> Result<[u64; 6], GuestError> {
+    let path = folder.join("resource");
+    let text =
+        fs::read_to_string(&path).map_err(GuestError::os(format!("Reading {}", path.display())))?;
+    Ok(parse_sizes(&text))
+}
+
+/// Lengths of the BARs: each line of `resource` is a first and a last address, and flags.
+fn parse_sizes(text: &str) -> [u64; 6] {
+    let mut sizes = [0; 6];
+    for (size, line) in sizes.iter_mut().zip(text.lines()) {
+        let mut numbers = line
+            .split_whitespace()
+            .map_while(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+        if let (Some(first), Some(last)) = (numbers.next(), numbers.next())
+            && last > first
+        {
+            *size = (last - first).saturating_add(1);
+        }
+    }
+    sizes
+}
+
+fn open(path: &Path) -> Result<File, GuestError> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_SYNC)
+        .open(path)
+        .map_err(GuestError::os(format!("Opening {} (run as root)", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_bar_lengths() {
+        let text = "\
+            0x00000000fd000000 0x00000000fdffffff 0x0000000000042208\n\
+            0x00000000febf0000 0x00000000febfffff 0x0000000000040200\n\
+            0x00000000fec00000 0x00000000fec00fff 0x0000000000040200\n\
+            0x00000000febd0000 0x00000000febd3fff 0x0000000000040200\n\
+            0x0000000800000000 0x000000083fffffff 0x000000000014220c\n\
+            0x0000000000000000 0x0000000000000000 0x0000000000000000\n";
+        assert_eq!(parse_sizes(text), [16 << 20, 1 << 16, 1 << 12, 16 << 10, 1 << 30, 0]);
+        assert_eq!(parse_sizes("garbage\n1 2"), [0, 2, 0, 0, 0, 0]);
+    }
+}

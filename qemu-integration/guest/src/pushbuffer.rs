@@ -1,0 +1,81 @@
+//! A builder of methods, the words of a pushbuffer.
+
+use mdev_core::abi::host::{self, MethodHeader, NON_STALL_INTERRUPT, SEM_ADDR_LO, SecOp, sem};
+
+/// Methods to be submitted together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Methods(Vec<u32>);
+
+impl Methods {
+    /// No methods yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The words so far.
+    pub fn words(&self) -> &[u32] {
+        &self.0
+    }
+
+    /// Forgets them, and keeps the memory.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Consecutive methods from `method` on, one word each.
+    pub fn push(&mut self, subchannel: u8, method: u32, words: &[u32]) -> &mut Self {
+        let count = words.len() as u32;
+        self.0.push(MethodHeader { op: SecOp::Inc, subchannel, method, count }.encode());
+        self.0.extend_from_slice(words);
+        self
+    }
+
+    /// Two consecutive methods that take an address, upper half first, as the classes have it.
+    pub fn push_address(&mut self, subchannel: u8, method: u32, address: u64) -> &mut Self {
+        self.push(subchannel, method, &[(address >> 32) as u32, address as u32])
+    }
+
+    /// Binds a class to a subchannel.
+    pub fn set_object(&mut self, subchannel: u8, class: u32) -> &mut Self {
+        self.push(subchannel, host::SET_OBJECT, &[class])
+    }
+
+    /// The host engine waits until everything before is done, then writes `payload` to `va`.
+    pub fn release(&mut self, va: u64, payload: u32) -> &mut Self {
+        self.semaphore(va, payload, sem::RELEASE | sem::RELEASE_WFI)
+    }
+
+    /// As [`Self::release`], with the time in nanoseconds at `va + 8`; `va` is 16-byte aligned.
+    pub fn release_timestamp(&mut self, va: u64, payload: u32) -> &mut Self {
+        self.semaphore(va, payload, sem::RELEASE | sem::RELEASE_WFI | sem::RELEASE_TIMESTAMP)
+    }
+
+    /// The channel waits until the word at `va` has reached `payload`, and lets others run meanwhile.
+    pub fn acquire(&mut self, va: u64, payload: u32) -> &mut Self {
+        self.semaphore(va, payload, sem::ACQ_CIRC_GEQ | sem::ACQUIRE_SWITCH_TSG)
+    }
+
+    fn semaphore(&mut self, va: u64, payload: u32, execute: u32) -> &mut Self {
+        self.push(0, SEM_ADDR_LO, &[va as u32, (va >> 32) as u32, payload, 0, execute])
+    }
+
+    /// Raises the channel's interrupt.
+    pub fn interrupt(&mut self) -> &mut Self {
+        self.push(0, NON_STALL_INTERRUPT, &[0])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_the_words_a_driver_writes() {
+        let mut methods = Methods::new();
+        methods.set_object(4, 0xc8b5).release(0x12_3456_7890, 7);
+        assert_eq!(
+            methods.words(),
+            [0x2001_8000, 0xc8b5, 0x2005_0017, 0x3456_7890, 0x12, 7, 0, 0x10_0001]
+        );
+    }
+}

@@ -1,0 +1,99 @@
+//! `c = a * b` of square matrices.
+
+use mdev_core::abi::program::{Kernel, Sgemm as Parameters};
+
+use super::{Work, compare};
+use crate::GuestError;
+use crate::compute::{Launch, Shape};
+use crate::device::Device;
+use crate::memory::{Buffer, Home};
+use crate::pushbuffer::Methods;
+
+/// Rows that are checked at most: a CPU takes long for all of a large product.
+const ROWS: u32 = 128;
+
+/// One product of `n` by `n`.
+#[derive(Debug)]
+pub struct Sgemm {
+    a: Buffer,
+    b: Buffer,
+    c: Buffer,
+    n: u32,
+    launch: Launch,
+}
+
+fn a(row: u32, column: u32) -> f32 {
+    ((row * 3 + column * 5) % 8) as f32
+}
+
+fn b(row: u32, column: u32) -> f32 {
+    ((row * 7 + column) % 9) as f32 - 4.0
+}
+
+impl Sgemm {
+    /// Largest product: every sum is exact up to here.
+    pub const MAX: u32 = 8192;
+
+    /// Takes three matrices.
+    pub fn new(device: &Device, home: Home, n: u32) -> Result<Self, GuestError> {
+        if !(1..=Self::MAX).contains(&n) {
+            return Err(GuestError::Invalid(format!("a product of {n}: 1 to {}", Self::MAX)));
+        }
+        let bytes = u64::from(n) * u64::from(n) * 4;
+        let [a, b, c] = [(); 3].map(|()| Buffer::new(device, home, bytes));
+        let (a, b, c) = (a?, b?, c?);
+        let parameters = Parameters { a: a.va(), b: b.va(), c: c.va(), n, reserved: 0 };
+        let launch = Launch::new(device, Kernel::Sgemm, Shape::plane(n, n), &parameters)?;
+        Ok(Self { a, b, c, n, launch })
+    }
+
+    /// Makes the result wrong, and leaves the inputs.
+    pub fn spoil(&self) {
+        self.c.window().fill(0xff);
+    }
+}
+
+impl Work for Sgemm {
+    fn name(&self) -> &'static str {
+        "sgemm"
+    }
+
+    fn amount(&self) -> (f64, &'static str) {
+        (2.0 * f64::from(self.n).powi(3), "flops")
+    }
+
+    fn prepare(&self) {
+        for (buffer, value) in [(&self.a, a as fn(u32, u32) -> f32), (&self.b, b)] {
+            for row in 0..self.n {
+                let values: Vec<f32> = (0..self.n).map(|column| value(row, column)).collect();
+                buffer.store(u64::from(row) * u64::from(self.n) * 4, &values);
+            }
+        }
+        self.spoil();
+    }
+
+    fn push(&self, methods: &mut Methods) {
+        self.launch.push(methods);
+    }
+
+    fn verify(&self) -> Result<u64, GuestError> {
+        let mut checked = 0;
+        // Small products whole; of large ones rows from the first to the last.
+        let steps = self.n.min(ROWS);
+        for step in 0..steps {
+            let row =
+                (u64::from(step) * u64::from(self.n - 1) / u64::from((steps - 1).max(1))) as u32;
+            let mut right = vec![0.0f32; self.n as usize];
+            for k in 0..self.n {
+                let factor = a(row, k);
+                for (column, sum) in right.iter_mut().enumerate() {
+                    *sum += factor * b(k, column as u32);
+                }
+            }
+            let at = u64::from(row) * u64::from(self.n) * 4;
+            let got: Vec<f32> = self.c.load(at, self.n as usize);
+            checked += compare(&format!("sgemm, row {row}"), &got, |index| right[index])?;
+        }
+        Ok(checked)
+    }
+}

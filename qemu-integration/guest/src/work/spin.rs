@@ -1,0 +1,105 @@
+//! Kernels that take as long as they are told.
+
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::program::{Kernel, Spin as Parameters};
+
+use super::Work;
+use crate::GuestError;
+use crate::channel::Channel;
+use crate::compute::{Launch, Shape};
+use crate::device::Device;
+use crate::memory::Buffer;
+use crate::pushbuffer::Methods;
+
+/// Blocks of a launch: each adds one to the counter.
+pub const BLOCKS: u32 = 4;
+const THREADS: u32 = 32;
+
+/// A launch that iterates, and counts.
+#[derive(Debug)]
+pub struct Spin {
+    counter: Buffer,
+    launch: Launch,
+    iterations: u32,
+}
+
+impl Spin {
+    /// Each thread iterates this often; `u32::MAX` never ends.
+    pub fn new(device: &Device, iterations: u32) -> Result<Self, GuestError> {
+        let counter = Buffer::guest(device, 4096)?;
+        let parameters = Parameters { out: counter.va(), iterations, reserved: 0 };
+        let shape = Shape { grid: [BLOCKS, 1, 1], block: [THREADS, 1, 1] };
+        let launch = Launch::new(device, Kernel::Spin, shape, &parameters)?;
+        Ok(Self { counter, launch, iterations })
+    }
+
+    /// Changes the iterations. Nothing of it may be in flight.
+    pub fn set_iterations(&mut self, iterations: u32) {
+        self.iterations = iterations;
+        let parameters = Parameters { out: self.counter.va(), iterations, reserved: 0 };
+        self.launch.set_parameters(&parameters);
+    }
+
+    /// Iterations of each thread.
+    pub fn iterations(&self) -> u32 {
+        self.iterations
+    }
+
+    /// Launches that have ended since [`Work::prepare`], or an error if the counter makes no sense.
+    pub fn launches(&self) -> Result<u32, GuestError> {
+        match self.counter.window().read32(0) {
+            count if count.is_multiple_of(BLOCKS) => Ok(count / BLOCKS),
+            count => Err(GuestError::Wrong(format!("spin: {count} blocks of {BLOCKS} each"))),
+        }
+    }
+
+    /// Finds the iterations that keep the engine busy for `target`, by trying.
+    pub fn calibrate(&mut self, channel: &mut Channel, target: Duration) -> Result<(), GuestError> {
+        let mut methods = Methods::new();
+        self.push(&mut methods);
+        let mut iterations = 1000u32;
+        loop {
+            self.set_iterations(iterations);
+            let (before, start) = (channel.query()?.engine_ns, Instant::now());
+            channel.run(&methods)?;
+            let wall = start.elapsed().as_nanos() as u64;
+            let engine = channel.query()?.engine_ns.saturating_sub(before);
+            // Others may have run meanwhile: engine time is what counts, where the device tells it.
+            let took = if engine > 0 { engine.min(wall) } else { wall };
+            let long_enough = took >= 2_000_000 || iterations >= 1 << 30;
+            if long_enough {
+                let scaled = u128::from(iterations) * target.as_nanos() / u128::from(took.max(1));
+                self.set_iterations(scaled.clamp(1, 1 << 30) as u32);
+                self.prepare();
+                return Ok(());
+            }
+            iterations *= 4;
+        }
+    }
+}
+
+impl Work for Spin {
+    fn name(&self) -> &'static str {
+        "spin"
+    }
+
+    fn amount(&self) -> (f64, &'static str) {
+        (f64::from(self.iterations) * f64::from(BLOCKS * THREADS), "iterations")
+    }
+
+    fn prepare(&self) {
+        self.counter.window().write32(0, 0);
+    }
+
+    fn push(&self, methods: &mut Methods) {
+        self.launch.push(methods);
+    }
+
+    fn verify(&self) -> Result<u64, GuestError> {
+        match self.launches()? {
+            1 => Ok(u64::from(BLOCKS)),
+            other => Err(GuestError::Wrong(format!("spin: {other} launches counted, should be 1"))),
+        }
+    }
+}
