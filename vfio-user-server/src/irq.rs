@@ -1,10 +1,13 @@
 //! Interrupts as a client sees and configures them.
 
-use crate::fds::Fds;
+use std::os::fd::BorrowedFd;
 
+use nix::sys::stat::{SFlag, fstat};
 use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_INFO_AUTOMASKED, VFIO_IRQ_INFO_EVENTFD, VFIO_IRQ_INFO_MASKABLE, VFIO_IRQ_INFO_NORESIZE,
 };
+
+use crate::fds::Fds;
 
 /// The interrupts of one index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +102,12 @@ impl IrqLines<'_> {
             .filter(|&line| self.chosen.is_none_or(|chosen| chosen.get(line as usize) > Some(&0)))
             .map(|line| self.start + line)
     }
+}
+
+/// Whether a descriptor can be an eventfd: neither a file, nor a pipe, socket or terminal whose writer might wait or
+/// whose reader might be someone else. (An anonymous file of another kind refuses eight bytes at once.)
+pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> bool {
+    fstat(fd).is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == 0)
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The vfio-user server, and the roles of `vgpud` that are built on it.
 //!
 //! The server, in reading order: [`device`] (what a device author writes), [`dma`], [`irq`] and [`errno`] (its
-//! vocabulary), [`session`] (one client's connection), [`fds`], and [`proto`] (the messages as bytes). None of
-//! it knows what a vGPU is.
+//! vocabulary), [`session`] (one client's connection), [`transport`] and [`fds`] (messages on a socket), and
+//! [`proto`] (messages as bytes). None of it knows what a vGPU is.
 
 pub mod api;
 pub mod device;
@@ -13,4 +13,6 @@ pub mod irq;
 pub mod private;
 pub mod proto;
 pub mod session;
+mod sys;
+pub mod transport;
 pub mod worker;

@@ -1,0 +1,156 @@
+//! Capabilities: the JSON in VERSION messages.
+
+use serde::{Deserialize, Serialize};
+
+use crate::errno::Errno;
+use crate::fds::MAX_FDS;
+use crate::proto::header::MAX_DATA;
+
+/// Most DMA maps of one client.
+pub const MAX_DMA_MAPS: u32 = 65_535;
+
+/// What one end can do. What is absent has the specification's default; what is unknown is ignored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capabilities {
+    /// Descriptors it takes in one message; 1 where absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_msg_fds: Option<u64>,
+    /// Bytes of one data transfer; 1 MiB where absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_data_xfer_size: Option<u64>,
+    /// DMA maps at one time; 65535 where absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_dma_maps: Option<u64>,
+    /// Page sizes of DMA maps, or'ed together; 4096 where absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pgsizes: Option<u64>,
+    /// REGION_WRITE_MULTI is understood.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub write_multiple: Option<bool>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct VersionData {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    capabilities: Option<Capabilities>,
+}
+
+impl Capabilities {
+    /// All that this server can do.
+    pub const SERVER: Self = Self {
+        max_msg_fds: Some(MAX_FDS as u64),
+        max_data_xfer_size: Some(MAX_DATA as u64),
+        max_dma_maps: Some(MAX_DMA_MAPS as u64),
+        pgsizes: Some(4096),
+        write_multiple: Some(true),
+    };
+
+    /// Reads the data of a VERSION message, which are empty, or JSON that ends with a NUL.
+    pub fn decode(data: &[u8]) -> Result<Self, Errno> {
+        let Some(end) = data.iter().position(|&byte| byte == 0) else {
+            return if data.is_empty() { Ok(Self::default()) } else { Err(Errno::EINVAL) };
+        };
+        if end == 0 {
+            return Ok(Self::default());
+        }
+        let data: VersionData = serde_json::from_slice(&data[..end]).map_err(|_| Errno::EINVAL)?;
+        Ok(data.capabilities.unwrap_or_default())
+    }
+
+    /// Appends the data of a VERSION message.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let start = out.len();
+        let data = VersionData { capabilities: Some(*self) };
+        if serde_json::to_writer(&mut *out, &data).is_err() {
+            out.truncate(start); // Numbers and booleans in a vector: it cannot fail.
+        }
+        out.push(0);
+    }
+
+    /// Those of our capabilities that the client has proposed too: a reply must be a subset.
+    #[must_use]
+    pub fn common(self, proposed: Self) -> Self {
+        Self {
+            max_msg_fds: proposed.max_msg_fds.and(self.max_msg_fds),
+            max_data_xfer_size: proposed.max_data_xfer_size.and(self.max_data_xfer_size),
+            max_dma_maps: proposed.max_dma_maps.and(self.max_dma_maps),
+            pgsizes: proposed.pgsizes.and(self.pgsizes),
+            write_multiple: proposed.write_multiple.and(self.write_multiple),
+        }
+    }
+
+    /// Appends as much of this as fits in `room` bytes; nothing where nothing does. QEMU takes no reply that is longer
+    /// than its request. What equals the default, or matters least, goes first.
+    pub fn encode_within(mut self, room: usize, out: &mut Vec<u8>) {
+        let start = out.len();
+        for step in 0..=5 {
+            match step {
+                0 => {}
+                1 => self.pgsizes = None,
+                2 => self.max_dma_maps = None,
+                3 => self.max_data_xfer_size = None,
+                4 => self.write_multiple = None,
+                _ => self.max_msg_fds = None,
+            }
+            self.encode(out);
+            if out.len() - start <= room {
+                return;
+            }
+            out.truncate(start);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What QEMU 11.1 sends, word for word.
+    const QEMU: &[u8] = b"{\"capabilities\": {\"max_msg_fds\": 16, \"max_data_xfer_size\": 1048576, \
+        \"pgsizes\": 4096, \"max_dma_maps\": 65535, \"migration\": {\"max_bitmap_size\": 268435456, \
+        \"pgsize\": 4096}, \"write_multiple\": true}}\0";
+
+    fn encoded(room: usize, capabilities: Capabilities) -> String {
+        let mut out = b"before".to_vec();
+        capabilities.encode_within(room, &mut out);
+        String::from_utf8(out.split_off(6)).unwrap()
+    }
+
+    #[test]
+    fn understands_qemu_and_answers_within_its_buffer() {
+        let proposed = Capabilities::decode(QEMU).unwrap();
+        assert_eq!(proposed, Capabilities::SERVER);
+        let reply = encoded(QEMU.len(), Capabilities::SERVER.common(proposed));
+        assert_eq!(
+            reply,
+            "{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576,\
+             \"max_dma_maps\":65535,\"pgsizes\":4096,\"write_multiple\":true}}\0"
+        );
+    }
+
+    #[test]
+    fn offers_only_what_was_proposed_and_what_fits() {
+        let few = Capabilities { max_msg_fds: Some(1), ..Capabilities::default() };
+        let common = Capabilities::SERVER.common(few);
+        assert_eq!(encoded(64, common), "{\"capabilities\":{\"max_msg_fds\":16}}\0");
+        assert_eq!(encoded(20, common), "{\"capabilities\":{}}\0");
+        assert_eq!(encoded(19, common), "");
+        for room in 0..200 {
+            assert!(encoded(room, Capabilities::SERVER).len() <= room);
+        }
+    }
+
+    #[test]
+    fn nothing_proposed_is_the_default_and_garbage_is_refused() {
+        for data in [&b""[..], b"\0", b"{}\0", b"{\"capabilities\":{}}\0", b"{\"other\":1}\0"] {
+            assert_eq!(Capabilities::decode(data), Ok(Capabilities::default()));
+        }
+        for data in [&b"{}"[..], b"{\0", b"\xff\0", b"{\"capabilities\":7}\0", b"[]x\0"] {
+            assert_eq!(Capabilities::decode(data), Err(Errno::EINVAL), "{data:?}");
+        }
+        let negative = b"{\"capabilities\":{\"max_msg_fds\":-1}}\0";
+        assert_eq!(Capabilities::decode(negative), Err(Errno::EINVAL));
+        let deep = [vec![b'['; 100_000], vec![0]].concat();
+        assert_eq!(Capabilities::decode(&deep), Err(Errno::EINVAL));
+    }
+}
