@@ -6,6 +6,7 @@
 //!
 //! * [`policy`]: the engine
 //! * [`account`]: what was measured, over intervals and over a window
+//! * [`sim`]: a runlist to try policies on
 
 use std::fmt;
 use std::num::NonZeroU8;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub mod account;
 pub mod policy;
+pub mod sim;
 
 pub use account::Ledger;
 pub use policy::{Action, Config, Event, Policy, Scheduler, ShareError};

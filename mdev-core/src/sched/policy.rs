@@ -1,7 +1,7 @@
 //! The scheduling policy of one parent: events and a clock in, time slices and gates out.
 //!
 //! The runlist gives each group that has work its slice in turn, so among busy groups shares are as slices are.
-//! Slices are kept in proportion to weights, their mean near the parent's default slice. What was granted is not
+//! Slices are in proportion to weights, their mean near the parent's default slice. What was granted is not
 //! always what was used (a kernel may run past its slice, a group may have short work only), so use is measured, and
 //! what a busy group is owed is carried and worked off: its slice is scaled until the average is right.
 
@@ -22,8 +22,8 @@ pub const MAX_SLICE: Duration = Duration::from_millis(30);
 
 /// What a vGPU without `core` weighs at least, in hundredths, so that it never starves.
 const MIN_WEIGHT: f64 = 1.0;
-/// Time over which a busy vGPU is given back what it is owed, in nanoseconds.
-const REPAY_NS: f64 = 500e6;
+/// Time over which a busy vGPU is given back what it is owed, in nanoseconds: two reports, so that it settles.
+const REPAY_NS: f64 = 200e6;
 /// How far a slice is scaled up or down, at most, to repay.
 const MAX_CORRECTION: f64 = 8.0;
 /// Corrections that change a slice by less than this part are not worth an action.
@@ -139,6 +139,8 @@ pub struct Scheduler {
     groups: BTreeMap<VgpuId, Group>,
     ledger: Ledger,
     last_measured_ns: Option<u64>,
+    /// Weights have changed since the counters were read: that interval is nobody's fault.
+    changed: bool,
 }
 
 impl Scheduler {
@@ -150,6 +152,7 @@ impl Scheduler {
             groups: BTreeMap::new(),
             ledger: Ledger::default(),
             last_measured_ns: None,
+            changed: false,
         }
     }
 
@@ -197,6 +200,7 @@ impl Scheduler {
             Event::VgpuStopped { id } => {
                 self.groups.remove(&id);
                 self.ledger.close(id);
+                self.changed = true;
                 Ok(self.reslice(0.0))
             }
             Event::ShareChanged { id, core } => self.change(id, core),
@@ -206,12 +210,15 @@ impl Scheduler {
                 Ok(self.reslice(0.0))
             }
             Event::UsageReport(report) => {
+                let changed = std::mem::take(&mut self.changed);
                 let intervals = self.ledger.report(report);
                 if intervals.is_empty() {
                     return Ok(Vec::new());
                 }
                 self.last_measured_ns = Some(report.now_ns);
-                self.repay(&intervals);
+                if !changed {
+                    self.repay(&intervals);
+                }
                 Ok(self.reslice(TOLERANCE))
             }
             Event::Tick { now_ns } => {
@@ -232,6 +239,7 @@ impl Scheduler {
         self.check(core)?;
         self.groups.insert(id, Group { core, owed_ns: 0.0, correction: 1.0, slice: None });
         self.ledger.open(id);
+        self.changed = true;
         let mut actions = self.reslice(0.0);
         // It may be one that an earlier manager's policy had closed.
         actions.push(Action::Gate(id, true));
@@ -295,7 +303,9 @@ impl Scheduler {
         }
     }
 
+    /// Drops what is owed.
     fn forget(&mut self) {
+        self.changed = true;
         for group in self.groups.values_mut() {
             group.owed_ns = 0.0;
             group.correction = 1.0;
@@ -304,20 +314,18 @@ impl Scheduler {
 
     /// Works the slices out again; those that differ by more than `tolerance` from what the silicon has.
     fn reslice(&mut self, tolerance: f64) -> Vec<Action> {
-        let mut slices = self.weights();
-        for (id, slice) in &mut slices {
-            *slice *= self.groups.get(id).map_or(1.0, |group| group.correction);
-        }
+        let weights = self.weights();
         let (low, high) = (MIN_SLICE.as_secs_f64(), MAX_SLICE.as_secs_f64());
-        let mean = slices.values().sum::<f64>() / slices.len() as f64;
-        let least = slices.values().copied().fold(f64::INFINITY, f64::min);
-        let most = slices.values().copied().fold(0.0, f64::max);
+        let mean = weights.values().sum::<f64>() / weights.len() as f64;
+        let least = weights.values().copied().fold(f64::INFINITY, f64::min);
+        let most = weights.values().copied().fold(0.0, f64::max);
         // As near to the default as lets the shortest and then the longest slice keep its bound.
-        let scale =
-            (self.config.default_slice.as_secs_f64() / mean).max(low / least).min(high / most);
+        let default = self.config.default_slice.as_secs_f64();
+        let scale = (default / mean).max(low / least).min(high / most);
         let mut actions = Vec::new();
         for (id, group) in &mut self.groups {
-            let seconds = slices.get(id).map_or(low, |slice| (slice * scale).clamp(low, high));
+            let weight = weights.get(id).copied().unwrap_or(MIN_WEIGHT);
+            let seconds = (weight * scale * group.correction).clamp(low, high);
             let slice = Duration::try_from_secs_f64(seconds).unwrap_or(MIN_SLICE);
             let differs = group.slice.is_none_or(|had| {
                 slice.abs_diff(had).as_secs_f64() > had.as_secs_f64() * tolerance
@@ -335,5 +343,186 @@ fn fits(core: Option<Core>, left: u8) -> Result<(), ShareError> {
     match core.map(Core::get) {
         Some(asked) if asked > left => Err(ShareError::Overcommitted { asked, left }),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::gpu::Usage;
+
+    fn id(n: u8) -> VgpuId {
+        VgpuId(Uuid::from_u128(u128::from(n)))
+    }
+
+    fn core(hundredths: u8) -> Option<Core> {
+        Core::try_from(hundredths).ok()
+    }
+
+    fn scheduler() -> Scheduler {
+        let default_slice = Duration::from_millis(2);
+        Scheduler::new(Config { policy: Policy::Weighted, default_slice })
+    }
+
+    #[test]
+    fn a_vgpu_is_told_its_slice_and_others_theirs_where_it_changes() {
+        let mut sched = scheduler();
+        let ms = Duration::from_millis;
+        let us = Duration::from_micros;
+        let started = |id, core| Event::VgpuStarted { id, core };
+        assert_eq!(
+            sched.handle(started(id(1), core(80))).unwrap(),
+            [Action::SetTimeslice(id(1), ms(2)), Action::Gate(id(1), true)]
+        );
+        assert_eq!(
+            sched.handle(started(id(2), core(20))).unwrap(),
+            [
+                Action::SetTimeslice(id(1), us(3200)),
+                Action::SetTimeslice(id(2), us(800)),
+                Action::Gate(id(2), true)
+            ]
+        );
+        assert_eq!(sched.entitled(id(2)), Some(0.2));
+        assert_eq!(
+            sched.handle(Event::VgpuStopped { id: id(1) }).unwrap(),
+            [Action::SetTimeslice(id(2), ms(2))]
+        );
+        assert_eq!(sched.handle(Event::VgpuStopped { id: id(1) }).unwrap(), []);
+    }
+
+    #[test]
+    fn more_than_the_whole_gpu_is_refused_with_what_is_left() {
+        let mut sched = scheduler();
+        sched.handle(Event::VgpuStarted { id: id(1), core: core(80) }).unwrap();
+        let error = sched.handle(Event::VgpuStarted { id: id(2), core: core(30) }).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "Not enough of the GPU is left: core=30 asked, 20 of 100 left; \
+             ask for 20 or less, or lower another vGPU's core"
+        );
+        sched.handle(Event::VgpuStarted { id: id(2), core: core(20) }).unwrap();
+        let error = sched.check(core(1)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "Not enough of the GPU is left: core=1 asked, 0 of 100 left; \
+             lower another vGPU's core, or leave core out"
+        );
+        assert_eq!(sched.check(None), Ok(()));
+        // A change counts without what the vGPU had before.
+        sched.handle(Event::ShareChanged { id: id(2), core: core(10) }).unwrap();
+        sched.handle(Event::ShareChanged { id: id(1), core: core(90) }).unwrap();
+        assert!(sched.handle(Event::ShareChanged { id: id(1), core: core(91) }).is_err());
+        assert_eq!(sched.left(), 0);
+    }
+
+    #[test]
+    fn events_for_vgpus_that_are_not_there_are_refused() {
+        let mut sched = scheduler();
+        let changed = sched.handle(Event::ShareChanged { id: id(1), core: None });
+        assert_eq!(changed, Err(ShareError::Unknown(id(1))));
+        sched.handle(Event::VgpuStarted { id: id(1), core: None }).unwrap();
+        let again = sched.handle(Event::VgpuStarted { id: id(1), core: None });
+        assert_eq!(again, Err(ShareError::Duplicate(id(1))));
+    }
+
+    #[test]
+    fn corrections_are_dropped_when_measurements_stop() {
+        let mut sched = scheduler();
+        sched.handle(Event::VgpuStarted { id: id(1), core: core(50) }).unwrap();
+        sched.handle(Event::VgpuStarted { id: id(2), core: core(50) }).unwrap();
+        let usage =
+            |engine_ns, wait_ns| Usage { engine_ns, wait_ns, runnable: true, ..Usage::default() };
+        let report = |now_ns, a, b| UsageReport {
+            now_ns,
+            vgpus: vec![(id(1), usage(a, b)), (id(2), usage(b, a))],
+        };
+        sched.handle(Event::UsageReport(&report(0, 0, 0))).unwrap();
+        let used = report(100_000_000, 80_000_000, 20_000_000);
+        let actions = sched.handle(Event::UsageReport(&used)).unwrap();
+        assert_eq!(actions.len(), 2);
+        assert!(sched.slice(id(1)) < sched.slice(id(2)));
+        assert_eq!(sched.handle(Event::Tick { now_ns: 1_100_000_000 }).unwrap(), []);
+        assert_eq!(sched.handle(Event::Tick { now_ns: 1_100_000_001 }).unwrap().len(), 2);
+        assert_eq!(sched.slice(id(1)), sched.slice(id(2)));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Start(u8, Option<u8>),
+        Stop(u8),
+        Change(u8, Option<u8>),
+        Policy(bool),
+        Report(u64, Vec<(u8, u64, u64)>),
+        Tick(u64),
+    }
+
+    fn any_step() -> impl Strategy<Value = Step> {
+        let asked = || prop::option::of(1..=100_u8);
+        prop_oneof![
+            (0..12_u8, asked()).prop_map(|(id, core)| Step::Start(id, core)),
+            (0..12_u8).prop_map(Step::Stop),
+            (0..12_u8, asked()).prop_map(|(id, core)| Step::Change(id, core)),
+            any::<bool>().prop_map(Step::Policy),
+            (any::<u64>(), prop::collection::vec(any::<(u8, u64, u64)>(), 0..12))
+                .prop_map(|(at, usage)| Step::Report(at, usage)),
+            any::<u64>().prop_map(Step::Tick),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_happens_the_invariants_hold(steps in prop::collection::vec(any_step(), 0..80)) {
+            let mut sched = scheduler();
+            let mut slices = BTreeMap::new();
+            for step in steps {
+                let ask = |asked: Option<u8>| asked.and_then(core);
+                let actions = match step {
+                    Step::Start(n, asked) => {
+                        sched.handle(Event::VgpuStarted { id: id(n), core: ask(asked) })
+                    }
+                    Step::Stop(n) => {
+                        slices.remove(&id(n));
+                        sched.handle(Event::VgpuStopped { id: id(n) })
+                    }
+                    Step::Change(n, asked) => {
+                        sched.handle(Event::ShareChanged { id: id(n), core: ask(asked) })
+                    }
+                    Step::Policy(weighted) => sched.handle(Event::PolicyChanged(
+                        if weighted { Policy::Weighted } else { Policy::BestEffort }
+                    )),
+                    Step::Report(now_ns, usages) => {
+                        let vgpus = usages.into_iter().map(|(n, engine_ns, wait_ns)| {
+                            let runnable = n % 4 != 0;
+                            (id(n % 12), Usage { engine_ns, wait_ns, runnable, ..Usage::default() })
+                        });
+                        let report = UsageReport { now_ns, vgpus: vgpus.collect() };
+                        sched.handle(Event::UsageReport(&report))
+                    }
+                    Step::Tick(now_ns) => sched.handle(Event::Tick { now_ns }),
+                };
+                for action in actions.unwrap_or_default() {
+                    if let Action::SetTimeslice(id, slice) = action {
+                        prop_assert!(sched.groups.contains_key(&id), "told of one that is gone");
+                        prop_assert!((MIN_SLICE..=MAX_SLICE).contains(&slice));
+                        slices.insert(id, slice);
+                    }
+                }
+                // What the silicon was told is what the scheduler thinks it has.
+                prop_assert_eq!(slices.len(), sched.groups.len());
+                for (id, slice) in &slices {
+                    prop_assert_eq!(sched.slice(*id), Some(*slice));
+                }
+                let asked: u32 = sched
+                    .groups
+                    .values()
+                    .filter_map(|group| group.core)
+                    .map(|core| u32::from(core.get()))
+                    .sum();
+                prop_assert_eq!(asked + u32::from(sched.left()), 100);
+            }
+        }
     }
 }
