@@ -1,0 +1,290 @@
+//! Debian packages without installing them: an `apt` of our own state fetches and verifies them, `dpkg-deb` unpacks them.
+//!
+//! No maintainer script runs, nothing is mounted, the host's package database is not touched, and no root is needed. The
+//! host's apt settings (proxies, credentials) stay in force; signatures are checked with Debian's archive keyring.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::Signal;
+
+use crate::cleanup::Process;
+
+const DEFAULT_MIRROR: &str = "http://deb.debian.org/debian";
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+const KEYRING_REMEDY: &str =
+    "Debian's archive keys are missing: run `apt-get install debian-archive-keyring` as root";
+const RELEASE: &str = "trixie";
+const FETCH_LIMIT: Duration = Duration::from_secs(900);
+
+/// An apt with its own lists, status and cache in one folder, for one release of Debian and its backports.
+#[derive(Debug)]
+pub struct Debs {
+    folder: PathBuf,
+}
+
+impl Debs {
+    /// True where the tools are there.
+    pub fn possible() -> bool {
+        ["apt-get", "apt-cache", "dpkg-deb", "tar"].iter().all(|tool| in_path(tool))
+    }
+
+    /// Sets it up in `folder`, which may hold what an earlier run has fetched, and reads the package lists.
+    pub fn open(folder: &Path) -> Result<Self> {
+        for sub in ["sources", "state/lists/partial", "cache/archives/partial", "log"] {
+            let path = folder.join(sub);
+            fs::create_dir_all(&path)
+                .with_context(|| format!("Cannot make the folder {}", path.display()))?;
+        }
+        fs::write(folder.join("status"), "")?;
+        let debs = Self { folder: folder.to_path_buf() };
+        install_keyring()?;
+        let mirror = host_mirror();
+        let first = debs.update(mirror.as_deref().unwrap_or(DEFAULT_MIRROR));
+        match (first, mirror) {
+            (Err(_), Some(_)) => debs.update(DEFAULT_MIRROR)?,
+            (first, _) => first?,
+        }
+        Ok(debs)
+    }
+
+    fn update(&self, mirror: &str) -> Result<()> {
+        let sources = format!(
+            "Types: deb\nURIs: {mirror}\nSuites: {RELEASE} {RELEASE}-backports\nComponents: main\n\
+             Architectures: amd64\nSigned-By: {KEYRING}\n"
+        );
+        fs::write(self.folder.join("sources/lab.sources"), sources)?;
+        let mut command = self.apt("apt-get");
+        command.args(["-o", "APT::Update::Error-Mode=any", "update"]);
+        self.run(command).with_context(|| {
+            format!("Cannot read Debian's package lists from {mirror}: is the network there?")
+        })?;
+        Ok(())
+    }
+
+    /// Fetches packages from backports, with all that they depend on.
+    pub fn fetch_closure(&self, packages: &[&str]) -> Result<()> {
+        let mut command = self.apt("apt-get");
+        command.args(["-y", "--download-only", "-t", &format!("{RELEASE}-backports"), "install"]);
+        command.args(packages);
+        self.run(command).context("Cannot fetch packages").map(drop)
+    }
+
+    /// Fetches single packages of the release, without what they depend on.
+    pub fn fetch(&self, packages: &[&str]) -> Result<()> {
+        let mut command = self.apt("apt-get");
+        command.current_dir(self.archives()).arg("download").args(packages);
+        self.run(command).context("Cannot fetch packages").map(drop)
+    }
+
+    /// What an empty package such as `linux-image-amd64` stands for.
+    pub fn dependency(&self, package: &str) -> Result<String> {
+        let mut command = self.apt("apt-cache");
+        command.args(["depends", "--important", package]);
+        let text = self.run(command)?;
+        let found = text.lines().find_map(|line| line.trim().strip_prefix("Depends: "));
+        Ok(found.with_context(|| format!("{package} depends on nothing"))?.to_owned())
+    }
+
+    /// The fetched packages.
+    pub fn packages(&self) -> Result<Vec<PathBuf>> {
+        let mut found: Vec<_> = fs::read_dir(self.archives())?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|path| path.extension().is_some_and(|extension| extension == "deb"))
+            .collect();
+        found.sort();
+        Ok(found)
+    }
+
+    /// The fetched package with this name.
+    pub fn package(&self, name: &str) -> Result<PathBuf> {
+        let prefix = format!("{name}_");
+        let matches = |path: &PathBuf| {
+            path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(&prefix))
+        };
+        let found = self.packages()?.into_iter().find(matches);
+        found.with_context(|| format!("The package {name} was not fetched"))
+    }
+
+    fn archives(&self) -> PathBuf {
+        self.folder.join("cache/archives")
+    }
+
+    fn apt(&self, tool: &str) -> Command {
+        let at = |sub: &str| self.folder.join(sub).display().to_string();
+        let mut command = Command::new(tool);
+        for option in [
+            "Dir::Etc::sourcelist=/dev/null".to_owned(),
+            format!("Dir::Etc::sourceparts={}", at("sources")),
+            "Dir::Etc::preferences=/dev/null".to_owned(),
+            "Dir::Etc::preferencesparts=/dev/null".to_owned(),
+            format!("Dir::State={}", at("state")),
+            format!("Dir::State::status={}", at("status")),
+            format!("Dir::Cache={}", at("cache")),
+            format!("Dir::Log={}", at("log")),
+            "APT::Architecture=amd64".to_owned(),
+            "APT::Architectures=amd64".to_owned(),
+            "APT::Install-Recommends=false".to_owned(),
+            "APT::Sandbox::User=root".to_owned(),
+            "Acquire::Languages=none".to_owned(),
+            "Acquire::Retries=3".to_owned(),
+            "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".to_owned(),
+            "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled=false".to_owned(),
+            "Debug::NoLocking=1".to_owned(),
+        ] {
+            command.arg("-o").arg(option);
+        }
+        command
+    }
+
+    /// Runs a command to its end and returns what it printed; what it complained of goes into the error.
+    fn run(&self, command: Command) -> Result<String> {
+        run_quietly(command, &self.folder.join("log/last"))
+    }
+}
+
+/// Runs a command whose output matters only when it fails. An interrupt ends it.
+pub fn run_quietly(mut command: Command, log: &Path) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let (out, err) = (log.with_extension("out"), log.with_extension("err"));
+    command.stdin(Stdio::null()).stdout(fs::File::create(&out)?).stderr(fs::File::create(&err)?);
+    command.env("LC_ALL", "C").env("DEBIAN_FRONTEND", "noninteractive");
+    let status = Process::spawn(command, Signal::SIGTERM)?.wait(FETCH_LIMIT)?;
+    if !status.success() {
+        let complaint = fs::read_to_string(&err).unwrap_or_default();
+        let lines: Vec<_> = complaint.lines().filter(|line| !line.is_empty()).collect();
+        let tail = lines[lines.len().saturating_sub(3)..].join("; ");
+        match status.signal() {
+            Some(signal) => bail!("{name} was ended by signal {signal}"),
+            None => bail!("{name} failed: {tail}"),
+        }
+    }
+    let text = String::from_utf8_lossy(&fs::read(&out)?).into_owned();
+    fs::remove_file(&out)?;
+    fs::remove_file(&err)?;
+    Ok(text)
+}
+
+/// Unpacks packages below `root`, some at a time.
+pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
+    merge_usr(root)?;
+    let share = packages.len().div_ceil(2).max(1);
+    thread::scope(|scope| {
+        let workers: Vec<_> = packages
+            .chunks(share)
+            .enumerate()
+            .map(|(index, packages)| {
+                let log = root.join(format!(".unpack{index}"));
+                scope.spawn(move || {
+                    for package in packages {
+                        let mut command = Command::new("dpkg-deb");
+                        command.arg("-x").arg(package).arg(root);
+                        run_quietly(command, &log)
+                            .with_context(|| format!("Cannot unpack {}", package.display()))?;
+                    }
+                    anyhow::Ok(())
+                })
+            })
+            .collect();
+        workers.into_iter().try_for_each(|worker| match worker.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })
+}
+
+/// Unpacks the members of one package that match shell patterns.
+pub fn unpack_some(package: &Path, root: &Path, patterns: &[&str]) -> Result<()> {
+    fs::create_dir_all(root)?;
+    // The pipe is the shell's; paths and patterns are arguments, not text of the script.
+    let mut command = Command::new("sh");
+    command
+        .args([
+            "-c",
+            r#"p=$1 r=$2; shift 2; dpkg-deb --fsys-tarfile "$p" | tar -x -C "$r" --wildcards "$@""#,
+        ])
+        .arg("sh")
+        .arg(package)
+        .arg(root)
+        .args(patterns);
+    run_quietly(command, &root.join(".unpack"))
+        .with_context(|| format!("Cannot unpack {}", package.display()))
+        .map(drop)
+}
+
+/// `/lib` and the like are links into `/usr`, as on every installed Debian.
+fn merge_usr(root: &Path) -> Result<()> {
+    for name in ["bin", "sbin", "lib", "lib64"] {
+        fs::create_dir_all(root.join("usr").join(name))?;
+        let link = root.join(name);
+        if !link.exists() {
+            std::os::unix::fs::symlink(format!("usr/{name}"), link)?;
+        }
+    }
+    Ok(())
+}
+
+/// Debian's archive keys: there on Debian; elsewhere a package of the host's own archive has them.
+fn install_keyring() -> Result<()> {
+    if Path::new(KEYRING).exists() {
+        return Ok(());
+    }
+    if !nix::unistd::geteuid().is_root() {
+        bail!(KEYRING_REMEDY);
+    }
+    let log = std::env::temp_dir().join(format!("tessera-keyring-{}", std::process::id()));
+    for args in [&["update"][..], &["install", "-y", "debian-archive-keyring"]] {
+        let mut command = Command::new("apt-get");
+        command.args(args);
+        run_quietly(command, &log).context(KEYRING_REMEDY)?;
+    }
+    Ok(())
+}
+
+/// The mirror that the host's own apt uses, if the host is a Debian.
+fn host_mirror() -> Option<String> {
+    let mut texts = vec![fs::read_to_string("/etc/apt/sources.list").unwrap_or_default()];
+    for entry in fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten().flatten() {
+        texts.push(fs::read_to_string(entry.path()).unwrap_or_default());
+    }
+    texts.iter().find_map(|text| mirror_in(text))
+}
+
+/// The first archive in a sources file (either format) that looks like a full mirror of Debian.
+fn mirror_in(text: &str) -> Option<String> {
+    text.lines()
+        .map(str::trim)
+        .filter(|line| line.starts_with("deb ") || line.starts_with("URIs:"))
+        .flat_map(str::split_whitespace)
+        .filter(|word| word.starts_with("http://") || word.starts_with("https://"))
+        .map(|word| word.trim_end_matches('/'))
+        .find(|word| word.ends_with("/debian"))
+        .map(str::to_owned)
+}
+
+/// True where a program of this name is in the path.
+pub fn in_path(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::mirror_in;
+
+    #[test]
+    fn the_hosts_mirror_is_found_in_both_formats() {
+        let deb822 = "# a comment\nTypes: deb\nURIs: http://mirror.example/debian/\nSuites: x\n";
+        assert_eq!(mirror_in(deb822).as_deref(), Some("http://mirror.example/debian"));
+        let lines = "deb https://packages.example/other main\n\
+                     deb [arch=amd64] https://mirror.example/debian bookworm main\n";
+        assert_eq!(mirror_in(lines).as_deref(), Some("https://mirror.example/debian"));
+        assert_eq!(mirror_in("deb http://mirror.example/debian-security x main"), None);
+        assert_eq!(mirror_in("# deb http://mirror.example/debian x main"), None);
+    }
+}

@@ -1,0 +1,184 @@
+//! Commands inside a VM, over its second serial port. The other end is the loop in `init.sh`.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+/// What the guest says when it starts to take commands.
+const BOOTED: &str = "@boot";
+/// More than a command may take, for the way there and back.
+const ROUND_TRIP: Duration = Duration::from_secs(10);
+
+/// The command line of a running guest.
+#[derive(Debug)]
+pub struct Guest {
+    stream: UnixStream,
+    received: Vec<u8>,
+    last: u64,
+}
+
+/// What a command did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// Its exit status; 137 if it was killed, since its time was over.
+    pub status: i32,
+    /// Its standard output.
+    pub stdout: String,
+    /// Its standard error.
+    pub stderr: String,
+}
+
+impl Output {
+    /// Itself if the command succeeded.
+    pub fn success(self) -> Result<Self> {
+        if self.status != 0 {
+            let text = format!("{} {}", self.stderr.trim(), self.stdout.trim());
+            bail!("A command in the guest failed with status {}: {}", self.status, text.trim());
+        }
+        Ok(self)
+    }
+}
+
+impl Guest {
+    /// Connects to the serial port's socket.
+    pub fn connect(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path)
+            .with_context(|| format!("Cannot connect to {}", path.display()))?;
+        Ok(Self { stream, received: Vec::new(), last: 0 })
+    }
+
+    /// Waits until the guest has booted, be it for the first time or again.
+    pub fn wait_boot(&mut self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let Some(line) = self.line(deadline)? else {
+                bail!("The guest did not boot within {} s", timeout.as_secs());
+            };
+            if line == BOOTED {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Runs a shell command, and kills it when its time is over.
+    pub fn run(&mut self, command: &str, timeout: Duration) -> Result<Output> {
+        self.start(command, timeout)?;
+        self.finish(timeout).with_context(|| format!("While the guest ran `{command}`"))
+    }
+
+    /// Runs a command that prints JSON, and must succeed.
+    pub fn run_json(&mut self, command: &str, timeout: Duration) -> Result<Value> {
+        let output = self.run(command, timeout)?.success().with_context(|| command.to_owned())?;
+        serde_json::from_str(&output.stdout)
+            .with_context(|| format!("`{command}` printed no JSON: {}", output.stdout))
+    }
+
+    /// Sends a command, and does not wait for it: [`Guest::finish`] does.
+    pub fn start(&mut self, command: &str, timeout: Duration) -> Result<()> {
+        if command.contains('\n') {
+            bail!("A guest's command is one line");
+        }
+        self.last += 1;
+        let request = format!("#{} {} {command}\n", self.last, timeout.as_secs().max(1));
+        self.stream.write_all(request.as_bytes()).context("The VM has ended")
+    }
+
+    /// Waits for the command that was started last.
+    pub fn finish(&mut self, timeout: Duration) -> Result<Output> {
+        let deadline = Instant::now() + timeout + ROUND_TRIP;
+        let wanted = format!("@{}", self.last);
+        loop {
+            let Some(line) = self.line(deadline)? else {
+                bail!("The guest did not answer within {} s", (timeout + ROUND_TRIP).as_secs());
+            };
+            let mut words = line.split(' ');
+            let number = words.next().unwrap_or_default();
+            let numbers: Option<Vec<usize>> = words.map(|word| word.parse().ok()).collect();
+            match numbers.as_deref() {
+                Some(&[status, out, err]) if number.starts_with('@') => {
+                    let stdout = self.bytes(out, deadline)?;
+                    let stderr = self.bytes(err, deadline)?;
+                    if number == wanted {
+                        return Ok(Output {
+                            status: i32::try_from(status).unwrap_or(-1),
+                            stdout,
+                            stderr,
+                        });
+                    }
+                }
+                _ if line == BOOTED => bail!("The guest rebooted"),
+                _ => {}
+            }
+        }
+    }
+
+    fn line(&mut self, deadline: Instant) -> Result<Option<String>> {
+        loop {
+            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.received.drain(..=end).collect();
+                return Ok(Some(String::from_utf8_lossy(&line).trim().to_owned()));
+            }
+            if !self.fill(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn bytes(&mut self, count: usize, deadline: Instant) -> Result<String> {
+        while self.received.len() < count {
+            if !self.fill(deadline)? {
+                bail!("The guest stopped in the middle of its answer");
+            }
+        }
+        let bytes: Vec<u8> = self.received.drain(..count).collect();
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Receives what there is; false once the deadline has passed.
+    fn fill(&mut self, deadline: Instant) -> Result<bool> {
+        let mut buffer = [0; 4096];
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            self.stream.set_read_timeout(Some(left))?;
+            match self.stream.read(&mut buffer) {
+                Ok(0) => bail!("The VM has ended"),
+                Ok(count) => {
+                    self.received.extend_from_slice(&buffer[..count]);
+                    return Ok(true);
+                }
+                Err(error) => match error.kind() {
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => {}
+                    _ => return Err(error).context("The VM has ended"),
+                },
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_to_older_commands_and_noise_are_skipped() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut guest = Guest { stream: ours, received: Vec::new(), last: 4 };
+        theirs.write_all(b"\r\nnoise\n@4 0 3 0\nold@5 2 3 4\nout").unwrap();
+        theirs.write_all(b"err\n").unwrap();
+        let output = guest.run("true", Duration::from_secs(1)).unwrap();
+        assert_eq!(
+            output,
+            Output { status: 2, stdout: "out".to_owned(), stderr: "err\n".to_owned() }
+        );
+        let mut request = [0; 64];
+        let count = theirs.read(&mut request).unwrap();
+        assert_eq!(&request[..count], b"#5 1 true\n");
+    }
+}

@@ -1,0 +1,126 @@
+//! The guest's root: a cpio archive ("newc") with busybox, the display modules, `vgpu-guest` and an init script.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::kernel::{Kernel, MODULES};
+
+const INIT: &str = include_str!("init.sh");
+
+/// Writes the archive to `target`, in one step as others see it.
+pub fn write(target: &Path, kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<()> {
+    let mut archive = Archive::default();
+    for folder in ["bin", "dev", "modules", "proc", "sys", "tmp"] {
+        archive.folder(folder);
+    }
+    archive.file("init", 0o755, INIT.as_bytes());
+    archive.file("bin/busybox", 0o755, &read(&kernel.busybox)?);
+    archive.link("bin/sh", "busybox");
+    archive.file("modules/order", 0o644, (MODULES.join("\n") + "\n").as_bytes());
+    for module in MODULES {
+        let file = format!("{module}.ko");
+        let bytes = read(&kernel.modules.join(&file))?;
+        archive.file(&format!("modules/{file}"), 0o644, &bytes);
+    }
+    for program in guest_programs {
+        let name = program.file_name().unwrap_or_default().to_string_lossy();
+        archive.file(&format!("bin/{name}"), 0o755, &read(program)?);
+    }
+    let folder = target.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)
+        .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
+    let file = tempfile::NamedTempFile::new_in(folder)
+        .with_context(|| format!("Cannot write to {}", folder.display()))?;
+    std::fs::write(file.path(), archive.finish())?;
+    std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644))?;
+    file.persist(target).with_context(|| format!("Cannot write {}", target.display()))?;
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).with_context(|| format!("Cannot read {}", path.display()))
+}
+
+/// A newc archive in the making: a header of 8-digit hexadecimal fields, the name, the bytes; all aligned to 4.
+#[derive(Debug, Default)]
+struct Archive {
+    bytes: Vec<u8>,
+    entries: u32,
+}
+
+impl Archive {
+    fn folder(&mut self, name: &str) {
+        self.entry(name, 0o040_755, &[]);
+    }
+
+    fn file(&mut self, name: &str, mode: u32, bytes: &[u8]) {
+        self.entry(name, 0o100_000 | mode, bytes);
+    }
+
+    fn link(&mut self, name: &str, target: &str) {
+        self.entry(name, 0o120_777, target.as_bytes());
+    }
+
+    fn entry(&mut self, name: &str, mode: u32, bytes: &[u8]) {
+        self.entries += 1;
+        let fields = [
+            self.entries, // inode
+            mode,
+            0, // user
+            0, // group
+            1, // links
+            0, // time
+            bytes.len() as u32,
+            0,
+            0, // device
+            0,
+            0, // device that a special file stands for
+            name.len() as u32 + 1,
+            0, // checksum, unused
+        ];
+        self.bytes.extend_from_slice(b"070701");
+        for field in fields {
+            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
+        }
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(0);
+        self.align();
+        self.bytes.extend_from_slice(bytes);
+        self.align();
+    }
+
+    fn align(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        self.entry("TRAILER!!!", 0, &[]);
+        self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_are_aligned_and_the_trailer_ends_the_archive() {
+        let mut archive = Archive::default();
+        archive.folder("bin");
+        archive.file("bin/a", 0o755, b"12345");
+        archive.link("bin/b", "a");
+        let bytes = archive.finish();
+        assert_eq!(bytes.len() % 4, 0);
+        assert!(bytes.starts_with(b"07070100000001000041ed"));
+        // Second entry: 5 bytes of content, a name of 5 and its terminator.
+        let second = &bytes[116..];
+        assert_eq!(&second[..22], b"07070100000002000081ed");
+        assert_eq!(&second[54..62], b"00000005");
+        assert_eq!(&second[94..102], b"00000006");
+        assert_eq!(&second[110..116], b"bin/a\0");
+        assert_eq!(&second[116..124], b"12345\0\0\0");
+        assert!(bytes.windows(11).any(|window| window == b"TRAILER!!!\0"));
+    }
+}

@@ -1,0 +1,113 @@
+//! The guest's kernel: Debian's stock one, unpacked and never installed, with busybox for its userspace.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::debs::{self, Debs};
+
+/// The modules that the guest's display needs, in the order in which they are loaded.
+pub const MODULES: [&str; 7] = [
+    "drm",
+    "drm_kms_helper",
+    "drm_shmem_helper",
+    "ttm",
+    "drm_ttm_helper",
+    "drm_vram_helper",
+    "bochs",
+];
+
+/// Where its parts are.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// The kernel's image.
+    pub image: PathBuf,
+    /// A folder with the uncompressed [`MODULES`].
+    pub modules: PathBuf,
+    /// A static busybox.
+    pub busybox: PathBuf,
+}
+
+impl Kernel {
+    /// As it lies in a prepared folder.
+    pub fn in_folder(folder: &Path) -> Self {
+        Self {
+            image: folder.join("vmlinuz"),
+            modules: folder.join("modules"),
+            busybox: folder.join("busybox"),
+        }
+    }
+
+    /// Fetches the packages. The result is the name of the kernel's.
+    pub fn fetch(debs: &Debs) -> Result<String> {
+        let package = debs.dependency("linux-image-amd64")?;
+        debs.fetch(&[&package, "busybox-static"])?;
+        Ok(package)
+    }
+
+    /// Unpacks the packages into `folder`.
+    pub fn unpack(debs: &Debs, package: &str, folder: &Path) -> Result<Self> {
+        let kernel = Self::in_folder(folder);
+        let raw = folder.join("unpacked");
+        debs::unpack_some(&debs.package("busybox-static")?, &raw, &["*/bin/busybox"])?;
+        let mut patterns = vec!["./boot/vmlinuz-*".to_owned()];
+        patterns.extend(MODULES.iter().map(|module| format!("*/drivers/gpu/drm/*{module}.ko*")));
+        let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
+        debs::unpack_some(&debs.package(package)?, &raw, &patterns)?;
+
+        fs::create_dir_all(&kernel.modules)?;
+        for path in files_below(&raw)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if name == "busybox" {
+                fs::rename(&path, &kernel.busybox)?;
+            } else if name.starts_with("vmlinuz-") {
+                fs::rename(&path, &kernel.image)?;
+            }
+        }
+        for path in files_below(&raw)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let Some((module, compression)) = name.split_once(".ko") else { continue };
+            if !MODULES.contains(&module) {
+                continue;
+            }
+            let target = kernel.modules.join(format!("{module}.ko"));
+            if compression == ".xz" {
+                let mut command = Command::new(&kernel.busybox);
+                command.args(["xz", "-d", "-k", "-f"]).arg(&path);
+                debs::run_quietly(command, &folder.join("xz"))?;
+                fs::rename(path.with_extension(""), target)?;
+            } else {
+                fs::rename(&path, target)?;
+            }
+        }
+        for path in kernel.parts() {
+            path.metadata().with_context(|| {
+                format!("The kernel's package {package} has no {}", path.display())
+            })?;
+        }
+        fs::remove_dir_all(&raw)?;
+        Ok(kernel)
+    }
+
+    fn parts(&self) -> Vec<PathBuf> {
+        let modules = MODULES.iter().map(|module| self.modules.join(format!("{module}.ko")));
+        [self.image.clone(), self.busybox.clone()].into_iter().chain(modules).collect()
+    }
+}
+
+fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
+    let (mut folders, mut files) = (vec![folder.to_path_buf()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                folders.push(entry.path());
+            } else {
+                files.push(entry.path());
+            }
+        }
+    }
+    Ok(files)
+}

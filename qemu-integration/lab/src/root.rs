@@ -1,0 +1,213 @@
+//! Which QEMU and which guest kernel: the system's QEMU where it is new enough, or else one of our own in a cache folder.
+//!
+//! The cached one is unpacked Debian packages (see [`crate::debs`]), run through their own dynamic loader, so that the
+//! host's C library does not matter. The folder appears by one rename when it is complete; an interrupted preparation
+//! leaves what it has fetched for the next one.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::cleanup::Scratch;
+use crate::debs::{self, Debs};
+use crate::kernel::Kernel;
+use crate::progress::Progress;
+
+/// Changes when what is in the cached folder does.
+const LAYOUT: &str = "1";
+/// The first QEMU with a vfio-user client.
+const OLDEST_QEMU: (u32, u32) = (10, 1);
+const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+
+/// What VMs are made of.
+#[derive(Clone, Debug)]
+pub struct Root {
+    /// The emulator.
+    pub qemu: Qemu,
+    /// What boots in it.
+    pub kernel: Kernel,
+}
+
+/// An emulator that has `vfio-user-pci`.
+#[derive(Clone, Debug)]
+pub struct Qemu {
+    program: PathBuf,
+    args: Vec<OsString>,
+    modules: Option<PathBuf>,
+    /// For people: `11.1.3`.
+    pub version: String,
+}
+
+impl Root {
+    /// Finds or prepares it.
+    pub fn open(progress: &Progress) -> Result<Self> {
+        let cache = cache_folder()?;
+        let folder = cache.join(LAYOUT);
+        let system = Qemu::system();
+        if let Some(root) = Self::at(&folder, system.as_ref()) {
+            return Ok(root);
+        }
+        if !cfg!(target_arch = "x86_64") {
+            bail!("The lab runs on x86-64 hosts only");
+        }
+        if !Debs::possible() {
+            bail!(
+                "The lab fetches a guest kernel (and QEMU, unless the system's is 10.1 or newer) as Debian \
+                 packages and needs apt-get, dpkg-deb and tar: run it on Debian or Ubuntu"
+            );
+        }
+        fs::create_dir_all(&cache)
+            .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
+        let _lock = lock(&cache.join("lock"), progress)?;
+        if let Some(root) = Self::at(&folder, system.as_ref()) {
+            return Ok(root);
+        }
+        let partial = Scratch::at(cache.join("partial"))?;
+        let fetched = cache.join("fetched");
+        prepare(&fetched, partial.path(), system.is_none(), progress)
+            .context("Cannot prepare the lab's QEMU and guest kernel")?;
+        if folder.exists() {
+            fs::remove_dir_all(&folder)?;
+        }
+        partial.rename(&folder)?;
+        let _ = fs::remove_dir_all(&fetched);
+        Self::at(&folder, system.as_ref()).with_context(|| {
+            format!(
+                "What was prepared in {0} does not work: remove {0} and try again",
+                folder.display()
+            )
+        })
+    }
+
+    fn at(folder: &Path, system: Option<&Qemu>) -> Option<Self> {
+        let kernel = Kernel::in_folder(folder);
+        let qemu = system.cloned().or_else(|| Qemu::unpacked(&folder.join("root")))?;
+        kernel.image.exists().then_some(Self { qemu, kernel })
+    }
+}
+
+fn prepare(fetched: &Path, folder: &Path, with_qemu: bool, progress: &Progress) -> Result<()> {
+    let step = progress.step("Reading Debian's package lists");
+    let debs = Debs::open(fetched)?;
+    step.done();
+    let step = progress.step("Fetching the guest's kernel");
+    let kernel = Kernel::fetch(&debs)?;
+    step.done();
+    if !with_qemu {
+        let step = progress.step("Unpacking the guest's kernel");
+        Kernel::unpack(&debs, &kernel, folder)?;
+        step.done();
+        return Ok(());
+    }
+    let step = progress.step("Fetching QEMU and the libraries it needs");
+    debs.fetch_closure(&["qemu-system-x86", "qemu-system-data", "seabios"])?;
+    step.done();
+    let step = progress.step("Unpacking them");
+    let root = folder.join("root");
+    fs::create_dir_all(&root)?;
+    let kernel_package = debs.package(&kernel)?;
+    let mut packages = debs.packages()?;
+    packages.retain(|package| *package != kernel_package);
+    std::thread::scope(|scope| {
+        let unpacked = scope.spawn(|| Kernel::unpack(&debs, &kernel, folder));
+        debs::unpack(&packages, &root)?;
+        match unpacked.join() {
+            Ok(result) => result.map(drop),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })?;
+    step.done();
+    Ok(())
+}
+
+/// Waits for another run that prepares the same folder.
+fn lock(path: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
+    let open = || fs::File::create(path).with_context(|| format!("Cannot open {}", path.display()));
+    if let Ok(lock) = Flock::lock(open()?, FlockArg::LockExclusiveNonblock) {
+        return Ok(lock);
+    }
+    let step = progress.step("Waiting for another run that prepares the lab");
+    let lock = Flock::lock(open()?, FlockArg::LockExclusive)
+        .map_err(|(_, errno)| errno)
+        .with_context(|| format!("Cannot lock {}", path.display()))?;
+    step.done();
+    Ok(lock)
+}
+
+/// Where the lab keeps what it has prepared.
+pub fn cache_folder() -> Result<PathBuf> {
+    let base = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
+    Ok(base.context("Neither XDG_CACHE_HOME nor HOME is set")?.join("tessera/lab"))
+}
+
+impl Qemu {
+    /// The system's, if it will do.
+    fn system() -> Option<Self> {
+        Self::check("qemu-system-x86_64".into(), Vec::new(), None)
+    }
+
+    /// The one in an unpacked root, run through the root's own dynamic loader.
+    fn unpacked(root: &Path) -> Option<Self> {
+        let libraries = root.join(LIBRARIES);
+        let args = vec![
+            "--library-path".into(),
+            libraries.clone().into(),
+            root.join("usr/bin/qemu-system-x86_64").into(),
+            "-L".into(),
+            root.join("usr/share/qemu").into(),
+            "-L".into(),
+            root.join("usr/share/seabios").into(),
+        ];
+        let loader = root.join("lib64/ld-linux-x86-64.so.2");
+        loader.exists().then(|| Self::check(loader, args, Some(libraries.join("qemu"))))?
+    }
+
+    fn check(program: PathBuf, args: Vec<OsString>, modules: Option<PathBuf>) -> Option<Self> {
+        let mut qemu = Self { program, args, modules, version: String::new() };
+        let output = qemu.command().arg("--version").output().ok()?;
+        let (version, number) = parse_version(&String::from_utf8_lossy(&output.stdout))?;
+        qemu.version = version;
+        if number < OLDEST_QEMU {
+            return None;
+        }
+        let output = qemu.command().args(["-device", "help"]).output().ok()?;
+        String::from_utf8_lossy(&output.stdout).contains("\"vfio-user-pci\"").then_some(qemu)
+    }
+
+    /// A command that runs it.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(&self.args);
+        if let Some(modules) = &self.modules {
+            command.env("QEMU_MODULE_DIR", modules);
+        }
+        command
+    }
+}
+
+/// "QEMU emulator version 11.1.3 (Debian ...)"
+fn parse_version(text: &str) -> Option<(String, (u32, u32))> {
+    let version = text.split_once("version ")?.1.split_whitespace().next()?;
+    let mut numbers = version.split('.').map(str::parse);
+    let number = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    Some((version.to_owned(), number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_version;
+
+    #[test]
+    fn versions_compare_as_numbers() {
+        let (text, number) =
+            parse_version("QEMU emulator version 11.1.3 (Debian 1:11)\n...").unwrap();
+        assert_eq!((text.as_str(), number), ("11.1.3", (11, 1)));
+        assert!(parse_version("QEMU emulator version 9.2.0").unwrap().1 < super::OLDEST_QEMU);
+        assert!(parse_version("something else").is_none());
+    }
+}
