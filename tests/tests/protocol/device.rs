@@ -1,0 +1,272 @@
+//! A device that has one of everything, and a server for it in this process.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use vfio_user_server::device::{Area, Device, IoEventFd, Mapping, Region, pci};
+use vfio_user_server::dma::{DmaMap, DmaUnmap};
+use vfio_user_server::errno::Errno;
+use vfio_user_server::irq::{Irq, IrqAction, IrqCommand};
+use vfio_user_server::proto::message::{Feature, FeatureAccess};
+use vfio_user_server::session::{Closed, Session};
+
+pub const SCRATCH: u32 = pci::BAR0;
+pub const SHARED: u32 = 2;
+pub const SPARSE: u32 = 4;
+pub const READ_ONLY: u32 = pci::ROM;
+pub const MSI_COUNT: u32 = 32;
+pub const SPARSE_OFFSET: u64 = 0x1_0000;
+/// The feature that the device has: four bytes to read and write.
+pub const FEATURE_INDEX: u16 = 77;
+
+/// A memfd of this length.
+pub fn memory(len: u64) -> OwnedFd {
+    let fd = memfd_create(c"protocol-test", MFdFlags::MFD_CLOEXEC).unwrap();
+    File::from(fd.try_clone().unwrap()).set_len(len).unwrap();
+    fd
+}
+
+/// An eventfd that nobody waits for.
+pub fn eventfd() -> OwnedFd {
+    let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+    EventFd::from_value_and_flags(0, flags).unwrap().into()
+}
+
+/// The device.
+#[derive(Debug)]
+pub struct Everything {
+    scratch: Vec<u8>,
+    config: [u8; 256],
+    shared: OwnedFd,
+    areas: [Area; 2],
+    doorbells: [IoEventFd; 1],
+    eventfds: Vec<Option<OwnedFd>>,
+    maps: Vec<DmaMap>,
+    feature: [u8; 4],
+    log: Log,
+}
+
+/// What reached the device.
+#[derive(Clone, Debug, Default)]
+pub struct Log(Arc<Mutex<Vec<String>>>);
+
+impl Log {
+    pub fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+
+    fn add(&self, line: String) {
+        let mut lines = self.0.lock().unwrap();
+        if lines.len() < 100_000 {
+            lines.push(line);
+        }
+    }
+}
+
+impl Everything {
+    pub fn new(log: Log) -> Self {
+        let doorbell = IoEventFd { offset: 0x10, size: 4, flags: 1, datamatch: 7, fd: eventfd() };
+        Self {
+            scratch: vec![0; 4096],
+            config: [0x5a; 256],
+            shared: memory(0x4_0000),
+            areas: [Area { offset: 0, size: 0x1000 }, Area { offset: 0x3000, size: 0x1000 }],
+            doorbells: [doorbell],
+            eventfds: (0..MSI_COUNT).map(|_| None).collect(),
+            maps: Vec::new(),
+            feature: [0; 4],
+            log,
+        }
+    }
+
+    fn memory_of(&mut self, index: u32) -> &mut [u8] {
+        if index == SCRATCH { &mut self.scratch } else { &mut self.config }
+    }
+}
+
+impl Device for Everything {
+    fn region(&self, index: u32) -> Option<Region<'_>> {
+        match index {
+            SCRATCH => Some(Region::trapped(4096)),
+            SHARED => Some(Region::mapped(0x1_0000, self.shared.as_fd())),
+            SPARSE => {
+                let fd = self.shared.as_fd();
+                let mapping = Mapping { fd, offset: SPARSE_OFFSET, areas: &self.areas };
+                Some(Region { mapping: Some(mapping), ..Region::trapped(0x4000) })
+            }
+            READ_ONLY => Some(Region { writable: false, ..Region::trapped(256) }),
+            pci::CONFIG => Some(Region::trapped(256)),
+            _ => None,
+        }
+    }
+
+    fn irq(&self, index: u32) -> Irq {
+        match index {
+            pci::INTX => Irq::INTX,
+            pci::MSI => Irq::messages(MSI_COUNT),
+            pci::ERR => Irq::notification(),
+            _ => Irq::NONE,
+        }
+    }
+
+    fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+        if index == SPARSE && offset == 0x3ffc {
+            data.fill(0xee);
+            return Err(Errno::EIO); // A device error with half an answer.
+        }
+        let memory = self.memory_of(index);
+        for (at, byte) in (offset as usize..).zip(data) {
+            *byte = memory[at % memory.len()];
+        }
+        Ok(())
+    }
+
+    fn region_write(&mut self, index: u32, offset: u64, data: &[u8]) -> Result<(), Errno> {
+        self.log.add(format!("write {index} {offset:#x} {}", data.len()));
+        let memory = self.memory_of(index);
+        for (at, byte) in (offset as usize..).zip(data) {
+            let len = memory.len();
+            memory[at % len] = *byte;
+        }
+        Ok(())
+    }
+
+    fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        let fd = if map.fd.is_some() { "fd" } else { "no fd" };
+        self.log.add(format!("map {:#x}+{:#x} {fd}", map.address, map.size));
+        self.maps.push(map);
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
+        self.log.add(format!("{unmap:x?}"));
+        match unmap {
+            DmaUnmap::Range { address, .. } => self.maps.retain(|map| map.address != address),
+            DmaUnmap::All => self.maps.clear(),
+        }
+        Ok(())
+    }
+
+    fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
+        if index != pci::MSI {
+            self.log.add(format!("irq {index}"));
+            return Ok(());
+        }
+        match command {
+            IrqCommand::Disable => self.eventfds.fill_with(|| None),
+            IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
+                for (slot, fd) in self.eventfds[start as usize..].iter_mut().zip(eventfds) {
+                    *slot = Some(fd);
+                }
+            }
+            IrqCommand::Unassign { action: IrqAction::Trigger, start, count } => {
+                self.eventfds[start as usize..][..count as usize].fill_with(|| None);
+            }
+            IrqCommand::Perform { action: IrqAction::Trigger, lines } => {
+                for line in lines.iter() {
+                    if let Some(fd) = &self.eventfds[line as usize] {
+                        nix::unistd::write(fd, &1_u64.to_ne_bytes())?;
+                    }
+                }
+            }
+            _ => return Err(Errno::ENOTSUP),
+        }
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), Errno> {
+        self.log.add("reset".to_owned());
+        self.scratch.fill(0);
+        Ok(())
+    }
+
+    fn io_event_fds(&self, index: u32) -> &[IoEventFd] {
+        if index == SCRATCH { &self.doorbells } else { &[] }
+    }
+
+    fn feature(&mut self, feature: Feature<'_>, reply: &mut Vec<u8>) -> Result<(), Errno> {
+        if feature.index != FEATURE_INDEX {
+            return Err(Errno::ENOTSUP);
+        }
+        match feature.access {
+            FeatureAccess::Probe { .. } => {}
+            FeatureAccess::Get => reply.extend_from_slice(&self.feature),
+            FeatureAccess::Set => {
+                self.feature = feature.data.try_into().map_err(|_| Errno::EINVAL)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn detach(&mut self) {
+        self.log.add("detach".to_owned());
+        self.eventfds.fill_with(|| None);
+        self.maps.clear();
+    }
+}
+
+/// A server in this process, one client after the other.
+#[derive(Debug)]
+pub struct Server {
+    pub path: PathBuf,
+    pub log: Log,
+    /// Clients that are gone.
+    served: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+    _folder: tempfile::TempDir,
+}
+
+impl Server {
+    pub fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vfio.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let (log, stop) = (Log::default(), Arc::new(AtomicBool::new(false)));
+        let served = Arc::new(AtomicUsize::new(0));
+        let thread = std::thread::spawn({
+            let (log, stop, served) = (log.clone(), stop.clone(), served.clone());
+            move || {
+                let mut device = Everything::new(log);
+                loop {
+                    let (socket, _) = listener.accept().unwrap();
+                    if stop.load(Ordering::SeqCst) {
+                        return;
+                    }
+                    let closed = Session::new(socket.into()).unwrap().serve(&mut device);
+                    assert!(!matches!(closed, Closed::Io(_)), "{closed}");
+                    served.fetch_add(1, Ordering::SeqCst);
+                }
+            }
+        });
+        Self { path, log, served, stop, thread: Some(thread), _folder: folder }
+    }
+
+    /// How many clients have come and gone.
+    pub fn served(&self) -> usize {
+        self.served.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        let _ = UnixStream::connect(&self.path);
+        let ended = self.thread.take().unwrap().join();
+        if !std::thread::panicking() {
+            ended.expect("the server lives through everything");
+        }
+    }
+}
+
+/// Descriptors that a process has open.
+pub fn open_fds(process: &str) -> usize {
+    std::fs::read_dir(Path::new("/proc").join(process).join("fd")).unwrap().count()
+}
