@@ -3,13 +3,16 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
+use std::time::Duration;
 
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    UnixAddr, accept4, bind, connect, listen, recvmsg, sendmsg, socket, socketpair,
+    UnixAddr, accept4, bind, connect, listen, recvmsg, sendmsg, setsockopt, socket, socketpair,
+    sockopt::{ReceiveTimeout, SendTimeout},
 };
+use nix::sys::time::{TimeVal, TimeValLike};
 
 /// Longest packet, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
@@ -40,6 +43,16 @@ impl SeqPacket {
     /// Connects to a listener at `path`.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let fd = new_socket()?;
+        connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+        Ok(Self(fd))
+    }
+
+    /// Connects to a listener at `path`; neither that nor any later send or receive waits longer than `limit`.
+    pub fn connect_with_timeout(path: &Path, limit: Duration) -> io::Result<Self> {
+        let fd = new_socket()?;
+        let limit = TimeVal::microseconds(limit.as_micros() as i64);
+        setsockopt(&fd, SendTimeout, &limit)?;
+        setsockopt(&fd, ReceiveTimeout, &limit)?;
         connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
         Ok(Self(fd))
     }
@@ -186,6 +199,16 @@ mod tests {
         assert_eq!((&buffer[..packet.len], packet.fds.len()), (&b"hello"[..], 1));
         drop((a, packet));
         assert!(b.recv(&mut buffer).unwrap().is_none(), "closed");
+    }
+
+    #[test]
+    fn a_peer_that_does_not_answer_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let _listener = SeqPacketListener::bind(&path).unwrap();
+        let socket = SeqPacket::connect_with_timeout(&path, Duration::from_millis(20)).unwrap();
+        let error = socket.recv(&mut [0; 16]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]
