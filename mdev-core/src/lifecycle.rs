@@ -16,7 +16,7 @@ pub enum VgpuState {
     Active,
     /// A VM is attached.
     InUse,
-    /// Its worker or its GPU died; nothing of it runs.
+    /// Its worker or its GPU died. A worker that is left only tells its VM so.
     Failed,
     /// It is being taken down.
     Stopping,
@@ -44,7 +44,7 @@ impl VgpuState {
             Starting => matches!(next, Active | Failed | Stopping),
             Active => matches!(next, InUse | Failed | Stopping),
             InUse => matches!(next, Active | Failed | Stopping),
-            Failed => matches!(next, Starting | Defined),
+            Failed => matches!(next, Starting | Stopping | Defined),
             Stopping => matches!(next, Defined | Failed),
         }
     }
