@@ -1,2 +1,119 @@
-//! `vgpud`.
-fn main() {}
+//! `vgpud`: the manager, and the roles that it starts.
+
+use std::os::fd::RawFd;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use vfio_user_server::manager::{self, ParentConfig};
+use vfio_user_server::worker;
+
+/// Shares physical GPUs between virtual machines.
+#[derive(Debug, Parser)]
+#[command(name = "vgpud", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    role: Role,
+}
+
+#[derive(Debug, Subcommand)]
+enum Role {
+    /// Run the manager: vGPUs, their shares, and the control API
+    ///
+    /// SIGTERM and SIGINT end everything in an orderly way. SIGUSR1 ends the manager alone: VMs go on, and the next
+    /// manager with the same --run-dir adopts them.
+    Run(RunArgs),
+    /// Serve one vGPU (started by the manager)
+    #[command(hide = true)]
+    Worker(WorkerArgs),
+    /// Be a software GPU (started by the manager)
+    #[command(hide = true)]
+    SoftGpu(SoftGpuArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct RunArgs {
+    /// Where sockets are made; empty after a reboot
+    #[arg(long, value_name = "DIR", default_value = "/run/vgpud")]
+    run_dir: PathBuf,
+    /// Where definitions are kept
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/vgpud")]
+    config_dir: PathBuf,
+    /// A GPU to share: soft:NAME[,vram=SIZE]; may be given again
+    #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
+    parents: Vec<ParentConfig>,
+}
+
+#[derive(Debug, clap::Args)]
+struct WorkerArgs {
+    #[arg(long = "spec-fd")]
+    spec: RawFd,
+    #[arg(long = "listen-fd")]
+    listen: RawFd,
+    #[arg(long = "control-fd")]
+    control: RawFd,
+    #[arg(long = "gpu-fd")]
+    gpu: Option<RawFd>,
+}
+
+#[derive(Debug, clap::Args)]
+struct SoftGpuArgs {
+    #[arg(long)]
+    name: String,
+    #[arg(long)]
+    vram: u64,
+    #[arg(long)]
+    admin_fd: RawFd,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
+    let done = match cli.role {
+        Role::Run(args) => run(args),
+        Role::Worker(args) => worker(&args),
+        Role::SoftGpu(args) => soft_gpu(args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vgpud: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: RunArgs) -> anyhow::Result<()> {
+    let RunArgs { run_dir, config_dir, parents } = args;
+    for (index, parent) in parents.iter().enumerate() {
+        if parents[..index].iter().any(|other| other.name == parent.name) {
+            anyhow::bail!("Parent {} is given twice; give each its own name", parent.name);
+        }
+    }
+    manager::run(&manager::Config { run_dir, config_dir, parents })
+}
+
+fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
+    vfio_user_server::spawn::name_process("vgpu-worker");
+    worker::run(&worker::WorkerArgs {
+        spec_fd: args.spec,
+        listen_fd: args.listen,
+        control_fd: args.control,
+        gpu_fd: args.gpu,
+    })
+}
+
+fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
+    use anyhow::Context;
+    use vendor_backends::seqpacket::SeqPacketListener;
+    use vendor_backends::soft::server;
+
+    let SoftGpuArgs { name, vram, admin_fd } = args;
+    vfio_user_server::spawn::name_process(&format!("gpu-{name}"));
+    let admin = vfio_user_server::spawn::inherited(admin_fd).context("Bad --admin-fd")?;
+    let config = server::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
+    server::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")
+}
+
+/// How long a role without a manager and without a VM waits for the next manager.
+const ORPHAN_GRACE: std::time::Duration = std::time::Duration::from_secs(30);

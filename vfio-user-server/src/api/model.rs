@@ -4,7 +4,9 @@
 //! are mdevctl's (`mdev_type`, `start`, `attrs`), so that a definition can be copied between the two.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
+use mdev_core::definition::Start;
 use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -299,6 +301,22 @@ pub struct ErrorDetail {
     pub message: String,
 }
 
+impl ErrorDetail {
+    /// Says what went wrong.
+    pub fn new(code: ErrorCode, message: impl fmt::Display) -> Self {
+        // One line, whatever an operating system or a library put into it.
+        Self { code, message: message.to_string().replace('\n', " ") }
+    }
+}
+
+impl fmt::Display for ErrorDetail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for ErrorDetail {}
+
 /// What went wrong, for programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -323,6 +341,24 @@ pub enum ErrorCode {
     Unavailable,
     /// 500: our own mistake, or the disk's.
     Internal,
+}
+
+impl From<Start> for StartPolicy {
+    fn from(start: Start) -> Self {
+        match start {
+            Start::Auto => Self::Auto,
+            Start::Manual => Self::Manual,
+        }
+    }
+}
+
+impl From<StartPolicy> for Start {
+    fn from(start: StartPolicy) -> Self {
+        match start {
+            StartPolicy::Auto => Self::Auto,
+            StartPolicy::Manual => Self::Manual,
+        }
+    }
 }
 
 impl ErrorCode {

@@ -1,0 +1,204 @@
+//! A vGPU's screen as a PNG.
+//!
+//! What a worker says of the screen comes from its guest, and the worker itself reads what its guest wrote: nothing of
+//! it is trusted. Sizes are bounded, and video memory is read with `pread`, row by row, so that neither a wrong offset
+//! nor a file that shrinks is more than an error. The picture is what a moment shows: rows may be of different frames.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use mdev_core::device::Scanout;
+
+use super::model::{ErrorCode, ErrorDetail};
+use crate::manager::{Result, ask};
+
+/// Longest row, and most rows: what the display registers' 16 bits could say is more than any mode.
+const MAX_SIDE: u32 = 8192;
+
+/// Most pixels: 4096 by 4096. A picture of noise takes three bytes for each.
+const MAX_PIXELS: u64 = 1 << 24;
+
+/// Asks a worker for its screen and renders it.
+pub fn take(control: &Path) -> Result<Vec<u8>> {
+    let (scanout, memory) = ask::scanout(control).map_err(|error| {
+        ErrorDetail::new(
+            ErrorCode::Unavailable,
+            format!("The worker does not say what is on its screen: {error}"),
+        )
+    })?;
+    if !scanout.enabled {
+        let what = "The screen is off: its guest has set no mode, or has blanked it";
+        return Err(ErrorDetail::new(ErrorCode::Conflict, what));
+    }
+    let memory = memory.ok_or_else(|| {
+        ErrorDetail::new(ErrorCode::Unavailable, "The worker gave no video memory to read")
+    })?;
+    render(&scanout, memory).map_err(|error| {
+        let what = format!("The screen cannot be read: {error}");
+        ErrorDetail::new(ErrorCode::Unavailable, what)
+    })
+}
+
+/// Renders what a scanout says is in a file.
+pub fn render(scanout: &Scanout, memory: OwnedFd) -> io::Result<Vec<u8>> {
+    let memory = File::from(memory);
+    let (width, height) = (scanout.width, scanout.height);
+    let format = Format::new(scanout.bits_per_pixel, scanout.big_endian)?;
+    let pixels = u64::from(width) * u64::from(height);
+    if width == 0 || height == 0 || width.max(height) > MAX_SIDE || pixels > MAX_PIXELS {
+        return Err(invalid(format!("it is {width} by {height} pixels")));
+    }
+    let row_bytes = width as usize * format.bytes;
+    if (scanout.stride as usize) < row_bytes {
+        return Err(invalid(format!(
+            "its rows overlap: {} bytes for {width} pixels",
+            scanout.stride
+        )));
+    }
+    let rows = u64::from(height - 1) * u64::from(scanout.stride) + row_bytes as u64;
+    let end = scanout.offset.checked_add(rows);
+    if !memory.metadata()?.is_file() || end.is_none_or(|end| end > i64::MAX as u64) {
+        return Err(invalid("it is outside of video memory".into()));
+    }
+    let mut png = Vec::new();
+    let mut encoder = png::Encoder::new(&mut png, width, height);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder.set_compression(png::Compression::Fast);
+    let mut writer = encoder.write_header().map_err(io::Error::other)?;
+    let mut stream = writer.stream_writer().map_err(io::Error::other)?;
+    let mut row = vec![0; row_bytes];
+    let mut rgb = Vec::with_capacity(width as usize * 3);
+    for y in 0..u64::from(height) {
+        memory.read_exact_at(&mut row, scanout.offset + y * u64::from(scanout.stride))?;
+        rgb.clear();
+        rgb.extend(row.chunks_exact(format.bytes).flat_map(|pixel| format.rgb(pixel)));
+        io::Write::write_all(&mut stream, &rgb)?;
+    }
+    stream.finish().map_err(io::Error::other)?;
+    writer.finish().map_err(io::Error::other)?;
+    Ok(png)
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+/// How a pixel is in memory.
+#[derive(Clone, Copy, Debug)]
+struct Format {
+    bits: u32,
+    bytes: usize,
+    big_endian: bool,
+}
+
+impl Format {
+    fn new(bits: u32, big_endian: bool) -> io::Result<Self> {
+        let bytes = match bits {
+            8 => 1,
+            15 | 16 => 2,
+            24 => 3,
+            32 => 4,
+            _ => return Err(invalid(format!("it has {bits} bits per pixel"))),
+        };
+        Ok(Self { bits, bytes, big_endian })
+    }
+
+    /// One pixel as red, green and blue. Modes of 8 bits have a palette that is not in video memory; they show as
+    /// shades of grey.
+    fn rgb(self, pixel: &[u8]) -> [u8; 3] {
+        let mut value = 0_u32;
+        for (place, byte) in pixel.iter().enumerate() {
+            let shift = if self.big_endian { pixel.len() - 1 - place } else { place };
+            value |= u32::from(*byte) << (8 * shift);
+        }
+        let field = |low: u32, bits: u32| {
+            let max = (1 << bits) - 1;
+            (((value >> low) & max) * 255 / max) as u8
+        };
+        match self.bits {
+            8 => [value as u8; 3],
+            15 => [field(10, 5), field(5, 5), field(0, 5)],
+            16 => [field(11, 5), field(5, 6), field(0, 5)],
+            _ => [field(16, 8), field(8, 8), field(0, 8)],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn memory(bytes: &[u8]) -> OwnedFd {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(bytes, 0).unwrap();
+        file.into()
+    }
+
+    fn scanout(width: u32, height: u32, bits_per_pixel: u32) -> Scanout {
+        let stride = width * bits_per_pixel.div_ceil(8);
+        Scanout { enabled: true, width, height, stride, bits_per_pixel, ..Scanout::default() }
+    }
+
+    fn decode(png: &[u8]) -> (u32, u32, Vec<u8>) {
+        let mut reader = png::Decoder::new(io::Cursor::new(png)).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        let info = reader.next_frame(&mut pixels).unwrap();
+        (info.width, info.height, pixels)
+    }
+
+    #[test]
+    fn every_mode_shows_the_colours_that_the_guest_drew() {
+        let orange = [255, 165, 0];
+        for (bits, big_endian, pixel, shown) in [
+            (32, false, &[0, 165, 255, 0][..], orange),
+            (32, true, &[0, 255, 165, 0], orange),
+            (24, false, &[0, 165, 255], orange),
+            (16, false, &[0x1f, 0xf8], [255, 0, 255]),
+            (15, false, &[0x00, 0x7c], [255, 0, 0]),
+            (8, false, &[200], [200, 200, 200]),
+        ] {
+            let scanout = Scanout { big_endian, ..scanout(1, 1, bits) };
+            let png = render(&scanout, memory(pixel)).unwrap();
+            assert_eq!(decode(&png), (1, 1, shown.to_vec()), "{bits} bits");
+        }
+    }
+
+    #[test]
+    fn panning_and_padded_rows_are_followed() {
+        let scanout = Scanout { offset: 3, stride: 5, ..scanout(2, 2, 8) };
+        let png = render(&scanout, memory(&[0, 0, 0, 1, 2, 9, 9, 9, 3, 4])).unwrap();
+        assert_eq!(decode(&png).2, [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]);
+    }
+
+    #[test]
+    fn what_is_not_in_video_memory_is_an_error() {
+        let (reader, _writer) = nix::unistd::pipe().unwrap();
+        assert!(render(&scanout(1, 1, 32), reader).is_err(), "not a file");
+        assert!(render(&scanout(4, 4, 32), memory(&[0; 63])).is_err(), "one byte short");
+    }
+
+    proptest! {
+        #[test]
+        fn no_scanout_makes_it_panic_or_allocate_without_bound(
+            width in prop_oneof![0_u32..64, any::<u32>()],
+            height in prop_oneof![0_u32..64, any::<u32>()],
+            stride in prop_oneof![0_u32..512, any::<u32>()],
+            bits_per_pixel in prop_oneof![Just(32_u32), 0_u32..40, any::<u32>()],
+            offset in prop_oneof![0_u64..4096, any::<u64>()],
+            big_endian: bool,
+        ) {
+            let scanout = Scanout {
+                enabled: true, width, height, stride, bits_per_pixel, offset, big_endian,
+            };
+            if let Ok(png) = render(&scanout, memory(&[7; 4096])) {
+                prop_assert_eq!(decode(&png).0, width);
+            }
+        }
+    }
+}

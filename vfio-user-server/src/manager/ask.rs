@@ -1,0 +1,66 @@
+//! Questions to a worker. Each waits for at most [`PATIENCE`], so these run on threads that may wait, never on the
+//! manager's own.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::Duration;
+
+use mdev_core::device::Scanout;
+use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+
+use crate::private::{VERSION, WorkerReply, WorkerRequest, WorkerStatus};
+
+/// How long a worker may take to answer. It answers between two requests of its VM, which take microseconds.
+pub const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How a worker is.
+pub fn status(control: &Path) -> io::Result<WorkerStatus> {
+    match ask(control, &WorkerRequest::Status { version: VERSION })?.0 {
+        WorkerReply::Status(status) if status.version == VERSION => Ok(*status),
+        WorkerReply::Status(status) => Err(io::Error::other(format!(
+            "The worker speaks version {} of the private protocol, this vgpud {VERSION}",
+            status.version
+        ))),
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// What is on a worker's screen, and the video memory that it is in.
+pub fn scanout(control: &Path) -> io::Result<(Scanout, Option<OwnedFd>)> {
+    match ask(control, &WorkerRequest::Scanout)? {
+        (WorkerReply::Scanout(scanout), fds) => Ok((scanout, fds.into_iter().next())),
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Tells a worker to end.
+pub fn stop(control: &Path) -> io::Result<()> {
+    match ask(control, &WorkerRequest::Stop)?.0 {
+        WorkerReply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn ask(control: &Path, request: &WorkerRequest) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+    let socket = SeqPacket::connect_with_timeout(control, PATIENCE)?;
+    socket.send(&serde_json::to_vec(request)?, &[])?;
+    let mut buffer = vec![0; MAX_PACKET];
+    let packet = socket.recv(&mut buffer).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
+        }
+        _ => error,
+    })?;
+    let packet = packet.ok_or_else(|| {
+        io::Error::new(io::ErrorKind::UnexpectedEof, "The worker closed the connection")
+    })?;
+    Ok((serde_json::from_slice(&buffer[..packet.len])?, packet.fds))
+}
+
+fn unexpected(reply: &WorkerReply) -> io::Error {
+    match reply {
+        WorkerReply::Error { message } => io::Error::other(message.clone()),
+        other => io::Error::other(format!("The worker's answer was unexpected: {other:?}")),
+    }
+}

@@ -1,0 +1,387 @@
+//! A physical GPU: started or adopted, watched, lost, started again.
+
+use std::fs;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::{Gpu, GpuDescription, GpuError};
+use mdev_core::ids::VgpuId;
+use mdev_core::partition::Partitions;
+use mdev_core::profile::{self, Profile};
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
+use vendor_backends::soft::SoftGpu;
+
+use super::backoff::Backoff;
+use super::config::ParentConfig;
+use super::folders::{self, Folders};
+use super::tick::Shares;
+use super::{Manager, Result, Watched};
+use crate::api::model::{self, ErrorCode, ErrorDetail, ParentState};
+use crate::spawn::{self, Limits, Process, ProcessRecord};
+
+/// How long a new software GPU may take until it answers.
+const START_PATIENCE: Duration = Duration::from_secs(4);
+
+/// How long one that has closed its connection may take to end by itself.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// How long one that is told to end may take.
+const END_PATIENCE: Duration = Duration::from_secs(1);
+
+/// What becomes of the vGPUs of a GPU that is gone.
+const GPU_LOST: &str = "Its GPU is lost; stop it and start it again";
+
+/// Each vGPU brings a handful of descriptors, and each piece of guest memory one.
+const LIMITS: Limits = Limits { files: 65_536 };
+
+/// What a software GPU was started with: `run.json` in its folder.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Run {
+    process: ProcessRecord,
+    vram_bytes: u64,
+}
+
+/// One physical GPU.
+#[derive(Debug)]
+pub struct Parent {
+    config: ParentConfig,
+    /// Its backend, while it is there.
+    gpu: Option<Box<dyn Gpu>>,
+    /// What it said it was, when it was last there.
+    description: Option<GpuDescription>,
+    process: Option<Process>,
+    generation: u64,
+    since: Instant,
+    backoff: Backoff,
+    retry_at: Option<Instant>,
+    reason: Option<String>,
+    /// Who has how much of its video memory.
+    pub partitions: Partitions,
+    /// Who used how much of its time.
+    pub shares: Shares,
+}
+
+impl Parent {
+    /// One that is to be started.
+    pub fn new(config: ParentConfig) -> Self {
+        Self {
+            partitions: Partitions::new(config.vram_bytes),
+            config,
+            gpu: None,
+            description: None,
+            process: None,
+            generation: 0,
+            since: Instant::now(),
+            backoff: Backoff::default(),
+            retry_at: None,
+            reason: None,
+            shares: Shares::default(),
+        }
+    }
+
+    /// `soft0`, or a PCI address.
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    /// True while it takes vGPUs.
+    pub fn is_ready(&self) -> bool {
+        self.gpu.is_some()
+    }
+
+    /// When it is to be started again.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.retry_at
+    }
+
+    /// Its backend, or why there is none.
+    pub fn gpu(&mut self) -> Result<&mut dyn Gpu> {
+        match &mut self.gpu {
+            Some(gpu) => Ok(gpu.as_mut()),
+            None => Err(ErrorDetail::new(
+                ErrorCode::Unavailable,
+                format!(
+                    "Parent {} is lost: {}; it is being started again, try in a moment",
+                    self.config.name,
+                    self.reason.as_deref().unwrap_or("it has not started")
+                ),
+            )),
+        }
+    }
+
+    /// The type of that name.
+    pub fn profile(&self, name: &str) -> Result<Profile> {
+        let description = self.description.as_ref().ok_or_else(|| {
+            let message = format!("Parent {} has not started yet; try again", self.config.name);
+            ErrorDetail::new(ErrorCode::Unavailable, message)
+        })?;
+        profile::find(description, name)
+            .map_err(|error| ErrorDetail::new(ErrorCode::NotFound, error))
+    }
+
+    /// Everything it can be asked about, for the API.
+    pub fn view(&self, running: usize) -> model::Parent {
+        let description = self.description.as_ref();
+        let capabilities = description.map(|gpu| gpu.capabilities);
+        let names = capabilities.into_iter().flat_map(|all| {
+            all.iter_names().map(|(name, _)| name.to_ascii_lowercase()).collect::<Vec<_>>()
+        });
+        model::Parent {
+            name: self.config.name.clone(),
+            backend: "soft".into(),
+            model: description.map(|gpu| gpu.model.clone()).unwrap_or_default(),
+            description: description.map(|gpu| gpu.name.clone()).unwrap_or_default(),
+            state: match (&self.gpu, self.backoff.deaths()) {
+                (Some(_), _) => ParentState::Ready,
+                (None, 0) => ParentState::Starting,
+                (None, _) => ParentState::Lost,
+            },
+            vram_bytes: self.partitions.total(),
+            vram_free_bytes: self.partitions.free(),
+            capabilities: names.collect(),
+            scheduler: self.shares.policy_name(),
+            pid: self.process.as_ref().map(Process::pid),
+            running: running as u32,
+        }
+    }
+
+    /// Its types as they are now, for the API.
+    pub fn types(&self) -> model::ParentTypes {
+        let profiles = self.description.as_ref().map(profile::profiles).unwrap_or_default();
+        let info = |profile: Profile| model::TypeInfo {
+            description: profile.description(),
+            device_api: "vfio-user".into(),
+            available_instances: if self.is_ready() {
+                self.partitions.available(&profile)
+            } else {
+                0
+            },
+            max_instances: profile.max_instances,
+            vram_bytes: profile.vram_bytes,
+            heads: u32::from(profile.head.is_some()),
+            name: profile.name,
+        };
+        model::ParentTypes {
+            parent: self.config.name.clone(),
+            types: profiles.into_iter().map(info).collect(),
+        }
+    }
+
+    /// Starts its software GPU.
+    fn launch(&self, folders: &Folders) -> std::result::Result<(Process, SoftGpu), GpuError> {
+        let name = &self.config.name;
+        fs::create_dir_all(folders.parent(name))?;
+        let admin = SeqPacketListener::bind(&folders.admin_socket(name))?;
+        let args = [
+            "soft-gpu",
+            "--name",
+            name,
+            "--vram",
+            &self.config.vram_bytes.to_string(),
+            "--admin-fd",
+            &spawn::FIRST_FD.to_string(),
+        ];
+        let process = spawn::role(&args.map(String::from), &[admin.as_fd()], LIMITS)?;
+        drop(admin);
+        match connect(folders, name) {
+            Ok(gpu) => {
+                let run = Run { process: process.record()?, vram_bytes: self.config.vram_bytes };
+                folders::write_run(&folders.parent(name), &run)?;
+                Ok((process, gpu))
+            }
+            Err(error) => {
+                // How it ended says more than that it does not answer.
+                let told = process.end(LAST_WORDS).unwrap_or_default();
+                let why = match error {
+                    GpuError::Lost(why) => why,
+                    other => other.to_string(),
+                };
+                Err(GpuError::Lost(format!("{why} ({told})")))
+            }
+        }
+    }
+
+    /// Takes over the software GPU that an earlier manager started, if there is one that answers. Whatever else is in
+    /// its folder is removed.
+    pub fn adopt(&mut self, folders: &Folders) -> bool {
+        let folder = folders.parent(&self.config.name);
+        let Some(run) = folders::read_run::<Run>(&folder) else {
+            return false;
+        };
+        let Some(process) = Process::find(run.process) else {
+            folders::remove(&folder);
+            return false;
+        };
+        match connect(folders, &self.config.name) {
+            Ok(gpu) => {
+                if run.vram_bytes != self.config.vram_bytes {
+                    log::warn!(
+                        "Parent {} keeps its {} MiB of video memory until it is started again",
+                        self.config.name,
+                        run.vram_bytes >> 20
+                    );
+                }
+                self.took_up(process, Box::new(gpu));
+                true
+            }
+            Err(error) => {
+                log::warn!("Replacing the software GPU of {}: {error}", self.config.name);
+                process.end(Duration::ZERO);
+                folders::remove(&folder);
+                false
+            }
+        }
+    }
+
+    fn took_up(&mut self, process: Process, gpu: Box<dyn Gpu>) {
+        let description = gpu.describe().clone();
+        self.partitions = Partitions::new(description.vram_bytes);
+        self.shares = Shares::of(&description);
+        self.description = Some(description);
+        self.gpu = Some(gpu);
+        self.process = Some(process);
+        self.since = Instant::now();
+        self.retry_at = None;
+        self.reason = None;
+    }
+
+    /// Ends it in an orderly way.
+    pub fn stop(&mut self, folders: &Folders) {
+        self.gpu = None;
+        if let Some(process) = self.process.take() {
+            process.signal(Signal::SIGTERM);
+            process.end(END_PATIENCE);
+        }
+        folders::remove(&folders.parent(&self.config.name));
+    }
+}
+
+fn connect(folders: &Folders, name: &str) -> std::result::Result<SoftGpu, GpuError> {
+    let path = folders.admin_socket(name);
+    let socket = SeqPacket::connect_with_timeout(&path, START_PATIENCE).map_err(|error| {
+        io::Error::new(error.kind(), format!("Cannot connect to {}: {error}", path.display()))
+    })?;
+    SoftGpu::open(socket)
+}
+
+/// Ends the software GPU that is written down in a folder, if it is still there, and removes the folder.
+pub fn end_recorded(folder: &Path) {
+    if let Some(process) =
+        folders::read_run::<Run>(folder).and_then(|run| Process::find(run.process))
+    {
+        process.signal(Signal::SIGTERM);
+        process.end(END_PATIENCE);
+    }
+    folders::remove(folder);
+}
+
+/// What a GPU's error means to whoever asked.
+pub fn refusal(error: &GpuError) -> ErrorDetail {
+    let code = match error {
+        GpuError::Lost(_) | GpuError::Io(_) => ErrorCode::Unavailable,
+        GpuError::Limit(_) => ErrorCode::NoRoom,
+        GpuError::NotFound(_) => ErrorCode::NotFound,
+        _ => ErrorCode::Internal,
+    };
+    ErrorDetail::new(code, error)
+}
+
+impl Manager {
+    /// Starts a parent that is not there. On failure it is tried again later.
+    pub(super) fn start_parent(&mut self, index: usize) {
+        let parent = &mut self.parents[index];
+        parent.retry_at = None;
+        let generation = self.watcher.generation();
+        parent.generation = generation;
+        match parent.launch(&self.folders) {
+            Ok((process, gpu)) => {
+                log::info!("Parent {} runs in process {}", parent.name(), process.pid());
+                self.watcher.watch(&process, Watched::Gpu(parent.name().into(), generation));
+                parent.took_up(process, Box::new(gpu));
+            }
+            Err(error) => {
+                let pause =
+                    parent.backoff.after_death(Duration::ZERO).max(Duration::from_millis(50));
+                log::error!("Cannot start parent {}: {error}", parent.name());
+                parent.reason = Some(error.to_string());
+                parent.retry_at = Some(Instant::now() + pause);
+            }
+        }
+    }
+
+    /// Watches a parent that was adopted.
+    pub(super) fn watch_parent(&mut self, index: usize) {
+        let generation = self.watcher.generation();
+        let parent = &mut self.parents[index];
+        parent.generation = generation;
+        if let Some(process) = &parent.process {
+            self.watcher.watch(process, Watched::Gpu(parent.name().into(), generation));
+        }
+    }
+
+    pub(super) fn gpu_exited(&mut self, name: &str, generation: u64) {
+        let found = self.parents.iter().position(|parent| parent.name() == name);
+        if let Some(index) = found.filter(|index| self.parents[*index].generation == generation) {
+            self.lose_parent(index, "its process has ended");
+        }
+    }
+
+    /// A GPU fell off the bus: its vGPUs have failed, and it is started again.
+    pub(super) fn lose_parent(&mut self, index: usize, why: &str) {
+        let parent = &mut self.parents[index];
+        parent.gpu = None;
+        let ended = parent.process.take().and_then(|process| process.end(Duration::ZERO));
+        let why = ended.map_or_else(|| why.to_owned(), |status| format!("{why} ({status})"));
+        log::error!("Parent {} is lost: {why}", parent.name());
+        parent.generation = 0;
+        parent.partitions = Partitions::new(parent.partitions.total());
+        parent.shares = Shares::default();
+        let pause = parent.backoff.after_death(parent.since.elapsed());
+        parent.retry_at = Some(Instant::now() + pause);
+        parent.reason = Some(why);
+        let name = parent.name().to_owned();
+        for vgpu in self.vgpus.values_mut().filter(|vgpu| vgpu.parent == name) {
+            vgpu.fail(GPU_LOST);
+        }
+    }
+
+    /// Marks a vGPU whose worker says that its GPU is gone.
+    pub(super) fn fail_for_lost_gpu(&mut self, id: VgpuId) {
+        if let Some(vgpu) = self.vgpus.get_mut(&id) {
+            vgpu.fail(GPU_LOST);
+        }
+    }
+
+    /// Does something with a parent's GPU. An error that means that the GPU is gone is acted upon.
+    pub(super) fn with_gpu<T>(
+        &mut self,
+        index: usize,
+        body: impl FnOnce(&mut dyn Gpu) -> std::result::Result<T, GpuError>,
+    ) -> Result<T> {
+        let result = body(self.parents[index].gpu()?);
+        result.map_err(|error| {
+            if let GpuError::Lost(why) = &error {
+                self.lose_parent(index, why);
+            }
+            refusal(&error)
+        })
+    }
+
+    /// Takes everything that is on a parent's GPU back from a vGPU.
+    pub(super) fn evict(&mut self, index: usize, vgpu: VgpuId) {
+        if self.parents[index].is_ready() {
+            match self.with_gpu(index, |gpu| match gpu.evict(vgpu) {
+                // Its connection closed, and the GPU has noticed that first.
+                Err(GpuError::NotFound(_)) => Ok(()),
+                other => other,
+            }) {
+                Ok(()) => {}
+                Err(error) => log::warn!("Cannot evict vGPU {vgpu}: {error}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! What the API asks the manager for. Everything here answers at once; what needs a worker's word is asked for by the
+//! API itself (see [`super::ask`]), with the socket that is named in the answer.
+
+use std::path::PathBuf;
+
+use mdev_core::definition::attrs::Attribute as Meaning;
+use mdev_core::definition::{Attrs, Definition, StoreError};
+use mdev_core::ids::VgpuId;
+use mdev_core::lifecycle::VgpuState as Life;
+use mdev_core::sched::Core;
+use tokio::sync::oneshot;
+
+use super::vgpu::{Vgpu, settings};
+use super::{Manager, Result};
+use crate::api::model::{
+    self, Attribute, CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu, ParentStats,
+    StartPolicy, VgpuState, VgpuStats,
+};
+use crate::private::Traps;
+
+/// A vGPU as the manager knows it, and where its worker can be asked for the rest.
+#[derive(Clone, Debug)]
+pub struct Listed {
+    /// What the manager knows.
+    pub vgpu: model::Vgpu,
+    /// The worker's socket, while there is a worker.
+    pub control: Option<PathBuf>,
+}
+
+/// A vGPU's statistics as the manager knows them, and where its worker can be asked for the rest.
+#[derive(Clone, Debug)]
+pub struct Measured {
+    /// What the manager knows.
+    pub stats: VgpuStats,
+    /// The worker's socket, while there is a worker.
+    pub control: Option<PathBuf>,
+}
+
+fn error(code: ErrorCode, message: impl std::fmt::Display) -> ErrorDetail {
+    ErrorDetail::new(code, message)
+}
+
+fn store_error(error: StoreError) -> ErrorDetail {
+    let code = match error {
+        StoreError::Parent(_) => ErrorCode::Invalid,
+        _ => ErrorCode::Internal,
+    };
+    ErrorDetail::new(code, error)
+}
+
+fn not_defined(id: VgpuId) -> ErrorDetail {
+    error(
+        ErrorCode::NotFound,
+        format!("There is no vGPU {id}; `vgpuctl list --defined` names those that are defined"),
+    )
+}
+
+/// Attributes as the API writes them, read.
+fn attrs(list: Vec<Attribute>) -> Result<Attrs> {
+    list.into_iter()
+        .map(|mut attr| match (attr.pop_first(), attr.is_empty()) {
+            (Some(pair), true) => Ok(pair),
+            _ => Err(error(
+                ErrorCode::Invalid,
+                "Each of \"attrs\" is an object with one member, as in [{\"core\": \"80\"}]",
+            )),
+        })
+        .collect()
+}
+
+fn attrs_view(attrs: &Attrs) -> Vec<Attribute> {
+    attrs.iter().map(|(name, value)| [(name.to_owned(), value.to_owned())].into()).collect()
+}
+
+impl Manager {
+    /// All physical GPUs.
+    pub fn parents(&self) -> Vec<model::Parent> {
+        let running = |name| self.vgpus.values().filter(|vgpu| vgpu.parent == name).count();
+        self.parents.iter().map(|parent| parent.view(running(parent.name()))).collect()
+    }
+
+    /// All types.
+    pub fn types(&self) -> Vec<model::ParentTypes> {
+        self.parents.iter().map(super::parent::Parent::types).collect()
+    }
+
+    /// All vGPUs, in the order of parents and then of uuids.
+    pub fn list(&self) -> Result<Vec<Listed>> {
+        let scan = self.store.scan().map_err(store_error)?;
+        for problem in &scan.problems {
+            log::warn!("{}", problem.error);
+        }
+        let mut listed: Vec<_> = scan
+            .definitions
+            .iter()
+            .map(|stored| self.listed(stored.vgpu, Some((&stored.parent, &stored.definition))))
+            .collect();
+        let transient = self
+            .vgpus
+            .keys()
+            .filter(|id| !scan.definitions.iter().any(|stored| stored.vgpu == **id));
+        listed.extend(transient.map(|id| self.listed(*id, None)));
+        listed.sort_by(|a, b| (&a.vgpu.parent, a.vgpu.uuid).cmp(&(&b.vgpu.parent, b.vgpu.uuid)));
+        Ok(listed)
+    }
+
+    /// One vGPU.
+    pub fn show(&self, id: VgpuId) -> Result<Listed> {
+        let stored = self.definition(id)?;
+        if stored.is_none() && !self.vgpus.contains_key(&id) {
+            return Err(not_defined(id));
+        }
+        let stored = stored.as_ref().map(|(parent, definition)| (parent.as_str(), definition));
+        Ok(self.listed(id, stored))
+    }
+
+    /// A vGPU's definition and its parent, where it is defined.
+    fn definition(&self, id: VgpuId) -> Result<Option<(String, Definition)>> {
+        let scan = self.store.scan().map_err(store_error)?;
+        let mut found = scan.definitions.into_iter().filter(|stored| stored.vgpu == id);
+        Ok(found.next().map(|stored| (stored.parent, stored.definition)))
+    }
+
+    fn listed(&self, id: VgpuId, stored: Option<(&str, &Definition)>) -> Listed {
+        let vgpu = self.vgpus.get(&id);
+        let running = vgpu.map(|vgpu| (vgpu.parent.as_str(), &vgpu.definition));
+        // A running vGPU is where it runs, whatever its definition says by now.
+        let parent = running.or(stored).map(|(parent, _)| parent.to_owned());
+        let shown = stored.or(running).map(|(_, definition)| definition);
+        let process = vgpu.and_then(|vgpu| vgpu.process.as_ref());
+        Listed {
+            control: process.map(|_| self.folders.worker_socket(id)),
+            vgpu: model::Vgpu {
+                uuid: id,
+                parent: parent.unwrap_or_default(),
+                mdev_type: shown.map(|d| d.mdev_type.clone()).unwrap_or_default(),
+                start: stored.map(|(_, d)| d.start.into()).unwrap_or_default(),
+                attrs: shown.map(|d| attrs_view(&d.attrs)).unwrap_or_default(),
+                defined: stored.is_some(),
+                state: vgpu.map_or(VgpuState::Stopped, state),
+                reason: vgpu.and_then(|vgpu| vgpu.reason.clone()),
+                socket: process
+                    .map(|_| self.folders.vfio_socket(id).to_string_lossy().into_owned()),
+                pid: process.map(crate::spawn::Process::pid),
+                vm: None,
+                warnings: Vec::new(),
+            },
+        }
+    }
+
+    /// Defines a vGPU, starts a transient one, or both.
+    pub fn create(&mut self, request: CreateVgpu) -> Result<Listed> {
+        if !request.define && !request.run {
+            let what = "Nothing to do: set \"define\", \"run\" or both";
+            return Err(error(ErrorCode::Invalid, what));
+        }
+        let id = request.uuid.unwrap_or_else(VgpuId::random);
+        if let Some((parent, _)) = self.definition(id)? {
+            let what = format!("vGPU {id} is defined already, on parent {parent}");
+            return Err(error(ErrorCode::Exists, what));
+        }
+        let running = self.vgpus.get(&id);
+        if request.run && running.is_some() {
+            return Err(error(ErrorCode::Conflict, format!("vGPU {id} is running already")));
+        }
+        let (parent, definition) = match (request.mdev_type, running) {
+            (None, Some(vgpu)) if request.parent.is_none() && request.attrs.is_empty() => {
+                let start = request.start.into();
+                (vgpu.parent.clone(), Definition { start, ..vgpu.definition.clone() })
+            }
+            (None, _) => {
+                let what = "A type is needed: set \"mdev_type\"; `vgpuctl types` names them";
+                return Err(error(ErrorCode::Invalid, what));
+            }
+            (Some(mdev_type), _) => {
+                let attrs = attrs(request.attrs)?;
+                let definition = Definition { mdev_type, start: request.start.into(), attrs };
+                let parent = match request.parent {
+                    Some(parent) => parent,
+                    None => self.choose_parent(&definition)?,
+                };
+                (parent, definition)
+            }
+        };
+        let vgpu = self.vgpu(id, &parent, &definition)?;
+        if request.define {
+            self.store.save(&parent, id, &definition).map_err(store_error)?;
+        }
+        if request.run
+            && let Err(error) = self.start_vgpu(vgpu)
+        {
+            if request.define {
+                self.store.remove(&parent, id).map_err(store_error)?;
+            }
+            return Err(error);
+        }
+        self.show(id)
+    }
+
+    /// A vGPU that could be started from a definition; what is wrong with the definition otherwise.
+    pub(super) fn vgpu(&self, id: VgpuId, parent: &str, definition: &Definition) -> Result<Vgpu> {
+        let profile = self.parents[self.parent_index(parent)?].profile(&definition.mdev_type)?;
+        Vgpu::new(id, parent.to_owned(), profile, definition.clone())
+    }
+
+    /// The first parent that offers a definition's type, preferably one that has room for it.
+    fn choose_parent(&self, definition: &Definition) -> Result<String> {
+        let core = settings(definition)?.core;
+        let mut offering = Vec::new();
+        let mut refused = None;
+        for parent in &self.parents {
+            match parent.profile(&definition.mdev_type) {
+                Ok(profile) => offering.push((parent, profile)),
+                Err(error) => drop(refused.get_or_insert(error)),
+            }
+        }
+        let fits = offering.iter().find(|(parent, profile)| {
+            parent.partitions.available(profile) > 0 && parent.shares.check(core).is_ok()
+        });
+        match (fits.or(offering.first()), refused) {
+            (Some((parent, _)), _) => Ok(parent.name().to_owned()),
+            (None, Some(error)) => Err(error),
+            (None, None) => Err(error(ErrorCode::NotFound, "There is no parent")),
+        }
+    }
+
+    /// Starts a vGPU that is defined.
+    pub fn start(&mut self, id: VgpuId) -> Result<Listed> {
+        if let Some(vgpu) = self.vgpus.get(&id) {
+            let what = match vgpu.life.state() {
+                Life::Failed if !vgpu.is_restarting() => {
+                    format!("vGPU {id} has failed; stop it first, then start it")
+                }
+                _ => format!("vGPU {id} is running already"),
+            };
+            return Err(error(ErrorCode::Conflict, what));
+        }
+        let (parent, definition) = self.definition(id)?.ok_or_else(|| not_defined(id))?;
+        let vgpu = self.vgpu(id, &parent, &definition)?;
+        self.start_vgpu(vgpu)?;
+        self.show(id)
+    }
+
+    /// Begins to stop a vGPU; what is returned resolves when nothing of it is left.
+    pub fn stop(&mut self, id: VgpuId) -> Result<oneshot::Receiver<()>> {
+        if !self.vgpus.contains_key(&id) && self.definition(id)?.is_none() {
+            return Err(not_defined(id));
+        }
+        self.stop_vgpu(id)
+    }
+
+    /// Removes a definition. A vGPU that is running goes on, and is gone when it is stopped.
+    pub fn undefine(&mut self, id: VgpuId) -> Result<()> {
+        match self.definition(id)? {
+            Some((parent, _)) => {
+                self.store.remove(&parent, id).map_err(store_error)?;
+                Ok(())
+            }
+            None if self.vgpus.contains_key(&id) => {
+                let what = format!("vGPU {id} is running and not defined; stop it to be rid of it");
+                Err(error(ErrorCode::Conflict, what))
+            }
+            None => Err(not_defined(id)),
+        }
+    }
+
+    /// Changes a definition, a running vGPU, or both.
+    pub fn modify(&mut self, id: VgpuId, request: ModifyVgpu) -> Result<Listed> {
+        let live = request.target != ModifyTarget::Defined;
+        let stored = self.definition(id)?;
+        if stored.is_none() && !self.vgpus.contains_key(&id) {
+            return Err(not_defined(id));
+        }
+        let attrs = request.attrs.map(attrs).transpose()?;
+        // Both are checked before either is changed.
+        let stored = match (stored, request.target) {
+            (_, ModifyTarget::Live) => None,
+            (None, _) => {
+                let what = format!("vGPU {id} is not defined; change it with target \"live\"");
+                return Err(error(ErrorCode::Conflict, what));
+            }
+            (Some((parent, mut definition)), _) => {
+                if let Some(mdev_type) = request.mdev_type.clone().filter(|_| !live) {
+                    definition.mdev_type = mdev_type;
+                }
+                definition.start = request.start.map_or(definition.start, Into::into);
+                definition.attrs = attrs.clone().unwrap_or(definition.attrs);
+                self.vgpu(id, &parent, &definition)?;
+                Some((parent, definition))
+            }
+        };
+        if live {
+            let fixed = request.mdev_type.is_some()
+                || (request.target == ModifyTarget::Live && request.start.is_some());
+            if fixed {
+                let what =
+                    "Only attributes of a running vGPU can change, not its type or start policy";
+                return Err(error(ErrorCode::Invalid, what));
+            }
+            self.modify_live(id, attrs)?;
+        }
+        if let Some((parent, definition)) = stored {
+            self.store.save(&parent, id, &definition).map_err(store_error)?;
+        }
+        self.show(id)
+    }
+
+    fn modify_live(&mut self, id: VgpuId, attrs: Option<Attrs>) -> Result<()> {
+        let Some(vgpu) = self.vgpus.get(&id) else {
+            return Err(error(ErrorCode::Conflict, format!("vGPU {id} is not running")));
+        };
+        let Some(attrs) = attrs else { return Ok(()) };
+        for (name, value) in attrs.iter().chain(vgpu.definition.attrs.iter()) {
+            let both = (attrs.get(name), vgpu.definition.attrs.get(name));
+            let live = Meaning::named(name).is_ok_and(|meaning| meaning.live);
+            if both.0 != both.1 && !live && Meaning::named(name).is_ok() {
+                let what = format!(
+                    "Attribute {name:?} cannot change while the vGPU runs ({value:?} now or asked); stop it first"
+                );
+                return Err(error(ErrorCode::Conflict, what));
+            }
+        }
+        let definition = Definition { attrs, ..vgpu.definition.clone() };
+        let settings = settings(&definition)?;
+        let index = self.parent_index(&vgpu.parent)?;
+        self.reschedule(index, id, settings.core)?;
+        if let Some(vgpu) = self.vgpus.get_mut(&id) {
+            vgpu.definition = definition;
+            vgpu.settings = settings;
+            if let Err(error) = vgpu.write_run(&self.folders) {
+                log::warn!("A later manager will not know vGPU {id}'s change: {error}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the counters now, and says what they mean.
+    pub fn stats(&mut self) -> (Vec<Measured>, Vec<ParentStats>) {
+        self.read_counters();
+        let percent = |part: u64, whole: u64| {
+            if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
+        };
+        let parents = self.parents.iter().map(|parent| {
+            let total = parent.shares.total();
+            ParentStats {
+                parent: parent.name().to_owned(),
+                window_ms: total.window_ns / 1_000_000,
+                busy: percent(total.engine_ns, total.window_ns),
+            }
+        });
+        let parents = parents.collect();
+        let vgpus = self.vgpus.values().filter_map(|vgpu| {
+            let shares = &self.parents[self.parent_index(&vgpu.parent).ok()?].shares;
+            let (usage, measured) = (shares.usage(vgpu.id), shares.measured(vgpu.id));
+            let stats = VgpuStats {
+                uuid: vgpu.id,
+                parent: vgpu.parent.clone(),
+                mdev_type: vgpu.profile.name.clone(),
+                share_asked: vgpu.settings.core.map(Core::get),
+                share_measured: percent(measured.engine_ns, measured.window_ns),
+                share_of_busy: percent(measured.engine_ns, shares.total().engine_ns),
+                runnable: usage.runnable,
+                engine_ns: usage.engine_ns,
+                wait_ns: usage.wait_ns,
+                submissions: usage.submissions,
+                polled_doorbells: usage.polled_doorbells,
+                wakeups: usage.wakeups,
+                preemptions: usage.preemptions,
+                faults: usage.faults,
+                channels: usage.channels,
+                imported_bytes: usage.imported_bytes,
+                traps: Traps::default(),
+                pid: vgpu.process.as_ref().map(crate::spawn::Process::pid),
+                vm_pid: None,
+            };
+            let control = vgpu.process.as_ref().map(|_| self.folders.worker_socket(vgpu.id));
+            Some(Measured { stats, control })
+        });
+        (vgpus.collect(), parents)
+    }
+
+    /// Where a running vGPU's worker listens, and whether its type has a display head.
+    pub fn worker(&self, id: VgpuId) -> Result<(PathBuf, bool)> {
+        let running = self.vgpus.get(&id).filter(|vgpu| vgpu.process.is_some());
+        match running {
+            Some(vgpu) => Ok((self.folders.worker_socket(id), vgpu.profile.head.is_some())),
+            None if self.definition(id)?.is_none() => Err(not_defined(id)),
+            None => Err(error(ErrorCode::Conflict, format!("vGPU {id} is not running"))),
+        }
+    }
+
+    /// Starts what is defined with start policy `auto`, in the order of parents and uuids.
+    pub(super) fn start_defined(&mut self) {
+        let scan = match self.store.scan() {
+            Ok(scan) => scan,
+            Err(error) => return log::error!("No vGPU is started: {error}"),
+        };
+        for problem in &scan.problems {
+            log::warn!("{}", problem.error);
+        }
+        for stored in scan.definitions {
+            let auto = StartPolicy::from(stored.definition.start) == StartPolicy::Auto;
+            if auto
+                && !self.vgpus.contains_key(&stored.vgpu)
+                && let Err(error) = self.start(stored.vgpu)
+            {
+                log::error!("vGPU {} is not started: {error}", stored.vgpu);
+            }
+        }
+    }
+}
+
+fn state(vgpu: &Vgpu) -> VgpuState {
+    match vgpu.life.state() {
+        Life::Failed if vgpu.is_restarting() => VgpuState::Restarting,
+        Life::Failed => VgpuState::Failed,
+        Life::Defined => VgpuState::Stopped,
+        Life::Starting | Life::Active | Life::InUse | Life::Stopping => VgpuState::Running,
+    }
+}

@@ -1,0 +1,141 @@
+//! The life of a manager process: lock, signals, the API's socket, the manager's thread.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::path::Path;
+use std::sync::mpsc;
+
+use anyhow::Context;
+use nix::sys::stat::{Mode, umask};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+
+use super::config::Config;
+use super::folders::Folders;
+use super::{Ending, Handle, Manager, Watcher};
+use crate::api::http;
+use crate::api::model::Version;
+use crate::spawn;
+
+/// Most questions to workers that wait at the same time.
+const MAX_WAITING: usize = 64;
+
+/// Runs the manager until a signal ends it. SIGTERM, SIGINT and SIGHUP end everything in an orderly way; SIGUSR1 ends
+/// the manager alone, for the next one to adopt what runs.
+pub fn run(config: &Config) -> anyhow::Result<()> {
+    spawn::reserve_descriptors().context("Cannot reserve descriptors")?;
+    // Sockets and folders are for the run directory's user and group.
+    umask(Mode::from_bits_truncate(0o007));
+    let folders = Folders::create(&config.run_dir)?;
+    let lock = folders.lock()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(MAX_WAITING)
+        .build()
+        .context("Cannot start the I/O runtime")?;
+    let _context = runtime.enter();
+    let signals = Signals::new().context("Cannot handle signals")?;
+    let (events, inbox) = mpsc::channel();
+    let watcher =
+        Watcher { runtime: runtime.handle().clone(), events: events.clone(), generation: 0 };
+    let mut manager = Manager::new(config, folders.clone(), watcher)?;
+    manager.begin();
+    let socket = folders.api_socket();
+    let listener = listen(&socket)?;
+    let about = Version {
+        version: env!("CARGO_PKG_VERSION").into(),
+        api: "v1".into(),
+        pid: std::process::id(),
+        run_dir: folders.root().to_string_lossy().into_owned(),
+        config_dir: manager.store.dir().to_string_lossy().into_owned(),
+    };
+    let handle = Handle { events };
+    let server = axum::serve(listener, http::router(handle.clone(), about));
+    let (ended, end) = oneshot::channel::<()>();
+    let thread = spawn::thread("manager", move || {
+        manager.serve(&inbox);
+        drop(ended);
+    })
+    .context("Cannot start the manager's thread")?;
+    log::info!("Listening on {}", socket.display());
+    notify_ready();
+    runtime.block_on(async {
+        let server = tokio::spawn(async move { server.await });
+        signals.relay(&handle, end).await;
+        server.abort();
+    });
+    // A file that is gone already is what is wanted.
+    let _ = fs::remove_file(&socket);
+    drop(lock);
+    // Not waited for: a worker that does not answer keeps a thread of it busy for a while.
+    runtime.shutdown_background();
+    thread.join().map_err(|_| anyhow::anyhow!("The manager's thread panicked: this is a bug"))
+}
+
+/// What is listened to.
+struct Signals {
+    stop: [Signal; 3],
+    leave: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            stop: [
+                signal(SignalKind::terminate())?,
+                signal(SignalKind::interrupt())?,
+                signal(SignalKind::hangup())?,
+            ],
+            leave: signal(SignalKind::user_defined1())?,
+        })
+    }
+
+    /// Tells the manager of signals until it has left.
+    async fn relay(mut self, manager: &Handle, mut end: oneshot::Receiver<()>) {
+        let [terminate, interrupt, hangup] = &mut self.stop;
+        loop {
+            tokio::select! {
+                _ = &mut end => return,
+                _ = terminate.recv() => manager.end(Ending::Stop),
+                _ = interrupt.recv() => manager.end(Ending::Stop),
+                _ = hangup.recv() => manager.end(Ending::Stop),
+                _ = self.leave.recv() => manager.end(Ending::Leave),
+            }
+        }
+    }
+}
+
+/// Makes the API's socket. Whoever holds the lock owns it, so one that is there is a dead manager's.
+fn listen(path: &Path) -> anyhow::Result<tokio::net::UnixListener> {
+    let make = || {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
+        listener.set_nonblocking(true)?;
+        tokio::net::UnixListener::from_std(listener)
+    };
+    make().with_context(|| format!("Cannot listen on {}", path.display()))
+}
+
+/// Tells a service manager that asked for it (systemd's `Type=notify`) that requests are answered from now on.
+fn notify_ready() {
+    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    let sent = UnixDatagram::unbound().and_then(|socket| {
+        use std::os::linux::net::SocketAddrExt;
+        use std::os::unix::ffi::OsStrExt;
+        match address.as_bytes().strip_prefix(b"@") {
+            Some(name) => socket.send_to_addr(
+                b"READY=1",
+                &std::os::unix::net::SocketAddr::from_abstract_name(name)?,
+            ),
+            None => socket.send_to(b"READY=1", Path::new(&address)),
+        }
+    });
+    if let Err(error) = sent {
+        log::warn!("Cannot tell NOTIFY_SOCKET that vgpud is ready: {error}");
+    }
+}

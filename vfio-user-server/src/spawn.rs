@@ -1,0 +1,262 @@
+//! Where processes and threads are born: this file, and no other.
+//!
+//! A role of `vgpud` is the same program again, with its descriptors at 3, 4, 5 and so on, nothing on stdin, a session
+//! of its own (a Ctrl-C meant for the manager does not reach it), no core file (it would hold guest memory), and no
+//! tie to the life of its parent: it outlives the manager, and the next manager adopts it.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+
+/// The number that the first descriptor of a role has.
+pub const FIRST_FD: RawFd = 3;
+
+/// Most descriptors of a role.
+const MAX_FDS: RawFd = 4;
+
+/// Starts a thread of this process. `name` is what `top -H` shows (15 bytes of it).
+pub fn thread<T: Send + 'static>(
+    name: &str,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(body)
+}
+
+/// Gives this process the name that `ps` shows (15 bytes of it); without that, a role would be called `exe`.
+pub fn name_process(name: &str) {
+    if let Ok(name) = std::ffi::CString::new(name) {
+        // A name is a courtesy: a failure changes nothing.
+        let _ = nix::sys::prctl::set_name(&name);
+    }
+}
+
+/// Keeps the numbers that a role's descriptors will have from being used by this process. Called first of all by a
+/// process that starts roles: between fork and exec, the standard library has a pipe open to report errors on, and that
+/// pipe must not be where a descriptor is to go.
+pub fn reserve_descriptors() -> io::Result<()> {
+    loop {
+        let fd = OwnedFd::from(std::fs::File::open("/dev/null")?);
+        if fd.as_raw_fd() >= FIRST_FD + MAX_FDS {
+            return Ok(());
+        }
+        // Kept open for as long as the process lives: that is its purpose.
+        std::mem::forget(fd);
+    }
+}
+
+/// Starts a role: this program with `args`, and `fds` at [`FIRST_FD`] and on.
+pub fn role(args: &[String], fds: &[BorrowedFd<'_>], limits: Limits) -> io::Result<Process> {
+    if fds.len() > MAX_FDS as usize {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "Too many descriptors"));
+    }
+    let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let mut moved = vec![-1; raw.len()];
+    // Never above what this process may have itself: raising that takes a privilege.
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let files = limits.files.min(most);
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("vgpud").args(args).stdin(Stdio::null()).stdout(Stdio::null());
+    // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock is taken.
+    unsafe {
+        command.pre_exec(move || {
+            place(&raw, &mut moved)?;
+            nix::unistd::setsid()?;
+            setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
+            setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
+            Ok(())
+        });
+    }
+    Process::of_child(command.spawn()?)
+}
+
+/// What a role may use.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Open files.
+    pub files: u64,
+}
+
+/// Moves `raw` to [`FIRST_FD`] and on, without close-on-exec. A source may have the number of another's target, so all
+/// of them go out of the way first.
+fn place(raw: &[RawFd], moved: &mut [RawFd]) -> io::Result<()> {
+    let beyond = FIRST_FD + MAX_FDS;
+    for (source, copy) in raw.iter().zip(moved.iter_mut()) {
+        // SAFETY: plain system call on a descriptor that the caller holds open.
+        *copy = Errno::result(unsafe { libc::fcntl(*source, libc::F_DUPFD_CLOEXEC, beyond) })?;
+    }
+    for (target, copy) in (FIRST_FD..).zip(moved.iter()) {
+        // SAFETY: plain system call. What was at `target` here is not used by the program that is about to start.
+        Errno::result(unsafe { libc::dup2(*copy, target) })?;
+    }
+    Ok(())
+}
+
+/// A process, held by its pidfd: a signal can never reach another that took its number.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    pidfd: OwnedFd,
+    child: Option<Child>,
+}
+
+/// A process as it is written down for the next manager.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessRecord {
+    /// Its number.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot: tells it from a later one with the same number.
+    pub start_ticks: u64,
+}
+
+impl Process {
+    fn of_child(child: Child) -> io::Result<Self> {
+        let pid = child.id();
+        Ok(Self { pid, pidfd: open_pidfd(pid)?, child: Some(child) })
+    }
+
+    /// Finds a process that an earlier manager wrote down; `None` where it has ended.
+    pub fn find(record: ProcessRecord) -> Option<Self> {
+        let pidfd = open_pidfd(record.pid).ok()?;
+        // The start time is read after the pidfd is open, so that both are of one process.
+        let found = Self { pid: record.pid, pidfd, child: None };
+        (found.record().ok()? == record && !found.has_ended()).then_some(found)
+    }
+
+    /// What to write down so that [`Process::find`] finds it.
+    pub fn record(&self) -> io::Result<ProcessRecord> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid))?;
+        // The second field is the name in brackets and may hold anything, so fields are counted from its end.
+        let start_ticks = stat
+            .rsplit_once(')')
+            .and_then(|(_, rest)| rest.split_whitespace().nth(19))
+            .and_then(|field| field.parse().ok())
+            .ok_or_else(|| io::Error::other("Unexpected format of /proc/PID/stat"))?;
+        Ok(ProcessRecord { pid: self.pid, start_ticks })
+    }
+
+    /// Its number.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// A descriptor that becomes readable when it ends.
+    pub fn watch(&self) -> io::Result<OwnedFd> {
+        self.pidfd.try_clone()
+    }
+
+    /// Sends a signal. One that has ended already is no error.
+    pub fn signal(&self, signal: Signal) {
+        // SAFETY: plain system call without pointers to memory of ours.
+        let done = Errno::result(unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.pidfd.as_raw_fd(),
+                signal as libc::c_int,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        });
+        if let Err(error) = done
+            && error != Errno::ESRCH
+        {
+            log::warn!("Cannot send {signal} to process {}: {error}", self.pid);
+        }
+    }
+
+    /// True once it has ended.
+    pub fn has_ended(&self) -> bool {
+        self.wait(Duration::ZERO)
+    }
+
+    /// Waits for its end; false where it has not ended in time.
+    pub fn wait(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(0) if left.is_zero() => return false,
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Sees to it that it ends: waits, then kills. Takes its exit status where it is a child of ours.
+    pub fn end(mut self, patience: Duration) -> Option<String> {
+        if !self.wait(patience) {
+            self.signal(Signal::SIGKILL);
+            self.wait(Duration::from_secs(2));
+        }
+        self.reap()
+    }
+
+    /// How it ended, for people, where that is known. Waits for a child of ours that has not ended.
+    pub fn reap(&mut self) -> Option<String> {
+        let status = self.child.as_mut()?.wait().ok()?;
+        Some(status.to_string())
+    }
+}
+
+fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: plain system call without pointers.
+    let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid.cast_signed(), 0) })?;
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// Takes a descriptor that this role was started with.
+pub fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+    if fd < FIRST_FD {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("Descriptor {fd} is not one a role is started with"),
+        ));
+    }
+    // SAFETY: the number came on the command line, from the process that placed a descriptor there for this role
+    // alone; fcntl refuses one that is not open, before anything owns it.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    fcntl(borrowed, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    // SAFETY: as above; each is taken once.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_found_by_what_was_written_down_until_it_ends() {
+        let child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+        let mut process = Process::of_child(child).unwrap();
+        let record = process.record().unwrap();
+        let found = Process::find(record).unwrap();
+        let another = ProcessRecord { start_ticks: record.start_ticks + 1, ..record };
+        assert!(Process::find(another).is_none(), "a later process with the same number");
+        assert!(!found.has_ended());
+        found.signal(Signal::SIGKILL);
+        assert!(found.wait(Duration::from_secs(5)));
+        assert!(Process::find(record).is_none(), "it has ended, though nobody has reaped it");
+        assert!(process.reap().unwrap().contains("signal: 9"));
+    }
+
+    #[test]
+    fn a_process_that_does_not_end_is_killed() {
+        let child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+        let started = Instant::now();
+        let told = Process::of_child(child).unwrap().end(Duration::from_millis(20));
+        assert!(told.unwrap().contains("signal: 9"));
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+}
