@@ -1,0 +1,162 @@
+//! The runlist: which group has the engine, and for how long. Pure: it is told what time was used.
+//!
+//! Groups take turns, each for its time slice. What a group runs over its slice (up to a chunk of work) is taken from
+//! its next one, so that shares are exact in the long run. A group that goes idle gives up the rest of its slice, but
+//! not its debt.
+
+/// Debt is forgiven beyond this many slices, so that one accident is not paid for ever.
+const MAX_DEBT_SLICES: i64 = 8;
+
+/// One group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    /// Its time slice in nanoseconds, not 0.
+    pub slice_ns: u64,
+    /// Whether it could use the engine now.
+    pub ready: bool,
+    /// Nanoseconds left of its slice; negative where it owes some.
+    credit_ns: i64,
+}
+
+impl Entry {
+    /// A group with no work.
+    pub fn new(slice_ns: u64) -> Self {
+        Self { slice_ns, ..Self::default() }
+    }
+}
+
+/// All groups, in the order of their turns.
+#[derive(Debug, Default)]
+pub struct Runlist {
+    entries: Vec<Entry>,
+    current: usize,
+}
+
+impl Runlist {
+    /// Adds a group at the end and returns its index.
+    pub fn push(&mut self, entry: Entry) -> usize {
+        self.entries.push(entry);
+        self.entries.len() - 1
+    }
+
+    /// Removes a group; those after it move up.
+    pub fn remove(&mut self, index: usize) {
+        self.entries.remove(index);
+        if self.current > index || self.current == self.entries.len() {
+            self.current = self.current.saturating_sub(1);
+        }
+    }
+
+    /// One group.
+    pub fn entry(&mut self, index: usize) -> &mut Entry {
+        &mut self.entries[index]
+    }
+
+    /// Who has the engine now, and for how many nanoseconds at most; `None` where nobody is ready.
+    pub fn pick(&mut self) -> Option<(usize, u64)> {
+        let count = self.entries.len();
+        if !self.entries.iter().any(|entry| entry.ready) {
+            return None;
+        }
+        loop {
+            let entry = &mut self.entries[self.current];
+            if entry.ready && entry.credit_ns > 0 {
+                return Some((self.current, entry.credit_ns.cast_unsigned()));
+            }
+            entry.credit_ns = entry.credit_ns.min(0);
+            self.current = (self.current + 1) % count;
+            let next = &mut self.entries[self.current];
+            if next.ready {
+                let slice = next.slice_ns.clamp(1, 1 << 40).cast_signed();
+                next.credit_ns = next.credit_ns.max(-slice * MAX_DEBT_SLICES) + slice;
+            }
+        }
+    }
+
+    /// Charges a group for time that it had the engine.
+    pub fn charge(&mut self, index: usize, used_ns: u64) {
+        let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
+        let credit = &mut self.entries[index].credit_ns;
+        *credit = credit.saturating_sub(used);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn runlist(slices: &[u64]) -> Runlist {
+        let mut runlist = Runlist::default();
+        for slice in slices {
+            let index = runlist.push(Entry::new(*slice));
+            runlist.entry(index).ready = true;
+        }
+        runlist
+    }
+
+    #[test]
+    fn nobody_ready_nobody_runs() {
+        let mut runlist = runlist(&[1000]);
+        runlist.entry(0).ready = false;
+        assert_eq!(runlist.pick(), None);
+        assert_eq!(Runlist::default().pick(), None);
+    }
+
+    #[test]
+    fn idle_groups_give_up_the_rest_of_their_slice() {
+        let mut runlist = runlist(&[1000, 1000]);
+        let (first, _) = runlist.pick().unwrap();
+        runlist.charge(first, 10);
+        runlist.entry(first).ready = false;
+        let (second, budget) = runlist.pick().unwrap();
+        assert_eq!((second, budget), (1 - first, 1000));
+        runlist.entry(first).ready = true;
+        runlist.charge(second, 1000);
+        assert_eq!(runlist.pick(), Some((first, 1000)), "nothing was saved up");
+    }
+
+    #[test]
+    fn alone_it_runs_whatever_it_owes() {
+        let mut runlist = runlist(&[1000]);
+        runlist.charge(0, u64::MAX);
+        assert_eq!(runlist.pick().unwrap().0, 0);
+    }
+
+    #[test]
+    fn removal_keeps_the_others_turns() {
+        let mut runlist = runlist(&[1, 2, 3]);
+        runlist.current = 2;
+        runlist.remove(0);
+        assert_eq!(runlist.current, 1);
+        runlist.remove(1);
+        assert_eq!(runlist.pick(), Some((0, 2)));
+    }
+
+    proptest! {
+        /// Whatever is run over each turn's end, two busy groups get what their slices say.
+        #[test]
+        fn shares_follow_slices(
+            slices in proptest::collection::vec(100_000..10_000_000u64, 2..6),
+            overruns in proptest::collection::vec(0..50_000u64, 1..50),
+            chunk in 1_000..250_000u64,
+        ) {
+            let mut runlist = runlist(&slices);
+            let mut used = vec![0; slices.len()];
+            let total: u64 = slices.iter().sum();
+            let mut overruns = overruns.iter().cycle();
+            while used.iter().sum::<u64>() < total * 200 {
+                let (index, budget) = runlist.pick().unwrap();
+                let ran = if budget > chunk { chunk } else { budget + overruns.next().unwrap() };
+                runlist.charge(index, ran);
+                used[index] += ran;
+            }
+            let all: u64 = used.iter().sum();
+            for (used, slice) in used.iter().zip(&slices) {
+                let (got, want) = (*used as f64 / all as f64, *slice as f64 / total as f64);
+                prop_assert!((got - want).abs() < 0.01, "got {got}, asked for {want}");
+            }
+        }
+    }
+}
