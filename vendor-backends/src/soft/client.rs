@@ -1,7 +1,7 @@
 //! A worker's side of the software GPU.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub struct SoftClient {
     apertures: Apertures,
     status: Arc<Mapping>,
     changed: File,
-    wake: File,
+    wake: SeqPacket,
     /// Readable when `changed` is, and when the GPU is lost.
     event: Epoll,
     lost_told: bool,
@@ -59,7 +59,7 @@ impl SoftClient {
             doorbell: Some(Aperture { fd: doorbell, len: doorbell::PAGE_BYTES }),
         };
         let status = Mapping::new(status.as_fd(), 0, wire::STATUS_BYTES as u64, true)?;
-        let (changed, wake) = (File::from(changed), File::from(wake));
+        let (changed, wake) = (File::from(changed), SeqPacket::from(wake));
         let event = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(std::io::Error::from)?;
         for (fd, flags) in
             [(changed.as_fd(), EpollFlags::EPOLLIN), (connection.as_fd(), EpollFlags::EPOLLHUP)]
@@ -159,9 +159,11 @@ impl Client for SoftClient {
     }
 
     fn wake(&mut self, _token: Token) -> Result<(), GpuError> {
-        // The silicon looks at all of this client's channels. A full counter is a wake-up that is still to be taken.
-        match self.wake.write(&1u64.to_ne_bytes()) {
-            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error.into()),
+        // The silicon looks at all of this client's channels. A full queue is a wake-up that is still to be taken.
+        match self.wake.try_send(&[1], &[]) {
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => {
+                Err(GpuError::Lost(error.to_string()))
+            }
             _ => Ok(()),
         }
     }

@@ -1,9 +1,33 @@
 //! The soft-gpu process: answers the manager and the workers, and drives the silicon.
+//!
+//! The caller's thread serves the admin socket. Each vGPU has a thread of its own for its worker's connection, so that
+//! what one worker asks for delays no other; when that connection closes, all that the vGPU had is freed.
 
 use std::io;
-use std::time::Duration;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use crate::seqpacket::SeqPacketListener;
+use mdev_core::gpu::{ClientSpec, GpuDescription};
+use mdev_core::ids::VgpuId;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{Shutdown, shutdown};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::silicon::Silicon;
+use super::silicon::vgpu::{Shared, Vgpu};
+use super::wire::{self, AdminReply, AdminRequest, ClientReply, ClientRequest, Refusal};
+use crate::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
+
+/// Managers that may be connected at a time: an old one, a new one, and some for tools.
+const MAX_ADMINS: usize = 8;
+/// How often to look whether the grace time is over.
+const TICK_MS: u16 = 500;
+/// Time slices that may be set.
+const SLICES: std::ops::RangeInclusive<Duration> =
+    Duration::from_micros(100)..=Duration::from_secs(1);
 
 /// What a soft-gpu process is started with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,6 +42,284 @@ pub struct Config {
 
 /// Serves until there has been neither a manager nor a vGPU for [`Config::grace`].
 pub fn run(config: &Config, admin: &SeqPacketListener) -> io::Result<()> {
-    let _ = (config, admin);
-    Err(io::ErrorKind::Unsupported.into())
+    let mut server = Server {
+        silicon: Arc::new(Silicon::new(&config.name, config.vram_bytes)?),
+        clients: Clients::default(),
+        admins: Vec::new(),
+    };
+    let mut alone_since = None;
+    loop {
+        server.serve(admin)?;
+        let alone = server.admins.is_empty() && server.clients.are_none();
+        alone_since = alone.then(|| alone_since.unwrap_or_else(Instant::now));
+        if alone_since.is_some_and(|since: Instant| since.elapsed() >= config.grace) {
+            log::info!("{}: no manager and no vGPU: the software GPU ends", config.name);
+            return Ok(());
+        }
+    }
+}
+
+struct Server {
+    silicon: Arc<Silicon>,
+    /// Connections of workers.
+    clients: Clients,
+    admins: Vec<SeqPacket>,
+}
+
+impl Server {
+    /// Waits a little for managers, and answers them.
+    fn serve(&mut self, listener: &SeqPacketListener) -> io::Result<()> {
+        let mut fds = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.admins.iter().map(|admin| PollFd::new(admin.as_fd(), PollFlags::POLLIN)));
+        match poll(&mut fds, PollTimeout::from(TICK_MS)) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| fd.any() == Some(true)).collect();
+        drop(fds);
+        let mut answered = ready[1..].iter();
+        let admins = std::mem::take(&mut self.admins);
+        for admin in admins {
+            if answered.next() != Some(&true) || self.answer(&admin) {
+                self.admins.push(admin);
+            }
+        }
+        if ready[0] {
+            match listener.accept() {
+                Ok(admin) if self.admins.len() < MAX_ADMINS => self.admins.push(admin),
+                Ok(_) => log::warn!("Too many connections to the admin socket: one refused"),
+                // Whoever it was has given up, or descriptors are short: neither ends a GPU.
+                Err(error) => log::warn!("The admin socket accepts no connection: {error}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers one request; false where the connection is over.
+    fn answer(&self, admin: &SeqPacket) -> bool {
+        let (request, _fds) = match receive(admin, true) {
+            Received::Request(request, fds) => (request, fds),
+            Received::Nothing => return true,
+            Received::Garbage => {
+                return send(admin, &AdminReply::Refused(Refusal::Message), &[]);
+            }
+            Received::End => return false,
+        };
+        match self.handle(request) {
+            Ok((reply, None)) => send(admin, &reply, &[]),
+            Ok((reply, Some(fd))) => send(admin, &reply, &[fd.as_fd()]),
+            Err(refusal) => send(admin, &AdminReply::Refused(refusal), &[]),
+        }
+    }
+
+    fn handle(&self, request: AdminRequest) -> Result<(AdminReply, Option<OwnedFd>), Refusal> {
+        match request {
+            AdminRequest::Hello { version: _ } => {
+                let gpu = self.silicon.describe().clone();
+                return Ok((AdminReply::Hello { version: wire::VERSION, gpu }, None));
+            }
+            AdminRequest::Admit(spec) => {
+                return Ok((AdminReply::Admitted, Some(self.admit(&spec)?)));
+            }
+            AdminRequest::Evict(id) => {
+                self.silicon.evict(&self.silicon.find(id)?);
+                self.clients.hang_up(id);
+            }
+            AdminRequest::SetTimeslice(id, slice) => {
+                if !SLICES.contains(&slice) {
+                    return Err(Refusal::Timeslice);
+                }
+                self.silicon.find(id)?.set_timeslice(slice);
+            }
+            AdminRequest::SetGate(id, open) => self.silicon.find(id)?.set_gate(open),
+            AdminRequest::Reset(id) => self.silicon.find(id)?.reset_channels()?,
+            AdminRequest::Usage => return Ok((AdminReply::Usage(self.silicon.usage()), None)),
+        }
+        Ok((AdminReply::Done, None))
+    }
+
+    /// Makes room for a vGPU and starts the thread that serves its worker.
+    fn admit(&self, spec: &ClientSpec) -> Result<OwnedFd, Refusal> {
+        // A worker that has just died may not have been noticed yet by its thread.
+        if self.clients.has_hung_up(spec.vgpu)
+            && let Ok(vgpu) = self.silicon.find(spec.vgpu)
+        {
+            self.silicon.evict(&vgpu);
+        }
+        let (vgpu, shared) = self.silicon.admit(spec)?;
+        let started = SeqPacket::pair().and_then(|(ours, theirs)| {
+            let client = ClientConnection {
+                silicon: Arc::clone(&self.silicon),
+                vgpu: Arc::clone(&vgpu),
+                shared,
+                _listed: self.clients.add(&vgpu, &ours)?,
+                socket: ours,
+            };
+            let name = "soft-client".into();
+            let builder = thread::Builder::new().name(name).stack_size(256 << 10);
+            builder.spawn(move || client.serve())?;
+            Ok(theirs.into())
+        });
+        started.map_err(|error| {
+            self.silicon.evict(&vgpu);
+            Refusal::from(error)
+        })
+    }
+}
+
+/// The connections of workers, for those who want to end one.
+#[derive(Clone, Default)]
+struct Clients(Arc<Mutex<Vec<(VgpuId, OwnedFd)>>>);
+
+impl Clients {
+    fn list(&self) -> MutexGuard<'_, Vec<(VgpuId, OwnedFd)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn are_none(&self) -> bool {
+        self.list().is_empty()
+    }
+
+    fn add(&self, vgpu: &Vgpu, socket: &SeqPacket) -> io::Result<Listed> {
+        let socket = socket.as_fd().try_clone_to_owned()?;
+        let listed = Listed { clients: self.clone(), socket: socket.as_raw_fd() };
+        self.list().push((vgpu.id(), socket));
+        Ok(listed)
+    }
+
+    fn has_hung_up(&self, id: VgpuId) -> bool {
+        self.list().iter().filter(|(vgpu, _)| *vgpu == id).any(|(_, socket)| {
+            let mut fds = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+            poll(&mut fds, PollTimeout::ZERO).is_ok() && fds[0].any() == Some(true)
+        })
+    }
+
+    /// Ends a worker's connection: it learns at once that its vGPU is gone.
+    fn hang_up(&self, id: VgpuId) {
+        for (_, socket) in self.list().iter().filter(|(vgpu, _)| *vgpu == id) {
+            let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
+        }
+    }
+}
+
+/// A connection's place in [`Clients`].
+struct Listed {
+    clients: Clients,
+    socket: RawFd,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        self.clients.list().retain(|(_, socket)| socket.as_raw_fd() != self.socket);
+    }
+}
+
+/// One worker's connection.
+struct ClientConnection {
+    silicon: Arc<Silicon>,
+    vgpu: Arc<Vgpu>,
+    socket: SeqPacket,
+    shared: Shared,
+    _listed: Listed,
+}
+
+impl ClientConnection {
+    fn serve(self) {
+        let mut greeted = false;
+        while self.answer(&mut greeted) {}
+        log::debug!("vGPU {}: its worker is gone", self.vgpu.id());
+    }
+
+    /// Answers one request; false where the connection is over.
+    fn answer(&self, greeted: &mut bool) -> bool {
+        let (request, fds) = match receive(&self.socket, false) {
+            Received::Request(request, fds) => (request, fds),
+            Received::Nothing => return true,
+            Received::Garbage => {
+                return send(&self.socket, &ClientReply::Refused(Refusal::Message), &[]);
+            }
+            Received::End => return false,
+        };
+        if let ClientRequest::Hello { version: _ } = request {
+            *greeted = true;
+            return self.hello();
+        }
+        let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
+        send(&self.socket, &reply.unwrap_or_else(ClientReply::Refused), &[])
+    }
+
+    fn hello(&self) -> bool {
+        let gpu: GpuDescription = self.silicon.describe().clone();
+        let reply =
+            ClientReply::Hello { version: wire::VERSION, gpu, spec: self.vgpu.spec().clone() };
+        let Shared { vram, doorbell, status, event, wake } = &self.shared;
+        let fds = [vram.as_fd(), doorbell.as_fd(), status.as_fd(), event.as_fd(), wake.as_fd()];
+        send(&self.socket, &reply, &fds)
+    }
+
+    fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
+        let vgpu = &self.vgpu;
+        let mut fds = fds.into_iter();
+        match *request {
+            ClientRequest::Hello { .. } => return Err(Refusal::Message),
+            ClientRequest::Import { offset, len, writable } => {
+                let fd = fds.next().ok_or(Refusal::Descriptor)?;
+                return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));
+            }
+            ClientRequest::Release(memory) => vgpu.release(memory)?,
+            ClientRequest::Map { va, len, backing, writable } => {
+                vgpu.map(va, len, backing, writable)?;
+            }
+            ClientRequest::Unmap { va, len } => vgpu.unmap(va, len)?,
+            ClientRequest::CreateChannel(ref spec) => {
+                return Ok(ClientReply::Created(vgpu.create_channel(spec)?));
+            }
+            ClientRequest::DestroyChannel(id) => vgpu.destroy_channel(id)?,
+            ClientRequest::QueryChannel(id) => {
+                return Ok(ClientReply::Status(vgpu.query_channel(id)?));
+            }
+            ClientRequest::SetInterrupt(vector) => vgpu.set_interrupt(vector, fds.next())?,
+            ClientRequest::Reset => vgpu.reset()?,
+            ClientRequest::Usage => return Ok(ClientReply::Usage(vgpu.usage())),
+        }
+        Ok(ClientReply::Done)
+    }
+}
+
+impl Drop for ClientConnection {
+    fn drop(&mut self) {
+        self.silicon.evict(&self.vgpu);
+    }
+}
+
+enum Received<T> {
+    Request(T, Vec<OwnedFd>),
+    /// Nothing was there after all.
+    Nothing,
+    /// Something that is not a request.
+    Garbage,
+    /// The other side is gone.
+    End,
+}
+
+fn receive<T: DeserializeOwned>(socket: &SeqPacket, poll: bool) -> Received<T> {
+    let mut buffer = vec![0; MAX_PACKET];
+    let packet = if poll { socket.try_recv(&mut buffer) } else { socket.recv(&mut buffer) };
+    match packet {
+        Ok(Some(packet)) => match wire::decode(&buffer[..packet.len]) {
+            Ok(request) => Received::Request(request, packet.fds),
+            Err(_) => Received::Garbage,
+        },
+        Ok(None) => Received::End,
+        Err(error) => match error.kind() {
+            io::ErrorKind::WouldBlock => Received::Nothing,
+            io::ErrorKind::InvalidData => Received::Garbage,
+            _ => Received::End,
+        },
+    }
+}
+
+/// Answers; false where the other side does not take it. Who does not read answers is not waited for.
+fn send<T: Serialize>(socket: &SeqPacket, reply: &T, fds: &[BorrowedFd<'_>]) -> bool {
+    wire::encode(reply).and_then(|bytes| socket.try_send(&bytes, fds)).is_ok()
 }

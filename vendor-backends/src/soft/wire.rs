@@ -119,7 +119,8 @@ pub enum ClientRequest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ClientReply {
     /// Answer to `Hello`. Attached, in this order: the video memory partition, the doorbell page, the status page,
-    /// the eventfd that the silicon signals after a change of the status page, the eventfd that wakes the silicon.
+    /// the eventfd that the silicon signals after a change of the status page, the socket
+    /// on which any packet wakes the silicon.
     Hello {
         /// [`VERSION`] of the answering side.
         version: u32,

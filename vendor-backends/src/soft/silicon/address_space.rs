@@ -20,7 +20,7 @@ const LARGE: u64 = 2 * MIB;
 /// What a directory covers.
 const DIRECTORY: u64 = 512 * LARGE;
 /// Most imports at a time.
-const MAX_MEMORIES: usize = 8192;
+const MAX_MEMORIES: usize = 256;
 /// Tables that any vGPU may have besides those that its memory needs.
 const SPARE_TABLES: u64 = 1024;
 
@@ -63,7 +63,7 @@ struct Pte(u64);
 
 impl Pte {
     fn new(slot: Slot, offset: u64, writable: bool) -> Self {
-        Self(1 | u64::from(writable) << 1 | u64::from(slot.0) << 2 | offset / PAGE_SIZE << 18)
+        Self(1 | u64::from(writable) << 1 | u64::from(slot.0) << 2 | (offset / PAGE_SIZE) << 18)
     }
 
     fn valid(self) -> bool {
@@ -223,13 +223,11 @@ impl AddressSpace {
         let mut at = range.start;
         while at < range.end {
             let pte = Pte::new(slot, offset + (at - range.start), writable);
-            match self.map_one(at, range.end - at, pte) {
-                Some(mapped) => at += mapped,
-                None => {
-                    self.clear(range.start..at);
-                    return Err(Refusal::PageTableLimit);
-                }
-            }
+            let Some(mapped) = self.map_one(at, range.end - at, pte) else {
+                self.clear(range.start..at);
+                return Err(Refusal::PageTableLimit);
+            };
+            at += mapped;
         }
         Ok(())
     }
@@ -307,6 +305,11 @@ impl AddressSpace {
     pub fn unmap_all(&mut self) {
         self.root.iter_mut().for_each(|directory| *directory = None);
         self.tables = 0;
+    }
+
+    /// Whether a guest has taken memory away behind our back.
+    pub fn poisoned(&self) -> bool {
+        self.memories.iter().flatten().any(|memory| memory.poisoned())
     }
 
     /// Memory behind `va`, as much of `len` as is contiguous.
@@ -584,7 +587,7 @@ mod tests {
         let error = loop {
             match space.map(GpuVa(at), 2 * PAGE_SIZE, Slot::VRAM, 0, false) {
                 Ok(()) => at += DIRECTORY,
-                Err(error) if error == Refusal::VaRange => at = at % DIRECTORY + VA_START + LARGE,
+                Err(Refusal::VaRange) => at = at % DIRECTORY + VA_START + LARGE,
                 Err(error) => break error,
             }
         };

@@ -6,15 +6,15 @@
 
 use std::ffi::CStr;
 use std::io;
-use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use mdev_core::sigbus::{GuardedMapping, Protection};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::mman::{MmapAdvise, madvise};
 use nix::unistd::ftruncate;
 
 /// From this many bytes on a copy goes past the caches, as memcpy does.
@@ -30,42 +30,39 @@ pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A range of a file, mapped shared.
+/// A range of a file, mapped shared. Where the file is truncated, zeros take its place and the mapping is poisoned.
 #[derive(Debug)]
 pub struct Mapping {
-    base: NonNull<u8>,
-    len: usize,
+    memory: GuardedMapping,
     writable: bool,
 }
-
-// SAFETY: the memory is shared with other processes anyway, and is accessed by copies and atomics only.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `len` bytes of `fd` from `offset`, both page-aligned.
     pub fn new(fd: BorrowedFd<'_>, offset: u64, len: u64, writable: bool) -> io::Result<Arc<Self>> {
-        let size = usize::try_from(len).ok().filter(|len| isize::try_from(*len).is_ok());
-        let size = size.and_then(NonZeroUsize::new).ok_or(io::ErrorKind::InvalidInput)?;
-        let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let write = if writable { ProtFlags::PROT_WRITE } else { ProtFlags::empty() };
-        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address the kernel picks overlaps nothing.
-        let base = unsafe { mmap(None, size, ProtFlags::PROT_READ | write, flags, fd, offset) }?;
-        // SAFETY: the range was mapped above; the advice changes page sizes, not contents. It may be refused.
-        let _ = unsafe { madvise(base, size.get(), MmapAdvise::MADV_HUGEPAGE) };
-        Ok(Arc::new(Self { base: base.cast(), len: size.get(), writable }))
+        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let protection = if writable { Protection::ReadWrite } else { Protection::ReadOnly };
+        let memory = GuardedMapping::map(fd, offset, len, protection)?;
+        if let Some(base) = NonNull::new(memory.as_ptr().cast()) {
+            // SAFETY: the range was mapped above; the advice changes page sizes, not contents. It may be refused.
+            let _ = unsafe { madvise(base, len, MmapAdvise::MADV_HUGEPAGE) };
+        }
+        Ok(Arc::new(Self { memory, writable }))
+    }
+
+    /// True once an access found the file truncated.
+    pub fn poisoned(&self) -> bool {
+        self.memory.poisoned()
     }
 
     /// Bytes.
     pub fn len(&self) -> u64 {
-        self.len as u64
+        self.memory.len() as u64
     }
 
     /// Never: a mapping has at least one page.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.memory.len() == 0
     }
 
     /// Whether it may be written.
@@ -78,7 +75,7 @@ impl Mapping {
         let offset = usize::try_from(offset).ok()?;
         let end = offset.checked_add(len)?;
         // SAFETY: offset is within the mapping.
-        (end <= self.len).then(|| unsafe { self.base.as_ptr().add(offset) })
+        (end <= self.memory.len()).then(|| unsafe { self.memory.as_ptr().add(offset) })
     }
 
     fn at_for_write(&self, offset: u64, len: usize) -> Option<*mut u8> {
@@ -179,13 +176,6 @@ impl Mapping {
         let pointer = pointer.cast::<u64>();
         // SAFETY: as in `atomic_u32`.
         pointer.is_aligned().then(|| unsafe { AtomicU64::from_ptr(pointer) })
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: we mapped this range, and nobody borrows from it any more.
-        let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
 }
 

@@ -1,0 +1,125 @@
+//! The compute class: a QMD is fetched and checked, and its program run as a grid.
+
+use mdev_core::abi::compute as abi;
+use mdev_core::abi::program::{self, Kernel, Program};
+use mdev_core::abi::qmd::{self, Qmd};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use super::address_space::AddressSpace;
+use super::fault::{Context, Fault, Progress};
+use super::kernels::{Extent, Job};
+
+/// Threads of one block, at most, as on hardware.
+const MAX_BLOCK: u64 = 1024;
+
+/// The registers of the class.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ComputeClass {
+    /// QMD address >> 8.
+    qmd: u32,
+}
+
+impl ComputeClass {
+    /// Executes a method; a launch returns the grid to be run.
+    pub fn method(
+        &mut self,
+        space: &AddressSpace,
+        method: u32,
+        data: u32,
+    ) -> Result<Option<Job>, Fault> {
+        /// A register pair or triple: A, and those that follow.
+        const fn within(method: u32, first: u32, registers: u32) -> bool {
+            method >= first && method < first + 4 * registers
+        }
+        match method {
+            abi::SEND_PCAS_A => self.qmd = data,
+            abi::SEND_SIGNALING_PCAS2_B if data == abi::PCAS_INVALIDATE_COPY_SCHEDULE => {
+                return launch(space, u64::from(self.qmd) << 8).map(Some);
+            }
+            // One thread does everything in order, without caches, windows or local memory of its own.
+            abi::NO_OPERATION
+            | abi::WAIT_FOR_IDLE
+            | abi::INVALIDATE_SHADER_CACHES
+            | abi::INVALIDATE_SKED_CACHES => {}
+            _ if within(method, abi::SET_SHADER_SHARED_MEMORY_WINDOW_A, 2)
+                || within(method, abi::SET_SHADER_LOCAL_MEMORY_NON_THROTTLED_A, 3)
+                || within(method, abi::SET_SHADER_LOCAL_MEMORY_A, 2)
+                || within(method, abi::SET_SHADER_LOCAL_MEMORY_WINDOW_A, 2) => {}
+            _ => return Err(Fault::class(method)),
+        }
+        Ok(None)
+    }
+}
+
+/// Copies the descriptor, the program and the parameters out, once, and then checks them.
+fn launch(space: &AddressSpace, va: u64) -> Result<Job, Fault> {
+    let bad = Fault::class(va);
+    let mut bytes = [0; qmd::BYTES];
+    space.read(va, &mut bytes)?;
+    let qmd = Qmd::from_bytes(&bytes);
+    let versions = [qmd::QMD_TYPE, qmd::QMD_MAJOR_VERSION, qmd::QMD_MINOR_VERSION];
+    if versions.map(|field| qmd.get(field)) != [2, 4, 0]
+        || qmd.get(qmd::CONSTANT_BUFFER_VALID_0) == 0
+    {
+        return Err(bad);
+    }
+    let extent = Extent {
+        grid: [qmd::CTA_RASTER_WIDTH, qmd::CTA_RASTER_HEIGHT, qmd::CTA_RASTER_DEPTH]
+            .map(|field| qmd.get(field)),
+        block: [qmd::CTA_THREAD_DIMENSION0, qmd::CTA_THREAD_DIMENSION1, qmd::CTA_THREAD_DIMENSION2]
+            .map(|field| qmd.get(field)),
+    };
+    let threads: u64 = extent.block.iter().map(|n| u64::from(*n)).product();
+    if extent.grid.contains(&0) || threads == 0 || threads > MAX_BLOCK {
+        return Err(bad);
+    }
+
+    let code = wide(&qmd, qmd::PROGRAM_ADDRESS_UPPER, qmd::PROGRAM_ADDRESS_LOWER);
+    if !code.is_multiple_of(program::ALIGN) {
+        return Err(bad);
+    }
+    let mut program = Program::new_zeroed();
+    space.read(code, program.as_mut_bytes())?;
+    let kernel = Kernel::from_number(program.kernel).ok_or(bad)?;
+    let signed = program.magic == program::MAGIC && program.version == program::VERSION;
+    if !signed || program.param_bytes != kernel.param_bytes() {
+        return Err(bad);
+    }
+
+    let (upper, lower) = (qmd::CONSTANT_BUFFER_ADDR_UPPER_0, qmd::CONSTANT_BUFFER_ADDR_LOWER_0);
+    let constants = wide(&qmd, upper, lower) << 6;
+    let size = u64::from(qmd.get(qmd::CONSTANT_BUFFER_SIZE_0)) << 4;
+    if abi::PARAM_BASE + u64::from(program.param_bytes) > size {
+        return Err(bad);
+    }
+    let at = constants.checked_add(abi::PARAM_BASE).ok_or(bad)?;
+    Ok(match kernel {
+        Kernel::Saxpy => Job::saxpy(params(space, at)?, extent),
+        Kernel::VectorAdd => Job::vector_add(params(space, at)?, extent),
+        Kernel::Sgemm => Job::sgemm(params(space, at)?, extent),
+        Kernel::Mandelbrot => Job::mandelbrot(params(space, at)?, extent),
+        Kernel::Spin => Job::spin(params(space, at)?, extent),
+    })
+}
+
+fn wide(qmd: &Qmd, upper: qmd::Field, lower: qmd::Field) -> u64 {
+    u64::from(qmd.get(upper)) << 32 | u64::from(qmd.get(lower))
+}
+
+fn params<T: FromBytes + IntoBytes>(space: &AddressSpace, va: u64) -> Result<T, Fault> {
+    let mut value = T::new_zeroed();
+    space.read(va, value.as_mut_bytes())?;
+    Ok(value)
+}
+
+/// Runs a grid until it is done or the turn is over.
+pub fn run(job: &mut Job, cx: Context<'_>) -> Result<Progress, Fault> {
+    loop {
+        if job.step(cx.space)? {
+            return Ok(Progress::Done);
+        }
+        if cx.budget.expired() {
+            return Ok(Progress::More);
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! The engine: one thread that does the work of all vGPUs, in the order of the runlist.
+//!
+//! It looks at the rings of all channels while there is work, and for a while after. Then it tells the guests that it
+//! sleeps, looks once more, and sleeps: from then on a doorbell comes with a wake-up.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::{fs::File, hint};
+
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::time::TimeSpec;
+
+use super::channel::Readiness;
+use super::clock::now_ns;
+use super::runlist::{Entry, Runlist};
+use super::vgpu::{Glance, Vgpu};
+
+/// Longest time without a look at the other vGPUs.
+const TURN_NS: u64 = 200_000;
+/// Turns shorter than this share a look.
+const LOOK_NS: u64 = 20_000;
+/// How long to look for new work before sleeping: adapts between these.
+const SPIN_MIN_NS: u64 = 50_000;
+const SPIN_MAX_NS: u64 = 500_000;
+/// Within a spin, for so long without giving the core to others.
+const SPIN_HARD_NS: u64 = 30_000;
+/// A sleep that is shorter than this was not worth it.
+const SHORT_SLEEP_NS: u64 = 1_000_000;
+/// How often to look at what nobody will announce: semaphores that a CPU writes. Adapts between these.
+const WATCH_MIN_NS: u64 = 50_000;
+const WATCH_MAX_NS: u64 = 4_000_000;
+/// Wake-up packets that are taken at a time.
+const MAX_WAKES: usize = 16;
+
+/// Wakes the engine after something changed.
+#[derive(Clone, Debug)]
+pub struct Kick(Arc<File>);
+
+impl Kick {
+    fn new() -> io::Result<Self> {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Self(Arc::new(File::from(std::os::fd::OwnedFd::from(event)))))
+    }
+
+    /// Wakes it.
+    pub fn kick(&self) {
+        let _ = (&*self.0).write(&1u64.to_ne_bytes());
+    }
+
+    fn take(&self) {
+        let _ = (&*self.0).read(&mut [0; 8]);
+    }
+}
+
+/// What the engine thread and the others share.
+#[derive(Debug)]
+pub struct Board {
+    vgpus: Mutex<Vec<Arc<Vgpu>>>,
+    /// Counts changes of `vgpus`.
+    generation: AtomicU64,
+    stop: AtomicBool,
+    kick: Kick,
+}
+
+impl Board {
+    /// An empty one.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            vgpus: Mutex::default(),
+            generation: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+            kick: Kick::new()?,
+        })
+    }
+
+    /// What wakes the engine.
+    pub fn kick(&self) -> Kick {
+        self.kick.clone()
+    }
+
+    /// Changes the list of vGPUs.
+    pub fn update<R>(&self, change: impl FnOnce(&mut Vec<Arc<Vgpu>>) -> R) -> R {
+        let mut vgpus = self.vgpus.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = change(&mut vgpus);
+        self.generation.fetch_add(1, Ordering::Release);
+        drop(vgpus);
+        self.kick.kick();
+        result
+    }
+
+    /// Reads the list of vGPUs.
+    pub fn list(&self) -> Vec<Arc<Vgpu>> {
+        self.vgpus.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The running engine; dropping it ends it.
+#[derive(Debug)]
+pub struct Engine {
+    board: Arc<Board>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Engine {
+    /// Starts the thread.
+    pub fn start(board: Arc<Board>) -> io::Result<Self> {
+        let mut state = State::new(Arc::clone(&board));
+        let thread = thread::Builder::new().name("soft-engine".into()).spawn(move || {
+            // A GPU without an engine is worse than one that fell off the bus.
+            let guard = AbortOnPanic;
+            state.run();
+            std::mem::forget(guard);
+        })?;
+        Ok(Self { board, thread: Some(thread) })
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.board.stop.store(true, Ordering::Release);
+        self.board.kick.kick();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        std::process::abort();
+    }
+}
+
+/// What the engine knows of one vGPU.
+#[derive(Debug)]
+struct Group {
+    vgpu: Arc<Vgpu>,
+    seen: Glance,
+    /// Since when it has had work without having the engine.
+    waiting_since: Option<u64>,
+    /// It was just woken: its next doorbell was not found by looking.
+    woken: bool,
+    /// Its worker is gone: no wake-up will come.
+    deaf: bool,
+}
+
+struct State {
+    board: Arc<Board>,
+    generation: u64,
+    groups: Vec<Group>,
+    runlist: Runlist,
+    /// Who had the last turn.
+    running: Option<usize>,
+    looked_ns: u64,
+    idle_since: Option<u64>,
+    spin_ns: u64,
+    watch_ns: u64,
+}
+
+impl State {
+    fn new(board: Arc<Board>) -> Self {
+        Self {
+            board,
+            generation: 0,
+            groups: Vec::new(),
+            runlist: Runlist::default(),
+            running: None,
+            looked_ns: 0,
+            idle_since: None,
+            spin_ns: SPIN_MIN_NS,
+            watch_ns: WATCH_MIN_NS,
+        }
+    }
+
+    fn run(&mut self) {
+        while !self.board.stop.load(Ordering::Acquire) {
+            self.refresh();
+            let now = now_ns();
+            match self.running.filter(|_| now - self.looked_ns < LOOK_NS) {
+                Some(index) => self.look_at(index, now),
+                None => self.look_at_all(now),
+            }
+            match self.runlist.pick() {
+                Some((index, budget)) => self.turn(index, budget),
+                // What is idle may be so only because one group alone was looked at.
+                None if self.looked_ns != now => self.looked_ns = 0,
+                None => self.idle(now),
+            }
+        }
+    }
+
+    /// Follows changes of the list of vGPUs.
+    fn refresh(&mut self) {
+        let generation = self.board.generation.load(Ordering::Acquire);
+        if generation == self.generation {
+            return;
+        }
+        self.generation = generation;
+        let vgpus = self.board.list();
+        for index in (0..self.groups.len()).rev() {
+            let group = &self.groups[index];
+            if !vgpus.iter().any(|vgpu| Arc::ptr_eq(vgpu, &group.vgpu)) {
+                self.groups.remove(index);
+                self.runlist.remove(index);
+            }
+        }
+        for vgpu in vgpus {
+            if !self.groups.iter().any(|group| Arc::ptr_eq(&group.vgpu, &vgpu)) {
+                self.runlist.push(Entry::new(vgpu.slice_ns()));
+                self.groups.push(Group {
+                    vgpu,
+                    seen: Glance::Busy,
+                    waiting_since: None,
+                    woken: false,
+                    deaf: false,
+                });
+            }
+        }
+        self.running = None;
+        self.looked_ns = 0;
+    }
+
+    fn look_at_all(&mut self, now: u64) {
+        for index in 0..self.groups.len() {
+            self.look_at(index, now);
+        }
+        self.looked_ns = now;
+    }
+
+    fn look_at(&mut self, index: usize, now: u64) {
+        let group = &mut self.groups[index];
+        group.seen = group.vgpu.glance(now, group.woken);
+        let has_work = match group.seen {
+            Glance::Busy => group.waiting_since.is_some(),
+            Glance::Seen(readiness) => readiness == Readiness::Ready,
+        };
+        if has_work {
+            group.woken = false;
+        }
+        let counters = group.vgpu.counters();
+        counters.runnable.store(has_work, Ordering::Relaxed);
+        if let Some(since) = group.waiting_since {
+            counters.wait_ns.fetch_add(now.saturating_sub(since), Ordering::Relaxed);
+        }
+        group.waiting_since = has_work.then_some(now);
+        let entry = self.runlist.entry(index);
+        entry.slice_ns = group.vgpu.slice_ns();
+        entry.ready = has_work && group.seen != Glance::Busy && group.vgpu.gate_open();
+    }
+
+    fn turn(&mut self, index: usize, budget: u64) {
+        let start = now_ns();
+        if let Some(before) = self.running.replace(index).filter(|before| *before != index)
+            && self.groups[before].waiting_since.is_some()
+        {
+            let counters = self.groups[before].vgpu.counters();
+            counters.preemptions.fetch_add(1, Ordering::Relaxed);
+        }
+        let group = &mut self.groups[index];
+        if let Some(since) = group.waiting_since {
+            let waited = start.saturating_sub(since);
+            group.vgpu.counters().wait_ns.fetch_add(waited, Ordering::Relaxed);
+        }
+        group.vgpu.run(start, start + budget.min(TURN_NS));
+        let end = now_ns();
+        group.vgpu.counters().engine_ns.fetch_add(end - start, Ordering::Relaxed);
+        group.waiting_since = Some(end);
+        self.runlist.charge(index, end - start);
+        self.idle_since = None;
+        self.watch_ns = WATCH_MIN_NS;
+    }
+
+    fn idle(&mut self, now: u64) {
+        self.running = None;
+        if self.groups.iter().any(|group| group.seen == Glance::Busy) {
+            thread::yield_now();
+            return;
+        }
+        let idle = now - *self.idle_since.get_or_insert(now);
+        if idle < self.spin_ns {
+            if idle < SPIN_HARD_NS {
+                hint::spin_loop();
+            } else {
+                thread::yield_now();
+            }
+            return;
+        }
+        self.sleep();
+    }
+
+    fn sleep(&mut self) {
+        let announced = self.groups.iter().all(|group| group.vgpu.announce_sleep(true));
+        // A guest writes GP_PUT, fences and reads NEED_WAKEUP; we write NEED_WAKEUP, fence and read GP_PUT.
+        fence(Ordering::SeqCst);
+        let now = now_ns();
+        self.look_at_all(now);
+        let quiet = self.groups.iter().all(|group| match group.seen {
+            Glance::Busy => false,
+            Glance::Seen(readiness) => readiness != Readiness::Ready || !group.vgpu.gate_open(),
+        });
+        if announced && quiet {
+            self.wait();
+            let slept = now_ns() - now;
+            self.spin_ns = if slept < SHORT_SLEEP_NS {
+                (self.spin_ns * 2).min(SPIN_MAX_NS)
+            } else {
+                (self.spin_ns / 2).max(SPIN_MIN_NS)
+            };
+        }
+        // A world that is locked now gets its turn in the next sleep; until then its guest wakes us for nothing.
+        for group in &self.groups {
+            group.vgpu.announce_sleep(false);
+        }
+        self.idle_since = None;
+        self.looked_ns = 0;
+    }
+
+    fn wait(&mut self) {
+        let watch = self.groups.iter().any(|group| group.seen == Glance::Seen(Readiness::Waiting));
+        let timeout = watch.then(|| TimeSpec::new(0, self.watch_ns.cast_signed()));
+        if watch {
+            self.watch_ns = (self.watch_ns * 2).min(WATCH_MAX_NS);
+        }
+        let listening: Vec<usize> =
+            (0..self.groups.len()).filter(|index| !self.groups[*index].deaf).collect();
+        let mut fds = vec![PollFd::new(self.board.kick.0.as_fd(), PollFlags::POLLIN)];
+        fds.extend(
+            listening.iter().map(|index| {
+                PollFd::new(self.groups[*index].vgpu.wake().as_fd(), PollFlags::POLLIN)
+            }),
+        );
+        let _ = ppoll(&mut fds, timeout, None);
+        let ready: Vec<bool> = fds.iter().map(|fd| fd.any() == Some(true)).collect();
+        drop(fds);
+        self.board.kick.take();
+        for (index, _) in listening.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            let group = &mut self.groups[*index];
+            for _ in 0..MAX_WAKES {
+                match group.vgpu.wake().try_recv(&mut [0; 8]) {
+                    Ok(Some(_)) => group.woken = true,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    Ok(None) | Err(_) => {
+                        group.deaf = true;
+                        break;
+                    }
+                }
+            }
+            if group.woken {
+                group.vgpu.counters().wakeups.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
