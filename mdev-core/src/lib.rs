@@ -6,9 +6,10 @@
 //! 2. [`gpu`]: what Tessera needs of a physical GPU, in the words of a GPU driver
 //! 3. [`abi`]: what a guest driver programs: control registers, mailbox, channels, command classes
 //! 4. [`irq`], [`mem`], [`sigbus`]: interrupts by eventfd; guest memory; mappings that outlive truncation
-//! 5. [`device`]: the virtual PCI function made of all that
-//! 6. [`profile`], [`definition`], [`partition`], [`lifecycle`]: types, vGPUs that persist, video memory, states
-//! 7. [`sched`]: who gets how much of the GPU's time
+//! 5. [`regs`], [`pci`]: registers as data; configuration space
+//! 6. [`device`]: the virtual PCI function made of all that
+//! 7. [`profile`], [`definition`], [`partition`], [`lifecycle`]: types, vGPUs that persist, video memory, states
+//! 8. [`sched`]: who gets how much of the GPU's time
 #![warn(missing_docs)]
 
 pub mod abi;
@@ -20,7 +21,9 @@ pub mod irq;
 pub mod lifecycle;
 pub mod mem;
 pub mod partition;
+pub mod pci;
 pub mod profile;
+pub mod regs;
 pub mod sched;
 pub mod sigbus;
 pub mod units;
