@@ -1,19 +1,32 @@
-//! The virtual function: one vGPU as a PCI device, over a [`Client`] of its GPU.
+//! The virtual function: one vGPU as a PCI device, over a [`Client`](crate::gpu::Client) of its GPU.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `function` | [`VirtualFunction`]: puts the parts together; what a session calls |
+//! | `region` | regions by VFIO's numbers |
+//! | `control`, `mailbox` | BAR 3: control registers, and the requests behind them |
+//! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
+//! | `window` | trapped accesses to BARs that are normally mapped |
+//! | `state` | saved state |
 
+mod control;
+mod display;
+mod edid;
+mod function;
+mod mailbox;
 mod region;
-
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+mod state;
+mod window;
 
 use serde::{Deserialize, Serialize};
 
-use crate::gpu::{Client, GpuError, Usage};
-use crate::ids::{GuestPa, VgpuId};
-use crate::irq::{IrqError, IrqIndex, IrqInfo};
-use crate::mem::{DmaAccess, MemError};
+use crate::ids::VgpuId;
+pub use display::framebuffer_bytes;
+pub use function::VirtualFunction;
 pub use region::{REGIONS, Region, RegionInfo, RegionMapping};
+pub use state::{SavedFunction, StateError};
 
-/// What a virtual function is made as, besides what its [`Client`] was granted.
+/// What a virtual function is made as, besides what its [`Client`](crate::gpu::Client) was granted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionSpec {
     /// The vGPU, whose UUID the guest can read.
@@ -95,193 +108,4 @@ pub enum DeviceError {
     /// The grant and the type do not fit together.
     #[error("Cannot make a virtual function: {0}")]
     Invalid(&'static str),
-    /// An aperture could not be mapped.
-    #[error("Cannot map an aperture of the GPU: {0}")]
-    Map(io::Error),
-}
-
-/// One vGPU as a PCI device.
-///
-/// It owns its [`Client`] and speaks no protocol: a vfio-user session calls it, one call at a time, and each call
-/// returns quickly and without waiting for anybody.
-#[derive(Debug)]
-pub struct VirtualFunction {
-    client: Box<dyn Client>,
-}
-
-impl VirtualFunction {
-    /// Makes the device that `spec` describes out of what `client` was granted.
-    pub fn new(spec: &FunctionSpec, client: Box<dyn Client>) -> Result<Self, DeviceError> {
-        let _ = spec;
-        Ok(Self { client })
-    }
-
-    /// What a client learns about a region; `None` beyond [`REGIONS`].
-    pub fn region(&self, index: u32) -> Option<RegionInfo<'_>> {
-        let _ = index;
-        todo!()
-    }
-
-    /// Reads `data.len()` bytes of a region. Unaligned and long accesses are fine.
-    pub fn region_read(
-        &mut self,
-        index: u32,
-        offset: u64,
-        data: &mut [u8],
-    ) -> Result<(), AccessError> {
-        let _ = (index, offset, data);
-        todo!()
-    }
-
-    /// Writes `data` to a region. A guest's mistakes are not errors of the access: registers have their own ways.
-    pub fn region_write(
-        &mut self,
-        index: u32,
-        offset: u64,
-        data: &[u8],
-    ) -> Result<(), AccessError> {
-        let _ = (index, offset, data);
-        todo!()
-    }
-
-    /// Makes guest memory known. Without a file it is recorded only, and the device cannot reach it.
-    pub fn dma_map(
-        &mut self,
-        iova: GuestPa,
-        size: u64,
-        access: DmaAccess,
-        file: Option<(OwnedFd, u64)>,
-    ) -> Result<(), MemError> {
-        let _ = (iova, size, access, file);
-        todo!()
-    }
-
-    /// Takes one map away, named by the exact range it was made with. When it returns, neither the device nor the GPU
-    /// will touch the range again.
-    pub fn dma_unmap(&mut self, iova: GuestPa, size: u64) -> Result<(), MemError> {
-        let _ = (iova, size);
-        todo!()
-    }
-
-    /// Takes all maps away and says how many bytes they were.
-    pub fn dma_unmap_all(&mut self) -> u64 {
-        todo!()
-    }
-
-    /// What a client learns about an interrupt index; `None` beyond VFIO's five.
-    pub fn irq_info(&self, index: u32) -> Option<IrqInfo> {
-        let _ = index;
-        todo!()
-    }
-
-    /// Sets the eventfds that interrupts `start..` of an index signal; `None` leaves one without.
-    pub fn irq_set_triggers(
-        &mut self,
-        index: IrqIndex,
-        start: u32,
-        events: Vec<Option<OwnedFd>>,
-    ) -> Result<(), IrqError> {
-        let _ = (index, start, events);
-        todo!()
-    }
-
-    /// Turns an index off: all its eventfds are dropped (a trigger with no data and count 0).
-    pub fn irq_disable(&mut self, index: IrqIndex) -> Result<(), IrqError> {
-        let _ = index;
-        todo!()
-    }
-
-    /// Fires interrupts `start..` of an index whose flag is set, as if the device had raised them.
-    pub fn irq_fire(&mut self, index: IrqIndex, start: u32, fire: &[bool]) -> Result<(), IrqError> {
-        let _ = (index, start, fire);
-        todo!()
-    }
-
-    /// Masks (or unmasks) interrupts `start..` of an index whose flag is set.
-    pub fn irq_mask(
-        &mut self,
-        index: IrqIndex,
-        start: u32,
-        which: &[bool],
-        masked: bool,
-    ) -> Result<(), IrqError> {
-        let _ = (index, start, which, masked);
-        todo!()
-    }
-
-    /// Sets the eventfd through which the client unmasks INTx. The session watches [`Self::intx_unmask_event`].
-    pub fn irq_set_unmask_event(
-        &mut self,
-        index: IrqIndex,
-        event: Option<OwnedFd>,
-    ) -> Result<(), IrqError> {
-        let _ = (index, event);
-        todo!()
-    }
-
-    /// The eventfd to watch for INTx unmasking; it changes with [`Self::irq_set_unmask_event`] only.
-    pub fn intx_unmask_event(&self) -> Option<BorrowedFd<'_>> {
-        todo!()
-    }
-
-    /// The client has signalled [`Self::intx_unmask_event`].
-    pub fn on_intx_unmask(&mut self) {
-        todo!()
-    }
-
-    /// Resets the function, as DEVICE_RESET and a function-level reset ask for: registers, channels, GPU mappings.
-    /// Guest memory and the client's eventfds stay.
-    pub fn reset(&mut self) {
-        todo!()
-    }
-
-    /// The eventfd to watch for [`Self::on_gpu_event`].
-    pub fn gpu_event(&self) -> BorrowedFd<'_> {
-        self.client.event()
-    }
-
-    /// The GPU has signalled [`Self::gpu_event`]: takes what is pending and interrupts the guest.
-    pub fn on_gpu_event(&mut self) {
-        todo!()
-    }
-
-    /// A VM begins to use the device.
-    pub fn attach(&mut self) {
-        todo!()
-    }
-
-    /// The VM is gone: everything of it is dropped, video memory included, and the device is as new.
-    pub fn detach(&mut self) {
-        todo!()
-    }
-
-    /// What is on the screen.
-    pub fn scanout(&self) -> Scanout {
-        todo!()
-    }
-
-    /// Video memory's file and length, where it can be mapped: what [`Scanout::offset`] counts in.
-    pub fn vram(&self) -> Option<(BorrowedFd<'_>, u64)> {
-        todo!()
-    }
-
-    /// Trapped accesses so far.
-    pub fn traps(&self) -> Traps {
-        todo!()
-    }
-
-    /// What an operator should know about the attached VM, one line each.
-    pub fn warnings(&self) -> Vec<String> {
-        todo!()
-    }
-
-    /// False once the GPU is lost.
-    pub fn gpu_ok(&self) -> bool {
-        todo!()
-    }
-
-    /// What the vGPU has used.
-    pub fn usage(&mut self) -> Result<Usage, GpuError> {
-        self.client.usage()
-    }
 }

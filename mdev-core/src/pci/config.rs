@@ -189,11 +189,21 @@ impl ConfigSpace {
 
     /// Checks a saved state without taking it.
     pub fn check(&self, state: &BankState) -> Result<(), RestoreError> {
-        self.bank.check(state)
+        self.bank.check(state)?;
+        let value = |name: &str| state.0.get(name).copied().unwrap_or_default();
+        let impossible = |name| Err(RestoreError::Impossible { name, value: value(name) });
+        if matches!(value("PM_PMCSR") & 0x3, 1 | 2) {
+            return impossible("PM_PMCSR");
+        }
+        if value("MSI_CONTROL") >> MSI_ENABLE_SHIFT & 0x7 > MSI_VECTORS_LOG2 {
+            return impossible("MSI_CONTROL");
+        }
+        Ok(())
     }
 
     /// Takes a saved state.
     pub fn restore(&mut self, state: &BankState) -> Result<(), RestoreError> {
+        self.check(state)?;
         self.bank.restore(state)
     }
 }

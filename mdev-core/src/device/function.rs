@@ -1,0 +1,599 @@
+//! The device put together.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use super::control::{self, Control, DoorbellReg};
+use super::display::{self, Display};
+use super::mailbox::{self, Environment};
+use super::window::Window;
+use super::{
+    AccessError, DeviceError, FunctionSpec, Region, RegionInfo, RegionMapping, Scanout, Traps,
+};
+use crate::abi::control::{Features, VECTORS};
+use crate::abi::doorbell;
+use crate::gpu::{Aperture, Client, GpuError, Pending, Usage};
+use crate::ids::{GuestPa, Token};
+use crate::irq::{Interrupts, IrqError, IrqIndex, IrqInfo};
+use crate::mem::{DmaAccess, GuestMemory, MemError};
+use crate::pci::{Bar, BarKind, BarWidth, CONFIG_BYTES, ConfigSpace, Identity};
+use crate::regs::Bank;
+use crate::units::PAGE_SIZE;
+
+/// One vGPU as a PCI device.
+///
+/// It owns its [`Client`] and speaks no protocol: a vfio-user session calls it, one call at a time, and each call
+/// returns quickly and without waiting for anybody but the GPU.
+#[derive(Debug)]
+pub struct VirtualFunction {
+    pub(super) client: Box<dyn Client>,
+    features: Features,
+    pub(super) config: ConfigSpace,
+    pub(super) control: Control,
+    pub(super) display: Option<Display>,
+    doorbell: Bank<DoorbellReg>,
+    vram: Window,
+    framebuffer: Window,
+    memory: GuestMemory,
+    irq: Interrupts,
+    /// The silicon has been given eventfds of the guest's.
+    wired: bool,
+    /// It signals all of the guest's MSI vectors itself.
+    direct: bool,
+    /// The guest's driver has been at work since the VM attached.
+    active: bool,
+    lost: bool,
+    traps: Traps,
+}
+
+impl VirtualFunction {
+    /// Makes the device that `spec` describes out of what `client` was granted.
+    pub fn new(spec: &FunctionSpec, client: Box<dyn Client>) -> Result<Self, DeviceError> {
+        let framebuffer = client.apertures().framebuffer.as_ref().map_or(0, |it| it.len);
+        if let Some(limits) = spec.display {
+            let picture = u64::from(limits.max_width) * u64::from(limits.max_height) * 4;
+            if limits.max_width == 0
+                || limits.max_height == 0
+                || limits.max_width > u32::from(u16::MAX)
+                || limits.max_height > u32::from(u16::MAX)
+            {
+                return Err(DeviceError::Invalid("The largest mode is not 1 to 65535 pixels"));
+            }
+            if picture > framebuffer {
+                return Err(DeviceError::Invalid("The largest mode exceeds the framebuffer"));
+            }
+            if framebuffer > display::MAX_FRAMEBUFFER {
+                return Err(DeviceError::Invalid("The framebuffer exceeds 256 MiB"));
+            }
+        }
+        let features = control::features(spec, &*client);
+        let bars = bars(spec, &*client)?;
+        let identity =
+            if spec.display.is_some() { Identity::DISPLAY } else { Identity::ACCELERATOR };
+        Ok(Self {
+            features,
+            config: ConfigSpace::new(&identity, &bars),
+            control: Control::new(spec, &*client, features),
+            display: spec.display.map(|limits| Display::new(limits, framebuffer)),
+            doorbell: control::doorbell_bank(),
+            vram: Window::default(),
+            framebuffer: Window::default(),
+            memory: GuestMemory::default(),
+            irq: Interrupts::default(),
+            wired: false,
+            direct: false,
+            active: false,
+            lost: false,
+            traps: Traps::default(),
+            client,
+        })
+    }
+
+    /// What a client learns about a region; `None` beyond [`super::REGIONS`].
+    pub fn region(&self, index: u32) -> Option<RegionInfo<'_>> {
+        let none = RegionInfo { size: 0, readable: false, writable: false, mapping: None };
+        let info = |size| RegionInfo { size, readable: true, writable: true, mapping: None };
+        Some(match Region::from_index(index)? {
+            Region::Config => info(CONFIG_BYTES),
+            Region::Rom | Region::Vga => none,
+            Region::Bar(number) => match self.bar(number) {
+                None => none,
+                Some(bar) => RegionInfo { mapping: self.mapping(bar.kind), ..info(bar.size) },
+            },
+        })
+    }
+
+    fn bar(&self, number: u8) -> Option<Bar> {
+        self.config.bars().iter().find(|bar| bar.index == number).copied()
+    }
+
+    /// What a client may map of a BAR.
+    fn mapping(&self, kind: BarKind) -> Option<RegionMapping<'_>> {
+        let apertures = self.client.apertures();
+        let aperture = match kind {
+            BarKind::Framebuffer => apertures.framebuffer.as_ref(),
+            BarKind::Vram => apertures.vram.as_ref(),
+            BarKind::Doorbell => apertures
+                .doorbell
+                .as_ref()
+                .filter(|_| self.features.contains(Features::DOORBELL_MAPPED)),
+            BarKind::Display | BarKind::Control => None,
+        };
+        aperture.map(|aperture| RegionMapping { fd: aperture.fd.as_fd(), len: aperture.len })
+    }
+
+    fn check_access(&self, index: u32, offset: u64, len: usize) -> Result<Region, AccessError> {
+        let region = Region::from_index(index);
+        let size = self.region(index).map_or(0, |info| info.size);
+        let Some(region) = region.filter(|_| size > 0) else {
+            return Err(AccessError::NoRegion(index));
+        };
+        match offset.checked_add(len as u64) {
+            Some(end) if end <= size => Ok(region),
+            _ => Err(AccessError::OutOfRange { region: index, offset, len }),
+        }
+    }
+
+    /// Reads `data.len()` bytes of a region. Unaligned and long accesses are fine.
+    pub fn region_read(
+        &mut self,
+        index: u32,
+        offset: u64,
+        data: &mut [u8],
+    ) -> Result<(), AccessError> {
+        let region = self.check_access(index, offset, data.len())?;
+        let kind = match region {
+            Region::Bar(number) => self.bar(number).map(|bar| bar.kind),
+            Region::Config | Region::Rom | Region::Vga => None,
+        };
+        match kind {
+            None => {
+                self.traps.config += 1;
+                let intx = !self.control.interrupting().is_empty();
+                self.config.read(offset, data, intx);
+            }
+            Some(BarKind::Control) => {
+                self.traps.control += 1;
+                // The silicon may have signalled the guest itself: what it reads then must be there.
+                if Control::touches_interrupt_status(offset, data.len()) {
+                    self.collect(Delivery::Line);
+                }
+                self.control.read(offset, data, self.lost);
+            }
+            Some(BarKind::Display) => {
+                self.traps.display += 1;
+                if let Some(display) = &mut self.display {
+                    display.read(offset, data);
+                }
+            }
+            Some(BarKind::Doorbell) => self.doorbell.read(offset, data, |_, value| value),
+            Some(kind @ (BarKind::Framebuffer | BarKind::Vram)) => {
+                self.traps.memory += 1;
+                if let Some((window, aperture)) = self.window(kind) {
+                    window.read(aperture, offset, data);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `data` to a region. A guest's mistakes are not errors of the access: registers have their own ways.
+    pub fn region_write(
+        &mut self,
+        index: u32,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<(), AccessError> {
+        let region = self.check_access(index, offset, data.len())?;
+        let kind = match region {
+            Region::Bar(number) => self.bar(number).map(|bar| bar.kind),
+            Region::Config | Region::Rom | Region::Vga => None,
+        };
+        match kind {
+            None => self.write_config(offset, data),
+            Some(BarKind::Control) => self.write_control(offset, data),
+            Some(BarKind::Display) => self.write_display(offset, data),
+            Some(BarKind::Doorbell) => {
+                let mut token = None;
+                self.doorbell.write(offset, data, |_, id, write| match id {
+                    DoorbellReg::Token => token = Some(Token(write.raw)),
+                });
+                if let Some(token) = token {
+                    self.wake(token);
+                }
+            }
+            Some(kind @ (BarKind::Framebuffer | BarKind::Vram)) => {
+                self.traps.memory += 1;
+                if let Some((window, aperture)) = self.window(kind) {
+                    window.write(aperture, offset, data);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn window(&mut self, kind: BarKind) -> Option<(&mut Window, &Aperture)> {
+        let apertures = self.client.apertures();
+        match kind {
+            BarKind::Vram => Some((&mut self.vram, apertures.vram.as_ref()?)),
+            BarKind::Framebuffer => Some((&mut self.framebuffer, apertures.framebuffer.as_ref()?)),
+            BarKind::Doorbell | BarKind::Display | BarKind::Control => None,
+        }
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        self.traps.config += 1;
+        let effect = self.config.write(offset, data);
+        if effect.reset {
+            self.reset();
+        } else if effect.intx_changed {
+            self.update_line();
+        }
+    }
+
+    fn write_display(&mut self, offset: u64, data: &[u8]) {
+        self.traps.display += 1;
+        let Some(display) = &mut self.display else { return };
+        let effect = display.write(offset, data);
+        self.active |= effect.enabled;
+        if let Some(len) = effect.clear
+            && let Some((window, aperture)) = self.window(BarKind::Framebuffer)
+        {
+            window.clear(aperture, len);
+        }
+    }
+
+    fn write_control(&mut self, offset: u64, data: &[u8]) {
+        self.traps.control += 1;
+        let effect = self.control.write(offset, data);
+        if effect.mailbox {
+            self.serve_mailbox();
+        }
+        if let Some(token) = effect.wake {
+            self.wake(token);
+        }
+        if effect.interrupts {
+            if effect.newly_enabled != 0 {
+                self.wire();
+                let pending = Pending::from_bits_truncate(effect.newly_enabled);
+                self.deliver(pending & self.control.interrupting(), Delivery::All);
+            }
+            if !self.control.enabled().contains(Pending::NONSTALL) {
+                self.wire();
+            }
+            self.update_line();
+        }
+    }
+
+    fn serve_mailbox(&mut self) {
+        self.traps.mailbox += 1;
+        self.active = true;
+        let mut environment = Environment {
+            client: &mut *self.client,
+            memory: &mut self.memory,
+            features: self.features,
+        };
+        let outcome = mailbox::serve(&mut environment, self.control.mailbox(), self.lost);
+        self.control.set_mailbox_status(outcome.status);
+        if outcome.lost {
+            self.lose();
+        }
+    }
+
+    fn wake(&mut self, token: Token) {
+        self.traps.doorbell += 1;
+        self.control.count_doorbell();
+        let woken = self.client.wake(token);
+        self.note(woken);
+    }
+
+    /// Looks at the outcome of a call to the GPU that a guest is not told about.
+    fn note(&mut self, result: Result<(), GpuError>) {
+        match result {
+            Ok(()) => {}
+            Err(GpuError::Lost(_)) => self.lose(),
+            Err(error) => log::debug!("The GPU refused a call: {error}"),
+        }
+    }
+
+    fn lose(&mut self) {
+        if !self.lost {
+            self.lost = true;
+            log::error!("The GPU is lost: every request gets DeviceLost until a restart");
+            self.raise(Pending::DEVICE_LOST, Delivery::All);
+        }
+    }
+
+    /// Makes guest memory known. Without a file it is recorded only, and the device cannot reach it.
+    pub fn dma_map(
+        &mut self,
+        iova: GuestPa,
+        size: u64,
+        access: DmaAccess,
+        file: Option<(OwnedFd, u64)>,
+    ) -> Result<(), MemError> {
+        self.memory.map(iova, size, access, file)
+    }
+
+    /// Takes one map away, named by the exact range it was made with. When it returns, neither the device nor the GPU
+    /// will touch the range again.
+    pub fn dma_unmap(&mut self, iova: GuestPa, size: u64) -> Result<(), MemError> {
+        self.memory.unmap(&mut *self.client, iova, size)
+    }
+
+    /// Takes all maps away and says how many bytes they were.
+    pub fn dma_unmap_all(&mut self) -> u64 {
+        self.memory.clear(&mut *self.client)
+    }
+
+    /// What a client learns about an interrupt index; `None` beyond VFIO's five.
+    pub fn irq_info(&self, index: u32) -> Option<IrqInfo> {
+        IrqIndex::from_number(index).map(Interrupts::info)
+    }
+
+    /// Sets the eventfds that interrupts `start..` of an index signal; `None` leaves one without.
+    pub fn irq_set_triggers(
+        &mut self,
+        index: IrqIndex,
+        start: u32,
+        events: Vec<Option<OwnedFd>>,
+    ) -> Result<(), IrqError> {
+        self.irq.set_triggers(index, start, events)?;
+        self.rewire(index);
+        Ok(())
+    }
+
+    /// Turns an index off: all its eventfds are dropped (a trigger with no data and count 0).
+    pub fn irq_disable(&mut self, index: IrqIndex) {
+        self.irq.disable(index);
+        self.rewire(index);
+    }
+
+    /// Fires interrupts `start..` of an index whose flag is set, as if the device had raised them.
+    pub fn irq_fire(&mut self, index: IrqIndex, start: u32, fire: &[bool]) -> Result<(), IrqError> {
+        self.irq.fire(index, start, fire)
+    }
+
+    /// Masks (or unmasks) interrupts `start..` of an index whose flag is set.
+    pub fn irq_mask(
+        &mut self,
+        index: IrqIndex,
+        start: u32,
+        which: &[bool],
+        masked: bool,
+    ) -> Result<(), IrqError> {
+        self.irq.mask(index, start, which, masked)
+    }
+
+    /// Sets the eventfd through which the client unmasks INTx. The session watches [`Self::intx_unmask_event`].
+    pub fn irq_set_unmask_event(
+        &mut self,
+        index: IrqIndex,
+        event: Option<OwnedFd>,
+    ) -> Result<(), IrqError> {
+        self.irq.set_unmask_event(index, event)
+    }
+
+    /// The eventfd to watch for INTx unmasking; it changes with [`Self::irq_set_unmask_event`], by disabling INTx and
+    /// by [`Self::detach`].
+    pub fn intx_unmask_event(&self) -> Option<BorrowedFd<'_>> {
+        self.irq.unmask_event()
+    }
+
+    /// The client has signalled [`Self::intx_unmask_event`].
+    pub fn on_intx_unmask(&mut self) {
+        self.irq.on_unmask();
+    }
+
+    fn rewire(&mut self, index: IrqIndex) {
+        if index == IrqIndex::Msi {
+            self.wire();
+            self.update_line();
+        }
+    }
+
+    /// Lets the silicon signal the guest's MSI vectors itself while the guest wants non-stall interrupts.
+    fn wire(&mut self) {
+        let wanted = self.irq.msi_granted() > 0
+            && self.control.enabled().contains(Pending::NONSTALL)
+            && !self.lost;
+        if !wanted && !self.wired {
+            return;
+        }
+        (self.wired, self.direct) = (wanted, wanted);
+        for vector in 0..VECTORS {
+            let event = if wanted { self.irq.msi_event(vector) } else { None };
+            if let Err(error) = self.client.set_interrupt(vector, event) {
+                log::debug!("The GPU does not signal vector {vector} itself: {error}");
+                self.direct = false;
+            }
+        }
+    }
+
+    /// Resets the function, as DEVICE_RESET and a function-level reset ask for: registers, channels, GPU mappings.
+    /// Guest memory and the client's eventfds stay.
+    pub fn reset(&mut self) {
+        let reset = self.client.reset();
+        self.config.reset();
+        self.control.reset();
+        if let Some(display) = &mut self.display {
+            display.reset();
+        }
+        let _ = self.client.take_pending();
+        self.wire();
+        self.update_line();
+        self.note(reset);
+    }
+
+    /// The eventfd to watch for [`Self::on_gpu_event`].
+    pub fn gpu_event(&self) -> BorrowedFd<'_> {
+        self.client.event()
+    }
+
+    /// The GPU has signalled [`Self::gpu_event`]: takes what is pending and interrupts the guest.
+    pub fn on_gpu_event(&mut self) {
+        self.collect(Delivery::All);
+    }
+
+    fn collect(&mut self, delivery: Delivery) {
+        let pending = self.client.take_pending();
+        if pending.contains(Pending::DEVICE_LOST) {
+            self.lose();
+        }
+        self.raise(pending, delivery);
+    }
+
+    fn raise(&mut self, pending: Pending, delivery: Delivery) {
+        if pending.is_empty() {
+            return;
+        }
+        self.control.raise(pending);
+        self.deliver(pending & self.control.enabled(), delivery);
+        self.update_line();
+    }
+
+    /// Signals MSI vectors for conditions that have come up.
+    fn deliver(&mut self, pending: Pending, delivery: Delivery) {
+        let granted = self.irq.msi_granted();
+        if granted == 0 {
+            return;
+        }
+        // Whose channel it was is not known here, so each vector is told.
+        if pending.contains(Pending::NONSTALL) && !self.direct && delivery == Delivery::All {
+            (0..granted).for_each(|vector| self.irq.msi_signal(vector));
+        } else if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST) {
+            self.irq.msi_signal(0);
+        }
+    }
+
+    /// Interrupts follow the restored registers.
+    pub(super) fn after_restore(&mut self) {
+        self.wire();
+        self.deliver(self.control.interrupting(), Delivery::All);
+        self.update_line();
+    }
+
+    fn update_line(&mut self) {
+        let asserted = self.irq.msi_granted() == 0
+            && !self.config.intx_disabled()
+            && !self.control.interrupting().is_empty();
+        self.irq.set_level(asserted);
+    }
+
+    /// A VM begins to use the device.
+    pub fn attach(&mut self) {
+        self.detach();
+    }
+
+    /// The VM is gone: everything of it is dropped, video memory included, and the device is as new.
+    pub fn detach(&mut self) {
+        self.irq = Interrupts::default();
+        self.reset();
+        self.memory.clear(&mut *self.client);
+        self.scrub();
+        self.active = false;
+    }
+
+    /// Gives video memory back to the host where its file allows that; the next VM finds zeros.
+    fn scrub(&mut self) {
+        if let Some(vram) = &self.client.apertures().vram {
+            // A file that cannot be punched (real video memory) is its backend's to scrub.
+            let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
+            let len = libc::off64_t::try_from(vram.len).unwrap_or(libc::off64_t::MAX);
+            // SAFETY: works on a descriptor that the client owns, and touches no memory of ours but shared pages
+            // that are only accessed as volatile.
+            let done =
+                unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, 0, len) } == 0;
+            if !done {
+                log::debug!("Video memory was not scrubbed: {}", std::io::Error::last_os_error());
+            }
+        }
+    }
+
+    /// What is on the screen.
+    pub fn scanout(&self) -> Scanout {
+        self.display.as_ref().map(Display::scanout).unwrap_or_default()
+    }
+
+    /// Video memory's file and length, where it can be mapped: what [`Scanout::offset`] counts in. Without an aperture
+    /// of all of it, that of the framebuffer, which is its start.
+    pub fn vram(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        let apertures = self.client.apertures();
+        let aperture = apertures.vram.as_ref().or(apertures.framebuffer.as_ref())?;
+        Some((aperture.fd.as_fd(), aperture.len))
+    }
+
+    /// Trapped accesses so far.
+    pub fn traps(&self) -> Traps {
+        self.traps
+    }
+
+    /// What an operator should know about the attached VM, one line each.
+    pub fn warnings(&self) -> Vec<String> {
+        let bars = self.config.bars().iter();
+        let own: Vec<_> =
+            bars.filter_map(|bar| Some((self.config.bar_address(bar.kind)?, bar.size))).collect();
+        let mut lines = self.memory.advice(&own, self.active);
+        if self.lost {
+            lines.push("The GPU is lost: stop the vGPU and start it again".to_owned());
+        }
+        lines
+    }
+
+    /// False once the GPU is lost.
+    pub fn gpu_ok(&self) -> bool {
+        !self.lost
+    }
+
+    /// What the vGPU has used.
+    pub fn usage(&mut self) -> Result<Usage, GpuError> {
+        self.client.usage()
+    }
+
+    /// The register tables of this function as Markdown, each with its name: what `docs/` shows.
+    pub fn register_tables(&self) -> Vec<(&'static str, String)> {
+        let mut tables = vec![
+            ("control", self.control.bank().markdown()),
+            ("doorbell", self.doorbell.markdown()),
+            ("config", self.config.bank().markdown()),
+        ];
+        tables.extend(self.display.iter().map(|it| ("display", it.bank().markdown())));
+        tables
+    }
+}
+
+/// How far conditions are delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Delivery {
+    /// By INTx and MSI.
+    All,
+    /// Not by MSI for non-stall interrupts: the guest is just reading what is pending.
+    Line,
+}
+
+/// The BARs of a function: what a grant and a type come down to.
+fn bars(spec: &FunctionSpec, client: &dyn Client) -> Result<Vec<Bar>, DeviceError> {
+    let apertures = client.apertures();
+    let mut bars = Vec::new();
+    let mut add = |index, kind, len: u64, width, prefetchable| {
+        let Some(size) = len.max(PAGE_SIZE).checked_next_power_of_two() else {
+            return Err(DeviceError::Invalid("An aperture exceeds 2^63 bytes"));
+        };
+        if width == BarWidth::Bits32 && size > 1 << 31 {
+            return Err(DeviceError::Invalid("An aperture exceeds its 32-bit BAR"));
+        }
+        bars.push(Bar { index, kind, size, width, prefetchable });
+        Ok(())
+    };
+    if spec.display.is_some() {
+        let len = apertures.framebuffer.as_ref().map_or(0, |aperture| aperture.len);
+        add(0, BarKind::Framebuffer, len, BarWidth::Bits32, true)?;
+        add(2, BarKind::Display, display::BAR_BYTES, BarWidth::Bits32, false)?;
+    }
+    let page = apertures.doorbell.as_ref().map_or(0, |aperture| aperture.len);
+    add(1, BarKind::Doorbell, page.max(doorbell::PAGE_BYTES), BarWidth::Bits32, false)?;
+    add(3, BarKind::Control, crate::abi::control::BAR_BYTES, BarWidth::Bits32, false)?;
+    if let Some(vram) = &apertures.vram {
+        add(4, BarKind::Vram, vram.len, BarWidth::Bits64, true)?;
+    }
+    Ok(bars)
+}

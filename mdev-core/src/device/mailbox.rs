@@ -1,0 +1,322 @@
+//! The mailbox: requests of a guest's driver, checked and carried out.
+//!
+//! The page is copied in once and looked at nowhere else, so a guest that changes it meanwhile fools only itself.
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::abi::control::{Features, VECTORS};
+use crate::abi::mailbox::{
+    ChannelCreate, ChannelCreated, ChannelName, ChannelState, ENGINE_COMPUTE, ENGINE_COPY, Header,
+    Info, MAP_READ_ONLY, MAX_GPFIFO_ENTRIES, MAX_SCATTER, MapGuest, MapVram, Opcode, PAGE_BYTES,
+    PAYLOAD, Scatter, Status, USERD_GUEST, USERD_VRAM, Unmap, VA_END, VA_START,
+};
+use crate::abi::{compute, copy, host, userd};
+use crate::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError};
+use crate::ids::{ChannelId, GpuVa, GuestPa};
+use crate::mem::{DmaAccess, GuestMemory};
+use crate::units::{PAGE_SIZE, is_aligned};
+
+/// What requests work on.
+#[derive(Debug)]
+pub(super) struct Environment<'a> {
+    pub client: &'a mut dyn Client,
+    pub memory: &'a mut GuestMemory,
+    pub features: Features,
+}
+
+/// What became of the mailbox doorbell.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub status: Status,
+    /// The GPU was found to be lost.
+    pub lost: bool,
+}
+
+/// A request that was not carried out.
+#[derive(Debug)]
+enum Refusal {
+    Status(Status),
+    Gpu(GpuError),
+}
+
+impl From<Status> for Refusal {
+    fn from(status: Status) -> Self {
+        Self::Status(status)
+    }
+}
+
+impl From<GpuError> for Refusal {
+    fn from(error: GpuError) -> Self {
+        Self::Gpu(error)
+    }
+}
+
+/// Most pieces of guest memory that one request may come down to: a vCPU waits for each.
+const MAX_PIECES: usize = 1024;
+
+/// Payload of a reply; none is longer than [`Info`].
+type Reply = Vec<u8>;
+
+/// Takes the request at `address`, carries it out and answers it in place.
+pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> Outcome {
+    let mut page = [0; PAGE_BYTES];
+    let both = DmaAccess::READ | DmaAccess::WRITE;
+    // The answer must fit where the request came from, before anything is done.
+    if env.memory.check(address, PAGE_BYTES as u64, both).is_err()
+        || env.memory.read(address, &mut page).is_err()
+    {
+        return Outcome { status: Status::BadMailbox, lost };
+    }
+    let Ok((mut header, _)) = Header::read_from_prefix(&page) else {
+        return Outcome { status: Status::Internal, lost };
+    };
+    let result = if lost { Err(Status::DeviceLost.into()) } else { execute(env, &header, &page) };
+    let (status, reply) = match result {
+        Ok(reply) => (Status::Ok, reply),
+        Err(Refusal::Status(status)) => (status, Reply::new()),
+        Err(Refusal::Gpu(error)) => {
+            log::debug!("Mailbox request {}: {error}", header.opcode);
+            (status_of(&error), Reply::new())
+        }
+    };
+    header.status = status as u32;
+    header.reply_bytes = reply.len() as u32;
+    let mut answer = header.as_bytes().to_vec();
+    answer.extend_from_slice(&reply);
+    let written = env.memory.write(address, &answer);
+    let status = if written.is_ok() { status } else { Status::BadMailbox };
+    Outcome { status, lost: lost || status == Status::DeviceLost }
+}
+
+/// A GPU's error in a guest's words.
+fn status_of(error: &GpuError) -> Status {
+    match error {
+        GpuError::Invalid(_) => Status::Invalid,
+        GpuError::OutOfRange(_) => Status::OutOfRange,
+        GpuError::Overlap(_) => Status::Overlap,
+        GpuError::NotFound(_) => Status::NotFound,
+        GpuError::Limit(_) => Status::Limit,
+        GpuError::Unsupported(_) => Status::Unsupported,
+        GpuError::Lost(_) => Status::DeviceLost,
+        GpuError::Io(error) => {
+            log::warn!("Mailbox request failed on the host: {error}");
+            Status::Internal
+        }
+    }
+}
+
+fn execute(
+    env: &mut Environment<'_>,
+    header: &Header,
+    page: &[u8; PAGE_BYTES],
+) -> Result<Reply, Refusal> {
+    let opcode = Opcode::from_number(header.opcode).ok_or(Status::UnknownOpcode)?;
+    let payload = usize::try_from(header.request_bytes)
+        .ok()
+        .and_then(|len| page[PAYLOAD..].get(..len))
+        .filter(|_| header.reserved == 0)
+        .ok_or(Status::Invalid)?;
+    match opcode {
+        Opcode::GetInfo => empty(payload).map(|()| info(env).as_bytes().to_vec()),
+        Opcode::MapGuest => {
+            let (request, list) =
+                MapGuest::read_from_prefix(payload).map_err(|_| Status::Invalid)?;
+            map_guest(env, &request, list).map(|()| Reply::new())
+        }
+        Opcode::MapVram => map_vram(env, &exact(payload)?).map(|()| Reply::new()),
+        Opcode::Unmap => {
+            let request: Unmap = exact(payload)?;
+            let va = gpu_range(request.va, request.length)?;
+            env.client.unmap(va, request.length)?;
+            Ok(Reply::new())
+        }
+        Opcode::ChannelCreate => create_channel(env, &exact(payload)?),
+        Opcode::ChannelQuery => {
+            let state = env.client.query_channel(channel(payload)?)?;
+            let state = ChannelState {
+                error: state.error,
+                gp_get: state.gp_get,
+                error_info: state.error_info,
+                engine_ns: state.engine_ns,
+            };
+            Ok(state.as_bytes().to_vec())
+        }
+        Opcode::ChannelDestroy => {
+            env.client.destroy_channel(channel(payload)?)?;
+            Ok(Reply::new())
+        }
+        Opcode::Reset => {
+            empty(payload)?;
+            env.client.reset()?;
+            Ok(Reply::new())
+        }
+    }
+}
+
+fn empty(payload: &[u8]) -> Result<(), Refusal> {
+    if payload.is_empty() { Ok(()) } else { Err(Status::Invalid.into()) }
+}
+
+fn exact<T: FromBytes>(payload: &[u8]) -> Result<T, Refusal> {
+    T::read_from_bytes(payload).map_err(|_| Status::Invalid.into())
+}
+
+fn channel(payload: &[u8]) -> Result<ChannelId, Refusal> {
+    let name: ChannelName = exact(payload)?;
+    if name.reserved == 0 { Ok(ChannelId(name.channel)) } else { Err(Status::Invalid.into()) }
+}
+
+fn info(env: &Environment<'_>) -> Info {
+    let class = |feature, class| if env.features.contains(feature) { class } else { 0 };
+    Info {
+        vram_bytes: env.client.spec().vram_bytes,
+        va_start: VA_START,
+        va_end: VA_END,
+        timestamp_hz: 1_000_000_000,
+        features: env.features.bits(),
+        max_channels: env.client.spec().max_channels,
+        vectors: VECTORS,
+        max_gpfifo_entries: MAX_GPFIFO_ENTRIES,
+        classes: [
+            host::CLASS,
+            class(Features::COPY, copy::CLASS),
+            class(Features::COMPUTE, compute::CLASS),
+        ],
+        reserved: 0,
+    }
+}
+
+/// Checks a range of GPU virtual addresses.
+fn gpu_range(va: u64, len: u64) -> Result<GpuVa, Refusal> {
+    if len == 0 || !is_aligned(va, PAGE_SIZE) || !is_aligned(len, PAGE_SIZE) {
+        return Err(Status::Invalid.into());
+    }
+    let end = va.checked_add(len).filter(|end| va >= VA_START && *end <= VA_END);
+    if end.is_some() { Ok(GpuVa(va)) } else { Err(Status::OutOfRange.into()) }
+}
+
+/// Checks a range of video memory.
+fn vram_range(env: &Environment<'_>, offset: u64, len: u64) -> Result<Backing, Refusal> {
+    let end = offset.checked_add(len).filter(|end| *end <= env.client.spec().vram_bytes);
+    if end.is_some() { Ok(Backing::Vram { offset }) } else { Err(Status::OutOfRange.into()) }
+}
+
+fn writable(flags: u32) -> Result<bool, Refusal> {
+    match flags {
+        0 => Ok(true),
+        MAP_READ_ONLY => Ok(false),
+        _ => Err(Status::Invalid.into()),
+    }
+}
+
+fn map_guest(env: &mut Environment<'_>, request: &MapGuest, list: &[u8]) -> Result<(), Refusal> {
+    let count = request.count as usize;
+    if count == 0 || count > MAX_SCATTER || list.len() != count * size_of::<Scatter>() {
+        return Err(Status::Invalid.into());
+    }
+    let writable = writable(request.flags)?;
+    let mut ranges = Vec::with_capacity(count);
+    let mut total = 0u64;
+    for bytes in list.chunks_exact(size_of::<Scatter>()) {
+        let range: Scatter = exact(bytes)?;
+        let aligned = is_aligned(range.address, PAGE_SIZE) && is_aligned(range.length, PAGE_SIZE);
+        if !aligned || range.length == 0 {
+            return Err(Status::Invalid.into());
+        }
+        total = total.checked_add(range.length).ok_or(Status::OutOfRange)?;
+        ranges.push(range);
+    }
+    let GpuVa(start) = gpu_range(request.va, total)?;
+    let access = if writable { DmaAccess::READ | DmaAccess::WRITE } else { DmaAccess::READ };
+    // All of the list is found before any of it is mapped.
+    let mut parts = Vec::new();
+    for range in &ranges {
+        let address = GuestPa(range.address);
+        parts.extend(env.memory.import(env.client, address, range.length, access)?);
+    }
+    let pieces = join(parts);
+    if pieces.len() > MAX_PIECES {
+        return Err(Status::Limit.into());
+    }
+    let mut va = start;
+    for (backing, len) in pieces {
+        if let Err(error) = env.client.map(GpuVa(va), len, backing, writable) {
+            // Either all of the request is mapped or nothing.
+            if va > start {
+                env.client.unmap(GpuVa(start), va - start)?;
+            }
+            return Err(error.into());
+        }
+        va += len;
+    }
+    Ok(())
+}
+
+/// Makes one of parts that follow each other: scatter lists often name consecutive pages.
+fn join(parts: Vec<(Backing, u64)>) -> Vec<(Backing, u64)> {
+    let mut joined: Vec<(Backing, u64)> = Vec::with_capacity(parts.len());
+    for (backing, len) in parts {
+        match (joined.last_mut(), backing) {
+            (
+                Some((Backing::Guest { memory, offset }, before)),
+                Backing::Guest { memory: other, offset: next },
+            ) if *memory == other && *offset + *before == next => *before += len,
+            _ => joined.push((backing, len)),
+        }
+    }
+    joined
+}
+
+fn map_vram(env: &mut Environment<'_>, request: &MapVram) -> Result<(), Refusal> {
+    let writable = writable(request.flags)?;
+    if request.reserved != 0 || !is_aligned(request.offset, PAGE_SIZE) {
+        return Err(Status::Invalid.into());
+    }
+    let va = gpu_range(request.va, request.length)?;
+    let backing = vram_range(env, request.offset, request.length)?;
+    Ok(env.client.map(va, request.length, backing, writable)?)
+}
+
+fn create_channel(env: &mut Environment<'_>, request: &ChannelCreate) -> Result<Reply, Refusal> {
+    let (engine, feature) = match request.engine {
+        ENGINE_COPY => (EngineKind::Copy, Features::COPY),
+        ENGINE_COMPUTE => (EngineKind::Compute, Features::COMPUTE),
+        _ => return Err(Status::Invalid.into()),
+    };
+    if !env.features.contains(feature) {
+        return Err(Status::Unsupported.into());
+    }
+    let entries = request.gpfifo_entries;
+    if !entries.is_power_of_two()
+        || !(2..=MAX_GPFIFO_ENTRIES).contains(&entries)
+        || !is_aligned(request.gpfifo_va, host::GP_ENTRY_BYTES)
+        || !is_aligned(request.userd, userd::BYTES)
+        || request.vector >= VECTORS
+    {
+        return Err(Status::Invalid.into());
+    }
+    let ring = u64::from(entries) * host::GP_ENTRY_BYTES;
+    let past = request.gpfifo_va.checked_add(ring).filter(|past| *past <= VA_END);
+    if past.is_none() || request.gpfifo_va < VA_START {
+        return Err(Status::OutOfRange.into());
+    }
+    let userd = match request.userd_aperture {
+        USERD_GUEST => {
+            let both = DmaAccess::READ | DmaAccess::WRITE;
+            let address = GuestPa(request.userd);
+            let found = env.memory.import(env.client, address, userd::BYTES, both)?;
+            found.first().ok_or(Status::OutOfRange)?.0
+        }
+        USERD_VRAM => vram_range(env, request.userd, userd::BYTES)?,
+        _ => return Err(Status::Invalid.into()),
+    };
+    let made = env.client.create_channel(&ChannelSpec {
+        engine,
+        gpfifo: GpuVa(request.gpfifo_va),
+        gpfifo_entries: entries,
+        userd,
+        vector: request.vector,
+    })?;
+    let reply = ChannelCreated { channel: made.id.0, token: made.token.0 };
+    Ok(reply.as_bytes().to_vec())
+}

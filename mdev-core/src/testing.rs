@@ -1,0 +1,204 @@
+//! A GPU client that writes down what it is asked for.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::gpu::{
+    Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
+};
+use crate::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
+use crate::units::MIB;
+
+/// What a [`Recorder`] has seen, and what it is to say.
+#[derive(Debug, Default)]
+pub struct Record {
+    pub calls: Vec<String>,
+    pub pending: Option<Pending>,
+    pub imports: BTreeMap<u32, u64>,
+    pub mapped: BTreeMap<u64, (u64, Backing, bool)>,
+    pub channels: BTreeMap<u32, ChannelSpec>,
+    pub interrupts: [bool; 4],
+    pub lost: bool,
+    /// Fail the map call after so many.
+    pub maps_left: Option<u32>,
+    next: u32,
+}
+
+/// The record, shared with the test.
+pub type Shared = Arc<Mutex<Record>>;
+
+#[derive(Debug)]
+pub struct Recorder {
+    spec: ClientSpec,
+    gpu: GpuDescription,
+    apertures: Apertures,
+    event: EventFd,
+    record: Shared,
+}
+
+/// A file of so many bytes, as an aperture.
+fn aperture(len: u64) -> Aperture {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len).unwrap();
+    Aperture { fd: OwnedFd::from(file), len }
+}
+
+impl Recorder {
+    /// A client with 8 MiB of video memory, of which 4 MiB are a framebuffer.
+    pub fn new() -> (Box<Self>, Shared) {
+        let record = Shared::default();
+        let vram = aperture(8 * MIB);
+        let framebuffer = Aperture { fd: vram.fd.try_clone().unwrap(), len: 4 * MIB };
+        let recorder = Self {
+            spec: ClientSpec {
+                vgpu: VgpuId(uuid::Uuid::from_u128(0x11)),
+                vram_bytes: 8 * MIB,
+                framebuffer_bytes: 4 * MIB,
+                max_channels: 8,
+                max_import_bytes: 64 * MIB,
+            },
+            gpu: GpuDescription {
+                parent: "soft0".into(),
+                model: "SOFT".into(),
+                name: "Test GPU".into(),
+                vram_bytes: 64 * MIB,
+                capabilities: GpuCapabilities::all(),
+                max_channels: 8,
+                default_timeslice: Duration::from_millis(2),
+            },
+            apertures: Apertures {
+                vram: Some(vram),
+                doorbell: Some(aperture(0x1_0000)),
+                framebuffer: Some(framebuffer),
+            },
+            event: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
+            record: record.clone(),
+        };
+        (Box::new(recorder), record)
+    }
+
+    fn call(&self, text: String) -> Result<MutexGuard<'_, Record>, GpuError> {
+        let mut record = self.record.lock().unwrap();
+        record.calls.push(text);
+        if record.lost { Err(GpuError::Lost("unplugged".into())) } else { Ok(record) }
+    }
+}
+
+impl Client for Recorder {
+    fn spec(&self) -> &ClientSpec {
+        &self.spec
+    }
+
+    fn gpu(&self) -> &GpuDescription {
+        &self.gpu
+    }
+
+    fn apertures(&self) -> &Apertures {
+        &self.apertures
+    }
+
+    fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError> {
+        let mut record = self.call(format!("import {:#x} {}", ram.len, ram.writable))?;
+        record.next += 1;
+        let id = record.next;
+        record.imports.insert(id, ram.len);
+        Ok(MemoryId(id))
+    }
+
+    fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
+        let mut record = self.call(format!("release {}", memory.0))?;
+        record.imports.remove(&memory.0).ok_or(GpuError::NotFound("memory"))?;
+        Ok(())
+    }
+
+    fn map(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        backing: Backing,
+        writable: bool,
+    ) -> Result<(), GpuError> {
+        let mut record = self.call(format!("map {va} {len:#x} {backing:?} {writable}"))?;
+        match &mut record.maps_left {
+            Some(0) => return Err(GpuError::Overlap(va)),
+            Some(left) => *left -= 1,
+            None => {}
+        }
+        record.mapped.insert(va.0, (len, backing, writable));
+        Ok(())
+    }
+
+    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        let mut record = self.call(format!("unmap {va} {len:#x}"))?;
+        let before = record.mapped.len();
+        record.mapped.retain(|start, _| *start < va.0 || *start - va.0 >= len);
+        if record.mapped.len() == before { Err(GpuError::NotFound("mapping")) } else { Ok(()) }
+    }
+
+    fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
+        let mut record = self.call("create_channel".into())?;
+        record.next += 1;
+        let id = record.next;
+        record.channels.insert(id, *spec);
+        Ok(ChannelHandle { id: ChannelId(id), token: Token(0x100 + id) })
+    }
+
+    fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        let mut record = self.call(format!("destroy_channel {}", id.0))?;
+        record.channels.remove(&id.0).map(drop).ok_or(GpuError::NotFound("channel"))
+    }
+
+    fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
+        let record = self.call(format!("query_channel {}", id.0))?;
+        let found = record.channels.contains_key(&id.0);
+        let status = ChannelStatus { gp_get: 5, ..ChannelStatus::default() };
+        if found { Ok(status) } else { Err(GpuError::NotFound("channel")) }
+    }
+
+    fn wake(&mut self, token: Token) -> Result<(), GpuError> {
+        self.call(format!("wake {:#x}", token.0)).map(drop)
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is owned by self, which the result borrows.
+        unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }
+    }
+
+    fn set_interrupt(
+        &mut self,
+        vector: u32,
+        event: Option<BorrowedFd<'_>>,
+    ) -> Result<(), GpuError> {
+        let mut record = self.call(format!("set_interrupt {vector} {}", event.is_some()))?;
+        record.interrupts[vector as usize] = event.is_some();
+        Ok(())
+    }
+
+    fn take_pending(&mut self) -> Pending {
+        self.record.lock().unwrap().pending.take().unwrap_or(Pending::empty())
+    }
+
+    fn reset(&mut self) -> Result<(), GpuError> {
+        let mut record = self.call("reset".into())?;
+        record.channels.clear();
+        record.mapped.clear();
+        Ok(())
+    }
+
+    fn usage(&mut self) -> Result<Usage, GpuError> {
+        Ok(Usage::default())
+    }
+}
+
+/// A file of guest RAM, to be written by a test and shared with the device.
+pub fn guest_ram(len: u64) -> (std::fs::File, OwnedFd) {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len).unwrap();
+    let shared = file.as_fd().try_clone_to_owned().unwrap();
+    (file, shared)
+}
