@@ -106,7 +106,7 @@ impl Device for Function {
         match command {
             IrqCommand::Disable => {
                 self.unmask_event_changed = true;
-                self.inner.irq_disable(index)?;
+                self.inner.irq_disable(index);
             }
             IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
                 let events = eventfds.into_iter().map(Some).collect();
@@ -174,7 +174,6 @@ impl From<MemError> for Errno {
             MemError::Overlap { .. } => Self::EEXIST,
             MemError::NotMapped { .. } => Self::ENOENT,
             MemError::TooMany(_) => Self::ENOSPC,
-            MemError::Map(error) => error.into(),
         }
     }
 }
