@@ -1,0 +1,355 @@
+//! `cargo lab demo`: two VMs share one GPU, 80 to 20, and every claim about it is checked.
+
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use comfy_table::Table;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::Lab;
+use crate::host::Host;
+use crate::picture::Picture;
+use crate::progress::Progress;
+use crate::qemu::{Vm, VmSpec};
+
+/// The vGPUs: name of the VM, uuid, share asked for in percent.
+const VGPUS: [(&str, &str, u8); 2] = [
+    ("a", "5a3c1a52-0001-4c5e-9d2f-7e55e7a00080", 80),
+    ("b", "5a3c1a52-0002-4c5e-9d2f-7e55e7a00020", 20),
+];
+const TYPE: &str = "SOFT-1Q";
+/// How far a share may be from what was asked, in points.
+const TOLERANCE: f64 = 2.0;
+/// The load runs this much longer than it is measured, at its start and at its end.
+const MARGIN: Duration = Duration::from_millis(1500);
+const JOB_LIMIT: Duration = Duration::from_secs(60);
+
+/// Jobs that check their own results.
+const JOBS: [&str; 4] = ["copy --size 4", "vadd --n 65536", "saxpy --n 65536", "sgemm --n 96"];
+
+/// What the demo is told.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where the facts go, as JSON.
+    pub json: Option<PathBuf>,
+    /// Where the pictures go.
+    pub out: PathBuf,
+    /// How long shares are measured.
+    pub seconds: u32,
+}
+
+/// What was found out.
+#[derive(Clone, Debug, Serialize)]
+pub struct Facts {
+    /// QEMU's version.
+    pub qemu: String,
+    /// The guests' kernel.
+    pub guest_kernel: String,
+    /// The guests' CPUs: `tcg` or `kvm`.
+    pub accelerator: &'static str,
+    /// How long shares were measured.
+    pub seconds: f64,
+    /// How much of that time the GPU was busy, in percent.
+    pub gpu_busy: f64,
+    /// Each VM.
+    pub vms: Vec<VmFacts>,
+    /// What did not hold; empty if all did.
+    pub failures: Vec<String>,
+    /// How long the whole demo took, from the end of all preparation.
+    pub demo_seconds: f64,
+}
+
+/// What was found out about one VM.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct VmFacts {
+    /// Its name.
+    pub name: String,
+    /// Its vGPU.
+    pub uuid: String,
+    /// The guest kernel's driver that bound to the vGPU.
+    pub driver: String,
+    /// The framebuffer that the console is on.
+    pub framebuffer: String,
+    /// Its size: `1920x1200`.
+    pub resolution: String,
+    /// Jobs whose results were right.
+    pub jobs_verified: u64,
+    /// Units of the common load whose results were right.
+    pub units_verified: u64,
+    /// Share asked for, in percent.
+    pub share_asked: u8,
+    /// Share of the GPU's time measured, in percent.
+    pub share_measured: f64,
+    /// Doorbells rung under load.
+    pub doorbells: u64,
+    /// Of those, trapped: each is an exit.
+    pub doorbells_trapped: u64,
+    /// Pictures of its screen.
+    pub screenshots: Vec<PathBuf>,
+}
+
+/// Runs it. The facts' `failures` say whether all held.
+pub fn run(options: &Options) -> Result<Facts> {
+    let progress = Progress::new();
+    std::fs::create_dir_all(&options.out)
+        .with_context(|| format!("Cannot make the folder {}", options.out.display()))?;
+    let (lab, programs) = Lab::open_with_host(&progress)?;
+    let start = Instant::now();
+
+    let step = progress.step("Starting vgpud and two vGPUs of one GPU");
+    let host = Host::start(&programs, &["soft:soft0"])?;
+    let mut vms = Vec::new();
+    for (name, uuid, core) in VGPUS {
+        let socket = host.start_vgpu(uuid, TYPE, Some(core))?;
+        let spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
+        vms.push(Vm::start(&lab, &spec, &host.folder().join(name))?);
+    }
+    step.done();
+    let mut demo = Demo { host, vms, facts: Vec::new(), failures: Vec::new() };
+    for (name, uuid, share_asked) in VGPUS {
+        let (name, uuid) = (name.to_owned(), uuid.to_owned());
+        demo.facts.push(VmFacts { name, uuid, share_asked, ..VmFacts::default() });
+    }
+
+    let step = progress.step(format!("Booting two VMs under QEMU {}", lab.root.qemu.version));
+    for vm in &mut demo.vms {
+        vm.wait_boot()?;
+    }
+    let guest_kernel = demo.vms[0].guest.run("uname -r", JOB_LIMIT)?.success()?.stdout;
+    demo.displays()?;
+    demo.screens(&options.out, "console", Picture::check_text);
+    step.done();
+
+    let step = progress.step("Running jobs in both, and checking what they computed");
+    for job in JOBS {
+        demo.both(&format!("vgpu-guest --json {job}"), |facts, _| facts.jobs_verified += 1)?;
+    }
+    step.done();
+
+    let seconds = options.seconds;
+    let step = progress.step(format!("Loading the GPU from both for {seconds} s"));
+    let (window, gpu_busy) = demo.load(Duration::from_secs(seconds.into()))?;
+    step.done();
+
+    let step = progress.step("Drawing on both screens");
+    demo.both("vgpu-guest --json mandelbrot", |facts, _| facts.jobs_verified += 1)?;
+    demo.screens(&options.out, "mandelbrot", Picture::check_mandelbrot);
+    step.done();
+
+    let step = progress.step("Ending both VMs");
+    let Demo { host, vms, facts, failures } = demo;
+    for vm in vms {
+        vm.quit()?;
+    }
+    drop(host);
+    step.done();
+    let facts = Facts {
+        qemu: lab.root.qemu.version.clone(),
+        guest_kernel: guest_kernel.trim().to_owned(),
+        accelerator: if lab.kvm { "kvm" } else { "tcg" },
+        seconds: window,
+        gpu_busy,
+        vms: facts,
+        failures,
+        demo_seconds: start.elapsed().as_secs_f64(),
+    };
+    print(&facts);
+    if let Some(path) = &options.json {
+        let text = serde_json::to_string_pretty(&facts)? + "\n";
+        std::fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))?;
+    }
+    Ok(facts)
+}
+
+#[derive(Debug)]
+struct Demo {
+    host: Host,
+    vms: Vec<Vm>,
+    facts: Vec<VmFacts>,
+    failures: Vec<String>,
+}
+
+impl Demo {
+    /// Notes a claim that does not hold.
+    fn expect(&mut self, holds: bool, claim: impl FnOnce() -> String) {
+        if !holds {
+            self.failures.push(claim());
+        }
+    }
+
+    /// Runs a command in both VMs at once; `note` sees each answer.
+    fn both(&mut self, command: &str, note: impl Fn(&mut VmFacts, &Value)) -> Result<()> {
+        for vm in &mut self.vms {
+            vm.guest.start(command, JOB_LIMIT)?;
+        }
+        self.collect(command, note)
+    }
+
+    fn collect(&mut self, command: &str, note: impl Fn(&mut VmFacts, &Value)) -> Result<()> {
+        for (vm, facts) in self.vms.iter_mut().zip(&mut self.facts) {
+            let output = vm.guest.finish(JOB_LIMIT)?;
+            let text = output.stdout.lines().last().unwrap_or_default();
+            match serde_json::from_str(text) {
+                Ok(answer) if output.status == 0 => note(facts, &answer),
+                _ => self.failures.push(format!(
+                    "VM {}: `{command}` failed with status {}: {}",
+                    facts.name,
+                    output.status,
+                    output.stderr.trim()
+                )),
+            }
+        }
+        Ok(())
+    }
+
+    /// Which driver bound, and what the console is on.
+    fn displays(&mut self) -> Result<()> {
+        const ASK: &str = "for d in /sys/bus/pci/drivers/*/0000:*; do \
+             [ $(cat $d/vendor) = 0x1234 ] && basename $(dirname $d); done; \
+             cut -d' ' -f2 /proc/fb; tr , x < /sys/class/graphics/fb0/virtual_size; \
+             grep -l 1 /sys/class/vtconsole/*/bind | while read f; do cat ${f%/bind}/name; done";
+        for index in 0..self.vms.len() {
+            let output = self.vms[index].guest.run(ASK, JOB_LIMIT)?;
+            let mut lines = output.stdout.lines().map(str::to_owned);
+            let facts = &mut self.facts[index];
+            facts.driver = lines.next().unwrap_or_default();
+            facts.framebuffer = lines.next().unwrap_or_default();
+            facts.resolution = lines.next().unwrap_or_default();
+            let console = lines.any(|line| line.contains("frame buffer"));
+            let (name, driver) = (facts.name.clone(), facts.driver.clone());
+            self.expect(driver == "bochs-drm", || {
+                format!("VM {name}: the driver is {driver:?}, not bochs-drm")
+            });
+            self.expect(console, || format!("VM {name}: the console is not on the framebuffer"));
+        }
+        Ok(())
+    }
+
+    /// Saves both screens and checks what they show.
+    fn screens(&mut self, out: &Path, what: &str, check: fn(&Picture) -> Result<()>) {
+        for index in 0..self.vms.len() {
+            let facts = &self.facts[index];
+            let (name, file) = (facts.name.clone(), out.join(format!("{}-{what}.png", facts.name)));
+            let saved = self.host.screenshot(&facts.uuid, &file);
+            let checked = saved.and_then(|()| check(&Picture::read(&file)?));
+            self.facts[index].screenshots.push(file);
+            if let Err(error) = checked {
+                self.failures.push(format!("VM {name}: picture of the {what}: {error:#}"));
+            }
+        }
+    }
+
+    /// Loads the GPU from both VMs at once, and measures who gets how much of it. The result is the length of the
+    /// measurement and how busy the GPU was.
+    fn load(&mut self, duration: Duration) -> Result<(f64, f64)> {
+        let seconds = (duration + 2 * MARGIN).as_secs_f64();
+        let command = format!("vgpu-guest --json bench --seconds {seconds}");
+        for vm in &mut self.vms {
+            vm.guest.start(&command, duration + JOB_LIMIT)?;
+        }
+        self.wait_for_load()?;
+        thread::sleep(MARGIN / 2);
+        let before = self.engine_ns()?;
+        let start = Instant::now();
+        thread::sleep(duration);
+        let after = self.engine_ns()?;
+        let window = start.elapsed().as_secs_f64();
+        let mut busy = 0.0;
+        for (facts, (before, after)) in self.facts.iter_mut().zip(before.iter().zip(&after)) {
+            facts.share_measured = (after - before) as f64 / (window * 1e9) * 100.0;
+            busy += facts.share_measured;
+        }
+        self.collect(&command, |facts, answer| {
+            let number = |name: &str| answer[name].as_u64().unwrap_or_default();
+            facts.units_verified = number("verified");
+            facts.doorbells = number("doorbells");
+            facts.doorbells_trapped = number("trapped");
+        })?;
+        for index in 0..self.facts.len() {
+            let facts = self.facts[index].clone();
+            let (name, asked) = (&facts.name, facts.share_asked);
+            let distance = (facts.share_measured - f64::from(asked)).abs();
+            self.expect(distance <= TOLERANCE, || {
+                format!("VM {name}: asked for {asked} %, got {:.1} %", facts.share_measured)
+            });
+            self.expect(facts.units_verified > 0, || format!("VM {name}: no work was verified"));
+            let (trapped, rung) = (facts.doorbells_trapped, facts.doorbells);
+            self.expect(rung > 0 && trapped * 100 <= rung, || {
+                format!("VM {name}: {trapped} of {rung} doorbells were trapped")
+            });
+        }
+        Ok((window, busy))
+    }
+
+    /// Waits until both VMs' load is on the GPU.
+    fn wait_for_load(&self) -> Result<()> {
+        let before = self.engine_ns()?;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            thread::sleep(Duration::from_millis(100));
+            let now = self.engine_ns()?;
+            // More than the calibration that comes first uses.
+            let busy = before.iter().zip(&now).all(|(before, now)| now - before > 100_000_000);
+            if busy {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                anyhow::bail!("The load did not start in both VMs within 20 s");
+            }
+        }
+    }
+
+    /// Engine time that each vGPU has used.
+    fn engine_ns(&self) -> Result<Vec<u64>> {
+        let used = |facts: &VmFacts| {
+            let stats = self.host.stats(&facts.uuid)?;
+            stats["engine_ns"].as_u64().context("The statistics have no engine_ns")
+        };
+        self.facts.iter().map(used).collect()
+    }
+}
+
+fn print(facts: &Facts) {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);
+    table.set_header([
+        "VM",
+        "driver",
+        "resolution",
+        "work verified",
+        "share asked",
+        "share measured",
+        "doorbells without an exit",
+    ]);
+    for vm in &facts.vms {
+        let free = vm.doorbells.saturating_sub(vm.doorbells_trapped);
+        table.add_row([
+            vm.name.clone(),
+            vm.driver.clone(),
+            vm.resolution.clone(),
+            format!("{} jobs, {} units", vm.jobs_verified, vm.units_verified),
+            format!("{} %", vm.share_asked),
+            format!("{:.1} %", vm.share_measured),
+            format!("{free} of {}", vm.doorbells),
+        ]);
+    }
+    println!("{table}");
+    println!(
+        "Linux {} under QEMU {} ({}); shares over {:.1} s, GPU {:.1} % busy; {:.1} s in all",
+        facts.guest_kernel,
+        facts.qemu,
+        facts.accelerator,
+        facts.seconds,
+        facts.gpu_busy,
+        facts.demo_seconds
+    );
+    for path in facts.vms.iter().flat_map(|vm| &vm.screenshots) {
+        println!("  {}", path.display());
+    }
+    if facts.failures.is_empty() {
+        println!("All of it held.");
+    }
+}

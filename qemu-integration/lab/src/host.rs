@@ -1,0 +1,175 @@
+//! The host's side of a run: a `vgpud` of our own, told what to do by the real `vgpuctl`.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::build::Programs;
+use crate::cleanup::{Process, Scratch, is_running};
+
+const START_LIMIT: Duration = Duration::from_secs(10);
+/// Marks our daemon's processes, so that none is left when a test has killed the manager that would end them.
+const MARK: &str = "TESSERA_LAB";
+
+/// A running `vgpud` with one software GPU, ended when dropped.
+#[derive(Debug)]
+pub struct Host {
+    daemon: Option<Process>,
+    programs: Programs,
+    scratch: Scratch,
+    parents: Vec<String>,
+}
+
+impl Host {
+    /// Starts one, with parents such as `soft:soft0`.
+    pub fn start(programs: &Programs, parents: &[&str]) -> Result<Self> {
+        let mut host = Self {
+            daemon: None,
+            programs: programs.clone(),
+            scratch: Scratch::new()?,
+            parents: parents.iter().map(|parent| (*parent).to_owned()).collect(),
+        };
+        host.start_daemon()?;
+        Ok(host)
+    }
+
+    /// Starts the manager: at first, or again after [`Host::kill_daemon`].
+    pub fn start_daemon(&mut self) -> Result<()> {
+        let mut command = Command::new(self.programs.find("vgpud")?);
+        command.arg("run").arg("--run-dir").arg(self.run_dir());
+        command.arg("--config-dir").arg(self.scratch.path().join("config"));
+        for parent in &self.parents {
+            command.args(["--parent", parent]);
+        }
+        let log = fs::File::options().create(true).append(true).open(self.log_path())?;
+        command.env(MARK, self.scratch.path());
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        let mut daemon = Process::spawn(command, Signal::SIGTERM)?;
+        let deadline = Instant::now() + START_LIMIT;
+        while UnixStream::connect(self.api_socket()).is_err() {
+            if daemon.try_wait()?.is_some() || Instant::now() > deadline {
+                bail!("vgpud did not start: {}", self.log());
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        self.daemon = Some(daemon);
+        Ok(())
+    }
+
+    /// Ends the manager by SIGKILL. Its workers go on.
+    pub fn kill_daemon(&mut self) -> Result<()> {
+        let daemon = self.daemon.take().context("No manager runs")?;
+        kill(daemon.pid(), Signal::SIGKILL)?;
+        Ok(())
+    }
+
+    /// A folder that goes when the host does.
+    pub fn folder(&self) -> &Path {
+        self.scratch.path()
+    }
+
+    /// The manager's folder.
+    pub fn run_dir(&self) -> PathBuf {
+        self.scratch.path().join("run")
+    }
+
+    fn api_socket(&self) -> PathBuf {
+        self.run_dir().join("control.sock")
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.scratch.path().join("vgpud.log")
+    }
+
+    /// What the daemon has said.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.log_path()).unwrap_or_default()
+    }
+
+    /// Where QEMU finds a vGPU.
+    pub fn vgpu_socket(&self, uuid: &str) -> PathBuf {
+        self.run_dir().join("vgpus").join(uuid).join("vfio.sock")
+    }
+
+    /// Runs `vgpuctl` and returns what it printed.
+    pub fn vgpuctl(&self, args: &[&str]) -> Result<String> {
+        let mut command = Command::new(self.programs.find("vgpuctl")?);
+        command.arg("--socket").arg(self.api_socket()).args(args).stdin(Stdio::null());
+        let output = command.output().context("Cannot run vgpuctl")?;
+        if !output.status.success() {
+            let complaint = String::from_utf8_lossy(&output.stderr);
+            bail!("`vgpuctl {}` failed: {}", args.join(" "), complaint.trim());
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// The same, for commands that print JSON.
+    pub fn vgpuctl_json(&self, args: &[&str]) -> Result<Value> {
+        let text = self.vgpuctl(args)?;
+        serde_json::from_str(&text)
+            .with_context(|| format!("`vgpuctl {}` printed no JSON: {text}", args.join(" ")))
+    }
+
+    /// Defines and starts a vGPU with a share of the GPU in percent.
+    pub fn start_vgpu(&self, uuid: &str, mdev_type: &str, core: Option<u8>) -> Result<PathBuf> {
+        let parent = self.parents.first().and_then(|parent| parent.split([':', ',']).nth(1));
+        let parent = parent.context("The host has no parent")?;
+        self.vgpuctl(&["define", "-u", uuid, "-p", parent, "-t", mdev_type])?;
+        if let Some(core) = core {
+            let core = core.to_string();
+            self.vgpuctl(&["modify", "-u", uuid, "--addattr", "core", "--value", &core])?;
+        }
+        self.vgpuctl(&["start", "-u", uuid])?;
+        Ok(self.vgpu_socket(uuid))
+    }
+
+    /// A running vGPU's counters.
+    pub fn stats(&self, uuid: &str) -> Result<Value> {
+        let stats = self.vgpuctl_json(&["stats", "--output", "json"])?;
+        let all = stats["vgpus"].as_array().into_iter().flatten();
+        let found = all.into_iter().find(|vgpu| vgpu["uuid"] == uuid);
+        Ok(found.with_context(|| format!("No statistics of {uuid}: it does not run"))?.clone())
+    }
+
+    /// What the manager knows of a vGPU.
+    pub fn vgpu(&self, uuid: &str) -> Result<Value> {
+        let list = self.vgpuctl_json(&["list", "--output", "json"])?;
+        let found = list.as_array().into_iter().flatten().find(|vgpu| vgpu["uuid"] == uuid);
+        Ok(found.with_context(|| format!("There is no vGPU {uuid}"))?.clone())
+    }
+
+    /// Saves what is on a vGPU's screen.
+    pub fn screenshot(&self, uuid: &str, file: &Path) -> Result<()> {
+        self.vgpuctl(&["screenshot", "-u", uuid, "--file", &file.to_string_lossy()]).map(drop)
+    }
+
+    /// All of our daemon's processes.
+    pub fn processes(&self) -> Vec<Pid> {
+        let mark = format!("{MARK}={}", self.scratch.path().display());
+        let marked = |pid: &i32| {
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|entry| entry == mark.as_bytes())
+        };
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        pids.filter(marked).map(Pid::from_raw).filter(|pid| is_running(*pid)).collect()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // Orderly first; then whoever is left, for example since the manager was killed.
+        drop(self.daemon.take());
+        for pid in self.processes() {
+            let _ = kill(pid, Signal::SIGKILL);
+        }
+    }
+}
