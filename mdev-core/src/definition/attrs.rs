@@ -57,6 +57,15 @@ impl Attrs {
         Ok(())
     }
 
+    /// Gives one its value, where it is already or at the end.
+    pub fn set(&mut self, name: &str, value: &str) {
+        let value = value.to_owned();
+        match self.0.iter_mut().find(|attr| attr.name == name) {
+            Some(attr) => attr.value = value,
+            None => self.0.push(Attr { name: name.to_owned(), value }),
+        }
+    }
+
     /// Takes away the one at `index`, or the last.
     pub fn remove(&mut self, index: Option<usize>) -> Result<(), AttrError> {
         let len = self.0.len();
@@ -266,6 +275,8 @@ mod tests {
         list.insert(Some(1), "b".into(), "2".into()).unwrap();
         assert_eq!(list, attrs(&[("a", "1"), ("b", "2"), ("c", "3")]));
         assert!(list.insert(Some(4), "d".into(), "4".into()).is_err());
+        list.set("c", "4");
+        list.set("c", "3");
         list.remove(Some(0)).unwrap();
         list.remove(None).unwrap();
         assert_eq!(list, attrs(&[("b", "2")]));

@@ -1,2 +1,48 @@
-//! vgpuctl
-fn main() {}
+//! `vgpuctl`: defines, starts, stops and watches vGPUs by asking `vgpud`.
+//!
+//! * [`cli`]: the command line
+//! * [`client`]: the control API's client
+//! * [`commands`]: what each verb does
+//! * [`mdevctl`]: mdevctl's text and JSON shapes
+//! * [`failure`]: what can go wrong, and the exit status that says so
+
+mod cli;
+mod client;
+mod commands;
+mod failure;
+mod mdevctl;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::cli::Cli;
+use crate::failure::Failure;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli).and_then(|output| print(&output)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("vgpuctl: {failure}");
+            failure.exit_status().into()
+        }
+    }
+}
+
+fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| Failure::Local(format!("Cannot start: {error}")))?;
+    runtime.block_on(commands::run(cli))
+}
+
+/// Writes all at once. Whoever stops reading early (`| head`) has seen enough.
+fn print(output: &[u8]) -> Result<(), Failure> {
+    match io::stdout().lock().write_all(output) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Local(format!("Cannot write the output: {error}")))
+        }
+        _ => Ok(()),
+    }
+}

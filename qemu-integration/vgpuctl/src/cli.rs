@@ -1,0 +1,365 @@
+//! The command line: mdevctl's verbs and flags, and our own.
+
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use mdev_core::ids::VgpuId;
+
+const EXAMPLES: &str = "\
+Examples:
+  vgpuctl types                                    what there is
+  vgpuctl define -p soft0 -t SOFT-1Q --attr core=80
+                                                   define a vGPU with 80 % of the GPU; prints its uuid
+  vgpuctl start -u UUID                            start it
+  vgpuctl start -p soft0 -t SOFT-1Q                start one that is gone when stopped; prints its uuid
+  vgpuctl qemu-args -u UUID                        how a VM attaches to it
+  vgpuctl stats                                    who uses how much
+  vgpuctl screenshot -u UUID -o screen.png         what is on its screen
+
+Exit status:
+  0  done
+  1  failed
+  2  the command line, or a value in it, is wrong
+  3  vgpud cannot be reached
+  4  there is no such vGPU, parent or type
+  5  not possible now: it exists, runs, does not run, is in use, or there is no room";
+
+/// Share a physical GPU between virtual machines: define, start, stop and watch vGPUs.
+#[derive(Debug, Parser)]
+#[command(name = "vgpuctl", version, after_help = EXAMPLES, max_term_width = 100)]
+pub struct Cli {
+    /// vgpud's control socket.
+    #[arg(long, global = true, value_name = "PATH", default_value = "/run/vgpud/control.sock")]
+    pub socket: PathBuf,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// List the vGPU types that each parent offers, and how many more of each can be started.
+    Types(Types),
+    /// List vGPUs: those that run, or with --defined those that are defined.
+    List(List),
+    /// Define a vGPU: it survives a reboot. A running one is not affected.
+    Define(Define),
+    /// Remove a definition. A running vGPU goes on until it is stopped.
+    Undefine(Undefine),
+    /// Change a definition, a running vGPU (--live), or both (--live --defined).
+    Modify(Modify),
+    /// Start a vGPU that is defined, or a transient one. Its socket is ready when this returns.
+    Start(Start),
+    /// Stop a vGPU.
+    Stop(Stop),
+    /// Show what every running vGPU was given and used.
+    Stats(Stats),
+    /// Save what is on a vGPU's screen as a PNG file.
+    Screenshot(Screenshot),
+    /// Print the QEMU arguments that attach a VM to a vGPU.
+    QemuArgs(QemuArgs),
+    /// Print the parts of a libvirt domain that attach it to a vGPU.
+    LibvirtXml(LibvirtXml),
+}
+
+/// How a reading command answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    #[default]
+    Text,
+    /// For programs: a shape that does not change with the number of results.
+    Json,
+}
+
+#[derive(Debug, Args)]
+pub struct Types {
+    /// Only this parent.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Print mdevctl's JSON.
+    #[arg(long, conflicts_with = "output")]
+    pub dumpjson: bool,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+pub struct List {
+    /// List defined vGPUs, whether they run or not.
+    #[arg(short, long)]
+    pub defined: bool,
+    /// Print attributes, state, socket and VM too.
+    #[arg(short, long)]
+    pub verbose: bool,
+    /// Print mdevctl's JSON. With --uuid, that is the vGPU's definition file.
+    #[arg(long, conflicts_with = "output")]
+    pub dumpjson: bool,
+    /// Only this vGPU.
+    #[arg(short, long)]
+    pub uuid: Option<VgpuId>,
+    /// Only those on this parent.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("what").required(true).multiple(true)
+    .args(["uuid", "mdev_type", "jsonfile"]))]
+#[command(after_help = "\
+Examples:
+  vgpuctl define -p soft0 -t SOFT-1Q               prints the new vGPU's uuid
+  vgpuctl define -u UUID -t SOFT-2C --auto         on any parent; started with vgpud
+  vgpuctl define -u UUID                           keeps a running transient vGPU as it is
+  vgpuctl define -p soft0 --jsonfile vgpu.json     from a file in mdevctl's format")]
+pub struct Define {
+    /// Its uuid. Without it, a random one is made and printed.
+    #[arg(short, long)]
+    pub uuid: Option<VgpuId>,
+    /// Start it whenever vgpud starts.
+    #[arg(short, long)]
+    pub auto: bool,
+    /// Its parent. Without it, the first that offers the type and has room.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Its type.
+    #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
+    pub mdev_type: Option<String>,
+    /// An attribute, for example core=80; may be repeated.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
+    pub attr: Vec<(String, String)>,
+    /// Type, start policy and attributes, in mdevctl's JSON; - reads the standard input.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "auto", "attr"])]
+    pub jsonfile: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct Undefine {
+    /// Its uuid.
+    #[arg(short, long)]
+    pub uuid: VgpuId,
+    /// Only if it is defined for this parent.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("what").required(true).multiple(true)
+    .args(["mdev_type", "addattr", "delattr", "attr", "auto", "manual", "jsonfile"]))]
+#[command(after_help = "\
+Examples:
+  vgpuctl modify -u UUID --attr core=60            sets an attribute, whether it was there or not
+  vgpuctl modify -u UUID --attr core=60 --live     at once, until the vGPU is stopped
+  vgpuctl modify -u UUID --addattr core --value 60 mdevctl's way: appends to the list
+  vgpuctl modify -u UUID --delattr --index 0       removes the first attribute
+  vgpuctl modify -u UUID --auto                    started with vgpud from now on")]
+pub struct Modify {
+    /// Its uuid.
+    #[arg(short, long)]
+    pub uuid: VgpuId,
+    /// Only if it is on this parent.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Another type.
+    #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
+    pub mdev_type: Option<String>,
+    /// Add an attribute, at the end or at --index.
+    #[arg(long, requires = "value", value_name = "NAME", conflicts_with_all = ["delattr", "attr"])]
+    pub addattr: Option<String>,
+    /// Remove an attribute, the last or that at --index.
+    #[arg(long, conflicts_with = "attr")]
+    pub delattr: bool,
+    /// Which attribute, counted from 0.
+    #[arg(short, long)]
+    pub index: Option<usize>,
+    /// Value of the attribute that --addattr names.
+    #[arg(long, requires = "addattr")]
+    pub value: Option<String>,
+    /// Set an attribute, in its place where it is there already; may be repeated.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
+    pub attr: Vec<(String, String)>,
+    /// Start it whenever vgpud starts.
+    #[arg(short, long, conflicts_with = "manual")]
+    pub auto: bool,
+    /// Start it on request only.
+    #[arg(short, long)]
+    pub manual: bool,
+    /// Change the running vGPU, at once and until it is stopped.
+    #[arg(short, long)]
+    pub live: bool,
+    /// Change the definition: the default without --live.
+    #[arg(short, long)]
+    pub defined: bool,
+    /// Start policy and all attributes, in mdevctl's JSON; - reads the standard input.
+    #[arg(long, value_name = "FILE",
+        conflicts_with_all = ["mdev_type", "addattr", "delattr", "attr", "auto", "manual"])]
+    pub jsonfile: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("what").required(true).multiple(true)
+    .args(["uuid", "mdev_type", "jsonfile"]))]
+#[command(after_help = "\
+Examples:
+  vgpuctl start -u UUID                            one that is defined
+  vgpuctl start -p soft0 -t SOFT-1Q --attr core=20 a transient one; prints its uuid")]
+pub struct Start {
+    /// Its uuid. Without it, a random one is made and printed.
+    #[arg(short, long)]
+    pub uuid: Option<VgpuId>,
+    /// Its parent. Without it, where it is defined, or the first that offers the type and has room.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Its type, for one that is not defined.
+    #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
+    pub mdev_type: Option<String>,
+    /// An attribute, for one that is not defined; may be repeated.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
+    pub attr: Vec<(String, String)>,
+    /// Type and attributes in mdevctl's JSON, for one that is not defined; - reads the standard input.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "attr"])]
+    pub jsonfile: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct Stop {
+    /// Its uuid.
+    #[arg(short, long)]
+    pub uuid: VgpuId,
+    /// Stop it even though a VM uses it: the VM sees a device that fell off its bus.
+    #[arg(short, long)]
+    pub force: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Stats {
+    /// Only this vGPU.
+    #[arg(short, long)]
+    pub uuid: Option<VgpuId>,
+    /// Only those on this parent.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+pub struct Screenshot {
+    /// Its uuid.
+    #[arg(short, long)]
+    pub uuid: VgpuId,
+    /// The PNG file to write; - writes the standard output.
+    #[arg(short = 'o', long = "file", value_name = "FILE")]
+    pub file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vgpuctl qemu-args -u UUID                        machine, shared memory and device
+  vgpuctl qemu-args -u UUID --device               the value of -device alone
+  vgpuctl qemu-args -u UUID -- qemu-system-x86_64 -m 2G -M q35 disk.img
+                                                   a command line that exists, with the vGPU")]
+pub struct QemuArgs {
+    /// Its uuid.
+    #[arg(short, long)]
+    pub uuid: VgpuId,
+    /// The VM's memory.
+    #[arg(long, default_value = "2G", conflicts_with_all = ["device", "command"])]
+    pub memory: String,
+    /// The VM's machine.
+    #[arg(long, default_value = "q35,accel=kvm:tcg", conflicts_with_all = ["device", "command"])]
+    pub machine: String,
+    /// A name for the device, by which it can be unplugged.
+    #[arg(long)]
+    pub id: Option<String>,
+    /// Print the value of -device alone.
+    #[arg(long, conflicts_with = "command")]
+    pub device: bool,
+    /// Format of the answer: lines for a shell, or a list of arguments.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+    /// QEMU's command line as it is now; printed with the vGPU attached and its memory shared.
+    #[arg(last = true)]
+    pub command: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct LibvirtXml {
+    /// Its uuid.
+    #[arg(short, long)]
+    pub uuid: VgpuId,
+    /// The bus of the VM that it is on.
+    #[arg(long, default_value = integrate::device::DEFAULT_ADDRESS.0)]
+    pub bus: String,
+    /// The slot on that bus.
+    #[arg(long, default_value = integrate::device::DEFAULT_ADDRESS.1)]
+    pub addr: String,
+}
+
+fn attribute(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("an attribute is NAME=VALUE, for example core=80".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn mdevctl_command_lines_are_understood() {
+        let uuid = "83c32df7-d52e-4ec1-9668-1f3c7e4df107";
+        for line in [
+            "types",
+            "types -p soft0 --dumpjson",
+            "list -d -v -u UUID -p soft0",
+            "list --defined --dumpjson",
+            "define -u UUID -p soft0 -t SOFT-1Q -a",
+            "define -p soft0 --jsonfile f",
+            "define --uuid UUID",
+            "undefine -u UUID -p soft0",
+            "modify -u UUID -p soft0 --addattr core --value 80 -i 0",
+            "modify -u UUID --delattr --index 0",
+            "modify -u UUID -m",
+            "modify -u UUID -a -t SOFT-2Q",
+            "modify -u UUID -l -d --jsonfile f",
+            "start -u UUID",
+            "start -p soft0 -t SOFT-1Q",
+            "start -p soft0 --jsonfile f",
+            "stop -u UUID",
+        ] {
+            let words = line.replace("UUID", uuid);
+            let parsed = Cli::try_parse_from(["vgpuctl"].into_iter().chain(words.split(' ')));
+            assert!(parsed.is_ok(), "{line}: {}", parsed.unwrap_err());
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for line in [
+            "define",
+            "start",
+            "stop",
+            "modify -u 83c32df7-d52e-4ec1-9668-1f3c7e4df107",
+            "start -u 1",
+            "define -t a --jsonfile f",
+            "start -t a --attr core",
+            "list --output xml",
+        ] {
+            assert!(Cli::try_parse_from(["vgpuctl"].into_iter().chain(line.split(' '))).is_err());
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The control API's client: one HTTP/1.1 request on a UNIX socket per question.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::{Method, Request, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use mdev_core::ids::VgpuId;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use vfio_user_server::api::model::{ErrorBody, Vgpu};
+
+use crate::failure::Failure;
+
+/// Longest answer that is read: a picture of the largest screen is well below.
+const MAX_ANSWER: usize = 256 << 20;
+/// Longer than anything that vgpud does for one request.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Who answers at a socket.
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+}
+
+impl Client {
+    /// A client of the manager at `socket`. Nothing is connected yet.
+    pub fn new(socket: PathBuf) -> Self {
+        Self { socket }
+    }
+
+    /// Reads something.
+    pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Failure> {
+        self.parse(&self.send(Method::GET, path, Bytes::new()).await?)
+    }
+
+    /// Reads something that is not JSON.
+    pub async fn get_bytes(&self, path: &str) -> Result<Bytes, Failure> {
+        self.send(Method::GET, path, Bytes::new()).await
+    }
+
+    /// Asks for something to be made or done, and reads what came of it.
+    pub async fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<T, Failure> {
+        self.parse(&self.send(Method::POST, path, json(body)?).await?)
+    }
+
+    /// Asks for something to be done.
+    pub async fn order(
+        &self,
+        method: Method,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<(), Failure> {
+        self.send(method, path, json(body)?).await.map(drop)
+    }
+
+    /// A vGPU, or `None` where there is none.
+    pub async fn find(&self, id: VgpuId) -> Result<Option<Vgpu>, Failure> {
+        match self.get(&vgpu_path(id)).await {
+            Ok(vgpu) => Ok(Some(vgpu)),
+            Err(failure) if failure.exit_status() == 4 => Ok(None),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// A vGPU that must be there, and on that parent where one is named.
+    pub async fn vgpu(&self, id: VgpuId, parent: Option<&str>) -> Result<Vgpu, Failure> {
+        let vgpu = self.find(id).await?.ok_or(Failure::NoVgpu(id))?;
+        match parent {
+            Some(parent) if vgpu.parent != parent => Err(Failure::Usage(format!(
+                "vGPU {id} is on parent {}, not {parent}; leave --parent out, or name that one",
+                vgpu.parent
+            ))),
+            _ => Ok(vgpu),
+        }
+    }
+
+    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
+        let answer = tokio::time::timeout(PATIENCE, self.exchange(method, path, body)).await;
+        let answer = answer.unwrap_or_else(|_| {
+            Err(self.nonsense(format!("none came within {} s", PATIENCE.as_secs())))
+        });
+        let (status, bytes) = answer?;
+        if status.is_success() {
+            return Ok(bytes);
+        }
+        match serde_json::from_slice::<ErrorBody>(&bytes) {
+            Ok(body) => Err(Failure::Refused(body.error)),
+            Err(_) => Err(self.nonsense(format!("status {status} without a reason"))),
+        }
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<(StatusCode, Bytes), Failure> {
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+            Failure::Unreachable { socket: self.socket.clone(), reason: error.to_string() }
+        })?;
+        let lost = |error: hyper::Error| self.nonsense(error.to_string());
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, "vgpud")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(body))
+            .map_err(|error| Failure::Local(format!("Cannot ask vgpud: {error}")))?;
+        let ask = async {
+            let answer = sender.send_request(request).await.map_err(lost)?;
+            let status = answer.status();
+            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+            let body = body.map_err(|error| self.nonsense(error.to_string()))?;
+            Ok((status, body.to_bytes()))
+        };
+        tokio::pin!(connection);
+        tokio::pin!(ask);
+        // The connection's task is polled here too: this side needs no second one.
+        let mut open = true;
+        loop {
+            tokio::select! {
+                answer = &mut ask => return answer,
+                end = &mut connection, if open => {
+                    end.map_err(lost)?;
+                    open = false;
+                }
+            }
+        }
+    }
+
+    fn parse<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, Failure> {
+        serde_json::from_slice(bytes).map_err(|error| self.nonsense(error.to_string()))
+    }
+
+    fn nonsense(&self, reason: String) -> Failure {
+        Failure::Nonsense { socket: self.socket.clone(), reason }
+    }
+}
+
+fn json(body: &impl Serialize) -> Result<Bytes, Failure> {
+    let text = serde_json::to_vec(body);
+    text.map(Bytes::from).map_err(|error| Failure::Local(format!("Cannot ask vgpud: {error}")))
+}
+
+/// Where a vGPU is in the API.
+pub fn vgpu_path(id: VgpuId) -> String {
+    format!("/v1/vgpus/{id}")
+}

@@ -1,0 +1,31 @@
+//! What each verb does. A command returns what it prints.
+//!
+//! * [`read`]: `types`, `list`, `stats`
+//! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
+//! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
+
+mod read;
+mod vm;
+mod write;
+
+use crate::cli::{Cli, Command};
+use crate::client::Client;
+use crate::failure::Failure;
+
+/// Runs a command; what it prints.
+pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
+    let client = Client::new(cli.socket);
+    match cli.command {
+        Command::Types(args) => read::types(&client, args).await,
+        Command::List(args) => read::list(&client, args).await,
+        Command::Stats(args) => read::stats(&client, args).await,
+        Command::Define(args) => write::define(&client, args).await,
+        Command::Undefine(args) => write::undefine(&client, args).await,
+        Command::Modify(args) => write::modify(&client, args).await,
+        Command::Start(args) => write::start(&client, args).await,
+        Command::Stop(args) => write::stop(&client, args).await,
+        Command::Screenshot(args) => vm::screenshot(&client, args).await,
+        Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
+        Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
+    }
+}

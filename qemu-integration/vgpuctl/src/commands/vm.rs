@@ -1,0 +1,70 @@
+//! `screenshot`, `qemu-args`, `libvirt-xml`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use integrate::{Device, libvirt_xml as xml, qemu_args as qemu, shell};
+use mdev_core::ids::VgpuId;
+use vfio_user_server::api::model::{Version, VgpuState};
+
+use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
+use crate::client::{Client, vgpu_path};
+use crate::failure::Failure;
+use crate::mdevctl::pretty;
+
+/// `screenshot`
+pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Failure> {
+    let png = client.get_bytes(&format!("{}/screenshot", vgpu_path(args.uuid))).await?;
+    if args.file == Path::new("-") {
+        return Ok(png.into());
+    }
+    let file = args.file.display();
+    fs::write(&args.file, png)
+        .map_err(|error| Failure::Local(format!("Cannot write {file}: {error}")))?;
+    Ok(Vec::new())
+}
+
+/// `qemu-args`
+pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failure> {
+    let mut device = Device::new(socket(client, args.uuid).await?);
+    if let Some(id) = args.id {
+        device = device.with_id(id);
+    }
+    let list = if args.device {
+        vec![device.json()]
+    } else if args.command.is_empty() {
+        qemu::new_vm(&device, &args.machine, &args.memory)
+    } else {
+        let attached = qemu::attach(&args.command, &device);
+        attached.map_err(|error| Failure::Usage(error.to_string()))?
+    };
+    match args.output {
+        Output::Json => pretty(&list),
+        // For a file or a variable, not for a shell to take apart.
+        Output::Text if args.device => Ok(format!("{}\n", list.join(" ")).into_bytes()),
+        Output::Text => Ok(format!("{}\n", shell::lines(&list)).into_bytes()),
+    }
+}
+
+/// `libvirt-xml`
+pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, Failure> {
+    let device = Device::new(socket(client, args.uuid).await?).at(args.bus, args.addr);
+    let text = xml::domain(&device)
+        .map_err(|error| Failure::Local(format!("Cannot write the XML: {error}")))?;
+    Ok(text.into_bytes())
+}
+
+/// Where a VM attaches: known before the vGPU runs, so that a VM can be prepared.
+async fn socket(client: &Client, id: VgpuId) -> Result<PathBuf, Failure> {
+    let vgpu = client.vgpu(id, None).await?;
+    if let Some(socket) = vgpu.socket {
+        return Ok(socket.into());
+    }
+    if vgpu.state == VgpuState::Stopped {
+        eprintln!(
+            "vgpuctl: note: vGPU {id} is not running; start it before the VM: vgpuctl start -u {id}"
+        );
+    }
+    let version: Version = client.get("/v1/version").await?;
+    Ok(Path::new(&version.run_dir).join("vgpus").join(id.to_string()).join("vfio.sock"))
+}

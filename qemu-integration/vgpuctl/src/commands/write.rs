@@ -1,0 +1,183 @@
+//! `define`, `undefine`, `modify`, `start`, `stop`.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use hyper::Method;
+use mdev_core::definition::{self, Attrs, Definition};
+use mdev_core::ids::VgpuId;
+use vfio_user_server::api::model::{
+    Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StopVgpu, Vgpu,
+};
+
+use crate::cli::{Define, Modify, Start, Stop, Undefine};
+use crate::client::{Client, vgpu_path};
+use crate::failure::Failure;
+
+/// `define`
+pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
+    let uuid = args.uuid;
+    let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
+    let request = match file {
+        Some(definition) => CreateVgpu {
+            mdev_type: Some(definition.mdev_type),
+            start: policy(definition.start),
+            attrs: attributes(definition.attrs.iter()),
+            ..CreateVgpu::default()
+        },
+        None => CreateVgpu {
+            mdev_type: args.mdev_type,
+            start: if args.auto { StartPolicy::Auto } else { StartPolicy::Manual },
+            attrs: attributes(pairs(&args.attr)),
+            ..CreateVgpu::default()
+        },
+    };
+    create(client, CreateVgpu { uuid, parent: args.parent, define: true, ..request }).await
+}
+
+/// `undefine`
+pub async fn undefine(client: &Client, args: Undefine) -> Result<Vec<u8>, Failure> {
+    if args.parent.is_some() {
+        client.vgpu(args.uuid, args.parent.as_deref()).await?;
+    }
+    client.order(Method::DELETE, &vgpu_path(args.uuid), &()).await?;
+    Ok(Vec::new())
+}
+
+/// `modify`
+pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
+    let vgpu = client.vgpu(args.uuid, args.parent.as_deref()).await?;
+    let target = match (args.live, args.defined) {
+        (true, true) => ModifyTarget::Both,
+        (true, false) => ModifyTarget::Live,
+        (false, _) => ModifyTarget::Defined,
+    };
+    let request = match args.jsonfile.as_deref().map(read_definition).transpose()? {
+        Some(definition) => ModifyVgpu {
+            // A running vGPU keeps its type and has no start policy; that the file names them is no mistake.
+            mdev_type: Some(definition.mdev_type).filter(|name| *name != vgpu.mdev_type),
+            start: (target != ModifyTarget::Live).then_some(policy(definition.start)),
+            attrs: Some(attributes(definition.attrs.iter())),
+            target,
+        },
+        None => ModifyVgpu {
+            mdev_type: args.mdev_type.clone(),
+            start: match (args.auto, args.manual) {
+                (true, _) => Some(StartPolicy::Auto),
+                (_, true) => Some(StartPolicy::Manual),
+                _ => None,
+            },
+            attrs: edit(&vgpu, &args)?,
+            target,
+        },
+    };
+    client.order(Method::PATCH, &vgpu_path(args.uuid), &request).await?;
+    Ok(Vec::new())
+}
+
+/// `start`
+pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
+    if let Some(uuid) = args.uuid
+        && let Some(vgpu) = client.find(uuid).await?
+    {
+        let other = |what: &str, has: &str, asked: &Option<String>| match asked {
+            Some(asked) if asked != has => Err(Failure::Usage(format!(
+                "vGPU {uuid} has {what} {has}, not {asked}; leave that out, or use another uuid"
+            ))),
+            _ => Ok(()),
+        };
+        other("parent", &vgpu.parent, &args.parent)?;
+        other("type", &vgpu.mdev_type, &args.mdev_type)?;
+        if args.jsonfile.is_some() || !args.attr.is_empty() {
+            return Err(Failure::Usage(format!(
+                "vGPU {uuid} is there already; change its attributes with `vgpuctl modify -u {uuid}`"
+            )));
+        }
+        let path = format!("{}/start", vgpu_path(uuid));
+        client.post::<Vgpu>(&path, &()).await?;
+        return Ok(Vec::new());
+    }
+    let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
+    let (mdev_type, attrs) = match file {
+        Some(definition) => (Some(definition.mdev_type), attributes(definition.attrs.iter())),
+        None => (args.mdev_type, attributes(pairs(&args.attr))),
+    };
+    if let (None, Some(uuid)) = (&mdev_type, args.uuid) {
+        return Err(Failure::NoVgpu(uuid));
+    }
+    let request = CreateVgpu {
+        uuid: args.uuid,
+        parent: args.parent,
+        mdev_type,
+        attrs,
+        run: true,
+        ..CreateVgpu::default()
+    };
+    create(client, request).await
+}
+
+/// `stop`
+pub async fn stop(client: &Client, args: Stop) -> Result<Vec<u8>, Failure> {
+    let path = format!("{}/stop", vgpu_path(args.uuid));
+    client.order(Method::POST, &path, &StopVgpu { force: args.force }).await?;
+    Ok(Vec::new())
+}
+
+/// Makes a vGPU; prints its uuid where the user did not choose it.
+async fn create(client: &Client, request: CreateVgpu) -> Result<Vec<u8>, Failure> {
+    let vgpu: Vgpu = client.post("/v1/vgpus", &request).await?;
+    Ok(if request.uuid.is_none() { uuid_line(vgpu.uuid) } else { Vec::new() })
+}
+
+fn uuid_line(uuid: VgpuId) -> Vec<u8> {
+    format!("{uuid}\n").into_bytes()
+}
+
+/// All attributes after the change that was asked for, or `None` where none was.
+fn edit(vgpu: &Vgpu, args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
+    if args.addattr.is_none() && !args.delattr && args.attr.is_empty() {
+        return Ok(None);
+    }
+    let mut attrs: Attrs =
+        vgpu.attrs.iter().flatten().map(|(n, v)| (n.clone(), v.clone())).collect();
+    let edited = match (&args.addattr, &args.value) {
+        (Some(name), Some(value)) => attrs.insert(args.index, name.clone(), value.clone()),
+        _ if args.delattr => attrs.remove(args.index),
+        _ => {
+            args.attr.iter().for_each(|(name, value)| attrs.set(name, value));
+            Ok(())
+        }
+    };
+    edited.map_err(|error| Failure::Usage(error.to_string()))?;
+    Ok(Some(attributes(attrs.iter())))
+}
+
+fn attributes<'a>(attrs: impl Iterator<Item = (&'a str, &'a str)>) -> Vec<Attribute> {
+    attrs.map(|(name, value)| [(name.to_owned(), value.to_owned())].into()).collect()
+}
+
+fn pairs(attrs: &[(String, String)]) -> impl Iterator<Item = (&str, &str)> {
+    attrs.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+}
+
+fn policy(start: definition::Start) -> StartPolicy {
+    match start {
+        definition::Start::Auto => StartPolicy::Auto,
+        definition::Start::Manual => StartPolicy::Manual,
+    }
+}
+
+/// A definition from a file, or from the standard input.
+fn read_definition(path: &Path) -> Result<Definition, Failure> {
+    let limit = Definition::MAX_BYTES as u64 + 1;
+    let mut text = Vec::new();
+    let read = if path == Path::new("-") {
+        io::stdin().lock().take(limit).read_to_end(&mut text)
+    } else {
+        File::open(path).and_then(|file| file.take(limit).read_to_end(&mut text))
+    };
+    read.map_err(|error| Failure::Local(format!("Cannot read {}: {error}", path.display())))?;
+    Definition::from_json(&text)
+        .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))
+}

@@ -1,0 +1,60 @@
+//! What can go wrong, and the exit status that says so.
+
+use std::path::PathBuf;
+
+use mdev_core::ids::VgpuId;
+use vfio_user_server::api::model::{ErrorCode, ErrorDetail};
+
+/// Why a command failed, in one line: what is wrong, and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The command line makes no sense to us.
+    #[error("{0}")]
+    Usage(String),
+    /// Something on this side: a file, the output.
+    #[error("{0}")]
+    Local(String),
+    /// Nobody listens.
+    #[error(
+        "Cannot reach vgpud at {}: {reason}; start it (`vgpud run`), or name its socket with --socket",
+        socket.display()
+    )]
+    Unreachable {
+        /// Where.
+        socket: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// It listens, and its answer is none.
+    #[error("vgpud at {} gave no answer that makes sense: {reason}; see its log", socket.display())]
+    Nonsense {
+        /// Where.
+        socket: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// It said no.
+    #[error("{}", .0.message)]
+    Refused(ErrorDetail),
+    /// There is none, or not where it was said to be.
+    #[error("There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show what there is")]
+    NoVgpu(VgpuId),
+}
+
+impl Failure {
+    /// The exit status, as `vgpuctl --help` documents it.
+    pub fn exit_status(&self) -> u8 {
+        match self {
+            Self::Usage(_) => 2,
+            Self::Local(_) | Self::Nonsense { .. } => 1,
+            Self::Unreachable { .. } => 3,
+            Self::NoVgpu(_) => 4,
+            Self::Refused(detail) => match detail.code {
+                ErrorCode::Invalid => 2,
+                ErrorCode::NotFound => 4,
+                ErrorCode::Exists | ErrorCode::Conflict | ErrorCode::InUse | ErrorCode::NoRoom => 5,
+                _ => 1,
+            },
+        }
+    }
+}

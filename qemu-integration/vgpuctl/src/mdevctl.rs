@@ -1,0 +1,138 @@
+//! mdevctl's text and JSON shapes, so that what reads them goes on to work.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde_json::{Map, Value, json};
+use vfio_user_server::api::model::{ParentTypes, StartPolicy, TypeInfo, Vgpu, VgpuState};
+
+use crate::failure::Failure;
+
+/// A value as indented JSON, with a newline at its end.
+pub fn pretty(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
+    let mut text = serde_json::to_vec_pretty(value)
+        .map_err(|error| Failure::Local(format!("Cannot write the answer: {error}")))?;
+    text.push(b'\n');
+    Ok(text)
+}
+
+/// A list with one object, whose members are parents; an empty list where there are none.
+fn by_parent(parents: &BTreeMap<&str, Vec<Value>>) -> Value {
+    if parents.is_empty() { json!([]) } else { json!([parents]) }
+}
+
+fn named(name: String, value: Value) -> Value {
+    Value::Object(Map::from_iter([(name, value)]))
+}
+
+/// `types --dumpjson`
+pub fn types_json(parents: &[ParentTypes]) -> Value {
+    let one = |info: &TypeInfo| {
+        let TypeInfo { name, description, device_api, available_instances, .. } = info;
+        named(
+            name.clone(),
+            json!({
+                "available_instances": available_instances,
+                "device_api": device_api,
+                "name": name,
+                "description": description,
+            }),
+        )
+    };
+    let parents = parents.iter();
+    by_parent(&parents.map(|p| (p.parent.as_str(), p.types.iter().map(one).collect())).collect())
+}
+
+/// `types`
+pub fn types_text(parents: &[ParentTypes]) -> String {
+    let mut text = String::new();
+    for parent in parents {
+        let _ = writeln!(text, "{}", parent.parent);
+        for info in &parent.types {
+            let _ = writeln!(text, "  {}", info.name);
+            let _ = writeln!(text, "    Available instances: {}", info.available_instances);
+            let _ = writeln!(text, "    Device API: {}", info.device_api);
+            let _ = writeln!(text, "    Name: {}", info.name);
+            let _ = writeln!(text, "    Description: {}", info.description);
+        }
+    }
+    text
+}
+
+/// What a definition file holds.
+fn definition_json(vgpu: &Vgpu) -> Value {
+    json!({
+        "mdev_type": vgpu.mdev_type,
+        "start": start(vgpu.start),
+        "attrs": vgpu.attrs,
+    })
+}
+
+/// `list --dumpjson`: with a uuid and one result that vGPU's definition file, and else all by parent.
+pub fn list_json(vgpus: &[&Vgpu], by_uuid: bool) -> Value {
+    if let ([vgpu], true) = (vgpus, by_uuid) {
+        return definition_json(vgpu);
+    }
+    let mut parents = BTreeMap::<_, Vec<_>>::new();
+    for vgpu in vgpus {
+        let entry = named(vgpu.uuid.to_string(), definition_json(vgpu));
+        parents.entry(vgpu.parent.as_str()).or_default().push(entry);
+    }
+    by_parent(&parents)
+}
+
+/// `list`: mdevctl's line for each, and with `verbose` its attributes, and what only we know.
+pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
+    let mut text = String::new();
+    for vgpu in vgpus {
+        let Vgpu { uuid, parent, mdev_type, .. } = vgpu;
+        let _ = write!(text, "{uuid} {parent} {mdev_type} {}", start(vgpu.start));
+        let mut notes = Vec::new();
+        match (defined, vgpu.state) {
+            (true, VgpuState::Running) => notes.push("active"),
+            (false, _) if vgpu.defined => notes.push("defined"),
+            _ => {}
+        }
+        match vgpu.state {
+            VgpuState::Restarting => notes.push("restarting"),
+            VgpuState::Failed => notes.push("failed"),
+            VgpuState::Running | VgpuState::Stopped => {}
+        }
+        if !notes.is_empty() {
+            let _ = write!(text, " ({})", notes.join(", "));
+        }
+        text.push('\n');
+        if verbose {
+            details(&mut text, vgpu);
+        }
+    }
+    text
+}
+
+fn details(text: &mut String, vgpu: &Vgpu) {
+    if !vgpu.attrs.is_empty() {
+        let _ = writeln!(text, "  Attrs:");
+    }
+    for (index, attr) in vgpu.attrs.iter().enumerate() {
+        let _ = writeln!(text, "    @{{{index}}}: {}", json!(attr));
+    }
+    if let Some(reason) = &vgpu.reason {
+        let _ = writeln!(text, "  Reason: {reason}");
+    }
+    if let Some(socket) = &vgpu.socket {
+        let _ = writeln!(text, "  Socket: {socket}");
+    }
+    if let Some(pid) = vgpu.pid {
+        let _ = writeln!(text, "  Worker: process {pid}");
+    }
+    if let Some(vm) = vgpu.vm {
+        let _ = writeln!(text, "  VM: process {} of user {}", vm.pid, vm.uid);
+    }
+}
+
+fn start(policy: StartPolicy) -> &'static str {
+    match policy {
+        StartPolicy::Auto => "auto",
+        StartPolicy::Manual => "manual",
+    }
+}
