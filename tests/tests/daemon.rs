@@ -1,0 +1,457 @@
+//! What an operator is promised of `vgpud`: that vGPUs are there when they are said to be, survive what they should
+//! survive, and leave nothing behind that is in the way.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use system_tests::{Vgpud, is_alive, kill_process, wait_for};
+
+/// A vGPU that runs and is not defined.
+fn transient(vgpud: &Vgpud) -> Result<String> {
+    vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))
+}
+
+fn pid(value: &Value) -> Result<u32> {
+    let pid = value["pid"].as_u64().with_context(|| format!("No process in {value}"))?;
+    Ok(u32::try_from(pid)?)
+}
+
+fn state(vgpud: &Vgpud, uuid: &str) -> Result<String> {
+    Ok(vgpud.show(uuid)?["state"].as_str().unwrap_or_default().to_owned())
+}
+
+/// Waits until a VM that connects is the one that the vGPU is used by.
+fn attach(vgpud: &Vgpud, uuid: &str) -> Result<UnixStream> {
+    let vm = UnixStream::connect(vgpud.vfio_socket(uuid))?;
+    wait_for("a VM is attached", || {
+        vgpud.show(uuid).is_ok_and(|vgpu| vgpu["vm"]["pid"] == std::process::id())
+    })?;
+    Ok(vm)
+}
+
+#[test]
+fn types_are_described_as_consumers_parse_them() -> Result<()> {
+    let vgpud = Vgpud::start_with(&["--parent", "soft:gpu,vram=2G"])?;
+    let types = vgpud.get("/v1/types")?;
+    let one = types[0]["types"].as_array().unwrap().iter().find(|t| t["name"] == "SOFT-1Q");
+    let one = one.expect("SOFT-1Q");
+    assert_eq!(types[0]["parent"], "gpu");
+    assert_eq!(
+        one["description"],
+        "num_heads=1, framebuffer=1024M, max_resolution=1920x1200, max_instance=2"
+    );
+    assert_eq!((&one["available_instances"], &one["max_instances"]), (&json!(2), &json!(2)));
+    transient(&vgpud)?;
+    let types = vgpud.get("/v1/types")?;
+    let one = types[0]["types"].as_array().unwrap().iter().find(|t| t["name"] == "SOFT-1Q");
+    assert_eq!(one.expect("SOFT-1Q")["available_instances"], 1);
+    let parent = &vgpud.get("/v1/parents")?[0];
+    assert_eq!((&parent["state"], &parent["running"]), (&json!("ready"), &json!(1)));
+    Ok(())
+}
+
+#[test]
+fn a_vgpu_is_defined_started_stopped_and_undefined() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = "6b4e1a3c-6a3a-4a5e-8f5f-0d6c1c8f0001";
+    let path = format!("/v1/vgpus/{uuid}");
+    let definition = json!({
+        "uuid": uuid, "mdev_type": "SOFT-1Q", "attrs": [{ "core": "80" }], "define": true,
+    });
+    assert_eq!(vgpud.create(&definition)?, uuid);
+    let file = fs::read(vgpud.config_dir().join("soft0").join(uuid))?;
+    let file: Value = serde_json::from_slice(&file)?;
+    let expected =
+        json!({ "mdev_type": "SOFT-1Q", "start": "manual", "attrs": [{ "core": "80" }] });
+    assert_eq!(file, expected);
+    assert_eq!(state(&vgpud, uuid)?, "stopped");
+
+    let started = vgpud.call("POST", &format!("{path}/start"), None)?;
+    assert_eq!(started["state"], "running");
+    assert_eq!(started["socket"], vgpud.vfio_socket(uuid).to_str().unwrap());
+    let worker = pid(&started)?;
+    assert!(is_alive(worker));
+    let again = vgpud.refused("POST", &format!("{path}/start"), None)?;
+    assert_eq!((again.0, again.1.as_str()), (409, "conflict"));
+    assert_eq!(vgpud.get("/v1/stats")?["vgpus"][0]["share_asked"], 80);
+
+    vgpud.call("POST", &format!("{path}/stop"), None)?;
+    assert!(!is_alive(worker));
+    assert!(!vgpud.vgpu_dir(uuid).exists());
+    assert_eq!(state(&vgpud, uuid)?, "stopped");
+    vgpud.call("DELETE", &path, None)?;
+    assert_eq!(vgpud.get("/v1/vgpus")?, json!([]));
+    assert_eq!(vgpud.refused("GET", &path, None)?.0, 404);
+    Ok(())
+}
+
+#[test]
+fn undefining_and_modifying_leave_a_running_vgpu_running() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "define": true, "run": true }))?;
+    let path = format!("/v1/vgpus/{uuid}");
+    let worker = pid(&vgpud.show(&uuid)?)?;
+    let change = json!({ "mdev_type": "SOFT-2Q", "start": "auto", "attrs": [{ "core": "30" }] });
+    vgpud.call("PATCH", &path, Some(&change))?;
+    let stats = vgpud.get("/v1/stats")?;
+    assert_eq!(
+        (&stats["vgpus"][0]["mdev_type"], &stats["vgpus"][0]["share_asked"]),
+        (&json!("SOFT-1Q"), &Value::Null)
+    );
+    vgpud.call("PATCH", &path, Some(&json!({ "attrs": [{ "core": "40" }], "target": "live" })))?;
+    assert_eq!(vgpud.get("/v1/stats")?["vgpus"][0]["share_asked"], 40);
+    assert_eq!(vgpud.show(&uuid)?["attrs"], json!([{ "core": "30" }]));
+    vgpud.call("DELETE", &path, None)?;
+    let vgpu = vgpud.show(&uuid)?;
+    assert_eq!((pid(&vgpu)?, &vgpu["defined"]), (worker, &json!(false)));
+    assert!(is_alive(worker));
+    vgpud.call("POST", &format!("{path}/stop"), None)?;
+    assert_eq!(vgpud.refused("GET", &path, None)?.0, 404);
+    Ok(())
+}
+
+#[test]
+fn mistakes_get_one_line_that_says_what_would_be_right() -> Result<()> {
+    let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=1G"])?;
+    let full = vgpud
+        .create(&json!({ "mdev_type": "SOFT-1Q", "attrs": [{ "core": "80" }], "run": true }))?;
+    let nobody = "/v1/vgpus/6b4e1a3c-6a3a-4a5e-8f5f-0d6c1c8f0002";
+    for (method, path, body, status, code, part) in [
+        (
+            "POST",
+            "/v1/vgpus",
+            json!({ "mdev_type": "SOFT-9Q", "run": true }),
+            404,
+            "not_found",
+            "it offers",
+        ),
+        (
+            "POST",
+            "/v1/vgpus",
+            json!({ "mdev_type": "SOFT-1Q", "run": true }),
+            409,
+            "no_room",
+            "stop a vGPU",
+        ),
+        ("POST", "/v1/vgpus", json!({ "mdev_type": "SOFT-1Q" }), 400, "invalid", "define"),
+        ("POST", "/v1/vgpus", json!({ "define": true }), 400, "invalid", "mdev_type"),
+        (
+            "POST",
+            "/v1/vgpus",
+            json!({ "mdev_type": "SOFT-1Q", "define": true, "attrs": [{ "core": "101" }] }),
+            400,
+            "invalid",
+            "1 to 100",
+        ),
+        (
+            "POST",
+            "/v1/vgpus",
+            json!({ "mdev_type": "SOFT-1Q", "define": true, "attrs": [{ "a": "1", "b": "2" }] }),
+            400,
+            "invalid",
+            "one member",
+        ),
+        (
+            "POST",
+            "/v1/vgpus",
+            json!({ "mdev_type": "SOFT-1Q", "define": true, "parent": "../x" }),
+            404,
+            "not_found",
+            "soft0",
+        ),
+        ("POST", "/v1/vgpus", json!({ "typo": 1 }), 400, "invalid", "typo"),
+        ("POST", "/v1/vgpus", json!({ "uuid": "x" }), 400, "invalid", "UUID"),
+        ("POST", "/v1/vgpus", json!("x".repeat(100_000)), 413, "too_large", "limit"),
+        ("GET", nobody, Value::Null, 404, "not_found", "vgpuctl list"),
+        ("POST", &format!("{nobody}/start"), Value::Null, 404, "not_found", "vgpuctl list"),
+        ("POST", &format!("{nobody}/stop"), Value::Null, 404, "not_found", "vgpuctl list"),
+        ("GET", &format!("{nobody}/screenshot"), Value::Null, 404, "not_found", "vgpuctl list"),
+        (
+            "GET",
+            &format!("/v1/vgpus/{full}/screenshot"),
+            Value::Null,
+            409,
+            "conflict",
+            "set no mode",
+        ),
+        ("GET", "/v1/vgpus/x", Value::Null, 400, "invalid", "not a UUID"),
+        ("GET", "/v2", Value::Null, 404, "not_found", "openapi.json"),
+        ("PUT", "/v1/vgpus", Value::Null, 405, "method_not_allowed", "PUT"),
+    ] {
+        let body = Some(&body).filter(|body| !body.is_null());
+        let (got, got_code, message) = vgpud.refused(method, path, body)?;
+        assert_eq!((got, got_code.as_str()), (status, code), "{method} {path}: {message}");
+        assert!(message.contains(part), "{method} {path}: {message}");
+        assert!(!message.contains('\n'), "{message}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vgpu_that_a_vm_uses_is_stopped_only_with_force() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    let _vm = attach(&vgpud, &uuid)?;
+    let path = format!("/v1/vgpus/{uuid}/stop");
+    let (status, code, message) = vgpud.refused("POST", &path, None)?;
+    assert_eq!((status, code.as_str()), (409, "in_use"));
+    assert!(message.contains(&format!("process {}", std::process::id())), "{message}");
+    assert!(message.contains("force"), "{message}");
+    vgpud.call("POST", &path, Some(&json!({ "force": true })))?;
+    assert_eq!(vgpud.get("/v1/vgpus")?, json!([]));
+    Ok(())
+}
+
+#[test]
+fn a_vm_can_leave_and_another_attach_again_and_again() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    for _ in 0..5 {
+        drop(attach(&vgpud, &uuid)?);
+        wait_for("the VM has left", || vgpud.show(&uuid).is_ok_and(|vgpu| vgpu["vm"].is_null()))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_socket_is_ready_within_100_ms() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let mut times = Vec::new();
+    for _ in 0..5 {
+        let begun = Instant::now();
+        let uuid = transient(&vgpud)?;
+        UnixStream::connect(vgpud.vfio_socket(&uuid))?;
+        times.push(begun.elapsed());
+    }
+    times.sort();
+    println!("create to socket ready: {times:?}");
+    assert!(times[times.len() / 2] < Duration::from_millis(100), "{times:?}");
+    Ok(())
+}
+
+#[test]
+fn thirty_two_vgpus_run_on_one_parent_at_once() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let begun = Instant::now();
+    let uuids = std::thread::scope(|scope| {
+        let starting: Vec<_> = (0..32).map(|_| scope.spawn(|| transient(&vgpud))).collect();
+        starting.into_iter().map(|thread| thread.join().unwrap()).collect::<Result<Vec<_>>>()
+    })?;
+    println!("32 vGPUs at once: {:?}", begun.elapsed());
+    let vms: Vec<_> =
+        uuids.iter().map(|uuid| UnixStream::connect(vgpud.vfio_socket(uuid))).collect();
+    assert!(vms.iter().all(std::result::Result::is_ok));
+    wait_for("all VMs are attached", || {
+        let list = vgpud.get("/v1/vgpus").unwrap();
+        let list = list.as_array().unwrap();
+        list.len() == 32
+            && list.iter().all(|vgpu| !vgpu["vm"].is_null() && vgpu["state"] == "running")
+    })?;
+    let (_, code, message) = vgpud.refused(
+        "POST",
+        "/v1/vgpus",
+        Some(&json!({ "mdev_type": "SOFT-256MQ", "run": true })),
+    )?;
+    assert_eq!(code, "no_room", "{message}");
+    let stats = vgpud.get("/v1/stats")?;
+    assert_eq!(stats["vgpus"].as_array().unwrap().len(), 32);
+    Ok(())
+}
+
+#[test]
+fn shares_that_do_not_fit_are_refused() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let with =
+        |core: &str| json!({ "mdev_type": "SOFT-256MQ", "attrs": [{ "core": core }], "run": true });
+    let first = vgpud.create(&with("80"))?;
+    let (status, code, message) = vgpud.refused("POST", "/v1/vgpus", Some(&with("30")))?;
+    assert_eq!((status, code.as_str()), (409, "no_room"), "{message}");
+    vgpud.create(&with("20"))?;
+    let live = json!({ "attrs": [{ "core": "90" }], "target": "live" });
+    let (_, code, _) = vgpud.refused("PATCH", &format!("/v1/vgpus/{first}"), Some(&live))?;
+    assert_eq!(code, "no_room");
+    Ok(())
+}
+
+#[test]
+fn what_is_defined_to_start_is_started_with_the_manager() -> Result<()> {
+    let mut vgpud = Vgpud::start()?;
+    let auto = json!({ "mdev_type": "SOFT-256MQ", "start": "auto", "define": true });
+    let (a, b) = (vgpud.create(&auto)?, vgpud.create(&auto)?);
+    let manual = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "define": true }))?;
+    vgpud.end(Signal::SIGTERM)?;
+    vgpud.start_again()?;
+    assert_eq!(state(&vgpud, &a)?, "running");
+    assert_eq!(state(&vgpud, &b)?, "running");
+    assert_eq!(state(&vgpud, &manual)?, "stopped");
+    Ok(())
+}
+
+#[test]
+fn sigterm_and_sigint_leave_nothing_behind() -> Result<()> {
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let mut vgpud = Vgpud::start()?;
+        let uuid = transient(&vgpud)?;
+        let _vm = attach(&vgpud, &uuid)?;
+        let roles = vgpud.roles();
+        assert_eq!(roles.len(), 2, "a worker and a software GPU");
+        assert!(vgpud.end(signal)?.success());
+        assert!(roles.iter().all(|pid| !is_alive(*pid)), "{signal}");
+        assert!(!vgpud.api_socket().exists() && !vgpud.vgpu_dir(&uuid).exists());
+        assert_eq!(fs::read_dir(vgpud.run_dir().join("parents"))?.count(), 0);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_new_manager_adopts_what_the_old_one_left() -> Result<()> {
+    for signal in [Signal::SIGKILL, Signal::SIGUSR1] {
+        let mut vgpud = Vgpud::start()?;
+        let uuid = vgpud
+            .create(&json!({ "mdev_type": "SOFT-1Q", "attrs": [{ "core": "70" }], "run": true }))?;
+        let path = format!("/v1/vgpus/{uuid}");
+        let live = json!({ "attrs": [{ "core": "60" }], "target": "live" });
+        vgpud.call("PATCH", &path, Some(&live))?;
+        let _vm = attach(&vgpud, &uuid)?;
+        let (worker, gpu) = (pid(&vgpud.show(&uuid)?)?, pid(&vgpud.get("/v1/parents")?[0])?);
+        vgpud.end(signal)?;
+        assert!(is_alive(worker) && is_alive(gpu), "{signal}: both go on");
+        vgpud.start_again()?;
+        let vgpu = vgpud.show(&uuid)?;
+        assert_eq!(
+            (pid(&vgpu)?, &vgpu["vm"]["pid"]),
+            (worker, &json!(std::process::id())),
+            "{signal}"
+        );
+        assert_eq!(vgpu["attrs"], json!([{ "core": "60" }]));
+        assert_eq!(pid(&vgpud.get("/v1/parents")?[0])?, gpu);
+        assert_eq!(vgpud.get("/v1/stats")?["vgpus"][0]["share_asked"], 60);
+        // What was adopted can be told what to do like anything else.
+        vgpud.call("POST", &format!("{path}/stop"), Some(&json!({ "force": true })))?;
+        assert!(!is_alive(worker));
+        let parent = &vgpud.get("/v1/parents")?[0];
+        assert_eq!(parent["vram_free_bytes"], parent["vram_bytes"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_worker_that_dies_is_replaced_and_a_new_vm_can_attach() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    let _lost = attach(&vgpud, &uuid)?;
+    let worker = pid(&vgpud.show(&uuid)?)?;
+    kill_process(worker, Signal::SIGKILL)?;
+    wait_for("another worker runs", || {
+        let vgpu = vgpud.show(&uuid).unwrap();
+        vgpu["state"] == "running" && vgpu["pid"] != worker && vgpu["pid"].is_u64()
+    })?;
+    drop(attach(&vgpud, &uuid)?);
+    Ok(())
+}
+
+#[test]
+fn a_software_gpu_that_dies_is_replaced_and_its_vgpus_can_be_started_again() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "define": true, "run": true }))?;
+    let _vm = attach(&vgpud, &uuid)?;
+    let gpu = pid(&vgpud.get("/v1/parents")?[0])?;
+    kill_process(gpu, Signal::SIGKILL)?;
+    wait_for("the vGPU has failed", || state(&vgpud, &uuid).is_ok_and(|state| state == "failed"))?;
+    assert!(vgpud.show(&uuid)?["reason"].as_str().unwrap().contains("stop it and start it"));
+    wait_for("another software GPU runs", || {
+        let parent = &vgpud.get("/v1/parents").unwrap()[0];
+        parent["state"] == "ready" && parent["pid"] != gpu
+    })?;
+    vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), Some(&json!({ "force": true })))?;
+    let vgpu = vgpud.call("POST", &format!("/v1/vgpus/{uuid}/start"), None)?;
+    assert_eq!(vgpu["state"], "running");
+    drop(attach(&vgpud, &uuid)?);
+    Ok(())
+}
+
+#[test]
+fn after_every_process_was_killed_the_next_start_brings_back_what_ran() -> Result<()> {
+    let mut vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    let roles = vgpud.roles();
+    vgpud.end(Signal::SIGKILL)?;
+    for pid in &roles {
+        kill_process(*pid, Signal::SIGKILL)?;
+    }
+    wait_for("all are gone", || roles.iter().all(|pid| !is_alive(*pid)))?;
+    // And rubbish that nobody knows.
+    fs::create_dir_all(vgpud.run_dir().join("vgpus/not-a-uuid"))?;
+    fs::create_dir_all(vgpud.run_dir().join("parents/gone"))?;
+    fs::write(vgpud.run_dir().join("parents/gone/run.json"), "{")?;
+    vgpud.start_again()?;
+    assert_eq!(state(&vgpud, &uuid)?, "running");
+    drop(attach(&vgpud, &uuid)?);
+    assert!(!vgpud.run_dir().join("vgpus/not-a-uuid").exists());
+    assert!(!vgpud.run_dir().join("parents/gone").exists());
+    Ok(())
+}
+
+#[test]
+fn a_second_manager_is_refused_in_one_line() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let output = vgpud.command()?.output()?;
+    assert_eq!(output.status.code(), Some(1));
+    let line = String::from_utf8(output.stderr)?;
+    let expected = format!("vgpud: A vgpud with pid {} manages", vgpud.pid().unwrap());
+    assert!(line.starts_with(&expected) && line.trim_end().lines().count() == 1, "{line}");
+    assert_eq!(vgpud.get("/v1/version")?["api"], "v1", "the first goes on");
+    Ok(())
+}
+
+#[test]
+fn the_control_socket_is_for_its_user_and_group() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let mode = fs::metadata(vgpud.api_socket())?.permissions().mode();
+    assert_eq!(mode & 0o777, 0o660);
+    Ok(())
+}
+
+#[test]
+fn a_wedged_worker_does_not_hold_up_the_manager() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let (wedged, other) = (transient(&vgpud)?, transient(&vgpud)?);
+    kill_process(pid(&vgpud.show(&wedged)?)?, Signal::SIGSTOP)?;
+    let begun = Instant::now();
+    assert_eq!(state(&vgpud, &other)?, "running");
+    assert!(begun.elapsed() < Duration::from_millis(500), "others are not waited for");
+    let warnings = vgpud.show(&wedged)?["warnings"].to_string();
+    assert!(warnings.contains("does not answer"), "{warnings}");
+    let stop = format!("/v1/vgpus/{wedged}/stop");
+    assert_eq!(vgpud.refused("POST", &stop, None)?.1, "unavailable");
+    vgpud.call("POST", &stop, Some(&json!({ "force": true })))?;
+    Ok(())
+}
+
+#[test]
+fn an_idle_manager_costs_next_to_nothing() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    transient(&vgpud)?;
+    let processes: Vec<_> = vgpud.roles().into_iter().chain(vgpud.pid()).collect();
+    let used = || processes.iter().map(|pid| cpu_ticks(*pid)).sum::<u64>();
+    std::thread::sleep(Duration::from_millis(500));
+    let before = used();
+    std::thread::sleep(Duration::from_secs(3));
+    // Clock ticks are hundredths of a second: 3 s of one core are 300.
+    let ticks = used() - before;
+    println!("idle: {ticks} ticks in 3 s");
+    assert!(ticks <= 3, "an idle host costs {ticks} of 300 ticks");
+    Ok(())
+}
+
+/// User and system time of a process, in clock ticks.
+fn cpu_ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.to_owned()).unwrap_or_default();
+    fields.split(' ').skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum()
+}
