@@ -153,35 +153,60 @@ fn wide(values: &[u64]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).collect()
 }
 
-/// Payloads in the shape of their command, with numbers that may fit or not.
+/// Mostly one of these, now and then another number.
+fn mostly(values: &'static [u64]) -> impl Strategy<Value = u64> {
+    prop_oneof![9 => prop::sample::select(values), 1 => number()]
+}
+
+/// Payloads in the shape of their command, with numbers that mostly fit.
 fn shaped() -> impl Strategy<Value = (u16, Vec<u8>)> {
-    let n = || number();
+    const REGIONS: &[u64] = &[0, 7];
+    const COUNTS: &[u64] = &[0, 1, 2, 4, 8, 64];
+    const PAGES: &[u64] = &[0, 0x1000, 0x2000, 0x3000, 0x8000];
+    const IRQ_FLAGS: &[u64] = &[0x21, 0x22, 0x24, 0x14, 0x09, 0x11, 0x0a, 0x12];
+    const ARGSZ: &[u64] = &[16, 32, 64];
     let data = || prop::collection::vec(any::<u8>(), 0..40);
+    let sizes = || prop_oneof![9 => Just(0x1000_u64), 3 => Just(0x2000), 1 => number()];
     prop_oneof![
-        1 => (data()).prop_map(|data| (1, [vec![0; 4], data].concat())),
-        4 => (n(), n(), n(), n()).prop_map(|(flags, offset, address, size)| {
-            (2, [narrow(&[32, flags]), wide(&[offset, address, size])].concat())
-        }),
-        4 => (n(), n(), n()).prop_map(|(flags, address, size)| {
+        1 => data().prop_map(|data| (1, [vec![0; 4], data].concat())),
+        4 => (mostly(&[1, 3]), mostly(PAGES), mostly(PAGES), sizes()).prop_map(
+            |(flags, offset, address, size)| {
+                (2, [narrow(&[32, flags]), wide(&[offset, address, size])].concat())
+            }
+        ),
+        4 => (mostly(&[0]), mostly(PAGES), sizes()).prop_map(|(flags, address, size)| {
             (3, [narrow(&[24, flags]), wide(&[address, size])].concat())
         }),
-        1 => (n()).prop_map(|argsz| (4, narrow(&[argsz, 0, 0, 0]))),
-        1 => (n(), n()).prop_map(|(argsz, index)| (5, narrow(&[argsz, 0, index, 0, 0, 0, 0, 0]))),
-        1 => (n(), n()).prop_map(|(argsz, index)| (6, narrow(&[argsz, 0, index, 0]))),
-        1 => (n(), n()).prop_map(|(argsz, index)| (7, narrow(&[argsz, 0, index, 0]))),
-        4 => (n(), n(), n(), n(), data()).prop_map(|(flags, index, start, count, data)| {
-            (8, [narrow(&[60, flags, index, start, count]), data].concat())
+        1 => Just((3, [narrow(&[24, 2]), wide(&[0, 0])].concat())),
+        1 => mostly(ARGSZ).prop_map(|argsz| (4, narrow(&[argsz, 0, 0, 0]))),
+        1 => (mostly(ARGSZ), number()).prop_map(|(argsz, index)| {
+            (5, narrow(&[argsz, 0, index, 0, 0, 0, 0, 0]))
         }),
-        4 => (n(), n(), n()).prop_map(|(offset, region, count)| {
-            (9, [wide(&[offset]), narrow(&[region, count])].concat())
+        1 => (mostly(ARGSZ), number()).prop_map(|(argsz, index)| {
+            (6, narrow(&[argsz, 0, index, 0]))
         }),
-        4 => (n(), n(), data()).prop_map(|(offset, region, data)| {
+        1 => (mostly(ARGSZ), number()).prop_map(|(argsz, index)| {
+            (7, narrow(&[argsz, 0, index, 0]))
+        }),
+        6 => (mostly(IRQ_FLAGS), mostly(&[0, 1]), mostly(&[0, 1, 6]), mostly(&[0, 1, 2]), data())
+            .prop_map(|(flags, index, start, count, data)| {
+                (8, [narrow(&[60, flags, index, start, count]), data].concat())
+            }),
+        4 => (mostly(COUNTS), mostly(REGIONS), mostly(COUNTS)).prop_map(
+            |(offset, region, count)| (9, [wide(&[offset]), narrow(&[region, count])].concat())
+        ),
+        4 => (mostly(COUNTS), mostly(REGIONS), data()).prop_map(|(offset, region, data)| {
             (10, [wide(&[offset]), narrow(&[region, data.len() as u64]), data].concat())
         }),
-        1 => (n(), n(), n(), n()).prop_map(|(count, offset, region, bytes)| {
-            (15, [wide(&[count, offset]), narrow(&[region, bytes, 0, 0])].concat())
+        2 => (mostly(&[1]), mostly(COUNTS), mostly(REGIONS), mostly(COUNTS)).prop_map(
+            |(count, offset, region, bytes)| {
+                (15, [wide(&[count, offset]), narrow(&[region, bytes, 0, 0])].concat())
+            }
+        ),
+        1 => (mostly(&[8, 16]), number()).prop_map(|(argsz, flags)| {
+            (16, narrow(&[argsz, flags << 16]))
         }),
-        1 => (n(), n()).prop_map(|(argsz, flags)| (16, narrow(&[argsz, flags << 16]))),
+        1 => Just((13, Vec::new())),
         1 => (any::<u16>(), data()),
     ]
 }
