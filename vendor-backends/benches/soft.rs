@@ -1,0 +1,222 @@
+//! What the software GPU costs, each figure against a baseline taken in the same run. `cargo bench -p vendor-backends`
+#![allow(clippy::unwrap_used, reason = "a benchmark")]
+
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::copy::{self, launch};
+use mdev_core::gpu::{ClientSpec, EngineKind, Gpu, Usage};
+use mdev_core::ids::VgpuId;
+use mdev_core::units::{GIB, MIB};
+use nix::time::{ClockId, clock_gettime};
+use vendor_backends::conformance::{Driver, Pushbuffer, Ring};
+use vendor_backends::seqpacket::SeqPacketListener;
+use vendor_backends::soft::server::{self, Config};
+use vendor_backends::soft::silicon::mem::SharedMemory;
+use vendor_backends::soft::{SoftClient, SoftGpu};
+
+const COPY_BYTES: u64 = 256 * MIB;
+
+fn main() {
+    let folder = tempfile::tempdir().unwrap();
+    let path: PathBuf = folder.path().join("admin.sock");
+    let listener = SeqPacketListener::bind(&path).unwrap();
+    let config =
+        Config { name: "soft0".into(), vram_bytes: 4 * GIB, grace: Duration::from_secs(60) };
+    thread::spawn(move || server::run(&config, &listener).unwrap());
+    let mut gpu = SoftGpu::connect(&path).unwrap();
+    large_copy(&mut gpu);
+    latency(&mut gpu);
+    idle(&mut gpu);
+    preemption(&mut gpu);
+    shares(&mut gpu);
+}
+
+fn admit(gpu: &mut SoftGpu) -> (VgpuId, Driver) {
+    let spec = ClientSpec {
+        vgpu: VgpuId::random(),
+        vram_bytes: 64 * MIB,
+        framebuffer_bytes: 0,
+        max_channels: 8,
+        max_import_bytes: 2 * GIB,
+    };
+    let client = SoftClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+    (spec.vgpu, Driver::new(Box::new(client)))
+}
+
+fn usage(gpu: &mut SoftGpu, vgpu: VgpuId) -> Usage {
+    gpu.usage().unwrap().vgpus.into_iter().find(|(id, _)| *id == vgpu).unwrap().1
+}
+
+/// 256 MiB between two ranges of guest memory, through a channel, and by memcpy on mappings of the same kind.
+fn large_copy(gpu: &mut SoftGpu) {
+    let (_, mut driver) = admit(gpu);
+    let (memory, id) = driver.import(2 * COPY_BYTES);
+    let va = driver.va(4 * GIB);
+    driver.map(va, 2 * COPY_BYTES, id);
+    memory.mapping.write(0, &vec![7; COPY_BYTES as usize]).unwrap();
+    let mut ring = driver.ring(EngineKind::Copy);
+    let plain = SharedMemory::new(c"plain", 2 * COPY_BYTES).unwrap();
+    plain.mapping.write(0, &vec![7; COPY_BYTES as usize]).unwrap();
+    let (mut through, mut memcpy) = (Vec::new(), Vec::new());
+    for _ in 0..8 {
+        let started = Instant::now();
+        let push = Pushbuffer::default().copy(va, va + COPY_BYTES, COPY_BYTES as u32);
+        let done = driver.submit(&mut ring, push);
+        while !driver.wait_for(done, Duration::ZERO) {
+            thread::sleep(Duration::from_micros(50));
+        }
+        through.push(started.elapsed());
+        let started = Instant::now();
+        let whole = COPY_BYTES as usize;
+        plain.mapping.copy(0, &plain.mapping, COPY_BYTES, whole, false).unwrap();
+        memcpy.push(started.elapsed());
+    }
+    // The first of each also makes the pages.
+    let (through, memcpy) = (median(&mut through[1..]), median(&mut memcpy[1..]));
+    let rate = |time: Duration| COPY_BYTES as f64 / time.as_secs_f64() / 1e9;
+    println!(
+        "copy of 256 MiB: {:.2} GB/s, memcpy {:.2} GB/s: {:.1} %",
+        rate(through),
+        rate(memcpy),
+        100.0 * rate(through) / rate(memcpy)
+    );
+}
+
+/// From GP_PUT to the semaphore, on a channel that is kept busy.
+fn latency(gpu: &mut SoftGpu) {
+    let (vgpu, mut driver) = admit(gpu);
+    let mut ring = driver.ring(EngineKind::Copy);
+    let mut times = Vec::new();
+    for _ in 0..20_000 {
+        let started = Instant::now();
+        let done = driver.submit(&mut ring, Pushbuffer::default());
+        driver.wait_spinning(done);
+        times.push(started.elapsed());
+    }
+    times.sort_unstable();
+    let usage = usage(gpu, vgpu);
+    println!(
+        "doorbell to semaphore: p50 {:.2} us, p99 {:.2} us; {} doorbells polled, {} wake-ups",
+        micros(times[times.len() / 2]),
+        micros(times[times.len() * 99 / 100]),
+        usage.polled_doorbells,
+        usage.wakeups
+    );
+    // Against the best that two threads can do: one word each way through shared memory.
+    let shared = SharedMemory::new(c"words", 4096).unwrap().mapping;
+    let echo = shared.clone();
+    let rounds = 20_000;
+    let thread = thread::spawn(move || {
+        for round in 1..=rounds {
+            while echo.load_u32(0) != Some(round) {
+                std::hint::spin_loop();
+            }
+            echo.store_u32(64, round).unwrap();
+        }
+    });
+    let mut times: Vec<Duration> = (1..=rounds)
+        .map(|round| {
+            let started = Instant::now();
+            shared.store_u32(0, round).unwrap();
+            while shared.load_u32(64) != Some(round) {
+                std::hint::spin_loop();
+            }
+            started.elapsed()
+        })
+        .collect();
+    thread.join().unwrap();
+    println!("  (two threads that exchange one word: p50 {:.2} us)", micros(median(&mut times)));
+}
+
+/// CPU time of this whole process while vGPUs with channels do nothing.
+fn idle(gpu: &mut SoftGpu) {
+    let mut drivers: Vec<_> = (0..8).map(|_| admit(gpu).1).collect();
+    let _rings: Vec<Ring> = drivers.iter_mut().map(|d| d.ring(EngineKind::Compute)).collect();
+    thread::sleep(Duration::from_millis(100));
+    let cpu = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
+    let (before, started) = (cpu(), Instant::now());
+    thread::sleep(Duration::from_secs(3));
+    let share = cpu().saturating_sub(before).as_secs_f64() / started.elapsed().as_secs_f64();
+    println!("idle, 8 vGPUs with a channel each: {:.3} % of a core", share * 100.0);
+}
+
+/// How long a vGPU waits for the engine that another's endless copy has, with the shortest slices.
+fn preemption(gpu: &mut SoftGpu) {
+    let (hog, mut endless) = admit(gpu);
+    let (polite, mut driver) = admit(gpu);
+    let slice = Duration::from_micros(100);
+    gpu.set_timeslice(hog, slice).unwrap();
+    gpu.set_timeslice(polite, slice).unwrap();
+    let mut hog_ring = endless.ring(EngineKind::Compute);
+    endless.spin_forever(&mut hog_ring);
+    let mut ring = driver.ring(EngineKind::Copy);
+    let mut times = Vec::new();
+    for _ in 0..2_000 {
+        let started = Instant::now();
+        let done = driver.submit(&mut ring, Pushbuffer::default());
+        driver.wait_spinning(done);
+        times.push(started.elapsed());
+        black_box(&times);
+    }
+    times.sort_unstable();
+    println!(
+        "submission beside an endless kernel, 100 us slices: p50 {:.0} us, p99 {:.0} us",
+        micros(times[times.len() / 2]),
+        micros(times[times.len() * 99 / 100])
+    );
+    // A control request is let in between two chunks.
+    let mut times: Vec<Duration> = (0..2_000)
+        .map(|_| {
+            let started = Instant::now();
+            endless.client().query_channel(hog_ring.id()).unwrap();
+            started.elapsed()
+        })
+        .collect();
+    let mut idle_times: Vec<Duration> = (0..2_000)
+        .map(|_| {
+            let started = Instant::now();
+            endless.client().usage().unwrap();
+            started.elapsed()
+        })
+        .collect();
+    println!(
+        "request that stops an endless kernel: p50 {:.0} us; one that does not: {:.0} us",
+        micros(median(&mut times)),
+        micros(median(&mut idle_times))
+    );
+}
+
+/// Two busy vGPUs at slices of 4 and 1 ms.
+fn shares(gpu: &mut SoftGpu) {
+    let mut vgpus = Vec::new();
+    for slice in [4, 1] {
+        let (vgpu, mut driver) = admit(gpu);
+        gpu.set_timeslice(vgpu, Duration::from_millis(slice)).unwrap();
+        let mut ring = driver.ring(EngineKind::Copy);
+        let data = driver.va(20 * MIB);
+        let push = Pushbuffer::default()
+            .addresses(data, data + 8 * MIB)
+            .copy_method(copy::PITCH_IN, &[0, 0, 1 << 20, u32::MAX])
+            .launch(launch::MULTI_LINE);
+        driver.submit(&mut ring, push);
+        vgpus.push((vgpu, driver));
+    }
+    thread::sleep(Duration::from_millis(100));
+    let before: Vec<u64> = vgpus.iter().map(|(id, _)| usage(gpu, *id).engine_ns).collect();
+    thread::sleep(Duration::from_secs(5));
+    let after: Vec<u64> = vgpus.iter().map(|(id, _)| usage(gpu, *id).engine_ns).collect();
+    let used: Vec<f64> = before.iter().zip(&after).map(|(b, a)| (a - b) as f64).collect();
+    println!("shares at 4:1 over 5 s: {:.2} % (asked 80)", 100.0 * used[0] / (used[0] + used[1]));
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}

@@ -1,0 +1,353 @@
+//! The least that a guest driver needs: memory, rings, pushbuffers, and waiting.
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::host::{self, GpEntry, MethodHeader, SecOp, sem};
+use mdev_core::abi::mailbox::VA_START;
+use mdev_core::abi::{compute, copy, doorbell, userd};
+use mdev_core::gpu::{
+    Backing, ChannelSpec, ChannelStatus, Client, EngineKind, GpuCapabilities, GuestRam,
+};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::units::MIB;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use crate::soft::silicon::mem::{Mapping, SharedMemory};
+
+/// Guest memory.
+pub const RAM_BYTES: u64 = 48 * MIB;
+/// Where a test's own data begins.
+pub const DATA: u64 = 12 * MIB;
+/// Entries of a ring.
+pub const ENTRIES: u32 = 64;
+/// What a ring occupies of guest memory: GPFIFO, USERD, semaphore, then a page of pushbuffer for each entry.
+const RING_BYTES: u64 = MIB;
+const RINGS: u64 = DATA / RING_BYTES;
+const USERD: u64 = 0x1000;
+const SEMAPHORE: u64 = 0x1800;
+const PUSHBUFFERS: u64 = 0x1_0000;
+const PUSHBUFFER_BYTES: u64 = 0x2000;
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Methods to be submitted together.
+#[derive(Clone, Debug, Default)]
+pub struct Pushbuffer(Vec<u32>);
+
+impl Pushbuffer {
+    /// One raw word.
+    #[must_use]
+    pub fn word(mut self, word: u32) -> Self {
+        self.0.push(word);
+        self
+    }
+
+    /// Data for a method and those after it.
+    #[must_use]
+    pub fn method(self, subchannel: u8, method: u32, data: &[u32]) -> Self {
+        let count = data.len() as u32;
+        let header = MethodHeader { op: SecOp::Inc, subchannel, method, count };
+        let mut push = self.word(header.encode());
+        push.0.extend_from_slice(data);
+        push
+    }
+
+    /// A host method.
+    #[must_use]
+    pub fn host(self, method: u32, data: u32) -> Self {
+        self.method(0, method, &[data])
+    }
+
+    /// Methods of the copy class.
+    #[must_use]
+    pub fn copy_method(self, method: u32, data: &[u32]) -> Self {
+        self.method(host::SUBCHANNEL_COPY, method, data)
+    }
+
+    /// Source and target of a copy.
+    #[must_use]
+    pub fn addresses(self, from: u64, to: u64) -> Self {
+        let halves = [(from >> 32) as u32, from as u32, (to >> 32) as u32, to as u32];
+        self.copy_method(copy::OFFSET_IN_UPPER, &halves)
+    }
+
+    /// Starts a transfer of pitched memory.
+    #[must_use]
+    pub fn launch(self, flags: u32) -> Self {
+        let pitch = copy::launch::SRC_PITCH | copy::launch::DST_PITCH;
+        let flags = flags | pitch | copy::launch::TRANSFER_NON_PIPELINED | copy::launch::FLUSH;
+        self.copy_method(copy::LAUNCH_DMA, &[flags])
+    }
+
+    /// A linear copy.
+    #[must_use]
+    pub fn copy(self, from: u64, to: u64, len: u32) -> Self {
+        self.addresses(from, to).copy_method(copy::LINE_LENGTH_IN, &[len, 1]).launch(0)
+    }
+
+    /// A semaphore operation of the host.
+    #[must_use]
+    pub fn semaphore(self, va: u64, payload: u64, flags: u32) -> Self {
+        let data = [va as u32, (va >> 32) as u32, payload as u32, (payload >> 32) as u32, flags];
+        self.method(0, host::SEM_ADDR_LO, &data)
+    }
+}
+
+/// A channel and its ring.
+#[derive(Debug)]
+pub struct Ring {
+    id: ChannelId,
+    token: Token,
+    base: u64,
+    put: u32,
+    submitted: u32,
+}
+
+impl Ring {
+    /// The channel.
+    pub fn id(&self) -> ChannelId {
+        self.id
+    }
+
+    /// `GP_PUT` as it was written last.
+    pub fn put(&self) -> u32 {
+        self.put
+    }
+}
+
+/// What to wait for: a semaphore's offset in guest memory, and its value.
+#[derive(Clone, Copy, Debug)]
+pub struct Done {
+    offset: u64,
+    value: u32,
+}
+
+/// A guest, without the machine.
+pub struct Driver {
+    client: Box<dyn Client>,
+    ram: SharedMemory,
+    memory: MemoryId,
+    vram: Option<Arc<Mapping>>,
+    doorbell: Option<Arc<Mapping>>,
+    rings: u64,
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver").field("client", &self.client).finish_non_exhaustive()
+    }
+}
+
+impl Driver {
+    /// Gives a client its memory.
+    pub fn new(mut client: Box<dyn Client>) -> Self {
+        let ram = SharedMemory::new(c"guest-ram", RAM_BYTES).unwrap();
+        let guest = GuestRam { fd: ram.fd.as_fd(), offset: 0, len: RAM_BYTES, writable: true };
+        let memory = client.import(guest).unwrap();
+        let map = |aperture: &Option<mdev_core::gpu::Aperture>| {
+            let aperture = aperture.as_ref()?;
+            Some(Mapping::new(aperture.fd.as_fd(), 0, aperture.len, true).unwrap())
+        };
+        let (vram, bell) = (map(&client.apertures().vram), map(&client.apertures().doorbell));
+        let mut driver = Self { client, ram, memory, vram, doorbell: bell, rings: 0 };
+        driver.map_ram();
+        driver
+    }
+
+    /// Maps guest memory at [`Driver::va`].
+    pub fn map_ram(&mut self) {
+        let backing = Backing::Guest { memory: self.memory, offset: 0 };
+        let va = GpuVa(self.va(0));
+        self.client.map(va, RAM_BYTES, backing, true).unwrap();
+    }
+
+    /// Maps video memory and returns where.
+    pub fn map_vram(&mut self, offset: u64, len: u64) -> u64 {
+        let va = VA_START + (8 << 30);
+        self.client.map(GpuVa(va), len, Backing::Vram { offset }, true).unwrap();
+        va
+    }
+
+    /// Imports more guest memory.
+    pub fn import(&mut self, len: u64) -> (SharedMemory, MemoryId) {
+        let memory = SharedMemory::new(c"more-ram", len).unwrap();
+        let guest = GuestRam { fd: memory.fd.as_fd(), offset: 0, len, writable: true };
+        let id = self.client.import(guest).unwrap();
+        (memory, id)
+    }
+
+    /// Maps all of an import.
+    pub fn map(&mut self, va: u64, len: u64, memory: MemoryId) {
+        let backing = Backing::Guest { memory, offset: 0 };
+        self.client.map(GpuVa(va), len, backing, true).unwrap();
+    }
+
+    /// Starts a kernel that never ends (programs of the software silicon).
+    pub fn spin_forever(&mut self, ring: &mut Ring) -> Done {
+        let push = super::kernels::endless(self);
+        self.submit(ring, push)
+    }
+
+    /// The client.
+    pub fn client(&mut self) -> &mut dyn Client {
+        &mut *self.client
+    }
+
+    /// The import that is guest memory.
+    pub fn memory(&self) -> MemoryId {
+        self.memory
+    }
+
+    /// GPU virtual address of an offset in guest memory.
+    #[allow(clippy::unused_self, reason = "an address is only good with its driver")]
+    pub fn va(&self, offset: u64) -> u64 {
+        VA_START + (1 << 30) + offset
+    }
+
+    /// Writes guest memory.
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        self.ram.mapping.write(offset, bytes).unwrap();
+    }
+
+    /// Reads guest memory.
+    pub fn read(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.ram.mapping.read(offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Reads video memory.
+    pub fn read_vram(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.vram.as_ref().unwrap().read(offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Makes a channel with its classes bound.
+    pub fn ring(&mut self, engine: EngineKind) -> Ring {
+        let base = self.rings % RINGS * RING_BYTES;
+        self.rings += 1;
+        self.write(base, &vec![0; PUSHBUFFERS as usize]);
+        let spec = ChannelSpec {
+            engine,
+            gpfifo: GpuVa(self.va(base)),
+            gpfifo_entries: ENTRIES,
+            userd: Backing::Guest { memory: self.memory, offset: base + USERD },
+            vector: 0,
+        };
+        let handle = self.client.create_channel(&spec).unwrap();
+        let mut ring = Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 };
+        let mut push = Pushbuffer::default().copy_method(host::SET_OBJECT, &[copy::CLASS]);
+        if engine == EngineKind::Compute {
+            push = push.method(host::SUBCHANNEL_COMPUTE, host::SET_OBJECT, &[compute::CLASS]);
+        }
+        self.finish(&mut ring, push);
+        ring
+    }
+
+    /// Queues methods, then a semaphore that says that they are done.
+    pub fn submit(&mut self, ring: &mut Ring, push: Pushbuffer) -> Done {
+        ring.submitted += 1;
+        let done = Done { offset: ring.base + SEMAPHORE, value: ring.submitted };
+        let push = push.semaphore(self.va(done.offset), done.value.into(), sem::RELEASE);
+        let at = ring.base + PUSHBUFFERS + u64::from(ring.put) % 64 * PUSHBUFFER_BYTES;
+        let bytes: Vec<u8> = push.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+        assert!(bytes.len() <= PUSHBUFFER_BYTES as usize);
+        self.write(at, &bytes);
+        let entry = GpEntry::Segment { va: self.va(at), dwords: push.0.len() as u32 };
+        self.submit_entry(ring, entry);
+        done
+    }
+
+    /// Queues one entry of the ring.
+    pub fn submit_entry(&mut self, ring: &mut Ring, entry: GpEntry) {
+        let at = ring.base + u64::from(ring.put) * host::GP_ENTRY_BYTES;
+        self.ram.mapping.store_u64(at, entry.encode()).unwrap();
+        self.set_put(ring, (ring.put + 1) % ENTRIES);
+    }
+
+    /// Writes `GP_PUT`, rings, and wakes the silicon where it asks for it.
+    pub fn set_put(&mut self, ring: &mut Ring, put: u32) {
+        ring.put = put;
+        self.ram.mapping.store_u32(ring.base + USERD + userd::GP_PUT, put).unwrap();
+        fence(Ordering::SeqCst);
+        if let Some(doorbell) = &self.doorbell {
+            doorbell.store_u32(doorbell::TOKEN, ring.token.0).unwrap();
+        }
+        let asleep = self.ram.mapping.load_u32(ring.base + USERD + userd::NEED_WAKEUP);
+        if self.doorbell.is_none()
+            || self.client.gpu().capabilities.contains(GpuCapabilities::NEED_WAKEUP)
+                && asleep != Some(0)
+        {
+            self.client.wake(ring.token).unwrap();
+        }
+    }
+
+    /// Waits until something submitted is done; false where it is not in time.
+    pub fn wait_for(&self, done: Done, time: Duration) -> bool {
+        let started = Instant::now();
+        while self.ram.mapping.load_u32(done.offset) != Some(done.value) {
+            if started.elapsed() > time {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
+    }
+
+    /// Waits without giving up the core.
+    pub fn wait_spinning(&self, done: Done) {
+        while self.ram.mapping.load_u32(done.offset) != Some(done.value) {
+            std::hint::spin_loop();
+        }
+    }
+
+    /// Waits until something submitted is done.
+    pub fn wait(&self, done: Done) -> bool {
+        self.wait_for(done, PATIENCE)
+    }
+
+    /// Queues methods and waits until they are done.
+    pub fn finish(&mut self, ring: &mut Ring, push: Pushbuffer) {
+        let done = self.submit(ring, push);
+        assert!(self.wait(done), "not done: {:?}", self.client.query_channel(ring.id));
+    }
+
+    /// Waits until a channel has faulted.
+    pub fn expect_fault(&mut self, ring: &Ring) -> ChannelStatus {
+        let started = Instant::now();
+        loop {
+            let status = self.client.query_channel(ring.id).unwrap();
+            if status.error != 0 {
+                return status;
+            }
+            assert!(started.elapsed() < PATIENCE, "no fault");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Whether the client's event becomes readable in time.
+    pub fn event_within(&self, time: Duration) -> bool {
+        readable(&self.client.event(), time)
+    }
+
+    /// A new eventfd for an interrupt vector.
+    pub fn set_vector(&mut self, vector: u32) -> File {
+        let event = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());
+        self.client.set_interrupt(vector, Some(event.as_fd())).unwrap();
+        File::from(event)
+    }
+}
+
+/// Whether a descriptor becomes readable in time.
+pub fn readable(fd: &impl AsFd, time: Duration) -> bool {
+    let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+    let timeout = PollTimeout::try_from(time).unwrap_or(PollTimeout::MAX);
+    poll(&mut fds, timeout).is_ok() && fds[0].any() == Some(true)
+}

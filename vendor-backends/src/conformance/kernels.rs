@@ -1,0 +1,199 @@
+//! Promises of the compute class, checked with the programs of the software silicon.
+
+use std::time::Duration;
+
+use mdev_core::abi::program::{self, Kernel, Mandelbrot, Program, Saxpy, Sgemm, Spin, VectorAdd};
+use mdev_core::abi::qmd::{self, Qmd};
+use mdev_core::abi::{compute, host, notifier};
+use mdev_core::gpu::EngineKind;
+use zerocopy::{Immutable, IntoBytes};
+
+use super::driver::{DATA, Driver, Pushbuffer};
+
+const QMD: u64 = DATA;
+const PROGRAM: u64 = DATA + 0x1000;
+const CONSTANTS: u64 = DATA + 0x2000;
+const X: u64 = DATA + 0x10_0000;
+const Y: u64 = DATA + 0x40_0000;
+const Z: u64 = DATA + 0x80_0000;
+
+/// Puts a program, its parameters and a descriptor in memory.
+fn prepare<P: IntoBytes + Immutable>(
+    driver: &Driver,
+    kernel: Kernel,
+    params: &P,
+    grid: [u32; 2],
+    block: [u32; 2],
+) -> Qmd {
+    let program = Program {
+        magic: program::MAGIC,
+        version: program::VERSION,
+        kernel: kernel as u32,
+        param_bytes: kernel.param_bytes(),
+    };
+    driver.write(PROGRAM, program.as_bytes());
+    driver.write(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
+    let (code, constants) = (driver.va(PROGRAM), driver.va(CONSTANTS) >> 6);
+    Qmd::default()
+        .with(qmd::QMD_TYPE, 2)
+        .with(qmd::QMD_MAJOR_VERSION, 4)
+        .with(qmd::API_VISIBLE_CALL_LIMIT, 1)
+        .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
+        .with(qmd::CTA_RASTER_WIDTH, grid[0])
+        .with(qmd::CTA_RASTER_HEIGHT, grid[1])
+        .with(qmd::CTA_RASTER_DEPTH, 1)
+        .with(qmd::CTA_THREAD_DIMENSION0, block[0])
+        .with(qmd::CTA_THREAD_DIMENSION1, block[1])
+        .with(qmd::CTA_THREAD_DIMENSION2, 1)
+        .with(qmd::PROGRAM_ADDRESS_LOWER, code as u32)
+        .with(qmd::PROGRAM_ADDRESS_UPPER, (code >> 32) as u32)
+        .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
+        .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
+        .with(qmd::CONSTANT_BUFFER_SIZE_0, 0x1000 >> 4)
+}
+
+fn launch(driver: &Driver, descriptor: &Qmd) -> Pushbuffer {
+    driver.write(QMD, &descriptor.to_bytes());
+    let launch = [compute::PCAS_INVALIDATE_COPY_SCHEDULE];
+    Pushbuffer::default()
+        .method(host::SUBCHANNEL_COMPUTE, compute::SEND_PCAS_A, &[(driver.va(QMD) >> 8) as u32])
+        .method(host::SUBCHANNEL_COMPUTE, compute::SEND_SIGNALING_PCAS2_B, &launch)
+}
+
+fn floats(driver: &Driver, at: u64, count: usize) -> Vec<f32> {
+    let bytes = driver.read(at, count * 4);
+    bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+#[allow(clippy::many_single_char_names, reason = "as the formulas have them")]
+pub fn computes(driver: &mut Driver) {
+    let mut ring = driver.ring(EngineKind::Compute);
+    let n = 10_007;
+    let x: Vec<f32> = (0..n).map(|i| i as f32 * 0.5).collect();
+    let y: Vec<f32> = (0..n).map(|i| 1000.0 - i as f32).collect();
+    driver.write(X, x.as_bytes());
+    driver.write(Y, y.as_bytes());
+    let params = VectorAdd { a: driver.va(X), b: driver.va(Y), c: driver.va(Z), n, reserved: 0 };
+    let push = launch(
+        driver,
+        &prepare(driver, Kernel::VectorAdd, &params, [n.div_ceil(256), 1], [256, 1]),
+    );
+    driver.finish(&mut ring, push);
+    let want: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x + y).collect();
+    assert!(floats(driver, Z, n as usize) == want, "vector add");
+
+    let params = Saxpy { x: driver.va(X), y: driver.va(Y), a: 3.0, n };
+    let push =
+        launch(driver, &prepare(driver, Kernel::Saxpy, &params, [n.div_ceil(256), 1], [256, 1]));
+    driver.finish(&mut ring, push);
+    let want: Vec<f32> = x.iter().zip(&y).map(|(x, y)| 3.0 * x + y).collect();
+    assert!(floats(driver, Y, n as usize) == want, "saxpy");
+
+    let n = 133;
+    let value = |i: u32| ((i * 37 + 11) % 101) as f32 / 101.0;
+    let a: Vec<f32> = (0..n * n).map(value).collect();
+    let b: Vec<f32> = (0..n * n).map(|i| value(i + 7)).collect();
+    driver.write(X, a.as_bytes());
+    driver.write(Y, b.as_bytes());
+    let params = Sgemm { a: driver.va(X), b: driver.va(Y), c: driver.va(Z), n, reserved: 0 };
+    let blocks = n.div_ceil(16);
+    let push = launch(driver, &prepare(driver, Kernel::Sgemm, &params, [blocks, blocks], [16, 16]));
+    driver.finish(&mut ring, push);
+    let n = n as usize;
+    for (index, got) in floats(driver, Z, n * n).into_iter().enumerate() {
+        let (row, column) = (index / n, index % n);
+        let want: f32 = (0..n).map(|k| a[row * n + k] * b[k * n + column]).sum();
+        assert!((got - want).abs() < want * 1e-4, "sgemm: row {row}, column {column}");
+    }
+
+    let params = Mandelbrot {
+        pixels: driver.va(Z),
+        pitch: 1024,
+        width: 200,
+        height: 150,
+        max_iterations: 300,
+        left: -2.2,
+        top: -1.2,
+        step: 0.016,
+        reserved: 0,
+    };
+    let push = launch(driver, &prepare(driver, Kernel::Mandelbrot, &params, [13, 10], [16, 16]));
+    driver.finish(&mut ring, push);
+    for row in 0..150 {
+        let got = driver.read(Z + u64::from(row) * 1024, 800);
+        let want: Vec<u8> =
+            (0..200).flat_map(|column| params.pixel(column, row).to_le_bytes()).collect();
+        assert!(got == want, "mandelbrot: row {row}");
+    }
+
+    driver.write(Z, &[0; 4]);
+    let params = Spin { out: driver.va(Z), iterations: 1000, reserved: 0 };
+    let push = launch(driver, &prepare(driver, Kernel::Spin, &params, [12, 2], [32, 1]));
+    driver.finish(&mut ring, push);
+    assert_eq!(driver.read(Z, 4), [24, 0, 0, 0], "spin");
+}
+
+pub fn grid_bounds(driver: &mut Driver) {
+    let mut ring = driver.ring(EngineKind::Compute);
+    driver.write(X, vec![1f32; 4096].as_bytes());
+    driver.write(Y, vec![0f32; 4096].as_bytes());
+    let params = Saxpy { x: driver.va(X), y: driver.va(Y), a: 1.0, n: 4096 };
+    let push = launch(driver, &prepare(driver, Kernel::Saxpy, &params, [3, 1], [64, 1]));
+    driver.finish(&mut ring, push);
+    let done = floats(driver, Y, 4096).iter().filter(|y| **y != 0.0).count();
+    assert_eq!(done, 3 * 64, "as many as there are threads");
+    let params = Saxpy { x: 0, y: 0, a: 1.0, n: 0 };
+    let push = launch(driver, &prepare(driver, Kernel::Saxpy, &params, [1, 1], [64, 1]));
+    driver.finish(&mut ring, push);
+}
+
+pub fn bad_descriptors(driver: &mut Driver) {
+    let params = Saxpy { x: driver.va(X), y: driver.va(Y), a: 1.0, n: 16 };
+    let good = prepare(driver, Kernel::Saxpy, &params, [1, 1], [64, 1]);
+    let hole = Saxpy { x: 0x10_0000, ..params };
+    let cases = [
+        (good.clone().with(qmd::QMD_MAJOR_VERSION, 3), notifier::GR_ERROR),
+        (good.clone().with(qmd::QMD_TYPE, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::CTA_RASTER_WIDTH, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::CTA_THREAD_DIMENSION0, 2000), notifier::GR_ERROR),
+        (good.clone().with(qmd::CONSTANT_BUFFER_VALID_0, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::CONSTANT_BUFFER_SIZE_0, 1), notifier::GR_ERROR),
+        (good.clone().with(qmd::PROGRAM_ADDRESS_LOWER, QMD as u32 + 0x800), notifier::GR_ERROR),
+        (good.clone().with(qmd::PROGRAM_ADDRESS_UPPER, 0x100), notifier::MMU_FAULT),
+    ];
+    for (case, (descriptor, error)) in cases.into_iter().enumerate() {
+        let mut ring = driver.ring(EngineKind::Compute);
+        let push = launch(driver, &descriptor);
+        driver.submit(&mut ring, push);
+        let got = driver.expect_fault(&ring).error;
+        assert!(got == error || got == notifier::MMU_FAULT, "case {case}: {got}");
+        driver.client().destroy_channel(ring.id()).unwrap();
+    }
+    let mut ring = driver.ring(EngineKind::Compute);
+    let push = launch(driver, &prepare(driver, Kernel::Saxpy, &hole, [1, 1], [64, 1]));
+    driver.submit(&mut ring, push);
+    assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT, "parameters lead nowhere");
+
+    let mut ring = driver.ring(EngineKind::Copy);
+    let push = Pushbuffer::default().method(1, host::SET_OBJECT, &[compute::CLASS]);
+    driver.submit(&mut ring, push);
+    driver.expect_fault(&ring);
+}
+
+/// A kernel that never ends.
+pub fn endless(driver: &Driver) -> Pushbuffer {
+    let params = Spin { out: driver.va(Z), iterations: u32::MAX, reserved: 0 };
+    launch(driver, &prepare(driver, Kernel::Spin, &params, [1, 1], [32, 1]))
+}
+
+pub fn preempts(driver: &mut Driver) {
+    let mut endless = driver.ring(EngineKind::Compute);
+    let mut other = driver.ring(EngineKind::Copy);
+    let never = driver.spin_forever(&mut endless);
+    for _ in 0..50 {
+        driver.finish(&mut other, Pushbuffer::default());
+    }
+    assert!(!driver.wait_for(never, Duration::from_millis(5)));
+    driver.client().destroy_channel(endless.id()).unwrap();
+    driver.finish(&mut other, Pushbuffer::default());
+}
