@@ -21,8 +21,6 @@ const EXTENSION: u64 = 0x600;
 const EXTENSION_BYTES: u32 = 8;
 /// Unit of the video memory register.
 const MEMORY_UNIT: u64 = 64 * KIB;
-/// Smallest framebuffer, as QEMU's adapter has.
-const MIN_FRAMEBUFFER: u64 = 16 * MIB;
 /// Largest framebuffer: a 32-bit BAR that firmware can still place.
 pub(super) const MAX_FRAMEBUFFER: u64 = 256 * MIB;
 
@@ -41,14 +39,6 @@ const BIG_ENDIAN: u32 = 0xbebe_bebe;
 const ATTRIBUTE_UNBLANK: u32 = 0x20;
 /// Retrace bits of the input status register.
 const RETRACE: u32 = 0x09;
-
-/// The framebuffer that a head needs: twice its largest picture, since `bochs-drm` refuses modes that take more than
-/// half of it, rounded up to what a BAR can be.
-pub const fn framebuffer_bytes(limits: DisplayLimits) -> u64 {
-    let picture = limits.max_width as u64 * limits.max_height as u64 * 4;
-    let bytes = (2 * picture).next_power_of_two();
-    if bytes < MIN_FRAMEBUFFER { MIN_FRAMEBUFFER } else { bytes }
-}
 
 /// A display register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

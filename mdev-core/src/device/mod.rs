@@ -21,7 +21,6 @@ mod window;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::VgpuId;
-pub use display::framebuffer_bytes;
 pub use function::VirtualFunction;
 pub use region::{REGIONS, Region, RegionInfo, RegionMapping};
 pub use state::{SavedFunction, StateError};
@@ -109,3 +108,6 @@ pub enum DeviceError {
     #[error("Cannot make a virtual function: {0}")]
     Invalid(&'static str),
 }
+
+#[cfg(test)]
+mod tests;

@@ -226,7 +226,7 @@ impl<R: Copy + PartialEq + fmt::Debug> Bank<R> {
         value(&self.image, row)
     }
 
-    fn reset_value(&self, row: &Row<R>) -> u32 {
+    pub(super) fn reset_value(&self, row: &Row<R>) -> u32 {
         value(&self.reset, row)
     }
 

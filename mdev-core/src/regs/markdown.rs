@@ -18,6 +18,7 @@ impl<R: Copy + PartialEq + fmt::Debug> Bank<R> {
             };
             let reset = match (row.width, row.access) {
                 (Width::Bytes(_), _) | (_, Access::WriteOnly) => String::new(),
+                _ if self.reset_value(row) != row.reset => "varies".to_owned(),
                 _ => format!("{:#x}", row.reset),
             };
             let mask = match row.writable | row.w1c {
