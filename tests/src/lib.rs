@@ -2,6 +2,17 @@
 //!
 //! * [`vgpud`]: the path of a `vgpud` that is built from this tree
 //! * [`Vgpud`]: one that runs, in folders of its own
+//! * [`ram`]: guest RAM without a guest
+//! * [`parent`]: a software GPU of one's own, in this process
+//! * [`in_process`], [`stranger`]: the guest runtime's platforms on the host, straight through the device model and as
+//!   another process over a vfio-user socket
+//! * [`outcome`]: how a benchmark says what it measured
+
+pub mod in_process;
+pub mod outcome;
+pub mod parent;
+pub mod ram;
+pub mod stranger;
 
 use std::fs;
 use std::io::{Read, Write};

@@ -1,0 +1,100 @@
+//! The guest runtime as a stranger: another process, over a vfio-user socket, with a memfd for guest RAM.
+
+use std::fmt;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use mdev_core::abi::doorbell;
+use memmap2::{MmapOptions, MmapRaw};
+use vfio_user::Client;
+use vgpu_guest::GuestError;
+use vgpu_guest::platform::{GuestPages, Platform, Window};
+
+use crate::in_process::{
+    COMMAND, CONFIG, CONTROL, DOORBELL, FRAMEBUFFER, MEMORY_AND_MASTER, VRAM, window,
+};
+use crate::ram::Ram;
+
+/// A device on a socket that this process is the guest of.
+pub struct Stranger {
+    client: Mutex<Client>,
+    ram: Ram,
+    doorbell: Option<MmapRaw>,
+    vram: Option<MmapRaw>,
+    scanout_bytes: u64,
+}
+
+impl Stranger {
+    /// Attaches to the device, gives it `ram`, and enables it as firmware would.
+    pub fn attach(socket: &Path, ram: Ram) -> anyhow::Result<Self> {
+        let mut client = Client::new(socket)?;
+        client.dma_map(0, Ram::BASE, ram.len(), ram.fd().as_raw_fd())?;
+        client.region_write(CONFIG, COMMAND, &MEMORY_AND_MASTER)?;
+        let map = |index| {
+            let file = client.region(index).and_then(|region| {
+                let offset = region.file_offset.as_ref()?;
+                Some((offset.file(), offset.start(), region.size))
+            });
+            file.map(|(file, at, len)| {
+                MmapOptions::new().offset(at).len(len as usize).map_raw(file)
+            })
+            .transpose()
+        };
+        let (doorbell, vram) = (map(DOORBELL)?, map(VRAM)?);
+        let scanout_bytes = client.region(FRAMEBUFFER).map_or(0, |region| region.size);
+        Ok(Self { client: Mutex::new(client), ram, doorbell, vram, scanout_bytes })
+    }
+
+    fn read(&self, region: u32, offset: u64) -> u32 {
+        let mut bytes = [0xff; 4];
+        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = client.region_read(region, offset, &mut bytes);
+        result.map_or(u32::MAX, |()| u32::from_le_bytes(bytes))
+    }
+
+    fn write(&self, region: u32, offset: u64, value: u32) {
+        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        // On a bus, a write that nobody takes is lost.
+        let _ = client.region_write(region, offset, &value.to_le_bytes());
+    }
+}
+
+impl Platform for Stranger {
+    fn location(&self) -> String {
+        "over a socket".into()
+    }
+
+    fn read32(&self, offset: u64) -> u32 {
+        self.read(CONTROL, offset)
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.write(CONTROL, offset, value);
+    }
+
+    fn ring(&self, token: u32) {
+        match &self.doorbell {
+            Some(page) => window(page).write32(doorbell::TOKEN, token),
+            None => self.write(DOORBELL, doorbell::TOKEN, token),
+        }
+    }
+
+    fn vram(&self) -> Option<Window<'_>> {
+        self.vram.as_ref().map(window)
+    }
+
+    fn scanout_bytes(&self) -> u64 {
+        self.scanout_bytes
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError> {
+        self.ram.allocate(bytes)
+    }
+}
+
+impl fmt::Debug for Stranger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Stranger")
+    }
+}
