@@ -183,9 +183,9 @@ fn memory_that_is_unmapped_faults_as_if_it_had_never_been() -> Result<()> {
     let (_parent, guest) = guest()?;
     let kept = Buffer::guest(&guest.device, MIB)?;
     let gone = Buffer::guest(&guest.device, MIB)?;
+    let mut channel = Channel::new(&guest.device, EngineKind::Copy)?;
     let va = gone.va();
     drop(gone);
-    let mut channel = Channel::new(&guest.device, EngineKind::Copy)?;
     let mut methods = Methods::new();
     copy::linear(&mut methods, va, kept.va(), 8);
     assert_eq!(fault(channel.run(&methods)), (notifier::MMU_FAULT, va));
@@ -234,7 +234,7 @@ fn garbage_in_the_ring_faults_the_channel() -> Result<()> {
     assert_eq!(fault(wait(&channel)).0, notifier::PBDMA_ERROR, "no such control entry");
 
     let noise = Buffer::guest(&guest.device, 4096)?;
-    noise.store(0, &[0xffff_ffffu32, 0, 0x1234_5678]);
+    noise.store(0, &[0xdfff_ffffu32, 0, 0x1234_5678]);
     let mut channel = Channel::new(&guest.device, EngineKind::Compute)?;
     channel.submit_raw(GpEntry::Segment { va: noise.va(), dwords: 3 }.encode());
     fault(wait(&channel));
@@ -317,7 +317,7 @@ fn a_busy_channel_takes_no_exits() -> Result<()> {
     let measured = bench::run(&guest.device, &load)?;
     assert_eq!(measured.wakes_while_busy, 0, "{measured}");
     assert!(u64::from(measured.trapped) <= measured.wakes, "{measured}");
-    assert!(measured.wakes <= 2, "{measured}");
+    assert!(measured.wakes <= 3, "{measured}");
     assert_eq!(measured.verified, measured.units);
     Ok(())
 }

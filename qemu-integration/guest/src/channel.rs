@@ -52,6 +52,8 @@ pub struct Channel {
     layout: Layout,
     need_wakeup: bool,
     submitted: u32,
+    /// The last submission that the silicon was woken for, or one that is done.
+    woken: Fence,
     counters: ChannelCounters,
     patience: Patience,
 }
@@ -113,6 +115,7 @@ impl Channel {
             layout,
             need_wakeup: device.features().contains(mdev_core::abi::control::Features::NEED_WAKEUP),
             submitted: 0,
+            woken: Fence(0),
             counters: ChannelCounters::default(),
             patience: Patience::default(),
         };
@@ -157,7 +160,8 @@ impl Channel {
             )));
         }
         // One entry stays free: GP_PUT equal to GP_GET means that there is nothing to do.
-        let in_flight = self.submitted.wrapping_sub(self.completed());
+        let completed = self.completed();
+        let in_flight = self.submitted.wrapping_sub(completed);
         if in_flight >= self.layout.entries - 1 {
             self.counters.ring_full += 1;
             let oldest = Fence(self.submitted.wrapping_sub(self.layout.entries - 2));
@@ -175,8 +179,7 @@ impl Channel {
         let entry = GpEntry::Segment { va: self.memory.va() + slot, dwords };
         self.push_entry(index, entry.encode());
         self.submitted = value;
-        let busy = in_flight > 0 && !self.is_done(Fence(value.wrapping_sub(1)));
-        self.kick(value & (self.layout.entries - 1), busy);
+        self.kick(value & (self.layout.entries - 1), Fence(completed));
         Ok(Fence(value))
     }
 
@@ -185,7 +188,9 @@ impl Channel {
     }
 
     /// Publishes `put`, rings, and wakes the silicon if it sleeps.
-    fn kick(&mut self, put: u32, busy: bool) {
+    ///
+    /// `done` is a submission that is known to be done.
+    fn kick(&mut self, put: u32, done: Fence) {
         let window = self.memory.window();
         window.write32(self.layout.userd() + userd::GP_PUT, put);
         // GP_PUT has to be visible before the doorbell, and before NEED_WAKEUP is read: the silicon sets that word and
@@ -193,9 +198,17 @@ impl Channel {
         fence(Ordering::SeqCst);
         self.device.platform().ring(self.created.token);
         self.counters.doorbells += 1;
-        if self.need_wakeup && window.read32(self.layout.userd() + userd::NEED_WAKEUP) != 0 {
+        let asleep =
+            self.need_wakeup && window.read32(self.layout.userd() + userd::NEED_WAKEUP) != 0;
+        // While work that it was woken for is unfinished, the silicon is up or on its way, and will look at GP_PUT
+        // before it sleeps again: a burst wakes it once.
+        if !asleep {
+            self.woken = done;
+        } else if self.is_done(self.woken) {
             self.counters.wakes += 1;
-            self.counters.wakes_while_busy += u64::from(busy);
+            let previous = Fence(self.submitted.wrapping_sub(1));
+            self.counters.wakes_while_busy += u64::from(!self.is_done(previous));
+            self.woken = Fence(self.submitted);
             self.device.platform().write32(reg::WAKE, self.created.token);
         }
     }
@@ -259,13 +272,15 @@ impl Channel {
         let index = self.submitted & (self.layout.entries - 1);
         self.push_entry(index, entry);
         self.submitted = self.submitted.wrapping_add(1);
-        self.kick(self.submitted & (self.layout.entries - 1), false);
+        self.kick_raw(self.submitted & (self.layout.entries - 1));
     }
 
     /// Writes anything to GP_PUT and rings: for tests of what the silicon refuses.
     #[doc(hidden)]
     pub fn kick_raw(&mut self, put: u32) {
-        self.kick(put, false);
+        let done = Fence(self.completed());
+        self.woken = done;
+        self.kick(put, done);
     }
 }
 
