@@ -7,14 +7,13 @@ use mdev_core::ids::VgpuId;
 
 const EXAMPLES: &str = "\
 Examples:
-  vgpuctl types                                    what there is
-  vgpuctl define -p soft0 -t SOFT-1Q --attr core=80
-                                                   define a vGPU with 80 % of the GPU; prints its uuid
-  vgpuctl start -u UUID                            start it
-  vgpuctl start -p soft0 -t SOFT-1Q                start one that is gone when stopped; prints its uuid
-  vgpuctl qemu-args -u UUID                        how a VM attaches to it
-  vgpuctl stats                                    who uses how much
-  vgpuctl screenshot -u UUID -o screen.png         what is on its screen
+  vgpuctl types                                       what there is
+  vgpuctl define -p soft0 -t SOFT-1Q --attr core=80   define one; prints its uuid
+  vgpuctl start -u UUID                               start it
+  vgpuctl start -p soft0 -t SOFT-1Q                   one that is gone when stopped
+  vgpuctl qemu-args -u UUID                           how a VM attaches to it
+  vgpuctl stats                                       who uses how much
+  vgpuctl screenshot -u UUID -o screen.png            what is on its screen
 
 Exit status:
   0  done

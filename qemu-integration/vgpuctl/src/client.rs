@@ -11,6 +11,7 @@ use hyper_util::rt::TokioIo;
 use mdev_core::ids::VgpuId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tokio::net::UnixStream;
 use vfio_user_server::api::model::{ErrorBody, Vgpu};
 
@@ -43,7 +44,7 @@ impl Client {
         self.send(Method::GET, path, Bytes::new()).await
     }
 
-    /// Asks for something to be made or done, and reads what came of it.
+    /// Asks for something to be made or done, and reads what came of it. `()` is no body.
     pub async fn post<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -52,7 +53,7 @@ impl Client {
         self.parse(&self.send(Method::POST, path, json(body)?).await?)
     }
 
-    /// Asks for something to be done.
+    /// Asks for something to be done. `()` is no body.
     pub async fn order(
         &self,
         method: Method,
@@ -149,8 +150,11 @@ impl Client {
 }
 
 fn json(body: &impl Serialize) -> Result<Bytes, Failure> {
-    let text = serde_json::to_vec(body);
-    text.map(Bytes::from).map_err(|error| Failure::Local(format!("Cannot ask vgpud: {error}")))
+    match serde_json::to_value(body) {
+        Ok(Value::Null) => Ok(Bytes::new()),
+        Ok(value) => Ok(Bytes::from(value.to_string())),
+        Err(error) => Err(Failure::Local(format!("Cannot ask vgpud: {error}"))),
+    }
 }
 
 /// Where a vGPU is in the API.

@@ -83,9 +83,16 @@ pub async fn stats(client: &Client, args: Stats) -> Result<Vec<u8>, Failure> {
 fn stats_text(stats: &StatsModel) -> String {
     let mut text = String::new();
     for parent in &stats.parents {
-        let window = std::time::Duration::from_millis(parent.window_ms);
-        let _ =
-            writeln!(text, "{}: busy {:.1} % of the last {window:?}", parent.parent, parent.busy);
+        let _ = match parent.window_ms {
+            0 => writeln!(text, "{}: nothing measured yet", parent.parent),
+            ms => writeln!(
+                text,
+                "{}: busy {:.1} % of the last {:.1} s",
+                parent.parent,
+                parent.busy,
+                ms as f64 / 1000.0
+            ),
+        };
     }
     if stats.vgpus.is_empty() {
         return text + "No vGPU is running.\n";
@@ -124,7 +131,8 @@ fn stats_text(stats: &StatsModel) -> String {
 fn row(vgpu: &VgpuStats) -> [String; 14] {
     let seconds = |ns: u64| format!("{:.2} s", ns as f64 / 1e9);
     let traps = vgpu.traps;
-    let all_traps = traps.config + traps.display + traps.control + traps.doorbell;
+    let counted = [traps.config, traps.display, traps.control, traps.doorbell, traps.memory];
+    let all_traps = counted.into_iter().fold(0_u64, u64::saturating_add);
     [
         vgpu.uuid.to_string(),
         vgpu.parent.clone(),
