@@ -9,6 +9,7 @@
 mod battery;
 mod device;
 mod raw;
+mod real;
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Mutex;

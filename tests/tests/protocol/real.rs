@@ -1,0 +1,63 @@
+//! The same promises, kept by a real vGPU: a worker of `vgpud` on the software GPU.
+
+use serde_json::json;
+use system_tests::Vgpud;
+
+use crate::raw::RawClient;
+use crate::{battery, device, eventually};
+
+const TYPE: &str = "SOFT-256MQ";
+const CONFIG: u32 = 7;
+
+/// A vGPU that runs, and its worker's process.
+fn start(vgpud: &Vgpud) -> (String, String) {
+    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true })).unwrap();
+    let shown = vgpud.show(&uuid).unwrap();
+    let pid = shown["pid"].as_u64().unwrap_or_else(|| panic!("no pid in {shown}"));
+    (uuid, pid.to_string())
+}
+
+/// Resident memory of a process that no file or shared memory backs, in KiB.
+fn anonymous_kib(process: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("RssAnon")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_vgpu_holds_to_the_battery_and_leaks_nothing() {
+    let vgpud = Vgpud::start().unwrap();
+    let (uuid, pid) = start(&vgpud);
+    let socket = vgpud.vfio_socket(&uuid);
+    let other = start(&vgpud);
+    let mut neighbour = RawClient::attach(&vgpud.vfio_socket(&other.0));
+    let config = neighbour.read(CONFIG, 0, 256);
+    drop(RawClient::attach(&socket));
+    let before = device::open_fds(&pid);
+    for (name, check) in battery::ALL {
+        check(&socket);
+        eventually(name, || device::open_fds(&pid) == before);
+    }
+    assert!(system_tests::is_alive(pid.parse().unwrap()), "the worker lives");
+    let memory = anonymous_kib(&pid);
+    assert!(memory < 10 * 1024, "the worker has grown to {memory} KiB");
+    assert_eq!(neighbour.read(CONFIG, 0, 256), config, "another vGPU has noticed nothing");
+}
+
+#[test]
+fn a_vgpu_serves_one_client_after_the_other_without_growing() {
+    let vgpud = Vgpud::start().unwrap();
+    let (uuid, pid) = start(&vgpud);
+    let socket = vgpud.vfio_socket(&uuid);
+    let attach = || {
+        let mut client = RawClient::attach(&socket);
+        client.read(CONFIG, 0, 256);
+    };
+    (0..100).for_each(|_| attach());
+    let fds = device::open_fds(&pid);
+    let memory = anonymous_kib(&pid);
+    (0..500).for_each(|_| attach());
+    eventually("as many descriptors as before", || device::open_fds(&pid) == fds);
+    let grown = anonymous_kib(&pid).saturating_sub(memory);
+    assert!(grown < 512, "500 clients cost {grown} KiB");
+}
