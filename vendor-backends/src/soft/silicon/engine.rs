@@ -15,10 +15,12 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::time::TimeSpec;
 
 use super::channel::Readiness;
-use super::clock::now_ns;
+use super::clock::{now_ns, thread_ns};
 use super::runlist::{Entry, Runlist};
 use super::vgpu::{Glance, Vgpu};
 
+/// Turns end within this after their limit, unless the host took the core away.
+const OVERRUN_NS: u64 = 100_000;
 /// Longest time without a look at the other vGPUs.
 const TURN_NS: u64 = 200_000;
 /// Turns shorter than this share a look.
@@ -150,6 +152,22 @@ struct Group {
     deaf: bool,
 }
 
+/// Time in which the host ran something else on the engine's core. It is nobody's: no vGPU is charged for it.
+#[derive(Debug, Default)]
+struct Stolen {
+    wall_ns: u64,
+    cpu_ns: u64,
+}
+
+impl Stolen {
+    /// Nanoseconds stolen since this was asked last.
+    fn take(&mut self, wall_ns: u64) -> u64 {
+        let cpu_ns = thread_ns();
+        let before = std::mem::replace(self, Self { wall_ns, cpu_ns });
+        (wall_ns - before.wall_ns).saturating_sub(cpu_ns - before.cpu_ns)
+    }
+}
+
 struct State {
     board: Arc<Board>,
     generation: u64,
@@ -161,6 +179,7 @@ struct State {
     idle_since: Option<u64>,
     spin_ns: u64,
     watch_ns: u64,
+    stolen: Stolen,
 }
 
 impl State {
@@ -175,6 +194,7 @@ impl State {
             idle_since: None,
             spin_ns: SPIN_MIN_NS,
             watch_ns: WATCH_MIN_NS,
+            stolen: Stolen::default(),
         }
     }
 
@@ -267,11 +287,16 @@ impl State {
             let waited = start.saturating_sub(since);
             group.vgpu.counters().wait_ns.fetch_add(waited, Ordering::Relaxed);
         }
-        group.vgpu.run(start, start + budget.min(TURN_NS));
+        let limit = start + budget.min(TURN_NS);
+        group.vgpu.run(start, limit);
         let end = now_ns();
-        group.vgpu.counters().engine_ns.fetch_add(end - start, Ordering::Relaxed);
         group.waiting_since = Some(end);
-        self.runlist.charge(index, end - start);
+        let mut used = end - start;
+        if end > limit + OVERRUN_NS {
+            used -= self.stolen.take(end).min(end - limit);
+        }
+        self.groups[index].vgpu.counters().engine_ns.fetch_add(used, Ordering::Relaxed);
+        self.runlist.charge(index, used);
         self.idle_since = None;
         self.watch_ns = WATCH_MIN_NS;
     }
@@ -306,7 +331,9 @@ impl State {
         });
         if announced && quiet {
             self.wait();
-            let slept = now_ns() - now;
+            let woke = now_ns();
+            let slept = woke - now;
+            self.stolen.take(woke);
             self.spin_ns = if slept < SHORT_SLEEP_NS {
                 (self.spin_ns * 2).min(SPIN_MAX_NS)
             } else {

@@ -4,8 +4,8 @@
 //! its next one, so that shares are exact in the long run. A group that goes idle gives up the rest of its slice, but
 //! not its debt.
 
-/// Debt is forgiven beyond this many slices, so that one accident is not paid for ever.
-const MAX_DEBT_SLICES: i64 = 8;
+/// Debt beyond this is forgiven, so that one accident is not paid for ever.
+const MAX_DEBT_NS: i64 = 1_000_000_000;
 
 /// One group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,6 +22,10 @@ impl Entry {
     /// A group with no work.
     pub fn new(slice_ns: u64) -> Self {
         Self { slice_ns, ..Self::default() }
+    }
+
+    fn slice(&self) -> i64 {
+        self.slice_ns.clamp(1, 1 << 40).cast_signed()
     }
 }
 
@@ -55,8 +59,13 @@ impl Runlist {
     /// Who has the engine now, and for how many nanoseconds at most; `None` where nobody is ready.
     pub fn pick(&mut self) -> Option<(usize, u64)> {
         let count = self.entries.len();
-        if !self.entries.iter().any(|entry| entry.ready) {
-            return None;
+        // Rounds in which all who are ready would only pay debts are taken at once.
+        let ready = self.entries.iter().filter(|entry| entry.ready);
+        let rounds = ready.map(|entry| -entry.credit_ns / entry.slice()).min()?;
+        if rounds > 0 {
+            for entry in self.entries.iter_mut().filter(|entry| entry.ready) {
+                entry.credit_ns += rounds * entry.slice();
+            }
         }
         loop {
             let entry = &mut self.entries[self.current];
@@ -67,8 +76,7 @@ impl Runlist {
             self.current = (self.current + 1) % count;
             let next = &mut self.entries[self.current];
             if next.ready {
-                let slice = next.slice_ns.clamp(1, 1 << 40).cast_signed();
-                next.credit_ns = next.credit_ns.max(-slice * MAX_DEBT_SLICES) + slice;
+                next.credit_ns += next.slice();
             }
         }
     }
@@ -77,7 +85,7 @@ impl Runlist {
     pub fn charge(&mut self, index: usize, used_ns: u64) {
         let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
         let credit = &mut self.entries[index].credit_ns;
-        *credit = credit.saturating_sub(used);
+        *credit = credit.saturating_sub(used).max(-MAX_DEBT_NS);
     }
 }
 
@@ -122,6 +130,22 @@ mod tests {
         let mut runlist = runlist(&[1000]);
         runlist.charge(0, u64::MAX);
         assert_eq!(runlist.pick().unwrap().0, 0);
+    }
+
+    #[test]
+    fn a_large_overrun_is_paid_back() {
+        let mut runlist = runlist(&[100_000, 400_000]);
+        let mut used = [0u64; 2];
+        let (index, _) = runlist.pick().unwrap();
+        runlist.charge(index, 30_000_000);
+        used[index] += 30_000_000;
+        while used.iter().sum::<u64>() < 1_000_000_000 {
+            let (index, budget) = runlist.pick().unwrap();
+            runlist.charge(index, budget);
+            used[index] += budget;
+        }
+        let share = used[0] as f64 / used.iter().sum::<u64>() as f64;
+        assert!((share - 0.2).abs() < 0.001, "{share}");
     }
 
     #[test]
