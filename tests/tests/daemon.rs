@@ -2,8 +2,9 @@
 //! survive, and leave nothing behind that is in the way.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -357,16 +358,26 @@ fn a_worker_that_dies_is_replaced_and_a_new_vm_can_attach() -> Result<()> {
 
 #[test]
 fn a_software_gpu_that_dies_is_replaced_and_its_vgpus_can_be_started_again() -> Result<()> {
+    replaced_after(Signal::SIGKILL)
+}
+
+#[test]
+fn a_software_gpu_that_does_not_answer_is_replaced() -> Result<()> {
+    replaced_after(Signal::SIGSTOP)
+}
+
+fn replaced_after(signal: Signal) -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "define": true, "run": true }))?;
     let _vm = attach(&vgpud, &uuid)?;
     let gpu = pid(&vgpud.get("/v1/parents")?[0])?;
-    kill_process(gpu, Signal::SIGKILL)?;
+    kill_process(gpu, signal)?;
     wait_for("the vGPU has failed", || state(&vgpud, &uuid).is_ok_and(|state| state == "failed"))?;
-    assert!(vgpud.show(&uuid)?["reason"].as_str().unwrap().contains("stop it and start it"));
+    let reason = vgpud.show(&uuid)?["reason"].to_string();
+    assert!(reason.contains("stop it and start it"), "{reason}");
     wait_for("another software GPU runs", || {
-        let parent = &vgpud.get("/v1/parents").unwrap()[0];
-        parent["state"] == "ready" && parent["pid"] != gpu
+        let parent = vgpud.get("/v1/parents").unwrap_or_default();
+        parent[0]["state"] == "ready" && parent[0]["pid"] != gpu
     })?;
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), Some(&json!({ "force": true })))?;
     let vgpu = vgpud.call("POST", &format!("/v1/vgpus/{uuid}/start"), None)?;
@@ -454,4 +465,67 @@ fn cpu_ticks(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.to_owned()).unwrap_or_default();
     fields.split(' ').skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum()
+}
+
+#[test]
+fn a_screenshot_shows_what_the_guest_drew() -> Result<()> {
+    const DISPLAY: u32 = 2;
+    const FRAMEBUFFER: u32 = 0;
+    let vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    let mut vm = vfio_user::Client::new(&vgpud.vfio_socket(&uuid))?;
+    // DISPI: off, 64 by 48 pixels of 32 bits, on with a linear framebuffer.
+    for (index, value) in [(4, 0_u16), (1, 64), (2, 48), (3, 32), (4, 0x41)] {
+        vm.region_write(DISPLAY, 0x500 + 2 * index, &value.to_le_bytes())?;
+    }
+    // VGA's attribute port: not blank.
+    vm.region_write(DISPLAY, 0x400, &[0x20])?;
+    let orange = 0x00ff_a500_u32.to_le_bytes();
+    vm.region_write(FRAMEBUFFER, 0, &orange.repeat(64))?;
+    let (status, png) = vgpud.request("GET", &format!("/v1/vgpus/{uuid}/screenshot"), None)?;
+    assert_eq!(status, 200, "{}", String::from_utf8_lossy(&png));
+    let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info()?;
+    let mut pixels = vec![1; reader.output_buffer_size().context("A size")?];
+    let info = reader.next_frame(&mut pixels)?;
+    assert_eq!((info.width, info.height), (64, 48));
+    let (drawn, rest) = pixels.split_at(64 * 3);
+    assert!(drawn.chunks(3).all(|pixel| pixel == [0xff, 0xa5, 0]));
+    assert!(rest.iter().all(|byte| *byte == 0));
+    Ok(())
+}
+
+#[test]
+fn garbage_on_the_control_socket_is_refused() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let long = [b"GET /".as_slice(), &vec![b'x'; 1 << 20]].concat();
+    for garbage in
+        [&b"\0\xff\r\n\r\n"[..], b"POST /v1/vgpus HTTP/1.1\r\nContent-Length: -1\r\n\r\n", &long]
+    {
+        let mut socket = UnixStream::connect(vgpud.api_socket())?;
+        // It may be cut off before all of it is written or read.
+        let _ = socket.write_all(garbage);
+        let mut answer = [0; 12];
+        if socket.read_exact(&mut answer).is_ok() {
+            assert_eq!(answer[..10], *b"HTTP/1.1 4");
+        }
+    }
+    assert_eq!(vgpud.get("/v1/vgpus")?, json!([]));
+    Ok(())
+}
+
+#[test]
+fn a_service_manager_is_told_when_requests_are_answered() -> Result<()> {
+    let mut vgpud = Vgpud::start()?;
+    vgpud.end(Signal::SIGTERM)?;
+    let path = vgpud.run_dir().join("notify");
+    let socket = UnixDatagram::bind(&path)?;
+    socket.set_read_timeout(Some(system_tests::PATIENCE))?;
+    let mut child = vgpud.command()?.env("NOTIFY_SOCKET", &path).spawn()?;
+    let mut message = [0; 64];
+    let len = socket.recv(&mut message)?;
+    assert_eq!(&message[..len], b"READY=1");
+    vgpud.get("/v1/version")?;
+    kill_process(child.id(), Signal::SIGTERM)?;
+    assert!(child.wait()?.success());
+    Ok(())
 }

@@ -231,15 +231,15 @@ async fn settle(manager: &Handle, listed: Listed) -> Result<Json<Vgpu>> {
 }
 
 /// Who answers, in which version.
-#[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version)))]
+#[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version, description = "The version")))]
 async fn version(State(api): State<Api>) -> Json<Version> {
     Json(api.about.as_ref().clone())
 }
 
 /// The physical GPUs.
 #[utoipa::path(get, path = "/v1/parents", responses(
-    (status = 200, body = Vec<Parent>),
-    (status = "5XX", body = ErrorBody),
+    (status = 200, body = Vec<Parent>, description = "All of them"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn parents(State(api): State<Api>) -> Result<Json<Vec<Parent>>> {
     Ok(Json(api.manager.call(|manager| manager.parents()).await?))
@@ -247,8 +247,8 @@ async fn parents(State(api): State<Api>) -> Result<Json<Vec<Parent>>> {
 
 /// The types that each physical GPU offers, and how many more of each can be started.
 #[utoipa::path(get, path = "/v1/types", responses(
-    (status = 200, body = Vec<ParentTypes>),
-    (status = "5XX", body = ErrorBody),
+    (status = 200, body = Vec<ParentTypes>, description = "All of them"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn types(State(api): State<Api>) -> Result<Json<Vec<ParentTypes>>> {
     Ok(Json(api.manager.call(|manager| manager.types()).await?))
@@ -256,8 +256,8 @@ async fn types(State(api): State<Api>) -> Result<Json<Vec<ParentTypes>>> {
 
 /// All vGPUs, running or defined or both, by parent and uuid.
 #[utoipa::path(get, path = "/v1/vgpus", responses(
-    (status = 200, body = Vec<Vgpu>),
-    (status = "5XX", body = ErrorBody),
+    (status = 200, body = Vec<Vgpu>, description = "All of them"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn list(State(api): State<Api>) -> Result<Json<Vec<Vgpu>>> {
     let listed = api.manager.call(|manager| manager.list()).await??;
@@ -267,25 +267,36 @@ async fn list(State(api): State<Api>) -> Result<Json<Vec<Vgpu>>> {
 /// Defines a vGPU, starts a transient one, or both. A definition is on disk before the answer, and the socket of one
 /// that was started is ready.
 #[utoipa::path(post, path = "/v1/vgpus", request_body = CreateVgpu, responses(
-    (status = 201, body = Vgpu),
-    (status = "4XX", body = ErrorBody),
-    (status = "5XX", body = ErrorBody),
+    (status = 201, body = Vgpu, description = "The vGPU as it is now"),
+    (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn create(
     State(api): State<Api>,
     Body(request): Body<CreateVgpu>,
 ) -> Result<(StatusCode, Json<Vgpu>)> {
-    let run = request.run;
+    let CreateVgpu { run, define, .. } = request;
     let listed = api.manager.call(move |manager| manager.create(request)).await??;
-    let answer =
-        if run { settle(&api.manager, listed).await? } else { api.complete_one(listed).await };
-    Ok((StatusCode::CREATED, answer))
+    let id = listed.vgpu.uuid;
+    if !run {
+        return Ok((StatusCode::CREATED, api.complete_one(listed).await));
+    }
+    match settle(&api.manager, listed).await {
+        Ok(answer) => Ok((StatusCode::CREATED, answer)),
+        Err(error) => {
+            // All of it or nothing.
+            if define && let Err(error) = api.manager.call(move |m| m.undefine(id)).await? {
+                log::warn!("vGPU {id} stays defined: {error}");
+            }
+            Err(error)
+        }
+    }
 }
 
 /// One vGPU.
 #[utoipa::path(get, path = "/v1/vgpus/{uuid}", params(("uuid" = String, Path)), responses(
-    (status = 200, body = Vgpu),
-    (status = "4XX", body = ErrorBody),
+    (status = 200, body = Vgpu, description = "The vGPU as it is now"),
+    (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
 ))]
 async fn show(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Json<Vgpu>> {
     let id = vgpu_id(&uuid)?;
@@ -300,9 +311,9 @@ async fn show(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Json<V
     params(("uuid" = String, Path)),
     request_body = ModifyVgpu,
     responses(
-        (status = 200, body = Vgpu),
-        (status = "4XX", body = ErrorBody),
-        (status = "5XX", body = ErrorBody),
+        (status = 200, body = Vgpu, description = "The vGPU as it is now"),
+        (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+        (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
     )
 )]
 async fn modify(
@@ -317,9 +328,9 @@ async fn modify(
 
 /// Removes a definition. A vGPU that is running goes on until it is stopped.
 #[utoipa::path(delete, path = "/v1/vgpus/{uuid}", params(("uuid" = String, Path)), responses(
-    (status = 204),
-    (status = "4XX", body = ErrorBody),
-    (status = "5XX", body = ErrorBody),
+    (status = 204, description = "Done"),
+    (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn undefine(State(api): State<Api>, Path(uuid): Path<String>) -> Result<StatusCode> {
     let id = vgpu_id(&uuid)?;
@@ -329,9 +340,9 @@ async fn undefine(State(api): State<Api>, Path(uuid): Path<String>) -> Result<St
 
 /// Starts a vGPU that is defined. Its socket is ready when this is answered.
 #[utoipa::path(post, path = "/v1/vgpus/{uuid}/start", params(("uuid" = String, Path)), responses(
-    (status = 200, body = Vgpu),
-    (status = "4XX", body = ErrorBody),
-    (status = "5XX", body = ErrorBody),
+    (status = 200, body = Vgpu, description = "The vGPU as it is now"),
+    (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn start(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Json<Vgpu>> {
     let id = vgpu_id(&uuid)?;
@@ -346,9 +357,9 @@ async fn start(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Json<
     params(("uuid" = String, Path)),
     request_body(content = Option<StopVgpu>),
     responses(
-        (status = 204),
-        (status = "4XX", body = ErrorBody),
-        (status = "5XX", body = ErrorBody),
+        (status = 204, description = "Done"),
+        (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+        (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
     )
 )]
 async fn stop(
@@ -380,9 +391,9 @@ fn process_name(pid: i32) -> String {
     path = "/v1/vgpus/{uuid}/screenshot",
     params(("uuid" = String, Path)),
     responses(
-        (status = 200, content_type = "image/png", body = Vec<u8>),
-        (status = "4XX", body = ErrorBody),
-        (status = "5XX", body = ErrorBody),
+        (status = 200, content_type = "image/png", body = Vec<u8>, description = "The picture"),
+        (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+        (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
     )
 )]
 async fn picture(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Response> {
@@ -402,8 +413,8 @@ async fn picture(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Res
 
 /// What every running vGPU was given and used.
 #[utoipa::path(get, path = "/v1/stats", responses(
-    (status = 200, body = Stats),
-    (status = "5XX", body = ErrorBody),
+    (status = 200, body = Stats, description = "The statistics"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn stats(State(api): State<Api>) -> Result<Json<Stats>> {
     let (measured, parents) = api.manager.call(Manager::stats).await?;

@@ -136,6 +136,7 @@ pub struct Vgpu {
     /// Start policy of its definition; `manual` where it has none.
     pub start: StartPolicy,
     /// Attributes of its definition, in order; of the running vGPU where it has none.
+    #[schema(value_type = Vec<BTreeMap<String, String>>)]
     pub attrs: Vec<Attribute>,
     /// True where it has a definition, that is, survives a reboot.
     pub defined: bool,
@@ -172,6 +173,7 @@ pub struct CreateVgpu {
     pub start: StartPolicy,
     /// Attributes, in order.
     #[serde(default)]
+    #[schema(value_type = Vec<BTreeMap<String, String>>)]
     pub attrs: Vec<Attribute>,
     /// Write a definition. It is on disk before the answer.
     #[serde(default)]
@@ -206,6 +208,7 @@ pub struct ModifyVgpu {
     pub start: Option<StartPolicy>,
     /// All attributes, in order: replaces the list.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<BTreeMap<String, String>>>)]
     pub attrs: Option<Vec<Attribute>>,
     /// What to change.
     #[serde(default)]

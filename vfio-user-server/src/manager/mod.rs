@@ -56,6 +56,7 @@ pub struct Manager {
     parents: Vec<Parent>,
     vgpus: BTreeMap<VgpuId, Vgpu>,
     next_tick: Option<Instant>,
+    last_read: Option<Instant>,
     watcher: Watcher,
 }
 
@@ -169,7 +170,15 @@ impl Manager {
             format!("Cannot use the configuration directory {}", config.config_dir.display())
         })?;
         let parents = config.parents.iter().cloned().map(Parent::new).collect();
-        Ok(Self { folders, store, parents, vgpus: BTreeMap::new(), next_tick: None, watcher })
+        Ok(Self {
+            folders,
+            store,
+            parents,
+            vgpus: BTreeMap::new(),
+            next_tick: None,
+            last_read: None,
+            watcher,
+        })
     }
 
     /// Handles events until told to leave.

@@ -336,7 +336,7 @@ impl Manager {
 
     /// Reads the counters now, and says what they mean.
     pub fn stats(&mut self) -> (Vec<Measured>, Vec<ParentStats>) {
-        self.read_counters();
+        self.read_counters_if_old();
         let percent = |part: u64, whole: u64| {
             if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
         };

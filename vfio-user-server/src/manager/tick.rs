@@ -137,8 +137,18 @@ impl Manager {
         }
     }
 
+    /// Reads the counters, except where that was done just now: however often somebody asks, the policy sees intervals
+    /// that mean something.
+    pub(super) fn read_counters_if_old(&mut self) {
+        let fresh = |at: Instant| at.elapsed() < PERIOD / 4;
+        if !self.last_read.is_some_and(fresh) {
+            self.read_counters();
+        }
+    }
+
     /// Reads the counters of every parent that has vGPUs, and does what the policy says.
-    pub(super) fn read_counters(&mut self) {
+    fn read_counters(&mut self) {
+        self.last_read = Some(Instant::now());
         for index in 0..self.parents.len() {
             let parent = &self.parents[index];
             let used = self.vgpus.values().any(|vgpu| vgpu.parent == parent.name());
