@@ -131,7 +131,8 @@ pub fn run(options: &Options) -> Result<Facts> {
 
     let seconds = options.seconds;
     let step = progress.step(format!("Loading the GPU from both for {seconds} s"));
-    let (window, gpu_busy) = demo.load(Duration::from_secs(seconds.into()))?;
+    let (window, gpu_busy) =
+        demo.load(Duration::from_secs(seconds.into())).map_err(|error| demo.gave_up(error))?;
     step.done();
 
     let step = progress.step("Drawing on both screens");
@@ -178,6 +179,12 @@ impl Demo {
         if !holds {
             self.failures.push(claim());
         }
+    }
+
+    /// Gives up: the error, and what did not hold before it.
+    fn gave_up(&self, error: anyhow::Error) -> anyhow::Error {
+        let before = self.failures.join("\n  ");
+        if before.is_empty() { error } else { error.context(format!("Before that:\n  {before}\n")) }
     }
 
     /// Runs a command in both VMs at once; `note` sees each answer.
