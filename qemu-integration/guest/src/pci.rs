@@ -158,7 +158,11 @@ fn vendor(folder: &Path) -> Option<u16> {
 /// Switches memory decoding on, also where no driver has, and bus mastering.
 fn enable(folder: &Path, config: &File) -> Result<(), GuestError> {
     let what = || format!("Enabling {}", folder.display());
-    fs::write(folder.join("enable"), "1").map_err(GuestError::os(what()))?;
+    match fs::write(folder.join("enable"), "1") {
+        // A driver is bound, and has switched it on.
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+        result => result.map_err(GuestError::os(what()))?,
+    }
     let mut command = [0; 2];
     config.read_exact_at(&mut command, COMMAND).map_err(GuestError::os(what()))?;
     let value = u16::from_le_bytes(command) | MEMORY_AND_MASTER;
