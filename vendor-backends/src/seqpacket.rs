@@ -19,6 +19,9 @@ pub const MAX_PACKET: usize = 64 * 1024;
 /// Most file descriptors of one packet.
 pub const MAX_FDS: usize = 8;
 
+/// Most file descriptors that the kernel passes at once (`SCM_MAX_FD`).
+const KERNEL_MAX_FDS: usize = 253;
+
 /// One end of a connection.
 #[derive(Debug)]
 pub struct SeqPacket(OwnedFd);
@@ -96,7 +99,8 @@ impl SeqPacket {
     }
 
     fn recv_with(&self, buffer: &mut [u8], flags: MsgFlags) -> io::Result<Option<Packet>> {
-        let mut control = cmsg_space!([RawFd; MAX_FDS]);
+        // With less room the kernel cuts descriptors off, and then those that did come are out of reach.
+        let mut control = cmsg_space!([RawFd; KERNEL_MAX_FDS]);
         let mut iov = [IoSliceMut::new(buffer)];
         let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
         let message = loop {
@@ -114,7 +118,7 @@ impl SeqPacket {
                 fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
             }
         }
-        if message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC) {
+        if message.flags.contains(MsgFlags::MSG_TRUNC) || fds.len() > MAX_FDS {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "Packet too long"));
         }
         Ok((message.bytes > 0).then_some(Packet { len: message.bytes, fds }))
@@ -209,6 +213,19 @@ mod tests {
         let socket = SeqPacket::connect_with_timeout(&path, Duration::from_millis(20)).unwrap();
         let error = socket.recv(&mut [0; 16]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn closes_descriptors_of_a_packet_that_has_too_many() {
+        let (a, b) = SeqPacket::pair().unwrap();
+        let (reader, writer) = nix::unistd::pipe().unwrap();
+        let raw = [writer.as_raw_fd(); MAX_FDS + 1];
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let iov = [IoSlice::new(b"x")];
+        sendmsg::<()>(a.0.as_raw_fd(), &iov, &rights, MsgFlags::empty(), None).unwrap();
+        drop(writer);
+        assert!(b.recv(&mut [0; 16]).is_err());
+        assert_eq!(nix::unistd::read(&reader, &mut [0]), Ok(0), "no writer is left");
     }
 
     #[test]
