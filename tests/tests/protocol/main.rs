@@ -167,6 +167,31 @@ fn a_foreign_client_is_served() {
 }
 
 #[test]
+fn descriptors_wait_with_their_replies() {
+    take_turns!();
+    let server = Server::start();
+    let mut client = RawClient::attach(&server.path);
+    let ask = |index: u32| bytes![32_u32, 0_u32, index, 0_u32, 0_u64, 0_u64];
+    client.stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    let mut sent = 0_u16;
+    // Nothing is read until the server has stopped taking more, with a reply in its hands.
+    while sent < 50_000 {
+        let index = if sent.is_multiple_of(2) { SHARED } else { SCRATCH };
+        let message = RawClient::message(sent, GET_REGION_INFO, 0, &ask(index));
+        match std::io::Write::write(&mut client.stream, &message) {
+            Ok(n) => assert_eq!(n, message.len()),
+            Err(_) => break,
+        }
+        sent += 1;
+    }
+    assert!((100..50_000).contains(&sent), "{sent}");
+    for id in 0..sent {
+        let reply = client.receive().unwrap();
+        assert_eq!((reply.id, reply.fds.len()), (id, usize::from(id.is_multiple_of(2))));
+    }
+}
+
+#[test]
 fn clients_come_and_go_without_a_trace() {
     const CLIENTS: usize = 10_000;
     take_turns!();
