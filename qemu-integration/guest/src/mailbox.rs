@@ -116,21 +116,26 @@ impl Mailbox {
         platform.write32(reg::MAILBOX_HI, (address >> 32) as u32);
         platform.write32(reg::MAILBOX_DOORBELL, 1);
         // The register first: where the page could not be reached, nothing was written to it.
-        let status = match platform.read32(reg::MAILBOX_STATUS) {
+        match platform.read32(reg::MAILBOX_STATUS) {
             u32::MAX => return Err(GuestError::Lost),
-            number => Status::from_number(number),
-        };
-        if status != Status::Ok {
-            return Err(GuestError::Refused { request: name, status });
+            number => accept(name, Status::from_number(number))?,
         }
         let mut header = Header::default();
         page.read(0, header.as_mut_bytes());
-        let status = Status::from_number(header.status);
-        if status != Status::Ok || (header.reply_bytes as usize) < size_of::<R>() {
-            return Err(GuestError::Refused { request: name, status });
+        accept(name, Status::from_number(header.status))?;
+        if (header.reply_bytes as usize) < size_of::<R>() {
+            return Err(GuestError::Refused { request: name, status: Status::Internal });
         }
         let mut reply = R::new_zeroed();
         page.read(PAYLOAD as u64, reply.as_mut_bytes());
         Ok(reply)
+    }
+}
+
+fn accept(request: &'static str, status: Status) -> Result<(), GuestError> {
+    match status {
+        Status::Ok => Ok(()),
+        Status::DeviceLost => Err(GuestError::Lost),
+        status => Err(GuestError::Refused { request, status }),
     }
 }
