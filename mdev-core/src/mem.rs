@@ -1,5 +1,7 @@
 //! Guest memory that comes and goes with DMA maps.
 
+mod advice;
+
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;
@@ -9,14 +11,14 @@ use std::sync::Arc;
 
 use bitflags::bitflags;
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestMemoryRegionBytes,
-    GuestRegionCollection, MemoryRegionAddress, VolatileSlice, guest_memory,
+    Bytes, GuestAddress, GuestMemoryRegion, GuestMemoryRegionBytes, GuestRegionCollection,
+    MemoryRegionAddress, VolatileSlice, guest_memory,
 };
 
 use crate::gpu::{Backing, Client, GpuError, GuestRam};
 use crate::ids::{GuestPa, MemoryId};
 use crate::sigbus::{GuardedMapping, Protection};
-use crate::units::{KIB, MIB, PAGE_SIZE, is_aligned};
+use crate::units::{PAGE_SIZE, is_aligned};
 
 bitflags! {
     /// What the device may do with a range of guest memory.
@@ -63,10 +65,6 @@ pub enum MemError {
 
 /// Maps that one VM may have at a time.
 pub const MAX_MAPS: usize = 4096;
-/// A range without a file that is at least this long is taken for the guest's RAM.
-const LARGE: u64 = 32 * MIB;
-/// How much of the lowest RAM is looked at for signs of life: what a PC has below the VGA hole.
-const SAMPLE: u64 = 640 * KIB;
 
 /// Guest memory, as a client has mapped it.
 ///
@@ -330,67 +328,6 @@ impl GuestMemory {
         }
         Ok(segments)
     }
-
-    /// What an operator should know about the VM's memory, one line each.
-    ///
-    /// `own` are the device's own BARs, which a client may map back without a file. `active` says that the guest's
-    /// driver runs, so that its RAM cannot be empty.
-    pub fn advice(&self, own: &[(u64, u64)], active: bool) -> Vec<String> {
-        let mut lines = Vec::new();
-        let is_own =
-            |start: u64| own.iter().any(|(bar, len)| start.wrapping_sub(*bar) < *len && *len > 0);
-        let ram = |map: &Map| map.size >= LARGE && map.access.contains(DmaAccess::WRITE);
-        let has_shared = self.maps.values().any(|map| map.file.is_some() && ram(map));
-        let fileless = self
-            .maps
-            .iter()
-            .find(|(start, map)| map.file.is_none() && ram(map) && !is_own(**start));
-        if let Some((start, map)) = fileless.filter(|_| !has_shared) {
-            lines.push(match &map.failure {
-                None => format!(
-                    "Guest RAM at {start:#x} ({} MiB) is not shared with the device, so channels \
-                     cannot use it: start the VM with a shared memory backend, for QEMU -object \
-                     memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem",
-                    map.size / MIB
-                ),
-                Some(error) => format!(
-                    "Guest RAM at {start:#x} ({} MiB) cannot be mapped: {error}",
-                    map.size / MIB
-                ),
-            });
-        } else if let Some(address) = self.missed {
-            lines.push(format!(
-                "The guest's driver used memory at {address:#x} that the VMM does not share with \
-                 the device: give every memory backend of the VM share=on"
-            ));
-        }
-        if active && self.looks_private() {
-            lines.push(
-                "Guest RAM reads as zeros although the guest runs, so the VMM keeps its own copy of \
-                 it: give the VM's memory backend share=on instead of share=off"
-                    .to_owned(),
-            );
-        }
-        if self.shared.iter().any(|region| region.mapping.poisoned()) {
-            lines.push(
-                "The file behind the guest's RAM was shortened while the VM runs: restart the VM"
-                    .to_owned(),
-            );
-        }
-        lines
-    }
-
-    /// True where the lowest shared RAM is all zeros. A client that maps its file privately hands us the file, and the
-    /// guest's stores never reach it.
-    fn looks_private(&self) -> bool {
-        let Some(region) = self.shared.iter().next() else { return false };
-        let len = region.len().min(SAMPLE);
-        let mut page = [0; PAGE_SIZE as usize];
-        (0..len / PAGE_SIZE).all(|index| {
-            let read = region.read_slice(&mut page, MemoryRegionAddress(index * PAGE_SIZE));
-            read.is_ok() && page.iter().all(|byte| *byte == 0)
-        })
-    }
 }
 
 /// Guest memory that the device cannot reach, or not in this way.
@@ -404,6 +341,7 @@ mod tests {
 
     use super::*;
     use crate::testing::{Recorder, guest_ram};
+    use crate::units::MIB;
 
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
 
@@ -493,54 +431,5 @@ mod tests {
         memory.import(&mut *client, GuestPa(0), 0x1000, RW).unwrap();
         let second = memory.import(&mut *client, GuestPa(64 * MIB), 0x1000, RW);
         assert!(matches!(second, Err(GpuError::Limit(_))));
-    }
-
-    #[test]
-    fn memory_that_is_not_shared_is_explained() {
-        let mut memory = GuestMemory::default();
-        memory.map(GuestPa(0xf000_0000), 256 * MIB, RW, None).unwrap();
-        assert!(memory.advice(&[(0xf000_0000, 256 * MIB)], true).is_empty(), "our own BAR");
-        memory.map(GuestPa(0), 512 * MIB, RW, None).unwrap();
-        let advice = memory.advice(&[(0xf000_0000, 256 * MIB)], false);
-        assert!(advice[0].contains("share=on") && advice[0].contains("512 MiB"), "{advice:?}");
-    }
-
-    #[test]
-    fn another_devices_bar_is_no_concern_while_ram_is_shared() {
-        let mut memory = GuestMemory::default();
-        let ram = shared(&mut memory, 0, 64 * MIB);
-        ram.write_all_at(&[1], 0x400).unwrap();
-        memory.map(GuestPa(0x1_0000_0000), 512 * MIB, RW, None).unwrap();
-        assert!(memory.advice(&[], true).is_empty());
-        assert!(memory.read(GuestPa(0x1_0000_0000), &mut [0]).is_err());
-        assert!(memory.advice(&[], true)[0].contains("0x100000000"), "unless a driver asks for it");
-    }
-
-    #[test]
-    fn memory_mapped_privately_is_explained() {
-        let mut memory = GuestMemory::default();
-        let ram = shared(&mut memory, 0, 64 * MIB);
-        assert!(memory.advice(&[], false).is_empty(), "nothing has run yet");
-        assert!(memory.advice(&[], true)[0].contains("share=off"));
-        ram.write_all_at(&[1], 0x9_0000).unwrap();
-        assert!(memory.advice(&[], true).is_empty());
-    }
-
-    #[test]
-    fn a_shortened_file_is_survived_and_explained() {
-        let mut memory = GuestMemory::default();
-        let ram = shared(&mut memory, 0, 0x4000);
-        ram.set_len(0).unwrap();
-        memory.read(GuestPa(0x1000), &mut [0; 64]).unwrap();
-        memory.write(GuestPa(0x2000), &[0; 64]).unwrap();
-        assert!(memory.advice(&[], false)[0].contains("shortened"));
-    }
-
-    #[test]
-    fn a_file_that_cannot_be_mapped_does_not_stop_the_vm() {
-        let mut memory = GuestMemory::default();
-        let fd = OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
-        memory.map(GuestPa(0), 64 * MIB, RW, Some((fd, 0))).unwrap();
-        assert!(memory.advice(&[], false)[0].contains("cannot be mapped"));
     }
 }

@@ -4,20 +4,19 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use super::control::{self, Control, DoorbellReg};
 use super::display::{self, Display};
+use super::interrupts::Delivery;
 use super::mailbox::{self, Environment};
 use super::window::Window;
 use super::{
     AccessError, DeviceError, FunctionSpec, Region, RegionInfo, RegionMapping, Scanout, Traps,
 };
-use crate::abi::control::{Features, VECTORS};
-use crate::abi::doorbell;
+use crate::abi::control::Features;
 use crate::gpu::{Aperture, Client, GpuError, Pending, Usage};
 use crate::ids::{GuestPa, Token};
-use crate::irq::{Interrupts, IrqError, IrqIndex, IrqInfo};
+use crate::irq::Interrupts;
 use crate::mem::{DmaAccess, GuestMemory, MemError};
-use crate::pci::{Bar, BarKind, BarWidth, CONFIG_BYTES, ConfigSpace, Identity};
+use crate::pci::{Bar, BarKind, CONFIG_BYTES, ConfigSpace, Identity};
 use crate::regs::Bank;
-use crate::units::PAGE_SIZE;
 
 /// One vGPU as a PCI device.
 ///
@@ -34,14 +33,14 @@ pub struct VirtualFunction {
     vram: Window,
     framebuffer: Window,
     memory: GuestMemory,
-    irq: Interrupts,
+    pub(super) irq: Interrupts,
     /// The silicon has been given eventfds of the guest's.
-    wired: bool,
+    pub(super) wired: bool,
     /// It signals all of the guest's MSI vectors itself.
-    direct: bool,
+    pub(super) direct: bool,
     /// The guest's driver has been at work since the VM attached.
     active: bool,
-    lost: bool,
+    pub(super) lost: bool,
     traps: Traps,
 }
 
@@ -66,7 +65,7 @@ impl VirtualFunction {
             }
         }
         let features = control::features(spec, &*client);
-        let bars = bars(spec, &*client)?;
+        let bars = super::region::bars(spec, &*client)?;
         let identity =
             if spec.display.is_some() { Identity::DISPLAY } else { Identity::ACCELERATOR };
         Ok(Self {
@@ -295,7 +294,7 @@ impl VirtualFunction {
         }
     }
 
-    fn lose(&mut self) {
+    pub(super) fn lose(&mut self) {
         if !self.lost {
             self.lost = true;
             log::error!("The GPU is lost: every request gets DeviceLost until a restart");
@@ -325,90 +324,6 @@ impl VirtualFunction {
         self.memory.clear(&mut *self.client)
     }
 
-    /// What a client learns about an interrupt index; `None` beyond VFIO's five.
-    pub fn irq_info(&self, index: u32) -> Option<IrqInfo> {
-        IrqIndex::from_number(index).map(Interrupts::info)
-    }
-
-    /// Sets the eventfds that interrupts `start..` of an index signal; `None` leaves one without.
-    pub fn irq_set_triggers(
-        &mut self,
-        index: IrqIndex,
-        start: u32,
-        events: Vec<Option<OwnedFd>>,
-    ) -> Result<(), IrqError> {
-        self.irq.set_triggers(index, start, events)?;
-        self.rewire(index);
-        Ok(())
-    }
-
-    /// Turns an index off: all its eventfds are dropped (a trigger with no data and count 0).
-    pub fn irq_disable(&mut self, index: IrqIndex) {
-        self.irq.disable(index);
-        self.rewire(index);
-    }
-
-    /// Fires interrupts `start..` of an index whose flag is set, as if the device had raised them.
-    pub fn irq_fire(&mut self, index: IrqIndex, start: u32, fire: &[bool]) -> Result<(), IrqError> {
-        self.irq.fire(index, start, fire)
-    }
-
-    /// Masks (or unmasks) interrupts `start..` of an index whose flag is set.
-    pub fn irq_mask(
-        &mut self,
-        index: IrqIndex,
-        start: u32,
-        which: &[bool],
-        masked: bool,
-    ) -> Result<(), IrqError> {
-        self.irq.mask(index, start, which, masked)
-    }
-
-    /// Sets the eventfd through which the client unmasks INTx. The session watches [`Self::intx_unmask_event`].
-    pub fn irq_set_unmask_event(
-        &mut self,
-        index: IrqIndex,
-        event: Option<OwnedFd>,
-    ) -> Result<(), IrqError> {
-        self.irq.set_unmask_event(index, event)
-    }
-
-    /// The eventfd to watch for INTx unmasking; it changes with [`Self::irq_set_unmask_event`], by disabling INTx and
-    /// by [`Self::detach`].
-    pub fn intx_unmask_event(&self) -> Option<BorrowedFd<'_>> {
-        self.irq.unmask_event()
-    }
-
-    /// The client has signalled [`Self::intx_unmask_event`].
-    pub fn on_intx_unmask(&mut self) {
-        self.irq.on_unmask();
-    }
-
-    fn rewire(&mut self, index: IrqIndex) {
-        if index == IrqIndex::Msi {
-            self.wire();
-            self.update_line();
-        }
-    }
-
-    /// Lets the silicon signal the guest's MSI vectors itself while the guest wants non-stall interrupts.
-    fn wire(&mut self) {
-        let wanted = self.irq.msi_granted() > 0
-            && self.control.enabled().contains(Pending::NONSTALL)
-            && !self.lost;
-        if !wanted && !self.wired {
-            return;
-        }
-        (self.wired, self.direct) = (wanted, wanted);
-        for vector in 0..VECTORS {
-            let event = if wanted { self.irq.msi_event(vector) } else { None };
-            if let Err(error) = self.client.set_interrupt(vector, event) {
-                log::debug!("The GPU does not signal vector {vector} itself: {error}");
-                self.direct = false;
-            }
-        }
-    }
-
     /// Resets the function, as DEVICE_RESET and a function-level reset ask for: registers, channels, GPU mappings.
     /// Guest memory and the client's eventfds stay.
     pub fn reset(&mut self) {
@@ -418,65 +333,14 @@ impl VirtualFunction {
         if let Some(display) = &mut self.display {
             display.reset();
         }
-        let _ = self.client.take_pending();
+        // What was pending is of the time before, except for the loss of the GPU.
+        let lost = self.client.take_pending().contains(Pending::DEVICE_LOST);
         self.wire();
         self.update_line();
         self.note(reset);
-    }
-
-    /// The eventfd to watch for [`Self::on_gpu_event`].
-    pub fn gpu_event(&self) -> BorrowedFd<'_> {
-        self.client.event()
-    }
-
-    /// The GPU has signalled [`Self::gpu_event`]: takes what is pending and interrupts the guest.
-    pub fn on_gpu_event(&mut self) {
-        self.collect(Delivery::All);
-    }
-
-    fn collect(&mut self, delivery: Delivery) {
-        let pending = self.client.take_pending();
-        if pending.contains(Pending::DEVICE_LOST) {
+        if lost {
             self.lose();
         }
-        self.raise(pending, delivery);
-    }
-
-    fn raise(&mut self, pending: Pending, delivery: Delivery) {
-        if pending.is_empty() {
-            return;
-        }
-        self.control.raise(pending);
-        self.deliver(pending & self.control.enabled(), delivery);
-        self.update_line();
-    }
-
-    /// Signals MSI vectors for conditions that have come up.
-    fn deliver(&mut self, pending: Pending, delivery: Delivery) {
-        let granted = self.irq.msi_granted();
-        if granted == 0 {
-            return;
-        }
-        // Whose channel it was is not known here, so each vector is told.
-        if pending.contains(Pending::NONSTALL) && !self.direct && delivery == Delivery::All {
-            (0..granted).for_each(|vector| self.irq.msi_signal(vector));
-        } else if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST) {
-            self.irq.msi_signal(0);
-        }
-    }
-
-    /// Interrupts follow the restored registers.
-    pub(super) fn after_restore(&mut self) {
-        self.wire();
-        self.deliver(self.control.interrupting(), Delivery::All);
-        self.update_line();
-    }
-
-    fn update_line(&mut self) {
-        let asserted = self.irq.msi_granted() == 0
-            && !self.config.intx_disabled()
-            && !self.control.interrupting().is_empty();
-        self.irq.set_level(asserted);
     }
 
     /// A VM begins to use the device.
@@ -559,41 +423,4 @@ impl VirtualFunction {
         tables.extend(self.display.iter().map(|it| ("display", it.bank().markdown())));
         tables
     }
-}
-
-/// How far conditions are delivered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Delivery {
-    /// By INTx and MSI.
-    All,
-    /// Not by MSI for non-stall interrupts: the guest is just reading what is pending.
-    Line,
-}
-
-/// The BARs of a function: what a grant and a type come down to.
-fn bars(spec: &FunctionSpec, client: &dyn Client) -> Result<Vec<Bar>, DeviceError> {
-    let apertures = client.apertures();
-    let mut bars = Vec::new();
-    let mut add = |index, kind, len: u64, width, prefetchable| {
-        let Some(size) = len.max(PAGE_SIZE).checked_next_power_of_two() else {
-            return Err(DeviceError::Invalid("An aperture exceeds 2^63 bytes"));
-        };
-        if width == BarWidth::Bits32 && size > 1 << 31 {
-            return Err(DeviceError::Invalid("An aperture exceeds its 32-bit BAR"));
-        }
-        bars.push(Bar { index, kind, size, width, prefetchable });
-        Ok(())
-    };
-    if spec.display.is_some() {
-        let len = apertures.framebuffer.as_ref().map_or(0, |aperture| aperture.len);
-        add(0, BarKind::Framebuffer, len, BarWidth::Bits32, true)?;
-        add(2, BarKind::Display, display::BAR_BYTES, BarWidth::Bits32, false)?;
-    }
-    let page = apertures.doorbell.as_ref().map_or(0, |aperture| aperture.len);
-    add(1, BarKind::Doorbell, page.max(doorbell::PAGE_BYTES), BarWidth::Bits32, false)?;
-    add(3, BarKind::Control, crate::abi::control::BAR_BYTES, BarWidth::Bits32, false)?;
-    if let Some(vram) = &apertures.vram {
-        add(4, BarKind::Vram, vram.len, BarWidth::Bits64, true)?;
-    }
-    Ok(bars)
 }

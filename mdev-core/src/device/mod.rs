@@ -3,7 +3,8 @@
 //! | file | what |
 //! | --- | --- |
 //! | `function` | [`VirtualFunction`]: puts the parts together; what a session calls |
-//! | `region` | regions by VFIO's numbers |
+//! | `interrupts` | its interrupts: what a client sets, and what the GPU raises |
+//! | `region` | regions by VFIO's numbers, and the layout of the BARs |
 //! | `control`, `mailbox` | BAR 3: control registers, and the requests behind them |
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
@@ -13,6 +14,7 @@ mod control;
 mod display;
 mod edid;
 mod function;
+mod interrupts;
 mod mailbox;
 mod region;
 mod state;

@@ -2,6 +2,12 @@
 
 use std::os::fd::BorrowedFd;
 
+use super::{DeviceError, FunctionSpec, display};
+use crate::abi::{control, doorbell};
+use crate::gpu::Client;
+use crate::pci::{Bar, BarKind, BarWidth};
+use crate::units::PAGE_SIZE;
+
 /// Regions that a PCI device has in VFIO's numbering: BARs 0 to 5, ROM, configuration space, VGA.
 pub const REGIONS: u32 = 9;
 
@@ -51,4 +57,32 @@ pub struct RegionMapping<'a> {
     pub fd: BorrowedFd<'a>,
     /// Length in bytes. Where it is less than the region's, the rest is trapped.
     pub len: u64,
+}
+
+/// The BARs of a function: what a grant and a type come down to.
+pub(super) fn bars(spec: &FunctionSpec, client: &dyn Client) -> Result<Vec<Bar>, DeviceError> {
+    let apertures = client.apertures();
+    let mut bars = Vec::new();
+    let mut add = |index, kind, len: u64, width, prefetchable| {
+        let Some(size) = len.max(PAGE_SIZE).checked_next_power_of_two() else {
+            return Err(DeviceError::Invalid("An aperture exceeds 2^63 bytes"));
+        };
+        if width == BarWidth::Bits32 && size > 1 << 31 {
+            return Err(DeviceError::Invalid("An aperture exceeds its 32-bit BAR"));
+        }
+        bars.push(Bar { index, kind, size, width, prefetchable });
+        Ok(())
+    };
+    if spec.display.is_some() {
+        let len = apertures.framebuffer.as_ref().map_or(0, |aperture| aperture.len);
+        add(0, BarKind::Framebuffer, len, BarWidth::Bits32, true)?;
+        add(2, BarKind::Display, display::BAR_BYTES, BarWidth::Bits32, false)?;
+    }
+    let page = apertures.doorbell.as_ref().map_or(0, |aperture| aperture.len);
+    add(1, BarKind::Doorbell, page.max(doorbell::PAGE_BYTES), BarWidth::Bits32, false)?;
+    add(3, BarKind::Control, control::BAR_BYTES, BarWidth::Bits32, false)?;
+    if let Some(vram) = &apertures.vram {
+        add(4, BarKind::Vram, vram.len, BarWidth::Bits64, true)?;
+    }
+    Ok(bars)
 }
