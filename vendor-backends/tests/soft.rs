@@ -2,15 +2,19 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use mdev_core::gpu::{Client, ClientSpec, Gpu, Usage};
+use mdev_core::abi::notifier;
+use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GpuError, GuestRam, Pending, Usage};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
-use vendor_backends::conformance;
-use vendor_backends::seqpacket::SeqPacketListener;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use vendor_backends::conformance::{self, Driver, Pushbuffer};
+use vendor_backends::seqpacket::{self, SeqPacket, SeqPacketListener};
 use vendor_backends::soft::server::{self, Config};
 use vendor_backends::soft::{SoftClient, SoftGpu};
 
@@ -92,8 +96,168 @@ fn eviction_is_noticed_by_the_worker() {
     assert!(usage(&mut gpu, spec.vgpu).is_some());
     gpu.evict(spec.vgpu).unwrap();
     assert!(conformance::readable(&client.event(), Duration::from_secs(5)));
-    assert!(client.take_pending().contains(mdev_core::gpu::Pending::DEVICE_LOST));
-    assert!(matches!(client.usage(), Err(mdev_core::gpu::GpuError::Lost(_))));
+    assert!(client.take_pending().contains(Pending::DEVICE_LOST));
+    assert!(matches!(client.usage(), Err(GpuError::Lost(_))));
     assert!(!conformance::readable(&client.event(), Duration::ZERO), "quiet after it was told");
     assert!(usage(&mut gpu, spec.vgpu).is_none());
+}
+
+#[test]
+fn busy_vgpus_share_as_their_slices_say() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut vgpus = Vec::new();
+    for slice in [8, 2] {
+        let spec = spec();
+        let mut driver = Driver::new(Box::new(open(&mut gpu, &spec)));
+        gpu.set_timeslice(spec.vgpu, Duration::from_millis(slice)).unwrap();
+        let mut ring = driver.ring(EngineKind::Compute);
+        driver.spin_forever(&mut ring);
+        vgpus.push((spec.vgpu, driver));
+    }
+    let read = |gpu: &mut SoftGpu| -> Vec<u64> {
+        vgpus.iter().map(|(id, _)| usage(gpu, *id).unwrap().engine_ns).collect()
+    };
+    thread::sleep(Duration::from_millis(50));
+    let before = read(&mut gpu);
+    thread::sleep(Duration::from_secs(2));
+    let after = read(&mut gpu);
+    let used: Vec<f64> = before.iter().zip(&after).map(|(b, a)| (a - b) as f64).collect();
+    let share = used[0] / (used[0] + used[1]);
+    assert!((share - 0.8).abs() < 0.02, "{share}");
+    let first = usage(&mut gpu, vgpus[0].0).unwrap();
+    assert!(first.runnable && first.preemptions > 0 && first.wait_ns > 0, "{first:?}");
+}
+
+#[test]
+fn a_closed_gate_stops_the_clock_and_loses_nothing() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let spec = spec();
+    let mut driver = Driver::new(Box::new(open(&mut gpu, &spec)));
+    let mut ring = driver.ring(EngineKind::Copy);
+    gpu.set_gate(spec.vgpu, false).unwrap();
+    let done = driver.submit(&mut ring, Pushbuffer::default());
+    assert!(!driver.wait_for(done, Duration::from_millis(50)));
+    let gated = usage(&mut gpu, spec.vgpu).unwrap();
+    assert!(gated.runnable, "the policy sees that it has work");
+    gpu.set_gate(spec.vgpu, true).unwrap();
+    assert!(driver.wait(done));
+
+    let mut ring = driver.ring(EngineKind::Compute);
+    driver.spin_forever(&mut ring);
+    thread::sleep(Duration::from_millis(20));
+    gpu.set_gate(spec.vgpu, false).unwrap();
+    thread::sleep(Duration::from_millis(5));
+    let before = usage(&mut gpu, spec.vgpu).unwrap().engine_ns;
+    thread::sleep(Duration::from_millis(50));
+    assert_eq!(usage(&mut gpu, spec.vgpu).unwrap().engine_ns, before);
+    gpu.reset_group(spec.vgpu).unwrap();
+    assert_eq!(driver.expect_fault(&ring).error, notifier::RESET_CHANNEL);
+}
+
+#[test]
+fn a_storm_of_faults_leaves_the_neighbour_its_work() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut storm = Driver::new(Box::new(open(&mut gpu, &spec())));
+    let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
+    let mut ring = good.ring(EngineKind::Copy);
+    let mut survivor = storm.ring(EngineKind::Copy);
+    for round in 0..30 {
+        let mut bad = storm.bare_ring(EngineKind::Copy);
+        storm.submit(&mut bad, Pushbuffer::default().word(0));
+        good.finish(&mut ring, Pushbuffer::default());
+        if round < 6 {
+            storm.expect_fault(&bad);
+        }
+        storm.client().destroy_channel(bad.id()).unwrap();
+    }
+    storm.finish(&mut survivor, Pushbuffer::default());
+    let mut late = storm.bare_ring(EngineKind::Copy);
+    storm.finish(&mut late, Pushbuffer::default());
+}
+
+#[test]
+fn memory_that_a_guest_truncates_costs_that_guest_its_channel() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
+    let mut driver = Driver::new(Box::new(open(&mut gpu, &spec())));
+    let file = File::from(memfd_create(c"ram", MFdFlags::MFD_CLOEXEC).unwrap());
+    file.set_len(4 * MIB).unwrap();
+    let ram = GuestRam { fd: file.as_fd(), offset: 0, len: 4 * MIB, writable: true };
+    let memory = driver.client().import(ram).unwrap();
+    let va = driver.va(1 << 30);
+    driver.map(va, 4 * MIB, memory);
+    file.set_len(0).unwrap();
+    let mut ring = driver.ring(EngineKind::Copy);
+    driver.submit(&mut ring, Pushbuffer::default().copy(driver.va(20 * MIB), va, 1 << 20));
+    assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT);
+    let mut ring = good.ring(EngineKind::Copy);
+    good.finish(&mut ring, Pushbuffer::default());
+}
+
+#[test]
+fn what_is_not_memory_is_not_imported() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut client = open(&mut gpu, &spec());
+    let mut import = |file: &File, offset, len| {
+        client.import(GuestRam { fd: file.as_fd(), offset, len, writable: true })
+    };
+    let file = File::from(memfd_create(c"ram", MFdFlags::MFD_CLOEXEC).unwrap());
+    file.set_len(MIB).unwrap();
+    assert!(matches!(import(&file, 0, 2 * MIB), Err(GpuError::OutOfRange(_))), "past its end");
+    assert!(matches!(import(&file, 1, MIB), Err(GpuError::Invalid(_))));
+    assert!(matches!(import(&file, u64::MAX - 4095, MIB), Err(GpuError::OutOfRange(_))));
+    let large = File::from(memfd_create(c"ram", MFdFlags::MFD_CLOEXEC).unwrap());
+    large.set_len(65 * MIB).unwrap();
+    assert!(matches!(import(&large, 0, 65 * MIB), Err(GpuError::Limit(_))));
+    let zero = File::options().read(true).write(true).open("/dev/zero").unwrap();
+    assert!(import(&zero, 0, MIB).is_err());
+    assert!(import(&file, 0, MIB).is_ok(), "and the connection goes on");
+}
+
+#[test]
+fn garbage_on_a_workers_connection_is_refused_and_hurts_nobody() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
+    let socket = SeqPacket::from(gpu.admit(&spec()).unwrap().fd.unwrap());
+    let mut buffer = vec![0; seqpacket::MAX_PACKET];
+    let mut state = 1u32;
+    for len in (1..200).cycle().take(3000) {
+        let bytes: Vec<u8> = (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 28) as u8 * if state & 1 == 0 { 1 } else { 17 }
+            })
+            .collect();
+        socket.send(&bytes, &[socket.as_fd()]).unwrap();
+        socket.recv(&mut buffer).unwrap().expect("an answer to everything");
+    }
+    // Who does not read answers loses the connection, and only that.
+    while socket.try_send(&[0, 1], &[]).is_ok() {}
+    let mut ring = good.ring(EngineKind::Copy);
+    good.finish(&mut ring, Pushbuffer::default());
+    assert_eq!(gpu.describe().parent, "soft0");
+    gpu.usage().unwrap();
+}
+
+#[test]
+fn admission_has_limits() {
+    let process = start(Duration::from_secs(60));
+    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let spec = spec();
+    let _held = gpu.admit(&spec).unwrap();
+    assert!(matches!(gpu.admit(&spec), Err(GpuError::Invalid(_))), "twice the same");
+    let large = ClientSpec { vram_bytes: 193 * MIB, ..self::spec() };
+    assert!(matches!(gpu.admit(&large), Err(GpuError::Limit(_))));
+    let odd = ClientSpec { vram_bytes: 4096, ..self::spec() };
+    assert!(matches!(gpu.admit(&odd), Err(GpuError::Invalid(_))));
+    assert!(matches!(gpu.evict(VgpuId::random()), Err(GpuError::NotFound(_))));
+    assert!(gpu.set_timeslice(spec.vgpu, Duration::ZERO).is_err());
+    let rest = ClientSpec { vram_bytes: 192 * MIB, ..self::spec() };
+    assert!(gpu.admit(&rest).is_ok());
 }

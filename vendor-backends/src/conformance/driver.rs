@@ -229,8 +229,8 @@ impl Driver {
         bytes
     }
 
-    /// Makes a channel with its classes bound.
-    pub fn ring(&mut self, engine: EngineKind) -> Ring {
+    /// Makes a channel.
+    pub fn bare_ring(&mut self, engine: EngineKind) -> Ring {
         let base = self.rings % RINGS * RING_BYTES;
         self.rings += 1;
         self.write(base, &vec![0; PUSHBUFFERS as usize]);
@@ -242,7 +242,12 @@ impl Driver {
             vector: 0,
         };
         let handle = self.client.create_channel(&spec).unwrap();
-        let mut ring = Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 };
+        Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 }
+    }
+
+    /// Makes a channel and binds its classes.
+    pub fn ring(&mut self, engine: EngineKind) -> Ring {
+        let mut ring = self.bare_ring(engine);
         let mut push = Pushbuffer::default().copy_method(host::SET_OBJECT, &[copy::CLASS]);
         if engine == EngineKind::Compute {
             push = push.method(host::SUBCHANNEL_COMPUTE, host::SET_OBJECT, &[compute::CLASS]);

@@ -17,6 +17,8 @@ pub mod counters;
 pub mod engine;
 pub mod fault;
 pub mod host;
+#[cfg(test)]
+mod hostile;
 pub mod kernels;
 pub mod mem;
 pub mod method;
