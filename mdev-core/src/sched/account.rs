@@ -8,6 +8,9 @@ use crate::ids::VgpuId;
 /// How far back shares are measured.
 pub const WINDOW_NS: u64 = 1_000_000_000;
 
+/// How far readings that are kept lie apart, at least every second one.
+const SPACING_NS: u64 = WINDOW_NS / 50;
+
 /// Readings kept of one vGPU, however often the counters are read.
 const MAX_READINGS: usize = 128;
 
@@ -56,6 +59,12 @@ impl Account {
         let restarted = before.is_some_and(|(_, last)| usage.engine_ns < last.engine_ns);
         if restarted {
             self.readings.clear();
+        }
+        // Counters may be read at any rate: readings that are close together are one.
+        if self.readings.len() > 1
+            && self.readings.iter().nth_back(1).is_some_and(|(at, _)| now_ns - at < SPACING_NS)
+        {
+            self.readings.pop_back();
         }
         self.readings.push_back((now_ns, usage.engine_ns));
         let start = now_ns.saturating_sub(WINDOW_NS);
@@ -180,6 +189,18 @@ mod tests {
         assert_eq!(ledger.total(), Measured { window_ns: 1000 * MS, engine_ns: 1000 * MS });
         ledger.close(A);
         assert_eq!(ledger.measured(A), None);
+    }
+
+    #[test]
+    fn the_window_is_a_second_however_often_counters_are_read() {
+        let mut ledger = Ledger::default();
+        ledger.open(A);
+        for now in 0..=5000 {
+            ledger.report(&report(now, &[(A, usage(now / 2, now / 2))]));
+        }
+        let measured = ledger.measured(A).unwrap();
+        assert!((1000..1050).contains(&(measured.window_ns / MS)), "{measured:?}");
+        assert!((measured.share() - 0.5).abs() < 0.01);
     }
 
     #[test]
