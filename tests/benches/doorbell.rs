@@ -15,6 +15,10 @@ use vgpu_guest::pushbuffer::Methods;
 
 /// What is promised for the median.
 const P50: Duration = Duration::from_micros(10);
+/// Doorbells per trapped one, at least. The channel is idle between two round trips: where the host takes the CPU from
+/// the guest just then, for longer than the silicon polls, it sleeps and has to be woken. That no doorbell is trapped
+/// while work is queued is what the `shares` benchmark holds.
+const DOORBELLS_PER_TRAP: usize = 1000;
 
 fn main() -> ExitCode {
     report("doorbell", run)
@@ -52,6 +56,6 @@ fn run() -> Result<Outcome> {
             us(P50)
         ),
         facts: json!({"count": count, "p50_us": us(p50), "p99_us": us(p99), "trapped": trapped, "wakes": wakes}),
-        kept: p50 <= P50 && trapped <= 1,
+        kept: p50 <= P50 && trapped as usize * DOORBELLS_PER_TRAP <= count,
     })
 }
