@@ -200,7 +200,10 @@ pub enum AttrError {
     #[error("There is no attribute {0:?}; there are {known}", known = known())]
     Unknown(String),
     /// One attribute more than once.
-    #[error("Attribute {name:?} is given twice; remove one (--delattr --index {index})")]
+    #[error(
+        "Attribute {name:?} is given twice; set it once (--attr {name}=VALUE), or remove one \
+         (--delattr --index {index})"
+    )]
     Twice {
         /// Its name.
         name: String,
@@ -264,7 +267,8 @@ mod tests {
         );
         assert_eq!(
             error(&[("core", "80"), ("core", "20")]),
-            "Attribute \"core\" is given twice; remove one (--delattr --index 1)"
+            "Attribute \"core\" is given twice; set it once (--attr core=VALUE), or remove one \
+             (--delattr --index 1)"
         );
     }
 
