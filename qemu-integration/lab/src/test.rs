@@ -76,7 +76,7 @@ pub fn run() -> Result<Tally> {
     let (with_qemu, without): (Vec<_>, Vec<_>) =
         programs.into_iter().partition(|program| WITH_QEMU.contains(&program.target.as_str()));
     for program in &without {
-        section(title(program), &mut || test(program))?;
+        section(title(program), &mut || test(program, &[]))?;
     }
     section("Examples in the documentation".to_owned(), &mut || {
         let mut command = cargo();
@@ -85,7 +85,8 @@ pub fn run() -> Result<Tally> {
     })?;
     section("The lab: QEMU and a guest's kernel".to_owned(), &mut prepare)?;
     for program in &with_qemu {
-        section(title(program), &mut || test(program))?;
+        let args = ["--include-ignored", "--test-threads=1"];
+        section(title(program), &mut || test(program, &args))?;
     }
 
     heading("Summary");
@@ -173,9 +174,9 @@ fn package_name(id: &str, folder: &Path) -> String {
     name.unwrap_or_else(|| folder.file_name().unwrap_or_default().to_string_lossy().into_owned())
 }
 
-fn test(program: &TestProgram) -> Result<Tally> {
+fn test(program: &TestProgram, args: &[&str]) -> Result<Tally> {
     let mut command = Command::new(&program.executable);
-    command.current_dir(&program.folder).env("CARGO_MANIFEST_DIR", &program.folder);
+    command.args(args).current_dir(&program.folder).env("CARGO_MANIFEST_DIR", &program.folder);
     follow(command)
 }
 

@@ -1,0 +1,241 @@
+//! Real VMs: Debian's kernel under a stock QEMU, with vGPUs of a software GPU.
+//!
+//! These boot VMs, so they are `cargo lab test`'s and `cargo test --test qemu -- --ignored`'s; a plain `cargo test`
+//! leaves them out.
+
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use lab::Lab;
+use lab::build::Programs;
+use lab::host::Host;
+use lab::picture::Picture;
+use lab::progress::Progress;
+use lab::qemu::{Memory, Vm, VmSpec, vgpu_device};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+
+const A: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a";
+const B: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00b";
+const TYPE: &str = "SOFT-256MQ";
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// One test at a time: VMs without KVM need the CPUs for themselves.
+struct Bench {
+    lab: &'static Lab,
+    host: Host,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        static TURN: Mutex<()> = Mutex::new(());
+        static LAB: OnceLock<(Lab, Programs)> = OnceLock::new();
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let (lab, programs) = LAB.get_or_init(|| Lab::open_with_host(&Progress::new()).unwrap());
+        let host = Host::start(programs, &["soft:soft0,vram=1G"]).unwrap();
+        Self { lab, host, _turn: turn }
+    }
+
+    fn vgpu(&self, uuid: &str) -> PathBuf {
+        self.host.start_vgpu(uuid, TYPE, None).unwrap()
+    }
+
+    fn spec(&self, name: &str) -> VmSpec {
+        VmSpec { kvm: self.lab.kvm, ..VmSpec::new(name) }
+    }
+
+    fn boot(&self, spec: &VmSpec) -> Vm {
+        Vm::boot(self.lab, spec, &self.host.folder().join(&spec.name)).unwrap()
+    }
+
+    fn warnings(&self, uuid: &str) -> Vec<String> {
+        serde_json::from_value(self.host.vgpu(uuid).unwrap()["warnings"].clone()).unwrap()
+    }
+
+    fn worker(&self, uuid: &str) -> Pid {
+        let pid = self.host.vgpu(uuid).unwrap()["pid"].as_i64().unwrap();
+        Pid::from_raw(i32::try_from(pid).unwrap())
+    }
+}
+
+/// Waits for what is to come true soon.
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !holds() {
+        assert!(Instant::now() < deadline, "Not within {} s: {what}", LIMIT.as_secs());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Runs a job that checks its own result.
+fn job(vm: &mut Vm, job: &str) -> Value {
+    vm.guest.run_json(&format!("vgpu-guest --json {job}"), LIMIT).unwrap()
+}
+
+/// The kernel's driver that is bound to the vGPU, if one is.
+fn driver(vm: &mut Vm) -> String {
+    let command = "for d in /sys/bus/pci/devices/*; do [ $(cat $d/vendor) = 0x1234 ] && \
+                   basename $(readlink $d/driver); done; true";
+    vm.guest.run(command, LIMIT).unwrap().success().unwrap().stdout.trim().to_owned()
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn the_guests_own_driver_binds_and_every_job_is_right() {
+    let bench = Bench::new();
+    let socket = bench.vgpu(A);
+    let mut vm = bench.boot(&bench.spec("jobs").with_vgpu(&socket));
+    assert_eq!(driver(&mut vm), "bochs-drm", "{}", vm.console());
+    let info = job(&mut vm, "info");
+    assert_eq!((&info["uuid"], &info["type"]), (&json!(A), &json!(TYPE)));
+
+    let screen = bench.host.folder().join("screen.png");
+    bench.host.screenshot(A, &screen).unwrap();
+    Picture::read(&screen).unwrap().check_text().unwrap();
+
+    for line in ["vadd --n 10000", "saxpy --n 10000", "sgemm --n 64", "spin --seconds 0.2"] {
+        job(&mut vm, line);
+    }
+    let copies = vm.guest.run("vgpu-guest --json copy --size 2", LIMIT).unwrap().success().unwrap();
+    assert_eq!(copies.stdout.lines().count(), 3, "copy, fill and rectangle: {}", copies.stdout);
+
+    job(&mut vm, "mandelbrot");
+    bench.host.screenshot(A, &screen).unwrap();
+    Picture::read(&screen).unwrap().check_mandelbrot().unwrap();
+
+    assert_eq!(bench.warnings(A), Vec::<String>::new());
+    assert_eq!(bench.host.vgpu(A).unwrap()["vm"]["pid"], json!(vm.pid().as_raw()));
+    vm.quit().unwrap();
+    eventually("the VM is gone from the list", || bench.host.vgpu(A).unwrap()["vm"].is_null());
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_vm_goes_on_after_a_reset_and_a_reboot() {
+    let bench = Bench::new();
+    let socket = bench.vgpu(A);
+    let mut vm = bench.boot(&bench.spec("reset").with_vgpu(&socket));
+    // A reset in the middle of work.
+    vm.guest.start("vgpu-guest spin --seconds 30", LIMIT).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    vm.qmp.execute("system_reset", &json!({})).unwrap();
+    vm.wait_boot().unwrap();
+    assert_eq!(driver(&mut vm), "bochs-drm");
+    job(&mut vm, "vadd --n 10000");
+
+    vm.guest.start("reboot -f", LIMIT).unwrap();
+    vm.wait_boot().unwrap();
+    assert_eq!(driver(&mut vm), "bochs-drm");
+    job(&mut vm, "sgemm --n 32");
+    vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_vgpu_is_plugged_and_unplugged_again_and_again() {
+    let bench = Bench::new();
+    let socket = bench.vgpu(A);
+    let mut vm = bench.boot(&bench.spec("plug"));
+    for round in 0..3 {
+        let id = format!("vgpu{round}");
+        vm.plug(vgpu_device(&id, &socket), round % 2).unwrap();
+        eventually("bochs-drm binds", || driver(&mut vm) == "bochs-drm");
+        job(&mut vm, "vadd --n 10000");
+        vm.unplug(&id).unwrap();
+        eventually("the device is gone", || driver(&mut vm).is_empty());
+        eventually("the vGPU is free", || bench.host.vgpu(A).unwrap()["vm"].is_null());
+    }
+    assert!(vm.is_running(), "{}", vm.errors());
+    vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_vm_that_was_killed_starts_again_on_the_same_vgpu() {
+    let bench = Bench::new();
+    let socket = bench.vgpu(A);
+    let spec = bench.spec("killed").with_vgpu(&socket);
+    let mut vm = bench.boot(&spec);
+    vm.guest.start("vgpu-guest spin --seconds 30", LIMIT).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    vm.kill();
+    let mut vm = bench.boot(&spec);
+    assert_eq!(driver(&mut vm), "bochs-drm");
+    job(&mut vm, "vadd --n 10000");
+    vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn memory_that_is_not_shared_is_noticed_and_explained() {
+    let bench = Bench::new();
+    let socket = bench.vgpu(A);
+    for (name, memory) in [("private", Memory::Private), ("plain", Memory::Plain)] {
+        let spec = VmSpec { memory, ..bench.spec(name).with_vgpu(&socket) };
+        let vm = bench.boot(&spec);
+        let mut warnings = Vec::new();
+        eventually("a warning", || {
+            warnings = bench.warnings(A);
+            !warnings.is_empty()
+        });
+        assert!(warnings.iter().any(|text| text.contains("share=on")), "{name}: {warnings:?}");
+        vm.quit().unwrap();
+        eventually("the vGPU is free", || bench.host.vgpu(A).unwrap()["vm"].is_null());
+    }
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_worker_that_dies_takes_no_other_vm_with_it() {
+    let bench = Bench::new();
+    let (first, second) = (bench.vgpu(A), bench.vgpu(B));
+    let folder = |name| bench.host.folder().join(name);
+    let spec = |name, socket| bench.spec(name).with_vgpu(socket);
+    let mut a = Vm::start(bench.lab, &spec("a", &first), &folder("a")).unwrap();
+    let mut b = Vm::start(bench.lab, &spec("b", &second), &folder("b")).unwrap();
+    a.wait_boot().unwrap();
+    b.wait_boot().unwrap();
+    b.guest.start("vgpu-guest --json bench --seconds 4", LIMIT).unwrap();
+    job(&mut a, "vadd --n 10000");
+
+    let worker = bench.worker(A);
+    kill(worker, Signal::SIGKILL).unwrap();
+    let load = b.guest.finish(LIMIT).unwrap().success().unwrap();
+    let load: Value = serde_json::from_str(&load.stdout).unwrap();
+    assert!(load["verified"].as_u64().unwrap() > 0, "{load}");
+    // The VM that lost its device runs on without it.
+    a.guest.run("true", LIMIT).unwrap().success().unwrap();
+    let failed = a.guest.run("vgpu-guest vadd", LIMIT).unwrap();
+    assert_ne!(failed.status, 0, "a device that is gone computes nothing");
+    a.kill();
+
+    eventually("a new worker", || {
+        let vgpu = bench.host.vgpu(A).unwrap();
+        vgpu["state"] == "running" && vgpu["pid"] != json!(worker.as_raw())
+    });
+    let mut a = bench.boot(&spec("a", &first));
+    job(&mut a, "vadd --n 10000");
+    job(&mut b, "vadd --n 10000");
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn vms_go_on_without_a_manager_and_the_next_one_adopts_them() {
+    let mut bench = Bench::new();
+    let socket = bench.vgpu(A);
+    let mut vm = bench.boot(&bench.spec("adopted").with_vgpu(&socket));
+    let worker = bench.worker(A);
+    bench.host.kill_daemon().unwrap();
+    job(&mut vm, "vadd --n 10000");
+    bench.host.start_daemon().unwrap();
+    eventually("adoption", || bench.host.vgpu(A).is_ok_and(|vgpu| vgpu["state"] == "running"));
+    assert_eq!(bench.worker(A), worker);
+    assert_eq!(bench.host.vgpu(A).unwrap()["vm"]["pid"], json!(vm.pid().as_raw()));
+    job(&mut vm, "vadd --n 10000");
+    vm.quit().unwrap();
+}
