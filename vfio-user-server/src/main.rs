@@ -3,10 +3,17 @@
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
+use vendor_backends::seqpacket::SeqPacketListener;
+use vendor_backends::soft::server;
 use vfio_user_server::manager::{self, ParentConfig};
-use vfio_user_server::worker;
+use vfio_user_server::{spawn, worker};
+
+/// How long a software GPU without a manager and without a vGPU waits for the next manager.
+const ORPHAN_GRACE: Duration = Duration::from_secs(30);
 
 /// Shares physical GPUs between virtual machines.
 #[derive(Debug, Parser)]
@@ -94,7 +101,7 @@ fn run(args: RunArgs) -> anyhow::Result<()> {
 }
 
 fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
-    vfio_user_server::spawn::name_process("vgpu-worker");
+    spawn::name_process("vgpu-worker");
     worker::run(&worker::WorkerArgs {
         spec_fd: args.spec,
         listen_fd: args.listen,
@@ -104,16 +111,9 @@ fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
 }
 
 fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
-    use anyhow::Context;
-    use vendor_backends::seqpacket::SeqPacketListener;
-    use vendor_backends::soft::server;
-
     let SoftGpuArgs { name, vram, admin_fd } = args;
-    vfio_user_server::spawn::name_process(&format!("gpu-{name}"));
-    let admin = vfio_user_server::spawn::inherited(admin_fd).context("Bad --admin-fd")?;
+    spawn::name_process(&format!("gpu-{name}"));
+    let admin = spawn::inherited(admin_fd).context("Bad --admin-fd")?;
     let config = server::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
     server::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")
 }
-
-/// How long a role without a manager and without a VM waits for the next manager.
-const ORPHAN_GRACE: std::time::Duration = std::time::Duration::from_secs(30);

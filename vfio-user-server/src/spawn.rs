@@ -53,8 +53,13 @@ pub fn reserve_descriptors() -> io::Result<()> {
     }
 }
 
-/// Starts a role: this program with `args`, and `fds` at [`FIRST_FD`] and on.
-pub fn role(args: &[String], fds: &[BorrowedFd<'_>], limits: Limits) -> io::Result<Process> {
+/// Starts a role: this program with `args`, and `fds` at [`FIRST_FD`] and on. `whose` is shown in lists of processes.
+pub fn role(
+    whose: &str,
+    args: &[String],
+    fds: &[BorrowedFd<'_>],
+    limits: Limits,
+) -> io::Result<Process> {
     if fds.len() > MAX_FDS as usize {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "Too many descriptors"));
     }
@@ -64,7 +69,7 @@ pub fn role(args: &[String], fds: &[BorrowedFd<'_>], limits: Limits) -> io::Resu
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let files = limits.files.min(most);
     let mut command = Command::new("/proc/self/exe");
-    command.arg0("vgpud").args(args).stdin(Stdio::null()).stdout(Stdio::null());
+    command.arg0(format!("vgpud[{whose}]")).args(args).stdin(Stdio::null()).stdout(Stdio::null());
     // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock is taken.
     unsafe {
         command.pre_exec(move || {

@@ -41,7 +41,7 @@ impl Folders {
             .with_context(|| format!("Cannot make the run directory {}", root.display()))?;
         let root = root.canonicalize()?;
         let folders = Self { root };
-        let longest = folders.vgpu(VgpuId(uuid_of_zeros())).join(CONTROL);
+        let longest = folders.vgpu(VgpuId(uuid::Uuid::nil())).join(CONTROL);
         let over = longest.as_os_str().len().saturating_sub(MAX_SOCKET_PATH);
         if over > 0 {
             bail!(
@@ -131,10 +131,6 @@ impl Folders {
 }
 
 const CONTROL: &str = "control.sock";
-
-fn uuid_of_zeros() -> uuid::Uuid {
-    uuid::Uuid::nil()
-}
 
 /// Writes `run.json` in `folder`, so that a reader sees the old or the new one and never half of it. It need not
 /// survive a power cut: what it speaks of does not either.

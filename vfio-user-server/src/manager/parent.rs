@@ -185,7 +185,7 @@ impl Parent {
             "--admin-fd",
             &spawn::FIRST_FD.to_string(),
         ];
-        let process = spawn::role(&args.map(String::from), &[admin.as_fd()], LIMITS)?;
+        let process = spawn::role(name, &args.map(String::from), &[admin.as_fd()], LIMITS)?;
         drop(admin);
         match connect(folders, name) {
             Ok(gpu) => {

@@ -181,7 +181,7 @@ impl Vgpu {
         let spec = memfd(&serde_json::to_vec(&self.worker_spec(admission))?)?;
         let mut fds = vec![spec.as_fd(), vfio.as_fd(), control.as_fd()];
         fds.extend(admission.fd.as_ref().map(AsFd::as_fd));
-        spawn_worker(&fds)
+        spawn_worker(self.id, &fds)
     }
 
     fn step(&mut self, to: VgpuState) {
@@ -193,7 +193,7 @@ impl Vgpu {
     }
 }
 
-fn spawn_worker(fds: &[BorrowedFd<'_>]) -> io::Result<Process> {
+fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>]) -> io::Result<Process> {
     let mut args = vec!["worker".to_owned()];
     for (number, name) in (spawn::FIRST_FD..)
         .zip(["--spec-fd", "--listen-fd", "--control-fd", "--gpu-fd"])
@@ -201,7 +201,7 @@ fn spawn_worker(fds: &[BorrowedFd<'_>]) -> io::Result<Process> {
     {
         args.extend([name.to_owned(), number.to_string()]);
     }
-    spawn::role(&args, fds, LIMITS)
+    spawn::role(&vgpu.to_string(), &args, fds, LIMITS)
 }
 
 fn listen(folders: &Folders, vgpu: VgpuId) -> io::Result<OwnedFd> {
