@@ -1,12 +1,15 @@
 //! The worker's loop: what it watches, and what it does about each.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use log::Level;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{getsockopt, sockopt};
@@ -14,6 +17,7 @@ use vendor_backends::seqpacket::SeqPacketListener;
 
 use super::control::ControlConnection;
 use super::function::Function;
+use super::throttle::Throttle;
 use crate::private::{
     AttachedClient, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
 };
@@ -55,6 +59,8 @@ pub struct Worker {
     control: BTreeMap<u32, ControlConnection>,
     next_control: u32,
     stopped: bool,
+    /// For lines that a client causes.
+    throttle: Throttle,
 }
 
 impl Worker {
@@ -79,6 +85,7 @@ impl Worker {
             control: BTreeMap::new(),
             next_control: source::CONTROL,
             stopped: false,
+            throttle: Throttle::new(Instant::now()),
         })
     }
 
@@ -90,6 +97,15 @@ impl Worker {
     /// True while there is a manager or a VM.
     pub fn is_needed(&self) -> bool {
         self.attached.is_some() || !self.control.is_empty()
+    }
+
+    /// Writes a line that a client has caused, unless it has caused too many.
+    fn say(&mut self, level: log::Level, line: fmt::Arguments<'_>) {
+        match self.throttle.pass(Instant::now()) {
+            None => {}
+            Some(0) => log::log!(level, "{line}"),
+            Some(held) => log::log!(level, "{line} ({held} lines were held back before)"),
+        }
     }
 
     fn accept_vm(&mut self, ops: &mut EventOps) {
@@ -105,11 +121,10 @@ impl Worker {
         };
         let client = peer(&stream);
         if let Some(attached) = &self.attached {
-            log::warn!(
-                "Process {} wants the vGPU that process {} uses: refused",
-                client.pid,
-                attached.client.pid
-            );
+            let (pid, user) = (client.pid, attached.client.pid);
+            let line =
+                format_args!("Process {pid} wants the vGPU that process {user} uses: refused");
+            self.say(Level::Warn, line);
             return;
         }
         let session = match Session::new(stream.into()) {
@@ -123,7 +138,8 @@ impl Worker {
         if !watch(ops, &session, source::SESSION, event_set(interest)) {
             return;
         }
-        log::info!("Process {} (uid {}) attaches", client.pid, client.uid);
+        let AttachedClient { pid, uid } = client;
+        self.say(Level::Info, format_args!("Process {pid} (uid {uid}) attaches"));
         self.function.inner_mut().attach();
         self.attached = Some(Attached { session, client, interest });
     }
@@ -142,12 +158,14 @@ impl Worker {
             }
             Err(closed) => {
                 let pid = attached.client.pid;
-                match closed {
-                    Closed::ByPeer => log::info!("Process {pid} detaches"),
-                    other => log::warn!("Process {pid} is cut off: {other}"),
-                }
                 unwatch(ops, &attached.session);
                 self.attached = None;
+                match closed {
+                    Closed::ByPeer => self.say(Level::Info, format_args!("Process {pid} detaches")),
+                    other => {
+                        self.say(Level::Warn, format_args!("Process {pid} is cut off: {other}"));
+                    }
+                }
             }
         }
         self.watch_unmask(ops);
@@ -181,9 +199,10 @@ impl Worker {
             Ok(8) => self.function.inner_mut().on_intx_unmask(),
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             Ok(_) | Err(_) => {
-                log::warn!("What the VM sent to unmask INTx with is not an eventfd");
                 unwatch(ops, event);
                 self.unmask = None;
+                let line = format_args!("What the VM sent to unmask INTx with is not an eventfd");
+                self.say(Level::Warn, line);
             }
         }
     }

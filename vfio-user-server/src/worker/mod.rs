@@ -1,12 +1,14 @@
 //! One vGPU: a process that serves its vfio-user socket, its device model and one client of the GPU.
 //!
-//! [`run`] puts it together out of inherited descriptors, [`sandbox`] takes away what it does not need, [`events`] is its
-//! loop, [`function`] adapts the device model to the protocol, and [`control`] answers the manager.
+//! [`run`] puts it together out of inherited descriptors, `sandbox` takes away what it does not need, `events` is its
+//! loop, `function` adapts the device model to the protocol, `control` answers the manager, and `throttle` keeps the log
+//! readable.
 
 mod control;
 mod events;
 mod function;
 mod sandbox;
+mod throttle;
 
 use std::fs::File;
 use std::io::{Read, Seek};
