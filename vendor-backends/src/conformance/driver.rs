@@ -135,7 +135,8 @@ pub struct Driver {
     memory: MemoryId,
     vram: Option<Arc<Mapping>>,
     doorbell: Option<Arc<Mapping>>,
-    rings: u64,
+    /// Places of rings that are free, the next one last.
+    places: Vec<u64>,
 }
 
 impl fmt::Debug for Driver {
@@ -155,7 +156,8 @@ impl Driver {
             Some(Mapping::new(aperture.fd.as_fd(), 0, aperture.len, true).unwrap())
         };
         let (vram, bell) = (map(&client.apertures().vram), map(&client.apertures().doorbell));
-        let mut driver = Self { client, ram, memory, vram, doorbell: bell, rings: 0 };
+        let places = (0..RINGS).rev().map(|place| place * RING_BYTES).collect();
+        let mut driver = Self { client, ram, memory, vram, doorbell: bell, places };
         driver.map_ram();
         driver
     }
@@ -231,8 +233,7 @@ impl Driver {
 
     /// Makes a channel.
     pub fn bare_ring(&mut self, engine: EngineKind) -> Ring {
-        let base = self.rings % RINGS * RING_BYTES;
-        self.rings += 1;
+        let base = self.places.pop().expect("a place for one more ring");
         self.write(base, &vec![0; PUSHBUFFERS as usize]);
         let spec = ChannelSpec {
             engine,
@@ -243,6 +244,13 @@ impl Driver {
         };
         let handle = self.client.create_channel(&spec).unwrap();
         Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 }
+    }
+
+    /// Ends a channel; its ring's place may be used again.
+    #[allow(clippy::needless_pass_by_value, reason = "there is no ring any more")]
+    pub fn destroy(&mut self, ring: Ring) {
+        self.client.destroy_channel(ring.id).unwrap();
+        self.places.push(ring.base);
     }
 
     /// Makes a channel and binds its classes.

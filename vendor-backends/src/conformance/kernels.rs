@@ -167,7 +167,7 @@ pub fn bad_descriptors(driver: &mut Driver) {
         driver.submit(&mut ring, push);
         let got = driver.expect_fault(&ring).error;
         assert!(got == error || got == notifier::MMU_FAULT, "case {case}: {got}");
-        driver.client().destroy_channel(ring.id()).unwrap();
+        driver.destroy(ring);
     }
     let mut ring = driver.ring(EngineKind::Compute);
     let push = launch(driver, &prepare(driver, Kernel::Saxpy, &hole, [1, 1], [64, 1]));

@@ -246,7 +246,7 @@ fn address_faults(driver: &mut Driver) {
         assert_eq!(status.error, notifier::MMU_FAULT, "{from:#x} to {to:#x}");
         let push = Pushbuffer::default().copy(data, data + MIB, 64);
         driver.finish(&mut good, push);
-        driver.client().destroy_channel(bad.id()).unwrap();
+        driver.destroy(bad);
     }
     let mut bad = driver.ring(EngineKind::Copy);
     driver.submit(&mut bad, Pushbuffer::default().semaphore(hole, 1, sem::RELEASE));
@@ -287,7 +287,7 @@ fn nonsense(driver: &mut Driver) {
             [notifier::GR_ERROR, notifier::PBDMA_ERROR].contains(&error),
             "case {case}: {error}"
         );
-        driver.client().destroy_channel(ring.id()).unwrap();
+        driver.destroy(ring);
     }
     let mut ring = driver.ring(EngineKind::Copy);
     driver.set_put(&mut ring, driver::ENTRIES);
@@ -309,7 +309,7 @@ fn physical(driver: &mut Driver) {
             .copy_method(copy::LAUNCH_DMA, &[launch::TRANSFER_NON_PIPELINED | flags]);
         driver.submit(&mut ring, push);
         driver.expect_fault(&ring);
-        driver.client().destroy_channel(ring.id()).unwrap();
+        driver.destroy(ring);
     }
     assert_eq!(driver.read(DATA + MIB, 64), [7; 64]);
 }

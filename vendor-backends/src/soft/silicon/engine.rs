@@ -330,25 +330,28 @@ impl State {
             Glance::Seen(readiness) => readiness != Readiness::Ready || !group.vgpu.gate_open(),
         });
         if announced && quiet {
-            self.wait();
+            let called = self.wait();
             let woke = now_ns();
-            let slept = woke - now;
             self.stolen.take(woke);
-            self.spin_ns = if slept < SHORT_SLEEP_NS {
-                (self.spin_ns * 2).min(SPIN_MAX_NS)
-            } else {
-                (self.spin_ns / 2).max(SPIN_MIN_NS)
-            };
+            // Looking again at what nobody announces is no reason to stay awake.
+            self.idle_since = (!called).then_some(0);
+            if called && woke - now < SHORT_SLEEP_NS {
+                self.spin_ns = (self.spin_ns * 2).min(SPIN_MAX_NS);
+            } else if called {
+                self.spin_ns = (self.spin_ns / 2).max(SPIN_MIN_NS);
+            }
+        } else {
+            self.idle_since = None;
         }
         // A world that is locked now gets its turn in the next sleep; until then its guest wakes us for nothing.
         for group in &self.groups {
             group.vgpu.announce_sleep(false);
         }
-        self.idle_since = None;
         self.looked_ns = 0;
     }
 
-    fn wait(&mut self) {
+    /// Sleeps; false where only the time to look again has come.
+    fn wait(&mut self) -> bool {
         let watch = self.groups.iter().any(|group| group.seen == Glance::Seen(Readiness::Waiting));
         let timeout = watch.then(|| TimeSpec::new(0, self.watch_ns.cast_signed()));
         if watch {
@@ -362,7 +365,7 @@ impl State {
                 PollFd::new(self.groups[*index].vgpu.wake().as_fd(), PollFlags::POLLIN)
             }),
         );
-        let _ = ppoll(&mut fds, timeout, None);
+        let called = ppoll(&mut fds, timeout, None) != Ok(0);
         let ready: Vec<bool> = fds.iter().map(|fd| fd.any() == Some(true)).collect();
         drop(fds);
         self.board.kick.take();
@@ -382,5 +385,6 @@ impl State {
                 group.vgpu.counters().wakeups.fetch_add(1, Ordering::Relaxed);
             }
         }
+        called
     }
 }

@@ -28,11 +28,9 @@ pub mod vgpu;
 pub mod vram;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mdev_core::abi::doorbell;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, UsageReport};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB, is_aligned};
@@ -56,7 +54,6 @@ const DEFAULT_SLICE: Duration = Duration::from_millis(2);
 pub struct Silicon {
     description: GpuDescription,
     vram: Vram,
-    doorbell: OwnedFd,
     board: Arc<Board>,
     _engine: Engine,
 }
@@ -76,8 +73,6 @@ impl Silicon {
                 default_timeslice: DEFAULT_SLICE,
             },
             vram: Vram::new(vram_bytes),
-            // Guests write their tokens there, and nobody reads them: the rings themselves are looked at.
-            doorbell: mem::sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)?,
             _engine: Engine::start(Arc::clone(&board))?,
             board,
         })
@@ -100,14 +95,8 @@ impl Silicon {
             return Err(Refusal::Spec);
         }
         let partition = self.vram.take(spec.vram_bytes)?;
-        let (vgpu, shared) = Vgpu::new(
-            spec.clone(),
-            MAX_CHANNELS,
-            DEFAULT_SLICE,
-            self.doorbell.as_fd(),
-            partition,
-            self.board.kick(),
-        )?;
+        let (vgpu, shared) =
+            Vgpu::new(spec.clone(), MAX_CHANNELS, DEFAULT_SLICE, partition, self.board.kick())?;
         let vgpu = Arc::new(vgpu);
         self.board.update(|vgpus| {
             if vgpus.iter().any(|other| other.id() == spec.vgpu) {

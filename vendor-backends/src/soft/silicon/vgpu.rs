@@ -6,14 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use mdev_core::abi::control::VECTORS;
 use mdev_core::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END, VA_START};
-use mdev_core::abi::{host, notifier, userd};
+use mdev_core::abi::{doorbell, host, notifier, userd};
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, Pending, Usage,
 };
@@ -28,7 +28,7 @@ use super::clock::{Budget, now_ns};
 use super::counters::Counters;
 use super::engine::Kick;
 use super::fault::{Context, Fault, Progress};
-use super::mem::{Mapping, SharedMemory};
+use super::mem::{Mapping, SharedMemory, sealed_memfd};
 use super::signals::Signals;
 use super::vram::Partition;
 use crate::seqpacket::SeqPacket;
@@ -102,7 +102,6 @@ impl Vgpu {
         spec: ClientSpec,
         max_channels: u32,
         slice: Duration,
-        doorbell: BorrowedFd<'_>,
         partition: Partition,
         kick: Kick,
     ) -> io::Result<(Self, Shared)> {
@@ -134,7 +133,9 @@ impl Vgpu {
         };
         let shared = Shared {
             vram: vram.fd,
-            doorbell: doorbell.try_clone_to_owned()?,
+            // Its own: a page that several guests may write would be a way from one to the other. Nobody reads the
+            // tokens, since the rings themselves are looked at.
+            doorbell: sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)?,
             status: status.fd,
             event,
             wake: wake_worker.into(),
