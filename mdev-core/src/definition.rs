@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub mod attrs;
 pub mod store;
 
-pub use attrs::{AttrError, Attrs, Settings};
+pub use attrs::{AttrError, Attrs, Quotas, Settings};
 pub use store::{Store, StoreError};
 
 /// When a defined vGPU is started.

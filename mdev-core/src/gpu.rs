@@ -13,6 +13,7 @@ use bitflags::bitflags;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
+use crate::sched::Budget;
 
 /// Why a GPU did not do what was asked of it.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +62,8 @@ bitflags! {
         const NEED_WAKEUP = 1 << 5;
         /// A running kernel is preempted within the time slice.
         const PREEMPTION = 1 << 6;
+        /// The silicon holds groups to budgets of engine time ([`Gpu::set_budget`]).
+        const BUDGETS = 1 << 7;
     }
 }
 
@@ -150,6 +153,12 @@ pub trait Gpu: Send + fmt::Debug {
 
     /// Opens or closes the vGPU's gate: a closed group keeps its work and gets no engine time.
     fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError>;
+
+    /// Holds the vGPU's channel groups to so much engine time in each period ([`crate::sched::Meter`]), or to none.
+    /// In force at once. Only where it has [`GpuCapabilities::BUDGETS`]: elsewhere caps are held with gates.
+    fn set_budget(&mut self, _vgpu: VgpuId, _budget: Option<Budget>) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("budgets of engine time"))
+    }
 
     /// Resets the vGPU's channel groups: every channel is faulted and told so.
     fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError>;

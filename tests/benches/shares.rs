@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use mdev_core::gpu::{Gpu, UsageReport};
 use mdev_core::ids::VgpuId;
-use mdev_core::sched::{Action, Config, Core, Event, Policy, Scheduler};
+use mdev_core::sched::{Action, Config, Core, Event, Scheduler, Share};
 use mdev_core::units::MIB;
 use serde_json::json;
 use system_tests::outcome::{Outcome, measuring, report};
@@ -27,11 +27,12 @@ fn run() -> Result<Outcome> {
     let time = Duration::from_millis(if measuring() { 5000 } else { 500 });
     let mut parent = Parent::start(256 * MIB)?;
     let guests = [parent.guest(Vgpu::default())?, parent.guest(Vgpu::default())?];
-    let default_slice = parent.gpu.describe().default_timeslice;
-    let mut scheduler = Scheduler::new(Config { policy: Policy::Weighted, default_slice });
+    let gpu = parent.gpu.describe();
+    let mut scheduler = Scheduler::new(Config::new(gpu.default_timeslice), gpu.capabilities.into());
     for (guest, core) in guests.iter().zip(CORES) {
-        let core = Some(Core::try_from(core)?);
-        let actions = scheduler.handle(Event::VgpuStarted { id: guest.id, core })?;
+        let share = Share::of(Some(Core::try_from(core)?));
+        let started = Event::VgpuStarted { id: guest.id, share, max_instances: 2 };
+        let actions = scheduler.handle(started)?;
         apply(&mut parent, &actions)?;
     }
     // Some time before and after the measurement, since loads neither start nor end together.
@@ -96,6 +97,7 @@ fn apply(parent: &mut Parent, actions: &[Action]) -> Result<()> {
     for action in actions {
         match *action {
             Action::SetTimeslice(id, slice) => parent.gpu.set_timeslice(id, slice)?,
+            Action::SetBudget(id, budget) => parent.gpu.set_budget(id, budget)?,
             Action::Gate(id, open) => parent.gpu.set_gate(id, open)?,
         }
     }

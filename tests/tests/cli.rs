@@ -172,7 +172,7 @@ fn mistakes_get_one_line_and_a_status_that_says_which() -> Result<()> {
         2,
         "is 1 to 100 hundredths, not \"101\"",
     )?;
-    refused("define -p soft0 -t SOFT-1Q --attr cores=1", 2, "there are core and doorbell")?;
+    refused("define -p soft0 -t SOFT-1Q --attr cores=1", 2, "there are core, mode")?;
     refused("stop -u 7f0c1e6a-2b1d-4a55-9d53-5c0f8e1a0002", 4, "There is no vGPU")?;
 
     let uuid = vgpuctl(&vgpud, "start -p soft0 -t SOFT-512MQ --attr core=80")?;

@@ -1,12 +1,16 @@
 //! Attributes of a vGPU: an ordered list of names and values, and the table of those that mean something.
 
 use std::fmt;
+use std::ops::RangeInclusive;
+use std::time::Duration;
 
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
-use crate::sched::{Core, CoreError};
+use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
+use crate::sched::{CoreError, Mode, Share, WordError};
+use crate::units::{GIB, MIB};
 
 /// Attributes in their order. In JSON, a list of objects with one member each: `[{"core": "80"}]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,6 +91,9 @@ impl Attrs {
             }
             (attribute.apply)(&mut settings, value)?;
         }
+        if settings.share.mode == Mode::Hard && settings.share.core.is_none() {
+            return Err(AttrError::HardWithoutCore);
+        }
         Ok(settings)
     }
 }
@@ -131,16 +138,31 @@ impl<'de> Deserialize<'de> for Attr {
 /// Attributes, parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The share asked for.
-    pub core: Option<Core>,
+    /// What is asked for of the GPU's time.
+    pub share: Share,
+    /// What is limited besides time.
+    pub quotas: Quotas,
     /// Whether the guest maps the doorbell page (where the GPU allows it), or each ring is trapped.
     pub doorbell_mapped: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { core: None, doorbell_mapped: true }
+        Self { share: Share::default(), quotas: Quotas::default(), doorbell_mapped: true }
     }
+}
+
+/// Limits besides time; `None` leaves what the type and the GPU have. Video memory is the type's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Quotas {
+    /// Channels that may exist at once.
+    pub max_channels: Option<u32>,
+    /// Bytes of guest memory that may be pinned for the GPU at once, in whole pages.
+    pub max_pinned: Option<u64>,
+    /// GPFIFO entries that are taken in a second.
+    pub submissions: Option<u32>,
+    /// Pictures of the screen in a second.
+    pub refresh: Option<u32>,
 }
 
 /// One attribute that means something.
@@ -165,7 +187,80 @@ pub const ATTRIBUTES: &[Attribute] = &[
         about: "Hundredths of the GPU's time that the vGPU gets at least, while others contend.",
         live: true,
         apply: |settings, value| {
-            settings.core = Some(value.parse()?);
+            settings.share.core = Some(value.parse()?);
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "mode",
+        values: "soft or hard",
+        about: "Whether the vGPU gets more than core where others idle (soft), or never (hard).",
+        live: true,
+        apply: |settings, value| {
+            settings.share.mode = value.parse()?;
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "priority",
+        values: "low, normal or high",
+        about: "Who gets the time that nobody was promised: each class four times the one below.",
+        live: true,
+        apply: |settings, value| {
+            settings.share.priority = value.parse()?;
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "timeslice",
+        values: "0.1 to 30 ms",
+        about: "The longest that the vGPU runs without a break while others wait; shares hold.",
+        live: true,
+        apply: |settings, value| {
+            settings.share.timeslice = Some(milliseconds(value)?);
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "max_channels",
+        values: "1 to 65536",
+        about: "Channels that the vGPU may have at once, where that is less than its type has.",
+        live: false,
+        apply: |settings, value| {
+            let limit = number("max_channels", "1 to 65536", value, 1..=65_536)?;
+            settings.quotas.max_channels = Some(limit as u32);
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "max_pinned",
+        values: "1M to 1024G",
+        about: "Guest memory that may be pinned for the GPU at once, in whole MiB or GiB.",
+        live: false,
+        apply: |settings, value| {
+            settings.quotas.max_pinned = Some(size("max_pinned", value)?);
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "submissions",
+        values: "1 to 10000000",
+        about: "GPFIFO entries that are taken in a second, with bursts of a tenth of a second.",
+        live: true,
+        apply: |settings, value| {
+            let limit = number("submissions", "1 to 10000000 a second", value, 1..=10_000_000)?;
+            settings.quotas.submissions = Some(limit as u32);
+            Ok(())
+        },
+    },
+    Attribute {
+        name: "refresh",
+        values: "1 to 240",
+        about: "Pictures of the screen in a second, at most.",
+        live: true,
+        apply: |settings, value| {
+            let limit = number("refresh", "1 to 240 a second", value, 1..=240)?;
+            settings.quotas.refresh = Some(limit as u32);
             Ok(())
         },
     },
@@ -178,12 +273,47 @@ pub const ATTRIBUTES: &[Attribute] = &[
             settings.doorbell_mapped = match value {
                 "mapped" => true,
                 "trapped" => false,
-                _ => return Err(AttrError::Doorbell(value.to_owned())),
+                _ => return Err(bad("doorbell", "mapped or trapped", value)),
             };
             Ok(())
         },
     },
 ];
+
+fn bad(name: &'static str, values: &'static str, value: &str) -> AttrError {
+    AttrError::Value { name, values, value: value.to_owned() }
+}
+
+fn number(
+    name: &'static str,
+    values: &'static str,
+    text: &str,
+    range: RangeInclusive<u64>,
+) -> Result<u64, AttrError> {
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    let parsed = text.parse().ok().filter(|number| digits && range.contains(number));
+    parsed.ok_or_else(|| bad(name, values, text))
+}
+
+fn size(name: &'static str, text: &str) -> Result<u64, AttrError> {
+    let values = "1M to 1024G, in whole MiB or GiB";
+    let (digits, unit) = match (text.strip_suffix('M'), text.strip_suffix('G')) {
+        (Some(digits), _) => (digits, MIB),
+        (_, Some(digits)) => (digits, GIB),
+        _ => return Err(bad(name, values, text)),
+    };
+    let number = number(name, values, digits, 1..=1 << 20).map_err(|_| bad(name, values, text))?;
+    let bytes = number.saturating_mul(unit);
+    if bytes <= 1024 * GIB { Ok(bytes) } else { Err(bad(name, values, text)) }
+}
+
+fn milliseconds(text: &str) -> Result<Duration, AttrError> {
+    let wrong = || bad("timeslice", "0.1 to 30 ms", text);
+    let plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    let parsed = text.parse::<f64>().ok().filter(|_| plain).ok_or_else(wrong)?;
+    let slice = Duration::try_from_secs_f64(parsed / 1e3).map_err(|_| wrong())?;
+    if (MIN_SLICE..=MAX_SLICE).contains(&slice) { Ok(slice) } else { Err(wrong()) }
+}
 
 impl Attribute {
     /// The attribute of that name.
@@ -213,9 +343,22 @@ pub enum AttrError {
     /// Not a share.
     #[error(transparent)]
     Core(#[from] CoreError),
-    /// Not a way to ring.
-    #[error("Attribute \"doorbell\" is mapped or trapped, not {0:?}")]
-    Doorbell(String),
+    /// Not one of the words it may be.
+    #[error(transparent)]
+    Word(#[from] WordError),
+    /// Not a value that it may have.
+    #[error("Attribute {name:?} is {values}, not {value:?}")]
+    Value {
+        /// Its name.
+        name: &'static str,
+        /// What it may be.
+        values: &'static str,
+        /// What it was.
+        value: String,
+    },
+    /// A cap without a height.
+    #[error("Attribute \"mode\" is hard, but there is no share to hold to; add core (1 to 100)")]
+    HardWithoutCore,
     /// None is there.
     #[error("There is no attribute at index {index}: there are {len}, counted from 0")]
     Index {
@@ -231,12 +374,13 @@ pub enum AttrError {
 
 fn known() -> String {
     let names: Vec<_> = ATTRIBUTES.iter().map(|attribute| attribute.name).collect();
-    names.join(" and ")
+    names.join(", ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sched::{Core, Priority};
 
     fn attrs(list: &[(&str, &str)]) -> Attrs {
         list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
@@ -246,7 +390,7 @@ mod tests {
     fn known_attributes_are_parsed() {
         assert_eq!(attrs(&[]).settings(), Ok(Settings::default()));
         let settings = attrs(&[("core", "80"), ("doorbell", "trapped")]).settings().unwrap();
-        assert_eq!(settings.core.map(Core::get), Some(80));
+        assert_eq!(settings.share.core.map(Core::get), Some(80));
         assert!(!settings.doorbell_mapped);
     }
 
@@ -263,12 +407,59 @@ mod tests {
         );
         assert_eq!(
             error(&[("cores", "80")]),
-            "There is no attribute \"cores\"; there are core and doorbell"
+            "There is no attribute \"cores\"; there are core, mode, priority, timeslice, max_channels, \
+             max_pinned, submissions, refresh, doorbell"
         );
         assert_eq!(
             error(&[("core", "80"), ("core", "20")]),
             "Attribute \"core\" is given twice; set it once (--attr core=VALUE), or remove one \
              (--delattr --index 1)"
+        );
+    }
+
+    #[test]
+    fn shares_and_quotas_are_read_and_held_to_their_bounds() {
+        let settings = attrs(&[
+            ("core", "25"),
+            ("mode", "hard"),
+            ("priority", "high"),
+            ("timeslice", "0.5"),
+            ("max_channels", "4"),
+            ("max_pinned", "512M"),
+            ("submissions", "1000"),
+            ("refresh", "30"),
+        ]);
+        let settings = settings.settings().unwrap();
+        assert_eq!((settings.share.mode, settings.share.priority), (Mode::Hard, Priority::High));
+        assert_eq!(settings.share.timeslice, Some(Duration::from_micros(500)));
+        let quotas = Quotas {
+            max_channels: Some(4),
+            max_pinned: Some(512 * MIB),
+            submissions: Some(1000),
+            refresh: Some(30),
+        };
+        assert_eq!(settings.quotas, quotas);
+
+        let error = |name, value| attrs(&[(name, value)]).settings().unwrap_err().to_string();
+        for (name, value, is) in [
+            ("mode", "firm", "soft or hard"),
+            ("priority", "urgent", "low, normal or high"),
+            ("timeslice", "0.01", "0.1 to 30 ms"),
+            ("timeslice", "31", "0.1 to 30 ms"),
+            ("timeslice", "1e0", "0.1 to 30 ms"),
+            ("timeslice", "inf", "0.1 to 30 ms"),
+            ("max_channels", "0", "1 to 65536"),
+            ("max_pinned", "512", "1M to 1024G, in whole MiB or GiB"),
+            ("max_pinned", "1025G", "1M to 1024G, in whole MiB or GiB"),
+            ("max_pinned", "99999999999999999999G", "1M to 1024G, in whole MiB or GiB"),
+            ("submissions", "+1", "1 to 10000000 a second"),
+            ("refresh", "", "1 to 240 a second"),
+        ] {
+            assert_eq!(error(name, value), format!("Attribute {name:?} is {is}, not {value:?}"));
+        }
+        assert_eq!(
+            error("mode", "hard"),
+            "Attribute \"mode\" is hard, but there is no share to hold to; add core (1 to 100)"
         );
     }
 

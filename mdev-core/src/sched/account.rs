@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use serde::{Deserialize, Serialize};
+
 use crate::gpu::{Usage, UsageReport};
 use crate::ids::VgpuId;
 
@@ -31,7 +33,7 @@ pub struct Interval {
 }
 
 /// What one vGPU used over the window.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// How long the window was, in nanoseconds: 0 until there are two readings.
     pub window_ns: u64,

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use super::policy::{Action, Event, Scheduler, ShareError};
-use super::{Config, Core};
+use super::engine::{Action, Event, Scheduler, ShareError};
+use super::policy::{Config, Enforcement};
+use super::share::{Core, Share};
 use crate::gpu::{Usage, UsageReport};
 use crate::ids::VgpuId;
 
@@ -102,7 +103,7 @@ impl Simulation {
     /// A parent without vGPUs.
     pub fn new(config: Config, switch_ns: u64) -> Self {
         Self {
-            scheduler: Scheduler::new(config),
+            scheduler: Scheduler::new(config, Enforcement::Gates),
             groups: Vec::new(),
             now_ns: 0,
             next: 0,
@@ -129,7 +130,11 @@ impl Simulation {
         core: Option<Core>,
         workload: Workload,
     ) -> Result<(), ShareError> {
-        let actions = self.scheduler.handle(Event::VgpuStarted { id, core })?;
+        let actions = self.scheduler.handle(Event::VgpuStarted {
+            id,
+            share: Share::of(core),
+            max_instances: 8,
+        })?;
         self.groups.push(Group {
             id,
             workload,
@@ -195,11 +200,13 @@ impl Simulation {
     fn apply(&mut self, actions: Vec<Action>) {
         for action in actions {
             self.log.push((self.now_ns, action));
-            let (Action::SetTimeslice(id, _) | Action::Gate(id, _)) = action;
+            let (Action::SetTimeslice(id, _) | Action::Gate(id, _) | Action::SetBudget(id, _)) =
+                action;
             let Some(group) = self.groups.iter_mut().find(|group| group.id == id) else { continue };
             match action {
                 Action::SetTimeslice(_, slice) => group.slice_ns = slice.as_nanos() as u64,
                 Action::Gate(_, open) => group.open = open,
+                Action::SetBudget(..) => {}
             }
         }
     }
@@ -225,7 +232,7 @@ mod tests {
     }
 
     fn config(policy: Policy) -> Config {
-        Config { policy, default_slice: Duration::from_millis(2) }
+        Config { policy, ..Config::new(Duration::from_millis(2)) }
     }
 
     fn simulate(groups: &[(Option<u8>, Workload)]) -> Simulation {
@@ -313,9 +320,9 @@ mod tests {
         let busy = Workload::steady(PREEMPT_NS);
         let mut sim = simulate(&[(Some(90), busy), (Some(10), busy)]);
         assert_near(&shares(&mut sim), &[90.0, 10.0], 0.5);
-        sim.event(Event::PolicyChanged(Policy::BestEffort)).unwrap();
+        sim.event(Event::ConfigChanged(config(Policy::BestEffort))).unwrap();
         assert_near(&shares(&mut sim), &[50.0, 50.0], 0.5);
-        sim.event(Event::PolicyChanged(Policy::Weighted)).unwrap();
+        sim.event(Event::ConfigChanged(config(Policy::Weighted))).unwrap();
         assert_near(&shares_over(&mut sim, Duration::from_secs(1)), &[90.0, 10.0], 1.0);
     }
 
@@ -325,7 +332,7 @@ mod tests {
         let mut sim = simulate(&[(Some(50), busy), (Some(20), busy)]);
         sim.run(Duration::from_secs(2)).unwrap();
         let core = Some(Core::try_from(80).unwrap());
-        sim.event(Event::ShareChanged { id: id(0), core }).unwrap();
+        sim.event(Event::ShareChanged { id: id(0), share: Share::of(core) }).unwrap();
         assert_near(&shares_over(&mut sim, Duration::from_millis(200)), &[80.0, 20.0], 1.5);
     }
 
@@ -407,11 +414,11 @@ mod tests {
             default_us in 1..=100_000_u64,
         ) {
             let default_slice = Duration::from_micros(default_us);
-            let mut sched = Scheduler::new(Config { policy: Policy::Weighted, default_slice });
+            let mut sched = Scheduler::new(Config::new(default_slice), Enforcement::Gates);
             let cores = cores.iter().map(|core| Some(Core::try_from(*core).unwrap()));
             let mut count = 0;
             for core in cores.chain(std::iter::repeat_n(None, silent)) {
-                sched.handle(Event::VgpuStarted { id: id(count), core }).unwrap();
+                sched.handle(Event::VgpuStarted { id: id(count), share: Share::of(core), max_instances: 8 }).unwrap();
                 count += 1;
             }
             let slices: Vec<_> = (0..count).map(|n| sched.slice(id(n)).unwrap()).collect();

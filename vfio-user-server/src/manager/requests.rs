@@ -205,7 +205,7 @@ impl Manager {
 
     /// The first parent that offers a definition's type, preferably one that has room for it.
     fn choose_parent(&self, definition: &Definition) -> Result<String> {
-        let core = settings(definition)?.core;
+        let share = settings(definition)?.share;
         let mut offering = Vec::new();
         let mut refused = None;
         for parent in &self.parents {
@@ -215,7 +215,7 @@ impl Manager {
             }
         }
         let fits = offering.iter().find(|(parent, profile)| {
-            parent.partitions.available(profile) > 0 && parent.shares.check(core).is_ok()
+            parent.partitions.available(profile) > 0 && parent.shares.check(share).is_ok()
         });
         match (fits.or(offering.first()), refused) {
             (Some((parent, _)), _) => Ok(parent.name().to_owned()),
@@ -323,7 +323,7 @@ impl Manager {
         let definition = Definition { attrs, ..vgpu.definition.clone() };
         let settings = settings(&definition)?;
         let index = self.parent_index(&vgpu.parent)?;
-        self.reschedule(index, id, settings.core)?;
+        self.reschedule(index, id, settings.share)?;
         if let Some(vgpu) = self.vgpus.get_mut(&id) {
             vgpu.definition = definition;
             vgpu.settings = settings;
@@ -356,7 +356,7 @@ impl Manager {
                 uuid: vgpu.id,
                 parent: vgpu.parent.clone(),
                 mdev_type: vgpu.profile.name.clone(),
-                share_asked: vgpu.settings.core.map(Core::get),
+                share_asked: vgpu.settings.share.core.map(Core::get),
                 share_measured: percent(measured.engine_ns, measured.window_ns),
                 share_of_busy: percent(measured.engine_ns, shares.total().engine_ns),
                 runnable: usage.runnable,

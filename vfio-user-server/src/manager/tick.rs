@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{Gpu, GpuDescription, GpuError, Usage, UsageReport};
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::account::Measured;
-use mdev_core::sched::{Action, Config, Core, Event, Policy, Scheduler};
+use mdev_core::sched::{Action, Config, Enforcement, Event, Scheduler, Share};
 
 use super::{Manager, Result};
 use crate::api::model::{ErrorCode, ErrorDetail};
@@ -26,27 +26,24 @@ pub struct Shares {
 
 impl Default for Shares {
     fn default() -> Self {
-        Self::with_slice(NO_SLICE)
+        Self::with(NO_SLICE, Enforcement::Gates)
     }
 }
 
 impl Shares {
     /// Those of a GPU on which nothing runs yet.
     pub fn of(gpu: &GpuDescription) -> Self {
-        Self::with_slice(gpu.default_timeslice)
+        Self::with(gpu.default_timeslice, gpu.capabilities.into())
     }
 
-    fn with_slice(default_slice: Duration) -> Self {
-        let config = Config { policy: Policy::default(), default_slice };
-        Self { scheduler: Scheduler::new(config), usage: BTreeMap::new() }
+    fn with(slice: Duration, enforcement: Enforcement) -> Self {
+        let scheduler = Scheduler::new(Config::new(slice), enforcement);
+        Self { scheduler, usage: BTreeMap::new() }
     }
 
     /// The policy in force, as people write it.
     pub fn policy_name(&self) -> String {
-        match self.scheduler.policy() {
-            Policy::BestEffort => "best-effort".into(),
-            Policy::Weighted => "weighted".into(),
-        }
+        self.scheduler.policy().to_string()
     }
 
     /// What a vGPU has used since it was admitted, as last read.
@@ -64,9 +61,9 @@ impl Shares {
         self.scheduler.measured_total()
     }
 
-    /// Whether one more vGPU that asks for `core` may start.
-    pub fn check(&self, core: Option<Core>) -> Result<()> {
-        self.scheduler.check(core).map_err(|error| ErrorDetail::new(ErrorCode::NoRoom, error))
+    /// Whether one more vGPU with that share may start.
+    pub fn check(&self, share: Share) -> Result<()> {
+        self.scheduler.check(share).map_err(|error| ErrorDetail::new(ErrorCode::NoRoom, error))
     }
 
     fn read(&mut self, report: &UsageReport) -> Vec<Action> {
@@ -83,6 +80,7 @@ fn apply(gpu: &mut dyn Gpu, actions: &[Action]) -> std::result::Result<(), GpuEr
     for action in actions {
         let done = match *action {
             Action::SetTimeslice(vgpu, slice) => gpu.set_timeslice(vgpu, slice),
+            Action::SetBudget(vgpu, budget) => gpu.set_budget(vgpu, budget),
             Action::Gate(vgpu, open) => gpu.set_gate(vgpu, open),
         };
         match done {
@@ -96,19 +94,21 @@ fn apply(gpu: &mut dyn Gpu, actions: &[Action]) -> std::result::Result<(), GpuEr
 
 impl Manager {
     /// Counts a vGPU in, with the share it asks for.
-    pub(super) fn schedule(&mut self, index: usize, id: VgpuId, core: Option<Core>) -> Result<()> {
-        let actions = self.parents[index].shares.handle(Event::VgpuStarted { id, core })?;
+    pub(super) fn schedule(
+        &mut self,
+        index: usize,
+        id: VgpuId,
+        share: Share,
+        max_instances: u32,
+    ) -> Result<()> {
+        let started = Event::VgpuStarted { id, share, max_instances };
+        let actions = self.parents[index].shares.handle(started)?;
         self.with_gpu(index, |gpu| apply(gpu, &actions))
     }
 
     /// Changes the share that a running vGPU asks for.
-    pub(super) fn reschedule(
-        &mut self,
-        index: usize,
-        id: VgpuId,
-        core: Option<Core>,
-    ) -> Result<()> {
-        let actions = self.parents[index].shares.handle(Event::ShareChanged { id, core })?;
+    pub(super) fn reschedule(&mut self, index: usize, id: VgpuId, share: Share) -> Result<()> {
+        let actions = self.parents[index].shares.handle(Event::ShareChanged { id, share })?;
         self.with_gpu(index, |gpu| apply(gpu, &actions))
     }
 

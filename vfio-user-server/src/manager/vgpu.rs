@@ -168,7 +168,7 @@ impl Vgpu {
             backend: admission.backend.into(),
             client: admission.spec.clone(),
             parent: self.parent.clone(),
-            core: self.settings.core.map(Core::get),
+            core: self.settings.share.core.map(Core::get),
         }
     }
 
@@ -236,7 +236,9 @@ impl Manager {
             .admit(vgpu.id, bytes)
             .map_err(|error| ErrorDetail::new(ErrorCode::NoRoom, error))?;
         let id = vgpu.id;
-        if let Err(error) = self.schedule(index, id, vgpu.settings.core) {
+        if let Err(error) =
+            self.schedule(index, id, vgpu.settings.share, vgpu.profile.max_instances)
+        {
             self.parents[index].partitions.release(id);
             return Err(error);
         }
@@ -270,9 +272,9 @@ impl Manager {
         vgpu.step(VgpuState::Active);
         vgpu.write_run(&self.folders).map_err(internal)?;
         // The GPU knows nothing of slices that were set before it admitted the vGPU.
-        let core = vgpu.settings.core;
+        let (share, instances) = (vgpu.settings.share, vgpu.profile.max_instances);
         self.unschedule(index, id);
-        self.schedule(index, id, core)?;
+        self.schedule(index, id, share, instances)?;
         self.tick_soon();
         Ok(())
     }
@@ -290,7 +292,8 @@ impl Manager {
             if let Err(error) = self.parents[index].partitions.admit(vgpu.id, bytes) {
                 log::error!("vGPU {}: {error}", vgpu.id);
             }
-            if let Err(error) = self.schedule(index, vgpu.id, vgpu.settings.core) {
+            let (share, instances) = (vgpu.settings.share, vgpu.profile.max_instances);
+            if let Err(error) = self.schedule(index, vgpu.id, share, instances) {
                 log::error!("vGPU {}: {error}", vgpu.id);
             }
         }
