@@ -13,6 +13,7 @@ Examples:
   vgpuctl start -p soft0 -t SOFT-1Q                   one that is gone when stopped
   vgpuctl qemu-args -u UUID                           how a VM attaches to it
   vgpuctl stats                                       who uses how much
+  vgpuctl top                                         the same, as it happens
   vgpuctl screenshot -u UUID -o screen.png            what is on its screen
 
 Exit status:
@@ -52,6 +53,8 @@ pub enum Command {
     Stop(Stop),
     /// Show what every running vGPU was given and used.
     Stats(Stats),
+    /// Watch shares as they are used, on the terminal: q leaves, arrows choose.
+    Top(Top),
     /// Save what is on a vGPU's screen as a PNG file.
     Screenshot(Screenshot),
     /// Print the QEMU arguments that attach a VM to a vGPU.
@@ -244,6 +247,17 @@ pub struct Stats {
     /// Format of the answer.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
+}
+
+#[derive(Debug, Args)]
+pub struct Top {
+    /// Only this parent, at first.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Milliseconds from one look to the next.
+    #[arg(long, value_name = "MS", default_value_t = 1000,
+        value_parser = clap::value_parser!(u64).range(100..=60_000))]
+    pub interval: u64,
 }
 
 #[derive(Debug, Args)]

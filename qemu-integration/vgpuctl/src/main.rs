@@ -3,6 +3,7 @@
 //! * [`cli`]: the command line
 //! * [`client`]: the control API's client
 //! * [`commands`]: what each verb does
+//! * [`top`]: shares as they are used, on the terminal
 //! * [`mdevctl`]: mdevctl's text and JSON shapes
 //! * [`failure`]: what can go wrong, and the exit status that says so
 
@@ -11,6 +12,7 @@ mod client;
 mod commands;
 mod failure;
 mod mdevctl;
+mod top;
 
 use std::io::{self, Write};
 use std::process::ExitCode;

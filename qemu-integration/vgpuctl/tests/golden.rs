@@ -81,6 +81,7 @@ fn stats() -> Value {
     let one = |uuid: &str, core: Option<u8>, share: f64| {
         json!({
             "uuid": uuid, "parent": "soft0", "mdev_type": "SOFT-1Q", "share_asked": core,
+            "state": "running", "vram_bytes": 1_u64 << 30,
             "share_measured": share, "share_of_busy": share + 0.2, "runnable": true,
             "engine_ns": 12_345_678_901_u64, "wait_ns": 3_000_000_000_u64, "submissions": 1_000_000,
             "polled_doorbells": 999_990, "wakeups": 10, "preemptions": 77, "faults": 0,
@@ -92,8 +93,14 @@ fn stats() -> Value {
     json!({
         "vgpus": [one(RUNNING, Some(80), 79.6), one(TRANSIENT, None, 20.0)],
         "parents": [
-            { "parent": "soft0", "window_ms": 1000, "busy": 99.6 },
-            { "parent": "soft1", "window_ms": 0, "busy": 0.0 },
+            {
+                "parent": "soft0", "window_ms": 1000, "busy": 99.6, "policy": "weighted", "ready": true,
+                "vram_bytes": 8_u64 << 30, "vram_free_bytes": 6_u64 << 30,
+            },
+            {
+                "parent": "soft1", "window_ms": 0, "busy": 0.0, "policy": "weighted", "ready": true,
+                "vram_bytes": 4_u64 << 30, "vram_free_bytes": 4_u64 << 30,
+            },
         ],
     })
 }
@@ -243,6 +250,7 @@ const CASES: &[(&str, &[&str])] = &[
             "stats -u TRANSIENT --output json",
             "stats -u DEFINED",
             "stats -p soft9",
+            "top",
         ],
     ),
     (

@@ -18,7 +18,7 @@ use super::model::{
     CreateVgpu, ErrorBody, ErrorCode, ErrorDetail, ModifyVgpu, Parent, ParentTypes, Stats,
     StopVgpu, Version, Vgpu,
 };
-use super::screenshot;
+use super::{metrics, screenshot};
 use crate::manager::{Handle, Listed, Manager, Result, ask};
 use crate::private::WorkerStatus;
 
@@ -47,7 +47,19 @@ struct Api {
         description = "HTTP/1.1 with JSON on vgpud's UNIX socket, <run-dir>/control.sock.",
     ),
     paths(
-        version, parents, types, list, create, show, modify, undefine, start, stop, picture, stats
+        version,
+        parents,
+        types,
+        list,
+        create,
+        show,
+        modify,
+        undefine,
+        start,
+        stop,
+        picture,
+        stats,
+        metrics_text
     )
 )]
 struct Description;
@@ -78,6 +90,7 @@ pub fn router(manager: Handle, about: Version) -> Router {
         .route("/v1/vgpus/{uuid}/stop", post(stop))
         .route("/v1/vgpus/{uuid}/screenshot", get(picture))
         .route("/v1/stats", get(stats))
+        .route("/metrics", get(metrics_text))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
@@ -194,6 +207,21 @@ impl Api {
             ),
         };
         Err(error)
+    }
+
+    /// What every running vGPU was given and used.
+    async fn stats(&self) -> Result<Stats> {
+        let (measured, parents) = self.manager.call(Manager::stats).await?;
+        let answers = self.ask_all(measured.iter().map(|one| one.control.clone()).collect()).await;
+        let vgpus = measured.into_iter().zip(answers).map(|(one, answer)| {
+            let mut stats = one.stats;
+            if let Some(status) = answer {
+                stats.traps = status.traps;
+                stats.vm_pid = status.client.map(|vm| vm.pid);
+            }
+            stats
+        });
+        Ok(Stats { vgpus: vgpus.collect(), parents })
     }
 
     async fn complete_one(&self, listed: Listed) -> Json<Vgpu> {
@@ -417,17 +445,18 @@ async fn picture(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Res
     (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
 ))]
 async fn stats(State(api): State<Api>) -> Result<Json<Stats>> {
-    let (measured, parents) = api.manager.call(Manager::stats).await?;
-    let answers = api.ask_all(measured.iter().map(|one| one.control.clone()).collect()).await;
-    let vgpus = measured.into_iter().zip(answers).map(|(one, answer)| {
-        let mut stats = one.stats;
-        if let Some(status) = answer {
-            stats.traps = status.traps;
-            stats.vm_pid = status.client.map(|vm| vm.pid);
-        }
-        stats
-    });
-    Ok(Json(Stats { vgpus: vgpus.collect(), parents }))
+    Ok(Json(api.stats().await?))
+}
+
+/// The statistics in Prometheus' text format.
+#[utoipa::path(get, path = "/metrics", responses(
+    (status = 200, content_type = "text/plain", body = String, description = "The metrics"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
+))]
+async fn metrics_text(State(api): State<Api>) -> Result<Response> {
+    let text = metrics::text(&api.stats().await?, &api.about)
+        .map_err(|error| ErrorDetail::new(ErrorCode::Internal, error))?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 
 #[cfg(test)]

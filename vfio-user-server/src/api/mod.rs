@@ -2,8 +2,10 @@
 //!
 //! * [`model`]: what is said, as types; clients such as `vgpuctl` use the same ones
 //! * [`http`]: the paths, and what each does
+//! * [`metrics`]: the statistics as Prometheus reads them
 //! * [`screenshot`]: a vGPU's screen as a PNG
 
 pub mod http;
+pub mod metrics;
 pub mod model;
 pub mod screenshot;

@@ -242,6 +242,14 @@ pub struct ParentStats {
     pub window_ms: u64,
     /// How much of the window its engine was busy, in percent.
     pub busy: f64,
+    /// The scheduling policy in force.
+    pub policy: String,
+    /// True while it takes vGPUs.
+    pub ready: bool,
+    /// Video memory that vGPUs may share, in bytes.
+    pub vram_bytes: u64,
+    /// Video memory that no running vGPU has, in bytes.
+    pub vram_free_bytes: u64,
 }
 
 /// A running vGPU's part of [`Stats`]. Counters count from its start.
@@ -254,6 +262,10 @@ pub struct VgpuStats {
     pub parent: String,
     /// Its type.
     pub mdev_type: String,
+    /// How it is.
+    pub state: VgpuState,
+    /// Its video memory, in bytes.
+    pub vram_bytes: u64,
     /// Share asked for with `core`, in percent of the GPU.
     pub share_asked: Option<u8>,
     /// Share of the GPU's time used over the last second or so, in percent.

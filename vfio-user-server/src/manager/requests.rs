@@ -346,6 +346,10 @@ impl Manager {
                 parent: parent.name().to_owned(),
                 window_ms: total.window_ns / 1_000_000,
                 busy: percent(total.engine_ns, total.window_ns),
+                policy: parent.shares.policy_name(),
+                ready: parent.is_ready(),
+                vram_bytes: parent.partitions.total(),
+                vram_free_bytes: parent.partitions.free(),
             }
         });
         let parents = parents.collect();
@@ -356,6 +360,8 @@ impl Manager {
                 uuid: vgpu.id,
                 parent: vgpu.parent.clone(),
                 mdev_type: vgpu.profile.name.clone(),
+                state: state(vgpu),
+                vram_bytes: vgpu.profile.vram_bytes,
                 share_asked: vgpu.settings.share.core.map(Core::get),
                 share_measured: percent(measured.engine_ns, measured.window_ns),
                 share_of_busy: percent(measured.engine_ns, shares.total().engine_ns),

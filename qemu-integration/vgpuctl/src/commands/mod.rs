@@ -11,6 +11,7 @@ mod write;
 use crate::cli::{Cli, Command};
 use crate::client::Client;
 use crate::failure::Failure;
+use crate::top;
 
 /// Runs a command; what it prints.
 pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
@@ -19,6 +20,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Types(args) => read::types(&client, args).await,
         Command::List(args) => read::list(&client, args).await,
         Command::Stats(args) => read::stats(&client, args).await,
+        Command::Top(args) => top::top(&client, args).await,
         Command::Define(args) => write::define(&client, args).await,
         Command::Undefine(args) => write::undefine(&client, args).await,
         Command::Modify(args) => write::modify(&client, args).await,

@@ -1,0 +1,129 @@
+//! What is drawn, against files in `tests/golden`, and what keys do.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use serde_json::{Value, json};
+
+use super::app::App;
+use super::view;
+
+fn vgpu(last: u8, core: Option<u8>, share: f64, state: &str) -> Value {
+    json!({
+        "uuid": format!("11111111-1111-4111-8111-1111111111{last:02x}"), "parent": "soft0",
+        "mdev_type": "SOFT-1Q", "state": state, "vram_bytes": 1_u64 << 30, "share_asked": core,
+        "share_measured": share, "share_of_busy": share, "runnable": true,
+        "engine_ns": 12_345_678_901_u64, "wait_ns": 3_000_000_000_u64, "submissions": 1_000_000,
+        "polled_doorbells": 999_990, "wakeups": 10, "preemptions": 77, "faults": 0,
+        "channels": 2, "imported_bytes": 512_u64 << 20,
+        "traps": { "config": 0, "display": 0, "memory": 0, "control": 0, "mailbox": 0, "doorbell": 0 },
+        "pid": 4711, "vm_pid": core.map(|_| 815),
+    })
+}
+
+fn stats(share: f64, vgpus: usize) -> vfio_user_server::api::model::Stats {
+    let all = [
+        vgpu(1, Some(80), share, "running"),
+        vgpu(2, None, 99.5 - share, "running"),
+        vgpu(3, Some(10), 0.0, "failed"),
+    ];
+    let parent = |name: &str, busy: f64, free: u64| {
+        json!({
+            "parent": name, "window_ms": 1000, "busy": busy, "policy": "weighted",
+            "ready": name == "soft0", "vram_bytes": 8_u64 << 30, "vram_free_bytes": free << 30,
+        })
+    };
+    let parents = [parent("soft0", 99.5, 5), parent("soft1", 0.0, 8)];
+    serde_json::from_value(json!({ "vgpus": all[..vgpus], "parents": parents })).unwrap()
+}
+
+/// What a terminal of that size shows.
+fn screen(app: &mut App, width: u16, height: u16) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| view::draw(frame, app)).unwrap();
+    let buffer = terminal.backend().buffer().clone();
+    let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+    (0..height).map(|y| row(y).trim_end().to_owned() + "\n").collect()
+}
+
+fn app() -> App {
+    let mut app = App::new(None);
+    let start = Instant::now();
+    for (second, share) in (0..).zip([0.0, 20.0, 40.0, 60.0, 79.6]) {
+        app.take(stats(share, 3), start + Duration::from_secs(second));
+    }
+    app
+}
+
+fn press(app: &mut App, code: KeyCode) -> bool {
+    app.key(KeyEvent::new(code, KeyModifiers::NONE))
+}
+
+/// `UPDATE_GOLDEN=1 cargo test -p vgpuctl top` writes the files anew.
+#[test]
+fn the_screen_is_as_it_was() {
+    let mut app = app();
+    let wide = screen(&mut app, 120, 20);
+    press(&mut app, KeyCode::Down);
+    app.lose("Cannot reach vgpud at /run/vgpud/control.sock".into());
+    let narrow = screen(&mut app, 80, 10);
+    let empty = screen(&mut App::new(None), 80, 5);
+    let got = format!("{wide}----\n{narrow}----\n{empty}");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/top.txt");
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&file, &got).unwrap();
+    }
+    let expected = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(got == expected, "{}: expected\n{expected}\ngot\n{got}", file.display());
+}
+
+#[test]
+fn no_size_of_a_terminal_is_too_small() {
+    for size in 0..24 {
+        screen(&mut app(), size, 20);
+        screen(&mut app(), 120, size);
+        screen(&mut app(), size, size);
+    }
+}
+
+#[test]
+fn arrows_choose_and_q_leaves() {
+    let chosen = |app: &App| app.selected().map(|(vgpu, _)| vgpu.uuid.to_string());
+    let ends_in = |app: &App, end: &str| chosen(app).is_some_and(|uuid| uuid.ends_with(end));
+    let mut app = app();
+    assert!(ends_in(&app, "01"));
+    for (key, end) in [
+        (KeyCode::Down, "02"),
+        (KeyCode::End, "03"),
+        (KeyCode::Down, "03"),
+        (KeyCode::Up, "02"),
+        (KeyCode::Home, "01"),
+        (KeyCode::Up, "01"),
+        (KeyCode::PageDown, "03"),
+    ] {
+        assert!(!press(&mut app, key));
+        assert!(ends_in(&app, end), "{key:?}: {:?}", chosen(&app));
+    }
+    press(&mut app, KeyCode::Left);
+    assert_eq!((app.parents().count(), app.vgpus().count()), (1, 0), "soft1 alone");
+    press(&mut app, KeyCode::Right);
+    assert_eq!((app.parents().count(), app.vgpus().count()), (2, 3), "all again");
+    assert!(press(&mut app, KeyCode::Char('q')));
+    assert!(app.key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)));
+}
+
+#[test]
+fn the_chosen_vgpu_stays_chosen_until_it_is_gone() {
+    let mut app = app();
+    press(&mut app, KeyCode::End);
+    app.take(stats(50.0, 3), Instant::now());
+    assert!(app.selected().is_some_and(|(vgpu, _)| vgpu.uuid.to_string().ends_with("03")));
+    app.take(stats(50.0, 2), Instant::now());
+    assert!(app.selected().is_some_and(|(vgpu, _)| vgpu.uuid.to_string().ends_with("01")));
+    app.take(stats(50.0, 0), Instant::now());
+    assert!(app.selected().is_none());
+    press(&mut app, KeyCode::Down);
+}

@@ -1,0 +1,219 @@
+//! How `top` looks: a line for each physical GPU, a row for each vGPU, and all about the one that is selected.
+
+use std::borrow::Cow;
+
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style, Stylize};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table};
+use vfio_user_server::api::model::{ParentStats, VgpuState, VgpuStats};
+
+use super::app::{App, History};
+
+/// Widths of the columns that have one; the bar and the history share the rest.
+const UUID: u16 = 8;
+const TYPE: u16 = 12;
+const STATE: u16 = 10;
+const NUMBER: u16 = 7;
+const MEMORY: u16 = 10;
+const VM: u16 = 8;
+/// Rows of the details.
+const DETAILS: u16 = 6;
+
+/// Draws everything.
+pub fn draw(frame: &mut Frame<'_>, app: &mut App) {
+    let parents = app.parents().count().clamp(1, 4) as u16;
+    let details = if frame.area().height > parents + DETAILS + 6 { DETAILS } else { 0 };
+    let [head, table, about, foot] = Layout::vertical([
+        Constraint::Length(parents),
+        Constraint::Min(2),
+        Constraint::Length(details),
+        Constraint::Length(1),
+    ])
+    .areas(frame.area());
+    frame.render_widget(Paragraph::new(app.parents().map(parent).collect::<Vec<_>>()), head);
+    vgpus(frame, app, table);
+    if details > 0 {
+        selected(frame, app, about);
+    }
+    let line = match &app.lost {
+        Some(why) => Line::from(why.clone()).style(Color::Red),
+        None => Line::from("q quit   ↑ ↓ choose a vGPU   ← → choose a parent").dim(),
+    };
+    frame.render_widget(line, foot);
+}
+
+fn parent(parent: &ParentStats) -> Line<'static> {
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let used = parent.vram_bytes.saturating_sub(parent.vram_free_bytes);
+    let mut spans = vec![
+        Span::from(parent.parent.clone()).bold(),
+        Span::from(format!("  {}  busy ", parent.policy)),
+    ];
+    spans.extend(bar(parent.busy, None, 20));
+    spans.push(Span::from(format!(
+        " {:5.1} %  video memory {:.1} of {:.1} GiB",
+        parent.busy,
+        gib(used),
+        gib(parent.vram_bytes)
+    )));
+    if !parent.ready {
+        spans.push(Span::from("  LOST").fg(Color::Red).bold());
+    }
+    Line::from(spans)
+}
+
+fn vgpus(frame: &mut Frame<'_>, app: &mut App, area: Rect) {
+    let fixed = UUID + TYPE + STATE + 2 * NUMBER + MEMORY + VM + 8;
+    let rest = area.width.saturating_sub(fixed);
+    let bars = (rest * 3 / 5).min(50);
+    let history = rest - bars;
+    let row = |(vgpu, past): (&VgpuStats, Option<&History>)| {
+        let asked = asked(vgpu);
+        Row::new([
+            Line::from(vgpu.uuid.to_string().chars().take(UUID.into()).collect::<String>()),
+            Line::from(vgpu.mdev_type.clone()),
+            state(vgpu.state),
+            Line::from(asked.map_or_else(|| "-".to_owned(), |share| format!("{share:.1}")))
+                .right_aligned(),
+            Line::from(format!("{:.1}", vgpu.share_measured)).right_aligned(),
+            Line::from(bar(vgpu.share_measured, asked, bars)),
+            Line::from(sparkline(past, history)).fg(Color::Cyan),
+            Line::from(memory(vgpu.vram_bytes)).right_aligned(),
+            Line::from(vgpu.vm_pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()))
+                .right_aligned(),
+        ])
+    };
+    let rows: Vec<_> = app.vgpus().map(row).collect();
+    if rows.is_empty() {
+        frame.render_widget(Paragraph::new("\nNo vGPU is running."), area);
+        return;
+    }
+    let right = |text: &'static str| Line::from(text).right_aligned();
+    let header = Row::new([
+        Line::from("VGPU"),
+        Line::from("TYPE"),
+        Line::from("STATE"),
+        right("ASKED %"),
+        right("GOT %"),
+        Line::from("| asked"),
+        Line::from("HISTORY"),
+        right("MEMORY"),
+        right("VM"),
+    ]);
+    let table = Table::new(
+        rows,
+        [UUID, TYPE, STATE, NUMBER, NUMBER, bars, history, MEMORY, VM].map(Constraint::Length),
+    )
+    .header(header.style(Style::new().add_modifier(Modifier::BOLD)))
+    .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
+    frame.render_stateful_widget(table, area, &mut app.table);
+}
+
+fn selected(frame: &mut Frame<'_>, app: &App, area: Rect) {
+    let Some((vgpu, past)) = app.selected() else { return };
+    let block = Block::new().borders(Borders::TOP).title(format!(" {} ", vgpu.uuid));
+    let inner = block.inner(area);
+    frame.render_widget(block, area);
+    let [words, graph] =
+        Layout::horizontal([Constraint::Percentage(60), Constraint::Percentage(40)]).areas(inner);
+    frame.render_widget(Paragraph::new(details(vgpu, past)), words);
+    let data: Vec<u64> = recent(past, graph.width.into()).collect();
+    frame.render_widget(
+        Sparkline::default().data(data).max(1000).style(Style::new().fg(Color::Cyan)),
+        graph,
+    );
+}
+
+fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
+    let seconds = |ns: u64| format!("{:.2} s", ns as f64 / 1e9);
+    let or_none = |pid: Option<String>| pid.unwrap_or_else(|| "none".to_owned());
+    vec![
+        Line::from(format!(
+            "on {}  VM {}  worker {}",
+            vgpu.parent,
+            or_none(vgpu.vm_pid.map(|pid| pid.to_string())),
+            or_none(vgpu.pid.map(|pid| pid.to_string()))
+        )),
+        Line::from(format!(
+            "engine {}  waited {}  preempted {}",
+            seconds(vgpu.engine_ns),
+            seconds(vgpu.wait_ns),
+            vgpu.preemptions
+        )),
+        Line::from(format!(
+            "submitted {} ({:.0}/s)  polled {}  woken {}  faults {}",
+            vgpu.submissions,
+            past.map_or(0.0, |past| past.submissions),
+            vgpu.polled_doorbells,
+            vgpu.wakeups,
+            vgpu.faults
+        )),
+        Line::from(format!(
+            "video memory {}  guest memory {}  channels {}",
+            memory(vgpu.vram_bytes),
+            memory(vgpu.imported_bytes),
+            vgpu.channels
+        )),
+    ]
+}
+
+/// The share that was asked for, in percent.
+fn asked(vgpu: &VgpuStats) -> Option<f64> {
+    vgpu.share_asked.map(f64::from)
+}
+
+fn state(state: VgpuState) -> Line<'static> {
+    match state {
+        VgpuState::Running => Line::from("running"),
+        VgpuState::Stopped => Line::from("stopped"),
+        VgpuState::Restarting => Line::from("restarting").fg(Color::Yellow),
+        VgpuState::Failed => Line::from("failed").fg(Color::Red),
+    }
+}
+
+/// A bar for so many percent, with a mark at what was asked for.
+fn bar(percent: f64, asked: Option<f64>, width: u16) -> Vec<Span<'static>> {
+    // Between 0 and the width, whatever came in.
+    #[allow(clippy::cast_sign_loss)]
+    let place = |percent: f64| {
+        (percent / 100.0 * f64::from(width)).round().clamp(0.0, f64::from(width)) as usize
+    };
+    let mut cells = vec!['·'; width.into()];
+    cells[..place(percent)].fill('█');
+    let short = asked.is_some_and(|asked| percent + 2.0 < asked);
+    let colour = if short { Color::Yellow } else { Color::Green };
+    let Some(mark) = asked.map(|asked| place(asked).min(cells.len().saturating_sub(1))) else {
+        return vec![Span::from(cells.into_iter().collect::<String>()).fg(colour)];
+    };
+    let text = |cells: &[char]| Span::from(cells.iter().collect::<String>()).fg(colour);
+    match cells.split_at_checked(mark) {
+        Some((before, [_, after @ ..])) => vec![text(before), Span::from("|").bold(), text(after)],
+        _ => Vec::new(),
+    }
+}
+
+/// The history in one line of characters, the newest at the right.
+fn sparkline(past: Option<&History>, width: u16) -> String {
+    const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let level = |share: u64| LEVELS[(share.saturating_mul(8).div_ceil(1000) as usize).min(8)];
+    let line: String = recent(past, width.into()).map(level).collect();
+    format!("{line:>width$}", width = width.into())
+}
+
+/// The last so many readings.
+fn recent(past: Option<&History>, count: usize) -> impl Iterator<Item = u64> {
+    let shares = past.map(|past| &past.shares).into_iter().flatten().copied();
+    let known = past.map_or(0, |past| past.shares.len());
+    shares.skip(known.saturating_sub(count))
+}
+
+/// So many bytes, for people.
+fn memory(bytes: u64) -> Cow<'static, str> {
+    match bytes {
+        0 => "0".into(),
+        _ if bytes >= 1 << 30 => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)).into(),
+        _ => format!("{} MiB", bytes.div_ceil(1 << 20)).into(),
+    }
+}

@@ -1,0 +1,143 @@
+//! `/metrics`: the statistics as Prometheus reads them (its text format, version 0.0.4).
+//!
+//! One row per metric: name, help, and the value in base units (seconds, bytes, ratios). The names follow Prometheus'
+//! conventions: what only grows ends in `_total`, and a unit is spelled out.
+
+use prometheus::core::Collector;
+use prometheus::{CounterVec, Encoder, GaugeVec, Opts, Registry, TextEncoder};
+
+use super::model::{ParentStats, Stats, Version, VgpuState, VgpuStats};
+
+/// The content type of [`text`].
+pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
+
+/// What a row says of `T`: its name, its help, and its value.
+type Row<T> = (&'static str, &'static str, fn(&T) -> f64);
+
+const NS: f64 = 1e-9;
+
+const PARENT_GAUGES: &[Row<ParentStats>] = &[
+    ("tessera_parent_up", "1 while the physical GPU takes vGPUs.", |p| {
+        f64::from(u8::from(p.ready))
+    }),
+    (
+        "tessera_parent_engine_busy_ratio",
+        "Part of the last second or so that the engine was busy.",
+        |p| p.busy / 100.0,
+    ),
+    ("tessera_parent_video_memory_bytes", "Video memory that vGPUs may share.", |p| {
+        p.vram_bytes as f64
+    }),
+    ("tessera_parent_video_memory_free_bytes", "Video memory that no running vGPU has.", |p| {
+        p.vram_free_bytes as f64
+    }),
+];
+
+const VGPU_GAUGES: &[Row<VgpuStats>] = &[
+    ("tessera_vgpu_running", "1 while a VM can attach, or is attached.", |v| {
+        f64::from(u8::from(v.state == VgpuState::Running))
+    }),
+    ("tessera_vgpu_attached", "1 while a VM is attached.", |v| {
+        f64::from(u8::from(v.vm_pid.is_some()))
+    }),
+    ("tessera_vgpu_runnable", "1 while it has work.", |v| f64::from(u8::from(v.runnable))),
+    ("tessera_vgpu_share_ratio", "Part of the GPU's time used over the last second or so.", |v| {
+        v.share_measured / 100.0
+    }),
+    ("tessera_vgpu_video_memory_bytes", "Its video memory.", |v| v.vram_bytes as f64),
+    ("tessera_vgpu_imported_memory_bytes", "Guest memory that the GPU may reach.", |v| {
+        v.imported_bytes as f64
+    }),
+    ("tessera_vgpu_channels", "Channels that exist.", |v| f64::from(v.channels)),
+];
+
+const VGPU_COUNTERS: &[Row<VgpuStats>] = &[
+    ("tessera_vgpu_engine_seconds_total", "Engine time used.", |v| v.engine_ns as f64 * NS),
+    ("tessera_vgpu_wait_seconds_total", "Time spent with work and without the engine.", |v| {
+        v.wait_ns as f64 * NS
+    }),
+    ("tessera_vgpu_submissions_total", "GPFIFO entries completed.", |v| v.submissions as f64),
+    ("tessera_vgpu_polled_doorbells_total", "Doorbells taken without an exit of the VM.", |v| {
+        v.polled_doorbells as f64
+    }),
+    ("tessera_vgpu_wakeups_total", "Wake-ups that needed a trapped write.", |v| v.wakeups as f64),
+    ("tessera_vgpu_preemptions_total", "Times it was switched out with work left.", |v| {
+        v.preemptions as f64
+    }),
+    ("tessera_vgpu_faults_total", "Channel faults.", |v| v.faults as f64),
+];
+
+/// Where a vGPU's traps are told apart.
+const TRAPS: &str = "tessera_vgpu_traps_total";
+
+/// The statistics in Prometheus' text format.
+pub fn text(stats: &Stats, about: &Version) -> prometheus::Result<String> {
+    let registry = Registry::new();
+    let build = gauge("tessera_build_info", "Version of vgpud; always 1.", &["version"])?;
+    build.with_label_values(&[&about.version]).set(1.0);
+    add(&registry, build)?;
+    for (name, help, value) in PARENT_GAUGES {
+        let family = gauge(name, help, &["parent"])?;
+        for parent in &stats.parents {
+            family.with_label_values(&[&parent.parent]).set(value(parent));
+        }
+        add(&registry, family)?;
+    }
+    vgpus(&registry, &stats.vgpus)?;
+    let mut text = Vec::new();
+    TextEncoder::new().encode(&registry.gather(), &mut text)?;
+    // The encoder writes text.
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
+    let names: Vec<_> = vgpus.iter().map(|vgpu| vgpu.uuid.to_string()).collect();
+    let all = || names.iter().zip(vgpus);
+    let info =
+        gauge("tessera_vgpu_info", "What a vGPU is; always 1.", &["vgpu", "parent", "type"])?;
+    let asked = gauge("tessera_vgpu_share_asked_ratio", "Part of the GPU asked for.", &["vgpu"])?;
+    let traps = counter(TRAPS, "Trapped accesses of the attached VM.", &["vgpu", "kind"])?;
+    for (name, vgpu) in all() {
+        info.with_label_values(&[name, &vgpu.parent, &vgpu.mdev_type]).set(1.0);
+        if let Some(core) = vgpu.share_asked {
+            asked.with_label_values(&[name]).set(f64::from(core) / 100.0);
+        }
+        let kinds = vgpu.traps;
+        for (kind, count) in [
+            ("config", kinds.config),
+            ("display", kinds.display),
+            ("control", kinds.control),
+            ("mailbox", kinds.mailbox),
+            ("doorbell", kinds.doorbell),
+            ("memory", kinds.memory),
+        ] {
+            traps.with_label_values(&[name.as_str(), kind]).inc_by(count as f64);
+        }
+    }
+    add(registry, info)?;
+    add(registry, asked)?;
+    add(registry, traps)?;
+    for (metric, help, value) in VGPU_GAUGES {
+        let family = gauge(metric, help, &["vgpu"])?;
+        all().for_each(|(name, vgpu)| family.with_label_values(&[name]).set(value(vgpu)));
+        add(registry, family)?;
+    }
+    for (metric, help, value) in VGPU_COUNTERS {
+        let family = counter(metric, help, &["vgpu"])?;
+        all().for_each(|(name, vgpu)| family.with_label_values(&[name]).inc_by(value(vgpu)));
+        add(registry, family)?;
+    }
+    Ok(())
+}
+
+fn gauge(name: &str, help: &str, labels: &[&str]) -> prometheus::Result<GaugeVec> {
+    GaugeVec::new(Opts::new(name, help), labels)
+}
+
+fn counter(name: &str, help: &str, labels: &[&str]) -> prometheus::Result<CounterVec> {
+    CounterVec::new(Opts::new(name, help), labels)
+}
+
+fn add(registry: &Registry, family: impl Collector + 'static) -> prometheus::Result<()> {
+    registry.register(Box::new(family))
+}
