@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Periods of credit that a group with work may carry while it is kept waiting.
-const CARRY: i64 = 4;
+/// A group with work that is kept waiting by others may catch up on so much wall time's worth of its budget.
+pub const CARRY_NS: u64 = 100_000_000;
 
 /// Debt beyond this is forgiven, so that one accident is not paid for ever.
 const MAX_DEBT_NS: i64 = 1_000_000_000;
@@ -79,27 +79,34 @@ impl Meter {
 
     /// Lets time pass. A group without work saves up one period's time at most.
     pub fn advance(&mut self, now_ns: u64, has_work: bool) {
+        self.settle(now_ns, 0, has_work);
+    }
+
+    /// Lets time pass in which the group used so much engine time: measured, not granted.
+    pub fn settle(&mut self, now_ns: u64, used_ns: u64, has_work: bool) {
         let elapsed = now_ns.saturating_sub(self.at_ns);
         self.at_ns = self.at_ns.max(now_ns);
         let parts = u128::from(elapsed) * u128::from(self.budget.time_ns) + u128::from(self.rest);
         let period = u128::from(self.budget.period_ns);
         self.rest = (parts % period) as u64;
         let came = i64::try_from(parts / period).unwrap_or(i64::MAX);
-        let time = self.budget.time_ns.cast_signed();
-        let most = if has_work { time * CARRY } else { time };
-        self.credit_ns = self.credit_ns.saturating_add(came).min(most);
+        let time = self.budget.time_ns;
+        let carry = u128::from(CARRY_NS) * u128::from(time) / period;
+        let most = if has_work { time.max(carry as u64) } else { time };
+        let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
+        let credit = self.credit_ns.saturating_add(came).saturating_sub(used);
+        self.credit_ns = credit.clamp(-MAX_DEBT_NS, most.cast_signed());
+        if self.credit_ns <= 0 {
+            self.open = false;
+        }
         if self.credit_ns >= self.reopens_at() {
             self.open = true;
         }
     }
 
-    /// Takes engine time that was used: measured, not granted.
+    /// Takes engine time that was used until the last [`Meter::advance`].
     pub fn charge(&mut self, used_ns: u64) {
-        let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
-        self.credit_ns = self.credit_ns.saturating_sub(used).max(-MAX_DEBT_NS);
-        if self.credit_ns <= 0 {
-            self.open = false;
-        }
+        self.settle(self.at_ns, used_ns, true);
     }
 
     /// True while the group may run.
@@ -142,5 +149,110 @@ impl Meter {
         let idle = u128::from(period_ns - time_ns);
         let credit = u128::from(time_ns) * idle / u128::from(period_ns);
         (credit as i64).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    fn quarter() -> Budget {
+        Budget::part(0.25, Duration::from_millis(10)).unwrap()
+    }
+
+    #[test]
+    fn it_opens_and_closes_once_in_a_period() {
+        let mut meter = Meter::new(quarter(), 0);
+        // What was saved up at first is used up.
+        meter.charge(5 * MS / 2);
+        assert!(!meter.is_open());
+        let (mut now, mut used) = (0, 0);
+        for period in 1..=100 {
+            now = meter.opens_at_ns();
+            meter.advance(now - 1, true);
+            assert!(!meter.is_open());
+            meter.advance(now, true);
+            let left = meter.left_ns();
+            now += left;
+            used += left;
+            meter.advance(now, true);
+            meter.charge(left);
+            assert!(!meter.is_open());
+            assert!(now.abs_diff(period * 10 * MS) < 10, "{now}");
+        }
+        assert!(used.abs_diff(now / 4) < 10, "{used} of {now}");
+    }
+
+    #[test]
+    fn the_whole_needs_no_budget_and_a_bad_one_is_made_good() {
+        assert_eq!(Budget::part(1.0, Duration::from_millis(10)), None);
+        assert!(quarter().is_valid());
+        for (time_ns, period_ns) in [(0, 10 * MS), (10 * MS, 10 * MS), (1, 0), (1, 31 * MS)] {
+            let bad = Budget { time_ns, period_ns };
+            assert!(!bad.is_valid());
+            assert!(Meter::new(bad, 0).budget().is_valid());
+        }
+    }
+
+    #[test]
+    fn another_budget_takes_over_debts_and_is_in_force_at_once() {
+        let mut meter = Meter::new(quarter(), 0);
+        meter.charge(100 * MS);
+        meter.set_budget(Budget::part(0.5, Duration::from_millis(10)).unwrap(), 20 * MS);
+        assert_eq!(meter.credit_ns(), -92_500_000);
+        meter.advance(20 * MS + 180 * MS, true);
+        assert!(!meter.is_open());
+        meter.advance(20 * MS + 200 * MS, true);
+        assert!(meter.is_open());
+    }
+
+    proptest! {
+        /// Whatever a turn really takes, and whenever somebody looks, a busy group has its part.
+        #[test]
+        fn the_average_is_exact(
+            part in 0.01..0.99_f64,
+            period in 1..=30_u64,
+            turns in prop::collection::vec((0..2_000_000_u64, 0..300_000_u64), 1..50),
+        ) {
+            let budget = Budget::part(part, Duration::from_millis(period)).unwrap();
+            let mut meter = Meter::new(budget, 0);
+            let (mut now, mut used) = (0_u64, 0_u64);
+            for (turn, late) in turns.iter().cycle().take(20_000) {
+                if !meter.is_open() {
+                    now = meter.opens_at_ns() + late;
+                    meter.advance(now, true);
+                }
+                // A turn ends where it likes, up to 100 us over.
+                let ran = meter.left_ns().min(*turn) + late / 3;
+                now += ran;
+                used += ran;
+                meter.settle(now, ran, true);
+                prop_assert!(meter.credit_ns() as f64 <= budget.as_part() * 1e8 + 1.0);
+            }
+            let due = u128::from(now) * u128::from(budget.time_ns) / u128::from(budget.period_ns);
+            let off = u128::from(used).abs_diff(due);
+            prop_assert!(off <= 100_000_000, "{used} of {due}");
+        }
+
+        #[test]
+        fn nothing_makes_it_panic(
+            time_ns in any::<u64>(),
+            period_ns in any::<u64>(),
+            steps in prop::collection::vec((any::<u64>(), any::<u64>(), any::<bool>()), 0..50),
+        ) {
+            let mut meter = Meter::new(Budget { time_ns, period_ns }, 0);
+            for (now, used, has_work) in steps {
+                meter.advance(now, has_work);
+                meter.charge(used);
+                let _ = (meter.left_ns(), meter.opens_at_ns());
+                if has_work {
+                    meter.set_budget(Budget { time_ns: used, period_ns: now }, now);
+                }
+            }
+        }
     }
 }

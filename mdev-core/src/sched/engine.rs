@@ -25,6 +25,8 @@ use crate::ids::VgpuId;
 const MIN_WEIGHT: f64 = 1.0;
 /// Time over which a busy vGPU is given back what it is owed, without averaging: two reports, so that it settles.
 const REPAY_NS: u64 = 200_000_000;
+/// That time lasts so many rounds of the runlist at least.
+const ROUNDS: f64 = 4.0;
 /// Bounds of that time with averaging.
 const MIN_REPAY_NS: u64 = 20_000_000;
 const MAX_REPAY_NS: u64 = 1_000_000_000;
@@ -155,6 +157,8 @@ struct Group {
     budget: Option<Budget>,
     /// Where the silicon has no budgets.
     meter: Option<Meter>,
+    /// The meter began after the counters were last read: what was used until they are read again is not charged.
+    fresh: bool,
     gate_open: bool,
     gates_closed: u64,
     usage: Usage,
@@ -174,6 +178,7 @@ impl Group {
             cap: 1.0,
             budget: None,
             meter: None,
+            fresh: false,
             gate_open: true,
             gates_closed: 0,
             usage: Usage::default(),
@@ -453,10 +458,14 @@ impl Scheduler {
                     self.log.push(record(self.now_ns, *id, group, Decision::Budget(budget), cause));
                     actions.push(Action::SetBudget(*id, budget));
                 }
-                (Enforcement::Gates, Some(budget)) => match &mut group.meter {
-                    Some(meter) => meter.set_budget(budget, self.now_ns),
-                    None => group.meter = Some(Meter::new(budget, self.now_ns)),
-                },
+                (Enforcement::Gates, Some(budget)) => {
+                    group.fresh |= group.meter.is_none();
+                    let now_ns = self.now_ns;
+                    group
+                        .meter
+                        .get_or_insert(Meter::new(budget, now_ns))
+                        .set_budget(budget, now_ns);
+                }
                 (Enforcement::Gates, None) => group.meter = None,
             }
         }
@@ -479,6 +488,7 @@ impl Scheduler {
             }
             if let Some(meter) = group.meter {
                 let wait = match (open, group.usage.runnable) {
+                    _ if group.fresh => 0,
                     (true, true) => meter.left_ns(),
                     (true, false) => meter.left_ns().max(meter.budget().period_ns),
                     (false, _) => meter.opens_at_ns().saturating_sub(self.now_ns),
@@ -500,8 +510,10 @@ impl Scheduler {
         for (id, usage) in &report.vgpus {
             let Some(group) = self.groups.get_mut(id) else { continue };
             if let Some(meter) = &mut group.meter {
-                meter.advance(report.now_ns, usage.runnable || group.usage.runnable);
-                meter.charge(usage.engine_ns.saturating_sub(group.usage.engine_ns));
+                let fresh = std::mem::take(&mut group.fresh);
+                let before_ns = if fresh { usage.engine_ns } else { group.usage.engine_ns };
+                let used_ns = usage.engine_ns.saturating_sub(before_ns);
+                meter.settle(report.now_ns, used_ns, usage.runnable || group.usage.runnable);
             }
             group.usage = *usage;
         }
@@ -532,7 +544,10 @@ impl Scheduler {
         self.boost(&busy);
         let used: f64 = busy.iter().map(|interval| interval.engine_ns as f64).sum();
         let dues = self.dues(&busy, used);
-        let repay_ns = self.repay_ns() as f64;
+        // Where a round of turns takes longer than that, one interval says nothing about who had how much.
+        let slices = busy.iter().filter_map(|interval| self.groups.get(&interval.vgpu)?.slice);
+        let round_ns = slices.sum::<Duration>().as_nanos() as f64;
+        let repay_ns = (self.repay_ns() as f64).max(ROUNDS * round_ns);
         for (interval, due) in busy.iter().zip(dues) {
             let Some(group) = self.groups.get_mut(&interval.vgpu) else { continue };
             if busy.len() < 2 || due <= 0.0 || used <= 0.0 {
