@@ -45,7 +45,8 @@ pub fn cargo() -> Command {
 pub fn host(progress: &Progress) -> Result<Programs> {
     let step = progress.step("Building vgpud and vgpuctl");
     let mut command = cargo();
-    command.args(["build", "--bins", "--package", "vfio-user-server", "--package", "vgpuctl"]);
+    // Not by package: cargo then takes the workspace's features, which `cargo lab` itself was built with.
+    command.args(["build", "--bin", "vgpud", "--bin", "vgpuctl"]);
     build(command, step)
 }
 
