@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::io;
+use std::num::NonZeroU32;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
@@ -64,6 +65,8 @@ bitflags! {
         const PREEMPTION = 1 << 6;
         /// The silicon holds groups to budgets of engine time ([`Gpu::set_budget`]).
         const BUDGETS = 1 << 7;
+        /// It keeps [`Quotas`].
+        const QUOTAS = 1 << 8;
     }
 }
 
@@ -117,8 +120,14 @@ pub struct Admission {
 pub struct Usage {
     /// Engine time used, in nanoseconds.
     pub engine_ns: u64,
-    /// Time spent runnable and waiting for the engine, in nanoseconds.
+    /// Time spent runnable and waiting for the engine, in nanoseconds, whatever the reason.
     pub wait_ns: u64,
+    /// Of that, time with a closed gate or a [`Budget`] used up, in nanoseconds.
+    pub gated_ns: u64,
+    /// Times a gate was closed or a budget used up while there was work.
+    pub gate_closings: u64,
+    /// Engine time used after that, until the engine was given up: what gates and budgets cost the others.
+    pub gate_cost_ns: u64,
     /// GPFIFO entries completed.
     pub submissions: u64,
     /// Doorbells taken by polling, without an exit.
@@ -127,14 +136,62 @@ pub struct Usage {
     pub wakeups: u64,
     /// Times the group was switched out with work left.
     pub preemptions: u64,
-    /// Channel faults.
+    /// Times it gave up the engine later than its slice, gate or budget said, beyond the grain of preemption.
+    pub slice_overruns: u64,
+    /// By how much, together, in nanoseconds.
+    pub overrun_ns: u64,
+    /// Time in which the host ran something else on the engine's core during its turns. Charged to nobody.
+    pub stolen_ns: u64,
+    /// Channel faults, hangs among them.
     pub faults: u64,
+    /// Channels that were reset because they hung.
+    pub hang_resets: u64,
+    /// Submissions that [`Quotas::submissions_per_second`] held back.
+    pub throttled: u64,
     /// True while the group has work (queued or running).
     pub runnable: bool,
     /// Guest memory imported, in bytes.
     pub imported_bytes: u64,
     /// Channels that exist.
     pub channels: u32,
+}
+
+/// What a vGPU may have besides engine time. `None`: as much as it was admitted with, or no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Quotas {
+    /// GPFIFO entries per second, over any time longer than 50 ms; more of them wait in the ring.
+    pub submissions_per_second: Option<NonZeroU32>,
+    /// Channels at a time, if less than [`ClientSpec::max_channels`]. Those that exist stay.
+    pub max_channels: Option<u32>,
+    /// Bytes of guest memory imported, if less than [`ClientSpec::max_import_bytes`]. What is imported stays.
+    pub max_import_bytes: Option<u64>,
+    /// Engine time that one kernel or transfer may use: beyond it, its channel is reset as hung.
+    ///
+    /// Engine time, not wall time: a neighbour's load brings nobody nearer to it.
+    pub hang_timeout: Option<Duration>,
+    /// How long a channel may wait for a semaphore: beyond it, the channel is reset as hung.
+    pub acquire_timeout: Option<Duration>,
+}
+
+impl Quotas {
+    /// Engine time of one kernel or transfer, where nothing else was said.
+    ///
+    /// The software GPU preempts whatever runs, so an endless kernel uses up nothing but its own vGPU's share. The limit
+    /// is there so that its guest is told, and is far beyond what a kernel that ends takes.
+    pub const DEFAULT_HANG_TIMEOUT: Duration = Duration::from_secs(60);
+}
+
+impl Default for Quotas {
+    fn default() -> Self {
+        Self {
+            submissions_per_second: None,
+            max_channels: None,
+            max_import_bytes: None,
+            hang_timeout: Some(Self::DEFAULT_HANG_TIMEOUT),
+            // To wait costs nothing, and may be what a guest wants.
+            acquire_timeout: None,
+        }
+    }
 }
 
 /// The manager's side of one physical GPU.
@@ -158,6 +215,11 @@ pub trait Gpu: Send + fmt::Debug {
     /// In force at once. Only where it has [`GpuCapabilities::BUDGETS`]: elsewhere caps are held with gates.
     fn set_budget(&mut self, _vgpu: VgpuId, _budget: Option<Budget>) -> Result<(), GpuError> {
         Err(GpuError::Unsupported("budgets of engine time"))
+    }
+
+    /// Sets the vGPU's quotas, in force at once. For GPUs with [`GpuCapabilities::QUOTAS`].
+    fn set_quotas(&mut self, _vgpu: VgpuId, _quotas: &Quotas) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("quotas"))
     }
 
     /// Resets the vGPU's channel groups: every channel is faulted and told so.

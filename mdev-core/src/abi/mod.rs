@@ -37,8 +37,12 @@ pub mod userd {
 
 /// Codes of the error notifier, as `nverror.h` numbers them.
 pub mod notifier {
+    /// `ROBUST_CHANNEL_FIFO_ERROR_IDLE_TIMEOUT`: one kernel or transfer ran longer than the vGPU's `hang_timeout`.
+    pub const IDLE_TIMEOUT: u32 = 8;
     /// `ROBUST_CHANNEL_GR_ERROR_SW_METHOD`-like: a method or QMD the class does not have.
     pub const GR_ERROR: u32 = 13;
+    /// `ROBUST_CHANNEL_GR_SEMAPHORE_TIMEOUT`: it waited for a semaphore longer than the vGPU's `acquire_timeout`.
+    pub const SEMAPHORE_TIMEOUT: u32 = 24;
     /// `ROBUST_CHANNEL_FIFO_ERROR_MMU_ERR_FLT`: an address that is not mapped, or not writable.
     pub const MMU_FAULT: u32 = 31;
     /// `ROBUST_CHANNEL_PBDMA_ERROR`: a pushbuffer, GPFIFO entry or host method that makes no sense.

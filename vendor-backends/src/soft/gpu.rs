@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use mdev_core::gpu::{Admission, ClientSpec, Gpu, GpuDescription, GpuError, UsageReport};
+use mdev_core::gpu::{Admission, ClientSpec, Gpu, GpuDescription, GpuError, Quotas, UsageReport};
 use mdev_core::ids::VgpuId;
+use mdev_core::sched::Budget;
 
 use super::connection::Connection;
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
@@ -72,6 +73,14 @@ impl Gpu for SoftGpu {
 
     fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError> {
         self.order(&AdminRequest::SetGate(vgpu, open))
+    }
+
+    fn set_budget(&mut self, vgpu: VgpuId, budget: Option<Budget>) -> Result<(), GpuError> {
+        self.order(&AdminRequest::SetBudget(vgpu, budget))
+    }
+
+    fn set_quotas(&mut self, vgpu: VgpuId, quotas: &Quotas) -> Result<(), GpuError> {
+        self.order(&AdminRequest::SetQuotas(vgpu, *quotas))
     }
 
     fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {

@@ -28,6 +28,9 @@ const TICK_MS: u16 = 500;
 /// Time slices that may be set.
 const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_micros(100)..=Duration::from_secs(1);
+/// Bounds of hangs that may be set.
+const PATIENCES: std::ops::RangeInclusive<Duration> =
+    Duration::from_millis(10)..=Duration::from_secs(24 * 3600);
 
 /// What a soft-gpu process is started with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,6 +133,19 @@ impl Server {
                     return Err(Refusal::Timeslice);
                 }
                 self.silicon.find(id)?.set_timeslice(slice);
+            }
+            AdminRequest::SetBudget(id, budget) => {
+                if budget.is_some_and(|budget| !budget.is_valid()) {
+                    return Err(Refusal::Budget);
+                }
+                self.silicon.find(id)?.set_budget(budget);
+            }
+            AdminRequest::SetQuotas(id, quotas) => {
+                let times = [quotas.hang_timeout, quotas.acquire_timeout];
+                if !times.iter().flatten().all(|time| PATIENCES.contains(time)) {
+                    return Err(Refusal::Quotas);
+                }
+                self.silicon.find(id)?.set_quotas(&quotas)?;
             }
             AdminRequest::SetGate(id, open) => self.silicon.find(id)?.set_gate(open),
             AdminRequest::Reset(id) => self.silicon.find(id)?.reset_channels()?,

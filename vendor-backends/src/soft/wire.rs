@@ -8,14 +8,15 @@ use std::time::Duration;
 
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError,
-    Usage, UsageReport,
+    Quotas, Usage, UsageReport,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, VgpuId};
+use mdev_core::sched::Budget;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
@@ -42,6 +43,10 @@ pub enum AdminRequest {
     Reset(VgpuId),
     /// All counters: [`AdminReply::Usage`].
     Usage,
+    /// Sets or lifts a budget of engine time.
+    SetBudget(VgpuId, Option<Budget>),
+    /// Sets quotas.
+    SetQuotas(VgpuId, Quotas),
 }
 
 /// What it answers to the manager.
@@ -165,6 +170,10 @@ pub enum Refusal {
     Vector,
     /// A time slice outside 100 us to 1 s.
     Timeslice,
+    /// A budget of engine time that means nothing.
+    Budget,
+    /// Quotas that mean nothing.
+    Quotas,
     /// A [`ClientSpec`] that no GPU could grant.
     Spec,
     /// Outside the GPU's virtual address range.
@@ -213,6 +222,10 @@ impl From<Refusal> for GpuError {
             R::Userd => Self::Invalid("USERD address"),
             R::Vector => Self::Invalid("interrupt vector"),
             R::Timeslice => Self::Invalid("time slice (100 us to 1 s)"),
+            R::Budget => {
+                Self::Invalid("budget of engine time (less than its period of 1 to 30 ms)")
+            }
+            R::Quotas => Self::Invalid("quotas (times out of 10 ms to 1 day)"),
             R::Spec => Self::Invalid("sizes of the vGPU"),
             R::VaRange => Self::OutOfRange("GPU virtual address"),
             R::Backing => Self::OutOfRange("memory to be mapped"),
@@ -262,11 +275,11 @@ mod tests {
 
     /// A change of these bytes is a change of the protocol: bump [`VERSION`].
     #[test]
-    fn bytes_of_version_1() {
-        assert_eq!(VERSION, 1);
+    fn bytes_of_version_2() {
+        assert_eq!(VERSION, 2);
         let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
         let admin = [
-            (AdminRequest::Hello { version: 1 }, "0001"),
+            (AdminRequest::Hello { version: 2 }, "0002"),
             (
                 AdminRequest::Admit(ClientSpec {
                     vgpu,
@@ -282,6 +295,17 @@ mod tests {
                 "03100000000000000000000000000102030400e807",
             ),
             (AdminRequest::Usage, "06"),
+            (
+                AdminRequest::SetBudget(vgpu, Some(Budget { time_ns: 1, period_ns: 2 })),
+                "07 1000000000000000000000000001020304 01 01 02",
+            ),
+            (
+                AdminRequest::SetQuotas(
+                    vgpu,
+                    Quotas { max_channels: Some(3), ..Quotas::default() },
+                ),
+                "08 1000000000000000000000000001020304 00 0103 00 013c00 00",
+            ),
         ];
         for (message, bytes) in admin {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
@@ -311,7 +335,7 @@ mod tests {
         for (message, bytes) in client {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
         }
-        assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06170a");
+        assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06190a");
     }
 
     #[test]

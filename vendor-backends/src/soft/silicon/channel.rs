@@ -9,6 +9,7 @@ use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind};
 use mdev_core::ids::MemoryId;
 use zerocopy::IntoBytes;
 
+use super::address_space::AddressSpace;
 use super::compute::ComputeClass;
 use super::copy::{CopyClass, Transfer};
 use super::counters::Counters;
@@ -17,6 +18,7 @@ use super::host::{Acquire, Action, HostClass};
 use super::kernels::Job;
 use super::mem::Mapping;
 use super::method::{Call, Decoded, Decoder};
+use super::quota::Bucket;
 
 /// Words of a pushbuffer that are fetched at a time.
 const WINDOW: usize = 256;
@@ -88,6 +90,14 @@ pub struct Channel {
     active: Option<Active>,
     error: Option<Fault>,
     engine_ns: u64,
+    /// Counts launches, so that two are told apart.
+    launches: u64,
+    /// The launch in work when it was charged last, and what that has used so far.
+    charged: (u64, u64),
+    /// Since when it has been seen waiting for a semaphore.
+    blocked_since: Option<u64>,
+    /// The next entry has waited for the quota.
+    held: bool,
     /// Until when a channel made after faults is held back, in nanoseconds of the clock.
     hold_until_ns: u64,
 }
@@ -114,6 +124,10 @@ impl Channel {
             active: None,
             error: None,
             engine_ns: 0,
+            launches: 0,
+            charged: (0, 0),
+            blocked_since: None,
+            held: false,
             hold_until_ns,
         }
     }
@@ -148,13 +162,22 @@ impl Channel {
         fresh
     }
 
-    /// Charges engine time.
-    pub fn charge(&mut self, ns: u64) {
+    /// Charges engine time; what the kernel or transfer in work has used so far.
+    pub fn charge(&mut self, ns: u64) -> u64 {
         self.engine_ns += ns;
+        let working = matches!(self.active, Some(Active::Transfer(_) | Active::Grid(_)));
+        let before = if self.charged.0 == self.launches { self.charged.1 } else { 0 };
+        self.charged = (self.launches, if working { before + ns } else { 0 });
+        self.charged.1
     }
 
-    /// Looks at the ring, or at what it waits for.
-    pub fn poll(&mut self, now_ns: u64, space: &super::address_space::AddressSpace) -> Readiness {
+    /// For how long it has been seen waiting for one semaphore, in nanoseconds.
+    pub fn blocked_ns(&self, now_ns: u64) -> u64 {
+        self.blocked_since.map_or(0, |since| now_ns.saturating_sub(since))
+    }
+
+    /// Looks at the ring, or at what it waits for. Without a `token` no entry may be taken from the ring.
+    pub fn poll(&mut self, now_ns: u64, space: &AddressSpace, token: bool) -> Readiness {
         if self.error.is_some() {
             return Readiness::Idle;
         }
@@ -164,6 +187,11 @@ impl Channel {
         match &self.active {
             // A fault of the semaphore's address is found when it runs.
             Some(Active::Acquire(acquire)) if acquire.run(space) == Ok(Progress::Blocked) => {
+                self.blocked_since.get_or_insert(now_ns);
+                Readiness::Waiting
+            }
+            None if self.segment.is_none() && !token && self.has_work() => {
+                self.held = true;
                 Readiness::Waiting
             }
             _ if self.has_work() => Readiness::Ready,
@@ -193,7 +221,13 @@ impl Channel {
     }
 
     /// Works until there is nothing more, the turn is over or it has to wait.
-    pub fn run(&mut self, cx: Context<'_>, counters: &Counters) -> Result<Progress, Fault> {
+    pub fn run(
+        &mut self,
+        cx: Context<'_>,
+        counters: &Counters,
+        quota: &mut Option<Bucket>,
+    ) -> Result<Progress, Fault> {
+        self.blocked_since = None;
         loop {
             if let Some(active) = &mut self.active {
                 let progress = match active {
@@ -221,7 +255,7 @@ impl Channel {
                     }
                 }
                 // A method may be as dear as a fetch: look at the time now and then.
-                if self.window_next.is_multiple_of(64) && cx.budget.expired() {
+                if self.window_next.is_multiple_of(64) && cx.turn.expired() {
                     return Ok(Progress::More);
                 }
             } else if let Some(segment) = &mut self.segment {
@@ -235,22 +269,34 @@ impl Channel {
                 segment.va += 4 * words as u64;
                 segment.left -= words as u32;
                 (self.window_len, self.window_next) = (words, 0);
-            } else if !self.fetch(cx, counters)? {
+            } else if !self.fetch(cx, counters, quota)? {
                 return Ok(Progress::Done);
-            } else if cx.budget.expired() {
+            } else if cx.turn.expired() {
                 return Ok(Progress::More);
             }
         }
     }
 
-    /// Takes the next entry of the ring; false where there is none.
-    fn fetch(&mut self, cx: Context<'_>, counters: &Counters) -> Result<bool, Fault> {
+    /// Takes the next entry of the ring; false where there is none, or none may be taken yet.
+    fn fetch(
+        &mut self,
+        cx: Context<'_>,
+        counters: &Counters,
+        quota: &mut Option<Bucket>,
+    ) -> Result<bool, Fault> {
         let put = self.put();
         if put == self.get {
             return Ok(false);
         }
         if put >= self.spec.gpfifo_entries {
             return Err(Fault::host(put));
+        }
+        if let Some(bucket) = quota {
+            if !bucket.take() {
+                self.held = true;
+                return Ok(false);
+            }
+            Counters::add(&counters.throttled, std::mem::take(&mut self.held).into());
         }
         let at = self.spec.gpfifo.0.wrapping_add(u64::from(self.get) * GP_ENTRY_BYTES);
         let raw = cx.space.load_u64(at)?;
@@ -290,6 +336,7 @@ impl Channel {
             }
             return Ok(false);
         }
+        self.launches += 1;
         self.active = match *bound {
             copy::CLASS => self.copy.method(method, data)?.map(Box::new).map(Active::Transfer),
             compute::CLASS => self.compute.method(cx.space, method, data)?.map(Active::Grid),

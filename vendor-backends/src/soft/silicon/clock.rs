@@ -21,7 +21,7 @@ fn nanoseconds(time: TimeSpec) -> u64 {
 
 /// A turn on the engine. Operations ask between chunks of at most about 20 us whether it is over.
 #[derive(Debug)]
-pub struct Budget<'a> {
+pub struct Turn<'a> {
     /// When it ends, in [`now_ns`]'s time.
     pub end_ns: u64,
     /// Control requests that wait for the vGPU's lock.
@@ -30,7 +30,7 @@ pub struct Budget<'a> {
     pub gate_open: &'a AtomicBool,
 }
 
-impl Budget<'_> {
+impl Turn<'_> {
     /// Whether the engine must be given up at once.
     pub fn expired(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) != 0

@@ -118,7 +118,7 @@ pub fn run(job: &mut Job, cx: Context<'_>) -> Result<Progress, Fault> {
         if job.step(cx.space)? {
             return Ok(Progress::Done);
         }
-        if cx.budget.expired() {
+        if cx.turn.expired() {
             return Ok(Progress::More);
         }
     }

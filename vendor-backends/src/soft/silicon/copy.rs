@@ -159,7 +159,7 @@ impl Transfer {
                 continue;
             }
             if since_check >= CHUNK {
-                if cx.budget.expired() {
+                if cx.turn.expired() {
                     return Ok(Progress::More);
                 }
                 since_check = 0;

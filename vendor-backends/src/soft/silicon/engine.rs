@@ -16,11 +16,17 @@ use nix::sys::time::TimeSpec;
 
 use super::channel::Readiness;
 use super::clock::{now_ns, thread_ns};
+use super::counters::Counters;
 use super::runlist::{Entry, Runlist};
 use super::vgpu::{Glance, Vgpu};
 
 /// Turns end within this after their limit, unless the host took the core away.
-const OVERRUN_NS: u64 = 100_000;
+pub const GRAIN_NS: u64 = 100_000;
+/// A turn that goes on for so long after its limit is not obeying: its channel is reset. Long, since a hypervisor below
+/// may take the core away in a way that looks like work.
+const PREEMPTION_GRACE_NS: u64 = 2_000_000_000;
+/// How often to ask how much the host has taken.
+const ACCOUNT_NS: u64 = 500_000;
 /// Longest time without a look at the other vGPUs.
 const TURN_NS: u64 = 200_000;
 /// Turns shorter than this share a look.
@@ -35,6 +41,8 @@ const SHORT_SLEEP_NS: u64 = 1_000_000;
 /// How often to look at what nobody will announce: semaphores that a CPU writes. Adapts between these.
 const WATCH_MIN_NS: u64 = 50_000;
 const WATCH_MAX_NS: u64 = 4_000_000;
+/// A sleep with an end is no longer than this.
+const WATCH_LONGEST_NS: u64 = 500_000_000;
 /// Wake-up packets that are taken at a time.
 const MAX_WAKES: usize = 16;
 
@@ -146,25 +154,40 @@ struct Group {
     seen: Glance,
     /// Since when it has had work without having the engine.
     waiting_since: Option<u64>,
+    /// That is for its gate's or budget's sake.
+    gated: bool,
     /// It was just woken: its next doorbell was not found by looking.
     woken: bool,
     /// Its worker is gone: no wake-up will come.
     deaf: bool,
 }
 
-/// Time in which the host ran something else on the engine's core. It is nobody's: no vGPU is charged for it.
+/// Time in which the host ran something else on the engine's core, in nanoseconds. It is nobody's: no vGPU is charged
+/// for it.
 #[derive(Debug, Default)]
 struct Stolen {
-    wall_ns: u64,
-    cpu_ns: u64,
+    wall: u64,
+    cpu: u64,
+    total: u64,
 }
 
 impl Stolen {
     /// Nanoseconds stolen since this was asked last.
     fn take(&mut self, wall_ns: u64) -> u64 {
         let cpu_ns = thread_ns();
-        let before = std::mem::replace(self, Self { wall_ns, cpu_ns });
-        (wall_ns - before.wall_ns).saturating_sub(cpu_ns - before.cpu_ns)
+        let stolen = (wall_ns - self.wall).saturating_sub(cpu_ns - self.cpu);
+        *self = Self { wall: wall_ns, cpu: cpu_ns, total: self.total + stolen };
+        stolen
+    }
+
+    /// The engine has slept, which is nobody's doing.
+    fn skip(&mut self, wall_ns: u64) {
+        *self = Self { wall: wall_ns, cpu: thread_ns(), ..*self };
+    }
+
+    /// The engine's own time: budgets come in by it, so that a part of the GPU is a part of what there is of it.
+    fn engine_time(&self, wall_ns: u64) -> u64 {
+        wall_ns.saturating_sub(self.total)
     }
 }
 
@@ -206,7 +229,7 @@ impl State {
                 Some(index) => self.look_at(index, now),
                 None => self.look_at_all(now),
             }
-            match self.runlist.pick() {
+            match self.runlist.pick(self.stolen.engine_time(now)) {
                 Some((index, budget)) => self.turn(index, budget),
                 // What is idle may be so only because one group alone was looked at.
                 None if self.looked_ns != now => self.looked_ns = 0,
@@ -237,6 +260,7 @@ impl State {
                     vgpu,
                     seen: Glance::Busy,
                     waiting_since: None,
+                    gated: false,
                     woken: false,
                     deaf: false,
                 });
@@ -251,6 +275,9 @@ impl State {
             self.look_at(index, now);
         }
         self.looked_ns = now;
+        if now - self.stolen.wall > ACCOUNT_NS {
+            self.stolen.take(now);
+        }
     }
 
     fn look_at(&mut self, index: usize, now: u64) {
@@ -266,12 +293,23 @@ impl State {
         let counters = group.vgpu.counters();
         counters.runnable.store(has_work, Ordering::Relaxed);
         if let Some(since) = group.waiting_since {
-            counters.wait_ns.fetch_add(now.saturating_sub(since), Ordering::Relaxed);
+            let waited = now.saturating_sub(since);
+            Counters::add(&counters.wait_ns, waited);
+            if group.gated {
+                Counters::add(&counters.gated_ns, waited);
+            }
         }
         group.waiting_since = has_work.then_some(now);
+        let gate_open = group.vgpu.gate_open();
         let entry = self.runlist.entry(index);
+        let gated = has_work && (!gate_open || entry.capped());
+        if gated && !group.gated {
+            Counters::add(&counters.gate_closings, 1);
+        }
+        group.gated = gated;
         entry.slice_ns = group.vgpu.slice_ns();
-        entry.ready = has_work && group.seen != Glance::Busy && group.vgpu.gate_open();
+        entry.set_budget(group.vgpu.budget(), self.stolen.engine_time(now));
+        entry.ready = has_work && group.seen != Glance::Busy && gate_open;
     }
 
     fn turn(&mut self, index: usize, budget: u64) {
@@ -292,10 +330,27 @@ impl State {
         let end = now_ns();
         group.waiting_since = Some(end);
         let mut used = end - start;
-        if end > limit + OVERRUN_NS {
-            used -= self.stolen.take(end).min(end - limit);
+        let vgpu = &self.groups[index].vgpu;
+        let counters = vgpu.counters();
+        if end > limit + GRAIN_NS {
+            let stolen = self.stolen.take(end).min(end - limit);
+            used -= stolen;
+            Counters::add(&counters.stolen_ns, stolen);
         }
-        self.groups[index].vgpu.counters().engine_ns.fetch_add(used, Ordering::Relaxed);
+        Counters::add(&counters.engine_ns, used);
+        let overrun = used.saturating_sub(budget.min(TURN_NS));
+        if overrun > GRAIN_NS {
+            Counters::add(&counters.slice_overruns, 1);
+            Counters::add(&counters.overrun_ns, overrun);
+        }
+        if let Some(closed) = vgpu.closed_ns() {
+            Counters::add(&counters.gate_cost_ns, end.saturating_sub(closed).min(used));
+        } else if self.runlist.entry(index).has_budget() {
+            Counters::add(&counters.gate_cost_ns, used.saturating_sub(budget));
+        }
+        if overrun > PREEMPTION_GRACE_NS {
+            vgpu.fail_running(overrun);
+        }
         self.runlist.charge(index, used);
         self.idle_since = None;
         self.watch_ns = WATCH_MIN_NS;
@@ -325,14 +380,14 @@ impl State {
         fence(Ordering::SeqCst);
         let now = now_ns();
         self.look_at_all(now);
-        let quiet = self.groups.iter().all(|group| match group.seen {
-            Glance::Busy => false,
-            Glance::Seen(readiness) => readiness != Readiness::Ready || !group.vgpu.gate_open(),
-        });
+        let time = self.stolen.engine_time(now);
+        let quiet = self.groups.iter().all(|group| group.seen != Glance::Busy)
+            && self.runlist.pick(time).is_none();
         if announced && quiet {
-            let called = self.wait();
+            let opens = self.runlist.next_ns().map(|next| next.saturating_sub(time));
+            let called = self.wait(opens);
             let woke = now_ns();
-            self.stolen.take(woke);
+            self.stolen.skip(woke);
             // Looking again at what nobody announces is no reason to stay awake.
             self.idle_since = (!called).then_some(0);
             if called && woke - now < SHORT_SLEEP_NS {
@@ -351,9 +406,12 @@ impl State {
     }
 
     /// Sleeps; false where only the time to look again has come.
-    fn wait(&mut self) -> bool {
+    ///
+    /// `opens_ns` is when a budget allows somebody to go on.
+    fn wait(&mut self, opens_ns: Option<u64>) -> bool {
         let watch = self.groups.iter().any(|group| group.seen == Glance::Seen(Readiness::Waiting));
-        let timeout = watch.then(|| TimeSpec::new(0, self.watch_ns.cast_signed()));
+        let timeout = watch.then_some(self.watch_ns).into_iter().chain(opens_ns).min();
+        let timeout = timeout.map(|ns| TimeSpec::new(0, ns.min(WATCH_LONGEST_NS).cast_signed()));
         if watch {
             self.watch_ns = (self.watch_ns * 2).min(WATCH_MAX_NS);
         }

@@ -4,7 +4,7 @@ use mdev_core::abi::notifier;
 use mdev_core::gpu::Pending;
 
 use super::address_space::{AddressSpace, MmuFault};
-use super::clock::Budget;
+use super::clock::Turn;
 use super::signals::Signals;
 
 /// What ended a channel: a code of [`notifier`], and the address, method or entry that it is about.
@@ -51,7 +51,7 @@ pub struct Context<'a> {
     /// The vGPU's address space.
     pub space: &'a AddressSpace,
     /// Its turn.
-    pub budget: &'a Budget<'a>,
+    pub turn: &'a Turn<'a>,
     /// Its interrupts.
     pub signals: &'a Signals,
     /// The channel's interrupt vector.

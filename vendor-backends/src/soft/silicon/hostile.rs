@@ -16,7 +16,7 @@ use zerocopy::IntoBytes;
 
 use super::address_space::{AddressSpace, Slot};
 use super::channel::{Channel, Userd};
-use super::clock::{Budget, now_ns};
+use super::clock::{Turn, now_ns};
 use super::counters::Counters;
 use super::fault::Context;
 use super::mem::SharedMemory;
@@ -208,11 +208,11 @@ proptest! {
         let signals = Signals::new(status, EventFd::new().unwrap().into()).unwrap();
         let (waiting, gate_open) = (AtomicU32::new(0), AtomicBool::new(true));
         let started = now_ns();
-        let budget = Budget { end_ns: started + 300_000, waiting: &waiting, gate_open: &gate_open };
-        let cx = Context { space: &space, budget: &budget, signals: &signals, vector: 0 };
+        let turn = Turn { end_ns: started + 300_000, waiting: &waiting, gate_open: &gate_open };
+        let cx = Context { space: &space, turn: &turn, signals: &signals, vector: 0 };
         // Twice: an operation that was preempted goes on from where it was.
         for _ in 0..2 {
-            if let Err(fault) = channel.run(cx, &Counters::default()) {
+            if let Err(fault) = channel.run(cx, &Counters::default(), &mut None) {
                 channel.fail(fault);
                 break;
             }

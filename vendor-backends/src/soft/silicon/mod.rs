@@ -4,7 +4,7 @@
 //!
 //! * [`Silicon`]: one GPU, its description and its vGPUs
 //! * [`vgpu`]: one vGPU; [`vram`], [`address_space`], [`mem`]: its memory; [`signals`]: its interrupts
-//! * [`engine`], [`runlist`], [`clock`]: who runs when
+//! * [`engine`], [`runlist`], [`quota`], [`clock`]: who runs when
 //! * [`channel`], [`method`]: rings and pushbuffers; [`host`], [`copy`], [`compute`], [`kernels`]: what methods do
 //! * [`fault`], [`counters`]: how a channel ends; what is counted
 
@@ -22,6 +22,7 @@ mod hostile;
 pub mod kernels;
 pub mod mem;
 pub mod method;
+pub mod quota;
 pub mod runlist;
 pub mod signals;
 pub mod vgpu;

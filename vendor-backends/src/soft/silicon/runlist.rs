@@ -2,7 +2,9 @@
 //!
 //! Groups take turns, each for its time slice. What a group runs over its slice (up to a chunk of work) is taken from
 //! its next one, so that shares are exact in the long run. A group that goes idle gives up the rest of its slice, but
-//! not its debt.
+//! not its debt. A group whose budget is used up is passed over, as if it had no work.
+
+use mdev_core::sched::{Budget, Meter};
 
 /// Debt beyond this is forgiven, so that one accident is not paid for ever.
 const MAX_DEBT_NS: i64 = 1_000_000_000;
@@ -16,12 +18,42 @@ pub struct Entry {
     pub ready: bool,
     /// Nanoseconds left of its slice; negative where it owes some.
     credit_ns: i64,
+    meter: Option<Meter>,
+    /// Ready, with so many nanoseconds left of its budget: who may be picked.
+    left_ns: Option<u64>,
 }
 
 impl Entry {
     /// A group with no work.
     pub fn new(slice_ns: u64) -> Self {
         Self { slice_ns, ..Self::default() }
+    }
+
+    /// Whether its budget alone keeps it from the engine, as far as was known when somebody was picked.
+    pub fn capped(&self) -> bool {
+        self.ready && self.left_ns.is_none()
+    }
+
+    /// Whether it has a budget.
+    pub fn has_budget(&self) -> bool {
+        self.meter.is_some()
+    }
+
+    /// Sets or lifts its budget.
+    pub fn set_budget(&mut self, budget: Option<Budget>, now_ns: u64) {
+        match (&mut self.meter, budget) {
+            (Some(meter), Some(budget)) if meter.budget() == budget => {}
+            (Some(meter), Some(budget)) => meter.set_budget(budget, now_ns),
+            (meter, budget) => *meter = budget.map(|budget| Meter::new(budget, now_ns)),
+        }
+    }
+
+    fn look(&mut self, now_ns: u64) {
+        let left = self.meter.as_mut().map_or(u64::MAX, |meter| {
+            meter.advance(now_ns, self.ready);
+            meter.left_ns()
+        });
+        self.left_ns = Some(left).filter(|left| self.ready && *left > 0);
     }
 
     fn slice(&self) -> i64 {
@@ -56,41 +88,55 @@ impl Runlist {
         &mut self.entries[index]
     }
 
-    /// Who has the engine now, and for how many nanoseconds at most; `None` where nobody is ready.
-    pub fn pick(&mut self) -> Option<(usize, u64)> {
+    /// Who has the engine now, and for how many nanoseconds at most; `None` where nobody may.
+    pub fn pick(&mut self, now_ns: u64) -> Option<(usize, u64)> {
         let count = self.entries.len();
-        // Rounds in which all who are ready would only pay debts are taken at once.
-        let ready = self.entries.iter().filter(|entry| entry.ready);
-        let rounds = ready.map(|entry| -entry.credit_ns / entry.slice()).min()?;
+        self.entries.iter_mut().for_each(|entry| entry.look(now_ns));
+        // Rounds in which all who may run would only pay debts are taken at once.
+        let may = self.entries.iter().filter(|entry| entry.left_ns.is_some());
+        let rounds = may.map(|entry| -entry.credit_ns / entry.slice()).min()?;
         if rounds > 0 {
-            for entry in self.entries.iter_mut().filter(|entry| entry.ready) {
+            for entry in self.entries.iter_mut().filter(|entry| entry.left_ns.is_some()) {
                 entry.credit_ns += rounds * entry.slice();
             }
         }
         loop {
             let entry = &mut self.entries[self.current];
-            if entry.ready && entry.credit_ns > 0 {
-                return Some((self.current, entry.credit_ns.cast_unsigned()));
+            if let Some(left) = entry.left_ns
+                && entry.credit_ns > 0
+            {
+                return Some((self.current, entry.credit_ns.cast_unsigned().min(left)));
             }
             entry.credit_ns = entry.credit_ns.min(0);
             self.current = (self.current + 1) % count;
             let next = &mut self.entries[self.current];
-            if next.ready {
+            if next.left_ns.is_some() {
                 next.credit_ns += next.slice();
             }
         }
     }
 
+    /// When the first of those may run that only their budgets hold back; `None` where there are none.
+    pub fn next_ns(&self) -> Option<u64> {
+        let capped = self.entries.iter().filter(|entry| entry.capped());
+        capped.filter_map(|entry| Some(entry.meter?.opens_at_ns())).min()
+    }
+
     /// Charges a group for time that it had the engine.
     pub fn charge(&mut self, index: usize, used_ns: u64) {
         let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
-        let credit = &mut self.entries[index].credit_ns;
-        *credit = credit.saturating_sub(used).max(-MAX_DEBT_NS);
+        let entry = &mut self.entries[index];
+        entry.credit_ns = entry.credit_ns.saturating_sub(used).max(-MAX_DEBT_NS);
+        if let Some(meter) = &mut entry.meter {
+            meter.charge(used_ns);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -108,39 +154,39 @@ mod tests {
     fn nobody_ready_nobody_runs() {
         let mut runlist = runlist(&[1000]);
         runlist.entry(0).ready = false;
-        assert_eq!(runlist.pick(), None);
-        assert_eq!(Runlist::default().pick(), None);
+        assert_eq!(runlist.pick(0), None);
+        assert_eq!(Runlist::default().pick(0), None);
     }
 
     #[test]
     fn idle_groups_give_up_the_rest_of_their_slice() {
         let mut runlist = runlist(&[1000, 1000]);
-        let (first, _) = runlist.pick().unwrap();
+        let (first, _) = runlist.pick(0).unwrap();
         runlist.charge(first, 10);
         runlist.entry(first).ready = false;
-        let (second, budget) = runlist.pick().unwrap();
+        let (second, budget) = runlist.pick(0).unwrap();
         assert_eq!((second, budget), (1 - first, 1000));
         runlist.entry(first).ready = true;
         runlist.charge(second, 1000);
-        assert_eq!(runlist.pick(), Some((first, 1000)), "nothing was saved up");
+        assert_eq!(runlist.pick(0), Some((first, 1000)), "nothing was saved up");
     }
 
     #[test]
     fn alone_it_runs_whatever_it_owes() {
         let mut runlist = runlist(&[1000]);
         runlist.charge(0, u64::MAX);
-        assert_eq!(runlist.pick().unwrap().0, 0);
+        assert_eq!(runlist.pick(0).unwrap().0, 0);
     }
 
     #[test]
     fn a_large_overrun_is_paid_back() {
         let mut runlist = runlist(&[100_000, 400_000]);
         let mut used = [0u64; 2];
-        let (index, _) = runlist.pick().unwrap();
+        let (index, _) = runlist.pick(0).unwrap();
         runlist.charge(index, 30_000_000);
         used[index] += 30_000_000;
         while used.iter().sum::<u64>() < 1_000_000_000 {
-            let (index, budget) = runlist.pick().unwrap();
+            let (index, budget) = runlist.pick(0).unwrap();
             runlist.charge(index, budget);
             used[index] += budget;
         }
@@ -155,7 +201,53 @@ mod tests {
         runlist.remove(0);
         assert_eq!(runlist.current, 1);
         runlist.remove(1);
-        assert_eq!(runlist.pick(), Some((0, 2)));
+        assert_eq!(runlist.pick(0), Some((0, 2)));
+    }
+
+    /// Runs a simulated engine for so long; what each used.
+    fn simulate(runlist: &mut Runlist, time_ns: u64) -> Vec<u64> {
+        let (mut now, mut used) = (0, vec![0; runlist.entries.len()]);
+        while now < time_ns {
+            if let Some((index, budget)) = runlist.pick(now) {
+                let ran = budget.min(200_000) + 11_000;
+                runlist.charge(index, ran);
+                (used[index], now) = (used[index] + ran, now + ran);
+            } else {
+                now = runlist.next_ns().unwrap() + 3_000;
+            }
+        }
+        used
+    }
+
+    fn percent(hundredths: u8) -> Option<Budget> {
+        Budget::part(f64::from(hundredths) / 100.0, Duration::from_millis(10))
+    }
+
+    #[test]
+    fn a_cap_holds_alone_and_beside_others_and_wastes_nothing() {
+        let second = 1_000_000_000;
+        let mut alone = runlist(&[2_000_000]);
+        alone.entry(0).set_budget(percent(25), 0);
+        let used = simulate(&mut alone, 10 * second);
+        assert!(used[0].abs_diff(10 * second / 4) < 3_000_000, "{used:?}");
+
+        // A cap of 10 beside two that use what there is; its slices alone would give it a third.
+        let mut beside = runlist(&[2_000_000; 3]);
+        beside.entry(0).set_budget(percent(10), 0);
+        let used = simulate(&mut beside, 10 * second);
+        assert!(used[0].abs_diff(second) < 12_000_000, "{used:?}");
+        assert!(used[1].abs_diff(used[2]) < 5_000_000, "{used:?}");
+        assert!(used.iter().sum::<u64>() >= 10 * second, "nobody waits for a cap of someone else");
+
+        // Its slices are less than its cap: the cap does nothing.
+        let mut slices = runlist(&[8_000_000, 2_000_000]);
+        slices.entry(1).set_budget(percent(50), 0);
+        let used = simulate(&mut slices, 10 * second);
+        assert!(used[1].abs_diff(2 * second) < 20_000_000, "{used:?}");
+
+        alone.entry(0).set_budget(None, 0);
+        assert_eq!(alone.pick(0).map(|(index, _)| index), Some(0));
+        assert_eq!(alone.next_ns(), None);
     }
 
     proptest! {
@@ -171,7 +263,7 @@ mod tests {
             let total: u64 = slices.iter().sum();
             let mut overruns = overruns.iter().cycle();
             while used.iter().sum::<u64>() < total * 200 {
-                let (index, budget) = runlist.pick().unwrap();
+                let (index, budget) = runlist.pick(0).unwrap();
                 let ran = if budget > chunk { chunk } else { budget + overruns.next().unwrap() };
                 runlist.charge(index, ran);
                 used[index] += ran;

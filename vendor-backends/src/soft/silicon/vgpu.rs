@@ -15,20 +15,22 @@ use mdev_core::abi::control::VECTORS;
 use mdev_core::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END, VA_START};
 use mdev_core::abi::{doorbell, host, notifier, userd};
 use mdev_core::gpu::{
-    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, Pending, Usage,
+    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, Pending, Quotas, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
+use mdev_core::sched::Budget;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, fstatfs};
 
 use super::address_space::AddressSpace;
 use super::channel::{Channel, Readiness, Userd};
-use super::clock::{Budget, now_ns};
+use super::clock::{Turn, now_ns};
 use super::counters::Counters;
-use super::engine::Kick;
+use super::engine::{GRAIN_NS, Kick};
 use super::fault::{Context, Fault, Progress};
 use super::mem::{Mapping, SharedMemory, sealed_memfd};
+use super::quota::Bucket;
 use super::signals::Signals;
 use super::vram::Partition;
 use crate::seqpacket::SeqPacket;
@@ -67,6 +69,9 @@ struct World {
     last: u32,
     faults: u32,
     last_fault_ns: u64,
+    quotas: Quotas,
+    /// Keeps the quota of submissions.
+    bucket: Option<Bucket>,
     /// Its claim on video memory; `None` once it was evicted.
     partition: Option<Partition>,
 }
@@ -80,6 +85,9 @@ pub struct Vgpu {
     /// Control requests that wait for the world.
     waiting: AtomicU32,
     gate_open: AtomicBool,
+    /// When the gate was closed last.
+    closed_ns: AtomicU64,
+    budget: Mutex<Option<Budget>>,
     slice_ns: AtomicU64,
     counters: Counters,
     signals: Signals,
@@ -117,6 +125,8 @@ impl Vgpu {
             last: 0,
             faults: 0,
             last_fault_ns: 0,
+            quotas: Quotas::default(),
+            bucket: None,
             partition: Some(partition),
         };
         let vgpu = Self {
@@ -124,6 +134,8 @@ impl Vgpu {
             world: Mutex::new(world),
             waiting: AtomicU32::new(0),
             gate_open: AtomicBool::new(true),
+            closed_ns: AtomicU64::new(0),
+            budget: Mutex::default(),
             slice_ns: AtomicU64::new(nanoseconds(slice)),
             counters: Counters::default(),
             signals: Signals::new(status.mapping, event.try_clone()?)?,
@@ -188,11 +200,10 @@ impl Vgpu {
         if offset.checked_add(len).is_none_or(|end| end > size) {
             return Err(Refusal::Backing);
         }
-        if len > self.enter()?.space.import_room() {
-            return Err(Refusal::ImportLimit);
-        }
+        self.enter()?.check_import(len)?;
         let mapping = Mapping::new(fd.as_fd(), offset, len, writable)?;
         let mut world = self.enter()?;
+        world.check_import(len)?;
         let id = world.space.import(mapping)?;
         self.counters.imported_bytes.store(world.space.imported(), Ordering::Relaxed);
         Ok(id)
@@ -249,7 +260,8 @@ impl Vgpu {
             return Err(Refusal::Vector);
         }
         let mut world = self.enter()?;
-        if world.channels.len() as u64 >= u64::from(self.max_channels) {
+        let most = world.quotas.max_channels.unwrap_or(u32::MAX).min(self.max_channels);
+        if world.channels.len() as u64 >= u64::from(most) {
             return Err(Refusal::ChannelLimit);
         }
         let (mapping, offset, memory) = match spec.userd {
@@ -314,8 +326,30 @@ impl Vgpu {
         self.slice_ns.store(nanoseconds(slice), Ordering::Relaxed);
     }
 
+    /// Sets or lifts the budget of engine time.
+    pub fn set_budget(&self, budget: Option<Budget>) {
+        *self.budget.lock().unwrap_or_else(PoisonError::into_inner) = budget;
+        self.kick.kick();
+    }
+
+    /// Sets the quotas.
+    pub fn set_quotas(&self, quotas: &Quotas) -> Result<(), Refusal> {
+        let mut world = self.enter()?;
+        if quotas.submissions_per_second != world.quotas.submissions_per_second {
+            let now = now_ns();
+            world.bucket = quotas.submissions_per_second.map(|rate| Bucket::new(rate, now));
+        }
+        world.quotas = *quotas;
+        drop(world);
+        self.kick.kick();
+        Ok(())
+    }
+
     /// Opens or closes the gate.
     pub fn set_gate(&self, open: bool) {
+        if !open && self.gate_open() {
+            self.closed_ns.store(now_ns(), Ordering::SeqCst);
+        }
         self.gate_open.store(open, Ordering::SeqCst);
         self.kick.kick();
     }
@@ -355,6 +389,16 @@ impl Vgpu {
         self.gate_open.load(Ordering::SeqCst)
     }
 
+    /// When the gate was closed, where it is.
+    pub fn closed_ns(&self) -> Option<u64> {
+        (!self.gate_open()).then(|| self.closed_ns.load(Ordering::SeqCst))
+    }
+
+    /// The budget of engine time.
+    pub fn budget(&self) -> Option<Budget> {
+        *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Its counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
@@ -379,12 +423,20 @@ impl Vgpu {
     /// Looks whether any channel has work, and counts new doorbells as polled unless the vGPU was just woken.
     pub fn glance(&self, now_ns: u64, woken: bool) -> Glance {
         let Some(mut world) = self.try_enter() else { return Glance::Busy };
+        let token = world.token(now_ns);
+        let patience = world.quotas.acquire_timeout.map_or(u64::MAX, nanoseconds);
         let World { space, channels, .. } = &mut *world;
         let mut best = Readiness::Idle;
-        let mut doorbells = 0;
+        let (mut doorbells, mut hung) = (0, 0);
         for channel in channels.values_mut() {
             doorbells += u64::from(channel.take_doorbell());
-            match channel.poll(now_ns, space) {
+            let mut readiness = channel.poll(now_ns, space, token);
+            if channel.blocked_ns(now_ns) > patience {
+                hung +=
+                    u64::from(channel.fail(Fault { code: notifier::SEMAPHORE_TIMEOUT, info: 0 }));
+                readiness = Readiness::Idle;
+            }
+            match readiness {
                 Readiness::Ready => best = Readiness::Ready,
                 Readiness::Waiting if best == Readiness::Idle => best = Readiness::Waiting,
                 Readiness::Waiting | Readiness::Idle => {}
@@ -392,6 +444,11 @@ impl Vgpu {
         }
         if doorbells > 0 && !woken {
             self.counters.polled_doorbells.fetch_add(doorbells, Ordering::Relaxed);
+        }
+        if hung > 0 {
+            Counters::add(&self.counters.hang_resets, hung);
+            Counters::add(&self.counters.faults, hung);
+            self.signals.raise(Pending::CHANNEL_ERROR, None);
         }
         Glance::Seen(best)
     }
@@ -405,12 +462,28 @@ impl Vgpu {
         world.is_some()
     }
 
+    /// Ends the channel that had the last turn, since it did not give up the engine.
+    pub fn fail_running(&self, overrun_ns: u64) {
+        let Some(mut world) = self.try_enter() else { return };
+        let last = world.last;
+        let fault = Fault { code: notifier::CTXSW_TIMEOUT, info: overrun_ns };
+        if world.channels.get_mut(&last).is_some_and(|channel| channel.fail(fault)) {
+            log::warn!("vGPU {}: channel {last} did not give up the engine: reset", self.spec.vgpu);
+            Counters::add(&self.counters.hang_resets, 1);
+            Counters::add(&self.counters.faults, 1);
+            world.count_fault(now_ns());
+            self.signals.raise(Pending::CHANNEL_ERROR, None);
+        }
+    }
+
     /// Gives the engine to the next channel that is ready, until `end_ns`.
     pub fn run(&self, now: u64, end_ns: u64) {
         let Some(mut world) = self.try_enter() else { return };
-        let World { space, channels, last, .. } = &mut *world;
+        let token = world.token(now);
+        let patience = world.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
+        let World { space, channels, last, bucket, .. } = &mut *world;
         let ready = |id: &u32, channel: &mut Channel| {
-            (channel.poll(now, space) == Readiness::Ready).then_some(*id)
+            (channel.poll(now, space, token) == Readiness::Ready).then_some(*id)
         };
         let start = *last;
         let after = channels.range_mut(start.wrapping_add(1)..).find_map(|(i, c)| ready(i, c));
@@ -418,15 +491,20 @@ impl Vgpu {
         let Some(id) = next else { return };
         *last = id;
         let Some(channel) = channels.get_mut(&id) else { return };
-        let budget = Budget { end_ns, waiting: &self.waiting, gate_open: &self.gate_open };
-        let cx =
-            Context { space, budget: &budget, signals: &self.signals, vector: channel.vector() };
-        let mut outcome = channel.run(cx, &self.counters);
+        let turn = Turn { end_ns, waiting: &self.waiting, gate_open: &self.gate_open };
+        let cx = Context { space, turn: &turn, signals: &self.signals, vector: channel.vector() };
+        let mut outcome = channel.run(cx, &self.counters, bucket);
         if space.poisoned() {
             outcome = Err(Fault { code: notifier::MMU_FAULT, info: 0 });
         }
         let ended = now_ns();
-        channel.charge(ended - now);
+        // What is far beyond the turn's end is the host's doing, or else the engine notices.
+        let working = channel.charge((ended - now).min(end_ns.saturating_sub(now) + GRAIN_NS));
+        let hung = outcome == Ok(Progress::More) && working > patience;
+        if hung {
+            Counters::add(&self.counters.hang_resets, 1);
+            outcome = Err(Fault { code: notifier::IDLE_TIMEOUT, info: working });
+        }
         match outcome {
             Ok(Progress::Done | Progress::More | Progress::Blocked) => {}
             Err(fault) => {
@@ -441,6 +519,21 @@ impl Vgpu {
 }
 
 impl World {
+    /// Whether an entry may be taken from a ring.
+    fn token(&mut self, now_ns: u64) -> bool {
+        self.bucket.as_mut().is_none_or(|bucket| {
+            bucket.advance(now_ns);
+            bucket.has_one()
+        })
+    }
+
+    /// Whether so much more may be imported.
+    fn check_import(&self, len: u64) -> Result<(), Refusal> {
+        let quota = self.quotas.max_import_bytes.unwrap_or(u64::MAX);
+        let room = quota.saturating_sub(self.space.imported()).min(self.space.import_room());
+        if len > room { Err(Refusal::ImportLimit) } else { Ok(()) }
+    }
+
     /// Ids are reused late, so that a stale one names nothing.
     fn free_id(&mut self) -> u32 {
         loop {

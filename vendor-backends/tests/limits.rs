@@ -1,0 +1,252 @@
+//! What a vGPU may not exceed on the software GPU: budgets, quotas, and hangs, each beside a neighbour who must not notice.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::{host, notifier};
+use mdev_core::gpu::{ClientSpec, EngineKind, Gpu, GpuError, Pending, Quotas, Usage};
+use mdev_core::ids::VgpuId;
+use mdev_core::sched::Budget;
+use mdev_core::units::MIB;
+use vendor_backends::conformance::{Driver, Pushbuffer};
+use vendor_backends::seqpacket::SeqPacketListener;
+use vendor_backends::soft::server::{self, Config};
+use vendor_backends::soft::{SoftClient, SoftGpu};
+
+struct Parent {
+    gpu: SoftGpu,
+    _folder: tempfile::TempDir,
+}
+
+impl Parent {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path: PathBuf = folder.path().join("admin.sock");
+        let listener = SeqPacketListener::bind(&path).unwrap();
+        let grace = Duration::from_secs(1);
+        let config = Config { name: "soft0".into(), vram_bytes: 256 * MIB, grace };
+        thread::spawn(move || server::run(&config, &listener).unwrap());
+        Self { gpu: SoftGpu::connect(&path).unwrap(), _folder: folder }
+    }
+
+    fn guest(&mut self) -> (VgpuId, Driver) {
+        let spec = ClientSpec {
+            vgpu: VgpuId::random(),
+            vram_bytes: 16 * MIB,
+            framebuffer_bytes: 0,
+            max_channels: 8,
+            max_import_bytes: 256 * MIB,
+        };
+        let client = SoftClient::open(self.gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+        (spec.vgpu, Driver::new(Box::new(client)))
+    }
+
+    fn usage(&mut self, vgpu: VgpuId) -> Usage {
+        let report = self.gpu.usage().unwrap();
+        report.vgpus.into_iter().find(|(id, _)| *id == vgpu).unwrap().1
+    }
+
+    /// What each of them has used, when all together have used so much. By the engine's time: the host may give it little.
+    fn used(&mut self, vgpus: &[VgpuId], time: Duration) -> Vec<f64> {
+        let read = |parent: &mut Self| -> Vec<u64> {
+            let report = parent.gpu.usage().unwrap();
+            let find = |id| report.vgpus.iter().find(|(other, _)| other == id).unwrap().1.engine_ns;
+            vgpus.iter().map(find).collect()
+        };
+        let (before, started) = (read(self), Instant::now());
+        loop {
+            assert!(started.elapsed() < Duration::from_secs(60), "too little work");
+            thread::sleep(Duration::from_millis(20));
+            let used: Vec<u64> = read(self).iter().zip(&before).map(|(a, b)| a - b).collect();
+            if used.iter().sum::<u64>() >= time.as_nanos() as u64 {
+                return used.iter().map(|ns| *ns as f64).collect();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_budget_is_kept_beside_a_neighbour_who_gets_the_rest() {
+    let mut parent = Parent::start();
+    let (capped, mut one) = parent.guest();
+    let (free, mut two) = parent.guest();
+    for driver in [&mut one, &mut two] {
+        let mut ring = driver.ring(EngineKind::Compute);
+        driver.spin_forever(&mut ring);
+    }
+    let budget = Budget::part(0.1, Duration::from_millis(10));
+    parent.gpu.set_budget(capped, budget).unwrap();
+    thread::sleep(Duration::from_millis(100));
+    let used = parent.used(&[capped, free], Duration::from_secs(2));
+    let part = used[0] / (used[0] + used[1]);
+    assert!((part - 0.1).abs() < 0.02, "{part}");
+    let usage = parent.usage(capped);
+    assert!(usage.gate_closings > 10 && usage.gated_ns > 500_000_000, "{usage:?}");
+    assert!(usage.gated_ns <= usage.wait_ns, "{usage:?}");
+
+    // And lifted again.
+    parent.gpu.set_budget(capped, None).unwrap();
+    thread::sleep(Duration::from_millis(100));
+    let used = parent.used(&[capped, free], Duration::from_secs(1));
+    let part = used[0] / (used[0] + used[1]);
+    assert!((part - 0.5).abs() < 0.03, "{part}");
+
+    let nonsense = Some(Budget { time_ns: 5_000_000, period_ns: 5_000_000 });
+    assert!(matches!(parent.gpu.set_budget(free, nonsense), Err(GpuError::Invalid(_))));
+}
+
+#[test]
+fn a_budget_is_kept_alone_and_work_under_it_ends() {
+    let mut parent = Parent::start();
+    let (capped, mut driver) = parent.guest();
+    parent.gpu.set_budget(capped, Budget::part(0.25, Duration::from_millis(10))).unwrap();
+    let mut ring = driver.ring(EngineKind::Compute);
+    let mut copies = driver.ring(EngineKind::Copy);
+    driver.spin_forever(&mut ring);
+    driver.finish(&mut copies, Pushbuffer::default());
+    let started = Instant::now();
+    let used = parent.used(&[capped], Duration::from_millis(500))[0];
+    let part = used / started.elapsed().as_nanos() as f64;
+    // Less only where the host had no core for the engine.
+    assert!(part < 0.26, "{part}");
+}
+
+#[test]
+fn submissions_beyond_the_quota_wait_and_are_all_done() {
+    let mut parent = Parent::start();
+    let (vgpu, mut driver) = parent.guest();
+    let mut ring = driver.ring(EngineKind::Copy);
+    let rate = NonZeroU32::new(200);
+    let quotas = Quotas { submissions_per_second: rate, ..Quotas::default() };
+    parent.gpu.set_quotas(vgpu, &quotas).unwrap();
+    let started = Instant::now();
+    for _ in 0..4 {
+        let mut last = None;
+        for _ in 0..25 {
+            last = Some(driver.submit(&mut ring, Pushbuffer::default()));
+        }
+        assert!(driver.wait(last.unwrap()));
+    }
+    // 100 of them at 200 a second, 10 of which may come at once.
+    assert!(started.elapsed() >= Duration::from_millis(449), "{:?}", started.elapsed());
+    let usage = parent.usage(vgpu);
+    assert!((80..=100).contains(&usage.throttled), "{usage:?}");
+    parent.gpu.set_quotas(vgpu, &Quotas::default()).unwrap();
+    let (started, before) = (Instant::now(), parent.usage(vgpu).throttled);
+    for _ in 0..500 {
+        driver.finish(&mut ring, Pushbuffer::default());
+    }
+    assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+    assert_eq!(parent.usage(vgpu).throttled, before);
+}
+
+#[test]
+fn channels_and_imports_beyond_their_quotas_are_refused() {
+    let mut parent = Parent::start();
+    let (vgpu, mut driver) = parent.guest();
+    let kept = driver.ring(EngineKind::Copy);
+    let _second = driver.ring(EngineKind::Copy);
+    let imported = parent.usage(vgpu).imported_bytes;
+    let quotas = Quotas {
+        max_channels: Some(1),
+        max_import_bytes: Some(imported + MIB),
+        ..Quotas::default()
+    };
+    parent.gpu.set_quotas(vgpu, &quotas).unwrap();
+    let spec = mdev_core::gpu::ChannelSpec {
+        engine: EngineKind::Copy,
+        gpfifo: mdev_core::ids::GpuVa(driver.va(0)),
+        gpfifo_entries: 64,
+        userd: mdev_core::gpu::Backing::Guest { memory: driver.memory(), offset: 0 },
+        vector: 0,
+    };
+    let refused = driver.client().create_channel(&spec).unwrap_err();
+    assert_eq!(refused.to_string(), "Limit reached: channels");
+    driver.client().query_channel(kept.id()).expect("those that exist stay");
+
+    let ram = vendor_backends::soft::silicon::mem::SharedMemory::new(c"ram", 2 * MIB).unwrap();
+    let mut import = |len| {
+        let fd = std::os::fd::AsFd::as_fd(&ram.fd);
+        driver.client().import(mdev_core::gpu::GuestRam { fd, offset: 0, len, writable: true })
+    };
+    assert_eq!(import(2 * MIB).unwrap_err().to_string(), "Limit reached: imported guest memory");
+    import(MIB).unwrap();
+}
+
+#[test]
+fn an_endless_kernel_is_reset_after_its_time_and_nothing_else_is() {
+    let mut parent = Parent::start();
+    let (hung, mut driver) = parent.guest();
+    let (fine, mut neighbour) = parent.guest();
+    let hang_timeout = Some(Duration::from_millis(200));
+    let quotas = Quotas { hang_timeout, ..Quotas::default() };
+    parent.gpu.set_quotas(hung, &quotas).unwrap();
+    let mut busy = neighbour.ring(EngineKind::Compute);
+    neighbour.spin_forever(&mut busy);
+    let mut good = driver.ring(EngineKind::Copy);
+    let mut bad = driver.ring(EngineKind::Compute);
+    driver.spin_forever(&mut bad);
+    let status = driver.expect_fault(&bad);
+    assert_eq!(status.error, notifier::IDLE_TIMEOUT);
+    // Engine time, of which it has had half: within a turn.
+    assert!((200_000_000..260_000_000).contains(&status.engine_ns), "{status:?}");
+    assert!(driver.client().take_pending().contains(Pending::CHANNEL_ERROR));
+    driver.finish(&mut good, Pushbuffer::default());
+    assert_eq!(neighbour.client().query_channel(busy.id()).unwrap().error, 0);
+    let usage = parent.usage(hung);
+    assert_eq!((usage.hang_resets, usage.faults), (1, 1));
+    assert_eq!(parent.usage(fine).hang_resets, 0);
+
+    // Many kernels that end, one after the other, are no hang.
+    let mut long = driver.ring(EngineKind::Copy);
+    let before = parent.usage(hung).engine_ns;
+    while parent.usage(hung).engine_ns - before < 400_000_000 {
+        let data = driver.va(20 * MIB);
+        driver.finish(&mut long, Pushbuffer::default().copy(data, data + 8 * MIB, 8 << 20));
+    }
+}
+
+#[test]
+fn a_semaphore_that_is_never_released_is_given_up_only_where_that_was_asked_for() {
+    let mut parent = Parent::start();
+    let (patient, mut waits) = parent.guest();
+    let (hurried, mut driver) = parent.guest();
+    let acquire_timeout = Some(Duration::from_secs(1));
+    let quotas = Quotas { acquire_timeout, ..Quotas::default() };
+    parent.gpu.set_quotas(hurried, &quotas).unwrap();
+    let flag = |driver: &Driver| driver.va(20 * MIB);
+    let mut rings = Vec::new();
+    for driver in [&mut waits, &mut driver] {
+        let mut ring = driver.ring(EngineKind::Copy);
+        let acquire = Pushbuffer::default().semaphore(flag(driver), 7, host::sem::ACQUIRE);
+        let done = driver.submit(&mut ring, acquire);
+        rings.push((ring, done));
+    }
+    let started = Instant::now();
+    let status = driver.expect_fault(&rings[1].0);
+    assert_eq!(status.error, notifier::SEMAPHORE_TIMEOUT);
+    assert!(started.elapsed() >= Duration::from_millis(950), "{:?}", started.elapsed());
+    let usage = parent.usage(hurried);
+    assert_eq!(usage.hang_resets, 1);
+    assert!(usage.engine_ns < 50_000_000, "to wait costs nothing: {usage:?}");
+
+    // Semaphores that are released in time, one after the other for longer than the limit, are no hang.
+    let mut ring = driver.ring(EngineKind::Copy);
+    for round in 1..=8 {
+        let acquire = Pushbuffer::default().semaphore(flag(&driver), round, host::sem::ACQUIRE);
+        let done = driver.submit(&mut ring, acquire);
+        thread::sleep(Duration::from_millis(150));
+        driver.write(20 * MIB, &round.to_le_bytes()[..4]);
+        assert!(driver.wait(done));
+    }
+
+    let (ring, done) = &rings[0];
+    assert_eq!(waits.client().query_channel(ring.id()).unwrap().error, 0);
+    waits.write(20 * MIB, &7u32.to_le_bytes());
+    assert!(waits.wait(*done));
+    assert_eq!(parent.usage(patient).hang_resets, 0);
+}
