@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::account::{Interval, Ledger, Measured};
+use super::account::{Ledger, Measured};
 use super::budget::{Budget, Meter};
 use super::log::{Cause, Decision, Log, Record};
 use super::policy::{Config, Enforcement, MAX_SLICE, MIN_SLICE, Policy};
@@ -21,12 +21,16 @@ use super::share::{Core, Mode, Share};
 use crate::gpu::{Usage, UsageReport};
 use crate::ids::VgpuId;
 
+mod repay;
+#[cfg(test)]
+mod tests;
+
+use repay::Extra;
+
 /// What a vGPU without `core` weighs at least, in hundredths, so that it never starves.
 const MIN_WEIGHT: f64 = 1.0;
 /// Time over which a busy vGPU is given back what it is owed, without averaging: two reports, so that it settles.
 const REPAY_NS: u64 = 200_000_000;
-/// That time lasts so many rounds of the runlist at least.
-const ROUNDS: f64 = 4.0;
 /// Bounds of that time with averaging.
 const MIN_REPAY_NS: u64 = 20_000_000;
 const MAX_REPAY_NS: u64 = 1_000_000_000;
@@ -34,8 +38,6 @@ const MAX_REPAY_NS: u64 = 1_000_000_000;
 const REPORT_NS: u64 = 100_000_000;
 /// Gates are not decided more often than this.
 const MIN_GATE_NS: u64 = 500_000;
-/// How far a slice is scaled up or down, at most, to repay.
-const MAX_CORRECTION: f64 = 8.0;
 /// Corrections that change a slice by less than this part are not worth an action.
 const TOLERANCE: f64 = 0.01;
 /// Without measurements for this long, what is owed is not known any more.
@@ -150,6 +152,9 @@ struct Group {
     owed_ns: f64,
     /// What its slice is scaled by to repay that.
     correction: f64,
+    /// It has work all the time, and yet does not use even the longest slice: it comes back with a little work again
+    /// and again.
+    sated: bool,
     /// The slice that the silicon has.
     slice: Option<Duration>,
     /// The part of the GPU that it may have at most, and that as a budget.
@@ -174,6 +179,7 @@ impl Group {
             boost: 1.0,
             owed_ns: 0.0,
             correction: 1.0,
+            sated: false,
             slice: None,
             cap: 1.0,
             budget: None,
@@ -531,111 +537,19 @@ impl Scheduler {
         self.last_measured_ns = Some(report.now_ns);
         if !intervals.is_empty() {
             if !changed {
-                self.repay(&intervals);
+                let classes = self.config.policy == Policy::Weighted;
+                let repay_ns = self.repay_ns();
+                repay::repay(&mut self.groups, &intervals, repay_ns, classes);
             }
             actions.extend(self.reslice(TOLERANCE, Cause::Repay));
         }
         actions
     }
 
-    /// Charges what was used. Only busy vGPUs owe each other: one that was idle by choice lost nothing.
-    fn repay(&mut self, intervals: &[Interval]) {
-        let busy: Vec<_> = intervals.iter().filter(|interval| interval.busy).collect();
-        self.boost(&busy);
-        let used: f64 = busy.iter().map(|interval| interval.engine_ns as f64).sum();
-        let dues = self.dues(&busy, used);
-        // Where a round of turns takes longer than that, one interval says nothing about who had how much.
-        let slices = busy.iter().filter_map(|interval| self.groups.get(&interval.vgpu)?.slice);
-        let round_ns = slices.sum::<Duration>().as_nanos() as f64;
-        let repay_ns = (self.repay_ns() as f64).max(ROUNDS * round_ns);
-        for (interval, due) in busy.iter().zip(dues) {
-            let Some(group) = self.groups.get_mut(&interval.vgpu) else { continue };
-            if busy.len() < 2 || due <= 0.0 || used <= 0.0 {
-                continue;
-            }
-            let full = due / used * repay_ns;
-            let owed = group.owed_ns + due - interval.engine_ns as f64;
-            // No more is carried than corrections can act on, or it would be repaid long after.
-            group.owed_ns =
-                owed.clamp((1.0 / MAX_CORRECTION - 1.0) * full, (MAX_CORRECTION - 1.0) * full);
-            group.correction = 1.0 + group.owed_ns / full;
-        }
-        for interval in intervals.iter().filter(|interval| !interval.busy) {
-            if let Some(group) = self.groups.get_mut(&interval.vgpu) {
-                let kept = (1.0 - interval.elapsed_ns as f64 / repay_ns).max(0.0);
-                group.owed_ns *= kept;
-                group.correction = 1.0 + (group.correction - 1.0) * kept;
-            }
-        }
-    }
-
-    /// Gives the time that idle vGPUs leave to the busy ones, each class its part.
-    fn boost(&mut self, busy: &[&Interval]) {
-        if self.config.policy != Policy::Weighted {
-            return;
-        }
-        for group in self.groups.values_mut() {
-            group.boost = 1.0;
-        }
-        let takers = || {
-            let groups = busy.iter().filter_map(|interval| self.groups.get(&interval.vgpu));
-            groups.filter(|group| group.takes_more())
-        };
-        let mut classes = takers().map(|group| group.share.priority);
-        let first = classes.next();
-        // Within one class idle time goes by weights, as it does without being told to.
-        if classes.all(|class| Some(class) == first) {
-            return;
-        }
-        let all = busy.iter().filter_map(|interval| self.groups.get(&interval.vgpu));
-        let extra = Extra::of(all);
-        let (had, has) = takers()
-            .map(|group| (group.weight, extra.weight(group)))
-            .fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-        for interval in busy {
-            if let Some(group) = self.groups.get_mut(&interval.vgpu)
-                && group.takes_more()
-            {
-                group.boost = extra.weight(group) * had / (has * group.weight);
-            }
-        }
-    }
-
-    /// What of the time that the busy vGPUs used was due to each: by weight, and none more than its cap.
-    fn dues(&self, busy: &[&Interval], used: f64) -> Vec<f64> {
-        struct Claim {
-            index: usize,
-            weight: f64,
-            most: f64,
-        }
-        let mut claims: Vec<_> = busy
-            .iter()
-            .enumerate()
-            .filter_map(|(index, interval)| {
-                let group = self.groups.get(&interval.vgpu)?;
-                let capped = group.cap < 1.0;
-                let most =
-                    if capped { group.cap * interval.elapsed_ns as f64 } else { f64::INFINITY };
-                Some(Claim { index, weight: group.weight * group.boost, most })
-            })
-            .collect();
-        // Those whose caps are the lowest for their weight come first: what they may not have, the rest gets.
-        claims.sort_by(|a, b| (a.most / a.weight).total_cmp(&(b.most / b.weight)));
-        let mut weight: f64 = claims.iter().map(|claim| claim.weight).sum();
-        let mut rest = used;
-        let mut dues = vec![0.0; busy.len()];
-        for claim in claims {
-            let due = (rest * claim.weight / weight).min(claim.most);
-            dues[claim.index] = due;
-            rest -= due;
-            weight -= claim.weight;
-        }
-        dues
-    }
-
     /// Drops what is owed.
     fn forget(&mut self) {
         for group in self.groups.values_mut() {
+            group.sated = false;
             group.owed_ns = 0.0;
             group.correction = 1.0;
         }
@@ -677,37 +591,6 @@ impl Scheduler {
     }
 }
 
-/// How time that none of some vGPUs was promised is divided among them.
-#[derive(Clone, Copy, Debug)]
-struct Extra {
-    /// Hundredths that none was promised.
-    left: f64,
-    /// Sum of the parts of those that may have more.
-    parts: f64,
-}
-
-impl Extra {
-    fn of<'a>(groups: impl Iterator<Item = &'a Group>) -> Self {
-        let mut extra = Self { left: 100.0, parts: 0.0 };
-        for group in groups {
-            extra.left -= group.promised;
-            if group.takes_more() {
-                extra.parts += group.promised * group.parts();
-            }
-        }
-        extra.left = extra.left.max(0.0);
-        extra
-    }
-
-    fn weight(&self, group: &Group) -> f64 {
-        if group.takes_more() {
-            group.promised * (1.0 + self.left * group.parts() / self.parts)
-        } else {
-            group.promised
-        }
-    }
-}
-
 fn hundredths(share: Share) -> u32 {
     share.core.map_or(0, |core| u32::from(core.get()))
 }
@@ -721,193 +604,5 @@ fn record(now_ns: u64, vgpu: VgpuId, group: &Group, decision: Decision, cause: C
         engine_ns: group.usage.engine_ns,
         wait_ns: group.usage.wait_ns,
         owed_ns: group.owed_ns as i64,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-    use uuid::Uuid;
-
-    use super::*;
-
-    fn id(n: u8) -> VgpuId {
-        VgpuId(Uuid::from_u128(u128::from(n)))
-    }
-
-    fn core(hundredths: u8) -> Option<Core> {
-        Core::try_from(hundredths).ok()
-    }
-
-    fn started<'a>(id: VgpuId, core: Option<Core>) -> Event<'a> {
-        Event::VgpuStarted { id, share: Share::of(core), max_instances: 8 }
-    }
-
-    fn changed<'a>(id: VgpuId, core: Option<Core>) -> Event<'a> {
-        Event::ShareChanged { id, share: Share::of(core) }
-    }
-
-    fn scheduler() -> Scheduler {
-        Scheduler::new(Config::new(Duration::from_millis(2)), Enforcement::Budgets)
-    }
-
-    #[test]
-    fn a_vgpu_is_told_its_slice_and_others_theirs_where_it_changes() {
-        let mut sched = scheduler();
-        let ms = Duration::from_millis;
-        let us = Duration::from_micros;
-        let none = |id| Action::SetBudget(id, None);
-        assert_eq!(
-            sched.handle(started(id(1), core(80))).unwrap(),
-            [Action::SetTimeslice(id(1), ms(2)), none(id(1)), Action::Gate(id(1), true)]
-        );
-        assert_eq!(
-            sched.handle(started(id(2), core(20))).unwrap(),
-            [
-                Action::SetTimeslice(id(1), us(3200)),
-                Action::SetTimeslice(id(2), us(800)),
-                none(id(2)),
-                Action::Gate(id(2), true)
-            ]
-        );
-        assert_eq!(sched.entitled(id(2)), Some(0.2));
-        assert_eq!(
-            sched.handle(Event::VgpuStopped { id: id(1) }).unwrap(),
-            [Action::SetTimeslice(id(2), ms(2))]
-        );
-        assert_eq!(sched.handle(Event::VgpuStopped { id: id(1) }).unwrap(), []);
-    }
-
-    #[test]
-    fn more_than_the_whole_gpu_is_refused_with_what_is_left() {
-        let mut sched = scheduler();
-        sched.handle(started(id(1), core(80))).unwrap();
-        let error = sched.handle(started(id(2), core(30))).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "Not enough of the GPU is left: core=30 asked, 20 of 100 left; \
-             ask for 20 or less, or lower another vGPU's core"
-        );
-        sched.handle(started(id(2), core(20))).unwrap();
-        let error = sched.check(Share::of(core(1))).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "Not enough of the GPU is left: core=1 asked, 0 of 100 left; \
-             lower another vGPU's core, or leave core out"
-        );
-        assert_eq!(sched.check(Share::default()), Ok(()));
-        // A change counts without what the vGPU had before.
-        sched.handle(changed(id(2), core(10))).unwrap();
-        sched.handle(changed(id(1), core(90))).unwrap();
-        assert!(sched.handle(changed(id(1), core(91))).is_err());
-        assert_eq!(sched.left(), 0);
-    }
-
-    #[test]
-    fn events_for_vgpus_that_are_not_there_are_refused() {
-        let mut sched = scheduler();
-        let changed = sched.handle(changed(id(1), None));
-        assert_eq!(changed, Err(ShareError::Unknown(id(1))));
-        sched.handle(started(id(1), None)).unwrap();
-        let again = sched.handle(started(id(1), None));
-        assert_eq!(again, Err(ShareError::Duplicate(id(1))));
-    }
-
-    #[test]
-    fn corrections_are_dropped_when_measurements_stop() {
-        let mut sched = scheduler();
-        sched.handle(started(id(1), core(50))).unwrap();
-        sched.handle(started(id(2), core(50))).unwrap();
-        let usage =
-            |engine_ns, wait_ns| Usage { engine_ns, wait_ns, runnable: true, ..Usage::default() };
-        let report = |now_ns, a, b| UsageReport {
-            now_ns,
-            vgpus: vec![(id(1), usage(a, b)), (id(2), usage(b, a))],
-        };
-        sched.handle(Event::UsageReport(&report(0, 0, 0))).unwrap();
-        let used = report(100_000_000, 80_000_000, 20_000_000);
-        let actions = sched.handle(Event::UsageReport(&used)).unwrap();
-        assert_eq!(actions.len(), 2);
-        assert!(sched.slice(id(1)) < sched.slice(id(2)));
-        assert_eq!(sched.handle(Event::Tick { now_ns: 1_100_000_000 }).unwrap(), []);
-        assert_eq!(sched.handle(Event::Tick { now_ns: 1_100_000_001 }).unwrap().len(), 2);
-        assert_eq!(sched.slice(id(1)), sched.slice(id(2)));
-    }
-
-    #[derive(Clone, Debug)]
-    enum Step {
-        Start(u8, Option<u8>),
-        Stop(u8),
-        Change(u8, Option<u8>),
-        Policy(Policy),
-        Report(u64, Vec<(u8, u64, u64)>),
-        Tick(u64),
-    }
-
-    fn any_step() -> impl Strategy<Value = Step> {
-        let asked = || prop::option::of(1..=100_u8);
-        prop_oneof![
-            (0..12_u8, asked()).prop_map(|(id, core)| Step::Start(id, core)),
-            (0..12_u8).prop_map(Step::Stop),
-            (0..12_u8, asked()).prop_map(|(id, core)| Step::Change(id, core)),
-            prop::sample::select(&Policy::ALL[..]).prop_map(Step::Policy),
-            (any::<u64>(), prop::collection::vec(any::<(u8, u64, u64)>(), 0..12))
-                .prop_map(|(at, usage)| Step::Report(at, usage)),
-            any::<u64>().prop_map(Step::Tick),
-        ]
-    }
-
-    proptest! {
-        #[test]
-        fn whatever_happens_the_invariants_hold(steps in prop::collection::vec(any_step(), 0..80)) {
-            let mut sched = scheduler();
-            let mut slices = BTreeMap::new();
-            for step in steps {
-                let ask = |asked: Option<u8>| asked.and_then(core);
-                let actions = match step {
-                    Step::Start(n, asked) => {
-                        sched.handle(started(id(n), ask(asked)))
-                    }
-                    Step::Stop(n) => {
-                        slices.remove(&id(n));
-                        sched.handle(Event::VgpuStopped { id: id(n) })
-                    }
-                    Step::Change(n, asked) => {
-                        sched.handle(changed(id(n), ask(asked)))
-                    }
-                    Step::Policy(policy) => sched.handle(Event::ConfigChanged(
-                        Config { policy, ..sched.config() }
-                    )),
-                    Step::Report(now_ns, usages) => {
-                        let vgpus = usages.into_iter().map(|(n, engine_ns, wait_ns)| {
-                            let runnable = n % 4 != 0;
-                            (id(n % 12), Usage { engine_ns, wait_ns, runnable, ..Usage::default() })
-                        });
-                        let report = UsageReport { now_ns, vgpus: vgpus.collect() };
-                        sched.handle(Event::UsageReport(&report))
-                    }
-                    Step::Tick(now_ns) => sched.handle(Event::Tick { now_ns }),
-                };
-                for action in actions.unwrap_or_default() {
-                    if let Action::SetTimeslice(id, slice) = action {
-                        prop_assert!(sched.groups.contains_key(&id), "told of one that is gone");
-                        prop_assert!((MIN_SLICE..=MAX_SLICE).contains(&slice));
-                        slices.insert(id, slice);
-                    }
-                }
-                // What the silicon was told is what the scheduler thinks it has.
-                prop_assert_eq!(slices.len(), sched.groups.len());
-                for (id, slice) in &slices {
-                    prop_assert_eq!(sched.slice(*id), Some(*slice));
-                }
-                let asked: u32 = sched
-                    .groups
-                    .values()
-                    .filter_map(|group| group.share.core)
-                    .map(|core| u32::from(core.get()))
-                    .sum();
-                prop_assert_eq!(asked + u32::from(sched.left()), 100);
-            }
-        }
     }
 }

@@ -8,7 +8,7 @@
 //! * [`kvm`]: whether KVM is of use here
 //! * [`build`]: our own programs, by cargo; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
 //! * [`picture`]: what is on a screen
-//! * [`demo`], [`test`], [`bench`]: what `cargo lab` does
+//! * [`demo`], [`test`], [`bench`], [`simulate`]: what `cargo lab` does
 //! * [`cleanup`], [`progress`]: nothing is left behind; people see what goes on
 
 use std::path::PathBuf;
@@ -34,6 +34,7 @@ pub mod progress;
 pub mod qemu;
 pub mod qmp;
 pub mod root;
+pub mod simulate;
 pub mod test;
 
 /// All that a VM is made of.

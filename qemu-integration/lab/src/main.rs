@@ -9,7 +9,8 @@ use lab::cleanup::Scratch;
 use lab::demo::{self, Options};
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec};
-use lab::{Lab, bench, test};
+use lab::{Lab, bench, simulate, test};
+use mdev_core::sched::{Enforcement, Policy};
 
 /// Real VMs on this machine: fetches QEMU and a kernel if need be, and cleans up after itself.
 #[derive(Debug, Parser)]
@@ -41,6 +42,22 @@ enum Task {
         /// A benchmark of the tests crate
         name: Option<String>,
     },
+    /// The scheduling policies in simulated time, with up to 10,000 vGPUs; fails unless shares hold
+    Simulate {
+        /// How many vGPUs, 1 to 10000; more than one number for a run each
+        #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [10, 100, 1000, 10_000],
+              value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        vgpus: Vec<u32>,
+        /// The policy
+        #[arg(long, default_value_t = Policy::Weighted)]
+        policy: Policy,
+        /// Hold caps with gates, as on a GPU without budgets of its own
+        #[arg(long)]
+        gates: bool,
+        /// Write plots (SVG) into DIR
+        #[arg(long, value_name = "DIR", default_value = "lab-out/simulate")]
+        out: PathBuf,
+    },
     /// Prepare QEMU and the guest, and boot one VM
     Prepare,
 }
@@ -67,6 +84,10 @@ fn run(task: Task) -> Result<bool> {
         }
         Task::Test => Ok(test::run().failed == 0),
         Task::Bench { name } => bench::run(name.as_deref()).map(|()| true),
+        Task::Simulate { vgpus, policy, gates, out } => {
+            let enforcement = if gates { Enforcement::Gates } else { Enforcement::Budgets };
+            simulate::run(&vgpus, policy, enforcement, &out)
+        }
         Task::Prepare => prepare().map(|()| true),
     }
 }
