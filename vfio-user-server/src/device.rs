@@ -9,7 +9,9 @@ use vfio_bindings::bindings::vfio::{
 use crate::dma::{DmaMap, DmaUnmap};
 use crate::errno::Errno;
 use crate::irq::{Irq, IrqCommand};
+use crate::migration::{DmaLogging, Migration};
 use crate::proto::message::Feature;
+use crate::transfer::Transfers;
 
 /// Indices of regions and interrupts of a PCI device.
 pub mod pci {
@@ -170,12 +172,28 @@ pub trait Device {
         &[]
     }
 
-    /// An optional feature (migration and the like) is probed, read or set. What is read is appended to `reply`.
+    /// How its state is saved and restored, where it can be.
+    fn migration(&mut self) -> Option<&mut dyn Migration> {
+        None
+    }
+
+    /// How it logs what it writes, where it does.
+    fn dma_logging(&mut self) -> Option<&mut dyn DmaLogging> {
+        None
+    }
+
+    /// What it wants of memory that the client does not share, where it can work with that.
+    fn transfers(&mut self) -> Option<&mut dyn Transfers> {
+        None
+    }
+
+    /// A feature other than migration and DMA logging is probed, read or set. What is read is appended to `reply`.
     fn feature(&mut self, feature: Feature<'_>, reply: &mut Vec<u8>) -> Result<(), Errno> {
         let _ = (feature, reply);
         Err(Errno::ENOTSUP)
     }
 
-    /// The client is gone: drop every map and every interrupt's eventfd. Called once, when the session ends.
+    /// The client is gone: drop every map and every interrupt's eventfd, and run again if it was stopped. Called once,
+    /// when the session ends.
     fn detach(&mut self) {}
 }

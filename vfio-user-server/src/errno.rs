@@ -36,6 +36,7 @@ errnos! {
     E2BIG: "Argument list too long.",
     EMSGSIZE: "Message too long.",
     ENOTSUP: "Not supported.",
+    ENOTTY: "Not applicable: this kind of interrupt does not know it.",
     EOVERFLOW: "Value too large.",
 }
 

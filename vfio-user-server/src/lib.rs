@@ -1,8 +1,8 @@
 //! The vfio-user server, and the roles of `vgpud` that are built on it.
 //!
 //! The server, in reading order: [`device`] (what a device author writes), [`dma`], [`irq`] and [`errno`] (its
-//! vocabulary), [`session`] (one client's connection), [`transport`] and [`fds`] (messages on a socket), and
-//! [`proto`] (messages as bytes). None of it knows what a vGPU is.
+//! vocabulary), [`session`] (one client's connection), [`patience`] (when to wait awake), [`transport`] and [`fds`]
+//! (messages on a socket), and [`proto`] (messages as bytes). None of it knows what a vGPU is.
 
 pub mod api;
 pub mod device;
@@ -11,10 +11,13 @@ pub mod errno;
 pub mod fds;
 pub mod irq;
 pub mod manager;
+pub mod migration;
+pub mod patience;
 pub mod private;
 pub mod proto;
 pub mod session;
 pub mod spawn;
 mod sys;
+pub mod transfer;
 pub mod transport;
 pub mod worker;

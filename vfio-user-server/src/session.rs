@@ -2,30 +2,30 @@
 //!
 //! A session is driven by readiness: whoever owns the event loop watches the socket for what [`Interest`] says and
 //! calls [`Session::on_ready`]. It never blocks, and a device's methods are called from nowhere else.
+//!
+//! `answer` carries requests out, `feature` those about migration and DMA logging, and `transfers` is the other
+//! direction: what the device asks of the client.
+
+mod answer;
+mod feature;
+mod transfers;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use zerocopy::IntoBytes;
 
-use crate::device::{Device, Region};
-use crate::dma::{DmaMap, DmaRanges, DmaUnmap};
+use crate::device::Device;
 use crate::errno::Errno;
-use crate::fds::Fds;
-use crate::irq::{self, IrqCommand, IrqLines};
-use crate::proto::caps::{Capabilities, MAX_DMA_MAPS};
+use crate::patience::Patience;
 use crate::proto::header::{Kind, MAX_MESSAGE};
-use crate::proto::message::{
-    Access, Feature, FeatureAccess, IrqData, MultiWrites, Request, SetIrqs,
-};
+use crate::proto::message::Request;
 use crate::proto::reply::Reply;
-use crate::proto::wire;
 use crate::transport::{BadFraming, Filled, Receiver, ReplyFds, Sender};
+use answer::State;
 
-/// The protocol's version, and its latest revision that we know.
-const VERSION: (u16, u16) = (0, 1);
 /// Messages that one wake-up handles at most, so that the rest of the event loop gets its turn.
 const MESSAGES_PER_WAKE: usize = 64;
 /// Calls to receive that one wake-up makes at most: a message can come in as many pieces as it has bytes.
@@ -75,6 +75,19 @@ impl Interest {
     const READ: Self = Self { readable: true, writable: false };
     const WRITE: Self = Self { readable: false, writable: true };
     const AGAIN: Self = Self { readable: true, writable: true };
+
+    fn poll_flags(self) -> PollFlags {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::POLLIN, self.readable);
+        flags.set(PollFlags::POLLOUT, self.writable);
+        flags
+    }
+}
+
+impl From<BadFraming> for Closed {
+    fn from(BadFraming(header): BadFraming) -> Self {
+        Self::Framing { size: header.size, max: MAX_MESSAGE }
+    }
 }
 
 /// One client's connection.
@@ -84,21 +97,41 @@ pub struct Session {
     receiver: Receiver,
     sender: Sender,
     state: State,
+    /// A socket of its own for what the device asks of the client.
+    twin: Option<Twin>,
+    messages: u64,
     detached: bool,
 }
 
+#[derive(Debug)]
+struct Twin {
+    socket: OwnedFd,
+    receiver: Receiver,
+    sender: Sender,
+}
+
 impl Session {
-    /// Takes over a connected stream socket, and makes it non-blocking.
+    /// Takes over a connected stream socket.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        // Whether a call waits is said with each call.
         let flags = OFlag::from_bits_retain(fcntl(&socket, FcntlArg::F_GETFL)?);
-        fcntl(&socket, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+        if flags.contains(OFlag::O_NONBLOCK) {
+            fcntl(&socket, FcntlArg::F_SETFL(flags & !OFlag::O_NONBLOCK))?;
+        }
         Ok(Self {
             socket,
             receiver: Receiver::default(),
             sender: Sender::default(),
             state: State::default(),
+            twin: None,
+            messages: 0,
             detached: false,
         })
+    }
+
+    /// Messages handled so far.
+    pub fn messages(&self) -> u64 {
+        self.messages
     }
 
     /// Sends what waits, then handles the messages that are there, a bounded number of them.
@@ -106,7 +139,7 @@ impl Session {
     /// To be called whenever the socket is readable, writable, or hung up. Once it returns an error the device has
     /// been [detached](Device::detach) and the session is to be dropped.
     pub fn on_ready<D: Device + ?Sized>(&mut self, device: &mut D) -> Result<Interest, Closed> {
-        let result = self.advance(device);
+        let result = self.turn(device, false);
         if result.is_err() {
             self.detach(device);
         }
@@ -119,33 +152,132 @@ impl Session {
     }
 
     /// Serves the client until it is gone, with a loop of its own: for a device that has nothing else to wait for.
-    pub fn serve<D: Device + ?Sized>(mut self, device: &mut D) -> Closed {
+    ///
+    /// It waits in the very call that receives, or awake where [`Patience`] says so.
+    pub fn serve<D: Device + ?Sized>(self, device: &mut D) -> Closed {
+        self.serve_with(device, Patience::default())
+    }
+
+    /// The same, with a `patience` of one's own.
+    pub fn serve_with<D: Device + ?Sized>(
+        mut self,
+        device: &mut D,
+        mut patience: Patience,
+    ) -> Closed {
         loop {
-            let interest = match self.on_ready(device) {
-                Ok(interest) => interest,
-                Err(closed) => return closed,
-            };
-            let mut events = PollFlags::empty();
-            events.set(PollFlags::POLLIN, interest.readable);
-            events.set(PollFlags::POLLOUT, interest.writable);
-            let mut fds = [PollFd::new(self.socket.as_fd(), events)];
-            match poll(&mut fds, PollTimeout::NONE) {
-                Ok(_) | Err(nix::errno::Errno::EINTR) => {}
-                Err(error) => {
-                    self.close(device);
-                    return Closed::Io(error.into());
-                }
+            if let Err(closed) = self.serve_next(device, &mut patience) {
+                self.detach(device);
+                return closed;
             }
         }
     }
 
+    /// Waits for messages and handles them.
+    fn serve_next<D: Device + ?Sized>(
+        &mut self,
+        device: &mut D,
+        patience: &mut Patience,
+    ) -> Result<(), Closed> {
+        let before = self.messages;
+        let wait = !patience.wants_to_look(Instant::now());
+        let interest = self.turn(device, wait && self.twin.is_none())?;
+        if self.messages > before {
+            patience.answered(Instant::now());
+        } else if !wait {
+            Patience::offer_cpu();
+        }
+        if interest == Interest::WRITE || (wait && self.twin.is_some()) {
+            let socket = PollFd::new(self.socket.as_fd(), interest.poll_flags());
+            let waited = match self.twin() {
+                Some((fd, twin)) => {
+                    poll(&mut [socket, PollFd::new(fd, twin.poll_flags())], PollTimeout::NONE)
+                }
+                None => poll(&mut [socket], PollTimeout::NONE),
+            };
+            match waited {
+                Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+                Err(error) => return Err(Closed::Io(error.into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// The twin socket, where the client has asked for one, and what it has to be watched for besides the first. There
+    /// is none for a device without [`Transfers`](crate::transfer::Transfers), nor before the client's first message.
+    pub fn twin(&self) -> Option<(BorrowedFd<'_>, Interest)> {
+        let twin = self.twin.as_ref()?;
+        let writable = twin.sender.is_waiting();
+        Some((twin.socket.as_fd(), Interest { readable: true, writable }))
+    }
+
+    /// Handles what the client sent, then asks it for what the device wants.
+    fn turn<D: Device + ?Sized>(&mut self, device: &mut D, wait: bool) -> Result<Interest, Closed> {
+        let interest = self.advance(device, wait)?;
+        if device.transfers().is_none() || !self.state.is_agreed() {
+            return Ok(interest);
+        }
+        self.advance_twin(device)?;
+        let limit = self.state.max_transfer();
+        let (socket, sender) = match &mut self.twin {
+            Some(twin) => (twin.socket.as_fd(), &mut twin.sender),
+            None => (self.socket.as_fd(), &mut self.sender),
+        };
+        let State { dma, transfers, .. } = &mut self.state;
+        let asked = transfers.ask(device, dma, limit, socket, sender);
+        if self.twin.is_some() {
+            if asked.is_err() {
+                self.close_twin(device);
+            }
+            return Ok(interest);
+        }
+        asked?;
+        Ok(if self.sender.is_waiting() { Interest::WRITE } else { interest })
+    }
+
+    /// Takes the answers that came on the twin socket.
+    fn advance_twin<D: Device + ?Sized>(&mut self, device: &mut D) -> Result<(), Closed> {
+        let Some(twin) = &mut self.twin else { return Ok(()) };
+        let mut alive = twin.sender.flush(twin.socket.as_fd()).is_ok();
+        for _ in 0..FILLS_PER_WAKE {
+            while let Some(message) = twin.receiver.next_message().map_err(Closed::from)? {
+                if message.header.kind() == Some(Kind::Reply) {
+                    self.state.transfers.answered(&message.header, message.payload, device);
+                }
+            }
+            match twin.receiver.fill(twin.socket.as_fd(), false) {
+                Ok(Filled::Some | Filled::All) => {}
+                Ok(Filled::Nothing) => break,
+                Ok(Filled::End) | Err(_) => {
+                    alive = false;
+                    break;
+                }
+            }
+        }
+        if !alive {
+            self.close_twin(device);
+        }
+        Ok(())
+    }
+
+    /// What is asked on a twin that the client has closed is never answered.
+    fn close_twin<D: Device + ?Sized>(&mut self, device: &mut D) {
+        self.twin = None;
+        self.state.transfers.lost(device);
+    }
+
     fn detach<D: Device + ?Sized>(&mut self, device: &mut D) {
         if !std::mem::replace(&mut self.detached, true) {
+            self.state.features.end(device);
             device.detach();
         }
     }
 
-    fn advance<D: Device + ?Sized>(&mut self, device: &mut D) -> Result<Interest, Closed> {
+    /// Handles what is there. Where it may `wait`, it waits for the first bytes if there is no message yet.
+    fn advance<D: Device + ?Sized>(
+        &mut self,
+        device: &mut D,
+        wait: bool,
+    ) -> Result<Interest, Closed> {
         if !self.sender.flush(self.socket.as_fd())? {
             return Ok(Interest::WRITE);
         }
@@ -164,7 +296,8 @@ impl Session {
             if drained {
                 return Ok(Interest::READ);
             }
-            match self.receiver.fill(self.socket.as_fd())? {
+            let wait = wait && messages == MESSAGES_PER_WAKE;
+            match self.receiver.fill(self.socket.as_fd(), wait)? {
                 Filled::Some => {}
                 Filled::All => drained = true,
                 Filled::Nothing => return Ok(Interest::READ),
@@ -187,9 +320,10 @@ impl Session {
                 let errno = if long { Errno::EMSGSIZE } else { Errno::EINVAL };
                 Reply::begin(self.sender.buffer()).finish(&header, Err(errno));
                 let _ = self.sender.send(socket, &ReplyFds::default());
-                return Err(Closed::Framing { size: header.size, max: MAX_MESSAGE });
+                return Err(BadFraming(header).into());
             }
         };
+        self.messages += 1;
         let header = message.header;
         let mut reply = Reply::begin(self.sender.buffer());
         let result = match header.kind() {
@@ -200,18 +334,27 @@ impl Session {
                     let payload = message.payload;
                     self.state.answer(request, payload, message.fds, device, &mut reply)
                 }),
-            // We ask nothing, so nothing can be answered.
-            Some(Kind::Reply) => return Ok(true),
+            Some(Kind::Reply) => {
+                self.state.transfers.answered(&header, message.payload, device);
+                return Ok(true);
+            }
             None => Err(Errno::EINVAL),
         };
         if let Err(errno) = result {
             log::debug!("vfio-user: {header:?} fails: {errno}");
         }
+        let new_twin = self.state.new_twin.take();
         if header.wants_no_reply() {
             return Ok(true);
         }
-        let fds = *result.as_ref().unwrap_or(&ReplyFds::default());
+        let mut fds = *result.as_ref().unwrap_or(&ReplyFds::default());
         reply.finish(&header, result.map(|_| ()));
+        let Some((ours, theirs)) = new_twin else {
+            return Ok(self.sender.send(socket, &fds)?);
+        };
+        fds.push(theirs.as_fd());
+        let (receiver, sender) = (Receiver::default(), Sender::default());
+        self.twin = Some(Twin { socket: ours, receiver, sender });
         Ok(self.sender.send(socket, &fds)?)
     }
 }
@@ -220,233 +363,4 @@ impl AsFd for Session {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
-}
-
-/// What was agreed on with the client, and what it has mapped.
-#[derive(Debug)]
-struct State {
-    /// What the client can do, once it has said so.
-    client: Option<Capabilities>,
-    dma: DmaRanges,
-}
-
-impl Default for State {
-    fn default() -> Self {
-        Self { client: None, dma: DmaRanges::new(MAX_DMA_MAPS as usize) }
-    }
-}
-
-impl State {
-    /// VERSION comes first, and only once.
-    fn check_order(&self, request: &Request<'_>) -> Result<(), Errno> {
-        match (request, self.client) {
-            (Request::Version { .. }, None) => Ok(()),
-            (Request::Version { .. }, Some(_)) | (_, None) => Err(Errno::EINVAL),
-            (_, Some(_)) => Ok(()),
-        }
-    }
-
-    /// Does what a request asks for. The reply's descriptors are borrowed from the device.
-    fn answer<'d, D: Device + ?Sized>(
-        &mut self,
-        request: Request<'_>,
-        payload: &[u8],
-        fds: Fds,
-        device: &'d mut D,
-        reply: &mut Reply<'_>,
-    ) -> Result<ReplyFds<'d>, Errno> {
-        match request {
-            Request::Version { major, minor, data } => {
-                self.version(major, minor, data, reply)?;
-            }
-            Request::DmaMap { address, size, offset, readable, writable } => {
-                if fds.len() > 1 {
-                    return Err(Errno::EINVAL);
-                }
-                self.dma.check(address, size)?;
-                let fd = fds.into_iter().next();
-                device.dma_map(DmaMap { address, size, offset, readable, writable, fd })?;
-                self.dma.insert(address, size);
-            }
-            Request::DmaUnmap(unmap) => {
-                if let DmaUnmap::Range { address, size } = unmap
-                    && !self.dma.contains(address, size)
-                {
-                    return Err(Errno::ENOENT);
-                }
-                device.dma_unmap(unmap)?;
-                self.dma.remove(unmap);
-                reply.payload().extend_from_slice(&payload[..wire::DmaUnmap::SIZE]);
-            }
-            Request::GetInfo => reply.device_info(device.info()),
-            Request::GetRegionInfo { index, argsz } => {
-                check_index(index, device.info().regions)?;
-                let region = device.region(index);
-                reply.region_info(index, region.as_ref(), argsz);
-                return Ok(region.and_then(|region| region.mapping).map(|map| map.fd).into());
-            }
-            Request::GetRegionIoFds { index, argsz } => {
-                check_index(index, device.info().regions)?;
-                return Ok(self.region_io_fds(index, argsz, device, reply));
-            }
-            Request::GetIrqInfo { index } => {
-                check_index(index, device.info().irqs)?;
-                reply.irq_info(index, device.irq(index));
-            }
-            Request::SetIrqs(set) => {
-                check_index(set.index, device.info().irqs)?;
-                let count = device.irq(set.index).count;
-                if let Some(command) = irq_command(set, fds, count)? {
-                    device.set_irqs(set.index, command)?;
-                }
-            }
-            Request::RegionRead(access) => {
-                check_access(device, access, |region| region.readable)?;
-                let data = reply.region_data(access);
-                if !data.is_empty() {
-                    device.region_read(access.region, access.offset, data)?;
-                }
-            }
-            Request::RegionWrite(access, data) => {
-                write(device, access, data)?;
-                reply.region_access(access);
-            }
-            Request::RegionWriteMulti(writes) => {
-                reply.writes_done(write_all(device, writes)?);
-            }
-            Request::Reset => device.reset()?,
-            Request::Feature { argsz, feature } => {
-                answer_feature(device, argsz, feature, payload, reply)?;
-            }
-        }
-        Ok(ReplyFds::default())
-    }
-
-    fn version(
-        &mut self,
-        major: u16,
-        minor: u16,
-        data: &[u8],
-        reply: &mut Reply<'_>,
-    ) -> Result<(), Errno> {
-        if major != VERSION.0 {
-            return Err(Errno::EINVAL);
-        }
-        let proposed = Capabilities::decode(data)?;
-        reply.version(major, minor.min(VERSION.1));
-        Capabilities::SERVER.common(proposed).encode_within(data.len(), reply.payload());
-        self.client = Some(proposed);
-        Ok(())
-    }
-
-    fn region_io_fds<'d, D: Device + ?Sized>(
-        &self,
-        index: u32,
-        argsz: u32,
-        device: &'d D,
-        reply: &mut Reply<'_>,
-    ) -> ReplyFds<'d> {
-        let limit = self.client.and_then(|client| client.max_msg_fds).unwrap_or(1);
-        let entries = device.io_event_fds(index);
-        let limit = usize::try_from(limit).unwrap_or(usize::MAX).min(crate::fds::MAX_FDS);
-        let entries = &entries[..entries.len().min(limit)];
-        let mut fds = ReplyFds::default();
-        if reply.region_io_fds(index, entries, argsz) {
-            for entry in entries {
-                fds.push(entry.fd.as_fd());
-            }
-        }
-        fds
-    }
-}
-
-fn check_index(index: u32, count: u32) -> Result<(), Errno> {
-    if index < count { Ok(()) } else { Err(Errno::EINVAL) }
-}
-
-fn check_access<D: Device + ?Sized>(
-    device: &D,
-    access: Access,
-    allowed: impl Fn(&Region<'_>) -> bool,
-) -> Result<(), Errno> {
-    let region = device.region(access.region).ok_or(Errno::EINVAL)?;
-    // Decoding has seen to it that the sum does not overflow.
-    if access.offset + u64::from(access.count) > region.size {
-        return Err(Errno::EINVAL);
-    }
-    if allowed(&region) { Ok(()) } else { Err(Errno::EACCES) }
-}
-
-fn write<D: Device + ?Sized>(device: &mut D, access: Access, data: &[u8]) -> Result<(), Errno> {
-    check_access(device, access, |region| region.writable)?;
-    if data.is_empty() {
-        return Ok(());
-    }
-    device.region_write(access.region, access.offset, data)
-}
-
-/// Does each write; all are checked before the first is done.
-fn write_all<D: Device + ?Sized>(device: &mut D, writes: MultiWrites<'_>) -> Result<usize, Errno> {
-    for item in writes.iter() {
-        check_access(device, item?.0, |region| region.writable)?;
-    }
-    for item in writes.iter() {
-        let (access, data) = item?;
-        write(device, access, data)?;
-    }
-    Ok(writes.len())
-}
-
-/// What a request about `count` interrupts comes to; `None` where there is nothing to do.
-fn irq_command(set: SetIrqs<'_>, fds: Fds, count: u32) -> Result<Option<IrqCommand<'_>>, Errno> {
-    let SetIrqs { start, action, .. } = set;
-    // Decoding has seen to it that the sum does not overflow.
-    if start + set.count > count {
-        return Err(Errno::EINVAL);
-    }
-    Ok(match set.data {
-        IrqData::EventFd if fds.is_empty() => {
-            Some(IrqCommand::Unassign { action, start, count: set.count })
-        }
-        IrqData::EventFd => {
-            let all_eventfds = fds.iter().all(|fd| irq::is_eventfd(fd.as_fd()));
-            if fds.len() != set.count as usize || !all_eventfds {
-                return Err(Errno::EINVAL);
-            }
-            Some(IrqCommand::Assign { action, start, eventfds: fds })
-        }
-        _ if !fds.is_empty() => return Err(Errno::EINVAL),
-        IrqData::None if set.count == 0 => (count > 0).then_some(IrqCommand::Disable),
-        IrqData::None => {
-            let lines = IrqLines { start, count: set.count, chosen: None };
-            Some(IrqCommand::Perform { action, lines })
-        }
-        IrqData::Bool(chosen) => {
-            let lines = IrqLines { start, count: set.count, chosen: Some(chosen) };
-            Some(IrqCommand::Perform { action, lines })
-        }
-    })
-}
-
-/// The reply is the request's structure, and for a get the value behind it.
-fn answer_feature<D: Device + ?Sized>(
-    device: &mut D,
-    argsz: u32,
-    feature: Feature<'_>,
-    payload: &[u8],
-    reply: &mut Reply<'_>,
-) -> Result<(), Errno> {
-    let start = reply.payload().len();
-    reply.payload().extend_from_slice(&payload[..wire::Feature::SIZE]);
-    if matches!(feature.access, FeatureAccess::Set) {
-        reply.payload().extend_from_slice(feature.data);
-    }
-    device.feature(feature, reply.payload())?;
-    let needed = reply.payload().len() - start;
-    let needed_bytes = u32::try_from(needed).map_err(|_| Errno::EOVERFLOW)?;
-    reply.payload()[start..start + 4].copy_from_slice(needed_bytes.as_bytes());
-    if needed_bytes > argsz {
-        reply.payload().truncate(start + wire::Feature::SIZE);
-    }
-    Ok(())
 }

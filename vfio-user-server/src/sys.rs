@@ -18,8 +18,13 @@ pub struct Received {
     pub surplus_fds: bool,
 }
 
-/// Receives bytes and descriptors without waiting. Descriptors are added to `fds`, close-on-exec.
-pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], fds: &mut Fds) -> io::Result<Received> {
+/// Receives bytes and descriptors; where told to, it waits for them. Descriptors are added to `fds`, close-on-exec.
+pub fn receive(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    fds: &mut Fds,
+    wait: bool,
+) -> io::Result<Received> {
     let mut control = [0_u64; CONTROL_WORDS];
     let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: all-zero is a valid msghdr: null pointers and zero lengths.
@@ -28,7 +33,7 @@ pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8], fds: &mut Fds) -> io::
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
-    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    let flags = libc::MSG_CMSG_CLOEXEC | if wait { 0 } else { libc::MSG_DONTWAIT };
     let bytes = loop {
         // SAFETY: the message points at a buffer and a control buffer that we borrow mutably for the call, with their
         // lengths.

@@ -103,12 +103,13 @@ impl Receiver {
         Ok(Some(Message { header, payload, fds, surplus_fds }))
     }
 
-    /// Takes in what the socket has. To be called only once there is no complete message left.
-    pub fn fill(&mut self, socket: BorrowedFd<'_>) -> io::Result<Filled> {
+    /// Takes in what the socket has, without waiting or, on a blocking socket, until there is something. To be called
+    /// only once there is no complete message left.
+    pub fn fill(&mut self, socket: BorrowedFd<'_>, wait: bool) -> io::Result<Filled> {
         self.make_room();
         let room = &mut self.buffer[self.end..];
         let wanted = room.len();
-        match sys::receive(socket, room, &mut self.fds) {
+        match sys::receive(socket, room, &mut self.fds, wait) {
             Ok(received) => {
                 self.end += received.bytes;
                 self.surplus_fds |= received.surplus_fds;
@@ -128,8 +129,10 @@ impl Receiver {
     /// Makes room for the rest of the message that has begun, or else for a usual lot.
     fn make_room(&mut self) {
         let needed = self.header().map_or(Header::SIZE, |header| header.size as usize);
-        self.buffer.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
+        if self.start > 0 {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
         let size = needed.max(USUAL);
         if self.buffer.len() < size {
             self.buffer.resize(size, 0);

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use vfio_user_server::dma::DmaUnmap;
 use vfio_user_server::errno::Errno;
 use vfio_user_server::irq::IrqAction;
-use vfio_user_server::proto::caps::Capabilities;
+use vfio_user_server::proto::caps::{Capabilities, TwinSocket};
 use vfio_user_server::proto::header::{Command, MAX_DATA};
 use vfio_user_server::proto::message::{
     Access, Feature, FeatureAccess, IrqData, MultiWrites, Request, SetIrqs,
@@ -36,7 +36,7 @@ fn golden_bytes() {
     };
     let place = Access { region: 7, offset: 0x1122, count: 4 };
     let feature = Feature { index: 2, access: FeatureAccess::Set, data: &[9] };
-    let golden: [(Request<'_>, &str); 12] = [
+    let golden: [(Request<'_>, &str); 15] = [
         (Request::Version { major: 0, minor: 1, data: b"{}\0" }, "00000100 7b7d00"),
         (map, "20000000 03000000 0020000000000000 0000010000000000 0010000000000000"),
         (
@@ -55,6 +55,12 @@ fn golden_bytes() {
         (Request::RegionRead(place), "2211000000000000 07000000 04000000"),
         (Request::RegionWrite(place, &[1, 2, 3, 4]), "2211000000000000 07000000 04000000 01020304"),
         (Request::Feature { argsz: 12, feature }, "0c000000 02000200 09"),
+        (
+            Request::DmaUnmapDirty { address: page, size: page, page_size: page, bitmap: 8 },
+            "30000000 01000000 0010000000000000 0010000000000000 0010000000000000 0800000000000000",
+        ),
+        (Request::MigDataRead(0x100), "08010000 00010000"),
+        (Request::MigDataWrite(&[1, 2]), "08000000 02000000 0102"),
     ];
     for (request, expected) in golden {
         let expected = expected.replace(' ', "");
@@ -101,6 +107,14 @@ fn with_request(
     })?;
     check(Request::DmaUnmap(DmaUnmap::Range { address: wide[0] >> 1, size }))?;
     check(Request::DmaUnmap(DmaUnmap::All))?;
+    check(Request::DmaUnmapDirty {
+        address: wide[0] >> 1,
+        size: size % (1 << 30) + 1,
+        page_size: 4096 << (a % 20),
+        bitmap: 1 << 20 >> (b % 6),
+    })?;
+    check(Request::MigDataRead(b % (MAX_DATA + 1)))?;
+    check(Request::MigDataWrite(data))?;
     check(Request::GetInfo)?;
     check(Request::GetRegionInfo { index: a, argsz: b.max(32) })?;
     check(Request::GetRegionIoFds { index: a, argsz: b.max(16) })?;
@@ -194,17 +208,20 @@ proptest! {
         max_dma_maps: Option<u64>,
         pgsizes: Option<u64>,
         write_multiple: Option<bool>,
+        twin: Option<(bool, Option<u64>)>,
         room in 0_usize..200,
     ) {
         let caps = Capabilities {
             max_msg_fds, max_data_xfer_size, max_dma_maps, pgsizes, write_multiple,
+            twin_socket: twin.map(|(supported, fd_index)| TwinSocket { supported, fd_index }),
         };
         let mut bytes = Vec::new();
         caps.encode(&mut bytes);
         prop_assert_eq!(Capabilities::decode(&bytes), Ok(caps));
         let mut within = Vec::new();
-        caps.encode_within(room, &mut within);
+        let has_twin = caps.encode_within(room, &mut within);
         prop_assert!(within.len() <= room);
-        prop_assert!(Capabilities::decode(&within).is_ok());
+        let said = Capabilities::decode(&within).unwrap();
+        prop_assert_eq!(said.twin_socket.is_some(), has_twin);
     }
 }

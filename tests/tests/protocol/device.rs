@@ -1,5 +1,6 @@
 //! A device that has one of everything, and a server for it in this process.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -14,8 +15,10 @@ use vfio_user_server::device::{Area, Device, IoEventFd, Mapping, Region, pci};
 use vfio_user_server::dma::{DmaMap, DmaUnmap};
 use vfio_user_server::errno::Errno;
 use vfio_user_server::irq::{Irq, IrqAction, IrqCommand};
+use vfio_user_server::migration::{DirtyPages, DmaLogging, DmaRange, Migration, MigrationState};
 use vfio_user_server::proto::message::{Feature, FeatureAccess};
 use vfio_user_server::session::{Closed, Session};
+use vfio_user_server::transfer::{Transfer, TransferKind, Transfers};
 
 pub const SCRATCH: u32 = pci::BAR0;
 pub const SHARED: u32 = 2;
@@ -25,6 +28,10 @@ pub const MSI_COUNT: u32 = 32;
 pub const SPARSE_OFFSET: u64 = 0x1_0000;
 /// The feature that the device has: four bytes to read and write.
 pub const FEATURE_INDEX: u16 = 77;
+/// In [`SCRATCH`]: a write of address, count and "is it a write" (8, 4 and 4 bytes) makes the device transfer memory.
+pub const TRANSFER: u64 = 0x800;
+/// In [`SCRATCH`]: transfers done so far, the errno of the last one or 0, and from 8 bytes further what was read.
+pub const TRANSFER_DONE: u64 = 0x900;
 
 /// A memfd of this length.
 pub fn memory(len: u64) -> OwnedFd {
@@ -50,6 +57,11 @@ pub struct Everything {
     eventfds: Vec<Option<OwnedFd>>,
     maps: Vec<DmaMap>,
     feature: [u8; 4],
+    wanted: VecDeque<Transfer>,
+    /// Where it writes now, and what it has written.
+    writing: BTreeMap<u64, (u64, u64)>,
+    written: Vec<(u64, u64)>,
+    saved: Vec<u8>,
     log: Log,
 }
 
@@ -82,6 +94,10 @@ impl Everything {
             eventfds: (0..MSI_COUNT).map(|_| None).collect(),
             maps: Vec::new(),
             feature: [0; 4],
+            wanted: VecDeque::new(),
+            writing: BTreeMap::new(),
+            written: Vec::new(),
+            saved: Vec::new(),
             log,
         }
     }
@@ -135,6 +151,9 @@ impl Device for Everything {
             let len = memory.len();
             memory[at % len] = *byte;
         }
+        if (index, offset, data.len()) == (SCRATCH, TRANSFER, 16) {
+            self.want(data);
+        }
         Ok(())
     }
 
@@ -187,6 +206,18 @@ impl Device for Everything {
         Ok(())
     }
 
+    fn migration(&mut self) -> Option<&mut dyn Migration> {
+        Some(self)
+    }
+
+    fn dma_logging(&mut self) -> Option<&mut dyn DmaLogging> {
+        Some(self)
+    }
+
+    fn transfers(&mut self) -> Option<&mut dyn Transfers> {
+        Some(self)
+    }
+
     fn io_event_fds(&self, index: u32) -> &[IoEventFd] {
         if index == SCRATCH { &self.doorbells } else { &[] }
     }
@@ -209,6 +240,105 @@ impl Device for Everything {
         self.log.add("detach".to_owned());
         self.eventfds.fill_with(|| None);
         self.maps.clear();
+        self.wanted.clear();
+        self.writing.clear();
+    }
+}
+
+/// The scratch memory is the state.
+impl Migration for Everything {
+    fn pre_copy(&self) -> bool {
+        true
+    }
+
+    fn step(&mut self, from: MigrationState, to: MigrationState) -> Result<(), Errno> {
+        self.log.add(format!("{from:?} to {to:?}"));
+        match (from, to) {
+            (MigrationState::Resuming, _) => {
+                self.scratch = std::mem::take(&mut self.saved);
+                if self.scratch.len() != 4096 {
+                    self.scratch.resize(4096, 0);
+                    return Err(Errno::EINVAL);
+                }
+            }
+            (_, MigrationState::Resuming) => self.saved.clear(),
+            (_, to) if to.is_saving() && !from.is_saving() => self.saved = self.scratch.clone(),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, data: &mut [u8]) -> Result<usize, Errno> {
+        let count = data.len().min(self.saved.len());
+        data[..count].copy_from_slice(&self.saved[..count]);
+        self.saved.drain(..count);
+        Ok(count)
+    }
+
+    fn write(&mut self, data: &[u8]) -> Result<(), Errno> {
+        if self.saved.len() + data.len() > 4096 {
+            return Err(Errno::ENOSPC);
+        }
+        self.saved.extend_from_slice(data);
+        Ok(())
+    }
+}
+
+impl DmaLogging for Everything {
+    fn start(&mut self, _: u64, ranges: &[DmaRange]) -> Result<u64, Errno> {
+        self.log.add(format!("log {ranges:x?}"));
+        self.written.clear();
+        Ok(4096)
+    }
+
+    fn stop(&mut self) {
+        self.log.add("log no more".to_owned());
+    }
+
+    fn report(&mut self, range: DmaRange, pages: &mut DirtyPages<'_>) -> Result<(), Errno> {
+        for (address, size) in &self.written {
+            pages.mark(*address, *size);
+        }
+        self.written.retain(|(address, _)| {
+            *address < range.address || *address - range.address >= range.size
+        });
+        Ok(())
+    }
+}
+
+impl Everything {
+    fn want(&mut self, data: &[u8]) {
+        let address = u64::from_ne_bytes(data[..8].try_into().unwrap());
+        let count = u32::from_ne_bytes(data[8..12].try_into().unwrap());
+        let kind = match data[12] {
+            0 => TransferKind::Read(count),
+            _ => TransferKind::Write(vec![0xd0; count as usize % 4096]),
+        };
+        let tag = self.log.0.lock().unwrap().len() as u64;
+        if matches!(kind, TransferKind::Write(_)) {
+            self.writing.insert(tag, (address, count.into()));
+        }
+        self.wanted.push_back(Transfer { tag, address, kind });
+    }
+}
+
+impl Transfers for Everything {
+    fn next(&mut self) -> Option<Transfer> {
+        self.wanted.pop_front()
+    }
+
+    fn done(&mut self, tag: u64, result: Result<&[u8], Errno>) {
+        let errno = result.err().map_or(0, Errno::raw);
+        let done = &mut self.scratch[TRANSFER_DONE as usize..];
+        let count = u32::from_ne_bytes(done[..4].try_into().unwrap()) + 1;
+        done[..4].copy_from_slice(&count.to_ne_bytes());
+        done[4..8].copy_from_slice(&errno.to_ne_bytes());
+        let data = result.unwrap_or_default();
+        let shown = data.len().min(64);
+        done[8..8 + shown].copy_from_slice(&data[..shown]);
+        if let Some(write) = self.writing.remove(&tag).filter(|_| errno == 0) {
+            self.written.push(write);
+        }
     }
 }
 

@@ -10,6 +10,7 @@ mod battery;
 mod device;
 mod raw;
 mod real;
+mod reverse;
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Mutex;

@@ -1,6 +1,7 @@
 //! A client that puts bytes on the socket by hand: it shares no code with the server, so that a mistake in the codec
 //! cannot hide.
 
+use std::collections::VecDeque;
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -19,9 +20,13 @@ pub const GET_IRQ_INFO: u16 = 7;
 pub const SET_IRQS: u16 = 8;
 pub const REGION_READ: u16 = 9;
 pub const REGION_WRITE: u16 = 10;
+pub const DMA_READ: u16 = 11;
+pub const DMA_WRITE: u16 = 12;
 pub const RESET: u16 = 13;
 pub const REGION_WRITE_MULTI: u16 = 15;
 pub const FEATURE: u16 = 16;
+pub const MIG_DATA_READ: u16 = 17;
+pub const MIG_DATA_WRITE: u16 = 18;
 
 pub const NO_REPLY: u32 = 1 << 4;
 
@@ -66,16 +71,22 @@ impl Reply {
 #[derive(Debug)]
 pub struct RawClient {
     pub stream: UnixStream,
+    /// What the server asked in between.
+    pub requests: VecDeque<Reply>,
     id: u16,
 }
 
 impl RawClient {
     /// Connects, and no more.
     pub fn connect(path: &Path) -> Self {
-        let stream = UnixStream::connect(path).unwrap();
+        Self::over(UnixStream::connect(path).unwrap())
+    }
+
+    /// On a socket that is connected already.
+    pub fn over(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         stream.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
-        Self { stream, id: 0x7000 }
+        Self { stream, requests: VecDeque::new(), id: 0x7000 }
     }
 
     /// Connects and agrees on the version as QEMU does.
@@ -110,7 +121,18 @@ impl RawClient {
         self.id
     }
 
-    /// The next reply; `None` where the server has closed the connection.
+    /// Answers a request of the server's.
+    pub fn answer(&mut self, request: &Reply, payload: &[u8]) {
+        self.send_bytes(&Self::message(request.id, request.command, 1, payload), &[]);
+    }
+
+    /// Refuses a request of the server's.
+    pub fn refuse(&mut self, request: &Reply, errno: i32) {
+        let (id, command, errno) = (request.id, request.command, errno.unsigned_abs());
+        self.send_bytes(&bytes![id, command, 16_u32, 0x21_u32, errno], &[]);
+    }
+
+    /// The next reply, or request of the server's; `None` where the server has closed the connection.
     pub fn receive(&mut self) -> Option<Reply> {
         let mut header = [0; 16];
         let mut fds = Vec::new();
@@ -146,10 +168,16 @@ impl RawClient {
     /// Sends a request and takes its reply.
     pub fn request(&mut self, command: u16, payload: &[u8], fds: &[&OwnedFd]) -> Reply {
         let id = self.send(command, 0, payload, fds);
-        let reply = self.receive().unwrap_or_else(|| panic!("closed by command {command}"));
-        assert_eq!((reply.id, reply.command), (id, command), "the reply is to another request");
-        assert_eq!(reply.flags & 0xf, 1, "it is not a reply");
-        reply
+        loop {
+            let reply = self.receive().unwrap_or_else(|| panic!("closed by command {command}"));
+            if reply.flags.trailing_zeros() >= 4 {
+                self.requests.push_back(reply);
+                continue;
+            }
+            assert_eq!((reply.id, reply.command), (id, command), "the reply is to another request");
+            assert_eq!(reply.flags & 0xf, 1, "it is not a reply");
+            return reply;
+        }
     }
 
     /// A request that must succeed.

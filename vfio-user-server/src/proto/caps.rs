@@ -27,6 +27,20 @@ pub struct Capabilities {
     /// REGION_WRITE_MULTI is understood.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub write_multiple: Option<bool>,
+    /// A second socket for what the server asks of the client.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub twin_socket: Option<TwinSocket>,
+}
+
+/// A second socket for what the server asks of the client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TwinSocket {
+    /// The sender can do with one.
+    #[serde(default)]
+    pub supported: bool,
+    /// In a reply: which of its descriptors is the client's end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fd_index: Option<u64>,
 }
 
 #[derive(Default, Serialize, Deserialize)]
@@ -36,13 +50,14 @@ struct VersionData {
 }
 
 impl Capabilities {
-    /// All that this server can do.
+    /// All that this server can do, whatever the device.
     pub const SERVER: Self = Self {
         max_msg_fds: Some(MAX_FDS as u64),
         max_data_xfer_size: Some(MAX_DATA as u64),
         max_dma_maps: Some(MAX_DMA_MAPS as u64),
         pgsizes: Some(4096),
         write_multiple: Some(true),
+        twin_socket: None,
     };
 
     /// Reads the data of a VERSION message, which are empty, or JSON that ends with a NUL.
@@ -76,28 +91,32 @@ impl Capabilities {
             max_dma_maps: proposed.max_dma_maps.and(self.max_dma_maps),
             pgsizes: proposed.pgsizes.and(self.pgsizes),
             write_multiple: proposed.write_multiple.and(self.write_multiple),
+            twin_socket: proposed.twin_socket.filter(|twin| twin.supported).and(self.twin_socket),
         }
     }
 
     /// Appends as much of this as fits in `room` bytes; nothing where nothing does. QEMU takes no reply that is longer
-    /// than its request. What equals the default, or matters least, goes first.
-    pub fn encode_within(mut self, room: usize, out: &mut Vec<u8>) {
+    /// than its request. What equals the default, or matters least, goes first. Says whether that
+    /// has the twin socket.
+    pub fn encode_within(mut self, room: usize, out: &mut Vec<u8>) -> bool {
         let start = out.len();
-        for step in 0..=5 {
+        for step in 0..=6 {
             match step {
                 0 => {}
                 1 => self.pgsizes = None,
                 2 => self.max_dma_maps = None,
                 3 => self.max_data_xfer_size = None,
                 4 => self.write_multiple = None,
+                5 => self.twin_socket = None,
                 _ => self.max_msg_fds = None,
             }
             self.encode(out);
             if out.len() - start <= room {
-                return;
+                return self.twin_socket.is_some();
             }
             out.truncate(start);
         }
+        false
     }
 }
 

@@ -14,6 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::dma::DmaUnmap;
 use crate::errno::Errno;
 use crate::irq::IrqAction;
+use crate::migration::DirtyPages;
 use crate::proto::header::{Command, MAX_DATA};
 use crate::proto::wire;
 
@@ -47,6 +48,17 @@ pub enum Request<'a> {
     },
     /// DMA_UNMAP.
     DmaUnmap(DmaUnmap),
+    /// DMA_UNMAP of one range, with the wish to know what of it was written.
+    DmaUnmapDirty {
+        /// Where the device saw it.
+        address: u64,
+        /// Bytes.
+        size: u64,
+        /// Bytes for each bit, a power of two.
+        page_size: u64,
+        /// Bytes of the bitmap, enough and at most [`MAX_DATA`].
+        bitmap: u32,
+    },
     /// DEVICE_GET_INFO.
     GetInfo,
     /// DEVICE_GET_REGION_INFO.
@@ -85,6 +97,10 @@ pub enum Request<'a> {
         /// The rest of it.
         feature: Feature<'a>,
     },
+    /// MIG_DATA_READ of so many bytes, at most [`MAX_DATA`].
+    MigDataRead(u32),
+    /// MIG_DATA_WRITE.
+    MigDataWrite(&'a [u8]),
 }
 
 /// A place in a region.
@@ -208,7 +224,7 @@ fn dma_map(payload: &[u8]) -> Result<Request<'_>, Errno> {
 }
 
 fn dma_unmap(payload: &[u8]) -> Result<Request<'_>, Errno> {
-    let (unmap, _) = split::<wire::DmaUnmap>(payload)?;
+    let (unmap, rest) = split::<wire::DmaUnmap>(payload)?;
     require(unmap.argsz as usize >= wire::DmaUnmap::SIZE)?;
     match unmap.flags {
         0 => {
@@ -219,9 +235,29 @@ fn dma_unmap(payload: &[u8]) -> Result<Request<'_>, Errno> {
             require(unmap.address == 0 && unmap.size == 0)?;
             Ok(Request::DmaUnmap(DmaUnmap::All))
         }
-        VFIO_DMA_UNMAP_FLAG_GET_DIRTY_BITMAP => Err(Errno::ENOTSUP),
+        VFIO_DMA_UNMAP_FLAG_GET_DIRTY_BITMAP => {
+            let (bitmap, _) = split::<wire::Bitmap>(rest)?;
+            require(unmap.size > 0 && unmap.address.checked_add(unmap.size - 1).is_some())?;
+            require(bitmap.page_size.is_power_of_two() && bitmap.page_size >= DMA_PAGE)?;
+            require(bitmap.size >= DirtyPages::bytes(unmap.size, bitmap.page_size))?;
+            require(bitmap.size <= MAX_DATA.into())?;
+            let reply = wire::DmaUnmap::SIZE + wire::Bitmap::SIZE + bitmap.size as usize;
+            require(unmap.argsz as usize >= reply)?;
+            Ok(Request::DmaUnmapDirty {
+                address: unmap.address,
+                size: unmap.size,
+                page_size: bitmap.page_size,
+                bitmap: bitmap.size as u32,
+            })
+        }
         _ => Err(Errno::EINVAL),
     }
+}
+
+fn migration_data(payload: &[u8]) -> Result<(wire::MigrationData, &[u8]), Errno> {
+    let (head, data) = split::<wire::MigrationData>(payload)?;
+    require(head.size <= MAX_DATA && head.argsz as usize >= wire::MigrationData::SIZE)?;
+    Ok((head, data))
 }
 
 fn set_irqs(payload: &[u8]) -> Result<Request<'_>, Errno> {
@@ -329,11 +365,17 @@ impl<'a> Request<'a> {
             }
             Command::Reset => Ok(Self::Reset),
             Command::Feature => feature(payload),
-            Command::DmaRead
-            | Command::DmaWrite
-            | Command::DirtyPages
-            | Command::MigDataRead
-            | Command::MigDataWrite => Err(Errno::ENOTSUP),
+            Command::MigDataRead => {
+                let (head, _) = migration_data(payload)?;
+                require(head.argsz as usize - wire::MigrationData::SIZE >= head.size as usize)?;
+                Ok(Self::MigDataRead(head.size))
+            }
+            Command::MigDataWrite => {
+                let (head, data) = migration_data(payload)?;
+                require(data.len() == head.size as usize)?;
+                Ok(Self::MigDataWrite(data))
+            }
+            Command::DmaRead | Command::DmaWrite | Command::DirtyPages => Err(Errno::ENOTSUP),
         }
     }
 
@@ -342,7 +384,7 @@ impl<'a> Request<'a> {
         match self {
             Self::Version { .. } => Command::Version,
             Self::DmaMap { .. } => Command::DmaMap,
-            Self::DmaUnmap(_) => Command::DmaUnmap,
+            Self::DmaUnmap(_) | Self::DmaUnmapDirty { .. } => Command::DmaUnmap,
             Self::GetInfo => Command::GetInfo,
             Self::GetRegionInfo { .. } => Command::GetRegionInfo,
             Self::GetRegionIoFds { .. } => Command::GetRegionIoFds,
@@ -353,6 +395,8 @@ impl<'a> Request<'a> {
             Self::RegionWriteMulti(_) => Command::RegionWriteMulti,
             Self::Reset => Command::Reset,
             Self::Feature { .. } => Command::Feature,
+            Self::MigDataRead(_) => Command::MigDataRead,
+            Self::MigDataWrite(_) => Command::MigDataWrite,
         }
     }
 
@@ -379,6 +423,14 @@ impl<'a> Request<'a> {
                 };
                 let argsz = wire::DmaUnmap::SIZE as u32;
                 put(wire::DmaUnmap { argsz, flags, address, size }.as_bytes(), &[]);
+            }
+            Self::DmaUnmapDirty { address, size, page_size, bitmap } => {
+                let argsz = (wire::DmaUnmap::SIZE + wire::Bitmap::SIZE) as u32 + bitmap;
+                let flags = VFIO_DMA_UNMAP_FLAG_GET_DIRTY_BITMAP;
+                put(
+                    wire::DmaUnmap { argsz, flags, address, size }.as_bytes(),
+                    wire::Bitmap { page_size, size: bitmap.into() }.as_bytes(),
+                );
             }
             Self::GetInfo => {
                 let argsz = wire::DeviceInfo::SIZE as u32;
@@ -424,6 +476,14 @@ impl<'a> Request<'a> {
                     | if get { VFIO_DEVICE_FEATURE_GET } else { 0 }
                     | if set { VFIO_DEVICE_FEATURE_SET } else { 0 };
                 put(wire::Feature { argsz, flags }.as_bytes(), data);
+            }
+            Self::MigDataRead(size) => {
+                let argsz = wire::MigrationData::SIZE as u32 + size;
+                put(wire::MigrationData { argsz, size }.as_bytes(), &[]);
+            }
+            Self::MigDataWrite(data) => {
+                let (argsz, size) = (wire::MigrationData::SIZE as u32, data.len() as u32);
+                put(wire::MigrationData { argsz, size }.as_bytes(), data);
             }
         }
     }

@@ -63,4 +63,18 @@ wire! {
     DmaAccess[16] { address: u64, count: u64, }
     /// DEVICE_FEATURE, both ways; data follow.
     Feature[8] { argsz: u32, flags: u32, }
+    /// The value of the migration feature.
+    Migration[8] { flags: u64, }
+    /// The value of the device state feature.
+    DeviceState[8] { device_state: u32, data_fd: u32, }
+    /// The value of "start DMA logging"; [`LoggingRange`]s follow.
+    LoggingControl[16] { page_size: u64, ranges: u32, reserved: u32, }
+    /// One range to log.
+    LoggingRange[16] { address: u64, size: u64, }
+    /// The value of "report logged DMA", both ways; a bitmap follows a reply.
+    LoggingReport[24] { address: u64, size: u64, page_size: u64, }
+    /// In DMA_UNMAP, both ways; a bitmap follows a reply.
+    Bitmap[16] { page_size: u64, size: u64, }
+    /// MIG_DATA_READ and MIG_DATA_WRITE; data follow what has them.
+    MigrationData[8] { argsz: u32, size: u32, }
 }

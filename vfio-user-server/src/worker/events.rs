@@ -18,6 +18,7 @@ use vendor_backends::seqpacket::SeqPacketListener;
 use super::control::ControlConnection;
 use super::function::Function;
 use super::throttle::Throttle;
+use crate::patience::Patience;
 use crate::private::{
     AttachedClient, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
 };
@@ -52,6 +53,7 @@ pub struct Worker {
     function: Function,
     listener: UnixListener,
     attached: Option<Attached>,
+    patience: Patience,
     /// A copy of the eventfd that unmasks INTx: it is watched, so it may not be closed under the loop.
     unmask: Option<OwnedFd>,
     gpu_watched: bool,
@@ -79,6 +81,7 @@ impl Worker {
             function,
             listener,
             attached: None,
+            patience: Patience::default(),
             unmask: None,
             gpu_watched: false,
             control_listener,
@@ -97,6 +100,11 @@ impl Worker {
     /// True while there is a manager or a VM.
     pub fn is_needed(&self) -> bool {
         self.attached.is_some() || !self.control.is_empty()
+    }
+
+    /// True while the next event should be waited for awake.
+    pub fn wants_to_look(&mut self) -> bool {
+        self.attached.is_some() && self.patience.wants_to_look(Instant::now())
     }
 
     /// Writes a line that a client has caused, unless it has caused too many.
@@ -146,7 +154,12 @@ impl Worker {
 
     fn drive_session(&mut self, ops: &mut EventOps) {
         let Some(attached) = &mut self.attached else { return };
-        match attached.session.on_ready(&mut self.function) {
+        let before = attached.session.messages();
+        let result = attached.session.on_ready(&mut self.function);
+        if attached.session.messages() > before {
+            self.patience.answered(Instant::now());
+        }
+        match result {
             Ok(interest) if interest == attached.interest => {}
             Ok(interest) => {
                 attached.interest = interest;

@@ -23,6 +23,7 @@ use mdev_core::gpu::Client;
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftClient;
 
+use crate::patience::Patience;
 use crate::private::{VERSION, WorkerSpec};
 use events::Worker;
 use function::Function;
@@ -66,6 +67,12 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
         if worker.is_stopped() {
             return Ok(());
+        }
+        if worker.wants_to_look() {
+            if events.run_with_timeout(0).context("The event loop failed")? == 0 {
+                Patience::offer_cpu();
+            }
+            continue;
         }
         let timeout = if worker.is_needed() {
             alone_since = None;

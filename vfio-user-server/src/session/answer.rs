@@ -1,0 +1,309 @@
+//! Requests, carried out.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use vfio_bindings::bindings::vfio::VFIO_IRQ_INFO_MASKABLE;
+use zerocopy::IntoBytes;
+
+use super::feature::{self, Features};
+use super::transfers::Pending;
+use crate::device::{Device, Region};
+use crate::dma::{DmaMap, DmaRanges, DmaUnmap};
+use crate::errno::Errno;
+use crate::fds::Fds;
+use crate::irq::{self, Irq, IrqAction, IrqCommand, IrqLines};
+use crate::migration::DmaRange;
+use crate::proto::caps::{Capabilities, MAX_DMA_MAPS, TwinSocket};
+use crate::proto::header::MAX_DATA;
+use crate::proto::message::{Access, Feature, IrqData, MultiWrites, Request, SetIrqs};
+use crate::proto::reply::Reply;
+use crate::proto::wire;
+use crate::transport::ReplyFds;
+
+/// The protocol's version, and its latest revision that we know.
+const VERSION: (u16, u16) = (0, 1);
+
+/// What was agreed on with the client, what it has mapped, and where it has brought the device.
+#[derive(Debug)]
+pub struct State {
+    /// What the client can do, once it has said so.
+    client: Option<Capabilities>,
+    pub dma: DmaRanges,
+    pub features: Features,
+    pub transfers: Pending,
+    /// Our end of the twin socket, and for the reply the client's.
+    pub new_twin: Option<(OwnedFd, OwnedFd)>,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            client: None,
+            dma: DmaRanges::new(MAX_DMA_MAPS as usize),
+            features: Features::default(),
+            transfers: Pending::default(),
+            new_twin: None,
+        }
+    }
+}
+
+impl State {
+    /// VERSION comes first, and only once.
+    pub fn check_order(&self, request: &Request<'_>) -> Result<(), Errno> {
+        match (request, self.client) {
+            (Request::Version { .. }, None) => Ok(()),
+            (Request::Version { .. }, Some(_)) | (_, None) => Err(Errno::EINVAL),
+            (_, Some(_)) => Ok(()),
+        }
+    }
+
+    /// Does what a request asks for. The reply's descriptors are borrowed from the device.
+    pub fn answer<'d, D: Device + ?Sized>(
+        &mut self,
+        request: Request<'_>,
+        payload: &[u8],
+        fds: Fds,
+        device: &'d mut D,
+        reply: &mut Reply<'_>,
+    ) -> Result<ReplyFds<'d>, Errno> {
+        match request {
+            Request::Version { major, minor, data } => {
+                let twin = device.transfers().is_some();
+                self.version(major, minor, data, twin, reply)?;
+            }
+            Request::DmaMap { address, size, offset, readable, writable } => {
+                if fds.len() > 1 {
+                    return Err(Errno::EINVAL);
+                }
+                self.dma.check(address, size)?;
+                let fd = fds.into_iter().next();
+                device.dma_map(DmaMap { address, size, offset, readable, writable, fd })?;
+                self.dma.insert(address, size, readable, writable);
+            }
+            Request::DmaUnmap(unmap) => {
+                if let DmaUnmap::Range { address, size } = unmap
+                    && !self.dma.contains(address, size)
+                {
+                    return Err(Errno::ENOENT);
+                }
+                self.unmap(unmap, device)?;
+                reply.payload().extend_from_slice(&payload[..wire::DmaUnmap::SIZE]);
+            }
+            Request::DmaUnmapDirty { address, size, page_size, bitmap } => {
+                if !self.dma.contains(address, size) {
+                    return Err(Errno::ENOENT);
+                }
+                let (range, out) = (DmaRange { address, size }, reply.payload());
+                out.extend_from_slice(&payload[..wire::DmaUnmap::SIZE]);
+                // Asked before, so that a refusal changes nothing; and again once nothing is written any more.
+                self.features.dirty(device, range, page_size, bitmap, out)?;
+                self.unmap(DmaUnmap::Range { address, size }, device)?;
+                let start = out.len() - bitmap as usize;
+                feature::dirty_again(device, range, page_size, &mut out[start..])?;
+            }
+            Request::GetInfo => reply.device_info(device.info()),
+            Request::GetRegionInfo { index, argsz } => {
+                check_index(index, device.info().regions)?;
+                let region = device.region(index);
+                reply.region_info(index, region.as_ref(), argsz);
+                return Ok(region.and_then(|region| region.mapping).map(|map| map.fd).into());
+            }
+            Request::GetRegionIoFds { index, argsz } => {
+                check_index(index, device.info().regions)?;
+                return Ok(self.region_io_fds(index, argsz, device, reply));
+            }
+            Request::GetIrqInfo { index } => {
+                check_index(index, device.info().irqs)?;
+                reply.irq_info(index, device.irq(index));
+            }
+            Request::SetIrqs(set) => {
+                check_index(set.index, device.info().irqs)?;
+                if let Some(command) = irq_command(set, fds, device.irq(set.index))? {
+                    device.set_irqs(set.index, command)?;
+                }
+            }
+            Request::RegionRead(access) => {
+                check_access(device, access, |region| region.readable)?;
+                let data = reply.region_data(access);
+                if !data.is_empty() {
+                    device.region_read(access.region, access.offset, data)?;
+                }
+            }
+            Request::RegionWrite(access, data) => {
+                write(device, access, data)?;
+                reply.region_access(access);
+            }
+            Request::RegionWriteMulti(writes) => {
+                reply.writes_done(write_all(device, writes)?);
+            }
+            Request::Reset => {
+                device.reset()?;
+                self.features.reset();
+            }
+            Request::Feature { argsz, feature } => {
+                self.feature(device, argsz, feature, payload, reply.payload())?;
+            }
+            Request::MigDataRead(size) => self.features.read(device, size, reply.payload())?,
+            Request::MigDataWrite(data) => self.features.write(device, data)?,
+        }
+        Ok(ReplyFds::default())
+    }
+
+    fn unmap<D: Device + ?Sized>(&mut self, unmap: DmaUnmap, device: &mut D) -> Result<(), Errno> {
+        self.transfers.unmapped(unmap, device);
+        device.dma_unmap(unmap)?;
+        self.dma.remove(unmap);
+        Ok(())
+    }
+
+    /// Bytes that the client takes in one transfer.
+    pub fn max_transfer(&self) -> u64 {
+        let client = self.client.and_then(|client| client.max_data_xfer_size);
+        client.unwrap_or(MAX_DATA.into())
+    }
+
+    /// Whether the client has introduced itself.
+    pub fn is_agreed(&self) -> bool {
+        self.client.is_some()
+    }
+
+    fn version(
+        &mut self,
+        major: u16,
+        minor: u16,
+        data: &[u8],
+        twin: bool,
+        reply: &mut Reply<'_>,
+    ) -> Result<(), Errno> {
+        if major != VERSION.0 {
+            return Err(Errno::EINVAL);
+        }
+        let proposed = Capabilities::decode(data)?;
+        reply.version(major, minor.min(VERSION.1));
+        let twin = TwinSocket { supported: twin, fd_index: Some(0) };
+        let ours = Capabilities {
+            twin_socket: Some(twin).filter(|twin| twin.supported),
+            ..Capabilities::SERVER
+        };
+        let has_twin = ours.common(proposed).encode_within(data.len(), reply.payload());
+        if has_twin {
+            let (family, flags) = (AddressFamily::Unix, SockFlag::SOCK_CLOEXEC);
+            self.new_twin = Some(socketpair(family, SockType::Stream, None, flags)?);
+        }
+        self.client = Some(proposed);
+        Ok(())
+    }
+
+    /// The reply is the request's structure, and behind it the value.
+    fn feature<D: Device + ?Sized>(
+        &mut self,
+        device: &mut D,
+        argsz: u32,
+        feature: Feature<'_>,
+        payload: &[u8],
+        reply: &mut Vec<u8>,
+    ) -> Result<(), Errno> {
+        let start = reply.len();
+        reply.extend_from_slice(&payload[..wire::Feature::SIZE]);
+        let room = (argsz as usize).saturating_sub(wire::Feature::SIZE);
+        self.features.answer(device, feature, room, reply)?;
+        let needed = u32::try_from(reply.len() - start).map_err(|_| Errno::EOVERFLOW)?;
+        reply[start..start + 4].copy_from_slice(needed.as_bytes());
+        if needed > argsz {
+            reply.truncate(start + wire::Feature::SIZE);
+        }
+        Ok(())
+    }
+
+    fn region_io_fds<'d, D: Device + ?Sized>(
+        &self,
+        index: u32,
+        argsz: u32,
+        device: &'d D,
+        reply: &mut Reply<'_>,
+    ) -> ReplyFds<'d> {
+        let limit = self.client.and_then(|client| client.max_msg_fds).unwrap_or(1);
+        let entries = device.io_event_fds(index);
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX).min(crate::fds::MAX_FDS);
+        let entries = &entries[..entries.len().min(limit)];
+        let mut fds = ReplyFds::default();
+        if reply.region_io_fds(index, entries, argsz) {
+            for entry in entries {
+                fds.push(entry.fd.as_fd());
+            }
+        }
+        fds
+    }
+}
+
+fn check_index(index: u32, count: u32) -> Result<(), Errno> {
+    if index < count { Ok(()) } else { Err(Errno::EINVAL) }
+}
+
+fn check_access<D: Device + ?Sized>(
+    device: &D,
+    access: Access,
+    allowed: impl Fn(&Region<'_>) -> bool,
+) -> Result<(), Errno> {
+    let region = device.region(access.region).ok_or(Errno::EINVAL)?;
+    // Decoding has seen to it that the sum does not overflow.
+    if access.offset + u64::from(access.count) > region.size {
+        return Err(Errno::EINVAL);
+    }
+    if allowed(&region) { Ok(()) } else { Err(Errno::EACCES) }
+}
+
+fn write<D: Device + ?Sized>(device: &mut D, access: Access, data: &[u8]) -> Result<(), Errno> {
+    check_access(device, access, |region| region.writable)?;
+    if data.is_empty() {
+        return Ok(());
+    }
+    device.region_write(access.region, access.offset, data)
+}
+
+/// Does each write; all are checked before the first is done.
+fn write_all<D: Device + ?Sized>(device: &mut D, writes: MultiWrites<'_>) -> Result<usize, Errno> {
+    for item in writes.iter() {
+        check_access(device, item?.0, |region| region.writable)?;
+    }
+    for item in writes.iter() {
+        let (access, data) = item?;
+        write(device, access, data)?;
+    }
+    Ok(writes.len())
+}
+
+/// What a request about interrupts comes to; `None` where there is nothing to do.
+fn irq_command(set: SetIrqs<'_>, fds: Fds, irq: Irq) -> Result<Option<IrqCommand<'_>>, Errno> {
+    let SetIrqs { start, action, .. } = set;
+    // Decoding has seen to it that the sum does not overflow.
+    if start + set.count > irq.count {
+        return Err(Errno::EINVAL);
+    }
+    if action != IrqAction::Trigger && irq.flags & VFIO_IRQ_INFO_MASKABLE == 0 {
+        return Err(Errno::ENOTTY);
+    }
+    Ok(match set.data {
+        IrqData::EventFd if fds.is_empty() => {
+            Some(IrqCommand::Unassign { action, start, count: set.count })
+        }
+        IrqData::EventFd => {
+            let all_eventfds = fds.iter().all(|fd| irq::is_eventfd(fd.as_fd()));
+            if fds.len() != set.count as usize || !all_eventfds {
+                return Err(Errno::EINVAL);
+            }
+            Some(IrqCommand::Assign { action, start, eventfds: fds })
+        }
+        _ if !fds.is_empty() => return Err(Errno::EINVAL),
+        IrqData::None if set.count == 0 => (irq.count > 0).then_some(IrqCommand::Disable),
+        IrqData::None => {
+            let lines = IrqLines { start, count: set.count, chosen: None };
+            Some(IrqCommand::Perform { action, lines })
+        }
+        IrqData::Bool(chosen) => {
+            let lines = IrqLines { start, count: set.count, chosen: Some(chosen) };
+            Some(IrqCommand::Perform { action, lines })
+        }
+    })
+}
