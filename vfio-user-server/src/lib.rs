@@ -1,14 +1,16 @@
 //! The vfio-user server, and the roles of `vgpud` that are built on it.
 //!
-//! The server, in reading order: [`device`] (what a device author writes), [`dma`], [`irq`] and [`errno`] (its
-//! vocabulary), [`session`] (one client's connection), [`patience`] (when to wait awake), [`transport`] and [`fds`]
-//! (messages on a socket), and [`proto`] (messages as bytes). None of it knows what a vGPU is.
+//! [`guide`] walks through it. The server, in reading order: [`device`] (what a device author writes), [`dma`], [`irq`],
+//! [`migration`], [`transfer`] and [`errno`] (its vocabulary), [`session`] (one client's connection), [`patience`] (when
+//! to wait awake), [`transport`] and [`fds`] (messages on a socket), and [`proto`] (messages as bytes). None of it knows
+//! what a vGPU is.
 
 pub mod api;
 pub mod device;
 pub mod dma;
 pub mod errno;
 pub mod fds;
+pub mod guide;
 pub mod irq;
 pub mod manager;
 pub mod migration;

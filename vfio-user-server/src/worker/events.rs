@@ -81,7 +81,8 @@ impl Worker {
             function,
             listener,
             attached: None,
-            patience: Patience::default(),
+            // Measured with many vGPUs on few CPUs, waiting awake costs more than it gains: docs/performance.md.
+            patience: Patience::new(false),
             unmask: None,
             gpu_watched: false,
             control_listener,
