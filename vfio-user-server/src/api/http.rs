@@ -15,8 +15,8 @@ use tokio::sync::Semaphore;
 use utoipa::OpenApi;
 
 use super::model::{
-    CreateVgpu, ErrorBody, ErrorCode, ErrorDetail, ModifyVgpu, Parent, ParentTypes, Stats,
-    StopVgpu, Version, Vgpu,
+    CreateVgpu, ErrorBody, ErrorCode, ErrorDetail, ModifyScheduler, ModifyVgpu, Parent,
+    ParentTypes, Scheduler, SchedulerDecision, Stats, StopVgpu, Version, Vgpu,
 };
 use super::{metrics, screenshot};
 use crate::manager::{Handle, Listed, Manager, Result, ask};
@@ -59,6 +59,10 @@ struct Api {
         stop,
         picture,
         stats,
+        schedulers,
+        scheduler,
+        modify_scheduler,
+        scheduler_log,
         metrics_text
     )
 )]
@@ -90,6 +94,9 @@ pub fn router(manager: Handle, about: Version) -> Router {
         .route("/v1/vgpus/{uuid}/stop", post(stop))
         .route("/v1/vgpus/{uuid}/screenshot", get(picture))
         .route("/v1/stats", get(stats))
+        .route("/v1/schedulers", get(schedulers))
+        .route("/v1/schedulers/{parent}", get(scheduler).patch(modify_scheduler))
+        .route("/v1/schedulers/{parent}/log", get(scheduler_log))
         .route("/metrics", get(metrics_text))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
@@ -446,6 +453,62 @@ async fn picture(State(api): State<Api>, Path(uuid): Path<String>) -> Result<Res
 ))]
 async fn stats(State(api): State<Api>) -> Result<Json<Stats>> {
     Ok(Json(api.stats().await?))
+}
+
+/// How the time of every physical GPU is divided.
+#[utoipa::path(get, path = "/v1/schedulers", responses(
+    (status = 200, body = Vec<Scheduler>, description = "All of them"),
+    (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
+))]
+async fn schedulers(State(api): State<Api>) -> Result<Json<Vec<Scheduler>>> {
+    Ok(Json(api.manager.call(|manager| manager.schedulers()).await?))
+}
+
+/// How a physical GPU's time is divided.
+#[utoipa::path(get, path = "/v1/schedulers/{parent}", params(("parent" = String, Path)), responses(
+    (status = 200, body = Scheduler, description = "The scheduler as it is now"),
+    (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+))]
+async fn scheduler(State(api): State<Api>, Path(parent): Path<String>) -> Result<Json<Scheduler>> {
+    Ok(Json(api.manager.call(move |manager| manager.scheduler(&parent)).await??))
+}
+
+/// Changes how a physical GPU's time is divided, at once and for later managers.
+#[utoipa::path(
+    patch,
+    path = "/v1/schedulers/{parent}",
+    params(("parent" = String, Path)),
+    request_body = ModifyScheduler,
+    responses(
+        (status = 200, body = Scheduler, description = "The scheduler as it is now"),
+        (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+        (status = "5XX", body = ErrorBody, description = "What is wrong with the host"),
+    )
+)]
+async fn modify_scheduler(
+    State(api): State<Api>,
+    Path(parent): Path<String>,
+    Body(change): Body<ModifyScheduler>,
+) -> Result<Json<Scheduler>> {
+    let changed = api.manager.call(move |manager| manager.modify_scheduler(&parent, &change));
+    Ok(Json(changed.await??))
+}
+
+/// The last decisions of a scheduler, oldest first.
+#[utoipa::path(
+    get,
+    path = "/v1/schedulers/{parent}/log",
+    params(("parent" = String, Path)),
+    responses(
+        (status = 200, body = Vec<SchedulerDecision>, description = "All that are kept"),
+        (status = "4XX", body = ErrorBody, description = "What is wrong with the request"),
+    )
+)]
+async fn scheduler_log(
+    State(api): State<Api>,
+    Path(parent): Path<String>,
+) -> Result<Json<Vec<SchedulerDecision>>> {
+    Ok(Json(api.manager.call(move |manager| manager.scheduler_log(&parent)).await??))
 }
 
 /// The statistics in Prometheus' text format.

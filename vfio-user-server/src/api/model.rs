@@ -13,6 +13,8 @@ use utoipa::ToSchema;
 
 use crate::private::{AttachedClient, Traps};
 
+pub use super::scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
+
 /// One attribute, in mdevctl's shape: an object with one member, `{"core": "80"}`.
 pub type Attribute = BTreeMap<String, String>;
 
@@ -268,6 +270,16 @@ pub struct VgpuStats {
     pub vram_bytes: u64,
     /// Share asked for with `core`, in percent of the GPU.
     pub share_asked: Option<u8>,
+    /// Share that it gets while all others are busy, in percent of the GPU.
+    pub share_entitled: f64,
+    /// Share that it gets at most, in percent of the GPU.
+    pub share_cap: f64,
+    /// `soft` or `hard`.
+    pub mode: String,
+    /// `low`, `normal` or `high`.
+    pub priority: String,
+    /// Its time slice, in microseconds.
+    pub timeslice_us: u64,
     /// Share of the GPU's time used over the last second or so, in percent.
     pub share_measured: f64,
     /// Share of the engine's busy time over the last second or so, in percent: what it got of what was used.

@@ -8,6 +8,7 @@
 //! * `vgpu`: a vGPU that was started: its worker, kept alive
 //! * `requests`: what the API asks for
 //! * [`ask`]: questions to a worker
+//! * `knobs`, `scheduler`: how a parent's time is to be divided, and what the API asks and changes of that
 //! * `tick`: measuring shares and enforcing them
 //! * `adopt`: finding what an earlier manager left running
 
@@ -31,9 +32,11 @@ pub mod ask;
 mod backoff;
 mod config;
 pub mod folders;
+mod knobs;
 mod parent;
 mod requests;
 mod run;
+mod scheduler;
 mod tick;
 mod vgpu;
 
@@ -42,6 +45,7 @@ pub use requests::{Listed, Measured};
 pub use run::run;
 
 use folders::Folders;
+use knobs::Knobs;
 use parent::Parent;
 use vgpu::Vgpu;
 
@@ -55,8 +59,6 @@ pub struct Manager {
     store: Store,
     parents: Vec<Parent>,
     vgpus: BTreeMap<VgpuId, Vgpu>,
-    next_tick: Option<Instant>,
-    last_read: Option<Instant>,
     watcher: Watcher,
 }
 
@@ -169,16 +171,11 @@ impl Manager {
         let store = Store::open(&config.config_dir).with_context(|| {
             format!("Cannot use the configuration directory {}", config.config_dir.display())
         })?;
-        let parents = config.parents.iter().cloned().map(Parent::new).collect();
-        Ok(Self {
-            folders,
-            store,
-            parents,
-            vgpus: BTreeMap::new(),
-            next_tick: None,
-            last_read: None,
-            watcher,
-        })
+        let parent = |config: &ParentConfig| {
+            Parent::new(config.clone(), Knobs::load(store.dir(), &config.name))
+        };
+        let parents = config.parents.iter().map(parent).collect();
+        Ok(Self { folders, store, parents, vgpus: BTreeMap::new(), watcher })
     }
 
     /// Handles events until told to leave.
@@ -211,7 +208,8 @@ impl Manager {
     fn next_deadline(&self) -> Option<Instant> {
         let parents = self.parents.iter().filter_map(Parent::deadline);
         let vgpus = self.vgpus.values().filter_map(Vgpu::deadline);
-        parents.chain(vgpus).chain(self.next_tick).min()
+        let readings = self.parents.iter().filter_map(|parent| parent.next_read);
+        parents.chain(vgpus).chain(readings).min()
     }
 
     fn do_what_is_due(&mut self, now: Instant) {
@@ -225,7 +223,7 @@ impl Manager {
         for vgpu in due {
             self.vgpu_due(vgpu);
         }
-        self.tick_if_due(now);
+        self.read_what_is_due(now);
     }
 
     /// Ends everything in an orderly way: workers first, so that each can say good-bye to its GPU.

@@ -18,6 +18,7 @@ use vendor_backends::soft::SoftGpu;
 use super::backoff::Backoff;
 use super::config::ParentConfig;
 use super::folders::{self, Folders};
+use super::knobs::Knobs;
 use super::tick::Shares;
 use super::{Manager, Result, Watched};
 use crate::api::model::{self, ErrorCode, ErrorDetail, ParentState};
@@ -63,11 +64,17 @@ pub struct Parent {
     pub partitions: Partitions,
     /// Who used how much of its time.
     pub shares: Shares,
+    /// How its time is to be divided.
+    pub knobs: Knobs,
+    /// When its counters are to be read.
+    pub next_read: Option<Instant>,
+    /// When they were read.
+    pub last_read: Option<Instant>,
 }
 
 impl Parent {
     /// One that is to be started.
-    pub fn new(config: ParentConfig) -> Self {
+    pub fn new(config: ParentConfig, knobs: Knobs) -> Self {
         Self {
             partitions: Partitions::new(config.vram_bytes),
             config,
@@ -79,7 +86,10 @@ impl Parent {
             backoff: Backoff::default(),
             retry_at: None,
             reason: None,
-            shares: Shares::default(),
+            shares: Shares::with_knobs(&knobs),
+            knobs,
+            next_read: None,
+            last_read: None,
         }
     }
 
@@ -240,7 +250,7 @@ impl Parent {
     fn took_up(&mut self, process: Process, gpu: Box<dyn Gpu>) {
         let description = gpu.describe().clone();
         self.partitions = Partitions::new(description.vram_bytes);
-        self.shares = Shares::of(&description);
+        self.shares = Shares::of(&description, &self.knobs);
         self.description = Some(description);
         self.gpu = Some(gpu);
         self.process = Some(process);
@@ -339,7 +349,8 @@ impl Manager {
         log::error!("Parent {} is lost: {why}", parent.name());
         parent.generation = 0;
         parent.partitions = Partitions::new(parent.partitions.total());
-        parent.shares = Shares::default();
+        parent.shares = Shares::with_knobs(&parent.knobs);
+        parent.next_read = None;
         let pause = parent.backoff.after_death(parent.since.elapsed());
         parent.retry_at = Some(Instant::now() + pause);
         parent.reason = Some(why);

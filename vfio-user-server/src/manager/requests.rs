@@ -356,6 +356,8 @@ impl Manager {
         let vgpus = self.vgpus.values().filter_map(|vgpu| {
             let shares = &self.parents[self.parent_index(&vgpu.parent).ok()?].shares;
             let (usage, measured) = (shares.usage(vgpu.id), shares.measured(vgpu.id));
+            let snapshot = shares.scheduler.snapshot(vgpu.id);
+            let share = vgpu.settings.share;
             let stats = VgpuStats {
                 uuid: vgpu.id,
                 parent: vgpu.parent.clone(),
@@ -363,6 +365,11 @@ impl Manager {
                 state: state(vgpu),
                 vram_bytes: vgpu.profile.vram_bytes,
                 share_asked: vgpu.settings.share.core.map(Core::get),
+                share_entitled: snapshot.map_or(0.0, |one| one.entitled * 100.0),
+                share_cap: snapshot.map_or(0.0, |one| one.cap * 100.0),
+                mode: share.mode.to_string(),
+                priority: share.priority.to_string(),
+                timeslice_us: snapshot.map_or(0, |one| one.slice.as_micros() as u64),
                 share_measured: percent(measured.engine_ns, measured.window_ns),
                 share_of_busy: percent(measured.engine_ns, shares.total().engine_ns),
                 runnable: usage.runnable,

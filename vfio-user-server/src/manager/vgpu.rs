@@ -251,7 +251,10 @@ impl Manager {
     fn launch_worker(&mut self, id: VgpuId) -> Result<()> {
         let Some(vgpu) = self.vgpus.get(&id) else { return Ok(()) };
         let index = self.parent_index(&vgpu.parent)?;
-        let spec = vgpu.profile.client_spec(id);
+        let mut spec = vgpu.profile.client_spec(id);
+        let quotas = vgpu.settings.quotas;
+        spec.max_channels = spec.max_channels.min(quotas.max_channels.unwrap_or(u32::MAX));
+        spec.max_import_bytes = spec.max_import_bytes.min(quotas.max_pinned.unwrap_or(u64::MAX));
         let admission = self.with_gpu(index, |gpu| gpu.admit(&spec))?;
         let generation = self.watcher.generation();
         let Some(vgpu) = self.vgpus.get_mut(&id) else { return Ok(()) };
@@ -275,7 +278,6 @@ impl Manager {
         let (share, instances) = (vgpu.settings.share, vgpu.profile.max_instances);
         self.unschedule(index, id);
         self.schedule(index, id, share, instances)?;
-        self.tick_soon();
         Ok(())
     }
 
@@ -298,7 +300,6 @@ impl Manager {
             }
         }
         self.vgpus.insert(vgpu.id, vgpu);
-        self.tick_soon();
     }
 
     pub(super) fn worker_exited(&mut self, id: VgpuId, generation: u64) {

@@ -1,0 +1,188 @@
+//! How an operator wants a parent's time divided: what was set, kept in `<config-dir>/<parent>/.scheduler.json`.
+//!
+//! The file holds what was set and nothing else, so that a default that gets better is better for everybody who left it
+//! alone. Its name begins with a dot: a definition's never does.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use mdev_core::sched::{Averaging, Config};
+
+use super::Result;
+use crate::api::model::{ErrorCode, ErrorDetail, ModifyScheduler};
+
+/// Longest file that is read.
+const MAX_BYTES: u64 = 4096;
+
+/// What was set for one parent.
+#[derive(Clone, Debug)]
+pub struct Knobs {
+    file: PathBuf,
+    set: ModifyScheduler,
+}
+
+impl Knobs {
+    /// Those of a parent, as they were left. What cannot be read is as if nothing had been set.
+    pub fn load(config_dir: &Path, parent: &str) -> Self {
+        let file = config_dir.join(parent).join(".scheduler.json");
+        let set = match read(&file) {
+            Ok(set) => set,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => ModifyScheduler::default(),
+            Err(error) => {
+                log::error!("{}: {error}; the defaults are in force", file.display());
+                ModifyScheduler::default()
+            }
+        };
+        let knobs = Self { file, set };
+        match knobs.config(Config::new(Duration::from_millis(2))) {
+            Ok(_) => knobs,
+            Err(error) => {
+                log::error!("{}: {error}; the defaults are in force", knobs.file.display());
+                Self { set: ModifyScheduler::default(), ..knobs }
+            }
+        }
+    }
+
+    /// With what is to change.
+    pub fn with(&self, change: &ModifyScheduler) -> Result<Self> {
+        let change = change.clone();
+        let tuned = change.averaging_factor.is_some() || change.frequency.is_some();
+        let averaging = change.averaging.or(tuned.then_some(true)).or(self.set.averaging);
+        let refuse = |what: &str| Err(ErrorDetail::new(ErrorCode::Invalid, what));
+        if tuned && averaging == Some(false) {
+            return refuse(
+                "A factor or frequency is for averaging; leave them out to switch it off",
+            );
+        }
+        if change.timeslice_us.is_some() && averaging == Some(true) {
+            return refuse(
+                "Averaging sets the time slice from its frequency; set the frequency, or switch averaging off",
+            );
+        }
+        let set = ModifyScheduler {
+            policy: change.policy.or_else(|| self.set.policy.clone()),
+            timeslice_us: change.timeslice_us.or(self.set.timeslice_us),
+            period_us: change.period_us.or(self.set.period_us),
+            averaging,
+            averaging_factor: change.averaging_factor.or(self.set.averaging_factor),
+            frequency: change.frequency.or(self.set.frequency),
+            overcommit: change.overcommit.or(self.set.overcommit),
+        };
+        Ok(Self { file: self.file.clone(), set })
+    }
+
+    /// What a scheduler is told, on a GPU with these defaults.
+    pub fn config(&self, defaults: Config) -> Result<Config> {
+        let invalid = |error: &dyn std::fmt::Display| ErrorDetail::new(ErrorCode::Invalid, error);
+        let set = &self.set;
+        let policy = set.policy.as_deref().map(str::parse).transpose();
+        let averaging = Averaging::default();
+        let config = Config {
+            policy: policy.map_err(|error| invalid(&error))?.unwrap_or(defaults.policy),
+            slice: set.timeslice_us.map_or(defaults.slice, Duration::from_micros),
+            period: set.period_us.map_or(defaults.period, Duration::from_micros),
+            averaging: (set.averaging == Some(true)).then(|| Averaging {
+                factor: set.averaging_factor.unwrap_or(averaging.factor),
+                frequency: set.frequency.unwrap_or(averaging.frequency),
+            }),
+            overcommit: set.overcommit.unwrap_or(defaults.overcommit),
+        };
+        config.check().map_err(|error| invalid(&error))?;
+        Ok(config)
+    }
+
+    /// The knobs of averaging, in force or not.
+    pub fn averaging(&self) -> Averaging {
+        let default = Averaging::default();
+        Averaging {
+            factor: self.set.averaging_factor.unwrap_or(default.factor),
+            frequency: self.set.frequency.unwrap_or(default.frequency),
+        }
+    }
+
+    /// Writes them down. They are on disk when this returns; before that, the old ones are.
+    pub fn save(&self) -> Result<()> {
+        write(&self.file, &self.set).map_err(|error| {
+            let what = format!("Cannot write {}: {error}", self.file.display());
+            ErrorDetail::new(ErrorCode::Internal, what)
+        })
+    }
+}
+
+fn read(file: &Path) -> io::Result<ModifyScheduler> {
+    if fs::metadata(file)?.len() > MAX_BYTES {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "Too long"));
+    }
+    Ok(serde_json::from_slice(&fs::read(file)?)?)
+}
+
+fn write(path: &Path, set: &ModifyScheduler) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    fs::create_dir_all(folder)?;
+    let fresh = path.with_extension("json.tmp");
+    let mut file = File::create(&fresh)?;
+    file.write_all(&serde_json::to_vec_pretty(set)?)?;
+    file.write_all(b"\n")?;
+    file.sync_all()?;
+    fs::rename(&fresh, path)?;
+    File::open(folder)?.sync_all()?;
+    folder.parent().map_or(Ok(()), |above| File::open(above)?.sync_all())
+}
+
+#[cfg(test)]
+mod tests {
+    use mdev_core::sched::Policy;
+
+    use super::*;
+
+    const DEFAULTS: Config = Config::new(Duration::from_millis(2));
+
+    #[test]
+    fn what_was_set_is_found_again_and_nothing_else_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let knobs = Knobs::load(dir.path(), "soft0");
+        assert_eq!(knobs.config(DEFAULTS).unwrap(), DEFAULTS);
+        let change = ModifyScheduler {
+            policy: Some("equal-share".into()),
+            frequency: Some(100),
+            ..ModifyScheduler::default()
+        };
+        knobs.with(&change).unwrap().save().unwrap();
+        let change = ModifyScheduler { overcommit: Some(true), ..ModifyScheduler::default() };
+        Knobs::load(dir.path(), "soft0").with(&change).unwrap().save().unwrap();
+        let config = Knobs::load(dir.path(), "soft0").config(DEFAULTS).unwrap();
+        let averaging = Some(Averaging { frequency: 100, ..Averaging::default() });
+        let expected =
+            Config { policy: Policy::EqualShare, averaging, overcommit: true, ..DEFAULTS };
+        assert_eq!(config, expected);
+        let text = fs::read_to_string(dir.path().join("soft0/.scheduler.json")).unwrap();
+        assert!(!text.contains("timeslice") && !text.contains("factor"), "{text}");
+        assert_eq!(Knobs::load(dir.path(), "soft1").config(DEFAULTS).unwrap(), DEFAULTS);
+    }
+
+    #[test]
+    fn a_file_that_makes_no_sense_is_as_if_nothing_had_been_set() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("soft0")).unwrap();
+        for text in ["{", "{\"speed\":1}", "{\"policy\":\"fair\"}", "{\"timeslice_us\":1}"] {
+            fs::write(dir.path().join("soft0/.scheduler.json"), text).unwrap();
+            assert_eq!(Knobs::load(dir.path(), "soft0").config(DEFAULTS).unwrap(), DEFAULTS);
+        }
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_refused() {
+        let knobs = Knobs::load(Path::new("/nonexistent"), "soft0");
+        let none = ModifyScheduler::default;
+        let off = ModifyScheduler { averaging: Some(false), frequency: Some(100), ..none() };
+        assert!(knobs.with(&off).unwrap_err().message.contains("leave them out"));
+        let on = knobs.with(&ModifyScheduler { averaging: Some(true), ..none() }).unwrap();
+        let slice = ModifyScheduler { timeslice_us: Some(1000), ..none() };
+        assert!(on.with(&slice).unwrap_err().message.contains("switch averaging off"));
+        let both = ModifyScheduler { averaging: Some(false), ..slice };
+        let config = on.with(&both).unwrap().config(DEFAULTS).unwrap();
+        assert_eq!((config.averaging, config.slice), (None, Duration::from_millis(1)));
+    }
+}
