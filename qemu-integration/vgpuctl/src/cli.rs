@@ -14,6 +14,7 @@ Examples:
   vgpuctl qemu-args -u UUID                           how a VM attaches to it
   vgpuctl stats                                       who uses how much
   vgpuctl top                                         the same, as it happens
+  vgpuctl scheduler --policy equal-share              how a GPU's time is divided
   vgpuctl screenshot -u UUID -o screen.png            what is on its screen
 
 Exit status:
@@ -53,6 +54,8 @@ pub enum Command {
     Stop(Stop),
     /// Show what every running vGPU was given and used.
     Stats(Stats),
+    /// Show or change how a parent's time is divided: at once, while VMs run, and for good.
+    Scheduler(Scheduler),
     /// Watch shares as they are used, on the terminal: q leaves, arrows choose.
     Top(Top),
     /// Save what is on a vGPU's screen as a PNG file.
@@ -250,6 +253,63 @@ pub struct Stats {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Policies:
+  best-effort   equal slices among those that have work
+  equal-share   each started vGPU gets 1/n, whether or not the others are busy
+  fixed-share   each gets 1/(most instances of its type), always
+  weighted      each asks for core hundredths: mode=soft at least that, mode=hard never more
+
+Examples:
+  vgpuctl scheduler                                how each parent's time is divided
+  vgpuctl scheduler -p soft0 --policy equal-share  from now on
+  vgpuctl scheduler --timeslice 1                  slices of 1 ms on average
+  vgpuctl scheduler --frequency 480 --averaging-factor 33
+                                                   NVIDIA's knobs: slices a second, and over how
+                                                   many of them a deviation is made good
+  vgpuctl scheduler --log                          the last decisions, and why")]
+pub struct Scheduler {
+    /// The parent. Needed for a change where there are several.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// How time is divided.
+    #[arg(long, value_parser = ["best-effort", "equal-share", "fixed-share", "weighted"])]
+    pub policy: Option<String>,
+    /// Mean time slice in milliseconds: 0.1 to 30. Switches averaging off.
+    #[arg(long, value_name = "MS", value_parser = milliseconds,
+        conflicts_with_all = ["averaging_factor", "frequency"])]
+    pub timeslice: Option<u64>,
+    /// Over how long caps (mode=hard, equal-share, fixed-share) are kept, in milliseconds: 1 to 30.
+    #[arg(long, value_name = "MS", value_parser = milliseconds)]
+    pub period: Option<u64>,
+    /// Slices over which a deviation is made good: 1 to 60. Switches averaging on.
+    #[arg(long, value_name = "SLICES")]
+    pub averaging_factor: Option<u8>,
+    /// Slices in a second, on average: 63 to 960. Switches averaging on.
+    #[arg(long, value_name = "HERTZ")]
+    pub frequency: Option<u16>,
+    /// Whether more than the whole GPU may be asked for: each then gets its part of what is asked for.
+    #[arg(long, value_enum)]
+    pub overcommit: Option<Switch>,
+    /// Print the last decisions.
+    #[arg(long, conflicts_with_all = ["policy", "timeslice", "period", "averaging_factor",
+        "frequency", "overcommit"])]
+    pub log: bool,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+/// On or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Switch {
+    /// Yes.
+    On,
+    /// No.
+    Off,
+}
+
+#[derive(Debug, Args)]
 pub struct Top {
     /// Only this parent, at first.
     #[arg(short, long)]
@@ -312,6 +372,17 @@ pub struct LibvirtXml {
     /// The slot on that bus.
     #[arg(long, default_value = integrate::device::DEFAULT_ADDRESS.1)]
     pub addr: String,
+}
+
+/// Milliseconds, in microseconds.
+fn milliseconds(text: &str) -> Result<u64, String> {
+    let plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    match text.parse::<f64>() {
+        // What is out of bounds is for vgpud to say; here it only has to be a number.
+        #[allow(clippy::cast_sign_loss)]
+        Ok(ms) if plain && ms.is_finite() => Ok((ms * 1e3).round() as u64),
+        _ => Err("give milliseconds, for example 0.5 or 2".to_owned()),
+    }
 }
 
 fn attribute(text: &str) -> Result<(String, String), String> {

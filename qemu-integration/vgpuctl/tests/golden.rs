@@ -81,7 +81,8 @@ fn stats() -> Value {
     let one = |uuid: &str, core: Option<u8>, share: f64| {
         json!({
             "uuid": uuid, "parent": "soft0", "mdev_type": "SOFT-1Q", "share_asked": core,
-            "state": "running", "vram_bytes": 1_u64 << 30,
+            "state": "running", "vram_bytes": 1_u64 << 30, "share_entitled": core.unwrap_or(20),
+            "share_cap": 100.0, "mode": "soft", "priority": "normal", "timeslice_us": 3200,
             "share_measured": share, "share_of_busy": share + 0.2, "runnable": true,
             "engine_ns": 12_345_678_901_u64, "wait_ns": 3_000_000_000_u64, "submissions": 1_000_000,
             "polled_doorbells": 999_990, "wakeups": 10, "preemptions": 77, "faults": 0,
@@ -103,6 +104,31 @@ fn stats() -> Value {
             },
         ],
     })
+}
+
+fn scheduler(parent: &str) -> Value {
+    json!({
+        "parent": parent, "policy": "weighted", "timeslice_us": 2083, "period_us": 10_000,
+        "averaging": parent == "soft0", "averaging_factor": 33, "frequency": 480,
+        "overcommit": false, "asked": 80, "left": 20,
+    })
+}
+
+fn decisions() -> Value {
+    let one = |age_ms: u32, cause: &str, more: Value| {
+        let mut one = json!({
+            "age_ms": age_ms, "vgpu": RUNNING, "cause": cause, "engine_ns": 12_345_678_901_u64,
+            "wait_ns": 3_000_000_000_u64, "owed_ns": -250_000,
+        });
+        one.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        one
+    };
+    json!([
+        one(12_345, "started", json!({ "decision": "timeslice", "timeslice_us": 3200 })),
+        one(9_000, "share", json!({ "decision": "cap", "time_us": 2500, "period_us": 10_000 })),
+        one(8_000, "cap", json!({ "decision": "gate", "open": false })),
+        one(12, "policy", json!({ "decision": "no_cap" })),
+    ])
 }
 
 fn refused(code: &str, message: &str) -> Value {
@@ -128,6 +154,12 @@ async fn answer(
     let (status, value) = match (method.as_str(), path) {
         ("GET", "/v1/types") => (200, types()),
         ("GET", "/v1/stats") => (200, stats()),
+        ("GET", "/v1/schedulers") => (200, json!([scheduler("soft0"), scheduler("soft1")])),
+        ("GET", "/v1/schedulers/soft0/log") => (200, decisions()),
+        ("PATCH", "/v1/schedulers/soft0") if body.starts_with(b"{\"timeslice_us\":50,") => {
+            (400, refused("invalid", "A time slice is 0.1 to 30 ms, not 0.05 ms"))
+        }
+        ("PATCH", "/v1/schedulers/soft0") => (200, scheduler("soft0")),
         ("GET", "/v1/parents") => (200, json!([parent("soft0"), parent("soft1")])),
         ("GET", "/v1/vgpus") => (200, all.clone()),
         ("GET", "/v1/version") => (
@@ -251,6 +283,21 @@ const CASES: &[(&str, &[&str])] = &[
             "stats -u DEFINED",
             "stats -p soft9",
             "top",
+        ],
+    ),
+    (
+        "scheduler",
+        &[
+            "scheduler",
+            "scheduler -p soft1 --output json",
+            "scheduler -p soft9",
+            "scheduler -p soft0 --log",
+            "scheduler -p soft0 --log --output json",
+            "scheduler -p soft0 --policy equal-share --overcommit on",
+            "scheduler -p soft0 --timeslice 0.5 --period 5",
+            "scheduler -p soft0 --timeslice 0.05",
+            "scheduler -p soft0 --frequency 480 --averaging-factor 33",
+            "scheduler --policy fixed-share",
         ],
     ),
     (

@@ -44,6 +44,15 @@ const VGPU_GAUGES: &[Row<VgpuStats>] = &[
     ("tessera_vgpu_share_ratio", "Part of the GPU's time used over the last second or so.", |v| {
         v.share_measured / 100.0
     }),
+    (
+        "tessera_vgpu_share_entitled_ratio",
+        "Part of the GPU's time that it gets while all others are busy.",
+        |v| v.share_entitled / 100.0,
+    ),
+    ("tessera_vgpu_share_cap_ratio", "Part of the GPU's time that it gets at most.", |v| {
+        v.share_cap / 100.0
+    }),
+    ("tessera_vgpu_timeslice_seconds", "Its time slice.", |v| v.timeslice_us as f64 * 1e-6),
     ("tessera_vgpu_video_memory_bytes", "Its video memory.", |v| v.vram_bytes as f64),
     ("tessera_vgpu_imported_memory_bytes", "Guest memory that the GPU may reach.", |v| {
         v.imported_bytes as f64

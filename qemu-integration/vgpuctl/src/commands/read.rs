@@ -104,6 +104,9 @@ fn stats_text(stats: &StatsModel) -> String {
         "PARENT",
         "TYPE",
         "ASKED",
+        "MODE",
+        "PRIORITY",
+        "DUE",
         "SHARE",
         "OF BUSY",
         "ENGINE",
@@ -128,7 +131,7 @@ fn stats_text(stats: &StatsModel) -> String {
     text
 }
 
-fn row(vgpu: &VgpuStats) -> [String; 14] {
+fn row(vgpu: &VgpuStats) -> [String; 17] {
     let seconds = |ns: u64| format!("{:.2} s", ns as f64 / 1e9);
     let traps = vgpu.traps;
     let counted = [traps.config, traps.display, traps.control, traps.doorbell, traps.memory];
@@ -138,6 +141,9 @@ fn row(vgpu: &VgpuStats) -> [String; 14] {
         vgpu.parent.clone(),
         vgpu.mdev_type.clone(),
         vgpu.share_asked.map_or_else(|| "-".to_owned(), |core| format!("{core} %")),
+        vgpu.mode.clone(),
+        vgpu.priority.clone(),
+        format!("{:.1} %", vgpu.share_entitled),
         format!("{:.1} %", vgpu.share_measured),
         format!("{:.1} %", vgpu.share_of_busy),
         seconds(vgpu.engine_ns),
@@ -151,7 +157,7 @@ fn row(vgpu: &VgpuStats) -> [String; 14] {
     ]
 }
 
-fn no_parent(name: &str, names: &[String]) -> Failure {
+pub(super) fn no_parent(name: &str, names: &[String]) -> Failure {
     let message = format!("There is no parent {name}; there are: {}", names.join(", "));
     Failure::Refused(ErrorDetail { code: ErrorCode::NotFound, message })
 }

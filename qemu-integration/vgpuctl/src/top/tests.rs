@@ -15,6 +15,8 @@ fn vgpu(last: u8, core: Option<u8>, share: f64, state: &str) -> Value {
     json!({
         "uuid": format!("11111111-1111-4111-8111-1111111111{last:02x}"), "parent": "soft0",
         "mdev_type": "SOFT-1Q", "state": state, "vram_bytes": 1_u64 << 30, "share_asked": core,
+        "share_entitled": 10.0, "share_cap": if last == 3 { 10.0 } else { 100.0 },
+        "mode": if last == 3 { "hard" } else { "soft" }, "priority": "normal", "timeslice_us": 3200,
         "share_measured": share, "share_of_busy": share, "runnable": true,
         "engine_ns": 12_345_678_901_u64, "wait_ns": 3_000_000_000_u64, "submissions": 1_000_000,
         "polled_doorbells": 999_990, "wakeups": 10, "preemptions": 77, "faults": 0,

@@ -137,6 +137,14 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
             or_none(vgpu.pid.map(|pid| pid.to_string()))
         )),
         Line::from(format!(
+            "due {:.1} %  at most {:.0} %  {}  {} priority  slice {} ms",
+            vgpu.share_entitled,
+            vgpu.share_cap,
+            vgpu.mode,
+            vgpu.priority,
+            vgpu.timeslice_us as f64 / 1e3
+        )),
+        Line::from(format!(
             "engine {}  waited {}  preempted {}",
             seconds(vgpu.engine_ns),
             seconds(vgpu.wait_ns),
