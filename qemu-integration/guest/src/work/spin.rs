@@ -46,6 +46,11 @@ impl Spin {
         self.iterations
     }
 
+    /// Blocks that have ended since [`Work::prepare`], modulo 2^32.
+    pub fn blocks(&self) -> u32 {
+        self.counter.window().read32(0)
+    }
+
     /// Launches that have ended since [`Work::prepare`], or an error if the counter makes no sense.
     pub fn launches(&self) -> Result<u32, GuestError> {
         match self.counter.window().read32(0) {
