@@ -6,6 +6,7 @@
 //! * [`parent`]: a software GPU of one's own, in this process
 //! * [`in_process`], [`stranger`]: the guest runtime's platforms on the host, straight through the device model and as
 //!   another process over a vfio-user socket
+//! * [`vmm`]: a VM of one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: how a benchmark says what it measured
 
 pub mod in_process;
@@ -13,6 +14,7 @@ pub mod outcome;
 pub mod parent;
 pub mod ram;
 pub mod stranger;
+pub mod vmm;
 
 use std::fs;
 use std::io::{Read, Write};
