@@ -1,0 +1,68 @@
+//! Whatever descriptor, program and parameters a launch names: it runs or faults, and writes only what is mapped
+//! writable.
+#![no_main]
+
+use fuzz::input::Input;
+use fuzz::silicon::{Bench, CONSTANTS, OPEN, PROGRAM, QMD, call, va};
+use libfuzzer_sys::fuzz_target;
+use mdev_core::abi::program::{self, Kernel, Program};
+use mdev_core::abi::{compute, qmd};
+use zerocopy::IntoBytes;
+
+thread_local!(static BENCH: Bench = Bench::default());
+
+fuzz_target!(|data: &[u8]| {
+    let mut input = Input(data);
+    let kernel = u32::from(input.byte() % 7);
+    let dimension = |input: &mut Input<'_>| input.number() as u32;
+    let constants = va(CONSTANTS) >> 6;
+    let descriptor = qmd::Qmd::default()
+        .with(qmd::QMD_TYPE, 2)
+        .with(qmd::QMD_MAJOR_VERSION, 4)
+        .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
+        .with(qmd::CTA_RASTER_WIDTH, dimension(&mut input))
+        .with(qmd::CTA_RASTER_HEIGHT, dimension(&mut input))
+        .with(qmd::CTA_RASTER_DEPTH, dimension(&mut input))
+        .with(qmd::CTA_THREAD_DIMENSION0, dimension(&mut input))
+        .with(qmd::CTA_THREAD_DIMENSION1, dimension(&mut input))
+        .with(qmd::CTA_THREAD_DIMENSION2, dimension(&mut input))
+        .with(qmd::PROGRAM_ADDRESS_LOWER, va(PROGRAM) as u32)
+        .with(qmd::PROGRAM_ADDRESS_UPPER, (va(PROGRAM) >> 32) as u32)
+        .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
+        .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
+        .with(qmd::CONSTANT_BUFFER_SIZE_0, 0x1fff);
+    let mut bytes = descriptor.to_bytes();
+    for _ in 0..input.byte() % 4 {
+        bytes[usize::from(input.byte()) % qmd::BYTES] ^= input.byte();
+    }
+    let param_bytes = Kernel::from_number(kernel).map_or(0, Kernel::param_bytes);
+    let mut blob =
+        Program { magic: program::MAGIC, version: program::VERSION, kernel, param_bytes };
+    if input.byte() == 0xff {
+        blob.param_bytes = input.u32();
+    }
+    // Addresses of parameters are 64 bits wide, and in the memory that is mapped more often than not.
+    let mut params = Vec::new();
+    for _ in 0..3 {
+        if input.byte() != 0xff {
+            params.extend((va(OPEN.start) + (input.number() & 0x2_ffff)).to_le_bytes());
+        } else {
+            params.extend(input.number().to_le_bytes());
+        }
+    }
+    params.extend((0..8).flat_map(|_| (input.number() as u32).to_le_bytes()));
+    // Saxpy, mandelbrot and spin have fewer addresses: what follows them comes from the rest of the input.
+    if let Some(first) = [0, 2, 3, 1, 1].get(kernel as usize).filter(|_| kernel != 2) {
+        params.truncate(8 * first.max(&1));
+        params.extend_from_slice(input.bytes(48));
+    }
+    BENCH.with(|bench| {
+        bench.clear();
+        bench.put(QMD, &bytes);
+        bench.put(PROGRAM, blob.as_bytes());
+        bench.put(CONSTANTS + compute::PARAM_BASE, &params);
+        let mut words = call(1, compute::SEND_PCAS_A, &[(va(QMD) >> 8) as u32]);
+        words.extend(call(1, compute::SEND_SIGNALING_PCAS2_B, &[3]));
+        bench.run(&words, &[], 1);
+    });
+});
