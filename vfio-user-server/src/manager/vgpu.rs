@@ -32,8 +32,9 @@ const END_PATIENCE: Duration = Duration::from_secs(1);
 /// After so many deaths in a row a worker is not started again by itself.
 const MOST_DEATHS: u32 = 8;
 
-/// Guest memory comes as one descriptor per range, and firmware makes many.
-const LIMITS: Limits = Limits { files: 4_096 };
+/// Guest memory comes as one descriptor per range, and firmware makes many. The rest is for the worker itself: a client
+/// meets the limit of maps before the worker runs out of descriptors, without which it could accept nobody.
+const LIMITS: Limits = Limits { files: mdev_core::mem::MAX_MAPS as u64 + 256 };
 
 /// What a vGPU was started with: `run.json` in its folder.
 #[derive(Clone, Debug, Serialize, Deserialize)]
