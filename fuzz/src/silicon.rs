@@ -12,7 +12,7 @@ use mdev_core::ids::GpuVa;
 use nix::sys::eventfd::EventFd;
 use vendor_backends::soft::silicon::address_space::{AddressSpace, Slot};
 use vendor_backends::soft::silicon::channel::{Channel, Userd};
-use vendor_backends::soft::silicon::clock::{Budget, now_ns};
+use vendor_backends::soft::silicon::clock::{Turn, now_ns};
 use vendor_backends::soft::silicon::counters::Counters;
 use vendor_backends::soft::silicon::fault::Context;
 use vendor_backends::soft::silicon::mem::{Mapping, SharedMemory};
@@ -114,10 +114,10 @@ impl Bench {
         // Twice: an operation that was preempted goes on from where it was.
         for _ in 0..2 {
             let end_ns = now_ns() + TURN_NS;
-            let budget = Budget { end_ns, waiting: &waiting, gate_open: &gate_open };
+            let turn = Turn { end_ns, waiting: &waiting, gate_open: &gate_open };
             let signals = &self.signals;
-            let cx = Context { space: &self.space, budget: &budget, signals, vector: 0 };
-            if let Err(fault) = channel.run(cx, &Counters::default()) {
+            let cx = Context { space: &self.space, turn: &turn, signals, vector: 0 };
+            if let Err(fault) = channel.run(cx, &Counters::default(), &mut None) {
                 channel.fail(fault);
                 assert_ne!(channel.status().error, 0, "a fault is told");
                 break;
