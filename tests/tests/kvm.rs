@@ -83,7 +83,7 @@ impl Plugged {
         let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true })).unwrap();
         let mut client = RawClient::attach(&vgpud.vfio_socket(&uuid));
         let ram: OwnedFd = memfd_create(c"guest", MFdFlags::MFD_CLOEXEC).unwrap();
-        nix::unistd::ftruncate(&ram, RAM_BYTES as i64).unwrap();
+        nix::unistd::ftruncate(&ram, i64::try_from(RAM_BYTES).unwrap()).unwrap();
         let mut machine = Machine::new(std::os::fd::AsFd::as_fd(&ram), RAM_BYTES).unwrap();
         let map = bytes![32_u32, 3_u32, 0_u64, 0_u64, RAM_BYTES as u64];
         client.ok_with(DMA_MAP, &map, &[&ram]);
@@ -267,8 +267,7 @@ fn the_guests_cpu_takes_the_interrupts_of_its_channel() {
         vm.machine.on_interrupt(LINE_VECTOR, HANDLERS + 0x100, handler);
         vm.run(Code::new().take_interrupts());
     } else {
-        let text =
-            "skipped: this KVM takes no interrupts from eventfds: the eventfds are looked at";
+        let text = "note: this KVM takes no interrupts from eventfds: the eventfds are looked at";
         let _ = writeln!(std::io::stderr(), "{text}");
     }
     let arrived = |event: &EventFd| {
