@@ -72,11 +72,11 @@ fn a_vgpu_serves_one_guest_after_another() -> Result<()> {
     Ok(())
 }
 
+/// (How the engine's time is shared between them is measured in `work.rs`, over one window for both.)
 #[test]
-fn shares_hold_as_the_guests_see_them() -> Result<()> {
+fn guests_at_work_together_take_no_exits() -> Result<()> {
     let vgpud = Vgpud::start()?;
-    let cores = ["80", "20"];
-    let devices = cores
+    let devices = ["80", "20"]
         .iter()
         .map(|core| attach(&vgpud, &start(&vgpud, &json!([{ "core": core }]))?))
         .collect::<Result<Vec<_>>>()?;
@@ -85,15 +85,11 @@ fn shares_hold_as_the_guests_see_them() -> Result<()> {
         .into_iter()
         .map(|device| thread::spawn(move || bench::run(&device, &load)))
         .collect();
-    let mut shares = Vec::new();
     for load in loads {
         let measured = load.join().expect("a load should not panic")?;
+        assert!(measured.verified > 0, "{measured}");
         assert_eq!(measured.wakes_while_busy, 0, "{measured}");
-        shares.push(measured.engine_seconds);
     }
-    let share = shares[0] / (shares[0] + shares[1]) * 100.0;
-    // The two do not begin and end together; the benchmark measures it closer.
-    assert!((share - 80.0).abs() < 5.0, "80 were asked for, {share:.1} measured");
     Ok(())
 }
 

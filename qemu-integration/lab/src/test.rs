@@ -16,6 +16,9 @@ use crate::progress::Progress;
 /// Test programs that boot VMs; they come last, since they take longest.
 const WITH_QEMU: [&str; 1] = ["qemu"];
 
+/// Test programs that measure who gets how much: their tests would take the CPUs from one another.
+const ONE_BY_ONE: [&str; 2] = ["stranger", "work"];
+
 /// Tests that were run, and how they went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
@@ -79,7 +82,9 @@ pub fn run() -> Tally {
     let (with_qemu, without): (Vec<_>, Vec<_>) =
         programs.into_iter().partition(|program| WITH_QEMU.contains(&program.target.as_str()));
     for program in &without {
-        section(title(program), &mut || test(program, &[]));
+        let alone = ONE_BY_ONE.contains(&program.target.as_str());
+        let args: &[&str] = if alone { &["--test-threads=1"] } else { &[] };
+        section(title(program), &mut || test(program, args));
     }
     section("Examples in the documentation".to_owned(), &mut || {
         let mut command = cargo();
