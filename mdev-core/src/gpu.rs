@@ -67,6 +67,8 @@ bitflags! {
         const BUDGETS = 1 << 7;
         /// It keeps [`Quotas`].
         const QUOTAS = 1 << 8;
+        /// It runs the named programs of [`crate::abi::program`]; otherwise programs are machine code of the GPU.
+        const SOFT_PROGRAMS = 1 << 9;
     }
 }
 

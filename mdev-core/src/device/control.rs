@@ -187,8 +187,7 @@ pub(super) fn features(spec: &FunctionSpec, client: &dyn Client) -> Features {
     features.set(Features::DOORBELL_MAPPED, mapped && apertures.doorbell.is_some());
     features.set(Features::NEED_WAKEUP, has.contains(GpuCapabilities::NEED_WAKEUP));
     features.set(Features::VRAM_APERTURE, apertures.vram.is_some());
-    // Programs are blobs exactly where the silicon is software, and that alone sleeps.
-    features.set(Features::SOFT_PROGRAMS, has.contains(GpuCapabilities::NEED_WAKEUP));
+    features.set(Features::SOFT_PROGRAMS, has.contains(GpuCapabilities::SOFT_PROGRAMS));
     features
 }
 

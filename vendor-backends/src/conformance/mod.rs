@@ -26,6 +26,9 @@ pub type Open<'a> = dyn FnMut() -> Box<dyn Client> + 'a;
 /// One promise: what it is called, what it needs, and how it is checked.
 type Check = (&'static str, GpuCapabilities, fn(&mut Driver));
 
+/// The named programs are what the checks of the compute class run.
+const PROGRAMS: GpuCapabilities = GpuCapabilities::COMPUTE.union(GpuCapabilities::SOFT_PROGRAMS);
+
 const CHECKS: &[Check] = &[
     ("copies any bytes anywhere", GpuCapabilities::COPY, copies),
     ("copies rectangles", GpuCapabilities::COPY, rectangles),
@@ -43,14 +46,10 @@ const CHECKS: &[Check] = &[
     ("resets to nothing, and starts again", GpuCapabilities::COPY, reset),
     ("interrupts", GpuCapabilities::COPY, interrupts),
     ("refuses what cannot be", GpuCapabilities::empty(), refusals),
-    ("computes", GpuCapabilities::COMPUTE, kernels::computes),
-    ("computes no more than the grid has", GpuCapabilities::COMPUTE, kernels::grid_bounds),
-    ("faults a channel for a bad descriptor", GpuCapabilities::COMPUTE, kernels::bad_descriptors),
-    (
-        "preempts what never ends",
-        GpuCapabilities::COMPUTE.union(GpuCapabilities::PREEMPTION),
-        kernels::preempts,
-    ),
+    ("computes", PROGRAMS, kernels::computes),
+    ("computes no more than the grid has", PROGRAMS, kernels::grid_bounds),
+    ("faults a channel for a bad descriptor", PROGRAMS, kernels::bad_descriptors),
+    ("preempts what never ends", PROGRAMS.union(GpuCapabilities::PREEMPTION), kernels::preempts),
 ];
 
 /// Checks all promises, each on a client of its own; panics with the name of the one that is broken.
