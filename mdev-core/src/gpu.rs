@@ -69,6 +69,8 @@ bitflags! {
         const QUOTAS = 1 << 8;
         /// It runs the named programs of [`crate::abi::program`]; otherwise programs are machine code of the GPU.
         const SOFT_PROGRAMS = 1 << 9;
+        /// A channel that faults takes no other with it. Without this, those of the same vGPU and [`EngineKind`] end too.
+        const CHANNEL_FAULTS = 1 << 10;
     }
 }
 
@@ -203,6 +205,12 @@ pub trait Gpu: Send + fmt::Debug {
 
     /// Makes room for one vGPU. The partition is freed when the admission's connection closes, or by [`Gpu::evict`].
     fn admit(&mut self, spec: &ClientSpec) -> Result<Admission, GpuError>;
+
+    /// Counts a vGPU in that an earlier manager admitted and whose worker still runs. Where the backend gives orders
+    /// through the worker, this is its end of the new connection, for [`Client::attach_manager`].
+    fn readmit(&mut self, _spec: &ClientSpec) -> Result<Option<OwnedFd>, GpuError> {
+        Ok(None)
+    }
 
     /// Takes everything back from a vGPU, whatever it is doing.
     fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError>;
@@ -408,4 +416,9 @@ pub trait Client: Send + fmt::Debug {
 
     /// What this client has used.
     fn usage(&mut self) -> Result<Usage, GpuError>;
+
+    /// Takes the connection of a new manager, from its [`Gpu::readmit`].
+    fn attach_manager(&mut self, _fd: OwnedFd) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("orders through the worker"))
+    }
 }

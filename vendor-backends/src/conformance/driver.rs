@@ -268,7 +268,9 @@ impl Driver {
     pub fn submit(&mut self, ring: &mut Ring, push: Pushbuffer) -> Done {
         ring.submitted += 1;
         let done = Done { offset: ring.base + SEMAPHORE, value: ring.submitted };
-        let push = push.semaphore(self.va(done.offset), done.value.into(), sem::RELEASE);
+        // Hardware does not hold a semaphore back for what its engines are still doing, unless it is told to.
+        let release = sem::RELEASE | sem::RELEASE_WFI;
+        let push = push.semaphore(self.va(done.offset), done.value.into(), release);
         let at = ring.base + PUSHBUFFERS + u64::from(ring.put) % 64 * PUSHBUFFER_BYTES;
         let bytes: Vec<u8> = push.0.iter().flat_map(|word| word.to_le_bytes()).collect();
         assert!(bytes.len() <= PUSHBUFFER_BYTES as usize);
@@ -340,7 +342,7 @@ impl Driver {
             if status.error != 0 {
                 return status;
             }
-            assert!(started.elapsed() < PATIENCE, "no fault");
+            assert!(started.elapsed() < PATIENCE, "no fault of {ring:?}: {status:?}");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

@@ -65,6 +65,11 @@ impl Mapping {
         self.memory.len() == 0
     }
 
+    /// Where it begins in this process, for a driver that is told of memory by address.
+    pub fn address(&self) -> u64 {
+        self.memory.as_ptr().expose_provenance() as u64
+    }
+
     /// Whether it may be written.
     pub fn writable(&self) -> bool {
         self.writable

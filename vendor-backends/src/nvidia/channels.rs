@@ -1,0 +1,569 @@
+//! A vGPU's channels and the groups that the GPU's runlists schedule: one group for each engine.
+//!
+//! All channels of a vGPU on one engine share a group and thereby its time slice, however many they are. The price is
+//! that they also share its fate: the GPU tears down a group as a whole when one of its channels faults.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END, VA_START};
+use mdev_core::abi::{compute, control::VECTORS, copy, doorbell, host, notifier, userd};
+use mdev_core::gpu::{ChannelHandle, ChannelSpec, ChannelStatus, EngineKind, GpuError};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::units::is_aligned;
+use zerocopy::IntoBytes;
+
+use super::backoff::Backoff;
+use super::device::Device;
+use super::memory::Place;
+use super::rm::{Node, RmError};
+use super::session::{AddressSpace, Object};
+use super::sys::abi::{self, notification};
+use super::sys::numbers::{class, control, engine, flag};
+use crate::soft::silicon::mem::Mapping;
+
+/// Slices that the driver takes.
+const SLICE_US: (u128, u128) = (50, 100_000_000);
+
+/// How long a boost of the clocks is asked for.
+const BOOST: Duration = Duration::from_secs(10);
+
+/// Where the driver reports a channel's error: a page of the host's memory that no guest sees.
+#[derive(Debug)]
+pub struct Notifier {
+    view: Arc<Mapping>,
+    memory: Arc<Object>,
+}
+
+impl Notifier {
+    /// A page for one channel at a time.
+    pub fn new(device: &Device) -> Result<Self, GpuError> {
+        let bytes = mdev_core::units::PAGE_SIZE;
+        let memory = device.system_memory(bytes, false)?;
+        let session = &device.session;
+        let fd = session.aperture(&device.device, &memory, Node::Control, bytes, 0)?;
+        let view = Mapping::new(std::os::fd::AsFd::as_fd(&fd), 0, bytes, true)?;
+        Ok(Self { view, memory })
+    }
+
+    fn clear(&self) {
+        for word in (0..16).step_by(4) {
+            let _ = self.view.store_u32(word, 0);
+        }
+    }
+
+    /// The robust-channel code, once there is one.
+    fn error(&self) -> Option<u32> {
+        let status = self.view.load_u32(notification::STATUS_WORD)? >> 16;
+        if status == 0 {
+            return None;
+        }
+        // An error without a number is an error all the same.
+        Some(self.view.load_u32(notification::INFO32)?.max(1))
+    }
+}
+
+#[derive(Debug)]
+struct Group {
+    object: Arc<Object>,
+    engine: EngineKind,
+    number: u32,
+}
+
+#[derive(Debug)]
+struct Channel {
+    /// Its classes, then itself: none once it was torn down.
+    objects: Vec<Arc<Object>>,
+    engine: EngineKind,
+    /// Which of the groups that this engine had.
+    group: u32,
+    token: Token,
+    vector: u32,
+    userd: Option<Place>,
+    notifier: Arc<Notifier>,
+    error: u32,
+    error_info: u64,
+}
+
+impl Channel {
+    fn object(&self) -> Option<&Arc<Object>> {
+        self.objects.first()
+    }
+
+    fn word(&self, offset: u64) -> Option<u32> {
+        let place = self.userd.as_ref()?;
+        place.view.as_ref()?.load_u32(place.offset + offset)
+    }
+
+    /// Frees it, its classes first.
+    fn tear_down(&mut self) {
+        while self.objects.pop().is_some() {}
+        self.userd = None;
+    }
+
+    /// Entries that the GPU has not fetched; unknown counts as some.
+    fn has_queued(&self) -> bool {
+        match (self.word(userd::GP_GET), self.word(userd::GP_PUT)) {
+            (Some(get), Some(put)) => get != put,
+            _ => true,
+        }
+    }
+
+    /// Whether it was ever given work.
+    fn was_used(&self) -> bool {
+        self.word(userd::GP_PUT) != Some(0)
+    }
+}
+
+/// What was counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Channels that faulted, those that were reset among them.
+    pub faults: u64,
+    /// Groups that were reset because they hung.
+    pub hang_resets: u64,
+    /// Times the gate was closed.
+    pub gate_closings: u64,
+}
+
+/// The channels of one vGPU.
+#[derive(Debug)]
+pub struct Channels {
+    device: Arc<Device>,
+    space: Arc<AddressSpace>,
+    copy_engine: u32,
+    preempt_blocks: bool,
+    most: u32,
+    groups: Vec<Group>,
+    group_number: u32,
+    all: BTreeMap<ChannelId, Channel>,
+    next: u32,
+    notifiers: Vec<Arc<Notifier>>,
+    slice: Option<Duration>,
+    open: bool,
+    boosted: Option<Instant>,
+    /// The doorbell page.
+    doorbell: Arc<Mapping>,
+    backoff: [Backoff; 2],
+    /// What was counted.
+    pub counters: Counters,
+}
+
+/// What channels are made with.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Which engine copies.
+    pub copy_engine: u32,
+    /// Preempt compute between thread blocks instead of waiting for a kernel's end.
+    pub preempt_blocks: bool,
+    /// Channels at a time.
+    pub max_channels: u32,
+}
+
+impl Channels {
+    /// None yet. Everything that needs a device node is opened here: later there is no filesystem.
+    pub fn new(
+        device: Arc<Device>,
+        space: Arc<AddressSpace>,
+        doorbell: Arc<Mapping>,
+        options: Options,
+    ) -> Result<Self, GpuError> {
+        let notifiers = (0..options.max_channels).map(|_| Notifier::new(&device).map(Arc::new));
+        Ok(Self {
+            notifiers: notifiers.collect::<Result<_, _>>()?,
+            device,
+            space,
+            copy_engine: options.copy_engine,
+            preempt_blocks: options.preempt_blocks,
+            most: options.max_channels,
+            groups: Vec::new(),
+            group_number: 0,
+            all: BTreeMap::new(),
+            next: 1,
+            slice: None,
+            open: true,
+            boosted: None,
+            doorbell,
+            backoff: [Backoff::for_copies(), Backoff::for_kernels()],
+            counters: Counters::default(),
+        })
+    }
+
+    /// Channels that exist.
+    pub fn count(&self) -> u32 {
+        self.all.len() as u32
+    }
+
+    /// Whether any has work that the GPU has not fetched.
+    pub fn has_queued(&self) -> bool {
+        self.all.values().any(|channel| channel.object().is_some() && channel.has_queued())
+    }
+
+    /// Entries that were fetched since a channel was made, modulo its ring: what progress looks like from outside.
+    pub fn progress(&self) -> Vec<(ChannelId, u32)> {
+        let get = |channel: &Channel| channel.word(userd::GP_GET).unwrap_or_default();
+        self.all.iter().map(|(id, channel)| (*id, get(channel))).collect()
+    }
+
+    /// Interrupt vectors that channels use, as bits.
+    pub fn vectors(&self) -> u32 {
+        self.all.values().fold(0, |all, channel| all | 1 << channel.vector)
+    }
+
+    fn engine_number(&self, engine: EngineKind) -> u32 {
+        match engine {
+            EngineKind::Copy => self.copy_engine,
+            EngineKind::Compute => engine::GRAPHICS,
+        }
+    }
+
+    fn check(&self, spec: &ChannelSpec) -> Result<(), GpuError> {
+        let GpuVa(ring) = spec.gpfifo;
+        let entries = spec.gpfifo_entries;
+        if !entries.is_power_of_two() || !(2..=MAX_GPFIFO_ENTRIES).contains(&entries) {
+            return Err(GpuError::Invalid("a GPFIFO has 2 to 65536 entries, a power of two"));
+        }
+        if !is_aligned(ring, host::GP_ENTRY_BYTES) {
+            return Err(GpuError::Invalid("a GPFIFO is 8-byte aligned"));
+        }
+        if spec.vector >= VECTORS {
+            return Err(GpuError::Invalid("no such interrupt vector"));
+        }
+        let end = ring.checked_add(u64::from(entries) * host::GP_ENTRY_BYTES);
+        if ring < VA_START || end.is_none_or(|end| end > VA_END) {
+            return Err(GpuError::OutOfRange("GPFIFO"));
+        }
+        if self.count() >= self.most {
+            return Err(GpuError::Limit("channels"));
+        }
+        Ok(())
+    }
+
+    /// Makes a channel and schedules it.
+    pub fn create(&mut self, spec: &ChannelSpec, userd: Place) -> Result<ChannelHandle, GpuError> {
+        self.check(spec)?;
+        self.note_errors();
+        let id = ChannelId(self.next);
+        let next = self.next.checked_add(1).ok_or(GpuError::Limit("channels"))?;
+        let notifier = self.notifiers.pop().ok_or(GpuError::Limit("channels"))?;
+        notifier.clear();
+        let made = self.make(spec, userd, notifier.clone());
+        let channel = match made {
+            Ok(channel) => channel,
+            Err(error) => {
+                self.notifiers.push(notifier);
+                self.drop_empty_groups();
+                return Err(error);
+            }
+        };
+        let token = channel.token;
+        self.all.insert(id, channel);
+        self.next = next;
+        if !self.open
+            && let Err(error) = self.gate(false)
+        {
+            self.destroy(id)?;
+            return Err(error);
+        }
+        Ok(ChannelHandle { id, token })
+    }
+
+    fn make(
+        &mut self,
+        spec: &ChannelSpec,
+        userd: Place,
+        notifier: Arc<Notifier>,
+    ) -> Result<Channel, GpuError> {
+        let (group, number) = self.group(spec.engine)?;
+        let session = &self.device.session;
+        let engine = self.engine_number(spec.engine);
+        let mut params = abi::ChannelParams {
+            error: notifier.memory.handle(),
+            gpfifo: spec.gpfifo.0,
+            gpfifo_entries: spec.gpfifo_entries,
+            flags: flag::CHANNEL,
+            engine,
+            ..Default::default()
+        };
+        params.userd_memory[0] = userd.object.handle();
+        params.userd_offset[0] = userd.offset;
+        let bytes = session.layout().channel;
+        let params = &mut params.as_mut_bytes()[..bytes];
+        let object = session.alloc(Some(&group), host::CLASS, Some(params), "channel")?;
+        let mut objects = vec![object.clone()];
+        match spec.engine {
+            EngineKind::Compute => {
+                objects.push(session.alloc(
+                    Some(&object),
+                    compute::CLASS,
+                    None,
+                    "compute class",
+                )?);
+                objects.push(session.alloc(Some(&object), copy::CLASS, None, "copy class")?);
+            }
+            EngineKind::Copy => {
+                let mut which = abi::CopyParams { version: 1, engine };
+                let which = Some(which.as_mut_bytes());
+                objects.push(session.alloc(Some(&object), copy::CLASS, which, "copy class")?);
+            }
+        }
+        let mut token = u32::MAX;
+        object.control(control::TOKEN, &mut token)?;
+        let mut schedule = [1u8, 0, 0];
+        let bytes = session.layout().schedule;
+        group.control_bytes(control::SCHEDULE, &mut schedule[..bytes])?;
+        Ok(Channel {
+            objects,
+            engine: spec.engine,
+            group: number,
+            token: Token(token),
+            vector: spec.vector,
+            userd: Some(userd),
+            notifier,
+            error: 0,
+            error_info: 0,
+        })
+    }
+
+    /// The group of an engine, a new one where there is none.
+    fn group(&mut self, kind: EngineKind) -> Result<(Arc<Object>, u32), GpuError> {
+        if let Some(group) = self.groups.iter().find(|group| group.engine == kind) {
+            return Ok((group.object.clone(), group.number));
+        }
+        if self.backoff[kind as usize].wait(Instant::now()) {
+            return Err(GpuError::Limit("channels made again after faults; wait"));
+        }
+        let mut params = abi::GroupParams {
+            va_space: self.space.space.handle(),
+            engine: self.engine_number(kind),
+            ..Default::default()
+        };
+        let params = Some(params.as_mut_bytes());
+        let device = &self.device;
+        let object =
+            device.session.alloc(Some(&device.device), class::GROUP, params, "channel group")?;
+        if kind == EngineKind::Compute && self.preempt_blocks {
+            let mut mode = abi::PreemptionMode {
+                flags: 1,
+                object: object.handle(),
+                compute: 1,
+                ..Default::default()
+            };
+            device.subdevice.control(control::PREEMPTION_MODE, &mut mode)?;
+        }
+        if let Some(slice) = self.slice {
+            set_slice(&object, slice)?;
+        }
+        self.group_number += 1;
+        let number = self.group_number;
+        self.groups.push(Group { object: object.clone(), engine: kind, number });
+        Ok((object, number))
+    }
+
+    fn drop_empty_groups(&mut self) {
+        let used = |number| self.all.values().any(|c| c.group == number && !c.objects.is_empty());
+        let keep: Vec<bool> = self.groups.iter().map(|group| used(group.number)).collect();
+        let mut keep = keep.into_iter();
+        self.groups.retain(|_| keep.next().unwrap_or(true));
+    }
+
+    /// Ends a channel, whatever it is doing.
+    pub fn destroy(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        let channel = self.all.get(&id).ok_or(GpuError::NotFound("channel"))?;
+        let alone = !self.all.iter().any(|(other, c)| *other != id && c.group == channel.group);
+        if alone && (channel.has_queued() || channel.was_used()) {
+            // Freeing it waits for what it runs, and the channel of nobody else is in its group.
+            self.reset_one(channel);
+        }
+        if let Some(mut channel) = self.all.remove(&id) {
+            channel.tear_down();
+            self.notifiers.push(channel.notifier);
+        }
+        self.drop_empty_groups();
+        Ok(())
+    }
+
+    /// Throws a channel's group off its engine. Everything it was doing is lost.
+    fn reset_one(&self, channel: &Channel) {
+        let Some(object) = channel.object().filter(|_| channel.error == 0) else { return };
+        let engine = self.engine_number(channel.engine);
+        let mut params = abi::ResetChannel { engine, ..Default::default() };
+        if let Err(error) = object.control(control::RESET_CHANNEL, &mut params) {
+            log::warn!("{error}");
+        }
+    }
+
+    /// Resets all groups: every channel is told.
+    pub fn reset_groups(&mut self) {
+        for group in &self.groups {
+            let of_it = |channel: &&Channel| channel.group == group.number && channel.error == 0;
+            if let Some(channel) = self.all.values().find(of_it) {
+                self.reset_one(channel);
+            }
+        }
+        for channel in self.all.values_mut().filter(|channel| channel.error == 0) {
+            channel.error = notifier::RESET_CHANNEL;
+            self.counters.faults += 1;
+        }
+        self.groups.clear();
+    }
+
+    /// Destroys all channels.
+    pub fn clear(&mut self) {
+        for group in &self.groups {
+            let busy = self.all.values().find(|channel| {
+                channel.group == group.number && (channel.has_queued() || channel.was_used())
+            });
+            if let Some(channel) = busy {
+                self.reset_one(channel);
+            }
+        }
+        for (_, mut channel) in std::mem::take(&mut self.all) {
+            channel.tear_down();
+            self.notifiers.push(channel.notifier);
+        }
+        self.groups.clear();
+    }
+
+    /// Tears down the channels whose USERD lies in memory that is about to go. They stay, as faulted ones.
+    pub fn leave(&mut self, memory: MemoryId) {
+        let inside = |channel: &Channel| {
+            channel.userd.as_ref().is_some_and(|place| place.memory == Some(memory))
+        };
+        let ids: Vec<_> = self.all.iter().filter(|(_, c)| inside(c)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let Some(channel) = self.all.get(&id) else { continue };
+            self.reset_one(channel);
+            if let Some(channel) = self.all.get_mut(&id) {
+                channel.tear_down();
+                if channel.error == 0 {
+                    channel.error = notifier::RESET_CHANNEL;
+                    self.counters.faults += 1;
+                }
+            }
+        }
+        self.note_errors();
+        self.drop_empty_groups();
+    }
+
+    /// How a channel is.
+    pub fn query(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
+        self.note_errors();
+        let channel = self.all.get(&id).ok_or(GpuError::NotFound("channel"))?;
+        Ok(ChannelStatus {
+            error: channel.error,
+            error_info: channel.error_info,
+            gp_get: channel.word(userd::GP_GET).unwrap_or_default(),
+            engine_ns: 0,
+        })
+    }
+
+    /// Looks at all notifiers; true where a channel has faulted that had not.
+    pub fn note_errors(&mut self) -> bool {
+        let mut faulted = Vec::new();
+        for channel in self.all.values_mut().filter(|channel| channel.error == 0) {
+            let Some(code) = channel.notifier.error() else { continue };
+            channel.error = code;
+            channel.error_info = channel.object().and_then(|object| fault(object)).unwrap_or(0);
+            self.counters.faults += 1;
+            faulted.push((channel.group, channel.engine, code));
+        }
+        for (number, engine, code) in &faulted {
+            // The others of the group are gone with it, whether or not the driver has said so yet.
+            let others = self.all.values_mut().filter(|c| c.group == *number && c.error == 0);
+            for channel in others {
+                channel.error = *code;
+                self.counters.faults += 1;
+            }
+            if let Some(at) = self.groups.iter().position(|group| group.number == *number) {
+                self.groups.remove(at);
+                self.backoff[*engine as usize].fault(Instant::now());
+            }
+        }
+        !faulted.is_empty()
+    }
+
+    /// Sets the time slice of all groups, now and later.
+    pub fn set_slice(&mut self, slice: Duration) -> Result<(), GpuError> {
+        self.slice = Some(slice);
+        for group in &self.groups {
+            set_slice(&group.object, slice)?;
+        }
+        Ok(())
+    }
+
+    /// Opens or closes the gate. Closing waits for the kernel that runs.
+    pub fn gate(&mut self, open: bool) -> Result<(), GpuError> {
+        if self.open && !open {
+            self.counters.gate_closings += 1;
+        }
+        self.open = open;
+        if !open {
+            self.boost();
+        }
+        let live: Vec<u32> = self
+            .all
+            .values()
+            .filter(|channel| channel.error == 0)
+            .filter_map(|channel| Some(channel.object()?.handle()))
+            .collect();
+        if live.is_empty() {
+            return Ok(());
+        }
+        let mut params = abi::DisableChannels {
+            disable: u8::from(!open),
+            count: live.len() as u32,
+            ..Default::default()
+        };
+        for (place, channel) in live.iter().enumerate().take(params.channels.len()) {
+            params.clients[place] = self.device.session.root();
+            params.channels[place] = *channel;
+        }
+        self.device.subdevice.control(control::DISABLE_CHANNELS, &mut params)?;
+        if open {
+            // A ring that came while the channel was disabled may have been lost.
+            for channel in self.all.values().filter(|c| c.error == 0 && c.has_queued()) {
+                self.ring(channel.token);
+            }
+        }
+        Ok(())
+    }
+
+    /// Rings the doorbell for a channel.
+    fn ring(&self, token: Token) {
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        let _ = self.doorbell.store_u32(doorbell::TOKEN, token.0);
+    }
+
+    /// Rings for a guest, whose doorbell was trapped: for its own channels only.
+    pub fn ring_for(&self, token: Token) {
+        if self.all.values().any(|channel| channel.token == token) {
+            self.ring(token);
+        }
+    }
+
+    /// Keeps the clocks up: they sink in the pauses of a gated vGPU, and it would get less than its cap.
+    fn boost(&mut self) {
+        if self.boosted.is_some_and(|at| at.elapsed() < BOOST / 2) {
+            return;
+        }
+        self.boosted = Some(Instant::now());
+        let mut params = abi::Pair { first: flag::BOOST, second: BOOST.as_secs() as u32 };
+        if let Err(error) = self.device.subdevice.control(control::PERF_BOOST, &mut params) {
+            log::debug!("{error}");
+        }
+    }
+}
+
+/// Where a channel faulted.
+fn fault(channel: &Object) -> Option<u64> {
+    let mut params = abi::MmuFault::default();
+    channel.control(control::MMU_FAULT, &mut params).ok()?;
+    Some(u64::from(params.address_hi) << 32 | u64::from(params.address_lo))
+}
+
+fn set_slice(group: &Object, slice: Duration) -> Result<(), RmError> {
+    let mut us = slice.as_micros().clamp(SLICE_US.0, SLICE_US.1) as u64;
+    group.control(control::SET_TIMESLICE, &mut us)
+}

@@ -1,0 +1,174 @@
+//! The threads of a worker's backend: one obeys the manager and notices faults, one passes interrupts on.
+//!
+//! The manager's orders do not wait behind what the guest asks for: pinning 4 GiB of guest memory takes 0.1 s, and a gate
+//! must close at once.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use mdev_core::gpu::{GpuError, Pending, Usage};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::channels::Channels;
+use super::session::Session;
+use super::signals::Signals;
+use super::trace::{Trace, Turns};
+use super::wire::{FromManager, FromWorker, Report};
+use crate::seqpacket::{MAX_PACKET, SeqPacket};
+use crate::soft::wire::{decode, encode};
+
+/// How often notifiers are looked at without an event: an event says that something has happened, not that it is written.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What the threads and the client share.
+#[derive(Debug)]
+pub struct Shared {
+    /// The vGPU's channels.
+    pub channels: Mutex<Channels>,
+    /// Its engine time, where the driver tells.
+    pub trace: Mutex<Option<Trace>>,
+    /// What the threads say.
+    pub signals: Signals,
+    /// A manager that comes later.
+    pub next_manager: Mutex<Option<SeqPacket>>,
+    /// Guest memory imported, in bytes.
+    pub imported: std::sync::atomic::AtomicU64,
+}
+
+impl Shared {
+    /// The channels. A thread that panicked left them as the driver has them.
+    pub fn channels(&self) -> MutexGuard<'_, Channels> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks for faults, and tells the worker.
+    pub fn note_errors(&self) {
+        if self.channels().note_errors() {
+            self.signals.raise(Pending::CHANNEL_ERROR);
+        }
+    }
+
+    /// How the vGPU is.
+    pub fn report(&self) -> Report {
+        let mut turn_ns = 0;
+        let mut engine = Turns::default();
+        if let Some(trace) = &mut *self.trace.lock().unwrap_or_else(PoisonError::into_inner) {
+            match trace.read() {
+                Ok(_) => engine = trace.turns,
+                Err(error) => log::debug!("{error}"),
+            }
+            if let Some(now) = trace.now_ns() {
+                turn_ns = engine.since_ns.map_or(0, |since| now.saturating_sub(since));
+                engine.done_ns = engine.total_ns(now);
+            }
+        }
+        let channels = self.channels();
+        let counters = channels.counters;
+        let usage = Usage {
+            engine_ns: engine.done_ns,
+            preemptions: engine.ended,
+            faults: counters.faults,
+            hang_resets: counters.hang_resets,
+            gate_closings: counters.gate_closings,
+            runnable: channels.has_queued() || engine.since_ns.is_some(),
+            channels: channels.count(),
+            imported_bytes: self.imported.load(std::sync::atomic::Ordering::Acquire),
+            ..Default::default()
+        };
+        Report { usage, turn_ns, alive: !self.signals.is_stopped() }
+    }
+}
+
+/// Obeys the manager until it is over. Without one it waits for the next.
+pub fn obey(shared: &Shared, session: &Arc<Session>, manager: SeqPacket, faults: &OwnedFd) {
+    let mut manager = Some(manager);
+    let mut buffer = vec![0; MAX_PACKET];
+    while !shared.signals.is_stopped() {
+        let readable = {
+            let mut fds = vec![
+                PollFd::new(shared.signals.stop_event(), PollFlags::POLLIN),
+                PollFd::new(faults.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
+            ];
+            fds.extend(manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
+            let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
+            let _ = poll(&mut fds, timeout);
+            fds.get(2).is_some_and(|fd| fd.any() == Some(true))
+        };
+        shared.note_errors();
+        if let Ok(mut next) = shared.next_manager.lock()
+            && let Some(next) = next.take()
+        {
+            manager = Some(next);
+            continue;
+        }
+        let Some(socket) = manager.as_ref().filter(|_| readable) else { continue };
+        let order = match socket.try_recv(&mut buffer) {
+            Ok(Some(packet)) => decode::<FromManager>(&buffer[..packet.len]),
+            Ok(None) => Err(std::io::ErrorKind::BrokenPipe.into()),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => continue,
+            Err(error) => Err(error),
+        };
+        match order {
+            Ok(order) => {
+                if let Some(answer) = carry_out(shared, session, &order)
+                    && let Ok(bytes) = encode(&answer)
+                {
+                    // A manager that does not read gets no answers.
+                    let _ = socket.try_send(&bytes, &[]);
+                }
+            }
+            Err(error) => {
+                log::debug!("The manager's connection: {error}");
+                manager = None;
+            }
+        }
+    }
+}
+
+fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<FromWorker> {
+    let done = match *order {
+        FromManager::SetTimeslice(slice) => shared.channels().set_slice(slice),
+        FromManager::SetGate(open) => shared.channels().gate(open),
+        FromManager::Reset => {
+            let mut channels = shared.channels();
+            channels.counters.hang_resets += 1;
+            channels.reset_groups();
+            drop(channels);
+            shared.signals.raise(Pending::CHANNEL_ERROR);
+            Ok(())
+        }
+        FromManager::Usage(number) => return Some(FromWorker::Usage(number, shared.report())),
+        FromManager::Evict => {
+            session.end();
+            shared.signals.raise(Pending::DEVICE_LOST);
+            Ok(())
+        }
+        FromManager::Grant(_) => Err(GpuError::Invalid("a vGPU is granted once")),
+    };
+    if let Err(error) = done {
+        log::warn!("The manager's order failed: {error}");
+    }
+    None
+}
+
+/// Passes non-stall interrupts on until it is over.
+///
+/// The GPU tells every client of every channel's interrupt, so a guest is woken for others' too: it looks at its
+/// semaphores and goes back to sleep. A vGPU without channels is left alone.
+pub fn interrupt(shared: &Shared, event: &OwnedFd) {
+    while !shared.signals.is_stopped() {
+        let mut fds = [
+            PollFd::new(shared.signals.stop_event(), PollFlags::POLLIN),
+            PollFd::new(event.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
+        ];
+        if poll(&mut fds, PollTimeout::NONE).is_err() || fds[1].any() != Some(true) {
+            continue;
+        }
+        let vectors = shared.channels().vectors();
+        if vectors != 0 {
+            shared.signals.raise(Pending::NONSTALL);
+            shared.signals.signal(vectors);
+        }
+    }
+}

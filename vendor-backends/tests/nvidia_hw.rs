@@ -1,0 +1,271 @@
+//! The NVIDIA backend on a real GPU. Skips, and says so, where there is none.
+//!
+//! Run it as a user without capabilities:
+//! `cargo test -p vendor-backends --test nvidia_hw -- --nocapture --test-threads=1`
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::mailbox::VA_START;
+use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GuestRam};
+use mdev_core::ids::VgpuId;
+use mdev_core::units::{GIB, MIB};
+use vendor_backends::conformance::{self, Driver, Pushbuffer};
+use vendor_backends::nvidia::device::{Device, cards};
+use vendor_backends::nvidia::rm::Rm;
+use vendor_backends::nvidia::trace::Trace;
+use vendor_backends::nvidia::version::Layout;
+use vendor_backends::nvidia::{Kernel, NvidiaClient, NvidiaGpu, Options};
+
+fn gpu() -> Option<NvidiaGpu> {
+    let rm = Arc::new(Kernel);
+    let Ok(all) = NvidiaGpu::list(&*rm) else {
+        eprintln!("SKIPPED: no NVIDIA GPU here");
+        return None;
+    };
+    Some(NvidiaGpu::open(rm, &all[0], Options::default()).unwrap())
+}
+
+fn spec(vram_bytes: u64) -> ClientSpec {
+    ClientSpec {
+        vgpu: VgpuId::random(),
+        vram_bytes,
+        framebuffer_bytes: 0,
+        max_channels: 16,
+        max_import_bytes: 16 * GIB,
+    }
+}
+
+fn client(gpu: &mut NvidiaGpu, vram_bytes: u64) -> Box<dyn Client> {
+    let admission = gpu.admit(&spec(vram_bytes)).unwrap();
+    Box::new(NvidiaClient::open(Arc::new(Kernel), admission.fd.unwrap()).unwrap())
+}
+
+#[test]
+fn a_first_copy_is_made() {
+    let Some(mut gpu) = gpu() else { return };
+    println!("{:?}", gpu.describe());
+    let started = Instant::now();
+    let client = client(&mut gpu, 2 * GIB);
+    println!("client with 2 GiB opened in {:?}", started.elapsed());
+    let mut driver = Driver::new(client);
+    for engine in [EngineKind::Copy, EngineKind::Compute] {
+        let started = Instant::now();
+        let mut ring = driver.ring(engine);
+        println!("{engine:?} channel made and bound in {:?}", started.elapsed());
+        driver.write(12 * MIB, &[7; 4096]);
+        let (from, to) = (driver.va(12 * MIB), driver.va(13 * MIB));
+        driver.finish(&mut ring, Pushbuffer::default().copy(from, to, 4096));
+        assert_eq!(driver.read(13 * MIB, 4096), [7; 4096]);
+        println!("{:?}", driver.client().query_channel(ring.id()));
+        let mut second = driver.ring(engine);
+        driver.finish(&mut second, Pushbuffer::default().copy(from, to, 4096));
+        let started = Instant::now();
+        driver.destroy(second);
+        println!("second channel of its group destroyed in {:?}", started.elapsed());
+        driver.finish(&mut ring, Pushbuffer::default().copy(from, to, 4096));
+        let started = Instant::now();
+        driver.destroy(ring);
+        println!("last channel destroyed in {:?}", started.elapsed());
+    }
+    println!("usage {:?}", driver.client().usage());
+    println!("manager's view {:?}", gpu.usage());
+    let started = Instant::now();
+    drop(driver);
+    println!("client closed in {:?}", started.elapsed());
+}
+
+#[test]
+fn engine_time_is_measured() {
+    if gpu().is_none() {
+        return;
+    }
+    let rm: Arc<dyn Rm> = Arc::new(Kernel);
+    let layout = Layout::of(&rm.version().unwrap()).unwrap();
+    let card = cards(&*rm).unwrap()[0].clone();
+    let device = Device::open(rm, layout, &card).unwrap();
+    for engine in 9..20 {
+        let mut pair = vendor_backends::nvidia::sys::abi::Pair { first: engine, second: 0 };
+        println!(
+            "engine {engine}: {:?} {pair:x?}",
+            device.subdevice.control(0x2080_2a02, &mut pair)
+        );
+    }
+    let usermode = device.usermode().unwrap();
+    let fd = device
+        .session
+        .aperture(&device.device, &usermode, device.session.gpu_node(), 4096, 0)
+        .unwrap();
+    let clock =
+        vendor_backends::soft::silicon::mem::Mapping::new(fd.as_fd(), 0, 4096, true).unwrap();
+    let mut trace = match Trace::open(&device, clock) {
+        Ok(trace) => trace,
+        Err(error) => panic!("no trace: {error}"),
+    };
+    println!("pid {} clock {:?}", std::process::id(), trace.now_ns());
+    let mut gpu = gpu().unwrap();
+    let mut driver = Driver::new(client(&mut gpu, GIB));
+    let mut ring = driver.ring(EngineKind::Compute);
+    for round in 0..3 {
+        let started = Instant::now();
+        // 256 MiB through the graphics copy engine: some ms of its time.
+        let (from, to) = (driver.va(12 * MIB), driver.va(24 * MIB));
+        let mut push = Pushbuffer::default();
+        for _ in 0..40 {
+            push = push.copy(from, to, 8 << 20);
+        }
+        driver.finish(&mut ring, push);
+        let took = started.elapsed();
+        let read = Instant::now();
+        let switches = trace.read().unwrap();
+        println!(
+            "round {round}: work took {took:?}; read in {:?}: {} switches, now {:?}",
+            read.elapsed(),
+            switches.len(),
+            trace.now_ns()
+        );
+        for switch in switches.iter().take(8) {
+            println!("    {switch:?}");
+        }
+        println!("    turns {:?}", trace.turns);
+        std::thread::sleep(Duration::from_millis(50));
+        let late = trace.read().unwrap();
+        println!(
+            "    50 ms later: {} more, turns {:?} {:?}",
+            late.len(),
+            trace.turns,
+            late.first()
+        );
+    }
+    println!("client's own: {:?}", driver.client().usage());
+}
+
+#[test]
+fn orders_are_obeyed() {
+    let Some(mut gpu) = gpu() else { return };
+    let spec = spec(GIB);
+    let admission = gpu.admit(&spec).unwrap();
+    let client = NvidiaClient::open(Arc::new(Kernel), admission.fd.unwrap()).unwrap();
+    let mut driver = Driver::new(Box::new(client));
+    let mut ring = driver.ring(EngineKind::Copy);
+    gpu.set_timeslice(spec.vgpu, Duration::from_millis(2)).unwrap();
+    gpu.set_gate(spec.vgpu, false).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    let done = driver.submit(&mut ring, Pushbuffer::default());
+    println!("runs with the gate closed: {}", driver.wait_for(done, Duration::from_millis(100)));
+    let mut late = driver.bare_ring(EngineKind::Copy);
+    let done_late = driver.submit(&mut late, Pushbuffer::default());
+    println!(
+        "a channel made while closed runs: {}",
+        driver.wait_for(done_late, Duration::from_millis(100))
+    );
+    gpu.set_gate(spec.vgpu, true).unwrap();
+    println!(
+        "after opening: {} {}",
+        driver.wait_for(done, Duration::from_millis(100)),
+        driver.wait_for(done_late, Duration::from_millis(100))
+    );
+    let started = Instant::now();
+    println!("usage asked in {:?}: {:?}", started.elapsed(), gpu.usage());
+    gpu.reset_group(spec.vgpu).unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    println!("after a reset: {:?}", driver.client().query_channel(ring.id()));
+    let mut again = driver.ring(EngineKind::Copy);
+    driver.finish(&mut again, Pushbuffer::default());
+    gpu.evict(spec.vgpu).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    println!("after eviction: {:?} {:?}", driver.client().take_pending(), gpu.usage());
+}
+
+#[test]
+fn guest_memory_is_pinned_and_let_go() {
+    let Some(mut gpu) = gpu() else { return };
+    let mut client = client(&mut gpu, GIB);
+    let ram = vendor_backends::soft::silicon::mem::SharedMemory::new(c"ram", GIB).unwrap();
+    let started = Instant::now();
+    let guest = GuestRam { fd: ram.fd.as_fd(), offset: 0, len: GIB, writable: true };
+    let memory = client.import(guest).unwrap();
+    let imported = started.elapsed();
+    let backing = mdev_core::gpu::Backing::Guest { memory, offset: 0 };
+    let va = mdev_core::ids::GpuVa(VA_START);
+    client.map(va, GIB, backing, true).unwrap();
+    let mapped = started.elapsed();
+    // A hole in the middle, and the hole filled again.
+    let hole = mdev_core::ids::GpuVa(VA_START + 16 * MIB);
+    println!("hole {:?}", client.unmap(hole, MIB));
+    println!("filled {:?}", client.map(hole, MIB, backing, true));
+    println!("all of it away: {:?}", client.unmap(va, GIB));
+    let started = Instant::now();
+    client.release(memory).unwrap();
+    println!(
+        "1 GiB not populated: import {imported:?}, map {:?}, release {:?}",
+        mapped.saturating_sub(imported),
+        started.elapsed()
+    );
+}
+
+#[test]
+fn what_hardware_makes_of_nonsense() {
+    use mdev_core::abi::copy;
+    use mdev_core::abi::host::{self, GpEntry, sem};
+    let Some(mut gpu) = gpu() else { return };
+    let mut driver = Driver::new(client(&mut gpu, 64 * MIB));
+    let data = driver.va(12 * MIB);
+    let pushes = [
+        ("undefined operation", Pushbuffer::default().word(!(7 << 29))),
+        ("zero", Pushbuffer::default().word(0)),
+        ("host method 0xf0", Pushbuffer::default().host(0x00f0, 0)),
+        ("host method 0xf8", Pushbuffer::default().host(0x00f8, 0)),
+        ("copy method 0xffc", Pushbuffer::default().copy_method(0x0ffc, &[0])),
+        ("unbound subchannel", Pushbuffer::default().method(6, 0x0300, &[0])),
+        ("unknown class", Pushbuffer::default().host(host::SET_OBJECT, 0x1234)),
+        (
+            "misaligned stamp",
+            Pushbuffer::default().semaphore(data + 4, 0, sem::RELEASE | sem::RELEASE_TIMESTAMP),
+        ),
+        ("privileged membar", Pushbuffer::default().copy_method(host::MEM_OP_D, &[9 << 27])),
+        (
+            "long copy, pitch 0",
+            Pushbuffer::default()
+                .addresses(data, data + MIB)
+                .copy_method(copy::PITCH_IN, &[0, 0, 1 << 20, 1 << 20])
+                .launch(copy::launch::MULTI_LINE),
+        ),
+    ];
+    for (what, push) in pushes {
+        let mut ring = driver.ring(EngineKind::Copy);
+        let done = driver.submit(&mut ring, push);
+        let started = Instant::now();
+        let mut status = driver.client().query_channel(ring.id()).unwrap();
+        while status.error == 0 && started.elapsed() < Duration::from_millis(300) {
+            status = driver.client().query_channel(ring.id()).unwrap();
+        }
+        let came = driver.wait_for(done, Duration::ZERO);
+        println!("{what}: {status:x?} after {:?}, semaphore after it {came}", started.elapsed());
+        let started = Instant::now();
+        driver.destroy(ring);
+        println!("    destroyed in {:?}", started.elapsed());
+    }
+    let mut ring = driver.ring(EngineKind::Copy);
+    driver.set_put(&mut ring, 64);
+    std::thread::sleep(Duration::from_millis(300));
+    println!("GP_PUT past the ring: {:x?}", driver.client().query_channel(ring.id()));
+    let mut ring = driver.ring(EngineKind::Copy);
+    driver.submit_entry(&mut ring, GpEntry::Segment { va: VA_START + (1 << 36), dwords: 9 });
+    std::thread::sleep(Duration::from_millis(300));
+    println!("pushbuffer nowhere: {:x?}", driver.client().query_channel(ring.id()));
+}
+
+#[test]
+fn it_conforms() {
+    let Some(mut gpu) = gpu() else { return };
+    let started = Instant::now();
+    let findings = conformance::survey(&mut || client(&mut gpu, 64 * MIB));
+    for (name, finding) in &findings {
+        println!("{name}: {finding:?}");
+    }
+    println!("conformance took {:?}", started.elapsed());
+    assert!(findings.iter().all(|(_, finding)| finding.is_ok()));
+}
