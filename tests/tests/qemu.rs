@@ -145,6 +145,7 @@ fn a_vgpu_is_plugged_and_unplugged_again_and_again() {
         let id = format!("vgpu{round}");
         vm.plug(vgpu_device(&id, &socket), round % 2).unwrap();
         eventually("bochs-drm binds", || driver(&mut vm) == "bochs-drm");
+        assert!(!vm.console().contains("failed to assign"), "{}", vm.console());
         job(&mut vm, "vadd --n 10000");
         vm.unplug(&id).unwrap();
         eventually("the device is gone", || driver(&mut vm).is_empty());

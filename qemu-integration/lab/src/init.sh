@@ -47,7 +47,13 @@ serve() {
         cat /tmp/out /tmp/err >&3
     done
 }
+# In a process of its own: orphans of a command become children of the first process, and the signal of a child's end
+# makes the shell's `read` forget what it has read of a line.
 while :; do
     serve
+    sleep 1
+done &
+while :; do
+    wait
     sleep 1
 done
