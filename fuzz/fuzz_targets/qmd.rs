@@ -18,6 +18,9 @@ fuzz_target!(|data: &[u8]| {
     let constants = va(CONSTANTS) >> 6;
     let descriptor = qmd::Qmd::default()
         .with(qmd::QMD_TYPE, 2)
+        .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
+        .with(qmd::CWD_MEMBAR_TYPE, 1)
+        .with(qmd::REGISTER_COUNT, 32)
         .with(qmd::QMD_MAJOR_VERSION, 4)
         .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
         .with(qmd::CTA_RASTER_WIDTH, dimension(&mut input))

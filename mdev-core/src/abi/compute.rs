@@ -11,8 +11,10 @@ pub const WAIT_FOR_IDLE: u32 = 0x0110;
 pub const INVALIDATE_SHADER_CACHES: u32 = 0x021c;
 /// `INVALIDATE_SKED_CACHES`.
 pub const INVALIDATE_SKED_CACHES: u32 = 0x0298;
-/// `SET_SHADER_SHARED_MEMORY_WINDOW_A`: upper half; B (lower half) follows.
+/// `SET_SHADER_SHARED_MEMORY_WINDOW_A`: upper half.
 pub const SET_SHADER_SHARED_MEMORY_WINDOW_A: u32 = 0x02a0;
+/// `SET_SHADER_SHARED_MEMORY_WINDOW_B`: lower half, zero: the window is 4 GiB long and aligned.
+pub const SET_SHADER_SHARED_MEMORY_WINDOW_B: u32 = 0x02a4;
 /// `SEND_PCAS_A`: QMD address >> 8.
 pub const SEND_PCAS_A: u32 = 0x02b4;
 /// `SEND_SIGNALING_PCAS2_B`: the action; see [`PCAS_INVALIDATE_COPY_SCHEDULE`].
@@ -23,8 +25,10 @@ pub const PCAS_INVALIDATE_COPY_SCHEDULE: u32 = 3;
 pub const SET_SHADER_LOCAL_MEMORY_NON_THROTTLED_A: u32 = 0x02e4;
 /// `SET_SHADER_LOCAL_MEMORY_A`: upper half; B follows.
 pub const SET_SHADER_LOCAL_MEMORY_A: u32 = 0x0790;
-/// `SET_SHADER_LOCAL_MEMORY_WINDOW_A`: upper half; B follows.
+/// `SET_SHADER_LOCAL_MEMORY_WINDOW_A`: upper half.
 pub const SET_SHADER_LOCAL_MEMORY_WINDOW_A: u32 = 0x07b0;
+/// `SET_SHADER_LOCAL_MEMORY_WINDOW_B`: lower half, zero as well.
+pub const SET_SHADER_LOCAL_MEMORY_WINDOW_B: u32 = 0x07b4;
 
 /// Where a kernel's parameters start in constant buffer 0, in bytes.
 pub const PARAM_BASE: u64 = 0x210;

@@ -24,10 +24,20 @@ pub const QMD_TYPE: Field = field(25, 23);
 pub const QMD_MINOR_VERSION: Field = field(579, 576);
 /// `QMD_MAJOR_VERSION`: 4.
 pub const QMD_MAJOR_VERSION: Field = field(583, 580);
+/// `SASS_VERSION`: what the machine code is for.
+pub const SASS_VERSION: Field = field(543, 536);
 /// `API_VISIBLE_CALL_LIMIT`: 1 is no check.
 pub const API_VISIBLE_CALL_LIMIT: Field = field(568, 568);
 /// `SHARED_MEMORY_SIZE`, bytes.
 pub const SHARED_MEMORY_SIZE: Field = field(601, 584);
+/// `INVALIDATE_SHADER_DATA_CACHE`: reads see what was written since the last launch.
+pub const INVALIDATE_SHADER_DATA_CACHE: Field = field(605, 605);
+/// `MIN_SM_CONFIG_SHARED_MEM_SIZE`: units of 4 KiB, plus one.
+pub const MIN_SM_CONFIG_SHARED_MEM_SIZE: Field = field(613, 608);
+/// `MAX_SM_CONFIG_SHARED_MEM_SIZE`.
+pub const MAX_SM_CONFIG_SHARED_MEM_SIZE: Field = field(619, 614);
+/// `TARGET_SM_CONFIG_SHARED_MEM_SIZE`.
+pub const TARGET_SM_CONFIG_SHARED_MEM_SIZE: Field = field(625, 620);
 /// `CONSTANT_BUFFER_VALID(0)`.
 pub const CONSTANT_BUFFER_VALID_0: Field = field(416, 416);
 /// `CONSTANT_BUFFER_INVALIDATE(0)`.

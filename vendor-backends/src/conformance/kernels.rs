@@ -39,6 +39,9 @@ fn prepare<P: IntoBytes + Immutable>(
         .with(qmd::QMD_MAJOR_VERSION, 4)
         .with(qmd::API_VISIBLE_CALL_LIMIT, 1)
         .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
+        .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
+        .with(qmd::CWD_MEMBAR_TYPE, 1)
+        .with(qmd::REGISTER_COUNT, 32)
         .with(qmd::CTA_RASTER_WIDTH, grid[0])
         .with(qmd::CTA_RASTER_HEIGHT, grid[1])
         .with(qmd::CTA_RASTER_DEPTH, 1)
@@ -153,7 +156,12 @@ pub fn bad_descriptors(driver: &mut Driver) {
     let hole = Saxpy { x: 0x10_0000, ..params };
     let cases = [
         (good.clone().with(qmd::QMD_MAJOR_VERSION, 3), notifier::GR_ERROR),
+        (good.clone().with(qmd::QMD_MINOR_VERSION, 1), notifier::GR_ERROR),
         (good.clone().with(qmd::QMD_TYPE, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::CWD_MEMBAR_TYPE, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::REGISTER_COUNT, 0), notifier::GR_ERROR),
+        (good.clone().with(qmd::BARRIER_COUNT, 17), notifier::GR_ERROR),
         (good.clone().with(qmd::CTA_RASTER_WIDTH, 0), notifier::GR_ERROR),
         (good.clone().with(qmd::CTA_THREAD_DIMENSION0, 2000), notifier::GR_ERROR),
         (good.clone().with(qmd::CONSTANT_BUFFER_VALID_0, 0), notifier::GR_ERROR),
@@ -177,6 +185,44 @@ pub fn bad_descriptors(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Copy);
     let push = Pushbuffer::default().method(1, host::SET_OBJECT, &[compute::CLASS]);
     driver.submit(&mut ring, push);
+    driver.expect_fault(&ring);
+}
+
+/// What lies in a kernel's windows is not what the address space has there, and hardware does not tell: it faults or
+/// computes nonsense.
+pub fn windows(driver: &mut Driver) {
+    const WINDOW: u32 = 0x10;
+    let at = u64::from(WINDOW) << 32;
+    let window = compute::SET_SHADER_SHARED_MEMORY_WINDOW_A;
+    let subchannel = host::SUBCHANNEL_COMPUTE;
+    let memory = driver.memory();
+    driver.map(at + 0x1000, 0x1000, memory);
+    let params = Spin { out: at + 0x1000, iterations: 1, reserved: 0 };
+    let descriptor = prepare(driver, Kernel::Spin, &params, [1, 1], [32, 1]);
+
+    let mut ring = driver.ring(EngineKind::Compute);
+    let elsewhere = launch(driver, &descriptor);
+    driver.finish(&mut ring, elsewhere);
+    driver.destroy(ring);
+    for method in [window, compute::SET_SHADER_LOCAL_MEMORY_WINDOW_A] {
+        let mut ring = driver.ring(EngineKind::Compute);
+        let set = Pushbuffer::default().method(subchannel, method, &[WINDOW, 0]);
+        driver.finish(&mut ring, set);
+        let inside = launch(driver, &descriptor);
+        driver.submit(&mut ring, inside);
+        assert_eq!(driver.expect_fault(&ring).error, notifier::GR_ERROR, "a result in a window");
+        driver.destroy(ring);
+    }
+    let mut ring = driver.ring(EngineKind::Compute);
+    let crooked = Pushbuffer::default().method(subchannel, window, &[WINDOW, 0x1000]);
+    driver.submit(&mut ring, crooked);
+    assert_eq!(driver.expect_fault(&ring).error, notifier::GR_ERROR, "a window must be aligned");
+    driver.destroy(ring);
+
+    let mut ring = driver.ring(EngineKind::Compute);
+    let crossed =
+        Pushbuffer::default().method(host::SUBCHANNEL_COPY, host::SET_OBJECT, &[compute::CLASS]);
+    driver.submit(&mut ring, crossed);
     driver.expect_fault(&ring);
 }
 

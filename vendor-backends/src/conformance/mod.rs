@@ -49,6 +49,7 @@ const CHECKS: &[Check] = &[
     ("computes", PROGRAMS, kernels::computes),
     ("computes no more than the grid has", PROGRAMS, kernels::grid_bounds),
     ("faults a channel for a bad descriptor", PROGRAMS, kernels::bad_descriptors),
+    ("keeps kernels out of their windows", PROGRAMS, kernels::windows),
     ("preempts what never ends", PROGRAMS.union(GpuCapabilities::PREEMPTION), kernels::preempts),
 ];
 

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use mdev_core::abi::host::{CLASS as HOST, FIRST_CLASS_METHOD, GP_ENTRY_BYTES, GpEntry};
+use mdev_core::abi::host::{
+    CLASS as HOST, FIRST_CLASS_METHOD, GP_ENTRY_BYTES, GpEntry, SUBCHANNEL_COPY,
+};
 use mdev_core::abi::{compute, copy, notifier, userd};
 use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind};
 use mdev_core::ids::MemoryId;
@@ -325,9 +327,13 @@ impl Channel {
                 Action::Yield => return Ok(true),
                 Action::Acquire(acquire) => self.active = Some(Active::Acquire(acquire)),
                 Action::Bind(class) => {
+                    // On hardware the copy engine has a subchannel of its own, and the others are not wired to it.
+                    let copies = subchannel == SUBCHANNEL_COPY;
                     let offered = class == HOST
-                        || class == copy::CLASS
-                        || class == compute::CLASS && self.spec.engine == EngineKind::Compute;
+                        || class == copy::CLASS && copies
+                        || class == compute::CLASS
+                            && !copies
+                            && self.spec.engine == EngineKind::Compute;
                     if !offered {
                         return Err(Fault::host(class));
                     }

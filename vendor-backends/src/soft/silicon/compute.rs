@@ -12,11 +12,28 @@ use super::kernels::{Extent, Job};
 /// Threads of one block, at most, as on hardware.
 const MAX_BLOCK: u64 = 1024;
 
+/// Registers of a multiprocessor, which the threads of a block share.
+const REGISTERS: u64 = 64 << 10;
+/// Registers are given to warps of 32 threads in pieces of so many.
+const REGISTER_PIECE: u64 = 256;
+/// Most barriers of a block.
+const MAX_BARRIERS: u32 = 16;
+/// Most registers of a thread.
+const MAX_REGISTERS: u32 = 255;
+/// Length and alignment of a window.
+const WINDOW: u64 = 1 << 32;
+/// Where code that compilers make finds how to reach memory, in constant buffer 0: zero.
+const MEMORY_DESCRIPTOR: u64 = 0x208;
+
 /// The registers of the class.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ComputeClass {
     /// QMD address >> 8.
     qmd: u32,
+    /// Where kernels see shared memory: not where the address space has what is mapped there.
+    shared: Option<u64>,
+    /// Where they see local memory.
+    local: Option<u64>,
 }
 
 impl ComputeClass {
@@ -34,72 +51,104 @@ impl ComputeClass {
         match method {
             abi::SEND_PCAS_A => self.qmd = data,
             abi::SEND_SIGNALING_PCAS2_B if data == abi::PCAS_INVALIDATE_COPY_SCHEDULE => {
-                return launch(space, u64::from(self.qmd) << 8).map(Some);
+                return self.launch(space, u64::from(self.qmd) << 8).map(Some);
             }
-            // One thread does everything in order, without caches, windows or local memory of its own.
+            abi::SET_SHADER_SHARED_MEMORY_WINDOW_A => set_upper(&mut self.shared, data),
+            abi::SET_SHADER_LOCAL_MEMORY_WINDOW_A => set_upper(&mut self.local, data),
+            // A window begins at a multiple of its length.
+            abi::SET_SHADER_SHARED_MEMORY_WINDOW_B | abi::SET_SHADER_LOCAL_MEMORY_WINDOW_B
+                if data == 0 => {}
+            // One thread does everything in order, without caches or local memory of its own.
             abi::NO_OPERATION
             | abi::WAIT_FOR_IDLE
             | abi::INVALIDATE_SHADER_CACHES
             | abi::INVALIDATE_SKED_CACHES => {}
-            _ if within(method, abi::SET_SHADER_SHARED_MEMORY_WINDOW_A, 2)
-                || within(method, abi::SET_SHADER_LOCAL_MEMORY_NON_THROTTLED_A, 3)
-                || within(method, abi::SET_SHADER_LOCAL_MEMORY_A, 2)
-                || within(method, abi::SET_SHADER_LOCAL_MEMORY_WINDOW_A, 2) => {}
+            _ if within(method, abi::SET_SHADER_LOCAL_MEMORY_NON_THROTTLED_A, 3)
+                || within(method, abi::SET_SHADER_LOCAL_MEMORY_A, 2) => {}
             _ => return Err(Fault::class(method)),
         }
         Ok(None)
     }
+
+    /// Copies the descriptor, the program and the parameters out, once, and then checks them.
+    fn launch(&self, space: &AddressSpace, va: u64) -> Result<Job, Fault> {
+        let bad = Fault::class(va);
+        let mut bytes = [0; qmd::BYTES];
+        space.read(va, &mut bytes)?;
+        let qmd = Qmd::from_bytes(&bytes);
+        let versions = [qmd::QMD_TYPE, qmd::QMD_MAJOR_VERSION, qmd::QMD_MINOR_VERSION];
+        // Without the last two, hardware runs the kernel with old parameters, or its results are not to be seen yet.
+        let needed =
+            [qmd::CONSTANT_BUFFER_VALID_0, qmd::CONSTANT_BUFFER_INVALIDATE_0, qmd::CWD_MEMBAR_TYPE];
+        if versions.map(|field| qmd.get(field)) != [2, 4, 0]
+            || needed.iter().any(|field| qmd.get(*field) & 1 == 0)
+        {
+            return Err(bad);
+        }
+        let extent = Extent {
+            grid: [qmd::CTA_RASTER_WIDTH, qmd::CTA_RASTER_HEIGHT, qmd::CTA_RASTER_DEPTH]
+                .map(|field| qmd.get(field)),
+            block: [
+                qmd::CTA_THREAD_DIMENSION0,
+                qmd::CTA_THREAD_DIMENSION1,
+                qmd::CTA_THREAD_DIMENSION2,
+            ]
+            .map(|field| qmd.get(field)),
+        };
+        let threads: u64 = extent.block.iter().map(|n| u64::from(*n)).product();
+        if extent.grid.contains(&0) || threads == 0 || threads > MAX_BLOCK {
+            return Err(bad);
+        }
+        let registers = qmd.get(qmd::REGISTER_COUNT);
+        let warp = (u64::from(registers) * 32).next_multiple_of(REGISTER_PIECE);
+        let barriers = qmd.get(qmd::BARRIER_COUNT);
+        if !(1..=MAX_REGISTERS).contains(&registers)
+            || threads.div_ceil(32) * warp > REGISTERS
+            || barriers > MAX_BARRIERS
+        {
+            return Err(bad);
+        }
+
+        let code = wide(&qmd, qmd::PROGRAM_ADDRESS_UPPER, qmd::PROGRAM_ADDRESS_LOWER);
+        if !code.is_multiple_of(program::ALIGN) {
+            return Err(bad);
+        }
+        let mut program = Program::new_zeroed();
+        space.read(code, program.as_mut_bytes())?;
+        let kernel = Kernel::from_number(program.kernel).ok_or(bad)?;
+        let signed = program.magic == program::MAGIC && program.version == program::VERSION;
+        if !signed || program.param_bytes != kernel.param_bytes() {
+            return Err(bad);
+        }
+
+        let (upper, lower) = (qmd::CONSTANT_BUFFER_ADDR_UPPER_0, qmd::CONSTANT_BUFFER_ADDR_LOWER_0);
+        let constants = wide(&qmd, upper, lower) << 6;
+        let size = u64::from(qmd.get(qmd::CONSTANT_BUFFER_SIZE_0)) << 4;
+        if abi::PARAM_BASE + u64::from(program.param_bytes) > size {
+            return Err(bad);
+        }
+        let at = constants.checked_add(abi::PARAM_BASE).ok_or(bad)?;
+        if params::<u64>(space, constants.wrapping_add(MEMORY_DESCRIPTOR))? != 0 {
+            return Err(bad);
+        }
+        let job = match kernel {
+            Kernel::Saxpy => Job::saxpy(params(space, at)?, extent),
+            Kernel::VectorAdd => Job::vector_add(params(space, at)?, extent),
+            Kernel::Sgemm => Job::sgemm(params(space, at)?, extent),
+            Kernel::Mandelbrot => Job::mandelbrot(params(space, at)?, extent),
+            Kernel::Spin => Job::spin(params(space, at)?, extent),
+        };
+        // A kernel's access to a window is one to the block's own memory, which is not there.
+        let inside = |va: &u64| {
+            [self.shared, self.local].into_iter().flatten().any(|at| (at..at + WINDOW).contains(va))
+        };
+        let misled = job.pointers().find(inside);
+        misled.map_or(Ok(job), |va| Err(Fault::class(va)))
+    }
 }
 
-/// Copies the descriptor, the program and the parameters out, once, and then checks them.
-fn launch(space: &AddressSpace, va: u64) -> Result<Job, Fault> {
-    let bad = Fault::class(va);
-    let mut bytes = [0; qmd::BYTES];
-    space.read(va, &mut bytes)?;
-    let qmd = Qmd::from_bytes(&bytes);
-    let versions = [qmd::QMD_TYPE, qmd::QMD_MAJOR_VERSION, qmd::QMD_MINOR_VERSION];
-    if versions.map(|field| qmd.get(field)) != [2, 4, 0]
-        || qmd.get(qmd::CONSTANT_BUFFER_VALID_0) == 0
-    {
-        return Err(bad);
-    }
-    let extent = Extent {
-        grid: [qmd::CTA_RASTER_WIDTH, qmd::CTA_RASTER_HEIGHT, qmd::CTA_RASTER_DEPTH]
-            .map(|field| qmd.get(field)),
-        block: [qmd::CTA_THREAD_DIMENSION0, qmd::CTA_THREAD_DIMENSION1, qmd::CTA_THREAD_DIMENSION2]
-            .map(|field| qmd.get(field)),
-    };
-    let threads: u64 = extent.block.iter().map(|n| u64::from(*n)).product();
-    if extent.grid.contains(&0) || threads == 0 || threads > MAX_BLOCK {
-        return Err(bad);
-    }
-
-    let code = wide(&qmd, qmd::PROGRAM_ADDRESS_UPPER, qmd::PROGRAM_ADDRESS_LOWER);
-    if !code.is_multiple_of(program::ALIGN) {
-        return Err(bad);
-    }
-    let mut program = Program::new_zeroed();
-    space.read(code, program.as_mut_bytes())?;
-    let kernel = Kernel::from_number(program.kernel).ok_or(bad)?;
-    let signed = program.magic == program::MAGIC && program.version == program::VERSION;
-    if !signed || program.param_bytes != kernel.param_bytes() {
-        return Err(bad);
-    }
-
-    let (upper, lower) = (qmd::CONSTANT_BUFFER_ADDR_UPPER_0, qmd::CONSTANT_BUFFER_ADDR_LOWER_0);
-    let constants = wide(&qmd, upper, lower) << 6;
-    let size = u64::from(qmd.get(qmd::CONSTANT_BUFFER_SIZE_0)) << 4;
-    if abi::PARAM_BASE + u64::from(program.param_bytes) > size {
-        return Err(bad);
-    }
-    let at = constants.checked_add(abi::PARAM_BASE).ok_or(bad)?;
-    Ok(match kernel {
-        Kernel::Saxpy => Job::saxpy(params(space, at)?, extent),
-        Kernel::VectorAdd => Job::vector_add(params(space, at)?, extent),
-        Kernel::Sgemm => Job::sgemm(params(space, at)?, extent),
-        Kernel::Mandelbrot => Job::mandelbrot(params(space, at)?, extent),
-        Kernel::Spin => Job::spin(params(space, at)?, extent),
-    })
+fn set_upper(window: &mut Option<u64>, data: u32) {
+    *window = Some(u64::from(data & 0x1_ffff) << 32);
 }
 
 fn wide(qmd: &Qmd, upper: qmd::Field, lower: qmd::Field) -> u64 {

@@ -129,6 +129,21 @@ impl Job {
         })
     }
 
+    /// Where its parameters point.
+    pub fn pointers(&self) -> impl Iterator<Item = u64> + use<> {
+        let (count, all) = match self {
+            Self::Saxpy { params, .. } => (2, [params.x, params.y, 0]),
+            Self::VectorAdd { params, .. } => (3, [params.a, params.b, params.c]),
+            Self::Sgemm(product) => {
+                let Sgemm { a, b, c, .. } = product.params;
+                (3, [a, b, c])
+            }
+            Self::Mandelbrot(picture) => (1, [picture.params.pixels, 0, 0]),
+            Self::Spin(spinner) => (1, [spinner.params.out, 0, 0]),
+        };
+        all.into_iter().take(count)
+    }
+
     /// Does one step, and says whether it was the last.
     pub fn step(&mut self, space: &AddressSpace) -> Result<bool, MmuFault> {
         match self {
