@@ -22,6 +22,8 @@ use crate::work::vadd::VectorAdd;
 pub struct Load {
     /// For how long.
     pub duration: Duration,
+    /// How much of that at either end does not count as steady.
+    pub margin: Duration,
     /// Engine time of one unit, about.
     pub kernel: Duration,
     /// Units in flight: as many as it takes for the ring never to run dry while the CPU does something else.
@@ -31,7 +33,7 @@ pub struct Load {
 impl Default for Load {
     fn default() -> Self {
         let (duration, kernel) = (Duration::from_secs(5), Duration::from_micros(500));
-        Self { duration, kernel, depth: 64 }
+        Self { duration, margin: Duration::ZERO, kernel, depth: 64 }
     }
 }
 
@@ -46,6 +48,8 @@ pub struct Measured {
     pub units: u64,
     /// Units whose results were compared with the CPU's; all were right.
     pub verified: u64,
+    /// Units completed without those of the margins, times the spin's iterations.
+    pub steady_work: f64,
     /// Units per second.
     pub units_per_second: f64,
     /// Engine time that the device charged the channel.
@@ -126,10 +130,13 @@ pub fn run(device: &Device, load: &Load) -> Result<Measured, GuestError> {
 
     let before = (channel.counters(), device.trapped_doorbells(), channel.query()?.engine_ns);
     let start = Instant::now();
-    let (mut completed, mut next) = (0u64, 0);
+    let (mut completed, mut steady, mut next) = (0u64, 0u64, 0);
+    let steady_time = load.margin..load.duration.saturating_sub(load.margin);
     while start.elapsed() < load.duration {
         let unit = &mut units[next];
-        completed += u64::from(unit.finish(&channel)?);
+        let finished = u64::from(unit.finish(&channel)?);
+        completed += finished;
+        steady += if steady_time.contains(&start.elapsed()) { finished } else { 0 };
         unit.fence = Some(channel.submit(&unit.methods)?);
         next = (next + 1) % units.len();
     }
@@ -152,6 +159,7 @@ pub fn run(device: &Device, load: &Load) -> Result<Measured, GuestError> {
         seconds,
         units: completed,
         verified: completed,
+        steady_work: steady as f64 * f64::from(spin.iterations()),
         units_per_second: completed as f64 / seconds,
         engine_seconds,
         engine_share: engine_seconds / seconds,

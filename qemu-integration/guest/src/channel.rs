@@ -18,6 +18,7 @@ use zerocopy::IntoBytes;
 
 use crate::GuestError;
 use crate::compute;
+use crate::copy;
 use crate::device::Device;
 use crate::fence::{Fence, Patience};
 use crate::memory::Buffer;
@@ -52,6 +53,8 @@ pub struct Channel {
     layout: Layout,
     need_wakeup: bool,
     submitted: u32,
+    /// Whether the last submission was the copy engine's, beside others on the same channel.
+    copying: bool,
     /// The last submission that the silicon was woken for, or one that is done.
     woken: Fence,
     counters: ChannelCounters,
@@ -115,6 +118,7 @@ impl Channel {
             layout,
             need_wakeup: device.features().contains(mdev_core::abi::control::Features::NEED_WAKEUP),
             submitted: 0,
+            copying: false,
             woken: Fence(0),
             counters: ChannelCounters::default(),
             patience: Patience::default(),
@@ -159,6 +163,11 @@ impl Channel {
                 words.len()
             )));
         }
+        // The semaphore only grows: copies that are under way come first.
+        if self.copying && !methods.end_with_copies() {
+            self.wait_idle()?;
+        }
+        self.copying = methods.end_with_copies();
         // One entry stays free: GP_PUT equal to GP_GET means that there is nothing to do.
         let completed = self.completed();
         let in_flight = self.submitted.wrapping_sub(completed);
@@ -170,8 +179,14 @@ impl Channel {
         let value = self.submitted.wrapping_add(1);
         let index = self.submitted & (self.layout.entries - 1);
         let slot = self.layout.slot(index);
+        let semaphore = self.memory.va() + self.layout.semaphore();
         let mut end = Methods::new();
-        end.release(self.memory.va() + self.layout.semaphore(), value);
+        // Whoever works last says that it is done: a copy engine works beside the host and the other engines.
+        if methods.end_with_copies() {
+            copy::release(&mut end, semaphore, value);
+        } else {
+            end.release(semaphore, value);
+        }
         let window = self.memory.window();
         window.write(slot, words.as_bytes());
         window.write(slot + size_of_val(words) as u64, end.words().as_bytes());
@@ -214,7 +229,7 @@ impl Channel {
     }
 
     /// The semaphore: the number of the last submission that is done.
-    fn completed(&self) -> u32 {
+    pub fn completed(&self) -> u32 {
         self.memory.window().read32(self.layout.semaphore())
     }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
+use mdev_core::abi::control::Features;
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::MIB;
 use serde::Serialize;
@@ -15,6 +16,7 @@ use crate::channel::Channel;
 use crate::device::Device;
 use crate::memory::{Buffer, Home};
 use crate::pci::PciPlatform;
+use crate::programs::DEFAULT_CUBIN;
 use crate::pushbuffer::Methods;
 use crate::screen::{Screen, show_console};
 use crate::work::copy::{Copy, Rectangle};
@@ -36,6 +38,9 @@ pub struct Cli {
     /// PCI address of the vGPU (such as 0000:00:10.0) [default: the first there is].
     #[arg(long, global = true, value_name = "ADDRESS")]
     pci: Option<String>,
+    /// Machine code of the kernels, for GPUs that run it.
+    #[arg(long, global = true, value_name = "FILE", default_value = DEFAULT_CUBIN)]
+    cubin: PathBuf,
     #[command(subcommand)]
     command: Command,
 }
@@ -60,7 +65,7 @@ enum Command {
         #[arg(long, default_value_t = 256)]
         n: u32,
     },
-    /// Draws on the screen.
+    /// Draws on the screen; in memory where there is none.
     Mandelbrot(Picture),
     /// Keeps the engine busy with kernels that only count.
     Spin {
@@ -76,6 +81,9 @@ enum Command {
         /// For how long.
         #[arg(long, default_value_t = 5.0, value_parser = seconds)]
         seconds: f64,
+        /// How much of that at either end does not count as steady work.
+        #[arg(long, default_value_t = 0.0, value_parser = seconds)]
+        margin: f64,
         /// Engine time of one unit, about, in microseconds.
         #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(10..=100_000))]
         kernel_us: u64,
@@ -117,7 +125,8 @@ struct Picture {
 impl Cli {
     /// Does what the command line says.
     pub fn run(&self) -> anyhow::Result<()> {
-        let device = Device::open(Box::new(PciPlatform::open(self.pci.as_deref())?))?;
+        let platform = Box::new(PciPlatform::open(self.pci.as_deref())?);
+        let device = Device::open_with(platform, &self.cubin)?;
         match &self.command {
             Command::Info => self.info(&device),
             Command::Copy { size } => {
@@ -138,11 +147,12 @@ impl Cli {
             }
             Command::Mandelbrot(picture) => self.mandelbrot(&device, picture)?,
             Command::Spin { seconds, iterations } => self.spin(&device, *seconds, *iterations)?,
-            Command::Bench { seconds, kernel_us, depth } => {
+            Command::Bench { seconds, margin, kernel_us, depth } => {
                 let measured = bench::run(
                     &device,
                     &Load {
                         duration: Duration::from_secs_f64(*seconds),
+                        margin: Duration::from_secs_f64(*margin),
                         kernel: Duration::from_micros(*kernel_us),
                         depth: *depth,
                     },
@@ -214,7 +224,11 @@ impl Cli {
         let size = (picture.width.unwrap_or(screen.width), picture.height.unwrap_or(screen.height));
         let pitch = picture.pitch.unwrap_or(screen.pitch);
         let bytes = u64::from(pitch) * u64::from(size.1);
-        let surface = Buffer::scanout(device, screen.offset, bytes)?;
+        let surface = if device.features().contains(Features::DISPLAY) {
+            Buffer::scanout(device, screen.offset, bytes)?
+        } else {
+            Buffer::guest(device, bytes)?
+        };
         let mut channel = Channel::new(device, EngineKind::Compute)?;
         let mut job = Mandelbrot::new(device, surface, size, pitch)?;
         show_console(false);

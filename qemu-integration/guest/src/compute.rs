@@ -1,19 +1,21 @@
 //! Methods and descriptors of the compute class.
 
+use std::sync::Arc;
+
 use mdev_core::abi::compute::{
-    INVALIDATE_SHADER_CACHES, INVALIDATE_SKED_CACHES, PARAM_BASE, PCAS_INVALIDATE_COPY_SCHEDULE,
-    SEND_PCAS_A, SEND_SIGNALING_PCAS2_B, SET_SHADER_LOCAL_MEMORY_WINDOW_A,
-    SET_SHADER_SHARED_MEMORY_WINDOW_A,
+    INVALIDATE_SHADER_CACHES, INVALIDATE_SKED_CACHES, PCAS_INVALIDATE_COPY_SCHEDULE, SEND_PCAS_A,
+    SEND_SIGNALING_PCAS2_B, SET_SHADER_LOCAL_MEMORY_WINDOW_A, SET_SHADER_SHARED_MEMORY_WINDOW_A,
 };
 use mdev_core::abi::control::Features;
 use mdev_core::abi::host::SUBCHANNEL_COMPUTE as COMPUTE;
-use mdev_core::abi::program::{Kernel, MAGIC, Program, VERSION};
+use mdev_core::abi::program::Kernel;
 use mdev_core::abi::qmd::{self, Qmd};
 use zerocopy::{Immutable, IntoBytes};
 
 use crate::GuestError;
 use crate::device::Device;
 use crate::memory::Buffer;
+use crate::programs::Program;
 use crate::pushbuffer::Methods;
 
 /// Where kernels see shared memory: 4 GiB that no mapping may lie in, beyond the 40 bits that guests map.
@@ -22,6 +24,18 @@ const SHARED_WINDOW: u64 = 0x7294_0000_0000;
 const LOCAL_WINDOW: u64 = 0x7293_0000_0000;
 /// `INSTRUCTION`, `GLOBAL_DATA` and `CONSTANT` of `INVALIDATE_SHADER_CACHES`.
 const INVALIDATE_ALL: u32 = 1 | 1 << 4 | 1 << 12;
+
+/// Machine code of Hopper.
+const SASS_VERSION: u32 = 0x90;
+/// How much of its on-chip memory a multiprocessor can give to blocks, in KiB.
+const CARVE_OUTS: [u32; 10] = [0, 8, 16, 32, 64, 100, 132, 164, 196, 228];
+
+/// The descriptor's name for the smallest split of on-chip memory that leaves so many bytes to blocks, or the largest.
+fn carve_out(bytes: u32) -> u32 {
+    let needed = bytes.div_ceil(1024);
+    let found = CARVE_OUTS.into_iter().find(|size| *size >= needed);
+    found.unwrap_or(CARVE_OUTS[CARVE_OUTS.len() - 1]) / 4 + 1
+}
 
 /// What hardware wants to be told before its first launch.
 pub fn set_up(methods: &mut Methods) {
@@ -57,14 +71,16 @@ impl Shape {
 /// A kernel with its parameters, ready to be launched any number of times.
 #[derive(Debug)]
 pub struct Launch {
-    /// One page: descriptor, constant buffer, program.
+    /// One page: descriptor, constant buffer.
     page: Buffer,
-    constants: u64,
+    program: Arc<Program>,
 }
 
 impl Launch {
     const CONSTANTS: u64 = 0x400;
-    const PROGRAM: u64 = 0x800;
+    /// Where code that compilers make finds the windows, and the top of its stack.
+    const WINDOWS: u64 = Self::CONSTANTS + 0x18;
+    const STACK_TOP: u64 = 0xff_fdc0;
 
     /// Prepares a launch. `P` is the kernel's parameter block of [`mdev_core::abi::program`].
     pub fn new<P: IntoBytes + Immutable>(
@@ -76,21 +92,16 @@ impl Launch {
         if !device.features().contains(Features::COMPUTE) {
             return Err(GuestError::Unsupported("compute engine"));
         }
-        if !device.features().contains(Features::SOFT_PROGRAMS) {
-            return Err(GuestError::Unsupported("built-in kernels: it runs machine code"));
-        }
+        let program = device.programs().find(device, kernel)?;
         let page = Buffer::guest(device, 4096)?;
-        let program = Program {
-            magic: MAGIC,
-            version: VERSION,
-            kernel: kernel as u32,
-            param_bytes: kernel.param_bytes(),
-        };
-        page.store(Self::PROGRAM, &[program]);
-        let constants = (PARAM_BASE + size_of::<P>() as u64).next_multiple_of(16);
-        // Code that compilers make finds the windows here.
-        page.store(Self::CONSTANTS + 0x18, &[SHARED_WINDOW, LOCAL_WINDOW]);
-        let launch = Self { page, constants };
+        if Self::CONSTANTS + program.bank_bytes > page.len() {
+            return Err(GuestError::Invalid(format!(
+                "a kernel with {} bytes of constants",
+                program.bank_bytes
+            )));
+        }
+        page.store(Self::WINDOWS, &[SHARED_WINDOW, LOCAL_WINDOW, Self::STACK_TOP]);
+        let launch = Self { page, program };
         launch.set_parameters(parameters);
         launch.set_descriptor(&launch.descriptor(shape));
         Ok(launch)
@@ -98,32 +109,41 @@ impl Launch {
 
     /// Changes the parameters. No launch with the old ones may be in flight.
     pub fn set_parameters<P: IntoBytes + Immutable>(&self, parameters: &P) {
-        self.page.window().write(Self::CONSTANTS + PARAM_BASE, parameters.as_bytes());
+        let at = Self::CONSTANTS + self.program.param_base;
+        self.page.window().write(at, parameters.as_bytes());
     }
 
     /// The descriptor that [`Self::new`] makes.
     pub fn descriptor(&self, shape: Shape) -> Qmd {
-        let program = self.page.va() + Self::PROGRAM;
+        let program = self.program.va();
         let constants = self.page.va() + Self::CONSTANTS;
+        let shared = self.program.shared_bytes.next_multiple_of(256);
         Qmd::default()
             .with(qmd::QMD_TYPE, 2)
             .with(qmd::QMD_MAJOR_VERSION, 4)
+            .with(qmd::SASS_VERSION, SASS_VERSION)
             .with(qmd::API_VISIBLE_CALL_LIMIT, 1)
             .with(qmd::CWD_MEMBAR_TYPE, 1)
+            .with(qmd::INVALIDATE_SHADER_DATA_CACHE, 1)
+            .with(qmd::SHARED_MEMORY_SIZE, shared)
+            .with(qmd::MIN_SM_CONFIG_SHARED_MEM_SIZE, carve_out(shared))
+            .with(qmd::MAX_SM_CONFIG_SHARED_MEM_SIZE, carve_out(u32::MAX))
+            .with(qmd::TARGET_SM_CONFIG_SHARED_MEM_SIZE, carve_out(8 * shared))
             .with(qmd::CTA_RASTER_WIDTH, shape.grid[0])
             .with(qmd::CTA_RASTER_HEIGHT, shape.grid[1])
             .with(qmd::CTA_RASTER_DEPTH, shape.grid[2])
             .with(qmd::CTA_THREAD_DIMENSION0, shape.block[0])
             .with(qmd::CTA_THREAD_DIMENSION1, shape.block[1])
             .with(qmd::CTA_THREAD_DIMENSION2, shape.block[2])
-            .with(qmd::REGISTER_COUNT, 32)
+            .with(qmd::REGISTER_COUNT, self.program.registers)
+            .with(qmd::BARRIER_COUNT, self.program.barriers)
             .with(qmd::PROGRAM_ADDRESS_LOWER, program as u32)
             .with(qmd::PROGRAM_ADDRESS_UPPER, (program >> 32) as u32)
             .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
             .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
             .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, (constants >> 6) as u32)
             .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 38) as u32)
-            .with(qmd::CONSTANT_BUFFER_SIZE_0, (self.constants >> 4) as u32)
+            .with(qmd::CONSTANT_BUFFER_SIZE_0, self.program.bank_bytes.div_ceil(16) as u32)
     }
 
     /// Replaces the descriptor. No launch with the old one may be in flight.

@@ -1,5 +1,6 @@
 //! One vGPU, opened.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mdev_core::abi::control::{Features, MAGIC, Status, VERSION, reg};
@@ -9,6 +10,7 @@ use mdev_core::units::MIB;
 use crate::GuestError;
 use crate::mailbox::Mailbox;
 use crate::platform::Platform;
+use crate::programs::{DEFAULT_CUBIN, Programs};
 use crate::ranges::Ranges;
 
 /// A handle to an open vGPU; clones are the same vGPU.
@@ -22,11 +24,17 @@ struct Inner {
     mailbox: Mutex<Mailbox>,
     addresses: Mutex<Ranges>,
     vram: Mutex<Ranges>,
+    programs: Programs,
 }
 
 impl Device {
     /// Opens a vGPU, and resets it: what an earlier owner left behind is gone.
     pub fn open(platform: Box<dyn Platform>) -> Result<Self, GuestError> {
+        Self::open_with(platform, Path::new(DEFAULT_CUBIN))
+    }
+
+    /// The same; where the GPU runs machine code, that of the kernels is in the file `cubin`.
+    pub fn open_with(platform: Box<dyn Platform>, cubin: &Path) -> Result<Self, GuestError> {
         let port = &*platform;
         if port.read32(reg::MAGIC) != MAGIC {
             return Err(GuestError::NoDevice);
@@ -48,6 +56,7 @@ impl Device {
             mailbox: Mutex::new(mailbox),
             addresses: Mutex::new(Ranges::new(info.va_start, info.va_end)),
             vram: Mutex::new(vram),
+            programs: Programs::new(cubin),
             platform,
         })))
     }
@@ -65,6 +74,11 @@ impl Device {
     /// What it can do.
     pub fn features(&self) -> Features {
         Features::from_bits_truncate(self.0.info.features)
+    }
+
+    /// The kernels' programs.
+    pub fn programs(&self) -> &Programs {
+        &self.0.programs
     }
 
     /// The name of its type.

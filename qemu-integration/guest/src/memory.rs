@@ -53,15 +53,20 @@ impl Buffer {
     pub fn vram(device: &Device, len: u64) -> Result<Self, GuestError> {
         let len = whole_pages(len)?;
         let aperture = device.platform().vram().ok_or(GuestError::Unsupported("VRAM aperture"))?;
-        let offset = device.take_vram(len)?;
-        if offset + len > aperture.len() {
-            device.give_vram(offset, len);
+        let buffer = Self::video(device, len)?;
+        if !matches!(buffer.place, Some(Place::Vram(offset)) if offset + len <= aperture.len()) {
             return Err(GuestError::Exhausted { what: "VRAM aperture", asked: len });
         }
-        let va = device.map_vram(offset, len).inspect_err(|_| device.give_vram(offset, len))?;
-        let buffer = Self { device: device.clone(), va, len, place: Some(Place::Vram(offset)) };
         buffer.window().fill(0);
         Ok(buffer)
+    }
+
+    /// Takes video memory that the CPU need not reach, with whatever is in it.
+    pub fn video(device: &Device, len: u64) -> Result<Self, GuestError> {
+        let len = whole_pages(len)?;
+        let offset = device.take_vram(len)?;
+        let va = device.map_vram(offset, len).inspect_err(|_| device.give_vram(offset, len))?;
+        Ok(Self { device: device.clone(), va, len, place: Some(Place::Vram(offset)) })
     }
 
     /// Maps a part of the display's video memory, which stays the display's.
@@ -100,7 +105,7 @@ impl Buffer {
         }
     }
 
-    /// Where the CPU sees it.
+    /// Where the CPU sees it. Memory of [`Self::video`] it may not see at all.
     pub fn window(&self) -> Window<'_> {
         let aperture = |offset| {
             self.device.platform().vram().map(|vram: Window<'_>| vram.part(offset, self.len))

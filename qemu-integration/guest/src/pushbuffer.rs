@@ -1,10 +1,16 @@
 //! A builder of methods, the words of a pushbuffer.
 
-use mdev_core::abi::host::{self, MethodHeader, NON_STALL_INTERRUPT, SEM_ADDR_LO, SecOp, sem};
+use mdev_core::abi::host::{
+    self, FIRST_CLASS_METHOD, MethodHeader, NON_STALL_INTERRUPT, SEM_ADDR_LO, SUBCHANNEL_COPY,
+    SecOp, sem,
+};
 
 /// Methods to be submitted together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Methods(Vec<u32>);
+pub struct Methods {
+    words: Vec<u32>,
+    copies: bool,
+}
 
 impl Methods {
     /// No methods yet.
@@ -14,19 +20,28 @@ impl Methods {
 
     /// The words so far.
     pub fn words(&self) -> &[u32] {
-        &self.0
+        &self.words
     }
 
     /// Forgets them, and keeps the memory.
     pub fn clear(&mut self) {
-        self.0.clear();
+        *self = Self { words: std::mem::take(&mut self.words), copies: false };
+        self.words.clear();
+    }
+
+    /// Whether the last engine that was given work is the copy engine.
+    pub fn end_with_copies(&self) -> bool {
+        self.copies
     }
 
     /// Consecutive methods from `method` on, one word each.
     pub fn push(&mut self, subchannel: u8, method: u32, words: &[u32]) -> &mut Self {
         let count = words.len() as u32;
-        self.0.push(MethodHeader { op: SecOp::Inc, subchannel, method, count }.encode());
-        self.0.extend_from_slice(words);
+        if method >= FIRST_CLASS_METHOD {
+            self.copies = subchannel == SUBCHANNEL_COPY;
+        }
+        self.words.push(MethodHeader { op: SecOp::Inc, subchannel, method, count }.encode());
+        self.words.extend_from_slice(words);
         self
     }
 

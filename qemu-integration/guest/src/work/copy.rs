@@ -1,13 +1,12 @@
 //! Copies: guest RAM to video memory and back, and a rectangle cut out of a picture.
 
-use mdev_core::abi::control::Features;
 use mdev_core::units::{KIB, MIB};
 
 use super::{Work, compare};
 use crate::GuestError;
 use crate::copy::{Surface, linear, rectangle};
 use crate::device::Device;
-use crate::memory::{Buffer, Home};
+use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 
 /// Bytes that are compared at a time.
@@ -23,16 +22,14 @@ pub struct Copy {
 }
 
 impl Copy {
-    /// Copies `len` bytes, a multiple of 4; through video memory where it can be reached.
+    /// Copies `len` bytes, a multiple of 4; through video memory, which the CPU need not reach.
     pub fn new(device: &Device, len: u64) -> Result<Self, GuestError> {
         if len == 0 || !len.is_multiple_of(4) {
             return Err(GuestError::Invalid(format!("copying {len} bytes: not a multiple of 4")));
         }
-        let aperture = device.features().contains(Features::VRAM_APERTURE);
-        let home = if aperture { Home::Vram } else { Home::Guest };
         Ok(Self {
             from: Buffer::guest(device, len)?,
-            middle: Buffer::new(device, home, len)?,
+            middle: Buffer::video(device, len)?,
             to: Buffer::guest(device, len)?,
             len,
         })

@@ -4,7 +4,9 @@ use mdev_core::abi::program::{Kernel, Sgemm as Parameters};
 
 use super::{Work, compare};
 use crate::GuestError;
+use crate::channel::Channel;
 use crate::compute::{Launch, Shape};
+use crate::copy;
 use crate::device::Device;
 use crate::memory::{Buffer, Home};
 use crate::pushbuffer::Methods;
@@ -18,8 +20,15 @@ pub struct Sgemm {
     a: Buffer,
     b: Buffer,
     c: Buffer,
+    /// Where the GPU has them, if not where the CPU does.
+    resident: Option<[Buffer; 3]>,
     n: u32,
     launch: Launch,
+}
+
+fn launch(device: &Device, [a, b, c]: [&Buffer; 3], n: u32) -> Result<Launch, GuestError> {
+    let parameters = Parameters { a: a.va(), b: b.va(), c: c.va(), n, reserved: 0 };
+    Launch::new(device, Kernel::Sgemm, Shape::plane(n, n), &parameters)
 }
 
 fn a(row: u32, column: u32) -> f32 {
@@ -42,9 +51,37 @@ impl Sgemm {
         let bytes = u64::from(n) * u64::from(n) * 4;
         let [a, b, c] = [(); 3].map(|()| Buffer::new(device, home, bytes));
         let (a, b, c) = (a?, b?, c?);
-        let parameters = Parameters { a: a.va(), b: b.va(), c: c.va(), n, reserved: 0 };
-        let launch = Launch::new(device, Kernel::Sgemm, Shape::plane(n, n), &parameters)?;
-        Ok(Self { a, b, c, n, launch })
+        let launch = launch(device, [&a, &b, &c], n)?;
+        Ok(Self { a, b, c, resident: None, n, launch })
+    }
+
+    /// Takes three matrices in video memory, which the CPU need not reach: see [`Self::load`] and [`Self::unload`].
+    pub fn resident(device: &Device, n: u32) -> Result<Self, GuestError> {
+        let mut product = Self::new(device, Home::Guest, n)?;
+        let bytes = product.a.len();
+        let [a, b, c] = [(); 3].map(|()| Buffer::video(device, bytes));
+        let (a, b, c) = (a?, b?, c?);
+        product.launch = launch(device, [&a, &b, &c], n)?;
+        product.resident = Some([a, b, c]);
+        Ok(product)
+    }
+
+    /// Copies to video memory what [`Work::prepare`] has set.
+    pub fn load(&self, channel: &mut Channel) -> Result<(), GuestError> {
+        let mut methods = Methods::new();
+        for (to, from) in self.resident.iter().flatten().zip([&self.a, &self.b, &self.c]) {
+            copy::linear(&mut methods, to.va(), from.va(), from.len());
+        }
+        channel.run(&methods)
+    }
+
+    /// Copies the result to where [`Work::verify`] looks.
+    pub fn unload(&self, channel: &mut Channel) -> Result<(), GuestError> {
+        let mut methods = Methods::new();
+        if let Some([_, _, from]) = &self.resident {
+            copy::linear(&mut methods, self.c.va(), from.va(), from.len());
+        }
+        channel.run(&methods)
     }
 
     /// Makes the result wrong, and leaves the inputs.

@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 
-/// Blocks of a launch: each adds one to the counter.
+/// Blocks of a launch, unless told otherwise: each adds one to the counter.
 pub const BLOCKS: u32 = 4;
 const THREADS: u32 = 32;
 
@@ -22,16 +22,28 @@ pub struct Spin {
     counter: Buffer,
     launch: Launch,
     iterations: u32,
+    blocks: u32,
+    threads: u32,
 }
 
 impl Spin {
     /// Each thread iterates this often; `u32::MAX` never ends.
     pub fn new(device: &Device, iterations: u32) -> Result<Self, GuestError> {
+        Self::with_shape(device, iterations, BLOCKS, THREADS)
+    }
+
+    /// The same in so many blocks of so many threads: enough of them fill a GPU.
+    pub fn with_shape(
+        device: &Device,
+        iterations: u32,
+        blocks: u32,
+        threads: u32,
+    ) -> Result<Self, GuestError> {
         let counter = Buffer::guest(device, 4096)?;
         let parameters = Parameters { out: counter.va(), iterations, reserved: 0 };
-        let shape = Shape { grid: [BLOCKS, 1, 1], block: [THREADS, 1, 1] };
+        let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1] };
         let launch = Launch::new(device, Kernel::Spin, shape, &parameters)?;
-        Ok(Self { counter, launch, iterations })
+        Ok(Self { counter, launch, iterations, blocks, threads })
     }
 
     /// Changes the iterations. Nothing of it may be in flight.
@@ -54,8 +66,10 @@ impl Spin {
     /// Launches that have ended since [`Work::prepare`], or an error if the counter makes no sense.
     pub fn launches(&self) -> Result<u32, GuestError> {
         match self.counter.window().read32(0) {
-            count if count.is_multiple_of(BLOCKS) => Ok(count / BLOCKS),
-            count => Err(GuestError::Wrong(format!("spin: {count} blocks of {BLOCKS} each"))),
+            count if count.is_multiple_of(self.blocks) => Ok(count / self.blocks),
+            count => {
+                Err(GuestError::Wrong(format!("spin: {count} blocks of {} each", self.blocks)))
+            }
         }
     }
 
@@ -90,7 +104,7 @@ impl Work for Spin {
     }
 
     fn amount(&self) -> (f64, &'static str) {
-        (f64::from(self.iterations) * f64::from(BLOCKS * THREADS), "iterations")
+        (f64::from(self.iterations) * f64::from(self.blocks * self.threads), "iterations")
     }
 
     fn prepare(&self) {
@@ -103,7 +117,7 @@ impl Work for Spin {
 
     fn verify(&self) -> Result<u64, GuestError> {
         match self.launches()? {
-            1 => Ok(u64::from(BLOCKS)),
+            1 => Ok(u64::from(self.blocks)),
             other => Err(GuestError::Wrong(format!("spin: {other} launches counted, should be 1"))),
         }
     }
