@@ -1,18 +1,56 @@
-//! `cargo lab bench`: the benchmarks, built for speed.
+//! `cargo lab bench`: the benchmarks, built for speed; in a bundle, the one that came along.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
 use crate::build::cargo;
+use crate::nvcc;
+use crate::place::{Bundle, layout};
 
-/// Runs all, or those of one name.
-pub fn run(name: Option<&str>) -> Result<()> {
+/// Runs all, or those of one name, which are told `args`.
+pub fn run(name: Option<&str>, args: &[String]) -> Result<()> {
+    match Bundle::find() {
+        Some(bundle) => run_bundled(&bundle, name, args),
+        None => finish(&mut by_cargo(name, args)),
+    }
+}
+
+fn by_cargo(name: Option<&str>, args: &[String]) -> Command {
     let mut command = cargo();
     command.args(["bench", "--package", "system-tests"]);
     match name {
         Some(name) => command.args(["--bench", name]),
         None => command.arg("--benches"),
     };
-    if !command.status().context("Cannot run cargo")?.success() {
+    command.arg("--").args(args);
+    command
+}
+
+/// A bundle has the GPU's benchmark alone; it finds the daemon beside itself.
+fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<()> {
+    let name = name.unwrap_or("gpu");
+    let program = bundle.programs()?.find(name)?.to_path_buf();
+    let out = Path::new("lab-out");
+    bundle.drop_privileges(out)?;
+    let mut command = Command::new(program);
+    command.arg("--bench").args(args);
+    if Path::new("/dev/nvidiactl").exists() && !args.iter().any(|arg| arg == "--cubin") {
+        let cubin = nvcc::compile(&bundle.path(layout::KERNELS), out)?;
+        command.args(["--cubin".into(), OsString::from(cubin)]);
+    }
+    finish(&mut command)
+}
+
+fn finish(command: &mut Command) -> Result<()> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    if std::env::var_os("RUST_LOG").is_none() {
+        // What the daemon has to say would come between the figures.
+        command.env("RUST_LOG", "error");
+    }
+    if !command.status().with_context(|| format!("Cannot run {name}"))?.success() {
         bail!("A benchmark failed");
     }
     Ok(())

@@ -1,5 +1,6 @@
-//! Our own programs, built by cargo: the daemon and CLI for the host, and the static runtime for the guest.
+//! Our own programs, built by cargo: the daemon and CLI for the host, and static ones that run where no library is.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,13 +10,13 @@ use serde_json::Value;
 
 use crate::progress::{Progress, Step};
 
-const GUEST_TARGET: &str = "x86_64-unknown-linux-gnu";
+const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Programs, and a folder beside them for what is made of them.
 #[derive(Clone, Debug)]
 pub struct Programs {
-    /// The programs.
-    pub programs: Vec<PathBuf>,
+    /// The programs by name.
+    pub programs: BTreeMap<String, PathBuf>,
     /// Where things made of them may lie.
     pub folder: PathBuf,
 }
@@ -23,8 +24,7 @@ pub struct Programs {
 impl Programs {
     /// The program with this name.
     pub fn find(&self, name: &str) -> Result<&Path> {
-        let found = self.programs.iter().find(|path| path.file_name().is_some_and(|f| f == name));
-        Ok(found.with_context(|| format!("The build made no {name}"))?)
+        Ok(self.programs.get(name).with_context(|| format!("There is no program {name}"))?)
     }
 }
 
@@ -50,20 +50,44 @@ pub fn host(progress: &Progress) -> Result<Programs> {
     build(command, step)
 }
 
-/// `vgpu-guest`, linked statically, in a target folder of its own: it runs where no library is.
+/// `vgpu-guest`, which runs in a VM with nothing beside it.
 pub fn guest(progress: &Progress) -> Result<Programs> {
-    let step = progress.step("Building vgpu-guest");
+    portable("Building vgpu-guest", &["--bin", "vgpu-guest"], Profile::Dev, progress)
+}
+
+/// How programs are built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Profile {
+    /// As for tests.
+    Dev,
+    /// For speed.
+    Release,
+}
+
+/// Programs that are linked statically, in a target folder of their own: they run where no library is.
+pub fn portable(
+    what: &'static str,
+    targets: &[&str],
+    profile: Profile,
+    progress: &Progress,
+) -> Result<Programs> {
+    let step = progress.step(what);
+    let folder = workspace().join("target/guest");
     let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-feature=+crt-static -C strip=symbols");
     let mut command = cargo();
     command
-        .args(["build", "--bins", "--package", "vgpu-guest", "--target", GUEST_TARGET])
-        .arg("--target-dir")
-        .arg(workspace().join("target/guest"))
+        .arg("build")
+        .args(targets)
+        .args(["--target", STATIC_TARGET, "--target-dir"])
+        .arg(&folder)
         .env("RUSTFLAGS", flags.trim())
         .env_remove("CARGO_ENCODED_RUSTFLAGS");
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
     let mut programs = build(command, step)?;
-    programs.folder = workspace().join("target/guest");
+    programs.folder = folder;
     Ok(programs)
 }
 
@@ -73,7 +97,7 @@ fn build(mut command: Command, step: Step) -> Result<Programs> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("Cannot run cargo")?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let mut programs = Vec::new();
+    let mut programs = BTreeMap::new();
     let mut complaints = Vec::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -85,7 +109,8 @@ fn build(mut command: Command, step: Step) -> Result<Programs> {
         for line in stdout.into_iter().flat_map(|out| BufReader::new(out).lines()).flatten() {
             let message: Value = serde_json::from_str(&line).unwrap_or_default();
             if let Some(program) = message["executable"].as_str() {
-                programs.push(PathBuf::from(program));
+                let name = message["target"]["name"].as_str().unwrap_or_default();
+                programs.insert(name.to_owned(), PathBuf::from(program));
             }
         }
     });
@@ -93,6 +118,7 @@ fn build(mut command: Command, step: Step) -> Result<Programs> {
         bail!("The build failed:\n{}", complaints.join("\n"));
     }
     step.done();
-    let folder = programs.first().and_then(|program| program.parent()).map(Path::to_path_buf);
+    let first = programs.values().next().and_then(|program| program.parent());
+    let folder = first.map(Path::to_path_buf);
     Ok(Programs { programs, folder: folder.unwrap_or_else(|| workspace().join("target")) })
 }

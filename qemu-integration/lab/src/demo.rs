@@ -10,8 +10,13 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::Lab;
-use crate::host::Host;
+use crate::build;
+use crate::bundle;
+use crate::cleanup::Scratch;
+use crate::host::{Host, Parent};
+use crate::nvcc;
 use crate::picture::Picture;
+use crate::place::{Bundle, layout};
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
 
@@ -20,7 +25,8 @@ const VGPUS: [(&str, &str, u8); 2] = [
     ("a", "5a3c1a52-0001-4c5e-9d2f-7e55e7a00080", 80),
     ("b", "5a3c1a52-0002-4c5e-9d2f-7e55e7a00020", 20),
 ];
-const TYPE: &str = "SOFT-1Q";
+/// GiB of video memory of each.
+const SIZE: &str = "1";
 /// How far a share may be from what was asked, in points.
 const TOLERANCE: f64 = 2.0;
 /// The load runs this much longer than it is measured, at its start and at its end.
@@ -37,6 +43,10 @@ pub struct Options {
     pub json: Option<PathBuf>,
     /// Where the pictures go.
     pub out: PathBuf,
+    /// Which GPU is shared.
+    pub parent: Parent,
+    /// Machine code of the kernels, for a GPU that runs it; without, nvcc is asked for it.
+    pub cubin: Option<PathBuf>,
     /// How long shares are measured.
     pub seconds: u32,
 }
@@ -44,6 +54,10 @@ pub struct Options {
 /// What was found out.
 #[derive(Clone, Debug, Serialize)]
 pub struct Facts {
+    /// The GPU's name, as the guests see it.
+    pub gpu: String,
+    /// The vGPUs' type.
+    pub mdev_type: String,
     /// QEMU's version.
     pub qemu: String,
     /// The guests' kernel.
@@ -52,8 +66,8 @@ pub struct Facts {
     pub accelerator: &'static str,
     /// How long shares were measured.
     pub seconds: f64,
-    /// How much of that time the GPU was busy, in percent.
-    pub gpu_busy: f64,
+    /// How much of that time the GPU was busy, in percent, where it can tell.
+    pub gpu_busy: Option<f64>,
     /// Each VM.
     pub vms: Vec<VmFacts>,
     /// What did not hold; empty if all did.
@@ -83,6 +97,8 @@ pub struct VmFacts {
     pub share_asked: u8,
     /// Share of the GPU's time measured, in percent of what both used.
     pub share_measured: f64,
+    /// Share of the work done while both had work, in percent.
+    pub share_of_work: f64,
     /// Doorbells rung under load.
     pub doorbells: u64,
     /// Of those, trapped: each is an exit.
@@ -98,14 +114,25 @@ pub fn run(options: &Options) -> Result<Facts> {
     let progress = Progress::new();
     std::fs::create_dir_all(&options.out)
         .with_context(|| format!("Cannot make the folder {}", options.out.display()))?;
-    let (lab, programs) = Lab::open_with_host(&progress)?;
+    let (mut lab, programs) = Lab::open_with_host(&progress)?;
+    let scratch = Scratch::new()?;
+    if options.parent != Parent::Soft {
+        let step = progress.step("Compiling the kernels for this GPU");
+        let cubin = match &options.cubin {
+            Some(cubin) => cubin.clone(),
+            None => nvcc::compile(&kernels(), scratch.path())?,
+        };
+        lab = lab.with_machine_code(&cubin, scratch.path())?;
+        step.done();
+    }
     let start = Instant::now();
 
     let step = progress.step("Starting vgpud and two vGPUs of one GPU");
-    let host = Host::start(&programs, &["soft:soft0"])?;
+    let host = Host::start(&programs, &[options.parent.argument()])?;
+    let mdev_type = host.type_of_size(SIZE)?;
     let mut vms = Vec::new();
     for (name, uuid, core) in VGPUS {
-        let socket = host.start_vgpu(uuid, TYPE, Some(core))?;
+        let socket = host.start_vgpu(uuid, &mdev_type.name, Some(core))?;
         let spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
         vms.push(Vm::start(&lab, &spec, &host.folder().join(name))?);
     }
@@ -121,8 +148,12 @@ pub fn run(options: &Options) -> Result<Facts> {
         vm.wait_boot()?;
     }
     let guest_kernel = demo.vms[0].guest.run("uname -r", JOB_LIMIT)?.success()?.stdout;
-    demo.displays()?;
-    demo.screens(&options.out, "console", Picture::check_text);
+    let info = demo.vms[0].guest.run_json("vgpu-guest --json info", JOB_LIMIT)?;
+    let gpu = info["gpu"].as_str().unwrap_or_default().to_owned();
+    if mdev_type.head {
+        demo.displays()?;
+        demo.screens(&options.out, "console", Picture::check_text);
+    }
     step.done();
 
     let step = progress.step("Running jobs in both, and checking what they computed");
@@ -137,9 +168,12 @@ pub fn run(options: &Options) -> Result<Facts> {
         demo.load(Duration::from_secs(seconds.into())).map_err(|error| demo.gave_up(error))?;
     step.done();
 
-    let step = progress.step("Drawing on both screens");
-    demo.both("vgpu-guest --json mandelbrot", |facts, _| facts.jobs_verified += 1)?;
-    demo.screens(&options.out, "mandelbrot", Picture::check_mandelbrot);
+    let step = progress.step("Drawing in both");
+    let size = if mdev_type.head { "" } else { " --width 1024 --height 768" };
+    demo.both(&format!("vgpu-guest --json mandelbrot{size}"), |facts, _| facts.jobs_verified += 1)?;
+    if mdev_type.head {
+        demo.screens(&options.out, "mandelbrot", Picture::check_mandelbrot);
+    }
     step.done();
 
     let step = progress.step("Ending both VMs");
@@ -150,6 +184,8 @@ pub fn run(options: &Options) -> Result<Facts> {
     drop(host);
     step.done();
     let facts = Facts {
+        gpu,
+        mdev_type: mdev_type.name,
         qemu: lab.root.qemu.version.clone(),
         guest_kernel: guest_kernel.trim().to_owned(),
         accelerator: if lab.kvm { "kvm" } else { "tcg" },
@@ -165,6 +201,14 @@ pub fn run(options: &Options) -> Result<Facts> {
         std::fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))?;
     }
     Ok(facts)
+}
+
+/// The kernels' source.
+fn kernels() -> PathBuf {
+    match Bundle::find() {
+        Some(bundle) => bundle.path(layout::KERNELS),
+        None => build::workspace().join(bundle::SOURCE),
+    }
 }
 
 #[derive(Debug)]
@@ -253,15 +297,18 @@ impl Demo {
 
     /// Loads the GPU from both VMs at once, and measures who gets how much of it. The result is the length of the
     /// measurement and how busy the GPU was.
-    fn load(&mut self, duration: Duration) -> Result<(f64, f64)> {
-        let seconds = (duration + 2 * MARGIN).as_secs_f64();
+    fn load(&mut self, duration: Duration) -> Result<(f64, Option<f64>)> {
+        let (seconds, margin) = ((duration + 2 * MARGIN).as_secs_f64(), MARGIN.as_secs_f64());
         // Long units, many in flight: a guest that gets little of the host's CPUs still keeps its ring full.
-        let command = format!("vgpu-guest --json bench --seconds {seconds} --kernel-us 2000");
+        let command = format!(
+            "vgpu-guest --json bench --seconds {seconds} --margin {margin} --kernel-us 2000"
+        );
         for vm in &mut self.vms {
             vm.guest.start(&command, duration + JOB_LIMIT)?;
         }
-        self.wait_for_load()?;
-        thread::sleep(MARGIN / 2);
+        if self.wait_for_load()? {
+            thread::sleep(MARGIN / 2);
+        }
         let before = self.engine_ns()?;
         let start = Instant::now();
         thread::sleep(duration);
@@ -274,14 +321,23 @@ impl Demo {
         for (facts, used) in self.facts.iter_mut().zip(&used) {
             facts.share_measured = used / total.max(1.0) * 100.0;
         }
-        let busy = total / (window * 1e9) * 100.0;
+        let busy = (total > 0.0).then(|| total / (window * 1e9) * 100.0);
         self.collect(&command, |facts, answer| {
             let number = |name: &str| answer[name].as_u64().unwrap_or_default();
+            facts.share_of_work = answer["steady_work"].as_f64().unwrap_or_default();
             facts.units_verified = number("verified");
             facts.doorbells = number("doorbells");
             facts.doorbells_trapped = number("trapped");
             facts.doorbells_trapped_while_busy = number("wakes_while_busy");
         })?;
+        let work: f64 = self.facts.iter().map(|facts| facts.share_of_work).sum();
+        for facts in &mut self.facts {
+            facts.share_of_work *= 100.0 / work.max(1.0);
+            // A GPU that does not count its time is judged by what it did in it.
+            if busy.is_none() {
+                facts.share_measured = facts.share_of_work;
+            }
+        }
         for index in 0..self.facts.len() {
             let facts = self.facts[index].clone();
             let (name, asked) = (&facts.name, facts.share_asked);
@@ -298,17 +354,21 @@ impl Demo {
         Ok((window, busy))
     }
 
-    /// Waits until both VMs' load is on the GPU.
-    fn wait_for_load(&self) -> Result<()> {
+    /// Waits until both VMs' load is on the GPU; false where the GPU does not count its time.
+    fn wait_for_load(&self) -> Result<bool> {
         let before = self.engine_ns()?;
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let begun = Instant::now();
+        let deadline = begun + Duration::from_secs(20);
         loop {
             thread::sleep(Duration::from_millis(100));
             let now = self.engine_ns()?;
             // More than the calibration that comes first uses.
             let busy = before.iter().zip(&now).all(|(before, now)| now - before > 100_000_000);
             if busy {
-                return Ok(());
+                return Ok(true);
+            }
+            if begun.elapsed() > 2 * MARGIN && now.iter().all(|ns| *ns == 0) {
+                return Ok(false);
             }
             if Instant::now() > deadline {
                 anyhow::bail!("The load did not start in both VMs within 20 s");
@@ -327,37 +387,39 @@ impl Demo {
 }
 
 fn print(facts: &Facts) {
+    let screens = facts.vms.iter().any(|vm| !vm.screenshots.is_empty());
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);
-    table.set_header([
-        "VM",
-        "driver",
-        "resolution",
-        "work verified",
-        "share asked",
-        "share measured",
-        "doorbells without an exit",
-    ]);
+    let mut header = vec!["VM"];
+    if screens {
+        header.extend(["driver", "resolution"]);
+    }
+    header.extend(["work verified", "share asked", "share measured", "doorbells without an exit"]);
+    table.set_header(header);
     for vm in &facts.vms {
         let free = vm.doorbells.saturating_sub(vm.doorbells_trapped);
-        table.add_row([
-            vm.name.clone(),
-            vm.driver.clone(),
-            vm.resolution.clone(),
+        let mut row = vec![vm.name.clone()];
+        if screens {
+            row.extend([vm.driver.clone(), vm.resolution.clone()]);
+        }
+        row.extend([
             format!("{} jobs, {} units", vm.jobs_verified, vm.units_verified),
             format!("{} %", vm.share_asked),
             format!("{:.1} %", vm.share_measured),
             format!("{free} of {}", vm.doorbells),
         ]);
+        table.add_row(row);
     }
     println!("{table}");
+    let busy = facts.gpu_busy.map(|busy| format!(", GPU {busy:.1} % busy")).unwrap_or_default();
     println!(
-        "Linux {} under QEMU {} ({}); shares over {:.1} s, GPU {:.1} % busy; {:.1} s in all",
+        "Linux {} under QEMU {} ({}), {} of {}; shares over {:.1} s{busy}; {:.1} s in all",
         facts.guest_kernel,
         facts.qemu,
         facts.accelerator,
+        facts.mdev_type,
+        facts.gpu,
         facts.seconds,
-        facts.gpu_busy,
         facts.demo_seconds
     );
     for path in facts.vms.iter().flat_map(|vm| &vm.screenshots) {

@@ -28,6 +28,36 @@ pub struct Host {
     parents: Vec<String>,
 }
 
+/// A GPU that vGPUs are to be made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Parent {
+    /// The software GPU.
+    Soft,
+    /// This machine's NVIDIA GPU.
+    Nvidia,
+}
+
+impl Parent {
+    /// What `vgpud --parent` calls it.
+    pub const fn argument(self) -> &'static str {
+        match self {
+            Self::Soft => "soft:soft0",
+            Self::Nvidia => "nvidia",
+        }
+    }
+}
+
+/// A type of vGPU that a parent offers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MdevType {
+    /// The parent's name.
+    pub parent: String,
+    /// `SOFT-1Q`.
+    pub name: String,
+    /// Whether it has a display head.
+    pub head: bool,
+}
+
 impl Host {
     /// Starts one, with parents such as `soft:soft0`.
     pub fn start(programs: &Programs, parents: &[&str]) -> Result<Self> {
@@ -118,11 +148,42 @@ impl Host {
             .with_context(|| format!("`vgpuctl {}` printed no JSON: {text}", args.join(" ")))
     }
 
+    /// The types that its parents offer.
+    pub fn types(&self) -> Result<Vec<MdevType>> {
+        let parents = self.vgpuctl_json(&["types", "--output", "json"])?;
+        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let offered = |parent: Value| {
+            let name = text(&parent["parent"]);
+            list(&parent["types"]).into_iter().map(move |one| MdevType {
+                parent: name.clone(),
+                name: text(&one["name"]),
+                head: one["heads"].as_u64().is_some_and(|heads| heads > 0),
+            })
+        };
+        Ok(list(&parents).into_iter().flat_map(offered).collect())
+    }
+
+    /// A type with this much video memory (`1` is 1 GiB), with a display head if there is such a one.
+    pub fn type_of_size(&self, size: &str) -> Result<MdevType> {
+        let types = self.types()?;
+        let suffixes = [format!("-{size}Q"), format!("-{size}C")];
+        let mut found = suffixes.iter().flat_map(|suffix| {
+            types.iter().filter(move |offered| offered.name.ends_with(suffix.as_str()))
+        });
+        let found = found.next().with_context(|| format!("No GPU here offers {size} GiB"))?;
+        Ok(found.clone())
+    }
+
     /// Defines and starts a vGPU with a share of the GPU in percent.
     pub fn start_vgpu(&self, uuid: &str, mdev_type: &str, core: Option<u8>) -> Result<PathBuf> {
-        let parent = self.parents.first().and_then(|parent| parent.split([':', ',']).nth(1));
-        let parent = parent.context("The host has no parent")?;
-        self.vgpuctl(&["define", "-u", uuid, "-p", parent, "-t", mdev_type])?;
+        let types = self.types()?;
+        let found = types.iter().find(|offered| offered.name == mdev_type);
+        let found = found.with_context(|| {
+            let names: Vec<_> = types.iter().map(|offered| offered.name.as_str()).collect();
+            format!("There is no type {mdev_type}, but {}", names.join(", "))
+        })?;
+        self.vgpuctl(&["define", "-u", uuid, "-p", &found.parent, "-t", mdev_type])?;
         if let Some(core) = core {
             let core = core.to_string();
             self.vgpuctl(&["modify", "-u", uuid, "--addattr", "core", "--value", &core])?;

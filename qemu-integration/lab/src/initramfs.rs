@@ -9,8 +9,11 @@ use crate::kernel::{Kernel, MODULES};
 
 const INIT: &str = include_str!("init.sh");
 
-/// Writes the archive to `target`, in one step as others see it.
-pub fn write(target: &Path, kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<()> {
+/// Where `vgpu-guest` looks for machine code.
+const CUBIN: [&str; 3] = ["lib", "lib/tessera", "lib/tessera/kernels.cubin"];
+
+/// The archive.
+pub fn archive(kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "modules", "proc", "sys", "tmp"] {
         archive.folder(folder);
@@ -28,12 +31,28 @@ pub fn write(target: &Path, kernel: &Kernel, guest_programs: &[PathBuf]) -> Resu
         let name = program.file_name().unwrap_or_default().to_string_lossy();
         archive.file(&format!("bin/{name}"), 0o755, &read(program)?);
     }
+    Ok(archive.finish())
+}
+
+/// An archive with machine code for `vgpu-guest`. A kernel takes several archives, one after the other.
+pub fn machine_code(cubin: &Path) -> Result<Vec<u8>> {
+    let [folders @ .., file] = CUBIN;
+    let mut archive = Archive::default();
+    for folder in folders {
+        archive.folder(folder);
+    }
+    archive.file(file, 0o644, &read(cubin)?);
+    Ok(archive.finish())
+}
+
+/// Writes archives to `target`, in one step as others see it.
+pub fn write(target: &Path, archives: &[Vec<u8>]) -> Result<()> {
     let folder = target.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)
         .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
     let file = tempfile::NamedTempFile::new_in(folder)
         .with_context(|| format!("Cannot write to {}", folder.display()))?;
-    std::fs::write(file.path(), archive.finish())?;
+    std::fs::write(file.path(), archives.concat())?;
     std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644))?;
     file.persist(target).with_context(|| format!("Cannot write {}", target.display()))?;
     Ok(())
@@ -97,6 +116,7 @@ impl Archive {
 
     fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, &[]);
+        // Another archive may follow, aligned to 4 like every entry.
         self.bytes
     }
 }

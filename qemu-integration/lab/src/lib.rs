@@ -6,21 +6,24 @@
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
 //! * [`kvm`]: whether KVM is of use here
-//! * [`build`]: our own programs, by cargo; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
+//! * [`place`]: a workspace, or a [`bundle`] that has all of it
+//! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
 //! * [`picture`]: what is on a screen
 //! * [`demo`], [`test`], [`bench`], [`simulate`]: what `cargo lab` does
 //! * [`cleanup`], [`progress`]: nothing is left behind; people see what goes on
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
 use crate::build::Programs;
+use crate::place::{Bundle, layout};
 use crate::progress::Progress;
 use crate::root::Root;
 
 pub mod bench;
 pub mod build;
+pub mod bundle;
 pub mod cleanup;
 pub mod debs;
 pub mod demo;
@@ -29,7 +32,9 @@ pub mod host;
 pub mod initramfs;
 pub mod kernel;
 pub mod kvm;
+pub mod nvcc;
 pub mod picture;
+pub mod place;
 pub mod progress;
 pub mod qemu;
 pub mod qmp;
@@ -56,7 +61,21 @@ impl Lab {
 
     /// The same, and builds the host's programs.
     pub fn open_with_host(progress: &Progress) -> Result<(Self, Programs)> {
+        if let Some(bundle) = Bundle::find() {
+            let initramfs = bundle.path(layout::INITRAMFS);
+            let mut lab = Self { root: bundle.root()?, initramfs, kvm: false };
+            lab.kvm = kvm::probe(&lab, progress)?.is_ok();
+            return Ok((lab, bundle.programs()?));
+        }
         Self::open_beside(progress, || build::host(progress))
+    }
+
+    /// The same with machine code for `vgpu-guest`; `folder` is for what is made of it.
+    pub fn with_machine_code(self, cubin: &Path, folder: &Path) -> Result<Self> {
+        let initramfs = folder.join("initramfs.cpio");
+        let whole = std::fs::read(&self.initramfs)?;
+        initramfs::write(&initramfs, &[whole, initramfs::machine_code(cubin)?])?;
+        Ok(Self { initramfs, ..self })
     }
 
     fn open_beside<T>(progress: &Progress, work: impl FnOnce() -> Result<T>) -> Result<(Self, T)> {
@@ -69,7 +88,8 @@ impl Lab {
                 Err(panic) => std::panic::resume_unwind(panic),
             };
             let initramfs = guest.folder.join("initramfs.cpio");
-            initramfs::write(&initramfs, &root.kernel, &guest.programs)?;
+            let programs: Vec<PathBuf> = guest.programs.values().cloned().collect();
+            initramfs::write(&initramfs, &[initramfs::archive(&root.kernel, &programs)?])?;
             let mut lab = Self { root, initramfs, kvm: false };
             lab.kvm = kvm::probe(&lab, progress)?.is_ok();
             Ok((lab, result))

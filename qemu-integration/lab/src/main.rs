@@ -5,11 +5,14 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use lab::build::Profile;
 use lab::cleanup::Scratch;
 use lab::demo::{self, Options};
+use lab::host::Parent;
+use lab::place::Bundle;
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec};
-use lab::{Lab, bench, simulate, test};
+use lab::{Lab, bench, bundle, simulate, test};
 use mdev_core::sched::{Enforcement, Policy};
 
 /// Real VMs on this machine: fetches QEMU and a kernel if need be, and cleans up after itself.
@@ -30,6 +33,12 @@ enum Task {
         /// Save the pictures in DIR
         #[arg(long, value_name = "DIR", default_value = "lab-out")]
         out: PathBuf,
+        /// The GPU: the software one, or this machine's
+        #[arg(long, value_enum, default_value_t = Parent::Soft)]
+        parent: Parent,
+        /// Machine code of the kernels, where the GPU runs it [default: what nvcc makes of kernels.cu]
+        #[arg(long, value_name = "FILE")]
+        cubin: Option<PathBuf>,
         /// Measure the shares over N seconds
         #[arg(long, value_name = "N", default_value_t = 5,
               value_parser = clap::value_parser!(u32).range(1..=600))]
@@ -41,6 +50,21 @@ enum Task {
     Bench {
         /// A benchmark of the tests crate
         name: Option<String>,
+        /// What the benchmark itself is told
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
+    /// One archive that runs the demo and the benchmark of the GPU on a machine where nothing is installed
+    Bundle {
+        /// The archive
+        #[arg(long, value_name = "FILE", default_value = "lab-out/tessera.tar.gz")]
+        out: PathBuf,
+        /// Build as for tests: quicker to make, slower to run
+        #[arg(long)]
+        dev: bool,
+        /// Leave the benchmark out
+        #[arg(long)]
+        no_benchmark: bool,
     },
     /// The scheduling policies in simulated time, with up to 10,000 vGPUs; fails unless shares hold
     Simulate {
@@ -75,15 +99,25 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<bool> {
     match task {
-        Task::Demo { json, out, seconds } => {
-            let facts = demo::run(&Options { json, out, seconds })?;
+        Task::Demo { json, out, parent, cubin, seconds } => {
+            if let Some(bundle) = Bundle::find() {
+                bundle.drop_privileges(&out)?;
+            }
+            let facts = demo::run(&Options { json, out, parent, cubin, seconds })?;
             for failure in &facts.failures {
                 eprintln!("error: {failure}");
             }
             Ok(facts.failures.is_empty())
         }
         Task::Test => Ok(test::run().failed == 0),
-        Task::Bench { name } => bench::run(name.as_deref()).map(|()| true),
+        Task::Bench { name, args } => bench::run(name.as_deref(), &args).map(|()| true),
+        Task::Bundle { out, dev, no_benchmark } => {
+            let profile = if dev { Profile::Dev } else { Profile::Release };
+            let options = bundle::Options { to: out.clone(), profile, benchmark: !no_benchmark };
+            let bytes = bundle::write(&options, &Progress::new())?;
+            println!("{}: {:.1} MiB", out.display(), bytes as f64 / 1_048_576.0);
+            Ok(true)
+        }
         Task::Simulate { vgpus, policy, gates, out } => {
             let enforcement = if gates { Enforcement::Gates } else { Enforcement::Budgets };
             simulate::run(&vgpus, policy, enforcement, &out)

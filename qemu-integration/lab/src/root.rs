@@ -22,6 +22,14 @@ const LAYOUT: &str = "1";
 /// The first QEMU with a vfio-user client.
 const OLDEST_QEMU: (u32, u32) = (10, 1);
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+const LOADER: &str = "lib64/ld-linux-x86-64.so.2";
+const PROGRAM: &str = "usr/bin/qemu-system-x86_64";
+/// The firmware that a q35 machine with a kernel of its own reads.
+const FIRMWARE: [&str; 3] = [
+    "usr/share/seabios/bios-256k.bin",
+    "usr/share/qemu/linuxboot_dma.bin",
+    "usr/share/qemu/kvmvapic.bin",
+];
 
 /// What VMs are made of.
 #[derive(Clone, Debug)]
@@ -38,6 +46,8 @@ pub struct Qemu {
     program: PathBuf,
     args: Vec<OsString>,
     modules: Option<PathBuf>,
+    /// Where it was unpacked.
+    folder: Option<PathBuf>,
     /// For people: `11.1.3`.
     pub version: String,
 }
@@ -45,10 +55,23 @@ pub struct Qemu {
 impl Root {
     /// Finds or prepares it.
     pub fn open(progress: &Progress) -> Result<Self> {
+        Self::find_or_prepare(Qemu::system().as_ref(), progress)
+    }
+
+    /// The same, with a QEMU of our own even where the system has one.
+    pub fn open_own(progress: &Progress) -> Result<Self> {
+        Self::find_or_prepare(None, progress)
+    }
+
+    /// What is in a folder, if it is complete and runs here.
+    pub fn in_folder(folder: &Path) -> Option<Self> {
+        Self::at(folder, None)
+    }
+
+    fn find_or_prepare(system: Option<&Qemu>, progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
         let folder = cache.join(LAYOUT);
-        let system = Qemu::system();
-        if let Some(root) = Self::at(&folder, system.as_ref()) {
+        if let Some(root) = Self::at(&folder, system) {
             return Ok(root);
         }
         if !cfg!(target_arch = "x86_64") {
@@ -63,7 +86,7 @@ impl Root {
         fs::create_dir_all(&cache)
             .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
         let _lock = lock(&cache.join("lock"), progress)?;
-        if let Some(root) = Self::at(&folder, system.as_ref()) {
+        if let Some(root) = Self::at(&folder, system) {
             return Ok(root);
         }
         let partial = Scratch::at(cache.join("partial"))?;
@@ -75,7 +98,7 @@ impl Root {
         }
         partial.rename(&folder)?;
         let _ = fs::remove_dir_all(&fetched);
-        Self::at(&folder, system.as_ref()).with_context(|| {
+        Self::at(&folder, system).with_context(|| {
             format!(
                 "What was prepared in {0} does not work: remove {0} and try again",
                 folder.display()
@@ -148,7 +171,7 @@ pub fn cache_folder() -> Result<PathBuf> {
 impl Qemu {
     /// The system's, if it will do.
     fn system() -> Option<Self> {
-        Self::check("qemu-system-x86_64".into(), Vec::new(), None)
+        Self::check("qemu-system-x86_64".into(), Vec::new(), None, None)
     }
 
     /// The one in an unpacked root, run through the root's own dynamic loader.
@@ -157,18 +180,45 @@ impl Qemu {
         let args = vec![
             "--library-path".into(),
             libraries.clone().into(),
-            root.join("usr/bin/qemu-system-x86_64").into(),
+            root.join(PROGRAM).into(),
             "-L".into(),
             root.join("usr/share/qemu").into(),
             "-L".into(),
             root.join("usr/share/seabios").into(),
         ];
-        let loader = root.join("lib64/ld-linux-x86-64.so.2");
-        loader.exists().then(|| Self::check(loader, args, Some(libraries.join("qemu"))))?
+        let loader = root.join(LOADER);
+        let modules = Some(libraries.join("qemu"));
+        loader.exists().then(|| Self::check(loader, args, modules, Some(root.to_path_buf())))?
     }
 
-    fn check(program: PathBuf, args: Vec<OsString>, modules: Option<PathBuf>) -> Option<Self> {
-        let mut qemu = Self { program, args, modules, version: String::new() };
+    /// Where it was unpacked; nothing for the system's.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    /// All files that an unpacked one needs to run VMs like the lab's: itself, its libraries, its firmware.
+    pub fn files(&self) -> Result<Vec<PathBuf>> {
+        let root = self.folder().context("The system's QEMU is not ours to copy")?;
+        let mut files = vec![root.join(LOADER), root.join(PROGRAM)];
+        let mut list = Command::new(root.join(LOADER));
+        list.arg("--library-path").arg(root.join(LIBRARIES)).arg("--list").arg(root.join(PROGRAM));
+        let output = list.output().context("Cannot list QEMU's libraries")?;
+        // "libz.so.1 => /folder/libz.so.1 (0x00007f...)"
+        let text = String::from_utf8_lossy(&output.stdout);
+        let libraries = text.lines().filter_map(|line| line.split_once("=> "));
+        files.extend(libraries.map(|(_, path)| path.split(" (0x").next().unwrap_or(path).into()));
+        files.retain(|file| file.starts_with(root));
+        files.extend(FIRMWARE.map(|name| root.join(name)));
+        Ok(files)
+    }
+
+    fn check(
+        program: PathBuf,
+        args: Vec<OsString>,
+        modules: Option<PathBuf>,
+        folder: Option<PathBuf>,
+    ) -> Option<Self> {
+        let mut qemu = Self { program, args, modules, folder, version: String::new() };
         let output = qemu.command().arg("--version").output().ok()?;
         let (version, number) = parse_version(&String::from_utf8_lossy(&output.stdout))?;
         qemu.version = version;

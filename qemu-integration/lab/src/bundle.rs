@@ -1,0 +1,106 @@
+//! `cargo lab bundle`: one archive that runs the demo, the benchmark and the hardware's tests where nothing is installed.
+//!
+//! Our programs are linked statically; QEMU brings its libraries and its own dynamic loader. What is unpacked needs no
+//! network, no package, no particular C library, and neither root nor a home.
+
+use std::fs::{self, File};
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+
+use crate::build::{self, Profile};
+use crate::initramfs;
+use crate::place::layout;
+use crate::progress::Progress;
+use crate::root::Root;
+
+/// The folder that the archive unpacks to.
+const TOP: &str = "tessera";
+/// The kernels' source, in the workspace.
+pub const SOURCE: &str = "qemu-integration/guest/kernels/kernels.cu";
+const README: &str = include_str!("bundle.md");
+
+/// What goes into it.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The archive to write.
+    pub to: PathBuf,
+    /// Whether programs are built for speed, or as tests have them.
+    pub profile: Profile,
+    /// Whether the benchmark comes along.
+    pub benchmark: bool,
+}
+
+/// Writes it. The result is its length in bytes.
+pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
+    let root = Root::open_own(progress)?;
+    let mut targets =
+        vec!["--bin", "vgpu-guest", "--bin", "vgpud", "--bin", "vgpuctl", "--bin", "lab"];
+    if options.benchmark {
+        targets.extend(["--bench", "gpu"]);
+    }
+    let programs =
+        build::portable("Building static programs", &targets, options.profile, progress)?;
+    let step = progress.step("Packing");
+    let guest = initramfs::archive(&root.kernel, &[programs.find("vgpu-guest")?.to_path_buf()])?;
+
+    if let Some(folder) = options.to.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let file = File::create(&options.to)
+        .with_context(|| format!("Cannot write {}", options.to.display()))?;
+    let level = if options.profile == Profile::Release { 9 } else { 1 };
+    let packer = GzEncoder::new(BufWriter::new(file), Compression::new(level));
+    let mut archive = Archive(tar::Builder::new(packer));
+    archive.file(layout::RUN, 0o755, &read(programs.find("lab")?)?)?;
+    for name in ["vgpud", "vgpuctl"] {
+        let to = format!("{}/{name}", layout::PROGRAMS);
+        archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
+    }
+    if options.benchmark {
+        let to = format!("{}/gpu", layout::PROGRAMS);
+        archive.file(&to, 0o755, &read(programs.find("gpu")?)?)?;
+    }
+    archive.file(layout::KERNELS, 0o644, &read(&build::workspace().join(SOURCE))?)?;
+    archive.file("README.md", 0o644, README.as_bytes())?;
+    archive.file("LICENSE-APACHE", 0o644, &read(&build::workspace().join("LICENSE-APACHE"))?)?;
+    archive.file("LICENSE-MIT", 0o644, &read(&build::workspace().join("LICENSE-MIT"))?)?;
+    archive.file(layout::INITRAMFS, 0o644, &guest)?;
+    archive.file(&format!("{}/vmlinuz", layout::ROOT), 0o644, &read(&root.kernel.image)?)?;
+    let folder = root.qemu.folder().context("QEMU is not unpacked")?;
+    for path in root.qemu.files()? {
+        let name = path.strip_prefix(folder).context("A library lies outside of QEMU's root")?;
+        let name = format!("{}/root/{}", layout::ROOT, name.display());
+        // What a link points at, under the link's name.
+        archive.file(&name, 0o755, &read(&path)?)?;
+    }
+    archive.0.into_inner()?.finish()?.into_inner()?.sync_all()?;
+    step.done();
+    Ok(fs::metadata(&options.to)?.len())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("Cannot read {}", path.display()))
+}
+
+struct Archive<W: std::io::Write>(tar::Builder<W>);
+
+impl<W: std::io::Write> Archive<W> {
+    /// Adds a file. Nothing in it says when or by whom it was made, so that equal bundles are equal files.
+    fn file(&mut self, name: &str, mode: u32, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            bail!("{name} is empty");
+        }
+        let mut header = tar::Header::new_gnu();
+        header.set_size(bytes.len() as u64);
+        header.set_mode(mode);
+        header.set_mtime(0);
+        header.set_uid(0);
+        header.set_gid(0);
+        self.0.append_data(&mut header, format!("{TOP}/{name}"), bytes)?;
+        Ok(())
+    }
+}
