@@ -57,11 +57,17 @@ pub fn program(package: &str, name: &str) -> Result<PathBuf> {
     Ok(dir.join(name))
 }
 
-/// The path of `vgpud`, built once per test program.
+/// The path of `vgpud`: the one beside this program, in a bundle, or else built once per test program.
 pub fn vgpud() -> Result<&'static Path> {
     static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
-    let path = PATH
-        .get_or_init(|| program("vfio-user-server", "vgpud").map_err(|error| format!("{error:#}")));
+    let path = PATH.get_or_init(|| {
+        let this = std::env::current_exe().ok();
+        let beside = this.map(|this| this.with_file_name("vgpud")).filter(|path| path.is_file());
+        match beside {
+            Some(path) => Ok(path),
+            None => program("vfio-user-server", "vgpud").map_err(|error| format!("{error:#}")),
+        }
+    });
     path.as_deref().map_err(|error| anyhow::anyhow!("{error}"))
 }
 

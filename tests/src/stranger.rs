@@ -34,7 +34,9 @@ impl Stranger {
         let map = |index| {
             let file = client.region(index).and_then(|region| {
                 let offset = region.file_offset.as_ref()?;
-                Some((offset.file(), offset.start(), region.size))
+                // Where only a part may be mapped, that is its start.
+                let len = region.sparse_areas.first().map_or(region.size, |area| area.size);
+                Some((offset.file(), offset.start(), len))
             });
             file.map(|(file, at, len)| {
                 MmapOptions::new().offset(at).len(len as usize).map_raw(file)

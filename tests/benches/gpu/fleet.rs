@@ -1,0 +1,66 @@
+//! vGPUs of a real daemon, each with a stranger that uses it.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use system_tests::{Vgpud, kill_process};
+
+use crate::GpuKind;
+use crate::tenant::Tenant;
+
+/// A daemon and its strangers. The order is that of their end.
+#[derive(Debug)]
+pub struct Fleet {
+    /// The strangers.
+    pub tenants: Vec<Tenant>,
+    uuids: Vec<String>,
+    vgpud: Vgpud,
+}
+
+impl Fleet {
+    /// A vGPU for each set of attributes, and a stranger on it.
+    pub fn start(kind: GpuKind, cubin: &Path, ram: u64, attrs: &[Value]) -> Result<Self> {
+        let vgpud = Vgpud::start_with(&["--parent", kind.argument()])?;
+        let mdev_type = mdev_type(&vgpud)?;
+        let mut fleet = Self { tenants: Vec::new(), uuids: Vec::new(), vgpud };
+        for attrs in attrs {
+            let request = json!({ "mdev_type": mdev_type, "attrs": attrs, "run": true });
+            let uuid = fleet.vgpud.create(&request)?;
+            let socket = fleet.vgpud.vfio_socket(&uuid);
+            fleet.tenants.push(Tenant::start(kind, cubin, Some(socket), ram)?);
+            fleet.uuids.push(uuid);
+        }
+        Ok(fleet)
+    }
+
+    /// Kills the process that serves a vGPU.
+    pub fn kill(&self, index: usize) -> Result<()> {
+        let pid = self.vgpud.show(&self.uuids[index])?["pid"].as_u64();
+        kill_process(u32::try_from(pid.context("No worker")?)?, Signal::SIGKILL)
+    }
+
+    /// Engine time that each has used, in seconds.
+    pub fn used(&self) -> Result<Vec<f64>> {
+        let stats = self.vgpud.get("/v1/stats")?;
+        let all = stats["vgpus"].as_array().cloned().unwrap_or_default();
+        let of = |uuid: &String| {
+            let one = all.iter().find(|one| one["uuid"] == uuid.as_str());
+            let ns = one.and_then(|one| one["engine_ns"].as_f64());
+            Ok(ns.context("No statistics")? / 1e9)
+        };
+        self.uuids.iter().map(of).collect()
+    }
+}
+
+/// The type with 1 GiB of video memory and no display.
+fn mdev_type(vgpud: &Vgpud) -> Result<String> {
+    let parents = vgpud.get("/v1/types")?;
+    let types = parents.as_array().into_iter().flatten();
+    let types = types.flat_map(|parent| parent["types"].as_array().cloned().unwrap_or_default());
+    let names: Vec<String> =
+        types.filter_map(|one| Some(one["name"].as_str()?.to_owned())).collect();
+    let found = names.iter().find(|name| name.ends_with("-1C"));
+    Ok(found.with_context(|| format!("No type with 1 GiB among {}", names.join(", ")))?.clone())
+}

@@ -1,0 +1,240 @@
+//! A load that never lets its queues run dry, and what it has done by when.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use mdev_core::gpu::EngineKind;
+use serde::{Deserialize, Serialize};
+use vgpu_guest::GuestError;
+use vgpu_guest::channel::Channel;
+use vgpu_guest::copy;
+use vgpu_guest::device::Device;
+use vgpu_guest::memory::Buffer;
+use vgpu_guest::pushbuffer::Methods;
+use vgpu_guest::work::Work;
+
+use crate::solo::spin;
+
+/// Entries of a load's ring.
+const ENTRIES: u32 = 1024;
+/// Most work that a load queues.
+const QUEUE: Duration = Duration::from_millis(100);
+/// How often it looks.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// What load to make.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LoadSpec {
+    /// Kernels that take so long.
+    pub kernel: Option<Duration>,
+    /// Nanoseconds of 1000 iterations.
+    pub pace: f64,
+    /// Copies of so many bytes in video memory, beside the kernels.
+    pub copy: Option<u64>,
+}
+
+/// What a load did in a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Seconds of kernels, by the pace that the GPU has alone.
+    pub kernels: f64,
+    /// Bytes copied.
+    pub bytes: f64,
+    /// The longest time in which no kernel ended, or no copy where there are no kernels, in milliseconds.
+    pub stall_ms: f64,
+}
+
+/// A running load; it ends when dropped.
+#[derive(Debug)]
+pub struct Load {
+    kernels: Option<Lane>,
+    copies: Option<Lane>,
+    stop: Arc<AtomicBool>,
+}
+
+/// When how many units were done.
+type Log = Arc<Mutex<Vec<(Instant, u64)>>>;
+
+/// One channel of a load.
+#[derive(Debug)]
+struct Lane {
+    log: Log,
+    /// What a unit amounts to.
+    unit: f64,
+    thread: Option<JoinHandle<Result<(), GuestError>>>,
+}
+
+impl Load {
+    /// Starts it, and waits until it has done something.
+    pub fn start(device: &Device, spec: &LoadSpec) -> Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut load = Self { kernels: None, copies: None, stop: stop.clone() };
+        if let Some(kernel) = spec.kernel {
+            let iterations = iterations(kernel, spec.pace);
+            let (device, stop) = (device.clone(), stop.clone());
+            let most = queue_length(kernel);
+            load.kernels = Some(Lane::start(kernel.as_secs_f64(), move |log| {
+                let spin = spin(&device, iterations)?;
+                let mut methods = Methods::new();
+                spin.push(&mut methods);
+                let mut channel = Channel::with_entries(&device, EngineKind::Compute, ENTRIES)?;
+                keep_busy(&mut channel, &methods, most, log, &stop)
+            }));
+        }
+        if let Some(bytes) = spec.copy {
+            let device = device.clone();
+            load.copies = Some(Lane::start(bytes as f64, move |log| {
+                let (to, from) = (Buffer::video(&device, bytes)?, Buffer::video(&device, bytes)?);
+                let mut methods = Methods::new();
+                copy::linear(&mut methods, to.va(), from.va(), bytes);
+                let mut channel = Channel::with_entries(&device, EngineKind::Copy, ENTRIES)?;
+                keep_busy(&mut channel, &methods, 64, log, &stop)
+            }));
+        }
+        let begun = Instant::now();
+        for lane in load.lanes() {
+            while lane.log.lock().unwrap_or_else(PoisonError::into_inner).len() < 2 {
+                if lane.has_ended() || begun.elapsed() > Duration::from_secs(20) {
+                    bail!("A load does not run: {}", load.ending());
+                }
+                thread::sleep(LOOK);
+            }
+        }
+        Ok(load)
+    }
+
+    fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.kernels.iter().chain(&self.copies)
+    }
+
+    /// Waits for the end of the window that begins now, and says what was done in it.
+    pub fn measure(&self, window: Duration) -> Result<Progress> {
+        let from = Instant::now();
+        thread::sleep(window);
+        let to = Instant::now();
+        // What ends after the window tells how far it was at its end.
+        thread::sleep(Duration::from_millis(50));
+        if self.lanes().any(Lane::has_ended) {
+            bail!("A load has ended: {}", self.ending());
+        }
+        let done = |lane: &Option<Lane>| lane.as_ref().map_or(0.0, |lane| lane.done(from, to));
+        let first = self.lanes().next();
+        Ok(Progress {
+            kernels: done(&self.kernels),
+            bytes: done(&self.copies),
+            stall_ms: first.map_or(0.0, |lane| lane.stall(from, to).as_secs_f64() * 1e3),
+        })
+    }
+
+    fn ending(&self) -> String {
+        let ended = self.lanes().filter(|lane| lane.has_ended()).count();
+        format!("{ended} of its channels do not go on")
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for lane in [&mut self.kernels, &mut self.copies].into_iter().flatten() {
+            if let Some(Ok(Err(error))) = lane.thread.take().map(JoinHandle::join) {
+                eprintln!("gpu: a load has failed: {error}");
+            }
+        }
+    }
+}
+
+impl Lane {
+    fn start(
+        unit: f64,
+        body: impl FnOnce(&Log) -> Result<(), GuestError> + Send + 'static,
+    ) -> Self {
+        let log = Log::default();
+        let theirs = log.clone();
+        Self { log, unit, thread: Some(thread::spawn(move || body(&theirs))) }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Work done between two times. A unit in work counts for the part of it that lies between them, as if it had gone
+    /// on evenly since the one before.
+    fn done(&self, from: Instant, to: Instant) -> f64 {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = |time: Instant| {
+            let next = log.partition_point(|(when, _)| *when <= time);
+            match (next.checked_sub(1).and_then(|before| log.get(before)), log.get(next)) {
+                (Some((t0, n0)), Some((t1, n1))) => {
+                    let part = (time - *t0).as_secs_f64() / (*t1 - *t0).as_secs_f64();
+                    *n0 as f64 + part * (*n1 - *n0) as f64
+                }
+                (Some((_, n)), None) => *n as f64,
+                _ => 0.0,
+            }
+        };
+        (at(to) - at(from)) * self.unit
+    }
+
+    /// The longest time between two ends of units.
+    fn stall(&self, from: Instant, to: Instant) -> Duration {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let inside = log.iter().map(|(when, _)| *when).filter(|when| (from..to).contains(when));
+        let mut last = from;
+        let mut worst = Duration::ZERO;
+        for when in inside.chain([to]) {
+            worst = worst.max(when - last);
+            last = when;
+        }
+        worst
+    }
+}
+
+/// Iterations of a spin's thread that take so long where 1000 take `pace` nanoseconds.
+#[allow(clippy::cast_sign_loss, reason = "neither is negative")]
+fn iterations(kernel: Duration, pace: f64) -> u32 {
+    ((kernel.as_nanos() as f64 / pace * 1000.0) as u32).max(1)
+}
+
+fn queue_length(kernel: Duration) -> usize {
+    let most = QUEUE.as_nanos() / kernel.as_nanos().max(1);
+    most.clamp(4, u128::from(ENTRIES) - 4) as usize
+}
+
+/// Keeps a ring full without using much of a core, which a software GPU may need.
+fn keep_busy(
+    channel: &mut Channel,
+    methods: &Methods,
+    most: usize,
+    log: &Log,
+    stop: &AtomicBool,
+) -> Result<(), GuestError> {
+    let note = |done| {
+        log.lock().unwrap_or_else(PoisonError::into_inner).push((Instant::now(), done));
+    };
+    let (mut queued, mut done) = (VecDeque::new(), 0u64);
+    let mut asked = Instant::now();
+    note(0);
+    while !stop.load(Ordering::Relaxed) {
+        let before = done;
+        while queued.front().is_some_and(|fence| channel.is_done(*fence)) {
+            queued.pop_front();
+            done += 1;
+        }
+        if done > before {
+            note(done);
+            asked = Instant::now();
+        } else if asked.elapsed() > Duration::from_millis(500) {
+            channel.check()?;
+            asked = Instant::now();
+        }
+        while queued.len() < most {
+            queued.push_back(channel.submit(methods)?);
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! What one process gets of the GPU when nobody else wants any: copies, a matrix product, the way to a semaphore.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use mdev_core::abi::control::Features;
+use mdev_core::gpu::EngineKind;
+use serde::{Deserialize, Serialize};
+use vgpu_guest::GuestError;
+use vgpu_guest::channel::Channel;
+use vgpu_guest::copy;
+use vgpu_guest::device::Device;
+use vgpu_guest::fence::Patience;
+use vgpu_guest::memory::Buffer;
+use vgpu_guest::pushbuffer::Methods;
+use vgpu_guest::work::Work;
+use vgpu_guest::work::sgemm::Sgemm;
+use vgpu_guest::work::spin::Spin;
+
+/// Blocks and threads of a spin that fills an H100.
+const FILLING: (u32, u32) = (132, 128);
+/// Copies in flight.
+const DEPTH: usize = 8;
+
+/// How much to measure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SoloSpec {
+    /// Bytes of a copy.
+    pub bytes: u64,
+    /// How long each thing is done.
+    pub time: Duration,
+    /// Rows of the matrices.
+    pub rows: u32,
+    /// Round trips.
+    pub trips: usize,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Solo {
+    /// GB/s from video memory to video memory.
+    pub video: f64,
+    /// From RAM to video memory.
+    pub to_video: f64,
+    /// From video memory to RAM.
+    pub from_video: f64,
+    /// Matrix product, GFLOP/s.
+    pub product: f64,
+    /// Doorbell to semaphore, median, us.
+    pub p50: f64,
+    /// The same, of a hundred the worst but one.
+    pub p99: f64,
+}
+
+/// A spin that keeps all of the GPU busy, whichever it is.
+pub fn spin(device: &Device, iterations: u32) -> Result<Spin, GuestError> {
+    if device.features().contains(Features::SOFT_PROGRAMS) {
+        return Spin::new(device, iterations);
+    }
+    Spin::with_shape(device, iterations, FILLING.0, FILLING.1)
+}
+
+/// Nanoseconds that 1000 iterations of a spin's thread take: many kernels on end, since one alone is also started.
+pub fn calibrate(device: &Device) -> Result<f64> {
+    const KERNELS: u32 = 32;
+    let mut channel = Channel::new(device, EngineKind::Compute)?;
+    let mut spin = spin(device, 1)?;
+    spin.calibrate(&mut channel, Duration::from_millis(2))?;
+    let mut methods = Methods::new();
+    spin.push(&mut methods);
+    let mut best = f64::MAX;
+    for _ in 0..5 {
+        let start = Instant::now();
+        for _ in 0..KERNELS {
+            channel.submit(&methods)?;
+        }
+        channel.wait_idle()?;
+        best = best.min(start.elapsed().as_nanos() as f64);
+    }
+    Ok(best / f64::from(KERNELS) / f64::from(spin.iterations()) * 1000.0)
+}
+
+/// Measures everything.
+pub fn measure(device: &Device, spec: &SoloSpec) -> Result<Solo> {
+    let mut channel = Channel::new(device, EngineKind::Copy)?;
+    let len = spec.bytes;
+    let (ram, back) = (Buffer::guest(device, len)?, Buffer::guest(device, len)?);
+    let (one, two) = (Buffer::video(device, len)?, Buffer::video(device, len)?);
+    let words: Vec<u32> = (0..len as u32 / 4).map(|n| n.wrapping_mul(0x9e37_79b1)).collect();
+    ram.store(0, &words);
+    let mut rate = |to: &Buffer, from: &Buffer| copies(&mut channel, to, from, spec.time);
+    let to_video = rate(&one, &ram)?;
+    let video = rate(&two, &one)?;
+    let from_video = rate(&back, &two)?;
+    ensure!(back.load::<u32>(0, words.len()) == words, "A copy is wrong");
+    let product = product(device, &mut channel, spec)?;
+    let (p50, p99) = trips(device, spec.trips)?;
+    Ok(Solo { video, to_video, from_video, product, p50, p99 })
+}
+
+/// GB/s of copies on end.
+fn copies(channel: &mut Channel, to: &Buffer, from: &Buffer, time: Duration) -> Result<f64> {
+    let mut methods = Methods::new();
+    copy::linear(&mut methods, to.va(), from.va(), from.len());
+    // The first touches memory for the first time.
+    channel.run(&methods)?;
+    let count = on_end(channel, &methods, time)?;
+    Ok(count * from.len() as f64 / 1e9)
+}
+
+/// Submissions per second, with some of them always queued.
+fn on_end(channel: &mut Channel, methods: &Methods, time: Duration) -> Result<f64> {
+    let mut queued = std::collections::VecDeque::new();
+    let (start, mut count) = (Instant::now(), 0u32);
+    while start.elapsed() < time {
+        if queued.len() == DEPTH
+            && let Some(fence) = queued.pop_front()
+        {
+            channel.wait(fence)?;
+        }
+        queued.push_back(channel.submit(methods)?);
+        count += 1;
+    }
+    channel.wait_idle()?;
+    Ok(f64::from(count) / start.elapsed().as_secs_f64())
+}
+
+/// GFLOP/s of a matrix product in video memory.
+fn product(device: &Device, copies: &mut Channel, spec: &SoloSpec) -> Result<f64> {
+    let mut channel = Channel::new(device, EngineKind::Compute)?;
+    let product = Sgemm::resident(device, spec.rows)?;
+    product.prepare();
+    product.load(copies)?;
+    let mut methods = Methods::new();
+    product.push(&mut methods);
+    channel.run(&methods)?;
+    let rate = on_end(&mut channel, &methods, spec.time)?;
+    product.unload(copies)?;
+    product.verify()?;
+    Ok(rate * product.amount().0 / 1e9)
+}
+
+/// Doorbell to semaphore with nothing in between: median and the 99th of a hundred, in us.
+fn trips(device: &Device, count: usize) -> Result<(f64, f64)> {
+    let mut channel = Channel::new(device, EngineKind::Compute)?;
+    channel.set_patience(Patience::spinning());
+    let methods = Methods::new();
+    for _ in 0..count / 10 {
+        channel.run(&methods)?;
+    }
+    let mut times = Vec::with_capacity(count);
+    for _ in 0..count {
+        let start = Instant::now();
+        channel.run(&methods)?;
+        times.push(start.elapsed());
+    }
+    times.sort();
+    let at = |hundredths: usize| times[(count * hundredths / 100).min(count - 1)];
+    Ok((at(50).as_secs_f64() * 1e6, at(99).as_secs_f64() * 1e6))
+}
