@@ -124,6 +124,10 @@ pub struct Admission {
 pub struct Usage {
     /// Engine time used, in nanoseconds.
     pub engine_ns: u64,
+    /// Of that, copies and the methods that led to them, in nanoseconds.
+    pub copy_ns: u64,
+    /// Of that, kernels and the methods that led to them, in nanoseconds.
+    pub compute_ns: u64,
     /// Time spent runnable and waiting for the engine, in nanoseconds, whatever the reason.
     pub wait_ns: u64,
     /// Of that, time with a closed gate or a [`Budget`] used up, in nanoseconds.
@@ -158,6 +162,13 @@ pub struct Usage {
     pub imported_bytes: u64,
     /// Channels that exist.
     pub channels: u32,
+}
+
+impl Usage {
+    /// Engine time that was for neither copies nor kernels: semaphores, and methods that launched nothing.
+    pub fn host_ns(&self) -> u64 {
+        self.engine_ns.saturating_sub(self.copy_ns).saturating_sub(self.compute_ns)
+    }
 }
 
 /// What a vGPU may have besides engine time. `None`: as much as it was admitted with, or no limit.

@@ -250,3 +250,26 @@ fn a_semaphore_that_is_never_released_is_given_up_only_where_that_was_asked_for(
     assert!(waits.wait(*done));
     assert_eq!(parent.usage(patient).hang_resets, 0);
 }
+
+#[test]
+fn engine_time_is_counted_by_engine() {
+    let mut parent = Parent::start();
+    let (computes, mut one) = parent.guest();
+    let (copies, mut two) = parent.guest();
+    let mut spinning = one.ring(EngineKind::Compute);
+    one.spin_forever(&mut spinning);
+    let mut ring = two.ring(EngineKind::Compute);
+    for _ in 0..20 {
+        let data = two.va(20 * MIB);
+        two.finish(&mut ring, Pushbuffer::default().copy(data, data + 8 * MIB, 8 << 20));
+    }
+    let (one, two) = (parent.usage(computes), parent.usage(copies));
+    assert!(one.compute_ns > 0 && one.copy_ns == 0, "{one:?}");
+    assert!(two.copy_ns > 0 && two.compute_ns == 0, "a copy on any channel is a copy: {two:?}");
+    for usage in [one, two] {
+        // A reading may come between the parts and the whole.
+        let parts = usage.copy_ns + usage.compute_ns + usage.host_ns();
+        assert!(parts.abs_diff(usage.engine_ns) < 10_000_000, "{usage:?}");
+        assert!(usage.host_ns() < usage.engine_ns / 5, "{usage:?}");
+    }
+}

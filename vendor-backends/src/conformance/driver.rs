@@ -41,6 +41,11 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub struct Pushbuffer(Vec<u32>);
 
 impl Pushbuffer {
+    /// All words so far.
+    pub fn words(&self) -> &[u32] {
+        &self.0
+    }
+
     /// One raw word.
     #[must_use]
     pub fn word(mut self, word: u32) -> Self {

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
@@ -275,11 +275,11 @@ mod tests {
 
     /// A change of these bytes is a change of the protocol: bump [`VERSION`].
     #[test]
-    fn bytes_of_version_2() {
-        assert_eq!(VERSION, 2);
+    fn bytes_of_version_3() {
+        assert_eq!(VERSION, 3);
         let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
         let admin = [
-            (AdminRequest::Hello { version: 2 }, "0002"),
+            (AdminRequest::Hello { version: 3 }, "0003"),
             (
                 AdminRequest::Admit(ClientSpec {
                     vgpu,
@@ -336,6 +336,9 @@ mod tests {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
         }
         assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06190a");
+        let usage = Usage { copy_ns: 1, compute_ns: 2, channels: 3, ..Usage::default() };
+        let bytes = "05 00 01 02 0000000000000000 0000000000000000 03";
+        assert_eq!(hex(&encode(&ClientReply::Usage(usage)).unwrap()), bytes.replace(' ', ""));
     }
 
     #[test]

@@ -21,6 +21,7 @@ use super::kernels::Job;
 use super::mem::Mapping;
 use super::method::{Call, Decoded, Decoder};
 use super::quota::Bucket;
+use super::stretch::Stretch;
 
 /// Words of a pushbuffer that are fetched at a time.
 const WINDOW: usize = 256;
@@ -92,6 +93,8 @@ pub struct Channel {
     active: Option<Active>,
     error: Option<Fault>,
     engine_ns: u64,
+    /// Which engine the turn in work is for.
+    stretch: Stretch,
     /// Counts launches, so that two are told apart.
     launches: u64,
     /// The launch in work when it was charged last, and what that has used so far.
@@ -126,6 +129,7 @@ impl Channel {
             active: None,
             error: None,
             engine_ns: 0,
+            stretch: Stretch::default(),
             launches: 0,
             charged: (0, 0),
             blocked_since: None,
@@ -162,6 +166,16 @@ impl Channel {
         let fresh = self.error.is_none();
         self.error.get_or_insert(fault);
         fresh
+    }
+
+    /// A turn begins.
+    pub fn begin(&mut self, now_ns: u64) {
+        self.stretch = Stretch::new(now_ns);
+    }
+
+    /// Which engine the last turn was for.
+    pub fn stretch(&self) -> Stretch {
+        self.stretch
     }
 
     /// Charges engine time; what the kernel or transfer in work has used so far.
@@ -233,8 +247,14 @@ impl Channel {
         loop {
             if let Some(active) = &mut self.active {
                 let progress = match active {
-                    Active::Transfer(transfer) => transfer.run(cx)?,
-                    Active::Grid(job) => super::compute::run(job, cx)?,
+                    Active::Transfer(transfer) => {
+                        self.stretch.turn_to(EngineKind::Copy);
+                        transfer.run(cx)?
+                    }
+                    Active::Grid(job) => {
+                        self.stretch.turn_to(EngineKind::Compute);
+                        super::compute::run(job, cx)?
+                    }
                     Active::Acquire(acquire) => acquire.run(cx.space)?,
                 };
                 if progress != Progress::Done {

@@ -9,6 +9,10 @@ use mdev_core::gpu::Usage;
 pub struct Counters {
     /// Nanoseconds on the engine.
     pub engine_ns: AtomicU64,
+    /// Of that, for copies.
+    pub copy_ns: AtomicU64,
+    /// And for kernels.
+    pub compute_ns: AtomicU64,
     /// Nanoseconds with work, but without the engine.
     pub wait_ns: AtomicU64,
     /// Of that, held back by its gate or its budget.
@@ -56,6 +60,8 @@ impl Counters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Usage {
             engine_ns: read(&self.engine_ns),
+            copy_ns: read(&self.copy_ns),
+            compute_ns: read(&self.compute_ns),
             wait_ns: read(&self.wait_ns),
             gated_ns: read(&self.gated_ns),
             gate_closings: read(&self.gate_closings),

@@ -203,6 +203,8 @@ struct State {
     spin_ns: u64,
     watch_ns: u64,
     stolen: Stolen,
+    /// [`PREEMPTION_GRACE_NS`].
+    grace_ns: u64,
 }
 
 impl State {
@@ -218,6 +220,7 @@ impl State {
             spin_ns: SPIN_MIN_NS,
             watch_ns: WATCH_MIN_NS,
             stolen: Stolen::default(),
+            grace_ns: PREEMPTION_GRACE_NS,
         }
     }
 
@@ -326,7 +329,7 @@ impl State {
             group.vgpu.counters().wait_ns.fetch_add(waited, Ordering::Relaxed);
         }
         let limit = start + budget.min(TURN_NS);
-        group.vgpu.run(start, limit);
+        let stretch = group.vgpu.run(start, limit);
         let end = now_ns();
         group.waiting_since = Some(end);
         let mut used = end - start;
@@ -338,6 +341,9 @@ impl State {
             Counters::add(&counters.stolen_ns, stolen);
         }
         Counters::add(&counters.engine_ns, used);
+        let stretch = stretch.until(start + used);
+        Counters::add(&counters.copy_ns, stretch.copy_ns);
+        Counters::add(&counters.compute_ns, stretch.compute_ns);
         let overrun = used.saturating_sub(budget.min(TURN_NS));
         if overrun > GRAIN_NS {
             Counters::add(&counters.slice_overruns, 1);
@@ -348,7 +354,7 @@ impl State {
         } else if self.runlist.entry(index).has_budget() {
             Counters::add(&counters.gate_cost_ns, used.saturating_sub(budget));
         }
-        if overrun > PREEMPTION_GRACE_NS {
+        if overrun > self.grace_ns {
             vgpu.fail_running(overrun);
         }
         self.runlist.charge(index, used);
@@ -446,3 +452,6 @@ impl State {
         called
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,7 +6,7 @@
 //! * [`vgpu`]: one vGPU; [`vram`], [`address_space`], [`mem`]: its memory; [`signals`]: its interrupts
 //! * [`engine`], [`runlist`], [`quota`], [`clock`]: who runs when
 //! * [`channel`], [`method`]: rings and pushbuffers; [`host`], [`copy`], [`compute`], [`kernels`]: what methods do
-//! * [`fault`], [`counters`]: how a channel ends; what is counted
+//! * [`fault`], [`counters`], [`stretch`]: how a channel ends; what is counted, and for which engine
 
 pub mod address_space;
 pub mod channel;
@@ -25,6 +25,7 @@ pub mod method;
 pub mod quota;
 pub mod runlist;
 pub mod signals;
+pub mod stretch;
 pub mod vgpu;
 pub mod vram;
 
@@ -128,5 +129,63 @@ impl Silicon {
         let vgpus = self.board.list();
         let usage = vgpus.iter().map(|vgpu| (vgpu.id(), vgpu.usage())).collect();
         UsageReport { now_ns: clock::now_ns(), vgpus: usage }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use mdev_core::partition::Partitions;
+    use mdev_core::profile::{Profile, profiles};
+    use proptest::prelude::*;
+    use uuid::Uuid;
+
+    use super::*;
+
+    const TOTAL: u64 = 4 * GIB;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        /// Types of all sizes come and go in any order, in the manager's books and in the silicon: whatever is free can
+        /// be had, by as many vGPUs as are said to be available, and not one byte more.
+        #[test]
+        fn video_memory_is_never_stranded_and_never_given_twice(
+            steps in prop::collection::vec((0_u8..24, 0_usize..10), 1..80),
+        ) {
+            let silicon = Silicon::new("soft0", TOTAL).unwrap();
+            let types: Vec<Profile> = profiles(silicon.describe());
+            prop_assert_eq!(types.len(), 10, "from 256 MiB to all of it, with and without a head");
+            let mut books = Partitions::new(TOTAL);
+            let mut running = BTreeMap::new();
+            for (n, pick) in steps {
+                let (id, profile) = (VgpuId(Uuid::from_u128(n.into())), &types[pick]);
+                if let Some((vgpu, _shared)) = running.remove(&id) {
+                    silicon.evict(&vgpu);
+                    books.release(id);
+                    continue;
+                }
+                let used: u64 = running.values().map(|(vgpu, _): &(Arc<Vgpu>, Shared)| vgpu.spec().vram_bytes).sum();
+                let fits = profile.vram_bytes <= TOTAL - used;
+                prop_assert_eq!(books.available(profile) > 0, fits);
+                prop_assert_eq!(books.admit(id, profile.vram_bytes).is_ok(), fits);
+                match silicon.admit(&profile.client_spec(id)) {
+                    Ok(admitted) => {
+                        prop_assert!(fits, "more than there is");
+                        running.insert(id, admitted);
+                    }
+                    Err(refusal) => prop_assert!(!fits && refusal == Refusal::VramLimit, "{refusal:?}"),
+                }
+            }
+            // Whatever is left is there for the smallest type, to the last of it.
+            let smallest = types.iter().min_by_key(|profile| profile.vram_bytes).unwrap();
+            for n in 0..books.available(smallest) {
+                let id = VgpuId(Uuid::from_u128(1000 + u128::from(n)));
+                running.insert(id, silicon.admit(&smallest.client_spec(id)).unwrap());
+            }
+            let one_more = smallest.client_spec(VgpuId(Uuid::from_u128(2000)));
+            prop_assert_eq!(silicon.admit(&one_more).unwrap_err(), Refusal::VramLimit);
+        }
     }
 }

@@ -32,6 +32,7 @@ use super::fault::{Context, Fault, Progress};
 use super::mem::{Mapping, SharedMemory, sealed_memfd};
 use super::quota::Bucket;
 use super::signals::Signals;
+use super::stretch::Stretch;
 use super::vram::Partition;
 use crate::seqpacket::SeqPacket;
 use crate::soft::wire::{Refusal, STATUS_BYTES};
@@ -476,9 +477,10 @@ impl Vgpu {
         }
     }
 
-    /// Gives the engine to the next channel that is ready, until `end_ns`.
-    pub fn run(&self, now: u64, end_ns: u64) {
-        let Some(mut world) = self.try_enter() else { return };
+    /// Gives the engine to the next channel that is ready, until `end_ns`; which of the engines that was for.
+    pub fn run(&self, now: u64, end_ns: u64) -> Stretch {
+        let idle = Stretch::new(now);
+        let Some(mut world) = self.try_enter() else { return idle };
         let token = world.token(now);
         let patience = world.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
         let World { space, channels, last, bucket, .. } = &mut *world;
@@ -488,16 +490,17 @@ impl Vgpu {
         let start = *last;
         let after = channels.range_mut(start.wrapping_add(1)..).find_map(|(i, c)| ready(i, c));
         let next = after.or_else(|| channels.iter_mut().find_map(|(id, c)| ready(id, c)));
-        let Some(id) = next else { return };
+        let Some(id) = next else { return idle };
         *last = id;
-        let Some(channel) = channels.get_mut(&id) else { return };
+        let Some(channel) = channels.get_mut(&id) else { return idle };
+        channel.begin(now);
         let turn = Turn { end_ns, waiting: &self.waiting, gate_open: &self.gate_open };
         let cx = Context { space, turn: &turn, signals: &self.signals, vector: channel.vector() };
         let mut outcome = channel.run(cx, &self.counters, bucket);
         if space.poisoned() {
             outcome = Err(Fault { code: notifier::MMU_FAULT, info: 0 });
         }
-        let ended = now_ns();
+        let (ended, stretch) = (now_ns(), channel.stretch());
         // What is far beyond the turn's end is the host's doing, or else the engine notices.
         let working = channel.charge((ended - now).min(end_ns.saturating_sub(now) + GRAIN_NS));
         let hung = outcome == Ok(Progress::More) && working > patience;
@@ -515,6 +518,7 @@ impl Vgpu {
                 self.signals.raise(Pending::CHANNEL_ERROR, None);
             }
         }
+        stretch
     }
 }
 
