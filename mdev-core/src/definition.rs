@@ -4,15 +4,18 @@
 //! { "mdev_type": "SOFT-1Q", "start": "auto", "attrs": [ { "core": "80" } ] }
 //! ```
 //!
-//! * [`attrs`]: the attributes there are, and what they may be
+//! * [`attrs`]: attributes as they are written, and what can be wrong with them
+//! * [`settings`]: the attributes there are, and what they mean
 //! * [`store`]: the tree of files that holds definitions
 
 use serde::{Deserialize, Serialize};
 
 pub mod attrs;
+pub mod settings;
 pub mod store;
 
-pub use attrs::{AttrError, Attrs, Quotas, Settings};
+pub use attrs::{AttrError, Attrs};
+pub use settings::{ATTRIBUTES, Attribute, Quotas, Settings};
 pub use store::{Store, StoreError};
 
 /// When a defined vGPU is started.

@@ -194,6 +194,10 @@ impl Quotas {
     /// The software GPU preempts whatever runs, so an endless kernel uses up nothing but its own vGPU's share. The limit
     /// is there so that its guest is told, and is far beyond what a kernel that ends takes.
     pub const DEFAULT_HANG_TIMEOUT: Duration = Duration::from_secs(60);
+    /// Shortest time after which something may count as hung.
+    pub const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
+    /// Longest such time.
+    pub const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 }
 
 impl Default for Quotas {

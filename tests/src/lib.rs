@@ -6,14 +6,18 @@
 //! * [`parent`]: a software GPU of one's own, in this process
 //! * [`in_process`], [`stranger`]: the guest runtime's platforms on the host, straight through the device model and as
 //!   another process over a vfio-user socket
+//! * [`load`]: VMs at work, and the shares that they get
+//! * [`vgpuctl`]: the operator's command
 //! * [`vmm`]: a VM of one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: how a benchmark says what it measured
 
 pub mod in_process;
+pub mod load;
 pub mod outcome;
 pub mod parent;
 pub mod ram;
 pub mod stranger;
+pub mod vgpuctl;
 pub mod vmm;
 
 use std::fs;

@@ -1,12 +1,13 @@
 //! The guest runtime as a stranger: another process, over a vfio-user socket, with a memfd for guest RAM.
 
 use std::fmt;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use mdev_core::abi::doorbell;
 use memmap2::{MmapOptions, MmapRaw};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use vfio_user::Client;
 use vgpu_guest::GuestError;
 use vgpu_guest::platform::{GuestPages, Platform, Window};
@@ -46,6 +47,18 @@ impl Stranger {
         let (doorbell, vram) = (map(DOORBELL)?, map(VRAM)?);
         let scanout_bytes = client.region(FRAMEBUFFER).map_or(0, |region| region.size);
         Ok(Self { client: Mutex::new(client), ram, doorbell, vram, scanout_bytes })
+    }
+
+    /// The function's first MSI vector: an eventfd that is readable after it was signalled.
+    pub fn interrupt(&self) -> anyhow::Result<EventFd> {
+        /// `VFIO_PCI_MSI_IRQ_INDEX`.
+        const MSI: u32 = 1;
+        /// `VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER`.
+        const TRIGGER_BY_EVENTFD: u32 = 0x24;
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        client.set_irqs(MSI, TRIGGER_BY_EVENTFD, 0, 1, &[event.as_fd().as_raw_fd()])?;
+        Ok(event)
     }
 
     fn read(&self, region: u32, offset: u64) -> u32 {

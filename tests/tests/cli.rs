@@ -2,64 +2,12 @@
 
 use std::fs;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::Command;
-use std::sync::OnceLock;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use system_tests::{Vgpud, program, wait_for};
-
-/// What a command did.
-#[derive(Debug)]
-struct Done {
-    status: i32,
-    stdout: String,
-    stderr: String,
-}
-
-fn vgpuctl_path() -> Result<&'static PathBuf> {
-    static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
-    let path = PATH.get_or_init(|| program("vgpuctl", "vgpuctl").map_err(|e| format!("{e:#}")));
-    path.as_ref().map_err(|error| anyhow!("{error}"))
-}
-
-/// Runs a command line, whatever comes of it.
-fn run(vgpud: &Vgpud, line: &str) -> Result<Done> {
-    let output = Command::new(vgpuctl_path()?)
-        .arg("--socket")
-        .arg(vgpud.api_socket())
-        .args(line.split(' '))
-        .output()?;
-    Ok(Done {
-        status: output.status.code().context("vgpuctl was killed")?,
-        stdout: String::from_utf8(output.stdout)?,
-        stderr: String::from_utf8(output.stderr)?,
-    })
-}
-
-/// Runs a command line that is to succeed; what it printed.
-fn vgpuctl(vgpud: &Vgpud, line: &str) -> Result<String> {
-    let done = run(vgpud, line)?;
-    ensure!(done.status == 0, "vgpuctl {line}: {done:?}");
-    Ok(done.stdout.trim_end().to_owned())
-}
-
-fn vgpuctl_json(vgpud: &Vgpud, line: &str) -> Result<Value> {
-    Ok(serde_json::from_str(&vgpuctl(vgpud, line)?)?)
-}
-
-/// Runs a command line that is to be refused with a status, in one line that contains some words.
-fn refused(vgpud: &Vgpud, line: &str, status: i32, words: &str) -> Result<()> {
-    let done = run(vgpud, line)?;
-    let one_line = done.stderr.trim_end().lines().count() == 1;
-    ensure!(
-        done.status == status && one_line && done.stderr.contains(words) && done.stdout.is_empty(),
-        "vgpuctl {line}: {done:?}, expected {status} with {words:?}"
-    );
-    Ok(())
-}
+use system_tests::vgpuctl::{refused, run, vgpuctl, vgpuctl_json};
+use system_tests::{Vgpud, wait_for};
 
 #[test]
 fn a_vgpu_lives_by_mdevctls_verbs() -> Result<()> {

@@ -4,13 +4,15 @@
 #![allow(clippy::float_cmp)]
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use mdev_core::definition::ATTRIBUTES;
 use serde_json::json;
 use system_tests::{Vgpud, program, wait_for};
 
@@ -18,6 +20,7 @@ use system_tests::{Vgpud, program, wait_for};
 fn parse(text: &str) -> Result<BTreeMap<String, f64>> {
     let (mut kinds, mut helps) = (BTreeMap::new(), BTreeMap::new());
     let mut samples = BTreeMap::new();
+    let mut families = Vec::new();
     ensure!(text.ends_with('\n'), "The last line has no end");
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# HELP ") {
@@ -28,13 +31,32 @@ fn parse(text: &str) -> Result<BTreeMap<String, f64>> {
             ensure!(kinds.insert(name, kind).is_none(), "{name} has two types");
         } else {
             let (key, value) = line.rsplit_once(' ').with_context(|| format!("{line:?}"))?;
-            let name = key.split('{').next().unwrap_or_default();
+            let (name, labels) = key.split_once('{').unwrap_or((key, "}"));
+            ensure!(name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_'), "{name:?}");
+            if families.last() != Some(&name) {
+                ensure!(!families.contains(&name), "{name}'s samples are not together");
+                families.push(name);
+            }
+            for label in labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty()) {
+                let quoted = label.split_once('=').and_then(|(label, value)| {
+                    let plain = label.bytes().all(|b| b.is_ascii_lowercase());
+                    value.strip_prefix('"')?.strip_suffix('"').filter(|_| plain)
+                });
+                ensure!(quoted.is_some_and(|value| !value.contains('"')), "{line:?}");
+            }
             let kind = kinds.get(name).with_context(|| format!("{name} has no type before it"))?;
             ensure!(helps.get(name).is_some_and(|help| help.ends_with('.')), "{name} has no help");
             ensure!(name.starts_with("tessera_"), "{name} does not say whose it is");
             ensure!((*kind == "counter") == name.ends_with("_total"), "{name} is a {kind}");
-            for unit in ["_ns", "_ms", "_mib", "_percent"] {
+            for unit in ["_ns", "_us", "_ms", "_mib", "_kb", "_percent", "_milliseconds"] {
                 ensure!(!name.contains(unit), "{name} is not in a base unit");
+            }
+            for unit in ["_seconds", "_bytes", "_ratio"] {
+                let at_the_end = name.strip_suffix("_total").unwrap_or(name).ends_with(unit);
+                ensure!(at_the_end || !name.contains(unit), "{name} has its unit in the middle");
+            }
+            for kind in ["_gauge", "_counter", "_vec", "_count", "_sum", "_bucket"] {
+                ensure!(!name.ends_with(kind), "{name} says what it is by its name");
             }
             let value: f64 = value.parse().with_context(|| format!("{line:?}"))?;
             ensure!(value.is_finite() && value >= 0.0, "{line:?}");
@@ -70,11 +92,53 @@ fn metrics_are_prometheus_text_by_its_conventions() -> Result<()> {
     let of = |name: &str| value(&format!("tessera_vgpu_{name}{{vgpu=\"{uuid}\"}}"));
     assert!((of("share_asked_ratio")? - 0.8).abs() < 1e-9);
     assert_eq!(of("video_memory_bytes")?, f64::from(1 << 28));
-    for counter in ["engine_seconds", "wait_seconds", "submissions", "preemptions", "faults"] {
+    for counter in [
+        "wait_seconds",
+        "gated_seconds",
+        "gate_closings",
+        "gate_cost_seconds",
+        "submissions",
+        "throttled_submissions",
+        "polled_doorbells",
+        "wakeups",
+        "preemptions",
+        "slice_overruns",
+        "overrun_seconds",
+        "stolen_seconds",
+        "faults",
+        "hang_resets",
+    ] {
         assert_eq!(of(&format!("{counter}_total"))?, 0.0);
     }
+    for engine in ["copy", "compute", "host"] {
+        let labels = format!(r#"{{engine="{engine}",vgpu="{uuid}"}}"#);
+        assert_eq!(value(&format!("tessera_vgpu_engine_seconds_total{labels}"))?, 0.0);
+    }
+    assert_eq!(of("channels_limit")?, 32.0);
+    assert!(of("imported_memory_limit_bytes")? > 0.0);
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), None)?;
     assert!(scrape()?.keys().all(|key| !key.contains(&uuid)), "it is gone with its vGPU");
+    Ok(())
+}
+
+#[test]
+fn every_attribute_and_counter_is_in_the_documents() -> Result<()> {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let limits = fs::read_to_string(docs.join("limits.md"))?;
+    let scheduling = fs::read_to_string(docs.join("scheduling.md"))?;
+    for attribute in ATTRIBUTES {
+        let name = format!("| `{}` |", attribute.name);
+        assert!(limits.contains(&name) || scheduling.contains(&name), "{}", attribute.name);
+    }
+    let vgpud = Vgpud::start()?;
+    vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
+    let text = String::from_utf8(vgpud.request("GET", "/metrics", None)?.1)?;
+    for line in text.lines() {
+        let counter = line.strip_prefix("# TYPE tessera_vgpu_");
+        if let Some(name) = counter.and_then(|rest| rest.strip_suffix(" counter")) {
+            assert!(limits.contains(name), "{name} is not in docs/limits.md");
+        }
+    }
     Ok(())
 }
 

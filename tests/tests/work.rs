@@ -1,76 +1,13 @@
 //! What a VM's work is promised, whatever happens to the manager meanwhile.
 
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread;
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use mdev_core::units::MIB;
+use anyhow::Result;
 use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 use system_tests::Vgpud;
-use system_tests::ram::Ram;
-use system_tests::stranger::Stranger;
-use vgpu_guest::bench::{self, Load, Measured};
-use vgpu_guest::device::Device;
-
-/// A vGPU that had or wanted the engine for this part of a time had work all the time. The rest is what the host took
-/// from the engine, which counts for nobody.
-const BUSY: f64 = 0.75;
-
-/// A VM on a vGPU, working for some seconds; every result it gets is compared with the CPU's.
-fn work(vgpud: &Vgpud, uuid: &str, seconds: u64) -> Result<JoinHandle<Result<Measured>>> {
-    let ram = Ram::new(64 * MIB, 64 * MIB)?;
-    let device = Device::open(Box::new(Stranger::attach(&vgpud.vfio_socket(uuid), ram)?))?;
-    let load = Load { duration: Duration::from_secs(seconds), ..Load::default() };
-    Ok(thread::spawn(move || Ok(bench::run(&device, &load)?)))
-}
-
-fn verified(work: JoinHandle<Result<Measured>>) -> Result<()> {
-    let measured = work.join().ok().context("The work panicked")??;
-    assert!(measured.verified > 0, "{measured:?}");
-    Ok(())
-}
-
-/// Engine time, and time spent waiting for it, of each vGPU in the order of their names, in seconds.
-fn used(vgpud: &Vgpud, uuids: &[String]) -> Result<Vec<(f64, f64)>> {
-    let stats = vgpud.get("/v1/stats")?;
-    let vgpus = stats["vgpus"].as_array().context("No statistics")?;
-    let seconds = |value: &Value| value.as_f64().map(|ns| ns / 1e9);
-    uuids
-        .iter()
-        .map(|uuid| {
-            let one = vgpus.iter().find(|one| one["uuid"] == uuid.as_str());
-            let one = one.context("No such vGPU")?;
-            seconds(&one["engine_ns"]).zip(seconds(&one["wait_ns"])).context("No times")
-        })
-        .collect()
-}
-
-/// What part of the engine's time the first vGPU had while all of them wanted it, in percent.
-///
-/// A share is promised to a vGPU that has work. On a host whose CPUs are taken, a VM may not get to hand any in; such
-/// moments do not count.
-fn share(vgpud: &Vgpud, uuids: &[String]) -> Result<f64> {
-    let (mut first, mut all, mut counted) = (0.0, 0.0, 0);
-    for _ in 0..7 {
-        let (begun, before) = (Instant::now(), used(vgpud, uuids)?);
-        thread::sleep(Duration::from_millis(500));
-        let after = used(vgpud, uuids)?;
-        let wanted = begun.elapsed().as_secs_f64() * BUSY;
-        let deltas: Vec<_> =
-            after.iter().zip(&before).map(|(a, b)| (a.0 - b.0, a.1 - b.1)).collect();
-        if deltas.iter().all(|(engine, wait)| engine + wait >= wanted) {
-            first += deltas[0].0;
-            all += deltas.iter().map(|(engine, _)| engine).sum::<f64>();
-            counted += 1;
-        }
-        if counted == 4 {
-            break;
-        }
-    }
-    ensure!(counted > 0, "The VMs never wanted the engine at the same time");
-    Ok(first * 100.0 / all)
-}
+use system_tests::load::{share, verified, work};
 
 fn with_core(vgpud: &Vgpud, core: &str) -> Result<String> {
     vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "attrs": [{ "core": core }], "run": true }))

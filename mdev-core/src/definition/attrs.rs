@@ -1,16 +1,13 @@
-//! Attributes of a vGPU: an ordered list of names and values, and the table of those that mean something.
+//! Attributes of a vGPU: an ordered list of names and values. What they mean is in [`super::settings`].
 
 use std::fmt;
-use std::ops::RangeInclusive;
-use std::time::Duration;
 
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
-use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
-use crate::sched::{CoreError, Mode, Share, WordError};
-use crate::units::{GIB, MIB};
+use super::settings::{ATTRIBUTES, Attribute, Settings};
+use crate::sched::{CoreError, Mode, WordError};
 
 /// Attributes in their order. In JSON, a list of objects with one member each: `[{"core": "80"}]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,194 +132,6 @@ impl<'de> Deserialize<'de> for Attr {
     }
 }
 
-/// Attributes, parsed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settings {
-    /// What is asked for of the GPU's time.
-    pub share: Share,
-    /// What is limited besides time.
-    pub quotas: Quotas,
-    /// Whether the guest maps the doorbell page (where the GPU allows it), or each ring is trapped.
-    pub doorbell_mapped: bool,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self { share: Share::default(), quotas: Quotas::default(), doorbell_mapped: true }
-    }
-}
-
-/// Limits besides time; `None` leaves what the type and the GPU have. Video memory is the type's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Quotas {
-    /// Channels that may exist at once.
-    pub max_channels: Option<u32>,
-    /// Bytes of guest memory that may be pinned for the GPU at once, in whole pages.
-    pub max_pinned: Option<u64>,
-    /// GPFIFO entries that are taken in a second.
-    pub submissions: Option<u32>,
-    /// Pictures of the screen in a second.
-    pub refresh: Option<u32>,
-}
-
-/// One attribute that means something.
-#[derive(Clone, Copy, Debug)]
-pub struct Attribute {
-    /// Its name.
-    pub name: &'static str,
-    /// What it may be, for people.
-    pub values: &'static str,
-    /// What it does, in one sentence.
-    pub about: &'static str,
-    /// True where it can change while the vGPU runs.
-    pub live: bool,
-    apply: fn(&mut Settings, &str) -> Result<(), AttrError>,
-}
-
-/// Every attribute there is.
-pub const ATTRIBUTES: &[Attribute] = &[
-    Attribute {
-        name: "core",
-        values: "1 to 100",
-        about: "Hundredths of the GPU's time that the vGPU gets at least, while others contend.",
-        live: true,
-        apply: |settings, value| {
-            settings.share.core = Some(value.parse()?);
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "mode",
-        values: "soft or hard",
-        about: "Whether the vGPU gets more than core where others idle (soft), or never (hard).",
-        live: true,
-        apply: |settings, value| {
-            settings.share.mode = value.parse()?;
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "priority",
-        values: "low, normal or high",
-        about: "Who gets the time that nobody was promised: each class four times the one below.",
-        live: true,
-        apply: |settings, value| {
-            settings.share.priority = value.parse()?;
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "timeslice",
-        values: "0.1 to 30 ms",
-        about: "The longest that the vGPU runs without a break while others wait; shares hold.",
-        live: true,
-        apply: |settings, value| {
-            settings.share.timeslice = Some(milliseconds(value)?);
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "max_channels",
-        values: "1 to 65536",
-        about: "Channels that the vGPU may have at once, where that is less than its type has.",
-        live: false,
-        apply: |settings, value| {
-            let limit = number("max_channels", "1 to 65536", value, 1..=65_536)?;
-            settings.quotas.max_channels = Some(limit as u32);
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "max_pinned",
-        values: "1M to 1024G",
-        about: "Guest memory that may be pinned for the GPU at once, in whole MiB or GiB.",
-        live: false,
-        apply: |settings, value| {
-            settings.quotas.max_pinned = Some(size("max_pinned", value)?);
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "submissions",
-        values: "1 to 10000000",
-        about: "GPFIFO entries that are taken in a second, with bursts of a tenth of a second.",
-        live: true,
-        apply: |settings, value| {
-            let limit = number("submissions", "1 to 10000000 a second", value, 1..=10_000_000)?;
-            settings.quotas.submissions = Some(limit as u32);
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "refresh",
-        values: "1 to 240",
-        about: "Pictures of the screen in a second, at most.",
-        live: true,
-        apply: |settings, value| {
-            let limit = number("refresh", "1 to 240 a second", value, 1..=240)?;
-            settings.quotas.refresh = Some(limit as u32);
-            Ok(())
-        },
-    },
-    Attribute {
-        name: "doorbell",
-        values: "mapped or trapped",
-        about: "Whether the guest rings the GPU's doorbell itself, or each ring is trapped.",
-        live: false,
-        apply: |settings, value| {
-            settings.doorbell_mapped = match value {
-                "mapped" => true,
-                "trapped" => false,
-                _ => return Err(bad("doorbell", "mapped or trapped", value)),
-            };
-            Ok(())
-        },
-    },
-];
-
-fn bad(name: &'static str, values: &'static str, value: &str) -> AttrError {
-    AttrError::Value { name, values, value: value.to_owned() }
-}
-
-fn number(
-    name: &'static str,
-    values: &'static str,
-    text: &str,
-    range: RangeInclusive<u64>,
-) -> Result<u64, AttrError> {
-    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
-    let parsed = text.parse().ok().filter(|number| digits && range.contains(number));
-    parsed.ok_or_else(|| bad(name, values, text))
-}
-
-fn size(name: &'static str, text: &str) -> Result<u64, AttrError> {
-    let values = "1M to 1024G, in whole MiB or GiB";
-    let (digits, unit) = match (text.strip_suffix('M'), text.strip_suffix('G')) {
-        (Some(digits), _) => (digits, MIB),
-        (_, Some(digits)) => (digits, GIB),
-        _ => return Err(bad(name, values, text)),
-    };
-    let number = number(name, values, digits, 1..=1 << 20).map_err(|_| bad(name, values, text))?;
-    let bytes = number.saturating_mul(unit);
-    if bytes <= 1024 * GIB { Ok(bytes) } else { Err(bad(name, values, text)) }
-}
-
-fn milliseconds(text: &str) -> Result<Duration, AttrError> {
-    let wrong = || bad("timeslice", "0.1 to 30 ms", text);
-    let plain = text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
-    let parsed = text.parse::<f64>().ok().filter(|_| plain).ok_or_else(wrong)?;
-    let slice = Duration::try_from_secs_f64(parsed / 1e3).map_err(|_| wrong())?;
-    if (MIN_SLICE..=MAX_SLICE).contains(&slice) { Ok(slice) } else { Err(wrong()) }
-}
-
-impl Attribute {
-    /// The attribute of that name.
-    pub fn named(name: &str) -> Result<&'static Self, AttrError> {
-        let row = ATTRIBUTES.iter().find(|attribute| attribute.name == name);
-        row.ok_or_else(|| AttrError::Unknown(name.to_owned()))
-    }
-}
-
 /// Why attributes are refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttrError {
@@ -379,8 +188,14 @@ fn known() -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+    use std::time::Duration;
+
     use super::*;
+    use crate::definition::Quotas;
+    use crate::gpu::{self, GpuCapabilities};
     use crate::sched::{Core, Priority};
+    use crate::units::MIB;
 
     fn attrs(list: &[(&str, &str)]) -> Attrs {
         list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
@@ -408,7 +223,7 @@ mod tests {
         assert_eq!(
             error(&[("cores", "80")]),
             "There is no attribute \"cores\"; there are core, mode, priority, timeslice, max_channels, \
-             max_pinned, submissions, refresh, doorbell"
+             max_pinned, submissions, refresh, hang_timeout, acquire_timeout, doorbell"
         );
         assert_eq!(
             error(&[("core", "80"), ("core", "20")]),
@@ -428,6 +243,8 @@ mod tests {
             ("max_pinned", "512M"),
             ("submissions", "1000"),
             ("refresh", "30"),
+            ("hang_timeout", "2.5"),
+            ("acquire_timeout", "0.01"),
         ]);
         let settings = settings.settings().unwrap();
         assert_eq!((settings.share.mode, settings.share.priority), (Mode::Hard, Priority::High));
@@ -435,8 +252,10 @@ mod tests {
         let quotas = Quotas {
             max_channels: Some(4),
             max_pinned: Some(512 * MIB),
-            submissions: Some(1000),
-            refresh: Some(30),
+            submissions: NonZeroU32::new(1000),
+            refresh: NonZeroU32::new(30).unwrap(),
+            hang_timeout: Some(Duration::from_millis(2500)),
+            acquire_timeout: Some(Duration::from_millis(10)),
         };
         assert_eq!(settings.quotas, quotas);
 
@@ -454,6 +273,12 @@ mod tests {
             ("max_pinned", "99999999999999999999G", "1M to 1024G, in whole MiB or GiB"),
             ("submissions", "+1", "1 to 10000000 a second"),
             ("refresh", "", "1 to 240 a second"),
+            ("refresh", "0", "1 to 240 a second"),
+            ("hang_timeout", "0", "0.01 to 86400 seconds, or off"),
+            ("hang_timeout", "86401", "0.01 to 86400 seconds, or off"),
+            ("hang_timeout", "never", "0.01 to 86400 seconds, or off"),
+            ("acquire_timeout", "1e3", "0.01 to 86400 seconds, or off"),
+            ("acquire_timeout", "", "0.01 to 86400 seconds, or off"),
         ] {
             assert_eq!(error(name, value), format!("Attribute {name:?} is {is}, not {value:?}"));
         }
@@ -461,6 +286,25 @@ mod tests {
             error("mode", "hard"),
             "Attribute \"mode\" is hard, but there is no share to hold to; add core (1 to 100)"
         );
+    }
+
+    #[test]
+    fn what_is_not_given_is_as_the_silicon_has_it() {
+        let defaults = attrs(&[]).settings().unwrap().quotas;
+        assert_eq!(defaults.of_silicon(), gpu::Quotas::default());
+        assert_eq!(defaults.refresh.get(), 60);
+        let off = attrs(&[("hang_timeout", "off"), ("acquire_timeout", "off")]).settings().unwrap();
+        assert_eq!((off.quotas.hang_timeout, off.quotas.acquire_timeout), (None, None));
+    }
+
+    #[test]
+    fn every_attribute_says_what_it_is() {
+        for attribute in ATTRIBUTES {
+            assert!(attribute.about.ends_with('.'), "{}", attribute.name);
+            assert!(!attribute.values.is_empty() && !attribute.default.is_empty());
+            let limits_submissions = attribute.needs.contains(GpuCapabilities::QUOTAS);
+            assert!(attribute.live || !limits_submissions, "quotas can change while it runs");
+        }
     }
 
     #[test]

@@ -89,6 +89,8 @@ impl GuestError {
 
 fn describe(code: u32) -> &'static str {
     match code {
+        notifier::IDLE_TIMEOUT => "one kernel or transfer ran longer than it may",
+        notifier::SEMAPHORE_TIMEOUT => "it waited for a semaphore longer than it may",
         notifier::GR_ERROR => "an unknown method or a bad launch descriptor",
         notifier::MMU_FAULT => "an address that is not mapped",
         notifier::PBDMA_ERROR => "a bad pushbuffer, ring entry or host method",

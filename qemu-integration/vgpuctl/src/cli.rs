@@ -1,8 +1,10 @@
 //! The command line: mdevctl's verbs and flags, and our own.
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use mdev_core::definition::{ATTRIBUTES, Attribute};
 use mdev_core::ids::VgpuId;
 
 const EXAMPLES: &str = "\
@@ -52,7 +54,7 @@ pub enum Command {
     Start(Start),
     /// Stop a vGPU.
     Stop(Stop),
-    /// Show what every running vGPU was given and used.
+    /// Show what every running vGPU was given and used: -v shows every counter.
     Stats(Stats),
     /// Show or change how a parent's time is divided: at once, while VMs run, and for good.
     Scheduler(Scheduler),
@@ -114,12 +116,12 @@ pub struct List {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).multiple(true)
     .args(["uuid", "mdev_type", "jsonfile"]))]
-#[command(after_help = "\
+#[command(after_help = with_attributes("\
 Examples:
   vgpuctl define -p soft0 -t SOFT-1Q               prints the new vGPU's uuid
   vgpuctl define -u UUID -t SOFT-2C --auto         on any parent; started with vgpud
   vgpuctl define -u UUID                           keeps a running transient vGPU as it is
-  vgpuctl define -p soft0 --jsonfile vgpu.json     from a file in mdevctl's format")]
+  vgpuctl define -p soft0 --jsonfile vgpu.json     from a file in mdevctl's format"))]
 pub struct Define {
     /// Its uuid. Without it, a random one is made and printed.
     #[arg(short, long)]
@@ -154,13 +156,13 @@ pub struct Undefine {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).multiple(true)
     .args(["mdev_type", "addattr", "delattr", "attr", "auto", "manual", "jsonfile"]))]
-#[command(after_help = "\
+#[command(after_help = with_attributes("\
 Examples:
   vgpuctl modify -u UUID --attr core=60            sets an attribute, whether it was there or not
   vgpuctl modify -u UUID --attr core=60 --live     at once, until the vGPU is stopped
   vgpuctl modify -u UUID --addattr core --value 60 mdevctl's way: appends to the list
   vgpuctl modify -u UUID --delattr --index 0       removes the first attribute
-  vgpuctl modify -u UUID --auto                    started with vgpud from now on")]
+  vgpuctl modify -u UUID --auto                    started with vgpud from now on"))]
 pub struct Modify {
     /// Its uuid.
     #[arg(short, long)]
@@ -207,10 +209,10 @@ pub struct Modify {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).multiple(true)
     .args(["uuid", "mdev_type", "jsonfile"]))]
-#[command(after_help = "\
+#[command(after_help = with_attributes("\
 Examples:
   vgpuctl start -u UUID                            one that is defined
-  vgpuctl start -p soft0 -t SOFT-1Q --attr core=20 a transient one; prints its uuid")]
+  vgpuctl start -p soft0 -t SOFT-1Q --attr core=20 a transient one; prints its uuid"))]
 pub struct Start {
     /// Its uuid. Without it, a random one is made and printed.
     #[arg(short, long)]
@@ -240,13 +242,32 @@ pub struct Stop {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Columns:
+  ASKED      core: hundredths of the GPU that it gets at least, while others contend
+  DUE        what it gets while all others are busy
+  SHARE      what it got of the last second or so, in parts of the GPU
+  OF BUSY    the same in parts of what all together used
+  ENGINE     time that it had the engine, since it was started
+  WAITED     time that it had work and not the engine
+  HELD       of that, time held back by its cap (mode=hard, equal-share, fixed-share)
+  HANGS      channels that were reset because they hung: see hang_timeout, acquire_timeout
+
+Examples:
+  vgpuctl stats                                    who uses how much
+  vgpuctl stats -v                                 every counter and limit, in words
+  vgpuctl stats -u UUID                            the same of one vGPU
+  vgpuctl stats --output json | jq .vgpus          for programs; Prometheus reads /metrics")]
 pub struct Stats {
-    /// Only this vGPU.
+    /// Only this vGPU, and all about it.
     #[arg(short, long)]
     pub uuid: Option<VgpuId>,
     /// Only those on this parent.
     #[arg(short, long)]
     pub parent: Option<String>,
+    /// Print every counter and limit.
+    #[arg(short, long)]
+    pub verbose: bool,
     /// Format of the answer.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
@@ -310,6 +331,13 @@ pub enum Switch {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+A bar shows what a vGPU got of the last second; its mark, what it asked for. Yellow is less than asked:
+it had no work, or the GPU is held by others. Below is all about the vGPU that is chosen.
+
+Keys:
+  up, down     choose a vGPU               left, right  choose a parent
+  q            leave")]
 pub struct Top {
     /// Only this parent, at first.
     #[arg(short, long)]
@@ -372,6 +400,18 @@ pub struct LibvirtXml {
     /// The slot on that bus.
     #[arg(long, default_value = integrate::device::DEFAULT_ADDRESS.1)]
     pub addr: String,
+}
+
+/// Help that ends with the attributes that there are.
+fn with_attributes(help: &str) -> String {
+    let mut text = format!("{help}\n\nAttributes (those with * can change while the vGPU runs):\n");
+    for Attribute { name, values, default, about, live, .. } in ATTRIBUTES {
+        let star = if *live { "*" } else { " " };
+        // A String takes whatever is written to it.
+        let _ = writeln!(text, "  {name:<15} {star} {values}; default: {default}\n      {about}");
+    }
+    text.truncate(text.trim_end().len());
+    text
 }
 
 /// Milliseconds, in microseconds.

@@ -5,6 +5,7 @@
 //! * [`commands`]: what each verb does
 //! * [`top`]: shares as they are used, on the terminal
 //! * [`mdevctl`]: mdevctl's text and JSON shapes
+//! * [`words`]: numbers as people read them
 //! * [`failure`]: what can go wrong, and the exit status that says so
 
 mod cli;
@@ -13,6 +14,7 @@ mod commands;
 mod failure;
 mod mdevctl;
 mod top;
+mod words;
 
 use std::io::{self, Write};
 use std::process::ExitCode;

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use mdev_core::gpu::{ClientSpec, GpuDescription};
+use mdev_core::gpu::{ClientSpec, GpuDescription, Quotas};
 use mdev_core::ids::VgpuId;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, shutdown};
@@ -30,7 +30,7 @@ const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_micros(100)..=Duration::from_secs(1);
 /// Bounds of hangs that may be set.
 const PATIENCES: std::ops::RangeInclusive<Duration> =
-    Duration::from_millis(10)..=Duration::from_secs(24 * 3600);
+    Quotas::SHORTEST_TIMEOUT..=Quotas::LONGEST_TIMEOUT;
 
 /// What a soft-gpu process is started with.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -57,15 +57,36 @@ const VGPU_GAUGES: &[Row<VgpuStats>] = &[
     ("tessera_vgpu_imported_memory_bytes", "Guest memory that the GPU may reach.", |v| {
         v.imported_bytes as f64
     }),
+    (
+        "tessera_vgpu_imported_memory_limit_bytes",
+        "Guest memory that the GPU may reach at most.",
+        |v| v.limits.imported_bytes as f64,
+    ),
     ("tessera_vgpu_channels", "Channels that exist.", |v| f64::from(v.channels)),
+    ("tessera_vgpu_channels_limit", "Channels that may exist.", |v| f64::from(v.limits.channels)),
 ];
 
 const VGPU_COUNTERS: &[Row<VgpuStats>] = &[
-    ("tessera_vgpu_engine_seconds_total", "Engine time used.", |v| v.engine_ns as f64 * NS),
     ("tessera_vgpu_wait_seconds_total", "Time spent with work and without the engine.", |v| {
         v.wait_ns as f64 * NS
     }),
+    ("tessera_vgpu_gated_seconds_total", "Of that, time held back by its cap.", |v| {
+        v.gated_ns as f64 * NS
+    }),
+    ("tessera_vgpu_gate_closings_total", "Times that its cap began to hold it back.", |v| {
+        v.gate_closings as f64
+    }),
+    (
+        "tessera_vgpu_gate_cost_seconds_total",
+        "Engine time used after that, until the engine was given up.",
+        |v| v.gate_cost_ns as f64 * NS,
+    ),
     ("tessera_vgpu_submissions_total", "GPFIFO entries completed.", |v| v.submissions as f64),
+    (
+        "tessera_vgpu_throttled_submissions_total",
+        "Submissions that waited for their limit per second.",
+        |v| v.throttled as f64,
+    ),
     ("tessera_vgpu_polled_doorbells_total", "Doorbells taken without an exit of the VM.", |v| {
         v.polled_doorbells as f64
     }),
@@ -73,8 +94,25 @@ const VGPU_COUNTERS: &[Row<VgpuStats>] = &[
     ("tessera_vgpu_preemptions_total", "Times it was switched out with work left.", |v| {
         v.preemptions as f64
     }),
-    ("tessera_vgpu_faults_total", "Channel faults.", |v| v.faults as f64),
+    ("tessera_vgpu_slice_overruns_total", "Turns that ended later than they should have.", |v| {
+        v.slice_overruns as f64
+    }),
+    ("tessera_vgpu_overrun_seconds_total", "By how much they did, together.", |v| {
+        v.overrun_ns as f64 * NS
+    }),
+    (
+        "tessera_vgpu_stolen_seconds_total",
+        "Time of its turns in which the host ran something else; charged to nobody.",
+        |v| v.stolen_ns as f64 * NS,
+    ),
+    ("tessera_vgpu_faults_total", "Channel faults, hangs among them.", |v| v.faults as f64),
+    ("tessera_vgpu_hang_resets_total", "Channels that were reset because they hung.", |v| {
+        v.hang_resets as f64
+    }),
 ];
+
+/// Where a vGPU's engine time is told apart; the sum over `engine` is all of it.
+const ENGINE: &str = "tessera_vgpu_engine_seconds_total";
 
 /// Where a vGPU's traps are told apart.
 const TRAPS: &str = "tessera_vgpu_traps_total";
@@ -106,7 +144,14 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
         gauge("tessera_vgpu_info", "What a vGPU is; always 1.", &["vgpu", "parent", "type"])?;
     let asked = gauge("tessera_vgpu_share_asked_ratio", "Part of the GPU asked for.", &["vgpu"])?;
     let traps = counter(TRAPS, "Trapped accesses of the attached VM.", &["vgpu", "kind"])?;
+    let engine = counter(ENGINE, "Engine time used, by engine.", &["vgpu", "engine"])?;
     for (name, vgpu) in all() {
+        let times = vgpu.engines;
+        for (kind, ns) in
+            [("copy", times.copy_ns), ("compute", times.compute_ns), ("host", times.host_ns)]
+        {
+            engine.with_label_values(&[name.as_str(), kind]).inc_by(ns as f64 * NS);
+        }
         info.with_label_values(&[name, &vgpu.parent, &vgpu.mdev_type]).set(1.0);
         if let Some(core) = vgpu.share_asked {
             asked.with_label_values(&[name]).set(f64::from(core) / 100.0);
@@ -126,6 +171,7 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
     add(registry, info)?;
     add(registry, asked)?;
     add(registry, traps)?;
+    add(registry, engine)?;
     for (metric, help, value) in VGPU_GAUGES {
         let family = gauge(metric, help, &["vgpu"])?;
         all().for_each(|(name, vgpu)| family.with_label_values(&[name]).set(value(vgpu)));

@@ -1,13 +1,22 @@
 //! The manager's control API: HTTP/1.1 with JSON on a UNIX socket.
 //!
 //! * [`model`]: what is said, as types; clients such as `vgpuctl` use the same ones
-//! * [`scheduling`]: the part of it that is about schedulers
-//! * [`http`]: the paths, and what each does
+//! * [`measuring`], [`scheduling`]: the parts of it that are about statistics and about schedulers
+//! * [`http`]: the paths; `request`: what they have in common; `service`: questions to the manager and the workers
+//! * `parents`, `schedulers`, `statistics`, `vgpus`: what each path does
 //! * [`metrics`]: the statistics as Prometheus reads them
-//! * [`screenshot`]: a vGPU's screen as a PNG
+//! * [`screenshot`], [`pictures`]: a vGPU's screen as a PNG, and how often it is read out
 
 pub mod http;
+pub mod measuring;
 pub mod metrics;
 pub mod model;
+mod parents;
+pub mod pictures;
+mod request;
+mod schedulers;
 pub mod scheduling;
 pub mod screenshot;
+mod service;
+mod statistics;
+mod vgpus;

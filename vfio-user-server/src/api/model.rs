@@ -11,8 +11,9 @@ use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::private::{AttachedClient, Traps};
+use crate::private::AttachedClient;
 
+pub use super::measuring::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};
 pub use super::scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 
 /// One attribute, in mdevctl's shape: an object with one member, `{"core": "80"}`.
@@ -224,92 +225,6 @@ pub struct StopVgpu {
     /// Stop it even though a VM uses it: the VM sees a device that fell off its bus.
     #[serde(default)]
     pub force: bool,
-}
-
-/// `GET /v1/stats`
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct Stats {
-    /// Each running vGPU.
-    pub vgpus: Vec<VgpuStats>,
-    /// Each physical GPU.
-    pub parents: Vec<ParentStats>,
-}
-
-/// A physical GPU's part of [`Stats`].
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct ParentStats {
-    /// Its name.
-    pub parent: String,
-    /// How long the window was over which shares are measured, in milliseconds.
-    pub window_ms: u64,
-    /// How much of the window its engine was busy, in percent.
-    pub busy: f64,
-    /// The scheduling policy in force.
-    pub policy: String,
-    /// True while it takes vGPUs.
-    pub ready: bool,
-    /// Video memory that vGPUs may share, in bytes.
-    pub vram_bytes: u64,
-    /// Video memory that no running vGPU has, in bytes.
-    pub vram_free_bytes: u64,
-}
-
-/// A running vGPU's part of [`Stats`]. Counters count from its start.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct VgpuStats {
-    /// Its name.
-    #[schema(value_type = String, format = "uuid")]
-    pub uuid: VgpuId,
-    /// The physical GPU it is on.
-    pub parent: String,
-    /// Its type.
-    pub mdev_type: String,
-    /// How it is.
-    pub state: VgpuState,
-    /// Its video memory, in bytes.
-    pub vram_bytes: u64,
-    /// Share asked for with `core`, in percent of the GPU.
-    pub share_asked: Option<u8>,
-    /// Share that it gets while all others are busy, in percent of the GPU.
-    pub share_entitled: f64,
-    /// Share that it gets at most, in percent of the GPU.
-    pub share_cap: f64,
-    /// `soft` or `hard`.
-    pub mode: String,
-    /// `low`, `normal` or `high`.
-    pub priority: String,
-    /// Its time slice, in microseconds.
-    pub timeslice_us: u64,
-    /// Share of the GPU's time used over the last second or so, in percent.
-    pub share_measured: f64,
-    /// Share of the engine's busy time over the last second or so, in percent: what it got of what was used.
-    pub share_of_busy: f64,
-    /// True while it has work.
-    pub runnable: bool,
-    /// Engine time used, in nanoseconds.
-    pub engine_ns: u64,
-    /// Time spent runnable and waiting, in nanoseconds.
-    pub wait_ns: u64,
-    /// GPFIFO entries completed.
-    pub submissions: u64,
-    /// Doorbells taken by polling, without an exit.
-    pub polled_doorbells: u64,
-    /// Wake-ups that needed a trapped write.
-    pub wakeups: u64,
-    /// Times it was switched out with work left.
-    pub preemptions: u64,
-    /// Channel faults.
-    pub faults: u64,
-    /// Channels that exist.
-    pub channels: u32,
-    /// Guest memory imported, in bytes.
-    pub imported_bytes: u64,
-    /// Trapped accesses of the attached VM.
-    pub traps: Traps,
-    /// Its worker's process.
-    pub pid: Option<u32>,
-    /// The VM that is attached: its process.
-    pub vm_pid: Option<i32>,
 }
 
 /// Every error's body.

@@ -8,8 +8,9 @@
 //! * `vgpu`: a vGPU that was started: its worker, kept alive
 //! * `requests`: what the API asks for
 //! * [`ask`]: questions to a worker
+//! * `quotas`: what a vGPU may have besides time
 //! * `knobs`, `scheduler`: how a parent's time is to be divided, and what the API asks and changes of that
-//! * `tick`: measuring shares and enforcing them
+//! * `tick`: measuring shares and enforcing them; `stats`: what was measured
 //! * `adopt`: finding what an earlier manager left running
 
 use std::collections::BTreeMap;
@@ -34,15 +35,18 @@ mod config;
 pub mod folders;
 mod knobs;
 mod parent;
+mod quotas;
 mod requests;
 mod run;
 mod scheduler;
+mod stats;
 mod tick;
 mod vgpu;
 
 pub use config::{Config, ParentConfig};
-pub use requests::{Listed, Measured};
+pub use requests::{Listed, Screen};
 pub use run::run;
+pub use stats::Measured;
 
 use folders::Folders;
 use knobs::Knobs;

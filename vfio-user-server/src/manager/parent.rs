@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use mdev_core::gpu::{Gpu, GpuDescription, GpuError};
+use mdev_core::gpu::{Gpu, GpuCapabilities, GpuDescription, GpuError};
 use mdev_core::ids::VgpuId;
 use mdev_core::partition::Partitions;
 use mdev_core::profile::{self, Profile};
@@ -121,6 +121,11 @@ impl Parent {
                 ),
             )),
         }
+    }
+
+    /// What its GPU can do, as it said when it was last there.
+    pub fn capabilities(&self) -> GpuCapabilities {
+        self.description.as_ref().map_or(GpuCapabilities::empty(), |gpu| gpu.capabilities)
     }
 
     /// The type of that name.

@@ -1,22 +1,20 @@
 //! What the API asks the manager for. Everything here answers at once; what needs a worker's word is asked for by the
 //! API itself (see [`super::ask`]), with the socket that is named in the answer.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
-use mdev_core::definition::attrs::Attribute as Meaning;
-use mdev_core::definition::{Attrs, Definition, StoreError};
+use mdev_core::definition::{Attribute as Meaning, Attrs, Definition, StoreError};
 use mdev_core::ids::VgpuId;
 use mdev_core::lifecycle::VgpuState as Life;
-use mdev_core::sched::Core;
 use tokio::sync::oneshot;
 
 use super::vgpu::{Vgpu, settings};
 use super::{Manager, Result};
 use crate::api::model::{
-    self, Attribute, CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu, ParentStats,
-    StartPolicy, VgpuState, VgpuStats,
+    self, Attribute, CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu, StartPolicy,
+    VgpuState,
 };
-use crate::private::Traps;
 
 /// A vGPU as the manager knows it, and where its worker can be asked for the rest.
 #[derive(Clone, Debug)]
@@ -27,13 +25,13 @@ pub struct Listed {
     pub control: Option<PathBuf>,
 }
 
-/// A vGPU's statistics as the manager knows them, and where its worker can be asked for the rest.
+/// Where a vGPU's screen can be asked for.
 #[derive(Clone, Debug)]
-pub struct Measured {
-    /// What the manager knows.
-    pub stats: VgpuStats,
-    /// The worker's socket, while there is a worker.
-    pub control: Option<PathBuf>,
+pub struct Screen {
+    /// The worker's socket.
+    pub control: PathBuf,
+    /// Pictures that may be read out in a second.
+    pub refresh: NonZeroU32,
 }
 
 fn error(code: ErrorCode, message: impl std::fmt::Display) -> ErrorDetail {
@@ -199,8 +197,11 @@ impl Manager {
 
     /// A vGPU that could be started from a definition; what is wrong with the definition otherwise.
     pub(super) fn vgpu(&self, id: VgpuId, parent: &str, definition: &Definition) -> Result<Vgpu> {
-        let profile = self.parents[self.parent_index(parent)?].profile(&definition.mdev_type)?;
-        Vgpu::new(id, parent.to_owned(), profile, definition.clone())
+        let on = &self.parents[self.parent_index(parent)?];
+        let profile = on.profile(&definition.mdev_type)?;
+        let vgpu = Vgpu::new(id, parent.to_owned(), profile, definition.clone())?;
+        on.check_attrs(&definition.attrs)?;
+        Ok(vgpu)
     }
 
     /// The first parent that offers a definition's type, preferably one that has room for it.
@@ -215,7 +216,9 @@ impl Manager {
             }
         }
         let fits = offering.iter().find(|(parent, profile)| {
-            parent.partitions.available(profile) > 0 && parent.shares.check(share).is_ok()
+            parent.partitions.available(profile) > 0
+                && parent.shares.check(share).is_ok()
+                && parent.check_attrs(&definition.attrs).is_ok()
         });
         match (fits.or(offering.first()), refused) {
             (Some((parent, _)), _) => Ok(parent.name().to_owned()),
@@ -323,7 +326,11 @@ impl Manager {
         let definition = Definition { attrs, ..vgpu.definition.clone() };
         let settings = settings(&definition)?;
         let index = self.parent_index(&vgpu.parent)?;
+        let parent = &self.parents[index];
+        parent.check_attrs(&definition.attrs)?;
+        parent.check_change(&vgpu.settings.quotas, &settings.quotas)?;
         self.reschedule(index, id, settings.share)?;
+        self.set_quotas(index, id, &settings.quotas)?;
         if let Some(vgpu) = self.vgpus.get_mut(&id) {
             vgpu.definition = definition;
             vgpu.settings = settings;
@@ -334,72 +341,21 @@ impl Manager {
         Ok(())
     }
 
-    /// Reads the counters now, and says what they mean.
-    pub fn stats(&mut self) -> (Vec<Measured>, Vec<ParentStats>) {
-        self.read_counters_if_old();
-        let percent = |part: u64, whole: u64| {
-            if whole == 0 { 0.0 } else { part as f64 * 100.0 / whole as f64 }
-        };
-        let parents = self.parents.iter().map(|parent| {
-            let total = parent.shares.total();
-            ParentStats {
-                parent: parent.name().to_owned(),
-                window_ms: total.window_ns / 1_000_000,
-                busy: percent(total.engine_ns, total.window_ns),
-                policy: parent.shares.policy_name(),
-                ready: parent.is_ready(),
-                vram_bytes: parent.partitions.total(),
-                vram_free_bytes: parent.partitions.free(),
-            }
-        });
-        let parents = parents.collect();
-        let vgpus = self.vgpus.values().filter_map(|vgpu| {
-            let shares = &self.parents[self.parent_index(&vgpu.parent).ok()?].shares;
-            let (usage, measured) = (shares.usage(vgpu.id), shares.measured(vgpu.id));
-            let snapshot = shares.scheduler.snapshot(vgpu.id);
-            let share = vgpu.settings.share;
-            let stats = VgpuStats {
-                uuid: vgpu.id,
-                parent: vgpu.parent.clone(),
-                mdev_type: vgpu.profile.name.clone(),
-                state: state(vgpu),
-                vram_bytes: vgpu.profile.vram_bytes,
-                share_asked: vgpu.settings.share.core.map(Core::get),
-                share_entitled: snapshot.map_or(0.0, |one| one.entitled * 100.0),
-                share_cap: snapshot.map_or(0.0, |one| one.cap * 100.0),
-                mode: share.mode.to_string(),
-                priority: share.priority.to_string(),
-                timeslice_us: snapshot.map_or(0, |one| one.slice.as_micros() as u64),
-                share_measured: percent(measured.engine_ns, measured.window_ns),
-                share_of_busy: percent(measured.engine_ns, shares.total().engine_ns),
-                runnable: usage.runnable,
-                engine_ns: usage.engine_ns,
-                wait_ns: usage.wait_ns,
-                submissions: usage.submissions,
-                polled_doorbells: usage.polled_doorbells,
-                wakeups: usage.wakeups,
-                preemptions: usage.preemptions,
-                faults: usage.faults,
-                channels: usage.channels,
-                imported_bytes: usage.imported_bytes,
-                traps: Traps::default(),
-                pid: vgpu.process.as_ref().map(crate::spawn::Process::pid),
-                vm_pid: None,
-            };
-            let control = vgpu.process.as_ref().map(|_| self.folders.worker_socket(vgpu.id));
-            Some(Measured { stats, control })
-        });
-        (vgpus.collect(), parents)
-    }
-
-    /// Where a running vGPU's worker listens, and whether its type has a display head.
-    pub fn worker(&self, id: VgpuId) -> Result<(PathBuf, bool)> {
+    /// The screen of a running vGPU.
+    pub fn screen(&self, id: VgpuId) -> Result<Screen> {
         let running = self.vgpus.get(&id).filter(|vgpu| vgpu.process.is_some());
-        match running {
-            Some(vgpu) => Ok((self.folders.worker_socket(id), vgpu.profile.head.is_some())),
-            None if self.definition(id)?.is_none() => Err(not_defined(id)),
-            None => Err(error(ErrorCode::Conflict, format!("vGPU {id} is not running"))),
+        let Some(vgpu) = running else {
+            return Err(match self.definition(id)? {
+                Some(_) => error(ErrorCode::Conflict, format!("vGPU {id} is not running")),
+                None => not_defined(id),
+            });
+        };
+        if vgpu.profile.head.is_none() {
+            let what = format!("vGPU {id} has no display head; types that end in Q have one");
+            return Err(error(ErrorCode::Conflict, what));
         }
+        let control = self.folders.worker_socket(id);
+        Ok(Screen { control, refresh: vgpu.settings.quotas.refresh })
     }
 
     /// Starts what is defined with start policy `auto`, in the order of parents and uuids.
@@ -423,7 +379,7 @@ impl Manager {
     }
 }
 
-fn state(vgpu: &Vgpu) -> VgpuState {
+pub(super) fn state(vgpu: &Vgpu) -> VgpuState {
     match vgpu.life.state() {
         Life::Failed if vgpu.is_restarting() => VgpuState::Restarting,
         Life::Failed => VgpuState::Failed,

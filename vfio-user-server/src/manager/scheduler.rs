@@ -11,7 +11,8 @@ use crate::api::model::{
     self, Decided, ErrorCode, ErrorDetail, ModifyScheduler, SchedulerDecision,
 };
 
-fn micros(time: Duration) -> u64 {
+/// Whole microseconds.
+pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 

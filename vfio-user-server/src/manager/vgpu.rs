@@ -252,11 +252,11 @@ impl Manager {
     fn launch_worker(&mut self, id: VgpuId) -> Result<()> {
         let Some(vgpu) = self.vgpus.get(&id) else { return Ok(()) };
         let index = self.parent_index(&vgpu.parent)?;
-        let mut spec = vgpu.profile.client_spec(id);
+        let spec = self.parents[index].client_spec(vgpu);
         let quotas = vgpu.settings.quotas;
-        spec.max_channels = spec.max_channels.min(quotas.max_channels.unwrap_or(u32::MAX));
-        spec.max_import_bytes = spec.max_import_bytes.min(quotas.max_pinned.unwrap_or(u64::MAX));
         let admission = self.with_gpu(index, |gpu| gpu.admit(&spec))?;
+        // Before there is a guest that could use more.
+        self.set_quotas(index, id, &quotas)?;
         let generation = self.watcher.generation();
         let Some(vgpu) = self.vgpus.get_mut(&id) else { return Ok(()) };
         let internal = |error| {
@@ -296,7 +296,10 @@ impl Manager {
                 log::error!("vGPU {}: {error}", vgpu.id);
             }
             let (share, instances) = (vgpu.settings.share, vgpu.profile.max_instances);
-            if let Err(error) = self.schedule(index, vgpu.id, share, instances) {
+            let scheduled = self.schedule(index, vgpu.id, share, instances);
+            // What is not given has this manager's defaults, not the earlier one's.
+            let limited = self.set_quotas(index, vgpu.id, &vgpu.settings.quotas);
+            for error in [scheduled, limited].into_iter().filter_map(Result::err) {
                 log::error!("vGPU {}: {error}", vgpu.id);
             }
         }

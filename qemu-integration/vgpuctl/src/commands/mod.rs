@@ -1,12 +1,13 @@
 //! What each verb does. A command returns what it prints.
 //!
-//! * [`read`]: `types`, `list`, `stats`
-//! * [`scheduler`]: the verb of that name
+//! * [`read`]: `types`, `list`
+//! * [`stats`], [`scheduler`]: the verbs of these names
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod read;
 mod scheduler;
+mod stats;
 mod vm;
 mod write;
 
@@ -21,7 +22,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
     match cli.command {
         Command::Types(args) => read::types(&client, args).await,
         Command::List(args) => read::list(&client, args).await,
-        Command::Stats(args) => read::stats(&client, args).await,
+        Command::Stats(args) => stats::stats(&client, args).await,
         Command::Scheduler(args) => scheduler::scheduler(&client, args).await,
         Command::Top(args) => top::top(&client, args).await,
         Command::Define(args) => write::define(&client, args).await,

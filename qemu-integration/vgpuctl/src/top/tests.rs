@@ -19,8 +19,15 @@ fn vgpu(last: u8, core: Option<u8>, share: f64, state: &str) -> Value {
         "mode": if last == 3 { "hard" } else { "soft" }, "priority": "normal", "timeslice_us": 3200,
         "share_measured": share, "share_of_busy": share, "runnable": true,
         "engine_ns": 12_345_678_901_u64, "wait_ns": 3_000_000_000_u64, "submissions": 1_000_000,
-        "polled_doorbells": 999_990, "wakeups": 10, "preemptions": 77, "faults": 0,
-        "channels": 2, "imported_bytes": 512_u64 << 20,
+        "polled_doorbells": 999_990, "wakeups": 10, "preemptions": 77, "faults": 1,
+        "engines": { "compute_ns": 10_000_000_000_u64, "copy_ns": 2_000_000_000_u64, "host_ns": 345_678_901 },
+            "gated_ns": 500_000_000, "gate_closings": 12, "gate_cost_ns": 10_000_000, "throttled": 5,
+            "slice_overruns": 2, "overrun_ns": 3_000_000, "stolen_ns": 100_000_000, "hang_resets": 1,
+            "limits": {
+                "channels": 32, "imported_bytes": 1_u64 << 42, "submissions_per_second": null,
+                "refresh_per_second": 60, "hang_timeout_ms": 60_000, "acquire_timeout_ms": null,
+            },
+            "channels": 2, "imported_bytes": 512_u64 << 20,
         "traps": { "config": 0, "display": 0, "memory": 0, "control": 0, "mailbox": 0, "doorbell": 0 },
         "pid": 4711, "vm_pid": core.map(|_| 815),
     })

@@ -1,7 +1,5 @@
 //! How `top` looks: a line for each physical GPU, a row for each vGPU, and all about the one that is selected.
 
-use std::borrow::Cow;
-
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
@@ -10,6 +8,7 @@ use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table};
 use vfio_user_server::api::model::{ParentStats, VgpuState, VgpuStats};
 
 use super::app::{App, History};
+use crate::words::{memory, seconds};
 
 /// Widths of the columns that have one; the bar and the history share the rest.
 const UUID: u16 = 8;
@@ -19,7 +18,7 @@ const NUMBER: u16 = 7;
 const MEMORY: u16 = 10;
 const VM: u16 = 8;
 /// Rows of the details.
-const DETAILS: u16 = 6;
+const DETAILS: u16 = 7;
 
 /// Draws everything.
 pub fn draw(frame: &mut Frame<'_>, app: &mut App) {
@@ -127,7 +126,6 @@ fn selected(frame: &mut Frame<'_>, app: &App, area: Rect) {
 }
 
 fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
-    let seconds = |ns: u64| format!("{:.2} s", ns as f64 / 1e9);
     let or_none = |pid: Option<String>| pid.unwrap_or_else(|| "none".to_owned());
     vec![
         Line::from(format!(
@@ -145,24 +143,33 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
             vgpu.timeslice_us as f64 / 1e3
         )),
         Line::from(format!(
-            "engine {}  waited {}  preempted {}",
+            "engine {} (kernels {}, copies {})",
             seconds(vgpu.engine_ns),
-            seconds(vgpu.wait_ns),
-            vgpu.preemptions
+            seconds(vgpu.engines.compute_ns),
+            seconds(vgpu.engines.copy_ns)
         )),
         Line::from(format!(
-            "submitted {} ({:.0}/s)  polled {}  woken {}  faults {}",
+            "waited {}, held back {}  preempted {}  late {}",
+            seconds(vgpu.wait_ns),
+            seconds(vgpu.gated_ns),
+            vgpu.preemptions,
+            vgpu.slice_overruns
+        )),
+        Line::from(format!(
+            "submitted {} ({:.0}/s)  throttled {}  woken {}  faults {}  hangs {}",
             vgpu.submissions,
             past.map_or(0.0, |past| past.submissions),
-            vgpu.polled_doorbells,
+            vgpu.throttled,
             vgpu.wakeups,
-            vgpu.faults
+            vgpu.faults,
+            vgpu.hang_resets
         )),
         Line::from(format!(
-            "video memory {}  guest memory {}  channels {}",
+            "video memory {}  guest memory {}  channels {} of {}",
             memory(vgpu.vram_bytes),
             memory(vgpu.imported_bytes),
-            vgpu.channels
+            vgpu.channels,
+            vgpu.limits.channels
         )),
     ]
 }
@@ -215,13 +222,4 @@ fn recent(past: Option<&History>, count: usize) -> impl Iterator<Item = u64> {
     let shares = past.map(|past| &past.shares).into_iter().flatten().copied();
     let known = past.map_or(0, |past| past.shares.len());
     shares.skip(known.saturating_sub(count))
-}
-
-/// So many bytes, for people.
-fn memory(bytes: u64) -> Cow<'static, str> {
-    match bytes {
-        0 => "0".into(),
-        _ if bytes >= 1 << 30 => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)).into(),
-        _ => format!("{} MiB", bytes.div_ceil(1 << 20)).into(),
-    }
 }

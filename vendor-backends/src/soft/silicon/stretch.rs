@@ -33,6 +33,7 @@ impl Stretch {
     }
 
     /// The same, ended at that time. What was used beyond it is nobody's.
+    #[must_use]
     pub fn until(self, end_ns: u64) -> Self {
         let time = end_ns.saturating_sub(self.since_ns);
         let (copy, compute) = match self.engine {

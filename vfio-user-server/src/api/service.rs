@@ -1,0 +1,173 @@
+//! What the paths share: the manager, and questions to workers, which are bounded.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use axum::Json;
+use mdev_core::ids::VgpuId;
+use tokio::sync::Semaphore;
+
+use super::model::{ErrorCode, ErrorDetail, Stats, Version, Vgpu};
+use super::pictures::Pictures;
+use crate::manager::{Handle, Listed, Manager, Result, ask};
+use crate::private::WorkerStatus;
+
+/// Rounds of questions to all workers at the same time. A worker takes eight connections, and the manager's own.
+const MAX_ROUNDS: usize = 4;
+
+/// What every path has.
+#[derive(Clone, Debug)]
+pub struct Api {
+    manager: Handle,
+    /// Who answers.
+    pub about: Arc<Version>,
+    /// Screens that are read out.
+    pub pictures: Arc<Pictures>,
+    rounds: Arc<Semaphore>,
+}
+
+/// Runs what may wait on a thread that may.
+pub async fn waiting<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    tokio::task::spawn_blocking(body)
+        .await
+        .map_err(|error| ErrorDetail::new(ErrorCode::Internal, error))
+}
+
+impl Api {
+    /// Asks this manager.
+    pub fn new(manager: Handle, about: Version) -> Self {
+        Self {
+            manager,
+            about: Arc::new(about),
+            pictures: Arc::default(),
+            rounds: Arc::new(Semaphore::new(MAX_ROUNDS)),
+        }
+    }
+
+    /// What the manager says.
+    pub async fn read<T: Send + 'static>(
+        &self,
+        body: impl FnOnce(&mut Manager) -> T + Send + 'static,
+    ) -> Result<T> {
+        self.manager.call(body).await
+    }
+
+    /// What the manager says, or why it refuses.
+    pub async fn ask<T: Send + 'static>(
+        &self,
+        body: impl FnOnce(&mut Manager) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.manager.call(body).await?
+    }
+
+    /// The one vGPU that the manager says, with what its worker knows.
+    pub async fn one(
+        &self,
+        body: impl FnOnce(&mut Manager) -> Result<Listed> + Send + 'static,
+    ) -> Result<Json<Vgpu>> {
+        let listed = self.ask(body).await?;
+        let answer = self.ask_workers(vec![listed.control.clone()]).await.pop().flatten();
+        Ok(Json(completed(listed, answer)))
+    }
+
+    /// All vGPUs, with what their workers know.
+    pub async fn all(&self) -> Result<Json<Vec<Vgpu>>> {
+        let listed = self.ask(|manager| manager.list()).await?;
+        let controls = listed.iter().map(|one| one.control.clone()).collect();
+        let answers = self.ask_workers(controls).await;
+        let all = listed.into_iter().zip(answers).map(|(one, answer)| completed(one, answer));
+        Ok(Json(all.collect()))
+    }
+
+    /// What every running vGPU was given and used.
+    pub async fn stats(&self) -> Result<Stats> {
+        let (measured, parents) = self.read(Manager::stats).await?;
+        let controls = measured.iter().map(|one| one.control.clone()).collect();
+        let answers = self.ask_workers(controls).await;
+        let vgpus = measured.into_iter().zip(answers).map(|(one, answer)| {
+            let mut stats = one.stats;
+            if let Some(status) = answer {
+                stats.traps = status.traps;
+                stats.vm_pid = status.client.map(|vm| vm.pid);
+            }
+            stats
+        });
+        Ok(Stats { vgpus: vgpus.collect(), parents })
+    }
+
+    /// Refuses to go on where a VM uses a vGPU, or where that cannot be known.
+    pub async fn refuse_if_used(&self, id: VgpuId) -> Result<()> {
+        let listed = self.ask(move |manager| manager.show(id)).await?;
+        let Some(control) = listed.control else { return Ok(()) };
+        let _round = self.rounds.acquire().await;
+        let error = match waiting(move || ask::status(&control)).await? {
+            Ok(WorkerStatus { client: None, .. }) => return Ok(()),
+            Ok(WorkerStatus { client: Some(vm), .. }) => ErrorDetail::new(
+                ErrorCode::InUse,
+                format!(
+                    "vGPU {id} is used by {}; shut that VM down first, or stop it with force",
+                    process_name(vm.pid)
+                ),
+            ),
+            Err(error) => ErrorDetail::new(
+                ErrorCode::Unavailable,
+                format!("Whether a VM uses vGPU {id} is not known ({error}); stop it with force"),
+            ),
+        };
+        Err(error)
+    }
+
+    /// Waits until the worker of a vGPU that was just started answers. One that never does is stopped.
+    pub async fn settle(&self, listed: Listed) -> Result<Json<Vgpu>> {
+        let Some(control) = listed.control.clone() else { return Ok(Json(listed.vgpu)) };
+        let id = listed.vgpu.uuid;
+        let error = match waiting(move || ask::status(&control)).await? {
+            Ok(status) => return Ok(Json(completed(listed, Some(status)))),
+            Err(error) => error,
+        };
+        let reason = self.read(move |m| m.show(id)).await?.ok().and_then(|l| l.vgpu.reason);
+        if let Ok(stopping) = self.read(move |m| m.stop(id)).await? {
+            // It ends with the vGPU gone, whichever way.
+            let _ = stopping.await;
+        }
+        let reason = reason.unwrap_or_else(|| error.to_string());
+        let what = format!("vGPU {id} did not start: {reason}; see the log of vgpud");
+        Err(ErrorDetail::new(ErrorCode::Unavailable, what))
+    }
+
+    /// Asks the workers that there are, all at once. One that does not answer is left out.
+    async fn ask_workers(&self, controls: Vec<Option<PathBuf>>) -> Vec<Option<WorkerStatus>> {
+        let _round = self.rounds.acquire().await;
+        let ask = |control: PathBuf| waiting(move || ask::status(&control));
+        let asked: Vec<_> =
+            controls.into_iter().map(|control| control.map(|c| tokio::spawn(ask(c)))).collect();
+        let mut answers = Vec::with_capacity(asked.len());
+        for question in asked {
+            answers.push(match question {
+                Some(question) => {
+                    question.await.ok().and_then(Result::ok).and_then(std::result::Result::ok)
+                }
+                None => None,
+            });
+        }
+        answers
+    }
+}
+
+fn completed(listed: Listed, status: Option<WorkerStatus>) -> Vgpu {
+    match (status, listed.control) {
+        (Some(status), _) => Vgpu { vm: status.client, warnings: status.warnings, ..listed.vgpu },
+        (None, Some(_)) => {
+            Vgpu { warnings: vec!["Its worker does not answer".into()], ..listed.vgpu }
+        }
+        (None, None) => listed.vgpu,
+    }
+}
+
+/// A process as people know it: its name and number.
+fn process_name(pid: i32) -> String {
+    match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
+        Ok(name) => format!("process {pid} ({})", name.trim_end().escape_default()),
+        Err(_) => format!("process {pid}"),
+    }
+}
