@@ -414,6 +414,12 @@ pub trait Client: Send + fmt::Debug {
     /// Wakes the silicon for a channel after a trapped doorbell or wake write. Does not wait.
     fn wake(&mut self, token: Token) -> Result<(), GpuError>;
 
+    /// An eventfd whose signal does what [`Client::wake`] does for all channels, for a hypervisor to signal by itself.
+    /// Whoever has it may do anything to it: that harms this client alone.
+    fn wake_event(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
     /// A descriptor that polls readable whenever [`Client::take_pending`] may have something new, which makes it quiet.
     ///
     /// The worker watches it, without reading from it, and raises the guest's interrupt.

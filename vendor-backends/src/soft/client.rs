@@ -29,6 +29,7 @@ pub struct SoftClient {
     status: Arc<Mapping>,
     changed: File,
     wake: SeqPacket,
+    wake_event: OwnedFd,
     /// Readable when `changed` is, and when the GPU is lost.
     event: Epoll,
     lost_told: bool,
@@ -45,10 +46,10 @@ impl SoftClient {
             ClientReply::Refused(refusal) => return Err(refusal.into()),
             _ => return Err(Refusal::Version.into()),
         };
-        let Ok([vram, doorbell, status, changed, wake]) = <[OwnedFd; HELLO_FDS]>::try_from(fds)
-        else {
+        let Ok(fds) = <[OwnedFd; HELLO_FDS]>::try_from(fds) else {
             return Err(connection.confused());
         };
+        let [vram, doorbell, status, changed, wake, wake_event] = fds;
         let framebuffer = match spec.framebuffer_bytes {
             0 => None,
             len => Some(Aperture { fd: vram.try_clone()?, len }),
@@ -74,6 +75,7 @@ impl SoftClient {
             status,
             changed,
             wake,
+            wake_event,
             event,
             lost_told: false,
         })
@@ -166,6 +168,10 @@ impl Client for SoftClient {
             }
             _ => Ok(()),
         }
+    }
+
+    fn wake_event(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.wake_event.as_fd())
     }
 
     fn event(&self) -> BorrowedFd<'_> {

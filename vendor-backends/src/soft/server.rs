@@ -25,6 +25,8 @@ use crate::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
 const MAX_ADMINS: usize = 8;
 /// How often to look whether the grace time is over.
 const TICK_MS: u16 = 500;
+/// How long to wait after nobody could be accepted, so as not to try without a pause.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
 /// Time slices that may be set.
 const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_micros(100)..=Duration::from_secs(1);
@@ -92,7 +94,10 @@ impl Server {
                 Ok(admin) if self.admins.len() < MAX_ADMINS => self.admins.push(admin),
                 Ok(_) => log::warn!("Too many connections to the admin socket: one refused"),
                 // Whoever it was has given up, or descriptors are short: neither ends a GPU.
-                Err(error) => log::warn!("The admin socket accepts no connection: {error}"),
+                Err(error) => {
+                    log::warn!("The admin socket accepts no connection: {error}");
+                    thread::sleep(ACCEPT_REST);
+                }
             }
         }
         Ok(())
@@ -269,7 +274,8 @@ impl ClientConnection {
         let reply =
             ClientReply::Hello { version: wire::VERSION, gpu, spec: self.vgpu.spec().clone() };
         let Shared { vram, doorbell, status, event, wake } = &self.shared;
-        let fds = [vram.as_fd(), doorbell.as_fd(), status.as_fd(), event.as_fd(), wake.as_fd()];
+        let shared = [vram, doorbell, status, event, &wake.socket, &wake.event];
+        let fds: [BorrowedFd<'_>; wire::HELLO_FDS] = shared.map(AsFd::as_fd);
         send(&self.socket, &reply, &fds)
     }
 

@@ -125,7 +125,7 @@ pub enum ClientRequest {
 pub enum ClientReply {
     /// Answer to `Hello`. Attached, in this order: the video memory partition, the doorbell page, the status page,
     /// the eventfd that the silicon signals after a change of the status page, the socket
-    /// on which any packet wakes the silicon.
+    /// on which any packet wakes the silicon, the eventfd that wakes it when it is signalled.
     Hello {
         /// [`VERSION`] of the answering side.
         version: u32,
@@ -149,7 +149,7 @@ pub enum ClientReply {
 }
 
 /// Descriptors of [`ClientReply::Hello`].
-pub const HELLO_FDS: usize = 5;
+pub const HELLO_FDS: usize = 6;
 
 /// Why not, in a form that fits a packet. The words for it are [`GpuError`]'s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

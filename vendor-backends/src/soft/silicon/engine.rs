@@ -43,8 +43,6 @@ const WATCH_MIN_NS: u64 = 50_000;
 const WATCH_MAX_NS: u64 = 4_000_000;
 /// A sleep with an end is no longer than this.
 const WATCH_LONGEST_NS: u64 = 500_000_000;
-/// Wake-up packets that are taken at a time.
-const MAX_WAKES: usize = 16;
 
 /// Wakes the engine after something changed.
 #[derive(Clone, Debug)]
@@ -435,16 +433,9 @@ impl State {
         self.board.kick.take();
         for (index, _) in listening.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
             let group = &mut self.groups[*index];
-            for _ in 0..MAX_WAKES {
-                match group.vgpu.wake().try_recv(&mut [0; 8]) {
-                    Ok(Some(_)) => group.woken = true,
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    Ok(None) | Err(_) => {
-                        group.deaf = true;
-                        break;
-                    }
-                }
-            }
+            let taken = group.vgpu.wake().take();
+            group.woken |= taken.woken;
+            group.deaf |= taken.deaf;
             if group.woken {
                 group.vgpu.counters().wakeups.fetch_add(1, Ordering::Relaxed);
             }

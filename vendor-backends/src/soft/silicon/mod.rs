@@ -3,7 +3,8 @@
 //! From the outside in:
 //!
 //! * [`Silicon`]: one GPU, its description and its vGPUs
-//! * [`vgpu`]: one vGPU; [`vram`], [`address_space`], [`mem`]: its memory; [`signals`]: its interrupts
+//! * [`vgpu`]: one vGPU; [`vram`], [`address_space`], [`mem`]: its memory; [`signals`], [`wake`]: its interrupts and its
+//!   wake-ups
 //! * [`engine`], [`runlist`], [`quota`], [`clock`]: who runs when
 //! * [`channel`], [`method`]: rings and pushbuffers; [`host`], [`copy`], [`compute`], [`kernels`]: what methods do
 //! * [`fault`], [`counters`], [`stretch`]: how a channel ends; what is counted, and for which engine
@@ -28,6 +29,7 @@ pub mod signals;
 pub mod stretch;
 pub mod vgpu;
 pub mod vram;
+pub mod wake;
 
 use std::io;
 use std::sync::Arc;

@@ -34,7 +34,7 @@ use super::quota::Bucket;
 use super::signals::Signals;
 use super::stretch::Stretch;
 use super::vram::Partition;
-use crate::seqpacket::SeqPacket;
+use super::wake::{Wake, WakeEnds};
 use crate::soft::wire::{Refusal, STATUS_BYTES};
 
 /// `HUGETLBFS_MAGIC`.
@@ -56,8 +56,8 @@ pub struct Shared {
     pub status: OwnedFd,
     /// The eventfd that says that the status page has changed.
     pub event: OwnedFd,
-    /// The socket that wakes the silicon.
-    pub wake: OwnedFd,
+    /// What wakes the silicon.
+    pub wake: WakeEnds,
 }
 
 /// What control requests change and the engine runs.
@@ -92,7 +92,7 @@ pub struct Vgpu {
     slice_ns: AtomicU64,
     counters: Counters,
     signals: Signals,
-    wake: SeqPacket,
+    wake: Wake,
     kick: Kick,
 }
 
@@ -118,7 +118,7 @@ impl Vgpu {
         let status = SharedMemory::new(c"vgpu-status", STATUS_BYTES as u64)?;
         let event =
             OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
-        let (wake, wake_worker) = SeqPacket::pair()?;
+        let (wake, ends) = Wake::new()?;
         let world = World {
             space: AddressSpace::new(vram.mapping, spec.max_import_bytes),
             channels: BTreeMap::new(),
@@ -151,7 +151,7 @@ impl Vgpu {
             doorbell: sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)?,
             status: status.fd,
             event,
-            wake: wake_worker.into(),
+            wake: ends,
         };
         Ok((vgpu, shared))
     }
@@ -405,8 +405,8 @@ impl Vgpu {
         &self.counters
     }
 
-    /// Where a trapped wake-up arrives.
-    pub fn wake(&self) -> &SeqPacket {
+    /// Where wake-ups arrive.
+    pub fn wake(&self) -> &Wake {
         &self.wake
     }
 
