@@ -8,9 +8,11 @@ use super::interrupts::Delivery;
 use super::mailbox::{self, Environment};
 use super::window::Window;
 use super::{
-    AccessError, DeviceError, FunctionSpec, Region, RegionInfo, RegionMapping, Scanout, Traps,
+    AccessError, DeviceError, FunctionSpec, Region, RegionEvent, RegionInfo, RegionMapping,
+    Scanout, Traps,
 };
-use crate::abi::control::Features;
+use crate::abi::control::{Features, reg};
+use crate::abi::doorbell;
 use crate::gpu::{Aperture, Client, GpuError, Pending, Usage};
 use crate::ids::{GuestPa, Token};
 use crate::irq::Interrupts;
@@ -118,6 +120,20 @@ impl VirtualFunction {
             BarKind::Display | BarKind::Control => None,
         };
         aperture.map(|aperture| RegionMapping { fd: aperture.fd.as_fd(), len: aperture.len })
+    }
+
+    /// The register of a region whose writes may come as a signal: `WAKE`, and the doorbell where it is trapped. Either
+    /// wakes all channels, so that which one was meant need not be known.
+    pub fn region_event(&self, index: u32) -> Option<RegionEvent<'_>> {
+        let Region::Bar(number) = Region::from_index(index)? else { return None };
+        let offset = match self.bar(number)?.kind {
+            BarKind::Control => reg::WAKE,
+            BarKind::Doorbell if !self.features.contains(Features::DOORBELL_MAPPED) => {
+                doorbell::TOKEN
+            }
+            _ => return None,
+        };
+        Some(RegionEvent { offset, len: 4, fd: self.client.wake_event()? })
     }
 
     fn check_access(&self, index: u32, offset: u64, len: usize) -> Result<Region, AccessError> {

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::VgpuId;
 pub use function::VirtualFunction;
-pub use region::{REGIONS, Region, RegionInfo, RegionMapping};
+pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
 pub use state::{SavedFunction, StateError};
 
 /// What a virtual function is made as, besides what its [`Client`](crate::gpu::Client) was granted.

@@ -59,6 +59,17 @@ pub struct RegionMapping<'a> {
     pub len: u64,
 }
 
+/// A register whose writes may come as a signal, with neither a trap nor the device model on the way.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionEvent<'a> {
+    /// Where the register is.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// The eventfd. The value that is written is lost.
+    pub fd: BorrowedFd<'a>,
+}
+
 /// The BARs of a function: what a grant and a type come down to.
 pub(super) fn bars(spec: &FunctionSpec, client: &dyn Client) -> Result<Vec<Bar>, DeviceError> {
     let apertures = client.apertures();
