@@ -1,5 +1,6 @@
 //! Interrupts: INTx and MSI, delivered by eventfd.
 
+use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
@@ -161,11 +162,12 @@ impl Interrupts {
         }
     }
 
-    /// Signals those of the interrupts `start..` whose flag is set.
+    /// Signals those of the interrupts `start..` whose flag is set and which are not masked.
     pub fn fire(&mut self, index: IrqIndex, start: u32, fire: &[bool]) -> Result<(), IrqError> {
         let range = check(index, start, fire.len())?;
         for (vector, _) in range.zip(fire).filter(|(_, fire)| **fire) {
             match index {
+                IrqIndex::Intx if self.intx.masked => {}
                 IrqIndex::Intx => self.intx.trigger.iter().for_each(signal),
                 IrqIndex::Msi => self.msi.events[vector].iter().for_each(signal),
                 IrqIndex::Msix | IrqIndex::Err | IrqIndex::Req => {}
@@ -211,17 +213,23 @@ impl Interrupts {
         self.intx.unmask.as_ref().map(AsFd::as_fd)
     }
 
-    /// The client has signalled [`Self::unmask_event`]: takes the signal and unmasks.
-    pub fn on_unmask(&mut self) {
-        if let Some(event) = &self.intx.unmask {
-            let mut count = [0u8; 8];
-            // SAFETY: reads at most 8 bytes into a buffer of 8.
-            let read =
-                unsafe { libc::read(event.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
-            if read == count.len().cast_signed() {
-                self.intx.masked = false;
-                self.intx.deliver();
-            }
+    /// The client has signalled [`Self::unmask_event`]: takes the signal and unmasks. An error where it is no eventfd; a
+    /// signal that the client has taken back is none.
+    pub fn on_unmask(&mut self) -> io::Result<()> {
+        let Some(event) = &self.intx.unmask else { return Ok(()) };
+        let mut count = [0u8; 8];
+        // SAFETY: reads at most 8 bytes into a buffer of 8.
+        let read = unsafe { libc::read(event.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+        if read == count.len().cast_signed() {
+            self.intx.masked = false;
+            self.intx.deliver();
+            return Ok(());
+        }
+        let error =
+            if read < 0 { io::Error::last_os_error() } else { io::ErrorKind::InvalidData.into() };
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(()),
+            _ => Err(error),
         }
     }
 
@@ -317,12 +325,14 @@ mod tests {
         irq.mask(IrqIndex::Intx, 0, &[true], true).unwrap();
         irq.set_level(true);
         assert_eq!(taken(&trigger), 0, "masked");
+        irq.fire(IrqIndex::Intx, 0, &[true]).unwrap();
+        assert_eq!(taken(&trigger), 0, "for the client's own, too");
         let (unmask, fd) = event();
         irq.set_unmask_event(IrqIndex::Intx, Some(fd)).unwrap();
-        irq.on_unmask();
+        irq.on_unmask().unwrap();
         assert_eq!(taken(&trigger), 0, "nothing was signalled");
         unmask.write(1).unwrap();
-        irq.on_unmask();
+        irq.on_unmask().unwrap();
         assert_eq!(taken(&trigger), 1);
         irq.disable(IrqIndex::Intx);
         irq.fire(IrqIndex::Intx, 0, &[true]).unwrap();

@@ -1,5 +1,6 @@
 //! Interrupts of the virtual function: what a client sets, and what the GPU raises.
 
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::function::VirtualFunction;
@@ -71,9 +72,9 @@ impl VirtualFunction {
         self.irq.unmask_event()
     }
 
-    /// The client has signalled [`Self::intx_unmask_event`].
-    pub fn on_intx_unmask(&mut self) {
-        self.irq.on_unmask();
+    /// The client has signalled [`Self::intx_unmask_event`]: takes the signal. An error where it is no eventfd.
+    pub fn on_intx_unmask(&mut self) -> io::Result<()> {
+        self.irq.on_unmask()
     }
 
     fn rewire(&mut self, index: IrqIndex) {

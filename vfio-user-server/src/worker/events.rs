@@ -5,14 +5,16 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use log::Level;
-use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::time::TimeSpec;
+use nix::sys::timer::{Expiration, TimerSetTimeFlags};
+use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use vendor_backends::seqpacket::SeqPacketListener;
 
 use super::control::ControlConnection;
@@ -26,6 +28,8 @@ use crate::session::{Closed, Interest, Session};
 
 /// Most connections to the control socket. The manager has one; the rest is for people who look.
 const MAX_CONTROL: usize = 8;
+/// How long nobody is accepted after that has failed: for want of descriptors, it fails until somebody gives one back.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
 
 /// What an event is about, as the number that epoll carries.
 mod source {
@@ -34,6 +38,7 @@ mod source {
     pub const GPU: u32 = 2;
     pub const UNMASK: u32 = 3;
     pub const CONTROL_LISTENER: u32 = 4;
+    pub const ACCEPT_AGAIN: u32 = 5;
     /// Control connections have this and above.
     pub const CONTROL: u32 = 16;
 }
@@ -60,6 +65,8 @@ pub struct Worker {
     control_listener: SeqPacketListener,
     control: BTreeMap<u32, ControlConnection>,
     next_control: u32,
+    /// Runs while the listeners rest.
+    accept_again: TimerFd,
     stopped: bool,
     /// For lines that a client causes.
     throttle: Throttle,
@@ -76,6 +83,9 @@ impl Worker {
         listener.set_nonblocking(true).context("Cannot use the VM's listener")?;
         fcntl(&control_listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .context("Cannot use the control listener")?;
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let accept_again =
+            TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).context("Cannot make a timer")?;
         Ok(Self {
             spec,
             function,
@@ -88,6 +98,7 @@ impl Worker {
             control_listener,
             control: BTreeMap::new(),
             next_control: source::CONTROL,
+            accept_again,
             stopped: false,
             throttle: Throttle::new(Instant::now()),
         })
@@ -105,7 +116,9 @@ impl Worker {
 
     /// True while the next event should be waited for awake.
     pub fn wants_to_look(&mut self) -> bool {
-        self.attached.is_some() && self.patience.wants_to_look(Instant::now())
+        self.attached.is_some()
+            && self.patience.is_allowed()
+            && self.patience.wants_to_look(Instant::now())
     }
 
     /// Writes a line that a client has caused, unless it has caused too many.
@@ -124,7 +137,8 @@ impl Worker {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                log::warn!("Cannot accept a VM: {error}");
+                self.say(Level::Warn, format_args!("Cannot accept a VM: {error}"));
+                self.rest(ops);
                 return;
             }
         };
@@ -153,11 +167,40 @@ impl Worker {
         self.attached = Some(Attached { session, client, interest });
     }
 
+    /// Accepts nobody for a while. The listeners stay readable, and would be reported without a pause.
+    fn rest(&mut self, ops: &mut EventOps) {
+        let pause = Expiration::OneShot(TimeSpec::from(ACCEPT_REST));
+        if let Err(error) = self.accept_again.set(pause, TimerSetTimeFlags::empty()) {
+            log::error!("Cannot set a timer: {error}");
+            return;
+        }
+        self.listen(ops, EventSet::empty());
+    }
+
+    fn accept_again(&mut self, ops: &mut EventOps) {
+        let _ = self.accept_again.wait();
+        self.listen(ops, EventSet::IN);
+    }
+
+    /// What the listeners are watched for.
+    fn listen(&self, ops: &mut EventOps, set: EventSet) {
+        let listeners = [
+            (self.listener.as_fd(), source::LISTENER),
+            (self.control_listener.as_fd(), source::CONTROL_LISTENER),
+        ];
+        for (listener, data) in listeners {
+            let events = Events::with_data_raw(listener.as_raw_fd(), data, set);
+            if let Err(error) = ops.modify(events) {
+                log::error!("Cannot watch a listener: {error}");
+            }
+        }
+    }
+
     fn drive_session(&mut self, ops: &mut EventOps) {
         let Some(attached) = &mut self.attached else { return };
         let before = attached.session.messages();
         let result = attached.session.on_ready(&mut self.function);
-        if attached.session.messages() > before {
+        if self.patience.is_allowed() && attached.session.messages() > before {
             self.patience.answered(Instant::now());
         }
         match result {
@@ -209,15 +252,12 @@ impl Worker {
 
     fn on_unmask(&mut self, ops: &mut EventOps) {
         let Some(event) = &self.unmask else { return };
-        match nix::unistd::read(event, &mut [0; 8]) {
-            Ok(8) => self.function.inner_mut().on_intx_unmask(),
-            Err(Errno::EAGAIN | Errno::EINTR) => {}
-            Ok(_) | Err(_) => {
-                unwatch(ops, event);
-                self.unmask = None;
-                let line = format_args!("What the VM sent to unmask INTx with is not an eventfd");
-                self.say(Level::Warn, line);
-            }
+        if let Err(error) = self.function.inner_mut().on_intx_unmask() {
+            unwatch(ops, event);
+            self.unmask = None;
+            let line =
+                format_args!("What the VM sent to unmask INTx with is not an eventfd: {error}");
+            self.say(Level::Warn, line);
         }
     }
 
@@ -236,7 +276,8 @@ impl Worker {
             Ok(socket) => socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                log::warn!("Cannot accept the manager: {error}");
+                self.say(Level::Warn, format_args!("Cannot accept the manager: {error}"));
+                self.rest(ops);
                 return;
             }
         };
@@ -306,6 +347,7 @@ impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         watch(ops, &self.listener, source::LISTENER, EventSet::IN);
         watch(ops, &self.control_listener, source::CONTROL_LISTENER, EventSet::IN);
+        watch(ops, &self.accept_again, source::ACCEPT_AGAIN, EventSet::IN);
         let gpu = self.function.inner().gpu_event();
         self.gpu_watched = watch(ops, &gpu, source::GPU, EventSet::IN);
     }
@@ -317,6 +359,7 @@ impl MutEventSubscriber for Worker {
             source::GPU => self.on_gpu(ops),
             source::UNMASK => self.on_unmask(ops),
             source::CONTROL_LISTENER => self.accept_control(ops),
+            source::ACCEPT_AGAIN => self.accept_again(ops),
             id => self.on_control(id, ops),
         }
     }
