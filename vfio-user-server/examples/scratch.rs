@@ -8,8 +8,9 @@
 use std::error::Error;
 use std::os::unix::net::UnixListener;
 
-use vfio_user_server::device::{Device, Region, pci};
+use vfio_user_server::device::{Device, pci};
 use vfio_user_server::errno::Errno;
+use vfio_user_server::layout::{Layout, LayoutError};
 use vfio_user_server::session::Session;
 
 const BAR_SIZE: usize = 4096;
@@ -17,16 +18,25 @@ const COMMAND: usize = 0x04;
 const BAR0: usize = 0x10;
 
 struct Scratch {
+    layout: Layout,
     config: [u8; 256],
     memory: [u8; BAR_SIZE],
 }
 
 impl Scratch {
-    fn new() -> Self {
+    fn new() -> Result<Self, LayoutError> {
+        let layout = Layout::builder()
+            .trapped(pci::CONFIG, 256)
+            .trapped(pci::BAR0, BAR_SIZE as u64)
+            .build()?;
+        Ok(Self { layout, config: Self::fresh_config(), memory: [0; BAR_SIZE] })
+    }
+
+    fn fresh_config() -> [u8; 256] {
         let mut config = [0; 256];
         config[0x00..0x04].copy_from_slice(&[0x36, 0x1b, 0x10, 0x00]); // 1b36:0010, of QEMU's range
         config[0x0b] = 0xff; // class: none that is defined
-        Self { config, memory: [0; BAR_SIZE] }
+        config
     }
 
     fn write_config(&mut self, at: usize, value: u8) {
@@ -42,12 +52,8 @@ impl Scratch {
 }
 
 impl Device for Scratch {
-    fn region(&self, index: u32) -> Option<Region<'_>> {
-        match index {
-            pci::BAR0 => Some(Region::trapped(self.memory.len() as u64)),
-            pci::CONFIG => Some(Region::trapped(self.config.len() as u64)),
-            _ => None,
-        }
+    fn layout(&self) -> &Layout {
+        &self.layout
     }
 
     fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
@@ -67,7 +73,7 @@ impl Device for Scratch {
     }
 
     fn reset(&mut self) -> Result<(), Errno> {
-        *self = Self::new();
+        (self.config, self.memory) = (Self::fresh_config(), [0; BAR_SIZE]);
         Ok(())
     }
 }
@@ -75,7 +81,7 @@ impl Device for Scratch {
 fn main() -> Result<(), Box<dyn Error>> {
     let path = std::env::args().nth(1).ok_or("Say where the socket is to be, as the argument")?;
     let listener = UnixListener::bind(&path).map_err(|error| format!("{path}: {error}"))?;
-    let mut device = Scratch::new();
+    let mut device = Scratch::new()?;
     loop {
         let (socket, _) = listener.accept()?;
         let session = Session::new(socket.into())?;

@@ -2,13 +2,10 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use vfio_bindings::bindings::vfio::{
-    VFIO_DEVICE_FLAGS_PCI, VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_NUM_IRQS, VFIO_PCI_NUM_REGIONS,
-};
-
 use crate::dma::{DmaMap, DmaUnmap};
 use crate::errno::Errno;
 use crate::irq::{Irq, IrqCommand};
+use crate::layout::Layout;
 use crate::migration::{DmaLogging, Migration};
 use crate::proto::message::Feature;
 use crate::transfer::Transfers;
@@ -119,22 +116,25 @@ pub struct IoEventFd {
 /// the thread that drives the session, and while one runs the guest's CPU waits: none may block, and none may wait for
 /// the client.
 pub trait Device {
+    /// What it consists of. A device of which that changes, or that is none of PCI, answers [`Self::info`],
+    /// [`Self::region`], [`Self::irq`] and [`Self::io_event_fds`] by itself instead.
+    fn layout(&self) -> &Layout {
+        const { &Layout::NONE }
+    }
+
     /// The device as a whole.
     fn info(&self) -> DeviceInfo {
-        DeviceInfo {
-            flags: VFIO_DEVICE_FLAGS_PCI | VFIO_DEVICE_FLAGS_RESET,
-            regions: VFIO_PCI_NUM_REGIONS,
-            irqs: VFIO_PCI_NUM_IRQS,
-        }
+        self.layout().info()
     }
 
     /// The region with this index (for PCI, see [`pci`]), `None` where the device has none.
-    fn region(&self, index: u32) -> Option<Region<'_>>;
+    fn region(&self, index: u32) -> Option<Region<'_>> {
+        self.layout().region(index)
+    }
 
     /// The interrupts with this index (for PCI, see [`pci`]).
     fn irq(&self, index: u32) -> Irq {
-        let _ = index;
-        Irq::NONE
+        self.layout().irq(index)
     }
 
     /// Fills `data` from `offset` of a region. `data` is zeroed, and can be as long as the region or 1 MiB.
@@ -168,8 +168,7 @@ pub trait Device {
 
     /// The places of a region whose writes may come as signals.
     fn io_event_fds(&self, index: u32) -> &[IoEventFd] {
-        let _ = index;
-        &[]
+        self.layout().io_event_fds(index)
     }
 
     /// How its state is saved and restored, where it can be.
@@ -188,9 +187,11 @@ pub trait Device {
     }
 
     /// A feature other than migration and DMA logging is probed, read or set. What is read is appended to `reply`.
+    /// `ENOTTY` says that there is no such feature, as Linux does; a probe of one that is there must find all methods
+    /// that it names.
     fn feature(&mut self, feature: Feature<'_>, reply: &mut Vec<u8>) -> Result<(), Errno> {
         let _ = (feature, reply);
-        Err(Errno::ENOTSUP)
+        Err(Errno::ENOTTY)
     }
 
     /// The client is gone: drop every map and every interrupt's eventfd, and run again if it was stopped. Called once,

@@ -36,7 +36,7 @@ errnos! {
     E2BIG: "Argument list too long.",
     EMSGSIZE: "Message too long.",
     ENOTSUP: "Not supported.",
-    ENOTTY: "Not applicable: this kind of interrupt does not know it.",
+    ENOTTY: "Not applicable: the device has no such feature, or its interrupt no such action.",
     EOVERFLOW: "Value too large.",
 }
 

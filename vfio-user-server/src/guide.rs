@@ -3,25 +3,35 @@
 //! # What a device is
 //!
 //! A vfio-user client (QEMU, Cloud Hypervisor, another VMM) sees a PCI device: *regions* (the BARs and configuration
-//! space), *interrupts* by index, and memory that it lets the device access. [`Device`] has a method for each, and
-//! three of them are enough:
+//! space), *interrupts* by index, and memory that it lets the device access. A [`Layout`] says which regions and
+//! interrupts there are; [`Device`] has a method for each thing that can be done with them, and four are enough:
 //!
 //! ```
-//! use vfio_user_server::device::{Device, Region, pci};
+//! use vfio_user_server::device::{Device, pci};
 //! use vfio_user_server::errno::Errno;
+//! use vfio_user_server::irq::Irq;
+//! use vfio_user_server::layout::{Layout, LayoutError};
 //!
 //! struct Counter {
+//!     layout: Layout,
 //!     config: [u8; 256],
 //!     reads: u32,
 //! }
 //!
+//! impl Counter {
+//!     fn new() -> Result<Self, LayoutError> {
+//!         let layout = Layout::builder()
+//!             .trapped(pci::CONFIG, 256)
+//!             .trapped(pci::BAR0, 4096)
+//!             .irq(pci::MSI, Irq::messages(1))
+//!             .build()?;
+//!         Ok(Self { layout, config: [0; 256], reads: 0 })
+//!     }
+//! }
+//!
 //! impl Device for Counter {
-//!     fn region(&self, index: u32) -> Option<Region<'_>> {
-//!         match index {
-//!             pci::BAR0 => Some(Region::trapped(4096)),
-//!             pci::CONFIG => Some(Region::trapped(256)),
-//!             _ => None,
-//!         }
+//!     fn layout(&self) -> &Layout {
+//!         &self.layout
 //!     }
 //!
 //!     fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
@@ -46,7 +56,12 @@
 //!         Ok(())
 //!     }
 //! }
+//! # assert!(Counter::new().is_ok());
 //! ```
+//!
+//! [`LayoutBuilder::build`] finds what a client would stumble over: a BAR that is no power of two, an area that is not
+//! made of pages, a device without configuration space. A device whose regions change while it runs has no layout, and
+//! answers [`Device::region`] and [`Device::irq`] by itself.
 //!
 //! What arrives has been checked: the region exists, the access lies within it and is allowed, ranges do not overflow
 //! and maps do not overlap. A guest's mistake is not an error of the access; what a handler returns as an [`Errno`]
@@ -63,13 +78,18 @@
 //!
 //! # Mapped regions
 //!
-//! [`Region::mapped`] hands out a file descriptor, and the guest's accesses then never reach the server. Where only
-//! parts may be mapped, [`Mapping::areas`](crate::device::Mapping::areas) names them.
+//! [`LayoutBuilder::mapped`] hands out a file descriptor, and the guest's accesses then never reach the server. Where only
+//! parts may be mapped, [`LayoutBuilder::partly_mapped`] names them.
+//!
+//! # Doorbells
+//!
+//! A register whose write only says "look" need not be trapped: [`LayoutBuilder::signal`] offers an eventfd for it, which
+//! the hypervisor's kernel signals by itself. The value that was written is lost, unless one value is waited for.
 //!
 //! # Interrupts
 //!
-//! [`Device::irq`] says what there is: [`Irq::INTX`], [`Irq::messages`] for MSI and MSI-X, [`Irq::notification`] for
-//! "error" and "release request". What the client wants comes as an [`IrqCommand`], with eventfds to be written to.
+//! [`LayoutBuilder::irq`] says what there is: [`Irq::INTX`], [`Irq::messages`] for MSI and MSI-X, [`Irq::notification`]
+//! for "error" and "release request". What the client wants comes as an [`IrqCommand`], with eventfds to be written to.
 //!
 //! # The guest's memory
 //!
@@ -81,7 +101,7 @@
 //!
 //! [`Migration`] has one method for a step between states, one that reads the state and one that takes it. The session
 //! keeps the state machine. [`DmaLogging`] marks the pages that were written. A device that has neither answers
-//! `ENOTSUP`, as the specification asks.
+//! `ENOTTY` to the features, as Linux does, and `ENOTSUP` to the messages.
 //!
 //! [`Device`]: crate::device::Device
 //! [`Device::irq`]: crate::device::Device::irq
@@ -94,7 +114,13 @@
 //! [`IrqCommand`]: crate::irq::IrqCommand
 //! [`Migration`]: crate::migration::Migration
 //! [`Patience`]: crate::patience::Patience
-//! [`Region::mapped`]: crate::device::Region::mapped
+//! [`Device::region`]: crate::device::Device::region
+//! [`Layout`]: crate::layout::Layout
+//! [`LayoutBuilder::build`]: crate::layout::LayoutBuilder::build
+//! [`LayoutBuilder::irq`]: crate::layout::LayoutBuilder::irq
+//! [`LayoutBuilder::mapped`]: crate::layout::LayoutBuilder::mapped
+//! [`LayoutBuilder::partly_mapped`]: crate::layout::LayoutBuilder::partly_mapped
+//! [`LayoutBuilder::signal`]: crate::layout::LayoutBuilder::signal
 //! [`Session`]: crate::session::Session
 //! [`Session::on_ready`]: crate::session::Session::on_ready
 //! [`Session::serve`]: crate::session::Session::serve

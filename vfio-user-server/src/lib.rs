@@ -1,9 +1,12 @@
 //! The vfio-user server, and the roles of `vgpud` that are built on it.
 //!
-//! [`guide`] walks through it. The server, in reading order: [`device`] (what a device author writes), [`dma`], [`irq`],
-//! [`migration`], [`transfer`] and [`errno`] (its vocabulary), [`session`] (one client's connection), [`patience`] (when
-//! to wait awake), [`transport`] and [`fds`] (messages on a socket), and [`proto`] (messages as bytes). None of it knows
-//! what a vGPU is.
+//! [`guide`] walks through it. The server, in reading order: [`device`] and [`layout`] (what a device author writes),
+//! [`dma`], [`irq`], [`migration`], [`transfer`] and [`errno`] (its vocabulary), [`session`] (one client's connection),
+//! [`patience`] (when to wait awake), [`transport`] and [`fds`] (messages on a socket), and [`proto`] (messages as
+//! bytes). None of it knows what a vGPU is, which `tests/independence.rs` sees to.
+//!
+//! The roles of `vgpud`: [`manager`] with its [`api`], [`worker`], [`spawn`] (how one starts the other) and [`private`]
+//! (what they say to each other).
 
 pub mod api;
 pub mod device;
@@ -12,6 +15,7 @@ pub mod errno;
 pub mod fds;
 pub mod guide;
 pub mod irq;
+pub mod layout;
 pub mod manager;
 pub mod migration;
 pub mod patience;
@@ -20,6 +24,8 @@ pub mod proto;
 pub mod session;
 pub mod spawn;
 mod sys;
+#[doc(hidden)]
+pub mod testing;
 pub mod transfer;
 pub mod transport;
 pub mod worker;

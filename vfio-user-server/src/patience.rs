@@ -82,6 +82,11 @@ impl Patience {
         }
     }
 
+    /// Whether it ever looks: otherwise nobody need ask it, nor the clock.
+    pub const fn is_allowed(&self) -> bool {
+        self.allowed
+    }
+
     /// A message has come and was answered: to be called after each, or after each lot.
     pub fn answered(&mut self, now: Instant) {
         if !self.allowed {

@@ -179,10 +179,12 @@ impl Session {
         patience: &mut Patience,
     ) -> Result<(), Closed> {
         let before = self.messages;
-        let wait = !patience.wants_to_look(Instant::now());
+        let wait = !patience.is_allowed() || !patience.wants_to_look(Instant::now());
         let interest = self.turn(device, wait && self.twin.is_none())?;
         if self.messages > before {
-            patience.answered(Instant::now());
+            if patience.is_allowed() {
+                patience.answered(Instant::now());
+            }
         } else if !wait {
             Patience::offer_cpu();
         }

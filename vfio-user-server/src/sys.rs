@@ -1,7 +1,7 @@
 //! System calls that need `unsafe`.
 
 use std::io;
-use std::mem::size_of;
+use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use crate::fds::Fds;
@@ -25,7 +25,7 @@ pub fn receive(
     fds: &mut Fds,
     wait: bool,
 ) -> io::Result<Received> {
-    let mut control = [0_u64; CONTROL_WORDS];
+    let mut control = [MaybeUninit::<u64>::uninit(); CONTROL_WORDS];
     let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: all-zero is a valid msghdr: null pointers and zero lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };

@@ -7,7 +7,7 @@ use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use nix::errno::Errno as SysErrno;
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, send, sendmsg};
 use zerocopy::FromBytes;
 
 use crate::fds::{Fds, MAX_FDS};
@@ -223,10 +223,15 @@ impl Sender {
     fn push(&mut self, socket: BorrowedFd<'_>, mut fds: &[RawFd]) -> io::Result<bool> {
         let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
         while self.sent < self.buffer.len() {
-            let rights = [ControlMessage::ScmRights(fds)];
-            let control = if fds.is_empty() { &[][..] } else { &rights[..] };
-            let rest = [IoSlice::new(&self.buffer[self.sent..])];
-            match sendmsg::<()>(socket.as_raw_fd(), &rest, control, flags, None) {
+            let rest = &self.buffer[self.sent..];
+            // The common case has less for the kernel to copy and to check.
+            let sent = if fds.is_empty() {
+                send(socket.as_raw_fd(), rest, flags)
+            } else {
+                let rights = [ControlMessage::ScmRights(fds)];
+                sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(rest)], &rights, flags, None)
+            };
+            match sent {
                 Ok(bytes) => {
                     self.sent += bytes;
                     fds = &[];

@@ -4,7 +4,6 @@
 // Clippy knows only the functions marked as tests, not those that they call.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::collections::BTreeMap;
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -13,114 +12,8 @@ use nix::sys::eventfd::EventFd;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use proptest::prelude::*;
-use vfio_user_server::device::{Device, Region, pci};
-use vfio_user_server::dma::{DmaMap, DmaUnmap};
-use vfio_user_server::errno::Errno;
-use vfio_user_server::irq::{Irq, IrqCommand};
 use vfio_user_server::session::{Closed, Session};
-
-const MSI_COUNT: u32 = 8;
-const SIZES: [(u32, u64); 2] = [(0, 4096), (pci::CONFIG, 256)];
-
-/// Checks what it is handed, and fails every third request.
-#[derive(Debug, Default)]
-struct Suspicious {
-    calls: u32,
-    maps: BTreeMap<u64, DmaMap>,
-    eventfds: Vec<OwnedFd>,
-    detached: u32,
-}
-
-impl Suspicious {
-    fn mood(&mut self) -> Result<(), Errno> {
-        assert_eq!(self.detached, 0, "called after the end");
-        self.calls += 1;
-        if self.calls.is_multiple_of(3) { Err(Errno::EIO) } else { Ok(()) }
-    }
-
-    fn check_range(index: u32, offset: u64, len: usize) {
-        let size = SIZES.iter().find(|(known, _)| *known == index).expect("a known region").1;
-        assert!(len > 0 && offset.checked_add(len as u64).expect("no overflow") <= size);
-    }
-}
-
-impl Device for Suspicious {
-    fn region(&self, index: u32) -> Option<Region<'_>> {
-        let (_, size) = SIZES.iter().find(|(known, _)| *known == index)?;
-        Some(Region::trapped(*size))
-    }
-
-    fn irq(&self, index: u32) -> Irq {
-        match index {
-            pci::INTX => Irq::INTX,
-            pci::MSI => Irq::messages(MSI_COUNT),
-            _ => Irq::NONE,
-        }
-    }
-
-    fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
-        Self::check_range(index, offset, data.len());
-        assert!(data.iter().all(|&byte| byte == 0), "what the last reply left");
-        data.fill(0xab);
-        self.mood()
-    }
-
-    fn region_write(&mut self, index: u32, offset: u64, data: &[u8]) -> Result<(), Errno> {
-        Self::check_range(index, offset, data.len());
-        self.mood()
-    }
-
-    fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
-        self.mood()?;
-        assert!(map.size > 0 && (map.address | map.size | map.offset).is_multiple_of(4096));
-        let end = map.address.checked_add(map.size - 1).expect("no overflow");
-        if let Some((_, before)) = self.maps.range(..=end).next_back() {
-            assert!(before.address + (before.size - 1) < map.address, "overlaps");
-        }
-        self.maps.insert(map.address, map);
-        Ok(())
-    }
-
-    fn dma_unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
-        self.mood()?;
-        match unmap {
-            DmaUnmap::All => self.maps.clear(),
-            DmaUnmap::Range { address, size } => {
-                let map = self.maps.remove(&address).expect("mapped");
-                assert_eq!(map.size, size);
-            }
-        }
-        Ok(())
-    }
-
-    fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
-        let count = self.irq(index).count;
-        assert!(count > 0, "no such interrupts");
-        match command {
-            IrqCommand::Disable => self.eventfds.clear(),
-            IrqCommand::Assign { start, eventfds, .. } => {
-                assert!(!eventfds.is_empty() && start as usize + eventfds.len() <= count as usize);
-                self.eventfds.extend(eventfds);
-                self.eventfds.truncate(16);
-            }
-            IrqCommand::Unassign { start, count: n, .. } => assert!(n > 0 && start + n <= count),
-            IrqCommand::Perform { lines, .. } => {
-                assert!(lines.count > 0 && lines.iter().all(|line| line < count));
-            }
-        }
-        self.mood()
-    }
-
-    fn reset(&mut self) -> Result<(), Errno> {
-        self.mood()
-    }
-
-    fn detach(&mut self) {
-        self.detached += 1;
-        self.maps.clear();
-        self.eventfds.clear();
-    }
-}
+use vfio_user_server::testing::Suspicious;
 
 /// One message to send.
 #[derive(Clone, Debug)]
@@ -203,8 +96,16 @@ fn shaped() -> impl Strategy<Value = (u16, Vec<u8>)> {
                 (15, [wide(&[count, offset]), narrow(&[region, bytes, 0, 0])].concat())
             }
         ),
-        1 => (mostly(&[8, 16]), number()).prop_map(|(argsz, flags)| {
-            (16, narrow(&[argsz, flags << 16]))
+        4 => (mostly(&[8, 16, 48]), mostly(&[1, 2, 4, 5, 6]), mostly(&[1, 2, 6, 7, 8]), number(), number())
+            .prop_map(|(argsz, how, index, a, b)| {
+                let flags = (how << 16) | index;
+                (16, [narrow(&[argsz, flags]), wide(&[a, b])].concat())
+            }),
+        1 => (mostly(&[8, 64]), mostly(&[0, 8])).prop_map(|(argsz, size)| {
+            (17, narrow(&[argsz, size]))
+        }),
+        1 => (mostly(&[8]), data()).prop_map(|(argsz, data)| {
+            (18, [narrow(&[argsz, data.len() as u64]), data].concat())
         }),
         1 => Just((13, Vec::new())),
         1 => (any::<u16>(), data()),
@@ -234,7 +135,8 @@ impl Pair {
         let (client, server) = UnixStream::pair().unwrap();
         client.set_nonblocking(true).unwrap();
         let session = Session::new(server.into()).unwrap();
-        Self { client, session, device: Suspicious::default(), replies: Vec::new() }
+        let device = Suspicious::new(3, false);
+        Self { client, session, device, replies: Vec::new() }
     }
 
     /// Lets the server do its work, and takes what it says.

@@ -16,7 +16,9 @@ use crate::irq::{self, Irq, IrqAction, IrqCommand, IrqLines};
 use crate::migration::DmaRange;
 use crate::proto::caps::{Capabilities, MAX_DMA_MAPS, TwinSocket};
 use crate::proto::header::MAX_DATA;
-use crate::proto::message::{Access, Feature, IrqData, MultiWrites, Request, SetIrqs};
+use crate::proto::message::{
+    Access, Feature, FeatureAccess, IrqData, MultiWrites, Request, SetIrqs,
+};
 use crate::proto::reply::Reply;
 use crate::proto::wire;
 use crate::transport::ReplyFds;
@@ -195,7 +197,7 @@ impl State {
         Ok(())
     }
 
-    /// The reply is the request's structure, and behind it the value.
+    /// A set or a probe is answered with the request, a get with its structure and the value behind it.
     fn feature<D: Device + ?Sized>(
         &mut self,
         device: &mut D,
@@ -205,8 +207,14 @@ impl State {
         reply: &mut Vec<u8>,
     ) -> Result<(), Errno> {
         let start = reply.len();
-        reply.extend_from_slice(&payload[..wire::Feature::SIZE]);
         let room = (argsz as usize).saturating_sub(wire::Feature::SIZE);
+        reply.extend_from_slice(&payload[..wire::Feature::SIZE]);
+        if feature.access != FeatureAccess::Get {
+            if feature.data.len() > room {
+                return Err(Errno::EINVAL);
+            }
+            return self.features.answer(device, feature, room, reply);
+        }
         self.features.answer(device, feature, room, reply)?;
         let needed = u32::try_from(reply.len() - start).map_err(|_| Errno::EOVERFLOW)?;
         reply[start..start + 4].copy_from_slice(needed.as_bytes());

@@ -59,9 +59,12 @@ impl Features {
     ) -> Result<(), Errno> {
         let Feature { access, data, .. } = feature;
         let probe = matches!(access, FeatureAccess::Probe { .. });
+        if probe {
+            reply.extend_from_slice(data);
+        }
         match u32::from(feature.index) {
             MIGRATION => {
-                let migration = device.migration().ok_or(Errno::ENOTSUP)?;
+                let migration = device.migration().ok_or(Errno::ENOTTY)?;
                 check_methods(access, true, false)?;
                 if !probe {
                     let pre_copy = if migration.pre_copy() { VFIO_MIGRATION_PRE_COPY } else { 0 };
@@ -72,7 +75,7 @@ impl Features {
             }
             DEVICE_STATE => {
                 if device.migration().is_none() {
-                    return Err(Errno::ENOTSUP);
+                    return Err(Errno::ENOTTY);
                 }
                 if matches!(access, FeatureAccess::Set) {
                     let (wanted, _) = value::<wire::DeviceState>(data)?;
@@ -87,7 +90,7 @@ impl Features {
                 Ok(())
             }
             LOGGING_START | LOGGING_STOP | LOGGING_REPORT => {
-                let logging = device.dma_logging().ok_or(Errno::ENOTSUP)?;
+                let logging = device.dma_logging().ok_or(Errno::ENOTTY)?;
                 let report = u32::from(feature.index) == LOGGING_REPORT;
                 check_methods(access, report, !report)?;
                 match u32::from(feature.index) {
@@ -117,7 +120,7 @@ impl Features {
         device: &mut D,
         target: MigrationState,
     ) -> Result<(), Errno> {
-        let Some(migration) = device.migration() else { return Err(Errno::ENOTSUP) };
+        let Some(migration) = device.migration() else { return Err(Errno::ENOTTY) };
         while self.state != target {
             let next = self.state.step_to(target, migration.pre_copy())?;
             if let Err(errno) = migration.step(self.state, next) {

@@ -1,34 +1,31 @@
 //! The vGPU's device model, as the protocol's [`Device`].
 
-use mdev_core::device::{AccessError, REGIONS, VirtualFunction};
+use anyhow::Context;
+use mdev_core::device::{AccessError, REGIONS, RegionEvent, VirtualFunction};
 use mdev_core::ids::GuestPa;
 use mdev_core::irq::{IrqError, IrqIndex};
 use mdev_core::mem::{DmaAccess, MemError};
 use vfio_bindings::bindings::vfio;
 
-use crate::device::{Area, Device, Mapping, Region};
+use crate::device::{Area, Device, IoEventFd};
 use crate::dma::{DmaMap, DmaUnmap};
 use crate::errno::Errno;
 use crate::irq::{Irq, IrqAction, IrqCommand, IrqLines};
+use crate::layout::Layout;
 
 /// A vGPU behind a vfio-user socket.
 #[derive(Debug)]
 pub struct Function {
     inner: VirtualFunction,
-    /// The one area of each mapped region.
-    areas: [[Area; 1]; REGIONS as usize],
+    layout: Layout,
     unmask_event_changed: bool,
 }
 
 impl Function {
     /// Serves `function`.
-    pub fn new(function: VirtualFunction) -> Self {
-        let mut areas = [[Area { offset: 0, size: 0 }]; REGIONS as usize];
-        for (index, [area]) in (0..).zip(&mut areas) {
-            area.size =
-                function.region(index).and_then(|info| info.mapping).map_or(0, |area| area.len);
-        }
-        Self { inner: function, areas, unmask_event_changed: false }
+    pub fn new(function: VirtualFunction) -> anyhow::Result<Self> {
+        let layout = layout(&function).context("Its regions cannot be offered")?;
+        Ok(Self { inner: function, layout, unmask_event_changed: false })
     }
 
     /// The device model.
@@ -48,29 +45,8 @@ impl Function {
 }
 
 impl Device for Function {
-    fn region(&self, index: u32) -> Option<Region<'_>> {
-        let info = self.inner.region(index).filter(|info| info.size > 0)?;
-        let areas = self.areas.get(index as usize)?;
-        let mapping = info.mapping.map(|mapping| Mapping {
-            fd: mapping.fd,
-            offset: 0,
-            areas: if mapping.len == info.size { &[] } else { areas },
-        });
-        Some(Region { size: info.size, readable: info.readable, writable: info.writable, mapping })
-    }
-
-    fn irq(&self, index: u32) -> Irq {
-        let Some(info) = self.inner.irq_info(index).filter(|info| info.count > 0) else {
-            return Irq::NONE;
-        };
-        let flags = [
-            (info.eventfd, vfio::VFIO_IRQ_INFO_EVENTFD),
-            (info.maskable, vfio::VFIO_IRQ_INFO_MASKABLE),
-            (info.automasked, vfio::VFIO_IRQ_INFO_AUTOMASKED),
-            (info.no_resize, vfio::VFIO_IRQ_INFO_NORESIZE),
-        ];
-        let flags = flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
-        Irq { count: info.count, flags }
+    fn layout(&self) -> &Layout {
+        &self.layout
     }
 
     fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
@@ -124,7 +100,7 @@ impl Device for Function {
                 self.unmask_event_changed = true;
                 self.inner.irq_set_unmask_event(index, None)?;
             }
-            IrqCommand::Assign { .. } | IrqCommand::Unassign { .. } => return Err(Errno::ENOTSUP),
+            IrqCommand::Assign { .. } | IrqCommand::Unassign { .. } => return Err(Errno::ENOTTY),
             IrqCommand::Perform { action, lines } => {
                 let which = chosen(&lines);
                 match action {
@@ -148,6 +124,39 @@ impl Device for Function {
         self.unmask_event_changed = true;
         self.inner.detach();
     }
+}
+
+/// The function's regions and interrupts, in the protocol's words.
+fn layout(function: &VirtualFunction) -> anyhow::Result<Layout> {
+    let mut layout = Layout::builder();
+    for index in 0..REGIONS {
+        let Some(info) = function.region(index).filter(|info| info.size > 0) else { continue };
+        layout = match info.mapping {
+            None => layout.trapped(index, info.size),
+            Some(mapping) => {
+                let part = Area { offset: 0, size: mapping.len };
+                let areas = if mapping.len == info.size { Vec::new() } else { vec![part] };
+                layout.partly_mapped(index, info.size, mapping.fd.try_clone_to_owned()?, 0, areas)
+            }
+        };
+        if let Some(RegionEvent { offset, len, fd }) = function.region_event(index) {
+            let fd = fd.try_clone_to_owned()?;
+            let event = IoEventFd { offset, size: len, flags: 0, datamatch: 0, fd };
+            layout = layout.signal(index, event);
+        }
+    }
+    let irqs = (0..).map_while(|index| Some((index, function.irq_info(index)?)));
+    for (index, info) in irqs.filter(|(_, info)| info.count > 0) {
+        let flags = [
+            (info.eventfd, vfio::VFIO_IRQ_INFO_EVENTFD),
+            (info.maskable, vfio::VFIO_IRQ_INFO_MASKABLE),
+            (info.automasked, vfio::VFIO_IRQ_INFO_AUTOMASKED),
+            (info.no_resize, vfio::VFIO_IRQ_INFO_NORESIZE),
+        ];
+        let flags = flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
+        layout = layout.irq(index, Irq { count: info.count, flags });
+    }
+    Ok(layout.build()?)
 }
 
 /// A flag for each interrupt of the range. (The session has bounded the range by the index's count.)
@@ -182,7 +191,7 @@ impl From<IrqError> for Errno {
     fn from(error: IrqError) -> Self {
         match error {
             IrqError::OutOfRange { .. } => Self::EINVAL,
-            IrqError::NotMaskable(_) => Self::ENOTSUP,
+            IrqError::NotMaskable(_) => Self::ENOTTY,
         }
     }
 }

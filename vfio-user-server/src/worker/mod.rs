@@ -59,7 +59,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         .with_context(|| format!("vGPU {} cannot be made", spec.function.vgpu))?;
     sandbox::enter();
 
-    let worker = Worker::new(spec, Function::new(function), listener, control)?;
+    let worker = Worker::new(spec, Function::new(function)?, listener, control)?;
     let mut events = EventManager::new().context("Cannot make an event loop")?;
     let id = events.add_subscriber(worker);
     let mut alone_since = None;
