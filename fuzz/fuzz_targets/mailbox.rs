@@ -2,11 +2,8 @@
 //! read gets a status, no address leaves what is mapped, and what was imported is released.
 #![no_main]
 
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
-use fuzz::client::{Bookkeeper, memory};
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::control::reg;
@@ -14,6 +11,7 @@ use mdev_core::abi::mailbox::{Header, PAYLOAD, Status};
 use mdev_core::device::{DisplayLimits, FunctionSpec, VirtualFunction};
 use mdev_core::ids::{GuestPa, VgpuId};
 use mdev_core::mem::DmaAccess;
+use mdev_core::testing::{Recorder, guest_ram, memory};
 use zerocopy::{FromBytes, IntoBytes};
 
 const RAM: u64 = 1 << 20;
@@ -34,7 +32,8 @@ fn layout(opcode: u32) -> &'static [usize] {
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
-    let (client, books) = Bookkeeper::new();
+    let (client, books) = Recorder::new();
+    books.lock().expect("nobody panics").refuse_every = Some(11);
     let spec = FunctionSpec {
         vgpu: VgpuId(uuid::Uuid::from_u128(7)),
         type_name: "FUZZ-4MQ".into(),
@@ -44,8 +43,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let mut function = VirtualFunction::new(&spec, client).expect("a function");
     let both = DmaAccess::READ | DmaAccess::WRITE;
-    let fd = memory(RAM);
-    let ram = File::from(fd.as_fd().try_clone_to_owned().expect("a copy"));
+    let (ram, fd) = guest_ram(RAM);
     function.dma_map(GuestPa(0), RAM, both, Some((fd, 0))).expect("RAM is mapped");
     let mut plain_mailbox = true;
     let lo = (MAILBOX as u32).to_le_bytes();
@@ -88,8 +86,8 @@ fuzz_target!(|data: &[u8]| {
             }
             6 => {
                 let (at, len) = (input.number(), input.number());
-                let file =
-                    (input.byte() & 1 == 0).then(|| (memory(len & 0xff_ffff), input.number()));
+                let file = (input.byte() & 1 == 0)
+                    .then(|| (memory(len & 0xff_ffff).into(), input.number()));
                 let _ = function.dma_map(GuestPa(at), len, both, file);
             }
             7 => {

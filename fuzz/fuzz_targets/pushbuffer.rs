@@ -29,7 +29,8 @@ fuzz_target!(|data: &[u8]| {
         .map(|_| match input.byte() {
             0xff => input.number(),
             at => {
-                let va = va(OPEN.start) + u64::from(at) * 256 + (input.number() & !3);
+                let va =
+                    va(OPEN.start).wrapping_add(u64::from(at) * 256 + (input.number() >> 1 & !3));
                 host::GpEntry::Segment { va, dwords: u32::from(input.byte()) }.encode()
             }
         })

@@ -6,13 +6,13 @@ use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-use fuzz::device::Suspicious;
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use nix::sys::eventfd::EventFd;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use vfio_user_server::session::{Closed, Session};
+use vfio_user_server::testing::Suspicious;
 
 /// How wide each field of a command's payload is; what follows is data.
 fn layout(command: u16) -> &'static [usize] {
@@ -26,7 +26,8 @@ fn layout(command: u16) -> &'static [usize] {
         9 | 10 => &[8, 4, 4],
         11 | 12 => &[8, 8],
         15 => &[8, 8, 4, 4, 8],
-        16 => &[4, 4],
+        16 => &[4, 4, 8, 4, 4, 8, 8],
+        17 | 18 => &[4, 4],
         _ => &[],
     }
 }
@@ -37,16 +38,21 @@ struct Peer {
     device: Suspicious,
     /// Bytes of replies that are not taken apart yet.
     replies: Vec<u8>,
+    /// The device may ask.
+    asks: bool,
+    /// Requests of the server's: id and command.
+    asked: Vec<[u8; 4]>,
     /// Replies that are still owed.
     owed: usize,
 }
 
 impl Peer {
-    fn new() -> Self {
+    fn new(asks: bool) -> Self {
         let (stream, theirs) = UnixStream::pair().expect("a pair of sockets");
         stream.set_nonblocking(true).expect("non-blocking");
         let session = Session::new(OwnedFd::from(theirs)).expect("a session");
-        Self { stream, session, device: Suspicious::default(), replies: Vec::new(), owed: 0 }
+        let device = Suspicious::new(5, asks);
+        Self { stream, session, device, replies: Vec::new(), asks, asked: Vec::new(), owed: 0 }
     }
 
     /// Lets the session work off what is there; false once it has ended.
@@ -80,12 +86,18 @@ impl Peer {
         while let Some(header) = self.replies.get(at..at + 16) {
             let size = u32::from_ne_bytes(header[4..8].try_into().expect("4 bytes")) as usize;
             assert!((16..=(1 << 20) + 32).contains(&size), "a reply of {size} bytes");
-            assert_eq!(header[8] & 0xf, 1, "not a reply");
+            let is_reply = header[8] & 0xf == 1;
+            let asked = [header[0], header[1], header[2], header[3]];
             if self.replies.len() - at < size {
                 break;
             }
             at += size;
-            self.owed = self.owed.wrapping_sub(1);
+            if is_reply {
+                self.owed = self.owed.wrapping_sub(1);
+            } else {
+                assert!(self.asks && header[8..] == [0; 8], "not a request");
+                self.asked.push(asked);
+            }
         }
         self.replies.drain(..at);
     }
@@ -102,8 +114,8 @@ impl Peer {
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
-    let mut peer = Peer::new();
     let first = input.byte();
+    let mut peer = Peer::new(first & 1 == 0);
     if first != 0xff {
         peer.send(&[&[1, 0, 1, 0, 20, 0, 0, 0], &[0; 12][..]].concat(), &[]);
         peer.owed = 1;
@@ -120,19 +132,29 @@ fuzz_target!(|data: &[u8]| {
         let how = input.byte();
         let mut payload = Vec::new();
         for width in layout(command) {
-            payload.extend_from_slice(&input.number().to_le_bytes()[..*width]);
+            let mut value = input.number();
+            if command == 16 && payload.len() == 4 {
+                // A method and a feature, most of which exist.
+                value = (value & 7) << 16 | value >> 3 & 0xf;
+            }
+            payload.extend_from_slice(&value.to_le_bytes()[..*width]);
         }
         if how & 0x80 != 0 {
             let len = usize::from(input.byte());
             payload.extend_from_slice(input.bytes(len));
         }
         let posted = how & 0x40 != 0;
+        // An answer to what the server has asked, right or wrong.
+        let asked = matches!(command, 11 | 12).then(|| peer.asked.pop()).flatten();
         let mut size = 16 + payload.len() as u32;
         if how & 0x3f == 0x3f {
             size = input.u32();
         }
-        let flags = u32::from(posted) << 4;
-        let mut message = [0_u16.to_le_bytes(), command.to_le_bytes()].concat();
+        let kind = u32::from(asked.is_some());
+        let flags = kind | u32::from(posted) << 4;
+        let named = asked
+            .map_or([0_u16.to_le_bytes(), command.to_le_bytes()].concat(), |asked| asked.to_vec());
+        let mut message = named;
         message.extend([size, flags, 0].iter().flat_map(|word| word.to_le_bytes()));
         message.extend(payload);
         let kind = if how & 0x20 != 0 { eventfd.as_raw_fd() } else { memory.as_raw_fd() };
@@ -144,7 +166,7 @@ fuzz_target!(|data: &[u8]| {
         };
         let cut = if how & 0x10 != 0 { usize::from(input.byte()) } else { 0 };
         let (one, two) = message.split_at(cut.min(message.len() - 1));
-        peer.owed += usize::from(!posted);
+        peer.owed += usize::from(!posted && asked.is_none());
         let whole = size as usize == message.len();
         if !one.is_empty() {
             peer.send(one, &[]);

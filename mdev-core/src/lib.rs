@@ -26,6 +26,6 @@ pub mod profile;
 pub mod regs;
 pub mod sched;
 pub mod sigbus;
-#[cfg(test)]
-mod testing;
+#[doc(hidden)]
+pub mod testing;
 pub mod units;

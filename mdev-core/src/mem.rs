@@ -340,16 +340,10 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
-    use crate::testing::{Recorder, guest_ram};
+    use crate::testing::{Recorder, guest_ram, shared_ram};
     use crate::units::MIB;
 
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
-
-    fn shared(memory: &mut GuestMemory, iova: u64, size: u64) -> std::fs::File {
-        let (file, fd) = guest_ram(size);
-        memory.map(GuestPa(iova), size, RW, Some((fd, 0))).unwrap();
-        file
-    }
 
     #[test]
     fn ranges_are_checked() {
@@ -379,7 +373,7 @@ mod tests {
     fn unmaps_are_exact_and_release_the_import_first() {
         let (mut client, record) = Recorder::new();
         let mut memory = GuestMemory::default();
-        shared(&mut memory, 0x10_0000, 0x4000);
+        shared_ram(&mut memory, 0x10_0000, 0x4000);
         let found = memory.import(&mut *client, GuestPa(0x10_1000), 0x1000, RW).unwrap();
         memory.import(&mut *client, GuestPa(0x10_3000), 0x1000, RW).unwrap();
         assert!(matches!(found[..], [(Backing::Guest { offset: 0x1000, .. }, 0x1000)]));
@@ -391,7 +385,7 @@ mod tests {
         memory.unmap(&mut *client, GuestPa(0x10_0000), 0x4000).unwrap();
         assert!(record.lock().unwrap().imports.is_empty());
         assert_eq!(memory.read(GuestPa(0x10_0000), &mut [0]), Err(Unreachable(GuestPa(0x10_0000))));
-        shared(&mut memory, 0x10_0000, 0x4000);
+        shared_ram(&mut memory, 0x10_0000, 0x4000);
         assert_eq!(memory.clear(&mut *client), 0x4000);
         assert_eq!(memory.maps(), 0);
     }
@@ -399,8 +393,8 @@ mod tests {
     #[test]
     fn accesses_span_maps_but_no_holes() {
         let mut memory = GuestMemory::default();
-        let low = shared(&mut memory, 0x1000, 0x1000);
-        shared(&mut memory, 0x2000, 0x1000);
+        let low = shared_ram(&mut memory, 0x1000, 0x1000);
+        shared_ram(&mut memory, 0x2000, 0x1000);
         memory.write(GuestPa(0x1ffe), b"abcd").unwrap();
         let mut bytes = [0; 4];
         memory.read(GuestPa(0x1ffe), &mut bytes).unwrap();
@@ -426,8 +420,8 @@ mod tests {
     fn imports_are_limited() {
         let (mut client, _) = Recorder::new();
         let mut memory = GuestMemory::default();
-        shared(&mut memory, 0, 48 * MIB);
-        shared(&mut memory, 64 * MIB, 48 * MIB);
+        shared_ram(&mut memory, 0, 48 * MIB);
+        shared_ram(&mut memory, 64 * MIB, 48 * MIB);
         memory.import(&mut *client, GuestPa(0), 0x1000, RW).unwrap();
         let second = memory.import(&mut *client, GuestPa(64 * MIB), 0x1000, RW);
         assert!(matches!(second, Err(GpuError::Limit(_))));

@@ -1,18 +1,30 @@
-//! A GPU client that writes down what it is asked for.
+//! For tests and fuzz targets: a GPU client that writes down what it is asked for, and guest memory.
+//!
+//! It is compiled always, so that there is one build of this crate for all of them.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    missing_docs,
+    reason = "what it checks are promises to a client"
+)]
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::abi::control::VECTORS;
+use crate::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END};
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
 };
-use crate::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
-use crate::units::MIB;
+use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, Token, VgpuId};
+use crate::mem::{DmaAccess, GuestMemory};
+use crate::units::{MIB, PAGE_SIZE, is_aligned};
 
 /// What a [`Recorder`] has seen, and what it is to say.
 #[derive(Debug, Default)]
@@ -26,7 +38,10 @@ pub struct Record {
     pub lost: bool,
     /// Fail the map call after so many.
     pub maps_left: Option<u32>,
+    /// Refuse each so-and-so-many-th call, but for those that take something back.
+    pub refuse_every: Option<u32>,
     next: u32,
+    made: u32,
 }
 
 /// The record, shared with the test.
@@ -43,9 +58,7 @@ pub struct Recorder {
 
 /// A file of so many bytes, as an aperture.
 fn aperture(len: u64) -> Aperture {
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(len).unwrap();
-    Aperture { fd: OwnedFd::from(file), len }
+    Aperture { fd: memory(len).into(), len }
 }
 
 impl Recorder {
@@ -87,6 +100,16 @@ impl Recorder {
         record.calls.push(text);
         if record.lost { Err(GpuError::Lost("unplugged".into())) } else { Ok(record) }
     }
+
+    /// A call that may be refused.
+    fn ask(&self, text: String) -> Result<MutexGuard<'_, Record>, GpuError> {
+        let mut record = self.call(text)?;
+        record.made += 1;
+        match record.refuse_every {
+            Some(every) if record.made.is_multiple_of(every) => Err(GpuError::Limit("mood")),
+            _ => Ok(record),
+        }
+    }
 }
 
 impl Client for Recorder {
@@ -103,7 +126,8 @@ impl Client for Recorder {
     }
 
     fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError> {
-        let mut record = self.call(format!("import {:#x} {}", ram.len, ram.writable))?;
+        assert!(ram.len > 0 && is_aligned(ram.len | ram.offset, PAGE_SIZE), "{ram:?}");
+        let mut record = self.ask(format!("import {:#x} {}", ram.len, ram.writable))?;
         record.next += 1;
         let id = record.next;
         record.imports.insert(id, ram.len);
@@ -123,7 +147,19 @@ impl Client for Recorder {
         backing: Backing,
         writable: bool,
     ) -> Result<(), GpuError> {
-        let mut record = self.call(format!("map {va} {len:#x} {backing:?} {writable}"))?;
+        assert!(len > 0 && is_aligned(va.0 | len, PAGE_SIZE), "{va} {len:#x}");
+        let end = va.0.checked_add(len).unwrap();
+        assert!(end <= VA_END, "{va} {len:#x}");
+        let mut record = self.ask(format!("map {va} {len:#x} {backing:?} {writable}"))?;
+        let (offset, limit) = match backing {
+            Backing::Guest { memory, offset } => (offset, record.imports[&memory.0]),
+            Backing::Vram { offset } => (offset, self.spec.vram_bytes),
+        };
+        assert!(offset.checked_add(len).unwrap() <= limit, "{backing:?} {len:#x}");
+        let before = record.mapped.range(..end).next_back();
+        if before.is_some_and(|(start, (len, ..))| start + len > va.0) {
+            return Err(GpuError::Overlap(va));
+        }
         match &mut record.maps_left {
             Some(0) => return Err(GpuError::Overlap(va)),
             Some(left) => *left -= 1,
@@ -141,7 +177,9 @@ impl Client for Recorder {
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        let mut record = self.call("create_channel".into())?;
+        assert!(spec.gpfifo_entries.is_power_of_two() && spec.gpfifo_entries <= MAX_GPFIFO_ENTRIES);
+        assert!(is_aligned(spec.gpfifo.0, 8) && spec.vector < VECTORS, "{spec:?}");
+        let mut record = self.ask("create_channel".into())?;
         record.next += 1;
         let id = record.next;
         record.channels.insert(id, *spec);
@@ -149,19 +187,19 @@ impl Client for Recorder {
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        let mut record = self.call(format!("destroy_channel {}", id.0))?;
+        let mut record = self.ask(format!("destroy_channel {}", id.0))?;
         record.channels.remove(&id.0).map(drop).ok_or(GpuError::NotFound("channel"))
     }
 
     fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
-        let record = self.call(format!("query_channel {}", id.0))?;
+        let record = self.ask(format!("query_channel {}", id.0))?;
         let found = record.channels.contains_key(&id.0);
         let status = ChannelStatus { gp_get: 5, ..ChannelStatus::default() };
         if found { Ok(status) } else { Err(GpuError::NotFound("channel")) }
     }
 
     fn wake(&mut self, token: Token) -> Result<(), GpuError> {
-        self.call(format!("wake {:#x}", token.0)).map(drop)
+        self.ask(format!("wake {:#x}", token.0)).map(drop)
     }
 
     fn event(&self) -> BorrowedFd<'_> {
@@ -174,7 +212,7 @@ impl Client for Recorder {
         vector: u32,
         event: Option<BorrowedFd<'_>>,
     ) -> Result<(), GpuError> {
-        let mut record = self.call(format!("set_interrupt {vector} {}", event.is_some()))?;
+        let mut record = self.ask(format!("set_interrupt {vector} {}", event.is_some()))?;
         record.interrupts[vector as usize] = event.is_some();
         Ok(())
     }
@@ -195,10 +233,28 @@ impl Client for Recorder {
     }
 }
 
-/// A file of guest RAM, to be written by a test and shared with the device.
-pub fn guest_ram(len: u64) -> (std::fs::File, OwnedFd) {
-    let file = tempfile::tempfile().unwrap();
+/// A file in memory, zeroed.
+pub fn memory(len: u64) -> File {
+    // SAFETY: makes a descriptor out of a name that outlives the call.
+    let fd = unsafe { libc::memfd_create(c"memory".as_ptr(), libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: the descriptor is new, and nobody else's.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len).unwrap();
-    let shared = file.as_fd().try_clone_to_owned().unwrap();
+    file
+}
+
+/// A file of guest RAM, to be written by a test and shared with the device.
+pub fn guest_ram(len: u64) -> (File, OwnedFd) {
+    let file = memory(len);
+    let shared = file.try_clone().unwrap().into();
     (file, shared)
+}
+
+/// Guest RAM that is shared with the device.
+pub fn shared_ram(memory: &mut GuestMemory, iova: u64, size: u64) -> File {
+    let (file, fd) = guest_ram(size);
+    let access = DmaAccess::READ | DmaAccess::WRITE;
+    memory.map(GuestPa(iova), size, access, Some((fd, 0))).unwrap();
+    file
 }

@@ -317,6 +317,44 @@ fn memory_that_is_truncated_kills_neither_worker_nor_gpu() {
     });
 }
 
+/// CPU time that a process has used, in clock ticks of 10 ms.
+fn ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    [11, 12].map(|at: usize| fields[at].parse::<u64>().unwrap()).iter().sum()
+}
+
+/// Limits the descriptors of a process; returns what the limit was.
+fn limit_fds(pid: u32, limit: libc::rlim_t) -> libc::rlim_t {
+    let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let pid = pid.cast_signed();
+    // SAFETY: the structure is there for the kernel to write to.
+    let got = unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, std::ptr::null(), &raw mut old) };
+    let new = libc::rlimit { rlim_cur: limit, ..old };
+    // SAFETY: the structure is there for the kernel to read from.
+    let set =
+        unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const new, std::ptr::null_mut()) };
+    assert_eq!((got, set), (0, 0));
+    old.rlim_cur
+}
+
+#[test]
+fn a_worker_without_descriptors_waits_for_better_times() {
+    let victim = Victim::new();
+    victim.survives("no descriptors left", |victim| {
+        // Whatever is open stays so, and nothing else can be opened.
+        let before = limit_fds(victim.worker, 3);
+        let mut crowd: Vec<_> = (0..20).map(|_| RawClient::connect(&victim.socket)).collect();
+        thread::sleep(Duration::from_millis(200));
+        let used = ticks(victim.worker);
+        thread::sleep(Duration::from_secs(1));
+        let used = ticks(victim.worker) - used;
+        assert!(used < 30, "{used} ticks of CPU time in a second of waiting");
+        limit_fds(victim.worker, before);
+        crowd.clear();
+    });
+}
+
 #[test]
 fn ten_thousand_clients_leave_nothing_behind() {
     let victim = Victim::new();

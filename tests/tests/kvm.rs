@@ -11,7 +11,7 @@
 mod raw;
 
 use std::io::Write;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
 use mdev_core::abi::control::{self, reg};
 use mdev_core::abi::host::{self, GpEntry, MethodHeader, SecOp, sem};
@@ -20,7 +20,7 @@ use mdev_core::abi::mailbox::{
 };
 use mdev_core::abi::{doorbell, userd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use raw::{DMA_MAP, RawClient, SET_IRQS};
+use raw::{DMA_MAP, GET_REGION_IO_FDS, RawClient, SET_IRQS};
 use serde_json::json;
 use system_tests::vmm::{self, Access, Code, LINE_VECTOR, MESSAGE_VECTOR, Machine};
 use system_tests::{Vgpud, wait_for};
@@ -242,6 +242,33 @@ fn submit(code: Code, put: u32) -> Code {
         .copy(TOKEN, DOORBELL_AT + doorbell::TOKEN as u32)
         .copy(TOKEN, control(reg::WAKE))
         .wait_for(SEMAPHORE)
+}
+
+#[test]
+fn a_sleeping_gpu_is_woken_without_an_exit_to_the_hypervisor() {
+    if !kvm() {
+        return;
+    }
+    let mut vm = Plugged::new();
+    let offer = vm.client.ok(GET_REGION_IO_FDS, &bytes![4096_u32, 0_u32, CONTROL, 0_u32]);
+    assert_eq!((offer.u32_at(12), offer.fds.len()), (1, 1), "one register of the control BAR");
+    let (offset, size, flags) = (offer.u64_at(16), offer.u64_at(24), offer.u32_at(40));
+    assert_eq!((offset, size, flags), (reg::WAKE, 4, 0));
+    let event = offer.fds.into_iter().next().unwrap();
+    // SAFETY: the descriptor is owned, and goes on to the EventFd.
+    let event = unsafe { EventFd::from_raw_fd(event.into_raw_fd()) };
+    vm.machine.wire_write(&event, control(offset)).unwrap();
+
+    vm.run(make_channel());
+    assert_eq!([vm.result(0), vm.result(1)], [0, 0], "memory is mapped and the channel made");
+    for put in 1..=5 {
+        wait_for("the silicon sleeps", || vm.machine.word(USERD + userd::NEED_WAKEUP as u32) != 0)
+            .unwrap();
+        assert_eq!(vm.run(submit(Code::new(), put % 2)), 0, "an exit to wake it");
+        assert_eq!(vm.machine.word(SEMAPHORE), 1, "the work is done");
+    }
+    let trapped = Code::new().copy(control(reg::TRAPPED_DOORBELLS), RESULTS);
+    assert_eq!((vm.run(trapped), vm.result(0)), (1, 0), "the worker was never asked");
 }
 
 #[test]

@@ -83,15 +83,9 @@ mod tests {
 
     use super::*;
     use crate::ids::GuestPa;
-    use crate::testing::guest_ram;
+    use crate::testing::shared_ram;
 
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
-
-    fn shared(memory: &mut GuestMemory, iova: u64, size: u64) -> std::fs::File {
-        let (file, fd) = guest_ram(size);
-        memory.map(GuestPa(iova), size, RW, Some((fd, 0))).unwrap();
-        file
-    }
 
     #[test]
     fn memory_that_is_not_shared_is_explained() {
@@ -106,7 +100,7 @@ mod tests {
     #[test]
     fn another_devices_bar_is_no_concern_while_ram_is_shared() {
         let mut memory = GuestMemory::default();
-        let ram = shared(&mut memory, 0, 64 * MIB);
+        let ram = shared_ram(&mut memory, 0, 64 * MIB);
         ram.write_all_at(&[1], 0x400).unwrap();
         memory.map(GuestPa(0x1_0000_0000), 512 * MIB, RW, None).unwrap();
         assert!(memory.advice(&[], true).is_empty());
@@ -117,7 +111,7 @@ mod tests {
     #[test]
     fn memory_mapped_privately_is_explained() {
         let mut memory = GuestMemory::default();
-        let ram = shared(&mut memory, 0, 64 * MIB);
+        let ram = shared_ram(&mut memory, 0, 64 * MIB);
         assert!(memory.advice(&[], false).is_empty(), "nothing has run yet");
         assert!(memory.advice(&[], true)[0].contains("share=off"));
         ram.write_all_at(&[1], 0x9_0000).unwrap();
@@ -127,7 +121,7 @@ mod tests {
     #[test]
     fn a_shortened_file_is_survived_and_explained() {
         let mut memory = GuestMemory::default();
-        let ram = shared(&mut memory, 0, 0x4000);
+        let ram = shared_ram(&mut memory, 0, 0x4000);
         ram.set_len(0).unwrap();
         memory.read(GuestPa(0x1000), &mut [0; 64]).unwrap();
         memory.write(GuestPa(0x2000), &[0; 64]).unwrap();

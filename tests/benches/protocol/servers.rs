@@ -69,16 +69,14 @@ impl ServerBackend for Register {
     }
 }
 
-/// This server, one thread for each client.
+/// This server: one thread, one client after the other, as the other server's.
 fn serve(path: &Path, patience: fn() -> Patience) {
     let listener = UnixListener::bind(path).unwrap();
     thread::spawn(move || {
         loop {
             let (socket, _) = listener.accept().unwrap();
-            thread::spawn(move || {
-                let session = Session::new(socket.into()).unwrap();
-                session.serve_with(&mut Register([0x5a; 4096]), patience());
-            });
+            let session = Session::new(socket.into()).unwrap();
+            session.serve_with(&mut Register([0x5a; 4096]), patience());
         }
     });
 }

@@ -54,7 +54,8 @@ pub struct Everything {
     shared: OwnedFd,
     areas: [Area; 2],
     doorbells: [IoEventFd; 1],
-    eventfds: Vec<Option<OwnedFd>>,
+    /// Of each index.
+    irqs: [Lines; 5],
     maps: Vec<DmaMap>,
     feature: [u8; 4],
     wanted: VecDeque<Transfer>,
@@ -63,6 +64,24 @@ pub struct Everything {
     written: Vec<(u64, u64)>,
     saved: Vec<u8>,
     log: Log,
+}
+
+/// The interrupts of one index.
+#[derive(Debug, Default)]
+struct Lines {
+    eventfds: BTreeMap<u32, OwnedFd>,
+    /// Of the pin alone.
+    masked: bool,
+    unmask: Option<OwnedFd>,
+}
+
+impl Lines {
+    /// This device has no loop of its own, so it looks whenever it is asked something.
+    fn look_at_unmask(&mut self) {
+        if self.unmask.as_ref().is_some_and(|fd| nix::unistd::read(fd, &mut [0; 8]).is_ok()) {
+            self.masked = false;
+        }
+    }
 }
 
 /// What reached the device.
@@ -91,7 +110,7 @@ impl Everything {
             shared: memory(0x4_0000),
             areas: [Area { offset: 0, size: 0x1000 }, Area { offset: 0x3000, size: 0x1000 }],
             doorbells: [doorbell],
-            eventfds: (0..MSI_COUNT).map(|_| None).collect(),
+            irqs: Default::default(),
             maps: Vec::new(),
             feature: [0; 4],
             wanted: VecDeque::new(),
@@ -127,7 +146,8 @@ impl Device for Everything {
         match index {
             pci::INTX => Irq::INTX,
             pci::MSI => Irq::messages(MSI_COUNT),
-            pci::ERR => Irq::notification(),
+            pci::MSIX => Irq::messages(8),
+            pci::ERR | pci::REQ => Irq::notification(),
             _ => Irq::NONE,
         }
     }
@@ -174,28 +194,33 @@ impl Device for Everything {
     }
 
     fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
-        if index != pci::MSI {
-            self.log.add(format!("irq {index}"));
-            return Ok(());
-        }
+        let lines = &mut self.irqs[index as usize];
+        lines.look_at_unmask();
         match command {
-            IrqCommand::Disable => self.eventfds.fill_with(|| None),
+            IrqCommand::Disable => *lines = Lines::default(),
             IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
-                for (slot, fd) in self.eventfds[start as usize..].iter_mut().zip(eventfds) {
-                    *slot = Some(fd);
-                }
+                lines.eventfds.extend((start..).zip(eventfds));
             }
             IrqCommand::Unassign { action: IrqAction::Trigger, start, count } => {
-                self.eventfds[start as usize..][..count as usize].fill_with(|| None);
+                lines.eventfds.retain(|line, _| !(start..start + count).contains(line));
             }
-            IrqCommand::Perform { action: IrqAction::Trigger, lines } => {
-                for line in lines.iter() {
-                    if let Some(fd) = &self.eventfds[line as usize] {
+            IrqCommand::Perform { action: IrqAction::Trigger, lines: which } => {
+                for line in which.iter().filter(|_| !lines.masked) {
+                    if let Some(fd) = lines.eventfds.get(&line) {
                         nix::unistd::write(fd, &1_u64.to_ne_bytes())?;
                     }
                 }
             }
-            _ => return Err(Errno::ENOTSUP),
+            IrqCommand::Perform { action, lines: which } => {
+                if which.iter().next().is_some() {
+                    lines.masked = action == IrqAction::Mask;
+                }
+            }
+            IrqCommand::Assign { action: IrqAction::Unmask, eventfds, .. } => {
+                lines.unmask = eventfds.into_iter().next();
+            }
+            IrqCommand::Unassign { action: IrqAction::Unmask, .. } => lines.unmask = None,
+            _ => return Err(Errno::ENOTTY),
         }
         Ok(())
     }
@@ -224,7 +249,7 @@ impl Device for Everything {
 
     fn feature(&mut self, feature: Feature<'_>, reply: &mut Vec<u8>) -> Result<(), Errno> {
         if feature.index != FEATURE_INDEX {
-            return Err(Errno::ENOTSUP);
+            return Err(Errno::ENOTTY);
         }
         match feature.access {
             FeatureAccess::Probe { .. } => {}
@@ -238,7 +263,7 @@ impl Device for Everything {
 
     fn detach(&mut self) {
         self.log.add("detach".to_owned());
-        self.eventfds.fill_with(|| None);
+        self.irqs = Default::default();
         self.maps.clear();
         self.wanted.clear();
         self.writing.clear();
