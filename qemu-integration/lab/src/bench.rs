@@ -1,4 +1,4 @@
-//! `cargo lab bench`: the benchmarks, built for speed; in a bundle, the one that came along.
+//! `cargo lab bench`: the benchmarks, built for speed; in a bundle, the one that came along, and tests of the hardware.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -29,6 +29,22 @@ fn by_cargo(name: Option<&str>, args: &[String]) -> Command {
     command
 }
 
+/// The tests of a GPU itself, which a bundle brings along; elsewhere cargo has them.
+pub fn hardware_tests(name: &str) -> Result<()> {
+    let target = format!("{name}_hw");
+    let mut command = if let Some(bundle) = Bundle::find() {
+        let program = bundle.programs()?.find(&target)?.to_path_buf();
+        bundle.drop_privileges(Path::new("lab-out"))?;
+        Command::new(program)
+    } else {
+        let mut command = cargo();
+        command.args(["test", "--package", "vendor-backends", "--test", &target, "--"]);
+        command
+    };
+    command.args(["--test-threads=1", "--nocapture"]);
+    finish(&mut command)
+}
+
 /// A bundle has the GPU's benchmark alone; it finds the daemon beside itself.
 fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<()> {
     let name = name.unwrap_or("gpu");
@@ -51,7 +67,7 @@ fn finish(command: &mut Command) -> Result<()> {
         command.env("RUST_LOG", "error");
     }
     if !command.status().with_context(|| format!("Cannot run {name}"))?.success() {
-        bail!("A benchmark failed");
+        bail!("{name} has failed");
     }
     Ok(())
 }

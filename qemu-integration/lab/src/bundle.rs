@@ -30,7 +30,7 @@ pub struct Options {
     pub to: PathBuf,
     /// Whether programs are built for speed, or as tests have them.
     pub profile: Profile,
-    /// Whether the benchmark comes along.
+    /// Whether the GPU's benchmark and tests come along.
     pub benchmark: bool,
 }
 
@@ -40,7 +40,7 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
     let mut targets =
         vec!["--bin", "vgpu-guest", "--bin", "vgpud", "--bin", "vgpuctl", "--bin", "lab"];
     if options.benchmark {
-        targets.extend(["--bench", "gpu"]);
+        targets.extend(["--bench", "gpu", "--test", "nvidia_hw"]);
     }
     let programs =
         build::portable("Building static programs", &targets, options.profile, progress)?;
@@ -61,8 +61,10 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
         archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
     }
     if options.benchmark {
-        let to = format!("{}/gpu", layout::PROGRAMS);
-        archive.file(&to, 0o755, &read(programs.find("gpu")?)?)?;
+        for name in ["gpu", "nvidia_hw"] {
+            let to = format!("{}/{name}", layout::PROGRAMS);
+            archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
+        }
     }
     archive.file(layout::KERNELS, 0o644, &read(&build::workspace().join(SOURCE))?)?;
     archive.file("README.md", 0o644, README.as_bytes())?;

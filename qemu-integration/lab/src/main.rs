@@ -44,8 +44,11 @@ enum Task {
               value_parser = clap::value_parser!(u32).range(1..=600))]
         seconds: u32,
     },
-    /// Every test: formatting, lints, unit, property, protocol, QEMU
-    Test,
+    /// Every test: formatting, lints, unit, property, protocol, QEMU; or those of this machine's GPU alone
+    Test {
+        /// `nvidia`: the tests that need an NVIDIA GPU
+        hardware: Option<String>,
+    },
     /// The benchmarks, or the one of this name
     Bench {
         /// A benchmark of the tests crate
@@ -109,7 +112,8 @@ fn run(task: Task) -> Result<bool> {
             }
             Ok(facts.failures.is_empty())
         }
-        Task::Test => Ok(test::run().failed == 0),
+        Task::Test { hardware: Some(name) } => bench::hardware_tests(&name).map(|()| true),
+        Task::Test { hardware: None } => Ok(test::run().failed == 0),
         Task::Bench { name, args } => bench::run(name.as_deref(), &args).map(|()| true),
         Task::Bundle { out, dev, no_benchmark } => {
             let profile = if dev { Profile::Dev } else { Profile::Release };

@@ -5,6 +5,7 @@
 //! measured otherwise; without `--bench`, only that all of this works.
 
 mod fleet;
+mod jobs;
 mod load;
 mod owner;
 mod solo;
@@ -83,7 +84,7 @@ struct Cli {
     /// Short windows
     #[arg(long)]
     quick: bool,
-    /// Only these: solo, together, shares, cap, trouble
+    /// Only these: jobs, owner, solo, together, shares, cap, trouble
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Print JSON
@@ -149,12 +150,23 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         cubin: &cli.cubin,
         settle: Duration::from_millis(settle),
         window: Duration::from_millis(window),
-        pace: owner.calibrate()?,
+        pace: 1.0,
         rows: Vec::new(),
         facts: Vec::new(),
         kept: true,
     };
     let wanted = |part: &str| cli.only.is_empty() || cli.only.iter().any(|only| only == part);
+    if wanted("jobs") {
+        bench.jobs("the owner", &mut owner)?;
+        let mut fleet = bench.fleet(RAM, &[json!([])])?;
+        bench.jobs("a vGPU", &mut fleet.tenants[0])?;
+    }
+    if cli.only.iter().any(|only| only == "owner") {
+        bench.jobs("the owner", &mut owner)?;
+        let solo = owner.solo(&bench.solo_spec(quick))?;
+        eprintln!("gpu: the owner: {solo:?}");
+    }
+    bench.pace = owner.calibrate()?;
     if wanted("solo") {
         bench.solo(&mut owner, quick)?;
     }
@@ -219,8 +231,26 @@ impl Bench<'_> {
         one.pop().context("One was measured")
     }
 
-    fn solo(&mut self, owner: &mut Tenant, quick: bool) -> Result<()> {
-        let spec = match (quick, self.kind) {
+    /// Each job's results are those of the CPU, or the benchmark has failed.
+    fn jobs(&mut self, whose: &str, tenant: &mut Tenant) -> Result<()> {
+        for (name, result) in tenant.jobs()? {
+            let (line, good) = match result {
+                Ok(line) => (line, true),
+                Err(error) => (error, false),
+            };
+            eprintln!("gpu: {whose}: {name}: {line}");
+            self.facts.push(json!({ "job": name, "of": whose, "result": line, "kept": good }));
+            self.kept &= good;
+            if !good {
+                let what = format!("{name}, {whose}");
+                self.row(&what, String::new(), line, "NOT RIGHT".to_owned(), false);
+            }
+        }
+        Ok(())
+    }
+
+    fn solo_spec(&self, quick: bool) -> SoloSpec {
+        match (quick, self.kind) {
             (true, _) => {
                 SoloSpec { bytes: 2 << 20, time: Duration::from_millis(50), rows: 64, trips: 200 }
             }
@@ -233,7 +263,11 @@ impl Bench<'_> {
                 rows: 2048,
                 trips: 10_000,
             },
-        };
+        }
+    }
+
+    fn solo(&mut self, owner: &mut Tenant, quick: bool) -> Result<()> {
+        let spec = self.solo_spec(quick);
         let one = owner.solo(&spec)?;
         let trapped = json!([{ "doorbell": "trapped" }]);
         let mut fleet = self.fleet(RAM, &[json!([])])?;

@@ -2,15 +2,18 @@
 
 use std::any::Any;
 use std::path::Path;
+use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use mdev_core::device::FunctionSpec;
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::GIB;
 use system_tests::in_process::InProcess;
 use system_tests::parent::Parent;
 use system_tests::ram::Ram;
+use vendor_backends::nvidia::rm::Rm;
+use vendor_backends::nvidia::{Kernel, NvidiaClient, NvidiaGpu, Options};
 use vgpu_guest::device::Device;
 
 use crate::GpuKind;
@@ -30,7 +33,21 @@ pub fn open(kind: GpuKind, ram: Ram, cubin: &Path) -> Result<(Device, Owner)> {
             let mut parent = Parent::start(VRAM)?;
             (Box::new(parent.client(vgpu, VRAM)?), Owner(Box::new(parent)))
         }
-        GpuKind::Nvidia => anyhow::bail!("This build has no backend for NVIDIA GPUs"),
+        GpuKind::Nvidia => {
+            let rm: Arc<dyn Rm> = Arc::new(Kernel);
+            let address = NvidiaGpu::list(&*rm)?.into_iter().next();
+            let address = address.context("NVIDIA's driver has no GPU")?;
+            let mut gpu = NvidiaGpu::open(rm.clone(), &address, Options::default())?;
+            let admission = gpu.admit(&ClientSpec {
+                vgpu,
+                vram_bytes: VRAM,
+                framebuffer_bytes: 0,
+                max_channels: 16,
+                max_import_bytes: 1 << 34,
+            })?;
+            let connection = admission.fd.context("The admission has no connection")?;
+            (Box::new(NvidiaClient::open(rm, connection)?), Owner(Box::new(gpu)))
+        }
     };
     let spec =
         FunctionSpec { vgpu, type_name: "OWNER".into(), display: None, doorbell_mapped: true };

@@ -19,7 +19,7 @@ use crate::load::{Load, LoadSpec, Progress};
 use crate::owner::Owner;
 use crate::solo::{self, Solo, SoloSpec};
 use crate::trouble::{self, Trouble};
-use crate::{GpuKind, owner};
+use crate::{GpuKind, jobs, owner};
 
 /// What a tenant process is started with.
 #[derive(Clone, Debug, Args)]
@@ -35,6 +35,8 @@ pub struct TenantArgs {
 /// What a tenant is told, one line of JSON each; it answers each with one.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Order {
+    /// Do every job once, and check it.
+    Jobs,
     /// Find out how long a kernel takes.
     Calibrate,
     /// Measure alone.
@@ -61,6 +63,7 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
     answer(&Ok("ready"))?;
     for line in std::io::stdin().lock().lines() {
         match serde_json::from_str(&line?)? {
+            Order::Jobs => answer(&Ok(jobs::run(&device)))?,
             Order::Calibrate => answer(&solo::calibrate(&device))?,
             Order::Solo(spec) => answer(&solo::measure(&device, &spec))?,
             Order::Load(spec) => {
@@ -133,6 +136,12 @@ impl Tenant {
             bail!("A tenant has ended");
         }
         serde_json::from_str::<std::result::Result<T, String>>(&line)?.map_err(anyhow::Error::msg)
+    }
+
+    /// Does every job, and says how each went.
+    pub fn jobs(&mut self) -> Result<Vec<(String, Result<String, String>)>> {
+        self.tell(&Order::Jobs)?;
+        self.hear()
     }
 
     /// Nanoseconds that 1000 iterations of a spin's thread take.
