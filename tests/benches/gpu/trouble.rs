@@ -17,6 +17,8 @@ use crate::solo::spin;
 
 /// How long a fault may take until its guest is told.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for garbage, which may happen to mean nothing at all.
+const GARBAGE_PATIENCE: Duration = Duration::from_millis(300);
 
 /// What a guest does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -68,7 +70,7 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
             let mut methods = Methods::new();
             endless.push(&mut methods);
             channel.submit(&methods)?;
-            error_of(&channel)
+            error_of(&channel, PATIENCE)
         }
         Trouble::FaultStorm => {
             let mut told = Told::default();
@@ -103,7 +105,7 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
                     state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     channel.submit_raw(state);
                 }
-                let _ = error_of(&channel);
+                let _ = error_of(&channel, GARBAGE_PATIENCE);
                 rounds += 1;
             }
             Ok(Told { rounds, ..Told::default() })
@@ -117,13 +119,13 @@ fn fault(device: &Device) -> Result<Told> {
     let mut methods = Methods::new();
     copy::linear(&mut methods, nowhere, nowhere, 4096);
     channel.submit(&methods)?;
-    error_of(&channel)
+    error_of(&channel, PATIENCE)
 }
 
 /// Waits until the channel's guest is told that it is dead.
-fn error_of(channel: &Channel) -> Result<Told> {
+fn error_of(channel: &Channel, patience: Duration) -> Result<Told> {
     let start = Instant::now();
-    while start.elapsed() < PATIENCE {
+    while start.elapsed() < patience {
         match channel.check() {
             Ok(()) => std::thread::sleep(Duration::from_millis(1)),
             Err(GuestError::Channel { code, .. }) => {
@@ -133,5 +135,5 @@ fn error_of(channel: &Channel) -> Result<Told> {
             Err(other) => return Err(other.into()),
         }
     }
-    bail!("Nobody has told the guest within {} s", PATIENCE.as_secs())
+    bail!("Nobody has told the guest within {} ms", patience.as_millis())
 }
