@@ -34,6 +34,9 @@ fuzz_target!(|data: &[u8]| {
         .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
         .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
         .with(qmd::CONSTANT_BUFFER_SIZE_0, 0x1fff);
+    let block =
+        [qmd::CTA_THREAD_DIMENSION0, qmd::CTA_THREAD_DIMENSION1, qmd::CTA_THREAD_DIMENSION2]
+            .map(|field| descriptor.get(field));
     let mut bytes = descriptor.to_bytes();
     for _ in 0..input.byte() % 4 {
         bytes[usize::from(input.byte()) % qmd::BYTES] ^= input.byte();
@@ -63,6 +66,7 @@ fuzz_target!(|data: &[u8]| {
         bench.clear();
         bench.put(QMD, &bytes);
         bench.put(PROGRAM, blob.as_bytes());
+        bench.put(CONSTANTS + compute::BLOCK_BASE, block.as_bytes());
         bench.put(CONSTANTS + compute::PARAM_BASE, &params);
         let mut words = call(1, compute::SEND_PCAS_A, &[(va(QMD) >> 8) as u32]);
         words.extend(call(1, compute::SEND_SIGNALING_PCAS2_B, &[3]));

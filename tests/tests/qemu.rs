@@ -116,6 +116,20 @@ fn the_guests_own_driver_binds_and_every_job_is_right() {
 
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
+fn a_vgpu_without_a_display_does_every_job_too() {
+    let bench = Bench::new();
+    let socket = bench.host.start_vgpu(A, "SOFT-256MC", None).unwrap();
+    let mut vm = bench.boot(&bench.spec("headless").with_vgpu(&socket));
+    assert_eq!(job(&mut vm, "info")["type"], "SOFT-256MC");
+    for line in ["vadd --n 10000", "sgemm --n 64", "mandelbrot --width 320 --height 200"] {
+        job(&mut vm, line);
+    }
+    vm.guest.run("vgpu-guest --json copy --size 2", LIMIT).unwrap().success().unwrap();
+    vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
 fn a_vm_goes_on_after_a_reset_and_a_reboot() {
     let bench = Bench::new();
     let socket = bench.vgpu(A);

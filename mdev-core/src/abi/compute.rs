@@ -30,5 +30,9 @@ pub const SET_SHADER_LOCAL_MEMORY_WINDOW_A: u32 = 0x07b0;
 /// `SET_SHADER_LOCAL_MEMORY_WINDOW_B`: lower half, zero as well.
 pub const SET_SHADER_LOCAL_MEMORY_WINDOW_B: u32 = 0x07b4;
 
+/// Where kernels that compilers make read the threads of a block in x, y and z, 32 bits each, in constant buffer 0.
+pub const BLOCK_BASE: u64 = 0x0;
+/// The same for the blocks of the grid.
+pub const GRID_BASE: u64 = 0xc;
 /// Where a kernel's parameters start in constant buffer 0, in bytes.
 pub const PARAM_BASE: u64 = 0x210;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use mdev_core::abi::compute::{
-    INVALIDATE_SHADER_CACHES, INVALIDATE_SKED_CACHES, PCAS_INVALIDATE_COPY_SCHEDULE, SEND_PCAS_A,
-    SEND_SIGNALING_PCAS2_B, SET_SHADER_LOCAL_MEMORY_WINDOW_A, SET_SHADER_SHARED_MEMORY_WINDOW_A,
+    BLOCK_BASE, GRID_BASE, INVALIDATE_SHADER_CACHES, INVALIDATE_SKED_CACHES,
+    PCAS_INVALIDATE_COPY_SCHEDULE, SEND_PCAS_A, SEND_SIGNALING_PCAS2_B,
+    SET_SHADER_LOCAL_MEMORY_WINDOW_A, SET_SHADER_SHARED_MEMORY_WINDOW_A,
 };
 use mdev_core::abi::control::Features;
 use mdev_core::abi::host::SUBCHANNEL_COMPUTE as COMPUTE;
@@ -101,6 +102,8 @@ impl Launch {
             )));
         }
         page.store(Self::WINDOWS, &[SHARED_WINDOW, LOCAL_WINDOW, Self::STACK_TOP]);
+        page.store(Self::CONSTANTS + BLOCK_BASE, &shape.block);
+        page.store(Self::CONSTANTS + GRID_BASE, &shape.grid);
         let launch = Self { page, program };
         launch.set_parameters(parameters);
         launch.set_descriptor(&launch.descriptor(shape));

@@ -17,8 +17,8 @@ use crate::pool::Pool;
 
 /// Where Linux shows PCI functions.
 const DEVICES: &str = "/sys/bus/pci/devices";
-/// The vendor of the Bochs display adapter, whose id every vGPU has.
-const VENDOR: u16 = 0x1234;
+/// Vendors and devices of vGPUs: the Bochs display adapter, and an accelerator without a display.
+const IDS: [(u16, u16); 2] = [(0x1234, 0x1111), (0x1af4, 0x10f0)];
 /// Offset of the command register; bits 1 and 2 are memory space and bus master.
 const COMMAND: u64 = 0x04;
 const MEMORY_AND_MASTER: u16 = 0x6;
@@ -147,11 +147,11 @@ impl Bar {
 /// Whether a function has the size of our control registers where they would be. Nothing is touched.
 fn looks_right(folder: &Path) -> bool {
     resource_sizes(folder).is_ok_and(|sizes| sizes[3] == BAR_BYTES && sizes[1] > 0)
-        && vendor(folder) == Some(VENDOR)
+        && id(folder, "vendor").zip(id(folder, "device")).is_some_and(|id| IDS.contains(&id))
 }
 
-fn vendor(folder: &Path) -> Option<u16> {
-    let text = fs::read_to_string(folder.join("vendor")).ok()?;
+fn id(folder: &Path, which: &str) -> Option<u16> {
+    let text = fs::read_to_string(folder.join(which)).ok()?;
     u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
 }
 

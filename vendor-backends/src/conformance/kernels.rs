@@ -32,6 +32,7 @@ fn prepare<P: IntoBytes + Immutable>(
         param_bytes: kernel.param_bytes(),
     };
     driver.write(PROGRAM, program.as_bytes());
+    driver.write(CONSTANTS + compute::BLOCK_BASE, [block[0], block[1], 1].as_bytes());
     driver.write(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
     let (code, constants) = (driver.va(PROGRAM), driver.va(CONSTANTS) >> 6);
     Qmd::default()
@@ -162,6 +163,7 @@ pub fn bad_descriptors(driver: &mut Driver) {
         (good.clone().with(qmd::CWD_MEMBAR_TYPE, 0), notifier::GR_ERROR),
         (good.clone().with(qmd::REGISTER_COUNT, 0), notifier::GR_ERROR),
         (good.clone().with(qmd::BARRIER_COUNT, 17), notifier::GR_ERROR),
+        (good.clone().with(qmd::CTA_THREAD_DIMENSION0, 32), notifier::GR_ERROR),
         (good.clone().with(qmd::CTA_RASTER_WIDTH, 0), notifier::GR_ERROR),
         (good.clone().with(qmd::CTA_THREAD_DIMENSION0, 2000), notifier::GR_ERROR),
         (good.clone().with(qmd::CONSTANT_BUFFER_VALID_0, 0), notifier::GR_ERROR),

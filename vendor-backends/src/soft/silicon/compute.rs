@@ -128,7 +128,10 @@ impl ComputeClass {
             return Err(bad);
         }
         let at = constants.checked_add(abi::PARAM_BASE).ok_or(bad)?;
-        if params::<u64>(space, constants.wrapping_add(MEMORY_DESCRIPTOR))? != 0 {
+        // Machine code takes the block's size from here, and computes wrongly where it is another.
+        let block: [u32; 3] = params(space, constants.wrapping_add(abi::BLOCK_BASE))?;
+        let memory: u64 = params(space, constants.wrapping_add(MEMORY_DESCRIPTOR))?;
+        if block != extent.block || memory != 0 {
             return Err(bad);
         }
         let job = match kernel {

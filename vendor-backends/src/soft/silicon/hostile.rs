@@ -190,6 +190,7 @@ proptest! {
         let params: Vec<u32> = case.params.iter().enumerate()
             .map(|(index, data)| if index % 2 == 1 && index < 6 { (VA_START >> 32) as u32 } else { *data })
             .collect();
+        put(CONSTANTS, [case.grid[2] % 33, case.grid[3] % 33, 1].as_bytes());
         put(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
 
         let mut space = AddressSpace::new(Arc::clone(&memory), 0);
