@@ -1,304 +1,153 @@
-//! Shares, caps, throughput and attacks: what is promised, and what was measured.
+//! Shares, caps, throughput and attacks: what is promised, what was measured, and whether it was kept.
 //!
-//! `--quick` measures over short windows. Every figure is of the time that the host gave the engine, and is set against
-//! a baseline of the same run.
+//! Everything is real: `vgpud` with its workers and its software GPU, told by its API what to share; only the guests
+//! are threads of this process. Every figure is of the time that the host gave the engine, and what is compared is
+//! measured in turns.
+//!
+//! `cargo lab bench shares [PART...] [--quick]`; `--quick` measures over one second instead of ten.
 
 #[path = "shares/bed.rs"]
 mod bed;
+#[path = "shares/load.rs"]
+mod load;
+#[path = "shares/parts.rs"]
+mod parts;
+#[path = "shares/storm.rs"]
+mod storm;
 
+use std::fs;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::Result;
-use mdev_core::abi::control::reg;
-use mdev_core::gpu::EngineKind;
-use mdev_core::sched::{Core, Mode, Share};
+use anyhow::{Result, bail};
+use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 use system_tests::outcome::{Outcome, measuring, report};
-use vgpu_guest::channel::Channel;
-use vgpu_guest::device::Device;
-use vgpu_guest::pushbuffer::Methods;
-use vgpu_guest::work::Work;
-use vgpu_guest::work::spin::Spin;
 
-use self::bed::{Bed, Load, Window};
-
-const LONG: Duration = Duration::from_millis(10);
-const MIDDLE: Duration = Duration::from_micros(500);
-const SHORT: Duration = Duration::from_micros(50);
-/// Points of a hundred that a share may be off.
-const OFF: f64 = 1.0;
-/// Sets of hundredths asked for.
-const WEIGHTS: [&[u8]; 5] = [
-    &[80, 20],
-    &[80, 10, 10],
-    &[56, 28, 14],
-    &[50, 30, 15, 5],
-    &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 5, 5, 6, 6],
-];
+use self::bed::Bed;
 
 fn main() -> ExitCode {
     report("shares", run)
 }
 
+type Part = fn(&mut Bench) -> Result<()>;
+
+const PARTS: [(&str, Part); 7] = [
+    ("steady", parts::steady),
+    ("bursty", parts::bursty),
+    ("caps", parts::caps),
+    ("idle", parts::idle_neighbours),
+    ("throughput", parts::throughput),
+    ("change", parts::live_change),
+    ("attacks", parts::attacks),
+];
+
+/// One promise, and what became of it.
+#[derive(Debug)]
+struct Line {
+    promise: String,
+    measured: String,
+    kept: bool,
+    /// Hundredths of the time in which the engine waited for a core.
+    stolen: f64,
+}
+
 /// All measurements of a run.
+#[derive(Debug)]
 struct Bench {
     settle: Duration,
     window: Duration,
+    /// Iterations of a spin's thread that take 10 ms.
     iterations: u32,
-    lines: Vec<String>,
-    facts: Vec<Value>,
-    kept: bool,
-}
-
-fn run() -> Result<Outcome> {
-    let quick = !measuring() || std::env::args().any(|argument| argument == "--quick");
-    let (settle, window) = if quick { (300, 1000) } else { (1000, 10_000) };
-    let mut bench = Bench {
-        settle: Duration::from_millis(settle),
-        window: Duration::from_millis(window),
-        iterations: bed::calibrate()?,
-        lines: Vec::new(),
-        facts: Vec::new(),
-        kept: true,
-    };
-    bench.weighted(if measuring() { &WEIGHTS } else { &WEIGHTS[..1] })?;
-    if measuring() {
-        let solo = bench.throughput()?;
-        bench.caps(solo)?;
-        bench.idle_neighbours()?;
-        bench.live_change()?;
-        bench.attacks()?;
-    }
-    Ok(Outcome {
-        line: format!("windows of {window} ms\n  {}", bench.lines.join("\n  ")),
-        facts: json!({ "window_ms": window, "measured": bench.facts }),
-        kept: bench.kept,
-    })
-}
-
-fn soft(core: u8) -> Result<Share> {
-    Ok(Share::of(Some(Core::try_from(core)?)))
-}
-
-fn hard(core: u8) -> Result<Share> {
-    Ok(Share { mode: Mode::Hard, ..soft(core)? })
+    lines: Vec<Line>,
 }
 
 impl Bench {
-    fn note(&mut self, what: &str, measured: &str, promised: &str, kept: bool, window: &Window) {
-        let verdict = if kept { "ok" } else { "NOT KEPT" };
-        let line = format!(
-            "{what}: {measured} (promised {promised}): {verdict}; host took {:.0} %",
-            window.stolen
-        );
-        eprintln!("{line}");
-        self.facts.push(json!({
-            "what": what, "measured": measured, "promised": promised, "kept": kept,
-            "stolen": window.stolen,
-        }));
-        self.lines.push(line);
-        self.kept &= kept;
+    fn note(&mut self, promise: String, measured: String, kept: bool, stolen: f64) {
+        let verdict = if kept { "kept" } else { "NOT KEPT" };
+        eprintln!("{promise}: {measured}: {verdict}; the host took {stolen:.1} %");
+        self.lines.push(Line { promise, measured, kept, stolen });
     }
 
-    fn window(&self, guests: &[(Share, Load)]) -> Result<Window> {
-        Bed::new(guests, self.iterations)?.measure(self.settle, self.window)
+    fn kept(&self) -> bool {
+        self.lines.iter().all(|line| line.kept)
     }
 
-    fn weighted(&mut self, sets: &[&[u8]]) -> Result<()> {
-        for cores in sets {
-            for bursty in [false, true] {
-                let load = |index: usize| {
-                    let kernel = if index.is_multiple_of(2) { LONG } else { SHORT };
-                    if bursty { Load::Bursty(kernel) } else { Load::Steady(kernel) }
-                };
-                let guests = cores.iter().enumerate();
-                let guests: Vec<(Share, Load)> = guests
-                    .map(|(index, core)| Ok((soft(*core)?, load(index))))
-                    .collect::<Result<_>>()?;
-                let window = self.window(&guests)?;
-                let sum: f64 = cores.iter().map(|core| f64::from(*core)).sum();
-                let off = cores
-                    .iter()
-                    .zip(&window.shares)
-                    .map(|(core, share)| (share - f64::from(*core) / sum * 100.0).abs());
-                let off = off.fold(0.0, f64::max);
-                let shares: Vec<String> =
-                    window.shares.iter().map(|share| format!("{share:.1}")).collect();
-                let names: Vec<String> = cores.iter().map(u8::to_string).collect();
-                let what = format!(
-                    "weighted {} {}, kernels of 10 ms and 50 us",
-                    names.join("/"),
-                    if bursty { "bursty" } else { "steady" }
-                );
-                let measured = format!("{}, {off:.2} points off", shares.join("/"));
-                self.note(&what, &measured, "within 1 point", off <= OFF, &window);
-            }
+    fn table(&self) -> Table {
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        table.set_header(["promise", "measured", "kept", "host took"]);
+        for line in &self.lines {
+            let kept = if line.kept { "yes" } else { "NO" };
+            let stolen = format!("{:.1} %", line.stolen);
+            table.add_row([line.promise.as_str(), &line.measured, kept, &stolen]);
         }
-        Ok(())
-    }
-
-    /// Throughput of several together; that of one alone is the result.
-    fn throughput(&mut self) -> Result<f64> {
-        let mut solo = 0.0;
-        for count in [1, 2, 4, 8, 16] {
-            let window = self.window(&vec![(Share::of(None), Load::Steady(MIDDLE)); count])?;
-            let rate: f64 = window.rates.iter().sum();
-            if count == 1 {
-                solo = rate;
-            }
-            let part = rate / solo * 100.0;
-            let what = format!("throughput of {count} busy");
-            let measured = format!("{part:.1} % of one alone");
-            self.note(&what, &measured, "98 % or more", part >= 98.0, &window);
-        }
-        Ok(solo)
-    }
-
-    fn caps(&mut self, solo: f64) -> Result<()> {
-        let window = self.window(&[(hard(25)?, Load::Steady(MIDDLE))])?;
-        let part = window.rates[0] / solo * 100.0;
-        let measured =
-            format!("{part:.2} % of solo throughput, {:.2} % of engine time", window.used);
-        let kept = (part - 25.0).abs() <= OFF;
-        self.note("hard 25 alone", &measured, "25 +- 1", kept, &window);
-        let guests = [(hard(10)?, Load::Steady(MIDDLE)), (soft(90)?, Load::Steady(MIDDLE))];
-        let window = self.window(&guests)?;
-        let measured = format!(
-            "{:.2} beside {:.2}, {:.1} % used",
-            window.shares[0], window.shares[1], window.used
-        );
-        let kept = (window.shares[0] - 10.0).abs() <= OFF;
-        self.note("hard 10 beside soft", &measured, "10 +- 1", kept, &window);
-        Ok(())
-    }
-
-    fn idle_neighbours(&mut self) -> Result<()> {
-        let guests =
-            [(soft(20)?, Load::Steady(MIDDLE)), (soft(40)?, Load::Idle), (soft(40)?, Load::Idle)];
-        let window = self.window(&guests)?;
-        let measured = format!("{:.1} % of the GPU used", window.used);
-        self.note(
-            "soft 20 beside idle 40 and 40",
-            &measured,
-            "98 % or more",
-            window.used >= 98.0,
-            &window,
-        );
-        Ok(())
-    }
-
-    /// How long until a new share shows, in the worst of ten changes.
-    fn live_change(&mut self) -> Result<()> {
-        const SEEN: Duration = Duration::from_millis(25);
-        let guests = [(soft(50)?, Load::Steady(MIDDLE)), (soft(50)?, Load::Steady(MIDDLE))];
-        let mut bed = Bed::new(&guests, self.iterations)?;
-        bed.tick(self.settle)?;
-        let mut worst = Duration::ZERO;
-        for round in 0..10 {
-            let (first, second) = if round % 2 == 0 { (80, 20) } else { (20, 80) };
-            // The smaller first, so that there is room for the larger.
-            let order =
-                if round % 2 == 0 { [(1, second), (0, first)] } else { [(0, first), (1, second)] };
-            let asked = Instant::now();
-            for (index, core) in order {
-                bed.change(index, soft(core)?)?;
-            }
-            loop {
-                let (from, before) = (asked.elapsed(), bed.used()?);
-                thread::sleep(SEEN);
-                let after = bed.used()?;
-                let used: Vec<f64> = after.iter().zip(before).map(|(a, b)| a - b).collect();
-                let share = used[0] / (used[0] + used[1]).max(1.0) * 100.0;
-                if (share - f64::from(first)).abs() <= 10.0 {
-                    worst = worst.max(from);
-                    break;
-                }
-                if asked.elapsed() > Duration::from_secs(2) {
-                    worst = asked.elapsed();
-                    break;
-                }
-            }
-            bed.tick(Duration::from_millis(300))?;
-        }
-        let measured = format!("{:.1} ms at most, of ten changes", worst.as_secs_f64() * 1e3);
-        let kept = worst <= Duration::from_millis(50);
-        self.note("live change from 80/20 to 20/80", &measured, "50 ms", kept, &Window::default());
-        Ok(())
-    }
-
-    fn attacks(&mut self) -> Result<()> {
-        let victims = [
-            (soft(50)?, Load::Steady(MIDDLE)),
-            (soft(30)?, Load::Steady(SHORT)),
-            (soft(20)?, Load::Steady(MIDDLE)),
-        ];
-        let baseline = self.window(&victims)?;
-        let guests = [victims[0], victims[1], (soft(20)?, Load::Idle)];
-        let full: f64 = baseline.rates.iter().sum();
-        for attack in [Attack::Endless, Attack::Doorbells, Attack::Mailbox, Attack::Maps] {
-            let mut bed = Bed::new(&guests, self.iterations)?;
-            let stop = Arc::new(AtomicBool::new(false));
-            let (device, ends) = (bed.tenants[2].guest.device.clone(), Arc::clone(&stop));
-            let attacker = thread::spawn(move || attack.run(&device, &ends));
-            let window = bed.measure(self.settle, self.window);
-            stop.store(true, Ordering::Relaxed);
-            drop(attacker.join());
-            let window = window?;
-            let lost =
-                (0..2).map(|index| (baseline.rates[index] - window.rates[index]) / full * 100.0);
-            let lost = lost.fold(f64::MIN, f64::max);
-            let what = format!("beside a vGPU with {}", attack.name());
-            let measured = format!("the others lose {lost:.2} points at most");
-            self.note(&what, &measured, "less than 2", lost < 2.0, &window);
-        }
-        Ok(())
+        table
     }
 }
 
-/// The worst that a guest can do.
-#[derive(Clone, Copy, Debug)]
-enum Attack {
-    Endless,
-    Doorbells,
-    Mailbox,
-    Maps,
-}
-
-impl Attack {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Endless => "an endless kernel",
-            Self::Doorbells => "a storm of doorbells and wake-ups",
-            Self::Mailbox => "a storm of mailbox requests",
-            Self::Maps => "a storm of maps and unmaps",
+fn run() -> Result<Outcome> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let quick = !measuring() || arguments.iter().any(|argument| argument == "--quick");
+    let wanted: Vec<&String> = arguments.iter().filter(|one| !one.starts_with('-')).collect();
+    let names = PARTS.map(|(name, _)| name);
+    if let Some(unknown) = wanted.iter().find(|name| !names.contains(&name.as_str())) {
+        bail!("There is no part {unknown:?}, but {}", names.join(", "));
+    }
+    let (settle, window) = if quick { (300, 1000) } else { (1000, 10_000) };
+    let before = Host::read()?;
+    let mut bench = Bench {
+        settle: Duration::from_millis(settle),
+        window: Duration::from_millis(window),
+        iterations: Bed::calibrate()?,
+        lines: Vec::new(),
+    };
+    for (name, part) in PARTS {
+        let all = measuring() && wanted.is_empty();
+        // As a test, one part is enough to see that it still runs.
+        if all || wanted.iter().any(|one| *one == name) || !measuring() && name == "idle" {
+            part(&mut bench)?;
         }
     }
+    let host = Host::read()?.since(&before);
+    let lines: Vec<Value> = bench
+        .lines
+        .iter()
+        .map(|line| {
+            json!({
+                "promise": line.promise, "measured": line.measured, "kept": line.kept,
+                "stolen": line.stolen,
+            })
+        })
+        .collect();
+    Ok(Outcome {
+        line: format!("windows of {window} ms, {host}\n{}", bench.table()),
+        facts: json!({ "window_ms": window, "host": host, "measured": lines }),
+        kept: bench.kept(),
+    })
+}
 
-    fn run(self, device: &Device, stop: &AtomicBool) -> Result<()> {
-        let mut channel = Channel::new(device, EngineKind::Compute)?;
-        let (name, mut methods) = (channel.name(), Methods::new());
-        let spin = Spin::new(device, if matches!(self, Self::Endless) { u32::MAX } else { 100 })?;
-        spin.push(&mut methods);
-        channel.submit(&methods)?;
-        let offset = device.take_vram(1 << 20)?;
-        while !stop.load(Ordering::Relaxed) {
-            match self {
-                Self::Endless => thread::sleep(Duration::from_millis(10)),
-                Self::Doorbells => {
-                    device.platform().ring(name.token);
-                    device.platform().write32(reg::WAKE, name.token);
-                }
-                Self::Mailbox => drop(device.query_channel(name.channel)?),
-                Self::Maps => {
-                    let va = device.map_vram(offset, 1 << 20)?;
-                    device.unmap(va, 1 << 20)?;
-                }
-            }
+/// The host's clocks, in ticks: how busy it was, and how much a hypervisor took.
+#[derive(Debug)]
+struct Host([u64; 8]);
+
+impl Host {
+    fn read() -> Result<Self> {
+        let stat = fs::read_to_string("/proc/stat")?;
+        let mut ticks = [0; 8];
+        let first = stat.split_whitespace().skip(1);
+        for (tick, word) in ticks.iter_mut().zip(first) {
+            *tick = word.parse()?;
         }
-        Ok(())
+        Ok(Self(ticks))
+    }
+
+    fn since(&self, before: &Self) -> String {
+        let ticks: Vec<f64> = self.0.iter().zip(before.0).map(|(a, b)| (a - b) as f64).collect();
+        let all: f64 = ticks.iter().sum::<f64>().max(1.0);
+        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let idle = (ticks[3] + ticks[4]) / all * 100.0;
+        let steal = ticks[7] / all * 100.0;
+        format!("{cpus} CPUs, {idle:.0} % idle, {steal:.1} % taken by a hypervisor")
     }
 }

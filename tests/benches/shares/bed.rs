@@ -1,270 +1,268 @@
-//! What is measured on: a GPU, its guests with their loads, the scheduler as the manager runs it, and the clocks.
+//! What is measured on: a daemon with a software GPU, its vGPUs with their guests and loads, and the clocks.
 
 use std::fs;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use mdev_core::gpu::{EngineKind, Gpu, UsageReport};
-use mdev_core::sched::{Action, Config, Event, Scheduler, Share};
+use mdev_core::ids::VgpuId;
+use mdev_core::sched::Share;
 use mdev_core::units::MIB;
-use system_tests::parent::{Guest, Parent, Vgpu};
-use vgpu_guest::GuestError;
+use serde_json::{Value, json};
+use system_tests::Vgpud;
+use system_tests::ram::Ram;
+use system_tests::stranger::Stranger;
+use uuid::Uuid;
+use vendor_backends::soft::SoftGpu;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
-use vgpu_guest::pushbuffer::Methods;
-use vgpu_guest::work::Work;
 use vgpu_guest::work::spin::Spin;
 
-/// How often the manager reads the counters.
-const PERIOD: Duration = Duration::from_millis(100);
-/// Entries of a load's ring.
-const ENTRIES: u32 = 1024;
-/// Most work that a load queues.
-const QUEUE: Duration = Duration::from_millis(200);
+use super::load::{Load, Running};
 
-/// What a guest does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Load {
-    /// Kernels of that length, the queue topped up all the time.
-    Steady(Duration),
-    /// The same, in bursts: the queue is filled when it is nearly empty.
-    Bursty(Duration),
-    /// Nothing.
-    Idle,
-}
+/// How often counters are looked at: who has work is known so exactly.
+const LOOK: Duration = Duration::from_millis(5);
 
-/// One guest and its load.
+/// One vGPU with its guest.
 #[derive(Debug)]
 pub struct Tenant {
-    /// The guest.
-    pub guest: Guest,
-    thread: Option<JoinHandle<Result<(), GuestError>>>,
-    spin: Option<Arc<Spin>>,
-}
-
-impl Tenant {
-    /// Work done since the load began.
-    fn work(&self) -> f64 {
-        let Some(spin) = &self.spin else { return 0.0 };
-        // Blocks, since a reading may come in the middle of a launch.
-        f64::from(spin.blocks()) * f64::from(spin.iterations())
-    }
+    uuid: String,
+    id: VgpuId,
+    /// The guest's device.
+    pub device: Device,
+    share: Share,
+    /// Its load, where it has one.
+    pub load: Option<Running>,
 }
 
 /// A GPU with guests.
 #[derive(Debug)]
 pub struct Bed {
-    parent: Parent,
-    /// The manager's scheduler.
-    scheduler: Scheduler,
     /// Its guests.
     pub tenants: Vec<Tenant>,
-    stop: Arc<AtomicBool>,
+    /// A connection to the silicon besides the manager's, for its counters.
+    gpu: SoftGpu,
+    /// The engine's thread, in `/proc`.
     engine: String,
+    vgpud: Vgpud,
 }
 
 /// What one window showed.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
-    /// Hundredths of the engine time that was used, of each guest.
-    pub shares: Vec<f64>,
-    /// Hundredths of the time that the host gave the engine.
-    pub used: f64,
-    /// Work done by each, per nanosecond that the host gave the engine.
-    pub rates: Vec<f64>,
-    /// Hundredths of the time in which the engine waited for a core.
-    pub stolen: f64,
+    /// Engine time that each used, in nanoseconds.
+    pub used: Vec<f64>,
+    /// Engine time that was due to each: at each moment, what was used then is divided among those that had work, by
+    /// their shares.
+    pub due: Vec<f64>,
+    /// Work that each did.
+    pub work: Vec<f64>,
+    /// Nanoseconds that the window lasted.
+    pub wall: f64,
+    /// Of these, the engine waited for a core.
+    pub delay: f64,
+    /// Time in which each had work, in nanoseconds.
+    pub busy: Vec<f64>,
 }
 
-struct Reading {
-    usage: UsageReport,
+impl Window {
+    /// Nanoseconds that the host gave the engine.
+    pub fn available(&self) -> f64 {
+        (self.wall - self.delay).max(1.0)
+    }
+
+    /// Hundredths of the time in which the engine waited for a core.
+    pub fn stolen(&self) -> f64 {
+        self.delay / self.wall.max(1.0) * 100.0
+    }
+
+    /// Hundredths of the available time that were used.
+    pub fn utilisation(&self) -> f64 {
+        self.used.iter().sum::<f64>() / self.available() * 100.0
+    }
+
+    /// Hundredths of the time that was used, of each.
+    pub fn shares(&self) -> Vec<f64> {
+        let all: f64 = self.used.iter().sum::<f64>().max(1.0);
+        self.used.iter().map(|used| used / all * 100.0).collect()
+    }
+
+    /// How far each is from what was due to it, in hundredths of what was used.
+    pub fn errors(&self) -> Vec<f64> {
+        let all: f64 = self.used.iter().sum::<f64>().max(1.0);
+        self.used.iter().zip(&self.due).map(|(used, due)| (used - due) / all * 100.0).collect()
+    }
+
+    /// Work of all for each nanosecond available.
+    pub fn rate(&self) -> f64 {
+        self.work.iter().sum::<f64>() / self.available()
+    }
+
+    /// Adds another window of the same guests.
+    pub fn add(&mut self, other: &Self) {
+        let add = |sum: &mut Vec<f64>, more: &[f64]| {
+            sum.resize(more.len(), 0.0);
+            sum.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
+        };
+        add(&mut self.used, &other.used);
+        add(&mut self.due, &other.due);
+        add(&mut self.work, &other.work);
+        add(&mut self.busy, &other.busy);
+        self.wall += other.wall;
+        self.delay += other.delay;
+    }
+}
+
+/// The counters at a moment.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    /// When, by the GPU's clock.
+    pub at_ns: u64,
+    /// Engine time of each guest, in nanoseconds.
+    pub engine: Vec<f64>,
+    wait: Vec<f64>,
     work: Vec<f64>,
-    at: Instant,
-    delay: u64,
+    /// For how long the engine has waited for a core, in nanoseconds.
+    pub delay: f64,
 }
 
 impl Bed {
     /// Guests with shares and loads, which begin at once. `iterations` is what takes 10 ms.
     pub fn new(guests: &[(Share, Load)], iterations: u32) -> Result<Self> {
-        let before = engine_threads()?;
-        let parent = Parent::start(256 * MIB)?;
-        let engine = engine_threads()?.into_iter().find(|engine| !before.contains(engine));
-        let engine = engine.context("There is no engine")?;
-        let gpu = parent.gpu.describe();
-        let config = Config::new(gpu.default_timeslice);
-        let scheduler = Scheduler::new(config, gpu.capabilities.into());
-        let stop = Arc::new(AtomicBool::new(false));
-        let mut bed = Self { parent, scheduler, tenants: Vec::new(), stop, engine };
-        let small = Vgpu { vram: 8 * MIB, ram: 16 * MIB, piece: 64 << 10, ..Vgpu::default() };
+        let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=4G"])?;
+        let admin = vgpud.run_dir().join("parents").join("soft0");
+        let run: Value = serde_json::from_slice(&fs::read(admin.join("run.json"))?)?;
+        let pid = run["process"]["pid"].as_u64().context("The GPU has no process")?;
+        let gpu = SoftGpu::connect(&admin.join("admin.sock"))?;
+        let mut bed = Self { tenants: Vec::new(), gpu, engine: engine_thread(pid)?, vgpud };
         for (share, _) in guests {
-            let guest = bed.parent.guest(small)?;
-            let started = Event::VgpuStarted { id: guest.id, share: *share, max_instances: 16 };
-            let actions = bed.scheduler.handle(started)?;
-            bed.apply(&actions)?;
-            bed.tenants.push(Tenant { guest, thread: None, spin: None });
+            let request =
+                json!({ "mdev_type": "SOFT-256MQ", "attrs": attributes(*share), "run": true });
+            let uuid = bed.vgpud.create(&request)?;
+            let ram = Ram::new(16 * MIB, 64 << 10)?;
+            let platform = Stranger::attach(&bed.vgpud.vfio_socket(&uuid), ram)?;
+            let device = Device::open(Box::new(platform))?;
+            let id = VgpuId(Uuid::parse_str(&uuid)?);
+            bed.tenants.push(Tenant { uuid, id, device, share: *share, load: None });
         }
-        for (tenant, (_, load)) in bed.tenants.iter_mut().zip(guests) {
-            let (Load::Steady(kernel) | Load::Bursty(kernel)) = *load else { continue };
-            let steps = kernel.as_nanos() * u128::from(iterations) / 10_000_000;
-            let steps = u32::try_from(steps)?.max(1);
-            let spin = Arc::new(Spin::new(&tenant.guest.device, steps)?);
-            let bursty = matches!(load, Load::Bursty(_));
-            let (device, stop) = (tenant.guest.device.clone(), Arc::clone(&bed.stop));
-            tenant.spin = Some(Arc::clone(&spin));
-            tenant.thread =
-                Some(thread::spawn(move || generate(&device, &spin, kernel, bursty, &stop)));
+        for (seed, (tenant, (_, load))) in bed.tenants.iter_mut().zip(guests).enumerate() {
+            tenant.load = Running::start(&tenant.device, *load, iterations, seed as u64 + 1)?;
         }
         Ok(bed)
     }
 
-    /// Lets the loads run for so long.
-    pub fn tick(&mut self, time: Duration) -> Result<()> {
-        let start = Instant::now();
-        while start.elapsed() < time {
-            thread::sleep(PERIOD.min(time.saturating_sub(start.elapsed())));
-            let usage = self.parent.gpu.usage()?;
-            let actions = self.scheduler.handle(Event::UsageReport(&usage))?;
-            self.apply(&actions)?;
-        }
-        Ok(())
+    /// Iterations of a spin's thread that take 10 ms of engine time.
+    pub fn calibrate() -> Result<u32> {
+        let bed = Self::new(&[(Share::of(None), Load::Idle)], 1)?;
+        let device = &bed.tenants[0].device;
+        let mut channel = Channel::new(device, EngineKind::Compute)?;
+        let mut spin = Spin::new(device, 1)?;
+        spin.calibrate(&mut channel, Duration::from_millis(10))?;
+        Ok(spin.iterations())
     }
 
     /// Measures over a window, after a time to settle.
     pub fn measure(&mut self, settle: Duration, window: Duration) -> Result<Window> {
-        self.tick(settle)?;
-        let before = self.read()?;
-        self.tick(window)?;
-        let after = self.read()?;
-        let wall = (after.at - before.at).as_nanos() as f64;
-        let delay = (after.delay - before.delay) as f64;
-        let available = (wall - delay).max(1.0);
-        let used: Vec<f64> = self
-            .engine_ns(&after.usage)
-            .iter()
-            .zip(self.engine_ns(&before.usage))
-            .map(|(a, b)| a - b)
-            .collect();
-        let total: f64 = used.iter().sum();
-        let rates = after.work.iter().zip(&before.work).map(|(a, b)| (a - b) / available);
+        thread::sleep(settle);
+        let first = self.read()?;
+        let mut last = first.clone();
+        let count = self.tenants.len();
+        let (mut due, mut busy) = (vec![0.0; count], vec![0.0; count]);
+        let start = Instant::now();
+        while start.elapsed() < window {
+            thread::sleep(LOOK.min(window.saturating_sub(start.elapsed())));
+            let next = self.read()?;
+            let elapsed = next.at_ns.saturating_sub(last.at_ns) as f64;
+            let delta = |after: &[f64], before: &[f64], index: usize| after[index] - before[index];
+            let used = |index| delta(&next.engine, &last.engine, index);
+            let active =
+                |index| (used(index) + delta(&next.wait, &last.wait, index)).clamp(0.0, elapsed);
+            let weigh = |index: usize| self.weight(index) * active(index);
+            let weight: f64 = (0..count).map(weigh).sum::<f64>().max(1.0);
+            let all: f64 = (0..count).map(used).sum();
+            for index in 0..count {
+                due[index] += all * weigh(index) / weight;
+                busy[index] += active(index);
+            }
+            last = next;
+        }
+        let since = |after: &[f64], before: &[f64]| -> Vec<f64> {
+            after.iter().zip(before).map(|(after, before)| after - before).collect()
+        };
         Ok(Window {
-            shares: used.iter().map(|used| used / total.max(1.0) * 100.0).collect(),
-            used: total / available * 100.0,
-            rates: rates.collect(),
-            stolen: delay / wall * 100.0,
+            used: since(&last.engine, &first.engine),
+            due,
+            work: since(&last.work, &first.work),
+            wall: last.at_ns.saturating_sub(first.at_ns) as f64,
+            delay: last.delay - first.delay,
+            busy,
         })
     }
 
-    /// Changes a share while everything runs.
+    fn weight(&self, index: usize) -> f64 {
+        self.tenants[index].share.core.map_or(1.0, |core| f64::from(core.get()))
+    }
+
+    /// Changes a share while everything runs, as an operator does.
     pub fn change(&mut self, index: usize, share: Share) -> Result<()> {
-        let id = self.tenants[index].guest.id;
-        let actions = self.scheduler.handle(Event::ShareChanged { id, share })?;
-        self.apply(&actions)
-    }
-
-    /// Engine time of each guest so far, in nanoseconds.
-    pub fn used(&mut self) -> Result<Vec<f64>> {
-        let usage = self.parent.gpu.usage()?;
-        Ok(self.engine_ns(&usage))
-    }
-
-    fn engine_ns(&self, usage: &UsageReport) -> Vec<f64> {
-        let of = |tenant: &Tenant| {
-            let found = usage.vgpus.iter().find(|(id, _)| *id == tenant.guest.id);
-            found.map_or(0.0, |(_, usage)| usage.engine_ns as f64)
-        };
-        self.tenants.iter().map(of).collect()
-    }
-
-    fn read(&mut self) -> Result<Reading> {
-        let usage = self.parent.gpu.usage()?;
-        let work = self.tenants.iter().map(Tenant::work).collect();
-        Ok(Reading { usage, work, at: Instant::now(), delay: run_delay(&self.engine)? })
-    }
-
-    fn apply(&mut self, actions: &[Action]) -> Result<()> {
-        for action in actions {
-            match *action {
-                Action::SetTimeslice(id, slice) => self.parent.gpu.set_timeslice(id, slice)?,
-                Action::SetBudget(id, budget) => self.parent.gpu.set_budget(id, budget)?,
-                Action::Gate(id, open) => self.parent.gpu.set_gate(id, open)?,
-            }
-        }
+        let tenant = &mut self.tenants[index];
+        let change = json!({ "attrs": attributes(share), "target": "live" });
+        self.vgpud.call("PATCH", &format!("/v1/vgpus/{}", tenant.uuid), Some(&change))?;
+        tenant.share = share;
         Ok(())
     }
-}
 
-impl Drop for Bed {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        for tenant in &mut self.tenants {
-            if let Some(thread) = tenant.thread.take() {
-                match thread.join() {
-                    Ok(Ok(())) => {}
-                    Ok(Err(error)) => eprintln!("shares: a load has failed: {error}"),
-                    Err(_) => eprintln!("shares: a load has panicked"),
-                }
-            }
+    /// Stops all loads from handing in work, or lets them go on.
+    pub fn pause(&self, paused: bool) {
+        for load in self.tenants.iter().filter_map(|tenant| tenant.load.as_ref()) {
+            load.pause(paused);
         }
+    }
+
+    /// Reads all counters.
+    pub fn read(&mut self) -> Result<Reading> {
+        let usage = self.gpu.usage()?;
+        let work =
+            self.tenants.iter().map(|tenant| tenant.load.as_ref().map_or(0.0, Running::work));
+        Ok(Reading {
+            at_ns: usage.now_ns,
+            engine: self.of(&usage, |usage| usage.engine_ns),
+            wait: self.of(&usage, |usage| usage.wait_ns),
+            work: work.collect(),
+            delay: run_delay(&self.engine)?,
+        })
+    }
+
+    fn of(&self, report: &UsageReport, field: impl Fn(&mdev_core::gpu::Usage) -> u64) -> Vec<f64> {
+        let find = |tenant: &Tenant| {
+            let found = report.vgpus.iter().find(|(id, _)| *id == tenant.id);
+            found.map_or(0.0, |(_, usage)| field(usage) as f64)
+        };
+        self.tenants.iter().map(find).collect()
     }
 }
 
-/// Iterations of a spin's thread that take 10 ms of engine time.
-pub fn calibrate() -> Result<u32> {
-    let mut parent = Parent::start(16 * MIB)?;
-    let guest = parent.guest(Vgpu { vram: 8 * MIB, ram: 16 * MIB, ..Vgpu::default() })?;
-    let mut channel = Channel::new(&guest.device, EngineKind::Compute)?;
-    let mut spin = Spin::new(&guest.device, 1)?;
-    spin.calibrate(&mut channel, Duration::from_millis(10))?;
-    Ok(spin.iterations())
+/// A share as attributes of a definition.
+fn attributes(share: Share) -> Value {
+    let core = share.core.map(|core| json!({ "core": core.to_string() }));
+    let mode = share.core.map(|_| json!({ "mode": share.mode.name() }));
+    core.into_iter().chain(mode).collect()
 }
 
-/// Keeps a ring full without using much of a core, which the engine may need.
-fn generate(
-    device: &Device,
-    spin: &Spin,
-    kernel: Duration,
-    bursty: bool,
-    stop: &AtomicBool,
-) -> Result<(), GuestError> {
-    let mut channel = Channel::with_entries(device, EngineKind::Compute, ENTRIES)?;
-    let mut methods = Methods::new();
-    spin.push(&mut methods);
-    let most =
-        (QUEUE.as_nanos() / kernel.as_nanos().max(1)).clamp(4, u128::from(ENTRIES) - 4) as usize;
-    let low = if bursty { most / 4 } else { most - 1 };
-    let mut queued = std::collections::VecDeque::new();
-    while !stop.load(Ordering::Relaxed) {
-        while queued.front().is_some_and(|fence| channel.is_done(*fence)) {
-            queued.pop_front();
-        }
-        if queued.len() <= low {
-            while queued.len() < most {
-                queued.push_back(channel.submit(&methods)?);
-            }
-        }
-        thread::sleep(Duration::from_millis(4));
-    }
-    Ok(())
-}
-
-/// Engines of this process: GPUs that are in use, and some that are about to end.
-fn engine_threads() -> Result<Vec<String>> {
-    let mut engines = Vec::new();
-    for task in fs::read_dir("/proc/self/task")? {
+/// The engine of a software GPU.
+fn engine_thread(pid: u64) -> Result<String> {
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
         let path = task?.path().display().to_string();
-        let comm = fs::read_to_string(format!("{path}/comm")).unwrap_or_default();
-        if comm.trim() == "soft-engine" {
-            engines.push(path);
+        if fs::read_to_string(format!("{path}/comm"))?.trim() == "soft-engine" {
+            return Ok(path);
         }
     }
-    Ok(engines)
+    anyhow::bail!("The GPU has no engine")
 }
 
 /// For how long a thread has waited for a core, in nanoseconds.
-fn run_delay(task: &str) -> Result<u64> {
+fn run_delay(task: &str) -> Result<f64> {
     let text = fs::read_to_string(format!("{task}/schedstat"))?;
     Ok(text.split_whitespace().nth(1).context("No run delay")?.parse()?)
 }

@@ -1,0 +1,312 @@
+//! The promises, one after the other.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use mdev_core::sched::{Core, Mode, Share};
+
+use super::Bench;
+use super::bed::{Bed, Reading, Window};
+use super::load::Load;
+use super::storm::{Attack, Storm};
+
+const LONG: Duration = Duration::from_millis(10);
+const MIDDLE: Duration = Duration::from_micros(500);
+const SHORT: Duration = Duration::from_micros(50);
+/// Points of a hundred that a share may be off.
+const OFF: f64 = 1.0;
+/// Points that vGPUs may lose to one that does its worst.
+const LOST: f64 = 2.0;
+/// Hundredths of the time that are to be used, and of one vGPU's throughput that many have together.
+const USED: f64 = 98.0;
+/// Within so much a change of a share is in force.
+const IN_FORCE: Duration = Duration::from_millis(50);
+/// Turns in which what is compared is measured.
+const TURNS: u32 = 5;
+/// Sets of hundredths asked for.
+const WEIGHTS: [(&str, &[u8]); 5] = [
+    ("80/20", &[80, 20]),
+    ("80/10/10", &[80, 10, 10]),
+    ("4/2/1", &[56, 28, 14]),
+    ("50/30/15/5", &[50, 30, 15, 5]),
+    ("sixteen unequal", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 5, 5, 6, 6]),
+];
+
+fn soft(core: u8) -> Result<Share> {
+    Ok(Share::of(Some(Core::try_from(core)?)))
+}
+
+fn hard(core: u8) -> Result<Share> {
+    Ok(Share { mode: Mode::Hard, ..soft(core)? })
+}
+
+fn names(values: &[f64]) -> String {
+    let texts: Vec<String> = values.iter().map(|value| format!("{value:.1}")).collect();
+    texts.join("/")
+}
+
+/// Weights with work all the time, of long and short kernels.
+pub fn steady(bench: &mut Bench) -> Result<()> {
+    weighted(bench, "always busy", |index, _| Load::Steady(kernel(index)))
+}
+
+/// Weights with work that comes in bursts: without pauses, and with them for every other vGPU.
+pub fn bursty(bench: &mut Bench) -> Result<()> {
+    weighted(bench, "refilled in bursts", |index, _| Load::Refilled(kernel(index)))?;
+    // What takes 150 ms at its share comes at once. Both kinds of kernels are in either half.
+    weighted(bench, "on and off", |index, core| match index % 4 {
+        1 | 2 => Load::OnOff(kernel(index), Duration::from_micros(1500) * u32::from(core)),
+        _ => Load::Steady(kernel(index)),
+    })
+}
+
+fn kernel(index: usize) -> Duration {
+    if index.is_multiple_of(2) { LONG } else { SHORT }
+}
+
+fn weighted(bench: &mut Bench, what: &str, load: impl Fn(usize, u8) -> Load) -> Result<()> {
+    for (name, cores) in WEIGHTS {
+        let guests = cores.iter().enumerate();
+        let guests: Vec<(Share, Load)> = guests
+            .map(|(index, core)| Ok((soft(*core)?, load(index, *core))))
+            .collect::<Result<_>>()?;
+        let window = Bed::new(&guests, bench.iterations)?.measure(bench.settle, bench.window)?;
+        let off = window.errors().into_iter().map(f64::abs).fold(0.0, f64::max);
+        let mut measured = format!("{off:.2} points off");
+        if cores.len() <= 4 {
+            measured = format!("{}: {measured}", names(&window.shares()));
+        }
+        // A share is promised to those who have work: a load that failed to hand it in proves nothing.
+        let hungry = guests.iter().zip(&window.busy).filter(|((_, load), busy)| {
+            !matches!(load, Load::OnOff(..)) && **busy < 0.9 * window.wall
+        });
+        let hungry = hungry.count();
+        if hungry > 0 {
+            measured += &format!(", and {hungry} had too little work");
+        }
+        bench.note(
+            format!("{name}, {what}: within {OFF} point of the GPU"),
+            measured,
+            off <= OFF && hungry == 0,
+            window.stolen(),
+        );
+    }
+    Ok(())
+}
+
+/// Measures the loads of two beds in turns, so that whatever else changes on the host changes for both.
+fn compare(bench: &Bench, first: &mut Bed, second: &mut Bed) -> Result<(Window, Window)> {
+    let (mut sums, settle) = ([Window::default(), Window::default()], bench.settle / 4);
+    first.pause(true);
+    second.pause(true);
+    for _ in 0..TURNS {
+        for (bed, sum) in [&mut *first, &mut *second].into_iter().zip(&mut sums) {
+            bed.pause(false);
+            let window = bed.measure(settle, bench.window / TURNS)?;
+            bed.pause(true);
+            sum.add(&window);
+            // What is queued, until the other may begin.
+            drain(bed)?;
+        }
+    }
+    let [first, second] = sums;
+    Ok((first, second))
+}
+
+fn drain(bed: &mut Bed) -> Result<()> {
+    loop {
+        let before = bed.read()?;
+        std::thread::sleep(Duration::from_millis(20));
+        if bed.read()?.engine == before.engine {
+            return Ok(());
+        }
+    }
+}
+
+/// One alone and several at once: what switching costs.
+pub fn throughput(bench: &mut Bench) -> Result<()> {
+    let one = [(Share::of(None), Load::Steady(MIDDLE))];
+    let mut alone = Bed::new(&one, bench.iterations)?;
+    for count in [2, 4, 8, 16] {
+        let mut many = Bed::new(&vec![one[0]; count], bench.iterations)?;
+        let (solo, all) = compare(bench, &mut alone, &mut many)?;
+        let part = all.rate() / solo.rate() * 100.0;
+        bench.note(
+            format!("{count} busy do {USED} % or more of what one does alone"),
+            format!("{part:.1} %"),
+            part >= USED,
+            all.stolen().max(solo.stolen()),
+        );
+    }
+    Ok(())
+}
+
+/// Caps: alone, and beside one that takes what it gets.
+pub fn caps(bench: &mut Bench) -> Result<()> {
+    let mut solo = Bed::new(&[(Share::of(None), Load::Steady(MIDDLE))], bench.iterations)?;
+    let mut capped = Bed::new(&[(hard(25)?, Load::Steady(MIDDLE))], bench.iterations)?;
+    let (solo, capped) = compare(bench, &mut solo, &mut capped)?;
+    let part = capped.rate() / solo.rate() * 100.0;
+    bench.note(
+        "hard 25 alone: 25 +- 1 % of solo throughput".to_owned(),
+        format!("{part:.2} %, in {:.2} % of the time", capped.utilisation()),
+        (part - 25.0).abs() <= OFF,
+        capped.stolen().max(solo.stolen()),
+    );
+    let guests = [(hard(10)?, Load::Steady(MIDDLE)), (soft(90)?, Load::Steady(MIDDLE))];
+    let window = Bed::new(&guests, bench.iterations)?.measure(bench.settle, bench.window)?;
+    let part = window.used[0] / window.available() * 100.0;
+    bench.note(
+        "hard 10 beside soft 90: 10 +- 1 %".to_owned(),
+        format!("{part:.2} %; {:.1} % used by both", window.utilisation()),
+        (part - 10.0).abs() <= OFF,
+        window.stolen(),
+    );
+    Ok(())
+}
+
+/// Time that its owners do not use.
+pub fn idle_neighbours(bench: &mut Bench) -> Result<()> {
+    let guests =
+        [(soft(20)?, Load::Steady(MIDDLE)), (soft(40)?, Load::Idle), (soft(40)?, Load::Idle)];
+    let window = Bed::new(&guests, bench.iterations)?.measure(bench.settle, bench.window)?;
+    let used = window.utilisation();
+    bench.note(
+        format!("soft 20 beside idle 40 and 40: {USED} % of the GPU used"),
+        format!("{used:.1} %"),
+        used >= USED,
+        window.stolen(),
+    );
+    Ok(())
+}
+
+/// How long until a new share is in force: from the request to the moment from which use is as the new share says.
+pub fn live_change(bench: &mut Bench) -> Result<()> {
+    let steady = [Load::Steady(MIDDLE), Load::Steady(SHORT)];
+    let guests = [(soft(80)?, steady[0]), (soft(20)?, steady[1])];
+    let mut bed = Bed::new(&guests, bench.iterations)?;
+    let mut worst = worst_of(bench, &mut bed, |round| {
+        let (first, second) = if round % 2 == 0 { (20, 80) } else { (80, 20) };
+        // The smaller first, so that there is room for the larger.
+        let mut order = [(0, first), (1, second)];
+        order.sort_by_key(|(_, core)| *core);
+        let changes = order.map(|(index, core)| Ok((index, soft(core)?)));
+        (changes.into_iter().collect(), f64::from(first) / 100.0, false)
+    })?;
+    note_change(bench, "both ways between 80/20 and 20/80", &worst);
+    worst = worst_of(bench, &mut bed, |round| {
+        let first = if round % 2 == 0 { 20 } else { 80 };
+        let part = f64::from(first) / (f64::from(first) + 20.0);
+        (soft(first).map(|share| vec![(0, share)]), part, false)
+    })?;
+    note_change(bench, "of one, from 80 to 20 and back beside another's 20", &worst);
+    drop(bed);
+    let mut bed = Bed::new(&[(hard(50)?, Load::Steady(MIDDLE))], bench.iterations)?;
+    worst = worst_of(bench, &mut bed, |round| {
+        let first = if round % 2 == 0 { 25 } else { 50 };
+        (hard(first).map(|share| vec![(0, share)]), f64::from(first) / 100.0, true)
+    })?;
+    note_change(bench, "of a cap, from 50 to 25 and back", &worst);
+    Ok(())
+}
+
+type Change = (Result<Vec<(usize, Share)>>, f64, bool);
+
+fn note_change(bench: &mut Bench, what: &str, (worst, stolen): &(Option<Duration>, f64)) {
+    let measured = match worst {
+        Some(worst) => format!("{:.1} ms at most, of ten", worst.as_secs_f64() * 1e3),
+        None => "not within 250 ms".to_owned(),
+    };
+    let kept = worst.is_some_and(|worst| worst <= IN_FORCE);
+    bench.note(format!("A live change {what}: in force within 50 ms"), measured, kept, *stolen);
+}
+
+/// The longest time of ten changes until each was in force, and what the host took meanwhile.
+fn worst_of(
+    bench: &Bench,
+    bed: &mut Bed,
+    change: impl Fn(u32) -> Change,
+) -> Result<(Option<Duration>, f64)> {
+    std::thread::sleep(bench.settle);
+    let (mut worst, first) = (Some(Duration::ZERO), bed.read()?);
+    for round in 0..10 {
+        let (changes, part, of_all) = change(round);
+        // At any moment of the manager's own rhythm.
+        std::thread::sleep(Duration::from_millis(150 + u64::from(round) * 17));
+        let mut readings = vec![bed.read()?];
+        let asked = Instant::now();
+        for (index, share) in changes? {
+            bed.change(index, share)?;
+            readings.push(bed.read()?);
+        }
+        while asked.elapsed() < Duration::from_millis(250) {
+            std::thread::sleep(Duration::from_millis(1));
+            readings.push(bed.read()?);
+        }
+        worst = worst.zip(in_force(&readings, part, of_all)).map(|(a, b)| a.max(b));
+    }
+    let last = bed.read()?;
+    let took = last.delay - first.delay;
+    Ok((worst, took / last.at_ns.saturating_sub(first.at_ns) as f64 * 100.0))
+}
+
+/// From when on the first guest's use was `part` of all, or of the time: from there to every later moment it is no
+/// further from that than turns make it.
+fn in_force(readings: &[Reading], part: f64, of_time: bool) -> Option<Duration> {
+    // A turn of a few milliseconds, and of a cap's period.
+    let near = if of_time { 4e6 } else { 2e6 };
+    let all = |reading: &Reading| {
+        if of_time {
+            reading.at_ns as f64 - reading.delay
+        } else {
+            reading.engine.iter().sum::<f64>()
+        }
+    };
+    let is_kept = |from: usize| {
+        readings[from..].iter().all(|later| {
+            let used = later.engine[0] - readings[from].engine[0];
+            (used - part * (all(later) - all(&readings[from]))).abs() <= near
+        })
+    };
+    // The end of the time proves nothing.
+    let last = readings.last()?.at_ns.saturating_sub(100_000_000);
+    let from = (0..readings.len()).find(|from| is_kept(*from))?;
+    let at_ns = readings[from].at_ns;
+    (at_ns <= last).then(|| Duration::from_nanos(at_ns.saturating_sub(readings[0].at_ns)))
+}
+
+/// One vGPU that does its worst: what the others lose against the time in which it did its work like them.
+pub fn attacks(bench: &mut Bench) -> Result<()> {
+    let guests = [
+        (soft(50)?, Load::Steady(MIDDLE)),
+        (soft(30)?, Load::Steady(SHORT)),
+        (soft(20)?, Load::Steady(MIDDLE)),
+    ];
+    let mut bed = Bed::new(&guests, bench.iterations)?;
+    for attack in Attack::ALL {
+        let (mut peace, mut war) = (Window::default(), Window::default());
+        for _ in 0..TURNS {
+            peace.add(&bed.measure(bench.settle / 4, bench.window / TURNS)?);
+            let storm = Storm::start(&bed.tenants[2].device, attack)?;
+            war.add(&bed.measure(bench.settle / 4, bench.window / TURNS)?);
+            storm.end()?;
+        }
+        // Of the time that the host gave the engine, and of all time.
+        let engine = lost_points(&peace, &war, Window::available);
+        let wall = lost_points(&peace, &war, |window| window.wall);
+        bench.note(
+            format!("beside {}: the others lose less than {LOST} points", attack.name()),
+            format!("{engine:.2} points of engine time ({wall:.2} of wall time)"),
+            engine < LOST,
+            war.stolen(),
+        );
+    }
+    Ok(())
+}
+
+/// The most that one of the first two lost, in hundredths of what all did in peace.
+fn lost_points(peace: &Window, war: &Window, time: impl Fn(&Window) -> f64) -> f64 {
+    let full = peace.work.iter().sum::<f64>() / time(peace);
+    let lost = |index: usize| peace.work[index] / time(peace) - war.work[index] / time(war);
+    (0..2).map(|index| lost(index) / full * 100.0).fold(f64::MIN, f64::max)
+}
