@@ -68,12 +68,14 @@ impl Meter {
         self.budget
     }
 
-    /// Another budget from now on. What was saved or owed under the old one is kept, within the new one's bounds.
+    /// Another budget from now on. What was saved or owed under the old one is kept as far as it is worth one period
+    /// of the new one, so that the change is in force after that.
     pub fn set_budget(&mut self, budget: Budget, now_ns: u64) {
         self.advance(now_ns, true);
         let credit_ns = self.credit_ns;
         *self = Self::new(budget, self.at_ns);
-        self.credit_ns = credit_ns.min(self.credit_ns);
+        let most = self.credit_ns;
+        self.credit_ns = credit_ns.clamp(-most, most);
         self.open = self.credit_ns > 0;
     }
 
@@ -199,15 +201,20 @@ mod tests {
     }
 
     #[test]
-    fn another_budget_takes_over_debts_and_is_in_force_at_once() {
+    fn another_budget_is_in_force_within_its_period_whatever_was_owed() {
         let mut meter = Meter::new(quarter(), 0);
         meter.charge(100 * MS);
         meter.set_budget(Budget::part(0.5, Duration::from_millis(10)).unwrap(), 20 * MS);
-        assert_eq!(meter.credit_ns(), -92_500_000);
-        meter.advance(20 * MS + 180 * MS, true);
+        assert_eq!(meter.credit_ns(), -5_000_000);
+        // The debt is paid within one period, and then enough comes in for a turn.
+        meter.advance(20 * MS + 14 * MS, true);
         assert!(!meter.is_open());
-        meter.advance(20 * MS + 200 * MS, true);
+        meter.advance(20 * MS + 15 * MS, true);
         assert!(meter.is_open());
+        // What was saved is worth no more under a smaller one.
+        meter.advance(1000 * MS, true);
+        meter.set_budget(quarter(), 1000 * MS);
+        assert_eq!(meter.credit_ns(), 2_500_000);
     }
 
     proptest! {

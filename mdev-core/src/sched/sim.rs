@@ -118,7 +118,7 @@ impl Simulation {
     /// A parent without vGPUs.
     pub fn new(config: Config, enforcement: Enforcement, switch_ns: u64) -> Self {
         Self {
-            scheduler: Scheduler::new(config, enforcement),
+            scheduler: Scheduler::new(config, enforcement, 0),
             groups: Vec::new(),
             places: BTreeMap::new(),
             runlist: VecDeque::new(),

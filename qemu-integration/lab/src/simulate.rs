@@ -18,8 +18,10 @@ mod plot;
 /// Points of the GPU that a share may be off, and those beside vGPUs that do their worst.
 const OFF: f64 = 1.0;
 const OFF_HOSTILE: f64 = 2.0;
-/// Nanoseconds that a decision may take.
+/// Nanoseconds that a decision may take: about one vGPU at one reading, or about all after one change.
 const COST_NS: f64 = 2000.0;
+/// Changes of which the mean is taken.
+const CHANGES: usize = 2000;
 /// What it costs to switch, as on the software GPU.
 const SWITCH_NS: u64 = 2000;
 /// How late the manager asks.
@@ -64,10 +66,6 @@ impl Outcome {
 
     fn worst(&self) -> f64 {
         self.errors().fold(0.0, f64::max)
-    }
-
-    fn holds(&self) -> bool {
-        self.worst() <= if self.mix == "hostile" { OFF_HOSTILE } else { OFF }
     }
 
     fn mean(&self) -> f64 {
@@ -119,13 +117,35 @@ pub fn run(counts: &[u32], policy: Policy, enforcement: Enforcement, out: &Path)
     }
     plot::costs(&out.join("decisions.svg"), &outcomes)?;
     println!("{table}");
-    let kept = outcomes.iter().all(|outcome| outcome.holds() && outcome.decision_ns < COST_NS);
-    println!(
-        "Policy {policy}: promised are shares within {OFF} point of the GPU ({OFF_HOSTILE} beside hostile ones) and decisions under 2 us: {}; \
-         plots are in {}",
-        if kept { "kept" } else { "NOT KEPT" },
-        out.display()
+    let mut kept = true;
+    let mut promise = |what: String, measured: String, holds: bool| {
+        println!("{}  {what}: {measured}", if holds { "kept    " } else { "NOT KEPT" });
+        kept &= holds;
+    };
+    for (mixes, off) in [(&MIXES[..3], OFF), (&MIXES[3..], OFF_HOSTILE)] {
+        let of = outcomes.iter().filter(|outcome| mixes.contains(&outcome.mix));
+        let worst = of.map(Outcome::worst).fold(0.0, f64::max);
+        promise(
+            format!("{policy}, {}: shares within {off} point(s) of the GPU", mixes.join(", ")),
+            format!("{worst:.3} at most"),
+            worst <= off,
+        );
+    }
+    let most = outcomes.iter().map(|outcome| outcome.vgpus).max().unwrap_or_default();
+    let largest = || outcomes.iter().filter(|outcome| outcome.vgpus == most);
+    let reading = largest().map(|outcome| outcome.decision_ns).fold(0.0, f64::max);
+    promise(
+        format!("a decision about one of {most} vGPUs at a reading: less than 2 us"),
+        format!("{reading:.0} ns"),
+        reading < COST_NS,
     );
+    let change = largest().map(|outcome| outcome.change_ns).fold(0.0, f64::max);
+    promise(
+        format!("the decision after a share among {most} has changed: less than 2 us"),
+        format!("{change:.0} ns"),
+        change < COST_NS,
+    );
+    println!("Plots are in {}", out.display());
     Ok(kept)
 }
 
@@ -245,7 +265,7 @@ fn fill(members: &mut [Member], policy: Policy, count: u32) {
     }
 }
 
-/// What deciding costs on this machine, at its quietest.
+/// What deciding costs on this machine, at its quietest: for one vGPU at a reading, and after one change.
 fn costs(sim: &Simulation, usage: &UsageReport) -> Result<(f64, f64)> {
     let mut scheduler = sim.scheduler().clone();
     let mut report = usage.clone();
@@ -263,12 +283,17 @@ fn costs(sim: &Simulation, usage: &UsageReport) -> Result<(f64, f64)> {
         drop(actions);
         decision_ns = decision_ns.min(took / report.vgpus.len().max(1) as f64);
     }
+    // Of one after the other, to other weights, with whatever the others have to be told of that: the mean, since a
+    // change about which many are to be told is dear, and rare.
     let mut change_ns = f64::INFINITY;
-    for step in 0..8 {
-        let share = Share::of(Core::try_from(1 + step % 4).ok());
+    for round in 0..4 {
         let start = Instant::now();
-        scheduler.handle(Event::ShareChanged { id: id(0), share })?;
-        change_ns = change_ns.min(start.elapsed().as_nanos() as f64);
+        for step in 0..CHANGES {
+            let core = Core::try_from(1 + ((step + round) % 4) as u8).ok();
+            let id = id(step * 7 % usage.vgpus.len().max(1));
+            scheduler.handle(Event::ShareChanged { id, share: Share::of(core) })?;
+        }
+        change_ns = change_ns.min(start.elapsed().as_nanos() as f64 / CHANGES as f64);
     }
     Ok((decision_ns, change_ns))
 }
@@ -283,11 +308,12 @@ mod tests {
         for policy in Policy::ALL {
             for mix in MIXES {
                 let outcome = simulate(mix, 10, policy, Enforcement::Budgets).unwrap();
-                assert!(outcome.holds(), "{policy} {mix}: {}", outcome.worst());
+                let off = if mix == "hostile" { OFF_HOSTILE } else { OFF };
+                assert!(outcome.worst() <= off, "{policy} {mix}: {}", outcome.worst());
             }
         }
         let outcome = simulate("hostile", 10, Policy::Weighted, Enforcement::Gates).unwrap();
-        assert!(outcome.holds(), "{}", outcome.worst());
+        assert!(outcome.worst() <= OFF_HOSTILE, "{}", outcome.worst());
         plot::shares(&out.path().join("shares.svg"), &outcome).unwrap();
         plot::waits(&out.path().join("waits.svg"), &[&outcome]).unwrap();
         plot::costs(&out.path().join("costs.svg"), &[outcome]).unwrap();

@@ -98,20 +98,6 @@ impl Window {
     pub fn rate(&self) -> f64 {
         self.work.iter().sum::<f64>() / self.available()
     }
-
-    /// Adds another window of the same guests.
-    pub fn add(&mut self, other: &Self) {
-        let add = |sum: &mut Vec<f64>, more: &[f64]| {
-            sum.resize(more.len(), 0.0);
-            sum.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
-        };
-        add(&mut self.used, &other.used);
-        add(&mut self.due, &other.due);
-        add(&mut self.work, &other.work);
-        add(&mut self.busy, &other.busy);
-        self.wall += other.wall;
-        self.delay += other.delay;
-    }
 }
 
 /// The counters at a moment.

@@ -19,8 +19,10 @@ use vgpu_guest::work::spin::Spin;
 const ENTRIES: u32 = 1024;
 /// Most work that a load queues.
 const QUEUE: Duration = Duration::from_millis(200);
-/// How often a load looks at its ring: it uses little of a core, which the engine may need.
+/// How often a load looks at its ring, while that is short: it uses little of a core, which the engine may need.
 const LOOK: Duration = Duration::from_millis(4);
+/// The same where much is queued.
+const LOOK_SELDOM: Duration = Duration::from_millis(20);
 
 /// What a guest does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +60,7 @@ impl Running {
             methods: Methods::new(),
             most: (QUEUE.as_nanos() / kernel.as_nanos().max(1)).clamp(4, u128::from(ENTRIES) - 4)
                 as usize,
+            look: if kernel * (ENTRIES - 4) < QUEUE { LOOK } else { LOOK_SELDOM },
             queued: VecDeque::new(),
             stop: Arc::clone(&stop),
             paused: Arc::clone(&paused),
@@ -102,6 +105,7 @@ struct Generator {
     methods: Methods,
     /// Launches that are queued at most.
     most: usize,
+    look: Duration,
     queued: VecDeque<vgpu_guest::fence::Fence>,
     stop: Arc<AtomicBool>,
     paused: Arc<AtomicBool>,
@@ -134,7 +138,7 @@ impl Generator {
             if self.queued.len() <= low && !self.paused.load(Ordering::Relaxed) {
                 self.fill(usize::MAX)?;
             }
-            thread::sleep(LOOK);
+            thread::sleep(self.look);
         }
         Ok(())
     }

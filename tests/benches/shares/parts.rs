@@ -22,7 +22,7 @@ const USED: f64 = 98.0;
 /// Within so much a change of a share is in force.
 const IN_FORCE: Duration = Duration::from_millis(50);
 /// Turns in which what is compared is measured.
-const TURNS: u32 = 5;
+const TURNS: u32 = 9;
 /// Sets of hundredths asked for.
 const WEIGHTS: [(&str, &[u8]); 5] = [
     ("80/20", &[80, 20]),
@@ -72,18 +72,17 @@ fn weighted(bench: &mut Bench, what: &str, load: impl Fn(usize, u8) -> Load) -> 
             .collect::<Result<_>>()?;
         let window = Bed::new(&guests, bench.iterations)?.measure(bench.settle, bench.window)?;
         let off = window.errors().into_iter().map(f64::abs).fold(0.0, f64::max);
-        let mut measured = format!("{off:.2} points off");
-        if cores.len() <= 4 {
-            measured = format!("{}: {measured}", names(&window.shares()));
-        }
         // A share is promised to those who have work: a load that failed to hand it in proves nothing.
         let hungry = guests.iter().zip(&window.busy).filter(|((_, load), busy)| {
             !matches!(load, Load::OnOff(..)) && **busy < 0.9 * window.wall
         });
         let hungry = hungry.count();
-        if hungry > 0 {
-            measured += &format!(", and {hungry} had too little work");
-        }
+        let off_by = format!("{off:.2} points off");
+        let measured = match hungry {
+            0 if cores.len() <= 4 => format!("{}: {off_by}", names(&window.shares())),
+            0 => off_by,
+            hungry => format!("{off_by}, and {hungry} had too little work"),
+        };
         bench.note(
             format!("{name}, {what}: within {OFF} point of the GPU"),
             measured,
@@ -94,23 +93,32 @@ fn weighted(bench: &mut Bench, what: &str, load: impl Fn(usize, u8) -> Load) -> 
     Ok(())
 }
 
-/// Measures the loads of two beds in turns, so that whatever else changes on the host changes for both.
-fn compare(bench: &Bench, first: &mut Bed, second: &mut Bed) -> Result<(Window, Window)> {
-    let (mut sums, settle) = ([Window::default(), Window::default()], bench.settle / 4);
+/// Measures the loads of two beds in turns, so that whatever else changes on the host changes for both: their windows,
+/// in pairs.
+fn compare(bench: &Bench, first: &mut Bed, second: &mut Bed) -> Result<Vec<(Window, Window)>> {
     first.pause(true);
     second.pause(true);
-    for _ in 0..TURNS {
-        for (bed, sum) in [&mut *first, &mut *second].into_iter().zip(&mut sums) {
-            bed.pause(false);
-            let window = bed.measure(settle, bench.window / TURNS)?;
-            bed.pause(true);
-            sum.add(&window);
-            // What is queued, until the other may begin.
-            drain(bed)?;
-        }
-    }
-    let [first, second] = sums;
-    Ok((first, second))
+    let turn = |bed: &mut Bed| {
+        bed.pause(false);
+        let window = bed.measure(bench.settle / 4, bench.window / TURNS)?;
+        bed.pause(true);
+        // What is queued, until the other may begin.
+        drain(bed)?;
+        anyhow::Ok(window)
+    };
+    (0..TURNS).map(|_| Ok((turn(first)?, turn(second)?))).collect()
+}
+
+/// The middle one of the turns.
+fn median(turns: impl Iterator<Item = f64>) -> f64 {
+    let mut turns: Vec<f64> = turns.collect();
+    turns.sort_by(f64::total_cmp);
+    turns[turns.len() / 2]
+}
+
+fn stolen(turns: &[(Window, Window)]) -> f64 {
+    let sum = turns.iter().flat_map(|(a, b)| [a.stolen(), b.stolen()]).sum::<f64>();
+    sum / (2 * turns.len()) as f64
 }
 
 fn drain(bed: &mut Bed) -> Result<()> {
@@ -129,13 +137,13 @@ pub fn throughput(bench: &mut Bench) -> Result<()> {
     let mut alone = Bed::new(&one, bench.iterations)?;
     for count in [2, 4, 8, 16] {
         let mut many = Bed::new(&vec![one[0]; count], bench.iterations)?;
-        let (solo, all) = compare(bench, &mut alone, &mut many)?;
-        let part = all.rate() / solo.rate() * 100.0;
+        let turns = compare(bench, &mut alone, &mut many)?;
+        let part = median(turns.iter().map(|(solo, all)| all.rate() / solo.rate() * 100.0));
         bench.note(
             format!("{count} busy do {USED} % or more of what one does alone"),
             format!("{part:.1} %"),
             part >= USED,
-            all.stolen().max(solo.stolen()),
+            stolen(&turns),
         );
     }
     Ok(())
@@ -145,13 +153,14 @@ pub fn throughput(bench: &mut Bench) -> Result<()> {
 pub fn caps(bench: &mut Bench) -> Result<()> {
     let mut solo = Bed::new(&[(Share::of(None), Load::Steady(MIDDLE))], bench.iterations)?;
     let mut capped = Bed::new(&[(hard(25)?, Load::Steady(MIDDLE))], bench.iterations)?;
-    let (solo, capped) = compare(bench, &mut solo, &mut capped)?;
-    let part = capped.rate() / solo.rate() * 100.0;
+    let turns = compare(bench, &mut solo, &mut capped)?;
+    let part = median(turns.iter().map(|(solo, capped)| capped.rate() / solo.rate() * 100.0));
+    let time = median(turns.iter().map(|(_, capped)| capped.utilisation()));
     bench.note(
         "hard 25 alone: 25 +- 1 % of solo throughput".to_owned(),
-        format!("{part:.2} %, in {:.2} % of the time", capped.utilisation()),
+        format!("{part:.2} %, in {time:.2} % of the time"),
         (part - 25.0).abs() <= OFF,
-        capped.stolen().max(solo.stolen()),
+        stolen(&turns),
     );
     let guests = [(hard(10)?, Load::Steady(MIDDLE)), (soft(90)?, Load::Steady(MIDDLE))];
     let window = Bed::new(&guests, bench.iterations)?.measure(bench.settle, bench.window)?;
@@ -191,26 +200,40 @@ pub fn live_change(bench: &mut Bench) -> Result<()> {
         let mut order = [(0, first), (1, second)];
         order.sort_by_key(|(_, core)| *core);
         let changes = order.map(|(index, core)| Ok((index, soft(core)?)));
-        (changes.into_iter().collect(), f64::from(first) / 100.0, false)
+        Change {
+            changes: changes.into_iter().collect(),
+            before: 1.0 - f64::from(first) / 100.0,
+            after: f64::from(first) / 100.0,
+            of_time: false,
+        }
     })?;
     note_change(bench, "both ways between 80/20 and 20/80", &worst);
     worst = worst_of(bench, &mut bed, |round| {
-        let first = if round % 2 == 0 { 20 } else { 80 };
-        let part = f64::from(first) / (f64::from(first) + 20.0);
-        (soft(first).map(|share| vec![(0, share)]), part, false)
+        let (before, after, first) = if round % 2 == 0 { (0.8, 0.5, 20) } else { (0.5, 0.8, 80) };
+        let changes = soft(first).map(|share| vec![(0, share)]);
+        Change { changes, before, after, of_time: false }
     })?;
     note_change(bench, "of one, from 80 to 20 and back beside another's 20", &worst);
     drop(bed);
     let mut bed = Bed::new(&[(hard(50)?, Load::Steady(MIDDLE))], bench.iterations)?;
     worst = worst_of(bench, &mut bed, |round| {
-        let first = if round % 2 == 0 { 25 } else { 50 };
-        (hard(first).map(|share| vec![(0, share)]), f64::from(first) / 100.0, true)
+        let (before, after, first) = if round % 2 == 0 { (0.5, 0.25, 25) } else { (0.25, 0.5, 50) };
+        let changes = hard(first).map(|share| vec![(0, share)]);
+        Change { changes, before, after, of_time: true }
     })?;
     note_change(bench, "of a cap, from 50 to 25 and back", &worst);
     Ok(())
 }
 
-type Change = (Result<Vec<(usize, Share)>>, f64, bool);
+/// A change of shares, and what the first guest's use becomes by it.
+struct Change {
+    changes: Result<Vec<(usize, Share)>>,
+    /// Its part before and after.
+    before: f64,
+    after: f64,
+    /// Of the time, and not of what all used.
+    of_time: bool,
+}
 
 fn note_change(bench: &mut Bench, what: &str, (worst, stolen): &(Option<Duration>, f64)) {
     let measured = match worst {
@@ -230,12 +253,12 @@ fn worst_of(
     std::thread::sleep(bench.settle);
     let (mut worst, first) = (Some(Duration::ZERO), bed.read()?);
     for round in 0..10 {
-        let (changes, part, of_all) = change(round);
+        let change = change(round);
         // At any moment of the manager's own rhythm.
         std::thread::sleep(Duration::from_millis(150 + u64::from(round) * 17));
         let mut readings = vec![bed.read()?];
         let asked = Instant::now();
-        for (index, share) in changes? {
+        for (index, share) in change.changes? {
             bed.change(index, share)?;
             readings.push(bed.read()?);
         }
@@ -243,18 +266,20 @@ fn worst_of(
             std::thread::sleep(Duration::from_millis(1));
             readings.push(bed.read()?);
         }
-        worst = worst.zip(in_force(&readings, part, of_all)).map(|(a, b)| a.max(b));
+        let took = in_force(&readings, change.before, change.after, change.of_time);
+        worst = worst.zip(took).map(|(a, b)| a.max(b));
     }
     let last = bed.read()?;
     let took = last.delay - first.delay;
     Ok((worst, took / last.at_ns.saturating_sub(first.at_ns) as f64 * 100.0))
 }
 
-/// From when on the first guest's use was `part` of all, or of the time: from there to every later moment it is no
-/// further from that than turns make it.
-fn in_force(readings: &[Reading], part: f64, of_time: bool) -> Option<Duration> {
-    // A turn of a few milliseconds, and of a cap's period.
+/// From when on the first guest's use was its new part: from there to every later moment it is no further from that
+/// than turns make it. The time that it takes to tell the old part from the new one counts as if it were the old one.
+fn in_force(readings: &[Reading], before: f64, after: f64, of_time: bool) -> Option<Duration> {
+    // A turn of a few milliseconds, or the turn of a cap's period, in nanoseconds.
     let near = if of_time { 4e6 } else { 2e6 };
+    let blur = Duration::from_secs_f64(near / (after - before).abs() / 1e9);
     let all = |reading: &Reading| {
         if of_time {
             reading.at_ns as f64 - reading.delay
@@ -265,14 +290,15 @@ fn in_force(readings: &[Reading], part: f64, of_time: bool) -> Option<Duration> 
     let is_kept = |from: usize| {
         readings[from..].iter().all(|later| {
             let used = later.engine[0] - readings[from].engine[0];
-            (used - part * (all(later) - all(&readings[from]))).abs() <= near
+            (used - after * (all(later) - all(&readings[from]))).abs() <= near
         })
     };
     // The end of the time proves nothing.
     let last = readings.last()?.at_ns.saturating_sub(100_000_000);
     let from = (0..readings.len()).find(|from| is_kept(*from))?;
     let at_ns = readings[from].at_ns;
-    (at_ns <= last).then(|| Duration::from_nanos(at_ns.saturating_sub(readings[0].at_ns)))
+    let took = Duration::from_nanos(at_ns.saturating_sub(readings[0].at_ns));
+    (at_ns <= last).then_some(took + blur)
 }
 
 /// One vGPU that does its worst: what the others lose against the time in which it did its work like them.
@@ -284,28 +310,29 @@ pub fn attacks(bench: &mut Bench) -> Result<()> {
     ];
     let mut bed = Bed::new(&guests, bench.iterations)?;
     for attack in Attack::ALL {
-        let (mut peace, mut war) = (Window::default(), Window::default());
+        let mut turns = Vec::new();
         for _ in 0..TURNS {
-            peace.add(&bed.measure(bench.settle / 4, bench.window / TURNS)?);
+            let peace = bed.measure(bench.settle / 4, bench.window / TURNS)?;
             let storm = Storm::start(&bed.tenants[2].device, attack)?;
-            war.add(&bed.measure(bench.settle / 4, bench.window / TURNS)?);
+            let war = bed.measure(bench.settle / 4, bench.window / TURNS)?;
             storm.end()?;
+            turns.push((peace, war));
         }
         // Of the time that the host gave the engine, and of all time.
-        let engine = lost_points(&peace, &war, Window::available);
-        let wall = lost_points(&peace, &war, |window| window.wall);
+        let engine = median(turns.iter().map(|turn| lost_points(turn, Window::available)));
+        let wall = median(turns.iter().map(|turn| lost_points(turn, |window| window.wall)));
         bench.note(
             format!("beside {}: the others lose less than {LOST} points", attack.name()),
             format!("{engine:.2} points of engine time ({wall:.2} of wall time)"),
             engine < LOST,
-            war.stolen(),
+            stolen(&turns),
         );
     }
     Ok(())
 }
 
 /// The most that one of the first two lost, in hundredths of what all did in peace.
-fn lost_points(peace: &Window, war: &Window, time: impl Fn(&Window) -> f64) -> f64 {
+fn lost_points((peace, war): &(Window, Window), time: impl Fn(&Window) -> f64) -> f64 {
     let full = peace.work.iter().sum::<f64>() / time(peace);
     let lost = |index: usize| peace.work[index] / time(peace) - war.work[index] / time(war);
     (0..2).map(|index| lost(index) / full * 100.0).fold(f64::MIN, f64::max)

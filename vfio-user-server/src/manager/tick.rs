@@ -46,7 +46,7 @@ impl Shares {
         let defaults = Config::new(slice);
         // They were checked when they were set.
         let config = knobs.config(defaults).unwrap_or(defaults);
-        let scheduler = Scheduler::new(config, enforcement);
+        let scheduler = Scheduler::new(config, enforcement, monotonic_ns());
         Self { default_slice: slice, scheduler, usage: BTreeMap::new() }
     }
 

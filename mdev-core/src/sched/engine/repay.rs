@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::Group;
+use super::group::Group;
+use super::weights::Plan;
 use crate::ids::VgpuId;
 use crate::sched::account::Interval;
 
@@ -18,6 +19,9 @@ const USABLE: f64 = 1.1;
 struct Busy<'a> {
     interval: &'a Interval,
     group: &'a mut Group,
+    /// What it is promised, in hundredths, and its weight while all are busy.
+    promised: f64,
+    own_weight: f64,
 }
 
 impl Busy<'_> {
@@ -26,7 +30,7 @@ impl Busy<'_> {
     }
 
     fn weight(&self) -> f64 {
-        self.group.weight * self.group.boost
+        self.own_weight * self.group.boost
     }
 
     /// What it can have of the interval.
@@ -46,6 +50,7 @@ impl Busy<'_> {
 /// Intervals are in the order of ids. With `classes`, idle time goes to the busy ones by priority.
 pub(super) fn repay(
     groups: &mut BTreeMap<VgpuId, Group>,
+    plan: &Plan,
     intervals: &[Interval],
     repay_ns: u64,
     classes: bool,
@@ -56,8 +61,12 @@ pub(super) fn repay(
     for interval in intervals {
         let Some((_, group)) = groups.by_ref().find(|(id, _)| **id == interval.vgpu) else { break };
         group.boost = 1.0;
+        if group.changed {
+            continue;
+        }
         if interval.busy {
-            busy.push(Busy { interval, group });
+            let (promised, own_weight) = (plan.promised(group), plan.weight(group));
+            busy.push(Busy { interval, group, promised, own_weight });
         } else {
             let kept = (1.0 - interval.elapsed_ns as f64 / repay_ns).max(0.0);
             group.sated = false;
@@ -77,13 +86,13 @@ pub(super) fn repay(
     let repay_ns = repay_ns.max(ROUNDS * round.as_nanos() as f64);
     let weight: f64 = busy.iter().map(Busy::weight).sum();
     for (one, due) in dues(&busy, used, weight).into_iter().enumerate() {
-        let Busy { interval, group } = &mut busy[one];
+        let Busy { interval, group, own_weight, .. } = &mut busy[one];
         if due <= 0.0 {
             continue;
         }
         let engine = interval.engine_ns as f64;
         if group.sated {
-            if engine >= group.weight * group.boost / weight * used / 2.0 {
+            if engine >= *own_weight * group.boost / weight * used / 2.0 {
                 group.sated = false;
                 group.owed_ns = 0.0;
                 group.correction = 1.0;
@@ -102,19 +111,21 @@ pub(super) fn repay(
 
 /// Gives the time that idle vGPUs leave to the busy ones, each class its part.
 fn boost(busy: &mut [Busy<'_>]) {
-    let takers = || busy.iter().map(|one| &*one.group).filter(|group| group.takes_more());
-    let mut classes = takers().map(|group| group.share.priority);
+    let takers = || busy.iter().filter(|one| one.group.kind.takes_more());
+    let mut classes = takers().map(|one| one.group.share.priority);
     let first = classes.next();
     // Within one class idle time goes by weights, as it does without being told to.
     if classes.all(|class| Some(class) == first) {
         return;
     }
-    let extra = Extra::of(busy.iter().map(|one| &*one.group));
+    let left = (100.0 - busy.iter().map(|one| one.promised).sum::<f64>()).max(0.0);
+    let parts: f64 = takers().map(|one| one.promised * one.group.parts()).sum();
+    let weigh = |one: &Busy<'_>| one.promised * (1.0 + left * one.group.parts() / parts);
     let (had, has) = takers()
-        .map(|group| (group.weight, extra.weight(group)))
+        .map(|one| (one.own_weight, weigh(one)))
         .fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-    for Busy { group, .. } in busy.iter_mut().filter(|one| one.group.takes_more()) {
-        group.boost = extra.weight(group) * had / (has * group.weight);
+    for one in busy.iter_mut().filter(|one| one.group.kind.takes_more()) {
+        one.group.boost = weigh(one) * had / (has * one.own_weight);
     }
 }
 
@@ -140,35 +151,4 @@ fn dues(busy: &[Busy<'_>], used: f64, mut weight: f64) -> Vec<f64> {
         dues[at] = rest * one.weight() / weight;
     }
     dues
-}
-
-/// How time that none of some vGPUs was promised is divided among them.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Extra {
-    /// Hundredths that none was promised.
-    left: f64,
-    /// Sum of the parts of those that may have more.
-    parts: f64,
-}
-
-impl Extra {
-    pub(super) fn of<'a>(groups: impl Iterator<Item = &'a Group>) -> Self {
-        let mut extra = Self { left: 100.0, parts: 0.0 };
-        for group in groups {
-            extra.left -= group.promised;
-            if group.takes_more() {
-                extra.parts += group.promised * group.parts();
-            }
-        }
-        extra.left = extra.left.max(0.0);
-        extra
-    }
-
-    pub(super) fn weight(&self, group: &Group) -> f64 {
-        if group.takes_more() {
-            group.promised * (1.0 + self.left * group.parts() / self.parts)
-        } else {
-            group.promised
-        }
-    }
 }

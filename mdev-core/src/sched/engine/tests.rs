@@ -4,6 +4,9 @@ use proptest::prelude::*;
 use uuid::Uuid;
 
 use super::*;
+use crate::gpu::{Usage, UsageReport};
+use crate::sched::Mode;
+use crate::sched::policy::MAX_SLICE;
 
 fn id(n: u8) -> VgpuId {
     VgpuId(Uuid::from_u128(u128::from(n)))
@@ -22,7 +25,7 @@ fn changed<'a>(id: VgpuId, core: Option<Core>) -> Event<'a> {
 }
 
 fn scheduler() -> Scheduler {
-    Scheduler::new(Config::new(Duration::from_millis(2)), Enforcement::Budgets)
+    Scheduler::new(Config::new(Duration::from_millis(2)), Enforcement::Budgets, 0)
 }
 
 #[test]
@@ -108,6 +111,31 @@ fn corrections_are_dropped_when_measurements_stop() {
     assert_eq!(sched.slice(id(1)), sched.slice(id(2)));
 }
 
+#[test]
+fn a_change_among_many_is_told_to_one() {
+    let overcommit = Config { overcommit: true, ..Config::new(Duration::from_micros(200)) };
+    let mut sched = Scheduler::new(overcommit, Enforcement::Budgets, 0);
+    for n in 0..=200 {
+        sched.handle(started(id(n), core(1 + n % 4))).unwrap();
+    }
+    let told = sched.handle(changed(id(7), core(2))).unwrap();
+    assert!(matches!(told[..], [Action::SetTimeslice(of, _)] if of == id(7)), "{told:?}");
+    let told = sched.handle(changed(id(7), core(2))).unwrap();
+    assert_eq!(told, [], "nothing has changed");
+    let hard = Share { mode: Mode::Hard, ..Share::of(core(2)) };
+    let told = sched.handle(Event::ShareChanged { id: id(7), share: hard }).unwrap();
+    assert!(matches!(told[..], [Action::SetBudget(of, Some(_))] if of == id(7)), "{told:?}");
+}
+
+#[test]
+fn a_scheduler_dates_its_first_decisions_by_its_own_start() {
+    let now_ns = 77_000_000_000;
+    let config = Config::new(Duration::from_millis(2));
+    let mut sched = Scheduler::new(config, Enforcement::Budgets, now_ns);
+    sched.handle(started(id(1), core(80))).unwrap();
+    assert!(sched.log().iter().all(|record| record.at_ns == now_ns));
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Start(u8, Option<u8>),
@@ -174,11 +202,29 @@ proptest! {
             for (id, slice) in &slices {
                 prop_assert_eq!(sched.slice(*id), Some(*slice));
             }
+            // Sums that were kept up to date are those that were worked out again.
+            let mut weights = Weights::default();
+            sched.groups.iter().for_each(|(id, group)| weights.insert(*id, group));
+            let fresh = weights.plan(sched.policy());
+            let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * a.abs().max(b.abs());
+            prop_assert!(
+                sched.groups.values().all(|group| near(fresh.part(group), sched.plan.part(group)))
+            );
+            // Slices of those who owe nothing are in proportion to weights, as far as their bounds allow it.
+            let free: Vec<f64> = sched
+                .groups
+                .values()
+                .filter(|group| near(group.correction * group.boost, 1.0))
+                .filter_map(|group| Some((group.slice?, sched.plan.weight(group))))
+                .filter(|(slice, _)| *slice > MIN_SLICE && *slice < MAX_SLICE)
+                .map(|(slice, weight)| slice.as_secs_f64() / weight)
+                .collect();
+            let most = free.iter().copied().fold(0.0, f64::max);
+            prop_assert!(free.iter().all(|one| one / most >= 0.95), "{:?}", free);
             let asked: u32 = sched
                 .groups
                 .values()
-                .filter_map(|group| group.share.core)
-                .map(|core| u32::from(core.get()))
+                .map(Group::asked)
                 .sum();
             prop_assert_eq!(asked + u32::from(sched.left()), 100);
         }

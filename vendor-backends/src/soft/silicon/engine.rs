@@ -31,6 +31,10 @@ const ACCOUNT_NS: u64 = 500_000;
 const TURN_NS: u64 = 200_000;
 /// Turns shorter than this share a look.
 const LOOK_NS: u64 = 20_000;
+/// While somebody has more of its slice left, the others, who have to wait for its end anyway, are looked at this often.
+const GLANCE_NS: u64 = 1_000_000;
+/// Sleeps end so much after their time without anybody being to blame.
+const PUNCTUAL_NS: u64 = 200_000;
 /// How long to look for new work before sleeping: adapts between these.
 const SPIN_MIN_NS: u64 = 50_000;
 const SPIN_MAX_NS: u64 = 500_000;
@@ -178,9 +182,9 @@ impl Stolen {
         stolen
     }
 
-    /// The engine has slept, which is nobody's doing.
-    fn skip(&mut self, wall_ns: u64) {
-        *self = Self { wall: wall_ns, cpu: thread_ns(), ..*self };
+    /// The engine has slept, which is nobody's doing; that it slept too long is the host's.
+    fn skip(&mut self, wall_ns: u64, late_ns: u64) {
+        *self = Self { wall: wall_ns, cpu: thread_ns(), total: self.total + late_ns };
     }
 
     /// The engine's own time: budgets come in by it, so that a part of the GPU is a part of what there is of it.
@@ -226,8 +230,8 @@ impl State {
         while !self.board.stop.load(Ordering::Acquire) {
             self.refresh();
             let now = now_ns();
-            match self.running.filter(|_| now - self.looked_ns < LOOK_NS) {
-                Some(index) => self.look_at(index, now),
+            match self.running.filter(|index| now - self.looked_ns < self.look_after(*index)) {
+                Some(index) => self.look_at_running(index, now),
                 None => self.look_at_all(now),
             }
             match self.runlist.pick(self.stolen.engine_time(now)) {
@@ -237,6 +241,11 @@ impl State {
                 None => self.idle(now),
             }
         }
+    }
+
+    /// How long nobody else needs to be looked at while this group runs.
+    fn look_after(&mut self, index: usize) -> u64 {
+        if self.runlist.entry(index).has_turn() { GLANCE_NS } else { LOOK_NS }
     }
 
     /// Follows changes of the list of vGPUs.
@@ -278,6 +287,14 @@ impl State {
         self.looked_ns = now;
         if now - self.stolen.wall > ACCOUNT_NS {
             self.stolen.take(now);
+        }
+    }
+
+    /// Looks at the one that had the last turn, and at all if it has no more work: others may have some by now.
+    fn look_at_running(&mut self, index: usize, now: u64) {
+        self.look_at(index, now);
+        if !self.runlist.entry(index).ready && now - self.looked_ns >= LOOK_NS {
+            self.look_at_all(now);
         }
     }
 
@@ -389,9 +406,10 @@ impl State {
             && self.runlist.pick(time).is_none();
         if announced && quiet {
             let opens = self.runlist.next_ns().map(|next| next.saturating_sub(time));
-            let called = self.wait(opens);
+            let (called, timeout) = self.wait(opens);
             let woke = now_ns();
-            self.stolen.skip(woke);
+            let late = timeout.filter(|_| !called).map_or(0, |ns| (woke - now).saturating_sub(ns));
+            self.stolen.skip(woke, if late > PUNCTUAL_NS { late } else { 0 });
             // Looking again at what nobody announces is no reason to stay awake.
             self.idle_since = (!called).then_some(0);
             if called && woke - now < SHORT_SLEEP_NS {
@@ -409,13 +427,14 @@ impl State {
         self.looked_ns = 0;
     }
 
-    /// Sleeps; false where only the time to look again has come.
+    /// Sleeps; false where only the time to look again has come, and after how many nanoseconds that was to be.
     ///
     /// `opens_ns` is when a budget allows somebody to go on.
-    fn wait(&mut self, opens_ns: Option<u64>) -> bool {
+    fn wait(&mut self, opens_ns: Option<u64>) -> (bool, Option<u64>) {
         let watch = self.groups.iter().any(|group| group.seen == Glance::Seen(Readiness::Waiting));
-        let timeout = watch.then_some(self.watch_ns).into_iter().chain(opens_ns).min();
-        let timeout = timeout.map(|ns| TimeSpec::new(0, ns.min(WATCH_LONGEST_NS).cast_signed()));
+        let timeout_ns = watch.then_some(self.watch_ns).into_iter().chain(opens_ns).min();
+        let timeout_ns = timeout_ns.map(|ns| ns.min(WATCH_LONGEST_NS));
+        let timeout = timeout_ns.map(|ns| TimeSpec::new(0, ns.cast_signed()));
         if watch {
             self.watch_ns = (self.watch_ns * 2).min(WATCH_MAX_NS);
         }
@@ -440,7 +459,7 @@ impl State {
                 group.vgpu.counters().wakeups.fetch_add(1, Ordering::Relaxed);
             }
         }
-        called
+        (called, timeout_ns)
     }
 }
 

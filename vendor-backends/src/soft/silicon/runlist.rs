@@ -34,6 +34,11 @@ impl Entry {
         self.ready && self.left_ns.is_none()
     }
 
+    /// Whether something is left of its turn.
+    pub fn has_turn(&self) -> bool {
+        self.ready && self.credit_ns > 0 && self.meter.is_none_or(|meter| meter.is_open())
+    }
+
     /// Whether it has a budget.
     pub fn has_budget(&self) -> bool {
         self.meter.is_some()
