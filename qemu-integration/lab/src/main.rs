@@ -54,7 +54,7 @@ enum Task {
         /// A benchmark of the tests crate
         name: Option<String>,
         /// What the benchmark itself is told
-        #[arg(last = true)]
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
     /// One archive that runs the demo and the benchmark of the GPU on a machine where nothing is installed
