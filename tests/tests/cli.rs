@@ -43,6 +43,12 @@ fn a_vgpu_lives_by_mdevctls_verbs() -> Result<()> {
     ctl(&format!("modify -u {uuid} --attr core=60 --live"))?;
     let stats = vgpuctl_json(&vgpud, &format!("stats -u {uuid} --output json"))?;
     assert_eq!(stats["vgpus"][0]["share_asked"], 60);
+    // One live change does not undo another, and neither touches the definition.
+    ctl(&format!("modify -u {uuid} --attr priority=high --live"))?;
+    let stats = vgpuctl_json(&vgpud, &format!("stats -u {uuid} --output json"))?;
+    let kept = (&stats["vgpus"][0]["share_asked"], &stats["vgpus"][0]["priority"]);
+    assert_eq!(kept, (&json!(60), &json!("high")));
+    assert_eq!(vgpuctl_json(&vgpud, &format!("list -d -u {uuid} --dumpjson"))?, definition);
 
     ctl(&format!("stop -u {uuid}"))?;
     assert_eq!(ctl("list")?, "");
@@ -56,7 +62,9 @@ fn a_vgpu_lives_by_mdevctls_verbs() -> Result<()> {
 fn a_transient_vgpu_is_gone_when_stopped_unless_it_was_defined_meanwhile() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let ctl = |line: &str| vgpuctl(&vgpud, line);
-    let gone = ctl("start -p soft0 -t SOFT-256MC --attr core=20")?;
+    let gone = vgpuctl_json(&vgpud, "start -p soft0 -t SOFT-256MC --attr core=20 --output json")?;
+    assert_eq!((&gone["state"], &gone["live_attrs"][0]["core"]), (&json!("running"), &json!("20")));
+    let gone = gone["uuid"].as_str().context("It has a uuid")?.to_owned();
     let kept = "7f0c1e6a-2b1d-4a55-9d53-5c0f8e1a0001";
     assert_eq!(ctl(&format!("start -u {kept} -p soft0 -t SOFT-256MQ"))?, "");
     ctl(&format!("define -u {kept}"))?;

@@ -14,6 +14,7 @@ use mdev_core::abi::notifier;
 use mdev_core::gpu::{EngineKind, Pending};
 use mdev_core::units::MIB;
 use nix::sys::eventfd::EventFd;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::load::{share_while, verified, work};
 use system_tests::ram::Ram;
@@ -91,7 +92,7 @@ fn expect_interrupt(device: &Device, interrupt: &EventFd) -> Result<()> {
 
 #[test]
 fn channels_and_pinned_memory_are_limited_and_the_limits_move_while_the_vm_runs() -> Result<()> {
-    let vgpud = Vgpud::start()?;
+    let mut vgpud = Vgpud::start()?;
     let uuid = start(&vgpud, "--attr max_channels=2 --attr max_pinned=32M")?;
     let (device, _interrupt) = attach(&vgpud, &uuid)?;
     let channel = || Channel::with_entries(&device, EngineKind::Copy, 8);
@@ -110,6 +111,13 @@ fn channels_and_pinned_memory_are_limited_and_the_limits_move_while_the_vm_runs(
     first.check()?;
     drop(first);
     assert!(is_limit(&channel()), "those that exist stay, and count");
+
+    vgpud.end(Signal::SIGKILL)?;
+    vgpud.start_again()?;
+    assert_eq!(stats(&vgpud, &uuid)?["limits"]["channels"], 1, "the next manager knows of it");
+    assert!(is_limit(&channel()), "and it is still in force");
+    change(&vgpud, &uuid, "--attr max_channels=3")?;
+    channel().map(drop)?;
     Ok(())
 }
 

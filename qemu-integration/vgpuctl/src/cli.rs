@@ -141,6 +141,9 @@ pub struct Define {
     /// Type, start policy and attributes, in mdevctl's JSON; - reads the standard input.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "auto", "attr"])]
     pub jsonfile: Option<PathBuf>,
+    /// Format of the answer: nothing or a new uuid, or all about the vGPU.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
 }
 
 #[derive(Debug, Args)]
@@ -229,6 +232,9 @@ pub struct Start {
     /// Type and attributes in mdevctl's JSON, for one that is not defined; - reads the standard input.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "attr"])]
     pub jsonfile: Option<PathBuf>,
+    /// Format of the answer: nothing or a new uuid, or all about the vGPU.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
 }
 
 #[derive(Debug, Args)]

@@ -44,6 +44,7 @@ fn vgpus() -> Value {
     let mut running = vgpu(RUNNING, "SOFT-1Q", &core, true, "running");
     running["vm"] = json!({ "pid": 815, "uid": 107 });
     running["start"] = json!("auto");
+    running["live_attrs"] = json!([{ "core": "70" }, { "priority": "high" }]);
     let mut defined = vgpu(DEFINED, "SOFT-256MC", &json!([]), true, "stopped");
     defined["parent"] = json!("soft1");
     let mut transient = vgpu(TRANSIENT, "SOFT-1Q", &json!([{ "core": "20" }]), false, "running");
@@ -341,6 +342,7 @@ const CASES: &[(&str, &[&str])] = &[
         "start",
         &[
             "start -u DEFINED",
+            "start -u DEFINED --output json",
             "start -u DEFINED -t SOFT-1Q",
             "start -u NONE",
             "start -p soft0 -t SOFT-1Q --attr core=20",

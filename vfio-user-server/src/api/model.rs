@@ -141,6 +141,10 @@ pub struct Vgpu {
     /// Attributes of its definition, in order; of the running vGPU where it has none.
     #[schema(value_type = Vec<BTreeMap<String, String>>)]
     pub attrs: Vec<Attribute>,
+    /// Attributes in force, in order, live changes included; absent where it does not run.
+    #[serde(default)]
+    #[schema(value_type = Option<Vec<BTreeMap<String, String>>>)]
+    pub live_attrs: Option<Vec<Attribute>>,
     /// True where it has a definition, that is, survives a reboot.
     pub defined: bool,
     /// How it is.

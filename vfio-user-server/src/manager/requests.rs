@@ -134,6 +134,7 @@ impl Manager {
                 mdev_type: shown.map(|d| d.mdev_type.clone()).unwrap_or_default(),
                 start: stored.map(|(_, d)| d.start.into()).unwrap_or_default(),
                 attrs: shown.map(|d| attrs_view(&d.attrs)).unwrap_or_default(),
+                live_attrs: running.map(|(_, definition)| attrs_view(&definition.attrs)),
                 defined: stored.is_some(),
                 state: vgpu.map_or(VgpuState::Stopped, state),
                 reason: vgpu.and_then(|vgpu| vgpu.reason.clone()),

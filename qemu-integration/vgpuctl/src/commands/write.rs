@@ -11,9 +11,10 @@ use vfio_user_server::api::model::{
     Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StopVgpu, Vgpu,
 };
 
-use crate::cli::{Define, Modify, Start, Stop, Undefine};
+use crate::cli::{Define, Modify, Output, Start, Stop, Undefine};
 use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
+use crate::mdevctl::pretty;
 
 /// `define`
 pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
@@ -33,7 +34,8 @@ pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
             ..CreateVgpu::default()
         },
     };
-    create(client, CreateVgpu { uuid, parent: args.parent, define: true, ..request }).await
+    let request = CreateVgpu { uuid, parent: args.parent, define: true, ..request };
+    create(client, request, args.output).await
 }
 
 /// `undefine`
@@ -95,8 +97,8 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
             )));
         }
         let path = format!("{}/start", vgpu_path(uuid));
-        client.post::<Vgpu>(&path, &()).await?;
-        return Ok(Vec::new());
+        let vgpu: Vgpu = client.post(&path, &()).await?;
+        return if args.output == Output::Json { pretty(&vgpu) } else { Ok(Vec::new()) };
     }
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
     let (mdev_type, attrs) = match file {
@@ -114,7 +116,7 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
         run: true,
         ..CreateVgpu::default()
     };
-    create(client, request).await
+    create(client, request, args.output).await
 }
 
 /// `stop`
@@ -125,8 +127,11 @@ pub async fn stop(client: &Client, args: Stop) -> Result<Vec<u8>, Failure> {
 }
 
 /// Makes a vGPU; prints its uuid where the user did not choose it.
-async fn create(client: &Client, request: CreateVgpu) -> Result<Vec<u8>, Failure> {
+async fn create(client: &Client, request: CreateVgpu, output: Output) -> Result<Vec<u8>, Failure> {
     let vgpu: Vgpu = client.post("/v1/vgpus", &request).await?;
+    if output == Output::Json {
+        return pretty(&vgpu);
+    }
     Ok(if request.uuid.is_none() { uuid_line(vgpu.uuid) } else { Vec::new() })
 }
 
@@ -139,8 +144,10 @@ fn edit(vgpu: &Vgpu, args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
     if args.addattr.is_none() && !args.delattr && args.attr.is_empty() {
         return Ok(None);
     }
-    let mut attrs: Attrs =
-        vgpu.attrs.iter().flatten().map(|(n, v)| (n.clone(), v.clone())).collect();
+    // What is changed live is what is in force, which may not be the definition's any more.
+    let live = vgpu.live_attrs.as_ref().filter(|_| args.live && !args.defined);
+    let list = live.unwrap_or(&vgpu.attrs);
+    let mut attrs: Attrs = list.iter().flatten().map(|(n, v)| (n.clone(), v.clone())).collect();
     let edited = match (&args.addattr, &args.value) {
         (Some(name), Some(value)) => attrs.insert(args.index, name.clone(), value.clone()),
         _ if args.delattr => attrs.remove(args.index),
