@@ -338,8 +338,8 @@ pub enum Switch {
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-A bar shows what a vGPU got of the last second; its mark, what it asked for. Yellow is less than asked:
-it had no work, or the GPU is held by others. Below is all about the vGPU that is chosen.
+A bar shows what a vGPU got of the last second; its mark, what it asked for. Yellow is less than
+that: it had no work, or the GPU is held by others. Below is all about the vGPU that is chosen.
 
 Keys:
   up, down     choose a vGPU               left, right  choose a parent

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value, json};
-use vfio_user_server::api::model::{ParentTypes, StartPolicy, TypeInfo, Vgpu, VgpuState};
+use vfio_user_server::api::model::{
+    Attribute, ParentTypes, StartPolicy, TypeInfo, Vgpu, VgpuState,
+};
 
 use crate::failure::Failure;
 
@@ -109,12 +111,19 @@ pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
     text
 }
 
-fn details(text: &mut String, vgpu: &Vgpu) {
-    if !vgpu.attrs.is_empty() {
-        let _ = writeln!(text, "  Attrs:");
+fn attributes(text: &mut String, title: &str, attrs: &[Attribute]) {
+    if !attrs.is_empty() {
+        let _ = writeln!(text, "  {title}:");
     }
-    for (index, attr) in vgpu.attrs.iter().enumerate() {
+    for (index, attr) in attrs.iter().enumerate() {
         let _ = writeln!(text, "    @{{{index}}}: {}", json!(attr));
+    }
+}
+
+fn details(text: &mut String, vgpu: &Vgpu) {
+    attributes(text, "Attrs", &vgpu.attrs);
+    if let Some(live) = vgpu.live_attrs.as_ref().filter(|live| **live != vgpu.attrs) {
+        attributes(text, "In force", live);
     }
     if let Some(reason) = &vgpu.reason {
         let _ = writeln!(text, "  Reason: {reason}");
