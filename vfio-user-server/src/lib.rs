@@ -9,6 +9,7 @@
 //! (what they say to each other).
 
 pub mod api;
+pub mod backend;
 pub mod device;
 pub mod dma;
 pub mod errno;

@@ -10,6 +10,7 @@ use clap::{Parser, Subcommand};
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::server;
 use vfio_user_server::manager::{self, ParentConfig};
+use vfio_user_server::spawn::User;
 use vfio_user_server::{spawn, worker};
 
 /// How long a software GPU without a manager and without a vGPU waits for the next manager.
@@ -46,9 +47,12 @@ struct RunArgs {
     /// Where definitions are kept
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vgpud")]
     config_dir: PathBuf,
-    /// A GPU to share: soft:NAME[,vram=SIZE]; may be given again
+    /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, or nvidia for all of NVIDIA's; may be given again
     #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
     parents: Vec<ParentConfig>,
+    /// Whom workers on NVIDIA GPUs run as, if this is started as root: they must have no capabilities
+    #[arg(long, value_name = "UID[:GID]", default_value = "65534:65534")]
+    worker_user: User,
 }
 
 #[derive(Debug, clap::Args)]
@@ -91,13 +95,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: RunArgs) -> anyhow::Result<()> {
-    let RunArgs { run_dir, config_dir, parents } = args;
+    let RunArgs { run_dir, config_dir, parents, worker_user } = args;
+    let parents = parents.into_iter().map(ParentConfig::expand).collect::<Result<Vec<_>, _>>()?;
+    let parents = parents.concat();
     for (index, parent) in parents.iter().enumerate() {
         if parents[..index].iter().any(|other| other.name == parent.name) {
             anyhow::bail!("Parent {} is given twice; give each its own name", parent.name);
         }
     }
-    manager::run(&manager::Config { run_dir, config_dir, parents })
+    manager::run(&manager::Config { run_dir, config_dir, parents, worker_user })
 }
 
 fn worker(args: &WorkerArgs) -> anyhow::Result<()> {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Bumped with every change of the types in this file.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// What a worker is started with, as JSON on the descriptor that `--spec-fd` names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,7 +19,7 @@ pub struct WorkerSpec {
     pub version: u32,
     /// The PCI function it serves.
     pub function: FunctionSpec,
-    /// Which backend opens the GPU: `soft`.
+    /// Which backend opens the GPU: `soft`, `nvidia`.
     pub backend: String,
     /// What the GPU granted.
     pub client: ClientSpec,
@@ -40,6 +40,8 @@ pub enum WorkerRequest {
     },
     /// What is on the screen: [`WorkerReply::Scanout`], with the video memory's descriptor attached.
     Scanout,
+    /// Take the attached descriptor as the new connection to the GPU: [`WorkerReply::Done`].
+    Attach,
     /// End: [`WorkerReply::Done`], then the process exits and everything is freed.
     Stop,
 }

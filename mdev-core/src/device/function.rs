@@ -340,6 +340,11 @@ impl VirtualFunction {
         self.memory.clear(&mut *self.client)
     }
 
+    /// Takes the connection of a new manager, for GPUs that are led through the worker.
+    pub fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
+        self.client.attach_manager(fd)
+    }
+
     /// Resets the function, as DEVICE_RESET and a function-level reset ask for: registers, channels, GPU mappings.
     /// Guest memory and the client's eventfds stay.
     pub fn reset(&mut self) {

@@ -5,6 +5,7 @@
 
 mod driver;
 mod kernels;
+pub mod life;
 
 use std::time::{Duration, Instant};
 
@@ -62,6 +63,11 @@ pub fn run(open: &mut Open<'_>) {
             check(&mut Driver::new(client));
         }
     }
+}
+
+/// Checks only what needs no engine: that what cannot be is refused.
+pub fn run_refusals(open: &mut Open<'_>) {
+    refusals(&mut Driver::new(open()));
 }
 
 /// Checks all promises like [`run`], but goes on after one that is broken: each name, and what was wrong.

@@ -493,6 +493,11 @@ impl Channels {
         Ok(())
     }
 
+    /// Opens the gate if it is closed.
+    pub fn open_gate(&mut self) -> Result<(), GpuError> {
+        if self.open { Ok(()) } else { self.gate(true) }
+    }
+
     /// Opens or closes the gate. Closing waits for the kernel that runs.
     pub fn gate(&mut self, open: bool) -> Result<(), GpuError> {
         if self.open && !open {

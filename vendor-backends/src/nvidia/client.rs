@@ -102,7 +102,7 @@ impl NvidiaClient {
             imported: AtomicU64::new(0),
         });
         manager.try_send(&encode(&FromWorker::Ready)?, &[])?;
-        let Grant { gpu, spec, .. } = *grant;
+        let Grant { gpu, spec, options: wire::Options { hang, .. }, .. } = *grant;
         let mut client = Self {
             memory: Memory::new(device.clone(), space.clone(), vram, bytes, spec.max_import_bytes),
             apertures: Apertures {
@@ -119,7 +119,7 @@ impl NvidiaClient {
             _space: space,
             device,
         };
-        client.start(manager, rc_event, stall_event)?;
+        client.start(manager, rc_event, stall_event, hang)?;
         Ok(client)
     }
 
@@ -128,9 +128,10 @@ impl NvidiaClient {
         manager: SeqPacket,
         faults: OwnedFd,
         interrupts: OwnedFd,
+        hang: Option<Duration>,
     ) -> Result<(), GpuError> {
         let (shared, session) = (self.shared.clone(), self.device.session.clone());
-        let obey = move || service::obey(&shared, &session, manager, &faults);
+        let obey = move || service::obey(&shared, &session, manager, &faults, hang);
         self.threads.push(std::thread::Builder::new().name("gpu-orders".into()).spawn(obey)?);
         let shared = self.shared.clone();
         let interrupt = move || service::interrupt(&shared, &interrupts);

@@ -199,9 +199,11 @@ impl Gpu for NvidiaGpu {
             self.listen(*vgpu);
         }
         self.questions += 1;
-        let question = encode(&FromManager::Usage(self.questions))?;
+        let busy = self.seats.values().filter(|seat| seat.report.usage.runnable).count();
         let mut asked = Vec::new();
         for (vgpu, seat) in &mut self.seats {
+            let others = busy - usize::from(seat.report.usage.runnable);
+            let question = encode(&FromManager::Usage(self.questions, others > 0))?;
             if seat.ready && seat.socket.try_send(&question, &[]).is_ok() {
                 seat.missed = seat.missed.saturating_add(1);
                 if seat.missed <= DEAF {

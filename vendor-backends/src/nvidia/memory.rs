@@ -262,3 +262,10 @@ impl Memory {
         Ok(())
     }
 }
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // Out of the address space before it is unpinned or given back.
+        self.unmap_all();
+    }
+}

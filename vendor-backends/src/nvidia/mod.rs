@@ -6,15 +6,18 @@
 //! 2. [`session`]: a client of the driver and its objects; [`device`]: a GPU
 //! 3. [`memory`], [`channels`], [`backoff`], [`trace`]: a vGPU's memory, channels, and engine time
 //! 4. [`NvidiaClient`] (in a worker), [`service`], [`signals`]: its threads, [`privilege`]: what it must not have
-//! 5. [`NvidiaGpu`] (in the manager), [`wire`]: what it says to workers
+//! 5. [`fake`]: a driver without a GPU, for tests; [`record`]: what was asked of one
+//! 6. [`NvidiaGpu`] (in the manager), [`wire`]: what it says to workers
 
 pub mod backoff;
 pub mod channels;
 mod client;
 pub mod device;
+pub mod fake;
 mod gpu;
 pub mod memory;
 pub mod privilege;
+pub mod record;
 pub mod rm;
 pub mod service;
 pub mod session;

@@ -14,6 +14,8 @@ use super::sys::numbers::status;
 pub enum Node {
     /// `/dev/nvidiactl`.
     Control,
+    /// `/dev/nvidiactl`, to be told of events by polling it.
+    Event,
     /// `/dev/nvidiaN`.
     Gpu(u32),
 }

@@ -5,9 +5,10 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{GpuError, Pending, Usage};
+use mdev_core::ids::ChannelId;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::channels::Channels;
@@ -49,6 +50,24 @@ impl Shared {
         }
     }
 
+    /// Resets the vGPU's groups, and tells the worker.
+    pub fn reset(&self) {
+        let mut channels = self.channels();
+        channels.counters.hang_resets += 1;
+        channels.reset_groups();
+        drop(channels);
+        self.signals.raise(Pending::CHANNEL_ERROR);
+    }
+
+    /// For how long this vGPU has had the compute engine without a break, as far as the driver tells.
+    fn turn(&self) -> Option<Duration> {
+        let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
+        let trace = trace.as_mut()?;
+        trace.read().ok()?;
+        let since = trace.turns.since_ns?;
+        Some(Duration::from_nanos(trace.now_ns()?.saturating_sub(since)))
+    }
+
     /// How the vGPU is.
     pub fn report(&self) -> Report {
         let mut turn_ns = 0;
@@ -80,9 +99,55 @@ impl Shared {
     }
 }
 
+/// Watches for a turn that does not end while others wait.
+///
+/// A turn may be long because nobody else wants the engine, or because it is many kernels one after the other: neither is
+/// a hang. One that is has to be long since others wait, and without a GPFIFO entry fetched in all that time.
+#[derive(Debug)]
+struct Watch {
+    limit: Option<Duration>,
+    contended: Option<Instant>,
+    progress: Vec<(ChannelId, u32)>,
+    progress_at: Instant,
+}
+
+impl Watch {
+    fn new(limit: Option<Duration>) -> Self {
+        Self { limit, contended: None, progress: Vec::new(), progress_at: Instant::now() }
+    }
+
+    fn others_wait(&mut self, wait: bool) {
+        self.contended = wait.then(|| self.contended.unwrap_or_else(Instant::now));
+    }
+
+    fn look(&mut self, shared: &Shared) {
+        let (Some(limit), Some(contended)) = (self.limit, self.contended) else { return };
+        let progress = shared.channels().progress();
+        if progress != self.progress {
+            self.progress = progress;
+            self.progress_at = Instant::now();
+        }
+        if contended.elapsed().min(self.progress_at.elapsed()) < limit {
+            return;
+        }
+        if shared.turn().is_some_and(|turn| turn >= limit) {
+            log::warn!("A kernel runs for more than {limit:?} while others wait: reset");
+            shared.reset();
+            self.progress_at = Instant::now();
+        }
+    }
+}
+
 /// Obeys the manager until it is over. Without one it waits for the next.
-pub fn obey(shared: &Shared, session: &Arc<Session>, manager: SeqPacket, faults: &OwnedFd) {
+pub fn obey(
+    shared: &Shared,
+    session: &Arc<Session>,
+    manager: SeqPacket,
+    faults: &OwnedFd,
+    hang: Option<Duration>,
+) {
     let mut manager = Some(manager);
+    let mut watch = Watch::new(hang);
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {
@@ -96,6 +161,7 @@ pub fn obey(shared: &Shared, session: &Arc<Session>, manager: SeqPacket, faults:
             fds.get(2).is_some_and(|fd| fd.any() == Some(true))
         };
         shared.note_errors();
+        watch.look(shared);
         if let Ok(mut next) = shared.next_manager.lock()
             && let Some(next) = next.take()
         {
@@ -111,6 +177,9 @@ pub fn obey(shared: &Shared, session: &Arc<Session>, manager: SeqPacket, faults:
         };
         match order {
             Ok(order) => {
+                if let FromManager::Usage(_, others_wait) = order {
+                    watch.others_wait(others_wait);
+                }
                 if let Some(answer) = carry_out(shared, session, &order)
                     && let Ok(bytes) = encode(&answer)
                 {
@@ -121,6 +190,10 @@ pub fn obey(shared: &Shared, session: &Arc<Session>, manager: SeqPacket, faults:
             Err(error) => {
                 log::debug!("The manager's connection: {error}");
                 manager = None;
+                // Nobody else would: a guest goes on without its manager.
+                if let Err(error) = shared.channels().open_gate() {
+                    log::warn!("{error}");
+                }
             }
         }
     }
@@ -131,14 +204,10 @@ fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<
         FromManager::SetTimeslice(slice) => shared.channels().set_slice(slice),
         FromManager::SetGate(open) => shared.channels().gate(open),
         FromManager::Reset => {
-            let mut channels = shared.channels();
-            channels.counters.hang_resets += 1;
-            channels.reset_groups();
-            drop(channels);
-            shared.signals.raise(Pending::CHANNEL_ERROR);
+            shared.reset();
             Ok(())
         }
-        FromManager::Usage(number) => return Some(FromWorker::Usage(number, shared.report())),
+        FromManager::Usage(number, _) => return Some(FromWorker::Usage(number, shared.report())),
         FromManager::Evict => {
             session.end();
             shared.signals.raise(Pending::DEVICE_LOST);

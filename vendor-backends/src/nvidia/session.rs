@@ -248,7 +248,7 @@ impl Session {
         subdevice: &Arc<Object>,
         event: u32,
     ) -> Result<(Arc<Object>, OwnedFd), RmError> {
-        let fd = self.rm.open(Node::Control).map_err(RmError::os("NVIDIA's driver"))?;
+        let fd = self.rm.open(Node::Event).map_err(RmError::os("NVIDIA's driver"))?;
         let mut argument = abi::AllocOsEvent {
             client: self.root,
             fd: fd.as_raw_fd().cast_unsigned(),
@@ -297,12 +297,13 @@ impl Drop for Session {
 /// A GPU virtual address space, and the range of it that mappings are made in.
 #[derive(Debug)]
 pub struct AddressSpace {
-    /// The device that it is of.
-    pub device: Arc<Object>,
-    /// Its page tables.
-    pub space: Arc<Object>,
+    // Freed in this order.
     /// All of its addresses.
     pub range: Arc<Object>,
+    /// Its page tables.
+    pub space: Arc<Object>,
+    /// The device that it is of.
+    pub device: Arc<Object>,
 }
 
 /// An object of the driver's. It keeps its parent alive, so children are always freed first.

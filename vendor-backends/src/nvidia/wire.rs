@@ -29,13 +29,25 @@ pub struct Grant {
 }
 
 /// What an operator chooses for a GPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
     /// Preempt compute between thread blocks instead of waiting for a kernel's end.
     pub preempt_blocks: bool,
     /// Run although the process has CAP_SYS_ADMIN.
     pub allow_sys_admin: bool,
+    /// How long one turn on the compute engine may take without progress while others wait: beyond it, the vGPU's
+    /// compute channels are reset as hung. None: the driver alone ends it, after some seconds.
+    pub hang: Option<Duration>,
 }
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { preempt_blocks: false, allow_sys_admin: false, hang: Some(DEFAULT_HANG) }
+    }
+}
+
+/// Long enough for kernels that mean to end, and short enough that the others hardly notice one that does not.
+pub const DEFAULT_HANG: Duration = Duration::from_millis(150);
 
 /// From the manager.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,8 +60,8 @@ pub enum FromManager {
     SetGate(bool),
     /// Resets all groups.
     Reset,
-    /// Asks for [`FromWorker::Usage`] with that number.
-    Usage(u64),
+    /// Asks for [`FromWorker::Usage`] with that number, and says whether another vGPU has work.
+    Usage(u64, bool),
     /// Gives everything on the GPU up.
     Evict,
 }

@@ -2,7 +2,7 @@
 //! manager's own.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
@@ -42,9 +42,25 @@ pub fn stop(control: &Path) -> io::Result<()> {
     }
 }
 
+/// Gives a worker a new connection to its GPU.
+pub fn attach(control: &Path, gpu: BorrowedFd<'_>) -> io::Result<()> {
+    match ask_with(control, &WorkerRequest::Attach, &[gpu])?.0 {
+        WorkerReply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
 fn ask(control: &Path, request: &WorkerRequest) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+    ask_with(control, request, &[])
+}
+
+fn ask_with(
+    control: &Path,
+    request: &WorkerRequest,
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
     let socket = SeqPacket::connect_with_timeout(control, PATIENCE)?;
-    socket.send(&serde_json::to_vec(request)?, &[])?;
+    socket.send(&serde_json::to_vec(request)?, fds)?;
     let mut buffer = vec![0; MAX_PACKET];
     let packet = socket.recv(&mut buffer).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => {

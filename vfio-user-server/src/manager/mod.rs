@@ -26,7 +26,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use crate::api::model::{ErrorCode, ErrorDetail};
-use crate::spawn::Process;
+use crate::spawn::{Process, User};
 
 mod adopt;
 pub mod ask;
@@ -43,10 +43,12 @@ mod stats;
 mod tick;
 mod vgpu;
 
-pub use config::{Config, ParentConfig};
+pub use config::Config;
 pub use requests::{Listed, Screen};
 pub use run::run;
 pub use stats::Measured;
+
+pub use crate::backend::ParentConfig;
 
 use folders::Folders;
 use knobs::Knobs;
@@ -64,6 +66,7 @@ pub struct Manager {
     parents: Vec<Parent>,
     vgpus: BTreeMap<VgpuId, Vgpu>,
     watcher: Watcher,
+    worker_user: User,
 }
 
 /// What the manager's thread is told.
@@ -179,7 +182,14 @@ impl Manager {
             Parent::new(config.clone(), Knobs::load(store.dir(), &config.name))
         };
         let parents = config.parents.iter().map(parent).collect();
-        Ok(Self { folders, store, parents, vgpus: BTreeMap::new(), watcher })
+        Ok(Self {
+            folders,
+            store,
+            parents,
+            vgpus: BTreeMap::new(),
+            watcher,
+            worker_user: config.worker_user,
+        })
     }
 
     /// Handles events until told to leave.

@@ -16,12 +16,12 @@ use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 use vendor_backends::soft::SoftGpu;
 
 use super::backoff::Backoff;
-use super::config::ParentConfig;
 use super::folders::{self, Folders};
 use super::knobs::Knobs;
 use super::tick::Shares;
 use super::{Manager, Result, Watched};
 use crate::api::model::{self, ErrorCode, ErrorDetail, ParentState};
+use crate::backend::ParentConfig;
 use crate::spawn::{self, Limits, Process, ProcessRecord};
 
 /// How long a new software GPU may take until it answers.
@@ -37,7 +37,7 @@ const END_PATIENCE: Duration = Duration::from_secs(1);
 const GPU_LOST: &str = "Its GPU is lost; stop it and start it again";
 
 /// Each vGPU brings a handful of descriptors, and each piece of guest memory one.
-const LIMITS: Limits = Limits { files: 65_536 };
+const LIMITS: Limits = Limits { files: 65_536, user: None };
 
 /// What a software GPU was started with: `run.json` in its folder.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -45,6 +45,9 @@ struct Run {
     process: ProcessRecord,
     vram_bytes: u64,
 }
+
+/// A GPU that was opened, and its process where it has one.
+type Opened = (Option<Process>, Box<dyn Gpu>);
 
 /// One physical GPU.
 #[derive(Debug)]
@@ -76,7 +79,7 @@ impl Parent {
     /// One that is to be started.
     pub fn new(config: ParentConfig, knobs: Knobs) -> Self {
         Self {
-            partitions: Partitions::new(config.vram_bytes),
+            partitions: Partitions::new(config.backend.vram_bytes()),
             config,
             gpu: None,
             description: None,
@@ -91,6 +94,11 @@ impl Parent {
             next_read: None,
             last_read: None,
         }
+    }
+
+    /// Whether its workers must not be root.
+    pub fn drops_root(&self) -> bool {
+        self.config.backend.drops_root()
     }
 
     /// `soft0`, or a PCI address.
@@ -147,7 +155,7 @@ impl Parent {
         });
         model::Parent {
             name: self.config.name.clone(),
-            backend: "soft".into(),
+            backend: self.config.backend.name().into(),
             model: description.map(|gpu| gpu.model.clone()).unwrap_or_default(),
             description: description.map(|gpu| gpu.name.clone()).unwrap_or_default(),
             state: match (&self.gpu, self.backoff.deaths()) {
@@ -186,8 +194,12 @@ impl Parent {
         }
     }
 
-    /// Starts its software GPU.
-    fn launch(&self, folders: &Folders) -> std::result::Result<(Process, SoftGpu), GpuError> {
+    /// Opens it, or starts its software GPU.
+    fn launch(&self, folders: &Folders) -> std::result::Result<Opened, GpuError> {
+        if let Some(opened) = self.config.backend.open() {
+            return Ok((None, opened?));
+        }
+        let vram_bytes = self.config.backend.vram_bytes();
         let name = &self.config.name;
         fs::create_dir_all(folders.parent(name))?;
         let admin = SeqPacketListener::bind(&folders.admin_socket(name))?;
@@ -196,7 +208,7 @@ impl Parent {
             "--name",
             name,
             "--vram",
-            &self.config.vram_bytes.to_string(),
+            &vram_bytes.to_string(),
             "--admin-fd",
             &spawn::FIRST_FD.to_string(),
         ];
@@ -204,9 +216,9 @@ impl Parent {
         drop(admin);
         match connect(folders, name) {
             Ok(gpu) => {
-                let run = Run { process: process.record()?, vram_bytes: self.config.vram_bytes };
+                let run = Run { process: process.record()?, vram_bytes };
                 folders::write_run(&folders.parent(name), &run)?;
-                Ok((process, gpu))
+                Ok((Some(process), Box::new(gpu)))
             }
             Err(error) => {
                 // How it ended says more than that it does not answer.
@@ -223,6 +235,15 @@ impl Parent {
     /// Takes over the software GPU that an earlier manager started, if there is one that answers. Whatever else is in
     /// its folder is removed.
     pub fn adopt(&mut self, folders: &Folders) -> bool {
+        // A GPU of silicon is there whoever manages it.
+        match self.config.backend.open() {
+            Some(Ok(gpu)) => {
+                self.took_up(None, gpu);
+                return true;
+            }
+            Some(Err(_)) => return false,
+            None => {}
+        }
         let folder = folders.parent(&self.config.name);
         let Some(run) = folders::read_run::<Run>(&folder) else {
             return false;
@@ -233,14 +254,14 @@ impl Parent {
         };
         match connect(folders, &self.config.name) {
             Ok(gpu) => {
-                if run.vram_bytes != self.config.vram_bytes {
+                if run.vram_bytes != self.config.backend.vram_bytes() {
                     log::warn!(
                         "Parent {} keeps its {} MiB of video memory until it is started again",
                         self.config.name,
                         run.vram_bytes >> 20
                     );
                 }
-                self.took_up(process, Box::new(gpu));
+                self.took_up(Some(process), Box::new(gpu));
                 true
             }
             Err(error) => {
@@ -252,13 +273,13 @@ impl Parent {
         }
     }
 
-    fn took_up(&mut self, process: Process, gpu: Box<dyn Gpu>) {
+    fn took_up(&mut self, process: Option<Process>, gpu: Box<dyn Gpu>) {
         let description = gpu.describe().clone();
         self.partitions = Partitions::new(description.vram_bytes);
         self.shares = Shares::of(&description, &self.knobs);
         self.description = Some(description);
         self.gpu = Some(gpu);
-        self.process = Some(process);
+        self.process = process;
         self.since = Instant::now();
         self.retry_at = None;
         self.reason = None;
@@ -314,9 +335,13 @@ impl Manager {
         parent.generation = generation;
         match parent.launch(&self.folders) {
             Ok((process, gpu)) => {
-                log::info!("Parent {} runs in process {}", parent.name(), process.pid());
-                self.watcher.watch(&process, Watched::Gpu(parent.name().into(), generation));
-                parent.took_up(process, Box::new(gpu));
+                if let Some(process) = &process {
+                    log::info!("Parent {} runs in process {}", parent.name(), process.pid());
+                    self.watcher.watch(process, Watched::Gpu(parent.name().into(), generation));
+                } else {
+                    log::info!("Parent {} is a {}", parent.name(), gpu.describe().name);
+                }
+                parent.took_up(process, gpu);
             }
             Err(error) => {
                 let pause =

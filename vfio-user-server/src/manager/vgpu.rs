@@ -24,7 +24,7 @@ use super::folders::{self, Folders};
 use super::{Manager, Result, Watched, ask};
 use crate::api::model::{ErrorCode, ErrorDetail};
 use crate::private::{VERSION, WorkerSpec};
-use crate::spawn::{self, Limits, Process, ProcessRecord};
+use crate::spawn::{self, Limits, Process, ProcessRecord, User};
 
 /// How long a worker that is told to end may take. Its VM's last request takes microseconds.
 const END_PATIENCE: Duration = Duration::from_secs(1);
@@ -34,7 +34,7 @@ const MOST_DEATHS: u32 = 8;
 
 /// Guest memory comes as one descriptor per range, and firmware makes many. The rest is for the worker itself: a client
 /// meets the limit of maps before the worker runs out of descriptors, without which it could accept nobody.
-const LIMITS: Limits = Limits { files: mdev_core::mem::MAX_MAPS as u64 + 256 };
+const LIMITS: Limits = Limits { files: mdev_core::mem::MAX_MAPS as u64 + 256, user: None };
 
 /// What a vGPU was started with: `run.json` in its folder.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -175,14 +175,19 @@ impl Vgpu {
 
     /// Makes its sockets and starts its worker. Both sockets listen before the worker exists, so a VM may attach as
     /// soon as this returns.
-    fn launch(&self, folders: &Folders, admission: &Admission) -> io::Result<Process> {
+    fn launch(
+        &self,
+        folders: &Folders,
+        admission: &Admission,
+        user: Option<User>,
+    ) -> io::Result<Process> {
         fs::create_dir_all(folders.vgpu(self.id))?;
         let vfio = listen(folders, self.id)?;
         let control = SeqPacketListener::bind(&folders.worker_socket(self.id))?;
         let spec = memfd(&serde_json::to_vec(&self.worker_spec(admission))?)?;
         let mut fds = vec![spec.as_fd(), vfio.as_fd(), control.as_fd()];
         fds.extend(admission.fd.as_ref().map(AsFd::as_fd));
-        spawn_worker(self.id, &fds)
+        spawn_worker(self.id, &fds, user)
     }
 
     fn step(&mut self, to: VgpuState) {
@@ -194,7 +199,7 @@ impl Vgpu {
     }
 }
 
-fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>]) -> io::Result<Process> {
+fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>], user: Option<User>) -> io::Result<Process> {
     let mut args = vec!["worker".to_owned()];
     for (number, name) in (spawn::FIRST_FD..)
         .zip(["--spec-fd", "--listen-fd", "--control-fd", "--gpu-fd"])
@@ -202,7 +207,7 @@ fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>]) -> io::Result<Process> {
     {
         args.extend([name.to_owned(), number.to_string()]);
     }
-    spawn::role(&vgpu.to_string(), &args, fds, LIMITS)
+    spawn::role(&vgpu.to_string(), &args, fds, Limits { user, ..LIMITS })
 }
 
 fn listen(folders: &Folders, vgpu: VgpuId) -> io::Result<OwnedFd> {
@@ -265,7 +270,8 @@ impl Manager {
                 format!("Cannot start a worker in {}: {error}", self.folders.vgpu(id).display()),
             )
         };
-        let process = vgpu.launch(&self.folders, &admission).map_err(internal)?;
+        let user = self.parents[index].drops_root().then_some(self.worker_user);
+        let process = vgpu.launch(&self.folders, &admission, user).map_err(internal)?;
         self.watcher.watch(&process, Watched::Worker(id, generation));
         log::info!("vGPU {id} ({}) runs in process {}", vgpu.profile.name, process.pid());
         vgpu.process = Some(process);
@@ -295,6 +301,7 @@ impl Manager {
             if let Err(error) = self.parents[index].partitions.admit(vgpu.id, bytes) {
                 log::error!("vGPU {}: {error}", vgpu.id);
             }
+            self.readmit(index, &vgpu);
             let (share, instances) = (vgpu.settings.share, vgpu.profile.max_instances);
             let scheduled = self.schedule(index, vgpu.id, share, instances);
             // What is not given has this manager's defaults, not the earlier one's.
@@ -304,6 +311,20 @@ impl Manager {
             }
         }
         self.vgpus.insert(vgpu.id, vgpu);
+    }
+
+    /// Gives the worker of an adopted vGPU a new connection to its GPU, where the GPU is led through it.
+    fn readmit(&mut self, index: usize, vgpu: &Vgpu) {
+        let spec = vgpu.profile.client_spec(vgpu.id);
+        let connection = self.with_gpu(index, |gpu| gpu.readmit(&spec));
+        let attached = connection.and_then(|connection| match connection {
+            Some(fd) => ask::attach(&self.folders.worker_socket(vgpu.id), fd.as_fd())
+                .map_err(|error| ErrorDetail::new(ErrorCode::Unavailable, error)),
+            None => Ok(()),
+        });
+        if let Err(error) = attached {
+            log::error!("vGPU {} cannot be scheduled: {error}", vgpu.id);
+        }
     }
 
     pub(super) fn worker_exited(&mut self, id: VgpuId, generation: u64) {

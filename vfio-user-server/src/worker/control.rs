@@ -1,7 +1,7 @@
 //! Answers to the manager.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 
@@ -17,8 +17,8 @@ impl ControlConnection {
         Self(socket)
     }
 
-    /// Takes the next request; `Ok(None)` where the peer has closed.
-    pub fn receive(&self) -> io::Result<Option<WorkerRequest>> {
+    /// Takes the next request, with what came along; `Ok(None)` where the peer has closed.
+    pub fn receive(&self) -> io::Result<Option<(WorkerRequest, Option<OwnedFd>)>> {
         let mut buffer = vec![0; MAX_PACKET];
         let Some(packet) = self.0.try_recv(&mut buffer)? else { return Ok(None) };
         match serde_json::from_slice(&buffer[..packet.len])? {
@@ -26,7 +26,7 @@ impl ControlConnection {
                 let reason = format!("version {version} was asked for, this worker has {VERSION}");
                 Err(io::Error::new(io::ErrorKind::InvalidData, reason))
             }
-            request => Ok(Some(request)),
+            request => Ok(Some((request, packet.fds.into_iter().next()))),
         }
     }
 

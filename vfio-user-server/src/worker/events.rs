@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use log::Level;
+use mdev_core::device::VirtualFunction;
+use mdev_core::gpu::GpuError;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::sys::time::TimeSpec;
@@ -297,7 +299,11 @@ impl Worker {
         let Some(connection) = self.control.get(&id) else { return };
         let served = match connection.receive() {
             Ok(None) => Ok(false),
-            Ok(Some(request)) => {
+            Ok(Some((WorkerRequest::Attach, fd))) => {
+                let reply = attach(self.function.inner_mut(), fd);
+                connection.reply(&reply, None).map(|()| true)
+            }
+            Ok(Some((request, _))) => {
                 let sent = self.answer(connection, &request);
                 self.stopped |= request == WorkerRequest::Stop;
                 sent.map(|()| true)
@@ -338,7 +344,9 @@ impl Worker {
                     connection.reply(&WorkerReply::Error { message }, None)
                 }
             }
-            WorkerRequest::Stop => connection.reply(&WorkerReply::Done, None),
+            WorkerRequest::Attach | WorkerRequest::Stop => {
+                connection.reply(&WorkerReply::Done, None)
+            }
         }
     }
 }
@@ -362,6 +370,15 @@ impl MutEventSubscriber for Worker {
             source::ACCEPT_AGAIN => self.accept_again(ops),
             id => self.on_control(id, ops),
         }
+    }
+}
+
+/// Takes a new manager's connection to the GPU.
+fn attach(function: &mut VirtualFunction, fd: Option<OwnedFd>) -> WorkerReply {
+    let fd = fd.ok_or(GpuError::Invalid("the connection is missing"));
+    match fd.and_then(|fd| function.attach_manager(fd)) {
+        Ok(()) => WorkerReply::Done,
+        Err(error) => WorkerReply::Error { message: error.to_string() },
     }
 }
 

@@ -16,12 +16,10 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use event_manager::{EventManager, SubscriberOps};
 use mdev_core::device::VirtualFunction;
-use mdev_core::gpu::Client;
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::SoftClient;
 
 use crate::patience::Patience;
 use crate::private::{VERSION, WorkerSpec};
@@ -54,7 +52,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let control = SeqPacketListener::from(inherited(args.control_fd)?);
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
-    let client = open_client(&spec, gpu)?;
+    let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
     let function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be made", spec.function.vgpu))?;
     sandbox::enter();
@@ -102,18 +100,6 @@ fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
         spec.version
     );
     Ok(spec)
-}
-
-fn open_client(spec: &WorkerSpec, gpu: Option<OwnedFd>) -> Result<Box<dyn Client>> {
-    match (spec.backend.as_str(), gpu) {
-        ("soft", Some(fd)) => {
-            let client = SoftClient::open(fd)
-                .with_context(|| format!("Cannot open the GPU {}", spec.parent))?;
-            Ok(Box::new(client))
-        }
-        ("soft", None) => bail!("The software GPU needs its connection: --gpu-fd is missing"),
-        (other, _) => bail!("There is no backend '{other}' in this build"),
-    }
 }
 
 /// Takes over a descriptor that was inherited at a known number.

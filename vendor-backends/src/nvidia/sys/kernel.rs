@@ -28,7 +28,7 @@ impl Rm for Kernel {
 
     fn open(&self, node: Node) -> io::Result<OwnedFd> {
         let path = match node {
-            Node::Control => "/dev/nvidiactl".to_owned(),
+            Node::Control | Node::Event => "/dev/nvidiactl".to_owned(),
             Node::Gpu(minor) => format!("/dev/nvidia{minor}"),
         };
         let file = fs::File::options().read(true).write(true).open(&path);

@@ -1,0 +1,332 @@
+//! The NVIDIA backend on a driver that is not there: every promise that needs no engine.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::mailbox::VA_START;
+use mdev_core::gpu::{
+    Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuCapabilities,
+    GpuError, GuestRam, Pending,
+};
+use mdev_core::ids::{GpuVa, VgpuId};
+use mdev_core::profile;
+use mdev_core::units::{GIB, MIB, PAGE_SIZE};
+use vendor_backends::conformance::{self, readable};
+use vendor_backends::nvidia::fake::{self, Fake};
+use vendor_backends::nvidia::version::Layout;
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
+use vendor_backends::soft::silicon::mem::SharedMemory;
+
+const DRIVER: &str = "580.142";
+
+/// Tests may run as root.
+const OPTIONS: Options = Options { allow_sys_admin: true, preempt_blocks: false };
+
+fn spec(vram_bytes: u64) -> ClientSpec {
+    ClientSpec {
+        vgpu: VgpuId::random(),
+        vram_bytes,
+        framebuffer_bytes: 0,
+        max_channels: 4,
+        max_import_bytes: 64 * MIB,
+    }
+}
+
+fn gpu(rm: &Arc<Fake>) -> NvidiaGpu {
+    NvidiaGpu::open(rm.clone(), fake::ADDRESS, OPTIONS).unwrap()
+}
+
+fn try_client(
+    rm: &Arc<Fake>,
+    gpu: &mut NvidiaGpu,
+    spec: &ClientSpec,
+) -> Result<NvidiaClient, GpuError> {
+    let admission = gpu.admit(spec)?;
+    NvidiaClient::open(rm.clone(), admission.fd.unwrap())
+}
+
+fn client(rm: &Arc<Fake>, gpu: &mut NvidiaGpu) -> (VgpuId, NvidiaClient) {
+    let spec = spec(64 * MIB);
+    (spec.vgpu, try_client(rm, gpu, &spec).unwrap())
+}
+
+fn ram(len: u64) -> SharedMemory {
+    SharedMemory::new(c"ram", len).unwrap()
+}
+
+fn import(
+    client: &mut NvidiaClient,
+    ram: &SharedMemory,
+) -> Result<mdev_core::ids::MemoryId, GpuError> {
+    client.import(GuestRam {
+        fd: ram.fd.as_fd(),
+        offset: 0,
+        len: ram.mapping.len(),
+        writable: true,
+    })
+}
+
+fn channel_spec(engine: EngineKind, memory: mdev_core::ids::MemoryId, userd: u64) -> ChannelSpec {
+    ChannelSpec {
+        engine,
+        gpfifo: GpuVa(VA_START),
+        gpfifo_entries: 64,
+        userd: Backing::Guest { memory, offset: userd },
+        vector: 0,
+    }
+}
+
+/// A guest's whole life: memory, a hole in it, channels on both engines, and their end.
+fn live(client: &mut NvidiaClient) -> Result<(), GpuError> {
+    let ram = ram(16 * MIB);
+    let memory = import(client, &ram)?;
+    let backing = |offset| Backing::Guest { memory, offset };
+    client.map(GpuVa(VA_START), 16 * MIB, backing(0), true)?;
+    client.map(GpuVa(VA_START + GIB), 2 * MIB, Backing::Vram { offset: 2 * MIB }, true)?;
+    client.unmap(GpuVa(VA_START + MIB), MIB)?;
+    client.map(GpuVa(VA_START + MIB), PAGE_SIZE, backing(0), false)?;
+    let copy = client.create_channel(&channel_spec(EngineKind::Copy, memory, 0x1000))?;
+    let compute = client.create_channel(&channel_spec(EngineKind::Compute, memory, 0x2000))?;
+    client.create_channel(&channel_spec(EngineKind::Compute, memory, 0x3000))?;
+    client.query_channel(copy.id)?;
+    client.destroy_channel(compute.id)?;
+    client.reset()?;
+    client.create_channel(&channel_spec(EngineKind::Copy, memory, 0x1000))?;
+    client.release(memory)
+}
+
+#[test]
+fn a_guest_lives_on_every_driver_that_is_known() {
+    for layout in Layout::known() {
+        let rm = Fake::new(&format!("{}.10", layout.series));
+        let mut gpu = gpu(&rm);
+        let (_, mut client) = client(&rm, &mut gpu);
+        live(&mut client).unwrap();
+        drop(client);
+        assert_eq!((rm.objects(), rm.violations()), (0, vec![]), "series {}", layout.series);
+    }
+}
+
+#[test]
+fn an_unknown_driver_is_refused() {
+    for version in ["565.57.01", "999.1"] {
+        let rm = Fake::new(version);
+        let error = NvidiaGpu::open(rm, fake::ADDRESS, OPTIONS).unwrap_err().to_string();
+        assert!(error.contains(version) && error.contains("580"), "{error}");
+    }
+    let error = NvidiaGpu::open(Fake::new(DRIVER), "0000:01:00.0", OPTIONS).unwrap_err();
+    assert!(error.to_string().contains(fake::ADDRESS), "it says what there is: {error}");
+}
+
+#[test]
+fn whatever_call_fails_nothing_is_left() {
+    let rm = Fake::new(DRIVER);
+    let whole = {
+        let mut gpu = gpu(&rm);
+        let before = rm.calls();
+        let (_, mut client) = client(&rm, &mut gpu);
+        live(&mut client).unwrap();
+        drop(client);
+        rm.calls() - before
+    };
+    assert!(whole > 40, "{whole} calls");
+    for failing in 1..=whole {
+        let rm = Fake::new(DRIVER);
+        let mut gpu = gpu(&rm);
+        rm.fail_at(Some(rm.calls() + failing));
+        let spec = spec(64 * MIB);
+        if let Ok(mut client) = try_client(&rm, &mut gpu, &spec) {
+            let lived = live(&mut client);
+            // After any failure the client is good for another life, or was not touched by it.
+            rm.fail_at(None);
+            if lived.is_err() {
+                client.reset().unwrap();
+            }
+        }
+        rm.fail_at(None);
+        assert_eq!(rm.objects(), 0, "call {failing} of {whole} failed: {:?}", rm.violations());
+        gpu.evict(spec.vgpu).unwrap();
+        let (_, mut client) = client(&rm, &mut gpu);
+        live(&mut client).unwrap();
+    }
+}
+
+#[test]
+fn children_are_freed_first_and_memory_after_those_who_use_it() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client) = client(&rm, &mut gpu);
+    let memory = ram(MIB);
+    let id = import(&mut client, &memory).unwrap();
+    client.map(GpuVa(VA_START), MIB, Backing::Guest { memory: id, offset: 0 }, true).unwrap();
+    let channel = client.create_channel(&channel_spec(EngineKind::Copy, id, 0)).unwrap();
+    client.release(id).unwrap();
+    assert_eq!(rm.violations(), Vec::<String>::new(), "the USERD's channel went before its memory");
+    assert_ne!(client.query_channel(channel.id).unwrap().error, 0, "and its guest can tell");
+    drop(client);
+    assert_eq!((rm.objects(), rm.violations()), (0, vec![]));
+}
+
+#[test]
+fn partitions_are_not_more_than_there_is() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let total = gpu.describe().vram_bytes;
+    assert!(total > 70 * GIB && total < fake::VIDEO_MEMORY);
+    let first = spec(64 * GIB);
+    gpu.admit(&first).unwrap();
+    assert!(matches!(gpu.admit(&spec(16 * GIB)), Err(GpuError::Limit(_))));
+    assert!(gpu.admit(&ClientSpec { vram_bytes: MIB, ..first.clone() }).is_err(), "twice");
+    assert!(matches!(gpu.admit(&spec(MIB + 1)), Err(GpuError::Invalid(_))));
+    gpu.evict(first.vgpu).unwrap();
+    gpu.admit(&spec(16 * GIB)).unwrap();
+    let names: Vec<_> = profile::profiles(gpu.describe()).into_iter().map(|p| p.name).collect();
+    assert!(names.contains(&"H100-16C".into()), "{names:?}");
+    assert!(names.iter().all(|name| name.ends_with('C')), "no display heads: {names:?}");
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    conformance::run_refusals(&mut || Box::new(client(&rm, &mut gpu).1));
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+/// Waits for what another thread does.
+fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn with_channels(
+    rm: &Arc<Fake>,
+    gpu: &mut NvidiaGpu,
+) -> (VgpuId, NvidiaClient, SharedMemory, Vec<ChannelHandle>) {
+    let (vgpu, mut client) = client(rm, gpu);
+    let memory = ram(MIB);
+    let id = import(&mut client, &memory).unwrap();
+    let engines = [EngineKind::Copy, EngineKind::Compute, EngineKind::Compute];
+    let make = |(place, engine): (usize, EngineKind)| {
+        client.create_channel(&channel_spec(engine, id, place as u64 * 512)).unwrap()
+    };
+    let channels = engines.into_iter().enumerate().map(make).collect();
+    (vgpu, client, memory, channels)
+}
+
+#[test]
+fn a_fault_ends_the_channels_of_its_engine_and_is_told() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, _memory, channels) = with_channels(&rm, &mut gpu);
+    rm.fault(channels[1].token.0, 31);
+    assert!(readable(&client.event(), Duration::from_secs(20)));
+    assert!(client.take_pending().contains(Pending::CHANNEL_ERROR));
+    let errors: Vec<_> =
+        channels.iter().map(|channel| client.query_channel(channel.id).unwrap().error).collect();
+    assert_eq!(errors, [0, 31, 31]);
+    assert_eq!(client.usage().unwrap().faults, 2);
+    assert!(!client.gpu().capabilities.contains(GpuCapabilities::CHANNEL_FAULTS));
+}
+
+#[test]
+fn a_storm_of_faults_has_to_wait() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    for channel in &channels {
+        client.destroy_channel(channel.id).unwrap();
+    }
+    let id = import(&mut client, &memory).unwrap();
+    let spec = channel_spec(EngineKind::Compute, id, 0);
+    let mut made = 0;
+    let refused = loop {
+        match client.create_channel(&spec) {
+            Ok(channel) => {
+                made += 1;
+                rm.fault(channel.token.0, 31);
+                client.query_channel(channel.id).unwrap();
+                client.destroy_channel(channel.id).unwrap();
+            }
+            Err(error) => break error,
+        }
+        assert!(made < 10, "nothing holds it back");
+    };
+    assert!(matches!(refused, GpuError::Limit(_)), "{refused}");
+    client.create_channel(&channel_spec(EngineKind::Copy, id, 512)).unwrap();
+}
+
+#[test]
+fn the_manager_leads_through_the_worker() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, mut client, _memory, channels) = with_channels(&rm, &mut gpu);
+    rm.take_log();
+    let mut log = Vec::new();
+    let mut seen = |what: &str| {
+        eventually(what, || {
+            log.extend(rm.take_log());
+            log.iter().any(|line| line.contains(what))
+        });
+        log.clear();
+    };
+    gpu.set_timeslice(vgpu, Duration::from_millis(3)).unwrap();
+    seen("0xa06c0103");
+    gpu.set_gate(vgpu, false).unwrap();
+    seen("0x2080110b params 536 first 1");
+    gpu.set_gate(vgpu, true).unwrap();
+    seen("0x2080110b params 536 first 0");
+    gpu.reset_group(vgpu).unwrap();
+    eventually("reset", || client.query_channel(channels[0].id).unwrap().error == 43);
+    eventually("counters", || {
+        let report = gpu.usage().unwrap();
+        report.vgpus.iter().any(|(id, usage)| *id == vgpu && usage.hang_resets == 1)
+    });
+
+    // The next manager: the old connections end, and the worker takes a new one.
+    let mut next = NvidiaGpu::open(rm.clone(), fake::ADDRESS, OPTIONS).unwrap();
+    let fd = next.readmit(client.spec()).unwrap().unwrap();
+    client.attach_manager(fd).unwrap();
+    drop(gpu);
+    eventually("counters of the next manager", || {
+        next.usage().unwrap().vgpus.iter().any(|(_, usage)| usage.hang_resets == 1)
+    });
+    next.evict(vgpu).unwrap();
+    eventually("eviction", || client.take_pending().contains(Pending::DEVICE_LOST));
+    assert!(next.usage().unwrap().vgpus.is_empty());
+}
+
+#[test]
+fn a_gate_that_a_dead_manager_closed_opens() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, _client, _memory, _channels) = with_channels(&rm, &mut gpu);
+    gpu.set_gate(vgpu, false).unwrap();
+    eventually("closed", || {
+        rm.take_log().iter().any(|line| line.contains("0x2080110b params 536 first 1"))
+    });
+    drop(gpu);
+    eventually("open", || {
+        rm.take_log().iter().any(|line| line.contains("0x2080110b params 536 first 0"))
+    });
+}
+
+#[test]
+fn a_deaf_worker_does_not_hold_the_manager_up() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let admissions: Vec<_> = (0..8).map(|_| gpu.admit(&spec(64 * MIB)).unwrap()).collect();
+    let started = Instant::now();
+    for _ in 0..200 {
+        assert_eq!(gpu.usage().unwrap().vgpus.len(), 8);
+        for admission in &admissions {
+            gpu.set_gate(admission.spec.vgpu, true).unwrap();
+        }
+    }
+    assert!(started.elapsed() < Duration::from_secs(10));
+}
