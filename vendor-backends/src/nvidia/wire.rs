@@ -98,7 +98,7 @@ mod tests {
         assert_eq!(order, [1, 0, 192, 150, 177, 2]);
         let report = Report { turn_ns: 7, alive: true, ..Default::default() };
         let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
-        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 24));
+        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 23));
         assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
         assert_eq!(VERSION, 1);
     }
