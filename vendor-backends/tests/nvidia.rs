@@ -1,19 +1,17 @@
 //! The NVIDIA backend on a driver that is not there: every promise that needs no engine.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
-    Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuCapabilities,
-    GpuError, GuestRam, Pending,
+    Backing, ChannelHandle, Client, ClientSpec, EngineKind, Gpu, GpuCapabilities, GpuError, Pending,
 };
 use mdev_core::ids::{GpuVa, VgpuId};
 use mdev_core::profile;
-use mdev_core::units::{GIB, MIB, PAGE_SIZE};
-use vendor_backends::conformance::{self, readable};
+use mdev_core::units::{GIB, MIB};
+use vendor_backends::conformance::{self, life, readable};
 use vendor_backends::nvidia::fake::{self, Fake};
 use vendor_backends::nvidia::version::Layout;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
@@ -22,7 +20,7 @@ use vendor_backends::soft::silicon::mem::SharedMemory;
 const DRIVER: &str = "580.142";
 
 /// Tests may run as root.
-const OPTIONS: Options = Options { allow_sys_admin: true, preempt_blocks: false };
+const OPTIONS: Options = Options { allow_sys_admin: true, preempt_blocks: false, hang: None };
 
 fn spec(vram_bytes: u64) -> ClientSpec {
     ClientSpec {
@@ -56,54 +54,13 @@ fn ram(len: u64) -> SharedMemory {
     SharedMemory::new(c"ram", len).unwrap()
 }
 
-fn import(
-    client: &mut NvidiaClient,
-    ram: &SharedMemory,
-) -> Result<mdev_core::ids::MemoryId, GpuError> {
-    client.import(GuestRam {
-        fd: ram.fd.as_fd(),
-        offset: 0,
-        len: ram.mapping.len(),
-        writable: true,
-    })
-}
-
-fn channel_spec(engine: EngineKind, memory: mdev_core::ids::MemoryId, userd: u64) -> ChannelSpec {
-    ChannelSpec {
-        engine,
-        gpfifo: GpuVa(VA_START),
-        gpfifo_entries: 64,
-        userd: Backing::Guest { memory, offset: userd },
-        vector: 0,
-    }
-}
-
-/// A guest's whole life: memory, a hole in it, channels on both engines, and their end.
-fn live(client: &mut NvidiaClient) -> Result<(), GpuError> {
-    let ram = ram(16 * MIB);
-    let memory = import(client, &ram)?;
-    let backing = |offset| Backing::Guest { memory, offset };
-    client.map(GpuVa(VA_START), 16 * MIB, backing(0), true)?;
-    client.map(GpuVa(VA_START + GIB), 2 * MIB, Backing::Vram { offset: 2 * MIB }, true)?;
-    client.unmap(GpuVa(VA_START + MIB), MIB)?;
-    client.map(GpuVa(VA_START + MIB), PAGE_SIZE, backing(0), false)?;
-    let copy = client.create_channel(&channel_spec(EngineKind::Copy, memory, 0x1000))?;
-    let compute = client.create_channel(&channel_spec(EngineKind::Compute, memory, 0x2000))?;
-    client.create_channel(&channel_spec(EngineKind::Compute, memory, 0x3000))?;
-    client.query_channel(copy.id)?;
-    client.destroy_channel(compute.id)?;
-    client.reset()?;
-    client.create_channel(&channel_spec(EngineKind::Copy, memory, 0x1000))?;
-    client.release(memory)
-}
-
 #[test]
 fn a_guest_lives_on_every_driver_that_is_known() {
     for layout in Layout::known() {
         let rm = Fake::new(&format!("{}.10", layout.series));
         let mut gpu = gpu(&rm);
         let (_, mut client) = client(&rm, &mut gpu);
-        live(&mut client).unwrap();
+        life::live(&mut client).unwrap();
         drop(client);
         assert_eq!((rm.objects(), rm.violations()), (0, vec![]), "series {}", layout.series);
     }
@@ -127,7 +84,7 @@ fn whatever_call_fails_nothing_is_left() {
         let mut gpu = gpu(&rm);
         let before = rm.calls();
         let (_, mut client) = client(&rm, &mut gpu);
-        live(&mut client).unwrap();
+        life::live(&mut client).unwrap();
         drop(client);
         rm.calls() - before
     };
@@ -138,7 +95,7 @@ fn whatever_call_fails_nothing_is_left() {
         rm.fail_at(Some(rm.calls() + failing));
         let spec = spec(64 * MIB);
         if let Ok(mut client) = try_client(&rm, &mut gpu, &spec) {
-            let lived = live(&mut client);
+            let lived = life::live(&mut client);
             // After any failure the client is good for another life, or was not touched by it.
             rm.fail_at(None);
             if lived.is_err() {
@@ -149,7 +106,7 @@ fn whatever_call_fails_nothing_is_left() {
         assert_eq!(rm.objects(), 0, "call {failing} of {whole} failed: {:?}", rm.violations());
         gpu.evict(spec.vgpu).unwrap();
         let (_, mut client) = client(&rm, &mut gpu);
-        live(&mut client).unwrap();
+        life::live(&mut client).unwrap();
     }
 }
 
@@ -159,9 +116,9 @@ fn children_are_freed_first_and_memory_after_those_who_use_it() {
     let mut gpu = gpu(&rm);
     let (_, mut client) = client(&rm, &mut gpu);
     let memory = ram(MIB);
-    let id = import(&mut client, &memory).unwrap();
+    let id = life::import(&mut client, &memory).unwrap();
     client.map(GpuVa(VA_START), MIB, Backing::Guest { memory: id, offset: 0 }, true).unwrap();
-    let channel = client.create_channel(&channel_spec(EngineKind::Copy, id, 0)).unwrap();
+    let channel = client.create_channel(&life::channel(EngineKind::Copy, id, 0)).unwrap();
     client.release(id).unwrap();
     assert_eq!(rm.violations(), Vec::<String>::new(), "the USERD's channel went before its memory");
     assert_ne!(client.query_channel(channel.id).unwrap().error, 0, "and its guest can tell");
@@ -210,10 +167,10 @@ fn with_channels(
 ) -> (VgpuId, NvidiaClient, SharedMemory, Vec<ChannelHandle>) {
     let (vgpu, mut client) = client(rm, gpu);
     let memory = ram(MIB);
-    let id = import(&mut client, &memory).unwrap();
+    let id = life::import(&mut client, &memory).unwrap();
     let engines = [EngineKind::Copy, EngineKind::Compute, EngineKind::Compute];
     let make = |(place, engine): (usize, EngineKind)| {
-        client.create_channel(&channel_spec(engine, id, place as u64 * 512)).unwrap()
+        client.create_channel(&life::channel(engine, id, place as u64 * 512)).unwrap()
     };
     let channels = engines.into_iter().enumerate().map(make).collect();
     (vgpu, client, memory, channels)
@@ -242,8 +199,8 @@ fn a_storm_of_faults_has_to_wait() {
     for channel in &channels {
         client.destroy_channel(channel.id).unwrap();
     }
-    let id = import(&mut client, &memory).unwrap();
-    let spec = channel_spec(EngineKind::Compute, id, 0);
+    let id = life::import(&mut client, &memory).unwrap();
+    let spec = life::channel(EngineKind::Compute, id, 0);
     let mut made = 0;
     let refused = loop {
         match client.create_channel(&spec) {
@@ -258,7 +215,7 @@ fn a_storm_of_faults_has_to_wait() {
         assert!(made < 10, "nothing holds it back");
     };
     assert!(matches!(refused, GpuError::Limit(_)), "{refused}");
-    client.create_channel(&channel_spec(EngineKind::Copy, id, 512)).unwrap();
+    client.create_channel(&life::channel(EngineKind::Copy, id, 512)).unwrap();
 }
 
 #[test]

@@ -12,8 +12,9 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GuestRam};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB};
-use vendor_backends::conformance::{self, Driver, Pushbuffer};
+use vendor_backends::conformance::{self, Driver, Pushbuffer, life};
 use vendor_backends::nvidia::device::{Device, cards};
+use vendor_backends::nvidia::record::Recorder;
 use vendor_backends::nvidia::rm::Rm;
 use vendor_backends::nvidia::trace::Trace;
 use vendor_backends::nvidia::version::Layout;
@@ -94,6 +95,12 @@ fn engine_time_is_measured() {
         );
     }
     let usermode = device.usermode().unwrap();
+    let whole =
+        device.session.aperture(&device.device, &usermode, device.session.gpu_node(), 0x1_0000, 0);
+    let mapped = whole.map(|fd| {
+        vendor_backends::soft::silicon::mem::Mapping::new(fd.as_fd(), 0, 0x1_0000, true).map(drop)
+    });
+    println!("64 KiB of the usermode region: {mapped:?}");
     let fd = device
         .session
         .aperture(&device.device, &usermode, device.session.gpu_node(), 4096, 0)
@@ -204,6 +211,54 @@ fn guest_memory_is_pinned_and_let_go() {
         mapped.saturating_sub(imported),
         started.elapsed()
     );
+}
+
+/// With `TESSERA_RECORD` set to a path, writes down what is asked of the driver there: the golden trace of `nvidia.rs`.
+#[test]
+fn a_life_is_recorded() {
+    let Some(mut gpu) = gpu() else { return };
+    let recorder = Recorder::new(Arc::new(Kernel));
+    let spec = ClientSpec { max_channels: 4, max_import_bytes: 64 * MIB, ..spec(64 * MIB) };
+    let admission = gpu.admit(&spec).unwrap();
+    let mut client = NvidiaClient::open(recorder.clone(), admission.fd.unwrap()).unwrap();
+    life::live(&mut client).unwrap();
+    drop(client);
+    if let Ok(path) = std::env::var("TESSERA_RECORD") {
+        std::fs::write(path, recorder.lines().join("\n") + "\n").unwrap();
+    }
+}
+
+/// Two vGPUs copy on the compute engine; each is charged what it had.
+#[test]
+fn two_are_charged_what_they_had() {
+    let Some(mut gpu) = gpu() else { return };
+    let mut drivers: Vec<_> = (0..2).map(|_| Driver::new(client(&mut gpu, GIB))).collect();
+    let mut rings: Vec<_> =
+        drivers.iter_mut().map(|driver| driver.ring(EngineKind::Compute)).collect();
+    let used = |gpu: &mut NvidiaGpu| -> Vec<_> {
+        let report = gpu.usage().unwrap();
+        report.vgpus.iter().map(|(_, u)| (u.engine_ns, u.preemptions, u.runnable)).collect()
+    };
+    println!("before: {:?}", used(&mut gpu));
+    let started = Instant::now();
+    let mut done = Vec::new();
+    for (driver, ring) in drivers.iter_mut().zip(&mut rings) {
+        let (from, to) = (driver.va(12 * MIB), driver.va(24 * MIB));
+        for _ in 0..40 {
+            let mut push = Pushbuffer::default();
+            for _ in 0..40 {
+                push = push.copy(from, to, 8 << 20);
+            }
+            done.push(driver.submit(ring, push));
+        }
+    }
+    for (index, done) in done.iter().enumerate() {
+        assert!(drivers[index / 40].wait(*done));
+        if index % 8 == 0 {
+            println!("{:?}: {:?}", started.elapsed(), used(&mut gpu));
+        }
+    }
+    println!("after {:?}: {:?}", started.elapsed(), used(&mut gpu));
 }
 
 #[test]
