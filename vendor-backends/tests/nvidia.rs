@@ -13,6 +13,7 @@ use mdev_core::profile;
 use mdev_core::units::{GIB, MIB};
 use vendor_backends::conformance::{self, life, readable};
 use vendor_backends::nvidia::fake::{self, Fake};
+use vendor_backends::nvidia::record::Recorder;
 use vendor_backends::nvidia::version::Layout;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 use vendor_backends::soft::silicon::mem::SharedMemory;
@@ -64,6 +65,23 @@ fn a_guest_lives_on_every_driver_that_is_known() {
         drop(client);
         assert_eq!((rm.objects(), rm.violations()), (0, vec![]), "series {}", layout.series);
     }
+}
+
+/// `tests/golden/nvidia-580.txt` was recorded on an H100 with driver 580.159.04: see `nvidia_hw.rs`.
+#[test]
+fn the_driver_is_asked_what_the_real_one_was_asked() {
+    let rm = Fake::new("580.159.04");
+    let mut gpu = gpu(&rm);
+    let recorder = Recorder::new(rm.clone());
+    let admission = gpu.admit(&spec(64 * MIB)).unwrap();
+    let mut client = NvidiaClient::open(recorder.clone(), admission.fd.unwrap()).unwrap();
+    life::live(&mut client).unwrap();
+    drop(client);
+    let golden = include_str!("golden/nvidia-580.txt");
+    for (number, (asked, expected)) in recorder.lines().iter().zip(golden.lines()).enumerate() {
+        assert_eq!(asked, expected, "line {}", number + 1);
+    }
+    assert_eq!(recorder.lines().len(), golden.lines().count());
 }
 
 #[test]

@@ -178,6 +178,7 @@ fn orders_are_obeyed() {
     println!("usage asked in {:?}: {:?}", started.elapsed(), gpu.usage());
     gpu.reset_group(spec.vgpu).unwrap();
     std::thread::sleep(Duration::from_millis(200));
+    println!("usage: {:?}", gpu.usage());
     println!("after a reset: {:?}", driver.client().query_channel(ring.id()));
     let mut again = driver.ring(EngineKind::Copy);
     driver.finish(&mut again, Pushbuffer::default());

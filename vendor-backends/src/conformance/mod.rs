@@ -298,7 +298,6 @@ fn read_only(driver: &mut Driver) {
 fn nonsense(driver: &mut Driver) {
     let data = driver.va(DATA);
     let pushes = [
-        Pushbuffer::default().word(!(7 << 29)),
         Pushbuffer::default().host(0x00f0, 0),
         Pushbuffer::default().copy_method(0x0ffc, &[0]),
         Pushbuffer::default().method(6, 0x0300, &[0]),
@@ -341,12 +340,16 @@ fn physical(driver: &mut Driver) {
     assert_eq!(driver.read(DATA + MIB, 64), [7; 64]);
 }
 
-/// Copies without end, over memory that is about to go: an endless ring would be refilled, so one long copy it is.
-fn long_copy(driver: &Driver, to: u64) -> Pushbuffer {
-    Pushbuffer::default()
-        .addresses(driver.va(DATA), to)
-        .copy_method(copy::PITCH_IN, &[0, 0, 1 << 20, 1 << 20])
-        .launch(launch::MULTI_LINE)
+/// Queues copies for a second or more: all that the ring takes, so that nobody has to refill it.
+fn submit_long_copy(driver: &mut Driver, ring: &mut Ring, to: u64) {
+    let from = driver.va(DATA);
+    for _ in 0..driver::ENTRIES - 4 {
+        let mut push = Pushbuffer::default();
+        for _ in 0..180 {
+            push = push.copy(from, to, 4 << 20);
+        }
+        driver.submit(ring, push);
+    }
 }
 
 fn release_in_flight(driver: &mut Driver) {
@@ -356,8 +359,7 @@ fn release_in_flight(driver: &mut Driver) {
     driver.client().map(GpuVa(va), 4 * MIB, backing, true).unwrap();
     driver.write(DATA, &vec![1; 1 << 20]);
     let mut ring = driver.ring(EngineKind::Copy);
-    let push = long_copy(driver, va);
-    driver.submit(&mut ring, push);
+    submit_long_copy(driver, &mut ring, va);
     let started = Instant::now();
     while other.mapping.load_u32(4096) == Some(0) {
         let status = driver.client().query_channel(ring.id());
@@ -377,8 +379,8 @@ fn release_in_flight(driver: &mut Driver) {
 
 fn destroy_in_flight(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Copy);
-    let push = long_copy(driver, driver.va(DATA + 16 * MIB));
-    driver.submit(&mut ring, push);
+    let to = driver.va(DATA + 16 * MIB);
+    submit_long_copy(driver, &mut ring, to);
     let started = Instant::now();
     driver.client().destroy_channel(ring.id()).unwrap();
     assert!(started.elapsed() < Duration::from_secs(2));
@@ -393,8 +395,8 @@ fn destroy_in_flight(driver: &mut Driver) {
 
 fn reset(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Copy);
-    let push = long_copy(driver, driver.va(DATA + 16 * MIB));
-    driver.submit(&mut ring, push);
+    let to = driver.va(DATA + 16 * MIB);
+    submit_long_copy(driver, &mut ring, to);
     driver.client().reset().unwrap();
     assert!(matches!(driver.client().query_channel(ring.id()), Err(GpuError::NotFound(_))));
     assert_eq!(driver.client().usage().unwrap().channels, 0);

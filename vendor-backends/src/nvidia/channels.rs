@@ -195,15 +195,17 @@ impl Channels {
         self.all.len() as u32
     }
 
-    /// Whether any has work that the GPU has not fetched.
-    pub fn has_queued(&self) -> bool {
-        self.all.values().any(|channel| channel.object().is_some() && channel.has_queued())
+    /// Whether any on that engine has work that the GPU has not fetched.
+    pub fn has_queued(&self, engine: EngineKind) -> bool {
+        let on_it = |channel: &&Channel| channel.engine == engine && channel.error == 0;
+        self.all.values().filter(on_it).any(Channel::has_queued)
     }
 
     /// Entries that were fetched since a channel was made, modulo its ring: what progress looks like from outside.
-    pub fn progress(&self) -> Vec<(ChannelId, u32)> {
+    pub fn progress(&self, engine: EngineKind) -> Vec<(ChannelId, u32)> {
         let get = |channel: &Channel| channel.word(userd::GP_GET).unwrap_or_default();
-        self.all.iter().map(|(id, channel)| (*id, get(channel))).collect()
+        let on_it = self.all.iter().filter(|(_, channel)| channel.engine == engine);
+        on_it.map(|(id, channel)| (*id, get(channel))).collect()
     }
 
     /// Interrupt vectors that channels use, as bits.
@@ -258,10 +260,12 @@ impl Channels {
             }
         };
         let token = channel.token;
+        let handle = channel.object().map(|object| object.handle());
         self.all.insert(id, channel);
         self.next = next;
+        // Only this one: each time that a channel is disabled takes an enabling of its own.
         if !self.open
-            && let Err(error) = self.gate(false)
+            && let Err(error) = self.disable(true, handle.as_slice())
         {
             self.destroy(id)?;
             return Err(error);
@@ -500,11 +504,12 @@ impl Channels {
 
     /// Opens or closes the gate. Closing waits for the kernel that runs.
     pub fn gate(&mut self, open: bool) -> Result<(), GpuError> {
-        if self.open && !open {
-            self.counters.gate_closings += 1;
+        if self.open == open {
+            return Ok(());
         }
         self.open = open;
         if !open {
+            self.counters.gate_closings += 1;
             self.boost();
         }
         let live: Vec<u32> = self
@@ -513,19 +518,7 @@ impl Channels {
             .filter(|channel| channel.error == 0)
             .filter_map(|channel| Some(channel.object()?.handle()))
             .collect();
-        if live.is_empty() {
-            return Ok(());
-        }
-        let mut params = abi::DisableChannels {
-            disable: u8::from(!open),
-            count: live.len() as u32,
-            ..Default::default()
-        };
-        for (place, channel) in live.iter().enumerate().take(params.channels.len()) {
-            params.clients[place] = self.device.session.root();
-            params.channels[place] = *channel;
-        }
-        self.device.subdevice.control(control::DISABLE_CHANNELS, &mut params)?;
+        self.disable(!open, &live)?;
         if open {
             // A ring that came while the channel was disabled may have been lost.
             for channel in self.all.values().filter(|c| c.error == 0 && c.has_queued()) {
@@ -533,6 +526,22 @@ impl Channels {
             }
         }
         Ok(())
+    }
+
+    fn disable(&self, disable: bool, channels: &[u32]) -> Result<(), GpuError> {
+        if channels.is_empty() {
+            return Ok(());
+        }
+        let mut params = abi::DisableChannels {
+            disable: u8::from(disable),
+            count: channels.len() as u32,
+            ..Default::default()
+        };
+        for (place, channel) in channels.iter().enumerate().take(params.channels.len()) {
+            params.clients[place] = self.device.session.root();
+            params.channels[place] = *channel;
+        }
+        Ok(self.device.subdevice.control(control::DISABLE_CHANNELS, &mut params)?)
     }
 
     /// Rings the doorbell for a channel.

@@ -23,7 +23,7 @@ use super::device::Device;
 use super::memory::Memory;
 use super::privilege;
 use super::rm::Rm;
-use super::service::{self, Shared};
+use super::service::{self, Activity, Shared};
 use super::session::{AddressSpace, Object};
 use super::signals::Signals;
 use super::sys::numbers::event;
@@ -259,7 +259,7 @@ impl Client for NvidiaClient {
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
-        Ok(self.shared.report().usage)
+        Ok(self.shared.report(&Activity::new()).usage)
     }
 
     fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {

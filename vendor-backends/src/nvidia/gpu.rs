@@ -34,6 +34,21 @@ struct Seat {
     ready: bool,
     report: Report,
     missed: u32,
+    slice: Duration,
+    /// What it is charged for copies.
+    copy_ns: f64,
+    /// What of its copying was charged.
+    copied_ns: u64,
+}
+
+impl Seat {
+    /// What it has used, copies included.
+    fn usage(&self) -> Usage {
+        let copy_ns = self.copy_ns as u64;
+        let Usage { engine_ns, compute_ns, .. } = self.report.usage;
+        let engine_ns = engine_ns.max(compute_ns) + copy_ns;
+        Usage { engine_ns, copy_ns, ..self.report.usage }
+    }
 }
 
 /// One NVIDIA GPU.
@@ -109,6 +124,9 @@ impl NvidiaGpu {
             ready,
             report: Report { alive: true, ..Default::default() },
             missed: 0,
+            slice: self.description.default_timeslice,
+            copy_ns: 0.0,
+            copied_ns: 0,
         };
         self.seats.insert(spec.vgpu, seat);
         Ok(theirs.into())
@@ -123,6 +141,20 @@ impl NvidiaGpu {
                 log::warn!("The worker of vGPU {vgpu} takes no orders: {error}");
                 Ok(())
             }
+        }
+    }
+
+    /// Charges the time since the last reading in which there was something to copy. Whoever had something shared the
+    /// engine by its slice: the hardware keeps to those, and tells no more.
+    fn charge_copies(&mut self) {
+        let fresh = |seat: &Seat| seat.report.copying_ns.saturating_sub(seat.copied_ns) as f64;
+        let longest = self.seats.values().map(fresh).fold(0.0, f64::max);
+        let weight = |seat: &Seat| fresh(seat) * seat.slice.as_secs_f64();
+        let all: f64 = self.seats.values().map(weight).sum();
+        for seat in self.seats.values_mut() {
+            let part = if all > 0.0 { weight(seat) / all } else { 0.0 };
+            seat.copy_ns += (longest * part).min(fresh(seat));
+            seat.copied_ns = seat.copied_ns.max(seat.report.copying_ns);
         }
     }
 
@@ -182,6 +214,9 @@ impl Gpu for NvidiaGpu {
     }
 
     fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {
+        if let Some(seat) = self.seats.get_mut(&vgpu) {
+            seat.slice = slice;
+        }
         self.order(vgpu, &FromManager::SetTimeslice(slice))
     }
 
@@ -230,10 +265,10 @@ impl Gpu for NvidiaGpu {
             asked.retain(|vgpu| !(self.listen(*vgpu) | gone.next().unwrap_or(true)));
         }
         let now = ClockId::CLOCK_MONOTONIC.now().map(Duration::from).unwrap_or_default();
-        let usage = |seat: &Seat| -> Usage { seat.report.usage };
+        self.charge_copies();
         Ok(UsageReport {
             now_ns: now.as_nanos() as u64,
-            vgpus: self.seats.iter().map(|(vgpu, seat)| (*vgpu, usage(seat))).collect(),
+            vgpus: self.seats.iter().map(|(vgpu, seat)| (*vgpu, seat.usage())).collect(),
         })
     }
 }

@@ -4,10 +4,11 @@
 //! must close at once.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use mdev_core::gpu::{GpuError, Pending, Usage};
+use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 use mdev_core::ids::ChannelId;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -19,8 +20,15 @@ use super::wire::{FromManager, FromWorker, Report};
 use crate::seqpacket::{MAX_PACKET, SeqPacket};
 use crate::soft::wire::{decode, encode};
 
-/// How often notifiers are looked at without an event: an event says that something has happened, not that it is written.
-const LOOK: Duration = Duration::from_millis(50);
+/// How often a busy vGPU's rings are looked at: what its time is charged by.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How often an idle one's are, and notifiers without an event: an event says that something has happened, not that it is
+/// written.
+const REST: Duration = Duration::from_millis(50);
+
+/// How long after its last sign of work a vGPU counts as busy: the last thing it was given may still run.
+const LINGER: Duration = Duration::from_millis(20);
 
 /// What the threads and the client share.
 #[derive(Debug)]
@@ -34,7 +42,7 @@ pub struct Shared {
     /// A manager that comes later.
     pub next_manager: Mutex<Option<SeqPacket>>,
     /// Guest memory imported, in bytes.
-    pub imported: std::sync::atomic::AtomicU64,
+    pub imported: AtomicU64,
 }
 
 impl Shared {
@@ -69,33 +77,104 @@ impl Shared {
     }
 
     /// How the vGPU is.
-    pub fn report(&self) -> Report {
-        let mut turn_ns = 0;
-        let mut engine = Turns::default();
+    pub fn report(&self, activity: &Activity) -> Report {
+        let mut turns = Turns::default();
+        let mut compute_ns = 0;
         if let Some(trace) = &mut *self.trace.lock().unwrap_or_else(PoisonError::into_inner) {
-            match trace.read() {
-                Ok(_) => engine = trace.turns,
-                Err(error) => log::debug!("{error}"),
+            if let Err(error) = trace.read() {
+                log::debug!("{error}");
             }
-            if let Some(now) = trace.now_ns() {
-                turn_ns = engine.since_ns.map_or(0, |since| now.saturating_sub(since));
-                engine.done_ns = engine.total_ns(now);
-            }
+            turns = trace.turns;
+            compute_ns = trace.now_ns().map_or(turns.done_ns, |now| turns.total_ns(now));
         }
         let channels = self.channels();
         let counters = channels.counters;
         let usage = Usage {
-            engine_ns: engine.done_ns,
-            preemptions: engine.ended,
+            engine_ns: compute_ns,
+            compute_ns,
+            preemptions: turns.ended,
             faults: counters.faults,
             hang_resets: counters.hang_resets,
             gate_closings: counters.gate_closings,
-            runnable: channels.has_queued() || engine.since_ns.is_some(),
+            runnable: activity.is_busy(),
             channels: channels.count(),
-            imported_bytes: self.imported.load(std::sync::atomic::Ordering::Acquire),
+            imported_bytes: self.imported.load(Ordering::Acquire),
             ..Default::default()
         };
-        Report { usage, turn_ns, alive: !self.signals.is_stopped() }
+        Report {
+            usage,
+            copying_ns: activity.copying.as_nanos() as u64,
+            alive: !self.signals.is_stopped(),
+        }
+    }
+}
+
+/// What is seen of a vGPU's work from outside: its rings.
+#[derive(Debug)]
+pub struct Activity {
+    looked: Instant,
+    /// When each engine was last seen with work.
+    busy: [Option<Instant>; 2],
+    progress: [Vec<(ChannelId, u32)>; 2],
+    /// When each engine last fetched an entry.
+    fetched: [Instant; 2],
+    /// For how long there was something to copy.
+    pub copying: Duration,
+}
+
+impl Activity {
+    /// None so far.
+    pub fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            looked: now,
+            busy: [None; 2],
+            progress: [Vec::new(), Vec::new()],
+            fetched: [now; 2],
+            copying: Duration::ZERO,
+        }
+    }
+
+    fn is_busy(&self) -> bool {
+        self.busy.iter().flatten().any(|at| at.elapsed() < LINGER)
+    }
+
+    /// Looks at the rings.
+    fn look(&mut self, shared: &Shared, others_wait: bool) {
+        let now = Instant::now();
+        let channels = shared.channels();
+        for engine in [EngineKind::Copy, EngineKind::Compute] {
+            let index = engine as usize;
+            let progress = channels.progress(engine);
+            let fetched = progress != self.progress[index];
+            if fetched {
+                self.progress[index] = progress;
+                self.fetched[index] = now;
+            }
+            if fetched || channels.has_queued(engine) {
+                self.busy[index] = Some(now);
+                if engine == EngineKind::Copy {
+                    self.copying += now.duration_since(self.looked);
+                }
+            }
+        }
+        drop(channels);
+        self.looked = now;
+        let compute = self.busy[EngineKind::Compute as usize];
+        // While others wait, whoever has the engine uses it: it would be taken away from an idle one.
+        if others_wait || compute.is_some_and(|at| now.duration_since(at) < LINGER) {
+            let mut trace = shared.trace.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(trace) = &mut *trace
+                && let Some(now) = trace.now_ns()
+            {
+                trace.turns.counts_until_ns = now + LINGER.as_nanos() as u64;
+            }
+        }
+    }
+
+    /// How long ago the engine fetched an entry.
+    fn stuck(&self, engine: EngineKind) -> Duration {
+        self.fetched[engine as usize].elapsed()
     }
 }
 
@@ -107,33 +186,22 @@ impl Shared {
 struct Watch {
     limit: Option<Duration>,
     contended: Option<Instant>,
-    progress: Vec<(ChannelId, u32)>,
-    progress_at: Instant,
 }
 
 impl Watch {
-    fn new(limit: Option<Duration>) -> Self {
-        Self { limit, contended: None, progress: Vec::new(), progress_at: Instant::now() }
-    }
-
     fn others_wait(&mut self, wait: bool) {
         self.contended = wait.then(|| self.contended.unwrap_or_else(Instant::now));
     }
 
-    fn look(&mut self, shared: &Shared) {
+    fn look(&mut self, shared: &Shared, activity: &Activity) {
         let (Some(limit), Some(contended)) = (self.limit, self.contended) else { return };
-        let progress = shared.channels().progress();
-        if progress != self.progress {
-            self.progress = progress;
-            self.progress_at = Instant::now();
-        }
-        if contended.elapsed().min(self.progress_at.elapsed()) < limit {
-            return;
-        }
-        if shared.turn().is_some_and(|turn| turn >= limit) {
+        if contended.elapsed().min(activity.stuck(EngineKind::Compute)) >= limit
+            && shared.turn().is_some_and(|turn| turn >= limit)
+        {
             log::warn!("A kernel runs for more than {limit:?} while others wait: reset");
             shared.reset();
-            self.progress_at = Instant::now();
+            // Told once.
+            self.contended = None;
         }
     }
 }
@@ -147,7 +215,8 @@ pub fn obey(
     hang: Option<Duration>,
 ) {
     let mut manager = Some(manager);
-    let mut watch = Watch::new(hang);
+    let mut watch = Watch { limit: hang, contended: None };
+    let mut activity = Activity::new();
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {
@@ -156,12 +225,14 @@ pub fn obey(
                 PollFd::new(faults.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
             ];
             fds.extend(manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
-            let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
+            let pause = if activity.is_busy() { LOOK } else { REST };
+            let timeout = PollTimeout::try_from(pause).unwrap_or(PollTimeout::MAX);
             let _ = poll(&mut fds, timeout);
             fds.get(2).is_some_and(|fd| fd.any() == Some(true))
         };
         shared.note_errors();
-        watch.look(shared);
+        activity.look(shared, watch.contended.is_some());
+        watch.look(shared, &activity);
         if let Ok(mut next) = shared.next_manager.lock()
             && let Some(next) = next.take()
         {
@@ -180,7 +251,7 @@ pub fn obey(
                 if let FromManager::Usage(_, others_wait) = order {
                     watch.others_wait(others_wait);
                 }
-                if let Some(answer) = carry_out(shared, session, &order)
+                if let Some(answer) = carry_out(shared, session, &activity, &order)
                     && let Ok(bytes) = encode(&answer)
                 {
                     // A manager that does not read gets no answers.
@@ -199,7 +270,12 @@ pub fn obey(
     }
 }
 
-fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<FromWorker> {
+fn carry_out(
+    shared: &Shared,
+    session: &Session,
+    activity: &Activity,
+    order: &FromManager,
+) -> Option<FromWorker> {
     let done = match *order {
         FromManager::SetTimeslice(slice) => shared.channels().set_slice(slice),
         FromManager::SetGate(open) => shared.channels().gate(open),
@@ -207,7 +283,9 @@ fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<
             shared.reset();
             Ok(())
         }
-        FromManager::Usage(number, _) => return Some(FromWorker::Usage(number, shared.report())),
+        FromManager::Usage(number, _) => {
+            return Some(FromWorker::Usage(number, shared.report(activity)));
+        }
         FromManager::Evict => {
             session.end();
             shared.signals.raise(Pending::DEVICE_LOST);

