@@ -438,6 +438,12 @@ pub trait Client: Send + fmt::Debug {
     /// What this client has used.
     fn usage(&mut self) -> Result<Usage, GpuError>;
 
+    /// Starts the threads of a backend that has some. Called once, after the process has given up what it does not need:
+    /// threads that were there before would have kept it.
+    fn start(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
     /// Takes the connection of a new manager, from its [`Gpu::readmit`].
     fn attach_manager(&mut self, _fd: OwnedFd) -> Result<(), GpuError> {
         Err(GpuError::Unsupported("orders through the worker"))

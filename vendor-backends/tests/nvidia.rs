@@ -43,7 +43,9 @@ fn try_client(
     spec: &ClientSpec,
 ) -> Result<NvidiaClient, GpuError> {
     let admission = gpu.admit(spec)?;
-    NvidiaClient::open(rm.clone(), admission.fd.unwrap())
+    let mut client = NvidiaClient::open(rm.clone(), admission.fd.unwrap())?;
+    client.start()?;
+    Ok(client)
 }
 
 fn client(rm: &Arc<Fake>, gpu: &mut NvidiaGpu) -> (VgpuId, NvidiaClient) {

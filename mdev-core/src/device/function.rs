@@ -340,6 +340,11 @@ impl VirtualFunction {
         self.memory.clear(&mut *self.client)
     }
 
+    /// Starts the backend's threads: see [`Client::start`].
+    pub fn start(&mut self) -> Result<(), GpuError> {
+        self.client.start()
+    }
+
     /// Takes the connection of a new manager, for GPUs that are led through the worker.
     pub fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
         self.client.attach_manager(fd)

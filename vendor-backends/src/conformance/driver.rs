@@ -153,6 +153,7 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// Gives a client its memory.
     pub fn new(mut client: Box<dyn Client>) -> Self {
+        client.start().unwrap();
         let ram = SharedMemory::new(c"guest-ram", RAM_BYTES).unwrap();
         let guest = GuestRam { fd: ram.fd.as_fd(), offset: 0, len: RAM_BYTES, writable: true };
         let memory = client.import(guest).unwrap();

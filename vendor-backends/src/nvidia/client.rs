@@ -40,6 +40,15 @@ const PATIENCE: Duration = Duration::from_secs(4);
 /// What a guest may map of the GPU's usermode region: the doorbell and the clock.
 const DOORBELL_BYTES: u64 = PAGE_SIZE;
 
+/// What the backend's threads listen to.
+#[derive(Debug)]
+struct Connections {
+    manager: SeqPacket,
+    faults: OwnedFd,
+    interrupts: OwnedFd,
+    hang: Option<Duration>,
+}
+
 /// One vGPU's world on an NVIDIA GPU.
 #[derive(Debug)]
 pub struct NvidiaClient {
@@ -49,6 +58,8 @@ pub struct NvidiaClient {
     memory: Memory,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    /// What the threads are started with.
+    waiting: Option<Connections>,
     // In the order in which they are let go of, after all that is theirs.
     _events: [Arc<Object>; 2],
     _usermode: Arc<Object>,
@@ -103,7 +114,7 @@ impl NvidiaClient {
         });
         manager.try_send(&encode(&FromWorker::Ready)?, &[])?;
         let Grant { gpu, spec, options: wire::Options { hang, .. }, .. } = *grant;
-        let mut client = Self {
+        Ok(Self {
             memory: Memory::new(device.clone(), space.clone(), vram, bytes, spec.max_import_bytes),
             apertures: Apertures {
                 vram: vram_fd.map(|fd| Aperture { fd, len: bytes }),
@@ -114,30 +125,12 @@ impl NvidiaClient {
             spec,
             shared,
             threads: Vec::new(),
+            waiting: Some(Connections { manager, faults: rc_event, interrupts: stall_event, hang }),
             _events: [rc_object, stall_object],
             _usermode: usermode,
             _space: space,
             device,
-        };
-        client.start(manager, rc_event, stall_event, hang)?;
-        Ok(client)
-    }
-
-    fn start(
-        &mut self,
-        manager: SeqPacket,
-        faults: OwnedFd,
-        interrupts: OwnedFd,
-        hang: Option<Duration>,
-    ) -> Result<(), GpuError> {
-        let (shared, session) = (self.shared.clone(), self.device.session.clone());
-        let obey = move || service::obey(&shared, &session, manager, &faults, hang);
-        self.threads.push(std::thread::Builder::new().name("gpu-orders".into()).spawn(obey)?);
-        let shared = self.shared.clone();
-        let interrupt = move || service::interrupt(&shared, &interrupts);
-        self.threads
-            .push(std::thread::Builder::new().name("gpu-interrupts".into()).spawn(interrupt)?);
-        Ok(())
+        })
     }
 
     fn note_imported(&self) {
@@ -170,6 +163,20 @@ fn receive_grant(manager: &SeqPacket) -> Result<Box<Grant>, GpuError> {
 }
 
 impl Client for NvidiaClient {
+    fn start(&mut self) -> Result<(), GpuError> {
+        let Some(Connections { manager, faults, interrupts, hang }) = self.waiting.take() else {
+            return Ok(());
+        };
+        let (shared, session) = (self.shared.clone(), self.device.session.clone());
+        let obey = move || service::obey(&shared, &session, manager, &faults, hang);
+        self.threads.push(std::thread::Builder::new().name("gpu-orders".into()).spawn(obey)?);
+        let shared = self.shared.clone();
+        let interrupt = move || service::interrupt(&shared, &interrupts);
+        let thread = std::thread::Builder::new().name("gpu-interrupts".into());
+        self.threads.push(thread.spawn(interrupt)?);
+        Ok(())
+    }
+
     fn spec(&self) -> &ClientSpec {
         &self.spec
     }
@@ -259,7 +266,7 @@ impl Client for NvidiaClient {
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
-        Ok(self.shared.report(&Activity::new()).usage)
+        Ok(self.shared.report(&Activity::default()).usage)
     }
 
     fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {

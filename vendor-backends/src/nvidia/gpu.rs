@@ -36,7 +36,7 @@ struct Seat {
     missed: u32,
     slice: Duration,
     /// What it is charged for copies.
-    copy_ns: f64,
+    copies: Duration,
     /// What of its copying was charged.
     copied_ns: u64,
 }
@@ -44,7 +44,7 @@ struct Seat {
 impl Seat {
     /// What it has used, copies included.
     fn usage(&self) -> Usage {
-        let copy_ns = self.copy_ns as u64;
+        let copy_ns = self.copies.as_nanos() as u64;
         let Usage { engine_ns, compute_ns, .. } = self.report.usage;
         let engine_ns = engine_ns.max(compute_ns) + copy_ns;
         Usage { engine_ns, copy_ns, ..self.report.usage }
@@ -125,7 +125,7 @@ impl NvidiaGpu {
             report: Report { alive: true, ..Default::default() },
             missed: 0,
             slice: self.description.default_timeslice,
-            copy_ns: 0.0,
+            copies: Duration::ZERO,
             copied_ns: 0,
         };
         self.seats.insert(spec.vgpu, seat);
@@ -147,13 +147,15 @@ impl NvidiaGpu {
     /// Charges the time since the last reading in which there was something to copy. Whoever had something shared the
     /// engine by its slice: the hardware keeps to those, and tells no more.
     fn charge_copies(&mut self) {
-        let fresh = |seat: &Seat| seat.report.copying_ns.saturating_sub(seat.copied_ns) as f64;
-        let longest = self.seats.values().map(fresh).fold(0.0, f64::max);
-        let weight = |seat: &Seat| fresh(seat) * seat.slice.as_secs_f64();
+        let fresh = |seat: &Seat| {
+            Duration::from_nanos(seat.report.copying_ns.saturating_sub(seat.copied_ns))
+        };
+        let longest = self.seats.values().map(fresh).max().unwrap_or_default();
+        let weight = |seat: &Seat| fresh(seat).as_secs_f64() * seat.slice.as_secs_f64();
         let all: f64 = self.seats.values().map(weight).sum();
         for seat in self.seats.values_mut() {
             let part = if all > 0.0 { weight(seat) / all } else { 0.0 };
-            seat.copy_ns += (longest * part).min(fresh(seat));
+            seat.copies += longest.mul_f64(part).min(fresh(seat));
             seat.copied_ns = seat.copied_ns.max(seat.report.copying_ns);
         }
     }

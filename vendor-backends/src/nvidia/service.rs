@@ -122,9 +122,8 @@ pub struct Activity {
     pub copying: Duration,
 }
 
-impl Activity {
-    /// None so far.
-    pub fn new() -> Self {
+impl Default for Activity {
+    fn default() -> Self {
         let now = Instant::now();
         Self {
             looked: now,
@@ -134,7 +133,9 @@ impl Activity {
             copying: Duration::ZERO,
         }
     }
+}
 
+impl Activity {
     fn is_busy(&self) -> bool {
         self.busy.iter().flatten().any(|at| at.elapsed() < LINGER)
     }
@@ -216,7 +217,7 @@ pub fn obey(
 ) {
     let mut manager = Some(manager);
     let mut watch = Watch { limit: hang, contended: None };
-    let mut activity = Activity::new();
+    let mut activity = Activity::default();
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {

@@ -53,9 +53,10 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
-    let function = VirtualFunction::new(&spec.function, client)
+    let mut function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be made", spec.function.vgpu))?;
     sandbox::enter();
+    function.start().context("Cannot start the GPU's threads")?;
 
     let worker = Worker::new(spec, Function::new(function)?, listener, control)?;
     let mut events = EventManager::new().context("Cannot make an event loop")?;
