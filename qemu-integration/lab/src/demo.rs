@@ -137,7 +137,8 @@ pub fn run(options: &Options) -> Result<Facts> {
         vms.push(Vm::start(&lab, &spec, &host.folder().join(name))?);
     }
     step.done();
-    let mut demo = Demo { host, vms, facts: Vec::new(), failures: Vec::new() };
+    let parent = options.parent;
+    let mut demo = Demo { parent, host, vms, facts: Vec::new(), failures: Vec::new() };
     for (name, uuid, share_asked) in VGPUS {
         let (name, uuid) = (name.to_owned(), uuid.to_owned());
         demo.facts.push(VmFacts { name, uuid, share_asked, ..VmFacts::default() });
@@ -177,7 +178,7 @@ pub fn run(options: &Options) -> Result<Facts> {
     step.done();
 
     let step = progress.step("Ending both VMs");
-    let Demo { host, vms, facts, failures } = demo;
+    let Demo { host, vms, facts, failures, .. } = demo;
     for vm in vms {
         vm.quit()?;
     }
@@ -213,6 +214,7 @@ fn kernels() -> PathBuf {
 
 #[derive(Debug)]
 struct Demo {
+    parent: Parent,
     host: Host,
     vms: Vec<Vm>,
     facts: Vec<VmFacts>,
@@ -299,9 +301,11 @@ impl Demo {
     /// measurement and how busy the GPU was.
     fn load(&mut self, duration: Duration) -> Result<(f64, Option<f64>)> {
         let (seconds, margin) = ((duration + 2 * MARGIN).as_secs_f64(), MARGIN.as_secs_f64());
-        // Long units, many in flight: a guest that gets little of the host's CPUs still keeps its ring full.
+        // Long units, many in flight: a guest that gets little of the host's CPUs still keeps its ring full. A real GPU
+        // does not preempt within one, so that shorter ones share it better.
+        let kernel_us = if self.parent == Parent::Soft { 2000 } else { 500 };
         let command = format!(
-            "vgpu-guest --json bench --seconds {seconds} --margin {margin} --kernel-us 2000"
+            "vgpu-guest --json bench --seconds {seconds} --margin {margin} --kernel-us {kernel_us}"
         );
         for vm in &mut self.vms {
             vm.guest.start(&command, duration + JOB_LIMIT)?;

@@ -130,9 +130,20 @@ impl Load {
         })
     }
 
+    /// How far each channel is, and whether it goes on.
     fn ending(&self) -> String {
-        let ended = self.lanes().filter(|lane| lane.has_ended()).count();
-        format!("{ended} of its channels do not go on")
+        let lanes = [("kernels", &self.kernels), ("copies", &self.copies)];
+        let told = lanes.iter().filter_map(|(name, lane)| {
+            let lane = lane.as_ref()?;
+            let log = lane.log.lock().unwrap_or_else(PoisonError::into_inner);
+            let how = match log.last() {
+                None => "has no channel".to_owned(),
+                Some((_, done)) => format!("did {done}"),
+            };
+            let end = if lane.has_ended() { " and ended" } else { "" };
+            Some(format!("{name}: {how}{end}"))
+        });
+        told.collect::<Vec<_>>().join(", ")
     }
 }
 
