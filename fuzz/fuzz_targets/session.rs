@@ -64,7 +64,7 @@ impl Peer {
                 Ok(interest) if interest.writable => {}
                 Ok(_) => return true,
                 Err(Closed::Framing { .. }) => {
-                    self.owed += 1;
+                    self.owed = self.owed.wrapping_add(1);
                     return false;
                 }
                 Err(closed) => panic!("the session ended: {closed}"),

@@ -7,26 +7,30 @@
 //! * only after messages have followed each other closely, [`ENOUGH`] times in a row, and for at most [`WINDOW`] after
 //!   each; the first look that finds nothing within it ends that, so that an idle device never looks;
 //! * [`TRIAL`] messages are waited for asleep, as many awake, and whichever made the client faster is kept for the next
-//!   [`TERM`] messages; awake has to be better by a fifth;
+//!   [`TERM`] messages, or until they take twice as long as they did in the trial: the scheduler may have moved somebody.
+//!   Awake has to be better by a fifth;
 //! * only on a machine with at least two CPUs for this process;
-//! * only while nobody else wants the CPU: every look is followed by an offer to give it up. Where that is taken, it is
-//!   needed elsewhere, and there is no looking for a while, longer each time.
+//! * only while nobody else wants the CPU: every look is followed by an offer to give it up. Where another thread takes
+//!   that for long, it is needed elsewhere, and there is no looking for a while, longer each time.
 
 use std::num::NonZero;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::sys::resource::{UsageWho, getrusage};
+
 /// Longest time of looking after a message.
-pub const WINDOW: Duration = Duration::from_micros(100);
+pub const WINDOW: Duration = Duration::from_micros(200);
 /// Messages in a row that followed each other closely, after which looking begins.
 pub const ENOUGH: u32 = 8;
 /// Messages of one trial.
 pub const TRIAL: u32 = 24;
 /// Messages for which the outcome of a trial holds: two trials are less than a hundredth of that.
-pub const TERM: u32 = 8192;
+pub const TERM: u32 = 341 * TRIAL;
 /// From one answer to the next, where messages follow each other closely.
 const CLOSE: Duration = Duration::from_micros(250);
-/// A look takes a few microseconds at most. After a longer one somebody else has had the CPU.
+/// A look takes a few microseconds, and a hypervisor or an interrupt can make it longer. After one that took this long, it
+/// is asked whether another thread had the CPU.
 const TAKEN: Duration = Duration::from_micros(25);
 /// How long there is no looking after the CPU was needed elsewhere: at first, and at most.
 const REST: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
@@ -39,6 +43,8 @@ enum Stage {
     TryAwake(Duration),
     Settled {
         awake: bool,
+        /// How long the trial took that was won.
+        usual: Duration,
     },
 }
 
@@ -54,9 +60,14 @@ pub struct Patience {
     /// Messages left of the stage, and what those before took.
     left: u32,
     took: Duration,
+    /// The last lot of messages took twice as long as it should.
+    slow: bool,
     looked: Option<Instant>,
     rest: Duration,
     resting_until: Option<Instant>,
+    /// How often another thread had the CPU, when that was last asked, and how to ask.
+    switched: i64,
+    switches: fn() -> i64,
 }
 
 impl Default for Patience {
@@ -76,9 +87,12 @@ impl Patience {
             stage: Stage::TryAsleep,
             left: TRIAL,
             took: Duration::ZERO,
+            slow: false,
             looked: None,
             rest: REST.0,
             resting_until: None,
+            switched: 0,
+            switches: thread_switches,
         }
     }
 
@@ -104,15 +118,28 @@ impl Patience {
         }
         self.took += gap;
         self.left = self.left.saturating_sub(1);
-        if self.left > 0 {
+        if self.left > 0 && !self.left.is_multiple_of(TRIAL) {
             return;
         }
         let took = std::mem::take(&mut self.took);
         (self.stage, self.left) = match self.stage {
             Stage::TryAsleep => (Stage::TryAwake(took), TRIAL),
-            Stage::TryAwake(asleep) => (Stage::Settled { awake: took < asleep * 4 / 5 }, TERM),
+            Stage::TryAwake(asleep) => {
+                self.switched = (self.switches)();
+                let awake = took < asleep * 4 / 5;
+                (Stage::Settled { awake, usual: if awake { took } else { asleep } }, TERM)
+            }
+            Stage::Settled { usual, .. } if self.left > 0 => {
+                // One slow lot may be the machine's mood.
+                let slow = took > usual * 2;
+                if !(std::mem::replace(&mut self.slow, slow) && slow) {
+                    return;
+                }
+                (Stage::TryAsleep, TRIAL)
+            }
             Stage::Settled { .. } => (Stage::TryAsleep, TRIAL),
         };
+        self.slow = false;
     }
 
     fn is_resting(&self, now: Instant) -> bool {
@@ -122,7 +149,7 @@ impl Patience {
     /// Whether to look once more rather than to sleep.
     pub fn wants_to_look(&mut self, now: Instant) -> bool {
         let Some(answered) = self.answered.filter(|_| self.row >= ENOUGH) else { return false };
-        let awake = matches!(self.stage, Stage::TryAwake(_) | Stage::Settled { awake: true });
+        let awake = matches!(self.stage, Stage::TryAwake(_) | Stage::Settled { awake: true, .. });
         if !awake || self.is_resting(now) {
             return false;
         }
@@ -132,7 +159,7 @@ impl Patience {
             return false;
         }
         let before = self.looked.replace(now).unwrap_or(answered);
-        if now.duration_since(before) > TAKEN {
+        if now.duration_since(before) > TAKEN && self.was_switched() {
             self.resting_until = Some(now + self.rest);
             self.rest = (self.rest * 2).min(REST.1);
             self.row = 0;
@@ -147,14 +174,27 @@ impl Patience {
         true
     }
 
+    /// Whether another thread has had the CPU since this was last asked.
+    fn was_switched(&mut self) -> bool {
+        let now = (self.switches)();
+        now > std::mem::replace(&mut self.switched, now)
+    }
+
     /// Lets whoever waits for this CPU have it: to be called after each look that has found nothing.
     pub fn offer_cpu() {
         thread::yield_now();
     }
 }
 
+/// How often another thread has taken the CPU from this one.
+fn thread_switches() -> i64 {
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.involuntary_context_switches())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicI64, Ordering};
+
     use super::*;
 
     const STEP: Duration = Duration::from_micros(3);
@@ -169,11 +209,17 @@ mod tests {
         now
     }
 
+    /// There has always been another.
+    fn another_thread() -> i64 {
+        static SWITCHES: AtomicI64 = AtomicI64::new(1);
+        SWITCHES.fetch_add(1, Ordering::Relaxed)
+    }
+
     /// A patience that has found out that waiting awake helps.
     fn settled() -> (Patience, Instant) {
-        let mut patience = Patience::new(true);
+        let mut patience = Patience { switches: another_thread, ..Patience::new(true) };
         let end = burst(&mut patience, Instant::now(), 2 * (ENOUGH + TRIAL), true);
-        assert_eq!(patience.stage, Stage::Settled { awake: true });
+        assert!(matches!(patience.stage, Stage::Settled { awake: true, .. }));
         (patience, end)
     }
 
@@ -202,7 +248,7 @@ mod tests {
         let mut patience = Patience::new(true);
         let start = Instant::now();
         let mut now = burst(&mut patience, start, 2 * (ENOUGH + TRIAL), false);
-        assert_eq!(patience.stage, Stage::Settled { awake: false });
+        assert!(matches!(patience.stage, Stage::Settled { awake: false, .. }));
         let mut awake = 0;
         for _ in 0..10 * TERM {
             awake += u32::from(patience.wants_to_look(now));
@@ -237,6 +283,29 @@ mod tests {
             expected = (expected * 2).min(REST.1);
         }
         assert_eq!(patience.rest, REST.1);
+    }
+
+    #[test]
+    fn a_long_look_in_which_nobody_else_ran_is_none() {
+        let (mut patience, mut now) = settled();
+        patience.switches = || 0;
+        for _ in 0..3 {
+            assert!(patience.wants_to_look(now));
+            now += TAKEN * 2;
+        }
+        assert!(patience.wants_to_look(now), "it was the hypervisor, or an interrupt");
+    }
+
+    #[test]
+    fn what_was_settled_is_tried_again_where_it_has_become_slow() {
+        let (mut patience, mut now) = settled();
+        for (lot, tries) in [(0, false), (1, true)] {
+            for _ in 0..TRIAL {
+                now += STEP * 4;
+                patience.answered(now);
+            }
+            assert_eq!(patience.stage == Stage::TryAsleep, tries, "slow lot {lot}");
+        }
     }
 
     #[test]

@@ -17,7 +17,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use client::{Client, Times};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::unistd::Pid;
 
 const TURNS: usize = 20;
 const READS: usize = 2000;
@@ -25,6 +27,8 @@ const SESSIONS: usize = 64;
 const SESSION_READS: usize = 300;
 const ATTACHES: usize = 300;
 const MAPS: usize = 1000;
+/// A round trip takes at most so much of what it takes with the `vfio_user` crate's server.
+const PROMISE: f64 = 0.5;
 
 type Serve = fn(&Path);
 
@@ -32,6 +36,7 @@ fn main() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| -> PathBuf { folder.path().join(name) };
     round_trips(&path);
+    apart(&path);
     maps(&path);
     attaches(&path);
     many_sessions(&path);
@@ -51,6 +56,18 @@ fn table(what: &str, rows: &[(&str, Times)]) {
         let [p50, p99] = [50, 99].map(|n| rows[0].1.percentile(n) / other.percentile(n));
         println!("{} / {name}: p50 {p50:.2}, p99 {p99:.2}", rows[0].0);
     }
+}
+
+/// Says whether the promise is kept, and whether it could be: the plain sockets are the last `floors` rows.
+fn verdict(rows: &[(&str, Times)], floors: usize) {
+    let [p50, p99] = [50, 99].map(|n| {
+        let theirs = rows[1].1.percentile(n);
+        let floor = rows[rows.len() - floors..].iter().map(|(_, times)| times.percentile(n));
+        (rows[0].1.percentile(n) / theirs, floor.fold(f64::MAX, f64::min) / theirs)
+    });
+    let kept = if p50.0 <= PROMISE && p99.0 <= PROMISE { "kept" } else { "NOT kept" };
+    println!("promise, {PROMISE} of the crate: p50 {:.2}, p99 {:.2}: {kept}", p50.0, p99.0);
+    println!("a socket with nothing behind it: p50 {:.2}, p99 {:.2} of the crate", p50.1, p99.1);
 }
 
 fn round_trips(path: &impl Fn(&str) -> PathBuf) {
@@ -84,6 +101,44 @@ fn round_trips(path: &impl Fn(&str) -> PathBuf) {
     times.add((0..TURNS * READS).map(|_| client.read()));
     rows.push((last.0, times));
     table(&format!("Round trip of a 4-byte REGION_READ, {} of each", TURNS * READS), &rows);
+    verdict(&rows, 2);
+}
+
+/// The same with the client held on one CPU and each server on another, whether or not that is a good idea.
+fn apart(path: &impl Fn(&str) -> PathBuf) {
+    let me = Pid::from_raw(0);
+    let all = sched_getaffinity(me).unwrap();
+    let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap()).collect();
+    let [client_cpu, .., server_cpu] = cpus[..] else {
+        println!("\nOne CPU alone: nobody can be held apart");
+        return;
+    };
+    let hold = |cpu: usize| {
+        let mut set = CpuSet::new();
+        set.set(cpu).unwrap();
+        sched_setaffinity(me, &set).unwrap();
+    };
+    let contenders: [(&str, Serve, bool); 5] = [
+        ("this server", servers::ours_patient, true),
+        ("vfio_user crate", servers::theirs, true),
+        ("this server, always asleep", servers::ours_asleep, true),
+        ("socket alone, asleep", servers::echo, false),
+        ("socket alone, awake", servers::echo_awake, false),
+    ];
+    let rows = contenders.map(|(name, serve, greet)| {
+        let path = path(&format!("{name}, apart"));
+        // A thread runs where the one that makes it does.
+        hold(server_cpu);
+        serve(&path);
+        hold(client_cpu);
+        let mut client = Client::connect(&path, greet);
+        let mut times = Times::default();
+        times.add((0..5 * READS).map(|_| client.read()).skip(READS));
+        (name, times)
+    });
+    sched_setaffinity(me, &all).unwrap();
+    table(&format!("The same, client and server on a CPU each, {} of each", 4 * READS), &rows);
+    verdict(&rows, 2);
 }
 
 fn maps(path: &impl Fn(&str) -> PathBuf) {

@@ -86,6 +86,11 @@ pub fn ours(path: &Path) {
     serve(path, Patience::default);
 }
 
+/// It looks, though it is held on one CPU and could not know that there is another.
+pub fn ours_patient(path: &Path) {
+    serve(path, || Patience::new(true));
+}
+
 /// It never looks.
 pub fn ours_asleep(path: &Path) {
     serve(path, || Patience::new(false));
