@@ -25,8 +25,11 @@ pub const WINDOW: Duration = Duration::from_micros(200);
 pub const ENOUGH: u32 = 8;
 /// Messages of one trial.
 pub const TRIAL: u32 = 24;
-/// Messages for which the outcome of a trial holds: two trials are less than a hundredth of that.
-pub const TERM: u32 = 341 * TRIAL;
+/// Messages asleep before a trial asleep counts: the scheduler needs a while to bring a client and a server together that
+/// waiting awake has driven apart.
+pub const SETTLE: u32 = 3 * TRIAL;
+/// Messages for which the outcome of a trial holds: the trials are less than a hundredth of that.
+pub const TERM: u32 = 682 * TRIAL;
 /// From one answer to the next, where messages follow each other closely.
 const CLOSE: Duration = Duration::from_micros(250);
 /// A look takes a few microseconds, and a hypervisor or an interrupt can make it longer. After one that took this long, it
@@ -85,7 +88,7 @@ impl Patience {
             answered: None,
             row: 0,
             stage: Stage::TryAsleep,
-            left: TRIAL,
+            left: SETTLE + TRIAL,
             took: Duration::ZERO,
             slow: false,
             looked: None,
@@ -118,8 +121,14 @@ impl Patience {
         }
         self.took += gap;
         self.left = self.left.saturating_sub(1);
-        if self.left > 0 && !self.left.is_multiple_of(TRIAL) {
-            return;
+        let lot_ends = self.left.is_multiple_of(TRIAL);
+        match self.stage {
+            Stage::TryAsleep if self.left >= TRIAL => {
+                self.took = Duration::ZERO;
+                return;
+            }
+            _ if self.left > 0 && !lot_ends => return,
+            _ => {}
         }
         let took = std::mem::take(&mut self.took);
         (self.stage, self.left) = match self.stage {
@@ -135,9 +144,9 @@ impl Patience {
                 if !(std::mem::replace(&mut self.slow, slow) && slow) {
                     return;
                 }
-                (Stage::TryAsleep, TRIAL)
+                (Stage::TryAsleep, SETTLE + TRIAL)
             }
-            Stage::Settled { .. } => (Stage::TryAsleep, TRIAL),
+            Stage::Settled { .. } => (Stage::TryAsleep, SETTLE + TRIAL),
         };
         self.slow = false;
     }
@@ -218,7 +227,7 @@ mod tests {
     /// A patience that has found out that waiting awake helps.
     fn settled() -> (Patience, Instant) {
         let mut patience = Patience { switches: another_thread, ..Patience::new(true) };
-        let end = burst(&mut patience, Instant::now(), 2 * (ENOUGH + TRIAL), true);
+        let end = burst(&mut patience, Instant::now(), 2 * (ENOUGH + TRIAL) + SETTLE, true);
         assert!(matches!(patience.stage, Stage::Settled { awake: true, .. }));
         (patience, end)
     }
@@ -247,7 +256,7 @@ mod tests {
     fn where_waiting_awake_does_not_help_it_sleeps() {
         let mut patience = Patience::new(true);
         let start = Instant::now();
-        let mut now = burst(&mut patience, start, 2 * (ENOUGH + TRIAL), false);
+        let mut now = burst(&mut patience, start, 2 * (ENOUGH + TRIAL) + SETTLE, false);
         assert!(matches!(patience.stage, Stage::Settled { awake: false, .. }));
         let mut awake = 0;
         for _ in 0..10 * TERM {
