@@ -310,8 +310,14 @@ impl Demo {
         for vm in &mut self.vms {
             vm.guest.start(&command, duration + JOB_LIMIT)?;
         }
-        if self.wait_for_load()? {
-            thread::sleep(MARGIN / 2);
+        match self.wait_for_load() {
+            Ok(true) => thread::sleep(MARGIN / 2),
+            Ok(false) => {}
+            Err(error) => {
+                // The guests know why.
+                self.collect(&command, |_, _| ())?;
+                return Err(error);
+            }
         }
         let before = self.engine_ns()?;
         let start = Instant::now();

@@ -85,8 +85,8 @@ impl Spin {
             let wall = start.elapsed().as_nanos() as u64;
             let engine = channel.query()?.engine_ns.saturating_sub(before);
             // Others may have run meanwhile: engine time is what counts, where the device tells it in time.
-            let took = if engine > wall / 50 { engine.min(wall) } else { wall };
-            let long_enough = took >= 2_000_000 || iterations >= 1 << 30;
+            let took = if engine == 0 { wall } else { engine.clamp(wall / 20, wall) };
+            let long_enough = took >= 2_000_000 || wall >= 50_000_000;
             if long_enough {
                 let scaled = u128::from(iterations) * target.as_nanos() / u128::from(took.max(1));
                 self.set_iterations(scaled.clamp(1, 1 << 30) as u32);
