@@ -30,6 +30,8 @@ pub struct Interval {
     pub engine_ns: u64,
     /// True where the vGPU had work nearly all of the time.
     pub busy: bool,
+    /// True where it lost the engine with work left. Not every GPU counts that.
+    pub preempted: bool,
 }
 
 /// What one vGPU used over the window.
@@ -84,7 +86,8 @@ impl Account {
         let busy = last.runnable
             && usage.runnable
             && with_work >= elapsed_ns.saturating_mul(BUSY_HUNDREDTHS) / 100;
-        Some(Interval { vgpu, elapsed_ns, engine_ns, busy })
+        let preempted = usage.preemptions > last.preemptions;
+        Some(Interval { vgpu, elapsed_ns, engine_ns, busy, preempted })
     }
 
     fn measured(&self) -> Measured {

@@ -216,12 +216,11 @@ impl Scheduler {
         let left = 100_u32.saturating_sub(self.weights.asked() - asked) as u8;
         self.fits(share.core, left)?;
         let Some(group) = self.groups.get_mut(&id) else { return Err(ShareError::Unknown(id)) };
-        let had = self.plan.part(group);
-        self.weights.remove(id, group);
+        let (had, before) = (self.plan.part(group), group.clone());
         group.ask(self.config.policy, share);
         group.forget();
         group.changed = true;
-        self.weights.insert(id, group);
+        self.weights.change(id, &before, group);
         Ok(self.replan(Whom::One(id, had), Cause::Share))
     }
 

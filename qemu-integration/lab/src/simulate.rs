@@ -21,7 +21,7 @@ const OFF_HOSTILE: f64 = 2.0;
 /// Nanoseconds that a decision may take: about one vGPU at one reading, or about all after one change.
 const COST_NS: f64 = 2000.0;
 /// Changes of which the mean is taken.
-const CHANGES: usize = 2000;
+const CHANGES: usize = 500;
 /// What it costs to switch, as on the software GPU.
 const SWITCH_NS: u64 = 2000;
 /// How late the manager asks.
@@ -197,9 +197,7 @@ fn simulate(
     sim.event(Event::ConfigChanged(config))?;
     let slices = (0..members.len()).filter_map(|index| sim.scheduler().slice(id(index)));
     let round: Duration = slices.sum();
-    // Whoever never uses its slice takes some rounds to be known.
-    let (time, rounds) = if mix == "hostile" { (15, 100) } else { (4, 8) };
-    sim.run(Duration::from_secs(time).max((round * rounds).min(Duration::from_secs(120))))?;
+    sim.run(Duration::from_secs(4).max((round * 8).min(Duration::from_secs(120))))?;
     sim.forget_waits();
     let before = sim.usage();
     let simulated = Duration::from_secs(10).max(round * 20);
@@ -286,7 +284,7 @@ fn costs(sim: &Simulation, usage: &UsageReport) -> Result<(f64, f64)> {
     // Of one after the other, to other weights, with whatever the others have to be told of that: the mean, since a
     // change about which many are to be told is dear, and rare.
     let mut change_ns = f64::INFINITY;
-    for round in 0..4 {
+    for round in 0..20 {
         let start = Instant::now();
         for step in 0..CHANGES {
             let core = Core::try_from(1 + ((step + round) % 4) as u8).ok();

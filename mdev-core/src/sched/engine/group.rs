@@ -10,6 +10,14 @@ use crate::sched::log::{Cause, Decision, Record};
 use crate::sched::policy::{MAX_SLICE, MIN_SLICE, Policy};
 use crate::sched::share::{Core, Share};
 
+/// What happened while a vGPU had work all the time and always gave up the engine by itself, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Unhurried {
+    pub(super) time: f64,
+    pub(super) used: f64,
+    pub(super) due: f64,
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct Group {
     pub(super) share: Share,
@@ -26,6 +34,8 @@ pub(super) struct Group {
     /// It has work all the time, and yet does not use even the longest slice: it comes back with a little work again
     /// and again.
     pub(super) sated: bool,
+    /// Since it lost the engine with work left.
+    pub(super) unhurried: Unhurried,
     /// Its share has changed since the counters were read: what it used until then says nothing.
     pub(super) changed: bool,
     /// The slice that the silicon has.
@@ -55,6 +65,7 @@ impl Group {
             owed_ns: 0.0,
             correction: 1.0,
             sated: false,
+            unhurried: Unhurried::default(),
             changed: true,
             slice: None,
             cap: 1.0,
@@ -89,6 +100,7 @@ impl Group {
     /// Drops what it owes and is owed.
     pub(super) fn forget(&mut self) {
         self.sated = false;
+        self.unhurried = Unhurried::default();
         self.owed_ns = 0.0;
         self.correction = 1.0;
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::group::Group;
+use super::group::{Group, Unhurried};
 use super::weights::Plan;
 use crate::ids::VgpuId;
 use crate::sched::account::Interval;
@@ -68,6 +68,7 @@ pub(super) fn repay(
             let (promised, own_weight) = (plan.promised(group), plan.weight(group));
             busy.push(Busy { interval, group, promised, own_weight });
         } else {
+            group.unhurried = Unhurried::default();
             let kept = (1.0 - interval.elapsed_ns as f64 / repay_ns).max(0.0);
             group.sated = false;
             group.owed_ns *= kept;
@@ -83,7 +84,9 @@ pub(super) fn repay(
     }
     // Where a round of turns takes longer than that, one interval says nothing about who had how much.
     let round: Duration = busy.iter().filter_map(|one| one.group.slice).sum();
-    let repay_ns = repay_ns.max(ROUNDS * round.as_nanos() as f64);
+    let rounds_ns = ROUNDS * round.as_nanos() as f64;
+    let repay_ns = repay_ns.max(rounds_ns);
+    let preempts = busy.iter().any(|one| one.interval.preempted);
     let weight: f64 = busy.iter().map(Busy::weight).sum();
     for (one, due) in dues(&busy, used, weight).into_iter().enumerate() {
         let Busy { interval, group, own_weight, .. } = &mut busy[one];
@@ -93,11 +96,23 @@ pub(super) fn repay(
         let engine = interval.engine_ns as f64;
         if group.sated {
             if engine >= *own_weight * group.boost / weight * used / 2.0 {
-                group.sated = false;
-                group.owed_ns = 0.0;
-                group.correction = 1.0;
+                group.forget();
             }
             continue;
+        }
+        let unhurried = &mut group.unhurried;
+        if interval.preempted || !preempts {
+            *unhurried = Unhurried::default();
+        } else {
+            unhurried.time += interval.elapsed_ns as f64;
+            unhurried.used += engine;
+            unhurried.due += due;
+            // It had turns enough, and wanted no more of them: nobody need wait for it.
+            if unhurried.time >= rounds_ns && unhurried.used < unhurried.due / 2.0 {
+                group.forget();
+                group.sated = true;
+                continue;
+            }
         }
         let full = due / used * repay_ns;
         let owed = group.owed_ns + due - engine;

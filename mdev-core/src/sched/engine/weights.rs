@@ -132,26 +132,44 @@ impl Weights {
 
     /// Counts a vGPU in.
     pub(super) fn insert(&mut self, id: VgpuId, group: &Group) {
+        self.add(group);
+        self.sums[group.kind.index()].members.insert(id);
+    }
+
+    /// Counts a vGPU out.
+    pub(super) fn remove(&mut self, id: VgpuId, group: &Group) {
+        self.take(group);
+        self.sums[group.kind.index()].members.remove(&id);
+    }
+
+    /// Counts what a vGPU asks for instead of what it asked for before.
+    pub(super) fn change(&mut self, id: VgpuId, before: &Group, after: &Group) {
+        self.take(before);
+        self.add(after);
+        if before.kind != after.kind {
+            self.sums[before.kind.index()].members.remove(&id);
+            self.sums[after.kind.index()].members.insert(id);
+        }
+    }
+
+    fn add(&mut self, group: &Group) {
         let sums = &mut self.sums[group.kind.index()];
         sums.base += group.base;
         sums.bases.insert(group.base);
         if let Some(longest) = group.share.timeslice {
             sums.limits.insert(longest.as_secs_f64() / group.base);
         }
-        sums.members.insert(id);
         self.asked += group.asked();
     }
 
-    /// Counts a vGPU out.
-    pub(super) fn remove(&mut self, id: VgpuId, group: &Group) {
+    fn take(&mut self, group: &Group) {
         let sums = &mut self.sums[group.kind.index()];
         sums.bases.remove(group.base);
         if let Some(longest) = group.share.timeslice {
             sums.limits.remove(longest.as_secs_f64() / group.base);
         }
-        sums.members.remove(&id);
         // Nothing is left of the rounding of many sums.
-        sums.base = if sums.members.is_empty() { 0.0 } else { sums.base - group.base };
+        sums.base = if sums.bases.0.is_empty() { 0.0 } else { sums.base - group.base };
         self.asked -= group.asked();
     }
 

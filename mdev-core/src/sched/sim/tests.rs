@@ -120,6 +120,17 @@ fn a_share_changes_at_once() {
 }
 
 #[test]
+fn a_flood_of_nothing_is_not_waited_for_while_others_outrun_their_slices() {
+    let (flood, long) = (Workload::bursty(US, US, 0), Workload::steady(4 * MS));
+    let busy = Workload::steady(PREEMPT_NS);
+    let mut sim =
+        simulate(&[(Some(25), busy), (Some(25), long), (Some(25), flood), (Some(25), busy)]);
+    let got = shares(&mut sim);
+    let each = (100.0 - got[2]) / 3.0;
+    assert_near(&got, &[each, each, got[2], each], 1.0);
+}
+
+#[test]
 fn unequal_sixteen_have_what_they_asked_for() {
     let asked = [20, 15, 12, 10, 8, 6, 5, 5, 4, 4, 3, 2, 2, 2, 1, 1_u8];
     let pieces = [5 * US, PREEMPT_NS, 20 * US];
