@@ -13,6 +13,7 @@ use crate::sched::share::{Core, Share};
 /// What happened while a vGPU had work all the time and always gave up the engine by itself, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Unhurried {
+    /// Of intervals in which it had the engine.
     pub(super) time: f64,
     pub(super) used: f64,
     pub(super) due: f64,

@@ -104,11 +104,14 @@ pub(super) fn repay(
         if interval.preempted || !preempts {
             *unhurried = Unhurried::default();
         } else {
-            unhurried.time += interval.elapsed_ns as f64;
+            let elapsed = interval.elapsed_ns as f64;
+            // Without a turn there was nothing to give up; and one that goes on may still be ended.
+            unhurried.time += if engine > 0.0 { elapsed } else { 0.0 };
             unhurried.used += engine;
             unhurried.due += due;
+            let turns = unhurried.time >= rounds_ns.max(2.0 * elapsed);
             // It had turns enough, and wanted no more of them: nobody need wait for it.
-            if unhurried.time >= rounds_ns && unhurried.used < unhurried.due / 2.0 {
+            if turns && unhurried.used < unhurried.due / 2.0 {
                 group.forget();
                 group.sated = true;
                 continue;
