@@ -114,6 +114,11 @@ impl Channel {
     fn was_used(&self) -> bool {
         self.word(userd::GP_PUT) != Some(0)
     }
+
+    /// Whether the GPU may be at work for it.
+    fn may_run(&self, running: [bool; 2]) -> bool {
+        self.has_queued() || self.was_used() && running[self.engine as usize]
+    }
 }
 
 /// What was counted.
@@ -208,6 +213,11 @@ impl Channels {
         on_it.map(|(id, channel)| (*id, get(channel))).collect()
     }
 
+    /// Whether any was ever given work.
+    pub fn were_used(&self) -> bool {
+        self.all.values().any(Channel::was_used)
+    }
+
     /// Interrupt vectors that channels use, as bits.
     pub fn vectors(&self) -> u32 {
         self.all.values().fold(0, |all, channel| all | 1 << channel.vector)
@@ -267,7 +277,7 @@ impl Channels {
         if !self.open
             && let Err(error) = self.disable(true, handle.as_slice())
         {
-            self.destroy(id)?;
+            self.destroy(id, [false; 2])?;
             return Err(error);
         }
         Ok(ChannelHandle { id, token })
@@ -314,9 +324,7 @@ impl Channels {
         }
         let mut token = u32::MAX;
         object.control(control::TOKEN, &mut token)?;
-        let mut schedule = [1u8, 0, 0];
-        let bytes = session.layout().schedule;
-        group.control_bytes(control::SCHEDULE, &mut schedule[..bytes])?;
+        schedule(&self.device, &group)?;
         Ok(Channel {
             objects,
             engine: spec.engine,
@@ -372,11 +380,12 @@ impl Channels {
         self.groups.retain(|_| keep.next().unwrap_or(true));
     }
 
-    /// Ends a channel, whatever it is doing.
-    pub fn destroy(&mut self, id: ChannelId) -> Result<(), GpuError> {
+    /// Ends a channel, whatever it is doing. `running` says which engines may be at work for this vGPU.
+    pub fn destroy(&mut self, id: ChannelId, running: [bool; 2]) -> Result<(), GpuError> {
         let channel = self.all.get(&id).ok_or(GpuError::NotFound("channel"))?;
-        let alone = !self.all.iter().any(|(other, c)| *other != id && c.group == channel.group);
-        if alone && (channel.has_queued() || channel.was_used()) {
+        let number = channel.group;
+        let alone = !self.all.iter().any(|(other, c)| *other != id && c.group == number);
+        if alone && channel.may_run(running) {
             // Freeing it waits for what it runs, and the channel of nobody else is in its group.
             self.reset_one(channel);
         }
@@ -385,7 +394,32 @@ impl Channels {
             self.notifiers.push(channel.notifier);
         }
         self.drop_empty_groups();
+        self.resume(number)
+    }
+
+    /// Sets a group going again: taking a channel out stops the others for a moment, and what they rang meanwhile may be
+    /// lost.
+    fn resume(&self, number: u32) -> Result<(), GpuError> {
+        if let Some(group) = self.groups.iter().find(|group| group.number == number) {
+            schedule(&self.device, &group.object)?;
+            self.ring_queued(|channel| channel.group == number);
+        }
         Ok(())
+    }
+
+    fn ring_queued(&self, which: impl Fn(&Channel) -> bool) {
+        for channel in self.all.values() {
+            if channel.error == 0 && channel.has_queued() && which(channel) {
+                self.ring(channel.token);
+            }
+        }
+    }
+
+    /// Rings for every channel that has entries which nobody fetches: a ring was lost.
+    pub fn ring_again(&self) {
+        if self.open {
+            self.ring_queued(|_| true);
+        }
     }
 
     /// Throws a channel's group off its engine. Everything it was doing is lost.
@@ -413,12 +447,13 @@ impl Channels {
         self.groups.clear();
     }
 
-    /// Destroys all channels.
-    pub fn clear(&mut self) {
+    /// Destroys all channels. `running` as for [`Self::destroy`].
+    pub fn clear(&mut self, running: [bool; 2]) {
         for group in &self.groups {
-            let busy = self.all.values().find(|channel| {
-                channel.group == group.number && (channel.has_queued() || channel.was_used())
-            });
+            let busy = self
+                .all
+                .values()
+                .find(|channel| channel.group == group.number && channel.may_run(running));
             if let Some(channel) = busy {
                 self.reset_one(channel);
             }
@@ -521,9 +556,7 @@ impl Channels {
         self.disable(!open, &live)?;
         if open {
             // A ring that came while the channel was disabled may have been lost.
-            for channel in self.all.values().filter(|c| c.error == 0 && c.has_queued()) {
-                self.ring(channel.token);
-            }
+            self.ring_queued(|_| true);
         }
         Ok(())
     }
@@ -575,6 +608,12 @@ fn fault(channel: &Object) -> Option<u64> {
     let mut params = abi::MmuFault::default();
     channel.control(control::MMU_FAULT, &mut params).ok()?;
     Some(u64::from(params.address_hi) << 32 | u64::from(params.address_lo))
+}
+
+fn schedule(device: &Device, group: &Object) -> Result<(), RmError> {
+    let mut enable = [1u8, 0, 0];
+    let bytes = device.session.layout().schedule;
+    group.control_bytes(control::SCHEDULE, &mut enable[..bytes])
 }
 
 fn set_slice(group: &Object, slice: Duration) -> Result<(), RmError> {

@@ -23,7 +23,7 @@ use super::device::Device;
 use super::memory::Memory;
 use super::privilege;
 use super::rm::Rm;
-use super::service::{self, Activity, Shared};
+use super::service::{self, Shared};
 use super::session::{AddressSpace, Object};
 use super::signals::Signals;
 use super::sys::numbers::event;
@@ -108,6 +108,7 @@ impl NvidiaClient {
         let shared = Arc::new(Shared {
             channels: Mutex::new(Channels::new(device.clone(), space.clone(), doorbell, options)?),
             trace: Mutex::new(trace),
+            activity: Mutex::default(),
             signals: Signals::new()?,
             next_manager: Mutex::default(),
             imported: AtomicU64::new(0),
@@ -225,7 +226,8 @@ impl Client for NvidiaClient {
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        self.shared.channels().destroy(id)
+        let running = self.shared.running();
+        self.shared.channels().destroy(id, running)
     }
 
     fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
@@ -260,13 +262,14 @@ impl Client for NvidiaClient {
     }
 
     fn reset(&mut self) -> Result<(), GpuError> {
-        self.shared.channels().clear();
+        let running = self.shared.running();
+        self.shared.channels().clear(running);
         self.memory.unmap_all();
         Ok(())
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
-        Ok(self.shared.report(&Activity::default()).usage)
+        Ok(self.shared.report().usage)
     }
 
     fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
@@ -286,6 +289,7 @@ impl Drop for NvidiaClient {
             // One that panicked has said so already.
             let _ = thread.join();
         }
-        self.shared.channels().clear();
+        let running = self.shared.running();
+        self.shared.channels().clear(running);
     }
 }

@@ -30,6 +30,12 @@ const REST: Duration = Duration::from_millis(50);
 /// How long after its last sign of work a vGPU counts as busy: the last thing it was given may still run.
 const LINGER: Duration = Duration::from_millis(20);
 
+/// How long after its last entry was fetched a copy may go on.
+const COPIES_LINGER: Duration = Duration::from_millis(100);
+
+/// How long entries may wait before somebody rings for them once more.
+const RING_AGAIN: Duration = Duration::from_millis(100);
+
 /// What the threads and the client share.
 #[derive(Debug)]
 pub struct Shared {
@@ -37,6 +43,8 @@ pub struct Shared {
     pub channels: Mutex<Channels>,
     /// Its engine time, where the driver tells.
     pub trace: Mutex<Option<Trace>>,
+    /// What is seen of its work.
+    pub activity: Mutex<Activity>,
     /// What the threads say.
     pub signals: Signals,
     /// A manager that comes later.
@@ -49,6 +57,20 @@ impl Shared {
     /// The channels. A thread that panicked left them as the driver has them.
     pub fn channels(&self) -> MutexGuard<'_, Channels> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn activity(&self) -> MutexGuard<'_, Activity> {
+        self.activity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Which engines may be at work for this vGPU, although all of its entries were fetched.
+    pub fn running(&self) -> [bool; 2] {
+        if !self.channels().were_used() {
+            return [false; 2];
+        }
+        // A copy has no log; the last entry's may still go on for a while.
+        let copying = self.activity().stuck(EngineKind::Copy) < COPIES_LINGER;
+        [copying, self.turn().is_some()]
     }
 
     /// Looks for faults, and tells the worker.
@@ -77,7 +99,11 @@ impl Shared {
     }
 
     /// How the vGPU is.
-    pub fn report(&self, activity: &Activity) -> Report {
+    pub fn report(&self) -> Report {
+        let (busy, copying) = {
+            let activity = self.activity();
+            (activity.is_busy(), activity.copying)
+        };
         let mut turns = Turns::default();
         let mut compute_ns = 0;
         if let Some(trace) = &mut *self.trace.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -96,16 +122,12 @@ impl Shared {
             faults: counters.faults,
             hang_resets: counters.hang_resets,
             gate_closings: counters.gate_closings,
-            runnable: activity.is_busy(),
+            runnable: busy,
             channels: channels.count(),
             imported_bytes: self.imported.load(Ordering::Acquire),
             ..Default::default()
         };
-        Report {
-            usage,
-            copying_ns: activity.copying.as_nanos() as u64,
-            alive: !self.signals.is_stopped(),
-        }
+        Report { usage, copying_ns: copying.as_nanos() as u64, alive: !self.signals.is_stopped() }
     }
 }
 
@@ -152,7 +174,12 @@ impl Activity {
                 self.progress[index] = progress;
                 self.fetched[index] = now;
             }
-            if fetched || channels.has_queued(engine) {
+            let queued = channels.has_queued(engine);
+            if queued && !fetched && now.duration_since(self.fetched[index]) > RING_AGAIN {
+                // Either it runs something long, and does not mind, or a ring was lost.
+                channels.ring_again();
+            }
+            if fetched || queued {
                 self.busy[index] = Some(now);
                 if engine == EngineKind::Copy {
                     self.copying += now.duration_since(self.looked);
@@ -194,9 +221,9 @@ impl Watch {
         self.contended = wait.then(|| self.contended.unwrap_or_else(Instant::now));
     }
 
-    fn look(&mut self, shared: &Shared, activity: &Activity) {
+    fn look(&mut self, shared: &Shared) {
         let (Some(limit), Some(contended)) = (self.limit, self.contended) else { return };
-        if contended.elapsed().min(activity.stuck(EngineKind::Compute)) >= limit
+        if contended.elapsed().min(shared.activity().stuck(EngineKind::Compute)) >= limit
             && shared.turn().is_some_and(|turn| turn >= limit)
         {
             log::warn!("A kernel runs for more than {limit:?} while others wait: reset");
@@ -217,7 +244,6 @@ pub fn obey(
 ) {
     let mut manager = Some(manager);
     let mut watch = Watch { limit: hang, contended: None };
-    let mut activity = Activity::default();
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {
@@ -226,14 +252,14 @@ pub fn obey(
                 PollFd::new(faults.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
             ];
             fds.extend(manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
-            let pause = if activity.is_busy() { LOOK } else { REST };
+            let pause = if shared.activity().is_busy() { LOOK } else { REST };
             let timeout = PollTimeout::try_from(pause).unwrap_or(PollTimeout::MAX);
             let _ = poll(&mut fds, timeout);
             fds.get(2).is_some_and(|fd| fd.any() == Some(true))
         };
         shared.note_errors();
-        activity.look(shared, watch.contended.is_some());
-        watch.look(shared, &activity);
+        shared.activity().look(shared, watch.contended.is_some());
+        watch.look(shared);
         if let Ok(mut next) = shared.next_manager.lock()
             && let Some(next) = next.take()
         {
@@ -252,7 +278,7 @@ pub fn obey(
                 if let FromManager::Usage(_, others_wait) = order {
                     watch.others_wait(others_wait);
                 }
-                if let Some(answer) = carry_out(shared, session, &activity, &order)
+                if let Some(answer) = carry_out(shared, session, &order)
                     && let Ok(bytes) = encode(&answer)
                 {
                     // A manager that does not read gets no answers.
@@ -271,12 +297,7 @@ pub fn obey(
     }
 }
 
-fn carry_out(
-    shared: &Shared,
-    session: &Session,
-    activity: &Activity,
-    order: &FromManager,
-) -> Option<FromWorker> {
+fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<FromWorker> {
     let done = match *order {
         FromManager::SetTimeslice(slice) => shared.channels().set_slice(slice),
         FromManager::SetGate(open) => shared.channels().gate(open),
@@ -285,7 +306,7 @@ fn carry_out(
             Ok(())
         }
         FromManager::Usage(number, _) => {
-            return Some(FromWorker::Usage(number, shared.report(activity)));
+            return Some(FromWorker::Usage(number, shared.report()));
         }
         FromManager::Evict => {
             session.end();
