@@ -47,7 +47,9 @@ impl Seat {
         let copy_ns = self.copies.as_nanos() as u64;
         let Usage { engine_ns, compute_ns, .. } = self.report.usage;
         let engine_ns = engine_ns.max(compute_ns) + copy_ns;
-        Usage { engine_ns, copy_ns, ..self.report.usage }
+        // What it did not run of the time in which it had work, it waited.
+        let wait_ns = self.report.had_work_ns.saturating_sub(engine_ns);
+        Usage { engine_ns, copy_ns, wait_ns, ..self.report.usage }
     }
 }
 

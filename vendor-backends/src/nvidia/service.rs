@@ -90,19 +90,20 @@ impl Shared {
     }
 
     /// For how long this vGPU has had the compute engine without a break, as far as the driver tells.
-    fn turn(&self) -> Option<Duration> {
+    fn turn(&self) -> Option<Turn> {
         let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
         let trace = trace.as_mut()?;
         trace.read().ok()?;
         let since = trace.turns.since_ns?;
-        Some(Duration::from_nanos(trace.now_ns()?.saturating_sub(since)))
+        let lasts = Duration::from_nanos(trace.now_ns()?.saturating_sub(since));
+        Some(Turn { since_ns: since, lasts, switches: trace.switches })
     }
 
     /// How the vGPU is.
     pub fn report(&self) -> Report {
-        let (busy, copying) = {
+        let (busy, copying, had_work) = {
             let activity = self.activity();
-            (activity.is_busy(), activity.copying)
+            (activity.is_busy(), activity.copying, activity.had_work)
         };
         let mut turns = Turns::default();
         let mut compute_ns = 0;
@@ -127,8 +128,22 @@ impl Shared {
             imported_bytes: self.imported.load(Ordering::Acquire),
             ..Default::default()
         };
-        Report { usage, copying_ns: copying.as_nanos() as u64, alive: !self.signals.is_stopped() }
+        Report {
+            usage,
+            copying_ns: copying.as_nanos() as u64,
+            had_work_ns: had_work.as_nanos() as u64,
+            alive: !self.signals.is_stopped(),
+        }
     }
+}
+
+/// A turn that has not ended.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    since_ns: u64,
+    lasts: Duration,
+    /// Switches that were logged so far, anybody's.
+    switches: u64,
 }
 
 /// What is seen of a vGPU's work from outside: its rings.
@@ -142,6 +157,8 @@ pub struct Activity {
     fetched: [Instant; 2],
     /// For how long there was something to copy.
     pub copying: Duration,
+    /// For how long there was work at all.
+    pub had_work: Duration,
 }
 
 impl Default for Activity {
@@ -153,6 +170,7 @@ impl Default for Activity {
             progress: [Vec::new(), Vec::new()],
             fetched: [now; 2],
             copying: Duration::ZERO,
+            had_work: Duration::ZERO,
         }
     }
 }
@@ -187,6 +205,9 @@ impl Activity {
             }
         }
         drop(channels);
+        if self.is_busy() {
+            self.had_work += now.duration_since(self.looked);
+        }
         self.looked = now;
         let compute = self.busy[EngineKind::Compute as usize];
         // While others wait, whoever has the engine uses it: it would be taken away from an idle one.
@@ -214,6 +235,10 @@ impl Activity {
 struct Watch {
     limit: Option<Duration>,
     contended: Option<Instant>,
+    /// The turn that looked endless a moment ago.
+    suspect: Option<Turn>,
+    /// How many switches there were at the last reset.
+    reset_at: Option<u64>,
 }
 
 impl Watch {
@@ -223,13 +248,20 @@ impl Watch {
 
     fn look(&mut self, shared: &Shared) {
         let (Some(limit), Some(contended)) = (self.limit, self.contended) else { return };
-        if contended.elapsed().min(shared.activity().stuck(EngineKind::Compute)) >= limit
-            && shared.turn().is_some_and(|turn| turn >= limit)
-        {
+        if contended.elapsed().min(shared.activity().stuck(EngineKind::Compute)) < limit {
+            self.suspect = None;
+            return;
+        }
+        let turn = shared.turn().filter(|turn| turn.lasts >= limit);
+        // The log comes in pieces, and may lose some: it is believed if it stands still while it is looked at twice, and
+        // if it has gone on since it was last believed.
+        let before = std::mem::replace(&mut self.suspect, turn);
+        let (Some(before), Some(turn)) = (before, turn) else { return };
+        let stands_still = (before.since_ns, before.switches) == (turn.since_ns, turn.switches);
+        if stands_still && self.reset_at.is_none_or(|at| turn.switches > at + 1) {
             log::warn!("A kernel runs for more than {limit:?} while others wait: reset");
+            self.reset_at = Some(turn.switches);
             shared.reset();
-            // Told once.
-            self.contended = None;
         }
     }
 }
@@ -243,7 +275,7 @@ pub fn obey(
     hang: Option<Duration>,
 ) {
     let mut manager = Some(manager);
-    let mut watch = Watch { limit: hang, contended: None };
+    let mut watch = Watch { limit: hang, contended: None, suspect: None, reset_at: None };
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {

@@ -120,6 +120,8 @@ pub struct Trace {
     clock: Arc<Mapping>,
     get: u32,
     process: u64,
+    /// Switches that were logged so far, anybody's.
+    pub switches: u64,
     /// What came of it so far.
     pub turns: Turns,
 }
@@ -168,6 +170,7 @@ impl Trace {
             clock,
             get: 0,
             process: u64::from(std::process::id()),
+            switches: 0,
             turns: Turns::default(),
         })
     }
@@ -196,6 +199,7 @@ impl Trace {
             }
             let switch = Switch::read(&bytes);
             self.turns.note(&switch, self.process);
+            self.switches += 1;
             switches.push(switch);
             self.get = (self.get + 1) % RECORDS;
         }

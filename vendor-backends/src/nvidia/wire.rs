@@ -82,6 +82,8 @@ pub struct Report {
     pub usage: Usage,
     /// For how long it had something to copy, in nanoseconds. Copy engines keep no log of whose turn it was.
     pub copying_ns: u64,
+    /// For how long it had work at all, in nanoseconds.
+    pub had_work_ns: u64,
     /// False once it lost the GPU.
     pub alive: bool,
 }
@@ -98,7 +100,7 @@ mod tests {
         assert_eq!(order, [1, 0, 192, 150, 177, 2]);
         let report = Report { copying_ns: 7, alive: true, ..Default::default() };
         let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
-        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 25));
+        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 26));
         assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
         assert_eq!(VERSION, 1);
     }
