@@ -8,7 +8,7 @@
 //!   each; the first look that finds nothing within it ends that, so that an idle device never looks;
 //! * [`TRIAL`] messages are waited for asleep, as many awake, and whichever made the client faster is kept for the next
 //!   [`TERM`] messages, or until they take twice as long as they did in the trial: the scheduler may have moved somebody.
-//!   Awake has to be better by a fifth;
+//!   Awake has to be better by a tenth;
 //! * only on a machine with at least two CPUs for this process;
 //! * only while nobody else wants the CPU: every look is followed by an offer to give it up. Where another thread takes
 //!   that for long, it is needed elsewhere, and there is no looking for a while, longer each time.
@@ -135,7 +135,7 @@ impl Patience {
             Stage::TryAsleep => (Stage::TryAwake(took), TRIAL),
             Stage::TryAwake(asleep) => {
                 self.switched = (self.switches)();
-                let awake = took < asleep * 4 / 5;
+                let awake = took < asleep * 9 / 10;
                 (Stage::Settled { awake, usual: if awake { took } else { asleep } }, TERM)
             }
             Stage::Settled { usual, .. } if self.left > 0 => {
