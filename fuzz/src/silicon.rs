@@ -15,7 +15,7 @@ use vendor_backends::soft::silicon::channel::{Channel, Userd};
 use vendor_backends::soft::silicon::clock::{Turn, now_ns};
 use vendor_backends::soft::silicon::counters::Counters;
 use vendor_backends::soft::silicon::fault::Context;
-use vendor_backends::soft::silicon::mem::{Mapping, SharedMemory};
+use vendor_backends::mem::{Mapping, SharedMemory};
 use vendor_backends::soft::silicon::signals::Signals;
 use zerocopy::IntoBytes;
 

@@ -14,9 +14,9 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB};
 use nix::time::{ClockId, clock_gettime};
 use vendor_backends::conformance::{Driver, Pushbuffer, Ring};
+use vendor_backends::mem::SharedMemory;
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::server::{self, Config};
-use vendor_backends::soft::silicon::mem::SharedMemory;
 use vendor_backends::soft::{SoftClient, SoftGpu};
 
 const COPY_BYTES: u64 = 256 * MIB;

@@ -3,9 +3,11 @@
 //! * [`soft`]: the software GPU
 //! * [`nvidia`]: NVIDIA GPUs, through the unmodified driver
 //! * [`conformance`]: what every backend must do, as assertions
+//! * [`mem`]: mapped memory that others write to, for any of them
 //! * [`seqpacket`]: packets with file descriptors between Tessera's own processes
 
 pub mod conformance;
+pub mod mem;
 pub mod nvidia;
 pub mod seqpacket;
 pub mod soft;

@@ -13,6 +13,8 @@ use nix::sys::socket::{
     sockopt::{ReceiveTimeout, SendTimeout},
 };
 use nix::sys::time::{TimeVal, TimeValLike};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// Longest packet, in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
@@ -188,6 +190,21 @@ impl From<SeqPacketListener> for OwnedFd {
 
 fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?)
+}
+
+/// The bytes of a message.
+pub fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
+    postcard::to_stdvec(message).map_err(io::Error::other)
+}
+
+/// The message in `bytes`, all of them.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
+    let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    match postcard::take_from_bytes(bytes) {
+        Ok((message, [])) => Ok(message),
+        Ok(_) => Err(invalid("Bytes after the end of a message".into())),
+        Err(error) => Err(invalid(format!("Not a message: {error}"))),
+    }
 }
 
 #[cfg(test)]

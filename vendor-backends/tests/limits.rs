@@ -168,7 +168,7 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
     assert_eq!(refused.to_string(), "Limit reached: channels");
     driver.client().query_channel(kept.id()).expect("those that exist stay");
 
-    let ram = vendor_backends::soft::silicon::mem::SharedMemory::new(c"ram", 2 * MIB).unwrap();
+    let ram = vendor_backends::mem::SharedMemory::new(c"ram", 2 * MIB).unwrap();
     let mut import = |len| {
         let fd = std::os::fd::AsFd::as_fd(&ram.fd);
         driver.client().import(mdev_core::gpu::GuestRam { fd, offset: 0, len, writable: true })

@@ -12,11 +12,11 @@ use mdev_core::ids::{GpuVa, VgpuId};
 use mdev_core::profile;
 use mdev_core::units::{GIB, MIB};
 use vendor_backends::conformance::{self, life, readable};
+use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::fake::{self, Fake};
 use vendor_backends::nvidia::record::Recorder;
 use vendor_backends::nvidia::version::Layout;
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
-use vendor_backends::soft::silicon::mem::SharedMemory;
 
 const DRIVER: &str = "580.142";
 

@@ -99,16 +99,14 @@ fn engine_time_is_measured() {
     let usermode = device.usermode().unwrap();
     let whole =
         device.session.aperture(&device.device, &usermode, device.session.gpu_node(), 0x1_0000, 0);
-    let mapped = whole.map(|fd| {
-        vendor_backends::soft::silicon::mem::Mapping::new(fd.as_fd(), 0, 0x1_0000, true).map(drop)
-    });
+    let mapped =
+        whole.map(|fd| vendor_backends::mem::Mapping::new(fd.as_fd(), 0, 0x1_0000, true).map(drop));
     println!("64 KiB of the usermode region: {mapped:?}");
     let fd = device
         .session
         .aperture(&device.device, &usermode, device.session.gpu_node(), 4096, 0)
         .unwrap();
-    let clock =
-        vendor_backends::soft::silicon::mem::Mapping::new(fd.as_fd(), 0, 4096, true).unwrap();
+    let clock = vendor_backends::mem::Mapping::new(fd.as_fd(), 0, 4096, true).unwrap();
     let mut trace = match Trace::open(&device, clock) {
         Ok(trace) => trace,
         Err(error) => panic!("no trace: {error}"),
@@ -193,7 +191,7 @@ fn orders_are_obeyed() {
 fn guest_memory_is_pinned_and_let_go() {
     let Some(mut gpu) = gpu() else { return };
     let mut client = client(&mut gpu, GIB);
-    let ram = vendor_backends::soft::silicon::mem::SharedMemory::new(c"ram", GIB).unwrap();
+    let ram = vendor_backends::mem::SharedMemory::new(c"ram", GIB).unwrap();
     let started = Instant::now();
     let guest = GuestRam { fd: ram.fd.as_fd(), offset: 0, len: GIB, writable: true };
     let memory = client.import(guest).unwrap();

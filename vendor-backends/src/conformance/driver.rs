@@ -18,7 +18,7 @@ use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use crate::soft::silicon::mem::{Mapping, SharedMemory};
+use crate::mem::{Mapping, SharedMemory};
 
 /// Guest memory.
 pub const RAM_BYTES: u64 = 48 * MIB;

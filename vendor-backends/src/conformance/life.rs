@@ -7,7 +7,7 @@ use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRa
 use mdev_core::ids::{GpuVa, MemoryId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 
-use crate::soft::silicon::mem::SharedMemory;
+use crate::mem::SharedMemory;
 
 /// Imports all of `ram`.
 pub fn import(client: &mut dyn Client, ram: &SharedMemory) -> Result<MemoryId, GpuError> {

@@ -21,7 +21,7 @@ use super::rm::{Node, RmError};
 use super::session::{AddressSpace, Object};
 use super::sys::abi::{self, notification};
 use super::sys::numbers::{class, control, engine, flag};
-use crate::soft::silicon::mem::Mapping;
+use crate::mem::Mapping;
 
 /// Slices that the driver takes.
 const SLICE_US: (u128, u128) = (50, 100_000_000);

@@ -30,9 +30,8 @@ use super::sys::numbers::event;
 use super::trace::Trace;
 use super::version::Layout;
 use super::wire::{self, FromManager, FromWorker, Grant};
-use crate::seqpacket::{MAX_PACKET, SeqPacket};
-use crate::soft::silicon::mem::Mapping;
-use crate::soft::wire::{decode, encode};
+use crate::mem::Mapping;
+use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// How long the grant may take: the manager has sent it before it starts the worker.
 const PATIENCE: Duration = Duration::from_secs(4);

@@ -18,8 +18,7 @@ use super::client::layout;
 use super::device::{Card, Device, cards};
 use super::rm::{Node, Rm, RmError};
 use super::wire::{self, FromManager, FromWorker, Grant, Options, Report};
-use crate::seqpacket::{MAX_PACKET, SeqPacket};
-use crate::soft::wire::{decode, encode};
+use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// How long all workers together may take to tell their counters. One takes some 50 us.
 const PATIENCE: Duration = Duration::from_millis(10);

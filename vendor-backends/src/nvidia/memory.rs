@@ -11,7 +11,7 @@ use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 use super::device::Device;
 use super::session::{AddressSpace, Object};
 use super::sys::numbers::flag;
-use crate::soft::silicon::mem::Mapping;
+use crate::mem::Mapping;
 
 /// Pages that video memory consists of. A mapping of it that is aligned to them needs the fewest page table entries.
 const HUGE_PAGE: u64 = 2 * MIB;

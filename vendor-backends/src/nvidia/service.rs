@@ -17,8 +17,7 @@ use super::session::Session;
 use super::signals::Signals;
 use super::trace::{Trace, Turns};
 use super::wire::{FromManager, FromWorker, Report};
-use crate::seqpacket::{MAX_PACKET, SeqPacket};
-use crate::soft::wire::{decode, encode};
+use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// How often a busy vGPU's rings are looked at: what its time is charged by.
 const LOOK: Duration = Duration::from_millis(5);

@@ -12,7 +12,7 @@ use super::rm::{Node, Rm, RmError, call};
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
 use super::version::Layout;
-use crate::soft::silicon::mem::Mapping;
+use crate::mem::Mapping;
 
 /// The first handle that we choose. The driver chooses its own from elsewhere.
 const FIRST_HANDLE: u32 = 0x5e55_0001;

@@ -16,7 +16,7 @@ use super::rm::Node;
 use super::session::Object;
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
-use crate::soft::silicon::mem::Mapping;
+use crate::mem::Mapping;
 
 /// `NV_EVENT_BUFFER_RECORD_HEADER` and `NV_EVENT_BUFFER_FECS_RECORD_V1`.
 const RECORD_BYTES: u64 = 32;

@@ -91,7 +91,7 @@ pub struct Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::soft::wire::{decode, encode};
+    use crate::seqpacket::{decode, encode};
 
     #[test]
     fn the_wire_has_not_changed_without_its_version() {

@@ -15,8 +15,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use super::connection::Connection;
-use super::silicon::mem::Mapping;
 use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, Refusal};
+use crate::mem::Mapping;
 use crate::seqpacket::SeqPacket;
 
 /// One vGPU's world on the software GPU. Dropping it, or the death of its process, frees all of it.

@@ -10,8 +10,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::wire;
-use crate::seqpacket::{MAX_PACKET, SeqPacket};
+use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
 
 /// How long a reply may take: a worker owes QEMU an answer within 5 s.
 const PATIENCE: Duration = Duration::from_secs(4);
@@ -57,9 +56,9 @@ impl Connection {
         request: &Q,
         fds: &[BorrowedFd<'_>],
     ) -> io::Result<(A, Vec<OwnedFd>)> {
-        self.socket.send(&wire::encode(request)?, fds)?;
+        self.socket.send(&seqpacket::encode(request)?, fds)?;
         let packet = self.socket.recv(&mut self.buffer)?.ok_or(io::ErrorKind::BrokenPipe)?;
-        Ok((wire::decode(&self.buffer[..packet.len])?, packet.fds))
+        Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds))
     }
 
     /// What to call the other end's failure to keep to the protocol.

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use super::silicon::Silicon;
 use super::silicon::vgpu::{Shared, Vgpu};
 use super::wire::{self, AdminReply, AdminRequest, ClientReply, ClientRequest, Refusal};
-use crate::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
+use crate::seqpacket::{self, MAX_PACKET, SeqPacket, SeqPacketListener};
 
 /// Managers that may be connected at a time: an old one, a new one, and some for tools.
 const MAX_ADMINS: usize = 8;
@@ -328,7 +328,7 @@ fn receive<T: DeserializeOwned>(socket: &SeqPacket, poll: bool) -> Received<T> {
     let mut buffer = vec![0; MAX_PACKET];
     let packet = if poll { socket.try_recv(&mut buffer) } else { socket.recv(&mut buffer) };
     match packet {
-        Ok(Some(packet)) => match wire::decode(&buffer[..packet.len]) {
+        Ok(Some(packet)) => match seqpacket::decode(&buffer[..packet.len]) {
             Ok(request) => Received::Request(request, packet.fds),
             Err(_) => Received::Garbage,
         },
@@ -343,5 +343,5 @@ fn receive<T: DeserializeOwned>(socket: &SeqPacket, poll: bool) -> Received<T> {
 
 /// Answers; false where the other side does not take it. Who does not read answers is not waited for.
 fn send<T: Serialize>(socket: &SeqPacket, reply: &T, fds: &[BorrowedFd<'_>]) -> bool {
-    wire::encode(reply).and_then(|bytes| socket.try_send(&bytes, fds)).is_ok()
+    seqpacket::encode(reply).and_then(|bytes| socket.try_send(&bytes, fds)).is_ok()
 }

@@ -12,7 +12,6 @@ use mdev_core::gpu::{
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, VgpuId};
 use mdev_core::sched::Budget;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
@@ -252,24 +251,10 @@ impl From<io::Error> for Refusal {
     }
 }
 
-/// The bytes of a message.
-pub fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
-    postcard::to_stdvec(message).map_err(io::Error::other)
-}
-
-/// The message in `bytes`, all of them.
-pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
-    let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
-    match postcard::take_from_bytes(bytes) {
-        Ok((message, [])) => Ok(message),
-        Ok(_) => Err(invalid("Bytes after the end of a message".into())),
-        Err(error) => Err(invalid(format!("Not a message: {error}"))),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::seqpacket::{decode, encode};
     use mdev_core::gpu::EngineKind;
     use uuid::Uuid;
 

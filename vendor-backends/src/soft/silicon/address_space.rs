@@ -12,7 +12,7 @@ use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::ids::{GpuVa, MemoryId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
-use super::mem::Mapping;
+use crate::mem::Mapping;
 use crate::soft::wire::Refusal;
 
 /// The large page.
@@ -533,8 +533,8 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::mem::SharedMemory;
     use super::*;
+    use crate::mem::SharedMemory;
 
     const PAGES: u64 = 3 * 512;
 

@@ -18,10 +18,10 @@ use super::counters::Counters;
 use super::fault::{Context, Fault, Progress};
 use super::host::{Acquire, Action, HostClass};
 use super::kernels::Job;
-use super::mem::Mapping;
 use super::method::{Call, Decoded, Decoder};
 use super::quota::Bucket;
 use super::stretch::Stretch;
+use crate::mem::Mapping;
 
 /// Words of a pushbuffer that are fetched at a time.
 const WINDOW: usize = 256;

@@ -5,7 +5,7 @@ use mdev_core::abi::copy::{self as abi, launch, remap};
 use super::address_space::Access;
 use super::clock::now_ns;
 use super::fault::{Context, Fault, Payload, Progress, release};
-use super::mem::STREAMING_BYTES;
+use crate::mem::STREAMING_BYTES;
 
 /// Bytes of one uninterrupted piece of work: about 15 us, of which one clock reading is a thousandth.
 const CHUNK: u64 = 128 << 10;

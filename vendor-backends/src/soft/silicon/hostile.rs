@@ -19,8 +19,8 @@ use super::channel::{Channel, Userd};
 use super::clock::{Turn, now_ns};
 use super::counters::Counters;
 use super::fault::Context;
-use super::mem::SharedMemory;
 use super::signals::Signals;
+use crate::mem::SharedMemory;
 
 /// Memory: a window that may be written, one that may be read, and all the rest that is not mapped.
 const BYTES: u64 = 1 << 20;

@@ -3,7 +3,7 @@
 //! From the outside in:
 //!
 //! * [`Silicon`]: one GPU, its description and its vGPUs
-//! * [`vgpu`]: one vGPU; [`vram`], [`address_space`], [`mem`]: its memory; [`signals`], [`wake`]: its interrupts and its
+//! * [`vgpu`]: one vGPU; [`vram`], [`address_space`]: its memory; [`signals`], [`wake`]: its interrupts and its
 //!   wake-ups
 //! * [`engine`], [`runlist`], [`quota`], [`clock`]: who runs when
 //! * [`channel`], [`method`]: rings and pushbuffers; [`host`], [`copy`], [`compute`], [`kernels`]: what methods do
@@ -21,7 +21,6 @@ pub mod host;
 #[cfg(test)]
 mod hostile;
 pub mod kernels;
-pub mod mem;
 pub mod method;
 pub mod quota;
 pub mod runlist;

@@ -13,7 +13,7 @@ use std::{fs, fs::File};
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::Pending;
 
-use super::mem::Mapping;
+use crate::mem::Mapping;
 use crate::soft::wire::{Refusal, STATUS_PENDING};
 
 /// Bit of the worker's eventfd; the vectors have the bits below.
@@ -121,8 +121,8 @@ mod tests {
 
     use nix::sys::eventfd::{EfdFlags, EventFd};
 
-    use super::super::mem::SharedMemory;
     use super::*;
+    use crate::mem::SharedMemory;
 
     fn eventfd() -> (OwnedFd, File) {
         let fd = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());

@@ -29,12 +29,12 @@ use super::clock::{Turn, now_ns};
 use super::counters::Counters;
 use super::engine::{GRAIN_NS, Kick};
 use super::fault::{Context, Fault, Progress};
-use super::mem::{Mapping, SharedMemory, sealed_memfd};
 use super::quota::Bucket;
 use super::signals::Signals;
 use super::stretch::Stretch;
 use super::vram::Partition;
 use super::wake::{Wake, WakeEnds};
+use crate::mem::{Mapping, SharedMemory, sealed_memfd};
 use crate::soft::wire::{Refusal, STATUS_BYTES};
 
 /// `HUGETLBFS_MAGIC`.

@@ -12,7 +12,7 @@ use mdev_core::units::MIB;
 
 use super::*;
 use crate::conformance::Pushbuffer;
-use crate::soft::silicon::mem::Mapping;
+use crate::mem::Mapping;
 use crate::soft::silicon::vgpu::Shared;
 use crate::soft::silicon::vram::Vram;
 use crate::soft::wire::STATUS_PENDING;

@@ -2,7 +2,7 @@
 //!
 //! The other side of a [`Mapping`] is a guest or another process, which may write at any time. So no reference to the
 //! bytes ever exists: they are copied out or in, or accessed as atomics. Every access is checked against the mapping's
-//! length here, so that nothing else in the silicon needs unsafe code for memory.
+//! length here, so that no backend needs unsafe code of its own for memory.
 
 use std::ffi::CStr;
 use std::io;
