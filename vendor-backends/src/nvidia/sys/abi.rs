@@ -37,6 +37,22 @@ macro_rules! structure {
     };
 }
 
+/// A call whose argument has its status in it; `pointer` and `volatile` as in [`Call`].
+macro_rules! call {
+    ($name:ident, $number:expr, $said:expr $(, pointer: $at:expr)? $(, volatile: $ranges:expr)?) => {
+        impl Call for $name {
+            const NUMBER: u8 = $number;
+            const NAME: &'static str = $said;
+            $(const POINTER: Option<usize> = Some($at);)?
+            $(const VOLATILE: &'static [(usize, usize)] = &$ranges;)?
+
+            fn status(&self) -> u32 {
+                self.status
+            }
+        }
+    };
+}
+
 structure!(
     /// `nv_ioctl_card_info_t`.
     CardInfo {
@@ -102,44 +118,21 @@ structure!(
     AllocOsEvent { client: u32, device: u32, fd: u32, status: u32, }
 );
 
-impl Call for AllocOsEvent {
-    const NUMBER: u8 = 206;
-    const NAME: &'static str = "ALLOC_OS_EVENT";
-    const VOLATILE: &'static [(usize, usize)] = &[(8, 12)];
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(AllocOsEvent, 206, "ALLOC_OS_EVENT", volatile: [(8, 12)]);
 
 structure!(
     /// `NVOS00_PARAMETERS`: frees an object and all below it.
     Free { root: u32, parent: u32, object: u32, status: u32, }
 );
 
-impl Call for Free {
-    const NUMBER: u8 = 0x29;
-    const NAME: &'static str = "RM_FREE";
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(Free, 0x29, "RM_FREE");
 
 structure!(
     /// `NVOS21_PARAMETERS`: makes an object.
     Alloc { root: u32, parent: u32, object: u32, class: u32, params: u64, params_bytes: u32, status: u32, }
 );
 
-impl Call for Alloc {
-    const NUMBER: u8 = 0x2b;
-    const NAME: &'static str = "RM_ALLOC";
-    const POINTER: Option<usize> = Some(16);
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(Alloc, 0x2b, "RM_ALLOC", pointer: 16);
 
 structure!(
     /// `NVOS54_PARAMETERS`: asks something of an object.
@@ -154,15 +147,7 @@ structure!(
     }
 );
 
-impl Call for Control {
-    const NUMBER: u8 = 0x2a;
-    const NAME: &'static str = "RM_CONTROL";
-    const POINTER: Option<usize> = Some(16);
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(Control, 0x2a, "RM_CONTROL", pointer: 16);
 
 structure!(
     /// `nv_ioctl_nvos02_parameters_with_fd`: makes memory out of pages of the caller's.
@@ -182,15 +167,7 @@ structure!(
     }
 );
 
-impl Call for AllocMemory {
-    const NUMBER: u8 = 0x27;
-    const NAME: &'static str = "RM_ALLOC_MEMORY";
-    const VOLATILE: &'static [(usize, usize)] = &[(24, 32)];
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(AllocMemory, 0x27, "RM_ALLOC_MEMORY", volatile: [(24, 32)]);
 
 structure!(
     /// `nv_ioctl_nvos33_parameters_with_fd`: prepares a descriptor so that its `mmap` is an object's memory.
@@ -209,15 +186,7 @@ structure!(
     }
 );
 
-impl Call for MapMemory {
-    const NUMBER: u8 = 0x4e;
-    const NAME: &'static str = "RM_MAP_MEMORY";
-    const VOLATILE: &'static [(usize, usize)] = &[(32, 40), (48, 52)];
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(MapMemory, 0x4e, "RM_MAP_MEMORY", volatile: [(32, 40), (48, 52)]);
 
 structure!(
     /// `NVOS46_PARAMETERS` of series 580 and later: maps memory at a GPU virtual address.
@@ -238,14 +207,7 @@ structure!(
     }
 );
 
-impl Call for MapDma {
-    const NUMBER: u8 = 0x57;
-    const NAME: &'static str = "RM_MAP_MEMORY_DMA";
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(MapDma, 0x57, "RM_MAP_MEMORY_DMA");
 
 structure!(
     /// `NVOS46_PARAMETERS` before series 580.
@@ -264,14 +226,7 @@ structure!(
     }
 );
 
-impl Call for MapDma570 {
-    const NUMBER: u8 = 0x57;
-    const NAME: &'static str = "RM_MAP_MEMORY_DMA";
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(MapDma570, 0x57, "RM_MAP_MEMORY_DMA");
 
 structure!(
     /// `NVOS47_PARAMETERS`: unmaps `size` bytes at a GPU virtual address, or with 0 the mapping that begins there.
@@ -289,14 +244,7 @@ structure!(
     }
 );
 
-impl Call for UnmapDma {
-    const NUMBER: u8 = 0x58;
-    const NAME: &'static str = "RM_UNMAP_MEMORY_DMA";
-
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
+call!(UnmapDma, 0x58, "RM_UNMAP_MEMORY_DMA");
 
 structure!(
     /// `NV0080_ALLOC_PARAMETERS`.
