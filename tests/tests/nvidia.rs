@@ -3,7 +3,6 @@
 //! Started as root, so that workers run as a user without capabilities, as an operator would run it.
 
 use std::fs;
-use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -22,8 +21,7 @@ use vgpu_guest::work::{self, copy::Copy, fill::Fill};
 fn there_is_a_gpu() -> bool {
     let there = Path::new("/dev/nvidiactl").exists();
     if !there {
-        // Past the test's own output, which nobody sees where it passes.
-        let _ = writeln!(std::io::stderr(), "skipped: this machine has no NVIDIA GPU");
+        system_tests::skipped("this machine has no NVIDIA GPU");
     }
     there
 }
