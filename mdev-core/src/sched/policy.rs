@@ -105,7 +105,7 @@ impl Config {
         Self {
             policy: Policy::Weighted,
             slice,
-            period: Duration::from_millis(10),
+            period: Duration::from_millis(20),
             averaging: None,
             overcommit: false,
         }

@@ -238,11 +238,16 @@ fn attributes(share: Share) -> Value {
 
 /// The engine of a software GPU.
 fn engine_thread(pid: u64) -> Result<String> {
-    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
-        let path = task?.path().display().to_string();
-        if fs::read_to_string(format!("{path}/comm"))?.trim() == "soft-engine" {
-            return Ok(path);
+    let since = Instant::now();
+    // A thread has its name a moment after it is there.
+    while since.elapsed() < Duration::from_secs(5) {
+        for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+            let path = task?.path().display().to_string();
+            if fs::read_to_string(format!("{path}/comm"))?.trim() == "soft-engine" {
+                return Ok(path);
+            }
         }
+        thread::sleep(Duration::from_millis(5));
     }
     anyhow::bail!("The GPU has no engine")
 }
