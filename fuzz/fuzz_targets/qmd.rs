@@ -14,29 +14,16 @@ thread_local!(static BENCH: Bench = Bench::default());
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
     let kernel = u32::from(input.byte() % 7);
-    let dimension = |input: &mut Input<'_>| input.number() as u32;
-    let constants = va(CONSTANTS) >> 6;
-    let descriptor = qmd::Qmd::default()
-        .with(qmd::QMD_TYPE, 2)
-        .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
-        .with(qmd::CWD_MEMBAR_TYPE, 1)
-        .with(qmd::REGISTER_COUNT, 32)
-        .with(qmd::QMD_MAJOR_VERSION, 4)
-        .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
-        .with(qmd::CTA_RASTER_WIDTH, dimension(&mut input))
-        .with(qmd::CTA_RASTER_HEIGHT, dimension(&mut input))
-        .with(qmd::CTA_RASTER_DEPTH, dimension(&mut input))
-        .with(qmd::CTA_THREAD_DIMENSION0, dimension(&mut input))
-        .with(qmd::CTA_THREAD_DIMENSION1, dimension(&mut input))
-        .with(qmd::CTA_THREAD_DIMENSION2, dimension(&mut input))
-        .with(qmd::PROGRAM_ADDRESS_LOWER, va(PROGRAM) as u32)
-        .with(qmd::PROGRAM_ADDRESS_UPPER, (va(PROGRAM) >> 32) as u32)
-        .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
-        .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
-        .with(qmd::CONSTANT_BUFFER_SIZE_0, 0x1fff);
-    let block =
-        [qmd::CTA_THREAD_DIMENSION0, qmd::CTA_THREAD_DIMENSION1, qmd::CTA_THREAD_DIMENSION2]
-            .map(|field| descriptor.get(field));
+    let mut dimensions = || [(); 3].map(|()| input.number() as u32);
+    let (grid, block) = (dimensions(), dimensions());
+    let descriptor = qmd::Qmd::from(qmd::Launch {
+        grid,
+        block,
+        program: va(PROGRAM),
+        constants: va(CONSTANTS),
+        constant_bytes: 0x1_fff0,
+        registers: 32,
+    });
     let mut bytes = descriptor.to_bytes();
     for _ in 0..input.byte() % 4 {
         bytes[usize::from(input.byte()) % qmd::BYTES] ^= input.byte();

@@ -81,6 +81,48 @@ impl Default for Qmd {
     }
 }
 
+/// What every launch says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks in x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block in x, y and z.
+    pub block: [u32; 3],
+    /// GPU virtual address of the program.
+    pub program: u64,
+    /// GPU virtual address of constant bank 0: 64-byte aligned.
+    pub constants: u64,
+    /// Size of that bank in bytes: a multiple of 16.
+    pub constant_bytes: u32,
+    /// Registers of a thread.
+    pub registers: u32,
+}
+
+impl From<Launch> for Qmd {
+    fn from(launch: Launch) -> Self {
+        let constants = launch.constants >> 6;
+        Self::default()
+            .with(QMD_TYPE, 2)
+            .with(QMD_MAJOR_VERSION, 4)
+            .with(API_VISIBLE_CALL_LIMIT, 1)
+            .with(CWD_MEMBAR_TYPE, 1)
+            .with(REGISTER_COUNT, launch.registers)
+            .with(CTA_RASTER_WIDTH, launch.grid[0])
+            .with(CTA_RASTER_HEIGHT, launch.grid[1])
+            .with(CTA_RASTER_DEPTH, launch.grid[2])
+            .with(CTA_THREAD_DIMENSION0, launch.block[0])
+            .with(CTA_THREAD_DIMENSION1, launch.block[1])
+            .with(CTA_THREAD_DIMENSION2, launch.block[2])
+            .with(PROGRAM_ADDRESS_LOWER, launch.program as u32)
+            .with(PROGRAM_ADDRESS_UPPER, (launch.program >> 32) as u32)
+            .with(CONSTANT_BUFFER_VALID_0, 1)
+            .with(CONSTANT_BUFFER_INVALIDATE_0, 1)
+            .with(CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
+            .with(CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
+            .with(CONSTANT_BUFFER_SIZE_0, launch.constant_bytes >> 4)
+    }
+}
+
 impl Qmd {
     /// From the bytes in memory.
     pub fn from_bytes(bytes: &[u8; BYTES]) -> Self {

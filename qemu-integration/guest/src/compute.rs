@@ -118,35 +118,22 @@ impl Launch {
 
     /// The descriptor that [`Self::new`] makes.
     pub fn descriptor(&self, shape: Shape) -> Qmd {
-        let program = self.program.va();
-        let constants = self.page.va() + Self::CONSTANTS;
         let shared = self.program.shared_bytes.next_multiple_of(256);
-        Qmd::default()
-            .with(qmd::QMD_TYPE, 2)
-            .with(qmd::QMD_MAJOR_VERSION, 4)
-            .with(qmd::SASS_VERSION, SASS_VERSION)
-            .with(qmd::API_VISIBLE_CALL_LIMIT, 1)
-            .with(qmd::CWD_MEMBAR_TYPE, 1)
-            .with(qmd::INVALIDATE_SHADER_DATA_CACHE, 1)
-            .with(qmd::SHARED_MEMORY_SIZE, shared)
-            .with(qmd::MIN_SM_CONFIG_SHARED_MEM_SIZE, carve_out(shared))
-            .with(qmd::MAX_SM_CONFIG_SHARED_MEM_SIZE, carve_out(u32::MAX))
-            .with(qmd::TARGET_SM_CONFIG_SHARED_MEM_SIZE, carve_out(8 * shared))
-            .with(qmd::CTA_RASTER_WIDTH, shape.grid[0])
-            .with(qmd::CTA_RASTER_HEIGHT, shape.grid[1])
-            .with(qmd::CTA_RASTER_DEPTH, shape.grid[2])
-            .with(qmd::CTA_THREAD_DIMENSION0, shape.block[0])
-            .with(qmd::CTA_THREAD_DIMENSION1, shape.block[1])
-            .with(qmd::CTA_THREAD_DIMENSION2, shape.block[2])
-            .with(qmd::REGISTER_COUNT, self.program.registers)
-            .with(qmd::BARRIER_COUNT, self.program.barriers)
-            .with(qmd::PROGRAM_ADDRESS_LOWER, program as u32)
-            .with(qmd::PROGRAM_ADDRESS_UPPER, (program >> 32) as u32)
-            .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
-            .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
-            .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, (constants >> 6) as u32)
-            .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 38) as u32)
-            .with(qmd::CONSTANT_BUFFER_SIZE_0, self.program.bank_bytes.div_ceil(16) as u32)
+        Qmd::from(qmd::Launch {
+            grid: shape.grid,
+            block: shape.block,
+            program: self.program.va(),
+            constants: self.page.va() + Self::CONSTANTS,
+            constant_bytes: self.program.bank_bytes.next_multiple_of(16) as u32,
+            registers: self.program.registers,
+        })
+        .with(qmd::SASS_VERSION, SASS_VERSION)
+        .with(qmd::INVALIDATE_SHADER_DATA_CACHE, 1)
+        .with(qmd::SHARED_MEMORY_SIZE, shared)
+        .with(qmd::MIN_SM_CONFIG_SHARED_MEM_SIZE, carve_out(shared))
+        .with(qmd::MAX_SM_CONFIG_SHARED_MEM_SIZE, carve_out(u32::MAX))
+        .with(qmd::TARGET_SM_CONFIG_SHARED_MEM_SIZE, carve_out(8 * shared))
+        .with(qmd::BARRIER_COUNT, self.program.barriers)
     }
 
     /// Replaces the descriptor. No launch with the old one may be in flight.

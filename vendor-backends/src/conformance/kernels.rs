@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use mdev_core::abi::program::{self, Kernel, Mandelbrot, Program, Saxpy, Sgemm, Spin, VectorAdd};
-use mdev_core::abi::qmd::{self, Qmd};
+use mdev_core::abi::qmd::{self, Launch, Qmd};
 use mdev_core::abi::{compute, host, notifier};
 use mdev_core::gpu::EngineKind;
 use zerocopy::{Immutable, IntoBytes};
@@ -34,26 +34,14 @@ fn prepare<P: IntoBytes + Immutable>(
     driver.write(PROGRAM, program.as_bytes());
     driver.write(CONSTANTS + compute::BLOCK_BASE, [block[0], block[1], 1].as_bytes());
     driver.write(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
-    let (code, constants) = (driver.va(PROGRAM), driver.va(CONSTANTS) >> 6);
-    Qmd::default()
-        .with(qmd::QMD_TYPE, 2)
-        .with(qmd::QMD_MAJOR_VERSION, 4)
-        .with(qmd::API_VISIBLE_CALL_LIMIT, 1)
-        .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
-        .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
-        .with(qmd::CWD_MEMBAR_TYPE, 1)
-        .with(qmd::REGISTER_COUNT, 32)
-        .with(qmd::CTA_RASTER_WIDTH, grid[0])
-        .with(qmd::CTA_RASTER_HEIGHT, grid[1])
-        .with(qmd::CTA_RASTER_DEPTH, 1)
-        .with(qmd::CTA_THREAD_DIMENSION0, block[0])
-        .with(qmd::CTA_THREAD_DIMENSION1, block[1])
-        .with(qmd::CTA_THREAD_DIMENSION2, 1)
-        .with(qmd::PROGRAM_ADDRESS_LOWER, code as u32)
-        .with(qmd::PROGRAM_ADDRESS_UPPER, (code >> 32) as u32)
-        .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
-        .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
-        .with(qmd::CONSTANT_BUFFER_SIZE_0, 0x1000 >> 4)
+    Qmd::from(Launch {
+        grid: [grid[0], grid[1], 1],
+        block: [block[0], block[1], 1],
+        program: driver.va(PROGRAM),
+        constants: driver.va(CONSTANTS),
+        constant_bytes: 0x1000,
+        registers: 32,
+    })
 }
 
 fn launch(driver: &Driver, descriptor: &Qmd) -> Pushbuffer {

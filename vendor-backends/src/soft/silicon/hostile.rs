@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use mdev_core::abi::host::{GpEntry, MethodHeader, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::program::{self, Program};
-use mdev_core::abi::qmd::{self, Qmd};
+use mdev_core::abi::qmd::{Launch, Qmd};
 use mdev_core::abi::{compute, copy, host, userd};
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind};
 use mdev_core::ids::GpuVa;
@@ -133,25 +133,14 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 fn descriptor(case: &Case) -> Vec<u8> {
-    let constants = va(CONSTANTS) >> 6;
-    let qmd = Qmd::default()
-        .with(qmd::QMD_TYPE, 2)
-        .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 1)
-        .with(qmd::CWD_MEMBAR_TYPE, 1)
-        .with(qmd::REGISTER_COUNT, 32)
-        .with(qmd::QMD_MAJOR_VERSION, 4)
-        .with(qmd::CONSTANT_BUFFER_VALID_0, 1)
-        .with(qmd::CTA_RASTER_WIDTH, case.grid[0])
-        .with(qmd::CTA_RASTER_HEIGHT, case.grid[1])
-        .with(qmd::CTA_RASTER_DEPTH, 1)
-        .with(qmd::CTA_THREAD_DIMENSION0, case.grid[2] % 33)
-        .with(qmd::CTA_THREAD_DIMENSION1, case.grid[3] % 33)
-        .with(qmd::CTA_THREAD_DIMENSION2, 1)
-        .with(qmd::PROGRAM_ADDRESS_LOWER, va(PROGRAM) as u32)
-        .with(qmd::PROGRAM_ADDRESS_UPPER, (va(PROGRAM) >> 32) as u32)
-        .with(qmd::CONSTANT_BUFFER_ADDR_LOWER_0, constants as u32)
-        .with(qmd::CONSTANT_BUFFER_ADDR_UPPER_0, (constants >> 32) as u32)
-        .with(qmd::CONSTANT_BUFFER_SIZE_0, 0x1fff);
+    let qmd = Qmd::from(Launch {
+        grid: [case.grid[0], case.grid[1], 1],
+        block: [case.grid[2] % 33, case.grid[3] % 33, 1],
+        program: va(PROGRAM),
+        constants: va(CONSTANTS),
+        constant_bytes: 0x1_fff0,
+        registers: 32,
+    });
     let mut bytes = qmd.to_bytes();
     for (word, bits) in &case.flips {
         let at = *word as usize * 4;
