@@ -8,13 +8,15 @@
 //! 4. [`irq`], [`mem`], [`sigbus`]: interrupts by eventfd; guest memory; mappings that outlive truncation
 //! 5. [`regs`], [`pci`]: registers as data; configuration space
 //! 6. [`device`]: the virtual PCI function made of all that
-//! 7. [`profile`], [`definition`], [`partition`], [`lifecycle`]: types, vGPUs that persist, video memory, states
+//! 7. [`profile`], [`definition`], [`durable`], [`partition`], [`lifecycle`]: types, vGPUs that persist, files that last,
+//!    video memory, states
 //! 8. [`sched`]: who gets how much of the GPU's time
 #![warn(missing_docs)]
 
 pub mod abi;
 pub mod definition;
 pub mod device;
+pub mod durable;
 pub mod gpu;
 pub mod ids;
 pub mod irq;

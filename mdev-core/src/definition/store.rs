@@ -1,14 +1,19 @@
 //! The tree that holds definitions: `<dir>/<parent>/<uuid>`, as mdevctl has it.
 //!
 //! A definition is replaced as a whole or not at all, whatever happens meanwhile, and is on disk when
-//! [`Store::save`] returns. One process writes a tree.
+//! [`Store::save`] returns. One process writes a tree. Its folder [`SCRIPTS`] is no parent's.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use super::{Definition, DefinitionError};
+use crate::durable::{self, Step};
 use crate::ids::VgpuId;
+
+/// The folder of callout scripts, in the tree as mdevctl has it.
+pub const SCRIPTS: &str = "scripts.d";
 
 /// What unfinished files end with. They begin with a dot, so no uuid looks like one.
 const TEMP_SUFFIX: &str = ".tmp";
@@ -72,6 +77,16 @@ pub enum StoreError {
     /// A file whose name is no uuid.
     #[error("{}: not a definition: its name is not a uuid", .0.display())]
     Name(PathBuf),
+    /// One uuid for two parents.
+    #[error(
+        "{}: not used: parent {parent} has a vGPU of that uuid; give one of them another", path.display()
+    )]
+    Double {
+        /// The file that is not used.
+        path: PathBuf,
+        /// Where the definition is that is used.
+        parent: String,
+    },
     /// A parent whose name is no folder's.
     #[error("{0:?} cannot be a parent's name")]
     Parent(String),
@@ -112,22 +127,22 @@ impl Store {
         vgpu: VgpuId,
         definition: &Definition,
     ) -> Result<(), StoreError> {
-        let folder = self.folder(parent)?;
-        if !folder.is_dir() {
-            fs::create_dir_all(&folder).map_err(io_error("create", &folder))?;
-            sync_dir(&self.dir)?;
-        }
-        let temp = folder.join(format!(".{vgpu}{TEMP_SUFFIX}"));
-        let path = folder.join(vgpu.to_string());
-        let written = write_synced(&temp, definition.to_json().as_bytes())
-            .and_then(|()| fs::rename(&temp, &path))
-            .map_err(io_error("write", &path));
-        if written.is_err() {
+        let path = self.folder(parent)?.join(vgpu.to_string());
+        durable::run(&self.steps_to_save(parent, vgpu, definition)?).map_err(|error| {
             // The disk may be full: give back what was taken of it. The error that matters is the first one.
-            let _ = fs::remove_file(&temp);
-        }
-        written?;
-        sync_dir(&folder)
+            let _ = fs::remove_file(temp(&path, vgpu));
+            io_error("write", &path)(error)
+        })
+    }
+
+    fn steps_to_save(
+        &self,
+        parent: &str,
+        vgpu: VgpuId,
+        definition: &Definition,
+    ) -> Result<Vec<Step>, StoreError> {
+        let path = self.folder(parent)?.join(vgpu.to_string());
+        Ok(durable::replace(&path, &temp(&path, vgpu), definition.to_json().into_bytes()))
     }
 
     /// Reads a definition.
@@ -137,10 +152,9 @@ impl Store {
 
     /// Removes a definition. True where there was one; either way it is gone from disk when this returns.
     pub fn remove(&self, parent: &str, vgpu: VgpuId) -> Result<bool, StoreError> {
-        let folder = self.folder(parent)?;
-        let path = folder.join(vgpu.to_string());
-        match fs::remove_file(&path) {
-            Ok(()) => sync_dir(&folder).map(|()| true),
+        let path = self.folder(parent)?.join(vgpu.to_string());
+        match durable::run(&durable::remove(&path)) {
+            Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(io_error("remove", &path)(error)),
         }
@@ -159,11 +173,13 @@ impl Store {
                 Err(error) => scan.problems.push(Problem { path: folder, error }),
             }
         }
+        scan.set_doubles_apart(&self.dir);
         Ok(scan)
     }
 
     fn folder(&self, parent: &str) -> Result<PathBuf, StoreError> {
-        if parent.is_empty() || parent.starts_with('.') || parent.contains(['/', '\0']) {
+        let cannot_be = parent.is_empty() || parent == SCRIPTS;
+        if cannot_be || parent.starts_with('.') || parent.contains(['/', '\0']) {
             return Err(StoreError::Parent(parent.to_owned()));
         }
         Ok(self.dir.join(parent))
@@ -202,6 +218,26 @@ impl Scan {
             Err(error) => self.problems.push(Problem { path, error }),
         }
     }
+
+    /// A uuid is one vGPU, which is on one parent: the first in the order of parents.
+    fn set_doubles_apart(&mut self, dir: &Path) {
+        let mut seen = HashMap::new();
+        let problems = &mut self.problems;
+        self.definitions.retain(|stored| {
+            let first = seen.entry(stored.vgpu).or_insert_with(|| stored.parent.clone());
+            let path = dir.join(&stored.parent).join(stored.vgpu.to_string());
+            if *first != stored.parent {
+                let error = StoreError::Double { path: path.clone(), parent: first.clone() };
+                problems.push(Problem { path, error });
+            }
+            *first == stored.parent
+        });
+    }
+}
+
+/// Where a definition is written before it takes its place.
+fn temp(path: &Path, vgpu: VgpuId) -> PathBuf {
+    path.with_file_name(format!(".{vgpu}{TEMP_SUFFIX}"))
 }
 
 fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>, StoreError> {
@@ -226,17 +262,8 @@ fn read_definition(path: &Path) -> Result<Definition, StoreError> {
         .map_err(|source| StoreError::Definition { path: path.to_owned(), source })
 }
 
-fn write_synced(path: &Path, text: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
-    file.write_all(text)?;
-    file.sync_all()
-}
-
-/// Makes a rename or removal in a folder last.
-fn sync_dir(dir: &Path) -> Result<(), StoreError> {
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", dir))
-}
-
+#[cfg(test)]
+mod power;
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -295,6 +322,26 @@ mod tests {
     }
 
     #[test]
+    fn a_uuid_is_one_vgpu_on_one_parent() {
+        let (_dir, store) = store();
+        store.save("soft1", A, &definition("SOFT-2Q")).unwrap();
+        store.save("soft0", A, &definition("SOFT-1Q")).unwrap();
+        let scan = store.scan().unwrap();
+        assert_eq!(scan.definitions.len(), 1);
+        assert_eq!(scan.definitions[0].parent, "soft0");
+        let problem = scan.problems[0].error.to_string();
+        assert!(problem.contains("parent soft0 has a vGPU of that uuid"), "{problem}");
+        assert!(scan.problems[0].path.starts_with(store.dir().join("soft1")));
+    }
+
+    #[test]
+    fn scripts_are_no_parents_definitions() {
+        let (_dir, store) = store();
+        fs::create_dir_all(store.dir().join("scripts.d/callouts")).unwrap();
+        assert!(store.scan().unwrap().problems.is_empty());
+    }
+
+    #[test]
     fn a_save_killed_at_any_byte_leaves_the_old_definition() {
         let (_dir, store) = store();
         store.save("soft0", A, &definition("SOFT-1Q")).unwrap();
@@ -319,7 +366,7 @@ mod tests {
     #[test]
     fn a_parent_cannot_lead_out_of_the_tree() {
         let (_dir, store) = store();
-        for parent in ["", ".", "..", "../x", "a/b", "/etc", ".git", "a\0"] {
+        for parent in ["", ".", "..", "../x", "a/b", "/etc", ".git", "a\0", "scripts.d"] {
             let saved = store.save(parent, A, &definition("SOFT-1Q"));
             assert!(matches!(saved, Err(StoreError::Parent(_))));
             assert!(matches!(store.remove(parent, A), Err(StoreError::Parent(_))));

@@ -3,11 +3,12 @@
 //! The file holds what was set and nothing else, so that a default that gets better is better for everybody who left it
 //! alone. Its name begins with a dot: a definition's never does.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use mdev_core::durable;
 use mdev_core::sched::{Averaging, Config};
 
 use super::Result;
@@ -119,16 +120,9 @@ fn read(file: &Path) -> io::Result<ModifyScheduler> {
 }
 
 fn write(path: &Path, set: &ModifyScheduler) -> io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    fs::create_dir_all(folder)?;
-    let fresh = path.with_extension("json.tmp");
-    let mut file = File::create(&fresh)?;
-    file.write_all(&serde_json::to_vec_pretty(set)?)?;
-    file.write_all(b"\n")?;
-    file.sync_all()?;
-    fs::rename(&fresh, path)?;
-    File::open(folder)?.sync_all()?;
-    folder.parent().map_or(Ok(()), |above| File::open(above)?.sync_all())
+    let mut text = serde_json::to_vec_pretty(set)?;
+    text.push(b'\n');
+    durable::run(&durable::replace(path, &path.with_extension("json.tmp"), text))
 }
 
 #[cfg(test)]
