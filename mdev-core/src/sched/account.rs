@@ -30,6 +30,8 @@ pub struct Interval {
     pub engine_ns: u64,
     /// True where the vGPU had work nearly all of the time.
     pub busy: bool,
+    /// True where it had work at both ends.
+    pub runnable: bool,
     /// True where it lost the engine with work left. Not every GPU counts that.
     pub preempted: bool,
 }
@@ -83,11 +85,10 @@ impl Account {
         let engine_ns = usage.engine_ns - last.engine_ns;
         let wait_ns = usage.wait_ns.saturating_sub(last.wait_ns);
         let with_work = engine_ns.saturating_add(wait_ns);
-        let busy = last.runnable
-            && usage.runnable
-            && with_work >= elapsed_ns.saturating_mul(BUSY_HUNDREDTHS) / 100;
+        let runnable = last.runnable && usage.runnable;
+        let busy = runnable && with_work >= elapsed_ns.saturating_mul(BUSY_HUNDREDTHS) / 100;
         let preempted = usage.preemptions > last.preemptions;
-        Some(Interval { vgpu, elapsed_ns, engine_ns, busy, preempted })
+        Some(Interval { vgpu, elapsed_ns, engine_ns, busy, runnable, preempted })
     }
 
     fn measured(&self) -> Measured {

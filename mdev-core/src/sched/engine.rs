@@ -5,6 +5,8 @@
 //! used (a kernel may run past its slice, a group may have short work only), so use is measured, and what a busy group
 //! is owed is carried and worked off: its slice is scaled until the average is right.
 //!
+//! Where silicon does not preempt, whoever ran so far ahead that slices cannot repay it waits at its gate.
+//!
 //! Slices alone hold nobody back while others idle. Caps do: the silicon's own budgets where it has them, or else
 //! gates that are decided here from the same meters.
 
@@ -13,10 +15,11 @@ use std::time::Duration;
 
 use super::account::{Ledger, Measured};
 use super::log::{Cause, Log};
-use super::policy::{Config, Enforcement, MIN_SLICE, Policy};
+use super::policy::{Config, Enforcement, MIN_SLICE, Policy, Silicon};
 use super::share::{Core, Share};
 use crate::ids::VgpuId;
 
+mod ahead;
 mod caps;
 mod event;
 mod group;
@@ -50,7 +53,7 @@ const STALE_NS: u64 = 1_000_000_000;
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     config: Config,
-    enforcement: Enforcement,
+    silicon: Silicon,
     groups: BTreeMap<VgpuId, Group>,
     /// Sums over all of them, and what follows from those.
     weights: Weights,
@@ -66,15 +69,17 @@ pub struct Scheduler {
     looks: BTreeSet<(u64, VgpuId)>,
     /// Weights have changed since the counters were read: that interval is nobody's fault.
     changed: bool,
+    /// Who owes more than slices can repay.
+    held: BTreeSet<VgpuId>,
 }
 
 impl Scheduler {
     /// A parent without vGPUs, from `now_ns` on, by the clock of usage reports. Knobs out of their bounds are moved
     /// into them.
-    pub fn new(config: Config, enforcement: Enforcement, now_ns: u64) -> Self {
+    pub fn new(config: Config, silicon: impl Into<Silicon>, now_ns: u64) -> Self {
         Self {
             config: config.clamped(),
-            enforcement,
+            silicon: silicon.into(),
             groups: BTreeMap::new(),
             weights: Weights::default(),
             plan: Plan::default(),
@@ -86,6 +91,7 @@ impl Scheduler {
             last_measured_ns: None,
             looks: BTreeSet::new(),
             changed: false,
+            held: BTreeSet::new(),
         }
     }
 
@@ -190,7 +196,7 @@ impl Scheduler {
         let mut actions = self.replan(Whom::One(id, 0.0), Cause::Started);
         // It may be one that an earlier manager's policy had capped or closed.
         let capped = actions.iter().any(|act| matches!(act, Action::SetBudget(of, _) if *of == id));
-        if self.enforcement == Enforcement::Budgets && !capped {
+        if self.silicon.enforcement == Enforcement::Budgets && !capped {
             actions.push(Action::SetBudget(id, None));
         }
         actions.push(Action::Gate(id, true));
@@ -204,6 +210,7 @@ impl Scheduler {
         if let Some(look_ns) = group.look_ns {
             self.looks.remove(&(look_ns, id));
         }
+        self.forget_held(id);
         self.ledger.close(id);
         if self.groups.is_empty() {
             return Vec::new();

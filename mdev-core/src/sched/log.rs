@@ -27,6 +27,8 @@ pub enum Cause {
     Repay,
     /// The vGPU used up what its cap allows.
     Cap,
+    /// The vGPU ran ahead of its share by more than slices can repay, or the others have had theirs again.
+    Ahead,
     /// Nothing was measured for a while.
     Stale,
 }

@@ -22,5 +22,5 @@ pub mod sim;
 pub use account::Ledger;
 pub use budget::{Budget, Meter};
 pub use engine::{Action, Event, Scheduler, ShareError, Snapshot};
-pub use policy::{Averaging, Config, ConfigError, Enforcement, Policy};
+pub use policy::{Averaging, Config, ConfigError, Enforcement, Policy, Silicon};
 pub use share::{Core, CoreError, Mode, Priority, Share, WordError};

@@ -178,8 +178,26 @@ pub enum Enforcement {
     Gates,
 }
 
-impl From<GpuCapabilities> for Enforcement {
+/// What a scheduler has to know of the silicon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Silicon {
+    /// Who holds a vGPU to its cap.
+    pub enforcement: Enforcement,
+    /// Whether a running kernel is preempted. Where it is not, a turn lasts as long as its last kernel.
+    pub preempts: bool,
+}
+
+impl From<GpuCapabilities> for Silicon {
     fn from(capabilities: GpuCapabilities) -> Self {
-        if capabilities.contains(GpuCapabilities::BUDGETS) { Self::Budgets } else { Self::Gates }
+        let budgets = capabilities.contains(GpuCapabilities::BUDGETS);
+        let enforcement = if budgets { Enforcement::Budgets } else { Enforcement::Gates };
+        Self { enforcement, preempts: capabilities.contains(GpuCapabilities::PREEMPTION) }
+    }
+}
+
+/// Silicon that preempts.
+impl From<Enforcement> for Silicon {
+    fn from(enforcement: Enforcement) -> Self {
+        Self { enforcement, preempts: true }
     }
 }

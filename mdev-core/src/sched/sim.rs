@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::budget::Meter;
 use super::engine::{Action, Event, Scheduler, ShareError};
-use super::policy::{Config, Enforcement};
+use super::policy::{Config, Silicon};
 use super::share::Share;
 use crate::gpu::{Usage, UsageReport};
 use crate::ids::VgpuId;
@@ -116,9 +116,9 @@ pub struct Simulation {
 
 impl Simulation {
     /// A parent without vGPUs.
-    pub fn new(config: Config, enforcement: Enforcement, switch_ns: u64) -> Self {
+    pub fn new(config: Config, silicon: impl Into<Silicon>, switch_ns: u64) -> Self {
         Self {
-            scheduler: Scheduler::new(config, enforcement, 0),
+            scheduler: Scheduler::new(config, silicon, 0),
             groups: Vec::new(),
             places: BTreeMap::new(),
             runlist: VecDeque::new(),

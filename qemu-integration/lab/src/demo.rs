@@ -301,9 +301,9 @@ impl Demo {
     /// measurement and how busy the GPU was.
     fn load(&mut self, duration: Duration) -> Result<(f64, Option<f64>)> {
         let (seconds, margin) = ((duration + 2 * MARGIN).as_secs_f64(), MARGIN.as_secs_f64());
-        // Long units, many in flight: a guest that gets little of the host's CPUs still keeps its ring full. A real GPU
-        // does not preempt within one, so that shorter ones share it better.
-        let kernel_us = if self.parent == Parent::Soft { 2000 } else { 500 };
+        // Long units, many in flight: a guest that gets little of the host's CPUs still keeps its ring full. An emulated
+        // CPU submits and checks some 700 units a second; the larger vGPU of a real GPU has to be given 0.8 s of work in each.
+        let kernel_us = if self.parent == Parent::Soft { 2000 } else { 4000 };
         let command = format!(
             "vgpu-guest --json bench --seconds {seconds} --margin {margin} --kernel-us {kernel_us}"
         );

@@ -14,6 +14,7 @@ use mdev_core::sched::{Config, Core, Enforcement, Event, Mode, Policy, Share};
 use uuid::Uuid;
 
 mod plot;
+mod whole;
 
 /// Points of the GPU that a share may be off, and those beside vGPUs that do their worst.
 const OFF: f64 = 1.0;
@@ -116,7 +117,9 @@ pub fn run(counts: &[u32], policy: Policy, enforcement: Enforcement, out: &Path)
         plot::waits(&out.join(format!("waits-{count}.svg")), &of_count.collect::<Vec<_>>())?;
     }
     plot::costs(&out.join("decisions.svg"), &outcomes)?;
-    println!("{table}");
+    println!("{table}\n");
+    let whole = whole::run()?;
+    println!();
     let mut kept = true;
     let mut promise = |what: String, measured: String, holds: bool| {
         println!("{}  {what}: {measured}", if holds { "kept    " } else { "NOT KEPT" });
@@ -131,6 +134,11 @@ pub fn run(counts: &[u32], policy: Policy, enforcement: Enforcement, out: &Path)
             worst <= off,
         );
     }
+    promise(
+        format!("kernels that are not preempted, 50 us and 20 ms: shares within {OFF} point"),
+        format!("{whole:.3} at most"),
+        whole <= OFF,
+    );
     let most = outcomes.iter().map(|outcome| outcome.vgpus).max().unwrap_or_default();
     let largest = || outcomes.iter().filter(|outcome| outcome.vgpus == most);
     let reading = largest().map(|outcome| outcome.decision_ns).fold(0.0, f64::max);

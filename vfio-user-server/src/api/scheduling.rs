@@ -67,7 +67,7 @@ pub struct SchedulerDecision {
     /// What was decided.
     #[serde(flatten)]
     pub decision: Decided,
-    /// Why: `started`, `stopped`, `share`, `policy`, `repay`, `cap` or `stale`.
+    /// Why: `started`, `stopped`, `share`, `policy`, `repay`, `cap`, `ahead` or `stale`.
     pub cause: String,
     /// Engine time that the vGPU had used since it started, in nanoseconds.
     pub engine_ns: u64,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{Gpu, GpuDescription, GpuError, Usage, UsageReport};
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::account::Measured;
-use mdev_core::sched::{Action, Config, Enforcement, Event, Scheduler, Share};
+use mdev_core::sched::{Action, Config, Enforcement, Event, Scheduler, Share, Silicon};
 use nix::time::ClockId;
 
 use super::knobs::Knobs;
@@ -34,7 +34,7 @@ pub struct Shares {
 impl Shares {
     /// Those of a parent that is not there.
     pub fn with_knobs(knobs: &Knobs) -> Self {
-        Self::with(NO_SLICE, Enforcement::Gates, knobs)
+        Self::with(NO_SLICE, Enforcement::Gates.into(), knobs)
     }
 
     /// Those of a GPU on which nothing runs yet.
@@ -42,11 +42,11 @@ impl Shares {
         Self::with(gpu.default_timeslice, gpu.capabilities.into(), knobs)
     }
 
-    fn with(slice: Duration, enforcement: Enforcement, knobs: &Knobs) -> Self {
+    fn with(slice: Duration, silicon: Silicon, knobs: &Knobs) -> Self {
         let defaults = Config::new(slice);
         // They were checked when they were set.
         let config = knobs.config(defaults).unwrap_or(defaults);
-        let scheduler = Scheduler::new(config, enforcement, monotonic_ns());
+        let scheduler = Scheduler::new(config, silicon, monotonic_ns());
         Self { default_slice: slice, scheduler, usage: BTreeMap::new() }
     }
 

@@ -40,7 +40,7 @@ impl Scheduler {
             return;
         }
         group.budget = budget;
-        match (self.enforcement, budget) {
+        match (self.silicon.enforcement, budget) {
             (Enforcement::Budgets, _) => {
                 self.log.push(group.record(self.now_ns, id, Decision::Budget(budget), cause));
                 actions.push(Action::SetBudget(id, budget));
@@ -56,8 +56,9 @@ impl Scheduler {
         actions.extend(self.gate(id, cause));
     }
 
-    /// Opens or closes a gate as its meter says, and works out when that is to be looked at next.
-    fn gate(&mut self, id: VgpuId, cause: Cause) -> Option<Action> {
+    /// Opens or closes a gate as its meter and its hold say, and works out when that is to be looked at next.
+    pub(super) fn gate(&mut self, id: VgpuId, cause: Cause) -> Option<Action> {
+        let hold_look_ns = self.hold_look_ns();
         let group = self.groups.get_mut(&id)?;
         let look_ns = group.meter.map(|meter| {
             let wait = match (meter.is_open(), group.usage.runnable) {
@@ -68,11 +69,13 @@ impl Scheduler {
             };
             self.now_ns.saturating_add(wait.max(MIN_GATE_NS))
         });
+        let hold_ns = group.hold.map(|_| self.now_ns.saturating_add(hold_look_ns));
+        let look_ns = look_ns.into_iter().chain(hold_ns).min();
         if let Some(before) = std::mem::replace(&mut group.look_ns, look_ns) {
             self.looks.remove(&(before, id));
         }
         self.looks.extend(look_ns.map(|at| (at, id)));
-        let open = group.meter.is_none_or(|meter| meter.is_open());
+        let open = !group.is_held() && group.meter.is_none_or(|meter| meter.is_open());
         if open == group.gate_open {
             return None;
         }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::ahead::Hold;
 use super::weights::Kind;
 use crate::gpu::Usage;
 use crate::ids::VgpuId;
@@ -37,6 +38,13 @@ pub(super) struct Group {
     pub(super) sated: bool,
     /// Since it lost the engine with work left.
     pub(super) unhurried: Unhurried,
+    /// It contended for the engine when debts were last worked out, and by what its weight is its part of what was used.
+    pub(super) contends: bool,
+    pub(super) part_of_weight: f64,
+    /// Engine time that it had used then.
+    pub(super) settled_ns: u64,
+    /// Where slices cannot repay what it owes.
+    pub(super) hold: Option<Hold>,
     /// Its share has changed since the counters were read: what it used until then says nothing.
     pub(super) changed: bool,
     /// The slice that the silicon has.
@@ -67,6 +75,10 @@ impl Group {
             correction: 1.0,
             sated: false,
             unhurried: Unhurried::default(),
+            contends: false,
+            part_of_weight: 0.0,
+            settled_ns: 0,
+            hold: None,
             changed: true,
             slice: None,
             cap: 1.0,
@@ -104,6 +116,7 @@ impl Group {
         self.unhurried = Unhurried::default();
         self.owed_ns = 0.0;
         self.correction = 1.0;
+        self.settled_ns = self.usage.engine_ns;
     }
 
     /// The slice that it is to have, in seconds, where its kind has `scale` of them for each base.

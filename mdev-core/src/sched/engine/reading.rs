@@ -24,6 +24,12 @@ impl Scheduler {
         (self.repay_ns() / 2).min(REPORT_NS)
     }
 
+    /// The shortest interval from which debts are worked out. Where a turn may be as long as a kernel, one has to be long
+    /// to say something.
+    fn shortest_ns(&self) -> u64 {
+        if self.silicon.preempts { self.report_ns() / 5 } else { self.report_ns() * 9 / 10 }
+    }
+
     /// Takes a reading of the counters.
     pub(super) fn read(&mut self, report: &UsageReport) -> Vec<Action> {
         if self.last_read_ns.is_some_and(|at| report.now_ns <= at) {
@@ -33,8 +39,9 @@ impl Scheduler {
         self.now_ns = self.now_ns.max(report.now_ns);
         let mut actions = self.charge(report.now_ns, &report.vgpus);
         // Gates are decided often; for slices, intervals must be long enough to mean something.
-        let soon = self.last_measured_ns.map(|at| at.saturating_add(self.report_ns() / 5));
+        let soon = self.last_measured_ns.map(|at| at.saturating_add(self.shortest_ns()));
         if soon.is_some_and(|soon| report.now_ns < soon) {
+            actions.extend(self.hold_back());
             return actions;
         }
         self.last_measured_ns = Some(report.now_ns);
@@ -44,9 +51,14 @@ impl Scheduler {
             if !changed {
                 let classes = self.config.policy == Policy::Weighted;
                 let repay_ns = self.repay_ns();
-                repay::repay(&mut self.groups, &self.plan, &intervals, repay_ns, classes);
+                let holds = (!self.silicon.preempts).then_some(self.now_ns);
+                repay::repay(&mut self.groups, &self.plan, &intervals, repay_ns, classes, holds);
             }
             actions.extend(self.repay_by_slices());
+        }
+        if !self.silicon.preempts {
+            actions.extend(self.settle_holds());
+            actions.extend(self.hold_back());
         }
         self.groups.values_mut().for_each(|group| group.changed = false);
         actions
@@ -60,6 +72,8 @@ impl Scheduler {
             return Vec::new();
         }
         self.groups.values_mut().for_each(Group::forget);
-        self.replan(Whom::All, Cause::Stale)
+        let mut actions = self.free_held();
+        actions.extend(self.replan(Whom::All, Cause::Stale));
+        actions
     }
 }

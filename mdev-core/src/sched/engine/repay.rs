@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::ahead::Hold;
 use super::group::{Group, Unhurried};
 use super::weights::Plan;
 use crate::ids::VgpuId;
@@ -12,6 +13,8 @@ use crate::sched::account::Interval;
 const ROUNDS: f64 = 4.0;
 /// How far a slice is scaled up or down, at most, to repay.
 const MAX_CORRECTION: f64 = 8.0;
+/// Debt beyond this is forgiven, so that one accident is not paid for ever.
+const MAX_DEBT_NS: f64 = 1e9;
 /// How much more than it did, a vGPU that did not use its slices might.
 const USABLE: f64 = 1.1;
 
@@ -47,15 +50,20 @@ impl Busy<'_> {
 
 /// Charges what was used. Only busy vGPUs owe each other: one that was idle by choice lost nothing.
 ///
-/// Intervals are in the order of ids. With `classes`, idle time goes to the busy ones by priority.
+/// Intervals are in the order of ids. With `classes`, idle time goes to the busy ones by priority. With `holds`, the time
+/// now, those that slices cannot make pay are to be held by gates.
 pub(super) fn repay(
     groups: &mut BTreeMap<VgpuId, Group>,
     plan: &Plan,
     intervals: &[Interval],
     repay_ns: u64,
     classes: bool,
+    holds: Option<u64>,
 ) {
     let repay_ns = repay_ns as f64;
+    for group in groups.values_mut() {
+        group.contends = false;
+    }
     let mut groups = groups.iter_mut();
     let mut busy = Vec::new();
     for interval in intervals {
@@ -64,11 +72,14 @@ pub(super) fn repay(
         if group.changed {
             continue;
         }
-        if interval.busy {
+        // Who is held does not come to show all of its work.
+        let held = group.is_held() || group.hold.is_some() && interval.runnable;
+        if interval.busy || held {
             let (promised, own_weight) = (plan.promised(group), plan.weight(group));
             busy.push(Busy { interval, group, promised, own_weight });
         } else {
             group.unhurried = Unhurried::default();
+            group.hold = None;
             let kept = (1.0 - interval.elapsed_ns as f64 / repay_ns).max(0.0);
             group.sated = false;
             group.owed_ns *= kept;
@@ -79,6 +90,11 @@ pub(super) fn repay(
         boost(&mut busy);
     }
     let used: f64 = busy.iter().map(Busy::used).sum();
+    if let [alone] = &mut busy[..]
+        && alone.group.hold.take().is_some()
+    {
+        alone.group.forget();
+    }
     if busy.len() < 2 || used <= 0.0 {
         return;
     }
@@ -94,6 +110,8 @@ pub(super) fn repay(
             continue;
         }
         let engine = interval.engine_ns as f64;
+        group.contends = true;
+        group.part_of_weight = due / used / *own_weight;
         if group.sated {
             if engine >= *own_weight * group.boost / weight * used / 2.0 {
                 group.forget();
@@ -101,7 +119,7 @@ pub(super) fn repay(
             continue;
         }
         let unhurried = &mut group.unhurried;
-        if interval.preempted || !preempts {
+        if interval.preempted || !preempts || group.hold.is_some() {
             *unhurried = Unhurried::default();
         } else {
             let elapsed = interval.elapsed_ns as f64;
@@ -119,10 +137,19 @@ pub(super) fn repay(
         }
         let full = due / used * repay_ns;
         let owed = group.owed_ns + due - engine;
+        if let Some(now_ns) = holds
+            && group.hold.is_some_and(|hold| !hold.is_over(now_ns))
+        {
+            group.owed_ns = owed.clamp(-MAX_DEBT_NS, MAX_DEBT_NS);
+            group.correction = 1.0;
+            continue;
+        }
         group.sated = owed >= (MAX_CORRECTION - 1.0) * full;
         // No more is carried than corrections can act on, or it would be repaid long after.
         let bounds = ((1.0 / MAX_CORRECTION - 1.0) * full, (MAX_CORRECTION - 1.0) * full);
-        group.owed_ns = owed.clamp(bounds.0, bounds.1);
+        let most = if holds.is_some() { -bounds.0.max(-group.most_ahead_ns()) } else { -bounds.0 };
+        group.hold = holds.filter(|_| owed < -most).map(Hold::new);
+        group.owed_ns = owed.clamp(-most, bounds.1);
         group.correction = 1.0 + group.owed_ns / full;
     }
 }

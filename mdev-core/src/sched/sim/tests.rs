@@ -5,7 +5,9 @@ use uuid::Uuid;
 
 use super::*;
 use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
-use crate::sched::{Averaging, Core, Mode, Policy, Priority};
+use crate::sched::{Averaging, Core, Enforcement, Mode, Policy, Priority};
+
+mod long_kernels;
 
 const US: u64 = 1_000;
 const MS: u64 = 1_000_000;
