@@ -75,6 +75,13 @@ impl Debs {
         self.run(command).context("Cannot fetch packages").map(drop)
     }
 
+    /// Fetches packages of the release with all that they depend on. `name/release` chooses another one.
+    pub fn fetch_chosen(&self, packages: &[&str]) -> Result<()> {
+        let mut command = self.apt("apt-get");
+        command.args(["-y", "--download-only", "install"]).args(packages);
+        self.run(command).context("Cannot fetch packages").map(drop)
+    }
+
     /// Fetches single packages of the release, without what they depend on.
     pub fn fetch(&self, packages: &[&str]) -> Result<()> {
         let mut command = self.apt("apt-get");
@@ -111,7 +118,8 @@ impl Debs {
         found.with_context(|| format!("The package {name} was not fetched"))
     }
 
-    fn archives(&self) -> PathBuf {
+    /// Where the fetched packages are.
+    pub fn archives(&self) -> PathBuf {
         self.folder.join("cache/archives")
     }
 

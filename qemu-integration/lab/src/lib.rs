@@ -6,6 +6,7 @@
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
 //! * [`kvm`]: whether KVM is of use here
+//! * [`machine`]: a Debian machine with libvirt, fresh each time
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
 //! * [`picture`]: what is on a screen
@@ -32,6 +33,7 @@ pub mod host;
 pub mod initramfs;
 pub mod kernel;
 pub mod kvm;
+pub mod machine;
 pub mod nvcc;
 pub mod picture;
 pub mod place;

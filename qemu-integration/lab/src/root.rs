@@ -148,7 +148,7 @@ fn prepare(fetched: &Path, folder: &Path, with_qemu: bool, progress: &Progress) 
 }
 
 /// Waits for another run that prepares the same folder.
-fn lock(path: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
+pub(crate) fn lock(path: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
     let open = || fs::File::create(path).with_context(|| format!("Cannot open {}", path.display()));
     if let Ok(lock) = Flock::lock(open()?, FlockArg::LockExclusiveNonblock) {
         return Ok(lock);
