@@ -1,0 +1,227 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const PLAIN: &str = "<domain type='kvm'>
+  <name>vm1</name>
+  <uuid>6f06aabf-5f78-4eef-9672-7e7da73ca911</uuid>
+  <memory unit='KiB'>262144</memory>
+  <currentMemory unit='KiB'>262144</currentMemory>
+  <os>
+    <type arch='x86_64' machine='pc-q35-11.1'>hvm</type>
+  </os>
+  <devices>
+    <controller type='pci' index='0' model='pcie-root'/>
+    <graphics type='vnc' passwd='s&amp;cret'/>
+  </devices>
+  <!-- kept -->
+</domain>
+";
+
+fn attachment(last: u8) -> Attachment {
+    let uuid = format!("0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d0{last:02x}");
+    Attachment {
+        socket: format!("/run/vgpud/vgpus/{uuid}/vfio.sock").into(),
+        vgpu: Vgpu {
+            uuid: uuid.parse().unwrap(),
+            mdev_type: Some("SOFT-1Q".to_owned()),
+            parent: None,
+            core: Some(50),
+        },
+    }
+}
+
+fn attach(text: &str, attachment: &Attachment) -> String {
+    Domain::parse(text).unwrap().attach(attachment).unwrap().unwrap()
+}
+
+fn detach(text: &str, which: Option<VgpuId>) -> String {
+    Domain::parse(text).unwrap().detach(which).unwrap().0
+}
+
+fn refused(text: &str) -> String {
+    Domain::parse(text).unwrap().attach(&attachment(0xa)).unwrap_err().to_string()
+}
+
+#[test]
+fn a_vgpu_is_all_that_is_added() {
+    let expected = "<domain type='kvm' xmlns:qemu=\"http://libvirt.org/schemas/domain/qemu/1.0\">
+  <name>vm1</name>
+  <uuid>6f06aabf-5f78-4eef-9672-7e7da73ca911</uuid>
+  <metadata>
+    <tessera:vgpus xmlns:tessera=\"urn:tessera:domain:1\" added=\"memoryBacking\">
+      <tessera:vgpu uuid=\"0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a\" type=\"SOFT-1Q\" core=\"50\"/>
+    </tessera:vgpus>
+  </metadata>
+  <memory unit='KiB'>262144</memory>
+  <currentMemory unit='KiB'>262144</currentMemory>
+  <memoryBacking>
+    <source type=\"memfd\"/>
+    <access mode=\"shared\"/>
+  </memoryBacking>
+  <os>
+    <type arch='x86_64' machine='pc-q35-11.1'>hvm</type>
+  </os>
+  <devices>
+    <controller type='pci' index='0' model='pcie-root'/>
+    <graphics type='vnc' passwd='s&amp;cret'/>
+  </devices>
+  <qemu:commandline>
+    <qemu:arg value=\"-device\"/>
+    <qemu:arg value=\"{&quot;driver&quot;:&quot;vfio-user-pci&quot;,&quot;socket&quot;:{&quot;path&quot;:&quot;/run/vgpud/vgpus/0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a/vfio.sock&quot;,&quot;type&quot;:&quot;unix&quot;},&quot;id&quot;:&quot;vgpu-0e6c2a3c&quot;,&quot;bus&quot;:&quot;pcie.0&quot;,&quot;addr&quot;:&quot;0x10&quot;}\"/>
+  </qemu:commandline>
+  <!-- kept -->
+</domain>
+";
+    assert_eq!(attach(PLAIN, &attachment(0xa)), expected);
+    assert_eq!(detach(expected, None), PLAIN);
+}
+
+#[test]
+fn attaching_again_changes_nothing_and_other_settings_are_refused() {
+    let attached = attach(PLAIN, &attachment(0xa));
+    let domain = Domain::parse(&attached).unwrap();
+    assert_eq!(domain.vgpus(), [attachment(0xa).vgpu]);
+    assert_eq!(domain.attach(&attachment(0xa)), Ok(None));
+    let mut other = attachment(0xa);
+    other.vgpu.core = Some(60);
+    assert_eq!(domain.attach(&other), Err(DomainError::Differs(other.vgpu.uuid)));
+}
+
+#[test]
+fn several_vgpus_have_slots_of_their_own_and_go_one_by_one() {
+    let one = attach(PLAIN, &attachment(1));
+    let two = attach(&one, &attachment(2));
+    assert!(two.contains("&quot;0x10&quot;") && two.contains("&quot;0x11&quot;"), "{two}");
+    let error = Domain::parse(&two).unwrap().detach(None).unwrap_err().to_string();
+    assert!(error.starts_with("has several vGPUs") && error.contains("d001, "), "{error}");
+    assert_eq!(detach(&two, Some(attachment(2).vgpu.uuid)), one);
+    let other = detach(&two, Some(attachment(1).vgpu.uuid));
+    assert_eq!(detach(&other, None), PLAIN);
+}
+
+#[test]
+fn slots_that_devices_have_are_left_to_them() {
+    let with = |device: &str| PLAIN.replace("  </devices>", &format!("    {device}\n  </devices>"));
+    let text =
+        with("<x><address type='pci' domain='0x0000' bus='0x00' slot='0x10' function='0x0'/></x>");
+    assert!(attach(&text, &attachment(1)).contains("&quot;0x11&quot;"));
+    let text =
+        with("<x><address type='pci' domain='0x0000' bus='0x01' slot='0x10' function='0x0'/></x>");
+    assert!(attach(&text, &attachment(1)).contains("&quot;0x10&quot;"));
+    let taken = |slot: u8| format!("<x><address type='pci' bus='0' slot='{slot}'/></x>");
+    let full = (0..32).map(taken).collect::<Vec<_>>().concat();
+    assert!(refused(&with(&full)).starts_with("has no free slot"));
+    let pc = PLAIN.replace("pcie-root", "pci-root").replace("q35", "i440fx");
+    assert!(attach(&pc, &attachment(1)).contains("&quot;pci.0&quot;"));
+    let none = PLAIN.replace("pcie-root", "none").replace("pc-q35", "microvm");
+    assert!(refused(&none).starts_with("has no PCI bus"));
+}
+
+#[test]
+fn memory_keeps_what_is_said_of_it() {
+    let with = |backing: &str| PLAIN.replace("  <os>", &format!("  {backing}\n  <os>"));
+    for (backing, added) in [
+        ("<memoryBacking>\n    <hugepages/>\n  </memoryBacking>", "access"),
+        ("<memoryBacking>\n    <locked/>\n  </memoryBacking>", "source access"),
+        ("<memoryBacking>\n    <source type='file'/>\n  </memoryBacking>", "access"),
+        ("<memoryBacking>\n    <access mode='shared'/>\n  </memoryBacking>", "source"),
+    ] {
+        let text = with(backing);
+        let attached = attach(&text, &attachment(1));
+        assert!(attached.contains(&format!("added=\"{added}\"")), "{attached}");
+        assert!(attached.contains("shared"), "{attached}");
+        assert_eq!(detach(&attached, None), text);
+    }
+    let shared =
+        with("<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>");
+    let attached = attach(&shared, &attachment(1));
+    assert!(!attached.contains("added="), "{attached}");
+    assert_eq!(detach(&attached, None), shared);
+}
+
+#[test]
+fn private_memory_is_its_owners_choice() {
+    for (what, at) in [
+        ("<memoryBacking><access mode='private'/></memoryBacking>", "<os>"),
+        ("<memoryBacking><source type='anonymous'/></memoryBacking>", "<os>"),
+        ("<cpu><numa><cell id='0' memAccess='private'/></numa></cpu>", "<os>"),
+        ("<memory model='dimm' access='private'/>", "<graphics"),
+    ] {
+        let error = refused(&PLAIN.replace(at, &format!("{what}{at}")));
+        assert!(error.starts_with("asks for memory that no other process can map ("), "{error}");
+    }
+}
+
+#[test]
+fn what_was_added_since_is_left() {
+    let attached = attach(PLAIN, &attachment(1));
+    let changed = attached
+        .replace("<access mode=\"shared\"/>", "<access mode=\"shared\"/>\n    <hugepages/>");
+    let changed =
+        changed.replace("</qemu:commandline>", "  <qemu:arg value='-S'/>\n  </qemu:commandline>");
+    let detached = detach(&changed, None);
+    assert!(detached.contains("<hugepages/>") && detached.contains("value='-S'"), "{detached}");
+    assert!(!detached.contains("memfd") && !detached.contains("vfio-user"), "{detached}");
+}
+
+#[test]
+fn other_peoples_metadata_and_arguments_stay() {
+    let text = PLAIN
+        .replace("<domain type='kvm'>", &format!("<domain type='kvm' xmlns:q='{QEMU}'>"))
+        .replace(
+            "  <memory ",
+            "  <metadata>\n    <x:y xmlns:x='urn:x'/>\n  </metadata>\n  <memory ",
+        )
+        .replace(
+            "</domain>",
+            "  <q:commandline>\n    <q:arg value='-S'/>\n  </q:commandline>\n</domain>",
+        );
+    let attached = attach(&text, &attachment(1));
+    assert!(attached.contains("<q:arg value=\"-device\"/>"), "{attached}");
+    assert_eq!(Domain::parse(&attached).unwrap().vgpus().len(), 1);
+    assert_eq!(detach(&attached, None), text);
+}
+
+#[test]
+fn one_that_was_attached_by_hand_is_recognised() {
+    let by_hand = attach(PLAIN, &attachment(0xa));
+    let start = by_hand.find("  <metadata>").unwrap();
+    let end = by_hand.find("</metadata>\n").unwrap() + "</metadata>\n".len();
+    let by_hand = format!("{}{}", &by_hand[..start], &by_hand[end..]);
+    assert!(refused(&by_hand).contains("not written by attach"));
+    let error = Domain::parse(&by_hand).unwrap().detach(None).unwrap_err();
+    assert_eq!(error, DomainError::None);
+}
+
+#[test]
+fn what_is_no_such_domain_is_refused() {
+    assert!(refused(&PLAIN.replace("type='kvm'", "type='xen'")).contains("is of type xen"));
+    assert!(matches!(Domain::parse("<network/>"), Err(DomainError::NoDomain(_))));
+    assert!(matches!(Domain::parse("nothing"), Err(DomainError::Xml(_))));
+}
+
+#[test]
+fn the_user_is_that_of_the_dac_label() {
+    let label =
+        "  <seclabel type='dynamic' model='dac'><label>+64055:+993</label></seclabel>\n</domain>";
+    let text = PLAIN.replace("</domain>", label);
+    let user = Domain::parse(&text).unwrap().qemu_user();
+    assert_eq!(user, Some(("+64055".to_owned(), "+993".to_owned())));
+    assert_eq!(Domain::parse(PLAIN).unwrap().qemu_user(), None);
+}
+
+proptest! {
+    #[test]
+    fn what_is_attached_can_be_detached(
+        name in "[a-zA-Z0-9 <>&'\"-]{1,12}", parent in prop::option::of("[ -~]{1,12}"), core in 1..=100_u8,
+    ) {
+        let mut attachment = attachment(3);
+        attachment.vgpu.mdev_type = Some(name);
+        attachment.vgpu.parent = parent;
+        attachment.vgpu.core = Some(core);
+        let attached = attach(PLAIN, &attachment);
+        prop_assert_eq!(Domain::parse(&attached).unwrap().vgpus(), [attachment.vgpu]);
+        prop_assert_eq!(detach(&attached, None), PLAIN);
+    }
+}
