@@ -20,7 +20,8 @@ pub struct Done {
     pub stderr: String,
 }
 
-fn vgpuctl_path() -> Result<&'static PathBuf> {
+/// Where it is: built once per test program.
+pub fn path() -> Result<&'static PathBuf> {
     static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
     let path = PATH.get_or_init(|| program("vgpuctl", "vgpuctl").map_err(|e| format!("{e:#}")));
     path.as_ref().map_err(|error| anyhow!("{error}"))
@@ -28,7 +29,7 @@ fn vgpuctl_path() -> Result<&'static PathBuf> {
 
 /// Runs a command line, whatever comes of it.
 pub fn run(vgpud: &Vgpud, line: &str) -> Result<Done> {
-    let output = Command::new(vgpuctl_path()?)
+    let output = Command::new(path()?)
         .arg("--socket")
         .arg(vgpud.api_socket())
         .args(line.split(' '))

@@ -1,5 +1,7 @@
 //! The command line: mdevctl's verbs and flags, and our own.
 
+pub mod libvirt;
+
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
@@ -66,6 +68,8 @@ pub enum Command {
     QemuArgs(QemuArgs),
     /// Print the parts of a libvirt domain that attach it to a vGPU.
     LibvirtXml(LibvirtXml),
+    /// Give libvirt domains vGPUs, which start and stop with them.
+    Libvirt(libvirt::Libvirt),
 }
 
 /// How a reading command answers.

@@ -1,6 +1,6 @@
 //! The control API's client: one HTTP/1.1 request on a UNIX socket per question.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
@@ -32,6 +32,11 @@ impl Client {
     /// A client of the manager at `socket`. Nothing is connected yet.
     pub fn new(socket: PathBuf) -> Self {
         Self { socket }
+    }
+
+    /// Where it is.
+    pub fn socket(&self) -> &Path {
+        &self.socket
     }
 
     /// Reads something.

@@ -33,6 +33,12 @@ pub enum Failure {
         /// What is wrong with it.
         reason: String,
     },
+    /// Something that is not vgpud's is not there.
+    #[error("{0}")]
+    NotFound(String),
+    /// Not in the state that something is in.
+    #[error("{0}")]
+    NotNow(String),
     /// It said no.
     #[error("{}", .0.message)]
     Refused(ErrorDetail),
@@ -48,7 +54,8 @@ impl Failure {
             Self::Usage(_) => 2,
             Self::Local(_) | Self::Nonsense { .. } => 1,
             Self::Unreachable { .. } => 3,
-            Self::NoVgpu(_) => 4,
+            Self::NoVgpu(_) | Self::NotFound(_) => 4,
+            Self::NotNow(_) => 5,
             Self::Refused(detail) => match detail.code {
                 ErrorCode::Invalid => 2,
                 ErrorCode::NotFound => 4,

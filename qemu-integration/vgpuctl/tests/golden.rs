@@ -366,5 +366,15 @@ const CASES: &[(&str, &[&str])] = &[
         ],
     ),
     ("libvirt-xml", &["libvirt-xml -u RUNNING", "libvirt-xml -u NONE"]),
+    (
+        "libvirt-nodedev",
+        &[
+            "libvirt nodedev --list",
+            "libvirt nodedev vgpud_soft1",
+            "libvirt nodedev",
+            "libvirt nodedev pci_0",
+        ],
+    ),
+    ("libvirt-install-hook", &["libvirt install-hook --root vgpu.json"]),
     ("unreachable", &["--socket nowhere.sock list", "--socket vgpu.json list"]),
 ];

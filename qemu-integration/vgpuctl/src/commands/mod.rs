@@ -3,8 +3,10 @@
 //! * [`read`]: `types`, `list`
 //! * [`stats`], [`scheduler`]: the verbs of these names
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
+//! * [`libvirt`]: `libvirt ...`
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
+mod libvirt;
 mod read;
 mod scheduler;
 mod stats;
@@ -33,5 +35,6 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Screenshot(args) => vm::screenshot(&client, args).await,
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
+        Command::Libvirt(args) => libvirt::libvirt(&client, args).await,
     }
 }
