@@ -243,6 +243,7 @@ fn a_domains_vgpu_lives_and_dies_with_it() {
     let again = host.sh(&format!("vgpuctl libvirt attach vm1 --type {TYPE} --core 50"));
     assert!(again.contains("already; nothing was changed"), "{again}");
     assert_eq!(host.xml("vm1"), attached);
+    host.sh("virsh dumpxml --inactive vm1 > /tmp/vm1.xml && virt-xml-validate /tmp/vm1.xml domain");
     assert!(host.vgpus().is_empty(), "nothing is taken before the domain starts");
 
     let mut guest = host.boot("vm1");
@@ -277,6 +278,15 @@ fn a_domains_vgpu_lives_and_dies_with_it() {
     host.sh(&format!("kill -9 {pid}"));
     host.eventually("libvirt notices", || host.state("vm1") == "shut off");
     host.eventually("a killed domain gives its vGPU back", || host.vgpus().is_empty());
+    // The same while libvirt is down: it sees that when it is back.
+    host.sh("virsh start vm1");
+    let pid = host.machine.read("/run/libvirt/qemu/vm1.pid");
+    host.sh("systemctl stop libvirtd libvirtd.socket libvirtd-ro.socket libvirtd-admin.socket");
+    host.sh(&format!("kill -9 {pid}"));
+    assert_eq!(host.vgpus().len(), 1);
+    host.sh("systemctl start libvirtd");
+    host.eventually("what ended unseen is given back", || host.vgpus().is_empty());
+
     let mut guest = host.boot("vm1");
     uses_its_vgpu(&host, "vm1", &mut guest);
     assert_eq!(host.vgpus()[0]["uuid"], vgpu["uuid"]);
@@ -441,9 +451,9 @@ fn node_devices_are_what_libvirts_readers_expect() {
     let names = host.sh("vgpuctl libvirt nodedev --list");
     let expected = format!("vgpud_soft0\nmdev_{}_soft0\n", uuid.replace('-', "_"));
     assert_eq!(names, expected);
-    for name in names.lines() {
-        host.sh(&format!("vgpuctl libvirt nodedev {name} | xmllint --noout -"));
-    }
+    let mdev = names.lines().last().unwrap();
+    let validate = "virt-xml-validate /tmp/mdev.xml nodedev";
+    host.sh(&format!("vgpuctl libvirt nodedev {mdev} > /tmp/mdev.xml && {validate}"));
     host.refused("vgpuctl libvirt nodedev pci_0", 4, "There is no node device pci_0");
 }
 

@@ -14,6 +14,8 @@ pub struct Parent {
     pub name: String,
     /// For people.
     pub description: String,
+    /// Its vendor's and its own number, as `0x10de`, where the host's PCI bus has it.
+    pub ids: Option<[String; 2]>,
     /// What it offers.
     pub types: Vec<Type>,
 }
@@ -61,7 +63,15 @@ impl Parent {
                 lines.element(name, &number.to_string());
             }
         }
-        lines.element("product", &self.description);
+        let (product, description) = ("product", escape(self.description.as_str()));
+        match &self.ids {
+            Some([vendor, device]) => {
+                let device = escape(device.as_str());
+                lines.add(&format!("<{product} id='{device}'>{description}</{product}>"));
+                lines.add(&format!("<vendor id='{}'/>", escape(vendor.as_str())));
+            }
+            None => lines.element(product, &self.description),
+        }
         lines.open("<capability type='mdev_types'>");
         for Type { name, available } in &self.types {
             lines.open(&format!("<type id='{}'>", escape(name.as_str())));
@@ -165,6 +175,7 @@ mod tests {
         Parent {
             name: name.to_owned(),
             description: "A <GPU>".to_owned(),
+            ids: name.contains(':').then(|| ["0x10de".to_owned(), "0x2330".to_owned()]),
             types: vec![Type { name: "SOFT-1Q".to_owned(), available: 3 }],
         }
     }
@@ -182,7 +193,8 @@ mod tests {
     <bus>59</bus>
     <slot>0</slot>
     <function>1</function>
-    <product>A &lt;GPU&gt;</product>
+    <product id='0x2330'>A &lt;GPU&gt;</product>
+    <vendor id='0x10de'/>
     <capability type='mdev_types'>
       <type id='SOFT-1Q'>
         <name>SOFT-1Q</name>
