@@ -6,15 +6,18 @@
 //!
 //! * [`attrs`]: attributes as they are written, and what can be wrong with them
 //! * [`settings`]: the attributes there are, and what they mean
+//! * [`owner`]: users and groups as people name them
 //! * [`store`]: the tree of files that holds definitions
 
 use serde::{Deserialize, Serialize};
 
 pub mod attrs;
+pub mod owner;
 pub mod settings;
 pub mod store;
 
 pub use attrs::{AttrError, Attrs};
+pub use owner::{Owner, OwnerError};
 pub use settings::{ATTRIBUTES, Attribute, Quotas, Settings};
 pub use store::{Store, StoreError};
 

@@ -421,10 +421,10 @@ fn a_second_manager_is_refused_in_one_line() -> Result<()> {
 }
 
 #[test]
-fn the_control_socket_is_for_its_user_and_group() -> Result<()> {
+fn the_control_socket_is_not_for_everybody() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let mode = fs::metadata(vgpud.api_socket())?.permissions().mode();
-    assert_eq!(mode & 0o777, 0o660);
+    assert_eq!(mode & 0o7707, 0o600);
     Ok(())
 }
 

@@ -57,11 +57,6 @@ impl Backend {
         }
     }
 
-    /// True where workers have to run as another user than root.
-    pub fn drops_root(&self) -> bool {
-        matches!(self, Self::Nvidia { .. })
-    }
-
     /// Opens a GPU that needs no process of its own; `None` for those that do.
     pub fn open(&self) -> Option<Result<Box<dyn Gpu>, GpuError>> {
         match self {

@@ -29,4 +29,5 @@ mod sys;
 pub mod testing;
 pub mod transfer;
 pub mod transport;
+pub mod users;
 pub mod worker;

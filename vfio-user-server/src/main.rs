@@ -7,11 +7,16 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
+use mdev_core::definition::Owner;
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::server;
 use vfio_user_server::manager::{self, ParentConfig};
-use vfio_user_server::spawn::User;
+use vfio_user_server::users::Users;
 use vfio_user_server::{spawn, worker};
+
+mod who;
+
+use who::Who;
 
 /// How long a software GPU without a manager and without a vGPU waits for the next manager.
 const ORPHAN_GRACE: Duration = Duration::from_secs(30);
@@ -50,9 +55,21 @@ struct RunArgs {
     /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, or nvidia for all of NVIDIA's; may be given again
     #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
     parents: Vec<ParentConfig>,
-    /// Whom workers on NVIDIA GPUs run as, if this is started as root: they must have no capabilities
-    #[arg(long, value_name = "UID[:GID]", default_value = "65534:65534")]
-    worker_user: User,
+    /// Who may look at vGPUs, besides root: members of this group [default: vgpu, where there is one]
+    #[arg(long, value_name = "GROUP")]
+    group: Option<String>,
+    /// Who may change them, besides root: members of this group, who are in the first as well [default: vgpu-admin,
+    /// where there is one]
+    #[arg(long, value_name = "GROUP")]
+    admin_group: Option<String>,
+    /// Whom a vGPU's socket belongs to, unless its attribute `owner` says otherwise: the user that VMs run as
+    /// [default: libvirt-qemu or qemu, where there is one, or else whom this runs as]
+    #[arg(long, value_name = "USER[:GROUP]")]
+    owner: Option<Owner>,
+    /// Whom workers and software GPUs run as, if this is started as root: never root [default: vgpud, where there is
+    /// one, or else 65534]
+    #[arg(long, value_name = "USER[:GROUP]")]
+    worker_user: Option<Owner>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -95,7 +112,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: RunArgs) -> anyhow::Result<()> {
-    let RunArgs { run_dir, config_dir, parents, worker_user } = args;
+    let who = Who::of(&args, &Users::read())?;
+    let RunArgs { run_dir, config_dir, parents, .. } = args;
     let parents = parents.into_iter().map(ParentConfig::expand).collect::<Result<Vec<_>, _>>()?;
     let parents = parents.concat();
     for (index, parent) in parents.iter().enumerate() {
@@ -103,7 +121,8 @@ fn run(args: RunArgs) -> anyhow::Result<()> {
             anyhow::bail!("Parent {} is given twice; give each its own name", parent.name);
         }
     }
-    manager::run(&manager::Config { run_dir, config_dir, parents, worker_user })
+    let Who { worker_user, owner, access } = who;
+    manager::run(&manager::Config { run_dir, config_dir, parents, worker_user, owner, access })
 }
 
 fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
@@ -119,6 +138,7 @@ fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
 fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
     let SoftGpuArgs { name, vram, admin_fd } = args;
     spawn::name_process(&format!("gpu-{name}"));
+    worker::sandbox::enter();
     let admin = spawn::inherited(admin_fd).context("Bad --admin-fd")?;
     let config = server::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
     server::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")

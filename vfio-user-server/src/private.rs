@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Bumped with every change of the types in this file.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// What a worker is started with, as JSON on the descriptor that `--spec-fd` names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +27,10 @@ pub struct WorkerSpec {
     pub parent: String,
     /// Share asked for, in hundredths of the GPU; the manager keeps it here so that adoption finds it.
     pub core: Option<u8>,
+    /// The user, besides root, whose VM may attach.
+    pub owner: u32,
+    /// The user, besides root, whose manager it obeys.
+    pub manager: u32,
 }
 
 /// A request to a worker.

@@ -17,6 +17,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
+use crate::users::Account;
+
 /// The number that the first descriptor of a role has.
 pub const FIRST_FD: RawFd = 3;
 
@@ -68,7 +70,7 @@ pub fn role(
     // Never above what this process may have itself: raising that takes a privilege.
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let files = limits.files.min(most);
-    let user = limits.user.filter(|_| nix::unistd::geteuid().is_root());
+    let user = Some(limits.user).filter(|_| nix::unistd::geteuid().is_root());
     let mut command = Command::new("/proc/self/exe");
     command.arg0(format!("vgpud[{whose}]")).args(args).stdin(Stdio::null()).stdout(Stdio::null());
     // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock is taken.
@@ -78,7 +80,7 @@ pub fn role(
             nix::unistd::setsid()?;
             setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
             setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
-            user.map_or(Ok(()), User::become_it)
+            user.map_or(Ok(()), become_user)
         });
     }
     Process::of_child(command.spawn()?)
@@ -89,48 +91,18 @@ pub fn role(
 pub struct Limits {
     /// Open files.
     pub files: u64,
-    /// Whom it runs as where this process is root; as this process where there is none.
-    pub user: Option<User>,
+    /// Whom it runs as, where this process is root.
+    pub user: Account,
 }
 
-/// A user without privileges.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct User {
-    /// Its number.
-    pub uid: u32,
-    /// Its group's number.
-    pub gid: u32,
-}
-
-impl User {
-    /// The user that owns nothing, on most systems.
-    pub const NOBODY: Self = Self { uid: 65_534, gid: 65_534 };
-
-    /// Makes this process one of that user, for good. Leaving root empties the capability sets.
-    fn become_it(self) -> io::Result<()> {
-        use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
-        let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
-        setgroups(&[])?;
-        setresgid(gid, gid, gid)?;
-        setresuid(uid, uid, uid)?;
-        Ok(nix::sys::prctl::set_no_new_privs()?)
-    }
-}
-
-impl std::str::FromStr for User {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (uid, gid) = text.split_once(':').unwrap_or((text, text));
-        let number = |text: &str| text.parse::<u32>().ok().filter(|number| *number != 0);
-        match (number(uid), number(gid)) {
-            (Some(uid), Some(gid)) => Ok(Self { uid, gid }),
-            _ => {
-                Err("give the numbers of a user and a group other than root's, as in 990:990"
-                    .into())
-            }
-        }
-    }
+/// Makes this process one of that user, for good. Leaving root empties the capability sets.
+fn become_user(user: Account) -> io::Result<()> {
+    use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
+    let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+    setgroups(&[])?;
+    setresgid(gid, gid, gid)?;
+    setresuid(uid, uid, uid)?;
+    Ok(nix::sys::prctl::set_no_new_privs()?)
 }
 
 /// Moves `raw` to [`FIRST_FD`] and on, without close-on-exec. A source may have the number of another's target, so all
@@ -297,15 +269,6 @@ mod tests {
         assert!(found.wait(Duration::from_secs(5)));
         assert!(Process::find(record).is_none(), "it has ended, though nobody has reaped it");
         assert!(process.reap().unwrap().contains("signal: 9"));
-    }
-
-    #[test]
-    fn workers_are_not_given_to_root() {
-        assert_eq!("990:991".parse(), Ok(User { uid: 990, gid: 991 }));
-        assert_eq!("990".parse(), Ok(User { uid: 990, gid: 990 }));
-        for text in ["0", "0:5", "5:0", "nobody", "", "-1", "4294967296"] {
-            assert!(text.parse::<User>().is_err(), "{text}");
-        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::attrs::AttrError;
+use super::owner::Owner;
 use crate::gpu::{self, GpuCapabilities};
 use crate::sched::Share;
 use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
@@ -237,6 +238,19 @@ pub const ATTRIBUTES: &[Attribute] = &[
                 _ => return Err(bad("doorbell", "mapped or trapped", value)),
             };
             Ok(())
+        },
+    },
+    Attribute {
+        name: "owner",
+        values: Owner::VALUES,
+        default: "vgpud's --owner",
+        about: "Whom its socket belongs to: the user that its VM runs as. Nobody else can attach.",
+        live: false,
+        needs: NOTHING,
+        // Who that is, is the host's to say: the manager looks it up when the vGPU starts.
+        apply: |_, value| match value.parse::<Owner>() {
+            Ok(_) => Ok(()),
+            Err(_) => Err(bad("owner", Owner::VALUES, value)),
         },
     },
 ];

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
-use mdev_core::definition::{ATTRIBUTES, Attribute};
+use mdev_core::definition::{ATTRIBUTES, Attribute, Owner};
 use mdev_core::ids::VgpuId;
 
 const EXAMPLES: &str = "\
@@ -27,7 +27,8 @@ Exit status:
   2  the command line, or a value in it, is wrong
   3  vgpud cannot be reached
   4  there is no such vGPU, parent or type
-  5  not possible now: it exists, runs, does not run, is in use, or there is no room";
+  5  not possible now: it exists, runs, does not run, is in use, or there is no room
+  6  not for this user";
 
 /// Share a physical GPU between virtual machines: define, start, stop and watch vGPUs.
 #[derive(Debug, Parser)]
@@ -219,6 +220,7 @@ pub struct Modify {
 #[command(after_help = with_attributes("\
 Examples:
   vgpuctl start -u UUID                            one that is defined
+  vgpuctl start -u UUID --owner libvirt-qemu       for a VM that libvirt runs
   vgpuctl start -p soft0 -t SOFT-1Q --attr core=20 a transient one; prints its uuid"))]
 pub struct Start {
     /// Its uuid. Without it, a random one is made and printed.
@@ -233,6 +235,9 @@ pub struct Start {
     /// An attribute, for one that is not defined; may be repeated.
     #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
     pub attr: Vec<(String, String)>,
+    /// Whom its socket belongs to, this time: the user that its VM runs as, by name or number.
+    #[arg(long, value_name = "USER[:GROUP]")]
+    pub owner: Option<Owner>,
     /// Type and attributes in mdevctl's JSON, for one that is not defined; - reads the standard input.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "attr"])]
     pub jsonfile: Option<PathBuf>,

@@ -1,5 +1,6 @@
 //! The control API's client: one HTTP/1.1 request on a UNIX socket per question.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -111,7 +112,13 @@ impl Client {
         body: Bytes,
     ) -> Result<(StatusCode, Bytes), Failure> {
         let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
-            Failure::Unreachable { socket: self.socket.clone(), reason: error.to_string() }
+            let socket = self.socket.clone();
+            match error.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    Failure::NotForUs { socket, user: nix::unistd::geteuid().as_raw() }
+                }
+                _ => Failure::Unreachable { socket, reason: error.to_string() },
+            }
         })?;
         let lost = |error: hyper::Error| self.nonsense(error.to_string());
         let (mut sender, connection) =

@@ -25,6 +25,18 @@ pub enum Failure {
         /// Why not.
         reason: String,
     },
+    /// Its socket is not for us.
+    #[error(
+        "User {user} may not use vgpud at {}: members of its group may (`stat -c %G {}` names it); \
+         `usermod -aG GROUP USER`, then log in again",
+        socket.display(), socket.display()
+    )]
+    NotForUs {
+        /// Where.
+        socket: PathBuf,
+        /// Who we are.
+        user: u32,
+    },
     /// It listens, and its answer is none.
     #[error("vgpud at {} gave no answer that makes sense: {reason}; see its log", socket.display())]
     Nonsense {
@@ -56,8 +68,10 @@ impl Failure {
             Self::Unreachable { .. } => 3,
             Self::NoVgpu(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,
+            Self::NotForUs { .. } => 6,
             Self::Refused(detail) => match detail.code {
                 ErrorCode::Invalid => 2,
+                ErrorCode::Forbidden => 6,
                 ErrorCode::NotFound => 4,
                 ErrorCode::Exists | ErrorCode::Conflict | ErrorCode::InUse | ErrorCode::NoRoom => 5,
                 _ => 1,

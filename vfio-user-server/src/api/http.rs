@@ -2,9 +2,11 @@
 
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
+use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 use utoipa::OpenApi;
 
+use super::access::{self, Guard, Rules};
 use super::model::Version;
 use super::request::{no_such_method, no_such_path};
 use super::service::Api;
@@ -51,8 +53,8 @@ pub fn openapi() -> String {
     text
 }
 
-/// The service that answers on the control socket.
-pub fn router(manager: Handle, about: Version) -> Router {
+/// The service that answers on the control socket, to those who may ask.
+pub fn router(manager: Handle, about: Version, rules: Rules) -> Router {
     Router::new()
         .route("/v1/version", get(parents::version))
         .route("/v1/parents", get(parents::parents))
@@ -73,6 +75,7 @@ pub fn router(manager: Handle, about: Version) -> Router {
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
+        .layer(from_fn_with_state(Guard::new(rules), access::check))
         .with_state(Api::new(manager, about))
 }
 

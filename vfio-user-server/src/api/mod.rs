@@ -2,11 +2,13 @@
 //!
 //! * [`model`]: what is said, as types; clients such as `vgpuctl` use the same ones
 //! * [`measuring`], [`scheduling`]: the parts of it that are about statistics and about schedulers
+//! * [`access`]: who may ask for what
 //! * [`http`]: the paths; `request`: what they have in common; `service`: questions to the manager and the workers
 //! * `parents`, `schedulers`, `statistics`, `vgpus`: what each path does
 //! * [`metrics`]: the statistics as Prometheus reads them
 //! * [`screenshot`], [`pictures`]: a vGPU's screen as a PNG, and how often it is read out
 
+pub mod access;
 pub mod http;
 pub mod measuring;
 pub mod metrics;

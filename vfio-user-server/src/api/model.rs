@@ -222,6 +222,15 @@ pub struct ModifyVgpu {
     pub target: ModifyTarget,
 }
 
+/// `POST /v1/vgpus/{uuid}/start`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StartVgpu {
+    /// Whom its socket belongs to: `USER` or `USER:GROUP`, by name or number, in place of the attribute `owner`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<String>,
+}
+
 /// `POST /v1/vgpus/{uuid}/stop`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -269,6 +278,8 @@ impl std::error::Error for ErrorDetail {}
 pub enum ErrorCode {
     /// 400: the request cannot be read, or a value in it cannot be.
     Invalid,
+    /// 403: not for this user.
+    Forbidden,
     /// 404: no such vGPU, parent, type or path.
     NotFound,
     /// 405: not with this method.
@@ -312,6 +323,7 @@ impl ErrorCode {
     pub fn status(self) -> u16 {
         match self {
             Self::Invalid => 400,
+            Self::Forbidden => 403,
             Self::NotFound => 404,
             Self::MethodNotAllowed => 405,
             Self::Exists | Self::Conflict | Self::InUse | Self::NoRoom => 409,

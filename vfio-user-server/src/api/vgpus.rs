@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
-use super::model::{CreateVgpu, ModifyVgpu, StopVgpu, Vgpu};
+use super::model::{CreateVgpu, ModifyVgpu, StartVgpu, StopVgpu, Vgpu};
 use super::request::{Body, Named, Refusal};
 use super::service::Api;
 use crate::manager::Result;
@@ -87,12 +87,19 @@ pub async fn undefine(State(api): State<Api>, Named(id): Named) -> Result<Status
 }
 
 /// Starts a vGPU that is defined. Its socket is ready when this is answered.
-#[utoipa::path(post, path = "/v1/vgpus/{uuid}/start", params(("uuid" = String, Path)), responses(
-    (status = 200, body = Vgpu, description = "The vGPU as it is now"),
-    Refusal,
-))]
-pub async fn start(State(api): State<Api>, Named(id): Named) -> Result<Json<Vgpu>> {
-    let listed = api.ask(move |manager| manager.start(id)).await?;
+#[utoipa::path(
+    post,
+    path = "/v1/vgpus/{uuid}/start",
+    params(("uuid" = String, Path)),
+    request_body(content = Option<StartVgpu>),
+    responses((status = 200, body = Vgpu, description = "The vGPU as it is now"), Refusal)
+)]
+pub async fn start(
+    State(api): State<Api>,
+    Named(id): Named,
+    Body(request): Body<StartVgpu>,
+) -> Result<Json<Vgpu>> {
+    let listed = api.ask(move |manager| manager.start(id, request.owner.as_deref())).await?;
     api.settle(listed).await
 }
 

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
+use crate::api::access::Rules;
 use crate::backend::ParentConfig;
-use crate::spawn::User;
+use crate::users::Account;
 
 /// Where the manager works, and which physical GPUs it shares.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +15,10 @@ pub struct Config {
     pub config_dir: PathBuf,
     /// The physical GPUs.
     pub parents: Vec<ParentConfig>,
-    /// Whom workers run as that must not be root, where the manager is.
-    pub worker_user: User,
+    /// Whom workers and software GPUs run as, where the manager is root.
+    pub worker_user: Account,
+    /// Whom the socket of a vGPU belongs to that does not say.
+    pub owner: Account,
+    /// Who may do what on the control socket.
+    pub access: Rules,
 }

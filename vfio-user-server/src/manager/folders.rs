@@ -19,6 +19,8 @@ use mdev_core::ids::VgpuId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::sockets;
+
 /// Longest path of a UNIX socket, in bytes, without the zero at its end.
 const MAX_SOCKET_PATH: usize = 107;
 
@@ -37,7 +39,7 @@ pub struct Lock {
 impl Folders {
     /// Makes the run directory where it is missing.
     pub fn create(root: &Path) -> anyhow::Result<Self> {
-        fs::create_dir_all(root)
+        sockets::passage(root)
             .with_context(|| format!("Cannot make the run directory {}", root.display()))?;
         let root = root.canonicalize()?;
         let folders = Self { root };
@@ -49,9 +51,9 @@ impl Folders {
                 folders.root.display()
             );
         }
-        for kind in [folders.parents(), folders.vgpus()] {
-            fs::create_dir_all(&kind).with_context(|| format!("Cannot make {}", kind.display()))?;
-        }
+        let (parents, vgpus) = (folders.parents(), folders.vgpus());
+        sockets::closed(&parents).with_context(|| format!("Cannot make {}", parents.display()))?;
+        sockets::passage(&vgpus).with_context(|| format!("Cannot make {}", vgpus.display()))?;
         Ok(folders)
     }
 

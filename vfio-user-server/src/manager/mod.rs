@@ -4,6 +4,7 @@
 //! it does waits for a worker. Read it in this order:
 //!
 //! * [`folders`]: the run directory
+//! * `sockets`: whom its sockets belong to
 //! * `parent`: a physical GPU, from its start to its loss
 //! * `vgpu`: a vGPU that was started: its worker, kept alive
 //! * `requests`: what the API asks for
@@ -26,7 +27,8 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use crate::api::model::{ErrorCode, ErrorDetail};
-use crate::spawn::{Process, User};
+use crate::spawn::Process;
+use crate::users::Account;
 
 mod adopt;
 pub mod ask;
@@ -39,6 +41,7 @@ mod quotas;
 mod requests;
 mod run;
 mod scheduler;
+mod sockets;
 mod stats;
 mod tick;
 mod vgpu;
@@ -66,7 +69,8 @@ pub struct Manager {
     parents: Vec<Parent>,
     vgpus: BTreeMap<VgpuId, Vgpu>,
     watcher: Watcher,
-    worker_user: User,
+    worker_user: Account,
+    owner: Account,
 }
 
 /// What the manager's thread is told.
@@ -189,6 +193,7 @@ impl Manager {
             vgpus: BTreeMap::new(),
             watcher,
             worker_user: config.worker_user,
+            owner: config.owner,
         })
     }
 

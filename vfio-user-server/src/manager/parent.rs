@@ -1,6 +1,5 @@
 //! A physical GPU: started or adopted, watched, lost, started again.
 
-use std::fs;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -19,10 +18,11 @@ use super::backoff::Backoff;
 use super::folders::{self, Folders};
 use super::knobs::Knobs;
 use super::tick::Shares;
-use super::{Manager, Result, Watched};
+use super::{Manager, Result, Watched, sockets};
 use crate::api::model::{self, ErrorCode, ErrorDetail, ParentState};
 use crate::backend::ParentConfig;
 use crate::spawn::{self, Limits, Process, ProcessRecord};
+use crate::users::Account;
 
 /// How long a new software GPU may take until it answers.
 const START_PATIENCE: Duration = Duration::from_secs(4);
@@ -37,7 +37,7 @@ const END_PATIENCE: Duration = Duration::from_secs(1);
 const GPU_LOST: &str = "Its GPU is lost; stop it and start it again";
 
 /// Each vGPU brings a handful of descriptors, and each piece of guest memory one.
-const LIMITS: Limits = Limits { files: 65_536, user: None };
+const FILES: u64 = 65_536;
 
 /// What a software GPU was started with: `run.json` in its folder.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -94,11 +94,6 @@ impl Parent {
             next_read: None,
             last_read: None,
         }
-    }
-
-    /// Whether its workers must not be root.
-    pub fn drops_root(&self) -> bool {
-        self.config.backend.drops_root()
     }
 
     /// `soft0`, or a PCI address.
@@ -195,13 +190,13 @@ impl Parent {
     }
 
     /// Opens it, or starts its software GPU.
-    fn launch(&self, folders: &Folders) -> std::result::Result<Opened, GpuError> {
+    fn launch(&self, folders: &Folders, user: Account) -> std::result::Result<Opened, GpuError> {
         if let Some(opened) = self.config.backend.open() {
             return Ok((None, opened?));
         }
         let vram_bytes = self.config.backend.vram_bytes();
         let name = &self.config.name;
-        fs::create_dir_all(folders.parent(name))?;
+        sockets::closed(&folders.parent(name))?;
         let admin = SeqPacketListener::bind(&folders.admin_socket(name))?;
         let args = [
             "soft-gpu",
@@ -212,7 +207,8 @@ impl Parent {
             "--admin-fd",
             &spawn::FIRST_FD.to_string(),
         ];
-        let process = spawn::role(name, &args.map(String::from), &[admin.as_fd()], LIMITS)?;
+        let limits = Limits { files: FILES, user };
+        let process = spawn::role(name, &args.map(String::from), &[admin.as_fd()], limits)?;
         drop(admin);
         match connect(folders, name) {
             Ok(gpu) => {
@@ -333,7 +329,7 @@ impl Manager {
         parent.retry_at = None;
         let generation = self.watcher.generation();
         parent.generation = generation;
-        match parent.launch(&self.folders) {
+        match parent.launch(&self.folders, self.worker_user) {
             Ok((process, gpu)) => {
                 if let Some(process) = &process {
                     log::info!("Parent {} runs in process {}", parent.name(), process.pid());

@@ -9,6 +9,7 @@ use mdev_core::ids::VgpuId;
 use mdev_core::lifecycle::VgpuState as Life;
 use tokio::sync::oneshot;
 
+use super::sockets::OWNER;
 use super::vgpu::{Vgpu, settings};
 use super::{Manager, Result};
 use crate::api::model::{
@@ -200,7 +201,7 @@ impl Manager {
     pub(super) fn vgpu(&self, id: VgpuId, parent: &str, definition: &Definition) -> Result<Vgpu> {
         let on = &self.parents[self.parent_index(parent)?];
         let profile = on.profile(&definition.mdev_type)?;
-        let vgpu = Vgpu::new(id, parent.to_owned(), profile, definition.clone())?;
+        let vgpu = Vgpu::new(id, parent.to_owned(), profile, definition.clone(), self.owner)?;
         on.check_attrs(&definition.attrs)?;
         Ok(vgpu)
     }
@@ -229,7 +230,7 @@ impl Manager {
     }
 
     /// Starts a vGPU that is defined.
-    pub fn start(&mut self, id: VgpuId) -> Result<Listed> {
+    pub fn start(&mut self, id: VgpuId, owner: Option<&str>) -> Result<Listed> {
         if let Some(vgpu) = self.vgpus.get(&id) {
             let what = match vgpu.life.state() {
                 Life::Failed if !vgpu.is_restarting() => {
@@ -239,7 +240,10 @@ impl Manager {
             };
             return Err(error(ErrorCode::Conflict, what));
         }
-        let (parent, definition) = self.definition(id)?.ok_or_else(|| not_defined(id))?;
+        let (parent, mut definition) = self.definition(id)?.ok_or_else(|| not_defined(id))?;
+        if let Some(owner) = owner {
+            definition.attrs.set(OWNER, owner);
+        }
         let vgpu = self.vgpu(id, &parent, &definition)?;
         self.start_vgpu(vgpu)?;
         self.show(id)
@@ -372,7 +376,7 @@ impl Manager {
             let auto = StartPolicy::from(stored.definition.start) == StartPolicy::Auto;
             if auto
                 && !self.vgpus.contains_key(&stored.vgpu)
-                && let Err(error) = self.start(stored.vgpu)
+                && let Err(error) = self.start(stored.vgpu, None)
             {
                 log::error!("vGPU {} is not started: {error}", stored.vgpu);
             }

@@ -1,8 +1,7 @@
 //! The life of a manager process: lock, signals, the API's socket, the manager's thread.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::sync::mpsc;
 
@@ -13,7 +12,8 @@ use tokio::sync::oneshot;
 
 use super::config::Config;
 use super::folders::Folders;
-use super::{Ending, Handle, Manager, Watcher};
+use super::{Ending, Handle, Manager, Watcher, sockets};
+use crate::api::access::{Group, Peer};
 use crate::api::http;
 use crate::api::model::Version;
 use crate::spawn;
@@ -25,8 +25,8 @@ const MAX_WAITING: usize = 64;
 /// the manager alone, for the next one to adopt what runs.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     spawn::reserve_descriptors().context("Cannot reserve descriptors")?;
-    // Sockets and folders are for the run directory's user and group.
-    umask(Mode::from_bits_truncate(0o007));
+    // What is for others besides is given to them one by one.
+    umask(Mode::from_bits_truncate(0o077));
     let folders = Folders::create(&config.run_dir)?;
     let lock = folders.lock()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -42,7 +42,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let mut manager = Manager::new(config, folders.clone(), watcher)?;
     manager.begin();
     let socket = folders.api_socket();
-    let listener = listen(&socket)?;
+    let listener = listen(&socket, config.access.readers.as_ref())?;
     let about = Version {
         version: env!("CARGO_PKG_VERSION").into(),
         api: "v1".into(),
@@ -51,7 +51,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         config_dir: manager.store.dir().to_string_lossy().into_owned(),
     };
     let handle = Handle { events };
-    let server = axum::serve(listener, http::router(handle.clone(), about));
+    let router = http::router(handle.clone(), about, config.access.clone());
+    let server = axum::serve(listener, router.into_make_service_with_connect_info::<Peer>());
     let (ended, end) = oneshot::channel::<()>();
     let thread = spawn::thread("manager", move || {
         manager.serve(&inbox);
@@ -106,15 +107,11 @@ impl Signals {
     }
 }
 
-/// Makes the API's socket. Whoever holds the lock owns it, so one that is there is a dead manager's.
-fn listen(path: &Path) -> anyhow::Result<tokio::net::UnixListener> {
+/// Makes the API's socket, for ourselves and a group.
+fn listen(path: &Path, group: Option<&Group>) -> anyhow::Result<tokio::net::UnixListener> {
     let make = || {
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let listener = UnixListener::bind(path)?;
-        fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
+        let listener = sockets::bind(path)?;
+        sockets::share(path, group.map(|group| group.gid))?;
         listener.set_nonblocking(true)?;
         tokio::net::UnixListener::from_std(listener)
     };

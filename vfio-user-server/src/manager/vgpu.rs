@@ -1,9 +1,8 @@
 //! A vGPU that was started: its place on a GPU, its sockets, and its worker, which is kept alive.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
 use mdev_core::definition::{Definition, Settings};
@@ -17,14 +16,15 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
-use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
+use vendor_backends::seqpacket::SeqPacket;
 
 use super::backoff::Backoff;
 use super::folders::{self, Folders};
-use super::{Manager, Result, Watched, ask};
+use super::{Manager, Result, Watched, ask, sockets};
 use crate::api::model::{ErrorCode, ErrorDetail};
 use crate::private::{VERSION, WorkerSpec};
-use crate::spawn::{self, Limits, Process, ProcessRecord, User};
+use crate::spawn::{self, Limits, Process, ProcessRecord};
+use crate::users::Account;
 
 /// How long a worker that is told to end may take. Its VM's last request takes microseconds.
 const END_PATIENCE: Duration = Duration::from_secs(1);
@@ -34,7 +34,7 @@ const MOST_DEATHS: u32 = 8;
 
 /// Guest memory comes as one descriptor per range, and firmware makes many. The rest is for the worker itself: a client
 /// meets the limit of maps before the worker runs out of descriptors, without which it could accept nobody.
-const LIMITS: Limits = Limits { files: mdev_core::mem::MAX_MAPS as u64 + 256, user: None };
+const FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 256;
 
 /// What a vGPU was started with: `run.json` in its folder.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -60,6 +60,8 @@ pub struct Vgpu {
     pub definition: Definition,
     /// The definition's attributes, parsed.
     pub settings: Settings,
+    /// Whom its socket belongs to.
+    pub owner: Account,
     /// How it is.
     pub life: Lifecycle,
     /// Why it is not well.
@@ -83,14 +85,17 @@ impl Vgpu {
         parent: String,
         profile: Profile,
         definition: Definition,
+        owner: Account,
     ) -> Result<Self> {
         let settings = settings(&definition)?;
+        let owner = sockets::owner_of(&definition, owner)?;
         Ok(Self {
             id,
             parent,
             profile,
             definition,
             settings,
+            owner,
             life: Lifecycle::defined(),
             reason: None,
             process: None,
@@ -170,6 +175,8 @@ impl Vgpu {
             client: admission.spec.clone(),
             parent: self.parent.clone(),
             core: self.settings.share.core.map(Core::get),
+            owner: self.owner.uid,
+            manager: Account::own().uid,
         }
     }
 
@@ -179,11 +186,9 @@ impl Vgpu {
         &self,
         folders: &Folders,
         admission: &Admission,
-        user: Option<User>,
+        user: Account,
     ) -> io::Result<Process> {
-        fs::create_dir_all(folders.vgpu(self.id))?;
-        let vfio = listen(folders, self.id)?;
-        let control = SeqPacketListener::bind(&folders.worker_socket(self.id))?;
+        let (vfio, control) = sockets::listen(folders, self.id, self.owner)?;
         let spec = memfd(&serde_json::to_vec(&self.worker_spec(admission))?)?;
         let mut fds = vec![spec.as_fd(), vfio.as_fd(), control.as_fd()];
         fds.extend(admission.fd.as_ref().map(AsFd::as_fd));
@@ -199,7 +204,7 @@ impl Vgpu {
     }
 }
 
-fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>], user: Option<User>) -> io::Result<Process> {
+fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>], user: Account) -> io::Result<Process> {
     let mut args = vec!["worker".to_owned()];
     for (number, name) in (spawn::FIRST_FD..)
         .zip(["--spec-fd", "--listen-fd", "--control-fd", "--gpu-fd"])
@@ -207,16 +212,7 @@ fn spawn_worker(vgpu: VgpuId, fds: &[BorrowedFd<'_>], user: Option<User>) -> io:
     {
         args.extend([name.to_owned(), number.to_string()]);
     }
-    spawn::role(&vgpu.to_string(), &args, fds, Limits { user, ..LIMITS })
-}
-
-fn listen(folders: &Folders, vgpu: VgpuId) -> io::Result<OwnedFd> {
-    let path = folders.vfio_socket(vgpu);
-    match fs::remove_file(&path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    Ok(UnixListener::bind(path)?.into())
+    spawn::role(&vgpu.to_string(), &args, fds, Limits { files: FILES, user })
 }
 
 fn memfd(bytes: &[u8]) -> io::Result<OwnedFd> {
@@ -270,8 +266,7 @@ impl Manager {
                 format!("Cannot start a worker in {}: {error}", self.folders.vgpu(id).display()),
             )
         };
-        let user = self.parents[index].drops_root().then_some(self.worker_user);
-        let process = vgpu.launch(&self.folders, &admission, user).map_err(internal)?;
+        let process = vgpu.launch(&self.folders, &admission, self.worker_user).map_err(internal)?;
         self.watcher.watch(&process, Watched::Worker(id, generation));
         log::info!("vGPU {id} ({}) runs in process {}", vgpu.profile.name, process.pid());
         vgpu.process = Some(process);

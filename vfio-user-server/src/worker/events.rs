@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -145,6 +145,15 @@ impl Worker {
             }
         };
         let client = peer(&stream);
+        if client.uid != 0 && client.uid != self.spec.owner {
+            let AttachedClient { pid, uid } = client;
+            let owner = self.spec.owner;
+            let line = format_args!(
+                "Process {pid} of user {uid} wants the vGPU, which is for user {owner}: refused"
+            );
+            self.say(Level::Warn, line);
+            return;
+        }
         if let Some(attached) = &self.attached {
             let (pid, user) = (client.pid, attached.client.pid);
             let line =
@@ -283,6 +292,11 @@ impl Worker {
                 return;
             }
         };
+        let uid = peer(&socket).uid;
+        if uid != 0 && uid != self.spec.manager {
+            self.say(Level::Warn, format_args!("User {uid} is no manager of this vGPU: refused"));
+            return;
+        }
         if self.control.len() >= MAX_CONTROL {
             log::warn!("More than {MAX_CONTROL} control connections: one is refused");
             return;
@@ -404,8 +418,8 @@ fn unwatch(ops: &mut EventOps, fd: &impl AsFd) {
     }
 }
 
-fn peer(stream: &UnixStream) -> AttachedClient {
-    match getsockopt(stream, sockopt::PeerCredentials) {
+fn peer(socket: &impl AsFd) -> AttachedClient {
+    match getsockopt(socket, sockopt::PeerCredentials) {
         Ok(credentials) => AttachedClient { pid: credentials.pid(), uid: credentials.uid() },
         Err(_) => AttachedClient { pid: 0, uid: u32::MAX },
     }

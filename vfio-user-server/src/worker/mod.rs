@@ -7,8 +7,8 @@
 mod control;
 mod events;
 mod function;
-mod sandbox;
-mod throttle;
+pub mod sandbox;
+pub(crate) mod throttle;
 
 use std::fs::File;
 use std::io::{Read, Seek};

@@ -8,7 +8,7 @@ use hyper::Method;
 use mdev_core::definition::{self, Attrs, Definition};
 use mdev_core::ids::VgpuId;
 use vfio_user_server::api::model::{
-    Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StopVgpu, Vgpu,
+    Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StartVgpu, StopVgpu, Vgpu,
 };
 
 use crate::cli::{Define, Modify, Output, Start, Stop, Undefine};
@@ -97,14 +97,19 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
             )));
         }
         let path = format!("{}/start", vgpu_path(uuid));
-        let vgpu: Vgpu = client.post(&path, &()).await?;
+        let request = StartVgpu { owner: args.owner.map(|owner| owner.to_string()) };
+        let vgpu: Vgpu = client.post(&path, &request).await?;
         return if args.output == Output::Json { pretty(&vgpu) } else { Ok(Vec::new()) };
     }
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
-    let (mdev_type, attrs) = match file {
+    let (mdev_type, mut attrs) = match file {
         Some(definition) => (Some(definition.mdev_type), attributes(definition.attrs.iter())),
         None => (args.mdev_type, attributes(pairs(&args.attr))),
     };
+    if let Some(owner) = args.owner {
+        attrs.retain(|attr| !attr.contains_key("owner"));
+        attrs.push([("owner".to_owned(), owner.to_string())].into());
+    }
     if let (None, Some(uuid)) = (&mdev_type, args.uuid) {
         return Err(Failure::NoVgpu(uuid));
     }
