@@ -8,6 +8,7 @@
 //!   another process over a vfio-user socket
 //! * [`load`]: VMs at work, and the shares that they get
 //! * [`vgpuctl`]: the operator's command
+//! * [`user`]: being somebody else
 //! * [`vmm`]: a VM of one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: how a benchmark says what it measured
 
@@ -17,6 +18,7 @@ pub mod outcome;
 pub mod parent;
 pub mod ram;
 pub mod stranger;
+pub mod user;
 pub mod vgpuctl;
 pub mod vmm;
 

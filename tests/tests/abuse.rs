@@ -33,6 +33,7 @@ use raw::{DMA_MAP, DMA_UNMAP, GET_INFO, GET_IRQ_INFO, NO_REPLY, REGION_READ, Raw
 use serde_json::json;
 use system_tests::ram::Ram;
 use system_tests::stranger::Stranger;
+use system_tests::user::User;
 use system_tests::{Vgpud, is_alive, wait_for};
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
@@ -327,15 +328,21 @@ fn ticks(pid: u32) -> u64 {
 /// Limits the descriptors of a process; returns what the limit was.
 fn limit_fds(pid: u32, limit: libc::rlim_t) -> libc::rlim_t {
     let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // Root may not do that to others everywhere, a process's own user may.
+    let user = User::of(pid).unwrap();
     let pid = pid.cast_signed();
-    // SAFETY: the structure is there for the kernel to write to.
-    let got = unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, std::ptr::null(), &raw mut old) };
-    let new = libc::rlimit { rlim_cur: limit, ..old };
-    // SAFETY: the structure is there for the kernel to read from.
-    let set =
-        unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const new, std::ptr::null_mut()) };
-    assert_eq!((got, set), (0, 0));
-    old.rlim_cur
+    let limit_it = || {
+        // SAFETY: the structure is there for the kernel to write to.
+        let got =
+            unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, std::ptr::null(), &raw mut old) };
+        let new = libc::rlimit { rlim_cur: limit, ..old };
+        let none = std::ptr::null_mut();
+        // SAFETY: the structure is there for the kernel to read from.
+        let set = unsafe { libc::prlimit(pid, libc::RLIMIT_NOFILE, &raw const new, none) };
+        assert_eq!((got, set), (0, 0));
+        Ok(old.rlim_cur)
+    };
+    user.does(limit_it).unwrap()
 }
 
 #[test]

@@ -9,50 +9,19 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use system_tests::user::User;
 use system_tests::vgpuctl::{Done, refused, vgpuctl};
 use system_tests::{PATIENCE, Vgpud, kill_process, program, skipped, wait_for};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
-
-/// Somebody.
-#[derive(Clone, Copy, Debug)]
-struct User {
-    uid: u32,
-    gid: u32,
-    groups: &'static [u32],
-}
 
 const STRANGER: User = User { uid: 61_234, gid: 61_234, groups: &[] };
 const READERS: &str = "64242";
 const READER: User = User { uid: 61_235, gid: 61_235, groups: &[61_300, 64_242] };
 const ADMINS: &str = "64243";
 const ADMIN: User = User { uid: 61_236, gid: 61_236, groups: &[64_242, 64_243] };
-
-impl User {
-    /// Does something as that user: on a thread of its own, since to the kernel users are threads'.
-    fn does<T: Send>(self, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-        let done = |result: libc::c_long| {
-            ensure!(result == 0, std::io::Error::last_os_error());
-            Ok(())
-        };
-        let become_it = move || {
-            let Self { uid, gid, groups } = self;
-            // SAFETY: the kernel reads as many groups as there are; the call is this thread's alone, since it is not
-            // made by the C library.
-            done(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) })?;
-            // SAFETY: no memory is involved.
-            done(unsafe { libc::syscall(libc::SYS_setresgid, gid, gid, gid) })?;
-            // SAFETY: as above.
-            done(unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) })
-        };
-        std::thread::scope(|scope| {
-            let thread = scope.spawn(|| become_it().and_then(|()| body()));
-            thread.join().map_err(|_| anyhow::anyhow!("The thread panicked"))?
-        })
-    }
-}
 
 /// Whether this test can run; says so otherwise.
 fn may_be_others() -> bool {
