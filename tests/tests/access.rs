@@ -22,6 +22,9 @@ const READERS: &str = "64242";
 const READER: User = User { uid: 61_235, gid: 61_235, groups: &[61_300, 64_242] };
 const ADMINS: &str = "64243";
 const ADMIN: User = User { uid: 61_236, gid: 61_236, groups: &[64_242, 64_243] };
+/// Whom a VM runs as; and another one's, who may well be in the same group.
+const VM: User = User { uid: 62_000, gid: 62_001, groups: &[] };
+const NEIGHBOUR: User = User { uid: 62_002, gid: 62_001, groups: &[] };
 
 /// Whether this test can run; says so otherwise.
 fn may_be_others() -> bool {
@@ -144,9 +147,6 @@ fn a_vgpus_socket_is_for_the_user_that_its_vm_runs_as() -> Result<()> {
     if !may_be_others() {
         return Ok(());
     }
-    const VM: User = User { uid: 62_000, gid: 62_001, groups: &[] };
-    // Another VM's user may well be in the same group.
-    const NEIGHBOUR: User = User { uid: 62_002, gid: 62_001, groups: &[] };
     let vgpud = vgpud(&["--owner", "62000:62001"])?;
     let uuid = transient(&vgpud)?;
     let (folder, socket) = (vgpud.vgpu_dir(&uuid), vgpud.vfio_socket(&uuid));
