@@ -136,7 +136,14 @@ impl FromStr for ParentConfig {
 
 fn soft(name: &str, options: &[&str]) -> Result<ParentConfig, String> {
     let fine = |c: char| c.is_ascii_alphanumeric() || "-_.:".contains(c);
-    if name.is_empty() || name.len() > 32 || name.starts_with('.') || !name.chars().all(fine) {
+    // That folder is where scripts are.
+    let taken = name == mdev_core::definition::store::SCRIPTS;
+    if taken
+        || name.is_empty()
+        || name.len() > 32
+        || name.starts_with('.')
+        || !name.chars().all(fine)
+    {
         return Err(format!(
             "{name:?} is no name for a parent: use up to 32 letters, digits, and - _ . :"
         ));

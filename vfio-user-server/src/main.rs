@@ -52,6 +52,9 @@ struct RunArgs {
     /// Where definitions are kept
     #[arg(long, value_name = "DIR", default_value = "/var/lib/vgpud")]
     config_dir: PathBuf,
+    /// Where packages put callout scripts, in callouts/ and notifiers/; looked into before <config-dir>/scripts.d
+    #[arg(long, value_name = "DIR", default_value = "/usr/lib/vgpud/scripts.d")]
+    scripts_dir: PathBuf,
     /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, or nvidia for all of NVIDIA's; may be given again
     #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
     parents: Vec<ParentConfig>,
@@ -113,7 +116,7 @@ fn main() -> ExitCode {
 
 fn run(args: RunArgs) -> anyhow::Result<()> {
     let who = Who::of(&args, &Users::read())?;
-    let RunArgs { run_dir, config_dir, parents, .. } = args;
+    let RunArgs { run_dir, config_dir, scripts_dir, parents, .. } = args;
     let parents = parents.into_iter().map(ParentConfig::expand).collect::<Result<Vec<_>, _>>()?;
     let parents = parents.concat();
     for (index, parent) in parents.iter().enumerate() {
@@ -122,7 +125,15 @@ fn run(args: RunArgs) -> anyhow::Result<()> {
         }
     }
     let Who { worker_user, owner, access } = who;
-    manager::run(&manager::Config { run_dir, config_dir, parents, worker_user, owner, access })
+    manager::run(&manager::Config {
+        run_dir,
+        config_dir,
+        scripts_dir,
+        parents,
+        worker_user,
+        owner,
+        access,
+    })
 }
 
 fn worker(args: &WorkerArgs) -> anyhow::Result<()> {

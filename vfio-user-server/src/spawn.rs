@@ -4,17 +4,21 @@
 //! of its own (a Ctrl-C meant for the manager does not reach it), no core file (it would hold guest memory), and no
 //! tie to the life of its parent: it outlives the manager, and the next manager adopts it.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
+use nix::sys::stat::{Mode, umask};
 use serde::{Deserialize, Serialize};
 
 use crate::users::Account;
@@ -103,6 +107,66 @@ fn become_user(user: Account) -> io::Result<()> {
     setresgid(gid, gid, gid)?;
     setresuid(uid, uid, uid)?;
     Ok(nix::sys::prctl::set_no_new_privs()?)
+}
+
+/// How a script ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its exit status, or the signal that ended it.
+    pub status: ExitStatus,
+    /// The beginning of what it wrote.
+    pub stdout: Vec<u8>,
+    /// The beginning of what it complained about.
+    pub stderr: Vec<u8>,
+}
+
+/// Runs somebody else's program to its end: in `/`, with nothing of our environment, in a session of its own. One that
+/// takes longer than `patience` is killed, with all that it started and that did not leave the session.
+pub fn script(
+    path: &Path,
+    args: &[&str],
+    stdin: &[u8],
+    patience: Duration,
+    most: u64,
+) -> io::Result<Ended> {
+    // Files, not pipes: nobody has to read while it runs, and a child of it that goes on holds nobody up.
+    let file = || io::Result::Ok(File::from(memfd_create("script", MFdFlags::MFD_CLOEXEC)?));
+    let (mut input, stdout, stderr) = (file()?, file()?, file()?);
+    input.write_all(stdin)?;
+    input.rewind()?;
+    let mut command = Command::new(path);
+    command.args(args).current_dir("/").env_clear().envs([
+        ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        ("LANG", "C.UTF-8"),
+    ]);
+    command.stdin(input).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?);
+    // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock is taken.
+    unsafe {
+        command.pre_exec(|| {
+            umask(Mode::from_bits_truncate(0o022));
+            nix::unistd::setsid().map(drop).map_err(io::Error::from)
+        });
+    }
+    let mut process = Process::of_child(command.spawn()?)?;
+    if !process.wait(patience) {
+        // It leads a group of processes: it has not been waited for, so its number is still its own.
+        let group = nix::unistd::Pid::from_raw(process.pid.cast_signed());
+        if let Err(error) = nix::sys::signal::killpg(group, Signal::SIGKILL) {
+            log::warn!("Cannot kill {}: {error}", path.display());
+        }
+        process.reap();
+        let what = format!("it did not end within {} s, and was killed", patience.as_secs_f32());
+        return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+    }
+    let gone = || io::Error::other("it was not ours to wait for");
+    let status = process.child.as_mut().ok_or_else(gone)?.wait()?;
+    let read = |mut file: File| {
+        let mut bytes = Vec::new();
+        file.rewind()?;
+        file.take(most).read_to_end(&mut bytes)?;
+        io::Result::Ok(bytes)
+    };
+    Ok(Ended { status, stdout: read(stdout)?, stderr: read(stderr)? })
 }
 
 /// Moves `raw` to [`FIRST_FD`] and on, without close-on-exec. A source may have the number of another's target, so all

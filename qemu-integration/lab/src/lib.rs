@@ -5,7 +5,7 @@
 //! * [`root`]: which QEMU, which kernel; [`debs`] and [`kernel`] fetch and unpack them
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
-//! * [`kvm`]: whether KVM is of use here
+//! * [`kvm`]: whether KVM is of use here; [`mdevctl`]: the real one
 //! * [`machine`]: a Debian machine with libvirt, fresh each time
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
@@ -34,6 +34,7 @@ pub mod initramfs;
 pub mod kernel;
 pub mod kvm;
 pub mod machine;
+pub mod mdevctl;
 pub mod nvcc;
 pub mod picture;
 pub mod place;

@@ -27,7 +27,8 @@ Exit status:
   2  the command line, or a value in it, is wrong
   3  vgpud cannot be reached
   4  there is no such vGPU, parent or type
-  5  not possible now: it exists, runs, does not run, is in use, or there is no room
+  5  not possible now: it exists, runs, does not run, is in use, there is no room, or a callout
+     script says no
   6  not for this user";
 
 /// Share a physical GPU between virtual machines: define, start, stop and watch vGPUs.
@@ -65,6 +66,14 @@ pub enum Command {
     Top(Top),
     /// Save what is on a vGPU's screen as a PNG file.
     Screenshot(Screenshot),
+    /// Take over definitions from a tree of mdevctl's: says what would be done, and does it with --apply.
+    Import(Import),
+    /// mdevctl's, for udev. vgpud starts vGPUs by itself.
+    #[command(hide = true)]
+    StartParentMdevs {
+        /// A parent.
+        parent: String,
+    },
     /// Print the QEMU arguments that attach a VM to a vGPU.
     QemuArgs(QemuArgs),
     /// Print the parts of a libvirt domain that attach it to a vGPU.
@@ -146,6 +155,9 @@ pub struct Define {
     /// Type, start policy and attributes, in mdevctl's JSON; - reads the standard input.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "auto", "attr"])]
     pub jsonfile: Option<PathBuf>,
+    /// Do it even though a callout script says no.
+    #[arg(short, long)]
+    pub force: bool,
     /// Format of the answer: nothing or a new uuid, or all about the vGPU.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
@@ -159,6 +171,9 @@ pub struct Undefine {
     /// Only if it is defined for this parent.
     #[arg(short, long)]
     pub parent: Option<String>,
+    /// Do it even though a callout script says no.
+    #[arg(short, long)]
+    pub force: bool,
 }
 
 #[derive(Debug, Args)]
@@ -191,7 +206,7 @@ pub struct Modify {
     #[arg(short, long)]
     pub index: Option<usize>,
     /// Value of the attribute that --addattr names.
-    #[arg(long, requires = "addattr")]
+    #[arg(long, requires = "addattr", conflicts_with = "delattr")]
     pub value: Option<String>,
     /// Set an attribute, in its place where it is there already; may be repeated.
     #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
@@ -212,6 +227,9 @@ pub struct Modify {
     #[arg(long, value_name = "FILE",
         conflicts_with_all = ["mdev_type", "addattr", "delattr", "attr", "auto", "manual"])]
     pub jsonfile: Option<PathBuf>,
+    /// Do it even though a callout script says no.
+    #[arg(short, long)]
+    pub force: bool,
 }
 
 #[derive(Debug, Args)]
@@ -238,10 +256,44 @@ pub struct Start {
     /// Whom its socket belongs to, this time: the user that its VM runs as, by name or number.
     #[arg(long, value_name = "USER[:GROUP]")]
     pub owner: Option<Owner>,
-    /// Type and attributes in mdevctl's JSON, for one that is not defined; - reads the standard input.
+    /// Type and attributes in mdevctl's JSON, whatever its definition says; - reads the standard input.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "attr"])]
     pub jsonfile: Option<PathBuf>,
+    /// Do it even though a callout script says no.
+    #[arg(short, long)]
+    pub force: bool,
     /// Format of the answer: nothing or a new uuid, or all about the vGPU.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vgpuctl import                                   what /etc/mdevctl.d holds, and what could be had
+  vgpuctl import --parent 0000:3b:00.0=soft0 --type nvidia-63=SOFT-1Q
+  vgpuctl import /backup/mdevctl.d --type i915-GVTg_V5_4=SOFT-1Q --drop-attrs --apply
+
+A vGPU that is there already is never changed. Attributes that Tessera does not have keep a
+definition from being taken over, unless --drop-attrs leaves them out.")]
+pub struct Import {
+    /// The tree: DIR/PARENT/UUID.
+    #[arg(default_value = "/etc/mdevctl.d")]
+    pub dir: PathBuf,
+    /// A parent of the tree, and the one here that takes its place; may be repeated.
+    #[arg(short, long, value_name = "OLD=NEW", value_parser = mapping)]
+    pub parent: Vec<(String, String)>,
+    /// A type of the tree, and the one here that takes its place; may be repeated.
+    #[arg(id = "mdev_type", short = 't', long = "type", value_name = "OLD=NEW",
+        value_parser = mapping)]
+    pub mdev_type: Vec<(String, String)>,
+    /// Leave out attributes that Tessera does not have.
+    #[arg(long)]
+    pub drop_attrs: bool,
+    /// Define them, instead of only saying what would be done.
+    #[arg(long)]
+    pub apply: bool,
+    /// Format of the answer.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
@@ -251,7 +303,8 @@ pub struct Stop {
     /// Its uuid.
     #[arg(short, long)]
     pub uuid: VgpuId,
-    /// Stop it even though a VM uses it: the VM sees a device that fell off its bus.
+    /// Stop it even though a VM uses it (the VM sees a device that fell off its bus), or a callout
+    /// script says no.
     #[arg(short, long)]
     pub force: bool,
 }
@@ -447,6 +500,13 @@ fn attribute(text: &str) -> Result<(String, String), String> {
     }
 }
 
+fn mapping(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((old, new)) if !old.is_empty() && !new.is_empty() => Ok((old.into(), new.into())),
+        _ => Err("give what it is there and what it is here, as OLD=NEW".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -466,19 +526,20 @@ mod tests {
             "types -p soft0 --dumpjson",
             "list -d -v -u UUID -p soft0",
             "list --defined --dumpjson",
-            "define -u UUID -p soft0 -t SOFT-1Q -a",
+            "define -u UUID -p soft0 -t SOFT-1Q -a --force",
             "define -p soft0 --jsonfile f",
             "define --uuid UUID",
-            "undefine -u UUID -p soft0",
+            "undefine -u UUID -p soft0 -f",
             "modify -u UUID -p soft0 --addattr core --value 80 -i 0",
             "modify -u UUID --delattr --index 0",
             "modify -u UUID -m",
             "modify -u UUID -a -t SOFT-2Q",
-            "modify -u UUID -l -d --jsonfile f",
+            "modify -u UUID -l -d --jsonfile f -f",
+            "start-parent-mdevs soft0",
             "start -u UUID",
             "start -p soft0 -t SOFT-1Q",
-            "start -p soft0 --jsonfile f",
-            "stop -u UUID",
+            "start -p soft0 --jsonfile f -f",
+            "stop -u UUID -f",
         ] {
             let words = line.replace("UUID", uuid);
             let parsed = Cli::try_parse_from(["vgpuctl"].into_iter().chain(words.split(' ')));

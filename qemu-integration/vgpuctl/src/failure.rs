@@ -54,6 +54,17 @@ pub enum Failure {
     /// It said no.
     #[error("{}", .0.message)]
     Refused(ErrorDetail),
+    /// What mdevctl does and this does not.
+    #[error("{0}")]
+    NotHere(&'static str),
+    /// Not all of a tree could be taken over. What became of each was printed.
+    #[error("{left_out} of {of} definitions are left out; the lines above say why")]
+    LeftOut {
+        /// How many were not.
+        left_out: usize,
+        /// Of how many.
+        of: usize,
+    },
     /// There is none, or not where it was said to be.
     #[error("There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show what there is")]
     NoVgpu(VgpuId),
@@ -63,8 +74,8 @@ impl Failure {
     /// The exit status, as `vgpuctl --help` documents it.
     pub fn exit_status(&self) -> u8 {
         match self {
-            Self::Usage(_) => 2,
-            Self::Local(_) | Self::Nonsense { .. } => 1,
+            Self::Usage(_) | Self::NotHere(_) => 2,
+            Self::Local(_) | Self::Nonsense { .. } | Self::LeftOut { .. } => 1,
             Self::Unreachable { .. } => 3,
             Self::NoVgpu(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,
@@ -73,7 +84,11 @@ impl Failure {
                 ErrorCode::Invalid => 2,
                 ErrorCode::Forbidden => 6,
                 ErrorCode::NotFound => 4,
-                ErrorCode::Exists | ErrorCode::Conflict | ErrorCode::InUse | ErrorCode::NoRoom => 5,
+                ErrorCode::Exists
+                | ErrorCode::Conflict
+                | ErrorCode::InUse
+                | ErrorCode::NoRoom
+                | ErrorCode::Callout => 5,
                 _ => 1,
             },
         }

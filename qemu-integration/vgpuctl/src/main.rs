@@ -16,7 +16,9 @@ mod mdevctl;
 mod top;
 mod words;
 
+use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -25,7 +27,7 @@ use crate::cli::Cli;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::parse_from(as_called(std::env::args_os()));
     match run(cli).and_then(|output| print(&output)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -33,6 +35,15 @@ fn main() -> ExitCode {
             failure.exit_status().into()
         }
     }
+}
+
+/// Called `lsvgpu`, it lists, as mdevctl does by the name of `lsmdev`.
+fn as_called(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut args: Vec<_> = args.collect();
+    if args.first().is_some_and(|name| Path::new(name).file_name() == Some("lsvgpu".as_ref())) {
+        args.insert(1, "list".into());
+    }
+    args
 }
 
 fn run(cli: Cli) -> Result<Vec<u8>, Failure> {

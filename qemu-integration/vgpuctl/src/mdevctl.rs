@@ -18,6 +18,25 @@ pub fn pretty(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
     Ok(text)
 }
 
+/// A value as mdevctl prints it, byte for byte: without that newline.
+pub fn dump(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
+    let mut text = pretty(value)?;
+    text.pop();
+    Ok(text)
+}
+
+/// Parents, and the types of each, in mdevctl's order: of their names.
+fn sorted(parents: &[ParentTypes]) -> BTreeMap<&str, Vec<&TypeInfo>> {
+    let mut all: BTreeMap<&str, Vec<&TypeInfo>> = BTreeMap::new();
+    for parent in parents {
+        all.entry(&parent.parent).or_default().extend(&parent.types);
+    }
+    for types in all.values_mut() {
+        types.sort_by_key(|info| &info.name);
+    }
+    all
+}
+
 /// A list with one object, whose members are parents; an empty list where there are none.
 fn by_parent(parents: &BTreeMap<&str, Vec<Value>>) -> Value {
     if parents.is_empty() { json!([]) } else { json!([parents]) }
@@ -41,16 +60,16 @@ pub fn types_json(parents: &[ParentTypes]) -> Value {
             }),
         )
     };
-    let parents = parents.iter();
-    by_parent(&parents.map(|p| (p.parent.as_str(), p.types.iter().map(one).collect())).collect())
+    let parents = sorted(parents).into_iter();
+    by_parent(&parents.map(|(name, types)| (name, types.into_iter().map(one).collect())).collect())
 }
 
 /// `types`
 pub fn types_text(parents: &[ParentTypes]) -> String {
     let mut text = String::new();
-    for parent in parents {
-        let _ = writeln!(text, "{}", parent.parent);
-        for info in &parent.types {
+    for (parent, types) in sorted(parents) {
+        let _ = writeln!(text, "{parent}");
+        for info in types {
             let _ = writeln!(text, "  {}", info.name);
             let _ = writeln!(text, "    Available instances: {}", info.available_instances);
             let _ = writeln!(text, "    Device API: {}", info.device_api);
@@ -61,23 +80,29 @@ pub fn types_text(parents: &[ParentTypes]) -> String {
     text
 }
 
+/// What is defined, or what runs.
+fn shown(vgpu: &Vgpu, defined: bool) -> (&str, &[Attribute]) {
+    let live = (vgpu.live_type.as_ref(), vgpu.live_attrs.as_ref());
+    match live {
+        (Some(mdev_type), Some(attrs)) if !defined => (mdev_type, attrs),
+        _ => (&vgpu.mdev_type, &vgpu.attrs),
+    }
+}
+
 /// What a definition file holds.
-fn definition_json(vgpu: &Vgpu) -> Value {
-    json!({
-        "mdev_type": vgpu.mdev_type,
-        "start": start(vgpu.start),
-        "attrs": vgpu.attrs,
-    })
+fn definition_json(vgpu: &Vgpu, defined: bool) -> Value {
+    let (mdev_type, attrs) = shown(vgpu, defined);
+    json!({ "mdev_type": mdev_type, "start": start(vgpu.start), "attrs": attrs })
 }
 
 /// `list --dumpjson`: with a uuid and one result that vGPU's definition file, and else all by parent.
-pub fn list_json(vgpus: &[&Vgpu], by_uuid: bool) -> Value {
+pub fn list_json(vgpus: &[&Vgpu], defined: bool, by_uuid: bool) -> Value {
     if let ([vgpu], true) = (vgpus, by_uuid) {
-        return definition_json(vgpu);
+        return definition_json(vgpu, defined);
     }
     let mut parents = BTreeMap::<_, Vec<_>>::new();
     for vgpu in vgpus {
-        let entry = named(vgpu.uuid.to_string(), definition_json(vgpu));
+        let entry = named(vgpu.uuid.to_string(), definition_json(vgpu, defined));
         parents.entry(vgpu.parent.as_str()).or_default().push(entry);
     }
     by_parent(&parents)
@@ -87,7 +112,8 @@ pub fn list_json(vgpus: &[&Vgpu], by_uuid: bool) -> Value {
 pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
     let mut text = String::new();
     for vgpu in vgpus {
-        let Vgpu { uuid, parent, mdev_type, .. } = vgpu;
+        let Vgpu { uuid, parent, .. } = vgpu;
+        let (mdev_type, _) = shown(vgpu, defined);
         let _ = write!(text, "{uuid} {parent} {mdev_type} {}", start(vgpu.start));
         let mut notes = Vec::new();
         match (defined, vgpu.state) {
@@ -105,7 +131,7 @@ pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
         }
         text.push('\n');
         if verbose {
-            details(&mut text, vgpu);
+            details(&mut text, vgpu, defined);
         }
     }
     text
@@ -120,9 +146,10 @@ fn attributes(text: &mut String, title: &str, attrs: &[Attribute]) {
     }
 }
 
-fn details(text: &mut String, vgpu: &Vgpu) {
-    attributes(text, "Attrs", &vgpu.attrs);
-    if let Some(live) = vgpu.live_attrs.as_ref().filter(|live| **live != vgpu.attrs) {
+fn details(text: &mut String, vgpu: &Vgpu, defined: bool) {
+    let (_, attrs) = shown(vgpu, defined);
+    attributes(text, "Attrs", attrs);
+    if let Some(live) = vgpu.live_attrs.as_ref().filter(|live| *live != attrs) {
         attributes(text, "In force", live);
     }
     if let Some(reason) = &vgpu.reason {

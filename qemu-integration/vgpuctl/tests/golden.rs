@@ -44,6 +44,7 @@ fn vgpus() -> Value {
     let mut running = vgpu(RUNNING, "SOFT-1Q", &core, true, "running");
     running["vm"] = json!({ "pid": 815, "uid": 107 });
     running["start"] = json!("auto");
+    running["live_type"] = json!("SOFT-1Q");
     running["live_attrs"] = json!([{ "core": "70" }, { "priority": "high" }]);
     let mut defined = vgpu(DEFINED, "SOFT-256MC", &json!([]), true, "stopped");
     defined["parent"] = json!("soft1");
@@ -222,6 +223,10 @@ fn transcript(dir: &Path, requests: &Requests, line: &str) -> String {
         .output()
         .unwrap();
     let mut text = format!("$ vgpuctl {full}\n{}", String::from_utf8_lossy(&output.stdout));
+    // mdevctl's JSON has no newline at its end.
+    if !text.ends_with('\n') {
+        text.push('\n');
+    }
     for line in String::from_utf8_lossy(&output.stderr).lines() {
         let _ = writeln!(text, "stderr: {line}");
     }

@@ -7,11 +7,9 @@ use axum::routing::{get, post};
 use utoipa::OpenApi;
 
 use super::access::{self, Guard, Rules};
-use super::model::Version;
 use super::request::{no_such_method, no_such_path};
 use super::service::Api;
 use super::{parents, schedulers, statistics, vgpus};
-use crate::manager::Handle;
 
 /// Longest request body. A definition is a few hundred bytes.
 const MAX_BODY: usize = 64 << 10;
@@ -54,7 +52,7 @@ pub fn openapi() -> String {
 }
 
 /// The service that answers on the control socket, to those who may ask.
-pub fn router(manager: Handle, about: Version, rules: Rules) -> Router {
+pub fn router(api: Api, rules: Rules) -> Router {
     Router::new()
         .route("/v1/version", get(parents::version))
         .route("/v1/parents", get(parents::parents))
@@ -76,7 +74,7 @@ pub fn router(manager: Handle, about: Version, rules: Rules) -> Router {
         .method_not_allowed_fallback(no_such_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .layer(from_fn_with_state(Guard::new(rules), access::check))
-        .with_state(Api::new(manager, about))
+        .with_state(api)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 //! * [`access`]: who may ask for what
 //! * [`http`]: the paths; `request`: what they have in common; `service`: questions to the manager and the workers
 //! * `parents`, `schedulers`, `statistics`, `vgpus`: what each path does
+//! * `user`: who a VM is
 //! * [`metrics`]: the statistics as Prometheus reads them
 //! * [`screenshot`], [`pictures`]: a vGPU's screen as a PNG, and how often it is read out
 
@@ -21,4 +22,9 @@ pub mod scheduling;
 pub mod screenshot;
 mod service;
 mod statistics;
+mod user;
 mod vgpus;
+
+pub use service::Api;
+
+pub(crate) use service::waiting;

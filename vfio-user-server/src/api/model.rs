@@ -141,6 +141,9 @@ pub struct Vgpu {
     /// Attributes of its definition, in order; of the running vGPU where it has none.
     #[schema(value_type = Vec<BTreeMap<String, String>>)]
     pub attrs: Vec<Attribute>,
+    /// The type that runs, which its definition may not say any more; absent where it does not run.
+    #[serde(default)]
+    pub live_type: Option<String>,
     /// Attributes in force, in order, live changes included; absent where it does not run.
     #[serde(default)]
     #[schema(value_type = Option<Vec<BTreeMap<String, String>>>)]
@@ -185,9 +188,22 @@ pub struct CreateVgpu {
     /// Write a definition. It is on disk before the answer.
     #[serde(default)]
     pub define: bool,
-    /// Start it now. Without `define` it is transient: gone when stopped.
+    /// Start it now. Without `define` it is transient: gone when stopped. One that is defined runs with what is given
+    /// here, and its definition stays as it is.
     #[serde(default)]
     pub run: bool,
+    /// Do it even though a callout script says no.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// `DELETE /v1/vgpus/{uuid}`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct UndefineVgpu {
+    /// Remove it even though a callout script says no.
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// What a change is for.
@@ -217,9 +233,16 @@ pub struct ModifyVgpu {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<BTreeMap<String, String>>>)]
     pub attrs: Option<Vec<Attribute>>,
+    /// With target `both`: what the running vGPU's attributes are to be, where that is not `attrs`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Vec<BTreeMap<String, String>>>)]
+    pub live_attrs: Option<Vec<Attribute>>,
     /// What to change.
     #[serde(default)]
     pub target: ModifyTarget,
+    /// Change it even though a callout script says no.
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// `POST /v1/vgpus/{uuid}/start`
@@ -229,13 +252,16 @@ pub struct StartVgpu {
     /// Whom its socket belongs to: `USER` or `USER:GROUP`, by name or number, in place of the attribute `owner`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
+    /// Start it even though a callout script says no.
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// `POST /v1/vgpus/{uuid}/stop`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StopVgpu {
-    /// Stop it even though a VM uses it: the VM sees a device that fell off its bus.
+    /// Stop it even though a VM uses it (the VM sees a device that fell off its bus) or a callout script says no.
     #[serde(default)]
     pub force: bool,
 }
@@ -292,6 +318,8 @@ pub enum ErrorCode {
     InUse,
     /// 409: the parent has no room for one more.
     NoRoom,
+    /// 409: a callout script of this host says no.
+    Callout,
     /// 413: the request is too long.
     TooLarge,
     /// 503: the GPU or the worker did not answer.
@@ -326,7 +354,7 @@ impl ErrorCode {
             Self::Forbidden => 403,
             Self::NotFound => 404,
             Self::MethodNotAllowed => 405,
-            Self::Exists | Self::Conflict | Self::InUse | Self::NoRoom => 409,
+            Self::Exists | Self::Conflict | Self::InUse | Self::NoRoom | Self::Callout => 409,
             Self::TooLarge => 413,
             Self::Internal => 500,
             Self::Unavailable => 503,

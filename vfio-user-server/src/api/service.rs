@@ -7,9 +7,11 @@ use axum::Json;
 use mdev_core::ids::VgpuId;
 use tokio::sync::Semaphore;
 
-use super::model::{ErrorCode, ErrorDetail, Stats, Version, Vgpu};
+use super::model::{ErrorCode, ErrorDetail, ModifyVgpu, StartVgpu, Stats, Version, Vgpu};
 use super::pictures::Pictures;
-use crate::manager::{Handle, Listed, Manager, Result, ask};
+use super::user;
+use crate::callouts::{Action, Callouts, Round, Subject};
+use crate::manager::{Change, Handle, Listed, Manager, Result, ask};
 use crate::private::WorkerStatus;
 
 /// Rounds of questions to all workers at the same time. A worker takes eight connections, and the manager's own.
@@ -19,6 +21,7 @@ const MAX_ROUNDS: usize = 4;
 #[derive(Clone, Debug)]
 pub struct Api {
     manager: Handle,
+    callouts: Callouts,
     /// Who answers.
     pub about: Arc<Version>,
     /// Screens that are read out.
@@ -34,10 +37,11 @@ pub async fn waiting<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'stati
 }
 
 impl Api {
-    /// Asks this manager.
-    pub fn new(manager: Handle, about: Version) -> Self {
+    /// Asks this manager, and these scripts before.
+    pub fn new(manager: Handle, callouts: Callouts, about: Version) -> Self {
         Self {
             manager,
+            callouts,
             about: Arc::new(about),
             pictures: Arc::default(),
             rounds: Arc::new(Semaphore::new(MAX_ROUNDS)),
@@ -95,6 +99,70 @@ impl Api {
         Ok(Stats { vgpus: vgpus.collect(), parents })
     }
 
+    /// Asks the scripts, where there are any, before something is done to what the manager says. What is returned is to
+    /// be told how it went.
+    pub async fn asked(
+        &self,
+        action: Action,
+        force: bool,
+        subject: impl FnOnce(&mut Manager) -> Result<Subject> + Send + 'static,
+    ) -> Result<Option<Round>> {
+        if !self.callouts.are_there() {
+            return Ok(None);
+        }
+        let subject = self.ask(subject).await?;
+        self.callouts.begin(action, subject, force).await.map(Some)
+    }
+
+    /// The same before a definition, a running vGPU or both are changed.
+    pub async fn asked_to_modify(
+        &self,
+        id: VgpuId,
+        request: ModifyVgpu,
+    ) -> Result<(Option<Round>, Option<Round>)> {
+        if !self.callouts.are_there() {
+            return Ok((None, None));
+        }
+        let force = request.force;
+        let Change { stored, live } = self.ask(move |m| m.to_modify(id, request)).await?;
+        let live = match live {
+            Some(live) => Some(self.callouts.begin_live(live, force).await?),
+            None => None,
+        };
+        let Some(stored) = stored else { return Ok((live, None)) };
+        match self.callouts.begin(Action::Modify, stored, force).await {
+            Ok(round) => Ok((live, Some(round))),
+            Err(error) => {
+                if let Some(live) = live {
+                    live.end_live(false).await;
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts a vGPU that is defined.
+    pub async fn start(&self, id: VgpuId, request: StartVgpu) -> Result<Json<Vgpu>> {
+        let (owner, force) = (request.owner.clone(), request.force);
+        let subject = move |manager: &mut Manager| manager.to_start(id, owner.as_deref());
+        let round = self.asked(Action::Start, force, subject).await?;
+        let start = move |manager: &mut Manager| manager.start(id, request.owner.as_deref());
+        let done = match self.ask(start).await {
+            Ok(listed) => self.settle(listed).await,
+            Err(error) => Err(error),
+        };
+        told(round, done).await
+    }
+
+    /// Starts what starts by itself, one after the other.
+    pub async fn start_all(self, ids: Vec<VgpuId>) {
+        for id in ids {
+            if let Err(error) = self.start(id, StartVgpu::default()).await {
+                log::error!("vGPU {id} is not started: {error}");
+            }
+        }
+    }
+
     /// Refuses to go on where a VM uses a vGPU, or where that cannot be known.
     pub async fn refuse_if_used(&self, id: VgpuId) -> Result<()> {
         let listed = self.ask(move |manager| manager.show(id)).await?;
@@ -102,16 +170,16 @@ impl Api {
         let _round = self.rounds.acquire().await;
         let error = match waiting(move || ask::status(&control)).await? {
             Ok(WorkerStatus { client: None, .. }) => return Ok(()),
-            Ok(WorkerStatus { client: Some(vm), .. }) => ErrorDetail::new(
-                ErrorCode::InUse,
-                format!(
-                    "vGPU {id} is used by {}; shut that VM down first, or stop it with force",
-                    process_name(vm.pid)
-                ),
-            ),
+            Ok(WorkerStatus { client: Some(vm), .. }) => {
+                let who = waiting(move || user::describe(vm)).await?;
+                ErrorDetail::new(
+                    ErrorCode::InUse,
+                    format!("vGPU {id} is used by {who}; shut that VM down first, or use --force"),
+                )
+            }
             Err(error) => ErrorDetail::new(
                 ErrorCode::Unavailable,
-                format!("Whether a VM uses vGPU {id} is not known ({error}); stop it with force"),
+                format!("Whether a VM uses vGPU {id} is not known ({error}); --force stops it"),
             ),
         };
         Err(error)
@@ -154,6 +222,21 @@ impl Api {
     }
 }
 
+/// Tells the scripts that were asked how it went, and passes that on.
+pub async fn told<T>(round: Option<Round>, done: Result<T>) -> Result<T> {
+    if let Some(round) = round {
+        round.end(done.is_ok()).await;
+    }
+    done
+}
+
+/// Does something to its end, even where whoever asked for it has gone: scripts that were asked are told.
+pub async fn to_the_end<T: Send + 'static>(
+    body: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
+    tokio::spawn(body).await.map_err(|error| ErrorDetail::new(ErrorCode::Internal, error))?
+}
+
 fn completed(listed: Listed, status: Option<WorkerStatus>) -> Vgpu {
     match (status, listed.control) {
         (Some(status), _) => Vgpu { vm: status.client, warnings: status.warnings, ..listed.vgpu },
@@ -161,13 +244,5 @@ fn completed(listed: Listed, status: Option<WorkerStatus>) -> Vgpu {
             Vgpu { warnings: vec!["Its worker does not answer".into()], ..listed.vgpu }
         }
         (None, None) => listed.vgpu,
-    }
-}
-
-/// A process as people know it: its name and number.
-fn process_name(pid: i32) -> String {
-    match std::fs::read_to_string(format!("/proc/{pid}/comm")) {
-        Ok(name) => format!("process {pid} ({})", name.trim_end().escape_default()),
-        Err(_) => format!("process {pid}"),
     }
 }

@@ -22,7 +22,7 @@ enum Found {
 }
 
 impl Manager {
-    /// Brings everything up: parents, what ran before, and what is defined to start.
+    /// Brings up parents and what ran before.
     pub(super) fn begin(&mut self) {
         self.clear_other_parents();
         let mut adopted = Vec::new();
@@ -55,7 +55,6 @@ impl Manager {
                 Err(error) => log::error!("vGPU {id} ran before, and cannot be started: {error}"),
             }
         }
-        self.start_defined();
     }
 
     /// Ends the software GPUs of parents that are not configured any more.

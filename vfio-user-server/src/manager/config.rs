@@ -13,6 +13,8 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Definitions.
     pub config_dir: PathBuf,
+    /// Callout scripts that packages bring; the host's own are in the folder of definitions.
+    pub scripts_dir: PathBuf,
     /// The physical GPUs.
     pub parents: Vec<ParentConfig>,
     /// Whom workers and software GPUs run as, where the manager is root.

@@ -47,7 +47,7 @@ mod tick;
 mod vgpu;
 
 pub use config::Config;
-pub use requests::{Listed, Screen};
+pub use requests::{Change, Listed, Screen};
 pub use run::run;
 pub use stats::Measured;
 

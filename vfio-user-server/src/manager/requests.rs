@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
-use mdev_core::definition::{Attribute as Meaning, Attrs, Definition, StoreError};
+use mdev_core::definition::{Attribute as Meaning, Attrs, Definition, Start, StoreError};
 use mdev_core::ids::VgpuId;
 use mdev_core::lifecycle::VgpuState as Life;
 use tokio::sync::oneshot;
@@ -13,9 +13,9 @@ use super::sockets::OWNER;
 use super::vgpu::{Vgpu, settings};
 use super::{Manager, Result};
 use crate::api::model::{
-    self, Attribute, CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu, StartPolicy,
-    VgpuState,
+    self, Attribute, CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu, VgpuState,
 };
+use crate::callouts::Subject;
 
 /// A vGPU as the manager knows it, and where its worker can be asked for the rest.
 #[derive(Clone, Debug)]
@@ -24,6 +24,22 @@ pub struct Listed {
     pub vgpu: model::Vgpu,
     /// The worker's socket, while there is a worker.
     pub control: Option<PathBuf>,
+}
+
+/// What a request would make.
+struct Planned {
+    vgpu: Vgpu,
+    parent: String,
+    definition: Definition,
+}
+
+/// What a change would make of a definition, of a running vGPU, or of both.
+#[derive(Clone, Debug)]
+pub struct Change {
+    /// The definition as it is to be.
+    pub stored: Option<Subject>,
+    /// What is to be in force.
+    pub live: Option<Subject>,
 }
 
 /// Where a vGPU's screen can be asked for.
@@ -135,6 +151,7 @@ impl Manager {
                 mdev_type: shown.map(|d| d.mdev_type.clone()).unwrap_or_default(),
                 start: stored.map(|(_, d)| d.start.into()).unwrap_or_default(),
                 attrs: shown.map(|d| attrs_view(&d.attrs)).unwrap_or_default(),
+                live_type: running.map(|(_, definition)| definition.mdev_type.clone()),
                 live_attrs: running.map(|(_, definition)| attrs_view(&definition.attrs)),
                 defined: stored.is_some(),
                 state: vgpu.map_or(VgpuState::Stopped, state),
@@ -150,14 +167,46 @@ impl Manager {
 
     /// Defines a vGPU, starts a transient one, or both.
     pub fn create(&mut self, request: CreateVgpu) -> Result<Listed> {
+        let (define, run) = (request.define, request.run);
+        let Planned { vgpu, parent, definition } = self.plan(request)?;
+        let id = vgpu.id;
+        if define {
+            self.store.save(&parent, id, &definition).map_err(store_error)?;
+        }
+        if run && let Err(error) = self.start_vgpu(vgpu) {
+            if define {
+                self.store.remove(&parent, id).map_err(store_error)?;
+            }
+            return Err(error);
+        }
+        self.show(id)
+    }
+
+    /// What a request would make; the request with its choices made, so that it makes the same.
+    pub fn planned(&self, mut request: CreateVgpu) -> Result<(CreateVgpu, Subject)> {
+        let id = *request.uuid.get_or_insert_with(VgpuId::random);
+        let Planned { parent, definition, .. } = self.plan(request.clone())?;
+        if request.mdev_type.is_some() {
+            request.parent = Some(parent.clone());
+        }
+        Ok((request, Subject { id, parent, definition }))
+    }
+
+    /// What a request would make. Nothing is changed.
+    fn plan(&self, request: CreateVgpu) -> Result<Planned> {
         if !request.define && !request.run {
             let what = "Nothing to do: set \"define\", \"run\" or both";
             return Err(error(ErrorCode::Invalid, what));
         }
         let id = request.uuid.unwrap_or_else(VgpuId::random);
-        if let Some((parent, _)) = self.definition(id)? {
-            let what = format!("vGPU {id} is defined already, on parent {parent}");
-            return Err(error(ErrorCode::Exists, what));
+        let stored = self.definition(id)?.map(|(parent, _)| parent);
+        let elsewhere = |there: &str| request.parent.as_ref().is_some_and(|asked| asked != there);
+        match &stored {
+            Some(parent) if request.define || elsewhere(parent) => {
+                let what = format!("vGPU {id} is defined already, on parent {parent}");
+                return Err(error(ErrorCode::Exists, what));
+            }
+            _ => {}
         }
         let running = self.vgpus.get(&id);
         if request.run && running.is_some() {
@@ -175,7 +224,7 @@ impl Manager {
             (Some(mdev_type), _) => {
                 let attrs = attrs(request.attrs)?;
                 let definition = Definition { mdev_type, start: request.start.into(), attrs };
-                let parent = match request.parent {
+                let parent = match request.parent.or(stored) {
                     Some(parent) => parent,
                     None => self.choose_parent(&definition)?,
                 };
@@ -183,18 +232,7 @@ impl Manager {
             }
         };
         let vgpu = self.vgpu(id, &parent, &definition)?;
-        if request.define {
-            self.store.save(&parent, id, &definition).map_err(store_error)?;
-        }
-        if request.run
-            && let Err(error) = self.start_vgpu(vgpu)
-        {
-            if request.define {
-                self.store.remove(&parent, id).map_err(store_error)?;
-            }
-            return Err(error);
-        }
-        self.show(id)
+        Ok(Planned { vgpu, parent, definition })
     }
 
     /// A vGPU that could be started from a definition; what is wrong with the definition otherwise.
@@ -231,6 +269,14 @@ impl Manager {
 
     /// Starts a vGPU that is defined.
     pub fn start(&mut self, id: VgpuId, owner: Option<&str>) -> Result<Listed> {
+        let Subject { parent, definition, .. } = self.to_start(id, owner)?;
+        let vgpu = self.vgpu(id, &parent, &definition)?;
+        self.start_vgpu(vgpu)?;
+        self.show(id)
+    }
+
+    /// What a start would start.
+    pub fn to_start(&self, id: VgpuId, owner: Option<&str>) -> Result<Subject> {
         if let Some(vgpu) = self.vgpus.get(&id) {
             let what = match vgpu.life.state() {
                 Life::Failed if !vgpu.is_restarting() => {
@@ -244,26 +290,39 @@ impl Manager {
         if let Some(owner) = owner {
             definition.attrs.set(OWNER, owner);
         }
-        let vgpu = self.vgpu(id, &parent, &definition)?;
-        self.start_vgpu(vgpu)?;
-        self.show(id)
+        self.vgpu(id, &parent, &definition)?;
+        Ok(Subject { id, parent, definition })
     }
 
     /// Begins to stop a vGPU; what is returned resolves when nothing of it is left.
     pub fn stop(&mut self, id: VgpuId) -> Result<oneshot::Receiver<()>> {
-        if !self.vgpus.contains_key(&id) && self.definition(id)?.is_none() {
-            return Err(not_defined(id));
-        }
+        self.to_stop(id)?;
         self.stop_vgpu(id)
+    }
+
+    /// What a stop would stop.
+    pub fn to_stop(&self, id: VgpuId) -> Result<Subject> {
+        match self.vgpus.get(&id) {
+            Some(vgpu) => {
+                let (parent, definition) = (vgpu.parent.clone(), vgpu.definition.clone());
+                Ok(Subject { id, parent, definition })
+            }
+            None if self.definition(id)?.is_none() => Err(not_defined(id)),
+            None => Err(error(ErrorCode::Conflict, format!("vGPU {id} is not running"))),
+        }
     }
 
     /// Removes a definition. A vGPU that is running goes on, and is gone when it is stopped.
     pub fn undefine(&mut self, id: VgpuId) -> Result<()> {
+        let Subject { parent, .. } = self.to_undefine(id)?;
+        self.store.remove(&parent, id).map_err(store_error)?;
+        Ok(())
+    }
+
+    /// What would be removed.
+    pub fn to_undefine(&self, id: VgpuId) -> Result<Subject> {
         match self.definition(id)? {
-            Some((parent, _)) => {
-                self.store.remove(&parent, id).map_err(store_error)?;
-                Ok(())
-            }
+            Some((parent, definition)) => Ok(Subject { id, parent, definition }),
             None if self.vgpus.contains_key(&id) => {
                 let what = format!("vGPU {id} is running and not defined; stop it to be rid of it");
                 Err(error(ErrorCode::Conflict, what))
@@ -274,13 +333,29 @@ impl Manager {
 
     /// Changes a definition, a running vGPU, or both.
     pub fn modify(&mut self, id: VgpuId, request: ModifyVgpu) -> Result<Listed> {
+        // Both are checked before either is changed.
+        let Change { stored, live } = self.to_modify(id, request)?;
+        if let Some(live) = live {
+            self.change_live(id, live.definition)?;
+        }
+        if let Some(Subject { parent, definition, .. }) = stored {
+            self.store.save(&parent, id, &definition).map_err(store_error)?;
+        }
+        self.show(id)
+    }
+
+    /// What a change would make. Nothing is changed.
+    pub fn to_modify(&self, id: VgpuId, request: ModifyVgpu) -> Result<Change> {
         let live = request.target != ModifyTarget::Defined;
         let stored = self.definition(id)?;
         if stored.is_none() && !self.vgpus.contains_key(&id) {
             return Err(not_defined(id));
         }
-        let attrs = request.attrs.map(attrs).transpose()?;
-        // Both are checked before either is changed.
+        if request.live_attrs.is_some() && request.target != ModifyTarget::Both {
+            let what = "\"live_attrs\" is for target \"both\"; set \"attrs\" for one of them";
+            return Err(error(ErrorCode::Invalid, what));
+        }
+        let new = request.attrs.map(attrs).transpose()?;
         let stored = match (stored, request.target) {
             (_, ModifyTarget::Live) => None,
             (None, _) => {
@@ -292,48 +367,42 @@ impl Manager {
                     definition.mdev_type = mdev_type;
                 }
                 definition.start = request.start.map_or(definition.start, Into::into);
-                definition.attrs = attrs.clone().unwrap_or(definition.attrs);
+                definition.attrs = new.clone().unwrap_or(definition.attrs);
                 self.vgpu(id, &parent, &definition)?;
-                Some((parent, definition))
+                Some(Subject { id, parent, definition })
             }
         };
-        if live {
-            let fixed = request.mdev_type.is_some()
-                || (request.target == ModifyTarget::Live && request.start.is_some());
-            if fixed {
-                let what =
-                    "Only attributes of a running vGPU can change, not its type or start policy";
-                return Err(error(ErrorCode::Invalid, what));
-            }
-            self.modify_live(id, attrs)?;
+        if !live {
+            return Ok(Change { stored, live: None });
         }
-        if let Some((parent, definition)) = stored {
-            self.store.save(&parent, id, &definition).map_err(store_error)?;
+        let fixed = request.mdev_type.is_some()
+            || (request.target == ModifyTarget::Live && request.start.is_some());
+        if fixed {
+            let what = "Only attributes of a running vGPU can change, not its type or start policy";
+            return Err(error(ErrorCode::Invalid, what));
         }
-        self.show(id)
-    }
-
-    fn modify_live(&mut self, id: VgpuId, attrs: Option<Attrs>) -> Result<()> {
         let Some(vgpu) = self.vgpus.get(&id) else {
             return Err(error(ErrorCode::Conflict, format!("vGPU {id} is not running")));
         };
-        let Some(attrs) = attrs else { return Ok(()) };
-        for (name, value) in attrs.iter().chain(vgpu.definition.attrs.iter()) {
-            let both = (attrs.get(name), vgpu.definition.attrs.get(name));
-            let live = Meaning::named(name).is_ok_and(|meaning| meaning.live);
-            if both.0 != both.1 && !live && Meaning::named(name).is_ok() {
-                let what = format!(
-                    "Attribute {name:?} cannot change while the vGPU runs ({value:?} now or asked); stop it first"
-                );
-                return Err(error(ErrorCode::Conflict, what));
-            }
-        }
-        let definition = Definition { attrs, ..vgpu.definition.clone() };
+        let new = request.live_attrs.map(attrs).transpose()?.or(new);
+        let definition = Definition {
+            attrs: new.unwrap_or_else(|| vgpu.definition.attrs.clone()),
+            ..vgpu.definition.clone()
+        };
+        check_live(vgpu, &definition.attrs)?;
         let settings = settings(&definition)?;
-        let index = self.parent_index(&vgpu.parent)?;
-        let parent = &self.parents[index];
+        let parent = &self.parents[self.parent_index(&vgpu.parent)?];
         parent.check_attrs(&definition.attrs)?;
         parent.check_change(&vgpu.settings.quotas, &settings.quotas)?;
+        let live = Subject { id, parent: vgpu.parent.clone(), definition };
+        Ok(Change { stored, live: Some(live) })
+    }
+
+    /// Puts what was checked in force.
+    fn change_live(&mut self, id: VgpuId, definition: Definition) -> Result<()> {
+        let Some(vgpu) = self.vgpus.get(&id) else { return Ok(()) };
+        let settings = settings(&definition)?;
+        let index = self.parent_index(&vgpu.parent)?;
         self.reschedule(index, id, settings.share)?;
         self.set_quotas(index, id, &settings.quotas)?;
         if let Some(vgpu) = self.vgpus.get_mut(&id) {
@@ -363,25 +432,48 @@ impl Manager {
         Ok(Screen { control, refresh: vgpu.settings.quotas.refresh })
     }
 
-    /// Starts what is defined with start policy `auto`, in the order of parents and uuids.
-    pub(super) fn start_defined(&mut self) {
+    /// What is defined with start policy `auto` and does not run, in the order in which it is started: of the names of
+    /// parents, and then of uuids.
+    pub(super) fn to_start_by_itself(&self) -> Vec<VgpuId> {
         let scan = match self.store.scan() {
             Ok(scan) => scan,
-            Err(error) => return log::error!("No vGPU is started: {error}"),
+            Err(error) => {
+                log::error!("No vGPU is started: {error}");
+                return Vec::new();
+            }
         };
         for problem in &scan.problems {
             log::warn!("{}", problem.error);
         }
-        for stored in scan.definitions {
-            let auto = StartPolicy::from(stored.definition.start) == StartPolicy::Auto;
-            if auto
-                && !self.vgpus.contains_key(&stored.vgpu)
-                && let Err(error) = self.start(stored.vgpu, None)
-            {
-                log::error!("vGPU {} is not started: {error}", stored.vgpu);
+        let auto = scan.definitions.into_iter().filter(|stored| {
+            stored.definition.start == Start::Auto && !self.vgpus.contains_key(&stored.vgpu)
+        });
+        auto.map(|stored| stored.vgpu).collect()
+    }
+
+    /// Starts what is to start by itself.
+    pub(super) fn start_defined(&mut self) {
+        for id in self.to_start_by_itself() {
+            if let Err(error) = self.start(id, None) {
+                log::error!("vGPU {id} is not started: {error}");
             }
         }
     }
+}
+
+/// Refuses a change of what cannot change while a vGPU runs.
+fn check_live(vgpu: &Vgpu, attrs: &Attrs) -> Result<()> {
+    for (name, value) in attrs.iter().chain(vgpu.definition.attrs.iter()) {
+        let live = Meaning::named(name).is_ok_and(|meaning| meaning.live);
+        let same = attrs.get(name) == vgpu.definition.attrs.get(name);
+        if !same && !live && Meaning::named(name).is_ok() {
+            let what = format!(
+                "Attribute {name:?} cannot change while the vGPU runs ({value:?} now or asked); stop it first"
+            );
+            return Err(error(ErrorCode::Conflict, what));
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn state(vgpu: &Vgpu) -> VgpuState {

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::mpsc;
 
 use anyhow::Context;
+use mdev_core::definition::store::SCRIPTS;
 use nix::sys::stat::{Mode, umask};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
@@ -14,8 +15,9 @@ use super::config::Config;
 use super::folders::Folders;
 use super::{Ending, Handle, Manager, Watcher, sockets};
 use crate::api::access::{Group, Peer};
-use crate::api::http;
 use crate::api::model::Version;
+use crate::api::{Api, http};
+use crate::callouts::Callouts;
 use crate::spawn;
 
 /// Most questions to workers that wait at the same time.
@@ -41,6 +43,15 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         Watcher { runtime: runtime.handle().clone(), events: events.clone(), generation: 0 };
     let mut manager = Manager::new(config, folders.clone(), watcher)?;
     manager.begin();
+    let packaged = config.scripts_dir.clone();
+    let callouts = Callouts::new(vec![packaged, manager.store.dir().join(SCRIPTS)]);
+    // With scripts, each start waits for them; requests are not to wait for all of that.
+    let waiting = if callouts.are_there() {
+        manager.to_start_by_itself()
+    } else {
+        manager.start_defined();
+        Vec::new()
+    };
     let socket = folders.api_socket();
     let listener = listen(&socket, config.access.readers.as_ref())?;
     let about = Version {
@@ -51,7 +62,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         config_dir: manager.store.dir().to_string_lossy().into_owned(),
     };
     let handle = Handle { events };
-    let router = http::router(handle.clone(), about, config.access.clone());
+    let api = Api::new(handle.clone(), callouts, about);
+    let router = http::router(api.clone(), config.access.clone());
     let server = axum::serve(listener, router.into_make_service_with_connect_info::<Peer>());
     let (ended, end) = oneshot::channel::<()>();
     let thread = spawn::thread("manager", move || {
@@ -63,6 +75,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     notify_ready();
     runtime.block_on(async {
         let server = tokio::spawn(async move { server.await });
+        tokio::spawn(api.start_all(waiting));
         signals.relay(&handle, end).await;
         server.abort();
     });

@@ -3,9 +3,11 @@
 //! * [`read`]: `types`, `list`
 //! * [`stats`], [`scheduler`]: the verbs of these names
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
+//! * [`import`]: definitions of mdevctl's
 //! * [`libvirt`]: `libvirt ...`
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
+mod import;
 mod libvirt;
 mod read;
 mod scheduler;
@@ -32,6 +34,8 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Modify(args) => write::modify(&client, args).await,
         Command::Start(args) => write::start(&client, args).await,
         Command::Stop(args) => write::stop(&client, args).await,
+        Command::Import(args) => import::import(&client, args).await,
+        Command::StartParentMdevs { .. } => write::start_parent_mdevs(),
         Command::Screenshot(args) => vm::screenshot(&client, args).await,
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,

@@ -5,7 +5,7 @@ use vfio_user_server::api::model::{ErrorCode, ErrorDetail, ParentTypes, Vgpu, Vg
 use crate::cli::{List, Output, Types};
 use crate::client::Client;
 use crate::failure::Failure;
-use crate::mdevctl::{self, pretty};
+use crate::mdevctl::{self, dump, pretty};
 
 /// `types`
 pub async fn types(client: &Client, args: Types) -> Result<Vec<u8>, Failure> {
@@ -13,12 +13,13 @@ pub async fn types(client: &Client, args: Types) -> Result<Vec<u8>, Failure> {
     if let Some(parent) = args.parent {
         let names: Vec<_> = parents.iter().map(|types| types.parent.clone()).collect();
         parents.retain(|types| types.parent == parent);
-        if parents.is_empty() {
+        // Programs are told as mdevctl tells them: an empty list.
+        if parents.is_empty() && !args.dumpjson {
             return Err(no_parent(&parent, &names));
         }
     }
     match args.output {
-        _ if args.dumpjson => pretty(&mdevctl::types_json(&parents)),
+        _ if args.dumpjson => dump(&mdevctl::types_json(&parents)),
         Output::Json => pretty(&parents),
         Output::Text => Ok(mdevctl::types_text(&parents).into_bytes()),
     }
@@ -40,7 +41,7 @@ pub async fn list(client: &Client, args: List) -> Result<Vec<u8>, Failure> {
         }
     }
     match args.output {
-        _ if args.dumpjson => pretty(&mdevctl::list_json(&vgpus, args.uuid.is_some())),
+        _ if args.dumpjson => dump(&mdevctl::list_json(&vgpus, args.defined, args.uuid.is_some())),
         Output::Json => pretty(&vgpus),
         Output::Text => Ok(mdevctl::list_text(&vgpus, args.defined, args.verbose).into_bytes()),
     }

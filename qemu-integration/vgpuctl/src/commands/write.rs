@@ -8,7 +8,8 @@ use hyper::Method;
 use mdev_core::definition::{self, Attrs, Definition};
 use mdev_core::ids::VgpuId;
 use vfio_user_server::api::model::{
-    Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StartVgpu, StopVgpu, Vgpu,
+    Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StartVgpu, StopVgpu,
+    UndefineVgpu, Vgpu,
 };
 
 use crate::cli::{Define, Modify, Output, Start, Stop, Undefine};
@@ -34,7 +35,8 @@ pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
             ..CreateVgpu::default()
         },
     };
-    let request = CreateVgpu { uuid, parent: args.parent, define: true, ..request };
+    let force = args.force;
+    let request = CreateVgpu { uuid, parent: args.parent, define: true, force, ..request };
     create(client, request, args.output).await
 }
 
@@ -43,7 +45,8 @@ pub async fn undefine(client: &Client, args: Undefine) -> Result<Vec<u8>, Failur
     if args.parent.is_some() {
         client.vgpu(args.uuid, args.parent.as_deref()).await?;
     }
-    client.order(Method::DELETE, &vgpu_path(args.uuid), &()).await?;
+    let request = UndefineVgpu { force: args.force };
+    client.order(Method::DELETE, &vgpu_path(args.uuid), &request).await?;
     Ok(Vec::new())
 }
 
@@ -55,13 +58,17 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
         (true, false) => ModifyTarget::Live,
         (false, _) => ModifyTarget::Defined,
     };
+    let running = vgpu.live_type.as_ref().filter(|_| args.live);
+    let type_now = running.unwrap_or(&vgpu.mdev_type);
     let request = match args.jsonfile.as_deref().map(read_definition).transpose()? {
         Some(definition) => ModifyVgpu {
             // A running vGPU keeps its type and has no start policy; that the file names them is no mistake.
-            mdev_type: Some(definition.mdev_type).filter(|name| *name != vgpu.mdev_type),
+            mdev_type: Some(definition.mdev_type).filter(|name| name != type_now),
             start: (target != ModifyTarget::Live).then_some(policy(definition.start)),
             attrs: Some(attributes(definition.attrs.iter())),
+            live_attrs: None,
             target,
+            force: args.force,
         },
         None => ModifyVgpu {
             mdev_type: args.mdev_type.clone(),
@@ -70,8 +77,17 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
                 (_, true) => Some(StartPolicy::Manual),
                 _ => None,
             },
-            attrs: edit(&vgpu, &args)?,
+            // What is changed live is what is in force, which may not be the definition's any more.
+            attrs: match &vgpu.live_attrs {
+                Some(live) if target == ModifyTarget::Live => edit(live, &args)?,
+                _ => edit(&vgpu.attrs, &args)?,
+            },
+            live_attrs: match &vgpu.live_attrs {
+                Some(live) if target == ModifyTarget::Both => edit(live, &args)?,
+                _ => None,
+            },
             target,
+            force: args.force,
         },
     };
     client.order(Method::PATCH, &vgpu_path(args.uuid), &request).await?;
@@ -91,15 +107,18 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
         };
         other("parent", &vgpu.parent, &args.parent)?;
         other("type", &vgpu.mdev_type, &args.mdev_type)?;
-        if args.jsonfile.is_some() || !args.attr.is_empty() {
+        if !args.attr.is_empty() {
             return Err(Failure::Usage(format!(
                 "vGPU {uuid} is there already; change its attributes with `vgpuctl modify -u {uuid}`"
             )));
         }
-        let path = format!("{}/start", vgpu_path(uuid));
-        let request = StartVgpu { owner: args.owner.map(|owner| owner.to_string()) };
-        let vgpu: Vgpu = client.post(&path, &request).await?;
-        return if args.output == Output::Json { pretty(&vgpu) } else { Ok(Vec::new()) };
+        // A file says it all, whatever is defined.
+        if args.jsonfile.is_none() {
+            let path = format!("{}/start", vgpu_path(uuid));
+            let owner = args.owner.map(|owner| owner.to_string());
+            let vgpu: Vgpu = client.post(&path, &StartVgpu { owner, force: args.force }).await?;
+            return if args.output == Output::Json { pretty(&vgpu) } else { Ok(Vec::new()) };
+        }
     }
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
     let (mdev_type, mut attrs) = match file {
@@ -119,6 +138,7 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
         mdev_type,
         attrs,
         run: true,
+        force: args.force,
         ..CreateVgpu::default()
     };
     create(client, request, args.output).await
@@ -129,6 +149,13 @@ pub async fn stop(client: &Client, args: Stop) -> Result<Vec<u8>, Failure> {
     let path = format!("{}/stop", vgpu_path(args.uuid));
     client.order(Method::POST, &path, &StopVgpu { force: args.force }).await?;
     Ok(Vec::new())
+}
+
+/// `start-parent-mdevs`
+pub fn start_parent_mdevs() -> Result<Vec<u8>, Failure> {
+    Err(Failure::NotHere(
+        "vgpud starts what is defined with --auto by itself, whenever it starts: remove the udev rule",
+    ))
 }
 
 /// Makes a vGPU; prints its uuid where the user did not choose it.
@@ -145,13 +172,10 @@ fn uuid_line(uuid: VgpuId) -> Vec<u8> {
 }
 
 /// All attributes after the change that was asked for, or `None` where none was.
-fn edit(vgpu: &Vgpu, args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
+fn edit(list: &[Attribute], args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
     if args.addattr.is_none() && !args.delattr && args.attr.is_empty() {
         return Ok(None);
     }
-    // What is changed live is what is in force, which may not be the definition's any more.
-    let live = vgpu.live_attrs.as_ref().filter(|_| args.live && !args.defined);
-    let list = live.unwrap_or(&vgpu.attrs);
     let mut attrs: Attrs = list.iter().flatten().map(|(n, v)| (n.clone(), v.clone())).collect();
     let edited = match (&args.addattr, &args.value) {
         (Some(name), Some(value)) => attrs.insert(args.index, name.clone(), value.clone()),
@@ -165,7 +189,7 @@ fn edit(vgpu: &Vgpu, args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
     Ok(Some(attributes(attrs.iter())))
 }
 
-fn attributes<'a>(attrs: impl Iterator<Item = (&'a str, &'a str)>) -> Vec<Attribute> {
+pub(super) fn attributes<'a>(attrs: impl Iterator<Item = (&'a str, &'a str)>) -> Vec<Attribute> {
     attrs.map(|(name, value)| [(name.to_owned(), value.to_owned())].into()).collect()
 }
 
@@ -173,7 +197,7 @@ fn pairs(attrs: &[(String, String)]) -> impl Iterator<Item = (&str, &str)> {
     attrs.iter().map(|(name, value)| (name.as_str(), value.as_str()))
 }
 
-fn policy(start: definition::Start) -> StartPolicy {
+pub(super) fn policy(start: definition::Start) -> StartPolicy {
     match start {
         definition::Start::Auto => StartPolicy::Auto,
         definition::Start::Manual => StartPolicy::Manual,

@@ -1,0 +1,54 @@
+//! The real mdevctl, to be compared with: built once from its release, into the lab's cache.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+
+use crate::build::cargo;
+use crate::cleanup::Scratch;
+use crate::progress::Progress;
+use crate::root::{cache_folder, lock};
+
+/// The release that `vgpuctl` follows.
+const VERSION: &str = "1.4.0";
+
+/// Its path.
+pub fn open(progress: &Progress) -> Result<PathBuf> {
+    let cache = cache_folder()?;
+    let folder = cache.join(format!("mdevctl-{VERSION}"));
+    let program = folder.join("bin/mdevctl");
+    if program.exists() {
+        return Ok(program);
+    }
+    fs::create_dir_all(&cache)
+        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
+    let _lock = lock(&cache.join("lock"), progress)?;
+    if program.exists() {
+        return Ok(program);
+    }
+    let step = progress.step("Building mdevctl");
+    let partial = Scratch::at(cache.join("partial-mdevctl"))?;
+    let root = partial.path().join("root");
+    let mut command = cargo();
+    // Not optimised: that takes twice as long, and it runs for milliseconds.
+    command.args(["install", "mdevctl", "--quiet", "--locked", "--debug", "--version", VERSION]);
+    command.arg("--root").arg(&root).arg("--target-dir").arg(partial.path().join("target"));
+    // Its manual needs a tool that is not ours to install. A backtrace in each of its errors helps nobody.
+    command.env("RST2MAN", "true").stdin(Stdio::null());
+    for name in ["CARGO_ENCODED_RUSTFLAGS", "RUSTFLAGS", "CARGO_TARGET_DIR"] {
+        command.env_remove(name);
+    }
+    let output = command.output().context("Cannot run cargo")?;
+    if !output.status.success() {
+        bail!("Cannot build mdevctl: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::rename(&root, &folder)
+        .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
+    step.done();
+    Ok(program)
+}

@@ -1,0 +1,265 @@
+//! `import`: definitions that mdevctl wrote.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use mdev_core::definition::store::SCRIPTS;
+use mdev_core::definition::{Attribute as Meaning, Attrs, Definition};
+use mdev_core::ids::VgpuId;
+use serde::Serialize;
+use vfio_user_server::api::model::{Attribute, CreateVgpu, ParentTypes, StartPolicy, Vgpu};
+
+use super::write::{attributes, policy};
+use crate::cli::{Import, Output};
+use crate::client::Client;
+use crate::failure::Failure;
+use crate::mdevctl::pretty;
+
+/// What becomes of one file.
+#[derive(Debug, Serialize)]
+struct Entry {
+    file: PathBuf,
+    uuid: Option<VgpuId>,
+    parent: String,
+    mdev_type: Option<String>,
+    start: Option<StartPolicy>,
+    attrs: Vec<Attribute>,
+    dropped: Vec<String>,
+    result: Verdict,
+    reason: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Verdict {
+    WouldBeDefined,
+    Defined,
+    ThereAlready,
+    LeftOut,
+}
+
+/// `import`
+pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
+    let types: Vec<ParentTypes> = client.get("/v1/types").await?;
+    let mut there: BTreeMap<VgpuId, Vgpu> = BTreeMap::new();
+    for vgpu in client.get::<Vec<Vgpu>>("/v1/vgpus").await? {
+        there.insert(vgpu.uuid, vgpu);
+    }
+    let mut entries = Vec::new();
+    for (parent, file) in files(&args.dir)? {
+        let mut entry = look_at(&args, &types, &there, parent, file);
+        if entry.result == Verdict::WouldBeDefined {
+            if args.apply {
+                define(client, &mut entry).await?;
+            }
+            // A second file of that uuid is another vGPU's.
+            if let (Some(uuid), Verdict::WouldBeDefined | Verdict::Defined) =
+                (entry.uuid, entry.result)
+            {
+                let parent = entry.parent.clone();
+                there.insert(uuid, placeholder(uuid, parent));
+            }
+        }
+        entries.push(entry);
+    }
+    if args.dir.join(SCRIPTS).is_dir() {
+        eprintln!(
+            "vgpuctl: note: callout scripts are not taken over; copy {} to vgpud's configuration directory",
+            args.dir.join(SCRIPTS).display()
+        );
+    }
+    let text = match args.output {
+        Output::Json => pretty(&entries)?,
+        Output::Text => entries.iter().map(line).collect::<String>().into_bytes(),
+    };
+    let left_out = entries.iter().filter(|entry| entry.result == Verdict::LeftOut).count();
+    if left_out == 0 {
+        return Ok(text);
+    }
+    crate::print(&text)?;
+    Err(Failure::LeftOut { left_out, of: entries.len() })
+}
+
+/// The files of a tree, with the parents they are for, in the order of their names.
+fn files(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
+    let mut files = Vec::new();
+    for (name, folder) in names(dir)? {
+        if !folder.is_dir() || name == SCRIPTS || name.starts_with('.') {
+            continue;
+        }
+        let found = names(&folder)?.into_iter().filter(|(_, path)| path.is_file());
+        files.extend(found.map(|(_, path)| (name.clone(), path)));
+    }
+    Ok(files)
+}
+
+fn names(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
+    let read = fs::read_dir(dir).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+    let entries =
+        read.map_err(|error| Failure::Local(format!("Cannot read {}: {error}", dir.display())))?;
+    let mut names: Vec<_> = entries
+        .iter()
+        .map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()))
+        .collect();
+    names.sort();
+    Ok(names)
+}
+
+/// What could become of a file. Nothing is changed.
+fn look_at(
+    args: &Import,
+    types: &[ParentTypes],
+    there: &BTreeMap<VgpuId, Vgpu>,
+    parent: String,
+    file: PathBuf,
+) -> Entry {
+    let mapped = |list: &[(String, String)], name: String| {
+        list.iter().find(|(old, _)| *old == name).map_or(name, |(_, new)| new.clone())
+    };
+    let mut entry = Entry {
+        uuid: file.file_name().and_then(|name| name.to_str()?.parse().ok()),
+        parent: mapped(&args.parent, parent),
+        file,
+        mdev_type: None,
+        start: None,
+        attrs: Vec::new(),
+        dropped: Vec::new(),
+        result: Verdict::LeftOut,
+        reason: None,
+    };
+    match judge(args, types, there, &mut entry, |name| mapped(&args.mdev_type, name)) {
+        Ok(result) => entry.result = result,
+        Err(reason) => entry.reason = Some(reason),
+    }
+    entry
+}
+
+/// Fills in what a file says; what would become of it, or why nothing.
+fn judge(
+    args: &Import,
+    types: &[ParentTypes],
+    there: &BTreeMap<VgpuId, Vgpu>,
+    entry: &mut Entry,
+    mapped: impl FnOnce(String) -> String,
+) -> Result<Verdict, String> {
+    let uuid = entry.uuid.ok_or("its name is not a uuid")?;
+    let Definition { mdev_type, start, attrs } = read(&entry.file)?;
+    let mdev_type = mapped(mdev_type);
+    entry.mdev_type = Some(mdev_type.clone());
+    entry.start = Some(policy(start));
+    let (kept, dropped): (Vec<_>, Vec<_>) =
+        attrs.iter().partition(|(name, _)| !args.drop_attrs || Meaning::named(name).is_ok());
+    entry.dropped = dropped.iter().map(|(name, _)| (*name).to_owned()).collect();
+    entry.attrs = attributes(kept.iter().copied());
+    if let Some(vgpu) = there.get(&uuid) {
+        let same = vgpu.defined
+            && (&vgpu.parent, &vgpu.mdev_type, &vgpu.attrs, vgpu.start)
+                == (&entry.parent, &mdev_type, &entry.attrs, policy(start));
+        if same {
+            return Ok(Verdict::ThereAlready);
+        }
+        let on = &vgpu.parent;
+        return Err(format!("another vGPU has that uuid, on parent {on}; it is not changed"));
+    }
+    let parent = &entry.parent;
+    let Some(offered) = types.iter().find(|one| one.parent == *parent) else {
+        let names: Vec<_> = types.iter().map(|one| one.parent.as_str()).collect();
+        let names = names.join(", ");
+        return Err(format!("there is no parent {parent}; add --parent {parent}=NEW ({names})"));
+    };
+    if !offered.types.iter().any(|info| info.name == mdev_type) {
+        let names: Vec<_> = offered.types.iter().map(|info| info.name.as_str()).collect();
+        let names = names.join(", ");
+        return Err(format!(
+            "parent {parent} has no type {mdev_type}; add --type {mdev_type}=NEW ({names})"
+        ));
+    }
+    let owned = kept.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    let kept: Attrs = owned.collect();
+    match kept.settings() {
+        Ok(_) => Ok(Verdict::WouldBeDefined),
+        Err(error) => Err(format!("{error}; --drop-attrs leaves out what Tessera does not have")),
+    }
+}
+
+fn read(file: &Path) -> Result<Definition, String> {
+    let mut text = Vec::new();
+    File::open(file)
+        .and_then(|file| file.take(Definition::MAX_BYTES as u64 + 1).read_to_end(&mut text))
+        .map_err(|error| error.to_string())?;
+    Definition::from_json(&text).map_err(|error| error.to_string())
+}
+
+async fn define(client: &Client, entry: &mut Entry) -> Result<(), Failure> {
+    let request = CreateVgpu {
+        uuid: entry.uuid,
+        parent: Some(entry.parent.clone()),
+        mdev_type: entry.mdev_type.clone(),
+        start: entry.start.unwrap_or_default(),
+        attrs: entry.attrs.clone(),
+        define: true,
+        ..CreateVgpu::default()
+    };
+    match client.post::<Vgpu>("/v1/vgpus", &request).await {
+        Ok(_) => entry.result = Verdict::Defined,
+        // The others may do; only a daemon that is gone ends it all.
+        Err(Failure::Refused(detail)) => {
+            entry.result = Verdict::LeftOut;
+            entry.reason = Some(detail.message);
+        }
+        Err(failure) => return Err(failure),
+    }
+    Ok(())
+}
+
+/// Stands for what a file defines, when a later file has the same uuid.
+fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
+    Vgpu {
+        uuid,
+        parent,
+        mdev_type: String::new(),
+        start: StartPolicy::Manual,
+        attrs: Vec::new(),
+        live_type: None,
+        live_attrs: None,
+        defined: false,
+        state: vfio_user_server::api::model::VgpuState::Stopped,
+        reason: None,
+        socket: None,
+        pid: None,
+        vm: None,
+        warnings: Vec::new(),
+    }
+}
+
+fn line(entry: &Entry) -> String {
+    let mut text = match entry.uuid {
+        Some(uuid) => uuid.to_string(),
+        None => entry.file.display().to_string(),
+    };
+    let start = match entry.start {
+        Some(StartPolicy::Auto) => "auto",
+        _ => "manual",
+    };
+    let _ = write!(text, " {}", entry.parent);
+    if let Some(mdev_type) = &entry.mdev_type {
+        let _ = write!(text, " {mdev_type} {start}");
+    }
+    text += match entry.result {
+        Verdict::WouldBeDefined => ": would be defined",
+        Verdict::Defined => ": defined",
+        Verdict::ThereAlready => ": there already",
+        Verdict::LeftOut => ": left out",
+    };
+    if let Some(reason) = &entry.reason {
+        let _ = write!(text, ": {reason}");
+    }
+    if entry.result != Verdict::LeftOut && !entry.dropped.is_empty() {
+        let _ = write!(text, ", without {}", entry.dropped.join(", "));
+    }
+    text.push('\n');
+    text
+}

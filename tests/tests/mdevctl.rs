@@ -1,0 +1,652 @@
+//! mdevctl's habits: the real mdevctl and `vgpuctl` do the same to the same definitions, print the same bytes, and run
+//! the same scripts the same way. docs/mdevctl.md lists where they differ on purpose.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::progress::Progress;
+use serde_json::Value;
+use system_tests::vgpuctl::{Done, path as vgpuctl_path};
+use system_tests::{Vgpud, wait_for};
+
+const A: &str = "0c9d8f4e-52c5-4f0a-9a3a-6d6a0a7b000a";
+const B: &str = "0c9d8f4e-52c5-4f0a-9a3a-6d6a0a7b000b";
+const C: &str = "0c9d8f4e-52c5-4f0a-9a3a-6d6a0a7b000c";
+const NONE: &str = "0c9d8f4e-52c5-4f0a-9a3a-6d6a0a7b0000";
+
+fn real() -> Result<&'static Path> {
+    static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
+    let path =
+        PATH.get_or_init(|| lab::mdevctl::open(&Progress::new()).map_err(|e| format!("{e:#}")));
+    path.as_deref().map_err(|error| anyhow::anyhow!("{error}"))
+}
+
+/// A host with mdevctl, whose sysfs says what our daemon offers; and our daemon.
+struct Both {
+    root: tempfile::TempDir,
+    vgpud: Vgpud,
+}
+
+impl Both {
+    fn new() -> Result<Self> {
+        let vgpud = Vgpud::start_with(&["--scripts-dir", "/nonexistent"])?;
+        let both = Self { root: tempfile::tempdir()?, vgpud };
+        for folder in [
+            "etc/mdevctl.d",
+            "usr/lib/mdevctl/scripts.d/callouts",
+            "usr/lib/mdevctl/scripts.d/notifiers",
+        ] {
+            fs::create_dir_all(both.root.path().join(folder))?;
+        }
+        fs::create_dir_all(both.vgpud.config_dir().join("scripts.d/notifiers"))?;
+        fs::create_dir_all(both.vgpud.config_dir().join("scripts.d/callouts"))?;
+        fs::create_dir_all(both.root.path().join("sys/bus/mdev/devices"))?;
+        for parent in both.vgpud.get("/v1/types")?.as_array().context("A list")? {
+            for offered in parent["types"].as_array().context("A list")? {
+                let word =
+                    |of: &Value, name: &str| of[name].as_str().unwrap_or_default().to_owned();
+                let folder = both.type_folder(&word(parent, "parent"), &word(offered, "name"));
+                fs::create_dir_all(&folder)?;
+                for name in ["name", "description", "device_api"] {
+                    fs::write(folder.join(name), word(offered, name) + "\n")?;
+                }
+                let left = offered["available_instances"].to_string();
+                fs::write(folder.join("available_instances"), left)?;
+            }
+        }
+        Ok(both)
+    }
+
+    fn type_folder(&self, parent: &str, mdev_type: &str) -> PathBuf {
+        let parents = self.root.path().join("sys/class/mdev_bus");
+        parents.join(parent).join("mdev_supported_types").join(mdev_type)
+    }
+
+    /// What the kernel does when mdevctl starts a device.
+    fn appear(&self, uuid: &str, mdev_type: &str) -> Result<()> {
+        let device = self.root.path().join("sys/devices/soft0").join(uuid);
+        fs::create_dir_all(&device)?;
+        symlink(self.type_folder("soft0", mdev_type), device.join("mdev_type"))?;
+        Ok(symlink(&device, self.root.path().join("sys/bus/mdev/devices").join(uuid))?)
+    }
+
+    /// What it does when one is stopped.
+    fn vanish(&self, uuid: &str) -> Result<()> {
+        fs::remove_file(self.root.path().join("sys/bus/mdev/devices").join(uuid))?;
+        Ok(fs::remove_dir_all(self.root.path().join("sys/devices/soft0").join(uuid))?)
+    }
+
+    fn real(&self, words: &[&str]) -> Result<Done> {
+        let mut command = Command::new(real()?);
+        command.args(words).env("MDEVCTL_ENV_ROOT", self.root.path()).env("RUST_BACKTRACE", "0");
+        done(&mut command)
+    }
+
+    fn ours(&self, words: &[&str]) -> Result<Done> {
+        let mut command = Command::new(vgpuctl_path()?);
+        done(command.arg("--socket").arg(self.vgpud.api_socket()).args(words))
+    }
+
+    /// Runs a command line with both; what they printed, which is the same.
+    fn same(&self, line: &str) -> Result<Done> {
+        let words: Vec<_> = line.split(' ').collect();
+        let (theirs, ours) = (self.real(&words)?, self.ours(&words)?);
+        ensure!(
+            theirs.stdout == ours.stdout && (theirs.status == 0) == (ours.status == 0),
+            "{line}:\nmdevctl: {theirs:?}\nvgpuctl: {ours:?}"
+        );
+        // A command line that cannot be read is told from one that cannot be obeyed.
+        ensure!(theirs.status != 2 || ours.status == 2, "{line}: {theirs:?}, {ours:?}");
+        let (theirs, mine) = (self.tree(true)?, self.tree(false)?);
+        ensure!(theirs == mine, "after {line}:\nmdevctl: {theirs:?}\nvgpuctl: {mine:?}");
+        Ok(ours)
+    }
+
+    fn works(&self, line: &str) -> Result<String> {
+        let done = self.same(line)?;
+        ensure!(done.status == 0, "{line}: {done:?}");
+        Ok(done.stdout)
+    }
+
+    fn fails(&self, line: &str) -> Result<()> {
+        let done = self.same(line)?;
+        ensure!(done.status != 0 && done.stdout.is_empty(), "{line}: {done:?}");
+        Ok(())
+    }
+
+    /// Definitions, byte for byte.
+    fn tree(&self, theirs: bool) -> Result<Vec<(String, String)>> {
+        let mine = self.vgpud.config_dir();
+        let top = if theirs { self.root.path().join("etc/mdevctl.d") } else { mine };
+        let mut files = Vec::new();
+        for parent in fs::read_dir(&top)? {
+            let parent = parent?.path();
+            if parent.ends_with("scripts.d") {
+                continue;
+            }
+            for file in fs::read_dir(&parent)? {
+                let file = file?.path();
+                let name = file.strip_prefix(&top)?.display().to_string();
+                files.push((name, fs::read_to_string(&file)?));
+            }
+        }
+        files.sort();
+        Ok(files)
+    }
+
+    /// The folders of scripts of both.
+    fn scripts(&self) -> [PathBuf; 2] {
+        [
+            self.root.path().join("usr/lib/mdevctl/scripts.d"),
+            self.vgpud.config_dir().join("scripts.d"),
+        ]
+    }
+
+    /// Gives both a script.
+    fn script(&self, name: &str, text: &str) -> Result<()> {
+        for folder in self.scripts() {
+            let path = folder.join(name);
+            fs::write(&path, format!("#!/bin/sh\nLOG=\"$(dirname \"$0\")/../log\"\n{text}\n"))?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+        }
+        Ok(())
+    }
+
+    /// What the scripts of both wrote down, which is the same.
+    fn log(&self) -> Result<String> {
+        let [theirs, ours] =
+            self.scripts().map(|folder| fs::read_to_string(folder.join("log")).unwrap_or_default());
+        ensure!(theirs == ours, "mdevctl's:\n{theirs}\nours:\n{ours}");
+        for folder in self.scripts() {
+            let _ = fs::remove_file(folder.join("log"));
+        }
+        Ok(ours)
+    }
+}
+
+fn done(command: &mut Command) -> Result<Done> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    Ok(Done {
+        status: output.status.code().context("It was killed")?,
+        stdout: String::from_utf8(output.stdout)?,
+        stderr: String::from_utf8(output.stderr)?,
+    })
+}
+
+#[test]
+fn every_verb_and_flag_of_mdevctl_is_here() -> Result<()> {
+    let flags = |text: &str| -> BTreeSet<String> {
+        let words = text.split(|c: char| c.is_whitespace() || c == ',' || c == '.' || c == '\'');
+        words.filter(|word| word.starts_with('-') && word.len() > 1).map(str::to_owned).collect()
+    };
+    let both = Both::new()?;
+    let help = both.real(&["help"])?.stdout;
+    let verbs: Vec<_> = help
+        .lines()
+        .skip_while(|line| !line.starts_with("Commands:"))
+        .skip(1)
+        .map_while(|line| line.strip_prefix("  ")?.split_whitespace().next())
+        .collect();
+    assert!(verbs.contains(&"define") && verbs.len() >= 7, "{help}");
+    for verb in verbs.iter().filter(|verb| **verb != "help") {
+        let (theirs, ours) = (both.real(&[verb, "--help"])?, both.ours(&[verb, "--help"])?);
+        assert_eq!(ours.status, 0, "{verb}");
+        let (theirs, ours) = (flags(&theirs.stdout), flags(&ours.stdout));
+        // Programs ask for the version of a program, not of a verb.
+        let missing: Vec<_> = theirs
+            .difference(&ours)
+            .filter(|f| !["-V", "--version"].contains(&f.as_str()))
+            .collect();
+        assert!(missing.is_empty(), "{verb} has no {missing:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn definitions_are_made_changed_listed_and_removed_byte_for_byte_alike() -> Result<()> {
+    let both = Both::new()?;
+    let file = both.root.path().join("vgpu.json");
+    let text =
+        r#"{"mdev_type":"SOFT-2C","start":"auto","attrs":[{"priority":"low"},{"core":"7"}]}"#;
+    fs::write(&file, text)?;
+    let file = file.display();
+
+    for line in ["types", "types --dumpjson", "types -p soft0", "types -p soft9 --dumpjson"] {
+        assert!(!both.works(line)?.is_empty());
+    }
+    for line in ["list", "list -d", "list --dumpjson", "list -d --dumpjson", "list -v -p soft0"] {
+        both.works(line)?;
+    }
+    both.works(&format!("define -u {A} -p soft0 -t SOFT-1Q"))?;
+    both.works(&format!("define --uuid {B} --parent soft0 --type SOFT-256MC --auto"))?;
+    both.works(&format!("define -u {C} -p soft0 --jsonfile {file} --force"))?;
+    both.fails(&format!("define -u {A} -p soft0 -t SOFT-1Q"))?;
+    both.fails(&format!("define -u {A} -p soft0 --jsonfile {file}"))?;
+    both.fails("define")?;
+    both.fails(&format!("define -u {NONE}"))?;
+    both.fails("define -p soft0")?;
+    both.fails(&format!("define -p soft0 -t SOFT-1Q --jsonfile {file}"))?;
+    both.fails("define -p soft0 --jsonfile /nonexistent")?;
+    let lists = || -> Result<()> {
+        for uuid in ["", &format!(" -u {A}"), &format!(" -u {C}"), &format!(" --uuid {NONE}")] {
+            for parent in ["", " -p soft0", " --parent soft9"] {
+                for how in
+                    ["-d", "-d -v", "--defined --verbose", "-d --dumpjson", "", "-v", "--dumpjson"]
+                {
+                    let line = format!("list {how}{uuid}{parent}");
+                    both.works(line.replace("list  ", "list ").trim_end())?;
+                }
+            }
+        }
+        Ok(())
+    };
+    lists()?;
+
+    for line in [
+        "--addattr core --value 80",
+        "--addattr mode --value soft --index 0",
+        "--addattr priority --value high -i 2",
+        "--delattr --index 1",
+        "--addattr refresh --value 30",
+        "--delattr",
+        "--auto",
+        "-a",
+        "-m",
+        "-t SOFT-2Q --manual",
+        "-p soft0 --addattr timeslice --value 0.5 -f",
+        "-d --addattr submissions --value 1000",
+    ] {
+        both.works(&format!("modify -u {A} {line}"))?;
+        both.works(&format!("list -d -v -u {A}"))?;
+    }
+    for line in [
+        "--addattr core --value 1 --index 9",
+        "--delattr -i 9",
+        "--addattr core",
+        "--value 3",
+        "--delattr --value 3",
+        "--auto --manual",
+        "-p soft9 --auto",
+        "",
+        "-p soft0 --jsonfile /nonexistent",
+    ] {
+        both.fails(format!("modify -u {A} {line}").trim_end())?;
+    }
+    both.fails(&format!("modify -u {NONE} --auto"))?;
+    for _ in 0..6 {
+        // More often than there are attributes.
+        both.works(&format!("modify -u {A} --delattr"))?;
+    }
+    both.works(&format!("modify -u {A} -p soft0 --jsonfile {file}"))?;
+    lists()?;
+
+    both.fails(&format!("undefine -u {A} -p soft9"))?;
+    both.works(&format!("undefine -u {A} -p soft0"))?;
+    both.works(&format!("undefine --uuid {B} --force"))?;
+    both.fails(&format!("undefine -u {NONE}"))?;
+    both.fails("undefine")?;
+    lists()
+}
+
+#[test]
+fn what_runs_is_listed_alike() -> Result<()> {
+    let both = Both::new()?;
+    // What a driver's callout tells mdevctl of a running device, our daemon knows.
+    let attributes = both.root.path().join("usr/lib/mdevctl/scripts.d/callouts/driver.sh");
+    fs::write(
+        &attributes,
+        "#!/bin/sh\ncase \"$*\" in *\"-e get -a attributes\"*)\n\
+         case \"$*\" in *000a*) echo '[{\"core\":\"40\"},{\"priority\":\"high\"}]';; *) echo '[]';; esac;; esac\n",
+    )?;
+    fs::set_permissions(&attributes, fs::Permissions::from_mode(0o755))?;
+
+    both.works(&format!("define -u {A} -p soft0 -t SOFT-1Q -a"))?;
+    both.works(&format!("modify -u {A} --addattr core --value 40"))?;
+    both.works(&format!("modify -u {A} --addattr priority --value high"))?;
+    // Attributes are written to a device of the kernel's, which no real mdevctl starts here.
+    assert_eq!(both.ours(&["start", "-u", A])?.status, 0);
+    both.appear(A, "SOFT-1Q")?;
+    both.works(&format!("start -u {B} -p soft0 -t SOFT-256MC"))?;
+    both.appear(B, "SOFT-256MC")?;
+    for line in ["list", "list -d", "list --dumpjson", "list -d --dumpjson", "list -d -p soft0"] {
+        assert!(both.works(line)?.contains(A), "{line}");
+    }
+    for uuid in [A, B, NONE] {
+        for how in ["", " --dumpjson", " -d", " -d --dumpjson"] {
+            both.works(&format!("list -u {uuid}{how}"))?;
+        }
+    }
+    // -v adds lines of ours after mdevctl's.
+    let (theirs, ours) =
+        (both.real(&["list", "-v", "-u", A])?, both.ours(&["list", "-v", "-u", A])?);
+    assert!(ours.stdout.starts_with(&theirs.stdout), "{theirs:?} {ours:?}");
+    assert!(ours.stdout[theirs.stdout.len()..].starts_with("  Socket: "), "{ours:?}");
+
+    both.fails(&format!("start -u {A}"))?;
+    both.fails(&format!("start -u {NONE}"))?;
+    both.fails(&format!("start -u {A} -t SOFT-2Q"))?;
+    both.fails("start")?;
+    // What is changed now is the definition's, not what runs.
+    both.works(&format!("modify -u {A} --delattr"))?;
+    both.works(&format!("list --dumpjson -u {A}"))?;
+    both.works(&format!("list -d --dumpjson -u {A}"))?;
+    // A transient one is kept as it runs.
+    both.works(&format!("define -u {B}"))?;
+    both.works(&format!("list -d --dumpjson -u {B}"))?;
+    both.works(&format!("undefine -u {A}"))?;
+    for uuid in [A, B] {
+        both.works(&format!("stop -u {uuid}"))?;
+        both.vanish(uuid)?;
+        both.works("list")?;
+    }
+    both.fails(&format!("stop -u {A}"))?;
+
+    for verb in ["define", "start"] {
+        let line = [verb, "-p", "soft0", "-t", "SOFT-256MC"];
+        for done in [both.real(&line)?, both.ours(&line)?] {
+            let uuid = done.stdout.strip_suffix('\n').context("A line")?;
+            assert_eq!((done.status, uuid.len(), uuid.to_lowercase().as_str()), (0, 36, uuid));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_live_change_is_a_change_of_what_is_in_force() -> Result<()> {
+    let both = Both::new()?;
+    let ctl = |line: &str| -> Result<String> {
+        let done = both.ours(&line.split(' ').collect::<Vec<_>>())?;
+        ensure!(done.status == 0, "{line}: {done:?}");
+        Ok(done.stdout)
+    };
+    ctl(&format!("define -u {A} -p soft0 -t SOFT-1Q --attr core=40"))?;
+    ctl(&format!("start -u {A}"))?;
+    ctl(&format!("modify -u {A} --live --attr priority=high"))?;
+    ctl(&format!("modify -u {A} --attr refresh=30"))?;
+    // Both lists get it, and neither becomes the other.
+    ctl(&format!("modify -u {A} --live --defined --attr core=50"))?;
+    let vgpu = both.vgpud.show(A)?;
+    assert_eq!(vgpu["live_attrs"].to_string(), r#"[{"core":"50"},{"priority":"high"}]"#);
+    assert_eq!(vgpu["attrs"].to_string(), r#"[{"core":"50"},{"refresh":"30"}]"#);
+    // A file is the whole of both.
+    let file = both.root.path().join("a.json");
+    fs::write(&file, r#"{"mdev_type":"SOFT-1Q","start":"auto","attrs":[{"core":"60"}]}"#)?;
+    ctl(&format!("modify -u {A} --live --defined --jsonfile {}", file.display()))?;
+    let vgpu = both.vgpud.show(A)?;
+    assert_eq!(vgpu["live_attrs"].to_string(), r#"[{"core":"60"}]"#);
+    assert_eq!((&vgpu["attrs"], vgpu["start"].as_str()), (&vgpu["live_attrs"], Some("auto")));
+    // What is defined runs otherwise for once.
+    ctl(&format!("stop -u {A}"))?;
+    fs::write(&file, r#"{"mdev_type":"SOFT-2Q","start":"auto","attrs":[{"core":"7"}]}"#)?;
+    ctl(&format!("start -u {A} -p soft0 --jsonfile {}", file.display()))?;
+    assert_eq!(ctl("list")?, format!("{A} soft0 SOFT-2Q auto (defined)\n"));
+    assert_eq!(ctl("list -d")?, format!("{A} soft0 SOFT-1Q auto (active)\n"));
+    assert_eq!(both.vgpud.show(A)?["live_attrs"].to_string(), r#"[{"core":"7"}]"#);
+    Ok(())
+}
+
+#[test]
+fn the_list_has_a_name_of_its_own() -> Result<()> {
+    let both = Both::new()?;
+    both.works(&format!("define -u {A} -p soft0 -t SOFT-1Q"))?;
+    let (lsmdev, lsvgpu) = (both.root.path().join("lsmdev"), both.root.path().join("lsvgpu"));
+    symlink(real()?, &lsmdev)?;
+    symlink(vgpuctl_path()?, &lsvgpu)?;
+    for words in [&["-d"][..], &["--defined", "--dumpjson", "-u", A], &[]] {
+        let mut theirs = Command::new(&lsmdev);
+        let theirs = done(theirs.args(words).env("MDEVCTL_ENV_ROOT", both.root.path()))?;
+        let mut ours = Command::new(&lsvgpu);
+        let ours = done(ours.args(words).arg("--socket").arg(both.vgpud.api_socket()))?;
+        assert_eq!((theirs.status, theirs.stdout), (ours.status, ours.stdout), "{words:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn callout_scripts_are_run_as_mdevctl_runs_them() -> Result<()> {
+    const RECORD: &str = "{ echo \"$(basename \"$0\") $*\"; cat; echo; } >>\"$LOG\"";
+    let both = Both::new()?;
+    both.script("notifiers/tell.sh", RECORD)?;
+    let all = |both: &Both| -> Result<String> {
+        both.works(&format!("define -u {A} -p soft0 -t SOFT-1Q"))?;
+        both.works(&format!("modify -u {A} --addattr core --value 80"))?;
+        both.works(&format!("modify -u {A} --delattr"))?;
+        both.works(&format!("start -u {A}"))?;
+        both.appear(A, "SOFT-1Q")?;
+        fs::write(both.root.path().join("sys/bus/mdev/devices").join(A).join("remove"), "")?;
+        both.works(&format!("stop -u {A}"))?;
+        both.vanish(A)?;
+        both.works(&format!("undefine -u {A}"))?;
+        both.log()
+    };
+    assert_eq!(all(&both)?.matches("-e notify").count(), 6);
+
+    // One that is for other types, one that does not know of versions, one that is never reached.
+    both.script("callouts/10-other.sh", &format!("{RECORD}; exit 2"))?;
+    both.script("callouts/20-mine.sh", &format!("{RECORD}; echo something >&2"))?;
+    both.script("callouts/30-late.sh", RECORD)?;
+    let log = all(&both)?;
+    assert!(log.contains("20-mine.sh -t SOFT-1Q -e post -a start -s success -u"), "{log}");
+    assert!(log.contains(
+        "{\"mdev_type\":\"SOFT-1Q\",\"start\":\"manual\",\"attrs\":[{\"core\":\"80\"}]}"
+    ));
+    assert!(!log.contains("30-late.sh -t SOFT-1Q -e pre"), "{log}");
+
+    // One that says what it is for: it is the only one that is asked.
+    both.script(
+        "callouts/25-version.sh",
+        &format!(
+            "{RECORD}; case \"$*\" in *capabilities*) echo '{{\"supports\":{{\"version\":2,\
+             \"actions\":[\"start\",\"stop\",\"define\",\"undefine\",\"modify\"],\
+             \"events\":[\"pre\",\"post\",\"live\"]}}}}';; esac"
+        ),
+    )?;
+    let log = all(&both)?;
+    assert!(log.contains("25-version.sh -t SOFT-1Q -e pre -a define -s none"), "{log}");
+    assert!(!log.contains("20-mine.sh -t SOFT-1Q -e pre"), "{log}");
+    assert!(log.contains("\"provides\""), "{log}");
+
+    // One that says no: nothing is done, and everybody is told so. --force does it.
+    both.works(&format!("define -u {B} -p soft0 -t SOFT-1Q"))?;
+    both.log()?;
+    both.script(
+        "callouts/05-no.sh",
+        &format!(
+            "{RECORD}; case \"$*\" in *\"-e pre\"*) echo the cage is closed >&2; exit 5;; esac"
+        ),
+    )?;
+    for folder in both.scripts() {
+        fs::remove_file(folder.join("callouts/25-version.sh"))?;
+    }
+    for line in [
+        format!("define -u {A} -p soft0 -t SOFT-1Q"),
+        format!("start -u {B}"),
+        format!("modify -u {B} --addattr core --value 1"),
+        format!("undefine -u {B}"),
+    ] {
+        both.fails(&line)?;
+        let log = both.log()?;
+        assert!(
+            log.contains("tell.sh -t SOFT-1Q -e notify -a") && log.contains("-s none"),
+            "{log}"
+        );
+        assert!(!log.contains("-e post"), "{log}");
+    }
+    let refusal = both.ours(&["start", "-u", B])?;
+    assert_eq!(refusal.status, 5);
+    for words in ["05-no.sh does not let start vGPU", "status 5: the cage is closed", "--force"] {
+        assert!(refusal.stderr.contains(words), "{refusal:?}");
+    }
+    both.real(&["start", "-u", B])?;
+    both.log()?;
+    both.works(&format!("modify -u {B} --addattr core --value 1 --force"))?;
+    both.works(&format!("undefine -u {B} -f"))?;
+    both.log()?;
+    Ok(())
+}
+
+#[test]
+fn a_live_change_asks_the_script_that_is_for_that() -> Result<()> {
+    let both = Both::new()?;
+    let ctl = |line: &str| both.ours(&line.split(' ').collect::<Vec<_>>());
+    let answer = "case \"$*\" in *capabilities*) echo '{\"supports\":{\"version\":2,\"actions\":[\"modify\",\"start\"],\
+                  \"events\":[\"live\",\"pre\",\"post\"]}}';; \
+                  *\"-e live\"*) if grep -q 99; then echo too much >&2; exit 1; fi;; esac; echo \"$*\" >>\"$LOG\"";
+    both.script("callouts/live.sh", answer)?;
+    assert_eq!(ctl(&format!("start -u {A} -p soft0 -t SOFT-1Q"))?.status, 0);
+    assert_eq!(ctl(&format!("modify -u {A} --live --attr core=50"))?.status, 0);
+    let refused = ctl(&format!("modify -u {A} --live --attr core=99"))?;
+    assert!(refused.status == 5 && refused.stderr.contains("too much"), "{refused:?}");
+    assert_eq!(both.vgpud.show(A)?["live_attrs"][0]["core"], "50");
+    let log = fs::read_to_string(both.scripts()[1].join("log"))?;
+    assert!(log.contains(&format!("-e live -a modify -s none -u {A} -p soft0")), "{log}");
+    // It is not for stopping.
+    let refused = ctl(&format!("stop -u {A}"))?;
+    assert!(refused.stderr.contains("it is not for event pre of action stop"), "{refused:?}");
+    assert_eq!(ctl(&format!("stop -u {A} --force"))?.status, 0);
+    Ok(())
+}
+
+#[test]
+fn a_script_that_others_can_write_is_not_run_and_nothing_is_done_behind_its_back() -> Result<()> {
+    let both = Both::new()?;
+    both.script("callouts/ask.sh", "echo \"$*\" >>\"$LOG\"")?;
+    let path = both.scripts()[1].join("callouts/ask.sh");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o775))?;
+    let refused = both.ours(&["start", "-u", A, "-p", "soft0", "-t", "SOFT-1Q"])?;
+    assert!(refused.status == 5 && refused.stderr.contains("others can write to"), "{refused:?}");
+    assert!(!both.scripts()[1].join("log").exists());
+    assert!(
+        both.vgpud.refused("GET", &format!("/v1/vgpus/{A}"), None)?.2.contains("There is no vGPU")
+    );
+    Ok(())
+}
+
+#[test]
+fn what_starts_by_itself_starts_in_order() -> Result<()> {
+    let mut vgpud = Vgpud::start_with(&[
+        "--parent",
+        "soft:b",
+        "--parent",
+        "soft:a",
+        "--scripts-dir",
+        "/nonexistent",
+    ])?;
+    for (uuid, parent) in [(C, "a"), (A, "b"), (B, "a")] {
+        let request = serde_json::json!({
+            "uuid": uuid, "parent": parent, "mdev_type": "SOFT-256MC", "start": "auto", "define": true,
+        });
+        vgpud.create(&request)?;
+    }
+    let notifiers = vgpud.config_dir().join("scripts.d/notifiers");
+    fs::create_dir_all(&notifiers)?;
+    let (script, log) = (notifiers.join("tell.sh"), vgpud.config_dir().join("log"));
+    fs::write(&script, format!("#!/bin/sh\necho \"$4 $6 $8 ${{10}}\" >>'{}'\n", log.display()))?;
+    for path in [&notifiers, notifiers.parent().context("scripts.d")?, script.as_path()] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+    }
+    vgpud.end(nix::sys::signal::Signal::SIGTERM)?;
+    vgpud.start_again()?;
+    let lines = || fs::read_to_string(&log).unwrap_or_default();
+    wait_for("all have started", || lines().lines().count() == 3)?;
+    let expected: String = [B, C, A].map(|uuid| format!("notify start success {uuid}\n")).concat();
+    assert_eq!(lines(), expected, "by the names of parents, then of vGPUs");
+    Ok(())
+}
+
+#[test]
+fn a_tree_of_mdevctls_is_taken_over() -> Result<()> {
+    let both = Both::new()?;
+    let tree = both.root.path().join("etc/mdevctl.d");
+    let old = |uuid: &str, text: &str| -> Result<()> {
+        fs::create_dir_all(tree.join("0000:3b:00.0"))?;
+        Ok(fs::write(tree.join("0000:3b:00.0").join(uuid), text)?)
+    };
+    for (uuid, line) in [(A, "-a"), (B, "")] {
+        let line = format!("define -u {uuid} -p 0000:3b:00.0 -t nvidia-63 {line}");
+        let done = both.real(&line.split_whitespace().collect::<Vec<_>>())?;
+        ensure!(done.status == 0, "{done:?}");
+    }
+    let line = format!("modify -u {B} --addattr assign_adapter --value 5");
+    both.real(&line.split(' ').collect::<Vec<_>>())?;
+    old("README", "not one")?;
+    old(C, "{ \"start\": \"auto\" }")?;
+    fs::create_dir_all(tree.join("scripts.d/callouts"))?;
+    let import = |flags: &str| {
+        let tree = tree.display().to_string();
+        let words = ["import", &tree].into_iter().chain(flags.split_whitespace());
+        both.ours(&words.collect::<Vec<_>>())
+    };
+
+    let plain = import("")?;
+    assert_eq!(plain.status, 1, "{plain:?}");
+    assert!(
+        plain
+            .stdout
+            .contains("there is no parent 0000:3b:00.0; add --parent 0000:3b:00.0=NEW (soft0)")
+    );
+    assert!(plain.stderr.contains("4 of 4 definitions are left out"), "{plain:?}");
+    assert!(plain.stderr.contains("callout scripts are not taken over"), "{plain:?}");
+    let parent = import("--parent 0000:3b:00.0=soft0")?;
+    assert!(
+        parent
+            .stdout
+            .contains("parent soft0 has no type nvidia-63; add --type nvidia-63=NEW (SOFT-256MQ"),
+        "{parent:?}"
+    );
+    let mapped = "--parent 0000:3b:00.0=soft0 --type nvidia-63=SOFT-1Q";
+    let dry = import(mapped)?;
+    assert!(dry.stdout.contains(&format!("{A} soft0 SOFT-1Q auto: would be defined\n")), "{dry:?}");
+    assert!(dry.stdout.contains("There is no attribute \"assign_adapter\""), "{dry:?}");
+    assert!(
+        dry.stdout.contains("README 0000:3b:00.0: left out: its name is not a uuid")
+            || dry.stdout.contains("its name is not a uuid")
+    );
+    assert!(dry.stdout.contains("missing field `mdev_type`"), "{dry:?}");
+    assert_eq!(both.vgpud.get("/v1/vgpus")?, serde_json::json!([]), "it was only said");
+
+    let some = import(&format!("{mapped} --drop-attrs --apply"))?;
+    assert!(
+        some.stdout
+            .contains(&format!("{B} soft0 SOFT-1Q manual: defined, without assign_adapter\n")),
+        "{some:?}"
+    );
+    assert!(some.stderr.contains("2 of 4 definitions are left out"), "{some:?}");
+    let listed = both.ours(&["list", "-d"])?.stdout;
+    assert_eq!(listed, format!("{A} soft0 SOFT-1Q auto\n{B} soft0 SOFT-1Q manual\n"));
+
+    // What is there is there, whatever the tree says.
+    both.ours(&["modify", "-u", A, "--attr", "core=10"])?;
+    let again = import(&format!("{mapped} --drop-attrs --apply --output json"))?;
+    let again: Value = serde_json::from_str(&again.stdout)?;
+    let of = |uuid: &str| again.as_array().and_then(|all| all.iter().find(|e| e["uuid"] == uuid));
+    assert_eq!(of(B).context("It is listed")?["result"], "there_already");
+    let changed = of(A).context("It is listed")?;
+    assert_eq!(changed["result"], "left_out");
+    assert!(
+        changed["reason"].as_str().is_some_and(|why| why.contains("another vGPU has that uuid"))
+    );
+    assert_eq!(both.vgpud.show(A)?["attrs"].to_string(), r#"[{"core":"10"}]"#);
+    let none = both.ours(&["import", "/nonexistent/mdevctl.d"])?;
+    assert!(
+        none.status == 1 && none.stderr.contains("Cannot read /nonexistent/mdevctl.d"),
+        "{none:?}"
+    );
+    Ok(())
+}
+
+#[test]
+fn what_is_not_here_says_what_to_do_instead() -> Result<()> {
+    let both = Both::new()?;
+    let done = both.ours(&["start-parent-mdevs", "soft0"])?;
+    if done.status != 2 {
+        bail!("{done:?}");
+    }
+    assert!(done.stderr.contains("vgpud starts what is defined with --auto by itself"), "{done:?}");
+    Ok(())
+}
