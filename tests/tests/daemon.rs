@@ -523,7 +523,7 @@ fn a_service_manager_is_told_when_requests_are_answered() -> Result<()> {
     let mut child = vgpud.command()?.env("NOTIFY_SOCKET", &path).spawn()?;
     let mut message = [0; 64];
     let len = socket.recv(&mut message)?;
-    assert_eq!(&message[..len], b"READY=1");
+    assert_eq!(message[..len].trim_ascii_end(), b"READY=1");
     vgpud.get("/v1/version")?;
     kill_process(child.id(), Signal::SIGTERM)?;
     assert!(child.wait()?.success());

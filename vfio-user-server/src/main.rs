@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use mdev_core::definition::Owner;
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::server;
@@ -36,6 +36,9 @@ enum Role {
     /// SIGTERM and SIGINT end everything in an orderly way. SIGUSR1 ends the manager alone: VMs go on, and the next
     /// manager with the same --run-dir adopts them.
     Run(RunArgs),
+    /// Print the manual page
+    #[command(hide = true)]
+    Man,
     /// Serve one vGPU (started by the manager)
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -102,6 +105,7 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let done = match cli.role {
         Role::Run(args) => run(args),
+        Role::Man => man(),
         Role::Worker(args) => worker(&args),
         Role::SoftGpu(args) => soft_gpu(args),
     };
@@ -134,6 +138,14 @@ fn run(args: RunArgs) -> anyhow::Result<()> {
         owner,
         access,
     })
+}
+
+/// The manual page, in troff.
+fn man() -> anyhow::Result<()> {
+    let all = Cli::command();
+    let run = all.find_subcommand("run").context("There is no `vgpud run`")?.clone();
+    let page = clap_mangen::Man::new(run.name("vgpud").bin_name("vgpud run")).section("8");
+    page.render(&mut std::io::stdout().lock()).context("Cannot write the manual page")
 }
 
 fn worker(args: &WorkerArgs) -> anyhow::Result<()> {

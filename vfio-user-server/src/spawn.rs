@@ -26,6 +26,16 @@ use crate::users::Account;
 /// The number that the first descriptor of a role has.
 pub const FIRST_FD: RawFd = 3;
 
+/// What a service manager tells this process, and not those that it starts.
+const SERVICE: [&str; 6] = [
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+];
+
 /// Most descriptors of a role.
 const MAX_FDS: RawFd = 4;
 
@@ -76,6 +86,9 @@ pub fn role(
     let files = limits.files.min(most);
     let user = Some(limits.user).filter(|_| nix::unistd::geteuid().is_root());
     let mut command = Command::new("/proc/self/exe");
+    for name in SERVICE {
+        command.env_remove(name);
+    }
     command.arg0(format!("vgpud[{whose}]")).args(args).stdin(Stdio::null()).stdout(Stdio::null());
     // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock is taken.
     unsafe {

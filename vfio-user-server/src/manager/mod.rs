@@ -11,6 +11,7 @@
 //! * [`ask`]: questions to a worker
 //! * `quotas`: what a vGPU may have besides time
 //! * `knobs`, `scheduler`: how a parent's time is to be divided, and what the API asks and changes of that
+//! * `service`: what systemd is told, and what it gives us
 //! * `tick`: measuring shares and enforcing them; `stats`: what was measured
 //! * `adopt`: finding what an earlier manager left running
 
@@ -41,6 +42,7 @@ mod quotas;
 mod requests;
 mod run;
 mod scheduler;
+mod service;
 mod sockets;
 mod stats;
 mod tick;
@@ -56,6 +58,7 @@ pub use crate::backend::ParentConfig;
 use folders::Folders;
 use knobs::Knobs;
 use parent::Parent;
+use service::Service;
 use vgpu::Vgpu;
 
 /// What came of a request.
@@ -71,6 +74,7 @@ pub struct Manager {
     watcher: Watcher,
     worker_user: Account,
     owner: Account,
+    service: Service,
 }
 
 /// What the manager's thread is told.
@@ -194,6 +198,7 @@ impl Manager {
             watcher,
             worker_user: config.worker_user,
             owner: config.owner,
+            service: Service::new(),
         })
     }
 
@@ -213,10 +218,14 @@ impl Manager {
                     self.gpu_exited(&parent, generation);
                 }
                 Ok(Event::End(Ending::Leave)) => {
+                    service::stopping();
                     log::info!("Leaving {} vGPUs to the next manager", self.vgpus.len());
                     return;
                 }
-                Ok(Event::End(Ending::Stop)) => return self.stop_all(),
+                Ok(Event::End(Ending::Stop)) => {
+                    service::stopping();
+                    return self.stop_all();
+                }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
@@ -228,7 +237,7 @@ impl Manager {
         let parents = self.parents.iter().filter_map(Parent::deadline);
         let vgpus = self.vgpus.values().filter_map(Vgpu::deadline);
         let readings = self.parents.iter().filter_map(|parent| parent.next_read);
-        parents.chain(vgpus).chain(readings).min()
+        parents.chain(vgpus).chain(readings).chain(self.service.deadline()).min()
     }
 
     fn do_what_is_due(&mut self, now: Instant) {
@@ -243,6 +252,7 @@ impl Manager {
             self.vgpu_due(vgpu);
         }
         self.read_what_is_due(now);
+        self.service.turn(now, self.vgpus.len());
     }
 
     /// Ends everything in an orderly way: workers first, so that each can say good-bye to its GPU.

@@ -1,7 +1,7 @@
 //! The life of a manager process: lock, signals, the API's socket, the manager's thread.
 
 use std::fs;
-use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::mpsc;
 
@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::config::Config;
 use super::folders::Folders;
-use super::{Ending, Handle, Manager, Watcher, sockets};
+use super::{Ending, Handle, Manager, Watcher, service, sockets};
 use crate::api::access::{Group, Peer};
 use crate::api::model::Version;
 use crate::api::{Api, http};
@@ -53,7 +53,13 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         Vec::new()
     };
     let socket = folders.api_socket();
-    let listener = listen(&socket, config.access.readers.as_ref())?;
+    // One that was opened for us is not ours to make, nor to remove.
+    let given = service::listener()?;
+    let ours = given.is_none();
+    let listener = match given {
+        Some(listener) => activated(listener).context("Cannot use the service manager's socket")?,
+        None => listen(&socket, config.access.readers.as_ref())?,
+    };
     let about = Version {
         version: env!("CARGO_PKG_VERSION").into(),
         api: "v1".into(),
@@ -72,15 +78,17 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     })
     .context("Cannot start the manager's thread")?;
     log::info!("Listening on {}", socket.display());
-    notify_ready();
+    service::ready();
     runtime.block_on(async {
         let server = tokio::spawn(async move { server.await });
         tokio::spawn(api.start_all(waiting));
         signals.relay(&handle, end).await;
         server.abort();
     });
-    // A file that is gone already is what is wanted.
-    let _ = fs::remove_file(&socket);
+    if ours {
+        // A file that is gone already is what is wanted.
+        let _ = fs::remove_file(&socket);
+    }
     drop(lock);
     // Not waited for: a worker that does not answer keeps a thread of it busy for a while.
     runtime.shutdown_background();
@@ -131,21 +139,8 @@ fn listen(path: &Path, group: Option<&Group>) -> anyhow::Result<tokio::net::Unix
     make().with_context(|| format!("Cannot listen on {}", path.display()))
 }
 
-/// Tells a service manager that asked for it (systemd's `Type=notify`) that requests are answered from now on.
-fn notify_ready() {
-    let Some(address) = std::env::var_os("NOTIFY_SOCKET") else { return };
-    let sent = UnixDatagram::unbound().and_then(|socket| {
-        use std::os::linux::net::SocketAddrExt;
-        use std::os::unix::ffi::OsStrExt;
-        match address.as_bytes().strip_prefix(b"@") {
-            Some(name) => socket.send_to_addr(
-                b"READY=1",
-                &std::os::unix::net::SocketAddr::from_abstract_name(name)?,
-            ),
-            None => socket.send_to(b"READY=1", Path::new(&address)),
-        }
-    });
-    if let Err(error) = sent {
-        log::warn!("Cannot tell NOTIFY_SOCKET that vgpud is ready: {error}");
-    }
+/// The API's socket as the service manager made it.
+fn activated(listener: UnixListener) -> std::io::Result<tokio::net::UnixListener> {
+    listener.set_nonblocking(true)?;
+    tokio::net::UnixListener::from_std(listener)
 }

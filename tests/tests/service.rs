@@ -1,0 +1,150 @@
+//! What a service manager is promised: systemd's protocols, spoken with the real daemon by a test in systemd's place.
+
+use std::fs;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use serde_json::json;
+use system_tests::{PATIENCE, Vgpud, is_alive, kill_process, wait_for};
+
+/// In systemd's place: listens for what a service says of itself.
+struct Notified(UnixDatagram);
+
+impl Notified {
+    fn listen(path: &Path) -> Result<Self> {
+        let socket = UnixDatagram::bind(path)?;
+        socket.set_read_timeout(Some(PATIENCE))?;
+        Ok(Self(socket))
+    }
+
+    /// Waits for a message that has a line with that beginning; the rest of it.
+    fn wait(&self, begin: &str) -> Result<String> {
+        let mut message = [0; 512];
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let len = self.0.recv(&mut message)?;
+            let text = String::from_utf8_lossy(&message[..len]);
+            if let Some(rest) = text.lines().find_map(|line| line.strip_prefix(begin)) {
+                return Ok(rest.to_owned());
+            }
+            ensure!(Instant::now() < deadline, "Nothing begins with {begin:?}");
+        }
+    }
+}
+
+/// Folders of a manager that does not run.
+fn stopped() -> Result<Vgpud> {
+    let mut vgpud = Vgpud::start()?;
+    vgpud.end(Signal::SIGTERM)?;
+    Ok(vgpud)
+}
+
+fn ends(mut child: Child, signal: Signal) -> Result<()> {
+    kill_process(child.id(), signal)?;
+    ensure!(child.wait()?.success(), "vgpud failed");
+    Ok(())
+}
+
+#[test]
+fn it_says_that_it_is_ready_how_it_is_and_that_it_lives() -> Result<()> {
+    let vgpud = stopped()?;
+    let path = vgpud.run_dir().join("notify");
+    let service = Notified::listen(&path)?;
+    let mut command = vgpud.command()?;
+    command.env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "400000");
+    let child = command.spawn()?;
+    assert_eq!(service.wait("READY=")?, "1");
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
+    service.wait("STATUS=1 vGPU runs")?;
+    let begun = Instant::now();
+    for _ in 0..5 {
+        service.wait("WATCHDOG=1")?;
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(500), "it is told at half of its time");
+    // What is said to the service manager is the manager's to say.
+    for pid in vgpud.roles() {
+        let environment = fs::read(format!("/proc/{pid}/environ"))?;
+        let environment = String::from_utf8_lossy(&environment);
+        assert!(!environment.contains("NOTIFY_SOCKET") && !environment.contains("WATCHDOG_USEC"));
+    }
+    // A manager that stands still says nothing, and is started anew.
+    kill_process(child.id(), Signal::SIGSTOP)?;
+    service.0.set_read_timeout(Some(Duration::from_millis(600)))?;
+    let mut message = [0; 512];
+    while service.0.recv(&mut message).is_ok() && begun.elapsed() < PATIENCE {}
+    assert!(begun.elapsed() < PATIENCE, "it goes on to say that it lives");
+    kill_process(child.id(), Signal::SIGCONT)?;
+    service.0.set_read_timeout(Some(PATIENCE))?;
+    service.wait("WATCHDOG=1")?;
+    vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), None)?;
+    kill_process(child.id(), Signal::SIGUSR1)?;
+    assert_eq!(service.wait("STOPPING=")?, "1");
+    let mut child = child;
+    ensure!(child.wait()?.success(), "vgpud failed");
+    Ok(())
+}
+
+/// Starts a manager as systemd does that has opened its socket.
+fn with_socket(vgpud: &Vgpud, socket: &UnixListener) -> Result<Child> {
+    let inner = vgpud.command()?;
+    let mut command = Command::new("sh");
+    // The process must be told its own number.
+    command.args(["-c", "export LISTEN_FDS=1 LISTEN_PID=$$; exec \"$@\"", "sh"]);
+    command.arg(inner.get_program()).args(inner.get_args());
+    let fd = socket.as_raw_fd();
+    // SAFETY: between fork and exec one system call is made, on a descriptor that is open here for as long.
+    unsafe {
+        command.pre_exec(move || {
+            // One that has the number already is closed with exec unless that is changed.
+            let placed = if fd == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(fd, 3) };
+            if placed >= 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        });
+    }
+    command.spawn().context("Cannot start vgpud")
+}
+
+#[test]
+fn it_serves_the_socket_that_it_is_given_and_leaves_it() -> Result<()> {
+    let vgpud = stopped()?;
+    let socket = UnixListener::bind(vgpud.api_socket())?;
+    let inode = || Ok::<_, anyhow::Error>(fs::metadata(vgpud.api_socket())?.ino());
+    let made = inode()?;
+    // A request that comes before the manager waits for it.
+    let first = with_socket(&vgpud, &socket)?;
+    let pid = vgpud.get("/v1/version")?["pid"].as_u64();
+    assert_eq!(pid, Some(u64::from(first.id())));
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
+    let worker = vgpud.show(&uuid)?["pid"].as_u64().context("No worker")?;
+    let worker = u32::try_from(worker)?;
+
+    // As the unit stops it: the manager goes, the worker stays, and the socket takes requests meanwhile.
+    ends(first, Signal::SIGUSR1)?;
+    assert_eq!(inode()?, made, "the socket is not the manager's to remove");
+    assert!(is_alive(worker));
+    let second = with_socket(&vgpud, &socket)?;
+    assert_eq!(vgpud.show(&uuid)?["pid"], worker, "the next manager has adopted it");
+    ends(second, Signal::SIGTERM)?;
+    wait_for("the worker has ended", || !is_alive(worker))?;
+    assert_eq!(inode()?, made);
+    Ok(())
+}
+
+#[test]
+fn what_is_no_listening_socket_is_refused() -> Result<()> {
+    let vgpud = stopped()?;
+    let listener = UnixListener::bind(vgpud.run_dir().join("other"))?;
+    let client = std::os::unix::net::UnixStream::connect(vgpud.run_dir().join("other"))?;
+    // A connection in place of a listener.
+    let wrong = UnixListener::from(std::os::fd::OwnedFd::from(client));
+    let mut child = with_socket(&vgpud, &wrong)?;
+    assert_eq!(child.wait()?.code(), Some(1));
+    drop(listener);
+    Ok(())
+}
