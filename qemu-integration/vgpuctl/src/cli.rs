@@ -19,6 +19,7 @@ Examples:
   vgpuctl stats                                       who uses how much
   vgpuctl top                                         the same, as it happens
   vgpuctl scheduler --policy equal-share              how a GPU's time is divided
+  vgpuctl doctor                                      what on this host is in the way
   vgpuctl screenshot -u UUID -o screen.png            what is on its screen
 
 Exit status:
@@ -62,6 +63,14 @@ pub enum Command {
     Stats(Stats),
     /// Show or change how a parent's time is divided: at once, while VMs run, and for good.
     Scheduler(Scheduler),
+    /// Check this host: QEMU, the VMs that run, GPU, groups and vgpud, with a fix for each finding.
+    Doctor(Doctor),
+    /// Print what completes command lines in a shell.
+    #[command(hide = true)]
+    Completions(Completions),
+    /// Write the manual pages into a folder.
+    #[command(hide = true)]
+    Man(Man),
     /// Watch shares as they are used, on the terminal: q leaves, arrows choose.
     Top(Top),
     /// Save what is on a vGPU's screen as a PNG file.
@@ -387,6 +396,35 @@ pub struct Scheduler {
     /// Format of the answer.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Findings are ok, warnings (works, or will not for some) and problems (does not work). Nothing is
+changed. Root sees most. Exit status 1 where there is a problem, 0 where there is none.
+
+Examples:
+  vgpuctl doctor                                   before the first VM, and when one fails
+  vgpuctl doctor --output json                     for programs: check, level, what, fix")]
+pub struct Doctor {
+    /// The folder that the host's /etc, /proc, /dev, /sys, /run and /usr are in.
+    #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
+    pub root: PathBuf,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+pub struct Completions {
+    /// The shell.
+    pub shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+pub struct Man {
+    /// Where they are written.
+    pub folder: PathBuf,
 }
 
 /// On or off.

@@ -65,6 +65,14 @@ pub enum Failure {
         /// Of how many.
         of: usize,
     },
+    /// The doctor found something: it has been printed.
+    #[error("{problems} of the findings above must be mended: see their fixes")]
+    Found {
+        /// All that was found, as it is to be printed.
+        output: Vec<u8>,
+        /// What of it must be mended.
+        problems: usize,
+    },
     /// There is none, or not where it was said to be.
     #[error("There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show what there is")]
     NoVgpu(VgpuId),
@@ -75,7 +83,10 @@ impl Failure {
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::NotHere(_) => 2,
-            Self::Local(_) | Self::Nonsense { .. } | Self::LeftOut { .. } => 1,
+            Self::Local(_)
+            | Self::Nonsense { .. }
+            | Self::LeftOut { .. }
+            | Self::Found { .. } => 1,
             Self::Unreachable { .. } => 3,
             Self::NoVgpu(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,

@@ -3,6 +3,7 @@
 //! * [`cli`]: the command line
 //! * [`client`]: the control API's client
 //! * [`commands`]: what each verb does
+//! * [`doctor`]: what on this host is in the way, and how to mend it
 //! * [`top`]: shares as they are used, on the terminal
 //! * [`mdevctl`]: mdevctl's text and JSON shapes
 //! * [`words`]: numbers as people read them
@@ -11,6 +12,7 @@
 mod cli;
 mod client;
 mod commands;
+mod doctor;
 mod failure;
 mod mdevctl;
 mod top;
@@ -31,6 +33,10 @@ fn main() -> ExitCode {
     match run(cli).and_then(|output| print(&output)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
+            if let Failure::Found { output, .. } = &failure {
+                // What was found is said even where its end is not read.
+                let _ = print(output);
+            }
             eprintln!("vgpuctl: {failure}");
             failure.exit_status().into()
         }

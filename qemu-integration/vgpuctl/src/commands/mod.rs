@@ -1,12 +1,14 @@
 //! What each verb does. A command returns what it prints.
 //!
 //! * [`read`]: `types`, `list`
+//! * [`generate`]: `completions`, `man`
 //! * [`stats`], [`scheduler`]: the verbs of these names
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`import`]: definitions of mdevctl's
 //! * [`libvirt`]: `libvirt ...`
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
+mod generate;
 mod import;
 mod libvirt;
 mod read;
@@ -18,7 +20,7 @@ mod write;
 use crate::cli::{Cli, Command};
 use crate::client::Client;
 use crate::failure::Failure;
-use crate::top;
+use crate::{doctor, top};
 
 /// Runs a command; what it prints.
 pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
@@ -28,6 +30,9 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::List(args) => read::list(&client, args).await,
         Command::Stats(args) => stats::stats(&client, args).await,
         Command::Scheduler(args) => scheduler::scheduler(&client, args).await,
+        Command::Doctor(args) => doctor::doctor(&client, args).await,
+        Command::Completions(args) => Ok(generate::completions(&args)),
+        Command::Man(args) => generate::man(&args),
         Command::Top(args) => top::top(&client, args).await,
         Command::Define(args) => write::define(&client, args).await,
         Command::Undefine(args) => write::undefine(&client, args).await,
