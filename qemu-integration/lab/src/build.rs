@@ -43,10 +43,18 @@ pub fn cargo() -> Command {
 
 /// `vgpud` and `vgpuctl`.
 pub fn host(progress: &Progress) -> Result<Programs> {
+    host_with(Profile::Dev, progress)
+}
+
+/// The same, built in a way of one's choice.
+pub fn host_with(profile: Profile, progress: &Progress) -> Result<Programs> {
     let step = progress.step("Building vgpud and vgpuctl");
     let mut command = cargo();
     // Not by package: cargo then takes the workspace's features, which `cargo lab` itself was built with.
     command.args(["build", "--bin", "vgpud", "--bin", "vgpuctl"]);
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
     build(command, step)
 }
 

@@ -26,6 +26,7 @@ pub mod bench;
 pub mod build;
 pub mod bundle;
 pub mod cleanup;
+pub mod deb;
 pub mod debs;
 pub mod demo;
 pub mod guest;

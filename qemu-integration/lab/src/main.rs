@@ -12,7 +12,7 @@ use lab::host::Parent;
 use lab::place::Bundle;
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec};
-use lab::{Lab, bench, bundle, simulate, test};
+use lab::{Lab, bench, bundle, deb, simulate, test};
 use mdev_core::sched::{Enforcement, Policy};
 
 /// Real VMs on this machine: fetches QEMU and a kernel if need be, and cleans up after itself.
@@ -69,6 +69,15 @@ enum Task {
         #[arg(long)]
         no_benchmark: bool,
     },
+    /// The Debian package: vgpud, vgpuctl, their units, manual pages and completions
+    Deb {
+        /// The folder that it is written to
+        #[arg(long, value_name = "DIR", default_value = "lab-out")]
+        out: PathBuf,
+        /// Build as for tests: quicker to make, slower to run
+        #[arg(long)]
+        dev: bool,
+    },
     /// The scheduling policies in simulated time, with up to 10,000 vGPUs; fails unless shares hold
     Simulate {
         /// How many vGPUs, 1 to 10000; more than one number for a run each
@@ -120,6 +129,12 @@ fn run(task: Task) -> Result<bool> {
             let options = bundle::Options { to: out.clone(), profile, benchmark: !no_benchmark };
             let bytes = bundle::write(&options, &Progress::new())?;
             println!("{}: {:.1} MiB", out.display(), bytes as f64 / 1_048_576.0);
+            Ok(true)
+        }
+        Task::Deb { out, dev } => {
+            let profile = if dev { Profile::Dev } else { Profile::Release };
+            let package = deb::write(&deb::Options { out, profile }, &Progress::new())?;
+            println!("{}: {:.1} MiB", package.display(), deb::size(&package)? as f64 / 1_048_576.0);
             Ok(true)
         }
         Task::Simulate { vgpus, policy, gates, out } => {

@@ -83,10 +83,7 @@ impl Failure {
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::NotHere(_) => 2,
-            Self::Local(_)
-            | Self::Nonsense { .. }
-            | Self::LeftOut { .. }
-            | Self::Found { .. } => 1,
+            Self::Local(_) | Self::Nonsense { .. } | Self::LeftOut { .. } | Self::Found { .. } => 1,
             Self::Unreachable { .. } => 3,
             Self::NoVgpu(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,

@@ -1,0 +1,253 @@
+//! `cargo lab deb`: the Debian package, made of `packaging/` and of what our own programs say of themselves.
+//!
+//! dpkg-deb puts it together, which is there wherever the lab can run. The programs are linked with the C library of the
+//! machine that builds them, and the package asks for one that has what they use of it.
+
+use std::fs::{self, File, Permissions};
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use flate2::{Compression, GzBuilder};
+
+use crate::build::{self, Profile, Programs, workspace};
+use crate::cleanup::Scratch;
+use crate::progress::Progress;
+
+/// The package's revision, after the version of the programs.
+const REVISION: u32 = 1;
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The folder that the package is written to.
+    pub out: PathBuf,
+    /// How the programs in it are built.
+    pub profile: Profile,
+}
+
+/// Files that are as they are in this tree: from, to, and permissions.
+const FILES: [(&str, &str, u32); 12] = [
+    ("packaging/vgpud.service", "usr/lib/systemd/system/vgpud.service", 0o644),
+    ("packaging/vgpud.socket", "usr/lib/systemd/system/vgpud.socket", 0o644),
+    ("packaging/sysusers.conf", "usr/lib/sysusers.d/vgpud.conf", 0o644),
+    ("packaging/tmpfiles.conf", "usr/lib/tmpfiles.d/vgpud.conf", 0o644),
+    ("packaging/default", "etc/default/vgpud", 0o644),
+    ("packaging/debian/copyright", "usr/share/doc/tessera/copyright", 0o644),
+    ("docs/operating.md", "usr/share/doc/tessera/operating.md", 0o644),
+    ("docs/security.md", "usr/share/doc/tessera/security.md", 0o644),
+    ("docs/scheduling.md", "usr/share/doc/tessera/scheduling.md", 0o644),
+    ("docs/limits.md", "usr/share/doc/tessera/limits.md", 0o644),
+    ("docs/nvidia.md", "usr/share/doc/tessera/nvidia.md", 0o644),
+    ("docs/libvirt.md", "usr/share/doc/tessera/libvirt.md", 0o644),
+];
+
+/// Scripts that dpkg runs.
+const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
+
+/// Completions: what vgpuctl calls the shell, and where that looks for them.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "usr/share/bash-completion/completions/vgpuctl"),
+    ("zsh", "usr/share/zsh/vendor-completions/_vgpuctl"),
+    ("fish", "usr/share/fish/vendor_completions.d/vgpuctl.fish"),
+];
+
+/// Writes the package; its path.
+pub fn write(options: &Options, progress: &Progress) -> Result<PathBuf> {
+    let programs = build::host_with(options.profile, progress)?;
+    let step = progress.step("Putting the package together");
+    let scratch = Scratch::new()?;
+    let root = scratch.path().join("tessera");
+    let stage = Stage { root: &root };
+    for name in ["vgpud", "vgpuctl"] {
+        let bytes = fs::read(programs.find(name)?)?;
+        stage.file(&format!("usr/bin/{name}"), 0o755, &bytes)?;
+        strip(&root.join("usr/bin").join(name));
+    }
+    for (from, to, mode) in FILES {
+        let bytes = fs::read(workspace().join(from)).with_context(|| format!("No {from}"))?;
+        stage.file(to, mode, &bytes)?;
+    }
+    generated(&stage, &programs, scratch.path())?;
+    let version = format!("{}-{REVISION}", env!("CARGO_PKG_VERSION"));
+    stage.packed(
+        "usr/share/doc/tessera/changelog.gz",
+        &fs::read(workspace().join("CHANGELOG.md"))?,
+    )?;
+    stage.packed(
+        "usr/share/doc/tessera/changelog.Debian.gz",
+        debian_changelog(&version)?.as_bytes(),
+    )?;
+    control(&stage, &version)?;
+    fs::create_dir_all(&options.out)?;
+    let package = options.out.join(format!("tessera_{version}_amd64.deb"));
+    let mut pack = Command::new("dpkg-deb");
+    match options.profile {
+        Profile::Dev => pack.args(["-Zgzip", "-z1"]),
+        Profile::Release => pack.arg("-Zxz"),
+    };
+    pack.args(["--root-owner-group", "--build"]).arg(&root).arg(&package);
+    let done = pack.output().context("Cannot run dpkg-deb: it is in Debian's package dpkg")?;
+    if !done.status.success() {
+        bail!("dpkg-deb failed: {}", String::from_utf8_lossy(&done.stderr).trim());
+    }
+    step.done();
+    Ok(package)
+}
+
+/// The files of a package before they are packed.
+struct Stage<'a> {
+    root: &'a Path,
+}
+
+impl Stage<'_> {
+    fn file(&self, to: &str, mode: u32, bytes: &[u8]) -> Result<()> {
+        let path = self.root.join(to);
+        fs::create_dir_all(path.parent().unwrap_or(self.root))?;
+        fs::write(&path, bytes).with_context(|| format!("Cannot write {}", path.display()))?;
+        fs::set_permissions(&path, Permissions::from_mode(mode))?;
+        // Whatever umask there is.
+        for folder in path.ancestors().skip(1).take_while(|folder| folder.starts_with(self.root)) {
+            fs::set_permissions(folder, Permissions::from_mode(0o755))?;
+        }
+        Ok(())
+    }
+
+    /// A file that is packed, the same way each time.
+    fn packed(&self, to: &str, bytes: &[u8]) -> Result<()> {
+        let mut packer = GzBuilder::new().write(Vec::new(), Compression::best());
+        packer.write_all(bytes)?;
+        self.file(to, 0o644, &packer.finish()?)
+    }
+}
+
+/// What the programs say of themselves: manual pages and completions.
+fn generated(stage: &Stage<'_>, programs: &Programs, scratch: &Path) -> Result<()> {
+    let vgpuctl = programs.find("vgpuctl")?;
+    for (shell, to) in COMPLETIONS {
+        stage.file(to, 0o644, &output(vgpuctl, &["completions", shell])?)?;
+    }
+    let pages = scratch.join("pages");
+    fs::create_dir(&pages)?;
+    output(vgpuctl, &["man", &pages.to_string_lossy()])?;
+    for page in fs::read_dir(&pages)? {
+        let page = page?;
+        let name = page.file_name();
+        let to = format!("usr/share/man/man1/{}.gz", name.to_string_lossy());
+        stage.packed(&to, &fs::read(page.path())?)?;
+    }
+    stage.packed("usr/share/man/man8/vgpud.8.gz", &output(programs.find("vgpud")?, &["man"])?)
+}
+
+fn output(program: &Path, args: &[&str]) -> Result<Vec<u8>> {
+    let name = program.display();
+    let done = Command::new(program).args(args).output();
+    let done = done.with_context(|| format!("Cannot run {name}"))?;
+    if !done.status.success() {
+        bail!("{name} {args:?} failed: {}", String::from_utf8_lossy(&done.stderr).trim());
+    }
+    Ok(done.stdout)
+}
+
+/// Takes symbols out of a program, where binutils are there.
+fn strip(program: &Path) {
+    let done = Command::new("strip").arg("--strip-unneeded").arg(program).output();
+    if !done.is_ok_and(|done| done.status.success()) {
+        eprintln!("note: {} keeps its symbols: there is no strip (binutils)", program.display());
+    }
+}
+
+/// The part of the package that dpkg reads.
+fn control(stage: &Stage<'_>, version: &str) -> Result<()> {
+    let debian = workspace().join("packaging/debian");
+    let mut libc = (0, 0);
+    for name in ["vgpud", "vgpuctl"] {
+        libc = libc.max(libc_version(&fs::read(stage.root.join("usr/bin").join(name))?));
+    }
+    let mut files = Vec::new();
+    list(stage.root, stage.root, &mut files)?;
+    files.sort();
+    let mut bytes = 0;
+    for file in &files {
+        bytes += fs::metadata(stage.root.join(file))?.len();
+    }
+    let control = fs::read_to_string(debian.join("control.in"))?
+        .replace("@VERSION@", version)
+        .replace("@LIBC@", &format!("{}.{}", libc.0, libc.1))
+        .replace("@SIZE@", &bytes.div_ceil(1024).to_string());
+    let sums = Command::new("md5sum").args(&files).current_dir(stage.root).output();
+    let sums = sums.context("Cannot run md5sum")?;
+    stage.file("DEBIAN/control", 0o644, control.as_bytes())?;
+    stage.file("DEBIAN/md5sums", 0o644, &sums.stdout)?;
+    stage.file("DEBIAN/conffiles", 0o644, b"/etc/default/vgpud\n")?;
+    for name in SCRIPTS {
+        stage.file(&format!("DEBIAN/{name}"), 0o755, &fs::read(debian.join(name))?)?;
+    }
+    Ok(())
+}
+
+fn list(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            list(root, &path, files)?;
+        } else {
+            files.push(path.strip_prefix(root)?.to_owned());
+        }
+    }
+    Ok(())
+}
+
+/// The newest version of the C library whose symbols a program names.
+fn libc_version(program: &[u8]) -> (u32, u32) {
+    const MARK: &[u8] = b"GLIBC_";
+    let mut newest = (0, 0);
+    for at in program.windows(MARK.len()).enumerate().filter(|(_, w)| *w == MARK).map(|(at, _)| at)
+    {
+        let rest = &program[at + MARK.len()..];
+        let end = rest.iter().position(|byte| !byte.is_ascii_digit() && *byte != b'.');
+        let text = std::str::from_utf8(&rest[..end.unwrap_or(0)]).unwrap_or_default();
+        let mut numbers = text.split('.').map(str::parse);
+        if let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) {
+            newest = newest.max((major, minor));
+        }
+    }
+    newest
+}
+
+fn debian_changelog(version: &str) -> Result<String> {
+    let date = Command::new("git")
+        .args(["log", "-1", "--format=%aD"])
+        .current_dir(workspace())
+        .output()
+        .ok()
+        .filter(|done| done.status.success() && !done.stdout.is_empty());
+    let date = match date {
+        Some(done) => done.stdout,
+        None => Command::new("date").arg("-R").output().context("Cannot run date")?.stdout,
+    };
+    let date = String::from_utf8(date)?;
+    Ok(format!(
+        "tessera ({version}) unstable; urgency=medium\n\n  * See changelog.gz.\n\n -- The Tessera authors \
+         <tessera@localhost.invalid>  {}\n",
+        date.trim()
+    ))
+}
+
+/// Size of a file, for people.
+pub fn size(path: &Path) -> Result<u64> {
+    Ok(File::open(path)?.metadata()?.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::libc_version;
+
+    #[test]
+    fn the_newest_symbol_decides() {
+        assert_eq!(libc_version(b"xGLIBC_2.2.5\0GLIBC_2.34\0GLIBC_PRIVATE\0GLIBC_2.9\0"), (2, 34));
+        assert_eq!(libc_version(b"nothing"), (0, 0));
+    }
+}
