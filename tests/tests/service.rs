@@ -46,10 +46,28 @@ fn stopped() -> Result<Vgpud> {
     Ok(vgpud)
 }
 
-fn ends(mut child: Child, signal: Signal) -> Result<()> {
-    kill_process(child.id(), signal)?;
-    ensure!(child.wait()?.success(), "vgpud failed");
-    Ok(())
+/// A manager that is not left behind.
+struct Running(Child);
+
+impl Running {
+    fn id(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// Sends it a signal, after which it ends as it should.
+    fn ends(mut self, signal: Signal) -> Result<()> {
+        kill_process(self.id(), signal)?;
+        ensure!(self.0.wait()?.success(), "vgpud failed");
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // One that has ended is what is wanted.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 #[test]
@@ -59,7 +77,7 @@ fn it_says_that_it_is_ready_how_it_is_and_that_it_lives() -> Result<()> {
     let service = Notified::listen(&path)?;
     let mut command = vgpud.command()?;
     command.env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "400000");
-    let child = command.spawn()?;
+    let child = Running(command.spawn()?);
     assert_eq!(service.wait("READY=")?, "1");
     let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
     service.wait("STATUS=1 vGPU runs")?;
@@ -86,13 +104,11 @@ fn it_says_that_it_is_ready_how_it_is_and_that_it_lives() -> Result<()> {
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), None)?;
     kill_process(child.id(), Signal::SIGUSR1)?;
     assert_eq!(service.wait("STOPPING=")?, "1");
-    let mut child = child;
-    ensure!(child.wait()?.success(), "vgpud failed");
-    Ok(())
+    child.ends(Signal::SIGUSR1)
 }
 
 /// Starts a manager as systemd does that has opened its socket.
-fn with_socket(vgpud: &Vgpud, socket: &UnixListener) -> Result<Child> {
+fn with_socket(vgpud: &Vgpud, socket: &UnixListener) -> Result<Running> {
     let inner = vgpud.command()?;
     let mut command = Command::new("sh");
     // The process must be told its own number.
@@ -107,7 +123,7 @@ fn with_socket(vgpud: &Vgpud, socket: &UnixListener) -> Result<Child> {
             if placed >= 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
         });
     }
-    command.spawn().context("Cannot start vgpud")
+    Ok(Running(command.spawn().context("Cannot start vgpud")?))
 }
 
 #[test]
@@ -125,12 +141,12 @@ fn it_serves_the_socket_that_it_is_given_and_leaves_it() -> Result<()> {
     let worker = u32::try_from(worker)?;
 
     // As the unit stops it: the manager goes, the worker stays, and the socket takes requests meanwhile.
-    ends(first, Signal::SIGUSR1)?;
+    first.ends(Signal::SIGUSR1)?;
     assert_eq!(inode()?, made, "the socket is not the manager's to remove");
     assert!(is_alive(worker));
     let second = with_socket(&vgpud, &socket)?;
     assert_eq!(vgpud.show(&uuid)?["pid"], worker, "the next manager has adopted it");
-    ends(second, Signal::SIGTERM)?;
+    second.ends(Signal::SIGTERM)?;
     wait_for("the worker has ended", || !is_alive(worker))?;
     assert_eq!(inode()?, made);
     Ok(())
@@ -144,7 +160,7 @@ fn what_is_no_listening_socket_is_refused() -> Result<()> {
     // A connection in place of a listener.
     let wrong = UnixListener::from(std::os::fd::OwnedFd::from(client));
     let mut child = with_socket(&vgpud, &wrong)?;
-    assert_eq!(child.wait()?.code(), Some(1));
+    assert_eq!(child.0.wait()?.code(), Some(1));
     drop(listener);
     Ok(())
 }
