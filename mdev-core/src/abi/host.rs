@@ -145,6 +145,8 @@ pub const SEM_EXECUTE: u32 = 0x006c;
 pub const WFI: u32 = 0x0078;
 /// `NVC86F_YIELD`.
 pub const YIELD: u32 = 0x0080;
+/// `YIELD_OP_TSG`: the next channel of the same group that has work goes first. Groups keep their time slices.
+pub const YIELD_TSG: u32 = 3;
 /// First method that belongs to the subchannel's class.
 pub const FIRST_CLASS_METHOD: u32 = 0x0100;
 

@@ -28,8 +28,8 @@ use crate::pushbuffer::Methods;
 pub const DEFAULT_ENTRIES: u32 = 256;
 /// Bytes of pushbuffer that one submission may take.
 const SLOT_BYTES: u64 = 1024;
-/// Words of methods that one submission may carry: the release at its end takes six.
-pub const MAX_WORDS: usize = SLOT_BYTES as usize / 4 - 6;
+/// Words of methods that one submission may carry: the release at its end takes six, and giving way one.
+pub const MAX_WORDS: usize = SLOT_BYTES as usize / 4 - 7;
 
 /// What a channel has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -186,6 +186,10 @@ impl Channel {
             copy::release(&mut end, semaphore, value);
         } else {
             end.release(semaphore, value);
+        }
+        // The silicon changes to another channel of the group when this one's ring runs dry, which it may never do.
+        if in_flight > 0 {
+            end.give_way();
         }
         let window = self.memory.window();
         window.write(slot, words.as_bytes());

@@ -74,6 +74,15 @@ impl Methods {
         self.push(0, SEM_ADDR_LO, &[va as u32, (va >> 32) as u32, payload, 0, execute])
     }
 
+    /// Lets the other channels of the same group go first, if any of them has work. Otherwise a ring that never runs dry
+    /// keeps them waiting for ever.
+    pub fn give_way(&mut self) -> &mut Self {
+        let (method, count) = (host::YIELD, host::YIELD_TSG);
+        self.words
+            .push(MethodHeader { op: SecOp::Immediate, subchannel: 0, method, count }.encode());
+        self
+    }
+
     /// Raises the channel's interrupt.
     pub fn interrupt(&mut self) -> &mut Self {
         self.push(0, NON_STALL_INTERRUPT, &[0])
@@ -92,5 +101,6 @@ mod tests {
             methods.words(),
             [0x2001_8000, 0xc8b5, 0x2005_0017, 0x3456_7890, 0x12, 7, 0, 0x10_0001]
         );
+        assert_eq!(Methods::new().give_way().words(), [0x8003_0020]);
     }
 }

@@ -49,7 +49,8 @@ impl HostClass {
                 self.payload = self.payload & 0xffff_ffff | u64::from(data) << 32;
             }
             abi::SEM_EXECUTE => return self.semaphore(cx, data),
-            abi::YIELD => return Ok(Action::Yield),
+            abi::YIELD if data & 3 == abi::YIELD_TSG => return Ok(Action::Yield),
+            abi::YIELD => {}
             _ => return Err(Fault::host(method)),
         }
         Ok(Action::None)
