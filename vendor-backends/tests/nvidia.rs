@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::mailbox::VA_START;
+use mdev_core::abi::userd;
 use mdev_core::gpu::{
     Backing, ChannelHandle, Client, ClientSpec, EngineKind, Gpu, GpuCapabilities, GpuError, Pending,
 };
@@ -12,7 +13,7 @@ use mdev_core::ids::{GpuVa, VgpuId};
 use mdev_core::profile;
 use mdev_core::units::{GIB, MIB};
 use vendor_backends::conformance::{self, life, readable};
-use vendor_backends::mem::SharedMemory;
+use vendor_backends::mem::{Mapping, SharedMemory};
 use vendor_backends::nvidia::fake::{self, Fake};
 use vendor_backends::nvidia::record::Recorder;
 use vendor_backends::nvidia::version::Layout;
@@ -306,4 +307,107 @@ fn a_deaf_worker_does_not_hold_the_manager_up() {
         }
     }
     assert!(started.elapsed() < Duration::from_secs(10));
+}
+
+/// A ring in memory that a test plays the GPU with: entries are there, and fetched, as it says.
+fn set_ring(memory: &Mapping, place: u64, get: u32, put: u32) {
+    memory.store_u32(place * 512 + userd::GP_GET, get).unwrap();
+    memory.store_u32(place * 512 + userd::GP_PUT, put).unwrap();
+}
+
+fn mapped(memory: &SharedMemory) -> Arc<Mapping> {
+    memory.mapping.clone()
+}
+
+#[test]
+fn who_has_nothing_to_do_has_the_shortest_slice_while_others_work() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (idle, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let (busy, _other, other_memory, others) = with_channels(&rm, &mut gpu);
+    for vgpu in [idle, busy] {
+        gpu.set_timeslice(vgpu, Duration::from_millis(3)).unwrap();
+    }
+    set_ring(&mapped(&other_memory), 1, 0, 1);
+    let slices = |channels: &[ChannelHandle]| -> Vec<u64> {
+        channels.iter().filter_map(|channel| rm.slice_us(channel.token.0)).collect()
+    };
+    eventually("a short slice", || {
+        gpu.usage().unwrap();
+        slices(&channels) == [50, 50, 50]
+    });
+    assert_eq!(slices(&others)[1..], [3000, 3000], "who works has his own");
+    set_ring(&mapped(&memory), 1, 0, 1);
+    eventually("his own slice", || slices(&channels) == [50, 3000, 3000]);
+    gpu.set_timeslice(idle, Duration::from_millis(4)).unwrap();
+    eventually("another slice", || slices(&channels) == [50, 4000, 4000]);
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn a_kernel_without_an_end_is_told_and_no_other() {
+    let rm = Fake::new(DRIVER);
+    let hang = Some(Duration::from_millis(150));
+    let options = Options { hang, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake::ADDRESS, options).unwrap();
+    let started = Instant::now();
+    let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
+    let own = u64::from(std::process::id());
+    rm.set_clock(clock());
+    // A turn of before the channels were: its end was never logged.
+    let (endless, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    rm.log_turn(true, own, clock() - 900_000_000);
+    set_ring(&mapped(&memory), 1, 1, 1);
+    let (_, mut other, other_memory, others) = with_channels(&rm, &mut gpu);
+    let other_ring = mapped(&other_memory);
+    let mut rounds = 0;
+    let mut play = |gpu: &mut NvidiaGpu| {
+        rounds += 1;
+        rm.set_clock(clock());
+        // Whoever fetches goes on, however long its turn is.
+        set_ring(&other_ring, 1, rounds % 64, (rounds + 1) % 64);
+        let report = gpu.usage().unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        report.vgpus.iter().find(|(id, _)| *id == endless).unwrap().1.hang_resets
+    };
+    let until = Instant::now() + Duration::from_millis(500);
+    while Instant::now() < until {
+        assert_eq!(play(&mut gpu), 0, "not its own turn");
+    }
+    rm.log_turn(true, own, clock());
+    let begun = Instant::now();
+    eventually("reset", || play(&mut gpu) == 1);
+    assert!(begun.elapsed() >= Duration::from_millis(149), "{:?}", begun.elapsed());
+    let errors = |client: &mut NvidiaClient, channels: &[ChannelHandle]| -> Vec<u32> {
+        channels.iter().map(|one| client.query_channel(one.id).unwrap().error).collect()
+    };
+    assert_eq!(errors(&mut client, &channels), [0, 43, 43], "copies go on");
+    assert_eq!(errors(&mut other, &others), [0, 0, 0]);
+}
+
+#[test]
+fn a_gate_disables_each_channel_once_and_enables_it_once() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    let all_run = |channels: &[ChannelHandle], run: bool| {
+        channels.iter().all(|channel| rm.may_run(channel.token.0) == run)
+    };
+    for round in 0..3 {
+        gpu.set_gate(vgpu, false).unwrap();
+        eventually("closed", || all_run(&channels, false));
+        if round == 1 {
+            // What is made behind a closed gate waits there too.
+            client.destroy_channel(channels[2].id).unwrap();
+            let id = life::import(&mut client, &memory).unwrap();
+            let late = client.create_channel(&life::channel(EngineKind::Compute, id, 0)).unwrap();
+            assert!(!rm.may_run(late.token.0));
+            gpu.set_gate(vgpu, true).unwrap();
+            eventually("open", || rm.may_run(late.token.0) && all_run(&channels[..2], true));
+            break;
+        }
+        gpu.set_gate(vgpu, true).unwrap();
+        eventually("open", || all_run(&channels, true));
+    }
+    assert_eq!(rm.violations(), Vec::<String>::new());
 }

@@ -21,10 +21,14 @@ use super::rm::{Node, RmError};
 use super::session::{AddressSpace, Object};
 use super::sys::abi::{self, notification};
 use super::sys::numbers::{class, control, engine, flag};
+use super::trace;
 use crate::mem::Mapping;
 
 /// Slices that the driver takes.
 const SLICE_US: (u128, u128) = (50, 100_000_000);
+
+/// The slice of a group that has nothing to do.
+const IDLE_SLICE: Duration = Duration::from_micros(50);
 
 /// How long a boost of the clocks is asked for.
 const BOOST: Duration = Duration::from_secs(10);
@@ -69,6 +73,8 @@ struct Group {
     object: Arc<Object>,
     engine: EngineKind,
     number: u32,
+    /// When, by the GPU's clock.
+    made_ns: u64,
 }
 
 #[derive(Debug)]
@@ -84,6 +90,8 @@ struct Channel {
     notifier: Arc<Notifier>,
     error: u32,
     error_info: u64,
+    /// Kept from running. Each time takes an enabling of its own.
+    disabled: bool,
 }
 
 impl Channel {
@@ -147,6 +155,8 @@ pub struct Channels {
     notifiers: Vec<Arc<Notifier>>,
     slice: Option<Duration>,
     open: bool,
+    /// Engines on which there is nothing to do.
+    idle: [bool; 2],
     boosted: Option<Instant>,
     /// The doorbell page.
     doorbell: Arc<Mapping>,
@@ -188,6 +198,7 @@ impl Channels {
             next: 1,
             slice: None,
             open: true,
+            idle: [false; 2],
             boosted: None,
             doorbell,
             backoff: [Backoff::for_copies(), Backoff::for_kernels()],
@@ -211,6 +222,13 @@ impl Channels {
         let get = |channel: &Channel| channel.word(userd::GP_GET).unwrap_or_default();
         let on_it = self.all.iter().filter(|(_, channel)| channel.engine == engine);
         on_it.map(|(id, channel)| (*id, get(channel))).collect()
+    }
+
+    /// Since when, by the GPU's clock, there is a group on that engine whose channels were given work.
+    pub fn in_use_since(&self, engine: EngineKind) -> Option<u64> {
+        let group = self.groups.iter().find(|group| group.engine == engine)?;
+        let of_it = |channel: &&Channel| channel.group == group.number && channel.error == 0;
+        self.all.values().filter(of_it).any(Channel::was_used).then_some(group.made_ns)
     }
 
     /// Whether any was ever given work.
@@ -270,13 +288,9 @@ impl Channels {
             }
         };
         let token = channel.token;
-        let handle = channel.object().map(|object| object.handle());
         self.all.insert(id, channel);
         self.next = next;
-        // Only this one: each time that a channel is disabled takes an enabling of its own.
-        if !self.open
-            && let Err(error) = self.disable(true, handle.as_slice())
-        {
+        if let Err(error) = self.settle() {
             self.destroy(id, [false; 2])?;
             return Err(error);
         }
@@ -335,6 +349,7 @@ impl Channels {
             notifier,
             error: 0,
             error_info: 0,
+            disabled: false,
         })
     }
 
@@ -364,12 +379,14 @@ impl Channels {
             };
             device.subdevice.control(control::PREEMPTION_MODE, &mut mode)?;
         }
-        if let Some(slice) = self.slice {
-            set_slice(&object, slice)?;
-        }
+        // It is made to be used.
+        self.idle[kind as usize] = false;
         self.group_number += 1;
         let number = self.group_number;
-        self.groups.push(Group { object: object.clone(), engine: kind, number });
+        let made_ns = trace::clock_ns(&self.doorbell).unwrap_or_default();
+        let group = Group { object: object.clone(), engine: kind, number, made_ns };
+        self.reslice(&group)?;
+        self.groups.push(group);
         Ok((object, number))
     }
 
@@ -409,7 +426,8 @@ impl Channels {
 
     fn ring_queued(&self, which: impl Fn(&Channel) -> bool) {
         for channel in self.all.values() {
-            if channel.error == 0 && channel.has_queued() && which(channel) {
+            let runs = channel.error == 0 && !channel.disabled;
+            if runs && channel.has_queued() && which(channel) {
                 self.ring(channel.token);
             }
         }
@@ -417,9 +435,7 @@ impl Channels {
 
     /// Rings for every channel that has entries which nobody fetches: a ring was lost.
     pub fn ring_again(&self) {
-        if self.open {
-            self.ring_queued(|_| true);
-        }
+        self.ring_queued(|_| true);
     }
 
     /// Throws a channel's group off its engine. Everything it was doing is lost.
@@ -432,19 +448,21 @@ impl Channels {
         }
     }
 
-    /// Resets all groups: every channel is told.
-    pub fn reset_groups(&mut self) {
-        for group in &self.groups {
+    /// Resets all groups, or those of one engine: every channel of theirs is told.
+    pub fn reset_groups(&mut self, engine: Option<EngineKind>) {
+        let concerns = |of: EngineKind| engine.is_none_or(|engine| of == engine);
+        for group in self.groups.iter().filter(|group| concerns(group.engine)) {
             let of_it = |channel: &&Channel| channel.group == group.number && channel.error == 0;
             if let Some(channel) = self.all.values().find(of_it) {
                 self.reset_one(channel);
             }
         }
-        for channel in self.all.values_mut().filter(|channel| channel.error == 0) {
+        let live = self.all.values_mut().filter(|c| c.error == 0 && concerns(c.engine));
+        for channel in live {
             channel.error = notifier::RESET_CHANNEL;
             self.counters.faults += 1;
         }
-        self.groups.clear();
+        self.groups.retain(|group| !concerns(group.engine));
     }
 
     /// Destroys all channels. `running` as for [`Self::destroy`].
@@ -526,10 +544,30 @@ impl Channels {
     /// Sets the time slice of all groups, now and later.
     pub fn set_slice(&mut self, slice: Duration) -> Result<(), GpuError> {
         self.slice = Some(slice);
-        for group in &self.groups {
-            set_slice(&group.object, slice)?;
+        self.groups.iter().try_for_each(|group| self.reslice(group))
+    }
+
+    /// Says whether there is anything to do on an engine.
+    ///
+    /// A doorbell makes the GPU give the channel's group a turn, whether or not its ring has anything: a guest that rings
+    /// all the time takes its slice from the others for nothing. That of an idle group is therefore the shortest there is.
+    pub fn set_idle(&mut self, engine: EngineKind, idle: bool) -> Result<(), GpuError> {
+        if std::mem::replace(&mut self.idle[engine as usize], idle) == idle {
+            return Ok(());
         }
-        Ok(())
+        let mut of_it = self.groups.iter().filter(|group| group.engine == engine);
+        of_it.try_for_each(|group| self.reslice(group))
+    }
+
+    /// Whether any engine's slice is an idle one's.
+    pub fn any_idle(&self) -> bool {
+        self.groups.iter().any(|group| self.idle[group.engine as usize])
+    }
+
+    fn reslice(&self, group: &Group) -> Result<(), GpuError> {
+        let Some(slice) = self.slice else { return Ok(()) };
+        let idle = self.idle[group.engine as usize];
+        Ok(set_slice(&group.object, if idle { IDLE_SLICE } else { slice })?)
     }
 
     /// Opens the gate if it is closed.
@@ -547,24 +585,31 @@ impl Channels {
             self.counters.gate_closings += 1;
             self.boost();
         }
-        let live: Vec<u32> = self
-            .all
-            .values()
-            .filter(|channel| channel.error == 0)
-            .filter_map(|channel| Some(channel.object()?.handle()))
-            .collect();
-        self.disable(!open, &live)?;
-        if open {
-            // A ring that came while the channel was disabled may have been lost.
-            self.ring_queued(|_| true);
+        self.settle()
+    }
+
+    /// Disables and enables those channels whose state is to change.
+    fn settle(&mut self) -> Result<(), GpuError> {
+        for disable in [true, false] {
+            let changes = |channel: &&Channel| channel.error == 0 && channel.disabled != disable;
+            let changing = self.all.values().filter(|_| self.open != disable).filter(changes);
+            let handles: Vec<u32> =
+                changing.filter_map(|channel| Some(channel.object()?.handle())).collect();
+            if handles.is_empty() {
+                continue;
+            }
+            self.disable(disable, &handles)?;
+            let all = self.all.values_mut().filter(|channel| channel.error == 0);
+            all.for_each(|channel| channel.disabled = disable);
+            if !disable {
+                // A ring that came while a channel was disabled may have been lost.
+                self.ring_queued(|_| true);
+            }
         }
         Ok(())
     }
 
     fn disable(&self, disable: bool, channels: &[u32]) -> Result<(), GpuError> {
-        if channels.is_empty() {
-            return Ok(());
-        }
         let mut params = abi::DisableChannels {
             disable: u8::from(disable),
             count: channels.len() as u32,

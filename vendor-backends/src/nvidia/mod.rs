@@ -5,7 +5,8 @@
 //! 1. [`sys`], [`version`]: what the driver's kernel interface looks like; [`rm`]: the way to it
 //! 2. [`session`]: a client of the driver and its objects; [`device`]: a GPU
 //! 3. [`memory`], [`channels`], [`backoff`], [`trace`]: a vGPU's memory, channels, and engine time
-//! 4. [`NvidiaClient`] (in a worker), [`service`], [`signals`]: its threads, [`privilege`]: what it must not have
+//! 4. [`NvidiaClient`] (in a worker), [`service`], [`signals`]: its threads, [`watch`]: kernels without an end,
+//!    [`privilege`]: what it must not have
 //! 5. [`fake`]: a driver without a GPU, for tests; [`record`]: what was asked of one
 //! 6. [`NvidiaGpu`] (in the manager), [`wire`]: what it says to workers
 
@@ -25,6 +26,7 @@ pub mod signals;
 pub mod sys;
 pub mod trace;
 pub mod version;
+pub mod watch;
 pub mod wire;
 
 pub use client::NvidiaClient;

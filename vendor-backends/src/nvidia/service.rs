@@ -16,6 +16,7 @@ use super::channels::Channels;
 use super::session::Session;
 use super::signals::Signals;
 use super::trace::{Trace, Turns};
+use super::watch::{self, Turn, Watch};
 use super::wire::{FromManager, FromWorker, Report};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
@@ -25,6 +26,12 @@ const LOOK: Duration = Duration::from_millis(5);
 /// How often an idle one's are, and notifiers without an event: an event says that something has happened, not that it is
 /// written.
 const REST: Duration = Duration::from_millis(50);
+
+/// How often those are that have an idle engine's slice: nobody waits longer for his own.
+const IDLE_LOOK: Duration = Duration::from_millis(10);
+
+/// How long after its last sign of work an engine is idle, where others wait for theirs.
+const IDLE_AFTER: Duration = Duration::from_millis(100);
 
 /// How long after its last sign of work a vGPU counts as busy: the last thing it was given may still run.
 const LINGER: Duration = Duration::from_millis(20);
@@ -79,23 +86,52 @@ impl Shared {
         }
     }
 
-    /// Resets the vGPU's groups, and tells the worker.
-    pub fn reset(&self) {
+    /// Resets the vGPU's groups, or those of one engine, and tells the worker.
+    pub fn reset(&self, engine: Option<EngineKind>) {
         let mut channels = self.channels();
         channels.counters.hang_resets += 1;
-        channels.reset_groups();
+        channels.reset_groups(engine);
         drop(channels);
         self.signals.raise(Pending::CHANNEL_ERROR);
     }
 
     /// For how long this vGPU has had the compute engine without a break, as far as the driver tells.
     fn turn(&self) -> Option<Turn> {
+        let made_ns = self.channels().in_use_since(EngineKind::Compute);
         let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
         let trace = trace.as_mut()?;
         trace.read().ok()?;
-        let since = trace.turns.since_ns?;
+        // The end of one is not always logged where a channel was reset in it: none is older than its group.
+        let since =
+            trace.turns.since_ns.filter(|since| made_ns.is_some_and(|made| *since >= made))?;
         let lasts = Duration::from_nanos(trace.now_ns()?.saturating_sub(since));
         Some(Turn { since_ns: since, lasts, switches: trace.switches })
+    }
+
+    /// Resets the vGPU if its kernel will not end; or how soon that is to be looked at again.
+    fn judge(&self, watch: &mut Watch) -> Option<Duration> {
+        let stuck = self.activity().stuck(EngineKind::Compute);
+        match watch.look(Instant::now(), stuck, || self.turn()) {
+            watch::Verdict::Fine => None,
+            // A poll waits for whole milliseconds.
+            watch::Verdict::Later(after) => Some(after + Duration::from_millis(1)),
+            watch::Verdict::Hung => {
+                log::warn!("A kernel does not end while others wait: reset");
+                self.reset(Some(EngineKind::Compute));
+                None
+            }
+        }
+    }
+
+    /// How long until the rings are to be looked at again.
+    fn pause(&self) -> Duration {
+        if self.activity().is_busy() {
+            LOOK
+        } else if self.channels().any_idle() {
+            IDLE_LOOK
+        } else {
+            REST
+        }
     }
 
     /// How the vGPU is.
@@ -136,15 +172,6 @@ impl Shared {
     }
 }
 
-/// A turn that has not ended.
-#[derive(Clone, Copy, Debug)]
-struct Turn {
-    since_ns: u64,
-    lasts: Duration,
-    /// Switches that were logged so far, anybody's.
-    switches: u64,
-}
-
 /// What is seen of a vGPU's work from outside: its rings.
 #[derive(Debug)]
 pub struct Activity {
@@ -182,14 +209,15 @@ impl Activity {
     /// Looks at the rings.
     fn look(&mut self, shared: &Shared, others_wait: bool) {
         let now = Instant::now();
-        let channels = shared.channels();
+        let mut channels = shared.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {
             let index = engine as usize;
             let progress = channels.progress(engine);
             let fetched = progress != self.progress[index];
             if fetched {
                 self.progress[index] = progress;
-                self.fetched[index] = now;
+                // Some time since then; the engine may be at work on it since then, too.
+                self.fetched[index] = self.looked;
             }
             let queued = channels.has_queued(engine);
             if queued && !fetched && now.duration_since(self.fetched[index]) > RING_AGAIN {
@@ -201,6 +229,12 @@ impl Activity {
                 if engine == EngineKind::Copy {
                     self.copying += now.duration_since(self.looked);
                 }
+            }
+            let rested = self.busy[index].is_none_or(|at| now.duration_since(at) > IDLE_AFTER);
+            if (!rested || others_wait)
+                && let Err(error) = channels.set_idle(engine, rested)
+            {
+                log::warn!("{error}");
             }
         }
         drop(channels);
@@ -226,45 +260,6 @@ impl Activity {
     }
 }
 
-/// Watches for a turn that does not end while others wait.
-///
-/// A turn may be long because nobody else wants the engine, or because it is many kernels one after the other: neither is
-/// a hang. One that is has to be long since others wait, and without a GPFIFO entry fetched in all that time.
-#[derive(Debug)]
-struct Watch {
-    limit: Option<Duration>,
-    contended: Option<Instant>,
-    /// The turn that looked endless a moment ago.
-    suspect: Option<Turn>,
-    /// How many switches there were at the last reset.
-    reset_at: Option<u64>,
-}
-
-impl Watch {
-    fn others_wait(&mut self, wait: bool) {
-        self.contended = wait.then(|| self.contended.unwrap_or_else(Instant::now));
-    }
-
-    fn look(&mut self, shared: &Shared) {
-        let (Some(limit), Some(contended)) = (self.limit, self.contended) else { return };
-        if contended.elapsed().min(shared.activity().stuck(EngineKind::Compute)) < limit {
-            self.suspect = None;
-            return;
-        }
-        let turn = shared.turn().filter(|turn| turn.lasts >= limit);
-        // The log comes in pieces, and may lose some: it is believed if it stands still while it is looked at twice, and
-        // if it has gone on since it was last believed.
-        let before = std::mem::replace(&mut self.suspect, turn);
-        let (Some(before), Some(turn)) = (before, turn) else { return };
-        let stands_still = (before.since_ns, before.switches) == (turn.since_ns, turn.switches);
-        if stands_still && self.reset_at.is_none_or(|at| turn.switches > at + 1) {
-            log::warn!("A kernel runs for more than {limit:?} while others wait: reset");
-            self.reset_at = Some(turn.switches);
-            shared.reset();
-        }
-    }
-}
-
 /// Obeys the manager until it is over. Without one it waits for the next.
 pub fn obey(
     shared: &Shared,
@@ -274,7 +269,8 @@ pub fn obey(
     hang: Option<Duration>,
 ) {
     let mut manager = Some(manager);
-    let mut watch = Watch { limit: hang, contended: None, suspect: None, reset_at: None };
+    let mut watch = Watch::new(hang);
+    let mut soon = None;
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {
@@ -283,14 +279,14 @@ pub fn obey(
                 PollFd::new(faults.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
             ];
             fds.extend(manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
-            let pause = if shared.activity().is_busy() { LOOK } else { REST };
+            let pause = shared.pause().min(soon.unwrap_or(REST));
             let timeout = PollTimeout::try_from(pause).unwrap_or(PollTimeout::MAX);
             let _ = poll(&mut fds, timeout);
             fds.get(2).is_some_and(|fd| fd.any() == Some(true))
         };
         shared.note_errors();
-        shared.activity().look(shared, watch.contended.is_some());
-        watch.look(shared);
+        shared.activity().look(shared, watch.is_contended());
+        soon = shared.judge(&mut watch);
         if let Ok(mut next) = shared.next_manager.lock()
             && let Some(next) = next.take()
         {
@@ -307,7 +303,7 @@ pub fn obey(
         match order {
             Ok(order) => {
                 if let FromManager::Usage(_, others_wait) = order {
-                    watch.others_wait(others_wait);
+                    watch.others_wait(others_wait, Instant::now());
                 }
                 if let Some(answer) = carry_out(shared, session, &order)
                     && let Ok(bytes) = encode(&answer)
@@ -333,7 +329,7 @@ fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<
         FromManager::SetTimeslice(slice) => shared.channels().set_slice(slice),
         FromManager::SetGate(open) => shared.channels().gate(open),
         FromManager::Reset => {
-            shared.reset();
+            shared.reset(None);
             Ok(())
         }
         FromManager::Usage(number, _) => {

@@ -31,9 +31,9 @@ const TIME_LOW: u64 = 0x80;
 const TIME_HIGH: u64 = 0x84;
 
 /// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_START`: a context has the engine.
-const START: u8 = 6;
+pub(super) const START: u8 = 6;
 /// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_END`: it gave it up.
-const END: u8 = 7;
+pub(super) const END: u8 = 7;
 /// `NV_EVENT_BUFFER_FECS_CTXSWTAG_ENGINE_RESET`.
 const ENGINE_RESET: u8 = 0xfe;
 
@@ -108,6 +108,18 @@ impl Turns {
     }
 }
 
+/// The GPU's clock, in nanoseconds, by its usermode page.
+pub fn clock_ns(usermode: &Mapping) -> Option<u64> {
+    // The upper half is read before and after, in case the lower one went round.
+    loop {
+        let high = usermode.load_u32(TIME_HIGH)?;
+        let low = usermode.load_u32(TIME_LOW)?;
+        if high == usermode.load_u32(TIME_HIGH)? {
+            return Some(u64::from(high) << 32 | u64::from(low));
+        }
+    }
+}
+
 /// The log, as this process may see it.
 #[derive(Debug)]
 pub struct Trace {
@@ -177,14 +189,7 @@ impl Trace {
 
     /// The GPU's clock, in nanoseconds.
     pub fn now_ns(&self) -> Option<u64> {
-        // The upper half is read before and after, in case the lower one went round.
-        loop {
-            let high = self.clock.load_u32(TIME_HIGH)?;
-            let low = self.clock.load_u32(TIME_LOW)?;
-            if high == self.clock.load_u32(TIME_HIGH)? {
-                return Some(u64::from(high) << 32 | u64::from(low));
-            }
-        }
+        clock_ns(&self.clock)
     }
 
     /// Takes in what was logged since the last time; returns it too.

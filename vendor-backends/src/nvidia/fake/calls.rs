@@ -2,11 +2,12 @@
 
 use std::io;
 use std::mem::{offset_of, size_of};
+use std::os::unix::fs::FileExt;
 
 use mdev_core::abi::{compute, copy, host};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::objects::{Mapping, Object, Refusal, is_engine, is_harmless};
+use super::objects::{CLOCK, Mapping, Object, Refusal, is_engine, is_harmless};
 use super::{FileId, Opened, State, VIDEO_MEMORY, file_of_number, id_of_number};
 use crate::nvidia::rm::{Node, Request};
 use crate::nvidia::sys::abi::{self, Call};
@@ -255,6 +256,7 @@ fn prepare(
 ) -> io::Result<Result<(), Refusal>> {
     let file = id_of_number(map.fd)?;
     let Opened { node, registered, mapped, .. } = *state.opened(file)?;
+    let clock_ns = state.objects.clock_ns;
     let memory = match state.objects.get_mut(map.client, map.memory) {
         Ok(memory) => memory,
         Err(refusal) => return Ok(Err(refusal)),
@@ -270,6 +272,9 @@ fn prepare(
     }
     let target = file_of_number(map.fd)?;
     target.set_len(map.length)?;
+    if memory.class == class::USERMODE {
+        target.write_at(&clock_ns.to_le_bytes(), CLOCK)?;
+    }
     memory.view = Some(target);
     state.opened(file)?.mapped = true;
     Ok(Ok(()))
@@ -323,14 +328,20 @@ fn answer(
             expect(params, size_of::<abi::PreemptionMode>())
         }
         (class::SUBDEVICE, control::PERF_BOOST)
-        | (class::EVENT_BUFFER, control::TRACE_ENABLE | control::TRACE_UPDATE_GET)
-        | (class::GROUP, control::SET_TIMESLICE) => expect(params, 8),
+        | (class::EVENT_BUFFER, control::TRACE_ENABLE | control::TRACE_UPDATE_GET) => {
+            expect(params, 8)
+        }
+        (class::GROUP, control::SET_TIMESLICE) => {
+            state.objects.get_mut(client, object)?.slice_us = exact(Some(params))?;
+            Ok(())
+        }
         (class::SUBDEVICE, control::BIND_TRACE) => expect(params, size_of::<abi::BindTrace>()),
         (class::EVENT_BUFFER, control::TRACE_FLUSH) => expect(params, 0),
         (class::SUBDEVICE, control::DISABLE_CHANNELS) => {
             let list: abi::DisableChannels = exact(Some(params))?;
             for index in 0..(list.count as usize).min(list.channels.len()) {
-                state.objects.token(list.clients[index], list.channels[index])?;
+                let (client, channel) = (list.clients[index], list.channels[index]);
+                state.objects.disable(client, channel, list.disable != 0)?;
             }
             Ok(())
         }

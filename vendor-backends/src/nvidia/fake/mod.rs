@@ -98,6 +98,27 @@ impl Fake {
     pub fn fault(&self, token: u32, code: u32) {
         self.state().objects.fault(token, code);
     }
+
+    /// Whether the channel with that token may run: nobody has disabled it.
+    pub fn may_run(&self, token: u32) -> bool {
+        self.state().objects.may_run(token)
+    }
+
+    /// The slice of the group that the channel with that token is in, in microseconds.
+    pub fn slice_us(&self, token: u32) -> Option<u64> {
+        self.state().objects.slice_us(token)
+    }
+
+    /// Lets the GPU's clock say `now_ns`.
+    pub fn set_clock(&self, now_ns: u64) {
+        self.state().objects.set_clock(now_ns);
+    }
+
+    /// Logs that a context of `process` has got the engine, or that it has given it up.
+    pub fn log_turn(&self, begins: bool, process: u64, at_ns: u64) {
+        let tag = if begins { super::trace::START } else { super::trace::END };
+        self.state().objects.log_switch(tag, process, at_ns);
+    }
 }
 
 impl Rm for Fake {

@@ -8,6 +8,9 @@ use mdev_core::abi::{compute, copy, host};
 
 use crate::nvidia::sys::numbers::{class, engine, flag, status};
 
+/// Where the GPU's clock is in its usermode page.
+pub const CLOCK: u64 = 0x80;
+
 /// A status of the driver's, when it is not a good one.
 pub type Refusal = u32;
 
@@ -25,11 +28,15 @@ pub struct Object {
     /// Of a channel.
     pub token: u32,
     pub scheduled: bool,
+    /// Of a group, in microseconds.
+    pub slice_us: u64,
     /// Memory, address spaces and so on that it needs for as long as it exists.
     pub uses: Vec<u32>,
     /// What was mapped of it: for a notifier, where errors go.
     pub view: Option<File>,
     pub faulted: bool,
+    /// How often a channel was disabled and not enabled again.
+    pub disabled: u32,
 }
 
 #[derive(Debug)]
@@ -48,6 +55,8 @@ pub struct Objects {
     clients: u32,
     tokens: u32,
     pub violations: Vec<String>,
+    /// What the GPU's clock says.
+    pub clock_ns: u64,
 }
 
 impl Objects {
@@ -207,6 +216,63 @@ impl Objects {
                 let words = [code.to_le_bytes(), 0xffff_0000u32.to_le_bytes()].concat();
                 // A file of the test's own memory.
                 let _ = view.write_at(&words, 8);
+            }
+        }
+    }
+
+    /// Disables or enables a channel: each time counts.
+    pub fn disable(&mut self, client: u32, handle: u32, disable: bool) -> Result<(), Refusal> {
+        self.token(client, handle)?;
+        let channel = self.get_mut(client, handle)?;
+        match channel.disabled.checked_add_signed(if disable { 1 } else { -1 }) {
+            Some(disabled) => channel.disabled = disabled,
+            None => self.violations.push(format!("{handle:#x} was enabled and is not disabled")),
+        }
+        Ok(())
+    }
+
+    fn of_token(&self, token: u32) -> Option<&Object> {
+        self.all.values().find(|object| object.class == host::CLASS && object.token == token)
+    }
+
+    /// Whether the channel with that token may run.
+    pub fn may_run(&self, token: u32) -> bool {
+        self.of_token(token).is_some_and(|channel| channel.disabled == 0)
+    }
+
+    /// The slice of the group that the channel with that token is in, in microseconds.
+    pub fn slice_us(&self, token: u32) -> Option<u64> {
+        let channel = self.of_token(token)?;
+        Some(self.get(channel.client, channel.parent).ok()?.slice_us)
+    }
+
+    /// Lets the GPU's clock say `now_ns`.
+    pub fn set_clock(&mut self, now_ns: u64) {
+        self.clock_ns = now_ns;
+        for object in self.all.values().filter(|object| object.class == class::USERMODE) {
+            if let Some(view) = &object.view {
+                let _ = view.write_at(&now_ns.to_le_bytes(), CLOCK);
+            }
+        }
+    }
+
+    /// Adds a record to every log of switches.
+    pub fn log_switch(&mut self, tag: u8, process: u64, at_ns: u64) {
+        const RECORD_BYTES: u64 = 32;
+        let record = [0, u64::from(tag), process, at_ns].map(u64::to_le_bytes).concat();
+        let logs = self.all.values_mut().filter(|object| object.class == class::EVENT_BUFFER);
+        let mut places = Vec::new();
+        for log in logs {
+            places
+                .extend(log.uses.first_chunk().map(|uses: &[u32; 2]| (log.client, *uses, log.len)));
+            log.len += 1;
+        }
+        for (client, [header, records], number) in places {
+            let view =
+                |handle| self.get(client, handle).ok().and_then(|memory| memory.view.as_ref());
+            if let (Some(header), Some(records)) = (view(header), view(records)) {
+                let _ = records.write_at(&record, number * RECORD_BYTES);
+                let _ = header.write_at(&(number as u32 + 1).to_le_bytes(), 4);
             }
         }
     }
