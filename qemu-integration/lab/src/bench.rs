@@ -1,21 +1,30 @@
 //! `cargo lab bench`: the benchmarks, built for speed; in a bundle, the one that came along, and tests of the hardware.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::build::cargo;
+use crate::build::{cargo, workspace};
+use crate::bundle::{CUDA_SOURCE, SOURCE};
 use crate::nvcc;
 use crate::place::{Bundle, layout};
 
 /// Runs all, or those of one name, which are told `args`.
 pub fn run(name: Option<&str>, args: &[String]) -> Result<()> {
-    match Bundle::find() {
-        Some(bundle) => run_bundled(&bundle, name, args),
-        None => finish(&mut by_cargo(name, args)),
+    if let Some(bundle) = Bundle::find() {
+        return run_bundled(&bundle, name, args);
     }
+    let mut command = by_cargo(name, args);
+    if name == Some("gpu") {
+        let sources = [SOURCE, CUDA_SOURCE].map(|source| workspace().join(source));
+        let out = workspace().join("lab-out");
+        std::fs::create_dir_all(&out)
+            .with_context(|| format!("Cannot make the folder {}", out.display()))?;
+        command.args(kernels(&sources, &out, args)?);
+    }
+    finish(&mut command)
 }
 
 fn by_cargo(name: Option<&str>, args: &[String]) -> Command {
@@ -53,11 +62,24 @@ fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<(
     bundle.drop_privileges(out)?;
     let mut command = Command::new(program);
     command.arg("--bench").args(args);
-    if Path::new("/dev/nvidiactl").exists() && !args.iter().any(|arg| arg == "--cubin") {
-        let cubin = nvcc::compile(&bundle.path(layout::KERNELS), out)?;
-        command.args(["--cubin".into(), OsString::from(cubin)]);
-    }
+    let sources = [layout::KERNELS, layout::CUDA].map(|name| bundle.path(name));
+    command.args(kernels(&sources, out, args)?);
     finish(&mut command)
+}
+
+/// Compiles the kernels, and the program that they are measured against, for an NVIDIA GPU that is here: the arguments
+/// that name them.
+fn kernels([kernels, cuda]: &[PathBuf; 2], out: &Path, args: &[String]) -> Result<Vec<OsString>> {
+    if !Path::new("/dev/nvidiactl").exists() || args.iter().any(|arg| arg == "--cubin") {
+        return Ok(Vec::new());
+    }
+    let mut named = vec!["--cubin".into(), nvcc::compile(kernels, out)?.into()];
+    match nvcc::program(cuda, out) {
+        Ok(program) => named.extend(["--cuda".into(), program.into()]),
+        // The benchmark says what it could not measure for that.
+        Err(error) => eprintln!("{}: {error:#}", cuda.display()),
+    }
+    Ok(named)
 }
 
 fn finish(command: &mut Command) -> Result<()> {

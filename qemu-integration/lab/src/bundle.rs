@@ -21,6 +21,8 @@ use crate::root::Root;
 const TOP: &str = "tessera";
 /// The kernels' source, in the workspace.
 pub const SOURCE: &str = "qemu-integration/guest/kernels/kernels.cu";
+/// The source of the program that launches them by CUDA, in the workspace.
+pub const CUDA_SOURCE: &str = "tests/benches/gpu/cuda.c";
 const README: &str = include_str!("bundle.md");
 
 /// What goes into it.
@@ -65,6 +67,7 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
             let to = format!("{}/{name}", layout::PROGRAMS);
             archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
         }
+        archive.file(layout::CUDA, 0o644, &read(&build::workspace().join(CUDA_SOURCE))?)?;
     }
     archive.file(layout::KERNELS, 0o644, &read(&build::workspace().join(SOURCE))?)?;
     archive.file("README.md", 0o644, README.as_bytes())?;

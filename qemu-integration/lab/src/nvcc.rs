@@ -18,12 +18,22 @@ fn find() -> Option<PathBuf> {
 
 /// Compiles `source` in `folder`, and says where the machine code is.
 pub fn compile(source: &Path, folder: &Path) -> Result<PathBuf> {
+    let to = folder.join("kernels.cubin");
+    run(source, folder, &[ARCHITECTURE, "--cubin"], &to).map(|()| to)
+}
+
+/// Makes a program of `source` in `folder`, and says where it is.
+pub fn program(source: &Path, folder: &Path) -> Result<PathBuf> {
+    let to = folder.join(source.file_stem().unwrap_or(source.as_os_str()));
+    run(source, folder, &["-O2", "-ldl"], &to).map(|()| to)
+}
+
+fn run(source: &Path, folder: &Path, options: &[&str], to: &Path) -> Result<()> {
     let Some(nvcc) = find() else {
         bail!("There is no nvcc: install CUDA's compiler, or name machine code with --cubin");
     };
-    let to = folder.join("kernels.cubin");
     let mut command = Command::new(&nvcc);
-    command.args([ARCHITECTURE, "--cubin", "-o"]).arg(&to).arg(source);
+    command.args(options).arg("-o").arg(to).arg(source);
     // It calls the rest of the compiler by name, and a C++ compiler.
     let mut path = nvcc.parent().unwrap_or(Path::new("/")).as_os_str().to_owned();
     path.push(":");
@@ -33,5 +43,5 @@ pub fn compile(source: &Path, folder: &Path) -> Result<PathBuf> {
     if !output.status.success() {
         bail!("nvcc failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
-    Ok(to)
+    Ok(())
 }

@@ -20,6 +20,8 @@ pub mod layout {
     pub const INITRAMFS: &str = "vm/initramfs.cpio";
     /// The kernels' source, for GPUs that run machine code.
     pub const KERNELS: &str = "kernels.cu";
+    /// The source of the program that kernels' speed is set against.
+    pub const CUDA: &str = "cuda.c";
 }
 
 /// Who the lab becomes where it is started as root: `nobody`, wherever there is one.

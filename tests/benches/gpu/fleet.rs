@@ -20,9 +20,16 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// A vGPU for each set of attributes, and a stranger on it.
-    pub fn start(kind: GpuKind, cubin: &Path, ram: u64, attrs: &[Value]) -> Result<Self> {
-        let vgpud = Vgpud::start_with(&["--parent", kind.argument()])?;
+    /// A vGPU for each set of attributes, and a stranger on it; the parent has `options`.
+    pub fn start(
+        kind: GpuKind,
+        options: &str,
+        cubin: &Path,
+        ram: u64,
+        attrs: &[Value],
+    ) -> Result<Self> {
+        let parent = format!("{}{options}", kind.argument());
+        let vgpud = Vgpud::start_with(&["--parent", &parent])?;
         let mdev_type = mdev_type(&vgpud)?;
         let mut fleet = Self { tenants: Vec::new(), uuids: Vec::new(), vgpud };
         for attrs in attrs {

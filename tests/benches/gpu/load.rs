@@ -206,7 +206,7 @@ impl Lane {
 
 /// Iterations of a spin's thread that take so long where 1000 take `pace` nanoseconds.
 #[allow(clippy::cast_sign_loss, reason = "neither is negative")]
-fn iterations(kernel: Duration, pace: f64) -> u32 {
+pub fn iterations(kernel: Duration, pace: f64) -> u32 {
     ((kernel.as_nanos() as f64 / pace * 1000.0) as u32).max(1)
 }
 

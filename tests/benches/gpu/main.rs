@@ -4,9 +4,14 @@
 //! `--parent nvidia` measures this machine's GPU, and says that it was skipped where there is none. The software GPU is
 //! measured otherwise; without `--bench`, only that all of this works.
 
+mod against;
+mod beside;
+mod cuda;
 mod fleet;
 mod jobs;
+mod kernels;
 mod load;
+mod misbehaviour;
 mod owner;
 mod solo;
 mod tenant;
@@ -23,11 +28,10 @@ use serde_json::{Value, json};
 use system_tests::outcome::{Outcome, measuring};
 use vgpu_guest::programs::DEFAULT_CUBIN;
 
+use self::beside::{Beside, BesideSpec};
 use self::fleet::Fleet;
-use self::load::{LoadSpec, Progress};
-use self::solo::{Solo, SoloSpec};
+use self::load::LoadSpec;
 use self::tenant::{Order, Tenant, TenantArgs};
-use self::trouble::{Told, Trouble};
 
 const MIDDLE: Duration = Duration::from_micros(500);
 const SHORT: Duration = Duration::from_micros(50);
@@ -82,10 +86,16 @@ struct Cli {
     /// Machine code of the kernels
     #[arg(long, global = true, default_value = DEFAULT_CUBIN)]
     cubin: PathBuf,
+    /// The program that `cuda.c` was made into: what kernels are set against
+    #[arg(long)]
+    cuda: Option<PathBuf>,
+    /// Windows of so many milliseconds
+    #[arg(long)]
+    window: Option<u64>,
     /// Short windows
     #[arg(long)]
     quick: bool,
-    /// Only these: jobs, owner, solo, together, shares, cap, trouble
+    /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, trouble
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Print JSON
@@ -135,6 +145,8 @@ struct Bench<'a> {
     rows: Vec<[String; 4]>,
     facts: Vec<Value>,
     kept: bool,
+    /// Options of the parent's.
+    options: &'static str,
 }
 
 fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
@@ -144,6 +156,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         (false, GpuKind::Nvidia) => (500, 3000),
         (false, GpuKind::Soft) => (500, 4000),
     };
+    let window = cli.window.unwrap_or(window);
     let mut owner = Tenant::start(kind, &cli.cubin, None, RAM)
         .context("The plain owner of the GPU cannot be")?;
     let mut bench = Bench {
@@ -155,6 +168,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         rows: Vec::new(),
         facts: Vec::new(),
         kept: true,
+        options: "",
     };
     // What fails is told, and the rest is measured all the same.
     let wanted = |part: &str| cli.only.is_empty() || cli.only.iter().any(|only| only == part);
@@ -174,12 +188,23 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         bench.attempt("copies, product and latency", done);
     }
     drop(owner);
+    if wanted("cuda") && !quick {
+        let done = bench.cuda(cli.cuda.as_deref());
+        bench.attempt("kernels against CUDA's", done);
+    }
     if wanted("together") {
         let done = bench.together(if quick { &[1, 2] } else { &[1, 2, 4, 8] });
         bench.attempt("several together", done);
     }
     if wanted("shares") {
         bench.shares(quick);
+    }
+    if wanted("beside") {
+        let done = bench.beside();
+        bench.attempt("channels beside busy ones", done);
+    }
+    if cli.only.iter().any(|only| only == "blocks") {
+        bench.blocks();
     }
     if wanted("cap") && !quick {
         let done = bench.cap();
@@ -220,11 +245,11 @@ impl Bench<'_> {
     }
 
     fn fleet(&self, ram: u64, attrs: &[Value]) -> Result<Fleet> {
-        Fleet::start(self.kind, self.cubin, ram, attrs)
+        Fleet::start(self.kind, self.options, self.cubin, ram, attrs)
     }
 
     fn kernels(&self, kernel: Duration) -> LoadSpec {
-        LoadSpec { kernel: Some(kernel), pace: self.pace, copy: None }
+        LoadSpec { kernel: Some(kernel), pace: self.pace, ..LoadSpec::default() }
     }
 
     /// Notes what could not be measured.
@@ -258,54 +283,6 @@ impl Bench<'_> {
                 self.row(&what, String::new(), line, "NOT RIGHT".to_owned(), false);
             }
         }
-        Ok(())
-    }
-
-    fn solo_spec(&self, quick: bool) -> SoloSpec {
-        match (quick, self.kind) {
-            (true, _) => {
-                SoloSpec { bytes: 2 << 20, time: Duration::from_millis(50), rows: 64, trips: 200 }
-            }
-            (false, GpuKind::Soft) => {
-                SoloSpec { bytes: 64 << 20, time: Duration::from_secs(1), rows: 256, trips: 20_000 }
-            }
-            (false, GpuKind::Nvidia) => SoloSpec {
-                bytes: 128 << 20,
-                time: Duration::from_millis(700),
-                rows: 2048,
-                trips: 10_000,
-            },
-        }
-    }
-
-    fn solo(&mut self, owner: &mut Tenant, quick: bool) -> Result<()> {
-        let spec = self.solo_spec(quick);
-        let one = owner.solo(&spec)?;
-        let trapped = json!([{ "doorbell": "trapped" }]);
-        let mut fleet = self.fleet(RAM, &[json!([])])?;
-        let other = fleet.tenants[0].solo(&spec)?;
-        drop(fleet);
-        let rates = [
-            ("copy, video memory to video memory", one.video, other.video, "GB/s"),
-            ("copy, RAM to video memory", one.to_video, other.to_video, "GB/s"),
-            ("copy, video memory to RAM", one.from_video, other.from_video, "GB/s"),
-            ("matrix product", one.product, other.product, "GFLOP/s"),
-        ];
-        for (what, a, b, unit) in rates {
-            let ratio = b / a;
-            let show = |rate: f64| format!("{rate:.1} {unit}");
-            self.row(what, show(a), show(b), format!("{ratio:.3} (0.99)"), ratio >= 0.99);
-        }
-        let show = |solo: &Solo| format!("{:.2} / {:.2} us", solo.p50, solo.p99);
-        let ratio = other.p50 / one.p50;
-        let verdict = format!("{ratio:.2} (1.1)");
-        let what = "doorbell to semaphore, p50 / p99, mapped";
-        self.row(what, show(&one), show(&other), verdict, ratio <= 1.1);
-        let mut fleet = self.fleet(RAM, &[trapped])?;
-        let spec = SoloSpec { time: Duration::from_millis(50), trips: spec.trips / 5, ..spec };
-        let other = fleet.tenants[0].solo(&spec)?;
-        let verdict = format!("{:.2}", other.p50 / one.p50);
-        self.row("the same, trapped", show(&one), show(&other), verdict, true);
         Ok(())
     }
 
@@ -351,7 +328,7 @@ impl Bench<'_> {
     }
 
     fn shares(&mut self, quick: bool) {
-        let copy = if self.kind == GpuKind::Soft { 1 << 20 } else { 16 << 20 };
+        let copy = self.copy_bytes();
         let even = [self.kernels(MIDDLE); 3];
         let mixed = even.map(|load| LoadSpec { copy: Some(copy), ..load });
         let uneven = [self.kernels(LONG), self.kernels(SHORT)];
@@ -370,6 +347,25 @@ impl Bench<'_> {
         }
     }
 
+    /// The same where compute is preempted between blocks: what it mends, and what it costs.
+    fn blocks(&mut self) {
+        if self.kind == GpuKind::Soft {
+            return;
+        }
+        self.options = ",preempt=blocks";
+        let done = self.together(&[1, 4]);
+        self.attempt("several together, preempt=blocks", done);
+        let (long, short) = (self.kernels(LONG), self.kernels(SHORT));
+        for (what, loads) in [
+            ("preempt=blocks, 80/20, kernels of 20 ms and 50 us", [long, short]),
+            ("preempt=blocks, 80/20, kernels of 50 us and 20 ms", [short, long]),
+        ] {
+            let done = self.share(what, &[80, 20], &loads);
+            self.attempt(what, done);
+        }
+        self.options = "";
+    }
+
     fn share(&mut self, what: &str, cores: &[u8], loads: &[LoadSpec]) -> Result<()> {
         let attrs: Vec<Value> =
             cores.iter().map(|core| json!([{ "core": core.to_string() }])).collect();
@@ -381,6 +377,9 @@ impl Bench<'_> {
         let engine: Vec<f64> = before.iter().zip(&after).map(|(b, a)| a - b).collect();
         let kernels: Vec<f64> = done.iter().map(|one| one.kernels).collect();
         let bytes: Vec<f64> = done.iter().map(|one| one.bytes).collect();
+        // Equal kernels alone say by themselves who had how much. Of others, and of copies, only the time on the engines does.
+        let equal = loads.windows(2).all(|two| two[0] == two[1]) && loads[0].copy.is_none();
+        let promised = if equal { "kernels" } else { "engine time" };
         let sum: f64 = cores.iter().map(|core| f64::from(*core)).sum();
         let asked: Vec<f64> = cores.iter().map(|core| f64::from(*core) / sum * 100.0).collect();
         for (how, amounts) in [("kernels", kernels), ("copies", bytes), ("engine time", engine)] {
@@ -393,13 +392,37 @@ impl Bench<'_> {
             let list = |all: &[f64]| {
                 all.iter().map(|one| format!("{one:.1}")).collect::<Vec<_>>().join(" / ")
             };
-            let verdict = format!("{off:.2} points off (1)");
+            let bound = if how == promised { " (1)" } else { "" };
+            let verdict = format!("{off:.2} points off{bound}");
             let row = format!("{what}: share of {how}");
-            // What the GPU says of itself is shown beside what was done in it.
-            let kept = off <= 1.0 || how == "engine time";
+            let kept = off <= 1.0 || how != promised;
             self.row(&row, format!("asked {}", list(&asked)), list(&shares), verdict, kept);
         }
         Ok(())
+    }
+
+    /// Another channel of a vGPU whose rings never run dry, while two more vGPUs do the same.
+    fn beside(&mut self) -> Result<()> {
+        let copies = LoadSpec { copy: Some(self.copy_bytes()), ..LoadSpec::default() };
+        let kernels = self.kernels(MIDDLE);
+        let sets = [
+            ("a copy channel beside copies", copies, false),
+            ("a compute channel beside copies", copies, true),
+            ("a compute channel beside kernels", kernels, true),
+        ];
+        let mut fleet = self.fleet(SMALL_RAM, &three())?;
+        for (what, load, compute) in sets {
+            self.start_loads(&mut fleet, &[load; 3])?;
+            fleet.tenants[0].tell(&Order::Beside(BesideSpec { compute, trips: 200 }))?;
+            let Beside { made_ms, worst_ms } = fleet.tenants[0].hear()?;
+            let line = format!("made in {made_ms:.0} ms, a command takes {worst_ms:.0} ms at most");
+            self.row(what, String::new(), line, "1 s".to_owned(), made_ms.max(worst_ms) < 1000.0);
+        }
+        Ok(())
+    }
+
+    fn copy_bytes(&self) -> u64 {
+        if self.kind == GpuKind::Soft { 1 << 20 } else { 16 << 20 }
     }
 
     fn cap(&mut self) -> Result<()> {
@@ -413,78 +436,9 @@ impl Bench<'_> {
         self.row("hard 25 alone", "100 %".to_owned(), format!("{part:.1} %"), verdict, kept);
         Ok(())
     }
-
-    /// One vGPU misbehaves while two others work.
-    fn troubles(&mut self, quick: bool) {
-        let all = [
-            Trouble::Fault,
-            Trouble::Hang,
-            Trouble::FaultStorm,
-            Trouble::DoorbellFlood,
-            Trouble::GarbageRing,
-        ];
-        for trouble in all.into_iter().take(if quick { 1 } else { all.len() }) {
-            // An endless kernel of the software GPU is preempted, and told of after a minute only.
-            if self.kind == GpuKind::Soft && trouble == Trouble::Hang {
-                continue;
-            }
-            let done = self.trouble_of(trouble);
-            self.attempt(trouble.name(), done);
-        }
-        let done = self.killed();
-        self.attempt("a worker killed -9", done);
-    }
-
-    fn trouble_of(&mut self, trouble: Trouble) -> Result<()> {
-        let mut fleet = self.fleet(SMALL_RAM, &three())?;
-        let load = [self.kernels(MIDDLE); 2];
-        let mut bad = fleet.tenants.pop().context("There are three")?;
-        self.start_loads(&mut fleet, &load)?;
-        let before = tenant::measure(&mut fleet.tenants, self.window)?;
-        bad.tell(&Order::Trouble(trouble, self.window))?;
-        let during = tenant::measure(&mut fleet.tenants, self.window)?;
-        let told = bad.hear::<Told>();
-        self.trouble(trouble.name(), &before, &during, &format_told(trouble, told.as_ref()));
-        Ok(())
-    }
-
-    fn killed(&mut self) -> Result<()> {
-        let mut fleet = self.fleet(SMALL_RAM, &three())?;
-        self.start_loads(&mut fleet, &[self.kernels(MIDDLE); 3])?;
-        let mut killed = fleet.tenants.pop().context("There are three")?;
-        let before = tenant::measure(&mut fleet.tenants, self.window)?;
-        fleet.kill(2)?;
-        let during = tenant::measure(&mut fleet.tenants, self.window)?;
-        killed.tell(&Order::Measure(Duration::ZERO))?;
-        let told = killed.hear::<Progress>().map_or("gone", |_| "still there?");
-        self.trouble("a worker killed -9", &before, &during, told);
-        Ok(())
-    }
-
-    /// What the others had before and while it happened.
-    fn trouble(&mut self, what: &str, before: &[Progress], during: &[Progress], told: &str) {
-        let ratio = |(before, during): (&Progress, &Progress)| during.kernels / before.kernels;
-        let least = before.iter().zip(during).map(ratio).fold(f64::MAX, f64::min);
-        let stall = during.iter().map(|one| one.stall_ms).fold(0.0, f64::max);
-        let usual = before.iter().map(|one| one.stall_ms).fold(0.0, f64::max);
-        let row = format!("beside {what} ({told})");
-        let owner = format!("stall {usual:.0} ms before");
-        let vgpu = format!("others do {:.1} %, stall {stall:.0} ms", least * 100.0);
-        self.row(&row, owner, vgpu, "95 %, 150 ms".to_owned(), least >= 0.95 && stall < 150.0);
-    }
 }
 
 /// Three vGPUs, the last of which misbehaves.
 fn three() -> [Value; 3] {
     ["50", "30", "20"].map(|core| json!([{ "core": core }]))
-}
-
-fn format_told(trouble: Trouble, told: Result<&Told, &anyhow::Error>) -> String {
-    match told {
-        Ok(told) if matches!(trouble, Trouble::Fault | Trouble::Hang) => {
-            format!("told {} after {:.0} ms", told.code, told.after_ms)
-        }
-        Ok(told) => format!("{} times", told.rounds),
-        Err(error) => format!("{error:#}"),
-    }
 }

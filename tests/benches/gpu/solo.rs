@@ -18,7 +18,7 @@ use vgpu_guest::work::sgemm::Sgemm;
 use vgpu_guest::work::spin::Spin;
 
 /// Blocks and threads of a spin that fills an H100.
-const FILLING: (u32, u32) = (132, 128);
+pub const FILLING: (u32, u32) = (132, 128);
 /// Copies in flight.
 const DEPTH: usize = 8;
 
@@ -50,6 +50,33 @@ pub struct Solo {
     pub p50: f64,
     /// The same, of a hundred the worst but one.
     pub p99: f64,
+}
+
+impl Solo {
+    /// The median of several measurements, each figure by itself.
+    pub fn median(of: &[Self]) -> Self {
+        let median = |figure: fn(&Self) -> f64| median(of.iter().map(figure));
+        Self {
+            video: median(|one| one.video),
+            to_video: median(|one| one.to_video),
+            from_video: median(|one| one.from_video),
+            product: median(|one| one.product),
+            p50: median(|one| one.p50),
+            p99: median(|one| one.p99),
+        }
+    }
+}
+
+/// The middle one, or the mean of the two in the middle.
+pub fn median(of: impl Iterator<Item = f64>) -> f64 {
+    let mut all: Vec<f64> = of.collect();
+    all.sort_by(f64::total_cmp);
+    let middle = all.len() / 2;
+    match (all.get(middle.wrapping_sub(1)), all.get(middle)) {
+        (Some(a), Some(b)) if all.len().is_multiple_of(2) => f64::midpoint(*a, *b),
+        (_, Some(b)) => *b,
+        _ => 0.0,
+    }
 }
 
 /// A spin that keeps all of the GPU busy, whichever it is.

@@ -15,6 +15,8 @@ use system_tests::ram::Ram;
 use system_tests::stranger::Stranger;
 use vgpu_guest::device::Device;
 
+use crate::beside::{self, BesideSpec};
+use crate::kernels::{self, KernelSpec};
 use crate::load::{Load, LoadSpec, Progress};
 use crate::owner::Owner;
 use crate::solo::{self, Solo, SoloSpec};
@@ -41,10 +43,14 @@ pub enum Order {
     Calibrate,
     /// Measure alone.
     Solo(SoloSpec),
+    /// Launch one kernel many times.
+    Kernels(KernelSpec),
     /// Keep the GPU busy from now on.
     Load(LoadSpec),
     /// Say what the load did from now on.
     Measure(Duration),
+    /// Make a channel beside a busy one.
+    Beside(BesideSpec),
     /// Make trouble.
     Trouble(Trouble, Duration),
 }
@@ -66,7 +72,10 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
             Order::Jobs => answer(&Ok(jobs::run(&device)))?,
             Order::Calibrate => answer(&solo::calibrate(&device))?,
             Order::Solo(spec) => answer(&solo::measure(&device, &spec))?,
+            Order::Kernels(spec) => answer(&kernels::measure(&device, &spec))?,
             Order::Load(spec) => {
+                // Not while the next one begins.
+                drop(load.take());
                 let started = Load::start(&device, &spec);
                 answer(
                     &started.as_ref().map(|_| ()).map_err(|error| anyhow::anyhow!("{error:#}")),
@@ -77,6 +86,7 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
                 let load = load.as_ref().context("There is no load");
                 answer(&load.and_then(|load: &Load| load.measure(window)))?;
             }
+            Order::Beside(spec) => answer(&beside::measure(&device, &spec))?,
             Order::Trouble(trouble, time) => answer(&trouble::make(&device, trouble, time))?,
         }
     }
@@ -153,6 +163,12 @@ impl Tenant {
     /// Measures alone.
     pub fn solo(&mut self, spec: &SoloSpec) -> Result<Solo> {
         self.tell(&Order::Solo(spec.clone()))?;
+        self.hear()
+    }
+
+    /// Microseconds of one launch.
+    pub fn kernels(&mut self, spec: KernelSpec) -> Result<f64> {
+        self.tell(&Order::Kernels(spec))?;
         self.hear()
     }
 
