@@ -386,6 +386,23 @@ fn a_kernel_without_an_end_is_told_and_no_other() {
 }
 
 #[test]
+fn a_gate_does_not_wait_for_a_kernel_that_may_have_no_end() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    set_ring(&memory.mapping, 1, 1, 1);
+    // The ring was seen long ago, and so was the beginning of the turn.
+    std::thread::sleep(Duration::from_millis(150));
+    rm.log_turn(true, u64::from(std::process::id()), 1000);
+    rm.set_clock(200_000_000);
+    gpu.set_gate(vgpu, false).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(channels.iter().all(|channel| rm.may_run(channel.token.0)));
+    rm.log_turn(false, u64::from(std::process::id()), 200_000_000);
+    eventually("closed", || channels.iter().all(|channel| !rm.may_run(channel.token.0)));
+}
+
+#[test]
 fn a_gate_disables_each_channel_once_and_enables_it_once() {
     let rm = Fake::new(DRIVER);
     let mut gpu = gpu(&rm);

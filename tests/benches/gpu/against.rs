@@ -15,6 +15,9 @@ use crate::{Bench, GpuKind, RAM, load};
 /// How often what is compared is measured.
 const ROUNDS: u32 = 5;
 
+/// One figure of those that are measured together.
+type Figure = fn(&Solo) -> f64;
+
 impl Bench<'_> {
     pub fn solo_spec(&self, quick: bool) -> SoloSpec {
         match (quick, self.kind) {
@@ -49,7 +52,7 @@ impl Bench<'_> {
             }
         }
         drop(fleet);
-        let figures: [(&str, fn(&Solo) -> f64, &str); 4] = [
+        let figures: [(&str, Figure, &str); 4] = [
             ("copy, video memory to video memory", |solo| solo.video, "GB/s"),
             ("copy, RAM to video memory", |solo| solo.to_video, "GB/s"),
             ("copy, video memory to RAM", |solo| solo.from_video, "GB/s"),

@@ -32,7 +32,7 @@ pub struct Beside {
 }
 
 /// Makes it, and uses it.
-pub fn measure(device: &Device, spec: &BesideSpec) -> Result<Beside> {
+pub fn measure(device: &Device, spec: BesideSpec) -> Result<Beside> {
     let engine = if spec.compute { EngineKind::Compute } else { EngineKind::Copy };
     let begun = Instant::now();
     let mut channel = Channel::new(device, engine).context("It does not get going")?;

@@ -153,7 +153,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     let quick = cli.quick || !measuring();
     let (settle, window) = match (quick, kind) {
         (true, _) => (200, 500),
-        (false, GpuKind::Nvidia) => (500, 3000),
+        (false, GpuKind::Nvidia) => (1000, 3000),
         (false, GpuKind::Soft) => (500, 4000),
     };
     let window = cli.window.unwrap_or(window);

@@ -86,7 +86,7 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
                 let load = load.as_ref().context("There is no load");
                 answer(&load.and_then(|load: &Load| load.measure(window)))?;
             }
-            Order::Beside(spec) => answer(&beside::measure(&device, &spec))?,
+            Order::Beside(spec) => answer(&beside::measure(&device, spec))?,
             Order::Trouble(trouble, time) => answer(&trouble::make(&device, trouble, time))?,
         }
     }

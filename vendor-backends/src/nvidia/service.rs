@@ -39,6 +39,9 @@ const LINGER: Duration = Duration::from_millis(20);
 /// How long after its last entry was fetched a copy may go on.
 const COPIES_LINGER: Duration = Duration::from_millis(100);
 
+/// A kernel that runs for so long may have no end.
+const MAY_BE_ENDLESS: Duration = Duration::from_millis(40);
+
 /// How long entries may wait before somebody rings for them once more.
 const RING_AGAIN: Duration = Duration::from_millis(100);
 
@@ -121,6 +124,13 @@ impl Shared {
                 None
             }
         }
+    }
+
+    /// Whether a kernel runs that may have no end. A gate would wait for it, and with it everybody who asks the driver for
+    /// anything: it is left to the watch.
+    fn may_be_endless(&self) -> bool {
+        self.activity().stuck(EngineKind::Compute) > MAY_BE_ENDLESS
+            && self.turn().is_some_and(|turn| turn.lasts > MAY_BE_ENDLESS)
     }
 
     /// How long until the rings are to be looked at again.
@@ -271,6 +281,8 @@ pub fn obey(
     let mut manager = Some(manager);
     let mut watch = Watch::new(hang);
     let mut soon = None;
+    // The gate is to close, once no kernel runs that may be endless.
+    let mut closing = false;
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {
@@ -279,7 +291,7 @@ pub fn obey(
                 PollFd::new(faults.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
             ];
             fds.extend(manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
-            let pause = shared.pause().min(soon.unwrap_or(REST));
+            let pause = if closing { LOOK } else { shared.pause() }.min(soon.unwrap_or(REST));
             let timeout = PollTimeout::try_from(pause).unwrap_or(PollTimeout::MAX);
             let _ = poll(&mut fds, timeout);
             fds.get(2).is_some_and(|fd| fd.any() == Some(true))
@@ -287,6 +299,12 @@ pub fn obey(
         shared.note_errors();
         shared.activity().look(shared, watch.is_contended());
         soon = shared.judge(&mut watch);
+        if closing && !shared.may_be_endless() {
+            closing = false;
+            if let Err(error) = shared.channels().gate(false) {
+                log::warn!("{error}");
+            }
+        }
         if let Ok(mut next) = shared.next_manager.lock()
             && let Some(next) = next.take()
         {
@@ -305,6 +323,12 @@ pub fn obey(
                 if let FromManager::Usage(_, others_wait) = order {
                     watch.others_wait(others_wait, Instant::now());
                 }
+                if let FromManager::SetGate(open) = order {
+                    closing = !open && shared.may_be_endless();
+                    if closing {
+                        continue;
+                    }
+                }
                 if let Some(answer) = carry_out(shared, session, &order)
                     && let Ok(bytes) = encode(&answer)
                 {
@@ -315,6 +339,7 @@ pub fn obey(
             Err(error) => {
                 log::debug!("The manager's connection: {error}");
                 manager = None;
+                closing = false;
                 // Nobody else would: a guest goes on without its manager.
                 if let Err(error) = shared.channels().open_gate() {
                     log::warn!("{error}");
