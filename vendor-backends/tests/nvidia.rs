@@ -70,6 +70,16 @@ fn a_guest_lives_on_every_driver_that_is_known() {
     }
 }
 
+#[test]
+fn compute_is_preempted_between_blocks_where_that_is_chosen() {
+    let rm = Fake::new(DRIVER);
+    let options = Options { preempt_blocks: true, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake::ADDRESS, options).unwrap();
+    let (_, _client, _memory, channels) = with_channels(&rm, &mut gpu);
+    let chosen = rm.take_log().iter().filter(|line| line.contains("0x20801210")).count();
+    assert_eq!((chosen, channels.len()), (1, 3), "once for the compute group");
+}
+
 /// `tests/golden/nvidia-580.txt` was recorded on an H100 with driver 580.159.04: see `nvidia_hw.rs`.
 #[test]
 fn the_driver_is_asked_what_the_real_one_was_asked() {
@@ -337,6 +347,15 @@ fn who_has_nothing_to_do_has_the_shortest_slice_while_others_work() {
         slices(&channels) == [50, 50, 50]
     });
     assert_eq!(slices(&others)[1..], [3000, 3000], "who works has his own");
+    // A kernel that runs for long, with nothing queued behind it.
+    let own = u64::from(std::process::id());
+    rm.log_turn(true, own, 1);
+    eventually("his own slice while it runs", || slices(&channels) == [50, 3000, 3000]);
+    rm.log_turn(false, own, 2);
+    eventually("a short slice again", || {
+        gpu.usage().unwrap();
+        slices(&channels) == [50, 50, 50]
+    });
     set_ring(&mapped(&memory), 1, 0, 1);
     eventually("his own slice", || slices(&channels) == [50, 3000, 3000]);
     gpu.set_timeslice(idle, Duration::from_millis(4)).unwrap();

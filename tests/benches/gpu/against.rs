@@ -102,6 +102,7 @@ impl Bench<'_> {
             ("kernels of 50 us", spin(50), 4000, 1),
             ("kernels of 250 us", spin(250), 1000, 1),
             ("kernels of 250 us, eight in a submission", spin(250), 1000, 8),
+            ("kernels of 500 us", spin(500), 500, 1),
             ("kernels of 1 ms", spin(1000), 250, 1),
             ("matrix product, 2048 rows", Which::Product(2048), 100, 1),
         ];

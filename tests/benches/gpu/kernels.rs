@@ -11,8 +11,9 @@ use vgpu_guest::device::Device;
 use vgpu_guest::pushbuffer::Methods;
 use vgpu_guest::work::Work;
 use vgpu_guest::work::sgemm::Sgemm;
+use vgpu_guest::work::spin::Spin;
 
-use crate::solo::{self, FILLING};
+use crate::solo::FILLING;
 
 /// Which kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,7 +54,9 @@ impl KernelSpec {
 /// Microseconds of one launch.
 pub fn measure(device: &Device, spec: &KernelSpec) -> Result<f64> {
     let work: Box<dyn Work> = match spec.which {
-        Which::Spin(iterations) => Box::new(solo::spin(device, iterations)?),
+        Which::Spin(iterations) => {
+            Box::new(Spin::resident(device, iterations, FILLING.0, FILLING.1)?)
+        }
         Which::Product(rows) => Box::new(Sgemm::resident(device, rows)?),
     };
     let mut channel = Channel::new(device, EngineKind::Compute)?;

@@ -336,6 +336,17 @@ impl Channels {
                 objects.push(session.alloc(Some(&object), copy::CLASS, which, "copy class")?);
             }
         }
+        // The group has something to preempt only once it has a class that computes.
+        let first = !self.all.values().any(|channel| channel.group == number);
+        if spec.engine == EngineKind::Compute && self.preempt_blocks && first {
+            let mut mode = abi::PreemptionMode {
+                flags: 1,
+                object: group.handle(),
+                compute: 1,
+                ..Default::default()
+            };
+            self.device.subdevice.control(control::PREEMPTION_MODE, &mut mode)?;
+        }
         let mut token = u32::MAX;
         object.control(control::TOKEN, &mut token)?;
         schedule(&self.device, &group)?;
@@ -370,15 +381,6 @@ impl Channels {
         let device = &self.device;
         let object =
             device.session.alloc(Some(&device.device), class::GROUP, params, "channel group")?;
-        if kind == EngineKind::Compute && self.preempt_blocks {
-            let mut mode = abi::PreemptionMode {
-                flags: 1,
-                object: object.handle(),
-                compute: 1,
-                ..Default::default()
-            };
-            device.subdevice.control(control::PREEMPTION_MODE, &mut mode)?;
-        }
         // It is made to be used.
         self.idle[kind as usize] = false;
         self.group_number += 1;

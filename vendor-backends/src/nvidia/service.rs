@@ -191,6 +191,8 @@ pub struct Activity {
     progress: [Vec<(ChannelId, u32)>; 2],
     /// When each engine last fetched an entry.
     fetched: [Instant; 2],
+    /// Turns on the compute engine so far, and when there was one last.
+    turns: (u64, Option<Instant>),
     /// For how long there was something to copy.
     pub copying: Duration,
     /// For how long there was work at all.
@@ -205,6 +207,7 @@ impl Default for Activity {
             busy: [None; 2],
             progress: [Vec::new(), Vec::new()],
             fetched: [now; 2],
+            turns: (0, None),
             copying: Duration::ZERO,
             had_work: Duration::ZERO,
         }
@@ -219,6 +222,11 @@ impl Activity {
     /// Looks at the rings.
     fn look(&mut self, shared: &Shared, others_wait: bool) {
         let now = Instant::now();
+        let at_rest =
+            |last: Option<Instant>| last.is_none_or(|last| now.duration_since(last) > IDLE_AFTER);
+        if others_wait && at_rest(self.busy[EngineKind::Compute as usize]) {
+            self.look_at_turns(shared, now);
+        }
         let mut channels = shared.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {
             let index = engine as usize;
@@ -240,7 +248,8 @@ impl Activity {
                     self.copying += now.duration_since(self.looked);
                 }
             }
-            let rested = self.busy[index].is_none_or(|at| now.duration_since(at) > IDLE_AFTER);
+            let turned = if engine == EngineKind::Compute { self.turns.1 } else { None };
+            let rested = at_rest(self.busy[index]) && at_rest(turned);
             if (!rested || others_wait)
                 && let Err(error) = channels.set_idle(engine, rested)
             {
@@ -261,6 +270,17 @@ impl Activity {
             {
                 trace.turns.counts_until_ns = now + LINGER.as_nanos() as u64;
             }
+        }
+    }
+
+    /// A kernel may run for long with nothing queued behind it. Doorbells that ring for nothing make no turns in the log.
+    fn look_at_turns(&mut self, shared: &Shared, now: Instant) {
+        let mut trace = shared.trace.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(trace) = &mut *trace
+            && trace.read().is_ok()
+            && (trace.turns.since_ns.is_some() || trace.turns.ended != self.turns.0)
+        {
+            self.turns = (trace.turns.ended, Some(now));
         }
     }
 

@@ -39,7 +39,27 @@ impl Spin {
         blocks: u32,
         threads: u32,
     ) -> Result<Self, GuestError> {
-        let counter = Buffer::guest(device, 4096)?;
+        Self::counting(Buffer::guest(device, 4096)?, device, iterations, blocks, threads)
+    }
+
+    /// The same, but blocks count in video memory, where the CPU need not reach it: to each block that ends, counting takes a
+    /// microsecond of the way to the CPU's memory and back.
+    pub fn resident(
+        device: &Device,
+        iterations: u32,
+        blocks: u32,
+        threads: u32,
+    ) -> Result<Self, GuestError> {
+        Self::counting(Buffer::video(device, 4096)?, device, iterations, blocks, threads)
+    }
+
+    fn counting(
+        counter: Buffer,
+        device: &Device,
+        iterations: u32,
+        blocks: u32,
+        threads: u32,
+    ) -> Result<Self, GuestError> {
         let parameters = Parameters { out: counter.va(), iterations, reserved: 0 };
         let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1] };
         let launch = Launch::new(device, Kernel::Spin, shape, &parameters)?;

@@ -325,7 +325,12 @@ fn answer(
             expect(params, size_of::<abi::SetNotification>())
         }
         (class::SUBDEVICE, control::PREEMPTION_MODE) => {
-            expect(params, size_of::<abi::PreemptionMode>())
+            let mode: abi::PreemptionMode = exact(Some(params))?;
+            if state.objects.computes(client, mode.object) {
+                Ok(())
+            } else {
+                Err(status::INVALID_STATE)
+            }
         }
         (class::SUBDEVICE, control::PERF_BOOST)
         | (class::EVENT_BUFFER, control::TRACE_ENABLE | control::TRACE_UPDATE_GET) => {

@@ -231,6 +231,14 @@ impl Objects {
         Ok(())
     }
 
+    /// Whether a channel of that group has the compute class.
+    pub fn computes(&self, client: u32, group: u32) -> bool {
+        let classes = self.all.values().filter(|o| o.client == client && o.class == compute::CLASS);
+        classes
+            .map(|o| self.get(client, o.parent))
+            .any(|channel| channel.is_ok_and(|c| c.parent == group))
+    }
+
     fn of_token(&self, token: u32) -> Option<&Object> {
         self.all.values().find(|object| object.class == host::CLASS && object.token == token)
     }
