@@ -96,7 +96,9 @@ impl Bench<'_> {
             Err(error) => return skipped(self, &format!("{error:#}")),
         };
         let mut fleet = self.fleet(RAM, &[json!([])])?;
-        let pace = self.pace;
+        // By CUDA's own measure, so that a kernel is as long as it says.
+        let long = KernelSpec { which: Which::Spin(100_000), count: 200, batch: 1 };
+        let pace = cuda.measure(&long)? * 10.0;
         let spin = |us: u64| Which::Spin(load::iterations(Duration::from_micros(us), pace));
         let sets = [
             ("kernels of 50 us", spin(50), 4000, 1),
