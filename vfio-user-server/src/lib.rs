@@ -5,12 +5,13 @@
 //! [`patience`] (when to wait awake), [`transport`] and [`fds`] (messages on a socket), and [`proto`] (messages as
 //! bytes). None of it knows what a vGPU is, which `tests/independence.rs` sees to.
 //!
-//! The roles of `vgpud`: [`manager`] with its [`api`] and [`callouts`], [`worker`], [`spawn`] (how one starts the other) and [`private`]
+//! The roles of `vgpud`: [`manager`] with its [`api`], [`callouts`] and [`console`], [`worker`], [`spawn`] (how one starts the other) and [`private`]
 //! (what they say to each other).
 
 pub mod api;
 pub mod backend;
 pub mod callouts;
+pub mod console;
 pub mod device;
 pub mod dma;
 pub mod errno;

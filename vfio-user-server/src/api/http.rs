@@ -9,7 +9,7 @@ use utoipa::OpenApi;
 use super::access::{self, Guard, Rules};
 use super::request::{no_such_method, no_such_path};
 use super::service::Api;
-use super::{parents, schedulers, statistics, vgpus};
+use super::{consoles, parents, schedulers, statistics, vgpus};
 
 /// Longest request body. A definition is a few hundred bytes.
 const MAX_BODY: usize = 64 << 10;
@@ -33,6 +33,7 @@ const MAX_BODY: usize = 64 << 10;
         vgpus::start,
         vgpus::stop,
         vgpus::picture,
+        consoles::open,
         statistics::stats,
         schedulers::schedulers,
         schedulers::scheduler,
@@ -62,6 +63,7 @@ pub fn router(api: Api, rules: Rules) -> Router {
         .route("/v1/vgpus/{uuid}/start", post(vgpus::start))
         .route("/v1/vgpus/{uuid}/stop", post(vgpus::stop))
         .route("/v1/vgpus/{uuid}/screenshot", get(vgpus::picture))
+        .route("/v1/vgpus/{uuid}/console", post(consoles::open))
         .route("/v1/stats", get(statistics::stats))
         .route("/v1/schedulers", get(schedulers::schedulers))
         .route(

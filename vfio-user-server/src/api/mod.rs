@@ -7,20 +7,22 @@
 //! * `parents`, `schedulers`, `statistics`, `vgpus`: what each path does
 //! * `user`: who a VM is
 //! * [`metrics`]: the statistics as Prometheus reads them
+//! * [`consoles`]: a vGPU's screen, live (see [`crate::console`])
 //! * [`screenshot`], [`pictures`]: a vGPU's screen as a PNG, and how often it is read out
 
 pub mod access;
+pub mod consoles;
 pub mod http;
 pub mod measuring;
 pub mod metrics;
 pub mod model;
 mod parents;
 pub mod pictures;
-mod request;
+pub(crate) mod request;
 mod schedulers;
 pub mod scheduling;
 pub mod screenshot;
-mod service;
+pub(crate) mod service;
 mod statistics;
 mod user;
 mod vgpus;

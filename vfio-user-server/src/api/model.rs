@@ -266,6 +266,16 @@ pub struct StopVgpu {
     pub force: bool,
 }
 
+/// `POST /v1/vgpus/{uuid}/console`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OpenConsole {
+    /// The QMP socket of the VM that the vGPU is attached to: keyboard and pointer go there. Without it, the screen can
+    /// only be viewed.
+    #[serde(default)]
+    pub monitor: Option<String>,
+}
+
 /// Every error's body.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {

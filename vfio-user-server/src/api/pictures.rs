@@ -6,6 +6,7 @@
 //! get the same one: a thousand viewers cost what one does.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -41,12 +42,22 @@ impl Default for Pictures {
 impl Pictures {
     /// A picture of a screen that is not older than this call.
     pub async fn take(&self, id: VgpuId, screen: Screen) -> Result<Bytes> {
+        self.take_with(id, screen, screenshot::take).await
+    }
+
+    /// The same, of a kind of its own: by what makes it out of what a worker says.
+    pub async fn take_with(
+        &self,
+        id: VgpuId,
+        screen: Screen,
+        make: fn(&Path) -> Result<Vec<u8>>,
+    ) -> Result<Bytes> {
         let paced = self.paced(id);
         let pause = LONGEST_PAUSE / screen.refresh.get();
         let render = async move || {
             // It is never closed.
             let _permit = self.at_once.acquire().await;
-            waiting(move || screenshot::take(&screen.control)).await?.map(Bytes::from)
+            waiting(move || make(&screen.control)).await?.map(Bytes::from)
         };
         paced.take(pause, render).await
     }

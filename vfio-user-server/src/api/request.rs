@@ -34,6 +34,7 @@ impl IntoResponse for ErrorDetail {
 }
 
 /// A JSON body. An empty one is all defaults.
+#[derive(Debug)]
 pub struct Body<T>(pub T);
 
 impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for Body<T> {
@@ -61,6 +62,7 @@ impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for Body<T> {
 }
 
 /// The vGPU that a path names.
+#[derive(Debug)]
 pub struct Named(pub VgpuId);
 
 impl<S: Send + Sync> FromRequestParts<S> for Named {

@@ -1,25 +1,14 @@
 //! A vGPU's screen as a PNG.
-//!
-//! What a worker says of the screen comes from its guest, and the worker itself reads what its guest wrote: nothing of
-//! it is trusted. Sizes are bounded, and video memory is read with `pread`, row by row, so that neither a wrong offset
-//! nor a file that shrinks is more than an error. The picture is what a moment shows: rows may be of different frames.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use mdev_core::device::Scanout;
 
 use super::model::{ErrorCode, ErrorDetail};
+use crate::console::readout::Readout;
 use crate::manager::{Result, ask};
-
-/// Longest row, and most rows: what the display registers' 16 bits could say is more than any mode.
-const MAX_SIDE: u32 = 8192;
-
-/// Most pixels: 4096 by 4096. A picture of noise takes three bytes for each.
-const MAX_PIXELS: u64 = 1 << 24;
 
 /// Asks a worker for its screen and renders it.
 pub fn take(control: &Path) -> Result<Vec<u8>> {
@@ -44,38 +33,23 @@ pub fn take(control: &Path) -> Result<Vec<u8>> {
 
 /// Renders what a scanout says is in a file.
 pub fn render(scanout: &Scanout, memory: OwnedFd) -> io::Result<Vec<u8>> {
-    let memory = File::from(memory);
-    let (width, height) = (scanout.width, scanout.height);
-    let format = Format::new(scanout.bits_per_pixel, scanout.big_endian)?;
-    let pixels = u64::from(width) * u64::from(height);
-    if width == 0 || height == 0 || width.max(height) > MAX_SIDE || pixels > MAX_PIXELS {
-        return Err(invalid(format!("it is {width} by {height} pixels")));
-    }
-    let row_bytes = width as usize * format.bytes;
-    if (scanout.stride as usize) < row_bytes {
-        return Err(invalid(format!(
-            "its rows overlap: {} bytes for {width} pixels",
-            scanout.stride
-        )));
-    }
-    let rows = u64::from(height - 1) * u64::from(scanout.stride) + row_bytes as u64;
-    let end = scanout.offset.checked_add(rows);
-    if !memory.metadata()?.is_file() || end.is_none_or(|end| end > i64::MAX as u64) {
-        return Err(invalid("it is outside of video memory".into()));
-    }
+    let screen = Readout::new(scanout, memory)?;
+    let shape = screen.shape();
     let mut png = Vec::new();
-    let mut encoder = png::Encoder::new(&mut png, width, height);
+    let mut encoder = png::Encoder::new(&mut png, shape.width, shape.height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     encoder.set_compression(png::Compression::Fast);
     let mut writer = encoder.write_header().map_err(io::Error::other)?;
     let mut stream = writer.stream_writer().map_err(io::Error::other)?;
-    let mut row = vec![0; row_bytes];
-    let mut rgb = Vec::with_capacity(width as usize * 3);
-    for y in 0..u64::from(height) {
-        memory.read_exact_at(&mut row, scanout.offset + y * u64::from(scanout.stride))?;
+    let mut row = vec![0; shape.row_bytes()];
+    let mut rgb = Vec::with_capacity(shape.width as usize * 3);
+    for y in 0..shape.height {
+        screen.read_row(y, &mut row)?;
         rgb.clear();
-        rgb.extend(row.chunks_exact(format.bytes).flat_map(|pixel| format.rgb(pixel)));
+        rgb.extend(
+            row.chunks_exact(shape.format.bytes()).flat_map(|pixel| shape.format.rgb(pixel)),
+        );
         io::Write::write_all(&mut stream, &rgb)?;
     }
     stream.finish().map_err(io::Error::other)?;
@@ -83,53 +57,10 @@ pub fn render(scanout: &Scanout, memory: OwnedFd) -> io::Result<Vec<u8>> {
     Ok(png)
 }
 
-fn invalid(what: String) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what)
-}
-
-/// How a pixel is in memory.
-#[derive(Clone, Copy, Debug)]
-struct Format {
-    bits: u32,
-    bytes: usize,
-    big_endian: bool,
-}
-
-impl Format {
-    fn new(bits: u32, big_endian: bool) -> io::Result<Self> {
-        let bytes = match bits {
-            8 => 1,
-            15 | 16 => 2,
-            24 => 3,
-            32 => 4,
-            _ => return Err(invalid(format!("it has {bits} bits per pixel"))),
-        };
-        Ok(Self { bits, bytes, big_endian })
-    }
-
-    /// One pixel as red, green and blue. Modes of 8 bits have a palette that is not in video memory; they show as
-    /// shades of grey.
-    fn rgb(self, pixel: &[u8]) -> [u8; 3] {
-        let mut value = 0_u32;
-        for (place, byte) in pixel.iter().enumerate() {
-            let shift = if self.big_endian { pixel.len() - 1 - place } else { place };
-            value |= u32::from(*byte) << (8 * shift);
-        }
-        let field = |low: u32, bits: u32| {
-            let max = (1 << bits) - 1;
-            (((value >> low) & max) * 255 / max) as u8
-        };
-        match self.bits {
-            8 => [value as u8; 3],
-            15 => [field(10, 5), field(5, 5), field(0, 5)],
-            16 => [field(11, 5), field(5, 6), field(0, 5)],
-            _ => [field(16, 8), field(8, 8), field(0, 8)],
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use proptest::prelude::*;
 
     use super::*;

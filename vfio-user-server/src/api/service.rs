@@ -11,6 +11,7 @@ use super::model::{ErrorCode, ErrorDetail, ModifyVgpu, StartVgpu, Stats, Version
 use super::pictures::Pictures;
 use super::user;
 use crate::callouts::{Action, Callouts, Round, Subject};
+use crate::console::screens::Screens;
 use crate::manager::{Change, Handle, Listed, Manager, Result, ask};
 use crate::private::WorkerStatus;
 
@@ -26,6 +27,8 @@ pub struct Api {
     pub about: Arc<Version>,
     /// Screens that are read out.
     pub pictures: Arc<Pictures>,
+    /// Screens that are watched.
+    pub screens: Arc<Screens>,
     rounds: Arc<Semaphore>,
 }
 
@@ -40,6 +43,7 @@ impl Api {
     /// Asks this manager, and these scripts before.
     pub fn new(manager: Handle, callouts: Callouts, about: Version) -> Self {
         Self {
+            screens: Arc::new(Screens::new(manager.clone())),
             manager,
             callouts,
             about: Arc::new(about),

@@ -1,0 +1,162 @@
+//! When a screen is looked at, and how much of it at a time.
+//!
+//! A guest draws into memory that it has mapped, so nobody is told of a change: it has to be looked for. While a screen
+//! changes it is read whole, as often as its `refresh` allows. Once it is still, a sixteenth of its rows is read eight times
+//! a second, every sixteenth row and each time others: a line of text that appears is noticed at once, and a change of a
+//! single row within two seconds. A key that is pressed makes it lively again before anything has changed.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Shortest time from one look at a lively screen to the next: more than this no eye needs, and no viewer asks for.
+const LIVELY: Duration = Duration::from_millis(33);
+
+/// The same for a still one.
+const STILL: Duration = Duration::from_millis(125);
+
+/// The same for one that is off: its worker is asked, which costs more than to read.
+const BLANK: Duration = Duration::from_millis(500);
+
+/// How long a screen is taken to be lively after a change or a key.
+const LIVELY_FOR: Duration = Duration::from_secs(1);
+
+/// A still screen has been read whole after this.
+const WHOLE_WITHIN: Duration = Duration::from_secs(2);
+
+/// Which rows are read: every `of`th, from the `first` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    /// The first one.
+    pub first: u32,
+    /// From one to the next.
+    pub of: u32,
+}
+
+impl Rows {
+    /// All of them.
+    pub const ALL: Self = Self { first: 0, of: 1 };
+}
+
+/// The pace of one screen.
+#[derive(Debug)]
+pub struct Pace {
+    refresh: NonZeroU32,
+    begun: Option<Instant>,
+    lively_until: Instant,
+    turn: u32,
+    blank: bool,
+}
+
+impl Pace {
+    /// A screen that nobody has looked at.
+    pub fn new(now: Instant) -> Self {
+        Self {
+            refresh: NonZeroU32::MIN,
+            begun: None,
+            lively_until: now + LIVELY_FOR,
+            turn: 0,
+            blank: false,
+        }
+    }
+
+    /// Pictures that may be read out in a second.
+    pub fn limit(&mut self, refresh: NonZeroU32) {
+        self.refresh = refresh;
+    }
+
+    /// Something has changed, or is about to.
+    pub fn stir(&mut self, now: Instant) {
+        self.lively_until = now + LIVELY_FOR;
+    }
+
+    /// There is no picture to look at, or there is one again.
+    pub fn blank(&mut self, blank: bool) {
+        self.blank = blank;
+    }
+
+    /// True while the screen is read whole.
+    pub fn is_lively(&self, now: Instant) -> bool {
+        now < self.lively_until
+    }
+
+    /// When the next look may begin. `whole`: somebody wants all of it.
+    pub fn due(&self, now: Instant, whole: bool) -> Instant {
+        let shortest = match (whole || self.is_lively(now), self.blank) {
+            (true, _) => LIVELY,
+            (false, false) => STILL,
+            (false, true) => BLANK,
+        };
+        let pause = shortest.max(Duration::from_secs(1) / self.refresh.get());
+        self.begun.map_or(now, |begun| begun + pause)
+    }
+
+    /// A look begins: which rows it is to read.
+    pub fn begin(&mut self, now: Instant, whole: bool) -> Rows {
+        self.begun = Some(now);
+        if whole || self.is_lively(now) {
+            return Rows::ALL;
+        }
+        let pause = STILL.max(Duration::from_secs(1) / self.refresh.get());
+        let of = (WHOLE_WITHIN.as_millis() / pause.as_millis()).max(1) as u32;
+        self.turn = self.turn.wrapping_add(1);
+        Rows { first: self.turn % of, of }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Looks for so long; how many there were, and in which parts of a picture.
+    fn looks(pace: &mut Pace, from: Instant, time: Duration) -> (u32, f64) {
+        let (mut now, mut count, mut pictures) = (from, 0, 0.0);
+        loop {
+            now = pace.due(now, false).max(now);
+            if now >= from + time {
+                return (count, pictures);
+            }
+            let rows = pace.begin(now, false);
+            count += 1;
+            pictures += 1.0 / f64::from(rows.of);
+        }
+    }
+
+    fn screen(refresh: u32) -> (Pace, Instant) {
+        let now = Instant::now();
+        let mut pace = Pace::new(now);
+        pace.limit(NonZeroU32::new(refresh).unwrap());
+        (pace, now)
+    }
+
+    #[test]
+    fn a_still_screen_is_read_every_two_seconds_in_sixteen_parts() {
+        let (mut pace, now) = screen(60);
+        let (lively, _) = looks(&mut pace, now, Duration::from_secs(1));
+        assert!((28..=31).contains(&lively), "{lively}");
+        let (still, pictures) =
+            looks(&mut pace, now + Duration::from_secs(1), Duration::from_secs(10));
+        assert!((78..=81).contains(&still) && pictures <= 5.2, "{still} looks, {pictures}");
+        pace.stir(now + Duration::from_secs(11));
+        let (again, _) = looks(&mut pace, now + Duration::from_secs(11), Duration::from_secs(1));
+        assert!(again >= 28, "a key makes it lively: {again}");
+    }
+
+    #[test]
+    fn every_row_has_its_turn() {
+        let (mut pace, now) = screen(60);
+        let later = now + Duration::from_secs(2);
+        let mut first: Vec<_> = (0..16).map(|_| pace.begin(later, false).first).collect();
+        first.sort_unstable();
+        assert_eq!(first, (0..16).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_refresh_limit_holds_whatever_is_asked_for() {
+        let (mut pace, now) = screen(2);
+        let (lively, _) = looks(&mut pace, now, Duration::from_secs(1));
+        assert!(lively <= 3, "{lively}");
+        assert!(pace.due(now, true) >= now + Duration::from_millis(500));
+    }
+}

@@ -1,0 +1,222 @@
+//! What a viewer says once it is let in.
+//!
+//! Every length is checked before anything is waited for or kept; text of its clipboard is dropped as it comes, since a
+//! guest's clipboard is not ours.
+
+use super::pixels::{BadFormat, PixelFormat};
+
+/// The most bytes of one message that are waited for. What may be longer is passed over.
+pub const MAX_MESSAGE: usize = 4 + 4 * MAX_ENCODINGS;
+
+/// Encodings that a viewer may name. Those that exist are a few dozen.
+const MAX_ENCODINGS: usize = 1024;
+
+/// The longest text of a clipboard that is passed over.
+const MAX_TEXT: u32 = 1 << 20;
+
+/// What a viewer says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// How pixels are to be sent.
+    SetPixelFormat(PixelFormat),
+    /// What it can decode, best first.
+    SetEncodings(Vec<i32>),
+    /// It wants the picture, or with `incremental` what is new of it. Which part it asks about says nothing to us: it
+    /// gets all that is new.
+    UpdateRequest {
+        /// Only what is new.
+        incremental: bool,
+    },
+    /// A key, by the symbol on it.
+    Key {
+        /// Pressed, not released.
+        down: bool,
+        /// X11's number of the symbol.
+        keysym: u32,
+    },
+    /// A key, by its place on the keyboard (QEMU's extension).
+    KeyPlace {
+        /// Pressed, not released.
+        down: bool,
+        /// A PC's scan code, with 0x80 in place of a prefix.
+        code: u32,
+    },
+    /// The pointer.
+    Pointer {
+        /// Buttons that are held, by bits.
+        buttons: u8,
+        /// Pixels from the left.
+        x: u16,
+        /// Pixels from the top.
+        y: u16,
+    },
+    /// So many bytes follow that are to be passed over.
+    Skip(usize),
+}
+
+/// Why a viewer is sent away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// No such message.
+    #[error("The viewer sent a message of unknown type {0}")]
+    Type(u8),
+    /// No such message of QEMU's.
+    #[error("The viewer sent an extended message of unknown type {0}")]
+    Extended(u8),
+    /// More than any viewer has.
+    #[error("The viewer names {0} encodings; the most are {MAX_ENCODINGS}")]
+    Encodings(u16),
+    /// Too long.
+    #[error("The viewer's clipboard has {0} bytes; the most are {MAX_TEXT}")]
+    Text(u32),
+    /// Pixels that we cannot send.
+    #[error(transparent)]
+    Format(#[from] BadFormat),
+}
+
+/// The message at the beginning of `bytes` and its length; `None` while it is not all there.
+pub fn parse(bytes: &[u8]) -> Result<Option<(Message, usize)>, Violation> {
+    let Some((kind, rest)) = bytes.split_first() else { return Ok(None) };
+    Ok(match kind {
+        0 => match rest.first_chunk::<19>() {
+            Some([_, _, _, format @ ..]) => {
+                Some((Message::SetPixelFormat(PixelFormat::parse(format)?), 20))
+            }
+            None => None,
+        },
+        2 => encodings(rest)?,
+        3 => rest.first_chunk::<9>().map(|[incremental, ..]| {
+            (Message::UpdateRequest { incremental: *incremental != 0 }, 10)
+        }),
+        4 => rest.first_chunk::<7>().map(|[down, _, _, keysym @ ..]| {
+            (Message::Key { down: *down != 0, keysym: u32::from_be_bytes(*keysym) }, 8)
+        }),
+        5 => rest.first_chunk::<5>().map(|[buttons, x0, x1, y0, y1]| {
+            let (x, y) = (u16::from_be_bytes([*x0, *x1]), u16::from_be_bytes([*y0, *y1]));
+            (Message::Pointer { buttons: *buttons, x, y }, 6)
+        }),
+        6 => match rest.first_chunk::<7>() {
+            Some([_, _, _, length @ ..]) => match u32::from_be_bytes(*length) {
+                long if long > MAX_TEXT => return Err(Violation::Text(long)),
+                length => Some((Message::Skip(length as usize), 8)),
+            },
+            None => None,
+        },
+        255 => qemu(rest)?,
+        other => return Err(Violation::Type(*other)),
+    })
+}
+
+fn encodings(rest: &[u8]) -> Result<Option<(Message, usize)>, Violation> {
+    let Some(([_, high, low], list)) = rest.split_first_chunk::<3>() else { return Ok(None) };
+    let count = u16::from_be_bytes([*high, *low]);
+    if usize::from(count) > MAX_ENCODINGS {
+        return Err(Violation::Encodings(count));
+    }
+    let length = 4 * usize::from(count);
+    Ok(list.get(..length).map(|list| {
+        let (numbers, _) = list.as_chunks::<4>();
+        let numbers = numbers.iter().map(|number| i32::from_be_bytes(*number)).collect();
+        (Message::SetEncodings(numbers), 4 + length)
+    }))
+}
+
+fn qemu(rest: &[u8]) -> Result<Option<(Message, usize)>, Violation> {
+    match rest.first() {
+        None => return Ok(None),
+        Some(0) => {}
+        Some(other) => return Err(Violation::Extended(*other)),
+    }
+    Ok(rest.first_chunk::<11>().map(|[_, high, low, _, _, _, _, code @ ..]| {
+        let down = u16::from_be_bytes([*high, *low]) != 0;
+        (Message::KeyPlace { down, code: u32::from_be_bytes(*code) }, 12)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn messages_are_read_as_the_rfc_writes_them() {
+        let parsed = |bytes: &[u8]| parse(bytes).unwrap().unwrap();
+        let encodings = [2, 0, 0, 2, 0, 0, 0, 16, 0xff, 0xff, 0xff, 0x21];
+        assert_eq!(parsed(&encodings), (Message::SetEncodings(vec![16, -223]), 12));
+        let update = [3, 1, 0, 0, 0, 0, 7, 128, 4, 176];
+        assert_eq!(parsed(&update), (Message::UpdateRequest { incremental: true }, 10));
+        let key = [4, 1, 0, 0, 0, 0, 0xff, 0x0d];
+        assert_eq!(parsed(&key), (Message::Key { down: true, keysym: 0xff0d }, 8));
+        let pointer = [5, 1, 1, 0, 0, 2];
+        assert_eq!(parsed(&pointer), (Message::Pointer { buttons: 1, x: 256, y: 2 }, 6));
+        assert_eq!(parsed(&[6, 0, 0, 0, 0, 0, 0, 5, b'h']), (Message::Skip(5), 8));
+        let place = [255, 0, 0, 1, 0, 0, 0, 0x61, 0, 0, 0, 30];
+        assert_eq!(parsed(&place), (Message::KeyPlace { down: true, code: 30 }, 12));
+        let mut format = vec![0, 0, 0, 0];
+        format.extend(PixelFormat::XRGB.bytes());
+        assert_eq!(parsed(&format), (Message::SetPixelFormat(PixelFormat::XRGB), 20));
+    }
+
+    #[test]
+    fn what_no_viewer_sends_ends_it() {
+        assert_eq!(parse(&[1]), Err(Violation::Type(1)));
+        assert_eq!(parse(&[255, 1]), Err(Violation::Extended(1)));
+        assert_eq!(parse(&[2, 0, 4, 1]), Err(Violation::Encodings(1025)));
+        assert_eq!(parse(&[6, 0, 0, 0, 0, 0x10, 0, 1]), Err(Violation::Text((1 << 20) + 1)));
+        let mut palette = vec![0; 4];
+        palette.extend(PixelFormat::XRGB.bytes());
+        palette[7] = 0;
+        assert!(matches!(parse(&palette), Err(Violation::Format(_))));
+    }
+
+    proptest! {
+        /// Whatever comes, a message never has more bytes than there are, nor waits for more than it may.
+        #[test]
+        fn no_bytes_make_it_panic_or_wait_without_bound(
+            bytes in proptest::collection::vec(any::<u8>(), 0..64),
+            first in prop_oneof![0_u8..8, Just(255)],
+        ) {
+            let mut bytes = bytes;
+            bytes.insert(0, first);
+            match parse(&bytes) {
+                Ok(Some((_, length))) => prop_assert!(length <= bytes.len()),
+                Ok(None) => {
+                    bytes.resize(MAX_MESSAGE, 0);
+                    prop_assert!(parse(&bytes) != Ok(None), "it waits for more");
+                }
+                Err(_) => {}
+            }
+        }
+
+        /// The same stream means the same, however it is cut.
+        #[test]
+        fn where_a_stream_is_cut_makes_no_difference(
+            down: bool, keysym: u32, x: u16, y: u16, buttons: u8,
+            list in proptest::collection::vec(any::<i32>(), 0..40),
+        ) {
+            let mut stream = vec![4, u8::from(down), 0, 0];
+            stream.extend(keysym.to_be_bytes());
+            stream.extend([2, 0]);
+            stream.extend((list.len() as u16).to_be_bytes());
+            stream.extend(list.iter().flat_map(|number| number.to_be_bytes()));
+            stream.extend([5, buttons]);
+            stream.extend([x.to_be_bytes(), y.to_be_bytes()].concat());
+            let (mut waiting, mut found) = (Vec::new(), Vec::new());
+            for byte in stream {
+                waiting.push(byte);
+                while let Some((message, length)) = parse(&waiting).unwrap() {
+                    waiting.drain(..length);
+                    found.push(message);
+                }
+            }
+            prop_assert!(waiting.is_empty());
+            let expected = [
+                Message::Key { down, keysym },
+                Message::SetEncodings(list),
+                Message::Pointer { buttons, x, y },
+            ];
+            prop_assert_eq!(found, expected);
+        }
+    }
+}
