@@ -20,7 +20,8 @@ Examples:
   vgpuctl top                                         the same, as it happens
   vgpuctl scheduler --policy equal-share              how a GPU's time is divided
   vgpuctl doctor                                      what on this host is in the way
-  vgpuctl screenshot -u UUID -o screen.png            what is on its screen
+  vgpuctl view UUID                                   its screen, live
+  vgpuctl screenshot -u UUID -o screen.png            a picture of its screen
 
 Exit status:
   0  done
@@ -73,6 +74,8 @@ pub enum Command {
     Man(Man),
     /// Watch shares as they are used, on the terminal: q leaves, arrows choose.
     Top(Top),
+    /// Show a vGPU's screen live, in a VNC viewer.
+    View(View),
     /// Save what is on a vGPU's screen as a PNG file.
     Screenshot(Screenshot),
     /// Take over definitions from a tree of mdevctl's: says what would be done, and does it with --apply.
@@ -452,6 +455,46 @@ pub struct Top {
     #[arg(long, value_name = "MS", default_value_t = 1000,
         value_parser = clap::value_parser!(u64).range(100..=60_000))]
     pub interval: u64,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Prints how to connect, starts a viewer if one is installed (TigerVNC's vncviewer, remote-viewer,
+gvncviewer), and serves the screen until it is ended. Only you and root can open the socket; on
+loopback, where every user can connect, each run has a password of its own. docs/console.md has more.
+
+Examples:
+  vgpuctl view UUID                                watch it
+  vgpuctl view UUID --monitor /run/vm/qmp.sock     with keyboard and pointer: a QMP socket of the VM
+  vgpuctl view UUID --tcp --print                  for a viewer of your own, with a password
+  ssh -L 5901:localhost:5901 HOST vgpuctl view UUID --tcp=5901
+                                                   from another machine")]
+pub struct View {
+    /// Its uuid.
+    #[arg(value_name = "UUID", required_unless_present = "flagged")]
+    pub positional: Option<VgpuId>,
+    /// Its uuid.
+    #[arg(
+        id = "flagged",
+        short,
+        long = "uuid",
+        value_name = "UUID",
+        conflicts_with = "positional"
+    )]
+    pub flagged: Option<VgpuId>,
+    /// A QMP socket of the VM that the vGPU is attached to: keyboard and pointer go there.
+    #[arg(long, value_name = "PATH")]
+    pub monitor: Option<PathBuf>,
+    /// Serve it on this port of 127.0.0.1, or on one that is free, with a password.
+    #[arg(long, value_name = "PORT", num_args = 0..=1, require_equals = true,
+        default_missing_value = "0")]
+    pub tcp: Option<u16>,
+    /// Only print how to connect; start no viewer.
+    #[arg(long)]
+    pub print: bool,
+    /// Format of what is printed.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
 }
 
 #[derive(Debug, Args)]

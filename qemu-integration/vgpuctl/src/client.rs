@@ -7,6 +7,7 @@ use std::time::Duration;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
+use hyper::upgrade::Upgraded;
 use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use mdev_core::ids::VgpuId;
@@ -14,6 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::net::UnixStream;
+use vfio_user_server::api::consoles::PROTOCOL;
 use vfio_user_server::api::model::{ErrorBody, Vgpu};
 
 use crate::failure::Failure;
@@ -24,7 +26,7 @@ const MAX_ANSWER: usize = 256 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Who answers at a socket.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
 }
@@ -99,9 +101,58 @@ impl Client {
         if status.is_success() {
             return Ok(bytes);
         }
-        match serde_json::from_slice::<ErrorBody>(&bytes) {
-            Ok(body) => Err(Failure::Refused(body.error)),
-            Err(_) => Err(self.nonsense(format!("status {status} without a reason"))),
+        Err(self.refusal(status, &bytes))
+    }
+
+    /// Opens a screen: a connection that speaks RFB from here on.
+    pub async fn upgrade(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<TokioIo<Upgraded>, Failure> {
+        let lost = |error: hyper::Error| self.nonsense(error.to_string());
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
+        // It ends with the connection, which whoever has the screen ends.
+        tokio::spawn(connection.with_upgrades());
+        let request = Request::builder()
+            .method(Method::POST)
+            .uri(path)
+            .header(header::HOST, "vgpud")
+            .header(header::CONTENT_TYPE, "application/json")
+            .header(header::CONNECTION, "upgrade")
+            .header(header::UPGRADE, PROTOCOL)
+            .body(Full::new(json(body)?))
+            .map_err(|error| Failure::Local(format!("Cannot ask vgpud: {error}")))?;
+        let asked = tokio::time::timeout(PATIENCE, sender.send_request(request)).await;
+        let answer = asked
+            .map_err(|_| self.nonsense(format!("none came within {} s", PATIENCE.as_secs())))?
+            .map_err(lost)?;
+        if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
+            return Ok(TokioIo::new(hyper::upgrade::on(answer).await.map_err(lost)?));
+        }
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+        let bytes = body.map_err(|error| self.nonsense(error.to_string()))?.to_bytes();
+        Err(self.refusal(status, &bytes))
+    }
+
+    async fn connect(&self) -> Result<UnixStream, Failure> {
+        UnixStream::connect(&self.socket).await.map_err(|error| {
+            let socket = self.socket.clone();
+            match error.kind() {
+                io::ErrorKind::PermissionDenied => {
+                    Failure::NotForUs { socket, user: nix::unistd::geteuid().as_raw() }
+                }
+                _ => Failure::Unreachable { socket, reason: error.to_string() },
+            }
+        })
+    }
+
+    fn refusal(&self, status: StatusCode, bytes: &[u8]) -> Failure {
+        match serde_json::from_slice::<ErrorBody>(bytes) {
+            Ok(body) => Failure::Refused(body.error),
+            Err(_) => self.nonsense(format!("status {status} without a reason")),
         }
     }
 
@@ -111,15 +162,7 @@ impl Client {
         path: &str,
         body: Bytes,
     ) -> Result<(StatusCode, Bytes), Failure> {
-        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
-            let socket = self.socket.clone();
-            match error.kind() {
-                io::ErrorKind::PermissionDenied => {
-                    Failure::NotForUs { socket, user: nix::unistd::geteuid().as_raw() }
-                }
-                _ => Failure::Unreachable { socket, reason: error.to_string() },
-            }
-        })?;
+        let stream = self.connect().await?;
         let lost = |error: hyper::Error| self.nonsense(error.to_string());
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;

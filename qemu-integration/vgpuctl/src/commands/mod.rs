@@ -6,6 +6,7 @@
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`import`]: definitions of mdevctl's
 //! * [`libvirt`]: `libvirt ...`
+//! * [`view`]: a screen, live
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod generate;
@@ -14,6 +15,7 @@ mod libvirt;
 mod read;
 mod scheduler;
 mod stats;
+mod view;
 mod vm;
 mod write;
 
@@ -41,6 +43,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Stop(args) => write::stop(&client, args).await,
         Command::Import(args) => import::import(&client, args).await,
         Command::StartParentMdevs { .. } => write::start_parent_mdevs(),
+        Command::View(args) => view::view(&client, args).await,
         Command::Screenshot(args) => vm::screenshot(&client, args).await,
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
