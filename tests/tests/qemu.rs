@@ -5,12 +5,15 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use lab::Lab;
 use lab::build::Programs;
+use lab::cleanup::Process;
 use lab::host::Host;
 use lab::picture::Picture;
 use lab::progress::Progress;
@@ -252,5 +255,54 @@ fn vms_go_on_without_a_manager_and_the_next_one_adopts_them() {
     assert_eq!(bench.worker(A), worker);
     assert_eq!(bench.host.vgpu(A).unwrap()["vm"]["pid"], json!(vm.pid().as_raw()));
     job(&mut vm, "vadd --n 10000");
+    vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn what_is_typed_in_a_viewer_is_typed_in_the_vm() {
+    let bench = Bench::new();
+    let socket = bench.vgpu(A);
+    let mut vm = bench.boot(&bench.spec("typed").with_vgpu(&socket));
+    let reader = "(read line; echo \"$line\" > /tmp/typed) < /dev/tty1 > /dev/null 2>&1 & true";
+    vm.guest.run(reader, LIMIT).unwrap();
+    let says = bench.host.folder().join("view.json");
+    let keys = vm.keys();
+    let view = ["view", A, "--print", "--output", "json", "--monitor", &keys.to_string_lossy()];
+    let mut command = bench.host.command(&view).unwrap();
+    command.stdout(std::fs::File::create(&says).unwrap());
+    let _view = Process::spawn(command, Signal::SIGTERM).unwrap();
+    let mut said = Value::Null;
+    eventually("a door", || {
+        let text = std::fs::read(&says).unwrap_or_default();
+        said = serde_json::from_slice(&text).unwrap_or_default();
+        !said.is_null()
+    });
+    let mut stream = UnixStream::connect(said["socket"].as_str().unwrap()).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    // The greeting of a viewer without a password; then keys, which need no picture.
+    stream.read_exact(&mut [0; 12]).unwrap();
+    stream.write_all(b"RFB 003.008\n\x01").unwrap();
+    stream.read_exact(&mut [0; 6]).unwrap();
+    stream.write_all(&[1]).unwrap();
+    stream.read_exact(&mut [0; 24]).unwrap();
+    for key in "Hello vgpu\r".chars() {
+        let keysym = if key == '\r' { 0xff0d } else { u32::from(key) };
+        let strokes = [(1, keysym), (0, keysym)];
+        let shift = key.is_ascii_uppercase().then_some(0xffe1_u32);
+        let down = shift.into_iter().map(|shift| (1, shift));
+        let up = shift.into_iter().map(|shift| (0, shift));
+        for (down, keysym) in down.chain(strokes).chain(up) {
+            let mut message = vec![4, down, 0, 0];
+            message.extend(keysym.to_be_bytes());
+            stream.write_all(&message).unwrap();
+        }
+    }
+    let mut typed = String::new();
+    eventually("the line is read", || {
+        typed = vm.guest.run("cat /tmp/typed 2>/dev/null", LIMIT).unwrap().stdout;
+        !typed.is_empty()
+    });
+    assert_eq!(typed.trim_end(), "Hello vgpu");
     vm.quit().unwrap();
 }

@@ -10,6 +10,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use mdev_core::definition::Owner;
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::server;
+use vfio_user_server::console::web::access::Address;
 use vfio_user_server::manager::{self, ParentConfig};
 use vfio_user_server::users::Users;
 use vfio_user_server::{spawn, worker};
@@ -35,7 +36,7 @@ enum Role {
     ///
     /// SIGTERM and SIGINT end everything in an orderly way. SIGUSR1 ends the manager alone: VMs go on, and the next
     /// manager with the same --run-dir adopts them.
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Print the manual page
     #[command(hide = true)]
     Man,
@@ -76,6 +77,9 @@ struct RunArgs {
     /// one, or else 65534]
     #[arg(long, value_name = "USER[:GROUP]")]
     worker_user: Option<Owner>,
+    /// Serve the web console here: an address of this host alone, such as 127.0.0.1:8006; vgpuctl web opens it
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    web: Option<Address>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -104,7 +108,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let done = match cli.role {
-        Role::Run(args) => run(args),
+        Role::Run(args) => run(*args),
         Role::Man => man(),
         Role::Worker(args) => worker(&args),
         Role::SoftGpu(args) => soft_gpu(args),
@@ -120,7 +124,7 @@ fn main() -> ExitCode {
 
 fn run(args: RunArgs) -> anyhow::Result<()> {
     let who = Who::of(&args, &Users::read())?;
-    let RunArgs { run_dir, config_dir, scripts_dir, parents, .. } = args;
+    let RunArgs { run_dir, config_dir, scripts_dir, parents, web, .. } = args;
     let parents = parents.into_iter().map(ParentConfig::expand).collect::<Result<Vec<_>, _>>()?;
     let parents = parents.concat();
     for (index, parent) in parents.iter().enumerate() {
@@ -137,6 +141,7 @@ fn run(args: RunArgs) -> anyhow::Result<()> {
         worker_user,
         owner,
         access,
+        web,
     })
 }
 

@@ -93,7 +93,7 @@ mod tests {
     fn args(line: &str) -> RunArgs {
         let words = ["vgpud", "run"].into_iter().chain(line.split_whitespace());
         let Role::Run(args) = Cli::try_parse_from(words).unwrap().role else { panic!("run") };
-        args
+        *args
     }
 
     fn host(passwd: &str, group: &str) -> Users {

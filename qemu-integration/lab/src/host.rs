@@ -129,11 +129,16 @@ impl Host {
         self.run_dir().join("vgpus").join(uuid).join("vfio.sock")
     }
 
-    /// Runs `vgpuctl` and returns what it printed.
-    pub fn vgpuctl(&self, args: &[&str]) -> Result<String> {
+    /// A command that runs `vgpuctl` on this daemon.
+    pub fn command(&self, args: &[&str]) -> Result<Command> {
         let mut command = Command::new(self.programs.find("vgpuctl")?);
         command.arg("--socket").arg(self.api_socket()).args(args).stdin(Stdio::null());
-        let output = command.output().context("Cannot run vgpuctl")?;
+        Ok(command)
+    }
+
+    /// Runs `vgpuctl` and returns what it printed.
+    pub fn vgpuctl(&self, args: &[&str]) -> Result<String> {
+        let output = self.command(args)?.output().context("Cannot run vgpuctl")?;
         if !output.status.success() {
             let complaint = String::from_utf8_lossy(&output.stderr);
             bail!("`vgpuctl {}` failed: {}", args.join(" "), complaint.trim());

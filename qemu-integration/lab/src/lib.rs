@@ -9,7 +9,7 @@
 //! * [`machine`]: a Debian machine with libvirt, fresh each time
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
-//! * [`picture`]: what is on a screen
+//! * [`picture`]: what is on a screen; [`viewers`]: a browser and a VNC client that look at it
 //! * [`demo`], [`test`], [`bench`], [`simulate`]: what `cargo lab` does
 //! * [`cleanup`], [`progress`]: nothing is left behind; people see what goes on
 
@@ -45,6 +45,7 @@ pub mod qmp;
 pub mod root;
 pub mod simulate;
 pub mod test;
+pub mod viewers;
 
 /// All that a VM is made of.
 #[derive(Clone, Debug)]

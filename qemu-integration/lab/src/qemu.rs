@@ -19,6 +19,7 @@ use crate::qmp::Qmp;
 
 /// Root ports that devices can be plugged into while the VM runs.
 pub const HOTPLUG_PORTS: usize = 2;
+const KEYS: &str = "keys.sock";
 const START_LIMIT: Duration = Duration::from_secs(20);
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 
@@ -121,6 +122,9 @@ impl VmSpec {
             with("socket,id=qmp,path=", "qmp.sock", ",server=on,wait=off"),
             "-mon".into(),
             "chardev=qmp,mode=control".into(),
+            // For a console's keys: a monitor serves one client at a time.
+            "-qmp".into(),
+            with("unix:", KEYS, ",server=on,wait=off"),
         ]);
         args
     }
@@ -150,7 +154,7 @@ impl Vm {
     pub fn start(lab: &Lab, spec: &VmSpec, folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder)
             .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
-        for socket in ["agent.sock", "qmp.sock"] {
+        for socket in ["agent.sock", "qmp.sock", KEYS] {
             let _ = fs::remove_file(folder.join(socket));
         }
         let errors = folder.join("qemu.log");
@@ -199,6 +203,11 @@ impl Vm {
     /// True while QEMU runs.
     pub fn is_running(&mut self) -> bool {
         matches!(self.process.try_wait(), Ok(None))
+    }
+
+    /// A monitor for a console's keys.
+    pub fn keys(&self) -> PathBuf {
+        self.folder.join(KEYS)
     }
 
     /// What the guest's kernel has said.

@@ -21,6 +21,7 @@ Examples:
   vgpuctl scheduler --policy equal-share              how a GPU's time is divided
   vgpuctl doctor                                      what on this host is in the way
   vgpuctl view UUID                                   its screen, live
+  vgpuctl web                                         all of it in a browser
   vgpuctl screenshot -u UUID -o screen.png            a picture of its screen
 
 Exit status:
@@ -76,6 +77,8 @@ pub enum Command {
     Top(Top),
     /// Show a vGPU's screen live, in a VNC viewer.
     View(View),
+    /// Let a browser on this host into the web console: prints an address, good for once.
+    Web(Web),
     /// Save what is on a vGPU's screen as a PNG file.
     Screenshot(Screenshot),
     /// Take over definitions from a tree of mdevctl's: says what would be done, and does it with --apply.
@@ -498,6 +501,24 @@ pub struct View {
 }
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+vgpud serves the console if it is started with --web, on this host alone. The address opens one
+session, once, within five minutes. docs/console.md says what the page shows, and to whom.
+
+Examples:
+  vgpuctl web                                      all vGPUs: shares, memory, events, screens
+  vgpuctl web --monitor UUID=/run/vm/qmp.sock      that VM's screen with keyboard and pointer
+  ssh -L 8006:127.0.0.1:8006 HOST vgpuctl web      from another machine")]
+pub struct Web {
+    /// A QMP socket of the VM that a vGPU is attached to: its keyboard and pointer; may be repeated.
+    #[arg(long, value_name = "UUID=PATH", value_parser = monitor)]
+    pub monitor: Vec<(VgpuId, PathBuf)>,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
 pub struct Screenshot {
     /// Its uuid.
     #[arg(short, long)]
@@ -571,6 +592,14 @@ fn milliseconds(text: &str) -> Result<u64, String> {
         #[allow(clippy::cast_sign_loss)]
         Ok(ms) if plain && ms.is_finite() => Ok((ms * 1e3).round() as u64),
         _ => Err("give milliseconds, for example 0.5 or 2".to_owned()),
+    }
+}
+
+fn monitor(text: &str) -> Result<(VgpuId, PathBuf), String> {
+    let pair = text.split_once('=').and_then(|(uuid, path)| Some((uuid.parse().ok()?, path)));
+    match pair {
+        Some((uuid, path)) if !path.is_empty() => Ok((uuid, path.into())),
+        _ => Err("a monitor is UUID=PATH: a vGPU, and a QMP socket of its VM".to_owned()),
     }
 }
 

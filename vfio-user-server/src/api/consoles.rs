@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
+use axum::Json;
 use axum::extract::{FromRequest, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use hyper_util::rt::TokioIo;
 use mdev_core::ids::VgpuId;
 
-use super::model::{ErrorCode, ErrorDetail, OpenConsole};
+use super::model::{ErrorCode, ErrorDetail, OpenConsole, OpenWeb, WebAddress};
 use super::request::{Body, Named, Refusal};
 use super::service::Api;
 use crate::console::monitor::Monitor;
@@ -64,6 +65,28 @@ pub async fn open(
 fn is_end(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// Lets somebody into the web console: an address that opens it, once, within five minutes.
+#[utoipa::path(
+    post,
+    path = "/v1/web",
+    request_body(content = Option<OpenWeb>),
+    responses((status = 201, body = WebAddress, description = "Where to go"), Refusal)
+)]
+pub async fn web(
+    State(api): State<Api>,
+    Body(OpenWeb { monitors }): Body<OpenWeb>,
+) -> Result<(StatusCode, Json<WebAddress>)> {
+    let Some(access) = &api.web else {
+        let what = "vgpud serves no web console; start it with --web 127.0.0.1:8006";
+        return Err(ErrorDetail::new(ErrorCode::Conflict, what));
+    };
+    for (id, path) in &monitors {
+        // Said to the operator, rather than found missing by the page.
+        api.monitor(*id, path).await?.release().await;
+    }
+    Ok((StatusCode::CREATED, Json(WebAddress { url: access.ticket(monitors)? })))
 }
 
 /// What a viewer has in its title.

@@ -34,6 +34,7 @@ const MAX_BODY: usize = 64 << 10;
         vgpus::stop,
         vgpus::picture,
         consoles::open,
+        consoles::web,
         statistics::stats,
         schedulers::schedulers,
         schedulers::scheduler,
@@ -64,6 +65,7 @@ pub fn router(api: Api, rules: Rules) -> Router {
         .route("/v1/vgpus/{uuid}/stop", post(vgpus::stop))
         .route("/v1/vgpus/{uuid}/screenshot", get(vgpus::picture))
         .route("/v1/vgpus/{uuid}/console", post(consoles::open))
+        .route("/v1/web", post(consoles::web))
         .route("/v1/stats", get(statistics::stats))
         .route("/v1/schedulers", get(schedulers::schedulers))
         .route(

@@ -276,6 +276,23 @@ pub struct OpenConsole {
     pub monitor: Option<String>,
 }
 
+/// `POST /v1/web`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OpenWeb {
+    /// QMP sockets of VMs, by their vGPUs: whose screens have keyboard and pointer in the session that this opens.
+    #[serde(default)]
+    #[schema(value_type = BTreeMap<String, String>)]
+    pub monitors: BTreeMap<VgpuId, String>,
+}
+
+/// Where a browser gets in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct WebAddress {
+    /// It opens one session, once, within five minutes.
+    pub url: String,
+}
+
 /// Every error's body.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {

@@ -12,6 +12,7 @@ use super::pictures::Pictures;
 use super::user;
 use crate::callouts::{Action, Callouts, Round, Subject};
 use crate::console::screens::Screens;
+use crate::console::web::access::Access;
 use crate::manager::{Change, Handle, Listed, Manager, Result, ask};
 use crate::private::WorkerStatus;
 
@@ -29,6 +30,8 @@ pub struct Api {
     pub pictures: Arc<Pictures>,
     /// Screens that are watched.
     pub screens: Arc<Screens>,
+    /// Who is let into the web console, where there is one.
+    pub web: Option<Arc<Access>>,
     rounds: Arc<Semaphore>,
 }
 
@@ -41,11 +44,17 @@ pub async fn waiting<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'stati
 
 impl Api {
     /// Asks this manager, and these scripts before.
-    pub fn new(manager: Handle, callouts: Callouts, about: Version) -> Self {
+    pub fn new(
+        manager: Handle,
+        callouts: Callouts,
+        about: Version,
+        web: Option<Arc<Access>>,
+    ) -> Self {
         Self {
             screens: Arc::new(Screens::new(manager.clone())),
             manager,
             callouts,
+            web,
             about: Arc::new(about),
             pictures: Arc::default(),
             rounds: Arc::new(Semaphore::new(MAX_ROUNDS)),

@@ -10,6 +10,7 @@
 //! * [`rfb`]: the protocol
 //! * [`keys`], [`monitor`]: keyboard and pointer, for the VM's QEMU
 //! * [`session`]: one viewer
+//! * [`web`]: the console for browsers
 
 pub mod canvas;
 pub mod keys;
@@ -19,3 +20,4 @@ pub mod readout;
 pub mod rfb;
 pub mod screens;
 pub mod session;
+pub mod web;

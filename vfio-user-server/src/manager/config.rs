@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::api::access::Rules;
 use crate::backend::ParentConfig;
+use crate::console::web::access::Address;
 use crate::users::Account;
 
 /// Where the manager works, and which physical GPUs it shares.
@@ -23,4 +24,6 @@ pub struct Config {
     pub owner: Account,
     /// Who may do what on the control socket.
     pub access: Rules,
+    /// Where the web console is served.
+    pub web: Option<Address>,
 }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use anyhow::Context;
 use mdev_core::definition::store::SCRIPTS;
@@ -18,6 +18,8 @@ use crate::api::access::{Group, Peer};
 use crate::api::model::Version;
 use crate::api::{Api, http};
 use crate::callouts::Callouts;
+use crate::console::web::access::Access;
+use crate::console::web::server;
 use crate::spawn;
 
 /// Most questions to workers that wait at the same time.
@@ -31,6 +33,16 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     umask(Mode::from_bits_truncate(0o077));
     let folders = Folders::create(&config.run_dir)?;
     let lock = folders.lock()?;
+    // Before anything is started that would outlive a failure.
+    let web = config.web.map(|address| {
+        let listen = || {
+            let listener = server::listen(address)?;
+            let access = Arc::new(Access::new(listener.local_addr()?));
+            std::io::Result::Ok((listener, access))
+        };
+        listen().with_context(|| format!("Cannot serve the web console on {}", address.0))
+    });
+    let (web, access) = web.transpose()?.unzip();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(MAX_WAITING)
@@ -68,7 +80,11 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         config_dir: manager.store.dir().to_string_lossy().into_owned(),
     };
     let handle = Handle { events };
-    let api = Api::new(handle.clone(), callouts, about);
+    let api = Api::new(handle.clone(), callouts, about, access.clone());
+    if let (Some(web), Some(access)) = (web, access) {
+        log::info!("Serving the web console on {}; vgpuctl web opens it", web.local_addr()?);
+        server::serve(web, api.clone(), access).context("Cannot serve the web console")?;
+    }
     let router = http::router(api.clone(), config.access.clone());
     let server = axum::serve(listener, router.into_make_service_with_connect_info::<Peer>());
     let (ended, end) = oneshot::channel::<()>();

@@ -6,7 +6,7 @@
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`import`]: definitions of mdevctl's
 //! * [`libvirt`]: `libvirt ...`
-//! * [`view`]: a screen, live
+//! * [`view`]: a screen, live; [`web`]: all of it in a browser
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod generate;
@@ -17,6 +17,7 @@ mod scheduler;
 mod stats;
 mod view;
 mod vm;
+mod web;
 mod write;
 
 use crate::cli::{Cli, Command};
@@ -44,6 +45,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Import(args) => import::import(&client, args).await,
         Command::StartParentMdevs { .. } => write::start_parent_mdevs(),
         Command::View(args) => view::view(&client, args).await,
+        Command::Web(args) => web::web(&client, args).await,
         Command::Screenshot(args) => vm::screenshot(&client, args).await,
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,

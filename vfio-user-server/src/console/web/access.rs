@@ -267,7 +267,8 @@ mod tests {
         let session = access.enter(&ticket).unwrap();
         assert!(access.enter(&ticket).is_err(), "a second time");
         assert!(access.enter(&session).is_err(), "a session is no ticket");
-        let bearer = |secret: &str| headers(&[(header::AUTHORIZATION, &format!("Bearer {secret}"))]);
+        let bearer =
+            |secret: &str| headers(&[(header::AUTHORIZATION, &format!("Bearer {secret}"))]);
         assert!(access.session(&bearer(&session)).is_some());
         let upper = session.to_uppercase();
         assert!(access.session(&bearer(&upper)).is_some(), "the same number");
@@ -298,11 +299,15 @@ mod tests {
             assert!(ours(&[(header::HOST, host)]), "{host}");
             assert!(ours(&[(header::HOST, host), (header::ORIGIN, &format!("http://{host}"))]));
         }
-        for host in ["127.0.0.1", "127.0.0.1:80", "evil.example:8006", "localhost:8006.evil.example"] {
+        for host in
+            ["127.0.0.1", "127.0.0.1:80", "evil.example:8006", "localhost:8006.evil.example"]
+        {
             assert!(!ours(&[(header::HOST, host)]), "{host}");
         }
         let good = (header::HOST, "localhost:8006");
-        for origin in ["null", "https://localhost:8006", "http://localhost:8007", "http://evil.example"] {
+        for origin in
+            ["null", "https://localhost:8006", "http://localhost:8007", "http://evil.example"]
+        {
             assert!(!ours(&[good.clone(), (header::ORIGIN, origin)]), "{origin}");
         }
         assert!(!ours(&[]));

@@ -11,11 +11,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use mdev_core::ids::VgpuId;
 use serde::Serialize;
 
-use crate::api::model::{
-    Decided, Parent, ParentStats, SchedulerDecision, Stats, Vgpu, VgpuState, VgpuStats,
-};
+use crate::api::model::{Decided, Parent, SchedulerDecision, Stats, Vgpu, VgpuState, VgpuStats};
 use crate::api::service::Api;
-use crate::manager::Manager;
 
 /// Samples that are kept: five minutes of a page that looks.
 const SAMPLES: usize = 300;
@@ -126,7 +123,8 @@ impl History {
     }
 
     async fn look(&self, api: &Api) {
-        let answers = (api.all().await, api.stats().await, api.read(Manager::parents).await);
+        let answers =
+            (api.all().await, api.stats().await, api.read(|manager| manager.parents()).await);
         let (Ok(vgpus), Ok(stats), Ok(parents)) = answers else { return };
         let mut decisions = Vec::new();
         for parent in &parents {
@@ -241,12 +239,8 @@ impl Kept {
     }
 
     fn faults(&mut self, stats: &[VgpuStats], at: u64) {
-        let before: BTreeMap<VgpuId, (u64, u64)> = self
-            .stats
-            .vgpus
-            .iter()
-            .map(|one| (one.uuid, (one.faults, one.hang_resets)))
-            .collect();
+        let before: BTreeMap<VgpuId, (u64, u64)> =
+            self.stats.vgpus.iter().map(|one| (one.uuid, (one.faults, one.hang_resets))).collect();
         for one in stats {
             let (faults, hangs) = before.get(&one.uuid).copied().unwrap_or_default();
             let about = one.uuid.to_string();

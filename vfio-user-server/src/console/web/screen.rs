@@ -40,7 +40,8 @@ pub fn thumbnail(control: &Path) -> Result<Vec<u8>> {
 fn small(screen: &Readout) -> io::Result<Vec<u8>> {
     let shape = screen.shape();
     let width = WIDTH.min(shape.width);
-    let height = (u64::from(shape.height) * u64::from(width) / u64::from(shape.width)).max(1) as u32;
+    let height =
+        (u64::from(shape.height) * u64::from(width) / u64::from(shape.width)).max(1) as u32;
     let mut pixels = Vec::with_capacity((width * height) as usize * 3);
     let mut row = vec![0; shape.row_bytes()];
     let columns: Vec<usize> = (0..shape.width)
@@ -121,11 +122,18 @@ mod tests {
 
     fn png_of(width: u32, height: u32, colour: impl Fn(u32, u32) -> u8) -> (u32, u32, Vec<u8>) {
         let file = tempfile::tempfile().unwrap();
-        let bytes: Vec<u8> =
-            (0..height).flat_map(|y| (0..width).map(move |x| (x, y))).map(|(x, y)| colour(x, y)).collect();
+        let bytes: Vec<u8> = (0..height)
+            .flat_map(|y| (0..width).map(move |x| (x, y)))
+            .map(|(x, y)| colour(x, y))
+            .collect();
         file.write_all_at(&bytes, 0).unwrap();
         let scanout = Scanout {
-            enabled: true, width, height, stride: width, bits_per_pixel: 8, ..Scanout::default()
+            enabled: true,
+            width,
+            height,
+            stride: width,
+            bits_per_pixel: 8,
+            ..Scanout::default()
         };
         let png = small(&Readout::new(&scanout, file.into()).unwrap()).unwrap();
         let mut reader = png::Decoder::new(io::Cursor::new(png)).read_info().unwrap();
@@ -136,7 +144,8 @@ mod tests {
 
     #[test]
     fn a_small_picture_is_the_mean_of_the_large_one() {
-        let (width, height, pixels) = png_of(960, 400, |x, y| if (x + y) % 2 == 0 { 200 } else { 100 });
+        let (width, height, pixels) =
+            png_of(960, 400, |x, y| if (x + y) % 2 == 0 { 200 } else { 100 });
         assert_eq!((width, height), (480, 200));
         assert!(pixels.iter().all(|value| *value == 150));
         let (width, height, pixels) = png_of(3, 2, |x, y| (x * 10 + y) as u8);

@@ -1,0 +1,133 @@
+//! Programs of other people's that look at our consoles: a browser, and a VNC client.
+//!
+//! Debian packages, unpacked into the cache folder as QEMU is and run by their own dynamic loader: Chromium without a
+//! window, and `gvnccapture` of gtk-vnc, the library that virt-manager shows screens with.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::cleanup::Scratch;
+use crate::debs::{self, Debs};
+use crate::progress::Progress;
+use crate::root::cache_folder;
+
+/// Changes when what is in the cached folder does.
+const LAYOUT: &str = "viewers-1";
+const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+const LOADER: &str = "lib64/ld-linux-x86-64.so.2";
+const CHROMIUM: &str = "usr/lib/chromium";
+
+/// What is not read by a program without a window.
+const NOT_NEEDED: [&str; 4] =
+    ["usr/share/doc", "usr/share/locale", "usr/share/icons", "usr/share/man"];
+
+/// Where they are.
+#[derive(Clone, Debug)]
+pub struct Viewers {
+    root: PathBuf,
+}
+
+impl Viewers {
+    /// Finds them, or fetches them: about 100 MiB.
+    pub fn open(progress: &Progress) -> Result<Self> {
+        let cache = cache_folder()?;
+        let folder = cache.join(LAYOUT);
+        let viewers = Self { root: folder.join("root") };
+        if folder.exists() {
+            return Ok(viewers);
+        }
+        if !cfg!(target_arch = "x86_64") || !Debs::possible() {
+            bail!(
+                "a browser for the tests is fetched as Debian packages, on x86-64 with apt-get and dpkg-deb"
+            );
+        }
+        fs::create_dir_all(&cache)?;
+        let lock = fs::File::create(cache.join("viewers.lock"))?;
+        let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
+        if folder.exists() {
+            return Ok(viewers);
+        }
+        let partial = Scratch::at(cache.join("viewers.partial"))?;
+        let fetched = cache.join("viewers.fetched");
+        let step = progress.step("Fetching a browser and a VNC client");
+        let debs = Debs::open(&fetched)?;
+        debs.fetch_closure(&["chromium-headless-shell", "fonts-dejavu-core", "libgvnc-1.0-0"])?;
+        // Without what its window would need.
+        debs.fetch(&["gvncviewer", "libgdk-pixbuf-2.0-0", "libgdk-pixbuf2.0-common"])?;
+        step.done();
+        let step = progress.step("Unpacking them");
+        let root = partial.path().join("root");
+        fs::create_dir_all(&root)?;
+        debs::unpack(&debs.packages()?, &root)?;
+        for folder in NOT_NEEDED {
+            let _ = fs::remove_dir_all(root.join(folder));
+        }
+        Self { root }.wire(&viewers.root)?;
+        partial.rename(&folder)?;
+        let _ = fs::remove_dir_all(&fetched);
+        step.done();
+        Ok(viewers)
+    }
+
+    /// Makes the browser start from where it will be: it starts itself again by the path of what it runs from, and has
+    /// its files beside that, so the loader lies beside them too.
+    fn wire(&self, root: &Path) -> Result<()> {
+        fs::copy(self.root.join(LOADER), self.root.join(CHROMIUM).join("loader"))?;
+        let (root, chromium) = (root.display(), root.join(CHROMIUM));
+        let chromium = chromium.display();
+        let start = self.root.join(CHROMIUM).join("start");
+        fs::write(
+            &start,
+            format!(
+                "#!/bin/sh\nexec '{chromium}/loader' --library-path \
+                 '{root}/{LIBRARIES}:{root}/{LIBRARIES}/pulseaudio:{chromium}' \
+                 '{chromium}/chromium-headless-shell' \"$@\"\n"
+            ),
+        )?;
+        fs::set_permissions(&start, fs::Permissions::from_mode(0o755))?;
+        fs::write(
+            self.root.join("fonts.conf"),
+            format!(
+                "<?xml version=\"1.0\"?>\n<!DOCTYPE fontconfig SYSTEM \"fonts.dtd\">\n<fontconfig>\
+                 <dir>{root}/usr/share/fonts</dir><cachedir>{root}/fonts.cache</cachedir></fontconfig>\n"
+            ),
+        )
+        .context("Cannot write the fonts' configuration")
+    }
+
+    /// A browser without a window, which has its files in `profile`, an empty folder.
+    pub fn chromium(&self, profile: &Path) -> Command {
+        let start = self.root.join(CHROMIUM).join("start");
+        let mut command = Command::new(&start);
+        command.env("FONTCONFIG_FILE", self.root.join("fonts.conf"));
+        command.args([
+            "--headless",
+            "--no-sandbox",
+            "--no-zygote",
+            "--disable-gpu",
+            "--disable-quic",
+        ]);
+        command.args(["--no-first-run", "--disable-background-networking", "--disable-sync"]);
+        command.args([
+            "--disable-component-update",
+            "--hide-scrollbars",
+            "--force-color-profile=srgb",
+        ]);
+        command.arg(format!("--user-data-dir={}", profile.display()));
+        command.arg(format!("--browser-subprocess-path={}", start.display()));
+        command
+    }
+
+    /// gtk-vnc's client, which saves a screen as a picture.
+    pub fn gvnccapture(&self) -> Command {
+        let mut command = Command::new(self.root.join(LOADER));
+        command.arg("--library-path").arg(self.root.join(LIBRARIES));
+        command.arg(self.root.join("usr/bin/gvnccapture"));
+        command
+    }
+}
