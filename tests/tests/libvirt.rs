@@ -20,6 +20,8 @@ use serde_json::Value;
 
 /// Debian's user for QEMU.
 const QEMU_USER: u64 = 64055;
+/// Where domains have their serial ports, whoever they run as.
+const FOLDER: &str = "/srv/vms";
 const LIMIT: Duration = Duration::from_secs(60);
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 /// The parent has room for two of these.
@@ -60,6 +62,7 @@ impl Host {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let (lab, programs) = LAB.get_or_init(|| Lab::open_with_host(&Progress::new()).unwrap());
         let machine = Machine::start(&Progress::new()).unwrap();
+        machine.sh(&format!("mkdir -m 1777 {FOLDER}")).unwrap();
         let images = "/var/lib/libvirt/images";
         machine.install(&lab.root.kernel.image, &format!("{images}/vmlinuz")).unwrap();
         machine.install(&lab.initramfs, &format!("{images}/initramfs.cpio")).unwrap();
@@ -137,7 +140,7 @@ impl Host {
     }
 
     fn guest(&self, name: &str) -> Guest {
-        Guest::connect(&self.machine.path(&format!("/var/lib/libvirt/qemu/{name}.agent"))).unwrap()
+        Guest::connect(&self.machine.path(&format!("{FOLDER}/{name}.agent"))).unwrap()
     }
 
     fn wait_boot(&self, name: &str, guest: &mut Guest) {
@@ -149,7 +152,7 @@ impl Host {
 
     /// What the guest's kernel has said.
     fn console(&self, name: &str) -> String {
-        self.machine.read(&format!("/var/lib/libvirt/qemu/{name}.console"))
+        self.machine.read(&format!("{FOLDER}/{name}.console"))
     }
 
     fn vgpus(&self) -> Vec<Value> {
@@ -171,7 +174,7 @@ fn domain(name: &str, more: &str) -> String {
     let serial = |port: u8, kind: &str, source: &str| {
         format!("<serial type='{kind}'><source {source}/><target port='{port}'/></serial>")
     };
-    let folder = "/var/lib/libvirt/qemu";
+    let folder = FOLDER;
     format!(
         "<domain type='qemu'>
   <name>{name}</name>
@@ -429,6 +432,39 @@ fn what_cannot_be_done_is_refused_in_one_line() {
     // A domain with a vGPU does not move to another host.
     let move_in = "virsh dumpxml vm1 | vgpuctl libvirt hook vm1 migrate begin -";
     host.refused(move_in, 5, "cannot move to another host");
+}
+
+#[test]
+#[ignore = "boots a Debian machine: run `cargo lab test`"]
+fn a_vgpu_is_for_the_user_that_its_domain_runs_as() {
+    let Some(host) = Host::new() else { return };
+    // libvirt's own folder is for its own user; another one has to pass through it.
+    host.sh("virsh list && chmod 711 /var/lib/libvirt/qemu");
+    let vm_of = |user: u32| {
+        let name = format!("user{user}");
+        let label = format!("<label>+{user}:+{user}</label>");
+        host.define(
+            &name,
+            &format!("<seclabel type='static' model='dac' relabel='yes'>{label}</seclabel>"),
+        );
+        name
+    };
+    for user in [1234, 0] {
+        let name = vm_of(user);
+        host.sh(&format!("vgpuctl libvirt attach {name} --type {TYPE} && virsh start {name}"));
+        host.eventually("QEMU is attached", || !host.vgpus()[0]["vm"].is_null());
+        assert_eq!(host.vgpus()[0]["vm"]["uid"], user);
+        host.sh(&format!("virsh destroy {name}"));
+        host.eventually("it is given back", || host.vgpus().is_empty());
+    }
+    // One that is defined, and was started for another user.
+    let uuid = host.sh(&format!("vgpuctl define -p soft0 -t {TYPE}"));
+    let uuid = uuid.trim();
+    let name = vm_of(4321);
+    host.sh(&format!("vgpuctl start -u {uuid} --owner 1234"));
+    host.sh(&format!("vgpuctl libvirt attach {name} -u {uuid} && virsh start {name}"));
+    host.eventually("QEMU is attached", || !host.vgpus()[0]["vm"].is_null());
+    assert_eq!(host.vgpus()[0]["vm"]["uid"], 4321);
 }
 
 #[test]

@@ -6,22 +6,22 @@
 //! | libvirt calls | and this |
 //! | --- | --- |
 //! | `prepare begin`, before anything of the domain is made | starts its vGPUs; a failure is libvirt's too |
-//! | `start begin`, when the user that QEMU will run as is known | gives them the sockets |
+//! | `start begin`, when libvirt has chosen whom QEMU will run as | makes sure that the sockets are his |
 //! | `release end`, when nothing of it is left, whatever ended it | stops them |
 //! | `migrate begin`, on the host that a domain would move to | refuses: a vGPU stays where it is |
 
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{self, Read};
-use std::os::unix::fs::{PermissionsExt, chown};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use hyper::Method;
 use integrate::domain::{Domain, NAMESPACE, Vgpu as Wanted};
 use integrate::xml::MAX_BYTES;
 use mdev_core::ids::VgpuId;
-use nix::unistd::{Gid, Group, Uid, User};
-use vfio_user_server::api::model::{CreateVgpu, StopVgpu, Version, Vgpu, VgpuState};
+use vfio_user_server::api::model::{CreateVgpu, StartVgpu, StopVgpu, Version, Vgpu, VgpuState};
+use vfio_user_server::users::{Account, Users};
 
 use super::claims::{Claim, Claims};
 use crate::cli::libvirt::Hook;
@@ -46,11 +46,13 @@ pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
     let name = &args.domain;
     let domain =
         Domain::parse(&xml).map_err(|error| Failure::Local(format!("Domain '{name}' {error}")))?;
-    let hook = Hooked { client, name, uuid: domain.uuid(), vgpus: domain.vgpus() };
+    let starts = matches!(args.operation.as_str(), "prepare" | "start");
+    let owner = domain.qemu_user().filter(|_| starts).map(|user| owner(&user)).transpose()?;
+    let hook = Hooked { client, name, uuid: domain.uuid(), vgpus: domain.vgpus(), owner };
     match (args.operation.as_str(), args.sub_operation.as_str()) {
         _ if hook.vgpus.is_empty() => Ok(()),
         ("prepare", "begin") => hook.prepare().await,
-        ("start", "begin") => hook.hand_over(domain.qemu_user()).await,
+        ("start", "begin") => hook.hand_over().await,
         ("release", "end") => hook.release().await,
         ("migrate", "begin") => Err(Failure::NotNow(format!(
             "Domain '{name}' has a vGPU, which cannot move to another host; \
@@ -66,6 +68,8 @@ struct Hooked<'a> {
     name: &'a str,
     uuid: String,
     vgpus: Vec<Wanted>,
+    /// Whom QEMU runs as, where the XML says so: before `start` only where its owner has chosen.
+    owner: Option<Account>,
 }
 
 impl Hooked<'_> {
@@ -132,44 +136,63 @@ impl Hooked<'_> {
         }
         // Before it runs, so that no vGPU can be left over that nobody stops.
         set(claims, uuid, &mine(true))?;
+        self.begin(wanted, there.is_some_and(|vgpu| vgpu.defined), claims).await
+    }
+
+    /// Starts a vGPU that does not run.
+    async fn begin(&self, wanted: &Wanted, defined: bool, claims: &Claims) -> Result<(), Failure> {
+        let owner = self.owner.map(|Account { uid, gid }| format!("{uid}:{gid}"));
         let started = match &wanted.mdev_type {
-            Some(_) => self.create(wanted).await,
-            None if there.is_some_and(|vgpu| vgpu.defined) => {
-                let path = format!("{}/start", vgpu_path(uuid));
-                self.client.post::<Vgpu>(&path, &()).await
+            Some(_) => self.create(wanted, owner).await,
+            None if defined => {
+                let path = format!("{}/start", vgpu_path(wanted.uuid));
+                self.client.post::<Vgpu>(&path, &StartVgpu { owner, ..StartVgpu::default() }).await
             }
             None => Err(Failure::NotFound(format!(
                 "it is not defined any more; define it, or detach it: vgpuctl libvirt detach {}",
                 self.name
             ))),
         };
-        started.map(drop).inspect_err(|_| claims.remove(uuid))
+        started.map(drop).inspect_err(|_| claims.remove(wanted.uuid))
     }
 
-    async fn create(&self, wanted: &Wanted) -> Result<Vgpu, Failure> {
-        let core = wanted.core.map(|core| [("core".to_owned(), core.to_string())].into());
+    async fn create(&self, wanted: &Wanted, owner: Option<String>) -> Result<Vgpu, Failure> {
+        let core = wanted.core.map(|core| ("core".to_owned(), core.to_string()));
+        let owner = owner.map(|owner| ("owner".to_owned(), owner));
         let request = CreateVgpu {
             uuid: Some(wanted.uuid),
             parent: wanted.parent.clone(),
             mdev_type: wanted.mdev_type.clone(),
-            attrs: core.into_iter().collect(),
+            attrs: core.into_iter().chain(owner).map(|attr| [attr].into()).collect(),
             run: true,
             ..CreateVgpu::default()
         };
         self.client.post("/v1/vgpus", &request).await
     }
 
-    /// Gives the sockets to the user that QEMU runs as, and to nobody else.
-    async fn hand_over(&self, user: Option<(String, String)>) -> Result<(), Failure> {
-        // Without a label QEMU runs as libvirt does, which is root.
-        let Some((user, group)) = user else { return Ok(()) };
-        let (user, group) = (user_id(&user)?, group_id(&group)?);
+    /// Makes sure that the sockets are the user's that QEMU runs as. Most often he is the one that vgpud gives them to
+    /// by itself; where he is not, nobody uses the vGPU yet, and it is started once more.
+    async fn hand_over(&self) -> Result<(), Failure> {
+        // Without a label QEMU runs as libvirt does: as root, who may connect to any socket.
+        let Some(owner) = self.owner else { return Ok(()) };
+        let claims = self.claims().await?;
         for wanted in &self.vgpus {
             let vgpu = self.client.vgpu(wanted.uuid, None).await?;
-            let Some(socket) = vgpu.socket else { continue };
-            give(Path::new(&socket), user, group).map_err(|error| {
-                Failure::Local(format!("Cannot give {socket} to user {user}: {error}"))
-            })?;
+            let socket = vgpu.socket.clone().unwrap_or_default();
+            if owner.uid == 0 || fs::metadata(&socket).is_ok_and(|socket| socket.uid() == owner.uid)
+            {
+                continue;
+            }
+            if wanted.mdev_type.is_none() && !vgpu.defined {
+                return Err(Failure::NotNow(format!(
+                    "vGPU {} is not for user {}, as whom the QEMU of domain '{}' runs; stop it, and start it with \
+                     --owner {}",
+                    wanted.uuid, owner.uid, self.name, owner.uid
+                )));
+            }
+            self.stop(wanted.uuid).await?;
+            let started = self.begin(wanted, vgpu.defined, &claims).await;
+            started.map_err(|failure| self.explained(wanted, &failure))?;
         }
         Ok(())
     }
@@ -219,37 +242,18 @@ fn set(claims: &Claims, uuid: VgpuId, claim: &Claim) -> Result<(), Failure> {
         .map_err(|error| Failure::Local(format!("Cannot write down whose vGPU {uuid} is: {error}")))
 }
 
-/// A socket for one user. The folders that it is in can be passed by all, and listed by root.
-fn give(socket: &Path, user: Uid, group: Gid) -> io::Result<()> {
-    for folder in socket.ancestors().skip(1).take(3) {
-        let mode = fs::metadata(folder)?.permissions().mode();
-        if mode & 0o011 != 0o011 {
-            fs::set_permissions(folder, Permissions::from_mode(mode | 0o011))?;
-        }
+/// The user and group that libvirt names: `+64055`, or a name.
+fn owner((user, group): &(String, String)) -> Result<Account, Failure> {
+    let users = Users::read();
+    let user = user.trim_start_matches('+');
+    let uid = users.user(user).map(|account| account.uid);
+    let gid = users.group(group.trim_start_matches('+'));
+    match (uid, gid) {
+        (Some(uid), Some(gid)) => Ok(Account { uid, gid }),
+        _ => Err(Failure::Local(format!(
+            "There is no user {user:?} or no group {group:?}, as whom QEMU would run"
+        ))),
     }
-    // First nobody's, then his: at no time may others connect.
-    fs::set_permissions(socket, Permissions::from_mode(0o600))?;
-    chown(socket, Some(user.as_raw()), Some(group.as_raw()))
-}
-
-/// `+64055`, or a name.
-fn user_id(text: &str) -> Result<Uid, Failure> {
-    if let Ok(number) = text.trim_start_matches('+').parse() {
-        return Ok(Uid::from_raw(number));
-    }
-    let found = User::from_name(text).ok().flatten().map(|user| user.uid);
-    found
-        .ok_or_else(|| Failure::Local(format!("There is no user {text:?}, as whom QEMU would run")))
-}
-
-fn group_id(text: &str) -> Result<Gid, Failure> {
-    if let Ok(number) = text.trim_start_matches('+').parse() {
-        return Ok(Gid::from_raw(number));
-    }
-    let found = Group::from_name(text).ok().flatten().map(|group| group.gid);
-    found.ok_or_else(|| {
-        Failure::Local(format!("There is no group {text:?}, as which QEMU would run"))
-    })
 }
 
 #[cfg(test)]
@@ -257,23 +261,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn users_are_numbers_or_names() {
-        assert_eq!(user_id("+64055").unwrap(), Uid::from_raw(64055));
-        assert_eq!(user_id("root").unwrap(), Uid::from_raw(0));
-        assert_eq!(group_id("+993").unwrap(), Gid::from_raw(993));
-        assert!(user_id("no such user").unwrap_err().to_string().contains("no user"));
-    }
-
-    #[test]
-    fn a_socket_given_away_is_one_users_and_its_folders_can_be_passed() {
-        let dir = tempfile::tempdir().unwrap();
-        let folder = dir.path().join("vgpus/a");
-        fs::create_dir_all(&folder).unwrap();
-        fs::set_permissions(&folder, Permissions::from_mode(0o770)).unwrap();
-        let socket = folder.join("vfio.sock");
-        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        give(&socket, Uid::current(), Gid::current()).unwrap();
-        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!((mode(&folder), mode(&socket)), (0o771, 0o600));
+    fn owners_are_numbers_or_names() {
+        let of = |user: &str, group: &str| owner(&(user.to_owned(), group.to_owned()));
+        let account = of("+64055", "+993").unwrap();
+        assert_eq!((account.uid, account.gid), (64055, 993));
+        assert_eq!(of("root", "root").unwrap().uid, 0);
+        assert!(of("no such user", "root").unwrap_err().to_string().contains("no user"));
     }
 }
