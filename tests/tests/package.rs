@@ -1,0 +1,163 @@
+//! The Debian package, as an operator has it: installed on a Debian with systemd, at work under the unit's restrictions,
+//! removed, purged and installed again.
+//!
+//! It needs a machine of its own, so it is `cargo lab test`'s and `cargo test --test package -- --ignored`'s.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use lab::build::Profile;
+use lab::deb::{self, Options};
+use lab::guest::Output;
+use lab::machine::Machine;
+use lab::progress::Progress;
+use serde_json::Value;
+use system_tests::skipped;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const PACKAGE: &str = "/root/tessera.deb";
+/// systemd's measure of what a service could still do, in tenths: 0 is nothing, 100 everything.
+const MOST_EXPOSURE: u32 = 30;
+
+fn sh(machine: &Machine, script: &str) -> String {
+    machine.sh(script).unwrap()
+}
+
+/// What a script that prints JSON prints.
+fn json(machine: &Machine, script: &str) -> Value {
+    serde_json::from_str(&sh(machine, script)).unwrap()
+}
+
+fn eventually(machine: &Machine, what: &str, script: &str) {
+    let deadline = Instant::now() + PATIENCE;
+    while machine.run(script).unwrap().status != 0 {
+        let log = || machine.run("journalctl -n 40 --no-pager -u vgpud").unwrap().stdout;
+        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}\n{}", log());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// A process's status, one line of it.
+fn field(machine: &Machine, pid: &Value, name: &str) -> String {
+    sh(machine, &format!("grep ^{name}: /proc/{pid}/status"))
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .into()
+}
+
+#[test]
+#[ignore = "starts a Debian machine: cargo lab test runs it"]
+fn the_package_works_is_upgraded_purged_and_installed_again() {
+    if let Some(reason) = Machine::impossible() {
+        skipped(&format!("a Debian machine: {reason}"));
+        return;
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let options = Options { out: scratch.path().to_owned(), profile: Profile::Dev };
+    let package = deb::write(&options, &Progress::new()).unwrap();
+    completions_complete(scratch.path(), &package);
+    let machine = Machine::start(&Progress::new()).unwrap();
+    machine.install(&package, PACKAGE).unwrap();
+    let install = format!("dpkg -i {PACKAGE}");
+
+    // Installed: groups, folders, units; running and answering.
+    sh(&machine, &install);
+    for name in ["vgpu", "vgpu-admin", "vgpud"] {
+        sh(&machine, &format!("getent group {name}"));
+    }
+    eventually(&machine, "vgpud runs", "systemctl is-active vgpud.service vgpud.socket");
+    let modes = "stat -c '%a %U %G' /run/vgpud /run/vgpud/control.sock /var/lib/vgpud";
+    assert_eq!(sh(&machine, modes), "711 root root\n660 root vgpu\n700 root root\n");
+    sh(&machine, "systemd-analyze verify --man=no vgpud.service vgpud.socket");
+    let exposure = sh(&machine, "systemd-analyze security --no-pager vgpud.service | tail -1");
+    println!("{}", exposure.trim());
+    let number = exposure.split_whitespace().find_map(|word| word.parse::<f64>().ok()).unwrap();
+    assert!(number * 10.0 <= f64::from(MOST_EXPOSURE), "{exposure}");
+
+    // At work under the unit's restrictions: a vGPU, for libvirt's user, in a process of nobody's.
+    let uuid = sh(&machine, "vgpuctl define -t SOFT-256MQ --attr core=50").trim().to_owned();
+    sh(&machine, &format!("vgpuctl start -u {uuid}"));
+    let vgpu = json(&machine, "vgpuctl list --output json");
+    let worker = vgpu[0]["pid"].clone();
+    let owner = sh(&machine, &format!("stat -c %U /run/vgpud/vgpus/{uuid}/vfio.sock"));
+    assert_eq!(owner.trim(), "libvirt-qemu");
+    let vgpud_user = sh(&machine, "id -u vgpud");
+    assert_eq!(field(&machine, &worker, "Uid"), vgpud_user.trim());
+    assert_eq!(field(&machine, &worker, "CapEff"), "0000000000000000");
+    assert_eq!(field(&machine, &worker, "Seccomp"), "2", "the unit's filter is the worker's too");
+    sh(&machine, &format!("vgpuctl modify -u {uuid} --live --attr core=20"));
+    let log = sh(&machine, "journalctl --no-pager -u vgpud");
+    for line in log.lines() {
+        assert!(!line.contains(" WARN ") && !line.contains(" ERROR "), "{line}");
+    }
+
+    // A restart, as of an upgrade, is not noticed by workers, and no request is lost.
+    let first = sh(&machine, "systemctl show -P MainPID vgpud");
+    sh(&machine, &install);
+    let second = sh(&machine, "systemctl show -P MainPID vgpud");
+    assert_ne!(first, second, "an upgrade starts the new manager");
+    let vgpu = json(&machine, "vgpuctl list --output json");
+    assert_eq!((&vgpu[0]["uuid"], &vgpu[0]["pid"]), (&Value::from(uuid.as_str()), &worker));
+    sh(&machine, "kill -9 $(systemctl show -P MainPID vgpud)");
+    let adopted = format!("vgpuctl list | grep -q {uuid}");
+    eventually(&machine, "vgpud is started again", &adopted);
+    assert_eq!(json(&machine, "vgpuctl list --output json")[0]["pid"], worker);
+
+    // The doctor finds nothing that must be mended but what this machine lacks.
+    let Output { stdout, .. } = machine.run("vgpuctl doctor --output json").unwrap();
+    let findings: Vec<Value> = serde_json::from_str(&stdout).unwrap();
+    for finding in &findings {
+        assert_ne!(finding["level"], "problem", "{finding}");
+    }
+    // Manual pages are there, and without mistakes as far as a formatter sees them.
+    let pages = sh(&machine, "dpkg -L tessera | grep /man/ | grep -c '\\.gz$'");
+    assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
+
+    // Removed: settings and definitions stay. Purged: they do not. Installed again: as new.
+    sh(&machine, "echo '# mine' >> /etc/default/vgpud");
+    sh(&machine, "dpkg -r tessera");
+    sh(&machine, &format!("test ! -e /usr/bin/vgpud && test -e /var/lib/vgpud/soft0/{uuid}"));
+    sh(&machine, &format!("dpkg --force-confold -i {PACKAGE} && grep -q mine /etc/default/vgpud"));
+    eventually(&machine, "the definition is back", &format!("vgpuctl list -d | grep -q {uuid}"));
+    sh(&machine, "dpkg -P tessera");
+    let left = "for path in /etc/default/vgpud /var/lib/vgpud /usr/share/doc/tessera \
+                /usr/lib/systemd/system/vgpud.service; do test ! -e $path || echo $path; done";
+    assert_eq!(sh(&machine, left), "");
+    sh(&machine, &install);
+    eventually(&machine, "vgpud answers", "vgpuctl types");
+    assert_eq!(sh(&machine, "vgpuctl list -d"), "");
+}
+
+/// The package's completions, in a real bash.
+fn completions_complete(scratch: &Path, package: &Path) {
+    let root = scratch.join("root");
+    let unpack = Command::new("dpkg-deb").arg("-x").arg(package).arg(&root).status().unwrap();
+    assert!(unpack.success());
+    let script = root.join("usr/share/bash-completion/completions/vgpuctl");
+    let complete = |words: &[&str]| {
+        let line = words.join(" ");
+        let body = format!(
+            "source {}; COMP_WORDS=({line}); COMP_CWORD={}; COMP_LINE='{line}'; COMP_POINT={}; \
+             _vgpuctl vgpuctl \"{}\" \"{}\"; echo \"${{COMPREPLY[@]}}\"",
+            script.display(),
+            words.len() - 1,
+            line.len(),
+            words[words.len() - 1],
+            words[words.len() - 2],
+        );
+        let output = Command::new("bash").args(["--norc", "-c", &body]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(complete(&["vgpuctl", "doc"]).trim(), "doctor");
+    let starts = complete(&["vgpuctl", "sta"]);
+    assert!(starts.contains("start") && starts.contains("stats"), "{starts}");
+    assert!(complete(&["vgpuctl", "start", "--o"]).contains("--owner"));
+    assert_eq!(complete(&["vgpuctl", "scheduler", "--policy", "fix"]).trim(), "fixed-share");
+    assert!(fs::metadata(root.join("usr/share/man/man8/vgpud.8.gz")).unwrap().len() > 500);
+}
