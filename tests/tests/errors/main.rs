@@ -69,6 +69,21 @@ const BEYOND: &[(&str, &str)] = &[
 
 /// Messages of commands that are young: read by no test yet. It is to become shorter.
 const NOT_YET: &[&str] = &[
+    "usermod -aG {READERS} USER to look, {READERS},{ADMINS} to change; then log in again",
+    "vgpud cannot be asked: {other}",
+    "see its log: journalctl -u vgpud",
+    "vgpud's processes may have {hard} files open",
+    "{what}: too few for guests with much memory",
+    "The NVIDIA GPU {name} has no driver of NVIDIA's",
+    "/{node} is not there: vgpud cannot reach the GPU",
+    "QEMU {text} (/{place}) is older than 10.1 and knows no vfio-user",
+    "{problems} of the findings above must be mended: see their fixes",
+    "Cannot use the service manager's socket",
+    "The service manager's sockets",
+    "The service manager passes {} sockets; pass the control socket alone",
+    "The service manager's socket",
+    "What the service manager passes is no UNIX socket that listens: see ListenStream=",
+    "There is no `vgpud run`",
     "Domain '{name}' is running",
     "Cannot run virsh: ",
     "owner: vgpud runs as user {}",
