@@ -2,6 +2,7 @@
 //!
 //! * [`soft`]: the software GPU
 //! * [`nvidia`]: NVIDIA GPUs, through the unmodified driver
+//! * [`vfio`]: physical PCI devices through VFIO
 //! * [`conformance`]: what every backend must do, as assertions
 //! * [`mem`]: mapped memory that others write to, for any of them
 //! * [`seqpacket`]: packets with file descriptors between Tessera's own processes
@@ -11,3 +12,4 @@ pub mod mem;
 pub mod nvidia;
 pub mod seqpacket;
 pub mod soft;
+pub mod vfio;

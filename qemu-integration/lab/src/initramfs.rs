@@ -34,6 +34,25 @@ pub fn archive(kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
     Ok(archive.finish())
 }
 
+/// An archive with files of this machine, by their names inside.
+pub fn extra(files: &[(String, PathBuf)]) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    let mut folders = std::collections::BTreeSet::new();
+    for (name, _) in files {
+        let parents = Path::new(name).ancestors().skip(1).filter_map(Path::to_str);
+        folders.extend(parents.filter(|folder| !folder.is_empty()).map(str::to_owned));
+    }
+    // Shorter names first: a folder comes before what is in it.
+    for folder in folders {
+        archive.folder(&folder);
+    }
+    let mut written = std::collections::BTreeSet::new();
+    for (name, path) in files.iter().filter(|(name, _)| written.insert(name.clone())) {
+        archive.file(name, 0o755, &read(path)?);
+    }
+    Ok(archive.finish())
+}
+
 /// An archive with machine code for `vgpu-guest`. A kernel takes several archives, one after the other.
 pub fn machine_code(cubin: &Path) -> Result<Vec<u8>> {
     let [folders @ .., file] = CUBIN;

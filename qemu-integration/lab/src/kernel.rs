@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::debs::{self, Debs};
 
@@ -73,14 +73,7 @@ impl Kernel {
                 continue;
             }
             let target = kernel.modules.join(format!("{module}.ko"));
-            if compression == ".xz" {
-                let mut command = Command::new(&kernel.busybox);
-                command.args(["xz", "-d", "-k", "-f"]).arg(&path);
-                debs::run_quietly(command, &folder.join("xz"))?;
-                fs::rename(path.with_extension(""), target)?;
-            } else {
-                fs::rename(&path, target)?;
-            }
+            kernel.plain(&path, compression, &target)?;
         }
         for path in kernel.parts() {
             path.metadata().with_context(|| {
@@ -89,6 +82,31 @@ impl Kernel {
         }
         fs::remove_dir_all(&raw)?;
         Ok(kernel)
+    }
+
+    /// Takes a module out of an unpacked package.
+    pub fn decompress(&self, module: &str, unpacked: &Path, target: &Path) -> Result<()> {
+        for path in files_below(unpacked)? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if let Some((found, compression)) = name.split_once(".ko")
+                && found == module
+            {
+                return self.plain(&path, compression, target);
+            }
+        }
+        bail!("The kernel's package has no module {module}")
+    }
+
+    fn plain(&self, path: &Path, compression: &str, target: &Path) -> Result<()> {
+        if compression == ".xz" {
+            let mut command = Command::new(&self.busybox);
+            command.args(["xz", "-d", "-k", "-f"]).arg(path);
+            debs::run_quietly(command, &target.with_extension("log"))?;
+            fs::rename(path.with_extension(""), target)?;
+        } else {
+            fs::rename(path, target)?;
+        }
+        Ok(())
     }
 
     fn parts(&self) -> Vec<PathBuf> {

@@ -6,6 +6,7 @@
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
 //! * [`kvm`]: whether KVM is of use here; [`mdevctl`]: the real one
+//! * [`vfio`]: a VM that is a host with an IOMMU
 //! * [`machine`]: a Debian machine with libvirt, fresh each time
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
@@ -45,6 +46,7 @@ pub mod qmp;
 pub mod root;
 pub mod simulate;
 pub mod test;
+pub mod vfio;
 pub mod viewers;
 
 /// All that a VM is made of.

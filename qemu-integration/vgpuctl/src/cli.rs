@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use mdev_core::definition::{ATTRIBUTES, Attribute, Owner};
 use mdev_core::ids::VgpuId;
+use vendor_backends::vfio::host::Address;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -61,6 +62,8 @@ pub enum Command {
     Start(Start),
     /// Stop a vGPU.
     Stop(Stop),
+    /// List this host's devices that could be a parent, who drives them, and what to do about it.
+    Parents(Parents),
     /// Show what every running vGPU was given and used: -v shows every counter.
     Stats(Stats),
     /// Show or change how a parent's time is divided: at once, while VMs run, and for good.
@@ -118,6 +121,38 @@ pub struct Types {
     /// Format of the answer.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    after_help = "\
+Examples:
+  vgpuctl parents                        displays and accelerators of this host
+  vgpuctl parents bind 0000:3b:00.0      take one from its driver, for vfio-pci
+  vgpuctl parents unbind 0000:3b:00.0    and give it back"
+)]
+pub struct Parents {
+    /// What to do with one of them.
+    #[command(subcommand)]
+    pub task: Option<ParentsTask>,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum ParentsTask {
+    /// Take a device from its driver and give it to vfio-pci, until the next boot. Needs root.
+    Bind {
+        /// Its PCI address, for example 0000:3b:00.0.
+        address: Address,
+    },
+    /// Take a device from vfio-pci and give it back to its driver. Needs root.
+    Unbind {
+        /// Its PCI address.
+        address: Address,
+    },
 }
 
 #[derive(Debug, Args)]

@@ -3,6 +3,7 @@
 //! * [`read`]: `types`, `list`
 //! * [`generate`]: `completions`, `man`
 //! * [`stats`], [`scheduler`]: the verbs of these names
+//! * [`parents`]: the host's physical devices
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`import`]: definitions of mdevctl's
 //! * [`libvirt`]: `libvirt ...`
@@ -12,6 +13,7 @@
 mod generate;
 mod import;
 mod libvirt;
+mod parents;
 mod read;
 mod scheduler;
 mod stats;
@@ -31,6 +33,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
     match cli.command {
         Command::Types(args) => read::types(&client, args).await,
         Command::List(args) => read::list(&client, args).await,
+        Command::Parents(args) => parents::parents(&args),
         Command::Stats(args) => stats::stats(&client, args).await,
         Command::Scheduler(args) => scheduler::scheduler(&client, args).await,
         Command::Doctor(args) => doctor::doctor(&client, args).await,

@@ -1,0 +1,111 @@
+//! A host in a VM: a kernel with an IOMMU and vfio-pci, for what needs to own a physical device.
+//!
+//! The devices are QEMU's own (`edu`, the standard display adapter), and as physical as anything to the kernel inside:
+//! they are in IOMMU groups, drivers bind to them, and their DMA goes through the emulated IOMMU.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde_json::json;
+
+use crate::Lab;
+use crate::cleanup::Scratch;
+use crate::debs::{self, Debs};
+use crate::initramfs;
+use crate::kernel::Kernel;
+use crate::progress::Progress;
+use crate::qemu::VmSpec;
+use crate::root::cache_folder;
+
+/// Changes when what is in the cached folder does.
+const LAYOUT: &str = "vfio-1";
+/// The modules, in the order in which they are loaded.
+const MODULES: [&str; 5] = ["irqbypass", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
+/// The command that loads them inside.
+pub const LOAD: &str = "for m in irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci; do insmod /vfio/$m.ko || exit 1; done";
+
+/// The lab, with a kernel that has vfio-pci, and with programs of this machine beside the guest's own.
+pub fn lab(lab: &Lab, programs: &[&Path], folder: &Path, progress: &Progress) -> Result<Lab> {
+    let kernel = kernel(progress)?;
+    let modules = kernel.modules.with_file_name("vfio");
+    let mut files = Vec::new();
+    for module in MODULES {
+        let name = format!("{module}.ko");
+        files.push((format!("vfio/{name}"), modules.join(name)));
+    }
+    for program in programs {
+        let name = program.file_name().context("A program without a name")?.to_string_lossy();
+        files.push((format!("bin/{name}"), program.to_path_buf()));
+        for library in libraries(program)? {
+            let name = library.to_string_lossy().trim_start_matches('/').to_owned();
+            files.push((name, library));
+        }
+    }
+    let target = folder.join("host.cpio");
+    let archives = [initramfs::archive(&kernel, &[])?, initramfs::extra(&files)?];
+    initramfs::write(&target, &archives)?;
+    let mut lab = Lab { initramfs: target, kvm: false, ..lab.clone() };
+    lab.root.kernel = kernel;
+    Ok(lab)
+}
+
+/// A VM with an IOMMU, the standard display adapter at 0000:00:02.0 and `edu` at 0000:00:03.0.
+pub fn machine(name: &str) -> VmSpec {
+    let mut spec = VmSpec::new(name);
+    spec.devices = vec![
+        json!({ "driver": "intel-iommu" }),
+        json!({ "driver": "VGA", "id": "display", "addr": "0x2" }),
+        json!({ "driver": "edu", "id": "edu", "addr": "0x3" }),
+    ];
+    spec
+}
+
+/// The lab's stock kernel again, with more of its modules.
+fn kernel(progress: &Progress) -> Result<Kernel> {
+    let cache = cache_folder()?;
+    let folder = cache.join(LAYOUT);
+    let complete = || folder.join("vfio").exists().then(|| Kernel::in_folder(&folder));
+    if let Some(kernel) = complete() {
+        return Ok(kernel);
+    }
+    fs::create_dir_all(&cache)
+        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
+    let _lock = crate::root::lock(&cache.join("lock"), progress)?;
+    if let Some(kernel) = complete() {
+        return Ok(kernel);
+    }
+    let step = progress.step("Fetching a kernel with vfio-pci");
+    let fetched = Scratch::at(cache.join("vfio-fetched"))?;
+    let partial = Scratch::at(cache.join("vfio-partial"))?;
+    let debs = Debs::open(fetched.path())?;
+    let package = Kernel::fetch(&debs)?;
+    let kernel = Kernel::unpack(&debs, &package, partial.path())?;
+    let raw = Scratch::at(cache.join("vfio-raw"))?;
+    let patterns = MODULES.map(|module| format!("*/{module}.ko*"));
+    debs::unpack_some(
+        &debs.package(&package)?,
+        raw.path(),
+        &patterns.each_ref().map(String::as_str),
+    )?;
+    fs::create_dir_all(partial.path().join("vfio"))?;
+    for module in MODULES {
+        let target = partial.path().join("vfio").join(format!("{module}.ko"));
+        kernel.decompress(module, raw.path(), &target)?;
+    }
+    partial.rename(&folder)?;
+    step.done();
+    Ok(Kernel::in_folder(&folder))
+}
+
+/// The shared libraries of a program of this machine, and its loader.
+fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("Cannot run ldd")?;
+    // "libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f...)", "/lib64/ld-linux-x86-64.so.2 (0x00007f...)"
+    let text = String::from_utf8_lossy(&output.stdout);
+    let paths = text.lines().filter_map(|line| {
+        line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from)
+    });
+    Ok(paths.collect())
+}
