@@ -265,7 +265,15 @@ fn the_library_of_virt_manager_sees_the_screen() -> Result<()> {
     }
     let password = says["password"].as_str().context("A password")?;
     let mut input = capture.stdin.take().context("An input")?;
-    input.write_all(format!("{password}\n").as_bytes())?;
+    // Between its question and the answer it changes the terminal, which drops what was typed too early.
+    let deadline = Instant::now() + PATIENCE;
+    while capture.try_wait()?.is_none() {
+        if Instant::now() > deadline {
+            capture.kill()?;
+        }
+        let _ = input.write_all(format!("{password}\n").as_bytes());
+        std::thread::sleep(Duration::from_millis(250));
+    }
     let mut rest = Vec::new();
     output.read_to_end(&mut rest)?;
     let done = capture.wait_with_output()?;
