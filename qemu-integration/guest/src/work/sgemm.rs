@@ -61,7 +61,7 @@ impl Sgemm {
         let bytes = product.a.len();
         let [a, b, c] = [(); 3].map(|()| Buffer::video(device, bytes));
         let (a, b, c) = (a?, b?, c?);
-        product.launch = launch(device, [&a, &b, &c], n)?;
+        product.launch = launch(device, [&a, &b, &c], n)?.reside(device, Shape::plane(n, n))?;
         product.resident = Some([a, b, c]);
         Ok(product)
     }

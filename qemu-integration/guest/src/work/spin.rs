@@ -26,6 +26,18 @@ pub struct Spin {
     threads: u32,
 }
 
+fn launch(
+    device: &Device,
+    counter: &Buffer,
+    iterations: u32,
+    blocks: u32,
+    threads: u32,
+) -> Result<(Launch, Shape), GuestError> {
+    let parameters = Parameters { out: counter.va(), iterations, reserved: 0 };
+    let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1] };
+    Ok((Launch::new(device, Kernel::Spin, shape, &parameters)?, shape))
+}
+
 impl Spin {
     /// Each thread iterates this often; `u32::MAX` never ends.
     pub fn new(device: &Device, iterations: u32) -> Result<Self, GuestError> {
@@ -39,30 +51,22 @@ impl Spin {
         blocks: u32,
         threads: u32,
     ) -> Result<Self, GuestError> {
-        Self::counting(Buffer::guest(device, 4096)?, device, iterations, blocks, threads)
+        let counter = Buffer::guest(device, 4096)?;
+        let (launch, _) = launch(device, &counter, iterations, blocks, threads)?;
+        Ok(Self { counter, launch, iterations, blocks, threads })
     }
 
-    /// The same, but blocks count in video memory, where the CPU need not reach it: to each block that ends, counting takes a
-    /// microsecond of the way to the CPU's memory and back.
+    /// The same, all of it in video memory, where the CPU need not reach it: to each block that ends, counting takes a
+    /// microsecond of the way to the CPU's memory and back. Its iterations do not change.
     pub fn resident(
         device: &Device,
         iterations: u32,
         blocks: u32,
         threads: u32,
     ) -> Result<Self, GuestError> {
-        Self::counting(Buffer::video(device, 4096)?, device, iterations, blocks, threads)
-    }
-
-    fn counting(
-        counter: Buffer,
-        device: &Device,
-        iterations: u32,
-        blocks: u32,
-        threads: u32,
-    ) -> Result<Self, GuestError> {
-        let parameters = Parameters { out: counter.va(), iterations, reserved: 0 };
-        let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1] };
-        let launch = Launch::new(device, Kernel::Spin, shape, &parameters)?;
+        let counter = Buffer::video(device, 4096)?;
+        let (launch, shape) = launch(device, &counter, iterations, blocks, threads)?;
+        let launch = launch.reside(device, shape)?;
         Ok(Self { counter, launch, iterations, blocks, threads })
     }
 
