@@ -220,7 +220,7 @@ mod tests {
         assert_eq!(
             error(&[("cores", "80")]),
             "There is no attribute \"cores\"; there are core, mode, priority, timeslice, max_channels, \
-             max_pinned, submissions, refresh, hang_timeout, acquire_timeout, doorbell"
+             max_pinned, submissions, refresh, hang_timeout, acquire_timeout, doorbell, owner"
         );
         assert_eq!(
             error(&[("core", "80"), ("core", "20")]),
