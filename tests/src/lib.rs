@@ -9,11 +9,13 @@
 //! * [`load`]: VMs at work, and the shares that they get
 //! * [`vgpuctl`]: the operator's command
 //! * [`user`]: being somebody else
+//! * [`monitor`]: the QEMU monitor of a VM that is a test
 //! * [`vmm`]: a VM of one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: how a benchmark says what it measured
 
 pub mod in_process;
 pub mod load;
+pub mod monitor;
 pub mod outcome;
 pub mod parent;
 pub mod ram;

@@ -306,9 +306,7 @@ fn prepared(progress: &Progress) -> Result<PathBuf> {
     if folder.exists() {
         return Ok(folder);
     }
-    fs::create_dir_all(&cache)
-        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
-    let _lock = lock(&cache.join("lock"), progress)?;
+    let _lock = lock(&cache, progress)?;
     if folder.exists() {
         return Ok(folder);
     }

@@ -22,9 +22,7 @@ pub fn open(progress: &Progress) -> Result<PathBuf> {
     if program.exists() {
         return Ok(program);
     }
-    fs::create_dir_all(&cache)
-        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
-    let _lock = lock(&cache.join("lock"), progress)?;
+    let _lock = lock(&cache, progress)?;
     if program.exists() {
         return Ok(program);
     }

@@ -83,9 +83,7 @@ impl Root {
                  packages and needs apt-get, dpkg-deb and tar: run it on Debian or Ubuntu"
             );
         }
-        fs::create_dir_all(&cache)
-            .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
-        let _lock = lock(&cache.join("lock"), progress)?;
+        let _lock = lock(&cache, progress)?;
         if let Some(root) = Self::at(&folder, system) {
             return Ok(root);
         }
@@ -147,9 +145,13 @@ fn prepare(fetched: &Path, folder: &Path, with_qemu: bool, progress: &Progress) 
     Ok(())
 }
 
-/// Waits for another run that prepares the same folder.
-pub(crate) fn lock(path: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
-    let open = || fs::File::create(path).with_context(|| format!("Cannot open {}", path.display()));
+/// Makes the cache, and waits for another run that prepares something in it.
+pub(crate) fn lock(cache: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
+    fs::create_dir_all(cache)
+        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
+    let path = cache.join("lock");
+    let open =
+        || fs::File::create(&path).with_context(|| format!("Cannot open {}", path.display()));
     if let Ok(lock) = Flock::lock(open()?, FlockArg::LockExclusiveNonblock) {
         return Ok(lock);
     }

@@ -70,9 +70,7 @@ fn kernel(progress: &Progress) -> Result<Kernel> {
     if let Some(kernel) = complete() {
         return Ok(kernel);
     }
-    fs::create_dir_all(&cache)
-        .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
-    let _lock = crate::root::lock(&cache.join("lock"), progress)?;
+    let _lock = crate::root::lock(&cache, progress)?;
     if let Some(kernel) = complete() {
         return Ok(kernel);
     }

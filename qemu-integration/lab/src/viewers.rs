@@ -9,12 +9,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
-use nix::fcntl::{Flock, FlockArg};
 
 use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
 use crate::progress::Progress;
-use crate::root::cache_folder;
+use crate::root::{cache_folder, lock};
 
 /// Changes when what is in the cached folder does.
 const LAYOUT: &str = "viewers-1";
@@ -46,9 +45,7 @@ impl Viewers {
                 "a browser for the tests is fetched as Debian packages, on x86-64 with apt-get and dpkg-deb"
             );
         }
-        fs::create_dir_all(&cache)?;
-        let lock = fs::File::create(cache.join("viewers.lock"))?;
-        let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, errno)| errno)?;
+        let _lock = lock(&cache, progress)?;
         if folder.exists() {
             return Ok(viewers);
         }

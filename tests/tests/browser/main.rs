@@ -7,10 +7,8 @@ mod chromium;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -20,7 +18,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::load::Endless;
 use system_tests::vgpuctl::{self, vgpuctl};
-use system_tests::{PATIENCE, Vgpud, kill_process, skipped};
+use system_tests::{PATIENCE, Vgpud, kill_process, monitor, skipped};
 
 use chromium::Chromium;
 
@@ -66,27 +64,6 @@ fn colour(x: u16, y: u16) -> [u8; 4] {
     if grid { [0xff, 0xff, 0xff, 0] } else { [0x60, green as u8, red as u8, 0] }
 }
 
-/// A QEMU monitor in this process, which is the VM here; what it was told to press.
-fn monitor(path: &Path) -> Result<Receiver<Value>> {
-    let listener = UnixListener::bind(path)?;
-    let (sender, events) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let Ok(reader) = stream.try_clone() else { return };
-            let _ = stream.write_all(b"{\"QMP\": {\"version\": {}}}\n");
-            for line in BufReader::new(reader).lines().map_while(std::result::Result::ok) {
-                let command: Value = serde_json::from_str(&line).unwrap_or_default();
-                for event in command["arguments"]["events"].as_array().into_iter().flatten() {
-                    let _ = sender.send(event.clone());
-                }
-                let tablet = b"{\"return\": [{\"current\": true, \"absolute\": true}]}\n";
-                let _ = stream.write_all(tablet);
-            }
-        }
-    });
-    Ok(events)
-}
-
 fn save(name: &str, png: &[u8]) -> Result<()> {
     if std::env::var_os("UPDATE_IMAGES").is_some() {
         let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/images");
@@ -118,7 +95,7 @@ fn the_page_shows_shares_and_opens_screens() -> Result<()> {
     let shown = start(&vgpud, "SOFT-1Q", "20")?;
     let guest = Guest::draw(&vgpud, &shown)?;
     let path = vgpud.run_dir().join("qmp.sock");
-    let keys = monitor(&path)?;
+    let keys = monitor::listen(&path, json!([{ "current": true, "absolute": true }]))?;
     let busy = [start(&vgpud, "SOFT-1Q", "60")?, start(&vgpud, "SOFT-256MQ", "20")?];
     let mut page = Chromium::start(&viewers, 1280, 900)?;
 
@@ -217,9 +194,11 @@ fn the_page_shows_shares_and_opens_screens() -> Result<()> {
     page.key("KeyA", "a")?;
     let (mut pressed, mut clicked) = (false, false);
     while !(pressed && clicked) {
-        let event = keys.recv_timeout(PATIENCE).context("Neither key nor click")?;
-        pressed |= event["data"]["key"] == json!({ "type": "number", "data": 0x1e });
-        clicked |= event["data"]["button"] == "left";
+        let events = keys.recv_timeout(PATIENCE).context("Neither key nor click")?;
+        for event in events.as_array().into_iter().flatten() {
+            pressed |= event["data"]["key"] == json!({ "type": "number", "data": 0x1e });
+            clicked |= event["data"]["button"] == "left";
+        }
     }
     page.click("#close")?;
     page.until("!document.querySelector('#screen').open")?;

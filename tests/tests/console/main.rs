@@ -4,10 +4,10 @@
 mod viewer;
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use nix::time::ClockId;
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use system_tests::vgpuctl::{self, refused};
-use system_tests::{PATIENCE, Vgpud, kill_process, wait_for};
+use system_tests::{PATIENCE, Vgpud, kill_process, monitor, wait_for};
 use vfio_user_server::console::rfb::handshake;
 
 use viewer::{DESKTOP_SIZE, RAW, TIGHT_PNG, Viewer, ZRLE, let_in};
@@ -253,26 +253,6 @@ fn what_no_viewer_says_ends_the_connection_and_nothing_else() -> Result<()> {
     Ok(())
 }
 
-/// A QEMU monitor in this process, which is the VM here; what it was told to press.
-fn monitor(path: &Path) -> Result<std::sync::mpsc::Receiver<Value>> {
-    let listener = UnixListener::bind(path)?;
-    let (sender, events) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let Ok(reader) = stream.try_clone() else { return };
-            let _ = stream.write_all(b"{\"QMP\": {\"version\": {}}}\n");
-            for line in BufReader::new(reader).lines().map_while(std::result::Result::ok) {
-                let command: Value = serde_json::from_str(&line).unwrap_or_default();
-                if command["execute"] == "input-send-event" {
-                    let _ = sender.send(command["arguments"]["events"].clone());
-                }
-                let _ = stream.write_all(b"{\"return\": []}\n");
-            }
-        }
-    });
-    Ok(events)
-}
-
 #[test]
 fn keys_reach_the_vm_that_has_the_vgpu() -> Result<()> {
     let vgpud = Vgpud::start()?;
@@ -280,7 +260,7 @@ fn keys_reach_the_vm_that_has_the_vgpu() -> Result<()> {
     let mut guest = Guest::attach(&vgpud, &uuid)?;
     guest.mode(640, 480)?;
     let path = vgpud.run_dir().join("qmp.sock");
-    let events = monitor(&path)?;
+    let events = monitor::listen(&path, json!([]))?;
     let view = View::start(&vgpud, &uuid, &["--monitor", &path.to_string_lossy()])?;
     let mut viewer = view.connect(&[RAW])?;
     assert!(!viewer.name.contains("view only"), "{}", viewer.name);
