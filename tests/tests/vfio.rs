@@ -8,13 +8,20 @@ use std::time::Duration;
 
 use lab::Lab;
 use lab::progress::Progress;
-use lab::qemu::Vm;
+use lab::qemu::{Vm, VmSpec};
 use lab::vfio;
+use mdev_core::ids::VgpuId;
 use serde_json::Value;
+use vendor_backends::vfio::device::{Device, DeviceError};
+use vendor_backends::vfio::edu::{Direction, Edu};
+use vendor_backends::vfio::host::Host;
+use vendor_backends::vfio::window::Windows;
 
 const LIMIT: Duration = Duration::from_secs(60);
 const DISPLAY: &str = "0000:00:02.0";
 const EDU: &str = "0000:00:03.0";
+/// Set where this program runs inside the VM.
+const INSIDE: &str = "TESSERA_INSIDE";
 
 /// Runs a command inside that is to succeed.
 fn ok(vm: &mut Vm, command: &str) -> String {
@@ -94,4 +101,108 @@ fn a_device_is_given_to_vfio_and_back() {
     ok(&mut vm, &format!("vgpuctl parents bind {DISPLAY}"));
     ok(&mut vm, &format!("vgpuctl parents unbind {DISPLAY}"));
     vm.quit().unwrap();
+}
+
+/// Where a test runs the second time: as this same program, inside the VM.
+fn is_inside() -> bool {
+    std::env::var_os(INSIDE).is_some()
+}
+
+/// A VM with both devices given to vfio-pci, and this program in it.
+struct Inner {
+    vm: Vm,
+    program: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Inner {
+    fn boot() -> Self {
+        let progress = Progress::new();
+        let folder = tempfile::tempdir().unwrap();
+        let (lab, programs) = Lab::open_with_host(&progress).unwrap();
+        let program = std::env::current_exe().unwrap();
+        let all = [programs.find("vgpuctl").unwrap(), &program];
+        let host = vfio::lab(&lab, &all, folder.path(), &progress).unwrap();
+        let spec = VmSpec { memory_mib: 512, ..vfio::machine("host") };
+        let mut vm = Vm::boot(&host, &spec, &folder.path().join("vm")).unwrap();
+        ok(&mut vm, vfio::LOAD);
+        for address in [DISPLAY, EDU] {
+            ok(&mut vm, &format!("vgpuctl parents bind {address}"));
+        }
+        let program = program.file_name().unwrap().to_string_lossy().into_owned();
+        Self { vm, program, _folder: folder }
+    }
+
+    /// Runs a test of this file inside.
+    fn run(&mut self, test: &str) {
+        let program = &self.program;
+        let command =
+            format!("{INSIDE}=1 /bin/{program} --ignored --exact {test} --nocapture 2>&1");
+        let output = self.vm.guest.run(&command, LIMIT).unwrap();
+        assert_eq!(output.status, 0, "{}", output.stdout);
+        assert!(output.stdout.contains("1 passed"), "{}", output.stdout);
+    }
+}
+
+fn open(address: &str) -> Result<Device, DeviceError> {
+    Device::open(&Host::default(), address.parse().unwrap())
+}
+
+fn vgpu(n: u128) -> VgpuId {
+    VgpuId(uuid::Uuid::from_u128(n))
+}
+
+#[test]
+#[ignore = "boots a VM: run `cargo lab test`"]
+fn dma_reaches_a_vgpus_own_memory_and_nothing_else() {
+    if is_inside() {
+        return share_edu();
+    }
+    let mut inner = Inner::boot();
+    inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else");
+    let log = ok(&mut inner.vm, "dmesg | grep DMAR");
+    assert!(log.contains("DMA Write") && log.contains("00:03.0"), "the IOMMU has faulted: {log}");
+    // It is not used up: all of it again, after the first process is gone.
+    inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else");
+    inner.vm.quit().unwrap();
+}
+
+fn share_edu() {
+    const UNMAPPED: u64 = 200 << 20;
+    let device = open(EDU).unwrap();
+    let busy = open(EDU).unwrap_err();
+    assert!(matches!(busy, DeviceError::Busy(..)), "{busy}");
+    let refused = device.map(0, 0, 4096).unwrap_err();
+    assert!(matches!(refused, DeviceError::NotMapped { .. }), "{refused}");
+
+    let edu = Edu::new(device).unwrap();
+    assert_eq!(edu.factorial(10).unwrap(), 3_628_800);
+    let mut windows = Windows::new(edu.device().family().dma_bits.unwrap(), 1 << 20);
+    let [a, b] = [1, 2].map(|n| windows.take(vgpu(n)).unwrap());
+    let [a, b] = [a, b].map(|window| edu.device().attach(window).unwrap());
+    let mine: Vec<u8> = (0..512_u32).map(|n| (n * 7 + 1) as u8).collect();
+    a.memory.write(0x3000, &mine).unwrap();
+    let theirs = [0x5a; 512];
+    b.memory.write(0x3000, &theirs).unwrap();
+    edu.copy(Direction::ToDevice, &a.window, 0x3000, 0x100, 512).unwrap();
+    edu.copy(Direction::FromDevice, &a.window, 0x8000, 0x100, 512).unwrap();
+    let mut got = [0; 512];
+    a.memory.read(0x8000, &mut got).unwrap();
+    assert_eq!(&got[..], &mine[..]);
+
+    // What is not its own memory does not get to the device.
+    for (address, len) in [(1 << 20, 4), ((1 << 20) - 4, 8), (u64::MAX, 1), (0, 0)] {
+        let outside = edu.copy(Direction::FromDevice, &a.window, address, 0, len).unwrap_err();
+        assert!(matches!(outside, DeviceError::Window(_)), "{outside}");
+    }
+    // And if something did, the IOMMU would not let it through: neither nobody's address, nor one given back.
+    edu.transfer(Direction::FromDevice, UNMAPPED, 0x4_0100, 512).unwrap();
+    let gone = b.window.iova;
+    b.memory.read(0x3000, &mut got).unwrap();
+    assert_eq!(got, theirs);
+    let memory = b.memory.clone();
+    drop(b);
+    edu.transfer(Direction::FromDevice, gone + 0x3000, 0x4_0100, 512).unwrap();
+    memory.read(0x3000, &mut got).unwrap();
+    assert_eq!(got, theirs);
 }

@@ -1,0 +1,275 @@
+//! One physical device in our hands: its BARs, its interrupt, and memory that it may reach.
+//!
+//! Whatever happens to this process, the kernel takes all of it back: the IOMMU forgets the memory, interrupts are off,
+//! and bus mastering with them.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use mdev_core::units::PAGE_SIZE;
+use nix::sys::uio::{pread, pwrite};
+use vfio_ioctls::{VfioContainer, VfioDevice, VfioError};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::family::Family;
+use super::host::{Address, Host, HostError};
+use super::window::{Window, WindowError};
+use crate::mem::{self, Mapping};
+
+/// Index of the configuration space among a PCI device's regions, and of MSI among its interrupts.
+const CONFIG_REGION: u32 = 7;
+/// The command register, and its bits for memory and bus mastering.
+const COMMAND: u64 = 4;
+const MEMORY_AND_MASTER: u16 = 1 << 1 | 1 << 2;
+
+/// Why a device cannot be used. Each says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The host says no.
+    #[error("{0}")]
+    Host(#[from] HostError),
+    /// Its driver has it.
+    #[error(
+        "{address} is driven by {driver}: `vgpuctl parents bind {address}` gives it to vfio-pci"
+    )]
+    NotBound {
+        /// The device.
+        address: Address,
+        /// What drives it.
+        driver: String,
+    },
+    /// No table.
+    #[error("{address} is a {vendor:04x}:{device:04x}, of which Tessera has no table of registers")]
+    Unknown {
+        /// The device.
+        address: Address,
+        /// Its maker.
+        vendor: u16,
+        /// What it is.
+        device: u16,
+    },
+    /// Another process has it.
+    #[error("{0} is in use by another process: `fuser -v /dev/vfio/{1}` shows which")]
+    Busy(Address, u32),
+    /// Not ours to open.
+    #[error("No permission for /dev/vfio/{0}: run this as root, or give the file to this user")]
+    Permission(u32),
+    /// The module that confines DMA is missing, or something else of VFIO.
+    #[error("VFIO does not work for {address}: {source}; see `dmesg`")]
+    Vfio {
+        /// The device.
+        address: Address,
+        /// What it said.
+        source: VfioError,
+    },
+    /// Not in a register, not in the BAR, or not to be mapped.
+    #[error("Its table does not let BAR {bar} be mapped at {offset:#x} for {len:#x} bytes")]
+    NotMapped {
+        /// Which BAR.
+        bar: u8,
+        /// From where.
+        offset: u64,
+        /// How much.
+        len: u64,
+    },
+    /// A DMA window.
+    #[error("{0}")]
+    Window(#[from] WindowError),
+    /// It does not do what its kind does.
+    #[error("This {what} {how}")]
+    Broken {
+        /// Its kind.
+        what: &'static str,
+        /// What it does not do.
+        how: &'static str,
+    },
+    /// The kernel refused.
+    #[error("Cannot {what}: {source}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+/// A device that vfio-pci has handed to us.
+pub struct Device {
+    address: Address,
+    family: &'static Family,
+    vfio: VfioDevice,
+    container: Arc<VfioContainer>,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("address", &self.address)
+            .field("family", &self.family.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Device {
+    /// Opens a device that is bound to vfio-pci.
+    pub fn open(host: &Host, address: Address) -> Result<Self, DeviceError> {
+        let found = host.device(address)?;
+        let (vendor, device) = (found.vendor, found.device);
+        let family = Family::of(vendor, device);
+        let family = family.ok_or(DeviceError::Unknown { address, vendor, device })?;
+        if !found.is_bound() {
+            let driver = found.driver.unwrap_or_else(|| "no driver".to_owned());
+            return Err(DeviceError::NotBound { address, driver });
+        }
+        let group = found.iommu_group.ok_or(HostError::NoIommu(address))?;
+        let refused = |source: VfioError| match &source {
+            VfioError::OpenGroup(error, _) if error.raw_os_error() == Some(libc::EBUSY) => {
+                DeviceError::Busy(address, group)
+            }
+            VfioError::OpenGroup(error, _) if error.kind() == io::ErrorKind::PermissionDenied => {
+                DeviceError::Permission(group)
+            }
+            _ => DeviceError::Vfio { address, source },
+        };
+        let container = Arc::new(VfioContainer::new(None).map_err(refused)?);
+        let path = Path::new("/sys/bus/pci/devices").join(address.to_string());
+        let vfio = VfioDevice::new(&path, Arc::clone(&container) as _, false).map_err(refused)?;
+        let device = Self { address, family, vfio, container };
+        // Where it can be reset as a whole, it is: nothing of an earlier user is left.
+        device.vfio.reset();
+        device.enable()?;
+        Ok(device)
+    }
+
+    /// Lets it answer, and do DMA.
+    fn enable(&self) -> Result<(), DeviceError> {
+        let mut bytes = [0; 2];
+        self.read(CONFIG_REGION, COMMAND, &mut bytes)?;
+        let command = u16::from_le_bytes(bytes) | MEMORY_AND_MASTER;
+        self.write(CONFIG_REGION, COMMAND, &command.to_le_bytes())
+    }
+
+    /// Its kind.
+    pub fn family(&self) -> &'static Family {
+        self.family
+    }
+
+    /// How long a BAR is: 0 where there is none.
+    pub fn bar_len(&self, bar: u8) -> u64 {
+        self.vfio.get_region_size(bar.into())
+    }
+
+    /// Reads a register, for the mediator's own use.
+    pub fn load<const N: usize>(&self, bar: u8, offset: u64) -> Result<[u8; N], DeviceError> {
+        let mut bytes = [0; N];
+        self.read(bar.into(), offset, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Writes a register, for the mediator's own use.
+    pub fn store(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.write(bar.into(), offset, bytes)
+    }
+
+    /// Maps what a guest may have of a BAR: what its family's table says, and nothing else.
+    pub fn map(&self, bar: u8, offset: u64, len: u64) -> Result<Arc<Mapping>, DeviceError> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.bar_len(bar));
+        if !inside || !self.family.may_map(bar, offset, len) {
+            return Err(DeviceError::NotMapped { bar, offset, len });
+        }
+        let at = self.vfio.get_region_offset(bar.into()) + offset;
+        let mapped = Mapping::new(self.fd(), at, len, true);
+        mapped.map_err(|source| DeviceError::Io { what: "map a BAR", source })
+    }
+
+    /// Takes its message-signalled interrupts; an event for each of the first `count`.
+    pub fn interrupts(&self, count: usize) -> Result<Vec<EventFd>, DeviceError> {
+        let event = || EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK);
+        let events: io::Result<Vec<_>> = (0..count).map(|_| event()).collect();
+        let events = events.map_err(|source| DeviceError::Io { what: "make an event", source })?;
+        let refused = |source| DeviceError::Vfio { address: self.address, source };
+        self.vfio.enable_msi(events.iter().collect()).map_err(refused)?;
+        Ok(events)
+    }
+
+    /// Lets the device reach memory in a window: a new one of the window's length, which is pinned.
+    pub fn attach(&self, window: Window) -> Result<Attached, DeviceError> {
+        let made = mem::sealed_memfd(c"tessera-dma", window.len)
+            .and_then(|fd| Mapping::new(fd.as_fd(), 0, window.len, true));
+        let memory = made.map_err(|source| DeviceError::Io { what: "take memory", source })?;
+        let whole = memory.len().is_multiple_of(PAGE_SIZE);
+        let len = usize::try_from(memory.len()).ok().filter(|_| whole);
+        let len = len.ok_or(WindowError::Outside { address: window.iova, len: window.len })?;
+        let address = std::ptr::with_exposed_provenance_mut(memory.address() as usize);
+        // SAFETY: the memory is a mapping that no reference points into, and `Attached` unmaps it from the IOMMU before it
+        // lets the mapping go.
+        let mapped = unsafe { self.container.vfio_dma_map(window.iova, len, address) };
+        mapped.map_err(|source| DeviceError::Vfio { address: self.address, source })?;
+        Ok(Attached { memory, window, container: Arc::clone(&self.container) })
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is the device's, which lives as long as what is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.vfio.as_raw_fd()) }
+    }
+
+    fn place(&self, region: u32, offset: u64, len: usize) -> Result<i64, DeviceError> {
+        let end = offset.checked_add(len as u64);
+        let inside = end.is_some_and(|end| end <= self.vfio.get_region_size(region));
+        let at = self.vfio.get_region_offset(region).checked_add(offset).filter(|_| inside);
+        let at = at.and_then(|at| i64::try_from(at).ok());
+        at.ok_or(DeviceError::Io {
+            what: "reach a register",
+            source: io::ErrorKind::InvalidInput.into(),
+        })
+    }
+
+    fn read(&self, region: u32, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let at = self.place(region, offset, bytes.len())?;
+        let done = pread(self.fd(), bytes, at).map_err(io::Error::from);
+        whole("read a register", done, bytes.len())
+    }
+
+    fn write(&self, region: u32, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        let at = self.place(region, offset, bytes.len())?;
+        let done = pwrite(self.fd(), bytes, at).map_err(io::Error::from);
+        whole("write a register", done, bytes.len())
+    }
+}
+
+fn whole(what: &'static str, done: io::Result<usize>, len: usize) -> Result<(), DeviceError> {
+    match done {
+        Ok(count) if count == len => Ok(()),
+        Ok(_) => Err(DeviceError::Io { what, source: io::ErrorKind::UnexpectedEof.into() }),
+        Err(source) => Err(DeviceError::Io { what, source }),
+    }
+}
+
+/// Memory that the device reaches in a window, until it is dropped.
+pub struct Attached {
+    /// The memory.
+    pub memory: Arc<Mapping>,
+    /// Where the device sees it.
+    pub window: Window,
+    container: Arc<VfioContainer>,
+}
+
+impl fmt::Debug for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attached").field("window", &self.window).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let len = usize::try_from(self.window.len).unwrap_or(usize::MAX);
+        if let Err(error) = self.container.vfio_dma_unmap(self.window.iova, len) {
+            // The device may still write there, so the memory is never given to anybody else.
+            log::error!("The IOMMU keeps a DMA window: {error}");
+            std::mem::forget(Arc::clone(&self.memory));
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! QEMU's `edu` as a DMA engine that several vGPUs may use, one transfer after the other.
+//!
+//! A transfer is named by an address of the vGPU's own memory. It is translated into the vGPU's window here, and what is
+//! not in it never gets to the device.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::device::{Device, DeviceError};
+use super::window::Window;
+
+mod reg {
+    pub const IDENTIFICATION: u64 = 0x00;
+    pub const FACTORIAL: u64 = 0x08;
+    pub const STATUS: u64 = 0x20;
+    pub const INTERRUPT_STATUS: u64 = 0x24;
+    pub const INTERRUPT_ACKNOWLEDGE: u64 = 0x64;
+    pub const DMA_SOURCE: u64 = 0x80;
+    pub const DMA_TARGET: u64 = 0x88;
+    pub const DMA_COUNT: u64 = 0x90;
+    pub const DMA_COMMAND: u64 = 0x98;
+}
+
+/// Where the device's own buffer is, and how long.
+const BUFFER: u64 = 0x4_0000;
+/// Bytes of it.
+pub const BUFFER_LEN: u64 = 0x1000;
+
+const COMPUTING: u32 = 1 << 0;
+const START: u32 = 1 << 0;
+const FROM_DEVICE: u32 = 1 << 1;
+const INTERRUPT: u32 = 1 << 2;
+
+/// How long one operation may take. A transfer takes a tenth of a second, by design.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Which way a transfer goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From memory to the device's buffer.
+    ToDevice,
+    /// From the device's buffer to memory.
+    FromDevice,
+}
+
+/// One `edu`.
+#[derive(Debug)]
+pub struct Edu {
+    device: Device,
+    done: EventFd,
+}
+
+impl Edu {
+    /// Takes one that is open.
+    pub fn new(device: Device) -> Result<Self, DeviceError> {
+        let [done] = <[EventFd; 1]>::try_from(device.interrupts(1)?)
+            .map_err(|_| broken("has no interrupt"))?;
+        let edu = Self { device, done };
+        if edu.load(reg::IDENTIFICATION)? & 0xff != 0xed {
+            return Err(broken("does not say that it is one"));
+        }
+        edu.wait(reg::DMA_COMMAND, START)?;
+        Ok(edu)
+    }
+
+    /// The device itself.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// `n!`, modulo 2^32.
+    pub fn factorial(&self, n: u32) -> Result<u32, DeviceError> {
+        self.store(reg::FACTORIAL, n)?;
+        self.wait(reg::STATUS, COMPUTING)?;
+        self.load(reg::FACTORIAL)
+    }
+
+    /// Copies `len` bytes between a vGPU's memory, from `address` on, and the device's buffer, from `at` on; returns
+    /// when the device has said that it is done.
+    pub fn copy(
+        &self,
+        direction: Direction,
+        window: &Window,
+        address: u64,
+        at: u64,
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        let memory = window.translate(address, len)?;
+        let buffer = Window { iova: BUFFER, len: BUFFER_LEN }.translate(at, len)?;
+        self.transfer(direction, memory, buffer, len)
+    }
+
+    /// The transfer itself, with addresses as the device takes them.
+    pub fn transfer(
+        &self,
+        direction: Direction,
+        memory: u64,
+        buffer: u64,
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        let (source, target, from) = match direction {
+            Direction::ToDevice => (memory, buffer, 0),
+            Direction::FromDevice => (buffer, memory, FROM_DEVICE),
+        };
+        for (register, value) in
+            [(reg::DMA_SOURCE, source), (reg::DMA_TARGET, target), (reg::DMA_COUNT, len)]
+        {
+            let value = u32::try_from(value).map_err(|_| broken("takes 32-bit addresses"))?;
+            self.store(register, value)?;
+        }
+        let _ = self.done.read();
+        self.store(reg::DMA_COMMAND, START | from | INTERRUPT)?;
+        let deadline = Instant::now() + PATIENCE;
+        while self.done.read().is_err() {
+            if Instant::now() > deadline {
+                return Err(broken("did not interrupt at the end of a transfer"));
+            }
+            thread::sleep(PAUSE);
+        }
+        let raised = self.load(reg::INTERRUPT_STATUS)?;
+        self.store(reg::INTERRUPT_ACKNOWLEDGE, raised)?;
+        self.wait(reg::DMA_COMMAND, START)
+    }
+
+    fn wait(&self, register: u64, bit: u32) -> Result<(), DeviceError> {
+        let deadline = Instant::now() + PATIENCE;
+        while self.load(register)? & bit != 0 {
+            if Instant::now() > deadline {
+                return Err(broken("does not end what it was told to do"));
+            }
+            thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+
+    fn load(&self, register: u64) -> Result<u32, DeviceError> {
+        self.device.load(0, register).map(u32::from_le_bytes)
+    }
+
+    fn store(&self, register: u64, value: u32) -> Result<(), DeviceError> {
+        self.device.store(0, register, &value.to_le_bytes())
+    }
+}
+
+fn broken(how: &'static str) -> DeviceError {
+    DeviceError::Broken { what: "edu", how }
+}

@@ -1,0 +1,172 @@
+//! What is known of each kind of device: which parts of its BARs a guest may map, which are emulated for it, and which it
+//! never sees. What no row names is never seen.
+
+use mdev_core::units::PAGE_SIZE;
+
+/// What a guest may do with a part of a BAR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Its partition of it is mapped into the guest.
+    Mapped,
+    /// Each access is trapped and answered by Tessera. The physical part is the mediator's alone.
+    Emulated,
+    /// Nothing.
+    Refused,
+}
+
+/// One row of a family's table.
+#[derive(Clone, Copy, Debug)]
+pub struct Range {
+    /// Which BAR.
+    pub bar: u8,
+    /// From where.
+    pub offset: u64,
+    /// How long; `None` where it is the whole BAR, however long that is.
+    pub len: Option<u64>,
+    /// What a guest may do with it.
+    pub access: Access,
+    /// What it is.
+    pub what: &'static str,
+}
+
+/// One kind of device.
+#[derive(Debug)]
+pub struct Family {
+    /// What people call it.
+    pub name: &'static str,
+    /// Vendor and device of those that are of it.
+    pub ids: &'static [(u16, u16)],
+    /// Its table.
+    pub ranges: &'static [Range],
+    /// Bits of a DMA address that it can use, where it does DMA.
+    pub dma_bits: Option<u8>,
+}
+
+const fn row(bar: u8, offset: u64, len: u64, access: Access, what: &'static str) -> Range {
+    Range { bar, offset, len: Some(len), access, what }
+}
+
+/// Linear framebuffers with the Bochs display interface.
+pub const FRAMEBUFFER: Family = Family {
+    name: "linear framebuffer",
+    ids: &[(0x1234, 0x1111)],
+    ranges: &[
+        Range { bar: 0, offset: 0, len: None, access: Access::Mapped, what: "video memory" },
+        row(2, 0x000, 0x400, Access::Refused, "the monitor's EDID"),
+        row(2, 0x400, 0x020, Access::Emulated, "VGA ports"),
+        row(2, 0x500, 0x016, Access::Emulated, "mode registers"),
+        row(2, 0x600, 0x008, Access::Emulated, "byte order"),
+    ],
+    dma_bits: None,
+};
+
+/// QEMU's `edu`: a DMA engine, an interrupt and a factorial unit.
+pub const EDU: Family = Family {
+    name: "edu",
+    ids: &[(0x1234, 0x11e8)],
+    ranges: &[
+        row(0, 0x00, 0x0c, Access::Emulated, "identification, liveness, factorial"),
+        row(0, 0x20, 0x08, Access::Emulated, "status"),
+        row(0, 0x60, 0x08, Access::Emulated, "interrupts"),
+        row(0, 0x80, 0x20, Access::Emulated, "DMA engine"),
+        // What it holds may be another vGPU's.
+        row(0, 0x4_0000, 0x1000, Access::Refused, "DMA buffer"),
+    ],
+    dma_bits: Some(28),
+};
+
+/// All of them.
+pub const FAMILIES: [&Family; 2] = [&FRAMEBUFFER, &EDU];
+
+impl Family {
+    /// The family of a device.
+    pub fn of(vendor: u16, device: u16) -> Option<&'static Self> {
+        FAMILIES.into_iter().find(|family| family.ids.contains(&(vendor, device)))
+    }
+
+    /// What a guest may do with a range of a BAR: what the row says that all of it lies in, or nothing.
+    pub fn access(&self, bar: u8, offset: u64, len: u64) -> Access {
+        let Some(end) = offset.checked_add(len).filter(|_| len > 0) else { return Access::Refused };
+        let within = |row: &&Range| {
+            let row_end = row.len.map_or(u64::MAX, |len| row.offset + len);
+            row.bar == bar && row.offset <= offset && end <= row_end
+        };
+        self.ranges.iter().find(within).map_or(Access::Refused, |row| row.access)
+    }
+
+    /// Whether a range may be mapped: whole pages, all of them in one row that says so.
+    pub fn may_map(&self, bar: u8, offset: u64, len: u64) -> bool {
+        offset.is_multiple_of(PAGE_SIZE)
+            && len.is_multiple_of(PAGE_SIZE)
+            && self.access(bar, offset, len) == Access::Mapped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn registers_share_no_page_with_what_is_mapped() {
+        for family in FAMILIES {
+            let of = |mapped: bool| {
+                family.ranges.iter().filter(move |row| (row.access == Access::Mapped) == mapped)
+            };
+            for (mapped, other) in of(true).flat_map(|one| of(false).map(move |two| (one, two))) {
+                if mapped.bar != other.bar {
+                    continue;
+                }
+                let page = |at: u64| at / PAGE_SIZE;
+                let end = mapped.len.map_or(u64::MAX, |len| mapped.offset + len - 1);
+                let other_end = other.offset + other.len.map_or(u64::MAX, |len| len - 1);
+                let apart = page(other_end) < page(mapped.offset) || page(end) < page(other.offset);
+                assert!(apart, "{}: {} and {}", family.name, mapped.what, other.what);
+            }
+        }
+    }
+
+    #[test]
+    fn each_register_of_each_family_is_out_of_a_guests_reach() {
+        for family in FAMILIES {
+            for row in family.ranges.iter().filter(|row| row.access != Access::Mapped) {
+                let page = row.offset / PAGE_SIZE * PAGE_SIZE;
+                for pages in 1..=4 {
+                    assert!(!family.may_map(row.bar, page, pages * PAGE_SIZE), "{}", row.what);
+                }
+            }
+        }
+        assert!(FRAMEBUFFER.may_map(0, 0x40_0000, 0x40_0000));
+        assert_eq!(FRAMEBUFFER.access(2, 0x500, 2), Access::Emulated);
+        assert_eq!(FRAMEBUFFER.access(2, 0x514, 4), Access::Refused, "half of it is no register");
+    }
+
+    proptest! {
+        /// Whatever is asked for: what may be mapped is named by a row of the table, and lies in it whole.
+        #[test]
+        fn nothing_is_mapped_that_no_row_names(
+            family in 0..FAMILIES.len(),
+            bar in any::<u8>(),
+            offset in any::<u64>(),
+            len in any::<u64>(),
+            small in any::<bool>(),
+        ) {
+            let family = FAMILIES[family];
+            let (bar, offset, len) =
+                if small { (bar % 8, offset % (1 << 20), len % (1 << 20)) } else { (bar, offset, len) };
+            let page = |number: u64| number / PAGE_SIZE * PAGE_SIZE;
+            for (offset, len) in [(offset, len), (page(offset), page(len))] {
+                if family.may_map(bar, offset, len) {
+                    let named = family.ranges.iter().any(|row| {
+                        row.access == Access::Mapped
+                            && row.bar == bar
+                            && row.offset <= offset
+                            && row.len.is_none_or(|most| offset - row.offset + len <= most)
+                    });
+                    prop_assert!(named && offset.checked_add(len).is_some() && len > 0);
+                }
+            }
+        }
+    }
+}
