@@ -11,6 +11,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use lab::build::Profile;
+use lab::checkers::Checkers;
 use lab::deb::{self, Options};
 use lab::guest::Output;
 use lab::machine::Machine;
@@ -114,6 +115,9 @@ fn the_package_works_is_upgraded_purged_and_installed_again() {
     for finding in &findings {
         assert_ne!(finding["level"], "problem", "{finding}");
     }
+    // By mdevctl's other name.
+    assert_eq!(sh(&machine, "lsvgpu"), sh(&machine, "vgpuctl list"));
+    sh(&machine, "test -e /usr/share/man/man1/lsvgpu.1.gz -a -e /usr/share/doc/tessera/console.md");
     // Manual pages are there, and without mistakes as far as a formatter sees them.
     let pages = sh(&machine, "dpkg -L tessera | grep /man/ | grep -c '\\.gz$'");
     assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
@@ -131,6 +135,33 @@ fn the_package_works_is_upgraded_purged_and_installed_again() {
     sh(&machine, &install);
     eventually(&machine, "vgpud answers", "vgpuctl types");
     assert_eq!(sh(&machine, "vgpuctl list -d"), "");
+}
+
+/// Whoever packages for Debian runs these; what they find is for us to mend, or to override with a reason.
+#[test]
+#[ignore = "fetches Debian's checkers: cargo lab test runs it"]
+fn debians_checkers_find_nothing() {
+    if let Some(reason) = Checkers::impossible() {
+        skipped(&format!("Debian's checkers of packages: {reason}"));
+        return;
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let options = Options { out: scratch.path().to_owned(), profile: Profile::Dev };
+    let package = deb::write(&options, &Progress::new()).unwrap();
+    let checkers = Checkers::open(&Progress::new()).unwrap();
+    let name = package.file_name().unwrap().to_str().unwrap();
+    let check = |what: &str, script: &str| {
+        let Output { status, stdout, stderr } = checkers.run(scratch.path(), script).unwrap();
+        assert_eq!((stdout.trim(), stderr.trim(), status), ("", "", 0), "{what}");
+    };
+    check(
+        "lintian",
+        &format!("lintian --allow-root --fail-on error,warning,info --display-info ./{name}"),
+    );
+    let pages = "dpkg-deb -x ./NAME /tmp/root && cd /tmp/root/usr/share/man && \
+                 for page in man*/*.gz; do zcat $page > ${page%.gz}; done && rm man*/*.gz && \
+                 mandoc -T lint -W warning man*/* && ls man1/lsvgpu.1 > /dev/null";
+    check("mandoc", &pages.replace("NAME", name));
 }
 
 /// The package's completions, in a real bash.

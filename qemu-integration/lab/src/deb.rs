@@ -5,7 +5,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -15,6 +15,8 @@ use flate2::{Compression, GzBuilder};
 use crate::build::{self, Profile, Programs, workspace};
 use crate::cleanup::Scratch;
 use crate::progress::Progress;
+
+mod pages;
 
 /// The package's revision, after the version of the programs.
 const REVISION: u32 = 1;
@@ -29,20 +31,34 @@ pub struct Options {
 }
 
 /// Files that are as they are in this tree: from, to, and permissions.
-const FILES: [(&str, &str, u32); 12] = [
+const FILES: [(&str, &str, u32); 7] = [
     ("packaging/vgpud.service", "usr/lib/systemd/system/vgpud.service", 0o644),
     ("packaging/vgpud.socket", "usr/lib/systemd/system/vgpud.socket", 0o644),
     ("packaging/sysusers.conf", "usr/lib/sysusers.d/vgpud.conf", 0o644),
     ("packaging/tmpfiles.conf", "usr/lib/tmpfiles.d/vgpud.conf", 0o644),
     ("packaging/default", "etc/default/vgpud", 0o644),
     ("packaging/debian/copyright", "usr/share/doc/tessera/copyright", 0o644),
-    ("docs/operating.md", "usr/share/doc/tessera/operating.md", 0o644),
-    ("docs/security.md", "usr/share/doc/tessera/security.md", 0o644),
-    ("docs/scheduling.md", "usr/share/doc/tessera/scheduling.md", 0o644),
-    ("docs/limits.md", "usr/share/doc/tessera/limits.md", 0o644),
-    ("docs/nvidia.md", "usr/share/doc/tessera/nvidia.md", 0o644),
-    ("docs/libvirt.md", "usr/share/doc/tessera/libvirt.md", 0o644),
+    ("packaging/debian/lintian-overrides", "usr/share/lintian/overrides/tessera", 0o644),
 ];
+
+/// Documents for whoever installs it.
+const DOCUMENTS: [&str; 11] = [
+    "operating",
+    "libvirt",
+    "security",
+    "scheduling",
+    "limits",
+    "nvidia",
+    "vfio",
+    "console",
+    "mdevctl",
+    "comparison",
+    "writing-a-backend",
+];
+
+/// Other names of files in the package, in the same folder: what mdevctl's `lsmdev` is there.
+const LINKS: [(&str, &str); 2] =
+    [("usr/bin/lsvgpu", "vgpuctl"), ("usr/share/man/man1/lsvgpu.1.gz", "vgpuctl-list.1.gz")];
 
 /// Scripts that dpkg runs.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
@@ -70,7 +86,15 @@ pub fn write(options: &Options, progress: &Progress) -> Result<PathBuf> {
         let bytes = fs::read(workspace().join(from)).with_context(|| format!("No {from}"))?;
         stage.file(to, mode, &bytes)?;
     }
+    for name in DOCUMENTS {
+        let bytes = fs::read(workspace().join("docs").join(name).with_extension("md"))
+            .with_context(|| format!("No docs/{name}.md"))?;
+        stage.file(&format!("usr/share/doc/tessera/{name}.md"), 0o644, &bytes)?;
+    }
     generated(&stage, &programs, scratch.path())?;
+    for (link, to) in LINKS {
+        symlink(to, root.join(link)).with_context(|| format!("Cannot make the link {link}"))?;
+    }
     let version = format!("{}-{REVISION}", env!("CARGO_PKG_VERSION"));
     stage.packed(
         "usr/share/doc/tessera/changelog.gz",
@@ -129,16 +153,20 @@ fn generated(stage: &Stage<'_>, programs: &Programs, scratch: &Path) -> Result<(
     for (shell, to) in COMPLETIONS {
         stage.file(to, 0o644, &output(vgpuctl, &["completions", shell])?)?;
     }
-    let pages = scratch.join("pages");
-    fs::create_dir(&pages)?;
-    output(vgpuctl, &["man", &pages.to_string_lossy()])?;
-    for page in fs::read_dir(&pages)? {
-        let page = page?;
-        let name = page.file_name();
-        let to = format!("usr/share/man/man1/{}.gz", name.to_string_lossy());
-        stage.packed(&to, &fs::read(page.path())?)?;
+    let folder = scratch.join("pages");
+    fs::create_dir(&folder)?;
+    output(vgpuctl, &["man", &folder.to_string_lossy()])?;
+    let date = date("%Y-%m-%d")?;
+    let page = |name: &str, section: &str, text: &str| {
+        let to = format!("usr/share/man/man{section}/{name}.{section}.gz");
+        stage.packed(&to, pages::tidy(text, name, section, &date).as_bytes())
+    };
+    for file in fs::read_dir(&folder)? {
+        let path = file?.path();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        page(&name, "1", &fs::read_to_string(&path)?)?;
     }
-    stage.packed("usr/share/man/man8/vgpud.8.gz", &output(programs.find("vgpud")?, &["man"])?)
+    page("vgpud", "8", &String::from_utf8(output(programs.find("vgpud")?, &["man"])?)?)
 }
 
 fn output(program: &Path, args: &[&str]) -> Result<Vec<u8>> {
@@ -153,7 +181,10 @@ fn output(program: &Path, args: &[&str]) -> Result<Vec<u8>> {
 
 /// Takes symbols out of a program, where binutils are there.
 fn strip(program: &Path) {
-    let done = Command::new("strip").arg("--strip-unneeded").arg(program).output();
+    let done = Command::new("strip")
+        .args(["--strip-unneeded", "--remove-section=.comment", "--remove-section=.note"])
+        .arg(program)
+        .output();
     if !done.is_ok_and(|done| done.status.success()) {
         eprintln!("note: {} keeps its symbols: there is no strip (binutils)", program.display());
     }
@@ -188,12 +219,13 @@ fn control(stage: &Stage<'_>, version: &str) -> Result<()> {
     Ok(())
 }
 
+/// The files that dpkg can check: a link has nothing of its own.
 fn list(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
         if path.is_dir() {
             list(root, &path, files)?;
-        } else {
+        } else if !path.is_symlink() {
             files.push(path.strip_prefix(root)?.to_owned());
         }
     }
@@ -217,22 +249,29 @@ fn libc_version(program: &[u8]) -> (u32, u32) {
     newest
 }
 
-fn debian_changelog(version: &str) -> Result<String> {
-    let date = Command::new("git")
-        .args(["log", "-1", "--format=%aD"])
+/// When the sources were last changed, as `strftime` writes it: the same package is made of the same sources.
+fn date(format: &str) -> Result<String> {
+    let commit = Command::new("git")
+        .args(["log", "-1", &format!("--date=format:{format}"), "--format=%ad"])
         .current_dir(workspace())
         .output()
         .ok()
         .filter(|done| done.status.success() && !done.stdout.is_empty());
-    let date = match date {
-        Some(done) => done.stdout,
-        None => Command::new("date").arg("-R").output().context("Cannot run date")?.stdout,
+    let text = if let Some(done) = commit {
+        done.stdout
+    } else {
+        let mut now = Command::new("date");
+        now.env("LC_ALL", "C").arg(format!("+{format}"));
+        now.output().context("Cannot run date")?.stdout
     };
-    let date = String::from_utf8(date)?;
+    Ok(String::from_utf8(text)?.trim().to_owned())
+}
+
+fn debian_changelog(version: &str) -> Result<String> {
+    let date = date("%a, %d %b %Y %H:%M:%S %z")?;
     Ok(format!(
         "tessera ({version}) unstable; urgency=medium\n\n  * See changelog.gz.\n\n -- The Tessera authors \
-         <tessera@localhost.invalid>  {}\n",
-        date.trim()
+         <tessera@localhost.invalid>  {date}\n"
     ))
 }
 

@@ -7,7 +7,7 @@
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
 //! * [`kvm`]: whether KVM is of use here; [`mdevctl`]: the real one
 //! * [`vfio`]: a VM that is a host with an IOMMU
-//! * [`machine`]: a Debian machine with libvirt, fresh each time
+//! * [`machine`]: a Debian machine with libvirt, fresh each time; [`checkers`]: what Debian checks packages with
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
 //! * [`picture`]: what is on a screen; [`viewers`]: a browser and a VNC client that look at it
@@ -26,6 +26,7 @@ use crate::root::Root;
 pub mod bench;
 pub mod build;
 pub mod bundle;
+pub mod checkers;
 pub mod cleanup;
 pub mod deb;
 pub mod debs;
