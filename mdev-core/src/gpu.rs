@@ -13,6 +13,7 @@ use std::time::Duration;
 use bitflags::bitflags;
 use serde::{Deserialize, Serialize};
 
+use crate::device::Scanout;
 use crate::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
 use crate::sched::Budget;
 
@@ -71,6 +72,8 @@ bitflags! {
         const SOFT_PROGRAMS = 1 << 9;
         /// A channel that faults takes no other with it. Without this, those of the same vGPU and [`EngineKind`] end too.
         const CHANNEL_FAULTS = 1 << 10;
+        /// It has a physical screen, on which one vGPU at a time is seen ([`Gpu::focus`]).
+        const SCANOUT = 1 << 11;
     }
 }
 
@@ -252,6 +255,32 @@ pub trait Gpu: Send + fmt::Debug {
 
     /// What every admitted vGPU has used so far, and when that was read in nanoseconds of `CLOCK_MONOTONIC`.
     fn usage(&mut self) -> Result<UsageReport, GpuError>;
+
+    /// Puts a vGPU on the physical screen, where it stays until another one is put there or it is gone: a rotation ends.
+    /// How long it took to program the screen. For GPUs with [`GpuCapabilities::SCANOUT`].
+    fn focus(&mut self, _vgpu: VgpuId) -> Result<Duration, GpuError> {
+        Err(GpuError::Unsupported("a physical screen"))
+    }
+
+    /// Shows the vGPUs on the physical screen in turn, each for so long, or ends that. Those without a picture are
+    /// passed over.
+    fn rotate(&mut self, _every: Option<Duration>) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("a physical screen"))
+    }
+
+    /// Who is on the physical screen.
+    fn screen(&mut self) -> Result<PhysicalScreen, GpuError> {
+        Err(GpuError::Unsupported("a physical screen"))
+    }
+}
+
+/// How a GPU's physical screen is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PhysicalScreen {
+    /// Who is on it. It is dark while nobody is, or while that vGPU has no picture.
+    pub focus: Option<VgpuId>,
+    /// How long each is shown, while they take turns.
+    pub rotation: Option<Duration>,
 }
 
 /// One reading of all counters, taken at one instant.
@@ -327,11 +356,16 @@ pub struct ChannelStatus {
     pub engine_ns: u64,
 }
 
-/// Memory that a guest may map: a file, and the one length that may be mapped of it, from offset 0.
+/// Memory that a guest may map: a range of a file.
+///
+/// Whoever is handed the file can map all of it that the file lets them. Where others' memory is in the same file,
+/// nothing but the hypervisor keeps a guest to its range.
 #[derive(Debug)]
 pub struct Aperture {
     /// The file to hand out.
     pub fd: OwnedFd,
+    /// Where in the file it begins, in whole pages.
+    pub offset: u64,
     /// Exact length in bytes.
     pub len: u64,
 }
@@ -437,6 +471,17 @@ pub trait Client: Send + fmt::Debug {
 
     /// What this client has used.
     fn usage(&mut self) -> Result<Usage, GpuError>;
+
+    /// Notes what the guest's display registers show, whenever that changes: it is what the physical screen shows while
+    /// this vGPU is on it. Offsets count from the start of the partition. Does not wait.
+    fn set_scanout(&mut self, _scanout: &Scanout) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Makes video memory zeros: its VM is gone. Asked for only where its file takes no holes.
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("scrubbing video memory"))
+    }
 
     /// Starts the threads of a backend that has some. Called once, after the process has given up what it does not need:
     /// threads that were there before would have kept it.

@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::abi::control::VECTORS;
 use crate::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END};
+use crate::device::Scanout;
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
@@ -35,6 +36,11 @@ pub struct Record {
     pub mapped: BTreeMap<u64, (u64, Backing, bool)>,
     pub channels: BTreeMap<u32, ChannelSpec>,
     pub interrupts: [bool; 4],
+    /// The last that the client was told of.
+    pub scanout: Scanout,
+    /// How often.
+    pub scanouts: u32,
+    pub scrubbed: u32,
     pub lost: bool,
     /// Fail the map call after so many.
     pub maps_left: Option<u32>,
@@ -56,9 +62,12 @@ pub struct Recorder {
     record: Shared,
 }
 
-/// A file of so many bytes, as an aperture.
+/// Where the recorder's apertures begin in their files: what is before belongs to others.
+pub const APERTURE_OFFSET: u64 = 3 * PAGE_SIZE;
+
+/// So many bytes in the middle of a file, as an aperture.
 fn aperture(len: u64) -> Aperture {
-    Aperture { fd: memory(len).into(), len }
+    Aperture { fd: memory(2 * APERTURE_OFFSET + len).into(), offset: APERTURE_OFFSET, len }
 }
 
 impl Recorder {
@@ -66,7 +75,8 @@ impl Recorder {
     pub fn new() -> (Box<Self>, Shared) {
         let record = Shared::default();
         let vram = aperture(8 * MIB);
-        let framebuffer = Aperture { fd: vram.fd.try_clone().unwrap(), len: 4 * MIB };
+        let framebuffer =
+            Aperture { fd: vram.fd.try_clone().unwrap(), offset: vram.offset, len: 4 * MIB };
         let recorder = Self {
             spec: ClientSpec {
                 vgpu: VgpuId(uuid::Uuid::from_u128(0x11)),
@@ -230,6 +240,18 @@ impl Client for Recorder {
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
         Ok(Usage::default())
+    }
+
+    fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {
+        let mut record = self.record.lock().unwrap();
+        record.scanout = *scanout;
+        record.scanouts += 1;
+        Ok(())
+    }
+
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        self.record.lock().unwrap().scrubbed += 1;
+        Ok(())
     }
 }
 

@@ -50,7 +50,8 @@ impl InProcess {
         let map = |index| {
             let info = function.region(index).context("No such region")?;
             let map = |mapping: mdev_core::device::RegionMapping<'_>| {
-                MmapOptions::new().len(mapping.len as usize).map_raw(&mapping.fd)
+                let len = mapping.len as usize;
+                MmapOptions::new().offset(mapping.offset).len(len).map_raw(&mapping.fd)
             };
             anyhow::Ok(info.mapping.map(map).transpose()?)
         };

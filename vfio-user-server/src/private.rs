@@ -42,7 +42,8 @@ pub enum WorkerRequest {
         /// [`VERSION`].
         version: u32,
     },
-    /// What is on the screen: [`WorkerReply::Scanout`], with the video memory's descriptor attached.
+    /// What is on the screen: [`WorkerReply::Scanout`], with the video memory's descriptor attached. Its offset is one
+    /// into that file.
     Scanout,
     /// Take the attached descriptor as the new connection to the GPU: [`WorkerReply::Done`].
     Attach,

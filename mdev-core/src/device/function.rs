@@ -1,6 +1,6 @@
 //! The device put together.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::control::{self, Control, DoorbellReg};
 use super::display::{self, Display};
@@ -44,6 +44,8 @@ pub struct VirtualFunction {
     active: bool,
     pub(super) lost: bool,
     traps: Traps,
+    /// What the client was last told of the screen.
+    told: Scanout,
 }
 
 impl VirtualFunction {
@@ -85,6 +87,7 @@ impl VirtualFunction {
             active: false,
             lost: false,
             traps: Traps::default(),
+            told: Scanout::default(),
             client,
         })
     }
@@ -119,7 +122,7 @@ impl VirtualFunction {
                 .filter(|_| self.features.contains(Features::DOORBELL_MAPPED)),
             BarKind::Display | BarKind::Control => None,
         };
-        aperture.map(|aperture| RegionMapping { fd: aperture.fd.as_fd(), len: aperture.len })
+        aperture.map(RegionMapping::from)
     }
 
     /// The register of a region whose writes may come as a signal: `WAKE`, and the doorbell where it is trapped. Either
@@ -255,6 +258,17 @@ impl VirtualFunction {
         {
             window.clear(aperture, len);
         }
+        self.tell_scanout();
+    }
+
+    /// Tells the client what is on the screen now, if that has changed.
+    pub(super) fn tell_scanout(&mut self) {
+        let scanout = self.scanout();
+        if scanout != self.told {
+            self.told = scanout;
+            let told = self.client.set_scanout(&scanout);
+            self.note(told);
+        }
     }
 
     fn write_control(&mut self, offset: u64, data: &[u8]) {
@@ -359,6 +373,7 @@ impl VirtualFunction {
         if let Some(display) = &mut self.display {
             display.reset();
         }
+        self.tell_scanout();
         // What was pending is of the time before, except for the loss of the GPU.
         let lost = self.client.take_pending().contains(Pending::DEVICE_LOST);
         self.wire();
@@ -385,17 +400,17 @@ impl VirtualFunction {
 
     /// Gives video memory back to the host where its file allows that; the next VM finds zeros.
     fn scrub(&mut self) {
-        if let Some(vram) = &self.client.apertures().vram {
-            // A file that cannot be punched (real video memory) is its backend's to scrub.
-            let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
-            let len = libc::off64_t::try_from(vram.len).unwrap_or(libc::off64_t::MAX);
-            // SAFETY: works on a descriptor that the client owns, and touches no memory of ours but shared pages
-            // that are only accessed as volatile.
-            let done =
-                unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, 0, len) } == 0;
-            if !done {
-                log::debug!("Video memory was not scrubbed: {}", std::io::Error::last_os_error());
-            }
+        let Some(vram) = self.vram() else { return };
+        let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
+        let [offset, len] = [vram.offset, vram.len]
+            .map(|bytes| libc::off64_t::try_from(bytes).unwrap_or(libc::off64_t::MAX));
+        // SAFETY: works on a descriptor that the client owns, and touches no memory of ours but shared pages that are
+        // only accessed as volatile.
+        let done =
+            unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, offset, len) } == 0;
+        // A file that cannot be punched (real video memory) is its backend's to scrub.
+        if !done && let Err(error) = self.client.scrub() {
+            log::debug!("Video memory was not scrubbed: {error}");
         }
     }
 
@@ -404,12 +419,11 @@ impl VirtualFunction {
         self.display.as_ref().map(Display::scanout).unwrap_or_default()
     }
 
-    /// Video memory's file and length, where it can be mapped: what [`Scanout::offset`] counts in. Without an aperture
-    /// of all of it, that of the framebuffer, which is its start.
-    pub fn vram(&self) -> Option<(BorrowedFd<'_>, u64)> {
+    /// Video memory, where it can be mapped: what [`Scanout::offset`] counts in. Without an aperture of all of it, that
+    /// of the framebuffer, which is its start.
+    pub fn vram(&self) -> Option<RegionMapping<'_>> {
         let apertures = self.client.apertures();
-        let aperture = apertures.vram.as_ref().or(apertures.framebuffer.as_ref())?;
-        Some((aperture.fd.as_fd(), aperture.len))
+        apertures.vram.as_ref().or(apertures.framebuffer.as_ref()).map(RegionMapping::from)
     }
 
     /// Trapped accesses so far.

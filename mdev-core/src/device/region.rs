@@ -1,10 +1,10 @@
 //! The regions of a VFIO device, by VFIO's numbers.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use super::{DeviceError, FunctionSpec, display};
 use crate::abi::{control, doorbell};
-use crate::gpu::Client;
+use crate::gpu::{Aperture, Client};
 use crate::pci::{Bar, BarKind, BarWidth};
 use crate::units::PAGE_SIZE;
 
@@ -50,13 +50,21 @@ pub struct RegionInfo<'a> {
     pub mapping: Option<RegionMapping<'a>>,
 }
 
-/// The one area of a region that a client may map. It starts at offset 0 of both the region and the file.
+/// The one area of a region that a client may map. It starts at offset 0 of the region.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionMapping<'a> {
     /// The file.
     pub fd: BorrowedFd<'a>,
+    /// Where in the file it starts, in whole pages.
+    pub offset: u64,
     /// Length in bytes. Where it is less than the region's, the rest is trapped.
     pub len: u64,
+}
+
+impl<'a> From<&'a Aperture> for RegionMapping<'a> {
+    fn from(aperture: &'a Aperture) -> Self {
+        Self { fd: aperture.fd.as_fd(), offset: aperture.offset, len: aperture.len }
+    }
 }
 
 /// A register whose writes may come as a signal, with neither a trap nor the device model on the way.

@@ -70,6 +70,7 @@ impl VirtualFunction {
         if let (Some(display), Some(saved)) = (&mut self.display, &state.display) {
             display.restore(saved).map_err(part("Display"))?;
         }
+        self.tell_scanout();
         self.after_restore();
         Ok(())
     }

@@ -52,7 +52,8 @@ impl Window {
     ) -> Option<(&GuardedMapping, (usize, usize))> {
         if self.mapping.is_none() && !self.failed {
             let size = usize::try_from(aperture.len).ok()?;
-            match GuardedMapping::map(aperture.fd.as_fd(), 0, size, Protection::ReadWrite) {
+            let (fd, offset) = (aperture.fd.as_fd(), aperture.offset);
+            match GuardedMapping::map(fd, offset, size, Protection::ReadWrite) {
                 Ok(mapping) => self.mapping = Some(mapping),
                 Err(error) => {
                     self.failed = true;

@@ -159,7 +159,7 @@ impl Driver {
         let memory = client.import(guest).unwrap();
         let map = |aperture: &Option<mdev_core::gpu::Aperture>| {
             let aperture = aperture.as_ref()?;
-            Some(Mapping::new(aperture.fd.as_fd(), 0, aperture.len, true).unwrap())
+            Some(Mapping::new(aperture.fd.as_fd(), aperture.offset, aperture.len, true).unwrap())
         };
         let (vram, bell) = (map(&client.apertures().vram), map(&client.apertures().doorbell));
         let places = (0..RINGS).rev().map(|place| place * RING_BYTES).collect();

@@ -117,8 +117,8 @@ impl NvidiaClient {
         Ok(Self {
             memory: Memory::new(device.clone(), space.clone(), vram, bytes, spec.max_import_bytes),
             apertures: Apertures {
-                vram: vram_fd.map(|fd| Aperture { fd, len: bytes }),
-                doorbell: Some(Aperture { fd: bell_for_guest, len: DOORBELL_BYTES }),
+                vram: vram_fd.map(|fd| Aperture { fd, offset: 0, len: bytes }),
+                doorbell: Some(Aperture { fd: bell_for_guest, offset: 0, len: DOORBELL_BYTES }),
                 framebuffer: None,
             },
             gpu,

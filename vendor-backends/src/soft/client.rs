@@ -52,12 +52,12 @@ impl SoftClient {
         let [vram, doorbell, status, changed, wake, wake_event] = fds;
         let framebuffer = match spec.framebuffer_bytes {
             0 => None,
-            len => Some(Aperture { fd: vram.try_clone()?, len }),
+            len => Some(Aperture { fd: vram.try_clone()?, offset: 0, len }),
         };
         let apertures = Apertures {
             framebuffer,
-            vram: Some(Aperture { fd: vram, len: spec.vram_bytes }),
-            doorbell: Some(Aperture { fd: doorbell, len: doorbell::PAGE_BYTES }),
+            vram: Some(Aperture { fd: vram, offset: 0, len: spec.vram_bytes }),
+            doorbell: Some(Aperture { fd: doorbell, offset: 0, len: doorbell::PAGE_BYTES }),
         };
         let status = Mapping::new(status.as_fd(), 0, wire::STATUS_BYTES as u64, true)?;
         let (changed, wake) = (File::from(changed), SeqPacket::from(wake));

@@ -2,14 +2,18 @@
 //!
 //! What a worker says of the screen comes from its guest, and the worker itself reads what its guest wrote: nothing of
 //! it is trusted. Sizes are bounded, and video memory is read with `pread`, so that neither a wrong offset nor a file
-//! that shrinks is more than an error. What is read is what a moment shows: rows may be of different frames.
+//! that shrinks is more than an error. Files of physical video memory cannot be read, only mapped: then it is a mapping
+//! that survives the same. What is read is what a moment shows: rows may be of different frames.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use mdev_core::device::Scanout;
+use mdev_core::units::PAGE_SIZE;
+use vendor_backends::mem::Mapping;
 
 /// Longest row, and most rows: what the display registers' 16 bits could say is more than any mode.
 const MAX_SIDE: u32 = 8192;
@@ -20,10 +24,18 @@ const MAX_PIXELS: u64 = 1 << 24;
 /// A screen that was found to be in its video memory.
 #[derive(Debug)]
 pub struct Readout {
-    memory: File,
+    memory: Memory,
+    /// Where in it the first pixel is.
     offset: u64,
     stride: u64,
     shape: Shape,
+}
+
+/// How video memory is read.
+#[derive(Debug)]
+enum Memory {
+    File(File),
+    Mapped(Arc<Mapping>),
 }
 
 /// What a screen's pixels are like.
@@ -61,10 +73,15 @@ impl Readout {
         }
         let rows = u64::from(height - 1) * stride + row_bytes;
         let end = scanout.offset.checked_add(rows);
-        if !memory.metadata()?.is_file() || end.is_none_or(|end| end > i64::MAX as u64) {
-            return Err(invalid("it is outside of video memory".into()));
-        }
-        Ok(Self { memory, offset: scanout.offset, stride, shape })
+        let end = end.filter(|end| {
+            i64::try_from(*end).is_ok() && memory.metadata().is_ok_and(|it| it.is_file())
+        });
+        let end = end.ok_or_else(|| invalid("it is outside of video memory".into()))?;
+        let (memory, offset) = match memory.read_at(&mut [0], scanout.offset) {
+            Ok(_) => (Memory::File(memory), scanout.offset),
+            Err(error) => mapped(&memory, scanout.offset, end).map_err(|_| error)?,
+        };
+        Ok(Self { memory, offset, stride, shape })
     }
 
     /// What its pixels are like.
@@ -74,8 +91,22 @@ impl Readout {
 
     /// Reads one row's pixels; `row` is [`Shape::row_bytes`] long.
     pub fn read_row(&self, y: u32, row: &mut [u8]) -> io::Result<()> {
-        self.memory.read_exact_at(row, self.offset + u64::from(y) * self.stride)
+        let at = self.offset + u64::from(y) * self.stride;
+        match &self.memory {
+            Memory::File(file) => file.read_exact_at(row, at),
+            Memory::Mapped(mapping) => match mapping.read(at, row) {
+                Some(()) if !mapping.poisoned() => Ok(()),
+                _ => Err(io::ErrorKind::UnexpectedEof.into()),
+            },
+        }
     }
+}
+
+/// Maps a range of a file that cannot be read; also where in the mapping the range begins.
+fn mapped(file: &File, start: u64, end: u64) -> io::Result<(Memory, u64)> {
+    let page = start / PAGE_SIZE * PAGE_SIZE;
+    let mapping = Mapping::new(file.as_fd(), page, end.next_multiple_of(PAGE_SIZE) - page, false)?;
+    Ok((Memory::Mapped(mapping), start - page))
 }
 
 fn invalid(what: String) -> io::Error {
@@ -132,5 +163,31 @@ impl Format {
             16 => [field(11, 5), field(5, 6), field(0, 5)],
             _ => [field(16, 8), field(8, 8), field(0, 8)],
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_read_is_mapped_and_shows_the_same() {
+        let file = tempfile::tempfile().unwrap();
+        let bytes: Vec<u8> = (0..4 * PAGE_SIZE as usize).map(|n| (n * 7 / 3) as u8).collect();
+        file.write_all_at(&bytes, 0).unwrap();
+        let (start, end) = (PAGE_SIZE + 20, 3 * PAGE_SIZE + 44);
+        let (memory, offset) = mapped(&file, start, end).unwrap();
+        let shape = Shape { width: 8, height: 2, format: Format::XRGB };
+        let stride = 2 * PAGE_SIZE - 8;
+        let screen = Readout { memory, offset, stride, shape };
+        let mut row = [0; 32];
+        for y in 0..2 {
+            screen.read_row(y, &mut row).unwrap();
+            let at = (start + u64::from(y) * stride) as usize;
+            assert_eq!(row, bytes[at..at + 32]);
+        }
+        file.set_len(PAGE_SIZE).unwrap();
+        assert!(screen.read_row(0, &mut row).is_err(), "it has shrunk");
+        assert!(mapped(&file, u64::MAX - 8 * PAGE_SIZE, u64::MAX - 7 * PAGE_SIZE).is_err());
     }
 }

@@ -351,8 +351,10 @@ impl Worker {
                 connection.reply(&WorkerReply::Status(Box::new(status)), None)
             }
             WorkerRequest::Scanout => {
-                if let Some((fd, _)) = function.vram() {
-                    connection.reply(&WorkerReply::Scanout(function.scanout()), Some(fd))
+                if let Some(vram) = function.vram() {
+                    let mut scanout = function.scanout();
+                    scanout.offset = scanout.offset.saturating_add(vram.offset);
+                    connection.reply(&WorkerReply::Scanout(scanout), Some(vram.fd))
                 } else {
                     let message = "This vGPU's video memory cannot be read".to_owned();
                     connection.reply(&WorkerReply::Error { message }, None)

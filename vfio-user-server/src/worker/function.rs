@@ -136,7 +136,8 @@ fn layout(function: &VirtualFunction) -> anyhow::Result<Layout> {
             Some(mapping) => {
                 let part = Area { offset: 0, size: mapping.len };
                 let areas = if mapping.len == info.size { Vec::new() } else { vec![part] };
-                layout.partly_mapped(index, info.size, mapping.fd.try_clone_to_owned()?, 0, areas)
+                let (fd, offset) = (mapping.fd.try_clone_to_owned()?, mapping.offset);
+                layout.partly_mapped(index, info.size, fd, offset, areas)
             }
         };
         if let Some(RegionEvent { offset, len, fd }) = function.region_event(index) {

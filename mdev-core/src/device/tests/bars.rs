@@ -4,6 +4,7 @@ use super::*;
 use crate::abi::control::{Features, MAGIC};
 use crate::abi::doorbell;
 use crate::device::AccessError;
+use crate::testing::APERTURE_OFFSET;
 
 #[test]
 fn regions_are_those_of_the_design() {
@@ -70,6 +71,36 @@ fn mapped_bars_can_be_reached_by_messages_too() {
     guest.function.region_read(VRAM, 8 * MIB - 3, &mut tail).unwrap();
     assert_eq!(&tail, b"end");
     assert_eq!(guest.function.traps().memory, 4);
+}
+
+#[test]
+fn an_aperture_is_its_range_of_the_file_and_nothing_beside_it() {
+    let mut guest = Guest::new();
+    for index in [FRAMEBUFFER, VRAM] {
+        assert_eq!(guest.function.region(index).unwrap().mapping.unwrap().offset, APERTURE_OFFSET);
+    }
+    let file = File::from(guest.function.vram().unwrap().fd.try_clone_to_owned().unwrap());
+    let neighbours = [0xa5; APERTURE_OFFSET as usize];
+    for place in [0, APERTURE_OFFSET + 8 * MIB] {
+        file.write_all_at(&neighbours, place).unwrap();
+    }
+    guest.write32(VRAM, 0, 0x0102_0304);
+    guest.write32(VRAM, 8 * MIB - 4, 0x0506_0708);
+    let mut word = [0; 4];
+    file.read_exact_at(&mut word, APERTURE_OFFSET).unwrap();
+    assert_eq!(u32::from_le_bytes(word), 0x0102_0304);
+    file.read_exact_at(&mut word, APERTURE_OFFSET + 8 * MIB - 4).unwrap();
+    assert_eq!(u32::from_le_bytes(word), 0x0506_0708);
+    // A mode clears, and the end of a VM scrubs.
+    guest.set_mode(640, 480, 32);
+    guest.function.detach();
+    assert_eq!(guest.read32(VRAM, 8 * MIB - 4), 0);
+    for place in [0, APERTURE_OFFSET + 8 * MIB] {
+        let mut bytes = [0; APERTURE_OFFSET as usize];
+        file.read_exact_at(&mut bytes, place).unwrap();
+        assert_eq!(bytes, neighbours, "what is the neighbours' stays");
+    }
+    assert_eq!(guest.record.lock().unwrap().scrubbed, 0, "the file took a hole");
 }
 
 #[test]

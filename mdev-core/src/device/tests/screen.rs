@@ -89,6 +89,30 @@ fn a_mode_is_set_panned_and_blanked() {
 }
 
 #[test]
+fn the_client_is_told_of_each_change_and_of_nothing_else() {
+    let mut guest = Guest::new();
+    let told = |guest: &Guest| {
+        let record = guest.record.lock().unwrap();
+        (record.scanouts, record.scanout)
+    };
+    assert_eq!(told(&guest), (0, Scanout::default()));
+    guest.set_mode(640, 480, 32);
+    assert_eq!(told(&guest), (1, guest.function.scanout()), "once, when it is complete");
+    guest.read16(DISPLAY, XRES);
+    guest.write16(DISPLAY, XRES, 640);
+    guest.write32(FRAMEBUFFER, 0, 7);
+    assert_eq!(told(&guest).0, 1);
+    guest.write16(DISPLAY, Y_OFFSET, 100);
+    assert_eq!(told(&guest), (2, guest.function.scanout()));
+    let state = guest.function.save();
+    guest.function.detach();
+    assert_eq!(told(&guest), (3, Scanout::default()), "the VM is gone");
+    guest.function.restore(&state).unwrap();
+    assert_eq!(told(&guest), (4, guest.function.scanout()));
+    assert_eq!(guest.function.scanout().offset, 100 * 2560);
+}
+
+#[test]
 fn no_mode_is_larger_than_the_type_or_the_framebuffer() {
     let mut guest = Guest::new();
     guest.set_mode(640, 480, 32);
