@@ -8,15 +8,16 @@ use mdev_core::abi::host::{GpEntry, MethodHeader, SET_OBJECT, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, userd};
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind};
-use mdev_core::ids::GpuVa;
+use mdev_core::ids::{GpuVa, VgpuId};
 use nix::sys::eventfd::EventFd;
-use vendor_backends::soft::silicon::address_space::{AddressSpace, Slot};
-use vendor_backends::soft::silicon::channel::{Channel, Userd};
-use vendor_backends::soft::silicon::clock::{Turn, now_ns};
-use vendor_backends::soft::silicon::counters::Counters;
-use vendor_backends::soft::silicon::fault::Context;
+use vendor_backends::mediator::silicon::address_space::{AddressSpace, Slot};
+use vendor_backends::mediator::silicon::channel::{Channel, Userd};
+use vendor_backends::mediator::silicon::clock::{Turn, now_ns};
+use vendor_backends::mediator::silicon::counters::Counters;
+use vendor_backends::mediator::silicon::fault::Context;
 use vendor_backends::mem::{Mapping, SharedMemory};
-use vendor_backends::soft::silicon::signals::Signals;
+use vendor_backends::mediator::silicon::signals::Signals;
+use vendor_backends::soft::SoftGpu;
 use zerocopy::IntoBytes;
 
 const BYTES: u64 = 0x4_0000;
@@ -55,6 +56,7 @@ pub fn call(subchannel: u8, method: u32, data: &[u32]) -> Vec<u32> {
 /// Memory, and the address space over it.
 #[derive(Debug)]
 pub struct Bench {
+    gpu: SoftGpu,
     memory: Arc<Mapping>,
     space: AddressSpace,
     signals: Signals,
@@ -64,7 +66,7 @@ impl Default for Bench {
     fn default() -> Self {
         let memory = SharedMemory::new(c"fuzz", BYTES).expect("memory").mapping;
         memory.write(0, &vec![CANARY; BYTES as usize]).expect("in range");
-        let mut space = AddressSpace::new(Arc::clone(&memory), 0);
+        let mut space = AddressSpace::new(Some(Arc::clone(&memory)), 0);
         for (range, writable) in [(OPEN, true), (READ_ONLY, false)] {
             let len = range.end - range.start;
             space
@@ -74,7 +76,7 @@ impl Default for Bench {
         let status = SharedMemory::new(c"status", 4096).expect("memory").mapping;
         let event = EventFd::new().expect("an eventfd").into();
         let signals = Signals::new(status, event).expect("signals");
-        Self { memory, space, signals }
+        Self { gpu: SoftGpu::new("soft0", BYTES), memory, space, signals }
     }
 }
 
@@ -116,7 +118,14 @@ impl Bench {
             let end_ns = now_ns() + TURN_NS;
             let turn = Turn { end_ns, waiting: &waiting, gate_open: &gate_open };
             let signals = &self.signals;
-            let cx = Context { space: &self.space, turn: &turn, signals, vector: 0 };
+            let cx = Context {
+                hardware: &self.gpu,
+                vgpu: VgpuId(uuid::Uuid::nil()),
+                space: &self.space,
+                turn: &turn,
+                signals,
+                vector: 0,
+            };
             if let Err(fault) = channel.run(cx, &Counters::default(), &mut None) {
                 channel.fail(fault);
                 assert_ne!(channel.status().error, 0, "a fault is told");

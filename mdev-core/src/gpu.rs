@@ -90,8 +90,12 @@ pub struct GpuDescription {
     pub vram_bytes: u64,
     /// What it can do.
     pub capabilities: GpuCapabilities,
+    /// vGPUs that it can have, whatever their sizes.
+    pub max_vgpus: u32,
     /// Channels that one vGPU may have.
     pub max_channels: u32,
+    /// Bytes of guest memory that one vGPU may import.
+    pub max_import_bytes: u64,
     /// Default time slice of a channel group.
     pub default_timeslice: Duration,
 }
@@ -101,7 +105,7 @@ pub struct GpuDescription {
 pub struct ClientSpec {
     /// Whose it is.
     pub vgpu: VgpuId,
-    /// Its partition of video memory, in bytes, a multiple of 1 MiB.
+    /// Its partition of video memory, in bytes, a multiple of 1 MiB; 0 on a GPU that has none.
     pub vram_bytes: u64,
     /// Length of the framebuffer aperture in bytes, or 0 without a display head.
     pub framebuffer_bytes: u64,

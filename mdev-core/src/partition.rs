@@ -84,7 +84,11 @@ impl Partitions {
 
     /// How many more vGPUs of a type fit, given what is running.
     pub fn available(&self, profile: &Profile) -> u32 {
-        let count = self.free.checked_div(profile.vram_bytes).unwrap_or(0);
+        let Some(count) = self.free.checked_div(profile.vram_bytes) else {
+            // They take no video memory: it is their number that is limited.
+            let held = u32::try_from(self.held.len()).unwrap_or(u32::MAX);
+            return profile.max_instances.saturating_sub(held);
+        };
         u32::try_from(count).unwrap_or(u32::MAX).min(profile.max_instances)
     }
 }
@@ -112,7 +116,9 @@ mod tests {
             name: String::new(),
             vram_bytes: 8 * GIB,
             capabilities: GpuCapabilities::all(),
+            max_vgpus: 256,
             max_channels: 64,
+            max_import_bytes: 1 << 40,
             default_timeslice: Duration::from_millis(2),
         }
     }

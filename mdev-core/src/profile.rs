@@ -3,6 +3,9 @@
 //! A type is `<model>-<size><series>`: `SOFT-256MQ`, `SOFT-1Q`, `SOFT-16C`. The size is its video memory, in GiB, or in
 //! MiB with an `M`. Series Q has a display head, series C has none. A parent offers every power of two from 256 MiB up
 //! to its own memory, of each series whose capabilities it has.
+//!
+//! A parent that is nothing but a framebuffer has smaller ones, 4 to 64 MiB (`BOCHS-8MQ`), and one without video memory
+//! has a single type (`EDU-C`).
 
 use std::fmt;
 
@@ -25,6 +28,18 @@ const MODES: [(u64, Head); 5] = [
     (GIB, Head { max_width: 1920, max_height: 1200 }),
     (512 * MIB, Head { max_width: 1600, max_height: 1200 }),
     (0, Head { max_width: 1280, max_height: 1024 }),
+];
+
+/// What does work: a parent with none of them is a framebuffer alone.
+const ENGINES: GpuCapabilities = GpuCapabilities::COPY.union(GpuCapabilities::COMPUTE);
+
+/// Sizes of a framebuffer alone, with their largest modes: each has room for two pictures.
+const FRAMEBUFFERS: [(u64, Head); 5] = [
+    (4 * MIB, Head { max_width: 800, max_height: 600 }),
+    (8 * MIB, Head { max_width: 1280, max_height: 800 }),
+    (16 * MIB, Head { max_width: 1920, max_height: 1080 }),
+    (32 * MIB, Head { max_width: 2560, max_height: 1600 }),
+    (64 * MIB, Head { max_width: 3840, max_height: 2160 }),
 ];
 
 /// The smallest framebuffer aperture: what the Bochs display adapter has by default.
@@ -50,11 +65,11 @@ impl Series {
         }
     }
 
-    /// What a parent must be able to do to offer the series.
-    pub const fn needs(self) -> GpuCapabilities {
+    /// Whether a parent that can do so much offers the series.
+    pub const fn is_offered_by(self, has: GpuCapabilities) -> bool {
         match self {
-            Self::Workstation => GpuCapabilities::FRAMEBUFFER,
-            Self::Compute => GpuCapabilities::COMPUTE,
+            Self::Workstation => has.contains(GpuCapabilities::FRAMEBUFFER),
+            Self::Compute => has.intersects(ENGINES),
         }
     }
 }
@@ -90,11 +105,12 @@ pub struct Profile {
     pub name: String,
     /// What it is for.
     pub series: Series,
-    /// Its partition of video memory, in bytes: a power of two.
+    /// Its partition of video memory, in bytes: a power of two, or 0 where the parent has none.
     pub vram_bytes: u64,
     /// Its display head, in series Q.
     pub head: Option<Head>,
-    /// Length of the framebuffer aperture: a power of two, at most half of the partition; 0 without a head.
+    /// Length of the framebuffer aperture: a power of two, at most half of the partition, or all of it where the parent is
+    /// nothing but a framebuffer; 0 without a head.
     pub framebuffer_bytes: u64,
     /// How many of it fit on an empty parent.
     pub max_instances: u32,
@@ -107,15 +123,26 @@ pub struct Profile {
 impl Profile {
     fn new(gpu: &GpuDescription, series: Series, vram_bytes: u64) -> Self {
         let head = (series == Series::Workstation).then(|| Head::for_vram(vram_bytes));
+        let fit = gpu.vram_bytes.checked_div(vram_bytes).unwrap_or(u64::MAX);
         Self {
             name: format!("{}-{}{}", gpu.model, Size(vram_bytes), series.letter()),
             series,
             vram_bytes,
             head,
             framebuffer_bytes: head.map_or(0, Head::framebuffer_bytes),
-            max_instances: u32::try_from(gpu.vram_bytes / vram_bytes).unwrap_or(u32::MAX),
+            max_instances: u32::try_from(fit).unwrap_or(u32::MAX).min(gpu.max_vgpus),
             max_channels: gpu.max_channels,
-            max_import_bytes: MAX_IMPORT_BYTES,
+            max_import_bytes: gpu.max_import_bytes.min(MAX_IMPORT_BYTES),
+        }
+    }
+
+    /// All of a framebuffer's partition is the framebuffer.
+    fn framebuffer(gpu: &GpuDescription, vram_bytes: u64, head: Head) -> Self {
+        let framebuffer_bytes = vram_bytes;
+        Self {
+            head: Some(head),
+            framebuffer_bytes,
+            ..Self::new(gpu, Series::Workstation, vram_bytes)
         }
     }
 
@@ -152,7 +179,11 @@ struct Size(u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 < GIB { write!(f, "{}M", self.0 / MIB) } else { write!(f, "{}", self.0 / GIB) }
+        match self.0 {
+            0 => Ok(()),
+            1..GIB => write!(f, "{}M", self.0 / MIB),
+            _ => write!(f, "{}", self.0 / GIB),
+        }
     }
 }
 
@@ -170,13 +201,21 @@ pub struct UnknownType {
 
 /// The types that a parent offers: series Q then C, each from small to large.
 pub fn profiles(gpu: &GpuDescription) -> Vec<Profile> {
+    let has = gpu.capabilities;
+    if has.contains(GpuCapabilities::FRAMEBUFFER) && !has.intersects(ENGINES) {
+        let fits = FRAMEBUFFERS.into_iter().filter(|(size, _)| *size <= gpu.vram_bytes);
+        return fits.map(|(size, head)| Profile::framebuffer(gpu, size, head)).collect();
+    }
+    if gpu.vram_bytes == 0 && Series::Compute.is_offered_by(has) {
+        return vec![Profile::new(gpu, Series::Compute, 0)];
+    }
     let sizes = || {
         std::iter::successors(Some(MIN_VRAM), |size| size.checked_mul(2))
             .take_while(|size| *size <= gpu.vram_bytes)
     };
     [Series::Workstation, Series::Compute]
         .into_iter()
-        .filter(|series| gpu.capabilities.contains(series.needs()))
+        .filter(|series| series.is_offered_by(has))
         .flat_map(|series| sizes().map(move |size| Profile::new(gpu, series, size)))
         .collect()
 }
@@ -207,7 +246,9 @@ mod tests {
             name: "Tessera software GPU".into(),
             vram_bytes,
             capabilities: GpuCapabilities::all(),
+            max_vgpus: 256,
             max_channels: 64,
+            max_import_bytes: 1 << 40,
             default_timeslice: Duration::from_millis(2),
         }
     }
@@ -246,8 +287,6 @@ mod tests {
         let mut gpu = gpu(GIB);
         gpu.capabilities.remove(GpuCapabilities::FRAMEBUFFER);
         assert!(profiles(&gpu).iter().all(|p| p.series == Series::Compute));
-        gpu.capabilities = GpuCapabilities::FRAMEBUFFER;
-        assert!(profiles(&gpu).iter().all(|p| p.series == Series::Workstation));
         gpu.capabilities = GpuCapabilities::empty();
         assert_eq!(profiles(&gpu), []);
         let error = find(&gpu, "SOFT-1Q").unwrap_err();
@@ -257,12 +296,44 @@ mod tests {
     #[test]
     fn a_parent_too_small_for_any_type_offers_none() {
         assert_eq!(profiles(&gpu(MIN_VRAM - 1)), []);
-        assert_eq!(profiles(&gpu(0)), []);
+        let mut framebuffer = gpu(4 * MIB - 1);
+        framebuffer.capabilities = GpuCapabilities::FRAMEBUFFER;
+        assert_eq!(profiles(&framebuffer), []);
+        let mut nothing = gpu(0);
+        nothing.capabilities = GpuCapabilities::empty();
+        assert_eq!(profiles(&nothing), []);
+    }
+
+    #[test]
+    fn a_framebuffer_alone_is_cut_into_small_ones() {
+        let mut gpu = gpu(16 * MIB);
+        gpu.model = "BOCHS".into();
+        gpu.capabilities = GpuCapabilities::FRAMEBUFFER | GpuCapabilities::VRAM_APERTURE;
+        let all = profiles(&gpu);
+        let names: Vec<_> = all.iter().map(|p| (p.name.as_str(), p.max_instances)).collect();
+        assert_eq!(names, [("BOCHS-4MQ", 4), ("BOCHS-8MQ", 2), ("BOCHS-16MQ", 1)]);
+        for profile in all {
+            let Some(Head { max_width, max_height }) = profile.head else { panic!("no head") };
+            assert_eq!(profile.framebuffer_bytes, profile.vram_bytes);
+            assert!(u64::from(max_width * max_height) * 8 <= profile.vram_bytes);
+        }
+    }
+
+    #[test]
+    fn a_parent_without_video_memory_has_one_type_as_often_as_it_can() {
+        let mut gpu = gpu(0);
+        gpu.model = "EDU".into();
+        gpu.capabilities = GpuCapabilities::COPY;
+        gpu.max_vgpus = 3;
+        gpu.max_import_bytes = 64 * MIB;
+        let all = profiles(&gpu);
+        assert_eq!((all.len(), all[0].name.as_str(), all[0].max_instances), (1, "EDU-C", 3));
+        assert_eq!((all[0].vram_bytes, all[0].max_import_bytes), (0, 64 * MIB));
     }
 
     proptest! {
             #[test]
-            fn every_type_is_one_that_a_device_can_have(vram in 0_u64..1 << 42) {
+            fn every_type_is_one_that_a_device_can_have(vram in 1_u64..1 << 42) {
                 for profile in profiles(&gpu(vram)) {
                     prop_assert!(profile.vram_bytes.is_power_of_two());
                     prop_assert!(profile.max_instances >= 1);

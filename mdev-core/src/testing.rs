@@ -91,7 +91,9 @@ impl Recorder {
                 name: "Test GPU".into(),
                 vram_bytes: 64 * MIB,
                 capabilities: GpuCapabilities::all(),
+                max_vgpus: 16,
                 max_channels: 8,
+                max_import_bytes: 1 << 30,
                 default_timeslice: Duration::from_millis(2),
             },
             apertures: Apertures {

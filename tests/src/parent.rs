@@ -9,9 +9,9 @@ use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use tempfile::TempDir;
+use vendor_backends::mediator::{MediatedClient, MediatedGpu};
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::server::{self, Config};
-use vendor_backends::soft::{SoftClient, SoftGpu};
+use vendor_backends::soft::{self, Config};
 use vgpu_guest::device::Device;
 
 use crate::in_process::InProcess;
@@ -21,7 +21,7 @@ use crate::ram::Ram;
 #[derive(Debug)]
 pub struct Parent {
     /// The manager's side.
-    pub gpu: SoftGpu,
+    pub gpu: MediatedGpu,
     _folder: TempDir,
 }
 
@@ -52,12 +52,12 @@ impl Parent {
         let listener = SeqPacketListener::bind(&path)?;
         let grace = Duration::from_secs(1);
         let config = Config { name: "soft0".into(), vram_bytes, grace };
-        thread::spawn(move || server::run(&config, &listener));
-        Ok(Self { gpu: SoftGpu::connect(&path)?, _folder: folder })
+        thread::spawn(move || soft::run(&config, &listener));
+        Ok(Self { gpu: MediatedGpu::connect(&path)?, _folder: folder })
     }
 
     /// Admits a vGPU and opens its client.
-    pub fn client(&mut self, vgpu: VgpuId, vram_bytes: u64) -> Result<SoftClient> {
+    pub fn client(&mut self, vgpu: VgpuId, vram_bytes: u64) -> Result<MediatedClient> {
         let admission = self.gpu.admit(&ClientSpec {
             vgpu,
             vram_bytes,
@@ -66,7 +66,7 @@ impl Parent {
             max_import_bytes: 1 << 34,
         })?;
         match admission.fd {
-            Some(fd) => Ok(SoftClient::open(fd)?),
+            Some(fd) => Ok(MediatedClient::open(fd)?),
             None => bail!("The admission has no connection"),
         }
     }

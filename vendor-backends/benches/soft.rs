@@ -14,10 +14,10 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB};
 use nix::time::{ClockId, clock_gettime};
 use vendor_backends::conformance::{Driver, Pushbuffer, Ring};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu};
 use vendor_backends::mem::SharedMemory;
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::server::{self, Config};
-use vendor_backends::soft::{SoftClient, SoftGpu};
+use vendor_backends::soft::{self, Config};
 
 const COPY_BYTES: u64 = 256 * MIB;
 
@@ -27,8 +27,8 @@ fn main() {
     let listener = SeqPacketListener::bind(&path).unwrap();
     let config =
         Config { name: "soft0".into(), vram_bytes: 4 * GIB, grace: Duration::from_secs(60) };
-    thread::spawn(move || server::run(&config, &listener).unwrap());
-    let mut gpu = SoftGpu::connect(&path).unwrap();
+    thread::spawn(move || soft::run(&config, &listener).unwrap());
+    let mut gpu = MediatedGpu::connect(&path).unwrap();
     large_copy(&mut gpu);
     latency(&mut gpu);
     idle(&mut gpu);
@@ -36,7 +36,7 @@ fn main() {
     shares(&mut gpu);
 }
 
-fn admit(gpu: &mut SoftGpu) -> (VgpuId, Driver) {
+fn admit(gpu: &mut MediatedGpu) -> (VgpuId, Driver) {
     let spec = ClientSpec {
         vgpu: VgpuId::random(),
         vram_bytes: 64 * MIB,
@@ -44,16 +44,16 @@ fn admit(gpu: &mut SoftGpu) -> (VgpuId, Driver) {
         max_channels: 8,
         max_import_bytes: 2 * GIB,
     };
-    let client = SoftClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+    let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
     (spec.vgpu, Driver::new(Box::new(client)))
 }
 
-fn usage(gpu: &mut SoftGpu, vgpu: VgpuId) -> Usage {
+fn usage(gpu: &mut MediatedGpu, vgpu: VgpuId) -> Usage {
     gpu.usage().unwrap().vgpus.into_iter().find(|(id, _)| *id == vgpu).unwrap().1
 }
 
 /// 256 MiB between two ranges of guest memory, through a channel, and by memcpy on mappings of the same kind.
-fn large_copy(gpu: &mut SoftGpu) {
+fn large_copy(gpu: &mut MediatedGpu) {
     let (vgpu, mut driver) = admit(gpu);
     let (memory, id) = driver.import(2 * COPY_BYTES);
     let va = driver.va(4 * GIB);
@@ -95,7 +95,7 @@ fn large_copy(gpu: &mut SoftGpu) {
 }
 
 /// From GP_PUT to the semaphore, on a channel that is kept busy.
-fn latency(gpu: &mut SoftGpu) {
+fn latency(gpu: &mut MediatedGpu) {
     let (vgpu, mut driver) = admit(gpu);
     let mut ring = driver.ring(EngineKind::Copy);
     let mut times = Vec::new();
@@ -141,7 +141,7 @@ fn latency(gpu: &mut SoftGpu) {
 }
 
 /// CPU time of this whole process while vGPUs with channels do nothing.
-fn idle(gpu: &mut SoftGpu) {
+fn idle(gpu: &mut MediatedGpu) {
     let mut drivers: Vec<_> = (0..8).map(|_| admit(gpu).1).collect();
     let _rings: Vec<Ring> = drivers.iter_mut().map(|d| d.ring(EngineKind::Compute)).collect();
     thread::sleep(Duration::from_millis(100));
@@ -153,7 +153,7 @@ fn idle(gpu: &mut SoftGpu) {
 }
 
 /// How long a vGPU waits for the engine that another's endless copy has, with the shortest slices.
-fn preemption(gpu: &mut SoftGpu) {
+fn preemption(gpu: &mut MediatedGpu) {
     let (hog, mut endless) = admit(gpu);
     let (polite, mut driver) = admit(gpu);
     let slice = Duration::from_micros(100);
@@ -199,7 +199,7 @@ fn preemption(gpu: &mut SoftGpu) {
 }
 
 /// Two busy vGPUs at slices of 4 and 1 ms.
-fn shares(gpu: &mut SoftGpu) {
+fn shares(gpu: &mut MediatedGpu) {
     let mut vgpus = Vec::new();
     for slice in [4, 1] {
         let (vgpu, mut driver) = admit(gpu);

@@ -1,5 +1,6 @@
 //! One folder per kind of silicon, each implementing [`mdev_core::gpu`].
 //!
+//! * [`mediator`]: the process that drives a device which cannot be shared by itself
 //! * [`soft`]: the software GPU
 //! * [`nvidia`]: NVIDIA GPUs, through the unmodified driver
 //! * [`vfio`]: physical PCI devices through VFIO
@@ -8,6 +9,7 @@
 //! * [`seqpacket`]: packets with file descriptors between Tessera's own processes
 
 pub mod conformance;
+pub mod mediator;
 pub mod mem;
 pub mod nvidia;
 pub mod seqpacket;

@@ -13,12 +13,12 @@ use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
 use mdev_core::units::MIB;
 use vendor_backends::conformance::{Driver, Pushbuffer};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu};
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::server::{self, Config};
-use vendor_backends::soft::{SoftClient, SoftGpu};
+use vendor_backends::soft::{self, Config};
 
 struct Parent {
-    gpu: SoftGpu,
+    gpu: MediatedGpu,
     _folder: tempfile::TempDir,
 }
 
@@ -29,8 +29,8 @@ impl Parent {
         let listener = SeqPacketListener::bind(&path).unwrap();
         let grace = Duration::from_secs(1);
         let config = Config { name: "soft0".into(), vram_bytes: 256 * MIB, grace };
-        thread::spawn(move || server::run(&config, &listener).unwrap());
-        Self { gpu: SoftGpu::connect(&path).unwrap(), _folder: folder }
+        thread::spawn(move || soft::run(&config, &listener).unwrap());
+        Self { gpu: MediatedGpu::connect(&path).unwrap(), _folder: folder }
     }
 
     fn guest(&mut self) -> (VgpuId, Driver) {
@@ -41,7 +41,7 @@ impl Parent {
             max_channels: 8,
             max_import_bytes: 256 * MIB,
         };
-        let client = SoftClient::open(self.gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+        let client = MediatedClient::open(self.gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
         (spec.vgpu, Driver::new(Box::new(client)))
     }
 

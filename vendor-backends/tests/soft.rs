@@ -15,9 +15,9 @@ use mdev_core::units::MIB;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use vendor_backends::conformance::{self, Driver, Pushbuffer};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu};
 use vendor_backends::seqpacket::{self, SeqPacket, SeqPacketListener};
-use vendor_backends::soft::server::{self, Config};
-use vendor_backends::soft::{SoftClient, SoftGpu};
+use vendor_backends::soft::{self, Config};
 
 /// A soft-gpu, as its process would run it.
 struct Process {
@@ -31,7 +31,7 @@ fn start(grace: Duration) -> Process {
     let path = folder.path().join("admin.sock");
     let listener = SeqPacketListener::bind(&path).unwrap();
     let config = Config { name: "soft0".into(), vram_bytes: 256 * MIB, grace };
-    let thread = thread::spawn(move || server::run(&config, &listener).unwrap());
+    let thread = thread::spawn(move || soft::run(&config, &listener).unwrap());
     Process { _folder: folder, path, thread }
 }
 
@@ -45,25 +45,25 @@ fn spec() -> ClientSpec {
     }
 }
 
-fn open(gpu: &mut SoftGpu, spec: &ClientSpec) -> SoftClient {
-    SoftClient::open(gpu.admit(spec).unwrap().fd.unwrap()).unwrap()
+fn open(gpu: &mut MediatedGpu, spec: &ClientSpec) -> MediatedClient {
+    MediatedClient::open(gpu.admit(spec).unwrap().fd.unwrap()).unwrap()
 }
 
-fn usage(gpu: &mut SoftGpu, vgpu: VgpuId) -> Option<Usage> {
+fn usage(gpu: &mut MediatedGpu, vgpu: VgpuId) -> Option<Usage> {
     gpu.usage().unwrap().vgpus.into_iter().find(|(id, _)| *id == vgpu).map(|(_, usage)| usage)
 }
 
 #[test]
 fn conforms() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     conformance::run(&mut || Box::new(open(&mut gpu, &spec())));
 }
 
 #[test]
 fn frees_what_a_dead_worker_had() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let whole = ClientSpec { vram_bytes: 256 * MIB, ..spec() };
     for _ in 0..5 {
         // The same vGPU, and all of the video memory, right after its worker has gone.
@@ -75,11 +75,12 @@ fn frees_what_a_dead_worker_had() {
 #[test]
 fn ends_after_a_grace_time_alone() {
     let process = start(Duration::from_millis(600));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let client = open(&mut gpu, &spec());
     drop(gpu);
     thread::sleep(Duration::from_millis(1500));
-    let mut gpu = SoftGpu::connect(&process.path).expect("a vGPU keeps it alive for a new manager");
+    let mut gpu =
+        MediatedGpu::connect(&process.path).expect("a vGPU keeps it alive for a new manager");
     assert_eq!(gpu.usage().unwrap().vgpus.len(), 1);
     drop(client);
     thread::sleep(Duration::from_millis(1500));
@@ -91,7 +92,7 @@ fn ends_after_a_grace_time_alone() {
 #[test]
 fn eviction_is_noticed_by_the_worker() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let spec = spec();
     let mut client = open(&mut gpu, &spec);
     assert!(usage(&mut gpu, spec.vgpu).is_some());
@@ -106,7 +107,7 @@ fn eviction_is_noticed_by_the_worker() {
 #[test]
 fn busy_vgpus_share_as_their_slices_say() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut vgpus = Vec::new();
     for slice in [8, 2] {
         let spec = spec();
@@ -116,7 +117,7 @@ fn busy_vgpus_share_as_their_slices_say() {
         driver.spin_forever(&mut ring);
         vgpus.push((spec.vgpu, driver));
     }
-    let read = |gpu: &mut SoftGpu| -> Vec<u64> {
+    let read = |gpu: &mut MediatedGpu| -> Vec<u64> {
         vgpus.iter().map(|(id, _)| usage(gpu, *id).unwrap().engine_ns).collect()
     };
     thread::sleep(Duration::from_millis(50));
@@ -133,7 +134,7 @@ fn busy_vgpus_share_as_their_slices_say() {
 #[test]
 fn a_closed_gate_stops_the_clock_and_loses_nothing() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let spec = spec();
     let mut driver = Driver::new(Box::new(open(&mut gpu, &spec)));
     let mut ring = driver.ring(EngineKind::Copy);
@@ -162,7 +163,7 @@ fn a_closed_gate_stops_the_clock_and_loses_nothing() {
 #[test]
 fn a_storm_of_faults_leaves_the_neighbour_its_work() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut storm = Driver::new(Box::new(open(&mut gpu, &spec())));
     let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
     let mut ring = good.ring(EngineKind::Copy);
@@ -184,7 +185,7 @@ fn a_storm_of_faults_leaves_the_neighbour_its_work() {
 #[test]
 fn memory_that_a_guest_truncates_costs_that_guest_its_channel() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
     let mut driver = Driver::new(Box::new(open(&mut gpu, &spec())));
     let file = File::from(memfd_create(c"ram", MFdFlags::MFD_CLOEXEC).unwrap());
@@ -204,7 +205,7 @@ fn memory_that_a_guest_truncates_costs_that_guest_its_channel() {
 #[test]
 fn what_is_not_memory_is_not_imported() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut client = open(&mut gpu, &spec());
     let mut import = |file: &File, offset, len| {
         client.import(GuestRam { fd: file.as_fd(), offset, len, writable: true })
@@ -225,7 +226,7 @@ fn what_is_not_memory_is_not_imported() {
 #[test]
 fn garbage_on_a_workers_connection_is_refused_and_hurts_nobody() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
     let socket = SeqPacket::from(gpu.admit(&spec()).unwrap().fd.unwrap());
     let mut buffer = vec![0; seqpacket::MAX_PACKET];
@@ -251,9 +252,9 @@ fn garbage_on_a_workers_connection_is_refused_and_hurts_nobody() {
 #[test]
 fn guests_share_no_page() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let clients = [open(&mut gpu, &spec()), open(&mut gpu, &spec())];
-    let inode = |client: &SoftClient| {
+    let inode = |client: &MediatedClient| {
         let apertures = client.apertures();
         [&apertures.vram, &apertures.doorbell]
             .map(|aperture| fstat(&aperture.as_ref().unwrap().fd).unwrap().st_ino)
@@ -265,7 +266,7 @@ fn guests_share_no_page() {
 #[test]
 fn admission_has_limits() {
     let process = start(Duration::from_secs(60));
-    let mut gpu = SoftGpu::connect(&process.path).unwrap();
+    let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let spec = spec();
     let _held = gpu.admit(&spec).unwrap();
     assert!(matches!(gpu.admit(&spec), Err(GpuError::Invalid(_))), "twice the same");

@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use mdev_core::gpu::{Client, Gpu, GpuError};
 use mdev_core::units::{GIB, KIB, MIB};
+use vendor_backends::mediator::MediatedClient;
 use vendor_backends::nvidia::{self, Kernel, NvidiaClient, NvidiaGpu};
-use vendor_backends::soft::SoftClient;
 
 /// One kind of GPU, and which one of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +77,7 @@ pub fn open_client(
 ) -> anyhow::Result<Box<dyn Client>> {
     let fd = fd.context("The connection to the GPU is missing: --gpu-fd")?;
     let opened: Result<Box<dyn Client>, GpuError> = match backend {
-        "soft" => SoftClient::open(fd).map(|client| Box::new(client) as _),
+        "soft" => MediatedClient::open(fd).map(|client| Box::new(client) as _),
         nvidia::BACKEND => {
             NvidiaClient::open(Arc::new(Kernel), fd).map(|client| Box::new(client) as _)
         }

@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 use mdev_core::definition::Owner;
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::server;
+use vendor_backends::soft;
 use vfio_user_server::console::web::access::Address;
 use vfio_user_server::manager::{self, ParentConfig};
 use vfio_user_server::users::Users;
@@ -168,6 +168,6 @@ fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
     spawn::name_process(&format!("gpu-{name}"));
     worker::sandbox::enter();
     let admin = spawn::inherited(admin_fd).context("Bad --admin-fd")?;
-    let config = server::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
-    server::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")
+    let config = soft::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
+    soft::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")
 }

@@ -14,7 +14,7 @@ use system_tests::Vgpud;
 use system_tests::ram::Ram;
 use system_tests::stranger::Stranger;
 use uuid::Uuid;
-use vendor_backends::soft::SoftGpu;
+use vendor_backends::mediator::MediatedGpu;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
 use vgpu_guest::work::spin::Spin;
@@ -42,7 +42,7 @@ pub struct Bed {
     /// Its guests.
     pub tenants: Vec<Tenant>,
     /// A connection to the silicon besides the manager's, for its counters.
-    gpu: SoftGpu,
+    gpu: MediatedGpu,
     /// The engine's thread, in `/proc`.
     engine: String,
     vgpud: Vgpud,
@@ -120,7 +120,7 @@ impl Bed {
         let admin = vgpud.run_dir().join("parents").join("soft0");
         let run: Value = serde_json::from_slice(&fs::read(admin.join("run.json"))?)?;
         let pid = run["process"]["pid"].as_u64().context("The GPU has no process")?;
-        let gpu = SoftGpu::connect(&admin.join("admin.sock"))?;
+        let gpu = MediatedGpu::connect(&admin.join("admin.sock"))?;
         let mut bed = Self { tenants: Vec::new(), gpu, engine: engine_thread(pid)?, vgpud };
         for (share, _) in guests {
             let request =
@@ -243,7 +243,7 @@ fn engine_thread(pid: u64) -> Result<String> {
     while since.elapsed() < Duration::from_secs(5) {
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let path = task?.path().display().to_string();
-            if fs::read_to_string(format!("{path}/comm"))?.trim() == "soft-engine" {
+            if fs::read_to_string(format!("{path}/comm"))?.trim() == "gpu-engine" {
                 return Ok(path);
             }
         }

@@ -104,7 +104,9 @@ impl Device {
                 | GpuCapabilities::COPY
                 | GpuCapabilities::COMPUTE
                 | GpuCapabilities::DOORBELL_MAPPED,
+            max_vgpus: 256,
             max_channels: MAX_CHANNELS,
+            max_import_bytes: 1 << 40,
             default_timeslice: DEFAULT_TIMESLICE,
         })
     }

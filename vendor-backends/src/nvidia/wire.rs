@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::device::Card;
 
 /// Bumped with every change of the types in this file.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// How a vGPU is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,6 +102,6 @@ mod tests {
         let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
         assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 26));
         assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
-        assert_eq!(VERSION, 1);
+        assert_eq!(VERSION, 2);
     }
 }

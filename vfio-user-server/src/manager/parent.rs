@@ -11,8 +11,8 @@ use mdev_core::partition::Partitions;
 use mdev_core::profile::{self, Profile};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
+use vendor_backends::mediator::MediatedGpu;
 use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
-use vendor_backends::soft::SoftGpu;
 
 use super::backoff::Backoff;
 use super::folders::{self, Folders};
@@ -292,12 +292,12 @@ impl Parent {
     }
 }
 
-fn connect(folders: &Folders, name: &str) -> std::result::Result<SoftGpu, GpuError> {
+fn connect(folders: &Folders, name: &str) -> std::result::Result<MediatedGpu, GpuError> {
     let path = folders.admin_socket(name);
     let socket = SeqPacket::connect_with_timeout(&path, START_PATIENCE).map_err(|error| {
         io::Error::new(error.kind(), format!("Cannot connect to {}: {error}", path.display()))
     })?;
-    SoftGpu::open(socket)
+    MediatedGpu::open(socket)
 }
 
 /// Ends the software GPU that is written down in a folder, if it is still there, and removes the folder.

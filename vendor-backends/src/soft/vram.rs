@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::soft::wire::Refusal;
+use crate::mediator::hardware::Hold;
+use crate::mediator::wire::Refusal;
 
 /// How much there is, and how much of it is taken.
 #[derive(Debug)]
@@ -34,6 +35,8 @@ pub struct Partition {
     bytes: u64,
     taken: Arc<AtomicU64>,
 }
+
+impl Hold for Partition {}
 
 impl Drop for Partition {
     fn drop(&mut self) {

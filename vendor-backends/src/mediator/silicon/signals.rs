@@ -13,8 +13,8 @@ use std::{fs, fs::File};
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::Pending;
 
+use crate::mediator::wire::{Refusal, STATUS_PENDING};
 use crate::mem::Mapping;
-use crate::soft::wire::{Refusal, STATUS_PENDING};
 
 /// Bit of the worker's eventfd; the vectors have the bits below.
 const EVENT: u32 = 1 << VECTORS;
@@ -42,7 +42,7 @@ impl Signals {
         let shared = Arc::new(Shared { raised: AtomicU32::new(0), targets: Mutex::new(targets) });
         let for_thread = Arc::clone(&shared);
         let handle = thread::Builder::new()
-            .name("soft-irq".into())
+            .name("gpu-irq".into())
             .stack_size(64 << 10)
             .spawn(move || deliver(&for_thread))?;
         Ok(Self { status, shared, thread: handle.thread().clone() })

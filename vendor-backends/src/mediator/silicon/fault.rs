@@ -2,10 +2,12 @@
 
 use mdev_core::abi::notifier;
 use mdev_core::gpu::Pending;
+use mdev_core::ids::VgpuId;
 
 use super::address_space::{AddressSpace, MmuFault};
 use super::clock::Turn;
 use super::signals::Signals;
+use crate::mediator::Hardware;
 
 /// What ended a channel: a code of [`notifier`], and the address, method or entry that it is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +50,10 @@ pub enum Progress {
 /// What an operation works with.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
+    /// What moves bytes.
+    pub hardware: &'a dyn Hardware,
+    /// Whose work it is.
+    pub vgpu: VgpuId,
     /// The vGPU's address space.
     pub space: &'a AddressSpace,
     /// Its turn.

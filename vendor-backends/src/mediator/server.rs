@@ -1,4 +1,4 @@
-//! The soft-gpu process: answers the manager and the workers, and drives the silicon.
+//! The process that owns a device: answers the manager and the workers, and drives the silicon.
 //!
 //! The caller's thread serves the admin socket. Each vGPU has a thread of its own for its worker's connection, so that
 //! what one worker asks for delays no other; when that connection closes, all that the vGPU had is freed.
@@ -16,6 +16,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::hardware::Hardware;
 use super::silicon::Silicon;
 use super::silicon::vgpu::{Shared, Vgpu};
 use super::wire::{self, AdminReply, AdminRequest, ClientReply, ClientRequest, Refusal};
@@ -34,21 +35,14 @@ const SLICES: std::ops::RangeInclusive<Duration> =
 const PATIENCES: std::ops::RangeInclusive<Duration> =
     Quotas::SHORTEST_TIMEOUT..=Quotas::LONGEST_TIMEOUT;
 
-/// What a soft-gpu process is started with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
-    /// The parent's name: `soft0`.
-    pub name: String,
-    /// Video memory that vGPUs may share, in bytes.
-    pub vram_bytes: u64,
-    /// How long it stays with neither a manager nor a vGPU.
-    pub grace: Duration,
-}
-
-/// Serves until there has been neither a manager nor a vGPU for [`Config::grace`].
-pub fn run(config: &Config, admin: &SeqPacketListener) -> io::Result<()> {
+/// Serves until there has been neither a manager nor a vGPU for `grace`.
+pub fn run(
+    hardware: Arc<dyn Hardware>,
+    grace: Duration,
+    admin: &SeqPacketListener,
+) -> io::Result<()> {
     let mut server = Server {
-        silicon: Arc::new(Silicon::new(&config.name, config.vram_bytes)?),
+        silicon: Arc::new(Silicon::new(hardware)?),
         clients: Clients::default(),
         admins: Vec::new(),
     };
@@ -57,8 +51,9 @@ pub fn run(config: &Config, admin: &SeqPacketListener) -> io::Result<()> {
         server.serve(admin)?;
         let alone = server.admins.is_empty() && server.clients.are_none();
         alone_since = alone.then(|| alone_since.unwrap_or_else(Instant::now));
-        if alone_since.is_some_and(|since: Instant| since.elapsed() >= config.grace) {
-            log::info!("{}: no manager and no vGPU: the software GPU ends", config.name);
+        if alone_since.is_some_and(|since: Instant| since.elapsed() >= grace) {
+            let name = &server.silicon.describe().parent;
+            log::info!("{name}: no manager and no vGPU: its owner ends");
             return Ok(());
         }
     }
@@ -176,7 +171,7 @@ impl Server {
                 _listed: self.clients.add(&vgpu, &ours)?,
                 socket: ours,
             };
-            let name = "soft-client".into();
+            let name = "gpu-client".into();
             let builder = thread::Builder::new().name(name).stack_size(256 << 10);
             builder.spawn(move || client.serve())?;
             Ok(theirs.into())
@@ -271,11 +266,17 @@ impl ClientConnection {
 
     fn hello(&self) -> bool {
         let gpu: GpuDescription = self.silicon.describe().clone();
-        let reply =
-            ClientReply::Hello { version: wire::VERSION, gpu, spec: self.vgpu.spec().clone() };
         let Shared { vram, doorbell, status, event, wake } = &self.shared;
-        let shared = [vram, doorbell, status, event, &wake.socket, &wake.event];
+        let reply = ClientReply::Hello {
+            version: wire::VERSION,
+            gpu,
+            spec: self.vgpu.spec().clone(),
+            vram_offset: vram.as_ref().map(|(_, offset)| *offset),
+        };
+        let shared = [doorbell, status, event, &wake.socket, &wake.event];
         let fds: [BorrowedFd<'_>; wire::HELLO_FDS] = shared.map(AsFd::as_fd);
+        let mut fds = fds.to_vec();
+        fds.extend(vram.as_ref().map(|(file, _)| file.as_fd()));
         send(&self.socket, &reply, &fds)
     }
 

@@ -1,4 +1,4 @@
-//! A worker's side of the software GPU.
+//! A worker's side.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use mdev_core::abi::doorbell;
 use mdev_core::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuDescription, GpuError, GuestRam, Pending, Usage,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,9 +19,9 @@ use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, Refusal};
 use crate::mem::Mapping;
 use crate::seqpacket::SeqPacket;
 
-/// One vGPU's world on the software GPU. Dropping it, or the death of its process, frees all of it.
+/// One vGPU's world on a device that its owner mediates. Dropping it, or the death of its process, frees all of it.
 #[derive(Debug)]
-pub struct SoftClient {
+pub struct MediatedClient {
     connection: Connection,
     gpu: GpuDescription,
     spec: ClientSpec,
@@ -35,29 +35,40 @@ pub struct SoftClient {
     lost_told: bool,
 }
 
-impl SoftClient {
+impl MediatedClient {
     /// Opens the client that an [`mdev_core::gpu::Admission`] carries the connection of.
     pub fn open(fd: OwnedFd) -> Result<Self, GpuError> {
         let mut connection = Connection::new(SeqPacket::from(fd))?;
         let hello = ClientRequest::Hello { version: wire::VERSION };
-        let (reply, fds) = connection.ask(&hello, &[])?;
-        let (gpu, spec) = match reply {
-            ClientReply::Hello { version: wire::VERSION, gpu, spec } => (gpu, spec),
+        let (reply, mut fds) = connection.ask(&hello, &[])?;
+        let (gpu, spec, vram_offset) = match reply {
+            ClientReply::Hello { version: wire::VERSION, gpu, spec, vram_offset } => {
+                (gpu, spec, vram_offset)
+            }
             ClientReply::Refused(refusal) => return Err(refusal.into()),
             _ => return Err(Refusal::Version.into()),
         };
+        let file = if vram_offset.is_some() { fds.pop() } else { None };
         let Ok(fds) = <[OwnedFd; HELLO_FDS]>::try_from(fds) else {
             return Err(connection.confused());
         };
-        let [vram, doorbell, status, changed, wake, wake_event] = fds;
-        let framebuffer = match spec.framebuffer_bytes {
-            0 => None,
-            len => Some(Aperture { fd: vram.try_clone()?, offset: 0, len }),
+        let [doorbell, status, changed, wake, wake_event] = fds;
+        let memory = file.zip(vram_offset);
+        let part = |len: u64| {
+            let Some((file, offset)) = memory.as_ref().filter(|_| len > 0) else { return Ok(None) };
+            let fd = file.try_clone()?;
+            Ok::<_, GpuError>(Some(Aperture { fd, offset: *offset, len }))
         };
+        let mapped = gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE);
+        let bell = gpu.capabilities.contains(GpuCapabilities::DOORBELL_MAPPED);
         let apertures = Apertures {
-            framebuffer,
-            vram: Some(Aperture { fd: vram, offset: 0, len: spec.vram_bytes }),
-            doorbell: Some(Aperture { fd: doorbell, offset: 0, len: doorbell::PAGE_BYTES }),
+            framebuffer: part(spec.framebuffer_bytes)?,
+            vram: part(if mapped { spec.vram_bytes } else { 0 })?,
+            doorbell: bell.then_some(Aperture {
+                fd: doorbell,
+                offset: 0,
+                len: doorbell::PAGE_BYTES,
+            }),
         };
         let status = Mapping::new(status.as_fd(), 0, wire::STATUS_BYTES as u64, true)?;
         let (changed, wake) = (File::from(changed), SeqPacket::from(wake));
@@ -103,7 +114,7 @@ impl SoftClient {
     }
 }
 
-impl Client for SoftClient {
+impl Client for MediatedClient {
     fn spec(&self) -> &ClientSpec {
         &self.spec
     }

@@ -1,4 +1,4 @@
-//! The manager's side of the software GPU.
+//! The manager's side.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,16 +11,16 @@ use super::connection::Connection;
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
 use crate::seqpacket::SeqPacket;
 
-/// A connection to a soft-gpu process's admin socket.
+/// A connection to the admin socket of a device's owner.
 ///
 /// Dropping it leaves the process and its vGPUs as they are; a new one finds them again.
 #[derive(Debug)]
-pub struct SoftGpu {
+pub struct MediatedGpu {
     connection: Connection,
     description: GpuDescription,
 }
 
-impl SoftGpu {
+impl MediatedGpu {
     /// Connects to the admin socket at `path`.
     pub fn connect(path: &Path) -> Result<Self, GpuError> {
         Self::open(SeqPacket::connect(path)?)
@@ -47,7 +47,7 @@ impl SoftGpu {
     }
 }
 
-impl Gpu for SoftGpu {
+impl Gpu for MediatedGpu {
     fn describe(&self) -> &GpuDescription {
         &self.description
     }
@@ -56,7 +56,7 @@ impl Gpu for SoftGpu {
         let (reply, mut fds) = self.connection.ask(&AdminRequest::Admit(spec.clone()), &[])?;
         match (reply, fds.pop()) {
             (AdminReply::Admitted, Some(fd)) => {
-                Ok(Admission { backend: "soft", spec: spec.clone(), fd: Some(fd) })
+                Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd: Some(fd) })
             }
             (AdminReply::Refused(refusal), _) => Err(refusal.into()),
             _ => Err(self.connection.confused()),

@@ -7,8 +7,6 @@ use super::clock::now_ns;
 use super::fault::{Context, Fault, Payload, Progress, release};
 use crate::mem::STREAMING_BYTES;
 
-/// Bytes of one uninterrupted piece of work: about 15 us, of which one clock reading is a thousandth.
-const CHUNK: u64 = 128 << 10;
 /// What an address look-up costs, in bytes that could be copied in that time.
 const PIECE_COST: u64 = 256;
 /// Bytes of a pattern that a fill repeats.
@@ -149,6 +147,7 @@ impl Transfer {
     /// Works until it is done or the turn is over.
     pub fn run(&mut self, cx: Context<'_>) -> Result<Progress, Fault> {
         let streaming = self.line.saturating_mul(u64::from(self.lines)) >= STREAMING_BYTES;
+        let chunk = cx.hardware.pace().chunk;
         let mut since_check = 0;
         while self.lines > 0 {
             if self.done == self.line {
@@ -158,13 +157,13 @@ impl Transfer {
                 self.lines -= 1;
                 continue;
             }
-            if since_check >= CHUNK {
+            if since_check >= chunk {
                 if cx.turn.expired() {
                     return Ok(Progress::More);
                 }
                 since_check = 0;
             }
-            let at_most = (self.line - self.done).min(CHUNK);
+            let at_most = (self.line - self.done).min(chunk);
             let target = self.target.wrapping_add(self.done);
             let moved = match &self.work {
                 Work::Copy => {
@@ -195,8 +194,7 @@ fn copy_piece(
 ) -> Result<u64, Fault> {
     let from = cx.space.resolve(source, at_most, Access::Read)?;
     let to = cx.space.resolve(target, from.len, Access::Write)?;
-    let copied = from.mapping.copy(from.offset, to.mapping, to.offset, to.len as usize, streaming);
-    copied.ok_or(Fault::class(abi::LAUNCH_DMA))?;
+    cx.hardware.copy(cx.vgpu, from, to, streaming)?;
     Ok(to.len)
 }
 
@@ -240,15 +238,16 @@ impl Fill {
         let phase = (done % self.pattern.len() as u64) as usize;
         let Some(mask) = &self.mask else {
             let bytes = &self.pattern[phase..];
-            let bytes = &bytes[..bytes.len().min(at_most as usize)];
-            cx.space.write(va, bytes)?;
-            return Ok(bytes.len() as u64);
+            let to = cx.space.resolve(va, at_most.min(bytes.len() as u64), Access::Write)?;
+            cx.hardware.write(cx.vgpu, to, &bytes[..to.len as usize])?;
+            return Ok(to.len);
         };
         // Bytes that are not written must not even be read and put back: the guest may be writing them.
         for (index, written) in mask.iter().enumerate() {
             if *written {
                 let at = va.wrapping_add(index as u64);
-                cx.space.write(at, &self.pattern[index..=index])?;
+                let to = cx.space.resolve(at, 1, Access::Write)?;
+                cx.hardware.write(cx.vgpu, to, &self.pattern[index..=index])?;
             }
         }
         Ok(self.element as u64)

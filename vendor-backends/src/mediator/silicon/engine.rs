@@ -19,16 +19,13 @@ use super::clock::{now_ns, thread_ns};
 use super::counters::Counters;
 use super::runlist::{Entry, Runlist};
 use super::vgpu::{Glance, Vgpu};
+use crate::mediator::hardware::Pace;
 
-/// Turns end within this after their limit, unless the host took the core away.
-pub const GRAIN_NS: u64 = 100_000;
 /// A turn that goes on for so long after its limit is not obeying: its channel is reset. Long, since a hypervisor below
 /// may take the core away in a way that looks like work.
 const PREEMPTION_GRACE_NS: u64 = 2_000_000_000;
 /// How often to ask how much the host has taken.
 const ACCOUNT_NS: u64 = 500_000;
-/// Longest time without a look at the other vGPUs.
-const TURN_NS: u64 = 200_000;
 /// Turns shorter than this share a look.
 const LOOK_NS: u64 = 20_000;
 /// While somebody has more of its slice left, the others, who have to wait for its end anyway, are looked at this often.
@@ -119,9 +116,9 @@ pub struct Engine {
 
 impl Engine {
     /// Starts the thread.
-    pub fn start(board: Arc<Board>) -> io::Result<Self> {
-        let mut state = State::new(Arc::clone(&board));
-        let thread = thread::Builder::new().name("soft-engine".into()).spawn(move || {
+    pub fn start(board: Arc<Board>, pace: Pace) -> io::Result<Self> {
+        let mut state = State::new(Arc::clone(&board), pace);
+        let thread = thread::Builder::new().name("gpu-engine".into()).spawn(move || {
             // A GPU without an engine is worse than one that fell off the bus.
             let guard = AbortOnPanic;
             state.run();
@@ -168,6 +165,8 @@ struct Group {
 /// for it.
 #[derive(Debug, Default)]
 struct Stolen {
+    /// The CPU is the engine; time of any other cannot be stolen.
+    on_cpu: bool,
     wall: u64,
     cpu: u64,
     total: u64,
@@ -178,13 +177,15 @@ impl Stolen {
     fn take(&mut self, wall_ns: u64) -> u64 {
         let cpu_ns = thread_ns();
         let stolen = (wall_ns - self.wall).saturating_sub(cpu_ns - self.cpu);
-        *self = Self { wall: wall_ns, cpu: cpu_ns, total: self.total + stolen };
+        let stolen = if self.on_cpu { stolen } else { 0 };
+        *self = Self { wall: wall_ns, cpu: cpu_ns, total: self.total + stolen, ..*self };
         stolen
     }
 
     /// The engine has slept, which is nobody's doing; that it slept too long is the host's.
     fn skip(&mut self, wall_ns: u64, late_ns: u64) {
-        *self = Self { wall: wall_ns, cpu: thread_ns(), total: self.total + late_ns };
+        let late_ns = if self.on_cpu { late_ns } else { 0 };
+        *self = Self { wall: wall_ns, cpu: thread_ns(), total: self.total + late_ns, ..*self };
     }
 
     /// The engine's own time: budgets come in by it, so that a part of the GPU is a part of what there is of it.
@@ -195,6 +196,7 @@ impl Stolen {
 
 struct State {
     board: Arc<Board>,
+    pace: Pace,
     generation: u64,
     groups: Vec<Group>,
     runlist: Runlist,
@@ -210,9 +212,10 @@ struct State {
 }
 
 impl State {
-    fn new(board: Arc<Board>) -> Self {
+    fn new(board: Arc<Board>, pace: Pace) -> Self {
         Self {
             board,
+            pace,
             generation: 0,
             groups: Vec::new(),
             runlist: Runlist::default(),
@@ -221,7 +224,7 @@ impl State {
             idle_since: None,
             spin_ns: SPIN_MIN_NS,
             watch_ns: WATCH_MIN_NS,
-            stolen: Stolen::default(),
+            stolen: Stolen { on_cpu: pace.on_cpu, ..Stolen::default() },
             grace_ns: PREEMPTION_GRACE_NS,
         }
     }
@@ -343,14 +346,15 @@ impl State {
             let waited = start.saturating_sub(since);
             group.vgpu.counters().wait_ns.fetch_add(waited, Ordering::Relaxed);
         }
-        let limit = start + budget.min(TURN_NS);
+        let Pace { grain_ns, turn_ns, .. } = self.pace;
+        let limit = start + budget.min(turn_ns);
         let stretch = group.vgpu.run(start, limit);
         let end = now_ns();
         group.waiting_since = Some(end);
         let mut used = end - start;
         let vgpu = &self.groups[index].vgpu;
         let counters = vgpu.counters();
-        if end > limit + GRAIN_NS {
+        if end > limit + grain_ns {
             let stolen = self.stolen.take(end).min(end - limit);
             used -= stolen;
             Counters::add(&counters.stolen_ns, stolen);
@@ -359,8 +363,8 @@ impl State {
         let stretch = stretch.until(start + used);
         Counters::add(&counters.copy_ns, stretch.copy_ns);
         Counters::add(&counters.compute_ns, stretch.compute_ns);
-        let overrun = used.saturating_sub(budget.min(TURN_NS));
-        if overrun > GRAIN_NS {
+        let overrun = used.saturating_sub(budget.min(turn_ns));
+        if overrun > grain_ns {
             Counters::add(&counters.slice_overruns, 1);
             Counters::add(&counters.overrun_ns, overrun);
         }

@@ -15,7 +15,8 @@ use mdev_core::abi::control::VECTORS;
 use mdev_core::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END, VA_START};
 use mdev_core::abi::{doorbell, host, notifier, userd};
 use mdev_core::gpu::{
-    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, Pending, Quotas, Usage,
+    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, EngineKind, GpuCapabilities,
+    Pending, Quotas, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token, VgpuId};
 use mdev_core::sched::Budget;
@@ -23,19 +24,19 @@ use mdev_core::units::{PAGE_SIZE, is_aligned};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, fstatfs};
 
-use super::address_space::AddressSpace;
+use super::address_space::{AddressSpace, Memory};
 use super::channel::{Channel, Readiness, Userd};
 use super::clock::{Turn, now_ns};
 use super::counters::Counters;
-use super::engine::{GRAIN_NS, Kick};
+use super::engine::Kick;
 use super::fault::{Context, Fault, Progress};
 use super::quota::Bucket;
 use super::signals::Signals;
 use super::stretch::Stretch;
-use super::vram::Partition;
 use super::wake::{Wake, WakeEnds};
+use crate::mediator::hardware::{Hardware, Hold, Partition};
+use crate::mediator::wire::{Refusal, STATUS_BYTES};
 use crate::mem::{Mapping, SharedMemory, sealed_memfd};
-use crate::soft::wire::{Refusal, STATUS_BYTES};
 
 /// `HUGETLBFS_MAGIC`.
 const HUGETLBFS: FsType = FsType(0x9584_58f6);
@@ -48,8 +49,8 @@ const BACKOFF_NS: u64 = 1_000_000;
 /// What a worker gets of a vGPU, besides answers.
 #[derive(Debug)]
 pub struct Shared {
-    /// The video memory partition.
-    pub vram: OwnedFd,
+    /// The file of the video memory partition, and where it begins in it.
+    pub vram: Option<(OwnedFd, u64)>,
     /// The doorbell page.
     pub doorbell: OwnedFd,
     /// The status page.
@@ -73,14 +74,15 @@ struct World {
     quotas: Quotas,
     /// Keeps the quota of submissions.
     bucket: Option<Bucket>,
-    /// Its claim on video memory; `None` once it was evicted.
-    partition: Option<Partition>,
+    /// Its claim on the device; `None` once it was evicted.
+    hold: Option<Box<dyn Hold>>,
 }
 
 /// One vGPU.
 #[derive(Debug)]
 pub struct Vgpu {
     spec: ClientSpec,
+    hardware: Arc<dyn Hardware>,
     max_channels: u32,
     world: Mutex<World>,
     /// Control requests that wait for the world.
@@ -109,18 +111,21 @@ impl Vgpu {
     /// A new one with an empty world.
     pub fn new(
         spec: ClientSpec,
-        max_channels: u32,
-        slice: Duration,
-        partition: Partition,
+        hardware: Arc<dyn Hardware>,
         kick: Kick,
-    ) -> io::Result<(Self, Shared)> {
-        let vram = SharedMemory::new(c"vgpu-vram", spec.vram_bytes)?;
+    ) -> Result<(Self, Shared), Refusal> {
+        let Partition { memory, hold } = hardware.partition(&spec)?;
+        let (vram, file) = memory.map_or((None, None), |memory| {
+            (Some(memory.mapping), Some((memory.fd, memory.offset)))
+        });
         let status = SharedMemory::new(c"vgpu-status", STATUS_BYTES as u64)?;
-        let event =
-            OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        let event = OwnedFd::from(
+            EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                .map_err(io::Error::from)?,
+        );
         let (wake, ends) = Wake::new()?;
         let world = World {
-            space: AddressSpace::new(vram.mapping, spec.max_import_bytes),
+            space: AddressSpace::new(vram, spec.max_import_bytes),
             channels: BTreeMap::new(),
             next_id: 1,
             last: 0,
@@ -128,24 +133,25 @@ impl Vgpu {
             last_fault_ns: 0,
             quotas: Quotas::default(),
             bucket: None,
-            partition: Some(partition),
+            hold: Some(hold),
         };
         let vgpu = Self {
-            max_channels: spec.max_channels.min(max_channels),
+            max_channels: spec.max_channels.min(hardware.describe().max_channels),
             world: Mutex::new(world),
             waiting: AtomicU32::new(0),
             gate_open: AtomicBool::new(true),
             closed_ns: AtomicU64::new(0),
             budget: Mutex::default(),
-            slice_ns: AtomicU64::new(nanoseconds(slice)),
+            slice_ns: AtomicU64::new(nanoseconds(hardware.describe().default_timeslice)),
             counters: Counters::default(),
             signals: Signals::new(status.mapping, event.try_clone()?)?,
             wake,
             kick,
             spec,
+            hardware,
         };
         let shared = Shared {
-            vram: vram.fd,
+            vram: file,
             // Its own: a page that several guests may write would be a way from one to the other. Nobody reads the
             // tokens, since the rings themselves are looked at.
             doorbell: sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)?,
@@ -178,7 +184,7 @@ impl Vgpu {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let world = self.world.lock().unwrap_or_else(PoisonError::into_inner);
         self.waiting.fetch_sub(1, Ordering::SeqCst);
-        if world.partition.is_some() { Ok(world) } else { Err(Refusal::NoVgpu) }
+        if world.hold.is_some() { Ok(world) } else { Err(Refusal::NoVgpu) }
     }
 
     /// Imports guest memory.
@@ -203,9 +209,11 @@ impl Vgpu {
         }
         self.enter()?.check_import(len)?;
         let mapping = Mapping::new(fd.as_fd(), offset, len, writable)?;
+        // Without the lock: pinning memory for a device takes a while.
+        let attachment = self.hardware.attach(self.spec.vgpu, &mapping)?;
         let mut world = self.enter()?;
         world.check_import(len)?;
-        let id = world.space.import(mapping)?;
+        let id = world.space.import(Memory { attachment, mapping })?;
         self.counters.imported_bytes.store(world.space.imported(), Ordering::Relaxed);
         Ok(id)
     }
@@ -213,13 +221,13 @@ impl Vgpu {
     /// Takes guest memory away; channels whose USERD is in it end.
     pub fn release(&self, memory: MemoryId) -> Result<(), Refusal> {
         let mut world = self.enter()?;
-        let mapping = world.space.release(memory)?;
+        let memory_released = world.space.release(memory)?;
         self.counters.imported_bytes.store(world.space.imported(), Ordering::Relaxed);
         let fault = Fault { code: notifier::MMU_FAULT, info: 0 };
         self.fail_channels(&mut world, fault, |channel| channel.lives_in(memory));
         drop(world);
         // Unmapping gigabytes takes a while: the engine need not wait for it.
-        drop(mapping);
+        drop(memory_released);
         Ok(())
     }
 
@@ -233,7 +241,7 @@ impl Vgpu {
     ) -> Result<(), Refusal> {
         let mut world = self.enter()?;
         let (slot, offset) = match backing {
-            Backing::Vram { offset } => (world.space.vram().0, offset),
+            Backing::Vram { offset } => (world.space.vram()?.0, offset),
             Backing::Guest { memory, offset } => (world.space.memory(memory)?.0, offset),
         };
         world.space.map(va, len, slot, offset, writable)
@@ -260,13 +268,20 @@ impl Vgpu {
         if spec.vector >= VECTORS {
             return Err(Refusal::Vector);
         }
+        let needs = match spec.engine {
+            EngineKind::Copy => GpuCapabilities::COPY,
+            EngineKind::Compute => GpuCapabilities::COMPUTE,
+        };
+        if !self.hardware.describe().capabilities.contains(needs) {
+            return Err(Refusal::Unsupported);
+        }
         let mut world = self.enter()?;
         let most = world.quotas.max_channels.unwrap_or(u32::MAX).min(self.max_channels);
         if world.channels.len() as u64 >= u64::from(most) {
             return Err(Refusal::ChannelLimit);
         }
         let (mapping, offset, memory) = match spec.userd {
-            Backing::Vram { offset } => (world.space.vram().1, offset, None),
+            Backing::Vram { offset } => (world.space.vram()?.1, offset, None),
             Backing::Guest { memory, offset } => {
                 (world.space.memory(memory)?.1, offset, Some(memory))
             }
@@ -358,12 +373,13 @@ impl Vgpu {
     /// Takes everything away, for good. What was imported is unmapped when this returns.
     pub fn evict(&self) {
         if let Ok(mut world) = self.enter() {
-            world.partition = None;
+            let hold = world.hold.take();
             let channels = std::mem::take(&mut world.channels);
-            let vram = Arc::clone(world.space.vram().1);
-            let space = std::mem::replace(&mut world.space, AddressSpace::new(vram, 0));
+            let space = std::mem::replace(&mut world.space, AddressSpace::new(None, 0));
             drop(world);
+            // What the device may reach is its own until nothing of it can be reached any more.
             drop((channels, space));
+            drop(hold);
         }
     }
 
@@ -495,14 +511,22 @@ impl Vgpu {
         let Some(channel) = channels.get_mut(&id) else { return idle };
         channel.begin(now);
         let turn = Turn { end_ns, waiting: &self.waiting, gate_open: &self.gate_open };
-        let cx = Context { space, turn: &turn, signals: &self.signals, vector: channel.vector() };
+        let cx = Context {
+            hardware: &*self.hardware,
+            vgpu: self.spec.vgpu,
+            space,
+            turn: &turn,
+            signals: &self.signals,
+            vector: channel.vector(),
+        };
         let mut outcome = channel.run(cx, &self.counters, bucket);
         if space.poisoned() {
             outcome = Err(Fault { code: notifier::MMU_FAULT, info: 0 });
         }
         let (ended, stretch) = (now_ns(), channel.stretch());
+        let grain_ns = self.hardware.pace().grain_ns;
         // What is far beyond the turn's end is the host's doing, or else the engine notices.
-        let working = channel.charge((ended - now).min(end_ns.saturating_sub(now) + GRAIN_NS));
+        let working = channel.charge((ended - now).min(end_ns.saturating_sub(now) + grain_ns));
         let hung = outcome == Ok(Progress::More) && working > patience;
         if hung {
             Counters::add(&self.counters.hang_resets, 1);

@@ -1,7 +1,6 @@
 //! The engine, one turn at a time: what becomes of work that does not give it up.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::mailbox::VA_START;
@@ -12,10 +11,10 @@ use mdev_core::units::MIB;
 
 use super::*;
 use crate::conformance::Pushbuffer;
+use crate::mediator::silicon::vgpu::Shared;
+use crate::mediator::wire::STATUS_PENDING;
 use crate::mem::Mapping;
-use crate::soft::silicon::vgpu::Shared;
-use crate::soft::silicon::vram::Vram;
-use crate::soft::wire::STATUS_PENDING;
+use crate::soft::SoftGpu;
 
 const VRAM: u64 = 64 * MIB;
 const USERD: u64 = 0x1000;
@@ -38,9 +37,8 @@ impl Guest {
             max_channels: 1,
             max_import_bytes: 0,
         };
-        let partition = Vram::new(VRAM).take(VRAM).unwrap();
-        let slice = Duration::from_millis(2);
-        let (vgpu, shared) = Vgpu::new(spec, 1, slice, partition, board.kick()).unwrap();
+        let gpu = Arc::new(SoftGpu::new("soft0", VRAM));
+        let (vgpu, shared) = Vgpu::new(spec, gpu, board.kick()).unwrap();
         let vgpu = Arc::new(vgpu);
         vgpu.map(GpuVa(VA_START), VRAM, Backing::Vram { offset: 0 }, true).unwrap();
         let channel = vgpu.create_channel(&ChannelSpec {
@@ -51,7 +49,8 @@ impl Guest {
             vector: 0,
         });
         board.update(|vgpus| vgpus.push(Arc::clone(&vgpu)));
-        let vram = Mapping::new(shared.vram.as_fd(), 0, VRAM, true).unwrap();
+        let file = shared.vram.as_ref().unwrap().0.as_fd();
+        let vram = Mapping::new(file, 0, VRAM, true).unwrap();
         Self { vgpu, shared, vram, channel: channel.unwrap().id }
     }
 
@@ -84,7 +83,7 @@ impl Guest {
 
 /// An engine that makes turns when it is told to, and bears so much beyond their end.
 fn engine(board: &Arc<Board>, grace_ns: u64) -> State {
-    let mut state = State::new(Arc::clone(board));
+    let mut state = State::new(Arc::clone(board), Pace::CPU);
     state.grace_ns = grace_ns;
     state.refresh();
     state.look_at_all(now_ns());
@@ -109,7 +108,7 @@ fn what_does_not_give_up_the_engine_is_reset_alone_and_its_guest_is_told() {
 
     state.grace_ns = PREEMPTION_GRACE_NS;
     while neighbour.vgpu.usage().submissions == 0 {
-        state.turn(1, TURN_NS);
+        state.turn(1, Pace::CPU.turn_ns);
     }
     assert_eq!((neighbour.error(), neighbour.pending()), (0, Pending::empty()));
     assert_eq!(neighbour.vgpu.usage().hang_resets, 0);
@@ -124,12 +123,12 @@ fn engine_time_is_told_apart_by_engine_and_adds_up() {
     guest.copy();
     let mut state = engine(&board, PREEMPTION_GRACE_NS);
     while guest.vgpu.usage().submissions == 0 {
-        state.turn(0, TURN_NS);
+        state.turn(0, Pace::CPU.turn_ns);
     }
     let usage = guest.vgpu.usage();
     assert_eq!((usage.copy_ns, usage.compute_ns, usage.host_ns()), (usage.engine_ns, 0, 0));
     // Turns in which there is nothing to do are for neither.
-    state.turn(0, TURN_NS);
+    state.turn(0, Pace::CPU.turn_ns);
     let usage = guest.vgpu.usage();
     assert!(usage.host_ns() > 0, "{usage:?}");
 }

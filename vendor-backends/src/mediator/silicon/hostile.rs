@@ -9,7 +9,7 @@ use mdev_core::abi::program::{self, Program};
 use mdev_core::abi::qmd::{Launch, Qmd};
 use mdev_core::abi::{compute, copy, host, userd};
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind};
-use mdev_core::ids::GpuVa;
+use mdev_core::ids::{GpuVa, VgpuId};
 use nix::sys::eventfd::EventFd;
 use proptest::prelude::*;
 use zerocopy::IntoBytes;
@@ -21,6 +21,7 @@ use super::counters::Counters;
 use super::fault::Context;
 use super::signals::Signals;
 use crate::mem::SharedMemory;
+use crate::soft::SoftGpu;
 
 /// Memory: a window that may be written, one that may be read, and all the rest that is not mapped.
 const BYTES: u64 = 1 << 20;
@@ -182,7 +183,7 @@ proptest! {
         put(CONSTANTS, [case.grid[2] % 33, case.grid[3] % 33, 1].as_bytes());
         put(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
 
-        let mut space = AddressSpace::new(Arc::clone(&memory), 0);
+        let mut space = AddressSpace::new(Some(Arc::clone(&memory)), 0);
         for (range, writable) in [(OPEN, true), (READ_ONLY, false)] {
             let len = range.end - range.start;
             space.map(GpuVa(va(range.start)), len, Slot::VRAM, range.start, writable).unwrap();
@@ -202,7 +203,16 @@ proptest! {
         let (waiting, gate_open) = (AtomicU32::new(0), AtomicBool::new(true));
         let started = now_ns();
         let turn = Turn { end_ns: started + 300_000, waiting: &waiting, gate_open: &gate_open };
-        let cx = Context { space: &space, turn: &turn, signals: &signals, vector: 0 };
+        let gpu = SoftGpu::new("soft0", BYTES);
+        let vgpu = VgpuId::random();
+        let cx = Context {
+            hardware: &gpu,
+            vgpu,
+            space: &space,
+            turn: &turn,
+            signals: &signals,
+            vector: 0,
+        };
         // Twice: an operation that was preempted goes on from where it was.
         for _ in 0..2 {
             if let Err(fault) = channel.run(cx, &Counters::default(), &mut None) {

@@ -15,7 +15,7 @@ use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
 /// How long a reply may take: a worker owes QEMU an answer within 5 s.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// A connection to the soft-gpu process. Once it has failed it stays failed: a late reply would answer the next request.
+/// A connection to a device's owner. Once it has failed it stays failed: a late reply would answer the next request.
 #[derive(Debug)]
 pub struct Connection {
     socket: SeqPacket,

@@ -1,12 +1,12 @@
-//! The software silicon: memory, address spaces, channels, the runlist and the engine.
+//! The engine, and all that a chip would have besides memory.
 //!
 //! From the outside in:
 //!
-//! * [`Silicon`]: one GPU, its description and its vGPUs
-//! * [`vgpu`]: one vGPU; [`vram`], [`address_space`]: its memory; [`signals`], [`wake`]: its interrupts and its
-//!   wake-ups
+//! * [`Silicon`]: one device and its vGPUs
+//! * [`vgpu`]: one vGPU; [`address_space`]: its memory; [`signals`], [`wake`]: its interrupts and its wake-ups
 //! * [`engine`], [`runlist`], [`quota`], [`clock`]: who runs when
-//! * [`channel`], [`method`]: rings and pushbuffers; [`host`], [`copy`], [`compute`], [`kernels`]: what methods do
+//! * [`channel`], [`method`]: rings and pushbuffers; [`host`], [`copy`]: what methods do
+//! * [`compute`], [`kernels`]: programs, for devices whose engine is the CPU
 //! * [`fault`], [`counters`], [`stretch`]: how a channel ends; what is counted, and for which engine
 
 pub mod address_space;
@@ -27,90 +27,54 @@ pub mod runlist;
 pub mod signals;
 pub mod stretch;
 pub mod vgpu;
-pub mod vram;
 pub mod wake;
 
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
-use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, UsageReport};
+use mdev_core::gpu::{ClientSpec, GpuDescription, UsageReport};
 use mdev_core::ids::VgpuId;
-use mdev_core::units::{GIB, MIB, is_aligned};
 
 use self::engine::{Board, Engine};
 use self::vgpu::{Shared, Vgpu};
-use self::vram::Vram;
+use super::hardware::Hardware;
 use super::wire::Refusal;
 
-/// Channels that one vGPU may have.
-const MAX_CHANNELS: u32 = 32;
-/// VGPUs of one GPU.
-const MAX_VGPUS: usize = 256;
-/// Most guest memory of one vGPU.
-const MAX_IMPORT: u64 = 4096 * GIB;
-/// Default time slice.
-const DEFAULT_SLICE: Duration = Duration::from_millis(2);
-
-/// One software GPU.
+/// One device and its vGPUs.
 #[derive(Debug)]
 pub struct Silicon {
-    description: GpuDescription,
-    vram: Vram,
+    hardware: Arc<dyn Hardware>,
     board: Arc<Board>,
     _engine: Engine,
 }
 
 impl Silicon {
-    /// Makes one and starts its engine.
-    pub fn new(name: &str, vram_bytes: u64) -> io::Result<Self> {
+    /// Starts its engine.
+    pub fn new(hardware: Arc<dyn Hardware>) -> io::Result<Self> {
         let board = Arc::new(Board::new()?);
-        Ok(Self {
-            description: GpuDescription {
-                parent: name.into(),
-                model: "SOFT".into(),
-                name: "Tessera software GPU".into(),
-                vram_bytes,
-                capabilities: GpuCapabilities::all(),
-                max_channels: MAX_CHANNELS,
-                default_timeslice: DEFAULT_SLICE,
-            },
-            vram: Vram::new(vram_bytes),
-            _engine: Engine::start(Arc::clone(&board))?,
-            board,
-        })
+        let engine = Engine::start(Arc::clone(&board), hardware.pace())?;
+        Ok(Self { hardware, board, _engine: engine })
     }
 
     /// What it is.
     pub fn describe(&self) -> &GpuDescription {
-        &self.description
+        self.hardware.describe()
     }
 
     /// Makes room for a vGPU.
     pub fn admit(&self, spec: &ClientSpec) -> Result<(Arc<Vgpu>, Shared), Refusal> {
-        let whole = |bytes| is_aligned(bytes, MIB);
-        if spec.vram_bytes == 0
-            || !whole(spec.vram_bytes)
-            || !is_aligned(spec.framebuffer_bytes, mdev_core::units::PAGE_SIZE)
-            || spec.framebuffer_bytes > spec.vram_bytes
-            || spec.max_import_bytes > MAX_IMPORT
-        {
-            return Err(Refusal::Spec);
-        }
-        let partition = self.vram.take(spec.vram_bytes)?;
-        let (vgpu, shared) =
-            Vgpu::new(spec.clone(), MAX_CHANNELS, DEFAULT_SLICE, partition, self.board.kick())?;
-        let vgpu = Arc::new(vgpu);
-        self.board.update(|vgpus| {
+        let most = self.describe().max_vgpus as usize;
+        let room = |vgpus: &[Arc<Vgpu>]| {
             if vgpus.iter().any(|other| other.id() == spec.vgpu) {
                 return Err(Refusal::VgpuExists);
             }
-            if vgpus.len() >= MAX_VGPUS {
-                return Err(Refusal::VgpuLimit);
-            }
-            vgpus.push(Arc::clone(&vgpu));
-            Ok(())
-        })?;
+            if vgpus.len() >= most { Err(Refusal::VgpuLimit) } else { Ok(()) }
+        };
+        room(&self.board.list())?;
+        let (vgpu, shared) =
+            Vgpu::new(spec.clone(), Arc::clone(&self.hardware), self.board.kick())?;
+        let vgpu = Arc::new(vgpu);
+        self.board.update(|vgpus| room(vgpus).map(|()| vgpus.push(Arc::clone(&vgpu))))?;
         Ok((vgpu, shared))
     }
 
@@ -139,10 +103,12 @@ mod tests {
 
     use mdev_core::partition::Partitions;
     use mdev_core::profile::{Profile, profiles};
+    use mdev_core::units::GIB;
     use proptest::prelude::*;
     use uuid::Uuid;
 
     use super::*;
+    use crate::soft::SoftGpu;
 
     const TOTAL: u64 = 4 * GIB;
 
@@ -155,7 +121,7 @@ mod tests {
         fn video_memory_is_never_stranded_and_never_given_twice(
             steps in prop::collection::vec((0_u8..24, 0_usize..10), 1..80),
         ) {
-            let silicon = Silicon::new("soft0", TOTAL).unwrap();
+            let silicon = Silicon::new(Arc::new(SoftGpu::new("soft0", TOTAL))).unwrap();
             let types: Vec<Profile> = profiles(silicon.describe());
             prop_assert_eq!(types.len(), 10, "from 256 MiB to all of it, with and without a head");
             let mut books = Partitions::new(TOTAL);

@@ -1,7 +1,7 @@
-//! What the soft-gpu process, the manager and the workers say to each other: postcard in SOCK_SEQPACKET packets.
+//! What a device's owner, the manager and the workers say to each other: postcard in SOCK_SEQPACKET packets.
 //!
 //! Each connection is a sequence of one request and one reply, and begins with a hello. Both ends come from one
-//! binary, but not always from one build: a manager may adopt a soft-gpu that an older one started.
+//! binary, but not always from one build: a manager may adopt an owner that an older one started.
 
 use std::io;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use mdev_core::sched::Budget;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
@@ -122,9 +122,9 @@ pub enum ClientRequest {
 /// What it answers to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ClientReply {
-    /// Answer to `Hello`. Attached, in this order: the video memory partition, the doorbell page, the status page,
-    /// the eventfd that the silicon signals after a change of the status page, the socket
-    /// on which any packet wakes the silicon, the eventfd that wakes it when it is signalled.
+    /// Answer to `Hello`. Attached, in this order: the doorbell page, the status page, the eventfd that the silicon
+    /// signals after a change of the status page, the socket on which any packet wakes the silicon, the eventfd that
+    /// wakes it when it is signalled, and the file with the video memory partition, where there is one.
     Hello {
         /// [`VERSION`] of the answering side.
         version: u32,
@@ -132,6 +132,8 @@ pub enum ClientReply {
         gpu: GpuDescription,
         /// What was granted.
         spec: ClientSpec,
+        /// Where the partition begins in its file, where there is one.
+        vram_offset: Option<u64>,
     },
     /// Done, and nothing to tell.
     Done,
@@ -147,8 +149,8 @@ pub enum ClientReply {
     Refused(Refusal),
 }
 
-/// Descriptors of [`ClientReply::Hello`].
-pub const HELLO_FDS: usize = 6;
+/// Descriptors of [`ClientReply::Hello`], the partition aside.
+pub const HELLO_FDS: usize = 5;
 
 /// Why not, in a form that fits a packet. The words for it are [`GpuError`]'s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -205,6 +207,8 @@ pub enum Refusal {
     PageTableLimit,
     /// The operating system refused, with this errno.
     Os(i32),
+    /// Something that this device does not do.
+    Unsupported,
 }
 
 impl From<Refusal> for GpuError {
@@ -212,7 +216,7 @@ impl From<Refusal> for GpuError {
         use Refusal as R;
         match refusal {
             R::Message => Self::Invalid("request"),
-            R::Version => Self::Unsupported("another version of the software GPU's protocol"),
+            R::Version => Self::Unsupported("another version of its protocol"),
             R::Alignment => Self::Invalid("address or length is not a whole number of pages"),
             R::Descriptor => {
                 Self::Invalid("file descriptor (memory must be a memfd, tmpfs or hugetlbfs file)")
@@ -241,6 +245,7 @@ impl From<Refusal> for GpuError {
             R::ImportLimit => Self::Limit("imported guest memory"),
             R::PageTableLimit => Self::Limit("page tables"),
             R::Os(errno) => Self::Io(io::Error::from_raw_os_error(errno)),
+            R::Unsupported => Self::Unsupported("its engines or memory"),
         }
     }
 }
@@ -260,11 +265,11 @@ mod tests {
 
     /// A change of these bytes is a change of the protocol: bump [`VERSION`].
     #[test]
-    fn bytes_of_version_3() {
-        assert_eq!(VERSION, 3);
+    fn bytes_of_version_4() {
+        assert_eq!(VERSION, 4);
         let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
         let admin = [
-            (AdminRequest::Hello { version: 3 }, "0003"),
+            (AdminRequest::Hello { version: 4 }, "0004"),
             (
                 AdminRequest::Admit(ClientSpec {
                     vgpu,

@@ -12,8 +12,9 @@ use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::ids::{GpuVa, MemoryId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
+use crate::mediator::hardware::Attachment;
+use crate::mediator::wire::Refusal;
 use crate::mem::Mapping;
-use crate::soft::wire::Refusal;
 
 /// The large page.
 const LARGE: u64 = 2 * MIB;
@@ -46,6 +47,21 @@ impl Slot {
     pub const VRAM: Self = Self(0);
 }
 
+/// Memory that an address space may map.
+#[derive(Debug)]
+pub struct Memory {
+    /// How the device reaches it, where it does so by itself. Ends before the mapping.
+    pub attachment: Option<Attachment>,
+    /// How this process does.
+    pub mapping: Arc<Mapping>,
+}
+
+impl From<Arc<Mapping>> for Memory {
+    fn from(mapping: Arc<Mapping>) -> Self {
+        Self { attachment: None, mapping }
+    }
+}
+
 /// Contiguous memory behind an address.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
@@ -55,6 +71,8 @@ pub struct Piece<'a> {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
+    /// Where the device sees the first of them, where it does.
+    pub bus: Option<u64>,
 }
 
 /// A page table entry: valid, writable, slot, page number in the slot's memory.
@@ -118,7 +136,7 @@ struct Directory {
 #[derive(Debug)]
 pub struct AddressSpace {
     root: Vec<Option<Box<Directory>>>,
-    memories: Vec<Option<Arc<Mapping>>>,
+    memories: Vec<Option<Memory>>,
     imported: u64,
     max_import: u64,
     tables: u64,
@@ -126,12 +144,13 @@ pub struct AddressSpace {
 }
 
 impl AddressSpace {
-    /// An empty one over a partition of video memory.
-    pub fn new(vram: Arc<Mapping>, max_import: u64) -> Self {
-        let pages = (vram.len().saturating_add(max_import)) / LARGE;
+    /// An empty one over a partition of video memory, where there is one.
+    pub fn new(vram: Option<Arc<Mapping>>, max_import: u64) -> Self {
+        let vram_bytes = vram.as_ref().map_or(0, |vram| vram.len());
+        let pages = vram_bytes.saturating_add(max_import) / LARGE;
         Self {
             root: (0..VA_END / DIRECTORY).map(|_| None).collect(),
-            memories: vec![Some(vram)],
+            memories: vec![vram.map(Memory::from)],
             imported: 0,
             max_import,
             tables: 0,
@@ -150,8 +169,9 @@ impl AddressSpace {
     }
 
     /// Adds guest memory.
-    pub fn import(&mut self, mapping: Arc<Mapping>) -> Result<MemoryId, Refusal> {
-        if mapping.len() > self.import_room() {
+    pub fn import(&mut self, memory: Memory) -> Result<MemoryId, Refusal> {
+        let len = memory.mapping.len();
+        if len > self.import_room() {
             return Err(Refusal::ImportLimit);
         }
         let free = self.memories.iter().skip(1).position(Option::is_none);
@@ -159,20 +179,20 @@ impl AddressSpace {
         if id >= MAX_MEMORIES {
             return Err(Refusal::ImportLimit);
         }
-        self.imported += mapping.len();
+        self.imported += len;
         if id + 1 == self.memories.len() {
             self.memories.push(None);
         }
-        self.memories[id + 1] = Some(mapping);
+        self.memories[id + 1] = Some(memory);
         Ok(MemoryId(id as u32))
     }
 
     /// Removes guest memory and every mapping of it. The caller drops it, best without the lock.
-    pub fn release(&mut self, id: MemoryId) -> Result<Arc<Mapping>, Refusal> {
+    pub fn release(&mut self, id: MemoryId) -> Result<Memory, Refusal> {
         let slot = Self::slot_of(id).ok_or(Refusal::NoMemory)?;
         let memory = self.memories.get_mut(usize::from(slot.0)).and_then(Option::take);
         let memory = memory.ok_or(Refusal::NoMemory)?;
-        self.imported -= memory.len();
+        self.imported -= memory.mapping.len();
         self.retain(|pte| pte.slot() != slot);
         Ok(memory)
     }
@@ -181,15 +201,13 @@ impl AddressSpace {
     pub fn memory(&self, id: MemoryId) -> Result<(Slot, &Arc<Mapping>), Refusal> {
         let slot = Self::slot_of(id).ok_or(Refusal::NoMemory)?;
         let memory = self.memories.get(usize::from(slot.0)).and_then(Option::as_ref);
-        memory.map(|memory| (slot, memory)).ok_or(Refusal::NoMemory)
+        memory.map(|memory| (slot, &memory.mapping)).ok_or(Refusal::NoMemory)
     }
 
     /// Video memory.
-    pub fn vram(&self) -> (Slot, &Arc<Mapping>) {
-        match &self.memories[0] {
-            Some(vram) => (Slot::VRAM, vram),
-            None => unreachable!("video memory is never released"),
-        }
+    pub fn vram(&self) -> Result<(Slot, &Arc<Mapping>), Refusal> {
+        let vram = self.memories[0].as_ref().ok_or(Refusal::NoMemory)?;
+        Ok((Slot::VRAM, &vram.mapping))
     }
 
     fn slot_of(id: MemoryId) -> Option<Slot> {
@@ -211,10 +229,10 @@ impl AddressSpace {
         if !is_aligned(offset, PAGE_SIZE) {
             return Err(Refusal::Alignment);
         }
-        if offset.checked_add(len).is_none_or(|end| end > memory.len()) {
+        if offset.checked_add(len).is_none_or(|end| end > memory.mapping.len()) {
             return Err(Refusal::Backing);
         }
-        if writable && !memory.writable() {
+        if writable && !memory.mapping.writable() {
             return Err(Refusal::ReadOnly);
         }
         if let Some(taken) = self.first_mapped(range.clone()) {
@@ -309,7 +327,7 @@ impl AddressSpace {
 
     /// Whether a guest has taken memory away behind our back.
     pub fn poisoned(&self) -> bool {
-        self.memories.iter().flatten().any(|memory| memory.poisoned())
+        self.memories.iter().flatten().any(|memory| memory.mapping.poisoned())
     }
 
     /// Memory behind `va`, as much of `len` as is contiguous.
@@ -326,8 +344,9 @@ impl AddressSpace {
                 _ => break,
             }
         }
-        let mapping = self.memories[usize::from(first.slot().0)].as_deref().ok_or(MmuFault(va))?;
-        Ok(Piece { mapping, offset: start, len: covered.min(len) })
+        let memory = self.memories[usize::from(first.slot().0)].as_ref().ok_or(MmuFault(va))?;
+        let bus = memory.attachment.as_ref().map(|attached| attached.address + start);
+        Ok(Piece { mapping: &memory.mapping, offset: start, len: covered.min(len), bus })
     }
 
     /// The small page at `va`, and bytes from `va` to the end of the page, large or small, that it is part of.
@@ -540,7 +559,7 @@ mod tests {
 
     fn space() -> AddressSpace {
         let vram = SharedMemory::new(c"test", PAGES * PAGE_SIZE).unwrap().mapping;
-        AddressSpace::new(vram, 1 << 30)
+        AddressSpace::new(Some(vram), 1 << 30)
     }
 
     #[test]
@@ -567,7 +586,7 @@ mod tests {
     fn release_takes_every_mapping_of_that_memory() {
         let mut space = space();
         let guest = SharedMemory::new(c"guest", LARGE).unwrap().mapping;
-        let id = space.import(guest).unwrap();
+        let id = space.import(guest.into()).unwrap();
         let slot = space.memory(id).unwrap().0;
         for at in [VA_START, VA_START + 4 * LARGE, VA_START + 9 * DIRECTORY + PAGE_SIZE] {
             space.map(GpuVa(at), LARGE, slot, 0, true).unwrap();
