@@ -10,8 +10,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use lab::Lab;
-use lab::build::Programs;
+use lab::build::{Profile, Programs};
 use lab::cleanup::is_running;
+use lab::deb;
 use lab::guest::{Guest, Output};
 use lab::machine::Machine;
 use lab::progress::Progress;
@@ -496,26 +497,25 @@ fn node_devices_are_what_libvirts_readers_expect() {
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
 fn a_newcomer_has_a_domain_with_a_vgpu_from_the_quick_start_alone() {
-    let Some((host, _, programs)) = Host::bare() else { return };
+    let Some((host, ..)) = Host::bare() else { return };
     host.define("vm1", "");
-    let start = Instant::now();
     let text = include_str!("../../docs/libvirt.md");
     let (_, rest) = text.split_once("```sh quick-start\n").unwrap();
     let (block, _) = rest.split_once("```").unwrap();
     let commands: Vec<_> =
         block.lines().map(|line| line.split(" # ").next().unwrap().trim()).collect();
     assert!(commands.len() < 10, "{commands:?}");
-    for name in ["vgpud", "vgpuctl"] {
-        let built = format!("/target/release/{name}");
-        host.machine.install(programs.find(name).unwrap(), &built).unwrap();
-    }
-    for command in commands {
-        let output = host.run(command);
+    // The first one is ours to run: the machine has no compiler. What it makes lies where the document says.
+    assert_eq!(commands[0], "cargo lab deb");
+    let out = tempfile::tempdir().unwrap();
+    let options = deb::Options { out: out.path().to_owned(), profile: Profile::Dev };
+    let package = deb::write(&options, &Progress::new()).unwrap();
+    let name = package.file_name().unwrap().to_str().unwrap();
+    host.machine.install(&package, &format!("/root/tessera/lab-out/{name}")).unwrap();
+    let start = Instant::now();
+    for command in &commands[1..] {
+        let output = host.run(&format!("cd /root/tessera && {command}"));
         assert_eq!(output.status, 0, "{command}: {output:?}");
-        if command.starts_with("systemd-run") {
-            // People are slower.
-            host.eventually("vgpud answers", || host.run("vgpuctl types").status == 0);
-        }
         if command.starts_with("vgpuctl stats") {
             assert!(output.stdout.contains("SOFT-1Q"), "{}", output.stdout);
         }
@@ -523,7 +523,16 @@ fn a_newcomer_has_a_domain_with_a_vgpu_from_the_quick_start_alone() {
     let mut guest = host.guest("vm1");
     host.wait_boot("vm1", &mut guest);
     uses_its_vgpu(&host, "vm1", &mut guest);
-    let minutes = start.elapsed().as_secs_f64() / 60.0;
-    println!("A domain with a vGPU in {minutes:.2} minutes");
-    assert!(minutes < 10.0, "{minutes}");
+    let seconds = start.elapsed().as_secs_f64();
+    println!(
+        "A domain with a vGPU by {} commands, {seconds:.0} s after the package",
+        commands.len()
+    );
+    // Ten minutes are promised; two or three are the package's.
+    assert!(seconds < 300.0, "{seconds}");
+    let findings = host.run("vgpuctl doctor --output json").stdout;
+    let findings: Vec<Value> = serde_json::from_str(&findings).unwrap();
+    for finding in &findings {
+        assert_ne!(finding["level"], "problem", "{finding}");
+    }
 }
