@@ -481,16 +481,18 @@ fn node_devices_are_what_libvirts_readers_expect() {
     };
     let types = "//device/capability[@type='pci']/capability[@type='mdev_types']/type";
     assert_eq!(query(&format!("string({types}[@id='{TYPE}']/availableInstances)")), "1");
-    assert_eq!(query(&format!("string({types}[@id='{TYPE}']/deviceAPI)")), "vfio-user");
+    assert_eq!(query(&format!("string({types}[@id='{TYPE}']/deviceAPI)")), "vfio-pci");
     let mdev = "//device/capability[@type='mdev']";
     assert_eq!(query(&format!("string({mdev}/uuid)")), uuid);
     assert_eq!(query(&format!("string({mdev}/type/@id)")), TYPE);
     let names = host.sh("vgpuctl libvirt nodedev --list");
     let expected = format!("vgpud_soft0\nmdev_{}_soft0\n", uuid.replace('-', "_"));
     assert_eq!(names, expected);
-    let mdev = names.lines().last().unwrap();
-    let validate = "virt-xml-validate /tmp/mdev.xml nodedev";
-    host.sh(&format!("vgpuctl libvirt nodedev {mdev} > /tmp/mdev.xml && {validate}"));
+    // By libvirt's own schema.
+    for name in names.lines() {
+        let validate = "virt-xml-validate /tmp/device.xml nodedev";
+        host.sh(&format!("vgpuctl libvirt nodedev {name} > /tmp/device.xml && {validate}"));
+    }
     host.refused("vgpuctl libvirt nodedev pci_0", 4, "There is no node device pci_0");
 }
 

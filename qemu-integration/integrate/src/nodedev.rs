@@ -1,11 +1,18 @@
 //! Parents and vGPUs in the words of libvirt's node devices, for tools that read those.
 //!
 //! A parent has the capability `mdev_types` within its `pci` capability, and a vGPU that was started the capability
-//! `mdev`, both as libvirt documents them. Two things differ, since they do: the device's API is `vfio-user`, and a vGPU is
-//! in no IOMMU group. A software GPU is no PCI function; it has no address, and all else.
+//! `mdev`, both as libvirt documents them, and valid by its schema. That has no place for words of others, so two things
+//! are said in its own: `vfio-pci` is the API of a device that is a PCI function to its VM, as a vGPU is (the driver's name
+//! says that it is not the kernel's), and a software GPU, which is no PCI function, has numbers that no host's has. A vGPU
+//! is in no IOMMU group.
 
 use mdev_core::ids::VgpuId;
 use quick_xml::escape::escape;
+
+/// The PCI domain of what is on no PCI bus: no host has so many.
+const NOWHERE: u32 = u32::MAX;
+/// The number of no vendor, and of no device.
+const NO_ID: &str = "0x0000";
 
 /// A physical GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +23,8 @@ pub struct Parent {
     pub description: String,
     /// Its vendor's and its own number, as `0x10de`, where the host's PCI bus has it.
     pub ids: Option<[String; 2]>,
+    /// Which of the host's parents it is: tells software GPUs apart.
+    pub index: u32,
     /// What it offers.
     pub types: Vec<Type>,
 }
@@ -58,29 +67,28 @@ impl Parent {
         lines.element("parent", "computer");
         lines.driver();
         lines.open("<capability type='pci'>");
-        if let Some(numbers) = pci_address(&self.name) {
-            for (name, number) in ["domain", "bus", "slot", "function"].into_iter().zip(numbers) {
-                lines.element(name, &number.to_string());
+        let numbers = pci_address(&self.name).unwrap_or([NOWHERE, 0, self.index, 0]);
+        for (name, number) in ["domain", "bus", "slot", "function"].into_iter().zip(numbers) {
+            lines.element(name, &number.to_string());
+        }
+        let none = [NO_ID.to_owned(), NO_ID.to_owned()];
+        let [vendor, device] = self.ids.as_ref().unwrap_or(&none);
+        let (vendor, device) = (escape(vendor.as_str()), escape(device.as_str()));
+        let description = escape(self.description.as_str());
+        lines.add(&format!("<product id='{device}'>{description}</product>"));
+        lines.add(&format!("<vendor id='{vendor}'/>"));
+        // One that is lost offers nothing, and an empty list is not valid.
+        if !self.types.is_empty() {
+            lines.open("<capability type='mdev_types'>");
+            for Type { name, available } in &self.types {
+                lines.open(&format!("<type id='{}'>", escape(name.as_str())));
+                lines.element("name", name);
+                lines.element("deviceAPI", "vfio-pci");
+                lines.element("availableInstances", &available.to_string());
+                lines.close("</type>");
             }
+            lines.close("</capability>");
         }
-        let (product, description) = ("product", escape(self.description.as_str()));
-        match &self.ids {
-            Some([vendor, device]) => {
-                let device = escape(device.as_str());
-                lines.add(&format!("<{product} id='{device}'>{description}</{product}>"));
-                lines.add(&format!("<vendor id='{}'/>", escape(vendor.as_str())));
-            }
-            None => lines.element(product, &self.description),
-        }
-        lines.open("<capability type='mdev_types'>");
-        for Type { name, available } in &self.types {
-            lines.open(&format!("<type id='{}'>", escape(name.as_str())));
-            lines.element("name", name);
-            lines.element("deviceAPI", "vfio-user");
-            lines.element("availableInstances", &available.to_string());
-            lines.close("</type>");
-        }
-        lines.close("</capability>");
         lines.close("</capability>");
         lines.close("</device>");
         lines.text
@@ -176,6 +184,7 @@ mod tests {
             name: name.to_owned(),
             description: "A <GPU>".to_owned(),
             ids: name.contains(':').then(|| ["0x10de".to_owned(), "0x2330".to_owned()]),
+            index: 1,
             types: vec![Type { name: "SOFT-1Q".to_owned(), available: 3 }],
         }
     }
@@ -198,7 +207,7 @@ mod tests {
     <capability type='mdev_types'>
       <type id='SOFT-1Q'>
         <name>SOFT-1Q</name>
-        <deviceAPI>vfio-user</deviceAPI>
+        <deviceAPI>vfio-pci</deviceAPI>
         <availableInstances>3</availableInstances>
       </type>
     </capability>
@@ -207,8 +216,11 @@ mod tests {
 ";
         assert_eq!(parent("0000:3b:00.1").xml(), expected);
         let soft = parent("soft0").xml();
-        assert!(soft.contains("<name>vgpud_soft0</name>") && !soft.contains("<bus>"), "{soft}");
+        let nowhere = "<domain>4294967295</domain>\n    <bus>0</bus>\n    <slot>1</slot>";
+        assert!(soft.contains("<name>vgpud_soft0</name>") && soft.contains(nowhere), "{soft}");
         Element::parse(&soft).unwrap();
+        let lost = Parent { types: Vec::new(), ..parent("soft0") }.xml();
+        assert!(!lost.contains("mdev_types"), "{lost}");
     }
 
     #[test]

@@ -327,7 +327,15 @@ const CASES: &[(&str, &[&str])] = &[
             "define -p soft0 --jsonfile missing.json",
         ],
     ),
-    ("undefine", &["undefine -u DEFINED", "undefine -u DEFINED -p soft0", "undefine -u NONE"]),
+    (
+        "undefine",
+        &[
+            "undefine -u DEFINED",
+            "undefine -u DEFINED -p soft0",
+            "undefine -u DEFINED --output json",
+            "undefine -u NONE",
+        ],
+    ),
     (
         "modify",
         &[
@@ -341,6 +349,7 @@ const CASES: &[(&str, &[&str])] = &[
             "modify -u RUNNING --jsonfile vgpu.json -l -d",
             "modify -u NONE -m",
             "modify -u RUNNING -p soft1 -m",
+            "modify -u DEFINED -a --output json",
         ],
     ),
     (
@@ -355,10 +364,24 @@ const CASES: &[(&str, &[&str])] = &[
             "start -p soft0 --jsonfile vgpu.json",
         ],
     ),
-    ("stop", &["stop -u TRANSIENT", "stop -u RUNNING", "stop -u RUNNING --force", "stop -u NONE"]),
+    (
+        "stop",
+        &[
+            "stop -u TRANSIENT",
+            "stop -u RUNNING",
+            "stop -u RUNNING --force",
+            "stop -u TRANSIENT --output json",
+            "stop -u NONE",
+        ],
+    ),
     (
         "screenshot",
-        &["screenshot -u RUNNING -o screen.png", "screenshot -u RUNNING -o none/screen.png"],
+        &[
+            "screenshot -u RUNNING -o screen.png",
+            "screenshot -u RUNNING -o screen.png --output json",
+            "screenshot -u RUNNING -o - --output json",
+            "screenshot -u RUNNING -o none/screen.png",
+        ],
     ),
     (
         "qemu-args",
@@ -370,16 +393,27 @@ const CASES: &[(&str, &[&str])] = &[
             "qemu-args -u RUNNING -- qemu-system-x86_64 -object memory-backend-ram,id=m,size=1G -M pc,memory-backend=m",
         ],
     ),
-    ("libvirt-xml", &["libvirt-xml -u RUNNING", "libvirt-xml -u NONE"]),
+    (
+        "libvirt-xml",
+        &["libvirt-xml -u RUNNING", "libvirt-xml -u RUNNING --output json", "libvirt-xml -u NONE"],
+    ),
     (
         "libvirt-nodedev",
         &[
             "libvirt nodedev --list",
             "libvirt nodedev vgpud_soft1",
             "libvirt nodedev",
+            "libvirt nodedev --list --output json",
+            "libvirt nodedev vgpud_soft1 --output json",
             "libvirt nodedev pci_0",
         ],
     ),
-    ("libvirt-install-hook", &["libvirt install-hook --root vgpu.json"]),
+    (
+        "libvirt-install-hook",
+        &[
+            "libvirt install-hook --root root --output json",
+            "libvirt install-hook --root vgpu.json",
+        ],
+    ),
     ("unreachable", &["--socket nowhere.sock list", "--socket vgpu.json list"]),
 ];

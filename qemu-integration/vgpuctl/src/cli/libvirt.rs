@@ -97,6 +97,9 @@ pub struct InstallHook {
     /// The file system to install it into.
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub root: PathBuf,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
 }
 
 #[derive(Debug, Args)]
@@ -106,6 +109,9 @@ pub struct Nodedev {
     /// Print names only.
     #[arg(long, conflicts_with = "name")]
     pub list: bool,
+    /// Format of the answer.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
 }
 
 /// As libvirt calls it: domain, operation, sub-operation, and one more word.

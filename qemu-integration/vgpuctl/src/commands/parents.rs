@@ -28,14 +28,20 @@ pub fn parents(args: &Parents) -> Result<Vec<u8>, Failure> {
     let host = Host::default();
     match &args.task {
         None => list(&host, args.output),
-        Some(ParentsTask::Bind { address }) => {
+        Some(ParentsTask::Bind { address, output }) => {
             let device = host.bind(*address).map_err(|error| failure(&error))?;
+            if *output == Output::Json {
+                return pretty(&candidate(device));
+            }
             let group = device.iommu_group.unwrap_or_default();
             Ok(format!("{address} is vfio-pci's now: /dev/vfio/{group}\n").into_bytes())
         }
-        Some(ParentsTask::Unbind { address }) => {
-            let driver = host.unbind(*address).map_err(|error| failure(&error))?.driver;
-            let driver = driver.unwrap_or_else(|| "no driver: none wants it".to_owned());
+        Some(ParentsTask::Unbind { address, output }) => {
+            let device = host.unbind(*address).map_err(|error| failure(&error))?;
+            if *output == Output::Json {
+                return pretty(&candidate(device));
+            }
+            let driver = device.driver.unwrap_or_else(|| "no driver: none wants it".to_owned());
             Ok(format!("{address} is back with {driver}\n").into_bytes())
         }
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use integrate::{Device, libvirt_xml as xml, qemu_args as qemu, shell};
 use mdev_core::ids::VgpuId;
+use serde_json::json;
 use vfio_user_server::api::model::{Version, VgpuState};
 
 use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
@@ -16,12 +17,23 @@ use crate::mdevctl::pretty;
 pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Failure> {
     let png = client.get_bytes(&format!("{}/screenshot", vgpu_path(args.uuid))).await?;
     if args.file == Path::new("-") {
-        return Ok(png.into());
+        return match args.output {
+            Output::Text => Ok(png.into()),
+            Output::Json => Err(Failure::Usage(
+                "The picture itself goes to the standard output; name a file for --output json"
+                    .into(),
+            )),
+        };
     }
     let file = args.file.display();
-    fs::write(&args.file, png)
+    fs::write(&args.file, &png)
         .map_err(|error| Failure::Local(format!("Cannot write {file}: {error}")))?;
-    Ok(Vec::new())
+    match args.output {
+        Output::Text => Ok(Vec::new()),
+        Output::Json => {
+            pretty(&json!({ "uuid": args.uuid, "file": args.file, "bytes": png.len() }))
+        }
+    }
 }
 
 /// `qemu-args`
@@ -48,10 +60,16 @@ pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failu
 
 /// `libvirt-xml`
 pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, Failure> {
-    let device = Device::new(socket(client, args.uuid).await?).at(args.bus, args.addr);
+    let socket = socket(client, args.uuid).await?;
+    let device = Device::new(&socket).at(args.bus, args.addr);
     let text = xml::domain(&device)
         .map_err(|error| Failure::Local(format!("Cannot write the XML: {error}")))?;
-    Ok(text.into_bytes())
+    match args.output {
+        Output::Text => Ok(text.into_bytes()),
+        Output::Json => pretty(&json!({
+            "uuid": args.uuid, "socket": socket, "device": device.json(), "xml": text,
+        })),
+    }
 }
 
 /// Where a VM attaches: known before the vGPU runs, so that a VM can be prepared.

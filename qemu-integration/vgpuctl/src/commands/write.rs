@@ -7,6 +7,7 @@ use std::path::Path;
 use hyper::Method;
 use mdev_core::definition::{self, Attrs, Definition};
 use mdev_core::ids::VgpuId;
+use serde_json::json;
 use vfio_user_server::api::model::{
     Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StartVgpu, StopVgpu,
     UndefineVgpu, Vgpu,
@@ -47,7 +48,7 @@ pub async fn undefine(client: &Client, args: Undefine) -> Result<Vec<u8>, Failur
     }
     let request = UndefineVgpu { force: args.force };
     client.order(Method::DELETE, &vgpu_path(args.uuid), &request).await?;
-    Ok(Vec::new())
+    left(client, args.uuid, args.output).await
 }
 
 /// `modify`
@@ -91,7 +92,10 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
         },
     };
     client.order(Method::PATCH, &vgpu_path(args.uuid), &request).await?;
-    Ok(Vec::new())
+    match args.output {
+        Output::Json => pretty(&client.vgpu(args.uuid, None).await?),
+        Output::Text => Ok(Vec::new()),
+    }
 }
 
 /// `start`
@@ -148,7 +152,18 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
 pub async fn stop(client: &Client, args: Stop) -> Result<Vec<u8>, Failure> {
     let path = format!("{}/stop", vgpu_path(args.uuid));
     client.order(Method::POST, &path, &StopVgpu { force: args.force }).await?;
-    Ok(Vec::new())
+    left(client, args.uuid, args.output).await
+}
+
+/// What is left of a vGPU after something of it was taken away: nothing, or all about it.
+async fn left(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, Failure> {
+    match output {
+        Output::Json => {
+            let vgpu = client.find(uuid).await?;
+            pretty(&json!({ "uuid": uuid, "vgpu": vgpu }))
+        }
+        Output::Text => Ok(Vec::new()),
+    }
 }
 
 /// `start-parent-mdevs`

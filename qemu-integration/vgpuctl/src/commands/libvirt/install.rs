@@ -7,9 +7,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use integrate::shell::quote;
+use serde_json::json;
 
+use crate::cli::Output;
 use crate::cli::libvirt::InstallHook;
 use crate::failure::Failure;
+use crate::mdevctl::pretty;
 
 /// Where libvirt looks for hooks of domains.
 pub const HOOK: &str = "etc/libvirt/hooks/qemu.d/tessera";
@@ -29,7 +32,7 @@ pub fn install(socket: &Path, args: &InstallHook) -> Result<Vec<u8>, Failure> {
     };
     let hook = args.root.join(HOOK);
     write(&hook, &script(&program, socket), 0o755).map_err(local)?;
-    let mut text = format!("Installed {}\n", hook.display());
+    let mut apparmor = None;
     if args.root.join(APPARMOR).exists() {
         let file = args.root.join(LOCAL);
         let rule = rule(socket);
@@ -37,6 +40,13 @@ pub fn install(socket: &Path, args: &InstallHook) -> Result<Vec<u8>, Failure> {
         if !rules.contains(&rule) {
             write(&file, &format!("{rules}{rule}"), 0o644).map_err(local)?;
         }
+        apparmor = Some(file);
+    }
+    if args.output == Output::Json {
+        return pretty(&json!({ "hook": hook, "apparmor": apparmor }));
+    }
+    let mut text = format!("Installed {}\n", hook.display());
+    if let Some(file) = apparmor {
         let _ = writeln!(text, "Allowed QEMU its vGPU's socket in {}", file.display());
     }
     text.push_str(
@@ -86,7 +96,7 @@ mod tests {
         let local = root.path().join(LOCAL);
         fs::create_dir_all(local.parent().unwrap()).unwrap();
         fs::write(&local, "/opt/x r,\n").unwrap();
-        let args = InstallHook { root: root.path().to_owned() };
+        let args = InstallHook { root: root.path().to_owned(), output: Output::Text };
         let socket = Path::new("/run/vgpud/control.sock");
         let first = install(socket, &args).unwrap();
         assert_eq!(install(socket, &args).unwrap(), first);

@@ -221,7 +221,7 @@ async fn nodedev(client: &Client, args: Nodedev) -> Result<Vec<u8>, Failure> {
     let types: Vec<ParentTypes> = client.get("/v1/types").await?;
     let vgpus: Vec<Vgpu> = client.get("/v1/vgpus").await?;
     let mut devices: Vec<(String, String)> = Vec::new();
-    for parent in parents {
+    for (index, parent) in (0..).zip(parents) {
         let offered = types.iter().filter(|on| on.parent == parent.name).flat_map(|on| &on.types);
         let parent = Parent {
             types: offered
@@ -229,6 +229,7 @@ async fn nodedev(client: &Client, args: Nodedev) -> Result<Vec<u8>, Failure> {
                 .collect(),
             description: parent.description,
             ids: pci_ids(&parent.name),
+            index,
             name: parent.name,
         };
         devices.push((parent.device_name(), parent.xml()));
@@ -246,18 +247,29 @@ async fn nodedev(client: &Client, args: Nodedev) -> Result<Vec<u8>, Failure> {
         devices.push((mdev.device_name(), mdev.xml()));
     }
     if let Some(name) = args.name {
-        let found = devices.into_iter().find(|(device, _)| *device == name);
-        return found.map(|(_, xml)| xml.into_bytes()).ok_or_else(|| {
-            Failure::NotFound(format!(
+        devices.retain(|(device, _)| *device == name);
+        let Some((_, xml)) = devices.first() else {
+            return Err(Failure::NotFound(format!(
                 "There is no node device {name}; `vgpuctl libvirt nodedev --list` names those that there are"
-            ))
-        });
+            )));
+        };
+        if args.output == Output::Text {
+            return Ok(xml.clone().into_bytes());
+        }
     }
-    let text = if args.list {
-        devices.iter().flat_map(|(name, _)| [name, "\n"]).collect()
-    } else {
-        let all: String = devices.into_iter().map(|(_, xml)| xml).collect();
-        format!("<devices>\n{all}</devices>\n")
+    let text = match args.output {
+        Output::Json if args.list => {
+            return pretty(&devices.iter().map(|(name, _)| name).collect::<Vec<_>>());
+        }
+        Output::Json => {
+            let one = |(name, xml)| json!({ "name": name, "xml": xml });
+            return pretty(&devices.into_iter().map(one).collect::<Vec<_>>());
+        }
+        Output::Text if args.list => devices.iter().flat_map(|(name, _)| [name, "\n"]).collect(),
+        Output::Text => {
+            let all: String = devices.into_iter().map(|(_, xml)| xml).collect();
+            format!("<devices>\n{all}</devices>\n")
+        }
     };
     Ok(text.into_bytes())
 }
