@@ -4,11 +4,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::time::Duration;
+mod nested;
 
 use lab::Lab;
 use lab::progress::Progress;
-use lab::qemu::{Vm, VmSpec};
+use lab::qemu::Vm;
 use lab::vfio;
 use mdev_core::ids::VgpuId;
 use serde_json::Value;
@@ -17,24 +17,7 @@ use vendor_backends::vfio::edu::{Direction, Edu};
 use vendor_backends::vfio::host::Host;
 use vendor_backends::vfio::window::Windows;
 
-const LIMIT: Duration = Duration::from_secs(60);
-const DISPLAY: &str = "0000:00:02.0";
-const EDU: &str = "0000:00:03.0";
-/// Set where this program runs inside the VM.
-const INSIDE: &str = "TESSERA_INSIDE";
-
-/// Runs a command inside that is to succeed.
-fn ok(vm: &mut Vm, command: &str) -> String {
-    vm.guest.run(command, LIMIT).unwrap().success().unwrap().stdout
-}
-
-/// Runs one that is to fail; what it said, in one line.
-fn refused(vm: &mut Vm, command: &str) -> String {
-    let output = vm.guest.run(command, LIMIT).unwrap();
-    assert_ne!(output.status, 0, "{command}: {}", output.stdout);
-    assert_eq!(output.stderr.lines().count(), 1, "{command}: {}", output.stderr);
-    output.stderr
-}
+use nested::{DISPLAY, EDU, LIMIT, Nested, ok, refused};
 
 fn driver(vm: &mut Vm, address: &str) -> String {
     let link = format!("readlink /sys/bus/pci/devices/{address}/driver || true");
@@ -51,13 +34,15 @@ fn a_device_is_given_to_vfio_and_back() {
     let host = vfio::lab(&lab, &[vgpuctl], folder.path(), &progress).unwrap();
     let mut vm = Vm::boot(&host, &vfio::machine("host"), &folder.path().join("vm")).unwrap();
 
-    // The kernel's own driver has the display; nothing wants `edu`, which is neither a display nor an accelerator.
+    // The kernel's own driver has the display; nothing wants `edu`, of which Tessera has a table.
     let list = ok(&mut vm, "vgpuctl parents");
     assert!(
         list.contains(&format!("{DISPLAY}  1234:1111  VGA display, bochs-drm, IOMMU group")),
         "{list}"
     );
-    assert!(!list.contains(EDU), "{list}");
+    let bind = format!("vgpuctl parents bind {EDU}; then: vgpud run --parent vfio:{EDU}");
+    assert!(list.contains(&format!("{EDU}  1234:11e8  device, no driver")), "{list}");
+    assert!(list.contains(&bind), "{list}");
     let json = vm.guest.run_json("vgpuctl parents --output json | tr -d '\\n'", LIMIT).unwrap();
     assert_eq!(json[0]["driver"], Value::from("bochs-drm"));
     assert_eq!(json[0]["group_with"], Value::from(Vec::<Value>::new()));
@@ -90,7 +75,9 @@ fn a_device_is_given_to_vfio_and_back() {
         // Once more is no mistake.
         ok(&mut vm, &format!("vgpuctl parents bind {address}"));
     }
-    assert!(ok(&mut vm, "vgpuctl parents").contains("vgpuctl parents unbind 0000:00:02.0"));
+    let list = ok(&mut vm, "vgpuctl parents");
+    assert!(list.contains("vgpuctl parents unbind 0000:00:02.0"), "{list}");
+    assert!(list.contains(&format!("Share it: vgpud run --parent vfio:{EDU}")), "{list}");
 
     let text = ok(&mut vm, &format!("vgpuctl parents unbind {DISPLAY}"));
     assert_eq!(text, format!("{DISPLAY} is back with bochs-drm\n"));
@@ -101,47 +88,6 @@ fn a_device_is_given_to_vfio_and_back() {
     ok(&mut vm, &format!("vgpuctl parents bind {DISPLAY}"));
     ok(&mut vm, &format!("vgpuctl parents unbind {DISPLAY}"));
     vm.quit().unwrap();
-}
-
-/// Where a test runs the second time: as this same program, inside the VM.
-fn is_inside() -> bool {
-    std::env::var_os(INSIDE).is_some()
-}
-
-/// A VM with both devices given to vfio-pci, and this program in it.
-struct Inner {
-    vm: Vm,
-    program: String,
-    _folder: tempfile::TempDir,
-}
-
-impl Inner {
-    fn boot() -> Self {
-        let progress = Progress::new();
-        let folder = tempfile::tempdir().unwrap();
-        let (lab, programs) = Lab::open_with_host(&progress).unwrap();
-        let program = std::env::current_exe().unwrap();
-        let all = [programs.find("vgpuctl").unwrap(), &program];
-        let host = vfio::lab(&lab, &all, folder.path(), &progress).unwrap();
-        let spec = VmSpec { memory_mib: 512, ..vfio::machine("host") };
-        let mut vm = Vm::boot(&host, &spec, &folder.path().join("vm")).unwrap();
-        ok(&mut vm, vfio::LOAD);
-        for address in [DISPLAY, EDU] {
-            ok(&mut vm, &format!("vgpuctl parents bind {address}"));
-        }
-        let program = program.file_name().unwrap().to_string_lossy().into_owned();
-        Self { vm, program, _folder: folder }
-    }
-
-    /// Runs a test of this file inside.
-    fn run(&mut self, test: &str) {
-        let program = &self.program;
-        let command =
-            format!("{INSIDE}=1 /bin/{program} --ignored --exact {test} --nocapture 2>&1");
-        let output = self.vm.guest.run(&command, LIMIT).unwrap();
-        assert_eq!(output.status, 0, "{}", output.stdout);
-        assert!(output.stdout.contains("1 passed"), "{}", output.stdout);
-    }
 }
 
 fn open(address: &str) -> Result<Device, DeviceError> {
@@ -155,15 +101,15 @@ fn vgpu(n: u128) -> VgpuId {
 #[test]
 #[ignore = "boots a VM: run `cargo lab test`"]
 fn dma_reaches_a_vgpus_own_memory_and_nothing_else() {
-    if is_inside() {
+    if nested::is_inside() {
         return share_edu();
     }
-    let mut inner = Inner::boot();
-    inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else");
+    let mut inner = Nested::boot();
+    inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else", LIMIT);
     let log = ok(&mut inner.vm, "dmesg | grep DMAR");
     assert!(log.contains("DMA Write") && log.contains("00:03.0"), "the IOMMU has faulted: {log}");
     // It is not used up: all of it again, after the first process is gone.
-    inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else");
+    inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else", LIMIT);
     inner.vm.quit().unwrap();
 }
 

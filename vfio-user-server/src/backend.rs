@@ -10,8 +10,13 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use mdev_core::gpu::{Client, Gpu, GpuError};
 use mdev_core::units::{GIB, KIB, MIB};
-use vendor_backends::mediator::MediatedClient;
+use vendor_backends::mediator::{self, MediatedClient};
 use vendor_backends::nvidia::{self, Kernel, NvidiaClient, NvidiaGpu};
+use vendor_backends::vfio;
+use vendor_backends::vfio::host::Address;
+
+use crate::spawn;
+use crate::users::Account;
 
 /// One kind of GPU, and which one of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,6 +25,13 @@ pub enum Backend {
     Soft {
         /// Video memory, in bytes.
         vram_bytes: u64,
+    },
+    /// A device that vfio-pci has: owned by a process of its own.
+    Vfio {
+        /// Where it is.
+        address: Address,
+        /// What the operator chose.
+        options: vfio::Options,
     },
     /// An NVIDIA GPU, through its driver.
     Nvidia {
@@ -45,6 +57,7 @@ impl Backend {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Soft { .. } => "soft",
+            Self::Vfio { .. } => vfio::BACKEND,
             Self::Nvidia { .. } => nvidia::BACKEND,
         }
     }
@@ -53,14 +66,47 @@ impl Backend {
     pub fn vram_bytes(&self) -> u64 {
         match self {
             Self::Soft { vram_bytes } => *vram_bytes,
-            Self::Nvidia { .. } => 0,
+            Self::Vfio { .. } | Self::Nvidia { .. } => 0,
+        }
+    }
+
+    /// How the process of a GPU that needs one is started: its role with arguments, and whom it starts as.
+    pub fn role(&self, user: Account) -> (Vec<String>, Account) {
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+        match self {
+            Self::Soft { vram_bytes } => {
+                (words(&["soft-gpu", "--vram", &vram_bytes.to_string()]), user)
+            }
+            Self::Vfio { address, options } => {
+                // It leaves root by itself, when it has the device.
+                let Account { uid, gid } = user;
+                let (uid, gid) = (uid.to_string(), gid.to_string());
+                let words_fd = (spawn::FIRST_FD + 1).to_string();
+                let address = address.to_string();
+                let window = options.window_bytes.to_string();
+                let args = [
+                    "owner",
+                    "--address",
+                    &address,
+                    "--uid",
+                    &uid,
+                    "--gid",
+                    &gid,
+                    "--window",
+                    &window,
+                ];
+                let mut args: Vec<String> = words(&args);
+                args.extend(["--words-fd".to_owned(), words_fd]);
+                (args, Account::own())
+            }
+            Self::Nvidia { .. } => (Vec::new(), user),
         }
     }
 
     /// Opens a GPU that needs no process of its own; `None` for those that do.
     pub fn open(&self) -> Option<Result<Box<dyn Gpu>, GpuError>> {
         match self {
-            Self::Soft { .. } => None,
+            Self::Soft { .. } | Self::Vfio { .. } => None,
             Self::Nvidia { address, options } => {
                 let gpu = NvidiaGpu::open(Arc::new(Kernel), address, *options);
                 Some(gpu.map(|gpu| Box::new(gpu) as Box<dyn Gpu>))
@@ -77,7 +123,7 @@ pub fn open_client(
 ) -> anyhow::Result<Box<dyn Client>> {
     let fd = fd.context("The connection to the GPU is missing: --gpu-fd")?;
     let opened: Result<Box<dyn Client>, GpuError> = match backend {
-        "soft" => MediatedClient::open(fd).map(|client| Box::new(client) as _),
+        mediator::BACKEND => MediatedClient::open(fd).map(|client| Box::new(client) as _),
         nvidia::BACKEND => {
             NvidiaClient::open(Arc::new(Kernel), fd).map(|client| Box::new(client) as _)
         }
@@ -86,7 +132,8 @@ pub fn open_client(
     opened.with_context(|| format!("Cannot open the GPU {parent}"))
 }
 
-/// One physical GPU: `soft:NAME[,vram=SIZE]` or `nvidia[:ADDRESS][,hang=MS][,preempt=blocks]`.
+/// One physical GPU: `soft:NAME[,vram=SIZE]`, `nvidia[:ADDRESS][,hang=MS][,preempt=blocks]` or
+/// `vfio:ADDRESS[,window=SIZE]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParentConfig {
     /// Its name: a folder of that name is made.
@@ -126,9 +173,10 @@ impl FromStr for ParentConfig {
         match head.split_once(':') {
             Some(("soft", name)) => soft(name, &options),
             Some((nvidia::BACKEND, address)) => an_nvidia(address, &options),
+            Some((vfio::BACKEND, address)) => a_vfio(address, &options),
             None if head == nvidia::BACKEND => an_nvidia(ALL, &options),
-            _ => Err("begin with \"soft:\" or \"nvidia\", as in soft:soft0,vram=8G or \
-                      nvidia:0000:3b:00.0"
+            _ => Err("begin with \"soft:\", \"nvidia\" or \"vfio:\", as in soft:soft0,vram=8G, \
+                      nvidia:0000:3b:00.0 or vfio:0000:00:02.0"
                 .into()),
         }
     }
@@ -182,6 +230,19 @@ fn an_nvidia(address: &str, given: &[&str]) -> Result<ParentConfig, String> {
     Ok(ParentConfig { name: address.clone(), backend: Backend::Nvidia { address, options } })
 }
 
+fn a_vfio(address: &str, given: &[&str]) -> Result<ParentConfig, String> {
+    let address: Address =
+        address.parse().map_err(|error: vfio::host::HostError| error.to_string())?;
+    let mut options = vfio::Options::default();
+    for option in given {
+        let Some(size) = option.strip_prefix("window=") else {
+            return Err(format!("{option:?} is no option of a VFIO parent; there is window=SIZE"));
+        };
+        options.window_bytes = parse_window(size)?;
+    }
+    Ok(ParentConfig { name: address.to_string(), backend: Backend::Vfio { address, options } })
+}
+
 /// `hang=MS`: the last option there is.
 fn parse_hang(option: &str) -> Result<Duration, String> {
     let Some(text) = option.strip_prefix("hang=") else {
@@ -198,19 +259,30 @@ fn parse_hang(option: &str) -> Result<Duration, String> {
 
 fn parse_vram(text: &str) -> Result<u64, String> {
     let wrong = || format!("vram={text} is no size: give MiB or GiB, as in vram=512M or vram=8G");
+    let bytes = parse_size(text).ok_or_else(wrong)?;
+    if bytes % MIB != 0 || !(256 * MIB..=MAX_VRAM).contains(&bytes) {
+        return Err(format!("vram={text} is out of range: 256M to 1024G, in whole MiB"));
+    }
+    Ok(bytes)
+}
+
+fn parse_window(text: &str) -> Result<u64, String> {
+    match parse_size(text) {
+        Some(bytes) if bytes.is_power_of_two() && (MIB..=512 * GIB).contains(&bytes) => Ok(bytes),
+        _ => Err(format!("window={text} is out of range: 1M, 2M, 4M and so on, up to 512G")),
+    }
+}
+
+/// `512M`: bytes.
+fn parse_size(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let unit = match &text[split..] {
         "K" => KIB,
         "M" => MIB,
         "G" => GIB,
-        _ => return Err(wrong()),
+        _ => return None,
     };
-    let number: u64 = text[..split].parse().map_err(|_| wrong())?;
-    let bytes = number.checked_mul(unit).ok_or_else(wrong)?;
-    if bytes % MIB != 0 || !(256 * MIB..=MAX_VRAM).contains(&bytes) {
-        return Err(format!("vram={text} is out of range: 256M to 1024G, in whole MiB"));
-    }
-    Ok(bytes)
+    text[..split].parse::<u64>().ok()?.checked_mul(unit)
 }
 
 #[cfg(test)]
@@ -233,6 +305,7 @@ mod tests {
         let Backend::Nvidia { options, .. } = patient.backend else { panic!() };
         assert_eq!(options.hang, Some(Duration::from_secs(2)));
         assert_eq!("nvidia".parse::<ParentConfig>().unwrap().name, ALL);
+        assert_eq!("vfio:3B:00.0".parse::<ParentConfig>().unwrap().name, "0000:3b:00.0");
     }
 
     #[test]
@@ -252,6 +325,10 @@ mod tests {
             ("nvidia:../../../x", "no PCI address"),
             ("nvidia,vram=8G", "no option"),
             ("nvidia,hang=1", "out of range"),
+            ("vfio:02.0", "no PCI address"),
+            ("vfio:0000:00:02.0,vram=1G", "no option"),
+            ("vfio:0000:00:02.0,window=3M", "out of range"),
+            ("vfio:0000:00:02.0,window=16", "out of range"),
         ] {
             let error = text.parse::<ParentConfig>().unwrap_err();
             assert!(error.contains(part), "{text}: {error}");

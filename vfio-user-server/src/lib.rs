@@ -21,6 +21,7 @@ pub mod irq;
 pub mod layout;
 pub mod manager;
 pub mod migration;
+pub mod owner;
 pub mod patience;
 pub mod private;
 pub mod proto;

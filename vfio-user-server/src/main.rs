@@ -10,10 +10,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 use mdev_core::definition::Owner;
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft;
+use vendor_backends::vfio;
+use vendor_backends::vfio::host::Address as PciAddress;
 use vfio_user_server::console::web::access::Address;
 use vfio_user_server::manager::{self, ParentConfig};
-use vfio_user_server::users::Users;
-use vfio_user_server::{spawn, worker};
+use vfio_user_server::users::{Account, Users};
+use vfio_user_server::{owner, spawn, worker};
 
 mod who;
 
@@ -46,6 +48,9 @@ enum Role {
     /// Be a software GPU (started by the manager)
     #[command(hide = true)]
     SoftGpu(SoftGpuArgs),
+    /// Own a physical device (started by the manager)
+    #[command(hide = true)]
+    Owner(OwnerArgs),
 }
 
 #[derive(Debug, clap::Args)]
@@ -59,7 +64,8 @@ struct RunArgs {
     /// Where packages put callout scripts, in callouts/ and notifiers/; looked into before <config-dir>/scripts.d
     #[arg(long, value_name = "DIR", default_value = "/usr/lib/vgpud/scripts.d")]
     scripts_dir: PathBuf,
-    /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, or nvidia for all of NVIDIA's; may be given again
+    /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, nvidia for all of NVIDIA's, or vfio:ADDRESS[,window=SIZE] for
+    /// a device that vfio-pci has; may be given again
     #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
     parents: Vec<ParentConfig>,
     /// Who may look at vGPUs, besides root: members of this group [default: vgpu, where there is one]
@@ -104,6 +110,24 @@ struct SoftGpuArgs {
     admin_fd: RawFd,
 }
 
+#[derive(Debug, clap::Args)]
+struct OwnerArgs {
+    #[arg(long)]
+    name: String,
+    #[arg(long)]
+    address: PciAddress,
+    #[arg(long)]
+    uid: u32,
+    #[arg(long)]
+    gid: u32,
+    #[arg(long)]
+    admin_fd: RawFd,
+    #[arg(long)]
+    words_fd: RawFd,
+    #[arg(long)]
+    window: u64,
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
@@ -112,6 +136,7 @@ fn main() -> ExitCode {
         Role::Man => man(),
         Role::Worker(args) => worker(&args),
         Role::SoftGpu(args) => soft_gpu(args),
+        Role::Owner(args) => own(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -170,4 +195,18 @@ fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
     let admin = spawn::inherited(admin_fd).context("Bad --admin-fd")?;
     let config = soft::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
     soft::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")
+}
+
+fn own(args: OwnerArgs) -> anyhow::Result<()> {
+    let OwnerArgs { name, address, uid, gid, admin_fd, words_fd, window } = args;
+    spawn::name_process(&format!("gpu-{name}"));
+    owner::run(owner::OwnerArgs {
+        name,
+        address,
+        options: vfio::Options { window_bytes: window },
+        user: Account { uid, gid },
+        admin: spawn::inherited(admin_fd).context("Bad --admin-fd")?,
+        words: spawn::inherited(words_fd).context("Bad --words-fd")?,
+        grace: ORPHAN_GRACE,
+    })
 }

@@ -113,13 +113,24 @@ pub struct Limits {
 }
 
 /// Makes this process one of that user, for good. Leaving root empties the capability sets.
-fn become_user(user: Account) -> io::Result<()> {
+pub fn become_user(user: Account) -> io::Result<()> {
     use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
     let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
     setgroups(&[])?;
     setresgid(gid, gid, gid)?;
     setresuid(uid, uid, uid)?;
     Ok(nix::sys::prctl::set_no_new_privs()?)
+}
+
+/// Gives up all that root may do beyond being the owner of its files.
+pub fn drop_capabilities() -> io::Result<()> {
+    /// `struct __user_cap_header_struct` of version 3, for this process, and two of `struct __user_cap_data_struct`.
+    const HEADER: [u32; 2] = [0x2008_0522, 0];
+    const NONE: [u32; 6] = [0; 6];
+    // SAFETY: both arrays have the layout that this version of the call reads, and it keeps no pointer to them.
+    let done = unsafe { libc::syscall(libc::SYS_capset, HEADER.as_ptr(), NONE.as_ptr()) };
+    nix::sys::prctl::set_no_new_privs()?;
+    Ok(Errno::result(done).map(drop)?)
 }
 
 /// How a script ended.

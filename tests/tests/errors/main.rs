@@ -53,7 +53,7 @@ const BEYOND: &[(&str, &str)] = &[
     ("The screen cannot be read", "a worker that lies"),
     ("Cannot use the terminal: ", "a terminal that goes away"),
     ("vGPU {id} did not start: ", "a worker that dies before it answers"),
-    ("Parent {} has not started yet", "a GPU that takes long to start"),
+    ("Parent {name} has not started yet", "a GPU that takes long to start"),
     ("This process has no user here", "a process of another user namespace"),
     ("Name a type or a vGPU", "clap asks for one of them before"),
     ("Domain '{name}' has no definition", "a transient domain of libvirt"),

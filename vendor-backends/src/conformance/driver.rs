@@ -33,8 +33,11 @@ const USERD: u64 = 0x1000;
 const SEMAPHORE: u64 = 0x1800;
 const PUSHBUFFERS: u64 = 0x1_0000;
 const PUSHBUFFER_BYTES: u64 = 0x2000;
-/// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long anything may take, unless [`Driver::set_patience`] says otherwise.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Who has waited for so long does not mind a little more.
+const EAGER: Duration = Duration::from_millis(20);
+const LAZY: Duration = Duration::from_millis(100);
 
 /// Methods to be submitted together.
 #[derive(Clone, Debug, Default)]
@@ -142,6 +145,7 @@ pub struct Driver {
     doorbell: Option<Arc<Mapping>>,
     /// Places of rings that are free, the next one last.
     places: Vec<u64>,
+    patience: Duration,
 }
 
 impl fmt::Debug for Driver {
@@ -163,7 +167,8 @@ impl Driver {
         };
         let (vram, bell) = (map(&client.apertures().vram), map(&client.apertures().doorbell));
         let places = (0..RINGS).rev().map(|place| place * RING_BYTES).collect();
-        let mut driver = Self { client, ram, memory, vram, doorbell: bell, places };
+        let patience = PATIENCE;
+        let mut driver = Self { client, ram, memory, vram, doorbell: bell, places, patience };
         driver.map_ram();
         driver
     }
@@ -200,6 +205,11 @@ impl Driver {
     pub fn spin_forever(&mut self, ring: &mut Ring) -> Done {
         let push = super::kernels::endless(self);
         self.submit(ring, push)
+    }
+
+    /// For an engine that takes longer than most.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// The client.
@@ -314,10 +324,11 @@ impl Driver {
     pub fn wait_for(&self, done: Done, time: Duration) -> bool {
         let started = Instant::now();
         while self.ram.mapping.load_u32(done.offset) != Some(done.value) {
-            if started.elapsed() > time {
-                return false;
+            match started.elapsed() {
+                waited if waited > time => return false,
+                waited if waited > EAGER => std::thread::sleep((waited / 16).min(LAZY)),
+                _ => std::thread::yield_now(),
             }
-            std::thread::yield_now();
         }
         true
     }
@@ -331,7 +342,7 @@ impl Driver {
 
     /// Waits until something submitted is done.
     pub fn wait(&self, done: Done) -> bool {
-        self.wait_for(done, PATIENCE)
+        self.wait_for(done, self.patience)
     }
 
     /// Queues methods and waits until they are done.
@@ -348,7 +359,7 @@ impl Driver {
             if status.error != 0 {
                 return status;
             }
-            assert!(started.elapsed() < PATIENCE, "no fault of {ring:?}: {status:?}");
+            assert!(started.elapsed() < self.patience, "no fault of {ring:?}: {status:?}");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

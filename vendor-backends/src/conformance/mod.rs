@@ -46,7 +46,7 @@ const CHECKS: &[Check] = &[
     ("ends channels in flight", GpuCapabilities::COPY, destroy_in_flight),
     ("resets to nothing, and starts again", GpuCapabilities::COPY, reset),
     ("interrupts", GpuCapabilities::COPY, interrupts),
-    ("refuses what cannot be", GpuCapabilities::empty(), refusals),
+    ("refuses what cannot be", GpuCapabilities::COPY, refusals),
     ("computes", PROGRAMS, kernels::computes),
     ("computes no more than the grid has", PROGRAMS, kernels::grid_bounds),
     ("faults a channel for a bad descriptor", PROGRAMS, kernels::bad_descriptors),
@@ -56,11 +56,18 @@ const CHECKS: &[Check] = &[
 
 /// Checks all promises, each on a client of its own; panics with the name of the one that is broken.
 pub fn run(open: &mut Open<'_>) {
+    run_with(open, driver::PATIENCE);
+}
+
+/// The same, for a GPU of which any one thing may take so long.
+pub fn run_with(open: &mut Open<'_>, patience: Duration) {
     for (name, needs, check) in CHECKS {
         let client = open();
         if client.gpu().capabilities.contains(*needs) {
             eprintln!("conformance: {name}");
-            check(&mut Driver::new(client));
+            let mut driver = Driver::new(client);
+            driver.set_patience(patience);
+            check(&mut driver);
         }
     }
 }

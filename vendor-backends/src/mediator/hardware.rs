@@ -5,10 +5,12 @@
 
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use mdev_core::abi::copy;
-use mdev_core::gpu::{ClientSpec, GpuDescription};
+use mdev_core::gpu::{ClientSpec, GpuDescription, Quotas};
 use mdev_core::ids::VgpuId;
 
 use super::silicon::address_space::Piece;
@@ -23,6 +25,14 @@ pub trait Hardware: Send + Sync + fmt::Debug {
 
     /// Takes a partition of its memory for a vGPU, or refuses the sizes. Nothing of an earlier owner is left in it.
     fn partition(&self, spec: &ClientSpec) -> Result<Partition, Refusal>;
+
+    /// Files that it has to open again later, for vGPUs to come.
+    fn files(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// Starts its threads, where it has some, after the process has given up what it does not need.
+    fn start(&self) {}
 
     /// How its engine works.
     fn pace(&self) -> Pace {
@@ -65,12 +75,20 @@ pub struct Pace {
     pub turn_ns: u64,
     /// The CPU is the engine: time that the host takes from it is nobody's.
     pub on_cpu: bool,
+    /// Engine time after which one kernel or transfer has hung, unless a quota says otherwise; `None` where each of its
+    /// pieces ends by itself, or fails.
+    pub hang: Option<Duration>,
 }
 
 impl Pace {
     /// That of a CPU: 128 KiB are about 15 us, of which one reading of the clock is a thousandth.
-    pub const CPU: Self =
-        Self { chunk: 128 << 10, grain_ns: 100_000, turn_ns: 200_000, on_cpu: true };
+    pub const CPU: Self = Self {
+        chunk: 128 << 10,
+        grain_ns: 100_000,
+        turn_ns: 200_000,
+        on_cpu: true,
+        hang: Some(Quotas::DEFAULT_HANG_TIMEOUT),
+    };
 }
 
 /// A claim that ends when it is dropped.

@@ -58,7 +58,8 @@ impl SoftGpu {
                 model: "SOFT".into(),
                 name: "Tessera software GPU".into(),
                 vram_bytes,
-                capabilities: GpuCapabilities::all(),
+                // It has no screen of its own.
+                capabilities: GpuCapabilities::all().difference(GpuCapabilities::SCANOUT),
                 max_vgpus: MAX_VGPUS,
                 max_channels: MAX_CHANNELS,
                 max_import_bytes: MAX_IMPORT,

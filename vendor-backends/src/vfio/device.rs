@@ -10,7 +10,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use mdev_core::units::PAGE_SIZE;
+use nix::errno::Errno;
 use nix::sys::uio::{pread, pwrite};
+use vfio_bindings::bindings::vfio::{
+    VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, vfio_iommu_type1_dma_map,
+};
 use vfio_ioctls::{VfioContainer, VfioDevice, VfioError};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -24,6 +28,9 @@ const CONFIG_REGION: u32 = 7;
 /// The command register, and its bits for memory and bus mastering.
 const COMMAND: u64 = 4;
 const MEMORY_AND_MASTER: u16 = 1 << 1 | 1 << 2;
+
+/// The request that maps memory for DMA: `_IO(';', 113)`. The crate's own maps all of it writable.
+const MAP_DMA: libc::Ioctl = 0x3b71;
 
 /// Why a device cannot be used. Each says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -56,7 +63,7 @@ pub enum DeviceError {
     Busy(Address, u32),
     /// Not ours to open.
     #[error("No permission for /dev/vfio/{0}: run this as root, or give the file to this user")]
-    Permission(u32),
+    Permission(String),
     /// The module that confines DMA is missing, or something else of VFIO.
     #[error("VFIO does not work for {address}: {source}; see `dmesg`")]
     Vfio {
@@ -75,9 +82,24 @@ pub enum DeviceError {
         /// How much.
         len: u64,
     },
+    /// Too much of it.
+    #[error(
+        "{0} cannot have more memory: this process may not lock so much; raise its RLIMIT_MEMLOCK (LimitMEMLOCK=)"
+    )]
+    Pinned(Address),
     /// A DMA window.
     #[error("{0}")]
     Window(#[from] WindowError),
+    /// Its windows are too long.
+    #[error(
+        "A window of {mib} MiB is too long for a device with {bits} bits of DMA addresses: choose a smaller one (window=SIZE)"
+    )]
+    NoWindows {
+        /// Bits of its addresses.
+        bits: u8,
+        /// How long.
+        mib: u64,
+    },
     /// It does not do what its kind does.
     #[error("This {what} {how}")]
     Broken {
@@ -124,14 +146,19 @@ impl Device {
             let driver = found.driver.unwrap_or_else(|| "no driver".to_owned());
             return Err(DeviceError::NotBound { address, driver });
         }
-        let group = found.iommu_group.ok_or(HostError::NoIommu(address))?;
+        let group = host.confined(&found)?;
         let refused = |source: VfioError| match &source {
             VfioError::OpenGroup(error, _) if error.raw_os_error() == Some(libc::EBUSY) => {
                 DeviceError::Busy(address, group)
             }
             VfioError::OpenGroup(error, _) if error.kind() == io::ErrorKind::PermissionDenied => {
-                DeviceError::Permission(group)
+                DeviceError::Permission(group.to_string())
             }
+            VfioError::OpenContainer(error) => match error.kind() {
+                io::ErrorKind::NotFound => HostError::NoDriver.into(),
+                io::ErrorKind::PermissionDenied => DeviceError::Permission("vfio".to_owned()),
+                _ => DeviceError::Vfio { address, source },
+            },
             _ => DeviceError::Vfio { address, source },
         };
         let container = Arc::new(VfioContainer::new(None).map_err(refused)?);
@@ -150,6 +177,11 @@ impl Device {
         self.read(CONFIG_REGION, COMMAND, &mut bytes)?;
         let command = u16::from_le_bytes(bytes) | MEMORY_AND_MASTER;
         self.write(CONFIG_REGION, COMMAND, &command.to_le_bytes())
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> Address {
+        self.address
     }
 
     /// Its kind.
@@ -195,19 +227,35 @@ impl Device {
         Ok(events)
     }
 
-    /// Lets the device reach memory in a window: a new one of the window's length, which is pinned.
+    /// Lets the device reach new memory in a window, as much of it as the window is long.
     pub fn attach(&self, window: Window) -> Result<Attached, DeviceError> {
         let made = mem::sealed_memfd(c"tessera-dma", window.len)
             .and_then(|fd| Mapping::new(fd.as_fd(), 0, window.len, true));
         let memory = made.map_err(|source| DeviceError::Io { what: "take memory", source })?;
-        let whole = memory.len().is_multiple_of(PAGE_SIZE);
-        let len = usize::try_from(memory.len()).ok().filter(|_| whole);
-        let len = len.ok_or(WindowError::Outside { address: window.iova, len: window.len })?;
-        let address = std::ptr::with_exposed_provenance_mut(memory.address() as usize);
+        self.attach_memory(window.iova, memory)
+    }
+
+    /// Lets the device reach memory from an address on. It is pinned; the device may write it where this process may.
+    pub fn attach_memory(&self, iova: u64, memory: Arc<Mapping>) -> Result<Attached, DeviceError> {
+        let window = Window { iova, len: memory.len() };
+        if !iova.is_multiple_of(PAGE_SIZE) || !window.len.is_multiple_of(PAGE_SIZE) {
+            return Err(WindowError::Outside { address: iova, len: window.len }.into());
+        }
+        let write = if memory.writable() { VFIO_DMA_MAP_FLAG_WRITE } else { 0 };
+        let map = vfio_iommu_type1_dma_map {
+            argsz: size_of::<vfio_iommu_type1_dma_map>() as u32,
+            flags: VFIO_DMA_MAP_FLAG_READ | write,
+            vaddr: memory.address(),
+            iova,
+            size: window.len,
+        };
         // SAFETY: the memory is a mapping that no reference points into, and `Attached` unmaps it from the IOMMU before it
-        // lets the mapping go.
-        let mapped = unsafe { self.container.vfio_dma_map(window.iova, len, address) };
-        mapped.map_err(|source| DeviceError::Vfio { address: self.address, source })?;
+        // lets the mapping go. The kernel reads the structure, and keeps no pointer to it.
+        let done = unsafe { libc::ioctl(self.container.as_raw_fd(), MAP_DMA, &raw const map) };
+        Errno::result(done).map_err(|errno| match errno {
+            Errno::ENOMEM => DeviceError::Pinned(self.address),
+            _ => DeviceError::Io { what: "map memory for DMA", source: errno.into() },
+        })?;
         Ok(Attached { memory, window, container: Arc::clone(&self.container) })
     }
 

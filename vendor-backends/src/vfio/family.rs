@@ -29,11 +29,22 @@ pub struct Range {
     pub what: &'static str,
 }
 
+/// What one shares of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Its video memory, and its screen.
+    Framebuffer,
+    /// Its DMA engine.
+    Dma,
+}
+
 /// One kind of device.
 #[derive(Debug)]
 pub struct Family {
     /// What people call it.
     pub name: &'static str,
+    /// What is shared of it.
+    pub kind: Kind,
     /// Vendor and device of those that are of it.
     pub ids: &'static [(u16, u16)],
     /// Its table.
@@ -49,6 +60,7 @@ const fn row(bar: u8, offset: u64, len: u64, access: Access, what: &'static str)
 /// Linear framebuffers with the Bochs display interface.
 pub const FRAMEBUFFER: Family = Family {
     name: "linear framebuffer",
+    kind: Kind::Framebuffer,
     ids: &[(0x1234, 0x1111)],
     ranges: &[
         Range { bar: 0, offset: 0, len: None, access: Access::Mapped, what: "video memory" },
@@ -63,6 +75,7 @@ pub const FRAMEBUFFER: Family = Family {
 /// QEMU's `edu`: a DMA engine, an interrupt and a factorial unit.
 pub const EDU: Family = Family {
     name: "edu",
+    kind: Kind::Dma,
     ids: &[(0x1234, 0x11e8)],
     ranges: &[
         row(0, 0x00, 0x0c, Access::Emulated, "identification, liveness, factorial"),

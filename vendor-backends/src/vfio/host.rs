@@ -11,6 +11,8 @@ use std::str::FromStr;
 
 use serde::Serialize;
 
+use super::family::Family;
+
 /// The driver that hands devices to userspace.
 pub const VFIO_PCI: &str = "vfio-pci";
 
@@ -60,6 +62,11 @@ pub enum HostError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// A process holds it.
+    #[error(
+        "{0} is in use by a process: take it from vgpud's parents first; `fuser -v /dev/vfio/{1}` shows who has it"
+    )]
+    Held(Address, u32),
     /// Bound by somebody else than vfio-pci.
     #[error("{address} is driven by {driver}, not by vfio-pci: there is nothing to give back")]
     NotOurs {
@@ -155,9 +162,14 @@ pub struct PciDevice {
 }
 
 impl PciDevice {
-    /// True for display controllers and processing accelerators.
+    /// True for display controllers and processing accelerators, and for what has a table of its own.
     pub fn is_candidate(&self) -> bool {
-        matches!(self.class >> 16, 0x03 | 0x12)
+        matches!(self.class >> 16, 0x03 | 0x12) || self.family().is_some()
+    }
+
+    /// Its table, where there is one.
+    pub fn family(&self) -> Option<&'static Family> {
+        Family::of(self.vendor, self.device)
     }
 
     /// What its class is called.
@@ -181,18 +193,19 @@ impl PciDevice {
 #[derive(Clone, Debug)]
 pub struct Host {
     sys: PathBuf,
+    vfio: PathBuf,
 }
 
 impl Default for Host {
     fn default() -> Self {
-        Self::at(Path::new("/sys"))
+        Self { sys: "/sys".into(), vfio: "/dev/vfio".into() }
     }
 }
 
 impl Host {
     /// That of another root, for tests.
     pub fn at(sys: &Path) -> Self {
-        Self { sys: sys.to_owned() }
+        Self { sys: sys.to_owned(), vfio: sys.join("dev/vfio") }
     }
 
     /// All devices, by address.
@@ -260,20 +273,7 @@ impl Host {
         if !self.sys.join(DRIVERS).join(VFIO_PCI).exists() {
             return Err(HostError::NoDriver);
         }
-        let Some(group) = device.iommu_group else { return Err(HostError::NoIommu(address)) };
-        let others: Vec<String> = device
-            .group_with
-            .iter()
-            .filter_map(|other| {
-                let driver =
-                    self.device(*other).ok()?.driver.filter(|driver| driver != VFIO_PCI)?;
-                Some(format!("{other} ({driver})"))
-            })
-            .collect();
-        if !others.is_empty() {
-            let others = others.join(", ");
-            return Err(HostError::NotAlone { address, group, others });
-        }
+        self.confined(&device)?;
         write(&self.folder(address).join("driver_override"), VFIO_PCI)?;
         let taken = self.release(&device).and_then(|()| self.probe(address));
         match taken {
@@ -287,6 +287,25 @@ impl Host {
         }
     }
 
+    /// The group with which the IOMMU keeps a device from all other memory, or what is in the way.
+    pub fn confined(&self, device: &PciDevice) -> Result<u32, HostError> {
+        let address = device.address;
+        let Some(group) = device.iommu_group else { return Err(HostError::NoIommu(address)) };
+        let others: Vec<String> = device
+            .group_with
+            .iter()
+            .filter_map(|other| {
+                let driver =
+                    self.device(*other).ok()?.driver.filter(|driver| driver != VFIO_PCI)?;
+                Some(format!("{other} ({driver})"))
+            })
+            .collect();
+        if others.is_empty() {
+            return Ok(group);
+        }
+        Err(HostError::NotAlone { address, group, others: others.join(", ") })
+    }
+
     /// Gives a device back to whatever driver of the kernel wants it.
     pub fn unbind(&self, address: Address) -> Result<PciDevice, HostError> {
         let device = self.device(address)?;
@@ -294,12 +313,24 @@ impl Host {
             let driver = device.driver.unwrap_or_else(|| "no driver".to_owned());
             return Err(HostError::NotOurs { address, driver });
         }
+        if let Some(group) = device.iommu_group.filter(|group| self.is_held(*group)) {
+            // The kernel would wait for whoever has it, for ever.
+            return Err(HostError::Held(address, group));
+        }
         write(&self.folder(address).join("driver_override"), "\n")?;
         self.release(&device)?;
         self.probe(address)
     }
 
-    fn folder(&self, address: Address) -> PathBuf {
+    /// True where a process has the group: only one can.
+    fn is_held(&self, group: u32) -> bool {
+        let file = self.vfio.join(group.to_string());
+        let opened = fs::OpenOptions::new().read(true).write(true).open(file);
+        opened.is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
+    }
+
+    /// Where sysfs shows a device.
+    pub fn folder(&self, address: Address) -> PathBuf {
         self.sys.join(DEVICES).join(address.to_string())
     }
 

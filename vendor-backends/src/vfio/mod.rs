@@ -1,13 +1,63 @@
-//! Physical PCI devices through VFIO.
+//! Physical PCI devices through VFIO, driven by [`crate::mediator`].
 //!
 //! * [`host`]: which devices there are, who drives them, and how they are given to vfio-pci and back
-//! * [`family`]: for each kind of device, what a guest may map of it, what is emulated, and what it never sees
+//! * [`device`]: one device in our hands: its BARs, its interrupt, memory that it may reach
 //! * [`window`]: the DMA addresses of each vGPU
-//! * [`device`]: one device: its BARs, its interrupt, memory that it may reach
-//! * [`edu`]: what the mediator does with those of a family
+//! * [`family`]: for each kind of device, what a guest may map of it, what is emulated, and what it never sees
+//! * [`edu`]: a DMA engine
+//!
+//! A new kind of device is a table in [`family`], a folder, and a line in [`open`].
 
 pub mod device;
 pub mod edu;
 pub mod family;
 pub mod host;
 pub mod window;
+
+use std::sync::Arc;
+
+use mdev_core::units::MIB;
+
+use self::device::{Device, DeviceError};
+use self::edu::EduEngine;
+use self::family::Kind;
+use self::host::{Address, Host};
+use crate::mediator::Hardware;
+
+/// What the parent's name begins with on `vgpud`'s command line.
+pub const BACKEND: &str = "vfio";
+
+/// What an operator chooses for a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// DMA addresses of one vGPU, and so the most memory that its VM may have, for devices that do DMA: a power of two.
+    pub window_bytes: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { window_bytes: 64 * MIB }
+    }
+}
+
+/// Whether this build shares devices of a kind.
+pub fn shares(kind: Kind) -> bool {
+    kind == Kind::Dma
+}
+
+/// Takes a device that is bound to vfio-pci, as a parent of that name.
+pub fn open(
+    name: &str,
+    address: Address,
+    options: Options,
+) -> Result<Arc<dyn Hardware>, DeviceError> {
+    let host = Host::default();
+    let device = Device::open(&host, address)?;
+    match device.family().kind {
+        Kind::Dma => Ok(Arc::new(EduEngine::new(name, device, options.window_bytes)?)),
+        Kind::Framebuffer => Err(DeviceError::Broken {
+            what: "display adapter",
+            how: "cannot be shared by this build",
+        }),
+    }
+}

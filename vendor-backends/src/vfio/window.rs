@@ -48,6 +48,8 @@ impl Window {
 pub struct Windows {
     len: u64,
     owners: Vec<Option<VgpuId>>,
+    /// What of each is in use.
+    places: Vec<Places>,
 }
 
 impl Windows {
@@ -59,7 +61,7 @@ impl Windows {
         let end = 1_u64.checked_shl(dma_bits.into()).unwrap_or(u64::MAX).min(INTERRUPTS);
         let len = len.next_power_of_two().max(mdev_core::units::PAGE_SIZE);
         let count = (end / len).saturating_sub(1).min(256) as usize;
-        Self { len, owners: vec![None; count] }
+        Self { len, owners: vec![None; count], places: vec![Places::default(); count] }
     }
 
     /// Takes one for a vGPU.
@@ -71,7 +73,43 @@ impl Windows {
         let free = self.owners.iter_mut().enumerate().find(|(_, owner)| owner.is_none());
         let (index, owner) = free.ok_or(WindowError::Full(count))?;
         *owner = Some(vgpu);
-        Ok(Window { iova: (index as u64 + 1) * self.len, len: self.len })
+        Ok(self.at(index))
+    }
+
+    /// The end of the first window, which is no vGPU's: for what the mediator itself moves. Address 0 stays unmapped.
+    pub fn mediators(&self, len: u64) -> Option<Window> {
+        let iova = self.len.checked_sub(len).filter(|iova| *iova > 0)?;
+        Some(Window { iova, len })
+    }
+
+    /// How many vGPUs can have one.
+    pub fn count(&self) -> u32 {
+        self.owners.len() as u32
+    }
+
+    /// A vGPU's window.
+    pub fn of(&self, vgpu: VgpuId) -> Option<Window> {
+        let index = self.owners.iter().position(|owner| *owner == Some(vgpu))?;
+        Some(self.at(index))
+    }
+
+    /// A free place in a vGPU's window, and the window.
+    pub fn place(&mut self, vgpu: VgpuId, len: u64) -> Option<(Window, u64)> {
+        let index = self.owners.iter().position(|owner| *owner == Some(vgpu))?;
+        let window = self.at(index);
+        Some((window, self.places[index].take(window, len)?))
+    }
+
+    /// Gives a place back.
+    pub fn give_back_place(&mut self, window: Window, iova: u64) {
+        let index = (window.iova / self.len).checked_sub(1).map(|index| index as usize);
+        if let Some(places) = index.and_then(|index| self.places.get_mut(index)) {
+            places.give_back(window, iova);
+        }
+    }
+
+    fn at(&self, index: usize) -> Window {
+        Window { iova: (index as u64 + 1) * self.len, len: self.len }
     }
 
     /// Gives a vGPU's back.
@@ -79,6 +117,39 @@ impl Windows {
         for owner in self.owners.iter_mut().filter(|owner| **owner == Some(vgpu)) {
             *owner = None;
         }
+    }
+}
+
+/// What of one window is in use: memory comes and goes in pieces of any length.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// First byte and length of each piece, in order.
+    taken: Vec<(u64, u64)>,
+}
+
+impl Places {
+    /// Takes the first gap that is long enough; its address as the device sees it.
+    pub fn take(&mut self, window: Window, len: u64) -> Option<u64> {
+        let mut at = 0;
+        let mut index = 0;
+        for (start, taken) in &self.taken {
+            if start - at >= len {
+                break;
+            }
+            at = start + taken;
+            index += 1;
+        }
+        let end = at.checked_add(len).filter(|_| len > 0)?;
+        if end > window.len {
+            return None;
+        }
+        self.taken.insert(index, (at, len));
+        Some(window.iova + at)
+    }
+
+    /// Gives a piece back, by its address.
+    pub fn give_back(&mut self, window: Window, iova: u64) {
+        self.taken.retain(|(start, _)| window.iova + start != iova);
     }
 }
 
@@ -106,6 +177,34 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn pieces_of_a_window_never_overlap_and_gaps_are_used_again(
+            steps in prop::collection::vec((any::<bool>(), 1..9_u64, 0..8_usize), 0..60),
+        ) {
+            let window = Window { iova: 1 << 26, len: 32 };
+            let (mut places, mut held) = (Places::default(), Vec::<(u64, u64)>::new());
+            for (take, len, which) in steps {
+                if take {
+                    let longest = {
+                        let mut edges: Vec<_> = held.clone();
+                        edges.sort_unstable();
+                        edges.push((window.iova + window.len, 0));
+                        let mut at = window.iova;
+                        edges.iter().map(|(start, len)| { let gap = start - at; at = start + len; gap }).max()
+                    };
+                    let got = places.take(window, len);
+                    prop_assert_eq!(got.is_some(), longest >= Some(len));
+                    if let Some(iova) = got {
+                        prop_assert!(window.translate(iova - window.iova, len).is_ok());
+                        prop_assert!(held.iter().all(|(at, size)| iova + len <= *at || at + size <= iova));
+                        held.push((iova, len));
+                    }
+                } else if which < held.len() {
+                    places.give_back(window, held.swap_remove(which).0);
+                }
+            }
+        }
+
         #[test]
         fn windows_never_overlap_and_translate_only_what_is_theirs(
             bits in 12..=64_u8,

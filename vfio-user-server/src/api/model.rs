@@ -67,7 +67,7 @@ pub struct Parent {
     pub capabilities: Vec<String>,
     /// The scheduling policy in force.
     pub scheduler: String,
-    /// The process that is the GPU, for software parents.
+    /// The process that is the GPU, or that owns it, where there is one.
     pub pid: Option<u32>,
     /// vGPUs that run on it.
     pub running: u32,

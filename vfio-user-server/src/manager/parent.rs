@@ -1,6 +1,7 @@
 //! A physical GPU: started or adopted, watched, lost, started again.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use mdev_core::gpu::{Gpu, GpuCapabilities, GpuDescription, GpuError};
 use mdev_core::ids::VgpuId;
 use mdev_core::partition::Partitions;
 use mdev_core::profile::{self, Profile};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use vendor_backends::mediator::MediatedGpu;
@@ -20,15 +22,18 @@ use super::knobs::Knobs;
 use super::tick::Shares;
 use super::{Manager, Result, Watched, sockets};
 use crate::api::model::{self, ErrorCode, ErrorDetail, ParentState};
-use crate::backend::ParentConfig;
+use crate::backend::{Backend, ParentConfig};
 use crate::spawn::{self, Limits, Process, ProcessRecord};
 use crate::users::Account;
 
-/// How long a new software GPU may take until it answers.
+/// How long a new process that is or owns a GPU may take until it answers. Devices take a while to be reset.
 const START_PATIENCE: Duration = Duration::from_secs(4);
 
 /// How long one that has closed its connection may take to end by itself.
 const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// Most bytes of what one says about why it does not start.
+const MAX_WORDS: u64 = 4096;
 
 /// How long one that is told to end may take.
 const END_PATIENCE: Duration = Duration::from_secs(1);
@@ -39,7 +44,7 @@ const GPU_LOST: &str = "Its GPU is lost; stop it and start it again";
 /// Each vGPU brings a handful of descriptors, and each piece of guest memory one.
 const FILES: u64 = 65_536;
 
-/// What a software GPU was started with: `run.json` in its folder.
+/// What a GPU's process was started with: `run.json` in its folder.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Run {
     process: ProcessRecord,
@@ -134,7 +139,11 @@ impl Parent {
     /// The type of that name.
     pub fn profile(&self, name: &str) -> Result<Profile> {
         let description = self.description.as_ref().ok_or_else(|| {
-            let message = format!("Parent {} has not started yet; try again", self.config.name);
+            let name = &self.config.name;
+            let message = match &self.reason {
+                Some(reason) => format!("Parent {name} does not start: {reason}"),
+                None => format!("Parent {name} has not started yet; try again"),
+            };
             ErrorDetail::new(ErrorCode::Unavailable, message)
         })?;
         profile::find(description, name)
@@ -189,7 +198,7 @@ impl Parent {
         }
     }
 
-    /// Opens it, or starts its software GPU.
+    /// Opens it, or starts the process that is it, or owns it.
     fn launch(&self, folders: &Folders, user: Account) -> std::result::Result<Opened, GpuError> {
         if let Some(opened) = self.config.backend.open() {
             return Ok((None, opened?));
@@ -198,17 +207,17 @@ impl Parent {
         let name = &self.config.name;
         sockets::closed(&folders.parent(name))?;
         let admin = SeqPacketListener::bind(&folders.admin_socket(name))?;
-        let args = [
-            "soft-gpu",
-            "--name",
-            name,
-            "--vram",
-            &vram_bytes.to_string(),
-            "--admin-fd",
-            &spawn::FIRST_FD.to_string(),
-        ];
-        let limits = Limits { files: FILES, user };
-        let process = spawn::role(name, &args.map(String::from), &[admin.as_fd()], limits)?;
+        let words = memfd_create("words", MFdFlags::MFD_CLOEXEC).map_err(io::Error::from)?;
+        let words = File::from(words);
+        let (mut args, starts_as) = self.config.backend.role(user);
+        args.extend(["--name".to_owned(), name.clone()]);
+        args.extend(["--admin-fd".to_owned(), spawn::FIRST_FD.to_string()]);
+        let limits = Limits { files: FILES, user: starts_as };
+        let mut fds = vec![admin.as_fd()];
+        if matches!(self.config.backend, Backend::Vfio { .. }) {
+            fds.push(words.as_fd());
+        }
+        let process = spawn::role(name, &args, &fds, limits)?;
         drop(admin);
         match connect(folders, name) {
             Ok(gpu) => {
@@ -217,8 +226,11 @@ impl Parent {
                 Ok((Some(process), Box::new(gpu)))
             }
             Err(error) => {
-                // How it ended says more than that it does not answer.
+                // How it ended says more than that it does not answer, and its own words say more than that.
                 let told = process.end(LAST_WORDS).unwrap_or_default();
+                if let Some(words) = last_words(words) {
+                    return Err(GpuError::Lost(words));
+                }
                 let why = match error {
                     GpuError::Lost(why) => why,
                     other => other.to_string(),
@@ -248,9 +260,10 @@ impl Parent {
             folders::remove(&folder);
             return false;
         };
+        let vram_bytes = self.config.backend.vram_bytes();
         match connect(folders, &self.config.name) {
             Ok(gpu) => {
-                if run.vram_bytes != self.config.backend.vram_bytes() {
+                if run.vram_bytes != vram_bytes {
                     log::warn!(
                         "Parent {} keeps its {} MiB of video memory until it is started again",
                         self.config.name,
@@ -290,6 +303,15 @@ impl Parent {
         }
         folders::remove(&folders.parent(&self.config.name));
     }
+}
+
+/// What a process wrote before it ended.
+fn last_words(file: File) -> Option<String> {
+    let mut file = file;
+    let mut text = String::new();
+    file.rewind().ok()?;
+    file.take(MAX_WORDS).read_to_string(&mut text).ok()?;
+    Some(text).filter(|text| !text.is_empty())
 }
 
 fn connect(folders: &Folders, name: &str) -> std::result::Result<MediatedGpu, GpuError> {

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use serde::Serialize;
+use vendor_backends::vfio;
 use vendor_backends::vfio::host::{Host, HostError, PciDevice};
 use vfio_user_server::api::model::{ErrorCode, ErrorDetail};
 
@@ -86,6 +87,16 @@ fn candidate(device: PciDevice) -> Candidate {
                 ),
             )
         }
+        _ if device.family().is_some_and(|family| vfio::shares(family.kind)) => {
+            let share = format!("vgpud run --parent vfio:{address}");
+            if device.is_bound() {
+                let back = format!("vgpuctl parents unbind {address}");
+                (true, format!("Share it: {share}; give it back: {back}"))
+            } else {
+                let bind = format!("vgpuctl parents bind {address}");
+                (false, format!("Give it to vfio-pci: {bind}; then: {share}"))
+            }
+        }
         (_, Some(driver)) if device.is_bound() => {
             (false, format!("{driver} has it; give it back: vgpuctl parents unbind {address}"))
         }
@@ -98,9 +109,10 @@ fn failure(error: &HostError) -> Failure {
     let code = match error {
         HostError::Address(_) => ErrorCode::Invalid,
         HostError::NoDevice(_) => ErrorCode::NotFound,
-        HostError::Busy { .. } | HostError::NotAlone { .. } | HostError::NotOurs { .. } => {
-            ErrorCode::InUse
-        }
+        HostError::Busy { .. }
+        | HostError::NotAlone { .. }
+        | HostError::NotOurs { .. }
+        | HostError::Held(..) => ErrorCode::InUse,
         _ => return Failure::Local(error.to_string()),
     };
     Failure::Refused(ErrorDetail { code, message: error.to_string() })

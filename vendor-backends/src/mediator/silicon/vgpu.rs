@@ -131,7 +131,7 @@ impl Vgpu {
             last: 0,
             faults: 0,
             last_fault_ns: 0,
-            quotas: Quotas::default(),
+            quotas: Quotas { hang_timeout: hardware.pace().hang, ..Quotas::default() },
             bucket: None,
             hold: Some(hold),
         };

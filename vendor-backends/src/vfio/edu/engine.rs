@@ -1,15 +1,14 @@
-//! QEMU's `edu` as a DMA engine that several vGPUs may use, one transfer after the other.
-//!
-//! A transfer is named by an address of the vGPU's own memory. It is translated into the vGPU's window here, and what is
-//! not in it never gets to the device.
+//! The registers of `edu`, and one transfer after the other.
 
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::device::{Device, DeviceError};
-use super::window::Window;
+use crate::vfio::device::{Device, DeviceError};
+use crate::vfio::window::Window;
 
 mod reg {
     pub const IDENTIFICATION: u64 = 0x00;
@@ -115,10 +114,14 @@ impl Edu {
         self.store(reg::DMA_COMMAND, START | from | INTERRUPT)?;
         let deadline = Instant::now() + PATIENCE;
         while self.done.read().is_err() {
-            if Instant::now() > deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
                 return Err(broken("did not interrupt at the end of a transfer"));
             }
-            thread::sleep(PAUSE);
+            // SAFETY: the descriptor is the event's, which lives as long as what is borrowed.
+            let fd = unsafe { BorrowedFd::borrow_raw(self.done.as_raw_fd()) };
+            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            let _ = poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], timeout);
         }
         let raised = self.load(reg::INTERRUPT_STATUS)?;
         self.store(reg::INTERRUPT_ACKNOWLEDGE, raised)?;

@@ -1,0 +1,95 @@
+//! A host in a VM, with an IOMMU, an `edu` and a display adapter that vfio-pci has, and this program inside: a test boots
+//! the VM and runs itself in it.
+
+#![allow(dead_code, reason = "each test program uses a part")]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::time::Duration;
+
+use lab::Lab;
+use lab::progress::Progress;
+use lab::qemu::{Vm, VmSpec};
+use lab::vfio;
+
+/// How long a command inside may take.
+pub const LIMIT: Duration = Duration::from_secs(60);
+/// The display adapter inside.
+pub const DISPLAY: &str = "0000:00:02.0";
+/// The DMA engine inside.
+pub const EDU: &str = "0000:00:03.0";
+/// Set where this program runs inside.
+const INSIDE: &str = "TESSERA_INSIDE";
+
+/// Where a test runs the second time: as this same program, inside the VM.
+pub fn is_inside() -> bool {
+    std::env::var_os(INSIDE).is_some()
+}
+
+/// Runs a command inside that is to succeed.
+pub fn ok(vm: &mut Vm, command: &str) -> String {
+    vm.guest.run(command, LIMIT).unwrap().success().unwrap().stdout
+}
+
+/// Runs one that is to fail; what it said, in one line.
+pub fn refused(vm: &mut Vm, command: &str) -> String {
+    let output = vm.guest.run(command, LIMIT).unwrap();
+    assert_ne!(output.status, 0, "{command}: {}", output.stdout);
+    assert_eq!(output.stderr.lines().count(), 1, "{command}: {}", output.stderr);
+    output.stderr
+}
+
+/// The VM.
+pub struct Nested {
+    pub vm: Vm,
+    program: String,
+    pub folder: tempfile::TempDir,
+}
+
+impl Nested {
+    /// Boots one and gives both devices to vfio-pci.
+    pub fn boot() -> Self {
+        Self::boot_as(&VmSpec { memory_mib: 512, ..vfio::machine("host") })
+    }
+
+    /// One whose clock jumps over what it would wait for: an `edu` takes a tenth of a second for each 4 KiB.
+    pub fn boot_in_virtual_time() -> Self {
+        let spec = VmSpec { memory_mib: 512, virtual_time: true, ..vfio::machine("host") };
+        Self::boot_as(&spec)
+    }
+
+    fn boot_as(spec: &VmSpec) -> Self {
+        let progress = Progress::new();
+        let folder = tempfile::tempdir().unwrap();
+        let (lab, programs) = Lab::open_with_host(&progress).unwrap();
+        let program = std::env::current_exe().unwrap();
+        let [vgpuctl, vgpud] = ["vgpuctl", "vgpud"].map(|name| programs.find(name).unwrap());
+        let host = vfio::lab(&lab, &[vgpuctl, vgpud, &program], folder.path(), &progress).unwrap();
+        let mut vm = Vm::boot(&host, spec, &folder.path().join("vm")).unwrap();
+        ok(&mut vm, vfio::LOAD);
+        for address in [DISPLAY, EDU] {
+            ok(&mut vm, &format!("vgpuctl parents bind {address}"));
+        }
+        let program = program.file_name().unwrap().to_string_lossy().into_owned();
+        Self { vm, program, folder }
+    }
+
+    /// Runs a test of this program inside; what it printed.
+    pub fn run(&mut self, test: &str, limit: Duration) -> String {
+        let program = &self.program;
+        // On the console too: that is where somebody looks whose test hangs.
+        let command = format!(
+            "(: > /tmp/log; tail -f /tmp/log > /dev/ttyS0 & {INSIDE}=1 /bin/{program} --ignored --exact {test} \
+             --nocapture > /tmp/log 2>&1; status=$?; kill %1 2> /dev/null; cat /tmp/log; exit $status)"
+        );
+        let output = self.vm.guest.run(&command, limit).unwrap();
+        assert_eq!(output.status, 0, "{}", output.stdout);
+        assert!(output.stdout.contains("1 passed"), "{}", output.stdout);
+        output.stdout
+    }
+
+    /// What the IOMMU has complained about so far.
+    pub fn faults(&mut self) -> usize {
+        let count = ok(&mut self.vm, "dmesg | grep DMAR | grep -c 'fault' || true");
+        count.trim().parse().unwrap()
+    }
+}
