@@ -26,6 +26,7 @@ Examples:
   vgpuctl view UUID                                   its screen, live
   vgpuctl web                                         all of it in a browser
   vgpuctl screenshot -u UUID -o screen.png            a picture of its screen
+  vgpuctl focus UUID                                  its screen on the GPU's own
 
 Exit status:
   0  done
@@ -86,6 +87,8 @@ pub enum Command {
     Web(Web),
     /// Save what is on a vGPU's screen as a PNG file.
     Screenshot(Screenshot),
+    /// Put a vGPU's screen on the physical one, let vGPUs take turns there, or say who is there.
+    Focus(Focus),
     /// Take over definitions from a tree of mdevctl's: says what would be done, and does it with --apply.
     Import(Import),
     /// mdevctl's, for udev. vgpud starts vGPUs by itself.
@@ -531,7 +534,7 @@ pub struct View {
     /// Its uuid.
     #[arg(
         id = "flagged",
-        short,
+        short = 'u',
         long = "uuid",
         value_name = "UUID",
         conflicts_with = "positional"
@@ -582,6 +585,47 @@ pub struct Screenshot {
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+For parents with a physical screen: display adapters (vfio:ADDRESS). One vGPU at a time is on it;
+if that one stops, the next takes its place. A vGPU that is put there stays, and turns end; both
+last until they are changed, also over restarts of vgpud.
+
+Examples:
+  vgpuctl focus                                    who is on which screen
+  vgpuctl focus UUID                               this one, from now on
+  vgpuctl focus --rotate 10                        each in turn, for 10 seconds: for kiosks
+  vgpuctl focus --rotate 10 -p 0000:3b:00.0        the same where there are several screens
+  vgpuctl focus --rotate off                       whoever is there stays")]
+pub struct Focus {
+    /// The vGPU that is to be seen.
+    #[arg(value_name = "UUID", conflicts_with_all = ["rotate", "parent"])]
+    pub positional: Option<VgpuId>,
+    /// The vGPU that is to be seen.
+    #[arg(
+        id = "flagged",
+        short = 'u',
+        long = "uuid",
+        value_name = "UUID",
+        conflicts_with_all = ["positional", "rotate", "parent"]
+    )]
+    pub flagged: Option<VgpuId>,
+    /// Show the vGPUs in turn, each for so many seconds; off ends that. Those without a picture are
+    /// passed over.
+    #[arg(long, value_name = "SECONDS|off", value_parser = turns)]
+    pub rotate: Option<Turns>,
+    /// The parent. Needed for a change where several have a screen.
+    #[arg(short, long)]
+    pub parent: Option<String>,
+    /// Format of the answer: with --output json, what was changed is printed too.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+/// How long each is shown, or that there are no turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turns(pub Option<u64>);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -650,6 +694,17 @@ fn milliseconds(text: &str) -> Result<u64, String> {
         #[allow(clippy::cast_sign_loss)]
         Ok(ms) if plain && ms.is_finite() => Ok((ms * 1e3).round() as u64),
         _ => Err("give milliseconds, for example 0.5 or 2".to_owned()),
+    }
+}
+
+fn turns(text: &str) -> Result<Turns, String> {
+    match text {
+        "off" => Ok(Turns(None)),
+        // What is out of bounds is for vgpud to say.
+        _ => text
+            .parse()
+            .map(|seconds| Turns(Some(seconds)))
+            .map_err(|_| "give whole seconds, for example 10, or off".to_owned()),
     }
 }
 

@@ -126,6 +126,9 @@ pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
             VgpuState::Failed => notes.push("failed"),
             VgpuState::Running | VgpuState::Stopped => {}
         }
+        if vgpu.focus == Some(true) {
+            notes.push("on the screen");
+        }
         if !notes.is_empty() {
             let _ = write!(text, " ({})", notes.join(", "));
         }

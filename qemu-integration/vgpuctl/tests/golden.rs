@@ -25,6 +25,8 @@ const RUNNING: &str = "11111111-1111-4111-8111-111111111111";
 const DEFINED: &str = "22222222-2222-4222-8222-222222222222";
 const TRANSIENT: &str = "33333333-3333-4333-8333-333333333333";
 const FAILED: &str = "44444444-4444-4444-8444-444444444444";
+const ON_SCREEN: &str = "55555555-5555-4555-8555-555555555555";
+const SCREEN: &str = "0000:3b:00.0";
 const NONE: &str = "99999999-9999-4999-8999-999999999999";
 
 type Requests = Arc<Mutex<Vec<String>>>;
@@ -48,11 +50,14 @@ fn vgpus() -> Value {
     running["live_attrs"] = json!([{ "core": "70" }, { "priority": "high" }]);
     let mut defined = vgpu(DEFINED, "SOFT-256MC", &json!([]), true, "stopped");
     defined["parent"] = json!("soft1");
+    let mut on_screen = vgpu(ON_SCREEN, "BOCHS-8MQ", &json!([]), true, "running");
+    on_screen["parent"] = json!(SCREEN);
+    on_screen["focus"] = json!(true);
     let mut transient = vgpu(TRANSIENT, "SOFT-1Q", &json!([{ "core": "20" }]), false, "running");
     transient["warnings"] = json!(["guest memory is not shared: use share=on"]);
     let mut failed = vgpu(FAILED, "SOFT-1Q", &json!([]), true, "failed");
     failed["reason"] = json!("The GPU is lost");
-    json!([running, transient, failed, defined])
+    json!([running, transient, failed, defined, on_screen])
 }
 
 fn types() -> Value {
@@ -77,6 +82,17 @@ fn parent(name: &str) -> Value {
         "state": "ready", "vram_bytes": 8_u64 << 30, "vram_free_bytes": 6_u64 << 30,
         "capabilities": ["compute"], "scheduler": "weighted", "pid": 4710, "running": 2,
     })
+}
+
+fn screen(rotate_seconds: Option<u64>) -> Value {
+    json!({ "parent": SCREEN, "focus": ON_SCREEN, "rotate_seconds": rotate_seconds })
+}
+
+fn parent_with_screen() -> Value {
+    let mut parent = parent(SCREEN);
+    parent["backend"] = json!("vfio");
+    parent["screen"] = screen(Some(10));
+    parent
 }
 
 fn stats() -> Value {
@@ -169,7 +185,23 @@ async fn answer(
             (400, refused("invalid", "A time slice is 0.1 to 30 ms, not 0.05 ms"))
         }
         ("PATCH", "/v1/schedulers/soft0") => (200, scheduler("soft0")),
-        ("GET", "/v1/parents") => (200, json!([parent("soft0"), parent("soft1")])),
+        ("GET", "/v1/parents") => {
+            (200, json!([parent("soft0"), parent("soft1"), parent_with_screen()]))
+        }
+        ("POST", _) if path == format!("/v1/parents/{SCREEN}/rotation") => (200, screen(Some(20))),
+        ("POST", "/v1/parents/soft0/rotation") => (
+            409,
+            refused(
+                "conflict",
+                "Parent soft0 has no physical screen, so its vGPUs cannot take turns on it",
+            ),
+        ),
+        ("POST", _) if uuid == ON_SCREEN && path.ends_with("/focus") => {
+            (200, json!({ "parent": SCREEN, "focus": ON_SCREEN, "switch_us": 210 }))
+        }
+        ("POST", _) if uuid == RUNNING && path.ends_with("/focus") => {
+            (409, refused("conflict", "vGPU is on parent soft0, which has no physical screen"))
+        }
         ("GET", "/v1/vgpus") => (200, all.clone()),
         ("GET", "/v1/version") => (
             200,
@@ -213,8 +245,13 @@ fn serve(socket: &Path, requests: Requests) {
 
 /// One command line, and all that came of it.
 fn transcript(dir: &Path, requests: &Requests, line: &str) -> String {
-    let words =
-        [("RUNNING", RUNNING), ("DEFINED", DEFINED), ("TRANSIENT", TRANSIENT), ("NONE", NONE)];
+    let words = [
+        ("RUNNING", RUNNING),
+        ("DEFINED", DEFINED),
+        ("TRANSIENT", TRANSIENT),
+        ("NONE", NONE),
+        ("ON_SCREEN", ON_SCREEN),
+    ];
     let full = words.iter().fold(line.to_owned(), |line, (word, uuid)| line.replace(word, uuid));
     let output = Command::new(env!("CARGO_BIN_EXE_vgpuctl"))
         .current_dir(dir)
@@ -334,6 +371,24 @@ const CASES: &[(&str, &[&str])] = &[
             "undefine -u DEFINED -p soft0",
             "undefine -u DEFINED --output json",
             "undefine -u NONE",
+        ],
+    ),
+    (
+        "focus",
+        &[
+            "focus",
+            "focus --output json",
+            "focus -p soft0",
+            "focus -p soft9",
+            "focus ON_SCREEN",
+            "focus -u ON_SCREEN --output json",
+            "focus RUNNING",
+            "focus NONE",
+            "focus --rotate 20",
+            "focus --rotate off -p 0000:3b:00.0 --output json",
+            "focus --rotate 5 -p soft0",
+            "focus --rotate soon",
+            "focus --help",
         ],
     ),
     (

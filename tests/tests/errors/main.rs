@@ -37,6 +37,7 @@ const BEYOND: &[(&str, &str)] = &[
     ("Cannot reserve descriptors", "the host has no descriptors left"),
     ("Cannot lock ", "a file system without locks"),
     ("The manager is shutting down", "a request in the last millisecond"),
+    ("Which parent's screen is meant? ", "a host with two display adapters as parents"),
     ("There is no parent", "a vgpud without any: its command line always has one"),
     ("The worker speaks version ", "a worker of another release"),
     ("The worker's answer was unexpected", "a worker of another release"),

@@ -96,6 +96,11 @@ fn by_the_api() -> Result<Vec<String>> {
             ),
             409,
         ),
+        ("POST", vgpu(RUNS, "/focus"), None, 409),
+        ("POST", vgpu(STOPPED, "/focus"), None, 409),
+        ("POST", "/v1/parents/soft0/rotation".into(), Some(json!({ "seconds": 5 })), 409),
+        ("POST", "/v1/parents/soft9/rotation".into(), Some(json!({})), 404),
+        ("POST", "/v1/parents/soft0/rotation".into(), Some(json!({ "seconds": 0 })), 400),
         ("PATCH", "/v1/schedulers/soft9".into(), Some(json!({})), 404),
         ("PATCH", scheduler.clone(), Some(json!({ "overcommit": false })), 409),
         ("PATCH", scheduler.clone(), Some(json!({ "averaging_factor": 0 })), 400),
@@ -160,6 +165,9 @@ fn by_the_cli() -> Result<Vec<String>> {
         ("top -p soft0".into(), 2),
         (format!("stats -u {STOPPED}"), 5),
         (format!("screenshot -u {NONE} -o /dev/null"), 4),
+        (format!("focus {RUNS}"), 5),
+        ("focus --rotate 5".into(), 5),
+        ("focus -p soft9".into(), 4),
         (
             format!(
                 "qemu-args -u {RUNS} -- qemu -object memory-backend-ram,id=m,size=1G -M pc,memory-backend=m"

@@ -9,7 +9,7 @@ use utoipa::OpenApi;
 use super::access::{self, Guard, Rules};
 use super::request::{no_such_method, no_such_path};
 use super::service::Api;
-use super::{consoles, parents, schedulers, statistics, vgpus};
+use super::{consoles, parents, schedulers, screens, statistics, vgpus};
 
 /// Longest request body. A definition is a few hundred bytes.
 const MAX_BODY: usize = 64 << 10;
@@ -33,6 +33,8 @@ const MAX_BODY: usize = 64 << 10;
         vgpus::start,
         vgpus::stop,
         vgpus::picture,
+        screens::focus,
+        screens::rotate,
         consoles::open,
         consoles::web,
         statistics::stats,
@@ -58,12 +60,14 @@ pub fn router(api: Api, rules: Rules) -> Router {
     Router::new()
         .route("/v1/version", get(parents::version))
         .route("/v1/parents", get(parents::parents))
+        .route("/v1/parents/{parent}/rotation", post(screens::rotate))
         .route("/v1/types", get(parents::types))
         .route("/v1/vgpus", get(vgpus::list).post(vgpus::create))
         .route("/v1/vgpus/{uuid}", get(vgpus::show).patch(vgpus::modify).delete(vgpus::undefine))
         .route("/v1/vgpus/{uuid}/start", post(vgpus::start))
         .route("/v1/vgpus/{uuid}/stop", post(vgpus::stop))
         .route("/v1/vgpus/{uuid}/screenshot", get(vgpus::picture))
+        .route("/v1/vgpus/{uuid}/focus", post(screens::focus))
         .route("/v1/vgpus/{uuid}/console", post(consoles::open))
         .route("/v1/web", post(consoles::web))
         .route("/v1/stats", get(statistics::stats))

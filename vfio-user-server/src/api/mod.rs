@@ -5,6 +5,7 @@
 //! * [`access`]: who may ask for what
 //! * [`http`]: the paths; `request`: what they have in common; `service`: questions to the manager and the workers
 //! * `parents`, `schedulers`, `statistics`, `vgpus`: what each path does
+//! * [`screens`]: physical screens, and who is on them
 //! * `user`: who a VM is
 //! * [`metrics`]: the statistics as Prometheus reads them
 //! * [`consoles`]: a vGPU's screen, live (see [`crate::console`])
@@ -21,6 +22,7 @@ pub mod pictures;
 pub(crate) mod request;
 mod schedulers;
 pub mod scheduling;
+pub mod screens;
 pub mod screenshot;
 pub(crate) mod service;
 mod statistics;

@@ -15,6 +15,7 @@ use crate::private::AttachedClient;
 
 pub use super::measuring::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};
 pub use super::scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
+pub use super::screens::{Focused, PhysicalScreen, Rotate};
 
 /// One attribute, in mdevctl's shape: an object with one member, `{"core": "80"}`.
 pub type Attribute = BTreeMap<String, String>;
@@ -71,6 +72,9 @@ pub struct Parent {
     pub pid: Option<u32>,
     /// vGPUs that run on it.
     pub running: u32,
+    /// Its physical screen, where it has one.
+    #[serde(default)]
+    pub screen: Option<PhysicalScreen>,
 }
 
 /// A parent with what it offers: one of `GET /v1/types`.
@@ -160,6 +164,9 @@ pub struct Vgpu {
     pub pid: Option<u32>,
     /// The VM that is attached.
     pub vm: Option<AttachedClient>,
+    /// Whether it is the one on its parent's physical screen, while it runs on a parent that has one.
+    #[serde(default)]
+    pub focus: Option<bool>,
     /// What the operator should know about the attached VM, for example memory that is not shared.
     pub warnings: Vec<String>,
 }

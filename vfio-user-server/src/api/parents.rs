@@ -6,7 +6,7 @@ use axum::extract::State;
 use super::model::{Parent, ParentTypes, Version};
 use super::request::Refusal;
 use super::service::Api;
-use crate::manager::Result;
+use crate::manager::{Manager, Result};
 
 /// Who answers, in which version.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version, description = "The version")))]
@@ -20,7 +20,7 @@ pub async fn version(State(api): State<Api>) -> Json<Version> {
     Refusal,
 ))]
 pub async fn parents(State(api): State<Api>) -> Result<Json<Vec<Parent>>> {
-    Ok(Json(api.read(|manager| manager.parents()).await?))
+    Ok(Json(api.read(Manager::parents).await?))
 }
 
 /// The types that each physical GPU offers, and how many more of each can be started.

@@ -89,7 +89,7 @@ impl Api {
 
     /// All vGPUs, with what their workers know.
     pub async fn all(&self) -> Result<Json<Vec<Vgpu>>> {
-        let listed = self.ask(|manager| manager.list()).await?;
+        let listed = self.ask(Manager::list).await?;
         let controls = listed.iter().map(|one| one.control.clone()).collect();
         let answers = self.ask_workers(controls).await;
         let all = listed.into_iter().zip(answers).map(|(one, answer)| completed(one, answer));

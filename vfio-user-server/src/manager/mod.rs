@@ -11,6 +11,7 @@
 //! * [`ask`]: questions to a worker
 //! * `quotas`: what a vGPU may have besides time
 //! * `knobs`, `scheduler`: how a parent's time is to be divided, and what the API asks and changes of that
+//! * `screens`: who is on physical screens, and whether vGPUs take turns there
 //! * `service`: what systemd is told, and what it gives us
 //! * `tick`: measuring shares and enforcing them; `stats`: what was measured
 //! * `adopt`: finding what an earlier manager left running
@@ -42,6 +43,7 @@ mod quotas;
 mod requests;
 mod run;
 mod scheduler;
+mod screens;
 mod service;
 mod sockets;
 mod stats;
@@ -58,6 +60,7 @@ pub use crate::backend::ParentConfig;
 use folders::Folders;
 use knobs::Knobs;
 use parent::Parent;
+use screens::Rotation;
 use service::Service;
 use vgpu::Vgpu;
 
@@ -187,7 +190,8 @@ impl Manager {
             format!("Cannot use the configuration directory {}", config.config_dir.display())
         })?;
         let parent = |config: &ParentConfig| {
-            Parent::new(config.clone(), Knobs::load(store.dir(), &config.name))
+            let rotation = Rotation::load(store.dir(), &config.name);
+            Parent::new(config.clone(), Knobs::load(store.dir(), &config.name), rotation)
         };
         let parents = config.parents.iter().map(parent).collect();
         Ok(Self {

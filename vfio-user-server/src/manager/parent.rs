@@ -19,6 +19,7 @@ use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 use super::backoff::Backoff;
 use super::folders::{self, Folders};
 use super::knobs::Knobs;
+use super::screens::Rotation;
 use super::tick::Shares;
 use super::{Manager, Result, Watched, sockets};
 use crate::api::model::{self, ErrorCode, ErrorDetail, ParentState};
@@ -74,6 +75,10 @@ pub struct Parent {
     pub shares: Shares,
     /// How its time is to be divided.
     pub knobs: Knobs,
+    /// Whether vGPUs take turns on its screen.
+    pub rotation: Rotation,
+    /// Its screen, as it was when it was last asked.
+    pub screen: Option<model::PhysicalScreen>,
     /// When its counters are to be read.
     pub next_read: Option<Instant>,
     /// When they were read.
@@ -82,7 +87,7 @@ pub struct Parent {
 
 impl Parent {
     /// One that is to be started.
-    pub fn new(config: ParentConfig, knobs: Knobs) -> Self {
+    pub fn new(config: ParentConfig, knobs: Knobs, rotation: Rotation) -> Self {
         Self {
             partitions: Partitions::new(config.backend.vram_bytes()),
             config,
@@ -96,6 +101,8 @@ impl Parent {
             reason: None,
             shares: Shares::with_knobs(&knobs),
             knobs,
+            rotation,
+            screen: None,
             next_read: None,
             last_read: None,
         }
@@ -136,6 +143,11 @@ impl Parent {
         self.description.as_ref().map_or(GpuCapabilities::empty(), |gpu| gpu.capabilities)
     }
 
+    /// Whether it has a physical screen.
+    pub fn has_screen(&self) -> bool {
+        self.capabilities().contains(GpuCapabilities::SCANOUT)
+    }
+
     /// The type of that name.
     pub fn profile(&self, name: &str) -> Result<Profile> {
         let description = self.description.as_ref().ok_or_else(|| {
@@ -173,6 +185,7 @@ impl Parent {
             scheduler: self.shares.policy_name(),
             pid: self.process.as_ref().map(Process::pid),
             running: running as u32,
+            screen: self.screen.clone(),
         }
     }
 
@@ -282,7 +295,8 @@ impl Parent {
         }
     }
 
-    fn took_up(&mut self, process: Option<Process>, gpu: Box<dyn Gpu>) {
+    fn took_up(&mut self, process: Option<Process>, mut gpu: Box<dyn Gpu>) {
+        self.rotation.tell(&mut *gpu);
         let description = gpu.describe().clone();
         self.partitions = Partitions::new(description.vram_bytes);
         self.shares = Shares::of(&description, &self.knobs);
@@ -399,6 +413,7 @@ impl Manager {
         parent.partitions = Partitions::new(parent.partitions.total());
         parent.shares = Shares::with_knobs(&parent.knobs);
         parent.next_read = None;
+        parent.screen = None;
         let pause = parent.backoff.after_death(parent.since.elapsed());
         parent.retry_at = Some(Instant::now() + pause);
         parent.reason = Some(why);

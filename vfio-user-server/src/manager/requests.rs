@@ -89,7 +89,8 @@ fn attrs_view(attrs: &Attrs) -> Vec<Attribute> {
 
 impl Manager {
     /// All physical GPUs.
-    pub fn parents(&self) -> Vec<model::Parent> {
+    pub fn parents(&mut self) -> Vec<model::Parent> {
+        self.look_at_screens();
         let running = |name| self.vgpus.values().filter(|vgpu| vgpu.parent == name).count();
         self.parents.iter().map(|parent| parent.view(running(parent.name()))).collect()
     }
@@ -100,7 +101,8 @@ impl Manager {
     }
 
     /// All vGPUs, in the order of parents and then of uuids.
-    pub fn list(&self) -> Result<Vec<Listed>> {
+    pub fn list(&mut self) -> Result<Vec<Listed>> {
+        self.look_at_screens();
         let scan = self.store.scan().map_err(store_error)?;
         for problem in &scan.problems {
             log::warn!("{}", problem.error);
@@ -120,7 +122,8 @@ impl Manager {
     }
 
     /// One vGPU.
-    pub fn show(&self, id: VgpuId) -> Result<Listed> {
+    pub fn show(&mut self, id: VgpuId) -> Result<Listed> {
+        self.look_at_screens();
         let stored = self.definition(id)?;
         if stored.is_none() && !self.vgpus.contains_key(&id) {
             return Err(not_defined(id));
@@ -160,6 +163,7 @@ impl Manager {
                     .map(|_| self.folders.vfio_socket(id).to_string_lossy().into_owned()),
                 pid: process.map(crate::spawn::Process::pid),
                 vm: None,
+                focus: self.has_focus(id),
                 warnings: Vec::new(),
             },
         }

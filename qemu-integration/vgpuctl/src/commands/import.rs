@@ -231,6 +231,7 @@ fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
         socket: None,
         pid: None,
         vm: None,
+        focus: None,
         warnings: Vec::new(),
     }
 }

@@ -5,11 +5,13 @@
 //! * [`stats`], [`scheduler`]: the verbs of these names
 //! * [`parents`]: the host's physical devices
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
+//! * [`focus`]: physical screens
 //! * [`import`]: definitions of mdevctl's
 //! * [`libvirt`]: `libvirt ...`
 //! * [`view`]: a screen, live; [`web`]: all of it in a browser
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
+mod focus;
 mod generate;
 mod import;
 mod libvirt;
@@ -50,6 +52,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::View(args) => view::view(&client, args).await,
         Command::Web(args) => web::web(&client, args).await,
         Command::Screenshot(args) => vm::screenshot(&client, args).await,
+        Command::Focus(args) => focus::focus(&client, args).await,
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
         Command::Libvirt(args) => libvirt::libvirt(&client, args).await,

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::api::model::{Decided, Parent, SchedulerDecision, Stats, Vgpu, VgpuState, VgpuStats};
 use crate::api::service::Api;
+use crate::manager::Manager;
 
 /// Samples that are kept: five minutes of a page that looks.
 const SAMPLES: usize = 300;
@@ -123,8 +124,7 @@ impl History {
     }
 
     async fn look(&self, api: &Api) {
-        let answers =
-            (api.all().await, api.stats().await, api.read(|manager| manager.parents()).await);
+        let answers = (api.all().await, api.stats().await, api.read(Manager::parents).await);
         let (Ok(vgpus), Ok(stats), Ok(parents)) = answers else { return };
         let mut decisions = Vec::new();
         for parent in &parents {

@@ -1,0 +1,95 @@
+//! `focus`
+
+use std::fmt::Write as _;
+
+use mdev_core::ids::VgpuId;
+use vfio_user_server::api::model::{
+    ErrorCode, ErrorDetail, Focused, Parent, PhysicalScreen, Rotate,
+};
+
+use super::read::no_parent;
+use crate::cli::{Focus as Args, Output, Turns};
+use crate::client::{Client, vgpu_path};
+use crate::failure::Failure;
+use crate::mdevctl::pretty;
+
+/// `focus`
+pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
+    if let Some(uuid) = args.positional.or(args.flagged) {
+        return show(client, uuid, args.output).await;
+    }
+    let parents: Vec<Parent> = client.get("/v1/parents").await?;
+    if let Some(turns) = args.rotate {
+        let parent = match args.parent {
+            Some(parent) => parent,
+            None => only_screen(&parents)?,
+        };
+        return rotate(client, &parent, turns, args.output).await;
+    }
+    let names: Vec<_> = parents.iter().map(|parent| parent.name.clone()).collect();
+    if let Some(parent) = args.parent.as_ref().filter(|parent| !names.contains(parent)) {
+        return Err(no_parent(parent, &names));
+    }
+    let asked = |parent: &Parent| args.parent.as_ref().is_none_or(|name| parent.name == *name);
+    let screens: Vec<_> =
+        parents.into_iter().filter(asked).filter_map(|parent| parent.screen).collect();
+    match args.output {
+        Output::Json => pretty(&screens),
+        Output::Text => Ok(screens.iter().map(line).collect::<String>().into_bytes()),
+    }
+}
+
+/// Puts a vGPU on its parent's screen.
+async fn show(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, Failure> {
+    let shown: Focused = client.post(&format!("{}/focus", vgpu_path(uuid)), &()).await?;
+    match output {
+        Output::Json => pretty(&shown),
+        Output::Text => Ok(Vec::new()),
+    }
+}
+
+/// Lets a parent's vGPUs take turns on its screen, or ends that.
+async fn rotate(
+    client: &Client,
+    parent: &str,
+    turns: Turns,
+    output: Output,
+) -> Result<Vec<u8>, Failure> {
+    let path = format!("/v1/parents/{parent}/rotation");
+    let screen: PhysicalScreen = client.post(&path, &Rotate { seconds: turns.0 }).await?;
+    match output {
+        Output::Json => pretty(&screen),
+        Output::Text => Ok(Vec::new()),
+    }
+}
+
+/// The parent that is meant where none is named.
+fn only_screen(parents: &[Parent]) -> Result<String, Failure> {
+    let with: Vec<_> = parents.iter().filter(|parent| parent.screen.is_some()).collect();
+    match with.as_slice() {
+        [only] => Ok(only.name.clone()),
+        [] => {
+            let message = "No parent has a physical screen".to_owned();
+            Err(Failure::Refused(ErrorDetail { code: ErrorCode::Conflict, message }))
+        }
+        several => {
+            let names: Vec<_> = several.iter().map(|parent| parent.name.as_str()).collect();
+            let what =
+                format!("Which parent's screen is meant? Name it with -p: {}", names.join(", "));
+            Err(Failure::Usage(what))
+        }
+    }
+}
+
+fn line(screen: &PhysicalScreen) -> String {
+    let mut line = format!("{} ", screen.parent);
+    // A String takes whatever is written to it.
+    let _ = match screen.focus {
+        Some(uuid) => write!(line, "{uuid}"),
+        None => write!(line, "nobody"),
+    };
+    if let Some(seconds) = screen.rotate_seconds {
+        let _ = write!(line, " (in turn, {seconds} s each)");
+    }
+    line + "\n"
+}
