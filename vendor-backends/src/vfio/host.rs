@@ -393,7 +393,7 @@ mod tests {
             fs::create_dir_all(&folder).unwrap();
             for (name, text) in [
                 ("vendor", "0x1234"),
-                ("device", "0x1111"),
+                ("device", if address == GPU { "0x1111" } else { "0x293e" }),
                 ("class", class),
                 ("driver_override", ""),
             ] {
