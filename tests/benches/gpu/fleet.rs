@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use system_tests::{Vgpud, kill_process};
 
 use crate::GpuKind;
+use crate::diary::Diary;
 use crate::tenant::Tenant;
 
 /// A daemon and its strangers. The order is that of their end.
@@ -50,14 +51,19 @@ impl Fleet {
 
     /// Engine time that each has used, in seconds.
     pub fn used(&self) -> Result<Vec<f64>> {
-        let stats = self.vgpud.get("/v1/stats")?;
-        let all = stats["vgpus"].as_array().cloned().unwrap_or_default();
-        let of = |uuid: &String| {
-            let one = all.iter().find(|one| one["uuid"] == uuid.as_str());
-            let ns = one.and_then(|one| one["engine_ns"].as_f64());
-            Ok(ns.context("No statistics")? / 1e9)
-        };
-        self.uuids.iter().map(of).collect()
+        let all = self.diary().stats()?;
+        let of = |one: &Value| Ok(one["engine_ns"].as_f64().context("No statistics")? / 1e9);
+        all.iter().map(of).collect()
+    }
+
+    /// What the daemon says of them.
+    pub fn diary(&self) -> Diary<'_> {
+        Diary { vgpud: &self.vgpud, uuids: &self.uuids }
+    }
+
+    /// Its strangers, and what the daemon says meanwhile.
+    pub fn parts(&mut self) -> (&mut [Tenant], Diary<'_>) {
+        (&mut self.tenants, Diary { vgpud: &self.vgpud, uuids: &self.uuids })
     }
 }
 

@@ -7,6 +7,7 @@
 mod against;
 mod beside;
 mod cuda;
+mod diary;
 mod fleet;
 mod jobs;
 mod kernels;
@@ -32,6 +33,7 @@ use self::beside::{Beside, BesideSpec};
 use self::fleet::Fleet;
 use self::load::LoadSpec;
 use self::tenant::{Order, Tenant, TenantArgs};
+use self::trouble::Trouble;
 
 const MIDDLE: Duration = Duration::from_micros(500);
 const SHORT: Duration = Duration::from_micros(50);
@@ -98,6 +100,12 @@ struct Cli {
     /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, trouble
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
+    /// Only these kinds of trouble
+    #[arg(long, value_enum, value_delimiter = ',')]
+    trouble: Vec<Trouble>,
+    /// Each kind of trouble so often
+    #[arg(long, default_value_t = 1)]
+    times: u32,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -162,7 +170,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     let mut bench = Bench {
         kind,
         cubin: &cli.cubin,
-        settle: Duration::from_millis(settle),
+        settle: Duration::from_millis(settle.min(window)),
         window: Duration::from_millis(window),
         pace: 1.0,
         rows: Vec::new(),
@@ -211,7 +219,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         bench.attempt("hard 25 alone", done);
     }
     if wanted("trouble") {
-        bench.troubles(quick);
+        bench.troubles(quick, &cli.trouble, cli.times);
     }
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);

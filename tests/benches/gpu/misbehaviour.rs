@@ -4,85 +4,108 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
+use crate::diary::Pages;
 use crate::load::Progress;
 use crate::tenant::{self, Order};
 use crate::trouble::{Told, Trouble};
 use crate::{Bench, GpuKind, MIDDLE, SMALL_RAM, three};
 
+/// What the others are to keep, and how long they may stall, in milliseconds.
+const KEPT: f64 = 0.95;
+const STALL: f64 = 150.0;
+/// How soon the guest of an endless kernel is to be told, in milliseconds.
+const TOLD: f64 = 250.0;
+
 impl Bench<'_> {
-    /// One vGPU misbehaves while two others work.
-    pub fn troubles(&mut self, quick: bool) {
-        let all = [
-            Trouble::Fault,
-            Trouble::Hang,
-            Trouble::FaultStorm,
-            Trouble::DoorbellFlood,
-            Trouble::GarbageRing,
-        ];
-        for trouble in all.into_iter().take(if quick { 1 } else { all.len() }) {
+    /// One vGPU misbehaves while two others work: in each way, or in those `asked` for, so many times.
+    pub fn troubles(&mut self, quick: bool, asked: &[Trouble], times: u32) {
+        let all = if quick { vec![Trouble::Fault, Trouble::Killed] } else { Trouble::ALL.to_vec() };
+        for trouble in all {
             // An endless kernel of the software GPU is preempted, and told of after a minute only.
-            if self.kind == GpuKind::Soft && trouble == Trouble::Hang {
+            let slow = self.kind == GpuKind::Soft && trouble == Trouble::Hang;
+            if slow || !asked.is_empty() && !asked.contains(&trouble) {
                 continue;
             }
-            let done = self.trouble_of(trouble);
-            self.attempt(trouble.name(), done);
+            for _ in 0..times {
+                let done = self.trouble(trouble);
+                self.attempt(trouble.name(), done);
+            }
         }
-        let done = self.killed();
-        self.attempt("a worker killed -9", done);
     }
 
-    fn trouble_of(&mut self, trouble: Trouble) -> Result<()> {
+    fn trouble(&mut self, trouble: Trouble) -> Result<()> {
         let mut fleet = self.fleet(SMALL_RAM, &three())?;
-        let load = [self.kernels(MIDDLE); 2];
         let mut bad = fleet.tenants.pop().context("There are three")?;
-        self.start_loads(&mut fleet, &load)?;
-        let before = tenant::measure(&mut fleet.tenants, self.window)?;
-        bad.tell(&Order::Trouble(trouble, self.window))?;
-        let during = tenant::measure(&mut fleet.tenants, self.window)?;
-        let told = bad.hear::<Told>();
-        let line = format_told(trouble, told.as_ref());
-        if trouble == Trouble::Hang {
-            let in_time = told.is_ok_and(|told| told.code != 0 && told.after_ms <= 250.0);
-            let (least, stall, usual) = left(&before, &during);
-            let vgpu = format!("others do {:.1} %, stall {stall:.0} ms", least * 100.0);
-            let row = format!("beside {} ({line})", trouble.name());
-            let owner = format!("stall {usual:.0} ms before");
-            self.row(&row, owner, vgpu, "told within 250 ms".to_owned(), in_time);
-            return Ok(());
+        self.start_loads(&mut fleet, &[self.kernels(MIDDLE); 2])?;
+        if trouble == Trouble::Killed {
+            bad.load(self.kernels(MIDDLE))?;
+            std::thread::sleep(self.settle);
         }
-        self.trouble(trouble.name(), &before, &during, &line);
-        Ok(())
-    }
-
-    fn killed(&mut self) -> Result<()> {
-        let mut fleet = self.fleet(SMALL_RAM, &three())?;
-        self.start_loads(&mut fleet, &[self.kernels(MIDDLE); 3])?;
-        let mut killed = fleet.tenants.pop().context("There are three")?;
         let before = tenant::measure(&mut fleet.tenants, self.window)?;
-        fleet.kill(2)?;
-        let during = tenant::measure(&mut fleet.tenants, self.window)?;
-        killed.tell(&Order::Measure(Duration::ZERO))?;
-        let told = killed.hear::<Progress>().map_or("gone", |_| "still there?");
-        self.trouble("a worker killed -9", &before, &during, told);
-        Ok(())
-    }
-
-    /// What the others had before and while it happened.
-    fn trouble(&mut self, what: &str, before: &[Progress], during: &[Progress], told: &str) {
-        let (least, stall, usual) = left(before, during);
-        let row = format!("beside {what} ({told})");
-        let owner = format!("stall {usual:.0} ms before");
+        match trouble {
+            Trouble::Killed => fleet.kill(2)?,
+            _ => bad.tell(&Order::Trouble(trouble, self.window))?,
+        }
+        let (tenants, diary) = fleet.parts();
+        let (during, pages) = diary.keep(|| tenant::measure(tenants, self.window));
+        let during = during?;
+        let told = match trouble {
+            Trouble::Killed => {
+                bad.tell(&Order::Measure(Duration::ZERO))?;
+                bad.hear::<Progress>().map_or("gone", |_| "still there?").to_owned()
+            }
+            _ => String::new(),
+        };
+        let (line, in_time) = if told.is_empty() {
+            let told = bad.hear::<Told>();
+            let in_time = told.as_ref().is_ok_and(|told| told.code != 0 && told.after_ms <= TOLD);
+            (format_told(trouble, told.as_ref()), in_time)
+        } else {
+            (told, true)
+        };
+        let Left { least, stall, usual } = left(&before, &during);
+        let (bound, kept) = if trouble == Trouble::Hang {
+            ("told within 250 ms", in_time)
+        } else {
+            ("95 %, 150 ms", least >= KEPT && stall < STALL)
+        };
+        let row = format!("beside {} ({line})", trouble.name());
         let vgpu = format!("others do {:.1} %, stall {stall:.0} ms", least * 100.0);
-        self.row(&row, owner, vgpu, "95 %, 150 ms".to_owned(), least >= 0.95 && stall < 150.0);
+        self.row(&row, format!("stall {usual:.0} ms before"), vgpu, bound.to_owned(), kept);
+        if !kept {
+            explain(&before, &during, &pages);
+        }
+        Ok(())
     }
 }
 
-/// What is left to the others, as a part of what they had; their longest stall, and how long one was before.
-fn left(before: &[Progress], during: &[Progress]) -> (f64, f64, f64) {
+/// Prints what is known of a figure that was not kept.
+fn explain(before: &[Progress], during: &[Progress], pages: &Pages) {
+    for (place, (before, during)) in before.iter().zip(during).enumerate() {
+        let part = during.kernels / before.kernels * 100.0;
+        let (did, stall) = (during.kernels, during.stall_ms);
+        eprintln!(
+            "  {place} did {part:.1} % of before ({did:.2} s of kernels), stall {stall:.0} ms"
+        );
+    }
+    eprint!("{}", pages.text());
+}
+
+/// What is left to the others.
+#[derive(Clone, Copy, Debug)]
+struct Left {
+    /// As a part of what they had, the least of them.
+    least: f64,
+    /// Their longest stall, and how long one was before, in milliseconds.
+    stall: f64,
+    usual: f64,
+}
+
+fn left(before: &[Progress], during: &[Progress]) -> Left {
     let ratio = |(before, during): (&Progress, &Progress)| during.kernels / before.kernels;
     let least = before.iter().zip(during).map(ratio).fold(f64::MAX, f64::min);
     let stall = |of: &[Progress]| of.iter().map(|one| one.stall_ms).fold(0.0, f64::max);
-    (least, stall(during), stall(before))
+    Left { least, stall: stall(during), usual: stall(before) }
 }
 
 fn format_told(trouble: Trouble, told: Result<&Told, &anyhow::Error>) -> String {

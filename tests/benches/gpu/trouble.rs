@@ -33,9 +33,21 @@ pub enum Trouble {
     DoorbellFlood,
     /// Writes nonsense to its ring.
     GarbageRing,
+    /// Its worker is killed.
+    Killed,
 }
 
 impl Trouble {
+    /// Every kind.
+    pub const ALL: [Self; 6] = [
+        Self::Fault,
+        Self::Hang,
+        Self::FaultStorm,
+        Self::DoorbellFlood,
+        Self::GarbageRing,
+        Self::Killed,
+    ];
+
     /// For people.
     pub const fn name(self) -> &'static str {
         match self {
@@ -44,6 +56,7 @@ impl Trouble {
             Self::FaultStorm => "a storm of faults",
             Self::DoorbellFlood => "a flood of doorbells",
             Self::GarbageRing => "a ring full of garbage",
+            Self::Killed => "a worker killed -9",
         }
     }
 }
@@ -110,6 +123,7 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
             }
             Ok(Told { rounds, ..Told::default() })
         }
+        Trouble::Killed => bail!("Nobody kills itself"),
     }
 }
 
