@@ -95,6 +95,9 @@ impl Group {
     }
 }
 
+/// Makes other counters of the true ones.
+pub type Misread = fn(&mut UsageReport);
+
 /// One parent: a scheduler and the runlist that it steers.
 #[derive(Clone, Debug)]
 pub struct Simulation {
@@ -110,6 +113,8 @@ pub struct Simulation {
     switch_ns: u64,
     /// How late the scheduler is asked.
     late_ns: u64,
+    /// What is wrong with the counters that the scheduler is told.
+    misread: Option<Misread>,
     reports: u64,
     actions: u64,
 }
@@ -126,6 +131,7 @@ impl Simulation {
             now_ns: 0,
             switch_ns,
             late_ns: 0,
+            misread: None,
             reports: 0,
             actions: 0,
         }
@@ -134,6 +140,11 @@ impl Simulation {
     /// Lets the scheduler be asked so much after its deadline, as by a manager that is busy.
     pub fn set_late(&mut self, late: Duration) {
         self.late_ns = late.as_nanos() as u64;
+    }
+
+    /// Tells the scheduler wrong counters from now on.
+    pub fn set_misread(&mut self, misread: Misread) {
+        self.misread = Some(misread);
     }
 
     /// The scheduler.
@@ -218,7 +229,10 @@ impl Simulation {
             self.step(end_ns.min(asked_ns));
             if self.now_ns >= asked_ns {
                 self.reports += 1;
-                let report = self.usage();
+                let mut report = self.usage();
+                if let Some(misread) = self.misread {
+                    misread(&mut report);
+                }
                 self.event(Event::UsageReport(&report))?;
             }
         }

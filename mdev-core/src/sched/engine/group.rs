@@ -119,9 +119,18 @@ impl Group {
         self.settled_ns = self.usage.engine_ns;
     }
 
-    /// The slice that it is to have, in seconds, where its kind has `scale` of them for each base.
+    fn longest(&self) -> Duration {
+        self.share.timeslice.unwrap_or(MAX_SLICE).min(MAX_SLICE)
+    }
+
+    /// How many times its longest slice it is to have, where its kind has `scale` seconds for each base.
+    pub(super) fn over(&self, scale: f64) -> f64 {
+        self.base * scale * self.boost * self.correction / self.longest().as_secs_f64()
+    }
+
+    /// The slice that it is to have, where its kind has `scale` seconds for each base.
     pub(super) fn wanted(&self, scale: f64) -> Duration {
-        let longest = self.share.timeslice.unwrap_or(MAX_SLICE).as_secs_f64();
+        let longest = self.longest().as_secs_f64();
         let wanted = (self.base * scale * self.boost * self.correction).min(longest);
         let seconds = wanted.clamp(MIN_SLICE.as_secs_f64(), MAX_SLICE.as_secs_f64());
         Duration::try_from_secs_f64(seconds).unwrap_or(MIN_SLICE)

@@ -104,7 +104,12 @@ pub(super) fn repay(
     let repay_ns = repay_ns.max(rounds_ns);
     let preempts = busy.iter().any(|one| one.interval.preempted);
     let weight: f64 = busy.iter().map(Busy::weight).sum();
+    // Those that may run, and have not come to the end of a turn.
+    let waiting = |one: &Busy<'_>| !one.interval.preempted && !one.group.is_held();
+    let all_waiting = busy.iter().filter(|one| waiting(one)).count();
     for (one, due) in dues(&busy, used, weight).into_iter().enumerate() {
+        // Everybody else has had a turn, and was made to end it: so it was its turn, too.
+        let passed_over = holds.is_some() && all_waiting == usize::from(waiting(&busy[one]));
         let Busy { interval, group, own_weight, .. } = &mut busy[one];
         if due <= 0.0 {
             continue;
@@ -124,7 +129,7 @@ pub(super) fn repay(
         } else {
             let elapsed = interval.elapsed_ns as f64;
             // Without a turn there was nothing to give up; and one that goes on may still be ended.
-            unhurried.time += if engine > 0.0 { elapsed } else { 0.0 };
+            unhurried.time += if engine > 0.0 || passed_over { elapsed } else { 0.0 };
             unhurried.used += engine;
             unhurried.due += due;
             let turns = unhurried.time >= rounds_ns.max(2.0 * elapsed);
@@ -151,6 +156,32 @@ pub(super) fn repay(
         group.hold = holds.filter(|_| owed < -most).map(Hold::new);
         group.owed_ns = owed.clamp(-most, bounds.1);
         group.correction = 1.0 + group.owed_ns / full;
+    }
+    if let Some(now_ns) = holds {
+        balance(&mut busy, repay_ns, now_ns);
+    }
+}
+
+/// Forgets what is owed to, or by, those who do not contend any more: what is left adds up to nothing.
+///
+/// Gates follow debts for as long as there are any. One to nobody would never be paid, and its debtor waited for ever.
+fn balance(busy: &mut [Busy<'_>], repay_ns: f64, now_ns: u64) {
+    let part = |one: &Busy<'_>| one.group.part_of_weight * one.own_weight;
+    let counts = |one: &Busy<'_>| one.group.contends && !one.group.sated;
+    let (owed, parts) = busy
+        .iter()
+        .filter(|one| counts(one))
+        .fold((0.0, 0.0), |sum, one| (sum.0 + one.group.owed_ns, sum.1 + part(one)));
+    if parts <= 0.0 {
+        return;
+    }
+    for one in busy.iter_mut().filter(|one| counts(one)) {
+        let part = part(one);
+        one.group.owed_ns -= owed * part / parts;
+        if one.group.hold.is_none_or(|hold| hold.is_over(now_ns)) {
+            let correction = 1.0 + one.group.owed_ns / (part * repay_ns);
+            one.group.correction = correction.clamp(1.0 / MAX_CORRECTION, MAX_CORRECTION);
+        }
     }
 }
 

@@ -100,11 +100,20 @@ impl Scheduler {
         Concerned::Some(moved)
     }
 
+    /// By what part the longest slice wanted is over its bound: 1 where none is.
+    fn over(&self) -> f64 {
+        let over = |group: &Group| group.over(self.scales[group.kind.index()]);
+        self.groups.values().filter(|group| group.contends).map(over).fold(1.0, f64::max)
+    }
+
     /// Slices after what is owed has been worked out.
     pub(super) fn repay_by_slices(&mut self) -> Vec<Action> {
         let mut actions = Vec::new();
+        // Where gates make debtors pay, several may be owed more than the longest slice can give them. What is between
+        // those is no debt: their slices stay in proportion.
+        let over = if self.silicon.preempts { 1.0 } else { self.over() };
         for (id, group) in &mut self.groups {
-            let scale = self.scales[group.kind.index()];
+            let scale = self.scales[group.kind.index()] / over;
             let at = (self.now_ns, Cause::Repay);
             actions.extend(reslice(*id, group, scale, TOLERANCE, at, &mut self.log));
         }

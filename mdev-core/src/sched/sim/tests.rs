@@ -8,6 +8,7 @@ use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
 use crate::sched::{Averaging, Core, Enforcement, Mode, Policy, Priority};
 
 mod long_kernels;
+mod misread;
 
 const US: u64 = 1_000;
 const MS: u64 = 1_000_000;
