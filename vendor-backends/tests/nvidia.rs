@@ -364,6 +364,67 @@ fn who_has_nothing_to_do_has_the_shortest_slice_while_others_work() {
 }
 
 #[test]
+fn a_ring_that_is_never_empty_is_no_work_where_the_others_come_round_without_it() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (idle, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
+    gpu.set_timeslice(idle, Duration::from_millis(3)).unwrap();
+    set_ring(&memory.mapping, 1, 0, 1);
+    let (ring, mut rounds) = (mapped(&other_memory), 0);
+    let mut look = |gpu: &mut NvidiaGpu| {
+        rounds += 1;
+        set_ring(&ring, 1, rounds % 64, (rounds + 1) % 64);
+        let report = gpu.usage().unwrap();
+        let usage = report.vgpus.into_iter().find(|(vgpu, _)| *vgpu == idle).unwrap().1;
+        (usage.runnable, rm.slice_us(channels[1].token.0))
+    };
+    eventually("it waits", || look(&mut gpu) == (true, Some(3000)));
+    std::thread::sleep(Duration::from_millis(200));
+    eventually("it still waits", || look(&mut gpu) == (true, Some(3000)));
+    // Another process has one turn after the other.
+    for at in 1..=4 {
+        rm.log_turn(true, 1, at);
+        rm.log_turn(false, 1, at);
+    }
+    eventually("it has nothing to do", || look(&mut gpu) == (false, Some(50)));
+    set_ring(&memory.mapping, 1, 1, 2);
+    eventually("it has", || look(&mut gpu) == (true, Some(3000)));
+}
+
+#[test]
+fn copies_are_charged_while_they_can_go_on() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let ring = mapped(&memory);
+    let copied = |gpu: &mut NvidiaGpu| gpu.usage().unwrap().vgpus[0].1.copy_ns / 1_000_000;
+    let mut rounds = 0;
+    let mut copy_on = |gpu: &mut NvidiaGpu, ms: u64| {
+        let start = copied(gpu);
+        eventually("copies are charged", || {
+            rounds += 1;
+            set_ring(&ring, 0, rounds % 64, (rounds + 1) % 64);
+            copied(gpu) >= start + ms
+        });
+    };
+    copy_on(&mut gpu, 300);
+    gpu.set_gate(vgpu, false).unwrap();
+    eventually("closed", || channels.iter().all(|channel| !rm.may_run(channel.token.0)));
+    let before = copied(&mut gpu);
+    std::thread::sleep(Duration::from_millis(300));
+    let charged = copied(&mut gpu) - before;
+    assert!(charged < 150, "{charged} ms behind a closed gate");
+    gpu.set_gate(vgpu, true).unwrap();
+    copy_on(&mut gpu, 50);
+    // One that faults, or waits for a semaphore.
+    let before = copied(&mut gpu);
+    std::thread::sleep(Duration::from_secs(1));
+    let charged = copied(&mut gpu) - before;
+    assert!(charged < 500, "{charged} ms without an entry fetched");
+}
+
+#[test]
 fn a_kernel_without_an_end_is_told_and_no_other() {
     let rm = Fake::new(DRIVER);
     let hang = Some(Duration::from_millis(150));

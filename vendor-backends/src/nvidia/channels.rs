@@ -572,9 +572,9 @@ impl Channels {
         Ok(set_slice(&group.object, if idle { IDLE_SLICE } else { slice })?)
     }
 
-    /// Opens the gate if it is closed.
-    pub fn open_gate(&mut self) -> Result<(), GpuError> {
-        if self.open { Ok(()) } else { self.gate(true) }
+    /// Whether the gate is open.
+    pub fn is_open(&self) -> bool {
+        self.open
     }
 
     /// Opens or closes the gate. Closing waits for the kernel that runs.

@@ -14,6 +14,7 @@ use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::time::ClockId;
 
+use super::believe::{Believed, Told};
 use super::client::layout;
 use super::device::{Card, Device, cards};
 use super::rm::{Node, Rm, RmError};
@@ -34,6 +35,11 @@ struct Seat {
     report: Report,
     missed: u32,
     slice: Duration,
+    /// Its gate is closed, and was so when the counters were last read.
+    closed: [bool; 2],
+    /// Engine time of kernels that it has told of, and what of that it is charged, in nanoseconds.
+    told_ns: Option<u64>,
+    kernels_ns: u64,
     /// What it is charged for copies.
     copies: Duration,
     /// What of its copying was charged.
@@ -44,11 +50,24 @@ impl Seat {
     /// What it has used, copies included.
     fn usage(&self) -> Usage {
         let copy_ns = self.copies.as_nanos() as u64;
-        let Usage { engine_ns, compute_ns, .. } = self.report.usage;
-        let engine_ns = engine_ns.max(compute_ns) + copy_ns;
+        let engine_ns = self.kernels_ns + copy_ns;
         // What it did not run of the time in which it had work, it waited.
         let wait_ns = self.report.had_work_ns.saturating_sub(engine_ns);
-        Usage { engine_ns, copy_ns, wait_ns, ..self.report.usage }
+        Usage { engine_ns, compute_ns: self.kernels_ns, copy_ns, wait_ns, ..self.report.usage }
+    }
+
+    /// What it tells of kernels since it was last asked.
+    fn tell(&mut self) -> Told {
+        let all_ns = self.report.usage.compute_ns;
+        let Some(told_ns) = &mut self.told_ns else {
+            // One that an earlier manager admitted has a past.
+            self.told_ns = Some(all_ns);
+            self.kernels_ns = all_ns;
+            return Told::default();
+        };
+        let ran_ns = all_ns.saturating_sub(*told_ns);
+        *told_ns = all_ns.max(*told_ns);
+        Told { ran_ns, held: self.closed == [true; 2] }
     }
 }
 
@@ -60,6 +79,7 @@ pub struct NvidiaGpu {
     options: Options,
     seats: BTreeMap<VgpuId, Seat>,
     questions: u64,
+    believed: Believed,
     buffer: Vec<u8>,
     /// Kept open: a GPU that nobody uses is shut down, and takes seconds to come up again.
     _keep: OwnedFd,
@@ -93,6 +113,7 @@ impl NvidiaGpu {
             options,
             seats: BTreeMap::new(),
             questions: 0,
+            believed: Believed::default(),
             buffer: vec![0; MAX_PACKET],
             _keep: keep,
         })
@@ -126,6 +147,9 @@ impl NvidiaGpu {
             report: Report { alive: true, ..Default::default() },
             missed: 0,
             slice: self.description.default_timeslice,
+            closed: [false; 2],
+            told_ns: None,
+            kernels_ns: 0,
             copies: Duration::ZERO,
             copied_ns: 0,
         };
@@ -142,6 +166,18 @@ impl NvidiaGpu {
                 log::warn!("The worker of vGPU {vgpu} takes no orders: {error}");
                 Ok(())
             }
+        }
+    }
+
+    /// Charges what workers tell of kernels, as far as it can be true.
+    fn charge_kernels(&mut self) {
+        let heard = self.seats.values_mut().filter(|seat| seat.missed == 0);
+        let told: Vec<Told> = heard.map(Seat::tell).collect();
+        let charged = self.believed.charge(Instant::now(), &told);
+        let heard = self.seats.values_mut().filter(|seat| seat.missed == 0);
+        for (seat, charged_ns) in heard.zip(charged) {
+            seat.kernels_ns += charged_ns;
+            seat.closed[1] = seat.closed[0];
         }
     }
 
@@ -224,6 +260,9 @@ impl Gpu for NvidiaGpu {
     }
 
     fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError> {
+        if let Some(seat) = self.seats.get_mut(&vgpu) {
+            seat.closed = [!open, false];
+        }
         self.order(vgpu, &FromManager::SetGate(open))
     }
 
@@ -268,6 +307,7 @@ impl Gpu for NvidiaGpu {
             asked.retain(|vgpu| !(self.listen(*vgpu) | gone.next().unwrap_or(true)));
         }
         let now = ClockId::CLOCK_MONOTONIC.now().map(Duration::from).unwrap_or_default();
+        self.charge_kernels();
         self.charge_copies();
         Ok(UsageReport {
             now_ns: now.as_nanos() as u64,

@@ -8,9 +8,10 @@
 //! 4. [`NvidiaClient`] (in a worker), [`service`], [`signals`]: its threads, [`watch`]: kernels without an end,
 //!    [`privilege`]: what it must not have
 //! 5. [`fake`]: a driver without a GPU, for tests; [`record`]: what was asked of one
-//! 6. [`NvidiaGpu`] (in the manager), [`wire`]: what it says to workers
+//! 6. [`NvidiaGpu`] (in the manager), [`wire`]: what it says to workers, `believe`: what of their answers can be true
 
 pub mod backoff;
+mod believe;
 pub mod channels;
 mod client;
 pub mod device;

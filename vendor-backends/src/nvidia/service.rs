@@ -42,6 +42,13 @@ const COPIES_LINGER: Duration = Duration::from_millis(100);
 /// A kernel that runs for so long may have no end.
 const MAY_BE_ENDLESS: Duration = Duration::from_millis(40);
 
+/// How long a gate that is to close waits for the end of a turn, and how often it looks.
+const TURN_ENDS: Duration = Duration::from_millis(50);
+const CLOSING_LOOK: Duration = Duration::from_millis(1);
+
+/// Where others come round so often without it, a vGPU has no work that the engine knows of, whatever its ring says.
+const PASSED_OVER: u32 = 4;
+
 /// How long entries may wait before somebody rings for them once more.
 const RING_AGAIN: Duration = Duration::from_millis(100);
 
@@ -126,11 +133,41 @@ impl Shared {
         }
     }
 
-    /// Whether a kernel runs that may have no end. A gate would wait for it, and with it everybody who asks the driver for
-    /// anything: it is left to the watch.
-    fn may_be_endless(&self) -> bool {
-        self.activity().stuck(EngineKind::Compute) > MAY_BE_ENDLESS
-            && self.turn().is_some_and(|turn| turn.lasts > MAY_BE_ENDLESS)
+    /// Whether a gate that has been about to close for so long has to wait. It would wait for the kernel that runs, which
+    /// may have no end, and with it everybody who asks the driver for anything: such a one is left to the watch.
+    ///
+    /// While others have work turns end by themselves, so it closes between two of them; where this one does not end, it
+    /// closes if there is progress.
+    fn closes_later(&self, waited: Duration, contended: bool) -> bool {
+        let Some(turn) = self.turn() else { return false };
+        let endless = turn.lasts > MAY_BE_ENDLESS
+            && self.activity().stuck(EngineKind::Compute) > MAY_BE_ENDLESS;
+        endless || contended && waited < TURN_ENDS
+    }
+
+    /// Opens or closes the gate. What the vGPU does not run from then on is not charged.
+    fn gate(&self, open: bool) -> Result<(), GpuError> {
+        let done = self.channels().gate(open);
+        let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(trace) = &mut *trace
+            && done.is_ok()
+            && trace.read().is_ok()
+            && let Some(now) = trace.now_ns()
+        {
+            trace.turns.gate(open, now);
+            trace.others.forget();
+        }
+        done
+    }
+
+    /// Whether the others have had the compute engine again and again, and this vGPU could have and has not.
+    fn is_passed_over(&self) -> bool {
+        let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
+        trace.as_mut().is_some_and(|trace| {
+            trace.read().is_ok()
+                && trace.turns.since_ns.is_none()
+                && trace.others.rounds() >= PASSED_OVER
+        })
     }
 
     /// How long until the rings are to be looked at again.
@@ -227,6 +264,11 @@ impl Activity {
         if others_wait && at_rest(self.busy[EngineKind::Compute as usize]) {
             self.look_at_turns(shared, now);
         }
+        let open = shared.channels().is_open();
+        // A ring that is never empty is no work: a doorbell that is rung all the time may keep the GPU from saying that it
+        // has fetched everything.
+        let passed_over =
+            open && self.stuck(EngineKind::Compute) > RING_AGAIN && shared.is_passed_over();
         let mut channels = shared.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {
             let index = engine as usize;
@@ -242,9 +284,11 @@ impl Activity {
                 // Either it runs something long, and does not mind, or a ring was lost.
                 channels.ring_again();
             }
-            if fetched || queued {
+            if fetched || queued && !(passed_over && engine == EngineKind::Compute) {
                 self.busy[index] = Some(now);
-                if engine == EngineKind::Copy {
+                // A gate stops copies, and so does a fault, or a semaphore that they wait for.
+                let copies = open && now.duration_since(self.fetched[index]) < COPIES_LINGER;
+                if engine == EngineKind::Copy && copies {
                     self.copying += now.duration_since(self.looked);
                 }
             }
@@ -301,8 +345,8 @@ pub fn obey(
     let mut manager = Some(manager);
     let mut watch = Watch::new(hang);
     let mut soon = None;
-    // The gate is to close, once no kernel runs that may be endless.
-    let mut closing = false;
+    // Since when the gate is to close.
+    let mut closing: Option<Instant> = None;
     let mut buffer = vec![0; MAX_PACKET];
     while !shared.signals.is_stopped() {
         let readable = {
@@ -311,7 +355,8 @@ pub fn obey(
                 PollFd::new(faults.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
             ];
             fds.extend(manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
-            let pause = if closing { LOOK } else { shared.pause() }.min(soon.unwrap_or(REST));
+            let pause = if closing.is_some() { CLOSING_LOOK } else { shared.pause() };
+            let pause = pause.min(soon.unwrap_or(REST));
             let timeout = PollTimeout::try_from(pause).unwrap_or(PollTimeout::MAX);
             let _ = poll(&mut fds, timeout);
             fds.get(2).is_some_and(|fd| fd.any() == Some(true))
@@ -319,9 +364,10 @@ pub fn obey(
         shared.note_errors();
         shared.activity().look(shared, watch.is_contended());
         soon = shared.judge(&mut watch);
-        if closing && !shared.may_be_endless() {
-            closing = false;
-            if let Err(error) = shared.channels().gate(false) {
+        if closing.is_some_and(|since| !shared.closes_later(since.elapsed(), watch.is_contended()))
+        {
+            closing = None;
+            if let Err(error) = shared.gate(false) {
                 log::warn!("{error}");
             }
         }
@@ -344,8 +390,9 @@ pub fn obey(
                     watch.others_wait(others_wait, Instant::now());
                 }
                 if let FromManager::SetGate(open) = order {
-                    closing = !open && shared.may_be_endless();
-                    if closing {
+                    let later = !open && shared.closes_later(Duration::ZERO, watch.is_contended());
+                    closing = later.then(|| closing.unwrap_or_else(Instant::now));
+                    if later {
                         continue;
                     }
                 }
@@ -359,9 +406,9 @@ pub fn obey(
             Err(error) => {
                 log::debug!("The manager's connection: {error}");
                 manager = None;
-                closing = false;
+                closing = None;
                 // Nobody else would: a guest goes on without its manager.
-                if let Err(error) = shared.channels().open_gate() {
+                if let Err(error) = shared.gate(true) {
                     log::warn!("{error}");
                 }
             }
@@ -372,7 +419,7 @@ pub fn obey(
 fn carry_out(shared: &Shared, session: &Session, order: &FromManager) -> Option<FromWorker> {
     let done = match *order {
         FromManager::SetTimeslice(slice) => shared.channels().set_slice(slice),
-        FromManager::SetGate(open) => shared.channels().gate(open),
+        FromManager::SetGate(open) => shared.gate(open),
         FromManager::Reset => {
             shared.reset(None);
             Ok(())

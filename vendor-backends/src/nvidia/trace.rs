@@ -4,6 +4,7 @@
 //! graphics engine or gives it up. Records of other users say neither which process nor which context. Copy engines have
 //! no such log.
 
+use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -77,11 +78,26 @@ pub struct Turns {
     pub ended: u64,
     /// Until when the turn counts: a context that has no work keeps the engine until somebody else wants it.
     pub counts_until_ns: u64,
+    /// It has the engine, and its gate is closed.
+    held: bool,
 }
 
 impl Turns {
+    /// Its gate has closed: from now on it does not run, whatever is logged. Or it has opened.
+    pub fn gate(&mut self, open: bool, now_ns: u64) {
+        if !open {
+            self.held |= self.since_ns.is_some();
+            self.finish(now_ns);
+        } else if std::mem::take(&mut self.held) && self.since_ns.is_none() {
+            // Nobody has had the engine meanwhile, so nothing is logged when it goes on.
+            self.since_ns = Some(now_ns);
+        }
+    }
+
     /// Takes in what happened to `process`.
     pub fn note(&mut self, switch: &Switch, process: u64) {
+        self.held &= !matches!(switch.tag, START | ENGINE_RESET)
+            && (switch.tag != END || switch.process != process);
         match switch.tag {
             START if switch.process == process => {
                 self.finish(switch.at_ns);
@@ -136,6 +152,39 @@ pub struct Trace {
     pub switches: u64,
     /// What came of it so far.
     pub turns: Turns,
+    /// What the others had meanwhile.
+    pub others: Others,
+}
+
+/// Turns of other processes since this one had the last of its own.
+#[derive(Clone, Debug, Default)]
+pub struct Others(BTreeMap<u64, u32>);
+
+/// More processes than that are not told apart.
+const MOST_OTHERS: usize = 64;
+
+impl Others {
+    /// Takes in what happened to anybody but `process`.
+    pub fn note(&mut self, switch: &Switch, process: u64) {
+        if switch.tag != START {
+            return;
+        }
+        if switch.process == process {
+            self.0.clear();
+        } else if self.0.len() < MOST_OTHERS || self.0.contains_key(&switch.process) {
+            *self.0.entry(switch.process).or_default() += 1;
+        }
+    }
+
+    /// Forgets them: from now on it could have a turn.
+    pub fn forget(&mut self) {
+        self.0.clear();
+    }
+
+    /// How often one of the others has come round.
+    pub fn rounds(&self) -> u32 {
+        self.0.values().copied().max().unwrap_or_default()
+    }
 }
 
 impl Trace {
@@ -184,6 +233,7 @@ impl Trace {
             process: u64::from(std::process::id()),
             switches: 0,
             turns: Turns::default(),
+            others: Others::default(),
         })
     }
 
@@ -204,6 +254,7 @@ impl Trace {
             }
             let switch = Switch::read(&bytes);
             self.turns.note(&switch, self.process);
+            self.others.note(&switch, self.process);
             self.switches += 1;
             switches.push(switch);
             self.get = (self.get + 1) % RECORDS;
@@ -239,5 +290,49 @@ mod tests {
         turns.note(&switch(START, 7, 990), 7);
         turns.note(&switch(END, 7, 1990), 7);
         assert_eq!(turns.total_ns(2000), 90, "it had no work after 1000");
+    }
+
+    #[test]
+    fn no_turn_goes_on_behind_a_closed_gate() {
+        let mut turns = Turns { counts_until_ns: 10_000, ..Turns::default() };
+        turns.note(&switch(START, 7, 100), 7);
+        turns.gate(false, 300);
+        assert_eq!(turns.total_ns(5000), 200);
+        // Nobody else wanted the engine.
+        turns.gate(true, 5000);
+        assert_eq!(turns.total_ns(5100), 300);
+        // Somebody else had it when the gate opened, and its own next turn is logged.
+        turns.gate(false, 5200);
+        turns.note(&switch(START, 9, 5300), 7);
+        turns.gate(true, 6000);
+        assert_eq!(turns.total_ns(7000), 400);
+        turns.note(&switch(START, 7, 7000), 7);
+        assert_eq!(turns.total_ns(7050), 450);
+        // The same, where the end of its turn was logged after all.
+        turns.gate(false, 7100);
+        turns.note(&switch(END, 7, 7099), 7);
+        turns.gate(true, 8000);
+        assert_eq!(turns.total_ns(9000), 500);
+        // A gate that was open, or was closed between two turns, changes nothing.
+        turns.gate(true, 9000);
+        turns.gate(false, 9100);
+        turns.gate(true, 9200);
+        assert_eq!(turns.total_ns(9900), 500);
+    }
+
+    #[test]
+    fn rounds_are_those_since_its_own_turn() {
+        let mut others = Others::default();
+        for process in [8, 9, 8, 9, 9] {
+            others.note(&switch(START, process, 0), 7);
+            others.note(&switch(END, process, 0), 7);
+        }
+        assert_eq!(others.rounds(), 3);
+        others.note(&switch(END, 7, 0), 7);
+        assert_eq!(others.rounds(), 3);
+        others.note(&switch(START, 7, 0), 7);
+        assert_eq!(others.rounds(), 0);
+        (0..1000).for_each(|process| others.note(&switch(START, process + 10, 0), 7));
+        assert_eq!((others.rounds(), others.0.len()), (1, MOST_OTHERS));
     }
 }
