@@ -30,6 +30,7 @@ mod slices;
 mod tests;
 mod weights;
 
+use ahead::Pace;
 pub use event::{Action, Event, ShareError, Snapshot};
 use group::Group;
 use slices::Whom;
@@ -71,6 +72,8 @@ pub struct Scheduler {
     changed: bool,
     /// Who owes more than slices can repay.
     held: BTreeSet<VgpuId>,
+    /// How much the engine is used.
+    pace: Pace,
 }
 
 impl Scheduler {
@@ -92,6 +95,7 @@ impl Scheduler {
             looks: BTreeSet::new(),
             changed: false,
             held: BTreeSet::new(),
+            pace: Pace::default(),
         }
     }
 

@@ -239,6 +239,11 @@ impl Simulation {
         Ok(())
     }
 
+    /// Lets time pass in which nobody runs, as while an engine is reset.
+    pub fn stand_still(&mut self, time: Duration) {
+        self.now_ns += time.as_nanos() as u64;
+    }
+
     /// The counters now.
     pub fn usage(&self) -> UsageReport {
         let vgpus = self.groups.iter().map(|group| (group.id, group.usage(self.now_ns)));

@@ -12,14 +12,44 @@ use super::event::Action;
 use super::group::Group;
 use super::weights::Plan;
 use crate::ids::VgpuId;
+use crate::sched::account::Interval;
 use crate::sched::log::Cause;
 use crate::sched::policy::MAX_SLICE;
 
 /// How often the counters are read while somebody is held, and for how many vGPUs that is often enough.
 const LOOK_NS: u64 = 5_000_000;
 const LOOK_EACH_NS: u64 = 100_000;
+/// The engine has stood still where it was used for less than this part of the time before.
+const STOOD: f64 = 0.8;
 /// Who was not ahead for so long needs no gate any more: slices will do.
 const HOLD_NS: u64 = 1_000_000_000;
+
+/// How those are to be held that slices cannot make pay.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Holds {
+    pub(super) now_ns: u64,
+    /// The engine has not stood still: who came off well by that is to be held only if that goes on.
+    pub(super) calm: bool,
+}
+
+/// How much of its time the engine was used, reading by reading.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pace {
+    used: f64,
+    /// It was used much less than before, as while the driver resets it.
+    stood: bool,
+}
+
+impl Pace {
+    /// Takes in what was used between two readings; whether turns were as long as they were meant to be.
+    pub(super) fn read(&mut self, intervals: &[Interval]) -> bool {
+        let elapsed = intervals.first().map_or(0, |one| one.elapsed_ns) as f64;
+        let used: f64 = intervals.iter().map(|one| one.engine_ns as f64).sum();
+        let used = if elapsed > 0.0 { used / elapsed } else { 0.0 };
+        let before = std::mem::replace(self, Self { used, stood: used < self.used * STOOD });
+        !before.stood && !self.stood
+    }
+}
 
 /// Of a vGPU that was ahead by more than shorter slices could repay.
 #[derive(Clone, Copy, Debug)]

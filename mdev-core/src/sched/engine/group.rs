@@ -45,6 +45,8 @@ pub(super) struct Group {
     pub(super) settled_ns: u64,
     /// Where slices cannot repay what it owes.
     pub(super) hold: Option<Hold>,
+    /// They could not when debts were last worked out.
+    pub(super) was_ahead: bool,
     /// Its share has changed since the counters were read: what it used until then says nothing.
     pub(super) changed: bool,
     /// The slice that the silicon has.
@@ -79,6 +81,7 @@ impl Group {
             part_of_weight: 0.0,
             settled_ns: 0,
             hold: None,
+            was_ahead: false,
             changed: true,
             slice: None,
             cap: 1.0,

@@ -1,5 +1,6 @@
 //! What the counters say, and what follows from it.
 
+use super::ahead::Holds;
 use super::event::Action;
 use super::group::Group;
 use super::slices::Whom;
@@ -47,11 +48,13 @@ impl Scheduler {
         self.last_measured_ns = Some(report.now_ns);
         let intervals = self.ledger.report(report);
         let changed = std::mem::take(&mut self.changed);
+        let calm = self.pace.read(&intervals);
         if !intervals.is_empty() {
             if !changed {
                 let classes = self.config.policy == Policy::Weighted;
                 let repay_ns = self.repay_ns();
-                let holds = (!self.silicon.preempts).then_some(self.now_ns);
+                let holds = Holds { now_ns: self.now_ns, calm };
+                let holds = (!self.silicon.preempts).then_some(holds);
                 repay::repay(&mut self.groups, &self.plan, &intervals, repay_ns, classes, holds);
             }
             actions.extend(self.repay_by_slices());

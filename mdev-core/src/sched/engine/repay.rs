@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::ahead::Hold;
+use super::ahead::{Hold, Holds};
 use super::group::{Group, Unhurried};
 use super::weights::Plan;
 use crate::ids::VgpuId;
@@ -50,15 +50,15 @@ impl Busy<'_> {
 
 /// Charges what was used. Only busy vGPUs owe each other: one that was idle by choice lost nothing.
 ///
-/// Intervals are in the order of ids. With `classes`, idle time goes to the busy ones by priority. With `holds`, the time
-/// now, those that slices cannot make pay are to be held by gates.
+/// Intervals are in the order of ids. With `classes`, idle time goes to the busy ones by priority. With `holds`, those
+/// that slices cannot make pay are to be held by gates.
 pub(super) fn repay(
     groups: &mut BTreeMap<VgpuId, Group>,
     plan: &Plan,
     intervals: &[Interval],
     repay_ns: u64,
     classes: bool,
-    holds: Option<u64>,
+    holds: Option<Holds>,
 ) {
     let repay_ns = repay_ns as f64;
     for group in groups.values_mut() {
@@ -142,8 +142,8 @@ pub(super) fn repay(
         }
         let full = due / used * repay_ns;
         let owed = group.owed_ns + due - engine;
-        if let Some(now_ns) = holds
-            && group.hold.is_some_and(|hold| !hold.is_over(now_ns))
+        if let Some(holds) = holds
+            && group.hold.is_some_and(|hold| !hold.is_over(holds.now_ns))
         {
             group.owed_ns = owed.clamp(-MAX_DEBT_NS, MAX_DEBT_NS);
             group.correction = 1.0;
@@ -153,12 +153,15 @@ pub(super) fn repay(
         // No more is carried than corrections can act on, or it would be repaid long after.
         let bounds = ((1.0 / MAX_CORRECTION - 1.0) * full, (MAX_CORRECTION - 1.0) * full);
         let most = if holds.is_some() { -bounds.0.max(-group.most_ahead_ns()) } else { -bounds.0 };
-        group.hold = holds.filter(|_| owed < -most).map(Hold::new);
+        let ahead = owed < -most;
+        let again = std::mem::replace(&mut group.was_ahead, ahead);
+        let held = holds.filter(|holds| ahead && (holds.calm || again));
+        group.hold = held.map(|holds| Hold::new(holds.now_ns));
         group.owed_ns = owed.clamp(-most, bounds.1);
         group.correction = 1.0 + group.owed_ns / full;
     }
-    if let Some(now_ns) = holds {
-        balance(&mut busy, repay_ns, now_ns);
+    if let Some(holds) = holds {
+        balance(&mut busy, repay_ns, holds.now_ns);
     }
 }
 

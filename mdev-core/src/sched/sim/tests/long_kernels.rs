@@ -128,6 +128,19 @@ fn gates_are_for_those_that_slices_cannot_make_pay() {
     assert!(sim.effort().0 - reports < 150, "read every 100 ms again");
 }
 
+#[test]
+fn nobody_waits_at_a_gate_since_the_engine_stood_still() {
+    let some = Workload::steady(500 * US);
+    let mut sim = on(NVIDIA, 12, &[(soft(50), some), (soft(30), some), (soft(20), some)]);
+    for pause in 0..100 {
+        sim.run(Duration::from_millis(300 + 7 * pause)).unwrap();
+        sim.stand_still(Duration::from_millis(120));
+    }
+    let closed = |record: &&crate::sched::log::Record| record.cause == Cause::Ahead;
+    assert_eq!(sim.scheduler().log().iter().filter(closed).count(), 0);
+    assert_near(&shares(&mut sim), &[50.0, 30.0, 20.0], 1.0);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
