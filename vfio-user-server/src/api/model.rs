@@ -45,6 +45,8 @@ pub enum ParentState {
     Starting,
     /// It is gone; a new one is tried with growing pauses.
     Lost,
+    /// Its process is of another version of vgpud: it goes on for the VMs that it has, and takes no more.
+    Foreign,
 }
 
 /// A physical GPU: one of `GET /v1/parents`.

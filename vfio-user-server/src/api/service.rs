@@ -179,6 +179,14 @@ impl Api {
     /// Refuses to go on where a VM uses a vGPU, or where that cannot be known.
     pub async fn refuse_if_used(&self, id: VgpuId) -> Result<()> {
         let listed = self.ask(move |manager| manager.show(id)).await?;
+        if listed.foreign {
+            return Err(ErrorDetail::new(
+                ErrorCode::Unavailable,
+                format!(
+                    "Whether a VM uses vGPU {id} is not known: its worker is of another version of vgpud; shut that VM down first, then use --force"
+                ),
+            ));
+        }
         let Some(control) = listed.control else { return Ok(()) };
         let _round = self.rounds.acquire().await;
         let error = match waiting(move || ask::status(&control)).await? {

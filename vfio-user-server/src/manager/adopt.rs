@@ -1,13 +1,16 @@
 //! Finding what an earlier manager left running, and clearing away what it left dead.
 //!
 //! A vGPU that ran stays a vGPU that runs: a worker that answers is adopted, with the VM that is attached to it, and
-//! one that is gone is started again. (After a reboot the run directory is empty, and only `auto` definitions start.)
+//! one that is gone is started again. One of a release that is not understood keeps its VM, and is left alone until it is
+//! stopped. (After a reboot the run directory is empty, and only `auto` definitions start.)
 
+use std::io;
 use std::time::Duration;
 
 use mdev_core::gpu::GpuError;
 use mdev_core::ids::VgpuId;
 
+use super::parent::Adoption;
 use super::vgpu::{self, Vgpu};
 use super::{Manager, ask, folders};
 use crate::private::WorkerStatus;
@@ -17,6 +20,8 @@ use crate::spawn::Process;
 enum Found {
     /// Its worker answers.
     Alive(Box<Vgpu>, Process, Box<WorkerStatus>),
+    /// Its worker is of another release. Whether its GPU is there is what the manager knows itself.
+    Foreign(Box<Vgpu>, Process, bool),
     /// It ran, and does not any more.
     Dead(Box<Vgpu>),
 }
@@ -28,12 +33,14 @@ impl Manager {
         let mut adopted = Vec::new();
         for index in 0..self.parents.len() {
             let found = self.parents[index].adopt(&self.folders);
-            adopted.push(found);
-            if found {
-                log::info!("Adopted parent {}", self.parents[index].name());
-                self.watch_parent(index);
-            } else {
-                self.start_parent(index);
+            adopted.push(found != Adoption::Nothing);
+            match found {
+                Adoption::Nothing => self.start_parent(index),
+                Adoption::Foreign => self.watch_parent(index),
+                Adoption::Adopted => {
+                    log::info!("Adopted parent {}", self.parents[index].name());
+                    self.watch_parent(index);
+                }
             }
         }
         let found: Vec<_> = folders::names(&self.folders.vgpus())
@@ -44,6 +51,7 @@ impl Manager {
         for found in found {
             match found {
                 Found::Alive(vgpu, process, status) => self.take_in(*vgpu, process, &status),
+                Found::Foreign(vgpu, process, gpu) => self.leave_alone(*vgpu, process, gpu),
                 Found::Dead(vgpu) => dead.push(vgpu),
             }
         }
@@ -83,6 +91,11 @@ impl Manager {
         let process = Process::find(run.process);
         let vgpu = match self.vgpu(id, &run.parent, &run.definition) {
             Ok(vgpu) => vgpu,
+            // Its GPU cannot say what it is. The worker ends with its VM, since it has no manager.
+            Err(error) if self.is_on_foreign(&run.parent) && process.is_some() => {
+                log::error!("vGPU {id} goes on for its VM, and is nobody's: {error}");
+                return None;
+            }
             Err(error) => {
                 log::error!("vGPU {id} ran before, and is ended: {error}");
                 if let Some(process) = process {
@@ -99,12 +112,21 @@ impl Manager {
                     return Some(Found::Alive(Box::new(vgpu), process, Box::new(status)));
                 }
                 Ok(_) => log::info!("vGPU {id} lost its GPU; starting it again"),
+                // What it serves must not pay for an upgrade.
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                    log::warn!("vGPU {id} goes on in process {}, unasked: {error}", process.pid());
+                    return Some(Found::Foreign(Box::new(vgpu), process, its_gpu));
+                }
                 Err(error) => log::warn!("Replacing the worker of vGPU {id}: {error}"),
             }
             process.end(Duration::ZERO);
         }
         folders::remove(&folder);
         Some(Found::Dead(Box::new(vgpu)))
+    }
+
+    fn is_on_foreign(&self, parent: &str) -> bool {
+        self.parent_index(parent).is_ok_and(|index| self.parents[index].is_foreign())
     }
 
     fn take_in(&mut self, vgpu: Vgpu, process: Process, status: &WorkerStatus) {
@@ -114,6 +136,16 @@ impl Manager {
         log::info!("Adopted vGPU {id} in process {}{vm}", process.pid());
         let gpu_ok = status.gpu_ok;
         self.adopt_vgpu(vgpu, process, status.client.is_some());
+        if !gpu_ok {
+            self.fail_for_lost_gpu(id);
+        }
+    }
+
+    /// Counts in a vGPU whose worker cannot be asked anything. It has its place and its share; its VM goes on.
+    fn leave_alone(&mut self, mut vgpu: Vgpu, process: Process, gpu_ok: bool) {
+        let id = vgpu.id;
+        vgpu.foreign = true;
+        self.adopt_vgpu(vgpu, process, true);
         if !gpu_ok {
             self.fail_for_lost_gpu(id);
         }

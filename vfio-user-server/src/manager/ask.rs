@@ -9,19 +9,33 @@ use std::time::Duration;
 use mdev_core::device::Scanout;
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 
-use crate::private::{VERSION, WorkerReply, WorkerRequest, WorkerStatus};
+use crate::private::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
 
 /// How long a worker may take to answer. It answers between two requests of its VM, which take microseconds.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How a worker is.
+/// How a worker is. One of a release that is not understood says so, or hangs up, or says what makes no sense here: that
+/// is an error of kind `Unsupported`.
 pub fn status(control: &Path) -> io::Result<WorkerStatus> {
-    match ask(control, &WorkerRequest::Status { version: VERSION })?.0 {
-        WorkerReply::Status(status) if status.version == VERSION => Ok(*status),
-        WorkerReply::Status(status) => Err(io::Error::other(format!(
-            "The worker speaks version {} of the private protocol, this vgpud {VERSION}",
-            status.version
-        ))),
+    let foreign = |what: &str| {
+        let known = format!("this vgpud speaks {OLDEST} to {VERSION}");
+        io::Error::new(io::ErrorKind::Unsupported, format!("The worker {what}; {known}"))
+    };
+    let reply = match ask(control, &WorkerRequest::Status { version: OLDEST }) {
+        Ok((reply, _)) => reply,
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            return Err(foreign("does not speak our version of the private protocol"));
+        }
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            return Err(foreign("says what makes no sense"));
+        }
+        Err(error) => return Err(error),
+    };
+    match reply {
+        WorkerReply::Status(status) if status.is_understood() => Ok(*status),
+        WorkerReply::Status(status) => {
+            Err(foreign(&format!("speaks version {} of the private protocol", status.version)))
+        }
         other => Err(unexpected(&other)),
     }
 }
@@ -71,7 +85,9 @@ fn ask_with(
     let packet = packet.ok_or_else(|| {
         io::Error::new(io::ErrorKind::UnexpectedEof, "The worker closed the connection")
     })?;
-    Ok((serde_json::from_slice(&buffer[..packet.len])?, packet.fds))
+    let reply = serde_json::from_slice(&buffer[..packet.len])
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok((reply, packet.fds))
 }
 
 fn unexpected(reply: &WorkerReply) -> io::Error {

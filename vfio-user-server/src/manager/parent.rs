@@ -27,6 +27,9 @@ use crate::backend::{Backend, ParentConfig};
 use crate::spawn::{self, Limits, Process, ProcessRecord};
 use crate::users::Account;
 
+/// What is said of a GPU whose process is of a release that is not understood.
+const FOREIGN: &str = "the process of its GPU is of another version of vgpud; its VMs go on, and nothing new starts on it: shut them down, then `systemctl kill -s TERM vgpud` and `systemctl start vgpud`";
+
 /// How long a new process that is or owns a GPU may take until it answers. Devices take a while to be reset.
 const START_PATIENCE: Duration = Duration::from_secs(4);
 
@@ -46,10 +49,13 @@ const GPU_LOST: &str = "Its GPU is lost; stop it and start it again";
 const FILES: u64 = 65_536;
 
 /// What a GPU's process was started with: `run.json` in its folder.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Run {
     process: ProcessRecord,
     vram_bytes: u64,
+    /// What the GPU said of itself, for a manager that cannot ask it.
+    #[serde(default)]
+    description: Option<serde_json::Value>,
 }
 
 /// A GPU that was opened, and its process where it has one.
@@ -83,6 +89,19 @@ pub struct Parent {
     pub next_read: Option<Instant>,
     /// When they were read.
     pub last_read: Option<Instant>,
+    /// The process of its GPU is of a release that is not understood.
+    foreign: bool,
+}
+
+/// What became of a software GPU that an earlier manager started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Adoption {
+    /// It is ours now.
+    Adopted,
+    /// It is of a release that is not understood, and goes on for its VMs.
+    Foreign,
+    /// There is none.
+    Nothing,
 }
 
 impl Parent {
@@ -105,12 +124,18 @@ impl Parent {
             screen: None,
             next_read: None,
             last_read: None,
+            foreign: false,
         }
     }
 
     /// `soft0`, or a PCI address.
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// True while its process goes on unmanaged, for the VMs that it has.
+    pub fn is_foreign(&self) -> bool {
+        self.foreign
     }
 
     /// True while it takes vGPUs.
@@ -127,6 +152,10 @@ impl Parent {
     pub fn gpu(&mut self) -> Result<&mut dyn Gpu> {
         match &mut self.gpu {
             Some(gpu) => Ok(gpu.as_mut()),
+            None if self.foreign => Err(ErrorDetail::new(
+                ErrorCode::Unavailable,
+                format!("Parent {}: {FOREIGN}", self.config.name),
+            )),
             None => Err(ErrorDetail::new(
                 ErrorCode::Unavailable,
                 format!(
@@ -176,6 +205,7 @@ impl Parent {
             description: description.map(|gpu| gpu.name.clone()).unwrap_or_default(),
             state: match (&self.gpu, self.backoff.deaths()) {
                 (Some(_), _) => ParentState::Ready,
+                (None, _) if self.foreign => ParentState::Foreign,
                 (None, 0) => ParentState::Starting,
                 (None, _) => ParentState::Lost,
             },
@@ -234,7 +264,8 @@ impl Parent {
         drop(admin);
         match connect(folders, name) {
             Ok(gpu) => {
-                let run = Run { process: process.record()?, vram_bytes };
+                let description = serde_json::to_value(gpu.describe()).ok();
+                let run = Run { process: process.record()?, vram_bytes, description };
                 folders::write_run(&folders.parent(name), &run)?;
                 Ok((Some(process), Box::new(gpu)))
             }
@@ -255,23 +286,23 @@ impl Parent {
 
     /// Takes over the software GPU that an earlier manager started, if there is one that answers. Whatever else is in
     /// its folder is removed.
-    pub fn adopt(&mut self, folders: &Folders) -> bool {
+    pub fn adopt(&mut self, folders: &Folders) -> Adoption {
         // A GPU of silicon is there whoever manages it.
         match self.config.backend.open() {
             Some(Ok(gpu)) => {
                 self.took_up(None, gpu);
-                return true;
+                return Adoption::Adopted;
             }
-            Some(Err(_)) => return false,
+            Some(Err(_)) => return Adoption::Nothing,
             None => {}
         }
         let folder = folders.parent(&self.config.name);
         let Some(run) = folders::read_run::<Run>(&folder) else {
-            return false;
+            return Adoption::Nothing;
         };
         let Some(process) = Process::find(run.process) else {
             folders::remove(&folder);
-            return false;
+            return Adoption::Nothing;
         };
         let vram_bytes = self.config.backend.vram_bytes();
         match connect(folders, &self.config.name) {
@@ -284,13 +315,26 @@ impl Parent {
                     );
                 }
                 self.took_up(Some(process), Box::new(gpu));
-                true
+                Adoption::Adopted
+            }
+            // VMs work on it: it is left to them until it ends.
+            Err(GpuError::Unsupported(what)) => {
+                let name = &self.config.name;
+                log::warn!("The GPU of {name} goes on, unmanaged: its process has {what}");
+                self.process = Some(process);
+                self.partitions = Partitions::new(run.vram_bytes);
+                self.since = Instant::now();
+                self.foreign = true;
+                let description = run.description.and_then(|of| serde_json::from_value(of).ok());
+                self.description = description;
+                self.reason = Some(FOREIGN.into());
+                Adoption::Foreign
             }
             Err(error) => {
                 log::warn!("Replacing the software GPU of {}: {error}", self.config.name);
                 process.end(Duration::ZERO);
                 folders::remove(&folder);
-                false
+                Adoption::Nothing
             }
         }
     }
@@ -406,6 +450,7 @@ impl Manager {
     pub(super) fn lose_parent(&mut self, index: usize, why: &str) {
         let parent = &mut self.parents[index];
         parent.gpu = None;
+        parent.foreign = false;
         let ended = parent.process.take().and_then(|process| process.end(Duration::ZERO));
         let why = ended.map_or_else(|| why.to_owned(), |status| format!("{why} ({status})"));
         log::error!("Parent {} is lost: {why}", parent.name());

@@ -17,6 +17,9 @@ use crate::api::model::{
 };
 use crate::callouts::Subject;
 
+/// What is said of a vGPU whose worker is of a release that is not understood.
+const FOREIGN: &str = "Its worker is of another version of vgpud: its VM goes on, and nothing can be asked; once that VM is shut down, stop this vGPU with --force and start it again";
+
 /// A vGPU as the manager knows it, and where its worker can be asked for the rest.
 #[derive(Clone, Debug)]
 pub struct Listed {
@@ -24,6 +27,8 @@ pub struct Listed {
     pub vgpu: model::Vgpu,
     /// The worker's socket, while there is a worker.
     pub control: Option<PathBuf>,
+    /// It has a worker that cannot be asked, being of another release.
+    pub foreign: bool,
 }
 
 /// What a request would make.
@@ -147,7 +152,8 @@ impl Manager {
         let shown = stored.or(running).map(|(_, definition)| definition);
         let process = vgpu.and_then(|vgpu| vgpu.process.as_ref());
         Listed {
-            control: process.map(|_| self.folders.worker_socket(id)),
+            control: vgpu.and_then(|vgpu| vgpu.control(&self.folders)),
+            foreign: vgpu.is_some_and(|vgpu| vgpu.foreign),
             vgpu: model::Vgpu {
                 uuid: id,
                 parent: parent.unwrap_or_default(),
@@ -164,7 +170,11 @@ impl Manager {
                 pid: process.map(crate::spawn::Process::pid),
                 vm: None,
                 focus: self.has_focus(id),
-                warnings: Vec::new(),
+                warnings: vgpu
+                    .filter(|vgpu| vgpu.foreign)
+                    .map(|_| FOREIGN.into())
+                    .into_iter()
+                    .collect(),
             },
         }
     }

@@ -41,7 +41,7 @@ impl Manager {
         let parents = parents.collect();
         let vgpus = self.vgpus.values().filter_map(|vgpu| {
             let shares = &self.parents[self.parent_index(&vgpu.parent).ok()?].shares;
-            let control = vgpu.process.as_ref().map(|_| self.folders.worker_socket(vgpu.id));
+            let control = vgpu.control(&self.folders);
             Some(Measured { stats: vgpu_stats(vgpu, shares), control })
         });
         (vgpus.collect(), parents)

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use mdev_core::definition::{Definition, Settings};
@@ -68,6 +69,8 @@ pub struct Vgpu {
     pub reason: Option<String>,
     /// Its worker.
     pub process: Option<Process>,
+    /// Its worker is of a release that is not understood: it cannot be asked anything.
+    pub foreign: bool,
     /// Held open and never used: while there is a connection, the worker knows that it has a manager.
     tether: Option<SeqPacket>,
     generation: u64,
@@ -99,6 +102,7 @@ impl Vgpu {
             life: Lifecycle::defined(),
             reason: None,
             process: None,
+            foreign: false,
             tether: None,
             generation: 0,
             since: Instant::now(),
@@ -126,6 +130,12 @@ impl Vgpu {
             Ok(tether) => self.tether = Some(tether),
             Err(error) => log::warn!("Cannot connect to the worker of vGPU {}: {error}", self.id),
         }
+    }
+
+    /// Where its worker can be asked, if it has one that can be.
+    pub fn control(&self, folders: &Folders) -> Option<PathBuf> {
+        let worker = self.process.as_ref().filter(|_| !self.foreign);
+        worker.map(|_| folders.worker_socket(self.id))
     }
 
     /// Tells its worker to end.
@@ -270,6 +280,7 @@ impl Manager {
         self.watcher.watch(&process, Watched::Worker(id, generation));
         log::info!("vGPU {id} ({}) runs in process {}", vgpu.profile.name, process.pid());
         vgpu.process = Some(process);
+        vgpu.foreign = false;
         vgpu.generation = generation;
         vgpu.since = Instant::now();
         vgpu.reason = None;
@@ -296,6 +307,10 @@ impl Manager {
             if let Err(error) = self.parents[index].partitions.admit(vgpu.id, bytes) {
                 log::error!("vGPU {}: {error}", vgpu.id);
             }
+        }
+        // A GPU that cannot be asked keeps what it was told before.
+        let index = self.parent_index(&vgpu.parent).ok();
+        if let Some(index) = index.filter(|index| self.parents[*index].is_ready()) {
             self.readmit(index, &vgpu);
             let (share, instances) = (vgpu.settings.share, vgpu.profile.max_instances);
             let scheduled = self.schedule(index, vgpu.id, share, instances);

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 
-use crate::private::{VERSION, WorkerReply, WorkerRequest};
+use crate::private::{OLDEST, VERSION, WorkerReply, WorkerRequest};
 
 /// One connection to the worker's control socket.
 #[derive(Debug)]
@@ -22,8 +22,11 @@ impl ControlConnection {
         let mut buffer = vec![0; MAX_PACKET];
         let Some(packet) = self.0.try_recv(&mut buffer)? else { return Ok(None) };
         match serde_json::from_slice(&buffer[..packet.len])? {
-            WorkerRequest::Status { version } if version != VERSION => {
-                let reason = format!("version {version} was asked for, this worker has {VERSION}");
+            // A manager that is newer asks for the oldest that it understands, which may be newer than this worker.
+            WorkerRequest::Status { version } if !(OLDEST..=VERSION).contains(&version) => {
+                let reason = format!(
+                    "version {version} was asked for, this worker has {OLDEST} to {VERSION}"
+                );
                 Err(io::Error::new(io::ErrorKind::InvalidData, reason))
             }
             request => Ok(Some((request, packet.fds.into_iter().next()))),

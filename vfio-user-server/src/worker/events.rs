@@ -24,7 +24,7 @@ use super::function::Function;
 use super::throttle::Throttle;
 use crate::patience::Patience;
 use crate::private::{
-    AttachedClient, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
+    AttachedClient, OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
 };
 use crate::session::{Closed, Interest, Session};
 
@@ -347,6 +347,7 @@ impl Worker {
                     gpu_ok: function.gpu_ok(),
                     traps: function.traps().into(),
                     warnings: function.warnings(),
+                    oldest: Some(OLDEST),
                 };
                 connection.reply(&WorkerReply::Status(Box::new(status)), None)
             }

@@ -1,0 +1,132 @@
+//! An upgrade under VMs that run: what a manager does with workers and software GPUs of other releases.
+//!
+//! The other release is this test, which takes a socket over; the processes, and the VM's connection, are real.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+
+use anyhow::Result;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use system_tests::{Vgpud, is_alive, wait_for};
+use vendor_backends::mediator::wire::{AdminReply, Refusal};
+use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener, encode};
+
+/// Answers whoever asks at a socket in another process' place: `None` hangs up.
+fn answer_at(path: &Path, answer: Option<Vec<u8>>) {
+    fs::remove_file(path).unwrap();
+    let listener = SeqPacketListener::bind(path).unwrap();
+    thread::spawn(move || {
+        // Until the test's process ends.
+        while let Ok(socket) = listener.accept() {
+            let answer = answer.clone();
+            thread::spawn(move || {
+                let mut buffer = vec![0; MAX_PACKET];
+                while let (Ok(Some(_)), Some(answer)) = (socket.recv(&mut buffer), &answer) {
+                    if socket.send(answer, &[]).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// What a worker says, as one of version 2 would.
+fn status_of_version_2(control: &Path) -> Result<Vec<u8>> {
+    let socket = SeqPacket::connect(control)?;
+    socket.send(br#"{"request":"status","version":3}"#, &[])?;
+    let mut buffer = vec![0; MAX_PACKET];
+    let packet = socket.recv(&mut buffer)?.unwrap();
+    let mut status: Value = serde_json::from_slice(&buffer[..packet.len])?;
+    assert_eq!(status["gpu_ok"], true, "version 3 is answered: {status}");
+    status["version"] = json!(2);
+    status.as_object_mut().unwrap().remove("oldest");
+    Ok(serde_json::to_vec(&status)?)
+}
+
+/// A vGPU that a VM uses, under a manager that has left.
+fn left() -> Result<(Vgpud, String, UnixStream, u32, u32)> {
+    let mut vgpud = Vgpud::start()?;
+    let request = json!({ "mdev_type": "SOFT-256MQ", "attrs": [{ "core": "60" }], "run": true });
+    let uuid = vgpud.create(&request)?;
+    let vm = UnixStream::connect(vgpud.vfio_socket(&uuid))?;
+    wait_for("a VM is attached", || {
+        vgpud.show(&uuid).is_ok_and(|vgpu| vgpu["vm"]["pid"] == std::process::id())
+    })?;
+    let pid = |value: &Value| u32::try_from(value["pid"].as_u64().unwrap()).unwrap();
+    let (worker, gpu) = (pid(&vgpud.show(&uuid)?), pid(&vgpud.get("/v1/parents")?[0]));
+    vgpud.end(Signal::SIGUSR1)?;
+    Ok((vgpud, uuid, vm, worker, gpu))
+}
+
+/// The VM is served: nobody has hung up on it.
+fn is_served(vm: &UnixStream) -> bool {
+    vm.set_nonblocking(true).unwrap();
+    let mut byte = [0];
+    (&*vm).read(&mut byte).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+}
+
+#[test]
+fn the_vm_of_a_worker_of_another_release_goes_on() -> Result<()> {
+    for how in ["hangs up", "makes no sense", "says 2"] {
+        let (mut vgpud, uuid, vm, worker, gpu) = left()?;
+        let control = vgpud.vgpu_dir(&uuid).join("control.sock");
+        let answer = match how {
+            "hangs up" => None,
+            "makes no sense" => Some(b"{\"reply\":\"well\"}".to_vec()),
+            _ => Some(status_of_version_2(&control)?),
+        };
+        answer_at(&control, answer);
+        vgpud.start_again()?;
+        let vgpu = vgpud.show(&uuid)?;
+        assert_eq!((&vgpu["state"], &vgpu["pid"]), (&json!("running"), &json!(worker)), "{how}");
+        let warning = vgpu["warnings"][0].as_str().unwrap();
+        assert!(warning.contains("is of another version of vgpud: its VM goes on"), "{warning}");
+        assert!(is_alive(worker) && is_served(&vm), "{how}");
+        // It has its place and its share, on the GPU that was adopted.
+        let parent = &vgpud.get("/v1/parents")?[0];
+        assert_eq!(parent["pid"], gpu);
+        assert_ne!(parent["vram_free_bytes"], parent["vram_bytes"]);
+        let stats = &vgpud.get("/v1/stats")?["vgpus"][0];
+        assert_eq!((&stats["share_asked"], &stats["pid"]), (&json!(60), &json!(worker)));
+        // No command costs the VM anything, but one that says so.
+        let stop = format!("/v1/vgpus/{uuid}/stop");
+        let (_, _, message) = vgpud.refused("POST", &stop, None)?;
+        assert!(message.contains("its worker is of another version of vgpud"), "{message}");
+        assert!(is_alive(worker) && is_served(&vm), "{how}");
+        vgpud.call("POST", &stop, Some(&json!({ "force": true })))?;
+        assert!(!is_alive(worker) && !is_served(&vm));
+        let parent = &vgpud.get("/v1/parents")?[0];
+        assert_eq!(parent["vram_free_bytes"], parent["vram_bytes"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_vms_of_a_software_gpu_of_another_release_go_on() -> Result<()> {
+    let (mut vgpud, uuid, vm, worker, gpu) = left()?;
+    let admin = vgpud.run_dir().join("parents/soft0/admin.sock");
+    answer_at(&admin, Some(encode(&AdminReply::Refused(Refusal::Version))?));
+    vgpud.start_again()?;
+    let vgpu = vgpud.show(&uuid)?;
+    assert_eq!((&vgpu["pid"], &vgpu["vm"]["pid"]), (&json!(worker), &json!(std::process::id())));
+    assert!(is_alive(worker) && is_alive(gpu) && is_served(&vm));
+    let parent = &vgpud.get("/v1/parents")?[0];
+    assert_eq!((&parent["pid"], &parent["state"]), (&json!(gpu), &json!("foreign")));
+    let another = json!({ "mdev_type": "SOFT-256MQ", "run": true });
+    let (_, _, message) = vgpud.refused("POST", "/v1/vgpus", Some(&another))?;
+    assert!(message.contains("the process of its GPU is of another version of vgpud"), "{message}");
+    // Once its VMs have gone it is ended, and a new one takes its place.
+    drop(vm);
+    vgpud.end(Signal::SIGTERM)?;
+    assert!(!is_alive(worker) && !is_alive(gpu));
+    vgpud.start_again()?;
+    vgpud.create(&another)?;
+    Ok(())
+}
