@@ -18,7 +18,7 @@ use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
 /// Changes when what is in the cached folder does.
-const LAYOUT: &str = "checkers-1";
+const LAYOUT: &str = "checkers-2";
 
 /// What none of them reads.
 const NOT_NEEDED: [&str; 3] = ["usr/share/doc", "usr/share/locale", "usr/share/man"];
@@ -66,7 +66,7 @@ impl Checkers {
         let debs = Debs::open(&fetched)?;
         debs.fetch_chosen(&["?essential", "lintian", "mandoc", "apparmor"])?;
         // For the profiles in it alone.
-        debs.fetch(&["libvirt-daemon-driver-qemu"])?;
+        debs.fetch(&["libvirt-daemon-driver-qemu", "libvirt-daemon"])?;
         step.done();
         let step = progress.step("Unpacking them");
         debs::unpack(&debs.packages()?, partial.path())?;

@@ -1,4 +1,4 @@
-//! `vgpud`: running, reachable, with enough descriptors; the groups; libvirt's hook; what dead ones left.
+//! `vgpud`: running, reachable, with enough descriptors; the groups; libvirt's hook and confinement; what dead ones left.
 
 use serde_json::Value;
 use vfio_user_server::api::model::Version;
@@ -25,6 +25,7 @@ pub fn check(host: &Host, answer: Result<Version, Failure>) -> Vec<Finding> {
     findings.extend(files(host));
     findings.extend(groups(host));
     findings.extend(hook(host));
+    findings.extend(confinement(host));
     findings.extend(stale(host, runs));
     findings
 }
@@ -60,12 +61,17 @@ fn reachable(answer: Result<Version, Failure>) -> Finding {
     }
 }
 
-/// Open files that the manager's process may have.
-fn files(host: &Host) -> Option<Finding> {
+/// The hard limit of that name of the manager's process, which those that it starts have too.
+pub fn limit_of_vgpud(host: &Host, name: &str) -> Option<String> {
     let pid = host.read("run/vgpud/lock")?;
     let limits = host.read(&format!("proc/{}/limits", pid.trim()))?;
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
-    let hard = line.split_whitespace().nth(1)?;
+    let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
+    Some(line.split_whitespace().nth(1)?.to_owned())
+}
+
+/// Open files that the manager's process may have.
+fn files(host: &Host) -> Option<Finding> {
+    let hard = limit_of_vgpud(host, "Max open files")?;
     let enough = hard == "unlimited" || hard.parse::<u64>().is_ok_and(|n| n >= ENOUGH_FILES);
     let what = format!("vgpud's processes may have {hard} files open");
     Some(if enough {
@@ -114,6 +120,25 @@ fn hook(host: &Host) -> Option<Finding> {
             LIBVIRT,
             "libvirt is here without our hook: vGPUs are not started with their domains",
             "vgpuctl libvirt install-hook, as root; see docs/libvirt.md",
+        )
+    })
+}
+
+/// What AppArmor lets libvirt's QEMU reach.
+fn confinement(host: &Host) -> Option<Finding> {
+    let enforced = host.read("sys/module/apparmor/parameters/enabled")?;
+    if !enforced.starts_with('Y') || !host.has("etc/apparmor.d/abstractions/libvirt-qemu") {
+        return None;
+    }
+    let rules = host.read("etc/apparmor.d/local/abstractions/libvirt-qemu").unwrap_or_default();
+    let mut rules = rules.lines().map(str::trim).filter(|line| !line.starts_with('#'));
+    Some(if rules.any(|line| line.contains("/vgpus/*/vfio.sock")) {
+        Finding::ok(LIBVIRT, "AppArmor lets QEMU reach its vGPU's socket")
+    } else {
+        Finding::problem(
+            LIBVIRT,
+            "AppArmor keeps libvirt's QEMU from its vGPU's socket: its VM will not start",
+            "vgpuctl libvirt install-hook, as root, adds the rule; it counts from a VM's next start on",
         )
     })
 }

@@ -1,18 +1,23 @@
-//! KVM, NVIDIA's driver, huge pages.
+//! KVM, NVIDIA's driver, devices under vfio-pci, huge pages.
+
+use std::fs;
 
 use vendor_backends::nvidia::version::Layout;
 
 use super::Finding;
+use super::daemon::limit_of_vgpud;
 use super::host::Host;
 
 const NVIDIA: &str = "nvidia";
 const KVM: &str = "kvm";
 const PAGES: &str = "pages";
+const VFIO: &str = "vfio";
 
 /// All of them.
 pub fn check(host: &Host) -> Vec<Finding> {
     let mut findings = vec![kvm(host)];
     findings.extend(nvidia(host));
+    findings.extend(vfio(host));
     findings.extend(pages(host));
     findings
 }
@@ -87,15 +92,66 @@ fn everybody_may(host: &Host, path: &str) -> bool {
     host.path(path).metadata().is_ok_and(|about| about.mode() & 6 == 6)
 }
 
+/// Devices that vfio-pci has. The kernel locks the memory of each guest that they reach, on its process' account.
+fn vfio(host: &Host) -> Vec<Finding> {
+    let mut names = host.names("sys/bus/pci/drivers/vfio-pci");
+    names.retain(|name| name.contains(':') && name.contains('.'));
+    let mut findings = Vec::new();
+    for name in &names {
+        let group = fs::read_link(host.path(&format!("sys/bus/pci/devices/{name}/iommu_group")));
+        let group = group.ok().and_then(|link| link.file_name()?.to_str().map(str::to_owned));
+        let node = group.map(|group| format!("dev/vfio/{group}"));
+        findings.push(match node {
+            Some(node) if host.has(&node) => {
+                Finding::ok(VFIO, format!("{name} is vfio-pci's: /{node}"))
+            }
+            Some(node) => Finding::problem(
+                VFIO,
+                format!("{name} is vfio-pci's, and /{node} is not there"),
+                "modprobe vfio-pci, as root",
+            ),
+            None => Finding::problem(
+                VFIO,
+                format!("{name} is vfio-pci's, and is in no IOMMU group"),
+                "switch the IOMMU on, in the firmware and on the kernel's command line (intel_iommu=on)",
+            ),
+        });
+    }
+    if !names.is_empty() {
+        findings.extend(locked_memory(host));
+    }
+    findings
+}
+
+/// Memory that the manager's processes may lock: NVIDIA's driver pins pages on nobody's account, VFIO does not.
+fn locked_memory(host: &Host) -> Option<Finding> {
+    let hard = limit_of_vgpud(host, "Max locked memory")?;
+    let bytes = hard.parse::<u64>().ok();
+    let whole = number(&host.read("proc/meminfo")?, "MemTotal:")?.saturating_mul(1024);
+    let words = match bytes {
+        Some(bytes) if bytes < whole => format!("{} MiB", bytes >> 20),
+        _ => return Some(Finding::ok(VFIO, "vgpud's processes may lock all memory")),
+    };
+    Some(Finding::warning(
+        VFIO,
+        format!(
+            "vgpud's processes may lock {words}, and a device under vfio-pci needs all memory of its guests locked"
+        ),
+        "put LimitMEMLOCK=infinity into the unit (systemctl edit vgpud), then restart it, and its vGPUs",
+    ))
+}
+
+/// A number in a file of /proc, by the words before it.
+fn number(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
 /// Huge pages that were set aside.
 fn pages(host: &Host) -> Option<Finding> {
     let text = host.read("proc/meminfo")?;
-    let number = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    let (total, free) = (number("HugePages_Total:")?, number("HugePages_Free:")?);
-    let size = number("Hugepagesize:").unwrap_or(2048) / 1024;
+    let (total, free) = (number(&text, "HugePages_Total:")?, number(&text, "HugePages_Free:")?);
+    let size = number(&text, "Hugepagesize:").unwrap_or(2048) / 1024;
     match (total, free) {
         (0, _) => None,
         (_, 0) => Some(Finding::warning(

@@ -6,8 +6,8 @@
 //! * [`host`]: the host: its files, processes and programs, and who asks
 //! * [`qemu`]: is there a QEMU that can attach a vGPU
 //! * [`vms`]: do the VMs that run let the GPU reach their memory
-//! * [`devices`]: KVM, NVIDIA's driver, huge pages
-//! * [`daemon`]: `vgpud`: running, reachable, with enough descriptors; groups; libvirt's hook; what dead ones left
+//! * [`devices`]: KVM, NVIDIA's driver, devices under vfio-pci, huge pages
+//! * [`daemon`]: `vgpud`: running, reachable, with enough descriptors; groups; libvirt's hook and confinement; what dead ones left
 
 mod daemon;
 mod devices;

@@ -244,3 +244,62 @@ fn libvirt_without_the_hook_and_folders_of_the_dead_are_told() {
     assert_eq!(stale.len(), 1, "{findings:?}");
     assert!(stale[0].what.contains("/run/vgpud/vgpus/a is left"), "{stale:?}");
 }
+
+/// The host's GPU is a device under vfio-pci, in IOMMU group 7.
+fn with_vfio(h: &mut Fake, locked: &str) {
+    h.write("sys/bus/pci/drivers/vfio-pci/0000:01:00.0/x", "");
+    h.write("sys/bus/pci/drivers/vfio-pci/new_id", "");
+    let device = h.root.path().join("sys/bus/pci/devices/0000:01:00.0");
+    fs::create_dir_all(&device).unwrap();
+    std::os::unix::fs::symlink("../../../kernel/iommu_groups/7", device.join("iommu_group"))
+        .unwrap();
+    h.write("dev/vfio/7", "");
+    h.write(
+        "proc/meminfo",
+        "MemTotal:       16000000 kB\nHugePages_Total:       0\nHugePages_Free:        0\n",
+    );
+    let limits = format!(
+        "Max open files            1024      1048576      files\n\
+         Max locked memory         {locked}    {locked}    bytes\n"
+    );
+    h.write("proc/50/limits", &limits);
+}
+
+#[test]
+fn devices_under_vfio_pci_are_reachable_and_may_lock_memory() {
+    assert_eq!(wrong(|h| with_vfio(h, "unlimited")), []);
+    let few = |h: &mut Fake| with_vfio(h, "8388608");
+    one(few, Level::Warning, "vfio", "may lock 8 MiB", "LimitMEMLOCK=infinity");
+    let no_node = |h: &mut Fake| {
+        with_vfio(h, "unlimited");
+        h.remove("dev/vfio/7");
+    };
+    one(no_node, Level::Problem, "vfio", "/dev/vfio/7 is not there", "modprobe vfio-pci");
+    let no_group = |h: &mut Fake| {
+        with_vfio(h, "unlimited");
+        h.remove("sys/bus/pci/devices/0000:01:00.0/iommu_group");
+    };
+    one(no_group, Level::Problem, "vfio", "in no IOMMU group", "intel_iommu=on");
+    // Without such a device nobody's memory is locked on vgpud's account.
+    let limits = "Max open files 1 1048576 files\nMax locked memory 8388608 8388608 bytes\n";
+    assert_eq!(wrong(|h| h.write("proc/50/limits", limits)), []);
+}
+
+#[test]
+fn apparmor_without_the_rule_is_told() {
+    let confined = |h: &mut Fake, rules: &str| {
+        h.write("sys/module/apparmor/parameters/enabled", "Y\n");
+        h.write("etc/apparmor.d/abstractions/libvirt-qemu", "");
+        h.write("etc/apparmor.d/local/abstractions/libvirt-qemu", rules);
+    };
+    let commented = "# /run/vgpud/vgpus/*/vfio.sock rw,\n";
+    let without = |h: &mut Fake| confined(h, commented);
+    one(without, Level::Problem, "libvirt", "AppArmor keeps", "vgpuctl libvirt install-hook");
+    let rule = "/run/vgpud/vgpus/*/vfio.sock rw,\n";
+    assert_eq!(wrong(|h| confined(h, rule)), []);
+    let off = |h: &mut Fake| {
+        confined(h, "");
+        h.write("sys/module/apparmor/parameters/enabled", "N\n");
+    };
+    assert_eq!(wrong(off), []);
+}

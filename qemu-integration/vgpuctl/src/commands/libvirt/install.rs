@@ -66,10 +66,14 @@ fn script(program: &Path, socket: &Path) -> String {
     )
 }
 
-/// AppArmor's rule for the sockets of vGPUs, which are beside the control socket.
+/// AppArmor's rules: for the sockets of vGPUs, which are beside the control socket, and for what comes through them where
+/// it has a path. A real GPU's doorbells are mapped from its device file, which QEMU is handed; it cannot open one, since
+/// libvirt gives it a /dev of its own.
 fn rule(socket: &Path) -> String {
     let run_dir = socket.parent().unwrap_or(Path::new("/run/vgpud")).display();
-    format!("# vGPUs: vgpuctl libvirt install-hook\n{run_dir}/vgpus/*/vfio.sock rw,\n")
+    format!(
+        "# vGPUs: vgpuctl libvirt install-hook\n{run_dir}/vgpus/*/vfio.sock rw,\n/dev/nvidia[0-9]* rw,\n"
+    )
 }
 
 fn write(file: &Path, text: &str, mode: u32) -> io::Result<()> {
@@ -103,7 +107,8 @@ mod tests {
         let rules = fs::read_to_string(local).unwrap();
         assert_eq!(
             rules,
-            "/opt/x r,\n# vGPUs: vgpuctl libvirt install-hook\n/run/vgpud/vgpus/*/vfio.sock rw,\n"
+            "/opt/x r,\n# vGPUs: vgpuctl libvirt install-hook\n/run/vgpud/vgpus/*/vfio.sock rw,\n\
+             /dev/nvidia[0-9]* rw,\n"
         );
         let hook = root.path().join(HOOK);
         assert_eq!(fs::metadata(&hook).unwrap().permissions().mode() & 0o777, 0o755);
