@@ -477,7 +477,7 @@ pub trait Client: Send + fmt::Debug {
     fn usage(&mut self) -> Result<Usage, GpuError>;
 
     /// Notes what the guest's display registers show, whenever that changes: it is what the physical screen shows while
-    /// this vGPU is on it. Offsets count from the start of the partition. Does not wait.
+    /// this vGPU is on it. Offsets count from the start of the partition. Waits for no more than the screen's registers.
     fn set_scanout(&mut self, _scanout: &Scanout) -> Result<(), GpuError> {
         Ok(())
     }

@@ -50,6 +50,11 @@ impl Picture {
         Ok(Self { width: info.width as usize, height: info.height as usize, pixels })
     }
 
+    /// Whether all of it has one colour.
+    pub fn is_all(&self, colour: u32) -> bool {
+        !self.pixels.is_empty() && self.pixels.iter().all(|pixel| *pixel == colour)
+    }
+
     /// Checks that it shows text: a plain background, and many characters of many shapes.
     pub fn check_text(&self) -> Result<()> {
         let mut colours = HashMap::new();

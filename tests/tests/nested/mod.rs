@@ -73,6 +73,15 @@ impl Nested {
         Self { vm, program, folder }
     }
 
+    /// Starts a test of this program inside, which goes on by itself and writes into a file there.
+    pub fn start(&mut self, test: &str, log: &str) {
+        let program = &self.program;
+        let command = format!(
+            "({INSIDE}=1 /bin/{program} --ignored --exact {test} --nocapture > {log} 2>&1 &)"
+        );
+        ok(&mut self.vm, &command);
+    }
+
     /// Runs a test of this program inside; what it printed.
     pub fn run(&mut self, test: &str, limit: Duration) -> String {
         let program = &self.program;

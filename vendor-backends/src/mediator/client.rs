@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use mdev_core::abi::doorbell;
+use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
@@ -212,6 +213,17 @@ impl Client for MediatedClient {
 
     fn reset(&mut self) -> Result<(), GpuError> {
         self.order(&ClientRequest::Reset, &[])
+    }
+
+    fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {
+        if !self.gpu.capabilities.contains(GpuCapabilities::SCANOUT) {
+            return Ok(());
+        }
+        self.order(&ClientRequest::SetScanout(*scanout), &[])
+    }
+
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        self.order(&ClientRequest::Scrub, &[])
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use mdev_core::gpu::{Admission, ClientSpec, Gpu, GpuDescription, GpuError, Quotas, UsageReport};
+use mdev_core::gpu::{
+    Admission, ClientSpec, Gpu, GpuDescription, GpuError, PhysicalScreen, Quotas, UsageReport,
+};
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
 
@@ -85,6 +87,26 @@ impl Gpu for MediatedGpu {
 
     fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
         self.order(&AdminRequest::Reset(vgpu))
+    }
+
+    fn focus(&mut self, vgpu: VgpuId) -> Result<Duration, GpuError> {
+        match self.connection.ask(&AdminRequest::Focus(vgpu), &[])?.0 {
+            AdminReply::Focused(took) => Ok(took),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.confused()),
+        }
+    }
+
+    fn rotate(&mut self, every: Option<Duration>) -> Result<(), GpuError> {
+        self.order(&AdminRequest::Rotate(every))
+    }
+
+    fn screen(&mut self) -> Result<PhysicalScreen, GpuError> {
+        match self.connection.ask(&AdminRequest::Screen, &[])?.0 {
+            AdminReply::Screen(screen) => Ok(screen),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.confused()),
+        }
     }
 
     fn usage(&mut self) -> Result<UsageReport, GpuError> {

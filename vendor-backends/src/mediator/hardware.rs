@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mdev_core::abi::copy;
-use mdev_core::gpu::{ClientSpec, GpuDescription, Quotas};
+use mdev_core::device::Scanout;
+use mdev_core::gpu::{ClientSpec, GpuDescription, PhysicalScreen, Quotas};
 use mdev_core::ids::VgpuId;
 
 use super::silicon::address_space::Piece;
@@ -33,6 +34,31 @@ pub trait Hardware: Send + Sync + fmt::Debug {
 
     /// Starts its threads, where it has some, after the process has given up what it does not need.
     fn start(&self) {}
+
+    /// What a vGPU's display registers show has changed. What the screen cannot show is not an error: it is dark then.
+    fn set_scanout(&self, _vgpu: VgpuId, _scanout: &Scanout) -> Result<(), Refusal> {
+        Err(Refusal::Unsupported)
+    }
+
+    /// Puts a vGPU on the screen; how long that took.
+    fn focus(&self, _vgpu: VgpuId) -> Result<Duration, Refusal> {
+        Err(Refusal::Unsupported)
+    }
+
+    /// Shows each vGPU for so long, in turn, or ends that.
+    fn rotate(&self, _every: Option<Duration>) -> Result<(), Refusal> {
+        Err(Refusal::Unsupported)
+    }
+
+    /// Who is on the screen.
+    fn screen(&self) -> Result<PhysicalScreen, Refusal> {
+        Err(Refusal::Unsupported)
+    }
+
+    /// Makes a vGPU's partition zeros, where its file takes no holes.
+    fn scrub(&self, _vgpu: VgpuId) -> Result<(), Refusal> {
+        Err(Refusal::Unsupported)
+    }
 
     /// How its engine works.
     fn pace(&self) -> Pace {

@@ -150,6 +150,14 @@ impl Server {
             AdminRequest::SetGate(id, open) => self.silicon.find(id)?.set_gate(open),
             AdminRequest::Reset(id) => self.silicon.find(id)?.reset_channels()?,
             AdminRequest::Usage => return Ok((AdminReply::Usage(self.silicon.usage()), None)),
+            AdminRequest::Focus(id) => {
+                let took = self.silicon.hardware().focus(id)?;
+                return Ok((AdminReply::Focused(took), None));
+            }
+            AdminRequest::Rotate(every) => self.silicon.hardware().rotate(every)?,
+            AdminRequest::Screen => {
+                return Ok((AdminReply::Screen(self.silicon.hardware().screen()?), None));
+            }
         }
         Ok((AdminReply::Done, None))
     }
@@ -304,6 +312,10 @@ impl ClientConnection {
             ClientRequest::SetInterrupt(vector) => vgpu.set_interrupt(vector, fds.next())?,
             ClientRequest::Reset => vgpu.reset()?,
             ClientRequest::Usage => return Ok(ClientReply::Usage(vgpu.usage())),
+            ClientRequest::SetScanout(ref scanout) => {
+                self.silicon.hardware().set_scanout(vgpu.id(), scanout)?;
+            }
+            ClientRequest::Scrub => self.silicon.hardware().scrub(vgpu.id())?,
         }
         Ok(ClientReply::Done)
     }

@@ -6,16 +6,17 @@
 use std::io;
 use std::time::Duration;
 
+use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError,
-    Quotas, Usage, UsageReport,
+    PhysicalScreen, Quotas, Usage, UsageReport,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, VgpuId};
 use mdev_core::sched::Budget;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
@@ -46,6 +47,12 @@ pub enum AdminRequest {
     SetBudget(VgpuId, Option<Budget>),
     /// Sets quotas.
     SetQuotas(VgpuId, Quotas),
+    /// Puts a vGPU on the physical screen: [`AdminReply::Focused`].
+    Focus(VgpuId),
+    /// Shows each vGPU for so long, in turn, or ends that.
+    Rotate(Option<Duration>),
+    /// Who is on the screen: [`AdminReply::Screen`].
+    Screen,
 }
 
 /// What it answers to the manager.
@@ -66,6 +73,10 @@ pub enum AdminReply {
     Usage(UsageReport),
     /// No.
     Refused(Refusal),
+    /// On the screen, after so long.
+    Focused(Duration),
+    /// Who is.
+    Screen(PhysicalScreen),
 }
 
 /// What a worker asks.
@@ -117,6 +128,10 @@ pub enum ClientRequest {
     Reset,
     /// What was used: [`ClientReply::Usage`].
     Usage,
+    /// What the guest's display registers show now.
+    SetScanout(Scanout),
+    /// Makes the partition zeros.
+    Scrub,
 }
 
 /// What it answers to a worker.
@@ -245,7 +260,9 @@ impl From<Refusal> for GpuError {
             R::ImportLimit => Self::Limit("imported guest memory"),
             R::PageTableLimit => Self::Limit("page tables"),
             R::Os(errno) => Self::Io(io::Error::from_raw_os_error(errno)),
-            R::Unsupported => Self::Unsupported("its engines or memory"),
+            R::Unsupported => {
+                Self::Unsupported("an engine, memory or screen that it does not have")
+            }
         }
     }
 }
@@ -265,11 +282,11 @@ mod tests {
 
     /// A change of these bytes is a change of the protocol: bump [`VERSION`].
     #[test]
-    fn bytes_of_version_4() {
-        assert_eq!(VERSION, 4);
+    fn bytes_of_version_5() {
+        assert_eq!(VERSION, 5);
         let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
         let admin = [
-            (AdminRequest::Hello { version: 4 }, "0004"),
+            (AdminRequest::Hello { version: 5 }, "0005"),
             (
                 AdminRequest::Admit(ClientSpec {
                     vgpu,
@@ -297,6 +314,11 @@ mod tests {
                 "08 1000000000000000000000000001020304 00 0103 00 013c00 00",
             ),
         ];
+        let admin = admin.into_iter().chain([
+            (AdminRequest::Focus(vgpu), "09 1000000000000000000000000001020304"),
+            (AdminRequest::Rotate(Some(Duration::from_secs(10))), "0a 01 0a 00"),
+            (AdminRequest::Screen, "0b"),
+        ]);
         for (message, bytes) in admin {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
         }
@@ -322,10 +344,26 @@ mod tests {
                 "050180204000 0380 0401",
             ),
         ];
+        let scanout = Scanout {
+            enabled: true,
+            width: 640,
+            height: 480,
+            stride: 2560,
+            bits_per_pixel: 32,
+            offset: 4096,
+            big_endian: false,
+        };
+        let client = client.into_iter().chain([
+            (ClientRequest::SetScanout(scanout), "0b 01 8005 e003 8014 20 8020 00"),
+            (ClientRequest::Scrub, "0c"),
+        ]);
         for (message, bytes) in client {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
         }
         assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06190a");
+        let screen = PhysicalScreen { focus: Some(vgpu), rotation: None };
+        let bytes = "06 01 1000000000000000000000000001020304 00";
+        assert_eq!(hex(&encode(&AdminReply::Screen(screen)).unwrap()), bytes.replace(' ', ""));
         let usage = Usage { copy_ns: 1, compute_ns: 2, channels: 3, ..Usage::default() };
         let bytes = "05 00 01 02 0000000000000000 0000000000000000 03";
         assert_eq!(hex(&encode(&ClientReply::Usage(usage)).unwrap()), bytes.replace(' ', ""));

@@ -201,6 +201,11 @@ impl Device {
         Ok(bytes)
     }
 
+    /// The same, of any length.
+    pub fn load_bytes(&self, bar: u8, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.read(bar.into(), offset, bytes)
+    }
+
     /// Writes a register, for the mediator's own use.
     pub fn store(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.write(bar.into(), offset, bytes)

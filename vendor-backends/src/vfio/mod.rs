@@ -5,10 +5,12 @@
 //! * [`window`]: the DMA addresses of each vGPU
 //! * [`family`]: for each kind of device, what a guest may map of it, what is emulated, and what it never sees
 //! * [`edu`]: a DMA engine
+//! * [`display`]: a linear framebuffer, and the screen behind it
 //!
 //! A new kind of device is a table in [`family`], a folder, and a line in [`open`].
 
 pub mod device;
+pub mod display;
 pub mod edu;
 pub mod family;
 pub mod host;
@@ -19,6 +21,7 @@ use std::sync::Arc;
 use mdev_core::units::MIB;
 
 use self::device::{Device, DeviceError};
+use self::display::DisplayAdapter;
 use self::edu::EduEngine;
 use self::family::Kind;
 use self::host::{Address, Host};
@@ -40,11 +43,6 @@ impl Default for Options {
     }
 }
 
-/// Whether this build shares devices of a kind.
-pub fn shares(kind: Kind) -> bool {
-    kind == Kind::Dma
-}
-
 /// Takes a device that is bound to vfio-pci, as a parent of that name.
 pub fn open(
     name: &str,
@@ -55,9 +53,6 @@ pub fn open(
     let device = Device::open(&host, address)?;
     match device.family().kind {
         Kind::Dma => Ok(Arc::new(EduEngine::new(name, device, options.window_bytes)?)),
-        Kind::Framebuffer => Err(DeviceError::Broken {
-            what: "display adapter",
-            how: "cannot be shared by this build",
-        }),
+        Kind::Framebuffer => Ok(Arc::new(DisplayAdapter::new(name, device, &host)?)),
     }
 }

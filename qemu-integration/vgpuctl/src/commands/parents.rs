@@ -3,7 +3,6 @@
 use std::fmt::Write as _;
 
 use serde::Serialize;
-use vendor_backends::vfio;
 use vendor_backends::vfio::host::{Host, HostError, PciDevice};
 use vfio_user_server::api::model::{ErrorCode, ErrorDetail};
 
@@ -87,7 +86,7 @@ fn candidate(device: PciDevice) -> Candidate {
                 ),
             )
         }
-        _ if device.family().is_some_and(|family| vfio::shares(family.kind)) => {
+        _ if device.family().is_some() => {
             let share = format!("vgpud run --parent vfio:{address}");
             if device.is_bound() {
                 let back = format!("vgpuctl parents unbind {address}");

@@ -56,6 +56,11 @@ impl Silicon {
         Ok(Self { hardware, board, _engine: engine })
     }
 
+    /// The device.
+    pub fn hardware(&self) -> &dyn Hardware {
+        &*self.hardware
+    }
+
     /// What it is.
     pub fn describe(&self) -> &GpuDescription {
         self.hardware.describe()
