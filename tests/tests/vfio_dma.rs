@@ -19,7 +19,7 @@ use serde_json::json;
 use system_tests::ram::Ram;
 use system_tests::stranger::Stranger;
 use system_tests::{Vgpud, is_alive, kill_process, wait_for};
-use vendor_backends::conformance::{Driver, Pushbuffer};
+use vendor_backends::conformance::{self, Driver, Pushbuffer};
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
 use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::vfio;
@@ -35,6 +35,9 @@ use nested::{DISPLAY, EDU, LIMIT, Nested};
 
 /// In a VM whose clock jumps, a limit is for what hangs.
 const LONG: Duration = Duration::from_secs(3600);
+
+/// The largest copy of the suite has 1536 transfers.
+const LARGEST: Duration = Duration::from_secs(160);
 
 /// The engine, served from a thread.
 fn serve() -> MediatedGpu {
@@ -67,6 +70,20 @@ fn admit(gpu: &mut MediatedGpu) -> (VgpuId, MediatedClient) {
             Err(error) => panic!("{error}"),
         }
     }
+}
+
+#[test]
+#[ignore = "boots a VM: run `cargo lab test`"]
+fn keeps_what_the_conformance_suite_asks_of_copies() {
+    if nested::is_inside() {
+        let mut gpu = serve();
+        return conformance::run_with(&mut || Box::new(admit(&mut gpu).1), 2 * LARGEST);
+    }
+    let mut host = Nested::boot_in_virtual_time();
+    let told = host.run("keeps_what_the_conformance_suite_asks_of_copies", LONG);
+    assert_eq!(told.matches("conformance: ").count(), 15, "{told}");
+    assert_eq!(host.faults(), 0, "the device was told of nothing that is not mapped");
+    host.vm.quit().unwrap();
 }
 
 #[test]
@@ -223,8 +240,11 @@ fn live_and_die() {
         })
         .unwrap_or_else(|error| panic!("{error}: {message}"));
     };
-    told(EDU, "is in use by another process");
-    told(DISPLAY, "vgpuctl parents bind 0000:00:02.0");
+    told(EDU, "Parent 0000:00:03.0 does not start: 0000:00:03.0 is in use by another process");
+    told(
+        DISPLAY,
+        "does not start: 0000:00:02.0 is driven by bochs-drm: `vgpuctl parents bind 0000:00:02.0`",
+    );
     drop(other);
 
     let start = || vgpud.create(&json!({ "mdev_type": "EDU-C", "run": true })).unwrap();
@@ -232,6 +252,17 @@ fn live_and_die() {
     let (mut first, mut second) = (Guest::attach(&vgpud, &a), Guest::attach(&vgpud, &b));
     first.copy(0x1111).unwrap();
     second.copy(0x2222).unwrap();
+
+    // Nothing of the device ever leaves its owner.
+    for uuid in [&a, &b] {
+        let fds = format!("/proc/{}/fd", vgpud.show(uuid).unwrap()["pid"]);
+        for fd in std::fs::read_dir(fds).unwrap() {
+            let link = std::fs::read_link(fd.unwrap().path()).unwrap_or_default();
+            let link = link.to_string_lossy().into_owned();
+            assert!(!link.contains("vfio") || link.ends_with("vfio.sock"), "{link}");
+            assert!(!link.starts_with("/sys/"), "{link}");
+        }
+    }
 
     // The manager dies: guests go on, and the next one adopts the owner and the workers.
     vgpud.end(Signal::SIGKILL).unwrap();

@@ -326,7 +326,7 @@ mod tests {
             ("nvidia,vram=8G", "no option"),
             ("nvidia,hang=1", "out of range"),
             ("vfio:02.0", "no PCI address"),
-            ("vfio:0000:00:02.0,vram=1G", "no option"),
+            ("vfio:0000:00:02.0,vram=1G", "is no option of a VFIO parent; there is window=SIZE"),
             ("vfio:0000:00:02.0,window=3M", "out of range"),
             ("vfio:0000:00:02.0,window=16", "out of range"),
         ] {

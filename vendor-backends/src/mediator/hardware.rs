@@ -95,6 +95,8 @@ pub trait Hardware: Send + Sync + fmt::Debug {
 pub struct Pace {
     /// Bytes that are moved without a look at the time.
     pub chunk: u64,
+    /// What a piece of contiguous memory costs besides, in bytes that could be moved in that time.
+    pub piece: u64,
     /// Turns end within this after their limit, unless the host took the core away.
     pub grain_ns: u64,
     /// Longest time without a look at the other vGPUs.
@@ -110,6 +112,7 @@ impl Pace {
     /// That of a CPU: 128 KiB are about 15 us, of which one reading of the clock is a thousandth.
     pub const CPU: Self = Self {
         chunk: 128 << 10,
+        piece: 256,
         grain_ns: 100_000,
         turn_ns: 200_000,
         on_cpu: true,

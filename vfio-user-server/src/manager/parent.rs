@@ -422,8 +422,12 @@ impl Manager {
             Err(error) => {
                 let pause =
                     parent.backoff.after_death(Duration::ZERO).max(Duration::from_millis(50));
-                log::error!("Cannot start parent {}: {error}", parent.name());
-                parent.reason = Some(error.to_string());
+                let why = match error {
+                    GpuError::Lost(why) => why,
+                    other => other.to_string(),
+                };
+                log::error!("Cannot start parent {}: {why}", parent.name());
+                parent.reason = Some(why);
                 parent.retry_at = Some(Instant::now() + pause);
             }
         }

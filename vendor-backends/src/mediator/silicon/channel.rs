@@ -261,6 +261,10 @@ impl Channel {
                     return Ok(progress);
                 }
                 self.active = None;
+                // Where the device does the work, any piece of it is dear.
+                if !cx.hardware.pace().on_cpu && cx.turn.expired() {
+                    return Ok(Progress::More);
+                }
             } else if self.window_next < self.window_len {
                 let word = self.window[self.window_next];
                 self.window_next += 1;

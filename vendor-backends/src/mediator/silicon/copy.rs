@@ -5,10 +5,9 @@ use mdev_core::abi::copy::{self as abi, launch, remap};
 use super::address_space::Access;
 use super::clock::now_ns;
 use super::fault::{Context, Fault, Payload, Progress, release};
+use crate::mediator::hardware::Pace;
 use crate::mem::STREAMING_BYTES;
 
-/// What an address look-up costs, in bytes that could be copied in that time.
-const PIECE_COST: u64 = 256;
 /// Bytes of a pattern that a fill repeats.
 const PATTERN: usize = 12 << 10;
 
@@ -147,7 +146,7 @@ impl Transfer {
     /// Works until it is done or the turn is over.
     pub fn run(&mut self, cx: Context<'_>) -> Result<Progress, Fault> {
         let streaming = self.line.saturating_mul(u64::from(self.lines)) >= STREAMING_BYTES;
-        let chunk = cx.hardware.pace().chunk;
+        let Pace { chunk, piece, .. } = cx.hardware.pace();
         let mut since_check = 0;
         while self.lines > 0 {
             if self.done == self.line {
@@ -173,7 +172,7 @@ impl Transfer {
                 Work::Fill(fill) => fill.piece(cx, target, self.done, at_most)?,
             };
             self.done += moved;
-            since_check += moved + PIECE_COST;
+            since_check += moved + piece;
         }
         if let Some(Semaphore { va, payload, stamped }) = self.semaphore {
             release(cx.space, va, Payload::Word(payload), stamped.then(now_ns))?;

@@ -33,7 +33,7 @@ const FROM_DEVICE: u32 = 1 << 1;
 const INTERRUPT: u32 = 1 << 2;
 
 /// How long one operation may take. A transfer takes a tenth of a second, by design.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// Which way a transfer goes.

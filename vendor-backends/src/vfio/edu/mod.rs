@@ -39,7 +39,8 @@ use crate::mem::Mapping;
 const MAX_CHANNELS: u32 = 16;
 /// A tenth of a second for each of: clear, load, store.
 const GRAIN: Duration = Duration::from_millis(400);
-const SLICE: Duration = Duration::from_millis(30);
+/// Shorter than any transfer: only proportions matter, and the largest of them has to fit below the longest slice.
+const SLICE: Duration = Duration::from_millis(5);
 
 /// What [`EduEngine::staging`] has: bytes that come from the mediator, and zeros.
 const BYTES: u64 = 0;
@@ -157,7 +158,14 @@ impl Hardware for EduEngine {
 
     fn pace(&self) -> Pace {
         let grain_ns = GRAIN.as_nanos() as u64;
-        Pace { chunk: BUFFER_LEN, grain_ns, turn_ns: grain_ns, on_cpu: false, hang: None }
+        Pace {
+            chunk: BUFFER_LEN,
+            piece: BUFFER_LEN,
+            grain_ns,
+            turn_ns: grain_ns,
+            on_cpu: false,
+            hang: None,
+        }
     }
 
     fn attach(&self, vgpu: VgpuId, memory: &Arc<Mapping>) -> Result<Option<Attachment>, Refusal> {
@@ -188,12 +196,15 @@ impl Hardware for EduEngine {
             self.device.copy(Direction::ToDevice, &source.0, source.1, 0, len)?;
             self.store(target, len)
         });
-        done.map_err(|error| broken(vgpu, &error))
+        done.map_err(|error| lost(&error))
     }
 
     /// Bytes that the mediator makes go the same way, from its own window.
     fn write(&self, vgpu: VgpuId, to: Piece<'_>, bytes: &[u8]) -> Result<(), Fault> {
         let len = bytes.len() as u64;
+        if len > BUFFER_LEN {
+            return Err(refused());
+        }
         let target = self.own(vgpu, &Piece { len, ..to })?;
         let mut engine = lock(&self.engine);
         let done = self.switch_to(&mut engine, vgpu).and_then(|()| {
@@ -201,15 +212,13 @@ impl Hardware for EduEngine {
             if engine.bytes != bytes {
                 engine.bytes.clear();
                 let staging = &self.staging;
-                if len > BUFFER_LEN || staging.memory.write(BYTES, bytes).is_none() {
-                    return Err(DeviceError::Broken { what: "edu", how: "takes 4 KiB at a time" });
-                }
+                let _ = staging.memory.write(BYTES, bytes);
                 self.device.copy(Direction::ToDevice, &staging.window, BYTES, 0, len)?;
                 engine.bytes.extend_from_slice(bytes);
             }
             self.store(target, len)
         });
-        done.map_err(|error| broken(vgpu, &error))
+        done.map_err(|error| lost(&error))
     }
 }
 
@@ -217,9 +226,10 @@ fn refused() -> Fault {
     Fault::class(mdev_core::abi::copy::LAUNCH_DMA)
 }
 
-fn broken(vgpu: VgpuId, error: &DeviceError) -> Fault {
-    log::error!("vGPU {vgpu}: its transfer failed: {error}");
-    refused()
+/// A device that does not answer is lost, and its owner with it: all its vGPUs learn that, and the next owner resets it.
+fn lost(error: &DeviceError) -> ! {
+    log::error!("The device is lost: {error}");
+    std::process::exit(1);
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
