@@ -180,12 +180,17 @@ impl Api {
     pub async fn refuse_if_used(&self, id: VgpuId) -> Result<()> {
         let listed = self.ask(move |manager| manager.show(id)).await?;
         if listed.foreign {
-            return Err(ErrorDetail::new(
-                ErrorCode::Unavailable,
-                format!(
-                    "Whether a VM uses vGPU {id} is not known: its worker is of another version of vgpud; shut that VM down first, then use --force"
-                ),
-            ));
+            let socket = PathBuf::from(listed.vgpu.socket.unwrap_or_default());
+            return match waiting(move || user::is_connected(&socket)).await? {
+                Ok(false) => Ok(()),
+                Ok(true) => Err(ErrorDetail::new(
+                    ErrorCode::InUse,
+                    format!(
+                        "vGPU {id} is used by a VM, and its worker is of another version of vgpud; shut that VM down first, or use --force"
+                    ),
+                )),
+                Err(error) => Err(not_known(id, &error)),
+            };
         }
         let Some(control) = listed.control else { return Ok(()) };
         let _round = self.rounds.acquire().await;
@@ -198,10 +203,7 @@ impl Api {
                     format!("vGPU {id} is used by {who}; shut that VM down first, or use --force"),
                 )
             }
-            Err(error) => ErrorDetail::new(
-                ErrorCode::Unavailable,
-                format!("Whether a VM uses vGPU {id} is not known ({error}); --force stops it"),
-            ),
+            Err(error) => not_known(id, &error),
         };
         Err(error)
     }
@@ -241,6 +243,13 @@ impl Api {
         }
         answers
     }
+}
+
+fn not_known(id: VgpuId, error: &std::io::Error) -> ErrorDetail {
+    ErrorDetail::new(
+        ErrorCode::Unavailable,
+        format!("Whether a VM uses vGPU {id} is not known ({error}); --force stops it"),
+    )
 }
 
 /// Tells the scripts that were asked how it went, and passes that on.

@@ -1,6 +1,8 @@
 //! Who uses a vGPU, in words that lead an operator to that VM.
 
 use std::fs;
+use std::io;
+use std::path::Path;
 
 use nix::unistd::{Uid, User};
 
@@ -37,6 +39,16 @@ fn plain(name: &str) -> String {
     name.chars().take(MAX_NAME).collect::<String>().escape_debug().to_string()
 }
 
+/// Whether somebody is connected to a socket that listens at `path`: what the kernel says where a worker cannot be asked.
+pub fn is_connected(path: &Path) -> io::Result<bool> {
+    let table = fs::read("/proc/net/unix")?;
+    let end = format!(" {}", path.display());
+    // Number, references, protocol, flags, type, state (3: connected), inode, and the path that was bound.
+    Ok(String::from_utf8_lossy(&table)
+        .lines()
+        .any(|line| line.ends_with(&end) && line.split_ascii_whitespace().nth(5) == Some("03")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -66,5 +78,18 @@ mod tests {
         let gone = describe(AttachedClient { pid: i32::MAX, uid: 3_999_999_999 });
         assert_eq!(gone, "process 2147483647 of user 3999999999");
         assert_eq!(plain("a\u{1b}[2J\"b"), "a\\u{1b}[2J\\\"b");
+    }
+
+    #[test]
+    fn the_kernel_says_who_is_connected() {
+        let dir = tempfile::Builder::new().prefix("a b").tempdir().unwrap();
+        let path = dir.path().join("vfio.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(!is_connected(&path).unwrap());
+        let client = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        let served = listener.accept().unwrap();
+        assert!(is_connected(&path).unwrap() && !is_connected(&dir.path().join("sock")).unwrap());
+        drop((client, served));
+        assert!(!is_connected(&path).unwrap());
     }
 }

@@ -89,7 +89,7 @@ impl Manager {
             return None;
         };
         let process = Process::find(run.process);
-        let vgpu = match self.vgpu(id, &run.parent, &run.definition) {
+        let mut vgpu = match self.vgpu(id, &run.parent, &run.definition) {
             Ok(vgpu) => vgpu,
             // Its GPU cannot say what it is. The worker ends with its VM, since it has no manager.
             Err(error) if self.is_on_foreign(&run.parent) && process.is_some() => {
@@ -115,6 +115,7 @@ impl Manager {
                 // What it serves must not pay for an upgrade.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                     log::warn!("vGPU {id} goes on in process {}, unasked: {error}", process.pid());
+                    vgpu.foreign = Some(error.to_string());
                     return Some(Found::Foreign(Box::new(vgpu), process, its_gpu));
                 }
                 Err(error) => log::warn!("Replacing the worker of vGPU {id}: {error}"),
@@ -142,9 +143,8 @@ impl Manager {
     }
 
     /// Counts in a vGPU whose worker cannot be asked anything. It has its place and its share; its VM goes on.
-    fn leave_alone(&mut self, mut vgpu: Vgpu, process: Process, gpu_ok: bool) {
+    fn leave_alone(&mut self, vgpu: Vgpu, process: Process, gpu_ok: bool) {
         let id = vgpu.id;
-        vgpu.foreign = true;
         self.adopt_vgpu(vgpu, process, true);
         if !gpu_ok {
             self.fail_for_lost_gpu(id);

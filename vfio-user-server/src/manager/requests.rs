@@ -18,7 +18,7 @@ use crate::api::model::{
 use crate::callouts::Subject;
 
 /// What is said of a vGPU whose worker is of a release that is not understood.
-const FOREIGN: &str = "Its worker is of another version of vgpud: its VM goes on, and nothing can be asked; once that VM is shut down, stop this vGPU with --force and start it again";
+const FOREIGN: &str = "It is of another version of vgpud: its VM goes on, and nothing can be asked; once that VM is shut down, stop this vGPU and start it again";
 
 /// A vGPU as the manager knows it, and where its worker can be asked for the rest.
 #[derive(Clone, Debug)]
@@ -153,7 +153,7 @@ impl Manager {
         let process = vgpu.and_then(|vgpu| vgpu.process.as_ref());
         Listed {
             control: vgpu.and_then(|vgpu| vgpu.control(&self.folders)),
-            foreign: vgpu.is_some_and(|vgpu| vgpu.foreign),
+            foreign: vgpu.is_some_and(|vgpu| vgpu.foreign.is_some()),
             vgpu: model::Vgpu {
                 uuid: id,
                 parent: parent.unwrap_or_default(),
@@ -171,8 +171,8 @@ impl Manager {
                 vm: None,
                 focus: self.has_focus(id),
                 warnings: vgpu
-                    .filter(|vgpu| vgpu.foreign)
-                    .map(|_| FOREIGN.into())
+                    .and_then(|vgpu| vgpu.foreign.as_ref())
+                    .map(|why| format!("{why}. {FOREIGN}"))
                     .into_iter()
                     .collect(),
             },

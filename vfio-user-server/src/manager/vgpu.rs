@@ -69,8 +69,8 @@ pub struct Vgpu {
     pub reason: Option<String>,
     /// Its worker.
     pub process: Option<Process>,
-    /// Its worker is of a release that is not understood: it cannot be asked anything.
-    pub foreign: bool,
+    /// Why its worker cannot be asked anything, where it is of a release that is not understood.
+    pub foreign: Option<String>,
     /// Held open and never used: while there is a connection, the worker knows that it has a manager.
     tether: Option<SeqPacket>,
     generation: u64,
@@ -102,7 +102,7 @@ impl Vgpu {
             life: Lifecycle::defined(),
             reason: None,
             process: None,
-            foreign: false,
+            foreign: None,
             tether: None,
             generation: 0,
             since: Instant::now(),
@@ -134,7 +134,7 @@ impl Vgpu {
 
     /// Where its worker can be asked, if it has one that can be.
     pub fn control(&self, folders: &Folders) -> Option<PathBuf> {
-        let worker = self.process.as_ref().filter(|_| !self.foreign);
+        let worker = self.process.as_ref().filter(|_| self.foreign.is_none());
         worker.map(|_| folders.worker_socket(self.id))
     }
 
@@ -280,7 +280,7 @@ impl Manager {
         self.watcher.watch(&process, Watched::Worker(id, generation));
         log::info!("vGPU {id} ({}) runs in process {}", vgpu.profile.name, process.pid());
         vgpu.process = Some(process);
-        vgpu.foreign = false;
+        vgpu.foreign = None;
         vgpu.generation = generation;
         vgpu.since = Instant::now();
         vgpu.reason = None;
