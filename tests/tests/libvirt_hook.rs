@@ -125,6 +125,23 @@ fn one_that_its_operator_started_is_left_running() {
 }
 
 #[test]
+fn one_that_is_for_another_user_is_refused() {
+    if !nix::unistd::geteuid().is_root() {
+        return system_tests::skipped("only root can give sockets to others");
+    }
+    let vgpud = Vgpud::start().unwrap();
+    let attrs = serde_json::json!([{ "owner": "62000" }]);
+    let request = serde_json::json!({ "uuid": A, "mdev_type": TYPE, "run": true, "attrs": attrs });
+    vgpud.create(&request).unwrap();
+    let xml = domain("vm1", A, "").replace("+0:+0", "+62001:+62001");
+    done(&vgpud, "vm1", "prepare begin", &xml);
+    let words = " is not for user 62001, as whom the QEMU of domain 'vm1' runs; stop it, and start it with --owner";
+    refused(&vgpud, "vm1", "start begin", &xml, words);
+    done(&vgpud, "vm1", "release end", &xml);
+    assert_eq!(running(&vgpud), [A], "its operator started it");
+}
+
+#[test]
 fn what_cannot_be_started_says_why_in_one_line() {
     let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=256M"]).unwrap();
     let own = format!("type='{TYPE}'");

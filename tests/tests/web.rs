@@ -86,7 +86,8 @@ fn nothing_is_told_without_a_session() -> Result<()> {
         ] {
             let Answer(status, _, body) = console.ask("GET", path, &headers, "")?;
             assert_eq!(status, 401, "{path} with {headers}: {body}");
-            assert!(body.contains("vgpuctl web") && !body.contains(&uuid), "{body}");
+            assert!(body.contains("This session has ended; get a new address"), "{body}");
+            assert!(!body.contains(&uuid), "{body}");
         }
     }
     let headers = format!("Authorization: Bearer {session}\r\n");
@@ -157,14 +158,22 @@ fn other_sites_and_other_names_are_turned_away() -> Result<()> {
         "Origin: null\r\n".to_owned(),
         format!("Origin: http://localhost:{port}\r\n"),
     ] {
-        assert_eq!(status(&headers)?, 421, "{headers}");
+        let Answer(status, _, body) =
+            console.ask("GET", "/api/state/0/0", &format!("{bearer}{headers}"), "")?;
+        assert_eq!(status, 421, "{headers}");
+        assert!(body.contains("answers to its own address and its own page only"), "{body}");
     }
+    let Answer(status, _, body) = console.ask("GET", "/secrets", &bearer, "")?;
+    assert!(status == 404 && body.contains("There is no such page in this console"), "{body}");
     Ok(())
 }
 
 #[test]
 fn it_is_served_on_this_host_alone_or_not_at_all() -> Result<()> {
-    for (address, words) in [("0.0.0.0:8006", "ssh -L"), ("8006", "127.0.0.1:8006")] {
+    for (address, words) in [
+        ("0.0.0.0:8006", "0.0.0.0 is not an address of this host alone; give 127.0.0.1:8006"),
+        ("8006", "give an address and a port, for example"),
+    ] {
         let run =
             Command::new(vgpud()?).args(["run", "--web", address]).stdin(Stdio::null()).output()?;
         let said = String::from_utf8_lossy(&run.stderr).into_owned();

@@ -147,18 +147,23 @@ impl ParentConfig {
     pub fn expand(self) -> anyhow::Result<Vec<Self>> {
         match &self.backend {
             Backend::Nvidia { address, options } if address == ALL => {
-                let all = NvidiaGpu::list(&Kernel)?;
-                if all.is_empty() {
-                    bail!("NVIDIA's driver has no GPU");
-                }
-                let one = |address: String| Self {
-                    name: address.clone(),
-                    backend: Backend::Nvidia { address, options: *options },
-                };
-                Ok(all.into_iter().map(one).collect())
+                Self::each(NvidiaGpu::list(&Kernel)?, *options)
             }
             _ => Ok(vec![self]),
         }
+    }
+
+    fn each(addresses: Vec<String>, options: nvidia::Options) -> anyhow::Result<Vec<Self>> {
+        if addresses.is_empty() {
+            bail!(
+                "NVIDIA's driver has no GPU; see nvidia-smi, or share another: --parent soft:soft0"
+            );
+        }
+        let one = |address: String| Self {
+            name: address.clone(),
+            backend: Backend::Nvidia { address, options },
+        };
+        Ok(addresses.into_iter().map(one).collect())
     }
 }
 
@@ -306,6 +311,31 @@ mod tests {
         assert_eq!(options.hang, Some(Duration::from_secs(2)));
         assert_eq!("nvidia".parse::<ParentConfig>().unwrap().name, ALL);
         assert_eq!("vfio:3B:00.0".parse::<ParentConfig>().unwrap().name, "0000:3b:00.0");
+    }
+
+    #[test]
+    fn every_gpu_of_a_driver_is_a_parent() {
+        let all = |names: &[&str]| {
+            let names = names.iter().map(|name| (*name).to_owned()).collect();
+            ParentConfig::each(names, nvidia::Options::default())
+        };
+        let two = all(&["0000:3b:00.0", "0000:af:00.0"]).unwrap();
+        assert_eq!(two.iter().map(|one| &one.name[5..7]).collect::<Vec<_>>(), ["3b", "af"]);
+        let none = all(&[]).unwrap_err().to_string();
+        assert!(none.starts_with("NVIDIA's driver has no GPU; see nvidia-smi"), "{none}");
+    }
+
+    #[test]
+    fn a_worker_without_its_gpu_says_what_is_missing() {
+        let fd = || Some(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
+        for (backend, fd, part) in [
+            ("soft", None, "The connection to the GPU is missing"),
+            ("voodoo", fd(), "There is no backend 'voodoo' in this build"),
+            ("soft", fd(), "Cannot open the GPU soft0"),
+        ] {
+            let error = open_client(backend, "soft0", fd).err().unwrap().to_string();
+            assert!(error.contains(part), "{error}");
+        }
     }
 
     #[test]

@@ -173,7 +173,7 @@ fn run(args: RunArgs) -> anyhow::Result<()> {
 /// The manual page, in troff.
 fn man() -> anyhow::Result<()> {
     let all = Cli::command();
-    let run = all.find_subcommand("run").context("There is no `vgpud run`")?.clone();
+    let run = all.find_subcommand("run").unwrap_or(&all).clone();
     let page = clap_mangen::Man::new(run.name("vgpud").bin_name("vgpud run")).section("8");
     page.render(&mut std::io::stdout().lock()).context("Cannot write the manual page")
 }
@@ -194,7 +194,7 @@ fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
     worker::sandbox::enter();
     let admin = spawn::inherited(admin_fd).context("Bad --admin-fd")?;
     let config = soft::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
-    soft::run(&config, &SeqPacketListener::from(admin)).context("The software GPU has ended")
+    soft::run(&config, &SeqPacketListener::from(admin)).context("Software GPU")
 }
 
 fn own(args: OwnerArgs) -> anyhow::Result<()> {

@@ -529,7 +529,7 @@ Examples:
                                                    from another machine")]
 pub struct View {
     /// Its uuid.
-    #[arg(value_name = "UUID", required_unless_present = "flagged")]
+    #[arg(value_name = "UUID")]
     pub positional: Option<VgpuId>,
     /// Its uuid.
     #[arg(

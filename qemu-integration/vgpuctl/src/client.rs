@@ -1,5 +1,6 @@
 //! The control API's client: one HTTP/1.1 request on a UNIX socket per question.
 
+use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
+use hyper::header::HeaderValue;
 use hyper::upgrade::Upgraded;
 use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
@@ -29,12 +31,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
+    patience: Duration,
 }
 
 impl Client {
     /// A client of the manager at `socket`. Nothing is connected yet.
     pub fn new(socket: PathBuf) -> Self {
-        Self { socket }
+        Self { socket, patience: PATIENCE }
     }
 
     /// Where it is.
@@ -93,11 +96,7 @@ impl Client {
     }
 
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
-        let answer = tokio::time::timeout(PATIENCE, self.exchange(method, path, body)).await;
-        let answer = answer.unwrap_or_else(|_| {
-            Err(self.nonsense(format!("none came within {} s", PATIENCE.as_secs())))
-        });
-        let (status, bytes) = answer?;
+        let (status, bytes) = self.patiently(self.exchange(method, path, body)).await?;
         if status.is_success() {
             return Ok(bytes);
         }
@@ -115,19 +114,12 @@ impl Client {
             http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
         // It ends with the connection, which whoever has the screen ends.
         tokio::spawn(connection.with_upgrades());
-        let request = Request::builder()
-            .method(Method::POST)
-            .uri(path)
-            .header(header::HOST, "vgpud")
-            .header(header::CONTENT_TYPE, "application/json")
-            .header(header::CONNECTION, "upgrade")
-            .header(header::UPGRADE, PROTOCOL)
-            .body(Full::new(json(body)?))
-            .map_err(|error| Failure::Local(format!("Cannot ask vgpud: {error}")))?;
-        let asked = tokio::time::timeout(PATIENCE, sender.send_request(request)).await;
-        let answer = asked
-            .map_err(|_| self.nonsense(format!("none came within {} s", PATIENCE.as_secs())))?
-            .map_err(lost)?;
+        let mut request = request(Method::POST, path, json(body)?)?;
+        let headers = request.headers_mut();
+        headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        headers.insert(header::UPGRADE, HeaderValue::from_static(PROTOCOL));
+        let asked = async { sender.send_request(request).await.map_err(lost) };
+        let answer = self.patiently(asked).await?;
         if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
             return Ok(TokioIo::new(hyper::upgrade::on(answer).await.map_err(lost)?));
         }
@@ -166,13 +158,7 @@ impl Client {
         let lost = |error: hyper::Error| self.nonsense(error.to_string());
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
-        let request = Request::builder()
-            .method(method)
-            .uri(path)
-            .header(header::HOST, "vgpud")
-            .header(header::CONTENT_TYPE, "application/json")
-            .body(Full::new(body))
-            .map_err(|error| Failure::Local(format!("Cannot ask vgpud: {error}")))?;
+        let request = request(method, path, body)?;
         let ask = async {
             let answer = sender.send_request(request).await.map_err(lost)?;
             let status = answer.status();
@@ -199,20 +185,67 @@ impl Client {
         serde_json::from_slice(bytes).map_err(|error| self.nonsense(error.to_string()))
     }
 
+    /// Waits for an answer, though not for ever.
+    async fn patiently<T>(
+        &self,
+        answer: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        tokio::time::timeout(self.patience, answer).await.unwrap_or_else(|_| {
+            Err(self.nonsense(format!("none came within {} s", self.patience.as_secs())))
+        })
+    }
+
     fn nonsense(&self, reason: String) -> Failure {
         Failure::Nonsense { socket: self.socket.clone(), reason }
     }
+}
+
+fn request(method: Method, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, Failure> {
+    Request::builder()
+        .method(method)
+        .uri(path)
+        .header(header::HOST, "vgpud")
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(Full::new(body))
+        .map_err(unaskable)
 }
 
 fn json(body: &impl Serialize) -> Result<Bytes, Failure> {
     match serde_json::to_value(body) {
         Ok(Value::Null) => Ok(Bytes::new()),
         Ok(value) => Ok(Bytes::from(value.to_string())),
-        Err(error) => Err(Failure::Local(format!("Cannot ask vgpud: {error}"))),
+        Err(error) => Err(unaskable(error)),
     }
+}
+
+/// What cannot be written as a request: names are checked before they are asked about.
+fn unaskable(error: impl Display) -> Failure {
+    Failure::Local(format!("Cannot ask vgpud: {error}"))
 }
 
 /// Where a vGPU is in the API.
 pub fn vgpu_path(id: VgpuId) -> String {
     format!("/v1/vgpus/{id}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure(client: &Client, path: &str) -> String {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(client.get::<Value>(path)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_never_answers_is_not_waited_for_for_ever() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("socket");
+        let _listens = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let client = Client { patience: Duration::from_millis(20), ..Client::new(socket) };
+        let said = failure(&client, "/v1/version");
+        assert!(said.ends_with("makes sense: none came within 0 s; see its log"), "{said}");
+        let said = failure(&client, "/v1/a b");
+        assert!(said.starts_with("Cannot ask vgpud: invalid uri"), "{said}");
+    }
 }

@@ -1,5 +1,6 @@
 //! What can go wrong, and the exit status that says so.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 
 use mdev_core::ids::VgpuId;
@@ -79,6 +80,16 @@ pub enum Failure {
 }
 
 impl Failure {
+    /// The operating system gives this command less than it needs at all.
+    pub fn start(error: impl Display) -> Self {
+        Self::Local(format!("Cannot start: {error}"))
+    }
+
+    /// What there was to say could not be said.
+    pub fn output(error: impl Display) -> Self {
+        Self::Local(format!("Cannot write the output: {error}"))
+    }
+
     /// The exit status, as `vgpuctl --help` documents it.
     pub fn exit_status(&self) -> u8 {
         match self {

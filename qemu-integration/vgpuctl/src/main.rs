@@ -54,16 +54,15 @@ fn as_called(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
 
 fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| Failure::Local(format!("Cannot start: {error}")))?;
+    let runtime = runtime.map_err(Failure::start)?;
     runtime.block_on(commands::run(cli))
 }
 
 /// Writes all at once. Whoever stops reading early (`| head`) has seen enough.
 fn print(output: &[u8]) -> Result<(), Failure> {
-    match io::stdout().lock().write_all(output) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Local(format!("Cannot write the output: {error}")))
-        }
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(output).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(Failure::output(error)),
         _ => Ok(()),
     }
 }

@@ -12,8 +12,7 @@ use crate::failure::Failure;
 
 /// A value as indented JSON, with a newline at its end.
 pub fn pretty(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
-    let mut text = serde_json::to_vec_pretty(value)
-        .map_err(|error| Failure::Local(format!("Cannot write the answer: {error}")))?;
+    let mut text = serde_json::to_vec_pretty(value).map_err(Failure::output)?;
     text.push(b'\n');
     Ok(text)
 }

@@ -4,7 +4,7 @@
 mod viewer;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -61,7 +61,8 @@ impl View {
         let mut command = Command::new(vgpuctl::path()?);
         command.arg("--socket").arg(vgpud.api_socket());
         command.args(["view", uuid, "--print", "--output", "json"]).args(more);
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
         let mut line = String::new();
         let stdout = child.stdout.take().context("An output")?;
         BufReader::new(stdout).read_line(&mut line)?;
@@ -199,6 +200,9 @@ fn loopback_needs_the_password_of_this_run() -> Result<()> {
         status.is_some()
     })?;
     assert_eq!(status.and_then(|status| status.code()), Some(1));
+    let mut said = String::new();
+    view.child.stderr.take().context("It is piped")?.read_to_string(&mut said)?;
+    assert!(said.contains(" wrong passwords: somebody may be guessing"), "{said}");
     Ok(())
 }
 
@@ -213,7 +217,12 @@ fn what_cannot_be_viewed_is_refused_in_one_line() -> Result<()> {
     let with_monitor = |path: &Path| format!("view {shown} --print --monitor {}", path.display());
     refused(&vgpud, &with_monitor(&vgpud.api_socket()), 5, "No VM is attached")?;
     let _guest = Guest::attach(&vgpud, &shown)?;
-    refused(&vgpud, &with_monitor(&vgpud.api_socket()), 5, "name that VM's monitor")?;
+    refused(
+        &vgpud,
+        &with_monitor(&vgpud.api_socket()),
+        5,
+        " cannot be used: it belongs to process",
+    )?;
     refused(&vgpud, &with_monitor(Path::new("/nowhere/qmp.sock")), 5, "No such file")?;
     let path = format!("/v1/vgpus/{shown}/console");
     let (_, code, message) = vgpud.refused("POST", &path, None)?;

@@ -13,8 +13,10 @@ use serde_json::{Value, json};
 use system_tests::vgpuctl::{path as vgpuctl_path, run, vgpuctl};
 use system_tests::{Vgpud, kill_process, vgpud};
 
-const NONE: &str = "4c1f0a5e-3b0e-4e57-8d1c-1f4d3c9e0000";
-const RUNS: &str = "4c1f0a5e-3b0e-4e57-8d1c-1f4d3c9e0001";
+use super::faults;
+
+pub const NONE: &str = "4c1f0a5e-3b0e-4e57-8d1c-1f4d3c9e0000";
+pub const RUNS: &str = "4c1f0a5e-3b0e-4e57-8d1c-1f4d3c9e0001";
 const STOPPED: &str = "4c1f0a5e-3b0e-4e57-8d1c-1f4d3c9e0002";
 const BOTH: &str = "4c1f0a5e-3b0e-4e57-8d1c-1f4d3c9e0003";
 
@@ -29,14 +31,26 @@ pub fn all() -> Result<Vec<String>> {
             about_screens,
             by_a_daemon_that_is_none,
             at_the_start,
+            faults::by_a_host_in_the_way,
+            faults::by_a_host_without_threads,
+            faults::by_a_terminal,
+            faults::by_a_door,
+            faults::by_workers,
+            faults::by_the_web_console,
         ];
-        let said: Result<Vec<_>> = parts.into_iter().map(|part| part()).collect();
-        said.map(|said| said.concat()).map_err(|error| format!("{error:#}"))
+        let (mut said, mut wrong) = (Vec::new(), Vec::new());
+        for part in parts {
+            match part() {
+                Ok(more) => said.extend(more),
+                Err(error) => wrong.push(format!("{error:#}")),
+            }
+        }
+        if wrong.is_empty() { Ok(said) } else { Err(wrong.join("\n")) }
     });
     said.clone().map_err(anyhow::Error::msg)
 }
 
-fn daemon() -> Result<Vgpud> {
+pub fn daemon() -> Result<Vgpud> {
     let vgpud =
         Vgpud::start_with(&["--parent", "soft:soft0,vram=2G", "--scripts-dir", "/nonexistent"])?;
     for (uuid, define, run) in [(RUNS, false, true), (STOPPED, true, false), (BOTH, true, true)] {
@@ -119,7 +133,7 @@ fn by_the_api() -> Result<Vec<String>> {
     fs::remove_file(&folder)?;
 
     // A GPU that dies again and again is tried with growing pauses.
-    let lost = "is lost:";
+    let lost = "is not there:";
     for _ in 0..50 {
         for pid in vgpud.roles() {
             let name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();

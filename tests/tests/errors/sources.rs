@@ -152,7 +152,8 @@ fn split<'a>(file: &Path, text: &'a str) -> (&'a str, &'a str) {
     let of_tests = file.components().any(|part| part.as_os_str() == "tests")
         || file.ends_with("tests.rs")
         || file.ends_with("power.rs");
-    match text.find("#[cfg(test)]\nmod tests {") {
+    let modules = ["#[cfg(test)]\nmod tests {", "#[cfg(test)]\npub(crate) mod tests {"];
+    match modules.iter().find_map(|begin| text.find(begin)) {
         _ if of_tests => ("", text),
         Some(at) => text.split_at(at),
         None => (text, ""),

@@ -197,6 +197,8 @@ mod tests {
         }
         let nobody_known = Peer { groups: [991].into(), ..Peer::default() };
         assert_eq!(rules().level(&nobody_known), Level::Nothing);
+        let said = rules().refusal(&nobody_known, Level::Nothing).message;
+        assert!(said.starts_with("This process has no user here may not use"), "{said}");
         let closed = Rules { own: 500, ..Rules::default() };
         assert_eq!(closed.level(&peer(1000, &[990, 991])), Level::Nothing);
     }

@@ -97,6 +97,10 @@ pub fn screen_name(id: VgpuId, input: bool) -> String {
 impl Api {
     /// The keyboard and pointer of the VM that a vGPU is attached to, by its monitor.
     pub async fn monitor(&self, id: VgpuId, path: &str) -> Result<Monitor> {
+        if !Path::new(path).is_absolute() {
+            let what = format!("{path:?} is not a whole path; begin it with a slash");
+            return Err(ErrorDetail::new(ErrorCode::Invalid, what));
+        }
         let vgpu = self.one(move |manager| manager.show(id)).await?;
         let Some(vm) = vgpu.vm else {
             let what = format!(
@@ -104,10 +108,6 @@ impl Api {
             );
             return Err(ErrorDetail::new(ErrorCode::Conflict, what));
         };
-        if !Path::new(path).is_absolute() {
-            let what = format!("{path:?} is not a whole path; begin it with a slash");
-            return Err(ErrorDetail::new(ErrorCode::Invalid, what));
-        }
         Monitor::open(Path::new(path), vm.pid).await.map_err(|error| {
             let what = format!("The monitor {path} cannot be used: {error}");
             ErrorDetail::new(ErrorCode::Conflict, what)

@@ -59,6 +59,7 @@ pub fn render(scanout: &Scanout, memory: OwnedFd) -> io::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
 
     use proptest::prelude::*;
@@ -98,6 +99,18 @@ mod tests {
             let png = render(&scanout, memory(pixel)).unwrap();
             assert_eq!(decode(&png), (1, 1, shown.to_vec()), "{bits} bits");
         }
+    }
+
+    #[test]
+    fn a_worker_that_gives_no_picture_is_told() {
+        use crate::manager::ask::tests::answered;
+        use crate::private::WorkerReply;
+        let reply = WorkerReply::Scanout(scanout(4, 4, 32));
+        let none = answered(&reply, &[], take).unwrap_err();
+        assert_eq!(none.message, "The worker gave no video memory to read");
+        let short = memory(&[0; 63]);
+        let lie = answered(&reply, &[short.as_fd()], take).unwrap_err();
+        assert!(lie.message.starts_with("The screen cannot be read: "), "{lie}");
     }
 
     #[test]

@@ -325,4 +325,29 @@ mod tests {
             assert!(error.contains("name that VM's monitor"), "{error}");
         });
     }
+
+    #[test]
+    fn what_is_no_monitor_is_told_from_one_that_refuses() {
+        for (says, why) in [
+            ("", "it has closed the connection"),
+            ("{}\n", "it is no QMP monitor; give the VM one with -qmp"),
+            ("{\"QMP\":{}}\n{\"error\":{\"desc\":\"no\"}}\n", "QEMU refuses: \"no\""),
+        ] {
+            run(async {
+                let folder = tempfile::tempdir().unwrap();
+                let path = folder.path().join("qmp");
+                let listener = UnixListener::bind(&path).unwrap();
+                let other = async {
+                    let (mut stream, _) = listener.accept().await.unwrap();
+                    // Who is told may have gone.
+                    let _ = stream.write_all(says.as_bytes()).await;
+                    let _ = stream.shutdown().await;
+                    stream
+                };
+                let own = std::process::id().cast_signed();
+                let (opened, _stream) = tokio::join!(Monitor::open(&path, own), other);
+                assert_eq!(opened.unwrap_err().to_string(), why);
+            });
+        }
+    }
 }

@@ -60,30 +60,28 @@ impl Folders {
     /// Takes the lock, or says who has it.
     pub fn lock(&self) -> anyhow::Result<Lock> {
         let path = self.root.join("lock");
-        let mut file = File::options()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(&path)
-            .with_context(|| format!("Cannot open {}", path.display()))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let holder = fs::read_to_string(&path).unwrap_or_default();
-                bail!(
-                    "A vgpud with pid {} manages {} already; stop it first, or use another --run-dir",
-                    holder.trim(),
-                    self.root.display()
-                );
+        let take = || {
+            let mut options = File::options();
+            let mut file =
+                options.create(true).truncate(false).read(true).write(true).open(&path)?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(error)) => return Err(error),
             }
-            Err(TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("Cannot lock {}", path.display()));
-            }
-        }
-        file.set_len(0)?;
-        writeln!(file, "{}", std::process::id())?;
-        Ok(Lock { _file: file })
+            file.set_len(0)?;
+            writeln!(file, "{}", std::process::id())?;
+            Ok(Some(Lock { _file: file }))
+        };
+        let taken = take().with_context(|| format!("Cannot lock {}", path.display()))?;
+        taken.with_context(|| {
+            let holder = fs::read_to_string(&path).unwrap_or_default();
+            format!(
+                "A vgpud with pid {} manages {} already; stop it first, or use another --run-dir",
+                holder.trim(),
+                self.root.display()
+            )
+        })
     }
 
     /// The run directory itself.

@@ -22,7 +22,6 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use mdev_core::definition::Store;
 use mdev_core::ids::VgpuId;
 use tokio::io::unix::AsyncFd;
@@ -135,7 +134,8 @@ impl Handle {
             // Whoever asked may have gone; what was asked for is done all the same.
             let _ = answer.send(body(manager));
         }));
-        let gone = || ErrorDetail::new(ErrorCode::Unavailable, "The manager is shutting down");
+        let gone =
+            || ErrorDetail::new(ErrorCode::Unavailable, "vgpud is ending; ask again when it runs");
         self.events.send(call).map_err(|_| gone())?;
         answered.await.map_err(|_| gone())
     }
@@ -186,9 +186,9 @@ async fn report_end(pidfd: OwnedFd, watched: Watched, events: mpsc::Sender<Event
 
 impl Manager {
     fn new(config: &Config, folders: Folders, watcher: Watcher) -> anyhow::Result<Self> {
-        let store = Store::open(&config.config_dir).with_context(|| {
-            format!("Cannot use the configuration directory {}", config.config_dir.display())
-        })?;
+        // What it says names the place and the cause.
+        let store = Store::open(&config.config_dir)
+            .map_err(|error| anyhow::anyhow!("{error}; name another with --config-dir"))?;
         let parent = |config: &ParentConfig| {
             let rotation = Rotation::load(store.dir(), &config.name);
             Parent::new(config.clone(), Knobs::load(store.dir(), &config.name), rotation)
@@ -285,5 +285,19 @@ impl Manager {
                 format!("There is no parent {name:?}; there are {}", names.join(", ")),
             )
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_a_manager_that_has_left_is_told() {
+        let (events, inbox) = mpsc::channel();
+        drop(inbox);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let error = runtime.block_on(Handle { events }.call(|_| ())).unwrap_err();
+        assert_eq!(error.message, "vgpud is ending; ask again when it runs");
     }
 }

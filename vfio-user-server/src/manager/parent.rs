@@ -150,20 +150,14 @@ impl Parent {
 
     /// Its backend, or why there is none.
     pub fn gpu(&mut self) -> Result<&mut dyn Gpu> {
-        match &mut self.gpu {
+        let Self { gpu, config, reason, foreign, .. } = self;
+        match gpu {
             Some(gpu) => Ok(gpu.as_mut()),
-            None if self.foreign => Err(ErrorDetail::new(
+            None if *foreign => Err(ErrorDetail::new(
                 ErrorCode::Unavailable,
-                format!("Parent {}: {FOREIGN}", self.config.name),
+                format!("Parent {}: {FOREIGN}", config.name),
             )),
-            None => Err(ErrorDetail::new(
-                ErrorCode::Unavailable,
-                format!(
-                    "Parent {} is lost: {}; it is being started again, try in a moment",
-                    self.config.name,
-                    self.reason.as_deref().unwrap_or("it has not started")
-                ),
-            )),
+            None => Err(gone(&config.name, reason.as_deref())),
         }
     }
 
@@ -179,14 +173,10 @@ impl Parent {
 
     /// The type of that name.
     pub fn profile(&self, name: &str) -> Result<Profile> {
-        let description = self.description.as_ref().ok_or_else(|| {
-            let name = &self.config.name;
-            let message = match &self.reason {
-                Some(reason) => format!("Parent {name} does not start: {reason}"),
-                None => format!("Parent {name} has not started yet; try again"),
-            };
-            ErrorDetail::new(ErrorCode::Unavailable, message)
-        })?;
+        let description = self
+            .description
+            .as_ref()
+            .ok_or_else(|| gone(&self.config.name, self.reason.as_deref()))?;
         profile::find(description, name)
             .map_err(|error| ErrorDetail::new(ErrorCode::NotFound, error))
     }
@@ -389,6 +379,14 @@ pub fn end_recorded(folder: &Path) {
         process.end(END_PATIENCE);
     }
     folders::remove(folder);
+}
+
+/// Why a parent cannot be asked.
+fn gone(name: &str, reason: Option<&str>) -> ErrorDetail {
+    let reason = reason.unwrap_or("starting");
+    let what =
+        format!("Parent {name} is not there: {reason}; it is being started again, try in a moment");
+    ErrorDetail::new(ErrorCode::Unavailable, what)
 }
 
 /// What a GPU's error means to whoever asked.

@@ -66,3 +66,24 @@ impl Manager {
         self.with_gpu(index, |gpu| gpu.set_quotas(id, &quotas))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::knobs::Knobs;
+    use super::*;
+
+    #[test]
+    fn what_a_gpu_cannot_keep_is_refused() {
+        // One that has not said what it can do can do nothing.
+        let parent =
+            Parent::new("soft:soft0".parse().unwrap(), Knobs::load("/nowhere".as_ref(), "soft0"));
+        let attrs = [("submissions".to_owned(), "1000".to_owned())].into_iter().collect();
+        let refused = parent.check_attrs(&attrs).unwrap_err().message;
+        assert!(refused.starts_with("Parent soft0 cannot keep attribute"), "{refused}");
+        let before = Quotas::default();
+        let after = Quotas { max_channels: Some(3), ..before };
+        parent.check_change(&before, &before).unwrap();
+        let refused = parent.check_change(&before, &after).unwrap_err().message;
+        assert!(refused.starts_with("Parent soft0 cannot change \"max_channels\""), "{refused}");
+    }
+}

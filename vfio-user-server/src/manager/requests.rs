@@ -9,6 +9,7 @@ use mdev_core::ids::VgpuId;
 use mdev_core::lifecycle::VgpuState as Life;
 use tokio::sync::oneshot;
 
+use super::parent::Parent;
 use super::sockets::OWNER;
 use super::vgpu::{Vgpu, settings};
 use super::{Manager, Result};
@@ -261,24 +262,18 @@ impl Manager {
     /// The first parent that offers a definition's type, preferably one that has room for it.
     fn choose_parent(&self, definition: &Definition) -> Result<String> {
         let share = settings(definition)?.share;
-        let mut offering = Vec::new();
-        let mut refused = None;
-        for parent in &self.parents {
-            match parent.profile(&definition.mdev_type) {
-                Ok(profile) => offering.push((parent, profile)),
-                Err(error) => drop(refused.get_or_insert(error)),
-            }
-        }
+        let offers = |parent: &Parent| parent.profile(&definition.mdev_type).ok();
+        let offering: Vec<_> =
+            self.parents.iter().filter_map(|on| offers(on).map(|profile| (on, profile))).collect();
         let fits = offering.iter().find(|(parent, profile)| {
             parent.partitions.available(profile) > 0
                 && parent.shares.check(share).is_ok()
                 && parent.check_attrs(&definition.attrs).is_ok()
         });
-        match (fits.or(offering.first()), refused) {
-            (Some((parent, _)), _) => Ok(parent.name().to_owned()),
-            (None, Some(error)) => Err(error),
-            (None, None) => Err(error(ErrorCode::NotFound, "There is no parent")),
-        }
+        let chosen = fits.or(offering.first()).map(|(parent, _)| *parent);
+        // Where none offers it, the first one will say why.
+        let chosen = chosen.or(self.parents.first());
+        Ok(chosen.map(Parent::name).unwrap_or_default().to_owned())
     }
 
     /// Starts a vGPU that is defined.

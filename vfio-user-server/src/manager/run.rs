@@ -1,7 +1,6 @@
 //! The life of a manager process: lock, signals, the API's socket, the manager's thread.
 
 use std::fs;
-use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 
@@ -33,7 +32,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     umask(Mode::from_bits_truncate(0o077));
     let folders = Folders::create(&config.run_dir)?;
     let lock = folders.lock()?;
-    // Before anything is started that would outlive a failure.
+    // Before anything is started that would outlive a failure, as the control socket is.
     let web = config.web.map(|address| {
         let listen = || {
             let listener = server::listen(address)?;
@@ -43,17 +42,26 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         listen().with_context(|| format!("Cannot serve the web console on {}", address.0))
     });
     let (web, access) = web.transpose()?.unzip();
+    let io = "Cannot start the I/O runtime";
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(MAX_WAITING)
         .build()
-        .context("Cannot start the I/O runtime")?;
+        .context(io)?;
     let _context = runtime.enter();
-    let signals = Signals::new().context("Cannot handle signals")?;
+    let signals = Signals::new().context(io)?;
     let (events, inbox) = mpsc::channel();
     let watcher =
         Watcher { runtime: runtime.handle().clone(), events: events.clone(), generation: 0 };
     let mut manager = Manager::new(config, folders.clone(), watcher)?;
+    let socket = folders.api_socket();
+    // One that was opened for us is not ours to make, nor to remove.
+    let given = service::listener()?;
+    let ours = given.is_none();
+    let listener = match given {
+        Some(listener) => listener,
+        None => listen(&socket, config.access.readers.as_ref())?,
+    };
     manager.begin();
     let packaged = config.scripts_dir.clone();
     let callouts = Callouts::new(vec![packaged, manager.store.dir().join(SCRIPTS)]);
@@ -63,14 +71,6 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     } else {
         manager.start_defined();
         Vec::new()
-    };
-    let socket = folders.api_socket();
-    // One that was opened for us is not ours to make, nor to remove.
-    let given = service::listener()?;
-    let ours = given.is_none();
-    let listener = match given {
-        Some(listener) => activated(listener).context("Cannot use the service manager's socket")?,
-        None => listen(&socket, config.access.readers.as_ref())?,
     };
     let about = Version {
         version: env!("CARGO_PKG_VERSION").into(),
@@ -108,7 +108,9 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     drop(lock);
     // Not waited for: a worker that does not answer keeps a thread of it busy for a while.
     runtime.shutdown_background();
-    thread.join().map_err(|_| anyhow::anyhow!("The manager's thread panicked: this is a bug"))
+    // Our own bug stays one.
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    Ok(())
 }
 
 /// What is listened to.
@@ -153,10 +155,4 @@ fn listen(path: &Path, group: Option<&Group>) -> anyhow::Result<tokio::net::Unix
         tokio::net::UnixListener::from_std(listener)
     };
     make().with_context(|| format!("Cannot listen on {}", path.display()))
-}
-
-/// The API's socket as the service manager made it.
-fn activated(listener: UnixListener) -> std::io::Result<tokio::net::UnixListener> {
-    listener.set_nonblocking(true)?;
-    tokio::net::UnixListener::from_std(listener)
 }

@@ -13,8 +13,8 @@ use sd_notify::NotifyState;
 use crate::spawn;
 
 /// The control socket, where it was opened for us (`LISTEN_FDS`).
-pub fn listener() -> anyhow::Result<Option<UnixListener>> {
-    let mut fds = sd_notify::listen_fds().context("The service manager's sockets")?;
+pub fn listener() -> anyhow::Result<Option<tokio::net::UnixListener>> {
+    let mut fds = sd_notify::listen_fds().context("Cannot read LISTEN_FDS and LISTEN_PID")?;
     let Some(fd) = fds.next() else { return Ok(None) };
     if fds.len() > 0 {
         bail!(
@@ -22,13 +22,19 @@ pub fn listener() -> anyhow::Result<Option<UnixListener>> {
             fds.len() + 1
         );
     }
-    let fd = spawn::inherited(fd).context("The service manager's socket")?;
-    let listens = getsockopt(&fd, sockopt::AcceptConn).unwrap_or(false);
-    let listener = UnixListener::from(fd);
-    if !listens || listener.local_addr().is_err() {
-        bail!("What the service manager passes is no UNIX socket that listens: see ListenStream=");
-    }
-    Ok(Some(listener))
+    let take = || {
+        let fd = spawn::inherited(fd)?;
+        if !getsockopt(&fd, sockopt::AcceptConn)? {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let listener = UnixListener::from(fd);
+        listener.set_nonblocking(true)?;
+        // For its family: what listens may be of another.
+        listener.local_addr()?;
+        tokio::net::UnixListener::from_std(listener)
+    };
+    let what = "The service manager's socket is no UNIX socket to listen on (see ListenStream=)";
+    take().context(what).map(Some)
 }
 
 /// What is said to the service manager, where there is one, from the loop that must not stand still.

@@ -29,12 +29,16 @@ pub fn owner_of(definition: &Definition, default: Account) -> Result<Account> {
     let Some(text) = definition.attrs.get(OWNER) else { return Ok(default) };
     let owner: Owner = text.parse().map_err(|error| invalid(format!("owner: {error}")))?;
     let owner = Users::read().owner(&owner).map_err(|what| invalid(format!("owner: {what}")))?;
-    let own = Account::own();
+    given_by(Account::own(), owner).map_err(invalid)
+}
+
+/// Whom something of a user's can belong to: root gives to anybody, and others to nobody else.
+fn given_by(own: Account, owner: Account) -> std::result::Result<Account, String> {
     if own.uid != 0 && owner.uid != own.uid {
-        return Err(invalid(format!(
+        return Err(format!(
             "owner: vgpud runs as user {} and cannot give a socket to user {}; run it as root, or leave that out",
             own.uid, owner.uid
-        )));
+        ));
     }
     Ok(owner)
 }
@@ -130,6 +134,8 @@ mod tests {
             owner_of(&definition(Some(&named)), default),
             Ok(Account { uid: own.uid, gid: 9 })
         );
+        let given = given_by(Account { uid: 7, gid: 7 }, Account { uid: 8, gid: 8 }).unwrap_err();
+        assert!(given.ends_with("user 8; run it as root, or leave that out"), "{given}");
         for (owner, words) in [("no-such-user-here", "There is no user"), ("a:b:c", "as in")] {
             let error = owner_of(&definition(Some(owner)), default).unwrap_err();
             assert!(error.message.contains(words), "{error}");

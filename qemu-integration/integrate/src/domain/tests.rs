@@ -196,9 +196,21 @@ fn one_that_was_attached_by_hand_is_recognised() {
 
 #[test]
 fn what_is_no_such_domain_is_refused() {
-    assert!(refused(&PLAIN.replace("type='kvm'", "type='xen'")).contains("is of type xen"));
-    assert!(matches!(Domain::parse("<network/>"), Err(DomainError::NoDomain(_))));
-    assert!(matches!(Domain::parse("nothing"), Err(DomainError::Xml(_))));
+    assert!(
+        refused(&PLAIN.replace("type='kvm'", "type='xen'"))
+            .contains("is of type xen; a vGPU needs QEMU")
+    );
+    let unread = |text: &str| Domain::parse(text).unwrap_err().to_string();
+    assert_eq!(unread("<network/>"), "is no domain: its XML begins with <network>");
+    assert!(unread("nothing").starts_with("cannot be read: This is no XML: "));
+    let attached = attach(PLAIN, &attachment(0xa));
+    let other = Domain::parse(&attached).unwrap().detach(Some(attachment(0xb).vgpu.uuid));
+    let other = other.unwrap_err().to_string();
+    assert!(other.starts_with("has no vGPU ") && other.contains("d00b, but "), "{other}");
+    let mut differs = attachment(0xa);
+    differs.vgpu.core = Some(77);
+    let differs = Domain::parse(&attached).unwrap().attach(&differs).unwrap_err().to_string();
+    assert!(differs.ends_with(" already, with other settings; detach that first"), "{differs}");
 }
 
 #[test]

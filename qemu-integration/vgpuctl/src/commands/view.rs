@@ -7,7 +7,8 @@ mod door;
 mod viewer;
 
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::io::{self, Write as _};
+use std::path::Path;
 
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
@@ -28,9 +29,7 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
     let id = args.positional.or(args.flagged);
     let id = id.ok_or_else(|| Failure::Usage("Name the vGPU: vgpuctl view UUID".into()))?;
     let path = format!("{}/console", vgpu_path(id));
-    let monitor = args.monitor.as_deref().map(std::path::absolute).transpose();
-    let monitor = monitor.map_err(|error| Failure::Usage(format!("No such monitor: {error}")))?;
-    let monitor = monitor.map(|path| path.to_string_lossy().into_owned());
+    let monitor = args.monitor.as_deref().map(whole).transpose()?;
     let request = OpenConsole { monitor };
     // What cannot be is said now, and not to a viewer later.
     drop(client.upgrade(&path, &request).await?);
@@ -41,15 +40,20 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
     } else {
         Door::unix(id)
     };
-    let door = door.map_err(|error| Failure::Local(format!("Cannot make a socket: {error}")))?;
+    let door = door.map_err(|error| {
+        let remedy = if loopback { "name another port with --tcp=PORT" } else { "set TMPDIR" };
+        Failure::Local(format!("No viewer could connect: {error}; {remedy}"))
+    })?;
     announce(&door, args.output, id.to_string().as_str(), viewer.as_ref())?;
-    let mut child = match viewer.map(|viewer| viewer.start(&door)).transpose() {
-        Ok(child) => child,
-        Err(error) => return Err(Failure::Local(format!("Cannot start a viewer: {error}"))),
+    let mut child = match &viewer {
+        Some(viewer) => Some(viewer.start(&door).map_err(|error| {
+            let name = viewer.name();
+            Failure::Local(format!("Cannot start {name}: {error}; view with another: --print"))
+        })?),
+        None => None,
     };
-    let end = |error| Failure::Local(format!("Cannot handle signals: {error}"));
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(end)?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(end)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::start)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(Failure::start)?;
     let (wrong, mut wrongs) = mpsc::unbounded_channel();
     let mut count = 0;
     loop {
@@ -77,7 +81,7 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
                         }
                     });
                 }
-                Err(error) => eprintln!("vgpuctl: A viewer cannot connect: {error}"),
+                Err(error) => eprintln!("vgpuctl: A viewer is turned away: {error}"),
             },
         }
     }
@@ -91,15 +95,24 @@ async fn show(
     request: &OpenConsole,
     password: Option<[u8; 8]>,
 ) -> Result<bool, Failure> {
-    let broken = |error: std::io::Error| Failure::Local(format!("A viewer is gone: {error}"));
-    if !door::greet(&mut caller, password.as_ref()).await.map_err(broken)? {
-        return Ok(false);
+    let broken = |error: io::Error| Failure::Local(format!("A viewer is turned away: {error}"));
+    match door::greet(&mut caller, password.as_ref()).await {
+        Ok(true) => {}
+        Ok(false) => return Ok(false),
+        // Somebody looked whether there is a door.
+        Err(error) if has_left(&error) => return Ok(true),
+        Err(error) => return Err(broken(error)),
     }
     let mut screen = client.upgrade(path, request).await?;
     vfio_user_server::console::rfb::handshake::join(&mut screen).await.map_err(broken)?;
     // How it ended says nothing that the viewer has not shown.
     let _ = tokio::io::copy_bidirectional(&mut caller, &mut screen).await;
     Ok(true)
+}
+
+fn has_left(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 async fn exited(child: Option<&mut tokio::process::Child>) {
@@ -137,7 +150,17 @@ fn announce(door: &Door, output: Output, id: &str, viewer: Option<&Viewer>) -> R
         }
     };
     let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())
-        .and_then(|()| out.flush())
-        .map_err(|error| Failure::Local(format!("Cannot write the output: {error}")))
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Failure::output)
+}
+
+/// A monitor's path as `vgpud` can find it, which works somewhere else.
+pub fn whole(monitor: &Path) -> Result<String, Failure> {
+    match std::path::absolute(monitor) {
+        Ok(path) => Ok(path.to_string_lossy().into_owned()),
+        Err(error) => {
+            let what =
+                format!("Cannot tell where {} is: {error}; give its whole path", monitor.display());
+            Err(Failure::Usage(what))
+        }
+    }
 }

@@ -62,8 +62,7 @@ pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failu
 pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, Failure> {
     let socket = socket(client, args.uuid).await?;
     let device = Device::new(&socket).at(args.bus, args.addr);
-    let text = xml::domain(&device)
-        .map_err(|error| Failure::Local(format!("Cannot write the XML: {error}")))?;
+    let text = xml::domain(&device).map_err(Failure::output)?;
     match args.output {
         Output::Text => Ok(text.into_bytes()),
         Output::Json => pretty(&json!({

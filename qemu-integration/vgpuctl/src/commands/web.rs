@@ -2,6 +2,7 @@
 
 use vfio_user_server::api::model::{OpenWeb, WebAddress};
 
+use super::view::whole;
 use crate::cli::{Output, Web};
 use crate::client::Client;
 use crate::failure::Failure;
@@ -9,11 +10,7 @@ use crate::mdevctl::pretty;
 
 /// `web`
 pub async fn web(client: &Client, args: Web) -> Result<Vec<u8>, Failure> {
-    let monitors = args.monitor.into_iter().map(|(uuid, path)| {
-        let path = std::path::absolute(&path)
-            .map_err(|error| Failure::Usage(format!("No such monitor: {error}")))?;
-        Ok((uuid, path.to_string_lossy().into_owned()))
-    });
+    let monitors = args.monitor.into_iter().map(|(uuid, path)| Ok((uuid, whole(&path)?)));
     let monitors = monitors.collect::<Result<_, Failure>>()?;
     let answer: WebAddress = client.post("/v1/web", &OpenWeb { monitors }).await?;
     match args.output {

@@ -129,7 +129,13 @@ fn a_host_on_which_all_is_well_has_nothing_to_mend() {
 fn qemu_is_there_new_enough_and_has_the_device() {
     let problem = Level::Problem;
     one(|h| h.remove("usr/bin/qemu-system-x86_64"), problem, "qemu", "no QEMU", "10.1 or newer");
-    one(|h| h.qemu("10.0.9", DEVICES), problem, "qemu", "10.0.9", "trixie-backports");
+    one(
+        |h| h.qemu("10.0.9", DEVICES),
+        problem,
+        "qemu",
+        "is older than 10.1 and",
+        "trixie-backports",
+    );
     one(|h| h.qemu("11.1.3", "name \"e1000\""), problem, "qemu", "without vfio-user-pci", "help");
     one(|h| h.qemu("none", DEVICES), problem, "qemu", "does not run", "install QEMU");
 }
@@ -147,11 +153,11 @@ fn kvm_is_there_and_usable() {
 #[test]
 fn nvidias_driver_is_there_known_and_open_to_workers() {
     let none = |h: &mut Fake| h.remove("sys/module/nvidia/version");
-    one(none, Level::Warning, "nvidia", "0000:3b:00.0 has no driver", "install NVIDIA's driver");
+    one(none, Level::Warning, "nvidia", "has no driver of NVIDIA's", "install NVIDIA's driver");
     let old = |h: &mut Fake| h.write("sys/module/nvidia/version", "470.1\n");
     one(old, Level::Problem, "nvidia", "470.1", "newer Tessera");
     let no_node = |h: &mut Fake| h.remove("dev/nvidia0");
-    one(no_node, Level::Problem, "nvidia", "/dev/nvidia0 is not there", "nvidia-modprobe");
+    one(no_node, Level::Problem, "nvidia", "/dev/nvidia0 is not there: vgpud", "nvidia-modprobe");
     let closed = |h: &mut Fake| h.mode("dev/nvidiactl", 0o660);
     one(closed, Level::Warning, "nvidia", "not for everybody", "NVreg_DeviceFileMode=0666");
 }
@@ -205,9 +211,15 @@ fn a_daemon_that_cannot_be_asked_is_told_with_the_reason() {
     let gone = Failure::Unreachable { socket: socket.clone(), reason: "No such file".into() };
     one(|h| h.answer = Err(gone), Level::Problem, "vgpud", "No such file", "systemctl enable");
     let not_for_us = Failure::NotForUs { socket, user: 1000 };
-    one(|h| h.answer = Err(not_for_us), Level::Problem, "vgpud", "may not use", "usermod -aG vgpu");
+    one(|h| h.answer = Err(not_for_us), Level::Problem, "vgpud", "may not use", "USER to look,");
     let odd = Failure::Refused(ErrorDetail::new(ErrorCode::Internal, "odd"));
-    one(|h| h.answer = Err(odd), Level::Problem, "vgpud", "odd", "journalctl");
+    one(
+        |h| h.answer = Err(odd),
+        Level::Problem,
+        "vgpud",
+        "vgpud cannot be asked: odd",
+        "see its log: journalctl -u",
+    );
     let older = |h: &mut Fake| {
         if let Ok(version) = &mut h.answer {
             version.version = "0.0.1".into();
@@ -216,7 +228,13 @@ fn a_daemon_that_cannot_be_asked_is_told_with_the_reason() {
     one(older, Level::Warning, "vgpud", "0.0.1", "systemctl restart vgpud");
     let few = "Max open files            1024      4096      files\n";
     let change = |h: &mut Fake| h.write("proc/50/limits", few);
-    one(change, Level::Warning, "vgpud", "4096 files", "LimitNOFILE");
+    one(
+        change,
+        Level::Warning,
+        "vgpud",
+        "vgpud's processes may have 4096 files open: too few for guests with much",
+        "LimitNOFILE",
+    );
 }
 
 #[test]
@@ -302,4 +320,11 @@ fn apparmor_without_the_rule_is_told() {
         h.write("sys/module/apparmor/parameters/enabled", "N\n");
     };
     assert_eq!(wrong(off), []);
+}
+
+#[test]
+fn what_must_be_mended_is_counted() {
+    let found = Failure::Found { output: Vec::new(), problems: 2 };
+    assert_eq!(found.to_string(), "2 of the findings above must be mended: see their fixes");
+    assert_eq!(found.exit_status(), 1);
 }

@@ -190,11 +190,27 @@ mod tests {
     #[test]
     fn who_speaks_no_rfb_is_sent_away() {
         block_on(async {
-            for (said, choice) in [(b"GET / HTTP/1", 0), (b"RFB 003.008\n", 16)] {
+            for (said, choice, why) in [
+                (b"GET / HTTP/1", 0, "What has connected is no VNC viewer"),
+                (
+                    b"RFB 003.008\n",
+                    16,
+                    "The viewer wants security of type 16, which is not offered",
+                ),
+            ] {
                 let (mut server, mut client) = tokio::io::duplex(64);
                 client.write_all(said).await.unwrap();
                 client.write_all(&[choice]).await.unwrap();
-                assert!(serve(&mut server, None).await.is_err());
+                assert_eq!(serve(&mut server, None).await.unwrap_err().to_string(), why);
+            }
+            for (said, why) in [
+                (&b"RFB 003.008\n\x01\x02\0\0\0\0"[..], "It does not serve a screen as this"),
+                (b"RFB 003.008\n\x01\x01\0\0\0\x01", "It refuses to serve the screen"),
+            ] {
+                let (mut server, mut client) = tokio::io::duplex(64);
+                server.write_all(said).await.unwrap();
+                let refused = join(&mut client).await.unwrap_err().to_string();
+                assert!(refused.starts_with(why), "{refused}");
             }
         });
     }

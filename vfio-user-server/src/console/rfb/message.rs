@@ -168,6 +168,13 @@ mod tests {
         palette.extend(PixelFormat::XRGB.bytes());
         palette[7] = 0;
         assert!(matches!(parse(&palette), Err(Violation::Format(_))));
+        let said = |bytes: &[u8]| parse(bytes).unwrap_err().to_string();
+        assert_eq!(said(&[1]), "The viewer sent a message of unknown type 1");
+        assert_eq!(said(&[255, 1]), "The viewer sent an extended message of unknown type 1");
+        assert_eq!(said(&[2, 0, 4, 1]), "The viewer names 1025 encodings; the most are 1024");
+        let text = said(&[6, 0, 0, 0, 0, 0x10, 0, 1]);
+        assert_eq!(text, "The viewer's clipboard has 1048577 bytes; the most are 1048576");
+        assert_eq!(said(&palette), "The viewer wants a palette; only true colours are sent");
     }
 
     proptest! {

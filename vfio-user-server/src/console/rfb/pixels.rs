@@ -153,6 +153,12 @@ mod tests {
         assert_eq!(parse(format(24, 24, false, [255; 3], [16, 8, 0])), Err(BadFormat::Bits(24)));
         assert_eq!(parse(format(16, 16, false, [255; 3], [16, 8, 0])), room);
         assert_eq!(parse(format(32, 24, false, [255; 3], [255, 8, 0])), room);
+        for (bad, said) in [
+            (BadFormat::Bits(24), "The viewer wants pixels of 24 bits; there are 8, 16 and 32"),
+            (BadFormat::Room, "The viewer wants colours that its pixels have no room for"),
+        ] {
+            assert_eq!(bad.to_string(), said);
+        }
     }
 
     proptest! {

@@ -266,6 +266,8 @@ mod tests {
         let account = of("+64055", "+993").unwrap();
         assert_eq!((account.uid, account.gid), (64055, 993));
         assert_eq!(of("root", "root").unwrap().uid, 0);
-        assert!(of("no such user", "root").unwrap_err().to_string().contains("no user"));
+        assert!(
+            of("no such user", "root").unwrap_err().to_string().contains("as whom QEMU would run")
+        );
     }
 }

@@ -46,19 +46,19 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     let virsh = Virsh::at(&asked.connect);
     let xml = changeable(&virsh, asked)?;
     let domain = parse(&xml, asked)?;
-    let vgpu = match (args.uuid, &args.mdev_type) {
-        (Some(uuid), _) => Wanted { uuid, ..nobodys(client.vgpu(uuid, None).await?.uuid) },
-        (None, Some(mdev_type)) => {
-            offered(client, mdev_type, args.parent.as_deref()).await?;
-            let wanted = Wanted {
-                mdev_type: args.mdev_type.clone(),
-                parent: args.parent.clone(),
-                core: args.core,
-                ..nobodys(VgpuId::random())
-            };
-            of_its_own(&domain, wanted, asked)?
-        }
-        (None, None) => return Err(Failure::Usage("Name a type or a vGPU".to_owned())),
+    let vgpu = if let Some(uuid) = args.uuid {
+        nobodys(client.vgpu(uuid, None).await?.uuid)
+    } else {
+        // The command line has one of both.
+        offered(client, args.mdev_type.as_deref().unwrap_or_default(), args.parent.as_deref())
+            .await?;
+        let wanted = Wanted {
+            mdev_type: args.mdev_type.clone(),
+            parent: args.parent.clone(),
+            core: args.core,
+            ..nobodys(VgpuId::random())
+        };
+        of_its_own(&domain, wanted, asked)?
     };
     let version: Version = client.get("/v1/version").await?;
     let socket = Path::new(&version.run_dir).join("vgpus").join(vgpu.uuid.to_string());

@@ -55,7 +55,7 @@ impl<'a> Virsh<'a> {
                  or use `vgpuctl libvirt-xml`"
                     .to_owned(),
             ),
-            _ => Failure::Local(format!("Cannot run virsh: {error}")),
+            _ => Failure::Local(format!("Cannot run virsh: {error}; mend that, or use `vgpuctl libvirt-xml`")),
         })?;
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());

@@ -67,21 +67,18 @@ impl Door {
 
     /// A port on loopback: this one, or one that is free.
     pub async fn loopback(port: Option<u16>) -> io::Result<Self> {
-        let ports = match port {
-            Some(port) => port..=port,
-            None => FIRST_PORT..=FIRST_PORT + 99,
-        };
-        let mut last = None;
-        for port in ports {
+        let (mut port, last) = port.map_or((FIRST_PORT, FIRST_PORT + 99), |port| (port, port));
+        let listener = loop {
             match TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await {
-                Ok(listener) => {
-                    let address = listener.local_addr()?;
-                    return Ok(Self::Loopback { listener, address, password: password()? });
+                Err(_) if port < last => port += 1,
+                Err(error) => {
+                    return Err(io::Error::new(error.kind(), format!("port {port}: {error}")));
                 }
-                Err(error) => last = Some(error),
+                Ok(listener) => break listener,
             }
-        }
-        Err(last.unwrap_or_else(|| io::Error::other("no port is free")))
+        };
+        let address = listener.local_addr()?;
+        Ok(Self::Loopback { listener, address, password: password()? })
     }
 
     /// What a viewer has to know.
