@@ -160,6 +160,19 @@ fn refused(code: &str, message: &str) -> Value {
     json!({ "error": { "code": code, "message": message } })
 }
 
+/// Why a screen is not to be seen, as vgpud says it.
+fn no_screen(uuid: &str, body: &[u8]) -> (u16, Value) {
+    match uuid {
+        RUNNING if body.windows(7).any(|word| word == b"monitor") => {
+            (409, refused("conflict", "The monitor /qmp.sock cannot be used: Connection refused"))
+        }
+        RUNNING => (409, refused("no_room", "8 viewers look at vGPU X already; close one first")),
+        TRANSIENT => (409, refused("conflict", "vGPU X has no display head; types that end in Q")),
+        DEFINED => (409, refused("conflict", "vGPU X is not running")),
+        _ => (404, refused("not_found", "There is no vGPU X; `vgpuctl list` names those")),
+    }
+}
+
 async fn answer(
     State(requests): State<Requests>,
     method: Method,
@@ -213,6 +226,7 @@ async fn answer(
         ("GET", _) if path.ends_with("/screenshot") => {
             return ([(header::CONTENT_TYPE, "image/png")], "PNG").into_response();
         }
+        ("POST", _) if path.ends_with("/console") => no_screen(uuid, &body),
         ("POST", "/v1/vgpus") if String::from_utf8_lossy(&body).contains("101") => {
             (400, refused("invalid", "Attribute \"core\" is 1 to 100 hundredths, not \"101\""))
         }
@@ -448,6 +462,22 @@ const CASES: &[(&str, &[&str])] = &[
             "qemu-args -u RUNNING -- qemu-system-x86_64 -object memory-backend-ram,id=m,size=1G -M pc,memory-backend=m",
         ],
     ),
+    (
+        "view",
+        &[
+            "view --help",
+            "view",
+            "view RUNNING",
+            "view -u RUNNING --monitor /qmp.sock --print",
+            "view TRANSIENT --output json",
+            "view DEFINED --tcp",
+            "view NONE",
+            "view RUNNING -u RUNNING",
+            "view screen",
+            "view RUNNING --tcp=high",
+        ],
+    ),
+    ("web", &["web --help", "web --monitor RUNNING", "web --monitor x=/qmp.sock"]),
     (
         "libvirt-xml",
         &["libvirt-xml -u RUNNING", "libvirt-xml -u RUNNING --output json", "libvirt-xml -u NONE"],

@@ -1,9 +1,9 @@
 //! How often a screen is read out.
 //!
 //! A guest draws into memory that it has mapped, which costs the host nothing, and its display adapter has no vertical
-//! blank to be paced by. What costs is to read a picture out: rows of video memory, and a PNG of them. So this is where a
-//! vGPU's `refresh` limit is kept. Whoever asks sooner than it allows waits for the next picture, and all who wait by then
-//! get the same one: a thousand viewers cost what one does.
+//! blank to be paced by. What costs is to read a picture out: rows of video memory, and a PNG of them. So that is what a
+//! vGPU's `refresh` limits (see [`Turns`]). Whoever asks sooner than it allows waits for the next picture, and all who wait
+//! by then get the same one: a thousand viewers cost what one does.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,32 +14,30 @@ use std::time::Duration;
 use axum::body::Bytes;
 use mdev_core::ids::VgpuId;
 use tokio::sync::{Mutex as AsyncMutex, Semaphore};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 
 use super::screenshot;
 use super::service::waiting;
+use crate::console::turns::{self, Turn, Turns};
 use crate::manager::{Result, Screen};
 
 /// Pictures that are rendered at the same time: each may take tens of megabytes.
 const MAX_AT_ONCE: usize = 2;
 
-/// The longest pause between two pictures of a screen.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-
-/// The screens that are read out.
+/// Pictures of one kind.
 #[derive(Debug)]
 pub struct Pictures {
     at_once: Semaphore,
+    turns: Arc<Turns>,
     screens: Mutex<HashMap<VgpuId, Arc<Paced>>>,
 }
 
-impl Default for Pictures {
-    fn default() -> Self {
-        Self { at_once: Semaphore::new(MAX_AT_ONCE), screens: Mutex::default() }
-    }
-}
-
 impl Pictures {
+    /// Pictures that take turns with all else that reads screens.
+    pub fn new(turns: Arc<Turns>) -> Self {
+        Self { at_once: Semaphore::new(MAX_AT_ONCE), turns, screens: Mutex::default() }
+    }
+
     /// A picture of a screen that is not older than this call.
     pub async fn take(&self, id: VgpuId, screen: Screen) -> Result<Bytes> {
         self.take_with(id, screen, screenshot::take).await
@@ -53,19 +51,19 @@ impl Pictures {
         make: fn(&Path) -> Result<Vec<u8>>,
     ) -> Result<Bytes> {
         let paced = self.paced(id);
-        let pause = LONGEST_PAUSE / screen.refresh.get();
+        let (turn, pause) = (self.turns.of(id), turns::pause(screen.refresh));
         let render = async move || {
             // It is never closed.
             let _permit = self.at_once.acquire().await;
             waiting(move || make(&screen.control)).await?.map(Bytes::from)
         };
-        paced.take(pause, render).await
+        paced.take(&turn, pause, render).await
     }
 
-    /// One for each screen that somebody looks at, or did a moment ago.
+    /// One for each screen that somebody looks at.
     fn paced(&self, id: VgpuId) -> Arc<Paced> {
         let mut screens = self.screens.lock().unwrap_or_else(PoisonError::into_inner);
-        screens.retain(|_, paced| Arc::strong_count(paced) > 1 || paced.is_recent());
+        screens.retain(|_, paced| Arc::strong_count(paced) > 1);
         Arc::clone(screens.entry(id).or_default())
     }
 }
@@ -89,6 +87,7 @@ struct Last {
 impl Paced {
     async fn take(
         &self,
+        turn: &Turn,
         pause: Duration,
         render: impl AsyncFnOnce() -> Result<Bytes>,
     ) -> Result<Bytes> {
@@ -100,9 +99,7 @@ impl Paced {
         let picture = if let Some(picture) = last.picture.clone().filter(|_| shared) {
             picture
         } else {
-            if let Some(begun) = last.begun {
-                sleep_until(begun + pause).await;
-            }
+            turn.take(pause).await;
             let begun = Instant::now();
             let picture = render().await?;
             last.begun = Some(begun);
@@ -111,11 +108,6 @@ impl Paced {
         let wanted = self.waiting.load(Ordering::Relaxed) > 0;
         last.picture = wanted.then(|| picture.clone());
         Ok(picture)
-    }
-
-    fn is_recent(&self) -> bool {
-        let begun = self.last.try_lock().map(|last| last.begun);
-        begun.is_ok_and(|begun| begun.is_some_and(|begun| begun.elapsed() < LONGEST_PAUSE))
     }
 }
 
@@ -153,10 +145,11 @@ mod tests {
     #[test]
     fn pictures_come_no_more_often_than_they_may() {
         runtime().block_on(async {
-            let (screen, count) = (Paced::default(), AtomicUsize::new(0));
+            let (screen, turn, count) = (Paced::default(), Turn::default(), AtomicUsize::new(0));
             let started = Instant::now();
             for expected in 0..4 {
-                let picture = screen.take(Duration::from_millis(30), || number(&count)).await;
+                let picture =
+                    screen.take(&turn, Duration::from_millis(30), || number(&count)).await;
                 assert_eq!(picture.unwrap(), expected.to_string());
             }
             assert!(started.elapsed() >= Duration::from_millis(90), "{:?}", started.elapsed());
@@ -168,10 +161,12 @@ mod tests {
     fn all_who_wait_get_one_picture_taken_after_they_asked() {
         runtime().block_on(async {
             let (screen, count) = (Arc::new(Paced::default()), Arc::new(AtomicUsize::new(0)));
+            let turn = Arc::new(Turn::default());
             let ask = || {
-                let (screen, count) = (Arc::clone(&screen), Arc::clone(&count));
+                let (screen, turn) = (Arc::clone(&screen), Arc::clone(&turn));
+                let count = Arc::clone(&count);
                 tokio::spawn(async move {
-                    screen.take(Duration::from_millis(20), || number(&count)).await.unwrap()
+                    screen.take(&turn, Duration::from_millis(20), || number(&count)).await.unwrap()
                 })
             };
             assert_eq!(ask().await.unwrap(), "0");
@@ -188,11 +183,11 @@ mod tests {
     #[test]
     fn who_gives_up_keeps_nobody_waiting() {
         runtime().block_on(async {
-            let (screen, count) = (Paced::default(), AtomicUsize::new(0));
-            screen.take(Duration::ZERO, || number(&count)).await.unwrap();
-            let long = screen.take(Duration::from_secs(3600), || number(&count));
+            let (screen, turn, count) = (Paced::default(), Turn::default(), AtomicUsize::new(0));
+            screen.take(&turn, Duration::ZERO, || number(&count)).await.unwrap();
+            let long = screen.take(&turn, Duration::from_secs(3600), || number(&count));
             assert!(tokio::time::timeout(Duration::from_millis(5), long).await.is_err());
-            screen.take(Duration::ZERO, || number(&count)).await.unwrap();
+            screen.take(&turn, Duration::ZERO, || number(&count)).await.unwrap();
             assert_eq!(screen.waiting.load(Ordering::Relaxed), 0);
         });
     }

@@ -12,6 +12,7 @@ use super::pictures::Pictures;
 use super::user;
 use crate::callouts::{Action, Callouts, Round, Subject};
 use crate::console::screens::Screens;
+use crate::console::turns::Turns;
 use crate::console::web::access::Access;
 use crate::manager::{Change, Handle, Listed, Manager, Result, ask};
 use crate::private::WorkerStatus;
@@ -26,8 +27,10 @@ pub struct Api {
     callouts: Callouts,
     /// Who answers.
     pub about: Arc<Version>,
-    /// Screens that are read out.
+    /// Screens that are read out,
     pub pictures: Arc<Pictures>,
+    /// and those that are made small.
+    pub thumbnails: Arc<Pictures>,
     /// Screens that are watched.
     pub screens: Arc<Screens>,
     /// Who is let into the web console, where there is one.
@@ -50,13 +53,15 @@ impl Api {
         about: Version,
         web: Option<Arc<Access>>,
     ) -> Self {
+        let turns = Arc::<Turns>::default();
         Self {
-            screens: Arc::new(Screens::new(manager.clone())),
+            screens: Arc::new(Screens::new(manager.clone(), Arc::clone(&turns))),
+            pictures: Arc::new(Pictures::new(Arc::clone(&turns))),
+            thumbnails: Arc::new(Pictures::new(turns)),
             manager,
             callouts,
             web,
             about: Arc::new(about),
-            pictures: Arc::default(),
             rounds: Arc::new(Semaphore::new(MAX_ROUNDS)),
         }
     }

@@ -62,17 +62,20 @@ impl Canvas {
         }
     }
 
-    /// A dark one that says something, for people.
-    pub fn saying(text: &str, look: u64) -> Self {
+    /// A dark one that says something, for people: of that size, so that no window changes, unless that is too small.
+    pub fn saying(text: &str, look: u64, (width, height): (u32, u32)) -> Self {
         const SCALE: u32 = 2;
-        let shape = Shape { width: 800, height: 120, format: Format::XRGB };
+        let fits = width >= 800 && height >= 120;
+        let (width, height) = if fits { (width, height) } else { (800, 120) };
+        let shape = Shape { width, height, format: Format::XRGB };
         let mut canvas = Self::new(shape, look);
-        let left = shape.width.saturating_sub(text.chars().count() as u32 * 8 * SCALE) / 2;
+        let left = width.saturating_sub(text.chars().count() as u32 * 8 * SCALE) / 2;
+        let top = height / 2 - 4 * SCALE;
         for (place, glyph) in text.chars().enumerate() {
             let Some(rows) = BASIC_LEGACY.get(glyph as usize) else { continue };
             for (dot, row) in (0..64).map(|dot| (dot, rows[dot as usize / 8])) {
                 let x = left + (place as u32 * 8 + dot % 8) * SCALE;
-                let y = 52 + dot / 8 * SCALE;
+                let y = top + dot / 8 * SCALE;
                 if row >> (dot % 8) & 1 == 1 {
                     canvas.light(Rect { x, y, width: SCALE, height: SCALE });
                 }
@@ -209,11 +212,16 @@ mod tests {
 
     #[test]
     fn words_are_seen() {
-        let canvas = Canvas::saying("The screen is off", 1);
-        let lit = (0..120).flat_map(|y| canvas.rgb(y, 0, 800)).filter(|p| *p != [0; 3]).count();
-        assert!(lit > 500, "{lit}");
+        for (size, shown) in [((64, 48), (800, 120)), ((1920, 1200), (1920, 1200))] {
+            let canvas = Canvas::saying("The screen is off", 1, size);
+            let Rect { width, height, .. } = canvas.whole();
+            assert_eq!((width, height), shown);
+            let all = (0..height).flat_map(|y| canvas.rgb(y, 0, width));
+            let lit = all.filter(|p| *p != [0; 3]).count();
+            assert!(lit > 500, "{lit}");
+        }
         // More than fits is cut off.
-        Canvas::saying(&"W".repeat(1000), 1);
+        Canvas::saying(&"W".repeat(1000), 1, (0, 0));
     }
 
     proptest! {

@@ -6,6 +6,7 @@
 //!
 //! * [`readout`]: a screen in its video memory, as the worker says where
 //! * [`canvas`]: what it looked like at the last look, and which parts changed when
+//! * [`turns`]: how often a screen may be read, whoever reads it
 //! * [`pace`], [`screens`]: when to look, and how much at a time; who looks at which screen
 //! * [`rfb`]: the protocol
 //! * [`keys`], [`monitor`]: keyboard and pointer, for the VM's QEMU
@@ -20,4 +21,5 @@ pub mod readout;
 pub mod rfb;
 pub mod screens;
 pub mod session;
+pub mod turns;
 pub mod web;

@@ -1,7 +1,8 @@
 //! Who looks at which screen.
 //!
 //! However many viewers a screen has, one task looks at it for all of them, and only while one of them waits for news:
-//! a viewer that is slow, minimized or gone costs no look.
+//! a viewer that is slow, minimized or gone costs no look. Who watches a vGPU goes on to when it is stopped, and sees it
+//! again when it is started, as on a monitor that stays switched on.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,9 +15,10 @@ use mdev_core::ids::VgpuId;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::canvas::Canvas;
+use super::canvas::{Canvas, Rect};
 use super::pace::{Pace, Rows};
 use super::readout::Readout;
+use super::turns::{Turn, Turns};
 use crate::api::model::{ErrorCode, ErrorDetail};
 use crate::manager::{Handle, Result, Screen, ask};
 
@@ -29,10 +31,6 @@ const MAX_ALL: usize = 32;
 /// Updates that are encoded at the same time: each takes a core.
 const MAX_ENCODING: usize = 2;
 
-/// How often the worker of a still screen is asked for its mode, which costs more than to read a part of it. A new mode
-/// is seen earlier where it draws into the old one.
-const MODE_EVERY: Duration = Duration::from_secs(1);
-
 /// Pause before a worker that did not answer is asked again.
 const TROUBLE: Duration = Duration::from_secs(1);
 
@@ -40,6 +38,7 @@ const TROUBLE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Screens {
     manager: Handle,
+    turns: Arc<Turns>,
     watched: Mutex<HashMap<VgpuId, Weak<Watched>>>,
     all: Arc<Semaphore>,
     encoding: Arc<Semaphore>,
@@ -79,9 +78,10 @@ struct Looked {
 
 impl Screens {
     /// None yet.
-    pub fn new(manager: Handle) -> Self {
+    pub fn new(manager: Handle, turns: Arc<Turns>) -> Self {
         Self {
             manager,
+            turns,
             watched: Mutex::default(),
             all: Arc::new(Semaphore::new(MAX_ALL)),
             encoding: Arc::new(Semaphore::new(MAX_ENCODING)),
@@ -112,7 +112,7 @@ impl Screens {
             return screen;
         }
         let screen = Arc::new(Watched {
-            canvas: RwLock::new(Canvas::saying("", 0)),
+            canvas: RwLock::new(Canvas::saying("", 0, (0, 0))),
             looked: watch::Sender::default(),
             waiting: AtomicUsize::new(0),
             whole: AtomicBool::new(false),
@@ -127,6 +127,7 @@ impl Screens {
             manager: self.manager.clone(),
             screen: Arc::downgrade(&screen),
             wake: Arc::clone(&screen.wake),
+            turn: self.turns.of(id),
             pace: Pace::new(Instant::now()),
             look: 0,
             mode: None,
@@ -215,6 +216,7 @@ struct Looker {
     manager: Handle,
     screen: Weak<Watched>,
     wake: Arc<Notify>,
+    turn: Arc<Turn>,
     pace: Pace,
     look: u64,
     mode: Option<Mode>,
@@ -256,10 +258,11 @@ impl Looker {
         }
     }
 
-    /// Looks once. An error is the end of it; what can get better is said on the screen.
+    /// Looks once. An error is the end of it, and of vgpud; what can get better is said on the screen.
     async fn look(&mut self, screen: &Arc<Watched>, now: Instant, rows: Rows) -> Result<()> {
         let known = self.mode.as_ref().filter(|mode| {
-            rows != Rows::ALL && now.saturating_duration_since(mode.asked) < MODE_EVERY
+            let age = now.saturating_duration_since(mode.asked);
+            rows != Rows::ALL && age < self.pace.mode_for(now)
         });
         let readout = match known {
             Some(mode) => Ok(Arc::clone(&mode.readout)),
@@ -270,6 +273,7 @@ impl Looker {
         let seen = match readout {
             Err(what) => Err(what),
             Ok(readout) => {
+                self.turn.take(self.pace.shortest()).await;
                 let screen = Arc::clone(screen);
                 let read = move || read(&screen, &readout, rows, look);
                 let done = tokio::task::spawn_blocking(read).await;
@@ -290,7 +294,8 @@ impl Looker {
                 self.mode = None;
                 if self.said.as_ref() != Some(&what) {
                     let mut canvas = screen.canvas.write().unwrap_or_else(PoisonError::into_inner);
-                    *canvas = Canvas::saying(&what, look);
+                    let Rect { width, height, .. } = canvas.whole();
+                    *canvas = Canvas::saying(&what, look, (width, height));
                     self.said = Some(what);
                 }
                 true
@@ -309,8 +314,12 @@ impl Looker {
     /// Asks the worker where its screen is; inside, what to say if there is none now.
     async fn ask(&mut self, now: Instant) -> Result<std::result::Result<Arc<Readout>, String>> {
         let id = self.id;
-        let Screen { control, refresh } =
-            self.manager.call(move |manager| manager.screen(id)).await??;
+        // One that is stopped may be started again: with its VM, by its operator, or because its worker has died.
+        let Ok(Screen { control, refresh }) =
+            self.manager.call(move |manager| manager.screen(id)).await?
+        else {
+            return Ok(Err("No signal".to_owned()));
+        };
         self.pace.limit(refresh);
         let asked = tokio::task::spawn_blocking(move || mode(control)).await;
         let asked = asked.map_err(|error| ErrorDetail::new(ErrorCode::Internal, error))?;

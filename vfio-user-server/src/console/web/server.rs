@@ -18,7 +18,6 @@ use super::history::{History, Told};
 use super::screen::{self, MAX_MESSAGE};
 use crate::api::consoles::screen_name;
 use crate::api::model::{ErrorBody, ErrorCode, ErrorDetail};
-use crate::api::pictures::Pictures;
 use crate::api::request::Named;
 use crate::api::service::Api;
 use crate::manager::Result;
@@ -43,7 +42,6 @@ struct Console {
     access: Arc<Access>,
     history: Arc<History>,
     api: Api,
-    thumbnails: Arc<Pictures>,
 }
 
 /// Begins to serve the console. It runs for as long as the runtime does.
@@ -52,7 +50,7 @@ pub fn serve(listener: TcpListener, api: Api, access: Arc<Access>) -> std::io::R
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let history = Arc::new(History::default());
     tokio::spawn(Arc::clone(&history).keep(api.clone()));
-    let console = Console { access, history, api, thumbnails: Arc::default() };
+    let console = Console { access, history, api };
     tokio::spawn(async move { axum::serve(listener, router(console)).await });
     Ok(())
 }
@@ -138,7 +136,7 @@ async fn thumbnail(
     Named(id): Named,
 ) -> Result<Response> {
     let screen = console.api.ask(move |manager| manager.screen(id)).await?;
-    let png = console.thumbnails.take_with(id, screen, screen::thumbnail).await?;
+    let png = console.api.thumbnails.take_with(id, screen, screen::thumbnail).await?;
     if png.is_empty() {
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
