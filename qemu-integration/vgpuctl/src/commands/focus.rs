@@ -93,3 +93,30 @@ fn line(screen: &PhysicalScreen) -> String {
     }
     line + "\n"
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn parent(name: &str, screen: bool) -> Parent {
+        let physical = json!({ "parent": name, "focus": null, "rotate_seconds": null });
+        serde_json::from_value(json!({
+            "name": name, "backend": "vfio", "model": "", "description": "", "state": "ready",
+            "vram_bytes": 0, "vram_free_bytes": 0, "capabilities": [], "scheduler": "weighted",
+            "pid": null, "running": 0, "screen": screen.then_some(physical),
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn the_only_screen_is_meant_where_none_is_named() {
+        let (a, b, none) = (parent("a", true), parent("b", true), parent("c", false));
+        assert_eq!(only_screen(&[none.clone(), a.clone()]).unwrap(), "a");
+        let several = only_screen(&[a, none.clone(), b]).unwrap_err().to_string();
+        assert_eq!(several, "Which parent's screen is meant? Name it with -p: a, b");
+        let refused = only_screen(&[none]).unwrap_err().to_string();
+        assert_eq!(refused, "No parent has a physical screen");
+    }
+}
