@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -73,6 +73,36 @@ impl Both {
         fs::create_dir_all(&device)?;
         symlink(self.type_folder("soft0", mdev_type), device.join("mdev_type"))?;
         Ok(symlink(&device, self.root.path().join("sys/bus/mdev/devices").join(uuid))?)
+    }
+
+    /// Runs mdevctl's start of a vGPU with attributes, in the kernel's place: `create` is a pipe, and the device is there,
+    /// with a file for each attribute, before what mdevctl writes into it is taken. What was written into each.
+    fn start_with(&self, uuid: &str, mdev_type: &str, attrs: &[&str]) -> Result<Vec<String>> {
+        let create = self.type_folder("soft0", mdev_type).join("create");
+        nix::unistd::mkfifo(&create, nix::sys::stat::Mode::S_IRWXU)?;
+        let mut command = Command::new(real()?);
+        command.args(["start", "-u", uuid]).env("MDEVCTL_ENV_ROOT", self.root.path());
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        // It has found that there is no such device, and waits for the other end of the pipe.
+        let opening = libc::SYS_openat.to_string();
+        let call = format!("/proc/{}/syscall", child.id());
+        let mut waits = 0;
+        wait_for("mdevctl creates the device", || {
+            let call = fs::read_to_string(&call).unwrap_or_default();
+            waits = if call.split(' ').next() == Some(&opening) { waits + 1 } else { 0 };
+            waits == 5
+        })?;
+        self.appear(uuid, mdev_type)?;
+        let device = self.root.path().join("sys/bus/mdev/devices").join(uuid);
+        for name in attrs {
+            fs::write(device.join(name), "")?;
+        }
+        let created = fs::read_to_string(&create)?;
+        ensure!(created == uuid, "{created:?} is created");
+        let output = child.wait_with_output()?;
+        ensure!(output.status.success() && output.stdout.is_empty(), "{output:?}");
+        fs::remove_file(create)?;
+        attrs.iter().map(|name| Ok(fs::read_to_string(device.join(name))?)).collect()
     }
 
     /// What it does when one is stopped.
@@ -308,9 +338,13 @@ fn what_runs_is_listed_alike() -> Result<()> {
     both.works(&format!("define -u {A} -p soft0 -t SOFT-1Q -a"))?;
     both.works(&format!("modify -u {A} --addattr core --value 40"))?;
     both.works(&format!("modify -u {A} --addattr priority --value high"))?;
-    // Attributes are written to a device of the kernel's, which no real mdevctl starts here.
-    assert_eq!(both.ours(&["start", "-u", A])?.status, 0);
-    both.appear(A, "SOFT-1Q")?;
+    // What mdevctl writes to the kernel's device is what is in force here.
+    let written = both.start_with(A, "SOFT-1Q", &["core", "priority"])?;
+    assert_eq!(written, ["40", "high"]);
+    let started = both.ours(&["start", "-u", A])?;
+    assert_eq!((started.status, started.stdout.as_str()), (0, ""));
+    let in_force = serde_json::json!([{ "core": written[0] }, { "priority": written[1] }]);
+    assert_eq!(both.vgpud.show(A)?["live_attrs"], in_force);
     both.works(&format!("start -u {B} -p soft0 -t SOFT-256MC"))?;
     both.appear(B, "SOFT-256MC")?;
     for line in ["list", "list -d", "list --dumpjson", "list -d --dumpjson", "list -d -p soft0"] {

@@ -239,7 +239,7 @@ pub fn by_workers() -> Result<Vec<String>> {
         refused
     });
     said.push(refused.context("It started each time")?.2);
-    ensure!(said[2].contains(" did not start: "), "{said:?}");
+    ensure!(said[2].contains(" did not start: Its worker died (signal: 9"), "{said:?}");
     Ok(said)
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use mdev_core::ids::VgpuId;
@@ -19,6 +20,9 @@ use crate::private::WorkerStatus;
 
 /// Rounds of questions to all workers at the same time. A worker takes eight connections, and the manager's own.
 const MAX_ROUNDS: usize = 4;
+
+/// Looks for how a worker has ended, 10 ms apart.
+const LAST_WORDS: u32 = 20;
 
 /// What every path has.
 #[derive(Clone, Debug)]
@@ -221,7 +225,15 @@ impl Api {
             Ok(status) => return Ok(Json(completed(listed, Some(status)))),
             Err(error) => error,
         };
-        let reason = self.read(move |m| m.show(id)).await?.ok().and_then(|l| l.vgpu.reason);
+        // How it ended says more than that it does not answer, and is known a moment later.
+        let mut reason = None;
+        for _ in 0..LAST_WORDS {
+            reason = self.read(move |m| m.show(id)).await?.ok().and_then(|l| l.vgpu.reason);
+            if reason.is_some() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         if let Ok(stopping) = self.read(move |m| m.stop(id)).await? {
             // It ends with the vGPU gone, whichever way.
             let _ = stopping.await;

@@ -98,8 +98,12 @@ fn files(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
 
 fn names(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
     let read = fs::read_dir(dir).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-    let entries =
-        read.map_err(|error| Failure::Local(format!("Cannot read {}: {error}", dir.display())))?;
+    let entries = read.map_err(|error| {
+        Failure::Local(format!(
+            "Cannot read {}: {error}; name the folder of mdevctl's definitions",
+            dir.display()
+        ))
+    })?;
     let mut names: Vec<_> = entries
         .iter()
         .map(|entry| (entry.file_name().to_string_lossy().into_owned(), entry.path()))
