@@ -329,9 +329,9 @@ mod tests {
     fn a_worker_without_its_gpu_says_what_is_missing() {
         let fd = || Some(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
         for (backend, fd, part) in [
-            ("soft", None, "The connection to the GPU is missing"),
+            (mediator::BACKEND, None, "The connection to the GPU is missing"),
             ("voodoo", fd(), "There is no backend 'voodoo' in this build"),
-            ("soft", fd(), "Cannot open the GPU soft0"),
+            (mediator::BACKEND, fd(), "Cannot open the GPU soft0"),
         ] {
             let error = open_client(backend, "soft0", fd).err().unwrap().to_string();
             assert!(error.contains(part), "{error}");

@@ -163,7 +163,7 @@ fn refused(code: &str, message: &str) -> Value {
 /// Why a screen is not to be seen, as vgpud says it.
 fn no_screen(uuid: &str, body: &[u8]) -> (u16, Value) {
     match uuid {
-        RUNNING if body.windows(7).any(|word| word == b"monitor") => {
+        RUNNING if body.windows(8).any(|word| word == b"qmp.sock") => {
             (409, refused("conflict", "The monitor /qmp.sock cannot be used: Connection refused"))
         }
         RUNNING => (409, refused("no_room", "8 viewers look at vGPU X already; close one first")),

@@ -327,6 +327,7 @@ fn at_the_start() -> Result<Vec<String>> {
         vec!["--parent", "voodoo:a"],
         vec!["--parent", "nvidia:0000:3b:00.0,speed=1"],
         vec!["--parent", "nvidia:gpu0"],
+        vec!["--parent", "vfio:0000:00:02.0,speed=1"],
         vec!["--parent", "nvidia:0000:3b:00.0,hang=1"],
         vec!["--parent", "soft:scripts.d"],
         vec!["--worker-user", "root"],

@@ -69,14 +69,18 @@ impl Manager {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::super::knobs::Knobs;
+    use super::super::screens::Rotation;
     use super::*;
 
     #[test]
     fn what_a_gpu_cannot_keep_is_refused() {
         // One that has not said what it can do can do nothing.
-        let parent =
-            Parent::new("soft:soft0".parse().unwrap(), Knobs::load("/nowhere".as_ref(), "soft0"));
+        let nowhere = Path::new("/nowhere");
+        let (knobs, rotation) = (Knobs::load(nowhere, "soft0"), Rotation::load(nowhere, "soft0"));
+        let parent = Parent::new("soft:soft0".parse().unwrap(), knobs, rotation);
         let attrs = [("submissions".to_owned(), "1000".to_owned())].into_iter().collect();
         let refused = parent.check_attrs(&attrs).unwrap_err().message;
         assert!(refused.starts_with("Parent soft0 cannot keep attribute"), "{refused}");

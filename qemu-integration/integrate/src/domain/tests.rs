@@ -198,7 +198,7 @@ fn one_that_was_attached_by_hand_is_recognised() {
 fn what_is_no_such_domain_is_refused() {
     assert!(
         refused(&PLAIN.replace("type='kvm'", "type='xen'"))
-            .contains("is of type xen; a vGPU needs QEMU")
+            .contains("is of type xen; a vGPU needs QEMU (type kvm or qemu)")
     );
     let unread = |text: &str| Domain::parse(text).unwrap_err().to_string();
     assert_eq!(unread("<network/>"), "is no domain: its XML begins with <network>");

@@ -232,7 +232,7 @@ fn a_daemon_that_cannot_be_asked_is_told_with_the_reason() {
         change,
         Level::Warning,
         "vgpud",
-        "vgpud's processes may have 4096 files open: too few for guests with much",
+        "vgpud's processes may have 4096 files open: too few for guests with much memory",
         "LimitNOFILE",
     );
 }
