@@ -113,15 +113,19 @@ pub(crate) mod tests {
         fds: &[BorrowedFd<'_>],
         ask: impl FnOnce(&Path) -> T,
     ) -> T {
+        said(&serde_json::to_vec(reply).unwrap(), fds, ask)
+    }
+
+    /// The same with whatever it says.
+    fn said<T>(reply: &[u8], fds: &[BorrowedFd<'_>], ask: impl FnOnce(&Path) -> T) -> T {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let listener = SeqPacketListener::bind(&path).unwrap();
-        let reply = serde_json::to_vec(reply).unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let socket = listener.accept().unwrap();
                 socket.recv(&mut vec![0; MAX_PACKET]).unwrap();
-                socket.send(&reply, fds).unwrap();
+                socket.send(reply, fds).unwrap();
             });
             ask(&path)
         })
@@ -168,6 +172,13 @@ pub(crate) mod tests {
         let newer = WorkerReply::Status(Box::new(newer()));
         let error = answered(&newer, &[], status).unwrap_err().to_string();
         assert!(error.starts_with("The worker speaks version "), "{error}");
+        for (said, why) in [
+            (said(b"", &[], status), "does not speak our version of the private protocol"),
+            (said(b"{}", &[], status), "says what makes no sense"),
+        ] {
+            let error = said.unwrap_err().to_string();
+            assert!(error.starts_with(&format!("The worker {why}; this vgpud speaks ")), "{error}");
+        }
         for done in [
             answered(&WorkerReply::Done, &[], |path| status(path).map(drop)),
             answered(&WorkerReply::Done, &[], |path| scanout(path).map(drop)),
