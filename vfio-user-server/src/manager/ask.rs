@@ -149,6 +149,7 @@ pub(crate) mod tests {
         };
         WorkerStatus {
             version: VERSION + 1,
+            oldest: VERSION + 1,
             pid: 1,
             spec: WorkerSpec {
                 version: VERSION + 1,
