@@ -136,7 +136,7 @@ impl From<device::Traps> for Traps {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// What a worker of version 3 says of itself.
@@ -146,7 +146,7 @@ mod tests {
         "manager":0},"client":{"pid":8,"uid":9},"gpu_ok":true,"traps":{"config":1,"display":0,
         "control":0,"mailbox":0,"doorbell":0,"memory":0},"warnings":[]}"#;
 
-    fn three() -> WorkerStatus {
+    pub fn three() -> WorkerStatus {
         let client = ClientSpec {
             vgpu: "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a".parse().unwrap(),
             vram_bytes: 1 << 28,

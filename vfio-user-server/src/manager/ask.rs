@@ -99,13 +99,10 @@ fn unexpected(reply: &WorkerReply) -> io::Error {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use mdev_core::device::FunctionSpec;
-    use mdev_core::gpu::ClientSpec;
-    use mdev_core::ids::VgpuId;
     use vendor_backends::seqpacket::SeqPacketListener;
 
     use super::*;
-    use crate::private::{Traps, WorkerSpec};
+    use crate::private::tests::three;
 
     /// What comes of asking a worker that answers that to whatever it is asked.
     pub fn answered<T>(
@@ -131,46 +128,10 @@ pub(crate) mod tests {
         })
     }
 
-    /// A worker of the next release.
-    fn newer() -> WorkerStatus {
-        let vgpu = VgpuId(uuid::Uuid::nil());
-        let function = FunctionSpec {
-            vgpu,
-            type_name: "SOFT-1Q".into(),
-            display: None,
-            doorbell_mapped: true,
-        };
-        let client = ClientSpec {
-            vgpu,
-            vram_bytes: 1 << 30,
-            framebuffer_bytes: 0,
-            max_channels: 1,
-            max_import_bytes: 0,
-        };
-        WorkerStatus {
-            version: VERSION + 1,
-            oldest: VERSION + 1,
-            pid: 1,
-            spec: WorkerSpec {
-                version: VERSION + 1,
-                function,
-                backend: "soft".into(),
-                client,
-                parent: "soft0".into(),
-                core: None,
-                owner: 0,
-                manager: 0,
-            },
-            client: None,
-            gpu_ok: true,
-            traps: Traps::default(),
-            warnings: Vec::new(),
-        }
-    }
-
     #[test]
     fn a_worker_of_another_release_is_told_from_one_of_ours() {
-        let newer = WorkerReply::Status(Box::new(newer()));
+        let newer = WorkerStatus { version: VERSION + 1, ..three() };
+        let newer = WorkerReply::Status(Box::new(newer));
         let error = answered(&newer, &[], status).unwrap_err().to_string();
         assert!(error.starts_with("The worker speaks version "), "{error}");
         for (said, why) in [
