@@ -74,6 +74,9 @@ bitflags! {
         const CHANNEL_FAULTS = 1 << 10;
         /// It has a physical screen, on which one vGPU at a time is seen ([`Gpu::focus`]).
         const SCANOUT = 1 << 11;
+        /// Slices alone make shares exact, since what a turn is too long is charged to the next ones; and turns are so long
+        /// that a reading of the counters says nothing about shares.
+        const EXACT_SLICES = 1 << 12;
     }
 }
 

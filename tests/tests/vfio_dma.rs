@@ -6,6 +6,8 @@
 
 mod nested;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -184,6 +186,60 @@ fn is_a_parent_whose_vgpus_survive_the_manager_and_whose_end_gives_everything_ba
     host.vm.quit().unwrap();
 }
 
+#[test]
+#[ignore = "boots a VM: run `cargo lab test`"]
+fn is_shared_by_the_weights_that_an_operator_gives() {
+    if nested::is_inside() {
+        return weigh();
+    }
+    let mut host = Nested::boot_in_virtual_time();
+    let told = host.run("is_shared_by_the_weights_that_an_operator_gives", LONG);
+    assert!(told.contains("shares"), "{told}");
+    host.vm.quit().unwrap();
+}
+
+fn weigh() {
+    const WINDOW: Duration = Duration::from_secs(120);
+    let vgpud = Vgpud::start_with(&["--parent", &format!("vfio:{EDU}")]).unwrap();
+    wait_for("the parent is ready", || {
+        vgpud.get("/v1/parents").is_ok_and(|all| all[0]["state"] == "ready")
+    })
+    .unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (uuids, loads): (Vec<_>, Vec<_>) = ["80", "20"]
+        .into_iter()
+        .map(|core| {
+            let request = json!({ "mdev_type": "EDU-C", "run": true, "attrs": [{ "core": core }] });
+            let uuid = vgpud.create(&request).unwrap();
+            let mut guest = Guest::attach(&vgpud, &uuid);
+            let stop = Arc::clone(&stop);
+            let load = thread::spawn(move || guest.keep_busy(&stop));
+            (uuid, load)
+        })
+        .unzip();
+    let used = || {
+        let stats = vgpud.get("/v1/stats").unwrap();
+        let all = stats["vgpus"].as_array().unwrap();
+        let one = |uuid: &String| {
+            let vgpu = all.iter().find(|vgpu| vgpu["uuid"] == uuid.as_str()).unwrap();
+            vgpu["engine_ns"].as_f64().unwrap()
+        };
+        [one(&uuids[0]), one(&uuids[1])]
+    };
+    thread::sleep(Duration::from_secs(5));
+    let before = used();
+    thread::sleep(WINDOW);
+    let after = used();
+    let [first, second] = [0, 1].map(|n: usize| after[n] - before[n]);
+    let share = 100.0 * first / (first + second);
+    println!("shares of 80/20 came out as {share:.1}/{:.1}", 100.0 - share);
+    assert!((share - 80.0).abs() < 3.0, "{share:.1} %");
+    stop.store(true, Ordering::SeqCst);
+    for load in loads {
+        load.join().unwrap();
+    }
+}
+
 /// One guest with a channel, and two pages of its own.
 struct Guest {
     channel: Channel,
@@ -210,6 +266,24 @@ impl Guest {
         self.channel.run(&methods)?;
         assert_eq!(self.to.load::<u32>(0, 2048), [word; 2048]);
         Ok(())
+    }
+}
+
+impl Guest {
+    /// Copies, with more queued than can be done, until told otherwise.
+    fn keep_busy(&mut self, stop: &AtomicBool) {
+        self.channel.set_patience(Patience { limit: LONG, ..Patience::default() });
+        let mut methods = Methods::new();
+        for _ in 0..16 {
+            linear(&mut methods, self.to.va(), self.from.va(), 8 * KIB);
+        }
+        let mut last = self.channel.submit(&methods).unwrap();
+        while !stop.load(Ordering::SeqCst) {
+            let next = self.channel.submit(&methods).unwrap();
+            self.channel.wait(last).unwrap();
+            last = next;
+        }
+        self.channel.wait(last).unwrap();
     }
 }
 

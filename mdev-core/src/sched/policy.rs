@@ -185,19 +185,22 @@ pub struct Silicon {
     pub enforcement: Enforcement,
     /// Whether a running kernel is preempted. Where it is not, a turn lasts as long as its last kernel.
     pub preempts: bool,
+    /// Whether it keeps shares by slices alone: nothing is to be made good.
+    pub exact: bool,
 }
 
 impl From<GpuCapabilities> for Silicon {
     fn from(capabilities: GpuCapabilities) -> Self {
         let budgets = capabilities.contains(GpuCapabilities::BUDGETS);
         let enforcement = if budgets { Enforcement::Budgets } else { Enforcement::Gates };
-        Self { enforcement, preempts: capabilities.contains(GpuCapabilities::PREEMPTION) }
+        let preempts = capabilities.contains(GpuCapabilities::PREEMPTION);
+        Self { enforcement, preempts, exact: capabilities.contains(GpuCapabilities::EXACT_SLICES) }
     }
 }
 
 /// Silicon that preempts.
 impl From<Enforcement> for Silicon {
     fn from(enforcement: Enforcement) -> Self {
-        Self { enforcement, preempts: true }
+        Self { enforcement, preempts: true, exact: false }
     }
 }

@@ -59,7 +59,9 @@ impl SoftGpu {
                 name: "Tessera software GPU".into(),
                 vram_bytes,
                 // It has no screen of its own.
-                capabilities: GpuCapabilities::all().difference(GpuCapabilities::SCANOUT),
+                capabilities: GpuCapabilities::all()
+                    .difference(GpuCapabilities::SCANOUT)
+                    .difference(GpuCapabilities::EXACT_SLICES),
                 max_vgpus: MAX_VGPUS,
                 max_channels: MAX_CHANNELS,
                 max_import_bytes: MAX_IMPORT,

@@ -50,7 +50,7 @@ impl Scheduler {
         let changed = std::mem::take(&mut self.changed);
         let calm = self.pace.read(&intervals);
         if !intervals.is_empty() {
-            if !changed {
+            if !changed && !self.silicon.exact {
                 let classes = self.config.policy == Policy::Weighted;
                 let repay_ns = self.repay_ns();
                 let holds = Holds { now_ns: self.now_ns, calm };

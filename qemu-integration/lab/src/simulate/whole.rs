@@ -10,7 +10,7 @@ use mdev_core::sched::{Config, Core, Enforcement, Mode, Share, Silicon};
 use super::{LATE, id};
 
 /// As an H100 is: a switch takes 0.17 ms, and the default slice is 12 ms.
-const SILICON: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false };
+const SILICON: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false, exact: false };
 const SWITCH_NS: u64 = 170_000;
 const SLICE: Duration = Duration::from_millis(12);
 

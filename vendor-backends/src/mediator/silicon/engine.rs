@@ -24,6 +24,8 @@ use crate::mediator::hardware::Pace;
 /// A turn that goes on for so long after its limit is not obeying: its channel is reset. Long, since a hypervisor below
 /// may take the core away in a way that looks like work.
 const PREEMPTION_GRACE_NS: u64 = 2_000_000_000;
+/// How long an engine with long turns waits for a control request at work on a vGPU.
+const REQUEST_NS: u64 = 20_000_000;
 /// How often to ask how much the host has taken.
 const ACCOUNT_NS: u64 = 500_000;
 /// Turns shorter than this share a look.
@@ -304,6 +306,12 @@ impl State {
     fn look_at(&mut self, index: usize, now: u64) {
         let group = &mut self.groups[index];
         group.seen = group.vgpu.glance(now, group.woken);
+        // A control request is over in a moment, and where turns are long nobody is to lose one for it.
+        let until = now + if self.pace.on_cpu { 0 } else { REQUEST_NS };
+        while group.seen == Glance::Busy && now_ns() < until {
+            thread::yield_now();
+            group.seen = group.vgpu.glance(now, group.woken);
+        }
         let has_work = match group.seen {
             Glance::Busy => group.waiting_since.is_some(),
             Glance::Seen(readiness) => readiness == Readiness::Ready,

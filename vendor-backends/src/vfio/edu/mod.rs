@@ -130,7 +130,8 @@ fn describe(name: &str, address: Address, windows: u32, window_bytes: u64) -> Gp
             | GpuCapabilities::NEED_WAKEUP
             | GpuCapabilities::PREEMPTION
             | GpuCapabilities::BUDGETS
-            | GpuCapabilities::CHANNEL_FAULTS,
+            | GpuCapabilities::CHANNEL_FAULTS
+            | GpuCapabilities::EXACT_SLICES,
         max_vgpus: windows,
         max_channels: MAX_CHANNELS,
         max_import_bytes: window_bytes,

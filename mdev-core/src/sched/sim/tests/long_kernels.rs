@@ -5,7 +5,7 @@ use crate::sched::log::{Cause, Decision};
 use crate::sched::policy::Silicon;
 
 /// As an NVIDIA GPU is, whose contexts take about 0.2 ms to switch.
-const NVIDIA: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false };
+const NVIDIA: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false, exact: false };
 const NVIDIA_SWITCH_NS: u64 = 170 * US;
 const LONG: Workload = Workload::steady(20 * MS);
 const SHORT: Workload = Workload::steady(50 * US);

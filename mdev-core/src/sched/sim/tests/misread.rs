@@ -3,7 +3,7 @@
 use super::*;
 use crate::sched::policy::Silicon;
 
-const NVIDIA: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false };
+const NVIDIA: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false, exact: false };
 const SOME: Workload = Workload::steady(500 * US);
 
 /// Two at work, and one whose counters are wrong: what the two keep of what they had, the lesser of them.
