@@ -314,10 +314,10 @@ fn live_and_die() {
         })
         .unwrap_or_else(|error| panic!("{error}: {message}"));
     };
-    told(EDU, "Parent 0000:00:03.0 does not start: 0000:00:03.0 is in use by another process");
+    told(EDU, "Parent 0000:00:03.0 is not there: 0000:00:03.0 is in use by another process");
     told(
         DISPLAY,
-        "does not start: 0000:00:02.0 is driven by bochs-drm: `vgpuctl parents bind 0000:00:02.0`",
+        "is not there: 0000:00:02.0 is driven by bochs-drm: `vgpuctl parents bind 0000:00:02.0`",
     );
     drop(other);
 
