@@ -105,6 +105,9 @@ impl Silicon {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+    use std::time::Duration;
 
     use mdev_core::partition::Partitions;
     use mdev_core::profile::{Profile, profiles};
@@ -113,9 +116,68 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
+    use crate::mediator::hardware::{Hold, Partition};
     use crate::soft::SoftGpu;
 
     const TOTAL: u64 = 4 * GIB;
+
+    /// A device that is slow to take its memory back.
+    #[derive(Debug)]
+    struct Slow {
+        description: GpuDescription,
+        leaves: Arc<Leaves>,
+    }
+
+    #[derive(Debug, Default)]
+    struct Leaves {
+        begun: AtomicBool,
+        done: AtomicBool,
+    }
+
+    #[derive(Debug)]
+    struct Claim(Arc<Leaves>);
+
+    impl Hold for Claim {}
+
+    impl Drop for Claim {
+        fn drop(&mut self) {
+            self.0.begun.store(true, Ordering::SeqCst);
+            thread::sleep(Duration::from_millis(100));
+            self.0.done.store(true, Ordering::SeqCst);
+        }
+    }
+
+    impl Hardware for Slow {
+        fn describe(&self) -> &GpuDescription {
+            &self.description
+        }
+
+        fn partition(&self, _spec: &ClientSpec) -> Result<Partition, Refusal> {
+            Ok(Partition { memory: None, hold: Box::new(Claim(Arc::clone(&self.leaves))) })
+        }
+    }
+
+    /// The manager admits a vGPU again while the connection of its dead worker is still being cleared away.
+    #[test]
+    fn who_evicts_a_vgpu_that_is_leaving_waits_until_it_is_gone() {
+        let leaves = Arc::new(Leaves::default());
+        let soft = SoftGpu::new("slow", TOTAL);
+        let hardware = Slow { description: soft.describe().clone(), leaves: Arc::clone(&leaves) };
+        let silicon = Arc::new(Silicon::new(Arc::new(hardware)).unwrap());
+        let spec = profiles(silicon.describe())[0].client_spec(VgpuId(Uuid::from_u128(1)));
+        let (vgpu, _shared) = silicon.admit(&spec).unwrap();
+        let first = {
+            let (silicon, vgpu) = (Arc::clone(&silicon), Arc::clone(&vgpu));
+            thread::spawn(move || silicon.evict(&vgpu))
+        };
+        while !leaves.begun.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        silicon.evict(&vgpu);
+        assert!(leaves.done.load(Ordering::SeqCst));
+        assert!(silicon.find(spec.vgpu).is_err());
+        first.join().unwrap();
+    }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]

@@ -85,6 +85,8 @@ pub struct Vgpu {
     hardware: Arc<dyn Hardware>,
     max_channels: u32,
     world: Mutex<World>,
+    /// Held by whoever evicts it.
+    leaving: Mutex<()>,
     /// Control requests that wait for the world.
     waiting: AtomicU32,
     gate_open: AtomicBool,
@@ -138,6 +140,7 @@ impl Vgpu {
         let vgpu = Self {
             max_channels: spec.max_channels.min(hardware.describe().max_channels),
             world: Mutex::new(world),
+            leaving: Mutex::default(),
             waiting: AtomicU32::new(0),
             gate_open: AtomicBool::new(true),
             closed_ns: AtomicU64::new(0),
@@ -370,8 +373,10 @@ impl Vgpu {
         self.kick.kick();
     }
 
-    /// Takes everything away, for good. What was imported is unmapped when this returns.
+    /// Takes everything away, for good. What was imported is unmapped and its claim given back when this returns, also
+    /// where somebody else was at it.
     pub fn evict(&self) {
+        let _leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         if let Ok(mut world) = self.enter() {
             let hold = world.hold.take();
             let channels = std::mem::take(&mut world.channels);
