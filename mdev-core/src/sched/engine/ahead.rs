@@ -165,3 +165,32 @@ impl Scheduler {
         self.held.remove(&id);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+
+    use super::*;
+
+    /// 100 ms in which two vGPUs used so many of them together.
+    fn reading(ms: u64) -> [Interval; 2] {
+        [1, 2].map(|n| Interval {
+            vgpu: VgpuId(Uuid::from_u128(n)),
+            elapsed_ns: 100_000_000,
+            engine_ns: ms * 500_000,
+            busy: true,
+            runnable: true,
+            preempted: true,
+        })
+    }
+
+    #[test]
+    fn turns_around_a_standstill_say_nothing() {
+        let mut pace = Pace::default();
+        let calm = [99, 100, 85, 0, 99, 100].map(|ms| pace.read(&reading(ms)));
+        assert_eq!(calm, [true, true, true, false, false, true]);
+        // Less work is a standstill once, and then how it is.
+        let calm = [40, 40, 40].map(|ms| pace.read(&reading(ms)));
+        assert_eq!(calm, [false, false, true]);
+    }
+}
