@@ -118,8 +118,8 @@ impl Bed {
     pub fn new(guests: &[(Share, Load)], iterations: u32) -> Result<Self> {
         let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=4G"])?;
         let admin = vgpud.run_dir().join("parents").join("soft0");
-        let run: Value = serde_json::from_slice(&fs::read(admin.join("run.json"))?)?;
-        let pid = run["process"]["pid"].as_u64().context("The GPU has no process")?;
+        // An answer comes once the parents have been started.
+        let pid = vgpud.get("/v1/parents")?[0]["pid"].as_u64().context("The GPU has no process")?;
         let gpu = MediatedGpu::connect(&admin.join("admin.sock"))?;
         let mut bed = Self { tenants: Vec::new(), gpu, engine: engine_thread(pid)?, vgpud };
         for (share, _) in guests {
