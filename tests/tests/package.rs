@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use lab::machine::Machine;
 use lab::progress::Progress;
 use serde_json::Value;
 use system_tests::skipped;
+use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const PACKAGE: &str = "/root/tessera.deb";
@@ -42,6 +43,14 @@ fn eventually(machine: &Machine, what: &str, script: &str) {
     }
 }
 
+/// The package, and the folder it is in until that is dropped.
+fn built() -> (TempDir, PathBuf) {
+    let scratch = tempfile::tempdir().unwrap();
+    let options = Options { out: scratch.path().to_owned(), profile: Profile::Dev };
+    let package = deb::write(&options, &Progress::new()).unwrap();
+    (scratch, package)
+}
+
 /// A process's status, one line of it.
 fn field(machine: &Machine, pid: &Value, name: &str) -> String {
     sh(machine, &format!("grep ^{name}: /proc/{pid}/status"))
@@ -58,9 +67,7 @@ fn the_package_works_is_upgraded_purged_and_installed_again() {
         skipped(&format!("a Debian machine: {reason}"));
         return;
     }
-    let scratch = tempfile::tempdir().unwrap();
-    let options = Options { out: scratch.path().to_owned(), profile: Profile::Dev };
-    let package = deb::write(&options, &Progress::new()).unwrap();
+    let (scratch, package) = built();
     completions_complete(scratch.path(), &package);
     let machine = Machine::start(&Progress::new()).unwrap();
     machine.install(&package, PACKAGE).unwrap();
@@ -145,9 +152,7 @@ fn debians_checkers_find_nothing() {
         skipped(&format!("Debian's checkers of packages: {reason}"));
         return;
     }
-    let scratch = tempfile::tempdir().unwrap();
-    let options = Options { out: scratch.path().to_owned(), profile: Profile::Dev };
-    let package = deb::write(&options, &Progress::new()).unwrap();
+    let (scratch, package) = built();
     let checkers = Checkers::open(&Progress::new()).unwrap();
     let name = package.file_name().unwrap().to_str().unwrap();
     let check = |what: &str, script: &str| {
