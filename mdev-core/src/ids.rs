@@ -25,12 +25,17 @@ impl fmt::Display for VgpuId {
 }
 
 impl FromStr for VgpuId {
-    type Err = uuid::Error;
+    type Err = NoUuid;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Uuid::parse_str(text).map(Self)
+        Uuid::parse_str(text).map(Self).map_err(|_| NoUuid)
     }
 }
+
+/// Not the name of a vGPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a uuid is 32 hexadecimal digits, as in 83c32df7-d52e-4ec1-9668-1f3c7e4df107")]
+pub struct NoUuid;
 
 /// A guest-physical address (an IOVA on the vfio-user socket: the two are the same without a vIOMMU), in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

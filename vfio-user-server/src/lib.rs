@@ -5,8 +5,8 @@
 //! [`patience`] (when to wait awake), [`transport`] and [`fds`] (messages on a socket), and [`proto`] (messages as
 //! bytes). None of it knows what a vGPU is, which `tests/independence.rs` sees to.
 //!
-//! The roles of `vgpud`: [`manager`] with its [`api`], [`callouts`] and [`console`], [`worker`], [`spawn`] (how one starts the other) and [`private`]
-//! (what they say to each other).
+//! The roles of `vgpud`: [`manager`] with its [`api`], [`callouts`] and [`console`], [`worker`], [`spawn`] (how one
+//! starts the other), [`private`] (what they say to each other) and [`usage`] (command lines that make no sense).
 
 pub mod api;
 pub mod backend;
@@ -32,5 +32,6 @@ mod sys;
 pub mod testing;
 pub mod transfer;
 pub mod transport;
+pub mod usage;
 pub mod users;
 pub mod worker;

@@ -1,6 +1,6 @@
 //! `vgpud`: the manager, and the roles that it starts.
 
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use vendor_backends::vfio::host::Address as PciAddress;
 use vfio_user_server::console::web::access::Address;
 use vfio_user_server::manager::{self, ParentConfig};
 use vfio_user_server::users::{Account, Users};
-use vfio_user_server::{owner, spawn, worker};
+use vfio_user_server::{owner, spawn, usage, worker};
 
 mod who;
 
@@ -129,7 +129,10 @@ struct OwnerArgs {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match usage::parse::<Cli>(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(what) => return usage::refuse("vgpud", &what),
+    };
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
     let done = match cli.role {
         Role::Run(args) => run(*args),
@@ -192,9 +195,14 @@ fn soft_gpu(args: SoftGpuArgs) -> anyhow::Result<()> {
     let SoftGpuArgs { name, vram, admin_fd } = args;
     spawn::name_process(&format!("gpu-{name}"));
     worker::sandbox::enter();
-    let admin = spawn::inherited(admin_fd).context("Bad --admin-fd")?;
+    let admin = listener(admin_fd)?;
     let config = soft::Config { name, vram_bytes: vram, grace: ORPHAN_GRACE };
     soft::run(&config, &SeqPacketListener::from(admin)).context("Software GPU")
+}
+
+/// Where the manager connects to a role.
+fn listener(admin: RawFd) -> anyhow::Result<OwnedFd> {
+    spawn::inherited(admin).and_then(spawn::listening).context("Bad --admin-fd")
 }
 
 fn own(args: OwnerArgs) -> anyhow::Result<()> {
@@ -205,7 +213,7 @@ fn own(args: OwnerArgs) -> anyhow::Result<()> {
         address,
         options: vfio::Options { window_bytes: window },
         user: Account { uid, gid },
-        admin: spawn::inherited(admin_fd).context("Bad --admin-fd")?,
+        admin: listener(admin_fd)?,
         words: spawn::inherited(words_fd).context("Bad --words-fd")?,
         grace: ORPHAN_GRACE,
     })

@@ -340,6 +340,19 @@ pub fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Where somebody is to connect, if it listens. Whatever else it is would be waited at for ever.
+pub fn listening(socket: OwnedFd) -> io::Result<OwnedFd> {
+    use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
+    if getsockopt(&socket, AcceptConn) == Ok(true) {
+        return Ok(socket);
+    }
+    let number = socket.as_raw_fd();
+    let what = format!(
+        "Descriptor {number} is no socket that listens; start `vgpud run`, which starts this"
+    );
+    Err(io::Error::new(io::ErrorKind::InvalidInput, what))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -23,14 +23,14 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::Parser;
+use vfio_user_server::usage;
 
 use crate::cli::Cli;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse_from(as_called(std::env::args_os()));
-    match run(cli).and_then(|output| print(&output)) {
+    let cli = usage::parse::<Cli>(as_called(std::env::args_os())).map_err(Failure::Usage);
+    match cli.and_then(run).and_then(|output| print(&output)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             if let Failure::Found { output, .. } = &failure {
@@ -60,6 +60,9 @@ fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
 
 /// Writes all at once. Whoever stops reading early (`| head`) has seen enough.
 fn print(output: &[u8]) -> Result<(), Failure> {
+    if output.is_empty() {
+        return Ok(());
+    }
     let mut stdout = io::stdout().lock();
     match stdout.write_all(output).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(Failure::output(error)),

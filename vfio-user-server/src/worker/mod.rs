@@ -23,6 +23,7 @@ use vendor_backends::seqpacket::SeqPacketListener;
 
 use crate::patience::Patience;
 use crate::private::{VERSION, WorkerSpec};
+use crate::spawn;
 use events::Worker;
 use function::Function;
 
@@ -48,8 +49,8 @@ pub struct WorkerArgs {
 /// Serves one vGPU until the manager says stop, or nobody is left to serve.
 pub fn run(args: &WorkerArgs) -> Result<()> {
     let spec = read_spec(&inherited(args.spec_fd)?)?;
-    let listener = UnixListener::from(inherited(args.listen_fd)?);
-    let control = SeqPacketListener::from(inherited(args.control_fd)?);
+    let listener = UnixListener::from(spawn::listening(inherited(args.listen_fd)?)?);
+    let control = SeqPacketListener::from(spawn::listening(inherited(args.control_fd)?)?);
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
