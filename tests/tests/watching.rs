@@ -6,15 +6,17 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, ExitStatus};
 
 use anyhow::{Context, Result, ensure};
 use mdev_core::definition::ATTRIBUTES;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::signal::Signal;
 use serde_json::json;
-use system_tests::{Vgpud, program, wait_for};
+use system_tests::{Vgpud, kill_process, program, wait_for};
 
 /// Samples of a text in Prometheus' format, by name with labels. What breaks the format or its conventions is an error.
 fn parse(text: &str) -> Result<BTreeMap<String, f64>> {
@@ -142,69 +144,122 @@ fn every_attribute_and_counter_is_in_the_documents() -> Result<()> {
     Ok(())
 }
 
-/// The two ends of a terminal of that size.
+/// The two ends of a terminal of that size. No other process gets them: it has to end with this one's.
 fn terminal(columns: u16, rows: u16) -> Result<(OwnedFd, OwnedFd)> {
     let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-    let (mut master, mut slave) = (-1, -1);
-    let none = std::ptr::null_mut();
-    // SAFETY: both places are ours and written to; there is no name and no mode; the size is read.
-    let done = unsafe {
-        libc::openpty(&raw mut master, &raw mut slave, none, none.cast(), &raw const size)
+    let unlocked: libc::c_int = 0;
+    let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
+    let done = |result: libc::c_int| match result {
+        -1 => Err(std::io::Error::last_os_error()),
+        result => Ok(result),
     };
-    ensure!(done == 0, std::io::Error::last_os_error());
-    // SAFETY: the call has just made both, and nobody else has them.
-    Ok(unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) })
+    // SAFETY: it takes flags and makes a descriptor.
+    let master = done(unsafe { libc::posix_openpt(flags) })?;
+    // SAFETY: the call has just made it, and nobody else has it.
+    let master = unsafe { OwnedFd::from_raw_fd(master) };
+    let raw = master.as_raw_fd();
+    // SAFETY: it is a terminal of ours; an integer and a size are read, flags passed.
+    let slave = unsafe {
+        done(libc::ioctl(raw, libc::TIOCSPTLCK, &raw const unlocked))?;
+        done(libc::ioctl(raw, libc::TIOCSWINSZ, &raw const size))?;
+        done(libc::ioctl(raw, libc::TIOCGPTPEER, flags))?
+    };
+    // SAFETY: as above.
+    Ok((master, unsafe { OwnedFd::from_raw_fd(slave) }))
+}
+
+/// `top` on a terminal of its own.
+struct Top {
+    child: Child,
+    /// The other end: nonblocking, and the only one.
+    master: Option<File>,
+    seen: Vec<u8>,
+}
+
+impl Top {
+    /// Starts it and waits until it shows a vGPU. With `leads`, the terminal is that of its session, and its end a SIGHUP.
+    fn start(vgpud: &Vgpud, uuid: &str, interval: &str, leads: bool) -> Result<Self> {
+        let (master, slave) = terminal(100, 24)?;
+        let mut command = Command::new(program("vgpuctl", "vgpuctl")?);
+        command.arg("--socket").arg(vgpud.api_socket()).args(["top", "--interval", interval]);
+        command.env("TERM", "xterm-256color");
+        let stdio = |fd: &OwnedFd| -> Result<std::process::Stdio> { Ok(fd.try_clone()?.into()) };
+        command.stdin(stdio(&slave)?).stdout(stdio(&slave)?).stderr(stdio(&slave)?);
+        // SAFETY: between fork and exec only system calls are made: a session of its own, with this terminal.
+        unsafe {
+            command.pre_exec(move || {
+                nix::unistd::setsid()?;
+                if leads && libc::ioctl(0, libc::TIOCSCTTY, 0) != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+                Ok(())
+            });
+        }
+        let child = command.spawn()?;
+        drop(command);
+        drop(slave);
+        fcntl(&master, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        let mut top = Self { child, master: Some(master.into()), seen: Vec::new() };
+        wait_for("the vGPU is on the screen", || top.seen().contains(&uuid[..8]))?;
+        Ok(top)
+    }
+
+    /// All that was drawn so far.
+    fn seen(&mut self) -> String {
+        let mut bytes = [0; 4096];
+        while let Some(Ok(len @ 1..)) = self.master.as_mut().map(|end| end.read(&mut bytes)) {
+            self.seen.extend_from_slice(&bytes[..len]);
+        }
+        String::from_utf8_lossy(&self.seen).into_owned()
+    }
+
+    fn ends(&mut self, why: &str) -> Result<ExitStatus> {
+        let mut status = None;
+        wait_for(why, || {
+            status = self.child.try_wait().ok().flatten();
+            status.is_some()
+        })?;
+        status.context("It has ended")
+    }
+}
+
+impl Drop for Top {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }
 
 #[test]
 fn top_draws_on_a_terminal_and_gives_it_back() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
-    let (master, slave) = terminal(100, 24)?;
-    let mut command = Command::new(program("vgpuctl", "vgpuctl")?);
-    command.arg("--socket").arg(vgpud.api_socket()).args(["top", "--interval", "100"]);
-    command.env("TERM", "xterm-256color");
-    let stdio = |fd: &OwnedFd| -> Result<std::process::Stdio> { Ok(fd.try_clone()?.into()) };
-    command.stdin(stdio(&slave)?).stdout(stdio(&slave)?).stderr(stdio(&slave)?);
-    // SAFETY: between fork and exec only system calls are made: a session of its own, with this terminal.
-    unsafe {
-        command.pre_exec(|| {
-            nix::unistd::setsid()?;
-            match libc::ioctl(0, libc::TIOCSCTTY, 0) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
-        });
+    let mut top = Top::start(&vgpud, &uuid, "100", true)?;
+    assert!(top.seen().contains("\u{1b}[?1049h"), "on a screen of its own");
+    top.master.as_mut().context("A terminal")?.write_all(b"\x1b[B\x1b[Aq")?;
+    let status = top.ends("q leaves")?;
+    wait_for("the screen from before is back", || top.seen().contains("\u{1b}[?1049l"))?;
+    assert!(status.success(), "{status:?}: {}", top.seen());
+    Ok(())
+}
+
+#[test]
+fn top_ends_with_its_terminal() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
+    // It would look again in a minute; and no signal comes where the terminal is not its session's.
+    for leads in [true, false] {
+        let mut top = Top::start(&vgpud, &uuid, "60000", leads)?;
+        top.master = None;
+        let status = top.ends("a terminal that is gone ends it")?;
+        assert!(status.success(), "{leads}: {status:?}");
     }
-    let mut child = command.spawn()?;
-    drop(command);
-    drop(slave);
-    let mut terminal = File::from(master);
-    let mut keys = terminal.try_clone()?;
-    // Whatever is drawn, until the other end is closed.
-    let (sender, drawn) = std::sync::mpsc::channel();
-    let reader = std::thread::spawn(move || {
-        let mut bytes = [0; 4096];
-        while let Ok(len @ 1..) = terminal.read(&mut bytes) {
-            let _ = sender.send(bytes[..len].to_vec());
-        }
-    });
-    let mut seen = Vec::new();
-    wait_for("the vGPU is on the screen", || {
-        seen.extend(drawn.try_iter().flatten());
-        String::from_utf8_lossy(&seen).contains(&uuid[..8])
-    })?;
-    assert!(String::from_utf8_lossy(&seen).contains("\u{1b}[?1049h"), "on a screen of its own");
-    keys.write_all(b"\x1b[B\x1b[Aq")?;
-    let mut status = None;
-    wait_for("q leaves", || {
-        status = child.try_wait().ok().flatten();
-        status.is_some()
-    })?;
-    reader.join().ok().context("The reader panicked")?;
-    seen.extend(drawn.try_iter().flatten());
-    let seen = String::from_utf8_lossy(&seen);
-    assert!(status.is_some_and(|status| status.success()), "{status:?}: {seen}");
-    assert!(seen.contains("\u{1b}[?1049l"), "the screen from before is back: {seen}");
+    for signal in [Signal::SIGHUP, Signal::SIGTERM] {
+        let mut top = Top::start(&vgpud, &uuid, "60000", true)?;
+        kill_process(top.child.id(), signal)?;
+        let status = top.ends(&format!("{signal} ends it"))?;
+        wait_for("the screen from before is back", || top.seen().contains("\u{1b}[?1049l"))?;
+        assert!(status.success(), "{signal}: {status:?}");
+    }
     Ok(())
 }

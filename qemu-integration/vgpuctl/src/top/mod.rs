@@ -2,8 +2,10 @@
 //!
 //! * [`app`]: what is known, and what keys do
 //! * [`view`]: how that looks
+//! * [`terminal`]: keys, and the terminal's end
 
 mod app;
+mod terminal;
 #[cfg(test)]
 mod tests;
 mod view;
@@ -12,11 +14,13 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use ratatui::DefaultTerminal;
-use ratatui::crossterm::event::{self, Event};
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use ratatui::crossterm::event::Event;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::{sleep_until, timeout};
 use vfio_user_server::api::model::Stats;
 
 use self::app::App;
+use self::terminal::Happening;
 use crate::cli::Top;
 use crate::client::Client;
 use crate::failure::Failure;
@@ -33,41 +37,52 @@ pub async fn top(client: &Client, args: Top) -> Result<Vec<u8>, Failure> {
     // Whoever cannot be reached at first gets the same line as with any other command.
     let first: Stats = client.get("/v1/stats").await?;
     let broken = |error: io::Error| Failure::Local(format!("Cannot use the terminal: {error}"));
-    let mut ends = [
-        signal(SignalKind::terminate()).map_err(broken)?,
-        signal(SignalKind::hangup()).map_err(broken)?,
-    ];
+    let mut terminate = signal(SignalKind::terminate()).map_err(broken)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(broken)?;
     let mut terminal = ratatui::try_init().map_err(broken)?;
-    let shown = watch(&mut terminal, client, first, &args, &mut ends).await;
-    ratatui::restore();
-    shown.map_err(broken).map(|()| Vec::new())
+    let shown = tokio::select! {
+        shown = watch(&mut terminal, client, first, &args) => shown,
+        _ = terminate.recv() => Ok(()),
+        _ = hangup.recv() => Ok(()),
+    };
+    let _ = terminal.show_cursor();
+    let _ = ratatui::try_restore();
+    // Its end would complain, and panic where nobody is left to complain to.
+    std::mem::forget(terminal);
+    match shown {
+        Err(error) if !terminal::has_ended() => Err(broken(error)),
+        _ => Ok(Vec::new()),
+    }
 }
 
+/// Until a key says that it is enough, or the terminal is gone.
 async fn watch(
     terminal: &mut DefaultTerminal,
     client: &Client,
     first: Stats,
     args: &Top,
-    ends: &mut [Signal],
 ) -> io::Result<()> {
+    let mut happenings = terminal::listen()?;
     let mut app = App::new(args.parent.clone());
     app.take(first, Instant::now());
     loop {
         let next = Instant::now() + Duration::from_millis(args.interval);
         terminal.draw(|frame| view::draw(frame, &mut app))?;
-        while event::poll(next.saturating_duration_since(Instant::now()))? {
-            match event::read()? {
-                Event::Key(key) if app.key(key) => return Ok(()),
-                _ => {}
+        let next = sleep_until(next.into());
+        tokio::pin!(next);
+        loop {
+            tokio::select! {
+                happened = happenings.recv() => match happened {
+                    Some(Happening::Event(Event::Key(key))) if app.key(key) => return Ok(()),
+                    Some(Happening::Event(_)) => {}
+                    Some(Happening::Broken(error)) => return Err(error),
+                    Some(Happening::End) | None => return Ok(()),
+                },
+                () = &mut next => break,
             }
             terminal.draw(|frame| view::draw(frame, &mut app))?;
         }
-        for end in &mut *ends {
-            if tokio::time::timeout(Duration::ZERO, end.recv()).await.is_ok() {
-                return Ok(());
-            }
-        }
-        match tokio::time::timeout(PATIENCE, client.get("/v1/stats")).await {
+        match timeout(PATIENCE, client.get("/v1/stats")).await {
             Ok(Ok(stats)) => app.take(stats, Instant::now()),
             Ok(Err(failure)) => app.lose(failure.to_string()),
             Err(_) => app.lose("vgpud does not answer".to_owned()),
