@@ -1,5 +1,6 @@
 //! The control API's client: one HTTP/1.1 request on a UNIX socket per question.
 
+use std::error::Error as _;
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -109,7 +110,7 @@ impl Client {
         path: &str,
         body: &impl Serialize,
     ) -> Result<TokioIo<Upgraded>, Failure> {
-        let lost = |error: hyper::Error| self.nonsense(error.to_string());
+        let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
         // It ends with the connection, which whoever has the screen ends.
@@ -155,7 +156,7 @@ impl Client {
         body: Bytes,
     ) -> Result<(StatusCode, Bytes), Failure> {
         let stream = self.connect().await?;
-        let lost = |error: hyper::Error| self.nonsense(error.to_string());
+        let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
         let request = request(method, path, body)?;
@@ -193,6 +194,15 @@ impl Client {
         tokio::time::timeout(self.patience, answer).await.unwrap_or_else(|_| {
             Err(self.nonsense(format!("none came within {} s", self.patience.as_secs())))
         })
+    }
+
+    /// What became of a connection that has given no answer.
+    fn lost(&self, error: &hyper::Error) -> Failure {
+        let broken = error.source().is_some_and(|source| source.is::<io::Error>());
+        if broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
+            return Failure::Closed { socket: self.socket.clone() };
+        }
+        self.nonsense(error.to_string())
     }
 
     fn nonsense(&self, reason: String) -> Failure {

@@ -17,7 +17,8 @@ pub enum Failure {
     Local(String),
     /// Nobody listens.
     #[error(
-        "Cannot reach vgpud at {}: {reason}; start it (`vgpud run`), or name its socket with --socket",
+        "Cannot reach vgpud at {}: {reason}; start it (`systemctl start vgpud`, or `vgpud run`), or name its \
+         socket with --socket",
         socket.display()
     )]
     Unreachable {
@@ -37,6 +38,16 @@ pub enum Failure {
         socket: PathBuf,
         /// Who we are.
         user: u32,
+    },
+    /// Somebody listens for it, and then nobody is there.
+    #[error(
+        "vgpud at {} closed the connection without an answer: it cannot start, or has ended; its log \
+         says why (`journalctl -u vgpud`)",
+        socket.display()
+    )]
+    Closed {
+        /// Where.
+        socket: PathBuf,
     },
     /// It listens, and its answer is none.
     #[error("vgpud at {} gave no answer that makes sense: {reason}; see its log", socket.display())]
@@ -74,6 +85,11 @@ pub enum Failure {
         /// What of it must be mended.
         problems: usize,
     },
+    /// It was there when it began to be viewed.
+    #[error(
+        "vGPU {0} is gone: nobody has it running or defined; `vgpuctl list` shows what there is"
+    )]
+    Gone(VgpuId),
     /// There is none, or not where it was said to be.
     #[error("There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show what there is")]
     NoVgpu(VgpuId),
@@ -95,8 +111,8 @@ impl Failure {
         match self {
             Self::Usage(_) | Self::NotHere(_) => 2,
             Self::Local(_) | Self::Nonsense { .. } | Self::LeftOut { .. } | Self::Found { .. } => 1,
-            Self::Unreachable { .. } => 3,
-            Self::NoVgpu(_) | Self::NotFound(_) => 4,
+            Self::Unreachable { .. } | Self::Closed { .. } => 3,
+            Self::NoVgpu(_) | Self::Gone(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,
             Self::NotForUs { .. } => 6,
             Self::Refused(detail) => match detail.code {

@@ -19,6 +19,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use system_tests::vgpuctl::{self, refused};
 use system_tests::{PATIENCE, Vgpud, kill_process, monitor, wait_for};
+use vfio_user_server::console::canvas::Canvas;
 use vfio_user_server::console::rfb::handshake;
 
 use viewer::{DESKTOP_SIZE, RAW, TIGHT_PNG, Viewer, ZRLE, let_in};
@@ -188,7 +189,14 @@ fn a_viewer_stays_while_a_vgpu_is_started_again() -> Result<()> {
     };
     // Its VM is shut down, and started again: by libvirt's hook, that is a stop and a vGPU of the same name.
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), Some(&json!({ "force": true })))?;
-    sees(&mut viewer, "that there is no signal is said", &dark)?;
+    let gone = Canvas::saying("The vGPU is gone", 0, (1024, 768));
+    let said = |viewer: &Viewer<UnixStream>| {
+        (0..768).all(|y| {
+            let mut row = gone.rgb(y, 0, 1024).enumerate();
+            row.all(|(x, colour)| viewer.pixel(x, y as usize) == colour)
+        })
+    };
+    sees(&mut viewer, "that the vGPU is gone is said", &said)?;
     assert_eq!(viewer.size, (1024, 768), "its window stays as it is");
     vgpud.create(&json!({ "uuid": uuid, "mdev_type": "SOFT-256MQ", "run": true }))?;
     let mut guest = Guest::attach(&vgpud, &uuid)?;
@@ -203,6 +211,32 @@ fn a_viewer_stays_while_a_vgpu_is_started_again() -> Result<()> {
     viewer.ask(true)?;
     vgpud.end(Signal::SIGTERM)?;
     wait_for("the connection ends", || viewer.ask(true).and_then(|()| viewer.update()).is_err())
+}
+
+#[test]
+fn view_stays_while_vgpud_is_restarted_and_ends_with_its_vgpu() -> Result<()> {
+    let mut vgpud = Vgpud::start()?;
+    let uuid = start(&vgpud, "SOFT-256MQ")?;
+    Guest::attach(&vgpud, &uuid)?.mode(64, 48)?;
+    let mut view = View::start(&vgpud, &uuid, &[])?;
+    view.connect(&[RAW])?;
+    vgpud.end(Signal::SIGUSR1)?;
+    vgpud.start_again()?;
+    let mut viewer = view.connect(&[ZRLE, DESKTOP_SIZE])?;
+    viewer.ask(false)?;
+    viewer.update()?;
+    vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), Some(&json!({ "force": true })))?;
+    let mut status = None;
+    wait_for("it ends with what it shows", || {
+        status = view.child.try_wait().ok().flatten();
+        status.is_some()
+    })?;
+    assert_eq!(status.and_then(|status| status.code()), Some(4));
+    let mut said = String::new();
+    view.child.stderr.take().context("It is piped")?.read_to_string(&mut said)?;
+    let gone = format!("vgpuctl: vGPU {uuid} is gone: nobody has it running or defined; ");
+    assert!(said.starts_with(&gone) && said.lines().count() == 1, "{said}");
+    Ok(())
 }
 
 #[test]

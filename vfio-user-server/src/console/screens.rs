@@ -315,10 +315,13 @@ impl Looker {
     async fn ask(&mut self, now: Instant) -> Result<std::result::Result<Arc<Readout>, String>> {
         let id = self.id;
         // One that is stopped may be started again: with its VM, by its operator, or because its worker has died.
-        let Ok(Screen { control, refresh }) =
-            self.manager.call(move |manager| manager.screen(id)).await?
-        else {
-            return Ok(Err("No signal".to_owned()));
+        let screen = self.manager.call(move |manager| manager.screen(id)).await?;
+        let Screen { control, refresh } = match screen {
+            Ok(screen) => screen,
+            Err(error) if error.code == ErrorCode::NotFound => {
+                return Ok(Err("The vGPU is gone".to_owned()));
+            }
+            Err(_) => return Ok(Err("No signal".to_owned())),
         };
         self.pace.limit(refresh);
         let asked = tokio::task::spawn_blocking(move || mode(control)).await;

@@ -9,10 +9,13 @@ mod viewer;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
+use mdev_core::ids::VgpuId;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
+use tokio::time::sleep;
 use vfio_user_server::api::model::OpenConsole;
 
 use self::door::{Caller, Door};
@@ -23,6 +26,11 @@ use crate::failure::Failure;
 
 /// Wrong passwords after which the door is closed: nobody guesses one of 10^14 in five tries.
 const MOST_WRONG: u32 = 5;
+
+/// How long there may be no such vGPU before it is gone: a domain's own is made anew with the domain.
+const GONE: Duration = Duration::from_secs(10);
+/// How often it is asked after.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// `view`
 pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
@@ -54,12 +62,17 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
     };
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::start)?;
     let mut terminate = signal(SignalKind::terminate()).map_err(Failure::start)?;
+    let mut hangup = signal(SignalKind::hangup()).map_err(Failure::start)?;
+    let gone = gone(client, id);
+    tokio::pin!(gone);
     let (wrong, mut wrongs) = mpsc::unbounded_channel();
     let mut count = 0;
     loop {
         tokio::select! {
             _ = interrupt.recv() => return Ok(Vec::new()),
             _ = terminate.recv() => return Ok(Vec::new()),
+            _ = hangup.recv() => return Ok(Vec::new()),
+            () = &mut gone => return Err(Failure::Gone(id)),
             () = exited(child.as_mut()) => return Ok(Vec::new()),
             _ = wrongs.recv() => {
                 count += 1;
@@ -113,6 +126,23 @@ async fn show(
 fn has_left(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// Waits until there is no such vGPU any more. While vgpud is away, that cannot be known.
+async fn gone(client: &Client, id: VgpuId) {
+    let mut since = None;
+    loop {
+        sleep(LOOK).await;
+        match client.find(id).await {
+            Ok(None) => {
+                if since.get_or_insert_with(Instant::now).elapsed() >= GONE {
+                    return;
+                }
+            }
+            Ok(Some(_)) => since = None,
+            Err(_) => {}
+        }
+    }
 }
 
 async fn exited(child: Option<&mut tokio::process::Child>) {
