@@ -103,6 +103,15 @@ fn groups_decide_who_may_look_and_who_may_change() -> Result<()> {
     assert!(done.stderr.starts_with("vgpuctl: User 61234 may not use vgpud at"), "{done:?}");
     assert_eq!(done.stderr.trim_end().lines().count(), 1);
 
+    // Whoever cannot attach a VM of theirs learns it with QEMU's arguments, and not from QEMU.
+    let done = runs(READER, &vgpud, &format!("qemu-args -u {uuid}"))?;
+    assert!(done.stderr.contains(" is for VMs of another user; for one of yours"), "{done:?}");
+    assert_eq!((done.status, done.stderr.lines().count()), (0, 1));
+    assert_eq!(
+        runs(User { uid: 0, ..READER }, &vgpud, &format!("qemu-args -u {uuid}"))?.stderr,
+        ""
+    );
+
     // Those who may look see everything but guests' screens, and change nothing.
     for path in ["/v1/version", "/v1/parents", "/v1/vgpus", "/v1/stats", "/metrics"] {
         assert_eq!(READER.does(|| vgpud.request("GET", path, None))?.0, 200, "{path}");

@@ -429,7 +429,11 @@ impl Manager {
         let running = self.vgpus.get(&id).filter(|vgpu| vgpu.process.is_some());
         let Some(vgpu) = running else {
             return Err(match self.definition(id)? {
-                Some(_) => error(ErrorCode::Conflict, format!("vGPU {id} is not running")),
+                Some(_) => {
+                    let what =
+                        format!("vGPU {id} is not running; `vgpuctl start -u {id}` starts it");
+                    error(ErrorCode::Conflict, what)
+                }
                 None => not_defined(id),
             });
         };

@@ -35,6 +35,9 @@ pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
         parents.into_iter().filter(asked).filter_map(|parent| parent.screen).collect();
     match args.output {
         Output::Json => pretty(&screens),
+        Output::Text if screens.is_empty() => {
+            Ok(b"There is no physical screen; `vgpuctl view UUID` shows a vGPU's here\n".to_vec())
+        }
         Output::Text => Ok(screens.iter().map(line).collect::<String>().into_bytes()),
     }
 }

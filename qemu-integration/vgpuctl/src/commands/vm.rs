@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use integrate::{Device, libvirt_xml as xml, qemu_args as qemu, shell};
 use mdev_core::ids::VgpuId;
+use nix::errno::Errno;
+use nix::unistd::{AccessFlags, access};
 use serde_json::json;
 use vfio_user_server::api::model::{Version, VgpuState};
 
@@ -75,6 +77,13 @@ pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, F
 async fn socket(client: &Client, id: VgpuId) -> Result<PathBuf, Failure> {
     let vgpu = client.vgpu(id, None).await?;
     if let Some(socket) = vgpu.socket {
+        let own = nix::unistd::geteuid();
+        if access(socket.as_str(), AccessFlags::W_OK) == Err(Errno::EACCES) {
+            eprintln!(
+                "vgpuctl: note: vGPU {id} is for VMs of another user; for one of yours, stop it, then: vgpuctl start \
+                 -u {id} --owner {own}"
+            );
+        }
         return Ok(socket.into());
     }
     if vgpu.state == VgpuState::Stopped {
