@@ -198,7 +198,7 @@ impl Client {
 
     /// What became of a connection that has given no answer.
     fn lost(&self, error: &hyper::Error) -> Failure {
-        let broken = error.source().is_some_and(|source| source.is::<io::Error>());
+        let broken = error.source().is_some_and(<dyn std::error::Error>::is::<io::Error>);
         if broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
             return Failure::Closed { socket: self.socket.clone() };
         }
