@@ -1,15 +1,16 @@
 //! The NVIDIA backend on a driver that is not there: every promise that needs no engine.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::abi::userd;
+use mdev_core::abi::{doorbell, userd};
 use mdev_core::gpu::{
     Backing, ChannelHandle, Client, ClientSpec, EngineKind, Gpu, GpuCapabilities, GpuError, Pending,
 };
-use mdev_core::ids::{GpuVa, VgpuId};
+use mdev_core::ids::{GpuVa, MemoryId, VgpuId};
 use mdev_core::profile;
 use mdev_core::units::{GIB, MIB};
 use vendor_backends::conformance::{self, life, readable};
@@ -22,7 +23,8 @@ use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 const DRIVER: &str = "580.142";
 
 /// Tests may run as root.
-const OPTIONS: Options = Options { allow_sys_admin: true, preempt_blocks: false, hang: None };
+const OPTIONS: Options =
+    Options { allow_sys_admin: true, preempt_blocks: false, hang: None, direct_doorbell: false };
 
 fn spec(vram_bytes: u64) -> ClientSpec {
     ClientSpec {
@@ -84,7 +86,9 @@ fn compute_is_preempted_between_blocks_where_that_is_chosen() {
 #[test]
 fn the_driver_is_asked_what_the_real_one_was_asked() {
     let rm = Fake::new("580.159.04");
-    let mut gpu = gpu(&rm);
+    // As it was recorded.
+    let options = Options { direct_doorbell: true, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake::ADDRESS, options).unwrap();
     let recorder = Recorder::new(rm.clone());
     let admission = gpu.admit(&spec(64 * MIB)).unwrap();
     let mut client = NvidiaClient::open(recorder.clone(), admission.fd.unwrap()).unwrap();
@@ -327,6 +331,96 @@ fn set_ring(memory: &Mapping, place: u64, get: u32, put: u32) {
 
 fn mapped(memory: &SharedMemory) -> Arc<Mapping> {
     memory.mapping.clone()
+}
+
+/// The page that a guest has for its doorbell.
+fn doorbell_page(client: &NvidiaClient) -> Arc<Mapping> {
+    let page = client.apertures().doorbell.as_ref().unwrap();
+    Mapping::new(page.fd.as_fd(), page.offset, page.len, true).unwrap()
+}
+
+#[test]
+fn a_guest_is_rung_for_and_has_no_doorbell_of_the_gpu_s() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    assert!(client.gpu().capabilities.contains(GpuCapabilities::NEED_WAKEUP));
+    let page = doorbell_page(&client);
+    // Others' channels, and those that there are not.
+    for token in 0..100_000 {
+        page.store_u32(doorbell::TOKEN, token).unwrap();
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(rm.last_bell(), Some(0), "nobody has anything");
+    for (place, channel) in channels.iter().enumerate() {
+        set_ring(&memory.mapping, place as u64, 0, 1);
+        eventually("a ring", || rm.last_bell() == Some(channel.token.0));
+    }
+    // One that has been quiet sleeps, and says so.
+    let asleep = |place: u64| memory.mapping.load_u32(place * 512 + userd::NEED_WAKEUP).unwrap();
+    eventually("it sleeps", || (0..3).all(|place| asleep(place) == 1));
+    set_ring(&memory.mapping, 0, 1, 2);
+    client.wake(channels[0].token).unwrap();
+    assert_eq!(rm.last_bell(), Some(channels[0].token.0), "at once");
+    eventually("it is awake", || (0..3).all(|place| asleep(place) == 0));
+    let usage = client.usage().unwrap();
+    assert!((1..=4).contains(&usage.polled_doorbells) && usage.wakeups == 1, "{usage:?}");
+    // Nor does it need to be woken by a guest that thinks it has done so.
+    eventually("it sleeps", || asleep(2) == 1);
+    set_ring(&memory.mapping, 2, 1, 2);
+    eventually("a ring", || rm.last_bell() == Some(channels[2].token.0));
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn a_guest_whose_rings_change_all_the_time_is_rung_for_no_oftener_than_the_gpu_can_bear() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, memory, _channels) = with_channels(&rm, &mut gpu);
+    let (started, mut put) = (Instant::now(), 0);
+    while started.elapsed() < Duration::from_millis(300) {
+        put += 1;
+        (0..3).for_each(|place| set_ring(&memory.mapping, place, 0, put % 64));
+    }
+    let polled = client.usage().unwrap().polled_doorbells;
+    let most = started.elapsed().as_micros() as u64 / 3 + 3;
+    assert!((10..=most).contains(&polled), "{polled} rings, at most {most}");
+}
+
+#[test]
+fn memory_that_has_left_a_channel_is_not_looked_at_any_more() {
+    let rm = Fake::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    client.destroy_channel(channels[0].id).unwrap();
+    memory.mapping.store_u32(userd::NEED_WAKEUP, 7).unwrap();
+    set_ring(&memory.mapping, 0, 0, 1);
+    client.wake(channels[0].token).unwrap();
+    set_ring(&memory.mapping, 1, 0, 1);
+    eventually("it sleeps", || memory.mapping.load_u32(512 + userd::NEED_WAKEUP) == Some(1));
+    assert_eq!(memory.mapping.load_u32(userd::NEED_WAKEUP), Some(7));
+    assert_eq!(rm.last_bell(), Some(channels[1].token.0));
+    client.release(MemoryId(1)).unwrap();
+    memory.mapping.store_u32(512 + userd::NEED_WAKEUP, 7).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(memory.mapping.load_u32(512 + userd::NEED_WAKEUP), Some(7));
+}
+
+#[test]
+fn a_guest_that_is_trusted_with_it_has_the_gpu_s_own_doorbell() {
+    let rm = Fake::new(DRIVER);
+    let options = Options { direct_doorbell: true, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake::ADDRESS, options).unwrap();
+    let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    assert!(!client.gpu().capabilities.contains(GpuCapabilities::NEED_WAKEUP));
+    set_ring(&memory.mapping, 1, 0, 1);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(rm.last_bell(), Some(0), "it rings itself");
+    // Where it is trapped, only what is new is rung for.
+    client.wake(channels[0].token).unwrap();
+    assert_eq!(rm.last_bell(), Some(0));
+    client.wake(channels[1].token).unwrap();
+    assert_eq!(rm.last_bell(), Some(channels[1].token.0));
 }
 
 #[test]

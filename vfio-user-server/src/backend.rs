@@ -132,8 +132,8 @@ pub fn open_client(
     opened.with_context(|| format!("Cannot open the GPU {parent}"))
 }
 
-/// One physical GPU: `soft:NAME[,vram=SIZE]`, `nvidia[:ADDRESS][,hang=MS][,preempt=blocks]` or
-/// `vfio:ADDRESS[,window=SIZE]`.
+/// One physical GPU: `soft:NAME[,vram=SIZE]`, `nvidia[:ADDRESS][,hang=MS][,preempt=blocks][,doorbell=direct]`
+/// or `vfio:ADDRESS[,window=SIZE]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParentConfig {
     /// Its name: a folder of that name is made.
@@ -227,6 +227,7 @@ fn an_nvidia(address: &str, given: &[&str]) -> Result<ParentConfig, String> {
     for option in given {
         match *option {
             "preempt=blocks" => options.preempt_blocks = true,
+            "doorbell=direct" => options.direct_doorbell = true,
             "allow-sys-admin" => options.allow_sys_admin = true,
             "hang=off" => options.hang = None,
             _ => options.hang = Some(parse_hang(option)?),
@@ -252,8 +253,8 @@ fn a_vfio(address: &str, given: &[&str]) -> Result<ParentConfig, String> {
 fn parse_hang(option: &str) -> Result<Duration, String> {
     let Some(text) = option.strip_prefix("hang=") else {
         return Err(format!(
-            "{option:?} is no option of an NVIDIA parent; there are hang=MS, preempt=blocks and \
-             allow-sys-admin"
+            "{option:?} is no option of an NVIDIA parent; there are hang=MS, preempt=blocks, \
+             doorbell=direct and allow-sys-admin"
         ));
     };
     match text.parse::<u64>() {
@@ -306,6 +307,10 @@ mod tests {
         assert_eq!(parent.name, "0000:3b:00.0");
         let Backend::Nvidia { address, options } = parent.backend else { panic!() };
         assert!(address == parent.name && options.preempt_blocks && !options.allow_sys_admin);
+        assert!(!options.direct_doorbell, "only where an operator says so");
+        let direct: ParentConfig = "nvidia,doorbell=direct".parse().unwrap();
+        let Backend::Nvidia { options, .. } = direct.backend else { panic!() };
+        assert!(options.direct_doorbell);
         let patient: ParentConfig = "nvidia,hang=2000".parse().unwrap();
         let Backend::Nvidia { options, .. } = patient.backend else { panic!() };
         assert_eq!(options.hang, Some(Duration::from_secs(2)));

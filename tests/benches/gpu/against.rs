@@ -73,6 +73,17 @@ impl Bench<'_> {
         let verdict = format!("{ratio:.2} (1.1)");
         let what = "doorbell to semaphore, p50 / p99, mapped";
         self.row(what, show(&one), show(&other), verdict, ratio <= 1.1);
+        if self.kind == GpuKind::Nvidia {
+            let options = std::mem::replace(&mut self.options, ",doorbell=direct");
+            let fleet = self.fleet(RAM, &[json!([])]);
+            self.options = options;
+            let spec = SoloSpec { time: Duration::from_millis(50), ..spec.clone() };
+            let other = fleet?.tenants[0].solo(&spec)?;
+            let ratio = other.p50 / one.p50;
+            let verdict = format!("{ratio:.2} (1.1)");
+            let what = "the same, doorbell=direct";
+            self.row(what, show(&one), show(&other), verdict, ratio <= 1.1);
+        }
         let trapped = json!([{ "doorbell": "trapped" }]);
         let mut fleet = self.fleet(RAM, &[trapped])?;
         let spec = SoloSpec { time: Duration::from_millis(50), trips: spec.trips / 2, ..spec };

@@ -103,6 +103,9 @@ struct Cli {
     /// Only these kinds of trouble
     #[arg(long, value_enum, value_delimiter = ',')]
     trouble: Vec<Trouble>,
+    /// Further options of the parent, as in `,doorbell=direct`
+    #[arg(long, default_value = "")]
+    options: String,
     /// Each kind of trouble so often
     #[arg(long, default_value_t = 1)]
     times: u32,
@@ -154,7 +157,7 @@ struct Bench<'a> {
     facts: Vec<Value>,
     kept: bool,
     /// Options of the parent's.
-    options: &'static str,
+    options: &'a str,
 }
 
 fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
@@ -176,7 +179,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         rows: Vec::new(),
         facts: Vec::new(),
         kept: true,
-        options: "",
+        options: &cli.options,
     };
     // What fails is told, and the rest is measured all the same.
     let wanted = |part: &str| cli.only.is_empty() || cli.only.iter().any(|only| only == part);

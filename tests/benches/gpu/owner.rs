@@ -37,7 +37,11 @@ pub fn open(kind: GpuKind, ram: Ram, cubin: &Path) -> Result<(Device, Owner)> {
             let rm: Arc<dyn Rm> = Arc::new(Kernel);
             let address = NvidiaGpu::list(&*rm)?.into_iter().next();
             let address = address.context("NVIDIA's driver has no GPU")?;
-            let mut gpu = NvidiaGpu::open(rm.clone(), &address, Options::default())?;
+            let mut gpu = NvidiaGpu::open(
+                rm.clone(),
+                &address,
+                Options { direct_doorbell: true, ..Options::default() },
+            )?;
             let admission = gpu.admit(&ClientSpec {
                 vgpu,
                 vram_bytes: VRAM,

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use clap::ValueEnum;
+use mdev_core::abi::control::reg;
 use mdev_core::gpu::EngineKind;
 use serde::{Deserialize, Serialize};
 use vgpu_guest::GuestError;
@@ -19,6 +20,9 @@ use crate::solo::spin;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// The same for garbage, which may happen to mean nothing at all.
 const GARBAGE_PATIENCE: Duration = Duration::from_millis(300);
+
+/// How many of its processors ring: two are enough for all that the GPU takes.
+const FLOODS: usize = 4;
 
 /// What a guest does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -98,13 +102,26 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
         }
         Trouble::DoorbellFlood => {
             let channel = Channel::new(device, EngineKind::Compute)?;
-            let mut rounds = 0;
-            while start.elapsed() < time {
-                for _ in 0..64 {
-                    device.platform().ring(channel.name().token);
+            let token = channel.name().token;
+            let flood = |_| {
+                let mut rounds = 0;
+                while start.elapsed() < time {
+                    (0..64).for_each(|_| device.platform().ring(token));
+                    rounds += 64;
                 }
-                rounds += 64;
-            }
+                rounds
+            };
+            // It may write to what it writes where others' doorbells are trapped, too.
+            let wake = || {
+                while start.elapsed() < time {
+                    device.platform().write32(reg::WAKE, token);
+                }
+            };
+            let rounds = std::thread::scope(|scope| {
+                scope.spawn(wake);
+                let floods: Vec<_> = (0..FLOODS).map(|n| scope.spawn(move || flood(n))).collect();
+                floods.into_iter().map(|one| one.join().unwrap_or_default()).sum()
+            });
             Ok(Told { rounds, ..Told::default() })
         }
         Trouble::GarbageRing => {

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END, VA_START};
-use mdev_core::abi::{compute, control::VECTORS, copy, doorbell, host, notifier, userd};
+use mdev_core::abi::{compute, control::VECTORS, copy, host, notifier, userd};
 use mdev_core::gpu::{ChannelHandle, ChannelSpec, ChannelStatus, EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
 use mdev_core::units::is_aligned;
 use zerocopy::IntoBytes;
 
 use super::backoff::Backoff;
+use super::bells::{self, Bells, Watched};
 use super::device::Device;
 use super::memory::Place;
 use super::rm::{Node, RmError};
@@ -79,6 +80,8 @@ struct Group {
 
 #[derive(Debug)]
 struct Channel {
+    /// Rung for, where a guest does not ring itself.
+    watched: Option<Watched>,
     /// Its classes, then itself: none once it was torn down.
     objects: Vec<Arc<Object>>,
     engine: EngineKind,
@@ -106,6 +109,7 @@ impl Channel {
 
     /// Frees it, its classes first.
     fn tear_down(&mut self) {
+        self.watched = None;
         while self.objects.pop().is_some() {}
         self.userd = None;
     }
@@ -160,6 +164,8 @@ pub struct Channels {
     boosted: Option<Instant>,
     /// The doorbell page.
     doorbell: Arc<Mapping>,
+    /// Who rings it for the guest, unless that does.
+    bells: Option<Arc<Bells>>,
     backoff: [Backoff; 2],
     /// What was counted.
     pub counters: Counters,
@@ -182,6 +188,7 @@ impl Channels {
         device: Arc<Device>,
         space: Arc<AddressSpace>,
         doorbell: Arc<Mapping>,
+        bells: Option<Arc<Bells>>,
         options: Options,
     ) -> Result<Self, GpuError> {
         let notifiers = (0..options.max_channels).map(|_| Notifier::new(&device).map(Arc::new));
@@ -201,6 +208,7 @@ impl Channels {
             idle: [false; 2],
             boosted: None,
             doorbell,
+            bells,
             backoff: [Backoff::for_copies(), Backoff::for_kernels()],
             counters: Counters::default(),
         })
@@ -349,8 +357,11 @@ impl Channels {
         }
         let mut token = u32::MAX;
         object.control(control::TOKEN, &mut token)?;
+        let bells = self.bells.as_ref();
+        let watched = bells.map(|bells| bells.add(Token(token), &userd)).transpose()?;
         schedule(&self.device, &group)?;
         Ok(Channel {
+            watched,
             objects,
             engine: spec.engine,
             group: number,
@@ -626,13 +637,12 @@ impl Channels {
 
     /// Rings the doorbell for a channel.
     fn ring(&self, token: Token) {
-        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-        let _ = self.doorbell.store_u32(doorbell::TOKEN, token.0);
+        bells::ring(&self.doorbell, token);
     }
 
-    /// Rings for a guest, whose doorbell was trapped: for its own channels only.
+    /// Rings for a guest, whose doorbell was trapped: for its own channels only, and where there is something to fetch.
     pub fn ring_for(&self, token: Token) {
-        if self.all.values().any(|channel| channel.token == token) {
+        if self.all.values().any(|channel| channel.token == token && channel.has_queued()) {
             self.ring(token);
         }
     }

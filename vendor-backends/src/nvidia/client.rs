@@ -18,6 +18,7 @@ use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
 use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::bells::Bells;
 use super::channels::{self, Channels};
 use super::device::Device;
 use super::memory::Memory;
@@ -30,7 +31,7 @@ use super::sys::numbers::event;
 use super::trace::Trace;
 use super::version::Layout;
 use super::wire::{self, FromManager, FromWorker, Grant};
-use crate::mem::Mapping;
+use crate::mem::{Mapping, SharedMemory};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// How long the grant may take: the manager has sent it before it starts the worker.
@@ -80,7 +81,11 @@ impl NvidiaClient {
         let bell = |flags| {
             session.aperture(&device.device, &usermode, session.gpu_node(), DOORBELL_BYTES, flags)
         };
-        let (bell_for_guest, own_bell) = (bell(0)?, bell(0)?);
+        let direct = grant.options.direct_doorbell;
+        // Before its own: what the driver is asked is compared with a recording.
+        let bell_for_guest =
+            if direct { bell(0)? } else { SharedMemory::new(c"doorbell", DOORBELL_BYTES)?.fd };
+        let own_bell = bell(0)?;
         let doorbell = Mapping::new(own_bell.as_fd(), 0, DOORBELL_BYTES, true)?;
         let bytes = grant.spec.vram_bytes;
         let vram = device.video_memory(bytes)?;
@@ -104,8 +109,12 @@ impl NvidiaClient {
                 log::warn!("Engine time cannot be measured with this driver: {error}");
             })
             .ok();
+        let bells = (!direct).then(|| Bells::new(doorbell.clone()));
+        let channels =
+            Channels::new(device.clone(), space.clone(), doorbell, bells.clone(), options)?;
         let shared = Arc::new(Shared {
-            channels: Mutex::new(Channels::new(device.clone(), space.clone(), doorbell, options)?),
+            channels: Mutex::new(channels),
+            bells,
             trace: Mutex::new(trace),
             activity: Mutex::default(),
             signals: Signals::new()?,
@@ -174,6 +183,10 @@ impl Client for NvidiaClient {
         let interrupt = move || service::interrupt(&shared, &interrupts);
         let thread = std::thread::Builder::new().name("gpu-interrupts".into());
         self.threads.push(thread.spawn(interrupt)?);
+        if let Some(bells) = self.shared.bells.clone() {
+            let thread = std::thread::Builder::new().name("gpu-doorbells".into());
+            self.threads.push(thread.spawn(move || bells.run())?);
+        }
         Ok(())
     }
 
@@ -235,7 +248,10 @@ impl Client for NvidiaClient {
     }
 
     fn wake(&mut self, token: Token) -> Result<(), GpuError> {
-        self.shared.channels().ring_for(token);
+        match &self.shared.bells {
+            Some(bells) => bells.wake(token),
+            None => self.shared.channels().ring_for(token),
+        }
         Ok(())
     }
 
@@ -284,6 +300,9 @@ impl Client for NvidiaClient {
 impl Drop for NvidiaClient {
     fn drop(&mut self) {
         self.shared.signals.stop();
+        if let Some(bells) = &self.shared.bells {
+            bells.stop();
+        }
         for thread in self.threads.drain(..) {
             // One that panicked has said so already.
             let _ = thread.join();

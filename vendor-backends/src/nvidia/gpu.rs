@@ -8,7 +8,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mdev_core::gpu::{Admission, ClientSpec, Gpu, GpuDescription, GpuError, Usage, UsageReport};
+use mdev_core::gpu::{
+    Admission, ClientSpec, Gpu, GpuCapabilities, GpuDescription, GpuError, Usage, UsageReport,
+};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -104,7 +106,8 @@ impl NvidiaGpu {
         };
         let keep = rm.open(Node::Gpu(card.minor)).map_err(RmError::os("NVIDIA's driver"))?;
         let device = Device::open(rm, layout, card)?;
-        let description = device.describe(address)?;
+        let mut description = device.describe(address)?;
+        description.capabilities.set(GpuCapabilities::NEED_WAKEUP, !options.direct_doorbell);
         // Refuses a GPU of another generation now, and not when the first VM starts.
         device.usermode()?;
         Ok(Self {

@@ -4,7 +4,8 @@
 //!
 //! 1. [`sys`], [`version`]: what the driver's kernel interface looks like; [`rm`]: the way to it
 //! 2. [`session`]: a client of the driver and its objects; [`device`]: a GPU
-//! 3. [`memory`], [`channels`], [`backoff`], [`trace`]: a vGPU's memory, channels, and engine time
+//! 3. [`memory`], [`channels`], [`backoff`], [`bells`], [`trace`]: a vGPU's memory, channels, doorbells, and
+//!    engine time
 //! 4. [`NvidiaClient`] (in a worker), [`service`], [`signals`]: its threads, [`watch`]: kernels without an end,
 //!    [`privilege`]: what it must not have
 //! 5. [`fake`]: a driver without a GPU, for tests; [`record`]: what was asked of one
@@ -12,6 +13,7 @@
 
 pub mod backoff;
 mod believe;
+pub mod bells;
 pub mod channels;
 mod client;
 pub mod device;

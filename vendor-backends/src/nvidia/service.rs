@@ -12,6 +12,7 @@ use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 use mdev_core::ids::ChannelId;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use super::bells::Bells;
 use super::channels::Channels;
 use super::session::Session;
 use super::signals::Signals;
@@ -57,6 +58,8 @@ const RING_AGAIN: Duration = Duration::from_millis(100);
 pub struct Shared {
     /// The vGPU's channels.
     pub channels: Mutex<Channels>,
+    /// Who rings for the guest, unless that does.
+    pub bells: Option<Arc<Bells>>,
     /// Its engine time, where the driver tells.
     pub trace: Mutex<Option<Trace>>,
     /// What is seen of its work.
@@ -196,6 +199,9 @@ impl Shared {
             turns = trace.turns;
             compute_ns = trace.now_ns().map_or(turns.done_ns, |now| turns.total_ns(now));
         }
+        let count = |of: fn(&Bells) -> &AtomicU64| {
+            self.bells.as_ref().map_or(0, |bells| of(bells).load(Ordering::Relaxed))
+        };
         let channels = self.channels();
         let counters = channels.counters;
         let usage = Usage {
@@ -206,6 +212,8 @@ impl Shared {
             hang_resets: counters.hang_resets,
             gate_closings: counters.gate_closings,
             runnable: busy,
+            polled_doorbells: count(|bells| &bells.polled),
+            wakeups: count(|bells| &bells.woken),
             channels: channels.count(),
             imported_bytes: self.imported.load(Ordering::Acquire),
             ..Default::default()

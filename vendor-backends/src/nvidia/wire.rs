@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::device::Card;
 
 /// Bumped with every change of the types in this file.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// How a vGPU is to be opened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,11 +38,18 @@ pub struct Options {
     /// How long one turn on the compute engine may take without progress while others wait: beyond it, the vGPU's
     /// compute channels are reset as hung. None: the driver alone ends it, after some seconds.
     pub hang: Option<Duration>,
+    /// Guests have the GPU's own doorbell page, and can keep the others from theirs. Otherwise they are rung for.
+    pub direct_doorbell: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { preempt_blocks: false, allow_sys_admin: false, hang: Some(DEFAULT_HANG) }
+        Self {
+            preempt_blocks: false,
+            allow_sys_admin: false,
+            hang: Some(DEFAULT_HANG),
+            direct_doorbell: false,
+        }
     }
 }
 
@@ -102,6 +109,6 @@ mod tests {
         let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
         assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 26));
         assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
-        assert_eq!(VERSION, 2);
+        assert_eq!(VERSION, 3);
     }
 }

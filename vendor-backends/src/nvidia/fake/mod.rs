@@ -109,6 +109,11 @@ impl Fake {
         self.state().objects.slice_us(token)
     }
 
+    /// The token that was last written to the doorbell.
+    pub fn last_bell(&self) -> Option<u32> {
+        self.state().objects.last_bell()
+    }
+
     /// Lets the GPU's clock say `now_ns`.
     pub fn set_clock(&self, now_ns: u64) {
         self.state().objects.set_clock(now_ns);

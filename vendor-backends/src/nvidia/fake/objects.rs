@@ -264,6 +264,15 @@ impl Objects {
         }
     }
 
+    /// The token that was last written to a doorbell.
+    pub fn last_bell(&self) -> Option<u32> {
+        let mut pages = self.all.values().filter(|object| object.class == class::USERMODE);
+        let mut token = [0; 4];
+        let view = pages.find_map(|object| object.view.as_ref())?;
+        view.read_exact_at(&mut token, mdev_core::abi::doorbell::TOKEN).ok()?;
+        Some(u32::from_le_bytes(token))
+    }
+
     /// Adds a record to every log of switches.
     pub fn log_switch(&mut self, tag: u8, process: u64, at_ns: u64) {
         const RECORD_BYTES: u64 = 32;
