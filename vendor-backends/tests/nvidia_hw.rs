@@ -22,13 +22,17 @@ use vendor_backends::nvidia::version::Layout;
 use vendor_backends::nvidia::{Kernel, NvidiaClient, NvidiaGpu, Options};
 
 fn gpu() -> Option<NvidiaGpu> {
+    gpu_with(Options::default())
+}
+
+fn gpu_with(options: Options) -> Option<NvidiaGpu> {
     let rm = Arc::new(Kernel);
     let Ok(all) = NvidiaGpu::list(&*rm) else {
         // Past the test's own output, which nobody sees where it passes.
         let _ = writeln!(std::io::stderr(), "skipped: this machine has no NVIDIA GPU");
         return None;
     };
-    Some(NvidiaGpu::open(rm, &all[0], Options::default()).unwrap())
+    Some(NvidiaGpu::open(rm, &all[0], options).unwrap())
 }
 
 fn spec(vram_bytes: u64) -> ClientSpec {
@@ -217,7 +221,10 @@ fn guest_memory_is_pinned_and_let_go() {
 /// With `TESSERA_RECORD` set to a path, writes down what is asked of the driver there: the golden trace of `nvidia.rs`.
 #[test]
 fn a_life_is_recorded() {
-    let Some(mut gpu) = gpu() else { return };
+    // As the other test plays it back.
+    let Some(mut gpu) = gpu_with(Options { direct_doorbell: true, ..Options::default() }) else {
+        return;
+    };
     let recorder = Recorder::new(Arc::new(Kernel));
     let spec = ClientSpec { max_channels: 4, max_import_bytes: 64 * MIB, ..spec(64 * MIB) };
     let admission = gpu.admit(&spec).unwrap();

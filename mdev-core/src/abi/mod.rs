@@ -28,10 +28,10 @@ pub mod userd {
     pub const GP_GET: u64 = 0x88;
     /// `GPPut`: the entry after the last one queued. Written by the guest.
     pub const GP_PUT: u64 = 0x8c;
-    /// Non-zero while the software silicon sleeps and wants a write to [`super::control::reg::WAKE`] for new work.
+    /// Non-zero while whoever looks at `GP_PUT` sleeps and wants a write to [`super::control::reg::WAKE`] for new work.
     ///
-    /// A guest writes `GP_PUT`, executes a full fence, rings the doorbell, and then reads this word. Hardware never
-    /// sets it (it lies in a reserved part of `Nvc86fControl`).
+    /// A guest writes `GP_PUT`, executes a full fence, rings the doorbell, and then reads this word. Hardware itself
+    /// never sets it (it lies in a reserved part of `Nvc86fControl`); a worker that rings for the guest does.
     pub const NEED_WAKEUP: u64 = 0x1f0;
 }
 
