@@ -54,7 +54,7 @@ impl Default for Options {
 }
 
 /// Long enough for kernels that mean to end, and short enough that the others hardly notice one that does not.
-pub const DEFAULT_HANG: Duration = Duration::from_millis(150);
+pub const DEFAULT_HANG: Duration = Duration::from_millis(125);
 
 /// From the manager.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
