@@ -1,17 +1,25 @@
 //! Physical devices through VFIO, in a host of its own: a VM with an emulated IOMMU, Debian's kernel and its vfio-pci.
 //!
-//! This boots a VM, so it is `cargo lab test`'s and `cargo test --test vfio -- --ignored`'s.
+//! Devices are opened by their group there; by iommufd in another VM, whose kernel the lab compiles a part of.
+//!
+//! This boots VMs, so it is `cargo lab test`'s and `cargo test --test vfio -- --ignored`'s.
 
 #![allow(clippy::unwrap_used)]
 
 mod nested;
+
+use std::fs;
+use std::path::Path;
 
 use lab::Lab;
 use lab::progress::Progress;
 use lab::qemu::Vm;
 use lab::vfio;
 use mdev_core::ids::VgpuId;
-use serde_json::Value;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::unistd::{Gid, Uid, chown, setegid, seteuid};
+use serde_json::{Value, json};
+use vendor_backends::vfio::access::Access;
 use vendor_backends::vfio::device::{Device, DeviceError};
 use vendor_backends::vfio::edu::{Direction, Edu};
 use vendor_backends::vfio::host::Host;
@@ -90,8 +98,8 @@ fn a_device_is_given_to_vfio_and_back() {
     vm.quit().unwrap();
 }
 
-fn open(address: &str) -> Result<Device, DeviceError> {
-    Device::open(&Host::default(), address.parse().unwrap())
+fn open(address: &str, iommufd: Option<bool>) -> Result<Device, DeviceError> {
+    Device::open(&Host::default(), address.parse().unwrap(), iommufd)
 }
 
 fn vgpu(n: u128) -> VgpuId {
@@ -102,22 +110,140 @@ fn vgpu(n: u128) -> VgpuId {
 #[ignore = "boots a VM: run `cargo lab test`"]
 fn dma_reaches_a_vgpus_own_memory_and_nothing_else() {
     if nested::is_inside() {
-        return share_edu();
+        let none = open(EDU, Some(true)).unwrap_err().to_string();
+        assert!(none.starts_with("The kernel has no /dev/iommu: `modprobe iommufd`"), "{none}");
+        denied_to_others(Access::Group);
+        return share_edu(Access::Group);
     }
     let mut inner = Nested::boot();
     inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else", LIMIT);
-    let log = ok(&mut inner.vm, "dmesg | grep DMAR");
-    assert!(log.contains("DMA Write") && log.contains("00:03.0"), "the IOMMU has faulted: {log}");
+    faulted(&mut inner);
     // It is not used up: all of it again, after the first process is gone.
     inner.run("dma_reaches_a_vgpus_own_memory_and_nothing_else", LIMIT);
     inner.vm.quit().unwrap();
 }
 
-fn share_edu() {
+/// Two functions of one device, which the IOMMU cannot tell apart.
+const TWINS: [&str; 2] = ["0000:00:05.0", "0000:00:05.1"];
+
+#[test]
+#[ignore = "boots a VM: run `cargo lab test`"]
+fn iommufd_is_used_where_the_kernel_has_it() {
+    if nested::is_inside() {
+        denied_to_others(Access::Iommufd);
+        share_edu(Access::Iommufd);
+        belongs_to_one_process_by_group();
+        return share_edu(Access::Group);
+    }
+    let mut spec = nested::machine();
+    spec.devices.extend([
+        json!({ "driver": "edu", "addr": "0x5.0x0", "multifunction": true }),
+        json!({ "driver": "secondary-vga", "addr": "0x5.0x1" }),
+    ]);
+    let Some(mut inner) = Nested::boot_with_iommufd(&spec) else { return };
+    let list = ok(&mut inner.vm, "vgpuctl parents --output json");
+    assert!(list.contains("\"character_device\": \"/dev/vfio/devices/vfio"), "{list}");
+    // What the service's unit lets an owner open is named as the kernel names it.
+    let names = ok(&mut inner.vm, "cat /proc/devices");
+    assert!(names.lines().any(|line| line.ends_with(" vfio-dev")), "{names}");
+    let [engine, display] = TWINS;
+    let text = refused(&mut inner.vm, &format!("vgpuctl parents bind {engine}"));
+    assert!(
+        text.contains(&format!("with {display} (bochs-drm): give these to vfio-pci too")),
+        "{text}"
+    );
+    for address in [display, engine] {
+        let text = ok(&mut inner.vm, &format!("vgpuctl parents bind {address}"));
+        assert!(text.contains(" and /dev/vfio/devices/vfio"), "{text}");
+    }
+    inner.run("iommufd_is_used_where_the_kernel_has_it", LIMIT);
+    faulted(&mut inner);
+    inner.run("iommufd_is_used_where_the_kernel_has_it", LIMIT);
+    inner.vm.quit().unwrap();
+}
+
+fn faulted(inner: &mut Nested) {
+    let log = ok(&mut inner.vm, "dmesg | grep DMAR");
+    assert!(log.contains("DMA Write") && log.contains("00:03.0"), "the IOMMU has faulted: {log}");
+}
+
+/// Somebody else gets a device when both of its files are his, and then no more memory for it than he may lock.
+fn denied_to_others(access: Access) {
+    let device = Host::default().device(EDU.parse().unwrap()).unwrap();
+    let files = match access {
+        Access::Group => vec![format!("/dev/vfio/{}", device.iommu_group.unwrap())],
+        Access::Iommufd => {
+            vec!["/dev/iommu".to_owned(), device.character_device.unwrap().display().to_string()]
+        }
+    };
+    let nobody = Some(Uid::from_raw(65534));
+    for file in &files {
+        let denied = as_nobody(|| open(EDU, None)).unwrap_err().to_string();
+        assert!(denied.starts_with(&format!("No permission for {file}: run this as")), "{denied}");
+        chown(file.as_str(), nobody, None).unwrap();
+    }
+    let (soft, hard) = getrlimit(Resource::RLIMIT_MEMLOCK).unwrap();
+    setrlimit(Resource::RLIMIT_MEMLOCK, 64 << 10, hard).unwrap();
+    let window = Windows::new(28, 1 << 20).take(vgpu(1)).unwrap();
+    let locked = as_nobody(|| {
+        let device = open(EDU, None)?;
+        assert_eq!(device.access(), access);
+        device.attach(window).map(drop)
+    });
+    let locked = locked.unwrap_err().to_string();
+    setrlimit(Resource::RLIMIT_MEMLOCK, soft, hard).unwrap();
+    let whose = match access {
+        Access::Group => "this process may not lock so much",
+        Access::Iommufd => "this user's processes together may not lock so much",
+    };
+    assert!(locked.contains(whose) && locked.contains("LimitMEMLOCK="), "{locked}");
+    for file in &files {
+        chown(file.as_str(), Some(Uid::from_raw(0)), None).unwrap();
+    }
+}
+
+fn as_nobody<T>(body: impl FnOnce() -> T) -> T {
+    setegid(Gid::from_raw(65534)).unwrap();
+    seteuid(Uid::from_raw(65534)).unwrap();
+    let result = body();
+    seteuid(Uid::from_raw(0)).unwrap();
+    setegid(Gid::from_raw(0)).unwrap();
+    result
+}
+
+/// Whoever has one function has both, as far as the IOMMU goes.
+fn belongs_to_one_process_by_group() {
+    let [engine, display] = TWINS;
+    let first = open(engine, None).unwrap();
+    let second = open(display, None).unwrap_err();
+    assert!(matches!(second, DeviceError::Shared { .. }), "{second}");
+    let text = second.to_string();
+    assert!(text.contains(&format!("with {engine}, which another process has")), "{text}");
+    drop(first);
+    let second = open(display, None).unwrap();
+    assert_eq!(second.access(), Access::Iommufd);
+    drop(second);
+    // Where it cannot be used it is not, unless that is what was asked for.
+    let away = Path::new("/dev/iommu-away");
+    fs::rename("/dev/iommu", away).unwrap();
+    assert_eq!(open(EDU, None).unwrap().access(), Access::Group);
+    let none = open(EDU, Some(true)).unwrap_err();
+    assert!(matches!(none, DeviceError::NoIommufd), "{none}");
+    fs::rename(away, "/dev/iommu").unwrap();
+}
+
+fn share_edu(access: Access) {
     const UNMAPPED: u64 = 200 << 20;
-    let device = open(EDU).unwrap();
-    let busy = open(EDU).unwrap_err();
-    assert!(matches!(busy, DeviceError::Busy(..)), "{busy}");
+    let iommufd = access == Access::Iommufd;
+    let device = open(EDU, (!iommufd).then_some(false)).unwrap();
+    assert_eq!(device.access(), access);
+    for other in if iommufd { vec![false, true] } else { vec![false] } {
+        let busy = open(EDU, Some(other)).unwrap_err();
+        assert!(matches!(busy, DeviceError::Busy(..)), "{busy}");
+        assert!(busy.to_string().contains("by another process: `fuser -v /dev/vfio/"), "{busy}");
+    }
+    let held = Host::default().unbind(EDU.parse().unwrap()).unwrap_err().to_string();
+    assert!(held.contains("is in use by a process"), "{held}");
     let refused = device.map(0, 0, 4096).unwrap_err();
     assert!(matches!(refused, DeviceError::NotMapped { .. }), "{refused}");
 

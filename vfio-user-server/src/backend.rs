@@ -97,6 +97,9 @@ impl Backend {
                 ];
                 let mut args: Vec<String> = words(&args);
                 args.extend(["--words-fd".to_owned(), words_fd]);
+                if let Some(wanted) = options.iommufd {
+                    args.extend(["--iommufd".to_owned(), wanted.to_string()]);
+                }
                 (args, Account::own())
             }
             Self::Nvidia { .. } => (Vec::new(), user),
@@ -133,7 +136,7 @@ pub fn open_client(
 }
 
 /// One physical GPU: `soft:NAME[,vram=SIZE]`, `nvidia[:ADDRESS][,hang=MS][,preempt=blocks][,doorbell=direct]`
-/// or `vfio:ADDRESS[,window=SIZE]`.
+/// or `vfio:ADDRESS[,window=SIZE][,iommufd=yes|no]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParentConfig {
     /// Its name: a folder of that name is made.
@@ -241,10 +244,16 @@ fn a_vfio(address: &str, given: &[&str]) -> Result<ParentConfig, String> {
         address.parse().map_err(|error: vfio::host::HostError| error.to_string())?;
     let mut options = vfio::Options::default();
     for option in given {
-        let Some(size) = option.strip_prefix("window=") else {
-            return Err(format!("{option:?} is no option of a VFIO parent; there is window=SIZE"));
-        };
-        options.window_bytes = parse_window(size)?;
+        match option.split_once('=') {
+            Some(("window", size)) => options.window_bytes = parse_window(size)?,
+            Some(("iommufd", "yes")) => options.iommufd = Some(true),
+            Some(("iommufd", "no")) => options.iommufd = Some(false),
+            _ => {
+                return Err(format!(
+                    "{option:?} is no option of a VFIO parent; there are window=SIZE, iommufd=yes and iommufd=no"
+                ));
+            }
+        }
     }
     Ok(ParentConfig { name: address.to_string(), backend: Backend::Vfio { address, options } })
 }
@@ -315,7 +324,14 @@ mod tests {
         let Backend::Nvidia { options, .. } = patient.backend else { panic!() };
         assert_eq!(options.hang, Some(Duration::from_secs(2)));
         assert_eq!("nvidia".parse::<ParentConfig>().unwrap().name, ALL);
-        assert_eq!("vfio:3B:00.0".parse::<ParentConfig>().unwrap().name, "0000:3b:00.0");
+        for (text, wanted) in
+            [("", None), (",iommufd=yes", Some(true)), (",window=32M,iommufd=no", Some(false))]
+        {
+            let parent: ParentConfig = format!("vfio:3B:00.0{text}").parse().unwrap();
+            assert_eq!(parent.name, "0000:3b:00.0");
+            let Backend::Vfio { options, .. } = parent.backend else { panic!() };
+            assert_eq!(options.iommufd, wanted);
+        }
     }
 
     #[test]
@@ -361,7 +377,10 @@ mod tests {
             ("nvidia,vram=8G", "no option"),
             ("nvidia,hang=1", "out of range"),
             ("vfio:02.0", "no PCI address"),
-            ("vfio:0000:00:02.0,vram=1G", "is no option of a VFIO parent; there is window=SIZE"),
+            (
+                "vfio:0000:00:02.0,vram=1G",
+                "is no option of a VFIO parent; there are window=SIZE, iommufd=yes",
+            ),
             ("vfio:0000:00:02.0,window=3M", "out of range"),
             ("vfio:0000:00:02.0,window=16", "out of range"),
         ] {

@@ -64,8 +64,8 @@ struct RunArgs {
     /// Where packages put callout scripts, in callouts/ and notifiers/; looked into before <config-dir>/scripts.d
     #[arg(long, value_name = "DIR", default_value = "/usr/lib/vgpud/scripts.d")]
     scripts_dir: PathBuf,
-    /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, nvidia for all of NVIDIA's, or vfio:ADDRESS[,window=SIZE] for
-    /// a device that vfio-pci has; may be given again
+    /// A GPU to share: soft:NAME[,vram=SIZE], nvidia:ADDRESS, nvidia for all of NVIDIA's, or
+    /// vfio:ADDRESS[,window=SIZE][,iommufd=yes|no] for a device that vfio-pci has; may be given again
     #[arg(long = "parent", value_name = "PARENT", default_value = "soft:soft0")]
     parents: Vec<ParentConfig>,
     /// Who may look at vGPUs, besides root: members of this group [default: vgpu, where there is one]
@@ -126,6 +126,8 @@ struct OwnerArgs {
     words_fd: RawFd,
     #[arg(long)]
     window: u64,
+    #[arg(long)]
+    iommufd: Option<bool>,
 }
 
 fn main() -> ExitCode {
@@ -206,12 +208,12 @@ fn listener(admin: RawFd) -> anyhow::Result<OwnedFd> {
 }
 
 fn own(args: OwnerArgs) -> anyhow::Result<()> {
-    let OwnerArgs { name, address, uid, gid, admin_fd, words_fd, window } = args;
+    let OwnerArgs { name, address, uid, gid, admin_fd, words_fd, window, iommufd } = args;
     spawn::name_process(&format!("gpu-{name}"));
     owner::run(owner::OwnerArgs {
         name,
         address,
-        options: vfio::Options { window_bytes: window },
+        options: vfio::Options { window_bytes: window, iommufd },
         user: Account { uid, gid },
         admin: listener(admin_fd)?,
         words: spawn::inherited(words_fd).context("Bad --words-fd")?,

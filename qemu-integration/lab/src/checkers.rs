@@ -70,9 +70,7 @@ impl Checkers {
         step.done();
         let step = progress.step("Unpacking them");
         debs::unpack(&debs.packages()?, partial.path())?;
-        for folder in ["proc", "dev", "tmp", "mnt"] {
-            fs::create_dir_all(partial.path().join(folder))?;
-        }
+        prepare(partial.path())?;
         for folder in NOT_NEEDED {
             let _ = fs::remove_dir_all(partial.path().join(folder));
         }
@@ -87,15 +85,28 @@ impl Checkers {
 
     /// Runs a shell script among them, in a folder of the host's that it may write to.
     pub fn run(&self, folder: &Path, script: &str) -> Result<Output> {
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "--pid", "--net", "--fork", "--kill-child"]);
-        command.args(["sh", "-c", RUN, "sh"]).arg(&self.root).arg(folder).arg(script);
-        let output = command.stdin(Stdio::null()).output().context("Cannot run unshare")?;
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Ok(Output {
-            status: output.status.code().unwrap_or(-1),
-            stdout: text(&output.stdout),
-            stderr: text(&output.stderr),
-        })
+        run_in(&self.root, folder, script)
     }
+}
+
+/// Makes the folders that [`run_in`] puts something into.
+pub(crate) fn prepare(root: &Path) -> Result<()> {
+    for folder in ["proc", "dev", "tmp", "mnt"] {
+        fs::create_dir_all(root.join(folder))?;
+    }
+    Ok(())
+}
+
+/// Runs a shell script among packages that were unpacked, in a folder of the host's that it may write to.
+pub(crate) fn run_in(root: &Path, folder: &Path, script: &str) -> Result<Output> {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--net", "--fork", "--kill-child"]);
+    command.args(["sh", "-c", RUN, "sh"]).arg(root).arg(folder).arg(script);
+    let output = command.stdin(Stdio::null()).output().context("Cannot run unshare")?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ok(Output {
+        status: output.status.code().unwrap_or(-1),
+        stdout: text(&output.stdout),
+        stderr: text(&output.stderr),
+    })
 }

@@ -91,11 +91,19 @@ impl Debs {
 
     /// What an empty package such as `linux-image-amd64` stands for.
     pub fn dependency(&self, package: &str) -> Result<String> {
+        let first = self.dependencies(package)?.into_iter().next();
+        first.with_context(|| format!("{package} depends on nothing"))
+    }
+
+    /// What a package depends on, with all that would do instead.
+    pub fn dependencies(&self, package: &str) -> Result<Vec<String>> {
         let mut command = self.apt("apt-cache");
         command.args(["depends", "--important", package]);
         let text = self.run(command)?;
-        let found = text.lines().find_map(|line| line.trim().strip_prefix("Depends: "));
-        Ok(found.with_context(|| format!("{package} depends on nothing"))?.to_owned())
+        let names = text.lines().filter_map(|line| {
+            line.trim().trim_start_matches('|').strip_prefix("Depends: ").map(str::to_owned)
+        });
+        Ok(names.collect())
     }
 
     /// The fetched packages.

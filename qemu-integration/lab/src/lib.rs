@@ -6,7 +6,7 @@
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
 //! * [`kvm`]: whether KVM is of use here; [`mdevctl`]: the real one
-//! * [`vfio`]: a VM that is a host with an IOMMU
+//! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with the newer way to hand out devices
 //! * [`machine`]: a Debian machine with libvirt, fresh each time; [`checkers`]: what Debian checks packages with
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
@@ -34,6 +34,7 @@ pub mod demo;
 pub mod guest;
 pub mod host;
 pub mod initramfs;
+pub mod iommufd;
 pub mod kernel;
 pub mod kvm;
 pub mod machine;

@@ -24,14 +24,25 @@ const LAYOUT: &str = "vfio-1";
 /// The modules, in the order in which they are loaded.
 const MODULES: [&str; 5] = ["irqbypass", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
 /// The command that loads them inside.
-pub const LOAD: &str = "for m in irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci; do insmod /vfio/$m.ko || exit 1; done";
+pub const LOAD: &str = "[ ! -e /vfio/iommufd.ko ] || insmod /vfio/iommufd.ko || exit 1; \
+    for m in irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci; do insmod /vfio/$m.ko || exit 1; done";
 
 /// The lab, with a kernel that has vfio-pci, and with programs of this machine beside the guest's own.
 pub fn lab(lab: &Lab, programs: &[&Path], folder: &Path, progress: &Progress) -> Result<Lab> {
-    let kernel = kernel(progress)?;
+    lab_with(lab, kernel(progress)?, &MODULES, programs, folder)
+}
+
+/// The same, with another kernel and its modules.
+pub(crate) fn lab_with(
+    lab: &Lab,
+    kernel: Kernel,
+    names: &[&str],
+    programs: &[&Path],
+    folder: &Path,
+) -> Result<Lab> {
     let modules = kernel.modules.with_file_name("vfio");
     let mut files = Vec::new();
-    for module in MODULES {
+    for module in names {
         let name = format!("{module}.ko");
         files.push((format!("vfio/{name}"), modules.join(name)));
     }

@@ -4,12 +4,13 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+use std::path::Path;
 use std::time::Duration;
 
 use lab::Lab;
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec};
-use lab::vfio;
+use lab::{iommufd, vfio};
 
 /// How long a command inside may take.
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -38,6 +39,11 @@ pub fn refused(vm: &mut Vm, command: &str) -> String {
     output.stderr
 }
 
+/// What the VM is made of, where nothing else is asked for.
+pub fn machine() -> VmSpec {
+    VmSpec { memory_mib: 512, ..vfio::machine("host") }
+}
+
 /// The VM.
 pub struct Nested {
     pub vm: Vm,
@@ -48,29 +54,45 @@ pub struct Nested {
 impl Nested {
     /// Boots one and gives both devices to vfio-pci.
     pub fn boot() -> Self {
-        Self::boot_as(&VmSpec { memory_mib: 512, ..vfio::machine("host") })
+        Self::boot_as(&machine())
     }
 
     /// One whose clock jumps over what it would wait for: an `edu` takes a tenth of a second for each 4 KiB.
     pub fn boot_in_virtual_time() -> Self {
-        let spec = VmSpec { memory_mib: 512, virtual_time: true, ..vfio::machine("host") };
-        Self::boot_as(&spec)
+        Self::boot_as(&VmSpec { virtual_time: true, ..machine() })
+    }
+
+    /// One whose kernel has iommufd; or nothing, which is said, where this machine cannot make such a kernel.
+    pub fn boot_with_iommufd(spec: &VmSpec) -> Option<Self> {
+        let made = Self::boot_in(spec, iommufd::lab);
+        made.map_err(|reason| system_tests::skipped(&format!("a kernel with iommufd: {reason}")))
+            .ok()
     }
 
     fn boot_as(spec: &VmSpec) -> Self {
+        let stock = |lab: &Lab, programs: &[&Path], folder: &Path, progress: &Progress| {
+            vfio::lab(lab, programs, folder, progress).map(Ok)
+        };
+        Self::boot_in(spec, stock).unwrap()
+    }
+
+    fn boot_in(
+        spec: &VmSpec,
+        host: impl FnOnce(&Lab, &[&Path], &Path, &Progress) -> anyhow::Result<Result<Lab, String>>,
+    ) -> Result<Self, String> {
         let progress = Progress::new();
         let folder = tempfile::tempdir().unwrap();
         let (lab, programs) = Lab::open_with_host(&progress).unwrap();
         let program = std::env::current_exe().unwrap();
         let [vgpuctl, vgpud] = ["vgpuctl", "vgpud"].map(|name| programs.find(name).unwrap());
-        let host = vfio::lab(&lab, &[vgpuctl, vgpud, &program], folder.path(), &progress).unwrap();
+        let host = host(&lab, &[vgpuctl, vgpud, &program], folder.path(), &progress).unwrap()?;
         let mut vm = Vm::boot(&host, spec, &folder.path().join("vm")).unwrap();
         ok(&mut vm, vfio::LOAD);
         for address in [DISPLAY, EDU] {
             ok(&mut vm, &format!("vgpuctl parents bind {address}"));
         }
         let program = program.file_name().unwrap().to_string_lossy().into_owned();
-        Self { vm, program, folder }
+        Ok(Self { vm, program, folder })
     }
 
     /// Starts a test of this program inside, which goes on by itself and writes into a file there.

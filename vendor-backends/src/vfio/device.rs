@@ -6,18 +6,17 @@
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::path::Path;
 use std::sync::Arc;
 
 use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
 use nix::sys::uio::{pread, pwrite};
-use vfio_bindings::bindings::vfio::{
-    VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, vfio_iommu_type1_dma_map,
-};
-use vfio_ioctls::{VfioContainer, VfioDevice, VfioError};
+use vfio_ioctls::{VfioDevice, VfioError};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::access::Access;
+use super::dma::AddressSpace;
+pub use super::dma::Attached;
 use super::family::Family;
 use super::host::{Address, Host, HostError};
 use super::window::{Window, WindowError};
@@ -28,9 +27,6 @@ const CONFIG_REGION: u32 = 7;
 /// The command register, and its bits for memory and bus mastering.
 const COMMAND: u64 = 4;
 const MEMORY_AND_MASTER: u16 = 1 << 1 | 1 << 2;
-
-/// The request that maps memory for DMA: `_IO(';', 113)`. The crate's own maps all of it writable.
-const MAP_DMA: libc::Ioctl = 0x3b71;
 
 /// Why a device cannot be used. Each says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -59,11 +55,48 @@ pub enum DeviceError {
         device: u16,
     },
     /// Another process has it.
-    #[error("{0} is in use by another process: `fuser -v /dev/vfio/{1}` shows which")]
-    Busy(Address, u32),
+    #[error("{0} is in use by another process: `fuser -v {1}` shows which")]
+    Busy(Address, String),
+    /// Another process has a part of its group.
+    #[error(
+        "{address} shares IOMMU group {group} with {others}, which another process has: all of a group belongs to one"
+    )]
+    Shared {
+        /// The device.
+        address: Address,
+        /// Its group.
+        group: u32,
+        /// The others in it.
+        others: String,
+    },
     /// Not ours to open.
-    #[error("No permission for /dev/vfio/{0}: run this as root, or give the file to this user")]
+    #[error("No permission for {0}: run this as root, or give the file to this user")]
     Permission(String),
+    /// The kernel has no iommufd.
+    #[error(
+        "The kernel has no /dev/iommu: `modprobe iommufd`, or leave iommufd=yes away where it was built without"
+    )]
+    NoIommufd,
+    /// The kernel has no files of single devices.
+    #[error(
+        "{0} has no file of its own in /dev/vfio/devices: this kernel was built without CONFIG_VFIO_DEVICE_CDEV; leave iommufd=yes away"
+    )]
+    NoCharacterDevice(Address),
+    /// The kernel has no containers.
+    #[error(
+        "/dev/vfio/vfio is not there: `modprobe vfio`; a kernel without containers needs iommufd (`modprobe iommufd`)"
+    )]
+    NoContainer,
+    /// The platform lets devices send any interrupt.
+    #[error(
+        "{address} could send interrupts that are not its own: switch interrupt remapping on in the firmware, or allow it (allow_unsafe_interrupts of {module})"
+    )]
+    Interrupts {
+        /// The device.
+        address: Address,
+        /// Whose parameter it is.
+        module: &'static str,
+    },
     /// The module that confines DMA is missing, or something else of VFIO.
     #[error("VFIO does not work for {address}: {source}; see `dmesg`")]
     Vfio {
@@ -84,9 +117,14 @@ pub enum DeviceError {
     },
     /// Too much of it.
     #[error(
-        "{0} cannot have more memory: this process may not lock so much; raise its RLIMIT_MEMLOCK (LimitMEMLOCK=)"
+        "{address} cannot have more memory: {who} may not lock so much; raise RLIMIT_MEMLOCK (LimitMEMLOCK=)"
     )]
-    Pinned(Address),
+    Pinned {
+        /// The device.
+        address: Address,
+        /// On whose account the kernel counts it.
+        who: &'static str,
+    },
     /// A DMA window.
     #[error("{0}")]
     Window(#[from] WindowError),
@@ -122,8 +160,10 @@ pub enum DeviceError {
 pub struct Device {
     address: Address,
     family: &'static Family,
+    // Before the address space, which it is in.
     vfio: VfioDevice,
-    container: Arc<VfioContainer>,
+    access: Access,
+    space: Arc<AddressSpace>,
 }
 
 impl fmt::Debug for Device {
@@ -136,8 +176,8 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// Opens a device that is bound to vfio-pci.
-    pub fn open(host: &Host, address: Address) -> Result<Self, DeviceError> {
+    /// Opens a device that is bound to vfio-pci: by iommufd or not, or as the kernel has it.
+    pub fn open(host: &Host, address: Address, iommufd: Option<bool>) -> Result<Self, DeviceError> {
         let found = host.device(address)?;
         let (vendor, device) = (found.vendor, found.device);
         let family = Family::of(vendor, device);
@@ -146,25 +186,11 @@ impl Device {
             let driver = found.driver.unwrap_or_else(|| "no driver".to_owned());
             return Err(DeviceError::NotBound { address, driver });
         }
-        let group = host.confined(&found)?;
-        let refused = |source: VfioError| match &source {
-            VfioError::OpenGroup(error, _) if error.raw_os_error() == Some(libc::EBUSY) => {
-                DeviceError::Busy(address, group)
-            }
-            VfioError::OpenGroup(error, _) if error.kind() == io::ErrorKind::PermissionDenied => {
-                DeviceError::Permission(group.to_string())
-            }
-            VfioError::OpenContainer(error) => match error.kind() {
-                io::ErrorKind::NotFound => HostError::NoDriver.into(),
-                io::ErrorKind::PermissionDenied => DeviceError::Permission("vfio".to_owned()),
-                _ => DeviceError::Vfio { address, source },
-            },
-            _ => DeviceError::Vfio { address, source },
-        };
-        let container = Arc::new(VfioContainer::new(None).map_err(refused)?);
-        let path = Path::new("/sys/bus/pci/devices").join(address.to_string());
-        let vfio = VfioDevice::new(&path, Arc::clone(&container) as _, false).map_err(refused)?;
-        let device = Self { address, family, vfio, container };
+        host.confined(&found)?;
+        let access = Access::of(host, &found, iommufd)?;
+        let (vfio, space) = access.open(&found)?;
+        log::info!("{address} is opened by {access}");
+        let device = Self { address, family, vfio, access, space };
         // Where it can be reset as a whole, it is: nothing of an earlier user is left.
         device.vfio.reset();
         device.enable()?;
@@ -182,6 +208,11 @@ impl Device {
     /// Where it is.
     pub fn address(&self) -> Address {
         self.address
+    }
+
+    /// How it was opened.
+    pub fn access(&self) -> Access {
+        self.access
     }
 
     /// Its kind.
@@ -242,26 +273,20 @@ impl Device {
 
     /// Lets the device reach memory from an address on. It is pinned; the device may write it where this process may.
     pub fn attach_memory(&self, iova: u64, memory: Arc<Mapping>) -> Result<Attached, DeviceError> {
-        let window = Window { iova, len: memory.len() };
-        if !iova.is_multiple_of(PAGE_SIZE) || !window.len.is_multiple_of(PAGE_SIZE) {
-            return Err(WindowError::Outside { address: iova, len: window.len }.into());
+        let len = memory.len();
+        if !iova.is_multiple_of(PAGE_SIZE) || !len.is_multiple_of(PAGE_SIZE) {
+            return Err(WindowError::Outside { address: iova, len }.into());
         }
-        let write = if memory.writable() { VFIO_DMA_MAP_FLAG_WRITE } else { 0 };
-        let map = vfio_iommu_type1_dma_map {
-            argsz: size_of::<vfio_iommu_type1_dma_map>() as u32,
-            flags: VFIO_DMA_MAP_FLAG_READ | write,
-            vaddr: memory.address(),
-            iova,
-            size: window.len,
-        };
-        // SAFETY: the memory is a mapping that no reference points into, and `Attached` unmaps it from the IOMMU before it
-        // lets the mapping go. The kernel reads the structure, and keeps no pointer to it.
-        let done = unsafe { libc::ioctl(self.container.as_raw_fd(), MAP_DMA, &raw const map) };
-        Errno::result(done).map_err(|errno| match errno {
-            Errno::ENOMEM => DeviceError::Pinned(self.address),
+        self.space.attach(iova, memory).map_err(|errno| match errno {
+            Errno::ENOMEM => DeviceError::Pinned {
+                address: self.address,
+                who: match self.access {
+                    Access::Group => "this process",
+                    Access::Iommufd => "this user's processes together",
+                },
+            },
             _ => DeviceError::Io { what: "map memory for DMA", source: errno.into() },
-        })?;
-        Ok(Attached { memory, window, container: Arc::clone(&self.container) })
+        })
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -298,31 +323,5 @@ fn whole(what: &'static str, done: io::Result<usize>, len: usize) -> Result<(), 
         Ok(count) if count == len => Ok(()),
         Ok(_) => Err(DeviceError::Io { what, source: io::ErrorKind::UnexpectedEof.into() }),
         Err(source) => Err(DeviceError::Io { what, source }),
-    }
-}
-
-/// Memory that the device reaches in a window, until it is dropped.
-pub struct Attached {
-    /// The memory.
-    pub memory: Arc<Mapping>,
-    /// Where the device sees it.
-    pub window: Window,
-    container: Arc<VfioContainer>,
-}
-
-impl fmt::Debug for Attached {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Attached").field("window", &self.window).finish_non_exhaustive()
-    }
-}
-
-impl Drop for Attached {
-    fn drop(&mut self) {
-        let len = usize::try_from(self.window.len).unwrap_or(usize::MAX);
-        if let Err(error) = self.container.vfio_dma_unmap(self.window.iova, len) {
-            // The device may still write there, so the memory is never given to anybody else.
-            log::error!("The IOMMU keeps a DMA window: {error}");
-            std::mem::forget(Arc::clone(&self.memory));
-        }
     }
 }

@@ -3,14 +3,13 @@
 //! A device is given to vfio-pci by name (`driver_override`), so that no other device of the same kind follows it, and
 //! given back by clearing that name. Both are the kernel's to refuse; what it would refuse is said before, in words.
 
-use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use serde::Serialize;
 
+pub use super::address::Address;
 use super::family::Family;
 
 /// The driver that hands devices to userspace.
@@ -64,9 +63,9 @@ pub enum HostError {
     },
     /// A process holds it.
     #[error(
-        "{0} is in use by a process: take it from vgpud's parents first; `fuser -v /dev/vfio/{1}` shows who has it"
+        "{0} is in use by a process: take it from vgpud's parents first; `fuser -v {1}` shows who has it"
     )]
-    Held(Address, u32),
+    Held(Address, String),
     /// Bound by somebody else than vfio-pci.
     #[error("{address} is driven by {driver}, not by vfio-pci: there is nothing to give back")]
     NotOurs {
@@ -93,55 +92,6 @@ pub enum HostError {
     },
 }
 
-/// Where a PCI function is: domain, bus, device, function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Address {
-    domain: u32,
-    bus: u8,
-    device: u8,
-    function: u8,
-}
-
-impl FromStr for Address {
-    type Err = HostError;
-
-    /// `0000:3b:00.0`, or without the domain.
-    fn from_str(text: &str) -> Result<Self, HostError> {
-        let bad = || HostError::Address(text.to_owned());
-        let (place, function) = text.split_once('.').ok_or_else(bad)?;
-        let parts: Vec<_> = place.split(':').collect();
-        let (domain, bus, device) = match parts[..] {
-            [domain, bus, device] => (domain, bus, device),
-            [bus, device] => ("0", bus, device),
-            _ => return Err(bad()),
-        };
-        let number = |text: &str, digits: usize, most: u32| {
-            let hex = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-            let value = u32::from_str_radix(text, 16).ok().filter(|value| *value <= most);
-            value.filter(|_| hex && text.len() <= digits).ok_or_else(bad)
-        };
-        Ok(Self {
-            domain: number(domain, 8, u32::MAX)?,
-            bus: number(bus, 2, 0xff)? as u8,
-            device: number(device, 2, 0x1f)? as u8,
-            function: number(function, 1, 7)? as u8,
-        })
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { domain, bus, device, function } = self;
-        write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function}")
-    }
-}
-
-impl Serialize for Address {
-    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_str(self)
-    }
-}
-
 /// One PCI function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PciDevice {
@@ -159,6 +109,8 @@ pub struct PciDevice {
     pub iommu_group: Option<u32>,
     /// Others in that group, bridges aside.
     pub group_with: Vec<Address>,
+    /// Its own file, once vfio-pci has it, where the kernel has one for each device.
+    pub character_device: Option<PathBuf>,
 }
 
 impl PciDevice {
@@ -187,25 +139,32 @@ impl PciDevice {
     pub fn is_bound(&self) -> bool {
         self.driver.as_deref() == Some(VFIO_PCI)
     }
+
+    /// The files through which a process gets it from vfio-pci, either of them, for people.
+    pub fn files(&self) -> String {
+        let group = self.iommu_group.map(|group| format!("/dev/vfio/{group}"));
+        let own = self.character_device.as_ref().map(|file| file.display().to_string());
+        group.into_iter().chain(own).collect::<Vec<_>>().join(" ")
+    }
 }
 
 /// A host's sysfs.
 #[derive(Clone, Debug)]
 pub struct Host {
     sys: PathBuf,
-    vfio: PathBuf,
+    dev: PathBuf,
 }
 
 impl Default for Host {
     fn default() -> Self {
-        Self { sys: "/sys".into(), vfio: "/dev/vfio".into() }
+        Self { sys: "/sys".into(), dev: "/dev".into() }
     }
 }
 
 impl Host {
     /// That of another root, for tests.
     pub fn at(sys: &Path) -> Self {
-        Self { sys: sys.to_owned(), vfio: sys.join("dev/vfio") }
+        Self { sys: sys.to_owned(), dev: sys.join("dev") }
     }
 
     /// All devices, by address.
@@ -253,6 +212,9 @@ impl Host {
             group_with.extend(other);
         }
         group_with.sort();
+        let own = fs::read_dir(folder.join("vfio-dev")).into_iter().flatten().flatten().next();
+        let character_device =
+            own.map(|entry| self.dev.join("vfio/devices").join(entry.file_name()));
         Ok(PciDevice {
             address,
             vendor: vendor as u16,
@@ -261,6 +223,7 @@ impl Host {
             driver: last("driver"),
             iommu_group: group,
             group_with,
+            character_device,
         })
     }
 
@@ -313,20 +276,29 @@ impl Host {
             let driver = device.driver.unwrap_or_else(|| "no driver".to_owned());
             return Err(HostError::NotOurs { address, driver });
         }
-        if let Some(group) = device.iommu_group.filter(|group| self.is_held(*group)) {
+        if self.is_held(&device) {
             // The kernel would wait for whoever has it, for ever.
-            return Err(HostError::Held(address, group));
+            return Err(HostError::Held(address, device.files()));
         }
         write(&self.folder(address).join("driver_override"), "\n")?;
         self.release(&device)?;
         self.probe(address)
     }
 
-    /// True where a process has the group: only one can.
-    fn is_held(&self, group: u32) -> bool {
-        let file = self.vfio.join(group.to_string());
-        let opened = fs::OpenOptions::new().read(true).write(true).open(file);
-        opened.is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy)
+    /// True where a process has the device. Only one can have the group, by whichever way; a kernel without groups does
+    /// not say, but it is in the list of that process' open files.
+    fn is_held(&self, device: &PciDevice) -> bool {
+        let group = device.iommu_group.map(|group| self.dev.join("vfio").join(group.to_string()));
+        let opened =
+            group.map(|file| fs::OpenOptions::new().read(true).write(true).open(file).err());
+        let busy = |error: io::Error| error.kind() == io::ErrorKind::ResourceBusy;
+        opened.flatten().is_some_and(busy)
+            || device.character_device.as_deref().is_some_and(is_open)
+    }
+
+    /// True where the kernel has iommufd.
+    pub fn has_iommufd(&self) -> bool {
+        self.dev.join("iommu").exists()
     }
 
     /// Where sysfs shows a device.
@@ -359,6 +331,13 @@ impl Host {
     }
 }
 
+/// True where a process that this user may look into has a file open.
+fn is_open(file: &Path) -> bool {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut files = processes.flat_map(|process| fs::read_dir(process.path().join("fd")));
+    files.any(|open| open.flatten().any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == file)))
+}
+
 /// Writes one of the kernel's files, in one call.
 fn write(path: &Path, text: &str) -> Result<(), HostError> {
     let open = fs::OpenOptions::new().write(true).open(path);
@@ -373,7 +352,6 @@ fn write(path: &Path, text: &str) -> Result<(), HostError> {
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use proptest::prelude::*;
     use tempfile::TempDir;
 
     use super::*;
@@ -464,6 +442,24 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_a_process_has_is_not_given_back() {
+        let (root, host) = sysfs();
+        group(&root, &[GPU]);
+        driver(&root, VFIO_PCI, Some(GPU));
+        let own = root.path().join("dev/vfio/devices");
+        fs::create_dir_all(&own).unwrap();
+        fs::create_dir_all(root.path().join(DEVICES).join(GPU).join("vfio-dev/vfio0")).unwrap();
+        let file = fs::File::create(own.join("vfio0")).unwrap();
+        let device = host.device(gpu()).unwrap();
+        assert!(device.files().starts_with("/dev/vfio/7 "), "{}", device.files());
+        assert_eq!(device.character_device.as_deref(), Some(own.join("vfio0").as_path()));
+        let text = host.unbind(gpu()).unwrap_err().to_string();
+        assert!(text.contains("`fuser -v /dev/vfio/7 "), "{text}");
+        drop(file);
+        host.unbind(gpu()).unwrap();
+    }
+
+    #[test]
     fn a_device_that_vfio_does_not_take_is_given_back() {
         let (root, host) = sysfs();
         group(&root, &[GPU]);
@@ -476,26 +472,5 @@ mod tests {
         assert!(!name.unwrap().starts_with(VFIO_PCI));
         let asked = fs::read_to_string(root.path().join(DRIVERS).join("bochs-drm/unbind")).unwrap();
         assert_eq!(asked, GPU);
-    }
-
-    #[test]
-    fn addresses_are_read_with_and_without_a_domain() {
-        for (text, address) in
-            [(GPU, GPU), ("3b:00.0", "0000:3b:00.0"), ("10000:01:1f.7", "10000:01:1f.7")]
-        {
-            assert_eq!(text.parse::<Address>().unwrap().to_string(), address);
-        }
-        for text in ["", "3b", "3b:00", "0000:3b:20.0", "0000:3b:00.8", "0:+1:00.0", "a:b:c:d.0"] {
-            assert!(text.parse::<Address>().is_err(), "{text}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn no_address_makes_it_panic(text in ".{0,20}") {
-            if let Ok(address) = text.parse::<Address>() {
-                prop_assert_eq!(address.to_string().parse::<Address>().unwrap(), address);
-            }
-        }
     }
 }

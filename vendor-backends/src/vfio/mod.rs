@@ -1,7 +1,10 @@
 //! Physical PCI devices through VFIO, driven by [`crate::mediator`].
 //!
+//! * [`address`]: where a PCI function is
 //! * [`host`]: which devices there are, who drives them, and how they are given to vfio-pci and back
-//! * [`device`]: one device in our hands: its BARs, its interrupt, memory that it may reach
+//! * [`access`]: the two ways in which the kernel hands one out: by iommufd, or by its group
+//! * [`device`]: one device in our hands: its BARs, its interrupt
+//! * [`dma`]: memory that it may reach
 //! * [`window`]: the DMA addresses of each vGPU
 //! * [`family`]: for each kind of device, what a guest may map of it, what is emulated, and what it never sees
 //! * [`edu`]: a DMA engine
@@ -9,8 +12,11 @@
 //!
 //! A new kind of device is a table in [`family`], a folder, and a line in [`open`].
 
+pub mod access;
+pub mod address;
 pub mod device;
 pub mod display;
+pub mod dma;
 pub mod edu;
 pub mod family;
 pub mod host;
@@ -35,11 +41,13 @@ pub const BACKEND: &str = "vfio";
 pub struct Options {
     /// DMA addresses of one vGPU, and so the most memory that its VM may have, for devices that do DMA: a power of two.
     pub window_bytes: u64,
+    /// Open it by iommufd, or not; nothing: where the kernel has it.
+    pub iommufd: Option<bool>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { window_bytes: 64 * MIB }
+        Self { window_bytes: 64 * MIB, iommufd: None }
     }
 }
 
@@ -50,7 +58,7 @@ pub fn open(
     options: Options,
 ) -> Result<Arc<dyn Hardware>, DeviceError> {
     let host = Host::default();
-    let device = Device::open(&host, address)?;
+    let device = Device::open(&host, address, options.iommufd)?;
     match device.family().kind {
         Kind::Dma => Ok(Arc::new(EduEngine::new(name, device, options.window_bytes)?)),
         Kind::Framebuffer => Ok(Arc::new(DisplayAdapter::new(name, device, &host)?)),

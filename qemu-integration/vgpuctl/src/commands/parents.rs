@@ -33,8 +33,8 @@ pub fn parents(args: &Parents) -> Result<Vec<u8>, Failure> {
             if *output == Output::Json {
                 return pretty(&candidate(device));
             }
-            let group = device.iommu_group.unwrap_or_default();
-            Ok(format!("{address} is vfio-pci's now: /dev/vfio/{group}\n").into_bytes())
+            let files = device.files().replace(' ', " and ");
+            Ok(format!("{address} is vfio-pci's now: {files}\n").into_bytes())
         }
         Some(ParentsTask::Unbind { address, output }) => {
             let device = host.unbind(*address).map_err(|error| failure(&error))?;

@@ -101,9 +101,16 @@ fn vfio(host: &Host) -> Vec<Finding> {
         let group = fs::read_link(host.path(&format!("sys/bus/pci/devices/{name}/iommu_group")));
         let group = group.ok().and_then(|link| link.file_name()?.to_str().map(str::to_owned));
         let node = group.map(|group| format!("dev/vfio/{group}"));
+        // The newer way, where this kernel has it: the same choice as an owner's.
+        let own = host.names(&format!("sys/bus/pci/devices/{name}/vfio-dev"));
+        let own = own.first().filter(|_| host.has("dev/iommu"));
+        let (node, way) = match own {
+            Some(own) => (node.map(|_| format!("dev/vfio/devices/{own}")), "by iommufd"),
+            None => (node, "by its IOMMU group"),
+        };
         findings.push(match node {
             Some(node) if host.has(&node) => {
-                Finding::ok(VFIO, format!("{name} is vfio-pci's: /{node}"))
+                Finding::ok(VFIO, format!("{name} is vfio-pci's: /{node}, opened {way}"))
             }
             Some(node) => Finding::problem(
                 VFIO,

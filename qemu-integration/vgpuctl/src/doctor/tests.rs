@@ -293,6 +293,18 @@ fn devices_under_vfio_pci_are_reachable_and_may_lock_memory() {
         h.remove("dev/vfio/7");
     };
     one(no_node, Level::Problem, "vfio", "/dev/vfio/7 is not there", "modprobe vfio-pci");
+    // Where the kernel has iommufd, the device's own file is what counts.
+    let own = |h: &mut Fake| {
+        with_vfio(h, "unlimited");
+        h.write("sys/bus/pci/devices/0000:01:00.0/vfio-dev/vfio3/dev", "");
+        h.write("dev/iommu", "");
+    };
+    one(own, Level::Problem, "vfio", "/dev/vfio/devices/vfio3 is not there", "modprobe vfio-pci");
+    let said = |h: &mut Fake| {
+        own(h);
+        h.write("dev/vfio/devices/vfio3", "");
+    };
+    assert_eq!(wrong(said), []);
     let no_group = |h: &mut Fake| {
         with_vfio(h, "unlimited");
         h.remove("sys/bus/pci/devices/0000:01:00.0/iommu_group");

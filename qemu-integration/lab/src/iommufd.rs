@@ -1,0 +1,195 @@
+//! A host's kernel with iommufd, and with a file for each VFIO device. Debian's has neither.
+//!
+//! Debian's own sources of both are compiled for Debian's own kernel with Debian's own compiler, as modules that take the
+//! place of its own. Packages are unpacked into a folder, in which the compiler runs as its root; the modules alone are
+//! kept. The older way, by groups, is in them too.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::Lab;
+use crate::checkers;
+use crate::cleanup::Scratch;
+use crate::debs::{self, Debs};
+use crate::kernel::Kernel;
+use crate::machine::Machine;
+use crate::progress::Progress;
+use crate::root::{cache_folder, lock};
+use crate::vfio;
+
+/// Changes when what is in the cached folder does.
+const LAYOUT: &str = "iommufd-1";
+
+/// What the kernel's own build is told beyond Debian's configuration, as make knows it and as C does.
+const MAKE: &str = "CONFIG_IOMMUFD=m CONFIG_VFIO_DEVICE_CDEV=y CONFIG_VFIO_MDEV=";
+const DEFINES: &str =
+    "-DCONFIG_IOMMUFD_MODULE=1 -DCONFIG_VFIO_DEVICE_CDEV=1 -DCONFIG_INTERVAL_TREE_SPAN_ITER=1";
+
+/// What of the sources is compiled.
+const SOURCES: [&str; 3] = ["drivers/iommu/*", "drivers/vfio/*", "lib/interval_tree.c"];
+
+/// A part of the kernel itself that is there for iommufd alone, and so not in Debian's: it goes into the module.
+const SPANS: &str = "#include <linux/export.h>
+#undef EXPORT_SYMBOL_GPL
+#define EXPORT_SYMBOL_GPL(symbol)
+#include \"../../../lib/interval_tree.c\"
+";
+
+/// Where the modules are made, below the build folder, but for the one that is Debian's as it is.
+const MADE: [&str; 5] = [
+    "drivers/iommu/iommufd/iommufd",
+    "drivers/vfio/vfio",
+    "drivers/vfio/vfio_iommu_type1",
+    "drivers/vfio/pci/vfio-pci-core",
+    "drivers/vfio/pci/vfio-pci",
+];
+const STOCK: &str = "irqbypass";
+
+/// The lab, with such a kernel, and with programs of this machine beside the guest's own; or why there is none here.
+pub fn lab(
+    lab: &Lab,
+    programs: &[&Path],
+    folder: &Path,
+    progress: &Progress,
+) -> Result<Result<Lab, String>> {
+    let kernel = match kernel(progress)? {
+        Ok(kernel) => kernel,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let modules = MADE.map(|path| path.rsplit('/').next().unwrap_or(path));
+    let modules: Vec<_> = [STOCK].into_iter().chain(modules).collect();
+    vfio::lab_with(lab, kernel, &modules, programs, folder).map(Ok)
+}
+
+/// The kernel, from the cache or made now; or why there is none here.
+fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
+    let cache = cache_folder()?;
+    let folder = cache.join(LAYOUT);
+    let complete = || folder.exists().then(|| Kernel::in_folder(&folder));
+    if let Some(kernel) = complete() {
+        return Ok(Ok(kernel));
+    }
+    // It is compiled in a root of its own.
+    if let Some(reason) = Machine::impossible() {
+        return Ok(Err(reason));
+    }
+    let _lock = lock(&cache, progress)?;
+    if let Some(kernel) = complete() {
+        return Ok(Ok(kernel));
+    }
+    let fetched = Scratch::at(cache.join("iommufd-fetched"))?;
+    let step = progress.step("Fetching the sources of a kernel's iommufd, and a compiler");
+    let packages = match Packages::fetch(fetched.path()) {
+        Ok(packages) => packages,
+        Err(error) => return Ok(Err(format!("{error:#}"))),
+    };
+    step.done();
+    let step = progress.step("Compiling iommufd and vfio for that kernel");
+    let partial = Scratch::at(cache.join("iommufd-partial"))?;
+    packages.make(&cache, partial.path()).context("Cannot compile a kernel's iommufd")?;
+    partial.rename(&folder)?;
+    step.done();
+    Ok(Ok(Kernel::in_folder(&folder)))
+}
+
+/// What is fetched.
+struct Packages {
+    debs: Debs,
+    /// `linux-image-6.12.107+deb13-amd64`
+    image: String,
+    /// `6.12.107+deb13-amd64`
+    release: String,
+    /// `linux-source-6.12`
+    source: String,
+}
+
+impl Packages {
+    fn fetch(folder: &Path) -> Result<Self> {
+        let debs = Debs::open(folder)?;
+        let image = Kernel::fetch(&debs)?;
+        let release = image.strip_prefix("linux-image-").unwrap_or(&image).to_owned();
+        let headers = format!("linux-headers-{release}");
+        // Its compiler and the tools of its build, but not the kernel that it would have installed.
+        let needs = debs.dependencies(&headers)?;
+        let named = |prefix: &str| needs.iter().find(|name| name.starts_with(prefix));
+        let (Some(gcc), Some(kbuild), Some(common)) =
+            (named("gcc-"), named("linux-kbuild-"), named("linux-headers-"))
+        else {
+            bail!("{headers} names no compiler: {}", needs.join(", "));
+        };
+        let mut numbers = release.split('.');
+        let (major, minor) = (numbers.next().unwrap_or(""), numbers.next().unwrap_or(""));
+        let source = format!("linux-source-{major}.{minor}");
+        debs.fetch_chosen(&["?essential", "make", "xz-utils", gcc, kbuild])?;
+        debs.fetch(&[&headers, common, &source])?;
+        Ok(Self { debs, image, release, source })
+    }
+
+    /// Makes the modules and puts all that a VM needs into `folder`.
+    fn make(&self, cache: &Path, folder: &Path) -> Result<()> {
+        let kernel = Kernel::unpack(&self.debs, &self.image, folder)?;
+        let stock = Scratch::at(cache.join("iommufd-stock"))?;
+        let image = self.debs.package(&self.image)?;
+        debs::unpack_some(&image, stock.path(), &[&format!("*/{STOCK}.ko*")])?;
+        let modules = folder.join("vfio");
+        fs::create_dir_all(&modules)?;
+        kernel.decompress(STOCK, stock.path(), &modules.join(format!("{STOCK}.ko")))?;
+
+        let root = Scratch::at(cache.join("iommufd-root"))?;
+        let source = self.debs.package(&self.source)?;
+        let mut packages = self.debs.packages()?;
+        packages.retain(|package| *package != image && *package != source);
+        debs::unpack(&packages, root.path())?;
+        checkers::prepare(root.path())?;
+        // What the package's script would have done.
+        let awk = root.path().join("usr/bin/awk");
+        if !awk.exists() {
+            std::os::unix::fs::symlink("mawk", awk)?;
+        }
+
+        let build = Scratch::at(cache.join("iommufd-build"))?;
+        self.unpack_sources(&source, build.path())?;
+        let script = format!(
+            "set -e\n\
+             make -s -C /usr/src/linux-headers-{} M=/mnt -j\"$(nproc)\" {MAKE} KCPPFLAGS=\"{DEFINES}\" modules\n\
+             strip --strip-debug {}\n",
+            self.release,
+            MADE.map(|path| format!("{path}.ko")).join(" "),
+        );
+        checkers::run_in(root.path(), build.path(), &script)?.success()?;
+        for path in MADE {
+            let made = build.path().join(format!("{path}.ko"));
+            let name = made.file_name().unwrap_or_default();
+            fs::copy(&made, modules.join(name))
+                .with_context(|| format!("The build made no {}", made.display()))?;
+        }
+        Ok(())
+    }
+
+    /// The parts of the sources that are compiled, with what makes modules of them.
+    fn unpack_sources(&self, package: &Path, build: &Path) -> Result<()> {
+        let name = &self.source;
+        let mut command = Command::new("sh");
+        command.args([
+            "-c",
+            r#"p=$1 b=$2 n=$3; shift 3
+            dpkg-deb --fsys-tarfile "$p" | tar -xO "./usr/src/$n.tar.xz" |
+                tar -xJ -C "$b" --strip-components=1 --wildcards "$@""#,
+            "sh",
+        ]);
+        command.arg(package).arg(build).arg(name);
+        command.args(SOURCES.map(|pattern| format!("{name}/{pattern}")));
+        debs::run_quietly(command, &build.join(".unpack"))
+            .with_context(|| format!("Cannot unpack {}", package.display()))?;
+        fs::write(build.join("Kbuild"), "obj-m := drivers/iommu/iommufd/ drivers/vfio/\n")?;
+        let iommufd: PathBuf = build.join("drivers/iommu/iommufd");
+        fs::write(iommufd.join("interval_tree_spans.c"), SPANS)?;
+        let makefile = iommufd.join("Makefile");
+        let mut text = fs::read_to_string(&makefile).context("The sources have no iommufd")?;
+        text.push_str("\niommufd-y += interval_tree_spans.o\n");
+        fs::write(makefile, text).map_err(Into::into)
+    }
+}

@@ -1,0 +1,118 @@
+//! The addresses that a device's DMA reaches: what is mapped here, and nothing else.
+//!
+//! The kernel keeps them in one of two ways: in a container with the type 1 driver, to which the device's group belongs, or
+//! in iommufd, to which the device itself does. Both pin what is mapped and tell the IOMMU; whatever happens to this
+//! process, the kernel takes it back.
+
+use std::fmt;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use iommufd_bindings::iommufd::{
+    iommu_ioas_map, iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as READABLE,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
+};
+use iommufd_ioctls::IommufdError;
+use nix::errno::Errno;
+use vfio_bindings::bindings::vfio::{
+    VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, vfio_iommu_type1_dma_map,
+};
+use vfio_ioctls::{VfioContainer, VfioError, VfioIommufd, VfioOps};
+
+use super::window::Window;
+use crate::mem::Mapping;
+
+/// The request that maps memory for DMA: `_IO(';', 113)`. The crate's own maps all of it writable, in either way.
+const MAP_DMA: libc::Ioctl = 0x3b71;
+
+/// Where DMA goes, in one of the kernel's two ways.
+pub(super) enum AddressSpace {
+    /// That of a container.
+    Container(Arc<VfioContainer>),
+    /// One of iommufd's.
+    Iommufd(Arc<VfioIommufd>),
+}
+
+impl AddressSpace {
+    /// What the device itself is opened with.
+    pub fn ops(&self) -> Arc<dyn VfioOps> {
+        match self {
+            Self::Container(container) => Arc::clone(container) as _,
+            Self::Iommufd(iommufd) => Arc::clone(iommufd) as _,
+        }
+    }
+
+    /// Lets the device reach memory from an address on: all of it, which the device may write where this process may.
+    pub fn attach(self: &Arc<Self>, iova: u64, memory: Arc<Mapping>) -> Result<Attached, Errno> {
+        let window = Window { iova, len: memory.len() };
+        // `Attached` has the memory, and takes it from the IOMMU before it lets it go. No reference points into it.
+        match &**self {
+            Self::Container(container) => map_in_container(container, iova, &memory)?,
+            Self::Iommufd(iommufd) => map_in_iommufd(iommufd, iova, &memory)?,
+        }
+        Ok(Attached { memory, window, space: Arc::clone(self) })
+    }
+
+    fn unmap(&self, window: Window) -> Result<(), VfioError> {
+        let len = usize::try_from(window.len).unwrap_or(usize::MAX);
+        self.ops().vfio_dma_unmap(window.iova, len)
+    }
+}
+
+fn map_in_container(container: &VfioContainer, iova: u64, memory: &Mapping) -> Result<(), Errno> {
+    let write = if memory.writable() { VFIO_DMA_MAP_FLAG_WRITE } else { 0 };
+    let map = vfio_iommu_type1_dma_map {
+        argsz: size_of::<vfio_iommu_type1_dma_map>() as u32,
+        flags: VFIO_DMA_MAP_FLAG_READ | write,
+        vaddr: memory.address(),
+        iova,
+        size: memory.len(),
+    };
+    // SAFETY: the kernel reads the structure, and keeps no pointer to it. What it names is a mapping that no reference
+    // points into, and `Attached` has.
+    let done = unsafe { libc::ioctl(container.as_raw_fd(), MAP_DMA, &raw const map) };
+    Errno::result(done).map(drop)
+}
+
+fn map_in_iommufd(iommufd: &VfioIommufd, iova: u64, memory: &Mapping) -> Result<(), Errno> {
+    let write = if memory.writable() { WRITEABLE } else { 0 };
+    let map = iommu_ioas_map {
+        size: size_of::<iommu_ioas_map>() as u32,
+        flags: FIXED_IOVA | READABLE | write,
+        ioas_id: iommufd.ioas().id(),
+        __reserved: 0,
+        user_va: memory.address(),
+        length: memory.len(),
+        iova,
+    };
+    iommufd.iommufd().map_iommu_ioas(&map).map_err(|error| match error {
+        IommufdError::IommuIoasMap(error) => Errno::from_raw(error.errno()),
+        _ => Errno::EINVAL,
+    })
+}
+
+/// Memory that the device reaches in a window, until it is dropped.
+pub struct Attached {
+    /// The memory.
+    pub memory: Arc<Mapping>,
+    /// Where the device sees it.
+    pub window: Window,
+    space: Arc<AddressSpace>,
+}
+
+impl fmt::Debug for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attached").field("window", &self.window).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if let Err(error) = self.space.unmap(self.window) {
+            // The device may still write there, so the memory is never given to anybody else.
+            log::error!("The IOMMU keeps a DMA window: {error}");
+            std::mem::forget(Arc::clone(&self.memory));
+        }
+    }
+}
