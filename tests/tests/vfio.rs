@@ -244,6 +244,11 @@ fn share_edu(access: Access) {
     }
     let held = Host::default().unbind(EDU.parse().unwrap()).unwrap_err().to_string();
     assert!(held.contains("is in use by a process"), "{held}");
+    // QEMU's IOMMU has 48 bits of addresses, but for those that interrupts go to.
+    let ranges = device.dma_ranges().unwrap();
+    assert!(ranges.iter().any(|range| range.contains(&UNMAPPED)), "{ranges:x?}");
+    assert!(!ranges.iter().any(|range| range.contains(&0xfee0_0000)), "{ranges:x?}");
+    assert!(ranges.iter().all(|range| *range.end() < 1 << 48), "{ranges:x?}");
     let refused = device.map(0, 0, 4096).unwrap_err();
     assert!(matches!(refused, DeviceError::NotMapped { .. }), "{refused}");
 

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -287,6 +288,12 @@ impl Device {
             },
             _ => DeviceError::Io { what: "map memory for DMA", source: errno.into() },
         })
+    }
+
+    /// Which DMA addresses the IOMMU lets be mapped, in order.
+    pub fn dma_ranges(&self) -> Result<Vec<RangeInclusive<u64>>, DeviceError> {
+        let ranges = self.space.ranges();
+        ranges.map_err(|source| DeviceError::Io { what: "ask for the IOMMU's addresses", source })
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -5,6 +5,8 @@
 //! process, the kernel takes it back.
 
 use std::fmt;
+use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
@@ -20,6 +22,7 @@ use vfio_bindings::bindings::vfio::{
 };
 use vfio_ioctls::{VfioContainer, VfioError, VfioIommufd, VfioOps};
 
+use super::ranges;
 use super::window::Window;
 use crate::mem::Mapping;
 
@@ -52,6 +55,14 @@ impl AddressSpace {
             Self::Iommufd(iommufd) => map_in_iommufd(iommufd, iova, &memory)?,
         }
         Ok(Attached { memory, window, space: Arc::clone(self) })
+    }
+
+    /// Which addresses can be mapped at all, in order.
+    pub fn ranges(&self) -> io::Result<Vec<RangeInclusive<u64>>> {
+        match self {
+            Self::Container(container) => ranges::of_container(container),
+            Self::Iommufd(iommufd) => ranges::of_iommufd(iommufd),
+        }
     }
 
     fn unmap(&self, window: Window) -> Result<(), VfioError> {

@@ -212,7 +212,9 @@ impl Host {
             group_with.extend(other);
         }
         group_with.sort();
-        let own = fs::read_dir(folder.join("vfio-dev")).into_iter().flatten().flatten().next();
+        // A kernel without such files has the folder too, but no number of a file in it.
+        let mut own = fs::read_dir(folder.join("vfio-dev")).into_iter().flatten().flatten();
+        let own = own.find(|entry| entry.path().join("dev").exists());
         let character_device =
             own.map(|entry| self.dev.join("vfio/devices").join(entry.file_name()));
         Ok(PciDevice {
@@ -448,7 +450,10 @@ mod tests {
         driver(&root, VFIO_PCI, Some(GPU));
         let own = root.path().join("dev/vfio/devices");
         fs::create_dir_all(&own).unwrap();
-        fs::create_dir_all(root.path().join(DEVICES).join(GPU).join("vfio-dev/vfio0")).unwrap();
+        let shown = root.path().join(DEVICES).join(GPU).join("vfio-dev/vfio0");
+        fs::create_dir_all(&shown).unwrap();
+        assert_eq!(host.device(gpu()).unwrap().character_device, None);
+        fs::write(shown.join("dev"), "510:0\n").unwrap();
         let file = fs::File::create(own.join("vfio0")).unwrap();
         let device = host.device(gpu()).unwrap();
         assert!(device.files().starts_with("/dev/vfio/7 "), "{}", device.files());

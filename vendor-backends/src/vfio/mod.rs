@@ -4,7 +4,7 @@
 //! * [`host`]: which devices there are, who drives them, and how they are given to vfio-pci and back
 //! * [`access`]: the two ways in which the kernel hands one out: by iommufd, or by its group
 //! * [`device`]: one device in our hands: its BARs, its interrupt
-//! * [`dma`]: memory that it may reach
+//! * [`dma`]: memory that it may reach, and at which addresses it could (`ranges`)
 //! * [`window`]: the DMA addresses of each vGPU
 //! * [`family`]: for each kind of device, what a guest may map of it, what is emulated, and what it never sees
 //! * [`edu`]: a DMA engine
@@ -20,6 +20,7 @@ pub mod dma;
 pub mod edu;
 pub mod family;
 pub mod host;
+mod ranges;
 pub mod window;
 
 use std::sync::Arc;

@@ -102,8 +102,10 @@ fn vfio(host: &Host) -> Vec<Finding> {
         let group = group.ok().and_then(|link| link.file_name()?.to_str().map(str::to_owned));
         let node = group.map(|group| format!("dev/vfio/{group}"));
         // The newer way, where this kernel has it: the same choice as an owner's.
-        let own = host.names(&format!("sys/bus/pci/devices/{name}/vfio-dev"));
-        let own = own.first().filter(|_| host.has("dev/iommu"));
+        let shown = format!("sys/bus/pci/devices/{name}/vfio-dev");
+        let own =
+            host.names(&shown).into_iter().find(|own| host.has(&format!("{shown}/{own}/dev")));
+        let own = own.filter(|_| host.has("dev/iommu"));
         let (node, way) = match own {
             Some(own) => (node.map(|_| format!("dev/vfio/devices/{own}")), "by iommufd"),
             None => (node, "by its IOMMU group"),
