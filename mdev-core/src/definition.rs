@@ -18,7 +18,7 @@ pub mod store;
 
 pub use attrs::{AttrError, Attrs};
 pub use owner::{Owner, OwnerError};
-pub use settings::{ATTRIBUTES, Attribute, Quotas, Settings};
+pub use settings::{ATTRIBUTES, Attribute, Patience, Quotas, Settings};
 pub use store::{Store, StoreError};
 
 /// When a defined vGPU is started.

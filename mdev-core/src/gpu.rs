@@ -68,7 +68,8 @@ bitflags! {
         const BUDGETS = 1 << 7;
         /// It keeps [`Quotas`].
         const QUOTAS = 1 << 8;
-        /// It runs the named programs of [`crate::abi::program`]; otherwise programs are machine code of the GPU.
+        /// It runs the named programs of [`crate::abi::program`] but for the factorial. Without that and [`Self::FACTORIAL`],
+        /// programs are machine code of the GPU.
         const SOFT_PROGRAMS = 1 << 9;
         /// A channel that faults takes no other with it. Without this, those of the same vGPU and [`EngineKind`] end too.
         const CHANNEL_FAULTS = 1 << 10;
@@ -77,6 +78,8 @@ bitflags! {
         /// Slices alone make shares exact, since what a turn is too long is charged to the next ones; and turns are so long
         /// that a reading of the counters says nothing about shares.
         const EXACT_SLICES = 1 << 12;
+        /// It has a factorial unit: the named program [`crate::abi::program::Kernel::Factorial`].
+        const FACTORIAL = 1 << 13;
     }
 }
 
@@ -101,6 +104,9 @@ pub struct GpuDescription {
     pub max_import_bytes: u64,
     /// Default time slice of a channel group.
     pub default_timeslice: Duration,
+    /// Engine time after which one kernel or transfer has hung, unless a quota says otherwise; `None` where each ends by
+    /// itself, or does not count as hung however long it takes.
+    pub hang_timeout: Option<Duration>,
 }
 
 /// What a vGPU is admitted with.

@@ -2,6 +2,8 @@
 
 mod advice;
 
+pub use advice::Reach;
+
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;

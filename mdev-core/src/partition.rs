@@ -120,6 +120,7 @@ mod tests {
             max_channels: 64,
             max_import_bytes: 1 << 40,
             default_timeslice: Duration::from_millis(2),
+            hang_timeout: None,
         }
     }
 

@@ -8,6 +8,7 @@
 //! has a single type (`EDU-C`).
 
 use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -118,6 +119,9 @@ pub struct Profile {
     pub max_channels: u32,
     /// Bytes of guest memory that one vGPU of it may import.
     pub max_import_bytes: u64,
+    /// [`GpuDescription::hang_timeout`].
+    #[serde(default)]
+    pub hang_timeout: Option<Duration>,
 }
 
 impl Profile {
@@ -133,6 +137,7 @@ impl Profile {
             max_instances: u32::try_from(fit).unwrap_or(u32::MAX).min(gpu.max_vgpus),
             max_channels: gpu.max_channels,
             max_import_bytes: gpu.max_import_bytes.min(MAX_IMPORT_BYTES),
+            hang_timeout: gpu.hang_timeout,
         }
     }
 
@@ -250,6 +255,7 @@ mod tests {
             max_channels: 64,
             max_import_bytes: 1 << 40,
             default_timeslice: Duration::from_millis(2),
+            hang_timeout: None,
         }
     }
 

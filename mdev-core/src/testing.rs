@@ -95,6 +95,7 @@ impl Recorder {
                 max_channels: 8,
                 max_import_bytes: 1 << 30,
                 default_timeslice: Duration::from_millis(2),
+                hang_timeout: None,
             },
             apertures: Apertures {
                 vram: Some(vram),

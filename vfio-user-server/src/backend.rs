@@ -83,19 +83,11 @@ impl Backend {
                 let (uid, gid) = (uid.to_string(), gid.to_string());
                 let words_fd = (spawn::FIRST_FD + 1).to_string();
                 let address = address.to_string();
-                let window = options.window_bytes.to_string();
-                let args = [
-                    "owner",
-                    "--address",
-                    &address,
-                    "--uid",
-                    &uid,
-                    "--gid",
-                    &gid,
-                    "--window",
-                    &window,
-                ];
+                let args = ["owner", "--address", &address, "--uid", &uid, "--gid", &gid];
                 let mut args: Vec<String> = words(&args);
+                if let Some(bytes) = options.window_bytes {
+                    args.extend(["--window".to_owned(), bytes.to_string()]);
+                }
                 args.extend(["--words-fd".to_owned(), words_fd]);
                 if let Some(wanted) = options.iommufd {
                     args.extend(["--iommufd".to_owned(), wanted.to_string()]);
@@ -245,7 +237,7 @@ fn a_vfio(address: &str, given: &[&str]) -> Result<ParentConfig, String> {
     let mut options = vfio::Options::default();
     for option in given {
         match option.split_once('=') {
-            Some(("window", size)) => options.window_bytes = parse_window(size)?,
+            Some(("window", size)) => options.window_bytes = Some(parse_window(size)?),
             Some(("iommufd", "yes")) => options.iommufd = Some(true),
             Some(("iommufd", "no")) => options.iommufd = Some(false),
             _ => {

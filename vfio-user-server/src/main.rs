@@ -125,7 +125,7 @@ struct OwnerArgs {
     #[arg(long)]
     words_fd: RawFd,
     #[arg(long)]
-    window: u64,
+    window: Option<u64>,
     #[arg(long)]
     iommufd: Option<bool>,
 }

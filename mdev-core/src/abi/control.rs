@@ -69,10 +69,13 @@ bitflags! {
         const DOORBELL_MAPPED = 1 << 3;
         /// Check NEED_WAKEUP after each doorbell.
         const NEED_WAKEUP = 1 << 4;
-        /// Programs are blobs of [`super::program`]; otherwise machine code of the GPU.
+        /// Programs are blobs of [`super::program`], which has all but the factorial. Without this and `FACTORIAL`, they are
+        /// machine code of the GPU.
         const SOFT_PROGRAMS = 1 << 5;
         /// BAR 4 is there and mapped.
         const VRAM_APERTURE = 1 << 6;
+        /// There is a factorial unit: the kernel [`super::program::Kernel::Factorial`], whose program is a blob too.
+        const FACTORIAL = 1 << 7;
     }
 }
 

@@ -1,9 +1,12 @@
-//! Programs of the software silicon: small blobs that name one of its built-in kernels.
+//! Programs of silicon that runs no machine code: small blobs that name one of its built-in kernels. The software GPU has
+//! all of them; a device with a unit for one of them has that one.
 //!
 //! A QMD's program address points at a blob where hardware would have machine code. Parameters lie in constant buffer 0
 //! from [`super::compute::PARAM_BASE`], laid out as a CUDA kernel's would be, so a launch looks alike on both silicons.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::control::Features;
 
 /// First word of a blob: "TSKN".
 pub const MAGIC: u32 = 0x4e4b_5354;
@@ -40,6 +43,8 @@ pub enum Kernel {
     Spin = 4,
     /// `c[i] = a[i] + b[i]`; one thread per element, x only. Parameters: [`VectorAdd`].
     VectorAdd = 5,
+    /// `x[i] = x[i]!`, modulo 2^32; one thread per element, x only. Parameters: [`Factorial`].
+    Factorial = 6,
 }
 
 impl Kernel {
@@ -51,6 +56,7 @@ impl Kernel {
             3 => Self::Mandelbrot,
             4 => Self::Spin,
             5 => Self::VectorAdd,
+            6 => Self::Factorial,
             _ => return None,
         })
     }
@@ -63,7 +69,16 @@ impl Kernel {
             Self::Mandelbrot => size_of::<Mandelbrot>(),
             Self::Spin => size_of::<Spin>(),
             Self::VectorAdd => size_of::<VectorAdd>(),
+            Self::Factorial => size_of::<Factorial>(),
         }) as u32
+    }
+
+    /// What a vGPU has that runs it as a named program.
+    pub const fn feature(self) -> Features {
+        match self {
+            Self::Factorial => Features::FACTORIAL,
+            _ => Features::SOFT_PROGRAMS,
+        }
     }
 }
 
@@ -95,6 +110,28 @@ pub struct VectorAdd {
     pub n: u32,
     /// Zero.
     pub reserved: u32,
+}
+
+/// Parameters of [`Kernel::Factorial`].
+#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Factorial {
+    /// GPU address of x: 32-bit words.
+    pub x: u64,
+    /// Elements.
+    pub n: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+impl Factorial {
+    /// From here on factorials are multiples of 2^32.
+    pub const ZERO_FROM: u32 = 34;
+
+    /// `n!`, modulo 2^32.
+    pub fn of(n: u32) -> u32 {
+        if n < Self::ZERO_FROM { (1..=n).fold(1, u32::wrapping_mul) } else { 0 }
+    }
 }
 
 /// Parameters of [`Kernel::Sgemm`].
@@ -173,4 +210,19 @@ pub struct Spin {
     pub iterations: u32,
     /// Zero.
     pub reserved: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Factorial;
+
+    #[test]
+    fn factorials_are_those_of_the_definition() {
+        assert_eq!([0, 1, 5, 12].map(Factorial::of), [1, 1, 120, 479_001_600]);
+        let mut product = 1u32;
+        for n in 1..200 {
+            product = product.wrapping_mul(n);
+            assert_eq!(Factorial::of(n), product, "{n}");
+        }
+    }
 }

@@ -189,7 +189,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::definition::Quotas;
+    use crate::definition::{Patience, Quotas};
     use crate::gpu::{self, GpuCapabilities};
     use crate::sched::{Core, Priority};
     use crate::units::MIB;
@@ -251,7 +251,7 @@ mod tests {
             max_pinned: Some(512 * MIB),
             submissions: NonZeroU32::new(1000),
             refresh: NonZeroU32::new(30).unwrap(),
-            hang_timeout: Some(Duration::from_millis(2500)),
+            hang_timeout: Patience::Limit(Some(Duration::from_millis(2500))),
             acquire_timeout: Some(Duration::from_millis(10)),
         };
         assert_eq!(settings.quotas, quotas);
@@ -288,10 +288,13 @@ mod tests {
     #[test]
     fn what_is_not_given_is_as_the_silicon_has_it() {
         let defaults = attrs(&[]).settings().unwrap().quotas;
-        assert_eq!(defaults.of_silicon(), gpu::Quotas::default());
+        let own = gpu::Quotas::DEFAULT_HANG_TIMEOUT;
+        assert_eq!(defaults.of_silicon(Some(own)), gpu::Quotas::default());
+        assert_eq!(defaults.of_silicon(None).hang_timeout, None);
         assert_eq!(defaults.refresh.get(), 60);
         let off = attrs(&[("hang_timeout", "off"), ("acquire_timeout", "off")]).settings().unwrap();
-        assert_eq!((off.quotas.hang_timeout, off.quotas.acquire_timeout), (None, None));
+        let off = off.quotas.of_silicon(Some(own));
+        assert_eq!((off.hang_timeout, off.acquire_timeout), (None, None));
     }
 
     #[test]

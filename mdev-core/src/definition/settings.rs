@@ -42,22 +42,42 @@ pub struct Quotas {
     /// Pictures of the screen that are read out in a second.
     pub refresh: NonZeroU32,
     /// Engine time of one kernel or transfer, after which it has hung.
-    pub hang_timeout: Option<Duration>,
+    pub hang_timeout: Patience,
     /// Time that a channel may wait for a semaphore, after which it has hung.
     pub acquire_timeout: Option<Duration>,
+}
+
+/// How long is too long.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Patience {
+    /// What the GPU has by itself.
+    #[default]
+    Own,
+    /// Longer than this, or nothing is.
+    Limit(Option<Duration>),
+}
+
+impl Patience {
+    /// What it comes down to on a GPU whose own is `own`.
+    pub fn or(self, own: Option<Duration>) -> Option<Duration> {
+        match self {
+            Self::Own => own,
+            Self::Limit(limit) => limit,
+        }
+    }
 }
 
 impl Quotas {
     /// Pictures in a second, where nothing else was said: as many as a screen shows.
     pub const DEFAULT_REFRESH: NonZeroU32 = NonZeroU32::new(60).unwrap();
 
-    /// Those that the silicon keeps.
-    pub fn of_silicon(&self) -> gpu::Quotas {
+    /// Those that the silicon keeps, which has a hang timeout of its own.
+    pub fn of_silicon(&self, own_hang_timeout: Option<Duration>) -> gpu::Quotas {
         gpu::Quotas {
             submissions_per_second: self.submissions,
             max_channels: self.max_channels,
             max_import_bytes: self.max_pinned,
-            hang_timeout: self.hang_timeout,
+            hang_timeout: self.hang_timeout.or(own_hang_timeout),
             acquire_timeout: self.acquire_timeout,
         }
     }
@@ -71,7 +91,7 @@ impl Default for Quotas {
             max_pinned: silicon.max_import_bytes,
             submissions: silicon.submissions_per_second,
             refresh: Self::DEFAULT_REFRESH,
-            hang_timeout: silicon.hang_timeout,
+            hang_timeout: Patience::Own,
             acquire_timeout: silicon.acquire_timeout,
         }
     }
@@ -203,12 +223,12 @@ pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "hang_timeout",
         values: "0.01 to 86400 seconds, or off",
-        default: "60",
+        default: "60, or off where each ends by itself",
         about: "Engine time of one kernel or transfer, after which its channel is reset as hung.",
         live: true,
         needs: QUOTAS,
         apply: |settings, value| {
-            settings.quotas.hang_timeout = patience("hang_timeout", value)?;
+            settings.quotas.hang_timeout = Patience::Limit(patience("hang_timeout", value)?);
             Ok(())
         },
     },

@@ -188,6 +188,7 @@ pub(super) fn features(spec: &FunctionSpec, client: &dyn Client) -> Features {
     features.set(Features::NEED_WAKEUP, has.contains(GpuCapabilities::NEED_WAKEUP));
     features.set(Features::VRAM_APERTURE, apertures.vram.is_some());
     features.set(Features::SOFT_PROGRAMS, has.contains(GpuCapabilities::SOFT_PROGRAMS));
+    features.set(Features::FACTORIAL, has.contains(GpuCapabilities::FACTORIAL));
     features
 }
 

@@ -16,7 +16,7 @@ use crate::abi::doorbell;
 use crate::gpu::{Aperture, Client, GpuError, Pending, Usage};
 use crate::ids::{GuestPa, Token};
 use crate::irq::Interrupts;
-use crate::mem::{DmaAccess, GuestMemory, MemError};
+use crate::mem::{DmaAccess, GuestMemory, MemError, Reach};
 use crate::pci::{Bar, BarKind, CONFIG_BYTES, ConfigSpace, Identity};
 use crate::regs::Bank;
 
@@ -436,7 +436,11 @@ impl VirtualFunction {
         let bars = self.config.bars().iter();
         let own: Vec<_> =
             bars.filter_map(|bar| Some((self.config.bar_address(bar.kind)?, bar.size))).collect();
-        let mut lines = self.memory.advice(&own, self.active);
+        let reach = Reach {
+            gpu: self.client.gpu().max_import_bytes,
+            vgpu: self.client.spec().max_import_bytes,
+        };
+        let mut lines = self.memory.advice(&own, self.active, reach);
         if self.lost {
             lines.push("The GPU is lost: stop the vGPU and start it again".to_owned());
         }

@@ -13,13 +13,23 @@ const LARGE: u64 = 32 * MIB;
 /// How much of the lowest RAM is looked at for signs of life: what a PC has below the VGA hole.
 const SAMPLE: u64 = 640 * KIB;
 
+/// How much of a VM's memory can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reach {
+    /// By the GPU, whoever asks.
+    pub gpu: u64,
+    /// By the vGPU, as it was admitted.
+    pub vgpu: u64,
+}
+
 impl GuestMemory {
     /// What an operator should know about the VM's memory, one line each.
     ///
     /// `own` are the device's own BARs, which a client may map back without a file. `active` says that the guest's
-    /// driver runs, so that its RAM cannot be empty.
-    pub fn advice(&self, own: &[(u64, u64)], active: bool) -> Vec<String> {
+    /// driver runs, so that its RAM cannot be empty. `reach` says how much of it the GPU can have.
+    pub fn advice(&self, own: &[(u64, u64)], active: bool, reach: Reach) -> Vec<String> {
         let mut lines = Vec::new();
+        lines.extend(self.beyond(reach));
         let is_own =
             |start: u64| own.iter().any(|(bar, len)| start.wrapping_sub(*bar) < *len && *len > 0);
         let ram = |map: &Map| map.size >= LARGE && map.access.contains(DmaAccess::WRITE);
@@ -63,6 +73,30 @@ impl GuestMemory {
         lines
     }
 
+    /// What to do about RAM that is more than the GPU can have, which its guest learns only when it uses it.
+    fn beyond(&self, reach: Reach) -> Option<String> {
+        let ram = self.maps.values().filter(|map| map.file.is_some());
+        let bytes = ram.fold(0_u64, |sum, map| sum.saturating_add(map.size));
+        let mib = |bytes: u64| bytes.div_ceil(MIB);
+        if bytes > reach.gpu {
+            return Some(format!(
+                "The VM has {} MiB of memory, and the GPU reaches {} MiB of each VM: give the VM less, or \
+                 the parent a longer window (vgpud --parent ...,window={}M)",
+                mib(bytes),
+                reach.gpu / MIB,
+                mib(bytes).next_power_of_two()
+            ));
+        }
+        (bytes > reach.vgpu).then(|| {
+            format!(
+                "The VM has {} MiB of memory, and this vGPU may have {} MiB of it pinned: give the VM \
+                 less, or raise max_pinned",
+                mib(bytes),
+                reach.vgpu / MIB
+            )
+        })
+    }
+
     /// True where the lowest shared RAM is all zeros. A client that maps its file privately hands us the file, and the
     /// guest's stores never reach it.
     fn looks_private(&self) -> bool {
@@ -86,15 +120,34 @@ mod tests {
     use crate::testing::shared_ram;
 
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
+    const ALL: Reach = Reach { gpu: u64::MAX, vgpu: u64::MAX };
 
     #[test]
     fn memory_that_is_not_shared_is_explained() {
         let mut memory = GuestMemory::default();
         memory.map(GuestPa(0xf000_0000), 256 * MIB, RW, None).unwrap();
-        assert!(memory.advice(&[(0xf000_0000, 256 * MIB)], true).is_empty(), "our own BAR");
+        assert!(memory.advice(&[(0xf000_0000, 256 * MIB)], true, ALL).is_empty(), "our own BAR");
         memory.map(GuestPa(0), 512 * MIB, RW, None).unwrap();
-        let advice = memory.advice(&[(0xf000_0000, 256 * MIB)], false);
+        let advice = memory.advice(&[(0xf000_0000, 256 * MIB)], false, ALL);
         assert!(advice[0].contains("share=on") && advice[0].contains("512 MiB"), "{advice:?}");
+    }
+
+    #[test]
+    fn more_memory_than_the_gpu_reaches_is_explained() {
+        let mut memory = GuestMemory::default();
+        let ram = shared_ram(&mut memory, 0, 48 * MIB);
+        ram.write_all_at(&[1], 0x400).unwrap();
+        shared_ram(&mut memory, 64 * MIB, 48 * MIB);
+        let advice = |gpu, vgpu| memory.advice(&[], true, Reach { gpu, vgpu });
+        assert!(advice(96 * MIB, 96 * MIB).is_empty());
+        let lines = advice(64 * MIB, 64 * MIB);
+        assert_eq!(lines.len(), 1);
+        assert!(
+            lines[0].contains("has 96 MiB") && lines[0].contains("reaches 64 MiB"),
+            "{lines:?}"
+        );
+        assert!(lines[0].ends_with("window=128M)"), "{lines:?}");
+        assert!(advice(1 << 40, 64 * MIB)[0].ends_with("raise max_pinned"));
     }
 
     #[test]
@@ -103,19 +156,22 @@ mod tests {
         let ram = shared_ram(&mut memory, 0, 64 * MIB);
         ram.write_all_at(&[1], 0x400).unwrap();
         memory.map(GuestPa(0x1_0000_0000), 512 * MIB, RW, None).unwrap();
-        assert!(memory.advice(&[], true).is_empty());
+        assert!(memory.advice(&[], true, ALL).is_empty());
         assert!(memory.read(GuestPa(0x1_0000_0000), &mut [0]).is_err());
-        assert!(memory.advice(&[], true)[0].contains("0x100000000"), "unless a driver asks for it");
+        assert!(
+            memory.advice(&[], true, ALL)[0].contains("0x100000000"),
+            "unless a driver asks for it"
+        );
     }
 
     #[test]
     fn memory_mapped_privately_is_explained() {
         let mut memory = GuestMemory::default();
         let ram = shared_ram(&mut memory, 0, 64 * MIB);
-        assert!(memory.advice(&[], false).is_empty(), "nothing has run yet");
-        assert!(memory.advice(&[], true)[0].contains("share=off"));
+        assert!(memory.advice(&[], false, ALL).is_empty(), "nothing has run yet");
+        assert!(memory.advice(&[], true, ALL)[0].contains("share=off"));
         ram.write_all_at(&[1], 0x9_0000).unwrap();
-        assert!(memory.advice(&[], true).is_empty());
+        assert!(memory.advice(&[], true, ALL).is_empty());
     }
 
     #[test]
@@ -125,7 +181,7 @@ mod tests {
         ram.set_len(0).unwrap();
         memory.read(GuestPa(0x1000), &mut [0; 64]).unwrap();
         memory.write(GuestPa(0x2000), &[0; 64]).unwrap();
-        assert!(memory.advice(&[], false)[0].contains("shortened"));
+        assert!(memory.advice(&[], false, ALL)[0].contains("shortened"));
     }
 
     #[test]
@@ -133,6 +189,6 @@ mod tests {
         let mut memory = GuestMemory::default();
         let fd = OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
         memory.map(GuestPa(0), 64 * MIB, RW, Some((fd, 0))).unwrap();
-        assert!(memory.advice(&[], false)[0].contains("cannot be mapped"));
+        assert!(memory.advice(&[], false, ALL)[0].contains("cannot be mapped"));
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// A group with work that is kept waiting by others may catch up on so much wall time's worth of its budget.
+/// A group with work that is kept waiting by others may catch up on so much wall time's worth of its budget, at least.
 pub const CARRY_NS: u64 = 100_000_000;
 
 /// Debt beyond this is forgiven, so that one accident is not paid for ever.
@@ -51,6 +51,7 @@ pub struct Meter {
     /// What of a nanosecond of credit came in already, in parts of a period.
     rest: u64,
     at_ns: u64,
+    carry_ns: u64,
     open: bool,
 }
 
@@ -60,7 +61,14 @@ impl Meter {
         let period_ns = budget.period_ns.clamp(1_000_000, 30_000_000);
         let time_ns = budget.time_ns.clamp(1, period_ns - 1);
         let budget = Budget { time_ns, period_ns };
-        Self { budget, credit_ns: time_ns.cast_signed(), rest: 0, at_ns: now_ns, open: true }
+        let credit_ns = time_ns.cast_signed();
+        Self { budget, credit_ns, rest: 0, at_ns: now_ns, carry_ns: CARRY_NS, open: true }
+    }
+
+    /// One for silicon that keeps a group waiting for so long, where that is longer than [`CARRY_NS`].
+    #[must_use]
+    pub fn carrying(self, wait_ns: u64) -> Self {
+        Self { carry_ns: wait_ns.clamp(CARRY_NS, MAX_DEBT_NS.cast_unsigned()), ..self }
     }
 
     /// What it holds the group to.
@@ -73,7 +81,7 @@ impl Meter {
     pub fn set_budget(&mut self, budget: Budget, now_ns: u64) {
         self.advance(now_ns, true);
         let credit_ns = self.credit_ns;
-        *self = Self::new(budget, self.at_ns);
+        *self = Self::new(budget, self.at_ns).carrying(self.carry_ns);
         let most = self.credit_ns;
         self.credit_ns = credit_ns.clamp(-most, most);
         self.open = self.credit_ns > 0;
@@ -93,7 +101,7 @@ impl Meter {
         self.rest = (parts % period) as u64;
         let came = i64::try_from(parts / period).unwrap_or(i64::MAX);
         let time = self.budget.time_ns;
-        let carry = u128::from(CARRY_NS) * u128::from(time) / period;
+        let carry = u128::from(self.carry_ns) * u128::from(time) / period;
         let most = if has_work { time.max(carry as u64) } else { time };
         let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
         let credit = self.credit_ns.saturating_add(came).saturating_sub(used);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Parser, Subcommand};
 use mdev_core::abi::control::Features;
 use mdev_core::gpu::EngineKind;
-use mdev_core::units::MIB;
+use mdev_core::units::{KIB, MIB};
 use serde::Serialize;
 use serde_json::json;
 
@@ -20,6 +20,7 @@ use crate::programs::DEFAULT_CUBIN;
 use crate::pushbuffer::Methods;
 use crate::screen::{Screen, show_console};
 use crate::work::copy::{Copy, Rectangle};
+use crate::work::factorial::Factorial;
 use crate::work::fill::Fill;
 use crate::work::mandelbrot::Mandelbrot;
 use crate::work::saxpy::Saxpy;
@@ -49,12 +50,17 @@ pub struct Cli {
 enum Command {
     /// Says what the vGPU is and has.
     Info,
-    /// Copies guest RAM to video memory and back, fills, and copies a rectangle.
+    /// Copies guest RAM to video memory and back (to RAM, where there is none), fills, and copies a rectangle.
     Copy {
-        /// MiB to copy.
-        #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=1024))]
+        /// MiB to copy, or KiB with a K.
+        #[arg(long, default_value = "16", value_parser = copy_size)]
         size: u64,
+        /// No rectangle: each of its rows is a copy, which some devices take their time for.
+        #[arg(long)]
+        linear: bool,
     },
+    /// Computes x = x!, modulo 2^32.
+    Factorial(Elements),
     /// Computes y = a * x + y.
     Saxpy(Elements),
     /// Computes c = a + b.
@@ -129,12 +135,17 @@ impl Cli {
         let device = Device::open_with(platform, &self.cubin)?;
         match &self.command {
             Command::Info => self.info(&device),
-            Command::Copy { size } => {
+            Command::Copy { size, linear } => {
                 let mut channel = Channel::new(&device, EngineKind::Copy)?;
-                let words = (size * MIB / 4) as u32;
-                self.job(&mut channel, &Copy::new(&device, size * MIB)?)?;
+                let words = (size / 4) as u32;
+                self.job(&mut channel, &Copy::new(&device, *size)?)?;
                 self.job(&mut channel, &Fill::new(&device, Home::Guest, words - 1)?)?;
-                self.job(&mut channel, &Rectangle::new(&device)?)?;
+                if !linear {
+                    self.job(&mut channel, &Rectangle::new(&device)?)?;
+                }
+            }
+            Command::Factorial(Elements { n }) => {
+                self.compute(&device, &Factorial::new(&device, Home::Guest, *n)?)?;
             }
             Command::Saxpy(Elements { n }) => {
                 self.compute(&device, &Saxpy::new(&device, Home::Guest, *n)?)?;
@@ -314,9 +325,31 @@ fn draw(
     Ok((frames + 1, report))
 }
 
+/// `16`, `64K`: bytes.
+fn copy_size(text: &str) -> Result<u64, String> {
+    let (digits, unit) = text.strip_suffix('K').map_or((text, MIB), |digits| (digits, KIB));
+    let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+    let bytes = bytes.filter(|bytes| (KIB..=1024 * MIB).contains(bytes));
+    bytes.ok_or_else(|| "1 to 1024 (MiB), or a number of KiB such as 64K".into())
+}
+
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(value) if (0.0..=86_400.0).contains(&value) => Ok(value),
         _ => Err("a number of seconds, 0 to 86400".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_mib_or_say_kib() {
+        assert_eq!(copy_size("16"), Ok(16 * MIB));
+        assert_eq!(copy_size("64K"), Ok(64 * KIB));
+        for wrong in ["", "0", "K", "0K", "1025", "1048577K", "-1", "1M", "99999999999999999999"] {
+            assert!(copy_size(wrong).is_err(), "{wrong}");
+        }
     }
 }

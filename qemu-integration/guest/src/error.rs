@@ -66,6 +66,9 @@ pub enum GuestError {
     /// The vGPU cannot do it.
     #[error("This vGPU has no {0}")]
     Unsupported(&'static str),
+    /// It has named programs, and not this one.
+    #[error("This vGPU has no kernel {0}")]
+    NoKernel(&'static str),
     /// The GPU computed something else than the CPU.
     #[error("Wrong result: {0}")]
     Wrong(String),

@@ -65,8 +65,11 @@ impl Programs {
         if let Some(program) = loaded.get(&(kernel as u32)).and_then(Weak::upgrade) {
             return Ok(program);
         }
-        let program = if device.features().contains(Features::SOFT_PROGRAMS) {
+        let features = device.features();
+        let program = if features.contains(kernel.feature()) {
             built_in(device, kernel)?
+        } else if features.intersects(Features::SOFT_PROGRAMS | Features::FACTORIAL) {
+            return Err(GuestError::NoKernel(name(kernel)));
         } else {
             self.machine_code(device, kernel)?
         };
@@ -110,6 +113,7 @@ pub const fn name(kernel: Kernel) -> &'static str {
         Kernel::Mandelbrot => "mandelbrot",
         Kernel::Spin => "spin",
         Kernel::VectorAdd => "vadd",
+        Kernel::Factorial => "factorial",
     }
 }
 

@@ -22,6 +22,7 @@ pub const HOTPLUG_PORTS: usize = 2;
 const KEYS: &str = "keys.sock";
 const START_LIMIT: Duration = Duration::from_secs(20);
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
+const SAVE_LIMIT: Duration = Duration::from_secs(30);
 
 /// How the guest's memory is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,6 +52,11 @@ pub struct VmSpec {
     /// Its clock counts instructions, and jumps to the next timer while it is idle: what waits for a slow device takes no
     /// time.
     pub virtual_time: bool,
+    /// Its clock counts instructions while there is work: a VM that is emulated in an emulated VM is so slow that it would
+    /// do nothing but take its timer's interrupts.
+    pub counted_time: bool,
+    /// What [`Vm::save`] has written of a VM that was started alike: it goes on from there.
+    pub saved: Option<PathBuf>,
 }
 
 impl VmSpec {
@@ -63,6 +69,8 @@ impl VmSpec {
             devices: Vec::new(),
             kvm: false,
             virtual_time: false,
+            counted_time: false,
+            saved: None,
         }
     }
 
@@ -96,6 +104,15 @@ impl VmSpec {
             // 16 ns each.
             add(&["-icount", "shift=4,sleep=off"]);
         }
+        if self.counted_time {
+            add(&["-icount", "shift=4,sleep=on"]);
+        }
+        if let Some(saved) = &self.saved {
+            let mut from = OsString::from("file:");
+            from.push(saved);
+            args.extend(["-incoming".into(), from]);
+        }
+        let mut add = |words: &[&str]| args.extend(words.iter().map(OsString::from));
         for port in 0..HOTPLUG_PORTS {
             // Windows for a vGPU's BARs: SeaBIOS reserves too little for a device that is not there yet.
             let port = json!({
@@ -203,6 +220,18 @@ impl Vm {
         })
     }
 
+    /// Waits until one that was saved goes on: what is said to it before is lost.
+    pub fn wait_running(&mut self) -> Result<()> {
+        let deadline = Instant::now() + SAVE_LIMIT;
+        while self.qmp.execute("query-status", &json!({}))?["running"] != json!(true) {
+            if Instant::now() > deadline {
+                bail!("The saved VM does not go on: {}", self.errors());
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
     /// QEMU's process.
     pub fn pid(&self) -> Pid {
         self.process.pid()
@@ -240,6 +269,22 @@ impl Vm {
         self.qmp.drop_events();
         self.qmp.execute("device_del", &json!({ "id": id }))?;
         self.qmp.wait_event("DEVICE_DELETED", Duration::from_secs(60)).map(drop)
+    }
+
+    /// Writes its memory and its devices to a file, and ends it.
+    pub fn save(mut self, file: &Path) -> Result<()> {
+        let uri = format!("file:{}", file.display());
+        self.qmp.execute("migrate", &json!({ "uri": uri }))?;
+        let deadline = Instant::now() + SAVE_LIMIT;
+        loop {
+            let state = self.qmp.execute("query-migrate", &json!({}))?;
+            match state["status"].as_str() {
+                Some("completed") => return self.quit(),
+                Some("failed" | "cancelled") => bail!("QEMU cannot save the VM: {state}"),
+                _ if Instant::now() > deadline => bail!("QEMU does not save the VM: {state}"),
+                _ => thread::sleep(Duration::from_millis(10)),
+            }
+        }
     }
 
     /// Ends QEMU in an orderly way.

@@ -14,8 +14,18 @@ use crate::kvm;
 use crate::progress::Progress;
 
 /// Test programs that boot VMs; they come last, since they take longest.
-const WITH_QEMU: [&str; 8] =
-    ["browser", "bundle", "libvirt", "package", "qemu", "vfio", "vfio_display", "vfio_dma"];
+const WITH_QEMU: [&str; 10] = [
+    "browser",
+    "bundle",
+    "libvirt",
+    "package",
+    "qemu",
+    "vfio",
+    "vfio_display",
+    "vfio_dma",
+    "vfio_guest",
+    "vfio_shares",
+];
 
 /// Test programs that measure who gets how much: their tests would take the CPUs from one another.
 const ONE_BY_ONE: [&str; 2] = ["stranger", "work"];

@@ -15,10 +15,13 @@ use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
 use crate::initramfs;
 use crate::kernel::Kernel;
+use crate::place::layout;
 use crate::progress::Progress;
-use crate::qemu::VmSpec;
-use crate::root::cache_folder;
+use crate::qemu::{Vm, VmSpec};
+use crate::root::{Root, cache_folder};
 
+/// The state of a guest, beside its kernel.
+const SAVED: &str = "saved";
 /// Changes when what is in the cached folder does.
 const LAYOUT: &str = "vfio-1";
 /// The modules, in the order in which they are loaded.
@@ -60,6 +63,47 @@ pub(crate) fn lab_with(
     let mut lab = Lab { initramfs: target, kvm: false, ..lab.clone() };
     lab.root.kernel = kernel;
     Ok(lab)
+}
+
+/// The lab with a VM inside that has booted already, since to boot one in a VM in a VM takes minutes: QEMU, and what a
+/// guest was when it began to take commands. `plain` is the lab that this guest is made by.
+pub fn with_guest(
+    host: Lab,
+    plain: &Lab,
+    guest: &VmSpec,
+    folder: &Path,
+    progress: &Progress,
+) -> Result<Lab> {
+    // The system's QEMU could not be copied.
+    let plain = Lab { root: Root::open_own(progress)?, kvm: false, ..plain.clone() };
+    let saved = folder.join("guest.saved");
+    Vm::boot(&plain, guest, &folder.join("guest"))?.save(&saved)?;
+    let qemu = &plain.root.qemu;
+    let unpacked = qemu.folder().context("QEMU is not unpacked")?;
+    let inside = |name: &str| format!("{}/{name}", layout::ROOT);
+    let mut files = vec![
+        (inside("vmlinuz"), plain.root.kernel.image.clone()),
+        (layout::INITRAMFS.to_owned(), plain.initramfs),
+        (inside(SAVED), saved),
+    ];
+    for path in qemu.files()? {
+        let name = path.strip_prefix(unpacked).context("A library lies outside of QEMU's root")?;
+        files.push((inside(&format!("root/{}", name.display())), path.clone()));
+    }
+    let initramfs = folder.join("host-with-guest.cpio");
+    initramfs::write(&initramfs, &[fs::read(&host.initramfs)?, initramfs::extra(&files)?])?;
+    Ok(Lab { initramfs, ..host })
+}
+
+/// In a host that has one: the guest of [`with_guest`], as it goes on.
+pub fn guest_inside(guest: &VmSpec, folder: &Path) -> Result<Vm> {
+    let top = Path::new("/");
+    let root = Root::in_folder(&top.join(layout::ROOT)).context("The QEMU inside does not run")?;
+    let lab = Lab { root, initramfs: top.join(layout::INITRAMFS), kvm: false };
+    let saved = Some(top.join(layout::ROOT).join(SAVED));
+    let mut vm = Vm::start(&lab, &VmSpec { saved, ..guest.clone() }, folder)?;
+    vm.wait_running()?;
+    Ok(vm)
 }
 
 /// A VM with an IOMMU, the standard display adapter at 0000:00:02.0 and `edu` at 0000:00:03.0.

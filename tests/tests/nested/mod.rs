@@ -11,7 +11,12 @@ use lab::Lab;
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec};
 use lab::{iommufd, vfio};
+use serde_json::Value;
 
+pub mod guest;
+
+/// In a VM whose clock jumps, a limit is for what hangs.
+pub const LONG: Duration = Duration::from_secs(3600);
 /// How long a command inside may take.
 pub const LIMIT: Duration = Duration::from_secs(60);
 /// The display adapter inside.
@@ -67,6 +72,17 @@ impl Nested {
         let made = Self::boot_in(spec, iommufd::lab);
         made.map_err(|reason| system_tests::skipped(&format!("a kernel with iommufd: {reason}")))
             .ok()
+    }
+
+    /// One with more devices, and a VM inside that has booted already ([`vfio::guest_inside`]).
+    pub fn boot_with_guest(guest: &VmSpec, devices: Vec<Value>) -> Self {
+        let mut spec = VmSpec { memory_mib: 1024, ..machine() };
+        spec.devices.extend(devices);
+        let host = |lab: &Lab, programs: &[&Path], folder: &Path, progress: &Progress| {
+            let host = vfio::lab(lab, programs, folder, progress)?;
+            vfio::with_guest(host, lab, guest, folder, progress).map(Ok)
+        };
+        Self::boot_in(&spec, host).unwrap()
     }
 
     fn boot_as(spec: &VmSpec) -> Self {

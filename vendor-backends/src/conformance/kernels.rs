@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use mdev_core::abi::program::{self, Kernel, Mandelbrot, Program, Saxpy, Sgemm, Spin, VectorAdd};
+use mdev_core::abi::program::{
+    self, Factorial, Kernel, Mandelbrot, Program, Saxpy, Sgemm, Spin, VectorAdd,
+};
 use mdev_core::abi::qmd::{self, Launch, Qmd};
 use mdev_core::abi::{compute, host, notifier};
-use mdev_core::gpu::EngineKind;
+use mdev_core::gpu::{EngineKind, GpuCapabilities};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::driver::{DATA, Driver, Pushbuffer};
@@ -55,6 +57,37 @@ fn launch(driver: &Driver, descriptor: &Qmd) -> Pushbuffer {
 fn floats(driver: &Driver, at: u64, count: usize) -> Vec<f32> {
     let bytes = driver.read(at, count * 4);
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+}
+
+/// More words than a device does at a time, the largest among them; what is not there is a channel's error.
+pub fn factorials(driver: &mut Driver) {
+    let mut ring = driver.ring(EngineKind::Compute);
+    let n = 300;
+    let mut words: Vec<u32> = (0..n).map(|i| i % 40).collect();
+    words[7..10].copy_from_slice(&[u32::MAX, 1_000_000, Factorial::ZERO_FROM]);
+    driver.write(X, words.as_bytes());
+    driver.write(X + 4 * u64::from(n), &[0xee; 4]);
+    let params = Factorial { x: driver.va(X), n, reserved: 0 };
+    let grid = [n.div_ceil(256), 1];
+    let push = launch(driver, &prepare(driver, Kernel::Factorial, &params, grid, [256, 1]));
+    driver.finish(&mut ring, push);
+    let want: Vec<u32> = words.iter().map(|word| Factorial::of(*word)).collect();
+    assert!(driver.read(X, 4 * n as usize) == want.as_bytes(), "factorial");
+    assert_eq!(driver.read(X + 4 * u64::from(n), 4), [0xee; 4], "and not one more");
+
+    let elsewhere = Factorial { x: 0x1000, n, reserved: 0 };
+    let push = launch(driver, &prepare(driver, Kernel::Factorial, &elsewhere, grid, [256, 1]));
+    driver.submit(&mut ring, push);
+    assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT);
+    driver.destroy(ring);
+    if !driver.client().gpu().capabilities.contains(GpuCapabilities::SOFT_PROGRAMS) {
+        let mut ring = driver.ring(EngineKind::Compute);
+        let at = driver.va(X);
+        let params = VectorAdd { a: at, b: at, c: at, n, reserved: 0 };
+        let push = launch(driver, &prepare(driver, Kernel::VectorAdd, &params, grid, [256, 1]));
+        driver.submit(&mut ring, push);
+        assert_eq!(driver.expect_fault(&ring).error, notifier::GR_ERROR);
+    }
 }
 
 #[allow(clippy::many_single_char_names, reason = "as the formulas have them")]

@@ -30,6 +30,9 @@ type Check = (&'static str, GpuCapabilities, fn(&mut Driver));
 /// The named programs are what the checks of the compute class run.
 const PROGRAMS: GpuCapabilities = GpuCapabilities::COMPUTE.union(GpuCapabilities::SOFT_PROGRAMS);
 
+/// The one named program of a device with a unit for it.
+const FACTORIAL: GpuCapabilities = GpuCapabilities::COMPUTE.union(GpuCapabilities::FACTORIAL);
+
 /// Video memory that the guest's CPU sees.
 const THROUGH_BAR: GpuCapabilities = GpuCapabilities::COPY.union(GpuCapabilities::VRAM_APERTURE);
 
@@ -54,6 +57,7 @@ const CHECKS: &[Check] = &[
     ("computes no more than the grid has", PROGRAMS, kernels::grid_bounds),
     ("faults a channel for a bad descriptor", PROGRAMS, kernels::bad_descriptors),
     ("keeps kernels out of their windows", PROGRAMS, kernels::windows),
+    ("computes factorials", FACTORIAL, kernels::factorials),
     ("preempts what never ends", PROGRAMS.union(GpuCapabilities::PREEMPTION), kernels::preempts),
 ];
 

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mdev_core::abi::copy;
+use mdev_core::abi::program::Factorial;
 use mdev_core::device::Scanout;
-use mdev_core::gpu::{ClientSpec, GpuDescription, PhysicalScreen, Quotas};
+use mdev_core::gpu::{ClientSpec, GpuDescription, PhysicalScreen};
 use mdev_core::ids::VgpuId;
 
 use super::silicon::address_space::Piece;
@@ -88,6 +89,13 @@ pub trait Hardware: Send + Sync + fmt::Debug {
     fn write(&self, _vgpu: VgpuId, to: Piece<'_>, bytes: &[u8]) -> Result<(), Fault> {
         to.mapping.write(to.offset, bytes).ok_or(Fault::class(copy::LAUNCH_DMA))
     }
+
+    /// Replaces words, of [`Pace::words`] at most, by their factorials modulo 2^32.
+    fn factorials(&self, words: &mut [u32]) {
+        for word in words {
+            *word = Factorial::of(*word);
+        }
+    }
 }
 
 /// How an engine works, and how soon it can be taken from a vGPU.
@@ -97,15 +105,14 @@ pub struct Pace {
     pub chunk: u64,
     /// What a piece of contiguous memory costs besides, in bytes that could be moved in that time.
     pub piece: u64,
+    /// Words whose factorials are computed without a look at the time.
+    pub words: usize,
     /// Turns end within this after their limit, unless the host took the core away.
     pub grain_ns: u64,
     /// Longest time without a look at the other vGPUs.
     pub turn_ns: u64,
     /// The CPU is the engine: time that the host takes from it is nobody's.
     pub on_cpu: bool,
-    /// Engine time after which one kernel or transfer has hung, unless a quota says otherwise; `None` where each of its
-    /// pieces ends by itself, or fails.
-    pub hang: Option<Duration>,
 }
 
 impl Pace {
@@ -113,10 +120,10 @@ impl Pace {
     pub const CPU: Self = Self {
         chunk: 128 << 10,
         piece: 256,
+        words: 2048,
         grain_ns: 100_000,
         turn_ns: 200_000,
         on_cpu: true,
-        hang: Some(Quotas::DEFAULT_HANG_TIMEOUT),
     };
 }
 

@@ -16,7 +16,7 @@ use mdev_core::sched::Budget;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
@@ -282,11 +282,11 @@ mod tests {
 
     /// A change of these bytes is a change of the protocol: bump [`VERSION`].
     #[test]
-    fn bytes_of_version_5() {
-        assert_eq!(VERSION, 5);
+    fn bytes_of_version_6() {
+        assert_eq!(VERSION, 6);
         let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
         let admin = [
-            (AdminRequest::Hello { version: 5 }, "0005"),
+            (AdminRequest::Hello { version: 6 }, "0006"),
             (
                 AdminRequest::Admit(ClientSpec {
                     vgpu,

@@ -108,6 +108,7 @@ impl Device {
             max_channels: MAX_CHANNELS,
             max_import_bytes: 1 << 40,
             default_timeslice: DEFAULT_TIMESLICE,
+            hang_timeout: None,
         })
     }
 

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
+use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, Quotas};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE, is_aligned};
 
 use self::vram::Vram;
@@ -66,6 +66,7 @@ impl SoftGpu {
                 max_channels: MAX_CHANNELS,
                 max_import_bytes: MAX_IMPORT,
                 default_timeslice: DEFAULT_SLICE,
+                hang_timeout: Some(Quotas::DEFAULT_HANG_TIMEOUT),
             },
             vram: Vram::new(vram_bytes),
         }

@@ -254,6 +254,13 @@ impl Device {
         mapped.map_err(|source| DeviceError::Io { what: "map a BAR", source })
     }
 
+    /// Maps all of a BAR, for the mediator's own use: no guest gets anything of it.
+    pub fn registers(&self, bar: u8) -> Result<Arc<Mapping>, DeviceError> {
+        let at = self.vfio.get_region_offset(bar.into());
+        let mapped = Mapping::new(self.fd(), at, self.bar_len(bar), true);
+        mapped.map_err(|source| DeviceError::Io { what: "map registers", source })
+    }
+
     /// Takes its message-signalled interrupts; an event for each of the first `count`.
     pub fn interrupts(&self, count: usize) -> Result<Vec<EventFd>, DeviceError> {
         let event = || EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK);

@@ -49,7 +49,7 @@ pub struct Family {
     pub ids: &'static [(u16, u16)],
     /// Its table.
     pub ranges: &'static [Range],
-    /// Bits of a DMA address that it can use, where it does DMA.
+    /// Bits of a DMA address that every one of them can use, where it does DMA. Some can use more.
     pub dma_bits: Option<u8>,
 }
 

@@ -25,8 +25,6 @@ pub mod window;
 
 use std::sync::Arc;
 
-use mdev_core::units::MIB;
-
 use self::device::{Device, DeviceError};
 use self::display::DisplayAdapter;
 use self::edu::EduEngine;
@@ -38,18 +36,13 @@ use crate::mediator::Hardware;
 pub const BACKEND: &str = "vfio";
 
 /// What an operator chooses for a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// DMA addresses of one vGPU, and so the most memory that its VM may have, for devices that do DMA: a power of two.
-    pub window_bytes: u64,
+    /// Where it is not chosen, it is made of how many the device can use.
+    pub window_bytes: Option<u64>,
     /// Open it by iommufd, or not; nothing: where the kernel has it.
     pub iommufd: Option<bool>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { window_bytes: 64 * MIB, iommufd: None }
-    }
 }
 
 /// Takes a device that is bound to vfio-pci, as a parent of that name.

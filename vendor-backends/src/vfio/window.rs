@@ -3,7 +3,15 @@
 //! A device that does DMA for several vGPUs has one set of page tables in the IOMMU. So a vGPU's addresses are translated
 //! into its own window, what is not in it is refused before the device sees it, and the IOMMU faults what is in nobody's.
 
+use std::ops::RangeInclusive;
+
 use mdev_core::ids::VgpuId;
+use mdev_core::units::{GIB, MIB, PAGE_SIZE};
+
+/// Windows of one device, at most.
+const MOST: usize = 256;
+/// Addresses of a PC that are memory to a device: not those where messages of interrupts go.
+const PC: [RangeInclusive<u64>; 2] = [0..=0xfedf_ffff, 0xfef0_0000..=u64::MAX];
 
 /// Why there is no window, or no such address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -47,6 +55,8 @@ impl Window {
 #[derive(Clone, Debug)]
 pub struct Windows {
     len: u64,
+    /// First address of each.
+    starts: Vec<u64>,
     owners: Vec<Option<VgpuId>>,
     /// What of each is in use.
     places: Vec<Places>,
@@ -56,12 +66,32 @@ impl Windows {
     /// As many windows of `len` bytes (a power of two) as a device with so many address bits can use. The first is
     /// nobody's, so that address 0 always faults; and none is where messages of interrupts go.
     pub fn new(dma_bits: u8, len: u64) -> Self {
-        /// Where the IOMMU reserves addresses for interrupts, on PCs.
-        const INTERRUPTS: u64 = 0xfee0_0000;
-        let end = 1_u64.checked_shl(dma_bits.into()).unwrap_or(u64::MAX).min(INTERRUPTS);
-        let len = len.next_power_of_two().max(mdev_core::units::PAGE_SIZE);
-        let count = (end / len).saturating_sub(1).min(256) as usize;
-        Self { len, owners: vec![None; count], places: vec![Places::default(); count] }
+        Self::within(&PC, dma_bits, len)
+    }
+
+    /// The same, of addresses that the IOMMU takes.
+    pub fn within(usable: &[RangeInclusive<u64>], dma_bits: u8, len: u64) -> Self {
+        let last = last_address(dma_bits);
+        let len = len.next_power_of_two().max(PAGE_SIZE);
+        let fits = |start: &u64| {
+            let Some(end) = start.checked_add(len - 1).filter(|end| *end <= last) else {
+                return false;
+            };
+            let holds = |range: &RangeInclusive<u64>| range.contains(start) && range.contains(&end);
+            usable.iter().any(holds) && PC.iter().any(holds)
+        };
+        // What is beyond a hole may be usable again, but a device's last address is an end.
+        let all = (1..=last / len).map_while(|index| index.checked_mul(len));
+        let starts: Vec<u64> = all.take(4 * MOST).filter(fits).take(MOST).collect();
+        let count = starts.len();
+        Self { len, starts, owners: vec![None; count], places: vec![Places::default(); count] }
+    }
+
+    /// How long a window is where nobody chose: a sixteenth of what the device can address, which is 15 vGPUs, but 64 MiB
+    /// at least, so that a VM fits, and 64 GiB at most.
+    pub fn usual_len(dma_bits: u8) -> u64 {
+        let quarter = (last_address(dma_bits) / 4 + 1).next_power_of_two();
+        (quarter / 4).max((64 * MIB).min(quarter)).min(64 * GIB)
     }
 
     /// Takes one for a vGPU.
@@ -102,14 +132,14 @@ impl Windows {
 
     /// Gives a place back.
     pub fn give_back_place(&mut self, window: Window, iova: u64) {
-        let index = (window.iova / self.len).checked_sub(1).map(|index| index as usize);
+        let index = self.starts.iter().position(|start| *start == window.iova);
         if let Some(places) = index.and_then(|index| self.places.get_mut(index)) {
             places.give_back(window, iova);
         }
     }
 
     fn at(&self, index: usize) -> Window {
-        Window { iova: (index as u64 + 1) * self.len, len: self.len }
+        Window { iova: self.starts[index], len: self.len }
     }
 
     /// Gives a vGPU's back.
@@ -118,6 +148,11 @@ impl Windows {
             *owner = None;
         }
     }
+}
+
+/// The last address with so many bits.
+fn last_address(bits: u8) -> u64 {
+    1_u64.checked_shl(bits.into()).map_or(u64::MAX, |end| end - 1)
 }
 
 /// What of one window is in use: memory comes and goes in pieces of any length.
@@ -173,7 +208,38 @@ mod tests {
         assert_eq!(windows.take(id(1)), Err(WindowError::Taken(id(1))));
         windows.give_back(id(1));
         assert_eq!(windows.take(id(3)).unwrap().iova >> 20, 128);
-        assert!(Windows::new(64, 1 << 30).owners.len() == 2, "below the interrupts' addresses");
+    }
+
+    #[test]
+    fn windows_leave_holes_out_and_go_on_beyond_them() {
+        let mut windows = Windows::new(40, GIB);
+        assert_eq!(windows.count(), 256);
+        let mut take = |n| windows.take(id(n)).unwrap().iova / GIB;
+        assert_eq!([take(1), take(2), take(3)], [1, 2, 4], "the fourth is where interrupts go");
+        // An IOMMU with a hole of its own, and an end.
+        let usable = [0..=8 * GIB - 1, 10 * GIB..=13 * GIB];
+        let mut windows = Windows::within(&usable, 64, GIB);
+        let all: Vec<_> = (0..9).map_while(|n| windows.take(id(n)).ok()).collect();
+        let all: Vec<_> = all.iter().map(|window| window.iova / GIB).collect();
+        assert_eq!(all, [1, 2, 4, 5, 6, 7, 10, 11, 12]);
+        // What is beyond the last address is nobody's.
+        assert_eq!(Windows::new(64, 1 << 63).count(), 1);
+        assert_eq!(Windows::new(28, 128 * MIB).count(), 1);
+    }
+
+    #[test]
+    fn where_nobody_chose_vms_fit_and_there_are_several() {
+        for (bits, mib, count) in [
+            (24, 4, 3),
+            (28, 64, 3),
+            (30, 64, 15),
+            (32, 256, 14),
+            (40, 65_536, 15),
+            (64, 65_536, 256),
+        ] {
+            let len = Windows::usual_len(bits);
+            assert_eq!((len / MIB, Windows::new(bits, len).count()), (mib, count), "{bits} bits");
+        }
     }
 
     proptest! {
@@ -225,13 +291,14 @@ mod tests {
             }
             let all: Vec<_> = held.values().copied().collect();
             for (index, one) in all.iter().enumerate() {
-                prop_assert!(one.iova > 0 && one.iova + one.len <= 1_u64.checked_shl(bits.into()).unwrap_or(u64::MAX));
+                prop_assert!(one.iova > 0 && one.iova + (one.len - 1) <= last_address(bits));
+                prop_assert!(one.iova + one.len <= 0xfee0_0000 || one.iova >= 0xfef0_0000);
                 for two in &all[index + 1..] {
-                    prop_assert!(one.iova + one.len <= two.iova || two.iova + two.len <= one.iova);
+                    prop_assert!(one.iova.abs_diff(two.iova) >= one.len);
                 }
                 for (address, size) in [(address, size), (address % one.len, size % one.len)] {
                     if let Ok(at) = one.translate(address, size) {
-                        prop_assert!(at >= one.iova && at + size <= one.iova + one.len);
+                        prop_assert!(at >= one.iova && at - one.iova + size <= one.len);
                     }
                 }
             }

@@ -166,6 +166,11 @@ impl Parent {
         self.description.as_ref().map_or(GpuCapabilities::empty(), |gpu| gpu.capabilities)
     }
 
+    /// Engine time after which something on it has hung, where nobody said otherwise.
+    pub fn hang_timeout(&self) -> Option<Duration> {
+        self.description.as_ref().and_then(|gpu| gpu.hang_timeout)
+    }
+
     /// Whether it has a physical screen.
     pub fn has_screen(&self) -> bool {
         self.capabilities().contains(GpuCapabilities::SCANOUT)

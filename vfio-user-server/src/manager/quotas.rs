@@ -59,10 +59,11 @@ impl Parent {
 impl Manager {
     /// Tells a GPU that keeps quotas those of a vGPU. In force when this returns.
     pub(super) fn set_quotas(&mut self, index: usize, id: VgpuId, quotas: &Quotas) -> Result<()> {
-        if !self.parents[index].keeps_quotas() {
+        let parent = &self.parents[index];
+        if !parent.keeps_quotas() {
             return Ok(());
         }
-        let quotas = quotas.of_silicon();
+        let quotas = quotas.of_silicon(parent.hang_timeout());
         self.with_gpu(index, |gpu| gpu.set_quotas(id, &quotas))
     }
 }

@@ -126,7 +126,7 @@ fn limits(vgpu: &Vgpu) -> Limits {
         imported_bytes: quotas.max_pinned.unwrap_or(u64::MAX).min(profile.max_import_bytes),
         submissions_per_second: quotas.submissions.map(Into::into),
         refresh_per_second: profile.head.map(|_| quotas.refresh.into()),
-        hang_timeout_ms: quotas.hang_timeout.map(ms),
+        hang_timeout_ms: quotas.hang_timeout.or(profile.hang_timeout).map(ms),
         acquire_timeout_ms: quotas.acquire_timeout.map(ms),
     }
 }

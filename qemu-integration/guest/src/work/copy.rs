@@ -22,14 +22,18 @@ pub struct Copy {
 }
 
 impl Copy {
-    /// Copies `len` bytes, a multiple of 4; through video memory, which the CPU need not reach.
+    /// Copies `len` bytes, a multiple of 4; through video memory, which the CPU need not reach, where there is any.
     pub fn new(device: &Device, len: u64) -> Result<Self, GuestError> {
         if len == 0 || !len.is_multiple_of(4) {
             return Err(GuestError::Invalid(format!("copying {len} bytes: not a multiple of 4")));
         }
         Ok(Self {
             from: Buffer::guest(device, len)?,
-            middle: Buffer::video(device, len)?,
+            middle: if device.info().vram_bytes > 0 {
+                Buffer::video(device, len)?
+            } else {
+                Buffer::guest(device, len)?
+            },
             to: Buffer::guest(device, len)?,
             len,
         })

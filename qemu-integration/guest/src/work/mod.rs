@@ -3,6 +3,7 @@
 //! Inputs are small whole numbers, so that sums and products are exact in any order and results compare bit by bit.
 
 pub mod copy;
+pub mod factorial;
 pub mod fill;
 pub mod mandelbrot;
 pub mod saxpy;

@@ -369,7 +369,7 @@ impl Channel {
         self.launches += 1;
         self.active = match *bound {
             copy::CLASS => self.copy.method(method, data)?.map(Box::new).map(Active::Transfer),
-            compute::CLASS => self.compute.method(cx.space, method, data)?.map(Active::Grid),
+            compute::CLASS => self.compute.method(cx, method, data)?.map(Active::Grid),
             _ => return Err(Fault { code: notifier::PBDMA_ERROR, info: method.into() }),
         };
         Ok(false)

@@ -3,6 +3,7 @@
 use mdev_core::abi::compute as abi;
 use mdev_core::abi::program::{self, Kernel, Program};
 use mdev_core::abi::qmd::{self, Qmd};
+use mdev_core::gpu::GpuCapabilities;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::address_space::AddressSpace;
@@ -40,7 +41,7 @@ impl ComputeClass {
     /// Executes a method; a launch returns the grid to be run.
     pub fn method(
         &mut self,
-        space: &AddressSpace,
+        cx: Context<'_>,
         method: u32,
         data: u32,
     ) -> Result<Option<Job>, Fault> {
@@ -51,7 +52,7 @@ impl ComputeClass {
         match method {
             abi::SEND_PCAS_A => self.qmd = data,
             abi::SEND_SIGNALING_PCAS2_B if data == abi::PCAS_INVALIDATE_COPY_SCHEDULE => {
-                return self.launch(space, u64::from(self.qmd) << 8).map(Some);
+                return self.launch(cx, u64::from(self.qmd) << 8).map(Some);
             }
             abi::SET_SHADER_SHARED_MEMORY_WINDOW_A => set_upper(&mut self.shared, data),
             abi::SET_SHADER_LOCAL_MEMORY_WINDOW_A => set_upper(&mut self.local, data),
@@ -71,8 +72,8 @@ impl ComputeClass {
     }
 
     /// Copies the descriptor, the program and the parameters out, once, and then checks them.
-    fn launch(&self, space: &AddressSpace, va: u64) -> Result<Job, Fault> {
-        let bad = Fault::class(va);
+    fn launch(&self, cx: Context<'_>, va: u64) -> Result<Job, Fault> {
+        let (bad, space) = (Fault::class(va), cx.space);
         let mut bytes = [0; qmd::BYTES];
         space.read(va, &mut bytes)?;
         let qmd = Qmd::from_bytes(&bytes);
@@ -116,6 +117,9 @@ impl ComputeClass {
         let mut program = Program::new_zeroed();
         space.read(code, program.as_mut_bytes())?;
         let kernel = Kernel::from_number(program.kernel).ok_or(bad)?;
+        if !cx.hardware.describe().capabilities.contains(needs(kernel)) {
+            return Err(bad);
+        }
         let signed = program.magic == program::MAGIC && program.version == program::VERSION;
         if !signed || program.param_bytes != kernel.param_bytes() {
             return Err(bad);
@@ -137,6 +141,7 @@ impl ComputeClass {
         let job = match kernel {
             Kernel::Saxpy => Job::saxpy(params(space, at)?, extent),
             Kernel::VectorAdd => Job::vector_add(params(space, at)?, extent),
+            Kernel::Factorial => Job::factorial(params(space, at)?, extent),
             Kernel::Sgemm => Job::sgemm(params(space, at)?, extent),
             Kernel::Mandelbrot => Job::mandelbrot(params(space, at)?, extent),
             Kernel::Spin => Job::spin(params(space, at)?, extent),
@@ -147,6 +152,14 @@ impl ComputeClass {
         };
         let misled = job.pointers().find(inside);
         misled.map_or(Ok(job), |va| Err(Fault::class(va)))
+    }
+}
+
+/// What a device must have that runs a kernel.
+const fn needs(kernel: Kernel) -> GpuCapabilities {
+    match kernel {
+        Kernel::Factorial => GpuCapabilities::FACTORIAL,
+        _ => GpuCapabilities::SOFT_PROGRAMS,
     }
 }
 
@@ -167,7 +180,7 @@ fn params<T: FromBytes + IntoBytes>(space: &AddressSpace, va: u64) -> Result<T, 
 /// Runs a grid until it is done or the turn is over.
 pub fn run(job: &mut Job, cx: Context<'_>) -> Result<Progress, Fault> {
     loop {
-        if job.step(cx.space)? {
+        if job.step(cx.space, cx.hardware)? {
             return Ok(Progress::Done);
         }
         if cx.turn.expired() {

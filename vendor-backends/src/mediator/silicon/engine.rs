@@ -28,6 +28,8 @@ const PREEMPTION_GRACE_NS: u64 = 2_000_000_000;
 const REQUEST_NS: u64 = 20_000_000;
 /// How often to ask how much the host has taken.
 const ACCOUNT_NS: u64 = 500_000;
+/// A vGPU whose cap would let it go on may have to wait for so many pieces of others' work.
+const WAITS: u64 = 4;
 /// Turns shorter than this share a look.
 const LOOK_NS: u64 = 20_000;
 /// While somebody has more of its slice left, the others, who have to wait for its end anyway, are looked at this often.
@@ -337,7 +339,8 @@ impl State {
         }
         group.gated = gated;
         entry.slice_ns = group.vgpu.slice_ns();
-        entry.set_budget(group.vgpu.budget(), self.stolen.engine_time(now));
+        let wait_ns = WAITS * self.pace.grain_ns;
+        entry.set_budget(group.vgpu.budget(), self.stolen.engine_time(now), wait_ns);
         entry.ready = has_work && group.seen != Glance::Busy && gate_open;
     }
 

@@ -4,10 +4,11 @@
 //! results wrong, and nothing else. Inner loops are written for the compiler to vectorise, and are compiled a second
 //! time for AVX2 ([`vector`]).
 
-use mdev_core::abi::program::{Mandelbrot, Saxpy, Sgemm, Spin, VectorAdd};
+use mdev_core::abi::program::{Factorial, Mandelbrot, Saxpy, Sgemm, Spin, VectorAdd};
 use zerocopy::IntoBytes;
 
 use super::address_space::{AddressSpace, MmuFault};
+use crate::mediator::Hardware;
 
 mod vector;
 
@@ -68,6 +69,13 @@ pub enum Job {
     Sgemm(Box<Product>),
     /// A picture.
     Mandelbrot(Box<Picture>),
+    /// `x = x!`, by the device.
+    Factorial {
+        /// Parameters.
+        params: Factorial,
+        /// Elements, and how many of them are done.
+        range: Range,
+    },
     /// Time.
     Spin(Spinner),
 }
@@ -80,8 +88,9 @@ pub struct Range {
 }
 
 impl Range {
-    fn take(&mut self) -> (u64, usize) {
-        let (from, count) = (self.next, (self.end - self.next).min(ELEMENTS as u32));
+    /// The next of them, so many at most: the first one's offset in bytes, and how many.
+    fn take(&mut self, most: usize) -> (u64, usize) {
+        let (from, count) = (self.next, (self.end - self.next).min(most as u32));
         self.next += count;
         (u64::from(from) * 4, count as usize)
     }
@@ -96,6 +105,11 @@ impl Job {
     /// Starts a grid of [`VectorAdd`].
     pub fn vector_add(params: VectorAdd, extent: Extent) -> Self {
         Self::VectorAdd { params, range: Range { next: 0, end: extent.bound(0, params.n) } }
+    }
+
+    /// Starts a grid of [`Factorial`].
+    pub fn factorial(params: Factorial, extent: Extent) -> Self {
+        Self::Factorial { params, range: Range { next: 0, end: extent.bound(0, params.n) } }
     }
 
     /// Starts a grid of [`Sgemm`].
@@ -139,16 +153,21 @@ impl Job {
                 (3, [a, b, c])
             }
             Self::Mandelbrot(picture) => (1, [picture.params.pixels, 0, 0]),
+            Self::Factorial { params, .. } => (1, [params.x, 0, 0]),
             Self::Spin(spinner) => (1, [spinner.params.out, 0, 0]),
         };
         all.into_iter().take(count)
     }
 
     /// Does one step, and says whether it was the last.
-    pub fn step(&mut self, space: &AddressSpace) -> Result<bool, MmuFault> {
+    pub fn step(
+        &mut self,
+        space: &AddressSpace,
+        hardware: &dyn Hardware,
+    ) -> Result<bool, MmuFault> {
         match self {
             Self::Saxpy { params, range } => {
-                let (offset, count) = range.take();
+                let (offset, count) = range.take(ELEMENTS);
                 let (mut x, mut y) = ([0f32; ELEMENTS], [0f32; ELEMENTS]);
                 let (x, y) = (&mut x[..count], &mut y[..count]);
                 let target = params.y.wrapping_add(offset);
@@ -159,13 +178,22 @@ impl Job {
                 Ok(range.next == range.end)
             }
             Self::VectorAdd { params, range } => {
-                let (offset, count) = range.take();
+                let (offset, count) = range.take(ELEMENTS);
                 let (mut a, mut b) = ([0f32; ELEMENTS], [0f32; ELEMENTS]);
                 let (a, b) = (&mut a[..count], &mut b[..count]);
                 space.read(params.a.wrapping_add(offset), a.as_mut_bytes())?;
                 space.read(params.b.wrapping_add(offset), b.as_mut_bytes())?;
                 vector::saxpy(1.0, a, b);
                 space.write(params.c.wrapping_add(offset), b.as_bytes())?;
+                Ok(range.next == range.end)
+            }
+            Self::Factorial { params, range } => {
+                let (offset, count) = range.take(hardware.pace().words.min(ELEMENTS));
+                let mut words = [0u32; ELEMENTS];
+                let (at, words) = (params.x.wrapping_add(offset), &mut words[..count]);
+                space.read(at, words.as_mut_bytes())?;
+                hardware.factorials(words);
+                space.write(at, words.as_bytes())?;
                 Ok(range.next == range.end)
             }
             Self::Sgemm(product) => product.step(space),

@@ -133,7 +133,7 @@ impl Vgpu {
             last: 0,
             faults: 0,
             last_fault_ns: 0,
-            quotas: Quotas { hang_timeout: hardware.pace().hang, ..Quotas::default() },
+            quotas: Quotas { hang_timeout: hardware.describe().hang_timeout, ..Quotas::default() },
             bucket: None,
             hold: Some(hold),
         };

@@ -97,6 +97,7 @@ impl DisplayAdapter {
             max_channels: 0,
             max_import_bytes: 0,
             default_timeslice: Duration::from_millis(2),
+            hang_timeout: None,
         };
         let (screen, partitions) = (Screen::default(), BTreeMap::new());
         let inner = Mutex::new(Inner { screen, adapter, partitions, said: None });

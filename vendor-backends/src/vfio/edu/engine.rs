@@ -1,12 +1,15 @@
 //! The registers of `edu`, and one transfer after the other.
 
+use std::hint;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::mem::Mapping;
 use crate::vfio::device::{Device, DeviceError};
 use crate::vfio::window::Window;
 
@@ -23,7 +26,7 @@ mod reg {
 }
 
 /// Where the device's own buffer is, and how long.
-const BUFFER: u64 = 0x4_0000;
+pub const BUFFER: u64 = 0x4_0000;
 /// Bytes of it.
 pub const BUFFER_LEN: u64 = 0x1000;
 
@@ -35,6 +38,8 @@ const INTERRUPT: u32 = 1 << 2;
 /// How long one operation may take. A transfer takes a tenth of a second, by design.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(2);
+/// What takes microseconds is looked at so often before anybody sleeps, and for nothing less than that is it given up.
+const LOOKS: u32 = 2000;
 
 /// Which way a transfer goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +54,8 @@ pub enum Direction {
 #[derive(Debug)]
 pub struct Edu {
     device: Device,
+    /// BAR 0: its addresses of 64 bits have to be written in one access, which the kernel's file does not promise.
+    registers: Arc<Mapping>,
     done: EventFd,
 }
 
@@ -57,7 +64,8 @@ impl Edu {
     pub fn new(device: Device) -> Result<Self, DeviceError> {
         let [done] = <[EventFd; 1]>::try_from(device.interrupts(1)?)
             .map_err(|_| broken("has no interrupt"))?;
-        let edu = Self { device, done };
+        let registers = device.registers(0)?;
+        let edu = Self { device, registers, done };
         if edu.load(reg::IDENTIFICATION)? & 0xff != 0xed {
             return Err(broken("does not say that it is one"));
         }
@@ -70,7 +78,7 @@ impl Edu {
         &self.device
     }
 
-    /// `n!`, modulo 2^32.
+    /// `n!`, modulo 2^32. It multiplies `n` times, and cannot be stopped: some seconds for the largest.
     pub fn factorial(&self, n: u32) -> Result<u32, DeviceError> {
         self.store(reg::FACTORIAL, n)?;
         self.wait(reg::STATUS, COMPUTING)?;
@@ -107,8 +115,7 @@ impl Edu {
         for (register, value) in
             [(reg::DMA_SOURCE, source), (reg::DMA_TARGET, target), (reg::DMA_COUNT, len)]
         {
-            let value = u32::try_from(value).map_err(|_| broken("takes 32-bit addresses"))?;
-            self.store(register, value)?;
+            self.registers.store_u64(register, value).ok_or_else(gone)?;
         }
         let _ = self.done.read();
         self.store(reg::DMA_COMMAND, START | from | INTERRUPT)?;
@@ -130,22 +137,33 @@ impl Edu {
 
     fn wait(&self, register: u64, bit: u32) -> Result<(), DeviceError> {
         let deadline = Instant::now() + PATIENCE;
+        let mut looks = 0;
         while self.load(register)? & bit != 0 {
-            if Instant::now() > deadline {
+            looks += 1;
+            if looks < LOOKS {
+                hint::spin_loop();
+            } else if Instant::now() > deadline && looks > 2 * LOOKS {
                 return Err(broken("does not end what it was told to do"));
+            } else {
+                thread::sleep(PAUSE);
             }
-            thread::sleep(PAUSE);
         }
         Ok(())
     }
 
     fn load(&self, register: u64) -> Result<u32, DeviceError> {
-        self.device.load(0, register).map(u32::from_le_bytes)
+        let value = self.registers.load_u32(register).filter(|_| !self.registers.poisoned());
+        value.map(u32::from_le).ok_or_else(gone)
     }
 
     fn store(&self, register: u64, value: u32) -> Result<(), DeviceError> {
-        self.device.store(0, register, &value.to_le_bytes())
+        self.registers.store_u32(register, value.to_le()).ok_or_else(gone)
     }
+}
+
+/// Its registers cannot be reached any more.
+fn gone() -> DeviceError {
+    broken("does not answer")
 }
 
 fn broken(how: &'static str) -> DeviceError {

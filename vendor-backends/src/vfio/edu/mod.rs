@@ -9,16 +9,20 @@
 //! here that is looked up in the guest's window once more: what is not in it never gets to the device, and if something
 //! did, the IOMMU would fault it.
 //!
+//! Factorials are computed by its unit for them, of words that the mediator loads and stores.
+//!
 //! Windows stay mapped while others have the engine. To unmap one takes the IOMMU longer than a turn lasts (each page is
 //! unpinned and pinned again), and the device does nothing by itself: all its addresses come from here. What is saved
 //! and switched is the buffer alone, and it is cleared: a copy leaves nothing in it that its vGPU would want back.
 
 mod engine;
+mod reach;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use mdev_core::abi::program::Factorial;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::{MIB, PAGE_SIZE};
@@ -39,6 +43,8 @@ use crate::mem::Mapping;
 const MAX_CHANNELS: u32 = 16;
 /// A tenth of a second for each of: clear, load, store.
 const GRAIN: Duration = Duration::from_millis(400);
+/// Factorials between two looks at the time: each is an access or three to registers.
+const WORDS: usize = 256;
 /// Shorter than any transfer: only proportions matter, and the largest of them has to fit below the longest slice.
 const SLICE: Duration = Duration::from_millis(5);
 
@@ -72,19 +78,27 @@ impl fmt::Debug for EduEngine {
 
 impl EduEngine {
     /// Takes a device that is open.
-    pub fn new(name: &str, device: Device, window_bytes: u64) -> Result<Self, DeviceError> {
-        let bits = device.family().dma_bits.unwrap_or(28);
+    pub fn new(name: &str, device: Device, window_bytes: Option<u64>) -> Result<Self, DeviceError> {
+        let least = device.family().dma_bits.unwrap_or(28);
         let address = device.address();
-        let windows = Windows::new(bits, window_bytes);
+        let device = Arc::new(Edu::new(device)?);
+        let bits = reach::bits(&device, least)?;
+        let window_bytes = window_bytes.unwrap_or_else(|| Windows::usual_len(bits));
+        let windows = match &device.device().dma_ranges()?[..] {
+            // A kernel that does not tell.
+            [] => Windows::new(bits, window_bytes),
+            ranges => Windows::within(ranges, bits, window_bytes),
+        };
         if windows.count() == 0 {
             return Err(DeviceError::NoWindows { bits, mib: window_bytes / MIB });
         }
         let own = windows
             .mediators(2 * PAGE_SIZE)
             .ok_or(DeviceError::Broken { what: "edu", how: "has no room for DMA addresses" })?;
-        let staging = device.attach(own)?;
+        let staging = device.device().attach(own)?;
         let description = describe(name, address, windows.count(), window_bytes);
-        let device = Arc::new(Edu::new(device)?);
+        let (count, mib) = (windows.count(), window_bytes / MIB);
+        log::info!("{address} uses {bits} bits of DMA addresses: {count} windows of {mib} MiB");
         let engine = Mutex::default();
         let windows = Arc::new(Mutex::new(windows));
         Ok(Self { description, engine, windows, staging, device })
@@ -126,16 +140,21 @@ fn describe(name: &str, address: Address, windows: u32, window_bytes: u64) -> Gp
         name: format!("edu DMA engine at {address}"),
         vram_bytes: 0,
         capabilities: GpuCapabilities::COPY
+            | GpuCapabilities::COMPUTE
+            | GpuCapabilities::FACTORIAL
             | GpuCapabilities::DOORBELL_MAPPED
             | GpuCapabilities::NEED_WAKEUP
             | GpuCapabilities::PREEMPTION
             | GpuCapabilities::BUDGETS
+            | GpuCapabilities::QUOTAS
             | GpuCapabilities::CHANNEL_FAULTS
             | GpuCapabilities::EXACT_SLICES,
         max_vgpus: windows,
         max_channels: MAX_CHANNELS,
         max_import_bytes: window_bytes,
         default_timeslice: SLICE,
+        // Each transfer of a page ends, or the device is lost; how many of them a copy has is its guest's own business.
+        hang_timeout: None,
     }
 }
 
@@ -162,10 +181,10 @@ impl Hardware for EduEngine {
         Pace {
             chunk: BUFFER_LEN,
             piece: BUFFER_LEN,
+            words: WORDS,
             grain_ns,
             turn_ns: grain_ns,
             on_cpu: false,
-            hang: None,
         }
     }
 
@@ -220,6 +239,17 @@ impl Hardware for EduEngine {
             self.store(target, len)
         });
         done.map_err(|error| lost(&error))
+    }
+
+    /// By its unit, one word after the other. What is 0 for certain it would compute for seconds, deaf to everybody else.
+    fn factorials(&self, words: &mut [u32]) {
+        let _engine = lock(&self.engine);
+        for word in words {
+            *word = match *word {
+                Factorial::ZERO_FROM.. => 0,
+                n => self.device.factorial(n).unwrap_or_else(|error| lost(&error)),
+            };
+        }
     }
 }
 

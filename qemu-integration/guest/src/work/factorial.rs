@@ -1,0 +1,56 @@
+//! `x = x!`, modulo 2^32.
+
+use mdev_core::abi::program::{Factorial as Parameters, Kernel};
+
+use super::{Work, compare};
+use crate::GuestError;
+use crate::compute::{Launch, Shape};
+use crate::device::Device;
+use crate::memory::{Buffer, Home};
+use crate::pushbuffer::Methods;
+
+/// Factorials of `n` words.
+#[derive(Debug)]
+pub struct Factorial {
+    x: Buffer,
+    n: u32,
+    launch: Launch,
+}
+
+/// Small ones, which differ, and now and then one that is far too large.
+fn x(index: usize) -> u32 {
+    if index % 50 == 49 { u32::MAX - index as u32 } else { (index % 37) as u32 }
+}
+
+impl Factorial {
+    /// Takes one vector.
+    pub fn new(device: &Device, home: Home, n: u32) -> Result<Self, GuestError> {
+        let x = Buffer::new(device, home, u64::from(n) * 4)?;
+        let parameters = Parameters { x: x.va(), n, reserved: 0 };
+        let launch = Launch::new(device, Kernel::Factorial, Shape::line(n), &parameters)?;
+        Ok(Self { x, n, launch })
+    }
+}
+
+impl Work for Factorial {
+    fn name(&self) -> &'static str {
+        "factorial"
+    }
+
+    fn amount(&self) -> (f64, &'static str) {
+        (f64::from(self.n), "elements")
+    }
+
+    fn prepare(&self) {
+        self.x.store(0, &(0..self.n as usize).map(x).collect::<Vec<_>>());
+    }
+
+    fn push(&self, methods: &mut Methods) {
+        self.launch.push(methods);
+    }
+
+    fn verify(&self) -> Result<u64, GuestError> {
+        let words: Vec<u32> = self.x.load(0, self.n as usize);
+        compare(self.name(), &words, |index| Parameters::of(x(index)))
+    }
+}
