@@ -49,6 +49,16 @@ impl Fleet {
         kill_process(u32::try_from(pid.context("No worker")?)?, Signal::SIGKILL)
     }
 
+    /// Processor time that the process which serves a vGPU has used, in seconds.
+    pub fn processor_time(&self, index: usize) -> Result<f64> {
+        let pid = self.vgpud.show(&self.uuids[index])?["pid"].as_u64().context("No worker")?;
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        // In hundredths of a second: the 14th and the 15th, of which two come before the name's end.
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        let ticks: Vec<f64> = fields.skip(11).take(2).filter_map(|one| one.parse().ok()).collect();
+        Ok(ticks.iter().sum::<f64>() / 100.0)
+    }
+
     /// Engine time that each has used, in seconds.
     pub fn used(&self) -> Result<Vec<f64>> {
         let all = self.diary().stats()?;

@@ -14,6 +14,7 @@ mod kernels;
 mod load;
 mod misbehaviour;
 mod owner;
+mod pauses;
 mod solo;
 mod tenant;
 mod trouble;
@@ -97,7 +98,8 @@ struct Cli {
     /// Short windows
     #[arg(long)]
     quick: bool,
-    /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, trouble
+    /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses,
+    /// trouble
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -197,6 +199,10 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     if wanted("solo") {
         let done = bench.solo(&mut owner, quick);
         bench.attempt("copies, product and latency", done);
+    }
+    if cli.only.iter().any(|only| only == "pauses") {
+        let done = bench.pauses(&mut owner);
+        bench.attempt("rings after pauses", done);
     }
     drop(owner);
     if wanted("cuda") && !quick {

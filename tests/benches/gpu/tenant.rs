@@ -51,6 +51,8 @@ pub enum Order {
     Measure(Duration),
     /// Make a channel beside a busy one.
     Beside(BesideSpec),
+    /// Ring after pauses of that length, so often.
+    Pauses(Duration, usize),
     /// Make trouble.
     Trouble(Trouble, Duration),
 }
@@ -87,6 +89,7 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
                 answer(&load.and_then(|load: &Load| load.measure(window)))?;
             }
             Order::Beside(spec) => answer(&beside::measure(&device, spec))?,
+            Order::Pauses(pause, count) => answer(&solo::trips_after(&device, pause, count))?,
             Order::Trouble(trouble, time) => answer(&trouble::make(&device, trouble, time))?,
         }
     }

@@ -185,34 +185,20 @@ impl Session {
     ) -> Result<(), RmError> {
         let (client, device, dma) = (self.root, space.device.handle, space.range.handle);
         let (memory, length, flags) = (memory.handle, len, flags | flag::FIXED_VA);
+        macro_rules! map {
+            ($form:ty) => {{
+                let mut argument = <$form>::default();
+                (argument.client, argument.device, argument.dma) = (client, device, dma);
+                (argument.memory, argument.offset, argument.length) = (memory, offset, length);
+                (argument.flags, argument.va) = (flags, va);
+                call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
+                argument.va
+            }};
+        }
         let mapped = if self.layout.map_dma == size_of::<abi::MapDma570>() {
-            let mut argument = abi::MapDma570 {
-                client,
-                device,
-                dma,
-                memory,
-                offset,
-                length,
-                flags,
-                va,
-                ..Default::default()
-            };
-            call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
-            argument.va
+            map!(abi::MapDma570)
         } else {
-            let mut argument = abi::MapDma {
-                client,
-                device,
-                dma,
-                memory,
-                offset,
-                length,
-                flags,
-                va,
-                ..Default::default()
-            };
-            call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
-            argument.va
+            map!(abi::MapDma)
         };
         if mapped == va {
             return Ok(());
