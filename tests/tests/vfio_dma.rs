@@ -77,6 +77,35 @@ fn keeps_what_the_conformance_suite_asks_of_copies() {
 
 #[test]
 #[ignore = "boots a VM: run `cargo lab test`"]
+fn keeps_what_the_suite_asks_for_by_iommufd_too() {
+    if nested::is_inside() {
+        let mut gpu = serve();
+        return conformance::run_with(&mut || Box::new(admit(&mut gpu).1), 2 * LARGEST);
+    }
+    let Some(mut host) = Nested::boot_with_iommufd(&nested::in_virtual_time()) else { return };
+    let told = host.run("keeps_what_the_suite_asks_for_by_iommufd_too", LONG);
+    assert!(told.matches("conformance: ").count() >= 15, "{told}");
+    assert_eq!(host.faults(), 0, "the device was told of nothing that is not mapped");
+    host.vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots a VM: run `cargo lab test`"]
+fn is_opened_by_iommufd_and_given_back_whoever_dies() {
+    if nested::is_inside() {
+        return live_and_die();
+    }
+    let Some(mut host) = Nested::boot_with_iommufd(&nested::machine()) else { return };
+    nested::ok(&mut host.vm, &format!("vgpuctl parents unbind {DISPLAY}"));
+    let told = host.run("is_opened_by_iommufd_and_given_back_whoever_dies", LIMIT);
+    assert!(told.contains(&format!("{EDU} is opened by iommufd")), "{told}");
+    assert_eq!(host.faults(), 0);
+    nested::ok(&mut host.vm, &format!("vgpuctl parents unbind {EDU}"));
+    host.vm.quit().unwrap();
+}
+
+#[test]
+#[ignore = "boots a VM: run `cargo lab test`"]
 fn is_shared_by_time_slices_and_a_guest_reaches_its_own_memory_alone() {
     if nested::is_inside() {
         return share();

@@ -49,6 +49,11 @@ pub fn machine() -> VmSpec {
     VmSpec { memory_mib: 512, ..vfio::machine("host") }
 }
 
+/// The same with a clock that jumps over what it would wait for.
+pub fn in_virtual_time() -> VmSpec {
+    VmSpec { virtual_time: true, ..machine() }
+}
+
 /// The VM.
 pub struct Nested {
     pub vm: Vm,
@@ -64,7 +69,7 @@ impl Nested {
 
     /// One whose clock jumps over what it would wait for: an `edu` takes a tenth of a second for each 4 KiB.
     pub fn boot_in_virtual_time() -> Self {
-        Self::boot_as(&VmSpec { virtual_time: true, ..machine() })
+        Self::boot_as(&in_virtual_time())
     }
 
     /// One whose kernel has iommufd; or nothing, which is said, where this machine cannot make such a kernel.
