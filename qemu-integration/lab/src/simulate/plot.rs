@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use plotters::coord::Shift;
 use plotters::prelude::*;
 
 use super::Outcome;
@@ -11,6 +12,11 @@ const SIZE: (u32, u32) = (900, 500);
 const COLOURS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(255, 127, 14), RGBColor(44, 160, 44), RGBColor(214, 39, 40)];
 
+/// What is drawn on.
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Chart<'a, 'b> = ChartBuilder<'a, 'a, SVGBackend<'b>>;
+type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
+
 /// What each always busy vGPU was due, as a line, and what it got, as points.
 pub fn shares(path: &Path, outcome: &Outcome) -> Result<()> {
     let mut busy: Vec<_> =
@@ -18,15 +24,9 @@ pub fn shares(path: &Path, outcome: &Outcome) -> Result<()> {
     busy.sort_by(|a, b| a.due.total_cmp(&b.due));
     let most = busy.iter().map(|member| member.due.max(member.got)).fold(0.0, f64::max);
     let title = format!("{} vGPUs, {}: share due (line) and got", outcome.vgpus, outcome.mix);
-    draw(path, || {
-        let root = SVGBackend::new(path, SIZE).into_drawing_area();
-        root.fill(&WHITE)?;
-        let mut chart = ChartBuilder::on(&root)
-            .caption(&title, ("sans-serif", 20))
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(64)
-            .build_cartesian_2d(0.0..busy.len() as f64, 0.0..most * 110.0)?;
+    draw(path, |root| {
+        let mut chart =
+            framed(root, &title).build_cartesian_2d(0.0..busy.len() as f64, 0.0..most * 110.0)?;
         chart
             .configure_mesh()
             .x_desc("vGPUs that are always busy, by what is due to them")
@@ -41,7 +41,6 @@ pub fn shares(path: &Path, outcome: &Outcome) -> Result<()> {
             points.map(|(index, member)| (at(index), member.due * 100.0)),
             COLOURS[0].stroke_width(2),
         ))?;
-        root.present()?;
         Ok(())
     })
 }
@@ -53,14 +52,8 @@ pub fn waits(path: &Path, outcomes: &[&Outcome]) -> Result<()> {
     let most = outcomes.iter().map(|outcome| wait(outcome, 0.9999)).fold(1e-2, f64::max);
     let vgpus = outcomes.first().map_or(0, |outcome| outcome.vgpus);
     let title = format!("{vgpus} vGPUs: time waited for a turn");
-    draw(path, || {
-        let root = SVGBackend::new(path, SIZE).into_drawing_area();
-        root.fill(&WHITE)?;
-        let mut chart = ChartBuilder::on(&root)
-            .caption(&title, ("sans-serif", 20))
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(64)
+    draw(path, |root| {
+        let mut chart = framed(root, &title)
             .build_cartesian_2d(0.0..(NINES.len() - 1) as f64, (1e-3..most * 2.0).log_scale())?;
         chart
             .configure_mesh()
@@ -84,7 +77,6 @@ pub fn waits(path: &Path, outcomes: &[&Outcome]) -> Result<()> {
                 .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], *colour));
         }
         chart.configure_series_labels().background_style(WHITE).border_style(BLACK).draw()?;
-        root.present()?;
         Ok(())
     })
 }
@@ -93,33 +85,35 @@ pub fn waits(path: &Path, outcomes: &[&Outcome]) -> Result<()> {
 pub fn costs(path: &Path, outcomes: &[Outcome]) -> Result<()> {
     let most = outcomes.iter().map(|outcome| outcome.decision_ns).fold(2000.0, f64::max);
     let last = outcomes.iter().map(|outcome| outcome.vgpus).max().unwrap_or(1) as f64;
-    draw(path, || {
-        let root = SVGBackend::new(path, SIZE).into_drawing_area();
-        root.fill(&WHITE)?;
-        let mut chart = ChartBuilder::on(&root)
-            .caption(
-                "Cost of a decision for one vGPU (promised: under 2000 ns)",
-                ("sans-serif", 20),
-            )
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(64)
+    draw(path, |root| {
+        let title = "Cost of a decision for one vGPU (promised: under 2000 ns)";
+        let mut chart = framed(root, title)
             .build_cartesian_2d((1.0..last * 1.5).log_scale(), 0.0..most * 1.1)?;
         chart.configure_mesh().x_desc("vGPUs").y_desc("ns").draw()?;
         chart.draw_series(outcomes.iter().map(|outcome| {
             Circle::new((outcome.vgpus as f64, outcome.decision_ns), 4, COLOURS[0].filled())
         }))?;
         chart.draw_series(LineSeries::new([(1.0, 2000.0), (last * 1.5, 2000.0)], COLOURS[3]))?;
-        root.present()?;
         Ok(())
     })
 }
 
-fn draw(
-    path: &Path,
-    body: impl FnOnce() -> std::result::Result<(), Box<dyn std::error::Error>>,
-) -> Result<()> {
-    body()
+/// A chart with a title, before it has axes.
+fn framed<'a, 'b>(root: &'a Area<'b>, title: &str) -> Chart<'a, 'b> {
+    let mut chart = ChartBuilder::on(root);
+    chart.caption(title, ("sans-serif", 20)).margin(12).x_label_area_size(36).y_label_area_size(64);
+    chart
+}
+
+/// A file with what `body` draws in it.
+fn draw(path: &Path, body: impl FnOnce(&Area<'_>) -> Drawn) -> Result<()> {
+    let root = SVGBackend::new(path, SIZE).into_drawing_area();
+    let all = || -> Drawn {
+        root.fill(&WHITE)?;
+        body(&root)?;
+        Ok(root.present()?)
+    };
+    all()
         .map_err(|error| anyhow::anyhow!("{error}"))
         .with_context(|| format!("Cannot write {}", path.display()))
 }
