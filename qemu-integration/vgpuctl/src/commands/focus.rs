@@ -15,7 +15,7 @@ use crate::mdevctl::pretty;
 
 /// `focus`
 pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
-    if let Some(uuid) = args.positional.or(args.flagged) {
+    if let Some(uuid) = args.which.id() {
         return show(client, uuid, args.output).await;
     }
     let parents: Vec<Parent> = client.get("/v1/parents").await?;

@@ -34,7 +34,7 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// `view`
 pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
-    let id = args.positional.or(args.flagged);
+    let id = args.which.id();
     let id = id.ok_or_else(|| Failure::Usage("Name the vGPU: vgpuctl view UUID".into()))?;
     let path = format!("{}/console", vgpu_path(id));
     let monitor = args.monitor.as_deref().map(whole).transpose()?;
