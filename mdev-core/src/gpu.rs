@@ -35,6 +35,14 @@ pub enum GpuError {
     /// A limit of the type, or of the GPU, is reached.
     #[error("Limit reached: {0}")]
     Limit(&'static str),
+    /// Enough video memory may be free, but not in one piece.
+    #[error("No {wanted_mib} MiB of video memory are free in one piece: {}", whose(*.outlived_mib))]
+    Pieces {
+        /// MiB that were asked for.
+        wanted_mib: u32,
+        /// MiB that VMs still have whose vGPUs are gone.
+        outlived_mib: u32,
+    },
     /// This backend cannot do that.
     #[error("Not supported by this GPU: {0}")]
     Unsupported(&'static str),
@@ -44,6 +52,16 @@ pub enum GpuError {
     /// The operating system refused.
     #[error("{0}")]
     Io(#[from] io::Error),
+}
+
+/// Who is in the way of a piece of video memory, and what can be done.
+fn whose(outlived_mib: u32) -> String {
+    if outlived_mib == 0 {
+        return "stop and start others of this GPU, which closes the gaps, or choose a smaller type".into();
+    }
+    format!(
+        "VMs that are still there have {outlived_mib} MiB of vGPUs that were stopped under them; shut these VMs down"
+    )
 }
 
 bitflags! {
@@ -245,6 +263,11 @@ pub trait Gpu: Send + fmt::Debug {
 
     /// Takes everything back from a vGPU, whatever it is doing.
     fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError>;
+
+    /// The vGPU is stopped, and nothing that was its own is kept for it: one whose worker died comes back for that.
+    fn forget(&mut self, _vgpu: VgpuId) -> Result<(), GpuError> {
+        Ok(())
+    }
 
     /// Sets the runlist's time slice for the vGPU's channel groups. In force from its next slice on.
     fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError>;

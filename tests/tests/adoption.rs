@@ -1,11 +1,13 @@
 //! An upgrade under VMs that run: what a manager does with workers and software GPUs of other releases.
 //!
-//! The other release is this test, which takes a socket over; the processes, and the VM's connection, are real.
+//! The other release is this test, which takes a socket over, or stands between; the processes, and the VM's connection,
+//! are real.
 
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
 use std::io::Read;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
@@ -14,8 +16,8 @@ use anyhow::Result;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::{Vgpud, is_alive, wait_for};
-use vendor_backends::mediator::wire::{AdminReply, Refusal};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener, encode};
+use vendor_backends::mediator::wire::{AdminReply, AdminRequest, OLDEST, Refusal};
+use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener, decode, encode};
 
 /// Answers whoever asks at a socket in another process' place: `None` hangs up.
 fn answer_at(path: &Path, answer: Option<Vec<u8>>) {
@@ -35,6 +37,34 @@ fn answer_at(path: &Path, answer: Option<Vec<u8>>) {
             });
         }
     });
+}
+
+/// Stands between the process of a GPU and who asks for it, as if that process spoke the oldest version.
+fn age(path: &Path) {
+    let real = path.with_extension("real");
+    fs::rename(path, &real).unwrap();
+    let listener = SeqPacketListener::bind(path).unwrap();
+    thread::spawn(move || {
+        while let Ok(asker) = listener.accept() {
+            let process = SeqPacket::connect(&real).unwrap();
+            thread::spawn(move || pass_on(&asker, &process));
+        }
+    });
+}
+
+fn pass_on(asker: &SeqPacket, process: &SeqPacket) {
+    let mut buffer = vec![0; MAX_PACKET];
+    while let Ok(Some(packet)) = asker.recv(&mut buffer) {
+        let request = match decode(&buffer[..packet.len]).unwrap() {
+            AdminRequest::Hello { .. } => AdminRequest::Hello { version: OLDEST },
+            AdminRequest::Forget(vgpu) => panic!("{vgpu}: that version has no such request"),
+            other => other,
+        };
+        process.send(&encode(&request).unwrap(), &[]).unwrap();
+        let Ok(Some(packet)) = process.recv(&mut buffer) else { return };
+        let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
+        asker.send(&buffer[..packet.len], &fds).unwrap();
+    }
 }
 
 /// What a worker says, as one of version 2 would.
@@ -139,11 +169,47 @@ fn the_vms_of_a_software_gpu_of_another_release_go_on() -> Result<()> {
     let another = json!({ "mdev_type": "SOFT-256MQ", "run": true });
     let (_, _, message) = vgpud.refused("POST", "/v1/vgpus", Some(&another))?;
     assert!(message.contains("the process of its GPU is of another version of vgpud"), "{message}");
-    // Once its VMs have gone it is ended, and a new one takes its place.
+    assert!(message.contains("shut them down and stop their vGPUs"), "{message}");
+    // Once its last vGPU is stopped it is ended, and a new one takes its place.
     drop(vm);
-    vgpud.end(Signal::SIGTERM)?;
+    wait_for("its VM has gone", || {
+        vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), None).is_ok()
+    })?;
+    wait_for("a new one is there", || {
+        vgpud.get("/v1/parents").is_ok_and(|all| all[0]["state"] == "ready")
+    })?;
     assert!(!is_alive(worker) && !is_alive(gpu));
-    vgpud.start_again()?;
     vgpud.create(&another)?;
+    Ok(())
+}
+
+#[test]
+fn a_software_gpu_of_the_release_before_takes_new_vgpus() -> Result<()> {
+    let (mut vgpud, uuid, vm, worker, gpu) = left()?;
+    age(&vgpud.run_dir().join("parents/soft0/admin.sock"));
+    vgpud.start_again()?;
+    let parent = &vgpud.get("/v1/parents")?[0];
+    assert_eq!((&parent["pid"], &parent["state"]), (&json!(gpu), &json!("ready")));
+    // What ran goes on, what is new starts and stops, and all of it is on that process.
+    let another = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
+    vgpud.call("POST", &format!("/v1/vgpus/{another}/stop"), None)?;
+    assert_eq!(vgpud.show(&uuid)?["pid"], worker);
+    assert_eq!((&vgpud.get("/v1/parents")?[0]["pid"], is_served(&vm)), (&json!(gpu), true));
+    Ok(())
+}
+
+#[test]
+fn a_manager_of_the_release_before_is_answered_in_its_own_words() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let socket = SeqPacket::connect(&vgpud.run_dir().join("parents/soft0/admin.sock"))?;
+    let mut buffer = vec![0; MAX_PACKET];
+    let mut ask = |request: &AdminRequest| -> Result<AdminReply> {
+        socket.send(&encode(request)?, &[])?;
+        let packet = socket.recv(&mut buffer)?.unwrap();
+        Ok(decode(&buffer[..packet.len])?)
+    };
+    let hello = ask(&AdminRequest::Hello { version: OLDEST })?;
+    assert!(matches!(hello, AdminReply::Hello { version: OLDEST, .. }), "{hello:?}");
+    assert!(matches!(ask(&AdminRequest::Usage)?, AdminReply::Usage(_)));
     Ok(())
 }

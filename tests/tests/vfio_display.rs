@@ -1,13 +1,9 @@
 //! A display adapter shared by vGPUs: QEMU's VGA, through VFIO, in a VM that is a host. Who is on its screen is seen from
-//! outside of that VM, where the screen is.
+//! outside of that VM, where the screen is. Beside it is one without VGA, QEMU's bochs-display.
 //!
 //! The test boots a VM and runs itself inside it: `cargo lab test` and `cargo test --test vfio_display -- --ignored` do.
 
 #![allow(clippy::unwrap_used)]
-#![allow(
-    clippy::cast_ptr_alignment,
-    reason = "mappings begin with pages, and their lengths are whole words"
-)]
 
 mod nested;
 
@@ -18,18 +14,21 @@ use std::time::Duration;
 use lab::picture::Picture;
 use lab::qemu::Vm;
 use mdev_core::units::MIB;
-use memmap2::{MmapOptions, MmapRaw};
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use system_tests::{Vgpud, wait_for};
-use vfio_user::Client;
+use system_tests::{Vgpud, kill_process, wait_for};
 
+use nested::head::Head;
 use nested::{DISPLAY, Nested, ok};
 
+/// The adapter without VGA, which has 32 MiB.
+const PLAIN: &str = "0000:00:04.0";
 const FIRST: &str = "11111111-1111-4111-8111-111111111111";
 const SECOND: &str = "22222222-2222-4222-8222-222222222222";
 const THIRD: &str = "33333333-3333-4333-8333-333333333333";
+const FOURTH: &str = "44444444-4444-4444-8444-444444444444";
+/// Those of guests, by number: two on the adapter with VGA, one on the other.
+const GUESTS: [&str; 3] = [FIRST, SECOND, FOURTH];
 const RED: u32 = 0x00c0_4020;
 const BLUE: u32 = 0x0020_40c0;
 const GREEN: u32 = 0x0030_c050;
@@ -47,7 +46,10 @@ fn one_vgpu_at_a_time_is_on_the_physical_screen() {
     if nested::is_inside() {
         return serve_guests();
     }
-    let mut host = Nested::boot();
+    let plain =
+        json!({ "driver": "bochs-display", "id": "plain", "addr": "0x4", "vgamem": 32 * MIB });
+    let mut host = Nested::boot_beside(vec![plain]);
+    ok(&mut host.vm, &format!("vgpuctl parents bind {PLAIN}"));
     host.start("one_vgpu_at_a_time_is_on_the_physical_screen", "/tmp/log");
     let socket = ask(&mut host.vm, "socket");
     let vgpuctl = format!("vgpuctl --socket {socket}");
@@ -57,7 +59,7 @@ fn one_vgpu_at_a_time_is_on_the_physical_screen() {
     ask(&mut host.vm, &format!("draw 1 800 600 {BLUE}"));
     assert_eq!(screen(&mut host), (640, 480, RED));
     let line = format!("{DISPLAY} {FIRST}\n");
-    assert_eq!(ok(&mut host.vm, &format!("{vgpuctl} focus")), line);
+    assert_eq!(ok(&mut host.vm, &format!("{vgpuctl} focus -p {DISPLAY}")), line);
 
     // Back and forth, each time in less than a frame.
     let mut took = Vec::new();
@@ -91,20 +93,41 @@ fn one_vgpu_at_a_time_is_on_the_physical_screen() {
     focus(&mut host.vm, &vgpuctl, SECOND);
     ask(&mut host.vm, "manager");
     assert_eq!(screen(&mut host), (1024, 768, GREEN));
-    assert_eq!(ok(&mut host.vm, &format!("{vgpuctl} focus")), format!("{DISPLAY} {SECOND}\n"));
+    assert_eq!(
+        ok(&mut host.vm, &format!("{vgpuctl} focus -p {DISPLAY}")),
+        format!("{DISPLAY} {SECOND}\n")
+    );
+
+    // A worker dies under its VM: there is no room for another one's memory, but its own is still there.
+    ask(&mut host.vm, "crash 1");
+    ask(&mut host.vm, &format!("draw 1 1024 768 {GREEN}"));
+    focus(&mut host.vm, &vgpuctl, SECOND);
+    assert_eq!(screen(&mut host), (1024, 768, GREEN));
 
     // In turn, until one is asked for.
-    ok(&mut host.vm, &format!("{vgpuctl} focus --rotate 1"));
+    ok(&mut host.vm, &format!("{vgpuctl} focus --rotate 1 -p {DISPLAY}"));
     for picture in [(640, 480, RED), (1024, 768, GREEN), (640, 480, RED)] {
         wait_for("the next one's turn", || screen(&mut host) == picture).unwrap();
     }
-    let turns = ok(&mut host.vm, &format!("{vgpuctl} focus"));
+    let turns = ok(&mut host.vm, &format!("{vgpuctl} focus -p {DISPLAY}"));
     assert!(turns.ends_with(" (in turn, 1 s each)\n"), "{turns}");
     focus(&mut host.vm, &vgpuctl, FIRST);
-    let turns = ok(&mut host.vm, &format!("{vgpuctl} focus"));
+    let turns = ok(&mut host.vm, &format!("{vgpuctl} focus -p {DISPLAY}"));
     assert_eq!(turns, format!("{DISPLAY} {FIRST}\n"));
-    let text = nested::refused(&mut host.vm, &format!("{vgpuctl} focus --rotate 100000"));
+    let text =
+        nested::refused(&mut host.vm, &format!("{vgpuctl} focus --rotate 100000 -p {DISPLAY}"));
     assert!(text.contains("Each vGPU is shown for 1 to 86400 seconds"), "{text}");
+
+    // Without VGA a screen cannot be switched off: it shows black memory of nobody's.
+    assert_eq!(screen_of(&mut host, "plain"), (640, 400, BLACK));
+    ask(&mut host.vm, &format!("draw 2 800 600 {BLUE}"));
+    assert_eq!(screen_of(&mut host, "plain"), (800, 600, BLUE));
+    ask(&mut host.vm, "off 2");
+    assert_eq!(screen_of(&mut host, "plain"), (640, 400, BLACK));
+    ask(&mut host.vm, &format!("draw 2 1024 768 {RED}"));
+    assert_eq!(screen_of(&mut host, "plain"), (1024, 768, RED));
+    ok(&mut host.vm, &format!("{vgpuctl} stop --force -u {FOURTH}"));
+    assert_eq!(screen_of(&mut host, "plain"), (640, 400, BLACK));
 
     // Who stops is followed by the next, and the last by darkness.
     ok(&mut host.vm, &format!("{vgpuctl} stop --force -u {FIRST}"));
@@ -112,7 +135,10 @@ fn one_vgpu_at_a_time_is_on_the_physical_screen() {
     ask(&mut host.vm, "memory");
     ok(&mut host.vm, &format!("{vgpuctl} stop --force -u {SECOND}"));
     assert_eq!(screen(&mut host).2, BLACK);
-    assert_eq!(ok(&mut host.vm, &format!("{vgpuctl} focus")), format!("{DISPLAY} nobody\n"));
+    assert_eq!(
+        ok(&mut host.vm, &format!("{vgpuctl} focus -p {DISPLAY}")),
+        format!("{DISPLAY} nobody\n")
+    );
     ask(&mut host.vm, "end");
     // Nobody has it any more: its driver takes it back, and shows what it likes.
     let text = ok(&mut host.vm, &format!("vgpuctl parents unbind {DISPLAY}"));
@@ -140,91 +166,45 @@ fn focus(vm: &mut Vm, vgpuctl: &str, uuid: &str) -> Value {
 
 /// What the adapter's screen shows, as long as it is of one colour.
 fn screen(host: &mut Nested) -> (usize, usize, u32) {
+    screen_of(host, "display")
+}
+
+fn screen_of(host: &mut Nested, device: &str) -> (usize, usize, u32) {
     let file = host.folder.path().join("screen.png");
     let name = file.to_string_lossy();
-    let arguments = json!({ "device": "display", "head": 0, "filename": name, "format": "png" });
+    let arguments = json!({ "device": device, "head": 0, "filename": name, "format": "png" });
     host.vm.qmp.execute("screendump", &arguments).unwrap();
     let picture = Picture::read(&file).unwrap();
     let colour = [RED, BLUE, GREEN, BLACK].into_iter().find(|colour| picture.is_all(*colour));
     (picture.width, picture.height, colour.unwrap_or(u32::MAX))
 }
 
-/// One guest: its registers by messages, its pixels by stores.
-struct Guest {
-    client: Client,
-    memory: MmapRaw,
-    offset: u64,
-}
-
-impl Guest {
-    fn attach(vgpud: &Vgpud, uuid: &str) -> Self {
-        let mut client = Client::new(&vgpud.vfio_socket(uuid)).unwrap();
-        // Memory space, as firmware would enable it.
-        client.region_write(7, 4, &[2, 0]).unwrap();
-        let region = client.region(0).unwrap();
-        assert_eq!(region.size, 8 * MIB);
-        let file = region.file_offset.as_ref().unwrap();
-        let offset = file.start();
-        // The crate leaves it open for programs that are started later, of which the next manager is one.
-        fcntl(file.file(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).unwrap();
-        let memory = MmapOptions::new()
-            .offset(offset)
-            .len(region.size as usize)
-            .map_raw(file.file())
-            .unwrap();
-        // Its framebuffer is all that may be mapped: no register is.
-        let mapped = |index| client.region(index).is_some_and(|it| it.file_offset.is_some());
-        assert_eq!((1..9).find(|index| mapped(*index)), None);
-        Self { client, memory, offset }
-    }
-
-    /// Sets a mode as bochs-drm does, and fills all of its memory with a colour.
-    fn draw(&mut self, width: u16, height: u16, colour: u32) {
-        self.client.region_read(2, 0x41a, &mut [0]).unwrap();
-        self.client.region_write(2, 0x400, &[0x20]).unwrap();
-        for (register, value) in
-            [(0x508, 0), (0x506, 32), (0x502, width), (0x504, height), (0x508, 0x41)]
-        {
-            self.client.region_write(2, register, &value.to_le_bytes()).unwrap();
-        }
-        for place in 0..self.pixels() {
-            // SAFETY: the place is in the mapping, which nobody in this process has a reference into.
-            unsafe { self.memory.as_mut_ptr().cast::<u32>().add(place).write_volatile(colour) };
-        }
-    }
-
-    fn pixels(&self) -> usize {
-        self.memory.len() / 4
-    }
-
-    /// Whether all of its memory has one colour.
-    fn is_all(&self, colour: u32) -> bool {
-        // SAFETY: as above.
-        let at = |place| unsafe { self.memory.as_ptr().cast::<u32>().add(place).read_volatile() };
-        (0..self.pixels()).all(|place| at(place) == colour)
-    }
-}
-
-/// A `vgpud` inside, with two vGPUs and their guests, who do what they are asked to.
+/// A `vgpud` inside, with vGPUs and their guests, who do what they are asked to.
 fn serve_guests() {
-    let parent = format!("vfio:{DISPLAY}");
-    let mut vgpud = Vgpud::start_with(&["--parent", &parent]).unwrap();
-    wait_for("the parent is ready", || {
-        vgpud.get("/v1/parents").is_ok_and(|all| all[0]["state"] == "ready")
+    let [display, plain] = [DISPLAY, PLAIN].map(|address| format!("vfio:{address}"));
+    let mut vgpud = Vgpud::start_with(&["--parent", &display, "--parent", &plain]).unwrap();
+    wait_for("the parents are ready", || {
+        let ready = |all: &Value| (0..2).all(|n| all[n]["state"] == "ready");
+        vgpud.get("/v1/parents").is_ok_and(|all| ready(&all))
     })
     .unwrap();
+    // Of the other one's 32 MiB, 1 MiB is black.
+    assert_eq!(vgpud.get("/v1/parents").unwrap()[1]["vram_bytes"], 31 * MIB);
     let types = vgpud.get("/v1/types").unwrap()[0]["types"].clone();
     let names: Vec<_> = types.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();
     assert_eq!(names, ["BOCHS-4MQ", "BOCHS-8MQ", "BOCHS-16MQ"]);
-    let request = |uuid: &str| json!({ "uuid": uuid, "mdev_type": "BOCHS-8MQ", "run": true });
+    let request = |uuid: &str| {
+        let parent = if uuid == FOURTH { PLAIN } else { DISPLAY };
+        json!({ "uuid": uuid, "parent": parent, "mdev_type": "BOCHS-8MQ", "run": true })
+    };
     let mut guests = Vec::new();
-    for uuid in [FIRST, SECOND] {
+    for uuid in GUESTS {
         vgpud.create(&request(uuid)).unwrap();
-        guests.push(Some(Guest::attach(&vgpud, uuid)));
+        guests.push(Some(Head::attach(&vgpud.vfio_socket(uuid))));
     }
     let offsets: Vec<_> = guests.iter().flatten().map(|guest| guest.offset).collect();
-    assert_eq!(offsets, [0, 8 * MIB]);
-    let mut colours = [BLACK; 2];
+    assert_eq!(offsets, [0, 8 * MIB, 0]);
+    let mut colours = [BLACK; 3];
     loop {
         while !fs::exists(ASKED).unwrap() {
             thread::sleep(Duration::from_millis(5));
@@ -251,12 +231,29 @@ fn serve_guests() {
                     assert_eq!(vgpu["traps"]["doorbell"], 0, "{vgpu}");
                 }
                 // The vGPU's own picture is the same, whether or not it is on the screen.
-                let uuid = [FIRST, SECOND][guest];
-                assert_eq!(picture(&vgpud, uuid), (number(2), number(3), colour));
+                assert_eq!(picture(&vgpud, GUESTS[guest]), (number(2), number(3), colour));
             }
             "off" => {
                 let guest = guests[number(1) as usize].as_mut().unwrap();
                 guest.client.region_write(2, 0x508, &[0, 0]).unwrap();
+            }
+            "crash" => {
+                let guest = number(1) as usize;
+                let pid = |vgpud: &Vgpud| vgpud.show(GUESTS[guest]).unwrap()["pid"].as_u64();
+                let worker = pid(&vgpud).unwrap();
+                kill_process(u32::try_from(worker).unwrap(), Signal::SIGKILL).unwrap();
+                wait_for("a fresh worker", || {
+                    let vgpu = vgpud.show(GUESTS[guest]).unwrap();
+                    pid(&vgpud).is_some_and(|now| now != worker) && vgpu["state"] == "running"
+                })
+                .unwrap();
+                // The VM still has the same memory, in which nothing is left; its next start comes back to it.
+                let before = guests[guest].take().unwrap();
+                assert!(before.is_all(BLACK));
+                let now = Head::attach(&vgpud.vfio_socket(GUESTS[guest]));
+                assert_eq!(now.offset, before.offset);
+                colours[guest] = BLACK;
+                guests[guest] = Some(now);
             }
             "manager" => {
                 vgpud.end(Signal::SIGKILL).unwrap();
@@ -270,9 +267,15 @@ fn serve_guests() {
                 assert!(old.is_all(BLACK), "what it drew is gone");
                 let refused = vgpud.refused("POST", "/v1/vgpus", Some(&request(THIRD))).unwrap();
                 assert_eq!((refused.0, refused.1.as_str()), (409, "no_room"), "{}", refused.2);
+                let said = "No 8 MiB of video memory are free in one piece: VMs that are still there have 8 MiB of \
+                            vGPUs that were stopped under them; shut these VMs down";
+                assert_eq!(refused.2, said);
+                // The same vGPU neither: whoever starts it may have another VM in mind.
+                let again = vgpud.refused("POST", "/v1/vgpus", Some(&request(FIRST))).unwrap();
+                assert_eq!(again.2, said);
                 drop(old);
                 vgpud.create(&request(THIRD)).unwrap();
-                let third = Guest::attach(&vgpud, THIRD);
+                let third = Head::attach(&vgpud.vfio_socket(THIRD));
                 assert!(third.offset == 0 && third.is_all(BLACK));
                 drop(third);
                 vgpud.call("POST", &format!("/v1/vgpus/{THIRD}/stop"), None).unwrap();

@@ -95,7 +95,7 @@ fn status_of(error: &GpuError) -> Status {
         GpuError::OutOfRange(_) => Status::OutOfRange,
         GpuError::Overlap(_) => Status::Overlap,
         GpuError::NotFound(_) => Status::NotFound,
-        GpuError::Limit(_) => Status::Limit,
+        GpuError::Limit(_) | GpuError::Pieces { .. } => Status::Limit,
         GpuError::Unsupported(_) => Status::Unsupported,
         GpuError::Lost(_) => Status::DeviceLost,
         GpuError::Io(error) => {

@@ -4,10 +4,13 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+pub mod head;
+
 use std::path::Path;
 use std::time::Duration;
 
 use lab::Lab;
+use lab::guest::Output;
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec};
 use lab::{iommufd, vfio};
@@ -33,7 +36,8 @@ pub fn is_inside() -> bool {
 
 /// Runs a command inside that is to succeed.
 pub fn ok(vm: &mut Vm, command: &str) -> String {
-    vm.guest.run(command, LIMIT).unwrap().success().unwrap().stdout
+    let output = vm.guest.run(command, LIMIT).and_then(Output::success);
+    output.unwrap_or_else(|error| panic!("{command}: {error:#}")).stdout
 }
 
 /// Runs one that is to fail; what it said, in one line.
@@ -65,6 +69,13 @@ impl Nested {
     /// Boots one and gives both devices to vfio-pci.
     pub fn boot() -> Self {
         Self::boot_as(&machine())
+    }
+
+    /// One with more devices, which are not given to vfio-pci.
+    pub fn boot_beside(devices: Vec<Value>) -> Self {
+        let mut spec = machine();
+        spec.devices.extend(devices);
+        Self::boot_as(&spec)
     }
 
     /// One whose clock jumps over what it would wait for: an `edu` takes a tenth of a second for each 4 KiB.

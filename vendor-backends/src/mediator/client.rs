@@ -43,7 +43,7 @@ impl MediatedClient {
         let hello = ClientRequest::Hello { version: wire::VERSION };
         let (reply, mut fds) = connection.ask(&hello, &[])?;
         let (gpu, spec, vram_offset) = match reply {
-            ClientReply::Hello { version: wire::VERSION, gpu, spec, vram_offset } => {
+            ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
                 (gpu, spec, vram_offset)
             }
             ClientReply::Refused(refusal) => return Err(refusal.into()),

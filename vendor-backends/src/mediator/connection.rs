@@ -21,6 +21,7 @@ pub struct Connection {
     socket: SeqPacket,
     buffer: Vec<u8>,
     lost: Option<String>,
+    garbled: bool,
 }
 
 impl Connection {
@@ -28,7 +29,7 @@ impl Connection {
         let patience = TimeVal::seconds(PATIENCE.as_secs().cast_signed());
         setsockopt(&socket, sockopt::ReceiveTimeout, &patience)?;
         setsockopt(&socket, sockopt::SendTimeout, &patience)?;
-        Ok(Self { socket, buffer: vec![0; MAX_PACKET], lost: None })
+        Ok(Self { socket, buffer: vec![0; MAX_PACKET], lost: None, garbled: false })
     }
 
     /// Asks, and waits for the answer and its descriptors.
@@ -41,6 +42,7 @@ impl Connection {
             return Err(GpuError::Lost(why.clone()));
         }
         self.exchange(request, fds).map_err(|error| {
+            self.garbled = error.kind() == io::ErrorKind::InvalidData;
             let why = match error.kind() {
                 io::ErrorKind::WouldBlock => "it does not answer".into(),
                 io::ErrorKind::BrokenPipe => "its process has ended".into(),
@@ -59,6 +61,11 @@ impl Connection {
         self.socket.send(&seqpacket::encode(request)?, fds)?;
         let packet = self.socket.recv(&mut self.buffer)?.ok_or(io::ErrorKind::BrokenPipe)?;
         Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds))
+    }
+
+    /// Whether it failed since an answer could not be read: after a hello, that of a version with another form.
+    pub fn is_garbled(&self) -> bool {
+        self.garbled
     }
 
     /// What to call the other end's failure to keep to the protocol.

@@ -20,6 +20,8 @@ use crate::seqpacket::SeqPacket;
 pub struct MediatedGpu {
     connection: Connection,
     description: GpuDescription,
+    /// What both sides speak.
+    version: u32,
 }
 
 impl MediatedGpu {
@@ -31,9 +33,13 @@ impl MediatedGpu {
     /// Takes over a connection to an admin socket.
     pub fn open(socket: SeqPacket) -> Result<Self, GpuError> {
         let mut connection = Connection::new(socket)?;
-        match connection.ask(&AdminRequest::Hello { version: wire::VERSION }, &[])?.0 {
-            AdminReply::Hello { version: wire::VERSION, gpu } => {
-                Ok(Self { connection, description: gpu })
+        let told = connection.ask(&AdminRequest::Hello { version: wire::VERSION }, &[]);
+        if told.is_err() && connection.is_garbled() {
+            return Err(Refusal::Version.into());
+        }
+        match told?.0 {
+            AdminReply::Hello { version, gpu } if wire::is_spoken(version) => {
+                Ok(Self { connection, description: gpu, version })
             }
             AdminReply::Refused(refusal) => Err(refusal.into()),
             _ => Err(Refusal::Version.into()),
@@ -67,6 +73,15 @@ impl Gpu for MediatedGpu {
 
     fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
         self.order(&AdminRequest::Evict(vgpu))
+    }
+
+    fn forget(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
+        // An older owner keeps nothing.
+        if self.version < wire::WITH_FORGET {
+            Ok(())
+        } else {
+            self.order(&AdminRequest::Forget(vgpu))
+        }
     }
 
     fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {

@@ -28,6 +28,9 @@ pub trait Hardware: Send + Sync + fmt::Debug {
     /// Takes a partition of its memory for a vGPU, or refuses the sizes. Nothing of an earlier owner is left in it.
     fn partition(&self, spec: &ClientSpec) -> Result<Partition, Refusal>;
 
+    /// A vGPU is gone for good. Until then, one whose worker died comes back for what it had.
+    fn forget(&self, _vgpu: VgpuId) {}
+
     /// Files that it has to open again later, for vGPUs to come.
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()

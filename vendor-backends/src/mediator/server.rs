@@ -63,14 +63,23 @@ struct Server {
     silicon: Arc<Silicon>,
     /// Connections of workers.
     clients: Clients,
-    admins: Vec<SeqPacket>,
+    admins: Vec<Admin>,
+}
+
+/// A manager's connection.
+struct Admin {
+    socket: SeqPacket,
+    /// What both sides speak.
+    version: u32,
 }
 
 impl Server {
     /// Waits a little for managers, and answers them.
     fn serve(&mut self, listener: &SeqPacketListener) -> io::Result<()> {
         let mut fds = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-        fds.extend(self.admins.iter().map(|admin| PollFd::new(admin.as_fd(), PollFlags::POLLIN)));
+        fds.extend(
+            self.admins.iter().map(|admin| PollFd::new(admin.socket.as_fd(), PollFlags::POLLIN)),
+        );
         match poll(&mut fds, PollTimeout::from(TICK_MS)) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
@@ -79,14 +88,16 @@ impl Server {
         drop(fds);
         let mut answered = ready[1..].iter();
         let admins = std::mem::take(&mut self.admins);
-        for admin in admins {
-            if answered.next() != Some(&true) || self.answer(&admin) {
+        for mut admin in admins {
+            if answered.next() != Some(&true) || self.answer(&mut admin) {
                 self.admins.push(admin);
             }
         }
         if ready[0] {
             match listener.accept() {
-                Ok(admin) if self.admins.len() < MAX_ADMINS => self.admins.push(admin),
+                Ok(socket) if self.admins.len() < MAX_ADMINS => {
+                    self.admins.push(Admin { socket, version: wire::VERSION });
+                }
                 Ok(_) => log::warn!("Too many connections to the admin socket: one refused"),
                 // Whoever it was has given up, or descriptors are short: neither ends a GPU.
                 Err(error) => {
@@ -99,28 +110,34 @@ impl Server {
     }
 
     /// Answers one request; false where the connection is over.
-    fn answer(&self, admin: &SeqPacket) -> bool {
-        let (request, _fds) = match receive(admin, true) {
+    fn answer(&self, admin: &mut Admin) -> bool {
+        let socket = &admin.socket;
+        let (request, _fds) = match receive(socket, true) {
             Received::Request(request, fds) => (request, fds),
             Received::Nothing => return true,
             Received::Garbage => {
-                return send(admin, &AdminReply::Refused(Refusal::Message), &[]);
+                return send(socket, &AdminReply::Refused(Refusal::Message), &[]);
             }
             Received::End => return false,
         };
+        if let AdminRequest::Hello { version } = request {
+            admin.version = wire::agreed(version);
+            let gpu = self.silicon.describe().clone();
+            return send(socket, &AdminReply::Hello { version: admin.version, gpu }, &[]);
+        }
         match self.handle(request) {
-            Ok((reply, None)) => send(admin, &reply, &[]),
-            Ok((reply, Some(fd))) => send(admin, &reply, &[fd.as_fd()]),
-            Err(refusal) => send(admin, &AdminReply::Refused(refusal), &[]),
+            Ok((reply, None)) => send(socket, &reply, &[]),
+            Ok((reply, Some(fd))) => send(socket, &reply, &[fd.as_fd()]),
+            Err(refusal) => {
+                let refusal = refusal.to_version(admin.version);
+                send(socket, &AdminReply::Refused(refusal), &[])
+            }
         }
     }
 
     fn handle(&self, request: AdminRequest) -> Result<(AdminReply, Option<OwnedFd>), Refusal> {
         match request {
-            AdminRequest::Hello { version: _ } => {
-                let gpu = self.silicon.describe().clone();
-                return Ok((AdminReply::Hello { version: wire::VERSION, gpu }, None));
-            }
+            AdminRequest::Hello { .. } => return Err(Refusal::Message),
             AdminRequest::Admit(spec) => {
                 return Ok((AdminReply::Admitted, Some(self.admit(&spec)?)));
             }
@@ -128,6 +145,7 @@ impl Server {
                 self.silicon.evict(&self.silicon.find(id)?);
                 self.clients.hang_up(id);
             }
+            AdminRequest::Forget(id) => self.silicon.hardware().forget(id),
             AdminRequest::SetTimeslice(id, slice) => {
                 if !SLICES.contains(&slice) {
                     return Err(Refusal::Timeslice);
@@ -264,19 +282,19 @@ impl ClientConnection {
             }
             Received::End => return false,
         };
-        if let ClientRequest::Hello { version: _ } = request {
+        if let ClientRequest::Hello { version } = request {
             *greeted = true;
-            return self.hello();
+            return self.hello(wire::agreed(version));
         }
         let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
         send(&self.socket, &reply.unwrap_or_else(ClientReply::Refused), &[])
     }
 
-    fn hello(&self) -> bool {
+    fn hello(&self, version: u32) -> bool {
         let gpu: GpuDescription = self.silicon.describe().clone();
         let Shared { vram, doorbell, status, event, wake } = &self.shared;
         let reply = ClientReply::Hello {
-            version: wire::VERSION,
+            version,
             gpu,
             spec: self.vgpu.spec().clone(),
             vram_offset: vram.as_ref().map(|(_, offset)| *offset),

@@ -1,7 +1,10 @@
 //! What a device's owner, the manager and the workers say to each other: postcard in SOCK_SEQPACKET packets.
 //!
 //! Each connection is a sequence of one request and one reply, and begins with a hello. Both ends come from one
-//! binary, but not always from one build: a manager may adopt an owner that an older one started.
+//! binary, but not always from one build: a manager may adopt an owner that an older one started. So requests, replies and
+//! refusals are only added, at the end of their lists, and whoever answers says the older of both versions: from then on
+//! neither says what that one does not have. What cannot be done like that, as a change of anything that is said
+//! already, raises [`OLDEST`].
 
 use std::io;
 use std::time::Duration;
@@ -16,7 +19,24 @@ use mdev_core::sched::Budget;
 use serde::{Deserialize, Serialize};
 
 /// Bumped with every change of the types in this file, or of those of `mdev_core` that they hold.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
+
+/// The oldest version that is understood.
+pub const OLDEST: u32 = 6;
+
+/// The first version with [`AdminRequest::Forget`] and [`Refusal::Pieces`].
+pub const WITH_FORGET: u32 = 7;
+
+/// The version of a connection, as whoever answers says it: the older of both.
+pub const fn agreed(asked: u32) -> u32 {
+    // Who is too old to be understood is told what we are.
+    if asked < OLDEST || asked > VERSION { VERSION } else { asked }
+}
+
+/// Whether a version that was agreed upon can be spoken here.
+pub const fn is_spoken(version: u32) -> bool {
+    version >= OLDEST && version <= VERSION
+}
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
@@ -53,6 +73,8 @@ pub enum AdminRequest {
     Rotate(Option<Duration>),
     /// Who is on the screen: [`AdminReply::Screen`].
     Screen,
+    /// Nothing is kept any more for a vGPU, which is gone for good. From [`WITH_FORGET`] on.
+    Forget(VgpuId),
 }
 
 /// What it answers to the manager.
@@ -60,7 +82,7 @@ pub enum AdminRequest {
 pub enum AdminReply {
     /// Answer to `Hello`. The first variant for good.
     Hello {
-        /// [`VERSION`] of the answering side; the connection is of no use where the two differ.
+        /// What is spoken from here on: [`agreed`].
         version: u32,
         /// What the GPU is.
         gpu: GpuDescription,
@@ -141,7 +163,7 @@ pub enum ClientReply {
     /// signals after a change of the status page, the socket on which any packet wakes the silicon, the eventfd that
     /// wakes it when it is signalled, and the file with the video memory partition, where there is one.
     Hello {
-        /// [`VERSION`] of the answering side.
+        /// What is spoken from here on: [`agreed`].
         version: u32,
         /// What the GPU is.
         gpu: GpuDescription,
@@ -224,6 +246,24 @@ pub enum Refusal {
     Os(i32),
     /// Something that this device does not do.
     Unsupported,
+    /// Video memory, which may be free, but not in one piece. From [`WITH_FORGET`] on.
+    Pieces {
+        /// MiB that were asked for.
+        wanted_mib: u32,
+        /// MiB that VMs still have whose vGPUs are gone.
+        outlived_mib: u32,
+    },
+}
+
+impl Refusal {
+    /// As a version has it.
+    #[must_use]
+    pub const fn to_version(self, version: u32) -> Self {
+        match self {
+            Self::Pieces { .. } if version < WITH_FORGET => Self::VramLimit,
+            other => other,
+        }
+    }
 }
 
 impl From<Refusal> for GpuError {
@@ -260,6 +300,7 @@ impl From<Refusal> for GpuError {
             R::ImportLimit => Self::Limit("imported guest memory"),
             R::PageTableLimit => Self::Limit("page tables"),
             R::Os(errno) => Self::Io(io::Error::from_raw_os_error(errno)),
+            R::Pieces { wanted_mib, outlived_mib } => Self::Pieces { wanted_mib, outlived_mib },
             R::Unsupported => {
                 Self::Unsupported("an engine, memory or screen that it does not have")
             }
@@ -280,10 +321,10 @@ mod tests {
     use mdev_core::gpu::EngineKind;
     use uuid::Uuid;
 
-    /// A change of these bytes is a change of the protocol: bump [`VERSION`].
+    /// A change of these bytes is a change of the protocol: raise [`OLDEST`]. What is new bumps [`VERSION`].
     #[test]
-    fn bytes_of_version_6() {
-        assert_eq!(VERSION, 6);
+    fn bytes_of_versions_6_and_7() {
+        assert_eq!((OLDEST, VERSION), (6, 7));
         let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
         let admin = [
             (AdminRequest::Hello { version: 6 }, "0006"),
@@ -318,6 +359,7 @@ mod tests {
             (AdminRequest::Focus(vgpu), "09 1000000000000000000000000001020304"),
             (AdminRequest::Rotate(Some(Duration::from_secs(10))), "0a 01 0a 00"),
             (AdminRequest::Screen, "0b"),
+            (AdminRequest::Forget(vgpu), "0c 1000000000000000000000000001020304"),
         ]);
         for (message, bytes) in admin {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
@@ -361,12 +403,26 @@ mod tests {
             assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
         }
         assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06190a");
+        let pieces = Refusal::Pieces { wanted_mib: 8, outlived_mib: 16 };
+        assert_eq!(hex(&encode(&ClientReply::Refused(pieces)).unwrap()), "061b0810");
+        assert_eq!((pieces.to_version(6), pieces.to_version(7)), (Refusal::VramLimit, pieces));
         let screen = PhysicalScreen { focus: Some(vgpu), rotation: None };
         let bytes = "06 01 1000000000000000000000000001020304 00";
         assert_eq!(hex(&encode(&AdminReply::Screen(screen)).unwrap()), bytes.replace(' ', ""));
         let usage = Usage { copy_ns: 1, compute_ns: 2, channels: 3, ..Usage::default() };
         let bytes = "05 00 01 02 0000000000000000 0000000000000000 03";
         assert_eq!(hex(&encode(&ClientReply::Usage(usage)).unwrap()), bytes.replace(' ', ""));
+    }
+
+    #[test]
+    fn the_older_of_both_versions_is_spoken() {
+        assert_eq!(
+            (agreed(VERSION), agreed(OLDEST), agreed(VERSION + 1)),
+            (VERSION, OLDEST, VERSION)
+        );
+        assert_eq!(agreed(OLDEST - 1), VERSION, "which that one refuses");
+        assert!(is_spoken(OLDEST) && is_spoken(VERSION));
+        assert!(!is_spoken(OLDEST - 1) && !is_spoken(VERSION + 1));
     }
 
     #[test]

@@ -71,7 +71,10 @@ pub enum DeviceError {
         others: String,
     },
     /// Not ours to open.
-    #[error("No permission for {0}: run this as root, or give the file to this user")]
+    #[error(
+        "No permission for {0}: run this as root, or give the file to this user; vgpud's service is given it by \
+         `vgpuctl parents bind`"
+    )]
     Permission(String),
     /// The kernel has no iommufd.
     #[error(
@@ -129,6 +132,12 @@ pub enum DeviceError {
     /// A DMA window.
     #[error("{0}")]
     Window(#[from] WindowError),
+    /// The service that this is may only look at the device's files.
+    #[error(
+        "{0} cannot be shared: this service may not write its files in /sys: `vgpuctl parents bind {0}` lets it, after \
+         `systemctl restart vgpud`"
+    )]
+    ReadOnly(Address),
     /// Its windows are too long.
     #[error(
         "A window of {mib} MiB is too long for a device with {bits} bits of DMA addresses: choose a smaller one (window=SIZE)"

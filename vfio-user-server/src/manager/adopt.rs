@@ -56,6 +56,10 @@ impl Manager {
             }
         }
         self.evict_strangers();
+        let names: Vec<_> = self.parents.iter().map(|parent| parent.name().to_owned()).collect();
+        for name in names {
+            self.replace_foreign(&name);
+        }
         for vgpu in dead {
             let id = vgpu.id;
             match self.start_vgpu(*vgpu) {

@@ -28,7 +28,7 @@ use crate::spawn::{self, Limits, Process, ProcessRecord};
 use crate::users::Account;
 
 /// What is said of a GPU whose process is of a release that is not understood.
-const FOREIGN: &str = "the process of its GPU is of another version of vgpud; its VMs go on, and nothing new starts on it: shut them down, then `systemctl kill -s TERM vgpud` and `systemctl start vgpud`";
+const FOREIGN: &str = "the process of its GPU is of another version of vgpud; its VMs go on, and nothing new starts on it: shut them down and stop their vGPUs, and a new one takes its place";
 
 /// How long a new process that is or owns a GPU may take until it answers. Devices take a while to be reset.
 const START_PATIENCE: Duration = Duration::from_secs(4);
@@ -398,7 +398,7 @@ fn gone(name: &str, reason: Option<&str>) -> ErrorDetail {
 pub fn refusal(error: &GpuError) -> ErrorDetail {
     let code = match error {
         GpuError::Lost(_) | GpuError::Io(_) => ErrorCode::Unavailable,
-        GpuError::Limit(_) => ErrorCode::NoRoom,
+        GpuError::Limit(_) | GpuError::Pieces { .. } => ErrorCode::NoRoom,
         GpuError::NotFound(_) => ErrorCode::NotFound,
         _ => ErrorCode::Internal,
     };
@@ -450,6 +450,19 @@ impl Manager {
         let found = self.parents.iter().position(|parent| parent.name() == name);
         if let Some(index) = found.filter(|index| self.parents[*index].generation == generation) {
             self.lose_parent(index, "its process has ended");
+        }
+    }
+
+    /// Ends the process of a GPU that is of a release that is not understood, once the last vGPU on it is gone. A new one is
+    /// started when it has ended.
+    pub(super) fn replace_foreign(&mut self, name: &str) {
+        let used = self.vgpus.values().any(|vgpu| vgpu.parent == name);
+        let found = self.parents.iter().find(|parent| parent.name() == name && parent.foreign);
+        if let Some(process) = found.filter(|_| !used).and_then(|parent| parent.process.as_ref()) {
+            log::info!(
+                "The process of {name} is of another version and has no vGPU left; replacing it"
+            );
+            process.signal(Signal::SIGTERM);
         }
     }
 

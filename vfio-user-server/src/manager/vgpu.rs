@@ -383,6 +383,16 @@ impl Manager {
         }
     }
 
+    /// Nothing is kept for a vGPU that is stopped: whoever starts it may have another VM in mind.
+    fn forget_place(&mut self, id: VgpuId) {
+        let index = self.vgpus.get(&id).and_then(|vgpu| self.parent_index(&vgpu.parent).ok());
+        if let Some(index) = index.filter(|index| self.parents[*index].is_ready())
+            && let Err(error) = self.with_gpu(index, |gpu| gpu.forget(id))
+        {
+            log::warn!("vGPU {id} may keep its memory: {error}");
+        }
+    }
+
     fn evict_vgpu(&mut self, id: VgpuId) {
         let index = self.vgpus.get(&id).and_then(|vgpu| self.parent_index(&vgpu.parent).ok());
         if let Some(index) = index {
@@ -428,12 +438,14 @@ impl Manager {
     /// Removes every trace of a vGPU that has no worker any more.
     fn forget_vgpu(&mut self, id: VgpuId) {
         self.free_place(id);
+        self.forget_place(id);
         let Some(vgpu) = self.vgpus.remove(&id) else { return };
         if let Some(process) = vgpu.process {
             process.end(Duration::ZERO);
         }
         folders::remove(&self.folders.vgpu(id));
         log::info!("vGPU {id} is stopped");
+        self.replace_foreign(&vgpu.parent);
         for waiting in vgpu.waiting {
             // Whoever asked may have gone.
             let _ = waiting.send(());

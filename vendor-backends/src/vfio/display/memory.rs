@@ -3,14 +3,16 @@
 //! It is reached through the file that the kernel has for the adapter's BAR 0, which has no registers behind it: whoever
 //! holds it can map video memory and do nothing else. Each vGPU gets an open file of its own with a lock on its
 //! partition. The lock ends when the last copy and the last mapping of that file are gone, wherever they are: a VM that
-//! outlived its vGPU still holds it, and its memory is not given to anybody else before it is gone too.
+//! outlived its vGPU still holds it, and its memory is not given to anybody else before it is gone too. The one exception
+//! is the same vGPU, whose worker died and is started again: what it gets is what its VM has, who is a guest of no other.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use nix::fcntl::{FcntlArg, fcntl};
 
@@ -26,7 +28,7 @@ pub struct Range {
 }
 
 impl Range {
-    fn overlaps(self, other: Self) -> bool {
+    pub(super) fn overlaps(self, other: Self) -> bool {
         self.offset < other.offset + other.len && other.offset < self.offset + self.len
     }
 }
@@ -35,12 +37,13 @@ impl Range {
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// Nowhere is so much of it together.
-    #[error(
-        "no {} MiB of video memory are free in one piece: stop a vGPU, or a VM that still has the memory of one \
-         that was stopped",
-        .0 / MIB
-    )]
-    Full(u64),
+    #[error("no {} MiB of video memory are free in one piece", .wanted / MIB)]
+    Full {
+        /// Bytes that were asked for.
+        wanted: u64,
+        /// Bytes that VMs still have whose vGPUs are gone.
+        outlived: u64,
+    },
     /// The kernel refused.
     #[error("{}: {source}", path.display())]
     Io {
@@ -56,7 +59,24 @@ pub enum MemoryError {
 pub struct Memory {
     path: PathBuf,
     len: u64,
-    held: Mutex<Vec<Range>>,
+    book: Mutex<Book>,
+}
+
+/// Who has which partition.
+#[derive(Debug, Default)]
+struct Book {
+    /// Given out.
+    held: Vec<Entry>,
+    /// Those of vGPUs whose workers are gone and may come back. Nobody else has had any of it since.
+    left: Vec<Entry>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    owner: VgpuId,
+    range: Range,
+    /// Whether it is still its owner's when its worker is gone.
+    kept: bool,
 }
 
 impl Memory {
@@ -65,7 +85,7 @@ impl Memory {
         // Stores that may be combined are many times faster, and nothing here depends on their order.
         let combined = device.join("resource0_wc");
         let path = if combined.exists() { combined } else { device.join("resource0") };
-        let memory = Arc::new(Self { path, len, held: Mutex::default() });
+        let memory = Arc::new(Self { path, len, book: Mutex::default() });
         // Whether the kernel lets it be mapped is better known now than when a vGPU starts.
         memory.map(Range { offset: 0, len: len.min(MIB) })?;
         Ok(memory)
@@ -87,26 +107,67 @@ impl Memory {
     }
 
     /// Takes a partition, filled with zeros. It begins at a multiple of its length, so that partitions of powers of two
-    /// leave as few gaps as can be.
-    pub fn take(self: &Arc<Self>, len: u64) -> Result<Partition, MemoryError> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+    /// leave as few gaps as can be. What a vGPU had when its worker died is its own again.
+    pub fn take(self: &Arc<Self>, owner: VgpuId, len: u64) -> Result<Partition, MemoryError> {
+        let mut book = self.book();
         let looker = self.file()?;
+        let left = |entry: &&Entry| entry.owner == owner && entry.range.len == len;
+        let own = book.left.iter().find(left).map(|entry| entry.range);
         let places = (0..self.len / len.max(1)).map(|n| Range { offset: n * len, len });
-        for range in
-            places.filter(|range| len > 0 && !held.iter().any(|other| range.overlaps(*other)))
-        {
-            if self.is_locked(&looker, range)? {
-                continue;
+        let mut found = None;
+        for range in own.into_iter().chain(places).filter(|_| len > 0) {
+            let given_out = book.held.iter().any(|other| range.overlaps(other.range));
+            if !given_out && (Some(range) == own || !self.is_locked(&looker, range)?) {
+                found = Some(range);
+                break;
             }
-            self.clear(range)?;
-            let file = self.file()?;
-            let lock = flock(libc::F_RDLCK, range);
-            let locked = fcntl(file.as_fd(), FcntlArg::F_OFD_SETLK(&lock));
-            locked.map_err(|errno| self.error(errno.into()))?;
-            held.push(range);
-            return Ok(Partition { range, file, memory: Arc::clone(self) });
         }
-        Err(MemoryError::Full(len))
+        let Some(range) = found else {
+            return Err(MemoryError::Full {
+                wanted: len,
+                outlived: self.outlived(&book, &looker)?,
+            });
+        };
+        self.clear(range)?;
+        let file = self.file()?;
+        let lock = flock(libc::F_RDLCK, range);
+        let locked = fcntl(file.as_fd(), FcntlArg::F_OFD_SETLK(&lock));
+        locked.map_err(|errno| self.error(errno.into()))?;
+        book.left.retain(|entry| entry.owner != owner && !entry.range.overlaps(range));
+        book.held.push(Entry { owner, range, kept: true });
+        Ok(Partition { range, file, memory: Arc::clone(self) })
+    }
+
+    /// A vGPU is gone for good: what it had is anybody's as soon as no VM has it.
+    pub fn forget(&self, owner: VgpuId) {
+        let mut book = self.book();
+        book.left.retain(|entry| entry.owner != owner);
+        for entry in book.held.iter_mut().filter(|entry| entry.owner == owner) {
+            entry.kept = false;
+        }
+    }
+
+    /// Makes a range zeros that is no part of any partition.
+    pub fn blacken(&self, range: Range) -> Result<(), MemoryError> {
+        self.clear(range)
+    }
+
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes that are not given out, and that a VM still has.
+    fn outlived(&self, book: &Book, looker: &File) -> Result<u64, MemoryError> {
+        let mut bytes = 0;
+        let mut places = (0..self.len / MIB).map(|n| Range { offset: n * MIB, len: MIB });
+        places.try_for_each(|range| {
+            let given_out = book.held.iter().any(|other| range.overlaps(other.range));
+            if !given_out && self.is_locked(looker, range)? {
+                bytes += range.len;
+            }
+            Ok(())
+        })?;
+        Ok(bytes)
     }
 
     /// Whether somebody still has the memory of a vGPU that is gone.
@@ -191,8 +252,14 @@ impl Drop for Partition {
         if let Err(error) = self.clear() {
             log::warn!("Video memory is cleared only for the next vGPU: {error}");
         }
-        let mut held = self.memory.held.lock().unwrap_or_else(PoisonError::into_inner);
-        held.retain(|range| *range != self.range);
+        let mut book = self.memory.book();
+        if let Some(place) = book.held.iter().position(|entry| entry.range == self.range) {
+            let entry = book.held.remove(place);
+            if entry.kept {
+                book.left.retain(|other| other.owner != entry.owner);
+                book.left.push(entry);
+            }
+        }
     }
 }
 
@@ -204,6 +271,10 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+
+    fn id(n: u128) -> VgpuId {
+        VgpuId(uuid::Uuid::from_u128(n))
+    }
 
     fn adapter(len: u64) -> (TempDir, Arc<Memory>) {
         let folder = tempfile::tempdir().unwrap();
@@ -218,36 +289,69 @@ mod tests {
         let file = OpenOptions::new().read(true).write(true).open(folder.path().join("resource0"));
         let file = file.unwrap();
         file.write_all_at(&[7; 64], 8 * MIB).unwrap();
-        let (a, b) = (memory.take(8 * MIB).unwrap(), memory.take(8 * MIB).unwrap());
+        let [a, b] = [1, 2].map(|n| memory.take(id(n), 8 * MIB).unwrap());
         assert_eq!((a.range().offset, b.range().offset), (0, 8 * MIB));
         let mut bytes = [1; 64];
         file.read_exact_at(&mut bytes, 8 * MIB).unwrap();
         assert_eq!(bytes, [0; 64], "what was there is gone");
-        let error = memory.take(4 * MIB).unwrap_err().to_string();
-        assert!(error.starts_with("no 4 MiB of video memory are free in one piece"), "{error}");
+        let error = memory.take(id(3), 4 * MIB).unwrap_err();
+        assert_eq!(error.to_string(), "no 4 MiB of video memory are free in one piece");
+        assert!(matches!(error, MemoryError::Full { outlived: 0, .. }), "{error:?}");
         file.write_all_at(&[7; 64], 0).unwrap();
         drop(a);
         file.read_exact_at(&mut bytes, 0).unwrap();
         assert_eq!(bytes, [0; 64], "and what it drew goes with it");
-        assert_eq!(memory.take(4 * MIB).unwrap().range().offset, 0);
+        assert_eq!(memory.take(id(3), 4 * MIB).unwrap().range().offset, 0);
     }
 
     #[test]
     fn who_still_has_a_partition_keeps_it() {
         let (folder, memory) = adapter(16 * MIB);
-        let a = memory.take(8 * MIB).unwrap();
+        let a = memory.take(id(1), 8 * MIB).unwrap();
         let handed_out = a.file().unwrap();
         let mapping = Mapping::new(handed_out.as_fd(), 0, 4096, true).unwrap();
         drop((a, handed_out));
         // A mapping is enough, and it is the kernel that knows: not we, who may be gone as well.
         let again = Memory::open(folder.path(), 16 * MIB).unwrap();
         for memory in [&memory, &again] {
-            let b = memory.take(8 * MIB).unwrap();
+            let b = memory.take(id(2), 8 * MIB).unwrap();
             assert_eq!(b.range().offset, 8 * MIB);
-            assert!(memory.take(4 * MIB).is_err());
+            let error = memory.take(id(3), 4 * MIB).unwrap_err();
+            assert!(matches!(error, MemoryError::Full { outlived, .. } if outlived == 8 * MIB));
         }
         drop(mapping);
-        assert_eq!(memory.take(8 * MIB).unwrap().range().offset, 0);
+        assert_eq!(memory.take(id(4), 8 * MIB).unwrap().range().offset, 0);
+    }
+
+    #[test]
+    fn a_vgpu_whose_worker_died_gets_what_its_vm_still_has() {
+        let (_folder, memory) = adapter(16 * MIB);
+        let part = memory.take(id(1), 8 * MIB).unwrap();
+        let vm = Mapping::new(part.file().unwrap().as_fd(), 0, 4096, true).unwrap();
+        let neighbour = memory.take(id(2), 8 * MIB).unwrap();
+        drop(part);
+        assert!(memory.take(id(3), 8 * MIB).is_err(), "nobody else does");
+        vm.write(0, &[7]).unwrap();
+        let again = memory.take(id(1), 8 * MIB).unwrap();
+        assert_eq!(again.range().offset, 0);
+        let mut byte = [1];
+        vm.read(0, &mut byte).unwrap();
+        assert_eq!(byte, [0], "clear, like all that is new");
+        // One that is stopped is a stranger when it is started again: another VM may come with it.
+        memory.forget(id(1));
+        drop(again);
+        assert!(memory.take(id(1), 8 * MIB).is_err());
+        drop(vm);
+        let again = memory.take(id(1), 8 * MIB).unwrap();
+        drop(again);
+        memory.forget(id(1));
+        // What somebody else has had since is no more its own, whoever has it now.
+        drop(memory.take(id(1), 8 * MIB).unwrap());
+        let other = memory.take(id(3), 4 * MIB).unwrap();
+        let vm = Mapping::new(other.file().unwrap().as_fd(), 0, 4096, true).unwrap();
+        drop(other);
+        assert!(memory.take(id(1), 8 * MIB).is_err());
+        drop((vm, neighbour));
     }
 
     #[test]
@@ -262,13 +366,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn partitions_never_overlap(steps in prop::collection::vec((0..5_u32, any::<bool>()), 0..40)) {
+        fn partitions_never_overlap(steps in prop::collection::vec((0..5_u32, any::<bool>(), 0..8_u128), 0..40)) {
             let (_folder, memory) = adapter(16 * MIB);
             let mut held: Vec<Partition> = Vec::new();
-            for (power, take) in steps {
+            for (power, take, owner) in steps {
                 if !take && !held.is_empty() {
                     held.remove(power as usize % held.len());
-                } else if let Ok(partition) = memory.take(MIB << power) {
+                } else if let Ok(partition) = memory.take(id(owner), MIB << power) {
                     let range = partition.range();
                     prop_assert!(range.offset + range.len <= 16 * MIB);
                     prop_assert!(held.iter().all(|other| !other.range().overlaps(range)));

@@ -32,6 +32,7 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 
 use self::memory::{Memory, MemoryError, Partition};
+use self::mode::Mode;
 use self::registers::Adapter;
 use self::screen::Screen;
 use super::device::{Device, DeviceError};
@@ -42,6 +43,17 @@ use crate::mediator::wire::Refusal;
 
 /// The smallest partition that is given out.
 const SMALLEST: u64 = MIB;
+
+/// What an adapter without VGA shows when it is dark: memory that is nobody's, of the same length as a small partition.
+const BLACK: Scanout = Scanout {
+    enabled: true,
+    width: 640,
+    height: 400,
+    stride: 640 * 4,
+    bits_per_pixel: 32,
+    offset: 0,
+    big_endian: false,
+};
 
 /// One adapter, shared.
 #[derive(Debug)]
@@ -72,20 +84,35 @@ impl DisplayAdapter {
     /// Takes a device that is open. Its screen is dark from here on.
     pub fn new(name: &str, device: Device, host: &Host) -> Result<Self, DeviceError> {
         let (address, bar) = (device.address(), device.bar_len(0));
-        let (adapter, told) = Adapter::new(device)?;
-        let len = told.min(bar) / SMALLEST * SMALLEST;
+        let (mut adapter, told) = Adapter::new(device)?;
+        let all = told.min(bar) / SMALLEST * SMALLEST;
+        let black = if adapter.needs_black() { SMALLEST } else { 0 };
+        let len = all.saturating_sub(black);
         if len == 0 {
             return Err(DeviceError::Broken {
                 what: "display adapter",
                 how: "has no video memory",
             });
         }
-        let memory = Memory::open(&host.folder(address), len).map_err(|error| match error {
+        let refused = |error| match error {
+            // The whole of /sys, where a service may not write to it.
+            MemoryError::Io { source, .. } if source.raw_os_error() == Some(libc::EROFS) => {
+                DeviceError::ReadOnly(address)
+            }
             MemoryError::Io { source, .. } => DeviceError::Io { what: "map video memory", source },
-            MemoryError::Full(_) => {
+            MemoryError::Full { .. } => {
                 DeviceError::Broken { what: "display adapter", how: "has too little video memory" }
             }
-        })?;
+        };
+        let memory = Memory::open(&host.folder(address), len).map_err(refused)?;
+        if black > 0 {
+            let range = memory::Range { offset: len, len: black };
+            memory.blacken(range).map_err(refused)?;
+            let mode = Mode::of(&BLACK, range).ok().flatten();
+            let how = "has no place for a dark picture";
+            let mode = mode.ok_or(DeviceError::Broken { what: "display adapter", how })?;
+            adapter.set_black(mode)?;
+        }
         let description = GpuDescription {
             parent: name.to_owned(),
             model: "BOCHS".into(),
@@ -165,10 +192,13 @@ impl Hardware for DisplayAdapter {
         if spec.framebuffer_bytes > spec.vram_bytes || !spec.vram_bytes.is_multiple_of(SMALLEST) {
             return Err(Refusal::Spec);
         }
-        let partition = self.memory.take(spec.vram_bytes).map_err(|error| {
+        let partition = self.memory.take(spec.vgpu, spec.vram_bytes).map_err(|error| {
             log::warn!("vGPU {}: {error}", spec.vgpu);
+            let mib = |bytes: u64| u32::try_from(bytes / MIB).unwrap_or(u32::MAX);
             match error {
-                MemoryError::Full(_) => Refusal::VramLimit,
+                MemoryError::Full { wanted, outlived } => {
+                    Refusal::Pieces { wanted_mib: mib(wanted), outlived_mib: mib(outlived) }
+                }
                 MemoryError::Io { source, .. } => source.into(),
             }
         })?;
@@ -188,6 +218,10 @@ impl Hardware for DisplayAdapter {
         inner.refresh();
         let head = Head { vgpu: spec.vgpu, shared: Arc::clone(&self.shared), partition };
         Ok(hardware::Partition { memory: Some(memory), hold: Box::new(head) })
+    }
+
+    fn forget(&self, vgpu: VgpuId) {
+        self.memory.forget(vgpu);
     }
 
     fn files(&self) -> Vec<PathBuf> {

@@ -13,6 +13,7 @@ const BAR: u8 = 2;
 mod vga {
     pub const ATTRIBUTE: u64 = 0x400;
     pub const MISC: u64 = 0x402;
+    pub const MISC_READ: u64 = 0x40c;
     pub const PALETTE_INDEX: u64 = 0x408;
     pub const PALETTE_DATA: u64 = 0x409;
     pub const STATUS: u64 = 0x41a;
@@ -20,6 +21,8 @@ mod vga {
     pub const UNBLANK: u8 = 0x20;
     /// Ports as they are with colour.
     pub const COLOUR: u8 = 1;
+    /// The window at 0xa0000.
+    pub const MEMORY: u8 = 2;
 }
 
 /// Mode registers.
@@ -67,6 +70,16 @@ impl Registers for Device {
 pub struct Adapter<R> {
     registers: R,
     shown: Shown,
+    dark: Dark,
+}
+
+/// How the screen is dark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Dark {
+    /// VGA disconnects it from memory.
+    Blank,
+    /// There is no VGA: it shows this, which is black. `None` until that is known.
+    Black(Option<Mode>),
 }
 
 /// What an adapter's registers say.
@@ -79,13 +92,17 @@ enum Shown {
 }
 
 impl<R: Registers> Adapter<R> {
-    /// Takes one, makes its screen dark, and says how much memory it has.
+    /// Takes one, makes its screen dark if it has VGA, and says how much memory it has.
     pub fn new(registers: R) -> Result<(Self, u64), DeviceError> {
-        let mut adapter = Self { registers, shown: Shown::Unknown };
+        let mut adapter = Self { registers, shown: Shown::Unknown, dark: Dark::Black(None) };
         if !(0xb0c0..=0xb0cf).contains(&adapter.load(dispi::ID)?) {
             return Err(broken("does not say that it is one"));
         }
         let memory = u64::from(adapter.load(dispi::MEMORY)?) << 16;
+        if !adapter.has_vga()? {
+            return Ok((adapter, memory));
+        }
+        adapter.dark = Dark::Blank;
         adapter.show(None)?;
         // Modes of 8 bits have no palette of their own here: they are grey, as in every picture of them.
         adapter.registers.write(vga::PALETTE_INDEX, &[0])?;
@@ -97,6 +114,30 @@ impl<R: Registers> Adapter<R> {
         Ok((adapter, memory))
     }
 
+    /// Whether it needs a black picture to be dark.
+    pub fn needs_black(&self) -> bool {
+        self.dark != Dark::Blank
+    }
+
+    /// Gives it one, which it shows from now on until there is another.
+    pub fn set_black(&mut self, black: Mode) -> Result<(), DeviceError> {
+        self.dark = Dark::Black(Some(black));
+        self.show(None).map(drop)
+    }
+
+    /// Whether VGA's registers are there: what is written can be read.
+    fn has_vga(&self) -> Result<bool, DeviceError> {
+        for value in [vga::COLOUR | vga::MEMORY, vga::COLOUR] {
+            let mut read = [0];
+            self.registers.write(vga::MISC, &[value])?;
+            self.registers.read(vga::MISC_READ, &mut read)?;
+            if read != [value] {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Shows a picture, or nothing; how long that took.
     pub fn show(&mut self, mode: Option<Mode>) -> Result<Duration, DeviceError> {
         let start = Instant::now();
@@ -106,14 +147,21 @@ impl<R: Registers> Adapter<R> {
         }
         let before = std::mem::replace(&mut self.shown, Shown::Unknown);
         match mode {
-            None => self.dark()?,
+            None => self.go_dark(before)?,
             Some(mode) => self.light(mode, before)?,
         }
         self.shown = wanted;
         Ok(start.elapsed())
     }
 
-    fn dark(&self) -> Result<(), DeviceError> {
+    fn go_dark(&self, before: Shown) -> Result<(), DeviceError> {
+        match self.dark {
+            Dark::Black(Some(black)) => self.light(black, before),
+            Dark::Blank | Dark::Black(None) => self.blank(),
+        }
+    }
+
+    fn blank(&self) -> Result<(), DeviceError> {
         self.attribute(0)?;
         self.store(dispi::ENABLE, 0)
     }
@@ -148,7 +196,7 @@ impl<R: Registers> Adapter<R> {
             [(dispi::WIDTH, mode.width), (dispi::HEIGHT, mode.height)].into_iter().chain(place)
         {
             if self.load(register)? != value {
-                self.dark()?;
+                self.blank()?;
                 return Err(broken("cannot show that mode"));
             }
         }
@@ -157,6 +205,9 @@ impl<R: Registers> Adapter<R> {
 
     /// Writes the attribute index, which shares its port with data.
     fn attribute(&self, index: u8) -> Result<(), DeviceError> {
+        if self.dark != Dark::Blank {
+            return Ok(());
+        }
         self.registers.write(vga::MISC, &[vga::COLOUR])?;
         self.registers.read(vga::STATUS, &mut [0])?;
         self.registers.write(vga::ATTRIBUTE, &[index])
