@@ -9,16 +9,25 @@ use crate::kernel::{Kernel, MODULES};
 
 const INIT: &str = include_str!("init.sh");
 
+/// The loop that runs the host's commands.
+pub const AGENT: &str = include_str!("agent.sh");
+
 /// Where `vgpu-guest` looks for machine code.
 const CUBIN: [&str; 3] = ["lib", "lib/tessera", "lib/tessera/kernels.cubin"];
 
 /// The archive.
 pub fn archive(kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
+    archive_with(INIT, kernel, guest_programs)
+}
+
+/// The same, with another first process.
+pub fn archive_with(init: &str, kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "modules", "proc", "sys", "tmp"] {
         archive.folder(folder);
     }
-    archive.file("init", 0o755, INIT.as_bytes());
+    archive.file("init", 0o755, init.as_bytes());
+    archive.file("agent.sh", 0o644, AGENT.as_bytes());
     archive.file("bin/busybox", 0o755, &read(&kernel.busybox)?);
     archive.link("bin/sh", "busybox");
     archive.file("modules/order", 0o644, (MODULES.join("\n") + "\n").as_bytes());

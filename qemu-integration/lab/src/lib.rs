@@ -7,6 +7,7 @@
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
 //! * [`kvm`]: whether KVM is of use here; [`mdevctl`]: the real one
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with the newer way to hand out devices
+//! * [`booted`]: such a host with a Debian that systemd boots, and our package
 //! * [`machine`]: a Debian machine with libvirt, fresh each time; [`checkers`]: what Debian checks packages with
 //! * [`place`]: a workspace, or a [`bundle`] that has all of it
 //! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
@@ -24,6 +25,7 @@ use crate::progress::Progress;
 use crate::root::Root;
 
 pub mod bench;
+pub mod booted;
 pub mod build;
 pub mod bundle;
 pub mod checkers;

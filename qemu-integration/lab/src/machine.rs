@@ -47,7 +47,7 @@ const PACKAGES: [&str; 15] = [
 ];
 
 /// The namespaces of a machine, and that its processes end with the one that made them.
-const NAMESPACES: [&str; 8] =
+pub(crate) const NAMESPACES: [&str; 8] =
     ["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"];
 
 /// What nobody in a machine may do, root or not: it would be the host's modules, clock and memory.
@@ -300,7 +300,7 @@ impl Machine {
 }
 
 /// The root that machines are made of.
-fn prepared(progress: &Progress) -> Result<PathBuf> {
+pub(crate) fn prepared(progress: &Progress) -> Result<PathBuf> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);
     if folder.exists() {

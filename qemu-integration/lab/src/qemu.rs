@@ -57,6 +57,8 @@ pub struct VmSpec {
     pub counted_time: bool,
     /// What [`Vm::save`] has written of a VM that was started alike: it goes on from there.
     pub saved: Option<PathBuf>,
+    /// A folder of this machine that its guest's root may write to as it is, by the name `root`.
+    pub folder: Option<PathBuf>,
 }
 
 impl VmSpec {
@@ -71,6 +73,7 @@ impl VmSpec {
             virtual_time: false,
             counted_time: false,
             saved: None,
+            folder: None,
         }
     }
 
@@ -113,6 +116,13 @@ impl VmSpec {
             args.extend(["-incoming".into(), from]);
         }
         let mut add = |words: &[&str]| args.extend(words.iter().map(OsString::from));
+        if let Some(shared) = &self.folder {
+            let path = shared.display();
+            let file_system = format!("local,id=root,security_model=passthrough,path={path}");
+            add(&["-fsdev", &file_system]);
+            let device = json!({ "driver": "virtio-9p-pci", "fsdev": "root", "mount_tag": "root" });
+            add(&["-device", &device.to_string()]);
+        }
         for port in 0..HOTPLUG_PORTS {
             // Windows for a vGPU's BARs: SeaBIOS reserves too little for a device that is not there yet.
             let port = json!({

@@ -23,9 +23,12 @@ use crate::root::{Root, cache_folder};
 /// The state of a guest, beside its kernel.
 const SAVED: &str = "saved";
 /// Changes when what is in the cached folder does.
-const LAYOUT: &str = "vfio-1";
+const LAYOUT: &str = "vfio-2";
 /// The modules, in the order in which they are loaded.
-const MODULES: [&str; 5] = ["irqbypass", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
+pub const MODULES: [&str; 5] =
+    ["irqbypass", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
+/// Those with which a folder of this machine is mounted inside, in the order in which they are loaded.
+pub const SHARED_FOLDER: [&str; 4] = ["netfs", "9pnet", "9pnet_virtio", "9p"];
 /// The command that loads them inside.
 pub const LOAD: &str = "[ ! -e /vfio/iommufd.ko ] || insmod /vfio/iommufd.ko || exit 1; \
     for m in irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci; do insmod /vfio/$m.ko || exit 1; done";
@@ -43,12 +46,7 @@ pub(crate) fn lab_with(
     programs: &[&Path],
     folder: &Path,
 ) -> Result<Lab> {
-    let modules = kernel.modules.with_file_name("vfio");
-    let mut files = Vec::new();
-    for module in names {
-        let name = format!("{module}.ko");
-        files.push((format!("vfio/{name}"), modules.join(name)));
-    }
+    let mut files = modules(&kernel, names);
     for program in programs {
         let name = program.file_name().context("A program without a name")?.to_string_lossy();
         files.push((format!("bin/{name}"), program.to_path_buf()));
@@ -117,8 +115,20 @@ pub fn machine(name: &str) -> VmSpec {
     spec
 }
 
+/// Modules of a kernel, as files inside.
+pub fn modules(kernel: &Kernel, names: &[&str]) -> Vec<(String, PathBuf)> {
+    let folder = kernel.modules.with_file_name("vfio");
+    let file = |name: &&str| (format!("vfio/{name}.ko"), folder.join(format!("{name}.ko")));
+    names.iter().map(file).collect()
+}
+
+/// The program that loads modules, which a Debian has.
+pub fn kmod(kernel: &Kernel) -> PathBuf {
+    kernel.modules.with_file_name("kmod")
+}
+
 /// The lab's stock kernel again, with more of its modules.
-fn kernel(progress: &Progress) -> Result<Kernel> {
+pub fn kernel(progress: &Progress) -> Result<Kernel> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);
     let complete = || folder.join("vfio").exists().then(|| Kernel::in_folder(&folder));
@@ -136,14 +146,15 @@ fn kernel(progress: &Progress) -> Result<Kernel> {
     let package = Kernel::fetch(&debs)?;
     let kernel = Kernel::unpack(&debs, &package, partial.path())?;
     let raw = Scratch::at(cache.join("vfio-raw"))?;
-    let patterns = MODULES.map(|module| format!("*/{module}.ko*"));
-    debs::unpack_some(
-        &debs.package(&package)?,
-        raw.path(),
-        &patterns.each_ref().map(String::as_str),
-    )?;
+    let all = || MODULES.into_iter().chain(SHARED_FOLDER);
+    let patterns: Vec<_> = all().map(|module| format!("*/{module}.ko*")).collect();
+    let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
+    debs::unpack_some(&debs.package(&package)?, raw.path(), &patterns)?;
+    debs.fetch(&["kmod"])?;
+    debs::unpack_some(&debs.package("kmod")?, raw.path(), &["*/bin/kmod"])?;
     fs::create_dir_all(partial.path().join("vfio"))?;
-    for module in MODULES {
+    fs::rename(raw.path().join("usr/bin/kmod"), partial.path().join("kmod"))?;
+    for module in all() {
         let target = partial.path().join("vfio").join(format!("{module}.ko"));
         kernel.decompress(module, raw.path(), &target)?;
     }
