@@ -135,8 +135,11 @@ fn the_package_works_is_upgraded_purged_and_installed_again() {
     sh(&machine, &format!("test ! -e /usr/bin/vgpud && test -e /var/lib/vgpud/soft0/{uuid}"));
     sh(&machine, &format!("dpkg --force-confold -i {PACKAGE} && grep -q mine /etc/default/vgpud"));
     eventually(&machine, "the definition is back", &format!("vgpuctl list -d | grep -q {uuid}"));
+    let drop_ins = "/etc/systemd/system/vgpud.service.d";
+    sh(&machine, &format!("mkdir -p {drop_ins} && touch {drop_ins}/parent-0000:3b:00.0.conf"));
     sh(&machine, "dpkg -P tessera");
     let left = "for path in /etc/default/vgpud /var/lib/vgpud /usr/share/doc/tessera \
+                /etc/systemd/system/vgpud.service.d \
                 /usr/lib/systemd/system/vgpud.service; do test ! -e $path || echo $path; done";
     assert_eq!(sh(&machine, left), "");
     sh(&machine, &install);

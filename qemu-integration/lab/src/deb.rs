@@ -31,9 +31,10 @@ pub struct Options {
 }
 
 /// Files that are as they are in this tree: from, to, and permissions.
-const FILES: [(&str, &str, u32); 7] = [
+const FILES: [(&str, &str, u32); 8] = [
     ("packaging/vgpud.service", "usr/lib/systemd/system/vgpud.service", 0o644),
     ("packaging/vgpud.socket", "usr/lib/systemd/system/vgpud.socket", 0o644),
+    ("packaging/vgpu-parent@.service", "usr/lib/systemd/system/vgpu-parent@.service", 0o644),
     ("packaging/sysusers.conf", "usr/lib/sysusers.d/vgpud.conf", 0o644),
     ("packaging/tmpfiles.conf", "usr/lib/tmpfiles.d/vgpud.conf", 0o644),
     ("packaging/default", "etc/default/vgpud", 0o644),

@@ -14,7 +14,7 @@ use crate::kvm;
 use crate::progress::Progress;
 
 /// Test programs that boot VMs; they come last, since they take longest.
-const WITH_QEMU: [&str; 10] = [
+const WITH_QEMU: [&str; 11] = [
     "browser",
     "bundle",
     "libvirt",
@@ -24,6 +24,7 @@ const WITH_QEMU: [&str; 10] = [
     "vfio_display",
     "vfio_dma",
     "vfio_guest",
+    "vfio_service",
     "vfio_shares",
 ];
 

@@ -27,15 +27,20 @@ pub struct Parents {
 
 #[derive(Debug, Subcommand)]
 pub enum ParentsTask {
-    /// Take a device from its driver and give it to vfio-pci, until the next boot. Needs root.
+    /// Take a device from its driver and give it to vfio-pci. Needs root.
+    ///
+    /// Where systemd runs vgpud, this is done again after each boot, and vgpud's service may use the device.
     Bind {
         /// Its PCI address, for example 0000:3b:00.0.
         address: Address,
+        /// Not after the next boot. Elsewhere than under systemd it is always so.
+        #[arg(long)]
+        until_reboot: bool,
         /// Format of the answer.
         #[arg(long, value_enum, default_value_t)]
         output: Output,
     },
-    /// Take a device from vfio-pci and give it back to its driver. Needs root.
+    /// Take a device from vfio-pci, for good, and give it back to its driver. Needs root.
     Unbind {
         /// Its PCI address.
         address: Address,
