@@ -157,9 +157,17 @@ fn the_vm_of_a_worker_of_another_release_goes_on() -> Result<()> {
 
 #[test]
 fn the_vms_of_a_software_gpu_of_another_release_go_on() -> Result<()> {
+    // It says so, or what it says of itself has another form: version 5, and no more.
+    for answer in [encode(&AdminReply::Refused(Refusal::Version))?, vec![0, 5]] {
+        goes_on_beside_a_gpu_that_says(answer)?;
+    }
+    Ok(())
+}
+
+fn goes_on_beside_a_gpu_that_says(answer: Vec<u8>) -> Result<()> {
     let (mut vgpud, uuid, vm, worker, gpu) = left()?;
     let admin = vgpud.run_dir().join("parents/soft0/admin.sock");
-    answer_at(&admin, Some(encode(&AdminReply::Refused(Refusal::Version))?));
+    answer_at(&admin, Some(answer));
     vgpud.start_again()?;
     let vgpu = vgpud.show(&uuid)?;
     assert_eq!((&vgpu["pid"], &vgpu["vm"]["pid"]), (&json!(worker), &json!(std::process::id())));
