@@ -120,8 +120,15 @@ impl Channels {
         }
         let mut token = u32::MAX;
         object.control(control::TOKEN, &mut token)?;
-        let bells = self.bells.as_ref();
-        let watched = bells.map(|bells| bells.add(Token(token), &userd)).transpose()?;
+        let watched = match (&self.bells, &userd.view) {
+            (None, _) => None,
+            (Some(bells), Some(view)) => {
+                Some(bells.add(Token(token), Arc::clone(view), userd.offset))
+            }
+            (Some(_), None) => {
+                return Err(GpuError::Unsupported("a USERD outside of guest memory"));
+            }
+        };
         schedule(&self.device, &group)?;
         Ok(Channel {
             watched,
