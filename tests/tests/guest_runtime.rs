@@ -19,8 +19,8 @@ use vgpu_guest::device::Device;
 use vgpu_guest::memory::{Buffer, Home};
 use vgpu_guest::pushbuffer::Methods;
 use vgpu_guest::work::{
-    self, Work, copy::Copy, copy::Rectangle, fill::Fill, mandelbrot::Mandelbrot, saxpy::Saxpy,
-    sgemm::Sgemm, spin::Spin, vadd::VectorAdd,
+    self, Work, copy::Copy, copy::Rectangle, factorial::Factorial, fill::Fill,
+    mandelbrot::Mandelbrot, saxpy::Saxpy, sgemm::Sgemm, spin::Spin, vadd::VectorAdd,
 };
 
 /// An address that nothing is ever mapped at: the allocator starts at the bottom.
@@ -35,6 +35,7 @@ fn guest() -> Result<(Parent, Guest)> {
 fn works(device: &Device) -> Result<()> {
     let mut channel = Channel::new(device, EngineKind::Compute)?;
     work::run(&VectorAdd::new(device, Home::Guest, 5000)?, &mut channel)?;
+    work::run(&Factorial::new(device, Home::Guest, 5000)?, &mut channel)?;
     Ok(())
 }
 
