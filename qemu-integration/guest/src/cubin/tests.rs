@@ -113,6 +113,16 @@ fn what_the_compiler_makes_of_our_kernels_is_read() {
 }
 
 #[test]
+fn a_cubin_may_lie_at_any_address() {
+    let mut bytes = vec![0; REAL.len() + 8];
+    for at in 0..8 {
+        let place = &mut bytes[at..][..REAL.len()];
+        place.copy_from_slice(REAL);
+        assert!(!Program::find(place, "saxpy").unwrap().code.is_empty(), "{at} bytes on");
+    }
+}
+
+#[test]
 fn older_compilers_say_it_in_the_sections_header() {
     let mut sections = kernel();
     sections[0].5.clear();
