@@ -85,6 +85,17 @@ impl Ring {
     }
 }
 
+/// One look at a channel.
+#[derive(Debug)]
+struct Look {
+    /// Whether it had new entries.
+    new: bool,
+    /// `GP_GET`.
+    get: Option<u32>,
+    /// Whether the GPU has not fetched everything.
+    queued: bool,
+}
+
 /// What was seen of a channel.
 #[derive(Debug)]
 struct Seen {
@@ -101,6 +112,18 @@ struct Seen {
 impl Seen {
     fn new(ring: Arc<Ring>, now: Instant) -> Self {
         Self { ring, new_at: now, get: None, fetched_at: now, queued: false }
+    }
+
+    /// Takes down a look; whether there was something new.
+    fn note(&mut self, look: &Look, now: Instant) -> bool {
+        if look.new {
+            self.new_at = now;
+        }
+        if look.get != self.get {
+            (self.get, self.fetched_at) = (look.get, now);
+        }
+        self.queued = look.queued;
+        look.new
     }
 
     /// Whether it had something new just now, so that the next entry may come at once.
@@ -178,30 +201,18 @@ impl Bells {
         Watched { bells: self.clone(), ring }
     }
 
-    /// Rings for a channel if it has new entries.
-    fn look(&self, one: &Ring) -> bool {
-        let new = one.use_it(|rung| {
-            let put = one.put().filter(|put| put != rung)?;
-            *rung = put;
-            ring(&self.doorbell, one.token);
-            Some(())
-        });
-        new.flatten().is_some()
-    }
-
-    /// The same, and notes how far the GPU is.
-    fn look_at(&self, seen: &mut Seen, now: Instant) -> bool {
-        let new = self.look(&seen.ring);
-        if new {
-            seen.new_at = now;
-        }
-        if let Some((get, rung)) = seen.ring.use_it(|rung| (seen.ring.get(), *rung)) {
-            if get != seen.get {
-                (seen.get, seen.fetched_at) = (get, now);
+    /// Rings for a channel if it has new entries: whether it had, and whether the GPU has fetched all that it was rung for.
+    /// Nothing where the channel is gone or somebody else looks at it.
+    fn look(&self, one: &Ring) -> Option<Look> {
+        one.use_it(|rung| {
+            let (put, get) = (one.put(), one.get());
+            let new = put.filter(|put| put != rung);
+            if let Some(put) = new {
+                *rung = put;
+                ring(&self.doorbell, one.token);
             }
-            seen.queued = get != Some(rung);
-        }
-        new
+            Look { new: new.is_some(), get, queued: get != Some(*rung) }
+        })
     }
 
     /// A guest has trapped: its channel is looked at now, and all of them after it.
@@ -247,12 +258,15 @@ impl Bells {
                 last = now;
             }
             if now >= next {
-                let new =
-                    all.iter_mut().filter_map(|seen| self.look_at(seen, now).then_some(())).count();
+                let mut new = 0;
+                for seen in &mut all {
+                    let look = self.look(&seen.ring);
+                    new += u32::from(look.is_some_and(|look| seen.note(&look, now)));
+                }
                 if new > 0 {
-                    self.polled.fetch_add(new as u64, Ordering::Relaxed);
+                    self.polled.fetch_add(new.into(), Ordering::Relaxed);
                     last = now;
-                    next = now + RING_EVERY * new as u32;
+                    next = now + RING_EVERY * new;
                 }
             }
             let mut in_use = all.iter().filter(|seen| seen.is_in_use(now));
