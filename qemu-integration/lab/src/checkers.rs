@@ -102,11 +102,5 @@ pub(crate) fn run_in(root: &Path, folder: &Path, script: &str) -> Result<Output>
     let mut command = Command::new("unshare");
     command.args(["--mount", "--pid", "--net", "--fork", "--kill-child"]);
     command.args(["sh", "-c", RUN, "sh"]).arg(root).arg(folder).arg(script);
-    let output = command.stdin(Stdio::null()).output().context("Cannot run unshare")?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    Ok(Output {
-        status: output.status.code().unwrap_or(-1),
-        stdout: text(&output.stdout),
-        stderr: text(&output.stderr),
-    })
+    Ok(command.stdin(Stdio::null()).output().context("Cannot run unshare")?.into())
 }

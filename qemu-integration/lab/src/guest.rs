@@ -32,6 +32,18 @@ pub struct Output {
     pub stderr: String,
 }
 
+impl From<std::process::Output> for Output {
+    /// That of a process of the host: -1 where a signal ended it.
+    fn from(output: std::process::Output) -> Self {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Self {
+            status: output.status.code().unwrap_or(-1),
+            stdout: text(&output.stdout),
+            stderr: text(&output.stderr),
+        }
+    }
+}
+
 impl Output {
     /// Itself if the command succeeded.
     pub fn success(self) -> Result<Self> {

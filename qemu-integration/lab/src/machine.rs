@@ -275,13 +275,7 @@ impl Machine {
             ("LC_ALL", "C.UTF-8"),
             ("DEBIAN_FRONTEND", "noninteractive"),
         ]);
-        let output = command.stdin(Stdio::null()).output().context("Cannot run nsenter")?;
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Ok(Output {
-            status: output.status.code().unwrap_or(-1),
-            stdout: text(&output.stdout),
-            stderr: text(&output.stderr),
-        })
+        Ok(command.stdin(Stdio::null()).output().context("Cannot run nsenter")?.into())
     }
 
     /// Runs a shell script that is to succeed; what it printed.
