@@ -1,4 +1,4 @@
-//! Any payload of any command decodes into something consistent, or fails.
+//! Payloads of all commands decode consistently or fail.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -9,21 +9,21 @@ use zerocopy::FromBytes;
 
 fuzz_target!(|data: &[u8]| {
     if let Ok((header, _)) = Header::read_from_prefix(data) {
-        let possible = header.size_is_possible();
-        assert_eq!(possible, (Header::SIZE..=MAX_MESSAGE).contains(&(header.size as usize)));
+        let valid = header.has_valid_size();
+        assert_eq!(valid, (Header::SIZE..=MAX_MESSAGE).contains(&(header.size as usize)));
         let _ = (header.kind(), header.wants_no_reply(), header.failure());
     }
     let Some((command, payload)) = data.split_first_chunk::<2>() else { return };
     match Request::decode(u16::from_le_bytes(*command), payload) {
-        Ok(Request::Version { data, .. }) => capabilities(data),
+        Ok(Request::Version { data, .. }) => check_capabilities(data),
         Ok(Request::DmaMap { address, size, offset, readable, writable }) => {
             assert!(size > 0 && (address | size | offset) % 4096 == 0 && (readable || writable));
             assert!(address.checked_add(size - 1).is_some() && offset.checked_add(size).is_some());
         }
         Ok(Request::SetIrqs(set)) => {
             assert!(set.start.checked_add(set.count).is_some());
-            if let IrqData::Bool(chosen) = set.data {
-                assert_eq!(chosen.len(), set.count as usize);
+            if let IrqData::Bool(selected) = set.data {
+                assert_eq!(selected.len(), set.count as usize);
             }
         }
         Ok(Request::RegionRead(access)) => {
@@ -39,14 +39,14 @@ fuzz_target!(|data: &[u8]| {
         }
         _ => {}
     }
-    capabilities(payload);
+    check_capabilities(payload);
 });
 
-/// What we understood comes back the same from what we say.
-fn capabilities(data: &[u8]) {
+/// Checks that decoded capabilities survive encoding.
+fn check_capabilities(data: &[u8]) {
     let Ok(proposed) = Capabilities::decode(data) else { return };
-    let agreed = Capabilities::SERVER.common(proposed);
-    let mut said = Vec::new();
-    agreed.encode(&mut said);
-    assert_eq!(Capabilities::decode(&said), Ok(agreed));
+    let common = Capabilities::SERVER.intersection(proposed);
+    let mut encoded = Vec::new();
+    common.encode(&mut encoded);
+    assert_eq!(Capabilities::decode(&encoded), Ok(common));
 }

@@ -33,7 +33,7 @@ fn layout(opcode: u32) -> &'static [usize] {
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
     let (client, books) = Recorder::new();
-    books.lock().expect("nobody panics").refuse_every = Some(11);
+    books.lock().expect("no thread panics with the lock").refuse_every = Some(11);
     let spec = FunctionSpec {
         vgpu: VgpuId(uuid::Uuid::from_u128(7)),
         type_name: "FUZZ-4MQ".into(),
@@ -118,6 +118,6 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     function.detach();
-    let books = books.lock().expect("nobody panics");
+    let books = books.lock().expect("no thread panics with the lock");
     assert!(books.imports.is_empty() && books.mapped.is_empty() && books.channels.is_empty());
 });

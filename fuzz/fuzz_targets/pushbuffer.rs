@@ -1,19 +1,20 @@
-//! Whatever is in a ring and its pushbuffers: the channel runs it or faults, and writes only what is mapped writable.
+//! Arbitrary rings and pushbuffers: the channel runs them or faults, and writes only memory that is
+//! mapped writable.
 #![no_main]
 
 use fuzz::input::Input;
-use fuzz::silicon::{Bench, OPEN, call, va};
+use fuzz::emulation::{Fixture, WRITABLE, call, va};
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::{copy, host};
 
-thread_local!(static BENCH: Bench = Bench::default());
+thread_local!(static FIXTURE: Fixture = Fixture::default());
 
-/// A number that may be the lower half of an address.
+/// Takes a number that may be the lower half of an address.
 fn word(input: &mut Input<'_>) -> u32 {
     let number = input.number();
-    // A page number that small is taken for one of the memory that is mapped.
+    // A small page number becomes a page of mapped memory.
     if number & 0xfff == 0 && number < 0x4_0000 {
-        return va(OPEN.start).wrapping_add(number) as u32;
+        return va(WRITABLE.start).wrapping_add(number) as u32;
     }
     number as u32
 }
@@ -30,7 +31,7 @@ fuzz_target!(|data: &[u8]| {
             0xff => input.number(),
             at => {
                 let va =
-                    va(OPEN.start).wrapping_add(u64::from(at) * 256 + (input.number() >> 1 & !3));
+                    va(WRITABLE.start).wrapping_add(u64::from(at) * 256 + (input.number() >> 1 & !3));
                 host::GpEntry::Segment { va, dwords: u32::from(input.byte()) }.encode()
             }
         })
@@ -69,8 +70,8 @@ fuzz_target!(|data: &[u8]| {
             }
         }
     }
-    BENCH.with(|bench| {
-        bench.clear();
-        bench.run(&words, &entries, put);
+    FIXTURE.with(|fixture| {
+        fixture.clear();
+        fixture.run(&words, &entries, put);
     });
 });

@@ -1,15 +1,15 @@
-//! Whatever descriptor, program and parameters a launch names: it runs or faults, and writes only what is mapped
-//! writable.
+//! Arbitrary QMDs, programs and parameters: the launch runs or faults, and writes only memory that is
+//! mapped writable.
 #![no_main]
 
 use fuzz::input::Input;
-use fuzz::silicon::{Bench, CONSTANTS, OPEN, PROGRAM, QMD, call, va};
+use fuzz::emulation::{Fixture, CONSTANTS, WRITABLE, PROGRAM, QMD, call, va};
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::program::{self, Kernel, Program};
 use mdev_core::abi::{compute, qmd};
 use zerocopy::IntoBytes;
 
-thread_local!(static BENCH: Bench = Bench::default());
+thread_local!(static FIXTURE: Fixture = Fixture::default());
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
@@ -34,29 +34,30 @@ fuzz_target!(|data: &[u8]| {
     if input.byte() == 0xff {
         blob.param_bytes = input.u32();
     }
-    // Addresses of parameters are 64 bits wide, and in the memory that is mapped more often than not.
+    // Addresses in parameters have 64 bits. Most are in mapped memory.
     let mut params = Vec::new();
     for _ in 0..3 {
         if input.byte() != 0xff {
-            params.extend((va(OPEN.start) + (input.number() & 0x2_ffff)).to_le_bytes());
+            params.extend((va(WRITABLE.start) + (input.number() & 0x2_ffff)).to_le_bytes());
         } else {
             params.extend(input.number().to_le_bytes());
         }
     }
     params.extend((0..8).flat_map(|_| (input.number() as u32).to_le_bytes()));
-    // Saxpy, mandelbrot and spin have fewer addresses: what follows them comes from the rest of the input.
+    // Saxpy, mandelbrot and spin have fewer addresses. The remaining input fills the other
+    // parameters.
     if let Some(first) = [0, 2, 3, 1, 1].get(kernel as usize).filter(|_| kernel != 2) {
         params.truncate(8 * first.max(&1));
         params.extend_from_slice(input.bytes(48));
     }
-    BENCH.with(|bench| {
-        bench.clear();
-        bench.put(QMD, &bytes);
-        bench.put(PROGRAM, blob.as_bytes());
-        bench.put(CONSTANTS + compute::BLOCK_BASE, block.as_bytes());
-        bench.put(CONSTANTS + compute::PARAM_BASE, &params);
+    FIXTURE.with(|fixture| {
+        fixture.clear();
+        fixture.put(QMD, &bytes);
+        fixture.put(PROGRAM, blob.as_bytes());
+        fixture.put(CONSTANTS + compute::BLOCK_BASE, block.as_bytes());
+        fixture.put(CONSTANTS + compute::PARAM_BASE, &params);
         let mut words = call(1, compute::SEND_PCAS_A, &[(va(QMD) >> 8) as u32]);
         words.extend(call(1, compute::SEND_SIGNALING_PCAS2_B, &[3]));
-        bench.run(&words, &[], 1);
+        fixture.run(&words, &[], 1);
     });
 });

@@ -1,6 +1,6 @@
-//! The fuzzer's bytes, taken apart.
+//! Decoder of the fuzzer's bytes.
 
-/// Addresses and lengths at which something begins, ends or overflows.
+/// Addresses and lengths at limits of ranges and types.
 const EDGES: [u64; 16] = [
     0,
     1,
@@ -20,29 +20,29 @@ const EDGES: [u64; 16] = [
     u64::MAX,
 ];
 
-/// What is left of an input.
+/// Remaining bytes of an input.
 #[derive(Debug)]
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
-    /// Whether nothing is left.
+    /// Returns whether no bytes remain.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// At most `len` bytes.
+    /// Takes at most `len` bytes.
     pub fn bytes(&mut self, len: usize) -> &'a [u8] {
         let (taken, rest) = self.0.split_at(len.min(self.0.len()));
         self.0 = rest;
         taken
     }
 
-    /// The next byte, 0 after the end.
+    /// Takes a byte, or returns 0 at the end.
     pub fn byte(&mut self) -> u8 {
         self.bytes(1).first().copied().unwrap_or_default()
     }
 
-    /// The next word, as far as it is there.
+    /// Takes a 32-bit word. Missing bytes are 0.
     pub fn u32(&mut self) -> u32 {
         self.u64_of(4) as u32
     }
@@ -51,7 +51,7 @@ impl<'a> Input<'a> {
         self.bytes(len).iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
     }
 
-    /// A number in few bytes: small, a page, an edge, or any.
+    /// Takes a number in few bytes: a small number, a page, a limit, or any number.
     pub fn number(&mut self) -> u64 {
         match self.byte() {
             small @ 0..=0x7f => small.into(),

@@ -1,7 +1,7 @@
-//! What the fuzz targets share.
+//! Common parts of the fuzz targets.
 //!
-//! * [`input`]: numbers that are likely to matter, out of the fuzzer's bytes
-//! * [`silicon`]: a channel of the software silicon, with memory that it may and may not write
+//! * [`input`]: decodes the fuzzer's bytes to numbers that are likely to matter
+//! * [`emulation`]: a channel of the emulated GPU with writable and protected memory
 
 pub mod input;
-pub mod silicon;
+pub mod emulation;

@@ -1,13 +1,13 @@
-//! A vGPU that survives a reboot, as mdevctl writes it.
+//! Persistent definitions of vGPUs in mdevctl's format.
 //!
 //! ```json
 //! { "mdev_type": "SOFT-1Q", "start": "auto", "attrs": [ { "core": "80" } ] }
 //! ```
 //!
-//! * [`attrs`]: attributes as they are written, and what can be wrong with them
-//! * [`settings`]: the attributes there are, and what they mean
-//! * [`owner`]: users and groups as people name them
-//! * [`store`]: the tree of files that holds definitions
+//! * [`attrs`]: attributes as a list of names and values, and their errors
+//! * [`settings`]: the known attributes and their meaning
+//! * [`owner`]: users and groups by name or number
+//! * [`store`]: the tree of definition files
 
 use serde::{Deserialize, Serialize};
 
@@ -18,38 +18,38 @@ pub mod store;
 
 pub use attrs::{AttrError, Attrs};
 pub use owner::{Owner, OwnerError};
-pub use settings::{ATTRIBUTES, Attribute, Patience, Quotas, Settings};
+pub use settings::{ATTRIBUTES, Attribute, HangTimeout, Quotas, Settings};
 pub use store::{Store, StoreError};
 
-/// When a defined vGPU is started.
+/// Start policy of a defined vGPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Start {
-    /// With the manager.
+    /// The manager starts the vGPU when it starts.
     Auto,
-    /// On request.
+    /// The vGPU is started on request.
     #[default]
     Manual,
 }
 
-/// What is kept of a vGPU while it does not run. Its name and parent are where it is kept.
+/// Definition of a vGPU. Its file's path contains its UUID and its parent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Definition {
-    /// Its type's name. Whether the parent offers that type is only known when it is started.
+    /// Name of the type. Whether the parent offers the type is checked at start.
     pub mdev_type: String,
-    /// When it is started.
+    /// Start policy.
     #[serde(default)]
     pub start: Start,
-    /// Its attributes, in order.
+    /// Attributes, in order.
     #[serde(default)]
     pub attrs: Attrs,
 }
 
 impl Definition {
-    /// Longest file that is read as a definition, in bytes.
+    /// Maximum size of a definition file in bytes.
     pub const MAX_BYTES: usize = 64 << 10;
 
-    /// Reads mdevctl's JSON. Attributes are not looked at: see [`Attrs::settings`].
+    /// Parses mdevctl's JSON. Attributes are not checked: see [`Attrs::settings`].
     pub fn from_json(text: &[u8]) -> Result<Self, DefinitionError> {
         if text.len() > Self::MAX_BYTES {
             return Err(DefinitionError::TooLong(text.len()));
@@ -61,24 +61,24 @@ impl Definition {
         Ok(definition)
     }
 
-    /// Writes mdevctl's JSON, byte for byte: indented, without a newline at the end.
+    /// Returns mdevctl's JSON, byte for byte: indented, without a newline at the end.
     pub fn to_json(&self) -> String {
-        // Strings, lists and maps with string keys: nothing in it can fail to be written.
+        // Strings, lists and maps with string keys always serialize.
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 }
 
-/// Why something is not a definition.
+/// Error of a definition.
 #[derive(Debug, thiserror::Error)]
 pub enum DefinitionError {
-    /// Not the JSON that it should be.
+    /// Invalid JSON, or JSON of another structure.
     #[error("Not a vGPU definition in mdevctl's JSON: {0}")]
     Json(#[from] serde_json::Error),
-    /// No type is named.
+    /// The type is empty.
     #[error("Not a vGPU definition: \"mdev_type\" is empty; name a type")]
     NoType,
-    /// Longer than any definition.
-    #[error("Not a vGPU definition: {0} bytes long, at most {max} are read", max = Definition::MAX_BYTES)]
+    /// The file is too long.
+    #[error("Not a vGPU definition: {0} bytes long; at most {max} are allowed", max = Definition::MAX_BYTES)]
     TooLong(usize),
 }
 
@@ -119,14 +119,14 @@ mod tests {
     }
 
     #[test]
-    fn start_and_attributes_may_be_absent_and_unknown_members_are_left_alone() {
+    fn defaults_apply_and_unknown_members_are_ignored() {
         let definition = Definition::from_json(br#"{"mdev_type":"SOFT-1C","note":1}"#).unwrap();
         assert_eq!(definition.start, Start::Manual);
         assert!(definition.attrs.is_empty());
     }
 
     #[test]
-    fn what_is_wrong_is_said_in_one_line() {
+    fn errors_are_one_line() {
         for (text, part) in [
             (&b""[..], "EOF"),
             (b"{}", "mdev_type"),
@@ -145,13 +145,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(definition in any_definition()) {
+        fn a_written_definition_is_read_back(definition in any_definition()) {
             let text = definition.to_json();
             prop_assert_eq!(Definition::from_json(text.as_bytes()).unwrap(), definition);
         }
 
         #[test]
-        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn no_bytes_cause_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = Definition::from_json(&bytes);
         }
     }

@@ -1,31 +1,31 @@
-//! Files that are replaced or removed as a whole, whatever happens meanwhile: a process that dies, or a host that loses power.
+//! Atomic replacement and removal of files, durable against a crash of the process or a power loss.
 //!
-//! A change is a list of [`Step`]s, which is data: [`run`] carries it out, and the tests replay every part of it that a
-//! disk may be left with.
+//! A change is a list of [`Step`]s. [`run`] executes it, and tests replay every part of it that a
+//! crash can leave on the disk.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// One thing that is done to a file system.
+/// Step of a change of the file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Makes a folder, and those above it that are missing.
+    /// Create a folder and its missing parents.
     MakeFolder(PathBuf),
-    /// Writes a file, from its beginning.
+    /// Create or truncate a file and write its contents.
     Write(PathBuf, Vec<u8>),
-    /// Waits until what was written is on disk.
+    /// Sync a file's contents to the disk.
     SyncFile(PathBuf),
-    /// Gives a file another's name, and so replaces that one.
+    /// Rename a file and replace the target.
     Rename(PathBuf, PathBuf),
-    /// Removes a file.
+    /// Remove a file.
     Remove(PathBuf),
-    /// Waits until what was made, renamed and removed in a folder is on disk.
+    /// Sync a folder's entries to the disk.
     SyncFolder(PathBuf),
 }
 
 impl Step {
-    /// Does it.
+    /// Executes the step.
     pub fn run(&self) -> io::Result<()> {
         match self {
             Self::MakeFolder(path) => fs::create_dir_all(path),
@@ -37,7 +37,8 @@ impl Step {
     }
 }
 
-/// How the file at `path` gets new contents, by way of `temp` in the same folder. The folder is made where it is missing.
+/// Returns the steps that replace the file at `path` by way of `temp` in the same folder, which is
+/// created if missing.
 pub fn replace(path: &Path, temp: &Path, bytes: Vec<u8>) -> Vec<Step> {
     let folder = folder_of(path);
     let mut steps = Vec::new();
@@ -55,12 +56,12 @@ pub fn replace(path: &Path, temp: &Path, bytes: Vec<u8>) -> Vec<Step> {
     steps
 }
 
-/// How the file at `path` is removed.
+/// Returns the steps that remove the file at `path`.
 pub fn remove(path: &Path) -> Vec<Step> {
     vec![Step::Remove(path.to_owned()), Step::SyncFolder(folder_of(path).to_owned())]
 }
 
-/// Carries out a change, until a step fails.
+/// Executes steps until one fails.
 pub fn run(steps: &[Step]) -> io::Result<()> {
     steps.iter().try_for_each(Step::run)
 }
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_is_carried_out_and_stops_at_the_first_failure() {
+    fn a_change_stops_at_the_first_failed_step() {
         let dir = tempfile::tempdir().unwrap();
         let (path, temp) = (dir.path().join("new/file"), dir.path().join("new/.file.tmp"));
         run(&replace(&path, &temp, b"one".to_vec())).unwrap();

@@ -1,4 +1,4 @@
-//! Names of things, as types: a parsed value cannot be mistaken for another.
+//! Identifiers and addresses as distinct types.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,13 +6,13 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// A vGPU, named by its mdev UUID.
+/// Id of a vGPU: its mdev UUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct VgpuId(pub Uuid);
 
 impl VgpuId {
-    /// A fresh random (version 4) id.
+    /// Returns a random (version 4) id.
     pub fn random() -> Self {
         Self(Uuid::new_v4())
     }
@@ -25,24 +25,24 @@ impl fmt::Display for VgpuId {
 }
 
 impl FromStr for VgpuId {
-    type Err = NoUuid;
+    type Err = ParseUuidError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Uuid::parse_str(text).map(Self).map_err(|_| NoUuid)
+        Uuid::parse_str(text).map(Self).map_err(|_| ParseUuidError)
     }
 }
 
-/// Not the name of a vGPU.
+/// Error of a text that is not a UUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a uuid is 32 hexadecimal digits, as in 83c32df7-d52e-4ec1-9668-1f3c7e4df107")]
-pub struct NoUuid;
+pub struct ParseUuidError;
 
-/// A guest-physical address (an IOVA on the vfio-user socket: the two are the same without a vIOMMU), in bytes.
+/// Guest-physical address in bytes. Without a vIOMMU it equals the IOVA in vfio-user messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GuestPa(pub u64);
 
-/// An address in a vGPU's GPU virtual address space, in bytes.
+/// Address in a vGPU's GPU virtual address space, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GpuVa(pub u64);
@@ -53,17 +53,18 @@ impl fmt::Display for GpuVa {
     }
 }
 
-/// A channel of one vGPU; only meaningful together with its client.
+/// Id of a channel of one client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ChannelId(pub u32);
 
-/// What a guest writes at [`crate::abi::doorbell::TOKEN`] to name the channel that has work.
+/// Value that a guest writes to [`crate::abi::doorbell::TOKEN`] to identify a channel with new
+/// work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Token(pub u32);
 
-/// A range of guest memory that a [`crate::gpu::Client`] has imported.
+/// Id of guest memory that a [`crate::gpu::Client`] imported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct MemoryId(pub u32);

@@ -1,16 +1,16 @@
-//! What a vGPU is, whoever makes the GPU and whoever speaks to it.
+//! Model of a vGPU, independent of GPU vendors and of the transport to the VMM.
 //!
-//! This crate knows no vendor, no socket, no thread and no clock. Read it in this order:
+//! This crate contains no vendor code, sockets, threads or clocks. Reading order:
 //!
-//! 1. [`ids`], [`units`]: the newtypes everything else speaks in
-//! 2. [`gpu`]: what Tessera needs of a physical GPU, in the words of a GPU driver
-//! 3. [`abi`]: what a guest driver programs: control registers, mailbox, channels, command classes
-//! 4. [`irq`], [`mem`], [`sigbus`]: interrupts by eventfd; guest memory; mappings that outlive truncation
-//! 5. [`regs`], [`pci`]: registers as data; configuration space
-//! 6. [`device`]: the virtual PCI function made of all that
-//! 7. [`profile`], [`definition`], [`durable`], [`partition`], [`lifecycle`]: types, vGPUs that persist, files that last,
-//!    video memory, states
-//! 8. [`sched`]: who gets how much of the GPU's time
+//! 1. [`ids`], [`units`]: identifiers, addresses and sizes
+//! 2. [`gpu`]: the interface to a GPU backend
+//! 3. [`abi`]: the interface to a guest driver: control registers, mailbox, channels, classes
+//! 4. [`mem`], [`sigbus`]: guest memory; mappings that survive truncation of their files
+//! 5. [`pci_registers`]: register tables, configuration space, interrupts by eventfd
+//! 6. [`device`]: the virtual PCI function
+//! 7. [`profile`], [`definition`], [`durable`], [`partition`]: vGPU types, persistent
+//!    definitions, atomic file replacement, video memory
+//! 8. [`sched`]: the scheduler of the GPU's time
 #![warn(missing_docs)]
 
 pub mod abi;
@@ -19,15 +19,11 @@ pub mod device;
 pub mod durable;
 pub mod gpu;
 pub mod ids;
-pub mod irq;
-pub mod lifecycle;
 pub mod mem;
 pub mod partition;
-pub mod pci;
 pub mod profile;
-pub mod regs;
 pub mod sched;
 pub mod sigbus;
-#[doc(hidden)]
+#[cfg(any(test, feature = "test-util"))]
 pub mod testing;
 pub mod units;

@@ -1,8 +1,8 @@
-//! Guest memory that comes and goes with DMA maps.
+//! Guest memory, from DMA mappings of the client.
 
 mod advice;
 
-pub use advice::Reach;
+pub use advice::ImportLimits;
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -23,7 +23,7 @@ use crate::sigbus::{GuardedMapping, Protection};
 use crate::units::{PAGE_SIZE, is_aligned};
 
 bitflags! {
-    /// What the device may do with a range of guest memory.
+    /// Access of the device to a range of guest memory.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct DmaAccess: u32 {
         /// Loads.
@@ -33,52 +33,53 @@ bitflags! {
     }
 }
 
-/// Why a map or unmap was refused.
+/// Error of a map or unmap.
 #[derive(Debug, thiserror::Error)]
 pub enum MemError {
-    /// Empty, not page-aligned, or beyond the address space.
-    #[error("Bad range: {size:#x} bytes at {:#x}", iova.0)]
+    /// The range is empty, not page-aligned, or beyond the address space.
+    #[error("Invalid range: {size:#x} bytes at {:#x}", iova.0)]
     BadRange {
-        /// Start.
+        /// Start of the range.
         iova: GuestPa,
-        /// Bytes.
+        /// Length of the range in bytes.
         size: u64,
     },
-    /// It overlaps a map that is there.
-    #[error("{size:#x} bytes at {:#x} overlap an existing map", iova.0)]
+    /// The range overlaps an existing mapping.
+    #[error("{size:#x} bytes at {:#x} overlap an existing mapping", iova.0)]
     Overlap {
-        /// Start.
+        /// Start of the range.
         iova: GuestPa,
-        /// Bytes.
+        /// Length of the range in bytes.
         size: u64,
     },
-    /// No map has exactly this range.
-    #[error("Nothing is mapped as {size:#x} bytes at {:#x}", iova.0)]
+    /// No mapping has exactly this range.
+    #[error("No mapping of {size:#x} bytes at {:#x}", iova.0)]
     NotMapped {
-        /// Start.
+        /// Start of the range.
         iova: GuestPa,
-        /// Bytes.
+        /// Length of the range in bytes.
         size: u64,
     },
-    /// Too many maps.
-    #[error("More than {0} maps")]
+    /// Too many mappings.
+    #[error("More than {0} mappings")]
     TooMany(usize),
 }
 
-/// Maps that one VM may have at a time.
+/// Maximum number of mappings of a VM.
 pub const MAX_MAPS: usize = 4096;
 
-/// Guest memory, as a client has mapped it.
+/// Guest memory as the client maps it.
 ///
-/// What has a file is mapped here, on vm-memory, and can be imported into a GPU client; what has none is only recorded.
-/// An import is made on first use, lives as long as the map, and is released before the unmap returns.
+/// A mapping with a file is mapped into the worker and can be imported into a GPU client; a mapping
+/// without a file is only recorded. An import is made on first use, has the lifetime of the
+/// mapping, and is released before the unmap returns.
 #[derive(Debug, Default)]
 pub struct GuestMemory {
     maps: BTreeMap<u64, Map>,
     shared: GuestRegionCollection<SharedRegion>,
-    /// Bytes imported into the GPU client.
+    /// Size of the imports in bytes.
     imported: u64,
-    /// A guest asked for memory that has no file, at this address.
+    /// Address of a guest's access to memory without a file.
     missed: Option<u64>,
 }
 
@@ -86,14 +87,14 @@ pub struct GuestMemory {
 struct Map {
     size: u64,
     access: DmaAccess,
-    /// The file and the offset, where the range can be reached.
+    /// The file and the offset, if the range is accessible.
     file: Option<(OwnedFd, u64)>,
     import: Option<MemoryId>,
-    /// Why the file could not be mapped.
+    /// Error of mapping the file.
     failure: Option<io::Error>,
 }
 
-/// A map with a file, as vm-memory sees it.
+/// Mapping with a file, for vm-memory.
 #[derive(Debug)]
 struct SharedRegion {
     start: u64,
@@ -124,7 +125,7 @@ impl GuestMemoryRegion for SharedRegion {
 
 impl GuestMemoryRegionBytes for SharedRegion {}
 
-/// A part of one map.
+/// Part of one mapping.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     map: u64,
@@ -133,8 +134,8 @@ struct Segment {
 }
 
 impl GuestMemory {
-    /// Records a range, and maps it where it has a file. A file that cannot be mapped is no error: the VM can run, and
-    /// [`Self::advice`] says what is wrong.
+    /// Adds a mapping. A file that cannot be mapped is not an error: the VM can run, and
+    /// [`Self::advice`] reports the cause.
     pub fn map(
         &mut self,
         iova: GuestPa,
@@ -188,7 +189,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Takes away the map with exactly this range. The GPU has let go of it when this returns.
+    /// Removes the mapping with exactly this range. The GPU has released the memory on return.
     pub fn unmap(
         &mut self,
         client: &mut dyn Client,
@@ -206,7 +207,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Takes all maps away; returns how many bytes they were.
+    /// Removes all mappings and returns their size in bytes.
     pub fn clear(&mut self, client: &mut dyn Client) -> u64 {
         let maps = mem::take(&mut self.maps);
         for (iova, map) in &maps {
@@ -228,26 +229,26 @@ impl GuestMemory {
         }
     }
 
-    /// Number of maps.
+    /// Returns the number of mappings.
     pub fn maps(&self) -> usize {
         self.maps.len()
     }
 
-    /// Reads guest memory. All of it, or an error.
+    /// Reads guest memory completely or fails.
     pub fn read(&mut self, address: GuestPa, data: &mut [u8]) -> Result<(), Unreachable> {
         self.segments(address, data.len() as u64, DmaAccess::READ)?;
         let read = self.shared.read_slice(data, GuestAddress(address.0));
         read.map_err(|_| Unreachable(address))
     }
 
-    /// Writes guest memory. All of it, or an error.
+    /// Writes guest memory completely or fails.
     pub fn write(&mut self, address: GuestPa, data: &[u8]) -> Result<(), Unreachable> {
         self.segments(address, data.len() as u64, DmaAccess::WRITE)?;
         let written = self.shared.write_slice(data, GuestAddress(address.0));
         written.map_err(|_| Unreachable(address))
     }
 
-    /// Says whether a range can be read, or read and written.
+    /// Checks that a range is accessible.
     pub fn check(
         &mut self,
         address: GuestPa,
@@ -257,7 +258,7 @@ impl GuestMemory {
         self.segments(address, len, access).map(drop)
     }
 
-    /// Finds a range in the GPU client's imports, importing what is used for the first time. In ascending order.
+    /// Returns a range as parts of imports, in ascending order. Imports memory on its first use.
     pub fn import(
         &mut self,
         client: &mut dyn Client,
@@ -267,7 +268,7 @@ impl GuestMemory {
     ) -> Result<Vec<(Backing, u64)>, GpuError> {
         let segments = self
             .segments(address, len, access)
-            .map_err(|_| GpuError::OutOfRange("not in guest memory that the device can reach"))?;
+            .map_err(|_| GpuError::OutOfRange("not in guest memory that the device can access"))?;
         let mut found = Vec::with_capacity(segments.len());
         for segment in segments {
             let memory = self.import_map(client, segment.map)?;
@@ -284,7 +285,7 @@ impl GuestMemory {
         }
         let Some((fd, offset)) = &map.file else { return Err(gone) };
         if map.size > client.spec().max_import_bytes.saturating_sub(self.imported) {
-            return Err(GpuError::Limit("guest memory that may be imported"));
+            return Err(GpuError::Limit("imported guest memory"));
         }
         let memory = client.import(GuestRam {
             fd: fd.as_fd(),
@@ -297,7 +298,7 @@ impl GuestMemory {
         Ok(memory)
     }
 
-    /// Cuts a range into parts of maps that have a file and allow the access.
+    /// Splits a range into parts of mappings with a file and this access.
     fn segments(
         &mut self,
         address: GuestPa,
@@ -332,9 +333,9 @@ impl GuestMemory {
     }
 }
 
-/// Guest memory that the device cannot reach, or not in this way.
+/// Guest memory that the device cannot access at all, or not with this access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("No guest memory at {:#x} that the device can reach", .0.0)]
+#[error("No guest memory at {:#x} that the device can access", .0.0)]
 pub struct Unreachable(pub GuestPa);
 
 #[cfg(test)]
@@ -348,7 +349,7 @@ mod tests {
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
 
     #[test]
-    fn ranges_are_checked() {
+    fn invalid_ranges_are_refused() {
         let mut memory = GuestMemory::default();
         let mut map = |iova, size| memory.map(GuestPa(iova), size, RW, None);
         map(0x1000, 0x3000).unwrap();
@@ -364,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_bounded() {
+    fn the_number_of_mappings_is_limited() {
         let mut memory = GuestMemory::default();
         let mut map = |index: usize| memory.map(GuestPa(index as u64 * 0x1000), 0x1000, RW, None);
         (0..MAX_MAPS).for_each(|index| map(index).unwrap());
@@ -379,7 +380,7 @@ mod tests {
         let found = memory.import(&mut *client, GuestPa(0x10_1000), 0x1000, RW).unwrap();
         memory.import(&mut *client, GuestPa(0x10_3000), 0x1000, RW).unwrap();
         assert!(matches!(found[..], [(Backing::Guest { offset: 0x1000, .. }, 0x1000)]));
-        assert_eq!(record.lock().unwrap().calls, ["import 0x4000 true"], "once per map");
+        assert_eq!(record.lock().unwrap().calls, ["import 0x4000 true"], "one import per mapping");
 
         for (iova, size) in [(0x10_0000, 0x1000), (0x10_1000, 0x3000), (0, 0x4000)] {
             assert!(memory.unmap(&mut *client, GuestPa(iova), size).is_err());
@@ -393,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn accesses_span_maps_but_no_holes() {
+    fn accesses_span_mappings_but_no_holes() {
         let mut memory = GuestMemory::default();
         let low = shared_ram(&mut memory, 0x1000, 0x1000);
         shared_ram(&mut memory, 0x2000, 0x1000);
@@ -408,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_only_stays_so() {
+    fn read_only_memory_is_not_written() {
         let mut memory = GuestMemory::default();
         let (_file, fd) = guest_ram(0x1000);
         memory.map(GuestPa(0), 0x1000, DmaAccess::READ, Some((fd, 0))).unwrap();

@@ -1,7 +1,7 @@
-//! Who has how much of a parent's video memory.
+//! Partitions of a parent's video memory.
 //!
-//! Types of different sizes run side by side. Partitions are separate files or heap allocations, not ranges of one
-//! address space, so what is free is one number and cannot fragment.
+//! vGPU types of different sizes share a parent. Partitions are separate files or heap allocations,
+//! not ranges of one address space, so free memory is one number and cannot fragment.
 
 use std::collections::BTreeMap;
 
@@ -9,26 +9,26 @@ use crate::ids::VgpuId;
 use crate::profile::Profile;
 use crate::units::MIB;
 
-/// Why a vGPU was not given its partition.
+/// Error of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PartitionError {
-    /// It has one.
+    /// The vGPU has a partition.
     #[error("vGPU {0} has a partition already")]
     Duplicate(VgpuId),
-    /// More than what is free.
+    /// The request exceeds the free video memory.
     #[error(
-        "Not enough video memory: {} MiB asked, {} MiB free; stop a vGPU or choose a smaller type",
+        "Not enough video memory: {} MiB requested, {} MiB free; stop a vGPU or choose a smaller type",
         asked / MIB, free / MIB
     )]
     NoRoom {
-        /// Bytes asked for.
+        /// Requested bytes.
         asked: u64,
-        /// Bytes there are.
+        /// Free bytes.
         free: u64,
     },
 }
 
-/// The video memory of one parent.
+/// Video memory of one parent.
 #[derive(Clone, Debug)]
 pub struct Partitions {
     total: u64,
@@ -37,12 +37,12 @@ pub struct Partitions {
 }
 
 impl Partitions {
-    /// A parent with `total` bytes, all free.
+    /// Returns a parent with `total` bytes, all free.
     pub fn new(total: u64) -> Self {
         Self { total, free: total, held: BTreeMap::new() }
     }
 
-    /// Gives `bytes` to a vGPU, or changes nothing.
+    /// Reserves `bytes` for a vGPU, or changes nothing.
     pub fn admit(&mut self, vgpu: VgpuId, bytes: u64) -> Result<(), PartitionError> {
         if self.held.contains_key(&vgpu) {
             return Err(PartitionError::Duplicate(vgpu));
@@ -55,37 +55,37 @@ impl Partitions {
         Ok(())
     }
 
-    /// Takes a vGPU's partition back; how many bytes that was, or `None` where it had none.
+    /// Releases a vGPU's partition. Returns its size in bytes, or `None` without a partition.
     pub fn release(&mut self, vgpu: VgpuId) -> Option<u64> {
         let bytes = self.held.remove(&vgpu)?;
         self.free += bytes;
         Some(bytes)
     }
 
-    /// What a vGPU holds.
+    /// Returns the size of a vGPU's partition in bytes.
     pub fn held(&self, vgpu: VgpuId) -> Option<u64> {
         self.held.get(&vgpu).copied()
     }
 
-    /// Bytes of the parent.
+    /// Returns the parent's video memory in bytes.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// Bytes that no vGPU holds.
+    /// Returns the free video memory in bytes.
     pub fn free(&self) -> u64 {
         self.free
     }
 
-    /// vGPUs that hold a partition.
+    /// Returns the number of partitions.
     pub fn count(&self) -> usize {
         self.held.len()
     }
 
-    /// How many more vGPUs of a type fit, given what is running.
+    /// Returns how many more vGPUs of a type can be started.
     pub fn available(&self, profile: &Profile) -> u32 {
         let Some(count) = self.free.checked_div(profile.vram_bytes) else {
-            // They take no video memory: it is their number that is limited.
+            // Without video memory, the number of vGPUs is the limit.
             let held = u32::try_from(self.held.len()).unwrap_or(u32::MAX);
             return profile.max_instances.saturating_sub(held);
         };
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn types_of_different_sizes_share_what_is_free() {
+    fn types_of_different_sizes_share_the_free_memory() {
         let gpu = gpu();
         let mut vram = Partitions::new(gpu.vram_bytes);
         vram.admit(id(1), 4 * GIB).unwrap();
@@ -140,13 +140,13 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_what_is_free() {
+    fn a_refusal_names_the_free_memory() {
         let mut vram = Partitions::new(GIB);
         vram.admit(id(1), 256 * MIB).unwrap();
         let error = vram.admit(id(2), GIB).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "Not enough video memory: 1024 MiB asked, 768 MiB free; \
+            "Not enough video memory: 1024 MiB requested, 768 MiB free; \
              stop a vGPU or choose a smaller type"
         );
         assert_eq!(vram.admit(id(1), 0), Err(PartitionError::Duplicate(id(1))));
@@ -177,7 +177,7 @@ mod tests {
             }
 
             #[test]
-            fn what_is_said_to_be_available_can_be_started(
+            fn available_instances_can_be_started(
                 picks in prop::collection::vec(0_usize..12, 0..40),
             ) {
                 let all = profiles(&gpu());

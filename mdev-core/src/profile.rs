@@ -1,11 +1,12 @@
-//! vGPU types: the profiles that a parent offers, named as GRID names them.
+//! vGPU types: the profiles of a parent, named as in GRID.
 //!
-//! A type is `<model>-<size><series>`: `SOFT-256MQ`, `SOFT-1Q`, `SOFT-16C`. The size is its video memory, in GiB, or in
-//! MiB with an `M`. Series Q has a display head, series C has none. A parent offers every power of two from 256 MiB up
-//! to its own memory, of each series whose capabilities it has.
+//! A type is `<model>-<size><series>`: `SOFT-256MQ`, `SOFT-1Q`, `SOFT-16C`. The size is its video
+//! memory in GiB, or in MiB with an `M`. Series Q has a display head, series C has none. A parent
+//! offers every power of two from 256 MiB to its own memory, of each series that its capabilities
+//! allow.
 //!
-//! A parent that is nothing but a framebuffer has smaller ones, 4 to 64 MiB (`BOCHS-8MQ`), and one without video memory
-//! has a single type (`EDU-C`).
+//! A parent with a framebuffer only has types of 4 to 64 MiB (`BOCHS-8MQ`), and a parent without
+//! video memory has one type (`EDU-C`).
 
 use std::fmt;
 use std::time::Duration;
@@ -16,13 +17,15 @@ use crate::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
 use crate::ids::VgpuId;
 use crate::units::{GIB, MIB};
 
-/// The smallest partition that is offered.
+/// Smallest partition.
 pub const MIN_VRAM: u64 = 256 * MIB;
 
-/// Guest memory that a vGPU may import: all that fits in its GPU virtual address space of 40 bits.
+/// Maximum size of the imported guest memory of a vGPU: all of its 40-bit GPU virtual address
+/// space.
 pub const MAX_IMPORT_BYTES: u64 = 1 << 40;
 
-/// Largest modes by the least video memory of a type that has them. The last fits in a base EDID block's 12 bits.
+/// Largest mode by the minimum video memory of a type. The last mode is the maximum of the 12-bit
+/// fields of a base EDID block.
 const MODES: [(u64, Head); 5] = [
     (4 * GIB, Head { max_width: 3840, max_height: 2160 }),
     (2 * GIB, Head { max_width: 2560, max_height: 1600 }),
@@ -31,10 +34,11 @@ const MODES: [(u64, Head); 5] = [
     (0, Head { max_width: 1280, max_height: 1024 }),
 ];
 
-/// What does work: a parent with none of them is a framebuffer alone.
+/// Engines. A parent without any is a framebuffer only.
 const ENGINES: GpuCapabilities = GpuCapabilities::COPY.union(GpuCapabilities::COMPUTE);
 
-/// Sizes of a framebuffer alone, with their largest modes: each has room for two pictures.
+/// Sizes of partitions of a parent with a framebuffer only, with their largest modes. Each has
+/// space for two pictures.
 const FRAMEBUFFERS: [(u64, Head); 5] = [
     (4 * MIB, Head { max_width: 800, max_height: 600 }),
     (8 * MIB, Head { max_width: 1280, max_height: 800 }),
@@ -43,13 +47,13 @@ const FRAMEBUFFERS: [(u64, Head); 5] = [
     (64 * MIB, Head { max_width: 3840, max_height: 2160 }),
 ];
 
-/// The smallest framebuffer aperture: what the Bochs display adapter has by default.
+/// Smallest framebuffer aperture, the default of the Bochs display adapter.
 const MIN_FRAMEBUFFER: u64 = 16 * MIB;
 
-/// What a type is for, and the last letter of its name.
+/// Series of a type, the last letter of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Series {
-    /// `Q`: a display head, and all engines that the parent has.
+    /// `Q`: a display head, and all engines of the parent.
     #[serde(rename = "Q")]
     Workstation,
     /// `C`: engines only.
@@ -58,7 +62,7 @@ pub enum Series {
 }
 
 impl Series {
-    /// The letter at the end of a type's name.
+    /// Returns the letter at the end of a type's name.
     pub const fn letter(self) -> char {
         match self {
             Self::Workstation => 'Q',
@@ -66,7 +70,7 @@ impl Series {
         }
     }
 
-    /// Whether a parent that can do so much offers the series.
+    /// Returns true if a parent with these capabilities offers the series.
     pub const fn is_offered_by(self, has: GpuCapabilities) -> bool {
         match self {
             Self::Workstation => has.contains(GpuCapabilities::FRAMEBUFFER),
@@ -75,49 +79,49 @@ impl Series {
     }
 }
 
-/// A display head's limits.
+/// Limits of a display head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Head {
-    /// Largest mode, pixels.
+    /// Width of the largest mode in pixels.
     pub max_width: u32,
-    /// Largest mode, pixels.
+    /// Height of the largest mode in pixels.
     pub max_height: u32,
 }
 
 impl Head {
-    /// The head of a type with this much video memory.
+    /// Returns the head of a type with this size of video memory.
     fn for_vram(vram_bytes: u64) -> Self {
         let row = MODES.iter().find(|(least, _)| vram_bytes >= *least);
         row.map_or(MODES[MODES.len() - 1].1, |(_, head)| *head)
     }
 
-    /// The framebuffer aperture: a power of two with room for two pictures of the largest mode, since Linux's
-    /// drm_vram_helper refuses a mode that fills more than half.
+    /// Returns the size of the framebuffer aperture: a power of two with space for two pictures of
+    /// the largest mode, since Linux's drm_vram_helper refuses a mode that needs more than half.
     fn framebuffer_bytes(self) -> u64 {
         let picture = u64::from(self.max_width) * u64::from(self.max_height) * 4;
         (2 * picture).next_power_of_two().max(MIN_FRAMEBUFFER)
     }
 }
 
-/// One vGPU type of one parent.
+/// vGPU type of a parent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Profile {
-    /// `SOFT-1Q`.
+    /// Name: `SOFT-1Q`.
     pub name: String,
-    /// What it is for.
+    /// Series.
     pub series: Series,
-    /// Its partition of video memory, in bytes: a power of two, or 0 where the parent has none.
+    /// Size of the partition of video memory in bytes: a power of two, or 0 if the parent has none.
     pub vram_bytes: u64,
-    /// Its display head, in series Q.
+    /// Display head of series Q.
     pub head: Option<Head>,
-    /// Length of the framebuffer aperture: a power of two, at most half of the partition, or all of it where the parent is
-    /// nothing but a framebuffer; 0 without a head.
+    /// Length of the framebuffer aperture: a power of two, at most half of the partition, or the
+    /// whole partition of a parent with a framebuffer only; 0 without a head.
     pub framebuffer_bytes: u64,
-    /// How many of it fit on an empty parent.
+    /// Maximum number of instances on an empty parent.
     pub max_instances: u32,
-    /// Channels that one vGPU of it may have.
+    /// Maximum number of channels of a vGPU.
     pub max_channels: u32,
-    /// Bytes of guest memory that one vGPU of it may import.
+    /// Maximum size of imported guest memory of a vGPU in bytes.
     pub max_import_bytes: u64,
     /// [`GpuDescription::hang_timeout`].
     #[serde(default)]
@@ -141,7 +145,7 @@ impl Profile {
         }
     }
 
-    /// All of a framebuffer's partition is the framebuffer.
+    /// Returns a type whose whole partition is the framebuffer.
     fn framebuffer(gpu: &GpuDescription, vram_bytes: u64, head: Head) -> Self {
         let framebuffer_bytes = vram_bytes;
         Self {
@@ -151,7 +155,7 @@ impl Profile {
         }
     }
 
-    /// One line in the form that consumers of GRID's types already parse.
+    /// Returns the description in the format that consumers of GRID's types parse:
     ///
     /// `num_heads=1, framebuffer=1024M, max_resolution=1920x1200, max_instance=8`; without a head,
     /// `num_heads=0, framebuffer=1024M, max_instance=8`.
@@ -167,7 +171,7 @@ impl Profile {
         }
     }
 
-    /// What a vGPU of this type is admitted with.
+    /// Returns the resources of a vGPU of this type.
     pub fn client_spec(&self, vgpu: VgpuId) -> ClientSpec {
         ClientSpec {
             vgpu,
@@ -179,7 +183,7 @@ impl Profile {
     }
 }
 
-/// A size as type names write it: `256M`, `1`, `16`.
+/// Size as in the names of types: `256M`, `1`, `16`.
 struct Size(u64);
 
 impl fmt::Display for Size {
@@ -192,19 +196,19 @@ impl fmt::Display for Size {
     }
 }
 
-/// A type that a parent does not offer.
+/// Error of a type that the parent does not offer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Parent {parent} has no type {name:?}; it offers {offered}")]
 pub struct UnknownType {
-    /// The parent that was asked.
+    /// Name of the parent.
     pub parent: String,
-    /// The name that was asked for.
+    /// Requested name.
     pub name: String,
-    /// What there is, as a list for people.
+    /// List of the parent's types.
     pub offered: String,
 }
 
-/// The types that a parent offers: series Q then C, each from small to large.
+/// Returns the types of a parent: series Q, then series C, each from small to large.
 pub fn profiles(gpu: &GpuDescription) -> Vec<Profile> {
     let has = gpu.capabilities;
     if has.contains(GpuCapabilities::FRAMEBUFFER) && !has.intersects(ENGINES) {
@@ -225,7 +229,7 @@ pub fn profiles(gpu: &GpuDescription) -> Vec<Profile> {
         .collect()
 }
 
-/// The type of that name. Names are exact: mdev type names are case-sensitive.
+/// Returns the type with this name. As in mdev, names are case-sensitive.
 pub fn find(gpu: &GpuDescription, name: &str) -> Result<Profile, UnknownType> {
     let all = profiles(gpu);
     if let Some(profile) = all.iter().find(|profile| profile.name == name) {
@@ -260,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn types_are_named_as_grid_names_them() {
+    fn types_have_grid_names() {
         let names: Vec<_> = profiles(&gpu(2 * GIB)).into_iter().map(|p| p.name).collect();
         let expected = [
             "SOFT-256MQ",
@@ -276,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_description_is_the_line_that_consumers_parse() {
+    fn the_description_has_the_format_that_consumers_parse() {
         let gpu = gpu(8 * GIB);
         assert_eq!(
             find(&gpu, "SOFT-1Q").unwrap().description(),
@@ -289,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn types_that_need_what_the_parent_lacks_are_not_offered() {
+    fn types_that_need_missing_capabilities_are_not_offered() {
         let mut gpu = gpu(GIB);
         gpu.capabilities.remove(GpuCapabilities::FRAMEBUFFER);
         assert!(profiles(&gpu).iter().all(|p| p.series == Series::Compute));
@@ -311,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_framebuffer_alone_is_cut_into_small_ones() {
+    fn a_framebuffer_only_parent_has_small_types() {
         let mut gpu = gpu(16 * MIB);
         gpu.model = "BOCHS".into();
         gpu.capabilities = GpuCapabilities::FRAMEBUFFER | GpuCapabilities::VRAM_APERTURE;
@@ -326,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parent_without_video_memory_has_one_type_as_often_as_it_can() {
+    fn a_parent_without_video_memory_has_one_type() {
         let mut gpu = gpu(0);
         gpu.model = "EDU".into();
         gpu.capabilities = GpuCapabilities::COPY;
@@ -339,7 +343,7 @@ mod tests {
 
     proptest! {
             #[test]
-            fn every_type_is_one_that_a_device_can_have(vram in 1_u64..1 << 42) {
+            fn every_type_is_valid_for_a_device(vram in 1_u64..1 << 42) {
                 for profile in profiles(&gpu(vram)) {
                     prop_assert!(profile.vram_bytes.is_power_of_two());
                     prop_assert!(profile.max_instances >= 1);

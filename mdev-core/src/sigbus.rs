@@ -1,8 +1,9 @@
-//! Mappings of files that someone else may truncate.
+//! Mappings of files that another process may truncate.
 //!
-//! A client hands us the file behind its guest's memory and keeps it: it can shorten it while we hold a mapping, and an
-//! access beyond the new end raises SIGBUS. A [`GuardedMapping`] survives that: the handler puts a page of zeros in the
-//! place of the missing one and marks the mapping as poisoned, so that its owner can drop the client.
+//! A client passes the file of its guest's memory and keeps it. If the client truncates the file,
+//! an access to a mapping beyond the new end raises SIGBUS. The SIGBUS handler of a
+//! [`GuardedMapping`] replaces the missing page by a page of zeros and marks the mapping as
+//! poisoned, so that the worker can drop the client.
 
 use std::ffi::{c_int, c_void};
 use std::io;
@@ -16,10 +17,10 @@ use vm_memory::VolatileSlice;
 
 use crate::units::PAGE_SIZE;
 
-/// Guarded mappings that one process may have at a time.
+/// Maximum number of guarded mappings of a process.
 pub const MAX_MAPPINGS: usize = 8192;
 
-/// What a mapping allows.
+/// Protection of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protection {
     /// Loads only.
@@ -28,7 +29,7 @@ pub enum Protection {
     ReadWrite,
 }
 
-/// A shared mapping of a file range that outlives the file's truncation.
+/// Shared mapping of a file range that survives the file's truncation.
 #[derive(Debug)]
 pub struct GuardedMapping {
     start: NonNull<u8>,
@@ -36,14 +37,15 @@ pub struct GuardedMapping {
     slot: usize,
 }
 
-// SAFETY: the mapping is owned memory; everything that reaches it does so by volatile or atomic accesses, and the slot
-// is only touched atomically.
+// SAFETY: the mapping is owned memory; all accesses are volatile or atomic, and the slot is only
+// accessed atomically.
 unsafe impl Send for GuardedMapping {}
-// SAFETY: as above; `&GuardedMapping` gives out nothing but volatile slices and raw pointers.
+// SAFETY: as above; `&GuardedMapping` provides only volatile slices and raw pointers.
 unsafe impl Sync for GuardedMapping {}
 
 impl GuardedMapping {
-    /// Maps `len` bytes of `fd` from `offset` on, shared. Offset and length must be multiples of the page size.
+    /// Maps `len` bytes of `fd` from `offset`, shared. Offset and length must be multiples of the
+    /// page size.
     pub fn map(
         fd: BorrowedFd<'_>,
         offset: u64,
@@ -60,7 +62,7 @@ impl GuardedMapping {
             Protection::ReadOnly => libc::PROT_READ,
             Protection::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
         };
-        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        // SAFETY: a new mapping at an address that the kernel chooses affects no existing memory.
         let address = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -83,24 +85,25 @@ impl GuardedMapping {
         Ok(Self { start, len, slot })
     }
 
-    /// First byte.
+    /// Returns the address of the first byte.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Length in bytes, never zero.
-    #[allow(clippy::len_without_is_empty, reason = "an empty mapping cannot be made")]
+    /// Returns the length in bytes, which is never zero.
+    #[allow(clippy::len_without_is_empty, reason = "a mapping is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The whole mapping, for volatile access. Stores to a read-only mapping are the caller's mistake.
+    /// Returns the mapping for volatile access. Stores to a read-only mapping fault.
     pub fn slice(&self) -> VolatileSlice<'_> {
-        // SAFETY: start and len are those of a mapping that lives as long as the borrow of self.
+        // SAFETY: start and len describe a mapping that lives as long as the borrow of self.
         unsafe { VolatileSlice::new(self.start.as_ptr(), self.len) }
     }
 
-    /// True once an access found no file behind it: what it read was zeros, what it wrote is lost.
+    /// Returns true after an access beyond the end of the file. Such loads return zeros, and such
+    /// stores are lost.
     pub fn poisoned(&self) -> bool {
         SLOTS[self.slot].poisoned.load(Ordering::Acquire)
     }
@@ -109,7 +112,7 @@ impl GuardedMapping {
 impl Drop for GuardedMapping {
     fn drop(&mut self) {
         SLOTS[self.slot].unwatch();
-        // SAFETY: start and len are those of our own mapping, and no borrow of it is left.
+        // SAFETY: start and len describe this mapping, and no borrow of it is left.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
         SLOTS[self.slot].release();
     }
@@ -119,8 +122,8 @@ fn invalid() -> io::Error {
     io::Error::from(io::ErrorKind::InvalidInput)
 }
 
-/// What the signal handler knows of one mapping. It may look at any moment, so each field is atomic, and `start` is
-/// set last and cleared first.
+/// Signal handler's record of a mapping. The handler can run at any moment, so each field is
+/// atomic, and `start` is set last and cleared first.
 struct Slot {
     claimed: AtomicBool,
     start: AtomicUsize,
@@ -137,7 +140,7 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
     }
 }; MAX_MAPPINGS];
 
-/// One past the highest slot that was ever claimed: keeps the handler's search short.
+/// Number of slots that were ever in use, the limit of the handler's search.
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 
 impl Slot {
@@ -168,7 +171,7 @@ fn claim_slot() -> io::Result<usize> {
     Ok(slot)
 }
 
-/// The action that was in force before ours; faults outside of guarded mappings are its business.
+/// Previous signal action, for faults outside of guarded mappings.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static INSTALLED: OnceLock<Option<i32>> = OnceLock::new();
 
@@ -185,7 +188,7 @@ fn install_handler() -> io::Result<()> {
         if rc != 0 {
             return io::Error::last_os_error().raw_os_error();
         }
-        // SAFETY: the call above has filled it in.
+        // SAFETY: the call above has initialized it.
         let _ = PREVIOUS.set(unsafe { previous.assume_init() });
         // SAFETY: the handler is async-signal-safe: atomics and system calls only.
         let rc = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) };
@@ -197,7 +200,8 @@ fn install_handler() -> io::Result<()> {
 extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo; si_addr is meaningful for SIGBUS.
     let address = unsafe { (*info).si_addr() } as usize;
-    // SAFETY: errno's location is valid in every thread; the interrupted code must find it as it was.
+    // SAFETY: errno's location is valid in every thread; errno is restored for the interrupted
+    // code.
     let errno = unsafe { *libc::__errno_location() };
     let handled = replace_page(address);
     // SAFETY: as above.
@@ -217,15 +221,15 @@ fn replace_page(address: usize) -> bool {
         }
         let page = address & !(PAGE_SIZE as usize - 1);
         slot.poisoned.store(true, Ordering::Release);
-        // A huge page cannot be replaced in part: then the whole range becomes zeros.
+        // A huge page cannot be replaced in part, so the whole range becomes zeros.
         return map_zeros(page, PAGE_SIZE as usize) || map_zeros(start, len);
     }
     false
 }
 
 fn map_zeros(start: usize, len: usize) -> bool {
-    // SAFETY: the range lies in a guarded mapping, which is alive while a thread faults on it, and whose users expect
-    // its contents to change at any time.
+    // SAFETY: the range is in a guarded mapping, which is alive while a thread faults on it; the
+    // users of a mapping expect changes of its contents at any time.
     let mapped = unsafe {
         libc::mmap(
             start as *mut c_void,
@@ -239,15 +243,16 @@ fn map_zeros(start: usize, len: usize) -> bool {
     mapped != libc::MAP_FAILED
 }
 
-/// Gives a fault that is not ours to whoever handled SIGBUS before: the default action ends the process when the
-/// instruction is run again.
+/// Passes a fault outside of guarded mappings to the previous handler. The default action ends the
+/// process when the instruction is executed again.
 fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     match PREVIOUS.get() {
         Some(previous)
             if previous.sa_sigaction != libc::SIG_DFL && previous.sa_sigaction != libc::SIG_IGN =>
         {
             type Handler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void);
-            // SAFETY: the address came from sigaction; a one-argument handler ignores the other two registers.
+            // SAFETY: the address came from sigaction; a handler with one argument ignores the
+            // other two registers.
             let handler: Handler = unsafe { std::mem::transmute(previous.sa_sigaction) };
             handler(signal, info, context);
         }
@@ -267,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_truncated_file_reads_as_zeros_and_is_noticed() {
+    fn a_truncated_file_reads_as_zeros_and_poisons_the_mapping() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4 * PAGE_SIZE).unwrap();
         let mapping =
@@ -286,7 +291,7 @@ mod tests {
         mapping.slice().write_slice(&[9; 16], 2 * PAGE_SIZE as usize).unwrap();
 
         other.slice().read_slice(&mut bytes, 0).unwrap();
-        assert!(!other.poisoned(), "the page that is left is fine");
+        assert!(!other.poisoned(), "the remaining page is intact");
     }
 
     #[test]
@@ -299,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_nonsense() {
+    fn invalid_ranges_are_refused() {
         let file = tempfile::tempfile().unwrap();
         let map = |offset, len| {
             GuardedMapping::map(file.as_fd(), offset, len, Protection::ReadOnly).is_err()

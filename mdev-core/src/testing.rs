@@ -1,11 +1,9 @@
-//! For tests and fuzz targets: a GPU client that writes down what it is asked for, and guest memory.
-//!
-//! It is compiled always, so that there is one build of this crate for all of them.
+//! Test helpers: a GPU client that records its calls, and guest memory.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     missing_docs,
-    reason = "what it checks are promises to a client"
+    reason = "test helpers panic on violations"
 )]
 
 use std::collections::BTreeMap;
@@ -16,8 +14,7 @@ use std::time::Duration;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::abi::control::VECTORS;
-use crate::abi::mailbox::{MAX_GPFIFO_ENTRIES, VA_END};
+use crate::abi::mailbox::VA_END;
 use crate::device::Scanout;
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
@@ -27,7 +24,7 @@ use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, Token, VgpuId};
 use crate::mem::{DmaAccess, GuestMemory};
 use crate::units::{MIB, PAGE_SIZE, is_aligned};
 
-/// What a [`Recorder`] has seen, and what it is to say.
+/// Calls of a [`Recorder`], and its configured replies.
 #[derive(Debug, Default)]
 pub struct Record {
     pub calls: Vec<String>,
@@ -36,21 +33,21 @@ pub struct Record {
     pub mapped: BTreeMap<u64, (u64, Backing, bool)>,
     pub channels: BTreeMap<u32, ChannelSpec>,
     pub interrupts: [bool; 4],
-    /// The last that the client was told of.
+    /// Last scanout of the client.
     pub scanout: Scanout,
-    /// How often.
+    /// Number of scanouts.
     pub scanouts: u32,
     pub scrubbed: u32,
     pub lost: bool,
-    /// Fail the map call after so many.
+    /// Number of map calls before one fails.
     pub maps_left: Option<u32>,
-    /// Refuse each so-and-so-many-th call, but for those that take something back.
+    /// Fail each n-th call, except for calls that release resources.
     pub refuse_every: Option<u32>,
     next: u32,
     made: u32,
 }
 
-/// The record, shared with the test.
+/// Record, shared with the test.
 pub type Shared = Arc<Mutex<Record>>;
 
 #[derive(Debug)]
@@ -62,16 +59,16 @@ pub struct Recorder {
     record: Shared,
 }
 
-/// Where the recorder's apertures begin in their files: what is before belongs to others.
+/// Offset of the recorder's apertures in their files. Other vGPUs own the memory before it.
 pub const APERTURE_OFFSET: u64 = 3 * PAGE_SIZE;
 
-/// So many bytes in the middle of a file, as an aperture.
+/// Returns an aperture of `len` bytes in the middle of a file.
 fn aperture(len: u64) -> Aperture {
     Aperture { fd: memory(2 * APERTURE_OFFSET + len).into(), offset: APERTURE_OFFSET, len }
 }
 
 impl Recorder {
-    /// A client with 8 MiB of video memory, of which 4 MiB are a framebuffer.
+    /// Returns a client with 8 MiB of video memory, including a framebuffer of 4 MiB.
     pub fn new() -> (Box<Self>, Shared) {
         let record = Shared::default();
         let vram = aperture(8 * MIB);
@@ -114,8 +111,8 @@ impl Recorder {
         if record.lost { Err(GpuError::Lost("unplugged".into())) } else { Ok(record) }
     }
 
-    /// A call that may be refused.
-    fn ask(&self, text: String) -> Result<MutexGuard<'_, Record>, GpuError> {
+    /// Records a call that may fail.
+    fn fallible_call(&self, text: String) -> Result<MutexGuard<'_, Record>, GpuError> {
         let mut record = self.call(text)?;
         record.made += 1;
         match record.refuse_every {
@@ -140,7 +137,7 @@ impl Client for Recorder {
 
     fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError> {
         assert!(ram.len > 0 && is_aligned(ram.len | ram.offset, PAGE_SIZE), "{ram:?}");
-        let mut record = self.ask(format!("import {:#x} {}", ram.len, ram.writable))?;
+        let mut record = self.fallible_call(format!("import {:#x} {}", ram.len, ram.writable))?;
         record.next += 1;
         let id = record.next;
         record.imports.insert(id, ram.len);
@@ -163,7 +160,7 @@ impl Client for Recorder {
         assert!(len > 0 && is_aligned(va.0 | len, PAGE_SIZE), "{va} {len:#x}");
         let end = va.0.checked_add(len).unwrap();
         assert!(end <= VA_END, "{va} {len:#x}");
-        let mut record = self.ask(format!("map {va} {len:#x} {backing:?} {writable}"))?;
+        let mut record = self.fallible_call(format!("map {va} {len:#x} {backing:?} {writable}"))?;
         let (offset, limit) = match backing {
             Backing::Guest { memory, offset } => (offset, record.imports[&memory.0]),
             Backing::Vram { offset } => (offset, self.spec.vram_bytes),
@@ -190,9 +187,8 @@ impl Client for Recorder {
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        assert!(spec.gpfifo_entries.is_power_of_two() && spec.gpfifo_entries <= MAX_GPFIFO_ENTRIES);
-        assert!(is_aligned(spec.gpfifo.0, 8) && spec.vector < VECTORS, "{spec:?}");
-        let mut record = self.ask("create_channel".into())?;
+        assert_eq!(spec.check(self.gpu().capabilities), Ok(()), "{spec:?}");
+        let mut record = self.fallible_call("create_channel".into())?;
         record.next += 1;
         let id = record.next;
         record.channels.insert(id, *spec);
@@ -200,19 +196,19 @@ impl Client for Recorder {
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        let mut record = self.ask(format!("destroy_channel {}", id.0))?;
+        let mut record = self.fallible_call(format!("destroy_channel {}", id.0))?;
         record.channels.remove(&id.0).map(drop).ok_or(GpuError::NotFound("channel"))
     }
 
     fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
-        let record = self.ask(format!("query_channel {}", id.0))?;
+        let record = self.fallible_call(format!("query_channel {}", id.0))?;
         let found = record.channels.contains_key(&id.0);
         let status = ChannelStatus { gp_get: 5, ..ChannelStatus::default() };
         if found { Ok(status) } else { Err(GpuError::NotFound("channel")) }
     }
 
     fn wake(&mut self, token: Token) -> Result<(), GpuError> {
-        self.ask(format!("wake {:#x}", token.0)).map(drop)
+        self.fallible_call(format!("wake {:#x}", token.0)).map(drop)
     }
 
     fn event(&self) -> BorrowedFd<'_> {
@@ -225,7 +221,8 @@ impl Client for Recorder {
         vector: u32,
         event: Option<BorrowedFd<'_>>,
     ) -> Result<(), GpuError> {
-        let mut record = self.ask(format!("set_interrupt {vector} {}", event.is_some()))?;
+        let mut record =
+            self.fallible_call(format!("set_interrupt {vector} {}", event.is_some()))?;
         record.interrupts[vector as usize] = event.is_some();
         Ok(())
     }
@@ -258,25 +255,25 @@ impl Client for Recorder {
     }
 }
 
-/// A file in memory, zeroed.
+/// Returns a file in memory, filled with zeros.
 pub fn memory(len: u64) -> File {
-    // SAFETY: makes a descriptor out of a name that outlives the call.
+    // SAFETY: creates a descriptor; the name outlives the call.
     let fd = unsafe { libc::memfd_create(c"memory".as_ptr(), libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: the descriptor is new, and nobody else's.
+    // SAFETY: the descriptor is new and has no other owner.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len).unwrap();
     file
 }
 
-/// A file of guest RAM, to be written by a test and shared with the device.
+/// Returns a file of guest RAM for the test and a descriptor for the device.
 pub fn guest_ram(len: u64) -> (File, OwnedFd) {
     let file = memory(len);
     let shared = file.try_clone().unwrap().into();
     (file, shared)
 }
 
-/// Guest RAM that is shared with the device.
+/// Maps a new file of guest RAM for the device and returns it.
 pub fn shared_ram(memory: &mut GuestMemory, iova: u64, size: u64) -> File {
     let (file, fd) = guest_ram(size);
     let access = DmaAccess::READ | DmaAccess::WRITE;

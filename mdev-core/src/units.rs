@@ -1,4 +1,4 @@
-//! Sizes, in bytes.
+//! Sizes in bytes.
 
 /// 2^10 bytes.
 pub const KIB: u64 = 1 << 10;
@@ -6,10 +6,10 @@ pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 /// 2^30 bytes.
 pub const GIB: u64 = 1 << 30;
-/// The page size of guests, hosts and small GPU pages.
+/// Page size of guests, hosts and small GPU pages.
 pub const PAGE_SIZE: u64 = 4 * KIB;
 
-/// True where `value` is a multiple of `align`, a power of two.
+/// Returns true if `value` is a multiple of `align`, a power of two.
 pub const fn is_aligned(value: u64, align: u64) -> bool {
     value & (align - 1) == 0
 }

@@ -1,4 +1,4 @@
-//! A process that is killed while it saves definitions leaves each of them whole: the old one or the new one.
+//! A process killed while it saves definitions leaves the old or the new version of each.
 
 use std::io::Read;
 use std::path::Path;
@@ -9,40 +9,41 @@ use mdev_core::definition::{Attrs, Definition, Start, Store};
 use mdev_core::ids::VgpuId;
 use uuid::Uuid;
 
-/// Where the process that is to be killed saves.
+/// Environment variable with the tree of the process that is killed.
 const TREE: &str = "KILLED_WHILE_SAVING_TREE";
 const ROUNDS: u64 = 30;
 
-fn definition(turn: usize) -> Definition {
-    // Of different lengths, so that a mixture of two would be seen.
-    let attrs: Attrs =
-        (0..turn % 50).map(|n| (format!("attribute-{n}"), "x".repeat(turn % 90))).collect();
-    let start = if turn.is_multiple_of(2) { Start::Auto } else { Start::Manual };
-    Definition { mdev_type: format!("SOFT-{turn}Q"), start, attrs }
+fn definition(generation: usize) -> Definition {
+    // Different lengths, so that a mixture of two versions is detected.
+    let attrs: Attrs = (0..generation % 50)
+        .map(|n| (format!("attribute-{n}"), "x".repeat(generation % 90)))
+        .collect();
+    let start = if generation.is_multiple_of(2) { Start::Auto } else { Start::Manual };
+    Definition { mdev_type: format!("SOFT-{generation}Q"), start, attrs }
 }
 
 const ID: VgpuId = VgpuId(Uuid::from_u128(0xa));
 
-/// Not a test of its own: what the other one starts and kills.
+/// Saves definitions until killed. Does nothing unless started by the test below.
 #[test]
-fn saves_for_ever_where_it_is_told_to() {
+fn saves_definitions_until_killed() {
     let Some(tree) = std::env::var_os(TREE) else { return };
     let store = Store::open(Path::new(&tree)).unwrap();
-    for turn in 0.. {
-        store.save("soft0", ID, &definition(turn)).unwrap();
-        if turn == 0 {
+    for generation in 0.. {
+        store.save("soft0", ID, &definition(generation)).unwrap();
+        if generation == 0 {
             println!("saving");
         }
     }
 }
 
 #[test]
-fn a_definition_is_the_old_or_the_new_one_whenever_the_process_is_killed() {
+fn a_kill_at_any_time_leaves_the_old_or_the_new_definition() {
     let dir = tempfile::tempdir().unwrap();
     let mut saved = 0;
     for round in 0..ROUNDS {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "saves_for_ever_where_it_is_told_to", "--nocapture"])
+            .args(["--exact", "saves_definitions_until_killed", "--nocapture"])
             .env(TREE, dir.path())
             .stdout(Stdio::piped())
             .spawn()
@@ -54,7 +55,7 @@ fn a_definition_is_the_old_or_the_new_one_whenever_the_process_is_killed() {
             stdout.read_exact(&mut byte).unwrap();
             said.extend(byte);
         }
-        // Spread over some saves, at no particular point of one.
+        // Kill times are spread over the duration of a save.
         std::thread::sleep(Duration::from_micros(round * 331));
         child.kill().unwrap();
         child.wait().unwrap();
@@ -63,11 +64,12 @@ fn a_definition_is_the_old_or_the_new_one_whenever_the_process_is_killed() {
         assert!(scan.problems.is_empty(), "{:?}", scan.problems);
         assert_eq!(scan.definitions.len(), 1);
         let found = &scan.definitions[0].definition;
-        let turn = found.mdev_type.trim_matches(|c: char| !c.is_ascii_digit()).parse().unwrap();
-        assert_eq!(*found, definition(turn));
-        saved += turn;
+        let generation =
+            found.mdev_type.trim_matches(|c: char| !c.is_ascii_digit()).parse().unwrap();
+        assert_eq!(*found, definition(generation));
+        saved += generation;
         let left = std::fs::read_dir(dir.path().join("soft0")).unwrap().count();
-        assert_eq!(left, 1, "what was left is cleaned up");
+        assert_eq!(left, 1, "remains are cleaned up");
     }
-    assert!(saved > 0, "the process was killed while it saved");
+    assert!(saved > 0, "the process was killed after its first save");
 }

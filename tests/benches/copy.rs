@@ -1,4 +1,4 @@
-//! A copy through a channel against a plain memcpy of the same memory, in turns.
+//! Copies through a channel, compared with memcpy of the same memory, alternating.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use vgpu_guest::copy;
 use vgpu_guest::memory::Buffer;
 use vgpu_guest::pushbuffer::Methods;
 
-/// What is promised.
+/// Promised ratio.
 const RATIO: f64 = 0.9;
 
 fn main() -> ExitCode {
@@ -36,7 +36,7 @@ fn run() -> Result<Outcome> {
         let stamp = u8::try_from(round)?;
         from.window().fill(stamp);
         let start = Instant::now();
-        // SAFETY: two buffers of this length, mapped while they live, and nothing is in flight.
+        // SAFETY: two buffers of this length that stay mapped; no work is in flight.
         unsafe {
             let (to, from) = (to.window().as_ptr(), from.window().as_ptr());
             std::ptr::copy_nonoverlapping(from, to, len as usize);
@@ -48,7 +48,7 @@ fn run() -> Result<Outcome> {
         let gpu = start.elapsed();
         let last: Vec<u8> = to.load(len - 4096, 4096);
         anyhow::ensure!(last.iter().all(|&byte| byte == stamp), "The copy is wrong");
-        // The first round touches memory for the first time.
+        // The first round touches the memory for the first time.
         if round > 0 {
             by_cpu.push(cpu);
             by_gpu.push(gpu);

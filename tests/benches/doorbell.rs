@@ -1,4 +1,4 @@
-//! From the doorbell to the semaphore, on a channel that is kept busy.
+//! Time from doorbell to semaphore, on a busy channel.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -10,14 +10,14 @@ use serde_json::json;
 use system_tests::outcome::{Outcome, measuring, report};
 use system_tests::parent::{Parent, Vgpu};
 use vgpu_guest::channel::Channel;
-use vgpu_guest::fence::Patience;
+use vgpu_guest::fence::WaitPolicy;
 use vgpu_guest::pushbuffer::Methods;
 
-/// What is promised for the median.
+/// Promised median.
 const P50: Duration = Duration::from_micros(10);
-/// Doorbells per trapped one, at least. The channel is idle between two round trips: where the host takes the CPU from
-/// the guest just then, for longer than the silicon polls, it sleeps and has to be woken. That no doorbell is trapped
-/// while work is queued is what the `shares` benchmark holds.
+/// Minimum number of doorbells per trapped doorbell. The channel is idle between two round trips.
+/// If the host then takes the CPU from the guest for longer than the GPU polls, the GPU sleeps and
+/// must be woken. The `shares` benchmark checks that no doorbell traps while work is queued.
 const DOORBELLS_PER_TRAP: usize = 1000;
 
 fn main() -> ExitCode {
@@ -29,7 +29,7 @@ fn run() -> Result<Outcome> {
     let mut parent = Parent::start(64 * MIB)?;
     let guest = parent.guest(Vgpu::default())?;
     let mut channel = Channel::new(&guest.device, EngineKind::Copy)?;
-    channel.set_patience(Patience::spinning());
+    channel.set_wait_policy(WaitPolicy::spinning());
     let methods = Methods::new();
     for _ in 0..count / 10 {
         channel.run(&methods)?;

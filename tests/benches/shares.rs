@@ -1,10 +1,10 @@
-//! Shares, caps, throughput and attacks: what is promised, what was measured, and whether it was kept.
+//! Shares, caps, throughput and attacks: promise, measurement, verdict.
 //!
-//! Everything is real: `vgpud` with its workers and its software GPU, told by its API what to share; only the guests
-//! are threads of this process. Every figure is of the time that the host gave the engine, and what is compared is
-//! measured in turns.
+//! `vgpud`, its workers and its software GPU are real; the guests are threads of this process. All
+//! figures refer to the time that the host gave the engine, and compared figures are measured
+//! alternately.
 //!
-//! `cargo lab bench shares [PART...] [--quick]`; `--quick` measures over one second instead of ten.
+//! `cargo lab bench shares [PART...] [--quick]`; `--quick` measures for one second instead of ten.
 
 #[path = "shares/bed.rs"]
 mod bed;
@@ -42,17 +42,17 @@ const PARTS: [(&str, Part); 7] = [
     ("attacks", parts::attacks),
 ];
 
-/// One promise, and what became of it.
+/// A promise and its verdict.
 #[derive(Debug)]
 struct Line {
     promise: String,
     measured: String,
     kept: bool,
-    /// Hundredths of the time in which the engine waited for a core.
+    /// Percentage of time in which the engine waited for a core.
     stolen: f64,
 }
 
-/// All measurements of a run.
+/// Measurements of a run.
 #[derive(Debug)]
 struct Bench {
     settle: Duration,
@@ -104,7 +104,7 @@ fn run() -> Result<Outcome> {
     };
     for (name, part) in PARTS {
         let all = measuring() && wanted.is_empty();
-        // As a test, one part is enough to see that it still runs.
+        // As a test, one part shows that the benchmark works.
         if all || wanted.iter().any(|one| *one == name) || !measuring() && name == "idle" {
             part(&mut bench)?;
         }
@@ -127,7 +127,7 @@ fn run() -> Result<Outcome> {
     })
 }
 
-/// The host's clocks, in ticks: how busy it was, and how much a hypervisor took.
+/// Reads the host's clocks in ticks: busy time and stolen time.
 #[derive(Debug)]
 struct Host([u64; 8]);
 

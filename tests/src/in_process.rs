@@ -1,4 +1,4 @@
-//! The guest runtime straight on the device model, in one process.
+//! Guest runtime platform on the device model, in one process.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,17 +15,17 @@ use vgpu_guest::platform::{GuestPages, Platform, Window};
 
 use crate::ram::Ram;
 
-/// VFIO's numbers of the regions that are used.
+/// VFIO region indexes.
 pub(crate) const FRAMEBUFFER: u32 = 0;
 pub(crate) const DOORBELL: u32 = 1;
 pub(crate) const CONTROL: u32 = 3;
 pub(crate) const VRAM: u32 = 4;
 pub(crate) const CONFIG: u32 = 7;
-/// The command register, and memory space with bus mastering in it.
+/// Command register, and its value with memory space and bus mastering enabled.
 pub(crate) const COMMAND: u64 = 4;
 pub(crate) const MEMORY_AND_MASTER: [u8; 2] = [6, 0];
 
-/// A virtual function that this process is the guest of.
+/// Virtual function with this process as the guest.
 #[derive(Clone, Debug)]
 pub struct InProcess(Arc<Inner>);
 
@@ -39,7 +39,7 @@ struct Inner {
 }
 
 impl InProcess {
-    /// Makes the function, gives it `ram`, and enables it as firmware would.
+    /// Creates the function, maps `ram` and enables the function as firmware does.
     pub fn new(spec: &FunctionSpec, client: Box<dyn Client>, ram: Ram) -> anyhow::Result<Self> {
         let mut function = VirtualFunction::new(spec, client)?;
         function.attach();
@@ -61,7 +61,7 @@ impl InProcess {
         Ok(Self(Arc::new(Inner { function, ram, doorbell, vram, scanout_bytes })))
     }
 
-    /// The device, between two accesses of the guest.
+    /// Locks the device between two accesses of the guest.
     pub fn function(&self) -> MutexGuard<'_, VirtualFunction> {
         self.0.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -79,7 +79,7 @@ impl Platform for InProcess {
     }
 
     fn write32(&self, offset: u64, value: u32) {
-        // On a bus, a write that nobody takes is lost.
+        // On a PCI bus, a write that no device accepts is lost.
         let _ = self.function().region_write(CONTROL, offset, &value.to_le_bytes());
     }
 
@@ -105,9 +105,10 @@ impl Platform for InProcess {
     }
 }
 
-/// A mapped aperture.
+/// Returns a mapped aperture as a window.
 pub(crate) fn window(mapping: &MmapRaw) -> Window<'_> {
     let base = NonNull::new(mapping.as_mut_ptr()).unwrap_or(NonNull::dangling());
-    // SAFETY: the mapping lives as long as the borrow, is never at address 0, and is reached through windows only.
+    // SAFETY: the mapping outlives the borrow, is never at address 0, and is accessed through
+    // windows only.
     unsafe { Window::new(base, mapping.len()) }
 }

@@ -1,17 +1,18 @@
-//! Whole-system tests: what they share.
+//! Helpers of the system tests.
 //!
-//! * [`vgpud`]: the path of a `vgpud` that is built from this tree
-//! * [`Vgpud`]: one that runs, in folders of its own
+//! * [`vgpud`]: path of a `vgpud` built from this tree
+//! * [`Vgpud`]: a running manager in its own folders
+//! * [`raw_client`]: a vfio-user client that writes raw bytes
 //! * [`ram`]: guest RAM without a guest
-//! * [`parent`]: a software GPU of one's own, in this process
-//! * [`in_process`], [`stranger`]: the guest runtime's platforms on the host, straight through the device model and as
-//!   another process over a vfio-user socket
-//! * [`load`]: VMs at work, and the shares that they get
-//! * [`vgpuctl`]: the operator's command
-//! * [`user`]: being somebody else
-//! * [`monitor`]: the QEMU monitor of a VM that is a test
-//! * [`vmm`]: a VM of one CPU that runs a few hundred bytes of code under KVM
-//! * [`outcome`]: how a benchmark says what it measured
+//! * [`parent`]: a software GPU in this process
+//! * [`in_process`], [`vfio_user_guest`]: platforms of the guest runtime, on the device model and
+//!   over a vfio-user socket
+//! * [`load`]: guests under load, and their measured shares
+//! * [`vgpuctl`]: runs of `vgpuctl`
+//! * [`user`]: actions as another Unix user
+//! * [`monitor`]: a QEMU monitor in the test's process
+//! * [`vmm`]: a VM with one CPU that runs a few hundred bytes of code under KVM
+//! * [`outcome`]: results of benchmarks
 
 pub mod in_process;
 pub mod load;
@@ -19,8 +20,9 @@ pub mod monitor;
 pub mod outcome;
 pub mod parent;
 pub mod ram;
-pub mod stranger;
+pub mod raw_client;
 pub mod user;
+pub mod vfio_user_guest;
 pub mod vgpuctl;
 pub mod vmm;
 
@@ -32,70 +34,62 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use lab::build::{self, Profile, Programs};
+use lab::progress::Progress;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// How long anything may take before a test gives up.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Timeout of every wait in a test.
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Says that a test does not run here, in words that `cargo lab test` counts it by.
+/// Reports that a test is skipped, in the form that `cargo lab test` counts.
 pub fn skipped(reason: &str) {
-    // Past the test's own output, which nobody sees where it passes.
+    // Bypasses libtest's capture, which hides the output of tests that pass.
     let _ = writeln!(std::io::stderr(), "skipped: {reason}");
 }
 
-/// Where the workspace's programs are built: the folder above the one that this test runs from.
-fn target_dir() -> Result<PathBuf> {
-    let test = std::env::current_exe()?;
-    let dir =
-        test.parent().and_then(Path::parent).context("A test runs from target/<profile>/deps")?;
-    Ok(dir.to_owned())
-}
-
-/// Builds one of the workspace's programs in this test's profile, and says where it is.
-///
-/// Cargo names a program's path only to tests of its own package, and builds it only for those.
-pub fn program(package: &str, name: &str) -> Result<PathBuf> {
-    let dir = target_dir()?;
-    let mut build = Command::new(option_env!("CARGO").unwrap_or("cargo"));
-    build.args(["build", "--quiet", "--package", package, "--bin", name]);
-    build.current_dir(env!("CARGO_MANIFEST_DIR"));
-    match dir.file_name().and_then(|profile| profile.to_str()) {
-        Some("debug") | None => {}
-        Some(profile) => drop(build.args(["--profile", profile])),
-    }
-    ensure!(build.status()?.success(), "Cannot build {name}");
-    Ok(dir.join(name))
-}
-
-/// The path of `vgpud`: the one beside this program, in a bundle, or else built once per test program.
-pub fn vgpud() -> Result<&'static Path> {
-    static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
-    let path = PATH.get_or_init(|| {
-        let this = std::env::current_exe().ok();
-        let beside = this.map(|this| this.with_file_name("vgpud")).filter(|path| path.is_file());
-        match beside {
-            Some(path) => Ok(path),
-            None => program("vfio-user-server", "vgpud").map_err(|error| format!("{error:#}")),
-        }
+/// Returns `vgpud` and `vgpuctl`, built once per test program in the profile of the tests.
+fn programs() -> Result<&'static Programs> {
+    static PROGRAMS: OnceLock<std::result::Result<Programs, String>> = OnceLock::new();
+    let programs = PROGRAMS.get_or_init(|| {
+        // target/release/deps/shares-0123456789abcdef
+        let test = std::env::current_exe().unwrap_or_default();
+        let released = test.components().any(|part| part.as_os_str() == "release");
+        let profile = if released { Profile::Release } else { Profile::Dev };
+        build::host_with(profile, &Progress::new()).map_err(|error| format!("{error:#}"))
     });
-    path.as_deref().map_err(|error| anyhow::anyhow!("{error}"))
+    programs.as_ref().map_err(|error| anyhow!("{error}"))
 }
 
-/// Waits until `ready` says yes.
+/// Returns the path of `vgpud`.
+///
+/// A program beside the test takes precedence, as in a bundle or in a VM.
+pub fn vgpud() -> Result<&'static Path> {
+    static BESIDE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let beside = BESIDE.get_or_init(|| {
+        let test = std::env::current_exe().ok()?;
+        Some(test.with_file_name("vgpud")).filter(|path| path.is_file())
+    });
+    match beside {
+        Some(path) => Ok(path),
+        None => programs()?.find("vgpud"),
+    }
+}
+
+/// Waits until `ready` returns true.
 pub fn wait_for(what: &str, mut ready: impl FnMut() -> bool) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !ready() {
-        ensure!(Instant::now() < deadline, "{what}: not within {} s", PATIENCE.as_secs());
+        ensure!(Instant::now() < deadline, "{what}: not within {} s", TIMEOUT.as_secs());
         std::thread::sleep(Duration::from_millis(5));
     }
     Ok(())
 }
 
-/// A manager that runs in folders of its own. Dropping it ends it and all that it started.
+/// A manager with its own folders. Dropping it ends the manager and all processes that it started.
 #[derive(Debug)]
 pub struct Vgpud {
     dir: TempDir,
@@ -104,12 +98,12 @@ pub struct Vgpud {
 }
 
 impl Vgpud {
-    /// Starts one with the default parent, `soft0`.
+    /// Starts a manager with the default parent, `soft0`.
     pub fn start() -> Result<Self> {
         Self::start_with(&[])
     }
 
-    /// Starts one with more arguments for `vgpud run`.
+    /// Starts a manager with further arguments for `vgpud run`.
     pub fn start_with(args: &[&str]) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vgpud").tempdir()?;
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
@@ -118,7 +112,7 @@ impl Vgpud {
         Ok(vgpud)
     }
 
-    /// Starts a manager in the same folders, after the one before has gone.
+    /// Starts a manager in the same folders after the previous one has ended.
     pub fn start_again(&mut self) -> Result<()> {
         let mut child = self.command()?.spawn().context("Cannot start vgpud")?;
         let answered = wait_for("vgpud answers", || {
@@ -132,7 +126,7 @@ impl Vgpud {
         answered
     }
 
-    /// The command that starts a manager in these folders.
+    /// Returns the command that starts a manager in these folders.
     pub fn command(&self) -> Result<Command> {
         let mut command = Command::new(vgpud()?);
         command.arg("run").arg("--run-dir").arg(self.run_dir());
@@ -141,32 +135,32 @@ impl Vgpud {
         Ok(command)
     }
 
-    /// Sockets and locks.
+    /// Returns the folder of sockets and locks.
     pub fn run_dir(&self) -> PathBuf {
         self.dir.path().join("run")
     }
 
-    /// Definitions.
+    /// Returns the folder of definitions.
     pub fn config_dir(&self) -> PathBuf {
         self.dir.path().join("config")
     }
 
-    /// The control API's socket.
+    /// Returns the path of the control API's socket.
     pub fn api_socket(&self) -> PathBuf {
         self.run_dir().join("control.sock")
     }
 
-    /// A vGPU's folder.
+    /// Returns a vGPU's folder.
     pub fn vgpu_dir(&self, uuid: &str) -> PathBuf {
         self.run_dir().join("vgpus").join(uuid)
     }
 
-    /// Where QEMU attaches to a vGPU.
+    /// Returns the path of the socket that QEMU connects to.
     pub fn vfio_socket(&self, uuid: &str) -> PathBuf {
         self.vgpu_dir(uuid).join("vfio.sock")
     }
 
-    /// The manager's process.
+    /// Returns the manager's process id.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
@@ -183,7 +177,7 @@ impl Vgpud {
         status.context("vgpud has not ended")
     }
 
-    /// A request; the status and the body of the answer.
+    /// Sends a request and returns status and body of the answer.
     pub fn request(
         &self,
         method: &str,
@@ -191,7 +185,7 @@ impl Vgpud {
         body: Option<&Value>,
     ) -> Result<(u16, Vec<u8>)> {
         let mut socket = UnixStream::connect(self.api_socket())?;
-        socket.set_read_timeout(Some(PATIENCE))?;
+        socket.set_read_timeout(Some(TIMEOUT))?;
         let body = body.map(Value::to_string).unwrap_or_default();
         write!(
             socket,
@@ -201,13 +195,13 @@ impl Vgpud {
         let mut answer = Vec::new();
         socket.read_to_end(&mut answer)?;
         let end = answer.windows(4).position(|window| window == b"\r\n\r\n");
-        let body = answer.split_off(end.context("The answer has no end of its head")? + 4);
+        let body = answer.split_off(end.context("The answer has no end of headers")? + 4);
         let head = String::from_utf8(answer)?;
         let status = head.split(' ').nth(1).context("The answer has no status")?.parse()?;
         Ok((status, body))
     }
 
-    /// A request that is to succeed; its answer, `null` where it has no body.
+    /// Sends a request that must succeed and returns the answer, `null` if it has no body.
     pub fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value> {
         let (status, answer) = self.request(method, path, body)?;
         ensure!(
@@ -218,7 +212,7 @@ impl Vgpud {
         if answer.is_empty() { Ok(Value::Null) } else { Ok(serde_json::from_slice(&answer)?) }
     }
 
-    /// A request that is to be refused; the status, code and message.
+    /// Sends a request that must be refused and returns status, code and message.
     pub fn refused(
         &self,
         method: &str,
@@ -232,23 +226,23 @@ impl Vgpud {
         Ok((status, text("code"), text("message")))
     }
 
-    /// `GET` of a path.
+    /// Sends a `GET` request that must succeed.
     pub fn get(&self, path: &str) -> Result<Value> {
         self.call("GET", path, None)
     }
 
-    /// Defines a vGPU, or starts a transient one: see `CreateVgpu`. The answer's uuid.
+    /// Defines a vGPU or starts a transient one (see `CreateVgpu`) and returns its uuid.
     pub fn create(&self, request: &Value) -> Result<String> {
         let vgpu = self.call("POST", "/v1/vgpus", Some(request))?;
         Ok(vgpu["uuid"].as_str().context("The answer has no uuid")?.to_owned())
     }
 
-    /// What the manager knows of a vGPU.
+    /// Returns the manager's description of a vGPU.
     pub fn show(&self, uuid: &str) -> Result<Value> {
         self.get(&format!("/v1/vgpus/{uuid}"))
     }
 
-    /// Processes that this manager or an earlier one in these folders wrote down: workers and software GPUs.
+    /// Returns the processes recorded in these folders: workers and software GPUs.
     pub fn roles(&self) -> Vec<u32> {
         let folders = ["vgpus", "parents"].into_iter().flat_map(|kind| {
             fs::read_dir(self.run_dir().join(kind)).into_iter().flatten().flatten()
@@ -284,7 +278,7 @@ pub fn kill_process(pid: u32, signal: Signal) -> Result<()> {
     Ok(kill(Pid::from_raw(pid.cast_signed()), signal)?)
 }
 
-/// True while there is a process that has not ended (one that nobody has waited for yet has ended).
+/// Returns true while a process runs. A zombie has ended.
 pub fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, state)| !state.starts_with(['Z', 'X']))

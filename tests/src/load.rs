@@ -1,4 +1,4 @@
-//! VMs at work on a daemon's vGPUs, and what the GPU gave them.
+//! Guests under load, and the engine time that the GPU gave them.
 
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -14,29 +14,29 @@ use vgpu_guest::work::{Work, spin::Spin};
 
 use crate::Vgpud;
 use crate::ram::Ram;
-use crate::stranger::Stranger;
+use crate::vfio_user_guest::VfioUserGuest;
 
-/// A vGPU that had or wanted the engine for this part of a time had work all the time.
+/// Part of an interval in which a vGPU must have used or wanted the engine to count as busy.
 const BUSY: f64 = 0.75;
 
-/// A VM on a vGPU, working for some seconds; every result it gets is compared with the CPU's.
+/// Runs a guest on a vGPU for some seconds. The guest compares every result with the CPU's.
 pub fn work(vgpud: &Vgpud, uuid: &str, seconds: u64) -> Result<JoinHandle<Result<Measured>>> {
     let ram = Ram::new(64 * MIB, 64 * MIB)?;
-    let device = Device::open(Box::new(Stranger::attach(&vgpud.vfio_socket(uuid), ram)?))?;
+    let device = Device::open(Box::new(VfioUserGuest::attach(&vgpud.vfio_socket(uuid), ram)?))?;
     let load = Load { duration: Duration::from_secs(seconds), ..Load::default() };
     Ok(thread::spawn(move || Ok(bench::run(&device, &load)?)))
 }
 
-/// That it came to its end, and every result was right.
+/// Checks that a load ended and that every result was right.
 pub fn verified(work: JoinHandle<Result<Measured>>) -> Result<()> {
-    let measured = work.join().ok().context("The work panicked")??;
+    let measured = work.join().ok().context("The load panicked")??;
     assert!(measured.verified > 0, "{measured:?}");
     Ok(())
 }
 
-/// A VM on a vGPU that always has work, and needs no CPU to hand it in: a kernel that never ends.
+/// A guest with endless work that needs no CPU: a kernel that never ends.
 ///
-/// Its vGPU has `hang_timeout=off`. It ends when this is dropped.
+/// The vGPU needs `hang_timeout=off`. Dropping the value ends the kernel.
 #[derive(Debug)]
 pub struct Endless {
     _channel: Channel,
@@ -44,10 +44,10 @@ pub struct Endless {
 }
 
 impl Endless {
-    /// Starts it.
+    /// Starts the kernel.
     pub fn start(vgpud: &Vgpud, uuid: &str) -> Result<Self> {
         let ram = Ram::new(16 * MIB, 16 * MIB)?;
-        let device = Device::open(Box::new(Stranger::attach(&vgpud.vfio_socket(uuid), ram)?))?;
+        let device = Device::open(Box::new(VfioUserGuest::attach(&vgpud.vfio_socket(uuid), ram)?))?;
         let mut channel = Channel::new(&device, EngineKind::Compute)?;
         let spin = Spin::new(&device, u32::MAX)?;
         let mut methods = Methods::new();
@@ -57,15 +57,16 @@ impl Endless {
     }
 }
 
-/// What one vGPU has had so far, in seconds.
+/// Usage of one vGPU so far, in seconds.
 #[derive(Clone, Copy, Debug)]
 struct Used {
     engine: f64,
-    /// Time in which it had or wanted the engine. What the host took of its turns is among it.
+    /// Time in which the vGPU used or wanted the engine, including time that the host took from the
+    /// engine.
     wanted: f64,
 }
 
-/// What each vGPU has had, in the order of their names.
+/// Reads the usage of each vGPU, in the order of `uuids`.
 fn used(vgpud: &Vgpud, uuids: &[String]) -> Result<Vec<Used>> {
     let stats = vgpud.get("/v1/stats")?;
     let vgpus = stats["vgpus"].as_array().context("No statistics")?;
@@ -79,15 +80,15 @@ fn used(vgpud: &Vgpud, uuids: &[String]) -> Result<Vec<Used>> {
     uuids.iter().map(used).collect()
 }
 
-/// What part of the engine's time the first vGPU had while all of them wanted it, in percent.
+/// Returns the first vGPU's part of the engine time, in percent, while all vGPUs wanted the engine.
 ///
-/// A share is promised to a vGPU that has work. On a host whose CPUs are taken, a VM may not get to hand any in; such
-/// moments do not count.
+/// A share is promised to a vGPU that has work. On a loaded host a guest may fail to submit work;
+/// such intervals do not count.
 pub fn share(vgpud: &Vgpud, uuids: &[String]) -> Result<f64> {
     share_while(vgpud, uuids, uuids.len())
 }
 
-/// The same while the first so many of them wanted it, whatever the others did.
+/// Returns the first vGPU's part while the first `wanting` vGPUs wanted the engine.
 pub fn share_while(vgpud: &Vgpud, uuids: &[String], wanting: usize) -> Result<f64> {
     let (mut first, mut all, mut counted) = (0.0, 0.0, 0);
     for _ in 0..7 {

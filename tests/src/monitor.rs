@@ -1,4 +1,4 @@
-//! A QEMU monitor in this process, which is the VM of a test.
+//! QEMU monitor in this process, for tests that act as a VM.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
@@ -9,7 +9,8 @@ use std::thread;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// Listens at `path`; the events of each `input-send-event` that comes. `mice` is what `query-mice` finds.
+/// Listens at `path` and returns the events of each `input-send-event`. `mice` answers
+/// `query-mice`.
 pub fn listen(path: &Path, mice: Value) -> Result<Receiver<Value>> {
     let listener = UnixListener::bind(path)?;
     let (sender, pressed) = mpsc::channel();

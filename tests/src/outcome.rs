@@ -1,27 +1,27 @@
-//! How a benchmark says what it measured.
+//! Results of benchmarks.
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use serde_json::Value;
 
-/// Whether this is a measurement (`cargo bench`) or only a test that the benchmark still runs.
+/// Returns whether this run measures (`cargo bench`) or only tests that the benchmark runs.
 pub fn measuring() -> bool {
     std::env::args().any(|argument| argument == "--bench")
 }
 
-/// What a benchmark has found.
+/// Result of a benchmark.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
-    /// One line for people.
+    /// Result as one line of text.
     pub line: String,
-    /// The same for programs, printed with `--json`.
+    /// Result as JSON, for `--json`.
     pub facts: Value,
-    /// Whether it is what the project promises.
+    /// Whether the project's promise is kept.
     pub kept: bool,
 }
 
-/// Runs a benchmark: prints what it found, and fails where a measurement breaks a promise.
+/// Runs a benchmark and prints its result. Fails if a measurement breaks a promise.
 pub fn report(name: &str, benchmark: impl FnOnce() -> Result<Outcome>) -> ExitCode {
     let outcome = match benchmark() {
         Ok(outcome) => outcome,

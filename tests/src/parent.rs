@@ -1,5 +1,6 @@
-//! A software GPU of one's own, served from a thread.
+//! Software GPU in a thread of this process.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -9,30 +10,30 @@ use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use tempfile::TempDir;
-use vendor_backends::mediator::{MediatedClient, MediatedGpu};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::{self, Config};
+use vendor_backends::soft::SoftGpu;
 use vgpu_guest::device::Device;
 
 use crate::in_process::InProcess;
 use crate::ram::Ram;
 
-/// The GPU. It ends by itself once nobody uses it.
+/// The GPU. It ends when its last connection closes.
 #[derive(Debug)]
 pub struct Parent {
-    /// The manager's side.
+    /// The manager's connection.
     pub gpu: MediatedGpu,
     _folder: TempDir,
 }
 
-/// What a vGPU is made with.
+/// Properties of a vGPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vgpu {
     /// Video memory in bytes.
     pub vram: u64,
     /// Guest RAM in bytes.
     pub ram: u64,
-    /// Length of the pieces that guest RAM is scattered in.
+    /// Length of the pieces that guest RAM is scattered in, in bytes.
     pub piece: u64,
     /// Whether the doorbell page is mapped.
     pub doorbell_mapped: bool,
@@ -45,14 +46,14 @@ impl Default for Vgpu {
 }
 
 impl Parent {
-    /// Starts one.
+    /// Starts a software GPU.
     pub fn start(vram_bytes: u64) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let path = folder.path().join("admin.sock");
         let listener = SeqPacketListener::bind(&path)?;
         let grace = Duration::from_secs(1);
-        let config = Config { name: "soft0".into(), vram_bytes, grace };
-        thread::spawn(move || soft::run(&config, &listener));
+        let gpu = Arc::new(SoftGpu::new("soft0", vram_bytes));
+        thread::spawn(move || server::run(gpu, grace, &listener));
         Ok(Self { gpu: MediatedGpu::connect(&path)?, _folder: folder })
     }
 
@@ -71,7 +72,7 @@ impl Parent {
         }
     }
 
-    /// A vGPU that this process is the guest of.
+    /// Starts a vGPU with this process as its guest.
     pub fn guest(&mut self, vgpu: Vgpu) -> Result<Guest> {
         let id = VgpuId::random();
         let client = self.client(id, vgpu.vram)?;
@@ -88,13 +89,13 @@ impl Parent {
     }
 }
 
-/// A vGPU, opened by the guest runtime.
+/// A vGPU that is opened by the guest runtime.
 #[derive(Debug)]
 pub struct Guest {
-    /// Which.
+    /// Id of the vGPU.
     pub id: VgpuId,
-    /// The runtime's view.
+    /// The guest runtime's device.
     pub device: Device,
-    /// The host's view.
+    /// The platform, for access from the host's side.
     pub platform: InProcess,
 }

@@ -1,4 +1,4 @@
-//! Guest RAM without a guest: a memfd, scattered as a guest's memory is.
+//! Guest RAM without a guest: a memfd, scattered like a guest's memory.
 
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,10 +27,11 @@ struct Inner {
 }
 
 impl Ram {
-    /// Where the guest sees its start.
+    /// Guest-physical address of the start.
     pub const BASE: u64 = 0x10_0000;
 
-    /// RAM of `len` bytes that hands out memory in pieces of `piece` bytes at most, no two of them in order.
+    /// Creates RAM of `len` bytes, allocated in pieces of at most `piece` bytes, scattered in
+    /// order.
     pub fn new(len: u64, piece: u64) -> anyhow::Result<Self> {
         assert!(piece.is_multiple_of(PAGE_SIZE) && len.is_multiple_of(piece));
         let file = memfd_create(c"guest-ram", MFdFlags::MFD_CLOEXEC)?;
@@ -39,22 +40,22 @@ impl Ram {
         Ok(Self(Arc::new(Inner { file, len, piece, free })))
     }
 
-    /// Its file.
+    /// Returns the memfd.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.file.as_fd()
     }
 
-    /// Its length.
+    /// Returns the length in bytes.
     pub fn len(&self) -> u64 {
         self.0.len
     }
 
-    /// Never.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Takes zeroed pages.
+    /// Allocates zeroed pages.
     pub fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError> {
         let len = bytes.next_multiple_of(PAGE_SIZE);
         let exhausted = || GuestError::Exhausted { what: "guest RAM", asked: len };
@@ -73,14 +74,14 @@ impl Ram {
             .collect();
         let start = mapping.start;
         let owner = Box::new((mapping, pieces));
-        // SAFETY: the owner keeps the pages mapped, and the allocator gives them to nobody else.
+        // SAFETY: the owner keeps the pages mapped, and the allocator hands out each page once.
         let pages = unsafe { GuestPages::new(start, len as usize, ranges, owner) };
         pages.window().fill(0);
         Ok(pages)
     }
 }
 
-/// Parts of RAM that belong together; given back when dropped.
+/// Pieces of RAM mapped at consecutive addresses; freed when dropped.
 #[derive(Debug)]
 struct Pieces {
     ram: Ram,
@@ -94,7 +95,7 @@ impl Pieces {
 
     fn map(&self, len: usize) -> nix::Result<Mapping> {
         let size = NonZeroUsize::new(len).ok_or(nix::errno::Errno::EINVAL)?;
-        // SAFETY: a fresh mapping that only reserves addresses.
+        // SAFETY: a new mapping that only reserves addresses.
         let start =
             unsafe { mmap_anonymous(None, size, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE)? };
         let mapping = Mapping { start: start.cast(), len };
@@ -127,14 +128,14 @@ struct Mapping {
     len: usize,
 }
 
-// SAFETY: it only names the mapping, and unmaps it once.
+// SAFETY: the value only names the mapping and unmaps it once.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: made by Pieces::map and unmapped once.
+        // SAFETY: the mapping was made by Pieces::map and is unmapped once.
         let _ = unsafe { munmap(self.start.cast(), self.len) };
     }
 }

@@ -1,49 +1,52 @@
-//! Being somebody else for a while. It takes root.
+//! Actions as another Unix user. They need root.
 
 use std::fs;
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-/// Somebody.
+/// A Unix user.
 #[derive(Clone, Copy, Debug)]
 pub struct User {
-    /// Its number.
+    /// User id.
     pub uid: u32,
-    /// Its group.
+    /// Group id.
     pub gid: u32,
-    /// Its groups besides.
+    /// Supplementary groups.
     pub groups: &'static [u32],
 }
 
 impl User {
-    /// Whom a process runs as.
+    /// Returns the user that a process runs as.
     pub fn of(pid: u32) -> Result<Self> {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         let first = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name));
             let number = line.and_then(|line| line.split_whitespace().next());
-            number.and_then(|number| number.parse().ok()).context("It has a user and a group")
+            number
+                .and_then(|number| number.parse().ok())
+                .context("The process has no user or group")
         };
         Ok(Self { uid: first("Uid:")?, gid: first("Gid:")?, groups: &[] })
     }
 
-    /// Does something as that user: on a thread of its own, since to the kernel users are threads'.
-    pub fn does<T: Send>(self, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    /// Runs `body` as this user, on a separate thread because the kernel's credentials are per
+    /// thread.
+    pub fn run<T: Send>(self, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         std::thread::scope(|scope| {
-            let thread = scope.spawn(|| self.become_it().and_then(|()| body()));
+            let thread = scope.spawn(|| self.assume().and_then(|()| body()));
             thread.join().map_err(|_| anyhow!("The thread panicked"))?
         })
     }
 
-    fn become_it(self) -> Result<()> {
+    fn assume(self) -> Result<()> {
         let done = |result: libc::c_long| {
             ensure!(result == 0, std::io::Error::last_os_error());
             Ok(())
         };
         let Self { uid, gid, groups } = self;
         if nix::unistd::geteuid().is_root() {
-            // SAFETY: the kernel reads as many groups as there are; the call is this thread's alone, since it is not
-            // made by the C library.
+            // SAFETY: the kernel reads `groups.len()` groups. The raw system call affects this
+            // thread only, unlike the C library's.
             done(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) })?;
         }
         // SAFETY: no memory is involved.

@@ -1,33 +1,30 @@
-//! `vgpuctl`, run against a daemon of one's own.
+//! Runs of `vgpuctl` against a test's daemon.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Command;
-use std::sync::OnceLock;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::{Vgpud, program};
+use crate::{Vgpud, programs};
 
-/// What a command did.
+/// Result of a command.
 #[derive(Debug)]
 pub struct Done {
-    /// Its exit status.
+    /// Exit status.
     pub status: i32,
-    /// What it printed.
+    /// Standard output.
     pub stdout: String,
-    /// What it complained about.
+    /// Standard error.
     pub stderr: String,
 }
 
-/// Where it is: built once per test program.
-pub fn path() -> Result<&'static PathBuf> {
-    static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
-    let path = PATH.get_or_init(|| program("vgpuctl", "vgpuctl").map_err(|e| format!("{e:#}")));
-    path.as_ref().map_err(|error| anyhow!("{error}"))
+/// Returns the path of `vgpuctl`.
+pub fn path() -> Result<&'static Path> {
+    programs()?.find("vgpuctl")
 }
 
-/// Runs a command line, whatever comes of it.
+/// Runs a command line and returns its result.
 pub fn run(vgpud: &Vgpud, line: &str) -> Result<Done> {
     let output = Command::new(path()?)
         .arg("--socket")
@@ -41,19 +38,19 @@ pub fn run(vgpud: &Vgpud, line: &str) -> Result<Done> {
     })
 }
 
-/// Runs a command line that is to succeed; what it printed.
+/// Runs a command line that must succeed and returns its output.
 pub fn vgpuctl(vgpud: &Vgpud, line: &str) -> Result<String> {
     let done = run(vgpud, line)?;
     ensure!(done.status == 0, "vgpuctl {line}: {done:?}");
     Ok(done.stdout.trim_end().to_owned())
 }
 
-/// The same, read as JSON.
+/// Runs a command line that must succeed and parses its output as JSON.
 pub fn vgpuctl_json(vgpud: &Vgpud, line: &str) -> Result<Value> {
     Ok(serde_json::from_str(&vgpuctl(vgpud, line)?)?)
 }
 
-/// Runs a command line that is to be refused with a status, in one line that contains some words.
+/// Runs a command line that must fail with a status and with one line that contains `words`.
 pub fn refused(vgpud: &Vgpud, line: &str, status: i32, words: &str) -> Result<()> {
     let done = run(vgpud, line)?;
     let one_line = done.stderr.trim_end().lines().count() == 1;

@@ -1,8 +1,9 @@
-//! A VM of one CPU: enough of a hypervisor to run a few hundred bytes of code and to see each of its exits.
+//! A VM with one CPU: enough of a hypervisor to run a few hundred bytes of code and to see each
+//! exit.
 //!
-//! The CPU starts in 32-bit protected mode with flat segments and no paging, so an address in the code is a
-//! guest-physical one. RAM starts at 0. Whatever is [mapped](Machine::map) is reached without an exit; all other memory
-//! is the caller's, access by access.
+//! The CPU starts in 32-bit protected mode with flat segments and without paging, so addresses in
+//! the code are guest-physical. RAM starts at 0. [Mapped](Machine::map) memory is accessed without
+//! an exit; the caller handles each access to other memory.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Instant;
@@ -16,44 +17,44 @@ use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuExit, VcpuFd, VmFd};
 use memmap2::{MmapOptions, MmapRaw};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::PATIENCE;
+use crate::TIMEOUT;
 
-/// Where [`Code`] begins.
+/// Address of [`Code`].
 const CODE: u32 = 0x1000;
-/// Interrupt descriptors, 8 bytes each.
+/// Address of interrupt descriptors, 8 bytes each.
 const IDT: u32 = 0x3000;
-/// Segment descriptors.
+/// Address of segment descriptors.
 const GDT: u32 = 0x3800;
-/// The stack grows down from here.
+/// Initial stack pointer.
 const STACK: u32 = 0x8000;
-/// Writing here ends [`Machine::run`].
+/// Port that ends [`Machine::run`] when written.
 const PORT_DONE: u8 = 0x10;
-/// Writing here says that the code waits for something.
+/// Port that reports that the code waits, when written.
 const PORT_WAIT: u8 = 0x11;
-/// The interrupt controller that a PC has had from the start.
+/// Ports of the master 8259 interrupt controller.
 const PIC_COMMAND: u8 = 0x20;
 const PIC_DATA: u8 = 0x21;
-/// Chooses which of its lines are level-triggered.
+/// Port that selects level-triggered lines.
 const PIC_LEVELS: u16 = 0x4d0;
-/// The CPU's own interrupt controller.
+/// Address of the local APIC.
 const APIC_SPURIOUS: u32 = 0xfee0_00f0;
 const APIC_EOI: u32 = 0xfee0_00b0;
 
-/// The interrupt line that INTx is wired to.
+/// Interrupt line of INTx.
 pub const LINE: u32 = 5;
-/// The CPU's vector for [`LINE`].
+/// CPU vector of [`LINE`].
 pub const LINE_VECTOR: u8 = 0x20 + LINE as u8;
-/// The CPU's vector for the message.
+/// CPU vector of the MSI message.
 pub const MESSAGE_VECTOR: u8 = 0x50;
-/// The number that KVM knows the message by.
+/// KVM's route number of the message.
 const MESSAGE_GSI: u32 = 24;
 
-/// Machine code, put together instruction by instruction.
+/// Machine code, assembled instruction by instruction.
 #[derive(Clone, Debug, Default)]
 pub struct Code(Vec<u8>);
 
 impl Code {
-    /// None yet.
+    /// Returns empty code.
     pub fn new() -> Self {
         Self::default()
     }
@@ -67,13 +68,13 @@ impl Code {
         self.bytes(&[opcode]).bytes(&word.to_le_bytes())
     }
 
-    /// Loads the register from an address.
+    /// Loads eax from an address.
     #[must_use]
     pub fn load(self, address: u32) -> Self {
         self.word(0xa1, address)
     }
 
-    /// Stores the register at an address.
+    /// Stores eax at an address.
     #[must_use]
     pub fn store(self, address: u32) -> Self {
         self.word(0xa3, address)
@@ -85,13 +86,13 @@ impl Code {
         self.word(0xb8, value).store(address)
     }
 
-    /// Copies a word from one address to another.
+    /// Copies a word between addresses.
     #[must_use]
     pub fn copy(self, from: u32, to: u32) -> Self {
         self.load(from).store(to)
     }
 
-    /// Stores the register at an address, so many times.
+    /// Stores eax at an address `times` times.
     #[must_use]
     pub fn store_often(self, address: u32, times: u32) -> Self {
         // mov ecx, times; again: mov [address], eax; dec ecx; jnz again
@@ -102,7 +103,7 @@ impl Code {
         self.bytes(&[0xb0, value, 0xe6, port])
     }
 
-    /// Waits until a word is not 0, with interrupts on.
+    /// Waits with interrupts enabled until a word is not 0.
     #[must_use]
     pub fn wait_for(self, address: u32) -> Self {
         // again: sti; nop; out PORT_WAIT; cmp dword [address], 0; je again; cli
@@ -110,14 +111,14 @@ impl Code {
         code.bytes(&address.to_le_bytes()).bytes(&[0x00, 0x74, 0xf3, 0xfa])
     }
 
-    /// A full fence.
+    /// Appends a full memory fence.
     #[must_use]
     pub fn fence(self) -> Self {
-        // lock or dword [esp], 0: what every CPU and every emulator has.
+        // lock or dword [esp], 0: every CPU and emulator has this instruction.
         self.bytes(&[0xf0, 0x83, 0x0c, 0x24, 0x00])
     }
 
-    /// Makes the CPU take interrupts of both controllers, [`LINE`] alone of the old one.
+    /// Enables interrupts of both controllers; of the 8259's lines only [`LINE`].
     #[must_use]
     pub fn take_interrupts(self) -> Self {
         let code = self.put(APIC_SPURIOUS, 0x1ff).out(PIC_COMMAND, 0x11).out(PIC_DATA, 0x20);
@@ -127,45 +128,46 @@ impl Code {
         code.bytes(&[0xb0, 1 << LINE, 0x66, 0xba, low, high, 0xee])
     }
 
-    /// The end of an interrupt handler.
+    /// Appends the end of an interrupt handler.
     fn end_of_interrupt(self, line: bool) -> Self {
         let code = if line { self.out(PIC_COMMAND, 0x20) } else { self.put(APIC_EOI, 0) };
-        // pop eax; ret 8: not iret, which KVM cannot emulate in protected mode, and it emulates where the host's CPU
-        // does not run the guest by itself. The segment is the same, no flag has changed, and sti is the waiter's.
+        // pop eax; ret 8 instead of iret: KVM emulates code in protected mode if the host's CPU
+        // cannot run it, and cannot emulate iret. Segment and flags are unchanged, and the waiting
+        // code enables interrupts.
         code.bytes(&[0x58, 0xc2, 0x08, 0x00])
     }
 }
 
-/// An access to memory that is not mapped.
+/// An access to unmapped memory.
 #[derive(Debug)]
 pub enum Access<'a> {
-    /// To be filled in.
+    /// A read; the caller fills the bytes.
     Read(u64, &'a mut [u8]),
-    /// To be taken.
+    /// A write; the caller takes the bytes.
     Write(u64, &'a [u8]),
 }
 
-/// The exits of one run.
+/// Exits of one run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exits {
-    /// Accesses to memory that is not mapped.
+    /// Accesses to unmapped memory.
     pub memory: u64,
-    /// Times that the code said it waits.
+    /// Reports that the code waits.
     pub waits: u64,
 }
 
-/// The machine.
+/// A VM with one CPU.
 #[derive(Debug)]
 pub struct Machine {
     vm: VmFd,
     cpu: VcpuFd,
     ram: MmapRaw,
     mapped: Vec<MmapRaw>,
-    /// Whether KVM has interrupt controllers and takes interrupts from eventfds.
+    /// Whether KVM has interrupt controllers and accepts interrupts from eventfds.
     pub interrupts: bool,
 }
 
-/// Whether there is a KVM to run on, or why not.
+/// Checks whether KVM is usable. The error says why not.
 pub fn probe() -> Result<()> {
     let kvm = Kvm::new().context("no /dev/kvm")?;
     ensure!(kvm.check_extension(Cap::UserMemory), "KVM has no memory slots");
@@ -173,16 +175,16 @@ pub fn probe() -> Result<()> {
 }
 
 impl Machine {
-    /// One with this RAM at address 0.
+    /// Creates a machine with this RAM at address 0.
     pub fn new(ram: BorrowedFd<'_>, bytes: usize) -> Result<Self> {
         let kvm = Kvm::new().context("Cannot open /dev/kvm")?;
-        let vm = kvm.create_vm().context("Cannot make a VM")?;
+        let vm = kvm.create_vm().context("Cannot create a VM")?;
         let wanted = [Cap::Irqchip, Cap::Irqfd, Cap::IrqRouting];
         let interrupts = wanted.into_iter().all(|cap| vm.check_extension(cap))
             && vm.create_irq_chip().is_ok()
             && route(&vm).is_ok();
         let ram = MmapOptions::new().len(bytes).map_raw(&ram)?;
-        let cpu = vm.create_vcpu(0).context("Cannot make a CPU")?;
+        let cpu = vm.create_vcpu(0).context("Cannot create a CPU")?;
         let mut machine = Self { vm, cpu, ram, mapped: Vec::new(), interrupts };
         machine.slot(0, 0, machine.ram.as_mut_ptr(), bytes)?;
         machine.protected_mode()?;
@@ -197,12 +199,12 @@ impl Machine {
             memory_size: bytes as u64,
             userspace_addr: memory as u64,
         };
-        // SAFETY: the memory is a mapping that the machine keeps for as long as the VM lives, and that this process
-        // reaches through copies of bytes only.
+        // SAFETY: the machine keeps the mapping for the lifetime of the VM, and this process
+        // accesses it only by copying bytes.
         unsafe { self.vm.set_user_memory_region(region) }.context("KVM refuses a memory slot")
     }
 
-    /// Lets the guest reach the beginning of a file at an address without an exit.
+    /// Maps the beginning of a file at a guest-physical address, so that accesses cause no exit.
     pub fn map(&mut self, file: &impl AsFd, address: u64, bytes: usize) -> Result<()> {
         let mapping = MmapOptions::new().len(bytes).map_raw(&file.as_fd())?;
         let memory = mapping.as_mut_ptr();
@@ -213,7 +215,7 @@ impl Machine {
     /// Writes RAM.
     pub fn write(&mut self, address: u32, bytes: &[u8]) {
         assert!(address as usize + bytes.len() <= self.ram.len(), "beyond the end of RAM");
-        // SAFETY: the range lies within the mapping, as was just checked, and `bytes` is no part of it.
+        // SAFETY: the range was checked above, and `bytes` does not overlap the mapping.
         let start = unsafe { self.ram.as_mut_ptr().add(address as usize) };
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start, bytes.len()) };
@@ -227,7 +229,7 @@ impl Machine {
     pub fn word(&self, address: u32) -> u32 {
         assert!(address.is_multiple_of(4), "a word is aligned");
         assert!(address as usize + 4 <= self.ram.len(), "beyond the end of RAM");
-        // SAFETY: the aligned word lies within the mapping, as was just checked, and may change at any time.
+        // SAFETY: the aligned word was checked above. The guest may change it at any time.
         unsafe { self.ram.as_ptr().add(address as usize).cast::<u32>().read_volatile() }
     }
 
@@ -259,7 +261,7 @@ impl Machine {
         self.cpu.set_sregs(&special).context("Cannot set up the CPU")
     }
 
-    /// What the CPU does on an interrupt, besides acknowledging it.
+    /// Sets the code that an interrupt runs before it is acknowledged.
     pub fn on_interrupt(&mut self, vector: u8, address: u32, code: Code) {
         let mut whole = Code::new().bytes(&[0x50]); // push eax
         whole.0.extend(code.0);
@@ -269,25 +271,25 @@ impl Machine {
         self.write(IDT + 8 * u32::from(vector), &[a, b, 8, 0, 0, 0x8e, c, d]);
     }
 
-    /// Wires an eventfd to the message that [`MESSAGE_VECTOR`] is about.
+    /// Connects an eventfd to the message of [`MESSAGE_VECTOR`].
     pub fn wire_message(&self, event: &EventFd) -> Result<()> {
         self.vm.register_irqfd(event, MESSAGE_GSI).context("KVM refuses an irqfd")
     }
 
-    /// Wires an eventfd to [`LINE`], and another that is signalled when the guest has acknowledged it.
+    /// Connects an eventfd to [`LINE`], and another that signals the guest's acknowledgement.
     pub fn wire_line(&self, event: &EventFd, acknowledged: &EventFd) -> Result<()> {
         self.vm
             .register_irqfd_with_resample(event, acknowledged, LINE)
             .context("KVM refuses an irqfd that is resampled")
     }
 
-    /// Turns the guest's writes of four bytes at an address into a signal, without an exit to this process.
+    /// Makes 4-byte writes at an address signal an eventfd, without an exit to this process.
     pub fn wire_write(&self, event: &EventFd, address: u32) -> Result<()> {
         let place = IoEventAddress::Mmio(address.into());
         self.vm.register_ioevent(event, &place, NoDatamatch).context("KVM refuses an ioeventfd")
     }
 
-    /// Runs code to its end, and hands each access to memory that is not mapped to `access`.
+    /// Runs code to its end and passes each access to unmapped memory to `access`.
     pub fn run(&mut self, code: Code, mut access: impl FnMut(Access<'_>)) -> Result<Exits> {
         self.write(CODE, &code.out(PORT_DONE, 0).0);
         let mut registers = self.cpu.get_regs()?;
@@ -308,10 +310,10 @@ impl Machine {
                 VcpuExit::IoOut(port, _) if port == u16::from(PORT_DONE) => return Ok(exits),
                 VcpuExit::IoOut(port, _) if port == u16::from(PORT_WAIT) => {
                     exits.waits += 1;
-                    ensure!(start.elapsed() < PATIENCE, "The guest waits in vain");
+                    ensure!(start.elapsed() < TIMEOUT, "The guest waited too long");
                     std::thread::sleep(std::time::Duration::from_micros(200));
                 }
-                // Interrupt controllers that this KVM does not have.
+                // Interrupt controllers that this KVM lacks.
                 VcpuExit::IoOut(..) | VcpuExit::Intr => {}
                 other => {
                     let what = format!("{other:?}");
@@ -323,7 +325,7 @@ impl Machine {
     }
 }
 
-/// Makes one message and one line known to KVM.
+/// Registers one message and one line with KVM.
 fn route(vm: &VmFd) -> Result<()> {
     let mut message = kvm_irq_routing_entry {
         gsi: MESSAGE_GSI,

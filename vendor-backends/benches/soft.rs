@@ -1,9 +1,11 @@
-//! What the software GPU costs, each figure against a baseline taken in the same run. `cargo bench -p vendor-backends`
+//! Costs of the software GPU, each compared to a baseline from the same run. Run with `cargo bench
+//! -p vendor-backends`.
 #![allow(clippy::unwrap_used, reason = "a benchmark")]
 
 use std::hint::black_box;
 use std::io::Read;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,10 +16,10 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB};
 use nix::time::{ClockId, clock_gettime};
 use vendor_backends::conformance::{Driver, Pushbuffer, Ring};
-use vendor_backends::mediator::{MediatedClient, MediatedGpu};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
 use vendor_backends::mem::SharedMemory;
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::{self, Config};
+use vendor_backends::soft::SoftGpu;
 
 const COPY_BYTES: u64 = 256 * MIB;
 
@@ -25,9 +27,8 @@ fn main() {
     let folder = tempfile::tempdir().unwrap();
     let path: PathBuf = folder.path().join("admin.sock");
     let listener = SeqPacketListener::bind(&path).unwrap();
-    let config =
-        Config { name: "soft0".into(), vram_bytes: 4 * GIB, grace: Duration::from_secs(60) };
-    thread::spawn(move || soft::run(&config, &listener).unwrap());
+    let gpu = Arc::new(SoftGpu::new("soft0", 4 * GIB));
+    thread::spawn(move || server::run(gpu, Duration::from_secs(60), &listener).unwrap());
     let mut gpu = MediatedGpu::connect(&path).unwrap();
     large_copy(&mut gpu);
     latency(&mut gpu);
@@ -52,7 +53,8 @@ fn usage(gpu: &mut MediatedGpu, vgpu: VgpuId) -> Usage {
     gpu.usage().unwrap().vgpus.into_iter().find(|(id, _)| *id == vgpu).unwrap().1
 }
 
-/// 256 MiB between two ranges of guest memory, through a channel, and by memcpy on mappings of the same kind.
+/// Copies 256 MiB between two ranges of guest memory, through a channel and by memcpy on the same
+/// kind of mapping.
 fn large_copy(gpu: &mut MediatedGpu) {
     let (vgpu, mut driver) = admit(gpu);
     let (memory, id) = driver.import(2 * COPY_BYTES);
@@ -81,7 +83,7 @@ fn large_copy(gpu: &mut MediatedGpu) {
         memcpy.push(started.elapsed());
         memcpy_cpu.push(cpu_time(ClockId::CLOCK_THREAD_CPUTIME_ID).saturating_sub(cpu));
     }
-    // The best of each: the machine may have other things to do, and the first also makes the pages.
+    // The minimum of each: the machine may be busy, and the first round allocates the pages.
     let [through, engine, memcpy, memcpy_cpu] =
         [through, engine, memcpy, memcpy_cpu].map(|times| times.into_iter().min().unwrap());
     let rate = |time: Duration| COPY_BYTES as f64 / time.as_secs_f64() / 1e9;
@@ -94,7 +96,7 @@ fn large_copy(gpu: &mut MediatedGpu) {
     );
 }
 
-/// From GP_PUT to the semaphore, on a channel that is kept busy.
+/// Measures the time from GP_PUT to the semaphore on a busy channel.
 fn latency(gpu: &mut MediatedGpu) {
     let (vgpu, mut driver) = admit(gpu);
     let mut ring = driver.ring(EngineKind::Copy);
@@ -114,7 +116,7 @@ fn latency(gpu: &mut MediatedGpu) {
         usage.polled_doorbells,
         usage.wakeups
     );
-    // Against the best that two threads can do: one word each way through shared memory.
+    // Baseline: two threads that exchange one word through shared memory.
     let shared = SharedMemory::new(c"words", 4096).unwrap().mapping;
     let echo = shared.clone();
     let rounds = 20_000;
@@ -140,7 +142,7 @@ fn latency(gpu: &mut MediatedGpu) {
     println!("  (two threads that exchange one word: p50 {:.2} us)", micros(median(&mut times)));
 }
 
-/// CPU time of this whole process while vGPUs with channels do nothing.
+/// Measures the CPU time of this process while vGPUs with channels are idle.
 fn idle(gpu: &mut MediatedGpu) {
     let mut drivers: Vec<_> = (0..8).map(|_| admit(gpu).1).collect();
     let _rings: Vec<Ring> = drivers.iter_mut().map(|d| d.ring(EngineKind::Compute)).collect();
@@ -152,7 +154,8 @@ fn idle(gpu: &mut MediatedGpu) {
     println!("idle, 8 vGPUs with a channel each: {:.3} % of a core", share * 100.0);
 }
 
-/// How long a vGPU waits for the engine that another's endless copy has, with the shortest slices.
+/// Measures how long a vGPU waits for the engine beside an endless kernel, with the shortest
+/// slices.
 fn preemption(gpu: &mut MediatedGpu) {
     let (hog, mut endless) = admit(gpu);
     let (polite, mut driver) = admit(gpu);
@@ -176,7 +179,7 @@ fn preemption(gpu: &mut MediatedGpu) {
         micros(times[times.len() / 2]),
         micros(times[times.len() * 99 / 100])
     );
-    // A control request is let in between two chunks.
+    // A control request interrupts the kernel between two chunks.
     let mut times: Vec<Duration> = (0..2_000)
         .map(|_| {
             let started = Instant::now();
@@ -198,7 +201,7 @@ fn preemption(gpu: &mut MediatedGpu) {
     );
 }
 
-/// Two busy vGPUs at slices of 4 and 1 ms.
+/// Measures the shares of two busy vGPUs with slices of 4 and 1 ms.
 fn shares(gpu: &mut MediatedGpu) {
     let mut vgpus = Vec::new();
     for slice in [4, 1] {

@@ -1,17 +1,22 @@
-//! One folder per kind of silicon, each implementing [`mdev_core::gpu`].
+//! GPU backends: one folder for each kind of GPU, with implementations of [`mdev_core::gpu`].
 //!
-//! * [`mediator`]: the process that drives a device which cannot be shared by itself
-//! * [`soft`]: the software GPU
+//! * [`backend`]: the trait that every backend implements, and the list of backends
 //! * [`nvidia`]: NVIDIA GPUs, through the unmodified driver
-//! * [`vfio`]: physical PCI devices through VFIO
-//! * [`conformance`]: what every backend must do, as assertions
-//! * [`mem`]: mapped memory that others write to, for any of them
-//! * [`seqpacket`]: packets with file descriptors between Tessera's own processes
+//! * [`vfio`]: physical PCI devices, through VFIO
+//! * [`soft`]: the software GPU
+//! * [`mediator`]: the part of a GPU process that gives each vGPU its own address spaces, channels
+//!   and time slices, for `vfio` and `soft`
+//! * [`mem`]: memory mapped by several processes
+//! * [`seqpacket`]: packets with file descriptors between Tessera's processes
+//! * `conformance` (feature `test-util`): checks that every backend must pass
 
+pub mod backend;
+#[cfg(feature = "test-util")]
 pub mod conformance;
 pub mod mediator;
 pub mod mem;
 pub mod nvidia;
+mod parent_options;
 pub mod seqpacket;
 pub mod soft;
 pub mod vfio;

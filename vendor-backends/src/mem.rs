@@ -1,8 +1,8 @@
-//! Shared memory, and all raw access to it.
+//! Shared memory and all raw accesses to it.
 //!
-//! The other side of a [`Mapping`] is a guest or another process, which may write at any time. So no reference to the
-//! bytes ever exists: they are copied out or in, or accessed as atomics. Every access is checked against the mapping's
-//! length here, so that no backend needs unsafe code of its own for memory.
+//! A guest or another process may write to a [`Mapping`] at any time. Therefore no reference to the
+//! mapped bytes exists: they are copied or accessed as atomics. This module checks every access
+//! against the length of the mapping, so that the backends need no unsafe code for memory.
 
 use std::ffi::CStr;
 use std::io;
@@ -17,10 +17,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MmapAdvise, madvise};
 use nix::unistd::ftruncate;
 
-/// From this many bytes on a copy goes past the caches, as memcpy does.
+/// Length in bytes from which copies bypass the caches, as memcpy does.
 pub const STREAMING_BYTES: u64 = 4 << 20;
 
-/// A new file of memory whose length nobody can change, not even who shares it.
+/// Creates a memfd with a sealed length, which no process can change.
 pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     let len = i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -30,7 +30,8 @@ pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A range of a file, mapped shared. Where the file is truncated, zeros take its place and the mapping is poisoned.
+/// A shared mapping of a range of a file. If the file is truncated, zeros replace the lost pages
+/// and the mapping is poisoned.
 #[derive(Debug)]
 pub struct Mapping {
     memory: GuardedMapping,
@@ -44,38 +45,39 @@ impl Mapping {
         let protection = if writable { Protection::ReadWrite } else { Protection::ReadOnly };
         let memory = GuardedMapping::map(fd, offset, len, protection)?;
         if let Some(base) = NonNull::new(memory.as_ptr().cast()) {
-            // SAFETY: the range was mapped above; the advice changes page sizes, not contents. It may be refused.
+            // SAFETY: the range was mapped above; the advice changes page sizes, not contents. The
+            // kernel may refuse the advice.
             let _ = unsafe { madvise(base, len, MmapAdvise::MADV_HUGEPAGE) };
         }
         Ok(Arc::new(Self { memory, writable }))
     }
 
-    /// True once an access found the file truncated.
+    /// Returns true once an access has found the file truncated.
     pub fn poisoned(&self) -> bool {
         self.memory.poisoned()
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> u64 {
         self.memory.len() as u64
     }
 
-    /// Never: a mapping has at least one page.
+    /// Returns false: a mapping has at least one page.
     pub fn is_empty(&self) -> bool {
         self.memory.len() == 0
     }
 
-    /// Where it begins in this process, for a driver that is told of memory by address.
+    /// Returns the address in this process, for kernel interfaces that take memory by address.
     pub fn address(&self) -> u64 {
         self.memory.as_ptr().expose_provenance() as u64
     }
 
-    /// Whether it may be written.
+    /// Returns whether the mapping may be written.
     pub fn writable(&self) -> bool {
         self.writable
     }
 
-    /// The address of `len` bytes at `offset`, if they are all inside.
+    /// Returns the address of `len` bytes at `offset` if they are inside the mapping.
     fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
         let offset = usize::try_from(offset).ok()?;
         let end = offset.checked_add(len)?;
@@ -87,7 +89,7 @@ impl Mapping {
         self.at(offset, len).filter(|_| self.writable)
     }
 
-    /// Copies bytes out; `None` where they are not all inside.
+    /// Copies bytes from the mapping. Returns `None` if the range is not inside.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Option<()> {
         let from = self.at(offset, out.len())?;
         // SAFETY: `from` is valid for `out.len()` bytes of this mapping; `out` is private memory.
@@ -95,7 +97,8 @@ impl Mapping {
         Some(())
     }
 
-    /// Copies bytes in; `None` where they do not all fit, or nothing may be written.
+    /// Copies bytes to the mapping. Returns `None` if the range is not inside or the mapping is
+    /// read-only.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Option<()> {
         let to = self.at_for_write(offset, bytes.len())?;
         // SAFETY: `to` is valid for `bytes.len()` bytes of this mapping; `bytes` is private memory.
@@ -103,9 +106,9 @@ impl Mapping {
         Some(())
     }
 
-    /// Copies `len` bytes from one mapping to another, or within one; overlapping ranges are allowed.
+    /// Copies `len` bytes between two mappings or within one. Ranges may overlap.
     ///
-    /// `streaming` says that they are part of a transfer too large for the caches.
+    /// `streaming` says that the bytes are part of a transfer that exceeds the caches.
     pub fn copy(
         &self,
         offset: u64,
@@ -136,43 +139,45 @@ impl Mapping {
         self.atomic_u64(self.at(offset, 8)?).map(|word| word.load(Ordering::Acquire))
     }
 
-    /// Writes an aligned 32-bit word, after everything that was written before.
+    /// Writes an aligned 32-bit word, with release ordering.
     pub fn store_u32(&self, offset: u64, value: u32) -> Option<()> {
         let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
         word.store(value, Ordering::Release);
         Some(())
     }
 
-    /// Writes an aligned 64-bit word, after everything that was written before.
+    /// Writes an aligned 64-bit word, with release ordering.
     pub fn store_u64(&self, offset: u64, value: u64) -> Option<()> {
         let word = self.atomic_u64(self.at_for_write(offset, 8)?)?;
         word.store(value, Ordering::Release);
         Some(())
     }
 
-    /// Adds to an aligned 32-bit word, and wraps.
+    /// Adds to an aligned 32-bit word, wrapping. Returns the previous value.
     pub fn add_u32(&self, offset: u64, value: u32) -> Option<u32> {
         let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
         Some(word.fetch_add(value, Ordering::AcqRel))
     }
 
-    /// Sets bits of an aligned 32-bit word.
+    /// Sets bits of an aligned 32-bit word. Returns the previous value.
     pub fn or_u32(&self, offset: u64, bits: u32) -> Option<u32> {
         let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
         Some(word.fetch_or(bits, Ordering::AcqRel))
     }
 
-    /// Replaces an aligned 32-bit word.
+    /// Replaces an aligned 32-bit word. Returns the previous value.
     pub fn swap_u32(&self, offset: u64, value: u32) -> Option<u32> {
         let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
         Some(word.swap(value, Ordering::AcqRel))
     }
 
-    // `pointer` comes from `at` with the word's size; the atomics live as long as `self`, which keeps the mapping.
+    // `pointer` comes from `at` with the size of the word. The atomics live as long as `self`,
+    // which owns the mapping.
     #[allow(clippy::unused_self, clippy::cast_ptr_alignment)]
     fn atomic_u32(&self, pointer: *mut u8) -> Option<&AtomicU32> {
         let pointer = pointer.cast::<u32>();
-        // SAFETY: inside the mapping, aligned, and only ever accessed atomically or by racing raw copies.
+        // SAFETY: inside the mapping, aligned, and accessed only atomically or by racing raw
+        // copies.
         pointer.is_aligned().then(|| unsafe { AtomicU32::from_ptr(pointer) })
     }
 
@@ -184,9 +189,10 @@ impl Mapping {
     }
 }
 
-/// Copies that go past the caches.
+/// Copies that bypass the caches.
 mod stream {
-    /// Bytes that are copied page by page in turn: several streams at once keep more of the memory's banks busy.
+    /// Bytes that are copied alternating between pages: several streams use more banks of the
+    /// memory.
     #[cfg(target_arch = "x86_64")]
     const BLOCK: usize = 4 * PAGE;
     #[cfg(target_arch = "x86_64")]
@@ -203,10 +209,10 @@ mod stream {
             || whole == 0
             || !std::arch::is_x86_feature_detected!("avx2")
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             return unsafe { from.copy_to_nonoverlapping(to, len) };
         }
-        // SAFETY: AVX2 is there, `to` is aligned, and the caller promises the rest.
+        // SAFETY: AVX2 is available, `to` is aligned, and the caller guarantees the rest.
         unsafe {
             blocks(from, to, whole);
             from.add(whole).copy_to_nonoverlapping(to.add(whole), len - whole);
@@ -225,7 +231,8 @@ mod stream {
                 for page in (0..BLOCK).step_by(PAGE) {
                     let at = block + page + line;
                     for lane in 0..LANES {
-                        // SAFETY: at + lane * 32 + 32 <= len, and `to` plus a multiple of 32 is aligned.
+                        // SAFETY: at + lane * 32 + 32 <= len, and `to` plus a multiple of 32 is
+                        // aligned.
                         unsafe {
                             let vector = _mm256_loadu_si256(from.add(at + lane * 32).cast());
                             _mm256_stream_si256(to.add(at + lane * 32).cast(), vector);
@@ -234,7 +241,7 @@ mod stream {
                 }
             }
         }
-        // Streaming stores are not ordered with the semaphore's store that follows.
+        // Streaming stores are not ordered with the following store to the semaphore.
         _mm_sfence();
     }
 
@@ -244,22 +251,22 @@ mod stream {
     /// Both must be valid for `len` bytes, and must not overlap.
     #[cfg(not(target_arch = "x86_64"))]
     pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { from.copy_to_nonoverlapping(to, len) };
     }
 }
 
-/// A sealed file of memory, and our mapping of it.
+/// A memfd with a sealed length, and its mapping in this process.
 #[derive(Debug)]
 pub struct SharedMemory {
-    /// The file.
+    /// The memfd.
     pub fd: OwnedFd,
-    /// All of it.
+    /// Mapping of the whole memfd.
     pub mapping: Arc<Mapping>,
 }
 
 impl SharedMemory {
-    /// New memory, all zero.
+    /// Creates zeroed memory.
     pub fn new(name: &CStr, len: u64) -> io::Result<Self> {
         let fd = sealed_memfd(name, len)?;
         let mapping = Mapping::new(fd.as_fd(), 0, len, true)?;
@@ -276,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_reaches_outside() {
+    fn accesses_outside_are_refused() {
         let memory = memory(4096).mapping;
         assert!(memory.write(4090, &[1; 6]).is_some());
         assert!(memory.write(4090, &[1; 7]).is_none());
@@ -297,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_like_any_copy() {
+    fn streaming_copies_copy_all_bytes() {
         let len = 1 << 16;
         let memory = memory(4 * len as u64).mapping;
         let bytes: Vec<u8> = (0..len).map(|i| (i * 7 / 3) as u8).collect();

@@ -1,4 +1,4 @@
-//! Packets with file descriptors between Tessera's own processes: a SOCK_SEQPACKET UNIX socket.
+//! Packets with file descriptors between Tessera's processes, over SOCK_SEQPACKET UNIX sockets.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -16,29 +16,29 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Longest packet, in bytes.
+/// Maximum length of a packet in bytes.
 pub const MAX_PACKET: usize = 64 * 1024;
-/// Most file descriptors of one packet.
+/// Maximum number of file descriptors of a packet.
 pub const MAX_FDS: usize = 8;
 
-/// Most file descriptors that the kernel passes at once (`SCM_MAX_FD`).
+/// Maximum number of file descriptors that the kernel passes with one message (`SCM_MAX_FD`).
 const KERNEL_MAX_FDS: usize = 253;
 
 /// One end of a connection.
 #[derive(Debug)]
 pub struct SeqPacket(OwnedFd);
 
-/// A packet as it came.
+/// A received packet.
 #[derive(Debug)]
 pub struct Packet {
-    /// Bytes that are valid in the caller's buffer.
+    /// Length of the packet in the caller's buffer.
     pub len: usize,
-    /// Descriptors that came along, close-on-exec.
+    /// Received file descriptors, close-on-exec.
     pub fds: Vec<OwnedFd>,
 }
 
 impl SeqPacket {
-    /// Two connected ends, close-on-exec.
+    /// Creates two connected ends, close-on-exec.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (a, b) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
@@ -52,29 +52,34 @@ impl SeqPacket {
         Ok(Self(fd))
     }
 
-    /// Connects to a listener at `path`; neither that nor any later send or receive waits longer than `limit`.
-    pub fn connect_with_timeout(path: &Path, limit: Duration) -> io::Result<Self> {
+    /// Connects to a listener at `path`, with a timeout for the connection and for all later sends
+    /// and receives.
+    pub fn connect_with_timeout(path: &Path, timeout: Duration) -> io::Result<Self> {
         let fd = new_socket()?;
-        let limit = TimeVal::microseconds(limit.as_micros() as i64);
-        setsockopt(&fd, SendTimeout, &limit)?;
-        setsockopt(&fd, ReceiveTimeout, &limit)?;
+        let timeout = TimeVal::microseconds(timeout.as_micros() as i64);
+        setsockopt(&fd, SendTimeout, &timeout)?;
+        setsockopt(&fd, ReceiveTimeout, &timeout)?;
         connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
         Ok(Self(fd))
     }
 
-    /// Sends one packet, waiting for room. `EPIPE` where the peer is gone; never SIGPIPE.
+    /// Sends one packet and waits for buffer space. Fails with `EPIPE` if the peer is gone; never
+    /// raises SIGPIPE.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.send_with(bytes, fds, MsgFlags::empty())
     }
 
-    /// Sends one packet or fails with `WouldBlock`.
+    /// Sends one packet, or fails with `WouldBlock`.
     pub fn try_send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         self.send_with(bytes, fds, MsgFlags::MSG_DONTWAIT)
     }
 
     fn send_with(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: MsgFlags) -> io::Result<()> {
         if bytes.len() > MAX_PACKET || fds.len() > MAX_FDS {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "Packet too long"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "The packet has too many bytes or file descriptors",
+            ));
         }
         let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&raw)];
@@ -89,19 +94,19 @@ impl SeqPacket {
         }
     }
 
-    /// Waits for one packet; `Ok(None)` where the peer has closed. `buffer` should be [`MAX_PACKET`] long: a packet
-    /// that does not fit is an error.
+    /// Receives one packet. Returns `Ok(None)` if the peer has closed the connection. A packet
+    /// longer than `buffer` is an error, so `buffer` should have [`MAX_PACKET`] bytes.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, MsgFlags::empty())
     }
 
-    /// Like [`Self::recv`], or `WouldBlock`.
+    /// Receives one packet, or fails with `WouldBlock`.
     pub fn try_recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, MsgFlags::MSG_DONTWAIT)
     }
 
     fn recv_with(&self, buffer: &mut [u8], flags: MsgFlags) -> io::Result<Option<Packet>> {
-        // With less room the kernel cuts descriptors off, and then those that did come are out of reach.
+        // With less room the kernel truncates the list, and the received descriptors leak.
         let mut control = cmsg_space!([RawFd; KERNEL_MAX_FDS]);
         let mut iov = [IoSliceMut::new(buffer)];
         let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
@@ -116,12 +121,16 @@ impl SeqPacket {
         let mut fds = Vec::new();
         for item in message.cmsgs()? {
             if let ControlMessageOwned::ScmRights(raw) = item {
-                // SAFETY: the kernel has just made these descriptors for us, and nobody else knows them.
+                // SAFETY: the kernel has just created these descriptors, and no other code uses
+                // them.
                 fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
             }
         }
         if message.flags.contains(MsgFlags::MSG_TRUNC) || fds.len() > MAX_FDS {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "Packet too long"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "The packet has too many bytes or file descriptors",
+            ));
         }
         Ok((message.bytes > 0).then_some(Packet { len: message.bytes, fds }))
     }
@@ -150,7 +159,7 @@ impl From<SeqPacket> for OwnedFd {
 pub struct SeqPacketListener(OwnedFd);
 
 impl SeqPacketListener {
-    /// Binds and listens. A socket file that is there already is replaced: the caller owns the directory.
+    /// Binds and listens. Replaces an existing socket file, because the caller owns the directory.
     pub fn bind(path: &Path) -> io::Result<Self> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -162,10 +171,10 @@ impl SeqPacketListener {
         Ok(Self(fd))
     }
 
-    /// Waits for one connection.
+    /// Accepts one connection.
     pub fn accept(&self) -> io::Result<SeqPacket> {
         let fd = accept4(self.0.as_raw_fd(), SockFlag::SOCK_CLOEXEC)?;
-        // SAFETY: accept4 has just made this descriptor for us.
+        // SAFETY: accept4 has just created this descriptor.
         Ok(SeqPacket(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 }
@@ -192,18 +201,18 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?)
 }
 
-/// The bytes of a message.
+/// Encodes a message.
 pub fn encode<T: Serialize>(message: &T) -> io::Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(io::Error::other)
 }
 
-/// The message in `bytes`, all of them.
+/// Decodes a message. Bytes after its end are an error.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
     let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
     match postcard::take_from_bytes(bytes) {
         Ok((message, [])) => Ok(message),
-        Ok(_) => Err(invalid("Bytes after the end of a message".into())),
-        Err(error) => Err(invalid(format!("Not a message: {error}"))),
+        Ok(_) => Err(invalid("The message has trailing bytes".into())),
+        Err(error) => Err(invalid(format!("Cannot decode a message: {error}"))),
     }
 }
 
@@ -223,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_does_not_answer_is_not_waited_for() {
+    fn receiving_times_out() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let _listener = SeqPacketListener::bind(&path).unwrap();

@@ -1,9 +1,11 @@
-//! What a vGPU may not exceed on the software GPU: budgets, quotas, and hangs, each beside a neighbour who must not notice.
+//! Limits of a vGPU on the software GPU: budgets, quotas and hangs. A neighbour must not be
+//! affected.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,9 +15,9 @@ use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
 use mdev_core::units::MIB;
 use vendor_backends::conformance::{Driver, Pushbuffer};
-use vendor_backends::mediator::{MediatedClient, MediatedGpu};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
 use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::{self, Config};
+use vendor_backends::soft::SoftGpu;
 
 struct Parent {
     gpu: MediatedGpu,
@@ -28,8 +30,8 @@ impl Parent {
         let path: PathBuf = folder.path().join("admin.sock");
         let listener = SeqPacketListener::bind(&path).unwrap();
         let grace = Duration::from_secs(1);
-        let config = Config { name: "soft0".into(), vram_bytes: 256 * MIB, grace };
-        thread::spawn(move || soft::run(&config, &listener).unwrap());
+        let gpu = Arc::new(SoftGpu::new("soft0", 256 * MIB));
+        thread::spawn(move || server::run(gpu, grace, &listener).unwrap());
         Self { gpu: MediatedGpu::connect(&path).unwrap(), _folder: folder }
     }
 
@@ -50,7 +52,8 @@ impl Parent {
         report.vgpus.into_iter().find(|(id, _)| *id == vgpu).unwrap().1
     }
 
-    /// What each of them has used, when all together have used so much. By the engine's time: the host may give it little.
+    /// Returns the engine time of each vGPU over a total of `time` of engine time. Wall time would
+    /// depend on the load of the host.
     fn used(&mut self, vgpus: &[VgpuId], time: Duration) -> Vec<f64> {
         let read = |parent: &mut Self| -> Vec<u64> {
             let report = parent.gpu.usage().unwrap();
@@ -70,7 +73,7 @@ impl Parent {
 }
 
 #[test]
-fn a_budget_is_kept_beside_a_neighbour_who_gets_the_rest() {
+fn a_budget_holds_beside_a_neighbour_that_gets_the_rest() {
     let mut parent = Parent::start();
     let (capped, mut one) = parent.guest();
     let (free, mut two) = parent.guest();
@@ -88,19 +91,19 @@ fn a_budget_is_kept_beside_a_neighbour_who_gets_the_rest() {
     assert!(usage.gate_closings > 10 && usage.gated_ns > 500_000_000, "{usage:?}");
     assert!(usage.gated_ns <= usage.wait_ns, "{usage:?}");
 
-    // And lifted again.
+    // Without the budget, the shares are equal.
     parent.gpu.set_budget(capped, None).unwrap();
     thread::sleep(Duration::from_millis(100));
     let used = parent.used(&[capped, free], Duration::from_secs(1));
     let part = used[0] / (used[0] + used[1]);
     assert!((part - 0.5).abs() < 0.03, "{part}");
 
-    let nonsense = Some(Budget { time_ns: 5_000_000, period_ns: 5_000_000 });
-    assert!(matches!(parent.gpu.set_budget(free, nonsense), Err(GpuError::Invalid(_))));
+    let invalid = Some(Budget { time_ns: 5_000_000, period_ns: 5_000_000 });
+    assert!(matches!(parent.gpu.set_budget(free, invalid), Err(GpuError::Invalid(_))));
 }
 
 #[test]
-fn a_budget_is_kept_alone_and_work_under_it_ends() {
+fn a_budget_holds_alone_and_work_completes() {
     let mut parent = Parent::start();
     let (capped, mut driver) = parent.guest();
     parent.gpu.set_budget(capped, Budget::part(0.25, Duration::from_millis(10))).unwrap();
@@ -111,12 +114,12 @@ fn a_budget_is_kept_alone_and_work_under_it_ends() {
     let started = Instant::now();
     let used = parent.used(&[capped], Duration::from_millis(500))[0];
     let part = used / started.elapsed().as_nanos() as f64;
-    // Less only where the host had no core for the engine.
+    // The share may be lower if the host had no core for the engine.
     assert!(part < 0.26, "{part}");
 }
 
 #[test]
-fn submissions_beyond_the_quota_wait_and_are_all_done() {
+fn submissions_beyond_the_quota_wait_and_complete() {
     let mut parent = Parent::start();
     let (vgpu, mut driver) = parent.guest();
     let mut ring = driver.ring(EngineKind::Copy);
@@ -131,7 +134,7 @@ fn submissions_beyond_the_quota_wait_and_are_all_done() {
         }
         assert!(driver.wait(last.unwrap()));
     }
-    // 100 of them at 200 a second, 10 of which may come at once.
+    // 100 submissions at 200 per second, 10 of which may come at once.
     assert!(started.elapsed() >= Duration::from_millis(449), "{:?}", started.elapsed());
     let usage = parent.usage(vgpu);
     assert!((80..=100).contains(&usage.throttled), "{usage:?}");
@@ -166,7 +169,7 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
     };
     let refused = driver.client().create_channel(&spec).unwrap_err();
     assert_eq!(refused.to_string(), "Limit reached: channels");
-    driver.client().query_channel(kept.id()).expect("those that exist stay");
+    driver.client().query_channel(kept.id()).expect("existing channels stay");
 
     let ram = vendor_backends::mem::SharedMemory::new(c"ram", 2 * MIB).unwrap();
     let mut import = |len| {
@@ -178,10 +181,10 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
 }
 
 #[test]
-fn an_endless_kernel_is_reset_after_its_time_and_nothing_else_is() {
+fn an_endless_kernel_is_reset_at_the_hang_limit_alone() {
     let mut parent = Parent::start();
     let (hung, mut driver) = parent.guest();
-    let (fine, mut neighbour) = parent.guest();
+    let (neighbour_id, mut neighbour) = parent.guest();
     let hang_timeout = Some(Duration::from_millis(200));
     let quotas = Quotas { hang_timeout, ..Quotas::default() };
     parent.gpu.set_quotas(hung, &quotas).unwrap();
@@ -192,16 +195,16 @@ fn an_endless_kernel_is_reset_after_its_time_and_nothing_else_is() {
     driver.spin_forever(&mut bad);
     let status = driver.expect_fault(&bad);
     assert_eq!(status.error, notifier::IDLE_TIMEOUT);
-    // Engine time, of which it has had half: within a turn.
+    // The limit counts engine time, half of which went to the neighbour.
     assert!((200_000_000..260_000_000).contains(&status.engine_ns), "{status:?}");
     assert!(driver.client().take_pending().contains(Pending::CHANNEL_ERROR));
     driver.finish(&mut good, Pushbuffer::default());
     assert_eq!(neighbour.client().query_channel(busy.id()).unwrap().error, 0);
     let usage = parent.usage(hung);
     assert_eq!((usage.hang_resets, usage.faults), (1, 1));
-    assert_eq!(parent.usage(fine).hang_resets, 0);
+    assert_eq!(parent.usage(neighbour_id).hang_resets, 0);
 
-    // Many kernels that end, one after the other, are no hang.
+    // Many kernels that end in time are no hang.
     let mut long = driver.ring(EngineKind::Copy);
     let before = parent.usage(hung).engine_ns;
     while parent.usage(hung).engine_ns - before < 400_000_000 {
@@ -211,16 +214,16 @@ fn an_endless_kernel_is_reset_after_its_time_and_nothing_else_is() {
 }
 
 #[test]
-fn a_semaphore_that_is_never_released_is_given_up_only_where_that_was_asked_for() {
+fn a_blocked_semaphore_times_out_only_with_an_acquire_limit() {
     let mut parent = Parent::start();
-    let (patient, mut waits) = parent.guest();
-    let (hurried, mut driver) = parent.guest();
+    let (unlimited, mut waiting) = parent.guest();
+    let (limited, mut driver) = parent.guest();
     let acquire_timeout = Some(Duration::from_secs(1));
     let quotas = Quotas { acquire_timeout, ..Quotas::default() };
-    parent.gpu.set_quotas(hurried, &quotas).unwrap();
+    parent.gpu.set_quotas(limited, &quotas).unwrap();
     let flag = |driver: &Driver| driver.va(20 * MIB);
     let mut rings = Vec::new();
-    for driver in [&mut waits, &mut driver] {
+    for driver in [&mut waiting, &mut driver] {
         let mut ring = driver.ring(EngineKind::Copy);
         let acquire = Pushbuffer::default().semaphore(flag(driver), 7, host::sem::ACQUIRE);
         let done = driver.submit(&mut ring, acquire);
@@ -230,11 +233,12 @@ fn a_semaphore_that_is_never_released_is_given_up_only_where_that_was_asked_for(
     let status = driver.expect_fault(&rings[1].0);
     assert_eq!(status.error, notifier::SEMAPHORE_TIMEOUT);
     assert!(started.elapsed() >= Duration::from_millis(950), "{:?}", started.elapsed());
-    let usage = parent.usage(hurried);
+    let usage = parent.usage(limited);
     assert_eq!(usage.hang_resets, 1);
-    assert!(usage.engine_ns < 50_000_000, "to wait costs nothing: {usage:?}");
+    assert!(usage.engine_ns < 50_000_000, "waiting uses no engine time: {usage:?}");
 
-    // Semaphores that are released in time, one after the other for longer than the limit, are no hang.
+    // Semaphores that are released in time are no hang, even if all together take longer than the
+    // limit.
     let mut ring = driver.ring(EngineKind::Copy);
     for round in 1..=8 {
         let acquire = Pushbuffer::default().semaphore(flag(&driver), round, host::sem::ACQUIRE);
@@ -245,10 +249,10 @@ fn a_semaphore_that_is_never_released_is_given_up_only_where_that_was_asked_for(
     }
 
     let (ring, done) = &rings[0];
-    assert_eq!(waits.client().query_channel(ring.id()).unwrap().error, 0);
-    waits.write(20 * MIB, &7u32.to_le_bytes());
-    assert!(waits.wait(*done));
-    assert_eq!(parent.usage(patient).hang_resets, 0);
+    assert_eq!(waiting.client().query_channel(ring.id()).unwrap().error, 0);
+    waiting.write(20 * MIB, &7u32.to_le_bytes());
+    assert!(waiting.wait(*done));
+    assert_eq!(parent.usage(unlimited).hang_resets, 0);
 }
 
 #[test]
@@ -267,7 +271,7 @@ fn engine_time_is_counted_by_engine() {
     assert!(one.compute_ns > 0 && one.copy_ns == 0, "{one:?}");
     assert!(two.copy_ns > 0 && two.compute_ns == 0, "a copy on any channel is a copy: {two:?}");
     for usage in [one, two] {
-        // A reading may come between the parts and the whole.
+        // A reading may happen between the updates of the parts and of the total.
         let parts = usage.copy_ns + usage.compute_ns + usage.host_ns();
         assert!(parts.abs_diff(usage.engine_ns) < 10_000_000, "{usage:?}");
         assert!(usage.host_ns() < usage.engine_ns / 5, "{usage:?}");

@@ -1,6 +1,6 @@
-//! The NVIDIA backend on a real GPU. Skips, and says so, where there is none.
+//! NVIDIA backend on a real GPU. Skips the tests, with a message, if there is none.
 //!
-//! Run it as a user without capabilities:
+//! Run the tests as a user without capabilities:
 //! `cargo test -p vendor-backends --test nvidia_hw -- --nocapture --test-threads=1`
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
@@ -13,22 +13,22 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GuestRam};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB};
-use vendor_backends::conformance::{self, Driver, Pushbuffer, life};
+use vendor_backends::conformance::{self, Driver, Pushbuffer, lifecycle};
+use vendor_backends::nvidia::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::device::{Device, cards};
-use vendor_backends::nvidia::record::Recorder;
 use vendor_backends::nvidia::rm::Rm;
-use vendor_backends::nvidia::trace::Trace;
+use vendor_backends::nvidia::rm_recorder::RmRecorder;
 use vendor_backends::nvidia::version::Layout;
-use vendor_backends::nvidia::{Kernel, NvidiaClient, NvidiaGpu, Options};
+use vendor_backends::nvidia::{KernelDriver, NvidiaClient, NvidiaGpu, Options};
 
 fn gpu() -> Option<NvidiaGpu> {
     gpu_with(Options::default())
 }
 
 fn gpu_with(options: Options) -> Option<NvidiaGpu> {
-    let rm = Arc::new(Kernel);
+    let rm = Arc::new(KernelDriver);
     let Ok(all) = NvidiaGpu::list(&*rm) else {
-        // Past the test's own output, which nobody sees where it passes.
+        // Not captured by the test harness, which hides the output of passing tests.
         let _ = writeln!(std::io::stderr(), "skipped: this machine has no NVIDIA GPU");
         return None;
     };
@@ -47,11 +47,11 @@ fn spec(vram_bytes: u64) -> ClientSpec {
 
 fn client(gpu: &mut NvidiaGpu, vram_bytes: u64) -> Box<dyn Client> {
     let admission = gpu.admit(&spec(vram_bytes)).unwrap();
-    Box::new(NvidiaClient::open(Arc::new(Kernel), admission.fd.unwrap()).unwrap())
+    Box::new(NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap()).unwrap())
 }
 
 #[test]
-fn a_first_copy_is_made() {
+fn a_copy_on_each_engine_completes() {
     let Some(mut gpu) = gpu() else { return };
     println!("{:?}", gpu.describe());
     let started = Instant::now();
@@ -89,7 +89,7 @@ fn engine_time_is_measured() {
     if gpu().is_none() {
         return;
     }
-    let rm: Arc<dyn Rm> = Arc::new(Kernel);
+    let rm: Arc<dyn Rm> = Arc::new(KernelDriver);
     let layout = Layout::of(&rm.version().unwrap()).unwrap();
     let card = cards(&*rm).unwrap()[0].clone();
     let device = Device::open(rm, layout, &card).unwrap();
@@ -101,27 +101,32 @@ fn engine_time_is_measured() {
         );
     }
     let usermode = device.usermode().unwrap();
-    let whole =
-        device.session.aperture(&device.device, &usermode, device.session.gpu_node(), 0x1_0000, 0);
+    let whole = device.rm_client.aperture(
+        &device.device,
+        &usermode,
+        device.rm_client.gpu_node(),
+        0x1_0000,
+        0,
+    );
     let mapped =
         whole.map(|fd| vendor_backends::mem::Mapping::new(fd.as_fd(), 0, 0x1_0000, true).map(drop));
     println!("64 KiB of the usermode region: {mapped:?}");
     let fd = device
-        .session
-        .aperture(&device.device, &usermode, device.session.gpu_node(), 4096, 0)
+        .rm_client
+        .aperture(&device.device, &usermode, device.rm_client.gpu_node(), 4096, 0)
         .unwrap();
     let clock = vendor_backends::mem::Mapping::new(fd.as_fd(), 0, 4096, true).unwrap();
-    let mut trace = match Trace::open(&device, clock) {
-        Ok(trace) => trace,
-        Err(error) => panic!("no trace: {error}"),
+    let mut log = match CtxswLog::open(&device, clock) {
+        Ok(log) => log,
+        Err(error) => panic!("no context switch log: {error}"),
     };
-    println!("pid {} clock {:?}", std::process::id(), trace.now_ns());
+    println!("pid {} clock {:?}", std::process::id(), log.now_ns());
     let mut gpu = gpu().unwrap();
     let mut driver = Driver::new(client(&mut gpu, GIB));
     let mut ring = driver.ring(EngineKind::Compute);
     for round in 0..3 {
         let started = Instant::now();
-        // 256 MiB through the graphics copy engine: some ms of its time.
+        // 320 MiB through the graphics copy engine: some milliseconds of engine time.
         let (from, to) = (driver.va(12 * MIB), driver.va(24 * MIB));
         let mut push = Pushbuffer::default();
         for _ in 0..40 {
@@ -130,23 +135,23 @@ fn engine_time_is_measured() {
         driver.finish(&mut ring, push);
         let took = started.elapsed();
         let read = Instant::now();
-        let switches = trace.read().unwrap();
+        let switches = log.read().unwrap();
         println!(
             "round {round}: work took {took:?}; read in {:?}: {} switches, now {:?}",
             read.elapsed(),
             switches.len(),
-            trace.now_ns()
+            log.now_ns()
         );
         for switch in switches.iter().take(8) {
             println!("    {switch:?}");
         }
-        println!("    turns {:?}", trace.turns);
+        println!("    engine time {:?}", log.engine_time);
         std::thread::sleep(Duration::from_millis(50));
-        let late = trace.read().unwrap();
+        let late = log.read().unwrap();
         println!(
-            "    50 ms later: {} more, turns {:?} {:?}",
+            "    50 ms later: {} more, engine time {:?} {:?}",
             late.len(),
-            trace.turns,
+            log.engine_time,
             late.first()
         );
     }
@@ -154,11 +159,11 @@ fn engine_time_is_measured() {
 }
 
 #[test]
-fn orders_are_obeyed() {
+fn messages_of_the_manager_are_executed() {
     let Some(mut gpu) = gpu() else { return };
     let spec = spec(GIB);
     let admission = gpu.admit(&spec).unwrap();
-    let client = NvidiaClient::open(Arc::new(Kernel), admission.fd.unwrap()).unwrap();
+    let client = NvidiaClient::open(Arc::new(KernelDriver), admission.fd.unwrap()).unwrap();
     let mut driver = Driver::new(Box::new(client));
     let mut ring = driver.ring(EngineKind::Copy);
     gpu.set_timeslice(spec.vgpu, Duration::from_millis(2)).unwrap();
@@ -192,7 +197,7 @@ fn orders_are_obeyed() {
 }
 
 #[test]
-fn guest_memory_is_pinned_and_let_go() {
+fn guest_memory_is_pinned_and_unpinned() {
     let Some(mut gpu) = gpu() else { return };
     let mut client = client(&mut gpu, GIB);
     let ram = vendor_backends::mem::SharedMemory::new(c"ram", GIB).unwrap();
@@ -204,11 +209,11 @@ fn guest_memory_is_pinned_and_let_go() {
     let va = mdev_core::ids::GpuVa(VA_START);
     client.map(va, GIB, backing, true).unwrap();
     let mapped = started.elapsed();
-    // A hole in the middle, and the hole filled again.
+    // Unmaps and maps a part.
     let hole = mdev_core::ids::GpuVa(VA_START + 16 * MIB);
-    println!("hole {:?}", client.unmap(hole, MIB));
-    println!("filled {:?}", client.map(hole, MIB, backing, true));
-    println!("all of it away: {:?}", client.unmap(va, GIB));
+    println!("part unmapped: {:?}", client.unmap(hole, MIB));
+    println!("part mapped: {:?}", client.map(hole, MIB, backing, true));
+    println!("all unmapped: {:?}", client.unmap(va, GIB));
     let started = Instant::now();
     client.release(memory).unwrap();
     println!(
@@ -218,27 +223,28 @@ fn guest_memory_is_pinned_and_let_go() {
     );
 }
 
-/// With `TESSERA_RECORD` set to a path, writes down what is asked of the driver there: the golden trace of `nvidia.rs`.
+/// Records the driver calls of a lifecycle. Writes the golden file of the test `nvidia` to the path
+/// in `TESSERA_RECORD`, if it is set.
 #[test]
-fn a_life_is_recorded() {
-    // As the other test plays it back.
+fn driver_calls_are_recorded() {
+    // The option of the test that compares the recording.
     let Some(mut gpu) = gpu_with(Options { direct_doorbell: true, ..Options::default() }) else {
         return;
     };
-    let recorder = Recorder::new(Arc::new(Kernel));
+    let recorder = RmRecorder::new(Arc::new(KernelDriver));
     let spec = ClientSpec { max_channels: 4, max_import_bytes: 64 * MIB, ..spec(64 * MIB) };
     let admission = gpu.admit(&spec).unwrap();
     let mut client = NvidiaClient::open(recorder.clone(), admission.fd.unwrap()).unwrap();
-    life::live(&mut client).unwrap();
+    lifecycle::run(&mut client).unwrap();
     drop(client);
     if let Ok(path) = std::env::var("TESSERA_RECORD") {
         std::fs::write(path, recorder.lines().join("\n") + "\n").unwrap();
     }
 }
 
-/// Two vGPUs copy on the compute engine; each is charged what it had.
+/// Prints the engine time of two vGPUs that copy on the compute engine.
 #[test]
-fn two_are_charged_what_they_had() {
+fn two_vgpus_are_charged_their_engine_time() {
     let Some(mut gpu) = gpu() else { return };
     let mut drivers: Vec<_> = (0..2).map(|_| Driver::new(client(&mut gpu, GIB))).collect();
     let mut rings: Vec<_> =
@@ -270,9 +276,9 @@ fn two_are_charged_what_they_had() {
     println!("after {:?}: {:?}", started.elapsed(), used(&mut gpu));
 }
 
-/// A channel goes on while others of its group come and go.
+/// Prints how a channel continues while other channels of its group are created and destroyed.
 #[test]
-fn neighbours_in_a_group_come_and_go() {
+fn channels_of_a_group_are_created_and_destroyed() {
     let Some(mut gpu) = gpu() else { return };
     for engine in [EngineKind::Copy, EngineKind::Compute] {
         let mut driver = Driver::new(client(&mut gpu, GIB));
@@ -303,7 +309,7 @@ fn neighbours_in_a_group_come_and_go() {
 }
 
 #[test]
-fn what_hardware_makes_of_nonsense() {
+fn hardware_reports_invalid_methods() {
     use mdev_core::abi::copy;
     use mdev_core::abi::host::{self, GpEntry, sem};
     let Some(mut gpu) = gpu() else { return };
@@ -318,7 +324,7 @@ fn what_hardware_makes_of_nonsense() {
         ("unbound subchannel", Pushbuffer::default().method(6, 0x0300, &[0])),
         ("unknown class", Pushbuffer::default().host(host::SET_OBJECT, 0x1234)),
         (
-            "misaligned stamp",
+            "misaligned timestamp",
             Pushbuffer::default().semaphore(data + 4, 0, sem::RELEASE | sem::RELEASE_TIMESTAMP),
         ),
         ("privileged membar", Pushbuffer::default().copy_method(host::MEM_OP_D, &[9 << 27])),
@@ -330,7 +336,7 @@ fn what_hardware_makes_of_nonsense() {
                 .launch(copy::launch::MULTI_LINE),
         ),
     ];
-    for (what, push) in pushes {
+    for (name, push) in pushes {
         let mut ring = driver.ring(EngineKind::Copy);
         let done = driver.submit(&mut ring, push);
         let started = Instant::now();
@@ -338,8 +344,9 @@ fn what_hardware_makes_of_nonsense() {
         while status.error == 0 && started.elapsed() < Duration::from_millis(300) {
             status = driver.client().query_channel(ring.id()).unwrap();
         }
-        let came = driver.wait_for(done, Duration::ZERO);
-        println!("{what}: {status:x?} after {:?}, semaphore after it {came}", started.elapsed());
+        let completed = driver.wait_for(done, Duration::ZERO);
+        let elapsed = started.elapsed();
+        println!("{name}: {status:x?} after {elapsed:?}, completed {completed}");
         let started = Instant::now();
         driver.destroy(ring);
         println!("    destroyed in {:?}", started.elapsed());
@@ -351,17 +358,17 @@ fn what_hardware_makes_of_nonsense() {
     let mut ring = driver.ring(EngineKind::Copy);
     driver.submit_entry(&mut ring, GpEntry::Segment { va: VA_START + (1 << 36), dwords: 9 });
     std::thread::sleep(Duration::from_millis(300));
-    println!("pushbuffer nowhere: {:x?}", driver.client().query_channel(ring.id()));
+    println!("unmapped pushbuffer: {:x?}", driver.client().query_channel(ring.id()));
 }
 
 #[test]
-fn it_conforms() {
+fn the_conformance_suite_passes() {
     let Some(mut gpu) = gpu() else { return };
     let started = Instant::now();
-    let findings = conformance::survey(&mut || client(&mut gpu, 64 * MIB));
-    for (name, finding) in &findings {
-        println!("{name}: {finding:?}");
+    let results = conformance::survey(&mut || client(&mut gpu, 64 * MIB));
+    for (name, result) in &results {
+        println!("{name}: {result:?}");
     }
     println!("conformance took {:?}", started.elapsed());
-    assert!(findings.iter().all(|(_, finding)| finding.is_ok()));
+    assert!(results.iter().all(|(_, result)| result.is_ok()));
 }

@@ -1,10 +1,12 @@
-//! The software GPU through its sockets: conformance, isolation, shares, and who may die.
+//! The software GPU through its sockets: conformance, isolation, shares, and the death of
+//! processes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -15,24 +17,24 @@ use mdev_core::units::MIB;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use vendor_backends::conformance::{self, Driver, Pushbuffer};
-use vendor_backends::mediator::{MediatedClient, MediatedGpu};
+use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
 use vendor_backends::seqpacket::{self, SeqPacket, SeqPacketListener};
-use vendor_backends::soft::{self, Config};
+use vendor_backends::soft::SoftGpu;
 
-/// A soft-gpu, as its process would run it.
-struct Process {
+/// GPU process of a software GPU, as a thread.
+struct GpuProcess {
     _folder: tempfile::TempDir,
     path: PathBuf,
     thread: thread::JoinHandle<()>,
 }
 
-fn start(grace: Duration) -> Process {
+fn start(grace: Duration) -> GpuProcess {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("admin.sock");
     let listener = SeqPacketListener::bind(&path).unwrap();
-    let config = Config { name: "soft0".into(), vram_bytes: 256 * MIB, grace };
-    let thread = thread::spawn(move || soft::run(&config, &listener).unwrap());
-    Process { _folder: folder, path, thread }
+    let gpu = Arc::new(SoftGpu::new("soft0", 256 * MIB));
+    let thread = thread::spawn(move || server::run(gpu, grace, &listener).unwrap());
+    GpuProcess { _folder: folder, path, thread }
 }
 
 fn spec() -> ClientSpec {
@@ -54,43 +56,43 @@ fn usage(gpu: &mut MediatedGpu, vgpu: VgpuId) -> Option<Usage> {
 }
 
 #[test]
-fn conforms() {
+fn passes_conformance() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     conformance::run(&mut || Box::new(open(&mut gpu, &spec())));
 }
 
 #[test]
-fn frees_what_a_dead_worker_had() {
+fn frees_the_resources_of_a_dead_worker() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let whole = ClientSpec { vram_bytes: 256 * MIB, ..spec() };
     for _ in 0..5 {
-        // The same vGPU, and all of the video memory, right after its worker has gone.
+        // Admit the same vGPU with all video memory immediately after its worker has gone.
         let client = open(&mut gpu, &whole);
         assert_eq!(client.spec(), &whole);
     }
 }
 
 #[test]
-fn ends_after_a_grace_time_alone() {
+fn ends_after_the_grace_time_without_manager_and_vgpus() {
     let process = start(Duration::from_millis(600));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let client = open(&mut gpu, &spec());
     drop(gpu);
     thread::sleep(Duration::from_millis(1500));
-    let mut gpu =
-        MediatedGpu::connect(&process.path).expect("a vGPU keeps it alive for a new manager");
+    let mut gpu = MediatedGpu::connect(&process.path)
+        .expect("a vGPU keeps the process alive for a new manager");
     assert_eq!(gpu.usage().unwrap().vgpus.len(), 1);
     drop(client);
     thread::sleep(Duration::from_millis(1500));
-    assert!(gpu.usage().unwrap().vgpus.is_empty(), "a manager keeps it alive");
+    assert!(gpu.usage().unwrap().vgpus.is_empty(), "a manager keeps the process alive");
     drop(gpu);
     process.thread.join().unwrap();
 }
 
 #[test]
-fn eviction_is_noticed_by_the_worker() {
+fn the_worker_notices_an_eviction() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let spec = spec();
@@ -100,12 +102,15 @@ fn eviction_is_noticed_by_the_worker() {
     assert!(conformance::readable(&client.event(), Duration::from_secs(5)));
     assert!(client.take_pending().contains(Pending::DEVICE_LOST));
     assert!(matches!(client.usage(), Err(GpuError::Lost(_))));
-    assert!(!conformance::readable(&client.event(), Duration::ZERO), "quiet after it was told");
+    assert!(
+        !conformance::readable(&client.event(), Duration::ZERO),
+        "quiet after the loss was reported"
+    );
     assert!(usage(&mut gpu, spec.vgpu).is_none());
 }
 
 #[test]
-fn busy_vgpus_share_as_their_slices_say() {
+fn busy_vgpus_share_in_proportion_to_their_slices() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut vgpus = Vec::new();
@@ -132,7 +137,7 @@ fn busy_vgpus_share_as_their_slices_say() {
 }
 
 #[test]
-fn a_closed_gate_stops_the_clock_and_loses_nothing() {
+fn a_closed_gate_stops_engine_time_and_loses_no_work() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let spec = spec();
@@ -142,7 +147,7 @@ fn a_closed_gate_stops_the_clock_and_loses_nothing() {
     let done = driver.submit(&mut ring, Pushbuffer::default());
     assert!(!driver.wait_for(done, Duration::from_millis(50)));
     let gated = usage(&mut gpu, spec.vgpu).unwrap();
-    assert!(gated.runnable, "the policy sees that it has work");
+    assert!(gated.runnable, "a gated vGPU with work is runnable");
     gpu.set_gate(spec.vgpu, true).unwrap();
     assert!(driver.wait(done));
 
@@ -153,7 +158,7 @@ fn a_closed_gate_stops_the_clock_and_loses_nothing() {
     thread::sleep(Duration::from_millis(5));
     let before = usage(&mut gpu, spec.vgpu).unwrap().engine_ns;
     thread::sleep(Duration::from_millis(50));
-    // A loaded host may count the last turn late.
+    // A loaded host may count the last run late.
     let after = usage(&mut gpu, spec.vgpu).unwrap().engine_ns;
     assert!(after - before < 2_000_000, "{} ns while closed", after - before);
     gpu.reset_group(spec.vgpu).unwrap();
@@ -161,7 +166,7 @@ fn a_closed_gate_stops_the_clock_and_loses_nothing() {
 }
 
 #[test]
-fn a_storm_of_faults_leaves_the_neighbour_its_work() {
+fn a_storm_of_faults_does_not_delay_the_neighbour() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut storm = Driver::new(Box::new(open(&mut gpu, &spec())));
@@ -183,7 +188,7 @@ fn a_storm_of_faults_leaves_the_neighbour_its_work() {
 }
 
 #[test]
-fn memory_that_a_guest_truncates_costs_that_guest_its_channel() {
+fn truncating_imported_memory_faults_the_channel() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
@@ -203,7 +208,7 @@ fn memory_that_a_guest_truncates_costs_that_guest_its_channel() {
 }
 
 #[test]
-fn what_is_not_memory_is_not_imported() {
+fn only_memory_files_are_imported() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut client = open(&mut gpu, &spec());
@@ -220,11 +225,11 @@ fn what_is_not_memory_is_not_imported() {
     assert!(matches!(import(&large, 0, 65 * MIB), Err(GpuError::Limit(_))));
     let zero = File::options().read(true).write(true).open("/dev/zero").unwrap();
     assert!(import(&zero, 0, MIB).is_err());
-    assert!(import(&file, 0, MIB).is_ok(), "and the connection goes on");
+    assert!(import(&file, 0, MIB).is_ok(), "the connection still works");
 }
 
 #[test]
-fn garbage_on_a_workers_connection_is_refused_and_hurts_nobody() {
+fn garbage_on_a_workers_connection_is_refused_without_effect_on_others() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let mut good = Driver::new(Box::new(open(&mut gpu, &spec())));
@@ -239,9 +244,9 @@ fn garbage_on_a_workers_connection_is_refused_and_hurts_nobody() {
             })
             .collect();
         socket.send(&bytes, &[socket.as_fd()]).unwrap();
-        socket.recv(&mut buffer).unwrap().expect("an answer to everything");
+        socket.recv(&mut buffer).unwrap().expect("a reply to every packet");
     }
-    // Who does not read answers loses the connection, and only that.
+    // A worker that does not read replies loses only its own connection.
     while socket.try_send(&[0, 1], &[]).is_ok() {}
     let mut ring = good.ring(EngineKind::Copy);
     good.finish(&mut ring, Pushbuffer::default());
@@ -250,7 +255,7 @@ fn garbage_on_a_workers_connection_is_refused_and_hurts_nobody() {
 }
 
 #[test]
-fn guests_share_no_page() {
+fn guests_share_no_pages() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let clients = [open(&mut gpu, &spec()), open(&mut gpu, &spec())];
@@ -268,14 +273,14 @@ fn admission_has_limits() {
     let process = start(Duration::from_secs(60));
     let mut gpu = MediatedGpu::connect(&process.path).unwrap();
     let spec = spec();
-    let _held = gpu.admit(&spec).unwrap();
-    assert!(matches!(gpu.admit(&spec), Err(GpuError::Invalid(_))), "twice the same");
+    let _admission = gpu.admit(&spec).unwrap();
+    assert!(matches!(gpu.admit(&spec), Err(GpuError::Invalid(_))), "the same vGPU twice");
     let large = ClientSpec { vram_bytes: 193 * MIB, ..self::spec() };
     assert!(matches!(gpu.admit(&large), Err(GpuError::Limit(_))));
-    let odd = ClientSpec { vram_bytes: 4096, ..self::spec() };
-    assert!(matches!(gpu.admit(&odd), Err(GpuError::Invalid(_))));
+    let unaligned = ClientSpec { vram_bytes: 4096, ..self::spec() };
+    assert!(matches!(gpu.admit(&unaligned), Err(GpuError::Invalid(_))));
     assert!(matches!(gpu.evict(VgpuId::random()), Err(GpuError::NotFound(_))));
     assert!(gpu.set_timeslice(spec.vgpu, Duration::ZERO).is_err());
-    let rest = ClientSpec { vram_bytes: 192 * MIB, ..self::spec() };
-    assert!(gpu.admit(&rest).is_ok());
+    let remaining = ClientSpec { vram_bytes: 192 * MIB, ..self::spec() };
+    assert!(gpu.admit(&remaining).is_ok());
 }

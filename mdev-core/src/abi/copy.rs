@@ -7,13 +7,13 @@ pub const CLASS: u32 = 0xc8b5;
 pub const NOP: u32 = 0x0100;
 /// `SET_SEMAPHORE_A`: bits 24:0 are the upper half of the address.
 pub const SET_SEMAPHORE_A: u32 = 0x0240;
-/// `SET_SEMAPHORE_B`: the lower half.
+/// `SET_SEMAPHORE_B`: the lower half of the address.
 pub const SET_SEMAPHORE_B: u32 = 0x0244;
 /// `SET_SEMAPHORE_PAYLOAD`.
 pub const SET_SEMAPHORE_PAYLOAD: u32 = 0x0248;
-/// `SET_SRC_PHYS_MODE`: refused when used.
+/// `SET_SRC_PHYS_MODE`: refused.
 pub const SET_SRC_PHYS_MODE: u32 = 0x0260;
-/// `SET_DST_PHYS_MODE`: refused when used.
+/// `SET_DST_PHYS_MODE`: refused.
 pub const SET_DST_PHYS_MODE: u32 = 0x0264;
 /// `LAUNCH_DMA`: see [`launch`].
 pub const LAUNCH_DMA: u32 = 0x0300;
@@ -29,7 +29,7 @@ pub const OFFSET_OUT_LOWER: u32 = 0x040c;
 pub const PITCH_IN: u32 = 0x0410;
 /// `PITCH_OUT`, bytes, signed.
 pub const PITCH_OUT: u32 = 0x0414;
-/// `LINE_LENGTH_IN`: bytes, or elements with remap on.
+/// `LINE_LENGTH_IN`: bytes, or elements with remapping.
 pub const LINE_LENGTH_IN: u32 = 0x0418;
 /// `LINE_COUNT`.
 pub const LINE_COUNT: u32 = 0x041c;
@@ -74,13 +74,13 @@ pub mod launch {
 
 /// Fields of `SET_REMAP_COMPONENTS`.
 pub mod remap {
-    /// A destination component takes `CONST_A`.
+    /// The destination component is `CONST_A`.
     pub const CONST_A: u32 = 4;
-    /// A destination component takes `CONST_B`.
+    /// The destination component is `CONST_B`.
     pub const CONST_B: u32 = 5;
-    /// A destination component is left alone.
+    /// The destination component is not written.
     pub const NO_WRITE: u32 = 6;
-    /// `DST_X` is in bits 2:0, `DST_Y` 6:4, `DST_Z` 10:8, `DST_W` 14:12.
+    /// Shifts of `DST_X` (bits 2:0), `DST_Y` (6:4), `DST_Z` (10:8) and `DST_W` (14:12).
     pub const DST_SHIFTS: [u32; 4] = [0, 4, 8, 12];
     /// `COMPONENT_SIZE`, bits 17:16, bytes minus one.
     pub const COMPONENT_SIZE_SHIFT: u32 = 16;

@@ -1,34 +1,35 @@
-//! Host class `HOPPER_CHANNEL_GPFIFO_A` (c86f): GPFIFO entries, method headers, semaphores. Symbols: clc86f.h.
+//! Host class `HOPPER_CHANNEL_GPFIFO_A` (c86f): GPFIFO entries, method headers, semaphores.
+//! Symbols: clc86f.h.
 
 /// `HOPPER_CHANNEL_GPFIFO_A`.
 pub const CLASS: u32 = 0xc86f;
-/// Bytes of a GPFIFO entry (`NVC86F_GP_ENTRY__SIZE`).
+/// Size of a GPFIFO entry in bytes (`NVC86F_GP_ENTRY__SIZE`).
 pub const GP_ENTRY_BYTES: u64 = 8;
-/// Bits of a pushbuffer's address (`GP_ENTRY0_GET` and `GP_ENTRY1_GET_HI`).
+/// Width of a pushbuffer's address in bits (`GP_ENTRY0_GET` and `GP_ENTRY1_GET_HI`).
 pub const PUSHBUFFER_VA_BITS: u32 = 40;
 
-/// A GPFIFO entry.
+/// GPFIFO entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpEntry {
-    /// Fetch `dwords` words of methods at `va`.
+    /// A pushbuffer of `dwords` words at `va`.
     Segment {
-        /// Where the pushbuffer is (4-byte aligned, 40 bits).
+        /// Address (4-byte aligned, 40 bits).
         va: u64,
-        /// Its length in 32-bit words (at most 0x1f_ffff).
+        /// Length in 32-bit words (at most 0x1f_ffff).
         dwords: u32,
     },
     /// A control entry (`LENGTH` 0) with its `GP_ENTRY1_OPCODE`; 0 is `NOP`.
     Control {
-        /// The opcode.
+        /// Opcode.
         opcode: u32,
     },
 }
 
 impl GpEntry {
-    /// Largest length of a segment, in 32-bit words (`GP_ENTRY1_LENGTH` has 21 bits).
+    /// Maximum length of a segment in 32-bit words (`GP_ENTRY1_LENGTH` has 21 bits).
     pub const MAX_DWORDS: u32 = 0x1f_ffff;
 
-    /// The 64-bit entry, with `LEVEL` = `SUBROUTINE` as drivers set it.
+    /// Returns the 64-bit entry, with `LEVEL` = `SUBROUTINE` as drivers set it.
     pub const fn encode(self) -> u64 {
         match self {
             Self::Segment { va, dwords } => {
@@ -38,7 +39,7 @@ impl GpEntry {
         }
     }
 
-    /// What a 64-bit entry says.
+    /// Decodes a 64-bit entry.
     pub const fn decode(raw: u64) -> Self {
         let dwords = (raw >> 42) as u32 & Self::MAX_DWORDS;
         if dwords == 0 {
@@ -49,7 +50,7 @@ impl GpEntry {
     }
 }
 
-/// `NVC86F_DMA_SEC_OP`, bits 31:29 of a method header.
+/// Operation of a method header: `NVC86F_DMA_SEC_OP`, bits 31:29.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SecOp {
     /// `INC_METHOD` (1): each data word goes to the next method.
@@ -58,27 +59,27 @@ pub enum SecOp {
     NonInc,
     /// `IMMD_DATA_METHOD` (4): the count field is the data.
     Immediate,
-    /// `ONE_INC` (5): the first word to the method, the rest to the one after.
+    /// `ONE_INC` (5): the first data word goes to the method, the others to the next method.
     OneInc,
-    /// `END_PB_SEGMENT` (7): nothing more in this segment.
+    /// `END_PB_SEGMENT` (7): end of the segment.
     EndSegment,
 }
 
-/// A decoded method header.
+/// Method header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MethodHeader {
-    /// How data words follow.
+    /// Operation.
     pub op: SecOp,
     /// Subchannel, 0 to 7.
     pub subchannel: u8,
-    /// Byte offset of the (first) method.
+    /// Byte offset of the first method.
     pub method: u32,
-    /// Data words that follow, or the immediate data (13 bits).
+    /// Number of data words, or the immediate data (13 bits).
     pub count: u32,
 }
 
 impl MethodHeader {
-    /// The 32-bit header.
+    /// Returns the 32-bit header.
     pub const fn encode(self) -> u32 {
         let op: u32 = match self.op {
             SecOp::Inc => 1,
@@ -93,7 +94,7 @@ impl MethodHeader {
             | (self.method >> 2) & 0xfff
     }
 
-    /// What a header says, or `None` for an operation the class does not have.
+    /// Decodes a header. Returns `None` for an operation that the class does not have.
     pub const fn decode(raw: u32) -> Option<Self> {
         let op = match raw >> 29 {
             1 => SecOp::Inc,
@@ -117,13 +118,14 @@ pub const SUBCHANNEL_COMPUTE: u8 = 1;
 /// Subchannel that drivers bind the copy class to.
 pub const SUBCHANNEL_COPY: u8 = 4;
 
-/// `NVC86F_SET_OBJECT`: binds a class to the header's subchannel. Methods below 0x100 are the host's on any subchannel.
+/// `NVC86F_SET_OBJECT`: binds a class to the header's subchannel. Methods below 0x100 are host
+/// methods on every subchannel.
 pub const SET_OBJECT: u32 = 0x0000;
 /// `NVC86F_NOP`.
 pub const NOP: u32 = 0x0008;
 /// `NVC86F_NON_STALL_INTERRUPT`.
 pub const NON_STALL_INTERRUPT: u32 = 0x0020;
-/// `NVC86F_MEM_OP_A` to `D` lie at 0x28..=0x34; only the membar of D is unprivileged.
+/// `NVC86F_MEM_OP_A`; B to D follow up to 0x34. Only the membar of D is unprivileged.
 pub const MEM_OP_A: u32 = 0x0028;
 /// `NVC86F_MEM_OP_D`.
 pub const MEM_OP_D: u32 = 0x0034;
@@ -145,9 +147,10 @@ pub const SEM_EXECUTE: u32 = 0x006c;
 pub const WFI: u32 = 0x0078;
 /// `NVC86F_YIELD`.
 pub const YIELD: u32 = 0x0080;
-/// `YIELD_OP_TSG`: the next channel of the same group that has work goes first. Groups keep their time slices.
+/// `YIELD_OP_TSG`: the next channel with work of the same group runs first. Time slices of groups
+/// do not change.
 pub const YIELD_TSG: u32 = 3;
-/// First method that belongs to the subchannel's class.
+/// First method of the subchannel's class.
 pub const FIRST_CLASS_METHOD: u32 = 0x0100;
 
 /// Fields of `NVC86F_SEM_EXECUTE`.
@@ -168,9 +171,9 @@ pub mod sem {
     pub const ACQ_NOR: u32 = 5;
     /// Read-modify-write; the operation is in bits 30:27.
     pub const REDUCTION: u32 = 6;
-    /// `ACQUIRE_SWITCH_TSG`: give up the rest of the slice while waiting.
+    /// `ACQUIRE_SWITCH_TSG`: release the rest of the slice during the wait.
     pub const ACQUIRE_SWITCH_TSG: u32 = 1 << 12;
-    /// `RELEASE_WFI`: wait for idle first.
+    /// `RELEASE_WFI`: wait for idle before the release.
     pub const RELEASE_WFI: u32 = 1 << 20;
     /// `PAYLOAD_SIZE_64BIT`.
     pub const PAYLOAD_64: u32 = 1 << 24;

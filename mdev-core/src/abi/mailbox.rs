@@ -1,39 +1,40 @@
-//! The mailbox: one request at a time, in a page of guest RAM.
+//! Mailbox: a page of guest RAM with one request at a time.
 //!
-//! The guest fills the page, writes its address to `MAILBOX_LO/HI` and anything to `MAILBOX_DOORBELL`; when that write
-//! completes, `status` and the reply are in the same page. A bad request gets a status, never a dead device.
+//! The guest fills the page and writes its address to `MAILBOX_LO/HI` and any value to
+//! `MAILBOX_DOORBELL`. When that write completes, the page contains `status` and the reply. An
+//! invalid request fails with a status and does not affect the device.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Length of the page in bytes.
 pub const PAGE_BYTES: usize = 4096;
-/// Where the payload starts.
+/// Offset of the payload.
 pub const PAYLOAD: usize = size_of::<Header>();
-/// Most entries of one [`MapGuest`] request.
+/// Maximum number of entries of a [`MapGuest`] request.
 pub const MAX_SCATTER: usize =
     (PAGE_BYTES - PAYLOAD - size_of::<MapGuest>()) / size_of::<Scatter>();
 
-/// Start of the page.
+/// Header at the start of the page.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct Header {
-    /// An [`Opcode`].
+    /// Number of an [`Opcode`].
     pub opcode: u32,
-    /// Out: a [`Status`].
+    /// Out: number of a [`Status`].
     pub status: u32,
-    /// Bytes of payload in the request.
+    /// Size of the request's payload in bytes.
     pub request_bytes: u32,
-    /// Out: bytes of payload in the reply.
+    /// Out: size of the reply's payload in bytes.
     pub reply_bytes: u32,
-    /// Left as it is, for the guest's own use.
+    /// Unused by the device, for the guest's own use.
     pub cookie: u64,
     /// Zero.
     pub reserved: u64,
 }
 
-/// What is asked.
+/// Operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Opcode {
@@ -51,12 +52,12 @@ pub enum Opcode {
     ChannelQuery = 6,
     /// [`ChannelName`]; no reply payload.
     ChannelDestroy = 7,
-    /// No payload: all channels and mappings are gone afterwards.
+    /// No payload. Destroys all channels and mappings.
     Reset = 8,
 }
 
 impl Opcode {
-    /// The opcode with this number, if there is one.
+    /// Returns the opcode with this number.
     pub const fn from_number(number: u32) -> Option<Self> {
         Some(match number {
             1 => Self::GetInfo,
@@ -72,11 +73,11 @@ impl Opcode {
     }
 }
 
-/// How a request went.
+/// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Status {
-    /// Done.
+    /// Success.
     Ok = 0,
     /// No such opcode.
     UnknownOpcode = 1,
@@ -88,20 +89,21 @@ pub enum Status {
     Overlap = 4,
     /// No such channel or mapping.
     NotFound = 5,
-    /// A limit of the type is reached.
+    /// A limit of the vGPU type is reached.
     Limit = 6,
-    /// This vGPU cannot do that.
+    /// The vGPU does not support the operation.
     Unsupported = 7,
     /// The GPU is lost.
     DeviceLost = 8,
-    /// The mailbox address is not in guest memory that the device can reach (only in `MAILBOX_STATUS`).
+    /// The mailbox address is not in guest memory that the device can access (only in
+    /// `MAILBOX_STATUS`).
     BadMailbox = 9,
-    /// The host failed; its log says why.
+    /// The host failed. Its log has the cause.
     Internal = 10,
 }
 
 impl Status {
-    /// The status with this number; unknown ones are [`Status::Internal`].
+    /// Returns the status with this number; [`Status::Internal`] for unknown numbers.
     pub const fn from_number(number: u32) -> Self {
         match number {
             0 => Self::Ok,
@@ -127,51 +129,51 @@ impl Status {
 pub struct Info {
     /// Video memory in bytes.
     pub vram_bytes: u64,
-    /// First GPU virtual address that may be mapped.
+    /// First GPU virtual address for mappings.
     pub va_start: u64,
-    /// First one past the last.
+    /// End of the range of GPU virtual addresses (exclusive).
     pub va_end: u64,
     /// Frequency of semaphore timestamps in Hz.
     pub timestamp_hz: u64,
     /// [`super::control::Features`].
     pub features: u32,
-    /// Channels this vGPU may have.
+    /// Maximum number of channels.
     pub max_channels: u32,
-    /// Interrupt vectors.
+    /// Number of interrupt vectors.
     pub vectors: u32,
-    /// Largest GPFIFO, in entries.
+    /// Maximum number of GPFIFO entries.
     pub max_gpfifo_entries: u32,
-    /// Host class, copy class, compute class, 0 where there is none.
+    /// Numbers of the host, copy and compute class, 0 for an absent class.
     pub classes: [u32; 3],
     /// Zero.
     pub reserved: u32,
 }
 
-/// Lowest GPU virtual address a guest may map: hardware keeps the 4 GiB below 4 GiB for itself.
+/// First GPU virtual address for mappings. Hardware reserves the 4 GiB below it.
 pub const VA_START: u64 = 0x2_0000_0000;
-/// First GPU virtual address past the range: rings and QMDs take 40-bit addresses.
+/// End of GPU virtual addresses (exclusive): rings and QMDs have 40-bit addresses.
 pub const VA_END: u64 = 1 << 40;
-/// Largest GPFIFO in entries.
+/// Maximum number of GPFIFO entries.
 pub const MAX_GPFIFO_ENTRIES: u32 = 1 << 16;
 
-/// Bit of `flags` in [`MapGuest`] and [`MapVram`]: the GPU may only read.
+/// Bit of `flags` in [`MapGuest`] and [`MapVram`]: read-only for the GPU.
 pub const MAP_READ_ONLY: u32 = 1 << 0;
 
-/// `MapGuest`: guest pages, one range after the other, at consecutive GPU virtual addresses.
+/// `MapGuest`: maps ranges of guest memory at consecutive GPU virtual addresses.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct MapGuest {
-    /// Where to map, page-aligned.
+    /// GPU virtual address, page-aligned.
     pub va: u64,
-    /// [`MAP_READ_ONLY`].
+    /// 0 or [`MAP_READ_ONLY`].
     pub flags: u32,
-    /// Entries of [`Scatter`] that follow, 1 to [`MAX_SCATTER`].
+    /// Number of [`Scatter`] entries that follow, 1 to [`MAX_SCATTER`].
     pub count: u32,
 }
 
-/// A range of guest-physical memory.
+/// Range of guest-physical memory.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -183,25 +185,25 @@ pub struct Scatter {
     pub length: u64,
 }
 
-/// `MapVram`.
+/// `MapVram`: maps video memory.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct MapVram {
-    /// Where to map, page-aligned.
+    /// GPU virtual address, page-aligned.
     pub va: u64,
     /// Byte offset into video memory, page-aligned.
     pub offset: u64,
     /// Bytes, page-aligned, not zero.
     pub length: u64,
-    /// [`MAP_READ_ONLY`].
+    /// 0 or [`MAP_READ_ONLY`].
     pub flags: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// `Unmap`: the whole range must be mapped.
+/// `Unmap`: unmaps a range of which every page is mapped.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -213,7 +215,7 @@ pub struct Unmap {
     pub length: u64,
 }
 
-/// `ChannelCreate`.
+/// `ChannelCreate`: creates a channel.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -221,7 +223,7 @@ pub struct Unmap {
 pub struct ChannelCreate {
     /// [`ENGINE_COPY`] or [`ENGINE_COMPUTE`].
     pub engine: u32,
-    /// Entries of the GPFIFO, a power of two, 2 to [`MAX_GPFIFO_ENTRIES`].
+    /// Number of GPFIFO entries, a power of two from 2 to [`MAX_GPFIFO_ENTRIES`].
     pub gpfifo_entries: u32,
     /// GPU virtual address of the GPFIFO, 8-byte aligned.
     pub gpfifo_va: u64,
@@ -229,13 +231,13 @@ pub struct ChannelCreate {
     pub userd: u64,
     /// [`USERD_GUEST`] or [`USERD_VRAM`].
     pub userd_aperture: u32,
-    /// Interrupt vector of its non-stall interrupts.
+    /// Interrupt vector of non-stall interrupts.
     pub vector: u32,
 }
 
-/// A channel for copies.
+/// Engine of a channel for copies.
 pub const ENGINE_COPY: u32 = 0;
-/// A channel for compute and copies.
+/// Engine of a channel for compute and copies.
 pub const ENGINE_COMPUTE: u32 = 1;
 /// The USERD is in guest RAM.
 pub const USERD_GUEST: u32 = 0;
@@ -248,9 +250,9 @@ pub const USERD_VRAM: u32 = 1;
 )]
 #[repr(C)]
 pub struct ChannelCreated {
-    /// Names the channel in requests.
+    /// Id of the channel in requests.
     pub channel: u32,
-    /// Names it to the doorbell.
+    /// Token of the channel for the doorbell.
     pub token: u32,
 }
 
@@ -260,7 +262,7 @@ pub struct ChannelCreated {
 )]
 #[repr(C)]
 pub struct ChannelName {
-    /// From [`ChannelCreated`].
+    /// Id from [`ChannelCreated`].
     pub channel: u32,
     /// Zero.
     pub reserved: u32,
@@ -272,12 +274,12 @@ pub struct ChannelName {
 )]
 #[repr(C)]
 pub struct ChannelState {
-    /// 0, or a code of [`super::notifier`]: the channel is dead; destroy it and make another.
+    /// 0, or a code of [`super::notifier`]: the channel has failed and can only be destroyed.
     pub error: u32,
     /// Ring position.
     pub gp_get: u32,
-    /// Faulting GPU virtual address, or the bad method or entry.
+    /// Faulting GPU virtual address, or the invalid method or entry.
     pub error_info: u64,
-    /// Engine time used, in nanoseconds.
+    /// Engine time, in nanoseconds.
     pub engine_ns: u64,
 }

@@ -1,8 +1,9 @@
-//! Programs of silicon that runs no machine code: small blobs that name one of its built-in kernels. The software GPU has
-//! all of them; a device with a unit for one of them has that one.
+//! Program blobs of GPUs that execute no machine code. A blob names a built-in kernel of the
+//! software GPU, or a fixed function of the device.
 //!
-//! A QMD's program address points at a blob where hardware would have machine code. Parameters lie in constant buffer 0
-//! from [`super::compute::PARAM_BASE`], laid out as a CUDA kernel's would be, so a launch looks alike on both silicons.
+//! The program address of a QMD points at a blob instead of at machine code. Parameters are in
+//! constant buffer 0 from [`super::compute::PARAM_BASE`], with the layout of a CUDA kernel's
+//! parameters, so that a launch is the same for blobs and for machine code.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -12,10 +13,10 @@ use super::control::Features;
 pub const MAGIC: u32 = 0x4e4b_5354;
 /// Version of the blob and of the parameter blocks below.
 pub const VERSION: u32 = 1;
-/// Alignment of a program's address in bytes, as hardware asks for.
+/// Alignment of a program's address in bytes, as hardware requires it.
 pub const ALIGN: u64 = 128;
 
-/// A program.
+/// Program blob.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Program {
@@ -23,32 +24,49 @@ pub struct Program {
     pub magic: u32,
     /// [`VERSION`].
     pub version: u32,
-    /// A [`Kernel`].
+    /// Number of a [`Kernel`].
     pub kernel: u32,
-    /// Bytes of parameters that the kernel reads.
+    /// Size of the kernel's parameters in bytes.
     pub param_bytes: u32,
 }
 
-/// The built-in kernels. The grid and block of the QMD bound the elements that are computed, as on hardware.
+/// Id of a fixed function, in [`Program::kernel`]. The device that implements a function defines
+/// its id.
+///
+/// Ids start at [`FunctionId::FIRST`]; smaller numbers are the software GPU's kernels. A launch
+/// with an id that the device does not implement faults the channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FunctionId(pub u32);
+
+impl FunctionId {
+    /// Smallest id.
+    pub const FIRST: u32 = 6;
+}
+
+/// Kernel that a blob names. The grid and block of the QMD bound the elements that are computed, as
+/// on hardware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
 pub enum Kernel {
     /// `y[i] = a * x[i] + y[i]`; one thread per element, x only. Parameters: [`Saxpy`].
-    Saxpy = 1,
-    /// `c = a * b`, row-major squares of f32; threads in x and y cover columns and rows. Parameters: [`Sgemm`].
-    Sgemm = 2,
-    /// XRGB8888 pixels of the Mandelbrot set; threads in x and y cover columns and rows. Parameters: [`Mandelbrot`].
-    Mandelbrot = 3,
-    /// Each thread iterates an LCG; thread 0 of each block then adds 1 to a counter. Parameters: [`Spin`].
-    Spin = 4,
+    Saxpy,
+    /// `c = a * b`, row-major squares of f32; threads in x and y cover columns and rows.
+    /// Parameters: [`Sgemm`].
+    Sgemm,
+    /// XRGB8888 pixels of the Mandelbrot set; threads in x and y cover columns and rows.
+    /// Parameters: [`Mandelbrot`].
+    Mandelbrot,
+    /// Each thread iterates an LCG; thread 0 of each block then adds 1 to a counter. Parameters:
+    /// [`Spin`].
+    Spin,
     /// `c[i] = a[i] + b[i]`; one thread per element, x only. Parameters: [`VectorAdd`].
-    VectorAdd = 5,
-    /// `x[i] = x[i]!`, modulo 2^32; one thread per element, x only. Parameters: [`Factorial`].
-    Factorial = 6,
+    VectorAdd,
+    /// `x[i] = f(x[i])`, with the device's fixed function `f`; one thread per element, x only.
+    /// Parameters: [`FixedFunction`].
+    FixedFunction(FunctionId),
 }
 
 impl Kernel {
-    /// The kernel with this number, if there is one.
+    /// Returns the kernel with this number, or `None` for a reserved number.
     pub const fn from_number(number: u32) -> Option<Self> {
         Some(match number {
             1 => Self::Saxpy,
@@ -56,12 +74,24 @@ impl Kernel {
             3 => Self::Mandelbrot,
             4 => Self::Spin,
             5 => Self::VectorAdd,
-            6 => Self::Factorial,
-            _ => return None,
+            FunctionId::FIRST.. => Self::FixedFunction(FunctionId(number)),
+            0 => return None,
         })
     }
 
-    /// Bytes of its parameter block.
+    /// Returns the number of the kernel, for [`Program::kernel`].
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::Saxpy => 1,
+            Self::Sgemm => 2,
+            Self::Mandelbrot => 3,
+            Self::Spin => 4,
+            Self::VectorAdd => 5,
+            Self::FixedFunction(FunctionId(id)) => id,
+        }
+    }
+
+    /// Returns the size of the parameter block in bytes.
     pub const fn param_bytes(self) -> u32 {
         (match self {
             Self::Saxpy => size_of::<Saxpy>(),
@@ -69,14 +99,14 @@ impl Kernel {
             Self::Mandelbrot => size_of::<Mandelbrot>(),
             Self::Spin => size_of::<Spin>(),
             Self::VectorAdd => size_of::<VectorAdd>(),
-            Self::Factorial => size_of::<Factorial>(),
+            Self::FixedFunction(_) => size_of::<FixedFunction>(),
         }) as u32
     }
 
-    /// What a vGPU has that runs it as a named program.
+    /// Returns the feature of vGPUs that execute the kernel from a blob.
     pub const fn feature(self) -> Features {
         match self {
-            Self::Factorial => Features::FACTORIAL,
+            Self::FixedFunction(_) => Features::FIXED_FUNCTION,
             _ => Features::SOFT_PROGRAMS,
         }
     }
@@ -112,26 +142,16 @@ pub struct VectorAdd {
     pub reserved: u32,
 }
 
-/// Parameters of [`Kernel::Factorial`].
+/// Parameters of [`Kernel::FixedFunction`].
 #[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub struct Factorial {
-    /// GPU address of x: 32-bit words.
+pub struct FixedFunction {
+    /// GPU address of x, an array of 32-bit words.
     pub x: u64,
     /// Elements.
     pub n: u32,
     /// Zero.
     pub reserved: u32,
-}
-
-impl Factorial {
-    /// From here on factorials are multiples of 2^32.
-    pub const ZERO_FROM: u32 = 34;
-
-    /// `n!`, modulo 2^32.
-    pub fn of(n: u32) -> u32 {
-        if n < Self::ZERO_FROM { (1..=n).fold(1, u32::wrapping_mul) } else { 0 }
-    }
 }
 
 /// Parameters of [`Kernel::Sgemm`].
@@ -162,7 +182,7 @@ pub struct Mandelbrot {
     pub width: u32,
     /// Rows.
     pub height: u32,
-    /// Iterations at which a point counts as inside.
+    /// Iterations after which a point counts as inside.
     pub max_iterations: u32,
     /// Real part of the top left pixel.
     pub left: f32,
@@ -175,9 +195,10 @@ pub struct Mandelbrot {
 }
 
 impl Mandelbrot {
-    /// The colour of the pixel in column `x` and row `y`, which is what the kernel writes there.
+    /// Returns the color of the pixel in column `x` and row `y`.
     ///
-    /// Every operation is one IEEE 754 single, in this order, so that a guest can check a picture bit by bit.
+    /// Every operation is an IEEE 754 single-precision operation, in this order, so that a guest
+    /// can compare pictures bit by bit.
     pub fn pixel(&self, x: u32, y: u32) -> u32 {
         let (re, im) = (self.left + x as f32 * self.step, self.top + y as f32 * self.step);
         let (mut zr, mut zi, mut n) = (0.0f32, 0.0f32, 0);
@@ -193,7 +214,8 @@ impl Mandelbrot {
         0
     }
 
-    /// XRGB8888 of a point that escaped after `iterations`: from night blue to white. Points inside are black.
+    /// Returns the XRGB8888 color of a point that escaped after `iterations`, from night blue to
+    /// white. Points inside are black.
     pub const fn colour(iterations: u32) -> u32 {
         let t = 255 - 255 * 16 / (if iterations > 0xffff { 0xffff } else { iterations } + 16);
         (t * t / 255) << 16 | t << 8 | (64 + t * 191 / 255)
@@ -206,7 +228,7 @@ impl Mandelbrot {
 pub struct Spin {
     /// GPU address of a u32 counter.
     pub out: u64,
-    /// Iterations of each thread; `u32::MAX` never ends.
+    /// Iterations of each thread; a kernel with `u32::MAX` does not end.
     pub iterations: u32,
     /// Zero.
     pub reserved: u32,
@@ -214,15 +236,13 @@ pub struct Spin {
 
 #[cfg(test)]
 mod tests {
-    use super::Factorial;
+    use super::*;
 
     #[test]
-    fn factorials_are_those_of_the_definition() {
-        assert_eq!([0, 1, 5, 12].map(Factorial::of), [1, 1, 120, 479_001_600]);
-        let mut product = 1u32;
-        for n in 1..200 {
-            product = product.wrapping_mul(n);
-            assert_eq!(Factorial::of(n), product, "{n}");
+    fn kernel_numbers_round_trip() {
+        assert_eq!(Kernel::from_number(0), None);
+        for number in (1..10).chain([u32::MAX]) {
+            assert_eq!(Kernel::from_number(number).map(Kernel::number), Some(number));
         }
     }
 }

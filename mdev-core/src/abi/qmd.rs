@@ -1,11 +1,11 @@
-//! QMD version 4: the 384-byte descriptor of one grid launch. Symbols: `NVCBC0_QMDV04_00_*`.
+//! QMD version 4: the 384-byte descriptor of a grid launch. Symbols: `NVCBC0_QMDV04_00_*`.
 
-/// Length in bytes; the address is 256-byte aligned.
+/// Length in bytes.
 pub const BYTES: usize = 384;
 /// Alignment of a QMD in bytes (`SEND_PCAS_A` takes the address >> 8).
 pub const ALIGN: u64 = 256;
 
-/// A field: inclusive bit range of the descriptor.
+/// Field of a QMD: an inclusive range of bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
     /// Lowest bit.
@@ -24,13 +24,13 @@ pub const QMD_TYPE: Field = field(25, 23);
 pub const QMD_MINOR_VERSION: Field = field(579, 576);
 /// `QMD_MAJOR_VERSION`: 4.
 pub const QMD_MAJOR_VERSION: Field = field(583, 580);
-/// `SASS_VERSION`: what the machine code is for.
+/// `SASS_VERSION`: architecture of the machine code.
 pub const SASS_VERSION: Field = field(543, 536);
-/// `API_VISIBLE_CALL_LIMIT`: 1 is no check.
+/// `API_VISIBLE_CALL_LIMIT`: 1 disables the check.
 pub const API_VISIBLE_CALL_LIMIT: Field = field(568, 568);
 /// `SHARED_MEMORY_SIZE`, bytes.
 pub const SHARED_MEMORY_SIZE: Field = field(601, 584);
-/// `INVALIDATE_SHADER_DATA_CACHE`: reads see what was written since the last launch.
+/// `INVALIDATE_SHADER_DATA_CACHE`: loads see stores since the last launch.
 pub const INVALIDATE_SHADER_DATA_CACHE: Field = field(605, 605);
 /// `MIN_SM_CONFIG_SHARED_MEM_SIZE`: units of 4 KiB, plus one.
 pub const MIN_SM_CONFIG_SHARED_MEM_SIZE: Field = field(613, 608);
@@ -71,7 +71,7 @@ pub const CONSTANT_BUFFER_ADDR_UPPER_0: Field = field(1586, 1568);
 /// `CONSTANT_BUFFER_SIZE_SHIFTED4(0)`.
 pub const CONSTANT_BUFFER_SIZE_0: Field = field(1599, 1587);
 
-/// A descriptor.
+/// Launch descriptor of a grid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qmd([u32; BYTES / 4]);
 
@@ -81,7 +81,7 @@ impl Default for Qmd {
     }
 }
 
-/// What every launch says.
+/// Parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// Blocks in x, y and z.
@@ -90,11 +90,11 @@ pub struct Launch {
     pub block: [u32; 3],
     /// GPU virtual address of the program.
     pub program: u64,
-    /// GPU virtual address of constant bank 0: 64-byte aligned.
+    /// GPU virtual address of constant buffer 0, 64-byte aligned.
     pub constants: u64,
-    /// Size of that bank in bytes: a multiple of 16.
+    /// Size of constant buffer 0 in bytes, a multiple of 16.
     pub constant_bytes: u32,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
 }
 
@@ -124,7 +124,7 @@ impl From<Launch> for Qmd {
 }
 
 impl Qmd {
-    /// From the bytes in memory.
+    /// Returns the descriptor with these bytes.
     pub fn from_bytes(bytes: &[u8; BYTES]) -> Self {
         let mut words = [0; BYTES / 4];
         for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(4)) {
@@ -133,7 +133,7 @@ impl Qmd {
         Self(words)
     }
 
-    /// As bytes in memory.
+    /// Returns the descriptor's bytes.
     pub fn to_bytes(&self) -> [u8; BYTES] {
         let mut bytes = [0; BYTES];
         for (chunk, word) in bytes.chunks_exact_mut(4).zip(self.0) {
@@ -142,7 +142,7 @@ impl Qmd {
         bytes
     }
 
-    /// Reads a field (at most 32 bits wide).
+    /// Returns a field of at most 32 bits.
     pub fn get(&self, field: Field) -> u32 {
         let (word, shift, width) = Self::place(field);
         let pair = u64::from(self.0[word])
@@ -150,7 +150,7 @@ impl Qmd {
         (pair >> shift & ((1 << width) - 1)) as u32
     }
 
-    /// Writes a field; bits of `value` beyond the field are dropped.
+    /// Returns the descriptor with a field set; excess bits of `value` are dropped.
     #[must_use]
     pub fn with(mut self, field: Field, value: u32) -> Self {
         let (word, shift, width) = Self::place(field);
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_where_the_header_puts_them() {
+    fn fields_match_the_class_header() {
         let qmd = Qmd::default()
             .with(QMD_TYPE, 2)
             .with(QMD_MAJOR_VERSION, 4)

@@ -1,4 +1,5 @@
-//! Attributes of a vGPU: an ordered list of names and values. What they mean is in [`super::settings`].
+//! Attributes of a vGPU: an ordered list of names and values. [`super::settings`] has their
+//! meaning.
 
 use std::fmt;
 
@@ -7,14 +8,14 @@ use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
 use super::settings::{ATTRIBUTES, Attribute, Settings};
-use crate::sched::{CoreError, Mode, WordError};
+use crate::sched::{CoreError, KeywordError, Mode};
 
-/// Attributes in their order. In JSON, a list of objects with one member each: `[{"core": "80"}]`.
+/// List of attributes. In JSON, a list of objects with one member each: `[{"core": "80"}]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Attrs(Vec<Attr>);
 
-/// One attribute as it is written.
+/// Attribute with its unparsed value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Attr {
     name: String,
@@ -22,27 +23,27 @@ struct Attr {
 }
 
 impl Attrs {
-    /// The value of the first attribute of that name.
+    /// Returns the value of the first attribute with this name.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.iter().find(|(key, _)| *key == name).map(|(_, value)| value)
     }
 
-    /// All of them, in order.
+    /// Returns the attributes in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|attr| (attr.name.as_str(), attr.value.as_str()))
     }
 
-    /// How many there are.
+    /// Returns the number of attributes.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// True where there are none.
+    /// Returns true if there are no attributes.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Adds one at `index`, or at the end.
+    /// Inserts an attribute at `index`, or at the end.
     pub fn insert(
         &mut self,
         index: Option<usize>,
@@ -58,7 +59,7 @@ impl Attrs {
         Ok(())
     }
 
-    /// Gives one its value, where it is already or at the end.
+    /// Sets the value of an attribute, or appends the attribute.
     pub fn set(&mut self, name: &str, value: &str) {
         let value = value.to_owned();
         match self.0.iter_mut().find(|attr| attr.name == name) {
@@ -67,7 +68,7 @@ impl Attrs {
         }
     }
 
-    /// Takes away the one at `index`, or the last, if there is any.
+    /// Removes the attribute at `index`, or the last attribute, if any.
     pub fn remove(&mut self, index: Option<usize>) -> Result<(), AttrError> {
         let len = self.0.len();
         let Some(index) = index.or(len.checked_sub(1)) else { return Ok(()) };
@@ -78,7 +79,7 @@ impl Attrs {
         Ok(())
     }
 
-    /// What they say, with every name and value checked.
+    /// Parses and checks all attributes.
     pub fn settings(&self) -> Result<Settings, AttrError> {
         let mut settings = Settings::default();
         for (index, (name, value)) in self.iter().enumerate() {
@@ -132,48 +133,48 @@ impl<'de> Deserialize<'de> for Attr {
     }
 }
 
-/// Why attributes are refused.
+/// Error of an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttrError {
-    /// No such attribute.
+    /// The attribute does not exist.
     #[error("There is no attribute {0:?}; there are {known}", known = known())]
     Unknown(String),
-    /// One attribute more than once.
+    /// The attribute occurs more than once.
     #[error(
         "Attribute {name:?} is given twice; set it once (--attr {name}=VALUE), or remove one \
          (--delattr --index {index})"
     )]
     Twice {
-        /// Its name.
+        /// Name of the attribute.
         name: String,
-        /// Where the second one is.
+        /// Index of the second occurrence.
         index: usize,
     },
-    /// Not a share.
+    /// Invalid share.
     #[error(transparent)]
     Core(#[from] CoreError),
-    /// Not one of the words it may be.
+    /// Invalid keyword.
     #[error(transparent)]
-    Word(#[from] WordError),
-    /// Not a value that it may have.
+    Keyword(#[from] KeywordError),
+    /// Invalid value.
     #[error("Attribute {name:?} is {values}, not {value:?}")]
     Value {
-        /// Its name.
+        /// Name of the attribute.
         name: &'static str,
-        /// What it may be.
+        /// Valid values.
         values: &'static str,
-        /// What it was.
+        /// Invalid value.
         value: String,
     },
-    /// A cap without a height.
-    #[error("Attribute \"mode\" is hard, but there is no share to hold to; add core (1 to 100)")]
+    /// A hard cap without a share.
+    #[error("Attribute \"mode\" is hard without a share to enforce; add core (1 to 100)")]
     HardWithoutCore,
-    /// None is there.
+    /// Index out of range.
     #[error("There is no attribute at index {index}: there are {len}, counted from 0")]
     Index {
-        /// Where it was looked for.
+        /// Invalid index.
         index: usize,
-        /// How many there are.
+        /// Number of attributes.
         len: usize,
     },
 }
@@ -189,7 +190,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::definition::{Patience, Quotas};
+    use crate::definition::{HangTimeout, Quotas};
     use crate::gpu::{self, GpuCapabilities};
     use crate::sched::{Core, Priority};
     use crate::units::MIB;
@@ -207,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_else_is_refused_in_one_line() {
+    fn invalid_attributes_are_refused_in_one_line() {
         let error = |list: &[(&str, &str)]| attrs(list).settings().unwrap_err().to_string();
         for core in ["0", "101", "-1", "8O", "", " 80", "+80", "80%"] {
             let expected = format!("Attribute \"core\" is 1 to 100 hundredths, not {core:?}");
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_and_quotas_are_read_and_held_to_their_bounds() {
+    fn shares_and_quotas_are_parsed_and_bounded() {
         let settings = attrs(&[
             ("core", "25"),
             ("mode", "hard"),
@@ -251,7 +252,7 @@ mod tests {
             max_pinned: Some(512 * MIB),
             submissions: NonZeroU32::new(1000),
             refresh: NonZeroU32::new(30).unwrap(),
-            hang_timeout: Patience::Limit(Some(Duration::from_millis(2500))),
+            hang_timeout: HangTimeout::Limit(Some(Duration::from_millis(2500))),
             acquire_timeout: Some(Duration::from_millis(10)),
         };
         assert_eq!(settings.quotas, quotas);
@@ -281,24 +282,24 @@ mod tests {
         }
         assert_eq!(
             error("mode", "hard"),
-            "Attribute \"mode\" is hard, but there is no share to hold to; add core (1 to 100)"
+            "Attribute \"mode\" is hard without a share to enforce; add core (1 to 100)"
         );
     }
 
     #[test]
-    fn what_is_not_given_is_as_the_silicon_has_it() {
+    fn defaults_are_those_of_the_gpu() {
         let defaults = attrs(&[]).settings().unwrap().quotas;
-        let own = gpu::Quotas::DEFAULT_HANG_TIMEOUT;
-        assert_eq!(defaults.of_silicon(Some(own)), gpu::Quotas::default());
-        assert_eq!(defaults.of_silicon(None).hang_timeout, None);
+        let default = gpu::Quotas::DEFAULT_HANG_TIMEOUT;
+        assert_eq!(defaults.for_gpu(Some(default)), gpu::Quotas::default());
+        assert_eq!(defaults.for_gpu(None).hang_timeout, None);
         assert_eq!(defaults.refresh.get(), 60);
         let off = attrs(&[("hang_timeout", "off"), ("acquire_timeout", "off")]).settings().unwrap();
-        let off = off.quotas.of_silicon(Some(own));
+        let off = off.quotas.for_gpu(Some(default));
         assert_eq!((off.hang_timeout, off.acquire_timeout), (None, None));
     }
 
     #[test]
-    fn every_attribute_says_what_it_is() {
+    fn every_attribute_is_described() {
         for attribute in ATTRIBUTES {
             assert!(attribute.about.ends_with('.'), "{}", attribute.name);
             assert!(!attribute.values.is_empty() && !attribute.default.is_empty());
@@ -308,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_are_added_and_removed_by_their_place() {
+    fn attributes_are_inserted_and_removed_by_index() {
         let mut list = attrs(&[("a", "1")]);
         list.insert(None, "c".into(), "3".into()).unwrap();
         list.insert(Some(1), "b".into(), "2".into()).unwrap();
@@ -321,6 +322,6 @@ mod tests {
         assert_eq!(list, attrs(&[("b", "2")]));
         assert_eq!(list.remove(Some(1)), Err(AttrError::Index { index: 1, len: 1 }));
         list.remove(None).unwrap();
-        assert_eq!(list.remove(None), Ok(()), "as mdevctl has it");
+        assert_eq!(list.remove(None), Ok(()), "as in mdevctl");
     }
 }

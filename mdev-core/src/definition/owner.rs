@@ -1,26 +1,26 @@
-//! A user and a group as people name them: by name, or by number.
+//! Unix user and group of a vGPU, by name or number.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Longest name of a user or group that is taken.
+/// Maximum length of a name.
 const MAX_NAME: usize = 256;
 
-/// `USER` or `USER:GROUP`. Whether there are such is the host's to say.
+/// `USER` or `USER:GROUP`. The manager resolves the names on the host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Owner {
-    /// The user's name or number.
+    /// Name or number of the user.
     pub user: String,
-    /// The group's name or number; the user's own where absent.
+    /// Name or number of the group; the user's group if absent.
     pub group: Option<String>,
 }
 
 impl Owner {
-    /// What one looks like, for people.
+    /// Format for help texts.
     pub const VALUES: &str = "USER or USER:GROUP, by name or number";
 }
 
-/// That something is no [`Owner`].
+/// Error of a text that is not an [`Owner`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("give {}, as in libvirt-qemu or 64055:64055", Owner::VALUES)]
 pub struct OwnerError;
@@ -33,13 +33,13 @@ impl FromStr for Owner {
             Some((user, group)) => (user, Some(group)),
             None => (text, None),
         };
-        // What separates fields and lines in the files of names cannot be in one.
-        let fine = |name: &str| {
+        // Names cannot contain the separators of /etc/passwd and /etc/group.
+        let is_valid = |name: &str| {
             !name.is_empty()
                 && name.len() <= MAX_NAME
                 && !name.contains(|c: char| c == ':' || c.is_control() || c.is_whitespace())
         };
-        if !fine(user) || group.is_some_and(|group| !fine(group)) {
+        if !is_valid(user) || group.is_some_and(|group| !is_valid(group)) {
             return Err(OwnerError);
         }
         Ok(Self { user: user.to_owned(), group: group.map(str::to_owned) })
@@ -73,7 +73,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_read_is_written(text in "\\PC{0,40}") {
+        fn a_written_owner_is_read_back(text in "\\PC{0,40}") {
             if let Ok(owner) = text.parse::<Owner>() {
                 prop_assert_eq!(owner.to_string(), text);
             }

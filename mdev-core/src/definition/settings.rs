@@ -1,4 +1,4 @@
-//! What attributes mean: the table of those that there are, with their bounds.
+//! Known attributes: their meaning, bounds and defaults.
 
 use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
@@ -9,75 +9,78 @@ use serde::{Deserialize, Serialize};
 use super::attrs::AttrError;
 use super::owner::Owner;
 use crate::gpu::{self, GpuCapabilities};
-use crate::sched::Share;
+use crate::sched::ShareRequest;
 use crate::sched::policy::{MAX_SLICE, MIN_SLICE};
 use crate::units::{GIB, MIB};
 
-/// Attributes, parsed.
+/// Parsed attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// What is asked for of the GPU's time.
-    pub share: Share,
-    /// What is limited besides time.
+    /// Requested share of the GPU's time.
+    pub share: ShareRequest,
+    /// Limits besides time.
     pub quotas: Quotas,
-    /// Whether the guest maps the doorbell page (where the GPU allows it), or each ring is trapped.
+    /// True if the guest maps the doorbell page where the GPU allows it, false if each doorbell is
+    /// trapped.
     pub doorbell_mapped: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { share: Share::default(), quotas: Quotas::default(), doorbell_mapped: true }
+        Self { share: ShareRequest::default(), quotas: Quotas::default(), doorbell_mapped: true }
     }
 }
 
-/// Limits besides time; `None` leaves what the type and the GPU have. Video memory is the type's.
+/// Limits besides time; `None` is the limit of the type and the GPU. The type determines video
+/// memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quotas {
-    /// Channels that may exist at once.
+    /// Number of channels.
     pub max_channels: Option<u32>,
-    /// Bytes of guest memory that may be pinned for the GPU at once, in whole pages.
+    /// Size of the guest memory that is pinned for the GPU, in bytes, whole pages.
     pub max_pinned: Option<u64>,
-    /// GPFIFO entries that are taken in a second.
+    /// GPFIFO entries per second.
     pub submissions: Option<NonZeroU32>,
-    /// Pictures of the screen that are read out in a second.
+    /// Readouts of the screen per second.
     pub refresh: NonZeroU32,
-    /// Engine time of one kernel or transfer, after which it has hung.
-    pub hang_timeout: Patience,
-    /// Time that a channel may wait for a semaphore, after which it has hung.
+    /// Hang limit.
+    pub hang_timeout: HangTimeout,
+    /// Wait for a semaphore after which the channel is reset as hung.
     pub acquire_timeout: Option<Duration>,
 }
 
-/// How long is too long.
+/// Hang limit: engine time of one kernel or transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Patience {
-    /// What the GPU has by itself.
+pub enum HangTimeout {
+    /// The GPU's default.
     #[default]
-    Own,
-    /// Longer than this, or nothing is.
+    #[serde(rename = "Own")]
+    GpuDefault,
+    /// This limit, or none.
     Limit(Option<Duration>),
 }
 
-impl Patience {
-    /// What it comes down to on a GPU whose own is `own`.
-    pub fn or(self, own: Option<Duration>) -> Option<Duration> {
+impl HangTimeout {
+    /// Returns the limit on a GPU with the default `default`.
+    pub fn or(self, default: Option<Duration>) -> Option<Duration> {
         match self {
-            Self::Own => own,
+            Self::GpuDefault => default,
             Self::Limit(limit) => limit,
         }
     }
 }
 
 impl Quotas {
-    /// Pictures in a second, where nothing else was said: as many as a screen shows.
+    /// Default readouts per second: the refresh rate of a screen.
     pub const DEFAULT_REFRESH: NonZeroU32 = NonZeroU32::new(60).unwrap();
 
-    /// Those that the silicon keeps, which has a hang timeout of its own.
-    pub fn of_silicon(&self, own_hang_timeout: Option<Duration>) -> gpu::Quotas {
+    /// Returns the quotas for a GPU with this default hang limit.
+    pub fn for_gpu(&self, default_hang_timeout: Option<Duration>) -> gpu::Quotas {
         gpu::Quotas {
             submissions_per_second: self.submissions,
             max_channels: self.max_channels,
             max_import_bytes: self.max_pinned,
-            hang_timeout: self.hang_timeout.or(own_hang_timeout),
+            hang_timeout: self.hang_timeout.or(default_hang_timeout),
             acquire_timeout: self.acquire_timeout,
         }
     }
@@ -85,48 +88,48 @@ impl Quotas {
 
 impl Default for Quotas {
     fn default() -> Self {
-        let silicon = gpu::Quotas::default();
+        let defaults = gpu::Quotas::default();
         Self {
-            max_channels: silicon.max_channels,
-            max_pinned: silicon.max_import_bytes,
-            submissions: silicon.submissions_per_second,
+            max_channels: defaults.max_channels,
+            max_pinned: defaults.max_import_bytes,
+            submissions: defaults.submissions_per_second,
             refresh: Self::DEFAULT_REFRESH,
-            hang_timeout: Patience::Own,
-            acquire_timeout: silicon.acquire_timeout,
+            hang_timeout: HangTimeout::GpuDefault,
+            acquire_timeout: defaults.acquire_timeout,
         }
     }
 }
 
-/// One attribute that means something.
+/// Known attribute.
 #[derive(Clone, Copy, Debug)]
 pub struct Attribute {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// What it may be, for people.
+    /// Valid values, for help texts.
     pub values: &'static str,
-    /// What it is where it is not given, for people.
+    /// Default, for help texts.
     pub default: &'static str,
-    /// What it does, in one sentence.
+    /// Description in one sentence.
     pub about: &'static str,
-    /// True where it can change while the vGPU runs.
+    /// True if it can change while the vGPU runs.
     pub live: bool,
-    /// What a GPU must be able to do for it.
+    /// Capabilities that the GPU needs for it.
     pub needs: GpuCapabilities,
     pub(super) apply: fn(&mut Settings, &str) -> Result<(), AttrError>,
 }
 
-const NOTHING: GpuCapabilities = GpuCapabilities::empty();
+const NO_CAPABILITIES: GpuCapabilities = GpuCapabilities::empty();
 const QUOTAS: GpuCapabilities = GpuCapabilities::QUOTAS;
 
-/// Every attribute there is.
+/// All known attributes.
 pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "core",
         values: "1 to 100",
-        default: "a part of what nobody asked for",
-        about: "Hundredths of the GPU's time that the vGPU gets at least, while others contend.",
+        default: "a part of the unreserved time",
+        about: "Percentage of the GPU's time that the vGPU gets at least while other vGPUs contend.",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             settings.share.core = Some(value.parse()?);
             Ok(())
@@ -136,9 +139,9 @@ pub const ATTRIBUTES: &[Attribute] = &[
         name: "mode",
         values: "soft or hard",
         default: "soft",
-        about: "Whether the vGPU gets more than core where others idle (soft), or never (hard).",
+        about: "Whether the vGPU gets more than core while other vGPUs idle (soft), or never (hard).",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             settings.share.mode = value.parse()?;
             Ok(())
@@ -148,9 +151,9 @@ pub const ATTRIBUTES: &[Attribute] = &[
         name: "priority",
         values: "low, normal or high",
         default: "normal",
-        about: "Who gets the time that nobody was promised: each class four times the one below.",
+        about: "Weight for unreserved time: each class gets four times that of the class below.",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             settings.share.priority = value.parse()?;
             Ok(())
@@ -159,10 +162,10 @@ pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "timeslice",
         values: "0.1 to 30 ms",
-        default: "as its share has it",
-        about: "The longest that the vGPU runs without a break while others wait; shares hold.",
+        default: "derived from its share",
+        about: "Maximum time that the vGPU runs without a break while others wait; shares hold.",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             settings.share.timeslice =
                 Some(time("timeslice", "0.1 to 30 ms", value, 1e-3, MIN_SLICE..=MAX_SLICE)?);
@@ -172,10 +175,10 @@ pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "max_channels",
         values: "1 to 65536",
-        default: "its type's",
-        about: "Channels that the vGPU may have at once, where that is less than its type has.",
+        default: "the type's limit",
+        about: "Maximum number of channels, if less than the type's limit.",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             let limit = number("max_channels", "1 to 65536", value, 1..=65_536)?;
             settings.quotas.max_channels = Some(limit as u32);
@@ -185,10 +188,10 @@ pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "max_pinned",
         values: "1M to 1024G",
-        default: "its type's",
-        about: "Guest memory that may be pinned for the GPU at once, in whole MiB or GiB.",
+        default: "the type's limit",
+        about: "Maximum size of guest memory pinned for the GPU, in whole MiB or GiB.",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             settings.quotas.max_pinned = Some(size("max_pinned", value)?);
             Ok(())
@@ -197,8 +200,8 @@ pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "submissions",
         values: "1 to 10000000 a second",
-        default: "any number",
-        about: "GPFIFO entries that are taken in a second, with bursts of a twentieth of that.",
+        default: "no limit",
+        about: "Maximum number of GPFIFO entries per second, with bursts of a twentieth of that.",
         live: true,
         needs: QUOTAS,
         apply: |settings, value| {
@@ -211,9 +214,9 @@ pub const ATTRIBUTES: &[Attribute] = &[
         name: "refresh",
         values: "1 to 240 a second",
         default: "60",
-        about: "Pictures of the screen that are read out in a second, at most.",
+        about: "Maximum number of readouts of the screen per second.",
         live: true,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             let limit = number("refresh", "1 to 240 a second", value, 1..=240)?;
             settings.quotas.refresh = NonZeroU32::new(limit as u32).unwrap_or(NonZeroU32::MIN);
@@ -223,12 +226,12 @@ pub const ATTRIBUTES: &[Attribute] = &[
     Attribute {
         name: "hang_timeout",
         values: "0.01 to 86400 seconds, or off",
-        default: "60, or off where each ends by itself",
-        about: "Engine time of one kernel or transfer, after which its channel is reset as hung.",
+        default: "60, or off if the GPU's work always ends",
+        about: "Engine time of one kernel or transfer after which its channel is reset as hung.",
         live: true,
         needs: QUOTAS,
         apply: |settings, value| {
-            settings.quotas.hang_timeout = Patience::Limit(patience("hang_timeout", value)?);
+            settings.quotas.hang_timeout = HangTimeout::Limit(timeout("hang_timeout", value)?);
             Ok(())
         },
     },
@@ -236,11 +239,11 @@ pub const ATTRIBUTES: &[Attribute] = &[
         name: "acquire_timeout",
         values: "0.01 to 86400 seconds, or off",
         default: "off",
-        about: "Time that a channel may wait for a semaphore before it is reset as hung.",
+        about: "Time of a wait for a semaphore after which the channel is reset as hung.",
         live: true,
         needs: QUOTAS,
         apply: |settings, value| {
-            settings.quotas.acquire_timeout = patience("acquire_timeout", value)?;
+            settings.quotas.acquire_timeout = timeout("acquire_timeout", value)?;
             Ok(())
         },
     },
@@ -248,9 +251,9 @@ pub const ATTRIBUTES: &[Attribute] = &[
         name: "doorbell",
         values: "mapped or trapped",
         default: "mapped",
-        about: "Whether the guest rings the GPU's doorbell itself, or each ring is trapped.",
+        about: "Whether the guest writes the GPU's doorbell directly, or each write is trapped.",
         live: false,
-        needs: NOTHING,
+        needs: NO_CAPABILITIES,
         apply: |settings, value| {
             settings.doorbell_mapped = match value {
                 "mapped" => true,
@@ -264,10 +267,10 @@ pub const ATTRIBUTES: &[Attribute] = &[
         name: "owner",
         values: Owner::VALUES,
         default: "vgpud's --owner",
-        about: "Whom its socket belongs to: the user that its VM runs as. Nobody else can attach.",
+        about: "User that the vGPU's socket belongs to and its VM runs as. No other user can attach.",
         live: false,
-        needs: NOTHING,
-        // Who that is, is the host's to say: the manager looks it up when the vGPU starts.
+        needs: NO_CAPABILITIES,
+        // The manager resolves the names on the host when the vGPU starts.
         apply: |_, value| match value.parse::<Owner>() {
             Ok(_) => Ok(()),
             Err(_) => Err(bad("owner", Owner::VALUES, value)),
@@ -302,7 +305,7 @@ fn size(name: &'static str, text: &str) -> Result<u64, AttrError> {
     if bytes <= 1024 * GIB { Ok(bytes) } else { Err(bad(name, values, text)) }
 }
 
-/// A decimal number of `unit` seconds.
+/// Parses a decimal number of `unit` seconds.
 fn time(
     name: &'static str,
     values: &'static str,
@@ -317,14 +320,14 @@ fn time(
     if range.contains(&time) { Ok(time) } else { Err(wrong()) }
 }
 
-fn patience(name: &'static str, text: &str) -> Result<Option<Duration>, AttrError> {
+fn timeout(name: &'static str, text: &str) -> Result<Option<Duration>, AttrError> {
     let values = "0.01 to 86400 seconds, or off";
     let range = gpu::Quotas::SHORTEST_TIMEOUT..=gpu::Quotas::LONGEST_TIMEOUT;
     if text == "off" { Ok(None) } else { time(name, values, text, 1.0, range).map(Some) }
 }
 
 impl Attribute {
-    /// The attribute of that name.
+    /// Returns the attribute with this name.
     pub fn named(name: &str) -> Result<&'static Self, AttrError> {
         let row = ATTRIBUTES.iter().find(|attribute| attribute.name == name);
         row.ok_or_else(|| AttrError::Unknown(name.to_owned()))

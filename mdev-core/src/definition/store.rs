@@ -1,7 +1,7 @@
-//! The tree that holds definitions: `<dir>/<parent>/<uuid>`, as mdevctl has it.
+//! Tree of definition files: `<dir>/<parent>/<uuid>`, as in mdevctl.
 //!
-//! A definition is replaced as a whole or not at all, whatever happens meanwhile, and is on disk when
-//! [`Store::save`] returns. One process writes a tree. Its folder [`SCRIPTS`] is no parent's.
+//! A definition is replaced atomically and is on disk when [`Store::save`] returns. Only one
+//! process writes a tree. The folder [`SCRIPTS`] is not a parent's.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -12,82 +12,82 @@ use super::{Definition, DefinitionError};
 use crate::durable::{self, Step};
 use crate::ids::VgpuId;
 
-/// The folder of callout scripts, in the tree as mdevctl has it.
+/// Folder of callout scripts in mdevctl's tree.
 pub const SCRIPTS: &str = "scripts.d";
 
-/// What unfinished files end with. They begin with a dot, so no uuid looks like one.
+/// Suffix of unfinished files. Their names start with a dot, so that they are not UUIDs.
 const TEMP_SUFFIX: &str = ".tmp";
 
-/// A tree of definitions.
+/// Tree of definitions.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
 }
 
-/// A definition with its place.
+/// Definition with its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// The physical GPU it is for.
+    /// Parent.
     pub parent: String,
-    /// Its name.
+    /// Id of the vGPU.
     pub vgpu: VgpuId,
-    /// What it says.
+    /// The definition.
     pub definition: Definition,
 }
 
-/// Something in the tree that is no definition.
+/// File in the tree that is not a valid definition.
 #[derive(Debug)]
 pub struct Problem {
-    /// Where it is.
+    /// Path.
     pub path: PathBuf,
-    /// What is wrong with it, in one line.
+    /// The error.
     pub error: StoreError,
 }
 
-/// What a tree holds.
+/// Contents of a tree.
 #[derive(Debug, Default)]
 pub struct Scan {
-    /// Definitions, in the order of parents and then of uuids.
+    /// Definitions, ordered by parent and UUID.
     pub definitions: Vec<Stored>,
-    /// Everything that could not be read. It is left alone.
+    /// Files that could not be read. They are left unchanged.
     pub problems: Vec<Problem>,
 }
 
-/// Why a definition was not read or written.
+/// Error of reading or writing a definition.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The file system refused.
+    /// Error of the file system.
     #[error("Cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// Operation.
         action: &'static str,
-        /// On what.
+        /// Path.
         path: PathBuf,
-        /// Why not.
+        /// The error.
         source: io::Error,
     },
-    /// What is there is no definition.
+    /// The file is not a definition.
     #[error("{}: {source}", path.display())]
     Definition {
-        /// The file.
+        /// Path.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error.
         source: DefinitionError,
     },
-    /// A file whose name is no uuid.
+    /// The name of the file is not a UUID.
     #[error("{}: not a definition: its name is not a uuid", .0.display())]
     Name(PathBuf),
-    /// One uuid for two parents.
+    /// Two parents have the same UUID.
     #[error(
         "{}: not used: parent {parent} has a vGPU of that uuid; give one of them another", path.display()
     )]
     Double {
-        /// The file that is not used.
+        /// The ignored file.
         path: PathBuf,
-        /// Where the definition is that is used.
+        /// Parent of the definition in use.
         parent: String,
     },
-    /// A parent whose name is no folder's.
+    /// The parent's name cannot be the name of a folder.
     #[error("{0:?} cannot be a parent's name")]
     Parent(String),
 }
@@ -97,12 +97,12 @@ fn io_error<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(io::Error) 
 }
 
 impl Store {
-    /// Opens the tree at `dir`, makes it where it is not there yet, and removes what an interrupted save left.
+    /// Opens or creates the tree at `dir`, and removes the remains of interrupted saves.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, StoreError> {
         let store = Self { dir: dir.into() };
         fs::create_dir_all(&store.dir).map_err(io_error("create", &store.dir))?;
         for (_, folder) in store.parents()? {
-            // A folder that cannot be read is reported by every scan; it stops nothing.
+            // Every scan reports an unreadable folder.
             for entry in read_dir(&folder).unwrap_or_default() {
                 let name = entry.file_name();
                 let name = name.to_string_lossy();
@@ -115,12 +115,12 @@ impl Store {
         Ok(store)
     }
 
-    /// Where the tree is.
+    /// Returns the folder of the tree.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Writes a definition. It is on disk when this returns; before that, the old one is.
+    /// Writes a definition. The new definition is on disk on return; before, the old definition is.
     pub fn save(
         &self,
         parent: &str,
@@ -129,7 +129,7 @@ impl Store {
     ) -> Result<(), StoreError> {
         let path = self.folder(parent)?.join(vgpu.to_string());
         durable::run(&self.steps_to_save(parent, vgpu, definition)?).map_err(|error| {
-            // The disk may be full: give back what was taken of it. The error that matters is the first one.
+            // The disk may be full: free the space again. Report only the first error.
             let _ = fs::remove_file(temp(&path, vgpu));
             io_error("write", &path)(error)
         })
@@ -150,7 +150,7 @@ impl Store {
         read_definition(&self.folder(parent)?.join(vgpu.to_string()))
     }
 
-    /// Removes a definition. True where there was one; either way it is gone from disk when this returns.
+    /// Removes a definition. Returns true if it existed. It is gone from the disk on return.
     pub fn remove(&self, parent: &str, vgpu: VgpuId) -> Result<bool, StoreError> {
         let path = self.folder(parent)?.join(vgpu.to_string());
         match durable::run(&durable::remove(&path)) {
@@ -160,7 +160,7 @@ impl Store {
         }
     }
 
-    /// Reads the whole tree. One bad file does not hide the others.
+    /// Reads the whole tree. An invalid file does not hide the others.
     pub fn scan(&self) -> Result<Scan, StoreError> {
         let mut scan = Scan::default();
         for (parent, folder) in self.parents()? {
@@ -173,7 +173,7 @@ impl Store {
                 Err(error) => scan.problems.push(Problem { path: folder, error }),
             }
         }
-        scan.set_doubles_apart(&self.dir);
+        scan.remove_duplicates(&self.dir);
         Ok(scan)
     }
 
@@ -185,7 +185,7 @@ impl Store {
         Ok(self.dir.join(parent))
     }
 
-    /// The folders of the tree with the parents they are for, sorted. Other things beside them are not ours.
+    /// Returns the parents and their folders, sorted. Other entries are ignored.
     fn parents(&self) -> Result<Vec<(String, PathBuf)>, StoreError> {
         let entries = read_dir(&self.dir)?.into_iter();
         Ok(entries
@@ -204,7 +204,7 @@ impl Scan {
             return;
         }
         let path = entry.path();
-        // Only the one spelling that a save uses: two files must not be one vGPU.
+        // Accept only the spelling that a save uses, so that two files cannot be one vGPU.
         let vgpu = name.parse::<VgpuId>().ok().filter(|vgpu| vgpu.to_string() == name);
         let Some(vgpu) = vgpu else {
             let error = StoreError::Name(path.clone());
@@ -219,8 +219,8 @@ impl Scan {
         }
     }
 
-    /// A uuid is one vGPU, which is on one parent: the first in the order of parents.
-    fn set_doubles_apart(&mut self, dir: &Path) {
+    /// Keeps one definition per UUID: that of the first parent in their order.
+    fn remove_duplicates(&mut self, dir: &Path) {
         let mut seen = HashMap::new();
         let problems = &mut self.problems;
         self.definitions.retain(|stored| {
@@ -235,7 +235,7 @@ impl Scan {
     }
 }
 
-/// Where a definition is written before it takes its place.
+/// Returns the path of a definition's temporary file.
 fn temp(path: &Path, vgpu: VgpuId) -> PathBuf {
     path.with_file_name(format!(".{vgpu}{TEMP_SUFFIX}"))
 }
@@ -249,7 +249,7 @@ fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>, StoreError> {
 }
 
 fn read_definition(path: &Path) -> Result<Definition, StoreError> {
-    // A name in this tree is no proof of a file: opening a pipe would never end.
+    // Check the file type first: opening a pipe would block.
     let kind = fs::metadata(path).map_err(io_error("read", path))?;
     if !kind.is_file() {
         return Err(io_error("read", path)(io::Error::other("not a file")));
@@ -263,7 +263,7 @@ fn read_definition(path: &Path) -> Result<Definition, StoreError> {
 }
 
 #[cfg(test)]
-mod power;
+mod power_loss;
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn definitions_are_where_mdevctl_has_them() {
+    fn definitions_have_mdevctls_paths() {
         let (_dir, store) = store();
         store.save("0000:3b:00.0", A, &definition("H100-16C")).unwrap();
         let path = store.dir().join("0000:3b:00.0/00000000-0000-0000-0000-00000000000a");
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bad_file_does_not_hide_the_others() {
+    fn an_invalid_file_does_not_hide_the_others() {
         let (_dir, store) = store();
         store.save("soft0", A, &definition("SOFT-1Q")).unwrap();
         let folder = store.dir().join("soft0");
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uuid_is_one_vgpu_on_one_parent() {
+    fn a_uuid_is_used_for_one_parent_only() {
         let (_dir, store) = store();
         store.save("soft1", A, &definition("SOFT-2Q")).unwrap();
         store.save("soft0", A, &definition("SOFT-1Q")).unwrap();
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn scripts_are_no_parents_definitions() {
+    fn the_scripts_folder_is_not_a_parent() {
         let (_dir, store) = store();
         fs::create_dir_all(store.dir().join("scripts.d/callouts")).unwrap();
         assert!(store.scan().unwrap().problems.is_empty());
@@ -350,13 +350,13 @@ mod tests {
         for written in 0..=new.len() {
             fs::write(&temp, &new.as_bytes()[..written]).unwrap();
             let store = Store::open(store.dir()).unwrap();
-            assert!(!temp.exists(), "what was left is cleaned up");
+            assert!(!temp.exists(), "remains are cleaned up");
             let scan = store.scan().unwrap();
             assert_eq!(scan.definitions.len(), 1);
             assert_eq!(scan.definitions[0].definition, definition("SOFT-1Q"));
             assert!(scan.problems.is_empty());
         }
-        // A save over a leftover works too.
+        // A save replaces remains, too.
         fs::write(&temp, "left over").unwrap();
         store.save("soft0", A, &definition("SOFT-2Q")).unwrap();
         assert!(!temp.exists());
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parent_cannot_lead_out_of_the_tree() {
+    fn a_parents_name_cannot_leave_the_tree() {
         let (_dir, store) = store();
         for parent in ["", ".", "..", "../x", "a/b", "/etc", ".git", "a\0", "scripts.d"] {
             let saved = store.save(parent, A, &definition("SOFT-1Q"));
@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_save_says_why_and_leaves_nothing() {
+    fn a_failed_save_reports_the_cause_and_leaves_no_file() {
         let (_dir, store) = store();
         let target = store.dir().join(format!("soft0/{A}"));
         fs::create_dir_all(target.join("x")).unwrap();
@@ -386,7 +386,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(16))]
         #[test]
-        fn what_is_saved_is_loaded(definitions in prop::collection::vec(any_definition(), 1..4)) {
+        fn saved_definitions_are_loaded(definitions in prop::collection::vec(any_definition(), 1..4)) {
             let (_dir, store) = store();
             for definition in definitions {
                 store.save("soft0", A, &definition).unwrap();

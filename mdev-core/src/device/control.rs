@@ -1,4 +1,4 @@
-//! BAR 3: the control registers ([`crate::abi::control`]), and BAR 1 where it is trapped.
+//! Control registers ([`crate::abi::control`], BAR 3), and trapped doorbells (BAR 1).
 
 use super::FunctionSpec;
 use crate::abi::control::{BAR_BYTES, Features, MAGIC, Status, VERSION, reg};
@@ -6,9 +6,9 @@ use crate::abi::doorbell;
 use crate::abi::mailbox;
 use crate::gpu::{Client, GpuCapabilities, Pending};
 use crate::ids::{GuestPa, Token};
-use crate::regs::{Bank, BankState, RestoreError, Row, Width};
+use pci_registers::{Bank, BankState, RestoreError, Row, Width};
 
-/// A control register.
+/// Control register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ControlReg {
     Magic,
@@ -31,22 +31,22 @@ pub(super) enum ControlReg {
     GpuName,
 }
 
-/// A register of the doorbell page.
+/// Register of the doorbell page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DoorbellReg {
     Token,
 }
 
-/// What a write to the control registers asks of the rest of the device.
+/// Side effects of a write to the control registers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ControlEffect {
     /// Execute the request in the mailbox.
     pub mailbox: bool,
-    /// Wake the silicon for this channel.
+    /// Wake the engine for this channel.
     pub wake: Option<Token>,
-    /// What is pending, or what may interrupt, has changed.
+    /// The pending conditions or the enabled interrupts have changed.
     pub interrupts: bool,
-    /// Bits that were enabled just now.
+    /// Interrupts that the write enabled.
     pub newly_enabled: u32,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// The registers of a vGPU with these features.
+    /// Returns the registers of a vGPU with these features.
     pub fn new(spec: &FunctionSpec, client: &dyn Client, features: Features) -> Self {
         let mut bank = Bank::new(BAR_BYTES, rows());
         let vram = client.spec().vram_bytes;
@@ -71,7 +71,7 @@ impl Control {
         Self { bank }
     }
 
-    /// The registers, for documentation.
+    /// Returns the bank, for documentation.
     pub fn bank(&self) -> &Bank<ControlReg> {
         &self.bank
     }
@@ -115,34 +115,34 @@ impl Control {
         effect
     }
 
-    /// True where an access touches the interrupt status.
+    /// Returns true if an access includes the interrupt status.
     pub fn touches_interrupt_status(offset: u64, len: usize) -> bool {
         offset < reg::INTR_STATUS + 4 && offset.saturating_add(len as u64) > reg::INTR_STATUS
     }
 
-    /// Where the guest has put its mailbox.
+    /// Returns the address of the mailbox page.
     pub fn mailbox(&self) -> GuestPa {
         let (low, high) = (ControlReg::MailboxLow, ControlReg::MailboxHigh);
         GuestPa(u64::from(self.bank.get(high)) << 32 | u64::from(self.bank.get(low)))
     }
 
-    /// Records how the last request went.
+    /// Sets the status of the last request.
     pub fn set_mailbox_status(&mut self, status: mailbox::Status) {
         self.bank.set(ControlReg::MailboxStatus, status as u32);
     }
 
-    /// Adds to what is pending.
+    /// Adds pending conditions.
     pub fn raise(&mut self, pending: Pending) {
         let status = self.bank.get(ControlReg::InterruptStatus);
         self.bank.set(ControlReg::InterruptStatus, status | pending.bits());
     }
 
-    /// What may interrupt.
+    /// Returns the conditions that may interrupt.
     pub fn enabled(&self) -> Pending {
         Pending::from_bits_truncate(self.bank.get(ControlReg::InterruptEnable))
     }
 
-    /// What is pending and may interrupt.
+    /// Returns the pending conditions that may interrupt.
     pub fn interrupting(&self) -> Pending {
         let status = self.bank.get(ControlReg::InterruptStatus);
         Pending::from_bits_truncate(status) & self.enabled()
@@ -154,28 +154,28 @@ impl Control {
         self.bank.set(ControlReg::TrappedDoorbells, count.saturating_add(1));
     }
 
-    /// Back to power-on.
+    /// Resets the registers to power-on values.
     pub fn reset(&mut self) {
         self.bank.reset();
     }
 
-    /// Saved registers.
+    /// Returns the saved registers.
     pub fn save(&self) -> BankState {
         self.bank.save()
     }
 
-    /// Checks a saved state without taking it.
+    /// Checks a saved state without restoring it.
     pub fn check(&self, state: &BankState) -> Result<(), RestoreError> {
         self.bank.check(state)
     }
 
-    /// Takes a saved state.
+    /// Restores a saved state.
     pub fn restore(&mut self, state: &BankState) -> Result<(), RestoreError> {
         self.bank.restore(state)
     }
 }
 
-/// What the guest is told that the vGPU has.
+/// Returns the features that the guest sees.
 pub(super) fn features(spec: &FunctionSpec, client: &dyn Client) -> Features {
     let has = client.gpu().capabilities;
     let apertures = client.apertures();
@@ -188,31 +188,35 @@ pub(super) fn features(spec: &FunctionSpec, client: &dyn Client) -> Features {
     features.set(Features::NEED_WAKEUP, has.contains(GpuCapabilities::NEED_WAKEUP));
     features.set(Features::VRAM_APERTURE, apertures.vram.is_some());
     features.set(Features::SOFT_PROGRAMS, has.contains(GpuCapabilities::SOFT_PROGRAMS));
-    features.set(Features::FACTORIAL, has.contains(GpuCapabilities::FACTORIAL));
+    features.set(Features::FIXED_FUNCTION, has.contains(GpuCapabilities::FIXED_FUNCTION));
     features
 }
 
-/// The doorbell page, for accesses that are trapped. Reads give zero.
+/// Returns the doorbell page for trapped accesses. Reads return zero.
 pub(super) fn doorbell_bank() -> Bank<DoorbellReg> {
     let row = Row::wo(
         DoorbellReg::Token,
         "NOTIFY_CHANNEL_PENDING",
         doorbell::TOKEN,
         Width::W32,
-        "The token of a channel that has new work",
+        "Token of a channel that has new work",
     );
     Bank::new(doorbell::PAGE_BYTES, vec![row])
 }
 
 fn rows() -> Vec<Row<ControlReg>> {
+    [status_rows(), mailbox_rows(), description_rows()].concat()
+}
+
+/// Identification, status, interrupts and video memory.
+fn status_rows() -> Vec<Row<ControlReg>> {
     use ControlReg as R;
-    use Width::{Bytes, W32};
+    use Width::W32;
     let pending = Pending::all().bits();
-    let name = |len: u64| Bytes(len as u16);
     vec![
         Row::ro(R::Magic, "MAGIC", reg::MAGIC, W32, MAGIC, "\"TSRA\""),
         Row::ro(R::Version, "VERSION", reg::VERSION, W32, VERSION, "Major << 16, minor"),
-        Row::ro(R::Features, "FEATURES", reg::FEATURES, W32, 0, "What the vGPU has: see below"),
+        Row::ro(R::Features, "FEATURES", reg::FEATURES, W32, 0, "Features of the vGPU: see below"),
         Row::ro(R::Status, "STATUS", reg::STATUS, W32, 1, "Bit 0 ready, bit 1 GPU lost"),
         Row::w1c(
             R::InterruptStatus,
@@ -230,10 +234,18 @@ fn rows() -> Vec<Row<ControlReg>> {
             W32,
             0,
             pending,
-            "Which pending bits interrupt",
+            "Pending bits that interrupt",
         ),
         Row::ro(R::VramLow, "VRAM_BYTES_LO", reg::VRAM_BYTES_LO, W32, 0, "Video memory, bytes"),
-        Row::ro(R::VramHigh, "VRAM_BYTES_HI", reg::VRAM_BYTES_HI, W32, 0, "Its high half"),
+        Row::ro(R::VramHigh, "VRAM_BYTES_HI", reg::VRAM_BYTES_HI, W32, 0, "High half"),
+    ]
+}
+
+/// Mailbox and wake-up.
+fn mailbox_rows() -> Vec<Row<ControlReg>> {
+    use ControlReg as R;
+    use Width::W32;
+    vec![
         Row::rw(
             R::MailboxLow,
             "MAILBOX_LO",
@@ -243,7 +255,7 @@ fn rows() -> Vec<Row<ControlReg>> {
             0xffff_f000,
             "Guest-physical address of the mailbox page",
         ),
-        Row::rw(R::MailboxHigh, "MAILBOX_HI", reg::MAILBOX_HI, W32, 0, u32::MAX, "Its high half"),
+        Row::rw(R::MailboxHigh, "MAILBOX_HI", reg::MAILBOX_HI, W32, 0, u32::MAX, "High half"),
         Row::wo(
             R::MailboxDoorbell,
             "MAILBOX_DOORBELL",
@@ -259,8 +271,24 @@ fn rows() -> Vec<Row<ControlReg>> {
             0,
             "Status of the last request",
         ),
-        Row::wo(R::Wake, "WAKE", reg::WAKE, W32, "A channel's token: wakes a sleeping silicon"),
-        Row::ro(R::MaxChannels, "MAX_CHANNELS", reg::MAX_CHANNELS, W32, 0, "Channels at a time"),
+        Row::wo(R::Wake, "WAKE", reg::WAKE, W32, "Token of a channel; wakes a sleeping engine"),
+    ]
+}
+
+/// Limits, counters and names.
+fn description_rows() -> Vec<Row<ControlReg>> {
+    use ControlReg as R;
+    use Width::{Bytes, W32};
+    let name = |len: u64| Bytes(len as u16);
+    vec![
+        Row::ro(
+            R::MaxChannels,
+            "MAX_CHANNELS",
+            reg::MAX_CHANNELS,
+            W32,
+            0,
+            "Maximum number of channels",
+        ),
         Row::ro(
             R::TrappedDoorbells,
             "TRAPPED_DOORBELLS",

@@ -1,27 +1,27 @@
-//! BAR 2: the registers of the Bochs display adapter, as QEMU lays them out.
+//! Registers of the Bochs display adapter (BAR 2), in QEMU's layout.
 //!
-//! The guest's in-tree driver programs them (`bochs-drm` on Linux). DISPI keeps its ways: a value that a register
-//! cannot take leaves it as it was, and a driver that cares reads back.
+//! The guest's in-tree driver programs them (`bochs-drm` on Linux). As in DISPI, an invalid value
+//! leaves the register unchanged, and a driver can read the register back.
 
 use super::{DisplayLimits, Scanout, edid};
-use crate::regs::{Bank, BankState, RestoreError, Row, Width, Write};
 use crate::units::{KIB, MIB};
+use pci_registers::{Bank, BankState, RestoreError, Row, Width, Write};
 
 /// Length of BAR 2 in bytes.
 pub(super) const BAR_BYTES: u64 = 4 * KIB;
-/// Room for EDID blocks, before the VGA ports.
+/// Space for EDID blocks before the VGA ports.
 const EDID_BYTES: u16 = 0x400;
-/// Where I/O port 0x3c0 is found.
+/// Offset of I/O port 0x3c0.
 const VGA: u64 = 0x400;
-/// Where DISPI index 0 is found.
+/// Offset of DISPI index 0.
 const DISPI: u64 = 0x500;
-/// Where QEMU's extension registers are found.
+/// Offset of QEMU's extension registers.
 const EXTENSION: u64 = 0x600;
-/// Their length in bytes.
+/// Length of the extension registers in bytes.
 const EXTENSION_BYTES: u32 = 8;
 /// Unit of the video memory register.
 const MEMORY_UNIT: u64 = 64 * KIB;
-/// Largest framebuffer: a 32-bit BAR that firmware can still place.
+/// Maximum size of the framebuffer: a 32-bit BAR that firmware can place.
 pub(super) const MAX_FRAMEBUFFER: u64 = 256 * MIB;
 
 /// Bits of the ENABLE register.
@@ -29,7 +29,7 @@ mod enable {
     pub const ENABLED: u32 = 0x01;
     pub const GET_CAPS: u32 = 0x02;
     pub const NO_CLEAR: u32 = 0x80;
-    /// All that is stored: the 8-bit DAC and linear framebuffer bits, too.
+    /// Stored bits, including the 8-bit DAC and the linear framebuffer.
     pub const WRITABLE: u32 = ENABLED | GET_CAPS | 0x20 | 0x40 | NO_CLEAR;
 }
 
@@ -40,7 +40,7 @@ const ATTRIBUTE_UNBLANK: u32 = 0x20;
 /// Retrace bits of the input status register.
 const RETRACE: u32 = 0x09;
 
-/// A display register.
+/// Display register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DisplayReg {
     Edid,
@@ -67,16 +67,16 @@ pub(super) enum DisplayReg {
     ByteOrder,
 }
 
-/// What a write to the display registers asks of the rest of the device.
+/// Side effects of a write to the display registers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct DisplayEffect {
     /// A mode was set.
     pub enabled: bool,
-    /// Clear so many bytes from the start of the framebuffer.
+    /// Clear this number of bytes from the start of the framebuffer.
     pub clear: Option<u64>,
 }
 
-/// The display head.
+/// Display head.
 #[derive(Debug)]
 pub(super) struct Display {
     bank: Bank<DisplayReg>,
@@ -88,7 +88,7 @@ pub(super) struct Display {
 }
 
 impl Display {
-    /// A head with these limits, and a framebuffer of so many bytes.
+    /// Returns a head with these limits and this size of the framebuffer in bytes.
     pub fn new(limits: DisplayLimits, framebuffer: u64) -> Self {
         let mut bank = Bank::new(BAR_BYTES, rows());
         bank.define_bytes(DisplayReg::Edid, &edid::block(limits));
@@ -96,7 +96,7 @@ impl Display {
         Self { bank, limits, framebuffer, attribute_data: false, retrace: 0 }
     }
 
-    /// The registers, for documentation.
+    /// Returns the bank, for documentation.
     pub fn bank(&self) -> &Bank<DisplayReg> {
         &self.bank
     }
@@ -154,8 +154,8 @@ impl Display {
                 DisplayReg::ByteOrder if !matches!(write.new, LITTLE_ENDIAN | BIG_ENDIAN) => {
                     refuse(bank);
                 }
-                // Stored only, or read-only. Panning, too, is stored as it comes, since drivers set it piece by piece:
-                // scanout() looks at the whole.
+                // Stored only, or read-only. Drivers set panning in several writes, so scanout()
+                // checks it as a whole.
                 DisplayReg::VirtWidth
                 | DisplayReg::XOffset
                 | DisplayReg::YOffset
@@ -177,7 +177,7 @@ impl Display {
         effect
     }
 
-    /// The picture, wholly inside the framebuffer; panning that leads out of it is taken back.
+    /// Returns the picture inside the framebuffer. Panning beyond the framebuffer is ignored.
     pub fn scanout(&self) -> Scanout {
         let mode = Mode::of(&self.bank);
         let blank = self.bank.get(DisplayReg::Attribute) & ATTRIBUTE_UNBLANK == 0;
@@ -200,28 +200,29 @@ impl Display {
         }
     }
 
-    /// Back to power-on: no mode, blank.
+    /// Resets the registers to power-on values: no mode, blank.
     pub fn reset(&mut self) {
         self.bank.reset();
         self.attribute_data = false;
     }
 
-    /// Saved registers.
+    /// Returns the saved registers.
     pub fn save(&self) -> BankState {
         self.bank.save()
     }
 
-    /// Checks a saved state: each value must be one that a guest could have set.
+    /// Checks a saved state: each value must be reachable by a guest.
     pub fn check(&self, state: &BankState) -> Result<(), RestoreError> {
         let mut copy = Self::new(self.limits, self.framebuffer);
         copy.restore(state)
     }
 
-    /// Takes a saved state, by writing it as a guest would.
+    /// Restores a saved state by the writes of a guest.
     pub fn restore(&mut self, state: &BankState) -> Result<(), RestoreError> {
         self.bank.check(state)?;
         self.reset();
-        // In ascending order ENABLE would come before the panning it resets, so it goes first but for the mode.
+        // ENABLE resets the panning, so it is written after the mode and before all other
+        // registers.
         let rows: Vec<_> = self.bank.rows().iter().filter(|row| row.saved).copied().collect();
         let early = |id| matches!(id, DisplayReg::XRes | DisplayReg::YRes | DisplayReg::Bpp);
         let rank = |id| if early(id) { 0 } else { u8::from(id != DisplayReg::Enable) + 1 };
@@ -243,7 +244,7 @@ impl Display {
     }
 }
 
-/// ENABLE was written: a mode that does not fit is not set.
+/// Sets the mode after a write to ENABLE, unless the mode does not fit.
 fn set_mode(bank: &mut Bank<DisplayReg>, write: Write, framebuffer: u64) -> DisplayEffect {
     let mut effect = DisplayEffect::default();
     if write.new & enable::ENABLED == 0 {
@@ -264,7 +265,7 @@ fn set_mode(bank: &mut Bank<DisplayReg>, write: Write, framebuffer: u64) -> Disp
     effect
 }
 
-/// A mode as the registers have it.
+/// Mode in the registers.
 #[derive(Clone, Copy, Debug)]
 struct Mode {
     enabled: bool,
@@ -297,7 +298,7 @@ impl Mode {
         u64::from(self.virtual_width) * self.pixel_bytes()
     }
 
-    /// From the first to the last pixel.
+    /// Returns the size of the picture in bytes.
     fn picture_bytes(&self) -> u64 {
         let rows = u64::from(self.height.saturating_sub(1));
         rows * self.stride() + u64::from(self.width) * self.pixel_bytes()
@@ -322,7 +323,7 @@ fn rows() -> Vec<Row<DisplayReg>> {
             W8,
             0,
             0xff,
-            "Port 3c0: index, then data (ignored), in turns; index bit 5: 0 blanks the screen",
+            "Port 3c0: index and data (ignored) alternate; index bit 5: 0 blanks the screen",
         ),
         Row::ro(R::AttributeData, "VGA_ATTRIBUTE_DATA", port(0x3c1), W8, 0, "Port 3c1"),
         Row::rw(R::MiscWrite, "VGA_MISC", port(0x3c2), W8, 0, 0xff, "Port 3c2: stored only")
@@ -330,7 +331,7 @@ fn rows() -> Vec<Row<DisplayReg>> {
         Row::wo(R::PaletteMask, "VGA_DAC_MASK", port(0x3c6), W8, "Port 3c6: ignored"),
         Row::wo(R::PaletteIndex, "VGA_DAC_INDEX", port(0x3c8), W8, "Port 3c8: ignored"),
         Row::wo(R::PaletteData, "VGA_DAC_DATA", port(0x3c9), W8, "Port 3c9: ignored"),
-        Row::ro(R::MiscRead, "VGA_MISC_READ", port(0x3cc), W8, 0, "Port 3cc: what 3c2 stored"),
+        Row::ro(R::MiscRead, "VGA_MISC_READ", port(0x3cc), W8, 0, "Port 3cc: value of port 3c2"),
         Row::ro(
             R::InputStatus,
             "VGA_INPUT_STATUS",
@@ -360,9 +361,9 @@ fn rows() -> Vec<Row<DisplayReg>> {
             W16,
             0,
             0xffff,
-            "Pixels from one row to the next, at least XRES; setting a mode sets it to XRES",
+            "Pixels per row, at least XRES; setting a mode sets it to XRES",
         ),
-        Row::ro(R::VirtHeight, "DISPI_VIRT_HEIGHT", dispi(7), W16, 0, "Rows that memory holds"),
+        Row::ro(R::VirtHeight, "DISPI_VIRT_HEIGHT", dispi(7), W16, 0, "Rows of the framebuffer"),
         Row::rw(R::XOffset, "DISPI_X_OFFSET", dispi(8), W16, 0, 0xffff, "First pixel shown"),
         Row::rw(R::YOffset, "DISPI_Y_OFFSET", dispi(9), W16, 0, 0xffff, "First row shown"),
         Row::ro(

@@ -1,11 +1,11 @@
-//! The EDID block of a virtual monitor (VESA E-EDID 1.4, one block, no extensions).
+//! EDID block of a virtual monitor (VESA E-EDID 1.4, one block, no extensions).
 
 use super::DisplayLimits;
 
 /// Length of the block in bytes.
 pub(super) const BYTES: usize = 128;
 
-/// Modes offered beside the preferred one, largest first, with the code of their aspect ratio.
+/// Modes besides the preferred mode, largest first, with the code of their aspect ratio.
 const STANDARD: [(u32, u32, u8); 10] = [
     (1920, 1200, ASPECT_16_10),
     (1920, 1080, ASPECT_16_9),
@@ -27,10 +27,10 @@ const ASPECT_16_9: u8 = 3;
 const ESTABLISHED: [(u32, u32, usize, u8); 3] =
     [(640, 480, 35, 5), (800, 600, 35, 0), (1024, 768, 36, 3)];
 
-/// Largest width or height that a detailed timing can say.
+/// Maximum width and height of a detailed timing.
 const MAX_PIXELS: u32 = 4095;
 
-/// The block for a monitor whose native mode is the head's largest.
+/// Returns the block of a monitor whose native mode is the head's largest mode.
 pub(super) fn block(limits: DisplayLimits) -> [u8; BYTES] {
     let fits = |width: u32, height: u32| width <= limits.max_width && height <= limits.max_height;
     let native = (limits.max_width.min(MAX_PIXELS), limits.max_height.min(MAX_PIXELS));
@@ -67,10 +67,10 @@ pub(super) fn block(limits: DisplayLimits) -> [u8; BYTES] {
     edid
 }
 
-/// Chromaticity of sRGB, as E-EDID packs it.
+/// Chromaticity of sRGB in E-EDID's encoding.
 const SRGB: [u8; 10] = [0xee, 0x91, 0xa3, 0x54, 0x4c, 0x99, 0x26, 0x0f, 0x50, 0x54];
 
-/// Display range limits: 30 to 75 Hz, 15 to 255 kHz, 660 MHz, nothing derived.
+/// Display range limits: 30 to 75 Hz, 15 to 255 kHz, 660 MHz, no derived timings.
 const RANGES: [u8; 18] =
     [0, 0, 0, 0xfd, 0, 30, 75, 15, 255, 66, 1, b'\n', b' ', b' ', b' ', b' ', b' ', b' '];
 
@@ -78,7 +78,7 @@ fn manufacturer(letters: [u8; 3]) -> u16 {
     letters.iter().fold(0, |id, letter| id << 5 | u16::from(letter - b'A' + 1))
 }
 
-/// At 96 pixels per inch, in millimetres.
+/// Returns a length in millimetres at 96 pixels per inch.
 fn millimetres(pixels: u32) -> u32 {
     pixels * 254 / 960
 }
@@ -87,7 +87,8 @@ fn centimetres(pixels: u32) -> u8 {
     (millimetres(pixels) / 10).min(255) as u8
 }
 
-/// A detailed timing with the reduced blanking of CVT: 60 Hz, or 30 where the pixel clock would not fit.
+/// Returns a detailed timing with CVT's reduced blanking at 60 Hz, or 30 Hz if the pixel clock
+/// exceeds its field.
 fn detailed_timing(width: u32, height: u32) -> [u8; 18] {
     const H_BLANK: u32 = 160;
     const H_FRONT: u32 = 48;
@@ -97,7 +98,7 @@ fn detailed_timing(width: u32, height: u32) -> [u8; 18] {
     const MIN_BLANK_US: u32 = 460;
 
     let v_blank = |hz: u32| {
-        // One line takes (frame - blank) / height.
+        // A line takes (frame - blank) / height.
         let lines = MIN_BLANK_US * height / (1_000_000 / hz - MIN_BLANK_US) + 1;
         lines.max(V_FRONT + V_SYNC + 6)
     };
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_larger_than_the_head_is_offered() {
+    fn no_mode_exceeds_the_head() {
         let edid = for_size(1280, 800);
         let modes: Vec<_> = edid[38..54].chunks(2).filter(|mode| *mode != [1, 1]).collect();
         assert_eq!(modes, [[(1280 / 8 - 31) as u8, 0], [(1280 / 8 - 31) as u8, 3 << 6]]);

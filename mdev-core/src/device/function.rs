@@ -1,29 +1,31 @@
-//! The device put together.
+//! The virtual function.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use pci_registers::capability::{express_endpoint, msi, power_management};
+use pci_registers::{Bank, Bar, CONFIG_BYTES, ConfigSpace, ConfigTable, Interrupts};
+
 use super::control::{self, Control, DoorbellReg};
 use super::display::{self, Display};
+use super::identity;
 use super::interrupts::Delivery;
 use super::mailbox::{self, Environment};
+use super::region::BarKind;
 use super::window::Window;
 use super::{
     AccessError, DeviceError, FunctionSpec, Region, RegionEvent, RegionInfo, RegionMapping,
     Scanout, Traps,
 };
-use crate::abi::control::{Features, reg};
+use crate::abi::control::{Features, VECTORS, reg};
 use crate::abi::doorbell;
 use crate::gpu::{Aperture, Client, GpuError, Pending, Usage};
 use crate::ids::{GuestPa, Token};
-use crate::irq::Interrupts;
-use crate::mem::{DmaAccess, GuestMemory, MemError, Reach};
-use crate::pci::{Bar, BarKind, CONFIG_BYTES, ConfigSpace, Identity};
-use crate::regs::Bank;
+use crate::mem::{DmaAccess, GuestMemory, ImportLimits, MemError};
 
 /// One vGPU as a PCI device.
 ///
-/// It owns its [`Client`] and speaks no protocol: a vfio-user session calls it, one call at a time, and each call
-/// returns quickly and without waiting for anybody but the GPU.
+/// It owns its [`Client`] and is independent of a protocol. A vfio-user session makes one call at a
+/// time. Calls return quickly; only calls of the GPU can block.
 #[derive(Debug)]
 pub struct VirtualFunction {
     pub(super) client: Box<dyn Client>,
@@ -36,20 +38,20 @@ pub struct VirtualFunction {
     framebuffer: Window,
     memory: GuestMemory,
     pub(super) irq: Interrupts,
-    /// The silicon has been given eventfds of the guest's.
-    pub(super) wired: bool,
-    /// It signals all of the guest's MSI vectors itself.
+    /// The GPU has eventfds of the guest.
+    pub(super) has_gpu_events: bool,
+    /// The GPU signals all MSI vectors of the guest without the worker.
     pub(super) direct: bool,
-    /// The guest's driver has been at work since the VM attached.
+    /// The guest's driver has used the device since the VM attached.
     active: bool,
     pub(super) lost: bool,
     traps: Traps,
-    /// What the client was last told of the screen.
-    told: Scanout,
+    /// Last scanout passed to the client.
+    last_scanout: Scanout,
 }
 
 impl VirtualFunction {
-    /// Makes the device that `spec` describes out of what `client` was granted.
+    /// Creates the device of a specification on top of a client.
     pub fn new(spec: &FunctionSpec, client: Box<dyn Client>) -> Result<Self, DeviceError> {
         let framebuffer = client.apertures().framebuffer.as_ref().map_or(0, |it| it.len);
         if let Some(limits) = spec.display {
@@ -71,28 +73,34 @@ impl VirtualFunction {
         let features = control::features(spec, &*client);
         let bars = super::region::bars(spec, &*client)?;
         let identity =
-            if spec.display.is_some() { Identity::DISPLAY } else { Identity::ACCELERATOR };
+            if spec.display.is_some() { identity::DISPLAY } else { identity::ACCELERATOR };
+        let config = ConfigSpace::new(&ConfigTable {
+            identity,
+            intx: true,
+            bars: &bars,
+            capabilities: &[power_management(), msi(VECTORS), express_endpoint()],
+        });
         Ok(Self {
             features,
-            config: ConfigSpace::new(&identity, &bars),
+            config,
             control: Control::new(spec, &*client, features),
             display: spec.display.map(|limits| Display::new(limits, framebuffer)),
             doorbell: control::doorbell_bank(),
             vram: Window::default(),
             framebuffer: Window::default(),
             memory: GuestMemory::default(),
-            irq: Interrupts::default(),
-            wired: false,
+            irq: Interrupts::new(true, VECTORS),
+            has_gpu_events: false,
             direct: false,
             active: false,
             lost: false,
             traps: Traps::default(),
-            told: Scanout::default(),
+            last_scanout: Scanout::default(),
             client,
         })
     }
 
-    /// What a client learns about a region; `None` beyond [`super::REGIONS`].
+    /// Returns the description of a region; `None` beyond [`super::REGIONS`].
     pub fn region(&self, index: u32) -> Option<RegionInfo<'_>> {
         let none = RegionInfo { size: 0, readable: false, writable: false, mapping: None };
         let info = |size| RegionInfo { size, readable: true, writable: true, mapping: None };
@@ -101,7 +109,10 @@ impl VirtualFunction {
             Region::Rom | Region::Vga => none,
             Region::Bar(number) => match self.bar(number) {
                 None => none,
-                Some(bar) => RegionInfo { mapping: self.mapping(bar.kind), ..info(bar.size) },
+                Some(bar) => {
+                    let mapping = BarKind::from_index(number).and_then(|kind| self.mapping(kind));
+                    RegionInfo { mapping, ..info(bar.size) }
+                }
             },
         })
     }
@@ -110,7 +121,12 @@ impl VirtualFunction {
         self.config.bars().iter().find(|bar| bar.index == number).copied()
     }
 
-    /// What a client may map of a BAR.
+    /// Returns the contents of a BAR that the function has.
+    fn bar_kind(&self, number: u8) -> Option<BarKind> {
+        self.bar(number).and_then(|bar| BarKind::from_index(bar.index))
+    }
+
+    /// Returns the part of a BAR that a client may map.
     fn mapping(&self, kind: BarKind) -> Option<RegionMapping<'_>> {
         let apertures = self.client.apertures();
         let aperture = match kind {
@@ -125,11 +141,11 @@ impl VirtualFunction {
         aperture.map(RegionMapping::from)
     }
 
-    /// The register of a region whose writes may come as a signal: `WAKE`, and the doorbell where it is trapped. Either
-    /// wakes all channels, so that which one was meant need not be known.
+    /// Returns the register of a region whose writes an eventfd can deliver: `WAKE`, or a trapped
+    /// doorbell. Both wake all channels, so the written token is not needed.
     pub fn region_event(&self, index: u32) -> Option<RegionEvent<'_>> {
         let Region::Bar(number) = Region::from_index(index)? else { return None };
-        let offset = match self.bar(number)?.kind {
+        let offset = match self.bar_kind(number)? {
             BarKind::Control => reg::WAKE,
             BarKind::Doorbell if !self.features.contains(Features::DOORBELL_MAPPED) => {
                 doorbell::TOKEN
@@ -151,7 +167,7 @@ impl VirtualFunction {
         }
     }
 
-    /// Reads `data.len()` bytes of a region. Unaligned and long accesses are fine.
+    /// Reads `data.len()` bytes of a region. Accesses can be unaligned and of any length.
     pub fn region_read(
         &mut self,
         index: u32,
@@ -160,7 +176,7 @@ impl VirtualFunction {
     ) -> Result<(), AccessError> {
         let region = self.check_access(index, offset, data.len())?;
         let kind = match region {
-            Region::Bar(number) => self.bar(number).map(|bar| bar.kind),
+            Region::Bar(number) => self.bar_kind(number),
             Region::Config | Region::Rom | Region::Vga => None,
         };
         match kind {
@@ -171,7 +187,7 @@ impl VirtualFunction {
             }
             Some(BarKind::Control) => {
                 self.traps.control += 1;
-                // The silicon may have signalled the guest itself: what it reads then must be there.
+                // After an MSI from the GPU itself, the interrupt status must be up to date.
                 if Control::touches_interrupt_status(offset, data.len()) {
                     self.collect(Delivery::Line);
                 }
@@ -194,7 +210,7 @@ impl VirtualFunction {
         Ok(())
     }
 
-    /// Writes `data` to a region. A guest's mistakes are not errors of the access: registers have their own ways.
+    /// Writes `data` to a region. Invalid values are not errors of the access.
     pub fn region_write(
         &mut self,
         index: u32,
@@ -203,7 +219,7 @@ impl VirtualFunction {
     ) -> Result<(), AccessError> {
         let region = self.check_access(index, offset, data.len())?;
         let kind = match region {
-            Region::Bar(number) => self.bar(number).map(|bar| bar.kind),
+            Region::Bar(number) => self.bar_kind(number),
             Region::Config | Region::Rom | Region::Vga => None,
         };
         match kind {
@@ -258,16 +274,16 @@ impl VirtualFunction {
         {
             window.clear(aperture, len);
         }
-        self.tell_scanout();
+        self.update_scanout();
     }
 
-    /// Tells the client what is on the screen now, if that has changed.
-    pub(super) fn tell_scanout(&mut self) {
+    /// Passes a changed scanout to the client.
+    pub(super) fn update_scanout(&mut self) {
         let scanout = self.scanout();
-        if scanout != self.told {
-            self.told = scanout;
-            let told = self.client.set_scanout(&scanout);
-            self.note(told);
+        if scanout != self.last_scanout {
+            self.last_scanout = scanout;
+            let result = self.client.set_scanout(&scanout);
+            self.check_lost(result);
         }
     }
 
@@ -282,12 +298,12 @@ impl VirtualFunction {
         }
         if effect.interrupts {
             if effect.newly_enabled != 0 {
-                self.wire();
+                self.connect_msi_to_gpu();
                 let pending = Pending::from_bits_truncate(effect.newly_enabled);
                 self.deliver(pending & self.control.interrupting(), Delivery::All);
             }
             if !self.control.enabled().contains(Pending::NONSTALL) {
-                self.wire();
+                self.connect_msi_to_gpu();
             }
             self.update_line();
         }
@@ -312,11 +328,11 @@ impl VirtualFunction {
         self.traps.doorbell += 1;
         self.control.count_doorbell();
         let woken = self.client.wake(token);
-        self.note(woken);
+        self.check_lost(woken);
     }
 
-    /// Looks at the outcome of a call to the GPU that a guest is not told about.
-    fn note(&mut self, result: Result<(), GpuError>) {
+    /// Handles the result of a GPU call that is not reported to the guest.
+    fn check_lost(&mut self, result: Result<(), GpuError>) {
         match result {
             Ok(()) => {}
             Err(GpuError::Lost(_)) => self.lose(),
@@ -332,7 +348,7 @@ impl VirtualFunction {
         }
     }
 
-    /// Makes guest memory known. Without a file it is recorded only, and the device cannot reach it.
+    /// Adds guest memory. The device cannot access memory without a file.
     pub fn dma_map(
         &mut self,
         iova: GuestPa,
@@ -343,13 +359,13 @@ impl VirtualFunction {
         self.memory.map(iova, size, access, file)
     }
 
-    /// Takes one map away, named by the exact range it was made with. When it returns, neither the device nor the GPU
-    /// will touch the range again.
+    /// Removes a mapping of exactly this range. Afterwards neither the device nor the GPU accesses
+    /// the range.
     pub fn dma_unmap(&mut self, iova: GuestPa, size: u64) -> Result<(), MemError> {
         self.memory.unmap(&mut *self.client, iova, size)
     }
 
-    /// Takes all maps away and says how many bytes they were.
+    /// Removes all mappings and returns their size in bytes.
     pub fn dma_unmap_all(&mut self) -> u64 {
         self.memory.clear(&mut *self.client)
     }
@@ -359,12 +375,12 @@ impl VirtualFunction {
         self.client.start()
     }
 
-    /// Takes the connection of a new manager, for GPUs that are led through the worker.
+    /// Accepts the connection of a new manager, for GPUs that are controlled through the worker.
     pub fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
         self.client.attach_manager(fd)
     }
 
-    /// Resets the function, as DEVICE_RESET and a function-level reset ask for: registers, channels, GPU mappings.
+    /// Resets registers, channels and GPU mappings, for DEVICE_RESET and a function-level reset.
     /// Guest memory and the client's eventfds stay.
     pub fn reset(&mut self) {
         let reset = self.client.reset();
@@ -373,91 +389,91 @@ impl VirtualFunction {
         if let Some(display) = &mut self.display {
             display.reset();
         }
-        self.tell_scanout();
-        // What was pending is of the time before, except for the loss of the GPU.
+        self.update_scanout();
+        // Drop conditions from before the reset, except for the loss of the GPU.
         let lost = self.client.take_pending().contains(Pending::DEVICE_LOST);
-        self.wire();
+        self.connect_msi_to_gpu();
         self.update_line();
-        self.note(reset);
+        self.check_lost(reset);
         if lost {
             self.lose();
         }
     }
 
-    /// A VM begins to use the device.
+    /// Notes that a VM attaches to the device.
     pub fn attach(&mut self) {
         self.detach();
     }
 
-    /// The VM is gone: everything of it is dropped, video memory included, and the device is as new.
+    /// Returns the device to its initial state after its VM is gone, including video memory.
     pub fn detach(&mut self) {
-        self.irq = Interrupts::default();
+        self.irq.reset();
         self.reset();
         self.memory.clear(&mut *self.client);
         self.scrub();
         self.active = false;
     }
 
-    /// Gives video memory back to the host where its file allows that; the next VM finds zeros.
+    /// Releases video memory to the host if its file can have holes; the next VM reads zeros.
     fn scrub(&mut self) {
         let Some(vram) = self.vram() else { return };
         let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
         let [offset, len] = [vram.offset, vram.len]
             .map(|bytes| libc::off64_t::try_from(bytes).unwrap_or(libc::off64_t::MAX));
-        // SAFETY: works on a descriptor that the client owns, and touches no memory of ours but shared pages that are
-        // only accessed as volatile.
+        // SAFETY: works on a descriptor that the client owns, and affects only shared pages, which
+        // are accessed as volatile.
         let done =
             unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, offset, len) } == 0;
-        // A file that cannot be punched (real video memory) is its backend's to scrub.
+        // The backend scrubs a file without holes, such as real video memory.
         if !done && let Err(error) = self.client.scrub() {
             log::debug!("Video memory was not scrubbed: {error}");
         }
     }
 
-    /// What is on the screen.
+    /// Returns the picture on the screen.
     pub fn scanout(&self) -> Scanout {
         self.display.as_ref().map(Display::scanout).unwrap_or_default()
     }
 
-    /// Video memory, where it can be mapped: what [`Scanout::offset`] counts in. Without an aperture of all of it, that
-    /// of the framebuffer, which is its start.
+    /// Returns the mappable video memory that [`Scanout::offset`] refers to: the aperture of the
+    /// partition, or else that of the framebuffer, which is the start of the partition.
     pub fn vram(&self) -> Option<RegionMapping<'_>> {
         let apertures = self.client.apertures();
         apertures.vram.as_ref().or(apertures.framebuffer.as_ref()).map(RegionMapping::from)
     }
 
-    /// Trapped accesses so far.
+    /// Returns the counters of trapped accesses.
     pub fn traps(&self) -> Traps {
         self.traps
     }
 
-    /// What an operator should know about the attached VM, one line each.
+    /// Returns warnings about the attached VM for the operator, one line each.
     pub fn warnings(&self) -> Vec<String> {
         let bars = self.config.bars().iter();
         let own: Vec<_> =
-            bars.filter_map(|bar| Some((self.config.bar_address(bar.kind)?, bar.size))).collect();
-        let reach = Reach {
+            bars.filter_map(|bar| Some((self.config.bar_address(bar.index)?, bar.size))).collect();
+        let limits = ImportLimits {
             gpu: self.client.gpu().max_import_bytes,
             vgpu: self.client.spec().max_import_bytes,
         };
-        let mut lines = self.memory.advice(&own, self.active, reach);
+        let mut lines = self.memory.advice(&own, self.active, limits);
         if self.lost {
             lines.push("The GPU is lost: stop the vGPU and start it again".to_owned());
         }
         lines
     }
 
-    /// False once the GPU is lost.
+    /// Returns false once the GPU is lost.
     pub fn gpu_ok(&self) -> bool {
         !self.lost
     }
 
-    /// What the vGPU has used.
+    /// Returns the usage counters.
     pub fn usage(&mut self) -> Result<Usage, GpuError> {
         self.client.usage()
     }
 
-    /// The register tables of this function as Markdown, each with its name: what `docs/` shows.
+    /// Returns the function's register tables as Markdown with their names, for `docs/`.
     pub fn register_tables(&self) -> Vec<(&'static str, String)> {
         let mut tables = vec![
             ("control", self.control.bank().markdown()),

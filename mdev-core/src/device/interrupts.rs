@@ -1,29 +1,30 @@
-//! Interrupts of the virtual function: what a client sets, and what the GPU raises.
+//! Interrupts of the virtual function: eventfds of the client, conditions of the GPU.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use pci_registers::{IrqError, IrqIndex, IrqInfo};
+
 use super::function::VirtualFunction;
 use crate::abi::control::VECTORS;
 use crate::gpu::Pending;
-use crate::irq::{Interrupts, IrqError, IrqIndex, IrqInfo};
 
-/// How far conditions are delivered.
+/// Interrupts by which conditions are delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Delivery {
-    /// By INTx and MSI.
+    /// INTx and MSI.
     All,
-    /// Not by MSI for non-stall interrupts: the guest is just reading what is pending.
+    /// INTx, and MSI except for non-stall interrupts: the guest is reading the pending conditions.
     Line,
 }
 
 impl VirtualFunction {
-    /// What a client learns about an interrupt index; `None` beyond VFIO's five.
+    /// Returns the description of an interrupt index; `None` beyond VFIO's five.
     pub fn irq_info(&self, index: u32) -> Option<IrqInfo> {
-        IrqIndex::from_number(index).map(Interrupts::info)
+        IrqIndex::from_number(index).map(|index| self.irq.info(index))
     }
 
-    /// Sets the eventfds that interrupts `start..` of an index signal; `None` leaves one without.
+    /// Sets the eventfds of interrupts `start..` of an index; `None` removes an eventfd.
     pub fn irq_set_triggers(
         &mut self,
         index: IrqIndex,
@@ -35,15 +36,16 @@ impl VirtualFunction {
         Ok(())
     }
 
-    /// Turns an index off: all its eventfds are dropped (a trigger with no data and count 0).
+    /// Disables an index and drops its eventfds (a trigger without data and with count 0).
     pub fn irq_disable(&mut self, index: IrqIndex) {
         self.irq.disable(index);
         self.rewire(index);
     }
 
-    /// Fires interrupts `start..` of an index whose flag is set, as if the device had raised them.
+    /// Triggers interrupts `start..` of an index whose flag is set, as if the device had raised
+    /// them.
     pub fn irq_fire(&mut self, index: IrqIndex, start: u32, fire: &[bool]) -> Result<(), IrqError> {
-        self.irq.fire(index, start, fire)
+        self.irq.trigger(index, start, fire)
     }
 
     /// Masks (or unmasks) interrupts `start..` of an index whose flag is set.
@@ -57,7 +59,8 @@ impl VirtualFunction {
         self.irq.mask(index, start, which, masked)
     }
 
-    /// Sets the eventfd through which the client unmasks INTx. The session watches [`Self::intx_unmask_event`].
+    /// Sets the eventfd by which the client unmasks INTx. The session polls
+    /// [`Self::intx_unmask_event`].
     pub fn irq_set_unmask_event(
         &mut self,
         index: IrqIndex,
@@ -66,33 +69,34 @@ impl VirtualFunction {
         self.irq.set_unmask_event(index, event)
     }
 
-    /// The eventfd to watch for INTx unmasking; it changes with [`Self::irq_set_unmask_event`], by disabling INTx and
-    /// by [`Self::detach`].
+    /// Returns the eventfd to poll for INTx unmasking. It changes with
+    /// [`Self::irq_set_unmask_event`], when INTx is disabled, and with [`Self::detach`].
     pub fn intx_unmask_event(&self) -> Option<BorrowedFd<'_>> {
         self.irq.unmask_event()
     }
 
-    /// The client has signalled [`Self::intx_unmask_event`]: takes the signal. An error where it is no eventfd.
+    /// Unmasks INTx after a signal of [`Self::intx_unmask_event`]. Fails if that is not an eventfd.
     pub fn on_intx_unmask(&mut self) -> io::Result<()> {
         self.irq.on_unmask()
     }
 
     fn rewire(&mut self, index: IrqIndex) {
         if index == IrqIndex::Msi {
-            self.wire();
+            self.connect_msi_to_gpu();
             self.update_line();
         }
     }
 
-    /// Lets the silicon signal the guest's MSI vectors itself while the guest wants non-stall interrupts.
-    pub(super) fn wire(&mut self) {
+    /// Passes the eventfds of MSI vectors to the GPU while the guest enables non-stall interrupts,
+    /// so that the GPU signals them without the worker.
+    pub(super) fn connect_msi_to_gpu(&mut self) {
         let wanted = self.irq.msi_granted() > 0
             && self.control.enabled().contains(Pending::NONSTALL)
             && !self.lost;
-        if !wanted && !self.wired {
+        if !wanted && !self.has_gpu_events {
             return;
         }
-        (self.wired, self.direct) = (wanted, wanted);
+        (self.has_gpu_events, self.direct) = (wanted, wanted);
         for vector in 0..VECTORS {
             let event = if wanted { self.irq.msi_event(vector) } else { None };
             if let Err(error) = self.client.set_interrupt(vector, event) {
@@ -102,12 +106,13 @@ impl VirtualFunction {
         }
     }
 
-    /// The eventfd to watch for [`Self::on_gpu_event`].
+    /// Returns the descriptor to poll for [`Self::on_gpu_event`].
     pub fn gpu_event(&self) -> BorrowedFd<'_> {
         self.client.event()
     }
 
-    /// The GPU has signalled [`Self::gpu_event`]: takes what is pending and interrupts the guest.
+    /// Interrupts the guest for the GPU's pending conditions, after a signal of
+    /// [`Self::gpu_event`].
     pub fn on_gpu_event(&mut self) {
         self.collect(Delivery::All);
     }
@@ -129,13 +134,13 @@ impl VirtualFunction {
         self.update_line();
     }
 
-    /// Signals MSI vectors for conditions that have come up.
+    /// Signals MSI vectors for new conditions.
     pub(super) fn deliver(&mut self, pending: Pending, delivery: Delivery) {
         let granted = self.irq.msi_granted();
         if granted == 0 {
             return;
         }
-        // Whose channel it was is not known here, so each vector is told.
+        // The channel is unknown here, so every vector is signalled.
         if pending.contains(Pending::NONSTALL) && !self.direct && delivery == Delivery::All {
             (0..granted).for_each(|vector| self.irq.msi_signal(vector));
         } else if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST) {
@@ -143,9 +148,9 @@ impl VirtualFunction {
         }
     }
 
-    /// Interrupts follow the restored registers.
+    /// Applies the restored registers to the interrupts.
     pub(super) fn after_restore(&mut self) {
-        self.wire();
+        self.connect_msi_to_gpu();
         self.deliver(self.control.interrupting(), Delivery::All);
         self.update_line();
     }

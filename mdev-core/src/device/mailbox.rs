@@ -1,22 +1,22 @@
-//! The mailbox: requests of a guest's driver, checked and carried out.
+//! Mailbox: checks and executes requests of a guest's driver.
 //!
-//! The page is copied in once and looked at nowhere else, so a guest that changes it meanwhile fools only itself.
+//! The page is copied once, so that a guest that changes the page meanwhile affects only itself.
 
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::abi::control::{Features, VECTORS};
 use crate::abi::mailbox::{
-    ChannelCreate, ChannelCreated, ChannelName, ChannelState, ENGINE_COMPUTE, ENGINE_COPY, Header,
-    Info, MAP_READ_ONLY, MAX_GPFIFO_ENTRIES, MAX_SCATTER, MapGuest, MapVram, Opcode, PAGE_BYTES,
-    PAYLOAD, Scatter, Status, USERD_GUEST, USERD_VRAM, Unmap, VA_END, VA_START,
+    ChannelCreate, ChannelCreated, ChannelName, ChannelState, Header, Info, MAP_READ_ONLY,
+    MAX_GPFIFO_ENTRIES, MAX_SCATTER, MapGuest, MapVram, Opcode, PAGE_BYTES, PAYLOAD, Scatter,
+    Status, USERD_GUEST, USERD_VRAM, Unmap, VA_END, VA_START,
 };
 use crate::abi::{compute, copy, host, userd};
-use crate::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError};
+use crate::gpu::{Backing, ChannelRequest, ChannelSpecError, Client, EngineKind, GpuError};
 use crate::ids::{ChannelId, GpuVa, GuestPa};
 use crate::mem::{DmaAccess, GuestMemory};
 use crate::units::{PAGE_SIZE, is_aligned};
 
-/// What requests work on.
+/// Resources for requests.
 #[derive(Debug)]
 pub(super) struct Environment<'a> {
     pub client: &'a mut dyn Client,
@@ -24,15 +24,15 @@ pub(super) struct Environment<'a> {
     pub features: Features,
 }
 
-/// What became of the mailbox doorbell.
+/// Result of a mailbox doorbell.
 #[derive(Debug)]
 pub(super) struct Outcome {
     pub status: Status,
-    /// The GPU was found to be lost.
+    /// True if the GPU is lost.
     pub lost: bool,
 }
 
-/// A request that was not carried out.
+/// Reason of a failed request.
 #[derive(Debug)]
 enum Refusal {
     Status(Status),
@@ -51,17 +51,23 @@ impl From<GpuError> for Refusal {
     }
 }
 
-/// Most pieces of guest memory that one request may come down to: a vCPU waits for each.
+impl From<ChannelSpecError> for Refusal {
+    fn from(error: ChannelSpecError) -> Self {
+        Self::Gpu(error.into())
+    }
+}
+
+/// Maximum number of ranges of guest memory per request. A vCPU waits for each mapping.
 const MAX_PIECES: usize = 1024;
 
-/// Payload of a reply; none is longer than [`Info`].
+/// Payload of a reply, at most the size of [`Info`].
 type Reply = Vec<u8>;
 
-/// Takes the request at `address`, carries it out and answers it in place.
+/// Executes the request at `address` and writes the reply to the page.
 pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> Outcome {
     let mut page = [0; PAGE_BYTES];
     let both = DmaAccess::READ | DmaAccess::WRITE;
-    // The answer must fit where the request came from, before anything is done.
+    // Check that the reply can be written before executing the request.
     if env.memory.check(address, PAGE_BYTES as u64, both).is_err()
         || env.memory.read(address, &mut page).is_err()
     {
@@ -88,14 +94,14 @@ pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> 
     Outcome { status, lost: lost || status == Status::DeviceLost }
 }
 
-/// A GPU's error in a guest's words.
+/// Returns the guest's status for a GPU error.
 fn status_of(error: &GpuError) -> Status {
     match error {
         GpuError::Invalid(_) => Status::Invalid,
         GpuError::OutOfRange(_) => Status::OutOfRange,
         GpuError::Overlap(_) => Status::Overlap,
         GpuError::NotFound(_) => Status::NotFound,
-        GpuError::Limit(_) | GpuError::Pieces { .. } => Status::Limit,
+        GpuError::Limit(_) | GpuError::Fragmented { .. } => Status::Limit,
         GpuError::Unsupported(_) => Status::Unsupported,
         GpuError::Lost(_) => Status::DeviceLost,
         GpuError::Io(error) => {
@@ -228,20 +234,20 @@ fn map_guest(env: &mut Environment<'_>, request: &MapGuest, list: &[u8]) -> Resu
     }
     let GpuVa(start) = gpu_range(request.va, total)?;
     let access = if writable { DmaAccess::READ | DmaAccess::WRITE } else { DmaAccess::READ };
-    // All of the list is found before any of it is mapped.
+    // Locate the whole list before mapping any of it.
     let mut parts = Vec::new();
     for range in &ranges {
         let address = GuestPa(range.address);
         parts.extend(env.memory.import(env.client, address, range.length, access)?);
     }
-    let pieces = join(parts);
+    let pieces = merge(parts);
     if pieces.len() > MAX_PIECES {
         return Err(Status::Limit.into());
     }
     let mut va = start;
     for (backing, len) in pieces {
         if let Err(error) = env.client.map(GpuVa(va), len, backing, writable) {
-            // Either all of the request is mapped or nothing.
+            // Undo a partial mapping.
             if va > start {
                 env.client.unmap(GpuVa(start), va - start)?;
             }
@@ -252,8 +258,8 @@ fn map_guest(env: &mut Environment<'_>, request: &MapGuest, list: &[u8]) -> Resu
     Ok(())
 }
 
-/// Makes one of parts that follow each other: scatter lists often name consecutive pages.
-fn join(parts: Vec<(Backing, u64)>) -> Vec<(Backing, u64)> {
+/// Merges adjacent ranges: scatter lists often name consecutive pages.
+fn merge(parts: Vec<(Backing, u64)>) -> Vec<(Backing, u64)> {
     let mut joined: Vec<(Backing, u64)> = Vec::with_capacity(parts.len());
     for (backing, len) in parts {
         match (joined.last_mut(), backing) {
@@ -278,28 +284,14 @@ fn map_vram(env: &mut Environment<'_>, request: &MapVram) -> Result<(), Refusal>
 }
 
 fn create_channel(env: &mut Environment<'_>, request: &ChannelCreate) -> Result<Reply, Refusal> {
-    let (engine, feature) = match request.engine {
-        ENGINE_COPY => (EngineKind::Copy, Features::COPY),
-        ENGINE_COMPUTE => (EngineKind::Compute, Features::COMPUTE),
-        _ => return Err(Status::Invalid.into()),
+    let channel = ChannelRequest {
+        engine: EngineKind::from_number(request.engine).ok_or(Status::Invalid)?,
+        gpfifo: GpuVa(request.gpfifo_va),
+        gpfifo_entries: request.gpfifo_entries,
+        userd: request.userd,
+        vector: request.vector,
     };
-    if !env.features.contains(feature) {
-        return Err(Status::Unsupported.into());
-    }
-    let entries = request.gpfifo_entries;
-    if !entries.is_power_of_two()
-        || !(2..=MAX_GPFIFO_ENTRIES).contains(&entries)
-        || !is_aligned(request.gpfifo_va, host::GP_ENTRY_BYTES)
-        || !is_aligned(request.userd, userd::BYTES)
-        || request.vector >= VECTORS
-    {
-        return Err(Status::Invalid.into());
-    }
-    let ring = u64::from(entries) * host::GP_ENTRY_BYTES;
-    let past = request.gpfifo_va.checked_add(ring).filter(|past| *past <= VA_END);
-    if past.is_none() || request.gpfifo_va < VA_START {
-        return Err(Status::OutOfRange.into());
-    }
+    channel.check(env.client.gpu().capabilities)?;
     let userd = match request.userd_aperture {
         USERD_GUEST => {
             let both = DmaAccess::READ | DmaAccess::WRITE;
@@ -310,13 +302,7 @@ fn create_channel(env: &mut Environment<'_>, request: &ChannelCreate) -> Result<
         USERD_VRAM => vram_range(env, request.userd, userd::BYTES)?,
         _ => return Err(Status::Invalid.into()),
     };
-    let made = env.client.create_channel(&ChannelSpec {
-        engine,
-        gpfifo: GpuVa(request.gpfifo_va),
-        gpfifo_entries: entries,
-        userd,
-        vector: request.vector,
-    })?;
+    let made = env.client.create_channel(&channel.with_userd(userd))?;
     let reply = ChannelCreated { channel: made.id.0, token: made.token.0 };
     Ok(reply.as_bytes().to_vec())
 }

@@ -1,11 +1,11 @@
-//! The virtual function: one vGPU as a PCI device, over a [`Client`](crate::gpu::Client) of its GPU.
+//! Virtual function: one vGPU as a PCI device, on top of a [`Client`](crate::gpu::Client).
 //!
-//! | file | what |
+//! | file | contents |
 //! | --- | --- |
-//! | `function` | [`VirtualFunction`]: puts the parts together; what a session calls |
-//! | `interrupts` | its interrupts: what a client sets, and what the GPU raises |
-//! | `region` | regions by VFIO's numbers, and the layout of the BARs |
-//! | `control`, `mailbox` | BAR 3: control registers, and the requests behind them |
+//! | `function` | [`VirtualFunction`], the interface for a session |
+//! | `interrupts` | interrupts: eventfds of the client, conditions of the GPU |
+//! | `region` | VFIO regions and the layout of the BARs |
+//! | `control`, `mailbox` | BAR 3: control registers and mailbox requests |
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved state |
@@ -14,6 +14,7 @@ mod control;
 mod display;
 mod edid;
 mod function;
+mod identity;
 mod interrupts;
 mod mailbox;
 mod region;
@@ -22,41 +23,43 @@ mod window;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::gpu::Scanout;
 use crate::ids::VgpuId;
 pub use function::VirtualFunction;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
 pub use state::{SavedFunction, StateError};
 
-/// What a virtual function is made as, besides what its [`Client`](crate::gpu::Client) was granted.
+/// Specification of a virtual function, besides the resources of its
+/// [`Client`](crate::gpu::Client).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionSpec {
-    /// The vGPU, whose UUID the guest can read.
+    /// The vGPU, with the UUID that the guest reads.
     pub vgpu: VgpuId,
-    /// The type's name, which the guest can read (at most 64 bytes are kept).
+    /// Name of the type that the guest reads (truncated to 64 bytes).
     pub type_name: String,
-    /// The display head, for types that have one.
+    /// Limits of the display head, for types with a head.
     pub display: Option<DisplayLimits>,
-    /// Whether the doorbell page is mapped where the GPU allows it, or trapped.
+    /// True to map the doorbell page if the GPU allows it, false to trap doorbells.
     pub doorbell_mapped: bool,
 }
 
-/// A display head's limits.
+/// Limits of a display head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DisplayLimits {
-    /// Largest mode, pixels. The EDID block prefers it.
+    /// Width of the largest mode in pixels, the preferred mode of the EDID block.
     pub max_width: u32,
-    /// Largest mode, pixels.
+    /// Height of the largest mode in pixels.
     pub max_height: u32,
 }
 
-/// Counters of trapped accesses since the function was made.
+/// Counters of trapped accesses since the creation of the function.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traps {
     /// Config space accesses.
     pub config: u64,
     /// Accesses to the display registers.
     pub display: u64,
-    /// Accesses to the control registers, mailbox requests included.
+    /// Accesses to the control registers, including mailbox requests.
     pub control: u64,
     /// Mailbox requests.
     pub mailbox: u64,
@@ -66,26 +69,7 @@ pub struct Traps {
     pub memory: u64,
 }
 
-/// The picture on a display head, in video memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Scanout {
-    /// False while the guest has not set a mode, or has blanked the screen; the rest is zero then.
-    pub enabled: bool,
-    /// Pixels.
-    pub width: u32,
-    /// Pixels.
-    pub height: u32,
-    /// Bytes from one row to the next.
-    pub stride: u32,
-    /// Bits per pixel: 8, 15, 16, 24 or 32 (XRGB8888).
-    pub bits_per_pixel: u32,
-    /// Byte offset of the first pixel in video memory.
-    pub offset: u64,
-    /// True where the bytes of a pixel are in big-endian order.
-    pub big_endian: bool,
-}
-
-/// An access to a region that could not be carried out.
+/// Error of an access to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AccessError {
     /// The device does not have the region.
@@ -94,20 +78,20 @@ pub enum AccessError {
     /// The access leaves the region.
     #[error("Access of {len} bytes at {offset:#x} leaves region {region}")]
     OutOfRange {
-        /// VFIO's number of the region.
+        /// VFIO index of the region.
         region: u32,
-        /// Where it starts.
+        /// Offset of the access.
         offset: u64,
-        /// How long it is.
+        /// Length of the access.
         len: usize,
     },
 }
 
-/// Why a virtual function could not be made.
+/// Error of the creation of a virtual function.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The grant and the type do not fit together.
-    #[error("Cannot make a virtual function: {0}")]
+    /// The granted resources do not match the type.
+    #[error("Cannot create a virtual function: {0}")]
     Invalid(&'static str),
 }
 

@@ -1,17 +1,18 @@
 //! Saved state of the function's registers: plain, versioned data.
 //!
-//! Video memory, channels and GPU mappings are the silicon's and are not in it. A state is untrusted input: each value
-//! must be one that a guest could have set.
+//! The state excludes video memory, channels and GPU mappings, which belong to the GPU. A state is
+//! untrusted input: each value must be reachable by a guest.
 
 use serde::{Deserialize, Serialize};
 
 use super::function::VirtualFunction;
-use crate::regs::{BankState, RestoreError};
+use pci_registers::{BankState, RestoreError};
 
-/// Bumped with every change of the saved registers or of [`SavedFunction`].
+/// Version of the state. Incremented with every change of the saved registers or of
+/// [`SavedFunction`].
 const VERSION: u32 = 1;
 
-/// The registers of a virtual function.
+/// Saved registers of a virtual function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedFunction {
@@ -21,27 +22,27 @@ pub struct SavedFunction {
     display: Option<BankState>,
 }
 
-/// Why a state was not restored. The function is as it was.
+/// Error of a restore. The function is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StateError {
-    /// It was saved by another version.
+    /// The state has another version.
     #[error("The state has version {0}; this version of Tessera reads version {VERSION}")]
     Version(u32),
-    /// One has a display head and the other has none.
-    #[error("The state and the vGPU differ in having a display head")]
+    /// Only one of state and vGPU has a display head.
+    #[error("Only one of the state and the vGPU has a display head")]
     Display,
-    /// A register's value.
+    /// A value of a register is invalid.
     #[error("{part} registers: {source}")]
     Registers {
-        /// Which registers.
+        /// The bank of registers.
         part: &'static str,
-        /// What is wrong.
+        /// The error.
         source: RestoreError,
     },
 }
 
 impl VirtualFunction {
-    /// The registers as they are.
+    /// Returns the registers.
     pub fn save(&self) -> SavedFunction {
         SavedFunction {
             version: VERSION,
@@ -51,7 +52,7 @@ impl VirtualFunction {
         }
     }
 
-    /// Resets the function and sets its registers, all of them or none.
+    /// Resets the function and restores its registers, or changes nothing on an error.
     pub fn restore(&mut self, state: &SavedFunction) -> Result<(), StateError> {
         if state.version != VERSION {
             return Err(StateError::Version(state.version));
@@ -70,7 +71,7 @@ impl VirtualFunction {
         if let (Some(display), Some(saved)) = (&mut self.display, &state.display) {
             display.restore(saved).map_err(part("Display"))?;
         }
-        self.tell_scanout();
+        self.update_scanout();
         self.after_restore();
         Ok(())
     }

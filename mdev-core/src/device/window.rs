@@ -1,6 +1,6 @@
 //! Trapped accesses to memory that a client normally maps.
 //!
-//! They happen: a client may not map at all, and QEMU stops using its mappings for a moment after an INTx.
+//! Clients need not map apertures, and QEMU disables its mappings for a moment after an INTx.
 
 use std::os::fd::AsFd;
 
@@ -9,8 +9,8 @@ use vm_memory::Bytes;
 use crate::gpu::Aperture;
 use crate::sigbus::{GuardedMapping, Protection};
 
-/// A window onto an aperture. It is mapped here on first use only, since an aperture of real hardware can be mapped but
-/// once, and that is for the client.
+/// Worker's mapping of an aperture. It is created on first use: an aperture of real hardware can be
+/// mapped only once, and that mapping is the client's.
 #[derive(Debug, Default)]
 pub(super) struct Window {
     mapping: Option<GuardedMapping>,
@@ -18,7 +18,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// Reads bytes; what lies outside of the aperture is zero.
+    /// Reads bytes; bytes outside of the aperture are zero.
     pub fn read(&mut self, aperture: &Aperture, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some((mapping, range)) = self.range(aperture, offset, data.len()) {
@@ -26,7 +26,7 @@ impl Window {
         }
     }
 
-    /// Writes bytes; what lies outside of the aperture is ignored.
+    /// Writes bytes; bytes outside of the aperture are ignored.
     pub fn write(&mut self, aperture: &Aperture, offset: u64, data: &[u8]) {
         if let Some((mapping, range)) = self.range(aperture, offset, data.len()) {
             let _ = mapping.slice().write_slice(&data[..range.1], range.0);
@@ -43,7 +43,7 @@ impl Window {
         }
     }
 
-    /// The mapping, and the offset and length of what lies inside.
+    /// Returns the mapping, and the offset and length of the part inside the aperture.
     fn range(
         &mut self,
         aperture: &Aperture,

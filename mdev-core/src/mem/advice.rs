@@ -1,35 +1,37 @@
-//! What a VM's memory maps say about how the VM was started.
+//! Warnings about how a VM was started, derived from its memory mappings.
 //!
-//! A VM whose memory is not shared runs, draws and boots; only its channels fail, or worse, their work is lost without a
-//! word. Each way to get there has its own line, which names the fix.
+//! A VM without shared memory boots and draws; only its channels fail or silently lose work. Each
+//! cause has its own line, which names the fix.
 
 use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 use super::{DmaAccess, GuestMemory, Map};
 use crate::units::{KIB, MIB, PAGE_SIZE};
 
-/// A range without a file that is at least this long is taken for the guest's RAM.
+/// Minimum size of a range without a file that counts as the guest's RAM.
 const LARGE: u64 = 32 * MIB;
-/// How much of the lowest RAM is looked at for signs of life: what a PC has below the VGA hole.
+/// Part of the lowest RAM that is checked for non-zero bytes: the memory of a PC below the VGA
+/// hole.
 const SAMPLE: u64 = 640 * KIB;
 
-/// How much of a VM's memory can be used.
+/// Limits of the guest memory that a vGPU can import, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reach {
-    /// By the GPU, whoever asks.
+pub struct ImportLimits {
+    /// Limit of the GPU.
     pub gpu: u64,
-    /// By the vGPU, as it was admitted.
+    /// Limit of the vGPU's admission.
     pub vgpu: u64,
 }
 
 impl GuestMemory {
-    /// What an operator should know about the VM's memory, one line each.
+    /// Returns warnings about the VM's memory for the operator, one line each.
     ///
-    /// `own` are the device's own BARs, which a client may map back without a file. `active` says that the guest's
-    /// driver runs, so that its RAM cannot be empty. `reach` says how much of it the GPU can have.
-    pub fn advice(&self, own: &[(u64, u64)], active: bool, reach: Reach) -> Vec<String> {
+    /// `own` are the device's own BARs, which a client may map back without a file. `active` is
+    /// true while the guest's driver runs, so that its RAM cannot be all zeros. `limits` are the
+    /// limits of imports.
+    pub fn advice(&self, own: &[(u64, u64)], active: bool, limits: ImportLimits) -> Vec<String> {
         let mut lines = Vec::new();
-        lines.extend(self.beyond(reach));
+        lines.extend(self.ram_beyond_limits(limits));
         let is_own =
             |start: u64| own.iter().any(|(bar, len)| start.wrapping_sub(*bar) < *len && *len > 0);
         let ram = |map: &Map| map.size >= LARGE && map.access.contains(DmaAccess::WRITE);
@@ -65,40 +67,38 @@ impl GuestMemory {
             );
         }
         if self.shared.iter().any(|region| region.mapping.poisoned()) {
-            lines.push(
-                "The file behind the guest's RAM was shortened while the VM runs: restart the VM"
-                    .to_owned(),
-            );
+            lines.push("The VMM truncated the file of the guest's RAM: restart the VM".to_owned());
         }
         lines
     }
 
-    /// What to do about RAM that is more than the GPU can have, which its guest learns only when it uses it.
-    fn beyond(&self, reach: Reach) -> Option<String> {
+    /// Returns a warning if the VM has more RAM than can be imported. The guest gets an error only
+    /// when it uses the memory.
+    fn ram_beyond_limits(&self, limits: ImportLimits) -> Option<String> {
         let ram = self.maps.values().filter(|map| map.file.is_some());
         let bytes = ram.fold(0_u64, |sum, map| sum.saturating_add(map.size));
         let mib = |bytes: u64| bytes.div_ceil(MIB);
-        if bytes > reach.gpu {
+        if bytes > limits.gpu {
             return Some(format!(
                 "The VM has {} MiB of memory, and the GPU reaches {} MiB of each VM: give the VM less, or \
                  the parent a longer window (vgpud --parent ...,window={}M)",
                 mib(bytes),
-                reach.gpu / MIB,
+                limits.gpu / MIB,
                 mib(bytes).next_power_of_two()
             ));
         }
-        (bytes > reach.vgpu).then(|| {
+        (bytes > limits.vgpu).then(|| {
             format!(
                 "The VM has {} MiB of memory, and this vGPU may have {} MiB of it pinned: give the VM \
                  less, or raise max_pinned",
                 mib(bytes),
-                reach.vgpu / MIB
+                limits.vgpu / MIB
             )
         })
     }
 
-    /// True where the lowest shared RAM is all zeros. A client that maps its file privately hands us the file, and the
-    /// guest's stores never reach it.
+    /// Returns true if the lowest shared RAM is all zeros. A client that maps its file privately
+    /// passes the file, but the guest's stores never reach it.
     fn looks_private(&self) -> bool {
         let Some(region) = self.shared.iter().next() else { return false };
         let len = region.len().min(SAMPLE);
@@ -120,25 +120,28 @@ mod tests {
     use crate::testing::shared_ram;
 
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
-    const ALL: Reach = Reach { gpu: u64::MAX, vgpu: u64::MAX };
+    const ALL: ImportLimits = ImportLimits { gpu: u64::MAX, vgpu: u64::MAX };
 
     #[test]
-    fn memory_that_is_not_shared_is_explained() {
+    fn memory_without_a_file_is_explained() {
         let mut memory = GuestMemory::default();
         memory.map(GuestPa(0xf000_0000), 256 * MIB, RW, None).unwrap();
-        assert!(memory.advice(&[(0xf000_0000, 256 * MIB)], true, ALL).is_empty(), "our own BAR");
+        assert!(
+            memory.advice(&[(0xf000_0000, 256 * MIB)], true, ALL).is_empty(),
+            "the device's BAR"
+        );
         memory.map(GuestPa(0), 512 * MIB, RW, None).unwrap();
         let advice = memory.advice(&[(0xf000_0000, 256 * MIB)], false, ALL);
         assert!(advice[0].contains("share=on") && advice[0].contains("512 MiB"), "{advice:?}");
     }
 
     #[test]
-    fn more_memory_than_the_gpu_reaches_is_explained() {
+    fn memory_beyond_the_limits_is_explained() {
         let mut memory = GuestMemory::default();
         let ram = shared_ram(&mut memory, 0, 48 * MIB);
         ram.write_all_at(&[1], 0x400).unwrap();
         shared_ram(&mut memory, 64 * MIB, 48 * MIB);
-        let advice = |gpu, vgpu| memory.advice(&[], true, Reach { gpu, vgpu });
+        let advice = |gpu, vgpu| memory.advice(&[], true, ImportLimits { gpu, vgpu });
         assert!(advice(96 * MIB, 96 * MIB).is_empty());
         let lines = advice(64 * MIB, 64 * MIB);
         assert_eq!(lines.len(), 1);
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn another_devices_bar_is_no_concern_while_ram_is_shared() {
+    fn another_devices_bar_is_ignored_while_ram_is_shared() {
         let mut memory = GuestMemory::default();
         let ram = shared_ram(&mut memory, 0, 64 * MIB);
         ram.write_all_at(&[1], 0x400).unwrap();
@@ -175,13 +178,13 @@ mod tests {
     }
 
     #[test]
-    fn a_shortened_file_is_survived_and_explained() {
+    fn a_truncated_file_is_survived_and_explained() {
         let mut memory = GuestMemory::default();
         let ram = shared_ram(&mut memory, 0, 0x4000);
         ram.set_len(0).unwrap();
         memory.read(GuestPa(0x1000), &mut [0; 64]).unwrap();
         memory.write(GuestPa(0x2000), &[0; 64]).unwrap();
-        assert!(memory.advice(&[], false, ALL)[0].contains("shortened"));
+        assert!(memory.advice(&[], false, ALL)[0].contains("truncated"));
     }
 
     #[test]

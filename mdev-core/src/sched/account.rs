@@ -1,4 +1,5 @@
-//! What each vGPU used, from the silicon's counters: over the last interval, and over a window of about a second.
+//! Engine time of each vGPU, from the GPU's counters: over the last interval, and over a window of
+//! about a second.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -7,66 +8,69 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::{Usage, UsageReport};
 use crate::ids::VgpuId;
 
-/// How far back shares are measured.
+/// Length of the window over which usage is measured.
 pub const WINDOW_NS: u64 = 1_000_000_000;
 
-/// How far readings that are kept lie apart, at least every second one.
+/// Least time between every second reading that is kept.
 const SPACING_NS: u64 = WINDOW_NS / 50;
 
-/// Readings kept of one vGPU, however often the counters are read.
+/// Limit of the readings kept for one vGPU.
 const MAX_READINGS: usize = 128;
 
-/// A group counts as busy where it ran or waited for this much of an interval, in hundredths.
-const BUSY_HUNDREDTHS: u64 = 90;
+/// Percentage of an interval that a busy vGPU ran or waited.
+const BUSY_PERCENT: u64 = 90;
 
-/// What one vGPU used between two readings.
+/// Usage of one vGPU between two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval {
-    /// Whose it is.
+    /// The vGPU.
     pub vgpu: VgpuId,
-    /// How long it was, in nanoseconds.
+    /// Length of the interval, in nanoseconds.
     pub elapsed_ns: u64,
-    /// Engine time used in it, in nanoseconds.
+    /// Engine time used, in nanoseconds.
     pub engine_ns: u64,
-    /// True where the vGPU had work nearly all of the time.
+    /// True if the vGPU had work nearly all of the time.
     pub busy: bool,
-    /// True where it had work at both ends.
+    /// True if the vGPU had work at both ends.
     pub runnable: bool,
-    /// True where it lost the engine with work left. Not every GPU counts that.
+    /// True if the vGPU lost the engine with work left. Not every GPU counts preemptions.
     pub preempted: bool,
 }
 
-/// What one vGPU used over the window.
+/// Usage of one vGPU over the window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
-    /// How long the window was, in nanoseconds: 0 until there are two readings.
+    /// Length of the window, in nanoseconds: 0 until there are two readings.
     pub window_ns: u64,
-    /// Engine time used in it, in nanoseconds.
+    /// Engine time used, in nanoseconds.
     pub engine_ns: u64,
 }
 
 impl Measured {
-    /// Engine time used, as a part of the window.
+    /// Returns the engine time used as a part of the window, 0 to 1.
     pub fn share(self) -> f64 {
         if self.window_ns == 0 { 0.0 } else { self.engine_ns as f64 / self.window_ns as f64 }
     }
 }
 
+/// Readings of one vGPU.
 #[derive(Clone, Debug, Default)]
 struct Account {
+    /// Time and counters of the last reading.
     last: Option<(u64, Usage)>,
+    /// Times and engine times of the readings in the window.
     readings: VecDeque<(u64, u64)>,
 }
 
 impl Account {
-    /// Takes a reading; the interval since the one before, where there is one.
+    /// Takes a reading. Returns the interval since the reading before, unless counters restarted.
     fn read(&mut self, vgpu: VgpuId, now_ns: u64, usage: &Usage) -> Option<Interval> {
         let before = self.last.replace((now_ns, *usage));
         let restarted = before.is_some_and(|(_, last)| usage.engine_ns < last.engine_ns);
         if restarted {
             self.readings.clear();
         }
-        // Counters may be read at any rate: readings that are close together are one.
+        // At a high rate of readings, the last one replaces the one before.
         if self.readings.len() > 1
             && self.readings.iter().nth_back(1).is_some_and(|(at, _)| now_ns - at < SPACING_NS)
         {
@@ -74,7 +78,7 @@ impl Account {
         }
         self.readings.push_back((now_ns, usage.engine_ns));
         let start = now_ns.saturating_sub(WINDOW_NS);
-        // The first reading kept is the last one before the window, so that the window is covered.
+        // The first reading kept is the last one before the window.
         while self.readings.len() > MAX_READINGS
             || self.readings.get(1).is_some_and(|(at, _)| *at <= start)
         {
@@ -86,7 +90,7 @@ impl Account {
         let wait_ns = usage.wait_ns.saturating_sub(last.wait_ns);
         let with_work = engine_ns.saturating_add(wait_ns);
         let runnable = last.runnable && usage.runnable;
-        let busy = runnable && with_work >= elapsed_ns.saturating_mul(BUSY_HUNDREDTHS) / 100;
+        let busy = runnable && with_work >= elapsed_ns.saturating_mul(BUSY_PERCENT) / 100;
         let preempted = usage.preemptions > last.preemptions;
         Some(Interval { vgpu, elapsed_ns, engine_ns, busy, runnable, preempted })
     }
@@ -101,7 +105,7 @@ impl Account {
     }
 }
 
-/// The accounts of one parent.
+/// Accounts of the vGPUs of one parent.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     accounts: BTreeMap<VgpuId, Account>,
@@ -109,24 +113,25 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Opens an account.
+    /// Opens a vGPU's account.
     pub fn open(&mut self, vgpu: VgpuId) {
         self.accounts.insert(vgpu, Account::default());
     }
 
-    /// Closes an account.
+    /// Closes a vGPU's account.
     pub fn close(&mut self, vgpu: VgpuId) {
         self.accounts.remove(&vgpu);
     }
 
-    /// When the counters were last read.
+    /// Returns the time of the last reading.
     pub fn now_ns(&self) -> Option<u64> {
         self.now_ns
     }
 
-    /// Takes a reading of the counters; what each vGPU used since the one before, in the order of ids.
+    /// Takes a reading of the counters. Returns the intervals since the last one, in the order of
+    /// ids.
     ///
-    /// vGPUs without an account, and reports that are not newer than the last one, are passed over.
+    /// Ignores vGPUs without an account, and reports that are not newer than the last one.
     pub fn report(&mut self, report: &UsageReport) -> Vec<Interval> {
         if self.now_ns.is_some_and(|now_ns| report.now_ns <= now_ns) {
             return Vec::new();
@@ -144,17 +149,17 @@ impl Ledger {
         intervals
     }
 
-    /// What a vGPU used over the window.
+    /// Returns the usage of a vGPU over the window.
     pub fn measured(&self, vgpu: VgpuId) -> Option<Measured> {
         self.accounts.get(&vgpu).map(Account::measured)
     }
 
-    /// What all vGPUs together used over the window.
+    /// Returns the usage of all vGPUs together over the window.
     pub fn total(&self) -> Measured {
         let all = self.accounts.values().map(Account::measured);
-        all.fold(Measured::default(), |sum, one| Measured {
-            window_ns: sum.window_ns.max(one.window_ns),
-            engine_ns: sum.engine_ns.saturating_add(one.engine_ns),
+        all.fold(Measured::default(), |sum, account| Measured {
+            window_ns: sum.window_ns.max(account.window_ns),
+            engine_ns: sum.engine_ns.saturating_add(account.engine_ns),
         })
     }
 }
@@ -180,12 +185,12 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_measured_over_the_last_second() {
+    fn usage_is_measured_over_the_last_second() {
         let mut ledger = Ledger::default();
         ledger.open(A);
         ledger.open(B);
         for tick in 0..=50 {
-            // A takes everything for 2 s, and then 80 of 100.
+            // A uses all of the time for 2 s, and then 80 percent.
             let a = if tick <= 20 { tick * 100 } else { 2000 + (tick - 20) * 80 };
             let now = tick * 100;
             ledger.report(&report(now, &[(A, usage(a, now - a)), (B, usage(now - a, a))]));
@@ -198,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn the_window_is_a_second_however_often_counters_are_read() {
+    fn the_window_is_a_second_at_any_rate_of_readings() {
         let mut ledger = Ledger::default();
         ledger.open(A);
         for now in 0..=5000 {
@@ -210,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_vgpu_with_work_all_the_time_is_busy() {
+    fn a_vgpu_is_busy_if_it_has_work_all_the_time() {
         let mut ledger = Ledger::default();
         ledger.open(A);
         assert_eq!(ledger.report(&report(0, &[(A, usage(0, 0))])), []);
@@ -222,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn old_reports_and_counters_that_start_again_do_no_harm() {
+    fn old_reports_and_restarted_counters_are_harmless() {
         let mut ledger = Ledger::default();
         ledger.open(A);
         ledger.report(&report(100, &[(A, usage(50, 0))]));
@@ -234,7 +239,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_counters_make_it_panic(
+        fn any_counters_are_accepted_without_panic(
             readings in prop::collection::vec((any::<u64>(), any::<u64>(), any::<u64>()), 0..300),
         ) {
             let mut ledger = Ledger::default();

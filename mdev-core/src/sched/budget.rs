@@ -1,54 +1,24 @@
-//! A cap on engine time, and the meter that holds a group to it: credit and debt are carried, so that the average is
-//! exact whatever a turn really took.
+//! Meter that enforces a budget of engine time.
+//!
+//! The meter carries credit and debt, so the average is exact however long a slice really took.
 
-use std::time::Duration;
+pub use crate::gpu::Budget;
 
-use serde::{Deserialize, Serialize};
-
-/// A group with work that is kept waiting by others may catch up on so much wall time's worth of its budget, at least.
+/// Wall time for which a group that waits with work keeps its credit, at least.
 pub const CARRY_NS: u64 = 100_000_000;
 
-/// Debt beyond this is forgiven, so that one accident is not paid for ever.
+/// Limit of a debt. Debt beyond the limit is forgiven.
 const MAX_DEBT_NS: i64 = 1_000_000_000;
 
-/// At most `time` of engine time in each `period`, on average.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Budget {
-    /// Engine time, in nanoseconds: not 0, and less than the period.
-    pub time_ns: u64,
-    /// Wall time, in nanoseconds: 1 to 30 ms.
-    pub period_ns: u64,
-}
-
-impl Budget {
-    /// `part` (above 0) of the GPU in each `period`; none where that is all of it.
-    pub fn part(part: f64, period: Duration) -> Option<Self> {
-        let period_ns = period.as_nanos() as u64;
-        let time_ns = period.mul_f64(part.clamp(0.0, 1.0)).as_nanos() as u64;
-        (time_ns < period_ns).then_some(Self { time_ns: time_ns.max(1), period_ns })
-    }
-
-    /// True where it means something: a budget that came over a wire may not.
-    pub fn is_valid(&self) -> bool {
-        (1_000_000..=30_000_000).contains(&self.period_ns)
-            && (1..self.period_ns).contains(&self.time_ns)
-    }
-
-    /// As a part of the GPU.
-    pub fn as_part(&self) -> f64 {
-        self.time_ns as f64 / self.period_ns as f64
-    }
-}
-
-/// Holds one group to its budget.
+/// Meter that enforces the budget of one group.
 ///
-/// Credit comes in continuously. The meter closes when it is used up, and opens again when there is enough of it for
-/// the group to run without a break until the same point of the next period.
+/// Credit accrues continuously. The meter closes when the credit is used up. The meter opens when
+/// the group has enough credit to run without a break until the same point of the next period.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Meter {
     budget: Budget,
     credit_ns: i64,
-    /// What of a nanosecond of credit came in already, in parts of a period.
+    /// Accrued fraction of a nanosecond of credit, in parts of a period.
     rest: u64,
     at_ns: u64,
     carry_ns: u64,
@@ -56,7 +26,7 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// A full and open one. A budget that is not valid is moved to the nearest one that is.
+    /// Creates an open meter with the credit of one period. Clamps an invalid budget to the bounds.
     pub fn new(budget: Budget, now_ns: u64) -> Self {
         let period_ns = budget.period_ns.clamp(1_000_000, 30_000_000);
         let time_ns = budget.time_ns.clamp(1, period_ns - 1);
@@ -65,19 +35,21 @@ impl Meter {
         Self { budget, credit_ns, rest: 0, at_ns: now_ns, carry_ns: CARRY_NS, open: true }
     }
 
-    /// One for silicon that keeps a group waiting for so long, where that is longer than [`CARRY_NS`].
+    /// Keeps the credit of a waiting group for `wait_ns`, if longer than [`CARRY_NS`].
     #[must_use]
     pub fn carrying(self, wait_ns: u64) -> Self {
         Self { carry_ns: wait_ns.clamp(CARRY_NS, MAX_DEBT_NS.cast_unsigned()), ..self }
     }
 
-    /// What it holds the group to.
+    /// Returns the budget.
     pub fn budget(&self) -> Budget {
         self.budget
     }
 
-    /// Another budget from now on. What was saved or owed under the old one is kept as far as it is worth one period
-    /// of the new one, so that the change is in force after that.
+    /// Replaces the budget.
+    ///
+    /// Credit and debt are limited to one period of the new budget, which is therefore in force
+    /// after one period.
     pub fn set_budget(&mut self, budget: Budget, now_ns: u64) {
         self.advance(now_ns, true);
         let credit_ns = self.credit_ns;
@@ -87,24 +59,24 @@ impl Meter {
         self.open = self.credit_ns > 0;
     }
 
-    /// Lets time pass. A group without work saves up one period's time at most.
+    /// Lets time pass. A group without work accrues the credit of one period at most.
     pub fn advance(&mut self, now_ns: u64, has_work: bool) {
         self.settle(now_ns, 0, has_work);
     }
 
-    /// Lets time pass in which the group used so much engine time: measured, not granted.
+    /// Lets time pass in which the group used `used_ns` of engine time, as measured.
     pub fn settle(&mut self, now_ns: u64, used_ns: u64, has_work: bool) {
         let elapsed = now_ns.saturating_sub(self.at_ns);
         self.at_ns = self.at_ns.max(now_ns);
         let parts = u128::from(elapsed) * u128::from(self.budget.time_ns) + u128::from(self.rest);
         let period = u128::from(self.budget.period_ns);
         self.rest = (parts % period) as u64;
-        let came = i64::try_from(parts / period).unwrap_or(i64::MAX);
+        let accrued = i64::try_from(parts / period).unwrap_or(i64::MAX);
         let time = self.budget.time_ns;
         let carry = u128::from(self.carry_ns) * u128::from(time) / period;
         let most = if has_work { time.max(carry as u64) } else { time };
         let used = i64::try_from(used_ns).unwrap_or(i64::MAX);
-        let credit = self.credit_ns.saturating_add(came).saturating_sub(used);
+        let credit = self.credit_ns.saturating_add(accrued).saturating_sub(used);
         self.credit_ns = credit.clamp(-MAX_DEBT_NS, most.cast_signed());
         if self.credit_ns <= 0 {
             self.open = false;
@@ -114,22 +86,24 @@ impl Meter {
         }
     }
 
-    /// Takes engine time that was used until the last [`Meter::advance`].
+    /// Charges engine time that was used before the last [`Meter::advance`].
     pub fn charge(&mut self, used_ns: u64) {
         self.settle(self.at_ns, used_ns, true);
     }
 
-    /// True while the group may run.
+    /// Returns true while the group may run.
     pub fn is_open(&self) -> bool {
         self.open
     }
 
-    /// Engine time saved up, or owed where negative.
+    /// Returns the credit in engine time; negative for a debt.
     pub fn credit_ns(&self) -> i64 {
         self.credit_ns
     }
 
-    /// For how long it may run from now on: what comes in meanwhile counts. 0 where it is closed.
+    /// Returns the time for which the group may run from now on: 0 while the meter is closed.
+    ///
+    /// Credit that accrues meanwhile counts.
     pub fn left_ns(&self) -> u64 {
         if !self.open {
             return 0;
@@ -140,7 +114,7 @@ impl Meter {
         u64::try_from(left).unwrap_or(u64::MAX).max(1)
     }
 
-    /// When it opens, if nothing is charged until then; now where it is open.
+    /// Returns the time at which the meter opens if nothing is charged: now if the meter is open.
     pub fn opens_at_ns(&self) -> u64 {
         let missing = self.reopens_at().saturating_sub(self.credit_ns);
         if self.open || missing <= 0 {
@@ -153,7 +127,10 @@ impl Meter {
         self.at_ns.saturating_add(wait)
     }
 
-    /// So much that running it off takes the budget's time, and earning it again the rest of the period.
+    /// Returns the credit at which the meter opens.
+    ///
+    /// Running the credit off takes the budget's time. Accruing it again takes the rest of the
+    /// period.
     fn reopens_at(&self) -> i64 {
         let Budget { time_ns, period_ns } = self.budget;
         let idle = u128::from(period_ns - time_ns);
@@ -166,6 +143,8 @@ impl Meter {
 mod tests {
     use proptest::prelude::*;
 
+    use std::time::Duration;
+
     use super::*;
 
     const MS: u64 = 1_000_000;
@@ -175,9 +154,9 @@ mod tests {
     }
 
     #[test]
-    fn it_opens_and_closes_once_in_a_period() {
+    fn a_meter_opens_and_closes_once_in_a_period() {
         let mut meter = Meter::new(quarter(), 0);
-        // What was saved up at first is used up.
+        // Use up the initial credit.
         meter.charge(5 * MS / 2);
         assert!(!meter.is_open());
         let (mut now, mut used) = (0, 0);
@@ -198,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_needs_no_budget_and_a_bad_one_is_made_good() {
+    fn the_whole_gpu_has_no_budget_and_an_invalid_budget_is_clamped() {
         assert_eq!(Budget::part(1.0, Duration::from_millis(10)), None);
         assert!(quarter().is_valid());
         for (time_ns, period_ns) in [(0, 10 * MS), (10 * MS, 10 * MS), (1, 0), (1, 31 * MS)] {
@@ -209,40 +188,40 @@ mod tests {
     }
 
     #[test]
-    fn another_budget_is_in_force_within_its_period_whatever_was_owed() {
+    fn a_new_budget_is_in_force_within_its_period_despite_debt() {
         let mut meter = Meter::new(quarter(), 0);
         meter.charge(100 * MS);
         meter.set_budget(Budget::part(0.5, Duration::from_millis(10)).unwrap(), 20 * MS);
         assert_eq!(meter.credit_ns(), -5_000_000);
-        // The debt is paid within one period, and then enough comes in for a turn.
+        // The debt is repaid within one period, and then credit for a slice accrues.
         meter.advance(20 * MS + 14 * MS, true);
         assert!(!meter.is_open());
         meter.advance(20 * MS + 15 * MS, true);
         assert!(meter.is_open());
-        // What was saved is worth no more under a smaller one.
+        // A smaller budget limits saved credit.
         meter.advance(1000 * MS, true);
         meter.set_budget(quarter(), 1000 * MS);
         assert_eq!(meter.credit_ns(), 2_500_000);
     }
 
     proptest! {
-        /// Whatever a turn really takes, and whenever somebody looks, a busy group has its part.
+        /// A busy group gets its part, for any length of slices and any delay of checks.
         #[test]
         fn the_average_is_exact(
             part in 0.01..0.99_f64,
             period in 1..=30_u64,
-            turns in prop::collection::vec((0..2_000_000_u64, 0..300_000_u64), 1..50),
+            slices in prop::collection::vec((0..2_000_000_u64, 0..300_000_u64), 1..50),
         ) {
             let budget = Budget::part(part, Duration::from_millis(period)).unwrap();
             let mut meter = Meter::new(budget, 0);
             let (mut now, mut used) = (0_u64, 0_u64);
-            for (turn, late) in turns.iter().cycle().take(20_000) {
+            for (slice, late) in slices.iter().cycle().take(20_000) {
                 if !meter.is_open() {
                     now = meter.opens_at_ns() + late;
                     meter.advance(now, true);
                 }
-                // A turn ends where it likes, up to 100 us over.
-                let ran = meter.left_ns().min(*turn) + late / 3;
+                // A slice ends up to 100 us late.
+                let ran = meter.left_ns().min(*slice) + late / 3;
                 now += ran;
                 used += ran;
                 meter.settle(now, ran, true);
@@ -254,7 +233,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_makes_it_panic(
+        fn any_budget_and_time_is_accepted_without_panic(
             time_ns in any::<u64>(),
             period_ns in any::<u64>(),
             steps in prop::collection::vec((any::<u64>(), any::<u64>(), any::<bool>()), 0..50),

@@ -1,4 +1,4 @@
-//! The last decisions of a scheduler, each with what it was made from.
+//! Log of the scheduler's last decisions, each with its cause and the counters at that time.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use super::budget::Budget;
 use crate::ids::VgpuId;
 
-/// Records that are kept, as in NVIDIA's scheduler log.
+/// Number of records kept, as in NVIDIA's scheduler log.
 pub const RECORDS: usize = 200;
 
-/// Why a decision was made.
+/// Cause of a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Cause {
@@ -19,57 +19,57 @@ pub enum Cause {
     Started,
     /// A vGPU stopped.
     Stopped,
-    /// A share was changed.
+    /// A vGPU requested another share.
     Share,
-    /// The policy or one of its knobs was changed.
+    /// The policy or another setting changed.
     Policy,
-    /// The vGPU had more or less time than was due to it.
+    /// The vGPU used more or less engine time than was due.
     Repay,
-    /// The vGPU used up what its cap allows.
+    /// The cap of the vGPU was reached, or allows it to run again.
     Cap,
-    /// The vGPU ran ahead of its share by more than slices can repay, or the others have had theirs again.
+    /// The vGPU was ahead of its share by more than slices can repay, or is not ahead any more.
     Ahead,
-    /// Nothing was measured for a while.
+    /// There was no reading of the counters for a second.
     Stale,
 }
 
-/// What was decided.
+/// Decision about one vGPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Decision {
-    /// The vGPU's slice.
+    /// Time slice.
     Slice(Duration),
-    /// The vGPU's cap, or none.
+    /// Budget, or none.
     Budget(Option<Budget>),
-    /// Whether its gate is open.
+    /// Gate: true is open.
     Gate(bool),
 }
 
-/// One decision.
+/// Record of one decision.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// When, by `CLOCK_MONOTONIC`: when the counters were last read.
+    /// Time of the event, by `CLOCK_MONOTONIC`, in nanoseconds.
     pub at_ns: u64,
-    /// Whom it concerns.
+    /// The vGPU.
     pub vgpu: VgpuId,
-    /// What was decided.
+    /// The decision.
     pub decision: Decision,
-    /// Why.
+    /// The cause.
     pub cause: Cause,
-    /// Engine time that the vGPU had used, since it started.
+    /// Engine time that the vGPU had used since its start.
     pub engine_ns: u64,
-    /// Time that it had waited for the engine, since it started.
+    /// Time that the vGPU had waited for the engine since its start.
     pub wait_ns: u64,
-    /// Engine time that it was owed (or, negative, that it owed) then.
+    /// Engine time that other vGPUs owed to the vGPU; negative if the vGPU owed.
     pub owed_ns: i64,
 }
 
-/// The last records, oldest first.
+/// Log of the last records, oldest first.
 #[derive(Clone, Debug, Default)]
 pub struct Log(VecDeque<Record>);
 
 impl Log {
-    /// Adds one; the oldest one goes.
+    /// Adds a record. A full log drops the oldest.
     pub fn push(&mut self, record: Record) {
         if self.0.len() == RECORDS {
             self.0.pop_front();
@@ -77,7 +77,7 @@ impl Log {
         self.0.push_back(record);
     }
 
-    /// All that are kept, oldest first.
+    /// Returns the records, oldest first.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Record> {
         self.0.iter()
     }

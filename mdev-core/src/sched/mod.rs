@@ -1,26 +1,28 @@
-//! Who gets how much of a parent's time.
+//! Scheduler of a parent's time.
 //!
-//! The silicon's runlist goes round the groups that have work and gives each its time slice. What is here decides the
-//! slices and, for caps, the budgets (or the gates): a state machine with events and a clock in and actions out,
-//! without a thread, a clock or I/O of its own, so that it can be simulated.
+//! The GPU's runlist rotates over the groups with work, and gives each a time slice. The scheduler
+//! decides slices, and budgets or gates for caps. It is a state machine with events and a clock as
+//! input and actions as output, without threads, clocks or I/O, so it can be simulated.
 //!
-//! * [`policy`], [`share`]: what an operator may ask for
-//! * [`engine`]: the state machine
-//! * [`budget`]: a cap, and the meter that holds a group to it
-//! * [`account`]: what was measured, over intervals and over a window
+//! Modules in reading order:
+//!
+//! * [`policy`], [`share`]: settings of a parent, and the request of a vGPU
+//! * [`scheduler`]: the state machine
+//! * [`budget`]: budget of engine time for a cap, and its meter
+//! * [`account`]: measured usage, over an interval and over a window
 //! * [`log`]: the last decisions
-//! * [`sim`]: a runlist to try policies on
+//! * [`sim`]: simulated runlist
 
 pub mod account;
 pub mod budget;
-pub mod engine;
 pub mod log;
 pub mod policy;
+pub mod scheduler;
 pub mod share;
 pub mod sim;
 
 pub use account::Ledger;
 pub use budget::{Budget, Meter};
-pub use engine::{Action, Event, Scheduler, ShareError, Snapshot};
-pub use policy::{Averaging, Config, ConfigError, Enforcement, Policy, Silicon};
-pub use share::{Core, CoreError, Mode, Priority, Share, WordError};
+pub use policy::{Averaging, Config, ConfigError, Enforcement, GpuFeatures, Policy};
+pub use scheduler::{Action, Event, Scheduler, ShareError, Snapshot};
+pub use share::{Core, CoreError, KeywordError, Mode, Priority, ShareRequest};

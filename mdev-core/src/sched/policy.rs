@@ -1,4 +1,4 @@
-//! The policies and their knobs.
+//! Scheduling policies and settings, and the GPU features that scheduling depends on.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,41 +6,42 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::share::WordError;
+use super::share::KeywordError;
 use crate::gpu::GpuCapabilities;
 
-/// The shortest slice: below it the runlist would do little but switch.
+/// Shortest slice. Shorter slices would cost more in switches than they run.
 pub const MIN_SLICE: Duration = Duration::from_micros(100);
-/// The longest slice: above it the others would stutter.
+/// Longest slice. Longer slices would make other vGPUs stutter.
 pub const MAX_SLICE: Duration = Duration::from_millis(30);
-/// The shortest period of a cap.
+/// Shortest period of a cap.
 pub const MIN_PERIOD: Duration = Duration::from_millis(1);
-/// The longest period of a cap.
+/// Longest period of a cap.
 pub const MAX_PERIOD: Duration = Duration::from_millis(30);
 
-/// How a parent's time is divided.
+/// Policy by which a parent's time is divided.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
-    /// Equal slices among those that have work. `core` means nothing.
+    /// Equal slices among busy vGPUs. The policy ignores `core`.
     BestEffort,
-    /// Each started vGPU gets 1/n, whether or not the others are busy.
+    /// 1/n of the GPU for each of n started vGPUs, whether or not the others are busy.
     EqualShare,
-    /// Each gets 1/(most instances of its type), always.
+    /// 1/(maximum instances of the vGPU's type), always.
     FixedShare,
-    /// At least `core` hundredths while others contend; those that did not ask have equal parts of what is left.
+    /// At least `core` percent of the GPU while others contend.
     ///
-    /// Where no vGPU asks, this is best effort.
+    /// vGPUs without `core` get equal parts of the rest. Without any `core`, the policy is the same
+    /// as best effort.
     #[default]
     Weighted,
 }
 
 impl Policy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 4] =
         [Self::BestEffort, Self::EqualShare, Self::FixedShare, Self::Weighted];
 
-    /// As people write it.
+    /// Returns the name in configuration and output.
     pub const fn name(self) -> &'static str {
         match self {
             Self::BestEffort => "best-effort",
@@ -52,13 +53,13 @@ impl Policy {
 }
 
 impl FromStr for Policy {
-    type Err = WordError;
+    type Err = KeywordError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|policy| policy.name() == text).ok_or_else(|| WordError {
-            what: "A policy",
+        Self::ALL.into_iter().find(|policy| policy.name() == text).ok_or_else(|| KeywordError {
+            subject: "A policy",
             known: "best-effort, equal-share, fixed-share or weighted",
-            word: text.to_owned(),
+            keyword: text.to_owned(),
         })
     }
 }
@@ -69,12 +70,12 @@ impl fmt::Display for Policy {
     }
 }
 
-/// NVIDIA's adaptive round robin: a frequency instead of a slice, and over how many slices a deviation is made good.
+/// NVIDIA's adaptive round robin: a frequency instead of a slice, and a time of repayment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Averaging {
-    /// Slices over which a deviation is made good: 1 to 60.
+    /// Number of slices over which a deviation is repaid: 1 to 60.
     pub factor: u8,
-    /// Slices in a second, on average: 63 to 960.
+    /// Mean number of slices in a second: 63 to 960.
     pub frequency: u16,
 }
 
@@ -84,23 +85,23 @@ impl Default for Averaging {
     }
 }
 
-/// The knobs of a parent's scheduler.
+/// Settings of a parent's scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Config {
-    /// How time is divided.
+    /// The policy.
     pub policy: Policy,
-    /// Mean of all slices, where the bounds of a slice allow it: 0.1 to 30 ms.
+    /// Mean of all slices, as far as the bounds of a slice allow: 0.1 to 30 ms.
     pub slice: Duration,
-    /// Over how long a cap is kept: 1 to 30 ms.
+    /// Period of caps: 1 to 30 ms.
     pub period: Duration,
-    /// Adaptive round robin. While it is on, it sets the mean slice.
+    /// Adaptive round robin, which overrides the mean slice.
     pub averaging: Option<Averaging>,
-    /// Whether more than the whole GPU may be asked for. Each then gets its part of what is asked for.
+    /// Allows a sum of `core` over 100. Each vGPU then gets its part of the sum.
     pub overcommit: bool,
 }
 
 impl Config {
-    /// The defaults on a GPU whose slices are best at `slice`.
+    /// Returns the defaults for a GPU with `slice` as its default slice.
     pub const fn new(slice: Duration) -> Self {
         Self {
             policy: Policy::Weighted,
@@ -111,7 +112,7 @@ impl Config {
         }
     }
 
-    /// Whether every knob is in its bounds.
+    /// Checks that every setting is within its bounds.
     pub fn check(&self) -> Result<(), ConfigError> {
         if !(MIN_SLICE..=MAX_SLICE).contains(&self.slice) {
             return Err(ConfigError::Slice(self.slice));
@@ -130,7 +131,7 @@ impl Config {
         }
     }
 
-    /// Every knob moved into its bounds.
+    /// Clamps every setting to its bounds.
     pub(super) fn clamped(self) -> Self {
         Self {
             slice: self.slice.clamp(MIN_SLICE, MAX_SLICE),
@@ -143,7 +144,7 @@ impl Config {
         }
     }
 
-    /// The mean slice in force.
+    /// Returns the mean slice in force.
     pub fn mean_slice(&self) -> Duration {
         match self.averaging {
             Some(averaging) => Duration::from_secs(1) / u32::from(averaging.frequency.max(1)),
@@ -152,55 +153,60 @@ impl Config {
     }
 }
 
-/// A knob out of its bounds.
+/// Setting out of its bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// The mean slice.
+    /// Mean slice.
     #[error("A time slice is 0.1 to 30 ms, not {} ms", .0.as_secs_f64() * 1e3)]
     Slice(Duration),
-    /// The period of caps.
+    /// Period of caps.
     #[error("The period of caps is 1 to 30 ms, not {} ms", .0.as_secs_f64() * 1e3)]
     Period(Duration),
-    /// The averaging factor.
+    /// Averaging factor.
     #[error("The averaging factor is 1 to 60, not {0}")]
     Factor(u8),
-    /// The frequency.
+    /// Scheduling frequency.
     #[error("The scheduling frequency is 63 to 960 slices a second, not {0}")]
     Frequency(u16),
 }
 
-/// Who holds a vGPU to its cap.
+/// Means of enforcing caps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Enforcement {
-    /// The silicon, with a budget of engine time per period: exact, and costs the manager nothing.
+    /// The GPU, with a budget of engine time per period: exact, without work for the manager.
     Budgets,
-    /// The scheduler, with gates: it must be asked at each [`super::Scheduler::next_deadline`].
+    /// The scheduler, with gates: counters must be read at each `Scheduler::next_deadline`.
     Gates,
 }
 
-/// What a scheduler has to know of the silicon.
+/// GPU features that scheduling depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Silicon {
-    /// Who holds a vGPU to its cap.
+pub struct GpuFeatures {
+    /// Means of enforcing caps.
     pub enforcement: Enforcement,
-    /// Whether a running kernel is preempted. Where it is not, a turn lasts as long as its last kernel.
+    /// The GPU preempts a running kernel. Otherwise a vGPU keeps the engine until its last kernel
+    /// ends.
     pub preempts: bool,
-    /// Whether it keeps shares by slices alone: nothing is to be made good.
-    pub exact: bool,
+    /// The GPU keeps shares by slices alone, so there are no debts to repay.
+    pub exact_slices: bool,
 }
 
-impl From<GpuCapabilities> for Silicon {
+impl From<GpuCapabilities> for GpuFeatures {
     fn from(capabilities: GpuCapabilities) -> Self {
         let budgets = capabilities.contains(GpuCapabilities::BUDGETS);
         let enforcement = if budgets { Enforcement::Budgets } else { Enforcement::Gates };
         let preempts = capabilities.contains(GpuCapabilities::PREEMPTION);
-        Self { enforcement, preempts, exact: capabilities.contains(GpuCapabilities::EXACT_SLICES) }
+        Self {
+            enforcement,
+            preempts,
+            exact_slices: capabilities.contains(GpuCapabilities::EXACT_SLICES),
+        }
     }
 }
 
-/// Silicon that preempts.
-impl From<Enforcement> for Silicon {
+/// Features of a GPU that preempts.
+impl From<Enforcement> for GpuFeatures {
     fn from(enforcement: Enforcement) -> Self {
-        Self { enforcement, preempts: true, exact: false }
+        Self { enforcement, preempts: true, exact_slices: false }
     }
 }

@@ -1,4 +1,4 @@
-//! What a vGPU asks for: its share, how strictly it is held, and its priority.
+//! Request for a share of a GPU: `core`, `mode`, `priority` and `timeslice`.
 
 use std::fmt;
 use std::num::NonZeroU8;
@@ -7,19 +7,19 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// A share asked for: 1 to 100 hundredths of a GPU's time.
+/// Requested share: 1 to 100 percent of a GPU's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub struct Core(NonZeroU8);
 
 impl Core {
-    /// In hundredths.
+    /// Returns the percentage.
     pub const fn get(self) -> u8 {
         self.0.get()
     }
 }
 
-/// Not 1 to 100.
+/// Value of `core` outside of 1 to 100.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Attribute \"core\" is 1 to 100 hundredths, not {0:?}")]
 pub struct CoreError(String);
@@ -27,10 +27,10 @@ pub struct CoreError(String);
 impl TryFrom<u8> for Core {
     type Error = CoreError;
 
-    fn try_from(hundredths: u8) -> Result<Self, Self::Error> {
-        match NonZeroU8::new(hundredths) {
-            Some(core) if hundredths <= 100 => Ok(Self(core)),
-            _ => Err(CoreError(hundredths.to_string())),
+    fn try_from(percent: u8) -> Result<Self, Self::Error> {
+        match NonZeroU8::new(percent) {
+            Some(core) if percent <= 100 => Ok(Self(core)),
+            _ => Err(CoreError(percent.to_string())),
         }
     }
 }
@@ -48,7 +48,7 @@ impl FromStr for Core {
         let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
         let parsed = text.parse::<u8>().ok().filter(|_| digits);
         parsed
-            .and_then(|hundredths| Self::try_from(hundredths).ok())
+            .and_then(|percent| Self::try_from(percent).ok())
             .ok_or_else(|| CoreError(text.to_owned()))
     }
 }
@@ -59,31 +59,31 @@ impl fmt::Display for Core {
     }
 }
 
-/// A word that is none of those there are.
+/// Unknown keyword for a setting or an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what} is {known}, not {word:?}")]
-pub struct WordError {
-    /// What was to be named.
-    pub(super) what: &'static str,
-    /// What it may be.
+#[error("{subject} is {known}, not {keyword:?}")]
+pub struct KeywordError {
+    /// The setting or attribute.
+    pub(super) subject: &'static str,
+    /// The known keywords.
     pub(super) known: &'static str,
-    /// What it was.
-    pub(super) word: String,
+    /// The unknown keyword.
+    pub(super) keyword: String,
 }
 
-/// What a share is while others leave time over.
+/// Limit of a share while other vGPUs idle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// The least that it gets: more where others idle.
+    /// The share is a minimum: the vGPU gets more while others idle.
     #[default]
     Soft,
-    /// The least and the most: never more, even alone.
+    /// The share is a minimum and a maximum, even for a vGPU alone.
     Hard,
 }
 
 impl Mode {
-    /// As people write it.
+    /// Returns the name in configuration and output.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Soft => "soft",
@@ -93,11 +93,15 @@ impl Mode {
 }
 
 impl FromStr for Mode {
-    type Err = WordError;
+    type Err = KeywordError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         [Self::Soft, Self::Hard].into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
-            WordError { what: "Attribute \"mode\"", known: "soft or hard", word: text.to_owned() }
+            KeywordError {
+                subject: "Attribute \"mode\"",
+                known: "soft or hard",
+                keyword: text.to_owned(),
+            }
         })
     }
 }
@@ -108,7 +112,7 @@ impl fmt::Display for Mode {
     }
 }
 
-/// Who gets the time that nobody was promised: each class four times as much as the one below it.
+/// Priority for time that no vGPU was promised: four times as much for each level.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -124,7 +128,7 @@ pub enum Priority {
 }
 
 impl Priority {
-    /// As people write it.
+    /// Returns the name in configuration and output.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Low => "low",
@@ -133,7 +137,7 @@ impl Priority {
         }
     }
 
-    /// Parts of what nobody was promised.
+    /// Returns the parts of the time that no vGPU was promised.
     pub const fn parts(self) -> u8 {
         match self {
             Self::Low => 1,
@@ -144,14 +148,14 @@ impl Priority {
 }
 
 impl FromStr for Priority {
-    type Err = WordError;
+    type Err = KeywordError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let all = [Self::Low, Self::Normal, Self::High];
-        all.into_iter().find(|priority| priority.name() == text).ok_or_else(|| WordError {
-            what: "Attribute \"priority\"",
+        all.into_iter().find(|priority| priority.name() == text).ok_or_else(|| KeywordError {
+            subject: "Attribute \"priority\"",
             known: "low, normal or high",
-            word: text.to_owned(),
+            keyword: text.to_owned(),
         })
     }
 }
@@ -162,22 +166,22 @@ impl fmt::Display for Priority {
     }
 }
 
-/// All that a vGPU asks for of a GPU's time.
+/// Request of a vGPU for a share of a GPU's time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Share {
-    /// Hundredths of the GPU, where it asks for some.
+pub struct ShareRequest {
+    /// Requested percentage of the GPU.
     pub core: Option<Core>,
-    /// Whether it may have more.
+    /// Limit of the share.
     pub mode: Mode,
-    /// Its class.
+    /// Priority for time that no vGPU was promised.
     pub priority: Priority,
-    /// The longest that its slice may be; the others' shrink with it, so that shares hold.
+    /// Longest slice of the vGPU. Other slices shrink in proportion, so that shares hold.
     pub timeslice: Option<Duration>,
 }
 
-impl Share {
-    /// `core` hundredths, soft, at normal priority.
-    pub fn of(core: Option<Core>) -> Self {
+impl ShareRequest {
+    /// Returns a soft request for `core` at normal priority.
+    pub fn with_core(core: Option<Core>) -> Self {
         Self { core, ..Self::default() }
     }
 }

@@ -1,5 +1,5 @@
-// The guest runtime's kernels for GPUs that run machine code. The software GPU has the same ones built in, with the same
-// names, parameters and results: see mdev-core/src/abi/program.rs.
+// Kernels of the guest runtime for GPUs that execute machine code. The software GPU has built-in
+// kernels with the same names, parameters and results: see mdev-core/src/abi/program.rs.
 //
 //     nvcc -arch=sm_90 --cubin -o kernels.cubin kernels.cu
 
@@ -32,8 +32,8 @@ extern "C" __global__ void sgemm(const float *a, const float *b, float *c, unsig
     if (row < n && column < n) c[(size_t)row * n + column] = sum;
 }
 
-// XRGB8888 pixels of the Mandelbrot set. Every operation is one rounded single, in the order in which the CPU that checks
-// the picture does them.
+// XRGB8888 pixels of the Mandelbrot set. Operations round to single precision, in the order of the
+// CPU's check.
 extern "C" __global__ void mandelbrot(unsigned *pixels, unsigned pitch, unsigned width, unsigned height,
                                       unsigned max_iterations, float left, float top, float step) {
     unsigned x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -59,6 +59,6 @@ extern "C" __global__ void spin(unsigned *out, unsigned iterations) {
     unsigned state = threadIdx.x + 1, step = iterations != 0xffffffffu;
 #pragma unroll 1
     for (unsigned i = 0; i < iterations; i += step) state = state * 1664525u + 1013904223u;
-    // Never so, as the compiler cannot know: or else it would drop the loop.
+    // Never true, which the compiler cannot know; otherwise the compiler would remove the loop.
     if (threadIdx.x == 0) atomicAdd(out + (state == 0), 1u);
 }

@@ -1,4 +1,4 @@
-//! A steady mixed load: the channel is never idle, and every unit of work is checked.
+//! Steady mixed load that keeps the channel busy and checks every unit of work.
 
 use std::fmt::{self, Display};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::GuestError;
 use crate::channel::Channel;
 use crate::device::Device;
-use crate::fence::{Fence, Patience};
+use crate::fence::{Fence, WaitPolicy};
 use crate::memory::Home;
 use crate::pushbuffer::Methods;
 use crate::work::Work;
@@ -17,16 +17,16 @@ use crate::work::sgemm::Sgemm;
 use crate::work::spin::Spin;
 use crate::work::vadd::VectorAdd;
 
-/// What load to make.
+/// Parameters of the load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// For how long.
+    /// Length of the run.
     pub duration: Duration,
-    /// How much of that at either end does not count as steady.
+    /// Time at the start and at the end that does not count as steady.
     pub margin: Duration,
-    /// Engine time of one unit, about.
+    /// Approximate engine time of one unit.
     pub kernel: Duration,
-    /// Units in flight: as many as it takes for the ring never to run dry while the CPU does something else.
+    /// Units in flight: enough to keep the ring filled while the CPU is busy elsewhere.
     pub depth: u32,
 }
 
@@ -37,34 +37,34 @@ impl Default for Load {
     }
 }
 
-/// How it went.
+/// Results of a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Measured {
     /// "bench".
     pub job: &'static str,
-    /// How long it really was.
+    /// Measured length of the run, in seconds.
     pub seconds: f64,
     /// Units completed. A unit is a vector addition, a small matrix product and a spin.
     pub units: u64,
-    /// Units whose results were compared with the CPU's; all were right.
+    /// Units whose results were compared with the CPU's. Every result was right.
     pub verified: u64,
-    /// Units completed without those of the margins, times the spin's iterations.
+    /// Units completed outside of the margins, multiplied by the spin's iterations.
     pub steady_work: f64,
     /// Units per second.
     pub units_per_second: f64,
-    /// Engine time that the device charged the channel.
+    /// Engine time in seconds that the device charged to the channel.
     pub engine_seconds: f64,
-    /// Engine time by wall time.
+    /// Engine time divided by wall time.
     pub engine_share: f64,
     /// Iterations of the spin in each unit.
     pub iterations: u32,
     /// Doorbell writes.
     pub doorbells: u64,
-    /// Wake-ups: doorbells that cost an exit.
+    /// Wake-ups: doorbell writes that caused a VM exit.
     pub wakes: u64,
-    /// Of those, with earlier work still unfinished: should be zero.
+    /// Wake-ups while earlier work was unfinished; should be zero.
     pub wakes_while_busy: u64,
-    /// Trapped doorbell and wake writes, as the device counts them.
+    /// Trapped doorbell and wake writes, as counted by the device.
     pub trapped: u32,
 }
 
@@ -84,7 +84,8 @@ impl Display for Measured {
     }
 }
 
-/// One unit of work in flight: its own inputs and outputs, so that each run is checked by itself.
+/// Unit of work in flight. Each unit has separate buffers, so that each result is checked
+/// separately.
 #[derive(Debug)]
 struct Unit {
     add: VectorAdd,
@@ -106,7 +107,7 @@ impl Unit {
         Ok(Self { add, product, methods, fence: None })
     }
 
-    /// Waits, checks, and makes the results wrong again for the next run.
+    /// Waits for the unit, checks the results, and overwrites them for the next run.
     fn finish(&mut self, channel: &Channel) -> Result<bool, GuestError> {
         let Some(fence) = self.fence.take() else { return Ok(false) };
         channel.wait(fence)?;
@@ -118,15 +119,15 @@ impl Unit {
     }
 }
 
-/// Runs the load.
+/// Runs the load on `device`.
 pub fn run(device: &Device, load: &Load) -> Result<Measured, GuestError> {
     let mut channel = Channel::new(device, EngineKind::Compute)?;
     let mut spin = Spin::new(device, 1)?;
     spin.calibrate(&mut channel, load.kernel)?;
     let depth = load.depth.clamp(1, crate::channel::DEFAULT_ENTRIES - 2);
     let mut units = (0..depth).map(|_| Unit::new(device, &spin)).collect::<Result<Vec<_>, _>>()?;
-    // Sleep rather than spin: the silicon may need this CPU.
-    channel.set_patience(Patience { spin: Duration::ZERO, ..Patience::default() });
+    // Sleeps instead of spinning: the software GPU may need this CPU.
+    channel.set_wait_policy(WaitPolicy { spin: Duration::ZERO, ..WaitPolicy::default() });
 
     let before = (channel.counters(), device.trapped_doorbells(), channel.query()?.engine_ns);
     let start = Instant::now();

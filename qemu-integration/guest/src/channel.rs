@@ -1,7 +1,7 @@
-//! A channel: a ring of commands, its doorbell, and the semaphore that says how far it got.
+//! Channels: a ring of commands, a doorbell, and a semaphore that shows the progress.
 //!
-//! The same code drives both kinds of silicon. Each submission is one ring entry that ends with a semaphore release,
-//! so that the semaphore alone says which pushbuffer slots are free again.
+//! The same code drives the software GPU and hardware. Each submission is one ring entry that ends
+//! with a semaphore release, so the semaphore value alone tells which pushbuffer slots are free.
 
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
@@ -20,31 +20,32 @@ use crate::GuestError;
 use crate::compute;
 use crate::copy;
 use crate::device::Device;
-use crate::fence::{Fence, Patience};
+use crate::fence::{Fence, WaitPolicy};
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 
-/// Entries of a ring, unless told otherwise.
+/// Default number of ring entries.
 pub const DEFAULT_ENTRIES: u32 = 256;
-/// Bytes of pushbuffer that one submission may take.
+/// Bytes of pushbuffer available to one submission.
 const SLOT_BYTES: u64 = 1024;
-/// Words of methods that one submission may carry: the release at its end takes six, and giving way one.
+/// Limit of method words in one submission. The slot also holds a release (six words) and a yield
+/// (one word).
 pub const MAX_WORDS: usize = SLOT_BYTES as usize / 4 - 7;
 
-/// What a channel has done.
+/// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChannelCounters {
     /// Submissions, each with one doorbell write.
     pub doorbells: u64,
-    /// Wake-ups of a sleeping silicon, each a trapped write.
+    /// Wake-ups of a sleeping GPU, each a trapped write.
     pub wakes: u64,
-    /// Wake-ups although earlier submissions were still unfinished: should be zero.
+    /// Wake-ups while earlier submissions were unfinished; should be zero.
     pub wakes_while_busy: u64,
-    /// Times a submission had to wait for room in the ring.
+    /// Submissions that had to wait for room in the ring.
     pub ring_full: u64,
 }
 
-/// A channel of the vGPU; destroyed when dropped.
+/// Channel of a vGPU; destroyed when dropped.
 #[derive(Debug)]
 pub struct Channel {
     device: Device,
@@ -53,15 +54,16 @@ pub struct Channel {
     layout: Layout,
     need_wakeup: bool,
     submitted: u32,
-    /// Whether the last submission was the copy engine's, beside others on the same channel.
+    /// Whether the last submission ended with the copy engine, on a channel that also has other
+    /// engines.
     copying: bool,
-    /// The last submission that the silicon was woken for, or one that is done.
+    /// Last submission that woke the GPU, or a completed submission.
     woken: Fence,
     counters: ChannelCounters,
-    patience: Patience,
+    wait_policy: WaitPolicy,
 }
 
-/// Where things are in a channel's memory.
+/// Layout of a channel's memory.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     entries: u32,
@@ -82,12 +84,12 @@ impl Layout {
 }
 
 impl Channel {
-    /// Makes a channel for `engine` and sets its classes up.
+    /// Creates a channel for `engine` and binds its classes.
     pub fn new(device: &Device, engine: EngineKind) -> Result<Self, GuestError> {
         Self::with_entries(device, engine, DEFAULT_ENTRIES)
     }
 
-    /// The same, with a ring of `entries` (a power of two).
+    /// Creates a channel with a ring of `entries` (a power of two).
     pub fn with_entries(
         device: &Device,
         engine: EngineKind,
@@ -95,7 +97,9 @@ impl Channel {
     ) -> Result<Self, GuestError> {
         let most = device.info().max_gpfifo_entries;
         if !entries.is_power_of_two() || !(2..=most).contains(&entries) {
-            return Err(GuestError::Invalid(format!("a ring of {entries} entries")));
+            return Err(GuestError::Invalid(format!(
+                "a ring of {entries} entries: use a power of two from 2 to {most}"
+            )));
         }
         let layout = Layout { entries };
         let memory = Buffer::guest(device, layout.slot(entries))?;
@@ -121,7 +125,7 @@ impl Channel {
             copying: false,
             woken: Fence(0),
             counters: ChannelCounters::default(),
-            patience: Patience::default(),
+            wait_policy: WaitPolicy::default(),
         };
         let mut methods = Methods::new();
         if engine == EngineKind::Compute {
@@ -134,60 +138,61 @@ impl Channel {
         Ok(channel)
     }
 
-    /// How to wait from now on.
-    pub fn set_patience(&mut self, patience: Patience) {
-        self.patience = patience;
+    /// Sets the policy for later waits.
+    pub fn set_wait_policy(&mut self, policy: WaitPolicy) {
+        self.wait_policy = policy;
     }
 
-    /// The vGPU it belongs to.
+    /// Returns the vGPU of the channel.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// What the guest knows it by.
+    /// Returns the channel's id and doorbell token.
     pub fn name(&self) -> ChannelCreated {
         self.created
     }
 
-    /// What it has done.
+    /// Returns the channel's counters.
     pub fn counters(&self) -> ChannelCounters {
         self.counters
     }
 
-    /// Queues methods, and returns at once unless the ring is full.
+    /// Queues methods. Returns at once unless the ring is full.
     pub fn submit(&mut self, methods: &Methods) -> Result<Fence, GuestError> {
         let words = methods.words();
         if words.len() > MAX_WORDS {
             return Err(GuestError::Invalid(format!(
-                "{} words of methods, where a submission takes {MAX_WORDS}",
+                "{} words of methods: a submission takes at most {MAX_WORDS}",
                 words.len()
             )));
         }
-        // The semaphore only grows: copies that are under way come first.
+        // The semaphore must only grow, so wait for pending copies first.
         if self.copying && !methods.end_with_copies() {
             self.wait_idle()?;
         }
         self.copying = methods.end_with_copies();
-        // One entry stays free: GP_PUT equal to GP_GET means that there is nothing to do.
+        // One entry stays free: GP_PUT equal to GP_GET means an empty ring.
         let completed = self.completed();
         let in_flight = self.submitted.wrapping_sub(completed);
         if in_flight >= self.layout.entries - 1 {
             self.counters.ring_full += 1;
             let oldest = Fence(self.submitted.wrapping_sub(self.layout.entries - 2));
-            self.wait_for("Room in the ring", oldest, self.patience.limit)?;
+            self.wait_for("Room in the ring", oldest, self.wait_policy.limit)?;
         }
         let value = self.submitted.wrapping_add(1);
         let index = self.submitted & (self.layout.entries - 1);
         let slot = self.layout.slot(index);
         let semaphore = self.memory.va() + self.layout.semaphore();
         let mut end = Methods::new();
-        // Whoever works last says that it is done: a copy engine works beside the host and the other engines.
+        // The last engine to work releases the semaphore: a copy engine runs in parallel with the
+        // host engine and other engines.
         if methods.end_with_copies() {
             copy::release(&mut end, semaphore, value);
         } else {
             end.release(semaphore, value);
         }
-        // The silicon changes to another channel of the group when this one's ring runs dry, which it may never do.
+        // A ring that never runs empty would block the other channels of its group.
         if in_flight > 0 {
             end.give_way();
         }
@@ -206,21 +211,22 @@ impl Channel {
         self.memory.window().write(u64::from(index) * GP_ENTRY_BYTES, &entry.to_le_bytes());
     }
 
-    /// Publishes `put`, rings, and wakes the silicon if it sleeps.
+    /// Publishes `put`, rings the doorbell, and wakes the GPU if it sleeps.
     ///
-    /// `done` is a submission that is known to be done.
+    /// `done` is a submission known to be completed.
     fn kick(&mut self, put: u32, done: Fence) {
         let window = self.memory.window();
         window.write32(self.layout.userd() + userd::GP_PUT, put);
-        // GP_PUT has to be visible before the doorbell, and before NEED_WAKEUP is read: the silicon sets that word and
-        // then looks at GP_PUT once more, so one of the two sees the other.
+        // GP_PUT must be visible before the doorbell write and before the read of NEED_WAKEUP. The
+        // GPU sets NEED_WAKEUP and then reads GP_PUT once more, so at least one side sees the
+        // other's write.
         fence(Ordering::SeqCst);
         self.device.platform().ring(self.created.token);
         self.counters.doorbells += 1;
         let asleep =
             self.need_wakeup && window.read32(self.layout.userd() + userd::NEED_WAKEUP) != 0;
-        // While work that it was woken for is unfinished, the silicon is up or on its way, and will look at GP_PUT
-        // before it sleeps again: a burst wakes it once.
+        // While the work of the last wake-up is unfinished, the GPU will read GP_PUT again before
+        // it sleeps. A burst of submissions therefore needs one wake-up.
         if !asleep {
             self.woken = done;
         } else if self.is_done(self.woken) {
@@ -232,19 +238,19 @@ impl Channel {
         }
     }
 
-    /// The semaphore: the number of the last submission that is done.
+    /// Returns the semaphore: the number of the last completed submission.
     pub fn completed(&self) -> u32 {
         self.memory.window().read32(self.layout.semaphore())
     }
 
-    /// Whether a submission is done.
+    /// Returns whether a submission is completed.
     pub fn is_done(&self, fence: Fence) -> bool {
         fence.reached(self.completed())
     }
 
-    /// Waits for a submission; a channel that faults meanwhile is an error that says how.
+    /// Waits for a submission. Returns an error that describes the fault if the channel faults.
     pub fn wait(&self, fence: Fence) -> Result<(), GuestError> {
-        self.wait_for("Work on the GPU", fence, self.patience.limit)
+        self.wait_for("Work on the GPU", fence, self.wait_policy.limit)
     }
 
     fn wait_for(
@@ -253,30 +259,30 @@ impl Channel {
         fence: Fence,
         limit: Duration,
     ) -> Result<(), GuestError> {
-        let patience = Patience { limit, ..self.patience };
-        if patience.wait(|| self.is_done(fence), || self.check())? {
+        let policy = WaitPolicy { limit, ..self.wait_policy };
+        if policy.wait(|| self.is_done(fence), || self.check())? {
             return Ok(());
         }
         self.check().and(Err(GuestError::Timeout { what, after: limit }))
     }
 
-    /// Submits and waits.
+    /// Submits methods and waits for their completion.
     pub fn run(&mut self, methods: &Methods) -> Result<(), GuestError> {
         let fence = self.submit(methods)?;
         self.wait(fence)
     }
 
-    /// Waits until everything that was submitted is done.
+    /// Waits until all submissions are completed.
     pub fn wait_idle(&self) -> Result<(), GuestError> {
         self.wait(Fence(self.submitted))
     }
 
-    /// What the device says of the channel.
+    /// Queries the channel's state from the device.
     pub fn query(&self) -> Result<ChannelState, GuestError> {
         self.device.query_channel(self.created.channel)
     }
 
-    /// An error if the channel has faulted.
+    /// Returns an error if the channel has faulted.
     pub fn check(&self) -> Result<(), GuestError> {
         let state = self.query()?;
         match state.error {
@@ -285,7 +291,7 @@ impl Channel {
         }
     }
 
-    /// Puts a raw entry in the ring, with no fence: for tests of what the silicon refuses.
+    /// Puts a raw entry in the ring, without a fence. For tests of invalid entries.
     #[doc(hidden)]
     pub fn submit_raw(&mut self, entry: u64) {
         let index = self.submitted & (self.layout.entries - 1);
@@ -294,7 +300,7 @@ impl Channel {
         self.kick_raw(self.submitted & (self.layout.entries - 1));
     }
 
-    /// Writes anything to GP_PUT and rings: for tests of what the silicon refuses.
+    /// Writes any value to GP_PUT and rings the doorbell. For tests of invalid values.
     #[doc(hidden)]
     pub fn kick_raw(&mut self, put: u32) {
         let done = Fence(self.completed());
@@ -305,7 +311,8 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // Before its memory goes. Where the device refuses, the channel is gone already.
+        // Must precede the release of the memory. A refusal means that the channel no longer
+        // exists.
         let _ = self.device.destroy_channel(self.created.channel);
     }
 }

@@ -1,4 +1,4 @@
-//! The command line.
+//! Command line of `vgpu-guest`.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -29,17 +29,17 @@ use crate::work::spin::Spin;
 use crate::work::vadd::VectorAdd;
 use crate::work::{self, Report, Work};
 
-/// Drives this machine's vGPU, and checks what it computes. Exits with 1 if anything is wrong.
+/// Drives the vGPU of this machine and checks the computed results. Exits with 1 on any error.
 #[derive(Debug, Parser)]
 #[command(name = "vgpu-guest", version)]
 pub struct Cli {
     /// Prints one JSON object instead of text.
     #[arg(long, global = true)]
     json: bool,
-    /// PCI address of the vGPU (such as 0000:00:10.0) [default: the first there is].
+    /// PCI address of the vGPU (such as 0000:00:10.0) [default: the first vGPU].
     #[arg(long, global = true, value_name = "ADDRESS")]
     pci: Option<String>,
-    /// Machine code of the kernels, for GPUs that run it.
+    /// Machine code of the kernels (cubin), for GPUs that execute machine code.
     #[arg(long, global = true, value_name = "FILE", default_value = DEFAULT_CUBIN)]
     cubin: PathBuf,
     #[command(subcommand)]
@@ -48,14 +48,15 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Says what the vGPU is and has.
+    /// Prints the vGPU's properties and features.
     Info,
-    /// Copies guest RAM to video memory and back (to RAM, where there is none), fills, and copies a rectangle.
+    /// Copies guest RAM to video memory (or RAM, if there is no video memory) and back, fills, and
+    /// copies a rectangle.
     Copy {
-        /// MiB to copy, or KiB with a K.
+        /// Amount to copy, in MiB, or in KiB with the suffix K.
         #[arg(long, default_value = "16", value_parser = copy_size)]
         size: u64,
-        /// No rectangle: each of its rows is a copy, which some devices take their time for.
+        /// Skips the rectangle, which takes one copy per row and is slow on some devices.
         #[arg(long)]
         linear: bool,
     },
@@ -67,30 +68,30 @@ enum Command {
     Vadd(Elements),
     /// Multiplies two square matrices.
     Sgemm {
-        /// Rows and columns.
+        /// Rows and columns of each matrix.
         #[arg(long, default_value_t = 256)]
         n: u32,
     },
-    /// Draws on the screen; in memory where there is none.
+    /// Draws the Mandelbrot set on the screen, or in memory if there is no display.
     Mandelbrot(Picture),
     /// Keeps the engine busy with kernels that only count.
     Spin {
-        /// For how long to launch kernels.
+        /// Time to launch kernels for.
         #[arg(long, default_value_t = 1.0, value_parser = seconds)]
         seconds: f64,
-        /// Iterations of each kernel's threads [default: what takes about 1 ms].
+        /// Iterations of each kernel's threads [default: about 1 ms].
         #[arg(long)]
         iterations: Option<u32>,
     },
-    /// Keeps the channel busy with a steady mixed load, and checks every unit of it.
+    /// Keeps the channel busy with a steady mixed load and checks every unit.
     Bench {
-        /// For how long.
+        /// Length of the run.
         #[arg(long, default_value_t = 5.0, value_parser = seconds)]
         seconds: f64,
-        /// How much of that at either end does not count as steady work.
+        /// Time at the start and at the end that does not count as steady work.
         #[arg(long, default_value_t = 0.0, value_parser = seconds)]
         margin: f64,
-        /// Engine time of one unit, about, in microseconds.
+        /// Approximate engine time of one unit, in microseconds.
         #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u64).range(10..=100_000))]
         kernel_us: u64,
         /// Units in flight.
@@ -101,35 +102,35 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct Elements {
-    /// Elements.
+    /// Number of elements.
     #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u32).range(1..=1 << 28))]
     n: u32,
 }
 
 #[derive(Debug, Args)]
 struct Picture {
-    /// Pixels [default: the screen's].
+    /// Width in pixels [default: the screen's].
     #[arg(long)]
     width: Option<u32>,
-    /// Pixels [default: the screen's].
+    /// Height in pixels [default: the screen's].
     #[arg(long)]
     height: Option<u32>,
     /// Bytes from one row to the next [default: the screen's].
     #[arg(long)]
     pitch: Option<u32>,
-    /// Zooms for this long and then shows the whole set; 0 draws it once.
+    /// Time to zoom before drawing the whole set; 0 draws it once.
     #[arg(long, default_value_t = 0.0, value_parser = seconds)]
     seconds: f64,
-    /// Gives the screen back to the text console at the end, instead of leaving the picture on it.
+    /// Returns the screen to the text console at the end, instead of leaving the picture visible.
     #[arg(long)]
     console: bool,
-    /// The framebuffer device that tells the screen's mode.
+    /// Framebuffer device that reports the screen's mode.
     #[arg(long, default_value = "/dev/fb0", value_name = "PATH")]
     fb: PathBuf,
 }
 
 impl Cli {
-    /// Does what the command line says.
+    /// Runs the selected command.
     pub fn run(&self) -> anyhow::Result<()> {
         let platform = Box::new(PciPlatform::open(self.pci.as_deref())?);
         let device = Device::open_with(platform, &self.cubin)?;
@@ -273,7 +274,7 @@ impl Cli {
         let before = channel.query()?.engine_ns;
         let (start, mut launches) = (Instant::now(), 0);
         loop {
-            // The ring holds the surplus back.
+            // A full ring blocks further submissions.
             channel.submit(&methods)?;
             launches += 1;
             if start.elapsed().as_secs_f64() >= seconds {
@@ -304,7 +305,7 @@ impl Cli {
     }
 }
 
-/// Zooms for a while, then draws the whole set and checks it.
+/// Zooms for `seconds`, then draws the whole set and checks the picture.
 fn draw(
     channel: &mut Channel,
     job: &mut Mandelbrot,
@@ -317,7 +318,7 @@ fn draw(
         job.look_at(-0.743_643_9, 0.131_825_91, height);
         channel.run(&methods)?;
         frames += 1;
-        // Singles run out of digits further in.
+        // Single precision is exhausted at deeper zoom levels.
         height = if height < 2e-4 { 2.6 } else { height * 0.95 };
     }
     job.look_at(-0.65, 0.0, 2.6);
@@ -325,7 +326,7 @@ fn draw(
     Ok((frames + 1, report))
 }
 
-/// `16`, `64K`: bytes.
+/// Parses a size such as `16` (MiB) or `64K` into bytes.
 fn copy_size(text: &str) -> Result<u64, String> {
     let (digits, unit) = text.strip_suffix('K').map_or((text, MIB), |digits| (digits, KIB));
     let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));

@@ -1,4 +1,4 @@
-//! Methods and descriptors of the compute class.
+//! Methods and launch descriptors of the compute class.
 
 use std::sync::Arc;
 
@@ -22,26 +22,27 @@ use crate::memory::Buffer;
 use crate::programs::Program;
 use crate::pushbuffer::Methods;
 
-/// Where kernels see shared memory: 4 GiB that no mapping may lie in, beyond the 40 bits that guests map.
+/// Address of the shared memory window: 4 GiB beyond the 40 bits that guests map.
 const SHARED_WINDOW: u64 = 0x7294_0000_0000;
-/// Where kernels see local memory.
+/// Address of the local memory window.
 const LOCAL_WINDOW: u64 = 0x7293_0000_0000;
 /// `INSTRUCTION`, `GLOBAL_DATA` and `CONSTANT` of `INVALIDATE_SHADER_CACHES`.
 const INVALIDATE_ALL: u32 = 1 | 1 << 4 | 1 << 12;
 
-/// Machine code of Hopper.
+/// Shader model of Hopper's machine code.
 const SASS_VERSION: u32 = 0x90;
-/// How much of its on-chip memory a multiprocessor can give to blocks, in KiB.
+/// Sizes of on-chip memory that a multiprocessor can give to blocks, in KiB.
 const CARVE_OUTS: [u32; 10] = [0, 8, 16, 32, 64, 100, 132, 164, 196, 228];
 
-/// The descriptor's name for the smallest split of on-chip memory that leaves so many bytes to blocks, or the largest.
+/// Returns the descriptor's code of the smallest shared memory size that holds `bytes`, or of the
+/// largest size.
 fn carve_out(bytes: u32) -> u32 {
     let needed = bytes.div_ceil(1024);
     let found = CARVE_OUTS.into_iter().find(|size| *size >= needed);
     found.unwrap_or(CARVE_OUTS[CARVE_OUTS.len() - 1]) / 4 + 1
 }
 
-/// What hardware wants to be told before its first launch.
+/// Adds the setup methods that hardware needs before the first launch.
 pub fn set_up(methods: &mut Methods) {
     methods
         .push_address(COMPUTE, SET_SHADER_SHARED_MEMORY_WINDOW_A, SHARED_WINDOW)
@@ -55,36 +56,36 @@ pub fn set_up(methods: &mut Methods) {
 pub struct Shape {
     /// Blocks.
     pub grid: [u32; 3],
-    /// Threads of each.
+    /// Threads of each block.
     pub block: [u32; 3],
 }
 
 impl Shape {
-    /// At least `n` threads in x, in blocks of 256.
+    /// Covers at least `n` threads in x, with blocks of 256.
     pub fn line(n: u32) -> Self {
         Self { grid: [n.div_ceil(256).max(1), 1, 1], block: [256, 1, 1] }
     }
 
-    /// At least `width` by `height` threads, in blocks of 16 by 16.
+    /// Covers at least `width` by `height` threads, with blocks of 16 by 16.
     pub fn plane(width: u32, height: u32) -> Self {
         let grid = [width.div_ceil(16).max(1), height.div_ceil(16).max(1), 1];
         Self { grid, block: [16, 16, 1] }
     }
 }
 
-/// A kernel with its parameters, ready to be launched any number of times.
+/// Kernel with its parameters, ready for any number of launches.
 #[derive(Debug)]
 pub struct Launch {
-    /// One page: descriptor, constant buffer.
+    /// One page: launch descriptor and constant buffer.
     page: Buffer,
-    /// Where the GPU has a copy of it, if it has its own.
+    /// Copy of the page in video memory, if the kernel uses one.
     resident: Option<Buffer>,
     program: Arc<Program>,
 }
 
 impl Launch {
     const CONSTANTS: u64 = 0x400;
-    /// Where code that compilers make finds the windows, and the top of its stack.
+    /// Constants at which compiled code expects the memory windows and the top of the stack.
     const WINDOWS: u64 = Self::CONSTANTS + 0x18;
     const STACK_TOP: u64 = 0xff_fdc0;
 
@@ -115,14 +116,14 @@ impl Launch {
         Ok(launch)
     }
 
-    /// Changes the parameters. No launch with the old ones may be in flight.
+    /// Changes the parameters. No launch with the old parameters may be in flight.
     pub fn set_parameters<P: IntoBytes + Immutable>(&self, parameters: &P) {
         let at = Self::CONSTANTS + self.program.param_base;
         self.page.window().write(at, parameters.as_bytes());
     }
 
-    /// Copies it to video memory as it is, which the GPU fetches it from more quickly than from the CPU's. Its parameters
-    /// and its descriptor do not change any more.
+    /// Copies the page to video memory, from which the GPU fetches it faster than from guest RAM.
+    /// The parameters and the descriptor must not change afterwards.
     pub fn reside(mut self, device: &Device, shape: Shape) -> Result<Self, GuestError> {
         let resident = Buffer::video(device, self.page.len())?;
         self.set_descriptor(&self.descriptor_in(&resident, shape));
@@ -133,7 +134,7 @@ impl Launch {
         Ok(self)
     }
 
-    /// The descriptor that [`Self::new`] makes.
+    /// Builds the descriptor for [`Self::new`].
     pub fn descriptor(&self, shape: Shape) -> Qmd {
         self.descriptor_in(&self.page, shape)
     }
@@ -157,7 +158,7 @@ impl Launch {
         .with(qmd::BARRIER_COUNT, self.program.barriers)
     }
 
-    /// Replaces the descriptor. No launch with the old one may be in flight.
+    /// Replaces the descriptor. No launch with the old descriptor may be in flight.
     pub fn set_descriptor(&self, qmd: &Qmd) {
         self.page.window().write(0, &qmd.to_bytes());
     }

@@ -8,7 +8,7 @@ use mdev_core::abi::host::SUBCHANNEL_COPY as COPY;
 
 use crate::pushbuffer::Methods;
 
-/// Bytes that one launch copies at most; longer copies take several.
+/// Limit of bytes in one launch; longer copies take several launches.
 const MAX_LINE: u64 = 1 << 30;
 
 const PLAIN: u32 =
@@ -27,7 +27,7 @@ pub fn linear(methods: &mut Methods, mut to: u64, mut from: u64, mut len: u64) {
     }
 }
 
-/// A rectangle in memory.
+/// Rectangle in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Surface {
     /// GPU address of the first byte.
@@ -41,7 +41,7 @@ pub fn rectangle(methods: &mut Methods, to: Surface, from: Surface, width: u32, 
     methods
         .push_address(COPY, OFFSET_IN_UPPER, from.va)
         .push_address(COPY, OFFSET_OUT_UPPER, to.va)
-        // PITCH_IN, PITCH_OUT, LINE_LENGTH_IN and LINE_COUNT follow each other.
+        // PITCH_IN, PITCH_OUT, LINE_LENGTH_IN and LINE_COUNT are consecutive.
         .push(COPY, PITCH_IN, &[from.pitch, to.pitch, width, rows])
         .push(COPY, LAUNCH_DMA, &[PLAIN | launch::MULTI_LINE]);
 }
@@ -57,7 +57,7 @@ pub fn fill(methods: &mut Methods, to: u64, value: u32, words: u32) {
         .push(COPY, LAUNCH_DMA, &[PLAIN | launch::REMAP]);
 }
 
-/// Writes `payload` to `va` by the copy engine itself, once what it did before is visible.
+/// Writes `payload` to `va` with the copy engine, once its earlier writes are visible.
 pub fn release(methods: &mut Methods, va: u64, payload: u32) {
     methods.push(COPY, SET_SEMAPHORE_A, &[(va >> 32) as u32, va as u32, payload]).push(
         COPY,

@@ -1,8 +1,8 @@
-//! Machine code out of a cubin: the ELF file that NVIDIA's compiler makes of a CUDA source.
+//! Parser for cubins: ELF files with machine code, as NVIDIA's compiler produces them.
 //!
-//! A kernel is a section of code, a bank of constants with its parameters in it, and a list of attributes that says what
-//! it needs of the GPU. Kernels that need more than that (relocations, other constant banks, memory of their own) are
-//! refused, not run wrongly.
+//! A kernel consists of a code section, a bank of constants that holds its parameters, and a list
+//! of attributes. Kernels with unsupported requirements (relocations, other constant banks, local
+//! memory) are rejected.
 
 use object::LittleEndian as Le;
 use object::elf::{EM_CUDA, FileHeader64, SHT_REL, SHT_RELA, SHT_SYMTAB};
@@ -22,22 +22,22 @@ mod attribute {
     pub const BARRIERS: u8 = 0x4c;
 }
 
-/// Formats of attributes: the value is in the record itself, or follows it.
+/// Formats of attributes: the value is in the record or follows the record.
 const FORMAT_BYTE: u8 = 2;
 const FORMAT_SIZED: u8 = 4;
 
-/// One kernel: its code, and what it needs.
+/// One kernel: code and resource requirements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
     /// Machine code.
     pub code: Vec<u8>,
-    /// Registers of a thread.
+    /// Registers of each thread.
     pub registers: u32,
-    /// Barriers of a block.
+    /// Barriers of each block.
     pub barriers: u32,
-    /// Bytes of shared memory of a block, with what the compiler keeps for the system.
+    /// Bytes of shared memory of each block, including the compiler's reserve for the system.
     pub shared_bytes: u32,
-    /// Where its parameters start in constant buffer 0.
+    /// Offset of the parameters in constant buffer 0.
     pub param_base: u32,
     /// Bytes of parameters.
     pub param_bytes: u32,
@@ -46,7 +46,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Finds the kernel `name` in the bytes of a cubin.
+    /// Finds the kernel `name` in a cubin.
     pub fn find(cubin: &[u8], name: &str) -> Result<Self, GuestError> {
         Reader::new(cubin)
             .and_then(|reader| reader.program(name))
@@ -63,7 +63,7 @@ impl<'data> Reader<'data> {
     fn new(data: &'data [u8]) -> Result<Self, String> {
         let header = FileHeader64::<Le>::parse(data).map_err(|error| error.to_string())?;
         if header.e_machine(Le) != EM_CUDA {
-            return Err("the file is not for an NVIDIA GPU".into());
+            return Err("the file is not for an NVIDIA GPU: pass a cubin made by nvcc".into());
         }
         let sections = header.sections(Le, data).map_err(|error| error.to_string())?;
         Ok(Self { data, sections })
@@ -85,10 +85,10 @@ impl<'data> Reader<'data> {
 
     fn program(&self, name: &str) -> Result<Program, String> {
         let text = format!(".text.{name}");
-        let section = self.section(&text).ok_or("there is no such kernel")?;
+        let section = self.section(&text).ok_or("no such kernel")?;
         let code = section.data(Le, self.data).map_err(|error| error.to_string())?.to_vec();
         if code.is_empty() {
-            return Err("it has no code".into());
+            return Err("no code".into());
         }
         self.refuse_what_is_not_there(name)?;
         let symbol = self.symbol(name)?;
@@ -97,19 +97,19 @@ impl<'data> Reader<'data> {
         };
         let info = self.attributes(".nv.info");
         let registers = info.iter().find_map(|record| about(record, attribute::REGISTERS));
-        // Older compilers have it in the section's header instead.
+        // Older compilers store the register count in the section's header.
         let registers = registers.unwrap_or(section.sh_info(Le) >> 24);
         if !(1..=255).contains(&registers) {
-            return Err(format!("it has {registers} registers"));
+            return Err(format!("unsupported: {registers} registers"));
         }
         let stack = info.iter().find_map(|record| about(record, attribute::STACK)).unwrap_or(0);
         if stack > 0 {
-            return Err(format!("it needs {stack} bytes of local memory for each thread"));
+            return Err(format!("unsupported: {stack} bytes of local memory for each thread"));
         }
         let own = self.attributes(&format!(".nv.info.{name}"));
         let parameters = own.iter().find(|(found, _)| *found == attribute::PARAMETERS);
         let place = parameters.and_then(|(_, value)| word(value, 4));
-        let place = place.ok_or("it does not say where its parameters are")?;
+        let place = place.ok_or("no attribute for the parameters' offset")?;
         let (param_base, param_bytes) = (place & 0xffff, place >> 16);
         let barriers = own.iter().find(|(found, _)| *found == attribute::BARRIERS);
         let barriers = barriers.and_then(|(_, value)| value.first().copied());
@@ -120,12 +120,12 @@ impl<'data> Reader<'data> {
         let bank = bank.map_or(0, |section| section.sh_size(Le));
         let end = u64::from(param_base + param_bytes);
         if bank < end || bank > 0x1_0000 || shared > 227 << 10 || barriers > 16 {
-            return Err("it asks for more than a block can have".into());
+            return Err("requirements exceed the limits of a block".into());
         }
         Ok(Program {
             code,
             registers,
-            // Shared memory is of no use without one.
+            // Shared memory is only useful with a barrier.
             barriers: barriers.max(u32::from(shared > 0)),
             shared_bytes: shared as u32,
             param_base,
@@ -134,14 +134,14 @@ impl<'data> Reader<'data> {
         })
     }
 
-    /// The index of the kernel's symbol, by which attributes name it.
+    /// Returns the index of the kernel's symbol, which attributes refer to.
     fn symbol(&self, name: &str) -> Result<u32, String> {
         let table =
             self.sections.symbols(Le, self.data, SHT_SYMTAB).map_err(|error| error.to_string())?;
         let found = table.enumerate().find(|(_, symbol)| {
             symbol.name(Le, table.strings()).is_ok_and(|found| found == name.as_bytes())
         });
-        Ok(found.ok_or("it has no symbol")?.0.0 as u32)
+        Ok(found.ok_or("no symbol")?.0.0 as u32)
     }
 
     fn refuse_what_is_not_there(&self, name: &str) -> Result<(), String> {
@@ -150,17 +150,17 @@ impl<'data> Reader<'data> {
             let kind = section.sh_type(Le);
             let of_it = found.ends_with(&format!(".{name}")) && section.sh_size(Le) > 0;
             if of_it && matches!(kind, SHT_REL | SHT_RELA) && found.contains(".text.") {
-                return Err("its code would have to be relocated".into());
+                return Err("unsupported: relocations of the code".into());
             }
             let bank = found.strip_prefix(".nv.constant").map(|rest| rest.split('.').next());
             if of_it && bank.is_some_and(|bank| bank != Some("0")) {
-                return Err(format!("it has constants in {found}"));
+                return Err(format!("unsupported: constants in {found}"));
             }
         }
         Ok(())
     }
 
-    /// The records of an attribute section: which, and its value. What is cut off is left out.
+    /// Returns the records of an attribute section as code and value. Skips truncated records.
     fn attributes(&self, name: &str) -> Vec<(u8, &'data [u8])> {
         let mut rest = self.bytes(name).unwrap_or_default();
         let mut records = Vec::new();

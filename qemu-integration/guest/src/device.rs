@@ -1,4 +1,4 @@
-//! One vGPU, opened.
+//! An open vGPU.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use crate::platform::Platform;
 use crate::programs::{DEFAULT_CUBIN, Programs};
 use crate::ranges::Ranges;
 
-/// A handle to an open vGPU; clones are the same vGPU.
+/// Handle to an open vGPU; clones refer to the same vGPU.
 #[derive(Clone, Debug)]
 pub struct Device(Arc<Inner>);
 
@@ -28,12 +28,12 @@ struct Inner {
 }
 
 impl Device {
-    /// Opens a vGPU, and resets it: what an earlier owner left behind is gone.
+    /// Opens a vGPU and resets it, which discards the state of its earlier user.
     pub fn open(platform: Box<dyn Platform>) -> Result<Self, GuestError> {
         Self::open_with(platform, Path::new(DEFAULT_CUBIN))
     }
 
-    /// The same; where the GPU runs machine code, that of the kernels is in the file `cubin`.
+    /// Opens a vGPU as [`Self::open`] does, with the kernels' machine code in the file `cubin`.
     pub fn open_with(platform: Box<dyn Platform>, cubin: &Path) -> Result<Self, GuestError> {
         let port = &*platform;
         if port.read32(reg::MAGIC) != MAGIC {
@@ -61,37 +61,37 @@ impl Device {
         })))
     }
 
-    /// Where it is.
+    /// Returns the platform of the vGPU.
     pub fn platform(&self) -> &dyn Platform {
         &*self.0.platform
     }
 
-    /// What it has.
+    /// Returns the vGPU's properties.
     pub fn info(&self) -> &Info {
         &self.0.info
     }
 
-    /// What it can do.
+    /// Returns the supported features.
     pub fn features(&self) -> Features {
         Features::from_bits_truncate(self.0.info.features)
     }
 
-    /// The kernels' programs.
+    /// Returns the loaded kernel programs.
     pub fn programs(&self) -> &Programs {
         &self.0.programs
     }
 
-    /// The name of its type.
+    /// Returns the name of the vGPU type.
     pub fn type_name(&self) -> String {
         self.text(reg::TYPE_NAME, reg::TYPE_NAME_BYTES)
     }
 
-    /// The name of its GPU.
+    /// Returns the name of the GPU.
     pub fn gpu_name(&self) -> String {
         self.text(reg::GPU_NAME, reg::GPU_NAME_BYTES)
     }
 
-    /// Its UUID.
+    /// Returns the UUID.
     pub fn uuid(&self) -> String {
         let bytes = self.bytes(reg::UUID, 16);
         let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -100,12 +100,12 @@ impl Device {
             .join("-")
     }
 
-    /// Trapped wake and doorbell writes since reset.
+    /// Returns the number of trapped wake and doorbell writes since reset.
     pub fn trapped_doorbells(&self) -> u32 {
         self.platform().read32(reg::TRAPPED_DOORBELLS)
     }
 
-    /// The control interface's version, major and minor.
+    /// Returns the control interface's version, major and minor.
     pub fn version(&self) -> (u32, u32) {
         let version = self.platform().read32(reg::VERSION);
         (version >> 16, version & 0xffff)
@@ -124,27 +124,27 @@ impl Device {
         String::from_utf8_lossy(&bytes[..end]).into_owned()
     }
 
-    /// Makes a channel of memory that is mapped already; [`crate::channel::Channel`] does all of it.
+    /// Creates a channel from mapped memory; [`crate::channel::Channel`] performs all steps.
     pub fn create_channel(&self, create: &ChannelCreate) -> Result<ChannelCreated, GuestError> {
         self.mailbox().create_channel(self.platform(), create)
     }
 
-    /// How a channel is.
+    /// Queries a channel's state.
     pub fn query_channel(&self, channel: u32) -> Result<ChannelState, GuestError> {
         self.mailbox().query_channel(self.platform(), channel)
     }
 
-    /// Ends a channel.
+    /// Destroys a channel.
     pub fn destroy_channel(&self, channel: u32) -> Result<(), GuestError> {
         self.mailbox().destroy_channel(self.platform(), channel)
     }
 
-    /// Maps guest memory where there is room.
+    /// Maps guest memory at a free address.
     pub fn map_guest(&self, ranges: &[Scatter], len: u64) -> Result<u64, GuestError> {
         self.map(len, |mailbox, va| mailbox.map_guest(self.platform(), va, ranges, true))
     }
 
-    /// Maps video memory where there is room.
+    /// Maps video memory at a free address.
     pub fn map_vram(&self, offset: u64, len: u64) -> Result<u64, GuestError> {
         self.map(len, |mailbox, va| mailbox.map_vram(self.platform(), va, offset, len))
     }
@@ -154,7 +154,7 @@ impl Device {
         len: u64,
         request: impl FnOnce(&Mailbox, u64) -> Result<(), GuestError>,
     ) -> Result<u64, GuestError> {
-        // Large buffers start at large pages, so that silicon may use those.
+        // Large buffers are aligned to large pages, so that hardware can use large page entries.
         let align = if len >= 2 * MIB { 2 * MIB } else { 4096 };
         let va = lock(&self.0.addresses)
             .take(len, align)
@@ -163,14 +163,14 @@ impl Device {
         Ok(va)
     }
 
-    /// Undoes a mapping.
+    /// Removes a mapping.
     pub fn unmap(&self, va: u64, len: u64) -> Result<(), GuestError> {
         self.mailbox().unmap(self.platform(), va, len)?;
         lock(&self.0.addresses).give(va, len);
         Ok(())
     }
 
-    /// Takes video memory outside of the display's part.
+    /// Allocates video memory outside of the display's part.
     pub fn take_vram(&self, len: u64) -> Result<u64, GuestError> {
         let align = if len >= 2 * MIB { 2 * MIB } else { 4096 };
         lock(&self.0.vram)
@@ -178,7 +178,7 @@ impl Device {
             .ok_or(GuestError::Exhausted { what: "video memory", asked: len })
     }
 
-    /// Gives it back.
+    /// Frees video memory.
     pub fn give_vram(&self, offset: u64, len: u64) {
         lock(&self.0.vram).give(offset, len);
     }

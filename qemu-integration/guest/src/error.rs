@@ -1,4 +1,4 @@
-//! What can go wrong, each in one line.
+//! Errors of the guest runtime, each described in one line.
 
 use std::io;
 use std::time::Duration;
@@ -6,84 +6,84 @@ use std::time::Duration;
 use mdev_core::abi::mailbox::Status;
 use mdev_core::abi::notifier;
 
-/// Why something did not work.
+/// Error of the guest runtime.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
-    /// There is no vGPU in this machine.
+    /// No vGPU is present in this machine.
     #[error(
         "No vGPU found: no PCI function has Tessera's control registers (BAR 3); is it attached?"
     )]
     NoDevice,
-    /// Something else drives it.
+    /// Another process has the vGPU open.
     #[error("The vGPU {0} is in use by another process")]
     Busy(String),
-    /// The control interface has another major version.
+    /// The control interface has an unsupported major version.
     #[error("The vGPU's interface is version {major}.{minor}; this program speaks version 1")]
     Version {
-        /// Upper half of the register.
+        /// Major version.
         major: u32,
-        /// Lower half.
+        /// Minor version.
         minor: u32,
     },
     /// The GPU does not answer.
-    #[error("The GPU is lost: the vGPU has to be started anew")]
+    #[error("The GPU is lost: restart the vGPU")]
     Lost,
     /// The device refused a request.
     #[error("{request} was refused: {status:?}")]
     Refused {
-        /// What was asked.
+        /// Name of the request.
         request: &'static str,
-        /// The answer.
+        /// Status of the response.
         status: Status,
     },
-    /// The channel is dead.
+    /// The channel has faulted.
     #[error("The channel faulted: {} (code {code}, at {info:#x})", describe(*code))]
     Channel {
-        /// A code of [`notifier`].
+        /// Error code of [`notifier`].
         code: u32,
-        /// Faulting address, or the bad method or entry.
+        /// Faulting address, or the invalid method or entry.
         info: u64,
     },
-    /// Nothing happened in time, and the channel reports no error.
+    /// The work did not finish in time, and the channel reports no error.
     #[error("{what} did not finish within {after:?}, and the channel reports no error")]
     Timeout {
-        /// What was waited for.
+        /// Description of the awaited work.
         what: &'static str,
-        /// For how long.
+        /// Timeout.
         after: Duration,
     },
-    /// There is not enough of something.
+    /// A resource is exhausted.
     #[error("Out of {what}: {asked} bytes do not fit")]
     Exhausted {
-        /// Of what.
+        /// Name of the resource.
         what: &'static str,
-        /// How much was asked for.
+        /// Requested amount in bytes.
         asked: u64,
     },
-    /// An argument that cannot work.
+    /// An argument is invalid.
     #[error("Invalid argument: {0}")]
     Invalid(String),
-    /// The vGPU cannot do it.
+    /// The vGPU lacks a capability.
     #[error("This vGPU has no {0}")]
     Unsupported(&'static str),
-    /// It has named programs, and not this one.
+    /// The vGPU has only built-in kernels, and this kernel is not one of them.
     #[error("This vGPU has no kernel {0}")]
     NoKernel(&'static str),
-    /// The GPU computed something else than the CPU.
+    /// The GPU's result differs from the CPU's.
     #[error("Wrong result: {0}")]
     Wrong(String),
-    /// The operating system refused.
+    /// A system call failed.
     #[error("{what}: {source}")]
     Os {
-        /// What was tried.
+        /// Description of the operation.
         what: String,
-        /// Why not.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
 
 impl GuestError {
-    /// For `map_err`: says what was tried.
+    /// Returns a function for `map_err` that adds a description of the operation.
     pub fn os<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Self {
         let what = what.into();
         move |source| Self::Os { what, source: source.into() }
@@ -92,13 +92,13 @@ impl GuestError {
 
 fn describe(code: u32) -> &'static str {
     match code {
-        notifier::IDLE_TIMEOUT => "one kernel or transfer ran longer than it may",
-        notifier::SEMAPHORE_TIMEOUT => "it waited for a semaphore longer than it may",
+        notifier::IDLE_TIMEOUT => "a kernel or transfer exceeded the hang limit",
+        notifier::SEMAPHORE_TIMEOUT => "a semaphore wait exceeded the hang limit",
         notifier::GR_ERROR => "an unknown method or a bad launch descriptor",
-        notifier::MMU_FAULT => "an address that is not mapped",
+        notifier::MMU_FAULT => "access to an unmapped address",
         notifier::PBDMA_ERROR => "a bad pushbuffer, ring entry or host method",
-        notifier::RESET_CHANNEL => "it was reset by the host",
-        notifier::CTXSW_TIMEOUT => "it did not give up the engine in time",
+        notifier::RESET_CHANNEL => "reset by the host",
+        notifier::CTXSW_TIMEOUT => "the channel did not yield the engine in time",
         _ => "an unknown error",
     }
 }

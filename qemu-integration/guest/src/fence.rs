@@ -1,66 +1,67 @@
-//! Fences: a word in memory that only grows, and how to wait for it without wasting a CPU.
+//! Fences: a growing word in memory, and the policy for waits on it.
 
 use std::hint::spin_loop;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// One submission of a channel: it is done once the channel's semaphore has reached this number.
+/// Number of a submission, which is completed once the channel's semaphore has reached it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fence(pub(crate) u32);
 
 impl Fence {
-    /// Whether a semaphore that reads `current` has reached this fence. Numbers wrap around.
+    /// Returns whether a semaphore that reads `current` has reached this fence. Numbers wrap
+    /// around.
     pub const fn reached(self, current: u32) -> bool {
         current.wrapping_sub(self.0).cast_signed() >= 0
     }
 }
 
-/// How to wait: spin at first, for what is quick; then sleep, so that a CPU is left for others.
+/// Policy for waits: spin first for short work, then sleep to free the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Patience {
-    /// How long to spin before the first sleep.
+pub struct WaitPolicy {
+    /// Time to spin before the first sleep.
     pub spin: Duration,
-    /// Longest sleep between two looks.
+    /// Longest sleep between two reads of the semaphore.
     pub nap: Duration,
-    /// When to ask the device what is wrong, and then again each time as much later.
-    pub ask: Duration,
-    /// When to give up.
+    /// Interval of checks for a channel error.
+    pub check_interval: Duration,
+    /// Timeout of the wait.
     pub limit: Duration,
 }
 
-impl Default for Patience {
+impl Default for WaitPolicy {
     fn default() -> Self {
         Self {
             spin: Duration::from_micros(30),
             nap: Duration::from_millis(1),
-            ask: Duration::from_millis(100),
+            check_interval: Duration::from_millis(100),
             limit: Duration::from_secs(30),
         }
     }
 }
 
-impl Patience {
-    /// Spins for as long as it takes: for measurements.
+impl WaitPolicy {
+    /// Returns a policy that never sleeps, for measurements.
     pub fn spinning() -> Self {
         Self { spin: Duration::from_secs(3600), ..Self::default() }
     }
 
-    /// Waits until `done`. Calls `ask` when it takes long, and ends early where that fails.
+    /// Waits until `done` returns true. Calls `check` at intervals and returns its error.
     ///
-    /// Returns false at the limit.
+    /// Returns false on timeout.
     pub fn wait<E>(
         &self,
         mut done: impl FnMut() -> bool,
-        mut ask: impl FnMut() -> Result<(), E>,
+        mut check: impl FnMut() -> Result<(), E>,
     ) -> Result<bool, E> {
-        // A clock read can cost an exit in a VM: a few looks come first.
+        // Reads first without the clock, because a clock read can cost a VM exit.
         for _ in 0..64 {
             if done() {
                 return Ok(true);
             }
             spin_loop();
         }
-        let (start, mut next_ask) = (Instant::now(), self.ask);
+        let (start, mut next_check) = (Instant::now(), self.check_interval);
         let mut nap = Duration::from_micros(20);
         loop {
             for _ in 0..32 {
@@ -70,9 +71,9 @@ impl Patience {
                 spin_loop();
             }
             let waited = start.elapsed();
-            if waited >= next_ask {
-                ask()?;
-                next_ask = waited + self.ask;
+            if waited >= next_check {
+                check()?;
+                next_check = waited + self.check_interval;
             }
             if waited >= self.limit {
                 return Ok(done());
@@ -98,11 +99,15 @@ mod tests {
     }
 
     #[test]
-    fn gives_up_at_the_limit_and_asks_before() {
+    fn wait_times_out_and_checks_at_intervals() {
         let limit = Duration::from_millis(50);
-        let patience = Patience { ask: Duration::from_millis(10), limit, ..Patience::default() };
+        let policy = WaitPolicy {
+            check_interval: Duration::from_millis(10),
+            limit,
+            ..WaitPolicy::default()
+        };
         let mut asked = 0;
-        let done = patience.wait(
+        let done = policy.wait(
             || false,
             || -> Result<(), ()> {
                 asked += 1;

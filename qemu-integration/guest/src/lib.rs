@@ -1,17 +1,19 @@
-//! The runtime that runs inside a VM and drives its vGPU.
+//! Runtime that drives a vGPU from inside a VM.
 //!
-//! Everything above [`platform::Platform`] is the same in a VM, in a test and beside another GPU. Read it in this
-//! order:
+//! All code above [`platform::Platform`] is the same in a VM, in a test and beside another GPU.
+//! Reading order:
 //!
-//! 1. [`platform`]: what differs between environments; [`pci`], [`pool`] and [`pinned`] are a VM's
-//! 2. [`mailbox`], [`ranges`], [`device`], [`memory`]: requests, addresses, and buffers that the GPU can reach
-//! 3. [`pushbuffer`], [`fence`], [`channel`]: rings of commands, and how to wait for them
-//! 4. [`copy`], [`compute`]: the two classes of commands; [`programs`]: what kernels are made of, out of a [`cubin`] where
-//!    the GPU runs machine code
-//! 5. [`work`], [`bench`]: jobs that check their results, and a steady load made of them; [`screen`] is where one of
-//!    them draws
+//! 1. [`platform`]: abstraction of the environment; [`pci`], [`pool`] and [`pinned`] implement it
+//!    for a VM
+//! 2. [`mailbox`], [`ranges`], [`device`], [`memory`]: requests, address ranges, and buffers that
+//!    the GPU can access
+//! 3. [`pushbuffer`], [`fence`], [`channel`]: rings of commands and waits for their completion
+//! 4. [`copy`], [`compute`]: the two classes of methods; [`programs`]: loaded kernels, read from a
+//!    [`cubin`] if the GPU executes machine code
+//! 5. [`work`], [`bench`]: jobs that check their results, and a steady load of such jobs;
+//!    [`screen`]: the mode for drawing on the screen
 //!
-//! The program `vgpu-guest` is [`cli`].
+//! [`cli`] is the program `vgpu-guest`.
 
 pub mod bench;
 pub mod channel;

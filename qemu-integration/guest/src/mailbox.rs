@@ -10,22 +10,23 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 use crate::GuestError;
 use crate::platform::{GuestPages, Platform};
 
-/// The page that requests go through.
+/// Page that holds requests and responses.
 #[derive(Debug)]
 pub struct Mailbox(GuestPages);
 
 impl Mailbox {
-    /// Takes a page for requests.
+    /// Allocates the request page.
     pub fn new(platform: &dyn Platform) -> Result<Self, GuestError> {
         Ok(Self(platform.allocate(PAGE_BYTES as u64)?))
     }
 
-    /// What the vGPU has.
+    /// Queries the vGPU's properties.
     pub fn info(&self, platform: &dyn Platform) -> Result<Info, GuestError> {
         self.request(platform, "GetInfo", Opcode::GetInfo, &[])
     }
 
-    /// Maps guest memory at `va`. Long lists take several requests; a failure leaves nothing mapped.
+    /// Maps guest memory at `va`. Long lists take several requests; a failure leaves nothing
+    /// mapped.
     pub fn map_guest(
         &self,
         platform: &dyn Platform,
@@ -65,7 +66,7 @@ impl Mailbox {
         self.request(platform, "Unmap", Opcode::Unmap, Unmap { va, length }.as_bytes())
     }
 
-    /// Makes a channel.
+    /// Creates a channel.
     pub fn create_channel(
         &self,
         platform: &dyn Platform,
@@ -74,7 +75,7 @@ impl Mailbox {
         self.request(platform, "ChannelCreate", Opcode::ChannelCreate, create.as_bytes())
     }
 
-    /// How a channel is.
+    /// Queries a channel's state.
     pub fn query_channel(
         &self,
         platform: &dyn Platform,
@@ -84,13 +85,13 @@ impl Mailbox {
         self.request(platform, "ChannelQuery", Opcode::ChannelQuery, name.as_bytes())
     }
 
-    /// Ends a channel.
+    /// Destroys a channel.
     pub fn destroy_channel(&self, platform: &dyn Platform, channel: u32) -> Result<(), GuestError> {
         let name = ChannelName { channel, reserved: 0 };
         self.request(platform, "ChannelDestroy", Opcode::ChannelDestroy, name.as_bytes())
     }
 
-    /// Ends all channels and mappings.
+    /// Destroys all channels and removes all mappings.
     pub fn reset(&self, platform: &dyn Platform) -> Result<(), GuestError> {
         self.request(platform, "Reset", Opcode::Reset, &[])
     }
@@ -115,7 +116,7 @@ impl Mailbox {
         platform.write32(reg::MAILBOX_LO, address as u32);
         platform.write32(reg::MAILBOX_HI, (address >> 32) as u32);
         platform.write32(reg::MAILBOX_DOORBELL, 1);
-        // The register first: where the page could not be reached, nothing was written to it.
+        // Check the register first: the device writes no status if it cannot access the page.
         match platform.read32(reg::MAILBOX_STATUS) {
             u32::MAX => return Err(GuestError::Lost),
             number => accept(name, Status::from_number(number))?,

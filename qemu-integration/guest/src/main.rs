@@ -1,4 +1,4 @@
-//! `vgpu-guest`: drives a VM's vGPU, and checks what it computes.
+//! `vgpu-guest`: drives a VM's vGPU and checks the computed results.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Buffers that both the CPU and the GPU can reach.
+//! Buffers that both the CPU and the GPU can access.
 
 use mdev_core::units::PAGE_SIZE;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
@@ -23,7 +23,7 @@ enum Place {
     Scanout(u64),
 }
 
-/// Where a buffer is to be.
+/// Location of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Home {
     /// Guest RAM.
@@ -33,7 +33,7 @@ pub enum Home {
 }
 
 impl Buffer {
-    /// Takes zeroed memory, `len` rounded up to whole pages.
+    /// Allocates zeroed memory, with `len` rounded up to whole pages.
     pub fn new(device: &Device, home: Home, len: u64) -> Result<Self, GuestError> {
         match home {
             Home::Guest => Self::guest(device, len),
@@ -41,7 +41,7 @@ impl Buffer {
         }
     }
 
-    /// Takes guest RAM.
+    /// Allocates guest RAM.
     pub fn guest(device: &Device, len: u64) -> Result<Self, GuestError> {
         let len = whole_pages(len)?;
         let pages = device.platform().allocate(len)?;
@@ -49,7 +49,7 @@ impl Buffer {
         Ok(Self { device: device.clone(), va, len, place: Some(Place::Guest(pages)) })
     }
 
-    /// Takes video memory outside of the display's part, and clears it.
+    /// Allocates and clears video memory outside of the display's part.
     pub fn vram(device: &Device, len: u64) -> Result<Self, GuestError> {
         let len = whole_pages(len)?;
         let aperture = device.platform().vram().ok_or(GuestError::Unsupported("VRAM aperture"))?;
@@ -61,7 +61,7 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// Takes video memory that the CPU need not reach, with whatever is in it.
+    /// Allocates video memory that the CPU need not access, without clearing it.
     pub fn video(device: &Device, len: u64) -> Result<Self, GuestError> {
         let len = whole_pages(len)?;
         let offset = device.take_vram(len)?;
@@ -69,7 +69,7 @@ impl Buffer {
         Ok(Self { device: device.clone(), va, len, place: Some(Place::Vram(offset)) })
     }
 
-    /// Maps a part of the display's video memory, which stays the display's.
+    /// Maps a part of the display's video memory, which the display keeps using.
     pub fn scanout(device: &Device, offset: u64, len: u64) -> Result<Self, GuestError> {
         let len = whole_pages(len)?;
         let aperture = device.platform().vram().ok_or(GuestError::Unsupported("VRAM aperture"))?;
@@ -82,22 +82,22 @@ impl Buffer {
         Ok(Self { device: device.clone(), va, len, place: Some(Place::Scanout(offset)) })
     }
 
-    /// Where the GPU sees it.
+    /// Returns the GPU virtual address.
     pub fn va(&self) -> u64 {
         self.va
     }
 
-    /// Length in bytes, whole pages.
+    /// Returns the length in bytes, a multiple of the page size.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Never.
+    /// Returns false: a buffer is never empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The guest-physical address of a byte of guest RAM.
+    /// Returns the guest-physical address of a byte of guest RAM.
     pub fn physical(&self, offset: u64) -> Option<u64> {
         match &self.place {
             Some(Place::Guest(pages)) => pages.physical(offset),
@@ -105,7 +105,7 @@ impl Buffer {
         }
     }
 
-    /// Where the CPU sees it. Memory of [`Self::video`] it may not see at all.
+    /// Returns the CPU's window. Memory of [`Self::video`] may lie outside of the CPU's aperture.
     pub fn window(&self) -> Window<'_> {
         let aperture = |offset| {
             self.device.platform().vram().map(|vram: Window<'_>| vram.part(offset, self.len))
@@ -121,12 +121,12 @@ impl Buffer {
         }
     }
 
-    /// Writes values from byte `offset` on.
+    /// Writes values, starting at byte `offset`.
     pub fn store<T: IntoBytes + Immutable>(&self, offset: u64, values: &[T]) {
         self.window().write(offset, values.as_bytes());
     }
 
-    /// Reads `count` values from byte `offset` on.
+    /// Reads `count` values, starting at byte `offset`.
     pub fn load<T: FromBytes + FromZeros + IntoBytes + Immutable + Clone>(
         &self,
         offset: u64,
@@ -143,7 +143,7 @@ impl Drop for Buffer {
         let unmapped = self.device.unmap(self.va, self.len).is_ok();
         match self.place.take() {
             Some(Place::Vram(offset)) if unmapped => self.device.give_vram(offset, self.len),
-            // The GPU may still write to pages it would not unmap: never hand them to anyone else.
+            // The GPU may still write to pages that it failed to unmap, so they are never reused.
             Some(Place::Guest(pages)) if !unmapped => std::mem::forget(pages),
             _ => {}
         }

@@ -1,6 +1,7 @@
-//! A VM's platform: the PCI function through sysfs, as root, without a driver of its own.
+//! Platform of a VM: the PCI function, accessed through sysfs as root, without a kernel driver.
 //!
-//! A kernel driver that has claimed some BARs (bochs-drm: 0 and 2) does not stand in the way of mapping the others.
+//! A kernel driver that has claimed some BARs (bochs-drm: 0 and 2) does not prevent mapping the
+//! others.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -15,15 +16,15 @@ use crate::GuestError;
 use crate::platform::{GuestPages, Platform, Window};
 use crate::pool::Pool;
 
-/// Where Linux shows PCI functions.
+/// Folder in which Linux lists PCI functions.
 const DEVICES: &str = "/sys/bus/pci/devices";
-/// Vendors and devices of vGPUs: the Bochs display adapter, and an accelerator without a display.
+/// Vendor and device ids of vGPUs: the Bochs display adapter, and an accelerator without a display.
 const IDS: [(u16, u16); 2] = [(0x1234, 0x1111), (0x1af4, 0x10f0)];
-/// Offset of the command register; bits 1 and 2 are memory space and bus master.
+/// Offset of the command register; bits 1 and 2 enable memory space and bus mastering.
 const COMMAND: u64 = 0x04;
 const MEMORY_AND_MASTER: u16 = 0x6;
 
-/// A vGPU on this machine's PCI bus.
+/// vGPU on this machine's PCI bus.
 #[derive(Debug)]
 pub struct PciPlatform {
     address: String,
@@ -32,12 +33,12 @@ pub struct PciPlatform {
     vram: Option<Bar>,
     scanout_bytes: u64,
     pool: Pool,
-    /// Holds the lock that says that the vGPU is in use.
+    /// Lock that marks the vGPU as in use.
     _config: File,
 }
 
 impl PciPlatform {
-    /// Opens the function at a PCI address, or the first that is a vGPU.
+    /// Opens the function at a PCI address, or the first vGPU.
     pub fn open(address: Option<&str>) -> Result<Self, GuestError> {
         if let Some(address) = address {
             return Self::at(&Path::new(DEVICES).join(address));
@@ -118,14 +119,15 @@ impl Platform for PciPlatform {
     }
 }
 
-/// A mapped BAR.
+/// Mapped BAR.
 #[derive(Debug)]
 struct Bar(MmapRaw);
 
 impl Bar {
     fn map(folder: &Path, number: usize, len: u64) -> Option<Result<Self, GuestError>> {
         (len > 0).then(|| {
-            // Write-combining where the kernel offers it, that is for prefetchable BARs.
+            // Uses write-combining if the kernel offers it, which is the case for prefetchable
+            // BARs.
             let combined = folder.join(format!("resource{number}_wc"));
             let plain = folder.join(format!("resource{number}"));
             let file = open(&combined).or_else(|_| open(&plain))?;
@@ -139,12 +141,13 @@ impl Bar {
 
     fn window(&self) -> Window<'_> {
         let base = NonNull::new(self.0.as_mut_ptr()).unwrap_or(NonNull::dangling());
-        // SAFETY: the mapping lives as long as self and is reached through windows only. It is never at address 0.
+        // SAFETY: the mapping lives as long as self and is accessed through windows only. It is
+        // never at address 0.
         unsafe { Window::new(base, self.0.len()) }
     }
 }
 
-/// Whether a function has the size of our control registers where they would be. Nothing is touched.
+/// Returns whether the function's BARs have the sizes of a vGPU's. Does not access the device.
 fn looks_right(folder: &Path) -> bool {
     resource_sizes(folder).is_ok_and(|sizes| sizes[3] == BAR_BYTES && sizes[1] > 0)
         && id(folder, "vendor").zip(id(folder, "device")).is_some_and(|id| IDS.contains(&id))
@@ -155,11 +158,11 @@ fn id(folder: &Path, which: &str) -> Option<u16> {
     u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
 }
 
-/// Switches memory decoding on, also where no driver has, and bus mastering.
+/// Enables memory decoding, which a function without a driver lacks, and bus mastering.
 fn enable(folder: &Path, config: &File) -> Result<(), GuestError> {
     let what = || format!("Enabling {}", folder.display());
     match fs::write(folder.join("enable"), "1") {
-        // A driver is bound, and has switched it on.
+        // The bound driver has enabled the function.
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
         result => result.map_err(GuestError::os(what()))?,
     }
@@ -176,7 +179,8 @@ fn resource_sizes(folder: &Path) -> Result<[u64; 6], GuestError> {
     Ok(parse_sizes(&text))
 }
 
-/// Lengths of the BARs: each line of `resource` is a first and a last address, and flags.
+/// Parses the lengths of the BARs. Each line of `resource` holds a first address, a last address,
+/// and flags.
 fn parse_sizes(text: &str) -> [u64; 6] {
     let mut sizes = [0; 6];
     for (size, line) in sizes.iter_mut().zip(text.lines()) {

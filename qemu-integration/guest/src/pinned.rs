@@ -1,8 +1,9 @@
-//! Memory of our own that stays where it is, on a stock kernel: `/proc/self/pagemap` tells its physical addresses.
+//! Pinned memory on a stock kernel, with physical addresses from `/proc/self/pagemap`.
 //!
-//! Without a kernel driver of ours, two things could move such a page after its address was read: compaction and
-//! khugepaged. A buffer that is registered with io_uring is pinned for the long term by the kernel itself, which rules
-//! both out. Where io_uring is switched off, the pages are locked, and compaction is told to leave locked pages alone.
+//! Without an own kernel driver, compaction and khugepaged could move a page after its address was
+//! read. Registering a buffer with io_uring pins its pages for the long term, which prevents both.
+//! If io_uring is disabled, the pages are locked, and compaction is configured to skip locked
+//! pages.
 
 use std::fs::{self, File};
 use std::io;
@@ -20,15 +21,15 @@ use crate::GuestError;
 const REGISTER_BUFFERS: libc::c_uint = 0;
 /// Bytes of `struct io_uring_params`.
 const PARAMS_BYTES: usize = 120;
-/// Most bytes that io_uring takes as one buffer.
+/// Largest buffer that io_uring accepts, in bytes.
 const MAX_BUFFER: usize = 1 << 30;
-/// The start of transparent huge pages.
+/// Alignment of transparent huge pages.
 const HUGE: usize = 2 * MIB as usize;
 
-/// Zeroed pages that stay where they are.
+/// Zeroed pages at fixed physical addresses.
 #[derive(Debug)]
 pub struct Pinned {
-    // In this order: what pins the pages goes before the pages.
+    // Declared first, so that the pin is released before the pages.
     _pin: Pin,
     mapping: Mapping,
     /// The physical address of each page.
@@ -36,7 +37,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Takes `len` bytes, whole pages, and finds out where they are.
+    /// Allocates `len` bytes (whole pages) and reads their physical addresses.
     pub fn new(len: u64) -> Result<Self, GuestError> {
         let mapping =
             Mapping::new(len as usize).map_err(GuestError::os(format!("Mapping {len} bytes")))?;
@@ -45,18 +46,18 @@ impl Pinned {
         Ok(Self { _pin: pin, mapping, pages })
     }
 
-    /// The start, in this process. Mapped for as long as self lives.
+    /// Returns the start address in this process, mapped for as long as self lives.
     pub fn start(&self) -> NonNull<u8> {
         self.mapping.start
     }
 
-    /// The physical address of each page.
+    /// Returns the physical address of each page.
     pub fn pages(&self) -> &[u64] {
         &self.pages
     }
 }
 
-/// An anonymous mapping; large ones start at a huge page, which keeps scatter lists short.
+/// Anonymous mapping. Large mappings are aligned to a huge page, which keeps scatter lists short.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
@@ -65,7 +66,7 @@ struct Mapping {
     whole_len: usize,
 }
 
-// SAFETY: it only names the mapping, and unmaps it once.
+// SAFETY: the type only stores the mapping's address, and unmaps it once.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -84,14 +85,16 @@ impl Mapping {
         let start = unsafe { whole.cast::<u8>().add(skip) };
         let mapping = Self { start, len, whole, whole_len };
         let advice = if large { MmapAdvise::MADV_HUGEPAGE } else { MmapAdvise::MADV_NOHUGEPAGE };
-        // A child must not get copies of pages that a device writes to. The other advice is a matter of speed.
-        // SAFETY: the range is ours, and neither advice changes what it holds.
+        // A forked child must not share pages that a device writes to. The other advice affects
+        // speed only.
+        // SAFETY: this process owns the range, and neither advice changes its contents.
         unsafe {
             let _ = madvise(start.cast(), len, advice);
             madvise(start.cast(), len, MmapAdvise::MADV_DONTFORK)?;
         }
         for page in (0..len).step_by(PAGE_SIZE as usize) {
-            // SAFETY: within the mapping. The write makes a page of our own take the zero page's place.
+            // SAFETY: within the mapping. The write replaces the shared zero page by a private
+            // page.
             unsafe { start.add(page).as_ptr().write_volatile(0) };
         }
         Ok(mapping)
@@ -105,12 +108,12 @@ impl Drop for Mapping {
     }
 }
 
-/// Keeps pages where they are.
+/// Mechanism that keeps pages at their physical addresses.
 #[derive(Debug)]
 enum Pin {
     /// The io_uring instance that the pages are registered with; closing it unpins them.
     Registered { _ring: OwnedFd },
-    /// Locked, for as long as they are mapped.
+    /// Pages locked for as long as they are mapped.
     Locked,
 }
 
@@ -119,7 +122,7 @@ impl Pin {
         if let Ok(ring) = register(mapping) {
             return Ok(Self::Registered { _ring: ring });
         }
-        // SAFETY: locking a mapping of ours changes nothing in it.
+        // SAFETY: locking a mapping does not change its contents.
         unsafe { mlock(mapping.start.cast(), mapping.len) }
             .map_err(GuestError::os("Locking memory for the device"))?;
         fs::write("/proc/sys/vm/compact_unevictable_allowed", "0").map_err(GuestError::os(
@@ -136,7 +139,7 @@ fn register(mapping: &Mapping) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us.
+    // SAFETY: the kernel has just created this descriptor for this process.
     let ring = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     let parts: Vec<libc::iovec> = (0..mapping.len)
         .step_by(MAX_BUFFER)
@@ -168,7 +171,8 @@ fn physical_addresses(start: NonNull<u8>, len: usize) -> Result<Vec<u64>, GuestE
     raw.chunks_exact(8).map(|entry| decode(entry).ok_or_else(not_root)).collect()
 }
 
-/// The physical address in an entry of pagemap, if its page is present and the kernel lets us know.
+/// Decodes the physical address of a pagemap entry. Returns None if the page is absent or the
+/// kernel hides the address.
 fn decode(entry: &[u8]) -> Option<u64> {
     let entry = u64::from_le_bytes(entry.try_into().ok()?);
     let frame = entry & ((1 << 55) - 1);
@@ -190,7 +194,7 @@ mod tests {
     fn reads_pagemap_entries() {
         assert_eq!(decode(&(1u64 << 63 | 0x1234).to_le_bytes()), Some(0x123_4000));
         assert_eq!(decode(&(1u64 << 63 | 1 << 61 | 7).to_le_bytes()), Some(0x7000));
-        assert_eq!(decode(&(1u64 << 63).to_le_bytes()), None, "hidden from us");
+        assert_eq!(decode(&(1u64 << 63).to_le_bytes()), None, "hidden by the kernel");
         assert_eq!(decode(&0x1234u64.to_le_bytes()), None, "not present");
     }
 

@@ -1,4 +1,4 @@
-//! What differs between a VM, a test and another process on the host.
+//! Abstraction over a VM, a test and another process on the host.
 
 use std::any::Any;
 use std::fmt;
@@ -11,12 +11,12 @@ use mdev_core::units::PAGE_SIZE;
 
 use crate::GuestError;
 
-/// One vGPU, as its environment reaches it.
+/// Access to one vGPU.
 pub trait Platform: Send + Sync + fmt::Debug {
-    /// Where it is, for people: a PCI address.
+    /// Returns the location for display, such as a PCI address.
     fn location(&self) -> String;
 
-    /// Reads a control register (BAR 3). All ones where the device is gone, as on PCI.
+    /// Reads a control register (BAR 3). Returns all ones if the device is gone, as on PCI.
     fn read32(&self, offset: u64) -> u32;
 
     /// Writes a control register.
@@ -25,19 +25,20 @@ pub trait Platform: Send + Sync + fmt::Debug {
     /// Writes a token to the doorbell page (BAR 1).
     fn ring(&self, token: u32);
 
-    /// Video memory, where it can be mapped (BAR 4).
+    /// Returns video memory (BAR 4), if it can be mapped.
     fn vram(&self) -> Option<Window<'_>>;
 
-    /// Bytes at the start of video memory that belong to the display (the length of BAR 0).
+    /// Returns the bytes at the start of video memory that belong to the display (the length of BAR
+    /// 0).
     fn scanout_bytes(&self) -> u64;
 
-    /// Takes zeroed pages of guest memory that the device can reach and that stay where they are.
+    /// Allocates zeroed pages of guest memory at fixed addresses that the device can access.
     fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError>;
 }
 
-/// Memory that the GPU also reads and writes, mapped for as long as `'a`.
+/// Memory shared with the GPU, mapped for `'a`.
 ///
-/// All accesses are bounds-checked; one that is out of bounds is a bug of ours and panics.
+/// All accesses are bounds-checked. An access out of bounds is a bug and panics.
 #[derive(Clone, Copy)]
 pub struct Window<'a> {
     base: NonNull<u8>,
@@ -45,14 +46,14 @@ pub struct Window<'a> {
     owner: PhantomData<&'a ()>,
 }
 
-// SAFETY: a window is an address range that stays mapped for 'a; words go through atomics, and bulk data is only
-// touched by whoever holds the fence that says the GPU is done with it.
+// SAFETY: a window is an address range that stays mapped for 'a. Words are accessed through
+// atomics, and bulk data only after the fence that shows that the GPU is done with it.
 unsafe impl Send for Window<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Window<'_> {}
 
 impl<'a> Window<'a> {
-    /// A window over mapped memory.
+    /// Creates a window over mapped memory.
     ///
     /// # Safety
     /// `len` bytes from `base` (aligned to 4) stay mapped, readable and writable, for `'a`, and no Rust reference
@@ -61,22 +62,22 @@ impl<'a> Window<'a> {
         Self { base, len, owner: PhantomData }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub const fn len(&self) -> u64 {
         self.len as u64
     }
 
-    /// True where there is nothing in it.
+    /// Returns true if the window has no bytes.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it starts in this process.
+    /// Returns the start address in this process.
     pub const fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
     }
 
-    /// A part of it.
+    /// Returns a part of the window.
     #[must_use]
     pub fn part(&self, offset: u64, len: u64) -> Window<'a> {
         let start = self.check(offset, len);
@@ -99,12 +100,12 @@ impl<'a> Window<'a> {
         unsafe { pointer.as_ref() }
     }
 
-    /// Reads a word; what is read after it is read after it.
+    /// Reads a word with acquire ordering.
     pub fn read32(&self, offset: u64) -> u32 {
         self.word(offset).load(Ordering::Acquire)
     }
 
-    /// Writes a word after everything that was written before it.
+    /// Writes a word with release ordering.
     pub fn write32(&self, offset: u64, value: u32) {
         self.word(offset).store(value, Ordering::Release);
     }
@@ -140,22 +141,22 @@ impl fmt::Debug for Window<'_> {
     }
 }
 
-/// Guest memory that the device can reach: where this process sees it, and where the device does.
+/// Guest memory that the device can access, with its address in this process and on the device.
 pub struct GuestPages {
     base: NonNull<u8>,
     len: usize,
     ranges: Vec<Scatter>,
-    /// Owns the memory; frees it when dropped.
+    /// Owner of the memory; frees it when dropped.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the pages are reached through windows only, and their owner is Send and Sync.
+// SAFETY: the pages are accessed through windows only, and their owner is Send and Sync.
 unsafe impl Send for GuestPages {}
 // SAFETY: as above.
 unsafe impl Sync for GuestPages {}
 
 impl GuestPages {
-    /// Pages that `owner` keeps mapped and in place.
+    /// Wraps pages that `owner` keeps mapped and in place.
     ///
     /// # Safety
     /// `len` bytes from `base` (page-aligned) stay mapped until `owner` is dropped, and nothing else refers to them.
@@ -169,18 +170,18 @@ impl GuestPages {
         Self { base, len, ranges, _owner: owner }
     }
 
-    /// Where this process sees them.
+    /// Returns the window of this process.
     pub fn window(&self) -> Window<'_> {
         // SAFETY: the owner keeps the pages mapped for as long as self lives.
         unsafe { Window::new(self.base, self.len) }
     }
 
-    /// Where the device sees them: guest-physical ranges, in order.
+    /// Returns the guest-physical ranges, in order.
     pub fn ranges(&self) -> &[Scatter] {
         &self.ranges
     }
 
-    /// The guest-physical address of a byte.
+    /// Returns the guest-physical address of a byte.
     pub fn physical(&self, mut offset: u64) -> Option<u64> {
         for range in &self.ranges {
             if offset < range.length {
@@ -198,7 +199,7 @@ impl fmt::Debug for GuestPages {
     }
 }
 
-/// Joins pages that follow each other into ranges.
+/// Joins adjacent pages into ranges.
 pub fn coalesce(pages: impl IntoIterator<Item = u64>) -> Vec<Scatter> {
     let mut ranges: Vec<Scatter> = Vec::new();
     for address in pages {

@@ -1,4 +1,4 @@
-//! Guest pages for many small buffers out of few pinned mappings.
+//! Pool of guest pages that serves many small buffers from few pinned mappings.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,12 +9,12 @@ use crate::pinned::Pinned;
 use crate::platform::{GuestPages, coalesce};
 use crate::ranges::Ranges;
 
-/// Length of a mapping that small buffers share: a huge page, if there is one to be had.
+/// Length of a mapping shared by small buffers: a huge page if available.
 const CHUNK: u64 = 2 * MIB;
-/// Buffers longer than this get a mapping of their own.
+/// Length limit of pooled buffers; longer buffers get a separate mapping.
 const SMALL: u64 = MIB;
 
-/// Chunks with room in them.
+/// Chunks with free space.
 #[derive(Debug, Default)]
 pub struct Pool(Mutex<Vec<Arc<Chunk>>>);
 
@@ -24,7 +24,7 @@ struct Chunk {
     free: Mutex<Ranges>,
 }
 
-/// A part of a chunk; given back when dropped.
+/// Part of a chunk; returned when dropped.
 #[derive(Debug)]
 struct Lease {
     chunk: Arc<Chunk>,
@@ -39,7 +39,7 @@ impl Drop for Lease {
 }
 
 impl Pool {
-    /// Takes zeroed pages.
+    /// Allocates zeroed pages.
     pub fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError> {
         let len = bytes
             .checked_next_multiple_of(PAGE_SIZE)

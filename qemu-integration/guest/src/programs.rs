@@ -1,4 +1,5 @@
-//! What a launch's program address points at: a blob that names a built-in kernel of the software GPU, or machine code.
+//! Programs that launches refer to: blobs that name a built-in kernel of the software GPU, or
+//! machine code.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -17,78 +18,79 @@ use crate::cubin;
 use crate::device::Device;
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
+use crate::work::factorial;
 
-/// Where the machine code of the kernels lies, unless told otherwise.
+/// Default path of the kernels' machine code.
 pub const DEFAULT_CUBIN: &str = "/lib/tessera/kernels.cubin";
-/// The silicon fetches code ahead of what it executes, beyond the end.
+/// Padding after the code, because hardware prefetches beyond its end.
 const FETCHED_AHEAD: u64 = 4096;
 
-/// The programs of one vGPU that are in use.
+/// Programs of one vGPU that are in use.
 #[derive(Debug)]
 pub struct Programs {
     cubin: PathBuf,
     loaded: Mutex<HashMap<u32, Weak<Program>>>,
 }
 
-/// A program in the GPU's memory, and what a launch of it has to say.
+/// Program in the GPU's memory, with the values that a launch needs.
 #[derive(Debug)]
 pub struct Program {
     code: Buffer,
-    /// Registers of a thread.
+    /// Registers of each thread.
     pub registers: u32,
-    /// Barriers of a block.
+    /// Barriers of each block.
     pub barriers: u32,
-    /// Bytes of shared memory of a block.
+    /// Bytes of shared memory of each block.
     pub shared_bytes: u32,
-    /// Where parameters start in constant buffer 0.
+    /// Offset of the parameters in constant buffer 0.
     pub param_base: u64,
     /// Bytes of constant buffer 0.
     pub bank_bytes: u64,
 }
 
 impl Program {
-    /// Where the GPU sees its first instruction.
+    /// Returns the GPU address of the first instruction.
     pub fn va(&self) -> u64 {
         self.code.va()
     }
 }
 
 impl Programs {
-    /// None yet; machine code is to come from the file `cubin`.
+    /// Creates an empty set that reads machine code from the file `cubin`.
     pub fn new(cubin: &Path) -> Self {
         Self { cubin: cubin.to_owned(), loaded: Mutex::default() }
     }
 
-    /// The program of a kernel, loaded once for all launches that have it at the same time.
+    /// Returns the program of a kernel. Concurrent launches share one loaded copy.
     pub fn find(&self, device: &Device, kernel: Kernel) -> Result<Arc<Program>, GuestError> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(program) = loaded.get(&(kernel as u32)).and_then(Weak::upgrade) {
+        if let Some(program) = loaded.get(&kernel.number()).and_then(Weak::upgrade) {
             return Ok(program);
         }
         let features = device.features();
         let program = if features.contains(kernel.feature()) {
             built_in(device, kernel)?
-        } else if features.intersects(Features::SOFT_PROGRAMS | Features::FACTORIAL) {
+        } else if features.intersects(Features::SOFT_PROGRAMS | Features::FIXED_FUNCTION) {
             return Err(GuestError::NoKernel(name(kernel)));
         } else {
             self.machine_code(device, kernel)?
         };
         let program = Arc::new(program);
-        loaded.insert(kernel as u32, Arc::downgrade(&program));
+        loaded.insert(kernel.number(), Arc::downgrade(&program));
         Ok(program)
     }
 
     fn machine_code(&self, device: &Device, kernel: Kernel) -> Result<Program, GuestError> {
         let path = self.cubin.display();
         let cubin = std::fs::read(&self.cubin).map_err(GuestError::os(format!(
-            "This GPU runs machine code: reading it from {path} (--cubin)"
+            "This GPU executes machine code: reading {path} (--cubin)"
         )))?;
         let found = cubin::Program::find(&cubin, name(kernel))?;
-        // Compilers leave out the padding at the end of the parameter blocks.
+        // Compilers omit the padding at the end of the parameter blocks.
         let ours = kernel.param_bytes();
         if found.param_bytes > ours || ours - found.param_bytes >= 8 {
             return Err(GuestError::Invalid(format!(
-                "kernel {} of {path} takes {} bytes of parameters, should be {ours}",
+                "kernel {} of {path} takes {} bytes of parameters, expected {ours}",
                 name(kernel),
                 found.param_bytes
             )));
@@ -105,7 +107,7 @@ impl Programs {
     }
 }
 
-/// The kernel's name in a CUDA source.
+/// Returns the kernel's name in the CUDA source.
 pub const fn name(kernel: Kernel) -> &'static str {
     match kernel {
         Kernel::Saxpy => "saxpy",
@@ -113,7 +115,8 @@ pub const fn name(kernel: Kernel) -> &'static str {
         Kernel::Mandelbrot => "mandelbrot",
         Kernel::Spin => "spin",
         Kernel::VectorAdd => "vadd",
-        Kernel::Factorial => "factorial",
+        Kernel::FixedFunction(factorial::FUNCTION) => "factorial",
+        Kernel::FixedFunction(_) => "fixed function",
     }
 }
 
@@ -121,7 +124,7 @@ fn built_in(device: &Device, kernel: Kernel) -> Result<Program, GuestError> {
     let code = Buffer::guest(device, size_of::<program::Program>() as u64)?;
     let param_bytes = kernel.param_bytes();
     let blob =
-        program::Program { magic: MAGIC, version: VERSION, kernel: kernel as u32, param_bytes };
+        program::Program { magic: MAGIC, version: VERSION, kernel: kernel.number(), param_bytes };
     code.store(0, &[blob]);
     Ok(Program {
         code,
@@ -133,7 +136,7 @@ fn built_in(device: &Device, kernel: Kernel) -> Result<Program, GuestError> {
     })
 }
 
-/// Puts code where the GPU fetches it quickest: in its own memory, by a copy engine where the CPU does not reach it.
+/// Places code in video memory, with a copy engine if the CPU cannot access it.
 fn upload(device: &Device, bytes: &[u8]) -> Result<Buffer, GuestError> {
     let staging = Buffer::guest(device, bytes.len() as u64 + FETCHED_AHEAD)?;
     staging.store(0, bytes.as_bytes());

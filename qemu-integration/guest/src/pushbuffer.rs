@@ -1,11 +1,11 @@
-//! A builder of methods, the words of a pushbuffer.
+//! Builder for methods, the words of a pushbuffer.
 
 use mdev_core::abi::host::{
     self, FIRST_CLASS_METHOD, MethodHeader, NON_STALL_INTERRUPT, SEM_ADDR_LO, SUBCHANNEL_COPY,
     SecOp, sem,
 };
 
-/// Methods to be submitted together.
+/// Methods of one submission.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Methods {
     words: Vec<u32>,
@@ -13,28 +13,28 @@ pub struct Methods {
 }
 
 impl Methods {
-    /// No methods yet.
+    /// Creates an empty builder.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The words so far.
+    /// Returns the words.
     pub fn words(&self) -> &[u32] {
         &self.words
     }
 
-    /// Forgets them, and keeps the memory.
+    /// Removes all methods and keeps the allocation.
     pub fn clear(&mut self) {
         *self = Self { words: std::mem::take(&mut self.words), copies: false };
         self.words.clear();
     }
 
-    /// Whether the last engine that was given work is the copy engine.
+    /// Returns whether the last engine with work is the copy engine.
     pub fn end_with_copies(&self) -> bool {
         self.copies
     }
 
-    /// Consecutive methods from `method` on, one word each.
+    /// Adds consecutive methods, starting at `method`, with one word each.
     pub fn push(&mut self, subchannel: u8, method: u32, words: &[u32]) -> &mut Self {
         let count = words.len() as u32;
         if method >= FIRST_CLASS_METHOD {
@@ -45,7 +45,7 @@ impl Methods {
         self
     }
 
-    /// Two consecutive methods that take an address, upper half first, as the classes have it.
+    /// Adds two consecutive methods that take an address, upper half first.
     pub fn push_address(&mut self, subchannel: u8, method: u32, address: u64) -> &mut Self {
         self.push(subchannel, method, &[(address >> 32) as u32, address as u32])
     }
@@ -55,17 +55,18 @@ impl Methods {
         self.push(subchannel, host::SET_OBJECT, &[class])
     }
 
-    /// The host engine waits until everything before is done, then writes `payload` to `va`.
+    /// Adds a release: the host engine waits for all earlier work, then writes `payload` to `va`.
     pub fn release(&mut self, va: u64, payload: u32) -> &mut Self {
         self.semaphore(va, payload, sem::RELEASE | sem::RELEASE_WFI)
     }
 
-    /// As [`Self::release`], with the time in nanoseconds at `va + 8`; `va` is 16-byte aligned.
+    /// Adds a release with the time in nanoseconds at `va + 8`; `va` must be 16-byte aligned.
     pub fn release_timestamp(&mut self, va: u64, payload: u32) -> &mut Self {
         self.semaphore(va, payload, sem::RELEASE | sem::RELEASE_WFI | sem::RELEASE_TIMESTAMP)
     }
 
-    /// The channel waits until the word at `va` has reached `payload`, and lets others run meanwhile.
+    /// Adds an acquire: the channel waits until the word at `va` has reached `payload`. Other
+    /// channels run meanwhile.
     pub fn acquire(&mut self, va: u64, payload: u32) -> &mut Self {
         self.semaphore(va, payload, sem::ACQ_CIRC_GEQ | sem::ACQUIRE_SWITCH_TSG)
     }
@@ -74,8 +75,8 @@ impl Methods {
         self.push(0, SEM_ADDR_LO, &[va as u32, (va >> 32) as u32, payload, 0, execute])
     }
 
-    /// Lets the other channels of the same group go first, if any of them has work. Otherwise a ring that never runs dry
-    /// keeps them waiting for ever.
+    /// Adds a yield to the other channels of the group. Without yields, a ring that never runs
+    /// empty blocks them.
     pub fn give_way(&mut self) -> &mut Self {
         let (method, count) = (host::YIELD, host::YIELD_TSG);
         self.words
@@ -83,7 +84,7 @@ impl Methods {
         self
     }
 
-    /// Raises the channel's interrupt.
+    /// Adds the channel's interrupt.
     pub fn interrupt(&mut self) -> &mut Self {
         self.push(0, NON_STALL_INTERRUPT, &[0])
     }
@@ -94,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn writes_the_words_a_driver_writes() {
+    fn methods_encode_as_in_a_driver() {
         let mut methods = Methods::new();
         methods.set_object(4, 0xc8b5).release(0x12_3456_7890, 7);
         assert_eq!(

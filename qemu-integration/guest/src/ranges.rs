@@ -1,20 +1,20 @@
-//! An allocator of address ranges: GPU virtual addresses, and video memory.
+//! Allocator of address ranges, for GPU virtual addresses and video memory.
 
 use std::collections::BTreeMap;
 
-/// Free ranges of an address space, by start. First fit.
+/// Free ranges of an address space, ordered by start; allocated first fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ranges {
     free: BTreeMap<u64, u64>,
 }
 
 impl Ranges {
-    /// All of `start..end` is free.
+    /// Creates an allocator with `start..end` free.
     pub fn new(start: u64, end: u64) -> Self {
         Self { free: (start < end).then_some((start, end)).into_iter().collect() }
     }
 
-    /// Takes `len` bytes at a multiple of `align` (a power of two).
+    /// Allocates `len` bytes at a multiple of `align` (a power of two).
     pub fn take(&mut self, len: u64, align: u64) -> Option<u64> {
         let (start, end, at) = self.free.iter().find_map(|(&start, &end)| {
             let at = start.checked_next_multiple_of(align)?;
@@ -30,7 +30,7 @@ impl Ranges {
         Some(at)
     }
 
-    /// Gives back what [`Self::take`] gave.
+    /// Frees a range allocated by [`Self::take`].
     pub fn give(&mut self, at: u64, len: u64) {
         let (mut start, mut end) = (at, at + len);
         if let Some((&before, &until)) = self.free.range(..=at).next_back()
@@ -44,7 +44,7 @@ impl Ranges {
         self.free.insert(start, end);
     }
 
-    /// Bytes that are free.
+    /// Returns the number of free bytes.
     pub fn free_bytes(&self) -> u64 {
         self.free.iter().map(|(start, end)| end - start).sum()
     }

@@ -1,4 +1,4 @@
-//! The screen, as the kernel's framebuffer device describes it.
+//! Screen mode, as reported by the kernel's framebuffer device.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
@@ -14,12 +14,12 @@ const SET_MODE: libc::c_ulong = 0x4b3a;
 const TEXT: libc::c_ulong = 0;
 const GRAPHICS: libc::c_ulong = 1;
 
-/// A mode that is set.
+/// Current mode of a screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Screen {
-    /// Pixels.
+    /// Width in pixels.
     pub width: u32,
-    /// Pixels.
+    /// Height in pixels.
     pub height: u32,
     /// Bytes from one row to the next.
     pub pitch: u32,
@@ -30,11 +30,11 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// What a framebuffer device shows.
+    /// Queries the mode of a framebuffer device.
     pub fn of(path: &Path) -> Result<Self, GuestError> {
         let what = || format!("Asking {} for the mode (has bochs-drm bound?)", path.display());
         let file = OpenOptions::new().read(true).open(path).map_err(GuestError::os(what()))?;
-        // Both structures are shorter than this: 160 and 80 bytes.
+        // Longer than both structures, which have 160 and 80 bytes.
         let (mut variable, mut fixed) = ([0u32; 64], [0u32; 64]);
         for (request, answer) in [(GET_VARIABLE, &mut variable), (GET_FIXED, &mut fixed)] {
             // SAFETY: the kernel writes less than the array holds.
@@ -57,9 +57,9 @@ impl Screen {
     }
 }
 
-/// Keeps the kernel's text console from drawing over a picture, or lets it draw again.
+/// Stops or resumes the kernel's text console, which would draw over a picture.
 ///
-/// Returns whether there was a console to tell.
+/// Returns whether a console was found.
 pub fn show_console(visible: bool) -> bool {
     let Ok(file) = OpenOptions::new().read(true).write(true).open("/dev/tty0") else {
         return false;

@@ -1,21 +1,21 @@
-//! A vGPU as QEMU's `-device` takes it.
+//! Value of QEMU's `-device` for a vGPU.
 
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-/// The slot on a q35 machine's root bus that libvirt's own devices leave free.
+/// Bus and slot on a q35 machine's root bus that libvirt's own devices leave free.
 pub const DEFAULT_ADDRESS: (&str, &str) = ("pcie.0", "0x10");
 
-/// A vGPU's socket, and where in the VM the device goes.
+/// vGPU's socket, with an optional device ID and an optional PCI slot in the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     socket: PathBuf,
     id: Option<String>,
-    place: Option<(String, String)>,
+    slot: Option<(String, String)>,
 }
 
-/// The members are in the order in which people write them.
+/// JSON form of the device. The members are in the order in which people write them.
 #[derive(Serialize)]
 struct Json<'a> {
     driver: &'static str,
@@ -36,35 +36,36 @@ struct Socket<'a> {
 }
 
 impl Device {
-    /// The vGPU behind a socket, wherever QEMU puts it.
+    /// Creates a device for the vGPU at a socket. QEMU chooses the PCI slot.
     pub fn new(socket: impl AsRef<Path>) -> Self {
-        Self { socket: socket.as_ref().to_owned(), id: None, place: None }
+        Self { socket: socket.as_ref().to_owned(), id: None, slot: None }
     }
 
-    /// With a name, by which it can be unplugged.
+    /// Sets the device ID, which `device_del` needs.
     #[must_use]
     pub fn with_id(self, id: impl Into<String>) -> Self {
         Self { id: Some(id.into()), ..self }
     }
 
-    /// At a place of the VM: a bus, and a slot on it.
+    /// Sets the bus and the slot.
     #[must_use]
     pub fn at(self, bus: impl Into<String>, addr: impl Into<String>) -> Self {
-        Self { place: Some((bus.into(), addr.into())), ..self }
+        Self { slot: Some((bus.into(), addr.into())), ..self }
     }
 
-    /// The value of `-device`: one line of JSON, the only form in which QEMU takes a socket.
+    /// Returns the value of `-device` as one line of JSON, the only form in which QEMU accepts a
+    /// socket.
     pub fn json(&self) -> String {
         let path = self.socket.to_string_lossy().into_owned();
-        let place = self.place.as_ref();
+        let slot = self.slot.as_ref();
         let json = Json {
             driver: "vfio-user-pci",
             socket: Socket { path, kind: "unix" },
             id: self.id.as_deref(),
-            bus: place.map(|(bus, _)| bus.as_str()),
-            addr: place.map(|(_, addr)| addr.as_str()),
+            bus: slot.map(|(bus, _)| bus.as_str()),
+            addr: slot.map(|(_, addr)| addr.as_str()),
         };
-        // Strings in objects: nothing in it can fail to be written.
+        // Serializing objects of strings does not fail.
         serde_json::to_string(&json).unwrap_or_default()
     }
 }
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn any_path_survives() {
+    fn special_characters_in_paths_are_escaped() {
         let json = Device::new("/a b/\"c\",d'\n\\é").json();
         assert!(!json.contains('\n'));
         let value: serde_json::Value = serde_json::from_str(&json).unwrap();

@@ -1,11 +1,12 @@
-//! What a VM's owner adds so that the VM has a vGPU.
+//! QEMU arguments and libvirt XML that attach a vGPU to a VM.
 //!
-//! * [`device`]: the device itself, as QEMU's `-device` takes it
-//! * [`qemu_args`]: QEMU arguments, for a new command line or for one that exists
-//! * [`libvirt_xml`]: the same for a libvirt domain
-//! * [`domain`]: a libvirt domain that exists, with a vGPU and again without it; [`xml`] is how it is read and changed
-//! * [`nodedev`]: parents and vGPUs in the words of libvirt's node devices
-//! * [`shell`]: arguments as a shell reads them
+//! * [`device`]: the value of QEMU's `-device`
+//! * [`qemu_args`]: QEMU arguments for a new or an existing command line
+//! * [`libvirt_xml`]: the fragment of a libvirt domain with the same content
+//! * [`domain`]: attaches a vGPU to an existing libvirt domain and detaches it; [`xml`] parses and
+//!   edits the domain's text
+//! * [`nodedev`]: parents and vGPUs as libvirt node devices
+//! * [`shell`]: quoting for a POSIX shell
 
 pub mod device;
 pub mod domain;

@@ -1,6 +1,7 @@
-//! The parts of a libvirt domain that give it a vGPU.
+//! Fragment of a libvirt domain that attaches a vGPU.
 //!
-//! libvirt has no vfio-user device, so QEMU's own arguments are passed through, and guest memory is made shared.
+//! libvirt has no vfio-user device. The fragment passes `-device` through to QEMU and makes guest
+//! memory shared.
 
 use std::io;
 
@@ -9,10 +10,11 @@ use quick_xml::events::{BytesStart, Event};
 
 use crate::Device;
 
-/// The namespace of `<qemu:commandline>`. Without it on `<domain>`, libvirt drops that element silently.
+/// Namespace of `<qemu:commandline>`. libvirt silently drops the element if `<domain>` does not
+/// declare the namespace.
 pub const NAMESPACE: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
 
-/// What a domain's XML needs, as a `<domain>` with nothing else in it.
+/// Returns a `<domain>` that contains only the elements for the vGPU.
 pub fn domain(device: &Device) -> io::Result<String> {
     let mut writer = Writer::new_with_indent(Vec::new(), b' ', 2);
     writer
@@ -27,7 +29,7 @@ pub fn domain(device: &Device) -> io::Result<String> {
     Ok(text)
 }
 
-/// Guest memory that the GPU can work on.
+/// Writes the memory backing that lets the GPU access guest memory.
 fn memory_backing(writer: &mut Writer<Vec<u8>>) -> io::Result<()> {
     writer.create_element("memoryBacking").write_inner_content(|writer| {
         writer.create_element("source").with_attribute(("type", "memfd")).write_empty()?;
@@ -56,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_domain_is_what_libvirt_takes() {
+    fn the_domain_has_shared_memory_and_the_device() {
         let device = Device::new("/run/vgpud/vgpus/a/vfio.sock").at("pcie.0", "0x10");
         let expected = r#"<domain type="kvm" xmlns:qemu="http://libvirt.org/schemas/domain/qemu/1.0">
   <memoryBacking>
@@ -73,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn any_path_survives() {
+    fn special_characters_in_paths_are_escaped() {
         let device = Device::new("/a&b<c>\"d'e");
         let text = domain(&device).unwrap();
         let mut reader = Reader::from_str(&text);

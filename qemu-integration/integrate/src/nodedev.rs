@@ -1,65 +1,67 @@
-//! Parents and vGPUs in the words of libvirt's node devices, for tools that read those.
+//! Parents and vGPUs as libvirt node devices.
 //!
-//! A parent has the capability `mdev_types` within its `pci` capability, and a vGPU that was started the capability
-//! `mdev`, both as libvirt documents them, and valid by its schema. That has no place for words of others, so two things
-//! are said in its own: `vfio-pci` is the API of a device that is a PCI function to its VM, as a vGPU is (the driver's name
-//! says that it is not the kernel's), and a software GPU, which is no PCI function, has numbers that no host's has. A vGPU
-//! is in no IOMMU group.
+//! A parent has the capability `mdev_types` within its `pci` capability. A started vGPU has the
+//! capability `mdev`. Both are valid by libvirt's schema, which has no extension points. Therefore:
+//!
+//! * `deviceAPI` is `vfio-pci`, because a vGPU is a PCI function to its VM. The driver's name,
+//!   `vgpud`, tells it from the kernel's mediated devices.
+//! * A software GPU, which is not a PCI function, has a PCI domain that no host has.
+//! * A vGPU has no IOMMU group.
 
 use mdev_core::ids::VgpuId;
 use quick_xml::escape::escape;
 
-/// The PCI domain of what is on no PCI bus: no host has so many.
-const NOWHERE: u32 = u32::MAX;
-/// The number of no vendor, and of no device.
+/// PCI domain of software GPUs. No host has a domain with this number.
+const SOFT_DOMAIN: u32 = u32::MAX;
+/// Vendor and device ID of software GPUs; unassigned.
 const NO_ID: &str = "0x0000";
 
-/// A physical GPU.
+/// Parent as a node device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
-    /// A PCI address such as `0000:3b:00.0`, or a software GPU's name.
+    /// PCI address such as `0000:3b:00.0`, or the name of a software GPU.
     pub name: String,
-    /// For people.
+    /// Description for people.
     pub description: String,
-    /// Its vendor's and its own number, as `0x10de`, where the host's PCI bus has it.
+    /// PCI vendor and device ID such as `0x10de`; `None` for a software GPU.
     pub ids: Option<[String; 2]>,
-    /// Which of the host's parents it is: tells software GPUs apart.
+    /// Index among the host's parents, which makes the address of a software GPU unique.
     pub index: u32,
-    /// What it offers.
+    /// Offered vGPU types.
     pub types: Vec<Type>,
 }
 
-/// A type of vGPU.
+/// vGPU type of a parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Type {
-    /// Its name.
+    /// Name of the type.
     pub name: String,
-    /// How many more can be started.
+    /// Number of vGPUs of this type that can still be started.
     pub available: u32,
 }
 
-/// A vGPU that was started.
+/// Started vGPU as a node device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mdev {
-    /// Its name.
+    /// Uuid of the vGPU.
     pub uuid: VgpuId,
-    /// The physical GPU it is on.
+    /// Name of the parent.
     pub parent: String,
-    /// Its type.
+    /// Name of the vGPU type.
     pub mdev_type: String,
-    /// Its attributes, in order.
+    /// Attributes, in order.
     pub attributes: Vec<(String, String)>,
-    /// Where it is in the file system.
+    /// Run directory of the vGPU.
     pub path: String,
 }
 
 impl Parent {
-    /// The name of its node device, as libvirt makes it.
+    /// Returns the name of the node device, formed as libvirt does.
     pub fn device_name(&self) -> String {
         parent_name(&self.name)
     }
 
-    /// Its node device.
+    /// Returns the XML of the node device.
     pub fn xml(&self) -> String {
         let mut lines = Lines::default();
         lines.open("<device>");
@@ -67,7 +69,7 @@ impl Parent {
         lines.element("parent", "computer");
         lines.driver();
         lines.open("<capability type='pci'>");
-        let numbers = pci_address(&self.name).unwrap_or([NOWHERE, 0, self.index, 0]);
+        let numbers = pci_address(&self.name).unwrap_or([SOFT_DOMAIN, 0, self.index, 0]);
         for (name, number) in ["domain", "bus", "slot", "function"].into_iter().zip(numbers) {
             lines.element(name, &number.to_string());
         }
@@ -77,7 +79,7 @@ impl Parent {
         let description = escape(self.description.as_str());
         lines.add(&format!("<product id='{device}'>{description}</product>"));
         lines.add(&format!("<vendor id='{vendor}'/>"));
-        // One that is lost offers nothing, and an empty list is not valid.
+        // A lost parent offers no types, and the schema forbids an empty list.
         if !self.types.is_empty() {
             lines.open("<capability type='mdev_types'>");
             for Type { name, available } in &self.types {
@@ -96,13 +98,13 @@ impl Parent {
 }
 
 impl Mdev {
-    /// The name of its node device, as libvirt makes it.
+    /// Returns the name of the node device, formed as libvirt does.
     pub fn device_name(&self) -> String {
         let name = |text: &str| text.replace([':', '.', '-'], "_");
         format!("mdev_{}_{}", name(&self.uuid.to_string()), name(&self.parent))
     }
 
-    /// Its node device.
+    /// Returns the XML of the node device.
     pub fn xml(&self) -> String {
         let mut lines = Lines::default();
         lines.open("<device>");
@@ -124,13 +126,14 @@ impl Mdev {
     }
 }
 
-/// `pci_0000_3b_00_0`; a software GPU's name has no such form, and says whose it is.
+/// Returns the name of a parent's node device: `pci_0000_3b_00_0`, or `vgpud_NAME` for a software
+/// GPU.
 fn parent_name(name: &str) -> String {
     let kind = if pci_address(name).is_some() { "pci" } else { "vgpud" };
     format!("{kind}_{}", name.replace([':', '.', '-'], "_"))
 }
 
-/// Domain, bus, slot and function of `0000:3b:00.0`.
+/// Parses domain, bus, slot and function of an address such as `0000:3b:00.0`.
 fn pci_address(name: &str) -> Option<[u32; 4]> {
     let (rest, function) = name.split_once('.')?;
     let mut parts = rest.split(':');
@@ -139,7 +142,7 @@ fn pci_address(name: &str) -> Option<[u32; 4]> {
     parts.next().is_none().then_some(numbers)
 }
 
-/// XML, line by line.
+/// Writer of indented XML lines.
 #[derive(Debug, Default)]
 struct Lines {
     text: String,
@@ -216,15 +219,15 @@ mod tests {
 ";
         assert_eq!(parent("0000:3b:00.1").xml(), expected);
         let soft = parent("soft0").xml();
-        let nowhere = "<domain>4294967295</domain>\n    <bus>0</bus>\n    <slot>1</slot>";
-        assert!(soft.contains("<name>vgpud_soft0</name>") && soft.contains(nowhere), "{soft}");
+        let soft_address = "<domain>4294967295</domain>\n    <bus>0</bus>\n    <slot>1</slot>";
+        assert!(soft.contains("<name>vgpud_soft0</name>") && soft.contains(soft_address), "{soft}");
         Element::parse(&soft).unwrap();
         let lost = Parent { types: Vec::new(), ..parent("soft0") }.xml();
         assert!(!lost.contains("mdev_types"), "{lost}");
     }
 
     #[test]
-    fn a_vgpu_is_an_mdev() {
+    fn a_vgpu_is_an_mdev_device() {
         let mdev = Mdev {
             uuid: "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a".parse().unwrap(),
             parent: "0000:3b:00.0".to_owned(),

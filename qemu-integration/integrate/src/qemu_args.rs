@@ -1,17 +1,18 @@
-//! QEMU arguments that give a VM a vGPU.
+//! QEMU arguments that attach a vGPU to a VM.
 //!
-//! Two things are needed: the device, and guest memory that another process may map (`share=on`), since the GPU works
-//! on the guest's own pages. [`new_vm`] writes both; [`attach`] puts them into a command line that exists.
+//! A vGPU needs the device and guest memory that another process can map (`share=on`), because the
+//! GPU accesses guest pages directly. [`new_vm`] creates arguments with both. [`attach`] adds both
+//! to an existing command line.
 
 use crate::Device;
 
-/// Name of the memory backend that is added.
+/// ID of the added memory backend.
 pub const MEMORY_ID: &str = "vgpu-mem";
 
-/// What QEMU gives a VM without `-m`.
+/// QEMU's default memory size without `-m`.
 const DEFAULT_MEMORY: &str = "128M";
 
-/// Options of QEMU that take no value. Every other one takes the next argument.
+/// QEMU options without a value. Every other option takes the next argument.
 const WITHOUT_VALUE: &[&str] = &[
     "S",
     "daemonize",
@@ -43,46 +44,47 @@ const WITHOUT_VALUE: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// Why a command line cannot have a vGPU. Nothing is changed then.
+/// Reason why a vGPU cannot be attached to a command line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
-    /// An option's value is missing.
+    /// An option has no value.
     #[error("QEMU's {0} has no value")]
     NoValue(String),
-    /// Memory of a kind that no other process can map.
+    /// Guest memory is in a backend that no other process can map.
     #[error(
         "Guest memory {id:?} is a {kind}, which no other process can map; \
          make it memory-backend-memfd,share=on"
     )]
     Unshareable {
-        /// The backend's id.
+        /// ID of the backend.
         id: String,
-        /// What it is.
+        /// Kind of the backend.
         kind: String,
     },
-    /// The machine's memory is not where it is said to be.
+    /// The memory backend that the machine names does not exist.
     #[error("There is no -object memory-backend-memfd,id={0} for the memory backend {0:?}")]
     NoBackend(String),
-    /// An -object in JSON, which is not looked into.
+    /// The memory backend is given in JSON, which is not supported.
     #[error(
         "Guest memory {0:?} is given in JSON; write it as -object memory-backend-memfd,id={0},share=on,size=..."
     )]
     Json(String),
 }
 
-/// Arguments for a VM of its own: machine, shared memory and the device.
+/// Returns arguments for a new VM: machine, shared memory and the device.
 pub fn new_vm(device: &Device, machine: &str, memory: &str) -> Vec<String> {
     let machine = format!("{machine},memory-backend={MEMORY_ID}");
-    // The machine takes its size from -m all the same, and both must agree.
+    // The machine takes the memory size from -m, which must agree with the backend's size.
     let mut args = ["-machine", &machine, "-m", memory].map(str::to_owned).to_vec();
     args.extend(memory_args(memory));
     args.extend(device_args(device));
     args
 }
 
-/// A command line that exists, with a vGPU.
+/// Adds a vGPU to an existing command line.
 ///
-/// Memory that the machine names already becomes shared; otherwise a shared backend of the size of `-m` is added.
+/// Sets `share=on` for memory backends that the machine names. If there are none, adds a shared
+/// backend with the size given by `-m`.
 pub fn attach(existing: &[String], device: &Device) -> Result<Vec<String>, AttachError> {
     let mut args = existing.to_vec();
     let options = options(&args)?;
@@ -130,12 +132,12 @@ fn device_args(device: &Device) -> [String; 2] {
     ["-device".to_owned(), device.json()]
 }
 
-/// Each option's name, and where its value is.
+/// Returns the name of each option and the index of its value.
 fn options(args: &[String]) -> Result<Vec<(String, usize)>, AttachError> {
     let mut options = Vec::new();
     let mut at = 0;
     while at < args.len() {
-        // QEMU takes one dash or two; what has none is the program itself, or a disk.
+        // QEMU accepts one dash or two. An argument without a dash is the program or a disk.
         let name = args[at].strip_prefix('-').map(|name| name.strip_prefix('-').unwrap_or(name));
         at += 1;
         if let Some(name) = name.filter(|name| !name.is_empty() && !WITHOUT_VALUE.contains(name)) {
@@ -149,7 +151,7 @@ fn options(args: &[String]) -> Result<Vec<(String, usize)>, AttachError> {
     Ok(options)
 }
 
-/// The parts of an option's value. A doubled comma stands for a comma in one of them.
+/// Splits an option's value at commas. A doubled comma is a literal comma.
 fn parts(value: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = value.chars().peekable();
@@ -170,7 +172,7 @@ fn property(value: &str, name: &str) -> Option<String> {
     })
 }
 
-/// A memory backend, shared.
+/// Returns a memory backend with `share=on`.
 fn shared(object: &str, id: &str) -> Result<String, AttachError> {
     let parts = parts(object);
     let kind = parts[0].strip_prefix("qom-type=").unwrap_or(&parts[0]).to_owned();
@@ -185,12 +187,12 @@ fn shared(object: &str, id: &str) -> Result<String, AttachError> {
     Ok(format!("{},share=on", kept.join(",")))
 }
 
-/// The size in `-m`'s value: `512`, `2G`, `size=2G,slots=4`.
+/// Returns the size in a value of `-m` such as `512`, `2G` or `size=2G,slots=4`.
 fn memory_size(value: &str) -> String {
     let size = property(value, "size").or_else(|| parts(value).into_iter().next());
     let size = size.filter(|size| !size.is_empty() && !size.contains('='));
     let size = size.unwrap_or_else(|| DEFAULT_MEMORY.to_owned());
-    // Without a unit -m means MiB, and a backend bytes.
+    // Without a unit, the size of -m is in MiB and the size of a backend in bytes.
     if size.bytes().all(|byte| byte.is_ascii_digit()) { format!("{size}M") } else { size }
 }
 
@@ -206,7 +208,7 @@ mod tests {
         text.split_whitespace().map(str::to_owned).collect()
     }
 
-    /// What is attached to a command line, without the device at its end.
+    /// Attaches a vGPU to a command line and returns the result without the device at its end.
     fn attached(existing: &str) -> String {
         let mut args = attach(&words(existing), &Device::new("/s")).unwrap();
         assert_eq!(args.pop().as_deref(), Some(DEVICE));
@@ -226,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_exists_gets_a_shared_backend_of_its_size() {
+    fn an_existing_machine_gets_a_shared_backend_of_its_size() {
         let object =
             |size| format!("-object memory-backend-memfd,id=vgpu-mem,size={size},share=on");
         for (existing, expected, size) in [
@@ -248,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_named_becomes_shared() {
+    fn existing_memory_backends_become_shared() {
         let with = |object: &str| format!("qemu -object {object} -machine q35,memory-backend=mem");
         for (object, expected) in [
             (
@@ -271,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_shared_is_refused_with_the_remedy() {
+    fn unshareable_memory_is_refused_with_the_remedy() {
         let refused =
             |existing: &str| attach(&words(existing), &Device::new("/s")).unwrap_err().to_string();
         assert_eq!(
@@ -294,14 +296,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_command_line_makes_it_panic(args in prop::collection::vec("-{0,2}[a-zA-Z,=]{0,8}", 0..8)) {
+        fn attaching_does_not_panic(args in prop::collection::vec("-{0,2}[a-zA-Z,=]{0,8}", 0..8)) {
             if let Ok(attached) = attach(&args, &Device::new("/s")) {
                 prop_assert!(attached.len() >= args.len() + 2);
             }
         }
 
         #[test]
-        fn commas_in_values_survive(value in "[a-z,]{0,10}") {
+        fn commas_in_values_are_kept(value in "[a-z,]{0,10}") {
             let object = format!("memory-backend-file,id=mem,mem-path={}", value.replace(',', ",,"));
             prop_assert_eq!(property(&shared(&object, "mem").unwrap(), "mem-path"), Some(value));
         }

@@ -1,6 +1,6 @@
-//! Arguments as a POSIX shell reads them.
+//! Quoting of arguments for a POSIX shell.
 
-/// An argument, quoted only where a shell would read it otherwise.
+/// Returns an argument, quoted only if a shell would interpret it otherwise.
 pub fn quote(arg: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=,:@%+".contains(c);
     if !arg.is_empty() && arg.chars().all(plain) {
@@ -9,11 +9,11 @@ pub fn quote(arg: &str) -> String {
     format!("'{}'", arg.replace('\'', r"'\''"))
 }
 
-/// Arguments as a shell command's lines: each option with its value on a line of its own.
+/// Formats arguments as a shell command with one line per option and its value.
 pub fn lines(args: &[String]) -> String {
     let mut text = String::new();
     for (at, arg) in args.iter().enumerate() {
-        // A plain word after an option is taken for its value: it makes no difference to a shell.
+        // A word after an option counts as its value. This affects line breaks only.
         let value = at > 0 && args[at - 1].starts_with('-') && !arg.starts_with('-');
         match (at, value) {
             (0, _) => {}
@@ -38,7 +38,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_must_be_is_quoted() {
+    fn only_special_arguments_are_quoted() {
         assert_eq!(quote("share=on,size=1G"), "share=on,size=1G");
         assert_eq!(quote(""), "''");
         assert_eq!(quote(r#"{"a":"b"}"#), r#"'{"a":"b"}'"#);
@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn each_option_has_its_line() {
+    fn each_option_starts_a_line() {
         let args = words(&["qemu-system-x86_64", "-nographic", "-m", "1G", "disk.img"]);
         assert_eq!(lines(&args), "qemu-system-x86_64 \\\n  -nographic \\\n  -m 1G \\\n  disk.img");
     }
@@ -54,7 +54,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
         #[test]
-        fn a_shell_reads_what_was_meant(args in prop::collection::vec("[^\0]{0,12}", 1..5)) {
+        fn a_shell_reads_the_original_arguments(args in prop::collection::vec("[^\0]{0,12}", 1..5)) {
             let script = format!("printf '%s\\0' {}", lines(&args));
             let output = Command::new("sh").arg("-c").arg(script).output().unwrap();
             let expected: Vec<u8> = args.iter().flat_map(|arg| [arg.as_bytes(), b"\0"].concat()).collect();

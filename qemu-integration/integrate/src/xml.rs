@@ -1,4 +1,5 @@
-//! XML that belongs to somebody else: read as a tree, changed by a few cuts in its text, and otherwise left as it is.
+//! Parser and editor for XML of other programs. Edits replace ranges of the text; the rest of the
+//! text stays unchanged.
 
 use std::ops::Range;
 
@@ -8,46 +9,46 @@ use quick_xml::events::{BytesStart, Event};
 use quick_xml::name::ResolveResult;
 use quick_xml::reader::NsReader;
 
-/// Longest text that is read: a domain with a thousand disks is well below.
+/// Maximum length of a parsed text. A domain with a thousand disks stays well below this.
 pub const MAX_BYTES: usize = 8 << 20;
-/// Deepest nesting: libvirt's own is below 10.
+/// Maximum nesting depth. libvirt's documents stay below 10.
 const MAX_DEPTH: usize = 64;
 
-/// Why a text cannot be read.
+/// Reason why a text cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum XmlError {
-    /// Not XML.
-    #[error("This is no XML: {0}")]
+    /// The text is not well-formed XML.
+    #[error("Not well-formed XML: {0}")]
     Malformed(String),
-    /// Longer than anything that makes sense.
-    #[error("This XML is longer than {} MiB", MAX_BYTES >> 20)]
+    /// The text exceeds [`MAX_BYTES`].
+    #[error("The XML is longer than {} MiB", MAX_BYTES >> 20)]
     TooLong,
-    /// Deeper than anything that makes sense.
-    #[error("This XML is nested deeper than {MAX_DEPTH} levels")]
+    /// The nesting exceeds the maximum depth.
+    #[error("The XML is nested deeper than {MAX_DEPTH} levels")]
     TooDeep,
 }
 
-/// An element, and where in the text it is.
+/// Element with its position in the text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Element {
-    /// Its namespace; empty where it has none.
+    /// Namespace; empty if the element has none.
     pub namespace: String,
-    /// Its name, without a prefix.
+    /// Local name, without a prefix.
     pub name: String,
-    /// Its attributes, by their names as they are written.
+    /// Attributes with their qualified names, in document order.
     pub attributes: Vec<(String, String)>,
-    /// The elements in it.
+    /// Child elements.
     pub children: Vec<Element>,
-    /// All of it.
+    /// Range of the whole element, including its tags.
     pub span: Range<usize>,
-    /// Its start tag.
+    /// Range of the start tag.
     pub tag: Range<usize>,
-    /// What is between its tags; empty where it has one tag only.
+    /// Range between the tags; empty for a self-closing tag.
     pub inner: Range<usize>,
 }
 
 impl Element {
-    /// The element that a text consists of.
+    /// Parses a text and returns its root element.
     pub fn parse(text: &str) -> Result<Self, XmlError> {
         if text.len() > MAX_BYTES {
             return Err(XmlError::TooLong);
@@ -87,12 +88,12 @@ impl Element {
             match open.last_mut() {
                 Some(parent) => parent.children.push(whole),
                 None if root.is_none() => root = Some(whole),
-                None => return Err(malformed(&"it has two elements at its top")),
+                None => return Err(malformed(&"more than one root element")),
             }
         }
         match root {
             Some(root) if open.is_empty() => Ok(root),
-            _ => Err(malformed(&"it ends too early")),
+            _ => Err(malformed(&"unexpected end of the text")),
         }
     }
 
@@ -116,30 +117,30 @@ impl Element {
         })
     }
 
-    /// An attribute's value.
+    /// Returns the value of an attribute.
     pub fn attribute(&self, name: &str) -> Option<&str> {
         let found = self.attributes.iter().find(|(key, _)| key == name);
         found.map(|(_, value)| value.as_str())
     }
 
-    /// The first child with this name and no namespace.
+    /// Returns the first child with this name and no namespace.
     pub fn child(&self, name: &str) -> Option<&Self> {
         self.child_in("", name)
     }
 
-    /// The first child with this name in a namespace.
+    /// Returns the first child with this name in a namespace.
     pub fn child_in(&self, namespace: &str, name: &str) -> Option<&Self> {
         self.children_in(namespace, name).next()
     }
 
-    /// All children with this name in a namespace.
+    /// Returns all children with this name in a namespace.
     pub fn children_in(&self, namespace: &str, name: &str) -> impl Iterator<Item = &Self> {
-        let is = move |child: &&Self| child.name == name && child.namespace == namespace;
-        self.children.iter().filter(is)
+        let matches = move |child: &&Self| child.name == name && child.namespace == namespace;
+        self.children.iter().filter(matches)
     }
 
-    /// Itself and all below it.
-    pub fn all(&self) -> Vec<&Self> {
+    /// Returns the element and all its descendants.
+    pub fn subtree(&self) -> Vec<&Self> {
         let mut found = vec![self];
         let mut at = 0;
         while let Some(element) = found.get(at).copied() {
@@ -149,14 +150,14 @@ impl Element {
         found
     }
 
-    /// The text in it, where it holds nothing else.
+    /// Returns the unescaped text of an element without children.
     pub fn text(&self, whole: &str) -> String {
         let raw = whole.get(self.inner.clone()).unwrap_or_default().trim();
         unescape(raw).map_or_else(|_| raw.to_owned(), std::borrow::Cow::into_owned)
     }
 }
 
-/// Changes to a text, made all at once. They must not overlap.
+/// Edits of a text, applied together. Edits must not overlap.
 #[derive(Debug)]
 pub struct Edits<'a> {
     text: &'a str,
@@ -164,24 +165,24 @@ pub struct Edits<'a> {
 }
 
 impl<'a> Edits<'a> {
-    /// None yet.
-    pub fn of(text: &'a str) -> Self {
+    /// Creates an empty list of edits.
+    pub fn new(text: &'a str) -> Self {
         Self { text, edits: Vec::new() }
     }
 
-    /// Puts another text in a place.
+    /// Replaces a range of the text.
     pub fn replace(&mut self, range: Range<usize>, by: impl Into<String>) {
         self.edits.push((range, by.into()));
     }
 
-    /// Adds an element behind a sibling, on lines of its own that are indented as the sibling is.
+    /// Inserts an element's lines after a sibling, with the indentation of the sibling.
     pub fn add_after(&mut self, sibling: &Element, lines: &[String]) {
         let indent = self.indent(sibling.span.start);
         let added = indented(lines, indent);
         self.replace(sibling.span.end..sibling.span.end, added);
     }
 
-    /// Adds an element as the last in another one.
+    /// Appends an element's lines to the children of a parent element.
     pub fn add_last(&mut self, parent: &Element, lines: &[String]) {
         if let Some(last) = parent.children.last() {
             return self.add_after(last, lines);
@@ -199,20 +200,20 @@ impl<'a> Edits<'a> {
         self.replace(parent.tag.end..parent.tag.end, added);
     }
 
-    /// Removes an element, and the white space before it.
+    /// Removes an element and the white space before it.
     pub fn remove(&mut self, element: &Element) {
         let before = self.text.get(..element.span.start).unwrap_or_default();
         self.replace(before.trim_end().len()..element.span.end, "");
     }
 
-    /// The white space that a place's line begins with.
+    /// Returns the indentation of the line at an offset.
     fn indent(&self, at: usize) -> &'a str {
         let before = self.text.get(..at).unwrap_or_default();
         let line = before.rsplit('\n').next().unwrap_or_default();
         if line.trim().is_empty() { line } else { "" }
     }
 
-    /// The text with all changes.
+    /// Returns the text with all edits applied.
     pub fn apply(mut self) -> String {
         self.edits.sort_by_key(|(range, _)| range.start);
         let mut result = String::with_capacity(self.text.len() + 1024);
@@ -227,7 +228,7 @@ impl<'a> Edits<'a> {
     }
 }
 
-/// Lines, each behind an end of line and an indentation.
+/// Joins lines, each preceded by a line break and the indentation.
 fn indented(lines: &[String], indent: &str) -> String {
     lines.iter().flat_map(|line| ["\n", indent, line]).collect()
 }
@@ -239,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_know_where_they_are() {
+    fn elements_have_their_ranges_in_the_text() {
         let text = "<?xml version='1.0'?>\n<a x='1&amp;2' xmlns:n='urn:n'><!-- <c/> --><n:b/><c> d&lt; </c></a>\n";
         let a = Element::parse(text).unwrap();
         assert_eq!(a.attribute("x"), Some("1&2"));
@@ -248,33 +249,33 @@ mod tests {
         assert!(a.child("b").is_none());
         let c = a.child("c").unwrap();
         assert_eq!((&text[c.span.clone()], c.text(text).as_str()), ("<c> d&lt; </c>", "d<"));
-        assert_eq!(a.all().len(), 3);
+        assert_eq!(a.subtree().len(), 3);
     }
 
     #[test]
-    fn what_is_no_document_is_refused() {
+    fn malformed_documents_are_refused() {
         for text in ["", "<a>", "<a></b>", "<a/><b/>", "text", "<a x=1/>", "<a x='1' x='2'/>"] {
             assert!(matches!(Element::parse(text), Err(XmlError::Malformed(_))), "{text}");
         }
         let said = |text: &str| Element::parse(text).unwrap_err().to_string();
-        assert_eq!(said("<a/><b/>"), "This is no XML: it has two elements at its top");
-        assert_eq!(said("<a>"), "This is no XML: it ends too early");
-        assert_eq!(said(&"<a>".repeat(100)), "This XML is nested deeper than 64 levels");
-        assert_eq!(said(&" ".repeat(MAX_BYTES + 1)), "This XML is longer than 8 MiB");
+        assert_eq!(said("<a/><b/>"), "Not well-formed XML: more than one root element");
+        assert_eq!(said("<a>"), "Not well-formed XML: unexpected end of the text");
+        assert_eq!(said(&"<a>".repeat(100)), "The XML is nested deeper than 64 levels");
+        assert_eq!(said(&" ".repeat(MAX_BYTES + 1)), "The XML is longer than 8 MiB");
     }
 
     #[test]
-    fn added_lines_are_indented_like_their_neighbours() {
+    fn added_lines_are_indented_like_siblings() {
         let text = "<a>\n  <b/>\n  <c>\n  </c>\n</a>\n";
         let a = Element::parse(text).unwrap();
-        let mut edits = Edits::of(text);
+        let mut edits = Edits::new(text);
         edits.add_after(a.child("b").unwrap(), &["<x>".to_owned(), "</x>".to_owned()]);
         edits.add_last(a.child("c").unwrap(), &["<y/>".to_owned()]);
         edits.add_last(&a, &["<z/>".to_owned()]);
         let changed = edits.apply();
         assert_eq!(changed, "<a>\n  <b/>\n  <x>\n  </x>\n  <c>\n    <y/>\n  </c>\n  <z/>\n</a>\n");
         let a = Element::parse(&changed).unwrap();
-        let mut edits = Edits::of(&changed);
+        let mut edits = Edits::new(&changed);
         edits.remove(a.child("x").unwrap());
         edits.remove(a.child("z").unwrap());
         edits.remove(&a.child("c").unwrap().children[0]);
@@ -282,19 +283,19 @@ mod tests {
     }
 
     #[test]
-    fn an_element_of_one_tag_can_be_added_to() {
+    fn children_can_be_added_to_a_self_closing_element() {
         let text = "<a>\n  <b x='1' />\n</a>";
         let a = Element::parse(text).unwrap();
-        let mut edits = Edits::of(text);
+        let mut edits = Edits::new(text);
         edits.add_last(a.child("b").unwrap(), &["<y/>".to_owned()]);
         assert_eq!(edits.apply(), "<a>\n  <b x='1'>\n    <y/>\n  </b>\n</a>");
     }
 
     proptest! {
         #[test]
-        fn no_text_makes_it_panic(text in "[<>/a-c='\" \n&;:!?-]{0,60}") {
+        fn parsing_does_not_panic(text in "[<>/a-c='\" \n&;:!?-]{0,60}") {
             if let Ok(element) = Element::parse(&text) {
-                prop_assert!(element.all().iter().all(|e| text.get(e.span.clone()).is_some()));
+                prop_assert!(element.subtree().iter().all(|e| text.get(e.span.clone()).is_some()));
             }
         }
     }

@@ -1,4 +1,5 @@
-# A request is one line, "#NUMBER SECONDS COMMAND"; the answer "@NUMBER STATUS OUT-BYTES ERR-BYTES" and those bytes.
+# Each request is one line, "#NUMBER SECONDS COMMAND". The answer is "@NUMBER STATUS OUT-BYTES
+# ERR-BYTES", followed by those bytes.
 serve() {
     stty -F /dev/ttyS1 raw -echo
     exec 3<> /dev/ttyS1
@@ -12,8 +13,8 @@ serve() {
         cat /tmp/out /tmp/err >&3
     done
 }
-# In a process of its own: orphans of a command become children of the first process, and the signal of a child's end
-# makes the shell's `read` forget what it has read of a line.
+# Runs in a separate process: orphans of a command become children of the first process, and SIGCHLD
+# would make the shell's `read` lose partial input.
 while :; do
     serve
     sleep 1

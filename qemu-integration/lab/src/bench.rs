@@ -1,4 +1,5 @@
-//! `cargo lab bench`: the benchmarks, built for speed; in a bundle, the one that came along, and tests of the hardware.
+//! `cargo lab bench`: the benchmarks, built with optimization. A bundle contains one benchmark and
+//! the hardware tests.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use crate::bundle::{CUDA_SOURCE, SOURCE};
 use crate::nvcc;
 use crate::place::{Bundle, layout};
 
-/// Runs all, or those of one name, which are told `args`.
+/// Runs all benchmarks, or the benchmark of one name, with `args`.
 pub fn run(name: Option<&str>, args: &[String]) -> Result<()> {
     if let Some(bundle) = Bundle::find() {
         return run_bundled(&bundle, name, args);
@@ -38,7 +39,7 @@ fn by_cargo(name: Option<&str>, args: &[String]) -> Command {
     command
 }
 
-/// The tests of a GPU itself, which a bundle brings along; elsewhere cargo has them.
+/// Hardware tests of a bundle; in a workspace, cargo builds them.
 pub fn hardware_tests(name: &str) -> Result<()> {
     let target = format!("{name}_hw");
     let mut command = if let Some(bundle) = Bundle::find() {
@@ -54,7 +55,7 @@ pub fn hardware_tests(name: &str) -> Result<()> {
     finish(&mut command)
 }
 
-/// A bundle has the GPU's benchmark alone; it finds the daemon beside itself.
+/// Name of the only benchmark in a bundle, which finds the daemon in its own folder.
 fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<()> {
     let name = name.unwrap_or("gpu");
     let program = bundle.programs()?.find(name)?.to_path_buf();
@@ -67,8 +68,8 @@ fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<(
     finish(&mut command)
 }
 
-/// Compiles the kernels, and the program that they are measured against, for an NVIDIA GPU that is here: the arguments
-/// that name them.
+/// Compiles the kernels and the CUDA reference program for this machine's NVIDIA GPU. Returns the
+/// arguments that name them.
 fn kernels([kernels, cuda]: &[PathBuf; 2], out: &Path, args: &[String]) -> Result<Vec<OsString>> {
     if !Path::new("/dev/nvidiactl").exists() || args.iter().any(|arg| arg == "--cubin") {
         return Ok(Vec::new());
@@ -76,7 +77,7 @@ fn kernels([kernels, cuda]: &[PathBuf; 2], out: &Path, args: &[String]) -> Resul
     let mut named = vec!["--cubin".into(), nvcc::compile(kernels, out)?.into()];
     match nvcc::program(cuda, out) {
         Ok(program) => named.extend(["--cuda".into(), program.into()]),
-        // The benchmark says what it could not measure for that.
+        // The benchmark reports which figures are missing for this reason.
         Err(error) => eprintln!("{}: {error:#}", cuda.display()),
     }
     Ok(named)
@@ -85,11 +86,11 @@ fn kernels([kernels, cuda]: &[PathBuf; 2], out: &Path, args: &[String]) -> Resul
 fn finish(command: &mut Command) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     if std::env::var_os("RUST_LOG").is_none() {
-        // What the daemon has to say would come between the figures.
+        // The daemon's log would mix with the figures.
         command.env("RUST_LOG", "error");
     }
     if !command.status().with_context(|| format!("Cannot run {name}"))?.success() {
-        bail!("{name} has failed");
+        bail!("{name} failed");
     }
     Ok(())
 }

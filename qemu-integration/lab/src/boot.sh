@@ -1,6 +1,6 @@
 #!/bin/sh
-# The first process of a Debian in a VM: it mounts the folder that Debian is in, gives it this kernel's modules, and
-# leaves the rest to systemd.
+# First process of a Debian in a VM. Mounts Debian's folder, adds this kernel's modules, and starts
+# systemd.
 export PATH=/bin HOME=/
 /bin/busybox --install -s /bin
 mount -t proc none /proc

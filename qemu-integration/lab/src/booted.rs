@@ -1,7 +1,7 @@
-//! A Debian in a VM, booted by systemd, with our package, an IOMMU and physical devices of its own: the host of an
-//! operator. It can be rebooted.
+//! Debian in a VM, booted by systemd, with Tessera's package, an IOMMU and physical devices: an
+//! operator's host, which can be rebooted.
 //!
-//! Its root is a copy of the one that [`crate::machine`] prepares, which the VM writes to over 9p.
+//! The root is a copy of the root of [`crate::machine`], writable by the VM over 9p.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -30,7 +30,8 @@ ExecStart=/bin/sh /usr/local/sbin/lab-agent
 Environment=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8
 ";
 
-/// Copies a prepared root, installs a package there, and leaves out what only takes time: libvirt, logins, housekeeping.
+/// Script that copies a prepared root, installs a package, and disables slow parts that tests do
+/// not need: libvirt, logins, housekeeping.
 const INSTALL: &str = r#"
 set -e
 cp -a --reflink=auto "$1/." "$2"
@@ -55,22 +56,23 @@ chroot "$2" dpkg --force-unsafe-io --install /tessera.deb
 rm "$2/tessera.deb"
 "#;
 
-/// A host that runs, gone when dropped.
+/// Running host, removed when dropped.
 #[derive(Debug)]
 pub struct Booted {
-    /// The VM that it is.
+    /// VM of the host.
     pub vm: Vm,
-    // After the VM, which writes there.
+    // Dropped after the VM, which writes to the folder.
     _root: Scratch,
 }
 
 impl Booted {
-    /// Why there can be none here, if so.
+    /// Returns the reason why this machine cannot run such a host, if any.
     pub fn impossible() -> Option<String> {
         Machine::impossible()
     }
 
-    /// Boots one with a package installed, and these programs in `/usr/local/bin`. `folder` is for the VM's own files.
+    /// Boots a host with a package installed and `programs` in `/usr/local/bin`. `folder` holds the
+    /// VM's files.
     pub fn start(
         lab: &Lab,
         spec: &VmSpec,

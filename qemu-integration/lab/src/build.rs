@@ -1,4 +1,5 @@
-//! Our own programs, built by cargo: the daemon and CLI for the host, and static ones that run where no library is.
+//! The workspace's programs, built by cargo: dynamic ones for this host, static ones for guests and
+//! bundles.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -10,69 +11,95 @@ use serde_json::Value;
 
 use crate::progress::{Progress, Step};
 
+/// Environment variable with the folder of host programs that are up to date.
+///
+/// `cargo lab test` builds programs together with the tests and sets the variable for the tests.
+pub const PREBUILT: &str = "TESSERA_PROGRAMS";
+const HOST_PROGRAMS: [&str; 2] = ["vgpud", "vgpuctl"];
+/// Features that `cargo test` enables. With them, programs and tests share all crates.
+const TEST_FEATURES: &str = "vendor-backends/test-util,vfio-user-server/test-util";
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Programs, and a folder beside them for what is made of them.
+/// Build profile of programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Profile {
+    /// Cargo's `dev`, which tests use.
+    Dev,
+    /// Cargo's `release`.
+    Release,
+}
+
+/// Built programs.
 #[derive(Clone, Debug)]
 pub struct Programs {
-    /// The programs by name.
+    /// Paths of the programs by name.
     pub programs: BTreeMap<String, PathBuf>,
-    /// Where things made of them may lie.
+    /// Folder of the programs. Files made from them may be put there.
     pub folder: PathBuf,
 }
 
 impl Programs {
-    /// The program with this name.
+    /// Returns the path of a program.
     pub fn find(&self, name: &str) -> Result<&Path> {
         Ok(self.programs.get(name).with_context(|| format!("There is no program {name}"))?)
     }
+
+    /// Returns the host programs that a folder holds.
+    fn in_folder(folder: PathBuf) -> Self {
+        let programs = HOST_PROGRAMS.map(|name| (name.to_owned(), folder.join(name)));
+        Self { programs: programs.into(), folder }
+    }
 }
 
-/// The workspace's folder.
+/// Returns the workspace's folder.
 pub fn workspace() -> &'static Path {
     let lab = Path::new(env!("CARGO_MANIFEST_DIR"));
     lab.ancestors().nth(2).unwrap_or(lab)
 }
 
-/// Cargo itself, in the workspace.
+/// Returns a cargo command that runs in the workspace.
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace());
     command
 }
 
-/// `vgpud` and `vgpuctl`.
+/// Builds `vgpud` and `vgpuctl` in the profile `dev`.
 pub fn host(progress: &Progress) -> Result<Programs> {
     host_with(Profile::Dev, progress)
 }
 
-/// The same, built in a way of one's choice.
+/// Builds `vgpud` and `vgpuctl`.
 pub fn host_with(profile: Profile, progress: &Progress) -> Result<Programs> {
+    if profile == Profile::Dev
+        && let Some(folder) = std::env::var_os(PREBUILT)
+    {
+        return Ok(Programs::in_folder(folder.into()));
+    }
     let step = progress.step("Building vgpud and vgpuctl");
     let mut command = cargo();
-    // Not by package: cargo then takes the workspace's features, which `cargo lab` itself was built with.
-    command.args(["build", "--bin", "vgpud", "--bin", "vgpuctl"]);
-    if profile == Profile::Release {
-        command.arg("--release");
+    command.arg("build");
+    // With --package, cargo would resolve other features than for `cargo lab` and build all
+    // dependencies again.
+    for name in HOST_PROGRAMS {
+        command.args(["--bin", name]);
     }
+    match profile {
+        Profile::Dev => command.args(["--features", TEST_FEATURES]),
+        Profile::Release => command.arg("--release"),
+    };
     build(command, step)
 }
 
-/// `vgpu-guest`, which runs in a VM with nothing beside it.
+/// Builds `vgpu-guest`, statically linked.
 pub fn guest(progress: &Progress) -> Result<Programs> {
     portable("Building vgpu-guest", &["--bin", "vgpu-guest"], Profile::Dev, progress)
 }
 
-/// How programs are built.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Profile {
-    /// As for tests.
-    Dev,
-    /// For speed.
-    Release,
-}
-
-/// Programs that are linked statically, in a target folder of their own: they run where no library is.
+/// Builds statically linked programs, which run on hosts and guests without libraries.
+///
+/// The programs share the target folder with dynamic ones, and with them build scripts and
+/// procedural macros.
 pub fn portable(
     what: &'static str,
     targets: &[&str],
@@ -80,38 +107,34 @@ pub fn portable(
     progress: &Progress,
 ) -> Result<Programs> {
     let step = progress.step(what);
-    let folder = workspace().join("target/guest");
     let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-feature=+crt-static -C strip=symbols");
     let mut command = cargo();
     command
         .arg("build")
         .args(targets)
-        .args(["--target", STATIC_TARGET, "--target-dir"])
-        .arg(&folder)
+        .args(["--target", STATIC_TARGET])
         .env("RUSTFLAGS", flags.trim())
         .env_remove("CARGO_ENCODED_RUSTFLAGS");
     if profile == Profile::Release {
         command.arg("--release");
     }
-    let mut programs = build(command, step)?;
-    programs.folder = folder;
-    Ok(programs)
+    build(command, step)
 }
 
-/// Runs a build; cargo's messages say what it made, its own progress is shown in the step.
+/// Runs a build and returns the programs that cargo reports. The step shows cargo's progress.
 fn build(mut command: Command, step: Step) -> Result<Programs> {
     command.arg("--message-format=json-render-diagnostics");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("Cannot run cargo")?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
     let mut programs = BTreeMap::new();
-    let mut complaints = Vec::new();
+    let mut diagnostics = Vec::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for line in stderr.into_iter().flat_map(|err| BufReader::new(err).lines()).flatten() {
                 step.at(line.trim());
-                complaints.push(line);
+                diagnostics.push(line);
             }
         });
         for line in stdout.into_iter().flat_map(|out| BufReader::new(out).lines()).flatten() {
@@ -123,7 +146,7 @@ fn build(mut command: Command, step: Step) -> Result<Programs> {
         }
     });
     if !child.wait()?.success() {
-        bail!("The build failed:\n{}", complaints.join("\n"));
+        bail!("The build failed:\n{}", diagnostics.join("\n"));
     }
     step.done();
     let first = programs.values().next().and_then(|program| program.parent());

@@ -1,7 +1,8 @@
-//! `cargo lab bundle`: one archive that runs the demo, the benchmark and the hardware's tests where nothing is installed.
+//! `cargo lab bundle`: one archive that runs the demo, the benchmark and the hardware tests on a
+//! machine without installed dependencies.
 //!
-//! Our programs are linked statically; QEMU brings its libraries and its own dynamic loader. What is unpacked needs no
-//! network, no package, no particular C library, and neither root nor a home.
+//! Tessera's programs are linked statically; QEMU comes with its libraries and dynamic loader. The
+//! unpacked bundle needs no network, package, particular C library, root or home folder.
 
 use std::fs::{self, File};
 use std::io::BufWriter;
@@ -17,26 +18,26 @@ use crate::place::layout;
 use crate::progress::Progress;
 use crate::root::Root;
 
-/// The folder that the archive unpacks to.
+/// Folder that the archive unpacks to.
 const TOP: &str = "tessera";
-/// The kernels' source, in the workspace.
+/// Path of the kernels' source in the workspace.
 pub const SOURCE: &str = "qemu-integration/guest/kernels/kernels.cu";
-/// The source of the program that launches them by CUDA, in the workspace.
+/// Path of the source of the CUDA reference program in the workspace.
 pub const CUDA_SOURCE: &str = "tests/benches/gpu/cuda.c";
 const README: &str = include_str!("bundle.md");
 
-/// What goes into it.
+/// Options of a bundle.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The archive to write.
+    /// Path of the archive.
     pub to: PathBuf,
-    /// Whether programs are built for speed, or as tests have them.
+    /// Profile of the programs: optimized, or as in tests.
     pub profile: Profile,
-    /// Whether the GPU's benchmark and tests come along.
+    /// Whether to include the GPU's benchmark and tests.
     pub benchmark: bool,
 }
 
-/// Writes it. The result is its length in bytes.
+/// Writes the archive and returns its length in bytes.
 pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
     let root = Root::open_own(progress)?;
     let mut targets =
@@ -79,7 +80,7 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
     for path in root.qemu.files()? {
         let name = path.strip_prefix(folder).context("A library lies outside of QEMU's root")?;
         let name = format!("{}/root/{}", layout::ROOT, name.display());
-        // What a link points at, under the link's name.
+        // Stores a link's target under the link's name.
         archive.file(&name, 0o755, &read(&path)?)?;
     }
     archive.0.into_inner()?.finish()?.into_inner()?.sync_all()?;
@@ -94,7 +95,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 struct Archive<W: std::io::Write>(tar::Builder<W>);
 
 impl<W: std::io::Write> Archive<W> {
-    /// Adds a file. Nothing in it says when or by whom it was made, so that equal bundles are equal files.
+    /// Adds a file, without time or user, so that equal bundles are equal files.
     fn file(&mut self, name: &str, mode: u32, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             bail!("{name} is empty");

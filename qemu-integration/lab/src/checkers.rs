@@ -1,7 +1,7 @@
-//! Debian's own checkers of what a package holds: lintian, mandoc, and AppArmor's compiler of profiles.
+//! Debian's checkers for the contents of a package: lintian, mandoc, and AppArmor's parser.
 //!
-//! Packages, unpacked into the cache folder as QEMU is; nothing of them is installed. They run in that folder as their
-//! root, above which each run has a place in memory, so that none leaves anything there.
+//! The packages are unpacked into the cache folder and not installed. The checkers run with that
+//! folder as their root, below an overlay in memory that discards all written files.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -17,13 +17,13 @@ use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
-/// Changes when what is in the cached folder does.
+/// Version of the cached folder's contents.
 const LAYOUT: &str = "checkers-2";
 
-/// What none of them reads.
+/// Files that no checker reads.
 const NOT_NEEDED: [&str; 3] = ["usr/share/doc", "usr/share/locale", "usr/share/man"];
 
-/// A checked folder is the working directory; the checkers' root is read only but for its `/tmp`.
+/// Mounts the checked folder as the working directory. The root is read-only except for `/tmp`.
 const RUN: &str = r#"
 set -e
 mount --bind "$1" "$1"
@@ -36,19 +36,19 @@ exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LC_ALL=C.UTF-8 \
     chroot "$1" sh -c 'cd /mnt; eval "$1"' sh "$3"
 "#;
 
-/// Where they are.
+/// Unpacked checkers.
 #[derive(Clone, Debug)]
 pub struct Checkers {
     root: PathBuf,
 }
 
 impl Checkers {
-    /// Why there can be none here, if so.
+    /// Returns the reason why this machine cannot run the checkers, if any.
     pub fn impossible() -> Option<String> {
         Machine::impossible()
     }
 
-    /// Finds them, or fetches them: about 70 MiB.
+    /// Finds the checkers in the cache, or fetches about 70 MiB.
     pub fn open(progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
         let folder = cache.join(LAYOUT);
@@ -65,7 +65,7 @@ impl Checkers {
         let step = progress.step("Fetching Debian's checkers of packages");
         let debs = Debs::open(&fetched)?;
         debs.fetch_chosen(&["?essential", "lintian", "mandoc", "apparmor"])?;
-        // For the profiles in it alone.
+        // Needed only for its AppArmor profiles.
         debs.fetch(&["libvirt-daemon-driver-qemu", "libvirt-daemon"])?;
         step.done();
         let step = progress.step("Unpacking them");
@@ -74,7 +74,8 @@ impl Checkers {
         for folder in NOT_NEEDED {
             let _ = fs::remove_dir_all(partial.path().join(folder));
         }
-        // What base-files' script would have done: lintian asks whose packages these are to be.
+        // Replaces a step of base-files' script: lintian reads the vendor of packages from this
+        // link.
         let origins = partial.path().join("etc/dpkg/origins");
         symlink("debian", origins.join("default")).context("Cannot say that this is a Debian")?;
         partial.rename(&folder)?;
@@ -83,13 +84,13 @@ impl Checkers {
         Ok(checkers)
     }
 
-    /// Runs a shell script among them, in a folder of the host's that it may write to.
+    /// Runs a shell script with the checkers in a writable folder of the host.
     pub fn run(&self, folder: &Path, script: &str) -> Result<Output> {
         run_in(&self.root, folder, script)
     }
 }
 
-/// Makes the folders that [`run_in`] puts something into.
+/// Creates the mount points of [`run_in`].
 pub(crate) fn prepare(root: &Path) -> Result<()> {
     for folder in ["proc", "dev", "tmp", "mnt"] {
         fs::create_dir_all(root.join(folder))?;
@@ -97,7 +98,7 @@ pub(crate) fn prepare(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs a shell script among packages that were unpacked, in a folder of the host's that it may write to.
+/// Runs a shell script with unpacked packages in a writable folder of the host.
 pub(crate) fn run_in(root: &Path, folder: &Path, script: &str) -> Result<Output> {
     let mut command = Command::new("unshare");
     command.args(["--mount", "--pid", "--net", "--fork", "--kill-child"]);

@@ -1,5 +1,5 @@
-//! Nothing that a run creates outlives it: child processes and scratch folders are registered here, and are gone when
-//! their owner is dropped, when Ctrl-C or SIGTERM arrives, and (processes) when this process is killed.
+//! Cleanup of child processes and scratch folders. Registered resources are removed when their
+//! owner is dropped and on SIGINT or SIGTERM. Processes also end when this process is killed.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use nix::sys::prctl;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 
-/// How long a process may take to end in an orderly way before it is killed.
+/// Time for an orderly end of a process before SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// What an interrupt has to end and remove, oldest first.
+/// Resources to remove on an interrupt, oldest first.
 #[derive(Debug, Default)]
 struct Registry {
     processes: Vec<(Pid, Signal)>,
@@ -29,7 +29,7 @@ fn registry() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A child process in a group of its own, ended when dropped.
+/// Child process in a separate process group, ended when dropped.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
@@ -37,7 +37,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command`; `end` is the signal that asks it to go.
+    /// Starts `command`; `end` is the signal that requests its end.
     pub fn spawn(command: Command, end: Signal) -> Result<Self> {
         handle_interrupts();
         let name = command.get_program().to_string_lossy().into_owned();
@@ -48,22 +48,22 @@ impl Process {
         Ok(process)
     }
 
-    /// Its process id.
+    /// Returns the process id.
     pub fn pid(&self) -> Pid {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the process.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill(self.pid(), signal).with_context(|| format!("Cannot signal process {}", self.pid()))
     }
 
-    /// Its exit status, if it has ended.
+    /// Returns the exit status, if the process has ended.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         self.child.try_wait().context("Cannot wait for a child")
     }
 
-    /// Waits for its end.
+    /// Waits until the process ends.
     pub fn wait(&mut self, timeout: Duration) -> Result<ExitStatus> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -77,9 +77,9 @@ impl Process {
         }
     }
 
-    /// Ends it at once, and its group with it.
+    /// Kills the process and its group.
     pub fn kill(&mut self) {
-        // Either may be gone already, which is what is wanted.
+        // An error means that the process or the group is already gone.
         let _ = killpg(self.pid(), Signal::SIGKILL);
         let _ = self.child.wait();
     }
@@ -97,14 +97,14 @@ impl Drop for Process {
     }
 }
 
-/// A folder for sockets and logs, removed when dropped.
+/// Folder for sockets and logs, removed when dropped.
 #[derive(Debug)]
 pub struct Scratch {
     path: PathBuf,
 }
 
 impl Scratch {
-    /// A new folder. Its path is short, since a socket's path may have only 107 bytes.
+    /// Creates a folder with a short path, because a socket's path is limited to 107 bytes.
     pub fn new() -> Result<Self> {
         handle_interrupts();
         let base = Some(std::env::temp_dir()).filter(|dir| dir.as_os_str().len() <= 32);
@@ -118,7 +118,7 @@ impl Scratch {
         Ok(Self { path })
     }
 
-    /// A folder at `path`, which may exist already; it is emptied first.
+    /// Creates an empty folder at `path`, or empties an existing one.
     pub fn at(path: PathBuf) -> Result<Self> {
         handle_interrupts();
         if path.exists() {
@@ -131,12 +131,12 @@ impl Scratch {
         Ok(Self { path })
     }
 
-    /// Where it is.
+    /// Returns the path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Moves it to `target`, where it stays.
+    /// Moves the folder to `target` and keeps it.
     pub fn rename(self, target: &Path) -> Result<()> {
         std::fs::rename(&self.path, target)
             .with_context(|| format!("Cannot rename {}", self.path.display()))
@@ -167,7 +167,8 @@ fn handle_interrupts() {
     });
 }
 
-/// Ends all processes, the youngest first, and removes all folders. The registry stays locked: nothing new may start.
+/// Ends all processes, youngest first, and removes all folders. Keeps the registry locked, so that
+/// no new resource is registered.
 fn end_everything() {
     let registry = registry();
     for (pid, end) in registry.processes.iter().rev() {
@@ -183,7 +184,7 @@ fn end_everything() {
     }
 }
 
-/// True while the process exists and is no zombie.
+/// Returns true while the process exists and is not a zombie.
 pub fn is_running(pid: Pid) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
         stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
@@ -192,8 +193,8 @@ pub fn is_running(pid: Pid) -> bool {
 
 /// Starts a child that dies with this process.
 ///
-/// The kernel's parent-death signal is tied to the *thread* that started the child, so one thread that lives as long as
-/// the process starts them all.
+/// The kernel's parent-death signal is tied to the thread that started the child, so one thread
+/// that lives as long as the process starts all children.
 fn spawn_from_lasting_thread(mut command: Command) -> std::io::Result<Child> {
     type Job = (Command, mpsc::Sender<std::io::Result<Child>>);
     static SPAWNER: OnceLock<Mutex<mpsc::Sender<Job>>> = OnceLock::new();
@@ -207,7 +208,8 @@ fn spawn_from_lasting_thread(mut command: Command) -> std::io::Result<Child> {
         Mutex::new(sender)
     });
     command.process_group(0);
-    // SAFETY: between fork and exec the closure makes one system call and touches no memory of ours.
+    // SAFETY: between fork and exec the closure makes one system call and accesses no memory of
+    // this process.
     unsafe {
         command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
     }

@@ -1,7 +1,9 @@
-//! Debian packages without installing them: an `apt` of our own state fetches and verifies them, `dpkg-deb` unpacks them.
+//! Debian packages without installation: apt with separate state fetches and verifies packages,
+//! `dpkg-deb` unpacks them.
 //!
-//! No maintainer script runs, nothing is mounted, the host's package database is not touched, and no root is needed. The
-//! host's apt settings (proxies, credentials) stay in force; signatures are checked with Debian's archive keyring.
+//! Maintainer scripts do not run, nothing is mounted, the host's package database stays unchanged,
+//! and root is not needed. The host's apt settings (proxies, credentials) apply; signatures are
+//! checked with Debian's archive keyring.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -22,19 +24,20 @@ const KEYRING_REMEDY: &str =
 const RELEASE: &str = "trixie";
 const FETCH_LIMIT: Duration = Duration::from_secs(900);
 
-/// An apt with its own lists, status and cache in one folder, for one release of Debian and its backports.
+/// Apt with lists, status and cache in one folder, for one release of Debian and its backports.
 #[derive(Debug)]
 pub struct Debs {
     folder: PathBuf,
 }
 
 impl Debs {
-    /// True where the tools are there.
+    /// Returns true if the required tools are installed.
     pub fn possible() -> bool {
         ["apt-get", "apt-cache", "dpkg-deb", "tar"].iter().all(|tool| in_path(tool))
     }
 
-    /// Sets it up in `folder`, which may hold what an earlier run has fetched, and reads the package lists.
+    /// Sets up apt in `folder`, which may hold fetched packages of an earlier run, and reads the
+    /// package lists.
     pub fn open(folder: &Path) -> Result<Self> {
         for sub in ["sources", "state/lists/partial", "cache/archives/partial", "log"] {
             let path = folder.join(sub);
@@ -62,12 +65,12 @@ impl Debs {
         let mut command = self.apt("apt-get");
         command.args(["-o", "APT::Update::Error-Mode=any", "update"]);
         self.run(command).with_context(|| {
-            format!("Cannot read Debian's package lists from {mirror}: is the network there?")
+            format!("Cannot read Debian's package lists from {mirror}: check the network")
         })?;
         Ok(())
     }
 
-    /// Fetches packages from backports, with all that they depend on.
+    /// Fetches packages from backports, with all dependencies.
     pub fn fetch_closure(&self, packages: &[&str]) -> Result<()> {
         let mut command = self.apt("apt-get");
         command.args(["-y", "--download-only", "-t", &format!("{RELEASE}-backports"), "install"]);
@@ -75,27 +78,28 @@ impl Debs {
         self.run(command).context("Cannot fetch packages").map(drop)
     }
 
-    /// Fetches packages of the release with all that they depend on. `name/release` chooses another one.
+    /// Fetches packages of the release, with all dependencies. `name/release` selects another
+    /// release.
     pub fn fetch_chosen(&self, packages: &[&str]) -> Result<()> {
         let mut command = self.apt("apt-get");
         command.args(["-y", "--download-only", "install"]).args(packages);
         self.run(command).context("Cannot fetch packages").map(drop)
     }
 
-    /// Fetches single packages of the release, without what they depend on.
+    /// Fetches single packages of the release, without dependencies.
     pub fn fetch(&self, packages: &[&str]) -> Result<()> {
         let mut command = self.apt("apt-get");
         command.current_dir(self.archives()).arg("download").args(packages);
         self.run(command).context("Cannot fetch packages").map(drop)
     }
 
-    /// What an empty package such as `linux-image-amd64` stands for.
+    /// Returns the first dependency of a metapackage such as `linux-image-amd64`.
     pub fn dependency(&self, package: &str) -> Result<String> {
         let first = self.dependencies(package)?.into_iter().next();
-        first.with_context(|| format!("{package} depends on nothing"))
+        first.with_context(|| format!("{package} has no dependencies"))
     }
 
-    /// What a package depends on, with all that would do instead.
+    /// Returns the dependencies of a package, including alternatives.
     pub fn dependencies(&self, package: &str) -> Result<Vec<String>> {
         let mut command = self.apt("apt-cache");
         command.args(["depends", "--important", package]);
@@ -106,7 +110,7 @@ impl Debs {
         Ok(names.collect())
     }
 
-    /// The fetched packages.
+    /// Returns the fetched packages.
     pub fn packages(&self) -> Result<Vec<PathBuf>> {
         let mut found: Vec<_> = fs::read_dir(self.archives())?
             .filter_map(|entry| Some(entry.ok()?.path()))
@@ -116,7 +120,7 @@ impl Debs {
         Ok(found)
     }
 
-    /// The fetched package with this name.
+    /// Returns the fetched package with this name.
     pub fn package(&self, name: &str) -> Result<PathBuf> {
         let prefix = format!("{name}_");
         let matches = |path: &PathBuf| {
@@ -126,7 +130,7 @@ impl Debs {
         found.with_context(|| format!("The package {name} was not fetched"))
     }
 
-    /// Where the fetched packages are.
+    /// Returns the folder of the fetched packages.
     pub fn archives(&self) -> PathBuf {
         self.folder.join("cache/archives")
     }
@@ -158,13 +162,13 @@ impl Debs {
         command
     }
 
-    /// Runs a command to its end and returns what it printed; what it complained of goes into the error.
+    /// Runs a command and returns its output. An error contains the command's error messages.
     fn run(&self, command: Command) -> Result<String> {
         run_quietly(command, &self.folder.join("log/last"))
     }
 }
 
-/// Runs a command whose output matters only when it fails. An interrupt ends it.
+/// Runs a command and discards its output unless the command fails. An interrupt ends the command.
 pub fn run_quietly(mut command: Command, log: &Path) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let (out, err) = (log.with_extension("out"), log.with_extension("err"));
@@ -186,7 +190,7 @@ pub fn run_quietly(mut command: Command, log: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// Unpacks packages below `root`, some at a time.
+/// Unpacks packages below `root`, several in parallel.
 pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
     merge_usr(root)?;
     let share = packages.len().div_ceil(2).max(1);
@@ -217,7 +221,7 @@ pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
 /// Unpacks the members of one package that match shell patterns.
 pub fn unpack_some(package: &Path, root: &Path, patterns: &[&str]) -> Result<()> {
     fs::create_dir_all(root)?;
-    // The pipe is the shell's; paths and patterns are arguments, not text of the script.
+    // Only the pipe needs a shell; paths and patterns are passed as arguments.
     let mut command = Command::new("sh");
     command
         .args([
@@ -233,7 +237,7 @@ pub fn unpack_some(package: &Path, root: &Path, patterns: &[&str]) -> Result<()>
         .map(drop)
 }
 
-/// `/lib` and the like are links into `/usr`, as on every installed Debian.
+/// Links `/lib` and similar folders into `/usr`, as on every installed Debian.
 fn merge_usr(root: &Path) -> Result<()> {
     for name in ["bin", "sbin", "lib", "lib64"] {
         fs::create_dir_all(root.join("usr").join(name))?;
@@ -245,7 +249,7 @@ fn merge_usr(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Debian's archive keys: there on Debian; elsewhere a package of the host's own archive has them.
+/// Finds Debian's archive keys: installed on Debian, and in a package of other distributions.
 fn install_keyring() -> Result<()> {
     if Path::new(KEYRING).exists() {
         return Ok(());
@@ -262,7 +266,7 @@ fn install_keyring() -> Result<()> {
     Ok(())
 }
 
-/// The mirror that the host's own apt uses, if the host is a Debian.
+/// Returns the mirror of the host's apt, if the host is a Debian.
 fn host_mirror() -> Option<String> {
     let mut texts = vec![fs::read_to_string("/etc/apt/sources.list").unwrap_or_default()];
     for entry in fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten().flatten() {
@@ -271,7 +275,8 @@ fn host_mirror() -> Option<String> {
     texts.iter().find_map(|text| mirror_in(text))
 }
 
-/// The first archive in a sources file (either format) that looks like a full mirror of Debian.
+/// Returns the first archive in a sources file (either format) that looks like a full mirror of
+/// Debian.
 fn mirror_in(text: &str) -> Option<String> {
     text.lines()
         .map(str::trim)
@@ -283,7 +288,7 @@ fn mirror_in(text: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// True where a program of this name is in the path.
+/// Returns true if a program of this name is in the path.
 pub fn in_path(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
@@ -294,7 +299,7 @@ mod tests {
     use super::mirror_in;
 
     #[test]
-    fn the_hosts_mirror_is_found_in_both_formats() {
+    fn host_mirror_is_found_in_both_formats() {
         let deb822 = "# a comment\nTypes: deb\nURIs: http://mirror.example/debian/\nSuites: x\n";
         assert_eq!(mirror_in(deb822).as_deref(), Some("http://mirror.example/debian"));
         let lines = "deb https://packages.example/other main\n\

@@ -1,4 +1,4 @@
-//! `cargo lab demo`: two VMs share one GPU, 80 to 20, and every claim about it is checked.
+//! `cargo lab demo`: two VMs share one GPU 80 to 20, and the demo checks every claim.
 
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -10,106 +10,106 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::Lab;
-use crate::build;
+use crate::build::{self, Programs};
 use crate::bundle;
 use crate::cleanup::Scratch;
-use crate::host::{Host, Parent};
+use crate::host::{Host, MdevType, Parent};
 use crate::nvcc;
 use crate::picture::Picture;
 use crate::place::{Bundle, layout};
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
 
-/// The vGPUs: name of the VM, uuid, share asked for in percent.
+/// The vGPUs: name of the VM, UUID, and requested share in percent.
 const VGPUS: [(&str, &str, u8); 2] = [
     ("a", "5a3c1a52-0001-4c5e-9d2f-7e55e7a00080", 80),
     ("b", "5a3c1a52-0002-4c5e-9d2f-7e55e7a00020", 20),
 ];
-/// GiB of video memory of each.
+/// Video memory of each vGPU in GiB.
 const SIZE: &str = "1";
-/// How far a share may be from what was asked, in points.
+/// Tolerance of a share, in percentage points.
 const TOLERANCE: f64 = 2.0;
-/// The load runs this much longer than it is measured, at its start and at its end.
+/// Extra run time of the load before and after the measurement.
 const MARGIN: Duration = Duration::from_millis(1500);
 const JOB_LIMIT: Duration = Duration::from_secs(60);
 
 /// Jobs that check their own results.
 const JOBS: [&str; 4] = ["copy --size 4", "vadd --n 65536", "saxpy --n 65536", "sgemm --n 96"];
 
-/// What the demo is told.
+/// Options of the demo.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where the facts go, as JSON.
+    /// Output file for the facts, as JSON.
     pub json: Option<PathBuf>,
-    /// Where the pictures go.
+    /// Folder for the pictures.
     pub out: PathBuf,
-    /// Which GPU is shared.
+    /// GPU to share.
     pub parent: Parent,
-    /// Machine code of the kernels, for a GPU that runs it; without, nvcc is asked for it.
+    /// Machine code of the kernels, for a GPU that executes it; compiled with nvcc by default.
     pub cubin: Option<PathBuf>,
-    /// How long shares are measured.
+    /// Length of the share measurement.
     pub seconds: u32,
 }
 
-/// What was found out.
+/// Results of the demo.
 #[derive(Clone, Debug, Serialize)]
 pub struct Facts {
-    /// The GPU's name, as the guests see it.
+    /// GPU's name, as seen by the guests.
     pub gpu: String,
-    /// The vGPUs' type.
+    /// Type of the vGPUs.
     pub mdev_type: String,
-    /// QEMU's version.
+    /// Version of QEMU.
     pub qemu: String,
-    /// The guests' kernel.
+    /// Kernel version of the guests.
     pub guest_kernel: String,
-    /// The guests' CPUs: `tcg` or `kvm`.
+    /// CPU emulation of the guests: `tcg` or `kvm`.
     pub accelerator: &'static str,
-    /// How long shares were measured.
+    /// Length of the share measurement.
     pub seconds: f64,
-    /// How much of that time the GPU was busy, in percent, where it can tell.
+    /// GPU utilization during the measurement in percent, if the GPU reports it.
     pub gpu_busy: Option<f64>,
-    /// Each VM.
+    /// Results of each VM.
     pub vms: Vec<VmFacts>,
-    /// What did not hold; empty if all did.
+    /// Failed claims; empty on success.
     pub failures: Vec<String>,
-    /// How long the whole demo took, from the end of all preparation.
+    /// Run time of the demo, without preparation.
     pub demo_seconds: f64,
 }
 
-/// What was found out about one VM.
+/// Results of one VM.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct VmFacts {
-    /// Its name.
+    /// Name of the VM.
     pub name: String,
-    /// Its vGPU.
+    /// UUID of the vGPU.
     pub uuid: String,
-    /// The guest kernel's driver that bound to the vGPU.
+    /// Guest driver bound to the vGPU.
     pub driver: String,
-    /// The framebuffer that the console is on.
+    /// Framebuffer of the console.
     pub framebuffer: String,
-    /// Its size: `1920x1200`.
+    /// Size of the framebuffer, such as `1920x1200`.
     pub resolution: String,
-    /// Jobs whose results were right.
+    /// Jobs with correct results.
     pub jobs_verified: u64,
-    /// Units of the common load whose results were right.
+    /// Units of the shared load with correct results.
     pub units_verified: u64,
-    /// Share asked for, in percent.
+    /// Requested share, in percent.
     pub share_asked: u8,
-    /// Share of the GPU's time measured, in percent of what both used.
+    /// Measured share of the engine time that both vGPUs used, in percent.
     pub share_measured: f64,
-    /// Share of the work done while both had work, in percent.
+    /// Share of the work done while both vGPUs had work, in percent.
     pub share_of_work: f64,
-    /// Doorbells rung under load.
+    /// Doorbell writes under load.
     pub doorbells: u64,
-    /// Of those, trapped: each is an exit.
+    /// Trapped doorbell writes; each causes a VM exit.
     pub doorbells_trapped: u64,
-    /// Of those, trapped while earlier work was unfinished: there should be none.
+    /// Doorbell writes trapped while earlier work was unfinished; should be zero.
     pub doorbells_trapped_while_busy: u64,
-    /// Pictures of its screen.
+    /// Pictures of the screen.
     pub screenshots: Vec<PathBuf>,
 }
 
-/// Runs it. The facts' `failures` say whether all held.
+/// Runs the demo. The facts' `failures` are empty if all claims hold.
 pub fn run(options: &Options) -> Result<Facts> {
     let progress = Progress::new();
     std::fs::create_dir_all(&options.out)
@@ -128,21 +128,8 @@ pub fn run(options: &Options) -> Result<Facts> {
     let start = Instant::now();
 
     let step = progress.step("Starting vgpud and two vGPUs of one GPU");
-    let host = Host::start(&programs, &[options.parent.argument()])?;
-    let mdev_type = host.type_of_size(SIZE)?;
-    let mut vms = Vec::new();
-    for (name, uuid, core) in VGPUS {
-        let socket = host.start_vgpu(uuid, &mdev_type.name, Some(core))?;
-        let spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
-        vms.push(Vm::start(&lab, &spec, &host.folder().join(name))?);
-    }
+    let (mut demo, mdev_type) = Demo::start(&lab, &programs, options.parent)?;
     step.done();
-    let parent = options.parent;
-    let mut demo = Demo { parent, host, vms, facts: Vec::new(), failures: Vec::new() };
-    for (name, uuid, share_asked) in VGPUS {
-        let (name, uuid) = (name.to_owned(), uuid.to_owned());
-        demo.facts.push(VmFacts { name, uuid, share_asked, ..VmFacts::default() });
-    }
 
     let step = progress.step(format!("Booting two VMs under QEMU {}", lab.root.qemu.version));
     for vm in &mut demo.vms {
@@ -198,13 +185,18 @@ pub fn run(options: &Options) -> Result<Facts> {
     };
     print(&facts);
     if let Some(path) = &options.json {
-        let text = serde_json::to_string_pretty(&facts)? + "\n";
-        std::fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))?;
+        write(&facts, path)?;
     }
     Ok(facts)
 }
 
-/// The kernels' source.
+/// Writes the facts as JSON.
+fn write(facts: &Facts, path: &Path) -> Result<()> {
+    let text = serde_json::to_string_pretty(facts)? + "\n";
+    std::fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))
+}
+
+/// Path of the kernels' source.
 fn kernels() -> PathBuf {
     match Bundle::find() {
         Some(bundle) => bundle.path(layout::KERNELS),
@@ -222,20 +214,35 @@ struct Demo {
 }
 
 impl Demo {
-    /// Notes a claim that does not hold.
+    /// Starts vgpud, and a VM with a vGPU for each row of [`VGPUS`].
+    fn start(lab: &Lab, programs: &Programs, parent: Parent) -> Result<(Self, MdevType)> {
+        let host = Host::start(programs, &[parent.argument()])?;
+        let mdev_type = host.type_of_size(SIZE)?;
+        let (mut vms, mut facts) = (Vec::new(), Vec::new());
+        for (name, uuid, share_asked) in VGPUS {
+            let socket = host.start_vgpu(uuid, &mdev_type.name, Some(share_asked))?;
+            let spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
+            vms.push(Vm::start(lab, &spec, &host.folder().join(name))?);
+            let (name, uuid) = (name.to_owned(), uuid.to_owned());
+            facts.push(VmFacts { name, uuid, share_asked, ..VmFacts::default() });
+        }
+        Ok((Self { parent, host, vms, facts, failures: Vec::new() }, mdev_type))
+    }
+
+    /// Records a failed claim.
     fn expect(&mut self, holds: bool, claim: impl FnOnce() -> String) {
         if !holds {
             self.failures.push(claim());
         }
     }
 
-    /// Gives up: the error, and what did not hold before it.
+    /// Returns the error with the failures that preceded it.
     fn gave_up(&self, error: anyhow::Error) -> anyhow::Error {
         let before = self.failures.join("\n  ");
         if before.is_empty() { error } else { error.context(format!("Before that:\n  {before}\n")) }
     }
 
-    /// Runs a command in both VMs at once; `note` sees each answer.
+    /// Runs a command in both VMs in parallel; `note` receives each answer.
     fn both(&mut self, command: &str, note: impl Fn(&mut VmFacts, &Value)) -> Result<()> {
         for vm in &mut self.vms {
             vm.guest.start(command, JOB_LIMIT)?;
@@ -260,7 +267,7 @@ impl Demo {
         Ok(())
     }
 
-    /// Which driver bound, and what the console is on.
+    /// Checks the bound driver and the console's framebuffer.
     fn displays(&mut self) -> Result<()> {
         const ASK: &str = "for d in /sys/bus/pci/drivers/*/0000:*; do \
              [ $(cat $d/vendor) = 0x1234 ] && basename $(dirname $d); done; \
@@ -283,7 +290,7 @@ impl Demo {
         Ok(())
     }
 
-    /// Saves both screens and checks what they show.
+    /// Saves both screens and checks their contents.
     fn screens(&mut self, out: &Path, what: &str, check: fn(&Picture) -> Result<()>) {
         for index in 0..self.vms.len() {
             let facts = &self.facts[index];
@@ -297,12 +304,13 @@ impl Demo {
         }
     }
 
-    /// Loads the GPU from both VMs at once, and measures who gets how much of it. The result is the length of the
-    /// measurement and how busy the GPU was.
+    /// Loads the GPU from both VMs in parallel and measures the shares. Returns the length of the
+    /// measurement and the GPU utilization.
     fn load(&mut self, duration: Duration) -> Result<(f64, Option<f64>)> {
         let (seconds, margin) = ((duration + 2 * MARGIN).as_secs_f64(), MARGIN.as_secs_f64());
-        // Long units, many in flight: a guest that gets little of the host's CPUs still keeps its ring full. An emulated
-        // CPU submits and checks some 700 units a second; the larger vGPU of a real GPU has to be given 0.8 s of work in each.
+        // Long units with many in flight keep the ring full even if a guest gets little CPU time.
+        // An emulated CPU submits and checks about 700 units per second; on a real GPU, the larger
+        // vGPU needs 0.8 s of work per second.
         let kernel_us = if self.parent == Parent::Soft { 2000 } else { 4000 };
         let command = format!(
             "vgpu-guest --json bench --seconds {seconds} --margin {margin} --kernel-us {kernel_us}"
@@ -314,7 +322,7 @@ impl Demo {
             Ok(true) => thread::sleep(MARGIN / 2),
             Ok(false) => {}
             Err(error) => {
-                // The guests know why.
+                // The guests report the cause.
                 self.collect(&command, |_, _| ())?;
                 return Err(error);
             }
@@ -324,8 +332,8 @@ impl Demo {
         thread::sleep(duration);
         let after = self.engine_ns()?;
         let window = start.elapsed().as_secs_f64();
-        // Both have work all the time, so what the host takes from the software GPU it takes from both: a share is
-        // one of the time that the GPU had.
+        // Both vGPUs are always busy, so CPU time that the software GPU loses affects both. Shares
+        // are relative to the GPU's actual engine time.
         let used: Vec<f64> = before.iter().zip(&after).map(|(b, a)| (a - b) as f64).collect();
         let total: f64 = used.iter().sum();
         for (facts, used) in self.facts.iter_mut().zip(&used) {
@@ -343,7 +351,7 @@ impl Demo {
         let work: f64 = self.facts.iter().map(|facts| facts.share_of_work).sum();
         for facts in &mut self.facts {
             facts.share_of_work *= 100.0 / work.max(1.0);
-            // A GPU that does not count its time is judged by what it did in it.
+            // Without engine time, shares are judged by completed work.
             if busy.is_none() {
                 facts.share_measured = facts.share_of_work;
             }
@@ -364,7 +372,8 @@ impl Demo {
         Ok((window, busy))
     }
 
-    /// Waits until both VMs' load is on the GPU; false where the GPU does not count its time.
+    /// Waits until the load of both VMs runs on the GPU. Returns false if the GPU does not report
+    /// engine time.
     fn wait_for_load(&self) -> Result<bool> {
         let before = self.engine_ns()?;
         let begun = Instant::now();
@@ -372,7 +381,7 @@ impl Demo {
         loop {
             thread::sleep(Duration::from_millis(100));
             let now = self.engine_ns()?;
-            // More than the calibration that comes first uses.
+            // More engine time than the preceding calibration uses.
             let busy = before.iter().zip(&now).all(|(before, now)| now - before > 100_000_000);
             if busy {
                 return Ok(true);
@@ -386,7 +395,7 @@ impl Demo {
         }
     }
 
-    /// Engine time that each vGPU has used.
+    /// Returns the engine time used by each vGPU, in nanoseconds.
     fn engine_ns(&self) -> Result<Vec<u64>> {
         let used = |facts: &VmFacts| {
             let stats = self.host.stats(&facts.uuid)?;

@@ -1,4 +1,4 @@
-//! Commands inside a VM, over its second serial port. The other end is the loop in `init.sh`.
+//! Commands inside a VM over its second serial port, executed by the loop in `agent.sh`.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// What the guest says when it starts to take commands.
+/// Line that the guest sends when it accepts commands.
 const BOOTED: &str = "@boot";
-/// More than a command may take, for the way there and back.
+/// Extra timeout for the round trip of a command.
 const ROUND_TRIP: Duration = Duration::from_secs(10);
 
-/// The command line of a running guest.
+/// Command line of a running guest.
 #[derive(Debug)]
 pub struct Guest {
     stream: UnixStream,
@@ -21,10 +21,10 @@ pub struct Guest {
     last: u64,
 }
 
-/// What a command did.
+/// Result of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
-    /// Its exit status; 137 if it was killed, since its time was over.
+    /// Exit status; 137 if the command was killed on timeout.
     pub status: i32,
     /// Its standard output.
     pub stdout: String,
@@ -33,7 +33,7 @@ pub struct Output {
 }
 
 impl From<std::process::Output> for Output {
-    /// That of a process of the host: -1 where a signal ended it.
+    /// Converts the output of a host process; the status is -1 if a signal ended the process.
     fn from(output: std::process::Output) -> Self {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Self {
@@ -45,7 +45,7 @@ impl From<std::process::Output> for Output {
 }
 
 impl Output {
-    /// Itself if the command succeeded.
+    /// Returns the result if the command succeeded, or an error.
     pub fn success(self) -> Result<Self> {
         if self.status != 0 {
             let text = format!("{} {}", self.stderr.trim(), self.stdout.trim());
@@ -63,7 +63,7 @@ impl Guest {
         Ok(Self { stream, received: Vec::new(), last: 0 })
     }
 
-    /// Waits until the guest has booted, be it for the first time or again.
+    /// Waits until the guest has booted or rebooted.
     pub fn wait_boot(&mut self, timeout: Duration) -> Result<()> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -76,23 +76,23 @@ impl Guest {
         }
     }
 
-    /// Runs a shell command, and kills it when its time is over.
+    /// Runs a shell command and kills it on timeout.
     pub fn run(&mut self, command: &str, timeout: Duration) -> Result<Output> {
         self.start(command, timeout)?;
         self.finish(timeout).with_context(|| format!("While the guest ran `{command}`"))
     }
 
-    /// Runs a command that prints JSON, and must succeed.
+    /// Runs a command that must succeed and print JSON.
     pub fn run_json(&mut self, command: &str, timeout: Duration) -> Result<Value> {
         let output = self.run(command, timeout)?.success().with_context(|| command.to_owned())?;
         serde_json::from_str(&output.stdout)
             .with_context(|| format!("`{command}` printed no JSON: {}", output.stdout))
     }
 
-    /// Sends a command, and does not wait for it: [`Guest::finish`] does.
+    /// Sends a command without waiting; [`Guest::finish`] waits.
     pub fn start(&mut self, command: &str, timeout: Duration) -> Result<()> {
         if command.contains('\n') {
-            bail!("A guest's command is one line");
+            bail!("A guest's command must be one line");
         }
         self.last += 1;
         let request = format!("#{} {} {command}\n", self.last, timeout.as_secs().max(1));
@@ -150,7 +150,7 @@ impl Guest {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Receives what there is; false once the deadline has passed.
+    /// Receives available data; returns false after the deadline.
     fn fill(&mut self, deadline: Instant) -> Result<bool> {
         let mut buffer = [0; 4096];
         loop {
@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_to_older_commands_and_noise_are_skipped() {
+    fn stale_answers_and_noise_are_skipped() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut guest = Guest { stream: ours, received: Vec::new(), last: 4 };
         theirs.write_all(b"\r\nnoise\n@4 0 3 0\nold@5 2 3 4\nout").unwrap();

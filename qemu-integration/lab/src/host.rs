@@ -1,4 +1,4 @@
-//! The host's side of a run: a `vgpud` of our own, told what to do by the real `vgpuctl`.
+//! Host side of a run: a separate `vgpud`, controlled by the real `vgpuctl`.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -16,10 +16,11 @@ use crate::build::Programs;
 use crate::cleanup::{Process, Scratch, is_running};
 
 const START_LIMIT: Duration = Duration::from_secs(10);
-/// Marks our daemon's processes, so that none is left when a test has killed the manager that would end them.
+/// Environment variable that marks the daemon's processes, so that none remains after a test kills
+/// the manager.
 const MARK: &str = "TESSERA_LAB";
 
-/// A running `vgpud` with one software GPU, ended when dropped.
+/// Running `vgpud` with one software GPU, ended when dropped.
 #[derive(Debug)]
 pub struct Host {
     daemon: Option<Process>,
@@ -28,17 +29,17 @@ pub struct Host {
     parents: Vec<String>,
 }
 
-/// A GPU that vGPUs are to be made of.
+/// Kind of GPU to create vGPUs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Parent {
     /// The software GPU.
     Soft,
-    /// This machine's NVIDIA GPU.
+    /// NVIDIA GPU of this machine.
     Nvidia,
 }
 
 impl Parent {
-    /// What `vgpud --parent` calls it.
+    /// Returns the value for `vgpud --parent`.
     pub const fn argument(self) -> &'static str {
         match self {
             Self::Soft => "soft:soft0",
@@ -47,19 +48,19 @@ impl Parent {
     }
 }
 
-/// A type of vGPU that a parent offers.
+/// vGPU type of a parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MdevType {
-    /// The parent's name.
+    /// Name of the parent.
     pub parent: String,
-    /// `SOFT-1Q`.
+    /// Name of the type, such as `SOFT-1Q`.
     pub name: String,
-    /// Whether it has a display head.
+    /// Whether the type has a display head.
     pub head: bool,
 }
 
 impl Host {
-    /// Starts one, with parents such as `soft:soft0`.
+    /// Starts a daemon with parents such as `soft:soft0`.
     pub fn start(programs: &Programs, parents: &[&str]) -> Result<Self> {
         let mut host = Self {
             daemon: None,
@@ -71,7 +72,7 @@ impl Host {
         Ok(host)
     }
 
-    /// Starts the manager: at first, or again after [`Host::kill_daemon`].
+    /// Starts the manager, initially or after [`Host::kill_daemon`].
     pub fn start_daemon(&mut self) -> Result<()> {
         let mut command = Command::new(self.programs.find("vgpud")?);
         command.arg("run").arg("--run-dir").arg(self.run_dir());
@@ -94,19 +95,19 @@ impl Host {
         Ok(())
     }
 
-    /// Ends the manager by SIGKILL. Its workers go on.
+    /// Kills the manager by SIGKILL. Its workers continue to run.
     pub fn kill_daemon(&mut self) -> Result<()> {
-        let daemon = self.daemon.take().context("No manager runs")?;
+        let daemon = self.daemon.take().context("The manager is not running")?;
         kill(daemon.pid(), Signal::SIGKILL)?;
         Ok(())
     }
 
-    /// A folder that goes when the host does.
+    /// Returns a folder that is removed with the host.
     pub fn folder(&self) -> &Path {
         self.scratch.path()
     }
 
-    /// The manager's folder.
+    /// Returns the manager's folder.
     pub fn run_dir(&self) -> PathBuf {
         self.scratch.path().join("run")
     }
@@ -119,24 +120,24 @@ impl Host {
         self.scratch.path().join("vgpud.log")
     }
 
-    /// What the daemon has said.
+    /// Returns the daemon's log.
     pub fn log(&self) -> String {
         fs::read_to_string(self.log_path()).unwrap_or_default()
     }
 
-    /// Where QEMU finds a vGPU.
+    /// Returns the path of a vGPU's socket.
     pub fn vgpu_socket(&self, uuid: &str) -> PathBuf {
         self.run_dir().join("vgpus").join(uuid).join("vfio.sock")
     }
 
-    /// A command that runs `vgpuctl` on this daemon.
+    /// Returns a command that runs `vgpuctl` for this daemon.
     pub fn command(&self, args: &[&str]) -> Result<Command> {
         let mut command = Command::new(self.programs.find("vgpuctl")?);
         command.arg("--socket").arg(self.api_socket()).args(args).stdin(Stdio::null());
         Ok(command)
     }
 
-    /// Runs `vgpuctl` and returns what it printed.
+    /// Runs `vgpuctl` and returns its output.
     pub fn vgpuctl(&self, args: &[&str]) -> Result<String> {
         let output = self.command(args)?.output().context("Cannot run vgpuctl")?;
         if !output.status.success() {
@@ -146,14 +147,14 @@ impl Host {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// The same, for commands that print JSON.
+    /// Runs a `vgpuctl` command that prints JSON and parses the output.
     pub fn vgpuctl_json(&self, args: &[&str]) -> Result<Value> {
         let text = self.vgpuctl(args)?;
         serde_json::from_str(&text)
             .with_context(|| format!("`vgpuctl {}` printed no JSON: {text}", args.join(" ")))
     }
 
-    /// The types that its parents offer.
+    /// Returns the types that the parents offer.
     pub fn types(&self) -> Result<Vec<MdevType>> {
         let parents = self.vgpuctl_json(&["types", "--output", "json"])?;
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
@@ -169,7 +170,7 @@ impl Host {
         Ok(list(&parents).into_iter().flat_map(offered).collect())
     }
 
-    /// A type with this much video memory (`1` is 1 GiB), with a display head if there is such a one.
+    /// Returns a type with this much video memory (`1` is 1 GiB), preferably with a display head.
     pub fn type_of_size(&self, size: &str) -> Result<MdevType> {
         let types = self.types()?;
         let suffixes = [format!("-{size}Q"), format!("-{size}C")];
@@ -186,7 +187,7 @@ impl Host {
         let found = types.iter().find(|offered| offered.name == mdev_type);
         let found = found.with_context(|| {
             let names: Vec<_> = types.iter().map(|offered| offered.name.as_str()).collect();
-            format!("There is no type {mdev_type}, but {}", names.join(", "))
+            format!("No type {mdev_type}; available types: {}", names.join(", "))
         })?;
         self.vgpuctl(&["define", "-u", uuid, "-p", &found.parent, "-t", mdev_type])?;
         if let Some(core) = core {
@@ -197,27 +198,29 @@ impl Host {
         Ok(self.vgpu_socket(uuid))
     }
 
-    /// A running vGPU's counters.
+    /// Returns the counters of a running vGPU.
     pub fn stats(&self, uuid: &str) -> Result<Value> {
         let stats = self.vgpuctl_json(&["stats", "--output", "json"])?;
         let all = stats["vgpus"].as_array().into_iter().flatten();
         let found = all.into_iter().find(|vgpu| vgpu["uuid"] == uuid);
-        Ok(found.with_context(|| format!("No statistics of {uuid}: it does not run"))?.clone())
+        Ok(found
+            .with_context(|| format!("No statistics of {uuid}: the vGPU is not running"))?
+            .clone())
     }
 
-    /// What the manager knows of a vGPU.
+    /// Returns the manager's data about a vGPU.
     pub fn vgpu(&self, uuid: &str) -> Result<Value> {
         let list = self.vgpuctl_json(&["list", "--output", "json"])?;
         let found = list.as_array().into_iter().flatten().find(|vgpu| vgpu["uuid"] == uuid);
-        Ok(found.with_context(|| format!("There is no vGPU {uuid}"))?.clone())
+        Ok(found.with_context(|| format!("No vGPU {uuid}"))?.clone())
     }
 
-    /// Saves what is on a vGPU's screen.
+    /// Saves the screen of a vGPU.
     pub fn screenshot(&self, uuid: &str, file: &Path) -> Result<()> {
         self.vgpuctl(&["screenshot", "-u", uuid, "--file", &file.to_string_lossy()]).map(drop)
     }
 
-    /// All of our daemon's processes.
+    /// Returns all processes of this daemon.
     pub fn processes(&self) -> Vec<Pid> {
         let mark = format!("{MARK}={}", self.scratch.path().display());
         let marked = |pid: &i32| {
@@ -232,7 +235,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        // Orderly first; then whoever is left, for example since the manager was killed.
+        // Orderly first, then any remaining processes, for example after the manager was killed.
         drop(self.daemon.take());
         for pid in self.processes() {
             let _ = kill(pid, Signal::SIGKILL);

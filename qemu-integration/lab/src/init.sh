@@ -1,6 +1,6 @@
 #!/bin/sh
-# The guest's first process. It loads the kernel's own display driver, says on the screen what it found, and then runs
-# the host's commands, which arrive on the second serial port (see guest.rs).
+# First process of the guest. Loads the kernel's display driver, prints a summary on the screen, and
+# then runs the host's commands from the second serial port (see guest.rs).
 export PATH=/bin HOME=/
 /bin/busybox --install -s /bin
 mount -t proc none /proc

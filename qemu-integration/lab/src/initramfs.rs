@@ -1,4 +1,5 @@
-//! The guest's root: a cpio archive ("newc") with busybox, the display modules, `vgpu-guest` and an init script.
+//! Initramfs of the guest: a cpio archive ("newc") with busybox, the display modules, `vgpu-guest`
+//! and an init script.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -9,18 +10,18 @@ use crate::kernel::{Kernel, MODULES};
 
 const INIT: &str = include_str!("init.sh");
 
-/// The loop that runs the host's commands.
+/// Path of the script that runs the host's commands.
 pub const AGENT: &str = include_str!("agent.sh");
 
-/// Where `vgpu-guest` looks for machine code.
+/// Default path of `vgpu-guest`'s machine code.
 const CUBIN: [&str; 3] = ["lib", "lib/tessera", "lib/tessera/kernels.cubin"];
 
-/// The archive.
+/// Builds the archive.
 pub fn archive(kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
     archive_with(INIT, kernel, guest_programs)
 }
 
-/// The same, with another first process.
+/// Builds the archive with another first process.
 pub fn archive_with(init: &str, kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "modules", "proc", "sys", "tmp"] {
@@ -43,7 +44,7 @@ pub fn archive_with(init: &str, kernel: &Kernel, guest_programs: &[PathBuf]) -> 
     Ok(archive.finish())
 }
 
-/// An archive with files of this machine, by their names inside.
+/// Builds an archive from files of this machine, keyed by their paths in the archive.
 pub fn extra(files: &[(String, PathBuf)]) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     let mut folders = std::collections::BTreeSet::new();
@@ -51,7 +52,7 @@ pub fn extra(files: &[(String, PathBuf)]) -> Result<Vec<u8>> {
         let parents = Path::new(name).ancestors().skip(1).filter_map(Path::to_str);
         folders.extend(parents.filter(|folder| !folder.is_empty()).map(str::to_owned));
     }
-    // Shorter names first: a folder comes before what is in it.
+    // Shorter names first, so that a folder precedes its contents.
     for folder in folders {
         archive.folder(&folder);
     }
@@ -62,7 +63,8 @@ pub fn extra(files: &[(String, PathBuf)]) -> Result<Vec<u8>> {
     Ok(archive.finish())
 }
 
-/// An archive with machine code for `vgpu-guest`. A kernel takes several archives, one after the other.
+/// Builds an archive with machine code for `vgpu-guest`. The kernel accepts several concatenated
+/// archives.
 pub fn machine_code(cubin: &Path) -> Result<Vec<u8>> {
     let [folders @ .., file] = CUBIN;
     let mut archive = Archive::default();
@@ -73,7 +75,7 @@ pub fn machine_code(cubin: &Path) -> Result<Vec<u8>> {
     Ok(archive.finish())
 }
 
-/// Writes archives to `target`, in one step as others see it.
+/// Writes archives to `target` atomically.
 pub fn write(target: &Path, archives: &[Vec<u8>]) -> Result<()> {
     let folder = target.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder)
@@ -90,7 +92,8 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).with_context(|| format!("Cannot read {}", path.display()))
 }
 
-/// A newc archive in the making: a header of 8-digit hexadecimal fields, the name, the bytes; all aligned to 4.
+/// Builder of a newc archive: a header of 8-digit hexadecimal fields, the name and the bytes, all
+/// aligned to 4.
 #[derive(Debug, Default)]
 struct Archive {
     bytes: Vec<u8>,
@@ -144,7 +147,7 @@ impl Archive {
 
     fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, &[]);
-        // Another archive may follow, aligned to 4 like every entry.
+        // Another archive may follow, so the end is aligned to 4 as well.
         self.bytes
     }
 }

@@ -1,8 +1,8 @@
-//! A host's kernel with iommufd, and with a file for each VFIO device. Debian's has neither.
+//! Kernel with iommufd and VFIO device files, both of which Debian's kernel lacks.
 //!
-//! Debian's own sources of both are compiled for Debian's own kernel with Debian's own compiler, as modules that take the
-//! place of its own. Packages are unpacked into a folder, in which the compiler runs as its root; the modules alone are
-//! kept. The older way, by groups, is in them too.
+//! Debian's sources of both are compiled with Debian's compiler as modules for Debian's kernel and
+//! replace the packaged modules. The compiler runs with unpacked packages as its root; only the
+//! modules are kept. The modules also support the older group interface.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,25 +20,26 @@ use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 use crate::vfio;
 
-/// Changes when what is in the cached folder does.
+/// Version of the cached folder's contents.
 const LAYOUT: &str = "iommufd-1";
 
-/// What the kernel's own build is told beyond Debian's configuration, as make knows it and as C does.
+/// Configuration beyond Debian's, as make variables and as C macros.
 const MAKE: &str = "CONFIG_IOMMUFD=m CONFIG_VFIO_DEVICE_CDEV=y CONFIG_VFIO_MDEV=";
 const DEFINES: &str =
     "-DCONFIG_IOMMUFD_MODULE=1 -DCONFIG_VFIO_DEVICE_CDEV=1 -DCONFIG_INTERVAL_TREE_SPAN_ITER=1";
 
-/// What of the sources is compiled.
+/// Compiled parts of the sources.
 const SOURCES: [&str; 3] = ["drivers/iommu/*", "drivers/vfio/*", "lib/interval_tree.c"];
 
-/// A part of the kernel itself that is there for iommufd alone, and so not in Debian's: it goes into the module.
+/// Library code that the kernel contains only for iommufd. Debian's kernel lacks it, so the module
+/// includes it.
 const SPANS: &str = "#include <linux/export.h>
 #undef EXPORT_SYMBOL_GPL
 #define EXPORT_SYMBOL_GPL(symbol)
 #include \"../../../lib/interval_tree.c\"
 ";
 
-/// Where the modules are made, below the build folder, but for the one that is Debian's as it is.
+/// Paths of the modules below the build folder, except for a module taken from Debian's package.
 const MADE: [&str; 5] = [
     "drivers/iommu/iommufd/iommufd",
     "drivers/vfio/vfio",
@@ -48,7 +49,8 @@ const MADE: [&str; 5] = [
 ];
 const STOCK: &str = "irqbypass";
 
-/// The lab, with such a kernel, and with programs of this machine beside the guest's own; or why there is none here.
+/// Prepares the lab with such a kernel and adds programs of this machine to the guest. Otherwise
+/// returns the reason.
 pub fn lab(
     lab: &Lab,
     programs: &[&Path],
@@ -64,7 +66,7 @@ pub fn lab(
     vfio::lab_with(lab, kernel, &modules, programs, folder).map(Ok)
 }
 
-/// The kernel, from the cache or made now; or why there is none here.
+/// Returns the kernel, cached or newly compiled. Otherwise returns the reason.
 fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);
@@ -72,7 +74,7 @@ fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
     if let Some(kernel) = complete() {
         return Ok(Ok(kernel));
     }
-    // It is compiled in a root of its own.
+    // The compiler runs in a separate root.
     if let Some(reason) = Machine::impossible() {
         return Ok(Err(reason));
     }
@@ -95,7 +97,7 @@ fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
     Ok(Ok(Kernel::in_folder(&folder)))
 }
 
-/// What is fetched.
+/// Packages to fetch.
 struct Packages {
     debs: Debs,
     /// `linux-image-6.12.107+deb13-amd64`
@@ -112,7 +114,7 @@ impl Packages {
         let image = Kernel::fetch(&debs)?;
         let release = image.strip_prefix("linux-image-").unwrap_or(&image).to_owned();
         let headers = format!("linux-headers-{release}");
-        // Its compiler and the tools of its build, but not the kernel that it would have installed.
+        // Fetches the headers' compiler and build tools, but not the kernel package.
         let needs = debs.dependencies(&headers)?;
         let named = |prefix: &str| needs.iter().find(|name| name.starts_with(prefix));
         let (Some(gcc), Some(kbuild), Some(common)) =
@@ -128,7 +130,7 @@ impl Packages {
         Ok(Self { debs, image, release, source })
     }
 
-    /// Makes the modules and puts all that a VM needs into `folder`.
+    /// Compiles the modules and copies all files that a VM needs into `folder`.
     fn make(&self, cache: &Path, folder: &Path) -> Result<()> {
         let kernel = Kernel::unpack(&self.debs, &self.image, folder)?;
         let stock = Scratch::at(cache.join("iommufd-stock"))?;
@@ -144,7 +146,7 @@ impl Packages {
         packages.retain(|package| *package != image && *package != source);
         debs::unpack(&packages, root.path())?;
         checkers::prepare(root.path())?;
-        // What the package's script would have done.
+        // Replaces a step of the package's script.
         let awk = root.path().join("usr/bin/awk");
         if !awk.exists() {
             std::os::unix::fs::symlink("mawk", awk)?;
@@ -169,7 +171,7 @@ impl Packages {
         Ok(())
     }
 
-    /// The parts of the sources that are compiled, with what makes modules of them.
+    /// Unpacks the compiled parts of the sources and adds a Kbuild file for modules.
     fn unpack_sources(&self, package: &Path, build: &Path) -> Result<()> {
         let name = &self.source;
         let mut command = Command::new("sh");

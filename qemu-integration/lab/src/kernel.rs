@@ -1,4 +1,4 @@
-//! The guest's kernel: Debian's stock one, unpacked and never installed, with busybox for its userspace.
+//! Guest kernel: Debian's stock kernel, unpacked and not installed, with busybox as userspace.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::debs::{self, Debs};
 
-/// The modules that the guest's display needs, in the order in which they are loaded.
+/// Modules for the guest's display, in load order.
 pub const MODULES: [&str; 7] = [
     "drm",
     "drm_kms_helper",
@@ -19,19 +19,19 @@ pub const MODULES: [&str; 7] = [
     "bochs",
 ];
 
-/// Where its parts are.
+/// Paths of the kernel's parts.
 #[derive(Clone, Debug)]
 pub struct Kernel {
-    /// The kernel's image.
+    /// Kernel image.
     pub image: PathBuf,
-    /// A folder with the uncompressed [`MODULES`].
+    /// Folder with the uncompressed [`MODULES`].
     pub modules: PathBuf,
-    /// A static busybox.
+    /// Static busybox.
     pub busybox: PathBuf,
 }
 
 impl Kernel {
-    /// As it lies in a prepared folder.
+    /// Returns the paths in a prepared folder.
     pub fn in_folder(folder: &Path) -> Self {
         Self {
             image: folder.join("vmlinuz"),
@@ -40,7 +40,7 @@ impl Kernel {
         }
     }
 
-    /// Fetches the packages. The result is the name of the kernel's.
+    /// Fetches the packages and returns the name of the kernel package.
     pub fn fetch(debs: &Debs) -> Result<String> {
         let package = debs.dependency("linux-image-amd64")?;
         debs.fetch(&[&package, "busybox-static"])?;
@@ -84,7 +84,7 @@ impl Kernel {
         Ok(kernel)
     }
 
-    /// Takes a module out of an unpacked package.
+    /// Extracts a module from an unpacked package.
     pub fn decompress(&self, module: &str, unpacked: &Path, target: &Path) -> Result<()> {
         for path in files_below(unpacked)? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -1,4 +1,4 @@
-//! Whether KVM is of use: a machine may have `/dev/kvm` and yet not run a real guest under it.
+//! Check of KVM: a machine may have `/dev/kvm` and still fail to run a real guest.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::root::cache_folder;
 const BOOT_LIMIT: Duration = Duration::from_secs(20);
 const DEVICE: &str = "/dev/kvm";
 
-/// Boots a VM under KVM, once between reboots of the host. The error is why not, for people.
+/// Boots a VM under KVM, once per boot of the host. The inner error is the reason for a failure.
 pub fn probe(lab: &Lab, progress: &Progress) -> Result<std::result::Result<(), String>> {
     if let Err(error) = fs::File::options().read(true).write(true).open(DEVICE) {
         return Ok(Err(format!("{DEVICE} cannot be opened: {error}")));
@@ -32,7 +32,7 @@ pub fn probe(lab: &Lab, progress: &Progress) -> Result<std::result::Result<(), S
     let verdict = boots(lab)?;
     step.done();
     let text = verdict.as_ref().map_or_else(String::as_str, |()| "yes");
-    // Without a home it is found out each time.
+    // Without a home folder the result is not cached.
     if let (Some(folder), Some(known)) = (cache, known) {
         fs::create_dir_all(folder)?;
         fs::write(known, line(text))?;

@@ -1,19 +1,20 @@
-//! The lab: real QEMU and a real Linux guest on any machine, with or without KVM.
+//! Lab: real QEMU and a real Linux guest on any machine, with or without KVM.
 //!
 //! In reading order:
 //!
-//! * [`root`]: which QEMU, which kernel; [`debs`] and [`kernel`] fetch and unpack them
+//! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
-//! * [`qemu`]: virtual machines; [`qmp`] and [`guest`] speak to QEMU and to the guest
-//! * [`kvm`]: whether KVM is of use here; [`mdevctl`]: the real one
-//! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with the newer way to hand out devices
-//! * [`booted`]: such a host with a Debian that systemd boots, and our package
-//! * [`machine`]: a Debian machine with libvirt, fresh each time; [`checkers`]: what Debian checks packages with
-//! * [`place`]: a workspace, or a [`bundle`] that has all of it
-//! * [`build`]: our own programs, by cargo; [`nvcc`]: machine code for a GPU that runs it; [`host`]: `vgpud`, and `vgpuctl` to tell it what to do
-//! * [`picture`]: what is on a screen; [`viewers`]: a browser and a VNC client that look at it
-//! * [`demo`], [`test`], [`bench`], [`simulate`]: what `cargo lab` does
-//! * [`cleanup`], [`progress`]: nothing is left behind; people see what goes on
+//! * [`qemu`]: virtual machines; [`qmp`] and [`guest`]: connections to QEMU and to the guest
+//! * [`kvm`]: check of KVM; [`mdevctl`]: the real mdevctl
+//! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
+//! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
+//! * [`machine`]: a fresh Debian machine with libvirt; [`checkers`]: Debian's package checkers
+//! * [`place`]: a workspace, or a [`bundle`] with all files
+//! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
+//!   `vgpud`, controlled by `vgpuctl`
+//! * [`picture`]: checks of screens; [`viewers`]: a browser and a VNC client for consoles
+//! * [`demo`], [`test`], [`bench`], [`simulate`]: commands of `cargo lab`
+//! * [`cleanup`], [`progress`]: cleanup of resources, and progress output
 
 use std::path::{Path, PathBuf};
 
@@ -53,24 +54,24 @@ pub mod test;
 pub mod vfio;
 pub mod viewers;
 
-/// All that a VM is made of.
+/// Parts of a VM.
 #[derive(Clone, Debug)]
 pub struct Lab {
     /// QEMU and the guest's kernel.
     pub root: Root,
-    /// The guest's root.
+    /// Initramfs of the guest.
     pub initramfs: PathBuf,
-    /// Whether VMs had better run under KVM.
+    /// Whether VMs should run under KVM.
     pub kvm: bool,
 }
 
 impl Lab {
-    /// Finds or prepares it: the first time this fetches packages and builds the guest's programs.
+    /// Finds or prepares the lab. The first run fetches packages and builds the guest's programs.
     pub fn open(progress: &Progress) -> Result<Self> {
         Self::open_beside(progress, || Ok(())).map(|(lab, ())| lab)
     }
 
-    /// The same, and builds the host's programs.
+    /// Finds or prepares the lab and builds the host's programs.
     pub fn open_with_host(progress: &Progress) -> Result<(Self, Programs)> {
         if let Some(bundle) = Bundle::find() {
             let initramfs = bundle.path(layout::INITRAMFS);
@@ -81,7 +82,7 @@ impl Lab {
         Self::open_beside(progress, || build::host(progress))
     }
 
-    /// The same with machine code for `vgpu-guest`; `folder` is for what is made of it.
+    /// Adds machine code for `vgpu-guest` to the lab; `folder` holds the created files.
     pub fn with_machine_code(self, cubin: &Path, folder: &Path) -> Result<Self> {
         let initramfs = folder.join("initramfs.cpio");
         let whole = std::fs::read(&self.initramfs)?;

@@ -1,8 +1,8 @@
-//! A Debian machine of one's own: a fresh system with libvirt and QEMU, in which whoever installs Tessera can be played.
+//! Debian machine: a fresh system with libvirt and QEMU, for tests of an installation of Tessera.
 //!
-//! It is a root filesystem, prepared once, which systemd boots in namespaces of its own: services start, packages can be
-//! installed. What is written goes to memory and is gone with the machine; its network reaches nobody; when its first
-//! process ends, all of them do. The kernel is the host's.
+//! systemd boots a root filesystem, prepared once, in separate namespaces, so services start and
+//! packages can be installed. Written files stay in memory and are discarded with the machine; its
+//! network is isolated; all processes end with its first process. The kernel is the host's.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,13 +21,14 @@ use crate::guest::Output;
 use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
-/// Changes when what is in the prepared root does.
+/// Version of the prepared root's contents.
 const LAYOUT: &str = "debian-1";
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long a command may take that nobody gave more.
+/// Default timeout of a command.
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 
-/// What is installed. QEMU is that of backports, as the documentation asks for; all else is the release's.
+/// Installed packages. QEMU is from backports, as the documentation recommends; the rest is from
+/// the release.
 const PACKAGES: [&str; 15] = [
     "?essential",
     "apt",
@@ -46,14 +47,14 @@ const PACKAGES: [&str; 15] = [
     "libvirt-clients",
 ];
 
-/// The namespaces of a machine, and that its processes end with the one that made them.
+/// Options of unshare: namespaces of a machine, whose processes end with their creator.
 pub(crate) const NAMESPACES: [&str; 8] =
     ["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"];
 
-/// What nobody in a machine may do, root or not: it would be the host's modules, clock and memory.
+/// Capabilities dropped in a machine, because modules, clock and memory are the host's.
 const FORBIDDEN: &str = "-sys_module,-sys_time,-sys_rawio,-mac_admin,-mac_override";
 
-/// Installs the packages into a root that they have been unpacked into: their scripts find all they need.
+/// Script that installs the packages in the root that they were unpacked into.
 const INSTALL: &str = r#"
 set -e
 mkdir -p "$1/proc" "$1/dev" "$1/sys" "$1/packages" "$1/var/lib/dpkg/info"
@@ -69,8 +70,8 @@ umount "$1/packages"
 rmdir "$1/packages"
 "#;
 
-/// Makes a machine of a prepared root: what is written lies above it, in memory. Devices are those that every process
-/// may have, and what the kernel shares with all machines can be read only.
+/// Script that starts a machine on a prepared root with an overlay in memory. Only basic devices
+/// are available, and kernel interfaces shared with the host are read-only.
 const BOOT: &str = r#"
 set -e
 read -r pid rest < /proc/self/stat
@@ -109,23 +110,23 @@ exec env -i container=lab PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     setpriv --bounding-set "$3" chroot . /usr/lib/systemd/systemd --log-target=journal
 "#;
 
-/// A machine that runs, gone when dropped.
+/// Running machine, removed when dropped.
 #[derive(Debug)]
 pub struct Machine {
-    // Before its folders, which are then no longer in use.
+    // Dropped before the folders, which the process uses.
     _process: Process,
-    /// Its first process, as the host numbers it.
+    /// Host process id of the machine's first process.
     init: i32,
     _cgroup: Option<Cgroup>,
     _scratch: Scratch,
 }
 
-/// A folder for the groups of processes that a machine makes, removed when dropped.
+/// Folder for the machine's control groups, removed when dropped.
 #[derive(Debug)]
 struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// One below that of this process; none where the host shows no such groups.
+    /// Creates a group below the group of this process. Returns none if the host has no cgroups.
     fn new() -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let mounts = fs::read_to_string("/proc/self/mounts").ok()?;
@@ -145,7 +146,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // A group can be removed a moment after its last process has gone.
+        // A group can be removed only shortly after its last process has ended.
         let deadline = Instant::now() + START_LIMIT;
         while remove_groups(&self.0).is_err() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(5));
@@ -153,7 +154,7 @@ impl Drop for Cgroup {
     }
 }
 
-/// Removes groups of processes from the leaves up. The files in them go with them.
+/// Removes control groups from the leaves up. Their files disappear with them.
 fn remove_groups(folder: &Path) -> std::io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -165,16 +166,21 @@ fn remove_groups(folder: &Path) -> std::io::Result<()> {
 }
 
 impl Machine {
-    /// Why there can be none here, if so.
+    /// Returns the reason why this host cannot run a machine, if any.
     pub fn impossible() -> Option<String> {
         if !cfg!(target_arch = "x86_64") {
-            return Some("it is an x86-64 Debian, and this is another architecture".to_owned());
+            return Some(
+                "the machine is an x86-64 Debian, but this host has another architecture"
+                    .to_owned(),
+            );
         }
         if !nix::unistd::geteuid().is_root() {
-            return Some("it needs root, for namespaces and mounts".to_owned());
+            return Some("the machine needs root, for namespaces and mounts".to_owned());
         }
         if !Debs::possible() {
-            return Some("it is made of Debian packages by apt-get, dpkg-deb and tar".to_owned());
+            return Some(
+                "the machine needs apt-get, dpkg-deb and tar to unpack Debian packages".to_owned(),
+            );
         }
         let mut probe = Command::new("unshare");
         probe.args(NAMESPACES).args(["mount", "-t", "cgroup2", "cgroup2", "/mnt"]);
@@ -182,13 +188,13 @@ impl Machine {
             Ok(output) if output.status.success() => None,
             Ok(output) => {
                 let complaint = String::from_utf8_lossy(&output.stderr);
-                Some(format!("it needs namespaces of its own: {}", complaint.trim()))
+                Some(format!("the machine needs namespaces: {}", complaint.trim()))
             }
-            Err(error) => Some(format!("it needs util-linux's unshare: {error}")),
+            Err(error) => Some(format!("the machine needs util-linux's unshare: {error}")),
         }
     }
 
-    /// Starts one: the first time this fetches and installs its packages.
+    /// Starts a machine; the first start fetches and installs packages.
     pub fn start(progress: &Progress) -> Result<Self> {
         let root = prepared(progress)?;
         let scratch = Scratch::new()?;
@@ -196,7 +202,7 @@ impl Machine {
         let errors = scratch.path().join("errors");
         let cgroup = Cgroup::new();
         let procs = cgroup.as_ref().map(|cgroup| cgroup.0.join("cgroup.procs"));
-        // Into its group first: the namespace begins where its first process is.
+        // Joins the group first: the cgroup namespace is rooted at the group of its first process.
         let mut command = Command::new("sh");
         command.args(["-c", r#"echo $$ > "$0"; exec "$@""#]);
         command.arg(procs.unwrap_or_else(|| "/dev/null".into()));
@@ -218,20 +224,23 @@ impl Machine {
         let machine = Self { _process: process, init, _cgroup: cgroup, _scratch: scratch };
         while !machine.is_up()? {
             if Instant::now() > deadline {
-                bail!("The Debian machine's systemd is not up within {} s", START_LIMIT.as_secs());
+                bail!(
+                    "The Debian machine's systemd did not start within {} s",
+                    START_LIMIT.as_secs()
+                );
             }
             thread::sleep(Duration::from_millis(50));
         }
         Ok(machine)
     }
 
-    /// True once all services have been started. One that failed is in nobody's way who does not need it.
+    /// Returns true once all services have started. Tolerates failed services.
     fn is_up(&self) -> Result<bool> {
         let state = self.run("systemctl is-system-running --wait")?;
         Ok(matches!(state.stdout.trim(), "running" | "degraded"))
     }
 
-    /// A file or socket of the machine, as the host reaches it.
+    /// Returns the host's path of a file or socket in the machine.
     pub fn path(&self, inside: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root{inside}", self.init))
     }
@@ -245,25 +254,26 @@ impl Machine {
         Ok(())
     }
 
-    /// Writes a file of the machine.
+    /// Writes a file in the machine.
     pub fn write(&self, inside: &str, text: &str) -> Result<()> {
         let target = self.path(inside);
         fs::create_dir_all(target.parent().unwrap_or(&target))?;
         fs::write(&target, text).with_context(|| format!("Cannot write {inside} of the machine"))
     }
 
-    /// Reads a file of the machine; empty where there is none.
+    /// Reads a file in the machine; returns an empty text if the file does not exist.
     pub fn read(&self, inside: &str) -> String {
         let bytes = fs::read(self.path(inside)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Runs a shell script as the machine's root, whatever comes of it. What it leaves running must not hold its output.
+    /// Runs a shell script as the machine's root and returns any status. Background processes must
+    /// not keep its output open.
     pub fn run(&self, script: &str) -> Result<Output> {
         self.run_within(script, COMMAND_LIMIT)
     }
 
-    /// The same, with a limit of its own.
+    /// Runs a shell script with a given timeout.
     pub fn run_within(&self, script: &str, limit: Duration) -> Result<Output> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--target={}", self.init));
@@ -278,7 +288,7 @@ impl Machine {
         Ok(command.stdin(Stdio::null()).output().context("Cannot run nsenter")?.into())
     }
 
-    /// Runs a shell script that is to succeed; what it printed.
+    /// Runs a shell script that must succeed and returns its output.
     pub fn sh(&self, script: &str) -> Result<String> {
         let Output { status, stdout, stderr } = self.run(script)?;
         if status != 0 {
@@ -287,13 +297,13 @@ impl Machine {
         Ok(stdout)
     }
 
-    /// Its first process, as the host numbers it.
+    /// Returns the host process id of the machine's first process.
     pub fn init(&self) -> Pid {
         Pid::from_raw(self.init)
     }
 }
 
-/// The root that machines are made of.
+/// Prepares the root filesystem of machines.
 pub(crate) fn prepared(progress: &Progress) -> Result<PathBuf> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);

@@ -15,7 +15,7 @@ use lab::qemu::{Vm, VmSpec};
 use lab::{Lab, bench, bundle, deb, simulate, test};
 use mdev_core::sched::{Enforcement, Policy};
 
-/// Real VMs on this machine: fetches QEMU and a kernel if need be, and cleans up after itself.
+/// Real VMs on this machine. Fetches QEMU and a kernel if needed, and cleans up afterwards.
 #[derive(Debug, Parser)]
 #[command(name = "cargo lab", bin_name = "cargo lab", version)]
 struct Args {
@@ -25,7 +25,7 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Task {
-    /// Two VMs share one GPU, 80 to 20; fails unless every claim holds
+    /// Share one GPU between two VMs, 80 to 20; fails unless every claim holds
     Demo {
         /// Write the facts to FILE
         #[arg(long, value_name = "FILE")]
@@ -33,10 +33,11 @@ enum Task {
         /// Save the pictures in DIR
         #[arg(long, value_name = "DIR", default_value = "lab-out")]
         out: PathBuf,
-        /// The GPU: the software one, or this machine's
+        /// GPU: the software GPU, or this machine's
         #[arg(long, value_enum, default_value_t = Parent::Soft)]
         parent: Parent,
-        /// Machine code of the kernels, where the GPU runs it [default: what nvcc makes of kernels.cu]
+        /// Machine code of the kernels, if the GPU executes it [default: compiled from kernels.cu
+        /// by nvcc]
         #[arg(long, value_name = "FILE")]
         cubin: Option<PathBuf>,
         /// Measure the shares over N seconds
@@ -44,50 +45,52 @@ enum Task {
               value_parser = clap::value_parser!(u32).range(1..=600))]
         seconds: u32,
     },
-    /// Every test: formatting, lints, unit, property, protocol, QEMU; or those of this machine's GPU alone
+    /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
+    /// machine's GPU
     Test {
         /// `nvidia`: the tests that need an NVIDIA GPU
         hardware: Option<String>,
     },
-    /// The benchmarks, or the one of this name
+    /// Run all benchmarks, or the benchmark of this name
     Bench {
-        /// A benchmark of the tests crate
+        /// Name of a benchmark in the tests crate
         name: Option<String>,
-        /// What the benchmark itself is told
+        /// Arguments for the benchmark
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// One archive that runs the demo and the benchmark of the GPU on a machine where nothing is installed
+    /// Write one archive that runs the demo and the GPU's benchmark on a machine without installed
+    /// dependencies
     Bundle {
-        /// The archive
+        /// Path of the archive
         #[arg(long, value_name = "FILE", default_value = "lab-out/tessera.tar.gz")]
         out: PathBuf,
-        /// Build as for tests: quicker to make, slower to run
+        /// Build as for tests: faster to build, slower to run
         #[arg(long)]
         dev: bool,
-        /// Leave the benchmark out
+        /// Omit the benchmark
         #[arg(long)]
         no_benchmark: bool,
     },
-    /// The Debian package: vgpud, vgpuctl, their units, manual pages and completions
+    /// Build the Debian package: vgpud, vgpuctl, their units, manual pages and completions
     Deb {
-        /// The folder that it is written to
+        /// Folder for the package
         #[arg(long, value_name = "DIR", default_value = "lab-out")]
         out: PathBuf,
-        /// Build as for tests: quicker to make, slower to run
+        /// Build as for tests: faster to build, slower to run
         #[arg(long)]
         dev: bool,
     },
-    /// The scheduling policies in simulated time, with up to 10,000 vGPUs; fails unless shares hold
+    /// Simulate the scheduling policies with up to 10,000 vGPUs; fails unless shares hold
     Simulate {
-        /// How many vGPUs, 1 to 10000; more than one number for a run each
+        /// Number of vGPUs, 1 to 10000; several numbers for several runs
         #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [10, 100, 1000, 10_000],
               value_parser = clap::value_parser!(u32).range(1..=10_000))]
         vgpus: Vec<u32>,
-        /// The policy
+        /// Scheduling policy
         #[arg(long, default_value_t = Policy::Weighted)]
         policy: Policy,
-        /// Hold caps with gates, as on a GPU without budgets of its own
+        /// Enforce caps with gates, as on a GPU without budgets
         #[arg(long)]
         gates: bool,
         /// Write plots (SVG) into DIR

@@ -1,4 +1,4 @@
-//! The real mdevctl, to be compared with: built once from its release, into the lab's cache.
+//! Real mdevctl for comparison, built once from its release into the lab's cache.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ use crate::cleanup::Scratch;
 use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
-/// The release that `vgpuctl` follows.
+/// Release that `vgpuctl` follows.
 const VERSION: &str = "1.4.0";
 
-/// Its path.
+/// Builds mdevctl if needed and returns its path.
 pub fn open(progress: &Progress) -> Result<PathBuf> {
     let cache = cache_folder()?;
     let folder = cache.join(format!("mdevctl-{VERSION}"));
@@ -30,10 +30,11 @@ pub fn open(progress: &Progress) -> Result<PathBuf> {
     let partial = Scratch::at(cache.join("partial-mdevctl"))?;
     let root = partial.path().join("root");
     let mut command = cargo();
-    // Not optimised: that takes twice as long, and it runs for milliseconds.
+    // Unoptimized, because an optimized build takes twice as long and mdevctl runs for
+    // milliseconds.
     command.args(["install", "mdevctl", "--quiet", "--locked", "--debug", "--version", VERSION]);
     command.arg("--root").arg(&root).arg("--target-dir").arg(partial.path().join("target"));
-    // Its manual needs a tool that is not ours to install. A backtrace in each of its errors helps nobody.
+    // Building its manual needs a tool that may be missing. Backtraces would clutter its errors.
     command.env("RST2MAN", "true").stdin(Stdio::null());
     for name in ["CARGO_ENCODED_RUSTFLAGS", "RUSTFLAGS", "CARGO_TARGET_DIR"] {
         command.env_remove(name);

@@ -1,14 +1,14 @@
-//! CUDA's compiler, where there is one: it makes the machine code of the guest runtime's kernels.
+//! CUDA's compiler, if installed: compiles the machine code of the guest runtime's kernels.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-/// What the kernels are compiled for: the GPUs whose channel classes the runtime speaks.
+/// Target architecture: GPUs with the channel classes that the runtime supports.
 const ARCHITECTURE: &str = "-arch=sm_90";
 
-/// Where it is, in the path or where its own installer puts it.
+/// Finds nvcc in the path or in its installer's default folder.
 fn find() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
@@ -16,13 +16,13 @@ fn find() -> Option<PathBuf> {
     folders.into_iter().map(|folder| folder.join("nvcc")).find(|file| file.is_file())
 }
 
-/// Compiles `source` in `folder`, and says where the machine code is.
+/// Compiles `source` in `folder` and returns the path of the machine code.
 pub fn compile(source: &Path, folder: &Path) -> Result<PathBuf> {
     let to = folder.join("kernels.cubin");
     run(source, folder, &[ARCHITECTURE, "--cubin"], &to).map(|()| to)
 }
 
-/// Makes a program of `source` in `folder`, and says where it is.
+/// Builds a program from `source` in `folder` and returns its path.
 pub fn program(source: &Path, folder: &Path) -> Result<PathBuf> {
     let to = folder.join(source.file_stem().unwrap_or(source.as_os_str()));
     run(source, folder, &["-O2", "-ldl"], &to).map(|()| to)
@@ -30,11 +30,11 @@ pub fn program(source: &Path, folder: &Path) -> Result<PathBuf> {
 
 fn run(source: &Path, folder: &Path, options: &[&str], to: &Path) -> Result<()> {
     let Some(nvcc) = find() else {
-        bail!("There is no nvcc: install CUDA's compiler, or name machine code with --cubin");
+        bail!("No nvcc found: install CUDA's compiler, or pass machine code with --cubin");
     };
     let mut command = Command::new(&nvcc);
     command.args(options).arg("-o").arg(to).arg(source);
-    // It calls the rest of the compiler by name, and a C++ compiler.
+    // nvcc runs the rest of the compiler and a C++ compiler by name.
     let mut path = nvcc.parent().unwrap_or(Path::new("/")).as_os_str().to_owned();
     path.push(":");
     path.push(std::env::var_os("PATH").unwrap_or_else(|| "/usr/bin:/bin".into()));

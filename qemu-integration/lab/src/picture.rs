@@ -1,4 +1,4 @@
-//! What is on a saved screen: is it a console with text, or a picture of the Mandelbrot set?
+//! Checks of a saved screen: a console with text, or a picture of the Mandelbrot set.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -9,15 +9,15 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use mdev_core::abi::program::Mandelbrot;
 
-/// Size of a text cell. Larger fonts are multiples of it.
+/// Size of a text cell. Larger fonts are multiples of this size.
 const CELL: (usize, usize) = (8, 16);
 
-/// An RGB picture.
+/// RGB picture.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Picture {
-    /// Pixels in a row.
+    /// Width in pixels.
     pub width: usize,
-    /// Rows.
+    /// Height in pixels.
     pub height: usize,
     pixels: Vec<u32>,
 }
@@ -29,15 +29,18 @@ impl std::fmt::Debug for Picture {
 }
 
 impl Picture {
-    /// Reads a PNG file with 8 bits a channel.
+    /// Reads a PNG file with 8 bits per channel.
     pub fn read(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
-        let wrong = || format!("{} is no PNG", path.display());
+        let wrong = || format!("{} is not a PNG file", path.display());
         let mut reader = png::Decoder::new(BufReader::new(file)).read_info().with_context(wrong)?;
         let size = reader.output_buffer_size().with_context(wrong)?;
         let mut bytes = vec![0; size];
         let info = reader.next_frame(&mut bytes).with_context(wrong)?;
-        ensure!(info.bit_depth == png::BitDepth::Eight, "The picture has not 8 bits a channel");
+        ensure!(
+            info.bit_depth == png::BitDepth::Eight,
+            "The picture does not have 8 bits per channel"
+        );
         let samples = info.color_type.samples();
         let pixels = bytes[..info.buffer_size()]
             .chunks_exact(samples)
@@ -50,12 +53,12 @@ impl Picture {
         Ok(Self { width: info.width as usize, height: info.height as usize, pixels })
     }
 
-    /// Whether all of it has one colour.
+    /// Returns whether all pixels have one color.
     pub fn is_all(&self, colour: u32) -> bool {
         !self.pixels.is_empty() && self.pixels.iter().all(|pixel| *pixel == colour)
     }
 
-    /// Checks that it shows text: a plain background, and many characters of many shapes.
+    /// Checks that the picture shows text: a plain background and many characters of many shapes.
     pub fn check_text(&self) -> Result<()> {
         let mut colours = HashMap::new();
         for pixel in &self.pixels {
@@ -66,7 +69,7 @@ impl Picture {
         };
         let ink = 100.0 - 100.0 * plain as f64 / self.pixels.len() as f64;
         ensure!(ink > 0.1, "The screen is blank");
-        ensure!(ink < 40.0, "{ink:.0} % of the screen is not background: this is no text");
+        ensure!(ink < 40.0, "{ink:.0} % of the screen is not background: not a text console");
         let (mut characters, mut shapes) = (0, HashSet::new());
         for top in (0..self.height.saturating_sub(CELL.1 - 1)).step_by(CELL.1) {
             for left in (0..self.width.saturating_sub(CELL.0 - 1)).step_by(CELL.0) {
@@ -92,8 +95,8 @@ impl Picture {
         Ok(())
     }
 
-    /// Checks that it shows the Mandelbrot set: the colours of the kernel that draws it and no others, many of them, a
-    /// part of it inside the set, and the upper half a mirror of the lower.
+    /// Checks that the picture shows the Mandelbrot set: many colors of the kernel and no others, a
+    /// part inside the set, and vertical symmetry.
     pub fn check_mandelbrot(&self) -> Result<()> {
         let palette: HashSet<u32> = (0..=0xffff).map(Mandelbrot::colour).chain([0]).collect();
         let foreign = self.pixels.iter().filter(|pixel| !palette.contains(pixel)).count();
@@ -129,14 +132,14 @@ mod tests {
     }
 
     #[test]
-    fn a_blank_screen_and_noise_are_no_text() {
+    fn blank_screen_and_noise_are_rejected_as_text() {
         assert!(picture(640, 480, |_, _| 0x20_2020).check_text().is_err());
         let noise = picture(640, 480, |x, y| ((x * 7919 + y * 104_729) % 251) as u32);
         assert!(noise.check_text().is_err());
     }
 
     #[test]
-    fn many_shapes_on_a_plain_ground_are_text() {
+    fn many_shapes_on_plain_background_are_text() {
         let text = picture(640, 480, |x, y| {
             let (column, row) = (x / 8, y / 16);
             let glyph = (column * 31 + row * 17) % 97;
@@ -148,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_picture_is_known() {
+    fn mandelbrot_picture_is_recognized() {
         let (width, height) = (320, 200);
         let step = 2.6 / height as f32;
         let drawing = Mandelbrot {

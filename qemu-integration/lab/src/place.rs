@@ -1,4 +1,4 @@
-//! Where the lab runs: in its workspace, where cargo builds what it needs, or in a bundle that has all of it.
+//! Location of the lab's files: a workspace, where cargo builds the programs, or a bundle.
 
 use std::path::{Path, PathBuf};
 
@@ -8,50 +8,50 @@ use nix::unistd::{Gid, Uid};
 use crate::build::Programs;
 use crate::root::Root;
 
-/// Files and folders of a bundle, from its top.
+/// Paths of files and folders in a bundle.
 pub mod layout {
-    /// The lab itself.
+    /// Program of the lab.
     pub const RUN: &str = "run";
-    /// `vgpud`, `vgpuctl`, the benchmarks.
+    /// Folder of `vgpud`, `vgpuctl` and the benchmarks.
     pub const PROGRAMS: &str = "bin";
-    /// QEMU and the guest's kernel, as [`crate::root`] prepares them.
+    /// Folder of QEMU and the guest's kernel, as prepared by [`crate::root`].
     pub const ROOT: &str = "vm";
-    /// The guest's root.
+    /// Root of the guest.
     pub const INITRAMFS: &str = "vm/initramfs.cpio";
-    /// The kernels' source, for GPUs that run machine code.
+    /// Source of the kernels, for GPUs that execute machine code.
     pub const KERNELS: &str = "kernels.cu";
-    /// The source of the program that kernels' speed is set against.
+    /// Source of the CUDA reference program.
     pub const CUDA: &str = "cuda.c";
 }
 
-/// Who the lab becomes where it is started as root: `nobody`, wherever there is one.
+/// User id that the lab switches to if started as root.
 const UNPRIVILEGED: u32 = 65534;
 
-/// An unpacked bundle.
+/// Unpacked bundle.
 #[derive(Clone, Debug)]
 pub struct Bundle(PathBuf);
 
 impl Bundle {
-    /// The bundle that this program is the `run` of, if it is one.
+    /// Returns the bundle that contains this program as `run`, if any.
     pub fn find() -> Option<Self> {
         let top = std::env::current_exe().ok()?.parent()?.to_path_buf();
         let bundle = Self(top);
         bundle.path(layout::INITRAMFS).exists().then_some(bundle)
     }
 
-    /// Where something of [`layout`] is.
+    /// Returns the path of an item of [`layout`].
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 
-    /// QEMU and the guest's kernel.
+    /// Finds QEMU and the guest's kernel.
     pub fn root(&self) -> Result<Root> {
         let folder = self.path(layout::ROOT);
         Root::in_folder(&folder)
             .with_context(|| format!("The QEMU in {} does not run here", folder.display()))
     }
 
-    /// The programs of the host.
+    /// Finds the host's programs.
     pub fn programs(&self) -> Result<Programs> {
         let folder = self.path(layout::PROGRAMS);
         let entries = std::fs::read_dir(&folder)
@@ -61,7 +61,8 @@ impl Bundle {
         Ok(Programs { programs, folder })
     }
 
-    /// Gives up root's rights for good, so that all that is shown is done without any. `out` is for what is written.
+    /// Drops root's rights permanently, to show that the demo runs unprivileged. `out` is the
+    /// output folder.
     pub fn drop_privileges(&self, out: &Path) -> Result<()> {
         if !nix::unistd::geteuid().is_root() {
             return Ok(());
@@ -76,7 +77,7 @@ impl Bundle {
         nix::sys::prctl::set_no_new_privs()?;
         std::fs::File::open(self.path(layout::INITRAMFS)).with_context(|| {
             format!(
-                "User {UNPRIVILEGED} cannot read {}: unpack the bundle where all may, such as /tmp",
+                "User {UNPRIVILEGED} cannot read {}: unpack the bundle in a readable folder such as /tmp",
                 self.0.display()
             )
         })?;

@@ -1,4 +1,4 @@
-//! What is being done, for people: a spinner for each step on a terminal, plain lines elsewhere.
+//! Progress output: a spinner for each step on a terminal, plain lines elsewhere.
 
 use std::borrow::Cow;
 use std::io::IsTerminal;
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-/// The steps of a run. Clones show their steps in the same place.
+/// Steps of a run. Clones show their steps in the same place.
 #[derive(Clone, Debug)]
 pub struct Progress {
     bars: Option<MultiProgress>,
 }
 
 impl Progress {
-    /// On standard error.
+    /// Creates progress output on standard error.
     pub fn new() -> Self {
         Self { bars: std::io::stderr().is_terminal().then(MultiProgress::new) }
     }
@@ -51,7 +51,7 @@ impl Default for Progress {
     }
 }
 
-/// A step that is going on. Dropped without [`Step::done`], it counts as failed.
+/// Running step. Counts as failed if dropped without [`Step::done`].
 #[derive(Debug)]
 pub struct Step {
     what: Cow<'static, str>,
@@ -61,14 +61,14 @@ pub struct Step {
 }
 
 impl Step {
-    /// Shows what the step is at, on terminals only.
+    /// Shows a detail of the step, on terminals only.
     pub fn at(&self, detail: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(format!("{}: {detail}", self.what));
         }
     }
 
-    /// The step is done.
+    /// Marks the step as done.
     pub fn done(mut self) {
         self.finish("ok ");
     }

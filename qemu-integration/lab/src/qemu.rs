@@ -1,4 +1,4 @@
-//! Virtual machines: QEMU processes with a memory that a vGPU can reach, a command line inside, and QMP.
+//! Virtual machines: QEMU processes with shared memory, a command line in the guest, and QMP.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,52 +17,52 @@ use crate::cleanup::Process;
 use crate::guest::Guest;
 use crate::qmp::Qmp;
 
-/// Root ports that devices can be plugged into while the VM runs.
+/// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;
 const KEYS: &str = "keys.sock";
 const START_LIMIT: Duration = Duration::from_secs(20);
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 
-/// How the guest's memory is made.
+/// Backend of the guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Memory {
-    /// A shared memfd: what a vGPU needs.
+    /// Shared memfd, as required by a vGPU.
     #[default]
     Shared,
-    /// A memfd with `share=off`: a mistake that QEMU does not notice.
+    /// Memfd with `share=off`, a misconfiguration that QEMU accepts.
     Private,
-    /// Plain `-m`: another such mistake.
+    /// Plain `-m`, another misconfiguration that QEMU accepts.
     Plain,
 }
 
-/// A VM to be.
+/// Configuration of a VM.
 #[derive(Clone, Debug)]
 pub struct VmSpec {
-    /// Shown on its screen.
+    /// Name, shown on the screen.
     pub name: String,
-    /// Size of its memory in MiB.
+    /// Memory size in MiB.
     pub memory_mib: u32,
-    /// How that is made.
+    /// Memory backend.
     pub memory: Memory,
-    /// Devices from the start, in QEMU's JSON form.
+    /// Devices present at start, in QEMU's JSON form.
     pub devices: Vec<Value>,
-    /// KVM instead of TCG.
+    /// Whether to use KVM instead of TCG.
     pub kvm: bool,
-    /// Its clock counts instructions, and jumps to the next timer while it is idle: what waits for a slow device takes no
-    /// time.
+    /// Whether the clock counts instructions and skips to the next timer while idle, so that
+    /// waiting for a slow device takes no time.
     pub virtual_time: bool,
-    /// Its clock counts instructions while there is work: a VM that is emulated in an emulated VM is so slow that it would
-    /// do nothing but take its timer's interrupts.
+    /// Whether the clock counts instructions while busy. In nested emulation, timer interrupts
+    /// would otherwise use all CPU time.
     pub counted_time: bool,
-    /// What [`Vm::save`] has written of a VM that was started alike: it goes on from there.
+    /// State saved by [`Vm::save`] from a VM with the same configuration, to resume from.
     pub saved: Option<PathBuf>,
-    /// A folder of this machine that its guest's root may write to as it is, by the name `root`.
+    /// Folder of this machine that the guest's root may write to, shared as `root`.
     pub folder: Option<PathBuf>,
 }
 
 impl VmSpec {
-    /// A small VM with a shared memory and no device.
+    /// Returns a small VM with shared memory and no device.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -77,7 +77,7 @@ impl VmSpec {
         }
     }
 
-    /// With a vGPU, by its socket.
+    /// Adds a vGPU, given its socket.
     #[must_use]
     pub fn with_vgpu(mut self, socket: &Path) -> Self {
         self.devices.push(vgpu_device("vgpu0", socket));
@@ -97,14 +97,15 @@ impl VmSpec {
             machine.push_str(",memory-backend=mem");
         }
         add(&["-machine", &machine, "-name", &self.name]);
-        // With AMD's CPUs the memory space ends at 1012 GiB; SeaBIOS puts the ports' windows beyond that.
+        // With AMD's CPUs the memory space ends at 1012 GiB; SeaBIOS puts the ports' windows beyond
+        // that.
         add(&["-cpu", "qemu64,vendor=GenuineIntel"]);
-        // Without a timer check: on a busy host an emulated CPU may get too little time to pass it.
+        // No timer check: on a busy host an emulated CPU may get too little time to pass it.
         let append =
             format!("console=ttyS0 no_timer_check fbcon=font:TER16x32 lab.name={}", self.name);
         add(&["-append", &append]);
         if self.virtual_time {
-            // 16 ns each.
+            // 16 ns per instruction.
             add(&["-icount", "shift=4,sleep=off"]);
         }
         if self.counted_time {
@@ -124,7 +125,7 @@ impl VmSpec {
             add(&["-device", &device.to_string()]);
         }
         for port in 0..HOTPLUG_PORTS {
-            // Windows for a vGPU's BARs: SeaBIOS reserves too little for a device that is not there yet.
+            // Windows for a vGPU's BARs: SeaBIOS reserves too little space for hot-plugged devices.
             let port = json!({
                 "driver": "pcie-root-port", "id": format!("port{port}"), "chassis": port + 1,
                 "addr": format!("{:#x}", 0x1c + port),
@@ -157,7 +158,7 @@ impl VmSpec {
             with("socket,id=qmp,path=", "qmp.sock", ",server=on,wait=off"),
             "-mon".into(),
             "chardev=qmp,mode=control".into(),
-            // For a console's keys: a monitor serves one client at a time.
+            // For key presses on a console; a monitor serves one client at a time.
             "-qmp".into(),
             with("unix:", KEYS, ",server=on,wait=off"),
         ]);
@@ -165,7 +166,7 @@ impl VmSpec {
     }
 }
 
-/// QEMU's JSON for a vGPU.
+/// Returns QEMU's JSON for a vGPU.
 pub fn vgpu_device(id: &str, socket: &Path) -> Value {
     json!({
         "driver": "vfio-user-pci", "id": id,
@@ -173,19 +174,19 @@ pub fn vgpu_device(id: &str, socket: &Path) -> Value {
     })
 }
 
-/// A running VM, killed when dropped.
+/// Running VM, killed when dropped.
 #[derive(Debug)]
 pub struct Vm {
-    /// QEMU's machine protocol.
+    /// QEMU Machine Protocol.
     pub qmp: Qmp,
-    /// The command line inside.
+    /// Command line in the guest.
     pub guest: Guest,
     process: Process,
     folder: PathBuf,
 }
 
 impl Vm {
-    /// Starts it. `folder` is for its sockets and logs, and for nobody else's.
+    /// Starts the VM. `folder` is reserved for its sockets and logs.
     pub fn start(lab: &Lab, spec: &VmSpec, folder: &Path) -> Result<Self> {
         fs::create_dir_all(folder)
             .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
@@ -199,7 +200,7 @@ impl Vm {
         let mut process = Process::spawn(command, Signal::SIGKILL)?;
         let deadline = Instant::now() + START_LIMIT;
         let (guest, qmp) = loop {
-            // The guest's socket first, so that nothing it says is lost.
+            // Connects to the guest's socket first, so that no output is lost.
             let guest = Guest::connect(&folder.join("agent.sock"));
             if let (Ok(guest), true) = (guest, folder.join("qmp.sock").exists()) {
                 break (guest, Qmp::connect(&folder.join("qmp.sock"))?);
@@ -213,57 +214,57 @@ impl Vm {
         Ok(Self { qmp, guest, process, folder: folder.to_path_buf() })
     }
 
-    /// Starts it and waits until its guest takes commands.
+    /// Starts the VM and waits until its guest accepts commands.
     pub fn boot(lab: &Lab, spec: &VmSpec, folder: &Path) -> Result<Self> {
         let mut vm = Self::start(lab, spec, folder)?;
         vm.wait_boot()?;
         Ok(vm)
     }
 
-    /// Waits until its guest takes commands, for the first time or again.
+    /// Waits until the guest accepts commands, after a boot or a reboot.
     pub fn wait_boot(&mut self) -> Result<()> {
         self.guest.wait_boot(BOOT_LIMIT).with_context(|| {
             let console = self.console();
             let lines: Vec<_> = console.lines().collect();
             let tail = lines[lines.len().saturating_sub(12)..].join("\n");
-            format!("{}\nThe end of its console:\n{tail}", self.errors())
+            format!("{}\nLast lines of the console:\n{tail}", self.errors())
         })
     }
 
-    /// Waits until one that was saved goes on: what is said to it before is lost.
+    /// Waits until a saved VM has resumed. Commands sent earlier would be lost.
     pub fn wait_running(&mut self) -> Result<()> {
         let deadline = Instant::now() + SAVE_LIMIT;
         while self.qmp.execute("query-status", &json!({}))?["running"] != json!(true) {
             if Instant::now() > deadline {
-                bail!("The saved VM does not go on: {}", self.errors());
+                bail!("The saved VM did not resume: {}", self.errors());
             }
             thread::sleep(Duration::from_millis(10));
         }
         Ok(())
     }
 
-    /// QEMU's process.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> Pid {
         self.process.pid()
     }
 
-    /// True while QEMU runs.
+    /// Returns true while QEMU runs.
     pub fn is_running(&mut self) -> bool {
         matches!(self.process.try_wait(), Ok(None))
     }
 
-    /// A monitor for a console's keys.
+    /// Returns the socket of a monitor for key presses.
     pub fn keys(&self) -> PathBuf {
         self.folder.join(KEYS)
     }
 
-    /// What the guest's kernel has said.
+    /// Returns the guest kernel's log.
     pub fn console(&self) -> String {
         let bytes = fs::read(self.folder.join("console.log")).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// What QEMU has complained of.
+    /// Returns QEMU's error output.
     pub fn errors(&self) -> String {
         fs::read_to_string(self.folder.join("qemu.log")).unwrap_or_default()
     }
@@ -274,14 +275,14 @@ impl Vm {
         self.qmp.execute("device_add", &device).map(drop)
     }
 
-    /// Unplugs a device, and waits until the guest has let it go.
+    /// Unplugs a device and waits until the guest has released it.
     pub fn unplug(&mut self, id: &str) -> Result<()> {
         self.qmp.drop_events();
         self.qmp.execute("device_del", &json!({ "id": id }))?;
         self.qmp.wait_event("DEVICE_DELETED", Duration::from_secs(60)).map(drop)
     }
 
-    /// Writes its memory and its devices to a file, and ends it.
+    /// Saves the memory and devices to a file and ends the VM.
     pub fn save(mut self, file: &Path) -> Result<()> {
         let uri = format!("file:{}", file.display());
         self.qmp.execute("migrate", &json!({ "uri": uri }))?;
@@ -291,7 +292,9 @@ impl Vm {
             match state["status"].as_str() {
                 Some("completed") => return self.quit(),
                 Some("failed" | "cancelled") => bail!("QEMU cannot save the VM: {state}"),
-                _ if Instant::now() > deadline => bail!("QEMU does not save the VM: {state}"),
+                _ if Instant::now() > deadline => {
+                    bail!("QEMU did not save the VM in time: {state}")
+                }
                 _ => thread::sleep(Duration::from_millis(10)),
             }
         }
@@ -303,7 +306,7 @@ impl Vm {
         self.process.wait(Duration::from_secs(10)).map(drop)
     }
 
-    /// Ends QEMU by SIGKILL.
+    /// Kills QEMU by SIGKILL.
     pub fn kill(mut self) {
         self.process.kill();
     }

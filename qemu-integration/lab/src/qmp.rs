@@ -1,4 +1,4 @@
-//! QEMU's machine protocol: enough of a client to plug, unplug, reset and end a VM.
+//! Client of the QEMU Machine Protocol: enough to plug, unplug, reset and end a VM.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 
-/// QEMU answers at once, unless a vCPU holds its big lock.
+/// Timeout of an answer. QEMU answers at once, unless a vCPU holds its big lock.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// A connection that has negotiated its capabilities.
+/// Connection with negotiated capabilities.
 #[derive(Debug)]
 pub struct Qmp {
     reader: BufReader<UnixStream>,
@@ -30,13 +30,13 @@ impl Qmp {
         let greeting =
             qmp.next(Instant::now() + ANSWER_LIMIT)?.context("QEMU sends no greeting")?;
         if greeting.get("QMP").is_none() {
-            bail!("This is no QMP socket: it says {greeting}");
+            bail!("Not a QMP socket: the greeting is {greeting}");
         }
         qmp.execute("qmp_capabilities", &json!({}))?;
         Ok(qmp)
     }
 
-    /// Runs a command and returns what it returned.
+    /// Runs a command and returns its result.
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value> {
         let mut request = json!({ "execute": command, "arguments": arguments }).to_string();
         request.push('\n');
@@ -55,7 +55,7 @@ impl Qmp {
         bail!("QEMU did not answer {command} within {} s", ANSWER_LIMIT.as_secs())
     }
 
-    /// Waits for an event of this name, and drops all that came before it.
+    /// Waits for an event of this name and discards earlier events.
     pub fn wait_event(&mut self, name: &str, timeout: Duration) -> Result<Value> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -72,12 +72,12 @@ impl Qmp {
         }
     }
 
-    /// Forgets the events that have come in so far.
+    /// Discards the received events.
     pub fn drop_events(&mut self) {
         self.events.clear();
     }
 
-    /// The next message, or none by the deadline.
+    /// Returns the next message, or none after the deadline.
     fn next(&mut self, deadline: Instant) -> Result<Option<Value>> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -85,13 +85,13 @@ impl Qmp {
                 return Ok(None);
             }
             self.reader.get_ref().set_read_timeout(Some(left))?;
-            // A line may arrive in parts: what came before a timeout stays in `self.line`.
+            // A line may arrive in parts; `self.line` keeps the data received before a timeout.
             match self.reader.read_until(b'\n', &mut self.line) {
                 Ok(0) => bail!("QEMU has ended"),
                 Ok(_) if self.line.ends_with(b"\n") => {
                     let message = serde_json::from_slice(&self.line);
                     self.line.clear();
-                    return message.map(Some).context("QEMU sent what is not JSON");
+                    return message.map(Some).context("QEMU sent invalid JSON");
                 }
                 Ok(_) => {}
                 Err(error)

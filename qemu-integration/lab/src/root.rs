@@ -1,8 +1,8 @@
-//! Which QEMU and which guest kernel: the system's QEMU where it is new enough, or else one of our own in a cache folder.
+//! QEMU and the guest kernel: the system's QEMU if new enough, otherwise a cached copy.
 //!
-//! The cached one is unpacked Debian packages (see [`crate::debs`]), run through their own dynamic loader, so that the
-//! host's C library does not matter. The folder appears by one rename when it is complete; an interrupted preparation
-//! leaves what it has fetched for the next one.
+//! The cached QEMU consists of unpacked Debian packages (see [`crate::debs`]), run through their
+//! own dynamic loader, independently of the host's C library. A complete folder appears by one
+//! rename; an interrupted preparation keeps its fetched packages for the next run.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,53 +17,53 @@ use crate::debs::{self, Debs};
 use crate::kernel::Kernel;
 use crate::progress::Progress;
 
-/// Changes when what is in the cached folder does.
+/// Version of the cached folder's contents.
 const LAYOUT: &str = "1";
-/// The first QEMU with a vfio-user client.
+/// First QEMU version with a vfio-user client.
 const OLDEST_QEMU: (u32, u32) = (10, 1);
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 const LOADER: &str = "lib64/ld-linux-x86-64.so.2";
 const PROGRAM: &str = "usr/bin/qemu-system-x86_64";
-/// The firmware that a q35 machine with a kernel of its own reads.
+/// Firmware for a q35 machine that boots a kernel directly.
 const FIRMWARE: [&str; 3] = [
     "usr/share/seabios/bios-256k.bin",
     "usr/share/qemu/linuxboot_dma.bin",
     "usr/share/qemu/kvmvapic.bin",
 ];
 
-/// What VMs are made of.
+/// QEMU and kernel of the VMs.
 #[derive(Clone, Debug)]
 pub struct Root {
-    /// The emulator.
+    /// Emulator.
     pub qemu: Qemu,
-    /// What boots in it.
+    /// Kernel that the VMs boot.
     pub kernel: Kernel,
 }
 
-/// An emulator that has `vfio-user-pci`.
+/// QEMU with `vfio-user-pci`.
 #[derive(Clone, Debug)]
 pub struct Qemu {
     program: PathBuf,
     args: Vec<OsString>,
     modules: Option<PathBuf>,
-    /// Where it was unpacked.
+    /// Folder that QEMU was unpacked to.
     folder: Option<PathBuf>,
-    /// For people: `11.1.3`.
+    /// Version for display, such as `11.1.3`.
     pub version: String,
 }
 
 impl Root {
-    /// Finds or prepares it.
+    /// Finds or prepares QEMU and the kernel.
     pub fn open(progress: &Progress) -> Result<Self> {
         Self::find_or_prepare(Qemu::system().as_ref(), progress)
     }
 
-    /// The same, with a QEMU of our own even where the system has one.
+    /// Finds or prepares the cached QEMU, even if the system's QEMU is new enough.
     pub fn open_own(progress: &Progress) -> Result<Self> {
         Self::find_or_prepare(None, progress)
     }
 
-    /// What is in a folder, if it is complete and runs here.
+    /// Returns the contents of a folder, if complete and executable on this machine.
     pub fn in_folder(folder: &Path) -> Option<Self> {
         Self::at(folder, None)
     }
@@ -97,10 +97,7 @@ impl Root {
         partial.rename(&folder)?;
         let _ = fs::remove_dir_all(&fetched);
         Self::at(&folder, system).with_context(|| {
-            format!(
-                "What was prepared in {0} does not work: remove {0} and try again",
-                folder.display()
-            )
+            format!("The files in {0} do not work: remove {0} and try again", folder.display())
         })
     }
 
@@ -145,7 +142,7 @@ fn prepare(fetched: &Path, folder: &Path, with_qemu: bool, progress: &Progress) 
     Ok(())
 }
 
-/// Makes the cache, and waits for another run that prepares something in it.
+/// Creates the cache and waits for concurrent preparations.
 pub(crate) fn lock(cache: &Path, progress: &Progress) -> Result<Flock<fs::File>> {
     fs::create_dir_all(cache)
         .with_context(|| format!("Cannot make the folder {}", cache.display()))?;
@@ -163,7 +160,7 @@ pub(crate) fn lock(cache: &Path, progress: &Progress) -> Result<Flock<fs::File>>
     Ok(lock)
 }
 
-/// Where the lab keeps what it has prepared.
+/// Returns the lab's cache folder.
 pub fn cache_folder() -> Result<PathBuf> {
     let base = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
     let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
@@ -171,12 +168,12 @@ pub fn cache_folder() -> Result<PathBuf> {
 }
 
 impl Qemu {
-    /// The system's, if it will do.
+    /// Returns the system's QEMU, if suitable.
     fn system() -> Option<Self> {
         Self::check("qemu-system-x86_64".into(), Vec::new(), None, None)
     }
 
-    /// The one in an unpacked root, run through the root's own dynamic loader.
+    /// Returns the QEMU in an unpacked root, run through the root's dynamic loader.
     fn unpacked(root: &Path) -> Option<Self> {
         let libraries = root.join(LIBRARIES);
         let args = vec![
@@ -193,14 +190,14 @@ impl Qemu {
         loader.exists().then(|| Self::check(loader, args, modules, Some(root.to_path_buf())))?
     }
 
-    /// Where it was unpacked; nothing for the system's.
+    /// Returns the folder that QEMU was unpacked to; none for the system's QEMU.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
     }
 
-    /// All files that an unpacked one needs to run VMs like the lab's: itself, its libraries, its firmware.
+    /// Returns all files that an unpacked QEMU needs: the program, libraries and firmware.
     pub fn files(&self) -> Result<Vec<PathBuf>> {
-        let root = self.folder().context("The system's QEMU is not ours to copy")?;
+        let root = self.folder().context("The system's QEMU cannot be bundled")?;
         let mut files = vec![root.join(LOADER), root.join(PROGRAM)];
         let mut list = Command::new(root.join(LOADER));
         list.arg("--library-path").arg(root.join(LIBRARIES)).arg("--list").arg(root.join(PROGRAM));
@@ -231,7 +228,7 @@ impl Qemu {
         String::from_utf8_lossy(&output.stdout).contains("\"vfio-user-pci\"").then_some(qemu)
     }
 
-    /// A command that runs it.
+    /// Returns a command that runs QEMU.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args);
@@ -242,7 +239,7 @@ impl Qemu {
     }
 }
 
-/// "QEMU emulator version 11.1.3 (Debian ...)"
+/// Parses a text such as "QEMU emulator version 11.1.3 (Debian ...)".
 fn parse_version(text: &str) -> Option<(String, (u32, u32))> {
     let version = text.split_once("version ")?.1.split_whitespace().next()?;
     let mut numbers = version.split('.').map(str::parse);

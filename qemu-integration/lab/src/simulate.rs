@@ -1,6 +1,7 @@
-//! `cargo lab simulate`: the scheduler of the manager on a runlist in simulated time, with up to 10,000 vGPUs.
+//! `cargo lab simulate`: the manager's scheduler on a simulated runlist and clock, with up to
+//! 10,000 vGPUs.
 //!
-//! Every number but the cost of a decision is the same on every machine.
+//! All results except decision costs are the same on every machine.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,40 +11,40 @@ use comfy_table::{Table, presets};
 use mdev_core::gpu::UsageReport;
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::sim::{Histogram, MAX_INSTANCES, Simulation, Workload};
-use mdev_core::sched::{Config, Core, Enforcement, Event, Mode, Policy, Share};
+use mdev_core::sched::{Config, Core, Enforcement, Event, Mode, Policy, ShareRequest};
 use uuid::Uuid;
 
 mod plot;
 mod whole;
 
-/// Points of the GPU that a share may be off, and those beside vGPUs that do their worst.
+/// Tolerance of a share in points of the GPU: normally, and beside adversarial vGPUs.
 const OFF: f64 = 1.0;
 const OFF_HOSTILE: f64 = 2.0;
-/// Nanoseconds that a decision may take: about one vGPU at one reading, or about all after one change.
+/// Limit of a decision's cost in nanoseconds, for one vGPU per reading and for one share change.
 const COST_NS: f64 = 2000.0;
-/// Changes of which the mean is taken.
+/// Number of share changes to average over.
 const CHANGES: usize = 500;
-/// What it costs to switch, as on the software GPU.
+/// Cost of a context switch, as on the software GPU.
 const SWITCH_NS: u64 = 2000;
-/// How late the manager asks.
+/// Delay of the manager's readings.
 const LATE: Duration = Duration::from_millis(1);
-/// One piece of work that a GPU does not preempt.
+/// Length of a unit of work that the GPU does not preempt.
 const PIECE_NS: u64 = 50_000;
 
-/// What the vGPUs do: half of them are always busy, and the others are like this.
+/// Workloads: half of the vGPUs are always busy, and the others have this workload.
 const MIXES: [&str; 4] = ["steady", "bursty", "idle", "hostile"];
 
-/// One simulated vGPU and what came of it.
+/// Simulated vGPU with its results.
 #[derive(Clone, Copy, Debug)]
 struct Member {
-    share: Share,
+    share: ShareRequest,
     workload: Workload,
-    /// Parts of the GPU, 0 to 1.
+    /// Fraction of the GPU, 0 to 1.
     due: f64,
     got: f64,
 }
 
-/// One row of the table.
+/// Row of the table.
 #[derive(Debug)]
 struct Outcome {
     mix: &'static str,
@@ -52,14 +53,14 @@ struct Outcome {
     waits: Histogram,
     used: f64,
     simulated: Duration,
-    /// For one vGPU at one reading of the counters.
+    /// Decision cost for one vGPU at one counter reading.
     decision_ns: f64,
-    /// For one change of a share, with all that follows for the others.
+    /// Decision cost of one share change, including updates of other vGPUs.
     change_ns: f64,
 }
 
 impl Outcome {
-    /// Differences between what was due to those that were always busy and what they got, in points.
+    /// Returns the differences between due and received shares of the always busy vGPUs, in points.
     fn errors(&self) -> impl Iterator<Item = f64> {
         let busy = self.members.iter().filter(|member| member.workload.is_endless());
         busy.map(|member| (member.got - member.due).abs() * 100.0)
@@ -74,24 +75,10 @@ impl Outcome {
     }
 }
 
-/// Simulates all mixes with each number of vGPUs; whether all promises were kept.
+/// Simulates all mixes with each number of vGPUs. Returns whether all checks passed.
 pub fn run(counts: &[u32], policy: Policy, enforcement: Enforcement, out: &Path) -> Result<bool> {
     std::fs::create_dir_all(out).with_context(|| format!("Cannot create {}", out.display()))?;
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_header([
-        "vgpus",
-        "workload",
-        "simulated",
-        "error max",
-        "mean",
-        "wait p50",
-        "p99",
-        "p99.9",
-        "used",
-        "decision",
-        "change",
-    ]);
+    let mut table = table();
     let mut outcomes = Vec::new();
     for count in counts {
         for mix in MIXES {
@@ -157,11 +144,32 @@ pub fn run(counts: &[u32], policy: Policy, enforcement: Enforcement, out: &Path)
     Ok(kept)
 }
 
+/// Returns an empty table of outcomes.
+fn table() -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    table.set_header([
+        "vgpus",
+        "workload",
+        "simulated",
+        "error max",
+        "mean",
+        "wait p50",
+        "p99",
+        "p99.9",
+        "used",
+        "decision",
+        "change",
+    ]);
+    table
+}
+
 fn id(index: usize) -> VgpuId {
     VgpuId(Uuid::from_u128(index as u128))
 }
 
-/// Half of the vGPUs are always busy. Weights are 1 to 4, and one vGPU in eight may not have more than that.
+/// Half of the vGPUs are always busy. Weights are 1 to 4, and one vGPU in eight is capped at its
+/// weight's share.
 fn members(mix: &str, count: usize, slice: Duration) -> Vec<Member> {
     let slice_ns = slice.as_nanos() as u64;
     let member = |index: usize| {
@@ -174,12 +182,18 @@ fn members(mix: &str, count: usize, slice: Duration) -> Vec<Member> {
                 Workload::bursty(PIECE_NS, burst_ns, 4 * burst_ns).after(index as u64 * 10_007)
             }
             (1, "idle") => Workload::IDLE,
-            // Kernels that run on for twice the mean slice, where nobody can stop them; and floods of nothing.
+            // Kernels that run for twice the mean slice without preemption, and floods of empty
+            // work.
             (1, "hostile") if index % 4 == 1 => Workload::steady(2 * slice_ns),
             (1, "hostile") => Workload::bursty(1000, 1000, 0),
             _ => steady,
         };
-        Member { share: Share { mode, ..Share::of(core) }, workload, due: 0.0, got: 0.0 }
+        Member {
+            share: ShareRequest { mode, ..ShareRequest::with_core(core) },
+            workload,
+            due: 0.0,
+            got: 0.0,
+        }
     };
     (0..count).map(member).collect()
 }
@@ -190,15 +204,15 @@ fn simulate(
     policy: Policy,
     enforcement: Enforcement,
 ) -> Result<Outcome> {
-    // Rounds of 200 ms, as far as the shortest slice allows that.
+    // Rounds of 200 ms, unless the shortest slice requires longer rounds.
     let slice = (Duration::from_millis(200) / count)
         .clamp(Duration::from_micros(100), Duration::from_millis(2));
     let mut members = members(mix, count as usize, slice);
     let config = Config { policy, slice, overcommit: true, ..Config::new(slice) };
-    // They start one after the other, and then the policy is put in force.
+    // The vGPUs start one after the other, before the policy takes effect.
     let starting = Config { policy: Policy::BestEffort, ..config };
     let mut sim = Simulation::new(starting, enforcement, SWITCH_NS);
-    sim.set_late(LATE);
+    sim.set_report_delay(LATE);
     for (index, member) in members.iter().enumerate() {
         sim.start(id(index), member.share, member.workload)?;
     }
@@ -206,7 +220,7 @@ fn simulate(
     let slices = (0..members.len()).filter_map(|index| sim.scheduler().slice(id(index)));
     let round: Duration = slices.sum();
     sim.run(Duration::from_secs(4).max((round * 8).min(Duration::from_secs(120))))?;
-    sim.forget_waits();
+    sim.reset_waits();
     let before = sim.usage();
     let simulated = Duration::from_secs(10).max(round * 20);
     sim.run(simulated)?;
@@ -236,7 +250,8 @@ fn simulate(
     })
 }
 
-/// What was due to those that were always busy, of the time that they had together: by weight, within caps.
+/// Computes the due shares of the always busy vGPUs: their total time, divided by weight within
+/// caps.
 fn fill(members: &mut [Member], policy: Policy, count: u32) {
     let mut open: Vec<_> =
         (0..members.len()).filter(|index| members[*index].workload.is_endless()).collect();
@@ -271,7 +286,8 @@ fn fill(members: &mut [Member], policy: Policy, count: u32) {
     }
 }
 
-/// What deciding costs on this machine, at its quietest: for one vGPU at a reading, and after one change.
+/// Measures the minimal cost of decisions on this machine, for one vGPU at a reading and for one
+/// share change.
 fn costs(sim: &Simulation, usage: &UsageReport) -> Result<(f64, f64)> {
     let mut scheduler = sim.scheduler().clone();
     let mut report = usage.clone();
@@ -289,15 +305,15 @@ fn costs(sim: &Simulation, usage: &UsageReport) -> Result<(f64, f64)> {
         drop(actions);
         decision_ns = decision_ns.min(took / report.vgpus.len().max(1) as f64);
     }
-    // Of one after the other, to other weights, with whatever the others have to be told of that: the mean, since a
-    // change about which many are to be told is dear, and rare.
+    // Changes one vGPU's weight after the other, including updates of other vGPUs. Uses the mean,
+    // since changes that affect many vGPUs are expensive and rare.
     let mut change_ns = f64::INFINITY;
     for round in 0..20 {
         let start = Instant::now();
         for step in 0..CHANGES {
             let core = Core::try_from(1 + ((step + round) % 4) as u8).ok();
             let id = id(step * 7 % usage.vgpus.len().max(1));
-            scheduler.handle(Event::ShareChanged { id, share: Share::of(core) })?;
+            scheduler.handle(Event::ShareChanged { id, share: ShareRequest::with_core(core) })?;
         }
         change_ns = change_ns.min(start.elapsed().as_nanos() as f64 / CHANGES as f64);
     }
@@ -309,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ten_vgpus_have_what_is_due_to_them_and_plots_are_drawn() {
+    fn ten_vgpus_receive_due_shares_and_plots_are_written() {
         let out = tempfile::tempdir().unwrap();
         for policy in Policy::ALL {
             for mix in MIXES {

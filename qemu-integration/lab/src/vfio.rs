@@ -1,7 +1,8 @@
-//! A host in a VM: a kernel with an IOMMU and vfio-pci, for what needs to own a physical device.
+//! Host in a VM: a kernel with an IOMMU and vfio-pci, for tests that need physical devices.
 //!
-//! The devices are QEMU's own (`edu`, the standard display adapter), and as physical as anything to the kernel inside:
-//! they are in IOMMU groups, drivers bind to them, and their DMA goes through the emulated IOMMU.
+//! The devices are emulated by QEMU (`edu`, the standard display adapter) and appear physical to
+//! the kernel in the VM: they are in IOMMU groups, drivers bind to them, and the emulated IOMMU
+//! translates their DMA.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,25 +21,25 @@ use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
 use crate::root::{Root, cache_folder};
 
-/// The state of a guest, beside its kernel.
+/// File name of a guest's saved state.
 const SAVED: &str = "saved";
-/// Changes when what is in the cached folder does.
+/// Version of the cached folder's contents.
 const LAYOUT: &str = "vfio-2";
-/// The modules, in the order in which they are loaded.
+/// Modules in load order.
 pub const MODULES: [&str; 5] =
     ["irqbypass", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
-/// Those with which a folder of this machine is mounted inside, in the order in which they are loaded.
+/// Modules for mounting a folder of this machine, in load order.
 pub const SHARED_FOLDER: [&str; 4] = ["netfs", "9pnet", "9pnet_virtio", "9p"];
-/// The command that loads them inside.
+/// Shell command that loads the modules in the VM.
 pub const LOAD: &str = "[ ! -e /vfio/iommufd.ko ] || insmod /vfio/iommufd.ko || exit 1; \
     for m in irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci; do insmod /vfio/$m.ko || exit 1; done";
 
-/// The lab, with a kernel that has vfio-pci, and with programs of this machine beside the guest's own.
+/// Prepares the lab with a vfio-pci kernel and adds programs of this machine to the guest.
 pub fn lab(lab: &Lab, programs: &[&Path], folder: &Path, progress: &Progress) -> Result<Lab> {
     lab_with(lab, kernel(progress)?, &MODULES, programs, folder)
 }
 
-/// The same, with another kernel and its modules.
+/// Prepares the lab with another kernel and its modules.
 pub(crate) fn lab_with(
     lab: &Lab,
     kernel: Kernel,
@@ -63,8 +64,8 @@ pub(crate) fn lab_with(
     Ok(lab)
 }
 
-/// The lab with a VM inside that has booted already, since to boot one in a VM in a VM takes minutes: QEMU, and what a
-/// guest was when it began to take commands. `plain` is the lab that this guest is made by.
+/// Adds QEMU and the saved state of a booted guest to the lab, because booting a nested VM takes
+/// minutes. `plain` is the lab that creates the guest.
 pub fn with_guest(
     host: Lab,
     plain: &Lab,
@@ -72,7 +73,7 @@ pub fn with_guest(
     folder: &Path,
     progress: &Progress,
 ) -> Result<Lab> {
-    // The system's QEMU could not be copied.
+    // The system's QEMU cannot be copied.
     let plain = Lab { root: Root::open_own(progress)?, kvm: false, ..plain.clone() };
     let saved = folder.join("guest.saved");
     Vm::boot(&plain, guest, &folder.join("guest"))?.save(&saved)?;
@@ -93,7 +94,7 @@ pub fn with_guest(
     Ok(Lab { initramfs, ..host })
 }
 
-/// In a host that has one: the guest of [`with_guest`], as it goes on.
+/// Resumes the guest of [`with_guest`], inside a host that contains it.
 pub fn guest_inside(guest: &VmSpec, folder: &Path) -> Result<Vm> {
     let top = Path::new("/");
     let root = Root::in_folder(&top.join(layout::ROOT)).context("The QEMU inside does not run")?;
@@ -115,19 +116,19 @@ pub fn machine(name: &str) -> VmSpec {
     spec
 }
 
-/// Modules of a kernel, as files inside.
+/// Returns the modules of a kernel as files of the VM.
 pub fn modules(kernel: &Kernel, names: &[&str]) -> Vec<(String, PathBuf)> {
     let folder = kernel.modules.with_file_name("vfio");
     let file = |name: &&str| (format!("vfio/{name}.ko"), folder.join(format!("{name}.ko")));
     names.iter().map(file).collect()
 }
 
-/// The program that loads modules, which a Debian has.
+/// Path of the program that loads modules, as on Debian.
 pub fn kmod(kernel: &Kernel) -> PathBuf {
     kernel.modules.with_file_name("kmod")
 }
 
-/// The lab's stock kernel again, with more of its modules.
+/// Returns the lab's stock kernel with more of its modules.
 pub fn kernel(progress: &Progress) -> Result<Kernel> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);
@@ -163,7 +164,7 @@ pub fn kernel(progress: &Progress) -> Result<Kernel> {
     Ok(Kernel::in_folder(&folder))
 }
 
-/// The shared libraries of a program of this machine, and its loader.
+/// Returns the shared libraries and the loader of a program of this machine.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("Cannot run ldd")?;
     // "libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f...)", "/lib64/ld-linux-x86-64.so.2 (0x00007f...)"

@@ -1,7 +1,7 @@
-//! Programs of other people's that look at our consoles: a browser, and a VNC client.
+//! Third-party programs that display consoles: a browser and a VNC client.
 //!
-//! Debian packages, unpacked into the cache folder as QEMU is and run by their own dynamic loader: Chromium without a
-//! window, and `gvnccapture` of gtk-vnc, the library that virt-manager shows screens with.
+//! Debian packages, unpacked into the cache folder and run by their own dynamic loader: headless
+//! Chromium, and `gvnccapture` of gtk-vnc, the library that virt-manager uses for screens.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -15,24 +15,24 @@ use crate::debs::{self, Debs};
 use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
-/// Changes when what is in the cached folder does.
+/// Version of the cached folder's contents.
 const LAYOUT: &str = "viewers-1";
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 const LOADER: &str = "lib64/ld-linux-x86-64.so.2";
 const CHROMIUM: &str = "usr/lib/chromium";
 
-/// What is not read by a program without a window.
+/// Files that a headless program does not read.
 const NOT_NEEDED: [&str; 4] =
     ["usr/share/doc", "usr/share/locale", "usr/share/icons", "usr/share/man"];
 
-/// Where they are.
+/// Unpacked viewers.
 #[derive(Clone, Debug)]
 pub struct Viewers {
     root: PathBuf,
 }
 
 impl Viewers {
-    /// Finds them, or fetches them: about 100 MiB.
+    /// Finds the viewers in the cache, or fetches about 100 MiB.
     pub fn open(progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
         let folder = cache.join(LAYOUT);
@@ -54,7 +54,7 @@ impl Viewers {
         let step = progress.step("Fetching a browser and a VNC client");
         let debs = Debs::open(&fetched)?;
         debs.fetch_closure(&["chromium-headless-shell", "fonts-dejavu-core", "libgvnc-1.0-0"])?;
-        // Without what its window would need.
+        // Excludes files for a window.
         debs.fetch(&["gvncviewer", "libgdk-pixbuf-2.0-0", "libgdk-pixbuf2.0-common"])?;
         step.done();
         let step = progress.step("Unpacking them");
@@ -71,8 +71,8 @@ impl Viewers {
         Ok(viewers)
     }
 
-    /// Makes the browser start from where it will be: it starts itself again by the path of what it runs from, and has
-    /// its files beside that, so the loader lies beside them too.
+    /// Prepares the browser's folder: Chromium restarts itself by the path of its executable and
+    /// finds its files next to it, so the loader must be in the same folder.
     fn wire(&self, root: &Path) -> Result<()> {
         fs::copy(self.root.join(LOADER), self.root.join(CHROMIUM).join("loader"))?;
         let (root, chromium) = (root.display(), root.join(CHROMIUM));
@@ -97,7 +97,7 @@ impl Viewers {
         .context("Cannot write the fonts' configuration")
     }
 
-    /// A browser without a window, which has its files in `profile`, an empty folder.
+    /// Returns a command for a headless browser with its files in `profile`, an empty folder.
     pub fn chromium(&self, profile: &Path) -> Command {
         let start = self.root.join(CHROMIUM).join("start");
         let mut command = Command::new(&start);
@@ -120,7 +120,7 @@ impl Viewers {
         command
     }
 
-    /// gtk-vnc's client, which saves a screen as a picture.
+    /// Returns a command for gtk-vnc's client, which saves a screen as a picture.
     pub fn gvnccapture(&self) -> Command {
         let mut command = Command::new(self.root.join(LOADER));
         command.arg("--library-path").arg(self.root.join(LIBRARIES));

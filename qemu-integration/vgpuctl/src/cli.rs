@@ -1,9 +1,9 @@
-//! The command line: mdevctl's verbs and flags, and our own.
+//! Definition of the command line.
 //!
-//! * [`definitions`]: what mdevctl has
-//! * [`shares`], [`screens`], [`host`]: what it has not
-//! * [`vm`], [`libvirt`]: what stands between a vGPU and a VM
-//! * [`values`]: what is parsed
+//! * [`definitions`]: mdevctl's commands and flags
+//! * [`shares`], [`screens`], [`host`]: commands that mdevctl does not have
+//! * [`vm`], [`libvirt`]: commands that attach vGPUs to VMs
+//! * [`values`]: parsers of option values
 
 pub mod definitions;
 pub mod host;
@@ -21,37 +21,37 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Undefine};
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
-pub use self::screens::{Focus, Screenshot, Turns, View, Web};
+pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
 pub use self::vm::{LibvirtXml, QemuArgs};
 
 const EXAMPLES: &str = "\
 Examples:
-  vgpuctl types                                       what there is
-  vgpuctl define -p soft0 -t SOFT-1Q --attr core=80   define one; prints its uuid
-  vgpuctl start -u UUID                               start it
-  vgpuctl start -p soft0 -t SOFT-1Q                   one that is gone when stopped
-  vgpuctl qemu-args -u UUID                           how a VM attaches to it
-  vgpuctl stats                                       who uses how much
-  vgpuctl top                                         the same, as it happens
-  vgpuctl scheduler --policy equal-share              how a GPU's time is divided
-  vgpuctl doctor                                      what on this host is in the way
-  vgpuctl view UUID                                   its screen, live
-  vgpuctl web                                         all of it in a browser
-  vgpuctl screenshot -u UUID -o screen.png            a picture of its screen
-  vgpuctl focus UUID                                  its screen on the GPU's own
+  vgpuctl types                                       list available vGPU types
+  vgpuctl define -p soft0 -t SOFT-1Q --attr core=80   define a vGPU; prints its uuid
+  vgpuctl start -u UUID                               start the vGPU
+  vgpuctl start -p soft0 -t SOFT-1Q                   start a transient vGPU
+  vgpuctl qemu-args -u UUID                           print QEMU arguments for the vGPU
+  vgpuctl stats                                       show GPU usage by vGPU
+  vgpuctl top                                         show live GPU usage
+  vgpuctl scheduler --policy equal-share              change the scheduling policy
+  vgpuctl doctor                                      check this host for problems
+  vgpuctl view UUID                                   show the vGPU's screen live
+  vgpuctl web                                         open the web console
+  vgpuctl screenshot -u UUID -o screen.png            save the vGPU's screen
+  vgpuctl focus UUID                                  show the vGPU on the physical screen
 
 Exit status:
-  0  done
-  1  failed
-  2  the command line, or a value in it, is wrong
+  0  success
+  1  failure
+  2  invalid command line or value
   3  vgpud cannot be reached
-  4  there is no such vGPU, parent or type
-  5  not possible now: it exists, runs, does not run, is in use, there is no room, or a callout
-     script says no
-  6  not for this user";
+  4  no such vGPU, parent or type
+  5  not possible now: the vGPU exists, is running, is not running or is in use, there is no room,
+     or a callout script refused
+  6  permission denied";
 
-/// Share a physical GPU between virtual machines: define, start, stop and watch vGPUs.
+/// Share a physical GPU between virtual machines: define, start, stop and monitor vGPUs.
 #[derive(Debug, Parser)]
 #[command(name = "vgpuctl", version, after_help = EXAMPLES, max_term_width = 100)]
 pub struct Cli {
@@ -64,47 +64,47 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// List the vGPU types that each parent offers, and how many more of each can be started.
+    /// List the vGPU types of each parent, with the number of vGPUs that can still be started.
     Types(Types),
-    /// List vGPUs: those that run, or with --defined those that are defined.
+    /// List running vGPUs, or with --defined all defined vGPUs.
     List(List),
-    /// Define a vGPU: it survives a reboot. A running one is not affected.
+    /// Define a vGPU. The definition survives a reboot. A running vGPU is not affected.
     Define(Define),
-    /// Remove a definition. A running vGPU goes on until it is stopped.
+    /// Remove a definition. A running vGPU keeps running until it is stopped.
     Undefine(Undefine),
     /// Change a definition, a running vGPU (--live), or both (--live --defined).
     Modify(Modify),
-    /// Start a vGPU that is defined, or a transient one. Its socket is ready when this returns.
+    /// Start a defined or a transient vGPU. The socket is ready when the command returns.
     Start(Start),
     /// Stop a vGPU.
     Stop(Stop),
-    /// List this host's devices that could be a parent, who drives them, and what to do about it.
+    /// List this host's possible parents with their drivers, and how to use them.
     Parents(Parents),
-    /// Show what every running vGPU was given and used: -v shows every counter.
+    /// Show shares and usage of running vGPUs; -v shows all counters.
     Stats(Stats),
-    /// Show or change how a parent's time is divided: at once, while VMs run, and for good.
+    /// Show or change a parent's scheduler. Changes apply at once and are permanent.
     Scheduler(Scheduler),
-    /// Check this host: QEMU, the VMs that run, GPU, groups and vgpud, with a fix for each finding.
+    /// Check this host: QEMU, running VMs, GPU, groups and vgpud. Print a fix for each finding.
     Doctor(Doctor),
-    /// Print what completes command lines in a shell.
+    /// Print a shell's completion script.
     #[command(hide = true)]
     Completions(Completions),
     /// Write the manual pages into a folder.
     #[command(hide = true)]
     Man(Man),
-    /// Watch shares as they are used, on the terminal: q leaves, arrows choose.
+    /// Show live shares on the terminal: q quits, arrows select.
     Top(Top),
     /// Show a vGPU's screen live, in a VNC viewer.
     View(View),
-    /// Let a browser on this host into the web console: prints an address, good for once.
+    /// Print a one-time address that opens the web console in a browser on this host.
     Web(Web),
-    /// Save what is on a vGPU's screen as a PNG file.
+    /// Save a vGPU's screen as a PNG file.
     Screenshot(Screenshot),
-    /// Put a vGPU's screen on the physical one, let vGPUs take turns there, or say who is there.
+    /// Show a vGPU on the physical screen, rotate the screen between vGPUs, or print the focus.
     Focus(Focus),
-    /// Take over definitions from a tree of mdevctl's: says what would be done, and does it with --apply.
+    /// Import mdevctl's definitions. Prints the planned changes; --apply makes them.
     Import(Import),
-    /// mdevctl's, for udev. vgpud starts vGPUs by itself.
+    /// mdevctl's command for udev. Not supported: vgpud starts vGPUs itself.
     #[command(hide = true)]
     StartParentMdevs {
         /// A parent.
@@ -112,18 +112,18 @@ pub enum Command {
     },
     /// Print the QEMU arguments that attach a VM to a vGPU.
     QemuArgs(QemuArgs),
-    /// Print the parts of a libvirt domain that attach it to a vGPU.
+    /// Print the parts of a libvirt domain that attach the domain to a vGPU.
     LibvirtXml(LibvirtXml),
-    /// Give libvirt domains vGPUs, which start and stop with them.
+    /// Attach vGPUs to libvirt domains. The vGPUs start and stop with their domains.
     Libvirt(libvirt::Libvirt),
 }
 
-/// How a reading command answers.
+/// Output format of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
-    /// For people.
+    /// Text for people.
     #[default]
     Text,
-    /// For programs: a shape that does not change with the number of results.
+    /// JSON for programs. The structure does not depend on the number of results.
     Json,
 }

@@ -1,4 +1,4 @@
-//! The control API's client: one HTTP/1.1 request on a UNIX socket per question.
+//! Client of the control API. Each request is HTTP/1.1 on a new UNIX socket connection.
 
 use std::error::Error as _;
 use std::fmt::Display;
@@ -18,45 +18,45 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::net::UnixStream;
-use vfio_user_server::api::consoles::PROTOCOL;
-use vfio_user_server::api::model::{ErrorBody, Vgpu};
+use vgpud_api::RFB_UPGRADE;
+use vgpud_api::{ErrorBody, Vgpu};
 
 use crate::failure::Failure;
 
-/// Longest answer that is read: a picture of the largest screen is well below.
-const MAX_ANSWER: usize = 256 << 20;
-/// Longer than anything that vgpud does for one request.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Maximum size of a response in bytes. A picture of the largest screen stays well below this.
+const MAX_RESPONSE: usize = 256 << 20;
+/// Timeout of a request; longer than any operation of vgpud.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Who answers at a socket.
+/// Client of the manager at a control socket.
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Client {
-    /// A client of the manager at `socket`. Nothing is connected yet.
+    /// Creates a client without connecting.
     pub fn new(socket: PathBuf) -> Self {
-        Self { socket, patience: PATIENCE }
+        Self { socket, timeout: REQUEST_TIMEOUT }
     }
 
-    /// Where it is.
+    /// Returns the path of the control socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Reads something.
+    /// Sends a GET request and parses the JSON response.
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Failure> {
         self.parse(&self.send(Method::GET, path, Bytes::new()).await?)
     }
 
-    /// Reads something that is not JSON.
+    /// Sends a GET request and returns the response body.
     pub async fn get_bytes(&self, path: &str) -> Result<Bytes, Failure> {
         self.send(Method::GET, path, Bytes::new()).await
     }
 
-    /// Asks for something to be made or done, and reads what came of it. `()` is no body.
+    /// Sends a POST request and parses the JSON response. A body of `()` is empty.
     pub async fn post<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -65,8 +65,8 @@ impl Client {
         self.parse(&self.send(Method::POST, path, json(body)?).await?)
     }
 
-    /// Asks for something to be done. `()` is no body.
-    pub async fn order(
+    /// Sends a request and ignores the response body. A body of `()` is empty.
+    pub async fn request(
         &self,
         method: Method,
         path: &str,
@@ -75,7 +75,7 @@ impl Client {
         self.send(method, path, json(body)?).await.map(drop)
     }
 
-    /// A vGPU, or `None` where there is none.
+    /// Returns a vGPU, or `None` if it does not exist.
     pub async fn find(&self, id: VgpuId) -> Result<Option<Vgpu>, Failure> {
         match self.get(&vgpu_path(id)).await {
             Ok(vgpu) => Ok(Some(vgpu)),
@@ -84,12 +84,12 @@ impl Client {
         }
     }
 
-    /// A vGPU that must be there, and on that parent where one is named.
+    /// Returns a vGPU. Fails if it does not exist or is not on the named parent.
     pub async fn vgpu(&self, id: VgpuId, parent: Option<&str>) -> Result<Vgpu, Failure> {
         let vgpu = self.find(id).await?.ok_or(Failure::NoVgpu(id))?;
         match parent {
             Some(parent) if vgpu.parent != parent => Err(Failure::Usage(format!(
-                "vGPU {id} is on parent {}, not {parent}; leave --parent out, or name that one",
+                "vGPU {id} is on parent {}, not {parent}; omit --parent, or name that parent",
                 vgpu.parent
             ))),
             _ => Ok(vgpu),
@@ -97,14 +97,14 @@ impl Client {
     }
 
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
-        let (status, bytes) = self.patiently(self.exchange(method, path, body)).await?;
+        let (status, bytes) = self.with_timeout(self.exchange(method, path, body)).await?;
         if status.is_success() {
             return Ok(bytes);
         }
         Err(self.refusal(status, &bytes))
     }
 
-    /// Opens a screen: a connection that speaks RFB from here on.
+    /// Opens a screen and returns its connection, upgraded to RFB.
     pub async fn upgrade(
         &self,
         path: &str,
@@ -113,20 +113,20 @@ impl Client {
         let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
-        // It ends with the connection, which whoever has the screen ends.
+        // The task ends when the caller drops the upgraded connection.
         tokio::spawn(connection.with_upgrades());
-        let mut request = request(Method::POST, path, json(body)?)?;
+        let mut request = build_request(Method::POST, path, json(body)?)?;
         let headers = request.headers_mut();
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
-        headers.insert(header::UPGRADE, HeaderValue::from_static(PROTOCOL));
-        let asked = async { sender.send_request(request).await.map_err(lost) };
-        let answer = self.patiently(asked).await?;
-        if answer.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return Ok(TokioIo::new(hyper::upgrade::on(answer).await.map_err(lost)?));
+        headers.insert(header::UPGRADE, HeaderValue::from_static(RFB_UPGRADE));
+        let response = async { sender.send_request(request).await.map_err(lost) };
+        let response = self.with_timeout(response).await?;
+        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+            return Ok(TokioIo::new(hyper::upgrade::on(response).await.map_err(lost)?));
         }
-        let status = answer.status();
-        let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
-        let bytes = body.map_err(|error| self.nonsense(error.to_string()))?.to_bytes();
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
+        let bytes = body.map_err(|error| self.invalid_response(error.to_string()))?.to_bytes();
         Err(self.refusal(status, &bytes))
     }
 
@@ -135,7 +135,7 @@ impl Client {
             let socket = self.socket.clone();
             match error.kind() {
                 io::ErrorKind::PermissionDenied => {
-                    Failure::NotForUs { socket, user: nix::unistd::geteuid().as_raw() }
+                    Failure::PermissionDenied { socket, user: nix::unistd::geteuid().as_raw() }
                 }
                 _ => Failure::Unreachable { socket, reason: error.to_string() },
             }
@@ -145,7 +145,7 @@ impl Client {
     fn refusal(&self, status: StatusCode, bytes: &[u8]) -> Failure {
         match serde_json::from_slice::<ErrorBody>(bytes) {
             Ok(body) => Failure::Refused(body.error),
-            Err(_) => self.nonsense(format!("status {status} without a reason")),
+            Err(_) => self.invalid_response(format!("status {status} without a reason")),
         }
     }
 
@@ -159,21 +159,21 @@ impl Client {
         let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
-        let request = request(method, path, body)?;
-        let ask = async {
-            let answer = sender.send_request(request).await.map_err(lost)?;
-            let status = answer.status();
-            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
-            let body = body.map_err(|error| self.nonsense(error.to_string()))?;
+        let request = build_request(method, path, body)?;
+        let exchange = async {
+            let response = sender.send_request(request).await.map_err(lost)?;
+            let status = response.status();
+            let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
+            let body = body.map_err(|error| self.invalid_response(error.to_string()))?;
             Ok((status, body.to_bytes()))
         };
         tokio::pin!(connection);
-        tokio::pin!(ask);
-        // The connection's task is polled here too: this side needs no second one.
+        tokio::pin!(exchange);
+        // Polling the connection here avoids a second task.
         let mut open = true;
         loop {
             tokio::select! {
-                answer = &mut ask => return answer,
+                response = &mut exchange => return response,
                 end = &mut connection, if open => {
                     end.map_err(lost)?;
                     open = false;
@@ -183,57 +183,57 @@ impl Client {
     }
 
     fn parse<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, Failure> {
-        serde_json::from_slice(bytes).map_err(|error| self.nonsense(error.to_string()))
+        serde_json::from_slice(bytes).map_err(|error| self.invalid_response(error.to_string()))
     }
 
-    /// Waits for an answer, though not for ever.
-    async fn patiently<T>(
+    /// Waits for a response until the timeout.
+    async fn with_timeout<T>(
         &self,
-        answer: impl Future<Output = Result<T, Failure>>,
+        response: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
-        tokio::time::timeout(self.patience, answer).await.unwrap_or_else(|_| {
-            Err(self.nonsense(format!("none came within {} s", self.patience.as_secs())))
+        tokio::time::timeout(self.timeout, response).await.unwrap_or_else(|_| {
+            Err(self.invalid_response(format!("timeout after {} s", self.timeout.as_secs())))
         })
     }
 
-    /// What became of a connection that has given no answer.
+    /// Returns the error for a connection that ended without a response.
     fn lost(&self, error: &hyper::Error) -> Failure {
         let broken = error.source().is_some_and(<dyn std::error::Error>::is::<io::Error>);
         if broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
             return Failure::Closed { socket: self.socket.clone() };
         }
-        self.nonsense(error.to_string())
+        self.invalid_response(error.to_string())
     }
 
-    fn nonsense(&self, reason: String) -> Failure {
-        Failure::Nonsense { socket: self.socket.clone(), reason }
+    fn invalid_response(&self, reason: String) -> Failure {
+        Failure::InvalidResponse { socket: self.socket.clone(), reason }
     }
 }
 
-fn request(method: Method, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, Failure> {
+fn build_request(method: Method, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, Failure> {
     Request::builder()
         .method(method)
         .uri(path)
         .header(header::HOST, "vgpud")
         .header(header::CONTENT_TYPE, "application/json")
         .body(Full::new(body))
-        .map_err(unaskable)
+        .map_err(invalid_request)
 }
 
 fn json(body: &impl Serialize) -> Result<Bytes, Failure> {
     match serde_json::to_value(body) {
         Ok(Value::Null) => Ok(Bytes::new()),
         Ok(value) => Ok(Bytes::from(value.to_string())),
-        Err(error) => Err(unaskable(error)),
+        Err(error) => Err(invalid_request(error)),
     }
 }
 
-/// What cannot be written as a request: names are checked before they are asked about.
-fn unaskable(error: impl Display) -> Failure {
-    Failure::Local(format!("Cannot ask vgpud: {error}"))
+/// Returns the error for a request that cannot be encoded, for example due to its path.
+fn invalid_request(error: impl Display) -> Failure {
+    Failure::Local(format!("Cannot encode the request to vgpud: {error}"))
 }
 
-/// Where a vGPU is in the API.
+/// Returns the API path of a vGPU.
 pub fn vgpu_path(id: VgpuId) -> String {
     format!("/v1/vgpus/{id}")
 }
@@ -248,14 +248,14 @@ mod tests {
     }
 
     #[test]
-    fn what_never_answers_is_not_waited_for_for_ever() {
+    fn requests_time_out_and_invalid_paths_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("socket");
         let _listens = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-        let client = Client { patience: Duration::from_millis(20), ..Client::new(socket) };
+        let client = Client { timeout: Duration::from_millis(20), ..Client::new(socket) };
         let said = failure(&client, "/v1/version");
-        assert!(said.ends_with("makes sense: none came within 0 s; see its log"), "{said}");
+        assert!(said.ends_with("no valid response: timeout after 0 s; see its log"), "{said}");
         let said = failure(&client, "/v1/a b");
-        assert!(said.starts_with("Cannot ask vgpud: invalid uri"), "{said}");
+        assert!(said.starts_with("Cannot encode the request to vgpud: invalid uri"), "{said}");
     }
 }

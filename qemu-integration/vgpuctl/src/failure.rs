@@ -1,120 +1,125 @@
-//! What can go wrong, and the exit status that says so.
+//! Errors of commands and their exit statuses.
 
 use std::fmt::Display;
 use std::path::PathBuf;
 
 use mdev_core::ids::VgpuId;
-use vfio_user_server::api::model::{ErrorCode, ErrorDetail};
+use vgpud_api::{ErrorCode, ErrorDetail};
 
-/// Why a command failed, in one line: what is wrong, and what to do.
+/// Error of a command. The message is one line with the cause and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The command line makes no sense to us.
+    /// The command line is invalid.
     #[error("{0}")]
     Usage(String),
-    /// Something on this side: a file, the output.
+    /// A local operation failed, for example on a file.
     #[error("{0}")]
     Local(String),
-    /// Nobody listens.
+    /// No process accepts connections on the control socket.
     #[error(
         "Cannot reach vgpud at {}: {reason}; start it (`systemctl start vgpud`, or `vgpud run`), or name its \
          socket with --socket",
         socket.display()
     )]
     Unreachable {
-        /// Where.
+        /// Path of the control socket.
         socket: PathBuf,
-        /// Why not.
+        /// Error of `connect`.
         reason: String,
     },
-    /// Its socket is not for us.
+    /// The user may not connect to the control socket.
     #[error(
-        "User {user} may not use vgpud at {}: members of its group may (`stat -c %G {}` names it); \
-         `usermod -aG GROUP USER`, then log in again",
+        "User {user} may not use vgpud at {}; add the user to the socket's group \
+         (`stat -c %G {}` prints it): `usermod -aG GROUP USER`, then log in again",
         socket.display(), socket.display()
     )]
-    NotForUs {
-        /// Where.
+    PermissionDenied {
+        /// Path of the control socket.
         socket: PathBuf,
-        /// Who we are.
+        /// User ID of this process.
         user: u32,
     },
-    /// Somebody listens for it, and then nobody is there.
+    /// The connection closed before a response. systemd accepts connections while vgpud starts.
     #[error(
-        "vgpud at {} closed the connection without an answer: it cannot start, or has ended; its log \
-         says why (`journalctl -u vgpud`)",
+        "vgpud at {} closed the connection without a response: vgpud did not start, or exited; see \
+         its log (`journalctl -u vgpud`)",
         socket.display()
     )]
     Closed {
-        /// Where.
+        /// Path of the control socket.
         socket: PathBuf,
     },
-    /// It listens, and its answer is none.
-    #[error("vgpud at {} gave no answer that makes sense: {reason}; see its log", socket.display())]
-    Nonsense {
-        /// Where.
+    /// The response is invalid or missing.
+    #[error("vgpud at {} gave no valid response: {reason}; see its log", socket.display())]
+    InvalidResponse {
+        /// Path of the control socket.
         socket: PathBuf,
-        /// What is wrong with it.
+        /// Defect of the response.
         reason: String,
     },
-    /// Something that is not vgpud's is not there.
+    /// An object outside of vgpud does not exist.
     #[error("{0}")]
     NotFound(String),
-    /// Not in the state that something is in.
+    /// The command is not possible in the current state.
     #[error("{0}")]
     NotNow(String),
-    /// It said no.
+    /// vgpud refused the request.
     #[error("{}", .0.message)]
     Refused(ErrorDetail),
-    /// What mdevctl does and this does not.
+    /// A command of mdevctl that vgpuctl does not implement.
     #[error("{0}")]
-    NotHere(&'static str),
-    /// Not all of a tree could be taken over. What became of each was printed.
-    #[error("{left_out} of {of} definitions are left out; the lines above say why")]
+    Unsupported(&'static str),
+    /// An import skipped definitions. The output has one line per definition.
+    #[error("{left_out} of {total} definitions are left out; the lines above have the reasons")]
     LeftOut {
-        /// How many were not.
+        /// Number of skipped definitions.
         left_out: usize,
-        /// Of how many.
-        of: usize,
+        /// Number of definitions.
+        total: usize,
     },
-    /// The doctor found something: it has been printed.
-    #[error("{problems} of the findings above must be mended: see their fixes")]
+    /// The doctor found problems.
+    #[error("{problems} of the findings above are problems: see their fixes")]
     Found {
-        /// All that was found, as it is to be printed.
+        /// Findings, formatted for output.
         output: Vec<u8>,
-        /// What of it must be mended.
+        /// Number of findings that are problems.
         problems: usize,
     },
-    /// It was there when it began to be viewed.
+    /// The viewed vGPU was removed.
     #[error(
-        "vGPU {0} is gone: nobody has it running or defined; `vgpuctl list` shows what there is"
+        "vGPU {0} is gone: it is neither running nor defined; `vgpuctl list` shows running vGPUs"
     )]
     Gone(VgpuId),
-    /// There is none, or not where it was said to be.
-    #[error("There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show what there is")]
+    /// The vGPU does not exist.
+    #[error(
+        "There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show the existing vGPUs"
+    )]
     NoVgpu(VgpuId),
 }
 
 impl Failure {
-    /// The operating system gives this command less than it needs at all.
+    /// Creates an error for a missing operating system resource.
     pub fn start(error: impl Display) -> Self {
         Self::Local(format!("Cannot start: {error}"))
     }
 
-    /// What there was to say could not be said.
+    /// Creates an error for output that cannot be written.
     pub fn output(error: impl Display) -> Self {
         Self::Local(format!("Cannot write the output: {error}"))
     }
 
-    /// The exit status, as `vgpuctl --help` documents it.
+    /// Returns the exit status, as documented in `vgpuctl --help`.
     pub fn exit_status(&self) -> u8 {
         match self {
-            Self::Usage(_) | Self::NotHere(_) => 2,
-            Self::Local(_) | Self::Nonsense { .. } | Self::LeftOut { .. } | Self::Found { .. } => 1,
+            Self::Usage(_) | Self::Unsupported(_) => 2,
+            Self::Local(_)
+            | Self::InvalidResponse { .. }
+            | Self::LeftOut { .. }
+            | Self::Found { .. } => 1,
             Self::Unreachable { .. } | Self::Closed { .. } => 3,
             Self::NoVgpu(_) | Self::Gone(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,
-            Self::NotForUs { .. } => 6,
+            Self::PermissionDenied { .. } => 6,
             Self::Refused(detail) => match detail.code {
                 ErrorCode::Invalid => 2,
                 ErrorCode::Forbidden => 6,

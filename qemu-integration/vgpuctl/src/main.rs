@@ -1,13 +1,13 @@
-//! `vgpuctl`: defines, starts, stops and watches vGPUs by asking `vgpud`.
+//! `vgpuctl`: the command line client of `vgpud`.
 //!
-//! * [`cli`]: the command line
-//! * [`client`]: the control API's client
-//! * [`commands`]: what each verb does
-//! * [`doctor`]: what on this host is in the way, and how to mend it
-//! * [`top`]: shares as they are used, on the terminal
-//! * [`mdevctl`]: mdevctl's text and JSON shapes
-//! * [`words`]: numbers as people read them
-//! * [`failure`]: what can go wrong, and the exit status that says so
+//! * [`cli`]: definition of the command line
+//! * [`client`]: client of the control API
+//! * [`commands`]: implementations of the commands
+//! * [`doctor`]: checks of the host, with fixes
+//! * [`top`]: live shares on the terminal
+//! * [`mdevctl`]: text and JSON formats of mdevctl
+//! * [`units`]: formatting of times and sizes
+//! * [`failure`]: errors and exit statuses
 
 mod cli;
 mod client;
@@ -16,25 +16,25 @@ mod doctor;
 mod failure;
 mod mdevctl;
 mod top;
-mod words;
+mod units;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
-use vfio_user_server::usage;
+use vgpud_host::command_line;
 
 use crate::cli::Cli;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = usage::parse::<Cli>(as_called(std::env::args_os())).map_err(Failure::Usage);
+    let cli = command_line::parse::<Cli>(expand_alias(std::env::args_os())).map_err(Failure::Usage);
     match cli.and_then(run).and_then(|output| print(&output)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             if let Failure::Found { output, .. } = &failure {
-                // What was found is said even where its end is not read.
+                // The error below counts the findings, also if writing them fails.
                 let _ = print(output);
             }
             eprintln!("vgpuctl: {failure}");
@@ -43,8 +43,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Called `lsvgpu`, it lists, as mdevctl does by the name of `lsmdev`.
-fn as_called(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+/// Inserts `list` if the program's name is `lsvgpu`, as mdevctl does for `lsmdev`.
+fn expand_alias(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut args: Vec<_> = args.collect();
     if args.first().is_some_and(|name| Path::new(name).file_name() == Some("lsvgpu".as_ref())) {
         args.insert(1, "list".into());
@@ -58,7 +58,7 @@ fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
     runtime.block_on(commands::run(cli))
 }
 
-/// Writes all at once. Whoever stops reading early (`| head`) has seen enough.
+/// Writes the output. A closed pipe (`| head`) is not an error.
 fn print(output: &[u8]) -> Result<(), Failure> {
     if output.is_empty() {
         return Ok(());

@@ -1,30 +1,28 @@
-//! mdevctl's text and JSON shapes, so that what reads them goes on to work.
+//! Text and JSON formats of mdevctl, for compatibility with programs that parse them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value, json};
-use vfio_user_server::api::model::{
-    Attribute, ParentTypes, StartPolicy, TypeInfo, Vgpu, VgpuState,
-};
+use vgpud_api::{Attribute, ParentTypes, StartPolicy, TypeInfo, Vgpu, VgpuState};
 
 use crate::failure::Failure;
 
-/// A value as indented JSON, with a newline at its end.
+/// Formats a value as indented JSON with a newline at the end.
 pub fn pretty(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
     let mut text = serde_json::to_vec_pretty(value).map_err(Failure::output)?;
     text.push(b'\n');
     Ok(text)
 }
 
-/// A value as mdevctl prints it, byte for byte: without that newline.
+/// Formats a value byte for byte as mdevctl does, without a newline at the end.
 pub fn dump(value: &impl serde::Serialize) -> Result<Vec<u8>, Failure> {
     let mut text = pretty(value)?;
     text.pop();
     Ok(text)
 }
 
-/// Parents, and the types of each, in mdevctl's order: of their names.
+/// Groups types by parent, both sorted by name as in mdevctl.
 fn sorted(parents: &[ParentTypes]) -> BTreeMap<&str, Vec<&TypeInfo>> {
     let mut all: BTreeMap<&str, Vec<&TypeInfo>> = BTreeMap::new();
     for parent in parents {
@@ -36,7 +34,7 @@ fn sorted(parents: &[ParentTypes]) -> BTreeMap<&str, Vec<&TypeInfo>> {
     all
 }
 
-/// A list with one object, whose members are parents; an empty list where there are none.
+/// Returns a list with one object that has a member per parent; an empty list without parents.
 fn by_parent(parents: &BTreeMap<&str, Vec<Value>>) -> Value {
     if parents.is_empty() { json!([]) } else { json!([parents]) }
 }
@@ -45,7 +43,7 @@ fn named(name: String, value: Value) -> Value {
     Value::Object(Map::from_iter([(name, value)]))
 }
 
-/// `types --dumpjson`
+/// Returns the output of `types --dumpjson`.
 pub fn types_json(parents: &[ParentTypes]) -> Value {
     let one = |info: &TypeInfo| {
         let TypeInfo { name, description, device_api, available_instances, .. } = info;
@@ -63,7 +61,7 @@ pub fn types_json(parents: &[ParentTypes]) -> Value {
     by_parent(&parents.map(|(name, types)| (name, types.into_iter().map(one).collect())).collect())
 }
 
-/// `types`
+/// Returns the output of `types`.
 pub fn types_text(parents: &[ParentTypes]) -> String {
     let mut text = String::new();
     for (parent, types) in sorted(parents) {
@@ -79,7 +77,7 @@ pub fn types_text(parents: &[ParentTypes]) -> String {
     text
 }
 
-/// What is defined, or what runs.
+/// Returns type and attributes of the definition, or of the running vGPU.
 fn shown(vgpu: &Vgpu, defined: bool) -> (&str, &[Attribute]) {
     let live = (vgpu.live_type.as_ref(), vgpu.live_attrs.as_ref());
     match live {
@@ -88,13 +86,14 @@ fn shown(vgpu: &Vgpu, defined: bool) -> (&str, &[Attribute]) {
     }
 }
 
-/// What a definition file holds.
+/// Returns the content of a definition file.
 fn definition_json(vgpu: &Vgpu, defined: bool) -> Value {
     let (mdev_type, attrs) = shown(vgpu, defined);
     json!({ "mdev_type": mdev_type, "start": start(vgpu.start), "attrs": attrs })
 }
 
-/// `list --dumpjson`: with a uuid and one result that vGPU's definition file, and else all by parent.
+/// Returns the output of `list --dumpjson`: the definition file of the vGPU named by uuid, or all
+/// vGPUs by parent.
 pub fn list_json(vgpus: &[&Vgpu], defined: bool, by_uuid: bool) -> Value {
     if let ([vgpu], true) = (vgpus, by_uuid) {
         return definition_json(vgpu, defined);
@@ -107,7 +106,8 @@ pub fn list_json(vgpus: &[&Vgpu], defined: bool, by_uuid: bool) -> Value {
     by_parent(&parents)
 }
 
-/// `list`: mdevctl's line for each, and with `verbose` its attributes, and what only we know.
+/// Returns the output of `list`: mdevctl's line per vGPU and, if `verbose`, attributes and details
+/// that mdevctl does not have.
 pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
     let mut text = String::new();
     for vgpu in vgpus {

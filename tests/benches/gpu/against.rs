@@ -1,4 +1,4 @@
-//! A vGPU against the GPU's plain owner, and against CUDA: each alone, in turns.
+//! A vGPU compared with a plain client of the GPU and with CUDA, each alone, alternating.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::solo::{Solo, SoloSpec, median};
 use crate::tenant::Tenant;
 use crate::{Bench, GpuKind, RAM, load};
 
-/// How often what is compared is measured.
+/// Number of measurements of each contender.
 const ROUNDS: u32 = 5;
 
-/// One figure of those that are measured together.
+/// A figure measured for both contenders.
 type Figure = fn(&Solo) -> f64;
 
 impl Bench<'_> {
@@ -36,19 +36,19 @@ impl Bench<'_> {
         }
     }
 
-    /// The owner and a vGPU in turns, so that what else the machine does is the same for both.
-    pub fn solo(&mut self, owner: &mut Tenant, quick: bool) -> Result<()> {
+    /// Measures client and vGPU in alternating order, so that other load affects both alike.
+    pub fn solo(&mut self, plain: &mut Tenant, quick: bool) -> Result<()> {
         let spec = self.solo_spec(quick);
         let mut fleet = self.fleet(RAM, &[json!([])])?;
-        let (mut owners, mut vgpus) = (Vec::new(), Vec::new());
+        let (mut plains, mut vgpus) = (Vec::new(), Vec::new());
         for round in 0..if quick { 1 } else { ROUNDS } {
-            // Whoever is first in one round is second in the next.
+            // The order alternates between rounds.
             if round % 2 == 0 {
-                owners.push(owner.solo(&spec)?);
+                plains.push(plain.solo(&spec)?);
             }
             vgpus.push(fleet.tenants[0].solo(&spec)?);
             if round % 2 != 0 {
-                owners.push(owner.solo(&spec)?);
+                plains.push(plain.solo(&spec)?);
             }
         }
         drop(fleet);
@@ -58,10 +58,10 @@ impl Bench<'_> {
             ("copy, video memory to RAM", |solo| solo.from_video, "GB/s"),
             ("matrix product", |solo| solo.product, "GFLOP/s"),
         ];
-        let (one, other) = (Solo::median(&owners), Solo::median(&vgpus));
+        let (one, other) = (Solo::median(&plains), Solo::median(&vgpus));
         for (what, figure, unit) in figures {
             let ratios: Vec<f64> =
-                owners.iter().zip(&vgpus).map(|(a, b)| figure(b) / figure(a)).collect();
+                plains.iter().zip(&vgpus).map(|(a, b)| figure(b) / figure(a)).collect();
             let ratio = median(ratios.iter().copied());
             let show = |solo| format!("{:.1} {unit}", figure(solo));
             let (least, most) = bounds(&ratios);
@@ -93,7 +93,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The same kernels by CUDA in a process of its own, and by a vGPU, in turns.
+    /// Measures the same kernels by CUDA in a separate process and by a vGPU, alternating.
     pub fn cuda(&mut self, program: Option<&Path>) -> Result<()> {
         let skipped = |bench: &mut Self, why: &str| {
             let what = "kernels against CUDA's";
@@ -107,7 +107,7 @@ impl Bench<'_> {
             Err(error) => return skipped(self, &format!("{error:#}")),
         };
         let mut fleet = self.fleet(RAM, &[json!([])])?;
-        // By CUDA's own measure, so that a kernel is as long as it says.
+        // Calibrated by CUDA's clock, so that a kernel has the stated length.
         let long = KernelSpec { which: Which::Spin(100_000), count: 200, batch: 1 };
         let pace = cuda.measure(&long)? * 10.0;
         let spin = |us: u64| Which::Spin(load::iterations(Duration::from_micros(us), pace));

@@ -1,4 +1,4 @@
-//! A channel that is made while another of the same vGPU has all the work it can do.
+//! A channel that is created while another channel of the same vGPU is fully loaded.
 
 use std::time::{Duration, Instant};
 
@@ -7,37 +7,37 @@ use mdev_core::gpu::EngineKind;
 use serde::{Deserialize, Serialize};
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
-use vgpu_guest::fence::Patience;
+use vgpu_guest::fence::WaitPolicy;
 use vgpu_guest::pushbuffer::Methods;
 
-/// How long one command may take at most.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Timeout of one command.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What to make.
+/// Channel to create.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BesideSpec {
-    /// A compute channel, or else one for copies.
+    /// Whether the channel is for compute; otherwise for copies.
     pub compute: bool,
-    /// Commands that it is then given, one after the other.
+    /// Number of commands, one after another.
     pub trips: u32,
 }
 
-/// How it went.
+/// Result.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Beside {
-    /// How long it took until it had run its first commands, in milliseconds.
+    /// Time until the first commands have run, in milliseconds.
     pub made_ms: f64,
-    /// The longest that one of the others took, in milliseconds.
+    /// Longest time of another command, in milliseconds.
     pub worst_ms: f64,
 }
 
-/// Makes it, and uses it.
+/// Creates the channel and runs the commands.
 pub fn measure(device: &Device, spec: BesideSpec) -> Result<Beside> {
     let engine = if spec.compute { EngineKind::Compute } else { EngineKind::Copy };
     let begun = Instant::now();
     let mut channel = Channel::new(device, engine).context("It does not get going")?;
     let made = begun.elapsed();
-    channel.set_patience(Patience { limit: PATIENCE, ..Patience::default() });
+    channel.set_wait_policy(WaitPolicy { limit: TIMEOUT, ..WaitPolicy::default() });
     let mut worst = Duration::ZERO;
     for trip in 0..spec.trips {
         let begun = Instant::now();

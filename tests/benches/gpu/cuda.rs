@@ -1,4 +1,4 @@
-//! CUDA itself, in a process of its own: what the speed of kernels is set against.
+//! CUDA in a separate process: the baseline for the speed of kernels.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::kernels::KernelSpec;
 
-/// A process that launches kernels by `libcuda.so.1`; it ends when dropped.
+/// Process that launches kernels through `libcuda.so.1`; ended when dropped.
 #[derive(Debug)]
 pub struct Cuda {
     child: Child,
@@ -17,7 +17,7 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Starts `program`, which `cuda.c` was made into.
+    /// Starts `program`, compiled from `cuda.c`.
     pub fn start(program: &Path, cubin: &Path) -> Result<Self> {
         let mut command = Command::new(program);
         command.arg(cubin).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -38,7 +38,7 @@ impl Cuda {
         Ok(line.trim().to_owned())
     }
 
-    /// Launches a kernel so often, and says how long one took, in microseconds.
+    /// Launches a kernel repeatedly and returns the time of one launch in microseconds.
     pub fn measure(&mut self, spec: &KernelSpec) -> Result<f64> {
         let orders = self.orders.as_mut().context("CUDA's process was dismissed")?;
         writeln!(orders, "{}", spec.line())?;

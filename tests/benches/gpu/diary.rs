@@ -1,4 +1,4 @@
-//! What a daemon says of its vGPUs while something happens to them: so that a figure that is not kept explains itself.
+//! Record of a daemon's statistics during a measurement, printed for figures that break a promise.
 
 use std::fmt::Write;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -8,26 +8,26 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use system_tests::Vgpud;
 
-/// How often it is asked. Its scheduler reads the counters more often.
+/// Interval of the records. The scheduler reads the counters more often.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// Who can say it.
+/// Daemon to read from.
 #[derive(Clone, Copy, Debug)]
 pub struct Diary<'a> {
     pub(crate) vgpud: &'a Vgpud,
     pub(crate) uuids: &'a [String],
 }
 
-/// What was said, and when.
+/// A record and its time.
 #[derive(Debug, Default)]
 pub struct Pages {
     at: Vec<(Duration, Vec<Value>)>,
-    /// The scheduler's last decisions then.
+    /// Last decisions of the scheduler.
     decisions: String,
 }
 
 impl Diary<'_> {
-    /// Each one's statistics.
+    /// Statistics of each vGPU.
     pub fn stats(&self) -> Result<Vec<Value>> {
         let stats = self.vgpud.get("/v1/stats")?;
         let all = stats["vgpus"].as_array().cloned().unwrap_or_default();
@@ -38,7 +38,7 @@ impl Diary<'_> {
         self.uuids.iter().map(of).collect()
     }
 
-    /// Does something, and keeps a diary meanwhile.
+    /// Runs `body` and records statistics meanwhile.
     pub fn keep<T>(&self, work: impl FnOnce() -> T) -> (T, Pages) {
         std::thread::scope(|scope| {
             let (done, ended) = channel::<()>();
@@ -46,7 +46,7 @@ impl Diary<'_> {
             let writer = scope.spawn(move || {
                 let mut pages = Pages::default();
                 loop {
-                    // A vGPU that is killed has no page any more.
+                    // A killed vGPU has no statistics.
                     if let Ok(stats) = self.stats() {
                         pages.at.push((begun.elapsed(), stats));
                     }
@@ -63,7 +63,7 @@ impl Diary<'_> {
         })
     }
 
-    /// The scheduler's last decisions, each with a vGPU's place instead of its name.
+    /// Returns the scheduler's last decisions, with positions of vGPUs instead of names.
     fn decisions(&self) -> Result<String> {
         let parents = self.vgpud.get("/v1/schedulers")?;
         let parent = parents[0]["parent"].as_str().context("No scheduler")?.to_owned();
@@ -91,8 +91,8 @@ impl Diary<'_> {
 }
 
 impl Pages {
-    /// A line for each page: what each vGPU used since the one before, its slice, and how often its gate closed. Then
-    /// the scheduler's decisions.
+    /// Formats one line per record (usage of each vGPU since the previous record, slice, gate
+    /// closings), then the scheduler's decisions.
     pub fn text(&self) -> String {
         let mut text = String::new();
         for pair in self.at.windows(2) {

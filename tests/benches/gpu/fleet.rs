@@ -1,4 +1,4 @@
-//! vGPUs of a real daemon, each with a stranger that uses it.
+//! vGPUs of a real daemon, each used by a tenant process.
 
 use std::path::Path;
 
@@ -11,17 +11,17 @@ use crate::GpuKind;
 use crate::diary::Diary;
 use crate::tenant::Tenant;
 
-/// A daemon and its strangers. The order is that of their end.
+/// A daemon and its tenants, dropped in this order.
 #[derive(Debug)]
 pub struct Fleet {
-    /// The strangers.
+    /// The tenants.
     pub tenants: Vec<Tenant>,
     uuids: Vec<String>,
     vgpud: Vgpud,
 }
 
 impl Fleet {
-    /// A vGPU for each set of attributes, and a stranger on it; the parent has `options`.
+    /// Starts a vGPU with a tenant for each set of attributes; the parent has `options`.
     pub fn start(
         kind: GpuKind,
         options: &str,
@@ -43,41 +43,41 @@ impl Fleet {
         Ok(fleet)
     }
 
-    /// Kills the process that serves a vGPU.
+    /// Kills a vGPU's worker.
     pub fn kill(&self, index: usize) -> Result<()> {
         let pid = self.vgpud.show(&self.uuids[index])?["pid"].as_u64();
         kill_process(u32::try_from(pid.context("No worker")?)?, Signal::SIGKILL)
     }
 
-    /// Processor time that the process which serves a vGPU has used, in seconds.
+    /// Returns the CPU time of a vGPU's worker in seconds.
     pub fn processor_time(&self, index: usize) -> Result<f64> {
         let pid = self.vgpud.show(&self.uuids[index])?["pid"].as_u64().context("No worker")?;
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-        // In hundredths of a second: the 14th and the 15th, of which two come before the name's end.
+        // Fields 14 and 15, in hundredths of a second; two fields precede the end of the name.
         let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
         let ticks: Vec<f64> = fields.skip(11).take(2).filter_map(|one| one.parse().ok()).collect();
         Ok(ticks.iter().sum::<f64>() / 100.0)
     }
 
-    /// Engine time that each has used, in seconds.
+    /// Returns the engine time of each vGPU in seconds.
     pub fn used(&self) -> Result<Vec<f64>> {
         let all = self.diary().stats()?;
         let of = |one: &Value| Ok(one["engine_ns"].as_f64().context("No statistics")? / 1e9);
         all.iter().map(of).collect()
     }
 
-    /// What the daemon says of them.
+    /// Returns the daemon's statistics.
     pub fn diary(&self) -> Diary<'_> {
         Diary { vgpud: &self.vgpud, uuids: &self.uuids }
     }
 
-    /// Its strangers, and what the daemon says meanwhile.
+    /// Returns the tenants and the source of statistics.
     pub fn parts(&mut self) -> (&mut [Tenant], Diary<'_>) {
         (&mut self.tenants, Diary { vgpud: &self.vgpud, uuids: &self.uuids })
     }
 }
 
-/// The type with 1 GiB of video memory and no display.
+/// Returns the type with 1 GiB of video memory and no display.
 fn mdev_type(vgpud: &Vgpud) -> Result<String> {
     let parents = vgpud.get("/v1/types")?;
     let types = parents.as_array().into_iter().flatten();

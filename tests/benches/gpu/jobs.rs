@@ -1,4 +1,4 @@
-//! Every job that the guest runtime has, once, with its results compared with the CPU's.
+//! Every job of the guest runtime, with results compared with the CPU's.
 
 use anyhow::Result;
 use mdev_core::gpu::EngineKind;
@@ -17,7 +17,7 @@ use vgpu_guest::work::{self, Work};
 
 use crate::solo::spin;
 
-/// Makes a job.
+/// Constructor of a job.
 type Make = fn(&Device) -> Result<Box<dyn Work>, GuestError>;
 
 const JOBS: [(&str, EngineKind, Make); 9] = [
@@ -43,11 +43,12 @@ const JOBS: [(&str, EngineKind, Make); 9] = [
     ("spin", EngineKind::Compute, |device| Ok(Box::new(spin(device, 10_000)?))),
 ];
 
-/// Does each on a channel of its own, so that one that fails leaves the others alone; says how each went.
+/// Runs each job on a separate channel, so that a failure does not affect the others, and returns
+/// the results.
 pub fn run(device: &Device) -> Vec<(String, Result<String, String>)> {
     let one = |engine, make: Make| -> Result<String, GuestError> {
         let job = make(device)?;
-        // Twice: what the first leaves in caches must not be what the second reads.
+        // Runs twice: stale caches of the first run must not affect the second.
         let mut channel = Channel::new(device, engine)?;
         work::run(&*job, &mut channel)?;
         Ok(work::run(&*job, &mut channel)?.to_string())

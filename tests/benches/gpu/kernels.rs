@@ -1,4 +1,4 @@
-//! One kernel, launched many times on end.
+//! One kernel, launched many times in succession.
 
 use std::time::Instant;
 
@@ -15,28 +15,28 @@ use vgpu_guest::work::spin::Spin;
 
 use crate::solo::FILLING;
 
-/// Which kernel.
+/// Kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Which {
-    /// A spin of so many iterations, in blocks that fill an H100.
+    /// Spin with this many iterations, in blocks that fill an H100.
     Spin(u32),
-    /// A matrix product of so many rows.
+    /// Matrix product with this many rows.
     Product(u32),
 }
 
-/// How often to launch it.
+/// Kernel and number of launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelSpec {
-    /// Which.
+    /// Kernel.
     pub which: Which,
-    /// Launches.
+    /// Number of launches.
     pub count: u32,
-    /// Of those, how many are submitted together.
+    /// Number of launches per submission.
     pub batch: u32,
 }
 
 impl KernelSpec {
-    /// The same for `cuda.c`.
+    /// Returns the arguments for `cuda.c`.
     pub fn line(&self) -> String {
         let Self { which, count, .. } = self;
         match which {
@@ -51,7 +51,7 @@ impl KernelSpec {
     }
 }
 
-/// Microseconds of one launch.
+/// Returns the time of one launch in microseconds.
 pub fn measure(device: &Device, spec: &KernelSpec) -> Result<f64> {
     let work: Box<dyn Work> = match spec.which {
         Which::Spin(iterations) => {
@@ -63,13 +63,13 @@ pub fn measure(device: &Device, spec: &KernelSpec) -> Result<f64> {
     let mut methods = Methods::new();
     for launch in 0..spec.batch {
         if launch > 0 {
-            // One after the other, as in a stream of CUDA's.
+            // Serialized, as in a CUDA stream.
             methods.push(SUBCHANNEL_COMPUTE, compute::WAIT_FOR_IDLE, &[0]);
         }
         work.push(&mut methods);
     }
     let mut took = 0.0;
-    // The first round brings the clocks up.
+    // The first round raises the clocks.
     for _ in 0..2 {
         let begun = Instant::now();
         for _ in 0..spec.count / spec.batch {

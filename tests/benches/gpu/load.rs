@@ -1,4 +1,4 @@
-//! A load that never lets its queues run dry, and what it has done by when.
+//! Load with queues that never run empty, and its progress over time.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,34 +21,34 @@ use crate::solo::spin;
 
 /// Entries of a load's ring.
 const ENTRIES: u32 = 1024;
-/// Most work that a load queues.
+/// Limit of queued work.
 const QUEUE: Duration = Duration::from_millis(100);
-/// How often it looks.
+/// Poll interval.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// What load to make.
+/// Load to create.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadSpec {
-    /// Kernels that take so long.
+    /// Duration of a kernel.
     pub kernel: Option<Duration>,
     /// Nanoseconds of 1000 iterations.
     pub pace: f64,
-    /// Copies of so many bytes in video memory, beside the kernels.
+    /// Bytes of copies in video memory beside the kernels.
     pub copy: Option<u64>,
 }
 
-/// What a load did in a time.
+/// Work done in a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Seconds of kernels, by the pace that the GPU has alone.
+    /// Seconds of kernels, at the speed of a GPU without other load.
     pub kernels: f64,
     /// Bytes copied.
     pub bytes: f64,
-    /// The longest time in which no kernel ended, or no copy where there are no kernels, in milliseconds.
+    /// Longest time in which no kernel ended (without kernels: no copy), in milliseconds.
     pub stall_ms: f64,
 }
 
-/// A running load; it ends when dropped.
+/// A running load; ended when dropped.
 #[derive(Debug)]
 pub struct Load {
     kernels: Option<Lane>,
@@ -56,20 +56,20 @@ pub struct Load {
     stop: Arc<AtomicBool>,
 }
 
-/// When how many units were done.
+/// Times and numbers of completed units.
 type Log = Arc<Mutex<Vec<(Instant, u64)>>>;
 
-/// One channel of a load.
+/// A channel of a load.
 #[derive(Debug)]
 struct Lane {
     log: Log,
-    /// What a unit amounts to.
+    /// Size of a unit.
     unit: f64,
     thread: Option<JoinHandle<Result<(), GuestError>>>,
 }
 
 impl Load {
-    /// Starts it, and waits until it has done something.
+    /// Starts the load and waits until it makes progress.
     pub fn start(device: &Device, spec: &LoadSpec) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let mut load = Self { kernels: None, copies: None, stop: stop.clone() };
@@ -111,12 +111,12 @@ impl Load {
         self.kernels.iter().chain(&self.copies)
     }
 
-    /// Waits for the end of the window that begins now, and says what was done in it.
+    /// Waits for the end of the window that begins now and returns the work done in it.
     pub fn measure(&self, window: Duration) -> Result<Progress> {
         let from = Instant::now();
         thread::sleep(window);
         let to = Instant::now();
-        // What ends after the window tells how far it was at its end.
+        // A unit that ends after the window counts in part.
         thread::sleep(Duration::from_millis(50));
         if self.lanes().any(Lane::has_ended) {
             bail!("A load has ended: {}", self.ending());
@@ -130,7 +130,7 @@ impl Load {
         })
     }
 
-    /// How far each channel is, and whether it goes on.
+    /// Records the progress of each channel until stopped.
     fn ending(&self) -> String {
         let lanes = [("kernels", &self.kernels), ("copies", &self.copies)];
         let told = lanes.iter().filter_map(|(name, lane)| {
@@ -172,8 +172,8 @@ impl Lane {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Work done between two times. A unit in work counts for the part of it that lies between them, as if it had gone
-    /// on evenly since the one before.
+    /// Returns the work between two times. A unit in progress counts in proportion, assuming even
+    /// progress since the previous unit.
     fn done(&self, from: Instant, to: Instant) -> f64 {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         let at = |time: Instant| {
@@ -190,7 +190,7 @@ impl Lane {
         (at(to) - at(from)) * self.unit
     }
 
-    /// The longest time between two ends of units.
+    /// Returns the longest time between ends of units.
     fn stall(&self, from: Instant, to: Instant) -> Duration {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         let inside = log.iter().map(|(when, _)| *when).filter(|when| (from..to).contains(when));
@@ -204,7 +204,7 @@ impl Lane {
     }
 }
 
-/// Iterations of a spin's thread that take so long where 1000 take `pace` nanoseconds.
+/// Returns the iterations per thread of a spin of this duration, if 1000 take `pace` nanoseconds.
 #[allow(clippy::cast_sign_loss, reason = "neither is negative")]
 pub fn iterations(kernel: Duration, pace: f64) -> u32 {
     ((kernel.as_nanos() as f64 / pace * 1000.0) as u32).max(1)
@@ -215,7 +215,7 @@ fn queue_length(kernel: Duration) -> usize {
     most.clamp(4, u128::from(ENTRIES) - 4) as usize
 }
 
-/// Keeps a ring full without using much of a core, which a software GPU may need.
+/// Keeps a ring full with little CPU, which a software GPU may need.
 fn keep_busy(
     channel: &mut Channel,
     methods: &Methods,

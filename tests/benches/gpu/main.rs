@@ -1,8 +1,9 @@
-//! vGPUs against a plain process on the same GPU, in the same run: copies, a matrix product, latency, throughput of
-//! several together, shares, a cap, and what is left to the others when one misbehaves.
+//! vGPUs compared with a plain process on the same GPU in the same run: copies, a matrix product,
+//! latency, total throughput, shares, a cap, and throughput of others when one vGPU misbehaves.
 //!
-//! `--parent nvidia` measures this machine's GPU, and says that it was skipped where there is none. The software GPU is
-//! measured otherwise; without `--bench`, only that all of this works.
+//! `--parent nvidia` measures this machine's GPU and is skipped on machines without one. The
+//! `shares` benchmark measures the software GPU; without `--bench`, this benchmark only tests that
+//! it works.
 
 mod against;
 mod beside;
@@ -13,8 +14,8 @@ mod jobs;
 mod kernels;
 mod load;
 mod misbehaviour;
-mod owner;
 mod pauses;
+mod plain_client;
 mod solo;
 mod tenant;
 mod trouble;
@@ -43,7 +44,7 @@ const LONG: Duration = Duration::from_millis(20);
 const RAM: u64 = 640;
 const SMALL_RAM: u64 = 64;
 
-/// Which GPU.
+/// GPU to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum GpuKind {
     /// The software GPU.
@@ -53,7 +54,7 @@ pub enum GpuKind {
 }
 
 impl GpuKind {
-    /// As `--parent` has it.
+    /// Returns the value of `--parent`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Soft => "soft",
@@ -61,7 +62,7 @@ impl GpuKind {
         }
     }
 
-    /// As `vgpud --parent` has it.
+    /// Returns the value of `vgpud --parent`.
     pub const fn argument(self) -> &'static str {
         match self {
             Self::Soft => "soft:soft0",
@@ -70,7 +71,7 @@ impl GpuKind {
     }
 
     fn here() -> Self {
-        // A test only shows that the benchmark works, wherever it runs and as whomever.
+        // A test shows that the benchmark works, on every machine and as every user.
         if measuring() && nvidia_is_here() { Self::Nvidia } else { Self::Soft }
     }
 }
@@ -79,7 +80,7 @@ fn nvidia_is_here() -> bool {
     Path::new("/dev/nvidiactl").exists()
 }
 
-/// Measures vGPUs against the GPU's plain owner.
+/// Measures vGPUs against a plain client of the GPU.
 #[derive(Debug, Parser)]
 #[command(name = "gpu")]
 struct Cli {
@@ -147,18 +148,18 @@ fn main() -> ExitCode {
     system_tests::outcome::report("gpu", || run(&cli, kind))
 }
 
-/// All measurements of a run.
+/// Measurements of a run.
 struct Bench<'a> {
     kind: GpuKind,
     cubin: &'a Path,
     settle: Duration,
     window: Duration,
-    /// Nanoseconds of 1000 iterations, and bytes copied per second, alone.
+    /// Nanoseconds of 1000 iterations, and bytes copied per second, without other load.
     pace: f64,
     rows: Vec<[String; 4]>,
     facts: Vec<Value>,
     kept: bool,
-    /// Options of the parent's.
+    /// Options of the parent.
     options: &'a str,
 }
 
@@ -170,8 +171,8 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         (false, GpuKind::Soft) => (500, 4000),
     };
     let window = cli.window.unwrap_or(window);
-    let mut owner = Tenant::start(kind, &cli.cubin, None, RAM)
-        .context("The plain owner of the GPU cannot be")?;
+    let mut plain = Tenant::start(kind, &cli.cubin, None, RAM)
+        .context("Cannot start the plain client of the GPU")?;
     let mut bench = Bench {
         kind,
         cubin: &cli.cubin,
@@ -183,28 +184,28 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         kept: true,
         options: &cli.options,
     };
-    // What fails is told, and the rest is measured all the same.
+    // A failed measurement is reported, and the others continue.
     let wanted = |part: &str| cli.only.is_empty() || cli.only.iter().any(|only| only == part);
     if wanted("jobs") {
-        bench.jobs("the owner", &mut owner)?;
+        bench.jobs("the plain client", &mut plain)?;
         let mut fleet = bench.fleet(RAM, &[json!([])])?;
         bench.jobs("a vGPU", &mut fleet.tenants[0])?;
     }
     if cli.only.iter().any(|only| only == "owner") {
-        bench.jobs("the owner", &mut owner)?;
-        let solo = owner.solo(&bench.solo_spec(quick))?;
-        eprintln!("gpu: the owner: {solo:?}");
+        bench.jobs("the plain client", &mut plain)?;
+        let solo = plain.solo(&bench.solo_spec(quick))?;
+        eprintln!("gpu: the plain client: {solo:?}");
     }
-    bench.pace = owner.calibrate()?;
+    bench.pace = plain.calibrate()?;
     if wanted("solo") {
-        let done = bench.solo(&mut owner, quick);
+        let done = bench.solo(&mut plain, quick);
         bench.attempt("copies, product and latency", done);
     }
     if cli.only.iter().any(|only| only == "pauses") {
-        let done = bench.pauses(&mut owner);
+        let done = bench.pauses(&mut plain);
         bench.attempt("rings after pauses", done);
     }
-    drop(owner);
+    drop(plain);
     if wanted("cuda") && !quick {
         let done = bench.cuda(cli.cuda.as_deref());
         bench.attempt("kernels against CUDA's", done);
@@ -230,35 +231,41 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     if wanted("trouble") {
         bench.troubles(quick, &cli.trouble, cli.times);
     }
-    let mut table = comfy_table::Table::new();
-    table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);
-    table.set_header(["what", "plain owner", "vGPU", "ratio or promise"]);
-    for row in &bench.rows {
-        table.add_row(row);
-    }
-    Ok(Outcome {
-        line: format!(
-            "{} GPU, windows of {} ms, 500 us kernels at {:.2} ns an iteration\n{table}",
-            kind.name(),
-            window,
-            bench.pace / 1000.0
-        ),
-        facts: json!({ "parent": kind.name(), "window_ms": window, "measured": bench.facts }),
-        kept: bench.kept,
-    })
+    Ok(bench.outcome(window))
 }
 
 impl Bench<'_> {
-    /// A row of the table. Promises are an NVIDIA GPU's: the software one shares two cores with its guests.
-    fn row(&mut self, what: &str, owner: String, vgpu: String, verdict: String, kept: bool) {
+    /// Returns the table and the facts.
+    fn outcome(&self, window: u64) -> Outcome {
+        let mut table = comfy_table::Table::new();
+        table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);
+        table.set_header(["what", "plain client", "vGPU", "ratio or promise"]);
+        for row in &self.rows {
+            table.add_row(row);
+        }
+        Outcome {
+            line: format!(
+                "{} GPU, windows of {} ms, 500 us kernels at {:.2} ns an iteration\n{table}",
+                self.kind.name(),
+                window,
+                self.pace / 1000.0
+            ),
+            facts: json!({ "parent": self.kind.name(), "window_ms": window, "measured": self.facts }),
+            kept: self.kept,
+        }
+    }
+
+    /// Adds a row of the table. Promises apply to NVIDIA GPUs: the software GPU shares two cores
+    /// with its guests.
+    fn row(&mut self, what: &str, plain: String, vgpu: String, verdict: String, kept: bool) {
         let promised = self.kind == GpuKind::Nvidia && measuring();
         let mark = if kept || !promised { "" } else { ": NOT KEPT" };
         self.kept &= kept || !promised;
-        eprintln!("gpu: {what}: {owner} | {vgpu} | {verdict}{mark}");
+        eprintln!("gpu: {what}: {plain} | {vgpu} | {verdict}{mark}");
         self.facts.push(json!({
-            "what": what, "owner": owner, "vgpu": vgpu, "verdict": verdict, "kept": kept,
+            "what": what, "owner": plain, "vgpu": vgpu, "verdict": verdict, "kept": kept,
         }));
-        self.rows.push([what.to_owned(), owner, vgpu, verdict + mark]);
+        self.rows.push([what.to_owned(), plain, vgpu, verdict + mark]);
     }
 
     fn fleet(&self, ram: u64, attrs: &[Value]) -> Result<Fleet> {
@@ -269,23 +276,23 @@ impl Bench<'_> {
         LoadSpec { kernel: Some(kernel), pace: self.pace, ..LoadSpec::default() }
     }
 
-    /// Notes what could not be measured.
+    /// Reports a measurement that failed.
     fn attempt(&mut self, what: &str, done: Result<()>) {
         if let Err(error) = done {
             self.row(what, String::new(), String::new(), format!("FAILED: {error:#}"), false);
         }
     }
 
-    /// What the owner's kernels get alone, which throughput is set against.
+    /// Measures the client's kernels alone, the baseline for throughput.
     fn alone(&self) -> Result<f64> {
-        let mut owner = Tenant::start(self.kind, self.cubin, None, SMALL_RAM)?;
-        owner.load(self.kernels(MIDDLE))?;
+        let mut plain = Tenant::start(self.kind, self.cubin, None, SMALL_RAM)?;
+        plain.load(self.kernels(MIDDLE))?;
         thread::sleep(self.settle);
-        let one = tenant::measure(std::slice::from_mut(&mut owner), self.window)?;
+        let one = tenant::measure(std::slice::from_mut(&mut plain), self.window)?;
         Ok(one[0].kernels)
     }
 
-    /// Each job's results are those of the CPU, or the benchmark has failed.
+    /// Fails the benchmark unless each job's results equal the CPU's.
     fn jobs(&mut self, whose: &str, tenant: &mut Tenant) -> Result<()> {
         for (name, result) in tenant.jobs()? {
             let (line, good) = match result {
@@ -303,7 +310,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Throughput of several that all have work.
+    /// Measures the total throughput of several busy vGPUs.
     fn together(&mut self, counts: &[usize]) -> Result<()> {
         let before = self.alone()?;
         let mut solo = before;
@@ -314,7 +321,7 @@ impl Bench<'_> {
             let total: f64 = done.iter().map(|one| one.kernels).sum();
             if count == 1 {
                 drop(fleet);
-                // Clocks drift: the owner comes before and after.
+                // Clocks drift: the client is measured before and after.
                 let alone = f64::midpoint(before, self.alone()?);
                 let ratio = total / alone;
                 let verdict = format!("{ratio:.3} (0.99)");
@@ -364,7 +371,7 @@ impl Bench<'_> {
         }
     }
 
-    /// The same where compute is preempted between blocks: what it mends, and what it costs.
+    /// Measures the benefit and the cost of preempting compute between blocks.
     fn blocks(&mut self) {
         if self.kind == GpuKind::Soft {
             return;
@@ -394,7 +401,8 @@ impl Bench<'_> {
         let engine: Vec<f64> = before.iter().zip(&after).map(|(b, a)| a - b).collect();
         let kernels: Vec<f64> = done.iter().map(|one| one.kernels).collect();
         let bytes: Vec<f64> = done.iter().map(|one| one.bytes).collect();
-        // Equal kernels alone say by themselves who had how much. Of others, and of copies, only the time on the engines does.
+        // Equal kernels show shares by their numbers. For different kernels and for copies, only
+        // engine time does.
         let equal = loads.windows(2).all(|two| two[0] == two[1]) && loads[0].copy.is_none();
         let promised = if equal { "kernels" } else { "engine time" };
         let sum: f64 = cores.iter().map(|core| f64::from(*core)).sum();
@@ -418,7 +426,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Another channel of a vGPU whose rings never run dry, while two more vGPUs do the same.
+    /// Measures another channel of a vGPU whose rings never run empty, while two more vGPUs have
+    /// the same load.
     fn beside(&mut self) -> Result<()> {
         let copies = LoadSpec { copy: Some(self.copy_bytes()), ..LoadSpec::default() };
         let kernels = self.kernels(MIDDLE);
@@ -455,7 +464,7 @@ impl Bench<'_> {
     }
 }
 
-/// Three vGPUs, the last of which misbehaves.
+/// Measures three vGPUs, the last of which misbehaves.
 fn three() -> [Value; 3] {
     ["50", "30", "20"].map(|core| json!([{ "core": core }]))
 }

@@ -1,4 +1,4 @@
-//! What is left to others while one vGPU misbehaves.
+//! Throughput of other vGPUs while one misbehaves.
 
 use std::time::Duration;
 
@@ -7,21 +7,22 @@ use anyhow::{Context, Result};
 use crate::diary::Pages;
 use crate::load::Progress;
 use crate::tenant::{self, Order};
-use crate::trouble::{Told, Trouble};
+use crate::trouble::{Reported, Trouble};
 use crate::{Bench, GpuKind, MIDDLE, SMALL_RAM, three};
 
-/// What the others are to keep, and how long they may stall, in milliseconds.
+/// Throughput that others must keep, and their longest stall in milliseconds.
 const KEPT: f64 = 0.95;
 const STALL: f64 = 150.0;
-/// How soon the guest of an endless kernel is to be told, in milliseconds.
+/// Time limit of the error for an endless kernel, in milliseconds.
 const TOLD: f64 = 250.0;
 
 impl Bench<'_> {
-    /// One vGPU misbehaves while two others work: in each way, or in those `asked` for, so many times.
+    /// Lets one vGPU misbehave while two others work: in each way, or in the ways of `asked`,
+    /// repeatedly.
     pub fn troubles(&mut self, quick: bool, asked: &[Trouble], times: u32) {
         let all = if quick { vec![Trouble::Fault, Trouble::Killed] } else { Trouble::ALL.to_vec() };
         for trouble in all {
-            // An endless kernel of the software GPU is preempted, and told of after a minute only.
+            // The software GPU preempts an endless kernel and reports it only after a minute.
             let slow = self.kind == GpuKind::Soft && trouble == Trouble::Hang;
             if slow || !asked.is_empty() && !asked.contains(&trouble) {
                 continue;
@@ -57,7 +58,7 @@ impl Bench<'_> {
             _ => String::new(),
         };
         let (line, in_time) = if told.is_empty() {
-            let told = bad.hear::<Told>();
+            let told = bad.hear::<Reported>();
             let in_time = told.as_ref().is_ok_and(|told| told.code != 0 && told.after_ms <= TOLD);
             (format_told(trouble, told.as_ref()), in_time)
         } else {
@@ -79,7 +80,7 @@ impl Bench<'_> {
     }
 }
 
-/// Prints what is known of a figure that was not kept.
+/// Prints the record of a figure that breaks a promise.
 fn explain(before: &[Progress], during: &[Progress], pages: &Pages) {
     for (place, (before, during)) in before.iter().zip(during).enumerate() {
         let part = during.kernels / before.kernels * 100.0;
@@ -91,12 +92,12 @@ fn explain(before: &[Progress], during: &[Progress], pages: &Pages) {
     eprint!("{}", pages.text());
 }
 
-/// What is left to the others.
+/// Effect on the others.
 #[derive(Clone, Copy, Debug)]
 struct Left {
-    /// As a part of what they had, the least of them.
+    /// Throughput as a part of the undisturbed one, of the vGPU with the least.
     least: f64,
-    /// Their longest stall, and how long one was before, in milliseconds.
+    /// Longest stall now and before, in milliseconds.
     stall: f64,
     usual: f64,
 }
@@ -108,7 +109,7 @@ fn left(before: &[Progress], during: &[Progress]) -> Left {
     Left { least, stall: stall(during), usual: stall(before) }
 }
 
-fn format_told(trouble: Trouble, told: Result<&Told, &anyhow::Error>) -> String {
+fn format_told(trouble: Trouble, told: Result<&Reported, &anyhow::Error>) -> String {
     match told {
         Ok(told) if matches!(trouble, Trouble::Fault | Trouble::Hang) => {
             format!("told {} after {:.0} ms", told.code, told.after_ms)

@@ -1,4 +1,4 @@
-//! What it costs that a guest is rung for: in time, where it has been quiet, and in the worker's processor time.
+//! Cost of doorbells rung by the worker: latency after pauses, and the worker's CPU time.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,13 @@ use crate::solo::SoloSpec;
 use crate::tenant::{self, Order, Tenant};
 use crate::{Bench, MIDDLE, SHORT, SMALL_RAM};
 
-/// Pauses, and how often.
+/// Pauses and numbers of repetitions.
 const PAUSES: [(u64, usize); 3] = [(5, 100), (50, 60), (400, 12)];
 
 impl Bench<'_> {
-    /// Rings after pauses, by the owner and by vGPUs that are rung for and that ring themselves; then what a worker used.
-    pub fn pauses(&mut self, owner: &mut Tenant) -> Result<()> {
+    /// Measures doorbells after pauses, for the client, for vGPUs with relayed doorbells and for
+    /// vGPUs with direct ones; then the worker's CPU time.
+    pub fn pauses(&mut self, plain: &mut Tenant) -> Result<()> {
         let polled = self.fleet(SMALL_RAM, &[json!([])])?;
         let options = std::mem::replace(&mut self.options, ",doorbell=direct");
         let direct = self.fleet(SMALL_RAM, &[json!([])]);
@@ -28,7 +29,7 @@ impl Bench<'_> {
                 Ok(format!("{p50:.1} / {p99:.1} us"))
             };
             let what = format!("doorbell to semaphore after {pause} ms, p50 / p99");
-            let (alone, other) = (after(owner)?, after(&mut polled.tenants[0])?);
+            let (alone, other) = (after(plain)?, after(&mut polled.tenants[0])?);
             let own = format!("doorbell=direct {}", after(&mut direct.tenants[0])?);
             self.row(&what, alone, other, own, true);
         }
@@ -51,7 +52,7 @@ impl Bench<'_> {
                 (begun, before) = (Instant::now(), polled.processor_time(0)?);
                 std::thread::sleep(self.window);
             } else {
-                // Its load ends.
+                // Ends the tenant's load.
                 polled.tenants[0].load(LoadSpec::default())?;
                 (begun, before) = (Instant::now(), polled.processor_time(0)?);
                 let spec = SoloSpec { trips: 200_000, ..self.solo_spec(true) };

@@ -1,4 +1,4 @@
-//! What one process gets of the GPU when nobody else wants any: copies, a matrix product, the way to a semaphore.
+//! Performance of one process without other load: copies, a matrix product, latency.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use vgpu_guest::GuestError;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::copy;
 use vgpu_guest::device::Device;
-use vgpu_guest::fence::Patience;
+use vgpu_guest::fence::WaitPolicy;
 use vgpu_guest::memory::Buffer;
 use vgpu_guest::pushbuffer::Methods;
 use vgpu_guest::work::Work;
@@ -22,12 +22,12 @@ pub const FILLING: (u32, u32) = (132, 128);
 /// Copies in flight.
 const DEPTH: usize = 8;
 
-/// How much to measure.
+/// Sizes of the measurements.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SoloSpec {
     /// Bytes of a copy.
     pub bytes: u64,
-    /// How long each thing is done.
+    /// Duration of each measurement.
     pub time: Duration,
     /// Rows of the matrices.
     pub rows: u32,
@@ -35,25 +35,25 @@ pub struct SoloSpec {
     pub trips: usize,
 }
 
-/// What was measured.
+/// Results.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Solo {
     /// GB/s from video memory to video memory.
     pub video: f64,
-    /// From RAM to video memory.
+    /// GB/s from RAM to video memory.
     pub to_video: f64,
-    /// From video memory to RAM.
+    /// GB/s from video memory to RAM.
     pub from_video: f64,
-    /// Matrix product, GFLOP/s.
+    /// GFLOP/s of a matrix product.
     pub product: f64,
     /// Doorbell to semaphore, median, us.
     pub p50: f64,
-    /// The same, of a hundred the worst but one.
+    /// Doorbell to semaphore, 99th percentile, us.
     pub p99: f64,
 }
 
 impl Solo {
-    /// The median of several measurements, each figure by itself.
+    /// Returns the median of several measurements, for each figure separately.
     pub fn median(of: &[Self]) -> Self {
         let median = |figure: fn(&Self) -> f64| median(of.iter().map(figure));
         Self {
@@ -67,7 +67,7 @@ impl Solo {
     }
 }
 
-/// The middle one, or the mean of the two in the middle.
+/// Returns the middle value, or the mean of the two middle values.
 pub fn median(of: impl Iterator<Item = f64>) -> f64 {
     let mut all: Vec<f64> = of.collect();
     all.sort_by(f64::total_cmp);
@@ -79,7 +79,7 @@ pub fn median(of: impl Iterator<Item = f64>) -> f64 {
     }
 }
 
-/// A spin that keeps all of the GPU busy, whichever it is.
+/// Returns a spin that fills the GPU.
 pub fn spin(device: &Device, iterations: u32) -> Result<Spin, GuestError> {
     if device.features().contains(Features::SOFT_PROGRAMS) {
         return Spin::new(device, iterations);
@@ -87,7 +87,8 @@ pub fn spin(device: &Device, iterations: u32) -> Result<Spin, GuestError> {
     Spin::with_shape(device, iterations, FILLING.0, FILLING.1)
 }
 
-/// Nanoseconds that 1000 iterations of a spin's thread take: many kernels on end, since one alone is also started.
+/// Returns the nanoseconds of 1000 iterations of a spin's thread, from many successive kernels to
+/// hide the launch.
 pub fn calibrate(device: &Device) -> Result<f64> {
     const KERNELS: u32 = 32;
     let mut channel = Channel::new(device, EngineKind::Compute)?;
@@ -96,7 +97,7 @@ pub fn calibrate(device: &Device) -> Result<f64> {
     let mut methods = Methods::new();
     spin.push(&mut methods);
     let mut best = f64::MAX;
-    // Hardware takes a while until its clocks are up.
+    // Hardware needs a while to raise its clocks.
     let hardware = !device.features().contains(Features::SOFT_PROGRAMS);
     let warm = Duration::from_millis(if hardware { 1500 } else { 0 });
     let begun = Instant::now();
@@ -115,7 +116,7 @@ pub fn calibrate(device: &Device) -> Result<f64> {
     Ok(best / f64::from(KERNELS) / f64::from(spin.iterations()) * 1000.0)
 }
 
-/// Measures everything.
+/// Runs all measurements.
 pub fn measure(device: &Device, spec: &SoloSpec) -> Result<Solo> {
     let mut channel = Channel::new(device, EngineKind::Copy)?;
     let len = spec.bytes;
@@ -133,17 +134,17 @@ pub fn measure(device: &Device, spec: &SoloSpec) -> Result<Solo> {
     Ok(Solo { video, to_video, from_video, product, p50, p99 })
 }
 
-/// GB/s of copies on end.
+/// Returns GB/s of successive copies.
 fn copies(channel: &mut Channel, to: &Buffer, from: &Buffer, time: Duration) -> Result<f64> {
     let mut methods = Methods::new();
     copy::linear(&mut methods, to.va(), from.va(), from.len());
-    // The first touches memory for the first time.
+    // The first copy touches the memory for the first time.
     channel.run(&methods)?;
     let count = on_end(channel, &methods, time)?;
     Ok(count * from.len() as f64 / 1e9)
 }
 
-/// Submissions per second, with some of them always queued.
+/// Returns submissions per second, with several always queued.
 fn on_end(channel: &mut Channel, methods: &Methods, time: Duration) -> Result<f64> {
     let mut queued = std::collections::VecDeque::new();
     let (start, mut count) = (Instant::now(), 0u32);
@@ -160,7 +161,7 @@ fn on_end(channel: &mut Channel, methods: &Methods, time: Duration) -> Result<f6
     Ok(f64::from(count) / start.elapsed().as_secs_f64())
 }
 
-/// GFLOP/s of a matrix product in video memory.
+/// Returns GFLOP/s of a matrix product in video memory.
 fn product(device: &Device, copies: &mut Channel, spec: &SoloSpec) -> Result<f64> {
     let mut channel = Channel::new(device, EngineKind::Compute)?;
     let product = Sgemm::resident(device, spec.rows)?;
@@ -175,11 +176,11 @@ fn product(device: &Device, copies: &mut Channel, spec: &SoloSpec) -> Result<f64
     Ok(rate * product.amount().0 / 1e9)
 }
 
-/// Doorbell to semaphore with nothing in between: median and the 99th of a hundred, in us.
-/// The same, each after a pause: whoever rings for a guest may have stopped looking.
+/// Returns median and 99th percentile from doorbell to semaphore in us, each after a pause: the
+/// poller of relayed doorbells may sleep by then.
 pub fn trips_after(device: &Device, pause: Duration, count: usize) -> Result<(f64, f64)> {
     let mut channel = Channel::new(device, EngineKind::Compute)?;
-    channel.set_patience(Patience::spinning());
+    channel.set_wait_policy(WaitPolicy::spinning());
     let mut times = Vec::with_capacity(count);
     for _ in 0..count {
         std::thread::sleep(pause);
@@ -192,7 +193,7 @@ pub fn trips_after(device: &Device, pause: Duration, count: usize) -> Result<(f6
 
 fn trips(device: &Device, count: usize) -> Result<(f64, f64)> {
     let mut channel = Channel::new(device, EngineKind::Compute)?;
-    channel.set_patience(Patience::spinning());
+    channel.set_wait_policy(WaitPolicy::spinning());
     let methods = Methods::new();
     for _ in 0..count / 10 {
         channel.run(&methods)?;
@@ -206,7 +207,7 @@ fn trips(device: &Device, count: usize) -> Result<(f64, f64)> {
     Ok(median_and_worst(times))
 }
 
-/// The median, and of a hundred the worst but one, in us.
+/// Returns median and 99th percentile in us.
 fn median_and_worst(mut times: Vec<Duration>) -> (f64, f64) {
     times.sort();
     let at = |hundredths: usize| times[(times.len() * hundredths / 100).min(times.len() - 1)];

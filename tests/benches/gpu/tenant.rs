@@ -1,5 +1,5 @@
-//! A process that uses a GPU: as its plain owner, or as a stranger with a vGPU. Either does the same on being told the
-//! same, so that what differs between two is what lies between them and the GPU.
+//! A process that uses a GPU, as a plain client or through a vGPU. Both follow the same commands,
+//! so that differences come from the layers between process and GPU.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -12,21 +12,21 @@ use mdev_core::units::MIB;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use system_tests::ram::Ram;
-use system_tests::stranger::Stranger;
+use system_tests::vfio_user_guest::VfioUserGuest;
 use vgpu_guest::device::Device;
 
 use crate::beside::{self, BesideSpec};
 use crate::kernels::{self, KernelSpec};
 use crate::load::{Load, LoadSpec, Progress};
-use crate::owner::Owner;
+use crate::plain_client::PlainClient;
 use crate::solo::{self, Solo, SoloSpec};
 use crate::trouble::{self, Trouble};
-use crate::{GpuKind, jobs, owner};
+use crate::{GpuKind, jobs, plain_client};
 
-/// What a tenant process is started with.
+/// Arguments of a tenant process.
 #[derive(Clone, Debug, Args)]
 pub struct TenantArgs {
-    /// A vGPU's socket; without, it opens the GPU itself.
+    /// A vGPU's socket; without one the tenant opens the GPU itself.
     #[arg(long)]
     socket: Option<PathBuf>,
     /// Guest RAM in MiB.
@@ -34,38 +34,40 @@ pub struct TenantArgs {
     ram: u64,
 }
 
-/// What a tenant is told, one line of JSON each; it answers each with one.
+/// Command to a tenant: one line of JSON, answered with one line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Order {
-    /// Do every job once, and check it.
+    /// Run and check every job.
     Jobs,
-    /// Find out how long a kernel takes.
+    /// Measure the duration of a kernel.
     Calibrate,
-    /// Measure alone.
+    /// Measure without other load.
     Solo(SoloSpec),
     /// Launch one kernel many times.
     Kernels(KernelSpec),
-    /// Keep the GPU busy from now on.
+    /// Start a load.
     Load(LoadSpec),
-    /// Say what the load did from now on.
+    /// Report the load's work in a window that begins now.
     Measure(Duration),
-    /// Make a channel beside a busy one.
+    /// Create a channel beside a busy one.
     Beside(BesideSpec),
-    /// Ring after pauses of that length, so often.
+    /// Ring the doorbell repeatedly after pauses of this length.
     Pauses(Duration, usize),
-    /// Make trouble.
+    /// Misbehave.
     Trouble(Trouble, Duration),
 }
 
-/// The tenant's side: obeys until nobody tells it anything any more.
+/// Runs the tenant's side until its input closes.
 pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Result<()> {
     let ram = Ram::new(args.ram * MIB, 2 * MIB)?;
-    let (device, _owner): (Device, Option<Owner>) = match &args.socket {
+    let (device, _plain): (Device, Option<PlainClient>) = match &args.socket {
         Some(socket) => {
-            let platform = Stranger::attach(socket, ram)?;
+            let platform = VfioUserGuest::attach(socket, ram)?;
             (Device::open_with(Box::new(platform), cubin)?, None)
         }
-        None => owner::open(kind, ram, cubin).map(|(device, owner)| (device, Some(owner)))?,
+        None => {
+            plain_client::open(kind, ram, cubin).map(|(device, plain)| (device, Some(plain)))?
+        }
     };
     let mut load = None;
     answer(&Ok("ready"))?;
@@ -76,7 +78,7 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
             Order::Solo(spec) => answer(&solo::measure(&device, &spec))?,
             Order::Kernels(spec) => answer(&kernels::measure(&device, &spec))?,
             Order::Load(spec) => {
-                // Not while the next one begins.
+                // The previous load ends before the next one begins.
                 drop(load.take());
                 let started = Load::start(&device, &spec);
                 answer(
@@ -104,7 +106,7 @@ fn answer<T: Serialize>(result: &Result<T>) -> Result<()> {
     Ok(std::io::stdout().flush()?)
 }
 
-/// The other side: a running tenant, ended when dropped.
+/// A running tenant; ended when dropped.
 #[derive(Debug)]
 pub struct Tenant {
     child: Child,
@@ -113,7 +115,7 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// Starts one, and waits until it has the GPU.
+    /// Starts a tenant and waits until it has opened the GPU.
     pub fn start(
         kind: GpuKind,
         cubin: &std::path::Path,
@@ -134,7 +136,7 @@ impl Tenant {
         Ok(tenant)
     }
 
-    /// Tells it something, and does not wait.
+    /// Sends a command without waiting.
     pub fn tell(&mut self, order: &Order) -> Result<()> {
         let mut line = serde_json::to_string(order)?;
         line.push('\n');
@@ -142,7 +144,7 @@ impl Tenant {
         orders.write_all(line.as_bytes()).context("A tenant has ended")
     }
 
-    /// Waits for its next answer.
+    /// Waits for the next answer.
     pub fn hear<T: DeserializeOwned>(&mut self) -> Result<T> {
         let mut line = String::new();
         if self.answers.read_line(&mut line)? == 0 {
@@ -151,38 +153,38 @@ impl Tenant {
         serde_json::from_str::<std::result::Result<T, String>>(&line)?.map_err(anyhow::Error::msg)
     }
 
-    /// Does every job, and says how each went.
+    /// Runs every job and returns the results.
     pub fn jobs(&mut self) -> Result<Vec<(String, Result<String, String>)>> {
         self.tell(&Order::Jobs)?;
         self.hear()
     }
 
-    /// Nanoseconds that 1000 iterations of a spin's thread take.
+    /// Returns the nanoseconds of 1000 iterations of a spin's thread.
     pub fn calibrate(&mut self) -> Result<f64> {
         self.tell(&Order::Calibrate)?;
         self.hear()
     }
 
-    /// Measures alone.
+    /// Measures without other load.
     pub fn solo(&mut self, spec: &SoloSpec) -> Result<Solo> {
         self.tell(&Order::Solo(spec.clone()))?;
         self.hear()
     }
 
-    /// Microseconds of one launch.
+    /// Returns the time of one launch in microseconds.
     pub fn kernels(&mut self, spec: KernelSpec) -> Result<f64> {
         self.tell(&Order::Kernels(spec))?;
         self.hear()
     }
 
-    /// Begins a load, and waits until it runs.
+    /// Starts a load and waits until it runs.
     pub fn load(&mut self, spec: LoadSpec) -> Result<()> {
         self.tell(&Order::Load(spec))?;
         self.hear()
     }
 }
 
-/// What all of them did in the same time.
+/// Returns the work of all tenants in the same window.
 pub fn measure(tenants: &mut [Tenant], window: Duration) -> Result<Vec<Progress>> {
     for tenant in tenants.iter_mut() {
         tenant.tell(&Order::Measure(window))?;
@@ -192,7 +194,7 @@ pub fn measure(tenants: &mut [Tenant], window: Duration) -> Result<Vec<Progress>
 
 impl Drop for Tenant {
     fn drop(&mut self) {
-        // It ends when nobody tells it anything any more; one that cannot is killed.
+        // The tenant ends when its input closes, or is killed.
         drop(self.orders.take());
         for _ in 0..200 {
             if !matches!(self.child.try_wait(), Ok(None)) {

@@ -1,4 +1,4 @@
-//! The worst that a guest can do, while others measure what is left of the GPU.
+//! Attacks by a guest while others measure their throughput.
 
 use std::time::{Duration, Instant};
 
@@ -16,33 +16,33 @@ use vgpu_guest::work::Work;
 
 use crate::solo::spin;
 
-/// How long a fault may take until its guest is told.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The same for garbage, which may happen to mean nothing at all.
-const GARBAGE_PATIENCE: Duration = Duration::from_millis(300);
+/// Time limit of a fault's error.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit for garbage, which may be valid by chance.
+const GARBAGE_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// How many of its processors ring: two are enough for all that the GPU takes.
+/// Number of CPUs that ring doorbells: two saturate the GPU.
 const FLOODS: usize = 4;
 
-/// What a guest does.
+/// Attack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum Trouble {
-    /// One copy to an address that is not mapped.
+    /// A copy to an unmapped address.
     Fault,
-    /// One kernel that never ends.
+    /// A kernel that never ends.
     Hang,
-    /// Faults, makes another channel, and faults again.
+    /// Repeated faults, each on a new channel.
     FaultStorm,
-    /// Rings its doorbell with nothing queued.
+    /// Doorbells with an empty queue.
     DoorbellFlood,
-    /// Writes nonsense to its ring.
+    /// Garbage in the ring.
     GarbageRing,
-    /// Its worker is killed.
+    /// A killed worker.
     Killed,
 }
 
 impl Trouble {
-    /// Every kind.
+    /// All attacks.
     pub const ALL: [Self; 6] = [
         Self::Fault,
         Self::Hang,
@@ -52,7 +52,7 @@ impl Trouble {
         Self::Killed,
     ];
 
-    /// For people.
+    /// Returns the description.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fault => "a fault",
@@ -65,19 +65,19 @@ impl Trouble {
     }
 }
 
-/// How it went for whoever made it.
+/// Result for the attacker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Told {
-    /// How long until it was told of its (first) error, in milliseconds.
+pub struct Reported {
+    /// Time until the (first) error was reported, in milliseconds.
     pub after_ms: f64,
     /// The error's code.
     pub code: u32,
-    /// How often it did it.
+    /// Number of repetitions.
     pub rounds: u64,
 }
 
-/// Makes trouble for so long; what ends by itself is made once.
-pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
+/// Attacks for this time; an attack that ends by itself runs once.
+pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Reported> {
     let start = Instant::now();
     match trouble {
         Trouble::Fault => fault(device),
@@ -87,14 +87,14 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
             let mut methods = Methods::new();
             endless.push(&mut methods);
             channel.submit(&methods)?;
-            error_of(&channel, PATIENCE)
+            error_of(&channel, TIMEOUT)
         }
         Trouble::FaultStorm => {
-            let mut told = Told::default();
+            let mut told = Reported::default();
             while start.elapsed() < time {
-                // A device that has had enough of it refuses new channels for a while.
+                // After many faults a device refuses new channels for a while.
                 match fault(device) {
-                    Ok(one) => told = Told { rounds: told.rounds + 1, ..one },
+                    Ok(one) => told = Reported { rounds: told.rounds + 1, ..one },
                     Err(_) => std::thread::sleep(Duration::from_millis(1)),
                 }
             }
@@ -111,7 +111,7 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
                 }
                 rounds
             };
-            // It may write to what it writes where others' doorbells are trapped, too.
+            // The guest may write to its doorbell page even if other vGPUs' doorbells trap.
             let wake = || {
                 while start.elapsed() < time {
                     device.platform().write32(reg::WAKE, token);
@@ -122,7 +122,7 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
                 let floods: Vec<_> = (0..FLOODS).map(|n| scope.spawn(move || flood(n))).collect();
                 floods.into_iter().map(|one| one.join().unwrap_or_default()).sum()
             });
-            Ok(Told { rounds, ..Told::default() })
+            Ok(Reported { rounds, ..Reported::default() })
         }
         Trouble::GarbageRing => {
             let (mut rounds, mut state) = (0, 1u64);
@@ -135,36 +135,36 @@ pub fn make(device: &Device, trouble: Trouble, time: Duration) -> Result<Told> {
                     state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     channel.submit_raw(state);
                 }
-                let _ = error_of(&channel, GARBAGE_PATIENCE);
+                let _ = error_of(&channel, GARBAGE_TIMEOUT);
                 rounds += 1;
             }
-            Ok(Told { rounds, ..Told::default() })
+            Ok(Reported { rounds, ..Reported::default() })
         }
-        Trouble::Killed => bail!("Nobody kills itself"),
+        Trouble::Killed => bail!("A tenant cannot kill its worker"),
     }
 }
 
-fn fault(device: &Device) -> Result<Told> {
+fn fault(device: &Device) -> Result<Reported> {
     let mut channel = Channel::new(device, EngineKind::Copy)?;
     let nowhere = device.info().va_end - (1 << 20);
     let mut methods = Methods::new();
     copy::linear(&mut methods, nowhere, nowhere, 4096);
     channel.submit(&methods)?;
-    error_of(&channel, PATIENCE)
+    error_of(&channel, TIMEOUT)
 }
 
-/// Waits until the channel's guest is told that it is dead.
-fn error_of(channel: &Channel, patience: Duration) -> Result<Told> {
+/// Waits until the channel's error is reported.
+fn error_of(channel: &Channel, timeout: Duration) -> Result<Reported> {
     let start = Instant::now();
-    while start.elapsed() < patience {
+    while start.elapsed() < timeout {
         match channel.check() {
             Ok(()) => std::thread::sleep(Duration::from_millis(1)),
             Err(GuestError::Channel { code, .. }) => {
                 let after_ms = start.elapsed().as_secs_f64() * 1e3;
-                return Ok(Told { after_ms, code, rounds: 1 });
+                return Ok(Reported { after_ms, code, rounds: 1 });
             }
             Err(other) => return Err(other.into()),
         }
     }
-    bail!("Nobody has told the guest within {} ms", patience.as_millis())
+    bail!("No error within {} ms", timeout.as_millis())
 }

@@ -1,4 +1,4 @@
-//! A client that sleeps while it waits, as a virtual CPU does.
+//! A client that sleeps while it waits, like a virtual CPU.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,12 +19,12 @@ fn header(command: u16, size: usize) -> Vec<u8> {
 pub struct Client {
     stream: UnixStream,
     request: Vec<u8>,
-    /// It is a server, and no echo.
+    /// Whether the peer is a server; otherwise an echo.
     serves: bool,
 }
 
 impl Client {
-    /// Connects. Everyone but the plain socket is greeted with a version.
+    /// Connects. All peers except the plain socket get a version first.
     pub fn connect(path: &Path, greet: bool) -> Self {
         let mut request = header(9, REQUEST);
         request.extend(0x10_u64.to_ne_bytes());
@@ -50,7 +50,7 @@ impl Client {
         self.stream.read_exact(&mut vec![0; size - 16]).unwrap();
     }
 
-    /// One trapped read of 4 bytes, and how long it took.
+    /// Measures one trapped read of 4 bytes.
     pub fn read(&mut self) -> Duration {
         let mut reply = [0; REPLY];
         let start = Instant::now();
@@ -62,7 +62,7 @@ impl Client {
     }
 }
 
-/// Times, in order.
+/// Sorted times.
 #[derive(Default)]
 pub struct Times(Vec<Duration>);
 
@@ -72,7 +72,7 @@ impl Times {
         self.0.sort_unstable();
     }
 
-    /// The time that this many hundredths of all are below, in microseconds.
+    /// Returns a percentile in microseconds.
     pub fn percentile(&self, hundredths: usize) -> f64 {
         let at = (self.0.len() - 1) * hundredths / 100;
         self.0[at].as_secs_f64() * 1e6

@@ -1,10 +1,11 @@
-//! What the protocol costs: this server, the `vfio_user` crate's server, and the socket alone, in one run.
+//! Cost of the protocol: this server, the `vfio_user` crate's server and the plain socket, in one
+//! run.
 //!
-//! `cargo bench -p system-tests --bench protocol`. Clients sleep while they wait, as a virtual CPU does, and the
-//! contenders take turns, so that what the machine does meanwhile falls on all of them alike. docs/performance.md
+//! `cargo bench -p system-tests --bench protocol`. Clients sleep while they wait, like a virtual
+//! CPU. The contenders alternate, so that other load affects all alike. docs/performance.md
 //! explains the numbers.
 
-// Clippy knows only the functions marked as tests.
+// Clippy recognizes only functions marked as tests.
 #![allow(clippy::unwrap_used)]
 
 mod client;
@@ -23,13 +24,13 @@ use nix::unistd::Pid;
 
 const TURNS: usize = 5;
 const READS: usize = 8000;
-/// Reads at the beginning of a turn that do not count: whoever had the turn before has moved the client about.
+/// Warm-up reads of each round: the previous contender may have moved the client to another CPU.
 const WARM: usize = 1000;
 const SESSIONS: usize = 64;
 const SESSION_READS: usize = 300;
 const ATTACHES: usize = 300;
 const MAPS: usize = 1000;
-/// A round trip takes at most so much of what it takes with the `vfio_user` crate's server.
+/// Promised ratio of a round trip to one with the `vfio_user` crate's server.
 const PROMISE: f64 = 0.5;
 
 type Serve = fn(&Path);
@@ -46,7 +47,7 @@ fn main() {
     loaded(&path);
 }
 
-/// Prints p50, p99 and best of each, and the first one's ratio to the others.
+/// Prints p50, p99 and minimum of each contender, and the first one's ratios to the others.
 fn table(what: &str, rows: &[(&str, Times)]) {
     println!("\n{what}");
     println!("{:<28} {:>9} {:>9} {:>9}", "", "p50 us", "p99 us", "best us");
@@ -60,7 +61,8 @@ fn table(what: &str, rows: &[(&str, Times)]) {
     }
 }
 
-/// Says whether the promise is kept, and whether it could be: the plain sockets are the last `floors` rows.
+/// Prints whether the promise is kept, and whether it could be: the last `floors` rows are plain
+/// sockets.
 fn verdict(rows: &[(&str, Times)], floors: usize) {
     let [p50, p99] = [50, 99].map(|n| {
         let theirs = rows[1].1.percentile(n);
@@ -76,13 +78,13 @@ fn round_trips(path: &impl Fn(&str) -> PathBuf) {
     let contenders: [(&str, Serve, bool); 5] = [
         ("this server", servers::ours, true),
         ("vfio_user crate", servers::theirs, true),
-        ("this server, always asleep", servers::ours_asleep, true),
+        ("this server, always asleep", servers::ours_sleeping, true),
         ("socket alone, asleep", servers::echo, false),
-        ("socket alone, awake", servers::echo_awake, false),
+        ("socket alone, awake", servers::echo_polling, false),
     ];
     let mut rows: Vec<(&str, Times)> = Vec::new();
     let mut clients: Vec<Client> = Vec::new();
-    // The one that never sleeps would take a CPU from all others: it goes last, alone.
+    // The contender that never sleeps would take a CPU from the others: it runs last and alone.
     let (last, rest) = contenders.split_last().unwrap();
     for (name, serve, greet) in rest {
         serve(&path(name));
@@ -109,13 +111,13 @@ fn round_trips(path: &impl Fn(&str) -> PathBuf) {
     verdict(&rows, 2);
 }
 
-/// The same with the client held on one CPU and each server on another, whether or not that is a good idea.
+/// Measures with the client pinned to one CPU and each server to another.
 fn apart(path: &impl Fn(&str) -> PathBuf) {
     let me = Pid::from_raw(0);
     let all = sched_getaffinity(me).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).unwrap()).collect();
     let [client_cpu, .., server_cpu] = cpus[..] else {
-        println!("\nOne CPU alone: nobody can be held apart");
+        println!("\nOne CPU: client and server cannot be pinned apart");
         return;
     };
     let hold = |cpu: usize| {
@@ -124,15 +126,15 @@ fn apart(path: &impl Fn(&str) -> PathBuf) {
         sched_setaffinity(me, &set).unwrap();
     };
     let contenders: [(&str, Serve, bool); 5] = [
-        ("this server", servers::ours_patient, true),
+        ("this server", servers::ours_polling, true),
         ("vfio_user crate", servers::theirs, true),
-        ("this server, always asleep", servers::ours_asleep, true),
+        ("this server, always asleep", servers::ours_sleeping, true),
         ("socket alone, asleep", servers::echo, false),
-        ("socket alone, awake", servers::echo_awake, false),
+        ("socket alone, awake", servers::echo_polling, false),
     ];
     let rows = contenders.map(|(name, serve, greet)| {
         let path = path(&format!("{name}, apart"));
-        // A thread runs where the one that makes it does.
+        // A thread inherits the affinity of its creator.
         hold(server_cpu);
         serve(&path);
         hold(client_cpu);
@@ -172,7 +174,8 @@ fn attaches(path: &impl Fn(&str) -> PathBuf) {
     let mut ours = Times::default();
     let mut theirs = Times::default();
     for n in 0..ATTACHES {
-        // Their server serves one client, and then is made anew, outside of the measured time.
+        // The `vfio_user` crate's server serves one client and is created again outside of the
+        // measured time.
         let their_path = path(&format!("attach {n}"));
         servers::theirs(&their_path);
         thread::sleep(Duration::from_millis(1));
@@ -190,7 +193,7 @@ fn many_sessions(path: &impl Fn(&str) -> PathBuf) {
     let all: [(&str, Serve); 3] = [
         ("this server", servers::ours),
         ("vfio_user crate", servers::theirs),
-        ("this server, always asleep", servers::ours_asleep),
+        ("this server, always asleep", servers::ours_sleeping),
     ];
     let mut rates = Vec::new();
     let rows = all.map(|(name, serve)| {
@@ -220,7 +223,7 @@ fn many_sessions(path: &impl Fn(&str) -> PathBuf) {
     println!("all together, reads/s: {ours:.0}, crate {theirs:.0}, always asleep {asleep:.0}");
 }
 
-/// Nanoseconds of CPU that this process has used.
+/// Returns the CPU time of this process in nanoseconds.
 fn cpu_ns() -> u64 {
     let schedstat = |task: std::fs::DirEntry| -> Option<u64> {
         let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
@@ -229,7 +232,7 @@ fn cpu_ns() -> u64 {
     std::fs::read_dir("/proc/self/task").unwrap().flatten().filter_map(schedstat).sum()
 }
 
-/// What a device costs that nobody uses, just after it was used.
+/// Measures the cost of an idle device just after use.
 fn idle(path: &impl Fn(&str) -> PathBuf) {
     servers::ours(&path("idle"));
     let mut client = Client::connect(&path("idle"), true);
@@ -251,7 +254,8 @@ fn idle(path: &impl Fn(&str) -> PathBuf) {
     println!("{reads} reads in 2 s, client included: {:.3} % of a core", used * 100.0);
 }
 
-/// Every CPU is busy, as under an emulator with as many virtual CPUs: what the waiting awake takes from the others.
+/// Measures with every CPU busy, as under an emulator with as many virtual CPUs: what busy polling
+/// takes from the others.
 fn loaded(path: &impl Fn(&str) -> PathBuf) {
     static STOP: AtomicBool = AtomicBool::new(false);
     static WORK: AtomicU64 = AtomicU64::new(0);
@@ -264,7 +268,7 @@ fn loaded(path: &impl Fn(&str) -> PathBuf) {
         });
     }
     let all: [(&str, Serve); 2] =
-        [("this server", servers::ours), ("this server, always asleep", servers::ours_asleep)];
+        [("this server", servers::ours), ("this server, always asleep", servers::ours_sleeping)];
     let mut clients = all.map(|(name, serve)| {
         let path = path(&format!("{name}, loaded"));
         serve(&path);

@@ -1,4 +1,4 @@
-//! Who is compared: each serves one register file on a socket.
+//! Contenders: each serves one register file on a socket.
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read, Write};
@@ -7,9 +7,9 @@ use std::path::Path;
 use std::thread;
 
 use vfio_user::{DmaMapFlags, DmaUnmapFlags, ServerBackend, ServerRegion};
+use vfio_user_server::busy_poll::BusyPoll;
 use vfio_user_server::device::{Device, Region};
 use vfio_user_server::errno::Errno;
-use vfio_user_server::patience::Patience;
 use vfio_user_server::session::Session;
 
 use crate::client::REPLY;
@@ -69,34 +69,34 @@ impl ServerBackend for Register {
     }
 }
 
-/// This server: one thread, one client after the other, as the other server's.
-fn serve(path: &Path, patience: fn() -> Patience) {
+/// Serves with this server: one thread, one client after another, like the other server.
+fn serve(path: &Path, busy_poll: fn() -> BusyPoll) {
     let listener = UnixListener::bind(path).unwrap();
     thread::spawn(move || {
         loop {
             let (socket, _) = listener.accept().unwrap();
             let session = Session::new(socket.into()).unwrap();
-            session.serve_with(&mut Register([0x5a; 4096]), patience());
+            session.serve_with(&mut Register([0x5a; 4096]), busy_poll());
         }
     });
 }
 
-/// As it is: it looks for the next message for a while.
+/// This server by default: it polls for a while before sleeping.
 pub fn ours(path: &Path) {
-    serve(path, Patience::default);
+    serve(path, BusyPoll::default);
 }
 
-/// It looks, though it is held on one CPU and could not know that there is another.
-pub fn ours_patient(path: &Path) {
-    serve(path, || Patience::new(true));
+/// This server with polling, even though it is pinned to one CPU and could not know of another.
+pub fn ours_polling(path: &Path) {
+    serve(path, || BusyPoll::new(true));
 }
 
-/// It never looks.
-pub fn ours_asleep(path: &Path) {
-    serve(path, || Patience::new(false));
+/// This server without polling.
+pub fn ours_sleeping(path: &Path) {
+    serve(path, || BusyPoll::new(false));
 }
 
-/// The `vfio_user` crate's, which takes one client.
+/// The `vfio_user` crate's server, which serves one client.
 pub fn theirs(path: &Path) {
     let region = ServerRegion {
         region_info: vfio_bindings::bindings::vfio::vfio_region_info {
@@ -113,7 +113,7 @@ pub fn theirs(path: &Path) {
     thread::spawn(move || server.run(&mut Register([0x5a; 4096])));
 }
 
-/// As many bytes both ways, and nothing between.
+/// Plain socket: as many bytes both ways.
 pub fn echo(path: &Path) {
     let listener = UnixListener::bind(path).unwrap();
     thread::spawn(move || {
@@ -127,8 +127,8 @@ pub fn echo(path: &Path) {
     });
 }
 
-/// The same, never asleep: the floor for a client that sleeps.
-pub fn echo_awake(path: &Path) {
+/// Plain socket with polling: the minimum for a client that sleeps.
+pub fn echo_polling(path: &Path) {
     let listener = UnixListener::bind(path).unwrap();
     thread::spawn(move || {
         let (mut socket, _) = listener.accept().unwrap();

@@ -1,4 +1,4 @@
-//! What is measured on: a daemon with a software GPU, its vGPUs with their guests and loads, and the clocks.
+//! Test bed: a daemon with a software GPU, vGPUs with guests and loads, and clocks.
 
 use std::fs;
 use std::thread;
@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use mdev_core::gpu::{EngineKind, Gpu, UsageReport};
 use mdev_core::ids::VgpuId;
-use mdev_core::sched::Share;
+use mdev_core::sched::ShareRequest;
 use mdev_core::units::MIB;
 use serde_json::{Value, json};
 use system_tests::Vgpud;
 use system_tests::ram::Ram;
-use system_tests::stranger::Stranger;
+use system_tests::vfio_user_guest::VfioUserGuest;
 use uuid::Uuid;
 use vendor_backends::mediator::MediatedGpu;
 use vgpu_guest::channel::Channel;
@@ -21,104 +21,104 @@ use vgpu_guest::work::spin::Spin;
 
 use super::load::{Load, Running};
 
-/// How often counters are looked at: who has work is known so exactly.
+/// Poll interval of the counters: the resolution of who has work.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// One vGPU with its guest.
+/// A vGPU with its guest.
 #[derive(Debug)]
 pub struct Tenant {
     uuid: String,
     id: VgpuId,
     /// The guest's device.
     pub device: Device,
-    share: Share,
-    /// Its load, where it has one.
+    share: ShareRequest,
+    /// The guest's load, if any.
     pub load: Option<Running>,
 }
 
 /// A GPU with guests.
 #[derive(Debug)]
 pub struct Bed {
-    /// Its guests.
+    /// The guests.
     pub tenants: Vec<Tenant>,
-    /// A connection to the silicon besides the manager's, for its counters.
+    /// A connection to the GPU besides the manager's, for its counters.
     gpu: MediatedGpu,
-    /// The engine's thread, in `/proc`.
+    /// The engine's thread in `/proc`.
     engine: String,
     vgpud: Vgpud,
 }
 
-/// What one window showed.
+/// Measurements of a window.
 #[derive(Clone, Debug, Default)]
 pub struct Window {
-    /// Engine time that each used, in nanoseconds.
+    /// Engine time of each guest, in nanoseconds.
     pub used: Vec<f64>,
-    /// Engine time that was due to each: at each moment, what was used then is divided among those that had work, by
-    /// their shares.
+    /// Engine time due to each guest: at each moment, the used time divided among the guests with
+    /// work, by shares.
     pub due: Vec<f64>,
-    /// Work that each did.
+    /// Work of each guest.
     pub work: Vec<f64>,
-    /// Nanoseconds that the window lasted.
+    /// Length of the window in nanoseconds.
     pub wall: f64,
-    /// Of these, the engine waited for a core.
+    /// Time of the window in which the engine waited for a core.
     pub delay: f64,
-    /// Time in which each had work, in nanoseconds.
+    /// Time in which each guest had work, in nanoseconds.
     pub busy: Vec<f64>,
 }
 
 impl Window {
-    /// Nanoseconds that the host gave the engine.
+    /// Returns the time that the host gave the engine, in nanoseconds.
     pub fn available(&self) -> f64 {
         (self.wall - self.delay).max(1.0)
     }
 
-    /// Hundredths of the time in which the engine waited for a core.
+    /// Returns the percentage of time in which the engine waited for a core.
     pub fn stolen(&self) -> f64 {
         self.delay / self.wall.max(1.0) * 100.0
     }
 
-    /// Hundredths of the available time that were used.
+    /// Returns the percentage of available time that was used.
     pub fn utilisation(&self) -> f64 {
         self.used.iter().sum::<f64>() / self.available() * 100.0
     }
 
-    /// Hundredths of the time that was used, of each.
+    /// Returns each guest's percentage of the used time.
     pub fn shares(&self) -> Vec<f64> {
         let all: f64 = self.used.iter().sum::<f64>().max(1.0);
         self.used.iter().map(|used| used / all * 100.0).collect()
     }
 
-    /// How far each is from what was due to it, in hundredths of what was used.
+    /// Returns each guest's deviation from its due, in percent of the used time.
     pub fn errors(&self) -> Vec<f64> {
         let all: f64 = self.used.iter().sum::<f64>().max(1.0);
         self.used.iter().zip(&self.due).map(|(used, due)| (used - due) / all * 100.0).collect()
     }
 
-    /// Work of all for each nanosecond available.
+    /// Returns the work of all guests per available nanosecond.
     pub fn rate(&self) -> f64 {
         self.work.iter().sum::<f64>() / self.available()
     }
 }
 
-/// The counters at a moment.
+/// Counters at a moment.
 #[derive(Clone, Debug)]
 pub struct Reading {
-    /// When, by the GPU's clock.
+    /// Time by the GPU's clock.
     pub at_ns: u64,
     /// Engine time of each guest, in nanoseconds.
     pub engine: Vec<f64>,
     wait: Vec<f64>,
     work: Vec<f64>,
-    /// For how long the engine has waited for a core, in nanoseconds.
+    /// Time that the engine has waited for a core, in nanoseconds.
     pub delay: f64,
 }
 
 impl Bed {
-    /// Guests with shares and loads, which begin at once. `iterations` is what takes 10 ms.
-    pub fn new(guests: &[(Share, Load)], iterations: u32) -> Result<Self> {
+    /// Starts guests with shares and loads at once. `iterations` take 10 ms.
+    pub fn new(guests: &[(ShareRequest, Load)], iterations: u32) -> Result<Self> {
         let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=4G"])?;
         let admin = vgpud.run_dir().join("parents").join("soft0");
-        // An answer comes once the parents have been started.
+        // The daemon answers after the parents have started.
         let pid = vgpud.get("/v1/parents")?[0]["pid"].as_u64().context("The GPU has no process")?;
         let gpu = MediatedGpu::connect(&admin.join("admin.sock"))?;
         let mut bed = Self { tenants: Vec::new(), gpu, engine: engine_thread(pid)?, vgpud };
@@ -127,7 +127,7 @@ impl Bed {
                 json!({ "mdev_type": "SOFT-256MQ", "attrs": attributes(*share), "run": true });
             let uuid = bed.vgpud.create(&request)?;
             let ram = Ram::new(16 * MIB, 64 << 10)?;
-            let platform = Stranger::attach(&bed.vgpud.vfio_socket(&uuid), ram)?;
+            let platform = VfioUserGuest::attach(&bed.vgpud.vfio_socket(&uuid), ram)?;
             let device = Device::open(Box::new(platform))?;
             let id = VgpuId(Uuid::parse_str(&uuid)?);
             bed.tenants.push(Tenant { uuid, id, device, share: *share, load: None });
@@ -138,9 +138,9 @@ impl Bed {
         Ok(bed)
     }
 
-    /// Iterations of a spin's thread that take 10 ms of engine time.
+    /// Returns the iterations of a spin's thread that take 10 ms of engine time.
     pub fn calibrate() -> Result<u32> {
-        let bed = Self::new(&[(Share::of(None), Load::Idle)], 1)?;
+        let bed = Self::new(&[(ShareRequest::with_core(None), Load::Idle)], 1)?;
         let device = &bed.tenants[0].device;
         let mut channel = Channel::new(device, EngineKind::Compute)?;
         let mut spin = Spin::new(device, 1)?;
@@ -148,7 +148,7 @@ impl Bed {
         Ok(spin.iterations())
     }
 
-    /// Measures over a window, after a time to settle.
+    /// Measures a window, after a time to settle.
     pub fn measure(&mut self, settle: Duration, window: Duration) -> Result<Window> {
         thread::sleep(settle);
         let first = self.read()?;
@@ -190,8 +190,8 @@ impl Bed {
         self.tenants[index].share.core.map_or(1.0, |core| f64::from(core.get()))
     }
 
-    /// Changes a share while everything runs, as an operator does.
-    pub fn change(&mut self, index: usize, share: Share) -> Result<()> {
+    /// Changes a share under load, as an operator does.
+    pub fn change(&mut self, index: usize, share: ShareRequest) -> Result<()> {
         let tenant = &mut self.tenants[index];
         let change = json!({ "attrs": attributes(share), "target": "live" });
         self.vgpud.call("PATCH", &format!("/v1/vgpus/{}", tenant.uuid), Some(&change))?;
@@ -199,7 +199,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Stops all loads from handing in work, or lets them go on.
+    /// Pauses or resumes all loads.
     pub fn pause(&self, paused: bool) {
         for load in self.tenants.iter().filter_map(|tenant| tenant.load.as_ref()) {
             load.pause(paused);
@@ -229,17 +229,17 @@ impl Bed {
     }
 }
 
-/// A share as attributes of a definition.
-fn attributes(share: Share) -> Value {
+/// Returns a share as attributes of a definition.
+fn attributes(share: ShareRequest) -> Value {
     let core = share.core.map(|core| json!({ "core": core.to_string() }));
     let mode = share.core.map(|_| json!({ "mode": share.mode.name() }));
     core.into_iter().chain(mode).collect()
 }
 
-/// The engine of a software GPU.
+/// Finds the engine's thread of a software GPU.
 fn engine_thread(pid: u64) -> Result<String> {
     let since = Instant::now();
-    // A thread has its name a moment after it is there.
+    // A thread gets its name a moment after its start.
     while since.elapsed() < Duration::from_secs(5) {
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let path = task?.path().display().to_string();
@@ -252,7 +252,7 @@ fn engine_thread(pid: u64) -> Result<String> {
     anyhow::bail!("The GPU has no engine")
 }
 
-/// For how long a thread has waited for a core, in nanoseconds.
+/// Returns the time that a thread has waited for a core, in nanoseconds.
 fn run_delay(task: &str) -> Result<f64> {
     let text = fs::read_to_string(format!("{task}/schedstat"))?;
     Ok(text.split_whitespace().nth(1).context("No run delay")?.parse()?)

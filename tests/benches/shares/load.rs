@@ -1,4 +1,4 @@
-//! What the guests do: rings that are kept full, filled in bursts, or filled now and then.
+//! Loads of guests: rings kept full, filled in bursts, or filled with pauses.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,27 +17,27 @@ use vgpu_guest::work::spin::Spin;
 
 /// Entries of a load's ring.
 const ENTRIES: u32 = 1024;
-/// Most work that a load queues.
+/// Limit of queued work.
 const QUEUE: Duration = Duration::from_millis(200);
-/// How often a load looks at its ring, while that is short: it uses little of a core, which the engine may need.
+/// Poll interval of a short ring: short enough, with little CPU, which the engine may need.
 const LOOK: Duration = Duration::from_millis(4);
-/// The same where much is queued.
+/// Poll interval of a long ring.
 const LOOK_SELDOM: Duration = Duration::from_millis(20);
 
-/// What a guest does.
+/// Load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
-    /// Kernels of that length, the queue topped up all the time.
+    /// Kernels of this length, with the queue topped up all the time.
     Steady(Duration),
-    /// The same, in bursts: the queue is filled when it is nearly empty, so there is always work.
+    /// Kernels in bursts: the queue is refilled when nearly empty, so there is always work.
     Refilled(Duration),
-    /// So much work at a time, and pauses of 50 to 250 ms in between.
+    /// Work of this length at a time, with pauses of 50 to 250 ms.
     OnOff(Duration, Duration),
-    /// Nothing.
+    /// No load.
     Idle,
 }
 
-/// A load that runs.
+/// A running load.
 #[derive(Debug)]
 pub struct Running {
     spin: Arc<Spin>,
@@ -47,7 +47,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts a load; `None` where there is nothing to do. `iterations` is what takes 10 ms.
+    /// Starts a load; `None` for no load. `iterations` take 10 ms.
     pub fn start(device: &Device, load: Load, iterations: u32, seed: u64) -> Result<Option<Self>> {
         let (Load::Steady(kernel) | Load::Refilled(kernel) | Load::OnOff(kernel, _)) = load else {
             return Ok(None);
@@ -77,13 +77,13 @@ impl Running {
         Ok(Some(Self { spin, stop, paused, thread: Some(thread) }))
     }
 
-    /// Work done since the load began.
+    /// Returns the work done since the load began.
     pub fn work(&self) -> f64 {
-        // Blocks, since a reading may come in the middle of a launch.
+        // Blocks: a reading may come in the middle of a launch.
         f64::from(self.spin.blocks()) * f64::from(self.spin.iterations())
     }
 
-    /// Stops handing in work, or goes on.
+    /// Pauses or resumes submissions.
     pub fn pause(&self, paused: bool) {
         self.paused.store(paused, Ordering::Relaxed);
     }
@@ -103,7 +103,7 @@ impl Drop for Running {
 struct Generator {
     channel: Channel,
     methods: Methods,
-    /// Launches that are queued at most.
+    /// Limit of queued launches.
     most: usize,
     look: Duration,
     queued: VecDeque<vgpu_guest::fence::Fence>,
@@ -116,7 +116,7 @@ impl Generator {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// Queues up to `count` launches more; how many that were.
+    /// Queues up to `count` further launches and returns their number.
     fn fill(&mut self, count: usize) -> Result<usize, GuestError> {
         let room = self.most.saturating_sub(self.queued.len()).min(count);
         for _ in 0..room {
@@ -131,7 +131,7 @@ impl Generator {
         }
     }
 
-    /// Fills the queue whenever no more than `low` launches are left of it.
+    /// Fills the queue when at most `low` launches are left.
     fn always(&mut self, low: usize) -> Result<(), GuestError> {
         while !self.stopped() {
             self.forget_done();
@@ -143,9 +143,9 @@ impl Generator {
         Ok(())
     }
 
-    /// Bursts of so many launches.
+    /// Submits bursts of this many launches.
     fn now_and_then(&mut self, launches: usize, seed: u64) -> Result<(), GuestError> {
-        // The same pauses in every run.
+        // The pauses are the same in every run.
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         while !self.stopped() {
             let mut left = launches;

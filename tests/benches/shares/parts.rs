@@ -1,9 +1,9 @@
-//! The promises, one after the other.
+//! Parts of the benchmark: one promise each.
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use mdev_core::sched::{Core, Mode, Share};
+use mdev_core::sched::{Core, Mode, ShareRequest};
 
 use super::Bench;
 use super::bed::{Bed, Reading, Window};
@@ -13,17 +13,17 @@ use super::storm::{Attack, Storm};
 const LONG: Duration = Duration::from_millis(10);
 const MIDDLE: Duration = Duration::from_micros(500);
 const SHORT: Duration = Duration::from_micros(50);
-/// Points of a hundred that a share may be off.
+/// Tolerance of a share in percentage points.
 const OFF: f64 = 1.0;
-/// Points that vGPUs may lose to one that does its worst.
+/// Percentage points that vGPUs may lose to an attacker.
 const LOST: f64 = 2.0;
-/// Hundredths of the time that are to be used, and of one vGPU's throughput that many have together.
+/// Promised percentage of used time, and of one vGPU's throughput for many together.
 const USED: f64 = 98.0;
-/// Within so much a change of a share is in force.
+/// Time limit until a changed share is in force.
 const IN_FORCE: Duration = Duration::from_millis(50);
-/// Turns in which what is compared is measured.
+/// Rounds of compared measurements.
 const TURNS: u32 = 9;
-/// Sets of hundredths asked for.
+/// Sets of requested percentages.
 const WEIGHTS: [(&str, &[u8]); 5] = [
     ("80/20", &[80, 20]),
     ("80/10/10", &[80, 10, 10]),
@@ -32,12 +32,12 @@ const WEIGHTS: [(&str, &[u8]); 5] = [
     ("sixteen unequal", &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 5, 5, 6, 6]),
 ];
 
-fn soft(core: u8) -> Result<Share> {
-    Ok(Share::of(Some(Core::try_from(core)?)))
+fn soft(core: u8) -> Result<ShareRequest> {
+    Ok(ShareRequest::with_core(Some(Core::try_from(core)?)))
 }
 
-fn hard(core: u8) -> Result<Share> {
-    Ok(Share { mode: Mode::Hard, ..soft(core)? })
+fn hard(core: u8) -> Result<ShareRequest> {
+    Ok(ShareRequest { mode: Mode::Hard, ..soft(core)? })
 }
 
 fn names(values: &[f64]) -> String {
@@ -45,15 +45,15 @@ fn names(values: &[f64]) -> String {
     texts.join("/")
 }
 
-/// Weights with work all the time, of long and short kernels.
+/// Weights under constant load, with long and short kernels.
 pub fn steady(bench: &mut Bench) -> Result<()> {
     weighted(bench, "always busy", |index, _| Load::Steady(kernel(index)))
 }
 
-/// Weights with work that comes in bursts: without pauses, and with them for every other vGPU.
+/// Weights under load in bursts: without pauses, and with pauses for every other vGPU.
 pub fn bursty(bench: &mut Bench) -> Result<()> {
     weighted(bench, "refilled in bursts", |index, _| Load::Refilled(kernel(index)))?;
-    // What takes 150 ms at its share comes at once. Both kinds of kernels are in either half.
+    // A burst takes 150 ms at its share. Each half has both kinds of kernels.
     weighted(bench, "on and off", |index, core| match index % 4 {
         1 | 2 => Load::OnOff(kernel(index), Duration::from_micros(1500) * u32::from(core)),
         _ => Load::Steady(kernel(index)),
@@ -67,12 +67,13 @@ fn kernel(index: usize) -> Duration {
 fn weighted(bench: &mut Bench, what: &str, load: impl Fn(usize, u8) -> Load) -> Result<()> {
     for (name, cores) in WEIGHTS {
         let guests = cores.iter().enumerate();
-        let guests: Vec<(Share, Load)> = guests
+        let guests: Vec<(ShareRequest, Load)> = guests
             .map(|(index, core)| Ok((soft(*core)?, load(index, *core))))
             .collect::<Result<_>>()?;
         let window = Bed::new(&guests, bench.iterations)?.measure(bench.settle, bench.window)?;
         let off = window.errors().into_iter().map(f64::abs).fold(0.0, f64::max);
-        // A share is promised to those who have work: a load that failed to hand it in proves nothing.
+        // Shares are promised to guests with work: a load that failed to submit work proves
+        // nothing.
         let hungry = guests.iter().zip(&window.busy).filter(|((_, load), busy)| {
             !matches!(load, Load::OnOff(..)) && **busy < 0.9 * window.wall
         });
@@ -93,8 +94,8 @@ fn weighted(bench: &mut Bench, what: &str, load: impl Fn(usize, u8) -> Load) -> 
     Ok(())
 }
 
-/// Measures the loads of two beds in turns, so that whatever else changes on the host changes for both: their windows,
-/// in pairs.
+/// Measures the loads of two beds alternately, so that other load on the host affects both, and
+/// returns pairs of windows.
 fn compare(bench: &Bench, first: &mut Bed, second: &mut Bed) -> Result<Vec<(Window, Window)>> {
     first.pause(true);
     second.pause(true);
@@ -102,14 +103,14 @@ fn compare(bench: &Bench, first: &mut Bed, second: &mut Bed) -> Result<Vec<(Wind
         bed.pause(false);
         let window = bed.measure(bench.settle / 4, bench.window / TURNS)?;
         bed.pause(true);
-        // What is queued, until the other may begin.
+        // Drains the queues before the other bed begins.
         drain(bed)?;
         anyhow::Ok(window)
     };
     (0..TURNS).map(|_| Ok((turn(first)?, turn(second)?))).collect()
 }
 
-/// The middle one of the turns.
+/// Returns the median of the rounds.
 fn median(turns: impl Iterator<Item = f64>) -> f64 {
     let mut turns: Vec<f64> = turns.collect();
     turns.sort_by(f64::total_cmp);
@@ -131,9 +132,9 @@ fn drain(bed: &mut Bed) -> Result<()> {
     }
 }
 
-/// One alone and several at once: what switching costs.
+/// One vGPU alone compared with several: the cost of switching.
 pub fn throughput(bench: &mut Bench) -> Result<()> {
-    let one = [(Share::of(None), Load::Steady(MIDDLE))];
+    let one = [(ShareRequest::with_core(None), Load::Steady(MIDDLE))];
     let mut alone = Bed::new(&one, bench.iterations)?;
     for count in [2, 4, 8, 16] {
         let mut many = Bed::new(&vec![one[0]; count], bench.iterations)?;
@@ -149,9 +150,10 @@ pub fn throughput(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// Caps: alone, and beside one that takes what it gets.
+/// Caps: alone, and beside a vGPU that takes the rest.
 pub fn caps(bench: &mut Bench) -> Result<()> {
-    let mut solo = Bed::new(&[(Share::of(None), Load::Steady(MIDDLE))], bench.iterations)?;
+    let mut solo =
+        Bed::new(&[(ShareRequest::with_core(None), Load::Steady(MIDDLE))], bench.iterations)?;
     let mut capped = Bed::new(&[(hard(25)?, Load::Steady(MIDDLE))], bench.iterations)?;
     let turns = compare(bench, &mut solo, &mut capped)?;
     let part = median(turns.iter().map(|(solo, capped)| capped.rate() / solo.rate() * 100.0));
@@ -174,7 +176,7 @@ pub fn caps(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// Time that its owners do not use.
+/// Use of time that its owners leave.
 pub fn idle_neighbours(bench: &mut Bench) -> Result<()> {
     let guests =
         [(soft(20)?, Load::Steady(MIDDLE)), (soft(40)?, Load::Idle), (soft(40)?, Load::Idle)];
@@ -189,14 +191,14 @@ pub fn idle_neighbours(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// How long until a new share is in force: from the request to the moment from which use is as the new share says.
+/// Time until a changed share is in force: from the request until usage follows the new share.
 pub fn live_change(bench: &mut Bench) -> Result<()> {
     let steady = [Load::Steady(MIDDLE), Load::Steady(SHORT)];
     let guests = [(soft(80)?, steady[0]), (soft(20)?, steady[1])];
     let mut bed = Bed::new(&guests, bench.iterations)?;
     let mut worst = worst_of(bench, &mut bed, |round| {
         let (first, second) = if round % 2 == 0 { (20, 80) } else { (80, 20) };
-        // The smaller first, so that there is room for the larger.
+        // The smaller share first, so that there is room for the larger one.
         let mut order = [(0, first), (1, second)];
         order.sort_by_key(|(_, core)| *core);
         let changes = order.map(|(index, core)| Ok((index, soft(core)?)));
@@ -225,13 +227,13 @@ pub fn live_change(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// A change of shares, and what the first guest's use becomes by it.
+/// A change of shares, and the first guest's usage.
 struct Change {
-    changes: Result<Vec<(usize, Share)>>,
-    /// Its part before and after.
+    changes: Result<Vec<(usize, ShareRequest)>>,
+    /// The guest's part before and after.
     before: f64,
     after: f64,
-    /// Of the time, and not of what all used.
+    /// Part of all time, not of the used time.
     of_time: bool,
 }
 
@@ -244,7 +246,8 @@ fn note_change(bench: &mut Bench, what: &str, (worst, stolen): &(Option<Duration
     bench.note(format!("A live change {what}: in force within 50 ms"), measured, kept, *stolen);
 }
 
-/// The longest time of ten changes until each was in force, and what the host took meanwhile.
+/// Returns the longest time of ten changes until each was in force, and the time that the host took
+/// meanwhile.
 fn worst_of(
     bench: &Bench,
     bed: &mut Bed,
@@ -254,7 +257,7 @@ fn worst_of(
     let (mut worst, first) = (Some(Duration::ZERO), bed.read()?);
     for round in 0..10 {
         let change = change(round);
-        // At any moment of the manager's own rhythm.
+        // At varying phases of the manager's interval.
         std::thread::sleep(Duration::from_millis(150 + u64::from(round) * 17));
         let mut readings = vec![bed.read()?];
         let asked = Instant::now();
@@ -274,10 +277,11 @@ fn worst_of(
     Ok((worst, took / last.at_ns.saturating_sub(first.at_ns) as f64 * 100.0))
 }
 
-/// From when on the first guest's use was its new part: from there to every later moment it is no further from that
-/// than turns make it. The time that it takes to tell the old part from the new one counts as if it were the old one.
+/// Returns the time from which the first guest's usage was its new part: from there to every later
+/// moment it deviates at most by one slice. The time needed to distinguish the parts counts as the
+/// old part.
 fn in_force(readings: &[Reading], before: f64, after: f64, of_time: bool) -> Option<Duration> {
-    // A turn of a few milliseconds, or the turn of a cap's period, in nanoseconds.
+    // A slice of a few milliseconds, or a cap's period, in nanoseconds.
     let near = if of_time { 4e6 } else { 2e6 };
     let blur = Duration::from_secs_f64(near / (after - before).abs() / 1e9);
     let all = |reading: &Reading| {
@@ -293,7 +297,7 @@ fn in_force(readings: &[Reading], before: f64, after: f64, of_time: bool) -> Opt
             (used - after * (all(later) - all(&readings[from]))).abs() <= near
         })
     };
-    // The end of the time proves nothing.
+    // The end of the record proves nothing.
     let last = readings.last()?.at_ns.saturating_sub(100_000_000);
     let from = (0..readings.len()).find(|from| is_kept(*from))?;
     let at_ns = readings[from].at_ns;
@@ -301,7 +305,8 @@ fn in_force(readings: &[Reading], before: f64, after: f64, of_time: bool) -> Opt
     (at_ns <= last).then_some(took + blur)
 }
 
-/// One vGPU that does its worst: what the others lose against the time in which it did its work like them.
+/// An attack by one vGPU: the others' loss, compared with the time in which the attacker worked as
+/// they did.
 pub fn attacks(bench: &mut Bench) -> Result<()> {
     let guests = [
         (soft(50)?, Load::Steady(MIDDLE)),
@@ -318,7 +323,7 @@ pub fn attacks(bench: &mut Bench) -> Result<()> {
             storm.end()?;
             turns.push((peace, war));
         }
-        // Of the time that the host gave the engine, and of all time.
+        // Relative to the time that the host gave the engine, and to all time.
         let engine = median(turns.iter().map(|turn| lost_points(turn, Window::available)));
         let wall = median(turns.iter().map(|turn| lost_points(turn, |window| window.wall)));
         bench.note(
@@ -331,7 +336,7 @@ pub fn attacks(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// The most that one of the first two lost, in hundredths of what all did in peace.
+/// Returns the larger loss of the first two vGPUs, in percent of the undisturbed work of all.
 fn lost_points((peace, war): &(Window, Window), time: impl Fn(&Window) -> f64) -> f64 {
     let full = peace.work.iter().sum::<f64>() / time(peace);
     let lost = |index: usize| peace.work[index] / time(peace) - war.work[index] / time(war);

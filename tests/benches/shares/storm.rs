@@ -1,4 +1,4 @@
-//! The worst that a guest can do.
+//! Attacks by a guest.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,24 +17,24 @@ use vgpu_guest::work::spin::Spin;
 /// Video memory that is mapped and unmapped.
 const BYTES: u64 = 1 << 20;
 
-/// One way to do it.
+/// Attack.
 #[derive(Clone, Copy, Debug)]
 pub enum Attack {
     /// A kernel that never ends.
     Endless,
     /// Doorbells and trapped wake-ups.
     Doorbells,
-    /// Requests of the mailbox.
+    /// Mailbox requests.
     Mailbox,
-    /// Mappings that come and go.
+    /// Mappings and unmappings.
     Maps,
 }
 
 impl Attack {
-    /// All of them.
+    /// All attacks.
     pub const ALL: [Self; 4] = [Self::Endless, Self::Doorbells, Self::Mailbox, Self::Maps];
 
-    /// As people call it.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Endless => "an endless kernel",
@@ -72,7 +72,7 @@ impl Attack {
     }
 }
 
-/// An attack that goes on, beside its vGPU's other work.
+/// A running attack, beside its vGPU's other work.
 #[derive(Debug)]
 pub struct Storm {
     stop: Arc<AtomicBool>,
@@ -80,7 +80,7 @@ pub struct Storm {
 }
 
 impl Storm {
-    /// Begins one.
+    /// Starts an attack.
     pub fn start(device: &Device, attack: Attack) -> Result<Self> {
         let stop = Arc::<AtomicBool>::default();
         let (device, ends) = (device.clone(), Arc::clone(&stop));
@@ -88,7 +88,7 @@ impl Storm {
         Ok(Self { stop, thread: thread.context("Cannot attack")? })
     }
 
-    /// Ends it; an error where it failed.
+    /// Ends the attack; an error if it failed.
     pub fn end(self) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| anyhow!("The attacker panicked"))?

@@ -1,5 +1,5 @@
-//! Checks that hold for every device behind a vfio-user socket, whatever it is. Each takes the socket's path, connects
-//! as often as it likes, and leaves the server ready for the next client.
+//! Checks that hold for every device behind a vfio-user socket. Each takes the socket's path,
+//! connects any number of times, and leaves the server ready for the next client.
 
 mod greeting;
 mod interrupts;
@@ -15,7 +15,7 @@ const CONFIG: u32 = 7;
 const MSI: u32 = 1;
 const FREE: u64 = 0x70_0000_0000;
 
-/// A promise, and what checks it.
+/// Name and function of a check.
 type Check = (&'static str, fn(&Path));
 
 pub const ALL: &[Check] = &[

@@ -1,4 +1,4 @@
-//! A device that has one of everything, and a server for it in this process.
+//! A device that supports every feature, and a server for it in this process.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -26,27 +26,29 @@ pub const SPARSE: u32 = 4;
 pub const READ_ONLY: u32 = pci::ROM;
 pub const MSI_COUNT: u32 = 32;
 pub const SPARSE_OFFSET: u64 = 0x1_0000;
-/// The feature that the device has: four bytes to read and write.
+/// Index of the device's feature: four readable and writable bytes.
 pub const FEATURE_INDEX: u16 = 77;
-/// In [`SCRATCH`]: a write of address, count and "is it a write" (8, 4 and 4 bytes) makes the device transfer memory.
+/// Offset in [`SCRATCH`]: a write of address, count and direction (8, 4 and 4 bytes; 1 writes)
+/// makes the device transfer memory.
 pub const TRANSFER: u64 = 0x800;
-/// In [`SCRATCH`]: transfers done so far, the errno of the last one or 0, and from 8 bytes further what was read.
+/// Offset in [`SCRATCH`]: number of transfers, errno of the last one or 0, then the data read from
+/// 8 bytes on.
 pub const TRANSFER_DONE: u64 = 0x900;
 
-/// A memfd of this length.
+/// Creates a memfd of this length.
 pub fn memory(len: u64) -> OwnedFd {
     let fd = memfd_create(c"protocol-test", MFdFlags::MFD_CLOEXEC).unwrap();
     File::from(fd.try_clone().unwrap()).set_len(len).unwrap();
     fd
 }
 
-/// An eventfd that nobody waits for.
+/// Creates a nonblocking eventfd.
 pub fn eventfd() -> OwnedFd {
     let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
     EventFd::from_value_and_flags(0, flags).unwrap().into()
 }
 
-/// The device.
+/// A device with one of everything.
 #[derive(Debug)]
 pub struct Everything {
     scratch: Vec<u8>,
@@ -54,29 +56,29 @@ pub struct Everything {
     shared: OwnedFd,
     areas: [Area; 2],
     doorbells: [IoEventFd; 1],
-    /// Of each index.
+    /// Interrupts by index.
     irqs: [Lines; 5],
     maps: Vec<DmaMap>,
     feature: [u8; 4],
     wanted: VecDeque<Transfer>,
-    /// Where it writes now, and what it has written.
+    /// Pending and completed writes.
     writing: BTreeMap<u64, (u64, u64)>,
     written: Vec<(u64, u64)>,
     saved: Vec<u8>,
     log: Log,
 }
 
-/// The interrupts of one index.
+/// Interrupts of one index.
 #[derive(Debug, Default)]
 struct Lines {
     eventfds: BTreeMap<u32, OwnedFd>,
-    /// Of the pin alone.
+    /// Eventfd that unmasks INTx.
     masked: bool,
     unmask: Option<OwnedFd>,
 }
 
 impl Lines {
-    /// This device has no loop of its own, so it looks whenever it is asked something.
+    /// Reads the unmask eventfd. The device has no event loop, so every access checks it.
     fn look_at_unmask(&mut self) {
         if self.unmask.as_ref().is_some_and(|fd| nix::unistd::read(fd, &mut [0; 8]).is_ok()) {
             self.masked = false;
@@ -84,7 +86,7 @@ impl Lines {
     }
 }
 
-/// What reached the device.
+/// Log of the calls that reached the device.
 #[derive(Clone, Debug, Default)]
 pub struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -145,8 +147,8 @@ impl Device for Everything {
     fn irq(&self, index: u32) -> Irq {
         match index {
             pci::INTX => Irq::INTX,
-            pci::MSI => Irq::messages(MSI_COUNT),
-            pci::MSIX => Irq::messages(8),
+            pci::MSI => Irq::message_signaled(MSI_COUNT),
+            pci::MSIX => Irq::message_signaled(8),
             pci::ERR | pci::REQ => Irq::notification(),
             _ => Irq::NONE,
         }
@@ -270,7 +272,7 @@ impl Device for Everything {
     }
 }
 
-/// The scratch memory is the state.
+/// The scratch memory is the migration state.
 impl Migration for Everything {
     fn pre_copy(&self) -> bool {
         true
@@ -317,7 +319,7 @@ impl DmaLogging for Everything {
     }
 
     fn stop(&mut self) {
-        self.log.add("log no more".to_owned());
+        self.log.add("stop logging".to_owned());
     }
 
     fn report(&mut self, range: DmaRange, pages: &mut DirtyPages<'_>) -> Result<(), Errno> {
@@ -367,12 +369,12 @@ impl Transfers for Everything {
     }
 }
 
-/// A server in this process, one client after the other.
+/// A server in this process that serves one client after another.
 #[derive(Debug)]
 pub struct Server {
     pub path: PathBuf,
     pub log: Log,
-    /// Clients that are gone.
+    /// Number of clients that have disconnected.
     served: Arc<AtomicUsize>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -404,7 +406,7 @@ impl Server {
         Self { path, log, served, stop, thread: Some(thread), _folder: folder }
     }
 
-    /// How many clients have come and gone.
+    /// Returns how many clients have disconnected.
     pub fn served(&self) -> usize {
         self.served.load(Ordering::SeqCst)
     }
@@ -416,12 +418,12 @@ impl Drop for Server {
         let _ = UnixStream::connect(&self.path);
         let ended = self.thread.take().unwrap().join();
         if !std::thread::panicking() {
-            ended.expect("the server lives through everything");
+            ended.expect("the server must not panic");
         }
     }
 }
 
-/// Descriptors that a process has open.
+/// Returns the number of open descriptors of a process.
 pub fn open_fds(process: &str) -> usize {
     std::fs::read_dir(Path::new("/proc").join(process).join("fd")).unwrap().count()
 }

@@ -1,4 +1,4 @@
-//! The least that a guest driver needs: memory, rings, pushbuffers, and waiting.
+//! Minimal guest driver: memory, rings, pushbuffers and waiting.
 
 use std::fmt;
 use std::fs::File;
@@ -20,43 +20,48 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::mem::{Mapping, SharedMemory};
 
-/// Guest memory.
+/// Size of guest memory.
 pub const RAM_BYTES: u64 = 48 * MIB;
-/// Where a test's own data begins.
+/// Offset of a test's data in guest memory.
 pub const DATA: u64 = 12 * MIB;
-/// Entries of a ring.
+/// Number of entries of a ring.
 pub const ENTRIES: u32 = 64;
-/// What a ring occupies of guest memory: GPFIFO, USERD, semaphore, then a page of pushbuffer for each entry.
+/// Size of a ring in guest memory: GPFIFO, USERD, semaphore, and a pushbuffer for each entry.
 const RING_BYTES: u64 = MIB;
+/// Maximum number of rings.
 const RINGS: u64 = DATA / RING_BYTES;
+/// Offset of the USERD in a ring.
 const USERD: u64 = 0x1000;
+/// Offset of the semaphore in a ring.
 const SEMAPHORE: u64 = 0x1800;
+/// Offset of the pushbuffers in a ring.
 const PUSHBUFFERS: u64 = 0x1_0000;
 const PUSHBUFFER_BYTES: u64 = 0x2000;
-/// How long anything may take, unless [`Driver::set_patience`] says otherwise.
-pub const PATIENCE: Duration = Duration::from_secs(20);
-/// Who has waited for so long does not mind a little more.
-const EAGER: Duration = Duration::from_millis(20);
-const LAZY: Duration = Duration::from_millis(100);
+/// Default timeout of a wait.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(20);
+/// Time after which a wait sleeps between its checks.
+const YIELD_UNTIL: Duration = Duration::from_millis(20);
+/// Maximum sleep between two checks of a wait.
+const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// Methods to be submitted together.
+/// Methods that are submitted together.
 #[derive(Clone, Debug, Default)]
 pub struct Pushbuffer(Vec<u32>);
 
 impl Pushbuffer {
-    /// All words so far.
+    /// Returns the words.
     pub fn words(&self) -> &[u32] {
         &self.0
     }
 
-    /// One raw word.
+    /// Adds a raw word.
     #[must_use]
     pub fn word(mut self, word: u32) -> Self {
         self.0.push(word);
         self
     }
 
-    /// Data for a method and those after it.
+    /// Adds data for a method and the following methods.
     #[must_use]
     pub fn method(self, subchannel: u8, method: u32, data: &[u32]) -> Self {
         let count = data.len() as u32;
@@ -66,26 +71,26 @@ impl Pushbuffer {
         push
     }
 
-    /// A host method.
+    /// Adds a host method.
     #[must_use]
     pub fn host(self, method: u32, data: u32) -> Self {
         self.method(0, method, &[data])
     }
 
-    /// Methods of the copy class.
+    /// Adds methods of the copy class.
     #[must_use]
     pub fn copy_method(self, method: u32, data: &[u32]) -> Self {
         self.method(host::SUBCHANNEL_COPY, method, data)
     }
 
-    /// Source and target of a copy.
+    /// Sets source and destination of a copy.
     #[must_use]
     pub fn addresses(self, from: u64, to: u64) -> Self {
         let halves = [(from >> 32) as u32, from as u32, (to >> 32) as u32, to as u32];
         self.copy_method(copy::OFFSET_IN_UPPER, &halves)
     }
 
-    /// Starts a transfer of pitched memory.
+    /// Starts a transfer of pitch-linear memory.
     #[must_use]
     pub fn launch(self, flags: u32) -> Self {
         let pitch = copy::launch::SRC_PITCH | copy::launch::DST_PITCH;
@@ -93,13 +98,13 @@ impl Pushbuffer {
         self.copy_method(copy::LAUNCH_DMA, &[flags])
     }
 
-    /// A linear copy.
+    /// Adds a linear copy.
     #[must_use]
     pub fn copy(self, from: u64, to: u64, len: u32) -> Self {
         self.addresses(from, to).copy_method(copy::LINE_LENGTH_IN, &[len, 1]).launch(0)
     }
 
-    /// A semaphore operation of the host.
+    /// Adds a semaphore operation of the host.
     #[must_use]
     pub fn semaphore(self, va: u64, payload: u64, flags: u32) -> Self {
         let data = [va as u32, (va >> 32) as u32, payload as u32, (payload >> 32) as u32, flags];
@@ -107,7 +112,7 @@ impl Pushbuffer {
     }
 }
 
-/// A channel and its ring.
+/// Channel and its ring.
 #[derive(Debug)]
 pub struct Ring {
     id: ChannelId,
@@ -118,34 +123,34 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// The channel.
+    /// Returns the channel's ID.
     pub fn id(&self) -> ChannelId {
         self.id
     }
 
-    /// `GP_PUT` as it was written last.
+    /// Returns the last value of `GP_PUT`.
     pub fn put(&self) -> u32 {
         self.put
     }
 }
 
-/// What to wait for: a semaphore's offset in guest memory, and its value.
+/// Completion of submitted work: offset of a semaphore in guest memory, and its final value.
 #[derive(Clone, Copy, Debug)]
-pub struct Done {
+pub struct Completion {
     offset: u64,
     value: u32,
 }
 
-/// A guest, without the machine.
+/// Guest driver without a VM.
 pub struct Driver {
     client: Box<dyn Client>,
     ram: SharedMemory,
     memory: MemoryId,
     vram: Option<Arc<Mapping>>,
     doorbell: Option<Arc<Mapping>>,
-    /// Places of rings that are free, the next one last.
-    places: Vec<u64>,
-    patience: Duration,
+    /// Offsets of free rings in guest memory. The last one is used next.
+    free_rings: Vec<u64>,
+    timeout: Duration,
 }
 
 impl fmt::Debug for Driver {
@@ -155,7 +160,7 @@ impl fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// Gives a client its memory.
+    /// Starts a client, and imports and maps guest memory.
     pub fn new(mut client: Box<dyn Client>) -> Self {
         client.start().unwrap();
         let ram = SharedMemory::new(c"guest-ram", RAM_BYTES).unwrap();
@@ -165,10 +170,10 @@ impl Driver {
             let aperture = aperture.as_ref()?;
             Some(Mapping::new(aperture.fd.as_fd(), aperture.offset, aperture.len, true).unwrap())
         };
-        let (vram, bell) = (map(&client.apertures().vram), map(&client.apertures().doorbell));
-        let places = (0..RINGS).rev().map(|place| place * RING_BYTES).collect();
-        let patience = PATIENCE;
-        let mut driver = Self { client, ram, memory, vram, doorbell: bell, places, patience };
+        let (vram, doorbell) = (map(&client.apertures().vram), map(&client.apertures().doorbell));
+        let free_rings = (0..RINGS).rev().map(|index| index * RING_BYTES).collect();
+        let timeout = DEFAULT_TIMEOUT;
+        let mut driver = Self { client, ram, memory, vram, doorbell, free_rings, timeout };
         driver.map_ram();
         driver
     }
@@ -180,7 +185,7 @@ impl Driver {
         self.client.map(va, RAM_BYTES, backing, true).unwrap();
     }
 
-    /// Maps video memory and returns where.
+    /// Maps video memory. Returns the GPU virtual address.
     pub fn map_vram(&mut self, offset: u64, len: u64) -> u64 {
         let va = VA_START + (8 << 30);
         self.client.map(GpuVa(va), len, Backing::Vram { offset }, true).unwrap();
@@ -195,35 +200,35 @@ impl Driver {
         (memory, id)
     }
 
-    /// Maps all of an import.
+    /// Maps an import.
     pub fn map(&mut self, va: u64, len: u64, memory: MemoryId) {
         let backing = Backing::Guest { memory, offset: 0 };
         self.client.map(GpuVa(va), len, backing, true).unwrap();
     }
 
-    /// Starts a kernel that never ends (programs of the software silicon).
-    pub fn spin_forever(&mut self, ring: &mut Ring) -> Done {
-        let push = super::kernels::endless(self);
+    /// Starts an endless kernel (a program of the software GPU).
+    pub fn spin_forever(&mut self, ring: &mut Ring) -> Completion {
+        let push = super::kernels::endless_kernel(self);
         self.submit(ring, push)
     }
 
-    /// For an engine that takes longer than most.
-    pub fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    /// Sets the timeout of waits.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
-    /// The client.
+    /// Returns the client.
     pub fn client(&mut self) -> &mut dyn Client {
         &mut *self.client
     }
 
-    /// The import that is guest memory.
+    /// Returns the import of guest memory.
     pub fn memory(&self) -> MemoryId {
         self.memory
     }
 
-    /// GPU virtual address of an offset in guest memory.
-    #[allow(clippy::unused_self, reason = "an address is only good with its driver")]
+    /// Returns the GPU virtual address of an offset in guest memory.
+    #[allow(clippy::unused_self, reason = "the address is valid for this driver only")]
     pub fn va(&self, offset: u64) -> u64 {
         VA_START + (1 << 30) + offset
     }
@@ -247,9 +252,9 @@ impl Driver {
         bytes
     }
 
-    /// Makes a channel.
+    /// Creates a channel without binding classes.
     pub fn bare_ring(&mut self, engine: EngineKind) -> Ring {
-        let base = self.places.pop().expect("a place for one more ring");
+        let base = self.free_rings.pop().expect("a free ring");
         self.write(base, &vec![0; PUSHBUFFERS as usize]);
         let spec = ChannelSpec {
             engine,
@@ -262,14 +267,14 @@ impl Driver {
         Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 }
     }
 
-    /// Ends a channel; its ring's place may be used again.
-    #[allow(clippy::needless_pass_by_value, reason = "there is no ring any more")]
+    /// Destroys a channel and frees its ring.
+    #[allow(clippy::needless_pass_by_value, reason = "the ring does not exist any more")]
     pub fn destroy(&mut self, ring: Ring) {
         self.client.destroy_channel(ring.id).unwrap();
-        self.places.push(ring.base);
+        self.free_rings.push(ring.base);
     }
 
-    /// Makes a channel and binds its classes.
+    /// Creates a channel and binds its classes.
     pub fn ring(&mut self, engine: EngineKind) -> Ring {
         let mut ring = self.bare_ring(engine);
         let mut push = Pushbuffer::default().copy_method(host::SET_OBJECT, &[copy::CLASS]);
@@ -280,11 +285,11 @@ impl Driver {
         ring
     }
 
-    /// Queues methods, then a semaphore that says that they are done.
-    pub fn submit(&mut self, ring: &mut Ring, push: Pushbuffer) -> Done {
+    /// Queues methods, then a semaphore release that marks their completion.
+    pub fn submit(&mut self, ring: &mut Ring, push: Pushbuffer) -> Completion {
         ring.submitted += 1;
-        let done = Done { offset: ring.base + SEMAPHORE, value: ring.submitted };
-        // Hardware does not hold a semaphore back for what its engines are still doing, unless it is told to.
+        let done = Completion { offset: ring.base + SEMAPHORE, value: ring.submitted };
+        // Without WFI, hardware releases a semaphore while its engines are still busy.
         let release = sem::RELEASE | sem::RELEASE_WFI;
         let push = push.semaphore(self.va(done.offset), done.value.into(), release);
         let at = ring.base + PUSHBUFFERS + u64::from(ring.put) % 64 * PUSHBUFFER_BYTES;
@@ -296,14 +301,14 @@ impl Driver {
         done
     }
 
-    /// Queues one entry of the ring.
+    /// Queues an entry of the ring.
     pub fn submit_entry(&mut self, ring: &mut Ring, entry: GpEntry) {
         let at = ring.base + u64::from(ring.put) * host::GP_ENTRY_BYTES;
         self.ram.mapping.store_u64(at, entry.encode()).unwrap();
         self.set_put(ring, (ring.put + 1) % ENTRIES);
     }
 
-    /// Writes `GP_PUT`, rings, and wakes the silicon where it asks for it.
+    /// Writes `GP_PUT`, rings the doorbell, and wakes the GPU if it asks for a wakeup.
     pub fn set_put(&mut self, ring: &mut Ring, put: u32) {
         ring.put = put;
         self.ram.mapping.store_u32(ring.base + USERD + userd::GP_PUT, put).unwrap();
@@ -311,47 +316,47 @@ impl Driver {
         if let Some(doorbell) = &self.doorbell {
             doorbell.store_u32(doorbell::TOKEN, ring.token.0).unwrap();
         }
-        let asleep = self.ram.mapping.load_u32(ring.base + USERD + userd::NEED_WAKEUP);
+        let need_wakeup = self.ram.mapping.load_u32(ring.base + USERD + userd::NEED_WAKEUP);
         if self.doorbell.is_none()
             || self.client.gpu().capabilities.contains(GpuCapabilities::NEED_WAKEUP)
-                && asleep != Some(0)
+                && need_wakeup != Some(0)
         {
             self.client.wake(ring.token).unwrap();
         }
     }
 
-    /// Waits until something submitted is done; false where it is not in time.
-    pub fn wait_for(&self, done: Done, time: Duration) -> bool {
+    /// Waits for a completion. Returns false after a timeout.
+    pub fn wait_for(&self, done: Completion, timeout: Duration) -> bool {
         let started = Instant::now();
         while self.ram.mapping.load_u32(done.offset) != Some(done.value) {
             match started.elapsed() {
-                waited if waited > time => return false,
-                waited if waited > EAGER => std::thread::sleep((waited / 16).min(LAZY)),
+                waited if waited > timeout => return false,
+                waited if waited > YIELD_UNTIL => std::thread::sleep((waited / 16).min(MAX_SLEEP)),
                 _ => std::thread::yield_now(),
             }
         }
         true
     }
 
-    /// Waits without giving up the core.
-    pub fn wait_spinning(&self, done: Done) {
+    /// Waits for a completion by spinning.
+    pub fn wait_spinning(&self, done: Completion) {
         while self.ram.mapping.load_u32(done.offset) != Some(done.value) {
             std::hint::spin_loop();
         }
     }
 
-    /// Waits until something submitted is done.
-    pub fn wait(&self, done: Done) -> bool {
-        self.wait_for(done, self.patience)
+    /// Waits for a completion with the default timeout. Returns false after the timeout.
+    pub fn wait(&self, done: Completion) -> bool {
+        self.wait_for(done, self.timeout)
     }
 
-    /// Queues methods and waits until they are done.
+    /// Queues methods and waits for their completion.
     pub fn finish(&mut self, ring: &mut Ring, push: Pushbuffer) {
         let done = self.submit(ring, push);
-        assert!(self.wait(done), "not done: {:?}", self.client.query_channel(ring.id));
+        assert!(self.wait(done), "not completed: {:?}", self.client.query_channel(ring.id));
     }
 
-    /// Waits until a channel has faulted.
+    /// Waits for a fault of a channel.
     pub fn expect_fault(&mut self, ring: &Ring) -> ChannelStatus {
         let started = Instant::now();
         loop {
@@ -359,17 +364,17 @@ impl Driver {
             if status.error != 0 {
                 return status;
             }
-            assert!(started.elapsed() < self.patience, "no fault of {ring:?}: {status:?}");
+            assert!(started.elapsed() < self.timeout, "no fault of {ring:?}: {status:?}");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
-    /// Whether the client's event becomes readable in time.
-    pub fn event_within(&self, time: Duration) -> bool {
-        readable(&self.client.event(), time)
+    /// Returns whether the client's event becomes readable before a timeout.
+    pub fn event_within(&self, timeout: Duration) -> bool {
+        readable(&self.client.event(), timeout)
     }
 
-    /// A new eventfd for an interrupt vector.
+    /// Sets a new eventfd for an interrupt vector, and returns it.
     pub fn set_vector(&mut self, vector: u32) -> File {
         let event = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());
         self.client.set_interrupt(vector, Some(event.as_fd())).unwrap();
@@ -377,9 +382,9 @@ impl Driver {
     }
 }
 
-/// Whether a descriptor becomes readable in time.
-pub fn readable(fd: &impl AsFd, time: Duration) -> bool {
+/// Returns whether a descriptor becomes readable before a timeout.
+pub fn readable(fd: &impl AsFd, timeout: Duration) -> bool {
     let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
-    let timeout = PollTimeout::try_from(time).unwrap_or(PollTimeout::MAX);
+    let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX);
     poll(&mut fds, timeout).is_ok() && fds[0].any() == Some(true)
 }

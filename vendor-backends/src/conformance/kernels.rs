@@ -1,9 +1,9 @@
-//! Promises of the compute class, checked with the programs of the software silicon.
+//! Checks of the compute class, with the programs of the software GPU.
 
 use std::time::Duration;
 
 use mdev_core::abi::program::{
-    self, Factorial, Kernel, Mandelbrot, Program, Saxpy, Sgemm, Spin, VectorAdd,
+    self, FixedFunction, Kernel, Mandelbrot, Program, Saxpy, Sgemm, Spin, VectorAdd,
 };
 use mdev_core::abi::qmd::{self, Launch, Qmd};
 use mdev_core::abi::{compute, host, notifier};
@@ -11,6 +11,7 @@ use mdev_core::gpu::{EngineKind, GpuCapabilities};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::driver::{DATA, Driver, Pushbuffer};
+use crate::vfio::edu::factorial;
 
 const QMD: u64 = DATA;
 const PROGRAM: u64 = DATA + 0x1000;
@@ -19,7 +20,7 @@ const X: u64 = DATA + 0x10_0000;
 const Y: u64 = DATA + 0x40_0000;
 const Z: u64 = DATA + 0x80_0000;
 
-/// Puts a program, its parameters and a descriptor in memory.
+/// Writes a program and its parameters to memory. Returns the launch descriptor.
 fn prepare<P: IntoBytes + Immutable>(
     driver: &Driver,
     kernel: Kernel,
@@ -30,7 +31,7 @@ fn prepare<P: IntoBytes + Immutable>(
     let program = Program {
         magic: program::MAGIC,
         version: program::VERSION,
-        kernel: kernel as u32,
+        kernel: kernel.number(),
         param_bytes: kernel.param_bytes(),
     };
     driver.write(PROGRAM, program.as_bytes());
@@ -46,6 +47,7 @@ fn prepare<P: IntoBytes + Immutable>(
     })
 }
 
+/// Returns methods that launch a descriptor.
 fn launch(driver: &Driver, descriptor: &Qmd) -> Pushbuffer {
     driver.write(QMD, &descriptor.to_bytes());
     let launch = [compute::PCAS_INVALIDATE_COPY_SCHEDULE];
@@ -59,24 +61,31 @@ fn floats(driver: &Driver, at: u64, count: usize) -> Vec<f32> {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
-/// More words than a device does at a time, the largest among them; what is not there is a channel's error.
+/// More words than a device does at a time, the largest among them; what is not there is a
+/// channel's error.
 pub fn factorials(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Compute);
     let n = 300;
     let mut words: Vec<u32> = (0..n).map(|i| i % 40).collect();
-    words[7..10].copy_from_slice(&[u32::MAX, 1_000_000, Factorial::ZERO_FROM]);
+    words[7..10].copy_from_slice(&[u32::MAX, 1_000_000, factorial::FIRST_ZERO]);
     driver.write(X, words.as_bytes());
     driver.write(X + 4 * u64::from(n), &[0xee; 4]);
-    let params = Factorial { x: driver.va(X), n, reserved: 0 };
+    let params = FixedFunction { x: driver.va(X), n, reserved: 0 };
     let grid = [n.div_ceil(256), 1];
-    let push = launch(driver, &prepare(driver, Kernel::Factorial, &params, grid, [256, 1]));
+    let push = launch(
+        driver,
+        &prepare(driver, Kernel::FixedFunction(factorial::FUNCTION), &params, grid, [256, 1]),
+    );
     driver.finish(&mut ring, push);
-    let want: Vec<u32> = words.iter().map(|word| Factorial::of(*word)).collect();
+    let want: Vec<u32> = words.iter().map(|word| factorial::factorial(*word)).collect();
     assert!(driver.read(X, 4 * n as usize) == want.as_bytes(), "factorial");
     assert_eq!(driver.read(X + 4 * u64::from(n), 4), [0xee; 4], "and not one more");
 
-    let elsewhere = Factorial { x: 0x1000, n, reserved: 0 };
-    let push = launch(driver, &prepare(driver, Kernel::Factorial, &elsewhere, grid, [256, 1]));
+    let elsewhere = FixedFunction { x: 0x1000, n, reserved: 0 };
+    let push = launch(
+        driver,
+        &prepare(driver, Kernel::FixedFunction(factorial::FUNCTION), &elsewhere, grid, [256, 1]),
+    );
     driver.submit(&mut ring, push);
     assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT);
     driver.destroy(ring);
@@ -90,8 +99,9 @@ pub fn factorials(driver: &mut Driver) {
     }
 }
 
-#[allow(clippy::many_single_char_names, reason = "as the formulas have them")]
-pub fn computes(driver: &mut Driver) {
+#[allow(clippy::many_single_char_names, reason = "names of the formulas")]
+/// Runs each program and checks its results.
+pub fn programs(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Compute);
     let n = 10_007;
     let x: Vec<f32> = (0..n).map(|i| i as f32 * 0.5).collect();
@@ -158,6 +168,7 @@ pub fn computes(driver: &mut Driver) {
     assert_eq!(driver.read(Z, 4), [24, 0, 0, 0], "spin");
 }
 
+/// Checks that threads outside the grid do not run.
 pub fn grid_bounds(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Compute);
     driver.write(X, vec![1f32; 4096].as_bytes());
@@ -166,12 +177,13 @@ pub fn grid_bounds(driver: &mut Driver) {
     let push = launch(driver, &prepare(driver, Kernel::Saxpy, &params, [3, 1], [64, 1]));
     driver.finish(&mut ring, push);
     let done = floats(driver, Y, 4096).iter().filter(|y| **y != 0.0).count();
-    assert_eq!(done, 3 * 64, "as many as there are threads");
+    assert_eq!(done, 3 * 64, "one element per thread");
     let params = Saxpy { x: 0, y: 0, a: 1.0, n: 0 };
     let push = launch(driver, &prepare(driver, Kernel::Saxpy, &params, [1, 1], [64, 1]));
     driver.finish(&mut ring, push);
 }
 
+/// Checks that invalid descriptors fault.
 pub fn bad_descriptors(driver: &mut Driver) {
     let params = Saxpy { x: driver.va(X), y: driver.va(Y), a: 1.0, n: 16 };
     let good = prepare(driver, Kernel::Saxpy, &params, [1, 1], [64, 1]);
@@ -203,7 +215,11 @@ pub fn bad_descriptors(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Compute);
     let push = launch(driver, &prepare(driver, Kernel::Saxpy, &hole, [1, 1], [64, 1]));
     driver.submit(&mut ring, push);
-    assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT, "parameters lead nowhere");
+    assert_eq!(
+        driver.expect_fault(&ring).error,
+        notifier::MMU_FAULT,
+        "the parameters point to unmapped memory"
+    );
 
     let mut ring = driver.ring(EngineKind::Copy);
     let push = Pushbuffer::default().method(1, host::SET_OBJECT, &[compute::CLASS]);
@@ -211,8 +227,8 @@ pub fn bad_descriptors(driver: &mut Driver) {
     driver.expect_fault(&ring);
 }
 
-/// What lies in a kernel's windows is not what the address space has there, and hardware does not tell: it faults or
-/// computes nonsense.
+/// Checks that accesses to the shared and local memory windows fault. Hardware faults or computes
+/// wrong results, since the windows hide the address space.
 pub fn windows(driver: &mut Driver) {
     const WINDOW: u32 = 0x10;
     let at = u64::from(WINDOW) << 32;
@@ -224,8 +240,8 @@ pub fn windows(driver: &mut Driver) {
     let descriptor = prepare(driver, Kernel::Spin, &params, [1, 1], [32, 1]);
 
     let mut ring = driver.ring(EngineKind::Compute);
-    let elsewhere = launch(driver, &descriptor);
-    driver.finish(&mut ring, elsewhere);
+    let outside = launch(driver, &descriptor);
+    driver.finish(&mut ring, outside);
     driver.destroy(ring);
     for method in [window, compute::SET_SHADER_LOCAL_MEMORY_WINDOW_A] {
         let mut ring = driver.ring(EngineKind::Compute);
@@ -233,29 +249,34 @@ pub fn windows(driver: &mut Driver) {
         driver.finish(&mut ring, set);
         let inside = launch(driver, &descriptor);
         driver.submit(&mut ring, inside);
-        assert_eq!(driver.expect_fault(&ring).error, notifier::GR_ERROR, "a result in a window");
+        assert_eq!(
+            driver.expect_fault(&ring).error,
+            notifier::GR_ERROR,
+            "the result is in a window"
+        );
         driver.destroy(ring);
     }
     let mut ring = driver.ring(EngineKind::Compute);
-    let crooked = Pushbuffer::default().method(subchannel, window, &[WINDOW, 0x1000]);
-    driver.submit(&mut ring, crooked);
+    let misaligned = Pushbuffer::default().method(subchannel, window, &[WINDOW, 0x1000]);
+    driver.submit(&mut ring, misaligned);
     assert_eq!(driver.expect_fault(&ring).error, notifier::GR_ERROR, "a window must be aligned");
     driver.destroy(ring);
 
     let mut ring = driver.ring(EngineKind::Compute);
-    let crossed =
+    let wrong_subchannel =
         Pushbuffer::default().method(host::SUBCHANNEL_COPY, host::SET_OBJECT, &[compute::CLASS]);
-    driver.submit(&mut ring, crossed);
+    driver.submit(&mut ring, wrong_subchannel);
     driver.expect_fault(&ring);
 }
 
-/// A kernel that never ends.
-pub fn endless(driver: &Driver) -> Pushbuffer {
+/// Returns methods that launch an endless kernel.
+pub fn endless_kernel(driver: &Driver) -> Pushbuffer {
     let params = Spin { out: driver.va(Z), iterations: u32::MAX, reserved: 0 };
     launch(driver, &prepare(driver, Kernel::Spin, &params, [1, 1], [32, 1]))
 }
 
-pub fn preempts(driver: &mut Driver) {
+/// Checks that other channels run beside an endless kernel, and that it can be destroyed.
+pub fn preemption(driver: &mut Driver) {
     let mut endless = driver.ring(EngineKind::Compute);
     let mut other = driver.ring(EngineKind::Copy);
     let never = driver.spin_forever(&mut endless);

@@ -1,4 +1,4 @@
-//! A worker's side.
+//! The worker's client of a GPU process.
 
 use std::fs::File;
 use std::io::Read;
@@ -20,7 +20,8 @@ use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, Refusal};
 use crate::mem::Mapping;
 use crate::seqpacket::SeqPacket;
 
-/// One vGPU's world on a device that its owner mediates. Dropping it, or the death of its process, frees all of it.
+/// One vGPU of a mediated device. Dropping the client, or the death of its process, frees all
+/// resources of the vGPU.
 #[derive(Debug)]
 pub struct MediatedClient {
     connection: Connection,
@@ -31,17 +32,17 @@ pub struct MediatedClient {
     changed: File,
     wake: SeqPacket,
     wake_event: OwnedFd,
-    /// Readable when `changed` is, and when the GPU is lost.
+    /// Readable when `changed` is readable and when the GPU process is gone.
     event: Epoll,
-    lost_told: bool,
+    lost_reported: bool,
 }
 
 impl MediatedClient {
-    /// Opens the client that an [`mdev_core::gpu::Admission`] carries the connection of.
+    /// Opens the client whose connection is in an [`mdev_core::gpu::Admission`].
     pub fn open(fd: OwnedFd) -> Result<Self, GpuError> {
         let mut connection = Connection::new(SeqPacket::from(fd))?;
         let hello = ClientRequest::Hello { version: wire::VERSION };
-        let (reply, mut fds) = connection.ask(&hello, &[])?;
+        let (reply, mut fds) = connection.request(&hello, &[])?;
         let (gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
                 (gpu, spec, vram_offset)
@@ -51,21 +52,21 @@ impl MediatedClient {
         };
         let file = if vram_offset.is_some() { fds.pop() } else { None };
         let Ok(fds) = <[OwnedFd; HELLO_FDS]>::try_from(fds) else {
-            return Err(connection.confused());
+            return Err(connection.unexpected_reply());
         };
         let [doorbell, status, changed, wake, wake_event] = fds;
         let memory = file.zip(vram_offset);
-        let part = |len: u64| {
+        let aperture = |len: u64| {
             let Some((file, offset)) = memory.as_ref().filter(|_| len > 0) else { return Ok(None) };
             let fd = file.try_clone()?;
             Ok::<_, GpuError>(Some(Aperture { fd, offset: *offset, len }))
         };
-        let mapped = gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE);
-        let bell = gpu.capabilities.contains(GpuCapabilities::DOORBELL_MAPPED);
+        let vram_mapped = gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE);
+        let doorbell_mapped = gpu.capabilities.contains(GpuCapabilities::DOORBELL_MAPPED);
         let apertures = Apertures {
-            framebuffer: part(spec.framebuffer_bytes)?,
-            vram: part(if mapped { spec.vram_bytes } else { 0 })?,
-            doorbell: bell.then_some(Aperture {
+            framebuffer: aperture(spec.framebuffer_bytes)?,
+            vram: aperture(if vram_mapped { spec.vram_bytes } else { 0 })?,
+            doorbell: doorbell_mapped.then_some(Aperture {
                 fd: doorbell,
                 offset: 0,
                 len: doorbell::PAGE_BYTES,
@@ -89,12 +90,12 @@ impl MediatedClient {
             wake,
             wake_event,
             event,
-            lost_told: false,
+            lost_reported: false,
         })
     }
 
-    fn order(&mut self, request: &ClientRequest, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
-        match self.connection.ask(request, fds)?.0 {
+    fn send(&mut self, request: &ClientRequest, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
+        match self.connection.request(request, fds)?.0 {
             ClientReply::Done => Ok(()),
             other => Err(self.unexpected(&other)),
         }
@@ -103,11 +104,11 @@ impl MediatedClient {
     fn unexpected(&mut self, reply: &ClientReply) -> GpuError {
         match reply {
             ClientReply::Refused(refusal) => (*refusal).into(),
-            _ => self.connection.confused(),
+            _ => self.connection.unexpected_reply(),
         }
     }
 
-    fn hung_up(&self) -> bool {
+    fn peer_closed(&self) -> bool {
         let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
         let gone = PollFlags::POLLHUP | PollFlags::POLLERR;
         poll(&mut fds, PollTimeout::ZERO).is_ok()
@@ -130,14 +131,14 @@ impl Client for MediatedClient {
 
     fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError> {
         let GuestRam { fd, offset, len, writable } = ram;
-        match self.connection.ask(&ClientRequest::Import { offset, len, writable }, &[fd])?.0 {
+        match self.connection.request(&ClientRequest::Import { offset, len, writable }, &[fd])?.0 {
             ClientReply::Imported(memory) => Ok(memory),
             other => Err(self.unexpected(&other)),
         }
     }
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
-        self.order(&ClientRequest::Release(memory), &[])
+        self.send(&ClientRequest::Release(memory), &[])
     }
 
     fn map(
@@ -147,33 +148,34 @@ impl Client for MediatedClient {
         backing: Backing,
         writable: bool,
     ) -> Result<(), GpuError> {
-        self.order(&ClientRequest::Map { va, len, backing, writable }, &[])
+        self.send(&ClientRequest::Map { va, len, backing, writable }, &[])
     }
 
     fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError> {
-        self.order(&ClientRequest::Unmap { va, len }, &[])
+        self.send(&ClientRequest::Unmap { va, len }, &[])
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        match self.connection.ask(&ClientRequest::CreateChannel(*spec), &[])?.0 {
+        match self.connection.request(&ClientRequest::CreateChannel(*spec), &[])?.0 {
             ClientReply::Created(handle) => Ok(handle),
             other => Err(self.unexpected(&other)),
         }
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        self.order(&ClientRequest::DestroyChannel(id), &[])
+        self.send(&ClientRequest::DestroyChannel(id), &[])
     }
 
     fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
-        match self.connection.ask(&ClientRequest::QueryChannel(id), &[])?.0 {
+        match self.connection.request(&ClientRequest::QueryChannel(id), &[])?.0 {
             ClientReply::Status(status) => Ok(status),
             other => Err(self.unexpected(&other)),
         }
     }
 
     fn wake(&mut self, _token: Token) -> Result<(), GpuError> {
-        // The silicon looks at all of this client's channels. A full queue is a wake-up that is still to be taken.
+        // The token is not needed: the engine polls all channels of this vGPU. A full queue already
+        // holds a pending wake-up.
         match self.wake.try_send(&[1], &[]) {
             Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => {
                 Err(GpuError::Lost(error.to_string()))
@@ -195,16 +197,16 @@ impl Client for MediatedClient {
         vector: u32,
         event: Option<BorrowedFd<'_>>,
     ) -> Result<(), GpuError> {
-        self.order(&ClientRequest::SetInterrupt(vector), event.as_slice())
+        self.send(&ClientRequest::SetInterrupt(vector), event.as_slice())
     }
 
     fn take_pending(&mut self) -> Pending {
-        // The counter is read first: what is raised after that makes it readable again.
+        // Read the counter first: bits that are set afterwards make it readable again.
         let _ = self.changed.read(&mut [0; 8]);
         let bits = self.status.swap_u32(wire::STATUS_PENDING as u64, 0).unwrap_or_default();
         let mut pending = Pending::from_bits_truncate(bits);
-        if !self.lost_told && self.hung_up() {
-            self.lost_told = true;
+        if !self.lost_reported && self.peer_closed() {
+            self.lost_reported = true;
             let _ = self.event.delete(self.connection.as_fd());
             pending |= Pending::DEVICE_LOST;
         }
@@ -212,22 +214,22 @@ impl Client for MediatedClient {
     }
 
     fn reset(&mut self) -> Result<(), GpuError> {
-        self.order(&ClientRequest::Reset, &[])
+        self.send(&ClientRequest::Reset, &[])
     }
 
     fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {
         if !self.gpu.capabilities.contains(GpuCapabilities::SCANOUT) {
             return Ok(());
         }
-        self.order(&ClientRequest::SetScanout(*scanout), &[])
+        self.send(&ClientRequest::SetScanout(*scanout), &[])
     }
 
     fn scrub(&mut self) -> Result<(), GpuError> {
-        self.order(&ClientRequest::Scrub, &[])
+        self.send(&ClientRequest::Scrub, &[])
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
-        match self.connection.ask(&ClientRequest::Usage, &[])?.0 {
+        match self.connection.request(&ClientRequest::Usage, &[])?.0 {
             ClientReply::Usage(usage) => Ok(usage),
             other => Err(self.unexpected(&other)),
         }

@@ -1,4 +1,4 @@
-//! The asking end of a connection: one request, one reply, and an end to patience.
+//! Requesting end of a connection to a GPU process: one reply for each request, with a timeout.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,44 +12,45 @@ use serde::de::DeserializeOwned;
 
 use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
 
-/// How long a reply may take: a worker owes QEMU an answer within 5 s.
-const PATIENCE: Duration = Duration::from_secs(4);
+/// Time limit of a reply. A worker must answer QEMU within 5 s.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// A connection to a device's owner. Once it has failed it stays failed: a late reply would answer the next request.
+/// A connection to a GPU process. After an error it stays unusable, because a late reply would
+/// answer the wrong request.
 #[derive(Debug)]
 pub struct Connection {
     socket: SeqPacket,
     buffer: Vec<u8>,
     lost: Option<String>,
-    garbled: bool,
+    undecodable: bool,
 }
 
 impl Connection {
     pub fn new(socket: SeqPacket) -> io::Result<Self> {
-        let patience = TimeVal::seconds(PATIENCE.as_secs().cast_signed());
-        setsockopt(&socket, sockopt::ReceiveTimeout, &patience)?;
-        setsockopt(&socket, sockopt::SendTimeout, &patience)?;
-        Ok(Self { socket, buffer: vec![0; MAX_PACKET], lost: None, garbled: false })
+        let timeout = TimeVal::seconds(REPLY_TIMEOUT.as_secs().cast_signed());
+        setsockopt(&socket, sockopt::ReceiveTimeout, &timeout)?;
+        setsockopt(&socket, sockopt::SendTimeout, &timeout)?;
+        Ok(Self { socket, buffer: vec![0; MAX_PACKET], lost: None, undecodable: false })
     }
 
-    /// Asks, and waits for the answer and its descriptors.
-    pub fn ask<Q: Serialize, A: DeserializeOwned>(
+    /// Sends a request. Returns the reply and its file descriptors.
+    pub fn request<Q: Serialize, A: DeserializeOwned>(
         &mut self,
         request: &Q,
         fds: &[BorrowedFd<'_>],
     ) -> Result<(A, Vec<OwnedFd>), GpuError> {
-        if let Some(why) = &self.lost {
-            return Err(GpuError::Lost(why.clone()));
+        if let Some(reason) = &self.lost {
+            return Err(GpuError::Lost(reason.clone()));
         }
         self.exchange(request, fds).map_err(|error| {
-            self.garbled = error.kind() == io::ErrorKind::InvalidData;
-            let why = match error.kind() {
-                io::ErrorKind::WouldBlock => "it does not answer".into(),
-                io::ErrorKind::BrokenPipe => "its process has ended".into(),
+            self.undecodable = error.kind() == io::ErrorKind::InvalidData;
+            let reason = match error.kind() {
+                io::ErrorKind::WouldBlock => "the GPU process does not answer".into(),
+                io::ErrorKind::BrokenPipe => "the GPU process has ended".into(),
                 _ => error.to_string(),
             };
-            self.lost = Some(why.clone());
-            GpuError::Lost(why)
+            self.lost = Some(reason.clone());
+            GpuError::Lost(reason)
         })
     }
 
@@ -63,16 +64,17 @@ impl Connection {
         Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds))
     }
 
-    /// Whether it failed since an answer could not be read: after a hello, that of a version with another form.
-    pub fn is_garbled(&self) -> bool {
-        self.garbled
+    /// Returns whether the connection failed because a reply could not be decoded. For a hello this
+    /// means a protocol version with another encoding.
+    pub fn is_undecodable(&self) -> bool {
+        self.undecodable
     }
 
-    /// What to call the other end's failure to keep to the protocol.
-    pub fn confused(&mut self) -> GpuError {
-        let why = String::from("its answer does not fit the request");
-        self.lost = Some(why.clone());
-        GpuError::Lost(why)
+    /// Marks the connection as unusable after an unexpected reply, and returns the error.
+    pub fn unexpected_reply(&mut self) -> GpuError {
+        let reason = String::from("the GPU process sent an unexpected reply");
+        self.lost = Some(reason.clone());
+        GpuError::Lost(reason)
     }
 }
 

@@ -1,10 +1,11 @@
-//! The manager's side.
+//! The manager's client of a GPU process.
 
 use std::path::Path;
 use std::time::Duration;
 
 use mdev_core::gpu::{
-    Admission, ClientSpec, Gpu, GpuDescription, GpuError, PhysicalScreen, Quotas, UsageReport,
+    Admission, ClientSpec, Gpu, GpuCapabilities, GpuDescription, GpuError, PhysicalScreen, Quotas,
+    ScreenStatus, UsageReport,
 };
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
@@ -13,14 +14,15 @@ use super::connection::Connection;
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
 use crate::seqpacket::SeqPacket;
 
-/// A connection to the admin socket of a device's owner.
+/// A connection to the admin socket of a GPU process.
 ///
-/// Dropping it leaves the process and its vGPUs as they are; a new one finds them again.
+/// Dropping the connection does not affect the process or its vGPUs. A new connection finds them
+/// again.
 #[derive(Debug)]
 pub struct MediatedGpu {
     connection: Connection,
     description: GpuDescription,
-    /// What both sides speak.
+    /// Negotiated protocol version.
     version: u32,
 }
 
@@ -30,14 +32,14 @@ impl MediatedGpu {
         Self::open(SeqPacket::connect(path)?)
     }
 
-    /// Takes over a connection to an admin socket.
+    /// Uses an open connection to an admin socket.
     pub fn open(socket: SeqPacket) -> Result<Self, GpuError> {
         let mut connection = Connection::new(socket)?;
-        let told = connection.ask(&AdminRequest::Hello { version: wire::VERSION }, &[]);
-        if told.is_err() && connection.is_garbled() {
+        let reply = connection.request(&AdminRequest::Hello { version: wire::VERSION }, &[]);
+        if reply.is_err() && connection.is_undecodable() {
             return Err(Refusal::Version.into());
         }
-        match told?.0 {
+        match reply?.0 {
             AdminReply::Hello { version, gpu } if wire::is_spoken(version) => {
                 Ok(Self { connection, description: gpu, version })
             }
@@ -46,11 +48,11 @@ impl MediatedGpu {
         }
     }
 
-    fn order(&mut self, request: &AdminRequest) -> Result<(), GpuError> {
-        match self.connection.ask(request, &[])?.0 {
+    fn send(&mut self, request: &AdminRequest) -> Result<(), GpuError> {
+        match self.connection.request(request, &[])?.0 {
             AdminReply::Done => Ok(()),
             AdminReply::Refused(refusal) => Err(refusal.into()),
-            _ => Err(self.connection.confused()),
+            _ => Err(self.connection.unexpected_reply()),
         }
     }
 }
@@ -61,74 +63,81 @@ impl Gpu for MediatedGpu {
     }
 
     fn admit(&mut self, spec: &ClientSpec) -> Result<Admission, GpuError> {
-        let (reply, mut fds) = self.connection.ask(&AdminRequest::Admit(spec.clone()), &[])?;
+        let (reply, mut fds) = self.connection.request(&AdminRequest::Admit(spec.clone()), &[])?;
         match (reply, fds.pop()) {
             (AdminReply::Admitted, Some(fd)) => {
                 Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd: Some(fd) })
             }
             (AdminReply::Refused(refusal), _) => Err(refusal.into()),
-            _ => Err(self.connection.confused()),
+            _ => Err(self.connection.unexpected_reply()),
         }
     }
 
     fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
-        self.order(&AdminRequest::Evict(vgpu))
+        self.send(&AdminRequest::Evict(vgpu))
     }
 
     fn forget(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
-        // An older owner keeps nothing.
+        // An older GPU process reserves nothing.
         if self.version < wire::WITH_FORGET {
             Ok(())
         } else {
-            self.order(&AdminRequest::Forget(vgpu))
+            self.send(&AdminRequest::Forget(vgpu))
         }
     }
 
     fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {
-        self.order(&AdminRequest::SetTimeslice(vgpu, slice))
+        self.send(&AdminRequest::SetTimeslice(vgpu, slice))
     }
 
     fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError> {
-        self.order(&AdminRequest::SetGate(vgpu, open))
+        self.send(&AdminRequest::SetGate(vgpu, open))
     }
 
     fn set_budget(&mut self, vgpu: VgpuId, budget: Option<Budget>) -> Result<(), GpuError> {
-        self.order(&AdminRequest::SetBudget(vgpu, budget))
+        self.send(&AdminRequest::SetBudget(vgpu, budget))
     }
 
     fn set_quotas(&mut self, vgpu: VgpuId, quotas: &Quotas) -> Result<(), GpuError> {
-        self.order(&AdminRequest::SetQuotas(vgpu, *quotas))
+        self.send(&AdminRequest::SetQuotas(vgpu, *quotas))
     }
 
     fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
-        self.order(&AdminRequest::Reset(vgpu))
-    }
-
-    fn focus(&mut self, vgpu: VgpuId) -> Result<Duration, GpuError> {
-        match self.connection.ask(&AdminRequest::Focus(vgpu), &[])?.0 {
-            AdminReply::Focused(took) => Ok(took),
-            AdminReply::Refused(refusal) => Err(refusal.into()),
-            _ => Err(self.connection.confused()),
-        }
-    }
-
-    fn rotate(&mut self, every: Option<Duration>) -> Result<(), GpuError> {
-        self.order(&AdminRequest::Rotate(every))
-    }
-
-    fn screen(&mut self) -> Result<PhysicalScreen, GpuError> {
-        match self.connection.ask(&AdminRequest::Screen, &[])?.0 {
-            AdminReply::Screen(screen) => Ok(screen),
-            AdminReply::Refused(refusal) => Err(refusal.into()),
-            _ => Err(self.connection.confused()),
-        }
+        self.send(&AdminRequest::Reset(vgpu))
     }
 
     fn usage(&mut self) -> Result<UsageReport, GpuError> {
-        match self.connection.ask(&AdminRequest::Usage, &[])?.0 {
+        match self.connection.request(&AdminRequest::Usage, &[])?.0 {
             AdminReply::Usage(report) => Ok(report),
             AdminReply::Refused(refusal) => Err(refusal.into()),
-            _ => Err(self.connection.confused()),
+            _ => Err(self.connection.unexpected_reply()),
+        }
+    }
+
+    fn physical_screen(&mut self) -> Option<&mut dyn PhysicalScreen> {
+        let has_screen = self.description.capabilities.contains(GpuCapabilities::SCANOUT);
+        has_screen.then_some(self as &mut dyn PhysicalScreen)
+    }
+}
+
+impl PhysicalScreen for MediatedGpu {
+    fn focus(&mut self, vgpu: VgpuId) -> Result<Duration, GpuError> {
+        match self.connection.request(&AdminRequest::Focus(vgpu), &[])?.0 {
+            AdminReply::Focused(took) => Ok(took),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.unexpected_reply()),
+        }
+    }
+
+    fn rotate(&mut self, interval: Option<Duration>) -> Result<(), GpuError> {
+        self.send(&AdminRequest::Rotate(interval))
+    }
+
+    fn status(&mut self) -> Result<ScreenStatus, GpuError> {
+        match self.connection.request(&AdminRequest::Screen, &[])?.0 {
+            AdminReply::Screen(screen) => Ok(screen),
+            AdminReply::Refused(refusal) => Err(refusal.into()),
+            _ => Err(self.connection.unexpected_reply()),
         }
     }
 }

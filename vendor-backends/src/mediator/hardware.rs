@@ -1,7 +1,8 @@
-//! What a kind of device adds to the mediator.
+//! Interface between the mediator and a device.
 //!
-//! The mediator has the channels, the address spaces, the order of turns and the accounts. A device has memory to be
-//! partitioned, and perhaps an engine of its own that moves bytes. What is not overridden here is done by the CPU.
+//! The mediator implements channels, address spaces, scheduling and accounting. A device has memory
+//! to be partitioned, and may have an engine that moves bytes. The CPU does whatever the device
+//! does not override.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -10,77 +11,79 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mdev_core::abi::copy;
-use mdev_core::abi::program::Factorial;
+use mdev_core::abi::program::FunctionId;
 use mdev_core::device::Scanout;
-use mdev_core::gpu::{ClientSpec, GpuDescription, PhysicalScreen};
+use mdev_core::gpu::{ClientSpec, GpuDescription, ScreenStatus};
 use mdev_core::ids::VgpuId;
 
-use super::silicon::address_space::Piece;
-use super::silicon::fault::Fault;
+use super::fault::Fault;
 use super::wire::Refusal;
 use crate::mem::Mapping;
 
-/// One device. Its methods are called by the engine's thread and by those that serve workers.
+/// A device. The engine thread and the threads that serve workers call these methods.
 pub trait Hardware: Send + Sync + fmt::Debug {
-    /// What it is, and what it can do.
+    /// Returns the description of the device.
     fn describe(&self) -> &GpuDescription;
 
-    /// Takes a partition of its memory for a vGPU, or refuses the sizes. Nothing of an earlier owner is left in it.
+    /// Allocates a partition of the device's memory for a vGPU, or refuses the sizes. The partition
+    /// holds no data of an earlier vGPU.
     fn partition(&self, spec: &ClientSpec) -> Result<Partition, Refusal>;
 
-    /// A vGPU is gone for good. Until then, one whose worker died comes back for what it had.
+    /// Frees what is reserved for a vGPU whose worker ended. The manager calls this when the vGPU
+    /// is removed for good.
     fn forget(&self, _vgpu: VgpuId) {}
 
-    /// Files that it has to open again later, for vGPUs to come.
+    /// Returns the files that the device opens again for later vGPUs.
     fn files(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// Starts its threads, where it has some, after the process has given up what it does not need.
+    /// Starts the device's threads. The GPU process calls this after it has dropped its privileges.
     fn start(&self) {}
 
-    /// What a vGPU's display registers show has changed. What the screen cannot show is not an error: it is dark then.
+    /// Applies a change of a vGPU's emulated display registers. A scanout that the screen cannot
+    /// show is not an error: the vGPU is dark.
     fn set_scanout(&self, _vgpu: VgpuId, _scanout: &Scanout) -> Result<(), Refusal> {
         Err(Refusal::Unsupported)
     }
 
-    /// Puts a vGPU on the screen; how long that took.
+    /// Shows a vGPU on the screen. Returns how long the switch took.
     fn focus(&self, _vgpu: VgpuId) -> Result<Duration, Refusal> {
         Err(Refusal::Unsupported)
     }
 
-    /// Shows each vGPU for so long, in turn, or ends that.
+    /// Starts or stops the rotation of the screen among vGPUs.
     fn rotate(&self, _every: Option<Duration>) -> Result<(), Refusal> {
         Err(Refusal::Unsupported)
     }
 
-    /// Who is on the screen.
-    fn screen(&self) -> Result<PhysicalScreen, Refusal> {
+    /// Returns the state of the screen.
+    fn screen(&self) -> Result<ScreenStatus, Refusal> {
         Err(Refusal::Unsupported)
     }
 
-    /// Makes a vGPU's partition zeros, where its file takes no holes.
+    /// Fills a vGPU's partition with zeros, for files that do not support hole punching.
     fn scrub(&self, _vgpu: VgpuId) -> Result<(), Refusal> {
         Err(Refusal::Unsupported)
     }
 
-    /// How its engine works.
+    /// Returns the timing of the device's engine.
     fn pace(&self) -> Pace {
         Pace::CPU
     }
 
-    /// Lets the device reach memory that a guest has given to its vGPU, where it does so by itself.
+    /// Maps guest memory for the device's DMA, if the device does DMA.
     fn attach(&self, _vgpu: VgpuId, _memory: &Arc<Mapping>) -> Result<Option<Attachment>, Refusal> {
         Ok(None)
     }
 
-    /// Copies from one piece of a vGPU's memory to another, as many bytes as the second has; both are checked. Returns
-    /// when it is done: no access is in flight afterwards.
+    /// Copies `to.len` bytes between two checked ranges of a vGPU's memory. When this function
+    /// returns, no access is in flight.
     fn copy(
         &self,
         _vgpu: VgpuId,
-        from: Piece<'_>,
-        to: Piece<'_>,
+        from: MemoryRange<'_>,
+        to: MemoryRange<'_>,
         streaming: bool,
     ) -> Result<(), Fault> {
         let copied =
@@ -88,76 +91,93 @@ pub trait Hardware: Send + Sync + fmt::Debug {
         copied.ok_or(Fault::class(copy::LAUNCH_DMA))
     }
 
-    /// Writes bytes to a piece of a vGPU's memory that has room for them.
-    fn write(&self, _vgpu: VgpuId, to: Piece<'_>, bytes: &[u8]) -> Result<(), Fault> {
+    /// Writes bytes to a checked range of a vGPU's memory.
+    fn write(&self, _vgpu: VgpuId, to: MemoryRange<'_>, bytes: &[u8]) -> Result<(), Fault> {
         to.mapping.write(to.offset, bytes).ok_or(Fault::class(copy::LAUNCH_DMA))
     }
 
-    /// Replaces words, of [`Pace::words`] at most, by their factorials modulo 2^32.
-    fn factorials(&self, words: &mut [u32]) {
-        for word in words {
-            *word = Factorial::of(*word);
-        }
+    /// Returns the ids of the device's fixed functions ([`GpuCapabilities::FIXED_FUNCTION`]).
+    ///
+    /// [`GpuCapabilities::FIXED_FUNCTION`]: mdev_core::gpu::GpuCapabilities::FIXED_FUNCTION
+    fn fixed_functions(&self) -> &[FunctionId] {
+        &[]
     }
+
+    /// Replaces words, [`Pace::words`] at most, by the results of one of [`Self::fixed_functions`].
+    fn apply_fixed_function(&self, _function: FunctionId, _words: &mut [u32]) {}
 }
 
-/// How an engine works, and how soon it can be taken from a vGPU.
+/// Timing of an engine, and its preemption latency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// Bytes that are moved without a look at the time.
-    pub chunk: u64,
-    /// What a piece of contiguous memory costs besides, in bytes that could be moved in that time.
-    pub piece: u64,
-    /// Words whose factorials are computed without a look at the time.
+    /// Bytes that are moved between two checks of the run limit.
+    pub chunk_bytes: u64,
+    /// Cost of a contiguous range in addition to its bytes, as an equivalent number of bytes.
+    pub range_cost: u64,
+    /// Words of a fixed function that are computed between two checks of the run limit.
     pub words: usize,
-    /// Turns end within this after their limit, unless the host took the core away.
-    pub grain_ns: u64,
-    /// Longest time without a look at the other vGPUs.
-    pub turn_ns: u64,
-    /// The CPU is the engine: time that the host takes from it is nobody's.
+    /// Longest time by which a run exceeds its limit, unless the host took the core away.
+    pub preemption_latency_ns: u64,
+    /// Longest time without polling the other vGPUs.
+    pub max_run_ns: u64,
+    /// Whether the CPU is the engine. Time that the host takes from the CPU is then charged to no
+    /// vGPU.
     pub on_cpu: bool,
 }
 
 impl Pace {
-    /// That of a CPU: 128 KiB are about 15 us, of which one reading of the clock is a thousandth.
+    /// Timing of a CPU: 128 KiB take about 15 us, and reading the clock costs a thousandth of that.
     pub const CPU: Self = Self {
-        chunk: 128 << 10,
-        piece: 256,
+        chunk_bytes: 128 << 10,
+        range_cost: 256,
         words: 2048,
-        grain_ns: 100_000,
-        turn_ns: 200_000,
+        preemption_latency_ns: 100_000,
+        max_run_ns: 200_000,
         on_cpu: true,
     };
 }
 
-/// A claim that ends when it is dropped.
-pub trait Hold: Send + Sync + fmt::Debug {}
+/// Reservation of a device resource, released when dropped.
+pub trait Reservation: Send + Sync + fmt::Debug {}
 
-/// One vGPU's part of a device.
+/// One vGPU's partition of a device.
 #[derive(Debug)]
 pub struct Partition {
-    /// Its video memory, where there is any.
+    /// Video memory, if the device has any.
     pub memory: Option<PartitionMemory>,
-    /// Its claim.
-    pub hold: Box<dyn Hold>,
+    /// Reservation of the partition.
+    pub reservation: Box<dyn Reservation>,
 }
 
-/// A partition's video memory.
+/// Video memory of a partition.
 #[derive(Debug)]
 pub struct PartitionMemory {
-    /// The owner's own view of it.
+    /// The GPU process' own mapping.
     pub mapping: Arc<Mapping>,
-    /// The file that a guest may map.
+    /// File that a guest may map.
     pub fd: OwnedFd,
-    /// Where the partition begins in it.
+    /// Offset of the partition in the file.
     pub offset: u64,
 }
 
-/// Memory that a device reaches by itself, until this is dropped.
+/// Contiguous memory behind a GPU virtual address.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryRange<'a> {
+    /// Mapping that contains the range.
+    pub mapping: &'a Mapping,
+    /// Byte offset in the mapping.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Address of the range for the device's DMA, if the memory is attached.
+    pub bus: Option<u64>,
+}
+
+/// Memory that the device's DMA can reach until this value is dropped.
 #[derive(Debug)]
 pub struct Attachment {
-    /// The first byte, as the device addresses it.
+    /// Address of the first byte for the device's DMA.
     pub address: u64,
-    /// What ends with it.
-    pub hold: Box<dyn Hold>,
+    /// Mapping in the IOMMU.
+    pub reservation: Box<dyn Reservation>,
 }

@@ -1,26 +1,29 @@
-//! A GPU that Tessera drives by itself: one process owns it, decodes what guests submit, and decides whose turn it is.
+//! Mediator: drives a device that cannot share itself. One GPU process owns the device, decodes the
+//! work that guests submit, and schedules it.
 //!
-//! NVIDIA's GPUs have engines that read rings and switch contexts; other devices have neither, and the software GPU is
-//! only a CPU. For those this folder is the engine, and [`Hardware`] is what a kind of device adds to it: its memory,
-//! and what moves bytes. Read it in this order:
+//! NVIDIA's GPUs have engines that read rings and switch contexts. Other devices do not, and the
+//! software GPU is only a CPU. For these devices the mediator emulates the engine, and [`Hardware`]
+//! adds what is specific to the device: its memory, and the means of moving bytes. In reading
+//! order:
 //!
-//! 1. [`wire`]: what is said between the processes
-//! 2. [`MediatedGpu`] (in the manager) and [`MediatedClient`] (in a worker): the two sides that ask
-//! 3. [`server`]: the side that answers, in the process that owns the device
-//! 4. [`silicon`]: address spaces, channels, the runlist and the engine
-//! 5. [`hardware`]: what is left to a kind of device
+//! 1. [`wire`]: the protocol between the processes
+//! 2. [`MediatedGpu`] (in the manager) and [`MediatedClient`] (in a worker): the protocol's clients
+//! 3. [`server`]: the protocol's server, in the GPU process
+//! 4. [`emulation`]: address spaces, channels, the runlist and the engine
+//! 5. [`hardware`], [`fault`]: the interface to a device
 
 mod client;
 mod connection;
+pub mod emulation;
+pub mod fault;
 mod gpu;
 pub mod hardware;
 pub mod server;
-pub mod silicon;
 pub mod wire;
 
 pub use client::MediatedClient;
 pub use gpu::MediatedGpu;
 pub use hardware::Hardware;
 
-/// How an admission names this backend, whatever device is behind it.
+/// Backend name in admissions, for all mediated devices.
 pub const BACKEND: &str = "mediated";

@@ -1,8 +1,8 @@
-//! A worker's side of an NVIDIA GPU: one unprivileged client of the driver.
+//! Worker's side of an NVIDIA GPU: one unprivileged client of the resource manager.
 //!
-//! Whatever needs a device node is opened by [`NvidiaClient::open`], before the worker closes the filesystem to itself:
-//! the driver's two descriptors, one fresh descriptor for each aperture, those of the events, and a page for the error
-//! of each channel that there may be.
+//! [`NvidiaClient::open`] opens everything that needs a device node before the sandbox hides the
+//! filesystem: the client's two descriptors, a descriptor for each aperture and each event, and an
+//! error notifier for each possible channel.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,141 +18,183 @@ use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
 use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::bells::Bells;
 use super::channels::{self, Channels};
+use super::ctxsw_log::CtxswLog;
 use super::device::Device;
+use super::doorbell_poller::DoorbellPoller;
+use super::manager_thread::ManagerThread;
 use super::memory::Memory;
-use super::privilege;
 use super::rm::Rm;
-use super::service::{self, Shared};
-use super::session::{AddressSpace, Object};
+use super::rm_client::{AddressSpace, Object};
 use super::signals::Signals;
 use super::sys::numbers::event;
-use super::trace::Trace;
 use super::version::Layout;
+use super::vgpu_state::VgpuState;
 use super::wire::{self, FromManager, FromWorker, Grant};
+use super::{interrupt_thread, privilege};
 use crate::mem::{Mapping, SharedMemory};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
-/// How long the grant may take: the manager has sent it before it starts the worker.
-const PATIENCE: Duration = Duration::from_secs(4);
+/// Timeout of receiving the grant. The manager sends it before it starts the worker.
+const GRANT_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// What a guest may map of the GPU's usermode region: the doorbell and the clock.
+/// Part of the usermode region that a guest may map: the doorbell and the clock.
 const DOORBELL_BYTES: u64 = PAGE_SIZE;
 
-/// What the backend's threads listen to.
+/// Inputs of the backend's threads, until the threads start.
 #[derive(Debug)]
-struct Connections {
+struct ThreadInputs {
     manager: SeqPacket,
-    faults: OwnedFd,
-    interrupts: OwnedFd,
-    hang: Option<Duration>,
+    fault_event: OwnedFd,
+    interrupt_event: OwnedFd,
+    hang_limit: Option<Duration>,
 }
 
-/// One vGPU's world on an NVIDIA GPU.
+/// Worker's handle of a vGPU on an NVIDIA GPU.
 #[derive(Debug)]
 pub struct NvidiaClient {
     gpu: GpuDescription,
     spec: ClientSpec,
     apertures: Apertures,
     memory: Memory,
-    shared: Arc<Shared>,
+    state: Arc<VgpuState>,
     threads: Vec<JoinHandle<()>>,
-    /// What the threads are started with.
-    waiting: Option<Connections>,
-    // In the order in which they are let go of, after all that is theirs.
+    thread_inputs: Option<ThreadInputs>,
+    // Dropped in this order, after the objects that depend on them.
     _events: [Arc<Object>; 2],
     _usermode: Arc<Object>,
     _space: Arc<AddressSpace>,
     device: Arc<Device>,
 }
 
+/// Doorbell pages of a vGPU.
+#[derive(Debug)]
+struct Doorbells {
+    usermode: Arc<Object>,
+    /// The page that the guest maps: the GPU's, or ordinary memory.
+    guest: OwnedFd,
+    /// The GPU's page.
+    own: Arc<Mapping>,
+}
+
+impl Doorbells {
+    fn open(device: &Device, direct: bool) -> Result<Self, GpuError> {
+        let usermode = device.usermode()?;
+        let rm_client = &device.rm_client;
+        let (node, bytes) = (rm_client.gpu_node(), DOORBELL_BYTES);
+        let aperture = || rm_client.aperture(&device.device, &usermode, node, bytes, 0);
+        // The guest's page first: a test compares the driver calls with a recording.
+        let guest = if direct { aperture()? } else { SharedMemory::new(c"doorbell", bytes)?.fd };
+        let own = Mapping::new(aperture()?.as_fd(), 0, bytes, true)?;
+        Ok(Self { usermode, guest, own })
+    }
+}
+
 impl NvidiaClient {
-    /// Opens the client that an [`mdev_core::gpu::Admission`] carries the connection of.
+    /// Opens a vGPU over the connection of an [`mdev_core::gpu::Admission`].
     pub fn open(rm: Arc<dyn Rm>, fd: OwnedFd) -> Result<Self, GpuError> {
         let manager = SeqPacket::from(fd);
-        let grant = receive_grant(&manager)?;
-        privilege::check(grant.options.allow_sys_admin)?;
-        let layout = layout(&*rm)?;
-        let device = Arc::new(Device::open(rm, layout, &grant.card)?);
+        let Grant { card, gpu, spec, options, .. } = *receive_grant(&manager)?;
+        privilege::refuse_sys_admin(options.allow_sys_admin)?;
+        let layout = driver_layout(&*rm)?;
+        let device = Arc::new(Device::open(rm, layout, &card)?);
         let space = Arc::new(device.address_space()?);
-        let usermode = device.usermode()?;
-        let session = &device.session;
-        let bell = |flags| {
-            session.aperture(&device.device, &usermode, session.gpu_node(), DOORBELL_BYTES, flags)
-        };
-        let direct = grant.options.direct_doorbell;
-        // Before its own: what the driver is asked is compared with a recording.
-        let bell_for_guest =
-            if direct { bell(0)? } else { SharedMemory::new(c"doorbell", DOORBELL_BYTES)?.fd };
-        let own_bell = bell(0)?;
-        let doorbell = Mapping::new(own_bell.as_fd(), 0, DOORBELL_BYTES, true)?;
-        let bytes = grant.spec.vram_bytes;
-        let vram = device.video_memory(bytes)?;
-        let node = session.gpu_node();
-        let vram_fd = if grant.gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE) {
-            Some(session.aperture(&device.device, &vram, node, bytes, 0)?)
+        let doorbells = Doorbells::open(&device, options.direct_doorbell)?;
+        let vram_bytes = spec.vram_bytes;
+        let vram = device.video_memory(vram_bytes)?;
+        let vram_aperture = if gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE) {
+            let (rm_client, node) = (&device.rm_client, device.rm_client.gpu_node());
+            let fd = rm_client.aperture(&device.device, &vram, node, vram_bytes, 0)?;
+            Some(Aperture { fd, offset: 0, len: vram_bytes })
         } else {
             None
         };
-        let options = channels::Options {
+        let channel_options = channels::Options {
             copy_engine: device.best_copy_engine()?,
-            preempt_blocks: grant.options.preempt_blocks,
-            max_channels: grant.spec.max_channels.min(super::device::MAX_CHANNELS),
+            preempt_blocks: options.preempt_blocks,
+            max_channels: spec.max_channels.min(super::device::MAX_CHANNELS),
         };
-        let (rc_object, rc_event) =
-            session.event(&device.subdevice, event::RC_ERROR | event::WITHOUT_DATA)?;
+        let fault = event::RC_ERROR | event::WITHOUT_DATA;
+        let (fault_object, fault_event) = device.rm_client.event(&device.subdevice, fault)?;
         let non_stall = event::FIFO_EVENT_METHOD | event::NON_STALL | event::WITHOUT_DATA;
-        let (stall_object, stall_event) = session.event(&device.subdevice, non_stall)?;
-        let trace = Trace::open(&device, doorbell.clone())
-            .inspect_err(|error| {
-                log::warn!("Engine time cannot be measured with this driver: {error}");
-            })
-            .ok();
-        let bells = (!direct).then(|| Bells::new(doorbell.clone()));
-        let channels =
-            Channels::new(device.clone(), space.clone(), doorbell, bells.clone(), options)?;
-        let shared = Arc::new(Shared {
-            channels: Mutex::new(channels),
-            bells,
-            trace: Mutex::new(trace),
-            activity: Mutex::default(),
-            signals: Signals::new()?,
-            next_manager: Mutex::default(),
-            imported: AtomicU64::new(0),
-        });
+        let (interrupt_object, interrupt_event) =
+            device.rm_client.event(&device.subdevice, non_stall)?;
+        let state = Arc::new(vgpu_state(
+            &device,
+            &space,
+            doorbells.own,
+            options.direct_doorbell,
+            channel_options,
+        )?);
         manager.try_send(&encode(&FromWorker::Ready)?, &[])?;
-        let Grant { gpu, spec, options: wire::Options { hang, .. }, .. } = *grant;
+        let max_import_bytes = spec.max_import_bytes;
         Ok(Self {
-            memory: Memory::new(device.clone(), space.clone(), vram, bytes, spec.max_import_bytes),
+            memory: Memory::new(device.clone(), space.clone(), vram, vram_bytes, max_import_bytes),
             apertures: Apertures {
-                vram: vram_fd.map(|fd| Aperture { fd, offset: 0, len: bytes }),
-                doorbell: Some(Aperture { fd: bell_for_guest, offset: 0, len: DOORBELL_BYTES }),
+                vram: vram_aperture,
+                doorbell: Some(Aperture { fd: doorbells.guest, offset: 0, len: DOORBELL_BYTES }),
                 framebuffer: None,
             },
             gpu,
             spec,
-            shared,
+            state,
             threads: Vec::new(),
-            waiting: Some(Connections { manager, faults: rc_event, interrupts: stall_event, hang }),
-            _events: [rc_object, stall_object],
-            _usermode: usermode,
+            thread_inputs: Some(ThreadInputs {
+                manager,
+                fault_event,
+                interrupt_event,
+                hang_limit: options.hang_limit,
+            }),
+            _events: [fault_object, interrupt_object],
+            _usermode: doorbells.usermode,
             _space: space,
             device,
         })
     }
 
-    fn note_imported(&self) {
-        self.shared.imported.store(self.memory.imported_bytes(), Ordering::Release);
+    fn publish_imported_bytes(&self) {
+        self.state.imported_bytes.store(self.memory.imported_bytes(), Ordering::Release);
+    }
+
+    fn spawn(&mut self, name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
+        self.threads.push(thread);
+        Ok(())
     }
 }
 
-/// The layout of the driver that runs, or why it will not do.
-pub(super) fn layout(rm: &dyn Rm) -> Result<Layout, GpuError> {
+/// Opens the context switch log, if the driver has one, and creates the shared state.
+fn vgpu_state(
+    device: &Arc<Device>,
+    space: &Arc<AddressSpace>,
+    doorbell: Arc<Mapping>,
+    direct_doorbell: bool,
+    options: channels::Options,
+) -> Result<VgpuState, GpuError> {
+    let ctxsw_log = CtxswLog::open(device, doorbell.clone())
+        .inspect_err(|error| {
+            log::warn!("Cannot measure engine time with this NVIDIA driver: {error}");
+        })
+        .ok();
+    let poller = (!direct_doorbell).then(|| DoorbellPoller::new(doorbell.clone()));
+    let channels = Channels::new(device.clone(), space.clone(), doorbell, poller.clone(), options)?;
+    Ok(VgpuState {
+        channels: Mutex::new(channels),
+        poller,
+        ctxsw_log: Mutex::new(ctxsw_log),
+        activity: Mutex::default(),
+        signals: Signals::new()?,
+        next_manager: Mutex::default(),
+        imported_bytes: AtomicU64::new(0),
+    })
+}
+
+/// Returns the layout of the driver that runs.
+pub(super) fn driver_layout(rm: &dyn Rm) -> Result<Layout, GpuError> {
     let version = rm.version().map_err(|error| {
         GpuError::Io(std::io::Error::new(
             error.kind(),
-            format!("NVIDIA's driver is not loaded: {error}"),
+            format!("The NVIDIA driver is not loaded: {error}"),
         ))
     })?;
     Layout::of(&version).map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))
@@ -160,32 +202,28 @@ pub(super) fn layout(rm: &dyn Rm) -> Result<Layout, GpuError> {
 
 fn receive_grant(manager: &SeqPacket) -> Result<Box<Grant>, GpuError> {
     let mut fds = [PollFd::new(manager.as_fd(), PollFlags::POLLIN)];
-    let timeout = PollTimeout::try_from(PATIENCE).unwrap_or(PollTimeout::MAX);
+    let timeout = PollTimeout::try_from(GRANT_TIMEOUT).unwrap_or(PollTimeout::MAX);
     poll(&mut fds, timeout).map_err(std::io::Error::from)?;
     let mut buffer = vec![0; MAX_PACKET];
     let packet = manager.try_recv(&mut buffer)?;
-    let packet = packet.ok_or_else(|| GpuError::Lost("the manager has gone".into()))?;
+    let packet = packet.ok_or_else(|| GpuError::Lost("the manager has exited".into()))?;
     match decode::<FromManager>(&buffer[..packet.len])? {
         FromManager::Grant(grant) if grant.version == wire::VERSION => Ok(grant),
-        _ => Err(GpuError::Invalid("the manager speaks another version")),
+        _ => Err(GpuError::Invalid("a grant of another version of the manager")),
     }
 }
 
 impl Client for NvidiaClient {
     fn start(&mut self) -> Result<(), GpuError> {
-        let Some(Connections { manager, faults, interrupts, hang }) = self.waiting.take() else {
-            return Ok(());
-        };
-        let (shared, session) = (self.shared.clone(), self.device.session.clone());
-        let obey = move || service::obey(&shared, &session, manager, &faults, hang);
-        self.threads.push(std::thread::Builder::new().name("gpu-orders".into()).spawn(obey)?);
-        let shared = self.shared.clone();
-        let interrupt = move || service::interrupt(&shared, &interrupts);
-        let thread = std::thread::Builder::new().name("gpu-interrupts".into());
-        self.threads.push(thread.spawn(interrupt)?);
-        if let Some(bells) = self.shared.bells.clone() {
-            let thread = std::thread::Builder::new().name("gpu-doorbells".into());
-            self.threads.push(thread.spawn(move || bells.run())?);
+        let Some(inputs) = self.thread_inputs.take() else { return Ok(()) };
+        let ThreadInputs { manager, fault_event, interrupt_event, hang_limit } = inputs;
+        let (state, rm_client) = (self.state.clone(), self.device.rm_client.clone());
+        let mut thread = ManagerThread::new(state, rm_client, manager, fault_event, hang_limit);
+        self.spawn("gpu-manager", move || thread.run())?;
+        let state = self.state.clone();
+        self.spawn("gpu-interrupts", move || interrupt_thread::run(&state, &interrupt_event))?;
+        if let Some(poller) = self.state.poller.clone() {
+            self.spawn("gpu-doorbells", move || poller.run())?;
         }
         Ok(())
     }
@@ -204,17 +242,17 @@ impl Client for NvidiaClient {
 
     fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError> {
         let memory = self.memory.import(&ram)?;
-        self.note_imported();
+        self.publish_imported_bytes();
         Ok(memory)
     }
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
-        if !self.memory.has(memory) {
+        if !self.memory.is_imported(memory) {
             return Err(GpuError::NotFound("memory"));
         }
-        self.shared.channels().leave(memory);
+        self.state.channels().leave_memory(memory);
         self.memory.release(memory)?;
-        self.note_imported();
+        self.publish_imported_bytes();
         Ok(())
     }
 
@@ -233,30 +271,31 @@ impl Client for NvidiaClient {
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
+        spec.check(self.gpu.capabilities)?;
         let userd = self.memory.userd(spec.userd)?;
-        self.shared.channels().create(spec, userd)
+        self.state.channels().create(spec, userd)
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        let running = self.shared.running();
-        self.shared.channels().destroy(id, running)
+        let running = self.state.engines_running();
+        self.state.channels().destroy(id, running)
     }
 
     fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
-        self.shared.note_errors();
-        self.shared.channels().query(id)
+        self.state.note_errors();
+        self.state.channels().query(id)
     }
 
     fn wake(&mut self, token: Token) -> Result<(), GpuError> {
-        match &self.shared.bells {
-            Some(bells) => bells.wake(token),
-            None => self.shared.channels().ring_for(token),
+        match &self.state.poller {
+            Some(poller) => poller.wake(token),
+            None => self.state.channels().ring_for(token),
         }
         Ok(())
     }
 
     fn event(&self) -> BorrowedFd<'_> {
-        self.shared.signals.changed()
+        self.state.signals.pending_event()
     }
 
     fn set_interrupt(
@@ -265,7 +304,7 @@ impl Client for NvidiaClient {
         event: Option<BorrowedFd<'_>>,
     ) -> Result<(), GpuError> {
         let event = event.map(|event| event.try_clone_to_owned()).transpose()?;
-        if self.shared.signals.set_vector(vector, event) {
+        if self.state.signals.set_vector(vector, event) {
             Ok(())
         } else {
             Err(GpuError::OutOfRange("interrupt vector"))
@@ -273,24 +312,24 @@ impl Client for NvidiaClient {
     }
 
     fn take_pending(&mut self) -> Pending {
-        self.shared.signals.take()
+        self.state.signals.take()
     }
 
     fn reset(&mut self) -> Result<(), GpuError> {
-        let running = self.shared.running();
-        self.shared.channels().clear(running);
+        let running = self.state.engines_running();
+        self.state.channels().clear(running);
         self.memory.unmap_all();
         Ok(())
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
-        Ok(self.shared.report().usage)
+        Ok(self.state.report().usage)
     }
 
     fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
         let socket = SeqPacket::from(fd);
         socket.try_send(&encode(&FromWorker::Ready)?, &[])?;
-        if let Ok(mut next) = self.shared.next_manager.lock() {
+        if let Ok(mut next) = self.state.next_manager.lock() {
             *next = Some(socket);
         }
         Ok(())
@@ -299,15 +338,15 @@ impl Client for NvidiaClient {
 
 impl Drop for NvidiaClient {
     fn drop(&mut self) {
-        self.shared.signals.stop();
-        if let Some(bells) = &self.shared.bells {
-            bells.stop();
+        self.state.signals.stop();
+        if let Some(poller) = &self.state.poller {
+            poller.stop();
         }
         for thread in self.threads.drain(..) {
-            // One that panicked has said so already.
+            // A panic was logged already.
             let _ = thread.join();
         }
-        let running = self.shared.running();
-        self.shared.channels().clear(running);
+        let running = self.state.engines_running();
+        self.state.channels().clear(running);
     }
 }

@@ -1,4 +1,4 @@
-//! A GPU as one client of the driver sees it.
+//! GPU, as a client of the resource manager sees it.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -9,34 +9,35 @@ use mdev_core::units::{GIB, KIB, MIB};
 use zerocopy::IntoBytes;
 
 use super::rm::{Node, Rm, RmError, call};
-use super::session::{AddressSpace, Object, Session};
+use super::rm_client::{AddressSpace, Object, RmClient};
 use super::sys::abi;
 use super::sys::numbers::{class, control, engine, fb, flag, status};
 use super::version::Layout;
 
-/// Channels of one vGPU.
+/// Maximum number of channels of a vGPU.
 pub const MAX_CHANNELS: u32 = 32;
 
-/// The driver keeps so much of video memory for contexts and page tables, as a part of all of it.
-const KEPT_PART: u64 = 16;
+/// Fraction of video memory (1/16) that the driver needs for contexts and page tables.
+const RESERVED_FRACTION: u64 = 16;
 
-/// A mean slice that costs little: switching between compute contexts takes 0.14 to 0.19 ms, so that 98.5 % are left.
+/// Default time slice. A switch between compute contexts takes 0.14 to 0.19 ms, or 1.5 % of this
+/// slice.
 const DEFAULT_TIMESLICE: Duration = Duration::from_millis(12);
 
-/// A GPU that the driver has.
+/// GPU of the driver.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Card {
-    /// `0000:3b:00.0`.
+    /// PCI address, such as `0000:3b:00.0`.
     pub address: String,
-    /// The number in `/dev/nvidiaN`.
+    /// Minor number: N in `/dev/nvidiaN`.
     pub minor: u32,
-    /// The driver's own name for it.
+    /// ID that the driver gives to the GPU.
     pub gpu_id: u32,
 }
 
-/// The GPUs that the driver has.
+/// Returns the GPUs of the driver.
 pub fn cards(rm: &dyn Rm) -> Result<Vec<Card>, RmError> {
-    let fd = rm.open(Node::Control).map_err(RmError::os("NVIDIA's driver"))?;
+    let fd = rm.open(Node::Control).map_err(RmError::open)?;
     let mut infos = abi::CardInfos::default();
     call(rm, fd.as_fd(), &mut infos, None, "")?;
     let present = infos.cards.iter().filter(|card| card.valid & 1 != 0);
@@ -51,40 +52,40 @@ pub fn cards(rm: &dyn Rm) -> Result<Vec<Card>, RmError> {
     Ok(present.map(card).collect())
 }
 
-/// One client's handles on a GPU.
+/// Objects of a client for one GPU.
 #[derive(Debug)]
 pub struct Device {
-    /// The client.
-    pub session: Arc<Session>,
-    /// The device.
+    /// Client of the objects.
+    pub rm_client: Arc<RmClient>,
+    /// Device object.
     pub device: Arc<Object>,
-    /// The one GPU of it.
+    /// Subdevice object: the device's only GPU.
     pub subdevice: Arc<Object>,
 }
 
 impl Device {
-    /// Makes a client for a GPU.
+    /// Creates a client for a GPU.
     pub fn open(rm: Arc<dyn Rm>, layout: Layout, card: &Card) -> Result<Self, RmError> {
-        let session = Session::open(rm, layout, card.minor)?;
+        let rm_client = RmClient::open(rm, layout, card.minor)?;
         let mut ids = abi::IdInfo { gpu_id: card.gpu_id, ..Default::default() };
-        session.control_root(control::ID_INFO, &mut ids)?;
+        rm_client.control_root(control::ID_INFO, &mut ids)?;
         let mut params = abi::DeviceParams {
             device: ids.device,
-            client_share: session.root(),
+            client_share: rm_client.root(),
             ..Default::default()
         };
-        let device = session.alloc(None, class::DEVICE, Some(params.as_mut_bytes()), "device")?;
+        let device = rm_client.alloc(None, class::DEVICE, Some(params.as_mut_bytes()), "device")?;
         let mut instance = 0u32;
-        let subdevice = session.alloc(
+        let subdevice = rm_client.alloc(
             Some(&device),
             class::SUBDEVICE,
             Some(instance.as_mut_bytes()),
             "subdevice",
         )?;
-        Ok(Self { session, device, subdevice })
+        Ok(Self { rm_client, device, subdevice })
     }
 
-    /// What it is, as vGPUs are offered it.
+    /// Describes the GPU as a parent of vGPUs.
     pub fn describe(&self, parent: &str) -> Result<GpuDescription, RmError> {
         let mut text = abi::NameString::default();
         self.subdevice.control(control::NAME_STRING, &mut text)?;
@@ -94,12 +95,12 @@ impl Device {
         info.list[0] = [fb::HEAP_SIZE, 0];
         self.subdevice.control(control::FB_INFO, &mut info)?;
         let heap = u64::from(info.list[0][1]) * KIB;
-        let shared = heap - (heap / KEPT_PART).max(GIB.min(heap));
+        let available = heap - (heap / RESERVED_FRACTION).max(GIB.min(heap));
         Ok(GpuDescription {
             parent: parent.to_owned(),
             model: model(&name),
             name,
-            vram_bytes: shared / (256 * MIB) * (256 * MIB),
+            vram_bytes: available / (256 * MIB) * (256 * MIB),
             capabilities: GpuCapabilities::VRAM_APERTURE
                 | GpuCapabilities::COPY
                 | GpuCapabilities::COMPUTE
@@ -112,12 +113,12 @@ impl Device {
         })
     }
 
-    /// Makes an address space that only this client's channels use.
+    /// Creates an address space for this client's channels.
     pub fn address_space(&self) -> Result<AddressSpace, RmError> {
-        let bytes = self.session.layout().va_space;
+        let bytes = self.rm_client.layout().va_space;
         let mut params = abi::VaSpaceParams::default();
         let params = &mut params.as_mut_bytes()[..bytes];
-        let space = self.session.alloc(
+        let space = self.rm_client.alloc(
             Some(&self.device),
             class::VA_SPACE,
             Some(params),
@@ -125,21 +126,22 @@ impl Device {
         )?;
         let mut params = abi::VirtualParams { va_space: space.handle(), ..Default::default() };
         let params = Some(params.as_mut_bytes());
-        let range = self.session.alloc(Some(&self.device), class::VIRTUAL, params, "addresses")?;
+        let range =
+            self.rm_client.alloc(Some(&self.device), class::VIRTUAL, params, "addresses")?;
         Ok(AddressSpace { device: self.device.clone(), space, range })
     }
 
-    /// The doorbell page of this generation's GPUs.
+    /// Allocates the usermode page, which contains the doorbell. Fails on GPUs before Hopper.
     pub fn usermode(&self) -> Result<Arc<Object>, RmError> {
-        self.session.alloc(Some(&self.subdevice), class::USERMODE, None, "doorbell page")
+        self.rm_client.alloc(Some(&self.subdevice), class::USERMODE, None, "doorbell page")
     }
 
-    /// Video memory, zeroed by the driver.
+    /// Allocates video memory, zeroed by the driver.
     pub fn video_memory(&self, bytes: u64) -> Result<Arc<Object>, RmError> {
         let mut params = abi::MemoryParams {
-            owner: self.session.root(),
+            owner: self.rm_client.root(),
             flags: flag::MEMORY | flag::PERSISTENT,
-            // Pages anywhere, of 2 MiB.
+            // Noncontiguous pages of 2 MiB.
             attr: 3 << 27 | 3 << 23,
             attr2: 1 | 1 << 2 | 1 << 20,
             format: 6,
@@ -149,17 +151,17 @@ impl Device {
             ..Default::default()
         };
         let params = Some(params.as_mut_bytes());
-        self.session.alloc(Some(&self.device), class::VIDEO_MEMORY, params, "video memory")
+        self.rm_client.alloc(Some(&self.device), class::VIDEO_MEMORY, params, "video memory")
     }
 
-    /// A piece of the host's memory that the driver writes and we read.
+    /// Allocates host memory for the driver to write to.
     pub fn system_memory(&self, bytes: u64, read_only: bool) -> Result<Arc<Object>, RmError> {
         let mut params = abi::MemoryParams {
-            owner: self.session.root(),
-            // A notifier.
+            owner: self.rm_client.root(),
+            // NVOS32_TYPE_NOTIFIER.
             kind: 13,
             flags: flag::MEMORY,
-            // Pages anywhere, of the host.
+            // Noncontiguous pages of the host.
             attr: 2 << 27 | 1 << 25,
             attr2: 1 | 2 << 2 | u32::from(read_only) << 22,
             format: 6,
@@ -169,10 +171,10 @@ impl Device {
             ..Default::default()
         };
         let params = Some(params.as_mut_bytes());
-        self.session.alloc(Some(&self.device), class::SYSTEM_MEMORY, params, "host memory")
+        self.rm_client.alloc(Some(&self.device), class::SYSTEM_MEMORY, params, "host memory")
     }
 
-    /// The copy engine with most of the chip's copying hardware behind it.
+    /// Returns the copy engine with the most physical copy engines (PCEs).
     pub fn best_copy_engine(&self) -> Result<u32, RmError> {
         let mut best = None;
         let mut refused = None;
@@ -184,21 +186,22 @@ impl Device {
             }
         }
         match (best, refused) {
-            (Some((pieces, engine)), _) if pieces > 0 => Ok(engine),
+            (Some((pces, engine)), _) if pces > 0 => Ok(engine),
             (_, Some(error)) => Err(error),
             _ => {
-                Err(RmError::Status { what: "a copy engine".into(), status: status::NOT_SUPPORTED })
+                Err(RmError::Status { call: "a copy engine".into(), status: status::NOT_SUPPORTED })
             }
         }
     }
 }
 
-/// How the GPU's name begins the names of its types: the first word that has a digit, up to a dash.
+/// Returns the prefix of vGPU type names: the first word of the GPU's name that has a digit, up to
+/// a dash.
 fn model(name: &str) -> String {
     let words = name.split_whitespace().map(|word| word.split('-').next().unwrap_or_default());
     let model = words.into_iter().find(|word| word.contains(|c: char| c.is_ascii_digit()));
-    let fine = |c: &char| c.is_ascii_alphanumeric();
-    let model: String = model.unwrap_or("GPU").chars().filter(fine).take(16).collect();
+    let allowed = |c: &char| c.is_ascii_alphanumeric();
+    let model: String = model.unwrap_or("GPU").chars().filter(allowed).take(16).collect();
     if model.is_empty() { "GPU".into() } else { model }
 }
 
@@ -207,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn types_are_named_after_the_model() {
+    fn vgpu_types_are_named_after_the_model() {
         for (name, expected) in [
             ("NVIDIA H100 80GB HBM3", "H100"),
             ("NVIDIA A100-SXM4-80GB", "A100"),

@@ -1,7 +1,8 @@
-//! The manager's side of an NVIDIA GPU.
+//! Manager's side of an NVIDIA GPU.
 //!
-//! Each vGPU is a client of the driver in a process of its own, and only the process that made a channel may move its
-//! slice, its gate and its reset. So the manager asks the workers, over a connection that each of them has a thread for.
+//! Each vGPU is a client of the driver in a process of its own, and the driver lets only the
+//! process that created a channel group change its slice, its gate or reset it. The manager
+//! therefore sends these requests to the workers, each of which has a thread for its connection.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,207 +17,266 @@ use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::time::ClockId;
 
-use super::believe::{Believed, Told};
-use super::client::layout;
+use super::client::driver_layout;
 use super::device::{Card, Device, cards};
 use super::rm::{Node, Rm, RmError};
+use super::usage_reconcile::{Reconciler, Reported};
 use super::wire::{self, FromManager, FromWorker, Grant, Options, Report};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
-/// How long all workers together may take to tell their counters. One takes some 50 us.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// Timeout of the usage reports of all workers together. One report takes about 50 us.
+const USAGE_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// One that has not answered so many questions in a row is not waited for any more.
-const DEAF: u32 = 3;
+/// Number of missed replies in a row after which the manager does not wait for a worker any more.
+const MAX_MISSED_REPLIES: u32 = 3;
 
+/// State of the gate of a vGPU between usage reports.
+#[derive(Clone, Copy, Debug, Default)]
+struct GateState {
+    closed: bool,
+    /// The gate was closed at the previous usage report, and was not changed since.
+    closed_at_last_report: bool,
+}
+
+/// Connection to the worker of a vGPU, and the usage that it reports.
 #[derive(Debug)]
-struct Seat {
+struct WorkerConn {
     spec: ClientSpec,
     socket: SeqPacket,
     ready: bool,
     report: Report,
-    missed: u32,
-    slice: Duration,
-    /// Its gate is closed, and was so when the counters were last read.
-    closed: [bool; 2],
-    /// Engine time of kernels that it has told of, and what of that it is charged, in nanoseconds.
-    told_ns: Option<u64>,
-    kernels_ns: u64,
-    /// What it is charged for copies.
-    copies: Duration,
-    /// What of its copying was charged.
-    copied_ns: u64,
+    missed_replies: u32,
+    timeslice: Duration,
+    gate: GateState,
+    /// Total engine time of kernels that the worker has reported, in nanoseconds.
+    reported_ns: Option<u64>,
+    /// Total engine time of kernels that is charged, in nanoseconds.
+    compute_ns: u64,
+    /// Total engine time of copies that is charged.
+    copy_time: Duration,
+    /// Part of the reported copying time that is accounted, in nanoseconds.
+    accounted_copying_ns: u64,
 }
 
-impl Seat {
-    /// What it has used, copies included.
+impl WorkerConn {
+    /// Returns the charged usage.
     fn usage(&self) -> Usage {
-        let copy_ns = self.copies.as_nanos() as u64;
-        let engine_ns = self.kernels_ns + copy_ns;
-        // What it did not run of the time in which it had work, it waited.
+        let copy_ns = self.copy_time.as_nanos() as u64;
+        let engine_ns = self.compute_ns + copy_ns;
+        // The vGPU waited for the rest of the time in which it had work.
         let wait_ns = self.report.had_work_ns.saturating_sub(engine_ns);
-        Usage { engine_ns, compute_ns: self.kernels_ns, copy_ns, wait_ns, ..self.report.usage }
+        Usage { engine_ns, compute_ns: self.compute_ns, copy_ns, wait_ns, ..self.report.usage }
     }
 
-    /// What it tells of kernels since it was last asked.
-    fn tell(&mut self) -> Told {
-        let all_ns = self.report.usage.compute_ns;
-        let Some(told_ns) = &mut self.told_ns else {
-            // One that an earlier manager admitted has a past.
-            self.told_ns = Some(all_ns);
-            self.kernels_ns = all_ns;
-            return Told::default();
+    /// Returns the engine time of kernels reported since the previous call.
+    fn take_reported(&mut self) -> Reported {
+        let total_ns = self.report.usage.compute_ns;
+        let Some(reported_ns) = &mut self.reported_ns else {
+            // The worker may have run under a previous manager. That time counts as charged.
+            self.reported_ns = Some(total_ns);
+            self.compute_ns = total_ns;
+            return Reported::default();
         };
-        let ran_ns = all_ns.saturating_sub(*told_ns);
-        *told_ns = all_ns.max(*told_ns);
-        Told { ran_ns, held: self.closed == [true; 2] }
+        let engine_ns = total_ns.saturating_sub(*reported_ns);
+        *reported_ns = total_ns.max(*reported_ns);
+        let gated = self.gate.closed && self.gate.closed_at_last_report;
+        Reported { engine_ns, gated }
+    }
+
+    /// Returns the copying time that is reported and not accounted yet.
+    fn new_copying(&self) -> Duration {
+        Duration::from_nanos(self.report.copying_ns.saturating_sub(self.accounted_copying_ns))
     }
 }
 
-/// One NVIDIA GPU.
+/// NVIDIA GPU, as a parent of vGPUs.
 #[derive(Debug)]
 pub struct NvidiaGpu {
     card: Card,
     description: GpuDescription,
     options: Options,
-    seats: BTreeMap<VgpuId, Seat>,
-    questions: u64,
-    believed: Believed,
+    workers: BTreeMap<VgpuId, WorkerConn>,
+    /// Number of the last usage request.
+    usage_request: u64,
+    reconciler: Reconciler,
     buffer: Vec<u8>,
-    /// Kept open: a GPU that nobody uses is shut down, and takes seconds to come up again.
-    _keep: OwnedFd,
+    /// Keeps the GPU initialized. The driver shuts down a GPU without open descriptors, and the
+    /// next open would take seconds.
+    _keep_open: OwnedFd,
 }
 
 impl NvidiaGpu {
-    /// The PCI addresses of the GPUs that the driver has.
+    /// Returns the PCI addresses of the driver's GPUs.
     pub fn list(rm: &dyn Rm) -> Result<Vec<String>, GpuError> {
         Ok(cards(rm)?.into_iter().map(|card| card.address).collect())
     }
 
     /// Opens the GPU at a PCI address.
     pub fn open(rm: Arc<dyn Rm>, address: &str, options: Options) -> Result<Self, GpuError> {
-        let layout = layout(&*rm)?;
+        let layout = driver_layout(&*rm)?;
         let all = cards(&*rm)?;
         let Some(card) = all.iter().find(|card| card.address.eq_ignore_ascii_case(address)) else {
-            let there: Vec<_> = all.iter().map(|card| card.address.as_str()).collect();
+            let found: Vec<_> = all.iter().map(|card| card.address.as_str()).collect();
             return Err(GpuError::Io(std::io::Error::new(
                 std::io::ErrorKind::NotFound,
-                format!("NVIDIA's driver has no GPU at {address}; there is {}", there.join(", ")),
+                format!(
+                    "The NVIDIA driver has no GPU at {address}: use one of {}",
+                    found.join(", ")
+                ),
             )));
         };
-        let keep = rm.open(Node::Gpu(card.minor)).map_err(RmError::os("NVIDIA's driver"))?;
+        let keep_open = rm.open(Node::Gpu(card.minor)).map_err(RmError::open)?;
         let device = Device::open(rm, layout, card)?;
         let mut description = device.describe(address)?;
         description.capabilities.set(GpuCapabilities::NEED_WAKEUP, !options.direct_doorbell);
-        // Refuses a GPU of another generation now, and not when the first VM starts.
+        // Refuses an unsupported generation now rather than at the start of the first VM.
         device.usermode()?;
         Ok(Self {
             card: card.clone(),
             description,
             options,
-            seats: BTreeMap::new(),
-            questions: 0,
-            believed: Believed::default(),
+            workers: BTreeMap::new(),
+            usage_request: 0,
+            reconciler: Reconciler::default(),
             buffer: vec![0; MAX_PACKET],
-            _keep: keep,
+            _keep_open: keep_open,
         })
     }
 
-    /// The driver enforces no share of video memory, so this does.
-    fn check(&self, spec: &ClientSpec) -> Result<(), GpuError> {
+    /// Checks whether a vGPU can be admitted. The driver does not limit video memory per client.
+    fn check_admission(&self, spec: &ClientSpec) -> Result<(), GpuError> {
         if spec.vram_bytes == 0 || !spec.vram_bytes.is_multiple_of(2 * MIB) {
-            return Err(GpuError::Invalid("video memory comes in pieces of 2 MiB"));
+            return Err(GpuError::Invalid("video memory must be a multiple of 2 MiB"));
         }
         if spec.framebuffer_bytes != 0 {
             return Err(GpuError::Unsupported("a display head"));
         }
-        let used: u64 = self.seats.values().map(|seat| seat.spec.vram_bytes).sum();
+        let used: u64 = self.workers.values().map(|worker| worker.spec.vram_bytes).sum();
         let total = used.checked_add(spec.vram_bytes);
         if total.is_none_or(|total| total > self.description.vram_bytes) {
             return Err(GpuError::Limit("video memory"));
         }
-        if self.seats.contains_key(&spec.vgpu) {
-            return Err(GpuError::Invalid("this vGPU is admitted already"));
+        if self.workers.contains_key(&spec.vgpu) {
+            return Err(GpuError::Invalid("the vGPU is admitted already"));
         }
         Ok(())
     }
 
-    fn seat(&mut self, spec: &ClientSpec, ready: bool) -> Result<OwnedFd, GpuError> {
-        let (ours, theirs) = SeqPacket::pair()?;
-        let seat = Seat {
+    /// Adds a connection to a worker. Returns the worker's end.
+    fn add_worker(&mut self, spec: &ClientSpec, ready: bool) -> Result<OwnedFd, GpuError> {
+        let (socket, worker_socket) = SeqPacket::pair()?;
+        let worker = WorkerConn {
             spec: spec.clone(),
-            socket: ours,
+            socket,
             ready,
             report: Report { alive: true, ..Default::default() },
-            missed: 0,
-            slice: self.description.default_timeslice,
-            closed: [false; 2],
-            told_ns: None,
-            kernels_ns: 0,
-            copies: Duration::ZERO,
-            copied_ns: 0,
+            missed_replies: 0,
+            timeslice: self.description.default_timeslice,
+            gate: GateState::default(),
+            reported_ns: None,
+            compute_ns: 0,
+            copy_time: Duration::ZERO,
+            accounted_copying_ns: 0,
         };
-        self.seats.insert(spec.vgpu, seat);
-        Ok(theirs.into())
+        self.workers.insert(spec.vgpu, worker);
+        Ok(worker_socket.into())
     }
 
-    fn order(&mut self, vgpu: VgpuId, order: &FromManager) -> Result<(), GpuError> {
-        let seat = self.seats.get(&vgpu).ok_or(GpuError::NotFound("vGPU"))?;
-        match seat.socket.try_send(&encode(order)?, &[]) {
-            Ok(()) => Ok(()),
-            // A worker that is gone, or that does not listen. What is to be done about it is not this call's to say.
-            Err(error) => {
-                log::warn!("The worker of vGPU {vgpu} takes no orders: {error}");
-                Ok(())
+    fn send(&mut self, vgpu: VgpuId, message: &FromManager) -> Result<(), GpuError> {
+        let worker = self.workers.get(&vgpu).ok_or(GpuError::NotFound("vGPU"))?;
+        // The worker has exited or does not read. The manager notices that elsewhere.
+        if let Err(error) = worker.socket.try_send(&encode(message)?, &[]) {
+            log::warn!("Cannot send to the worker of vGPU {vgpu}: {error}");
+        }
+        Ok(())
+    }
+
+    /// Requests usage from all workers. Returns those to wait for.
+    fn request_usage(&mut self) -> Result<Vec<VgpuId>, GpuError> {
+        self.usage_request += 1;
+        let busy = self.workers.values().filter(|worker| worker.report.usage.runnable).count();
+        let mut requested = Vec::new();
+        for (vgpu, worker) in &mut self.workers {
+            let others_busy = busy - usize::from(worker.report.usage.runnable);
+            let request = encode(&FromManager::Usage(self.usage_request, others_busy > 0))?;
+            if worker.ready && worker.socket.try_send(&request, &[]).is_ok() {
+                worker.missed_replies = worker.missed_replies.saturating_add(1);
+                if worker.missed_replies <= MAX_MISSED_REPLIES {
+                    requested.push(*vgpu);
+                }
             }
         }
+        Ok(requested)
     }
 
-    /// Charges what workers tell of kernels, as far as it can be true.
-    fn charge_kernels(&mut self) {
-        let heard = self.seats.values_mut().filter(|seat| seat.missed == 0);
-        let told: Vec<Told> = heard.map(Seat::tell).collect();
-        let charged = self.believed.charge(Instant::now(), &told);
-        let heard = self.seats.values_mut().filter(|seat| seat.missed == 0);
-        for (seat, charged_ns) in heard.zip(charged) {
-            seat.kernels_ns += charged_ns;
-            seat.closed[1] = seat.closed[0];
+    /// Receives the replies of workers until all have replied or the timeout ends.
+    fn await_usage(&mut self, mut missing: Vec<VgpuId>) {
+        let deadline = Instant::now() + USAGE_TIMEOUT;
+        while !missing.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let workers = missing.iter().filter_map(|vgpu| self.workers.get(vgpu));
+            let mut fds: Vec<_> = workers
+                .map(|worker| PollFd::new(worker.socket.as_fd(), PollFlags::POLLIN))
+                .collect();
+            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
+            if left.is_zero() || !matches!(poll(&mut fds, timeout), Ok(1..)) {
+                break;
+            }
+            let hung_up: Vec<bool> = fds
+                .iter()
+                .map(|fd| fd.revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)))
+                .collect();
+            drop(fds);
+            let mut hung_up = hung_up.into_iter();
+            missing.retain(|vgpu| !(self.receive(*vgpu) | hung_up.next().unwrap_or(true)));
         }
     }
 
-    /// Charges the time since the last reading in which there was something to copy. Whoever had something shared the
-    /// engine by its slice: the hardware keeps to those, and tells no more.
-    fn charge_copies(&mut self) {
-        let fresh = |seat: &Seat| {
-            Duration::from_nanos(seat.report.copying_ns.saturating_sub(seat.copied_ns))
-        };
-        let longest = self.seats.values().map(fresh).max().unwrap_or_default();
-        let weight = |seat: &Seat| fresh(seat).as_secs_f64() * seat.slice.as_secs_f64();
-        let all: f64 = self.seats.values().map(weight).sum();
-        for seat in self.seats.values_mut() {
-            let part = if all > 0.0 { weight(seat) / all } else { 0.0 };
-            seat.copies += longest.mul_f64(part).min(fresh(seat));
-            seat.copied_ns = seat.copied_ns.max(seat.report.copying_ns);
-        }
-    }
-
-    /// Takes what workers have said; true where one has answered the current question.
-    fn listen(&mut self, vgpu: VgpuId) -> bool {
-        let Some(seat) = self.seats.get_mut(&vgpu) else { return false };
-        let mut answered = false;
-        while let Ok(Some(packet)) = seat.socket.try_recv(&mut self.buffer) {
+    /// Receives the messages of a worker. Returns whether it has replied to the last usage request.
+    fn receive(&mut self, vgpu: VgpuId) -> bool {
+        let Some(worker) = self.workers.get_mut(&vgpu) else { return false };
+        let mut replied = false;
+        while let Ok(Some(packet)) = worker.socket.try_recv(&mut self.buffer) {
             match decode(&self.buffer[..packet.len]) {
-                Ok(FromWorker::Ready) => seat.ready = true,
-                Ok(FromWorker::Usage(number, report)) if number == self.questions => {
-                    seat.report = report;
-                    seat.missed = 0;
-                    answered = true;
+                Ok(FromWorker::Ready) => worker.ready = true,
+                Ok(FromWorker::Usage(number, report)) if number == self.usage_request => {
+                    worker.report = report;
+                    worker.missed_replies = 0;
+                    replied = true;
                 }
-                // A late answer is older than what is known, and nonsense is nothing.
+                // Late replies are outdated, and malformed messages are ignored.
                 Ok(FromWorker::Usage(..)) | Err(_) => {}
             }
         }
-        answered
+        replied
+    }
+
+    /// Charges the engine time of kernels that the workers report, as far as it is plausible.
+    fn charge_kernels(&mut self) {
+        let replied = self.workers.values_mut().filter(|worker| worker.missed_replies == 0);
+        let reports: Vec<Reported> = replied.map(WorkerConn::take_reported).collect();
+        let charged = self.reconciler.charge(Instant::now(), &reports);
+        let replied = self.workers.values_mut().filter(|worker| worker.missed_replies == 0);
+        for (worker, charged_ns) in replied.zip(charged) {
+            worker.compute_ns += charged_ns;
+            worker.gate.closed_at_last_report = worker.gate.closed;
+        }
+    }
+
+    /// Charges the time since the previous call in which vGPUs had copies to do. The copy engine
+    /// reports no times, but the hardware keeps to the slices, so vGPUs are charged by their
+    /// slices.
+    fn charge_copies(&mut self) {
+        let longest = self.workers.values().map(WorkerConn::new_copying).max().unwrap_or_default();
+        let weight = |worker: &WorkerConn| {
+            worker.new_copying().as_secs_f64() * worker.timeslice.as_secs_f64()
+        };
+        let total: f64 = self.workers.values().map(weight).sum();
+        for worker in self.workers.values_mut() {
+            let part = if total > 0.0 { weight(worker) / total } else { 0.0 };
+            worker.copy_time += longest.mul_f64(part).min(worker.new_copying());
+            worker.accounted_copying_ns = worker.accounted_copying_ns.max(worker.report.copying_ns);
+        }
     }
 }
 
@@ -226,8 +286,8 @@ impl Gpu for NvidiaGpu {
     }
 
     fn admit(&mut self, spec: &ClientSpec) -> Result<Admission, GpuError> {
-        self.check(spec)?;
-        let fd = self.seat(spec, false)?;
+        self.check_admission(spec)?;
+        let fd = self.add_worker(spec, false)?;
         let grant = Grant {
             version: wire::VERSION,
             card: self.card.clone(),
@@ -235,86 +295,57 @@ impl Gpu for NvidiaGpu {
             spec: spec.clone(),
             options: self.options,
         };
-        let sent = self.order(spec.vgpu, &FromManager::Grant(Box::new(grant)));
+        let sent = self.send(spec.vgpu, &FromManager::Grant(Box::new(grant)));
         if let Err(error) = sent {
-            self.seats.remove(&spec.vgpu);
+            self.workers.remove(&spec.vgpu);
             return Err(error);
         }
         Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd: Some(fd) })
     }
 
     fn readmit(&mut self, spec: &ClientSpec) -> Result<Option<OwnedFd>, GpuError> {
-        self.seats.remove(&spec.vgpu);
-        self.check(spec)?;
-        self.seat(spec, true).map(Some)
+        self.workers.remove(&spec.vgpu);
+        self.check_admission(spec)?;
+        self.add_worker(spec, true).map(Some)
     }
 
     fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
-        self.order(vgpu, &FromManager::Evict)?;
-        self.seats.remove(&vgpu);
+        self.send(vgpu, &FromManager::Evict)?;
+        self.workers.remove(&vgpu);
         Ok(())
     }
 
     fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {
-        if let Some(seat) = self.seats.get_mut(&vgpu) {
-            seat.slice = slice;
+        if let Some(worker) = self.workers.get_mut(&vgpu) {
+            worker.timeslice = slice;
         }
-        self.order(vgpu, &FromManager::SetTimeslice(slice))
+        self.send(vgpu, &FromManager::SetTimeslice(slice))
     }
 
     fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError> {
-        if let Some(seat) = self.seats.get_mut(&vgpu) {
-            seat.closed = [!open, false];
+        if let Some(worker) = self.workers.get_mut(&vgpu) {
+            worker.gate = GateState { closed: !open, closed_at_last_report: false };
         }
-        self.order(vgpu, &FromManager::SetGate(open))
+        self.send(vgpu, &FromManager::SetGate(open))
     }
 
     fn reset_group(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
-        self.order(vgpu, &FromManager::Reset)
+        self.send(vgpu, &FromManager::Reset)
     }
 
     fn usage(&mut self) -> Result<UsageReport, GpuError> {
-        let all: Vec<VgpuId> = self.seats.keys().copied().collect();
-        for vgpu in &all {
-            self.listen(*vgpu);
+        let vgpus: Vec<VgpuId> = self.workers.keys().copied().collect();
+        for vgpu in vgpus {
+            self.receive(vgpu);
         }
-        self.questions += 1;
-        let busy = self.seats.values().filter(|seat| seat.report.usage.runnable).count();
-        let mut asked = Vec::new();
-        for (vgpu, seat) in &mut self.seats {
-            let others = busy - usize::from(seat.report.usage.runnable);
-            let question = encode(&FromManager::Usage(self.questions, others > 0))?;
-            if seat.ready && seat.socket.try_send(&question, &[]).is_ok() {
-                seat.missed = seat.missed.saturating_add(1);
-                if seat.missed <= DEAF {
-                    asked.push(*vgpu);
-                }
-            }
-        }
-        let deadline = Instant::now() + PATIENCE;
-        while !asked.is_empty() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let sockets = asked.iter().filter_map(|vgpu| self.seats.get(vgpu));
-            let mut fds: Vec<_> =
-                sockets.map(|seat| PollFd::new(seat.socket.as_fd(), PollFlags::POLLIN)).collect();
-            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
-            if left.is_zero() || !matches!(poll(&mut fds, timeout), Ok(1..)) {
-                break;
-            }
-            let gone: Vec<bool> = fds
-                .iter()
-                .map(|fd| fd.revents().is_some_and(|events| events.contains(PollFlags::POLLHUP)))
-                .collect();
-            drop(fds);
-            let mut gone = gone.into_iter();
-            asked.retain(|vgpu| !(self.listen(*vgpu) | gone.next().unwrap_or(true)));
-        }
+        let requested = self.request_usage()?;
+        self.await_usage(requested);
         let now = ClockId::CLOCK_MONOTONIC.now().map(Duration::from).unwrap_or_default();
         self.charge_kernels();
         self.charge_copies();
         Ok(UsageReport {
             now_ns: now.as_nanos() as u64,
-            vgpus: self.seats.iter().map(|(vgpu, seat)| (*vgpu, seat.usage())).collect(),
+            vgpus: self.workers.iter().map(|(vgpu, worker)| (*vgpu, worker.usage())).collect(),
         })
     }
 }

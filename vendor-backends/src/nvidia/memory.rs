@@ -1,4 +1,4 @@
-//! A vGPU's memory: its partition, guest memory, and what is mapped where.
+//! Memory of a vGPU: its partition of video memory, imported guest memory, and GPU mappings.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,34 +9,34 @@ use mdev_core::ids::{GpuVa, MemoryId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
 use super::device::Device;
-use super::session::{AddressSpace, Object};
+use super::rm_client::{AddressSpace, Object};
 use super::sys::numbers::flag;
 use crate::mem::Mapping;
 
-/// Pages that video memory consists of. A mapping of it that is aligned to them needs the fewest page table entries.
+/// Page size of video memory. Mappings aligned to it need the fewest page table entries.
 const HUGE_PAGE: u64 = 2 * MIB;
 
-/// Mappings at a time. Each is an object of the driver's, in the kernel's memory.
+/// Maximum number of mappings. Each is an object of the driver, in kernel memory.
 const MAX_MAPPINGS: usize = 65_536;
 
-/// Guest memory, pinned for as long as this exists.
+/// Imported guest memory. Pinned until this is dropped.
 #[derive(Debug)]
 pub struct Import {
     // Unpinned before it is unmapped from this process.
     object: Arc<Object>,
-    /// Our own view of it.
+    /// Mapping in this process.
     pub mapping: Arc<Mapping>,
 }
 
-/// Something mapped in the GPU's address space.
+/// Mapping in the GPU's address space.
 #[derive(Debug)]
-struct Mapped {
+struct GpuMapping {
     len: u64,
     object: Arc<Object>,
     memory: Option<MemoryId>,
 }
 
-/// All memory of a vGPU.
+/// Memory of a vGPU.
 #[derive(Debug)]
 pub struct Memory {
     device: Arc<Device>,
@@ -46,25 +46,26 @@ pub struct Memory {
     max_import_bytes: u64,
     imports: BTreeMap<MemoryId, Import>,
     imported_bytes: u64,
-    next: u32,
-    mapped: BTreeMap<u64, Mapped>,
+    next_id: u32,
+    /// GPU mappings by their virtual address.
+    mappings: BTreeMap<u64, GpuMapping>,
 }
 
-/// Where a USERD is.
+/// Location in guest memory or video memory, such as that of a USERD.
 #[derive(Clone, Debug)]
-pub struct Place {
-    /// The memory that it is in.
+pub struct MemoryLocation {
+    /// Memory object.
     pub object: Arc<Object>,
-    /// From where on.
+    /// Offset in the object, in bytes.
     pub offset: u64,
-    /// Which import that is.
+    /// Import, for guest memory.
     pub memory: Option<MemoryId>,
-    /// Our own view of that memory.
-    pub view: Option<Arc<Mapping>>,
+    /// Mapping of the object in this process, for guest memory.
+    pub mapping: Option<Arc<Mapping>>,
 }
 
 impl Memory {
-    /// A partition of video memory, and an empty address space.
+    /// Creates the memory of a vGPU with a partition of video memory and an empty address space.
     pub fn new(
         device: Arc<Device>,
         space: Arc<AddressSpace>,
@@ -80,102 +81,102 @@ impl Memory {
             max_import_bytes,
             imports: BTreeMap::new(),
             imported_bytes: 0,
-            next: 1,
-            mapped: BTreeMap::new(),
+            next_id: 1,
+            mappings: BTreeMap::new(),
         }
     }
 
-    /// Guest memory imported, in bytes.
+    /// Returns the size of imported guest memory, in bytes.
     pub fn imported_bytes(&self) -> u64 {
         self.imported_bytes
     }
 
-    /// Pins guest memory and registers it, all of it at once: pieces of it are mapped later.
+    /// Pins guest memory and registers it as one object, parts of which are mapped later.
     pub fn import(&mut self, ram: &GuestRam<'_>) -> Result<MemoryId, GpuError> {
         if ram.len == 0 || !is_aligned(ram.len, PAGE_SIZE) || !is_aligned(ram.offset, PAGE_SIZE) {
-            return Err(GpuError::Invalid("guest memory comes in pages"));
+            return Err(GpuError::Invalid("guest memory must consist of whole pages"));
         }
         if !ram.writable {
-            return Err(GpuError::Unsupported("guest memory that may only be read"));
+            return Err(GpuError::Unsupported("read-only guest memory"));
         }
         let total = self.imported_bytes.checked_add(ram.len);
         if total.is_none_or(|total| total > self.max_import_bytes) {
             return Err(GpuError::Limit("bytes of guest memory"));
         }
-        let id = MemoryId(self.next);
+        let id = MemoryId(self.next_id);
         let mapping = Mapping::new(ram.fd, ram.offset, ram.len, true)?;
-        let object = self.device.session.register(&self.device.device, &mapping)?;
-        self.next = self.next.checked_add(1).ok_or(GpuError::Limit("imports"))?;
+        let object = self.device.rm_client.register(&self.device.device, &mapping)?;
+        self.next_id = self.next_id.checked_add(1).ok_or(GpuError::Limit("imports"))?;
         self.imported_bytes += ram.len;
         self.imports.insert(id, Import { object, mapping });
         Ok(id)
     }
 
-    /// Whether there is such an import.
-    pub fn has(&self, memory: MemoryId) -> bool {
+    /// Returns whether guest memory is imported.
+    pub fn is_imported(&self, memory: MemoryId) -> bool {
         self.imports.contains_key(&memory)
     }
 
-    /// Takes guest memory out of the address space and unpins it. Channels must not use it any more.
+    /// Unmaps and unpins guest memory. Channels must not use it any more.
     pub fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
         let import = self.imports.remove(&memory).ok_or(GpuError::NotFound("memory"))?;
         self.imported_bytes -= import.mapping.len();
-        let of_it = |(va, mapped): (&u64, &Mapped)| (mapped.memory == Some(memory)).then_some(*va);
-        let vas: Vec<u64> = self.mapped.iter().filter_map(of_it).collect();
+        let of_import = self.mappings.iter().filter(|(_, mapping)| mapping.memory == Some(memory));
+        let vas: Vec<u64> = of_import.map(|(va, _)| *va).collect();
         for va in vas {
             self.drop_mapping(va);
         }
-        // The last one: unpins the pages.
+        // The last reference: unpins the pages.
         drop(import);
         Ok(())
     }
 
     fn drop_mapping(&mut self, va: u64) {
-        if let Some(mapped) = self.mapped.remove(&va) {
-            let handle = mapped.object.handle();
-            if let Err(error) = self.device.session.unmap_dma(&self.space, handle, va, 0) {
+        if let Some(mapping) = self.mappings.remove(&va) {
+            let handle = mapping.object.handle();
+            if let Err(error) = self.device.rm_client.unmap_dma(&self.space, handle, va, 0) {
                 log::warn!("{error}");
             }
         }
     }
 
-    /// Forgets all mappings.
+    /// Removes all GPU mappings.
     pub fn unmap_all(&mut self) {
-        while let Some(va) = self.mapped.keys().next().copied() {
+        while let Some(va) = self.mappings.keys().next().copied() {
             self.drop_mapping(va);
         }
     }
 
-    /// What lies behind an address in a vGPU's terms.
-    fn find(&self, backing: Backing, len: u64) -> Result<Place, GpuError> {
+    /// Resolves `len` bytes of guest memory or video memory.
+    fn resolve(&self, backing: Backing, len: u64) -> Result<MemoryLocation, GpuError> {
         match backing {
             Backing::Guest { memory, offset } => {
                 let import = self.imports.get(&memory).ok_or(GpuError::NotFound("memory"))?;
                 let end = offset.checked_add(len).filter(|end| *end <= import.mapping.len());
                 end.ok_or(GpuError::OutOfRange("guest memory"))?;
-                Ok(Place {
+                Ok(MemoryLocation {
                     object: import.object.clone(),
                     offset,
                     memory: Some(memory),
-                    view: Some(import.mapping.clone()),
+                    mapping: Some(import.mapping.clone()),
                 })
             }
             Backing::Vram { offset } => {
                 let end = offset.checked_add(len).filter(|end| *end <= self.vram_bytes);
                 end.ok_or(GpuError::OutOfRange("video memory"))?;
-                Ok(Place { object: self.vram.clone(), offset, memory: None, view: None })
+                Ok(MemoryLocation {
+                    object: self.vram.clone(),
+                    offset,
+                    memory: None,
+                    mapping: None,
+                })
             }
         }
     }
 
-    /// Where a USERD is, if it lies well.
-    pub fn userd(&self, backing: Backing) -> Result<Place, GpuError> {
-        let place = self.find(backing, mdev_core::abi::userd::BYTES)?;
-        // The driver takes a misaligned one, and the hardware then reads another.
-        if !is_aligned(place.offset, mdev_core::abi::userd::BYTES) {
-            return Err(GpuError::Invalid("a USERD is 512-byte aligned"));
-        }
-        Ok(place)
+    /// Resolves a USERD.
+    pub fn userd(&self, backing: Backing) -> Result<MemoryLocation, GpuError> {
+        self.resolve(backing, mdev_core::abi::userd::BYTES)
     }
 
     /// Maps `len` bytes of `backing` at `va`.
@@ -188,76 +189,77 @@ impl Memory {
     ) -> Result<(), GpuError> {
         let (Backing::Guest { offset, .. } | Backing::Vram { offset }) = backing;
         if len == 0 || !is_aligned(va | len | offset, PAGE_SIZE) {
-            return Err(GpuError::Invalid("GPU memory is mapped in pages"));
+            return Err(GpuError::Invalid("a GPU mapping must consist of whole pages"));
         }
         let end = va.checked_add(len).filter(|end| va >= VA_START && *end <= VA_END);
         let end = end.ok_or(GpuError::OutOfRange("GPU virtual address"))?;
-        let place = self.find(backing, len)?;
-        if let Some((before, mapped)) = self.mapped.range(..end).next_back()
-            && before + mapped.len > va
+        let location = self.resolve(backing, len)?;
+        if let Some((last, mapping)) = self.mappings.range(..end).next_back()
+            && last + mapping.len > va
         {
-            let first = self.first_overlap(va, end).unwrap_or(*before);
+            let first = self.first_overlap(va, end).unwrap_or(*last);
             return Err(GpuError::Overlap(GpuVa(first.max(va))));
         }
-        if self.mapped.len() >= MAX_MAPPINGS {
+        if self.mappings.len() >= MAX_MAPPINGS {
             return Err(GpuError::Limit("mappings"));
         }
         let mut flags = if writable { 0 } else { flag::READ_ONLY };
-        match place.memory {
+        match location.memory {
             Some(_) => flags |= flag::PAGE_4K | flag::SNOOP,
             None if is_aligned(va | len | offset, HUGE_PAGE) => {}
             None => flags |= flag::PAGE_4K,
         }
-        self.device.session.map_dma(&self.space, &place.object, offset, len, va, flags)?;
-        let mapped = Mapped { len, object: place.object, memory: place.memory };
-        self.mapped.insert(va, mapped);
+        self.device.rm_client.map_dma(&self.space, &location.object, offset, len, va, flags)?;
+        let mapping = GpuMapping { len, object: location.object, memory: location.memory };
+        self.mappings.insert(va, mapping);
         Ok(())
     }
 
-    /// The first mapped address in a range.
+    /// Returns the start of the first mapping that overlaps a range.
     fn first_overlap(&self, va: u64, end: u64) -> Option<u64> {
-        let before = self.mapped.range(..=va).next_back();
-        let before = before.filter(|(start, mapped)| *start + mapped.len > va);
-        before.or_else(|| self.mapped.range(va..end).next()).map(|(start, _)| *start)
+        let before = self.mappings.range(..=va).next_back();
+        let before = before.filter(|(start, mapping)| *start + mapping.len > va);
+        before.or_else(|| self.mappings.range(va..end).next()).map(|(start, _)| *start)
     }
 
-    /// Unmaps a range, which may be a part of what was mapped at once.
+    /// Unmaps a range, which may cover parts of mappings.
     pub fn unmap(&mut self, GpuVa(va): GpuVa, len: u64) -> Result<(), GpuError> {
         if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
-            return Err(GpuError::Invalid("GPU memory is unmapped in pages"));
+            return Err(GpuError::Invalid("a GPU mapping must be removed in whole pages"));
         }
         let end = va.checked_add(len).ok_or(GpuError::OutOfRange("GPU virtual address"))?;
-        let mut pieces = Vec::new();
+        let mut parts = Vec::new();
         let mut at = va;
         while at < end {
-            let found = self.mapped.range(..=at).next_back();
-            let Some((start, mapped)) = found.filter(|(start, m)| *start + m.len > at) else {
+            let found = self.mappings.range(..=at).next_back();
+            let Some((start, mapping)) = found.filter(|(start, m)| *start + m.len > at) else {
                 return Err(GpuError::NotFound("mapping"));
             };
-            let past = end.min(start + mapped.len);
-            pieces.push((*start, at, past));
-            at = past;
+            let part_end = end.min(start + mapping.len);
+            parts.push((*start, at, part_end));
+            at = part_end;
         }
-        for (start, from, past) in pieces {
-            self.cut(start, from, past)?;
+        for (start, from, to) in parts {
+            self.unmap_part(start, from, to)?;
         }
         Ok(())
     }
 
-    /// Unmaps `from..past` of the mapping that begins at `start`.
-    fn cut(&mut self, start: u64, from: u64, past: u64) -> Result<(), GpuError> {
-        let Some(mapped) = self.mapped.get(&start) else { return Ok(()) };
-        let whole = from == start && past == start + mapped.len;
-        let size = if whole { 0 } else { past - from };
-        let handle = mapped.object.handle();
-        self.device.session.unmap_dma(&self.space, handle, from, size)?;
-        let Some(mapped) = self.mapped.remove(&start) else { return Ok(()) };
-        let Mapped { len, object, memory } = mapped;
+    /// Unmaps `from..to` of the mapping that begins at `start`.
+    fn unmap_part(&mut self, start: u64, from: u64, to: u64) -> Result<(), GpuError> {
+        let Some(mapping) = self.mappings.get(&start) else { return Ok(()) };
+        let whole = from == start && to == start + mapping.len;
+        let size = if whole { 0 } else { to - from };
+        let handle = mapping.object.handle();
+        self.device.rm_client.unmap_dma(&self.space, handle, from, size)?;
+        let Some(mapping) = self.mappings.remove(&start) else { return Ok(()) };
+        let GpuMapping { len, object, memory } = mapping;
         if from > start {
-            self.mapped.insert(start, Mapped { len: from - start, object: object.clone(), memory });
+            let before = GpuMapping { len: from - start, object: object.clone(), memory };
+            self.mappings.insert(start, before);
         }
-        if past < start + len {
-            self.mapped.insert(past, Mapped { len: start + len - past, object, memory });
+        if to < start + len {
+            self.mappings.insert(to, GpuMapping { len: start + len - to, object, memory });
         }
         Ok(())
     }
@@ -265,7 +267,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // Out of the address space before it is unpinned or given back.
+        // Memory must be unmapped before it is unpinned or freed.
         self.unmap_all();
     }
 }

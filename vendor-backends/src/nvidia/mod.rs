@@ -1,41 +1,52 @@
 //! NVIDIA GPUs, through the unmodified driver and without privileges.
 //!
-//! Read it in this order:
+//! Reading order:
 //!
-//! 1. [`sys`], [`version`]: what the driver's kernel interface looks like; [`rm`]: the way to it
-//! 2. [`session`]: a client of the driver and its objects; [`device`]: a GPU
-//! 3. [`memory`], [`channels`], [`backoff`], [`bells`], [`trace`]: a vGPU's memory, channels, doorbells, and
-//!    engine time
-//! 4. [`NvidiaClient`] (in a worker), [`service`], [`signals`]: its threads, [`watch`]: kernels without an end,
-//!    [`privilege`]: what it must not have
-//! 5. [`fake`]: a driver without a GPU, for tests; [`record`]: what was asked of one
-//! 6. [`NvidiaGpu`] (in the manager), [`wire`]: what it says to workers, `believe`: what of their answers can be true
+//! 1. [`sys`], [`version`]: the driver's kernel interface; [`rm`]: the trait that reaches the
+//!    driver
+//! 2. [`rm_client`]: a client of the driver and its objects; [`device`]: a GPU
+//! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`], [`ctxsw_log`]: memory,
+//!    channels, doorbells and engine time of a vGPU
+//! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
+//!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
+//! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
+//!    driver calls
+//! 6. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
+//!    check of the usage that workers report
 
-pub mod backoff;
-mod believe;
-pub mod bells;
+pub mod activity;
+mod backend;
 pub mod channels;
 mod client;
+pub mod ctxsw_log;
 pub mod device;
-pub mod fake;
+pub mod doorbell_poller;
+#[cfg(feature = "test-util")]
+pub mod fake_rm;
+pub mod fault_backoff;
 mod gpu;
+pub mod hang_detector;
+mod host_check;
+pub mod interrupt_thread;
+pub mod manager_thread;
 pub mod memory;
 pub mod privilege;
-pub mod record;
 pub mod rm;
-pub mod service;
-pub mod session;
+pub mod rm_client;
+#[cfg(feature = "test-util")]
+pub mod rm_recorder;
 pub mod signals;
 pub mod sys;
-pub mod trace;
+mod usage_reconcile;
 pub mod version;
-pub mod watch;
+pub mod vgpu_state;
 pub mod wire;
 
+pub use backend::NvidiaBackend;
 pub use client::NvidiaClient;
 pub use gpu::NvidiaGpu;
-pub use sys::kernel::Kernel;
+pub use sys::kernel_driver::KernelDriver;
 pub use wire::Options;
 
-/// The name under which an admission says that this backend opens it.
+/// Name of this backend in admissions.
 pub const BACKEND: &str = "nvidia";

@@ -1,4 +1,4 @@
-//! The way to the driver: three things that a kernel can do, and a fake too.
+//! Access to NVIDIA's resource manager (RM): its version, its device nodes and its ioctls.
 
 use std::fmt;
 use std::io;
@@ -14,31 +14,31 @@ use super::sys::numbers::status;
 pub enum Node {
     /// `/dev/nvidiactl`.
     Control,
-    /// `/dev/nvidiactl`, to be told of events by polling it.
+    /// `/dev/nvidiactl`, opened to poll for events.
     Event,
     /// `/dev/nvidiaN`.
     Gpu(u32),
 }
 
-/// One ioctl. A call that has parameters of its own behind a pointer names them here, and whoever carries it out fills
-/// the pointer in: nobody else handles addresses.
+/// Request for one ioctl. The implementation of [`Rm`] fills in the pointer to the parameters, so
+/// no other code handles addresses.
 #[derive(Debug)]
 pub struct Request<'a> {
-    /// `NV_ESC_*`.
+    /// Number of the ioctl (`NV_ESC_*`).
     pub number: u8,
-    /// For messages and traces.
+    /// Name for messages and recordings.
     pub name: &'static str,
-    /// The argument, in and out.
+    /// Argument, in and out.
     pub argument: &'a mut [u8],
-    /// Where in it the pointer to the parameters goes, and the parameters, in and out.
+    /// Offset of the pointer in the argument, and the parameters behind it, in and out.
     pub params: Option<(usize, &'a mut [u8])>,
-    /// Byte ranges of the argument that differ from run to run.
+    /// Byte ranges of the argument that differ between runs.
     pub volatile: &'static [(usize, usize)],
 }
 
-/// NVIDIA's resource manager: the kernel's, or a fake.
+/// NVIDIA's resource manager: the kernel driver, or a fake.
 pub trait Rm: Send + Sync + fmt::Debug {
-    /// The driver's version, such as `580.142`.
+    /// Returns the driver's version, such as `580.142`.
     fn version(&self) -> io::Result<String>;
 
     /// Opens a device node.
@@ -48,29 +48,29 @@ pub trait Rm: Send + Sync + fmt::Debug {
     fn ioctl(&self, fd: BorrowedFd<'_>, request: &mut Request<'_>) -> io::Result<()>;
 }
 
-/// Why the driver did not do what was asked.
+/// Error of a driver call.
 #[derive(Debug, thiserror::Error)]
 pub enum RmError {
-    /// It said no.
-    #[error("NVIDIA's driver refuses {what} with status {status:#x}")]
+    /// The driver refused the call.
+    #[error("The NVIDIA driver refused {call} with status {status:#x}")]
     Status {
-        /// What was asked.
-        what: String,
+        /// Name of the call.
+        call: String,
         /// `NV_STATUS`.
         status: u32,
     },
     /// The system call failed.
-    #[error("{what}: {error}")]
+    #[error("{call}: {error}")]
     Os {
-        /// What was asked.
-        what: String,
-        /// Why.
+        /// Name of the call.
+        call: String,
+        /// Error of the system call.
         error: io::Error,
     },
 }
 
 impl RmError {
-    /// `NV_STATUS`, where there is one.
+    /// Returns the `NV_STATUS` of a refused call.
     pub fn status(&self) -> Option<u32> {
         match self {
             Self::Status { status, .. } => Some(*status),
@@ -78,9 +78,9 @@ impl RmError {
         }
     }
 
-    pub(super) fn os(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
-        let what = what.into();
-        move |error| Self::Os { what, error }
+    /// Maps the error of opening a device node.
+    pub(super) fn open(error: io::Error) -> Self {
+        Self::Os { call: "NVIDIA driver".into(), error }
     }
 }
 
@@ -97,13 +97,14 @@ impl From<RmError> for GpuError {
     }
 }
 
-/// Carries out one call whose argument is `argument`, with `params` behind its pointer.
+/// Carries out a call with `argument`, and with `params` behind its pointer. `detail` extends the
+/// name of the call in errors.
 pub fn call<C: Call>(
     rm: &dyn Rm,
     fd: BorrowedFd<'_>,
     argument: &mut C,
     params: Option<&mut [u8]>,
-    what: &str,
+    detail: &str,
 ) -> Result<(), RmError> {
     let params = C::POINTER.zip(params);
     let mut request = Request {
@@ -113,11 +114,13 @@ pub fn call<C: Call>(
         params,
         volatile: C::VOLATILE,
     };
-    let what =
-        || if what.is_empty() { C::NAME.to_owned() } else { format!("{} ({what})", C::NAME) };
-    rm.ioctl(fd, &mut request).map_err(|error| RmError::Os { what: what(), error })?;
+    let call = || match detail {
+        "" => C::NAME.to_owned(),
+        detail => format!("{} ({detail})", C::NAME),
+    };
+    rm.ioctl(fd, &mut request).map_err(|error| RmError::Os { call: call(), error })?;
     match argument.status() {
         status::OK => Ok(()),
-        status => Err(RmError::Status { what: what(), status }),
+        status => Err(RmError::Status { call: call(), status }),
     }
 }

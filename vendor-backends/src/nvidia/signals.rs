@@ -1,4 +1,5 @@
-//! What a vGPU's threads tell each other: conditions for the worker, eventfds for the guest, and that it is over.
+//! Signals between the threads of a vGPU: conditions for the worker, eventfds of the guest, and
+//! stop.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -8,78 +9,78 @@ use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::Pending;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// Shared by the worker's own thread and those of the backend.
+/// Signals that the worker's main thread and the backend's threads share.
 #[derive(Debug)]
 pub struct Signals {
     pending: AtomicU32,
-    changed: EventFd,
-    stop: EventFd,
+    pending_event: EventFd,
+    stop_event: EventFd,
     stopped: AtomicBool,
     vectors: Mutex<[Option<Arc<OwnedFd>>; VECTORS as usize]>,
 }
 
 impl Signals {
-    /// Quiet ones.
+    /// Creates signals without pending conditions.
     pub fn new() -> std::io::Result<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         Ok(Self {
             pending: AtomicU32::new(0),
-            changed: EventFd::from_flags(flags)?,
-            stop: EventFd::from_flags(flags)?,
+            pending_event: EventFd::from_flags(flags)?,
+            stop_event: EventFd::from_flags(flags)?,
             stopped: AtomicBool::new(false),
             vectors: Mutex::default(),
         })
     }
 
-    /// Polls readable while there is something to take.
-    pub fn changed(&self) -> BorrowedFd<'_> {
-        self.changed.as_fd()
+    /// Returns a descriptor that polls readable while conditions are pending.
+    pub fn pending_event(&self) -> BorrowedFd<'_> {
+        self.pending_event.as_fd()
     }
 
-    /// Polls readable once it is over.
+    /// Returns a descriptor that polls readable after [`Self::stop`].
     pub fn stop_event(&self) -> BorrowedFd<'_> {
-        self.stop.as_fd()
+        self.stop_event.as_fd()
     }
 
-    /// Ends the threads.
+    /// Tells the threads to end.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        // Its counter starts at 0: this cannot block, and a second time changes nothing.
-        let _ = self.stop.write(1);
+        // The counter stays small, so this does not block.
+        let _ = self.stop_event.write(1);
     }
 
-    /// True once it is over.
+    /// Returns whether [`Self::stop`] was called.
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
     /// Raises conditions for the worker.
-    pub fn raise(&self, what: Pending) {
-        self.pending.fetch_or(what.bits(), Ordering::AcqRel);
-        // A full counter is readable too.
-        let _ = self.changed.write(1);
+    pub fn raise(&self, conditions: Pending) {
+        self.pending.fetch_or(conditions.bits(), Ordering::AcqRel);
+        // A write fails if the counter is full, and the descriptor is readable then.
+        let _ = self.pending_event.write(1);
     }
 
-    /// Takes what was raised.
+    /// Takes the pending conditions.
     pub fn take(&self) -> Pending {
-        // The counter first: what is raised after that makes it readable again.
-        let _ = self.changed.read();
+        // The counter first, so that a condition raised meanwhile makes the descriptor readable.
+        let _ = self.pending_event.read();
         Pending::from_bits_truncate(self.pending.swap(0, Ordering::AcqRel))
     }
 
-    /// Sets the eventfd of a vector; false where there is no such vector.
+    /// Sets the eventfd of an interrupt vector. Returns false for an invalid vector.
     pub fn set_vector(&self, vector: u32, event: Option<OwnedFd>) -> bool {
         let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = vectors.get_mut(vector as usize);
-        place.map(|place| *place = event.map(Arc::new)).is_some()
+        let slot = vectors.get_mut(vector as usize);
+        slot.map(|slot| *slot = event.map(Arc::new)).is_some()
     }
 
-    /// Signals the guest on the vectors that are set in `which`. May block on an eventfd whose owner wants that: only
-    /// the thread that does nothing else calls it.
-    pub fn signal(&self, which: u32) {
+    /// Signals the guest on the vectors of a bit mask. Blocks if the peer made its eventfd blocking
+    /// and filled the counter, so only the interrupt thread calls this.
+    pub fn signal(&self, mask: u32) {
         let vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for (vector, event) in vectors.iter().enumerate() {
-            if which >> vector & 1 != 0
+            if mask >> vector & 1 != 0
                 && let Some(event) = event
             {
                 let _ = nix::unistd::write(event, &1u64.to_ne_bytes());

@@ -1,24 +1,24 @@
-//! Which driver runs, and what its structures look like.
+//! Driver versions and the layouts of their structures.
 
 use std::fmt;
 
-/// What differs between series of the driver.
+/// Sizes of the structures that differ between series of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// The series: the number before the first dot.
+    /// Series: the number before the first dot of the version.
     pub series: u16,
-    /// `NVOS46_PARAMETERS` (mapping at a GPU virtual address), in bytes.
+    /// Size of `NVOS46_PARAMETERS` (mapping at a GPU virtual address), in bytes.
     pub map_dma: usize,
-    /// `NV_VASPACE_ALLOCATION_PARAMETERS`.
+    /// Size of `NV_VASPACE_ALLOCATION_PARAMETERS`, in bytes.
     pub va_space: usize,
-    /// `NVA06F_CTRL_GPFIFO_SCHEDULE_PARAMS`.
+    /// Size of `NVA06F_CTRL_GPFIFO_SCHEDULE_PARAMS`, in bytes.
     pub schedule: usize,
-    /// `NV_CHANNEL_ALLOC_PARAMS`.
+    /// Size of `NV_CHANNEL_ALLOC_PARAMS`, in bytes.
     pub channel: usize,
 }
 
-/// The series that are known. 580 was run; the others were read in the driver's published headers.
-const KNOWN: &[Layout] = &[
+/// Supported series. 580 is tested on hardware; the other layouts are from the published headers.
+const SUPPORTED: &[Layout] = &[
     Layout { series: 570, map_dma: 56, va_space: 48, schedule: 2, channel: 368 },
     Layout { series: 575, map_dma: 56, va_space: 48, schedule: 3, channel: 368 },
     Layout { series: 580, map_dma: 64, va_space: 56, schedule: 3, channel: 368 },
@@ -27,39 +27,39 @@ const KNOWN: &[Layout] = &[
     Layout { series: 610, map_dma: 64, va_space: 56, schedule: 3, channel: 376 },
 ];
 
-/// A driver whose structures nobody has looked at.
+/// Error for a driver of an unsupported series.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnknownDriver(String);
+pub struct UnsupportedDriver(String);
 
-impl fmt::Display for UnknownDriver {
+impl fmt::Display for UnsupportedDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let known: Vec<_> = KNOWN.iter().map(|layout| layout.series.to_string()).collect();
+        let supported: Vec<_> = SUPPORTED.iter().map(|layout| layout.series.to_string()).collect();
         write!(
             f,
-            "NVIDIA's driver {} is of no series that is known here ({}): use one of those, or a newer Tessera",
+            "NVIDIA driver {} is not supported: install a driver of series {}, or a newer Tessera",
             self.0,
-            known.join(", ")
+            supported.join(", ")
         )
     }
 }
 
-impl std::error::Error for UnknownDriver {}
+impl std::error::Error for UnsupportedDriver {}
 
 impl Layout {
-    /// The layout of a driver that calls itself `version`, such as `580.142`.
-    pub fn of(version: &str) -> Result<Self, UnknownDriver> {
+    /// Returns the layout of a driver version such as `580.142`.
+    pub fn of(version: &str) -> Result<Self, UnsupportedDriver> {
         let version = version.trim();
         let series = version.split('.').next().and_then(|series| series.parse::<u16>().ok());
-        KNOWN
+        SUPPORTED
             .iter()
             .find(|layout| Some(layout.series) == series)
             .copied()
-            .ok_or_else(|| UnknownDriver(version.chars().take(40).collect()))
+            .ok_or_else(|| UnsupportedDriver(version.chars().take(40).collect()))
     }
 
-    /// All that are known.
-    pub fn known() -> &'static [Self] {
-        KNOWN
+    /// Returns all supported layouts.
+    pub fn supported() -> &'static [Self] {
+        SUPPORTED
     }
 }
 
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_is_known_by_its_series() {
+    fn a_layout_is_found_by_the_series() {
         assert_eq!(Layout::of("580.159.04\n").unwrap().map_dma, 64);
         let old = Layout::of("570.86.15").unwrap();
         assert_eq!((old.map_dma, old.va_space, old.schedule), (56, 48, 2));
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_driver_is_refused_in_one_line() {
+    fn an_unsupported_driver_is_refused_in_one_line() {
         for version in ["565.57.01", "", "unknown", "99999999.1", "-580.1"] {
             let line = Layout::of(version).unwrap_err().to_string();
             assert!(

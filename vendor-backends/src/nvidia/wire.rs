@@ -1,7 +1,7 @@
-//! What the manager and a worker say to each other about a GPU: postcard in packets.
+//! Messages between the manager and a worker about a GPU, encoded with postcard, one per packet.
 //!
-//! The manager leads; a worker speaks when it is asked, but for [`FromWorker::Ready`]. Neither waits long for the other:
-//! orders are not answered, and a manager that gets no counters in time goes on with the last ones.
+//! The worker sends [`FromWorker::Ready`] and answers [`FromManager::Usage`]; other messages of the
+//! manager have no reply. A manager that gets no usage in time continues with the last one.
 
 use std::time::Duration;
 
@@ -10,35 +10,36 @@ use serde::{Deserialize, Serialize};
 
 use super::device::Card;
 
-/// Bumped with every change of the types in this file.
+/// Version of the messages. Must be bumped with every change of the types in this file.
 pub const VERSION: u32 = 3;
 
-/// How a vGPU is to be opened.
+/// Parameters with which a worker opens a vGPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
     /// [`VERSION`].
     pub version: u32,
-    /// Which GPU.
+    /// The GPU.
     pub card: Card,
-    /// What it is.
+    /// Description of the GPU.
     pub gpu: GpuDescription,
-    /// What was granted.
+    /// Resources granted to the vGPU.
     pub spec: ClientSpec,
-    /// What the operator chose.
+    /// Options of the GPU.
     pub options: Options,
 }
 
-/// What an operator chooses for a GPU.
+/// Options of a GPU, set by the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
-    /// Preempt compute between thread blocks instead of waiting for a kernel's end.
+    /// Preempt kernels at thread-block boundaries instead of waiting for their end.
     pub preempt_blocks: bool,
-    /// Run although the process has CAP_SYS_ADMIN.
+    /// Run even if the process has CAP_SYS_ADMIN.
     pub allow_sys_admin: bool,
-    /// How long one turn on the compute engine may take without progress while others wait: beyond it, the vGPU's
-    /// compute channels are reset as hung. None: the driver alone ends it, after some seconds.
-    pub hang: Option<Duration>,
-    /// Guests have the GPU's own doorbell page, and can keep the others from theirs. Otherwise they are rung for.
+    /// Hang limit of the compute engine: time without progress, while other vGPUs wait, after which
+    /// the vGPU's compute channels are reset. None leaves hangs to the driver, which takes seconds.
+    pub hang_limit: Option<Duration>,
+    /// Map the GPU's doorbell page into guests, which can then delay the rings of other vGPUs.
+    /// Without this, the worker rings for its guest.
     pub direct_doorbell: bool,
 }
 
@@ -47,51 +48,53 @@ impl Default for Options {
         Self {
             preempt_blocks: false,
             allow_sys_admin: false,
-            hang: Some(DEFAULT_HANG),
+            hang_limit: Some(DEFAULT_HANG_LIMIT),
             direct_doorbell: false,
         }
     }
 }
 
-/// Long enough for kernels that mean to end, and short enough that the others hardly notice one that does not.
-pub const DEFAULT_HANG: Duration = Duration::from_millis(125);
+/// Default hang limit: longer than usual kernels, and short enough that a hang hardly delays other
+/// vGPUs.
+pub const DEFAULT_HANG_LIMIT: Duration = Duration::from_millis(125);
 
-/// From the manager.
+/// Message from the manager to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromManager {
-    /// The first packet that a new worker finds.
+    /// Opens the vGPU. First message to a new worker.
     Grant(Box<Grant>),
-    /// Sets the groups' time slice.
+    /// Sets the time slice of the vGPU's groups.
     SetTimeslice(Duration),
     /// Opens or closes the gate.
     SetGate(bool),
     /// Resets all groups.
     Reset,
-    /// Asks for [`FromWorker::Usage`] with that number, and says whether another vGPU has work.
+    /// Requests [`FromWorker::Usage`] with this number. The flag says whether another vGPU has
+    /// work.
     Usage(u64, bool),
-    /// Gives everything on the GPU up.
+    /// Frees all resources on the GPU.
     Evict,
 }
 
-/// From a worker.
+/// Message from a worker to the manager.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// It has its place on the GPU.
+    /// The vGPU is open.
     Ready,
-    /// Its counters.
+    /// Usage of the vGPU, with the number of the request.
     Usage(u64, Report),
 }
 
-/// How a vGPU is.
+/// Usage of a vGPU, as its worker reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Its counters.
+    /// Counters.
     pub usage: Usage,
-    /// For how long it had something to copy, in nanoseconds. Copy engines keep no log of whose turn it was.
+    /// Time with copies to do, in nanoseconds. Copy engines have no log of context switches.
     pub copying_ns: u64,
-    /// For how long it had work at all, in nanoseconds.
+    /// Time with any work to do, in nanoseconds.
     pub had_work_ns: u64,
-    /// False once it lost the GPU.
+    /// False after the vGPU has lost the GPU.
     pub alive: bool,
 }
 
@@ -101,8 +104,8 @@ mod tests {
     use crate::seqpacket::{decode, encode};
 
     #[test]
-    fn the_wire_has_not_changed_without_its_version() {
-        // When this fails, bump VERSION and write down the new bytes.
+    fn a_change_of_the_messages_bumps_their_version() {
+        // If this fails, bump VERSION and update the bytes.
         let order = encode(&FromManager::SetTimeslice(Duration::from_millis(5))).unwrap();
         assert_eq!(order, [1, 0, 192, 150, 177, 2]);
         let report = Report { copying_ns: 7, alive: true, ..Default::default() };

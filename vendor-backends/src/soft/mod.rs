@@ -1,48 +1,33 @@
-//! The software GPU: the CPU as a device that [`crate::mediator`] drives. It has memory and every engine there is.
+//! The software GPU: the CPU as a device that [`crate::mediator`] drives, with memory and all
+//! engines.
 
+mod backend;
 pub mod vram;
 
-use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
+use mdev_core::abi::program::FunctionId;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, Quotas};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE, is_aligned};
 
+pub use self::backend::SoftBackend;
 use self::vram::Vram;
+use crate::mediator::Hardware;
 use crate::mediator::hardware::{Partition, PartitionMemory};
 use crate::mediator::wire::Refusal;
-use crate::mediator::{Hardware, server};
 use crate::mem::SharedMemory;
-use crate::seqpacket::SeqPacketListener;
+use crate::vfio::edu::factorial;
 
-/// Channels that one vGPU may have.
+/// Maximum number of channels of one vGPU.
 const MAX_CHANNELS: u32 = 32;
-/// VGPUs of one GPU.
+/// Maximum number of vGPUs.
 const MAX_VGPUS: u32 = 256;
-/// Most guest memory of one vGPU.
+/// Maximum bytes of imported guest memory of one vGPU.
 const MAX_IMPORT: u64 = 4096 * GIB;
 /// Default time slice.
 const DEFAULT_SLICE: Duration = Duration::from_millis(2);
 
-/// What a software GPU's process is started with.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Config {
-    /// The parent's name: `soft0`.
-    pub name: String,
-    /// Video memory that vGPUs may share, in bytes.
-    pub vram_bytes: u64,
-    /// How long it stays with neither a manager nor a vGPU.
-    pub grace: Duration,
-}
-
-/// Is a software GPU, until there has been neither a manager nor a vGPU for [`Config::grace`].
-pub fn run(config: &Config, admin: &SeqPacketListener) -> io::Result<()> {
-    let gpu = SoftGpu::new(&config.name, config.vram_bytes);
-    server::run(Arc::new(gpu), config.grace, admin)
-}
-
-/// One software GPU.
+/// A software GPU.
 #[derive(Debug)]
 pub struct SoftGpu {
     description: GpuDescription,
@@ -50,7 +35,7 @@ pub struct SoftGpu {
 }
 
 impl SoftGpu {
-    /// One with so much video memory.
+    /// Creates a software GPU with `vram_bytes` of video memory.
     pub fn new(name: &str, vram_bytes: u64) -> Self {
         Self {
             description: GpuDescription {
@@ -58,7 +43,7 @@ impl SoftGpu {
                 model: "SOFT".into(),
                 name: "Tessera software GPU".into(),
                 vram_bytes,
-                // It has no screen of its own.
+                // The software GPU has no screen.
                 capabilities: GpuCapabilities::all()
                     .difference(GpuCapabilities::SCANOUT)
                     .difference(GpuCapabilities::EXACT_SLICES),
@@ -78,7 +63,7 @@ impl Hardware for SoftGpu {
         &self.description
     }
 
-    /// A file of memory, new and so all zero.
+    /// Allocates a partition in a new memfd, which is all zeros.
     fn partition(&self, spec: &ClientSpec) -> Result<Partition, Refusal> {
         if spec.vram_bytes == 0
             || !is_aligned(spec.vram_bytes, MIB)
@@ -88,9 +73,19 @@ impl Hardware for SoftGpu {
         {
             return Err(Refusal::Spec);
         }
-        let claim = self.vram.take(spec.vram_bytes)?;
+        let allocation = self.vram.allocate(spec.vram_bytes)?;
         let SharedMemory { fd, mapping } = SharedMemory::new(c"vgpu-vram", spec.vram_bytes)?;
         let memory = PartitionMemory { mapping, fd, offset: 0 };
-        Ok(Partition { memory: Some(memory), hold: Box::new(claim) })
+        Ok(Partition { memory: Some(memory), reservation: Box::new(allocation) })
+    }
+
+    fn fixed_functions(&self) -> &[FunctionId] {
+        &[factorial::FUNCTION]
+    }
+
+    fn apply_fixed_function(&self, _function: FunctionId, words: &mut [u32]) {
+        for word in words {
+            *word = factorial::factorial(*word);
+        }
     }
 }

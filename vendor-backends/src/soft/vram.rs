@@ -1,46 +1,46 @@
-//! The GPU's video memory, and the partitions that vGPUs have of it.
+//! Allocator of the software GPU's video memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::mediator::hardware::Hold;
+use crate::mediator::hardware::Reservation;
 use crate::mediator::wire::Refusal;
 
-/// How much there is, and how much of it is taken.
+/// Size of the video memory, and the allocated part of it.
 #[derive(Debug)]
 pub struct Vram {
     bytes: u64,
-    taken: Arc<AtomicU64>,
+    allocated: Arc<AtomicU64>,
 }
 
 impl Vram {
-    /// All free.
+    /// Creates an allocator with all memory free.
     pub fn new(bytes: u64) -> Self {
-        Self { bytes, taken: Arc::default() }
+        Self { bytes, allocated: Arc::default() }
     }
 
-    /// Takes a partition.
-    pub fn take(&self, bytes: u64) -> Result<Partition, Refusal> {
-        let grow = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= self.bytes);
-        match self.taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, grow) {
-            Ok(_) => Ok(Partition { bytes, taken: Arc::clone(&self.taken) }),
+    /// Allocates a partition.
+    pub fn allocate(&self, bytes: u64) -> Result<Allocation, Refusal> {
+        let grow = |allocated: u64| allocated.checked_add(bytes).filter(|sum| *sum <= self.bytes);
+        match self.allocated.fetch_update(Ordering::AcqRel, Ordering::Acquire, grow) {
+            Ok(_) => Ok(Allocation { bytes, allocated: Arc::clone(&self.allocated) }),
             Err(_) => Err(Refusal::VramLimit),
         }
     }
 }
 
-/// A partition's claim on video memory; dropping it gives it back.
+/// Allocation of a partition, freed when dropped.
 #[derive(Debug)]
-pub struct Partition {
+pub struct Allocation {
     bytes: u64,
-    taken: Arc<AtomicU64>,
+    allocated: Arc<AtomicU64>,
 }
 
-impl Hold for Partition {}
+impl Reservation for Allocation {}
 
-impl Drop for Partition {
+impl Drop for Allocation {
     fn drop(&mut self) {
-        self.taken.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.allocated.fetch_sub(self.bytes, Ordering::AcqRel);
     }
 }
 
@@ -49,12 +49,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_only_so_much() {
+    fn allocations_never_exceed_the_size() {
         let vram = Vram::new(100);
-        let first = vram.take(60).unwrap();
-        assert_eq!(vram.take(41).unwrap_err(), Refusal::VramLimit);
-        assert_eq!(vram.take(u64::MAX).unwrap_err(), Refusal::VramLimit);
+        let first = vram.allocate(60).unwrap();
+        assert_eq!(vram.allocate(41).unwrap_err(), Refusal::VramLimit);
+        assert_eq!(vram.allocate(u64::MAX).unwrap_err(), Refusal::VramLimit);
         drop(first);
-        assert!(vram.take(100).is_ok());
+        assert!(vram.allocate(100).is_ok());
     }
 }

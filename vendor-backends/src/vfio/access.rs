@@ -1,5 +1,5 @@
-//! The two ways in which the kernel hands out a device: iommufd with the device's own file, and the older one, the file of
-//! its IOMMU group with a container.
+//! The kernel's two interfaces for opening a VFIO device: iommufd with the device's own file, and
+//! the older IOMMU group file with a container.
 
 use std::fmt;
 use std::io;
@@ -11,14 +11,14 @@ use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioIommufd};
 
 use super::device::DeviceError;
 use super::dma::AddressSpace;
-use super::host::{Host, PciDevice};
+use host_inventory::{PciDevice, PciHost};
 
-/// How a device is opened.
+/// Interface through which a device is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// By its group, with a container.
+    /// The IOMMU group's file and a container.
     Group,
-    /// By its own file, with iommufd.
+    /// The device's own file and iommufd.
     Iommufd,
 }
 
@@ -32,8 +32,13 @@ impl fmt::Display for Access {
 }
 
 impl Access {
-    /// The way for a device: iommufd where the kernel has it, unless an operator wants another one.
-    pub fn of(host: &Host, device: &PciDevice, iommufd: Option<bool>) -> Result<Self, DeviceError> {
+    /// Chooses the interface for a device. Prefers iommufd where the kernel has it, unless the
+    /// operator chose.
+    pub fn choose(
+        host: &PciHost,
+        device: &PciDevice,
+        iommufd: Option<bool>,
+    ) -> Result<Self, DeviceError> {
         let address = device.address;
         match (iommufd, host.has_iommufd(), device.character_device.is_some()) {
             (Some(false), ..) => Ok(Self::Group),
@@ -44,19 +49,19 @@ impl Access {
         }
     }
 
-    /// Takes a device that vfio-pci has.
+    /// Opens a device that is bound to vfio-pci.
     pub(super) fn open(
         self,
         device: &PciDevice,
     ) -> Result<(VfioDevice, Arc<AddressSpace>), DeviceError> {
-        let failed = |error| refusal(device, error);
+        let failed = |error| device_error(device, error);
         let space = match self {
             Self::Group => {
                 AddressSpace::Container(VfioContainer::new(None).map_err(failed)?.into())
             }
             Self::Iommufd => {
                 let iommufd = IommuFd::new().map_err(|error| match error {
-                    IommufdError::OpenIommufd(error) => no_iommufd(device, error),
+                    IommufdError::OpenIommufd(error) => iommufd_error(device, error),
                     other => failed(VfioError::NewVfioIommufd(other)),
                 })?;
                 let space = VfioIommufd::new(iommufd.into(), None, None).map_err(failed)?;
@@ -70,22 +75,22 @@ impl Access {
     }
 }
 
-/// Why `/dev/iommu` cannot be opened.
-fn no_iommufd(device: &PciDevice, source: io::Error) -> DeviceError {
+/// Converts a failure to open `/dev/iommu`.
+fn iommufd_error(device: &PciDevice, source: io::Error) -> DeviceError {
     match source.kind() {
         io::ErrorKind::NotFound => DeviceError::NoIommufd,
         io::ErrorKind::PermissionDenied => DeviceError::Permission("/dev/iommu".to_owned()),
-        _ => refusal(device, VfioError::NewVfioIommufd(IommufdError::OpenIommufd(source))),
+        _ => device_error(device, VfioError::NewVfioIommufd(IommufdError::OpenIommufd(source))),
     }
 }
 
-/// What the kernel's refusal means.
-fn refusal(device: &PciDevice, source: VfioError) -> DeviceError {
+/// Converts the kernel's error to a [`DeviceError`] with a remedy.
+fn device_error(device: &PciDevice, source: VfioError) -> DeviceError {
     let address = device.address;
     let group = device.iommu_group.unwrap_or_default();
     let busy = || DeviceError::Busy(address, device.files());
     let denied = |file: String| DeviceError::Permission(file);
-    let own = || device.character_device.as_deref().unwrap_or(Path::new("/dev/vfio/devices"));
+    let own_file = || device.character_device.as_deref().unwrap_or(Path::new("/dev/vfio/devices"));
     match &source {
         VfioError::OpenGroup(error, _) | VfioError::OpenDeviceCdev(error)
             if error.raw_os_error() == Some(libc::EBUSY) =>
@@ -96,20 +101,21 @@ fn refusal(device: &PciDevice, source: VfioError) -> DeviceError {
             denied(format!("/dev/vfio/{group}"))
         }
         VfioError::OpenDeviceCdev(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            denied(own().display().to_string())
+            denied(own_file().display().to_string())
         }
         VfioError::OpenContainer(error) => match error.kind() {
             io::ErrorKind::NotFound => DeviceError::NoContainer,
             io::ErrorKind::PermissionDenied => denied("/dev/vfio/vfio".to_owned()),
             _ => DeviceError::Vfio { address, source },
         },
-        // Somebody has it: by its group, or by its own file, which the kernel calls invalid.
+        // Another process has the group or the device's file. The kernel reports the latter as
+        // EINVAL.
         VfioError::VfioDeviceBindIommufd(error)
             if [libc::EBUSY, libc::EINVAL].contains(&error.errno()) =>
         {
             busy()
         }
-        // All of a group belongs to one process.
+        // All devices of a group must belong to one process.
         VfioError::VfioDeviceBindIommufd(error)
             if error.errno() == libc::EPERM && !device.group_with.is_empty() =>
         {
@@ -146,10 +152,10 @@ mod tests {
     }
 
     #[test]
-    fn iommufd_is_used_where_the_kernel_has_it_unless_told_otherwise() {
+    fn iommufd_is_preferred_where_the_kernel_has_it() {
         let root = tempfile::tempdir().unwrap();
-        let host = Host::at(root.path());
-        let of = |own, wanted| Access::of(&host, &device(&[], own), wanted);
+        let host = PciHost::at(root.path());
+        let of = |own, wanted| Access::choose(&host, &device(&[], own), wanted);
         assert_eq!(of(true, None).unwrap(), Access::Group);
         let missing = of(true, Some(true)).unwrap_err().to_string();
         assert!(missing.contains("no /dev/iommu") && missing.contains("modprobe"), "{missing}");
@@ -163,19 +169,20 @@ mod tests {
         assert!(missing.contains("CONFIG_VFIO_DEVICE_CDEV"), "{missing}");
     }
 
-    /// Those that no VM of the lab can be brought to; tests/tests/vfio_iommufd.rs hears the others from a kernel.
+    /// Errors that the lab's VMs cannot provoke. tests/tests/vfio/access.rs provokes the others.
     #[test]
-    fn what_the_kernel_refuses_is_said_in_words() {
+    fn kernel_errors_become_messages_with_a_remedy() {
         let bind = |errno| VfioError::VfioDeviceBindIommufd(SysError::new(errno));
-        let said = |others: &[&str], error| refusal(&device(others, true), error).to_string();
-        let unsafe_interrupts = said(&[], bind(libc::EPERM));
+        let message =
+            |others: &[&str], error| device_error(&device(others, true), error).to_string();
+        let unsafe_interrupts = message(&[], bind(libc::EPERM));
         assert!(unsafe_interrupts.contains("allow_unsafe_interrupts of iommufd"));
         let older = VfioError::ContainerSetIOMMU(SysError::new(libc::EPERM));
-        assert!(said(&[], older).contains("allow_unsafe_interrupts of vfio_iommu_type1"));
+        assert!(message(&[], older).contains("allow_unsafe_interrupts of vfio_iommu_type1"));
         let missing = VfioError::OpenContainer(io::ErrorKind::NotFound.into());
-        assert!(said(&[], missing).contains("/dev/vfio/vfio is not there"));
-        let other = said(&[], bind(libc::ENOMEM));
-        assert!(other.starts_with("VFIO does not work for 0000:00:03.0: "), "{other}");
+        assert!(message(&[], missing).contains("/dev/vfio/vfio does not exist"));
+        let other = message(&[], bind(libc::ENOMEM));
+        assert!(other.starts_with("VFIO failed for 0000:00:03.0: "), "{other}");
         assert!(other.ends_with("; see `dmesg`") && other.lines().count() == 1, "{other}");
     }
 }

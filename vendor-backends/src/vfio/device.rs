@@ -1,7 +1,7 @@
-//! One physical device in our hands: its BARs, its interrupt, and memory that it may reach.
+//! An open VFIO device: its BARs, its interrupts, and the memory that it can reach.
 //!
-//! Whatever happens to this process, the kernel takes all of it back: the IOMMU forgets the memory, interrupts are off,
-//! and bus mastering with them.
+//! When this process ends, the kernel removes the DMA mappings, disables the interrupts and clears
+//! bus mastering.
 
 use std::fmt;
 use std::io;
@@ -19,158 +19,160 @@ use super::access::Access;
 use super::dma::AddressSpace;
 pub use super::dma::Attached;
 use super::family::Family;
-use super::host::{Address, Host, HostError};
 use super::window::{Window, WindowError};
 use crate::mem::{self, Mapping};
+use host_inventory::{HostError, PciAddress, PciHost};
 
-/// Index of the configuration space among a PCI device's regions, and of MSI among its interrupts.
+/// VFIO region index of the configuration space.
 const CONFIG_REGION: u32 = 7;
-/// The command register, and its bits for memory and bus mastering.
+/// PCI command register, and its memory space and bus master bits.
 const COMMAND: u64 = 4;
 const MEMORY_AND_MASTER: u16 = 1 << 1 | 1 << 2;
 
-/// Why a device cannot be used. Each says what to do.
+/// Error of opening or using a device, with a remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// The host says no.
+    /// The host lacks a prerequisite.
     #[error("{0}")]
     Host(#[from] HostError),
-    /// Its driver has it.
+    /// Another driver is bound to the device.
     #[error(
-        "{address} is driven by {driver}: `vgpuctl parents bind {address}` gives it to vfio-pci"
+        "{address} is driven by {driver}: bind it to vfio-pci with `vgpuctl parents bind {address}`"
     )]
     NotBound {
-        /// The device.
-        address: Address,
-        /// What drives it.
+        /// PCI address.
+        address: PciAddress,
+        /// The bound driver.
         driver: String,
     },
-    /// No table.
-    #[error("{address} is a {vendor:04x}:{device:04x}, of which Tessera has no table of registers")]
+    /// The device belongs to no [`Family`].
+    #[error(
+        "{address} is a {vendor:04x}:{device:04x}, which Tessera does not support: it has no register table for it"
+    )]
     Unknown {
-        /// The device.
-        address: Address,
-        /// Its maker.
+        /// PCI address.
+        address: PciAddress,
+        /// PCI vendor id.
         vendor: u16,
-        /// What it is.
+        /// PCI device id.
         device: u16,
     },
-    /// Another process has it.
-    #[error("{0} is in use by another process: `fuser -v {1}` shows which")]
-    Busy(Address, String),
-    /// Another process has a part of its group.
+    /// Another process has the device open.
+    #[error("{0} is in use by another process: find it with `fuser -v {1}`")]
+    Busy(PciAddress, String),
+    /// Another process has another device of the IOMMU group open.
     #[error(
-        "{address} shares IOMMU group {group} with {others}, which another process has: all of a group belongs to one"
+        "{address} shares IOMMU group {group} with {others}, which another process has: one process must own the whole group"
     )]
     Shared {
-        /// The device.
-        address: Address,
-        /// Its group.
+        /// PCI address.
+        address: PciAddress,
+        /// IOMMU group number.
         group: u32,
-        /// The others in it.
+        /// The other devices in the group.
         others: String,
     },
-    /// Not ours to open.
+    /// Missing permission to open a file.
     #[error(
-        "No permission for {0}: run this as root, or give the file to this user; vgpud's service is given it by \
+        "No permission for {0}: run this as root, or make this user the file's owner; for vgpud's service, use \
          `vgpuctl parents bind`"
     )]
     Permission(String),
-    /// The kernel has no iommufd.
+    /// The kernel lacks iommufd.
     #[error(
-        "The kernel has no /dev/iommu: `modprobe iommufd`, or leave iommufd=yes away where it was built without"
+        "The kernel has no /dev/iommu: `modprobe iommufd`, or remove iommufd=yes if the kernel was built without it"
     )]
     NoIommufd,
-    /// The kernel has no files of single devices.
+    /// The kernel lacks files for single devices.
     #[error(
-        "{0} has no file of its own in /dev/vfio/devices: this kernel was built without CONFIG_VFIO_DEVICE_CDEV; leave iommufd=yes away"
+        "{0} has no file in /dev/vfio/devices: this kernel was built without CONFIG_VFIO_DEVICE_CDEV; remove iommufd=yes"
     )]
-    NoCharacterDevice(Address),
-    /// The kernel has no containers.
+    NoCharacterDevice(PciAddress),
+    /// The kernel lacks containers.
     #[error(
-        "/dev/vfio/vfio is not there: `modprobe vfio`; a kernel without containers needs iommufd (`modprobe iommufd`)"
+        "/dev/vfio/vfio does not exist: `modprobe vfio`; a kernel without containers needs iommufd (`modprobe iommufd`)"
     )]
     NoContainer,
-    /// The platform lets devices send any interrupt.
+    /// The platform has no interrupt remapping.
     #[error(
-        "{address} could send interrupts that are not its own: switch interrupt remapping on in the firmware, or allow it (allow_unsafe_interrupts of {module})"
+        "{address} could forge interrupts: enable interrupt remapping in the firmware, or accept the risk (parameter allow_unsafe_interrupts of {module})"
     )]
     Interrupts {
-        /// The device.
-        address: Address,
-        /// Whose parameter it is.
+        /// PCI address.
+        address: PciAddress,
+        /// Module with the parameter.
         module: &'static str,
     },
-    /// The module that confines DMA is missing, or something else of VFIO.
-    #[error("VFIO does not work for {address}: {source}; see `dmesg`")]
+    /// Another VFIO error, such as a missing IOMMU module.
+    #[error("VFIO failed for {address}: {source}; see `dmesg`")]
     Vfio {
-        /// The device.
-        address: Address,
-        /// What it said.
+        /// PCI address.
+        address: PciAddress,
+        /// Error of the VFIO crate.
         source: VfioError,
     },
-    /// Not in a register, not in the BAR, or not to be mapped.
-    #[error("Its table does not let BAR {bar} be mapped at {offset:#x} for {len:#x} bytes")]
+    /// The range is not in the BAR, or its table does not allow mapping.
+    #[error("The device's table does not allow mapping {len:#x} bytes of BAR {bar} at {offset:#x}")]
     NotMapped {
-        /// Which BAR.
+        /// BAR number.
         bar: u8,
-        /// From where.
+        /// Byte offset.
         offset: u64,
-        /// How much.
+        /// Length in bytes.
         len: u64,
     },
-    /// Too much of it.
+    /// The limit of locked memory is reached.
     #[error(
-        "{address} cannot have more memory: {who} may not lock so much; raise RLIMIT_MEMLOCK (LimitMEMLOCK=)"
+        "{address} cannot map more memory: {account} may not lock so much; raise RLIMIT_MEMLOCK (LimitMEMLOCK=)"
     )]
-    Pinned {
-        /// The device.
-        address: Address,
-        /// On whose account the kernel counts it.
-        who: &'static str,
+    LockedMemory {
+        /// PCI address.
+        address: PciAddress,
+        /// Account that the kernel charges.
+        account: &'static str,
     },
-    /// A DMA window.
+    /// A DMA window is missing or was exceeded.
     #[error("{0}")]
     Window(#[from] WindowError),
-    /// The service that this is may only look at the device's files.
+    /// The service's sandbox makes the device's sysfs files read-only.
     #[error(
-        "{0} cannot be shared: this service may not write its files in /sys: `vgpuctl parents bind {0}` lets it, after \
-         `systemctl restart vgpud`"
+        "{0} cannot be shared: this service may not write the device's files in /sys: run `vgpuctl parents bind {0}`, \
+         then `systemctl restart vgpud`"
     )]
-    ReadOnly(Address),
-    /// Its windows are too long.
+    ReadOnly(PciAddress),
+    /// The window length leaves no room for a window.
     #[error(
-        "A window of {mib} MiB is too long for a device with {bits} bits of DMA addresses: choose a smaller one (window=SIZE)"
+        "A DMA window of {mib} MiB is too long for a device with {bits} DMA address bits: choose a shorter one (window=SIZE)"
     )]
     NoWindows {
-        /// Bits of its addresses.
+        /// DMA address bits of the device.
         bits: u8,
-        /// How long.
+        /// Window length in MiB.
         mib: u64,
     },
-    /// It does not do what its kind does.
-    #[error("This {what} {how}")]
+    /// The device does not behave as its family does.
+    #[error("The {family} device {fault}")]
     Broken {
-        /// Its kind.
-        what: &'static str,
-        /// What it does not do.
-        how: &'static str,
+        /// Family.
+        family: &'static str,
+        /// Deviation, as a predicate.
+        fault: &'static str,
     },
-    /// The kernel refused.
+    /// A system call failed.
     #[error("Cannot {what}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation.
         what: &'static str,
-        /// Why not.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
 
-/// A device that vfio-pci has handed to us.
+/// A device that is open through vfio-pci.
 pub struct Device {
-    address: Address,
+    address: PciAddress,
     family: &'static Family,
-    // Before the address space, which it is in.
+    // Dropped before the address space that the device is attached to.
     vfio: VfioDevice,
     access: Access,
     space: Arc<AddressSpace>,
@@ -186,8 +188,12 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// Opens a device that is bound to vfio-pci: by iommufd or not, or as the kernel has it.
-    pub fn open(host: &Host, address: Address, iommufd: Option<bool>) -> Result<Self, DeviceError> {
+    /// Opens a device that is bound to vfio-pci. `iommufd` is as in [`Access::choose`].
+    pub fn open(
+        host: &PciHost,
+        address: PciAddress,
+        iommufd: Option<bool>,
+    ) -> Result<Self, DeviceError> {
         let found = host.device(address)?;
         let (vendor, device) = (found.vendor, found.device);
         let family = Family::of(vendor, device);
@@ -196,18 +202,19 @@ impl Device {
             let driver = found.driver.unwrap_or_else(|| "no driver".to_owned());
             return Err(DeviceError::NotBound { address, driver });
         }
-        host.confined(&found)?;
-        let access = Access::of(host, &found, iommufd)?;
+        host.isolated_group(&found)?;
+        let access = Access::choose(host, &found, iommufd)?;
         let (vfio, space) = access.open(&found)?;
-        log::info!("{address} is opened by {access}");
+        log::info!("{address} is opened through {access}");
         let device = Self { address, family, vfio, access, space };
-        // Where it can be reset as a whole, it is: nothing of an earlier user is left.
+        // A function-level reset, where the device supports one, clears the state of the previous
+        // user.
         device.vfio.reset();
         device.enable()?;
         Ok(device)
     }
 
-    /// Lets it answer, and do DMA.
+    /// Enables memory space and bus mastering.
     fn enable(&self) -> Result<(), DeviceError> {
         let mut bytes = [0; 2];
         self.read(CONFIG_REGION, COMMAND, &mut bytes)?;
@@ -215,44 +222,44 @@ impl Device {
         self.write(CONFIG_REGION, COMMAND, &command.to_le_bytes())
     }
 
-    /// Where it is.
-    pub fn address(&self) -> Address {
+    /// Returns the PCI address.
+    pub fn address(&self) -> PciAddress {
         self.address
     }
 
-    /// How it was opened.
+    /// Returns the interface through which the device was opened.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Its kind.
+    /// Returns the device family.
     pub fn family(&self) -> &'static Family {
         self.family
     }
 
-    /// How long a BAR is: 0 where there is none.
+    /// Returns the length of a BAR in bytes, 0 if the BAR is not implemented.
     pub fn bar_len(&self, bar: u8) -> u64 {
         self.vfio.get_region_size(bar.into())
     }
 
-    /// Reads a register, for the mediator's own use.
+    /// Reads a register, for the mediator only.
     pub fn load<const N: usize>(&self, bar: u8, offset: u64) -> Result<[u8; N], DeviceError> {
         let mut bytes = [0; N];
         self.read(bar.into(), offset, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// The same, of any length.
+    /// Reads `bytes.len()` bytes of registers, for the mediator only.
     pub fn load_bytes(&self, bar: u8, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         self.read(bar.into(), offset, bytes)
     }
 
-    /// Writes a register, for the mediator's own use.
+    /// Writes a register, for the mediator only.
     pub fn store(&self, bar: u8, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.write(bar.into(), offset, bytes)
     }
 
-    /// Maps what a guest may have of a BAR: what its family's table says, and nothing else.
+    /// Maps a range of a BAR that the family's table allows guests to map.
     pub fn map(&self, bar: u8, offset: u64, len: u64) -> Result<Arc<Mapping>, DeviceError> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.bar_len(bar));
         if !inside || !self.family.may_map(bar, offset, len) {
@@ -263,41 +270,43 @@ impl Device {
         mapped.map_err(|source| DeviceError::Io { what: "map a BAR", source })
     }
 
-    /// Maps all of a BAR, for the mediator's own use: no guest gets anything of it.
-    pub fn registers(&self, bar: u8) -> Result<Arc<Mapping>, DeviceError> {
+    /// Maps a whole BAR, for the mediator only. Guests must not get this mapping.
+    pub fn map_registers(&self, bar: u8) -> Result<Arc<Mapping>, DeviceError> {
         let at = self.vfio.get_region_offset(bar.into());
         let mapped = Mapping::new(self.fd(), at, self.bar_len(bar), true);
         mapped.map_err(|source| DeviceError::Io { what: "map registers", source })
     }
 
-    /// Takes its message-signalled interrupts; an event for each of the first `count`.
+    /// Enables MSI and returns an eventfd for each of the first `count` vectors.
     pub fn interrupts(&self, count: usize) -> Result<Vec<EventFd>, DeviceError> {
         let event = || EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK);
         let events: io::Result<Vec<_>> = (0..count).map(|_| event()).collect();
-        let events = events.map_err(|source| DeviceError::Io { what: "make an event", source })?;
+        let events =
+            events.map_err(|source| DeviceError::Io { what: "create an eventfd", source })?;
         let refused = |source| DeviceError::Vfio { address: self.address, source };
         self.vfio.enable_msi(events.iter().collect()).map_err(refused)?;
         Ok(events)
     }
 
-    /// Lets the device reach new memory in a window, as much of it as the window is long.
+    /// Allocates memory as long as a window and maps it for the device there.
     pub fn attach(&self, window: Window) -> Result<Attached, DeviceError> {
         let made = mem::sealed_memfd(c"tessera-dma", window.len)
             .and_then(|fd| Mapping::new(fd.as_fd(), 0, window.len, true));
-        let memory = made.map_err(|source| DeviceError::Io { what: "take memory", source })?;
+        let memory =
+            made.map_err(|source| DeviceError::Io { what: "allocate DMA memory", source })?;
         self.attach_memory(window.iova, memory)
     }
 
-    /// Lets the device reach memory from an address on. It is pinned; the device may write it where this process may.
+    /// Maps and pins memory for the device at `iova`. The device may write where this process may.
     pub fn attach_memory(&self, iova: u64, memory: Arc<Mapping>) -> Result<Attached, DeviceError> {
         let len = memory.len();
         if !iova.is_multiple_of(PAGE_SIZE) || !len.is_multiple_of(PAGE_SIZE) {
             return Err(WindowError::Outside { address: iova, len }.into());
         }
         self.space.attach(iova, memory).map_err(|errno| match errno {
-            Errno::ENOMEM => DeviceError::Pinned {
+            Errno::ENOMEM => DeviceError::LockedMemory {
                 address: self.address,
-                who: match self.access {
+                account: match self.access {
                     Access::Group => "this process",
                     Access::Iommufd => "this user's processes together",
                 },
@@ -306,42 +315,46 @@ impl Device {
         })
     }
 
-    /// Which DMA addresses the IOMMU lets be mapped, in order.
+    /// Returns the IOVA ranges that the IOMMU can map, in ascending order.
     pub fn dma_ranges(&self) -> Result<Vec<RangeInclusive<u64>>, DeviceError> {
         let ranges = self.space.ranges();
-        ranges.map_err(|source| DeviceError::Io { what: "ask for the IOMMU's addresses", source })
+        ranges.map_err(|source| DeviceError::Io { what: "read the IOMMU's address ranges", source })
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is the device's, which lives as long as what is borrowed.
+        // SAFETY: the descriptor belongs to the device, which outlives the borrow.
         unsafe { BorrowedFd::borrow_raw(self.vfio.as_raw_fd()) }
     }
 
-    fn place(&self, region: u32, offset: u64, len: usize) -> Result<i64, DeviceError> {
+    fn file_offset(&self, region: u32, offset: u64, len: usize) -> Result<i64, DeviceError> {
         let end = offset.checked_add(len as u64);
         let inside = end.is_some_and(|end| end <= self.vfio.get_region_size(region));
         let at = self.vfio.get_region_offset(region).checked_add(offset).filter(|_| inside);
         let at = at.and_then(|at| i64::try_from(at).ok());
         at.ok_or(DeviceError::Io {
-            what: "reach a register",
+            what: "access a register beyond the region",
             source: io::ErrorKind::InvalidInput.into(),
         })
     }
 
     fn read(&self, region: u32, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        let at = self.place(region, offset, bytes.len())?;
+        let at = self.file_offset(region, offset, bytes.len())?;
         let done = pread(self.fd(), bytes, at).map_err(io::Error::from);
-        whole("read a register", done, bytes.len())
+        check_transferred("read a register", done, bytes.len())
     }
 
     fn write(&self, region: u32, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        let at = self.place(region, offset, bytes.len())?;
+        let at = self.file_offset(region, offset, bytes.len())?;
         let done = pwrite(self.fd(), bytes, at).map_err(io::Error::from);
-        whole("write a register", done, bytes.len())
+        check_transferred("write a register", done, bytes.len())
     }
 }
 
-fn whole(what: &'static str, done: io::Result<usize>, len: usize) -> Result<(), DeviceError> {
+fn check_transferred(
+    what: &'static str,
+    done: io::Result<usize>,
+    len: usize,
+) -> Result<(), DeviceError> {
     match done {
         Ok(count) if count == len => Ok(()),
         Ok(_) => Err(DeviceError::Io { what, source: io::ErrorKind::UnexpectedEof.into() }),

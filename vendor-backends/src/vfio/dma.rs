@@ -1,8 +1,8 @@
-//! The addresses that a device's DMA reaches: what is mapped here, and nothing else.
+//! The memory that a device's DMA can reach.
 //!
-//! The kernel keeps them in one of two ways: in a container with the type 1 driver, to which the device's group belongs, or
-//! in iommufd, to which the device itself does. Both pin what is mapped and tell the IOMMU; whatever happens to this
-//! process, the kernel takes it back.
+//! The kernel keeps DMA mappings in a type 1 container, to which the device's group belongs, or in
+//! iommufd, to which the device itself is attached. Both pin the mapped memory and program the
+//! IOMMU. The kernel removes the mappings when this process ends, however the process ends.
 
 use std::fmt;
 use std::io;
@@ -26,19 +26,19 @@ use super::ranges;
 use super::window::Window;
 use crate::mem::Mapping;
 
-/// The request that maps memory for DMA: `_IO(';', 113)`. The crate's own maps all of it writable, in either way.
+/// `VFIO_IOMMU_MAP_DMA`, `_IO(';', 113)`. The crate's own functions always map writable memory.
 const MAP_DMA: libc::Ioctl = 0x3b71;
 
-/// Where DMA goes, in one of the kernel's two ways.
+/// IOMMU address space (IOAS) of a device, through either kernel interface.
 pub(super) enum AddressSpace {
-    /// That of a container.
+    /// The address space of a container.
     Container(Arc<VfioContainer>),
-    /// One of iommufd's.
+    /// An address space of iommufd.
     Iommufd(Arc<VfioIommufd>),
 }
 
 impl AddressSpace {
-    /// What the device itself is opened with.
+    /// Returns the operations that [`vfio_ioctls::VfioDevice::new`] needs.
     pub fn ops(&self) -> Arc<dyn VfioOps> {
         match self {
             Self::Container(container) => Arc::clone(container) as _,
@@ -46,10 +46,10 @@ impl AddressSpace {
         }
     }
 
-    /// Lets the device reach memory from an address on: all of it, which the device may write where this process may.
+    /// Maps all of `memory` for the device at `iova`. The device may write where this process may.
     pub fn attach(self: &Arc<Self>, iova: u64, memory: Arc<Mapping>) -> Result<Attached, Errno> {
         let window = Window { iova, len: memory.len() };
-        // `Attached` has the memory, and takes it from the IOMMU before it lets it go. No reference points into it.
+        // `Attached` owns the memory and unmaps it from the IOMMU before freeing it.
         match &**self {
             Self::Container(container) => map_in_container(container, iova, &memory)?,
             Self::Iommufd(iommufd) => map_in_iommufd(iommufd, iova, &memory)?,
@@ -57,7 +57,7 @@ impl AddressSpace {
         Ok(Attached { memory, window, space: Arc::clone(self) })
     }
 
-    /// Which addresses can be mapped at all, in order.
+    /// Returns the IOVA ranges that can be mapped, in ascending order.
     pub fn ranges(&self) -> io::Result<Vec<RangeInclusive<u64>>> {
         match self {
             Self::Container(container) => ranges::of_container(container),
@@ -80,8 +80,8 @@ fn map_in_container(container: &VfioContainer, iova: u64, memory: &Mapping) -> R
         iova,
         size: memory.len(),
     };
-    // SAFETY: the kernel reads the structure, and keeps no pointer to it. What it names is a mapping that no reference
-    // points into, and `Attached` has.
+    // SAFETY: the kernel reads the structure and keeps no pointer to it. The structure names a
+    // mapping into which no reference points, and which `Attached` keeps alive.
     let done = unsafe { libc::ioctl(container.as_raw_fd(), MAP_DMA, &raw const map) };
     Errno::result(done).map(drop)
 }
@@ -103,11 +103,11 @@ fn map_in_iommufd(iommufd: &VfioIommufd, iova: u64, memory: &Mapping) -> Result<
     })
 }
 
-/// Memory that the device reaches in a window, until it is dropped.
+/// Memory that is mapped for the device until this value is dropped.
 pub struct Attached {
     /// The memory.
     pub memory: Arc<Mapping>,
-    /// Where the device sees it.
+    /// IOVA range of the memory.
     pub window: Window,
     space: Arc<AddressSpace>,
 }
@@ -121,8 +121,8 @@ impl fmt::Debug for Attached {
 impl Drop for Attached {
     fn drop(&mut self) {
         if let Err(error) = self.space.unmap(self.window) {
-            // The device may still write there, so the memory is never given to anybody else.
-            log::error!("The IOMMU keeps a DMA window: {error}");
+            // The device may still write to this memory, so the memory must never be freed.
+            log::error!("Cannot unmap a DMA window from the IOMMU: {error}");
             std::mem::forget(Arc::clone(&self.memory));
         }
     }

@@ -1,60 +1,61 @@
-//! What is known of each kind of device: which parts of its BARs a guest may map, which are emulated for it, and which it
-//! never sees. What no row names is never seen.
+//! Register tables of the supported device families: which parts of the BARs a guest may map, which
+//! are emulated, and which are refused. A range without a row is refused.
 
 use mdev_core::units::PAGE_SIZE;
 
-/// What a guest may do with a part of a BAR.
+/// A guest's access to a part of a BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Its partition of it is mapped into the guest.
+    /// The guest maps its own partition of the range.
     Mapped,
-    /// Each access is trapped and answered by Tessera. The physical part is the mediator's alone.
+    /// Each access is trapped and emulated. Only the mediator accesses the physical range.
     Emulated,
-    /// Nothing.
+    /// No access.
     Refused,
 }
 
 /// One row of a family's table.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
-    /// Which BAR.
+    /// BAR number.
     pub bar: u8,
-    /// From where.
+    /// Byte offset in the BAR.
     pub offset: u64,
-    /// How long; `None` where it is the whole BAR, however long that is.
+    /// Length in bytes; `None` for the rest of the BAR.
     pub len: Option<u64>,
-    /// What a guest may do with it.
+    /// Access that a guest has.
     pub access: Access,
-    /// What it is.
-    pub what: &'static str,
+    /// Contents of the range.
+    pub contents: &'static str,
 }
 
-/// What one shares of a device.
+/// Resource of a device that vGPUs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Its video memory, and its screen.
+    /// Video memory and the screen.
     Framebuffer,
-    /// Its DMA engine.
+    /// The DMA engine.
     Dma,
 }
 
-/// One kind of device.
+/// One device family.
 #[derive(Debug)]
 pub struct Family {
-    /// What people call it.
+    /// Display name.
     pub name: &'static str,
-    /// What is shared of it.
+    /// Shared resource.
     pub kind: Kind,
-    /// Vendor and device of those that are of it.
+    /// PCI vendor and device ids.
     pub ids: &'static [(u16, u16)],
-    /// Its table.
+    /// Table of BAR ranges.
     pub ranges: &'static [Range],
-    /// Bits of a DMA address that every one of them can use, where it does DMA. Some can use more.
+    /// DMA address bits that every device of the family has; `None` without DMA. A device may have
+    /// more.
     pub dma_bits: Option<u8>,
 }
 
-const fn row(bar: u8, offset: u64, len: u64, access: Access, what: &'static str) -> Range {
-    Range { bar, offset, len: Some(len), access, what }
+const fn row(bar: u8, offset: u64, len: u64, access: Access, contents: &'static str) -> Range {
+    Range { bar, offset, len: Some(len), access, contents }
 }
 
 /// Linear framebuffers with the Bochs display interface.
@@ -63,7 +64,7 @@ pub const FRAMEBUFFER: Family = Family {
     kind: Kind::Framebuffer,
     ids: &[(0x1234, 0x1111)],
     ranges: &[
-        Range { bar: 0, offset: 0, len: None, access: Access::Mapped, what: "video memory" },
+        Range { bar: 0, offset: 0, len: None, access: Access::Mapped, contents: "video memory" },
         row(2, 0x000, 0x400, Access::Refused, "the monitor's EDID"),
         row(2, 0x400, 0x020, Access::Emulated, "VGA ports"),
         row(2, 0x500, 0x016, Access::Emulated, "mode registers"),
@@ -82,22 +83,23 @@ pub const EDU: Family = Family {
         row(0, 0x20, 0x08, Access::Emulated, "status"),
         row(0, 0x60, 0x08, Access::Emulated, "interrupts"),
         row(0, 0x80, 0x20, Access::Emulated, "DMA engine"),
-        // What it holds may be another vGPU's.
+        // The buffer may hold data of another vGPU.
         row(0, 0x4_0000, 0x1000, Access::Refused, "DMA buffer"),
     ],
     dma_bits: Some(28),
 };
 
-/// All of them.
+/// All families.
 pub const FAMILIES: [&Family; 2] = [&FRAMEBUFFER, &EDU];
 
 impl Family {
-    /// The family of a device.
+    /// Returns the family of a device.
     pub fn of(vendor: u16, device: u16) -> Option<&'static Self> {
         FAMILIES.into_iter().find(|family| family.ids.contains(&(vendor, device)))
     }
 
-    /// What a guest may do with a range of a BAR: what the row says that all of it lies in, or nothing.
+    /// Returns a guest's access to a range of a BAR. A range that no single row contains is
+    /// refused.
     pub fn access(&self, bar: u8, offset: u64, len: u64) -> Access {
         let Some(end) = offset.checked_add(len).filter(|_| len > 0) else { return Access::Refused };
         let within = |row: &&Range| {
@@ -107,7 +109,7 @@ impl Family {
         self.ranges.iter().find(within).map_or(Access::Refused, |row| row.access)
     }
 
-    /// Whether a range may be mapped: whole pages, all of them in one row that says so.
+    /// Returns true if a guest may map a range: whole pages inside one [`Access::Mapped`] row.
     pub fn may_map(&self, bar: u8, offset: u64, len: u64) -> bool {
         offset.is_multiple_of(PAGE_SIZE)
             && len.is_multiple_of(PAGE_SIZE)
@@ -122,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn registers_share_no_page_with_what_is_mapped() {
+    fn registers_share_no_page_with_mapped_ranges() {
         for family in FAMILIES {
             let of = |mapped: bool| {
                 family.ranges.iter().filter(move |row| (row.access == Access::Mapped) == mapped)
@@ -135,30 +137,34 @@ mod tests {
                 let end = mapped.len.map_or(u64::MAX, |len| mapped.offset + len - 1);
                 let other_end = other.offset + other.len.map_or(u64::MAX, |len| len - 1);
                 let apart = page(other_end) < page(mapped.offset) || page(end) < page(other.offset);
-                assert!(apart, "{}: {} and {}", family.name, mapped.what, other.what);
+                assert!(apart, "{}: {} and {}", family.name, mapped.contents, other.contents);
             }
         }
     }
 
     #[test]
-    fn each_register_of_each_family_is_out_of_a_guests_reach() {
+    fn no_register_of_any_family_can_be_mapped() {
         for family in FAMILIES {
             for row in family.ranges.iter().filter(|row| row.access != Access::Mapped) {
                 let page = row.offset / PAGE_SIZE * PAGE_SIZE;
                 for pages in 1..=4 {
-                    assert!(!family.may_map(row.bar, page, pages * PAGE_SIZE), "{}", row.what);
+                    assert!(!family.may_map(row.bar, page, pages * PAGE_SIZE), "{}", row.contents);
                 }
             }
         }
         assert!(FRAMEBUFFER.may_map(0, 0x40_0000, 0x40_0000));
         assert_eq!(FRAMEBUFFER.access(2, 0x500, 2), Access::Emulated);
-        assert_eq!(FRAMEBUFFER.access(2, 0x514, 4), Access::Refused, "half of it is no register");
+        assert_eq!(
+            FRAMEBUFFER.access(2, 0x514, 4),
+            Access::Refused,
+            "no single row contains the range"
+        );
     }
 
     proptest! {
-        /// Whatever is asked for: what may be mapped is named by a row of the table, and lies in it whole.
+        /// Every range that may be mapped lies entirely in one row of the table.
         #[test]
-        fn nothing_is_mapped_that_no_row_names(
+        fn only_ranges_in_the_table_can_be_mapped(
             family in 0..FAMILIES.len(),
             bar in any::<u8>(),
             offset in any::<u64>(),

@@ -1,25 +1,25 @@
 //! Physical PCI devices through VFIO, driven by [`crate::mediator`].
 //!
-//! * [`address`]: where a PCI function is
-//! * [`host`]: which devices there are, who drives them, and how they are given to vfio-pci and back
-//! * [`access`]: the two ways in which the kernel hands one out: by iommufd, or by its group
-//! * [`device`]: one device in our hands: its BARs, its interrupt
-//! * [`dma`]: memory that it may reach, and at which addresses it could (`ranges`)
-//! * [`window`]: the DMA addresses of each vGPU
-//! * [`family`]: for each kind of device, what a guest may map of it, what is emulated, and what it never sees
+//! * [`VfioBackend`]: the registration; `host_check`: what `vgpuctl doctor` checks
+//! * [`access`]: the kernel's two interfaces for opening a device: iommufd and the IOMMU group
+//! * [`device`]: an open device: its BARs, its interrupts and its DMA
+//! * [`dma`]: the device's DMA mappings, and the IOVA ranges that the IOMMU accepts (`ranges`)
+//! * [`window`]: the DMA window (IOVA range) of each vGPU
+//! * [`family`]: for each device family, which BAR ranges a guest may map, which are emulated, and
+//!   which are refused
 //! * [`edu`]: a DMA engine
-//! * [`display`]: a linear framebuffer, and the screen behind it
+//! * [`display`]: a linear framebuffer and its screen
 //!
-//! A new kind of device is a table in [`family`], a folder, and a line in [`open`].
+//! To add a family of devices, add a table to [`family`], a folder, and a line to [`open`].
 
 pub mod access;
-pub mod address;
+mod backend;
 pub mod device;
 pub mod display;
 pub mod dma;
 pub mod edu;
 pub mod family;
-pub mod host;
+mod host_check;
 mod ranges;
 pub mod window;
 
@@ -29,29 +29,32 @@ use self::device::{Device, DeviceError};
 use self::display::DisplayAdapter;
 use self::edu::EduEngine;
 use self::family::Kind;
-use self::host::{Address, Host};
 use crate::mediator::Hardware;
+use host_inventory::{PciAddress, PciHost};
 
-/// What the parent's name begins with on `vgpud`'s command line.
+pub use backend::VfioBackend;
+
+/// Prefix of the parent's name on `vgpud`'s command line.
 pub const BACKEND: &str = "vfio";
 
-/// What an operator chooses for a device.
+/// Options of a device that the operator chooses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// DMA addresses of one vGPU, and so the most memory that its VM may have, for devices that do DMA: a power of two.
-    /// Where it is not chosen, it is made of how many the device can use.
+    /// Bytes of one vGPU's DMA window, a power of two, for devices that do DMA. Bounds the memory
+    /// of the vGPU's VM. `None` derives the length from the device's DMA address bits.
     pub window_bytes: Option<u64>,
-    /// Open it by iommufd, or not; nothing: where the kernel has it.
+    /// Opens the device through iommufd (`true`) or its IOMMU group (`false`). `None` prefers
+    /// iommufd where the kernel has it.
     pub iommufd: Option<bool>,
 }
 
-/// Takes a device that is bound to vfio-pci, as a parent of that name.
+/// Opens a device that is bound to vfio-pci, as the parent `name`.
 pub fn open(
     name: &str,
-    address: Address,
+    address: PciAddress,
     options: Options,
 ) -> Result<Arc<dyn Hardware>, DeviceError> {
-    let host = Host::default();
+    let host = PciHost::default();
     let device = Device::open(&host, address, options.iommufd)?;
     match device.family().kind {
         Kind::Dma => Ok(Arc::new(EduEngine::new(name, device, options.window_bytes)?)),

@@ -1,48 +1,49 @@
-//! Windows of DMA addresses: each vGPU has one, in which its memory appears to the device, and no other.
+//! DMA windows: the IOVA range of each vGPU, in which the device sees that vGPU's memory.
 //!
-//! A device that does DMA for several vGPUs has one set of page tables in the IOMMU. So a vGPU's addresses are translated
-//! into its own window, what is not in it is refused before the device sees it, and the IOMMU faults what is in nobody's.
+//! A device that does DMA for several vGPUs has one set of IOMMU page tables. The mediator
+//! translates a vGPU's addresses into its window and refuses addresses outside the window before
+//! the device sees them. The IOMMU faults on addresses that belong to no window.
 
 use std::ops::RangeInclusive;
 
 use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 
-/// Windows of one device, at most.
-const MOST: usize = 256;
-/// Addresses of a PC that are memory to a device: not those where messages of interrupts go.
-const PC: [RangeInclusive<u64>; 2] = [0..=0xfedf_ffff, 0xfef0_0000..=u64::MAX];
+/// Maximum number of windows of one device.
+const MAX_WINDOWS: usize = 256;
+/// IOVA ranges of a PC, without the MSI window.
+const PC_IOVA_RANGES: [RangeInclusive<u64>; 2] = [0..=0xfedf_ffff, 0xfef0_0000..=u64::MAX];
 
-/// Why there is no window, or no such address.
+/// Error of taking a window or translating an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WindowError {
-    /// The device cannot tell more of them apart.
-    #[error("All {0} DMA windows of this device are taken: stop another vGPU first")]
+    /// All windows are in use.
+    #[error("All {0} DMA windows of this device are in use: stop another vGPU first")]
     Full(usize),
-    /// It has one.
-    #[error("vGPU {0} has a DMA window already")]
+    /// The vGPU has a window.
+    #[error("vGPU {0} already has a DMA window")]
     Taken(VgpuId),
-    /// Not in its window.
-    #[error("DMA address {address:#x} with {len:#x} bytes is not the vGPU's own memory")]
+    /// The range is not inside the vGPU's window.
+    #[error("{len:#x} bytes at DMA address {address:#x} are not in the vGPU's DMA window")]
     Outside {
-        /// The address that was named.
+        /// Start of the refused range.
         address: u64,
-        /// How many bytes.
+        /// Length of the refused range in bytes.
         len: u64,
     },
 }
 
-/// One vGPU's window.
+/// IOVA range of one vGPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// Its first address, as the device sees it.
+    /// First IOVA.
     pub iova: u64,
-    /// How long it is.
+    /// Length in bytes.
     pub len: u64,
 }
 
 impl Window {
-    /// The device's address for one of the vGPU's, which begin at 0.
+    /// Translates an offset into the window to an IOVA.
     pub fn translate(&self, address: u64, len: u64) -> Result<u64, WindowError> {
         match address.checked_add(len) {
             Some(end) if len > 0 && end <= self.len => Ok(self.iova + address),
@@ -51,26 +52,27 @@ impl Window {
     }
 }
 
-/// All windows of a device, of one length each.
+/// All windows of a device. They have the same length.
 #[derive(Clone, Debug)]
 pub struct Windows {
     len: u64,
-    /// First address of each.
+    /// First IOVA of each window.
     starts: Vec<u64>,
-    owners: Vec<Option<VgpuId>>,
-    /// What of each is in use.
-    places: Vec<Places>,
+    vgpus: Vec<Option<VgpuId>>,
+    /// Allocations in each window.
+    allocators: Vec<WindowAllocator>,
 }
 
 impl Windows {
-    /// As many windows of `len` bytes (a power of two) as a device with so many address bits can use. The first is
-    /// nobody's, so that address 0 always faults; and none is where messages of interrupts go.
+    /// Creates as many windows of `len` bytes (a power of two) as fit into `dma_bits` address bits.
+    /// The first slot is never given to a vGPU, so that IOVA 0 always faults. No window overlaps
+    /// the MSI window.
     pub fn new(dma_bits: u8, len: u64) -> Self {
-        Self::within(&PC, dma_bits, len)
+        Self::in_ranges(&PC_IOVA_RANGES, dma_bits, len)
     }
 
-    /// The same, of addresses that the IOMMU takes.
-    pub fn within(usable: &[RangeInclusive<u64>], dma_bits: u8, len: u64) -> Self {
+    /// Creates windows inside the IOVA ranges that the IOMMU can map.
+    pub fn in_ranges(usable: &[RangeInclusive<u64>], dma_bits: u8, len: u64) -> Self {
         let last = last_address(dma_bits);
         let len = len.next_power_of_two().max(PAGE_SIZE);
         let fits = |start: &u64| {
@@ -78,63 +80,69 @@ impl Windows {
                 return false;
             };
             let holds = |range: &RangeInclusive<u64>| range.contains(start) && range.contains(&end);
-            usable.iter().any(holds) && PC.iter().any(holds)
+            usable.iter().any(holds) && PC_IOVA_RANGES.iter().any(holds)
         };
-        // What is beyond a hole may be usable again, but a device's last address is an end.
+        // Ranges beyond a hole may be usable, but nothing beyond the device's last address is.
         let all = (1..=last / len).map_while(|index| index.checked_mul(len));
-        let starts: Vec<u64> = all.take(4 * MOST).filter(fits).take(MOST).collect();
+        let starts: Vec<u64> = all.take(4 * MAX_WINDOWS).filter(fits).take(MAX_WINDOWS).collect();
         let count = starts.len();
-        Self { len, starts, owners: vec![None; count], places: vec![Places::default(); count] }
+        Self {
+            len,
+            starts,
+            vgpus: vec![None; count],
+            allocators: vec![WindowAllocator::default(); count],
+        }
     }
 
-    /// How long a window is where nobody chose: a sixteenth of what the device can address, which is 15 vGPUs, but 64 MiB
-    /// at least, so that a VM fits, and 64 GiB at most.
-    pub fn usual_len(dma_bits: u8) -> u64 {
+    /// Returns the default window length: a sixteenth of the device's address range (15 vGPUs), at
+    /// least 64 MiB so that a VM fits, and at most 64 GiB.
+    pub fn default_len(dma_bits: u8) -> u64 {
         let quarter = (last_address(dma_bits) / 4 + 1).next_power_of_two();
         (quarter / 4).max((64 * MIB).min(quarter)).min(64 * GIB)
     }
 
-    /// Takes one for a vGPU.
+    /// Assigns a free window to a vGPU.
     pub fn take(&mut self, vgpu: VgpuId) -> Result<Window, WindowError> {
-        if self.owners.contains(&Some(vgpu)) {
+        if self.vgpus.contains(&Some(vgpu)) {
             return Err(WindowError::Taken(vgpu));
         }
-        let count = self.owners.len();
-        let free = self.owners.iter_mut().enumerate().find(|(_, owner)| owner.is_none());
-        let (index, owner) = free.ok_or(WindowError::Full(count))?;
-        *owner = Some(vgpu);
+        let count = self.vgpus.len();
+        let free = self.vgpus.iter_mut().enumerate().find(|(_, slot)| slot.is_none());
+        let (index, slot) = free.ok_or(WindowError::Full(count))?;
+        *slot = Some(vgpu);
         Ok(self.at(index))
     }
 
-    /// The end of the first window, which is no vGPU's: for what the mediator itself moves. Address 0 stays unmapped.
-    pub fn mediators(&self, len: u64) -> Option<Window> {
+    /// Returns `len` bytes at the end of the reserved first slot, for the mediator's own transfers.
+    /// IOVA 0 stays unmapped.
+    pub fn mediator_window(&self, len: u64) -> Option<Window> {
         let iova = self.len.checked_sub(len).filter(|iova| *iova > 0)?;
         Some(Window { iova, len })
     }
 
-    /// How many vGPUs can have one.
+    /// Returns the number of windows.
     pub fn count(&self) -> u32 {
-        self.owners.len() as u32
+        self.vgpus.len() as u32
     }
 
-    /// A vGPU's window.
-    pub fn of(&self, vgpu: VgpuId) -> Option<Window> {
-        let index = self.owners.iter().position(|owner| *owner == Some(vgpu))?;
+    /// Returns a vGPU's window.
+    pub fn get(&self, vgpu: VgpuId) -> Option<Window> {
+        let index = self.vgpus.iter().position(|slot| *slot == Some(vgpu))?;
         Some(self.at(index))
     }
 
-    /// A free place in a vGPU's window, and the window.
-    pub fn place(&mut self, vgpu: VgpuId, len: u64) -> Option<(Window, u64)> {
-        let index = self.owners.iter().position(|owner| *owner == Some(vgpu))?;
+    /// Allocates `len` bytes in a vGPU's window. Returns the window and the IOVA.
+    pub fn allocate(&mut self, vgpu: VgpuId, len: u64) -> Option<(Window, u64)> {
+        let index = self.vgpus.iter().position(|slot| *slot == Some(vgpu))?;
         let window = self.at(index);
-        Some((window, self.places[index].take(window, len)?))
+        Some((window, self.allocators[index].allocate(window, len)?))
     }
 
-    /// Gives a place back.
-    pub fn give_back_place(&mut self, window: Window, iova: u64) {
+    /// Frees an allocation.
+    pub fn free(&mut self, window: Window, iova: u64) {
         let index = self.starts.iter().position(|start| *start == window.iova);
-        if let Some(places) = index.and_then(|index| self.places.get_mut(index)) {
-            places.give_back(window, iova);
+        if let Some(allocator) = index.and_then(|index| self.allocators.get_mut(index)) {
+            allocator.free(window, iova);
         }
     }
 
@@ -142,49 +150,49 @@ impl Windows {
         Window { iova: self.starts[index], len: self.len }
     }
 
-    /// Gives a vGPU's back.
-    pub fn give_back(&mut self, vgpu: VgpuId) {
-        for owner in self.owners.iter_mut().filter(|owner| **owner == Some(vgpu)) {
-            *owner = None;
+    /// Frees a vGPU's window.
+    pub fn release(&mut self, vgpu: VgpuId) {
+        for slot in self.vgpus.iter_mut().filter(|slot| **slot == Some(vgpu)) {
+            *slot = None;
         }
     }
 }
 
-/// The last address with so many bits.
+/// Returns the last address with `bits` bits.
 fn last_address(bits: u8) -> u64 {
     1_u64.checked_shl(bits.into()).map_or(u64::MAX, |end| end - 1)
 }
 
-/// What of one window is in use: memory comes and goes in pieces of any length.
+/// Allocator of one window. Allocations have any length.
 #[derive(Clone, Debug, Default)]
-pub struct Places {
-    /// First byte and length of each piece, in order.
-    taken: Vec<(u64, u64)>,
+pub struct WindowAllocator {
+    /// Offset and length of each allocation, in ascending order.
+    allocated: Vec<(u64, u64)>,
 }
 
-impl Places {
-    /// Takes the first gap that is long enough; its address as the device sees it.
-    pub fn take(&mut self, window: Window, len: u64) -> Option<u64> {
+impl WindowAllocator {
+    /// Allocates the first gap that is long enough and returns its IOVA.
+    pub fn allocate(&mut self, window: Window, len: u64) -> Option<u64> {
         let mut at = 0;
         let mut index = 0;
-        for (start, taken) in &self.taken {
+        for (start, length) in &self.allocated {
             if start - at >= len {
                 break;
             }
-            at = start + taken;
+            at = start + length;
             index += 1;
         }
         let end = at.checked_add(len).filter(|_| len > 0)?;
         if end > window.len {
             return None;
         }
-        self.taken.insert(index, (at, len));
+        self.allocated.insert(index, (at, len));
         Some(window.iova + at)
     }
 
-    /// Gives a piece back, by its address.
-    pub fn give_back(&mut self, window: Window, iova: u64) {
-        self.taken.retain(|(start, _)| window.iova + start != iova);
+    /// Frees the allocation at `iova`.
+    pub fn free(&mut self, window: Window, iova: u64) {
+        self.allocated.retain(|(start, _)| window.iova + start != iova);
     }
 }
 
@@ -206,29 +214,29 @@ mod tests {
         assert_eq!(all, [64, 128, 192]);
         assert_eq!(windows.take(id(3)), Err(WindowError::Full(3)));
         assert_eq!(windows.take(id(1)), Err(WindowError::Taken(id(1))));
-        windows.give_back(id(1));
+        windows.release(id(1));
         assert_eq!(windows.take(id(3)).unwrap().iova >> 20, 128);
     }
 
     #[test]
-    fn windows_leave_holes_out_and_go_on_beyond_them() {
+    fn windows_skip_holes_in_the_iova_ranges() {
         let mut windows = Windows::new(40, GIB);
         assert_eq!(windows.count(), 256);
         let mut take = |n| windows.take(id(n)).unwrap().iova / GIB;
-        assert_eq!([take(1), take(2), take(3)], [1, 2, 4], "the fourth is where interrupts go");
-        // An IOMMU with a hole of its own, and an end.
+        assert_eq!([take(1), take(2), take(3)], [1, 2, 4], "the slot of the MSI window is skipped");
+        // An IOMMU with a hole and an upper limit.
         let usable = [0..=8 * GIB - 1, 10 * GIB..=13 * GIB];
-        let mut windows = Windows::within(&usable, 64, GIB);
+        let mut windows = Windows::in_ranges(&usable, 64, GIB);
         let all: Vec<_> = (0..9).map_while(|n| windows.take(id(n)).ok()).collect();
         let all: Vec<_> = all.iter().map(|window| window.iova / GIB).collect();
         assert_eq!(all, [1, 2, 4, 5, 6, 7, 10, 11, 12]);
-        // What is beyond the last address is nobody's.
+        // Nothing lies beyond the last address.
         assert_eq!(Windows::new(64, 1 << 63).count(), 1);
         assert_eq!(Windows::new(28, 128 * MIB).count(), 1);
     }
 
     #[test]
-    fn where_nobody_chose_vms_fit_and_there_are_several() {
+    fn default_length_fits_a_vm_and_allows_several_windows() {
         for (bits, mib, count) in [
             (24, 4, 3),
             (28, 64, 3),
@@ -237,18 +245,18 @@ mod tests {
             (40, 65_536, 15),
             (64, 65_536, 256),
         ] {
-            let len = Windows::usual_len(bits);
+            let len = Windows::default_len(bits);
             assert_eq!((len / MIB, Windows::new(bits, len).count()), (mib, count), "{bits} bits");
         }
     }
 
     proptest! {
         #[test]
-        fn pieces_of_a_window_never_overlap_and_gaps_are_used_again(
+        fn allocations_never_overlap_and_gaps_are_reused(
             steps in prop::collection::vec((any::<bool>(), 1..9_u64, 0..8_usize), 0..60),
         ) {
             let window = Window { iova: 1 << 26, len: 32 };
-            let (mut places, mut held) = (Places::default(), Vec::<(u64, u64)>::new());
+            let (mut allocator, mut held) = (WindowAllocator::default(), Vec::<(u64, u64)>::new());
             for (take, len, which) in steps {
                 if take {
                     let longest = {
@@ -258,7 +266,7 @@ mod tests {
                         let mut at = window.iova;
                         edges.iter().map(|(start, len)| { let gap = start - at; at = start + len; gap }).max()
                     };
-                    let got = places.take(window, len);
+                    let got = allocator.allocate(window, len);
                     prop_assert_eq!(got.is_some(), longest >= Some(len));
                     if let Some(iova) = got {
                         prop_assert!(window.translate(iova - window.iova, len).is_ok());
@@ -266,13 +274,13 @@ mod tests {
                         held.push((iova, len));
                     }
                 } else if which < held.len() {
-                    places.give_back(window, held.swap_remove(which).0);
+                    allocator.free(window, held.swap_remove(which).0);
                 }
             }
         }
 
         #[test]
-        fn windows_never_overlap_and_translate_only_what_is_theirs(
+        fn windows_never_overlap_and_translate_only_their_own_range(
             bits in 12..=64_u8,
             len in 1..=(1_u64 << 32),
             steps in prop::collection::vec((any::<bool>(), 0..12_u8), 0..40),
@@ -283,7 +291,7 @@ mod tests {
             let mut held = std::collections::BTreeMap::new();
             for (take, n) in steps {
                 if !take {
-                    windows.give_back(id(n));
+                    windows.release(id(n));
                     held.remove(&n);
                 } else if let Ok(window) = windows.take(id(n)) {
                     prop_assert!(held.insert(n, window).is_none());

@@ -7,7 +7,7 @@ use crate::device::AccessError;
 use crate::testing::APERTURE_OFFSET;
 
 #[test]
-fn regions_are_those_of_the_design() {
+fn regions_have_their_sizes_and_mappings() {
     let guest = Guest::new();
     let sizes: Vec<_> = (0..9).map(|index| guest.function.region(index).unwrap().size).collect();
     assert_eq!(sizes, [4 * MIB, 0x1_0000, 0x1000, 0x4000, 8 * MIB, 0, 0, 0x1000, 0]);
@@ -20,7 +20,7 @@ fn regions_are_those_of_the_design() {
 }
 
 #[test]
-fn without_a_head_it_is_an_accelerator() {
+fn a_type_without_a_head_has_no_display_regions() {
     let mut guest = Guest::with(false);
     assert_eq!(guest.read32(CONFIG, 0), 0x10f0_1af4);
     assert_eq!(guest.read32(CONFIG, 8) >> 8, 0x12_00_00);
@@ -46,7 +46,7 @@ fn accesses_beyond_a_region_are_refused() {
 }
 
 #[test]
-fn control_registers_say_what_the_vgpu_is() {
+fn control_registers_describe_the_vgpu() {
     let mut guest = Guest::new();
     assert_eq!(guest.read32(CONTROL, reg::MAGIC), MAGIC);
     assert_eq!(guest.read32(CONTROL, reg::FEATURES), Features::all().bits());
@@ -62,7 +62,7 @@ fn control_registers_say_what_the_vgpu_is() {
 }
 
 #[test]
-fn mapped_bars_can_be_reached_by_messages_too() {
+fn mapped_bars_are_accessible_by_messages() {
     let mut guest = Guest::new();
     guest.write32(VRAM, 0x1000, 0xcafe_f00d);
     assert_eq!(guest.read32(FRAMEBUFFER, 0x1000), 0xcafe_f00d, "the same memory");
@@ -74,7 +74,7 @@ fn mapped_bars_can_be_reached_by_messages_too() {
 }
 
 #[test]
-fn an_aperture_is_its_range_of_the_file_and_nothing_beside_it() {
+fn an_aperture_is_confined_to_its_range_of_the_file() {
     let mut guest = Guest::new();
     for index in [FRAMEBUFFER, VRAM] {
         assert_eq!(guest.function.region(index).unwrap().mapping.unwrap().offset, APERTURE_OFFSET);
@@ -91,20 +91,20 @@ fn an_aperture_is_its_range_of_the_file_and_nothing_beside_it() {
     assert_eq!(u32::from_le_bytes(word), 0x0102_0304);
     file.read_exact_at(&mut word, APERTURE_OFFSET + 8 * MIB - 4).unwrap();
     assert_eq!(u32::from_le_bytes(word), 0x0506_0708);
-    // A mode clears, and the end of a VM scrubs.
+    // Setting a mode clears the framebuffer, and the end of a VM scrubs.
     guest.set_mode(640, 480, 32);
     guest.function.detach();
     assert_eq!(guest.read32(VRAM, 8 * MIB - 4), 0);
     for place in [0, APERTURE_OFFSET + 8 * MIB] {
         let mut bytes = [0; APERTURE_OFFSET as usize];
         file.read_exact_at(&mut bytes, place).unwrap();
-        assert_eq!(bytes, neighbours, "what is the neighbours' stays");
+        assert_eq!(bytes, neighbours, "the neighbours' memory is unchanged");
     }
-    assert_eq!(guest.record.lock().unwrap().scrubbed, 0, "the file took a hole");
+    assert_eq!(guest.record.lock().unwrap().scrubbed, 0, "the file has holes");
 }
 
 #[test]
-fn trapped_doorbells_wake_the_silicon_and_are_counted() {
+fn trapped_doorbells_wake_the_engine_and_are_counted() {
     let mut guest = Guest::new();
     guest.write32(DOORBELL, doorbell::TOKEN, 0x107);
     guest.write32(DOORBELL, 0x10, 0x108);

@@ -1,6 +1,6 @@
 use super::*;
 use crate::gpu::Pending;
-use crate::irq::IrqIndex;
+use pci_registers::IrqIndex;
 
 const ENABLE_ALL: u32 = 0x7;
 
@@ -48,7 +48,7 @@ fn intx_follows_status_and_enable() {
 }
 
 #[test]
-fn the_silicon_is_given_msi_vectors_while_the_guest_wants_them() {
+fn the_gpu_gets_msi_vectors_while_non_stall_interrupts_are_enabled() {
     let mut guest = Guest::new();
     let events = guest.msi(4);
     assert_eq!(guest.record.lock().unwrap().interrupts, [false; 4]);
@@ -56,7 +56,7 @@ fn the_silicon_is_given_msi_vectors_while_the_guest_wants_them() {
     assert_eq!(guest.record.lock().unwrap().interrupts, [true; 4]);
 
     guest.raise(Pending::NONSTALL);
-    assert!(events.iter().all(|event| signals(event) == 0), "the silicon has signalled itself");
+    assert!(events.iter().all(|event| signals(event) == 0), "the GPU signals the vectors");
     guest.raise(Pending::CHANNEL_ERROR | Pending::NONSTALL);
     assert_eq!(events.iter().map(signals).collect::<Vec<_>>(), [1, 0, 0, 0]);
 
@@ -68,7 +68,7 @@ fn the_silicon_is_given_msi_vectors_while_the_guest_wants_them() {
 }
 
 #[test]
-fn enabling_what_is_pending_interrupts() {
+fn enabling_a_pending_condition_interrupts() {
     let mut guest = Guest::new();
     let events = guest.msi(1);
     guest.raise(Pending::CHANNEL_ERROR);
@@ -78,14 +78,14 @@ fn enabling_what_is_pending_interrupts() {
 }
 
 #[test]
-fn what_the_silicon_signalled_can_be_read_at_once() {
+fn a_condition_that_the_gpu_signalled_is_readable_at_once() {
     let mut guest = Guest::new();
     guest.record.lock().unwrap().pending = Some(Pending::NONSTALL);
     assert_eq!(guest.read32(CONTROL, reg::INTR_STATUS), 1);
 }
 
 #[test]
-fn a_lost_gpu_is_told_once_and_answers_every_request() {
+fn a_lost_gpu_is_reported_once_and_fails_every_request() {
     let mut guest = Guest::new();
     let events = guest.msi(1);
     guest.write32(CONTROL, reg::INTR_ENABLE, ENABLE_ALL);

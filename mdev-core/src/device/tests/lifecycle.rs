@@ -1,6 +1,6 @@
 use super::*;
 use crate::device::{SavedFunction, StateError};
-use crate::irq::IrqIndex;
+use pci_registers::IrqIndex;
 
 #[test]
 fn flr_resets_everything_but_memory_and_eventfds() {
@@ -22,7 +22,7 @@ fn flr_resets_everything_but_memory_and_eventfds() {
 }
 
 #[test]
-fn nothing_of_a_vm_is_left_for_the_next() {
+fn no_state_of_a_vm_remains_for_the_next() {
     let mut guest = Guest::new();
     let (vector, fd) = event();
     guest.function.irq_set_triggers(IrqIndex::Msi, 0, vec![Some(fd)]).unwrap();
@@ -48,7 +48,7 @@ fn nothing_of_a_vm_is_left_for_the_next() {
     assert_eq!(signals(&vector), 0);
 }
 
-/// A guest that has set registers of each kind.
+/// Returns a guest that has set registers of each kind.
 fn busy() -> Guest {
     let mut guest = Guest::new();
     guest.write16(CONFIG, 4, 0x6);
@@ -61,7 +61,7 @@ fn busy() -> Guest {
 }
 
 #[test]
-fn saved_state_is_the_golden_one_and_restores() {
+fn saved_state_matches_the_golden_file_and_restores() {
     let golden = include_str!("../../../testdata/function-v1.json");
     let mut guest = busy();
     let state = guest.function.save();
@@ -84,7 +84,7 @@ fn saved_state_is_the_golden_one_and_restores() {
 }
 
 #[test]
-fn a_state_that_no_guest_could_reach_is_refused() {
+fn an_unreachable_state_is_refused() {
     let golden = include_str!("../../../testdata/function-v1.json");
     for (from, to) in [
         ("\"DISPI_XRES\": 640", "\"DISPI_XRES\": 801"),

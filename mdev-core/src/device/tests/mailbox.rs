@@ -5,7 +5,7 @@ use crate::abi::mailbox::{
 };
 use crate::gpu::Backing;
 
-/// The payload of a `MapGuest` request.
+/// Returns the payload of a `MapGuest` request.
 pub(super) fn map_guest(va: u64, ranges: &[(u64, u64)]) -> Vec<u8> {
     let request = MapGuest { va, flags: 0, count: ranges.len() as u32 };
     let mut payload = request.as_bytes().to_vec();
@@ -41,7 +41,7 @@ fn info_and_cookie() {
 }
 
 #[test]
-fn guest_pages_are_mapped_in_as_few_pieces_as_there_are() {
+fn adjacent_guest_pages_are_mapped_together() {
     let mut guest = Guest::new();
     let list = [(0x10_0000, 0x1000), (0x10_1000, 0x3000), (0x40_0000, 0x2000)];
     assert_eq!(guest.request(Opcode::MapGuest, &map_guest(VA_START, &list)).0, Status::Ok);
@@ -56,7 +56,7 @@ fn guest_pages_are_mapped_in_as_few_pieces_as_there_are() {
 }
 
 #[test]
-fn a_request_that_fails_half_way_leaves_nothing_behind() {
+fn a_partly_failed_request_is_undone() {
     let mut guest = Guest::new();
     guest.record.lock().unwrap().maps_left = Some(1);
     let list = [(0x10_0000, 0x1000), (0x40_0000, 0x1000)];
@@ -102,7 +102,7 @@ fn bad_maps_are_refused() {
 }
 
 #[test]
-fn channels_come_and_go() {
+fn channels_are_created_and_destroyed() {
     let mut guest = Guest::new();
     let (status, reply) = guest.request(Opcode::ChannelCreate, channel_request().as_bytes());
     assert_eq!(status, Status::Ok);
@@ -142,7 +142,7 @@ fn bad_channels_are_refused() {
 }
 
 #[test]
-fn payloads_have_exactly_their_length() {
+fn payloads_of_a_wrong_length_are_refused() {
     let mut guest = Guest::new();
     for opcode in (1..=8).filter_map(Opcode::from_number) {
         assert_eq!(guest.request(opcode, &[0; 5]).0, Status::Invalid, "{opcode:?}");
@@ -161,7 +161,7 @@ fn payloads_have_exactly_their_length() {
 }
 
 #[test]
-fn a_mailbox_out_of_reach_is_told_in_the_register() {
+fn an_inaccessible_mailbox_is_reported_in_the_register() {
     let mut guest = Guest::new();
     let read_only = guest_ram(0x1000).1;
     let at = GuestPa(RAM);
@@ -173,11 +173,11 @@ fn a_mailbox_out_of_reach_is_told_in_the_register() {
         guest.write32(CONTROL, reg::MAILBOX_DOORBELL, 1);
         assert_eq!(guest.read32(CONTROL, reg::MAILBOX_STATUS), Status::BadMailbox as u32);
     }
-    assert!(guest.calls().is_empty(), "nothing was done");
+    assert!(guest.calls().is_empty(), "no request was executed");
 }
 
 #[test]
-fn memory_that_is_unmapped_is_let_go_of() {
+fn unmapped_memory_is_released() {
     let mut guest = Guest::new();
     let map = map_guest(VA_START, &[(0x10_0000, 0x1000)]);
     assert_eq!(guest.request(Opcode::MapGuest, &map).0, Status::Ok);

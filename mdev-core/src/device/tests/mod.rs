@@ -1,4 +1,4 @@
-//! The virtual function as a session and a guest's driver meet it.
+//! Tests of the virtual function through the interfaces of a session and a guest's driver.
 
 mod bars;
 mod interrupts;
@@ -29,11 +29,11 @@ const CONTROL: u32 = 3;
 const VRAM: u32 = 4;
 const CONFIG: u32 = 7;
 
-/// Guest RAM starts at 0; the mailbox page is here.
+/// Address of the mailbox page. Guest RAM starts at 0.
 const MAILBOX: u64 = 0x8000;
 const RAM: u64 = 16 * MIB;
 
-/// A virtual function with guest RAM, as its driver finds it.
+/// Virtual function with guest RAM, and a minimal driver.
 struct Guest {
     function: VirtualFunction,
     record: Shared,
@@ -90,7 +90,7 @@ impl Guest {
         std::mem::take(&mut self.record.lock().unwrap().calls)
     }
 
-    /// Sends a request; its status, and the payload of the reply.
+    /// Sends a request. Returns its status and the payload of the reply.
     fn request(&mut self, opcode: Opcode, payload: &[u8]) -> (Status, Vec<u8>) {
         let header = Header {
             opcode: opcode as u32,
@@ -115,15 +115,15 @@ impl Guest {
     }
 }
 
-/// An eventfd and a copy to hand over.
+/// Returns an eventfd and a duplicate of its descriptor.
 fn event() -> (EventFd, OwnedFd) {
     let event = EventFd::new(libc::EFD_NONBLOCK).unwrap();
     let copy = event.try_clone().unwrap();
-    // SAFETY: the copy's descriptor is taken out of it.
+    // SAFETY: the duplicate gives up its descriptor.
     (event, unsafe { OwnedFd::from_raw_fd(copy.into_raw_fd()) })
 }
 
-/// How often an eventfd was signalled since the last look.
+/// Returns the number of signals of an eventfd since the last call.
 fn signals(event: &EventFd) -> u64 {
     event.read().unwrap_or(0)
 }

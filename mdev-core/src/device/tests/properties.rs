@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Anything a session may be asked to do to a region.
+/// Access of a session to a region.
 #[derive(Clone, Debug)]
 enum Access {
     Read(u32, u64, usize),
@@ -18,7 +18,7 @@ fn access() -> impl Strategy<Value = Access> {
     ]
 }
 
-/// A mailbox page: noise, with a header that often makes sense.
+/// Returns mailbox pages: random bytes, often with a valid header.
 fn page() -> impl Strategy<Value = Vec<u8>> {
     let noise = prop::collection::vec(any::<u8>(), 128);
     let small = prop::collection::vec(prop_oneof![Just(0u8), Just(1), Just(0x10), any::<u8>()], 96);
@@ -58,7 +58,7 @@ proptest! {
             }
         }
         let state = guest.function.save();
-        prop_assert_eq!(guest.function.restore(&state), Ok(()), "what a guest can set restores");
+        prop_assert_eq!(guest.function.restore(&state), Ok(()), "reachable states restore");
         prop_assert_eq!(guest.function.save(), state);
     }
 

@@ -18,7 +18,7 @@ impl Guest {
         self.function.region_write(DISPLAY, 0x400, &[index]).unwrap();
     }
 
-    /// What Linux's bochs driver writes, in its order.
+    /// Writes the mode registers in the order of Linux's bochs driver.
     pub(super) fn set_mode(&mut self, width: u16, height: u16, bits: u16) {
         self.blank(false);
         for (register, value) in [
@@ -39,10 +39,10 @@ impl Guest {
 }
 
 #[test]
-fn a_driver_finds_the_adapter() {
+fn a_driver_detects_the_adapter() {
     let mut guest = Guest::new();
     assert_eq!(guest.read16(DISPLAY, 0x500), 0xb0c5);
-    assert_eq!(u64::from(guest.read16(DISPLAY, 0x514)) * 0x1_0000, 4 * MIB, "as long as BAR 0");
+    assert_eq!(u64::from(guest.read16(DISPLAY, 0x514)) * 0x1_0000, 4 * MIB, "the size of BAR 0");
     assert_eq!(guest.read32(DISPLAY, 0x600), 8);
     let mut edid = [0; 128];
     guest.function.region_read(DISPLAY, 0, &mut edid).unwrap();
@@ -89,26 +89,26 @@ fn a_mode_is_set_panned_and_blanked() {
 }
 
 #[test]
-fn the_client_is_told_of_each_change_and_of_nothing_else() {
+fn the_client_gets_each_change_of_the_scanout_once() {
     let mut guest = Guest::new();
-    let told = |guest: &Guest| {
+    let scanouts = |guest: &Guest| {
         let record = guest.record.lock().unwrap();
         (record.scanouts, record.scanout)
     };
-    assert_eq!(told(&guest), (0, Scanout::default()));
+    assert_eq!(scanouts(&guest), (0, Scanout::default()));
     guest.set_mode(640, 480, 32);
-    assert_eq!(told(&guest), (1, guest.function.scanout()), "once, when it is complete");
+    assert_eq!(scanouts(&guest), (1, guest.function.scanout()), "once, when the mode is complete");
     guest.read16(DISPLAY, XRES);
     guest.write16(DISPLAY, XRES, 640);
     guest.write32(FRAMEBUFFER, 0, 7);
-    assert_eq!(told(&guest).0, 1);
+    assert_eq!(scanouts(&guest).0, 1);
     guest.write16(DISPLAY, Y_OFFSET, 100);
-    assert_eq!(told(&guest), (2, guest.function.scanout()));
+    assert_eq!(scanouts(&guest), (2, guest.function.scanout()));
     let state = guest.function.save();
     guest.function.detach();
-    assert_eq!(told(&guest), (3, Scanout::default()), "the VM is gone");
+    assert_eq!(scanouts(&guest), (3, Scanout::default()), "the VM is gone");
     guest.function.restore(&state).unwrap();
-    assert_eq!(told(&guest), (4, guest.function.scanout()));
+    assert_eq!(scanouts(&guest), (4, guest.function.scanout()));
     assert_eq!(guest.function.scanout().offset, 100 * 2560);
 }
 
@@ -120,16 +120,16 @@ fn no_mode_is_larger_than_the_type_or_the_framebuffer() {
     guest.write16(DISPLAY, YRES, 601);
     guest.write16(DISPLAY, BPP, 12);
     let mode = [XRES, YRES, BPP].map(|register| guest.read16(DISPLAY, register));
-    assert_eq!(mode, [640, 480, 32], "refused the way DISPI does");
+    assert_eq!(mode, [640, 480, 32], "refused as in DISPI");
 
     guest.write16(DISPLAY, ENABLE, 0);
     guest.write16(DISPLAY, XRES, 0);
     guest.write16(DISPLAY, ENABLE, 1);
-    assert_eq!(guest.read16(DISPLAY, ENABLE) & 1, 0, "no such mode");
+    assert_eq!(guest.read16(DISPLAY, ENABLE) & 1, 0, "no mode is set");
 }
 
 #[test]
-fn panning_never_leads_out_of_the_framebuffer() {
+fn panning_never_leaves_the_framebuffer() {
     let mut guest = Guest::new();
     guest.set_mode(800, 600, 32);
     for (width, x, y) in [(0xffff, 0, 0), (800, 0xffff, 0), (0, 0xffff, 0xffff), (800, 0, 2000)] {
@@ -143,7 +143,7 @@ fn panning_never_leads_out_of_the_framebuffer() {
 }
 
 #[test]
-fn a_head_that_does_not_fit_its_grant_is_refused() {
+fn a_head_that_does_not_fit_the_granted_resources_is_refused() {
     for (max_width, max_height) in [(0, 600), (2000, 2000), (70_000, 1)] {
         let (client, _) = Recorder::new();
         let display = Some(DisplayLimits { max_width, max_height });

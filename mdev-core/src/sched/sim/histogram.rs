@@ -1,9 +1,11 @@
-//! Times in buckets that are an eighth of a power of two wide: percentiles within a tenth, in constant space.
+//! Histogram of times in constant space.
+//!
+//! Buckets are an eighth of a power of two wide, so percentiles are within an eighth.
 
-/// Buckets of one power of two.
+/// Number of buckets for one power of two.
 const STEPS: u64 = 8;
 
-/// How often each length of time was seen.
+/// Histogram of times.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Histogram {
     counts: Vec<u32>,
@@ -11,7 +13,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Counts one.
+    /// Counts a time.
     pub fn record(&mut self, ns: u64) {
         let bucket = bucket(ns);
         if self.counts.len() <= bucket {
@@ -21,7 +23,7 @@ impl Histogram {
         self.total += 1;
     }
 
-    /// Adds all that another one has counted.
+    /// Adds the counts of another histogram.
     pub fn add(&mut self, other: &Self) {
         if self.counts.len() < other.counts.len() {
             self.counts.resize(other.counts.len(), 0);
@@ -32,12 +34,12 @@ impl Histogram {
         self.total += other.total;
     }
 
-    /// How many were counted.
+    /// Returns the number of times counted.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The least time, in nanoseconds, that `part` (0 to 1) of all are not above, to the end of its bucket.
+    /// Returns the upper bound, in nanoseconds, of the bucket with the quantile `part` (0 to 1).
     pub fn quantile(&self, part: f64) -> u64 {
         let wanted = part * self.total as f64;
         let mut seen = 0;
@@ -51,6 +53,7 @@ impl Histogram {
     }
 }
 
+/// Returns the bucket of a time.
 fn bucket(ns: u64) -> usize {
     if ns < STEPS {
         return ns as usize;
@@ -59,6 +62,7 @@ fn bucket(ns: u64) -> usize {
     (power * STEPS + (ns >> power)) as usize
 }
 
+/// Returns the longest time of a bucket.
 fn last_of(bucket: u64) -> u64 {
     if bucket < 2 * STEPS {
         return bucket;
@@ -75,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_near() {
+    fn percentiles_are_accurate() {
         let mut waits = Histogram::default();
         for us in 1..=1000 {
             waits.record(us * 1000);

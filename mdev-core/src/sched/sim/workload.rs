@@ -1,39 +1,39 @@
-//! What a simulated vGPU has to do.
+//! Work of a simulated vGPU.
 
-/// Pieces of work that come in bursts.
+/// Pieces of work that arrive in bursts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workload {
-    /// Length of one piece of work, in nanoseconds. It is preempted between pieces only.
+    /// Length of one piece of work, in nanoseconds. The GPU preempts between pieces only.
     pub piece_ns: u64,
-    /// Work that comes at once, in nanoseconds of engine time; `u64::MAX` never ends.
+    /// Engine time of one burst, in nanoseconds; `u64::MAX` never ends.
     pub burst_ns: u64,
-    /// Pause after a burst is done, in nanoseconds.
+    /// Pause after a burst, in nanoseconds.
     pub idle_ns: u64,
     /// Time until the first burst, in nanoseconds.
-    pub first_ns: u64,
+    pub start_ns: u64,
 }
 
 impl Workload {
-    /// No work at all.
-    pub const IDLE: Self = Self { piece_ns: 1, burst_ns: 0, idle_ns: u64::MAX, first_ns: 0 };
+    /// No work.
+    pub const IDLE: Self = Self { piece_ns: 1, burst_ns: 0, idle_ns: u64::MAX, start_ns: 0 };
 
-    /// Work without an end.
+    /// Returns endless work.
     pub const fn steady(piece_ns: u64) -> Self {
-        Self { piece_ns, burst_ns: u64::MAX, idle_ns: 0, first_ns: 0 }
+        Self { piece_ns, burst_ns: u64::MAX, idle_ns: 0, start_ns: 0 }
     }
 
-    /// Work in bursts.
+    /// Returns bursts of work.
     pub const fn bursty(piece_ns: u64, burst_ns: u64, idle_ns: u64) -> Self {
-        Self { piece_ns, burst_ns, idle_ns, first_ns: 0 }
+        Self { piece_ns, burst_ns, idle_ns, start_ns: 0 }
     }
 
-    /// The same, beginning later.
+    /// Returns the same work, with the first burst after `start_ns`.
     #[must_use]
-    pub const fn after(self, first_ns: u64) -> Self {
-        Self { first_ns, ..self }
+    pub const fn after(self, start_ns: u64) -> Self {
+        Self { start_ns, ..self }
     }
 
-    /// True where there is always work.
+    /// Returns true if the work never ends.
     pub const fn is_endless(&self) -> bool {
         self.burst_ns == u64::MAX
     }

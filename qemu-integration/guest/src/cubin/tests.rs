@@ -2,14 +2,14 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A section of a file to be: name, type, flags, info, link, contents.
+/// Section of a test file: name, type, flags, info, link, contents.
 type Section<'a> = (&'a str, u32, u64, u32, u32, Vec<u8>);
 
 const PROGBITS: u32 = 1;
 const STRTAB: u32 = 3;
 const NOBITS: u32 = 8;
 
-/// An ELF file as the compiler lays one out, of these sections and a kernel's symbol.
+/// Builds an ELF file as the compiler lays one out, with these sections and a kernel's symbol.
 fn file(kernel: &str, sections: &[Section<'_>]) -> Vec<u8> {
     let names = format!("\0{kernel}\0");
     let mut symbols = vec![0; 24];
@@ -59,7 +59,8 @@ fn record(attribute: u8, words: &[u32]) -> Vec<u8> {
     bytes
 }
 
-/// A kernel with 24 registers, two barriers, 2 KiB of shared memory, and 28 bytes of parameters at 0x210.
+/// Returns a kernel with 24 registers, two barriers, 2 KiB of shared memory, and 28 bytes of
+/// parameters at 0x210.
 fn kernel() -> Vec<Section<'static>> {
     let about = [record(attribute::REGISTERS, &[1, 24]), record(attribute::STACK, &[1, 0])];
     let own = [
@@ -77,7 +78,7 @@ fn kernel() -> Vec<Section<'static>> {
 }
 
 #[test]
-fn a_kernel_says_what_it_needs() {
+fn resource_requirements_are_parsed() {
     let program = Program::find(&file("vadd", &kernel()), "vadd").unwrap();
     assert_eq!(
         program,
@@ -93,11 +94,11 @@ fn a_kernel_says_what_it_needs() {
     );
 }
 
-/// What nvcc 13.0 makes of `kernels/kernels.cu` for sm_90.
+/// Output of nvcc 13.0 for `kernels/kernels.cu` and sm_90.
 const REAL: &[u8] = include_bytes!("../../testdata/kernels.cubin");
 
 #[test]
-fn what_the_compiler_makes_of_our_kernels_is_read() {
+fn nvcc_output_of_own_kernels_is_parsed() {
     use mdev_core::abi::program::Kernel;
     for number in 1..=5 {
         let kernel = Kernel::from_number(number).unwrap();
@@ -113,7 +114,7 @@ fn what_the_compiler_makes_of_our_kernels_is_read() {
 }
 
 #[test]
-fn a_cubin_may_lie_at_any_address() {
+fn cubin_at_any_alignment_is_parsed() {
     let mut bytes = vec![0; REAL.len() + 8];
     for at in 0..8 {
         let place = &mut bytes[at..][..REAL.len()];
@@ -123,7 +124,7 @@ fn a_cubin_may_lie_at_any_address() {
 }
 
 #[test]
-fn older_compilers_say_it_in_the_sections_header() {
+fn register_count_in_section_header_is_parsed() {
     let mut sections = kernel();
     sections[0].5.clear();
     sections[1].5.truncate(16);
@@ -133,7 +134,7 @@ fn older_compilers_say_it_in_the_sections_header() {
 }
 
 #[test]
-fn what_cannot_run_is_refused_and_named() {
+fn unsupported_kernels_are_rejected_with_reason() {
     let refused = |sections: &[Section<'_>], why: &str| {
         let error = Program::find(&file("vadd", sections), "vadd").unwrap_err().to_string();
         assert!(error.contains(why), "{error}");
@@ -152,8 +153,8 @@ fn what_cannot_run_is_refused_and_named() {
         "64 bytes of local memory",
     );
     refused(&with(|all| all[1].5.clear()), "parameters");
-    refused(&with(|all| all[2].5.truncate(0x210)), "more than a block can have");
-    refused(&with(|all| all.push((".rela.text.vadd", 4, 0, 0, 0, vec![0; 24]))), "relocated");
+    refused(&with(|all| all[2].5.truncate(0x210)), "exceed the limits of a block");
+    refused(&with(|all| all.push((".rela.text.vadd", 4, 0, 0, 0, vec![0; 24]))), "relocations");
     refused(&with(|all| all.push((".nv.constant2.vadd", 1, 0, 0, 0, vec![0; 8]))), "constants");
     let other = file("vadd", &kernel());
     assert!(Program::find(&other, "sgemm").unwrap_err().to_string().contains("sgemm"));
@@ -163,7 +164,7 @@ fn what_cannot_run_is_refused_and_named() {
 }
 
 proptest! {
-    /// A damaged file is refused or read, and never a panic.
+    /// A damaged file is rejected or parsed, without a panic.
     #[test]
     fn damage_is_survived(at in any::<prop::sample::Index>(), value in any::<u8>(), cut in any::<prop::sample::Index>()) {
         let mut bytes = file("vadd", &kernel());

@@ -9,10 +9,10 @@ use crate::device::Device;
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 
-/// Bytes that are compared at a time.
+/// Bytes compared at a time.
 const CHUNK: u64 = 64 * KIB;
 
-/// Copies a pattern through a buffer in the middle and back.
+/// Copies a pattern to an intermediate buffer and back.
 #[derive(Debug)]
 pub struct Copy {
     from: Buffer,
@@ -22,7 +22,8 @@ pub struct Copy {
 }
 
 impl Copy {
-    /// Copies `len` bytes, a multiple of 4; through video memory, which the CPU need not reach, where there is any.
+    /// Copies `len` bytes, a multiple of 4, through video memory if there is any. The CPU need not
+    /// access the video memory.
     pub fn new(device: &Device, len: u64) -> Result<Self, GuestError> {
         if len == 0 || !len.is_multiple_of(4) {
             return Err(GuestError::Invalid(format!("copying {len} bytes: not a multiple of 4")));
@@ -45,7 +46,7 @@ impl Copy {
     }
 }
 
-/// Word `index` of the pattern: no two chunks of it are alike.
+/// Returns word `index` of the pattern, in which no two chunks are equal.
 fn pattern(index: u64) -> u32 {
     (index as u32).wrapping_mul(0x9e37_79b1) ^ (index >> 11) as u32
 }
@@ -82,7 +83,7 @@ impl Work for Copy {
     }
 }
 
-/// Cuts a rectangle out of a picture with another pitch.
+/// Copies a rectangle out of a picture with another pitch.
 #[derive(Debug)]
 pub struct Rectangle {
     from: Buffer,
@@ -92,13 +93,13 @@ pub struct Rectangle {
 impl Rectangle {
     const FROM_PITCH: u32 = 4096;
     const TO_PITCH: u32 = 640;
-    /// Bytes of a row that are copied; the rest of the target stays as it was.
+    /// Copied bytes of each row; the rest of the target must stay unchanged.
     const WIDTH: u32 = 600;
     const ROWS: u32 = 100;
-    /// Where in the source it begins.
+    /// Offset of the rectangle in the source.
     const CORNER: u64 = 32 * Self::FROM_PITCH as u64 + 256;
 
-    /// Takes the two pictures.
+    /// Allocates both pictures.
     pub fn new(device: &Device) -> Result<Self, GuestError> {
         Ok(Self { from: Buffer::guest(device, MIB)?, to: Buffer::guest(device, 64 * KIB)? })
     }

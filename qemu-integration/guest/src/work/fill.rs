@@ -1,4 +1,4 @@
-//! Fills: one word, repeated by the copy engine.
+//! Fills: one word repeated by the copy engine.
 
 use super::{Work, compare};
 use crate::GuestError;
@@ -9,7 +9,7 @@ use crate::pushbuffer::Methods;
 
 const VALUE: u32 = 0xc0ff_ee11;
 
-/// Fills all of a buffer but its last word.
+/// Fill of a buffer except for its last word.
 #[derive(Debug)]
 pub struct Fill {
     to: Buffer,
@@ -17,7 +17,7 @@ pub struct Fill {
 }
 
 impl Fill {
-    /// Fills `words` words, wherever they are.
+    /// Fills `words` words of a buffer in `home`.
     pub fn new(device: &Device, home: Home, words: u32) -> Result<Self, GuestError> {
         Ok(Self { to: Buffer::new(device, home, (u64::from(words) + 1) * 4)?, words })
     }

@@ -1,4 +1,4 @@
-//! A picture, computed by the GPU where it is to be seen.
+//! Picture of the Mandelbrot set, computed by the GPU in the displayed buffer.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::device::Device;
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 
-/// Pixels that are checked, at about this many evenly spread places.
+/// Approximate number of checked pixels, spread evenly.
 const SAMPLES: u64 = 20_000;
 
 /// One picture of XRGB8888 pixels.
@@ -53,7 +53,7 @@ impl Mandelbrot {
         Ok(picture)
     }
 
-    /// Chooses the middle and the height of what is seen. Nothing of it may be in flight.
+    /// Sets the center and the height of the visible area. No run may be in flight.
     pub fn look_at(&mut self, re: f32, im: f32, height: f32) {
         let step = height / self.parameters.height as f32;
         self.parameters.step = step;
@@ -97,7 +97,7 @@ impl Work for Mandelbrot {
                 let right = self.parameters.pixel(x, y);
                 if got != right {
                     return Err(GuestError::Wrong(format!(
-                        "mandelbrot: pixel ({x}, {y}) is {got:#08x}, should be {right:#08x}"
+                        "mandelbrot: pixel ({x}, {y}) is {got:#08x}, expected {right:#08x}"
                     )));
                 }
                 checked += 1;

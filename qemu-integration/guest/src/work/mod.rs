@@ -1,6 +1,7 @@
-//! Jobs, one per file. Each knows what the GPU should have computed, and checks it on the CPU.
+//! Jobs, one per file. Each job checks the GPU's results on the CPU.
 //!
-//! Inputs are small whole numbers, so that sums and products are exact in any order and results compare bit by bit.
+//! Inputs are small whole numbers, so sums and products are exact in any order, and results compare
+//! bit by bit.
 
 pub mod copy;
 pub mod factorial;
@@ -20,36 +21,36 @@ use crate::GuestError;
 use crate::channel::Channel;
 use crate::pushbuffer::Methods;
 
-/// A job that can be submitted again and again.
+/// Job that can be submitted repeatedly.
 pub trait Work: Debug {
-    /// What it is called.
+    /// Returns the job's name.
     fn name(&self) -> &'static str;
 
-    /// What one run amounts to, and in which unit.
+    /// Returns the amount of work of one run, and its unit.
     fn amount(&self) -> (f64, &'static str);
 
-    /// Sets inputs, and outputs to something wrong. Nothing of it may be in flight.
+    /// Sets inputs, and overwrites outputs with wrong values. No run may be in flight.
     fn prepare(&self);
 
     /// Adds one run to `methods`.
     fn push(&self, methods: &mut Methods);
 
-    /// Compares the result of one run since [`Work::prepare`]; says how many values were compared.
+    /// Checks the result of one run since [`Work::prepare`]. Returns the number of compared values.
     fn verify(&self) -> Result<u64, GuestError>;
 }
 
-/// How a job went.
+/// Results of one run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Which.
+    /// Name of the job.
     pub job: &'static str,
-    /// From submission to semaphore.
+    /// Time from submission to semaphore, in milliseconds.
     pub seconds: f64,
-    /// Engine time that the device charged the channel for it.
+    /// Engine time that the device charged to the channel for the run.
     pub engine_seconds: f64,
-    /// How much was done.
+    /// Amount of work.
     pub amount: f64,
-    /// Of what.
+    /// Unit of the work.
     pub unit: &'static str,
     /// Values that were compared with the CPU's; all were right.
     pub checked: u64,
@@ -86,7 +87,7 @@ pub fn run(work: &dyn Work, channel: &mut Channel) -> Result<Report, GuestError>
     Ok(Report { job: work.name(), seconds, engine_seconds, amount, unit, checked })
 }
 
-/// Compares values with what they should be.
+/// Compares values with the expected values.
 fn compare<T: PartialEq + Debug>(
     job: &str,
     got: &[T],
@@ -96,7 +97,7 @@ fn compare<T: PartialEq + Debug>(
         let right = expected(index);
         if *value != right {
             return Err(GuestError::Wrong(format!(
-                "{job}: value {index} is {value:?}, should be {right:?}"
+                "{job}: value {index} is {value:?}, expected {right:?}"
             )));
         }
     }

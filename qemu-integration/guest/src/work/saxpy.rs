@@ -29,7 +29,7 @@ fn y(index: usize) -> f32 {
 }
 
 impl Saxpy {
-    /// Takes two vectors.
+    /// Allocates two vectors.
     pub fn new(device: &Device, home: Home, n: u32) -> Result<Self, GuestError> {
         let [x, y] = [(); 2].map(|()| Buffer::new(device, home, u64::from(n) * 4));
         let (x, y) = (x?, y?);

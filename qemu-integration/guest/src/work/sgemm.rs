@@ -11,7 +11,7 @@ use crate::device::Device;
 use crate::memory::{Buffer, Home};
 use crate::pushbuffer::Methods;
 
-/// Rows that are checked at most: a CPU takes long for all of a large product.
+/// Limit of checked rows, because the CPU is slow for large products.
 const ROWS: u32 = 128;
 
 /// One product of `n` by `n`.
@@ -20,7 +20,7 @@ pub struct Sgemm {
     a: Buffer,
     b: Buffer,
     c: Buffer,
-    /// Where the GPU has them, if not where the CPU does.
+    /// Matrices in video memory, if the GPU does not work on guest RAM.
     resident: Option<[Buffer; 3]>,
     n: u32,
     launch: Launch,
@@ -40,13 +40,16 @@ fn b(row: u32, column: u32) -> f32 {
 }
 
 impl Sgemm {
-    /// Largest product: every sum is exact up to here.
+    /// Largest dimension for which every sum is exact.
     pub const MAX: u32 = 8192;
 
-    /// Takes three matrices.
+    /// Allocates three matrices.
     pub fn new(device: &Device, home: Home, n: u32) -> Result<Self, GuestError> {
         if !(1..=Self::MAX).contains(&n) {
-            return Err(GuestError::Invalid(format!("a product of {n}: 1 to {}", Self::MAX)));
+            return Err(GuestError::Invalid(format!(
+                "a product of dimension {n}: use 1 to {}",
+                Self::MAX
+            )));
         }
         let bytes = u64::from(n) * u64::from(n) * 4;
         let [a, b, c] = [(); 3].map(|()| Buffer::new(device, home, bytes));
@@ -55,7 +58,8 @@ impl Sgemm {
         Ok(Self { a, b, c, resident: None, n, launch })
     }
 
-    /// Takes three matrices in video memory, which the CPU need not reach: see [`Self::load`] and [`Self::unload`].
+    /// Allocates three matrices in video memory, which the CPU need not access; see [`Self::load`]
+    /// and [`Self::unload`].
     pub fn resident(device: &Device, n: u32) -> Result<Self, GuestError> {
         let mut product = Self::new(device, Home::Guest, n)?;
         let bytes = product.a.len();
@@ -66,7 +70,7 @@ impl Sgemm {
         Ok(product)
     }
 
-    /// Copies to video memory what [`Work::prepare`] has set.
+    /// Copies the inputs of [`Work::prepare`] to video memory.
     pub fn load(&self, channel: &mut Channel) -> Result<(), GuestError> {
         let mut methods = Methods::new();
         for (to, from) in self.resident.iter().flatten().zip([&self.a, &self.b, &self.c]) {
@@ -75,7 +79,7 @@ impl Sgemm {
         channel.run(&methods)
     }
 
-    /// Copies the result to where [`Work::verify`] looks.
+    /// Copies the result to the buffer that [`Work::verify`] reads.
     pub fn unload(&self, channel: &mut Channel) -> Result<(), GuestError> {
         let mut methods = Methods::new();
         if let Some([_, _, from]) = &self.resident {
@@ -84,7 +88,7 @@ impl Sgemm {
         channel.run(&methods)
     }
 
-    /// Makes the result wrong, and leaves the inputs.
+    /// Overwrites the result and keeps the inputs.
     pub fn spoil(&self) {
         self.c.window().fill(0xff);
     }
@@ -115,7 +119,7 @@ impl Work for Sgemm {
 
     fn verify(&self) -> Result<u64, GuestError> {
         let mut checked = 0;
-        // Small products whole; of large ones rows from the first to the last.
+        // Checks all rows of small products; of large products, rows from the first to the last.
         let steps = self.n.min(ROWS);
         for step in 0..steps {
             let row =

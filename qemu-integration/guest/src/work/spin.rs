@@ -1,4 +1,4 @@
-//! Kernels that take as long as they are told.
+//! Kernels with an adjustable run time.
 
 use std::time::{Duration, Instant};
 
@@ -12,11 +12,11 @@ use crate::device::Device;
 use crate::memory::Buffer;
 use crate::pushbuffer::Methods;
 
-/// Blocks of a launch, unless told otherwise: each adds one to the counter.
+/// Default number of blocks of a launch. Each block adds one to the counter.
 pub const BLOCKS: u32 = 4;
 const THREADS: u32 = 32;
 
-/// A launch that iterates, and counts.
+/// Launch that iterates and counts.
 #[derive(Debug)]
 pub struct Spin {
     counter: Buffer,
@@ -39,12 +39,12 @@ fn launch(
 }
 
 impl Spin {
-    /// Each thread iterates this often; `u32::MAX` never ends.
+    /// Sets the iterations of each thread; `u32::MAX` never ends.
     pub fn new(device: &Device, iterations: u32) -> Result<Self, GuestError> {
         Self::with_shape(device, iterations, BLOCKS, THREADS)
     }
 
-    /// The same in so many blocks of so many threads: enough of them fill a GPU.
+    /// Creates a launch with a given number of blocks and threads; enough of them fill a GPU.
     pub fn with_shape(
         device: &Device,
         iterations: u32,
@@ -56,8 +56,8 @@ impl Spin {
         Ok(Self { counter, launch, iterations, blocks, threads })
     }
 
-    /// The same, all of it in video memory, where the CPU need not reach it: to each block that ends, counting takes a
-    /// microsecond of the way to the CPU's memory and back. Its iterations do not change.
+    /// Creates a launch entirely in video memory, which the CPU need not access. Counting in guest
+    /// RAM would cost each block about a microsecond. The iterations cannot change afterwards.
     pub fn resident(
         device: &Device,
         iterations: u32,
@@ -70,24 +70,25 @@ impl Spin {
         Ok(Self { counter, launch, iterations, blocks, threads })
     }
 
-    /// Changes the iterations. Nothing of it may be in flight.
+    /// Changes the iterations. No launch may be in flight.
     pub fn set_iterations(&mut self, iterations: u32) {
         self.iterations = iterations;
         let parameters = Parameters { out: self.counter.va(), iterations, reserved: 0 };
         self.launch.set_parameters(&parameters);
     }
 
-    /// Iterations of each thread.
+    /// Returns the iterations of each thread.
     pub fn iterations(&self) -> u32 {
         self.iterations
     }
 
-    /// Blocks that have ended since [`Work::prepare`], modulo 2^32.
+    /// Returns the number of finished blocks since [`Work::prepare`], modulo 2^32.
     pub fn blocks(&self) -> u32 {
         self.counter.window().read32(0)
     }
 
-    /// Launches that have ended since [`Work::prepare`], or an error if the counter makes no sense.
+    /// Returns the number of finished launches since [`Work::prepare`], or an error if the counter
+    /// is inconsistent.
     pub fn launches(&self) -> Result<u32, GuestError> {
         match self.counter.window().read32(0) {
             count if count.is_multiple_of(self.blocks) => Ok(count / self.blocks),
@@ -97,7 +98,7 @@ impl Spin {
         }
     }
 
-    /// Finds the iterations that keep the engine busy for `target`, by trying.
+    /// Finds by trial the iterations that keep the engine busy for `target`.
     pub fn calibrate(&mut self, channel: &mut Channel, target: Duration) -> Result<(), GuestError> {
         let mut methods = Methods::new();
         self.push(&mut methods);
@@ -108,7 +109,8 @@ impl Spin {
             channel.run(&methods)?;
             let wall = start.elapsed().as_nanos() as u64;
             let engine = channel.query()?.engine_ns.saturating_sub(before);
-            // Others may have run meanwhile: engine time is what counts, where the device tells it in time.
+            // Uses engine time if the device reports it promptly, because other vGPUs may have run
+            // meanwhile.
             let took = if engine == 0 { wall } else { engine.clamp(wall / 20, wall) };
             let long_enough = took >= 2_000_000 || wall >= 50_000_000;
             if long_enough {
@@ -142,7 +144,7 @@ impl Work for Spin {
     fn verify(&self) -> Result<u64, GuestError> {
         match self.launches()? {
             1 => Ok(u64::from(self.blocks)),
-            other => Err(GuestError::Wrong(format!("spin: {other} launches counted, should be 1"))),
+            other => Err(GuestError::Wrong(format!("spin: {other} launches counted, expected 1"))),
         }
     }
 }

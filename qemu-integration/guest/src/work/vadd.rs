@@ -28,7 +28,7 @@ fn b(index: usize) -> f32 {
 }
 
 impl VectorAdd {
-    /// Takes three vectors.
+    /// Allocates three vectors.
     pub fn new(device: &Device, home: Home, n: u32) -> Result<Self, GuestError> {
         let [a, b, c] = [(); 3].map(|()| Buffer::new(device, home, u64::from(n) * 4));
         let (a, b, c) = (a?, b?, c?);
@@ -37,7 +37,7 @@ impl VectorAdd {
         Ok(Self { a, b, c, n, launch })
     }
 
-    /// Makes the result wrong, and leaves the inputs.
+    /// Overwrites the result and keeps the inputs.
     pub fn spoil(&self) {
         self.c.window().fill(0xff);
     }

@@ -1,4 +1,4 @@
-//! Guest memory that another process can map: a vGPU works on the VM's own pages.
+//! Shared guest memory, which the GPU process can map.
 
 use super::DomainError;
 use crate::xml::{Edits, Element};
@@ -7,21 +7,21 @@ const BACKING: &str = "memoryBacking";
 const SOURCE: &str = "<source type=\"memfd\"/>";
 const ACCESS: &str = "<access mode=\"shared\"/>";
 
-/// What of a domain's memory backing was added for its vGPUs, so that it can be taken away again.
+/// Memory elements that attaching a vGPU added to a domain. Detaching removes them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
-    /// The whole element.
+pub struct AddedMemory {
+    /// The whole `<memoryBacking>`.
     backing: bool,
-    /// Where memory comes from.
+    /// `<source>` in an existing `<memoryBacking>`.
     source: bool,
-    /// That it is shared.
+    /// `<access>` in an existing `<memoryBacking>`.
     access: bool,
 }
 
-impl Changes {
+impl AddedMemory {
     const NAMES: [&str; 3] = [BACKING, "source", "access"];
 
-    /// The elements that were added.
+    /// Returns the names of the added elements.
     pub fn names(self) -> Vec<&'static str> {
         let added = [self.backing, self.source, self.access];
         Self::NAMES
@@ -31,7 +31,7 @@ impl Changes {
             .collect()
     }
 
-    /// The same, read.
+    /// Parses the names of added elements.
     pub fn parse(names: &str) -> Self {
         let [backing, source, access] =
             Self::NAMES.map(|name| names.split_whitespace().any(|word| word == name));
@@ -39,8 +39,8 @@ impl Changes {
     }
 }
 
-/// Makes a domain's memory shared. Huge pages, NUMA nodes and all else that is said of it stay.
-pub(super) fn share(domain: &Element, edits: &mut Edits<'_>) -> Result<Changes, DomainError> {
+/// Makes a domain's memory shared. Keeps huge pages, NUMA nodes and all other memory settings.
+pub(super) fn share(domain: &Element, edits: &mut Edits<'_>) -> Result<AddedMemory, DomainError> {
     refuse_private(domain)?;
     let Some(backing) = domain.child(BACKING) else {
         let lines = [
@@ -54,9 +54,9 @@ pub(super) fn share(domain: &Element, edits: &mut Edits<'_>) -> Result<Changes, 
             Some(sibling) => edits.add_after(sibling, &lines),
             None => edits.add_last(domain, &lines),
         }
-        return Ok(Changes { backing: true, ..Changes::default() });
+        return Ok(AddedMemory { backing: true, ..AddedMemory::default() });
     };
-    // Huge pages are files already, which can be shared.
+    // Huge pages are files, which can be shared without a <source>.
     let source = backing.child("source").is_none() && backing.child("hugepages").is_none();
     let access = backing.child("access").is_none();
     let missing = [(source, SOURCE), (access, ACCESS)].into_iter().filter(|(missing, _)| *missing);
@@ -64,19 +64,19 @@ pub(super) fn share(domain: &Element, edits: &mut Edits<'_>) -> Result<Changes, 
     if !lines.is_empty() {
         edits.add_last(backing, &lines);
     }
-    Ok(Changes { backing: false, source, access })
+    Ok(AddedMemory { backing: false, source, access })
 }
 
-/// Takes away what [`share`] has added, where nobody has changed it since.
-pub(super) fn unshare(domain: &Element, changes: Changes, edits: &mut Edits<'_>) {
+/// Removes the elements that [`share`] added, unless they were changed since.
+pub(super) fn unshare(domain: &Element, added: AddedMemory, edits: &mut Edits<'_>) {
     let Some(backing) = domain.child(BACKING) else { return };
     let with = |name: &str, key: &str, value: &str| {
         backing.child(name).filter(|child| child.attribute(key) == Some(value))
     };
-    let source = with("source", "type", "memfd").filter(|_| changes.source || changes.backing);
-    let access = with("access", "mode", "shared").filter(|_| changes.access || changes.backing);
+    let source = with("source", "type", "memfd").filter(|_| added.source || added.backing);
+    let access = with("access", "mode", "shared").filter(|_| added.access || added.backing);
     let ours: Vec<_> = source.into_iter().chain(access).collect();
-    if changes.backing && ours.len() == backing.children.len() {
+    if added.backing && ours.len() == backing.children.len() {
         return edits.remove(backing);
     }
     for child in ours {
@@ -84,17 +84,17 @@ pub(super) fn unshare(domain: &Element, changes: Changes, edits: &mut Edits<'_>)
     }
 }
 
-/// What an owner says in so many words is not overruled.
+/// Refuses domains that explicitly request private memory.
 fn refuse_private(domain: &Element) -> Result<(), DomainError> {
-    let private = |what| Err(DomainError::PrivateMemory(what));
+    let private = |setting| Err(DomainError::PrivateMemory(setting));
     if let Some(backing) = domain.child(BACKING) {
-        let says = |name: &str, key: &str, value: &str| {
+        let has = |name: &str, key: &str, value: &str| {
             backing.child(name).is_some_and(|child| child.attribute(key) == Some(value))
         };
-        if says("access", "mode", "private") {
+        if has("access", "mode", "private") {
             return private("<access mode='private'/> in <memoryBacking>");
         }
-        if says("source", "type", "anonymous") {
+        if has("source", "type", "anonymous") {
             return private("<source type='anonymous'/> in <memoryBacking>");
         }
     }

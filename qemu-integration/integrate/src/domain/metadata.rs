@@ -1,4 +1,5 @@
-//! What is written down in a domain about its vGPUs: libvirt keeps it with the domain and hands it to the hook.
+//! Metadata element in a domain that lists its vGPUs. libvirt keeps the element with the domain
+//! and passes it to the hook.
 //!
 //! ```xml
 //! <tessera:vgpus xmlns:tessera="urn:tessera:domain:1" added="memoryBacking">
@@ -11,34 +12,35 @@ use std::fmt::Write as _;
 use mdev_core::ids::VgpuId;
 use quick_xml::escape::escape;
 
-use super::memory::Changes;
+use super::memory::AddedMemory;
 use crate::xml::{Edits, Element};
 
-/// The namespace of our element. A domain has one element of it at most: libvirt's rule.
+/// Namespace of the metadata element. libvirt permits one metadata element per namespace.
 pub const NAMESPACE: &str = "urn:tessera:domain:1";
 
-/// One vGPU of a domain.
+/// vGPU of a domain, as the metadata records it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vgpu {
-    /// Its name.
+    /// Uuid of the vGPU.
     pub uuid: VgpuId,
-    /// Its type, for one that is the domain's own and made anew for each start. One that is defined has its own type.
+    /// Type of a transient vGPU, which is created for each start of the domain. `None` for a
+    /// defined vGPU.
     pub mdev_type: Option<String>,
-    /// The physical GPU that it is to be on; the first that has room where there is none.
+    /// Parent of a transient vGPU. `None` selects the first parent with room.
     pub parent: Option<String>,
-    /// Hundredths of the GPU, for one that is the domain's own.
+    /// Share of a transient vGPU in hundredths of the GPU.
     pub core: Option<u8>,
 }
 
 impl Vgpu {
-    /// As an element.
+    /// Formats the vGPU as an XML element.
     fn line(&self) -> String {
         let mut line = format!("<tessera:vgpu uuid=\"{}\"", self.uuid);
         let core = self.core.map(|core| core.to_string());
         for (name, value) in [("type", &self.mdev_type), ("parent", &self.parent), ("core", &core)]
         {
             if let Some(value) = value {
-                // A String takes whatever is written to it.
+                // Writing to a String does not fail.
                 let _ = write!(line, " {name}=\"{}\"", escape(value.as_str()));
             }
         }
@@ -56,22 +58,22 @@ impl Vgpu {
     }
 }
 
-/// Our element in a domain.
+/// Returns the metadata element of a domain.
 pub fn find(domain: &Element) -> Option<&Element> {
     domain.child("metadata")?.child_in(NAMESPACE, "vgpus")
 }
 
-/// What it says.
+/// Returns the vGPUs that a metadata element lists.
 pub fn vgpus(element: &Element) -> Vec<Vgpu> {
     element.children_in(NAMESPACE, "vgpu").filter_map(Vgpu::parse).collect()
 }
 
-/// Writes a vGPU down, and with the first one what else of the domain was changed.
-pub(super) fn add(domain: &Element, vgpu: &Vgpu, changes: Changes, edits: &mut Edits<'_>) {
+/// Adds a vGPU to the metadata. The first one also records the added memory elements.
+pub(super) fn add(domain: &Element, vgpu: &Vgpu, added: AddedMemory, edits: &mut Edits<'_>) {
     if let Some(element) = find(domain) {
         return edits.add_last(element, &[vgpu.line()]);
     }
-    let added = changes.names().join(" ");
+    let added = added.names().join(" ");
     let added = if added.is_empty() { added } else { format!(" added=\"{added}\"") };
     let lines = [
         format!("<tessera:vgpus xmlns:tessera=\"{NAMESPACE}\"{added}>"),
@@ -90,8 +92,8 @@ pub(super) fn add(domain: &Element, vgpu: &Vgpu, changes: Changes, edits: &mut E
     }
 }
 
-/// Strikes a vGPU out. With the last one, what else of the domain was changed for them.
-pub(super) fn remove(domain: &Element, uuid: VgpuId, edits: &mut Edits<'_>) -> Option<Changes> {
+/// Removes a vGPU from the metadata. For the last one, returns the memory elements to remove.
+pub(super) fn remove(domain: &Element, uuid: VgpuId, edits: &mut Edits<'_>) -> Option<AddedMemory> {
     let metadata = domain.child("metadata")?;
     let element = metadata.child_in(NAMESPACE, "vgpus")?;
     let of = |child: &&Element| Vgpu::parse(child).is_some_and(|vgpu| vgpu.uuid == uuid);
@@ -101,5 +103,5 @@ pub(super) fn remove(domain: &Element, uuid: VgpuId, edits: &mut Edits<'_>) -> O
         return None;
     }
     edits.remove(if metadata.children.len() == 1 { metadata } else { element });
-    Some(Changes::parse(element.attribute("added").unwrap_or_default()))
+    Some(AddedMemory::parse(element.attribute("added").unwrap_or_default()))
 }

@@ -1,12 +1,12 @@
-//! A libvirt domain's XML, with a vGPU and again without it. All else in it stays as it is, to the byte.
+//! Attaches vGPUs to the XML of a libvirt domain and detaches them. All other bytes stay unchanged.
 //!
-//! * [`metadata`]: what we write down in a domain about its vGPUs
-//! * [`memory`]: guest memory that a vGPU can reach
-//! * [`place`]: where in the VM there is room for the device
+//! * [`metadata`]: the list of a domain's vGPUs in its XML
+//! * [`memory`]: shared guest memory
+//! * [`pci_slot`]: a free PCI slot for the device
 
 pub mod memory;
 pub mod metadata;
-pub mod place;
+pub mod pci_slot;
 
 use std::path::PathBuf;
 
@@ -19,62 +19,63 @@ use crate::xml::{Edits, Element, XmlError};
 
 pub use metadata::{NAMESPACE, Vgpu};
 
-/// Why a domain cannot be changed, as what follows its name in a sentence.
+/// Reason why a domain cannot be changed. Each message continues a sentence that begins with the
+/// domain's name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DomainError {
-    /// Its XML cannot be read.
+    /// The XML cannot be parsed.
     #[error("cannot be read: {0}")]
     Xml(#[from] XmlError),
-    /// The text is about something else.
-    #[error("is no domain: its XML begins with <{0}>")]
+    /// The root element is not `<domain>`.
+    #[error("is not a libvirt domain: the root element of its XML is <{0}>")]
     NoDomain(String),
-    /// QEMU's arguments mean nothing to it.
+    /// The hypervisor is not QEMU.
     #[error("is of type {0}; a vGPU needs QEMU (type kvm or qemu)")]
     NotQemu(String),
-    /// Nowhere to put the device.
-    #[error("has no PCI bus that a vGPU could be on; use the machine q35")]
+    /// The machine has no PCI bus.
+    #[error("has no PCI bus for a vGPU; use the machine type q35")]
     NoBus,
-    /// All slots are taken.
+    /// All slots are in use.
     #[error(
-        "has no free slot on its first PCI bus; remove a device, or put one behind a root port"
+        "has no free slot on its first PCI bus; remove a device, or move one behind a root port"
     )]
     NoSlot,
-    /// Its owner wants memory of a kind that nobody else can map.
+    /// The domain explicitly requests private memory.
     #[error(
-        "asks for memory that no other process can map ({0}), and a GPU works on the VM's own pages; \
-         make that shared, or remove it"
+        "requests memory that no other process can map ({0}), but a GPU accesses guest pages \
+         directly; make the memory shared, or remove that setting"
     )]
     PrivateMemory(&'static str),
-    /// There already, with other settings.
-    #[error("has vGPU {0} already, with other settings; detach that first")]
+    /// The domain has the vGPU with other settings.
+    #[error("already has vGPU {0} with other settings; detach that vGPU first")]
     Differs(VgpuId),
-    /// There already, by somebody else's hand.
+    /// The domain has the vGPU, but no metadata of it.
     #[error(
-        "has vGPU {0} already, by a <qemu:commandline> that was not written by attach; \
-         remove that (`virsh edit`) first"
+        "already has vGPU {0} in a <qemu:commandline> that was not written by attach; \
+         remove that element (`virsh edit`) first"
     )]
     ByHand(VgpuId),
-    /// Nothing to take away.
-    #[error("has no vGPU that attach gave it")]
+    /// The domain has no vGPU.
+    #[error("has no vGPU from `vgpuctl libvirt attach`")]
     None,
-    /// Not the one that was named.
-    #[error("has no vGPU {0}, but {1}")]
+    /// The domain has other vGPUs than the named one.
+    #[error("has no vGPU {0}; its vGPUs are: {1}")]
     NotThis(VgpuId, String),
-    /// Which one?
+    /// The domain has several vGPUs, and none was named.
     #[error("has several vGPUs; name one of them with --uuid: {0}")]
     Several(String),
 }
 
-/// What a domain is to be given.
+/// vGPU to attach to a domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attachment {
-    /// What is written down.
+    /// Entry for the metadata.
     pub vgpu: Vgpu,
-    /// Where QEMU finds it.
+    /// Path of the vGPU's vfio-user socket.
     pub socket: PathBuf,
 }
 
-/// A domain's XML that could be read.
+/// Parsed XML of a domain.
 #[derive(Clone, Debug)]
 pub struct Domain<'a> {
     text: &'a str,
@@ -82,7 +83,7 @@ pub struct Domain<'a> {
 }
 
 impl<'a> Domain<'a> {
-    /// Reads it.
+    /// Parses the XML of a domain.
     pub fn parse(text: &'a str) -> Result<Self, DomainError> {
         let root = Element::parse(text)?;
         if root.name != "domain" {
@@ -91,22 +92,23 @@ impl<'a> Domain<'a> {
         Ok(Self { text, root })
     }
 
-    /// Its name.
+    /// Returns the domain's name.
     pub fn name(&self) -> String {
         self.root.child("name").map(|name| name.text(self.text)).unwrap_or_default()
     }
 
-    /// Its uuid.
+    /// Returns the domain's uuid.
     pub fn uuid(&self) -> String {
         self.root.child("uuid").map(|uuid| uuid.text(self.text)).unwrap_or_default()
     }
 
-    /// The vGPUs that were attached to it.
+    /// Returns the vGPUs that the metadata lists.
     pub fn vgpus(&self) -> Vec<Vgpu> {
         metadata::find(&self.root).map(metadata::vgpus).unwrap_or_default()
     }
 
-    /// The user and group that its QEMU runs as, as libvirt writes them once it has chosen: `+64055`, or a name.
+    /// Returns the user and group of the domain's QEMU process: a name, or `+64055` for a number.
+    /// libvirt adds them to the XML before the `start` hook.
     pub fn qemu_user(&self) -> Option<(String, String)> {
         let label =
             self.root.children_in("", "seclabel").find(|l| l.attribute("model") == Some("dac"));
@@ -115,26 +117,27 @@ impl<'a> Domain<'a> {
         Some((user.to_owned(), group.to_owned()))
     }
 
-    /// What one should know who gives it a vGPU.
+    /// Returns notes for the user who attaches a vGPU.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         let devices = self.root.child("devices");
         if devices.is_some_and(|devices| devices.child("iommu").is_some()) {
             notes.push(
-                "it has an emulated IOMMU: a guest that switches it on takes its memory away from the vGPU"
+                "the domain has an emulated IOMMU; a vGPU loses access to guest memory when the \
+                 guest enables that IOMMU"
                     .to_owned(),
             );
         }
         notes
     }
 
-    /// Its XML with a vGPU; `None` where it has that already.
+    /// Returns the XML with a vGPU attached, or `None` if the same vGPU is already attached.
     pub fn attach(&self, attachment: &Attachment) -> Result<Option<String>, DomainError> {
         let Attachment { vgpu, socket } = attachment;
-        if let Some(there) = self.vgpus().into_iter().find(|there| there.uuid == vgpu.uuid) {
-            return if there == *vgpu { Ok(None) } else { Err(DomainError::Differs(vgpu.uuid)) };
+        if let Some(existing) = self.vgpus().into_iter().find(|other| other.uuid == vgpu.uuid) {
+            return if existing == *vgpu { Ok(None) } else { Err(DomainError::Differs(vgpu.uuid)) };
         }
-        if self.arguments().iter().any(|(_, device)| is_of(device, vgpu.uuid)) {
+        if self.arguments().iter().any(|(_, device)| is_device_of(device, vgpu.uuid)) {
             return Err(DomainError::ByHand(vgpu.uuid));
         }
         let kind = self.root.attribute("type").unwrap_or_default();
@@ -142,17 +145,17 @@ impl<'a> Domain<'a> {
             return Err(DomainError::NotQemu(kind.to_owned()));
         }
         let taken: Vec<_> = self.arguments().into_iter().map(|(_, device)| device).collect();
-        let (bus, slot) = place::find(&self.root, &taken)?;
+        let (bus, slot) = pci_slot::find_free(&self.root, &taken)?;
         let device =
             Device::new(socket).with_id(device_id(vgpu.uuid)).at(bus, format!("{slot:#x}"));
-        let mut edits = Edits::of(self.text);
-        let changes = memory::share(&self.root, &mut edits)?;
-        metadata::add(&self.root, vgpu, changes, &mut edits);
+        let mut edits = Edits::new(self.text);
+        let added = memory::share(&self.root, &mut edits)?;
+        metadata::add(&self.root, vgpu, added, &mut edits);
         self.add_arguments(&device, &mut edits);
         Ok(Some(edits.apply()))
     }
 
-    /// Its XML without one of its vGPUs, or without the only one; and which that was.
+    /// Returns the XML without the named vGPU, or without the only one, and the removed vGPU.
     pub fn detach(&self, which: Option<VgpuId>) -> Result<(String, Vgpu), DomainError> {
         let all = self.vgpus();
         let names = || all.iter().map(|vgpu| vgpu.uuid.to_string()).collect::<Vec<_>>().join(", ");
@@ -165,10 +168,10 @@ impl<'a> Domain<'a> {
             (None, [only]) => only,
             (None, _) => return Err(DomainError::Several(names())),
         };
-        let mut edits = Edits::of(self.text);
+        let mut edits = Edits::new(self.text);
         self.remove_arguments(vgpu.uuid, &mut edits);
-        if let Some(changes) = metadata::remove(&self.root, vgpu.uuid, &mut edits) {
-            memory::unshare(&self.root, changes, &mut edits);
+        if let Some(added) = metadata::remove(&self.root, vgpu.uuid, &mut edits) {
+            memory::unshare(&self.root, added, &mut edits);
         }
         Ok((edits.apply(), vgpu.clone()))
     }
@@ -177,7 +180,7 @@ impl<'a> Domain<'a> {
         self.root.child_in(QEMU, "commandline")
     }
 
-    /// The `-device` arguments that are passed through: the elements of each, and its value.
+    /// Returns the `-device` arguments that the domain passes through: both elements and the value.
     fn arguments(&self) -> Vec<([&Element; 2], &str)> {
         let args: Vec<_> = self
             .commandline()
@@ -217,7 +220,7 @@ impl<'a> Domain<'a> {
         let arguments = self.arguments();
         let ours: Vec<_> = arguments
             .iter()
-            .filter(|(_, value)| is_of(value, uuid))
+            .filter(|(_, value)| is_device_of(value, uuid))
             .flat_map(|(pair, _)| pair)
             .collect();
         let Some(line) = self.commandline() else { return };
@@ -225,7 +228,7 @@ impl<'a> Domain<'a> {
             return ours.into_iter().for_each(|arg| edits.remove(arg));
         }
         edits.remove(line);
-        // Its namespace, where nothing else is of it. libvirt drops an unused one by itself.
+        // Remove the namespace declaration too if no other element needs it.
         let others = self.root.children.iter().filter(|child| child.namespace == QEMU).count();
         let tag = self.text.get(self.root.tag.clone()).unwrap_or_default();
         for quote in ['"', '\''] {
@@ -238,14 +241,14 @@ impl<'a> Domain<'a> {
     }
 }
 
-/// The device's name in QEMU, by which it can be unplugged.
+/// Returns the QEMU device ID of a vGPU.
 fn device_id(uuid: VgpuId) -> String {
     let uuid = uuid.to_string();
     format!("vgpu-{}", uuid.split('-').next().unwrap_or(&uuid))
 }
 
-/// True for the value of a `-device` that is this vGPU.
-fn is_of(value: &str, uuid: VgpuId) -> bool {
+/// Returns whether a value of `-device` is the device of this vGPU.
+fn is_device_of(value: &str, uuid: VgpuId) -> bool {
     value.contains("vfio-user-pci") && value.contains(&format!("/{uuid}/"))
 }
 

@@ -44,7 +44,7 @@ fn refused(text: &str) -> String {
 }
 
 #[test]
-fn a_vgpu_is_all_that_is_added() {
+fn attaching_adds_nothing_but_the_vgpu() {
     let expected = "<domain type='kvm' xmlns:qemu=\"http://libvirt.org/schemas/domain/qemu/1.0\">
   <name>vm1</name>
   <uuid>6f06aabf-5f78-4eef-9672-7e7da73ca911</uuid>
@@ -89,7 +89,7 @@ fn attaching_again_changes_nothing_and_other_settings_are_refused() {
 }
 
 #[test]
-fn several_vgpus_have_slots_of_their_own_and_go_one_by_one() {
+fn several_vgpus_have_different_slots_and_are_detached_one_by_one() {
     let one = attach(PLAIN, &attachment(1));
     let two = attach(&one, &attachment(2));
     assert!(two.contains("&quot;0x10&quot;") && two.contains("&quot;0x11&quot;"), "{two}");
@@ -101,7 +101,7 @@ fn several_vgpus_have_slots_of_their_own_and_go_one_by_one() {
 }
 
 #[test]
-fn slots_that_devices_have_are_left_to_them() {
+fn used_slots_are_skipped() {
     let with = |device: &str| PLAIN.replace("  </devices>", &format!("    {device}\n  </devices>"));
     let text =
         with("<x><address type='pci' domain='0x0000' bus='0x00' slot='0x10' function='0x0'/></x>");
@@ -119,7 +119,7 @@ fn slots_that_devices_have_are_left_to_them() {
 }
 
 #[test]
-fn memory_keeps_what_is_said_of_it() {
+fn memory_settings_are_kept() {
     let with = |backing: &str| PLAIN.replace("  <os>", &format!("  {backing}\n  <os>"));
     for (backing, added) in [
         ("<memoryBacking>\n    <hugepages/>\n  </memoryBacking>", "access"),
@@ -141,20 +141,20 @@ fn memory_keeps_what_is_said_of_it() {
 }
 
 #[test]
-fn private_memory_is_its_owners_choice() {
-    for (what, at) in [
+fn private_memory_is_refused() {
+    for (element, at) in [
         ("<memoryBacking><access mode='private'/></memoryBacking>", "<os>"),
         ("<memoryBacking><source type='anonymous'/></memoryBacking>", "<os>"),
         ("<cpu><numa><cell id='0' memAccess='private'/></numa></cpu>", "<os>"),
         ("<memory model='dimm' access='private'/>", "<graphics"),
     ] {
-        let error = refused(&PLAIN.replace(at, &format!("{what}{at}")));
-        assert!(error.starts_with("asks for memory that no other process can map ("), "{error}");
+        let error = refused(&PLAIN.replace(at, &format!("{element}{at}")));
+        assert!(error.starts_with("requests memory that no other process can map ("), "{error}");
     }
 }
 
 #[test]
-fn what_was_added_since_is_left() {
+fn elements_added_after_attaching_are_kept() {
     let attached = attach(PLAIN, &attachment(1));
     let changed = attached
         .replace("<access mode=\"shared\"/>", "<access mode=\"shared\"/>\n    <hugepages/>");
@@ -166,7 +166,7 @@ fn what_was_added_since_is_left() {
 }
 
 #[test]
-fn other_peoples_metadata_and_arguments_stay() {
+fn foreign_metadata_and_arguments_are_kept() {
     let text = PLAIN
         .replace("<domain type='kvm'>", &format!("<domain type='kvm' xmlns:q='{QEMU}'>"))
         .replace(
@@ -184,7 +184,7 @@ fn other_peoples_metadata_and_arguments_stay() {
 }
 
 #[test]
-fn one_that_was_attached_by_hand_is_recognised() {
+fn a_manually_attached_vgpu_is_recognized() {
     let by_hand = attach(PLAIN, &attachment(0xa));
     let start = by_hand.find("  <metadata>").unwrap();
     let end = by_hand.find("</metadata>\n").unwrap() + "</metadata>\n".len();
@@ -195,26 +195,33 @@ fn one_that_was_attached_by_hand_is_recognised() {
 }
 
 #[test]
-fn what_is_no_such_domain_is_refused() {
+fn unsuitable_domains_are_refused() {
     assert!(
         refused(&PLAIN.replace("type='kvm'", "type='xen'"))
             .contains("is of type xen; a vGPU needs QEMU (type kvm or qemu)")
     );
     let unread = |text: &str| Domain::parse(text).unwrap_err().to_string();
-    assert_eq!(unread("<network/>"), "is no domain: its XML begins with <network>");
-    assert!(unread("nothing").starts_with("cannot be read: This is no XML: "));
+    assert_eq!(
+        unread("<network/>"),
+        "is not a libvirt domain: the root element of its XML is <network>"
+    );
+    assert!(unread("nothing").starts_with("cannot be read: Not well-formed XML: "));
     let attached = attach(PLAIN, &attachment(0xa));
     let other = Domain::parse(&attached).unwrap().detach(Some(attachment(0xb).vgpu.uuid));
     let other = other.unwrap_err().to_string();
-    assert!(other.starts_with("has no vGPU ") && other.contains("d00b, but "), "{other}");
+    assert!(
+        other.starts_with("has no vGPU ") && other.contains("d00b; its vGPUs are: "),
+        "{other}"
+    );
     let mut differs = attachment(0xa);
     differs.vgpu.core = Some(77);
     let differs = Domain::parse(&attached).unwrap().attach(&differs).unwrap_err().to_string();
-    assert!(differs.ends_with(" already, with other settings; detach that first"), "{differs}");
+    assert!(differs.starts_with("already has vGPU "), "{differs}");
+    assert!(differs.ends_with(" with other settings; detach that vGPU first"), "{differs}");
 }
 
 #[test]
-fn the_user_is_that_of_the_dac_label() {
+fn the_qemu_user_comes_from_the_dac_label() {
     let label =
         "  <seclabel type='dynamic' model='dac'><label>+64055:+993</label></seclabel>\n</domain>";
     let text = PLAIN.replace("</domain>", label);
@@ -225,7 +232,7 @@ fn the_user_is_that_of_the_dac_label() {
 
 proptest! {
     #[test]
-    fn what_is_attached_can_be_detached(
+    fn detaching_undoes_attaching(
         name in "[a-zA-Z0-9 <>&'\"-]{1,12}", parent in prop::option::of("[ -~]{1,12}"), core in 1..=100_u8,
     ) {
         let mut attachment = attachment(3);

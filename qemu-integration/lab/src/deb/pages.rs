@@ -1,6 +1,6 @@
-//! Manual pages as mandoc wants them: with a heading that it understands, and no blank line made in two ways.
+//! Manual pages that pass mandoc: with a valid heading and without doubled blank lines.
 
-/// A page of this name (`vgpuctl-list`) and section, from what the program itself wrote.
+/// Formats the page of this name (such as `vgpuctl-list`) and section from the program's output.
 pub fn tidy(page: &str, name: &str, section: &str, date: &str) -> String {
     let version = env!("CARGO_PKG_VERSION");
     let title = name.to_uppercase().replace('-', "\\-");
@@ -17,7 +17,7 @@ pub fn tidy(page: &str, name: &str, section: &str, date: &str) -> String {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_heading_says_which_page_of_which_release_this_is() {
+    fn heading_contains_page_and_release() {
         let page = ".TH vgpuctl-list 1  \"list \" \n.SH NAME\nFormat\n.br\n\n.br\nvalues\n";
         let version = env!("CARGO_PKG_VERSION");
         assert_eq!(

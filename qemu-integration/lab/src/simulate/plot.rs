@@ -1,4 +1,4 @@
-//! Plots of a simulation, as SVG.
+//! SVG plots of a simulation.
 
 use std::path::Path;
 
@@ -12,24 +12,25 @@ const SIZE: (u32, u32) = (900, 500);
 const COLOURS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(255, 127, 14), RGBColor(44, 160, 44), RGBColor(214, 39, 40)];
 
-/// What is drawn on.
+/// Drawing area.
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartBuilder<'a, 'a, SVGBackend<'b>>;
 type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
-/// What each always busy vGPU was due, as a line, and what it got, as points.
+/// Plots the due share of each always busy vGPU as a line, and the received share as points.
 pub fn shares(path: &Path, outcome: &Outcome) -> Result<()> {
     let mut busy: Vec<_> =
         outcome.members.iter().filter(|member| member.workload.is_endless()).collect();
     busy.sort_by(|a, b| a.due.total_cmp(&b.due));
     let most = busy.iter().map(|member| member.due.max(member.got)).fold(0.0, f64::max);
-    let title = format!("{} vGPUs, {}: share due (line) and got", outcome.vgpus, outcome.mix);
+    let title =
+        format!("{} vGPUs, {}: due share (line) and received share", outcome.vgpus, outcome.mix);
     draw(path, |root| {
         let mut chart =
             framed(root, &title).build_cartesian_2d(0.0..busy.len() as f64, 0.0..most * 110.0)?;
         chart
             .configure_mesh()
-            .x_desc("vGPUs that are always busy, by what is due to them")
+            .x_desc("always busy vGPUs, by due share")
             .y_desc("hundredths of the GPU")
             .draw()?;
         let at = |index: usize| index as f64 + 0.5;
@@ -45,13 +46,13 @@ pub fn shares(path: &Path, outcome: &Outcome) -> Result<()> {
     })
 }
 
-/// How long turns were waited for, from the median to one in ten thousand.
+/// Plots the waiting times for a time slice, from the median to one in ten thousand.
 pub fn waits(path: &Path, outcomes: &[&Outcome]) -> Result<()> {
     const NINES: [f64; 9] = [0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999];
     let wait = |outcome: &Outcome, part| (outcome.waits.quantile(part) as f64 / 1e6).max(1e-3);
     let most = outcomes.iter().map(|outcome| wait(outcome, 0.9999)).fold(1e-2, f64::max);
     let vgpus = outcomes.first().map_or(0, |outcome| outcome.vgpus);
-    let title = format!("{vgpus} vGPUs: time waited for a turn");
+    let title = format!("{vgpus} vGPUs: waiting time for a slice");
     draw(path, |root| {
         let mut chart = framed(root, &title)
             .build_cartesian_2d(0.0..(NINES.len() - 1) as f64, (1e-3..most * 2.0).log_scale())?;
@@ -81,7 +82,7 @@ pub fn waits(path: &Path, outcomes: &[&Outcome]) -> Result<()> {
     })
 }
 
-/// What a decision costs with more and more vGPUs.
+/// Plots the cost of a decision by the number of vGPUs.
 pub fn costs(path: &Path, outcomes: &[Outcome]) -> Result<()> {
     let most = outcomes.iter().map(|outcome| outcome.decision_ns).fold(2000.0, f64::max);
     let last = outcomes.iter().map(|outcome| outcome.vgpus).max().unwrap_or(1) as f64;
@@ -98,14 +99,14 @@ pub fn costs(path: &Path, outcomes: &[Outcome]) -> Result<()> {
     })
 }
 
-/// A chart with a title, before it has axes.
+/// Returns a chart with a title and without axes.
 fn framed<'a, 'b>(root: &'a Area<'b>, title: &str) -> Chart<'a, 'b> {
     let mut chart = ChartBuilder::on(root);
     chart.caption(title, ("sans-serif", 20)).margin(12).x_label_area_size(36).y_label_area_size(64);
     chart
 }
 
-/// A file with what `body` draws in it.
+/// Writes a file with the drawing of `body`.
 fn draw(path: &Path, body: impl FnOnce(&Area<'_>) -> Drawn) -> Result<()> {
     let root = SVGBackend::new(path, SIZE).into_drawing_area();
     let all = || -> Drawn {

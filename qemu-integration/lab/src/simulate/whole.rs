@@ -1,23 +1,24 @@
-//! Kernels that are longer than a slice, on a GPU that does not preempt: who has how much of it.
+//! Shares with kernels longer than a slice, on a GPU without preemption.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use comfy_table::{Table, presets};
 use mdev_core::sched::sim::{Simulation, Workload};
-use mdev_core::sched::{Config, Core, Enforcement, Mode, Share, Silicon};
+use mdev_core::sched::{Config, Core, Enforcement, GpuFeatures, Mode, ShareRequest};
 
 use super::{LATE, id};
 
-/// As an H100 is: a switch takes 0.17 ms, and the default slice is 12 ms.
-const SILICON: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false, exact: false };
+/// Parameters of an H100: a switch takes 0.17 ms, and the default slice is 12 ms.
+const H100: GpuFeatures =
+    GpuFeatures { enforcement: Enforcement::Gates, preempts: false, exact_slices: false };
 const SWITCH_NS: u64 = 170_000;
 const SLICE: Duration = Duration::from_millis(12);
 
 const LONG: Workload = Workload::steady(20_000_000);
 const SHORT: Workload = Workload::steady(50_000);
 
-/// What is asked for, whether it is a cap, and what runs.
+/// Requested shares, whether they are caps, and the workloads.
 type Tenant = (u8, Mode, Workload);
 
 const CASES: [(&str, &[Tenant]); 8] = [
@@ -40,21 +41,23 @@ const CASES: [(&str, &[Tenant]); 8] = [
     ("hard 25 of 50 us, 75 of 20 ms", &[(25, Mode::Hard, SHORT), (75, Mode::Soft, LONG)]),
 ];
 
-/// Prints what each got over 10 s after 1 s; by how many points the worst of them was off.
+/// Prints the shares received in the 10 s after the first second. Returns the largest error in
+/// points.
 pub fn run() -> Result<f64> {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["kernels that are not preempted", "got", "error max", "wait p99", "gates"]);
     let mut worst = 0.0_f64;
     for (what, tenants) in CASES {
-        let mut sim = Simulation::new(Config::new(SLICE), SILICON, SWITCH_NS);
-        sim.set_late(LATE);
+        let mut sim = Simulation::new(Config::new(SLICE), H100, SWITCH_NS);
+        sim.set_report_delay(LATE);
         for (index, (core, mode, workload)) in tenants.iter().enumerate() {
-            let share = Share { mode: *mode, ..Share::of(Core::try_from(*core).ok()) };
+            let share =
+                ShareRequest { mode: *mode, ..ShareRequest::with_core(Core::try_from(*core).ok()) };
             sim.start(id(index), share, *workload)?;
         }
         sim.run(Duration::from_secs(1))?;
-        sim.forget_waits();
+        sim.reset_waits();
         let before = sim.usage();
         sim.run(Duration::from_secs(10))?;
         let after = sim.usage();

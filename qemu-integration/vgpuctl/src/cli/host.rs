@@ -1,9 +1,9 @@
-//! This host: `parents`, `doctor`, and what packages are made of.
+//! Commands about this host: `parents`, `doctor`, `completions`, `man`.
 
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use vendor_backends::vfio::host::Address;
+use host_inventory::PciAddress;
 
 use super::Output;
 
@@ -12,39 +12,40 @@ use super::Output;
     args_conflicts_with_subcommands = true,
     after_help = "\
 Examples:
-  vgpuctl parents                        displays and accelerators of this host
-  vgpuctl parents bind 0000:3b:00.0      take one from its driver, for vfio-pci
-  vgpuctl parents unbind 0000:3b:00.0    and give it back"
+  vgpuctl parents                        list display adapters and accelerators
+  vgpuctl parents bind 0000:3b:00.0      bind a device to vfio-pci
+  vgpuctl parents unbind 0000:3b:00.0    return the device to its driver"
 )]
 pub struct Parents {
-    /// What to do with one of them.
+    /// Operation on a device.
     #[command(subcommand)]
     pub task: Option<ParentsTask>,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum ParentsTask {
-    /// Take a device from its driver and give it to vfio-pci. Needs root.
+    /// Unbind a device from its driver and bind it to vfio-pci. Requires root.
     ///
-    /// Where systemd runs vgpud, this is done again after each boot, and vgpud's service may use the device.
+    /// If systemd runs vgpud, the binding is repeated after each boot, and vgpud's service gets
+    /// access to the device.
     Bind {
-        /// Its PCI address, for example 0000:3b:00.0.
-        address: Address,
-        /// Not after the next boot. Elsewhere than under systemd it is always so.
+        /// PCI address, for example 0000:3b:00.0.
+        address: PciAddress,
+        /// Do not repeat the binding after a boot. Always the case without systemd.
         #[arg(long)]
         until_reboot: bool,
-        /// Format of the answer.
+        /// Output format.
         #[arg(long, value_enum, default_value_t)]
         output: Output,
     },
-    /// Take a device from vfio-pci, for good, and give it back to its driver. Needs root.
+    /// Permanently unbind a device from vfio-pci and return it to its driver. Requires root.
     Unbind {
-        /// Its PCI address.
-        address: Address,
-        /// Format of the answer.
+        /// PCI address.
+        address: PciAddress,
+        /// Output format.
         #[arg(long, value_enum, default_value_t)]
         output: Output,
     },
@@ -52,29 +53,29 @@ pub enum ParentsTask {
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Findings are ok, warnings (works, or will not for some) and problems (does not work). Nothing is
-changed. Root sees most. Exit status 1 where there is a problem, 0 where there is none.
+Findings are ok, warnings (works with restrictions) and problems (does not work). The command
+changes nothing. Some checks require root. Exit status 1 if there is a problem, otherwise 0.
 
 Examples:
-  vgpuctl doctor                                   before the first VM, and when one fails
+  vgpuctl doctor                                   before the first VM, or when a VM fails
   vgpuctl doctor --output json                     for programs: check, level, what, fix")]
 pub struct Doctor {
-    /// The folder that the host's /etc, /proc, /dev, /sys, /run and /usr are in.
+    /// Root directory of the host's /etc, /proc, /dev, /sys, /run and /usr.
     #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
     pub root: PathBuf,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 #[derive(Debug, Args)]
 pub struct Completions {
-    /// The shell.
+    /// Shell.
     pub shell: clap_complete::Shell,
 }
 
 #[derive(Debug, Args)]
 pub struct Man {
-    /// Where they are written.
+    /// Output folder.
     pub folder: PathBuf,
 }

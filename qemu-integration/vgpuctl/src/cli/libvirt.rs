@@ -1,4 +1,4 @@
-//! `vgpuctl libvirt ...`
+//! Arguments of `vgpuctl libvirt`.
 
 use std::path::PathBuf;
 
@@ -11,11 +11,11 @@ use super::Output;
 #[command(after_help = "\
 Examples:
   vgpuctl libvirt install-hook                     once on each host, then restart libvirt
-  vgpuctl libvirt attach vm1 --type SOFT-1Q        a vGPU of its own, made anew for each start
-  vgpuctl libvirt attach vm1 -u UUID               one that is defined
-  vgpuctl libvirt detach vm1                       the domain as it was
+  vgpuctl libvirt attach vm1 --type SOFT-1Q        a transient vGPU for each start of vm1
+  vgpuctl libvirt attach vm1 -u UUID               a defined vGPU
+  vgpuctl libvirt detach vm1                       restores the domain's definition
 
-With the hook, a domain's vGPU is started before it and stopped after it, whatever ends it.")]
+The hook starts a domain's vGPU before the domain and stops it after the domain has ended.")]
 pub struct Libvirt {
     #[command(subcommand)]
     pub command: LibvirtCommand,
@@ -23,35 +23,35 @@ pub struct Libvirt {
 
 #[derive(Debug, Subcommand)]
 pub enum LibvirtCommand {
-    /// Give a domain a vGPU, from its next start on.
+    /// Attach a vGPU to a domain. Takes effect at the domain's next start.
     Attach(Attach),
-    /// Take a domain's vGPU away, and leave its definition as it was before.
+    /// Detach a vGPU from a domain and restore the domain's definition.
     Detach(Detach),
-    /// Install the hook that starts a domain's vGPU before it and stops it after it.
+    /// Install the libvirt hook that starts and stops vGPUs with their domains.
     InstallHook(InstallHook),
     /// Print parents and started vGPUs as libvirt's node devices.
     Nodedev(Nodedev),
-    /// What libvirt runs, with the domain's XML on the standard input: see install-hook.
+    /// Run by libvirt, with the domain's XML on the standard input; see install-hook.
     #[command(hide = true)]
     Hook(Hook),
 }
 
-/// Which libvirt, and which of its domains.
+/// Options that select a domain, common to `attach` and `detach`.
 #[derive(Debug, Args)]
 pub struct Domain {
-    /// The domain: its name, number or uuid.
+    /// Domain by name, ID or uuid.
     #[arg(value_name = "DOMAIN")]
     pub name: String,
-    /// libvirt's address, as virsh takes it.
+    /// Connection URI of libvirt, as for virsh.
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     pub connect: String,
-    /// Change the definition of a domain that is running: in force from its next start on.
+    /// Change the definition of a running domain. Takes effect at the domain's next start.
     #[arg(long)]
     pub config: bool,
-    /// Print the domain's new XML, and change nothing.
+    /// Print the domain's new XML without changing the domain.
     #[arg(long, conflicts_with = "output")]
     pub print_xml: bool,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
@@ -59,26 +59,26 @@ pub struct Domain {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).args(["uuid", "mdev_type"]))]
 #[command(after_help = "\
-What changes in the domain: its memory becomes shared, the device is passed to QEMU by
-<qemu:commandline>, and <metadata> says which vGPU it is. All else stays as it is.
+Makes the domain's memory shared, passes the device to QEMU by <qemu:commandline> and records the
+vGPU in <metadata>. The rest of the domain does not change.
 
 Examples:
   vgpuctl libvirt attach vm1 --type SOFT-1Q --core 50
-  vgpuctl libvirt attach vm1 -u UUID --config      while vm1 runs
+  vgpuctl libvirt attach vm1 -u UUID --config      while vm1 is running
   vgpuctl libvirt attach vm1 --type SOFT-1Q --print-xml")]
 pub struct Attach {
     #[command(flatten)]
     pub domain: Domain,
-    /// Its type: a vGPU of the domain's own, which is made anew for each start.
+    /// Type of a transient vGPU, which is created for each start of the domain.
     #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
     pub mdev_type: Option<String>,
-    /// A vGPU that is defined.
+    /// Uuid of a defined vGPU.
     #[arg(short, long)]
     pub uuid: Option<VgpuId>,
-    /// Hundredths of the GPU that it gets at least. Changes the definition of one that is defined.
+    /// Minimum share in hundredths of the GPU. Changes the definition of a defined vGPU.
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=100))]
     pub core: Option<u8>,
-    /// The parent. Without it, the first that has room when the domain starts.
+    /// Parent. Default: the first parent with room when the domain starts.
     #[arg(short, long, conflicts_with = "uuid")]
     pub parent: Option<String>,
 }
@@ -87,34 +87,34 @@ pub struct Attach {
 pub struct Detach {
     #[command(flatten)]
     pub domain: Domain,
-    /// Which of several.
+    /// Uuid of the vGPU, if the domain has several.
     #[arg(short, long)]
     pub uuid: Option<VgpuId>,
 }
 
 #[derive(Debug, Args)]
 pub struct InstallHook {
-    /// The file system to install it into.
+    /// Root directory of the installation.
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub root: PathBuf,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 #[derive(Debug, Args)]
 pub struct Nodedev {
-    /// The device's name. Without it, all of them.
+    /// Name of a node device. Default: all devices.
     pub name: Option<String>,
     /// Print names only.
     #[arg(long, conflicts_with = "name")]
     pub list: bool,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
-/// As libvirt calls it: domain, operation, sub-operation, and one more word.
+/// Arguments that libvirt passes to a hook.
 #[derive(Debug, Args)]
 pub struct Hook {
     pub domain: String,

@@ -1,4 +1,4 @@
-//! Screens: `view`, `web`, `screenshot`, `focus`.
+//! Commands about screens: `view`, `web`, `screenshot`, `focus`.
 
 use std::path::PathBuf;
 
@@ -6,15 +6,15 @@ use clap::Args;
 use mdev_core::ids::VgpuId;
 
 use super::Output;
-use super::values::{monitor, turns};
+use super::values::{monitor, rotation_interval};
 
-/// A vGPU, by its place or, as mdevctl's commands take it, by a flag.
+/// vGPU as a positional argument or, as in mdevctl's commands, as an option.
 #[derive(Debug, Args)]
-pub struct Which {
-    /// The vGPU.
+pub struct VgpuArg {
+    /// Uuid of the vGPU.
     #[arg(value_name = "UUID")]
     positional: Option<VgpuId>,
-    /// The vGPU.
+    /// Uuid of the vGPU.
     #[arg(
         id = "flagged",
         short = 'u',
@@ -25,11 +25,11 @@ pub struct Which {
     flagged: Option<VgpuId>,
 }
 
-/// Both ways.
-const WHICH: [&str; 2] = ["positional", "flagged"];
+/// Argument IDs of [`VgpuArg`].
+const VGPU_ARGS: [&str; 2] = ["positional", "flagged"];
 
-impl Which {
-    /// The one that is named, if one is.
+impl VgpuArg {
+    /// Returns the named vGPU.
     pub fn id(&self) -> Option<VgpuId> {
         self.positional.or(self.flagged)
     }
@@ -37,93 +37,93 @@ impl Which {
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Prints how to connect, starts a viewer if one is installed (TigerVNC's vncviewer, remote-viewer,
-gvncviewer), and serves the screen until it is ended. Only you and root can open the socket; on
-loopback, where every user can connect, each run has a password of its own. docs/console.md has more.
+Prints how to connect, starts an installed viewer (TigerVNC's vncviewer, remote-viewer, gvncviewer)
+and serves the screen until the command ends. Only you and root can open the UNIX socket. A TCP
+port on loopback is open to every local user; each run has a new password. See docs/console.md.
 
 Examples:
-  vgpuctl view UUID                                watch it
-  vgpuctl view UUID --monitor /run/vm/qmp.sock     with keyboard and pointer: a QMP socket of the VM
-  vgpuctl view UUID --tcp --print                  for a viewer of your own, with a password
+  vgpuctl view UUID                                view only
+  vgpuctl view UUID --monitor /run/vm/qmp.sock     with keyboard and pointer by the VM's QMP socket
+  vgpuctl view UUID --tcp --print                  for any VNC viewer, with a password
   ssh -L 5901:localhost:5901 HOST vgpuctl view UUID --tcp=5901
                                                    from another machine")]
 pub struct View {
     #[command(flatten)]
-    pub which: Which,
-    /// A QMP socket of the VM that the vGPU is attached to: keyboard and pointer go there.
+    pub vgpu: VgpuArg,
+    /// QMP socket of the vGPU's VM, which receives keyboard and pointer input.
     #[arg(long, value_name = "PATH")]
     pub monitor: Option<PathBuf>,
-    /// Serve it on this port of 127.0.0.1, or on one that is free, with a password.
+    /// Serve the screen on this port of 127.0.0.1, or on a free port, with a password.
     #[arg(long, value_name = "PORT", num_args = 0..=1, require_equals = true,
         default_missing_value = "0")]
     pub tcp: Option<u16>,
-    /// Only print how to connect; start no viewer.
+    /// Print how to connect without starting a viewer.
     #[arg(long)]
     pub print: bool,
-    /// Format of what is printed.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-vgpud serves the console if it is started with --web, on this host alone. The address opens one
-session, once, within five minutes. docs/console.md says what the page shows, and to whom.
+vgpud serves the web console on this host if it was started with --web. The address opens one
+session and expires after five minutes. See docs/console.md.
 
 Examples:
   vgpuctl web                                      all vGPUs: shares, memory, events, screens
-  vgpuctl web --monitor UUID=/run/vm/qmp.sock      that VM's screen with keyboard and pointer
+  vgpuctl web --monitor UUID=/run/vm/qmp.sock      a screen with keyboard and pointer
   ssh -L 8006:127.0.0.1:8006 HOST vgpuctl web      from another machine")]
 pub struct Web {
-    /// A QMP socket of the VM that a vGPU is attached to: its keyboard and pointer; may be repeated.
+    /// QMP socket of a vGPU's VM, which receives keyboard and pointer input; may be repeated.
     #[arg(long, value_name = "UUID=PATH", value_parser = monitor)]
     pub monitor: Vec<(VgpuId, PathBuf)>,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 #[derive(Debug, Args)]
 pub struct Screenshot {
-    /// Its uuid.
+    /// Uuid of the vGPU.
     #[arg(short, long)]
     pub uuid: VgpuId,
-    /// The PNG file to write; - writes the standard output, and nothing else there.
+    /// PNG file to write; - writes the picture to the standard output.
     #[arg(short = 'o', long = "file", value_name = "FILE")]
     pub file: PathBuf,
-    /// Format of the answer: nothing, or what was written and where.
+    /// Output format: nothing as text, or the file and its size as JSON.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-For parents with a physical screen: display adapters (vfio:ADDRESS). One vGPU at a time is on it;
-if that one stops, the next takes its place. A vGPU that is put there stays, and turns end; both
-last until they are changed, also over restarts of vgpud.
+Display adapters (vfio:ADDRESS) have a physical screen, which shows one vGPU at a time. When the
+shown vGPU stops, the next one is shown. Focusing a vGPU ends rotation. Focus and rotation persist
+over restarts of vgpud.
 
 Examples:
-  vgpuctl focus                                    who is on which screen
-  vgpuctl focus UUID                               this one, from now on
-  vgpuctl focus --rotate 10                        each in turn, for 10 seconds: for kiosks
-  vgpuctl focus --rotate 10 -p 0000:3b:00.0        the same where there are several screens
-  vgpuctl focus --rotate off                       whoever is there stays")]
+  vgpuctl focus                                    list screens with the shown vGPUs
+  vgpuctl focus UUID                               show this vGPU
+  vgpuctl focus --rotate 10                        show each vGPU for 10 seconds, for kiosks
+  vgpuctl focus --rotate 10 -p 0000:3b:00.0        the same with several screens
+  vgpuctl focus --rotate off                       keep showing the current vGPU")]
 pub struct Focus {
     #[command(flatten)]
-    pub which: Which,
-    /// Show the vGPUs in turn, each for so many seconds; off ends that. Those without a picture are
-    /// passed over.
-    #[arg(long, value_name = "SECONDS|off", value_parser = turns,
-        conflicts_with_all = WHICH)]
-    pub rotate: Option<Turns>,
-    /// The parent. Needed for a change where several have a screen.
-    #[arg(short, long, conflicts_with_all = WHICH)]
+    pub vgpu: VgpuArg,
+    /// Show each vGPU for this many seconds; off ends rotation. vGPUs without a picture are
+    /// skipped.
+    #[arg(long, value_name = "SECONDS|off", value_parser = rotation_interval,
+        conflicts_with_all = VGPU_ARGS)]
+    pub rotate: Option<RotationInterval>,
+    /// Parent. Required for a change if several parents have a screen.
+    #[arg(short, long, conflicts_with_all = VGPU_ARGS)]
     pub parent: Option<String>,
-    /// Format of the answer: with --output json, what was changed is printed too.
+    /// Output format. JSON is also printed for changes.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }
 
-/// How long each is shown, or that there are no turns.
+/// Seconds that each vGPU is shown; `None` ends rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turns(pub Option<u64>);
+pub struct RotationInterval(pub Option<u64>);

@@ -1,60 +1,60 @@
-//! The command line: sound, mdevctl's where it has one, and readable by programs.
+//! Tests of the command line: consistency, mdevctl's command lines, JSON output of every command.
 
 use clap::CommandFactory;
 
 use super::*;
 
 #[test]
-fn the_command_line_is_sound() {
+fn the_command_line_is_consistent() {
     Cli::command().debug_assert();
 }
 
-/// Commands that have no answer for a program to read, and why.
+/// Commands without JSON output, and the reason.
 const WITHOUT_JSON: [(&str, &str); 6] = [
-    ("completions", "what it prints is a shell's"),
-    ("man", "what it writes is troff"),
-    ("top", "is a terminal's; stats has the same numbers"),
-    ("start-parent-mdevs", "is udev's, and refuses"),
-    ("libvirt hook", "is libvirt's, which reads its exit status and one line"),
+    ("completions", "prints a shell script"),
+    ("man", "writes troff"),
+    ("top", "draws on a terminal; stats has the same numbers"),
+    ("start-parent-mdevs", "is called by udev and always fails"),
+    ("libvirt hook", "is called by libvirt, which reads the exit status and one line"),
     ("help", "is for people"),
 ];
 
 #[test]
-fn every_command_answers_programs() {
+fn every_command_has_json_output() {
     let mut without = Vec::new();
     let mut command = Cli::command();
     command.build();
-    lacking(&command, "", &mut without);
+    without_json(&command, "", &mut without);
     without.sort_unstable();
     without.dedup();
     let mut exempt: Vec<_> = WITHOUT_JSON.iter().map(|(name, _)| (*name).to_owned()).collect();
     exempt.sort_unstable();
-    assert_eq!(without, exempt, "give it --output json, or a reason above");
+    assert_eq!(without, exempt, "add --output json, or a reason above");
 }
 
-/// Names of the commands below one that have no `--output json`.
-fn lacking(command: &clap::Command, path: &str, found: &mut Vec<String>) {
-    for below in command.get_subcommands() {
-        let name = format!("{path} {}", below.get_name()).trim_start().to_owned();
-        if below.get_name() == "help" {
+/// Collects the names of a command's subcommands without `--output json`.
+fn without_json(command: &clap::Command, path: &str, found: &mut Vec<String>) {
+    for subcommand in command.get_subcommands() {
+        let name = format!("{path} {}", subcommand.get_name()).trim_start().to_owned();
+        if subcommand.get_name() == "help" {
             found.push("help".to_owned());
             continue;
         }
-        lacking(below, &name, found);
+        without_json(subcommand, &name, found);
         let json = |arg: &clap::Arg| {
             let values = arg.get_possible_values();
             arg.get_long() == Some("output") && values.iter().any(|v| v.matches("json", false))
         };
-        // One that only leads to others answers nothing itself.
-        let leads = below.is_subcommand_required_set();
-        if !leads && !below.get_arguments().any(json) {
+        // A command that requires a subcommand has no output of its own.
+        let requires_subcommand = subcommand.is_subcommand_required_set();
+        if !requires_subcommand && !subcommand.get_arguments().any(json) {
             found.push(name);
         }
     }
 }
 
 #[test]
-fn mdevctl_command_lines_are_understood() {
+fn mdevctl_command_lines_are_accepted() {
     let uuid = "83c32df7-d52e-4ec1-9668-1f3c7e4df107";
     for line in [
         "types",
@@ -83,7 +83,7 @@ fn mdevctl_command_lines_are_understood() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_command_lines_are_refused() {
     for line in [
         "define",
         "start",

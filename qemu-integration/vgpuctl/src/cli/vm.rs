@@ -1,4 +1,4 @@
-//! What a VM is started with: `qemu-args`, `libvirt-xml`.
+//! Commands that print configuration of VMs: `qemu-args`, `libvirt-xml`.
 
 use clap::Args;
 use mdev_core::ids::VgpuId;
@@ -11,43 +11,43 @@ Examples:
   vgpuctl qemu-args -u UUID                        machine, shared memory and device
   vgpuctl qemu-args -u UUID --device               the value of -device alone
   vgpuctl qemu-args -u UUID -- qemu-system-x86_64 -m 2G -M q35 disk.img
-                                                   a command line that exists, with the vGPU")]
+                                                   an existing command line with the vGPU")]
 pub struct QemuArgs {
-    /// Its uuid.
+    /// Uuid of the vGPU.
     #[arg(short, long)]
     pub uuid: VgpuId,
-    /// The VM's memory.
+    /// Memory size of the VM.
     #[arg(long, default_value = "2G", conflicts_with_all = ["device", "command"])]
     pub memory: String,
-    /// The VM's machine.
+    /// Machine type of the VM.
     #[arg(long, default_value = "q35,accel=kvm:tcg", conflicts_with_all = ["device", "command"])]
     pub machine: String,
-    /// A name for the device, by which it can be unplugged.
+    /// QEMU device ID, for `device_del`.
     #[arg(long)]
     pub id: Option<String>,
     /// Print the value of -device alone.
     #[arg(long, conflicts_with = "command")]
     pub device: bool,
-    /// Format of the answer: lines for a shell, or a list of arguments.
+    /// Output format: a shell command as text, or a list of arguments as JSON.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
-    /// QEMU's command line as it is now; printed with the vGPU attached and its memory shared.
+    /// Existing QEMU command line. Printed with the vGPU and shared memory added.
     #[arg(last = true)]
     pub command: Vec<String>,
 }
 
 #[derive(Debug, Args)]
 pub struct LibvirtXml {
-    /// Its uuid.
+    /// Uuid of the vGPU.
     #[arg(short, long)]
     pub uuid: VgpuId,
-    /// The bus of the VM that it is on.
+    /// PCI bus of the VM for the device.
     #[arg(long, default_value = integrate::device::DEFAULT_ADDRESS.0)]
     pub bus: String,
-    /// The slot on that bus.
+    /// Slot on the bus.
     #[arg(long, default_value = integrate::device::DEFAULT_ADDRESS.1)]
     pub addr: String,
-    /// Format of the answer: the XML, or what it is made of.
+    /// Output format: the XML as text, or the XML and its parts as JSON.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }

@@ -1,30 +1,28 @@
-//! `focus`
+//! `focus`: physical screens.
 
 use std::fmt::Write as _;
 
 use mdev_core::ids::VgpuId;
-use vfio_user_server::api::model::{
-    ErrorCode, ErrorDetail, Focused, Parent, PhysicalScreen, Rotate,
-};
+use vgpud_api::{ErrorCode, ErrorDetail, Focused, Parent, PhysicalScreen, Rotate};
 
 use super::read::no_parent;
-use crate::cli::{Focus as Args, Output, Turns};
+use crate::cli::{Focus as Args, Output, RotationInterval};
 use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// `focus`
+/// Runs `focus`.
 pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
-    if let Some(uuid) = args.which.id() {
+    if let Some(uuid) = args.vgpu.id() {
         return show(client, uuid, args.output).await;
     }
     let parents: Vec<Parent> = client.get("/v1/parents").await?;
-    if let Some(turns) = args.rotate {
+    if let Some(interval) = args.rotate {
         let parent = match args.parent {
             Some(parent) => parent,
             None => only_screen(&parents)?,
         };
-        return rotate(client, &parent, turns, args.output).await;
+        return rotate(client, &parent, interval, args.output).await;
     }
     let names: Vec<_> = parents.iter().map(|parent| parent.name.clone()).collect();
     if let Some(parent) = args.parent.as_ref().filter(|parent| !names.contains(parent)) {
@@ -36,13 +34,14 @@ pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
     match args.output {
         Output::Json => pretty(&screens),
         Output::Text if screens.is_empty() => {
-            Ok(b"There is no physical screen; `vgpuctl view UUID` shows a vGPU's here\n".to_vec())
+            Ok(b"There is no physical screen; use `vgpuctl view UUID` to show a vGPU's screen\n"
+                .to_vec())
         }
         Output::Text => Ok(screens.iter().map(line).collect::<String>().into_bytes()),
     }
 }
 
-/// Puts a vGPU on its parent's screen.
+/// Shows a vGPU on its parent's screen.
 async fn show(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, Failure> {
     let shown: Focused = client.post(&format!("{}/focus", vgpu_path(uuid)), &()).await?;
     match output {
@@ -51,25 +50,25 @@ async fn show(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, 
     }
 }
 
-/// Lets a parent's vGPUs take turns on its screen, or ends that.
+/// Starts or ends rotation of a parent's screen between its vGPUs.
 async fn rotate(
     client: &Client,
     parent: &str,
-    turns: Turns,
+    interval: RotationInterval,
     output: Output,
 ) -> Result<Vec<u8>, Failure> {
     let path = format!("/v1/parents/{parent}/rotation");
-    let screen: PhysicalScreen = client.post(&path, &Rotate { seconds: turns.0 }).await?;
+    let screen: PhysicalScreen = client.post(&path, &Rotate { seconds: interval.0 }).await?;
     match output {
         Output::Json => pretty(&screen),
         Output::Text => Ok(Vec::new()),
     }
 }
 
-/// The parent that is meant where none is named.
+/// Returns the only parent with a screen. Fails if there is none or there are several.
 fn only_screen(parents: &[Parent]) -> Result<String, Failure> {
-    let with: Vec<_> = parents.iter().filter(|parent| parent.screen.is_some()).collect();
-    match with.as_slice() {
+    let candidates: Vec<_> = parents.iter().filter(|parent| parent.screen.is_some()).collect();
+    match candidates.as_slice() {
         [only] => Ok(only.name.clone()),
         [] => {
             let message = "No parent has a physical screen".to_owned();
@@ -77,22 +76,22 @@ fn only_screen(parents: &[Parent]) -> Result<String, Failure> {
         }
         several => {
             let names: Vec<_> = several.iter().map(|parent| parent.name.as_str()).collect();
-            let what =
-                format!("Which parent's screen is meant? Name it with -p: {}", names.join(", "));
-            Err(Failure::Usage(what))
+            let message =
+                format!("Several parents have a screen; name one with -p: {}", names.join(", "));
+            Err(Failure::Usage(message))
         }
     }
 }
 
 fn line(screen: &PhysicalScreen) -> String {
     let mut line = format!("{} ", screen.parent);
-    // A String takes whatever is written to it.
+    // Writing to a String does not fail.
     let _ = match screen.focus {
         Some(uuid) => write!(line, "{uuid}"),
-        None => write!(line, "nobody"),
+        None => write!(line, "none"),
     };
     if let Some(seconds) = screen.rotate_seconds {
-        let _ = write!(line, " (in turn, {seconds} s each)");
+        let _ = write!(line, " (rotates every {seconds} s)");
     }
     line + "\n"
 }
@@ -114,11 +113,11 @@ mod tests {
     }
 
     #[test]
-    fn the_only_screen_is_meant_where_none_is_named() {
+    fn the_only_screen_is_the_default() {
         let (a, b, none) = (parent("a", true), parent("b", true), parent("c", false));
         assert_eq!(only_screen(&[none.clone(), a.clone()]).unwrap(), "a");
         let several = only_screen(&[a, none.clone(), b]).unwrap_err().to_string();
-        assert_eq!(several, "Which parent's screen is meant? Name it with -p: a, b");
+        assert_eq!(several, "Several parents have a screen; name one with -p: a, b");
         let refused = only_screen(&[none]).unwrap_err().to_string();
         assert_eq!(refused, "No parent has a physical screen");
     }

@@ -1,4 +1,4 @@
-//! `import`: definitions that mdevctl wrote.
+//! `import`: definitions of mdevctl.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use mdev_core::definition::store::SCRIPTS;
 use mdev_core::definition::{Attribute as Meaning, Attrs, Definition};
 use mdev_core::ids::VgpuId;
 use serde::Serialize;
-use vfio_user_server::api::model::{Attribute, CreateVgpu, ParentTypes, StartPolicy, Vgpu};
+use vgpud_api::{Attribute, CreateVgpu, ParentTypes, StartPolicy, Vgpu};
 
 use super::write::{attributes, policy};
 use crate::cli::{Import, Output};
@@ -18,9 +18,9 @@ use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// What becomes of one file.
+/// Result for one definition file.
 #[derive(Debug, Serialize)]
-struct Entry {
+struct ImportEntry {
     file: PathBuf,
     uuid: Option<VgpuId>,
     parent: String,
@@ -28,46 +28,48 @@ struct Entry {
     start: Option<StartPolicy>,
     attrs: Vec<Attribute>,
     dropped: Vec<String>,
-    result: Verdict,
+    result: Outcome,
     reason: Option<String>,
 }
 
+/// Outcome for one definition file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-enum Verdict {
+enum Outcome {
     WouldBeDefined,
     Defined,
-    ThereAlready,
+    #[serde(rename = "there_already")]
+    Exists,
     LeftOut,
 }
 
-/// `import`
+/// Runs `import`.
 pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
     let types: Vec<ParentTypes> = client.get("/v1/types").await?;
-    let mut there: BTreeMap<VgpuId, Vgpu> = BTreeMap::new();
+    let mut existing: BTreeMap<VgpuId, Vgpu> = BTreeMap::new();
     for vgpu in client.get::<Vec<Vgpu>>("/v1/vgpus").await? {
-        there.insert(vgpu.uuid, vgpu);
+        existing.insert(vgpu.uuid, vgpu);
     }
     let mut entries = Vec::new();
     for (parent, file) in files(&args.dir)? {
-        let mut entry = look_at(&args, &types, &there, parent, file);
-        if entry.result == Verdict::WouldBeDefined {
+        let mut entry = plan(&args, &types, &existing, parent, file);
+        if entry.result == Outcome::WouldBeDefined {
             if args.apply {
                 define(client, &mut entry).await?;
             }
-            // A second file of that uuid is another vGPU's.
-            if let (Some(uuid), Verdict::WouldBeDefined | Verdict::Defined) =
+            // A second file with this uuid is refused.
+            if let (Some(uuid), Outcome::WouldBeDefined | Outcome::Defined) =
                 (entry.uuid, entry.result)
             {
                 let parent = entry.parent.clone();
-                there.insert(uuid, placeholder(uuid, parent));
+                existing.insert(uuid, placeholder(uuid, parent));
             }
         }
         entries.push(entry);
     }
     if args.dir.join(SCRIPTS).is_dir() {
         eprintln!(
-            "vgpuctl: note: callout scripts are not taken over; copy {} to vgpud's configuration directory",
+            "vgpuctl: note: callout scripts are not imported; copy {} to vgpud's configuration directory",
             args.dir.join(SCRIPTS).display()
         );
     }
@@ -75,15 +77,15 @@ pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
         Output::Json => pretty(&entries)?,
         Output::Text => entries.iter().map(line).collect::<String>().into_bytes(),
     };
-    let left_out = entries.iter().filter(|entry| entry.result == Verdict::LeftOut).count();
+    let left_out = entries.iter().filter(|entry| entry.result == Outcome::LeftOut).count();
     if left_out == 0 {
         return Ok(text);
     }
     crate::print(&text)?;
-    Err(Failure::LeftOut { left_out, of: entries.len() })
+    Err(Failure::LeftOut { left_out, total: entries.len() })
 }
 
-/// The files of a tree, with the parents they are for, in the order of their names.
+/// Returns the definition files with the names of their parents, sorted.
 fn files(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
     let mut files = Vec::new();
     for (name, folder) in names(dir)? {
@@ -100,7 +102,7 @@ fn names(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
     let read = fs::read_dir(dir).and_then(Iterator::collect::<io::Result<Vec<_>>>);
     let entries = read.map_err(|error| {
         Failure::Local(format!(
-            "Cannot read {}: {error}; name the folder of mdevctl's definitions",
+            "Cannot read {}: {error}; name the directory of mdevctl's definitions",
             dir.display()
         ))
     })?;
@@ -112,18 +114,18 @@ fn names(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
     Ok(names)
 }
 
-/// What could become of a file. Nothing is changed.
-fn look_at(
+/// Returns the planned result for a file, without changing anything.
+fn plan(
     args: &Import,
     types: &[ParentTypes],
-    there: &BTreeMap<VgpuId, Vgpu>,
+    existing: &BTreeMap<VgpuId, Vgpu>,
     parent: String,
     file: PathBuf,
-) -> Entry {
+) -> ImportEntry {
     let mapped = |list: &[(String, String)], name: String| {
         list.iter().find(|(old, _)| *old == name).map_or(name, |(_, new)| new.clone())
     };
-    let mut entry = Entry {
+    let mut entry = ImportEntry {
         uuid: file.file_name().and_then(|name| name.to_str()?.parse().ok()),
         parent: mapped(&args.parent, parent),
         file,
@@ -131,24 +133,24 @@ fn look_at(
         start: None,
         attrs: Vec::new(),
         dropped: Vec::new(),
-        result: Verdict::LeftOut,
+        result: Outcome::LeftOut,
         reason: None,
     };
-    match judge(args, types, there, &mut entry, |name| mapped(&args.mdev_type, name)) {
+    match check(args, types, existing, &mut entry, |name| mapped(&args.mdev_type, name)) {
         Ok(result) => entry.result = result,
         Err(reason) => entry.reason = Some(reason),
     }
     entry
 }
 
-/// Fills in what a file says; what would become of it, or why nothing.
-fn judge(
+/// Fills in an entry from its file. Returns the planned outcome, or the reason for leaving it out.
+fn check(
     args: &Import,
     types: &[ParentTypes],
-    there: &BTreeMap<VgpuId, Vgpu>,
-    entry: &mut Entry,
+    existing: &BTreeMap<VgpuId, Vgpu>,
+    entry: &mut ImportEntry,
     mapped: impl FnOnce(String) -> String,
-) -> Result<Verdict, String> {
+) -> Result<Outcome, String> {
     let uuid = entry.uuid.ok_or("its name is not a uuid")?;
     let Definition { mdev_type, start, attrs } = read(&entry.file)?;
     let mdev_type = mapped(mdev_type);
@@ -158,19 +160,19 @@ fn judge(
         attrs.iter().partition(|(name, _)| !args.drop_attrs || Meaning::named(name).is_ok());
     entry.dropped = dropped.iter().map(|(name, _)| (*name).to_owned()).collect();
     entry.attrs = attributes(kept.iter().copied());
-    if let Some(vgpu) = there.get(&uuid) {
+    if let Some(vgpu) = existing.get(&uuid) {
         let same = vgpu.defined
             && (&vgpu.parent, &vgpu.mdev_type, &vgpu.attrs, vgpu.start)
                 == (&entry.parent, &mdev_type, &entry.attrs, policy(start));
         if same {
-            return Ok(Verdict::ThereAlready);
+            return Ok(Outcome::Exists);
         }
         let on = &vgpu.parent;
-        return Err(format!("another vGPU has that uuid, on parent {on}; it is not changed"));
+        return Err(format!("another vGPU on parent {on} has this uuid and is not changed"));
     }
     let parent = &entry.parent;
-    let Some(offered) = types.iter().find(|one| one.parent == *parent) else {
-        let names: Vec<_> = types.iter().map(|one| one.parent.as_str()).collect();
+    let Some(offered) = types.iter().find(|types| types.parent == *parent) else {
+        let names: Vec<_> = types.iter().map(|types| types.parent.as_str()).collect();
         let names = names.join(", ");
         return Err(format!("there is no parent {parent}; add --parent {parent}=NEW ({names})"));
     };
@@ -184,8 +186,10 @@ fn judge(
     let owned = kept.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
     let kept: Attrs = owned.collect();
     match kept.settings() {
-        Ok(_) => Ok(Verdict::WouldBeDefined),
-        Err(error) => Err(format!("{error}; --drop-attrs leaves out what Tessera does not have")),
+        Ok(_) => Ok(Outcome::WouldBeDefined),
+        Err(error) => {
+            Err(format!("{error}; --drop-attrs removes attributes that Tessera does not have"))
+        }
     }
 }
 
@@ -197,7 +201,7 @@ fn read(file: &Path) -> Result<Definition, String> {
     Definition::from_json(&text).map_err(|error| error.to_string())
 }
 
-async fn define(client: &Client, entry: &mut Entry) -> Result<(), Failure> {
+async fn define(client: &Client, entry: &mut ImportEntry) -> Result<(), Failure> {
     let request = CreateVgpu {
         uuid: entry.uuid,
         parent: Some(entry.parent.clone()),
@@ -208,10 +212,11 @@ async fn define(client: &Client, entry: &mut Entry) -> Result<(), Failure> {
         ..CreateVgpu::default()
     };
     match client.post::<Vgpu>("/v1/vgpus", &request).await {
-        Ok(_) => entry.result = Verdict::Defined,
-        // The others may do; only a daemon that is gone ends it all.
+        Ok(_) => entry.result = Outcome::Defined,
+        // Continue with the other definitions. Other failures, as of the connection, end the
+        // import.
         Err(Failure::Refused(detail)) => {
-            entry.result = Verdict::LeftOut;
+            entry.result = Outcome::LeftOut;
             entry.reason = Some(detail.message);
         }
         Err(failure) => return Err(failure),
@@ -219,7 +224,7 @@ async fn define(client: &Client, entry: &mut Entry) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Stands for what a file defines, when a later file has the same uuid.
+/// Returns a placeholder for a planned vGPU, which refuses later files with the same uuid.
 fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
     Vgpu {
         uuid,
@@ -230,7 +235,7 @@ fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
         live_type: None,
         live_attrs: None,
         defined: false,
-        state: vfio_user_server::api::model::VgpuState::Stopped,
+        state: vgpud_api::VgpuState::Stopped,
         reason: None,
         socket: None,
         pid: None,
@@ -240,7 +245,7 @@ fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
     }
 }
 
-fn line(entry: &Entry) -> String {
+fn line(entry: &ImportEntry) -> String {
     let mut text = match entry.uuid {
         Some(uuid) => uuid.to_string(),
         None => entry.file.display().to_string(),
@@ -254,15 +259,15 @@ fn line(entry: &Entry) -> String {
         let _ = write!(text, " {mdev_type} {start}");
     }
     text += match entry.result {
-        Verdict::WouldBeDefined => ": would be defined",
-        Verdict::Defined => ": defined",
-        Verdict::ThereAlready => ": there already",
-        Verdict::LeftOut => ": left out",
+        Outcome::WouldBeDefined => ": would be defined",
+        Outcome::Defined => ": defined",
+        Outcome::Exists => ": exists already",
+        Outcome::LeftOut => ": left out",
     };
     if let Some(reason) = &entry.reason {
         let _ = write!(text, ": {reason}");
     }
-    if entry.result != Verdict::LeftOut && !entry.dropped.is_empty() {
+    if entry.result != Outcome::LeftOut && !entry.dropped.is_empty() {
         let _ = write!(text, ", without {}", entry.dropped.join(", "));
     }
     text.push('\n');

@@ -1,14 +1,11 @@
-//! What each verb does. A command returns what it prints.
+//! Implementations of the commands. Each command returns its output.
 //!
 //! * [`read`]: `types`, `list`
 //! * [`generate`]: `completions`, `man`
-//! * [`stats`], [`scheduler`]: the verbs of these names
+//! * [`stats`], [`scheduler`], [`focus`], [`import`], [`libvirt`], [`view`], [`web`]: the commands
+//!   of these names
 //! * [`parents`]: the host's physical devices
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
-//! * [`focus`]: physical screens
-//! * [`import`]: definitions of mdevctl's
-//! * [`libvirt`]: `libvirt ...`
-//! * [`view`]: a screen, live; [`web`]: all of it in a browser
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod focus;
@@ -29,7 +26,7 @@ use crate::client::Client;
 use crate::failure::Failure;
 use crate::{doctor, top};
 
-/// Runs a command; what it prints.
+/// Runs a command and returns its output.
 pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
     let client = Client::new(cli.socket);
     match cli.command {

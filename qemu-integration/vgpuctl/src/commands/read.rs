@@ -1,19 +1,19 @@
 //! `types`, `list`.
 
-use vfio_user_server::api::model::{ErrorCode, ErrorDetail, ParentTypes, Vgpu, VgpuState};
+use vgpud_api::{ErrorCode, ErrorDetail, ParentTypes, Vgpu, VgpuState};
 
 use crate::cli::{List, Output, Types};
 use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::{self, dump, pretty};
 
-/// `types`
+/// Runs `types`.
 pub async fn types(client: &Client, args: Types) -> Result<Vec<u8>, Failure> {
     let mut parents: Vec<ParentTypes> = client.get("/v1/types").await?;
     if let Some(parent) = args.parent {
         let names: Vec<_> = parents.iter().map(|types| types.parent.clone()).collect();
         parents.retain(|types| types.parent == parent);
-        // Programs are told as mdevctl tells them: an empty list.
+        // With --dumpjson, an unknown parent has an empty list, as in mdevctl.
         if parents.is_empty() && !args.dumpjson {
             return Err(no_parent(&parent, &names));
         }
@@ -25,12 +25,12 @@ pub async fn types(client: &Client, args: Types) -> Result<Vec<u8>, Failure> {
     }
 }
 
-/// `list`
+/// Runs `list`.
 pub async fn list(client: &Client, args: List) -> Result<Vec<u8>, Failure> {
     let all: Vec<Vgpu> = client.get("/v1/vgpus").await?;
     let shown = |vgpu: &&Vgpu| {
-        let there = if args.defined { vgpu.defined } else { vgpu.state != VgpuState::Stopped };
-        there
+        let included = if args.defined { vgpu.defined } else { vgpu.state != VgpuState::Stopped };
+        included
             && args.uuid.is_none_or(|uuid| vgpu.uuid == uuid)
             && args.parent.as_ref().is_none_or(|parent| vgpu.parent == *parent)
     };
@@ -47,7 +47,8 @@ pub async fn list(client: &Client, args: List) -> Result<Vec<u8>, Failure> {
     }
 }
 
+/// Returns the error for an unknown parent.
 pub(super) fn no_parent(name: &str, names: &[String]) -> Failure {
-    let message = format!("There is no parent {name}; there are: {}", names.join(", "));
+    let message = format!("There is no parent {name}; the parents are: {}", names.join(", "));
     Failure::Refused(ErrorDetail { code: ErrorCode::NotFound, message })
 }

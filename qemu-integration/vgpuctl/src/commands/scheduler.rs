@@ -1,11 +1,11 @@
-//! `scheduler`
+//! `scheduler`: settings and decisions of the schedulers.
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use hyper::Method;
 use serde::Serialize;
-use vfio_user_server::api::model::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
+use vgpud_api::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 
 use super::read::no_parent;
 use crate::cli::{Output, Scheduler as Args, Switch};
@@ -13,19 +13,19 @@ use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// A parent's log.
+/// Log of a parent's scheduler.
 #[derive(Debug, Serialize)]
 struct Log {
     parent: String,
     decisions: Vec<SchedulerDecision>,
 }
 
-/// `scheduler`
+/// Runs `scheduler`.
 pub async fn scheduler(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
     let mut all: Vec<Scheduler> = client.get("/v1/schedulers").await?;
     if let Some(parent) = &args.parent {
-        let names: Vec<_> = all.iter().map(|one| one.parent.clone()).collect();
-        all.retain(|one| one.parent == *parent);
+        let names: Vec<_> = all.iter().map(|scheduler| scheduler.parent.clone()).collect();
+        all.retain(|scheduler| scheduler.parent == *parent);
         if all.is_empty() {
             return Err(no_parent(parent, &names));
         }
@@ -36,12 +36,13 @@ pub async fn scheduler(client: &Client, args: Args) -> Result<Vec<u8>, Failure> 
     let change = change(&args);
     if change != ModifyScheduler::default() {
         let [only] = all.as_slice() else {
-            let names: Vec<_> = all.iter().map(|one| one.parent.as_str()).collect();
-            let what = format!("Which parent is to change? Name it with -p: {}", names.join(", "));
-            return Err(Failure::Usage(what));
+            let names: Vec<_> = all.iter().map(|scheduler| scheduler.parent.as_str()).collect();
+            let message =
+                format!("There are several parents; name one with -p: {}", names.join(", "));
+            return Err(Failure::Usage(message));
         };
         let path = format!("/v1/schedulers/{}", only.parent);
-        client.order(Method::PATCH, &path, &change).await?;
+        client.request(Method::PATCH, &path, &change).await?;
         return Ok(Vec::new());
     }
     match args.output {
@@ -50,7 +51,7 @@ pub async fn scheduler(client: &Client, args: Args) -> Result<Vec<u8>, Failure> 
     }
 }
 
-/// What is to change.
+/// Returns the requested changes.
 fn change(args: &Args) -> ModifyScheduler {
     ModifyScheduler {
         policy: args.policy.clone(),
@@ -63,31 +64,32 @@ fn change(args: &Args) -> ModifyScheduler {
     }
 }
 
-fn text(one: &Scheduler) -> String {
+/// Formats a scheduler's settings.
+fn text(scheduler: &Scheduler) -> String {
     let ms = |us: u64| us as f64 / 1e3;
-    let mut text = format!("{}\n  Policy: {}\n", one.parent, one.policy);
-    let slice = if one.averaging {
+    let mut text = format!("{}\n  Policy: {}\n", scheduler.parent, scheduler.policy);
+    let slice = if scheduler.averaging {
         format!(
             "{:.3} ms (averaging: frequency {} Hz, factor {})",
-            ms(one.timeslice_us),
-            one.frequency,
-            one.averaging_factor
+            ms(scheduler.timeslice_us),
+            scheduler.frequency,
+            scheduler.averaging_factor
         )
     } else {
-        format!("{} ms", ms(one.timeslice_us))
+        format!("{} ms", ms(scheduler.timeslice_us))
     };
     let _ = writeln!(text, "  Time slice: {slice}");
-    let _ = writeln!(text, "  Period of caps: {} ms", ms(one.period_us));
-    let _ = writeln!(text, "  Asked for: {} of 100, {} left", one.asked, one.left);
-    let _ = writeln!(text, "  Overcommit: {}", if one.overcommit { "on" } else { "off" });
+    let _ = writeln!(text, "  Period of caps: {} ms", ms(scheduler.period_us));
+    let _ = writeln!(text, "  Asked for: {} of 100, {} left", scheduler.asked, scheduler.left);
+    let _ = writeln!(text, "  Overcommit: {}", if scheduler.overcommit { "on" } else { "off" });
     text
 }
 
 async fn log(client: &Client, all: &[Scheduler], output: Output) -> Result<Vec<u8>, Failure> {
     let mut logs = Vec::new();
-    for one in all {
-        let path = format!("/v1/schedulers/{}/log", one.parent);
-        logs.push(Log { parent: one.parent.clone(), decisions: client.get(&path).await? });
+    for scheduler in all {
+        let path = format!("/v1/schedulers/{}/log", scheduler.parent);
+        logs.push(Log { parent: scheduler.parent.clone(), decisions: client.get(&path).await? });
     }
     match output {
         Output::Json => pretty(&logs),
@@ -100,16 +102,16 @@ fn log_text(logs: &[Log]) -> String {
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(["AGO", "PARENT", "VGPU", "DECIDED", "WHY", "ENGINE", "WAITED", "OWED"]);
     for log in logs {
-        for one in &log.decisions {
+        for decision in &log.decisions {
             table.add_row([
-                format!("{:.3} s", one.age_ms as f64 / 1e3),
+                format!("{:.3} s", decision.age_ms as f64 / 1e3),
                 log.parent.clone(),
-                one.vgpu.to_string(),
-                decided(one.decision),
-                one.cause.clone(),
-                format!("{:.3} s", one.engine_ns as f64 / 1e9),
-                format!("{:.3} s", one.wait_ns as f64 / 1e9),
-                format!("{:.2} ms", one.owed_ns as f64 / 1e6),
+                decision.vgpu.to_string(),
+                decided(decision.decision),
+                decision.cause.clone(),
+                format!("{:.3} s", decision.engine_ns as f64 / 1e9),
+                format!("{:.3} s", decision.wait_ns as f64 / 1e9),
+                format!("{:.2} ms", decision.owed_ns as f64 / 1e6),
             ]);
         }
     }

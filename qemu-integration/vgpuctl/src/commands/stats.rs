@@ -1,41 +1,39 @@
-//! `stats`.
+//! `stats`: shares and usage of running vGPUs.
 
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
-use vfio_user_server::api::model::{
-    ErrorCode, ErrorDetail, Parent, Stats as StatsModel, VgpuState, VgpuStats,
-};
+use vgpud_api::{ErrorCode, ErrorDetail, Parent, Stats as StatsModel, VgpuState, VgpuStats};
 
 use super::read::no_parent;
 use crate::cli::{Output, Stats};
 use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
-use crate::words::{limit, memory, seconds};
+use crate::units::{limit, memory, seconds};
 
-/// `stats`
+/// Runs `stats`.
 pub async fn stats(client: &Client, args: Stats) -> Result<Vec<u8>, Failure> {
     let mut stats: StatsModel = client.get("/v1/stats").await?;
     if let Some(parent) = &args.parent {
-        if !stats.parents.iter().any(|one| one.parent == *parent) {
+        if !stats.parents.iter().any(|stats| stats.parent == *parent) {
             let parents: Vec<Parent> = client.get("/v1/parents").await?;
             let names: Vec<_> = parents.into_iter().map(|parent| parent.name).collect();
             return Err(no_parent(parent, &names));
         }
-        stats.parents.retain(|one| one.parent == *parent);
+        stats.parents.retain(|stats| stats.parent == *parent);
         stats.vgpus.retain(|vgpu| vgpu.parent == *parent);
     }
     if let Some(uuid) = args.uuid {
         stats.vgpus.retain(|vgpu| vgpu.uuid == uuid);
         let Some(vgpu) = stats.vgpus.first() else {
-            // There may be one that does not run: say which of the two it is.
+            // Distinguish a vGPU that is not running from one that does not exist.
             client.vgpu(uuid, None).await?;
             let message = format!("vGPU {uuid} is not running; start it: vgpuctl start -u {uuid}");
             return Err(Failure::Refused(ErrorDetail { code: ErrorCode::Conflict, message }));
         };
         let parent = vgpu.parent.clone();
-        stats.parents.retain(|one| one.parent == parent);
+        stats.parents.retain(|stats| stats.parent == parent);
     }
     match args.output {
         Output::Json => pretty(&stats),
@@ -61,7 +59,7 @@ fn text(stats: &StatsModel, verbose: bool) -> String {
         return text + "No vGPU is running.\n";
     }
     if verbose {
-        return stats.vgpus.iter().fold(text, |text, vgpu| text + &all_about(vgpu));
+        return stats.vgpus.iter().fold(text, |text, vgpu| text + &details(vgpu));
     }
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
@@ -121,9 +119,8 @@ fn row(vgpu: &VgpuStats) -> [String; HEADER.len()] {
     ]
 }
 
-/// Every counter of one vGPU, in words.
-fn all_about(vgpu: &VgpuStats) -> String {
-    let (times, limits) = (vgpu.engines, vgpu.limits);
+/// Formats all counters and limits of a vGPU.
+fn details(vgpu: &VgpuStats) -> String {
     let process = |name: &str, pid: Option<String>| match pid {
         Some(pid) => format!("{name} {pid}"),
         None => format!("no {name}"),
@@ -134,14 +131,31 @@ fn all_about(vgpu: &VgpuStats) -> String {
         VgpuState::Restarting => "restarting",
         VgpuState::Failed => "failed",
     };
-    let lines = [
+    let mut text = format!(
+        "\n{}  {} on {}, {state}, {}, {}\n",
+        vgpu.uuid,
+        vgpu.mdev_type,
+        vgpu.parent,
+        process("VM", vgpu.vm_pid.map(|pid| pid.to_string())),
+        process("worker", vgpu.pid.map(|pid| pid.to_string()))
+    );
+    for (name, value) in time_lines(vgpu).into_iter().chain(work_lines(vgpu)) {
+        let _ = writeln!(text, "  {name:<9}  {value}");
+    }
+    text
+}
+
+/// Formats shares and engine time.
+fn time_lines(vgpu: &VgpuStats) -> Vec<(&'static str, String)> {
+    let times = vgpu.engines;
+    vec![
         (
             "share",
             format!(
-                "{:.1} % of the GPU, {:.1} % of what was used; asked {}, due {:.1} %, at most {:.0} %",
+                "{:.1} % of the GPU, {:.1} % of its busy time; requested {}, due {:.1} %, at most {:.0} %",
                 vgpu.share_measured,
                 vgpu.share_of_busy,
-                asked(vgpu).unwrap_or_else(|| "for none".to_owned()),
+                asked(vgpu).unwrap_or_else(|| "none".to_owned()),
                 vgpu.share_entitled,
                 vgpu.share_cap
             ),
@@ -158,7 +172,7 @@ fn all_about(vgpu: &VgpuStats) -> String {
         (
             "engine",
             format!(
-                "{}: kernels {}, copies {}, neither {}",
+                "{}: kernels {}, copies {}, other {}",
                 seconds(vgpu.engine_ns),
                 seconds(times.compute_ns),
                 seconds(times.copy_ns),
@@ -168,7 +182,7 @@ fn all_about(vgpu: &VgpuStats) -> String {
         (
             "waited",
             format!(
-                "{}, of which {} held back by its cap: {} times, {} used beyond it",
+                "{}, of which {} gated by its cap ({} times); {} used beyond the cap",
                 seconds(vgpu.wait_ns),
                 seconds(vgpu.gated_ns),
                 vgpu.gate_closings,
@@ -176,23 +190,30 @@ fn all_about(vgpu: &VgpuStats) -> String {
             ),
         ),
         (
-            "turns",
+            "slices",
             format!(
-                "{} preempted; {} ended late, by {} together; the host took {}",
+                "{} preemptions; {} overruns, {} in total; {} stolen by the host",
                 vgpu.preemptions,
                 vgpu.slice_overruns,
                 seconds(vgpu.overrun_ns),
                 seconds(vgpu.stolen_ns)
             ),
         ),
+    ]
+}
+
+/// Formats submissions, errors, memory and channels.
+fn work_lines(vgpu: &VgpuStats) -> Vec<(&'static str, String)> {
+    let limits = vgpu.limits;
+    vec![
         (
             "work",
             format!(
-                "{} submissions, {} held back; {}",
+                "{} submissions, {} throttled; {}",
                 vgpu.submissions,
                 vgpu.throttled,
                 limit(limits.submissions_per_second, "no limit", |n| {
-                    format!("at most {n} a second")
+                    format!("at most {n} per second")
                 })
             ),
         ),
@@ -206,19 +227,19 @@ fn all_about(vgpu: &VgpuStats) -> String {
             ),
         ),
         (
-            "mishaps",
+            "errors",
             format!(
-                "faults {}, hangs among them {}; a kernel may take {}, a semaphore {}",
+                "{} faults, {} of them hangs; hang timeout {}, semaphore timeout {}",
                 vgpu.faults,
                 vgpu.hang_resets,
-                limit(limits.hang_timeout_ms, "for ever", milliseconds),
-                limit(limits.acquire_timeout_ms, "for ever", milliseconds)
+                limit(limits.hang_timeout_ms, "none", milliseconds),
+                limit(limits.acquire_timeout_ms, "none", milliseconds)
             ),
         ),
         (
             "memory",
             format!(
-                "{} video; {} of the guest's, at most {}",
+                "{} video; {} guest memory imported, at most {}",
                 memory(vgpu.vram_bytes),
                 memory(vgpu.imported_bytes),
                 memory(limits.imported_bytes)
@@ -228,22 +249,10 @@ fn all_about(vgpu: &VgpuStats) -> String {
         (
             "screen",
             limit(limits.refresh_per_second, "none", |hz| {
-                format!("read out at most {hz} times a second")
+                format!("at most {hz} readouts per second")
             }),
         ),
-    ];
-    let mut text = format!(
-        "\n{}  {} on {}, {state}, {}, {}\n",
-        vgpu.uuid,
-        vgpu.mdev_type,
-        vgpu.parent,
-        process("VM", vgpu.vm_pid.map(|pid| pid.to_string())),
-        process("worker", vgpu.pid.map(|pid| pid.to_string()))
-    );
-    for (name, words) in lines {
-        let _ = writeln!(text, "  {name:<9}  {words}");
-    }
-    text
+    ]
 }
 
 fn milliseconds(ms: u64) -> String {

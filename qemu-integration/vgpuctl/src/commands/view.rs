@@ -1,9 +1,10 @@
-//! `view`: a vGPU's screen, live.
+//! `view`: a vGPU's screen in a VNC viewer.
 //!
-//! `vgpud` serves it on its control socket, to those who may use that. This is the door that VNC viewers know: a UNIX
-//! socket of this user's, or a port on loopback with a password. It is there while the command runs, and no longer.
+//! `vgpud` serves screens on its control socket. VNC viewers cannot connect there, so this command
+//! opens a UNIX socket of this user or a loopback port with a password, and forwards connections
+//! while it runs.
 
-mod door;
+mod listener;
 mod viewer;
 
 use std::fmt::Write as _;
@@ -16,47 +17,49 @@ use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
-use vfio_user_server::api::model::OpenConsole;
+use vgpud_api::OpenConsole;
 
-use self::door::{Caller, Door};
+use self::listener::{Listener, ViewerStream};
 use self::viewer::Viewer;
 use crate::cli::{Output, View};
 use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 
-/// Wrong passwords after which the door is closed: nobody guesses one of 10^14 in five tries.
-const MOST_WRONG: u32 = 5;
+/// Number of wrong passwords that ends the command. There are 10^14 passwords.
+const MAX_WRONG_PASSWORDS: u32 = 5;
 
-/// How long there may be no such vGPU before it is gone: a domain's own is made anew with the domain.
-const GONE: Duration = Duration::from_secs(10);
-/// How often it is asked after.
-const LOOK: Duration = Duration::from_secs(1);
+/// Time without the vGPU after which the command ends. A transient vGPU of a domain is absent while
+/// the domain restarts.
+const ABSENCE_LIMIT: Duration = Duration::from_secs(10);
+/// Interval of checks whether the vGPU exists.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// `view`
+/// Runs `view`.
 pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
-    let id = args.which.id();
+    let id = args.vgpu.id();
     let id = id.ok_or_else(|| Failure::Usage("Name the vGPU: vgpuctl view UUID".into()))?;
     let path = format!("{}/console", vgpu_path(id));
-    let monitor = args.monitor.as_deref().map(whole).transpose()?;
+    let monitor = args.monitor.as_deref().map(absolute).transpose()?;
     let request = OpenConsole { monitor };
-    // What cannot be is said now, and not to a viewer later.
+    // Open the screen once to report errors before a viewer starts.
     drop(client.upgrade(&path, &request).await?);
     let viewer = if args.print { None } else { Viewer::find() };
-    let loopback = args.tcp.is_some() || viewer.as_ref().is_some_and(|one| !one.takes_sockets());
-    let door = if loopback {
-        Door::loopback(args.tcp.filter(|port| *port != 0)).await
+    let loopback =
+        args.tcp.is_some() || viewer.as_ref().is_some_and(|viewer| !viewer.supports_unix_sockets());
+    let listener = if loopback {
+        Listener::loopback(args.tcp.filter(|port| *port != 0)).await
     } else {
-        Door::unix(id)
+        Listener::unix(id)
     };
-    let door = door.map_err(|error| {
+    let listener = listener.map_err(|error| {
         let remedy = if loopback { "name another port with --tcp=PORT" } else { "set TMPDIR" };
-        Failure::Local(format!("No viewer could connect: {error}; {remedy}"))
+        Failure::Local(format!("Cannot listen for viewers: {error}; {remedy}"))
     })?;
-    announce(&door, args.output, id.to_string().as_str(), viewer.as_ref())?;
+    announce(&listener, args.output, id.to_string().as_str(), viewer.as_ref())?;
     let mut child = match &viewer {
-        Some(viewer) => Some(viewer.start(&door).map_err(|error| {
+        Some(viewer) => Some(viewer.start(&listener).map_err(|error| {
             let name = viewer.name();
-            Failure::Local(format!("Cannot start {name}: {error}; view with another: --print"))
+            Failure::Local(format!("Cannot start {name}: {error}; use another viewer with --print"))
         })?),
         None => None,
     };
@@ -65,7 +68,7 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
     let mut hangup = signal(SignalKind::hangup()).map_err(Failure::start)?;
     let gone = gone(client, id);
     tokio::pin!(gone);
-    let (wrong, mut wrongs) = mpsc::unbounded_channel();
+    let (wrong_sender, mut wrong_passwords) = mpsc::unbounded_channel();
     let mut count = 0;
     loop {
         tokio::select! {
@@ -74,68 +77,71 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
             _ = hangup.recv() => return Ok(Vec::new()),
             () = &mut gone => return Err(Failure::Gone(id)),
             () = exited(child.as_mut()) => return Ok(Vec::new()),
-            _ = wrongs.recv() => {
+            _ = wrong_passwords.recv() => {
                 count += 1;
-                if count == MOST_WRONG {
-                    let what = format!("{MOST_WRONG} wrong passwords: somebody may be guessing; view it anew");
-                    return Err(Failure::Local(what));
+                if count == MAX_WRONG_PASSWORDS {
+                    let message = format!(
+                        "{MAX_WRONG_PASSWORDS} wrong passwords, possibly guesses; run the command again"
+                    );
+                    return Err(Failure::Local(message));
                 }
             }
-            caller = door.accept() => match caller {
-                Ok(caller) => {
+            stream = listener.accept() => match stream {
+                Ok(stream) => {
                     let (client, path, request) = (client.clone(), path.clone(), request.clone());
-                    let (password, wrong) = (door.password(), wrong.clone());
+                    let (password, wrong) = (listener.password(), wrong_sender.clone());
                     tokio::spawn(async move {
-                        match show(caller, &client, &path, &request, password).await {
+                        match forward(stream, &client, &path, &request, password).await {
                             Ok(true) => {}
-                            // Nobody listens any more where the command is ending.
+                            // The receiver is gone if the command is ending.
                             Ok(false) => drop(wrong.send(())),
-                            Err(what) => eprintln!("vgpuctl: {what}"),
+                            Err(failure) => eprintln!("vgpuctl: {failure}"),
                         }
                     });
                 }
-                Err(error) => eprintln!("vgpuctl: A viewer is turned away: {error}"),
+                Err(error) => eprintln!("vgpuctl: Viewer refused: {error}"),
             },
         }
     }
 }
 
-/// Lets one viewer in and passes on what both ends say; `false`: its password was wrong.
-async fn show(
-    mut caller: Caller,
+/// Does the handshake with a viewer and forwards data in both directions until either side closes.
+/// Returns `false` for a wrong password.
+async fn forward(
+    mut stream: ViewerStream,
     client: &Client,
     path: &str,
     request: &OpenConsole,
     password: Option<[u8; 8]>,
 ) -> Result<bool, Failure> {
-    let broken = |error: io::Error| Failure::Local(format!("A viewer is turned away: {error}"));
-    match door::greet(&mut caller, password.as_ref()).await {
+    let broken = |error: io::Error| Failure::Local(format!("Viewer refused: {error}"));
+    match listener::handshake(&mut stream, password.as_ref()).await {
         Ok(true) => {}
         Ok(false) => return Ok(false),
-        // Somebody looked whether there is a door.
-        Err(error) if has_left(&error) => return Ok(true),
+        // The connection was only a probe.
+        Err(error) if is_disconnect(&error) => return Ok(true),
         Err(error) => return Err(broken(error)),
     }
     let mut screen = client.upgrade(path, request).await?;
-    vfio_user_server::console::rfb::handshake::join(&mut screen).await.map_err(broken)?;
-    // How it ended says nothing that the viewer has not shown.
-    let _ = tokio::io::copy_bidirectional(&mut caller, &mut screen).await;
+    rfb::handshake::join(&mut screen).await.map_err(broken)?;
+    // Errors while forwarding are shown by the viewer.
+    let _ = tokio::io::copy_bidirectional(&mut stream, &mut screen).await;
     Ok(true)
 }
 
-fn has_left(error: &io::Error) -> bool {
+fn is_disconnect(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
-/// Waits until there is no such vGPU any more. While vgpud is away, that cannot be known.
+/// Waits until the vGPU is gone. While vgpud cannot be reached, the vGPU counts as existing.
 async fn gone(client: &Client, id: VgpuId) {
     let mut since = None;
     loop {
-        sleep(LOOK).await;
+        sleep(CHECK_INTERVAL).await;
         match client.find(id).await {
             Ok(None) => {
-                if since.get_or_insert_with(Instant::now).elapsed() >= GONE {
+                if since.get_or_insert_with(Instant::now).elapsed() >= ABSENCE_LIMIT {
                     return;
                 }
             }
@@ -145,29 +151,36 @@ async fn gone(client: &Client, id: VgpuId) {
     }
 }
 
+/// Waits until the viewer exits; for ever if there is none.
 async fn exited(child: Option<&mut tokio::process::Child>) {
     match child {
-        // It has ended, or cannot be waited for: either way it is over.
+        // An error of waiting also ends the command.
         Some(child) => drop(child.wait().await),
         None => std::future::pending().await,
     }
 }
 
-/// Says how to connect, before anything else happens.
-fn announce(door: &Door, output: Output, id: &str, viewer: Option<&Viewer>) -> Result<(), Failure> {
-    let password = door.password().map(|password| String::from_utf8_lossy(&password).into_owned());
+/// Prints how to connect.
+fn announce(
+    listener: &Listener,
+    output: Output,
+    id: &str,
+    viewer: Option<&Viewer>,
+) -> Result<(), Failure> {
+    let password =
+        listener.password().map(|password| String::from_utf8_lossy(&password).into_owned());
     let text = match output {
         Output::Json => {
-            let (socket, address) = door.names();
+            let (socket, address) = listener.names();
             let all = json!({
                 "uuid": id, "socket": socket, "address": address, "password": password,
             });
             format!("{all}\n")
         }
         Output::Text => {
-            // A String takes whatever is written to it.
-            let mut text = format!("The screen of vGPU {id}, until this command ends (Ctrl-C):\n");
-            for line in door.ways() {
+            // Writing to a String does not fail.
+            let mut text = format!("Screen of vGPU {id}, until this command ends (Ctrl-C):\n");
+            for line in listener.viewer_commands() {
                 let _ = writeln!(text, "  {line}");
             }
             if let Some(password) = password {
@@ -183,14 +196,14 @@ fn announce(door: &Door, output: Output, id: &str, viewer: Option<&Viewer>) -> R
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Failure::output)
 }
 
-/// A monitor's path as `vgpud` can find it, which works somewhere else.
-pub fn whole(monitor: &Path) -> Result<String, Failure> {
+/// Returns the absolute path of a monitor. vgpud has another working directory.
+pub fn absolute(monitor: &Path) -> Result<String, Failure> {
     match std::path::absolute(monitor) {
         Ok(path) => Ok(path.to_string_lossy().into_owned()),
         Err(error) => {
-            let what =
-                format!("Cannot tell where {} is: {error}; give its whole path", monitor.display());
-            Err(Failure::Usage(what))
+            let message =
+                format!("Cannot resolve {}: {error}; give an absolute path", monitor.display());
+            Err(Failure::Usage(message))
         }
     }
 }

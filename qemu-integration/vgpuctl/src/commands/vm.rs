@@ -8,22 +8,21 @@ use mdev_core::ids::VgpuId;
 use nix::errno::Errno;
 use nix::unistd::{AccessFlags, access};
 use serde_json::json;
-use vfio_user_server::api::model::{Version, VgpuState};
+use vgpud_api::{Version, VgpuState};
 
 use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
 use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// `screenshot`
+/// Runs `screenshot`.
 pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Failure> {
     let png = client.get_bytes(&format!("{}/screenshot", vgpu_path(args.uuid))).await?;
     if args.file == Path::new("-") {
         return match args.output {
             Output::Text => Ok(png.into()),
             Output::Json => Err(Failure::Usage(
-                "The picture itself goes to the standard output; name a file for --output json"
-                    .into(),
+                "The standard output is used for the picture; name a file for --output json".into(),
             )),
         };
     }
@@ -38,7 +37,7 @@ pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Fa
     }
 }
 
-/// `qemu-args`
+/// Runs `qemu-args`.
 pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failure> {
     let mut device = Device::new(socket(client, args.uuid).await?);
     if let Some(id) = args.id {
@@ -54,13 +53,13 @@ pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failu
     };
     match args.output {
         Output::Json => pretty(&list),
-        // For a file or a variable, not for a shell to take apart.
+        // Not quoted: the value goes to a file or a variable.
         Output::Text if args.device => Ok(format!("{}\n", list.join(" ")).into_bytes()),
         Output::Text => Ok(format!("{}\n", shell::lines(&list)).into_bytes()),
     }
 }
 
-/// `libvirt-xml`
+/// Runs `libvirt-xml`.
 pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, Failure> {
     let socket = socket(client, args.uuid).await?;
     let device = Device::new(&socket).at(args.bus, args.addr);
@@ -73,15 +72,15 @@ pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, F
     }
 }
 
-/// Where a VM attaches: known before the vGPU runs, so that a VM can be prepared.
+/// Returns the path of a vGPU's vfio-user socket. The path is known before the vGPU starts.
 async fn socket(client: &Client, id: VgpuId) -> Result<PathBuf, Failure> {
     let vgpu = client.vgpu(id, None).await?;
     if let Some(socket) = vgpu.socket {
         let own = nix::unistd::geteuid();
         if access(socket.as_str(), AccessFlags::W_OK) == Err(Errno::EACCES) {
             eprintln!(
-                "vgpuctl: note: vGPU {id} is for VMs of another user; for one of yours, stop it, then: vgpuctl start \
-                 -u {id} --owner {own}"
+                "vgpuctl: note: the socket of vGPU {id} has another owner; to use it in your VM, stop \
+                 the vGPU, then: vgpuctl start -u {id} --owner {own}"
             );
         }
         return Ok(socket.into());

@@ -1,20 +1,20 @@
-//! `web`
+//! `web`: address of the web console.
 
-use vfio_user_server::api::model::{OpenWeb, WebAddress};
+use vgpud_api::{OpenWeb, WebAddress};
 
-use super::view::whole;
+use super::view::absolute;
 use crate::cli::{Output, Web};
 use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// `web`
+/// Runs `web`.
 pub async fn web(client: &Client, args: Web) -> Result<Vec<u8>, Failure> {
-    let monitors = args.monitor.into_iter().map(|(uuid, path)| Ok((uuid, whole(&path)?)));
+    let monitors = args.monitor.into_iter().map(|(uuid, path)| Ok((uuid, absolute(&path)?)));
     let monitors = monitors.collect::<Result<_, Failure>>()?;
-    let answer: WebAddress = client.post("/v1/web", &OpenWeb { monitors }).await?;
+    let response: WebAddress = client.post("/v1/web", &OpenWeb { monitors }).await?;
     match args.output {
-        Output::Json => pretty(&answer),
-        Output::Text => Ok(format!("{}\n", answer.url).into_bytes()),
+        Output::Json => pretty(&response),
+        Output::Text => Ok(format!("{}\n", response.url).into_bytes()),
     }
 }

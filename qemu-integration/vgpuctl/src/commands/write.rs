@@ -8,7 +8,7 @@ use hyper::Method;
 use mdev_core::definition::{self, Attrs, Definition};
 use mdev_core::ids::VgpuId;
 use serde_json::json;
-use vfio_user_server::api::model::{
+use vgpud_api::{
     Attribute, CreateVgpu, ModifyTarget, ModifyVgpu, StartPolicy, StartVgpu, StopVgpu,
     UndefineVgpu, Vgpu,
 };
@@ -18,7 +18,7 @@ use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// `define`
+/// Runs `define`.
 pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
     let uuid = args.uuid;
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
@@ -41,17 +41,17 @@ pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
     create(client, request, args.output).await
 }
 
-/// `undefine`
+/// Runs `undefine`.
 pub async fn undefine(client: &Client, args: Undefine) -> Result<Vec<u8>, Failure> {
     if args.parent.is_some() {
         client.vgpu(args.uuid, args.parent.as_deref()).await?;
     }
     let request = UndefineVgpu { force: args.force };
-    client.order(Method::DELETE, &vgpu_path(args.uuid), &request).await?;
-    left(client, args.uuid, args.output).await
+    client.request(Method::DELETE, &vgpu_path(args.uuid), &request).await?;
+    remaining(client, args.uuid, args.output).await
 }
 
-/// `modify`
+/// Runs `modify`.
 pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
     let vgpu = client.vgpu(args.uuid, args.parent.as_deref()).await?;
     let target = match (args.live, args.defined) {
@@ -63,7 +63,7 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
     let type_now = running.unwrap_or(&vgpu.mdev_type);
     let request = match args.jsonfile.as_deref().map(read_definition).transpose()? {
         Some(definition) => ModifyVgpu {
-            // A running vGPU keeps its type and has no start policy; that the file names them is no mistake.
+            // A running vGPU keeps its type and has no start policy. The file may name both.
             mdev_type: Some(definition.mdev_type).filter(|name| name != type_now),
             start: (target != ModifyTarget::Live).then_some(policy(definition.start)),
             attrs: Some(attributes(definition.attrs.iter())),
@@ -78,7 +78,7 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
                 (_, true) => Some(StartPolicy::Manual),
                 _ => None,
             },
-            // What is changed live is what is in force, which may not be the definition's any more.
+            // A live change edits the live attributes, which can differ from the definition.
             attrs: match &vgpu.live_attrs {
                 Some(live) if target == ModifyTarget::Live => edit(live, &args)?,
                 _ => edit(&vgpu.attrs, &args)?,
@@ -91,32 +91,32 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
             force: args.force,
         },
     };
-    client.order(Method::PATCH, &vgpu_path(args.uuid), &request).await?;
+    client.request(Method::PATCH, &vgpu_path(args.uuid), &request).await?;
     match args.output {
         Output::Json => pretty(&client.vgpu(args.uuid, None).await?),
         Output::Text => Ok(Vec::new()),
     }
 }
 
-/// `start`
+/// Runs `start`.
 pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
     if let Some(uuid) = args.uuid
         && let Some(vgpu) = client.find(uuid).await?
     {
-        let other = |what: &str, has: &str, asked: &Option<String>| match asked {
-            Some(asked) if asked != has => Err(Failure::Usage(format!(
-                "vGPU {uuid} has {what} {has}, not {asked}; leave that out, or use another uuid"
+        let check_same = |property: &str, current: &str, asked: &Option<String>| match asked {
+            Some(asked) if asked != current => Err(Failure::Usage(format!(
+                "vGPU {uuid} has {property} {current}, not {asked}; omit --{property}, or use another uuid"
             ))),
             _ => Ok(()),
         };
-        other("parent", &vgpu.parent, &args.parent)?;
-        other("type", &vgpu.mdev_type, &args.mdev_type)?;
+        check_same("parent", &vgpu.parent, &args.parent)?;
+        check_same("type", &vgpu.mdev_type, &args.mdev_type)?;
         if !args.attr.is_empty() {
             return Err(Failure::Usage(format!(
-                "vGPU {uuid} is there already; change its attributes with `vgpuctl modify -u {uuid}`"
+                "vGPU {uuid} exists already; change its attributes with `vgpuctl modify -u {uuid}`"
             )));
         }
-        // A file says it all, whatever is defined.
+        // A file replaces the definition.
         if args.jsonfile.is_none() {
             let path = format!("{}/start", vgpu_path(uuid));
             let owner = args.owner.map(|owner| owner.to_string());
@@ -148,15 +148,16 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
     create(client, request, args.output).await
 }
 
-/// `stop`
+/// Runs `stop`.
 pub async fn stop(client: &Client, args: Stop) -> Result<Vec<u8>, Failure> {
     let path = format!("{}/stop", vgpu_path(args.uuid));
-    client.order(Method::POST, &path, &StopVgpu { force: args.force }).await?;
-    left(client, args.uuid, args.output).await
+    client.request(Method::POST, &path, &StopVgpu { force: args.force }).await?;
+    remaining(client, args.uuid, args.output).await
 }
 
-/// What is left of a vGPU after something of it was taken away: nothing, or all about it.
-async fn left(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, Failure> {
+/// Returns the output of `stop` and `undefine`: nothing as text; as JSON the remaining vGPU, or
+/// null.
+async fn remaining(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, Failure> {
     match output {
         Output::Json => {
             let vgpu = client.find(uuid).await?;
@@ -166,14 +167,14 @@ async fn left(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, 
     }
 }
 
-/// `start-parent-mdevs`
+/// Refuses `start-parent-mdevs`.
 pub fn start_parent_mdevs() -> Result<Vec<u8>, Failure> {
-    Err(Failure::NotHere(
-        "vgpud starts what is defined with --auto by itself, whenever it starts: remove the udev rule",
+    Err(Failure::Unsupported(
+        "vgpud itself starts vGPUs that are defined with --auto; remove mdevctl's udev rule",
     ))
 }
 
-/// Makes a vGPU; prints its uuid where the user did not choose it.
+/// Creates a vGPU. Prints the uuid if it was generated.
 async fn create(client: &Client, request: CreateVgpu, output: Output) -> Result<Vec<u8>, Failure> {
     let vgpu: Vgpu = client.post("/v1/vgpus", &request).await?;
     if output == Output::Json {
@@ -186,7 +187,7 @@ fn uuid_line(uuid: VgpuId) -> Vec<u8> {
     format!("{uuid}\n").into_bytes()
 }
 
-/// All attributes after the change that was asked for, or `None` where none was.
+/// Returns the attributes after the requested changes, or `None` without changes.
 fn edit(list: &[Attribute], args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
     if args.addattr.is_none() && !args.delattr && args.attr.is_empty() {
         return Ok(None);
@@ -219,7 +220,7 @@ pub(super) fn policy(start: definition::Start) -> StartPolicy {
     }
 }
 
-/// A definition from a file, or from the standard input.
+/// Reads a definition from a file or the standard input.
 fn read_definition(path: &Path) -> Result<Definition, Failure> {
     let limit = Definition::MAX_BYTES as u64 + 1;
     let mut text = Vec::new();

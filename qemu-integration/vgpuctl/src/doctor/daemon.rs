@@ -1,11 +1,11 @@
-//! `vgpud`: running, reachable, with enough descriptors; the groups; libvirt's hook and confinement; what dead ones left.
+//! Checks of `vgpud`, groups, libvirt's hook and confinement, and stale run directories.
 
 use serde_json::Value;
-use vfio_user_server::api::model::Version;
+use vgpud_api::Version;
+use vgpud_host::users::Users;
 
-use super::Finding;
-use super::host::Host;
 use crate::failure::Failure;
+use host_inventory::{Finding, HostFiles};
 
 const DAEMON: &str = "vgpud";
 const GROUPS: &str = "groups";
@@ -15,11 +15,12 @@ const STALE: &str = "stale";
 const READERS: &str = "vgpu";
 const ADMINS: &str = "vgpu-admin";
 
-/// Workers have a descriptor for each piece of guest memory, and software GPUs for each of all of their guests.
-const ENOUGH_FILES: u64 = 65_536;
+/// Minimum limit of open files. A worker has a descriptor for each range of guest memory; a GPU
+/// process has one for each range of all guests.
+const MIN_OPEN_FILES: u64 = 65_536;
 
-/// All of them. `answer` is what the manager says when asked for its version.
-pub fn check(host: &Host, answer: Result<Version, Failure>) -> Vec<Finding> {
+/// Runs the checks. `answer` is the manager's response to a request for its version.
+pub fn check(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding> {
     let runs = answer.is_ok();
     let mut findings = vec![reachable(answer)];
     findings.extend(files(host));
@@ -38,67 +39,60 @@ fn reachable(answer: Result<Version, Failure>) -> Finding {
         }
         Ok(Version { version, .. }) => Finding::warning(
             DAEMON,
-            format!("vgpud is version {version}, and vgpuctl {own}"),
-            "systemctl restart vgpud (VMs go on)",
+            format!("vgpud has version {version}, but vgpuctl has {own}"),
+            "systemctl restart vgpud (VMs keep running)",
         ),
         Err(Failure::Unreachable { socket, reason }) => Finding::problem(
             DAEMON,
             format!("vgpud does not answer at {}: {reason}", socket.display()),
             "systemctl enable --now vgpud.socket vgpud.service, or run it: vgpud run",
         ),
-        Err(Failure::NotForUs { user, .. }) => Finding::problem(
+        Err(Failure::PermissionDenied { user, .. }) => Finding::problem(
             DAEMON,
             format!("User {user} may not use vgpud"),
             format!(
-                "usermod -aG {READERS} USER to look, {READERS},{ADMINS} to change; then log in again"
+                "usermod -aG {READERS} USER to read, {READERS},{ADMINS} to change; then log in again"
             ),
         ),
         Err(other) => Finding::problem(
             DAEMON,
-            format!("vgpud cannot be asked: {other}"),
+            format!("A request to vgpud failed: {other}"),
             "see its log: journalctl -u vgpud",
         ),
     }
 }
 
-/// The hard limit of that name of the manager's process, which those that it starts have too.
-pub fn limit_of_vgpud(host: &Host, name: &str) -> Option<String> {
-    let pid = host.read("run/vgpud/lock")?;
-    let limits = host.read(&format!("proc/{}/limits", pid.trim()))?;
-    let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
-    Some(line.split_whitespace().nth(1)?.to_owned())
-}
-
-/// Open files that the manager's process may have.
-fn files(host: &Host) -> Option<Finding> {
-    let hard = limit_of_vgpud(host, "Max open files")?;
-    let enough = hard == "unlimited" || hard.parse::<u64>().is_ok_and(|n| n >= ENOUGH_FILES);
-    let what = format!("vgpud's processes may have {hard} files open");
+/// Checks the limit of open files of the manager's process.
+fn files(host: &HostFiles) -> Option<Finding> {
+    let hard = host.limit_of_vgpud("Max open files")?;
+    let enough = hard == "unlimited" || hard.parse::<u64>().is_ok_and(|n| n >= MIN_OPEN_FILES);
+    let what = format!("vgpud's limit of open files is {hard}");
     Some(if enough {
         Finding::ok(DAEMON, what)
     } else {
-        let what = format!("{what}: too few for guests with much memory");
-        let fix = "put LimitNOFILE=1048576 into the unit (systemctl edit vgpud), then restart it";
+        let what = format!("{what}, which is too low for guests with much memory");
+        let fix = "set LimitNOFILE=1048576 in the unit (systemctl edit vgpud), then restart vgpud";
         Finding::warning(DAEMON, what, fix)
     })
 }
 
-fn groups(host: &Host) -> Vec<Finding> {
+fn groups(host: &HostFiles) -> Vec<Finding> {
+    let users = Users::in_root(host.root());
     let mut findings = Vec::new();
     for name in [READERS, ADMINS] {
-        if host.users.group(name).is_none() {
+        if users.group(name).is_none() {
             findings.push(Finding::warning(
                 GROUPS,
-                format!("There is no group {name}: root alone can use vgpud"),
+                format!("There is no group {name}: only root can use vgpud"),
                 format!("groupadd --system {name}, then systemctl restart vgpud.socket vgpud"),
             ));
         }
     }
-    let member = |name: &str| host.users.group(name).is_some_and(|gid| host.gids.contains(&gid));
+    let member = |name: &str| users.group(name).is_some_and(|gid| host.gids.contains(&gid));
     if findings.is_empty() && host.uid != 0 {
         findings.push(match (member(READERS), member(ADMINS)) {
             (true, true) => Finding::ok(GROUPS, format!("User {} may change vGPUs", host.uid)),
-            (true, false) => Finding::ok(GROUPS, format!("User {} may look at vGPUs", host.uid)),
+            (true, false) => Finding::ok(GROUPS, format!("User {} may view vGPUs", host.uid)),
             (false, _) => Finding::problem(
                 GROUPS,
                 format!("User {} is not in group {READERS}", host.uid),
@@ -109,7 +103,7 @@ fn groups(host: &Host) -> Vec<Finding> {
     findings
 }
 
-fn hook(host: &Host) -> Option<Finding> {
+fn hook(host: &HostFiles) -> Option<Finding> {
     if !host.has("etc/libvirt/qemu.conf") {
         return None;
     }
@@ -118,14 +112,14 @@ fn hook(host: &Host) -> Option<Finding> {
     } else {
         Finding::warning(
             LIBVIRT,
-            "libvirt is here without our hook: vGPUs are not started with their domains",
+            "libvirt is installed without Tessera's hook: vGPUs do not start with their domains",
             "vgpuctl libvirt install-hook, as root; see docs/libvirt.md",
         )
     })
 }
 
-/// What AppArmor lets libvirt's QEMU reach.
-fn confinement(host: &Host) -> Option<Finding> {
+/// Checks AppArmor's rules for libvirt's QEMU.
+fn confinement(host: &HostFiles) -> Option<Finding> {
     let enforced = host.read("sys/module/apparmor/parameters/enabled")?;
     if !enforced.starts_with('Y') || !host.has("etc/apparmor.d/abstractions/libvirt-qemu") {
         return None;
@@ -133,18 +127,18 @@ fn confinement(host: &Host) -> Option<Finding> {
     let rules = host.read("etc/apparmor.d/local/abstractions/libvirt-qemu").unwrap_or_default();
     let mut rules = rules.lines().map(str::trim).filter(|line| !line.starts_with('#'));
     Some(if rules.any(|line| line.contains("/vgpus/*/vfio.sock")) {
-        Finding::ok(LIBVIRT, "AppArmor lets QEMU reach its vGPU's socket")
+        Finding::ok(LIBVIRT, "AppArmor lets QEMU use the sockets of vGPUs")
     } else {
         Finding::problem(
             LIBVIRT,
-            "AppArmor keeps libvirt's QEMU from its vGPU's socket: its VM will not start",
-            "vgpuctl libvirt install-hook, as root, adds the rule; it counts from a VM's next start on",
+            "AppArmor denies libvirt's QEMU the sockets of vGPUs: VMs with a vGPU will not start",
+            "vgpuctl libvirt install-hook, as root, adds the rule for the next start of a VM",
         )
     })
 }
 
-/// Folders whose process is gone. A manager that runs clears them away itself.
-fn stale(host: &Host, runs: bool) -> Vec<Finding> {
+/// Finds run directories of exited processes. A running manager removes them itself.
+fn stale(host: &HostFiles, runs: bool) -> Vec<Finding> {
     if runs {
         return Vec::new();
     }
@@ -160,8 +154,8 @@ fn stale(host: &Host, runs: bool) -> Vec<Finding> {
             }
             findings.push(Finding::warning(
                 STALE,
-                format!("/{folder} is left of a process that has ended"),
-                "start vgpud: it clears that away, and starts again what ran",
+                format!("/{folder} belongs to a process that has exited"),
+                "start vgpud, which removes the folder and restarts the vGPUs",
             ));
         }
     }

@@ -1,55 +1,64 @@
-//! Is there a QEMU that can attach a vGPU?
+//! Checks of installed QEMU versions.
 
-use super::Finding;
-use super::host::{Host, output};
+use std::path::Path;
+use std::process::Command;
+
+use host_inventory::{Finding, HostFiles};
 
 const CHECK: &str = "qemu";
 
-/// Where distributions put it.
-const PLACES: [&str; 3] =
+/// Paths of QEMU in distributions.
+const PATHS: [&str; 3] =
     ["usr/bin/qemu-system-x86_64", "usr/local/bin/qemu-system-x86_64", "usr/libexec/qemu-kvm"];
 
-/// The first with a vfio-user client.
-const OLDEST: (u32, u32) = (10, 1);
+/// First version with a vfio-user client.
+const MIN_VERSION: (u32, u32) = (10, 1);
 
 const INSTALL: &str =
     "install QEMU 10.1 or newer; on Debian 13: apt install -t trixie-backports qemu-system-x86";
 
-/// Every QEMU that is there; at least one must do.
-pub fn check(host: &Host) -> Vec<Finding> {
-    let there = PLACES.iter().filter(|place| host.has(place));
-    let findings: Vec<_> = there.map(|place| one(host, place)).collect();
+/// Checks every installed QEMU.
+pub fn check(host: &HostFiles) -> Vec<Finding> {
+    let installed = PATHS.iter().filter(|path| host.has(path));
+    let findings: Vec<_> = installed.map(|path| check_one(host, path)).collect();
     if findings.is_empty() {
         return vec![Finding::problem(CHECK, "There is no QEMU", INSTALL)];
     }
     findings
 }
 
-fn one(host: &Host, place: &str) -> Finding {
-    let program = host.path(place);
-    let said = output(&program, &["--version"]);
-    let Some((text, number)) = said.as_deref().and_then(version) else {
-        return Finding::problem(CHECK, format!("/{place} does not run"), INSTALL);
+fn check_one(host: &HostFiles, path: &str) -> Finding {
+    let program = host.path(path);
+    let text = output(&program, &["--version"]);
+    let Some((text, number)) = text.as_deref().and_then(version) else {
+        return Finding::problem(CHECK, format!("/{path} does not run"), INSTALL);
     };
-    if number < OLDEST {
-        let what = format!("QEMU {text} (/{place}) is older than 10.1 and knows no vfio-user");
+    if number < MIN_VERSION {
+        let what =
+            format!("QEMU {text} (/{path}) is older than 10.1 and does not support vfio-user");
         return Finding::problem(CHECK, what, INSTALL);
     }
     let devices = output(&program, &["-device", "help"]).unwrap_or_default();
     if !devices.contains("\"vfio-user-pci\"") {
-        let what = format!("QEMU {text} (/{place}) is built without vfio-user-pci");
+        let what = format!("QEMU {text} (/{path}) is built without vfio-user-pci");
         return Finding::problem(
             CHECK,
             what,
-            "install a QEMU whose `-device help` has vfio-user-pci, as Debian's has",
+            "install a QEMU whose `-device help` lists vfio-user-pci, for example Debian's",
         );
     }
-    Finding::ok(CHECK, format!("QEMU {text} (/{place}) has vfio-user-pci"))
+    Finding::ok(CHECK, format!("QEMU {text} (/{path}) has vfio-user-pci"))
 }
 
-/// "QEMU emulator version 11.1.3 (Debian ...)"
+/// Parses the version in a text such as "QEMU emulator version 11.1.3 (Debian ...)".
 fn version(text: &str) -> Option<(&str, (u32, u32))> {
     let version = text.split_once("version ")?.1.split_whitespace().next()?;
     let mut numbers = version.split('.').map(str::parse);
     Some((version, (numbers.next()?.ok()?, numbers.next()?.ok()?)))
+}
+
+/// Returns the output of a program, or `None` if the program fails.
+fn output(program: &Path, args: &[&str]) -> Option<String> {
+    let output = Command::new(program).args(args).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -1,51 +1,49 @@
-//! Do the VMs that run let the GPU reach their memory?
+//! Checks of running VMs with vGPUs: shared memory, room for hot-plugged devices.
 
-use super::Finding;
-use super::host::{Host, Process};
+use host_inventory::files::Process;
+use host_inventory::{Finding, HostFiles};
 
 const CHECK: &str = "vm";
 
-/// Backends of memory that QEMU shares unless told not to.
+/// Memory backends that QEMU shares by default.
 const SHARED: [&str; 2] = ["memory-backend-memfd", "memory-backend-shm"];
 
 /// CPU models with AMD's vendor string.
 const AMD: [&str; 7] = ["EPYC", "Opteron", "Phenom", "athlon", "Dhyana", "qemu64", "phenom"];
 
-/// Every VM that has a vGPU.
-pub fn check(host: &Host) -> Vec<Finding> {
+/// Checks every VM with a vGPU.
+pub fn check(host: &HostFiles) -> Vec<Finding> {
     let processes = host.processes();
     let vms = processes.iter().filter(|process| {
         let name = process.args.first().and_then(|name| name.rsplit('/').next());
         name.is_some_and(|name| name.starts_with("qemu-"))
             && process.args.iter().any(|arg| arg.contains("vfio-user-pci"))
     });
-    vms.flat_map(|vm| one(host, vm)).collect()
+    vms.flat_map(|vm| check_one(host, vm)).collect()
 }
 
-fn one(host: &Host, vm: &Process) -> Vec<Finding> {
+fn check_one(host: &HostFiles, vm: &Process) -> Vec<Finding> {
     let name = name(vm);
     let mut findings = vec![if shares_memory(&vm.args) {
         Finding::ok(CHECK, format!("{name} shares its memory"))
     } else {
         Finding::problem(
             CHECK,
-            format!(
-                "{name} does not share its memory: its vGPU cannot reach it, and work on it faults"
-            ),
-            "add <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking> to the domain, or share=on (vgpuctl qemu-args -u UUID -- COMMAND), and restart the VM",
+            format!("{name} does not share its memory: accesses of its vGPU to guest memory fault"),
+            "add <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking> to the domain, or share=on to QEMU's command line (vgpuctl qemu-args -u UUID -- COMMAND); then restart the VM",
         )
     }];
     if hot_plug_without_room(host, &vm.args) {
         findings.push(Finding::warning(
             CHECK,
-            format!("{name} has an AMD CPU model and SeaBIOS: a vGPU that is plugged in while it runs finds no room for its memory"),
-            "give the VM its vGPU from the start, on pcie.0, or use UEFI or an Intel CPU model",
+            format!("{name} has an AMD CPU model and SeaBIOS: there is no address space for the BARs of a hot-plugged vGPU"),
+            "attach the vGPU to pcie.0 from the start, or use UEFI or an Intel CPU model",
         ));
     }
     findings
 }
 
-/// As people know it: `-name guest=NAME`, and the process.
+/// Returns the VM's name from `-name guest=NAME`, with the process ID.
 fn name(vm: &Process) -> String {
     let value = values(&vm.args, "-name").next().map(|value| {
         let first = value.split(',').next().unwrap_or(value);
@@ -57,12 +55,12 @@ fn name(vm: &Process) -> String {
     }
 }
 
-/// What follows an option, each time that it is given.
+/// Returns the values of all occurrences of an option.
 fn values<'a>(args: &'a [String], option: &'a str) -> impl Iterator<Item = &'a str> {
     args.windows(2).filter(move |pair| pair[0] == option).map(|pair| pair[1].as_str())
 }
 
-/// A property of an argument in QEMU's own form (`kind,name=value`) or in JSON.
+/// Returns a property of an argument in the form `kind,name=value` or in JSON.
 fn property(arg: &str, name: &str) -> Option<String> {
     if arg.starts_with('{') {
         let json: serde_json::Value = serde_json::from_str(arg).ok()?;
@@ -77,7 +75,7 @@ fn property(arg: &str, name: &str) -> Option<String> {
     named.map(str::to_owned)
 }
 
-/// Whether all memory that the guest has is in shared backends. There are none for a plain `-m`.
+/// Returns whether all guest memory is in shared backends. A plain `-m` has no backend.
 fn shares_memory(args: &[String]) -> bool {
     let mut found = false;
     for object in values(args, "-object") {
@@ -99,8 +97,8 @@ fn shares_memory(args: &[String]) -> bool {
     found
 }
 
-/// SeaBIOS puts 64-bit windows of empty ports where the machine has no memory, if the CPU calls itself AMD's.
-fn hot_plug_without_room(host: &Host, args: &[String]) -> bool {
+/// Returns whether SeaBIOS assigns unusable 64-bit windows to empty PCIe ports, as on AMD CPUs.
+fn hot_plug_without_room(host: &HostFiles, args: &[String]) -> bool {
     let ports = values(args, "-device").any(|device| device.contains("pcie-root-port"));
     let uefi = args
         .iter()

@@ -1,4 +1,4 @@
-//! What `top` knows: the last statistics, the history of shares, what is selected.
+//! State of `top`: last statistics, history of shares, selection.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -6,65 +6,65 @@ use std::time::Instant;
 use mdev_core::ids::VgpuId;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::widgets::TableState;
-use vfio_user_server::api::model::{ParentStats, Stats, VgpuStats};
+use vgpud_api::{ParentStats, Stats, VgpuStats};
 
-/// Readings kept of each share: as many as a wide terminal can show.
+/// Number of readings kept per vGPU; enough for a wide terminal.
 const HISTORY: usize = 256;
 
-/// What is known of one vGPU besides its last statistics.
+/// History of one vGPU.
 #[derive(Debug, Default)]
 pub struct History {
-    /// Its share, in thousandths of the GPU, the oldest first.
+    /// Shares in thousandths of the GPU, oldest first.
     pub shares: VecDeque<u64>,
     /// Submissions per second between the last two readings.
     pub submissions: f64,
     last: Option<(Instant, u64)>,
 }
 
-/// All that is shown.
+/// State of the screen.
 #[derive(Debug)]
 pub struct App {
     stats: Stats,
     history: BTreeMap<VgpuId, History>,
-    /// The one parent that is shown, where it is not all.
+    /// Selected parent; `None` shows all parents.
     parent: Option<String>,
     selected: Option<VgpuId>,
-    /// Why there is nothing new.
-    pub lost: Option<String>,
-    /// Where the table is scrolled to.
+    /// Error of the last request, if it failed.
+    pub error: Option<String>,
+    /// Selection and scroll position of the table.
     pub table: TableState,
 }
 
 impl App {
-    /// Nothing is known yet.
+    /// Creates a state without statistics.
     pub fn new(parent: Option<String>) -> Self {
         Self {
             stats: Stats::default(),
             history: BTreeMap::new(),
             parent,
             selected: None,
-            lost: None,
+            error: None,
             table: TableState::default(),
         }
     }
 
-    /// Takes new statistics.
-    pub fn take(&mut self, stats: Stats, now: Instant) {
+    /// Replaces the statistics and appends to the history.
+    pub fn update(&mut self, stats: Stats, now: Instant) {
         self.history.retain(|id, _| stats.vgpus.iter().any(|vgpu| vgpu.uuid == *id));
         for vgpu in &stats.vgpus {
-            self.history.entry(vgpu.uuid).or_default().take(vgpu, now);
+            self.history.entry(vgpu.uuid).or_default().update(vgpu, now);
         }
         self.stats = stats;
-        self.lost = None;
+        self.error = None;
         self.select();
     }
 
-    /// There are no new statistics.
-    pub fn lose(&mut self, why: String) {
-        self.lost = Some(why);
+    /// Records a failed request for statistics.
+    pub fn set_error(&mut self, error: String) {
+        self.error = Some(error);
     }
 
-    /// Does what a key is for; true where that is to leave.
+    /// Handles a key. Returns `true` if the key quits.
     pub fn key(&mut self, key: KeyEvent) -> bool {
         if key.kind == KeyEventKind::Release {
             return false;
@@ -78,26 +78,26 @@ impl App {
             KeyCode::PageDown => self.step(10),
             KeyCode::Home => self.step(isize::MIN),
             KeyCode::End => self.step(isize::MAX),
-            KeyCode::Left | KeyCode::Char('h') => self.turn(false),
-            KeyCode::Right | KeyCode::Char('l') => self.turn(true),
+            KeyCode::Left | KeyCode::Char('h') => self.select_parent(false),
+            KeyCode::Right | KeyCode::Char('l') => self.select_parent(true),
             _ => {}
         }
         false
     }
 
-    /// The physical GPUs that are shown.
+    /// Returns the shown parents.
     pub fn parents(&self) -> impl Iterator<Item = &ParentStats> {
         let shown = |parent: &&ParentStats| self.shows(&parent.parent);
         self.stats.parents.iter().filter(shown)
     }
 
-    /// The vGPUs that are shown, with their history.
+    /// Returns the shown vGPUs with their histories.
     pub fn vgpus(&self) -> impl Iterator<Item = (&VgpuStats, Option<&History>)> {
         let shown = self.stats.vgpus.iter().filter(|vgpu| self.shows(&vgpu.parent));
         shown.map(|vgpu| (vgpu, self.history.get(&vgpu.uuid)))
     }
 
-    /// The selected vGPU.
+    /// Returns the selected vGPU with its history.
     pub fn selected(&self) -> Option<(&VgpuStats, Option<&History>)> {
         self.vgpus().find(|(vgpu, _)| Some(vgpu.uuid) == self.selected)
     }
@@ -114,7 +114,7 @@ impl App {
         self.vgpus().position(|(vgpu, _)| Some(vgpu.uuid) == self.selected)
     }
 
-    /// Keeps the selection on the same vGPU, or puts it on the first one.
+    /// Keeps the selected vGPU, or selects the first one if the vGPU is gone.
     fn select(&mut self) {
         if self.position().is_none() {
             self.selected = self.nth(0);
@@ -129,12 +129,12 @@ impl App {
         self.table.select(self.position());
     }
 
-    /// All parents, then each alone, and round again.
-    fn turn(&mut self, forward: bool) {
+    /// Selects the next or previous entry of the cycle: all parents, then each parent.
+    fn select_parent(&mut self, forward: bool) {
         let count = self.stats.parents.len();
         let names = || self.stats.parents.iter().map(|parent| &parent.parent);
         let at = self.parent.as_ref().and_then(|only| names().position(|name| name == only));
-        // 0 is all of them.
+        // Place 0 stands for all parents.
         let place = at.map_or(0, |at| at + 1);
         let next = (place + if forward { 1 } else { count }) % (count + 1);
         self.parent = next.checked_sub(1).and_then(|index| names().nth(index).cloned());
@@ -143,7 +143,7 @@ impl App {
 }
 
 impl History {
-    fn take(&mut self, vgpu: &VgpuStats, now: Instant) {
+    fn update(&mut self, vgpu: &VgpuStats, now: Instant) {
         let last = self.last.replace((now, vgpu.submissions));
         if let Some((then, before)) = last {
             let seconds = now.saturating_duration_since(then).as_secs_f64().max(1e-3);
@@ -152,7 +152,7 @@ impl History {
         if self.shares.len() == HISTORY {
             self.shares.pop_front();
         }
-        // In thousandths; what is negative or no number at all becomes 0.
+        // Negative values and NaN become 0.
         #[allow(clippy::cast_sign_loss)]
         self.shares.push_back((vgpu.share_measured * 10.0).round() as u64);
     }

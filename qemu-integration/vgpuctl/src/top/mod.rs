@@ -1,8 +1,8 @@
-//! `top`: who asked for how much of a GPU and who gets it, as it happens.
+//! `top`: live shares of vGPUs on the terminal.
 //!
-//! * [`app`]: what is known, and what keys do
-//! * [`view`]: how that looks
-//! * [`terminal`]: keys, and the terminal's end
+//! * [`app`]: state and key bindings
+//! * [`view`]: contents of the screen
+//! * [`terminal`]: events of the terminal
 
 mod app;
 mod terminal;
@@ -17,24 +17,24 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::Event;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{sleep_until, timeout};
-use vfio_user_server::api::model::Stats;
+use vgpud_api::Stats;
 
 use self::app::App;
-use self::terminal::Happening;
+use self::terminal::TerminalEvent;
 use crate::cli::Top;
 use crate::client::Client;
 use crate::failure::Failure;
 
-/// How long an answer is waited for before the screen says that there is none.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Timeout of a request for statistics. A timeout is shown on the screen.
+const STATS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Shows what goes on until the user has seen enough.
+/// Shows live shares until the user quits or the terminal closes.
 pub async fn top(client: &Client, args: Top) -> Result<Vec<u8>, Failure> {
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
-        let what = "top draws on a terminal, and there is none; use `vgpuctl stats`";
-        return Err(Failure::Usage(what.to_owned()));
+        let message = "top requires a terminal; use `vgpuctl stats`";
+        return Err(Failure::Usage(message.to_owned()));
     }
-    // Whoever cannot be reached at first gets the same line as with any other command.
+    // If vgpud cannot be reached, fail as other commands do, before drawing.
     let first: Stats = client.get("/v1/stats").await?;
     let broken = |error: io::Error| Failure::Local(format!("Cannot use the terminal: {error}"));
     let mut terminate = signal(SignalKind::terminate()).map_err(broken)?;
@@ -47,24 +47,24 @@ pub async fn top(client: &Client, args: Top) -> Result<Vec<u8>, Failure> {
     };
     let _ = terminal.show_cursor();
     let _ = ratatui::try_restore();
-    // Its end would complain, and panic where nobody is left to complain to.
+    // Dropping the terminal writes to it, and panics if it is closed.
     std::mem::forget(terminal);
     match shown {
-        Err(error) if !terminal::has_ended() => Err(broken(error)),
+        Err(error) if !terminal::is_closed() => Err(broken(error)),
         _ => Ok(Vec::new()),
     }
 }
 
-/// Until a key says that it is enough, or the terminal is gone.
+/// Draws and handles events until a key quits or the terminal closes.
 async fn watch(
     terminal: &mut DefaultTerminal,
     client: &Client,
     first: Stats,
     args: &Top,
 ) -> io::Result<()> {
-    let mut happenings = terminal::listen()?;
+    let mut events = terminal::listen()?;
     let mut app = App::new(args.parent.clone());
-    app.take(first, Instant::now());
+    app.update(first, Instant::now());
     loop {
         let next = Instant::now() + Duration::from_millis(args.interval);
         terminal.draw(|frame| view::draw(frame, &mut app))?;
@@ -72,20 +72,20 @@ async fn watch(
         tokio::pin!(next);
         loop {
             tokio::select! {
-                happened = happenings.recv() => match happened {
-                    Some(Happening::Event(Event::Key(key))) if app.key(key) => return Ok(()),
-                    Some(Happening::Event(_)) => {}
-                    Some(Happening::Broken(error)) => return Err(error),
-                    Some(Happening::End) | None => return Ok(()),
+                event = events.recv() => match event {
+                    Some(TerminalEvent::Input(Event::Key(key))) if app.key(key) => return Ok(()),
+                    Some(TerminalEvent::Input(_)) => {}
+                    Some(TerminalEvent::Broken(error)) => return Err(error),
+                    Some(TerminalEvent::Closed) | None => return Ok(()),
                 },
                 () = &mut next => break,
             }
             terminal.draw(|frame| view::draw(frame, &mut app))?;
         }
-        match timeout(PATIENCE, client.get("/v1/stats")).await {
-            Ok(Ok(stats)) => app.take(stats, Instant::now()),
-            Ok(Err(failure)) => app.lose(failure.to_string()),
-            Err(_) => app.lose("vgpud does not answer".to_owned()),
+        match timeout(STATS_TIMEOUT, client.get("/v1/stats")).await {
+            Ok(Ok(stats)) => app.update(stats, Instant::now()),
+            Ok(Err(failure)) => app.set_error(failure.to_string()),
+            Err(_) => app.set_error("vgpud does not answer".to_owned()),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! What happens at the terminal: keys, and its end.
+//! Events of the terminal: input and hangup.
 //!
-//! Both are waited for on threads of their own. A terminal that is gone is read without end, and never says so to who
-//! reads it.
+//! Two threads wait for them. Reading a closed terminal does not report the hangup, so a separate
+//! thread polls for it.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,52 +12,52 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ratatui::crossterm::event::{self, Event};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// What happens at a terminal.
+/// Event of the terminal.
 #[derive(Debug)]
-pub enum Happening {
-    /// A key, a new size.
-    Event(Event),
-    /// Whoever showed it has gone.
-    End,
-    /// It cannot be read.
+pub enum TerminalEvent {
+    /// Input, for example a key or a new size.
+    Input(Event),
+    /// Hangup of the terminal.
+    Closed,
+    /// Error of reading.
     Broken(io::Error),
 }
 
-/// Begins to listen. The threads end with the program.
-pub fn listen() -> io::Result<UnboundedReceiver<Happening>> {
+/// Starts the threads, which end with the program.
+pub fn listen() -> io::Result<UnboundedReceiver<TerminalEvent>> {
     let (sender, receiver) = unbounded_channel();
-    let end = sender.clone();
+    let hangup = sender.clone();
     thread::Builder::new().name("hangup".into()).spawn(move || {
-        while !ends_within(PollTimeout::NONE) {}
-        end.send(Happening::End)
+        while !closes_within(PollTimeout::NONE) {}
+        hangup.send(TerminalEvent::Closed)
     })?;
     thread::Builder::new().name("keys".into()).spawn(move || read(&sender))?;
     Ok(receiver)
 }
 
-/// Passes events on while there is somebody to take them.
-fn read(sender: &UnboundedSender<Happening>) {
+/// Sends input until the receiver is dropped or reading fails.
+fn read(sender: &UnboundedSender<TerminalEvent>) {
     loop {
-        let happened = match event::read() {
-            Ok(event) => Happening::Event(event),
-            Err(_) if has_ended() => Happening::End,
-            Err(error) => Happening::Broken(error),
+        let event = match event::read() {
+            Ok(event) => TerminalEvent::Input(event),
+            Err(_) if is_closed() => TerminalEvent::Closed,
+            Err(error) => TerminalEvent::Broken(error),
         };
-        let last = !matches!(happened, Happening::Event(_));
-        if sender.send(happened).is_err() || last {
+        let last = !matches!(event, TerminalEvent::Input(_));
+        if sender.send(event).is_err() || last {
             return;
         }
     }
 }
 
-/// Whether it has gone.
-pub fn has_ended() -> bool {
-    ends_within(PollTimeout::ZERO)
+/// Returns whether the terminal is closed.
+pub fn is_closed() -> bool {
+    closes_within(PollTimeout::ZERO)
 }
 
-fn ends_within(limit: PollTimeout) -> bool {
+fn closes_within(limit: PollTimeout) -> bool {
     let stdin = io::stdin();
-    // Asked for nothing, the kernel says only that it is gone, or broken.
+    // Without requested events, poll reports only hangup and errors.
     let mut terminal = [PollFd::new(stdin.as_fd(), PollFlags::empty())];
     !matches!(poll(&mut terminal, limit), Ok(0) | Err(Errno::EINTR))
 }

@@ -1,4 +1,4 @@
-//! What is drawn, against files in `tests/golden`, and what keys do.
+//! Tests of `top`: the screen against a golden file, and the keys.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ fn vgpu(last: u8, core: Option<u8>, share: f64, state: &str) -> Value {
     })
 }
 
-fn stats(share: f64, vgpus: usize) -> vfio_user_server::api::model::Stats {
+fn stats(share: f64, vgpus: usize) -> vgpud_api::Stats {
     let all = [
         vgpu(1, Some(80), share, "running"),
         vgpu(2, None, 99.5 - share, "running"),
@@ -49,7 +49,7 @@ fn stats(share: f64, vgpus: usize) -> vfio_user_server::api::model::Stats {
     serde_json::from_value(json!({ "vgpus": all[..vgpus], "parents": parents })).unwrap()
 }
 
-/// What a terminal of that size shows.
+/// Returns the text on a terminal of this size.
 fn screen(app: &mut App, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| view::draw(frame, app)).unwrap();
@@ -62,7 +62,7 @@ fn app() -> App {
     let mut app = App::new(None);
     let start = Instant::now();
     for (second, share) in (0..).zip([0.0, 20.0, 40.0, 60.0, 79.6]) {
-        app.take(stats(share, 3), start + Duration::from_secs(second));
+        app.update(stats(share, 3), start + Duration::from_secs(second));
     }
     app
 }
@@ -71,13 +71,13 @@ fn press(app: &mut App, code: KeyCode) -> bool {
     app.key(KeyEvent::new(code, KeyModifiers::NONE))
 }
 
-/// `UPDATE_GOLDEN=1 cargo test -p vgpuctl top` writes the files anew.
+/// `UPDATE_GOLDEN=1 cargo test -p vgpuctl top` regenerates the file.
 #[test]
-fn the_screen_is_as_it_was() {
+fn the_screen_matches_the_golden_file() {
     let mut app = app();
     let wide = screen(&mut app, 120, 20);
     press(&mut app, KeyCode::Down);
-    app.lose("Cannot reach vgpud at /run/vgpud/control.sock".into());
+    app.set_error("Cannot reach vgpud at /run/vgpud/control.sock".into());
     let narrow = screen(&mut app, 80, 10);
     let empty = screen(&mut App::new(None), 80, 5);
     let got = format!("{wide}----\n{narrow}----\n{empty}");
@@ -90,7 +90,7 @@ fn the_screen_is_as_it_was() {
 }
 
 #[test]
-fn no_size_of_a_terminal_is_too_small() {
+fn drawing_works_at_every_terminal_size() {
     for size in 0..24 {
         screen(&mut app(), size, 20);
         screen(&mut app(), 120, size);
@@ -99,9 +99,9 @@ fn no_size_of_a_terminal_is_too_small() {
 }
 
 #[test]
-fn arrows_choose_and_q_leaves() {
-    let chosen = |app: &App| app.selected().map(|(vgpu, _)| vgpu.uuid.to_string());
-    let ends_in = |app: &App, end: &str| chosen(app).is_some_and(|uuid| uuid.ends_with(end));
+fn arrows_select_and_q_quits() {
+    let selected = |app: &App| app.selected().map(|(vgpu, _)| vgpu.uuid.to_string());
+    let ends_in = |app: &App, end: &str| selected(app).is_some_and(|uuid| uuid.ends_with(end));
     let mut app = app();
     assert!(ends_in(&app, "01"));
     for (key, end) in [
@@ -114,7 +114,7 @@ fn arrows_choose_and_q_leaves() {
         (KeyCode::PageDown, "03"),
     ] {
         assert!(!press(&mut app, key));
-        assert!(ends_in(&app, end), "{key:?}: {:?}", chosen(&app));
+        assert!(ends_in(&app, end), "{key:?}: {:?}", selected(&app));
     }
     press(&mut app, KeyCode::Left);
     assert_eq!((app.parents().count(), app.vgpus().count()), (1, 0), "soft1 alone");
@@ -125,14 +125,14 @@ fn arrows_choose_and_q_leaves() {
 }
 
 #[test]
-fn the_chosen_vgpu_stays_chosen_until_it_is_gone() {
+fn the_selection_is_kept_until_the_vgpu_is_gone() {
     let mut app = app();
     press(&mut app, KeyCode::End);
-    app.take(stats(50.0, 3), Instant::now());
+    app.update(stats(50.0, 3), Instant::now());
     assert!(app.selected().is_some_and(|(vgpu, _)| vgpu.uuid.to_string().ends_with("03")));
-    app.take(stats(50.0, 2), Instant::now());
+    app.update(stats(50.0, 2), Instant::now());
     assert!(app.selected().is_some_and(|(vgpu, _)| vgpu.uuid.to_string().ends_with("01")));
-    app.take(stats(50.0, 0), Instant::now());
+    app.update(stats(50.0, 0), Instant::now());
     assert!(app.selected().is_none());
     press(&mut app, KeyCode::Down);
 }

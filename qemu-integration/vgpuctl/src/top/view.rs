@@ -1,30 +1,30 @@
-//! How `top` looks: a line for each physical GPU, a row for each vGPU, and all about the one that is selected.
+//! Drawing of `top`: a line per parent, a row per vGPU, and details of the selected vGPU.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table};
-use vfio_user_server::api::model::{ParentStats, VgpuState, VgpuStats};
+use vgpud_api::{ParentStats, VgpuState, VgpuStats};
 
 use super::app::{App, History};
-use crate::words::{memory, seconds};
+use crate::units::{memory, seconds};
 
-/// Widths of the columns that have one; the bar and the history share the rest.
+/// Widths of fixed columns. The bar and the history share the remaining width.
 const UUID: u16 = 8;
 const TYPE: u16 = 12;
 const STATE: u16 = 10;
 const NUMBER: u16 = 7;
 const MEMORY: u16 = 10;
 const VM: u16 = 8;
-/// Rows of the details.
+/// Number of rows of the details.
 const DETAILS: u16 = 7;
 
-/// Draws everything.
+/// Draws the screen.
 pub fn draw(frame: &mut Frame<'_>, app: &mut App) {
     let parents = app.parents().count().clamp(1, 4) as u16;
     let details = if frame.area().height > parents + DETAILS + 6 { DETAILS } else { 0 };
-    let [head, table, about, foot] = Layout::vertical([
+    let [head, table, details_area, foot] = Layout::vertical([
         Constraint::Length(parents),
         Constraint::Min(2),
         Constraint::Length(details),
@@ -34,11 +34,11 @@ pub fn draw(frame: &mut Frame<'_>, app: &mut App) {
     frame.render_widget(Paragraph::new(app.parents().map(parent).collect::<Vec<_>>()), head);
     vgpus(frame, app, table);
     if details > 0 {
-        selected(frame, app, about);
+        selected(frame, app, details_area);
     }
-    let line = match &app.lost {
-        Some(why) => Line::from(why.clone()).style(Color::Red),
-        None => Line::from("q quit   ↑ ↓ choose a vGPU   ← → choose a parent").dim(),
+    let line = match &app.error {
+        Some(error) => Line::from(error.clone()).style(Color::Red),
+        None => Line::from("q quit   ↑ ↓ select a vGPU   ← → select a parent").dim(),
     };
     frame.render_widget(line, foot);
 }
@@ -115,9 +115,9 @@ fn selected(frame: &mut Frame<'_>, app: &App, area: Rect) {
     let block = Block::new().borders(Borders::TOP).title(format!(" {} ", vgpu.uuid));
     let inner = block.inner(area);
     frame.render_widget(block, area);
-    let [words, graph] =
+    let [text, graph] =
         Layout::horizontal([Constraint::Percentage(60), Constraint::Percentage(40)]).areas(inner);
-    frame.render_widget(Paragraph::new(details(vgpu, past)), words);
+    frame.render_widget(Paragraph::new(details(vgpu, past)), text);
     let data: Vec<u64> = recent(past, graph.width.into()).collect();
     frame.render_widget(
         Sparkline::default().data(data).max(1000).style(Style::new().fg(Color::Cyan)),
@@ -149,14 +149,14 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
             seconds(vgpu.engines.copy_ns)
         )),
         Line::from(format!(
-            "waited {}, held back {}  preempted {}  late {}",
+            "waited {}, capped {}  preempted {}  overruns {}",
             seconds(vgpu.wait_ns),
             seconds(vgpu.gated_ns),
             vgpu.preemptions,
             vgpu.slice_overruns
         )),
         Line::from(format!(
-            "submitted {} ({:.0}/s)  throttled {}  woken {}  faults {}  hangs {}",
+            "submitted {} ({:.0}/s)  throttled {}  wake-ups {}  faults {}  hangs {}",
             vgpu.submissions,
             past.map_or(0.0, |past| past.submissions),
             vgpu.throttled,
@@ -174,7 +174,7 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
     ]
 }
 
-/// The share that was asked for, in percent.
+/// Returns the requested share in percent.
 fn asked(vgpu: &VgpuStats) -> Option<f64> {
     vgpu.share_asked.map(f64::from)
 }
@@ -188,9 +188,9 @@ fn state(state: VgpuState) -> Line<'static> {
     }
 }
 
-/// A bar for so many percent, with a mark at what was asked for.
+/// Returns a bar for a percentage, with a mark at the requested share.
 fn bar(percent: f64, asked: Option<f64>, width: u16) -> Vec<Span<'static>> {
-    // Between 0 and the width, whatever came in.
+    // The value is clamped to 0..=width.
     #[allow(clippy::cast_sign_loss)]
     let place = |percent: f64| {
         (percent / 100.0 * f64::from(width)).round().clamp(0.0, f64::from(width)) as usize
@@ -209,7 +209,7 @@ fn bar(percent: f64, asked: Option<f64>, width: u16) -> Vec<Span<'static>> {
     }
 }
 
-/// The history in one line of characters, the newest at the right.
+/// Returns the history as one line of block characters, newest at the right.
 fn sparkline(past: Option<&History>, width: u16) -> String {
     const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let level = |share: u64| LEVELS[(share.saturating_mul(8).div_ceil(1000) as usize).min(8)];
@@ -217,7 +217,7 @@ fn sparkline(past: Option<&History>, width: u16) -> String {
     format!("{line:>width$}", width = width.into())
 }
 
-/// The last so many readings.
+/// Returns the last `count` readings.
 fn recent(past: Option<&History>, count: usize) -> impl Iterator<Item = u64> {
     let shares = past.map(|past| &past.shares).into_iter().flatten().copied();
     let known = past.map_or(0, |past| past.shares.len());

@@ -1,12 +1,12 @@
-//! Introductions: VERSION, its capabilities, and the second socket.
+//! VERSION, its capabilities, and the twin socket.
 
 use std::path::Path;
 
 use libc::EINVAL;
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
 use super::CONFIG;
-use crate::bytes;
-use crate::raw::*;
 
 pub fn version(path: &Path) {
     let mut client = RawClient::connect(path);
@@ -64,7 +64,7 @@ pub fn version_reply(path: &Path) {
         let asked = String::from_utf8_lossy(offer);
         let json: serde_json::Value = serde_json::from_slice(json).unwrap();
         for (name, value) in json["capabilities"].as_object().unwrap() {
-            assert!(asked.contains(name.as_str()), "{name} was not asked for");
+            assert!(asked.contains(name.as_str()), "unrequested capability {name}");
             match name.as_str() {
                 "max_msg_fds" => assert!((1..=16).contains(&value.as_u64().unwrap())),
                 "pgsizes" => assert_eq!(value, 4096),
@@ -91,7 +91,7 @@ pub fn twin(path: &Path) {
         client.read(CONFIG, 0, 4);
         if let Some(fd) = reply.fds.into_iter().next() {
             let mut twin = RawClient::over(fd.into());
-            // Nothing is awaited there yet: neither answers nor requests do harm, nor does its end.
+            // The twin socket expects no messages: neither replies, requests nor its end do harm.
             twin.send(DMA_READ, 1, &[0; 20], &[]);
             twin.send(REGION_READ, 0, &bytes![0_u64, CONFIG, 4_u32], &[]);
             client.read(CONFIG, 0, 4);

@@ -1,14 +1,14 @@
-//! Interrupts, in all their data types and actions.
+//! Interrupts, in all data types and actions.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 use libc::{EINVAL, ENOTTY};
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
 use super::MSI;
-use crate::bytes;
 use crate::device::{eventfd, memory};
-use crate::raw::*;
 
 pub fn interrupts(path: &Path) {
     let mut client = RawClient::attach(path);
@@ -18,7 +18,7 @@ pub fn interrupts(path: &Path) {
     let set =
         |flags: u32, index: u32, start: u32, count: u32| bytes![20_u32, flags, index, start, count];
     let fd = eventfd();
-    // Exactly one kind of data and one action.
+    // Exactly one data type and one action are valid.
     for flags in 0..0x80_u32 {
         let (data, action) = (flags & 7, flags & 0x38);
         let valid = data.is_power_of_two() && action.is_power_of_two() && flags < 0x40;
@@ -37,26 +37,26 @@ pub fn interrupts(path: &Path) {
     for argsz in [0_u32, 19] {
         client.fails(SET_IRQS, &bytes![argsz, 0x21_u32, MSI, 0_u32, 0_u32], EINVAL);
     }
-    // Messages have no mask of their own here; their table has.
+    // MSI has no mask here; its capability has per-vector masks instead.
     for flags in [0x09_u32, 0x11] {
         client.fails(SET_IRQS, &set(flags, MSI, 0, 1), ENOTTY);
     }
-    // No interrupts are named, and it is not "turn all off".
+    // A command for no interrupts does not mean "disable all".
     for flags in [0x09, 0x11, 0x22, 0x24_u32] {
         client.fails(SET_IRQS, &set(flags, MSI, 0, 0), EINVAL);
     }
     client.fails(SET_IRQS, &set(0x21, MSI, 1, 0), EINVAL);
-    // As many descriptors as interrupts, and eventfds at that.
+    // The number of descriptors must equal the number of interrupts, and all must be eventfds.
     client.fails_with(SET_IRQS, &set(0x24, MSI, 0, 1), &[&fd, &fd], EINVAL);
     let (reader, _writer) = nix::unistd::pipe().unwrap();
     for wrong in [memory(4096), reader, client.stream.as_fd().try_clone_to_owned().unwrap()] {
         client.fails_with(SET_IRQS, &set(0x24, MSI, 0, 1), &[&wrong], EINVAL);
     }
     client.fails_with(SET_IRQS, &set(0x21, MSI, 0, 1), &[&fd], EINVAL);
-    // Bytes that are missing, or not covered by argsz.
+    // Missing bytes, or bytes beyond argsz.
     client.fails(SET_IRQS, &bytes![21_u32, 0x22_u32, MSI, 0_u32, 1_u32], EINVAL);
     client.fails(SET_IRQS, &bytes![20_u32, 0x22_u32, MSI, 0_u32, 1_u32, 1_u8], EINVAL);
-    // An interrupt of the client's own making arrives at the client.
+    // An interrupt that the client triggers arrives at the client.
     client.ok_with(SET_IRQS, &set(0x24, MSI, 0, 1), &[&fd]);
     client.ok(SET_IRQS, &bytes![21_u32, 0x22_u32, MSI, 0_u32, 1_u32, 0_u8]);
     let mut value = [0; 8];
@@ -67,7 +67,7 @@ pub fn interrupts(path: &Path) {
     assert_eq!(u64::from_ne_bytes(value), 2);
     client.ok(SET_IRQS, &set(0x24, MSI, 0, 1));
     client.ok(SET_IRQS, &set(0x21, MSI, 0, 0));
-    // The pin, as QEMU under KVM sets it up and tears it down.
+    // INTx as QEMU under KVM sets it up and tears it down.
     client.ok_with(SET_IRQS, &set(0x24, 0, 0, 1), &[&fd]);
     client.ok(SET_IRQS, &set(0x09, 0, 0, 1));
     client.ok_with(SET_IRQS, &set(0x14, 0, 0, 1), &[&eventfd()]);
@@ -75,13 +75,13 @@ pub fn interrupts(path: &Path) {
     client.ok(SET_IRQS, &set(0x21, 0, 0, 0));
 }
 
-/// How often an interrupt has come since this was last asked.
+/// Returns how often an interrupt has fired since the last call.
 fn taken(event: &OwnedFd) -> u64 {
     let mut count = [0; 8];
     nix::unistd::read(event, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
 }
 
-/// Each index that there is: INTx, MSI, MSI-X, "error" and "release request".
+/// Every index: INTx, MSI, MSI-X, error and release request.
 pub fn each_kind(path: &Path) {
     const NONE: u32 = 1;
     const BOOL: u32 = 2;
@@ -111,11 +111,11 @@ pub fn each_kind(path: &Path) {
         assert_eq!(taken(&event), 1, "index {index}");
         client.ok(SET_IRQS, &choose(TRIGGER, 1));
         client.ok(SET_IRQS, &choose(TRIGGER, 0));
-        assert_eq!(taken(&event), 1, "index {index}: the second was not chosen");
+        assert_eq!(taken(&event), 1, "index {index}: the second interrupt was not selected");
         if maskable {
             client.ok(SET_IRQS, &choose(MASK, 0));
             client.ok(SET_IRQS, &set(NONE | TRIGGER, 1));
-            assert_eq!(taken(&event), 1, "it was not chosen");
+            assert_eq!(taken(&event), 1, "the interrupt was not selected");
             for mask in [set(NONE | MASK, 1), choose(MASK, 1)] {
                 for unmask in [set(NONE | UNMASK, 1), choose(UNMASK, 1)] {
                     client.ok(SET_IRQS, &mask);
@@ -127,7 +127,7 @@ pub fn each_kind(path: &Path) {
                     assert_eq!(taken(&event), 1, "no longer masked");
                 }
             }
-            // Unmasked without a message: the server watches the eventfd.
+            // Unmasking without a message: the server watches the eventfd.
             let unmask = eventfd();
             client.ok_with(SET_IRQS, &set(EVENTFD | UNMASK, 1), &[&unmask]);
             client.ok(SET_IRQS, &set(NONE | MASK, 1));
@@ -138,7 +138,7 @@ pub fn each_kind(path: &Path) {
                 client.ok(SET_IRQS, &set(NONE | TRIGGER, 1));
                 taken(&event) > 0
             });
-            // Taken back: what is written to it means nothing any more.
+            // After removal, writes to the eventfd have no effect.
             client.ok(SET_IRQS, &set(EVENTFD | UNMASK, 1));
             client.ok(SET_IRQS, &set(NONE | MASK, 1));
             nix::unistd::write(&unmask, &1_u64.to_ne_bytes()).unwrap();
@@ -152,7 +152,7 @@ pub fn each_kind(path: &Path) {
                 client.fails_with(SET_IRQS, &set(EVENTFD | action, 1), &[&eventfd()], ENOTTY);
             }
         }
-        // Without eventfds they are taken back, and the index is turned off.
+        // Assigning no eventfds removes them and disables the index.
         client.ok(SET_IRQS, &set(EVENTFD | TRIGGER, 1));
         client.ok(SET_IRQS, &set(NONE | TRIGGER, 0));
         assert_eq!(taken(&event), 0);

@@ -1,13 +1,13 @@
-//! DMA maps, and what was written to them.
+//! DMA maps and dirty page logging.
 
 use std::path::Path;
 
 use libc::{EEXIST, EINVAL, ENOENT, ENOTSUP};
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
 use super::FREE;
-use crate::bytes;
 use crate::device::memory;
-use crate::raw::*;
 
 pub fn dma(path: &Path) {
     let mut client = RawClient::attach(path);
@@ -45,7 +45,7 @@ pub fn dma(path: &Path) {
         client.fails_with(DMA_MAP, &bad, &[&fd], EINVAL);
     }
     client.fails_with(DMA_MAP, &map(32, 3, 0, 0x8000_0000, 0x1000), &[&fd, &fd], EINVAL);
-    // Without a descriptor: memory that is not shared, ROMs, the device's own regions.
+    // Without a descriptor: unshared memory, ROMs, the device's own regions.
     client.ok(DMA_MAP, &map(32, 1, 0, 0xfffc_0000, 0x4_0000));
     client.ok(DMA_MAP, &map(32, 3, 0, 0xfe00_0000, 0x1000));
     for (address, size) in

@@ -3,11 +3,10 @@
 use std::path::Path;
 
 use libc::{EINVAL, ENOTSUP};
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
-use crate::bytes;
-use crate::raw::*;
-
-/// A device has it, and then all of it, or says that it has not.
+/// A device supports migration completely or reports that it does not.
 pub fn migration(path: &Path) {
     let mut client = RawClient::attach(path);
     for bad in [bytes![7_u32, 0_u32], bytes![8_u32, 1_u32], bytes![8_u32, u32::MAX]] {
@@ -16,7 +15,7 @@ pub fn migration(path: &Path) {
     }
     client.fails(MIG_DATA_WRITE, &bytes![8_u32, 0_u32, 1_u8], EINVAL);
     let has_it = client.request(FEATURE, &bytes![16_u32, 0x5_0001_u32], &[]).error == 0;
-    // Nothing moves while the device runs.
+    // No data moves while the device runs.
     let errno = if has_it { EINVAL } else { ENOTSUP };
     client.fails(MIG_DATA_READ, &bytes![16_u32, 8_u32], errno);
     client.fails(MIG_DATA_WRITE, &bytes![8_u32, 2_u32, 7_u16], errno);

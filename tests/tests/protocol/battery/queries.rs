@@ -1,12 +1,12 @@
-//! What a client asks about the device: infos, capabilities, features, and what is not there.
+//! Queries: device, region and interrupt info, capabilities, features, and unsupported commands.
 
 use std::path::Path;
 
 use libc::{EINVAL, ENOTSUP};
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
 use super::{CONFIG, FREE, MSI};
-use crate::bytes;
-use crate::raw::*;
 
 pub fn short_payloads(path: &Path) {
     let mut client = RawClient::attach(path);
@@ -70,7 +70,7 @@ pub fn capabilities(path: &Path) {
     for index in 0..9_u32 {
         let ask = |argsz: u32| bytes![argsz, 0_u32, index, 0_u32, 0_u64, 0_u64];
         let short = client.ok(GET_REGION_INFO, &ask(32));
-        assert_eq!(short.payload.len(), 32, "no more than there is room for");
+        assert_eq!(short.payload.len(), 32, "no more than the given room");
         assert_eq!(short.u32_at(4) & 8, 0, "capabilities without room");
         assert_eq!(short.u32_at(12), 0);
         let needed = short.u32_at(0);
@@ -83,15 +83,23 @@ pub fn capabilities(path: &Path) {
         assert_eq!(full.u32_at(4) & 8 != 0, needed > 32);
         for reply in [&short, &full] {
             let mapped = reply.u32_at(4) & 4 != 0;
-            assert_eq!(reply.fds.len(), usize::from(mapped), "one descriptor for what is mapped");
+            assert_eq!(
+                reply.fds.len(),
+                usize::from(mapped),
+                "one descriptor for a mappable region"
+            );
             assert_eq!(reply.u32_at(8), index);
         }
         if needed > 32 {
             let at = full.u32_at(12) as usize;
-            assert_eq!(at, 32, "where the capability is");
+            assert_eq!(at, 32, "offset of the capability");
             let [id, version] = [at, at + 2]
                 .map(|at| u16::from_ne_bytes(full.payload[at..at + 2].try_into().unwrap()));
-            assert_eq!((id, version, full.u32_at(at + 4)), (1, 1, 0), "sparse areas, and no more");
+            assert_eq!(
+                (id, version, full.u32_at(at + 4)),
+                (1, 1, 0),
+                "the sparse areas capability only"
+            );
             for area in 0..full.u32_at(at + 8) as usize {
                 let (offset, size) =
                     (full.u64_at(at + 16 + area * 16), full.u64_at(at + 24 + area * 16));
@@ -120,14 +128,14 @@ pub fn features(path: &Path) {
         client.fails(FEATURE, &bytes![8_u32, flags], EINVAL);
     }
     client.fails(FEATURE, &bytes![7_u32, 0x4_0001_u32], EINVAL);
-    // As Linux answers for what is not there: QEMU tells that from a failure.
+    // Linux answers ENOTTY for missing features: QEMU distinguishes that from failures.
     for method in [0x1_0000_u32, 0x2_0000, 0x4_0000, 0x5_0000, 0x6_0000, 0x7_0000] {
         client.fails(FEATURE, &bytes![16_u32, method | 0xfffe, 0_u64], libc::ENOTTY);
     }
     let known: [(u32, bool, bool); 5] =
         [(1, true, false), (2, true, true), (6, false, true), (7, false, true), (8, true, false)];
     for (index, get, set) in known {
-        // A plain probe asks whether it is there; with methods, whether it has each of them.
+        // A plain probe asks for the feature; with methods, for each of the methods.
         let probe = |method: u32| bytes![16_u32, 0x4_0000 | method | index, 0x5a5a_5a5a_u32, 7_u32];
         let there = client.request(FEATURE, &probe(0), &[]);
         for (method, has) in [(0x1_0000, get), (0x2_0000, set), (0x3_0000, get && set)] {

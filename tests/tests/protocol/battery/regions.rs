@@ -1,12 +1,12 @@
-//! Accesses to regions, one by one and several at once.
+//! Region accesses, single and multiple.
 
 use std::path::Path;
 
 use libc::EINVAL;
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
 use super::CONFIG;
-use crate::bytes;
-use crate::raw::*;
 
 pub fn accesses(path: &Path) {
     let mut client = RawClient::attach(path);
@@ -38,7 +38,7 @@ pub fn accesses(path: &Path) {
         let message = [bytes![4_u64, CONFIG, 4_u32], vec![0; given]].concat();
         client.fails(REGION_WRITE, &message, EINVAL);
     }
-    // The longest write there is, to a place that takes none: refused, and the stream goes on.
+    // The longest write, to a read-only place: refused, and the stream continues.
     let long = [bytes![0_u64, CONFIG, 1_u32 << 20], vec![0; 1 << 20]].concat();
     client.fails(REGION_WRITE, &long, EINVAL);
     assert_eq!(client.read(CONFIG, 0, size as u32)[..4], whole[..4]);

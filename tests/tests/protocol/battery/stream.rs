@@ -1,14 +1,14 @@
-//! The stream of messages itself: posted, in pieces, in lots, impossible, and cut off.
+//! The message stream: posted, fragmented, pipelined, invalid and truncated messages.
 
 use std::os::fd::AsFd;
 use std::path::Path;
 
 use libc::{EINVAL, EMSGSIZE};
+use system_tests::bytes;
+use system_tests::raw_client::*;
 
 use super::{CONFIG, FREE, MSI};
-use crate::bytes;
 use crate::device::{eventfd, memory};
-use crate::raw::*;
 
 pub fn posted(path: &Path) {
     let mut client = RawClient::attach(path);
@@ -36,7 +36,7 @@ pub fn replies(path: &Path) {
         let reply = client.receive().unwrap();
         assert_eq!((reply.id, reply.flags, reply.error), (id, 0x21, EINVAL.unsigned_abs()));
     }
-    // An error flag in a request means nothing.
+    // An error flag in a request has no meaning.
     client.send(GET_INFO, 0x20, &bytes![16_u32, 0_u32, 0_u32, 0_u32], &[]);
     assert_eq!(client.receive().unwrap().flags, 1);
 }
@@ -54,14 +54,14 @@ pub fn dribble(path: &Path) {
     ];
     for (id, message) in (1..).zip(&messages) {
         for (at, byte) in message.iter().enumerate() {
-            // The descriptor comes somewhere in the middle of its message.
+            // The descriptor arrives in the middle of its message.
             let fds = [fd.as_fd()];
             client.send_bytes(&[*byte], if id == 3 && at == 20 { &fds } else { &[] });
         }
         let reply = client.receive().unwrap();
         assert_eq!((reply.id, reply.flags), (id, 1));
     }
-    // In every pair of pieces.
+    // Every split into two pieces.
     let read = RawClient::message(5, REGION_READ, 0, &bytes![0_u64, CONFIG, 4_u32]);
     for at in 1..read.len() {
         client.send_bytes(&read[..at], &[]);
@@ -85,10 +85,10 @@ pub fn pipeline(path: &Path) {
         let reply = client.receive().unwrap();
         assert_eq!((reply.id, reply.flags), (id, 1), "replies keep the order");
         let at = usize::from(id) % 64;
-        // The status register, at 6, is the device's to change.
+        // The device may change the status register at offset 6.
         assert!(at == 4 || (at < 8 && at > 0) || reply.payload[16..] == whole[at..at + 4]);
     }
-    // Maps as QEMU sends them: several before it reads a reply, some with a descriptor and some without.
+    // Maps as QEMU sends them: several before it reads a reply, some with descriptors.
     for n in 0..40_u64 {
         let map = bytes![32_u32, 3_u32, 0_u64, FREE + n * 0x1000, 0x1000_u64];
         let fds = [&fd];
@@ -113,7 +113,7 @@ pub fn framing(path: &Path) {
             client.is_closed();
         }
     }
-    // Bytes that mean nothing.
+    // Bytes without meaning.
     for seed in 0..50_u64 {
         let mut client = RawClient::connect(path);
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -134,7 +134,7 @@ pub fn descriptors(path: &Path) {
     let mut client = RawClient::attach(path);
     let fd = memory(0x1000);
     let info = bytes![16_u32, 0_u32, 0_u32, 0_u32];
-    // With a message that takes none they are closed, and nothing else happens.
+    // Descriptors of a message that takes none are closed.
     for count in [1_usize, 2, 16] {
         client.ok_with(GET_INFO, &info, &vec![&fd; count]);
     }
@@ -181,20 +181,20 @@ pub fn flood(path: &Path) {
     let mut sent = 0;
     let mut stalled = 0;
     let mut rest = &request[..];
-    // Until the server has not taken anything for a while.
+    // Until the server has accepted nothing for a while.
     while stalled < 50 && sent < 1_000_000 {
         match std::io::Write::write(&mut client.stream, rest) {
             Ok(n) if n == rest.len() => (rest, sent, stalled) = (&request[..], sent + 1, 0),
             Ok(n) => rest = &rest[n..],
             Err(error) => {
-                // The limit on requests under way, as the client meets it.
+                // The server's limit on pending requests.
                 assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
                 stalled += 1;
                 std::thread::sleep(std::time::Duration::from_millis(2));
             }
         }
     }
-    assert!(sent < 1_000_000, "the server takes requests without end, and keeps their replies");
+    assert!(sent < 1_000_000, "the server accepts unlimited requests and queues their replies");
     client.stream.set_nonblocking(false).unwrap();
     for _ in 0..sent {
         assert_eq!(client.receive().unwrap().payload.len(), 272);

@@ -1,4 +1,4 @@
-//! One channel, and where the driver reports its error.
+//! Channel, and the notifier through which the driver reports its error.
 
 use std::sync::Arc;
 
@@ -7,64 +7,66 @@ use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::Token;
 
 use crate::mem::Mapping;
-use crate::nvidia::bells::Watched;
 use crate::nvidia::device::Device;
-use crate::nvidia::memory::Place;
+use crate::nvidia::doorbell_poller::Registration;
+use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm::Node;
-use crate::nvidia::session::Object;
+use crate::nvidia::rm_client::Object;
 use crate::nvidia::sys::abi::notification;
 
-/// Where the driver reports a channel's error: a page of the host's memory that no guest sees.
+/// Error notifier of a channel: a page of host memory that is not accessible to the guest.
 #[derive(Debug)]
 pub struct Notifier {
-    view: Arc<Mapping>,
+    mapping: Arc<Mapping>,
     pub(super) memory: Arc<Object>,
 }
 
 impl Notifier {
-    /// A page for one channel at a time.
+    /// Allocates a notifier. It can serve one channel at a time.
     pub fn new(device: &Device) -> Result<Self, GpuError> {
         let bytes = mdev_core::units::PAGE_SIZE;
         let memory = device.system_memory(bytes, false)?;
-        let session = &device.session;
-        let fd = session.aperture(&device.device, &memory, Node::Control, bytes, 0)?;
-        let view = Mapping::new(std::os::fd::AsFd::as_fd(&fd), 0, bytes, true)?;
-        Ok(Self { view, memory })
+        let rm_client = &device.rm_client;
+        let fd = rm_client.aperture(&device.device, &memory, Node::Control, bytes, 0)?;
+        let mapping = Mapping::new(std::os::fd::AsFd::as_fd(&fd), 0, bytes, true)?;
+        Ok(Self { mapping, memory })
     }
 
+    /// Clears the error of the previous channel.
     pub(super) fn clear(&self) {
         for word in (0..16).step_by(4) {
-            let _ = self.view.store_u32(word, 0);
+            let _ = self.mapping.store_u32(word, 0);
         }
     }
 
-    /// The robust-channel code, once there is one.
+    /// Returns the robust-channel error code, if the channel has faulted.
     pub(super) fn error(&self) -> Option<u32> {
-        let status = self.view.load_u32(notification::STATUS_WORD)? >> 16;
+        let status = self.mapping.load_u32(notification::STATUS_WORD)? >> 16;
         if status == 0 {
             return None;
         }
-        // An error without a number is an error all the same.
-        Some(self.view.load_u32(notification::INFO32)?.max(1))
+        // An error with code 0 must not look like no error.
+        Some(self.mapping.load_u32(notification::INFO32)?.max(1))
     }
 }
 
+/// Channel of a vGPU.
 #[derive(Debug)]
 pub(super) struct Channel {
-    /// Rung for, where a guest does not ring itself.
-    pub(super) watched: Option<Watched>,
-    /// Its classes, then itself: none once it was torn down.
+    /// Registration with the doorbell poller, unless the guest rings itself.
+    pub(super) registration: Option<Registration>,
+    /// The channel, then its classes. Empty after the teardown.
     pub(super) objects: Vec<Arc<Object>>,
     pub(super) engine: EngineKind,
-    /// Which of the groups that this engine had.
+    /// Number of the group.
     pub(super) group: u32,
     pub(super) token: Token,
     pub(super) vector: u32,
-    pub(super) userd: Option<Place>,
+    pub(super) userd: Option<MemoryLocation>,
     pub(super) notifier: Arc<Notifier>,
     pub(super) error: u32,
     pub(super) error_info: u64,
-    /// Kept from running. Each time takes an enabling of its own.
+    /// Disabled by the gate. The driver counts: each disabling needs one enabling.
     pub(super) disabled: bool,
 }
 
@@ -73,33 +75,35 @@ impl Channel {
         self.objects.first()
     }
 
-    pub(super) fn word(&self, offset: u64) -> Option<u32> {
-        let place = self.userd.as_ref()?;
-        place.view.as_ref()?.load_u32(place.offset + offset)
+    /// Loads a word of the USERD.
+    pub(super) fn load_userd(&self, offset: u64) -> Option<u32> {
+        let userd = self.userd.as_ref()?;
+        userd.mapping.as_ref()?.load_u32(userd.offset + offset)
     }
 
-    /// Frees it, its classes first.
+    /// Frees the classes, then the channel.
     pub(super) fn tear_down(&mut self) {
-        self.watched = None;
+        self.registration = None;
         while self.objects.pop().is_some() {}
         self.userd = None;
     }
 
-    /// Entries that the GPU has not fetched; unknown counts as some.
+    /// Returns whether the GPU has not fetched all entries. True if the USERD cannot be read.
     pub(super) fn has_queued(&self) -> bool {
-        match (self.word(userd::GP_GET), self.word(userd::GP_PUT)) {
+        match (self.load_userd(userd::GP_GET), self.load_userd(userd::GP_PUT)) {
             (Some(get), Some(put)) => get != put,
             _ => true,
         }
     }
 
-    /// Whether it was ever given work.
+    /// Returns whether the channel ever got work.
     pub(super) fn was_used(&self) -> bool {
-        self.word(userd::GP_PUT) != Some(0)
+        self.load_userd(userd::GP_PUT) != Some(0)
     }
 
-    /// Whether the GPU may be at work for it.
-    pub(super) fn may_run(&self, running: [bool; 2]) -> bool {
+    /// Returns whether the GPU may execute work of the channel. `running` has a flag for each
+    /// engine that may execute work of the vGPU.
+    pub(super) fn may_be_running(&self, running: [bool; 2]) -> bool {
         self.has_queued() || self.was_used() && running[self.engine as usize]
     }
 }

@@ -1,12 +1,12 @@
-//! A vGPU's channels and the groups that the GPU's runlists schedule: one group for each engine.
+//! Channels of a vGPU, and the channel groups that the GPU's runlists schedule.
 //!
-//! All channels of a vGPU on one engine share a group and thereby its time slice, however many they are. The price is
-//! that they also share its fate: the GPU tears down a group as a whole when one of its channels faults.
+//! A vGPU has one group for each engine, so all of its channels on an engine share one time slice.
+//! In return, a fault of one channel makes the GPU tear down the whole group.
 
 mod channel;
-mod end;
-mod make;
-mod time;
+mod create;
+mod scheduling;
+mod teardown;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,138 +18,143 @@ use mdev_core::ids::{ChannelId, Token};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
-use super::backoff::Backoff;
-use super::bells::{self, Bells};
 use super::device::Device;
+use super::doorbell_poller::{self, DoorbellPoller};
+use super::fault_backoff::FaultBackoff;
 use super::rm::RmError;
-use super::session::{AddressSpace, Object};
+use super::rm_client::{AddressSpace, Object};
 use super::sys::abi;
 use super::sys::numbers::{control, engine};
 use crate::mem::Mapping;
 
+/// Channel group of one engine.
 #[derive(Debug)]
 struct Group {
     object: Arc<Object>,
     engine: EngineKind,
     number: u32,
-    /// When, by the GPU's clock.
-    made_ns: u64,
+    /// Time of creation, in nanoseconds of the GPU's clock.
+    created_ns: u64,
 }
 
-/// What was counted.
+/// Counters of a vGPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Channels that faulted, those that were reset among them.
+    /// Number of channels that faulted or were reset.
     pub faults: u64,
-    /// Groups that were reset because they hung.
+    /// Number of resets because of a hang or on request of the manager.
     pub hang_resets: u64,
-    /// Times the gate was closed.
+    /// Number of times that the gate was closed.
     pub gate_closings: u64,
 }
 
-/// The channels of one vGPU.
+/// Channels of a vGPU.
 #[derive(Debug)]
 pub struct Channels {
     device: Arc<Device>,
     space: Arc<AddressSpace>,
     copy_engine: u32,
     preempt_blocks: bool,
-    most: u32,
+    /// Maximum number of channels.
+    limit: u32,
     groups: Vec<Group>,
-    group_number: u32,
-    all: BTreeMap<ChannelId, Channel>,
-    next: u32,
-    notifiers: Vec<Arc<Notifier>>,
-    slice: Option<Duration>,
-    open: bool,
-    /// Engines on which there is nothing to do.
+    last_group_number: u32,
+    by_id: BTreeMap<ChannelId, Channel>,
+    next_id: u32,
+    free_notifiers: Vec<Arc<Notifier>>,
+    timeslice: Option<Duration>,
+    gate_open: bool,
+    /// Engines without work.
     idle: [bool; 2],
-    boosted: Option<Instant>,
-    /// The doorbell page.
+    /// When the clocks were boosted.
+    boosted_at: Option<Instant>,
+    /// The GPU's usermode page.
     doorbell: Arc<Mapping>,
-    /// Who rings it for the guest, unless that does.
-    bells: Option<Arc<Bells>>,
-    backoff: [Backoff; 2],
-    /// What was counted.
+    /// Rings for the guest, unless the guest has the doorbell page.
+    poller: Option<Arc<DoorbellPoller>>,
+    backoff: [FaultBackoff; 2],
+    /// Counters of the vGPU.
     pub counters: Counters,
 }
 
-/// What channels are made with.
+/// Options of the channels.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Which engine copies.
+    /// Number of the copy engine.
     pub copy_engine: u32,
-    /// Preempt compute between thread blocks instead of waiting for a kernel's end.
+    /// Preempt kernels at thread-block boundaries instead of waiting for their end.
     pub preempt_blocks: bool,
-    /// Channels at a time.
+    /// Maximum number of channels.
     pub max_channels: u32,
 }
 
 impl Channels {
-    /// None yet. Everything that needs a device node is opened here: later there is no filesystem.
+    /// Creates an empty set of channels. Opens all device nodes that are needed, since the sandbox
+    /// hides the filesystem later.
     pub fn new(
         device: Arc<Device>,
         space: Arc<AddressSpace>,
         doorbell: Arc<Mapping>,
-        bells: Option<Arc<Bells>>,
+        poller: Option<Arc<DoorbellPoller>>,
         options: Options,
     ) -> Result<Self, GpuError> {
         let notifiers = (0..options.max_channels).map(|_| Notifier::new(&device).map(Arc::new));
         Ok(Self {
-            notifiers: notifiers.collect::<Result<_, _>>()?,
+            free_notifiers: notifiers.collect::<Result<_, _>>()?,
             device,
             space,
             copy_engine: options.copy_engine,
             preempt_blocks: options.preempt_blocks,
-            most: options.max_channels,
+            limit: options.max_channels,
             groups: Vec::new(),
-            group_number: 0,
-            all: BTreeMap::new(),
-            next: 1,
-            slice: None,
-            open: true,
+            last_group_number: 0,
+            by_id: BTreeMap::new(),
+            next_id: 1,
+            timeslice: None,
+            gate_open: true,
             idle: [false; 2],
-            boosted: None,
+            boosted_at: None,
             doorbell,
-            bells,
-            backoff: [Backoff::for_copies(), Backoff::for_kernels()],
+            poller,
+            backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
             counters: Counters::default(),
         })
     }
 
-    /// Channels that exist.
+    /// Returns the number of channels.
     pub fn count(&self) -> u32 {
-        self.all.len() as u32
+        self.by_id.len() as u32
     }
 
-    /// Whether any on that engine has work that the GPU has not fetched.
+    /// Returns whether a channel of an engine has entries that the GPU has not fetched.
     pub fn has_queued(&self, engine: EngineKind) -> bool {
         let on_it = |channel: &&Channel| channel.engine == engine && channel.error == 0;
-        self.all.values().filter(on_it).any(Channel::has_queued)
+        self.by_id.values().filter(on_it).any(Channel::has_queued)
     }
 
-    /// Entries that were fetched since a channel was made, modulo its ring: what progress looks like from outside.
-    pub fn progress(&self, engine: EngineKind) -> Vec<(ChannelId, u32)> {
-        let get = |channel: &Channel| channel.word(userd::GP_GET).unwrap_or_default();
-        let on_it = self.all.iter().filter(|(_, channel)| channel.engine == engine);
+    /// Returns `GP_GET` of each channel of an engine.
+    pub fn gp_gets(&self, engine: EngineKind) -> Vec<(ChannelId, u32)> {
+        let get = |channel: &Channel| channel.load_userd(userd::GP_GET).unwrap_or_default();
+        let on_it = self.by_id.iter().filter(|(_, channel)| channel.engine == engine);
         on_it.map(|(id, channel)| (*id, get(channel))).collect()
     }
 
-    /// Since when, by the GPU's clock, there is a group on that engine whose channels were given work.
+    /// Returns when the group of an engine was created, in nanoseconds of the GPU's clock. None if
+    /// its channels never got work.
     pub fn in_use_since(&self, engine: EngineKind) -> Option<u64> {
         let group = self.groups.iter().find(|group| group.engine == engine)?;
-        let of_it = |channel: &&Channel| channel.group == group.number && channel.error == 0;
-        self.all.values().filter(of_it).any(Channel::was_used).then_some(group.made_ns)
+        let live = |channel: &&Channel| channel.group == group.number && channel.error == 0;
+        self.by_id.values().filter(live).any(Channel::was_used).then_some(group.created_ns)
     }
 
-    /// Whether any was ever given work.
+    /// Returns whether any channel ever got work.
     pub fn were_used(&self) -> bool {
-        self.all.values().any(Channel::was_used)
+        self.by_id.values().any(Channel::was_used)
     }
 
-    /// Interrupt vectors that channels use, as bits.
+    /// Returns the interrupt vectors of the channels as a bit mask.
     pub fn vectors(&self) -> u32 {
-        self.all.values().fold(0, |all, channel| all | 1 << channel.vector)
+        self.by_id.values().fold(0, |all, channel| all | 1 << channel.vector)
     }
 
     fn engine_number(&self, engine: EngineKind) -> u32 {
@@ -159,8 +164,9 @@ impl Channels {
         }
     }
 
+    /// Rings for the selected channels that have entries.
     fn ring_queued(&self, which: impl Fn(&Channel) -> bool) {
-        for channel in self.all.values() {
+        for channel in self.by_id.values() {
             let runs = channel.error == 0 && !channel.disabled;
             if runs && channel.has_queued() && which(channel) {
                 self.ring(channel.token);
@@ -168,36 +174,38 @@ impl Channels {
         }
     }
 
-    /// Rings for every channel that has entries which nobody fetches: a ring was lost.
+    /// Rings again for all channels with entries, in case the GPU lost a ring.
     pub fn ring_again(&self) {
         self.ring_queued(|_| true);
     }
 
-    /// How a channel is.
+    /// Returns the status of a channel.
     pub fn query(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError> {
         self.note_errors();
-        let channel = self.all.get(&id).ok_or(GpuError::NotFound("channel"))?;
+        let channel = self.by_id.get(&id).ok_or(GpuError::NotFound("channel"))?;
         Ok(ChannelStatus {
             error: channel.error,
             error_info: channel.error_info,
-            gp_get: channel.word(userd::GP_GET).unwrap_or_default(),
+            gp_get: channel.load_userd(userd::GP_GET).unwrap_or_default(),
             engine_ns: 0,
         })
     }
 
-    /// Looks at all notifiers; true where a channel has faulted that had not.
+    /// Checks all notifiers. Returns whether another channel has faulted.
     pub fn note_errors(&mut self) -> bool {
         let mut faulted = Vec::new();
-        for channel in self.all.values_mut().filter(|channel| channel.error == 0) {
+        for channel in self.by_id.values_mut().filter(|channel| channel.error == 0) {
             let Some(code) = channel.notifier.error() else { continue };
             channel.error = code;
-            channel.error_info = channel.object().and_then(|object| fault(object)).unwrap_or(0);
+            channel.error_info =
+                channel.object().and_then(|object| fault_address(object)).unwrap_or(0);
             self.counters.faults += 1;
             faulted.push((channel.group, channel.engine, code));
         }
         for (number, engine, code) in &faulted {
-            // The others of the group are gone with it, whether or not the driver has said so yet.
-            let others = self.all.values_mut().filter(|c| c.group == *number && c.error == 0);
+            // The fault tears down the whole group, even if the driver has not reported all
+            // channels yet.
+            let others = self.by_id.values_mut().filter(|c| c.group == *number && c.error == 0);
             for channel in others {
                 channel.error = *code;
                 self.counters.faults += 1;
@@ -212,26 +220,27 @@ impl Channels {
 
     /// Rings the doorbell for a channel.
     fn ring(&self, token: Token) {
-        bells::ring(&self.doorbell, token);
+        doorbell_poller::ring(&self.doorbell, token);
     }
 
-    /// Rings for a guest, whose doorbell was trapped: for its own channels only, and where there is something to fetch.
+    /// Rings for a trapped doorbell write, if the token belongs to a channel with entries.
     pub fn ring_for(&self, token: Token) {
-        if self.all.values().any(|channel| channel.token == token && channel.has_queued()) {
+        if self.by_id.values().any(|channel| channel.token == token && channel.has_queued()) {
             self.ring(token);
         }
     }
 }
 
-/// Where a channel faulted.
-fn fault(channel: &Object) -> Option<u64> {
+/// Returns the address of a channel's MMU fault.
+fn fault_address(channel: &Object) -> Option<u64> {
     let mut params = abi::MmuFault::default();
     channel.control(control::MMU_FAULT, &mut params).ok()?;
     Some(u64::from(params.address_hi) << 32 | u64::from(params.address_lo))
 }
 
+/// Schedules a group on its runlist.
 fn schedule(device: &Device, group: &Object) -> Result<(), RmError> {
     let mut enable = [1u8, 0, 0];
-    let bytes = device.session.layout().schedule;
+    let bytes = device.rm_client.layout().schedule;
     group.control_bytes(control::SCHEDULE, &mut enable[..bytes])
 }

@@ -1,9 +1,10 @@
-//! What the driver's kernel interface looks like, and the one place that speaks to it.
+//! Kernel interface of the driver, and the only module that calls it.
 //!
-//! * [`abi`]: its structures; [`numbers`]: its constants
-//! * [`kernel`]: the system calls, and all that is unsafe about them
+//! * [`abi`]: the structures
+//! * [`numbers`]: the constants
+//! * [`kernel_driver`]: the system calls, and the unsafe code that they need
 
-#[allow(missing_debug_implementations, reason = "what zerocopy derives beside them")]
+#[allow(missing_debug_implementations, reason = "types that zerocopy derives")]
 pub mod abi;
-pub mod kernel;
+pub mod kernel_driver;
 pub mod numbers;

@@ -1,4 +1,4 @@
-//! The driver's numbers: classes, controls, flags and status codes, by NVIDIA's names.
+//! Constants of the driver: classes, controls, engines, events, flags and status codes.
 
 /// Classes of objects.
 pub mod class {
@@ -41,7 +41,7 @@ pub mod control {
     /// `NV2080_CTRL_CMD_GR_SET_CTXSW_PREEMPTION_MODE`.
     pub const PREEMPTION_MODE: u32 = 0x2080_1210;
     /// `NV2080_CTRL_CMD_GR_FECS_BIND_EVTBUF_FOR_UID`.
-    pub const BIND_TRACE: u32 = 0x2080_1231;
+    pub const BIND_CTXSW_LOG: u32 = 0x2080_1231;
     /// `NV2080_CTRL_CMD_FB_GET_INFO_V2`.
     pub const FB_INFO: u32 = 0x2080_1303;
     /// `NV2080_CTRL_CMD_PERF_BOOST`.
@@ -59,11 +59,11 @@ pub mod control {
     /// `NVC36F_CTRL_CMD_GPFIFO_GET_WORK_SUBMIT_TOKEN`.
     pub const TOKEN: u32 = 0xc36f_0108;
     /// `NV_EVENT_BUFFER_CTRL_CMD_ENABLE_EVENTS`.
-    pub const TRACE_ENABLE: u32 = 0x90cd_0101;
+    pub const EVENT_BUFFER_ENABLE: u32 = 0x90cd_0101;
     /// `NV_EVENT_BUFFER_CTRL_CMD_UPDATE_GET`.
-    pub const TRACE_UPDATE_GET: u32 = 0x90cd_0102;
+    pub const EVENT_BUFFER_UPDATE_GET: u32 = 0x90cd_0102;
     /// `NV_EVENT_BUFFER_CTRL_CMD_FLUSH`.
-    pub const TRACE_FLUSH: u32 = 0x90cd_0104;
+    pub const EVENT_BUFFER_FLUSH: u32 = 0x90cd_0104;
 }
 
 /// Engines, as `NV2080_ENGINE_TYPE_*`.
@@ -72,27 +72,27 @@ pub mod engine {
     pub const GRAPHICS: u32 = 1;
     /// The first copy engine; the others follow.
     pub const COPY0: u32 = 9;
-    /// Copy engines that the numbers have room for before others begin.
+    /// Number of consecutive copy engines.
     pub const COPY_ENGINES: u32 = 10;
 }
 
 /// Events, as `NV2080_NOTIFIERS_*`.
 pub mod event {
-    /// A channel of the GPU was torn down for an error.
+    /// A channel was torn down after an error.
     pub const RC_ERROR: u32 = 37;
-    /// A channel's non-stall interrupt.
+    /// A channel raised a non-stall interrupt.
     pub const FIFO_EVENT_METHOD: u32 = 35;
     /// `NV01_EVENT_NONSTALL_INTR`.
     pub const NON_STALL: u32 = 0x0800_0000;
     /// `NV01_EVENT_WITHOUT_EVENT_DATA`.
     pub const WITHOUT_DATA: u32 = 0x1000_0000;
-    /// Tells of it again and again.
+    /// Action: notify repeatedly.
     pub const REPEAT: u32 = 2;
 }
 
 /// Flags of memory and mappings.
 pub mod flag {
-    /// `NVOS02_FLAGS`: pages anywhere, cached by the CPU, no mapping in the kernel.
+    /// `NVOS02_FLAGS`: noncontiguous pages, cached by the CPU, without a mapping in the kernel.
     pub const OS_DESCRIPTOR: u32 = 1 << 4 | 1 << 12 | 1 << 30;
     /// `NVOS46_FLAGS_DMA_OFFSET_FIXED`.
     pub const FIXED_VA: u32 = 1 << 15;
@@ -104,11 +104,12 @@ pub mod flag {
     pub const READ_ONLY: u32 = 1;
     /// `NVOS33_FLAGS_ACCESS_READ_ONLY`.
     pub const CPU_READ_ONLY: u32 = 1;
-    /// `NVOS32_ALLOC_FLAGS`: a handle of ours is given, mapping on demand, aligned as asked, bank placement ignored.
+    /// `NVOS32_ALLOC_FLAGS`: handle provided, mapping on demand, forced alignment, bank placement
+    /// ignored.
     pub const MEMORY: u32 = 0x8000 | 0x4000 | 0x100 | 0x1;
     /// `NVOS32_ALLOC_FLAGS_PERSISTENT_VIDMEM`.
     pub const PERSISTENT: u32 = 0x1_0000;
-    /// `NVOS04_FLAGS`: neither physical copies nor privilege, and an acquire that never succeeds ends.
+    /// `NVOS04_FLAGS`: no physical copies, no privilege, and a timeout for semaphore acquires.
     pub const CHANNEL: u32 = DENY_PHYSICAL | DENY_PRIVILEGE | ACQUIRE_TIMEOUT;
     /// `NVOS04_FLAGS_DENY_PHYSICAL_MODE_CE`.
     pub const DENY_PHYSICAL: u32 = 1 << 7;
@@ -116,17 +117,17 @@ pub mod flag {
     pub const DENY_PRIVILEGE: u32 = 1 << 22;
     /// `NVOS04_FLAGS_CHANNEL_PBDMA_ACQUIRE_TIMEOUT`.
     pub const ACQUIRE_TIMEOUT: u32 = 1 << 27;
-    /// `NV2080_CTRL_PERF_BOOST_FLAGS`: to the most, for CUDA, without waiting.
+    /// `NV2080_CTRL_PERF_BOOST_FLAGS`: to the maximum, for CUDA, asynchronously.
     pub const BOOST: u32 = 2 | 1 << 4 | 1 << 6;
 }
 
 /// Indices of `NV2080_CTRL_FB_INFO`.
 pub mod fb {
-    /// Video memory that can be allocated, in KiB.
+    /// Video memory for allocations, in KiB.
     pub const HEAP_SIZE: u32 = 0x9;
-    /// Of that, what is free, in KiB.
+    /// Free part of the heap, in KiB.
     pub const HEAP_FREE: u32 = 0x16;
-    /// What the CPU may map, in KiB.
+    /// Video memory that the CPU can map, in KiB.
     pub const BAR1_SIZE: u32 = 0x5;
 }
 

@@ -1,10 +1,12 @@
-//! Video memory, cut into one partition for each vGPU.
+//! Video memory in partitions, one for each vGPU.
 //!
-//! It is reached through the file that the kernel has for the adapter's BAR 0, which has no registers behind it: whoever
-//! holds it can map video memory and do nothing else. Each vGPU gets an open file of its own with a lock on its
-//! partition. The lock ends when the last copy and the last mapping of that file are gone, wherever they are: a VM that
-//! outlived its vGPU still holds it, and its memory is not given to anybody else before it is gone too. The one exception
-//! is the same vGPU, whose worker died and is started again: what it gets is what its VM has, who is a guest of no other.
+//! Partitions are mapped through the sysfs file of the adapter's BAR 0, which contains no
+//! registers, so the file gives access to video memory only. Each vGPU gets its own open file
+//! description with a lock on the partition. The kernel drops the lock when the last copy and the
+//! last mapping of the file are gone, in any process. A VM that outlives its vGPU keeps the lock,
+//! and its memory is not allocated to other vGPUs until the VM ends. The exception is a vGPU that
+//! restarts after its worker died: it gets its previous partition back, which only its own VM has
+//! mapped.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -21,9 +23,9 @@ use crate::mem::Mapping;
 /// A range of video memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// From where.
+    /// Offset in bytes.
     pub offset: u64,
-    /// How long.
+    /// Length in bytes.
     pub len: u64,
 }
 
@@ -33,91 +35,93 @@ impl Range {
     }
 }
 
-/// Why there is no partition.
+/// Error of allocating or mapping a partition.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    /// Nowhere is so much of it together.
-    #[error("no {} MiB of video memory are free in one piece", .wanted / MIB)]
+    /// No contiguous range of this length is free.
+    #[error("No {} MiB of contiguous video memory are free", .wanted / MIB)]
     Full {
-        /// Bytes that were asked for.
+        /// Requested bytes.
         wanted: u64,
-        /// Bytes that VMs still have whose vGPUs are gone.
+        /// Bytes that VMs of removed vGPUs still have mapped.
         outlived: u64,
     },
-    /// The kernel refused.
+    /// A system call failed.
     #[error("{}: {source}", path.display())]
     Io {
-        /// The file.
+        /// File.
         path: PathBuf,
-        /// Why not.
+        /// Error of the operating system.
         source: io::Error,
     },
 }
 
-/// An adapter's video memory.
+/// Video memory of an adapter.
 #[derive(Debug)]
 pub struct Memory {
     path: PathBuf,
     len: u64,
-    book: Mutex<Book>,
+    allocations: Mutex<Allocations>,
 }
 
-/// Who has which partition.
+/// Allocated and reserved partitions.
 #[derive(Debug, Default)]
-struct Book {
-    /// Given out.
-    held: Vec<Entry>,
-    /// Those of vGPUs whose workers are gone and may come back. Nobody else has had any of it since.
-    left: Vec<Entry>,
+struct Allocations {
+    /// Partitions in use.
+    in_use: Vec<Entry>,
+    /// Partitions of vGPUs whose workers ended, reserved for a restart. No other vGPU has used them
+    /// since.
+    reserved: Vec<Entry>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    owner: VgpuId,
+    vgpu: VgpuId,
     range: Range,
-    /// Whether it is still its owner's when its worker is gone.
-    kept: bool,
+    /// Whether the partition is reserved for the vGPU after its worker ends.
+    reserve_on_free: bool,
 }
 
 impl Memory {
-    /// That of an adapter, whose folder in sysfs is named: the first `len` bytes of its BAR 0.
+    /// Opens the first `len` bytes of the BAR 0 of the adapter whose sysfs folder is `device`.
     pub fn open(device: &Path, len: u64) -> Result<Arc<Self>, MemoryError> {
-        // Stores that may be combined are many times faster, and nothing here depends on their order.
+        // Write-combined stores are many times faster, and nothing here depends on their order.
         let combined = device.join("resource0_wc");
         let path = if combined.exists() { combined } else { device.join("resource0") };
-        let memory = Arc::new(Self { path, len, book: Mutex::default() });
-        // Whether the kernel lets it be mapped is better known now than when a vGPU starts.
+        let memory = Arc::new(Self { path, len, allocations: Mutex::default() });
+        // Detect a kernel that refuses the mapping now instead of when a vGPU starts.
         memory.map(Range { offset: 0, len: len.min(MIB) })?;
         Ok(memory)
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Never: an adapter without memory is refused.
+    /// Returns false: an adapter without memory is refused.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The file that it is reached through.
+    /// Returns the path of the BAR's file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Takes a partition, filled with zeros. It begins at a multiple of its length, so that partitions of powers of two
-    /// leave as few gaps as can be. What a vGPU had when its worker died is its own again.
-    pub fn take(self: &Arc<Self>, owner: VgpuId, len: u64) -> Result<Partition, MemoryError> {
-        let mut book = self.book();
-        let looker = self.file()?;
-        let left = |entry: &&Entry| entry.owner == owner && entry.range.len == len;
-        let own = book.left.iter().find(left).map(|entry| entry.range);
+    /// Allocates a partition and fills it with zeros. Its offset is a multiple of its length, which
+    /// limits fragmentation between partitions with lengths that are powers of two. A vGPU whose
+    /// worker died gets its previous partition.
+    pub fn take(self: &Arc<Self>, vgpu: VgpuId, len: u64) -> Result<Partition, MemoryError> {
+        let mut allocations = self.allocations();
+        let probe = self.file()?;
+        let previous = |entry: &&Entry| entry.vgpu == vgpu && entry.range.len == len;
+        let reserved = allocations.reserved.iter().find(previous).map(|entry| entry.range);
         let places = (0..self.len / len.max(1)).map(|n| Range { offset: n * len, len });
         let mut found = None;
-        for range in own.into_iter().chain(places).filter(|_| len > 0) {
-            let given_out = book.held.iter().any(|other| range.overlaps(other.range));
-            if !given_out && (Some(range) == own || !self.is_locked(&looker, range)?) {
+        for range in reserved.into_iter().chain(places).filter(|_| len > 0) {
+            let in_use = allocations.in_use.iter().any(|other| range.overlaps(other.range));
+            if !in_use && (Some(range) == reserved || !self.is_locked(&probe, range)?) {
                 found = Some(range);
                 break;
             }
@@ -125,7 +129,7 @@ impl Memory {
         let Some(range) = found else {
             return Err(MemoryError::Full {
                 wanted: len,
-                outlived: self.outlived(&book, &looker)?,
+                outlived: self.outlived(&allocations, &probe)?,
             });
         };
         self.clear(range)?;
@@ -133,36 +137,37 @@ impl Memory {
         let lock = flock(libc::F_RDLCK, range);
         let locked = fcntl(file.as_fd(), FcntlArg::F_OFD_SETLK(&lock));
         locked.map_err(|errno| self.error(errno.into()))?;
-        book.left.retain(|entry| entry.owner != owner && !entry.range.overlaps(range));
-        book.held.push(Entry { owner, range, kept: true });
+        allocations.reserved.retain(|entry| entry.vgpu != vgpu && !entry.range.overlaps(range));
+        allocations.in_use.push(Entry { vgpu, range, reserve_on_free: true });
         Ok(Partition { range, file, memory: Arc::clone(self) })
     }
 
-    /// A vGPU is gone for good: what it had is anybody's as soon as no VM has it.
-    pub fn forget(&self, owner: VgpuId) {
-        let mut book = self.book();
-        book.left.retain(|entry| entry.owner != owner);
-        for entry in book.held.iter_mut().filter(|entry| entry.owner == owner) {
-            entry.kept = false;
+    /// Ends the reservation of a removed vGPU. Its partition can be allocated once no VM has it
+    /// mapped.
+    pub fn forget(&self, vgpu: VgpuId) {
+        let mut allocations = self.allocations();
+        allocations.reserved.retain(|entry| entry.vgpu != vgpu);
+        for entry in allocations.in_use.iter_mut().filter(|entry| entry.vgpu == vgpu) {
+            entry.reserve_on_free = false;
         }
     }
 
-    /// Makes a range zeros that is no part of any partition.
-    pub fn blacken(&self, range: Range) -> Result<(), MemoryError> {
+    /// Fills a range outside all partitions with zeros.
+    pub fn clear_unallocated(&self, range: Range) -> Result<(), MemoryError> {
         self.clear(range)
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    fn allocations(&self) -> MutexGuard<'_, Allocations> {
+        self.allocations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes that are not given out, and that a VM still has.
-    fn outlived(&self, book: &Book, looker: &File) -> Result<u64, MemoryError> {
+    /// Returns the number of bytes that are not in use but that a VM still has mapped.
+    fn outlived(&self, allocations: &Allocations, probe: &File) -> Result<u64, MemoryError> {
         let mut bytes = 0;
         let mut places = (0..self.len / MIB).map(|n| Range { offset: n * MIB, len: MIB });
         places.try_for_each(|range| {
-            let given_out = book.held.iter().any(|other| range.overlaps(other.range));
-            if !given_out && self.is_locked(looker, range)? {
+            let in_use = allocations.in_use.iter().any(|other| range.overlaps(other.range));
+            if !in_use && self.is_locked(probe, range)? {
                 bytes += range.len;
             }
             Ok(())
@@ -170,10 +175,10 @@ impl Memory {
         Ok(bytes)
     }
 
-    /// Whether somebody still has the memory of a vGPU that is gone.
-    fn is_locked(&self, looker: &File, range: Range) -> Result<bool, MemoryError> {
+    /// Returns whether a VM of a removed vGPU still has memory in the range mapped.
+    fn is_locked(&self, probe: &File, range: Range) -> Result<bool, MemoryError> {
         let mut lock = flock(libc::F_WRLCK, range);
-        let asked = fcntl(looker.as_fd(), FcntlArg::F_OFD_GETLK(&mut lock));
+        let asked = fcntl(probe.as_fd(), FcntlArg::F_OFD_GETLK(&mut lock));
         asked.map_err(|errno| self.error(errno.into()))?;
         Ok(i32::from(lock.l_type) != libc::F_UNLCK)
     }
@@ -195,7 +200,7 @@ impl Memory {
         Mapping::new(file.as_fd(), range.offset, range.len, true).map_err(|error| self.error(error))
     }
 
-    /// A new open file: locks of others show on it.
+    /// Opens the file again. Locks of other open file descriptions conflict with locks of this one.
     fn file(&self) -> Result<File, MemoryError> {
         let opened = OpenOptions::new().read(true).write(true).open(&self.path);
         opened.map_err(|error| self.error(error))
@@ -216,7 +221,7 @@ fn flock(kind: i32, range: Range) -> libc::flock {
     }
 }
 
-/// One vGPU's part of it, until it is dropped.
+/// One vGPU's partition, freed when dropped.
 #[derive(Debug)]
 pub struct Partition {
     range: Range,
@@ -225,22 +230,22 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Where it is.
+    /// Returns the range.
     pub fn range(&self) -> Range {
         self.range
     }
 
-    /// The file to hand out.
+    /// Returns a duplicate of the locked file.
     pub fn file(&self) -> io::Result<OwnedFd> {
         self.file.try_clone().map(OwnedFd::from)
     }
 
-    /// It, mapped into this process.
+    /// Maps the partition.
     pub fn map(&self) -> Result<Arc<Mapping>, MemoryError> {
         self.memory.map(self.range)
     }
 
-    /// Fills it with zeros.
+    /// Fills the partition with zeros.
     pub fn clear(&self) -> Result<(), MemoryError> {
         self.memory.clear(self.range)
     }
@@ -248,16 +253,18 @@ impl Partition {
 
 impl Drop for Partition {
     fn drop(&mut self) {
-        // What was drawn is not to be seen any longer than its vGPU is there, whoever still has a mapping.
+        // Clear now, because a VM may keep its mapping after the vGPU is gone.
         if let Err(error) = self.clear() {
-            log::warn!("Video memory is cleared only for the next vGPU: {error}");
+            log::warn!(
+                "Cannot clear freed video memory (it is cleared before its next use): {error}"
+            );
         }
-        let mut book = self.memory.book();
-        if let Some(place) = book.held.iter().position(|entry| entry.range == self.range) {
-            let entry = book.held.remove(place);
-            if entry.kept {
-                book.left.retain(|other| other.owner != entry.owner);
-                book.left.push(entry);
+        let mut allocations = self.memory.allocations();
+        if let Some(place) = allocations.in_use.iter().position(|entry| entry.range == self.range) {
+            let entry = allocations.in_use.remove(place);
+            if entry.reserve_on_free {
+                allocations.reserved.retain(|other| other.vgpu != entry.vgpu);
+                allocations.reserved.push(entry);
             }
         }
     }
@@ -284,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn partitions_are_clear_and_given_back() {
+    fn partitions_are_cleared_when_allocated_and_freed() {
         let (folder, memory) = adapter(16 * MIB);
         let file = OpenOptions::new().read(true).write(true).open(folder.path().join("resource0"));
         let file = file.unwrap();
@@ -293,25 +300,25 @@ mod tests {
         assert_eq!((a.range().offset, b.range().offset), (0, 8 * MIB));
         let mut bytes = [1; 64];
         file.read_exact_at(&mut bytes, 8 * MIB).unwrap();
-        assert_eq!(bytes, [0; 64], "what was there is gone");
+        assert_eq!(bytes, [0; 64], "cleared on allocation");
         let error = memory.take(id(3), 4 * MIB).unwrap_err();
-        assert_eq!(error.to_string(), "no 4 MiB of video memory are free in one piece");
+        assert_eq!(error.to_string(), "No 4 MiB of contiguous video memory are free");
         assert!(matches!(error, MemoryError::Full { outlived: 0, .. }), "{error:?}");
         file.write_all_at(&[7; 64], 0).unwrap();
         drop(a);
         file.read_exact_at(&mut bytes, 0).unwrap();
-        assert_eq!(bytes, [0; 64], "and what it drew goes with it");
+        assert_eq!(bytes, [0; 64], "cleared on free");
         assert_eq!(memory.take(id(3), 4 * MIB).unwrap().range().offset, 0);
     }
 
     #[test]
-    fn who_still_has_a_partition_keeps_it() {
+    fn a_mapped_partition_is_not_allocated_again() {
         let (folder, memory) = adapter(16 * MIB);
         let a = memory.take(id(1), 8 * MIB).unwrap();
         let handed_out = a.file().unwrap();
         let mapping = Mapping::new(handed_out.as_fd(), 0, 4096, true).unwrap();
         drop((a, handed_out));
-        // A mapping is enough, and it is the kernel that knows: not we, who may be gone as well.
+        // A mapping alone keeps the lock, and a new process sees the lock too.
         let again = Memory::open(folder.path(), 16 * MIB).unwrap();
         for memory in [&memory, &again] {
             let b = memory.take(id(2), 8 * MIB).unwrap();
@@ -324,20 +331,20 @@ mod tests {
     }
 
     #[test]
-    fn a_vgpu_whose_worker_died_gets_what_its_vm_still_has() {
+    fn a_vgpu_gets_its_partition_back_after_its_worker_died() {
         let (_folder, memory) = adapter(16 * MIB);
         let part = memory.take(id(1), 8 * MIB).unwrap();
         let vm = Mapping::new(part.file().unwrap().as_fd(), 0, 4096, true).unwrap();
         let neighbour = memory.take(id(2), 8 * MIB).unwrap();
         drop(part);
-        assert!(memory.take(id(3), 8 * MIB).is_err(), "nobody else does");
+        assert!(memory.take(id(3), 8 * MIB).is_err(), "reserved for the first vGPU");
         vm.write(0, &[7]).unwrap();
         let again = memory.take(id(1), 8 * MIB).unwrap();
         assert_eq!(again.range().offset, 0);
         let mut byte = [1];
         vm.read(0, &mut byte).unwrap();
-        assert_eq!(byte, [0], "clear, like all that is new");
-        // One that is stopped is a stranger when it is started again: another VM may come with it.
+        assert_eq!(byte, [0], "cleared like every new partition");
+        // A vGPU that was stopped may return with another VM.
         memory.forget(id(1));
         drop(again);
         assert!(memory.take(id(1), 8 * MIB).is_err());
@@ -345,7 +352,7 @@ mod tests {
         let again = memory.take(id(1), 8 * MIB).unwrap();
         drop(again);
         memory.forget(id(1));
-        // What somebody else has had since is no more its own, whoever has it now.
+        // A partition that another vGPU has used since is no longer reserved.
         drop(memory.take(id(1), 8 * MIB).unwrap());
         let other = memory.take(id(3), 4 * MIB).unwrap();
         let vm = Mapping::new(other.file().unwrap().as_fd(), 0, 4096, true).unwrap();
@@ -355,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_mapped_is_named() {
+    fn an_unusable_file_is_named_in_the_error() {
         let folder = tempfile::tempdir().unwrap();
         let error = Memory::open(folder.path(), MIB).unwrap_err().to_string();
         assert!(error.contains("resource0: No such file"), "{error}");
@@ -369,10 +376,10 @@ mod tests {
         fn partitions_never_overlap(steps in prop::collection::vec((0..5_u32, any::<bool>(), 0..8_u128), 0..40)) {
             let (_folder, memory) = adapter(16 * MIB);
             let mut held: Vec<Partition> = Vec::new();
-            for (power, take, owner) in steps {
+            for (power, take, vgpu) in steps {
                 if !take && !held.is_empty() {
                     held.remove(power as usize % held.len());
-                } else if let Ok(partition) = memory.take(id(owner), MIB << power) {
+                } else if let Ok(partition) = memory.take(id(vgpu), MIB << power) {
                     let range = partition.range();
                     prop_assert!(range.offset + range.len <= 16 * MIB);
                     prop_assert!(held.iter().all(|other| !other.range().overlaps(range)));

@@ -1,18 +1,19 @@
 //! A display adapter with a linear framebuffer, which several vGPUs share.
 //!
 //! ```text
-//! guest ──stores──► its partition of video memory, mapped: nobody is told, nothing is trapped
-//! guest ──trapped─► its own mode registers (the worker) ──► what it shows ──┐
-//! vgpuctl focus, turns ────────────────────────────────────► who is seen ───┴──► the adapter's registers
+//! guest ──stores──► its partition of video memory, mapped without traps
+//! guest ──traps───► its mode registers, emulated by the worker ──► scanout ──┐
+//! vgpuctl focus, rotation ────────────────────────────────► focused vGPU ────┴──► adapter registers
 //! ```
 //!
 //! * [`memory`]: video memory in partitions
 //! * [`mode`]: a guest's mode, checked and in the adapter's units
-//! * [`screen`]: who is seen
-//! * [`registers`]: what no guest reaches
+//! * [`screen`]: the focused vGPU and the rotation
+//! * [`registers`]: the adapter's registers, which no guest can access
 //!
-//! There is no engine: a vGPU of it has no channels. What a worker says is checked here once more, against the partition
-//! of its vGPU, so that one which was taken over can show nothing but its own memory, and that only in its turn.
+//! The adapter has no engine, so its vGPUs have no channels. The mediator checks each scanout
+//! against the vGPU's partition again: a compromised worker can show only its own vGPU's memory,
+//! and only while that vGPU has the focus.
 
 pub mod memory;
 pub mod mode;
@@ -27,7 +28,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mdev_core::device::Scanout;
-use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, PhysicalScreen};
+use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, ScreenStatus};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 
@@ -36,15 +37,16 @@ use self::mode::Mode;
 use self::registers::Adapter;
 use self::screen::Screen;
 use super::device::{Device, DeviceError};
-use super::host::Host;
 use crate::mediator::Hardware;
-use crate::mediator::hardware::{self, Hold, PartitionMemory};
+use crate::mediator::hardware::{self, PartitionMemory, Reservation};
 use crate::mediator::wire::Refusal;
+use host_inventory::PciHost;
 
-/// The smallest partition that is given out.
-const SMALLEST: u64 = MIB;
+/// Smallest partition in bytes.
+const MIN_PARTITION: u64 = MIB;
 
-/// What an adapter without VGA shows when it is dark: memory that is nobody's, of the same length as a small partition.
+/// Scanout of the reserved black memory, shown when an adapter without VGA must be dark. It fits
+/// into [`MIN_PARTITION`].
 const BLACK: Scanout = Scanout {
     enabled: true,
     width: 640,
@@ -55,7 +57,7 @@ const BLACK: Scanout = Scanout {
     big_endian: false,
 };
 
-/// One adapter, shared.
+/// A display adapter that vGPUs share.
 #[derive(Debug)]
 pub struct DisplayAdapter {
     description: GpuDescription,
@@ -63,12 +65,12 @@ pub struct DisplayAdapter {
     shared: Arc<Shared>,
 }
 
-/// What the thread that ends turns has too.
+/// State that the rotation thread shares with the adapter.
 #[derive(Debug)]
 struct Shared {
     inner: Mutex<Inner>,
-    /// Signalled when turns begin or end.
-    turns: Condvar,
+    /// Notified when the rotation starts or stops.
+    rotation_changed: Condvar,
 }
 
 #[derive(Debug)]
@@ -76,41 +78,42 @@ struct Inner {
     screen: Screen,
     adapter: Adapter<Device>,
     partitions: BTreeMap<VgpuId, Weak<Partition>>,
-    /// When something that a guest can cause was last said aloud.
-    said: Option<Instant>,
+    /// Time of the last warning that a guest can cause.
+    last_warning: Option<Instant>,
 }
 
 impl DisplayAdapter {
-    /// Takes a device that is open. Its screen is dark from here on.
-    pub fn new(name: &str, device: Device, host: &Host) -> Result<Self, DeviceError> {
+    /// Initializes an open device. Turns the screen dark.
+    pub fn new(name: &str, device: Device, host: &PciHost) -> Result<Self, DeviceError> {
         let (address, bar) = (device.address(), device.bar_len(0));
-        let (mut adapter, told) = Adapter::new(device)?;
-        let all = told.min(bar) / SMALLEST * SMALLEST;
-        let black = if adapter.needs_black() { SMALLEST } else { 0 };
+        let (mut adapter, reported) = Adapter::new(device)?;
+        let all = reported.min(bar) / MIN_PARTITION * MIN_PARTITION;
+        let black = if adapter.needs_black() { MIN_PARTITION } else { 0 };
         let len = all.saturating_sub(black);
         if len == 0 {
             return Err(DeviceError::Broken {
-                what: "display adapter",
-                how: "has no video memory",
+                family: "display adapter",
+                fault: "has no video memory",
             });
         }
         let refused = |error| match error {
-            // The whole of /sys, where a service may not write to it.
+            // /sys as a whole is read-only in the service's sandbox.
             MemoryError::Io { source, .. } if source.raw_os_error() == Some(libc::EROFS) => {
                 DeviceError::ReadOnly(address)
             }
             MemoryError::Io { source, .. } => DeviceError::Io { what: "map video memory", source },
-            MemoryError::Full { .. } => {
-                DeviceError::Broken { what: "display adapter", how: "has too little video memory" }
-            }
+            MemoryError::Full { .. } => DeviceError::Broken {
+                family: "display adapter",
+                fault: "has too little video memory",
+            },
         };
         let memory = Memory::open(&host.folder(address), len).map_err(refused)?;
         if black > 0 {
             let range = memory::Range { offset: len, len: black };
-            memory.blacken(range).map_err(refused)?;
+            memory.clear_unallocated(range).map_err(refused)?;
             let mode = Mode::of(&BLACK, range).ok().flatten();
-            let how = "has no place for a dark picture";
-            let mode = mode.ok_or(DeviceError::Broken { what: "display adapter", how })?;
+            let fault = "has no room for black memory";
+            let mode = mode.ok_or(DeviceError::Broken { family: "display adapter", fault })?;
             adapter.set_black(mode)?;
         }
         let description = GpuDescription {
@@ -118,17 +121,17 @@ impl DisplayAdapter {
             model: "BOCHS".into(),
             name: format!("Display adapter at {address}"),
             vram_bytes: len,
-            // BAR 0 is all of a partition; BAR 4 would be the same memory once more.
+            // BAR 0 covers the whole partition, so BAR 4 would map the same memory again.
             capabilities: GpuCapabilities::FRAMEBUFFER | GpuCapabilities::SCANOUT,
-            max_vgpus: u32::try_from(len / SMALLEST).unwrap_or(u32::MAX),
+            max_vgpus: u32::try_from(len / MIN_PARTITION).unwrap_or(u32::MAX),
             max_channels: 0,
             max_import_bytes: 0,
             default_timeslice: Duration::from_millis(2),
             hang_timeout: None,
         };
         let (screen, partitions) = (Screen::default(), BTreeMap::new());
-        let inner = Mutex::new(Inner { screen, adapter, partitions, said: None });
-        let shared = Arc::new(Shared { inner, turns: Condvar::new() });
+        let inner = Mutex::new(Inner { screen, adapter, partitions, last_warning: None });
+        let shared = Arc::new(Shared { inner, rotation_changed: Condvar::new() });
         Ok(Self { description, memory, shared })
     }
 }
@@ -138,44 +141,46 @@ impl Shared {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends turns when their time is over, for as long as anybody else has this.
-    fn take_turns(shared: &Weak<Self>) {
-        /// How long it may go unnoticed that nobody has.
-        const LOOK: Duration = Duration::from_secs(5);
+    /// Advances the rotation at each deadline until the adapter is dropped.
+    fn rotate(shared: &Weak<Self>) {
+        /// Longest time until the thread sees that the adapter was dropped.
+        const DROP_CHECK_INTERVAL: Duration = Duration::from_secs(5);
         while let Some(shared) = shared.upgrade() {
             let mut inner = shared.lock();
             let now = Instant::now();
             if inner.screen.deadline().is_some_and(|at| at <= now) {
-                inner.screen.turn(now);
+                inner.screen.advance(now);
                 inner.refresh();
             }
             let next = inner.screen.deadline().map(|at| at.saturating_duration_since(now));
-            let wait = next.unwrap_or(LOOK).min(LOOK);
-            drop(shared.turns.wait_timeout(inner, wait));
+            let wait = next.unwrap_or(DROP_CHECK_INTERVAL).min(DROP_CHECK_INTERVAL);
+            drop(shared.rotation_changed.wait_timeout(inner, wait));
         }
     }
 }
 
 impl Inner {
-    /// Lets the adapter show what is to be seen now; how long that took.
+    /// Programs the adapter to show the focused vGPU. Returns how long programming took.
     fn refresh(&mut self) -> Duration {
         let picture = self.screen.picture();
         match (self.adapter.show(picture), picture) {
             (Ok(took), _) => return took,
             (Err(error), Some(mode)) => {
-                self.say(format_args!("The screen stays dark instead of {mode}: {error}"));
+                self.warn_limited(format_args!("Cannot show {mode} on the screen: {error}"));
             }
-            (Err(error), None) => self.say(format_args!("The screen stays lit: {error}")),
+            (Err(error), None) => {
+                self.warn_limited(format_args!("Cannot turn the screen dark: {error}"));
+            }
         }
         Duration::ZERO
     }
 
-    /// Writes a line that a guest has caused, but not as often as it likes.
-    fn say(&mut self, line: fmt::Arguments<'_>) {
-        const REST: Duration = Duration::from_secs(10);
+    /// Logs a warning that a guest can cause, rate-limited.
+    fn warn_limited(&mut self, line: fmt::Arguments<'_>) {
+        const INTERVAL: Duration = Duration::from_secs(10);
         let now = Instant::now();
-        if self.said.is_none_or(|said| now.duration_since(said) > REST) {
-            self.said = Some(now);
+        if self.last_warning.is_none_or(|last| now.duration_since(last) > INTERVAL) {
+            self.last_warning = Some(now);
             log::warn!("{line}");
         } else {
             log::debug!("{line}");
@@ -189,7 +194,9 @@ impl Hardware for DisplayAdapter {
     }
 
     fn partition(&self, spec: &ClientSpec) -> Result<hardware::Partition, Refusal> {
-        if spec.framebuffer_bytes > spec.vram_bytes || !spec.vram_bytes.is_multiple_of(SMALLEST) {
+        if spec.framebuffer_bytes > spec.vram_bytes
+            || !spec.vram_bytes.is_multiple_of(MIN_PARTITION)
+        {
             return Err(Refusal::Spec);
         }
         let partition = self.memory.take(spec.vgpu, spec.vram_bytes).map_err(|error| {
@@ -197,7 +204,7 @@ impl Hardware for DisplayAdapter {
             let mib = |bytes: u64| u32::try_from(bytes / MIB).unwrap_or(u32::MAX);
             match error {
                 MemoryError::Full { wanted, outlived } => {
-                    Refusal::Pieces { wanted_mib: mib(wanted), outlived_mib: mib(outlived) }
+                    Refusal::Fragmented { wanted_mib: mib(wanted), outlived_mib: mib(outlived) }
                 }
                 MemoryError::Io { source, .. } => source.into(),
             }
@@ -217,7 +224,7 @@ impl Hardware for DisplayAdapter {
         inner.screen.add(spec.vgpu, range);
         inner.refresh();
         let head = Head { vgpu: spec.vgpu, shared: Arc::clone(&self.shared), partition };
-        Ok(hardware::Partition { memory: Some(memory), hold: Box::new(head) })
+        Ok(hardware::Partition { memory: Some(memory), reservation: Box::new(head) })
     }
 
     fn forget(&self, vgpu: VgpuId) {
@@ -231,15 +238,15 @@ impl Hardware for DisplayAdapter {
     fn start(&self) {
         let shared = Arc::downgrade(&self.shared);
         let builder = thread::Builder::new().name("gpu-screen".into()).stack_size(256 << 10);
-        if let Err(error) = builder.spawn(move || Shared::take_turns(&shared)) {
-            log::error!("vGPUs cannot take turns on the screen: {error}");
+        if let Err(error) = builder.spawn(move || Shared::rotate(&shared)) {
+            log::error!("Cannot start the rotation thread of the screen: {error}");
         }
     }
 
     fn set_scanout(&self, vgpu: VgpuId, scanout: &Scanout) -> Result<(), Refusal> {
         let mut inner = self.shared.lock();
         if let Err(error) = inner.screen.set(vgpu, scanout) {
-            inner.say(format_args!("vGPU {vgpu} is dark on the screen: {error}"));
+            inner.warn_limited(format_args!("Cannot show vGPU {vgpu} on the screen: {error}"));
         }
         inner.refresh();
         Ok(())
@@ -255,11 +262,11 @@ impl Hardware for DisplayAdapter {
 
     fn rotate(&self, every: Option<Duration>) -> Result<(), Refusal> {
         self.shared.lock().screen.rotate(every, Instant::now());
-        self.shared.turns.notify_all();
+        self.shared.rotation_changed.notify_all();
         Ok(())
     }
 
-    fn screen(&self) -> Result<PhysicalScreen, Refusal> {
+    fn screen(&self) -> Result<ScreenStatus, Refusal> {
         Ok(self.shared.lock().screen.status())
     }
 
@@ -273,7 +280,7 @@ impl Hardware for DisplayAdapter {
     }
 }
 
-/// A vGPU's place on the adapter, until it is dropped.
+/// A vGPU's place on the adapter, released when dropped.
 #[derive(Debug)]
 struct Head {
     vgpu: VgpuId,
@@ -281,16 +288,16 @@ struct Head {
     partition: Arc<Partition>,
 }
 
-impl Hold for Head {}
+impl Reservation for Head {}
 
 impl Drop for Head {
     fn drop(&mut self) {
         let mut inner = self.shared.lock();
-        // It may have been admitted anew before the old one is gone.
+        // The vGPU may have been admitted again before the old partition is dropped.
         let own = inner.partitions.get(&self.vgpu);
         if own.is_some_and(|own| own.as_ptr() == Arc::as_ptr(&self.partition)) {
             inner.partitions.remove(&self.vgpu);
-            // The screen shows another one before its memory is cleared.
+            // Show another vGPU before this partition is cleared.
             inner.screen.remove(self.vgpu);
             inner.refresh();
         }

@@ -1,4 +1,4 @@
-//! A mode that was checked: what the adapter's registers are to say.
+//! A validated display mode, in the units of the adapter's registers.
 
 use std::fmt;
 
@@ -6,42 +6,43 @@ use mdev_core::device::Scanout;
 
 use super::memory::Range;
 
-/// Why a guest's mode cannot be on the physical screen.
+/// Error of a guest's mode that the physical screen cannot show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModeError {
-    /// A worker that lies, since the display registers cannot say so.
-    #[error("The picture is not inside of the vGPU's video memory")]
+    /// The scanout exceeds the partition. Only a faulty worker sends such a scanout, since the
+    /// emulated registers cannot express it.
+    #[error("The picture exceeds the vGPU's video memory")]
     Outside,
-    /// The registers have no such value.
+    /// A register cannot hold a value of the mode.
     #[error("The screen cannot show {width}x{height} with {bits} bits: {why}")]
     Unshowable {
-        /// Pixels.
+        /// Width in pixels.
         width: u32,
-        /// Pixels.
+        /// Height in pixels.
         height: u32,
-        /// Per pixel.
+        /// Bits per pixel.
         bits: u32,
-        /// What is in the way.
+        /// Reason.
         why: &'static str,
     },
 }
 
-/// What is shown, in the adapter's own units.
+/// A display mode in register values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mode {
-    /// Pixels in a row.
+    /// Visible width in pixels.
     pub width: u16,
-    /// Rows.
+    /// Visible height in pixels.
     pub height: u16,
-    /// Bits of a pixel.
+    /// Bits per pixel.
     pub bits: u16,
-    /// Pixels from one row to the next.
-    pub row: u16,
-    /// Pixels of a row that are skipped.
+    /// Stride in pixels.
+    pub stride: u16,
+    /// Horizontal offset in pixels.
     pub x: u16,
-    /// Rows that are skipped.
+    /// Vertical offset in rows.
     pub y: u16,
-    /// Whether the bytes of a pixel are the other way round.
+    /// Whether pixels are big-endian.
     pub big_endian: bool,
 }
 
@@ -52,23 +53,23 @@ impl fmt::Display for Mode {
 }
 
 impl Mode {
-    /// A scanout in some memory, as the registers would have it; `None` for one that is off.
+    /// Converts a scanout in `memory` to register values. Returns `None` for a disabled scanout.
     pub fn of(scanout: &Scanout, memory: Range) -> Result<Option<Self>, ModeError> {
         let Scanout { enabled, width, height, stride, bits_per_pixel: bits, offset, big_endian } =
             *scanout;
         if !enabled {
             return Ok(None);
         }
-        let no = |why| ModeError::Unshowable { width, height, bits, why };
+        let unshowable = |why| ModeError::Unshowable { width, height, bits, why };
         let pixel = match bits {
             8 => 1,
             15 | 16 => 2,
             24 => 3,
             32 => 4,
-            _ => return Err(no("there is no such depth")),
+            _ => return Err(unshowable("the colour depth is not supported")),
         };
         if width == 0 || height == 0 {
-            return Err(no("it is empty"));
+            return Err(unshowable("the picture is empty"));
         }
         let (row, stride) = (u64::from(width) * pixel, u64::from(stride));
         let rows = u64::from(height - 1).checked_mul(stride);
@@ -76,28 +77,30 @@ impl Mode {
         if stride < row || end.is_none_or(|end| end > memory.len) {
             return Err(ModeError::Outside);
         }
-        // Memory is from its start to the last pixel, so this is inside of the adapter's.
+        // The check above covers the first to the last pixel, so the mode stays inside the
+        // adapter's memory.
         let start = memory.offset + offset;
         let (y, rest) = (start / stride, start % stride);
         if !stride.is_multiple_of(pixel) || !rest.is_multiple_of(pixel) {
-            return Err(no("its memory does not begin with a whole pixel"));
+            return Err(unshowable("its memory does not begin at a whole pixel"));
         }
-        let register = |value: u64| u16::try_from(value).map_err(|_| no("it is too large"));
+        let register =
+            |value: u64| u16::try_from(value).map_err(|_| unshowable("the picture is too large"));
         Ok(Some(Self {
             width: register(width.into())?,
             height: register(height.into())?,
             bits: bits as u16,
-            row: register(stride / pixel)?,
+            stride: register(stride / pixel)?,
             x: register(rest / pixel)?,
             y: register(y)?,
             big_endian,
         }))
     }
 
-    /// Which memory is seen, from the first to the last pixel.
+    /// Returns the displayed memory, from the first to the last pixel.
     pub fn memory(&self) -> Range {
         let pixel = u64::from(self.bits.div_ceil(8));
-        let row = u64::from(self.row) * pixel;
+        let row = u64::from(self.stride) * pixel;
         let offset = u64::from(self.y) * row + u64::from(self.x) * pixel;
         let rows = u64::from(self.height).saturating_sub(1) * row;
         Range { offset, len: rows + u64::from(self.width) * pixel }
@@ -117,11 +120,11 @@ mod tests {
     }
 
     #[test]
-    fn any_place_of_whole_pixels_can_be_named() {
+    fn any_offset_of_whole_pixels_has_a_mode() {
         let memory = Range { offset: 4 * MIB, len: 4 * MIB };
         let mode = Mode::of(&scanout(1024, 768, 32), memory).unwrap().unwrap();
-        assert_eq!((mode.x, mode.y, mode.row), (0, 1024, 1024));
-        // 4 MiB is no multiple of such a row.
+        assert_eq!((mode.x, mode.y, mode.stride), (0, 1024, 1024));
+        // 4 MiB is not a multiple of this stride.
         let mode = Mode::of(&scanout(800, 600, 32), memory).unwrap().unwrap();
         assert_eq!((mode.y, mode.x), (1310, 576));
         assert_eq!(mode.memory(), Range { offset: 4 * MIB, len: 800 * 600 * 4 });
@@ -132,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_outside_or_beyond_the_registers_is_refused() {
+    fn modes_outside_memory_or_registers_are_refused() {
         let memory = Range { offset: 4 * MIB, len: 4 * MIB };
         let refused = |scanout: Scanout| Mode::of(&scanout, memory).unwrap_err().to_string();
         for outside in [
@@ -144,15 +147,15 @@ mod tests {
         ] {
             assert_eq!(refused(outside), ModeError::Outside.to_string());
         }
-        assert!(refused(scanout(640, 480, 24)).contains("does not begin with a whole pixel"));
-        assert!(refused(scanout(640, 480, 12)).contains("no such depth"));
+        assert!(refused(scanout(640, 480, 24)).contains("does not begin at a whole pixel"));
+        assert!(refused(scanout(640, 480, 12)).contains("colour depth is not supported"));
         assert!(refused(scanout(0, 480, 32)).contains("empty"));
         assert!(refused(scanout(70_000, 2, 8)).contains("too large"));
     }
 
     proptest! {
         #[test]
-        fn a_mode_shows_exactly_what_the_guest_has_set(
+        fn a_mode_shows_exactly_the_scanout(
             width in 1..4096_u32,
             height in 1..3000_u32,
             more in 0..64_u32,
@@ -170,7 +173,7 @@ mod tests {
                 let shown = mode.memory();
                 prop_assert_eq!(shown.offset, memory.offset + offset);
                 prop_assert_eq!(shown.len, u64::from((height - 1) * stride + width * bytes));
-                prop_assert_eq!(u32::from(mode.row) * bytes, stride);
+                prop_assert_eq!(u32::from(mode.stride) * bytes, stride);
                 prop_assert!(offset + shown.len <= memory.len);
             }
         }

@@ -1,4 +1,4 @@
-//! The adapter's own registers, which no guest ever reaches.
+//! The adapter's own registers, which no guest can access.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use super::mode::Mode;
 use crate::vfio::device::{Device, DeviceError};
 
-/// BAR of the registers.
+/// BAR number of the registers.
 const BAR: u8 = 2;
 
-/// VGA ports, where 0x3c0 is at 0x400.
+/// VGA ports; port 0x3c0 is at offset 0x400.
 mod vga {
     pub const ATTRIBUTE: u64 = 0x400;
     pub const MISC: u64 = 0x402;
@@ -17,15 +17,15 @@ mod vga {
     pub const PALETTE_INDEX: u64 = 0x408;
     pub const PALETTE_DATA: u64 = 0x409;
     pub const STATUS: u64 = 0x41a;
-    /// The attribute index that connects the screen to memory.
+    /// Attribute index bit that enables the display.
     pub const UNBLANK: u8 = 0x20;
-    /// Ports as they are with colour.
+    /// I/O address select: ports at their colour addresses.
     pub const COLOUR: u8 = 1;
-    /// The window at 0xa0000.
+    /// Enables the memory window at 0xa0000.
     pub const MEMORY: u8 = 2;
 }
 
-/// Mode registers.
+/// Bochs DISPI mode registers.
 mod dispi {
     const BASE: u64 = 0x500;
     pub const ID: u64 = BASE;
@@ -33,25 +33,25 @@ mod dispi {
     pub const HEIGHT: u64 = BASE + 4;
     pub const BITS: u64 = BASE + 6;
     pub const ENABLE: u64 = BASE + 8;
-    pub const ROW: u64 = BASE + 12;
+    pub const VIRTUAL_WIDTH: u64 = BASE + 12;
     pub const X: u64 = BASE + 16;
     pub const Y: u64 = BASE + 18;
     pub const MEMORY: u64 = BASE + 20;
-    /// Enabled, with linear memory, and what is in memory left there: others' pictures are.
+    /// Enabled, linear framebuffer, memory not cleared: it holds other vGPUs' pictures.
     pub const ON: u16 = 1 << 0 | 1 << 6 | 1 << 7;
 }
 
-/// Length of what follows, and the order of bytes.
+/// Length of the extension registers, and the byte order register.
 const EXTENSION: u64 = 0x600;
 const BYTE_ORDER: u64 = 0x604;
 const LITTLE: u32 = 0x1e1e_1e1e;
 const BIG: u32 = 0xbebe_bebe;
 
-/// Registers that can be read and written.
+/// Register access.
 pub trait Registers: fmt::Debug + Send {
-    /// Reads.
+    /// Reads registers at `at`.
     fn read(&self, at: u64, bytes: &mut [u8]) -> Result<(), DeviceError>;
-    /// Writes.
+    /// Writes registers at `at`.
     fn write(&self, at: u64, bytes: &[u8]) -> Result<(), DeviceError>;
 }
 
@@ -65,7 +65,7 @@ impl Registers for Device {
     }
 }
 
-/// One adapter.
+/// A display adapter.
 #[derive(Debug)]
 pub struct Adapter<R> {
     registers: R,
@@ -73,30 +73,31 @@ pub struct Adapter<R> {
     dark: Dark,
 }
 
-/// How the screen is dark.
+/// How the adapter makes the screen dark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Dark {
-    /// VGA disconnects it from memory.
+    /// VGA blanks the screen.
     Blank,
-    /// There is no VGA: it shows this, which is black. `None` until that is known.
+    /// Without VGA, the adapter shows black memory; `None` until that memory is known.
     Black(Option<Mode>),
 }
 
-/// What an adapter's registers say.
+/// State of the adapter's registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shown {
-    /// What somebody before has left there, or half of something.
+    /// Left by a previous user, or partially programmed.
     Unknown,
     Dark,
     Picture(Mode),
 }
 
 impl<R: Registers> Adapter<R> {
-    /// Takes one, makes its screen dark if it has VGA, and says how much memory it has.
+    /// Initializes the adapter, makes the screen dark if the adapter has VGA, and returns the video
+    /// memory in bytes.
     pub fn new(registers: R) -> Result<(Self, u64), DeviceError> {
         let mut adapter = Self { registers, shown: Shown::Unknown, dark: Dark::Black(None) };
         if !(0xb0c0..=0xb0cf).contains(&adapter.load(dispi::ID)?) {
-            return Err(broken("does not say that it is one"));
+            return Err(broken("has an unknown identification register"));
         }
         let memory = u64::from(adapter.load(dispi::MEMORY)?) << 16;
         if !adapter.has_vga()? {
@@ -104,7 +105,7 @@ impl<R: Registers> Adapter<R> {
         }
         adapter.dark = Dark::Blank;
         adapter.show(None)?;
-        // Modes of 8 bits have no palette of their own here: they are grey, as in every picture of them.
+        // The palette of 8-bit modes is a grey ramp, as in Tessera's pictures of these modes.
         adapter.registers.write(vga::PALETTE_INDEX, &[0])?;
         for level in 0..=255_u8 {
             for _ in 0..3 {
@@ -114,18 +115,18 @@ impl<R: Registers> Adapter<R> {
         Ok((adapter, memory))
     }
 
-    /// Whether it needs a black picture to be dark.
+    /// Returns whether the adapter needs black memory to be dark.
     pub fn needs_black(&self) -> bool {
         self.dark != Dark::Blank
     }
 
-    /// Gives it one, which it shows from now on until there is another.
+    /// Sets the mode of the black memory and shows it.
     pub fn set_black(&mut self, black: Mode) -> Result<(), DeviceError> {
         self.dark = Dark::Black(Some(black));
         self.show(None).map(drop)
     }
 
-    /// Whether VGA's registers are there: what is written can be read.
+    /// Detects VGA registers by reading back written values.
     fn has_vga(&self) -> Result<bool, DeviceError> {
         for value in [vga::COLOUR | vga::MEMORY, vga::COLOUR] {
             let mut read = [0];
@@ -138,7 +139,7 @@ impl<R: Registers> Adapter<R> {
         Ok(true)
     }
 
-    /// Shows a picture, or nothing; how long that took.
+    /// Shows a mode, or makes the screen dark. Returns how long programming took.
     pub fn show(&mut self, mode: Option<Mode>) -> Result<Duration, DeviceError> {
         let start = Instant::now();
         let wanted = mode.map_or(Shown::Dark, Shown::Picture);
@@ -147,16 +148,16 @@ impl<R: Registers> Adapter<R> {
         }
         let before = std::mem::replace(&mut self.shown, Shown::Unknown);
         match mode {
-            None => self.go_dark(before)?,
-            Some(mode) => self.light(mode, before)?,
+            None => self.set_dark(before)?,
+            Some(mode) => self.set_mode(mode, before)?,
         }
         self.shown = wanted;
         Ok(start.elapsed())
     }
 
-    fn go_dark(&self, before: Shown) -> Result<(), DeviceError> {
+    fn set_dark(&self, before: Shown) -> Result<(), DeviceError> {
         match self.dark {
-            Dark::Black(Some(black)) => self.light(black, before),
+            Dark::Black(Some(black)) => self.set_mode(black, before),
             Dark::Blank | Dark::Black(None) => self.blank(),
         }
     }
@@ -166,12 +167,12 @@ impl<R: Registers> Adapter<R> {
         self.store(dispi::ENABLE, 0)
     }
 
-    fn light(&self, mode: Mode, before: Shown) -> Result<(), DeviceError> {
+    fn set_mode(&self, mode: Mode, before: Shown) -> Result<(), DeviceError> {
         let shape = |mode: Mode| (mode.width, mode.height, mode.bits, mode.big_endian);
-        // Another place in memory needs no other mode, and shows at once.
-        let place = [(dispi::ROW, mode.row), (dispi::X, mode.x), (dispi::Y, mode.y)];
+        // Only the offset changes: no mode set is needed, and the new picture shows at once.
+        let offsets = [(dispi::VIRTUAL_WIDTH, mode.stride), (dispi::X, mode.x), (dispi::Y, mode.y)];
         if matches!(before, Shown::Picture(before) if shape(before) == shape(mode)) {
-            self.store_all(&place)?;
+            self.store_all(&offsets)?;
         } else {
             self.attribute(0)?;
             self.store(dispi::ENABLE, 0)?;
@@ -182,8 +183,8 @@ impl<R: Registers> Adapter<R> {
                 (dispi::ENABLE, dispi::ON),
             ];
             self.store_all(&modes)?;
-            // For a mode that is on: to set one takes them back.
-            self.store_all(&place)?;
+            // Setting a mode resets the offsets, so they follow.
+            self.store_all(&offsets)?;
             let order = if mode.big_endian { BIG } else { LITTLE };
             let mut extension = [0; 4];
             self.registers.read(EXTENSION, &mut extension)?;
@@ -193,17 +194,18 @@ impl<R: Registers> Adapter<R> {
             self.attribute(vga::UNBLANK)?;
         }
         for (register, value) in
-            [(dispi::WIDTH, mode.width), (dispi::HEIGHT, mode.height)].into_iter().chain(place)
+            [(dispi::WIDTH, mode.width), (dispi::HEIGHT, mode.height)].into_iter().chain(offsets)
         {
             if self.load(register)? != value {
                 self.blank()?;
-                return Err(broken("cannot show that mode"));
+                return Err(broken("rejected a mode"));
             }
         }
         Ok(())
     }
 
-    /// Writes the attribute index, which shares its port with data.
+    /// Writes the attribute index. The index shares its port with data; reading the status selects
+    /// the index.
     fn attribute(&self, index: u8) -> Result<(), DeviceError> {
         if self.dark != Dark::Blank {
             return Ok(());
@@ -228,6 +230,6 @@ impl<R: Registers> Adapter<R> {
     }
 }
 
-fn broken(how: &'static str) -> DeviceError {
-    DeviceError::Broken { what: "display adapter", how }
+fn broken(fault: &'static str) -> DeviceError {
+    DeviceError::Broken { family: "display adapter", fault }
 }

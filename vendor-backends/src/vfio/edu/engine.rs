@@ -1,4 +1,4 @@
-//! The registers of `edu`, and one transfer after the other.
+//! The registers of `edu`. Runs one operation at a time.
 
 use std::hint;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -25,9 +25,9 @@ mod reg {
     pub const DMA_COMMAND: u64 = 0x98;
 }
 
-/// Where the device's own buffer is, and how long.
+/// Device address of the device's own buffer.
 pub const BUFFER: u64 = 0x4_0000;
-/// Bytes of it.
+/// Length of the buffer in bytes.
 pub const BUFFER_LEN: u64 = 0x1000;
 
 const COMPUTING: u32 = 1 << 0;
@@ -35,13 +35,14 @@ const START: u32 = 1 << 0;
 const FROM_DEVICE: u32 = 1 << 1;
 const INTERRUPT: u32 = 1 << 2;
 
-/// How long one operation may take. A transfer takes a tenth of a second, by design.
-const PATIENCE: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(2);
-/// What takes microseconds is looked at so often before anybody sleeps, and for nothing less than that is it given up.
-const LOOKS: u32 = 2000;
+/// Time limit of one operation. A transfer takes 100 ms by design.
+const TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// Register reads before sleeping between reads, for operations that take microseconds. An
+/// operation times out only after more reads than this, whatever the clock says.
+const SPINS: u32 = 2000;
 
-/// Which way a transfer goes.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From memory to the device's buffer.
@@ -50,43 +51,45 @@ pub enum Direction {
     FromDevice,
 }
 
-/// One `edu`.
+/// An `edu` device.
 #[derive(Debug)]
 pub struct Edu {
     device: Device,
-    /// BAR 0: its addresses of 64 bits have to be written in one access, which the kernel's file does not promise.
+    /// BAR 0, mapped: a 64-bit address must be written in one access, which pwrite on the device
+    /// file does not guarantee.
     registers: Arc<Mapping>,
     done: EventFd,
 }
 
 impl Edu {
-    /// Takes one that is open.
+    /// Initializes an open device.
     pub fn new(device: Device) -> Result<Self, DeviceError> {
         let [done] = <[EventFd; 1]>::try_from(device.interrupts(1)?)
             .map_err(|_| broken("has no interrupt"))?;
-        let registers = device.registers(0)?;
+        let registers = device.map_registers(0)?;
         let edu = Self { device, registers, done };
         if edu.load(reg::IDENTIFICATION)? & 0xff != 0xed {
-            return Err(broken("does not say that it is one"));
+            return Err(broken("has an unknown identification register"));
         }
         edu.wait(reg::DMA_COMMAND, START)?;
         Ok(edu)
     }
 
-    /// The device itself.
+    /// Returns the underlying device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// `n!`, modulo 2^32. It multiplies `n` times, and cannot be stopped: some seconds for the largest.
+    /// Returns `n!` modulo 2^32. The device multiplies `n` times and cannot be interrupted, which
+    /// takes seconds for large `n`.
     pub fn factorial(&self, n: u32) -> Result<u32, DeviceError> {
         self.store(reg::FACTORIAL, n)?;
         self.wait(reg::STATUS, COMPUTING)?;
         self.load(reg::FACTORIAL)
     }
 
-    /// Copies `len` bytes between a vGPU's memory, from `address` on, and the device's buffer, from `at` on; returns
-    /// when the device has said that it is done.
+    /// Copies `len` bytes between `address` in a vGPU's window and `at` in the device's buffer.
+    /// Returns when the transfer is complete.
     pub fn copy(
         &self,
         direction: Direction,
@@ -100,7 +103,7 @@ impl Edu {
         self.transfer(direction, memory, buffer, len)
     }
 
-    /// The transfer itself, with addresses as the device takes them.
+    /// Runs a transfer between two device addresses.
     pub fn transfer(
         &self,
         direction: Direction,
@@ -115,17 +118,17 @@ impl Edu {
         for (register, value) in
             [(reg::DMA_SOURCE, source), (reg::DMA_TARGET, target), (reg::DMA_COUNT, len)]
         {
-            self.registers.store_u64(register, value).ok_or_else(gone)?;
+            self.registers.store_u64(register, value).ok_or_else(unreachable_registers)?;
         }
         let _ = self.done.read();
         self.store(reg::DMA_COMMAND, START | from | INTERRUPT)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while self.done.read().is_err() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(broken("did not interrupt at the end of a transfer"));
             }
-            // SAFETY: the descriptor is the event's, which lives as long as what is borrowed.
+            // SAFETY: the descriptor belongs to the event, which outlives the borrow.
             let fd = unsafe { BorrowedFd::borrow_raw(self.done.as_raw_fd()) };
             let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
             let _ = poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], timeout);
@@ -136,16 +139,16 @@ impl Edu {
     }
 
     fn wait(&self, register: u64, bit: u32) -> Result<(), DeviceError> {
-        let deadline = Instant::now() + PATIENCE;
-        let mut looks = 0;
+        let deadline = Instant::now() + TIMEOUT;
+        let mut reads = 0;
         while self.load(register)? & bit != 0 {
-            looks += 1;
-            if looks < LOOKS {
+            reads += 1;
+            if reads < SPINS {
                 hint::spin_loop();
-            } else if Instant::now() > deadline && looks > 2 * LOOKS {
-                return Err(broken("does not end what it was told to do"));
+            } else if Instant::now() > deadline && reads > 2 * SPINS {
+                return Err(broken("did not complete an operation"));
             } else {
-                thread::sleep(PAUSE);
+                thread::sleep(POLL_INTERVAL);
             }
         }
         Ok(())
@@ -153,19 +156,19 @@ impl Edu {
 
     fn load(&self, register: u64) -> Result<u32, DeviceError> {
         let value = self.registers.load_u32(register).filter(|_| !self.registers.poisoned());
-        value.map(u32::from_le).ok_or_else(gone)
+        value.map(u32::from_le).ok_or_else(unreachable_registers)
     }
 
     fn store(&self, register: u64, value: u32) -> Result<(), DeviceError> {
-        self.registers.store_u32(register, value.to_le()).ok_or_else(gone)
+        self.registers.store_u32(register, value.to_le()).ok_or_else(unreachable_registers)
     }
 }
 
-/// Its registers cannot be reached any more.
-fn gone() -> DeviceError {
+/// Error for registers that can no longer be accessed.
+fn unreachable_registers() -> DeviceError {
     broken("does not answer")
 }
 
-fn broken(how: &'static str) -> DeviceError {
-    DeviceError::Broken { what: "edu", how }
+fn broken(fault: &'static str) -> DeviceError {
+    DeviceError::Broken { family: "edu", fault }
 }

@@ -1,19 +1,19 @@
-//! Silicon that does not preempt: a turn lasts as long as its last kernel, and shares hold all the same.
+//! Shares on a GPU that does not preempt: a vGPU keeps the engine until its last kernel ends.
 
 use super::*;
 use crate::sched::log::{Cause, Decision};
-use crate::sched::policy::Silicon;
 
-/// As an NVIDIA GPU is, whose contexts take about 0.2 ms to switch.
-const NVIDIA: Silicon = Silicon { enforcement: Enforcement::Gates, preempts: false, exact: false };
+/// An NVIDIA GPU, whose contexts take about 0.2 ms to switch.
+const NVIDIA: GpuFeatures =
+    GpuFeatures { enforcement: Enforcement::Gates, preempts: false, exact_slices: false };
 const NVIDIA_SWITCH_NS: u64 = 170 * US;
 const LONG: Workload = Workload::steady(20 * MS);
 const SHORT: Workload = Workload::steady(50 * US);
 
-fn on(silicon: Silicon, slice_ms: u64, groups: &[(Share, Workload)]) -> Simulation {
+fn on(gpu: GpuFeatures, slice_ms: u64, groups: &[(ShareRequest, Workload)]) -> Simulation {
     let config = Config::new(Duration::from_millis(slice_ms));
-    let mut sim = Simulation::new(config, silicon, NVIDIA_SWITCH_NS);
-    sim.set_late(Duration::from_millis(2));
+    let mut sim = Simulation::new(config, gpu, NVIDIA_SWITCH_NS);
+    sim.set_report_delay(Duration::from_millis(2));
     for (n, (share, workload)) in groups.iter().enumerate() {
         sim.start(id(n), *share, *workload).unwrap();
     }
@@ -31,7 +31,7 @@ fn assert_shares(groups: &[(u8, Workload)]) {
 }
 
 #[test]
-fn shares_hold_between_short_kernels_and_long_ones() {
+fn shares_hold_between_short_and_long_kernels() {
     assert_shares(&[(80, SHORT), (20, LONG)]);
     assert_shares(&[(80, LONG), (20, SHORT)]);
     assert_shares(&[(80, LONG), (20, LONG)]);
@@ -39,12 +39,12 @@ fn shares_hold_between_short_kernels_and_long_ones() {
 }
 
 #[test]
-fn shares_hold_among_three_whoever_runs_long_kernels() {
+fn shares_hold_among_three_vgpus_with_long_kernels() {
     for long in 0..3 {
         for cores in [[80, 10, 10], [4, 2, 1]] {
             let load = |n| if n == long { LONG } else { SHORT };
             assert_shares(&[(cores[0], load(0)), (cores[1], load(1)), (cores[2], load(2))]);
-            // And where that one is the only one that does not.
+            // All but one vGPU run long kernels.
             let load = |n| if n == long { SHORT } else { LONG };
             assert_shares(&[(cores[0], load(0)), (cores[1], load(1)), (cores[2], load(2))]);
         }
@@ -67,15 +67,15 @@ fn neighbours_of_long_kernels_keep_their_slices() {
     shares(&mut sim);
     let slice = sim.scheduler().slice(id(0)).unwrap();
     assert!(slice <= Duration::from_millis(11), "8 ms asked, {slice:?}");
-    // They wait for one kernel, and no longer.
-    sim.forget_waits();
+    // The neighbour waits for one kernel and no longer.
+    sim.reset_waits();
     sim.run(Duration::from_secs(10)).unwrap();
     assert!(sim.waits(id(0)).unwrap().quantile(1.0) < 22 * MS);
 }
 
 #[test]
-fn a_vgpu_that_is_held_runs_as_soon_as_nobody_else_wants_to() {
-    // The others come and go: half a second each.
+fn a_throttled_vgpu_runs_while_no_other_vgpu_has_work() {
+    // The other vGPU is busy and idle for half a second each.
     let others = Workload::bursty(50 * US, 500 * MS, 500 * MS);
     let mut sim = on(NVIDIA, 5, &[(soft(80), others), (soft(20), LONG)]);
     sim.run(Duration::from_secs(1)).unwrap();
@@ -87,11 +87,11 @@ fn a_vgpu_that_is_held_runs_as_soon_as_nobody_else_wants_to() {
 }
 
 #[test]
-fn a_share_changes_at_once_for_one_that_is_held() {
+fn a_share_change_of_a_throttled_vgpu_acts_at_once() {
     let mut sim = on(NVIDIA, 5, &[(soft(80), SHORT), (soft(20), LONG)]);
     sim.run(Duration::from_secs(3)).unwrap();
     for (first, second) in [(50, 50), (90, 10), (20, 80)] {
-        // Room is made before it is asked for.
+        // The sum of requests must not exceed 100 in between.
         sim.event(Event::ShareChanged { id: id(1), share: soft(1) }).unwrap();
         sim.event(Event::ShareChanged { id: id(0), share: soft(first) }).unwrap();
         sim.event(Event::ShareChanged { id: id(1), share: soft(second) }).unwrap();
@@ -102,7 +102,7 @@ fn a_share_changes_at_once_for_one_that_is_held() {
 }
 
 #[test]
-fn gates_are_for_those_that_slices_cannot_make_pay() {
+fn gates_close_only_where_slices_cannot_repay() {
     let gates = |sim: &Simulation| {
         let closed = |record: &&crate::sched::log::Record| {
             record.cause == Cause::Ahead && record.decision == Decision::Gate(false)
@@ -113,28 +113,28 @@ fn gates_are_for_those_that_slices_cannot_make_pay() {
     let mut sim = on(NVIDIA, 5, &[(soft(80), some), (soft(10), some), (soft(10), some)]);
     assert_near(&shares(&mut sim), &[80.0, 10.0, 10.0], 1.0);
     assert_eq!(gates(&sim), 0, "kernels of half a millisecond need none");
-    let silicon = Silicon { preempts: true, ..NVIDIA };
-    let mut sim = on(silicon, 5, &[(soft(80), SHORT), (soft(20), LONG)]);
+    let preempting = GpuFeatures { preempts: true, ..NVIDIA };
+    let mut sim = on(preempting, 5, &[(soft(80), SHORT), (soft(20), LONG)]);
     shares(&mut sim);
-    assert_eq!(gates(&sim), 0, "where kernels are preempted, overruns are somebody else's");
-    // Long kernels that become short ones are free again.
+    assert_eq!(gates(&sim), 0, "a GPU that preempts needs no gates");
+    // A vGPU that changes to short kernels loses its throttle.
     let mut sim = on(NVIDIA, 5, &[(soft(80), SHORT), (soft(20), LONG)]);
     sim.run(Duration::from_secs(3)).unwrap();
     assert!(gates(&sim) > 10);
-    sim.groups[1].workload = SHORT;
+    sim.vgpus[1].workload = SHORT;
     sim.run(Duration::from_secs(3)).unwrap();
     let reports = sim.effort().0;
     assert_near(&shares(&mut sim), &[80.0, 20.0], 1.0);
-    assert!(sim.effort().0 - reports < 150, "read every 100 ms again");
+    assert!(sim.effort().0 - reports < 150, "read only every 100 ms again");
 }
 
 #[test]
-fn nobody_waits_at_a_gate_since_the_engine_stood_still() {
+fn an_engine_stall_closes_no_gate() {
     let some = Workload::steady(500 * US);
     let mut sim = on(NVIDIA, 12, &[(soft(50), some), (soft(30), some), (soft(20), some)]);
     for pause in 0..100 {
         sim.run(Duration::from_millis(300 + 7 * pause)).unwrap();
-        sim.stand_still(Duration::from_millis(120));
+        sim.stall(Duration::from_millis(120));
     }
     let closed = |record: &&crate::sched::log::Record| record.cause == Cause::Ahead;
     assert_eq!(sim.scheduler().log().iter().filter(closed).count(), 0);
@@ -144,9 +144,9 @@ fn nobody_waits_at_a_gate_since_the_engine_stood_still() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whoever runs kernels of whatever length: everybody has what was asked for, and the engine works.
+    /// Every vGPU gets its share, and the engine is used, for kernels of any length.
     #[test]
-    fn whatever_kernels_last_shares_hold(
+    fn shares_hold_for_any_kernel_length(
         cores in any_cores(),
         pieces in prop::collection::vec(prop_oneof![20..1000_u64, 1000..30_000_u64], 8),
         slice_ms in prop::sample::select(vec![2_u64, 5, 12]),
@@ -166,9 +166,11 @@ proptest! {
             prop_assert!((got - asked).abs() <= 1.0, "got {got}, asked {asked}");
         }
         let wall = sim.usage().now_ns - before.now_ns;
-        let used = |report: &UsageReport| report.vgpus.iter().map(|(_, u)| u.engine_ns).sum::<u64>();
+        let used = |report: &UsageReport| -> u64 {
+            report.vgpus.iter().map(|(_, usage)| usage.engine_ns).sum()
+        };
         let idle = 1.0 - (used(&sim.usage()) - used(&before)) as f64 / wall as f64;
-        // A switch takes 0.17 ms, and nobody's slice is shorter than 0.1 ms.
+        // A switch takes 0.17 ms, and the shortest slice is 0.1 ms.
         prop_assert!(idle < 0.6, "{idle}");
     }
 }

@@ -1,5 +1,5 @@
-//! Which domain a vGPU was started for: files that last as long as the run directory, so that one domain's end never
-//! takes another one's vGPU.
+//! Claims of domains on vGPUs, as files in vgpud's run directory. A claim prevents the end of one
+//! domain from stopping the vGPU of another one.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
 
-/// That a vGPU is a domain's.
+/// Claim of a domain on a vGPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
-    /// The domain's uuid.
+    /// Uuid of the domain.
     pub domain: String,
-    /// Its name, for people.
+    /// Name of the domain, for messages.
     pub name: String,
-    /// Whether the vGPU was started for it, and is to be stopped after it.
+    /// Whether the hook started the vGPU for the domain and must stop it.
     pub started: bool,
 }
 
-/// All claims on this host. Nobody else changes them while this is held.
+/// Claims of all domains on this host, locked against concurrent hooks.
 #[derive(Debug)]
 pub struct Claims {
     folder: PathBuf,
@@ -28,7 +28,7 @@ pub struct Claims {
 }
 
 impl Claims {
-    /// Those of the manager with this run directory.
+    /// Locks the claims in a manager's run directory.
     pub fn lock(run_dir: &Path) -> io::Result<Self> {
         let folder = run_dir.join("libvirt");
         DirBuilder::new().mode(0o700).recursive(true).create(&folder)?;
@@ -37,21 +37,21 @@ impl Claims {
         Ok(Self { folder, _lock: lock })
     }
 
-    /// Whose a vGPU is.
-    pub fn of(&self, vgpu: VgpuId) -> Option<Claim> {
+    /// Returns the claim on a vGPU.
+    pub fn get(&self, vgpu: VgpuId) -> Option<Claim> {
         serde_json::from_slice(&fs::read(self.path(vgpu)).ok()?).ok()
     }
 
-    /// Writes down whose a vGPU is.
+    /// Records a claim on a vGPU.
     pub fn set(&self, vgpu: VgpuId, claim: &Claim) -> io::Result<()> {
         let fresh = self.folder.join(format!("{vgpu}.new"));
         fs::write(&fresh, serde_json::to_vec(claim)?)?;
         fs::rename(fresh, self.path(vgpu))
     }
 
-    /// It is nobody's any more.
+    /// Removes the claim on a vGPU.
     pub fn remove(&self, vgpu: VgpuId) {
-        // One that is not there need not be removed; one that stays is void, since its vGPU does not run.
+        // A failure is harmless: the claim on a stopped vGPU has no effect.
         let _ = fs::remove_file(self.path(vgpu));
     }
 
@@ -70,12 +70,12 @@ mod tests {
         let vgpu = VgpuId::random();
         let claim = Claim { domain: "d".to_owned(), name: "vm1".to_owned(), started: true };
         let claims = Claims::lock(dir.path()).unwrap();
-        assert_eq!(claims.of(vgpu), None);
+        assert_eq!(claims.get(vgpu), None);
         claims.set(vgpu, &claim).unwrap();
         drop(claims);
         let claims = Claims::lock(dir.path()).unwrap();
-        assert_eq!(claims.of(vgpu), Some(claim));
+        assert_eq!(claims.get(vgpu), Some(claim));
         claims.remove(vgpu);
-        assert_eq!(claims.of(vgpu), None);
+        assert_eq!(claims.get(vgpu), None);
     }
 }

@@ -1,14 +1,14 @@
-//! What libvirt runs when a domain starts and ends: its vGPUs start before it and stop after it.
+//! libvirt hook, which starts vGPUs before their domain and stops them after it.
 //!
-//! libvirt waits for the hook, and the domain's XML comes on the standard input. Asking libvirt anything from here would
-//! wait for ever; all that is needed is in that XML.
+//! libvirt waits for the hook and passes the domain's XML on the standard input. Calling libvirt
+//! from the hook would deadlock, so the hook uses only this XML.
 //!
-//! | libvirt calls | and this |
+//! | call of libvirt | action |
 //! | --- | --- |
-//! | `prepare begin`, before anything of the domain is made | starts its vGPUs; a failure is libvirt's too |
-//! | `start begin`, when libvirt has chosen whom QEMU will run as | makes sure that the sockets are his |
-//! | `release end`, when nothing of it is left, whatever ended it | stops them |
-//! | `migrate begin`, on the host that a domain would move to | refuses: a vGPU stays where it is |
+//! | `prepare begin`, before libvirt creates resources | starts the vGPUs, or fails the domain |
+//! | `start begin`, when QEMU's user is known | checks that this user owns the sockets |
+//! | `release end`, after the domain has ended for any reason | stops the vGPUs |
+//! | `migrate begin`, on the destination host | refuses, because vGPUs cannot migrate |
 
 use std::fs;
 use std::io::{self, Read};
@@ -20,18 +20,18 @@ use hyper::Method;
 use integrate::domain::{Domain, NAMESPACE, Vgpu as Wanted};
 use integrate::xml::MAX_BYTES;
 use mdev_core::ids::VgpuId;
-use vfio_user_server::api::model::{CreateVgpu, StartVgpu, StopVgpu, Version, Vgpu, VgpuState};
-use vfio_user_server::users::{Account, Users};
+use vgpud_api::{CreateVgpu, StartVgpu, StopVgpu, Version, Vgpu, VgpuState};
+use vgpud_host::users::{Account, Users};
 
 use super::claims::{Claim, Claims};
 use crate::cli::libvirt::Hook;
 use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 
-/// How long QEMU's end may take to be noticed by its vGPU.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time until a vGPU notices that its QEMU has exited.
+const QEMU_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// `libvirt hook`
+/// Runs `libvirt hook`.
 pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
     let mut xml = Vec::new();
     let limit = MAX_BYTES as u64 + 1;
@@ -39,7 +39,7 @@ pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
         Failure::Local(format!("Cannot read the XML of domain '{}': {error}", args.domain))
     })?;
     let xml = String::from_utf8_lossy(&xml);
-    // Other domains are none of our business, whatever is in their XML.
+    // Ignore domains without a vGPU, even if their XML is malformed.
     if !xml.contains(NAMESPACE) {
         return Ok(());
     }
@@ -52,7 +52,7 @@ pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
     match (args.operation.as_str(), args.sub_operation.as_str()) {
         _ if hook.vgpus.is_empty() => Ok(()),
         ("prepare", "begin") => hook.prepare().await,
-        ("start", "begin") => hook.hand_over().await,
+        ("start", "begin") => hook.ensure_socket_owner().await,
         ("release", "end") => hook.release().await,
         ("migrate", "begin") => Err(Failure::NotNow(format!(
             "Domain '{name}' has a vGPU, which cannot move to another host; \
@@ -62,20 +62,20 @@ pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
     }
 }
 
-/// A domain that has vGPUs.
+/// Domain with vGPUs, for which the hook runs.
 struct Hooked<'a> {
     client: &'a Client,
     name: &'a str,
     uuid: String,
     vgpus: Vec<Wanted>,
-    /// Whom QEMU runs as, where the XML says so: before `start` only where its owner has chosen.
+    /// QEMU's user, if the XML has it. Before `start`, only if the domain configures the user.
     owner: Option<Account>,
 }
 
 impl Hooked<'_> {
     async fn claims(&self) -> Result<Claims, Failure> {
         Claims::lock(&self.run_dir().await?)
-            .map_err(|error| Failure::Local(format!("Cannot write down whose a vGPU is: {error}")))
+            .map_err(|error| Failure::Local(format!("Cannot write the claim on a vGPU: {error}")))
     }
 
     async fn run_dir(&self) -> Result<PathBuf, Failure> {
@@ -83,34 +83,34 @@ impl Hooked<'_> {
         Ok(version.run_dir.into())
     }
 
-    /// Starts all vGPUs. Where one cannot be, libvirt calls `release`, which stops the others.
+    /// Starts all vGPUs. After a failure, libvirt calls `release`, which stops the started ones.
     async fn prepare(&self) -> Result<(), Failure> {
         let claims = self.claims().await?;
         for wanted in &self.vgpus {
             self.start(wanted, &claims)
                 .await
-                .map_err(|failure| self.explained(wanted, &failure))?;
+                .map_err(|failure| self.in_context(wanted, &failure))?;
         }
         Ok(())
     }
 
-    /// A failure, as the owner of the domain reads it in libvirt's message.
-    fn explained(&self, wanted: &Wanted, failure: &Failure) -> Failure {
-        let what = wanted
+    /// Adds domain and vGPU to a failure, for libvirt's message.
+    fn in_context(&self, wanted: &Wanted, failure: &Failure) -> Failure {
+        let description = wanted
             .mdev_type
             .as_ref()
             .map_or_else(|| format!("vGPU {}", wanted.uuid), |name| format!("vGPU of type {name}"));
-        Failure::NotNow(format!("Domain '{}' cannot have its {what}: {failure}", self.name))
+        Failure::NotNow(format!("Domain '{}' cannot have its {description}: {failure}", self.name))
     }
 
     async fn start(&self, wanted: &Wanted, claims: &Claims) -> Result<(), Failure> {
         let uuid = wanted.uuid;
-        let there = self.client.find(uuid).await?;
-        let claim = claims.of(uuid);
+        let existing = self.client.find(uuid).await?;
+        let claim = claims.get(uuid);
         let ours = claim.as_ref().is_some_and(|claim| claim.domain == self.uuid);
-        let mine =
+        let new_claim =
             |started| Claim { domain: self.uuid.clone(), name: self.name.to_owned(), started };
-        if let Some(vgpu) = there.as_ref().filter(|vgpu| vgpu.state != VgpuState::Stopped) {
+        if let Some(vgpu) = existing.as_ref().filter(|vgpu| vgpu.state != VgpuState::Stopped) {
             if let Some(vm) = vgpu.vm {
                 return Err(Failure::NotNow(format!(
                     "it is used by process {} already{}",
@@ -121,25 +121,25 @@ impl Hooked<'_> {
             match claim.filter(|_| !ours) {
                 Some(claim) => {
                     return Err(Failure::NotNow(format!(
-                        "it was started for domain '{}'; if that does not use it any more, \
+                        "it was started for domain '{}'; if that domain does not use it any more, \
                          `vgpuctl stop -u {uuid}`",
                         claim.name
                     )));
                 }
-                // Its owner started it, and stops it.
+                // The administrator started the vGPU and stops it.
                 None if !ours && vgpu.state == VgpuState::Running => {
-                    return set(claims, uuid, &mine(false));
+                    return set(claims, uuid, &new_claim(false));
                 }
-                // Left over: nobody told us when the domain ended, or it has failed since.
+                // Left over: the end of a domain was not reported, or the vGPU has failed.
                 None => self.stop(uuid).await?,
             }
         }
-        // Before it runs, so that no vGPU can be left over that nobody stops.
-        set(claims, uuid, &mine(true))?;
-        self.begin(wanted, there.is_some_and(|vgpu| vgpu.defined), claims).await
+        // Record the claim before the start, so that `release` stops the vGPU in any case.
+        set(claims, uuid, &new_claim(true))?;
+        self.begin(wanted, existing.is_some_and(|vgpu| vgpu.defined), claims).await
     }
 
-    /// Starts a vGPU that does not run.
+    /// Starts a stopped vGPU.
     async fn begin(&self, wanted: &Wanted, defined: bool, claims: &Claims) -> Result<(), Failure> {
         let owner = self.owner.map(|Account { uid, gid }| format!("{uid}:{gid}"));
         let started = match &wanted.mdev_type {
@@ -170,10 +170,10 @@ impl Hooked<'_> {
         self.client.post("/v1/vgpus", &request).await
     }
 
-    /// Makes sure that the sockets are the user's that QEMU runs as. Most often he is the one that vgpud gives them to
-    /// by itself; where he is not, nobody uses the vGPU yet, and it is started once more.
-    async fn hand_over(&self) -> Result<(), Failure> {
-        // Without a label QEMU runs as libvirt does: as root, who may connect to any socket.
+    /// Ensures that QEMU's user owns the sockets. If the owner set by vgpud differs, restarts the
+    /// vGPU, which is not in use yet.
+    async fn ensure_socket_owner(&self) -> Result<(), Failure> {
+        // Without a label QEMU runs as root like libvirt and can connect to every socket.
         let Some(owner) = self.owner else { return Ok(()) };
         let claims = self.claims().await?;
         for wanted in &self.vgpus {
@@ -185,14 +185,14 @@ impl Hooked<'_> {
             }
             if wanted.mdev_type.is_none() && !vgpu.defined {
                 return Err(Failure::NotNow(format!(
-                    "vGPU {} is not for user {}, as whom the QEMU of domain '{}' runs; stop it, and start it with \
-                     --owner {}",
+                    "The socket of vGPU {} is not owned by user {}, who runs the QEMU of domain \
+                     '{}'; stop the vGPU, and start it with --owner {}",
                     wanted.uuid, owner.uid, self.name, owner.uid
                 )));
             }
             self.stop(wanted.uuid).await?;
             let started = self.begin(wanted, vgpu.defined, &claims).await;
-            started.map_err(|failure| self.explained(wanted, &failure))?;
+            started.map_err(|failure| self.in_context(wanted, &failure))?;
         }
         Ok(())
     }
@@ -202,8 +202,8 @@ impl Hooked<'_> {
         let claims = self.claims().await?;
         let mut result = Ok(());
         for wanted in &self.vgpus {
-            // Another domain's, or nobody's since it could not be started.
-            let Some(claim) = claims.of(wanted.uuid).filter(|claim| claim.domain == self.uuid)
+            // Skip vGPUs of other domains, and vGPUs that did not start.
+            let Some(claim) = claims.get(wanted.uuid).filter(|claim| claim.domain == self.uuid)
             else {
                 continue;
             };
@@ -216,18 +216,20 @@ impl Hooked<'_> {
         result
     }
 
-    /// Stops a vGPU once its VM is gone. One that does not run is stopped.
+    /// Stops a vGPU after its VM has exited. A vGPU that is not running counts as stopped.
     async fn stop(&self, uuid: VgpuId) -> Result<(), Failure> {
         let path = format!("{}/stop", vgpu_path(uuid));
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + QEMU_EXIT_TIMEOUT;
         loop {
-            let stopped = self.client.order(Method::POST, &path, &StopVgpu { force: false }).await;
+            let stopped =
+                self.client.request(Method::POST, &path, &StopVgpu { force: false }).await;
             let Err(failure) = stopped else { return Ok(()) };
             let Some(vgpu) = self.client.find(uuid).await? else { return Ok(()) };
             if vgpu.state == VgpuState::Stopped {
                 return Ok(());
             }
-            // A VM that has ended is noticed within milliseconds; another one is not ours to disturb.
+            // The exit of a VM is noticed within milliseconds. Do not stop the vGPU of a running
+            // VM.
             if vgpu.vm.is_none() || Instant::now() > deadline {
                 return Err(failure);
             }
@@ -239,10 +241,10 @@ impl Hooked<'_> {
 fn set(claims: &Claims, uuid: VgpuId, claim: &Claim) -> Result<(), Failure> {
     claims
         .set(uuid, claim)
-        .map_err(|error| Failure::Local(format!("Cannot write down whose vGPU {uuid} is: {error}")))
+        .map_err(|error| Failure::Local(format!("Cannot write the claim on vGPU {uuid}: {error}")))
 }
 
-/// The user and group that libvirt names: `+64055`, or a name.
+/// Resolves user and group as libvirt writes them: a name, or `+64055` for a number.
 fn owner((user, group): &(String, String)) -> Result<Account, Failure> {
     let users = Users::read();
     let user = user.trim_start_matches('+');
@@ -250,9 +252,7 @@ fn owner((user, group): &(String, String)) -> Result<Account, Failure> {
     let gid = users.group(group.trim_start_matches('+'));
     match (uid, gid) {
         (Some(uid), Some(gid)) => Ok(Account { uid, gid }),
-        _ => Err(Failure::Local(format!(
-            "There is no user {user:?} or no group {group:?}, as whom QEMU would run"
-        ))),
+        _ => Err(Failure::Local(format!("QEMU's user {user:?} or group {group:?} does not exist"))),
     }
 }
 
@@ -267,7 +267,10 @@ mod tests {
         assert_eq!((account.uid, account.gid), (64055, 993));
         assert_eq!(of("root", "root").unwrap().uid, 0);
         assert!(
-            of("no such user", "root").unwrap_err().to_string().contains("as whom QEMU would run")
+            of("no such user", "root")
+                .unwrap_err()
+                .to_string()
+                .contains("group \"root\" does not exist")
         );
     }
 }

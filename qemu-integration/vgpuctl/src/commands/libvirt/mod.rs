@@ -1,12 +1,13 @@
-//! `libvirt ...`: domains that have vGPUs.
+//! `libvirt`: attaches vGPUs to libvirt domains.
 //!
-//! * [`virsh`]: how a domain is read and written
-//! * [`hook`]: what libvirt runs when a domain starts and ends; [`claims`] is what it remembers
-//! * [`install`]: how libvirt comes to run it
+//! * [`virsh`]: reads and writes domains
+//! * [`hook`]: starts and stops vGPUs with their domains; [`claims`] has the hook's persistent
+//!   state
+//! * [`install_hook`]: installs the hook
 
 mod claims;
 mod hook;
-mod install;
+mod install_hook;
 mod virsh;
 
 use std::fs;
@@ -18,9 +19,7 @@ use integrate::nodedev::{Mdev, Parent, Type};
 use mdev_core::definition::Attrs;
 use mdev_core::ids::VgpuId;
 use serde_json::json;
-use vfio_user_server::api::model::{
-    self, Attribute, ModifyVgpu, ParentTypes, Version, Vgpu, VgpuState,
-};
+use vgpud_api::{Attribute, ModifyVgpu, ParentTypes, Version, Vgpu, VgpuState};
 
 use self::virsh::Virsh;
 use crate::cli::Output;
@@ -29,36 +28,40 @@ use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
-/// `libvirt`
+/// Runs `libvirt`.
 pub async fn libvirt(client: &Client, args: Libvirt) -> Result<Vec<u8>, Failure> {
     match args.command {
         LibvirtCommand::Attach(args) => attach(client, args).await,
         LibvirtCommand::Detach(args) => detach(&args),
-        LibvirtCommand::InstallHook(args) => install::install(client.socket(), &args),
+        LibvirtCommand::InstallHook(args) => install_hook::install(client.socket(), &args),
         LibvirtCommand::Nodedev(args) => nodedev(client, args).await,
         LibvirtCommand::Hook(args) => hook::hook(client, args).await.map(|()| Vec::new()),
     }
 }
 
-/// `libvirt attach`
+/// Runs `libvirt attach`.
 async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     let asked = &args.domain;
     let virsh = Virsh::at(&asked.connect);
-    let xml = changeable(&virsh, asked)?;
+    let xml = changeable_definition(&virsh, asked)?;
     let domain = parse(&xml, asked)?;
     let vgpu = if let Some(uuid) = args.uuid {
-        nobodys(client.vgpu(uuid, None).await?.uuid)
+        defined_vgpu(client.vgpu(uuid, None).await?.uuid)
     } else {
-        // The command line has one of both.
-        offered(client, args.mdev_type.as_deref().unwrap_or_default(), args.parent.as_deref())
-            .await?;
+        // The command line has either --uuid or --type.
+        check_offered(
+            client,
+            args.mdev_type.as_deref().unwrap_or_default(),
+            args.parent.as_deref(),
+        )
+        .await?;
         let wanted = Wanted {
             mdev_type: args.mdev_type.clone(),
             parent: args.parent.clone(),
             core: args.core,
-            ..nobodys(VgpuId::random())
+            ..defined_vgpu(VgpuId::random())
         };
-        of_its_own(&domain, wanted, asked)?
+        transient_vgpu(&domain, wanted, asked)?
     };
     let version: Version = client.get("/v1/version").await?;
     let socket = Path::new(&version.run_dir).join("vgpus").join(vgpu.uuid.to_string());
@@ -70,13 +73,14 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     if let (Some(uuid), Some(core)) = (args.uuid, args.core) {
         set_core(client, uuid, core).await?;
     }
-    let what = vgpu.mdev_type.as_ref().map(|name| format!(" of type {name}")).unwrap_or_default();
+    let of_type =
+        vgpu.mdev_type.as_ref().map(|name| format!(" of type {name}")).unwrap_or_default();
     let VgpuId(uuid) = vgpu.uuid;
     let (name, uuid) = (domain.name(), uuid.hyphenated());
     let text = if changed.is_some() {
-        format!("Domain '{name}' has vGPU {uuid}{what} from its next start on\n")
+        format!("Domain '{name}' has vGPU {uuid}{of_type} from its next start on\n")
     } else {
-        format!("Domain '{name}' has vGPU {uuid}{what} already; nothing was changed\n")
+        format!("Domain '{name}' has vGPU {uuid}{of_type} already; nothing was changed\n")
     };
     if let Some(changed) = &changed {
         virsh.define(&asked.name, changed)?;
@@ -84,42 +88,47 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     for note in domain.notes() {
         eprintln!("vgpuctl: note: domain '{name}': {note}");
     }
-    if asked.connect == "qemu:///system" && !Path::new("/").join(install::HOOK).exists() {
+    if asked.connect == "qemu:///system" && !Path::new("/").join(install_hook::HOOK).exists() {
         eprintln!(
-            "vgpuctl: note: nothing starts the vGPU before the domain yet; run `vgpuctl libvirt install-hook`"
+            "vgpuctl: note: the hook that starts the vGPU is not installed; run `vgpuctl libvirt install-hook`"
         );
     }
-    answer(asked, &domain, &vgpu, changed.is_some(), text)
+    result(asked, &domain, &vgpu, changed.is_some(), text)
 }
 
-/// `libvirt detach`
+/// Runs `libvirt detach`.
 fn detach(args: &Detach) -> Result<Vec<u8>, Failure> {
     let asked = &args.domain;
     let virsh = Virsh::at(&asked.connect);
-    let xml = changeable(&virsh, asked)?;
+    let xml = changeable_definition(&virsh, asked)?;
     let domain = parse(&xml, asked)?;
     let (changed, vgpu) = domain.detach(args.uuid).map_err(|error| refused(asked, &error))?;
     if asked.print_xml {
         return Ok(changed.into_bytes());
     }
     virsh.define(&asked.name, &changed)?;
-    let text = format!("Domain '{}' has vGPU {} no more\n", domain.name(), vgpu.uuid);
-    answer(asked, &domain, &vgpu, true, text)
+    let text = format!(
+        "vGPU {} is detached from domain '{}'
+",
+        vgpu.uuid,
+        domain.name()
+    );
+    result(asked, &domain, &vgpu, true, text)
 }
 
-/// A domain's definition, if it may be changed now.
-fn changeable(virsh: &Virsh<'_>, asked: &cli::Domain) -> Result<String, Failure> {
+/// Returns a domain's definition. Fails if the definition cannot be changed now.
+fn changeable_definition(virsh: &Virsh<'_>, asked: &cli::Domain) -> Result<String, Failure> {
     let name = &asked.name;
     let state = virsh.state(name)?;
     if !state.persistent {
         return Err(Failure::NotNow(format!(
-            "Domain '{name}' has no definition that could be changed; define it first: \
+            "Domain '{name}' has no definition that could be changed; define the domain first: \
              virsh dumpxml {name} > {name}.xml, virsh define {name}.xml"
         )));
     }
     if state.active && !asked.config && !asked.print_xml {
         return Err(Failure::NotNow(format!(
-            "Domain '{name}' is running; shut it down first, or add --config to change what its next start takes"
+            "Domain '{name}' is running; shut it down first, or add --config to change its next start"
         )));
     }
     virsh.definition(name)
@@ -133,44 +142,49 @@ fn refused(asked: &cli::Domain, error: &integrate::domain::DomainError) -> Failu
     Failure::NotNow(format!("Domain '{}' {error}", asked.name))
 }
 
-fn nobodys(uuid: VgpuId) -> Wanted {
+/// Returns the metadata of a defined vGPU.
+fn defined_vgpu(uuid: VgpuId) -> Wanted {
     Wanted { uuid, mdev_type: None, parent: None, core: None }
 }
 
-/// A vGPU of the domain's own: the one that it has already, if that is such a one.
-fn of_its_own(domain: &Domain<'_>, wanted: Wanted, asked: &cli::Domain) -> Result<Wanted, Failure> {
-    let same = |there: &Wanted| Wanted { uuid: wanted.uuid, ..there.clone() } == wanted;
-    let there = domain.vgpus();
-    match there.iter().find(|there| same(there)).or(there.first()) {
-        Some(there) if same(there) => Ok(there.clone()),
-        // A command that is given twice must not become two vGPUs.
-        Some(there) => Err(Failure::NotNow(format!(
-            "Domain '{}' has vGPU {} already; detach that first, or add one that is defined, with --uuid",
-            asked.name, there.uuid
+/// Returns the metadata of a transient vGPU. Reuses the domain's vGPU if it has the same settings.
+fn transient_vgpu(
+    domain: &Domain<'_>,
+    wanted: Wanted,
+    asked: &cli::Domain,
+) -> Result<Wanted, Failure> {
+    let same = |existing: &Wanted| Wanted { uuid: wanted.uuid, ..existing.clone() } == wanted;
+    let vgpus = domain.vgpus();
+    match vgpus.iter().find(|vgpu| same(vgpu)).or(vgpus.first()) {
+        Some(existing) if same(existing) => Ok(existing.clone()),
+        // Repeating the command must not attach a second vGPU.
+        Some(existing) => Err(Failure::NotNow(format!(
+            "Domain '{}' already has vGPU {}; detach that vGPU first, or attach a defined vGPU with --uuid",
+            asked.name, existing.uuid
         ))),
         None => Ok(wanted),
     }
 }
 
-/// Makes sure that a type can be had.
-async fn offered(client: &Client, name: &str, parent: Option<&str>) -> Result<(), Failure> {
+/// Checks that a parent offers the type.
+async fn check_offered(client: &Client, name: &str, parent: Option<&str>) -> Result<(), Failure> {
     let parents: Vec<ParentTypes> = client.get("/v1/types").await?;
     let mut on =
         parents.iter().filter(|on| parent.is_none_or(|parent| on.parent == parent)).peekable();
     if let (None, Some(parent)) = (on.peek(), parent) {
         return Err(Failure::NotFound(format!(
-            "There is no parent {parent}; `vgpuctl types` shows what there is"
+            "There is no parent {parent}; `vgpuctl types` lists parents and types"
         )));
     }
     if on.any(|on| on.types.iter().any(|offered| offered.name == name)) {
         return Ok(());
     }
     Err(Failure::NotFound(format!(
-        "No parent offers type {name}; `vgpuctl types` shows what there is"
+        "No parent offers type {name}; `vgpuctl types` lists parents and types"
     )))
 }
 
-/// Changes a defined vGPU's share.
+/// Changes the attribute `core` of a defined vGPU.
 async fn set_core(client: &Client, uuid: VgpuId, core: u8) -> Result<(), Failure> {
     let vgpu = client.vgpu(uuid, None).await?;
     let mut attrs: Attrs =
@@ -179,10 +193,11 @@ async fn set_core(client: &Client, uuid: VgpuId, core: u8) -> Result<(), Failure
     let attrs: Vec<Attribute> =
         attrs.iter().map(|(name, value)| [(name.to_owned(), value.to_owned())].into()).collect();
     let request = ModifyVgpu { attrs: Some(attrs), ..ModifyVgpu::default() };
-    client.order(Method::PATCH, &vgpu_path(uuid), &request).await
+    client.request(Method::PATCH, &vgpu_path(uuid), &request).await
 }
 
-fn answer(
+/// Formats the result of `attach` and `detach`.
+fn result(
     asked: &cli::Domain,
     domain: &Domain<'_>,
     vgpu: &Wanted,
@@ -203,9 +218,9 @@ fn answer(
     }))
 }
 
-/// The vendor's and the device's number of a PCI function of this host.
+/// Returns the PCI vendor and device ID of a function of this host.
 fn pci_ids(name: &str) -> Option<[String; 2]> {
-    // Not a path of somebody's making.
+    // Refuse names that are not PCI addresses, because the name becomes part of a path.
     let plain = |c: char| c.is_ascii_hexdigit() || c == ':' || c == '.';
     if !name.chars().all(plain) {
         return None;
@@ -215,9 +230,9 @@ fn pci_ids(name: &str) -> Option<[String; 2]> {
     Some([read("vendor")?, read("device")?])
 }
 
-/// `libvirt nodedev`
+/// Runs `libvirt nodedev`.
 async fn nodedev(client: &Client, args: Nodedev) -> Result<Vec<u8>, Failure> {
-    let parents: Vec<model::Parent> = client.get("/v1/parents").await?;
+    let parents: Vec<vgpud_api::Parent> = client.get("/v1/parents").await?;
     let types: Vec<ParentTypes> = client.get("/v1/types").await?;
     let vgpus: Vec<Vgpu> = client.get("/v1/vgpus").await?;
     let mut devices: Vec<(String, String)> = Vec::new();
@@ -250,7 +265,7 @@ async fn nodedev(client: &Client, args: Nodedev) -> Result<Vec<u8>, Failure> {
         devices.retain(|(device, _)| *device == name);
         let Some((_, xml)) = devices.first() else {
             return Err(Failure::NotFound(format!(
-                "There is no node device {name}; `vgpuctl libvirt nodedev --list` names those that there are"
+                "There is no node device {name}; `vgpuctl libvirt nodedev --list` lists the names"
             )));
         };
         if args.output == Output::Text {

@@ -1,44 +1,45 @@
-//! virsh: how a domain is read and written. libvirt's own checks and its remote connections come with it.
+//! Access to libvirt by virsh, which has libvirt's checks and supports remote connections.
 
 use std::io::{self, Write};
 use std::process::{Command, Output, Stdio};
 
 use crate::failure::Failure;
 
-/// A connection to libvirt, as virsh makes it anew for each command.
+/// Access to one libvirt daemon. Each command opens a new connection.
 #[derive(Debug)]
 pub struct Virsh<'a> {
     uri: &'a str,
 }
 
-/// How a domain is.
+/// State of a domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct State {
-    /// It runs, or is paused, or is being shut down.
+    /// Whether the domain is running, paused or shutting down.
     pub active: bool,
-    /// It has a definition.
+    /// Whether the domain has a definition.
     pub persistent: bool,
 }
 
 impl<'a> Virsh<'a> {
-    /// libvirt at an address such as `qemu:///system`.
+    /// Creates access to libvirt at a URI such as `qemu:///system`.
     pub fn at(uri: &'a str) -> Self {
         Self { uri }
     }
 
-    /// How a domain is.
+    /// Returns the state of a domain.
     pub fn state(&self, domain: &str) -> Result<State, Failure> {
         let info = self.run(&["dominfo", domain], domain, "")?;
-        let says = |name: &str| {
+        let field = |name: &str| {
             let mut lines = info.lines().filter_map(|line| line.split_once(':'));
             let found = lines.find(|(key, _)| *key == name);
             found.map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
         };
-        let active = !matches!(says("State").as_str(), "shut off" | "crashed");
-        Ok(State { active, persistent: says("Persistent") == "yes" })
+        let active = !matches!(field("State").as_str(), "shut off" | "crashed");
+        Ok(State { active, persistent: field("Persistent") == "yes" })
     }
 
-    /// A domain's definition, with the secrets in it: without them, defining it again would lose them.
+    /// Returns a domain's definition with its secrets, which defining it again would otherwise
+    /// remove.
     pub fn definition(&self, domain: &str) -> Result<String, Failure> {
         self.run(&["dumpxml", "--inactive", "--security-info", domain], domain, "")
     }
@@ -51,16 +52,18 @@ impl<'a> Virsh<'a> {
     fn run(&self, args: &[&str], domain: &str, input: &str) -> Result<String, Failure> {
         let output = self.output(args, input).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Failure::Local(
-                "There is no virsh here; install libvirt's clients (Debian: apt install libvirt-clients), \
-                 or use `vgpuctl libvirt-xml`"
+                "There is no virsh on this host; install libvirt's clients (Debian: apt install \
+                 libvirt-clients), or use `vgpuctl libvirt-xml`"
                     .to_owned(),
             ),
-            _ => Failure::Local(format!("Cannot run virsh: {error}; mend that, or use `vgpuctl libvirt-xml`")),
+            _ => Failure::Local(format!(
+                "Cannot run virsh: {error}; fix the cause, or use `vgpuctl libvirt-xml`"
+            )),
         })?;
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
-        Err(self.complaint(&String::from_utf8_lossy(&output.stderr), domain))
+        Err(self.failure(&String::from_utf8_lossy(&output.stderr), domain))
     }
 
     fn output(&self, args: &[&str], input: &str) -> io::Result<Output> {
@@ -70,14 +73,14 @@ impl<'a> Virsh<'a> {
         let mut child =
             command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         if let Some(mut stdin) = child.stdin.take() {
-            // Where virsh stops reading, it says itself why.
+            // If virsh stops reading, its own message has the reason.
             let _ = stdin.write_all(input.as_bytes());
         }
         child.wait_with_output()
     }
 
-    /// What virsh complained of, as one line of our own.
-    fn complaint(&self, text: &str, domain: &str) -> Failure {
+    /// Converts the error messages of virsh to a one-line failure.
+    fn failure(&self, text: &str, domain: &str) -> Failure {
         let Self { uri } = self;
         let lines: Vec<_> =
             text.lines().map(|line| line.trim_start_matches("error: ").trim()).collect();
@@ -85,13 +88,13 @@ impl<'a> Virsh<'a> {
             lines.iter().rev().find(|line| !line.is_empty()).copied().unwrap_or("no reason given");
         if lines.iter().any(|line| line.starts_with("failed to get domain")) {
             return Failure::NotFound(format!(
-                "There is no domain '{domain}' at {uri}; `virsh -c {uri} list --all` names those that there are"
+                "There is no domain '{domain}' at {uri}; `virsh -c {uri} list --all` lists the domains"
             ));
         }
         if lines.iter().any(|line| line.starts_with("failed to connect to the hypervisor")) {
             return Failure::Local(format!(
                 "Cannot reach libvirt at {uri}: {reason}; start it (`systemctl start libvirtd`), \
-                 or name another with --connect"
+                 or name another URI with --connect"
             ));
         }
         Failure::Local(format!("libvirt refuses domain '{domain}': {reason}"))
@@ -103,12 +106,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn complaints_become_one_line_that_says_what_to_do() {
-        let complaint = |text: &str| Virsh::at("qemu:///system").complaint(text, "vm1");
-        let none = complaint("error: failed to get domain 'vm1'\n\n");
+    fn virsh_errors_become_one_line_with_the_remedy() {
+        let failure = |text: &str| Virsh::at("qemu:///system").failure(text, "vm1");
+        let none = failure("error: failed to get domain 'vm1'\n\n");
         assert_eq!(none.exit_status(), 4);
         assert!(none.to_string().starts_with("There is no domain 'vm1' at qemu:///system; `virsh"));
-        let down = complaint(
+        let down = failure(
             "error: failed to connect to the hypervisor\nerror: Failed to connect socket to \
              '/var/run/libvirt/libvirt-sock': No such file or directory\n",
         );
@@ -116,11 +119,11 @@ mod tests {
             down.to_string(),
             "Cannot reach libvirt at qemu:///system: Failed to connect socket to \
              '/var/run/libvirt/libvirt-sock': No such file or directory; start it (`systemctl start \
-             libvirtd`), or name another with --connect"
+             libvirtd`), or name another URI with --connect"
         );
         let other =
-            complaint("error: Failed to define domain from /dev/stdin\nerror: XML error: x\n");
+            failure("error: Failed to define domain from /dev/stdin\nerror: XML error: x\n");
         assert_eq!(other.to_string(), "libvirt refuses domain 'vm1': XML error: x");
-        assert_eq!(complaint("").exit_status(), 1);
+        assert_eq!(failure("").exit_status(), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! A VNC viewer that is installed here.
+//! Installed VNC viewers.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,29 +6,30 @@ use std::process::{Command, Stdio};
 
 use tokio::process::{Child, Command as Started};
 
-use super::door::Door;
+use super::listener::{FIRST_PORT, Listener};
 
-/// One that is there.
+/// Installed VNC viewer.
 #[derive(Debug)]
 pub struct Viewer {
     kind: Kind,
     program: PathBuf,
 }
 
+/// Program, which determines the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// TigerVNC's, which connects to UNIX sockets too.
+    /// `vncviewer` of TigerVNC, which supports UNIX sockets.
     Tiger,
-    /// Another that is called `vncviewer`.
+    /// Another `vncviewer`.
     Vnc,
-    /// virt-viewer's.
+    /// `remote-viewer` of virt-viewer.
     Remote,
-    /// gtk-vnc's.
+    /// `gvncviewer` of gtk-vnc.
     Gtk,
 }
 
 impl Viewer {
-    /// Looks for one, where there is a desktop for it.
+    /// Finds an installed viewer. Returns `None` without a desktop session.
     pub fn find() -> Option<Self> {
         let desktop =
             ["WAYLAND_DISPLAY", "DISPLAY"].iter().any(|name| std::env::var_os(name).is_some());
@@ -44,27 +45,29 @@ impl Viewer {
         })
     }
 
-    /// Whether it connects to UNIX sockets.
-    pub fn takes_sockets(&self) -> bool {
+    /// Returns whether the viewer supports UNIX sockets.
+    pub fn supports_unix_sockets(&self) -> bool {
         self.kind == Kind::Tiger
     }
 
-    /// Its path, for people.
+    /// Returns the path of the program.
     pub fn name(&self) -> String {
         self.program.display().to_string()
     }
 
-    /// Starts it on a door. It ends with this command.
-    pub fn start(&self, door: &Door) -> io::Result<Child> {
+    /// Starts the viewer on a listener. The viewer ends with this process.
+    pub fn start(&self, listener: &Listener) -> io::Result<Child> {
         let mut command = Started::new(&self.program);
-        match door {
-            Door::Unix { path, .. } => drop(command.arg(path)),
-            Door::Loopback { address, .. } => {
+        match listener {
+            Listener::Unix { path, .. } => drop(command.arg(path)),
+            Listener::Loopback { address, .. } => {
                 let (ip, port) = (address.ip(), address.port());
                 match self.kind {
                     Kind::Remote => drop(command.arg(format!("vnc://{address}"))),
-                    // It counts displays, from the port that is the first one's.
-                    Kind::Gtk => drop(command.arg(format!("{ip}:{}", i32::from(port) - 5900))),
+                    // gvncviewer takes a display number instead of a port.
+                    Kind::Gtk => drop(
+                        command.arg(format!("{ip}:{}", i32::from(port) - i32::from(FIRST_PORT))),
+                    ),
                     Kind::Tiger | Kind::Vnc => drop(command.arg(format!("{ip}::{port}"))),
                 }
             }
@@ -80,9 +83,9 @@ fn in_path(name: &str) -> Option<PathBuf> {
 }
 
 fn is_tiger(program: &PathBuf) -> bool {
-    let said = Command::new(program).arg("--version").stdin(Stdio::null()).output();
-    said.is_ok_and(|said| {
-        [said.stdout, said.stderr]
+    let output = Command::new(program).arg("--version").stdin(Stdio::null()).output();
+    output.is_ok_and(|output| {
+        [output.stdout, output.stderr]
             .iter()
             .any(|text| String::from_utf8_lossy(text).contains("TigerVNC"))
     })

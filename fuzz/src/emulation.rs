@@ -1,0 +1,152 @@
+//! A channel of the emulated GPU whose address space has a writable range, a read-only range and
+//! unmapped memory.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+
+use mdev_core::abi::host::{GpEntry, MethodHeader, SET_OBJECT, SecOp};
+use mdev_core::abi::mailbox::VA_START;
+use mdev_core::abi::{compute, copy, userd};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind};
+use mdev_core::ids::{GpuVa, VgpuId};
+use nix::sys::eventfd::EventFd;
+use vendor_backends::mediator::emulation::address_space::AddressSpace;
+use vendor_backends::mediator::emulation::address_space::memory::Slot;
+use vendor_backends::mediator::emulation::channel::{Channel, Userd};
+use vendor_backends::mediator::emulation::clock::now_ns;
+use vendor_backends::mediator::emulation::counters::Counters;
+use vendor_backends::mediator::emulation::context::Context;
+use vendor_backends::mem::{Mapping, SharedMemory};
+use vendor_backends::mediator::emulation::interrupts::Interrupts;
+use vendor_backends::mediator::emulation::run_limit::RunLimit;
+use vendor_backends::soft::SoftGpu;
+use zerocopy::IntoBytes;
+
+const BYTES: u64 = 0x4_0000;
+/// Writable range.
+pub const WRITABLE: Range<u64> = 0x1_0000..0x2_0000;
+/// Read-only range.
+const READ_ONLY: Range<u64> = 0x2_8000..0x2_a000;
+/// Offset of the USERD, which is outside of the address space.
+const USERD: u64 = 0x3_0000;
+const RING: u64 = WRITABLE.start;
+/// Offset of the QMD.
+pub const QMD: u64 = WRITABLE.start + 0x1000;
+/// Offset of the program.
+pub const PROGRAM: u64 = WRITABLE.start + 0x2000;
+/// Offset of the constants.
+pub const CONSTANTS: u64 = WRITABLE.start + 0x3000;
+const PUSHBUFFER: u64 = WRITABLE.start + 0x8000;
+/// Contents of memory that the channel must not write.
+const CANARY: u8 = 0xa5;
+/// Duration of a run. An operation that takes longer is preempted.
+const RUN_NS: u64 = 50_000;
+
+/// Returns the GPU virtual address of an offset.
+pub const fn va(offset: u64) -> u64 {
+    VA_START + offset
+}
+
+/// Encodes a method with its data.
+pub fn call(subchannel: u8, method: u32, data: &[u32]) -> Vec<u32> {
+    let count = data.len() as u32;
+    let mut words = vec![MethodHeader { op: SecOp::Inc, subchannel, method, count }.encode()];
+    words.extend(data);
+    words
+}
+
+/// Memory and its address space.
+#[derive(Debug)]
+pub struct Fixture {
+    gpu: SoftGpu,
+    memory: Arc<Mapping>,
+    space: AddressSpace,
+    interrupts: Interrupts,
+}
+
+impl Default for Fixture {
+    fn default() -> Self {
+        let memory = SharedMemory::new(c"fuzz", BYTES).expect("memory").mapping;
+        memory.write(0, &vec![CANARY; BYTES as usize]).expect("in range");
+        let mut space = AddressSpace::new(Some(Arc::clone(&memory)), 0);
+        for (range, writable) in [(WRITABLE, true), (READ_ONLY, false)] {
+            let len = range.end - range.start;
+            space
+                .map(GpuVa(va(range.start)), len, Slot::VRAM, range.start, writable)
+                .expect("maps");
+        }
+        let status = SharedMemory::new(c"status", 4096).expect("memory").mapping;
+        let event = EventFd::new().expect("an eventfd").into();
+        let interrupts = Interrupts::new(status, event).expect("interrupts");
+        Self { gpu: SoftGpu::new("soft0", BYTES), memory, space, interrupts }
+    }
+}
+
+impl Fixture {
+    /// Clears the memory that the channel may write.
+    pub fn clear(&self) {
+        self.put(WRITABLE.start, &[0; (WRITABLE.end - WRITABLE.start) as usize]);
+        self.put(USERD, &[0; 512]);
+    }
+
+    /// Writes memory as a guest would.
+    pub fn put(&self, at: u64, bytes: &[u8]) {
+        self.memory.write(at, bytes).expect("in range");
+    }
+
+    /// Runs a pushbuffer and then GPFIFO entries of the fuzzer's choice. Panics if protected memory
+    /// has changed.
+    pub fn run(&self, pushbuffer: &[u32], entries: &[u64], put: u32) {
+        let mut words = call(1, SET_OBJECT, &[compute::CLASS]);
+        words.extend(call(4, SET_OBJECT, &[copy::CLASS]));
+        words.extend(pushbuffer);
+        words.truncate(((WRITABLE.end - PUSHBUFFER) / 4) as usize);
+        self.put(PUSHBUFFER, words.as_bytes());
+        let first = GpEntry::Segment { va: va(PUSHBUFFER), dwords: words.len() as u32 };
+        self.put(RING, first.encode().as_bytes());
+        self.put(RING + 8, entries.as_bytes());
+        let spec = ChannelSpec {
+            engine: EngineKind::Compute,
+            gpfifo: GpuVa(va(RING)),
+            gpfifo_entries: 16,
+            userd: Backing::Vram { offset: USERD },
+            vector: 0,
+        };
+        let userd = Userd { mapping: Arc::clone(&self.memory), offset: USERD, memory: None };
+        let mut channel = Channel::new(spec, userd, 0);
+        self.memory.store_u32(USERD + userd::GP_PUT, put).expect("in range");
+        let (waiting, gate_open) = (AtomicU32::new(0), AtomicBool::new(true));
+        // The second run continues an operation that was preempted.
+        for _ in 0..2 {
+            let end_ns = now_ns() + RUN_NS;
+            let limit = RunLimit { end_ns, waiting_requests: &waiting, gate_open: &gate_open };
+            let interrupts = &self.interrupts;
+            let cx = Context {
+                hardware: &self.gpu,
+                vgpu: VgpuId(uuid::Uuid::nil()),
+                space: &self.space,
+                limit: &limit,
+                interrupts,
+                vector: 0,
+            };
+            if let Err(fault) = channel.run(cx, &Counters::default(), &mut None) {
+                channel.fail(fault);
+                assert_ne!(channel.status().error, 0, "a fault is reported");
+                break;
+            }
+        }
+        self.check();
+    }
+
+    fn check(&self) {
+        let mut after = vec![0; BYTES as usize];
+        self.memory.read(0, &mut after).expect("in range");
+        for closed in [0..WRITABLE.start, WRITABLE.end..USERD, USERD + 512..BYTES] {
+            let bytes = &after[closed.start as usize..closed.end as usize];
+            if let Some(at) = bytes.iter().position(|byte| *byte != CANARY) {
+                panic!("{:#x} was written", closed.start + at as u64);
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Channels and the check of their parameters.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Backing, GpuCapabilities};
+use crate::abi::control::VECTORS;
+use crate::abi::host::GP_ENTRY_BYTES;
+use crate::abi::mailbox::{ENGINE_COMPUTE, ENGINE_COPY, MAX_GPFIFO_ENTRIES, VA_END, VA_START};
+use crate::abi::userd;
+use crate::ids::{ChannelId, GpuVa, Token};
+use crate::units::is_aligned;
+
+/// Engine of a channel. Every channel has the host class too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum EngineKind {
+    /// Copy class only ([`crate::abi::copy`]).
+    Copy,
+    /// Compute and copy classes ([`crate::abi::compute`]).
+    Compute,
+}
+
+impl EngineKind {
+    /// Returns the engine with this number in the mailbox interface.
+    pub const fn from_number(number: u32) -> Option<Self> {
+        match number {
+            ENGINE_COPY => Some(Self::Copy),
+            ENGINE_COMPUTE => Some(Self::Compute),
+            _ => None,
+        }
+    }
+
+    /// Returns the capability of GPUs with this engine.
+    pub const fn capability(self) -> GpuCapabilities {
+        match self {
+            Self::Copy => GpuCapabilities::COPY,
+            Self::Compute => GpuCapabilities::COMPUTE,
+        }
+    }
+}
+
+/// Parameters of a new channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChannelSpec {
+    /// Engine.
+    pub engine: EngineKind,
+    /// Address of the GPFIFO in the GPU virtual address space (40 bits, 8-byte aligned).
+    pub gpfifo: GpuVa,
+    /// Number of GPFIFO entries, a power of two from 2 to [`MAX_GPFIFO_ENTRIES`].
+    pub gpfifo_entries: u32,
+    /// Location of the 512-byte USERD, 512-byte aligned.
+    pub userd: Backing,
+    /// Interrupt vector of non-stall interrupts.
+    pub vector: u32,
+}
+
+impl ChannelSpec {
+    /// Checks all parameters that do not depend on the vGPU's memory.
+    ///
+    /// The mailbox checks a guest's request with [`ChannelRequest::check`], and a GPU checks the
+    /// worker's request again.
+    pub fn check(&self, capabilities: GpuCapabilities) -> Result<(), ChannelSpecError> {
+        let (Backing::Guest { offset, .. } | Backing::Vram { offset }) = self.userd;
+        let Self { engine, gpfifo, gpfifo_entries, vector, .. } = *self;
+        let request = ChannelRequest { engine, gpfifo, gpfifo_entries, userd: offset, vector };
+        request.check(capabilities)
+    }
+}
+
+/// Parameters of a new channel before its USERD is located in imported memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChannelRequest {
+    /// Engine.
+    pub engine: EngineKind,
+    /// Address of the GPFIFO.
+    pub gpfifo: GpuVa,
+    /// Number of GPFIFO entries.
+    pub gpfifo_entries: u32,
+    /// Address or offset of the USERD.
+    pub userd: u64,
+    /// Interrupt vector.
+    pub vector: u32,
+}
+
+impl ChannelRequest {
+    /// Checks the parameters.
+    pub fn check(&self, capabilities: GpuCapabilities) -> Result<(), ChannelSpecError> {
+        use ChannelSpecError as E;
+        let GpuVa(gpfifo) = self.gpfifo;
+        let entries = self.gpfifo_entries;
+        let end = gpfifo.checked_add(u64::from(entries) * GP_ENTRY_BYTES);
+        if !capabilities.contains(self.engine.capability()) {
+            Err(E::Engine)
+        } else if !entries.is_power_of_two() || !(2..=MAX_GPFIFO_ENTRIES).contains(&entries) {
+            Err(E::GpfifoEntries)
+        } else if !is_aligned(gpfifo, GP_ENTRY_BYTES) {
+            Err(E::GpfifoAlignment)
+        } else if !is_aligned(self.userd, userd::BYTES) {
+            Err(E::UserdAlignment)
+        } else if self.vector >= VECTORS {
+            Err(E::Vector)
+        } else if gpfifo < VA_START || end.is_none_or(|end| end > VA_END) {
+            Err(E::GpfifoRange)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Returns the specification with the location of the USERD.
+    pub const fn with_userd(self, userd: Backing) -> ChannelSpec {
+        let Self { engine, gpfifo, gpfifo_entries, vector, .. } = self;
+        ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector }
+    }
+}
+
+/// Invalid parameter of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ChannelSpecError {
+    /// The GPU has no such engine.
+    #[error("The GPU has no such engine")]
+    Engine,
+    /// The number of GPFIFO entries is invalid.
+    #[error("The number of GPFIFO entries must be a power of two from 2 to {MAX_GPFIFO_ENTRIES}")]
+    GpfifoEntries,
+    /// The GPFIFO is not aligned.
+    #[error("The GPFIFO must be {GP_ENTRY_BYTES}-byte aligned")]
+    GpfifoAlignment,
+    /// The USERD is not aligned. NVIDIA's driver accepts such a USERD; the hardware reads another.
+    #[error("The USERD must be {}-byte aligned", userd::BYTES)]
+    UserdAlignment,
+    /// The interrupt vector does not exist.
+    #[error("The interrupt vector must be less than {VECTORS}")]
+    Vector,
+    /// The GPFIFO is outside of the GPU virtual address range.
+    #[error("The GPFIFO must be in the GPU virtual address range {VA_START:#x} to {VA_END:#x}")]
+    GpfifoRange,
+}
+
+/// Ids of a new channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChannelHandle {
+    /// Id in requests.
+    pub id: ChannelId,
+    /// Value that the guest writes to the doorbell.
+    pub token: Token,
+}
+
+/// Status of a channel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChannelStatus {
+    /// 0, or the code of the error notifier (`ROBUST_CHANNEL_*`, see [`crate::abi::notifier`]).
+    pub error: u32,
+    /// The faulting GPU virtual address or the invalid method.
+    pub error_info: u64,
+    /// Consumed GPFIFO entries, modulo the ring.
+    pub gp_get: u32,
+    /// Engine time, in nanoseconds.
+    pub engine_ns: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ChannelSpecError as E;
+    use super::*;
+
+    const GOOD: ChannelSpec = ChannelSpec {
+        engine: EngineKind::Compute,
+        gpfifo: GpuVa(VA_START),
+        gpfifo_entries: 2,
+        userd: Backing::Vram { offset: 512 },
+        vector: VECTORS - 1,
+    };
+
+    #[test]
+    fn channel_parameters_are_accepted_up_to_their_limits() {
+        let ring = u64::from(MAX_GPFIFO_ENTRIES) * GP_ENTRY_BYTES;
+        let largest = ChannelSpec {
+            gpfifo: GpuVa(VA_END - ring),
+            gpfifo_entries: MAX_GPFIFO_ENTRIES,
+            ..GOOD
+        };
+        for spec in [GOOD, largest] {
+            assert_eq!(spec.check(GpuCapabilities::COMPUTE), Ok(()), "{spec:?}");
+        }
+    }
+
+    #[test]
+    fn each_invalid_channel_parameter_is_refused() {
+        let userd = |offset| Backing::Vram { offset };
+        for (spec, error) in [
+            (ChannelSpec { engine: EngineKind::Copy, ..GOOD }, E::Engine),
+            (ChannelSpec { gpfifo_entries: 0, ..GOOD }, E::GpfifoEntries),
+            (ChannelSpec { gpfifo_entries: 1, ..GOOD }, E::GpfifoEntries),
+            (ChannelSpec { gpfifo_entries: 3, ..GOOD }, E::GpfifoEntries),
+            (ChannelSpec { gpfifo_entries: MAX_GPFIFO_ENTRIES * 2, ..GOOD }, E::GpfifoEntries),
+            (ChannelSpec { gpfifo: GpuVa(VA_START + 4), ..GOOD }, E::GpfifoAlignment),
+            (ChannelSpec { userd: userd(256), ..GOOD }, E::UserdAlignment),
+            (ChannelSpec { vector: VECTORS, ..GOOD }, E::Vector),
+            (ChannelSpec { gpfifo: GpuVa(VA_START - 8), ..GOOD }, E::GpfifoRange),
+            (ChannelSpec { gpfifo: GpuVa(VA_END - 8), ..GOOD }, E::GpfifoRange),
+            (ChannelSpec { gpfifo: GpuVa(!7), ..GOOD }, E::GpfifoRange),
+        ] {
+            assert_eq!(spec.check(GpuCapabilities::COMPUTE), Err(error), "{spec:?}");
+        }
+    }
+}

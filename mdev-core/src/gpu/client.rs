@@ -1,0 +1,177 @@
+//! A worker's handle of a GPU.
+
+use std::fmt;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use bitflags::bitflags;
+use serde::{Deserialize, Serialize};
+
+use super::screen::Scanout;
+use super::{
+    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError, Usage,
+};
+use crate::ids::{ChannelId, GpuVa, MemoryId, Token};
+
+/// Location of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Backing {
+    /// Imported guest memory.
+    Guest {
+        /// The import.
+        memory: MemoryId,
+        /// Byte offset into the import.
+        offset: u64,
+    },
+    /// The vGPU's video memory.
+    Vram {
+        /// Byte offset into the partition.
+        offset: u64,
+    },
+}
+
+/// Range of a file for a guest's mapping.
+///
+/// The holder of the descriptor can map the whole file. If the file contains other vGPUs' memory
+/// too, only the hypervisor confines the guest to the range.
+#[derive(Debug)]
+pub struct Aperture {
+    /// The file.
+    pub fd: OwnedFd,
+    /// Page-aligned offset of the range in the file.
+    pub offset: u64,
+    /// Exact length in bytes.
+    pub len: u64,
+}
+
+/// Apertures of a client.
+#[derive(Debug)]
+pub struct Apertures {
+    /// The partition of video memory (BAR 4).
+    pub vram: Option<Aperture>,
+    /// The doorbell page (BAR 1).
+    pub doorbell: Option<Aperture>,
+    /// The framebuffer: the start of the partition (BAR 0).
+    pub framebuffer: Option<Aperture>,
+}
+
+/// Guest memory to import: a range of a file.
+#[derive(Debug)]
+pub struct GuestRam<'a> {
+    /// The file.
+    pub fd: BorrowedFd<'a>,
+    /// Page-aligned byte offset into the file.
+    pub offset: u64,
+    /// Page-aligned length in bytes.
+    pub len: u64,
+    /// False if the guest may only read the memory.
+    pub writable: bool,
+}
+
+bitflags! {
+    /// Conditions that a GPU raises for a client, in the layout of
+    /// [`crate::abi::control::reg::INTR_STATUS`].
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct Pending: u32 {
+        /// A channel's non-stall interrupt.
+        const NONSTALL = 1 << 0;
+        /// A fault of a channel. [`Client::query_channel`] tells which channel faulted.
+        const CHANNEL_ERROR = 1 << 1;
+        /// The GPU is lost.
+        const DEVICE_LOST = 1 << 2;
+    }
+}
+
+/// A worker's handle of one vGPU on a GPU: a partition, one address space, and channels.
+pub trait Client: Send + fmt::Debug {
+    /// Returns the granted resources.
+    fn spec(&self) -> &ClientSpec;
+
+    /// Returns the description of the GPU.
+    fn gpu(&self) -> &GpuDescription;
+
+    /// Returns the ranges that the guest may map.
+    fn apertures(&self) -> &Apertures;
+
+    /// Imports guest memory, so that [`Client::map`] can map it.
+    fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError>;
+
+    /// Releases an import and unmaps its memory. No access is in flight after the return.
+    fn release(&mut self, memory: MemoryId) -> Result<(), GpuError>;
+
+    /// Maps `len` bytes of `backing` at `va` (all page-aligned).
+    fn map(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        backing: Backing,
+        writable: bool,
+    ) -> Result<(), GpuError>;
+
+    /// Unmaps every page of a range. If a page is not mapped, fails and changes nothing.
+    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError>;
+
+    /// Creates a channel and schedules it.
+    fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError>;
+
+    /// Destroys a channel, also while it works.
+    fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError>;
+
+    /// Returns the status of a channel.
+    fn query_channel(&mut self, id: ChannelId) -> Result<ChannelStatus, GpuError>;
+
+    /// Wakes the engine for a channel after a trapped doorbell or wake write. Does not wait.
+    fn wake(&mut self, token: Token) -> Result<(), GpuError>;
+
+    /// Returns an eventfd that wakes the engine for all channels, for a hypervisor to signal.
+    /// Misuse of the eventfd affects this client only.
+    fn wake_event(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Returns a descriptor that polls readable while [`Client::take_pending`] may have new
+    /// conditions.
+    ///
+    /// The worker polls it, without reads, and raises the guest's interrupt.
+    fn event(&self) -> BorrowedFd<'_>;
+
+    /// Sets the eventfd of the guest's interrupt `vector` for the GPU to signal without the worker,
+    /// or removes it.
+    fn set_interrupt(&mut self, vector: u32, event: Option<BorrowedFd<'_>>)
+    -> Result<(), GpuError>;
+
+    /// Returns and clears the conditions that were raised since the last call.
+    fn take_pending(&mut self) -> Pending;
+
+    /// Destroys all channels and mappings and keeps imports and video memory, for a function-level
+    /// reset or a reboot of the guest.
+    fn reset(&mut self) -> Result<(), GpuError>;
+
+    /// Returns the usage counters.
+    fn usage(&mut self) -> Result<Usage, GpuError>;
+
+    /// Sets the picture that the physical screen shows while this vGPU has the focus. Called when
+    /// the guest's display registers change. Offsets are relative to the partition. Waits for the
+    /// screen's registers at most.
+    fn set_scanout(&mut self, _scanout: &Scanout) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Fills video memory with zeros after its VM is gone. Called only if the file of the memory
+    /// cannot have holes.
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("scrubbing video memory"))
+    }
+
+    /// Starts the backend's threads. Called once, after the process dropped its privileges: earlier
+    /// threads would have kept them.
+    fn start(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Accepts the connection of a new manager, from [`Gpu::readmit`].
+    ///
+    /// [`Gpu::readmit`]: super::Gpu::readmit
+    fn attach_manager(&mut self, _fd: OwnedFd) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("orders through the worker"))
+    }
+}

@@ -1,0 +1,25 @@
+//! Interface between Tessera and a GPU backend.
+//!
+//! The manager holds a [`Gpu`]: it admits vGPUs and sets their time slices. A worker holds one
+//! [`Client`]: one vGPU's partition, address space and channels, opened with the manager's
+//! [`Admission`]. Dropping either releases all of its resources in every state.
+
+mod budget;
+mod capabilities;
+mod channel;
+mod client;
+mod error;
+mod parent;
+mod screen;
+mod usage;
+
+pub use budget::Budget;
+pub use capabilities::{GpuCapabilities, GpuDescription};
+pub use channel::{
+    ChannelHandle, ChannelRequest, ChannelSpec, ChannelSpecError, ChannelStatus, EngineKind,
+};
+pub use client::{Aperture, Apertures, Backing, Client, GuestRam, Pending};
+pub use error::GpuError;
+pub use parent::{Admission, ClientSpec, Gpu};
+pub use screen::{PhysicalScreen, Scanout, ScreenStatus};
+pub use usage::{Quotas, Usage, UsageReport};

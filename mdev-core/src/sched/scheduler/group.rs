@@ -1,0 +1,76 @@
+//! Scheduling state of one vGPU.
+
+use std::collections::BTreeMap;
+
+use super::cap::Cap;
+use super::debt::Debt;
+use super::event::Snapshot;
+use super::gate::Gate;
+use super::share::Share;
+use super::usage::Usage;
+use crate::ids::VgpuId;
+use crate::sched::account::Measured;
+use crate::sched::policy::{MIN_SLICE, Policy};
+use crate::sched::share::ShareRequest;
+
+/// The vGPUs of a parent.
+pub(super) type Groups = BTreeMap<VgpuId, Group>;
+
+/// Scheduling state of one vGPU.
+#[derive(Clone, Debug)]
+pub(super) struct Group {
+    pub(super) share: Share,
+    pub(super) debt: Debt,
+    pub(super) cap: Cap,
+    pub(super) gate: Gate,
+    pub(super) usage: Usage,
+}
+
+impl Group {
+    pub(super) fn new(policy: Policy, request: ShareRequest, max_instances: u32) -> Self {
+        Self {
+            share: Share::new(policy, request, max_instances),
+            debt: Debt::default(),
+            cap: Cap::default(),
+            gate: Gate::default(),
+            usage: Usage::default(),
+        }
+    }
+
+    /// Drops the debt, and settles all engine time so far.
+    pub(super) fn forget_debt(&mut self) {
+        self.debt.forget();
+        self.usage.settle();
+    }
+
+    /// Returns true if the gate is to be open: neither a throttle nor the cap closes it.
+    pub(super) fn wants_open_gate(&self) -> bool {
+        !self.debt.is_gated() && self.cap.is_open()
+    }
+
+    /// Returns true if the vGPU contends, has work and is under its cap.
+    pub(super) fn could_run(&self) -> bool {
+        self.debt.contends() && self.usage.is_runnable() && self.cap.is_open()
+    }
+
+    /// Returns the engine time by which the vGPU is ahead, in nanoseconds.
+    ///
+    /// `used_ns` is the engine time of all contenders since the last settlement.
+    pub(super) fn lead_ns(&self, weight: f64, used_ns: f64) -> f64 {
+        self.usage.unsettled_ns() - self.debt.part(weight) * used_ns - self.debt.owed_ns()
+    }
+
+    pub(super) fn snapshot(&self, entitled: f64, measured: Measured) -> Snapshot {
+        Snapshot {
+            share: self.share.request(),
+            entitled,
+            cap: self.cap.part(),
+            measured,
+            usage: *self.usage.counters(),
+            slice: self.share.slice().unwrap_or(MIN_SLICE),
+            gate_open: self.gate.is_open(),
+            gates_closed: self.gate.closings(),
+            owed_ns: self.debt.owed_ns() as i64,
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Times of the readings of the GPU's counters.
+
+use crate::sched::policy::Config;
+
+/// Time of repayment of a debt without averaging: two intervals, so that slices settle.
+const REPAY_NS: u64 = 200_000_000;
+/// Bounds of the time of repayment with averaging.
+const MIN_REPAY_NS: u64 = 20_000_000;
+const MAX_REPAY_NS: u64 = 1_000_000_000;
+/// Longest interval between two readings.
+const MAX_INTERVAL_NS: u64 = 100_000_000;
+/// Time without a measured interval after which debts are unknown.
+const STALE_NS: u64 = 1_000_000_000;
+
+/// Returns the time over which a debt is repaid.
+pub(super) fn repay_ns(config: &Config) -> u64 {
+    config.averaging.map_or(REPAY_NS, |averaging| {
+        let averaged_ns =
+            u64::from(averaging.factor) * 1_000_000_000 / u64::from(averaging.frequency);
+        averaged_ns.clamp(MIN_REPAY_NS, MAX_REPAY_NS)
+    })
+}
+
+/// Returns the interval between two readings: at most half the time of repayment, so that slices
+/// settle.
+fn interval_ns(config: &Config) -> u64 {
+    (repay_ns(config) / 2).min(MAX_INTERVAL_NS)
+}
+
+/// Returns the shortest interval from which debts are settled.
+///
+/// On a GPU that does not preempt, a vGPU may keep the engine as long as its longest kernel, so the
+/// interval has to be long.
+fn min_interval_ns(config: &Config, preempts: bool) -> u64 {
+    if preempts { interval_ns(config) / 5 } else { interval_ns(config) * 9 / 10 }
+}
+
+/// Times of the last reading, and of the last one that ended a measured interval.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Readings {
+    last_ns: Option<u64>,
+    measured_ns: Option<u64>,
+}
+
+impl Readings {
+    /// Takes the time of a reading. Returns false if the reading is not newer than the last one.
+    pub(super) fn accept(&mut self, now_ns: u64) -> bool {
+        let newer = self.last_ns.is_none_or(|last_ns| now_ns > last_ns);
+        if newer {
+            self.last_ns = Some(now_ns);
+        }
+        newer
+    }
+
+    /// Ends a measured interval at `now_ns`. Returns false if the interval is too short.
+    pub(super) fn end_interval(&mut self, now_ns: u64, config: &Config, preempts: bool) -> bool {
+        let shortest_ns = min_interval_ns(config, preempts);
+        let too_short =
+            self.measured_ns.is_some_and(|start_ns| now_ns < start_ns.saturating_add(shortest_ns));
+        if !too_short {
+            self.measured_ns = Some(now_ns);
+        }
+        !too_short
+    }
+
+    /// Returns the time at which the counters are to be read at the latest.
+    pub(super) fn next_ns(&self, config: &Config) -> u64 {
+        self.measured_ns.map_or(0, |at_ns| at_ns.saturating_add(interval_ns(config)))
+    }
+
+    /// Returns true if no interval was measured for a second. The first call starts the time.
+    pub(super) fn are_stale(&mut self, now_ns: u64) -> bool {
+        let measured_ns = *self.measured_ns.get_or_insert(now_ns);
+        now_ns.saturating_sub(measured_ns) > STALE_NS
+    }
+}

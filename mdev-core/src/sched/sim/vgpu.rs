@@ -1,0 +1,120 @@
+//! Simulated vGPU: its work, its slice, gate and budget, and its counters.
+
+use std::time::Duration;
+
+use super::histogram::Histogram;
+use super::workload::Workload;
+use crate::gpu::Usage;
+use crate::ids::VgpuId;
+use crate::sched::budget::{Budget, Meter};
+
+/// Simulated vGPU on a runlist.
+#[derive(Clone, Debug)]
+pub(super) struct SimulatedVgpu {
+    pub(super) id: VgpuId,
+    pub(super) workload: Workload,
+    /// True while the vGPU is on the runlist.
+    pub(super) listed: bool,
+    pub(super) waits: Histogram,
+    slice_ns: u64,
+    gate_open: bool,
+    meter: Option<Meter>,
+    /// Work left of this burst.
+    left_ns: u64,
+    /// Start of the next burst, or else start of the wait for the engine.
+    ready_ns: u64,
+    usage: Usage,
+}
+
+impl SimulatedVgpu {
+    /// Creates a vGPU with a closed gate.
+    pub(super) fn new(id: VgpuId, workload: Workload, now_ns: u64) -> Self {
+        Self {
+            id,
+            workload,
+            listed: false,
+            waits: Histogram::default(),
+            slice_ns: 0,
+            gate_open: false,
+            meter: None,
+            left_ns: workload.burst_ns,
+            ready_ns: now_ns.saturating_add(workload.start_ns),
+            usage: Usage::default(),
+        }
+    }
+
+    pub(super) fn set_slice(&mut self, slice: Duration) {
+        self.slice_ns = slice.as_nanos() as u64;
+    }
+
+    pub(super) fn set_gate(&mut self, open: bool) {
+        self.gate_open = open;
+    }
+
+    pub(super) fn set_budget(&mut self, budget: Option<Budget>, now_ns: u64) {
+        self.meter = budget.map(|budget| match self.meter {
+            Some(mut meter) => {
+                meter.set_budget(budget, now_ns);
+                meter
+            }
+            None => Meter::new(budget, now_ns),
+        });
+    }
+
+    /// Returns the meter's credit: `None` without a budget.
+    #[cfg(test)]
+    pub(super) fn credit_ns(&self) -> Option<i64> {
+        self.meter.map(|meter| meter.credit_ns())
+    }
+
+    fn has_work(&self, now_ns: u64) -> bool {
+        self.left_ns > 0 && self.ready_ns <= now_ns
+    }
+
+    /// Returns the earliest time at which the vGPU may run without an action of the scheduler.
+    pub(super) fn runnable_at_ns(&mut self, now_ns: u64) -> Option<u64> {
+        if !self.gate_open || self.left_ns == 0 {
+            return None;
+        }
+        let has_work = self.has_work(now_ns);
+        let opens_ns = self.meter.as_mut().map_or(0, |meter| {
+            meter.advance(now_ns, has_work);
+            if meter.is_open() { 0 } else { meter.opens_at_ns() }
+        });
+        Some(self.ready_ns.max(opens_ns))
+    }
+
+    /// Returns the counters at a time at which the vGPU does not run.
+    pub(super) fn usage(&self, now_ns: u64) -> Usage {
+        let runnable = self.has_work(now_ns);
+        let waiting_ns = if runnable { now_ns - self.ready_ns } else { 0 };
+        Usage { wait_ns: self.usage.wait_ns + waiting_ns, runnable, ..self.usage }
+    }
+
+    /// Runs from `now_ns` until the slice, the budget or the work ends. Returns the engine time.
+    pub(super) fn run(&mut self, now_ns: u64) -> u64 {
+        let piece_ns = self.workload.piece_ns.max(1);
+        let budget_ns = self.meter.map_or(u64::MAX, |meter| meter.left_ns());
+        let granted_ns = self.slice_ns.min(budget_ns).div_ceil(piece_ns) * piece_ns;
+        let ran_ns = granted_ns.min(self.left_ns);
+        let waited_ns = now_ns - self.ready_ns;
+        self.waits.record(waited_ns);
+        self.usage.wait_ns += waited_ns;
+        self.usage.engine_ns += ran_ns;
+        self.usage.submissions += ran_ns.div_ceil(piece_ns);
+        self.ready_ns = now_ns + ran_ns;
+        if let Some(meter) = &mut self.meter {
+            meter.settle(self.ready_ns, ran_ns, true);
+        }
+        if self.left_ns != u64::MAX {
+            self.left_ns -= ran_ns;
+        }
+        if self.left_ns == 0 {
+            self.left_ns = self.workload.burst_ns;
+            self.ready_ns = self.ready_ns.saturating_add(self.workload.idle_ns);
+        } else {
+            self.usage.preemptions += 1;
+        }
+        ran_ns
+    }
+}

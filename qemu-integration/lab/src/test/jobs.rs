@@ -1,0 +1,174 @@
+//! Jobs: test programs with arguments, run side by side or alone.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::tally::{Tally, parse_result};
+
+/// Interval of the lines that name the running jobs.
+const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+
+/// A command that runs tests.
+#[derive(Debug)]
+pub struct Job {
+    /// Heading of its output.
+    pub title: String,
+    /// The command.
+    pub command: Command,
+    /// Number of tests that the command ignores because another job runs them.
+    pub ignored: u32,
+}
+
+/// Result of a job.
+#[derive(Debug)]
+pub struct Finished {
+    /// Heading of its output.
+    pub title: String,
+    /// Everything that the command printed.
+    pub output: Vec<u8>,
+    /// Its tests.
+    pub tally: Tally,
+    /// Wall-clock time.
+    pub took: Duration,
+}
+
+/// Progress of the jobs that run side by side.
+enum Event {
+    Started(String),
+    Finished(Finished),
+}
+
+impl Job {
+    /// Runs the command, copies its output to `output` as it comes, and adds up the result lines.
+    pub fn run(self, output: &mut dyn Write) -> Result<Tally> {
+        let mut command = self.command;
+        let (reader, writer) = std::io::pipe().context("Cannot make a pipe")?;
+        command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+        let mut child = command.spawn().with_context(|| format!("Cannot run {command:?}"))?;
+        // The command holds the pipe's other end, which would keep the pipe open.
+        drop(command);
+        let mut tally = Tally::default();
+        let mut lines = BufReader::new(reader);
+        let mut line = Vec::new();
+        let mut said_skipped = 0;
+        while lines.read_until(b'\n', &mut line)? > 0 {
+            output.write_all(&line)?;
+            let text = String::from_utf8_lossy(&line);
+            if let Some(result) = parse_result(&text) {
+                tally.add(result);
+            }
+            said_skipped += u32::from(text.starts_with("skipped: "));
+            line.clear();
+        }
+        tally.skipped = tally.skipped.saturating_sub(self.ignored);
+        // libtest counts a test that skips itself as passed.
+        let skipped = said_skipped.min(tally.passed);
+        tally.passed -= skipped;
+        tally.skipped += skipped;
+        let status = child.wait()?;
+        if !status.success() && tally.failed == 0 {
+            writeln!(output, "The tests ended with {status}")?;
+            tally.failed += 1;
+        }
+        Ok(tally)
+    }
+
+    /// Runs the command and keeps its output. An error counts as a failed test.
+    fn run_buffered(self) -> Finished {
+        let (title, start) = (self.title.clone(), Instant::now());
+        let mut output = Vec::new();
+        let tally = self.run(&mut output).unwrap_or_else(|error| {
+            output.extend_from_slice(format!("error: {error:#}\n").as_bytes());
+            Tally::check(false)
+        });
+        Finished { title, output, tally, took: start.elapsed() }
+    }
+}
+
+/// Runs jobs in the given order, at most `slots` at a time.
+///
+/// `report` gets each finished job. Jobs that start, and jobs that run for long, are named on
+/// standard output.
+pub fn run_side_by_side(jobs: Vec<Job>, slots: usize, mut report: impl FnMut(Finished)) {
+    let queue = Mutex::new(jobs.into_iter());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let (sender, events) = mpsc::channel();
+    thread::scope(|scope| {
+        for _ in 0..slots {
+            let (sender, next) = (sender.clone(), &next);
+            scope.spawn(move || {
+                while let Some(job) = next() {
+                    // The receiver lives until all senders are gone.
+                    let _ = sender.send(Event::Started(job.title.clone()));
+                    let _ = sender.send(Event::Finished(job.run_buffered()));
+                }
+            });
+        }
+        drop(sender);
+        let mut running: Vec<(String, Instant)> = Vec::new();
+        loop {
+            match events.recv_timeout(REPORT_INTERVAL) {
+                Ok(Event::Started(title)) => {
+                    println!("... {title}");
+                    running.push((title, Instant::now()));
+                }
+                Ok(Event::Finished(finished)) => {
+                    running.retain(|(title, _)| *title != finished.title);
+                    report(finished);
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    for (title, since) in &running {
+                        println!("... {title}: running for {} s", since.elapsed().as_secs());
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(title: &str, script: &str) -> Job {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        Job { title: title.to_owned(), command, ignored: 0 }
+    }
+
+    #[test]
+    fn a_program_that_dies_without_a_result_has_failed() {
+        let tally = shell("dies", "echo running; exit 3").run(&mut Vec::new()).unwrap();
+        assert_eq!(tally, Tally { passed: 0, failed: 1, skipped: 0 });
+    }
+
+    #[test]
+    fn a_test_that_says_it_was_skipped_has_not_passed() {
+        let result = "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out";
+        let script = format!("echo 'skipped: no /dev/kvm'; echo '{result}'");
+        let tally = shell("skips", &script).run(&mut Vec::new()).unwrap();
+        assert_eq!(tally, Tally { passed: 2, failed: 0, skipped: 2 });
+        let another_runs_it = Job { ignored: 1, ..shell("skips", &script) };
+        let tally = another_runs_it.run(&mut Vec::new()).unwrap();
+        assert_eq!(tally, Tally { passed: 2, failed: 0, skipped: 1 });
+    }
+
+    #[test]
+    fn output_of_jobs_side_by_side_is_in_one_piece() {
+        let script = |name: &str| format!("for n in 1 2 3; do echo {name} $n; sleep 0.02; done");
+        let jobs = ["a", "b", "c"].map(|name| shell(name, &script(name)));
+        let mut outputs = Vec::new();
+        run_side_by_side(jobs.into(), 2, |finished| {
+            outputs.push(String::from_utf8(finished.output).unwrap());
+        });
+        outputs.sort();
+        assert_eq!(outputs, ["a 1\na 2\na 3\n", "b 1\nb 2\nb 3\n", "c 1\nc 2\nc 3\n"]);
+    }
+}

@@ -1,0 +1,167 @@
+//! Test programs as cargo builds them, and their split into jobs.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::jobs::Job;
+use crate::build::{PREBUILT, cargo, workspace};
+
+/// Everything that one run of cargo has built.
+#[derive(Debug, Default)]
+pub struct Built {
+    tests: Vec<TestProgram>,
+    /// Folder of `vgpud` and `vgpuctl`.
+    programs: PathBuf,
+}
+
+/// A program of tests.
+#[derive(Debug)]
+struct TestProgram {
+    package: String,
+    target: String,
+    folder: PathBuf,
+    executable: PathBuf,
+}
+
+/// All tests as jobs.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// Jobs that boot VMs.
+    pub with_vms: Vec<Job>,
+    /// Jobs that boot no VMs.
+    pub without_vms: Vec<Job>,
+    /// Jobs that measure.
+    pub measured: Vec<Job>,
+}
+
+/// Builds all programs and tests.
+///
+/// One command builds both, so that cargo resolves features once. Tests would otherwise build the
+/// programs again.
+pub fn build() -> Result<Built> {
+    let mut command = cargo();
+    command.args(["build", "--quiet", "--workspace", "--bins", "--tests", "--examples"]);
+    command.arg("--message-format=json-render-diagnostics");
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = command.spawn().context("Cannot run cargo")?;
+    let mut built = Built::default();
+    for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
+        let message: Value = serde_json::from_str(&line?).unwrap_or_default();
+        built.add(&message);
+    }
+    if !child.wait()?.success() {
+        bail!("The tests do not build");
+    }
+    built.tests.sort_by(|a, b| (&a.folder, &a.target).cmp(&(&b.folder, &b.target)));
+    Ok(built)
+}
+
+impl Built {
+    /// Adds the program of one of cargo's messages, if the message reports a program.
+    fn add(&mut self, message: &Value) {
+        let Some(executable) = message["executable"].as_str().map(PathBuf::from) else { return };
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let target = text(&message["target"]["name"]);
+        if message["profile"]["test"] == true {
+            let manifest = PathBuf::from(text(&message["manifest_path"]));
+            let folder = manifest.parent().unwrap_or(workspace()).to_path_buf();
+            let id = text(&message["package_id"]);
+            let package = package_name(id.rsplit('/').next().unwrap_or_default(), &folder);
+            self.tests.push(TestProgram { package, target, folder, executable });
+        } else if target == "vgpud" {
+            self.programs = executable.parent().unwrap_or(&executable).to_path_buf();
+        }
+    }
+
+    /// Splits all tests into jobs. `measured` names those that measure.
+    pub fn plan(&self, measured: &[&str]) -> Plan {
+        let mut plan = Plan::default();
+        for program in &self.tests {
+            program.plan(&self.programs, measured, &mut plan);
+        }
+        plan
+    }
+}
+
+impl TestProgram {
+    /// Adds the jobs of this program: one for all its plain tests, and one for each module of tests
+    /// that boot VMs.
+    fn plan(&self, programs: &Path, measured: &[&str], plan: &mut Plan) {
+        let title = format!("{}: {}", self.package, self.target);
+        let name = format!("{}/{}", self.package, self.target);
+        let alone = |module: &str| {
+            measured.contains(&name.as_str())
+                || measured.contains(&format!("{name}/{module}").as_str())
+        };
+        let ignored = self.list(&["--ignored"]);
+        let all = self.list(&[]);
+        if all.len() > ignored.len() {
+            let alone = alone("");
+            let args: &[&str] = if alone { &["--test-threads=1"] } else { &[] };
+            let ignored = u32::try_from(ignored.len()).unwrap_or(u32::MAX);
+            let job = Job { title: title.clone(), command: self.command(programs, args), ignored };
+            if alone { &mut plan.measured } else { &mut plan.without_vms }.push(job);
+        }
+        // `cargo test` ignores tests that boot VMs. Tests of one module share VMs or a machine.
+        for module in modules(&ignored) {
+            let filter = format!("{module}::");
+            let args = ["--ignored", "--test-threads=1", &filter];
+            let title = format!("{title}, {module} with VMs");
+            let job = Job { title, command: self.command(programs, &args), ignored: 0 };
+            if alone(module) { &mut plan.measured } else { &mut plan.with_vms }.push(job);
+        }
+    }
+
+    fn command(&self, programs: &Path, args: &[&str]) -> Command {
+        let mut command = Command::new(&self.executable);
+        command.args(args).current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder);
+        command.env(PREBUILT, programs);
+        command
+    }
+
+    /// Returns the names of tests: all, or the ignored ones only.
+    fn list(&self, args: &[&str]) -> Vec<String> {
+        let mut list = Command::new(&self.executable);
+        list.args(["--list", "--format", "terse"]).args(args).stdin(Stdio::null());
+        let output = list.output().map(|output| output.stdout).unwrap_or_default();
+        let text = String::from_utf8_lossy(&output);
+        text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect()
+    }
+}
+
+/// Returns the outermost modules of tests.
+fn modules(tests: &[String]) -> BTreeSet<&str> {
+    tests.iter().filter_map(|test| Some(test.split_once("::")?.0)).collect()
+}
+
+/// Returns the package's name from the last part of a package id.
+///
+/// The id ends with `mdev-core#0.1.0`, or `tests#system-tests@0.1.0` if folder and name differ.
+fn package_name(id: &str, folder: &Path) -> String {
+    let name = id.split_once('#').and_then(|(_, rest)| rest.split_once('@'));
+    let name = name.map(|(name, _)| name.to_owned());
+    name.unwrap_or_else(|| folder.file_name().unwrap_or_default().to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packages_have_the_names_that_their_manifests_give() {
+        let folder = Path::new("/x/tests");
+        assert_eq!(package_name("tests#system-tests@0.1.0", folder), "system-tests");
+        assert_eq!(package_name("mdev-core#0.1.0", Path::new("/x/mdev-core")), "mdev-core");
+    }
+
+    #[test]
+    fn tests_are_grouped_by_their_outermost_module() {
+        let tests = ["dma::a", "access::b", "dma::deep::c"].map(str::to_owned);
+        assert_eq!(modules(&tests).into_iter().collect::<Vec<_>>(), ["access", "dma"]);
+    }
+}

@@ -1,0 +1,188 @@
+//! Golden files and the command lines of each.
+
+/// Names of golden files with their command lines. Names in capitals stand for uuids.
+pub const CASES: &[(&str, &[&str])] = &[
+    (
+        "types",
+        &[
+            "types",
+            "types -p soft1",
+            "types --dumpjson",
+            "types -p soft1 --output json",
+            "types -p soft9",
+        ],
+    ),
+    ("list", &["list", "list -d", "list -v", "list -d -v -p soft1", "list -u NONE"]),
+    (
+        "list-json",
+        &[
+            "list --dumpjson",
+            "list -d --dumpjson -u RUNNING",
+            "list -d --dumpjson -u NONE",
+            "list -p soft1 -d --output json",
+        ],
+    ),
+    (
+        "stats",
+        &[
+            "stats",
+            "stats -p soft1",
+            "stats -v",
+            "stats -u TRANSIENT",
+            "stats -u TRANSIENT --output json",
+            "stats -u DEFINED",
+            "stats -p soft9",
+            "top",
+        ],
+    ),
+    (
+        "scheduler",
+        &[
+            "scheduler",
+            "scheduler -p soft1 --output json",
+            "scheduler -p soft9",
+            "scheduler -p soft0 --log",
+            "scheduler -p soft0 --log --output json",
+            "scheduler -p soft0 --policy equal-share --overcommit on",
+            "scheduler -p soft0 --timeslice 0.5 --period 5",
+            "scheduler -p soft0 --timeslice 0.05",
+            "scheduler -p soft0 --frequency 480 --averaging-factor 33",
+            "scheduler --policy fixed-share",
+        ],
+    ),
+    (
+        "define",
+        &[
+            "define -p soft0 -t SOFT-1Q",
+            "define -u NONE -t SOFT-1Q -a --attr core=80",
+            "define -p soft0 --jsonfile vgpu.json",
+            "define -u TRANSIENT",
+            "define -t SOFT-1Q --attr core=101",
+            "define -p soft0 --jsonfile bad.json",
+            "define -p soft0 --jsonfile missing.json",
+        ],
+    ),
+    (
+        "undefine",
+        &[
+            "undefine -u DEFINED",
+            "undefine -u DEFINED -p soft0",
+            "undefine -u DEFINED --output json",
+            "undefine -u NONE",
+        ],
+    ),
+    (
+        "focus",
+        &[
+            "focus",
+            "focus --output json",
+            "focus -p soft0",
+            "focus -p soft9",
+            "focus ON_SCREEN",
+            "focus -u ON_SCREEN --output json",
+            "focus RUNNING",
+            "focus NONE",
+            "focus --rotate 20",
+            "focus --rotate off -p 0000:3b:00.0 --output json",
+            "focus --rotate 5 -p soft0",
+            "focus --rotate soon",
+            "focus --help",
+        ],
+    ),
+    (
+        "modify",
+        &[
+            "modify -u RUNNING --attr core=60 --live",
+            "modify -u RUNNING --attr core=60 --attr x=y",
+            "modify -u RUNNING --addattr core --value 60 -i 0",
+            "modify -u RUNNING --delattr",
+            "modify -u RUNNING --delattr -i 2",
+            "modify -u DEFINED -a -t SOFT-2C",
+            "modify -u RUNNING --jsonfile vgpu.json",
+            "modify -u RUNNING --jsonfile vgpu.json -l -d",
+            "modify -u NONE -m",
+            "modify -u RUNNING -p soft1 -m",
+            "modify -u DEFINED -a --output json",
+        ],
+    ),
+    (
+        "start",
+        &[
+            "start -u DEFINED",
+            "start -u DEFINED --output json",
+            "start -u DEFINED -t SOFT-1Q",
+            "start -u NONE",
+            "start -p soft0 -t SOFT-1Q --attr core=20",
+            "start -u NONE -p soft0 -t SOFT-1Q",
+            "start -p soft0 --jsonfile vgpu.json",
+        ],
+    ),
+    (
+        "stop",
+        &[
+            "stop -u TRANSIENT",
+            "stop -u RUNNING",
+            "stop -u RUNNING --force",
+            "stop -u TRANSIENT --output json",
+            "stop -u NONE",
+        ],
+    ),
+    (
+        "screenshot",
+        &[
+            "screenshot -u RUNNING -o screen.png",
+            "screenshot -u RUNNING -o screen.png --output json",
+            "screenshot -u RUNNING -o - --output json",
+            "screenshot -u RUNNING -o none/screen.png",
+        ],
+    ),
+    (
+        "qemu-args",
+        &[
+            "qemu-args -u RUNNING",
+            "qemu-args -u RUNNING --memory 4G --machine q35 --id vgpu0 --output json",
+            "qemu-args -u RUNNING --device",
+            "qemu-args -u DEFINED -- qemu-system-x86_64 -m 512 -M pc disk.img",
+            "qemu-args -u RUNNING -- qemu-system-x86_64 -object memory-backend-ram,id=m,size=1G -M pc,memory-backend=m",
+        ],
+    ),
+    (
+        "view",
+        &[
+            "view --help",
+            "view",
+            "view RUNNING",
+            "view -u RUNNING --monitor /qmp.sock --print",
+            "view TRANSIENT --output json",
+            "view DEFINED --tcp",
+            "view NONE",
+            "view RUNNING -u RUNNING",
+            "view screen",
+            "view RUNNING --tcp=high",
+        ],
+    ),
+    ("web", &["web --help", "web --monitor RUNNING", "web --monitor x=/qmp.sock"]),
+    (
+        "libvirt-xml",
+        &["libvirt-xml -u RUNNING", "libvirt-xml -u RUNNING --output json", "libvirt-xml -u NONE"],
+    ),
+    (
+        "libvirt-nodedev",
+        &[
+            "libvirt nodedev --list",
+            "libvirt nodedev vgpud_soft1",
+            "libvirt nodedev",
+            "libvirt nodedev --list --output json",
+            "libvirt nodedev vgpud_soft1 --output json",
+            "libvirt nodedev pci_0",
+        ],
+    ),
+    (
+        "libvirt-install-hook",
+        &[
+            "libvirt install-hook --root root --output json",
+            "libvirt install-hook --root vgpu.json",
+        ],
+    ),
+    ("unreachable", &["--socket nowhere.sock list", "--socket vgpu.json list"]),
+];

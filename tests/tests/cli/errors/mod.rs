@@ -1,0 +1,90 @@
+//! Every error message of CLI, API and daemon is read by a test.
+//!
+//! [`sources`] finds messages in the source code. [`provoke`] makes the real programs print
+//! messages by mistakes, and [`faults`] by a broken environment. A message that neither prints and
+//! no test names fails here with its place: add a case to `provoke`, or a test that reads it.
+//! [`BEYOND`] lists messages that no test can cause, with the reason.
+
+mod faults;
+mod provoke;
+mod sources;
+
+use anyhow::Result;
+
+/// Source files and folders with messages.
+const CODE: [&str; 20] = [
+    "qemu-integration/vgpuctl/src",
+    "qemu-integration/integrate/src",
+    "vfio-user-server/daemon/src/blocking.rs",
+    "vfio-user-server/daemon/src/console",
+    "vfio-user-server/daemon/src/http.rs",
+    "vfio-user-server/daemon/src/service",
+    "vfio-user-server/daemon/src/web_console",
+    "vfio-user-server/rfb/src",
+    "vfio-user-server/daemon/src/api",
+    "vfio-user-server/daemon/src/manager",
+    "vfio-user-server/daemon/src/callouts",
+    "vfio-user-server/daemon/src/main.rs",
+    "vfio-user-server/daemon/src/run.rs",
+    "vfio-user-server/daemon/src/systemd.rs",
+    "vfio-user-server/host/src/command_line.rs",
+    "vfio-user-server/host/src/users.rs",
+    "vfio-user-server/daemon/src/access_config.rs",
+    "vfio-user-server/daemon/src/backend.rs",
+    "mdev-core/src/definition",
+    "mdev-core/src/definition.rs",
+];
+
+/// Beginnings of messages that no test reads, and the reason.
+const BEYOND: &[(&str, &str)] = &[];
+
+#[test]
+fn every_message_is_read_by_a_test() -> Result<()> {
+    let messages = sources::messages(&CODE)?;
+    assert!(messages.len() > 100, "only {} messages found", messages.len());
+    for (begin, _) in BEYOND {
+        let there = messages.iter().any(|message| message.text.starts_with(begin));
+        assert!(there, "{begin:?} matches no message any more: remove it from the list");
+    }
+    let said = provoke::all()?;
+    let read = sources::read_by_tests()?;
+    let mut unread = Vec::new();
+    for message in &messages {
+        let beyond = BEYOND.iter().any(|(begin, _)| message.text.starts_with(begin));
+        let seen = said.iter().any(|line| message.is(line));
+        let named = read.iter().any(|text| message.is_named_by(text));
+        if !beyond && !seen && !named {
+            unread.push(format!("{}: {:?}", message.place, message.text));
+        }
+    }
+    assert!(
+        unread.is_empty(),
+        "{} of {} messages are read by no test; provoke them in tests/tests/cli/errors/provoke.rs, or read them \
+         elsewhere:\n{}\n\nprinted messages:\n{}",
+        unread.len(),
+        messages.len(),
+        unread.join("\n"),
+        said.join("\n")
+    );
+    Ok(())
+}
+
+#[test]
+fn every_message_is_one_line() -> Result<()> {
+    for line in provoke::all()? {
+        assert!(line.trim_end().lines().count() == 1, "{line}");
+    }
+    Ok(())
+}
+
+#[test]
+fn no_message_repeats_its_cause() -> Result<()> {
+    for line in provoke::all()? {
+        let parts: Vec<_> = line.trim().split(": ").collect();
+        let twice = parts.windows(2).find(|pair| pair[0] == pair[1]);
+        assert!(twice.is_none(), "{line}");
+        let errors = line.matches("(os error ").count();
+        assert!(errors < 2, "two causes, or a repeated cause: {line}");
+    }
+    Ok(())
+}

@@ -1,0 +1,5 @@
+//! `vgpuctl`: commands, compatibility with mdevctl, error messages.
+
+mod errors;
+mod mdevctl;
+mod verbs;

@@ -1,0 +1,126 @@
+//! Crashes and hangs of managers, workers and software GPUs.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use nix::sys::signal::Signal;
+use serde_json::json;
+use system_tests::{Vgpud, is_alive, kill_process, wait_for};
+
+use crate::lifecycle::{attach, pid, state, transient};
+
+#[test]
+fn a_new_manager_adopts_running_vgpus() -> Result<()> {
+    for signal in [Signal::SIGKILL, Signal::SIGUSR1] {
+        let mut vgpud = Vgpud::start()?;
+        let uuid = vgpud
+            .create(&json!({ "mdev_type": "SOFT-1Q", "attrs": [{ "core": "70" }], "run": true }))?;
+        let path = format!("/v1/vgpus/{uuid}");
+        let live = json!({ "attrs": [{ "core": "60" }], "target": "live" });
+        vgpud.call("PATCH", &path, Some(&live))?;
+        let _vm = attach(&vgpud, &uuid)?;
+        let (worker, gpu) = (pid(&vgpud.show(&uuid)?)?, pid(&vgpud.get("/v1/parents")?[0])?);
+        vgpud.end(signal)?;
+        assert!(is_alive(worker) && is_alive(gpu), "{signal}: both processes continue");
+        vgpud.start_again()?;
+        let vgpu = vgpud.show(&uuid)?;
+        assert_eq!(
+            (pid(&vgpu)?, &vgpu["vm"]["pid"]),
+            (worker, &json!(std::process::id())),
+            "{signal}"
+        );
+        assert_eq!(vgpu["attrs"], json!([{ "core": "60" }]));
+        assert_eq!(pid(&vgpud.get("/v1/parents")?[0])?, gpu);
+        assert_eq!(vgpud.get("/v1/stats")?["vgpus"][0]["share_asked"], 60);
+        // An adopted vGPU accepts commands.
+        vgpud.call("POST", &format!("{path}/stop"), Some(&json!({ "force": true })))?;
+        assert!(!is_alive(worker));
+        let parent = &vgpud.get("/v1/parents")?[0];
+        assert_eq!(parent["vram_free_bytes"], parent["vram_bytes"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dead_worker_is_replaced_and_a_new_vm_can_attach() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    let _lost = attach(&vgpud, &uuid)?;
+    let worker = pid(&vgpud.show(&uuid)?)?;
+    kill_process(worker, Signal::SIGKILL)?;
+    wait_for("another worker runs", || {
+        let vgpu = vgpud.show(&uuid).unwrap();
+        vgpu["state"] == "running" && vgpu["pid"] != worker && vgpu["pid"].is_u64()
+    })?;
+    drop(attach(&vgpud, &uuid)?);
+    Ok(())
+}
+
+#[test]
+fn a_dead_software_gpu_is_replaced_and_its_vgpus_can_restart() -> Result<()> {
+    replaced_after(Signal::SIGKILL)
+}
+
+#[test]
+fn a_hung_software_gpu_is_replaced() -> Result<()> {
+    replaced_after(Signal::SIGSTOP)
+}
+
+fn replaced_after(signal: Signal) -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-1Q", "define": true, "run": true }))?;
+    let _vm = attach(&vgpud, &uuid)?;
+    let gpu = pid(&vgpud.get("/v1/parents")?[0])?;
+    kill_process(gpu, signal)?;
+    wait_for("the vGPU has failed", || state(&vgpud, &uuid).is_ok_and(|state| state == "failed"))?;
+    let reason = vgpud.show(&uuid)?["reason"].to_string();
+    assert!(reason.contains("stop it and start it"), "{reason}");
+    wait_for("another software GPU runs", || {
+        let parent = vgpud.get("/v1/parents").unwrap_or_default();
+        parent[0]["state"] == "ready" && parent[0]["pid"] != gpu
+    })?;
+    vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), Some(&json!({ "force": true })))?;
+    let vgpu = vgpud.call("POST", &format!("/v1/vgpus/{uuid}/start"), None)?;
+    assert_eq!(vgpu["state"], "running");
+    drop(attach(&vgpud, &uuid)?);
+    Ok(())
+}
+
+#[test]
+fn a_start_after_all_processes_were_killed_restores_running_vgpus() -> Result<()> {
+    let mut vgpud = Vgpud::start()?;
+    let uuid = transient(&vgpud)?;
+    let roles = vgpud.roles();
+    vgpud.end(Signal::SIGKILL)?;
+    for pid in &roles {
+        kill_process(*pid, Signal::SIGKILL)?;
+    }
+    wait_for("all processes are gone", || roles.iter().all(|pid| !is_alive(*pid)))?;
+    // Unknown folders must not disturb the start.
+    fs::create_dir_all(vgpud.run_dir().join("vgpus/not-a-uuid"))?;
+    fs::create_dir_all(vgpud.run_dir().join("parents/gone"))?;
+    fs::write(vgpud.run_dir().join("parents/gone/run.json"), "{")?;
+    vgpud.start_again()?;
+    assert_eq!(state(&vgpud, &uuid)?, "running");
+    drop(attach(&vgpud, &uuid)?);
+    assert!(!vgpud.run_dir().join("vgpus/not-a-uuid").exists());
+    assert!(!vgpud.run_dir().join("parents/gone").exists());
+    Ok(())
+}
+
+#[test]
+fn a_hung_worker_does_not_block_the_manager() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let (wedged, other) = (transient(&vgpud)?, transient(&vgpud)?);
+    kill_process(pid(&vgpud.show(&wedged)?)?, Signal::SIGSTOP)?;
+    let begun = Instant::now();
+    assert_eq!(state(&vgpud, &other)?, "running");
+    assert!(begun.elapsed() < Duration::from_millis(500), "other requests do not wait");
+    let warnings = vgpud.show(&wedged)?["warnings"].to_string();
+    assert!(warnings.contains("does not answer"), "{warnings}");
+    let stop = format!("/v1/vgpus/{wedged}/stop");
+    assert_eq!(vgpud.refused("POST", &stop, None)?.1, "unavailable");
+    vgpud.call("POST", &stop, Some(&json!({ "force": true })))?;
+    Ok(())
+}

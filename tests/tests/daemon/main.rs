@@ -1,0 +1,11 @@
+//! `vgpud` for its operator: vGPUs, upgrades, crashes, systemd, metrics, consoles.
+
+mod adoption;
+mod console;
+mod crashes;
+mod lifecycle;
+mod metrics;
+mod nvidia;
+mod resilience;
+mod service;
+mod web;

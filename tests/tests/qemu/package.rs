@@ -1,0 +1,243 @@
+//! The Debian package on a Debian with systemd: installed, used under the unit's restrictions,
+//! removed, purged, installed again.
+
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use lab::build::Profile;
+use lab::checkers::Checkers;
+use lab::deb::{self, Options};
+use lab::guest::Output;
+use lab::machine::Machine;
+use lab::progress::Progress;
+use serde_json::Value;
+use system_tests::skipped;
+use tempfile::TempDir;
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+const PACKAGE: &str = "/root/tessera.deb";
+/// Highest exposure score of `systemd-analyze security`, in tenths: 0 is best, 100 worst.
+const MOST_EXPOSURE: u32 = 26;
+
+fn sh(machine: &Machine, script: &str) -> String {
+    machine.sh(script).unwrap()
+}
+
+/// Runs a script that prints JSON.
+fn json(machine: &Machine, script: &str) -> Value {
+    serde_json::from_str(&sh(machine, script)).unwrap()
+}
+
+fn eventually(machine: &Machine, what: &str, script: &str) {
+    let deadline = Instant::now() + TIMEOUT;
+    while machine.run(script).unwrap().status != 0 {
+        let log = || machine.run("journalctl -n 40 --no-pager -u vgpud").unwrap().stdout;
+        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}\n{}", log());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Builds the package and returns it with its folder, removed when dropped.
+fn built() -> (TempDir, PathBuf) {
+    let scratch = tempfile::tempdir().unwrap();
+    let options = Options { out: scratch.path().to_owned(), profile: Profile::Dev };
+    let package = deb::write(&options, &Progress::new()).unwrap();
+    (scratch, package)
+}
+
+/// Returns one line of a process's status.
+fn field(machine: &Machine, pid: &Value, name: &str) -> String {
+    sh(machine, &format!("grep ^{name}: /proc/{pid}/status"))
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .into()
+}
+
+#[test]
+#[ignore = "starts a Debian machine: cargo lab test runs it"]
+fn the_package_works_upgrades_purges_and_installs_again() {
+    if let Some(reason) = Machine::impossible() {
+        skipped(&format!("a Debian machine: {reason}"));
+        return;
+    }
+    let (scratch, package) = built();
+    completions_complete(scratch.path(), &package);
+    let machine = Machine::start(&Progress::new()).unwrap();
+    machine.install(&package, PACKAGE).unwrap();
+    let install = format!("dpkg -i {PACKAGE}");
+
+    // Installed: groups, folders, units; the daemon answers.
+    sh(&machine, &install);
+    for name in ["vgpu", "vgpu-admin", "vgpud"] {
+        sh(&machine, &format!("getent group {name}"));
+    }
+    eventually(&machine, "vgpud runs", "systemctl is-active vgpud.service vgpud.socket");
+    let modes = "stat -c '%a %U %G' /run/vgpud /run/vgpud/control.sock /var/lib/vgpud";
+    assert_eq!(sh(&machine, modes), "711 root root\n660 root vgpu\n700 root root\n");
+    sh(&machine, "systemd-analyze verify --man=no vgpud.service vgpud.socket");
+    let exposure = sh(&machine, "systemd-analyze security --no-pager vgpud.service | tail -1");
+    println!("{}", exposure.trim());
+    let number = exposure.split_whitespace().find_map(|word| word.parse::<f64>().ok()).unwrap();
+    assert!(number * 10.0 <= f64::from(MOST_EXPOSURE), "{exposure}");
+
+    // Under the unit's restrictions: a vGPU for libvirt's user, in an unprivileged process.
+    let uuid = sh(&machine, "vgpuctl define -t SOFT-256MQ --attr core=50").trim().to_owned();
+    sh(&machine, &format!("vgpuctl start -u {uuid}"));
+    let vgpu = json(&machine, "vgpuctl list --output json");
+    let worker = vgpu[0]["pid"].clone();
+    let owner = sh(&machine, &format!("stat -c %U /run/vgpud/vgpus/{uuid}/vfio.sock"));
+    assert_eq!(owner.trim(), "libvirt-qemu");
+    let vgpud_user = sh(&machine, "id -u vgpud");
+    assert_eq!(field(&machine, &worker, "Uid"), vgpud_user.trim());
+    assert_eq!(field(&machine, &worker, "CapEff"), "0000000000000000");
+    assert_eq!(field(&machine, &worker, "Seccomp"), "2", "the unit's filter applies to the worker");
+    sh(&machine, &format!("vgpuctl modify -u {uuid} --live --attr core=20"));
+    let log = sh(&machine, "journalctl --no-pager -u vgpud");
+    for line in log.lines() {
+        assert!(!line.contains(" WARN ") && !line.contains(" ERROR "), "{line}");
+    }
+
+    // Workers survive a restart, as in an upgrade, and no request is lost.
+    let first = sh(&machine, "systemctl show -P MainPID vgpud");
+    sh(&machine, &install);
+    let second = sh(&machine, "systemctl show -P MainPID vgpud");
+    assert_ne!(first, second, "an upgrade starts the new manager");
+    let vgpu = json(&machine, "vgpuctl list --output json");
+    assert_eq!((&vgpu[0]["uuid"], &vgpu[0]["pid"]), (&Value::from(uuid.as_str()), &worker));
+    sh(&machine, "kill -9 $(systemctl show -P MainPID vgpud)");
+    let adopted = format!("vgpuctl list | grep -q {uuid}");
+    eventually(&machine, "vgpud is started again", &adopted);
+    assert_eq!(json(&machine, "vgpuctl list --output json")[0]["pid"], worker);
+
+    // The doctor reports only what this machine lacks.
+    let Output { stdout, .. } = machine.run("vgpuctl doctor --output json").unwrap();
+    let findings: Vec<Value> = serde_json::from_str(&stdout).unwrap();
+    for finding in &findings {
+        assert_ne!(finding["level"], "problem", "{finding}");
+    }
+    // Called as mdevctl.
+    assert_eq!(sh(&machine, "lsvgpu"), sh(&machine, "vgpuctl list"));
+    sh(&machine, "test -e /usr/share/man/man1/lsvgpu.1.gz -a -e /usr/share/doc/tessera/console.md");
+    // Manual pages exist and format without warnings.
+    let pages = sh(&machine, "dpkg -L tessera | grep /man/ | grep -c '\\.gz$'");
+    assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
+
+    removes_purges_and_installs_again(&machine, &uuid, &install);
+}
+
+/// Removed: settings and definitions stay. Purged: they are gone. Installed again: as new.
+fn removes_purges_and_installs_again(machine: &Machine, uuid: &str, install: &str) {
+    sh(machine, "echo '# mine' >> /etc/default/vgpud");
+    sh(machine, "dpkg -r tessera");
+    sh(machine, &format!("test ! -e /usr/bin/vgpud && test -e /var/lib/vgpud/soft0/{uuid}"));
+    sh(machine, &format!("dpkg --force-confold -i {PACKAGE} && grep -q mine /etc/default/vgpud"));
+    eventually(machine, "the definition is restored", &format!("vgpuctl list -d | grep -q {uuid}"));
+    let drop_ins = "/etc/systemd/system/vgpud.service.d";
+    sh(machine, &format!("mkdir -p {drop_ins} && touch {drop_ins}/parent-0000:3b:00.0.conf"));
+    sh(machine, "dpkg -P tessera");
+    let left = "for path in /etc/default/vgpud /var/lib/vgpud /usr/share/doc/tessera \
+                /etc/systemd/system/vgpud.service.d \
+                /usr/lib/systemd/system/vgpud.service; do test ! -e $path || echo $path; done";
+    assert_eq!(sh(machine, left), "");
+    sh(machine, install);
+    eventually(machine, "vgpud answers", "vgpuctl types");
+    assert_eq!(sh(machine, "vgpuctl list -d"), "");
+}
+
+/// Debian's packaging checkers. Findings must be fixed or overridden with a reason.
+#[test]
+#[ignore = "fetches Debian's checkers: cargo lab test runs it"]
+fn debians_checkers_find_nothing() {
+    if let Some(reason) = Checkers::impossible() {
+        skipped(&format!("Debian's checkers of packages: {reason}"));
+        return;
+    }
+    let (scratch, package) = built();
+    let checkers = Checkers::open(&Progress::new()).unwrap();
+    let name = package.file_name().unwrap().to_str().unwrap();
+    let check = |what: &str, script: &str| {
+        let Output { status, stdout, stderr } = checkers.run(scratch.path(), script).unwrap();
+        assert_eq!((stdout.trim(), stderr.trim(), status), ("", "", 0), "{what}");
+    };
+    check(
+        "lintian",
+        &format!("lintian --allow-root --fail-on error,warning,info --display-info ./{name}"),
+    );
+    let pages = "dpkg-deb -x ./NAME /tmp/root && cd /tmp/root/usr/share/man && \
+                 for page in man*/*.gz; do zcat $page > ${page%.gz}; done && rm man*/*.gz && \
+                 mandoc -T lint -W warning man*/* && ls man1/lsvgpu.1 > /dev/null";
+    check("mandoc", &pages.replace("NAME", name));
+}
+
+/// The AppArmor profile of a domain compiles with our rules and contains them. Kernels here do not
+/// enforce it.
+#[test]
+#[ignore = "fetches Debian's checkers: cargo lab test runs it"]
+fn the_apparmor_profile_of_a_domain_has_our_rules() {
+    if let Some(reason) = Checkers::impossible() {
+        skipped(&format!("AppArmor's compiler: {reason}"));
+        return;
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let abstractions = scratch.path().join("etc/apparmor.d/abstractions");
+    fs::create_dir_all(&abstractions).unwrap();
+    fs::write(abstractions.join("libvirt-qemu"), "").unwrap();
+    let vgpuctl = system_tests::vgpuctl::path().unwrap();
+    let install = Command::new(vgpuctl)
+        .args(["libvirt", "install-hook", "--root"])
+        .arg(scratch.path())
+        .output()
+        .unwrap();
+    assert!(install.status.success(), "{install:?}");
+    let checkers = Checkers::open(&Progress::new()).unwrap();
+    let compile = "cp -r /etc/apparmor.d /tmp/d && \
+        cp -r etc/apparmor.d/local/abstractions /tmp/d/local/ && \
+        sed s/LIBVIRT_TEMPLATE/libvirt-vm/ /tmp/d/libvirt/TEMPLATE.qemu > /tmp/d/vm && \
+        apparmor_parser --base /tmp/d --skip-kernel-load --skip-cache /tmp/d/vm && \
+        apparmor_parser --base /tmp/d --preprocess /tmp/d/vm";
+    let Output { status, stdout, stderr } = checkers.run(scratch.path(), compile).unwrap();
+    assert_eq!(status, 0, "{stderr}");
+    let rules: Vec<_> = stdout.lines().map(str::trim).collect();
+    for rule in ["/run/vgpud/vgpus/*/vfio.sock rw,", "/dev/nvidia[0-9]* rw,"] {
+        assert!(rules.contains(&rule), "{rule} is not in the profile");
+    }
+    // libvirtd may run the hook, and the hook may run vgpuctl outside libvirtd's profile.
+    let may = "grep -c -e '/etc/libvirt/hooks/\\*\\* rmix,' -e ' /usr/bin/\\* PUx,' \
+        /etc/apparmor.d/usr.sbin.libvirtd";
+    let Output { stdout, .. } = checkers.run(scratch.path(), may).unwrap();
+    assert_eq!(stdout.trim(), "2", "libvirtd's profile lets hooks run");
+}
+
+/// Tests the package's completions in a real bash.
+fn completions_complete(scratch: &Path, package: &Path) {
+    let root = scratch.join("root");
+    let unpack = Command::new("dpkg-deb").arg("-x").arg(package).arg(&root).status().unwrap();
+    assert!(unpack.success());
+    let script = root.join("usr/share/bash-completion/completions/vgpuctl");
+    let complete = |words: &[&str]| {
+        let line = words.join(" ");
+        let body = format!(
+            "source {}; COMP_WORDS=({line}); COMP_CWORD={}; COMP_LINE='{line}'; COMP_POINT={}; \
+             _vgpuctl vgpuctl \"{}\" \"{}\"; echo \"${{COMPREPLY[@]}}\"",
+            script.display(),
+            words.len() - 1,
+            line.len(),
+            words[words.len() - 1],
+            words[words.len() - 2],
+        );
+        let output = Command::new("bash").args(["--norc", "-c", &body]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(complete(&["vgpuctl", "doc"]).trim(), "doctor");
+    let starts = complete(&["vgpuctl", "sta"]);
+    assert!(starts.contains("start") && starts.contains("stats"), "{starts}");
+    assert!(complete(&["vgpuctl", "start", "--o"]).contains("--owner"));
+    assert_eq!(complete(&["vgpuctl", "scheduler", "--policy", "fix"]).trim(), "fixed-share");
+    assert!(fs::metadata(root.join("usr/share/man/man8/vgpud.8.gz")).unwrap().len() > 500);
+}

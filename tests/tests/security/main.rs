@@ -1,0 +1,5 @@
+//! Access control, sandboxes and hostile clients.
+
+mod abuse;
+mod access;
+mod sandbox;

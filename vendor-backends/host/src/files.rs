@@ -1,0 +1,110 @@
+//! Files and processes of a host, below a root directory.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Largest part of a file that is read, in bytes. The files in /proc and /sys are shorter.
+const MAX_FILE: usize = 1 << 20;
+
+/// A host's files below a root directory, which is `/` except in tests.
+#[derive(Clone, Debug)]
+pub struct HostFiles {
+    root: PathBuf,
+    /// User id of the caller.
+    pub uid: u32,
+    /// Group ids of the caller.
+    pub gids: BTreeSet<u32>,
+}
+
+/// A process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// Process id.
+    pub pid: u32,
+    /// Command line.
+    pub args: Vec<String>,
+}
+
+impl HostFiles {
+    /// Returns the files below `root`, as the user of this process sees them.
+    pub fn new(root: PathBuf) -> Self {
+        let mut gids: BTreeSet<u32> =
+            nix::unistd::getgroups().unwrap_or_default().iter().map(|gid| gid.as_raw()).collect();
+        gids.insert(nix::unistd::getegid().as_raw());
+        Self { root, uid: nix::unistd::geteuid().as_raw(), gids }
+    }
+
+    /// Returns the root directory.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Returns the location of a file. `path` has no leading slash.
+    pub fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path)
+    }
+
+    /// Returns true if a file exists.
+    pub fn has(&self, path: &str) -> bool {
+        self.path(path).symlink_metadata().is_ok()
+    }
+
+    /// Returns the text of a file, if the file can be read.
+    pub fn read(&self, path: &str) -> Option<String> {
+        let bytes = fs::read(self.path(path)).ok()?;
+        Some(String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_FILE)]).into_owned())
+    }
+
+    /// Returns the names in a directory in ascending order; none if the directory cannot be listed.
+    pub fn names(&self, folder: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(folder)).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    }
+
+    /// Returns true if the caller may read and write a file by its permissions.
+    pub fn may_use(&self, path: &str) -> bool {
+        let Ok(about) = fs::metadata(self.path(path)) else { return false };
+        let bits = if self.uid == about.uid() {
+            about.mode() >> 6
+        } else if self.gids.contains(&about.gid()) {
+            about.mode() >> 3
+        } else {
+            about.mode()
+        };
+        self.uid == 0 || bits & 6 == 6
+    }
+
+    /// Returns true if every user may read and write a file by its permissions.
+    pub fn is_open_to_all(&self, path: &str) -> bool {
+        self.path(path).metadata().is_ok_and(|about| about.mode() & 6 == 6)
+    }
+
+    /// Returns the processes.
+    pub fn processes(&self) -> Vec<Process> {
+        let numbers = self.names("proc").into_iter().filter_map(|name| name.parse::<u32>().ok());
+        let process = |pid| {
+            let line = self.read(&format!("proc/{pid}/cmdline"))?;
+            let args = line.split('\0').map(str::to_owned).filter(|arg| !arg.is_empty()).collect();
+            Some(Process { pid, args })
+        };
+        numbers.filter_map(process).collect()
+    }
+
+    /// Returns a hard limit of vgpud's manager by its name in `/proc/PID/limits`, if vgpud runs.
+    pub fn limit_of_vgpud(&self, name: &str) -> Option<String> {
+        let pid = self.read("run/vgpud/lock")?;
+        let limits = self.read(&format!("proc/{}/limits", pid.trim()))?;
+        let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
+        Some(line.split_whitespace().nth(1)?.to_owned())
+    }
+}
+
+/// Returns the number that follows a name in a file of /proc.
+pub fn number_after(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}

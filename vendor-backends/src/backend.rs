@@ -1,0 +1,240 @@
+//! The trait that every backend implements, and the list of backends.
+//!
+//! A backend registers itself by one line in [`BACKENDS`]. The daemon's `--parent`, its GPU processes
+//! and workers, `vgpuctl doctor`, `vgpuctl parents`, AppArmor's rules and the systemd unit work from
+//! that list.
+
+use std::error::Error;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use host_inventory::{Finding, HostFiles, PciDevice};
+use mdev_core::gpu::{Client, Gpu, GpuError};
+
+use crate::mediator::{self, Hardware, MediatedClient};
+use crate::{nvidia, soft, vfio};
+
+/// All backends of this build.
+pub static BACKENDS: Registry =
+    Registry::new(&[&soft::SoftBackend, &nvidia::NvidiaBackend, &vfio::VfioBackend]);
+
+/// Error of opening hardware or listing GPUs.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// One kind of GPU.
+pub trait Backend: fmt::Debug + Sync {
+    /// Returns the prefix of the backend's parents in `--parent`: `soft`.
+    fn name(&self) -> &'static str;
+
+    /// Returns an example of a `--parent` argument: `soft:soft0,vram=8G`.
+    fn example(&self) -> &'static str;
+
+    /// Parses a `--parent` argument: `place` follows the colon, `options` follow the commas.
+    ///
+    /// # Errors
+    ///
+    /// Returns one line: what is wrong, and what to write.
+    fn parse(&self, place: Option<&str>, options: &[&str]) -> Result<Arc<dyn Parent>, String>;
+
+    /// Returns the name under which admissions to the backend's GPUs are opened by [`Self::open_client`].
+    fn admission(&self) -> &'static str {
+        mediator::BACKEND
+    }
+
+    /// Opens a worker's client on the connection that came with an admission.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the GPU does not answer as expected.
+    fn open_client(&self, connection: OwnedFd) -> Result<Box<dyn Client>, GpuError> {
+        Ok(Box::new(MediatedClient::open(connection)?))
+    }
+
+    /// Returns the device nodes that the backend's processes open or hand to QEMU.
+    fn device_nodes(&self) -> &'static [DeviceNode] {
+        &[]
+    }
+
+    /// Checks the prerequisites of the backend on a host, for `vgpuctl doctor`.
+    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
+        let _ = host;
+        Vec::new()
+    }
+
+    /// Returns what to do with a PCI device to share it, if the backend can.
+    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
+        let _ = device;
+        None
+    }
+}
+
+/// A physical GPU that an operator has named with `--parent`.
+pub trait Parent: fmt::Debug + Send + Sync {
+    /// Returns the parent's name, which is also the name of its directory.
+    fn name(&self) -> &str;
+
+    /// Returns the backend.
+    fn backend(&self) -> &'static dyn Backend;
+
+    /// Returns the `--parent` argument from which [`Backend::parse`] makes an equal parent.
+    fn argument(&self) -> String;
+
+    /// Returns the parents that an argument for all GPUs of a driver stands for; `None` for a single GPU.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the driver cannot list its GPUs or has none.
+    fn expand(&self) -> Result<Option<Vec<Arc<dyn Parent>>>, BoxError> {
+        Ok(None)
+    }
+
+    /// Returns how the GPU is opened.
+    fn opener(&self) -> Opener<'_>;
+}
+
+/// How a parent's GPU is opened.
+#[derive(Debug)]
+pub enum Opener<'a> {
+    /// The manager opens the GPU itself.
+    Manager(&'a dyn OpenGpu),
+    /// A GPU process owns the hardware.
+    Process(&'a dyn OpenHardware),
+}
+
+/// A GPU that the manager opens itself.
+pub trait OpenGpu: fmt::Debug {
+    /// Opens the GPU.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the driver or the GPU is not available.
+    fn open(&self) -> Result<Box<dyn Gpu>, GpuError>;
+}
+
+/// Hardware that a GPU process owns.
+pub trait OpenHardware: fmt::Debug {
+    /// Returns the video memory in bytes if it is known before the hardware is opened, or else 0.
+    fn vram_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Returns true if the process opens the hardware as root. It gives root up afterwards.
+    fn needs_root(&self) -> bool {
+        false
+    }
+
+    /// Opens the hardware. Runs in the GPU process.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the hardware is not available, in one line.
+    fn open(&self) -> Result<Arc<dyn Hardware>, BoxError>;
+}
+
+/// A device node, as the rules that confine processes name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceNode {
+    /// Value of `DeviceAllow=` in vgpud's unit (systemd.resource-control).
+    pub device_allow: &'static str,
+    /// AppArmor rule for QEMU, if QEMU maps the node.
+    pub apparmor: Option<&'static str>,
+}
+
+/// What to do with a PCI device to share it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Recommendation {
+    /// The device can be a parent now, with this `--parent` argument.
+    Share {
+        /// The argument.
+        parent: String,
+    },
+    /// The device can be a parent, with this `--parent` argument, once vfio-pci drives it.
+    BindFirst {
+        /// The argument.
+        parent: String,
+    },
+    /// The device can be a parent once a prerequisite is met.
+    Prepare {
+        /// The prerequisite, in one line.
+        step: String,
+    },
+}
+
+/// A list of backends.
+#[derive(Clone, Copy, Debug)]
+pub struct Registry(&'static [&'static dyn Backend]);
+
+impl Registry {
+    /// Makes a list of backends.
+    pub const fn new(backends: &'static [&'static dyn Backend]) -> Self {
+        Self(backends)
+    }
+
+    /// Returns the backends.
+    pub fn iter(&self) -> impl Iterator<Item = &'static dyn Backend> {
+        self.0.iter().copied()
+    }
+
+    /// Parses a `--parent` argument: `NAME[:PLACE][,OPTION...]`.
+    ///
+    /// # Errors
+    ///
+    /// Returns one line: what is wrong, and what to write.
+    pub fn parse(&self, text: &str) -> Result<Arc<dyn Parent>, String> {
+        let (head, options) = match text.split_once(',') {
+            Some((head, options)) => (head, options.split(',').collect()),
+            None => (text, Vec::new()),
+        };
+        let (name, place) = match head.split_once(':') {
+            Some((name, place)) => (name, Some(place)),
+            None => (head, None),
+        };
+        match self.iter().find(|backend| backend.name() == name) {
+            Some(backend) => backend.parse(place, &options),
+            None => Err(self.unknown_backend()),
+        }
+    }
+
+    fn unknown_backend(&self) -> String {
+        let names: Vec<_> = self.iter().map(|backend| format!("{:?}", backend.name())).collect();
+        let examples: Vec<_> = self.iter().map(Backend::example).collect();
+        format!("begin with {}, as in {}", any_of(&names), any_of(&examples))
+    }
+
+    /// Opens a worker's client of the GPU that admitted the vGPU under the name `admission`; `None` if no
+    /// backend has that name.
+    pub fn open_client(
+        &self,
+        admission: &str,
+        connection: OwnedFd,
+    ) -> Option<Result<Box<dyn Client>, GpuError>> {
+        let backend = self.iter().find(|backend| backend.admission() == admission)?;
+        Some(backend.open_client(connection))
+    }
+
+    /// Returns the device nodes of all backends.
+    pub fn device_nodes(&self) -> impl Iterator<Item = DeviceNode> {
+        self.iter().flat_map(|backend| backend.device_nodes().iter().copied())
+    }
+
+    /// Checks the prerequisites of all backends.
+    pub fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
+        self.iter().flat_map(|backend| backend.check_host(host)).collect()
+    }
+
+    /// Returns the first backend's recommendation for a PCI device.
+    pub fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
+        self.iter().find_map(|backend| backend.recommend(device))
+    }
+}
+
+/// Joins alternatives: `a, b or c`.
+fn any_of(items: &[impl AsRef<str>]) -> String {
+    let items: Vec<_> = items.iter().map(AsRef::as_ref).collect();
+    match &items[..] {
+        [] => String::new(),
+        [one] => (*one).to_owned(),
+        [all @ .., last] => format!("{} or {last}", all.join(", ")),
+    }
+}

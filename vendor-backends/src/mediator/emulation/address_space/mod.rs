@@ -1,0 +1,178 @@
+//! A vGPU's GPU virtual address space: 40 bits, page tables of 4 KiB and 2 MiB pages, and the
+//! memory behind them.
+//!
+//! Control requests write the page tables and the engine reads them, both under the vGPU's lock.
+//!
+//! * [`memory`]: video memory and imports
+//! * `page_table`: page tables
+//! * `access`: loads, stores and copies
+
+mod access;
+pub mod memory;
+mod page_table;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use mdev_core::abi::mailbox::{VA_END, VA_START};
+use mdev_core::ids::{GpuVa, MemoryId};
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+
+use self::memory::{Memories, Memory, Slot};
+use self::page_table::{LARGE, PageTables, Pte};
+use crate::mediator::fault::Fault;
+use crate::mediator::hardware::MemoryRange;
+use crate::mediator::wire::Refusal;
+use crate::mem::Mapping;
+
+/// Page tables that every vGPU may have in addition to those that its memory needs.
+const SPARE_TABLES: u64 = 1024;
+
+/// Fault of an access to an address that is not mapped, or not mapped for this access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MmuFault(pub u64);
+
+impl From<MmuFault> for Fault {
+    fn from(MmuFault(va): MmuFault) -> Self {
+        Self::mmu(va)
+    }
+}
+
+/// Kind of a memory access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// A read.
+    Read,
+    /// A write, or a read followed by a write.
+    Write,
+}
+
+/// An address space and the memory that it can map.
+#[derive(Debug)]
+pub struct AddressSpace {
+    tables: PageTables,
+    memories: Memories,
+}
+
+impl AddressSpace {
+    /// Creates an empty address space for a partition of video memory, if there is one.
+    pub fn new(vram: Option<Arc<Mapping>>, max_import_bytes: u64) -> Self {
+        let vram_bytes = vram.as_ref().map_or(0, |vram| vram.len());
+        let pages = vram_bytes.saturating_add(max_import_bytes) / LARGE;
+        Self {
+            tables: PageTables::new(pages.saturating_mul(2).saturating_add(SPARE_TABLES)),
+            memories: Memories::new(vram, max_import_bytes),
+        }
+    }
+
+    /// Returns the bytes of imported guest memory.
+    pub fn imported_bytes(&self) -> u64 {
+        self.memories.imported_bytes()
+    }
+
+    /// Returns the bytes that may still be imported.
+    pub fn import_room(&self) -> u64 {
+        self.memories.import_room()
+    }
+
+    /// Adds guest memory.
+    pub fn import(&mut self, memory: Memory) -> Result<MemoryId, Refusal> {
+        self.memories.import(memory)
+    }
+
+    /// Removes guest memory and all its mappings. The caller should drop the memory without holding
+    /// the vGPU's lock.
+    pub fn release(&mut self, id: MemoryId) -> Result<Memory, Refusal> {
+        let slot = Slot::try_from(id)?;
+        let memory = self.memories.remove(slot)?;
+        self.tables.unmap_slot(slot);
+        Ok(memory)
+    }
+
+    /// Returns the slot and mapping of imported memory.
+    pub fn memory(&self, id: MemoryId) -> Result<(Slot, &Arc<Mapping>), Refusal> {
+        self.mapping_of(Slot::try_from(id)?)
+    }
+
+    /// Returns the slot and mapping of video memory.
+    pub fn vram(&self) -> Result<(Slot, &Arc<Mapping>), Refusal> {
+        self.mapping_of(Slot::VRAM)
+    }
+
+    fn mapping_of(&self, slot: Slot) -> Result<(Slot, &Arc<Mapping>), Refusal> {
+        let memory = self.memories.get(slot).ok_or(Refusal::NoMemory)?;
+        Ok((slot, &memory.mapping))
+    }
+
+    /// Maps `len` bytes of a memory from `offset` at `va`. An error changes nothing.
+    pub fn map(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        slot: Slot,
+        offset: u64,
+        writable: bool,
+    ) -> Result<(), Refusal> {
+        let range = check_range(va, len)?;
+        let memory = self.memories.get(slot).ok_or(Refusal::NoMemory)?;
+        if !is_aligned(offset, PAGE_SIZE) {
+            return Err(Refusal::Alignment);
+        }
+        if offset.checked_add(len).is_none_or(|end| end > memory.mapping.len()) {
+            return Err(Refusal::Backing);
+        }
+        if writable && !memory.mapping.writable() {
+            return Err(Refusal::ReadOnly);
+        }
+        if let Some(mapped) = self.tables.first_mapped(range.clone()) {
+            return Err(Refusal::Overlap(GpuVa(mapped)));
+        }
+        self.tables.map(range, Pte::new(slot, offset, writable))
+    }
+
+    /// Unmaps a range. An error, such as a page that is not mapped, changes nothing.
+    pub fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), Refusal> {
+        self.tables.unmap(check_range(va, len)?)
+    }
+
+    /// Unmaps all pages.
+    pub fn unmap_all(&mut self) {
+        self.tables.unmap_all();
+    }
+
+    /// Returns true if a guest has truncated a file of imported memory.
+    pub fn poisoned(&self) -> bool {
+        self.memories.poisoned()
+    }
+
+    /// Translates an address. Returns as much of `len` bytes as is contiguous in one memory.
+    pub fn resolve(&self, va: u64, len: u64, access: Access) -> Result<MemoryRange<'_>, MmuFault> {
+        let (first, mut covered) = self.tables.translate(va, access).ok_or(MmuFault(va))?;
+        let start = first.offset() + va % PAGE_SIZE;
+        while covered < len {
+            match self.tables.translate(va + covered, access) {
+                Some((next, more))
+                    if next.slot() == first.slot() && next.offset() == start + covered =>
+                {
+                    covered += more;
+                }
+                _ => break,
+            }
+        }
+        let memory = self.memories.get(first.slot()).ok_or(MmuFault(va))?;
+        let bus = memory.attachment.as_ref().map(|attached| attached.address + start);
+        Ok(MemoryRange { mapping: &memory.mapping, offset: start, len: covered.min(len), bus })
+    }
+}
+
+fn check_range(va: GpuVa, len: u64) -> Result<Range<u64>, Refusal> {
+    if len == 0 || !is_aligned(va.0, PAGE_SIZE) || !is_aligned(len, PAGE_SIZE) {
+        return Err(Refusal::Alignment);
+    }
+    match va.0.checked_add(len) {
+        Some(end) if va.0 >= VA_START && end <= VA_END => Ok(va.0..end),
+        _ => Err(Refusal::VaRange),
+    }
+}

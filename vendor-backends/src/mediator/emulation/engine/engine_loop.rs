@@ -1,0 +1,201 @@
+//! The loop of the engine thread: polls groups and runs the group that the runlist picks.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+
+use super::sleep::{SEMAPHORE_POLL_MIN_NS, SPIN_MIN_NS};
+use super::stolen_time::StolenTime;
+use super::vgpu_list::VgpuList;
+use crate::mediator::emulation::channel::Readiness;
+use crate::mediator::emulation::clock::now_ns;
+use crate::mediator::emulation::counters::Counters;
+use crate::mediator::emulation::runlist::{Entry, Runlist};
+use crate::mediator::emulation::vgpu::Vgpu;
+use crate::mediator::emulation::vgpu::run::PollResult;
+use crate::mediator::hardware::Pace;
+
+/// Time beyond its limit after which a run counts as a preemption timeout, and its channel is
+/// reset. Long, because a hypervisor below may take the core away in a way that looks like work.
+pub(super) const PREEMPTION_GRACE_NS: u64 = 2_000_000_000;
+/// Longest wait for a control request on a vGPU, on an engine with long runs.
+const REQUEST_WAIT_NS: u64 = 20_000_000;
+/// Interval between readings of stolen time.
+const STOLEN_TIME_INTERVAL_NS: u64 = 500_000;
+/// Runs of other groups that a group may have to wait for while its budget allows it to run.
+const MAX_WAIT_RUNS: u64 = 4;
+/// Shortest interval between polls of all groups.
+const POLL_NS: u64 = 20_000;
+/// Interval between polls of all groups while the running group has time left in its slice. The
+/// other groups have to wait for the end of the slice anyway.
+const POLL_IN_SLICE_NS: u64 = 1_000_000;
+
+/// Scheduling group of one vGPU.
+#[derive(Debug)]
+pub(super) struct Group {
+    pub vgpu: Arc<Vgpu>,
+    pub polled: PollResult,
+    /// Start of the time with work but without the engine.
+    pub waiting_since: Option<u64>,
+    /// Whether the gate or the budget causes the wait.
+    gated: bool,
+    /// Whether a wake-up arrived. The next doorbell then does not count as polled.
+    pub woken: bool,
+    /// Whether the worker is gone: no more wake-ups arrive.
+    pub closed: bool,
+}
+
+/// State of the engine thread.
+#[derive(Debug)]
+pub(super) struct EngineLoop {
+    pub vgpus: Arc<VgpuList>,
+    pub pace: Pace,
+    generation: u64,
+    pub groups: Vec<Group>,
+    pub runlist: Runlist,
+    /// Index of the group that ran last.
+    pub running: Option<usize>,
+    /// Time of the last poll of all groups.
+    pub last_poll_ns: u64,
+    pub idle_since: Option<u64>,
+    pub spin_ns: u64,
+    pub semaphore_poll_ns: u64,
+    pub stolen: StolenTime,
+    /// [`PREEMPTION_GRACE_NS`]; shorter in tests.
+    pub grace_ns: u64,
+}
+
+impl EngineLoop {
+    pub fn new(vgpus: Arc<VgpuList>, pace: Pace) -> Self {
+        Self {
+            vgpus,
+            pace,
+            generation: 0,
+            groups: Vec::new(),
+            runlist: Runlist::default(),
+            running: None,
+            last_poll_ns: 0,
+            idle_since: None,
+            spin_ns: SPIN_MIN_NS,
+            semaphore_poll_ns: SEMAPHORE_POLL_MIN_NS,
+            stolen: StolenTime::new(pace.on_cpu),
+            grace_ns: PREEMPTION_GRACE_NS,
+        }
+    }
+
+    /// Runs until the list is stopped.
+    pub fn run(&mut self) {
+        while !self.vgpus.stopped() {
+            self.refresh();
+            let now = now_ns();
+            let since_poll = now - self.last_poll_ns;
+            match self.running.filter(|index| since_poll < self.poll_interval_ns(*index)) {
+                Some(index) => self.poll_running(index, now),
+                None => self.poll_all(now),
+            }
+            match self.runlist.pick(self.stolen.available_ns(now)) {
+                Some((index, budget)) => self.run_group(index, budget),
+                // Only the running group was polled: poll all groups before going idle.
+                None if self.last_poll_ns != now => self.last_poll_ns = 0,
+                None => self.idle(now),
+            }
+        }
+    }
+
+    /// Returns the interval between polls of all groups while group `index` runs.
+    fn poll_interval_ns(&mut self, index: usize) -> u64 {
+        if self.runlist.entry(index).in_slice() { POLL_IN_SLICE_NS } else { POLL_NS }
+    }
+
+    /// Applies changes of the list of vGPUs.
+    pub fn refresh(&mut self) {
+        let generation = self.vgpus.generation();
+        if generation == self.generation {
+            return;
+        }
+        self.generation = generation;
+        let vgpus = self.vgpus.list();
+        for index in (0..self.groups.len()).rev() {
+            let group = &self.groups[index];
+            if !vgpus.iter().any(|vgpu| Arc::ptr_eq(vgpu, &group.vgpu)) {
+                self.groups.remove(index);
+                self.runlist.remove(index);
+            }
+        }
+        for vgpu in vgpus {
+            if !self.groups.iter().any(|group| Arc::ptr_eq(&group.vgpu, &vgpu)) {
+                self.runlist.push(Entry::new(vgpu.slice_ns()));
+                self.groups.push(Group {
+                    vgpu,
+                    polled: PollResult::Busy,
+                    waiting_since: None,
+                    gated: false,
+                    woken: false,
+                    closed: false,
+                });
+            }
+        }
+        self.running = None;
+        self.last_poll_ns = 0;
+    }
+
+    /// Polls all groups.
+    pub fn poll_all(&mut self, now: u64) {
+        for index in 0..self.groups.len() {
+            self.poll_group(index, now);
+        }
+        self.last_poll_ns = now;
+        if now - self.stolen.last_reading_ns() > STOLEN_TIME_INTERVAL_NS {
+            self.stolen.read(now);
+        }
+    }
+
+    /// Polls the group that ran last. Polls all groups if that group has no more work.
+    fn poll_running(&mut self, index: usize, now: u64) {
+        self.poll_group(index, now);
+        if !self.runlist.entry(index).ready && now - self.last_poll_ns >= POLL_NS {
+            self.poll_all(now);
+        }
+    }
+
+    /// Polls one group. Updates its waiting times and its runlist entry.
+    fn poll_group(&mut self, index: usize, now: u64) {
+        let group = &mut self.groups[index];
+        group.polled = group.vgpu.poll(now, group.woken);
+        // Control requests are short. Where runs are long, a group should not miss one because of a
+        // request.
+        let until = now + if self.pace.on_cpu { 0 } else { REQUEST_WAIT_NS };
+        while group.polled == PollResult::Busy && now_ns() < until {
+            thread::yield_now();
+            group.polled = group.vgpu.poll(now, group.woken);
+        }
+        let has_work = match group.polled {
+            PollResult::Busy => group.waiting_since.is_some(),
+            PollResult::Polled(readiness) => readiness == Readiness::Ready,
+        };
+        if has_work {
+            group.woken = false;
+        }
+        let counters = group.vgpu.counters();
+        counters.runnable.store(has_work, Ordering::Relaxed);
+        if let Some(since) = group.waiting_since {
+            let waited = now.saturating_sub(since);
+            Counters::add(&counters.wait_ns, waited);
+            if group.gated {
+                Counters::add(&counters.gated_ns, waited);
+            }
+        }
+        group.waiting_since = has_work.then_some(now);
+        let gate_open = group.vgpu.gate_open();
+        let entry = self.runlist.entry(index);
+        let gated = has_work && (!gate_open || entry.capped());
+        if gated && !group.gated {
+            Counters::add(&counters.gate_closings, 1);
+        }
+        group.gated = gated;
+        entry.slice_ns = group.vgpu.slice_ns();
+        let wait_ns = MAX_WAIT_RUNS * self.pace.preemption_latency_ns;
+        entry.set_budget(group.vgpu.budget(), self.stolen.available_ns(now), wait_ns);
+        entry.ready = has_work && group.polled != PollResult::Busy && gate_open;
+    }
+}

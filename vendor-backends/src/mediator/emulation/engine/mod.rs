@@ -1,0 +1,68 @@
+//! The engine: one thread that runs the work of all vGPUs in the order of the runlist.
+//!
+//! The thread polls the rings of all channels while there is work, and for a short time after that.
+//! Before it sleeps, it tells the guests so (`NEED_WAKEUP`) and polls once more. From then on a
+//! doorbell must come with a wake-up.
+//!
+//! * [`vgpu_list`], [`waker`]: shared with the control threads
+//! * `engine_loop`: polling, and the choice of the next group
+//! * `run_group`: one run of a group and its accounting
+//! * `sleep`: spinning and sleeping without work
+//! * `stolen_time`: time that the host took from the engine
+
+mod engine_loop;
+mod run_group;
+mod sleep;
+mod stolen_time;
+pub mod vgpu_list;
+pub mod waker;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use self::engine_loop::EngineLoop;
+use self::vgpu_list::VgpuList;
+use crate::mediator::hardware::Pace;
+
+/// Handle of the running engine thread. Dropping it ends the thread.
+#[derive(Debug)]
+pub struct Engine {
+    vgpus: Arc<VgpuList>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Engine {
+    /// Starts the thread.
+    pub fn start(vgpus: Arc<VgpuList>, pace: Pace) -> io::Result<Self> {
+        let mut engine = EngineLoop::new(Arc::clone(&vgpus), pace);
+        let thread = thread::Builder::new().name("gpu-engine".into()).spawn(move || {
+            // The process must not survive its engine: guests would hang instead of losing the
+            // device.
+            let guard = AbortOnPanic;
+            engine.run();
+            std::mem::forget(guard);
+        })?;
+        Ok(Self { vgpus, thread: Some(thread) })
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.vgpus.stop();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        std::process::abort();
+    }
+}

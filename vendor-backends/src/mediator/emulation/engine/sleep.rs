@@ -1,0 +1,121 @@
+//! The engine without work: spinning, then sleeping.
+
+use std::hint;
+use std::os::fd::AsFd;
+use std::sync::atomic::{Ordering, fence};
+use std::thread;
+
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+
+use super::engine_loop::EngineLoop;
+use crate::mediator::emulation::channel::Readiness;
+use crate::mediator::emulation::clock::now_ns;
+use crate::mediator::emulation::vgpu::run::PollResult;
+
+/// Tolerated delay of a wake-up. A longer delay counts as stolen time.
+const LATE_NS: u64 = 200_000;
+/// Bounds of the adaptive time for which the engine polls for new work before it sleeps.
+pub(super) const SPIN_MIN_NS: u64 = 50_000;
+const SPIN_MAX_NS: u64 = 500_000;
+/// Time of the spin during which the thread does not yield its core.
+const SPIN_WITHOUT_YIELD_NS: u64 = 30_000;
+/// A sleep shorter than this should have been a spin.
+const SHORT_SLEEP_NS: u64 = 1_000_000;
+/// Bounds of the adaptive interval between polls of semaphores that a CPU may release without a
+/// wake-up.
+pub(super) const SEMAPHORE_POLL_MIN_NS: u64 = 50_000;
+const SEMAPHORE_POLL_MAX_NS: u64 = 4_000_000;
+/// Longest sleep with a timeout.
+const MAX_SLEEP_NS: u64 = 500_000_000;
+
+impl EngineLoop {
+    /// Spins for a while, then sleeps.
+    pub fn idle(&mut self, now: u64) {
+        self.running = None;
+        if self.groups.iter().any(|group| group.polled == PollResult::Busy) {
+            thread::yield_now();
+            return;
+        }
+        let idle = now - *self.idle_since.get_or_insert(now);
+        if idle < self.spin_ns {
+            if idle < SPIN_WITHOUT_YIELD_NS {
+                hint::spin_loop();
+            } else {
+                thread::yield_now();
+            }
+            return;
+        }
+        self.sleep();
+    }
+
+    /// Announces the sleep to the guests and sleeps, unless a poll finds work.
+    fn sleep(&mut self) {
+        let announced = self.groups.iter().all(|group| group.vgpu.announce_sleep(true));
+        // The guest writes GP_PUT, fences and reads NEED_WAKEUP. The engine writes NEED_WAKEUP,
+        // fences and reads GP_PUT.
+        fence(Ordering::SeqCst);
+        let now = now_ns();
+        self.poll_all(now);
+        let time = self.stolen.available_ns(now);
+        let quiet = self.groups.iter().all(|group| group.polled != PollResult::Busy)
+            && self.runlist.pick(time).is_none();
+        if announced && quiet {
+            let opens = self.runlist.next_ns().map(|next| next.saturating_sub(time));
+            let (woken, timeout) = self.wait(opens);
+            let awake = now_ns();
+            let late = timeout.filter(|_| !woken).map_or(0, |ns| (awake - now).saturating_sub(ns));
+            self.stolen.read_after_sleep(awake, if late > LATE_NS { late } else { 0 });
+            // A timeout, such as polling a semaphore again, must not restart the spinning.
+            self.idle_since = (!woken).then_some(0);
+            if woken && awake - now < SHORT_SLEEP_NS {
+                self.spin_ns = (self.spin_ns * 2).min(SPIN_MAX_NS);
+            } else if woken {
+                self.spin_ns = (self.spin_ns / 2).max(SPIN_MIN_NS);
+            }
+        } else {
+            self.idle_since = None;
+        }
+        // A vGPU that is locked now is updated after the next sleep. Until then its guest sends
+        // unnecessary wake-ups.
+        for group in &self.groups {
+            group.vgpu.announce_sleep(false);
+        }
+        self.last_poll_ns = 0;
+    }
+
+    /// Sleeps until a wake-up or a timeout. Returns whether a wake-up arrived, and the timeout.
+    ///
+    /// `opens_ns` is the time until a budget allows a group to run again.
+    fn wait(&mut self, opens_ns: Option<u64>) -> (bool, Option<u64>) {
+        let waiting = PollResult::Polled(Readiness::Waiting);
+        let poll_semaphores = self.groups.iter().any(|group| group.polled == waiting);
+        let timeout_ns =
+            poll_semaphores.then_some(self.semaphore_poll_ns).into_iter().chain(opens_ns).min();
+        let timeout_ns = timeout_ns.map(|ns| ns.min(MAX_SLEEP_NS));
+        let timeout = timeout_ns.map(|ns| TimeSpec::new(0, ns.cast_signed()));
+        if poll_semaphores {
+            self.semaphore_poll_ns = (self.semaphore_poll_ns * 2).min(SEMAPHORE_POLL_MAX_NS);
+        }
+        let listening: Vec<usize> =
+            (0..self.groups.len()).filter(|index| !self.groups[*index].closed).collect();
+        let mut fds = vec![PollFd::new(self.vgpus.waker().as_fd(), PollFlags::POLLIN)];
+        fds.extend(listening.iter().map(|index| {
+            PollFd::new(self.groups[*index].vgpu.wakeups().as_fd(), PollFlags::POLLIN)
+        }));
+        let woken = ppoll(&mut fds, timeout, None) != Ok(0);
+        let ready: Vec<bool> = fds.iter().map(|fd| fd.any() == Some(true)).collect();
+        drop(fds);
+        self.vgpus.waker().clear();
+        for (index, _) in listening.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            let group = &mut self.groups[*index];
+            let taken = group.vgpu.wakeups().take();
+            group.woken |= taken.woken;
+            group.closed |= taken.closed;
+            if group.woken {
+                group.vgpu.counters().wakeups.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        (woken, timeout_ns)
+    }
+}

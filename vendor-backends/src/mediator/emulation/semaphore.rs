@@ -1,0 +1,72 @@
+//! Semaphores: releases and acquires.
+
+use mdev_core::abi::host::sem;
+
+use super::address_space::{AddressSpace, MmuFault};
+use super::context::Progress;
+use crate::mediator::fault::Fault;
+
+/// Payload of a semaphore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// 32 bits.
+    Word(u32),
+    /// 64 bits.
+    Double(u64),
+}
+
+/// Releases a semaphore. The payload is written after the timestamp and after all earlier writes.
+pub fn release(
+    space: &AddressSpace,
+    va: u64,
+    payload: Payload,
+    timestamp: Option<u64>,
+) -> Result<(), MmuFault> {
+    if let Some(now) = timestamp {
+        space.store_u64(va.wrapping_add(8), now)?;
+    }
+    match payload {
+        Payload::Word(word) => space.store_u32(va, word),
+        Payload::Double(double) => space.store_u64(va, double),
+    }
+}
+
+/// A semaphore acquire. The channel yields the engine while it waits, with or without
+/// [`sem::ACQUIRE_SWITCH_TSG`].
+#[derive(Clone, Copy, Debug)]
+pub struct Acquire {
+    pub(super) va: u64,
+    pub(super) payload: Payload,
+    pub(super) operation: u32,
+}
+
+impl Acquire {
+    /// Returns whether the semaphore satisfies the acquire.
+    pub fn run(&self, space: &AddressSpace) -> Result<Progress, Fault> {
+        let satisfied = match self.payload {
+            Payload::Word(want) => {
+                let have = space.load_u32(self.va)?;
+                let ahead = have.wrapping_sub(want).cast_signed() >= 0;
+                self.compare(have.into(), want.into(), ahead, !(have | want) != 0)
+            }
+            Payload::Double(want) => {
+                let have = space.load_u64(self.va)?;
+                let ahead = have.wrapping_sub(want).cast_signed() >= 0;
+                self.compare(have, want, ahead, !(have | want) != 0)
+            }
+        };
+        Ok(if satisfied { Progress::Done } else { Progress::Blocked })
+    }
+
+    /// Compares values that are extended to 64 bits. The caller computes `ahead` and `nor`, which
+    /// depend on the width.
+    fn compare(&self, have: u64, want: u64, ahead: bool, nor: bool) -> bool {
+        match self.operation {
+            sem::ACQUIRE => have == want,
+            sem::ACQ_STRICT_GEQ => have >= want,
+            sem::ACQ_CIRC_GEQ => ahead,
+            sem::ACQ_AND => have & want != 0,
+            _ => nor,
+        }
+    }
+}

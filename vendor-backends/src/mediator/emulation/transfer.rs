@@ -1,0 +1,100 @@
+//! Transfers of the copy class: copies and fills, line by line, preemptible between chunks.
+
+use super::address_space::Access;
+use super::clock::now_ns;
+use super::context::{Context, Progress};
+use super::fill::Fill;
+use super::semaphore::{Payload, release};
+use crate::mediator::fault::Fault;
+use crate::mediator::hardware::Pace;
+use crate::mem::STREAMING_BYTES;
+
+/// Semaphore that a transfer releases at its end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Semaphore {
+    pub va: u64,
+    pub payload: u32,
+    pub timestamp: bool,
+}
+
+/// Kind of a transfer.
+#[derive(Debug)]
+pub(super) enum Work {
+    Copy,
+    Fill(Box<Fill>),
+}
+
+/// A launched transfer and its progress.
+#[derive(Debug)]
+pub struct Transfer {
+    pub(super) semaphore: Option<Semaphore>,
+    pub(super) interrupt: bool,
+    /// Source address of the current line.
+    pub(super) source: u64,
+    /// Target address of the current line.
+    pub(super) target: u64,
+    pub(super) pitch_in: u64,
+    pub(super) pitch_out: u64,
+    /// Length of a line in bytes.
+    pub(super) line_bytes: u64,
+    /// Remaining lines, including the current one.
+    pub(super) lines: u32,
+    /// Bytes done of the current line.
+    pub(super) done: u64,
+    pub(super) work: Work,
+}
+
+impl Transfer {
+    /// Runs until the transfer is complete or the run limit is reached.
+    pub fn run(&mut self, cx: Context<'_>) -> Result<Progress, Fault> {
+        let streaming = self.line_bytes.saturating_mul(u64::from(self.lines)) >= STREAMING_BYTES;
+        let Pace { chunk_bytes, range_cost, .. } = cx.hardware.pace();
+        let mut since_check = 0;
+        while self.lines > 0 {
+            if self.done == self.line_bytes {
+                self.source = self.source.wrapping_add(self.pitch_in);
+                self.target = self.target.wrapping_add(self.pitch_out);
+                self.done = 0;
+                self.lines -= 1;
+                continue;
+            }
+            if since_check >= chunk_bytes {
+                if cx.limit.reached() {
+                    return Ok(Progress::More);
+                }
+                since_check = 0;
+            }
+            let at_most = (self.line_bytes - self.done).min(chunk_bytes);
+            let target = self.target.wrapping_add(self.done);
+            let moved = match &self.work {
+                Work::Copy => {
+                    let source = self.source.wrapping_add(self.done);
+                    copy_range(cx, source, target, at_most, streaming)?
+                }
+                Work::Fill(fill) => fill.write_range(cx, target, self.done, at_most)?,
+            };
+            self.done += moved;
+            since_check += moved + range_cost;
+        }
+        if let Some(Semaphore { va, payload, timestamp }) = self.semaphore {
+            release(cx.space, va, Payload::Word(payload), timestamp.then(now_ns))?;
+        }
+        if self.interrupt {
+            cx.raise_interrupt();
+        }
+        Ok(Progress::Done)
+    }
+}
+
+fn copy_range(
+    cx: Context<'_>,
+    source: u64,
+    target: u64,
+    at_most: u64,
+    streaming: bool,
+) -> Result<u64, Fault> {
+    let from = cx.space.resolve(source, at_most, Access::Read)?;
+    let to = cx.space.resolve(target, from.len, Access::Write)?;
+    cx.hardware.copy(cx.vgpu, from, to, streaming)?;
+    Ok(to.len)
+}

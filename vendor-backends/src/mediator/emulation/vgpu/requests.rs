@@ -1,0 +1,192 @@
+//! Control requests of the manager and the worker.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use mdev_core::abi::{notifier, userd};
+use mdev_core::gpu::{Backing, ChannelHandle, ChannelSpec, ChannelStatus, Quotas};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::sched::Budget;
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+use nix::sys::statfs::{FsType, TMPFS_MAGIC, fstatfs};
+
+use super::{Vgpu, nanoseconds};
+use crate::mediator::emulation::address_space::memory::Memory;
+use crate::mediator::emulation::channel::{Channel, Userd};
+use crate::mediator::emulation::clock::now_ns;
+use crate::mediator::emulation::token_bucket::TokenBucket;
+use crate::mediator::fault::Fault;
+use crate::mediator::wire::Refusal;
+use crate::mem::Mapping;
+
+/// `HUGETLBFS_MAGIC`.
+const HUGETLBFS: FsType = FsType(0x9584_58f6);
+
+impl Vgpu {
+    /// Imports guest memory.
+    pub fn import(
+        &self,
+        fd: &OwnedFd,
+        offset: u64,
+        len: u64,
+        writable: bool,
+    ) -> Result<MemoryId, Refusal> {
+        if len == 0 || !is_aligned(offset, PAGE_SIZE) || !is_aligned(len, PAGE_SIZE) {
+            return Err(Refusal::Alignment);
+        }
+        // Only memory files: reading a page of a disk or FUSE file could block the engine.
+        let kind = fstatfs(fd).map_err(io::Error::from)?.filesystem_type();
+        if kind != TMPFS_MAGIC && kind != HUGETLBFS {
+            return Err(Refusal::Descriptor);
+        }
+        let size = nix::sys::stat::fstat(fd).map_err(io::Error::from)?.st_size.cast_unsigned();
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            return Err(Refusal::Backing);
+        }
+        self.lock()?.check_import(len)?;
+        let mapping = Mapping::new(fd.as_fd(), offset, len, writable)?;
+        // Without the lock, because pinning memory for a device is slow.
+        let attachment = self.hardware.attach(self.spec.vgpu, &mapping)?;
+        let mut state = self.lock()?;
+        state.check_import(len)?;
+        let id = state.space.import(Memory { attachment, mapping })?;
+        self.counters.imported_bytes.store(state.space.imported_bytes(), Ordering::Relaxed);
+        Ok(id)
+    }
+
+    /// Removes imported memory. Channels with their USERD in this memory fault.
+    pub fn release(&self, memory: MemoryId) -> Result<(), Refusal> {
+        let mut state = self.lock()?;
+        let released = state.space.release(memory)?;
+        self.counters.imported_bytes.store(state.space.imported_bytes(), Ordering::Relaxed);
+        let fault = Fault::mmu(0);
+        self.fail_channels(&mut state, fault, |channel| channel.uses_userd_in(memory));
+        drop(state);
+        // Without the lock, because unmapping gigabytes is slow.
+        drop(released);
+        Ok(())
+    }
+
+    /// Maps memory.
+    pub fn map(
+        &self,
+        va: GpuVa,
+        len: u64,
+        backing: Backing,
+        writable: bool,
+    ) -> Result<(), Refusal> {
+        let mut state = self.lock()?;
+        let (slot, offset) = match backing {
+            Backing::Vram { offset } => (state.space.vram()?.0, offset),
+            Backing::Guest { memory, offset } => (state.space.memory(memory)?.0, offset),
+        };
+        state.space.map(va, len, slot, offset, writable)
+    }
+
+    /// Unmaps memory.
+    pub fn unmap(&self, va: GpuVa, len: u64) -> Result<(), Refusal> {
+        self.lock()?.space.unmap(va, len)
+    }
+
+    /// Creates a channel.
+    pub fn create_channel(&self, spec: &ChannelSpec) -> Result<ChannelHandle, Refusal> {
+        spec.check(self.hardware.describe().capabilities)?;
+        let mut state = self.lock()?;
+        let max_channels = state.quotas.max_channels.unwrap_or(u32::MAX).min(self.max_channels);
+        if state.channels.len() as u64 >= u64::from(max_channels) {
+            return Err(Refusal::ChannelLimit);
+        }
+        let (mapping, offset, memory) = match spec.userd {
+            Backing::Vram { offset } => (state.space.vram()?.1, offset, None),
+            Backing::Guest { memory, offset } => {
+                (state.space.memory(memory)?.1, offset, Some(memory))
+            }
+        };
+        let inside = offset.checked_add(userd::BYTES).is_some_and(|end| end <= mapping.len());
+        if !inside || !mapping.writable() {
+            return Err(Refusal::Userd);
+        }
+        let userd = Userd { mapping: Arc::clone(mapping), offset, memory };
+        let id = state.allocate_channel_id();
+        let run_after_ns = state.fault_backoff.run_after_ns();
+        state.channels.insert(id, Channel::new(*spec, userd, run_after_ns));
+        self.counters.channels.store(state.channels.len() as u32, Ordering::Relaxed);
+        drop(state);
+        self.waker.wake();
+        Ok(ChannelHandle { id: ChannelId(id), token: Token(id) })
+    }
+
+    /// Destroys a channel.
+    pub fn destroy_channel(&self, id: ChannelId) -> Result<(), Refusal> {
+        let mut state = self.lock()?;
+        state.channels.remove(&id.0).ok_or(Refusal::NoChannel)?;
+        self.counters.channels.store(state.channels.len() as u32, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Returns the status of a channel.
+    pub fn query_channel(&self, id: ChannelId) -> Result<ChannelStatus, Refusal> {
+        self.lock()?.channels.get(&id.0).map(Channel::status).ok_or(Refusal::NoChannel)
+    }
+
+    /// Sets or clears the eventfd of an interrupt vector.
+    pub fn set_interrupt(&self, vector: u32, event: Option<OwnedFd>) -> Result<(), Refusal> {
+        self.interrupts.set_vector(vector, event)
+    }
+
+    /// Destroys all channels and mappings.
+    pub fn reset(&self) -> Result<(), Refusal> {
+        let mut state = self.lock()?;
+        let channels = std::mem::take(&mut state.channels);
+        state.space.unmap_all();
+        self.counters.channels.store(0, Ordering::Relaxed);
+        drop(state);
+        drop(channels);
+        Ok(())
+    }
+
+    /// Faults all channels.
+    pub fn reset_channels(&self) -> Result<(), Refusal> {
+        let mut state = self.lock()?;
+        let fault = Fault { code: notifier::RESET_CHANNEL, info: 0 };
+        self.fail_channels(&mut state, fault, |_| true);
+        Ok(())
+    }
+
+    /// Sets the time slice.
+    pub fn set_timeslice(&self, slice: Duration) {
+        self.slice_ns.store(nanoseconds(slice), Ordering::Relaxed);
+    }
+
+    /// Sets or removes the budget of engine time.
+    pub fn set_budget(&self, budget: Option<Budget>) {
+        *self.budget.lock().unwrap_or_else(PoisonError::into_inner) = budget;
+        self.waker.wake();
+    }
+
+    /// Sets the quotas.
+    pub fn set_quotas(&self, quotas: &Quotas) -> Result<(), Refusal> {
+        let mut state = self.lock()?;
+        if quotas.submissions_per_second != state.quotas.submissions_per_second {
+            let now = now_ns();
+            state.submissions =
+                quotas.submissions_per_second.map(|rate| TokenBucket::new(rate, now));
+        }
+        state.quotas = *quotas;
+        drop(state);
+        self.waker.wake();
+        Ok(())
+    }
+
+    /// Opens or closes the gate.
+    pub fn set_gate(&self, open: bool) {
+        if !open && self.gate_open() {
+            self.gate_closed_ns.store(now_ns(), Ordering::SeqCst);
+        }
+        self.gate_open.store(open, Ordering::SeqCst);
+        self.waker.wake();
+    }
+}

@@ -1,0 +1,177 @@
+//! Operations of the engine on a vGPU. None of them waits: a locked vGPU is skipped.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use mdev_core::abi::notifier;
+use mdev_core::gpu::Pending;
+use mdev_core::sched::Budget;
+
+use super::state::VgpuState;
+use super::{Vgpu, nanoseconds};
+use crate::mediator::emulation::channel::{Channel, Readiness};
+use crate::mediator::emulation::clock::now_ns;
+use crate::mediator::emulation::context::{Context, Progress};
+use crate::mediator::emulation::counters::Counters;
+use crate::mediator::emulation::engine_time::EngineTime;
+use crate::mediator::emulation::run_limit::RunLimit;
+use crate::mediator::emulation::wakeup::WakeupReceiver;
+use crate::mediator::fault::Fault;
+
+/// Result of polling a vGPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PollResult {
+    /// A control request holds the lock.
+    Busy,
+    /// Best readiness of all channels.
+    Polled(Readiness),
+}
+
+impl Vgpu {
+    /// Returns the time slice in nanoseconds.
+    pub fn slice_ns(&self) -> u64 {
+        self.slice_ns.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the gate is open.
+    pub fn gate_open(&self) -> bool {
+        self.gate_open.load(Ordering::SeqCst)
+    }
+
+    /// Returns the time at which the gate was closed, if it is closed.
+    pub fn gate_closed_ns(&self) -> Option<u64> {
+        (!self.gate_open()).then(|| self.gate_closed_ns.load(Ordering::SeqCst))
+    }
+
+    /// Returns the budget of engine time.
+    pub fn budget(&self) -> Option<Budget> {
+        *self.budget.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the counters.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Returns the receiver of wake-ups.
+    pub fn wakeups(&self) -> &WakeupReceiver {
+        &self.wakeups
+    }
+
+    /// Polls all channels for work. Counts new doorbells as polled, unless the vGPU was just woken.
+    pub fn poll(&self, now_ns: u64, woken: bool) -> PollResult {
+        let Some(mut state) = self.try_lock() else { return PollResult::Busy };
+        let may_submit = state.may_submit(now_ns);
+        let acquire_limit_ns = state.quotas.acquire_timeout.map_or(u64::MAX, nanoseconds);
+        let VgpuState { space, channels, .. } = &mut *state;
+        let mut best = Readiness::Idle;
+        let (mut doorbells, mut hung) = (0, 0);
+        for channel in channels.values_mut() {
+            doorbells += u64::from(channel.take_doorbell());
+            let mut readiness = channel.poll(now_ns, space, may_submit);
+            if channel.blocked_ns(now_ns) > acquire_limit_ns {
+                hung +=
+                    u64::from(channel.fail(Fault { code: notifier::SEMAPHORE_TIMEOUT, info: 0 }));
+                readiness = Readiness::Idle;
+            }
+            match readiness {
+                Readiness::Ready => best = Readiness::Ready,
+                Readiness::Waiting if best == Readiness::Idle => best = Readiness::Waiting,
+                Readiness::Waiting | Readiness::Idle => {}
+            }
+        }
+        if doorbells > 0 && !woken {
+            self.counters.polled_doorbells.fetch_add(doorbells, Ordering::Relaxed);
+        }
+        if hung > 0 {
+            Counters::add(&self.counters.hang_resets, hung);
+            Counters::add(&self.counters.faults, hung);
+            self.interrupts.raise(Pending::CHANNEL_ERROR, None);
+        }
+        PollResult::Polled(best)
+    }
+
+    /// Tells the guest whether doorbells need a wake-up. Returns false if the state is locked.
+    pub fn announce_sleep(&self, asleep: bool) -> bool {
+        let state = self.try_lock();
+        if let Some(state) = &state {
+            state.channels.values().for_each(|channel| channel.announce_sleep(asleep));
+        }
+        state.is_some()
+    }
+
+    /// Faults the channel that ran last, because it exceeded its run limit by `overrun_ns`.
+    pub fn fail_running(&self, overrun_ns: u64) {
+        let Some(mut state) = self.try_lock() else { return };
+        let last = state.last_run;
+        let fault = Fault { code: notifier::CTXSW_TIMEOUT, info: overrun_ns };
+        if state.channels.get_mut(&last).is_some_and(|channel| channel.fail(fault)) {
+            log::warn!(
+                "vGPU {}: channel {last} did not yield the engine: channel reset",
+                self.spec.vgpu
+            );
+            Counters::add(&self.counters.hang_resets, 1);
+            Counters::add(&self.counters.faults, 1);
+            state.fault_backoff.count(now_ns());
+            self.interrupts.raise(Pending::CHANNEL_ERROR, None);
+        }
+    }
+
+    /// Runs the next ready channel until `end_ns`. Returns the time by engine.
+    pub fn run(&self, now: u64, end_ns: u64) -> EngineTime {
+        let idle = EngineTime::new(now);
+        let Some(mut state) = self.try_lock() else { return idle };
+        let may_submit = state.may_submit(now);
+        let hang_limit_ns = state.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
+        let VgpuState { space, channels, last_run, submissions, .. } = &mut *state;
+        let ready = |id: &u32, channel: &mut Channel| {
+            (channel.poll(now, space, may_submit) == Readiness::Ready).then_some(*id)
+        };
+        let start = *last_run;
+        let after = channels.range_mut(start.wrapping_add(1)..).find_map(|(i, c)| ready(i, c));
+        let next = after.or_else(|| channels.iter_mut().find_map(|(id, c)| ready(id, c)));
+        let Some(id) = next else { return idle };
+        *last_run = id;
+        let Some(channel) = channels.get_mut(&id) else { return idle };
+        channel.begin(now);
+        let limit = RunLimit {
+            end_ns,
+            waiting_requests: &self.waiting_requests,
+            gate_open: &self.gate_open,
+        };
+        let cx = Context {
+            hardware: &*self.hardware,
+            vgpu: self.spec.vgpu,
+            space,
+            limit: &limit,
+            interrupts: &self.interrupts,
+            vector: channel.vector(),
+        };
+        let mut outcome = channel.run(cx, &self.counters, submissions);
+        if space.poisoned() {
+            outcome = Err(Fault::mmu(0));
+        }
+        let (ended, engine_time) = (now_ns(), channel.engine_time());
+        let preemption_latency_ns = self.hardware.pace().preemption_latency_ns;
+        // Time far beyond the limit is stolen by the host, or else a preemption timeout
+        // (`fail_running`).
+        let working =
+            channel.charge((ended - now).min(end_ns.saturating_sub(now) + preemption_latency_ns));
+        let hung = outcome == Ok(Progress::More) && working > hang_limit_ns;
+        if hung {
+            Counters::add(&self.counters.hang_resets, 1);
+            outcome = Err(Fault { code: notifier::IDLE_TIMEOUT, info: working });
+        }
+        match outcome {
+            Ok(Progress::Done | Progress::More | Progress::Blocked) => {}
+            Err(fault) => {
+                log::debug!("vGPU {}: channel {id} faulted: {fault:?}", self.spec.vgpu);
+                channel.fail(fault);
+                self.counters.faults.fetch_add(1, Ordering::Relaxed);
+                state.fault_backoff.count(ended);
+                self.interrupts.raise(Pending::CHANNEL_ERROR, None);
+            }
+        }
+        engine_time
+    }
+}

@@ -1,0 +1,214 @@
+//! Server in a GPU process: answers the manager and the workers.
+//!
+//! The caller's thread serves the admin socket. Each vGPU has a thread for its worker's connection,
+//! so that a request of one worker does not delay other workers. When a worker's connection closes,
+//! all resources of its vGPU are freed.
+
+mod clients;
+mod packet;
+mod worker_connection;
+
+use std::io;
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::{ClientSpec, Quotas};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use self::clients::Clients;
+use self::packet::{Received, receive, send};
+use self::worker_connection::WorkerConnection;
+use super::emulation::EmulatedGpu;
+use super::hardware::Hardware;
+use super::wire::{self, AdminReply, AdminRequest, Refusal};
+use crate::seqpacket::{SeqPacket, SeqPacketListener};
+
+/// Maximum number of admin connections: an old manager, a new manager, and tools.
+const MAX_ADMINS: usize = 8;
+/// Interval between checks of the grace time.
+const TICK_MS: u16 = 500;
+/// Delay after an accept error, to avoid a busy loop.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Allowed time slices.
+const SLICES: RangeInclusive<Duration> = Duration::from_micros(100)..=Duration::from_secs(1);
+/// Allowed hang limits.
+const QUOTA_TIMEOUTS: RangeInclusive<Duration> = Quotas::SHORTEST_TIMEOUT..=Quotas::LONGEST_TIMEOUT;
+
+/// Serves until there has been neither a manager nor a vGPU for `grace`.
+pub fn run(
+    hardware: Arc<dyn Hardware>,
+    grace: Duration,
+    admin: &SeqPacketListener,
+) -> io::Result<()> {
+    let mut server = Server {
+        gpu: Arc::new(EmulatedGpu::new(hardware)?),
+        clients: Clients::default(),
+        admins: Vec::new(),
+    };
+    let mut unused_since = None;
+    loop {
+        server.serve(admin)?;
+        let unused = server.admins.is_empty() && server.clients.are_none();
+        unused_since = unused.then(|| unused_since.unwrap_or_else(Instant::now));
+        if unused_since.is_some_and(|since: Instant| since.elapsed() >= grace) {
+            let name = &server.gpu.describe().parent;
+            log::info!("{name}: no manager and no vGPU: the GPU process ends");
+            return Ok(());
+        }
+    }
+}
+
+struct Server {
+    gpu: Arc<EmulatedGpu>,
+    /// Connections of workers.
+    clients: Clients,
+    admins: Vec<Admin>,
+}
+
+/// An admin connection.
+struct Admin {
+    socket: SeqPacket,
+    /// Negotiated protocol version.
+    version: u32,
+}
+
+impl Server {
+    /// Waits for admin requests for at most [`TICK_MS`] and answers them.
+    fn serve(&mut self, listener: &SeqPacketListener) -> io::Result<()> {
+        let mut fds = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+        fds.extend(
+            self.admins.iter().map(|admin| PollFd::new(admin.socket.as_fd(), PollFlags::POLLIN)),
+        );
+        match poll(&mut fds, PollTimeout::from(TICK_MS)) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| fd.any() == Some(true)).collect();
+        drop(fds);
+        let mut answered = ready[1..].iter();
+        let admins = std::mem::take(&mut self.admins);
+        for mut admin in admins {
+            if answered.next() != Some(&true) || self.answer(&mut admin) {
+                self.admins.push(admin);
+            }
+        }
+        if ready[0] {
+            match listener.accept() {
+                Ok(socket) if self.admins.len() < MAX_ADMINS => {
+                    self.admins.push(Admin { socket, version: wire::VERSION });
+                }
+                Ok(_) => log::warn!(
+                    "Refused a connection to the admin socket: limit of {MAX_ADMINS} reached"
+                ),
+                // The peer has given up, or file descriptors are short. Neither may end the GPU.
+                Err(error) => {
+                    log::warn!("Cannot accept a connection on the admin socket: {error}");
+                    thread::sleep(ACCEPT_RETRY_DELAY);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers one request. Returns false at the end of the connection.
+    fn answer(&self, admin: &mut Admin) -> bool {
+        let socket = &admin.socket;
+        let (request, _fds) = match receive(socket, true) {
+            Received::Request(request, fds) => (request, fds),
+            Received::Nothing => return true,
+            Received::Malformed => {
+                return send(socket, &AdminReply::Refused(Refusal::Message), &[]);
+            }
+            Received::End => return false,
+        };
+        if let AdminRequest::Hello { version } = request {
+            admin.version = wire::agreed(version);
+            let gpu = self.gpu.describe().clone();
+            return send(socket, &AdminReply::Hello { version: admin.version, gpu }, &[]);
+        }
+        match self.handle(request) {
+            Ok((reply, None)) => send(socket, &reply, &[]),
+            Ok((reply, Some(fd))) => send(socket, &reply, &[fd.as_fd()]),
+            Err(refusal) => {
+                let refusal = refusal.to_version(admin.version);
+                send(socket, &AdminReply::Refused(refusal), &[])
+            }
+        }
+    }
+
+    fn handle(&self, request: AdminRequest) -> Result<(AdminReply, Option<OwnedFd>), Refusal> {
+        match request {
+            AdminRequest::Hello { .. } => return Err(Refusal::Message),
+            AdminRequest::Admit(spec) => {
+                return Ok((AdminReply::Admitted, Some(self.admit(&spec)?)));
+            }
+            AdminRequest::Evict(id) => {
+                self.gpu.evict(&self.gpu.find(id)?);
+                self.clients.hang_up(id);
+            }
+            AdminRequest::Forget(id) => self.gpu.hardware().forget(id),
+            AdminRequest::SetTimeslice(id, slice) => {
+                if !SLICES.contains(&slice) {
+                    return Err(Refusal::Timeslice);
+                }
+                self.gpu.find(id)?.set_timeslice(slice);
+            }
+            AdminRequest::SetBudget(id, budget) => {
+                if budget.is_some_and(|budget| !budget.is_valid()) {
+                    return Err(Refusal::Budget);
+                }
+                self.gpu.find(id)?.set_budget(budget);
+            }
+            AdminRequest::SetQuotas(id, quotas) => {
+                let times = [quotas.hang_timeout, quotas.acquire_timeout];
+                if !times.iter().flatten().all(|time| QUOTA_TIMEOUTS.contains(time)) {
+                    return Err(Refusal::Quotas);
+                }
+                self.gpu.find(id)?.set_quotas(&quotas)?;
+            }
+            AdminRequest::SetGate(id, open) => self.gpu.find(id)?.set_gate(open),
+            AdminRequest::Reset(id) => self.gpu.find(id)?.reset_channels()?,
+            AdminRequest::Usage => return Ok((AdminReply::Usage(self.gpu.usage()), None)),
+            AdminRequest::Focus(id) => {
+                let took = self.gpu.hardware().focus(id)?;
+                return Ok((AdminReply::Focused(took), None));
+            }
+            AdminRequest::Rotate(every) => self.gpu.hardware().rotate(every)?,
+            AdminRequest::Screen => {
+                return Ok((AdminReply::Screen(self.gpu.hardware().screen()?), None));
+            }
+        }
+        Ok((AdminReply::Done, None))
+    }
+
+    /// Admits a vGPU and starts the thread that serves its worker.
+    fn admit(&self, spec: &ClientSpec) -> Result<OwnedFd, Refusal> {
+        // The thread of a worker that has just died may not have noticed yet.
+        if self.clients.has_hung_up(spec.vgpu)
+            && let Ok(vgpu) = self.gpu.find(spec.vgpu)
+        {
+            self.gpu.evict(&vgpu);
+        }
+        let (vgpu, fds) = self.gpu.admit(spec)?;
+        let started = SeqPacket::pair().and_then(|(ours, theirs)| {
+            let connection = WorkerConnection {
+                gpu: Arc::clone(&self.gpu),
+                vgpu: Arc::clone(&vgpu),
+                fds,
+                _entry: self.clients.add(&vgpu, &ours)?,
+                socket: ours,
+            };
+            let name = "gpu-client".into();
+            let builder = thread::Builder::new().name(name).stack_size(256 << 10);
+            builder.spawn(move || connection.serve())?;
+            Ok(theirs.into())
+        });
+        started.map_err(|error| {
+            self.gpu.evict(&vgpu);
+            Refusal::from(error)
+        })
+    }
+}

@@ -1,0 +1,103 @@
+//! One worker's connection.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use mdev_core::gpu::GpuDescription;
+
+use super::clients::ClientEntry;
+use super::packet::{Received, receive, send};
+use crate::mediator::emulation::EmulatedGpu;
+use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
+use crate::mediator::wire::{self, ClientReply, ClientRequest, Refusal};
+use crate::seqpacket::SeqPacket;
+
+/// A worker's connection.
+pub(super) struct WorkerConnection {
+    pub gpu: Arc<EmulatedGpu>,
+    pub vgpu: Arc<Vgpu>,
+    pub socket: SeqPacket,
+    pub fds: WorkerFds,
+    pub _entry: ClientEntry,
+}
+
+impl WorkerConnection {
+    /// Serves until the connection ends, then evicts the vGPU.
+    pub fn serve(self) {
+        let mut greeted = false;
+        while self.answer(&mut greeted) {}
+        log::debug!("vGPU {}: worker disconnected", self.vgpu.id());
+    }
+
+    /// Answers one request. Returns false at the end of the connection.
+    fn answer(&self, greeted: &mut bool) -> bool {
+        let (request, fds) = match receive(&self.socket, false) {
+            Received::Request(request, fds) => (request, fds),
+            Received::Nothing => return true,
+            Received::Malformed => {
+                return send(&self.socket, &ClientReply::Refused(Refusal::Message), &[]);
+            }
+            Received::End => return false,
+        };
+        if let ClientRequest::Hello { version } = request {
+            *greeted = true;
+            return self.hello(wire::agreed(version));
+        }
+        let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
+        send(&self.socket, &reply.unwrap_or_else(ClientReply::Refused), &[])
+    }
+
+    fn hello(&self, version: u32) -> bool {
+        let gpu: GpuDescription = self.gpu.describe().clone();
+        let WorkerFds { vram, doorbell, status, event, wakeups } = &self.fds;
+        let reply = ClientReply::Hello {
+            version,
+            gpu,
+            spec: self.vgpu.spec().clone(),
+            vram_offset: vram.as_ref().map(|(_, offset)| *offset),
+        };
+        let shared = [doorbell, status, event, &wakeups.socket, &wakeups.event];
+        let fds: [BorrowedFd<'_>; wire::HELLO_FDS] = shared.map(AsFd::as_fd);
+        let mut fds = fds.to_vec();
+        fds.extend(vram.as_ref().map(|(file, _)| file.as_fd()));
+        send(&self.socket, &reply, &fds)
+    }
+
+    fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
+        let vgpu = &self.vgpu;
+        let mut fds = fds.into_iter();
+        match *request {
+            ClientRequest::Hello { .. } => return Err(Refusal::Message),
+            ClientRequest::Import { offset, len, writable } => {
+                let fd = fds.next().ok_or(Refusal::Descriptor)?;
+                return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));
+            }
+            ClientRequest::Release(memory) => vgpu.release(memory)?,
+            ClientRequest::Map { va, len, backing, writable } => {
+                vgpu.map(va, len, backing, writable)?;
+            }
+            ClientRequest::Unmap { va, len } => vgpu.unmap(va, len)?,
+            ClientRequest::CreateChannel(ref spec) => {
+                return Ok(ClientReply::Created(vgpu.create_channel(spec)?));
+            }
+            ClientRequest::DestroyChannel(id) => vgpu.destroy_channel(id)?,
+            ClientRequest::QueryChannel(id) => {
+                return Ok(ClientReply::Status(vgpu.query_channel(id)?));
+            }
+            ClientRequest::SetInterrupt(vector) => vgpu.set_interrupt(vector, fds.next())?,
+            ClientRequest::Reset => vgpu.reset()?,
+            ClientRequest::Usage => return Ok(ClientReply::Usage(vgpu.usage())),
+            ClientRequest::SetScanout(ref scanout) => {
+                self.gpu.hardware().set_scanout(vgpu.id(), scanout)?;
+            }
+            ClientRequest::Scrub => self.gpu.hardware().scrub(vgpu.id())?,
+        }
+        Ok(ClientReply::Done)
+    }
+}
+
+impl Drop for WorkerConnection {
+    fn drop(&mut self) {
+        self.gpu.evict(&self.vgpu);
+    }
+}

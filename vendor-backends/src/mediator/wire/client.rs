@@ -1,0 +1,101 @@
+//! Messages between a worker and a GPU process.
+
+use mdev_core::device::Scanout;
+use mdev_core::gpu::{
+    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, Usage,
+};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId};
+use serde::{Deserialize, Serialize};
+
+use super::Refusal;
+#[cfg(doc)]
+use super::{VERSION, agreed};
+
+/// Requests of a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ClientRequest {
+    /// Must be sent first. Reply: [`ClientReply::Hello`].
+    Hello {
+        /// [`VERSION`].
+        version: u32,
+    },
+    /// Imports the attached file. Reply: [`ClientReply::Imported`].
+    Import {
+        /// Byte offset in the file.
+        offset: u64,
+        /// Length in bytes.
+        len: u64,
+        /// Whether the memory may be written.
+        writable: bool,
+    },
+    /// Removes an import.
+    Release(MemoryId),
+    /// Maps memory.
+    Map {
+        /// GPU virtual address.
+        va: GpuVa,
+        /// Length in bytes.
+        len: u64,
+        /// Memory to map.
+        backing: Backing,
+        /// Whether the mapping may be written.
+        writable: bool,
+    },
+    /// Unmaps memory.
+    Unmap {
+        /// GPU virtual address.
+        va: GpuVa,
+        /// Length in bytes.
+        len: u64,
+    },
+    /// Creates a channel. Reply: [`ClientReply::Created`].
+    CreateChannel(ChannelSpec),
+    /// Destroys a channel.
+    DestroyChannel(ChannelId),
+    /// Reads the status of a channel. Reply: [`ClientReply::Status`].
+    QueryChannel(ChannelId),
+    /// Sets the eventfd of an interrupt vector to the attached eventfd, or clears it.
+    SetInterrupt(u32),
+    /// Destroys all channels and mappings.
+    Reset,
+    /// Reads the vGPU's counters. Reply: [`ClientReply::Usage`].
+    Usage,
+    /// Reports a change of the guest's display registers.
+    SetScanout(Scanout),
+    /// Fills the partition with zeros.
+    Scrub,
+}
+
+/// Replies to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ClientReply {
+    /// Reply to `Hello`. Attached, in this order: the doorbell page, the status page, the eventfd
+    /// that signals a change of the status page, the socket on which any packet wakes the engine,
+    /// the eventfd that wakes the engine, and the file of the video memory partition, if there is
+    /// one.
+    Hello {
+        /// Negotiated version, as [`agreed`] returns it.
+        version: u32,
+        /// Description of the GPU.
+        gpu: GpuDescription,
+        /// Granted specification.
+        spec: ClientSpec,
+        /// Offset of the partition in its file, if there is one.
+        vram_offset: Option<u64>,
+    },
+    /// Success without data.
+    Done,
+    /// Id of the import.
+    Imported(MemoryId),
+    /// Handle of the channel.
+    Created(ChannelHandle),
+    /// Status of the channel.
+    Status(ChannelStatus),
+    /// Counters of the vGPU.
+    Usage(Usage),
+    /// The request was refused.
+    Refused(Refusal),
+}
+
+/// File descriptors of [`ClientReply::Hello`] without the partition's file.
+pub const HELLO_FDS: usize = 5;

@@ -1,0 +1,47 @@
+//! Protocol between a GPU process, the manager and the workers: postcard in SOCK_SEQPACKET packets.
+//!
+//! A connection carries alternating requests and replies, and begins with a hello. Both ends come
+//! from the same binary but may be of different builds, because a manager may adopt a GPU process
+//! that an older manager started. New requests, replies and refusals are therefore appended to
+//! their enums. The server answers a hello with the older of both versions, and neither end then
+//! uses anything newer. An incompatible change raises [`OLDEST`].
+//!
+//! * `admin`: messages of the manager
+//! * `client`: messages of a worker
+//! * `refusal`: reasons of refusals
+
+mod admin;
+mod client;
+mod refusal;
+#[cfg(test)]
+mod tests;
+
+pub use self::admin::{AdminReply, AdminRequest};
+pub use self::client::{ClientReply, ClientRequest, HELLO_FDS};
+pub use self::refusal::Refusal;
+
+/// Protocol version. Incremented with every change of the types in this module, or of the types of
+/// `mdev_core` in them.
+pub const VERSION: u32 = 7;
+
+/// Oldest supported version.
+pub const OLDEST: u32 = 6;
+
+/// First version with [`AdminRequest::Forget`] and [`Refusal::Fragmented`].
+pub const WITH_FORGET: u32 = 7;
+
+/// Returns the version that a server answers to a client's version: the older of both.
+pub const fn agreed(asked: u32) -> u32 {
+    // A client that is too old gets this server's version, which it refuses.
+    if asked < OLDEST || asked > VERSION { VERSION } else { asked }
+}
+
+/// Returns whether this build supports a negotiated version.
+pub const fn is_spoken(version: u32) -> bool {
+    version >= OLDEST && version <= VERSION
+}
+
+/// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
+pub const STATUS_PENDING: usize = 0;
+/// Length of a client's status page in bytes.
+pub const STATUS_BYTES: usize = 4096;

@@ -1,0 +1,133 @@
+//! Golden bytes of the protocol, and version negotiation.
+
+use std::time::Duration;
+
+use mdev_core::device::Scanout;
+use mdev_core::gpu::{Backing, ChannelSpec, ClientSpec, EngineKind, Quotas, ScreenStatus, Usage};
+use mdev_core::ids::{GpuVa, MemoryId, VgpuId};
+use mdev_core::sched::Budget;
+use uuid::Uuid;
+
+use super::*;
+use crate::seqpacket::{decode, encode};
+
+/// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
+/// [`VERSION`].
+#[test]
+fn bytes_of_versions_6_and_7() {
+    assert_eq!((OLDEST, VERSION), (6, 7));
+    let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
+    let admin = [
+        (AdminRequest::Hello { version: 6 }, "0006"),
+        (
+            AdminRequest::Admit(ClientSpec {
+                vgpu,
+                vram_bytes: 1 << 30,
+                framebuffer_bytes: 0,
+                max_channels: 8,
+                max_import_bytes: 1 << 20,
+            }),
+            "011000000000000000000000000001020304808080800400088080 40",
+        ),
+        (
+            AdminRequest::SetTimeslice(vgpu, Duration::from_micros(1)),
+            "03100000000000000000000000000102030400e807",
+        ),
+        (AdminRequest::Usage, "06"),
+        (
+            AdminRequest::SetBudget(vgpu, Some(Budget { time_ns: 1, period_ns: 2 })),
+            "07 1000000000000000000000000001020304 01 01 02",
+        ),
+        (
+            AdminRequest::SetQuotas(vgpu, Quotas { max_channels: Some(3), ..Quotas::default() }),
+            "08 1000000000000000000000000001020304 00 0103 00 013c00 00",
+        ),
+    ];
+    let admin = admin.into_iter().chain([
+        (AdminRequest::Focus(vgpu), "09 1000000000000000000000000001020304"),
+        (AdminRequest::Rotate(Some(Duration::from_secs(10))), "0a 01 0a 00"),
+        (AdminRequest::Screen, "0b"),
+        (AdminRequest::Forget(vgpu), "0c 1000000000000000000000000001020304"),
+    ]);
+    for (message, bytes) in admin {
+        assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
+    }
+    check_client_requests();
+    assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06190a");
+    let fragmented = Refusal::Fragmented { wanted_mib: 8, outlived_mib: 16 };
+    assert_eq!(hex(&encode(&ClientReply::Refused(fragmented)).unwrap()), "061b0810");
+    assert_eq!(
+        (fragmented.to_version(6), fragmented.to_version(7)),
+        (Refusal::VramLimit, fragmented)
+    );
+    let screen = ScreenStatus { focus: Some(vgpu), rotation: None };
+    let bytes = "06 01 1000000000000000000000000001020304 00";
+    assert_eq!(hex(&encode(&AdminReply::Screen(screen)).unwrap()), bytes.replace(' ', ""));
+    let usage = Usage { copy_ns: 1, compute_ns: 2, channels: 3, ..Usage::default() };
+    let bytes = "05 00 01 02 0000000000000000 0000000000000000 03";
+    assert_eq!(hex(&encode(&ClientReply::Usage(usage)).unwrap()), bytes.replace(' ', ""));
+}
+
+fn check_client_requests() {
+    let client = [
+        (ClientRequest::Import { offset: 0, len: 4096, writable: true }, "0100802001"),
+        (
+            ClientRequest::Map {
+                va: GpuVa(0x2_0000_0000),
+                len: 4096,
+                backing: Backing::Vram { offset: 0 },
+                writable: false,
+            },
+            "038080808020802001 0000",
+        ),
+        (
+            ClientRequest::CreateChannel(ChannelSpec {
+                engine: EngineKind::Compute,
+                gpfifo: GpuVa(0x1000),
+                gpfifo_entries: 64,
+                userd: Backing::Guest { memory: MemoryId(3), offset: 512 },
+                vector: 1,
+            }),
+            "050180204000 0380 0401",
+        ),
+    ];
+    let scanout = Scanout {
+        enabled: true,
+        width: 640,
+        height: 480,
+        stride: 2560,
+        bits_per_pixel: 32,
+        offset: 4096,
+        big_endian: false,
+    };
+    let client = client.into_iter().chain([
+        (ClientRequest::SetScanout(scanout), "0b 01 8005 e003 8014 20 8020 00"),
+        (ClientRequest::Scrub, "0c"),
+    ]);
+    for (message, bytes) in client {
+        assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
+    }
+}
+
+#[test]
+fn the_older_version_is_negotiated() {
+    assert_eq!((agreed(VERSION), agreed(OLDEST), agreed(VERSION + 1)), (VERSION, OLDEST, VERSION));
+    assert_eq!(agreed(OLDEST - 1), VERSION, "the client refuses it");
+    assert!(is_spoken(OLDEST) && is_spoken(VERSION));
+    assert!(!is_spoken(OLDEST - 1) && !is_spoken(VERSION + 1));
+}
+
+#[test]
+fn garbage_is_refused() {
+    assert!(decode::<ClientRequest>(&[0xff; 8]).is_err());
+    assert!(decode::<AdminRequest>(&[]).is_err());
+    assert!(decode::<AdminRequest>(&[6, 0]).is_err(), "trailing byte");
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}

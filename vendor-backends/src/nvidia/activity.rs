@@ -1,0 +1,168 @@
+//! Activity of a vGPU, as its rings show it.
+
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::EngineKind;
+use mdev_core::ids::ChannelId;
+
+use super::channels::Channels;
+use super::vgpu_state::VgpuState;
+
+/// Time after the last sign of work after which an engine counts as idle, if other vGPUs wait.
+const IDLE_AFTER: Duration = Duration::from_millis(100);
+
+/// Time after the last sign of work for which a vGPU counts as busy: its last work may still run.
+const BUSY_LINGER: Duration = Duration::from_millis(20);
+
+/// Time after the last fetched entry for which a copy may continue.
+pub(super) const COPY_LINGER: Duration = Duration::from_millis(100);
+
+/// Time for which entries may wait before the doorbell is rung again.
+const RING_AGAIN_AFTER: Duration = Duration::from_millis(100);
+
+/// Activity of a vGPU's rings.
+#[derive(Debug)]
+pub struct Activity {
+    sampled_at: Instant,
+    /// When each engine was last seen with work.
+    busy_at: [Option<Instant>; 2],
+    /// `GP_GET` of the channels of each engine.
+    gp_gets: [Vec<(ChannelId, u32)>; 2],
+    /// When each engine last fetched an entry.
+    fetched_at: [Instant; 2],
+    /// Number of completed residencies on the compute engine.
+    residencies: u64,
+    /// When the vGPU was last resident on the compute engine.
+    resident_at: Option<Instant>,
+    /// Total time with copies to do.
+    pub copying: Duration,
+    /// Total time with any work to do.
+    pub had_work: Duration,
+}
+
+impl Default for Activity {
+    fn default() -> Self {
+        let now = Instant::now();
+        Self {
+            sampled_at: now,
+            busy_at: [None; 2],
+            gp_gets: [Vec::new(), Vec::new()],
+            fetched_at: [now; 2],
+            residencies: 0,
+            resident_at: None,
+            copying: Duration::ZERO,
+            had_work: Duration::ZERO,
+        }
+    }
+}
+
+/// Conditions under which the rings are sampled.
+#[derive(Clone, Copy, Debug)]
+struct Conditions {
+    now: Instant,
+    /// Other vGPUs have work.
+    contended: bool,
+    gate_open: bool,
+    /// The GPU has run other processes instead of this vGPU.
+    passed_over: bool,
+}
+
+impl Activity {
+    /// Returns whether the vGPU has work.
+    pub(super) fn is_busy(&self) -> bool {
+        self.busy_at.iter().flatten().any(|at| at.elapsed() < BUSY_LINGER)
+    }
+
+    /// Returns the time since the engine fetched an entry.
+    pub(super) fn since_fetch(&self, engine: EngineKind) -> Duration {
+        self.fetched_at[engine as usize].elapsed()
+    }
+
+    /// Samples the rings, and sets or removes the idle slice.
+    pub(super) fn sample(&mut self, state: &VgpuState, contended: bool) {
+        let now = Instant::now();
+        if contended && is_idle(self.busy_at[EngineKind::Compute as usize], now) {
+            self.sample_residency(state, now);
+        }
+        let gate_open = state.channels().is_gate_open();
+        // A ring that is never empty may have no work: the GPU may be unable to report that it has
+        // fetched all entries while the doorbell is rung all the time.
+        let passed_over = gate_open
+            && self.since_fetch(EngineKind::Compute) > RING_AGAIN_AFTER
+            && state.is_passed_over();
+        let conditions = Conditions { now, contended, gate_open, passed_over };
+        let mut channels = state.channels();
+        for engine in [EngineKind::Copy, EngineKind::Compute] {
+            self.sample_engine(&mut channels, engine, conditions);
+        }
+        drop(channels);
+        if self.is_busy() {
+            self.had_work += now.duration_since(self.sampled_at);
+        }
+        self.sampled_at = now;
+        let busy_at = self.busy_at[EngineKind::Compute as usize];
+        // While other vGPUs wait, a resident context has work. The GPU would switch away from an
+        // idle context.
+        if (contended || busy_at.is_some_and(|at| now.duration_since(at) < BUSY_LINGER))
+            && let Some(log) = &mut *state.ctxsw_log()
+            && let Some(now_ns) = log.now_ns()
+        {
+            log.engine_time.counts_until_ns = now_ns + BUSY_LINGER.as_nanos() as u64;
+        }
+    }
+
+    fn sample_engine(
+        &mut self,
+        channels: &mut Channels,
+        engine: EngineKind,
+        conditions: Conditions,
+    ) {
+        let Conditions { now, contended, gate_open, passed_over } = conditions;
+        let index = engine as usize;
+        let gp_gets = channels.gp_gets(engine);
+        let fetched = gp_gets != self.gp_gets[index];
+        if fetched {
+            self.gp_gets[index] = gp_gets;
+            // The fetch was after the previous sample, and the work may have run since then.
+            self.fetched_at[index] = self.sampled_at;
+        }
+        let queued = channels.has_queued(engine);
+        if queued && !fetched && now.duration_since(self.fetched_at[index]) > RING_AGAIN_AFTER {
+            // Either the engine executes long work, or the GPU has lost a ring.
+            channels.ring_again();
+        }
+        if fetched || queued && !(passed_over && engine == EngineKind::Compute) {
+            self.busy_at[index] = Some(now);
+            // Copies stop behind a closed gate, after a fault, and at a semaphore.
+            let copies = gate_open && now.duration_since(self.fetched_at[index]) < COPY_LINGER;
+            if engine == EngineKind::Copy && copies {
+                self.copying += now.duration_since(self.sampled_at);
+            }
+        }
+        let resident_at = if engine == EngineKind::Compute { self.resident_at } else { None };
+        let idle = is_idle(self.busy_at[index], now) && is_idle(resident_at, now);
+        if (!idle || contended)
+            && let Err(error) = channels.set_idle(engine, idle)
+        {
+            log::warn!("{error}");
+        }
+    }
+
+    /// Samples the context switch log: a long kernel may run without queued entries. Rings without
+    /// entries cause no context switches.
+    fn sample_residency(&mut self, state: &VgpuState, now: Instant) {
+        if let Some(log) = &mut *state.ctxsw_log()
+            && log.read().is_ok()
+            && (log.engine_time.resident_since_ns.is_some()
+                || log.engine_time.residencies != self.residencies)
+        {
+            self.residencies = log.engine_time.residencies;
+            self.resident_at = Some(now);
+        }
+    }
+}
+
+/// Returns whether the last sign of work is long ago.
+fn is_idle(last: Option<Instant>, now: Instant) -> bool {
+    last.is_none_or(|last| now.duration_since(last) > IDLE_AFTER)
+}

@@ -1,0 +1,126 @@
+//! Scheduling of the groups: time slices and the gate.
+
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::{EngineKind, GpuError};
+
+use super::channel::Channel;
+use super::{Channels, Group};
+use crate::nvidia::rm::RmError;
+use crate::nvidia::rm_client::Object;
+use crate::nvidia::sys::abi;
+use crate::nvidia::sys::numbers::{control, flag};
+
+/// Time slices that the driver accepts, in microseconds.
+const SLICE_RANGE_US: (u128, u128) = (50, 100_000_000);
+
+/// Time slice of a group without work.
+const IDLE_SLICE: Duration = Duration::from_micros(50);
+
+/// Duration of a clock boost.
+const BOOST_DURATION: Duration = Duration::from_secs(10);
+
+impl Channels {
+    /// Sets the time slice of current and future groups.
+    pub fn set_timeslice(&mut self, timeslice: Duration) -> Result<(), GpuError> {
+        self.timeslice = Some(timeslice);
+        self.groups.iter().try_for_each(|group| self.apply_timeslice(group))
+    }
+
+    /// Sets whether an engine has no work.
+    ///
+    /// A ring of the doorbell makes the GPU schedule the channel's group, even if the GPFIFO is
+    /// empty. A guest that rings all the time wastes its slice at the expense of other vGPUs. An
+    /// idle group therefore gets the shortest slice.
+    pub fn set_idle(&mut self, engine: EngineKind, idle: bool) -> Result<(), GpuError> {
+        if std::mem::replace(&mut self.idle[engine as usize], idle) == idle {
+            return Ok(());
+        }
+        let mut groups = self.groups.iter().filter(|group| group.engine == engine);
+        groups.try_for_each(|group| self.apply_timeslice(group))
+    }
+
+    /// Returns whether any group has the idle slice.
+    pub fn any_idle(&self) -> bool {
+        self.groups.iter().any(|group| self.idle[group.engine as usize])
+    }
+
+    /// Sets the time slice that a group should have.
+    pub(super) fn apply_timeslice(&self, group: &Group) -> Result<(), GpuError> {
+        let Some(timeslice) = self.timeslice else { return Ok(()) };
+        let idle = self.idle[group.engine as usize];
+        Ok(set_timeslice(&group.object, if idle { IDLE_SLICE } else { timeslice })?)
+    }
+
+    /// Returns whether the gate is open.
+    pub fn is_gate_open(&self) -> bool {
+        self.gate_open
+    }
+
+    /// Opens or closes the gate. Closing waits for the kernel that runs.
+    pub fn set_gate(&mut self, open: bool) -> Result<(), GpuError> {
+        if self.gate_open == open {
+            return Ok(());
+        }
+        self.gate_open = open;
+        if !open {
+            self.counters.gate_closings += 1;
+            self.boost_clocks();
+        }
+        self.apply_gate()
+    }
+
+    /// Disables or enables the channels that do not match the state of the gate.
+    pub(super) fn apply_gate(&mut self) -> Result<(), GpuError> {
+        for disable in [true, false] {
+            let differs = |channel: &&Channel| channel.error == 0 && channel.disabled != disable;
+            let channels = self.by_id.values().filter(|_| self.gate_open != disable);
+            let handles: Vec<u32> = channels
+                .filter(differs)
+                .filter_map(|channel| Some(channel.object()?.handle()))
+                .collect();
+            if handles.is_empty() {
+                continue;
+            }
+            self.disable(disable, &handles)?;
+            let live = self.by_id.values_mut().filter(|channel| channel.error == 0);
+            live.for_each(|channel| channel.disabled = disable);
+            if !disable {
+                // The GPU may lose rings of disabled channels.
+                self.ring_queued(|_| true);
+            }
+        }
+        Ok(())
+    }
+
+    fn disable(&self, disable: bool, channels: &[u32]) -> Result<(), GpuError> {
+        let mut params = abi::DisableChannels {
+            disable: u8::from(disable),
+            count: channels.len() as u32,
+            ..Default::default()
+        };
+        for (index, channel) in channels.iter().enumerate().take(params.channels.len()) {
+            params.clients[index] = self.device.rm_client.root();
+            params.channels[index] = *channel;
+        }
+        Ok(self.device.subdevice.control(control::DISABLE_CHANNELS, &mut params)?)
+    }
+
+    /// Keeps the GPU's clocks up. They would fall while a gated vGPU pauses, and the vGPU would
+    /// stay below its cap.
+    fn boost_clocks(&mut self) {
+        if self.boosted_at.is_some_and(|at| at.elapsed() < BOOST_DURATION / 2) {
+            return;
+        }
+        self.boosted_at = Some(Instant::now());
+        let mut params = abi::Pair { first: flag::BOOST, second: BOOST_DURATION.as_secs() as u32 };
+        if let Err(error) = self.device.subdevice.control(control::PERF_BOOST, &mut params) {
+            log::debug!("{error}");
+        }
+    }
+}
+
+fn set_timeslice(group: &Object, timeslice: Duration) -> Result<(), RmError> {
+    let mut us = timeslice.as_micros().clamp(SLICE_RANGE_US.0, SLICE_RANGE_US.1) as u64;
+    group.control(control::SET_TIMESLICE, &mut us)
+}

@@ -1,0 +1,342 @@
+//! Engine time, measured by the GPU's context switch log (FECS event buffer).
+//!
+//! The driver writes a record whenever a context gets or releases the graphics engine, and gives
+//! every client read access. Records of other users name neither the process nor the context. Copy
+//! engines have no such log.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use mdev_core::gpu::GpuError;
+use mdev_core::units::PAGE_SIZE;
+use zerocopy::IntoBytes;
+
+use super::device::Device;
+use super::rm::Node;
+use super::rm_client::Object;
+use super::sys::abi;
+use super::sys::numbers::{class, control, flag};
+use crate::mem::Mapping;
+
+/// Size of `NV_EVENT_BUFFER_RECORD_HEADER` and `NV_EVENT_BUFFER_FECS_RECORD_V1`.
+const RECORD_BYTES: u64 = 32;
+/// Records between two readings: a quarter of a second at a switch every 20 us.
+const RECORDS: u32 = 16 * 1024;
+
+/// Offset of `recordPut` in `NV_EVENT_BUFFER_HEADER`.
+const PUT: u64 = 4;
+
+/// Offset of `NVC661_TIME_0` in the usermode page.
+const TIME_LOW: u64 = 0x80;
+/// Offset of `NVC661_TIME_1` in the usermode page.
+const TIME_HIGH: u64 = 0x84;
+
+/// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_START`: a context gets the engine.
+pub(super) const START: u8 = 6;
+/// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_END`: a context releases the engine.
+pub(super) const END: u8 = 7;
+/// `NV_EVENT_BUFFER_FECS_CTXSWTAG_ENGINE_RESET`.
+const ENGINE_RESET: u8 = 0xfe;
+
+/// Record of the context switch log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CtxswRecord {
+    /// Kind of the event (`NV_EVENT_BUFFER_FECS_CTXSWTAG_*`).
+    pub tag: u8,
+    /// Sequence number; a gap means lost records.
+    pub number: u16,
+    /// Handle of the context.
+    pub context: u32,
+    /// Process ID.
+    pub process: u64,
+    /// Time of the event, in nanoseconds of the GPU's clock.
+    pub at_ns: u64,
+}
+
+impl CtxswRecord {
+    fn read(bytes: &[u8; RECORD_BYTES as usize]) -> Self {
+        let (payload, _) = bytes[8..].as_chunks::<8>();
+        let word = |index: usize| payload.get(index).copied().map_or(0, u64::from_le_bytes);
+        Self {
+            tag: word(0) as u8,
+            number: (word(0) >> 16) as u16,
+            context: (word(0) >> 32) as u32,
+            process: word(1),
+            at_ns: word(2),
+        }
+    }
+}
+
+/// Engine time of one process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineTime {
+    /// Engine time of completed residencies, in nanoseconds.
+    pub completed_ns: u64,
+    /// Start of the current residency.
+    pub resident_since_ns: Option<u64>,
+    /// Number of completed residencies.
+    pub residencies: u64,
+    /// End of the time that counts. A context without work stays resident until another context
+    /// needs the engine.
+    pub counts_until_ns: u64,
+    /// The process was resident when its gate closed.
+    resident_at_gate: bool,
+}
+
+impl EngineTime {
+    /// Records that the gate has opened or closed. Behind a closed gate no time counts.
+    pub fn gate(&mut self, open: bool, now_ns: u64) {
+        if !open {
+            self.resident_at_gate |= self.resident_since_ns.is_some();
+            self.end_residency(now_ns);
+        } else if std::mem::take(&mut self.resident_at_gate) && self.resident_since_ns.is_none() {
+            // The engine was idle meanwhile, so the log has no record of the continuation.
+            self.resident_since_ns = Some(now_ns);
+        }
+    }
+
+    /// Adds a record of the log.
+    pub fn add(&mut self, record: &CtxswRecord, process: u64) {
+        self.resident_at_gate &= !matches!(record.tag, START | ENGINE_RESET)
+            && (record.tag != END || record.process != process);
+        match record.tag {
+            START if record.process == process => {
+                self.end_residency(record.at_ns);
+                self.resident_since_ns = Some(record.at_ns);
+            }
+            END if record.process == process => self.end_residency(record.at_ns),
+            // Another context has the engine.
+            START | ENGINE_RESET => self.end_residency(record.at_ns),
+            _ => {}
+        }
+    }
+
+    fn end_residency(&mut self, at_ns: u64) {
+        if let Some(since) = self.resident_since_ns.take() {
+            self.completed_ns += at_ns.min(self.counts_until_ns).saturating_sub(since);
+            self.residencies += 1;
+        }
+    }
+
+    /// Returns the total engine time until `now_ns` of the GPU's clock, in nanoseconds.
+    pub fn total_ns(&self, now_ns: u64) -> u64 {
+        let until = now_ns.min(self.counts_until_ns);
+        let current = self.resident_since_ns.map_or(0, |since| until.saturating_sub(since));
+        self.completed_ns + current
+    }
+}
+
+/// Reads the GPU's clock in the usermode page, in nanoseconds.
+pub fn clock_ns(usermode: &Mapping) -> Option<u64> {
+    // Reads the upper half twice, in case the lower half wraps between the reads.
+    loop {
+        let high = usermode.load_u32(TIME_HIGH)?;
+        let low = usermode.load_u32(TIME_LOW)?;
+        if high == usermode.load_u32(TIME_HIGH)? {
+            return Some(u64::from(high) << 32 | u64::from(low));
+        }
+    }
+}
+
+/// The context switch log, as far as this process may read it.
+#[derive(Debug)]
+pub struct CtxswLog {
+    buffer: Arc<Object>,
+    /// The buffer's memory. Freed after the buffer, since the driver frees a buffer with its
+    /// memory.
+    _memory: [Arc<Object>; 2],
+    header: Arc<Mapping>,
+    records: Arc<Mapping>,
+    /// The usermode page, which contains the GPU's clock.
+    clock: Arc<Mapping>,
+    get: u32,
+    process: u64,
+    /// Number of records so far, of all processes.
+    pub switches: u64,
+    /// Engine time of this process.
+    pub engine_time: EngineTime,
+    /// Residencies of other processes since the last one of this process.
+    pub others: OtherProcesses,
+}
+
+/// Residencies of other processes, counted for each process.
+#[derive(Clone, Debug, Default)]
+pub struct OtherProcesses(BTreeMap<u64, u32>);
+
+/// Maximum number of processes that are counted.
+const MAX_OTHERS: usize = 64;
+
+impl OtherProcesses {
+    /// Adds a record of the log. A residency of `process` itself clears the counts.
+    pub fn add(&mut self, record: &CtxswRecord, process: u64) {
+        if record.tag != START {
+            return;
+        }
+        if record.process == process {
+            self.0.clear();
+        } else if self.0.len() < MAX_OTHERS || self.0.contains_key(&record.process) {
+            *self.0.entry(record.process).or_default() += 1;
+        }
+    }
+
+    /// Clears the counts.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Returns the highest number of residencies that any other process had.
+    pub fn max_residencies(&self) -> u32 {
+        self.0.values().copied().max().unwrap_or_default()
+    }
+}
+
+impl CtxswLog {
+    /// Binds an event buffer to the log.
+    pub fn open(device: &Device, clock: Arc<Mapping>) -> Result<Self, GpuError> {
+        let rm_client = &device.rm_client;
+        let memory = |bytes: u64| -> Result<(Arc<Object>, Arc<Mapping>), GpuError> {
+            let object = device.system_memory(bytes, true)?;
+            let flags = flag::CPU_READ_ONLY;
+            let fd = rm_client.aperture(&device.device, &object, Node::Control, bytes, flags)?;
+            let mapping = Mapping::new(fd.as_fd(), 0, bytes, false)?;
+            Ok((object, mapping))
+        };
+        let (header_memory, header) = memory(PAGE_SIZE)?;
+        let (record_memory, records) = memory(u64::from(RECORDS) * RECORD_BYTES)?;
+        let mut params = abi::EventBufferParams {
+            record_bytes: RECORD_BYTES as u32,
+            record_count: RECORDS,
+            subdevice: device.subdevice.handle(),
+            header_memory: header_memory.handle(),
+            record_memory: record_memory.handle(),
+            ..Default::default()
+        };
+        let buffer = rm_client.alloc(
+            None,
+            class::EVENT_BUFFER,
+            Some(params.as_mut_bytes()),
+            "event buffer",
+        )?;
+        let mut bind = abi::BindCtxswLog {
+            buffer: buffer.handle(),
+            record_bytes: RECORD_BYTES as u32,
+            detail: 1,
+            ..Default::default()
+        };
+        device.subdevice.control(control::BIND_CTXSW_LOG, &mut bind)?;
+        let mut enable = abi::Pair { first: 1, second: 1 };
+        buffer.control(control::EVENT_BUFFER_ENABLE, &mut enable)?;
+        Ok(Self {
+            buffer,
+            _memory: [header_memory, record_memory],
+            header,
+            records,
+            clock,
+            get: 0,
+            process: u64::from(std::process::id()),
+            switches: 0,
+            engine_time: EngineTime::default(),
+            others: OtherProcesses::default(),
+        })
+    }
+
+    /// Reads the GPU's clock, in nanoseconds.
+    pub fn now_ns(&self) -> Option<u64> {
+        clock_ns(&self.clock)
+    }
+
+    /// Reads and accounts the records since the previous call.
+    pub fn read(&mut self) -> Result<Vec<CtxswRecord>, GpuError> {
+        self.buffer.control_bytes(control::EVENT_BUFFER_FLUSH, &mut [])?;
+        let put = self.header.load_u32(PUT).unwrap_or(self.get) % RECORDS;
+        let mut records = Vec::new();
+        while self.get != put {
+            let mut bytes = [0; RECORD_BYTES as usize];
+            if self.records.read(u64::from(self.get) * RECORD_BYTES, &mut bytes).is_none() {
+                break;
+            }
+            let record = CtxswRecord::read(&bytes);
+            self.engine_time.add(&record, self.process);
+            self.others.add(&record, self.process);
+            self.switches += 1;
+            records.push(record);
+            self.get = (self.get + 1) % RECORDS;
+        }
+        if !records.is_empty() {
+            let mut get = abi::Pair { first: self.get, second: 0 };
+            self.buffer.control(control::EVENT_BUFFER_UPDATE_GET, &mut get)?;
+        }
+        Ok(records)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(tag: u8, process: u64, at_ns: u64) -> CtxswRecord {
+        CtxswRecord { tag, number: 0, context: 1, process, at_ns }
+    }
+
+    #[test]
+    fn residencies_are_added_up() {
+        let mut time = EngineTime { counts_until_ns: 1000, ..EngineTime::default() };
+        for (tag, process, at) in [(START, 7, 100), (END, 7, 150), (START, 9, 160), (START, 7, 200)]
+        {
+            time.add(&record(tag, process, at), 7);
+        }
+        assert_eq!((time.completed_ns, time.residencies, time.total_ns(260)), (50, 1, 110));
+        time.add(&record(START, 0, 230), 7);
+        assert_eq!(time.total_ns(1000), 80, "another process has the engine");
+        time.add(&record(END, 7, 5), 7);
+        assert_eq!(time.total_ns(1000), 80, "an end without a start");
+        time.add(&record(START, 7, 990), 7);
+        time.add(&record(END, 7, 1990), 7);
+        assert_eq!(time.total_ns(2000), 90, "no work after 1000");
+    }
+
+    #[test]
+    fn time_behind_a_closed_gate_does_not_count() {
+        let mut time = EngineTime { counts_until_ns: 10_000, ..EngineTime::default() };
+        time.add(&record(START, 7, 100), 7);
+        time.gate(false, 300);
+        assert_eq!(time.total_ns(5000), 200);
+        // The gate opens, and no other process has used the engine.
+        time.gate(true, 5000);
+        assert_eq!(time.total_ns(5100), 300);
+        // Another process has the engine when the gate opens. The next start is logged.
+        time.gate(false, 5200);
+        time.add(&record(START, 9, 5300), 7);
+        time.gate(true, 6000);
+        assert_eq!(time.total_ns(7000), 400);
+        time.add(&record(START, 7, 7000), 7);
+        assert_eq!(time.total_ns(7050), 450);
+        // The end of the residency is logged after the gate has closed.
+        time.gate(false, 7100);
+        time.add(&record(END, 7, 7099), 7);
+        time.gate(true, 8000);
+        assert_eq!(time.total_ns(9000), 500);
+        // A gate that was open already, or that closes between two residencies, changes nothing.
+        time.gate(true, 9000);
+        time.gate(false, 9100);
+        time.gate(true, 9200);
+        assert_eq!(time.total_ns(9900), 500);
+    }
+
+    #[test]
+    fn residencies_of_others_count_since_the_last_own_residency() {
+        let mut others = OtherProcesses::default();
+        for process in [8, 9, 8, 9, 9] {
+            others.add(&record(START, process, 0), 7);
+            others.add(&record(END, process, 0), 7);
+        }
+        assert_eq!(others.max_residencies(), 3);
+        others.add(&record(END, 7, 0), 7);
+        assert_eq!(others.max_residencies(), 3);
+        others.add(&record(START, 7, 0), 7);
+        assert_eq!(others.max_residencies(), 0);
+        (0..1000).for_each(|process| others.add(&record(START, process + 10, 0), 7));
+        assert_eq!((others.max_residencies(), others.0.len()), (1, MAX_OTHERS));
+    }
+}

@@ -1,0 +1,169 @@
+//! Allocations of the fake driver: objects, guest memory and CPU mappings.
+
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use mdev_core::abi::{compute, copy, host};
+
+use super::objects::{CLOCK, Object, Refusal, denies_privileges, is_engine};
+use super::params::{exact, padded};
+use super::{FileId, OpenFile, State, VIDEO_MEMORY, file_of_number, id_of_number};
+use crate::nvidia::rm::Node;
+use crate::nvidia::sys::abi;
+use crate::nvidia::sys::numbers::{class, engine, status};
+use crate::nvidia::version::Layout;
+
+/// Allocates an object.
+pub fn alloc(
+    state: &mut State,
+    layout: &Layout,
+    alloc: &abi::Alloc,
+    params: Option<&[u8]>,
+) -> Result<(), Refusal> {
+    let mut object = Object {
+        client: alloc.root,
+        parent: alloc.parent,
+        class: alloc.class,
+        ..Default::default()
+    };
+    match alloc.class {
+        class::DEVICE => drop(exact::<abi::DeviceParams>(params)?),
+        class::SUBDEVICE => drop(exact::<u32>(params)?),
+        class::VA_SPACE => {
+            let params: abi::VaSpaceParams = padded(params, layout.va_space)?;
+            if params.flags != 0 {
+                return Err(status::INVALID_ARGUMENT);
+            }
+        }
+        class::VIRTUAL => object.uses = vec![exact::<abi::VirtualParams>(params)?.va_space],
+        class::USERMODE => object.len = 0x1_0000,
+        class::VIDEO_MEMORY | class::SYSTEM_MEMORY => {
+            alloc_memory(state, &mut object, &exact(params)?)?;
+        }
+        class::OS_EVENT => drop(exact::<abi::EventParams>(params)?),
+        class::EVENT_BUFFER => alloc_event_buffer(state, &mut object, &exact(params)?)?,
+        class::GROUP => {
+            let params: abi::GroupParams = exact(params)?;
+            if !is_engine(params.engine) {
+                return Err(status::INVALID_ARGUMENT);
+            }
+            object.engine = params.engine;
+            object.uses = vec![params.va_space];
+        }
+        host::CLASS => alloc_channel(state, &mut object, &padded(params, layout.channel)?)?,
+        compute::CLASS => {}
+        copy::CLASS => {
+            let channel = state.objects.of_class(alloc.root, alloc.parent, host::CLASS)?;
+            if channel.engine != engine::GRAPHICS {
+                let params: abi::CopyParams = exact(params)?;
+                if params.version != 1 || params.engine != channel.engine {
+                    return Err(status::INVALID_ARGUMENT);
+                }
+            }
+        }
+        _ => return Err(status::INVALID_CLASS),
+    }
+    state.objects.insert(alloc.object, object)
+}
+
+fn alloc_memory(
+    state: &State,
+    object: &mut Object,
+    params: &abi::MemoryParams,
+) -> Result<(), Refusal> {
+    if params.size == 0 || params.limit != params.size - 1 {
+        return Err(status::INVALID_ARGUMENT);
+    }
+    object.len = params.size;
+    object.read_only = params.attr2 >> 22 & 1 != 0;
+    if object.class == class::VIDEO_MEMORY
+        && state.objects.video_memory() + params.size > VIDEO_MEMORY
+    {
+        return Err(status::NO_MEMORY);
+    }
+    Ok(())
+}
+
+fn alloc_event_buffer(
+    state: &State,
+    object: &mut Object,
+    params: &abi::EventBufferParams,
+) -> Result<(), Refusal> {
+    object.uses = vec![params.header_memory, params.record_memory];
+    for memory in &object.uses {
+        let memory = state.objects.of_class(object.client, *memory, class::SYSTEM_MEMORY)?;
+        if !memory.read_only {
+            return Err(status::INVALID_ARGUMENT);
+        }
+    }
+    Ok(())
+}
+
+fn alloc_channel(
+    state: &mut State,
+    object: &mut Object,
+    params: &abi::ChannelParams,
+) -> Result<(), Refusal> {
+    if !params.gpfifo_entries.is_power_of_two() {
+        return Err(status::INVALID_ARGUMENT);
+    }
+    if !denies_privileges(params.flags) {
+        state.objects.violations.push("A channel may copy physical memory".into());
+    }
+    if !params.userd_offset[0].is_multiple_of(512) {
+        state.objects.violations.push("A USERD is not aligned".into());
+    }
+    object.engine = params.engine;
+    object.uses = vec![params.error, params.userd_memory[0]];
+    Ok(())
+}
+
+/// Creates a memory object from pages of the caller.
+pub fn register_memory(state: &mut State, alloc: &abi::AllocMemory) -> Result<(), Refusal> {
+    if alloc.class != class::OS_DESCRIPTOR
+        || !alloc.memory.is_multiple_of(4096)
+        || !(alloc.limit + 1).is_multiple_of(4096)
+    {
+        return Err(status::INVALID_ARGUMENT);
+    }
+    let object = Object {
+        client: alloc.root,
+        parent: alloc.parent,
+        class: alloc.class,
+        len: alloc.limit + 1,
+        ..Default::default()
+    };
+    state.objects.insert(alloc.object, object)
+}
+
+/// Prepares a descriptor for `mmap` of a memory object: sets the length of the file.
+pub fn prepare_mmap(
+    state: &mut State,
+    caller: FileId,
+    map: &abi::MapMemory,
+) -> io::Result<Result<(), Refusal>> {
+    let file = id_of_number(map.fd)?;
+    let OpenFile { node, registered, mapped, .. } = *state.open_file(file)?;
+    let clock_ns = state.objects.clock_ns;
+    let memory = match state.objects.get_mut(map.client, map.memory) {
+        Ok(memory) => memory,
+        Err(refusal) => return Ok(Err(refusal)),
+    };
+    let on_gpu = memory.class != class::SYSTEM_MEMORY;
+    let fits = map.offset == 0 && map.length <= memory.len && map.length != 0;
+    let writable = map.flags & 3 != 1;
+    if !fits || mapped || registered || file == caller || on_gpu == (node == Node::Control) {
+        return Ok(Err(status::INVALID_ARGUMENT));
+    }
+    if memory.read_only && writable {
+        return Ok(Err(status::INSUFFICIENT_PERMISSIONS));
+    }
+    let target = file_of_number(map.fd)?;
+    target.set_len(map.length)?;
+    if memory.class == class::USERMODE {
+        target.write_at(&clock_ns.to_le_bytes(), CLOCK)?;
+    }
+    memory.mapped_file = Some(target);
+    state.open_file(file)?.mapped = true;
+    Ok(Ok(()))
+}

@@ -1,0 +1,133 @@
+//! Controls of the fake driver.
+
+use std::mem::size_of;
+
+use mdev_core::abi::host;
+use zerocopy::IntoBytes;
+
+use super::objects::{Refusal, is_engine};
+use super::params::{exact, expect_size, write_exact};
+use super::{State, VIDEO_MEMORY};
+use crate::nvidia::sys::abi;
+use crate::nvidia::sys::numbers::{class, control, engine, fb, status};
+use crate::nvidia::version::Layout;
+
+/// Executes a control of an object.
+pub fn control(
+    state: &mut State,
+    layout: &Layout,
+    call: &abi::Control,
+    params: &mut [u8],
+) -> Result<(), Refusal> {
+    match state.objects.get(call.client, call.object)?.class {
+        class::CLIENT if call.command == control::ID_INFO => {
+            expect_size(params, size_of::<abi::IdInfo>())
+        }
+        class::SUBDEVICE => control_subdevice(state, call, params),
+        class::EVENT_BUFFER => control_event_buffer(call, params),
+        class::GROUP => control_group(state, layout, call, params),
+        host::CLASS => control_channel(state, call, params),
+        _ => Err(status::NOT_SUPPORTED),
+    }
+}
+
+fn control_subdevice(
+    state: &mut State,
+    call: &abi::Control,
+    params: &mut [u8],
+) -> Result<(), Refusal> {
+    match call.command {
+        control::NAME_STRING => {
+            let mut name = abi::NameString::default();
+            let text = b"NVIDIA H100 (fake)";
+            name.text[..text.len()].copy_from_slice(text);
+            write_exact(params, name.as_bytes())
+        }
+        control::FB_INFO => {
+            let mut info: abi::FbInfo = exact(Some(params))?;
+            for [index, value] in info.list.iter_mut().take(info.count as usize) {
+                *value = if *index == fb::HEAP_SIZE { (VIDEO_MEMORY >> 10) as u32 } else { 0 };
+            }
+            write_exact(params, info.as_bytes())
+        }
+        control::PCE_MASK => {
+            let mut pair: abi::Pair = exact(Some(params))?;
+            if !is_engine(pair.first) {
+                return Err(status::NOT_SUPPORTED);
+            }
+            pair.second = if pair.first == engine::COPY0 + 4 { 0xfff } else { 0x5 };
+            write_exact(params, pair.as_bytes())
+        }
+        control::SET_NOTIFICATION => expect_size(params, size_of::<abi::SetNotification>()),
+        control::PREEMPTION_MODE => {
+            let mode: abi::PreemptionMode = exact(Some(params))?;
+            if state.objects.computes(call.client, mode.object) {
+                Ok(())
+            } else {
+                Err(status::INVALID_STATE)
+            }
+        }
+        control::PERF_BOOST => expect_size(params, 8),
+        control::BIND_CTXSW_LOG => expect_size(params, size_of::<abi::BindCtxswLog>()),
+        control::DISABLE_CHANNELS => {
+            let list: abi::DisableChannels = exact(Some(params))?;
+            for index in 0..(list.count as usize).min(list.channels.len()) {
+                let (client, channel) = (list.clients[index], list.channels[index]);
+                state.objects.disable(client, channel, list.disable != 0)?;
+            }
+            Ok(())
+        }
+        _ => Err(status::NOT_SUPPORTED),
+    }
+}
+
+fn control_event_buffer(call: &abi::Control, params: &mut [u8]) -> Result<(), Refusal> {
+    match call.command {
+        control::EVENT_BUFFER_ENABLE | control::EVENT_BUFFER_UPDATE_GET => expect_size(params, 8),
+        control::EVENT_BUFFER_FLUSH => expect_size(params, 0),
+        _ => Err(status::NOT_SUPPORTED),
+    }
+}
+
+fn control_group(
+    state: &mut State,
+    layout: &Layout,
+    call: &abi::Control,
+    params: &mut [u8],
+) -> Result<(), Refusal> {
+    let group = state.objects.get_mut(call.client, call.object)?;
+    match call.command {
+        control::SET_TIMESLICE => group.timeslice_us = exact(Some(params))?,
+        control::SCHEDULE => {
+            expect_size(params, layout.schedule)?;
+            group.scheduled = params[0] != 0;
+        }
+        _ => return Err(status::NOT_SUPPORTED),
+    }
+    Ok(())
+}
+
+fn control_channel(
+    state: &mut State,
+    call: &abi::Control,
+    params: &mut [u8],
+) -> Result<(), Refusal> {
+    let (client, object) = (call.client, call.object);
+    match call.command {
+        control::TOKEN => {
+            let token = state.objects.token(client, object)?;
+            write_exact(params, &token.to_le_bytes())
+        }
+        control::RESET_CHANNEL => {
+            let reset: abi::ResetChannel = exact(Some(params))?;
+            let token = state.objects.token(client, object)?;
+            if reset.engine != state.objects.get(client, object)?.engine {
+                return Err(status::INVALID_ARGUMENT);
+            }
+            state.objects.fault(token, mdev_core::abi::notifier::RESET_CHANNEL);
+            Ok(())
+        }
+        control::MMU_FAULT => expect_size(params, size_of::<abi::MmuFault>()),
+        _ => Err(status::NOT_SUPPORTED),
+    }
+}

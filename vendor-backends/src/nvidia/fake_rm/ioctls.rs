@@ -1,0 +1,148 @@
+//! Ioctls of the fake driver.
+
+use std::io;
+use std::mem::{offset_of, size_of};
+
+use super::allocations::{alloc, prepare_mmap, register_memory};
+use super::controls::control;
+use super::objects::{Mapping, Refusal};
+use super::{FileId, State, id_of_number};
+use crate::nvidia::rm::{Node, Request};
+use crate::nvidia::sys::abi::{self, Call, MapDmaForm};
+use crate::nvidia::sys::numbers::{class, status};
+use crate::nvidia::version::Layout;
+
+/// Describes a request for the log, without addresses and descriptors.
+pub fn describe(request: &Request<'_>) -> String {
+    let word = |at: usize| {
+        let bytes = request.argument.get(at..at + 4).and_then(|b| b.try_into().ok());
+        bytes.map_or(0, u32::from_le_bytes)
+    };
+    let params = request.params.as_ref().map_or(0, |(_, params)| params.len());
+    match request.number {
+        abi::Alloc::NUMBER => format!("class {:#x} params {params}", word(12)),
+        abi::Control::NUMBER => {
+            let first = request.params.as_ref().and_then(|(_, params)| params.first());
+            format!("{:#x} params {params} first {}", word(8), first.copied().unwrap_or_default())
+        }
+        abi::MapDma::NUMBER => format!("{} bytes", request.argument.len()),
+        abi::Free::NUMBER => format!("{:#x}", word(8)),
+        _ => String::new(),
+    }
+}
+
+/// Executes a request on a file. A refusal sets the status in the argument, as the driver does.
+pub fn execute(
+    state: &mut State,
+    layout: &Layout,
+    file: FileId,
+    request: &mut Request<'_>,
+) -> io::Result<()> {
+    let node = state.open_file(file)?.node;
+    let argument = &mut *request.argument;
+    match request.number {
+        abi::CardInfos::NUMBER => with(argument, |infos: &mut abi::CardInfos| {
+            infos.cards[0] =
+                abi::CardInfo { valid: 1, pci_bus: 0x3b, gpu_id: 0x3b00, ..Default::default() };
+            Ok(())
+        }),
+        abi::RegisterFd::NUMBER => with(argument, |register: &mut abi::RegisterFd| {
+            let control = id_of_number(register.control)?;
+            if state.open_file(control)?.node != Node::Control {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            state.open_file(file)?.registered = true;
+            Ok(())
+        }),
+        abi::AllocOsEvent::NUMBER => with(argument, |event: &mut abi::AllocOsEvent| {
+            let event_file = id_of_number(event.fd.cast_signed())?;
+            event.status = if event_file == file { status::OK } else { status::INVALID_ARGUMENT };
+            Ok(())
+        }),
+        abi::AllocMemory::NUMBER => with(argument, |alloc: &mut abi::AllocMemory| {
+            if node == Node::Control || !state.open_file(file)?.registered {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            alloc.status = status_of(register_memory(state, alloc));
+            Ok(())
+        }),
+        _ if node != Node::Control => Err(io::ErrorKind::InvalidInput.into()),
+        _ => execute_on_control(state, layout, file, request),
+    }
+}
+
+/// Executes a request that needs a control file.
+fn execute_on_control(
+    state: &mut State,
+    layout: &Layout,
+    file: FileId,
+    request: &mut Request<'_>,
+) -> io::Result<()> {
+    let params = request.params.as_mut().map(|(_, params)| &mut **params);
+    let argument = &mut *request.argument;
+    match request.number {
+        abi::Free::NUMBER => with(argument, |free: &mut abi::Free| {
+            free.status = status_of(state.objects.free(free.root, free.object));
+            Ok(())
+        }),
+        abi::Alloc::NUMBER => with(argument, |call: &mut abi::Alloc| {
+            if call.class == class::CLIENT {
+                call.object = state.objects.new_client();
+                return Ok(());
+            }
+            call.status = status_of(alloc(state, layout, call, params.as_deref()));
+            Ok(())
+        }),
+        abi::Control::NUMBER => with(argument, |call: &mut abi::Control| {
+            call.status = status_of(control(state, layout, call, params.unwrap_or_default()));
+            Ok(())
+        }),
+        abi::MapMemory::NUMBER => with(argument, |map: &mut abi::MapMemory| {
+            map.status = status_of(prepare_mmap(state, file, map)?);
+            Ok(())
+        }),
+        abi::MapDma::NUMBER if argument.len() != layout.map_dma => {
+            Err(io::ErrorKind::InvalidInput.into())
+        }
+        abi::MapDma::NUMBER if argument.len() == size_of::<abi::MapDma570>() => {
+            map_dma::<abi::MapDma570>(state, argument)
+        }
+        abi::MapDma::NUMBER => map_dma::<abi::MapDma>(state, argument),
+        abi::UnmapDma::NUMBER => with(argument, |map: &mut abi::UnmapDma| {
+            let done = state.objects.unmap(map.client, map.dma, map.memory, map.va, map.size);
+            map.status = status_of(done);
+            Ok(())
+        }),
+        _ => Err(io::ErrorKind::InvalidInput.into()),
+    }
+}
+
+fn map_dma<P: MapDmaForm>(state: &mut State, argument: &mut [u8]) -> io::Result<()> {
+    with(argument, |map: &mut P| {
+        let abi::DmaMapping { client, dma, memory, va, length, .. } = map.mapping();
+        let mapping = Mapping { client, space: dma, memory, va, len: length };
+        map.set_status(status_of(state.objects.map(mapping)));
+        Ok(())
+    })
+}
+
+fn status_of(result: Result<(), Refusal>) -> u32 {
+    result.err().unwrap_or(status::OK)
+}
+
+/// Calls `body` with the argument. Refuses an argument of another size, as the driver does.
+fn with<C: Call>(
+    argument: &mut [u8],
+    body: impl FnOnce(&mut C) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut value = C::read_from_bytes(argument).map_err(|_| io::ErrorKind::InvalidInput)?;
+    body(&mut value)?;
+    argument.copy_from_slice(value.as_bytes());
+    Ok(())
+}
+
+// Offsets that `describe` reads.
+const _: () = {
+    assert!(offset_of!(abi::Alloc, class) == 12 && offset_of!(abi::Control, command) == 8);
+    assert!(offset_of!(abi::Free, object) == 8);
+};

@@ -1,0 +1,200 @@
+//! Fake resource manager: objects, checks and failures of NVIDIA's driver, without a GPU.
+//!
+//! It refuses what the driver refuses. Errors that the driver accepts and the hardware would suffer
+//! from, such as freeing an object in use, are in [`FakeRm::violations`].
+
+mod allocations;
+mod controls;
+mod ioctls;
+mod objects;
+mod params;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nix::fcntl::OFlag;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::unistd::pipe2;
+
+use super::rm::{Node, Request, Rm};
+use super::sys::abi::{Call, Free};
+use super::version::Layout;
+use objects::Objects;
+
+/// PCI address of the fake GPU.
+pub const ADDRESS: &str = "0000:3b:00.0";
+
+/// Video memory of the fake GPU, in bytes.
+pub const VIDEO_MEMORY: u64 = 80 << 30;
+
+/// Inode number of an open file. It also identifies duplicated descriptors.
+type FileId = u64;
+
+/// Open device node.
+#[derive(Debug)]
+struct OpenFile {
+    file: FileId,
+    node: Node,
+    /// The file is attached to a control file.
+    registered: bool,
+    /// The file is prepared for `mmap`.
+    mapped: bool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    files: Vec<OpenFile>,
+    objects: Objects,
+    calls: u64,
+    fail_at: Option<u64>,
+    log: Vec<String>,
+    /// Writers of event pipes. A pipe without a writer would poll as hung up.
+    event_writers: Vec<OwnedFd>,
+}
+
+/// Fake driver.
+#[derive(Debug)]
+pub struct FakeRm {
+    version: String,
+    layout: Option<Layout>,
+    state: Mutex<State>,
+}
+
+impl FakeRm {
+    /// Creates a driver with a version.
+    pub fn new(version: &str) -> Arc<Self> {
+        let layout = Layout::of(version).ok();
+        Arc::new(Self { version: version.into(), layout, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the number of objects.
+    pub fn objects(&self) -> usize {
+        self.state().objects.count()
+    }
+
+    /// Returns the number of calls so far.
+    pub fn calls(&self) -> u64 {
+        self.state().calls
+    }
+
+    /// Makes a call fail. `number` counts as [`Self::calls`] does.
+    pub fn fail_at(&self, number: Option<u64>) {
+        self.state().fail_at = number;
+    }
+
+    /// Returns the errors that the driver would have accepted.
+    pub fn violations(&self) -> Vec<String> {
+        self.state().objects.violations.clone()
+    }
+
+    /// Takes the log: a line for each call since the previous call of this function.
+    pub fn take_log(&self) -> Vec<String> {
+        std::mem::take(&mut self.state().log)
+    }
+
+    /// Reports an error of the channel with a token, as the hardware's robust-channel recovery
+    /// does.
+    pub fn fault(&self, token: u32, code: u32) {
+        self.state().objects.fault(token, code);
+    }
+
+    /// Returns whether the channel with a token is enabled.
+    pub fn may_run(&self, token: u32) -> bool {
+        self.state().objects.may_run(token)
+    }
+
+    /// Returns the time slice of the group of the channel with a token, in microseconds.
+    pub fn timeslice_us(&self, token: u32) -> Option<u64> {
+        self.state().objects.timeslice_us(token)
+    }
+
+    /// Returns the token that was written to the doorbell last.
+    pub fn last_ring(&self) -> Option<u32> {
+        self.state().objects.last_ring()
+    }
+
+    /// Sets the GPU's clock.
+    pub fn set_clock(&self, now_ns: u64) {
+        self.state().objects.set_clock(now_ns);
+    }
+
+    /// Logs the start or the end of a residency of `process` on the compute engine.
+    pub fn log_residency(&self, start: bool, process: u64, at_ns: u64) {
+        let tag = if start { super::ctxsw_log::START } else { super::ctxsw_log::END };
+        self.state().objects.log_context_switch(tag, process, at_ns);
+    }
+}
+
+impl Rm for FakeRm {
+    fn version(&self) -> io::Result<String> {
+        Ok(self.version.clone())
+    }
+
+    fn open(&self, node: Node) -> io::Result<OwnedFd> {
+        let mut state = self.state();
+        state.count_call()?;
+        let fd = match node {
+            Node::Control | Node::Gpu(0) => memfd_create("fake-rm", MFdFlags::MFD_CLOEXEC)?,
+            Node::Event => {
+                let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
+                state.event_writers.push(writer);
+                reader
+            }
+            Node::Gpu(_) => return Err(io::ErrorKind::NotFound.into()),
+        };
+        let file = file_id(&fd)?;
+        state.files.push(OpenFile { file, node, registered: false, mapped: false });
+        Ok(fd)
+    }
+
+    fn ioctl(&self, fd: BorrowedFd<'_>, request: &mut Request<'_>) -> io::Result<()> {
+        let layout = self.layout.ok_or(io::ErrorKind::InvalidInput)?;
+        let file = file_id(&fd)?;
+        let mut state = self.state();
+        // Freeing does not fail for lack of resources.
+        if request.number != <Free as Call>::NUMBER {
+            state.count_call()?;
+        }
+        let line = format!("{} {}", request.name, ioctls::describe(request));
+        state.log.push(line);
+        ioctls::execute(&mut state, &layout, file, request)
+    }
+}
+
+impl State {
+    /// Counts a call. Fails the one that [`FakeRm::fail_at`] selects.
+    fn count_call(&mut self) -> io::Result<()> {
+        self.calls += 1;
+        if self.fail_at == Some(self.calls) {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        Ok(())
+    }
+
+    fn open_file(&mut self, file: FileId) -> io::Result<&mut OpenFile> {
+        let found = self.files.iter_mut().find(|open| open.file == file);
+        found.ok_or_else(|| io::ErrorKind::InvalidInput.into())
+    }
+}
+
+fn file_id(fd: &impl AsFd) -> io::Result<FileId> {
+    let fd = fd.as_fd().try_clone_to_owned()?;
+    Ok(File::from(fd).metadata()?.ino())
+}
+
+/// Returns the file of a descriptor number, as the driver resolves it.
+fn id_of_number(number: i32) -> io::Result<FileId> {
+    Ok(std::fs::metadata(format!("/proc/self/fd/{number}"))?.ino())
+}
+
+/// Opens the file of a descriptor number for writing.
+fn file_of_number(number: i32) -> io::Result<File> {
+    File::options().read(true).write(true).open(format!("/proc/self/fd/{number}"))
+}

@@ -1,0 +1,335 @@
+//! Object tree of the fake driver, and its rules.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use mdev_core::abi::{compute, copy, host};
+
+use crate::nvidia::sys::numbers::{class, engine, flag, status};
+
+/// Offset of the GPU's clock in the usermode page.
+pub const CLOCK: u64 = 0x80;
+
+/// `NV_STATUS` of a refused call.
+pub type Refusal = u32;
+
+/// Object of a client.
+#[derive(Debug, Default)]
+pub struct Object {
+    pub client: u32,
+    pub parent: u32,
+    pub class: u32,
+    /// Length of memory, in bytes.
+    pub len: u64,
+    /// Memory is read-only for user space.
+    pub read_only: bool,
+    /// Engine of a group or channel.
+    pub engine: u32,
+    /// Token of a channel.
+    pub token: u32,
+    pub scheduled: bool,
+    /// Time slice of a group, in microseconds.
+    pub timeslice_us: u64,
+    /// Handles of objects that must outlive this one, such as memory and address spaces.
+    pub uses: Vec<u32>,
+    /// File that is mapped in place of memory. Errors are written to that of a notifier.
+    pub mapped_file: Option<File>,
+    pub faulted: bool,
+    /// Number of times that a channel was disabled and not enabled again.
+    pub disabled: u32,
+}
+
+/// Mapping at a GPU virtual address.
+#[derive(Debug)]
+pub struct Mapping {
+    pub client: u32,
+    pub space: u32,
+    pub memory: u32,
+    pub va: u64,
+    pub len: u64,
+}
+
+/// Objects of all clients.
+#[derive(Debug, Default)]
+pub struct Objects {
+    all: BTreeMap<(u32, u32), Object>,
+    mappings: Vec<Mapping>,
+    clients: u32,
+    tokens: u32,
+    pub violations: Vec<String>,
+    /// Time of the GPU's clock.
+    pub clock_ns: u64,
+}
+
+impl Objects {
+    pub fn count(&self) -> usize {
+        self.all.len()
+    }
+
+    /// Creates a client and returns its handle.
+    pub fn new_client(&mut self) -> u32 {
+        self.clients += 1;
+        let handle = 0xc1d0_0000 + self.clients;
+        let root = Object { client: handle, class: class::CLIENT, ..Default::default() };
+        self.all.insert((handle, handle), root);
+        handle
+    }
+
+    pub fn get(&self, client: u32, handle: u32) -> Result<&Object, Refusal> {
+        self.all.get(&(client, handle)).ok_or(status::OBJECT_NOT_FOUND)
+    }
+
+    pub fn get_mut(&mut self, client: u32, handle: u32) -> Result<&mut Object, Refusal> {
+        self.all.get_mut(&(client, handle)).ok_or(status::OBJECT_NOT_FOUND)
+    }
+
+    /// Returns an object of a class.
+    pub fn of_class(&self, client: u32, handle: u32, class: u32) -> Result<&Object, Refusal> {
+        let object = self.get(client, handle).map_err(|_| status::INVALID_OBJECT_HANDLE)?;
+        if object.class == class { Ok(object) } else { Err(status::INVALID_OBJECT_HANDLE) }
+    }
+
+    /// Returns the size of allocated video memory, in bytes.
+    pub fn video_memory(&self) -> u64 {
+        let allocated = self.all.values().filter(|object| object.class == class::VIDEO_MEMORY);
+        allocated.map(|object| object.len).sum()
+    }
+
+    /// Inserts an object below its parent.
+    pub fn insert(&mut self, handle: u32, mut object: Object) -> Result<(), Refusal> {
+        let parent =
+            self.get(object.client, object.parent).map_err(|_| status::INVALID_OBJECT_PARENT)?;
+        if parent_class(object.class).is_none_or(|class| class != parent.class) {
+            return Err(status::INVALID_OBJECT_PARENT);
+        }
+        if handle == 0 || self.all.contains_key(&(object.client, handle)) {
+            return Err(status::DUPLICATE);
+        }
+        for used in &object.uses {
+            self.get(object.client, *used).map_err(|_| status::INVALID_OBJECT_HANDLE)?;
+        }
+        if object.class == host::CLASS {
+            if object.engine != parent.engine {
+                return Err(status::INVALID_ARGUMENT);
+            }
+            self.tokens += 1;
+            object.token = object.engine << 16 | self.tokens;
+        }
+        self.all.insert((object.client, handle), object);
+        Ok(())
+    }
+
+    /// Frees an object and its children.
+    pub fn free(&mut self, client: u32, handle: u32) -> Result<(), Refusal> {
+        self.get(client, handle)?;
+        let mut freed = vec![handle];
+        let mut next = 0;
+        while let Some(parent) = freed.get(next).copied() {
+            let children = self.all.iter().filter(|((of_client, own), object)| {
+                *of_client == client && object.parent == parent && *own != parent
+            });
+            freed.extend(children.map(|((_, own), _)| *own));
+            next += 1;
+        }
+        for gone in &freed {
+            for ((of_client, own), object) in &self.all {
+                if *of_client == client && object.uses.contains(gone) && !freed.contains(own) {
+                    let class = object.class;
+                    let line = format!("{gone:#x} was freed while {own:#x} ({class:#x}) uses it");
+                    self.violations.push(line);
+                }
+            }
+            if handle != client
+                && self.mappings.iter().any(|m| m.client == client && m.memory == *gone)
+            {
+                self.violations.push(format!("{gone:#x} was freed while it is mapped"));
+            }
+        }
+        self.all.retain(|(of_client, own), _| *of_client != client || !freed.contains(own));
+        self.mappings.retain(|mapping| {
+            mapping.client != client
+                || !freed.contains(&mapping.memory) && !freed.contains(&mapping.space)
+        });
+        Ok(())
+    }
+
+    /// Maps memory.
+    pub fn map(&mut self, mapping: Mapping) -> Result<(), Refusal> {
+        let memory = self.get(mapping.client, mapping.memory)?;
+        self.of_class(mapping.client, mapping.space, class::VIRTUAL)?;
+        let end = mapping.va.checked_add(mapping.len).ok_or(status::INVALID_ARGUMENT)?;
+        if mapping.len == 0
+            || mapping.len > memory.len
+            || !(mapping.va | mapping.len).is_multiple_of(4096)
+        {
+            return Err(status::INVALID_ARGUMENT);
+        }
+        let overlaps = self.mappings.iter().any(|other| {
+            (other.client, other.space) == (mapping.client, mapping.space)
+                && other.va < end
+                && mapping.va < other.va + other.len
+        });
+        // The driver reserves the first 4 GiB.
+        if overlaps || mapping.va < 4 << 30 {
+            return Err(status::NO_MEMORY);
+        }
+        self.mappings.push(mapping);
+        Ok(())
+    }
+
+    /// Unmaps `size` bytes at `va`, or with size 0 the mapping that begins there.
+    pub fn unmap(
+        &mut self,
+        client: u32,
+        space: u32,
+        memory: u32,
+        va: u64,
+        size: u64,
+    ) -> Result<(), Refusal> {
+        let same = |m: &Mapping| (m.client, m.space, m.memory) == (client, space, memory);
+        let inside = |m: &Mapping| {
+            if size == 0 { m.va == va } else { m.va <= va && va + size <= m.va + m.len }
+        };
+        let found = self.mappings.iter().position(|m| same(m) && inside(m));
+        let mapping = self.mappings.swap_remove(found.ok_or(status::OBJECT_NOT_FOUND)?);
+        let unmapped_end = if size == 0 { mapping.va + mapping.len } else { va + size };
+        for (start, end) in [(mapping.va, va), (unmapped_end, mapping.va + mapping.len)] {
+            if start < end {
+                self.mappings.push(Mapping { client, space, memory, va: start, len: end - start });
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports an error on all channels in the group of the channel with a token.
+    pub fn fault(&mut self, token: u32, code: u32) {
+        let group_of = |object: &Object| (object.client, object.parent);
+        let Some(group) = self.all.values().find(|o| o.token == token).map(group_of) else {
+            return;
+        };
+        let mut notifiers = Vec::new();
+        for object in self.all.values_mut() {
+            if object.class == host::CLASS && group_of(object) == group {
+                object.faulted = true;
+                notifiers.extend(object.uses.first().map(|notifier| (object.client, *notifier)));
+            }
+        }
+        for (client, notifier) in notifiers {
+            if let Ok(Object { mapped_file: Some(file), .. }) = self.get(client, notifier) {
+                let words = [code.to_le_bytes(), 0xffff_0000u32.to_le_bytes()].concat();
+                let _ = file.write_at(&words, 8);
+            }
+        }
+    }
+
+    /// Disables or enables a channel. Each disabling needs one enabling.
+    pub fn disable(&mut self, client: u32, handle: u32, disable: bool) -> Result<(), Refusal> {
+        self.token(client, handle)?;
+        let channel = self.get_mut(client, handle)?;
+        match channel.disabled.checked_add_signed(if disable { 1 } else { -1 }) {
+            Some(disabled) => channel.disabled = disabled,
+            None => self.violations.push(format!("{handle:#x} was enabled without being disabled")),
+        }
+        Ok(())
+    }
+
+    /// Returns whether a channel of a group has the compute class.
+    pub fn computes(&self, client: u32, group: u32) -> bool {
+        let classes = self.all.values().filter(|o| o.client == client && o.class == compute::CLASS);
+        classes
+            .map(|o| self.get(client, o.parent))
+            .any(|channel| channel.is_ok_and(|c| c.parent == group))
+    }
+
+    fn of_token(&self, token: u32) -> Option<&Object> {
+        self.all.values().find(|object| object.class == host::CLASS && object.token == token)
+    }
+
+    /// Returns whether the channel with a token is enabled.
+    pub fn may_run(&self, token: u32) -> bool {
+        self.of_token(token).is_some_and(|channel| channel.disabled == 0)
+    }
+
+    /// Returns the time slice of the group of the channel with a token, in microseconds.
+    pub fn timeslice_us(&self, token: u32) -> Option<u64> {
+        let channel = self.of_token(token)?;
+        Some(self.get(channel.client, channel.parent).ok()?.timeslice_us)
+    }
+
+    /// Sets the GPU's clock.
+    pub fn set_clock(&mut self, now_ns: u64) {
+        self.clock_ns = now_ns;
+        for object in self.all.values().filter(|object| object.class == class::USERMODE) {
+            if let Some(file) = &object.mapped_file {
+                let _ = file.write_at(&now_ns.to_le_bytes(), CLOCK);
+            }
+        }
+    }
+
+    /// Returns the token that was written to the doorbell last.
+    pub fn last_ring(&self) -> Option<u32> {
+        let mut pages = self.all.values().filter(|object| object.class == class::USERMODE);
+        let mut token = [0; 4];
+        let file = pages.find_map(|object| object.mapped_file.as_ref())?;
+        file.read_exact_at(&mut token, mdev_core::abi::doorbell::TOKEN).ok()?;
+        Some(u32::from_le_bytes(token))
+    }
+
+    /// Adds a record to every context switch log.
+    pub fn log_context_switch(&mut self, tag: u8, process: u64, at_ns: u64) {
+        const RECORD_BYTES: u64 = 32;
+        let record = [0, u64::from(tag), process, at_ns].map(u64::to_le_bytes).concat();
+        let buffers = self.all.values_mut().filter(|object| object.class == class::EVENT_BUFFER);
+        let mut logs = Vec::new();
+        for buffer in buffers {
+            let memory = buffer.uses.first_chunk::<2>();
+            logs.extend(memory.map(|memory| (buffer.client, *memory, buffer.len)));
+            buffer.len += 1;
+        }
+        for (client, [header, records], number) in logs {
+            let file = |handle| {
+                self.get(client, handle).ok().and_then(|memory| memory.mapped_file.as_ref())
+            };
+            if let (Some(header), Some(records)) = (file(header), file(records)) {
+                let _ = records.write_at(&record, number * RECORD_BYTES);
+                let _ = header.write_at(&(number as u32 + 1).to_le_bytes(), 4);
+            }
+        }
+    }
+
+    /// Returns the token of a channel.
+    pub fn token(&self, client: u32, handle: u32) -> Result<u32, Refusal> {
+        Ok(self.of_class(client, handle, host::CLASS)?.token)
+    }
+}
+
+/// Returns the class of the parent of an object.
+fn parent_class(of: u32) -> Option<u32> {
+    Some(match of {
+        class::DEVICE | class::EVENT_BUFFER => class::CLIENT,
+        class::SUBDEVICE
+        | class::VA_SPACE
+        | class::VIRTUAL
+        | class::OS_DESCRIPTOR
+        | class::SYSTEM_MEMORY
+        | class::VIDEO_MEMORY
+        | class::GROUP => class::DEVICE,
+        class::USERMODE | class::OS_EVENT => class::SUBDEVICE,
+        host::CLASS => class::GROUP,
+        copy::CLASS | compute::CLASS => host::CLASS,
+        _ => return None,
+    })
+}
+
+/// Returns whether the fake GPU has an engine.
+pub fn is_engine(number: u32) -> bool {
+    number == engine::GRAPHICS || (engine::COPY0..engine::COPY0 + 5).contains(&number)
+}
+
+/// Returns whether the flags of a channel deny physical addresses and privileges. The driver also
+/// accepts other flags.
+pub fn denies_privileges(flags: u32) -> bool {
+    flags & (flag::DENY_PHYSICAL | flag::DENY_PRIVILEGE)
+        == flag::DENY_PHYSICAL | flag::DENY_PRIVILEGE
+}

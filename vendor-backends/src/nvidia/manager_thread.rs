@@ -1,0 +1,179 @@
+//! Thread of a worker that executes the manager's messages and checks for faults and hangs.
+//!
+//! The messages must not wait for requests of the guest: pinning 4 GiB of guest memory takes 0.1 s,
+//! and a gate must close at once.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::{GpuError, Pending};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::hang_detector::HangDetector;
+use super::rm_client::RmClient;
+use super::vgpu_state::{REST_INTERVAL, VgpuState};
+use super::wire::{FromManager, FromWorker};
+use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
+
+/// Poll interval while the closing of a gate is delayed.
+const CLOSING_INTERVAL: Duration = Duration::from_millis(1);
+
+/// State of the thread.
+#[derive(Debug)]
+pub struct ManagerThread {
+    state: Arc<VgpuState>,
+    rm_client: Arc<RmClient>,
+    /// Connection to the manager. None after the manager has exited, until the next one connects.
+    manager: Option<SeqPacket>,
+    /// Event of the GPU that reports faults.
+    fault_event: OwnedFd,
+    hang_detector: HangDetector,
+    /// Time until the next check for a hang.
+    next_hang_check: Option<Duration>,
+    /// When the gate should have closed, while the closing is delayed.
+    closing_since: Option<Instant>,
+    buffer: Vec<u8>,
+}
+
+impl ManagerThread {
+    /// Creates the state of the thread.
+    pub fn new(
+        state: Arc<VgpuState>,
+        rm_client: Arc<RmClient>,
+        manager: SeqPacket,
+        fault_event: OwnedFd,
+        hang_limit: Option<Duration>,
+    ) -> Self {
+        Self {
+            state,
+            rm_client,
+            manager: Some(manager),
+            fault_event,
+            hang_detector: HangDetector::new(hang_limit),
+            next_hang_check: None,
+            closing_since: None,
+            buffer: vec![0; MAX_PACKET],
+        }
+    }
+
+    /// Runs until the vGPU's threads are stopped.
+    pub fn run(&mut self) {
+        while !self.state.signals.is_stopped() {
+            let has_message = self.wait();
+            self.check_vgpu();
+            if let Ok(mut next) = self.state.next_manager.lock()
+                && let Some(next) = next.take()
+            {
+                self.manager = Some(next);
+                continue;
+            }
+            if has_message {
+                self.receive();
+            }
+        }
+    }
+
+    /// Waits for an event or the next poll of the rings. Returns whether the manager's connection
+    /// is readable.
+    fn wait(&self) -> bool {
+        let mut fds = vec![
+            PollFd::new(self.state.signals.stop_event(), PollFlags::POLLIN),
+            PollFd::new(self.fault_event.as_fd(), PollFlags::POLLIN | PollFlags::POLLPRI),
+        ];
+        fds.extend(self.manager.as_ref().map(|m| PollFd::new(m.as_fd(), PollFlags::POLLIN)));
+        let interval = match self.closing_since {
+            Some(_) => CLOSING_INTERVAL,
+            None => self.state.poll_interval(),
+        };
+        let interval = interval.min(self.next_hang_check.unwrap_or(REST_INTERVAL));
+        let _ = poll(&mut fds, PollTimeout::try_from(interval).unwrap_or(PollTimeout::MAX));
+        fds.get(2).is_some_and(|fd| fd.any() == Some(true))
+    }
+
+    /// Checks for faults, work and hangs, and closes a gate whose closing is delayed.
+    fn check_vgpu(&mut self) {
+        let contended = self.hang_detector.is_contended();
+        self.state.note_errors();
+        self.state.activity().sample(&self.state, contended);
+        self.next_hang_check = self.state.check_hang(&mut self.hang_detector);
+        if self
+            .closing_since
+            .is_some_and(|since| !self.state.must_delay_closing(since.elapsed(), contended))
+        {
+            self.closing_since = None;
+            if let Err(error) = self.state.set_gate(false) {
+                log::warn!("{error}");
+            }
+        }
+    }
+
+    /// Receives a message of the manager and executes it.
+    fn receive(&mut self) {
+        let Some(socket) = &self.manager else { return };
+        let message = match socket.try_recv(&mut self.buffer) {
+            Ok(Some(packet)) => decode::<FromManager>(&self.buffer[..packet.len]),
+            Ok(None) => Err(std::io::ErrorKind::BrokenPipe.into()),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+            Err(error) => Err(error),
+        };
+        match message {
+            Ok(message) => self.handle(&message),
+            Err(error) => {
+                log::debug!("Lost the connection to the manager: {error}");
+                self.manager = None;
+                self.closing_since = None;
+                // No other process would open the gate, and the guest must continue.
+                if let Err(error) = self.state.set_gate(true) {
+                    log::warn!("{error}");
+                }
+            }
+        }
+    }
+
+    fn handle(&mut self, message: &FromManager) {
+        if let FromManager::Usage(_, contended) = *message {
+            self.hang_detector.set_contended(contended, Instant::now());
+        }
+        if let FromManager::SetGate(open) = *message {
+            let contended = self.hang_detector.is_contended();
+            let delay = !open && self.state.must_delay_closing(Duration::ZERO, contended);
+            self.closing_since = delay.then(|| self.closing_since.unwrap_or_else(Instant::now));
+            if delay {
+                return;
+            }
+        }
+        if let Some(reply) = self.execute(message)
+            && let Ok(bytes) = encode(&reply)
+            && let Some(socket) = &self.manager
+        {
+            // A manager that does not read loses the reply.
+            let _ = socket.try_send(&bytes, &[]);
+        }
+    }
+
+    fn execute(&self, message: &FromManager) -> Option<FromWorker> {
+        let state = &self.state;
+        let done = match *message {
+            FromManager::SetTimeslice(timeslice) => state.channels().set_timeslice(timeslice),
+            FromManager::SetGate(open) => state.set_gate(open),
+            FromManager::Reset => {
+                state.reset(None);
+                Ok(())
+            }
+            FromManager::Usage(number, _) => {
+                return Some(FromWorker::Usage(number, state.report()));
+            }
+            FromManager::Evict => {
+                self.rm_client.free_all();
+                state.signals.raise(Pending::DEVICE_LOST);
+                Ok(())
+            }
+            FromManager::Grant(_) => Err(GpuError::Invalid("a second grant")),
+        };
+        if let Err(error) = done {
+            log::warn!("Cannot execute the manager's message: {error}");
+        }
+        None
+    }
+}

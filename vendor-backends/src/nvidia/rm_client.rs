@@ -1,0 +1,349 @@
+//! Client of the resource manager, and its objects. An object is freed when it is dropped, after
+//! its children.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use super::rm::{Node, Rm, RmError, call};
+use super::sys::abi::{self, Call};
+use super::sys::numbers::{class, control, flag};
+use super::version::Layout;
+use crate::mem::Mapping;
+
+/// First handle of an object. The driver chooses handles of clients from another range.
+const FIRST_HANDLE: u32 = 0x5e55_0001;
+
+/// Client of the resource manager. The driver frees all of its objects when its descriptors are
+/// closed.
+pub struct RmClient {
+    rm: Arc<dyn Rm>,
+    layout: Layout,
+    control: OwnedFd,
+    gpu: OwnedFd,
+    minor: u32,
+    root: u32,
+    next_handle: AtomicU32,
+    /// The client was freed with all of its objects.
+    freed: AtomicBool,
+}
+
+impl fmt::Debug for RmClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RmClient").field("minor", &self.minor).finish_non_exhaustive()
+    }
+}
+
+impl RmClient {
+    /// Creates a client for the GPU with a minor number.
+    pub fn open(rm: Arc<dyn Rm>, layout: Layout, minor: u32) -> Result<Arc<Self>, RmError> {
+        let control = rm.open(Node::Control).map_err(RmError::open)?;
+        let gpu = rm.open(Node::Gpu(minor)).map_err(RmError::open)?;
+        let mut register = abi::RegisterFd { control: control.as_raw_fd() };
+        call(&*rm, gpu.as_fd(), &mut register, None, "")?;
+        let mut alloc = abi::Alloc { class: class::CLIENT, ..Default::default() };
+        call(&*rm, control.as_fd(), &mut alloc, None, "client")?;
+        Ok(Arc::new(Self {
+            rm,
+            layout,
+            control,
+            gpu,
+            minor,
+            root: alloc.object,
+            next_handle: AtomicU32::new(FIRST_HANDLE),
+            freed: AtomicBool::new(false),
+        }))
+    }
+
+    /// Returns the client's handle.
+    pub fn root(&self) -> u32 {
+        self.root
+    }
+
+    /// Returns the layout of the driver's structures.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn new_handle(&self) -> u32 {
+        self.next_handle.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Allocates an object below `parent`, or below the client. `detail` names the object in
+    /// errors.
+    pub fn alloc(
+        self: &Arc<Self>,
+        parent: Option<&Arc<Object>>,
+        class: u32,
+        params: Option<&mut [u8]>,
+        detail: &str,
+    ) -> Result<Arc<Object>, RmError> {
+        let parent_handle = parent.map_or(self.root, |parent| parent.handle);
+        let handle = self.new_handle();
+        let mut alloc = abi::Alloc {
+            root: self.root,
+            parent: parent_handle,
+            object: handle,
+            class,
+            // 0 stands for the size that the class has.
+            params_bytes: 0,
+            ..Default::default()
+        };
+        call(&*self.rm, self.control.as_fd(), &mut alloc, params, detail)?;
+        Ok(self.object(parent, handle))
+    }
+
+    fn object(self: &Arc<Self>, parent: Option<&Arc<Object>>, handle: u32) -> Arc<Object> {
+        Arc::new(Object { rm_client: self.clone(), parent: parent.cloned(), handle })
+    }
+
+    /// Calls a control of the client itself.
+    pub fn control_root<P: IntoBytes + FromBytes>(
+        &self,
+        command: u32,
+        params: &mut P,
+    ) -> Result<(), RmError> {
+        self.control(self.root, command, params.as_mut_bytes())
+    }
+
+    fn control(&self, object: u32, command: u32, params: &mut [u8]) -> Result<(), RmError> {
+        let mut argument = abi::Control {
+            client: self.root,
+            object,
+            command,
+            params_bytes: params.len() as u32,
+            ..Default::default()
+        };
+        let detail = format!("{command:#x}");
+        call(&*self.rm, self.control.as_fd(), &mut argument, Some(params), &detail)
+    }
+
+    /// Creates a memory object from the pages of a mapping. The pages are pinned until it is freed.
+    pub fn register(
+        self: &Arc<Self>,
+        device: &Arc<Object>,
+        mapping: &Mapping,
+    ) -> Result<Arc<Object>, RmError> {
+        let handle = self.new_handle();
+        let mut argument = abi::AllocMemory {
+            root: self.root,
+            parent: device.handle,
+            object: handle,
+            class: class::OS_DESCRIPTOR,
+            flags: flag::OS_DESCRIPTOR,
+            memory: mapping.address(),
+            limit: mapping.len() - 1,
+            fd: -1,
+            ..Default::default()
+        };
+        call(&*self.rm, self.gpu.as_fd(), &mut argument, None, "guest memory")?;
+        Ok(self.object(Some(device), handle))
+    }
+
+    /// Opens a descriptor with which `mmap` of `len` bytes at offset 0 maps `memory`.
+    ///
+    /// The descriptor belongs to no client. A process that receives it can only map this memory.
+    pub fn aperture(
+        &self,
+        device: &Object,
+        memory: &Object,
+        node: Node,
+        len: u64,
+        flags: u32,
+    ) -> Result<OwnedFd, RmError> {
+        let fd = self.rm.open(node).map_err(RmError::open)?;
+        let mut argument = abi::MapMemory {
+            client: self.root,
+            device: device.handle,
+            memory: memory.handle,
+            length: len,
+            flags,
+            fd: fd.as_raw_fd(),
+            ..Default::default()
+        };
+        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
+        Ok(fd)
+    }
+
+    /// Returns the GPU's device node.
+    pub fn gpu_node(&self) -> Node {
+        Node::Gpu(self.minor)
+    }
+
+    /// Maps `len` bytes of `memory` at a GPU virtual address.
+    pub fn map_dma(
+        &self,
+        space: &AddressSpace,
+        memory: &Object,
+        offset: u64,
+        len: u64,
+        va: u64,
+        flags: u32,
+    ) -> Result<(), RmError> {
+        let mapping = abi::DmaMapping {
+            client: self.root,
+            device: space.device.handle,
+            dma: space.range.handle,
+            memory: memory.handle,
+            offset,
+            length: len,
+            flags: flags | flag::FIXED_VA,
+            va,
+        };
+        let mapped = if self.layout.map_dma == size_of::<abi::MapDma570>() {
+            self.call_map_dma::<abi::MapDma570>(&mapping)?
+        } else {
+            self.call_map_dma::<abi::MapDma>(&mapping)?
+        };
+        if mapped == va {
+            return Ok(());
+        }
+        let error = io::Error::other(format!("Mapped at {mapped:#x} instead of {va:#x}"));
+        self.unmap_dma(space, memory.handle, mapped, 0)?;
+        Err(RmError::Os { call: abi::MapDma::NAME.into(), error })
+    }
+
+    /// Makes a mapping with the form of this driver. Returns the GPU virtual address.
+    fn call_map_dma<P: abi::MapDmaForm>(&self, mapping: &abi::DmaMapping) -> Result<u64, RmError> {
+        let mut argument = P::new(mapping);
+        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
+        Ok(argument.mapping().va)
+    }
+
+    /// Unmaps `size` bytes at `va`, or with size 0 the mapping that begins there.
+    pub fn unmap_dma(
+        &self,
+        space: &AddressSpace,
+        memory: u32,
+        va: u64,
+        size: u64,
+    ) -> Result<(), RmError> {
+        let mut argument = abi::UnmapDma {
+            client: self.root,
+            device: space.device.handle,
+            dma: space.range.handle,
+            memory,
+            va,
+            size,
+            ..Default::default()
+        };
+        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")
+    }
+
+    /// Returns an event object, and a descriptor that polls readable when the GPU raises `event`.
+    pub fn event(
+        self: &Arc<Self>,
+        subdevice: &Arc<Object>,
+        event: u32,
+    ) -> Result<(Arc<Object>, OwnedFd), RmError> {
+        let fd = self.rm.open(Node::Event).map_err(RmError::open)?;
+        let mut argument = abi::AllocOsEvent {
+            client: self.root,
+            fd: fd.as_raw_fd().cast_unsigned(),
+            ..Default::default()
+        };
+        call(&*self.rm, fd.as_fd(), &mut argument, None, "")?;
+        let mut params = abi::EventParams {
+            client: self.root,
+            source: subdevice.handle,
+            class: class::OS_EVENT,
+            index: event,
+            data: u64::from(fd.as_raw_fd().cast_unsigned()),
+        };
+        let object =
+            self.alloc(Some(subdevice), class::OS_EVENT, Some(params.as_mut_bytes()), "event")?;
+        let mut notification = abi::SetNotification {
+            event: event & 0xffff,
+            action: super::sys::numbers::event::REPEAT,
+            ..Default::default()
+        };
+        object.rm_client.control(
+            subdevice.handle,
+            control::SET_NOTIFICATION,
+            notification.as_mut_bytes(),
+        )?;
+        Ok((object, fd))
+    }
+
+    /// Frees the client with all of its objects. Later calls fail.
+    pub fn free_all(&self) {
+        if !self.freed.swap(true, Ordering::AcqRel)
+            && let Err(error) = self.free(self.root, self.root)
+        {
+            log::warn!("{error}");
+        }
+    }
+
+    fn free(&self, parent: u32, object: u32) -> Result<(), RmError> {
+        let mut argument = abi::Free { root: self.root, parent, object, ..Default::default() };
+        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")
+    }
+}
+
+impl Drop for RmClient {
+    fn drop(&mut self) {
+        self.free_all();
+    }
+}
+
+/// GPU virtual address space, and its range for mappings.
+#[derive(Debug)]
+pub struct AddressSpace {
+    // Freed in this order.
+    /// Range that contains all addresses.
+    pub range: Arc<Object>,
+    /// Page tables.
+    pub space: Arc<Object>,
+    /// Device of the address space.
+    pub device: Arc<Object>,
+}
+
+/// Object of the resource manager. A reference to the parent ensures that children are freed first.
+pub struct Object {
+    rm_client: Arc<RmClient>,
+    parent: Option<Arc<Object>>,
+    handle: u32,
+}
+
+impl fmt::Debug for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Object({:#x})", self.handle)
+    }
+}
+
+impl Object {
+    /// Returns the object's handle.
+    pub fn handle(&self) -> u32 {
+        self.handle
+    }
+
+    /// Calls a control of the object.
+    pub fn control<P: IntoBytes + FromBytes + Immutable>(
+        &self,
+        command: u32,
+        params: &mut P,
+    ) -> Result<(), RmError> {
+        self.control_bytes(command, params.as_mut_bytes())
+    }
+
+    /// Calls a control with parameters of a size that depends on the driver's series.
+    pub fn control_bytes(&self, command: u32, params: &mut [u8]) -> Result<(), RmError> {
+        self.rm_client.control(self.handle, command, params)
+    }
+}
+
+impl Drop for Object {
+    fn drop(&mut self) {
+        if self.rm_client.freed.load(Ordering::Acquire) {
+            return;
+        }
+        let parent = self.parent.as_ref().map_or(self.rm_client.root, |parent| parent.handle);
+        if let Err(error) = self.rm_client.free(parent, self.handle) {
+            log::debug!("{error}");
+        }
+    }
+}

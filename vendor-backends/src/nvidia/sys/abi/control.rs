@@ -1,0 +1,104 @@
+//! Parameters of controls.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+structure!(
+    /// `NV0000_CTRL_GPU_GET_ID_INFO_V2_PARAMS`.
+    IdInfo {
+        gpu_id: u32,
+        flags: u32,
+        device: u32,
+        subdevice: u32,
+        sli_status: u32,
+        board: u32,
+        instance: u32,
+        numa_node: u32,
+    }
+);
+
+structure!(
+    /// `NV2080_CTRL_FB_GET_INFO_V2_PARAMS`.
+    FbInfo { count: u32, list: [[u32; 2]; 128], }
+);
+
+structure!(
+    /// `NV2080_CTRL_GPU_GET_NAME_STRING_PARAMS`.
+    NameString { flags: u32, text: [u8; 128], }
+);
+
+structure!(
+    /// `NV2080_CTRL_FIFO_DISABLE_CHANNELS_PARAMS`.
+    DisableChannels {
+        disable: u8,
+        pad0: [u8; 3],
+        count: u32,
+        only_scheduling: u8,
+        rewind: u8,
+        pad1: [u8; 6],
+        preempt_event: u64,
+        clients: [u32; 64],
+        channels: [u32; 64],
+    }
+);
+
+structure!(
+    /// `NV906F_CTRL_CMD_RESET_CHANNEL_PARAMS`.
+    ResetChannel { engine: u32, subdevice: u32, reason: u32, rc_pending: u8, pad0: [u8; 3], }
+);
+
+structure!(
+    /// `NV2080_CTRL_GR_SET_CTXSW_PREEMPTION_MODE_PARAMS`.
+    PreemptionMode { flags: u32, object: u32, graphics: u32, compute: u32, route: [u32; 4], }
+);
+
+structure!(
+    /// `NV2080_CTRL_EVENT_SET_NOTIFICATION_PARAMS`.
+    SetNotification { event: u32, action: u32, notify_state: u32, info32: u32, info16: u32, }
+);
+
+structure!(
+    /// `NV906F_CTRL_GET_MMU_FAULT_INFO_PARAMS`.
+    MmuFault {
+        address_hi: u32,
+        address_lo: u32,
+        kind: u32,
+        text: [u8; 32],
+        pad0: [u8; 4],
+        programs: [u64; 7],
+    }
+);
+
+structure!(
+    /// `NV2080_CTRL_GR_FECS_BIND_EVTBUF_FOR_UID_PARAMS`.
+    BindCtxswLog {
+        buffer: u32,
+        record_bytes: u32,
+        detail: u32,
+        filter: u32,
+        all_users: u8,
+        pad0: [u8; 3],
+    }
+);
+
+structure!(
+    /// Two words, the parameters of several controls.
+    Pair { first: u32, second: u32, }
+);
+
+sizes! {
+    IdInfo = 32;
+    FbInfo = 1028;
+    NameString = 132;
+    DisableChannels = 536;
+    ResetChannel = 16;
+    PreemptionMode = 32;
+    SetNotification = 20;
+    MmuFault = 104;
+    BindCtxswLog = 20;
+}
+
+const _: () = {
+    use std::mem::offset_of;
+    assert!(offset_of!(DisableChannels, clients) == 24);
+    assert!(offset_of!(DisableChannels, channels) == 280);
+};

@@ -1,0 +1,88 @@
+//! Structures of the driver's kernel interface (`nvos.h`, `nv-ioctl.h`, `alloc_channel.h`, `cl*.h`,
+//! `ctrl*.h`).
+//!
+//! * [`ioctl`]: arguments of ioctls
+//! * [`map_dma`]: mapping of memory at GPU virtual addresses
+//! * [`alloc`]: parameters of object allocations
+//! * [`control`]: parameters of controls
+//!
+//! Assertions at compile time check sizes and important offsets. Where a structure grew with a
+//! series of the driver, the structure here has the longest form, and
+//! [`Layout`](crate::nvidia::version::Layout) has its size in each series.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Argument of an ioctl.
+pub trait Call: FromBytes + IntoBytes + Immutable + KnownLayout {
+    /// Number of the ioctl (`NV_ESC_*`).
+    const NUMBER: u8;
+    /// Name for messages and recordings.
+    const NAME: &'static str;
+    /// Offset of the pointer to the parameters, in calls with parameters.
+    const POINTER: Option<usize> = None;
+    /// Byte ranges that differ between runs (descriptors, addresses). Recordings blank them.
+    const VOLATILE: &'static [(usize, usize)] = &[];
+
+    /// Returns the `NV_STATUS` that the driver wrote, or 0 in calls without a status.
+    fn status(&self) -> u32;
+}
+
+macro_rules! structure {
+    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* }) => {
+        $(#[$doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+        #[allow(missing_docs, reason = "fields are named after the driver's")]
+        pub struct $name { $($(#[$field_doc])* pub $field: $kind,)* }
+
+        impl Default for $name {
+            fn default() -> Self {
+                zerocopy::FromZeros::new_zeroed()
+            }
+        }
+    };
+}
+
+/// Implements [`Call`] for an argument with a field `status`.
+macro_rules! call {
+    (
+        $name:ident, $number:expr, $call_name:expr
+        $(, pointer: $at:expr)? $(, volatile: $ranges:expr)?
+    ) => {
+        impl Call for $name {
+            const NUMBER: u8 = $number;
+            const NAME: &'static str = $call_name;
+            $(const POINTER: Option<usize> = Some($at);)?
+            $(const VOLATILE: &'static [(usize, usize)] = &$ranges;)?
+
+            fn status(&self) -> u32 {
+                self.status
+            }
+        }
+    };
+}
+
+/// Asserts the sizes of structures.
+macro_rules! sizes {
+    ($($name:ident = $bytes:expr;)*) => {
+        $(const _: () = assert!(size_of::<$name>() == $bytes);)*
+    };
+}
+
+pub mod alloc;
+pub mod control;
+pub mod ioctl;
+pub mod map_dma;
+
+pub use alloc::*;
+pub use control::*;
+pub use ioctl::*;
+pub use map_dma::*;
+
+/// `NvNotification`: report of a channel's error, written by the driver.
+pub mod notification {
+    /// Offset of the robust-channel error code.
+    pub const INFO32: u64 = 8;
+    /// Offset of the word with the status in its upper half: 0xffff after an error.
+    pub const STATUS_WORD: u64 = 12;
+}

@@ -1,0 +1,218 @@
+//! State of a vGPU that the worker's main thread and the backend's threads share.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
+
+use super::activity::{Activity, COPY_LINGER};
+use super::channels::Channels;
+use super::ctxsw_log::{CtxswLog, EngineTime};
+use super::doorbell_poller::DoorbellPoller;
+use super::hang_detector::{HangDetector, Residency, Verdict};
+use super::signals::Signals;
+use super::wire::Report;
+use crate::seqpacket::SeqPacket;
+
+/// Poll interval for the rings of a busy vGPU; the resolution of its charged copy time.
+const BUSY_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Poll interval for vGPUs on the idle slice; bounds the latency of restoring their normal slice.
+const IDLE_SLICE_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Poll interval for other vGPUs, and for notifiers: the driver may raise the fault event before it
+/// writes the notifier.
+pub(super) const REST_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Residency after which a kernel may be endless.
+const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
+
+/// Maximum delay of closing a gate until the end of a residency.
+const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
+
+/// Residencies that another process must have had, while this vGPU had none, before the GPU is
+/// taken to have no work of this vGPU, whatever its rings contain.
+const PASSED_OVER: u32 = 4;
+
+/// State that the threads share.
+#[derive(Debug)]
+pub struct VgpuState {
+    /// Channels of the vGPU.
+    pub channels: Mutex<Channels>,
+    /// Poller that rings for the guest, unless the guest has the GPU's doorbell.
+    pub poller: Option<Arc<DoorbellPoller>>,
+    /// Context switch log, if the driver has one.
+    pub ctxsw_log: Mutex<Option<CtxswLog>>,
+    /// Activity of the rings.
+    pub activity: Mutex<Activity>,
+    /// Signals between the threads.
+    pub signals: Signals,
+    /// Connection to a new manager that the manager thread has not taken over yet.
+    pub next_manager: Mutex<Option<SeqPacket>>,
+    /// Size of imported guest memory, in bytes.
+    pub imported_bytes: AtomicU64,
+}
+
+impl VgpuState {
+    /// Locks the channels. They match the driver's state even if a thread panicked.
+    pub fn channels(&self) -> MutexGuard<'_, Channels> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn activity(&self) -> MutexGuard<'_, Activity> {
+        self.activity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn ctxsw_log(&self) -> MutexGuard<'_, Option<CtxswLog>> {
+        self.ctxsw_log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns, for each engine, whether it may execute work of the vGPU after all entries were
+    /// fetched.
+    pub fn engines_running(&self) -> [bool; 2] {
+        if !self.channels().were_used() {
+            return [false; 2];
+        }
+        // Copy engines have no log. The last copy may continue for a while.
+        let copying = self.activity().since_fetch(EngineKind::Copy) < COPY_LINGER;
+        [copying, self.residency().is_some()]
+    }
+
+    /// Checks for faults, and signals new ones to the worker.
+    pub fn note_errors(&self) {
+        if self.channels().note_errors() {
+            self.signals.raise(Pending::CHANNEL_ERROR);
+        }
+    }
+
+    /// Resets all groups, or those of one engine, and signals the worker.
+    pub fn reset(&self, engine: Option<EngineKind>) {
+        let mut channels = self.channels();
+        channels.counters.hang_resets += 1;
+        channels.reset_groups(engine);
+        drop(channels);
+        self.signals.raise(Pending::CHANNEL_ERROR);
+    }
+
+    /// Returns the current residency on the compute engine, as far as the driver logs it.
+    fn residency(&self) -> Option<Residency> {
+        let created_ns = self.channels().in_use_since(EngineKind::Compute);
+        let mut log = self.ctxsw_log();
+        let log = log.as_mut()?;
+        log.read().ok()?;
+        // After a channel reset, the end of a residency may be missing in the log. A residency from
+        // before the creation of the group has therefore ended.
+        let current = |since: &u64| created_ns.is_some_and(|created| *since >= created);
+        let since_ns = log.engine_time.resident_since_ns.filter(current)?;
+        let duration = Duration::from_nanos(log.now_ns()?.saturating_sub(since_ns));
+        Some(Residency { since_ns, duration, switches: log.switches })
+    }
+
+    /// Resets the compute groups if a kernel hangs. Otherwise returns when to check again, if soon.
+    pub(super) fn check_hang(&self, detector: &mut HangDetector) -> Option<Duration> {
+        let since_fetch = self.activity().since_fetch(EngineKind::Compute);
+        match detector.check(Instant::now(), since_fetch, || self.residency()) {
+            Verdict::NotHung => None,
+            // poll() takes whole milliseconds.
+            Verdict::CheckAfter(after) => Some(after + Duration::from_millis(1)),
+            Verdict::Hung => {
+                log::warn!("A kernel exceeds the hang limit while other vGPUs wait: reset");
+                self.reset(Some(EngineKind::Compute));
+                None
+            }
+        }
+    }
+
+    /// Returns whether a gate that should have closed `waited` ago must stay open for now.
+    ///
+    /// Closing waits for the running kernel, and blocks all other clients of the driver meanwhile.
+    /// A kernel that may be endless is therefore left to the hang detector. While other vGPUs have
+    /// work, residencies end by themselves, so the gate closes between two of them. If a residency
+    /// does not end in time, the gate closes as long as there is progress.
+    pub(super) fn must_delay_closing(&self, waited: Duration, contended: bool) -> bool {
+        let Some(residency) = self.residency() else { return false };
+        let endless = residency.duration > MAYBE_ENDLESS
+            && self.activity().since_fetch(EngineKind::Compute) > MAYBE_ENDLESS;
+        endless || contended && waited < MAX_CLOSE_DELAY
+    }
+
+    /// Opens or closes the gate. Engine time behind a closed gate is not charged.
+    pub(super) fn set_gate(&self, open: bool) -> Result<(), GpuError> {
+        let done = self.channels().set_gate(open);
+        let mut log = self.ctxsw_log();
+        if let Some(log) = &mut *log
+            && done.is_ok()
+            && log.read().is_ok()
+            && let Some(now) = log.now_ns()
+        {
+            log.engine_time.gate(open, now);
+            log.others.clear();
+        }
+        done
+    }
+
+    /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
+    pub(super) fn is_passed_over(&self) -> bool {
+        let mut log = self.ctxsw_log();
+        log.as_mut().is_some_and(|log| {
+            log.read().is_ok()
+                && log.engine_time.resident_since_ns.is_none()
+                && log.others.max_residencies() >= PASSED_OVER
+        })
+    }
+
+    /// Returns the interval at which to poll the rings.
+    pub(super) fn poll_interval(&self) -> Duration {
+        if self.activity().is_busy() {
+            BUSY_INTERVAL
+        } else if self.channels().any_idle() {
+            IDLE_SLICE_INTERVAL
+        } else {
+            REST_INTERVAL
+        }
+    }
+
+    /// Returns the usage of the vGPU.
+    pub fn report(&self) -> Report {
+        let (busy, copying, had_work) = {
+            let activity = self.activity();
+            (activity.is_busy(), activity.copying, activity.had_work)
+        };
+        let mut engine_time = EngineTime::default();
+        let mut compute_ns = 0;
+        if let Some(log) = &mut *self.ctxsw_log() {
+            if let Err(error) = log.read() {
+                log::debug!("{error}");
+            }
+            engine_time = log.engine_time;
+            let now = log.now_ns();
+            compute_ns = now.map_or(engine_time.completed_ns, |now| engine_time.total_ns(now));
+        }
+        let count = |counter: fn(&DoorbellPoller) -> &AtomicU64| {
+            self.poller.as_ref().map_or(0, |poller| counter(poller).load(Ordering::Relaxed))
+        };
+        let channels = self.channels();
+        let counters = channels.counters;
+        let usage = Usage {
+            engine_ns: compute_ns,
+            compute_ns,
+            preemptions: engine_time.residencies,
+            faults: counters.faults,
+            hang_resets: counters.hang_resets,
+            gate_closings: counters.gate_closings,
+            runnable: busy,
+            polled_doorbells: count(|poller| &poller.polled),
+            wakeups: count(|poller| &poller.wakeups),
+            channels: channels.count(),
+            imported_bytes: self.imported_bytes.load(Ordering::Acquire),
+            ..Default::default()
+        };
+        Report {
+            usage,
+            copying_ns: copying.as_nanos() as u64,
+            had_work_ns: had_work.as_nanos() as u64,
+            alive: !self.signals.is_stopped(),
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Faults and hangs.
+
+use std::time::{Duration, Instant};
+
+use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu, GpuCapabilities, GpuError, Pending};
+use vendor_backends::conformance::{lifecycle, readable};
+use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
+
+use super::{DRIVER, OPTIONS, eventually, gpu, set_ring, with_channels};
+
+#[test]
+fn a_fault_ends_the_channels_of_its_engine_and_is_signalled() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, _memory, channels) = with_channels(&rm, &mut gpu);
+    rm.fault(channels[1].token.0, 31);
+    assert!(readable(&client.event(), Duration::from_secs(20)));
+    assert!(client.take_pending().contains(Pending::CHANNEL_ERROR));
+    let errors: Vec<_> =
+        channels.iter().map(|channel| client.query_channel(channel.id).unwrap().error).collect();
+    assert_eq!(errors, [0, 31, 31]);
+    assert_eq!(client.usage().unwrap().faults, 2);
+    assert!(!client.gpu().capabilities.contains(GpuCapabilities::CHANNEL_FAULTS));
+}
+
+#[test]
+fn repeated_faults_cause_a_pause() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    for channel in &channels {
+        client.destroy_channel(channel.id).unwrap();
+    }
+    let id = lifecycle::import(&mut client, &memory).unwrap();
+    let spec = lifecycle::channel_spec(EngineKind::Compute, id, 0);
+    let mut created = 0;
+    let refused = loop {
+        match client.create_channel(&spec) {
+            Ok(channel) => {
+                created += 1;
+                rm.fault(channel.token.0, 31);
+                client.query_channel(channel.id).unwrap();
+                client.destroy_channel(channel.id).unwrap();
+            }
+            Err(error) => break error,
+        }
+        assert!(created < 10, "no pause");
+    };
+    assert!(matches!(refused, GpuError::Limit(_)), "{refused}");
+    client.create_channel(&lifecycle::channel_spec(EngineKind::Copy, id, 512)).unwrap();
+}
+
+#[test]
+fn only_a_kernel_that_does_not_end_is_reset() {
+    let rm = FakeRm::new(DRIVER);
+    let hang_limit = Some(Duration::from_millis(150));
+    let options = Options { hang_limit, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
+    let started = Instant::now();
+    let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
+    let own = u64::from(std::process::id());
+    rm.set_clock(clock());
+    // A residency from before the channels were created, without a record of its end.
+    let (endless, mut client, memory, channels) = with_channels(&rm, &mut gpu);
+    rm.log_residency(true, own, clock() - 900_000_000);
+    set_ring(&memory.mapping, 1, 1, 1);
+    let (_, mut other, other_memory, others) = with_channels(&rm, &mut gpu);
+    let other_ring = other_memory.mapping.clone();
+    let mut rounds = 0;
+    let mut step = |gpu: &mut NvidiaGpu| {
+        rounds += 1;
+        rm.set_clock(clock());
+        // The other vGPU fetches entries, so its long residency is not a hang.
+        set_ring(&other_ring, 1, rounds % 64, (rounds + 1) % 64);
+        let report = gpu.usage().unwrap();
+        std::thread::sleep(Duration::from_millis(2));
+        report.vgpus.iter().find(|(id, _)| *id == endless).unwrap().1.hang_resets
+    };
+    let until = Instant::now() + Duration::from_millis(500);
+    while Instant::now() < until {
+        assert_eq!(step(&mut gpu), 0, "the old residency");
+    }
+    rm.log_residency(true, own, clock());
+    let start = Instant::now();
+    eventually("reset", || step(&mut gpu) == 1);
+    assert!(start.elapsed() >= Duration::from_millis(149), "{:?}", start.elapsed());
+    let errors = |client: &mut NvidiaClient, channels: &[ChannelHandle]| -> Vec<u32> {
+        channels.iter().map(|channel| client.query_channel(channel.id).unwrap().error).collect()
+    };
+    assert_eq!(errors(&mut client, &channels), [0, 43, 43], "copies continue");
+    assert_eq!(errors(&mut other, &others), [0, 0, 0]);
+}

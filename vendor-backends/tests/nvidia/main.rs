@@ -1,0 +1,95 @@
+//! NVIDIA backend on the fake driver: everything that needs no GPU.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+mod doorbell;
+mod driver_calls;
+mod faults;
+mod manager;
+mod scheduling;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::userd;
+use mdev_core::gpu::{ChannelHandle, Client, ClientSpec, EngineKind, Gpu, GpuError};
+use mdev_core::ids::VgpuId;
+use mdev_core::units::MIB;
+use vendor_backends::conformance::lifecycle;
+use vendor_backends::mem::{Mapping, SharedMemory};
+use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
+
+const DRIVER: &str = "580.142";
+
+/// Options that also work as root.
+const OPTIONS: Options = Options {
+    allow_sys_admin: true,
+    preempt_blocks: false,
+    hang_limit: None,
+    direct_doorbell: false,
+};
+
+fn spec(vram_bytes: u64) -> ClientSpec {
+    ClientSpec {
+        vgpu: VgpuId::random(),
+        vram_bytes,
+        framebuffer_bytes: 0,
+        max_channels: 4,
+        max_import_bytes: 64 * MIB,
+    }
+}
+
+fn gpu(rm: &Arc<FakeRm>) -> NvidiaGpu {
+    NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, OPTIONS).unwrap()
+}
+
+fn try_client(
+    rm: &Arc<FakeRm>,
+    gpu: &mut NvidiaGpu,
+    spec: &ClientSpec,
+) -> Result<NvidiaClient, GpuError> {
+    let admission = gpu.admit(spec)?;
+    let mut client = NvidiaClient::open(rm.clone(), admission.fd.unwrap())?;
+    client.start()?;
+    Ok(client)
+}
+
+fn client(rm: &Arc<FakeRm>, gpu: &mut NvidiaGpu) -> (VgpuId, NvidiaClient) {
+    let spec = spec(64 * MIB);
+    (spec.vgpu, try_client(rm, gpu, &spec).unwrap())
+}
+
+fn ram(len: u64) -> SharedMemory {
+    SharedMemory::new(c"ram", len).unwrap()
+}
+
+/// Waits until another thread has made a condition true.
+fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Creates a vGPU with a copy channel and two compute channels.
+fn with_channels(
+    rm: &Arc<FakeRm>,
+    gpu: &mut NvidiaGpu,
+) -> (VgpuId, NvidiaClient, SharedMemory, Vec<ChannelHandle>) {
+    let (vgpu, mut client) = client(rm, gpu);
+    let memory = ram(MIB);
+    let id = lifecycle::import(&mut client, &memory).unwrap();
+    let engines = [EngineKind::Copy, EngineKind::Compute, EngineKind::Compute];
+    let create = |(index, engine): (usize, EngineKind)| {
+        client.create_channel(&lifecycle::channel_spec(engine, id, index as u64 * 512)).unwrap()
+    };
+    let channels = engines.into_iter().enumerate().map(create).collect();
+    (vgpu, client, memory, channels)
+}
+
+/// Sets `GP_GET` and `GP_PUT` of a channel, in place of the GPU and the guest.
+fn set_ring(memory: &Mapping, channel: u64, get: u32, put: u32) {
+    memory.store_u32(channel * 512 + userd::GP_GET, get).unwrap();
+    memory.store_u32(channel * 512 + userd::GP_PUT, put).unwrap();
+}

@@ -1,0 +1,291 @@
+//! The table of routes: method, path, level, handler and documentation of every request.
+//!
+//! The router and the access check are made from [`routes`], docs/openapi.json from [`Document`].
+//! Both come from the one table below. A row without a level does not match the macro, and
+//! [`Route`] has no constructor without a level.
+
+#![allow(
+    dead_code,
+    reason = "some types and functions only describe requests for the OpenAPI document"
+)]
+
+use utoipa::{IntoResponses, OpenApi};
+use vgpud_api::{
+    CreateVgpu, ErrorBody, Focused, ModifyScheduler, ModifyVgpu, OpenConsole, OpenWeb, Parent,
+    ParentTypes, PhysicalScreen, Rotate, Scheduler, SchedulerDecision, StartVgpu, Stats, StopVgpu,
+    UndefineVgpu, Version, Vgpu, WebAddress,
+};
+
+use super::access::Level;
+use super::route::Route;
+
+/// Error responses of all routes.
+#[derive(IntoResponses)]
+enum ErrorResponses {
+    /// The error, if the request is at fault
+    #[response(status = "4XX")]
+    Request(ErrorBody),
+    /// The error, if the host is at fault
+    #[response(status = "5XX")]
+    Host(ErrorBody),
+}
+
+/// Makes [`routes`] and [`Document`] from rows of the form
+/// `/// documentation` `LEVEL METHOD "PATH" => MODULE::HANDLER { UTOIPA ATTRIBUTES }`.
+macro_rules! table {
+    ($(
+        $(#[doc = $documentation:tt])+
+        $level:ident $method:ident $path:tt => $module:ident::$handler:ident { $($attributes:tt)* }
+    )+) => {
+        /// Returns all routes of the control API.
+        pub fn routes() -> Vec<Route> {
+            vec![$(Route::$method($path, Level::$level, super::$module::$handler)),+]
+        }
+
+        $(
+            $(#[doc = $documentation])+
+            #[utoipa::path($method, path = $path, tag = stringify!($module), $($attributes)*)]
+            fn $handler() {}
+        )+
+
+        /// OpenAPI document of the control API.
+        #[derive(Debug, OpenApi)]
+        #[openapi(
+            info(
+                title = "Tessera control API",
+                description = "HTTP/1.1 with JSON on vgpud's UNIX socket, <run-dir>/control.sock.",
+            ),
+            paths($($handler),+)
+        )]
+        pub struct Document;
+    };
+}
+
+table! {
+    /// Returns the version of the daemon and of the API.
+    Read get "/v1/version" => parents::version {
+        responses((status = 200, body = Version, description = "The version"))
+    }
+
+    /// Returns the physical GPUs.
+    Read get "/v1/parents" => parents::parents {
+        responses(
+            (status = 200, body = Vec<Parent>, description = "All parents"),
+            ErrorResponses,
+        )
+    }
+
+    /// Returns the vGPU types of each physical GPU, with the number of vGPUs of each type that can
+    /// still start.
+    Read get "/v1/types" => parents::types {
+        responses(
+            (status = 200, body = Vec<ParentTypes>, description = "The types of all parents"),
+            ErrorResponses,
+        )
+    }
+
+    /// Returns all vGPUs, running, defined or both, ordered by parent and UUID.
+    Read get "/v1/vgpus" => vgpus::list {
+        responses((status = 200, body = Vec<Vgpu>, description = "All vGPUs"), ErrorResponses)
+    }
+
+    /// Defines a vGPU, starts a transient vGPU, or both. The response is sent when the definition
+    /// is on disk and the socket of the started vGPU is ready.
+    Admin post "/v1/vgpus" => vgpus::create {
+        request_body = CreateVgpu,
+        responses(
+            (status = 201, body = Vgpu, description = "The current state of the vGPU"),
+            ErrorResponses,
+        )
+    }
+
+    /// Returns one vGPU.
+    Read get "/v1/vgpus/{uuid}" => vgpus::show {
+        params(("uuid" = String, Path)),
+        responses(
+            (status = 200, body = Vgpu, description = "The current state of the vGPU"),
+            ErrorResponses,
+        )
+    }
+
+    /// Changes a definition, a running vGPU, or both.
+    Admin patch "/v1/vgpus/{uuid}" => vgpus::modify {
+        params(("uuid" = String, Path)),
+        request_body = ModifyVgpu,
+        responses(
+            (status = 200, body = Vgpu, description = "The current state of the vGPU"),
+            ErrorResponses,
+        )
+    }
+
+    /// Removes a definition. A running vGPU keeps running until it is stopped.
+    Admin delete "/v1/vgpus/{uuid}" => vgpus::undefine {
+        params(("uuid" = String, Path)),
+        request_body(content = Option<UndefineVgpu>),
+        responses((status = 204, description = "The definition is removed"), ErrorResponses)
+    }
+
+    /// Starts a defined vGPU. The response is sent when the vGPU's socket is ready.
+    Admin post "/v1/vgpus/{uuid}/start" => vgpus::start {
+        params(("uuid" = String, Path)),
+        request_body(content = Option<StartVgpu>),
+        responses(
+            (status = 200, body = Vgpu, description = "The current state of the vGPU"),
+            ErrorResponses,
+        )
+    }
+
+    /// Stops a vGPU. A vGPU that a VM uses is stopped only with `force`.
+    Admin post "/v1/vgpus/{uuid}/stop" => vgpus::stop {
+        params(("uuid" = String, Path)),
+        request_body(content = Option<StopVgpu>),
+        responses((status = 204, description = "The vGPU is stopped"), ErrorResponses)
+    }
+
+    /// Returns a screenshot of a vGPU. The response is delayed if the screen is requested more
+    /// often than its `refresh` allows.
+    Admin get "/v1/vgpus/{uuid}/screenshot" => vgpus::screenshot {
+        operation_id = "picture",
+        params(("uuid" = String, Path)),
+        responses(
+            (status = 200, content_type = "image/png", body = Vec<u8>, description = "The screenshot"),
+            ErrorResponses,
+        )
+    }
+
+    /// Shows a vGPU on its parent's physical screen, and ends a rotation.
+    Admin post "/v1/vgpus/{uuid}/focus" => screens::focus {
+        params(("uuid" = String, Path)),
+        responses(
+            (status = 200, body = Focused, description = "The vGPU is on the screen"),
+            ErrorResponses,
+        )
+    }
+
+    /// Starts or ends a rotation, which shows the parent's vGPUs on its physical screen in turn.
+    /// vGPUs without a picture are skipped. The change takes effect at once and persists across
+    /// restarts of the manager.
+    Admin post "/v1/parents/{parent}/rotation" => screens::rotate {
+        params(("parent" = String, Path)),
+        request_body = Rotate,
+        responses(
+            (status = 200, body = PhysicalScreen, description = "The current state of the screen"),
+            ErrorResponses,
+        )
+    }
+
+    /// Opens a vGPU's screen. With `Connection: Upgrade` and `Upgrade: rfb`, the connection
+    /// switches to RFB (VNC, RFC 6143) without a password, until either side closes the connection.
+    Admin post "/v1/vgpus/{uuid}/console" => consoles::open {
+        params(("uuid" = String, Path)),
+        request_body(content = Option<OpenConsole>),
+        responses((status = 101, description = "The connection speaks RFB from now on"), ErrorResponses)
+    }
+
+    /// Creates an address that opens the web console, once, within five minutes.
+    Admin post "/v1/web" => consoles::web {
+        request_body(content = Option<OpenWeb>),
+        responses((status = 201, body = WebAddress, description = "The address"), ErrorResponses)
+    }
+
+    /// Returns entitled and used engine time, memory and limits of every running vGPU.
+    Read get "/v1/stats" => statistics::stats {
+        responses((status = 200, body = Stats, description = "The statistics"), ErrorResponses)
+    }
+
+    /// Returns the schedulers of all physical GPUs.
+    Read get "/v1/schedulers" => schedulers::schedulers {
+        responses(
+            (status = 200, body = Vec<Scheduler>, description = "All schedulers"),
+            ErrorResponses,
+        )
+    }
+
+    /// Returns the scheduler of a physical GPU.
+    Read get "/v1/schedulers/{parent}" => schedulers::scheduler {
+        params(("parent" = String, Path)),
+        responses(
+            (status = 200, body = Scheduler, description = "The current state of the scheduler"),
+            ErrorResponses,
+        )
+    }
+
+    /// Changes the scheduler of a physical GPU. The change takes effect at once and persists across
+    /// restarts of the manager.
+    Admin patch "/v1/schedulers/{parent}" => schedulers::modify_scheduler {
+        params(("parent" = String, Path)),
+        request_body = ModifyScheduler,
+        responses(
+            (status = 200, body = Scheduler, description = "The current state of the scheduler"),
+            ErrorResponses,
+        )
+    }
+
+    /// Returns the last decisions of a scheduler, oldest first.
+    Read get "/v1/schedulers/{parent}/log" => schedulers::scheduler_log {
+        params(("parent" = String, Path)),
+        responses(
+            (status = 200, body = Vec<SchedulerDecision>, description = "The decisions that are kept"),
+            ErrorResponses,
+        )
+    }
+
+    /// Returns the statistics in Prometheus' text format.
+    Read get "/metrics" => statistics::metrics_text {
+        responses(
+            (status = 200, content_type = "text/plain", body = String, description = "The metrics"),
+            ErrorResponses,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::Method;
+
+    use super::*;
+
+    #[test]
+    fn every_route_has_its_level() {
+        let (get, post, patch) = (Method::GET, Method::POST, Method::PATCH);
+        let (read, admin) = (Level::Read, Level::Admin);
+        let found: Vec<_> =
+            routes().iter().map(|route| (route.method.clone(), route.path, route.level)).collect();
+        let expected = [
+            (get.clone(), "/v1/version", read),
+            (get.clone(), "/v1/parents", read),
+            (get.clone(), "/v1/types", read),
+            (get.clone(), "/v1/vgpus", read),
+            (post.clone(), "/v1/vgpus", admin),
+            (get.clone(), "/v1/vgpus/{uuid}", read),
+            (patch.clone(), "/v1/vgpus/{uuid}", admin),
+            (Method::DELETE, "/v1/vgpus/{uuid}", admin),
+            (post.clone(), "/v1/vgpus/{uuid}/start", admin),
+            (post.clone(), "/v1/vgpus/{uuid}/stop", admin),
+            (get.clone(), "/v1/vgpus/{uuid}/screenshot", admin),
+            (post.clone(), "/v1/vgpus/{uuid}/focus", admin),
+            (post.clone(), "/v1/parents/{parent}/rotation", admin),
+            (post.clone(), "/v1/vgpus/{uuid}/console", admin),
+            (post, "/v1/web", admin),
+            (get.clone(), "/v1/stats", read),
+            (get.clone(), "/v1/schedulers", read),
+            (get.clone(), "/v1/schedulers/{parent}", read),
+            (patch, "/v1/schedulers/{parent}", admin),
+            (get.clone(), "/v1/schedulers/{parent}/log", read),
+            (get, "/metrics", read),
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn routes_that_change_something_need_the_level_admin() {
+        for route in routes() {
+            assert!(
+                route.method == Method::GET || route.level == Level::Admin,
+                "{} {}",
+                route.method,
+                route.path
+            );
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Roles of `vgpud`: the manager, a worker for each vGPU, and GPU processes.
+//!
+//! * [`run`]: the process `vgpud run`, which wires up the modules of the manager's process
+//! * [`manager`]: parents, vGPUs and shares
+//! * [`callouts`], [`console`]: callout scripts; screens of vGPUs
+//! * [`service`]: operations on vGPUs, for the HTTP servers
+//! * [`web_console`], [`api`]: HTTP servers, with [`http`] and [`blocking`] for both
+//! * [`worker`]: one vGPU, served over vfio-user
+//! * [`worker_protocol`], [`worker_client`]: messages between the manager and a worker; requests to
+//!   a worker
+//! * [`backend`]: GPU backends of this build
+//! * [`gpu_process`]: GPU process of a parent
+//! * [`spawn`]: start of processes and threads
+//! * [`systemd`]: socket activation and notifications
+//! * [`log_limiter`]: rate limit for log lines
+
+pub mod api;
+pub mod backend;
+pub mod blocking;
+pub mod callouts;
+pub mod console;
+pub mod gpu_process;
+pub mod http;
+pub mod log_limiter;
+pub mod manager;
+pub mod run;
+pub mod service;
+pub mod spawn;
+mod sys;
+pub mod systemd;
+pub mod web_console;
+pub mod worker;
+pub mod worker_client;
+pub mod worker_protocol;

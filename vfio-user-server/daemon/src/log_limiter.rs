@@ -1,0 +1,52 @@
+//! Rate limit for log lines that a client can cause.
+
+use std::time::{Duration, Instant};
+
+/// Lines per period.
+const BURST: u32 = 10;
+/// Period of the limit.
+const PERIOD: Duration = Duration::from_secs(10);
+
+/// Rate limiter: passes [`BURST`] lines per [`PERIOD`] and counts the suppressed ones.
+#[derive(Debug)]
+pub struct LogLimiter {
+    period_start: Instant,
+    passed: u32,
+    suppressed: u32,
+}
+
+impl LogLimiter {
+    /// Creates a limiter whose first period begins at `now`.
+    pub fn new(now: Instant) -> Self {
+        Self { period_start: now, passed: 0, suppressed: 0 }
+    }
+
+    /// Returns `None` if a line at `now` is to be suppressed, or else the number of lines
+    /// suppressed since the last one that passed.
+    pub fn pass(&mut self, now: Instant) -> Option<u32> {
+        if now.duration_since(self.period_start) >= PERIOD {
+            (self.period_start, self.passed) = (now, 0);
+        }
+        if self.passed == BURST {
+            self.suppressed += 1;
+            return None;
+        }
+        self.passed += 1;
+        Some(std::mem::take(&mut self.suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passes_a_burst_and_counts_suppressed_lines() {
+        let start = Instant::now();
+        let mut limiter = LogLimiter::new(start);
+        let passed = (0..25).filter(|_| limiter.pass(start).is_some()).count();
+        assert_eq!(passed, BURST as usize);
+        assert_eq!(limiter.pass(start + PERIOD), Some(15));
+        assert_eq!(limiter.pass(start + PERIOD), Some(0));
+    }
+}

@@ -1,0 +1,19 @@
+//! Configuration of the manager.
+
+use std::path::PathBuf;
+
+use crate::backend::ParentConfig;
+use vgpud_host::users::Account;
+
+/// Configuration of the manager: its parents, and the users of what it starts.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Directory of definitions, scheduler settings and screen settings.
+    pub config_dir: PathBuf,
+    /// Parents.
+    pub parents: Vec<ParentConfig>,
+    /// User that workers and GPU processes run as, if the manager is root.
+    pub worker_user: Account,
+    /// Owner of vGPUs without the attribute `owner`.
+    pub owner: Account,
+}

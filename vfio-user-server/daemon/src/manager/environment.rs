@@ -1,0 +1,18 @@
+//! What all parents and vGPUs of a manager share.
+
+use super::run_dir::RunDir;
+use super::watcher::Watcher;
+use vgpud_host::users::Account;
+
+/// Run directory, process watcher and users of the manager.
+#[derive(Debug)]
+pub struct Environment {
+    /// Run directory.
+    pub run_dir: RunDir,
+    /// Watcher of worker and GPU processes.
+    pub watcher: Watcher,
+    /// User that workers and GPU processes run as, if the manager is root.
+    pub worker_user: Account,
+    /// Owner of vGPUs without the attribute `owner`.
+    pub owner: Account,
+}

@@ -1,0 +1,96 @@
+//! Start of a vGPU on its parent, and release of the resources that it holds there.
+
+use std::time::Duration;
+
+use mdev_core::gpu::GpuError;
+use mdev_core::ids::VgpuId;
+
+use super::Parent;
+use crate::manager::Result;
+use crate::manager::environment::Environment;
+use crate::manager::run_dir;
+use crate::manager::vgpu::Vgpu;
+use vgpud_api::{ErrorCode, ErrorDetail};
+
+impl Parent {
+    /// Starts a vGPU: reserves its partition, admits it on the GPU and starts its worker.
+    pub fn start_vgpu(&mut self, env: &Environment, vgpu: Vgpu) -> Result<()> {
+        self.require_ready()?;
+        self.partitions
+            .admit(vgpu.id, vgpu.profile.vram_bytes)
+            .map_err(|error| ErrorDetail::new(ErrorCode::NoRoom, error))?;
+        if let Err(error) = self.scheduling.check(vgpu.settings.share) {
+            self.partitions.release(vgpu.id);
+            return Err(error);
+        }
+        let id = vgpu.id;
+        self.vgpus.insert(id, vgpu);
+        self.launch(env, id).inspect_err(|_| self.remove(env, id))
+    }
+
+    /// Admits a vGPU in state Starting on the GPU, schedules it and starts its worker. Quotas and
+    /// slices are in force before the guest can use the GPU.
+    pub(super) fn launch(&mut self, env: &Environment, id: VgpuId) -> Result<()> {
+        let Some(vgpu) = self.vgpus.get(&id) else { return Ok(()) };
+        let spec = self.client_spec(vgpu);
+        let (quotas, share) = (vgpu.settings.quotas, vgpu.settings.share);
+        let max_instances = vgpu.profile.max_instances;
+        let admission = self.call_gpu(|gpu| gpu.admit(&spec))?;
+        self.set_quotas(id, &quotas)?;
+        self.schedule(id, share, max_instances)?;
+        let Some(vgpu) = self.vgpus.get_mut(&id) else { return Ok(()) };
+        vgpu.launch(env, &admission).map_err(|error| {
+            ErrorDetail::new(
+                ErrorCode::Internal,
+                format!("Cannot start a worker in {}: {error}", env.run_dir.vgpu(id).display()),
+            )
+        })
+    }
+
+    /// Removes a vGPU: its worker, its resources on the GPU and its folder.
+    pub(super) fn remove(&mut self, env: &Environment, id: VgpuId) {
+        self.release(id);
+        self.forget(id);
+        let Some(vgpu) = self.vgpus.remove(&id) else { return };
+        let waiters = vgpu.end(Duration::ZERO);
+        run_dir::remove(&env.run_dir.vgpu(id));
+        log::info!("vGPU {id} is stopped");
+        self.replace_foreign();
+        for waiter in waiters {
+            // The request may have been cancelled.
+            let _ = waiter.send(());
+        }
+    }
+
+    /// Releases a vGPU's resources: its channels and memory mappings, its partition, its share.
+    pub(super) fn release(&mut self, id: VgpuId) {
+        self.evict(id);
+        self.partitions.release(id);
+        self.unschedule(id);
+    }
+
+    /// Removes a vGPU's client from the GPU, with its channels and memory mappings.
+    pub(super) fn evict(&mut self, id: VgpuId) {
+        if !self.is_ready() {
+            return;
+        }
+        let evicted = self.call_gpu(|gpu| match gpu.evict(id) {
+            // The GPU evicts a client by itself when its connection closes.
+            Err(GpuError::NotFound(_)) => Ok(()),
+            other => other,
+        });
+        if let Err(error) = evicted {
+            log::warn!("Cannot evict vGPU {id}: {error}");
+        }
+    }
+
+    /// Discards the memory contents that the GPU keeps for a vGPU's next start: another VM may use
+    /// the vGPU then.
+    fn forget(&mut self, id: VgpuId) {
+        if self.is_ready()
+            && let Err(error) = self.call_gpu(|gpu| gpu.forget(id))
+        {
+            log::warn!("vGPU {id} may keep its memory: {error}");
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Adoption of vGPUs that an earlier manager started.
+//!
+//! A worker that answers is adopted together with the VM that is attached to it. A vGPU whose
+//! worker is gone is started again. A worker of an unsupported version continues for its VM until
+//! the vGPU is stopped.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use mdev_core::ids::VgpuId;
+
+use super::Parent;
+use crate::manager::Result;
+use crate::manager::environment::Environment;
+use crate::manager::run_dir;
+use crate::manager::vgpu::{Record, Vgpu};
+use crate::spawn::Process;
+use crate::worker_client;
+use vgpud_api::AttachedClient;
+use vgpud_api::{ErrorCode, ErrorDetail};
+
+impl Parent {
+    /// Adopts a recorded vGPU if its worker is running. Returns the vGPU if it is to be started
+    /// again instead, which takes its folder away. `gpu_was_running` tells whether the GPU was
+    /// running before this manager.
+    pub fn adopt_vgpu(
+        &mut self,
+        env: &Environment,
+        id: VgpuId,
+        record: &Record,
+        gpu_was_running: bool,
+    ) -> Option<Vgpu> {
+        let process = Process::find(record.process);
+        let folder = env.run_dir.vgpu(id);
+        let vgpu = match self.build(id, &record.definition, env.owner) {
+            Ok(vgpu) => vgpu,
+            // The types of an unsupported GPU process are unknown. The worker ends with its VM.
+            Err(error) if self.is_foreign() && process.is_some() => {
+                log::error!("vGPU {id} continues for its VM, without a manager: {error}");
+                return None;
+            }
+            Err(error) => {
+                discard(env, id, process, &error);
+                return None;
+            }
+        };
+        let Some(process) = process else {
+            run_dir::remove(&folder);
+            return Some(vgpu);
+        };
+        match worker_client::status(&env.run_dir.worker_socket(id)) {
+            Ok(status) if status.client.is_some() || (gpu_was_running && status.gpu_ok) => {
+                let pid = process.pid();
+                let user = status.client.map(|vm| format!(", used by process {}", vm.pid));
+                log::info!("Adopted vGPU {id} in process {pid}{}", user.unwrap_or_default());
+                self.take_over(env, vgpu, process, status.client, None);
+                if !status.gpu_ok {
+                    self.fail_for_lost_gpu(id);
+                }
+                return None;
+            }
+            Ok(_) => log::info!("vGPU {id} lost its GPU; starting it again"),
+            // An upgrade of vgpud must not end a VM.
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                log::warn!("vGPU {id} continues in process {}: {error}", process.pid());
+                self.take_over(env, vgpu, process, None, Some(error.to_string()));
+                if !gpu_was_running {
+                    self.fail_for_lost_gpu(id);
+                }
+                return None;
+            }
+            Err(error) => log::warn!("Replacing the worker of vGPU {id}: {error}"),
+        }
+        process.end(Duration::ZERO);
+        run_dir::remove(&folder);
+        Some(vgpu)
+    }
+
+    fn take_over(
+        &mut self,
+        env: &Environment,
+        mut vgpu: Vgpu,
+        process: Process,
+        client: Option<AttachedClient>,
+        foreign: Option<String>,
+    ) {
+        let id = vgpu.id;
+        vgpu.adopt(env, process, client, foreign);
+        if let Err(error) = self.partitions.admit(id, vgpu.profile.vram_bytes) {
+            log::error!("vGPU {id}: {error}");
+        }
+        // A GPU that is not connected keeps its earlier settings.
+        if self.is_ready() {
+            self.readmit(env, &vgpu);
+            let scheduled = self.schedule(id, vgpu.settings.share, vgpu.profile.max_instances);
+            // Attributes that are not given have this manager's defaults, not the earlier
+            // manager's.
+            let limited = self.set_quotas(id, &vgpu.settings.quotas);
+            for error in [scheduled, limited].into_iter().filter_map(Result::err) {
+                log::error!("vGPU {id}: {error}");
+            }
+        }
+        self.vgpus.insert(id, vgpu);
+    }
+
+    /// Passes a new connection to the GPU to the worker of an adopted vGPU, if the backend uses
+    /// one.
+    fn readmit(&mut self, env: &Environment, vgpu: &Vgpu) {
+        let spec = vgpu.profile.client_spec(vgpu.id);
+        let connection = self.call_gpu(|gpu| gpu.readmit(&spec));
+        let attached = connection.and_then(|connection| match connection {
+            Some(fd) => worker_client::attach(&env.run_dir.worker_socket(vgpu.id), fd.as_fd())
+                .map_err(|error| ErrorDetail::new(ErrorCode::Unavailable, error)),
+            None => Ok(()),
+        });
+        if let Err(error) = attached {
+            log::error!("vGPU {} cannot be scheduled: {error}", vgpu.id);
+        }
+    }
+
+    /// Evicts clients of the GPU that have no vGPU.
+    pub fn evict_unknown(&mut self) {
+        if !self.is_ready() {
+            return;
+        }
+        let Ok(report) = self.call_gpu(|gpu| gpu.usage()) else { return };
+        for (id, _) in report.vgpus {
+            if !self.vgpus.contains_key(&id) {
+                self.evict(id);
+            }
+        }
+    }
+}
+
+/// Ends a vGPU that cannot be adopted nor started again.
+pub fn discard(env: &Environment, id: VgpuId, process: Option<Process>, error: &ErrorDetail) {
+    log::error!("vGPU {id} ran before, and is ended: {error}");
+    if let Some(process) = process {
+        process.end(Duration::ZERO);
+    }
+    run_dir::remove(&env.run_dir.vgpu(id));
+}

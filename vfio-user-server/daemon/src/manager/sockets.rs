@@ -1,0 +1,148 @@
+//! Sockets and run_dir of the run directory, with their owners and modes.
+//!
+//! All users can traverse the run directory and `vgpus`, and list neither. A vGPU's folder is open
+//! to the group of the vGPU's owner, and `vfio.sock` to the owner alone. The folder's mode is set
+//! last, so that a socket has its owner before it can be reached. The worker checks the peer's
+//! credentials as well.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+use mdev_core::definition::{Definition, Owner};
+use mdev_core::ids::VgpuId;
+use vendor_backends::seqpacket::SeqPacketListener;
+
+use super::Result;
+use super::run_dir::RunDir;
+use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_host::users::{Account, Users};
+
+/// Attribute with the owner of a vGPU.
+pub const OWNER: &str = "owner";
+
+/// Returns the owner that a definition names, or `default`.
+pub fn owner_of(definition: &Definition, default: Account) -> Result<Account> {
+    let invalid = |what: String| ErrorDetail::new(ErrorCode::Invalid, what);
+    let Some(text) = definition.attrs.get(OWNER) else { return Ok(default) };
+    let owner: Owner = text.parse().map_err(|error| invalid(format!("owner: {error}")))?;
+    let owner = Users::read().owner(&owner).map_err(|what| invalid(format!("owner: {what}")))?;
+    check_owner(Account::own(), owner).map_err(invalid)
+}
+
+/// Refuses an owner that the user `own` cannot change a file's owner to: only root can name another
+/// user.
+fn check_owner(own: Account, owner: Account) -> std::result::Result<Account, String> {
+    if own.uid != 0 && owner.uid != own.uid {
+        return Err(format!(
+            "owner: vgpud runs as user {} and cannot give a socket to user {}; run it as root, or leave that out",
+            own.uid, owner.uid
+        ));
+    }
+    Ok(owner)
+}
+
+/// Creates a folder that other users can traverse and not list.
+pub fn create_traversable_dir(folder: &Path) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    fs::set_permissions(folder, Permissions::from_mode(0o711))
+}
+
+/// Creates a folder for this user alone.
+pub fn create_private_dir(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
+    fs::set_permissions(folder, Permissions::from_mode(0o700))
+}
+
+/// Creates a vGPU's folder with its two listening sockets: the VM's and the manager's.
+pub fn listen(
+    run_dir: &RunDir,
+    vgpu: VgpuId,
+    owner: Account,
+) -> io::Result<(OwnedFd, SeqPacketListener)> {
+    let folder = run_dir.vgpu(vgpu);
+    create_private_dir(&folder)?;
+    let control = SeqPacketListener::bind(&run_dir.worker_socket(vgpu))?;
+    fs::set_permissions(run_dir.worker_socket(vgpu), Permissions::from_mode(0o600))?;
+    let path = run_dir.vfio_socket(vgpu);
+    let vfio = bind(&path)?;
+    fs::set_permissions(&path, Permissions::from_mode(0o600))?;
+    if owner.uid != Account::own().uid {
+        chown(&path, Some(owner.uid), Some(owner.gid))?;
+        chown(&folder, None, Some(owner.gid))?;
+        fs::set_permissions(&folder, Permissions::from_mode(0o710))?;
+    }
+    Ok((vfio.into(), control))
+}
+
+/// Listens at a path and replaces a file there, which an earlier holder of the run directory's lock
+/// left.
+pub fn bind(path: &Path) -> io::Result<UnixListener> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    UnixListener::bind(path)
+}
+
+/// Restricts a socket to this user and, if given, a group.
+pub fn share(path: &Path, group: Option<u32>) -> io::Result<()> {
+    // The owner changes before the mode, so that no other group has access in between.
+    if let Some(gid) = group {
+        chown(path, None, Some(gid))?;
+    }
+    let mode = if group.is_some() { 0o660 } else { 0o600 };
+    fs::set_permissions(path, Permissions::from_mode(mode))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o777
+    }
+
+    #[test]
+    fn sockets_of_a_vgpu_have_restricted_modes() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = RunDir::create(dir.path()).unwrap();
+        let vgpu = VgpuId(uuid::Uuid::nil());
+        let own = Account::own();
+        let sockets = listen(&run_dir, vgpu, own).unwrap();
+        assert_eq!(mode(&run_dir.vgpu(vgpu)), 0o700);
+        assert_eq!(mode(&run_dir.vfio_socket(vgpu)), 0o600);
+        assert_eq!(mode(&run_dir.worker_socket(vgpu)), 0o600);
+        assert_eq!((mode(run_dir.root()), mode(&run_dir.vgpus())), (0o711, 0o711));
+        assert_eq!(mode(&run_dir.parents()), 0o700);
+        drop(sockets);
+        listen(&run_dir, vgpu, own).unwrap();
+    }
+
+    #[test]
+    fn owner_is_the_definitions_or_the_default() {
+        let definition = |owner: Option<&str>| Definition {
+            mdev_type: "SOFT-1Q".into(),
+            start: mdev_core::definition::Start::Manual,
+            attrs: owner.map(|owner| (OWNER.to_owned(), owner.to_owned())).into_iter().collect(),
+        };
+        let default = Account { uid: 7, gid: 8 };
+        assert_eq!(owner_of(&definition(None), default), Ok(default));
+        let own = Account::own();
+        let named = format!("{}:9", own.uid);
+        assert_eq!(
+            owner_of(&definition(Some(&named)), default),
+            Ok(Account { uid: own.uid, gid: 9 })
+        );
+        let error =
+            check_owner(Account { uid: 7, gid: 7 }, Account { uid: 8, gid: 8 }).unwrap_err();
+        assert!(error.ends_with("user 8; run it as root, or leave that out"), "{error}");
+        for (owner, part) in [("no-such-user-here", "There is no user"), ("a:b:c", "as in")] {
+            let error = owner_of(&definition(Some(owner)), default).unwrap_err();
+            assert!(error.message.contains(part), "{error}");
+        }
+    }
+}

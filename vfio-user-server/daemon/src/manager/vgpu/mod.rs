@@ -1,0 +1,338 @@
+//! A started vGPU: its definition, its state and its worker.
+//!
+//! * [`lifecycle`]: states, and the events that change them
+//! * [`worker`]: the worker's process
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use mdev_core::definition::{Definition, Settings};
+use mdev_core::device::{DisplayLimits, FunctionSpec};
+use mdev_core::gpu::Admission;
+use mdev_core::ids::VgpuId;
+use mdev_core::profile::Profile;
+use mdev_core::sched::Core;
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
+
+use super::backoff::Backoff;
+use super::environment::Environment;
+use super::run_dir::{self, RunDir};
+use super::watcher::{Generation, Watched};
+use super::{ClientReport, Result, sockets};
+use crate::spawn::{Process, ProcessRecord};
+use crate::worker_protocol::{VERSION, WorkerSpec};
+use vgpud_api::AttachedClient;
+use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_host::users::Account;
+
+pub mod lifecycle;
+pub mod worker;
+
+use lifecycle::{Event, Lifecycle, State};
+use worker::Worker;
+
+/// Limit of the time that a worker takes to exit. The last request of its VM takes microseconds.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Limit of restarts in a row.
+const MAX_DEATHS: u32 = 8;
+
+/// Contents of `run.json` in the folder of a vGPU: what a later manager needs to adopt it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Record {
+    /// Worker.
+    pub process: ProcessRecord,
+    /// Name of the parent.
+    pub parent: String,
+    /// Definition in force, live changes included.
+    pub definition: Definition,
+}
+
+/// Result of a worker's death.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterDeath {
+    /// The vGPU was stopping and is to be removed.
+    Stopped,
+    /// The vGPU had failed before; nothing changes on its GPU.
+    FailedBefore,
+    /// The worker is to be started again. Its client on the GPU is void.
+    Restarting,
+    /// The worker is not started again. Its place on the GPU is free.
+    GivenUp,
+}
+
+/// vGPU that was started and not stopped.
+#[derive(Debug)]
+pub struct Vgpu {
+    /// UUID.
+    pub id: VgpuId,
+    /// Name of the parent.
+    pub parent: String,
+    /// Type.
+    pub profile: Profile,
+    /// Definition in force, live changes included.
+    pub definition: Definition,
+    /// Attributes of the definition, parsed.
+    pub settings: Settings,
+    owner: Account,
+    lifecycle: Lifecycle<Worker>,
+    backoff: Backoff,
+    /// Requests that wait until the vGPU is removed.
+    stop_waiters: Vec<oneshot::Sender<()>>,
+}
+
+/// Parses the attributes of a definition.
+pub fn settings(definition: &Definition) -> Result<Settings> {
+    definition.attrs.settings().map_err(|error| ErrorDetail::new(ErrorCode::Invalid, error))
+}
+
+impl Vgpu {
+    /// Creates a vGPU that has no worker yet. `owner` applies to definitions without that
+    /// attribute.
+    pub fn new(
+        id: VgpuId,
+        parent: String,
+        profile: Profile,
+        definition: Definition,
+        owner: Account,
+    ) -> Result<Self> {
+        let settings = settings(&definition)?;
+        let owner = sockets::owner_of(&definition, owner)?;
+        Ok(Self {
+            id,
+            parent,
+            profile,
+            definition,
+            settings,
+            owner,
+            lifecycle: Lifecycle::starting(),
+            backoff: Backoff::default(),
+            stop_waiters: Vec::new(),
+        })
+    }
+
+    /// Returns the state.
+    pub fn state(&self) -> &State<Worker> {
+        self.lifecycle.state()
+    }
+
+    /// Returns the worker's process ID.
+    pub fn pid(&self) -> Option<u32> {
+        self.state().worker().map(|worker| worker.process.pid())
+    }
+
+    /// Returns why the worker cannot be queried, if its version is unsupported.
+    pub fn foreign(&self) -> Option<&str> {
+        self.state().worker()?.foreign.as_deref()
+    }
+
+    /// Returns the control socket of a worker that can be queried.
+    pub fn control(&self, run_dir: &RunDir) -> Option<PathBuf> {
+        let worker = self.state().worker().filter(|worker| worker.foreign.is_none());
+        worker.map(|_| run_dir.worker_socket(self.id))
+    }
+
+    /// Returns the attached client for log lines: ` (used by process 7)`, or nothing.
+    fn user(&self) -> String {
+        let client = self.state().client();
+        client.map_or_else(String::new, |client| format!(" (used by process {})", client.pid))
+    }
+
+    /// Returns true for the worker of that start.
+    pub fn has_generation(&self, generation: Generation) -> bool {
+        self.state().worker().is_some_and(|worker| worker.generation == generation)
+    }
+
+    /// Applies an event that the current state accepts. A refusal is a bug, which is logged.
+    fn apply(&mut self, event: Event<Worker>) {
+        if let Err(error) = self.lifecycle.apply(event) {
+            log::error!("vGPU {}: {error}", self.id);
+        }
+    }
+
+    /// Writes `run.json`.
+    pub fn write_record(&self, run_dir: &RunDir) -> io::Result<()> {
+        let Some(worker) = self.state().worker() else { return Ok(()) };
+        let record = Record {
+            process: worker.process.record()?,
+            parent: self.parent.clone(),
+            definition: self.definition.clone(),
+        };
+        run_dir::write_record(&run_dir.vgpu(self.id), &record)
+    }
+
+    fn worker_spec(&self, admission: &Admission) -> WorkerSpec {
+        let display = self
+            .profile
+            .head
+            .map(|head| DisplayLimits { max_width: head.max_width, max_height: head.max_height });
+        WorkerSpec {
+            version: VERSION,
+            function: FunctionSpec {
+                vgpu: self.id,
+                type_name: self.profile.name.clone(),
+                display,
+                doorbell_mapped: self.settings.doorbell_mapped,
+            },
+            backend: admission.backend.into(),
+            client: admission.spec.clone(),
+            parent: self.parent.clone(),
+            core: self.settings.share.core.map(Core::get),
+            owner: self.owner.uid,
+            manager: Account::own().uid,
+        }
+    }
+
+    /// Creates the sockets and starts the worker. Both sockets listen before the worker runs, so a
+    /// VM can attach as soon as this returns.
+    pub fn launch(&mut self, env: &Environment, admission: &Admission) -> io::Result<()> {
+        let (vfio, control) = sockets::listen(&env.run_dir, self.id, self.owner)?;
+        let gpu = admission.fd.as_ref().map(AsFd::as_fd);
+        let spec = self.worker_spec(admission);
+        let process = worker::spawn(&spec, vfio.as_fd(), control.as_fd(), gpu, env.worker_user)?;
+        log::info!("vGPU {} ({}) runs in process {}", self.id, self.profile.name, process.pid());
+        let worker = self.watched(env, process, None);
+        self.apply(Event::Launched(worker));
+        self.write_record(&env.run_dir)
+    }
+
+    /// Takes over the worker that an earlier manager started. `foreign` says why the worker cannot
+    /// be queried, if so.
+    pub fn adopt(
+        &mut self,
+        env: &Environment,
+        process: Process,
+        client: Option<AttachedClient>,
+        foreign: Option<String>,
+    ) {
+        let is_foreign = foreign.is_some();
+        let worker = self.watched(env, process, foreign);
+        self.lifecycle = if is_foreign {
+            Lifecycle::foreign(worker)
+        } else {
+            Lifecycle::adopted(worker, client)
+        };
+    }
+
+    fn watched(&self, env: &Environment, process: Process, foreign: Option<String>) -> Worker {
+        let generation = env.watcher.generation();
+        env.watcher.watch(&process, Watched::Worker(self.id, generation));
+        let control = env.run_dir.worker_socket(self.id);
+        Worker::connect(self.id, process, generation, &control, foreign)
+    }
+
+    /// Records the client that the worker reported. A report of an earlier worker has no effect.
+    pub fn client_reported(&mut self, report: &ClientReport) {
+        let client = report.client;
+        if self.pid() != Some(report.worker) || self.state().client() == client {
+            return;
+        }
+        match self.lifecycle.apply(Event::ClientReported(client)) {
+            Ok(()) => match client {
+                Some(client) => log::info!("vGPU {} is in use by process {}", self.id, client.pid),
+                None => log::info!("vGPU {} is not in use any more", self.id),
+            },
+            // The report was under way while the state changed.
+            Err(error) => log::debug!("vGPU {}: {error}", self.id),
+        }
+    }
+
+    /// Marks the vGPU as failed until it is stopped and started. Its worker continues, so that the
+    /// VM sees a device that reports an error instead of a device that vanishes. A vGPU that is
+    /// stopping is left as it is.
+    pub fn fail(&mut self, reason: &str) {
+        if !matches!(self.state(), State::Stopping { .. }) {
+            self.apply(Event::Failed { reason: reason.to_owned() });
+        }
+    }
+
+    /// Handles the death of the worker.
+    pub fn worker_died(&mut self) -> AfterDeath {
+        let id = self.id;
+        let status = self.lifecycle.worker_mut().and_then(|worker| worker.process.reap());
+        let status = status.unwrap_or_else(|| "exit status unknown".into());
+        match self.state() {
+            State::Stopping { .. } => return AfterDeath::Stopped,
+            State::Failed { .. } => {
+                log::info!("The worker of failed vGPU {id} exited: {status}");
+                self.apply(Event::WorkerDied { reason: String::new(), restart_at: None });
+                return AfterDeath::FailedBefore;
+            }
+            _ => {}
+        }
+        let lived = self.state().worker().map_or(Duration::ZERO, |worker| worker.since.elapsed());
+        let pause = self.backoff.after_death(lived);
+        let deaths = self.backoff.deaths();
+        if deaths <= MAX_DEATHS {
+            let user = self.user();
+            log::error!("The worker of vGPU {id}{user} died ({status}); starting it again");
+            let restart_at = Some(Instant::now() + pause);
+            let reason = format!("Its worker died ({status})");
+            self.apply(Event::WorkerDied { reason, restart_at });
+            return AfterDeath::Restarting;
+        }
+        let reason = format!("Its worker died {deaths} times in a row ({status})");
+        let reason = failure(id, &reason);
+        self.apply(Event::WorkerDied { reason, restart_at: None });
+        AfterDeath::GivenUp
+    }
+
+    /// Marks the vGPU as failed because its worker cannot be started.
+    pub fn give_up(&mut self, reason: &str) {
+        let reason = failure(self.id, reason);
+        self.fail(&reason);
+    }
+
+    /// Begins a restart whose time has come.
+    pub fn begin_restart(&mut self) {
+        self.apply(Event::RestartDue);
+    }
+
+    /// Tells the worker to exit. Returns false without a worker: the vGPU is then removed at once.
+    pub fn begin_stop(&mut self, waiter: oneshot::Sender<()>) -> bool {
+        self.stop_waiters.push(waiter);
+        if self.state().worker().is_none() {
+            return false;
+        }
+        if !matches!(self.state(), State::Stopping { .. }) {
+            log::info!("Stopping vGPU {}{}", self.id, self.user());
+            self.terminate();
+            self.apply(Event::Stop { kill_at: Instant::now() + EXIT_TIMEOUT });
+        }
+        true
+    }
+
+    /// Sends SIGTERM to the worker.
+    pub fn terminate(&self) {
+        if let Some(worker) = self.state().worker() {
+            worker.process.signal(Signal::SIGTERM);
+        }
+    }
+
+    /// Kills a worker that did not exit in time.
+    pub fn kill(&mut self) {
+        if let Some(worker) = self.state().worker() {
+            log::warn!("The worker of vGPU {} does not exit; killing it", self.id);
+            worker.process.signal(Signal::SIGKILL);
+        }
+        self.apply(Event::KillDue);
+    }
+
+    /// Ends the worker within `timeout` and returns the requests that wait for the end.
+    pub fn end(self, timeout: Duration) -> Vec<oneshot::Sender<()>> {
+        if let Some(worker) = self.lifecycle.into_worker() {
+            worker.process.end(timeout);
+        }
+        self.stop_waiters
+    }
+}
+
+/// Logs a failure that a restart cannot repair, and returns the text for the API.
+fn failure(id: VgpuId, reason: &str) -> String {
+    log::error!("vGPU {id} has failed: {reason}");
+    format!("{reason}; see the log of vgpud, then stop it and start it again")
+}

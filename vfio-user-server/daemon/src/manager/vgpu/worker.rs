@@ -1,0 +1,83 @@
+//! Worker of a vGPU: its process, as this manager started or adopted it.
+
+use std::fs::File;
+use std::io::{self, Seek, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Instant;
+
+use mdev_core::ids::VgpuId;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use vendor_backends::seqpacket::SeqPacket;
+use vgpud_host::users::Account;
+
+use crate::manager::watcher::Generation;
+use crate::spawn::{self, Limits, Process};
+use crate::worker_client;
+use crate::worker_protocol::WorkerSpec;
+
+/// Limit of open files of a worker. Guest memory comes as one descriptor per range, and firmware
+/// maps many ranges. The remainder is for the worker itself: a client reaches the limit of maps
+/// before the worker runs out of descriptors, without which it could not accept a connection.
+const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 256;
+
+/// Worker process of a vGPU.
+#[derive(Debug)]
+pub struct Worker {
+    /// Process.
+    pub process: Process,
+    /// Number of this start.
+    pub generation: Generation,
+    /// When this manager started or adopted the process.
+    pub since: Instant,
+    /// Why the worker cannot be queried, if its version is unsupported.
+    pub foreign: Option<String>,
+    /// Idle connection that tells the worker that it has a manager.
+    _tether: Option<SeqPacket>,
+}
+
+impl Worker {
+    /// Connects to the control socket of a running process.
+    pub fn connect(
+        vgpu: VgpuId,
+        process: Process,
+        generation: Generation,
+        control: &Path,
+        foreign: Option<String>,
+    ) -> Self {
+        let tether = SeqPacket::connect_with_timeout(control, worker_client::TIMEOUT)
+            .inspect_err(|error| log::warn!("Cannot connect to the worker of vGPU {vgpu}: {error}"))
+            .ok();
+        Self { process, generation, since: Instant::now(), foreign, _tether: tether }
+    }
+}
+
+/// Starts the worker of a vGPU with its listening sockets and, where the backend has one, its
+/// connection to the GPU.
+pub fn spawn(
+    spec: &WorkerSpec,
+    vfio: BorrowedFd<'_>,
+    control: BorrowedFd<'_>,
+    gpu: Option<BorrowedFd<'_>>,
+    user: Account,
+) -> io::Result<Process> {
+    let spec_file = memfd(&serde_json::to_vec(spec)?)?;
+    let mut fds = vec![spec_file.as_fd(), vfio, control];
+    fds.extend(gpu);
+    let mut args = vec!["worker".to_owned()];
+    for (number, name) in (spawn::FIRST_FD..)
+        .zip(["--spec-fd", "--listen-fd", "--control-fd", "--gpu-fd"])
+        .take(fds.len())
+    {
+        args.extend([name.to_owned(), number.to_string()]);
+    }
+    let limits = Limits { files: MAX_FILES, user };
+    spawn::role(&spec.function.vgpu.to_string(), &args, &fds, limits)
+}
+
+fn memfd(bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(memfd_create("worker-spec", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(bytes)?;
+    file.rewind()?;
+    Ok(file.into())
+}

@@ -1,0 +1,188 @@
+//! The process `vgpud run`: lock, sockets, signals, and the wiring of manager, API, callout scripts
+//! and web console.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Context;
+use mdev_core::definition::store::SCRIPTS;
+use mdev_core::ids::VgpuId;
+use nix::sys::stat::{Mode, umask};
+use tokio::net::UnixListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::api::Api;
+use crate::api::access::{Group, Peer, Rules};
+use crate::api::router::router;
+use crate::callouts::Callouts;
+use crate::manager::{self, Ending, Handle, Manager, RunDir, Watcher, sockets};
+use crate::service::Service;
+use crate::web_console::request_guard::Address;
+use crate::web_console::server;
+use crate::web_console::sessions::Sessions;
+use crate::{spawn, systemd};
+use vgpud_api::Version;
+
+/// Limit of threads that block on a worker's reply.
+const MAX_BLOCKING_THREADS: usize = 64;
+
+/// Configuration of `vgpud run`.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Directory of sockets and of the lock.
+    pub run_dir: PathBuf,
+    /// Directory of callout scripts from packages. The host's own scripts are in the directory of
+    /// definitions.
+    pub scripts_dir: PathBuf,
+    /// Parents, definitions and users.
+    pub manager: manager::Config,
+    /// Permissions on the control socket.
+    pub access: Rules,
+    /// Address of the web console.
+    pub web: Option<Address>,
+}
+
+/// Runs the manager until a signal ends it. SIGTERM, SIGINT and SIGHUP stop all workers and GPU
+/// processes; SIGUSR1 ends the manager alone, and the next manager adopts the processes.
+pub fn run(config: &Config) -> anyhow::Result<()> {
+    spawn::reserve_descriptors().context("Cannot reserve descriptors")?;
+    // Files are private unless a mode is set explicitly.
+    umask(Mode::from_bits_truncate(0o077));
+    let run_dir = RunDir::create(&config.run_dir)?;
+    let lock = run_dir.lock()?;
+    // The control socket outlives a failure after its creation, so the console's address is tried
+    // before.
+    let (web, sessions) = config.web.map(listen_web).transpose()?.unzip();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(MAX_BLOCKING_THREADS)
+        .build()
+        .context("Cannot start the I/O runtime")?;
+    let _context = runtime.enter();
+    let signals = Signals::new().context("Cannot start the I/O runtime")?;
+    let (handle, inbox) = manager::channel();
+    let watcher = Watcher::new(runtime.handle().clone(), &handle);
+    let mut manager = Manager::new(&config.manager, run_dir.clone(), watcher)?;
+    let socket = run_dir.api_socket();
+    // systemd creates and removes the socket that it passes.
+    let inherited = systemd::listener()?;
+    let owns_socket = inherited.is_none();
+    let listener = match inherited {
+        Some(listener) => listener,
+        None => listen_api(&socket, config.access.readers.as_ref())?,
+    };
+    manager.begin();
+    let config_dir = &config.manager.config_dir;
+    let callouts = Callouts::new(vec![config.scripts_dir.clone(), config_dir.join(SCRIPTS)]);
+    let auto = start_auto(&mut manager, &callouts);
+    let service = Service::new(handle.clone(), callouts, version(config, &run_dir));
+    if let (Some(web), Some(sessions)) = (web, sessions.clone()) {
+        log::info!("Serving the web console on {}; vgpuctl web opens it", web.local_addr()?);
+        server::serve(web, service.clone(), sessions).context("Cannot serve the web console")?;
+    }
+    let api = Api { service: service.clone(), web_sessions: sessions };
+    let router = router(api, config.access.clone());
+    let server = axum::serve(listener, router.into_make_service_with_connect_info::<Peer>());
+    let (ended, end) = oneshot::channel::<()>();
+    let thread = spawn::thread("manager", move || {
+        manager.serve(&inbox);
+        drop(ended);
+    })
+    .context("Cannot start the manager's thread")?;
+    log::info!("Listening on {}", socket.display());
+    systemd::ready();
+    runtime.block_on(async {
+        let server = tokio::spawn(async move { server.await });
+        tokio::spawn(service.start_all(auto));
+        signals.relay(&handle, end).await;
+        server.abort();
+    });
+    if owns_socket {
+        // The file may be gone already.
+        let _ = fs::remove_file(&socket);
+    }
+    drop(lock);
+    // No wait for blocking threads: a worker that does not answer keeps one busy for up to a
+    // second.
+    runtime.shutdown_background();
+    // A panic of the manager's thread is a bug and ends the process as one.
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    Ok(())
+}
+
+/// Starts vGPUs with start policy `auto`. With callout scripts, each start waits for them; the
+/// vGPUs are returned, to be started while the API serves requests.
+fn start_auto(manager: &mut Manager, callouts: &Callouts) -> Vec<VgpuId> {
+    if callouts.exist() {
+        return manager.auto_start();
+    }
+    manager.start_all_auto();
+    Vec::new()
+}
+
+fn version(config: &Config, run_dir: &RunDir) -> Version {
+    Version {
+        version: env!("CARGO_PKG_VERSION").into(),
+        api: "v1".into(),
+        pid: std::process::id(),
+        run_dir: run_dir.root().to_string_lossy().into_owned(),
+        config_dir: config.manager.config_dir.to_string_lossy().into_owned(),
+    }
+}
+
+/// Signals that end the manager.
+struct Signals {
+    stop: [Signal; 3],
+    leave: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            stop: [
+                signal(SignalKind::terminate())?,
+                signal(SignalKind::interrupt())?,
+                signal(SignalKind::hangup())?,
+            ],
+            leave: signal(SignalKind::user_defined1())?,
+        })
+    }
+
+    /// Passes signals to the manager until it has ended.
+    async fn relay(mut self, manager: &Handle, mut end: oneshot::Receiver<()>) {
+        let [terminate, interrupt, hangup] = &mut self.stop;
+        loop {
+            tokio::select! {
+                _ = &mut end => return,
+                _ = terminate.recv() => manager.end(Ending::Stop),
+                _ = interrupt.recv() => manager.end(Ending::Stop),
+                _ = hangup.recv() => manager.end(Ending::Stop),
+                _ = self.leave.recv() => manager.end(Ending::Leave),
+            }
+        }
+    }
+}
+
+/// Creates the control socket, for this user and a group.
+fn listen_api(path: &Path, group: Option<&Group>) -> anyhow::Result<UnixListener> {
+    let listen = || {
+        let listener = sockets::bind(path)?;
+        sockets::share(path, group.map(|group| group.gid))?;
+        listener.set_nonblocking(true)?;
+        UnixListener::from_std(listener)
+    };
+    listen().with_context(|| format!("Cannot listen on {}", path.display()))
+}
+
+/// Listens for browsers.
+fn listen_web(address: Address) -> anyhow::Result<(TcpListener, Arc<Sessions>)> {
+    let listen = || {
+        let listener = server::listen(address)?;
+        let sessions = Arc::new(Sessions::new(listener.local_addr()?));
+        std::io::Result::Ok((listener, sessions))
+    };
+    listen().with_context(|| format!("Cannot serve the web console on {}", address.0))
+}

@@ -1,0 +1,149 @@
+//! The VM that uses a vGPU: whether there is one, and its description for an operator.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use mdev_core::ids::VgpuId;
+use nix::unistd::{Uid, User};
+
+use super::Service;
+use crate::manager::Result;
+use crate::worker_protocol::WorkerStatus;
+use crate::{blocking, worker_client};
+use vgpud_api::{AttachedClient, ErrorCode, ErrorDetail};
+
+/// Longest name of a process, user or VM in a description, in characters.
+const MAX_NAME: usize = 64;
+
+/// State of a connected UNIX socket in `/proc/net/unix` (`SS_CONNECTED`).
+const CONNECTED: &str = "03";
+
+impl Service {
+    /// Fails if a VM uses a vGPU, or if this is unknown.
+    pub(super) async fn refuse_if_used(&self, id: VgpuId) -> Result<()> {
+        let listed = self.call(move |manager| manager.show(id)).await?;
+        if listed.foreign {
+            // A worker of an unsupported version cannot be asked.
+            let socket = PathBuf::from(listed.vgpu.socket.unwrap_or_default());
+            return match blocking::run(move || is_connected(&socket)).await? {
+                Ok(false) => Ok(()),
+                Ok(true) => Err(ErrorDetail::new(
+                    ErrorCode::InUse,
+                    format!(
+                        "vGPU {id} is used by a VM, and its worker is of another version of vgpud; shut that VM down first, or use --force"
+                    ),
+                )),
+                Err(error) => Err(use_unknown(id, &error)),
+            };
+        }
+        let Some(control) = listed.control else { return Ok(()) };
+        let _permit = self.status_rounds.acquire().await;
+        let error = match blocking::run(move || worker_client::status(&control)).await? {
+            Ok(WorkerStatus { client: None, .. }) => return Ok(()),
+            Ok(WorkerStatus { client: Some(vm), .. }) => {
+                let user = blocking::run(move || describe(vm)).await?;
+                ErrorDetail::new(
+                    ErrorCode::InUse,
+                    format!("vGPU {id} is used by {user}; shut that VM down first, or use --force"),
+                )
+            }
+            Err(error) => use_unknown(id, &error),
+        };
+        Err(error)
+    }
+}
+
+fn use_unknown(id: VgpuId, error: &io::Error) -> ErrorDetail {
+    ErrorDetail::new(
+        ErrorCode::Unavailable,
+        format!("Cannot tell whether a VM uses vGPU {id} ({error}); --force stops it"),
+    )
+}
+
+/// Describes a VM: `process 815 (qemu-system-x86) of user libvirt-qemu, VM "web1"`
+fn describe(vm: AttachedClient) -> String {
+    let AttachedClient { pid, uid } = vm;
+    let command = fs::read_to_string(format!("/proc/{pid}/comm"));
+    let command =
+        command.map(|name| format!(" ({})", escaped(name.trim_end()))).unwrap_or_default();
+    let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
+    let user = user.map_or_else(|| uid.to_string(), |user| escaped(&user.name));
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let name =
+        vm_name(&line).map(|name| format!(", VM \"{}\"", escaped(&name))).unwrap_or_default();
+    format!("process {pid}{command} of user {user}{name}")
+}
+
+/// Returns the VM's name from QEMU's command line: `-name guest=web1,debug-threads=on`. libvirt
+/// sets the domain's name.
+fn vm_name(command_line: &[u8]) -> Option<String> {
+    let mut arguments = command_line.split(|byte| *byte == 0);
+    arguments.find(|argument| *argument == b"-name" || *argument == b"--name")?;
+    let value = String::from_utf8_lossy(arguments.next()?).into_owned();
+    let first = value.split(',').next().unwrap_or_default();
+    let named = value.split(',').find_map(|part| part.strip_prefix("guest="));
+    let name = named.or((!first.contains('=')).then_some(first))?;
+    (!name.is_empty()).then(|| name.to_owned())
+}
+
+/// Escapes a name that a user chose, for output on a terminal.
+fn escaped(name: &str) -> String {
+    name.chars().take(MAX_NAME).collect::<String>().escape_debug().to_string()
+}
+
+/// Returns whether a client is connected to the socket that listens at `path`, according to the
+/// kernel.
+fn is_connected(path: &Path) -> io::Result<bool> {
+    let table = fs::read("/proc/net/unix")?;
+    let end = format!(" {}", path.display());
+    // Columns: number, references, protocol, flags, type, state, inode, bound path.
+    Ok(String::from_utf8_lossy(&table).lines().any(|line| {
+        line.ends_with(&end) && line.split_ascii_whitespace().nth(5) == Some(CONNECTED)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vm_name_comes_from_qemu_s_command_line() {
+        let line = |arguments: &[&str]| arguments.join("\0").into_bytes();
+        for (arguments, name) in [
+            (&["qemu", "-name", "guest=web1,debug-threads=on", "-S"][..], Some("web1")),
+            (&["qemu", "-m", "1G", "-name", "web 2"], Some("web 2")),
+            (&["qemu", "--name", "debug-threads=on,guest=c"], Some("c")),
+            (&["qemu", "-name", "debug-threads=on"], None),
+            (&["qemu", "-name"], None),
+            (&["qemu"], None),
+            (&[], None),
+        ] {
+            assert_eq!(vm_name(&line(arguments)).as_deref(), name, "{arguments:?}");
+        }
+    }
+
+    #[test]
+    fn description_names_process_command_and_user() {
+        let pid = std::process::id().cast_signed();
+        let text = describe(AttachedClient { pid, uid: 0 });
+        assert!(text.starts_with(&format!("process {pid} (")), "{text}");
+        assert!(text.ends_with(") of user root"), "{text}");
+        let gone = describe(AttachedClient { pid: i32::MAX, uid: 3_999_999_999 });
+        assert_eq!(gone, "process 2147483647 of user 3999999999");
+        assert_eq!(escaped("a\u{1b}[2J\"b"), "a\\u{1b}[2J\\\"b");
+    }
+
+    #[test]
+    fn connection_is_found_in_proc_net_unix() {
+        let dir = tempfile::Builder::new().prefix("a b").tempdir().unwrap();
+        let path = dir.path().join("vfio.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(!is_connected(&path).unwrap());
+        let client = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        let served = listener.accept().unwrap();
+        assert!(is_connected(&path).unwrap() && !is_connected(&dir.path().join("sock")).unwrap());
+        drop((client, served));
+        assert!(!is_connected(&path).unwrap());
+    }
+}

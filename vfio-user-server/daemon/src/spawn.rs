@@ -1,0 +1,395 @@
+//! Processes and threads: the only module that starts them.
+//!
+//! A role of `vgpud` is a process of the same program. It has its descriptors at 3, 4, 5 and so on,
+//! an empty stdin, its own session (a Ctrl-C for the manager does not reach it) and no core file,
+//! which would hold guest memory. It outlives the manager, and the next manager adopts it.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::Signal;
+use nix::sys::stat::{Mode, umask};
+use serde::{Deserialize, Serialize};
+
+use vgpud_host::users::Account;
+
+/// Number of the first descriptor of a role.
+pub const FIRST_FD: RawFd = 3;
+
+/// Environment variables of the service manager that are for this process alone.
+const SERVICE_ENV: [&str; 6] = [
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+];
+
+/// Limit of descriptors of a role.
+const MAX_FDS: RawFd = 4;
+
+/// Starts a thread of this process. `top -H` shows the first 15 bytes of `name`.
+pub fn thread<T: Send + 'static>(
+    name: &str,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(body)
+}
+
+/// Sets the name that `ps` shows, up to 15 bytes. Without it, a role would be named `exe`.
+pub fn name_process(name: &str) {
+    if let Ok(name) = std::ffi::CString::new(name) {
+        // The name is informative only.
+        let _ = nix::sys::prctl::set_name(&name);
+    }
+}
+
+/// Reserves the numbers of a role's descriptors in this process. A process that starts roles calls
+/// this first: between fork and exec, the standard library holds a pipe open for errors, which must
+/// not have the number of a role's descriptor.
+pub fn reserve_descriptors() -> io::Result<()> {
+    loop {
+        let fd = OwnedFd::from(std::fs::File::open("/dev/null")?);
+        if fd.as_raw_fd() >= FIRST_FD + MAX_FDS {
+            return Ok(());
+        }
+        // Stays open for the life of the process, as intended.
+        std::mem::forget(fd);
+    }
+}
+
+/// Starts a role: this program with `args`, and `fds` at [`FIRST_FD`] and above. Process lists show
+/// `label`.
+pub fn role(
+    label: &str,
+    args: &[String],
+    fds: &[BorrowedFd<'_>],
+    limits: Limits,
+) -> io::Result<Process> {
+    if fds.len() > MAX_FDS as usize {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "Too many descriptors"));
+    }
+    let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let mut moved = vec![-1; raw.len()];
+    // Raising the hard limit takes a privilege.
+    let (_, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let files = limits.files.min(hard_limit);
+    let user = Some(limits.user).filter(|_| nix::unistd::geteuid().is_root());
+    let mut command = Command::new("/proc/self/exe");
+    for name in SERVICE_ENV {
+        command.env_remove(name);
+    }
+    command.arg0(format!("vgpud[{label}]")).args(args).stdin(Stdio::null()).stdout(Stdio::null());
+    // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock
+    // is taken.
+    unsafe {
+        command.pre_exec(move || {
+            place(&raw, &mut moved)?;
+            nix::unistd::setsid()?;
+            setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
+            setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
+            user.map_or(Ok(()), become_user)
+        });
+    }
+    Process::of_child(command.spawn()?)
+}
+
+/// Resource limits and user of a role.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Limit of open files.
+    pub files: u64,
+    /// User of the role, if this process is root.
+    pub user: Account,
+}
+
+/// Changes this process' user irrevocably. A change from root to another user empties the
+/// capability sets.
+pub fn become_user(user: Account) -> io::Result<()> {
+    use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
+    let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+    setgroups(&[])?;
+    setresgid(gid, gid, gid)?;
+    setresuid(uid, uid, uid)?;
+    Ok(nix::sys::prctl::set_no_new_privs()?)
+}
+
+/// Drops all capabilities. A process of root keeps access to root's files.
+pub fn drop_capabilities() -> io::Result<()> {
+    /// `struct __user_cap_header_struct` of version 3, for this process, and two of `struct
+    /// __user_cap_data_struct`.
+    const HEADER: [u32; 2] = [0x2008_0522, 0];
+    const NONE: [u32; 6] = [0; 6];
+    // SAFETY: both arrays have the layout that this version of the call reads, and it keeps no
+    // pointer to them.
+    let done = unsafe { libc::syscall(libc::SYS_capset, HEADER.as_ptr(), NONE.as_ptr()) };
+    nix::sys::prctl::set_no_new_privs()?;
+    Ok(Errno::result(done).map(drop)?)
+}
+
+/// Result of a script.
+#[derive(Debug)]
+pub struct Ended {
+    /// Exit status, or the signal that ended the script.
+    pub status: ExitStatus,
+    /// Beginning of its standard output.
+    pub stdout: Vec<u8>,
+    /// Beginning of its standard error.
+    pub stderr: Vec<u8>,
+}
+
+/// Runs a script to its end: in `/`, with a minimal environment, in its own session. After
+/// `timeout`, the script is killed with its process group. At most `max_bytes` of each output are
+/// returned.
+pub fn script(
+    path: &Path,
+    args: &[&str],
+    stdin: &[u8],
+    timeout: Duration,
+    max_bytes: u64,
+) -> io::Result<Ended> {
+    // Files instead of pipes: nothing has to read while the script runs, and a child that keeps
+    // running blocks nothing.
+    let file = || io::Result::Ok(File::from(memfd_create("script", MFdFlags::MFD_CLOEXEC)?));
+    let (mut input, stdout, stderr) = (file()?, file()?, file()?);
+    input.write_all(stdin)?;
+    input.rewind()?;
+    let mut command = Command::new(path);
+    command.args(args).current_dir("/").env_clear().envs([
+        ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        ("LANG", "C.UTF-8"),
+    ]);
+    command.stdin(input).stdout(stdout.try_clone()?).stderr(stderr.try_clone()?);
+    // SAFETY: between fork and exec only system calls are made, nothing is allocated, and no lock
+    // is taken.
+    unsafe {
+        command.pre_exec(|| {
+            umask(Mode::from_bits_truncate(0o022));
+            nix::unistd::setsid().map(drop).map_err(io::Error::from)
+        });
+    }
+    let mut process = Process::of_child(command.spawn()?)?;
+    if !process.wait(timeout) {
+        // The script leads its process group. It has not been reaped, so its number is not reused.
+        let group = nix::unistd::Pid::from_raw(process.pid.cast_signed());
+        if let Err(error) = nix::sys::signal::killpg(group, Signal::SIGKILL) {
+            log::warn!("Cannot kill {}: {error}", path.display());
+        }
+        process.reap();
+        let what = format!("it did not end within {} s, and was killed", timeout.as_secs_f32());
+        return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+    }
+    let gone = || io::Error::other("it is not a child of this process");
+    let status = process.child.as_mut().ok_or_else(gone)?.wait()?;
+    let read = |mut file: File| {
+        let mut bytes = Vec::new();
+        file.rewind()?;
+        file.take(max_bytes).read_to_end(&mut bytes)?;
+        io::Result::Ok(bytes)
+    };
+    Ok(Ended { status, stdout: read(stdout)?, stderr: read(stderr)? })
+}
+
+/// Moves `raw` to [`FIRST_FD`] and above, without close-on-exec. A source may have the number of
+/// another's target, so all are first copied to numbers above the targets.
+fn place(raw: &[RawFd], moved: &mut [RawFd]) -> io::Result<()> {
+    let beyond = FIRST_FD + MAX_FDS;
+    for (source, copy) in raw.iter().zip(moved.iter_mut()) {
+        // SAFETY: plain system call on a descriptor that the caller holds open.
+        *copy = Errno::result(unsafe { libc::fcntl(*source, libc::F_DUPFD_CLOEXEC, beyond) })?;
+    }
+    for (target, copy) in (FIRST_FD..).zip(moved.iter()) {
+        // SAFETY: plain system call. Nothing between fork and exec uses the descriptor at `target`.
+        Errno::result(unsafe { libc::dup2(*copy, target) })?;
+    }
+    Ok(())
+}
+
+/// Process, identified by its pidfd: a signal never reaches another process that reused its number.
+#[derive(Debug)]
+pub struct Process {
+    pid: u32,
+    pidfd: OwnedFd,
+    child: Option<Child>,
+}
+
+/// Record of a process for the next manager.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessRecord {
+    /// Process ID.
+    pub pid: u32,
+    /// Start time in clock ticks since boot. Tells the process from a later one with the same
+    /// number.
+    pub start_ticks: u64,
+}
+
+impl Process {
+    fn of_child(child: Child) -> io::Result<Self> {
+        let pid = child.id();
+        Ok(Self { pid, pidfd: open_pidfd(pid)?, child: Some(child) })
+    }
+
+    /// Finds a recorded process. Returns `None` if it has ended.
+    pub fn find(record: ProcessRecord) -> Option<Self> {
+        let pidfd = open_pidfd(record.pid).ok()?;
+        // The start time is read after the pidfd is open, so that both are of one process.
+        let found = Self { pid: record.pid, pidfd, child: None };
+        (found.record().ok()? == record && !found.has_ended()).then_some(found)
+    }
+
+    /// Returns the record by which [`Process::find`] finds the process.
+    pub fn record(&self) -> io::Result<ProcessRecord> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid))?;
+        // The second field is the name in brackets and may hold anything, so fields are counted
+        // from its end.
+        let start_ticks = stat
+            .rsplit_once(')')
+            .and_then(|(_, rest)| rest.split_whitespace().nth(19))
+            .and_then(|field| field.parse().ok())
+            .ok_or_else(|| io::Error::other("Unexpected format of /proc/PID/stat"))?;
+        Ok(ProcessRecord { pid: self.pid, start_ticks })
+    }
+
+    /// Returns the process ID.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Returns a descriptor that becomes readable when the process ends.
+    pub fn watch(&self) -> io::Result<OwnedFd> {
+        self.pidfd.try_clone()
+    }
+
+    /// Sends a signal. A process that has ended is no error.
+    pub fn signal(&self, signal: Signal) {
+        // SAFETY: plain system call with a null pointer, which it accepts.
+        let done = Errno::result(unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.pidfd.as_raw_fd(),
+                signal as libc::c_int,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        });
+        if let Err(error) = done
+            && error != Errno::ESRCH
+        {
+            log::warn!("Cannot send {signal} to process {}: {error}", self.pid);
+        }
+    }
+
+    /// Returns true once the process has ended.
+    pub fn has_ended(&self) -> bool {
+        self.wait(Duration::ZERO)
+    }
+
+    /// Waits for the end of the process. Returns false after `limit`.
+    pub fn wait(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(0) if left.is_zero() => return false,
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Waits for the end of the process and kills it after `timeout`. Returns the exit status of a
+    /// child of this process.
+    pub fn end(mut self, timeout: Duration) -> Option<String> {
+        if !self.wait(timeout) {
+            self.signal(Signal::SIGKILL);
+            self.wait(Duration::from_secs(2));
+        }
+        self.reap()
+    }
+
+    /// Waits for a child of this process and returns its exit status as text. Returns `None` for
+    /// other processes.
+    pub fn reap(&mut self) -> Option<String> {
+        let status = self.child.as_mut()?.wait().ok()?;
+        Some(status.to_string())
+    }
+}
+
+fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: plain system call without pointers.
+    let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid.cast_signed(), 0) })?;
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// Takes a descriptor that this role was started with, by its number.
+pub fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
+    use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+    if fd < FIRST_FD {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("Descriptor {fd} is not one a role is started with"),
+        ));
+    }
+    // SAFETY: the number came on the command line, from the process that placed a descriptor there
+    // for this role alone; fcntl refuses one that is not open, before anything owns it.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    fcntl(borrowed, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))?;
+    // SAFETY: as above; each is taken once.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Checks that a socket is listening. An accept on any other descriptor would block or fail.
+pub fn listening(socket: OwnedFd) -> io::Result<OwnedFd> {
+    use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
+    if getsockopt(&socket, AcceptConn) == Ok(true) {
+        return Ok(socket);
+    }
+    let number = socket.as_raw_fd();
+    let what = format!(
+        "Descriptor {number} is no socket that listens; start `vgpud run`, which starts this"
+    );
+    Err(io::Error::new(io::ErrorKind::InvalidInput, what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn process_is_found_by_its_record_until_it_ends() {
+        let child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+        let mut process = Process::of_child(child).unwrap();
+        let record = process.record().unwrap();
+        let found = Process::find(record).unwrap();
+        let another = ProcessRecord { start_ticks: record.start_ticks + 1, ..record };
+        assert!(Process::find(another).is_none(), "a later process with the same number");
+        assert!(!found.has_ended());
+        found.signal(Signal::SIGKILL);
+        assert!(found.wait(Duration::from_secs(5)));
+        assert!(Process::find(record).is_none(), "it has ended and is not reaped");
+        assert!(process.reap().unwrap().contains("signal: 9"));
+    }
+
+    #[test]
+    fn process_that_does_not_end_is_killed() {
+        let child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+        let started = Instant::now();
+        let status = Process::of_child(child).unwrap().end(Duration::from_millis(20));
+        assert!(status.unwrap().contains("signal: 9"));
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+}

@@ -1,0 +1,171 @@
+//! Routes of the web console.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+
+use axum::extract::rejection::JsonRejection;
+use axum::extract::ws::WebSocketUpgrade;
+use axum::extract::{DefaultBodyLimit, FromRequestParts, Path, State};
+use axum::http::request::Parts;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router, middleware};
+use serde::{Deserialize, Serialize};
+
+use super::history::{History, Snapshot};
+use super::live_screen::{self, MAX_MESSAGE};
+use super::request_guard::{self, Address, RequestGuard};
+use super::sessions::{Monitors, SCREEN_PROTOCOL, Sessions};
+use crate::console::viewer;
+use crate::http::{HttpError, HttpResult, VgpuPath};
+use crate::service::Service;
+use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
+
+/// Longest request body, in bytes: a ticket.
+const MAX_BODY: usize = 1 << 10;
+
+/// Files of the page: path, content type and content.
+const PAGE: [(&str, &str, &str); 7] = [
+    ("/", "text/html; charset=utf-8", include_str!("page/index.html")),
+    ("/icon.svg", "image/svg+xml", include_str!("page/icon.svg")),
+    ("/console.css", "text/css; charset=utf-8", include_str!("page/console.css")),
+    ("/console.js", "text/javascript; charset=utf-8", include_str!("page/console.js")),
+    ("/cards.js", "text/javascript; charset=utf-8", include_str!("page/cards.js")),
+    ("/rfb.js", "text/javascript; charset=utf-8", include_str!("page/rfb.js")),
+    ("/keys.js", "text/javascript; charset=utf-8", include_str!("page/keys.js")),
+];
+
+/// State of the handlers.
+#[derive(Clone, Debug)]
+struct Console {
+    sessions: Arc<Sessions>,
+    history: Arc<History>,
+    service: Service,
+}
+
+/// Starts the console's server, which runs until the runtime ends.
+pub fn serve(
+    listener: TcpListener,
+    service: Service,
+    sessions: Arc<Sessions>,
+) -> std::io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let history = Arc::new(History::default());
+    tokio::spawn(Arc::clone(&history).record(service.clone()));
+    let console = Console { sessions, history, service };
+    tokio::spawn(async move { axum::serve(listener, router(console)).await });
+    Ok(())
+}
+
+/// Listens on the console's address.
+pub fn listen(address: Address) -> std::io::Result<TcpListener> {
+    TcpListener::bind(address.0)
+}
+
+fn router(console: Console) -> Router {
+    let mut router = Router::new()
+        .route("/api/enter", post(sign_in))
+        .route("/api/state/{sample}/{event}", get(state))
+        .route("/api/vgpus/{uuid}/thumbnail", get(thumbnail))
+        .route("/api/vgpus/{uuid}/screen", get(live_screen))
+        .fallback(no_such_page)
+        .layer(DefaultBodyLimit::max(MAX_BODY));
+    for (path, kind, text) in PAGE {
+        router = router.route(path, get(([(header::CONTENT_TYPE, kind)], text)));
+    }
+    let guard = RequestGuard::new(console.sessions.address());
+    router.layer(middleware::from_fn_with_state(guard, request_guard::check)).with_state(console)
+}
+
+async fn no_such_page() -> HttpError {
+    ErrorDetail::new(ErrorCode::NotFound, "There is no such page in this console").into()
+}
+
+/// Session of a request. Extraction fails without a session.
+struct Session(Arc<Monitors>);
+
+impl FromRequestParts<Console> for Session {
+    type Rejection = Response;
+
+    async fn from_request_parts(
+        parts: &mut Parts,
+        console: &Console,
+    ) -> std::result::Result<Self, Response> {
+        console.sessions.find(&parts.headers).map(Self).ok_or_else(|| {
+            let message = "This session has ended; get a new address with vgpuctl web";
+            let error = ErrorDetail::new(ErrorCode::Invalid, message);
+            (StatusCode::UNAUTHORIZED, Json(ErrorBody { error })).into_response()
+        })
+    }
+}
+
+#[derive(Deserialize)]
+struct SignIn {
+    ticket: String,
+}
+
+#[derive(Serialize)]
+struct SignedIn {
+    session: String,
+}
+
+async fn sign_in(
+    State(console): State<Console>,
+    body: std::result::Result<Json<SignIn>, JsonRejection>,
+) -> Response {
+    let result = match body {
+        Ok(Json(SignIn { ticket })) => console.sessions.open(&ticket),
+        Err(error) => Err(ErrorDetail::new(ErrorCode::Invalid, error.body_text())),
+    };
+    match result {
+        Ok(session) => Json(SignedIn { session }).into_response(),
+        Err(error) => (StatusCode::UNAUTHORIZED, Json(ErrorBody { error })).into_response(),
+    }
+}
+
+/// Returns the state, with samples and events after the given numbers.
+async fn state(
+    _session: Session,
+    State(console): State<Console>,
+    Path((sample, event)): Path<(u64, u64)>,
+) -> Json<Snapshot> {
+    Json(console.history.since(sample, event))
+}
+
+async fn thumbnail(
+    _session: Session,
+    State(console): State<Console>,
+    VgpuPath(id): VgpuPath,
+) -> HttpResult<Response> {
+    let screen = console.service.call(move |manager| manager.screen(id)).await?;
+    let png = console.service.thumbnails.thumbnail(id, screen).await?;
+    if png.is_empty() {
+        return Ok(StatusCode::NO_CONTENT.into_response());
+    }
+    Ok(([(header::CONTENT_TYPE, "image/png")], png).into_response())
+}
+
+async fn live_screen(
+    Session(monitors): Session,
+    State(console): State<Console>,
+    VgpuPath(id): VgpuPath,
+    upgrade: WebSocketUpgrade,
+) -> HttpResult<Response> {
+    let slot = console.service.screens.add_viewer(id).await?;
+    let input = match monitors.get(&id) {
+        // A screen without a keyboard is still useful.
+        Some(path) => match console.service.open_input(id, path.as_ref()).await {
+            Ok(input) => Some(input),
+            Err(error) => {
+                log::warn!("vGPU {id} is shown without keyboard and pointer: {error}");
+                None
+            }
+        },
+        None => None,
+    };
+    let title = viewer::title(id, input.is_some());
+    let upgrade = upgrade.protocols([SCREEN_PROTOCOL]).max_message_size(MAX_MESSAGE);
+    Ok(upgrade.on_upgrade(move |socket| live_screen::serve(socket, slot, input, title)))
+}

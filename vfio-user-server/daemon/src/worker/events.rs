@@ -1,0 +1,442 @@
+//! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use log::Level;
+use mdev_core::device::VirtualFunction;
+use mdev_core::gpu::GpuError;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::time::TimeSpec;
+use nix::sys::timer::{Expiration, TimerSetTimeFlags};
+use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
+use vendor_backends::seqpacket::SeqPacketListener;
+
+use super::control::ControlConnection;
+use super::function::Function;
+use crate::log_limiter::LogLimiter;
+use crate::worker_protocol::{
+    OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
+};
+use vfio_user_server::busy_poll::BusyPoll;
+use vfio_user_server::session::{Closed, Interest, Session};
+use vgpud_api::AttachedClient;
+
+/// Limit of connections to the control socket. The manager holds one; the others are short queries.
+const MAX_CONTROL: usize = 8;
+/// Pause after a failed accept. Without free descriptors, each accept fails until one is closed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Sources of events, as epoll's user data.
+mod source {
+    pub const LISTENER: u32 = 0;
+    pub const SESSION: u32 = 1;
+    pub const GPU: u32 = 2;
+    pub const UNMASK: u32 = 3;
+    pub const CONTROL_LISTENER: u32 = 4;
+    pub const ACCEPT_TIMER: u32 = 5;
+    /// First number of control connections.
+    pub const CONTROL: u32 = 16;
+}
+
+/// Session of the attached VM.
+#[derive(Debug)]
+struct Attached {
+    session: Session,
+    client: AttachedClient,
+    interest: Interest,
+}
+
+/// vGPU with its listeners and connections.
+#[derive(Debug)]
+pub struct Worker {
+    spec: WorkerSpec,
+    function: Function,
+    listener: UnixListener,
+    attached: Option<Attached>,
+    busy_poll: BusyPoll,
+    /// Copy of the INTx unmask eventfd. epoll watches the copy, since the client can replace the
+    /// original.
+    unmask: Option<OwnedFd>,
+    gpu_watched: bool,
+    control_listener: SeqPacketListener,
+    control: BTreeMap<u32, ControlConnection>,
+    next_control: u32,
+    /// Timer that ends a pause of the listeners.
+    accept_timer: TimerFd,
+    stopped: bool,
+    /// Limiter for log lines that a client causes.
+    log_limiter: LogLimiter,
+}
+
+impl Worker {
+    /// Creates a worker. Both listeners become non-blocking.
+    pub fn new(
+        spec: WorkerSpec,
+        function: Function,
+        listener: UnixListener,
+        control_listener: SeqPacketListener,
+    ) -> Result<Self> {
+        listener.set_nonblocking(true).context("Cannot use the VM's listener")?;
+        fcntl(&control_listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
+            .context("Cannot use the control listener")?;
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let accept_timer =
+            TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).context("Cannot create a timer")?;
+        Ok(Self {
+            spec,
+            function,
+            listener,
+            attached: None,
+            // With many vGPUs on few CPUs, busy polling costs more than it gains:
+            // docs/performance.md.
+            busy_poll: BusyPoll::new(false),
+            unmask: None,
+            gpu_watched: false,
+            control_listener,
+            control: BTreeMap::new(),
+            next_control: source::CONTROL,
+            accept_timer,
+            stopped: false,
+            log_limiter: LogLimiter::new(Instant::now()),
+        })
+    }
+
+    /// Returns true once the manager has stopped the worker.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Returns true while a manager or a VM is connected.
+    pub fn is_needed(&self) -> bool {
+        self.attached.is_some() || !self.control.is_empty()
+    }
+
+    /// Returns true while the loop should busy-poll for the next event.
+    pub fn should_poll(&mut self) -> bool {
+        self.attached.is_some()
+            && self.busy_poll.is_enabled()
+            && self.busy_poll.should_poll(Instant::now())
+    }
+
+    /// Logs a line that a client causes, within the limit.
+    fn log_limited(&mut self, level: log::Level, line: fmt::Arguments<'_>) {
+        match self.log_limiter.pass(Instant::now()) {
+            None => {}
+            Some(0) => log::log!(level, "{line}"),
+            Some(suppressed) => {
+                log::log!(level, "{line} ({suppressed} lines were suppressed before)");
+            }
+        }
+    }
+
+    fn accept_vm(&mut self, ops: &mut EventOps) {
+        // The end of the previous session may not have been handled yet.
+        self.drive_session(ops);
+        let stream = match self.listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                self.log_limited(Level::Warn, format_args!("Cannot accept a VM: {error}"));
+                self.pause_listeners(ops);
+                return;
+            }
+        };
+        let client = peer(&stream);
+        if client.uid != 0 && client.uid != self.spec.owner {
+            let AttachedClient { pid, uid } = client;
+            let owner = self.spec.owner;
+            let line = format_args!(
+                "Process {pid} of user {uid} is refused: the vGPU belongs to user {owner}"
+            );
+            self.log_limited(Level::Warn, line);
+            return;
+        }
+        if let Some(attached) = &self.attached {
+            let (pid, user) = (client.pid, attached.client.pid);
+            let line = format_args!("Process {pid} is refused: process {user} uses the vGPU");
+            self.log_limited(Level::Warn, line);
+            return;
+        }
+        let session = match Session::new(stream.into()) {
+            Ok(session) => session,
+            Err(error) => {
+                log::warn!("Cannot serve process {}: {error}", client.pid);
+                return;
+            }
+        };
+        let interest = Interest { readable: true, writable: false };
+        if !watch(ops, &session, source::SESSION, event_set(interest)) {
+            return;
+        }
+        let AttachedClient { pid, uid } = client;
+        self.log_limited(Level::Info, format_args!("Process {pid} (uid {uid}) attaches"));
+        self.function.inner_mut().attach();
+        self.attached = Some(Attached { session, client, interest });
+    }
+
+    /// Stops watching the listeners for [`ACCEPT_PAUSE`]. They stay readable and would be reported
+    /// all the time.
+    fn pause_listeners(&mut self, ops: &mut EventOps) {
+        let pause = Expiration::OneShot(TimeSpec::from(ACCEPT_PAUSE));
+        if let Err(error) = self.accept_timer.set(pause, TimerSetTimeFlags::empty()) {
+            log::error!("Cannot set a timer: {error}");
+            return;
+        }
+        self.watch_listeners(ops, EventSet::empty());
+    }
+
+    fn resume_listeners(&mut self, ops: &mut EventOps) {
+        let _ = self.accept_timer.wait();
+        self.watch_listeners(ops, EventSet::IN);
+    }
+
+    /// Sets the events for which the listeners are watched.
+    fn watch_listeners(&self, ops: &mut EventOps, set: EventSet) {
+        let listeners = [
+            (self.listener.as_fd(), source::LISTENER),
+            (self.control_listener.as_fd(), source::CONTROL_LISTENER),
+        ];
+        for (listener, data) in listeners {
+            let events = Events::with_data_raw(listener.as_raw_fd(), data, set);
+            if let Err(error) = ops.modify(events) {
+                log::error!("Cannot watch a listener: {error}");
+            }
+        }
+    }
+
+    fn drive_session(&mut self, ops: &mut EventOps) {
+        let Some(attached) = &mut self.attached else { return };
+        let before = attached.session.messages();
+        let result = attached.session.on_ready(&mut self.function);
+        if self.busy_poll.is_enabled() && attached.session.messages() > before {
+            self.busy_poll.record_answer(Instant::now());
+        }
+        match result {
+            Ok(interest) if interest == attached.interest => {}
+            Ok(interest) => {
+                attached.interest = interest;
+                let (fd, set) = (attached.session.as_fd().as_raw_fd(), event_set(interest));
+                let events = Events::with_data_raw(fd, source::SESSION, set);
+                if let Err(error) = ops.modify(events) {
+                    log::error!("Cannot watch the VM's socket: {error}");
+                }
+            }
+            Err(closed) => {
+                let pid = attached.client.pid;
+                unwatch(ops, &attached.session);
+                self.attached = None;
+                match closed {
+                    Closed::ByPeer => {
+                        self.log_limited(Level::Info, format_args!("Process {pid} detaches"));
+                    }
+                    other => {
+                        self.log_limited(
+                            Level::Warn,
+                            format_args!("Process {pid} is cut off: {other}"),
+                        );
+                    }
+                }
+            }
+        }
+        self.watch_unmask(ops);
+    }
+
+    /// Watches the INTx unmask eventfd that the client has set.
+    fn watch_unmask(&mut self, ops: &mut EventOps) {
+        if !self.function.take_unmask_event_changed() {
+            return;
+        }
+        if let Some(old) = self.unmask.take() {
+            unwatch(ops, &old);
+        }
+        let copy = self.function.inner().intx_unmask_event().map(|fd| fd.try_clone_to_owned());
+        match copy.transpose() {
+            Ok(Some(new)) => {
+                // The client may read the eventfd before this process does, so a read must not
+                // block.
+                let _ = fcntl(&new, FcntlArg::F_SETFL(OFlag::O_NONBLOCK));
+                if watch(ops, &new, source::UNMASK, EventSet::IN) {
+                    self.unmask = Some(new);
+                }
+            }
+            Ok(None) => {}
+            Err(error) => log::error!("Cannot watch INTx unmasking: {error}"),
+        }
+    }
+
+    fn on_unmask(&mut self, ops: &mut EventOps) {
+        let Some(event) = &self.unmask else { return };
+        if let Err(error) = self.function.inner_mut().on_intx_unmask() {
+            unwatch(ops, event);
+            self.unmask = None;
+            let line = format_args!("The VM's file to unmask INTx is not an eventfd: {error}");
+            self.log_limited(Level::Warn, line);
+        }
+    }
+
+    fn on_gpu(&mut self, ops: &mut EventOps) {
+        self.function.inner_mut().on_gpu_event();
+        if self.gpu_watched && !self.function.inner().gpu_ok() {
+            log::error!("The GPU {} is lost", self.spec.parent);
+            let fd = self.function.inner().gpu_event().as_raw_fd();
+            let _ = ops.remove(Events::empty_raw(fd));
+            self.gpu_watched = false;
+        }
+    }
+
+    fn accept_control(&mut self, ops: &mut EventOps) {
+        let socket = match self.control_listener.accept() {
+            Ok(socket) => socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                self.log_limited(Level::Warn, format_args!("Cannot accept the manager: {error}"));
+                self.pause_listeners(ops);
+                return;
+            }
+        };
+        let uid = peer(&socket).uid;
+        if uid != 0 && uid != self.spec.manager {
+            let manager = self.spec.manager;
+            let line = format_args!("User {uid} is refused: user {manager} manages the vGPU");
+            self.log_limited(Level::Warn, line);
+            return;
+        }
+        if self.control.len() >= MAX_CONTROL {
+            log::warn!("More than {MAX_CONTROL} control connections; the new one is refused");
+            return;
+        }
+        let id = self.next_control;
+        self.next_control = self.next_control.checked_add(1).unwrap_or(source::CONTROL);
+        let connection = ControlConnection::new(socket);
+        if watch(ops, &connection, id, EventSet::IN) {
+            self.control.insert(id, connection);
+        }
+    }
+
+    fn on_control(&mut self, id: u32, ops: &mut EventOps) {
+        let Some(connection) = self.control.get(&id) else { return };
+        let served = match connection.receive() {
+            Ok(None) => Ok(false),
+            Ok(Some((WorkerRequest::Attach, fd))) => {
+                let reply = attach(self.function.inner_mut(), fd);
+                connection.reply(&reply, None).map(|()| true)
+            }
+            Ok(Some((request, _))) => {
+                let sent = self.answer(connection, &request);
+                self.stopped |= request == WorkerRequest::Stop;
+                sent.map(|()| true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
+            Err(error) => Err(error),
+        };
+        if let Ok(true) = served {
+            return;
+        }
+        if let Err(error) = served {
+            log::warn!("A control connection is cut off: {error}");
+        }
+        unwatch(ops, connection);
+        self.control.remove(&id);
+    }
+
+    fn answer(&self, connection: &ControlConnection, request: &WorkerRequest) -> io::Result<()> {
+        let function = self.function.inner();
+        match request {
+            WorkerRequest::Status { .. } => {
+                let status = WorkerStatus {
+                    version: VERSION,
+                    pid: std::process::id(),
+                    spec: self.spec.clone(),
+                    client: self.attached.as_ref().map(|attached| attached.client),
+                    gpu_ok: function.gpu_ok(),
+                    traps: function.traps().into(),
+                    warnings: function.warnings(),
+                    oldest: Some(OLDEST),
+                };
+                connection.reply(&WorkerReply::Status(Box::new(status)), None)
+            }
+            WorkerRequest::Scanout => {
+                if let Some(vram) = function.vram() {
+                    let mut scanout = function.scanout();
+                    scanout.offset = scanout.offset.saturating_add(vram.offset);
+                    connection.reply(&WorkerReply::Scanout(scanout), Some(vram.fd))
+                } else {
+                    let message = "This vGPU's video memory cannot be read".to_owned();
+                    connection.reply(&WorkerReply::Error { message }, None)
+                }
+            }
+            WorkerRequest::Attach | WorkerRequest::Stop => {
+                connection.reply(&WorkerReply::Done, None)
+            }
+        }
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        watch(ops, &self.listener, source::LISTENER, EventSet::IN);
+        watch(ops, &self.control_listener, source::CONTROL_LISTENER, EventSet::IN);
+        watch(ops, &self.accept_timer, source::ACCEPT_TIMER, EventSet::IN);
+        let gpu = self.function.inner().gpu_event();
+        self.gpu_watched = watch(ops, &gpu, source::GPU, EventSet::IN);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            source::LISTENER => self.accept_vm(ops),
+            source::SESSION => self.drive_session(ops),
+            source::GPU => self.on_gpu(ops),
+            source::UNMASK => self.on_unmask(ops),
+            source::CONTROL_LISTENER => self.accept_control(ops),
+            source::ACCEPT_TIMER => self.resume_listeners(ops),
+            id => self.on_control(id, ops),
+        }
+    }
+}
+
+/// Hands a new manager's connection to the GPU to the device model.
+fn attach(function: &mut VirtualFunction, fd: Option<OwnedFd>) -> WorkerReply {
+    let fd = fd.ok_or(GpuError::Invalid("the connection is missing"));
+    match fd.and_then(|fd| function.attach_manager(fd)) {
+        Ok(()) => WorkerReply::Done,
+        Err(error) => WorkerReply::Error { message: error.to_string() },
+    }
+}
+
+fn event_set(interest: Interest) -> EventSet {
+    let mut set = EventSet::empty();
+    set.set(EventSet::IN, interest.readable);
+    set.set(EventSet::OUT, interest.writable);
+    set
+}
+
+fn watch(ops: &mut EventOps, fd: &impl AsFd, data: u32, set: EventSet) -> bool {
+    let added = ops.add(Events::with_data_raw(fd.as_fd().as_raw_fd(), data, set));
+    if let Err(error) = &added {
+        log::error!("Cannot watch a descriptor: {error}");
+    }
+    added.is_ok()
+}
+
+/// Stops watching a descriptor. Must precede its close: a new descriptor of the same number would
+/// inherit the events.
+fn unwatch(ops: &mut EventOps, fd: &impl AsFd) {
+    if let Err(error) = ops.remove(Events::empty_raw(fd.as_fd().as_raw_fd())) {
+        log::error!("Cannot stop watching a descriptor: {error}");
+    }
+}
+
+fn peer(socket: &impl AsFd) -> AttachedClient {
+    match getsockopt(socket, sockopt::PeerCredentials) {
+        Ok(credentials) => AttachedClient { pid: credentials.pid(), uid: credentials.uid() },
+        Err(_) => AttachedClient { pid: 0, uid: u32::MAX },
+    }
+}

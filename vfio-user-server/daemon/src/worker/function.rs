@@ -1,0 +1,191 @@
+//! Device model of the vGPU, as a [`Device`] of the vfio-user server.
+
+use anyhow::Context;
+use mdev_core::device::{AccessError, REGIONS, RegionEvent, VirtualFunction};
+use mdev_core::ids::GuestPa;
+use mdev_core::mem::{DmaAccess, MemError};
+use pci_registers::{IrqError, IrqIndex};
+use vfio_bindings::bindings::vfio;
+
+use vfio_user_server::device::{Area, Device, IoEventFd};
+use vfio_user_server::dma::{DmaMap, DmaUnmap};
+use vfio_user_server::errno::Errno;
+use vfio_user_server::irq::{Irq, IrqAction, IrqCommand};
+use vfio_user_server::layout::Layout;
+
+/// Device model with its vfio-user layout.
+#[derive(Debug)]
+pub struct Function {
+    inner: VirtualFunction,
+    layout: Layout,
+    unmask_event_changed: bool,
+}
+
+impl Function {
+    /// Wraps a device model.
+    pub fn new(function: VirtualFunction) -> anyhow::Result<Self> {
+        let layout = layout(&function).context("Cannot describe its regions")?;
+        Ok(Self { inner: function, layout, unmask_event_changed: false })
+    }
+
+    /// Returns the device model.
+    pub fn inner(&self) -> &VirtualFunction {
+        &self.inner
+    }
+
+    /// Returns the device model.
+    pub fn inner_mut(&mut self) -> &mut VirtualFunction {
+        &mut self.inner
+    }
+
+    /// Returns whether the INTx unmask eventfd was replaced since the last call.
+    pub fn take_unmask_event_changed(&mut self) -> bool {
+        std::mem::take(&mut self.unmask_event_changed)
+    }
+}
+
+impl Device for Function {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn region_read(&mut self, index: u32, offset: u64, data: &mut [u8]) -> Result<(), Errno> {
+        self.inner.region_read(index, offset, data).map_err(access_errno)
+    }
+
+    fn region_write(&mut self, index: u32, offset: u64, data: &[u8]) -> Result<(), Errno> {
+        self.inner.region_write(index, offset, data).map_err(access_errno)
+    }
+
+    fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        let mut access = DmaAccess::empty();
+        access.set(DmaAccess::READ, map.readable);
+        access.set(DmaAccess::WRITE, map.writable);
+        let file = map.fd.map(|fd| (fd, map.offset));
+        self.inner
+            .dma_map(GuestPa(map.address), map.size, access, file)
+            .map_err(|error| mem_errno(&error))
+    }
+
+    fn dma_unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
+        match unmap {
+            DmaUnmap::Range { address, size } => {
+                self.inner.dma_unmap(GuestPa(address), size).map_err(|error| mem_errno(&error))
+            }
+            DmaUnmap::All => {
+                self.inner.dma_unmap_all();
+                Ok(())
+            }
+        }
+    }
+
+    fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
+        let index = IrqIndex::from_number(index).ok_or(Errno::EINVAL)?;
+        match command {
+            IrqCommand::Disable => {
+                self.unmask_event_changed = true;
+                self.inner.irq_disable(index);
+            }
+            IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
+                let events = eventfds.into_iter().map(Some).collect();
+                self.inner.irq_set_triggers(index, start, events).map_err(irq_errno)?;
+            }
+            IrqCommand::Unassign { action: IrqAction::Trigger, start, count } => {
+                let none = (0..count).map(|_| None).collect();
+                self.inner.irq_set_triggers(index, start, none).map_err(irq_errno)?;
+            }
+            IrqCommand::Assign { action: IrqAction::Unmask, start: 0, eventfds } => {
+                self.unmask_event_changed = true;
+                self.inner
+                    .irq_set_unmask_event(index, eventfds.into_iter().next())
+                    .map_err(irq_errno)?;
+            }
+            IrqCommand::Unassign { action: IrqAction::Unmask, .. } => {
+                self.unmask_event_changed = true;
+                self.inner.irq_set_unmask_event(index, None).map_err(irq_errno)?;
+            }
+            IrqCommand::Assign { .. } | IrqCommand::Unassign { .. } => return Err(Errno::ENOTTY),
+            IrqCommand::Perform { action, lines } => {
+                let which = lines.flags();
+                match action {
+                    IrqAction::Trigger => {
+                        self.inner.irq_fire(index, lines.start, &which).map_err(irq_errno)?;
+                    }
+                    IrqAction::Mask => {
+                        self.inner.irq_mask(index, lines.start, &which, true).map_err(irq_errno)?;
+                    }
+                    IrqAction::Unmask => {
+                        self.inner
+                            .irq_mask(index, lines.start, &which, false)
+                            .map_err(irq_errno)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), Errno> {
+        self.inner.reset();
+        Ok(())
+    }
+
+    fn detach(&mut self) {
+        self.unmask_event_changed = true;
+        self.inner.detach();
+    }
+}
+
+/// Describes the function's regions and interrupts for the protocol.
+fn layout(function: &VirtualFunction) -> anyhow::Result<Layout> {
+    let mut layout = Layout::builder();
+    for index in 0..REGIONS {
+        let Some(info) = function.region(index).filter(|info| info.size > 0) else { continue };
+        layout = match info.mapping {
+            None => layout.trapped(index, info.size),
+            Some(mapping) => {
+                let part = Area { offset: 0, size: mapping.len };
+                let areas = if mapping.len == info.size { Vec::new() } else { vec![part] };
+                let (fd, offset) = (mapping.fd.try_clone_to_owned()?, mapping.offset);
+                layout.partly_mapped(index, info.size, fd, offset, areas)
+            }
+        };
+        if let Some(RegionEvent { offset, len, fd }) = function.region_event(index) {
+            let fd = fd.try_clone_to_owned()?;
+            let event = IoEventFd { offset, size: len, flags: 0, datamatch: 0, fd };
+            layout = layout.io_event_fd(index, event);
+        }
+    }
+    let irqs = (0..).map_while(|index| Some((index, function.irq_info(index)?)));
+    for (index, info) in irqs.filter(|(_, info)| info.count > 0) {
+        let flags = [
+            (info.eventfd, vfio::VFIO_IRQ_INFO_EVENTFD),
+            (info.maskable, vfio::VFIO_IRQ_INFO_MASKABLE),
+            (info.automasked, vfio::VFIO_IRQ_INFO_AUTOMASKED),
+            (info.no_resize, vfio::VFIO_IRQ_INFO_NORESIZE),
+        ];
+        let flags = flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
+        layout = layout.irq(index, Irq { count: info.count, flags });
+    }
+    Ok(layout.build()?)
+}
+
+fn access_errno(_: AccessError) -> Errno {
+    Errno::EINVAL
+}
+
+fn mem_errno(error: &MemError) -> Errno {
+    match error {
+        MemError::BadRange { .. } => Errno::EINVAL,
+        MemError::Overlap { .. } => Errno::EEXIST,
+        MemError::NotMapped { .. } => Errno::ENOENT,
+        MemError::TooMany(_) => Errno::ENOSPC,
+    }
+}
+
+fn irq_errno(error: IrqError) -> Errno {
+    match error {
+        IrqError::OutOfRange { .. } => Errno::EINVAL,
+        IrqError::NotMaskable(_) => Errno::ENOTTY,
+    }
+}

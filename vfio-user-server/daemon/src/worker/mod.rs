@@ -1,0 +1,120 @@
+//! Worker of one vGPU: a process that serves the vfio-user socket with the device model and one
+//! client of the GPU.
+//!
+//! * [`run`]: setup from inherited descriptors
+//! * [`sandbox`]: restrictions of the process
+//! * `events`: event loop
+//! * `function`: device model as a device of the vfio-user server
+//! * `control`: connections of the manager
+
+mod control;
+mod events;
+mod function;
+pub mod sandbox;
+
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use event_manager::{EventManager, SubscriberOps};
+use mdev_core::device::VirtualFunction;
+use vendor_backends::seqpacket::SeqPacketListener;
+
+use crate::spawn;
+use crate::worker_protocol::{VERSION, WorkerSpec};
+use events::Worker;
+use function::Function;
+use vfio_user_server::busy_poll::BusyPoll;
+
+/// Time after which a worker exits without a manager and a VM.
+const ORPHAN_GRACE: Duration = Duration::from_secs(30);
+
+/// Limit of the specification, in bytes.
+const MAX_SPEC: u64 = 64 * 1024;
+
+/// Descriptors that a worker inherits.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkerArgs {
+    /// File with the [`WorkerSpec`] as JSON.
+    pub spec_fd: RawFd,
+    /// Listening stream socket for the VM.
+    pub listen_fd: RawFd,
+    /// Listening seqpacket socket for the manager.
+    pub control_fd: RawFd,
+    /// Connection to the GPU, for backends that use one.
+    pub gpu_fd: Option<RawFd>,
+}
+
+/// Serves one vGPU until the manager stops the worker, or until it has had neither a manager nor a
+/// VM for [`ORPHAN_GRACE`].
+pub fn run(args: &WorkerArgs) -> Result<()> {
+    let spec = read_spec(&inherited(args.spec_fd)?)?;
+    let listener = UnixListener::from(spawn::listening(inherited(args.listen_fd)?)?);
+    let control = SeqPacketListener::from(spawn::listening(inherited(args.control_fd)?)?);
+    let gpu = args.gpu_fd.map(inherited).transpose()?;
+
+    let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
+    let mut function = VirtualFunction::new(&spec.function, client)
+        .with_context(|| format!("vGPU {} cannot be created", spec.function.vgpu))?;
+    sandbox::enter();
+    function.start().context("Cannot start the GPU's threads")?;
+
+    let worker = Worker::new(spec, Function::new(function)?, listener, control)?;
+    let mut events = EventManager::new().context("Cannot create an event loop")?;
+    let id = events.add_subscriber(worker);
+    let mut orphaned_since = None;
+    loop {
+        let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
+        if worker.is_stopped() {
+            return Ok(());
+        }
+        if worker.should_poll() {
+            if events.run_with_timeout(0).context("The event loop failed")? == 0 {
+                BusyPoll::yield_cpu();
+            }
+            continue;
+        }
+        let timeout = if worker.is_needed() {
+            orphaned_since = None;
+            -1
+        } else {
+            let since = *orphaned_since.get_or_insert_with(Instant::now);
+            let left = ORPHAN_GRACE.saturating_sub(since.elapsed());
+            if left.is_zero() {
+                log::info!("Neither a manager nor a VM for {} s: ending", ORPHAN_GRACE.as_secs());
+                return Ok(());
+            }
+            i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+        };
+        events.run_with_timeout(timeout).context("The event loop failed")?;
+    }
+}
+
+fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
+    let mut file = File::from(fd.try_clone()?);
+    let mut json = String::new();
+    file.rewind().context("Cannot read the specification")?;
+    file.take(MAX_SPEC).read_to_string(&mut json).context("Cannot read the specification")?;
+    let spec: WorkerSpec =
+        serde_json::from_str(&json).context("The specification cannot be parsed")?;
+    ensure!(
+        spec.version == VERSION,
+        "The manager speaks version {} of the control protocol, this worker {VERSION}",
+        spec.version
+    );
+    Ok(spec)
+}
+
+/// Takes ownership of an inherited descriptor.
+fn inherited(fd: RawFd) -> Result<OwnedFd> {
+    // SAFETY: F_GETFD only reads flags, for any number.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFD) };
+    ensure!(flags >= 0, "Descriptor {fd} is not open: a worker is started by vgpud, not by hand");
+    // SAFETY: the manager passed the descriptor to this process, and each number is taken once.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
+    Ok(fd)
+}

@@ -1,0 +1,41 @@
+//! Sandbox of workers and GPU processes: no access to the filesystem, no new privileges, no signals
+//! to other processes.
+//!
+//! The processes receive everything they need as descriptors. A process that a guest has taken over
+//! can open no file, run no program, and neither trace nor signal other processes of its user.
+
+use std::path::PathBuf;
+
+use landlock::{
+    ABI, Access, AccessFs, BitFlags, Ruleset, RulesetAttr, RulesetCreatedAttr, Scope,
+    make_bitflags, path_beneath_rules,
+};
+
+/// Access to the files that stay accessible.
+const OPEN: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | WriteFile});
+
+/// Enters the sandbox, as far as the kernel supports Landlock (landlock(7)).
+pub fn enter() {
+    enter_with(&[]);
+}
+
+/// Enters the sandbox with `files` that can still be opened.
+pub fn enter_with(files: &[PathBuf]) {
+    if let Err(error) = nix::sys::prctl::set_no_new_privs() {
+        log::warn!("Cannot set no_new_privs: {error}");
+    }
+    // The process holds guest memory, which other processes of its user must not read by ptrace.
+    if let Err(error) = nix::sys::prctl::set_dumpable(false) {
+        log::warn!("Cannot prevent other processes from tracing this one: {error}");
+    }
+    let restricted = Ruleset::default()
+        .handle_access(AccessFs::from_all(ABI::V5))
+        .and_then(|rules| rules.scope(Scope::from_all(ABI::V6)))
+        .and_then(Ruleset::create)
+        .and_then(|rules| rules.add_rules(path_beneath_rules(files, OPEN)))
+        .and_then(landlock::RulesetCreated::restrict_self);
+    match restricted {
+        Ok(status) => log::debug!("Filesystem access is restricted: {:?}", status.ruleset),
+        Err(error) => log::warn!("Cannot restrict access to the filesystem: {error}"),
+    }
+}

@@ -1,0 +1,161 @@
+//! Client of a worker's control socket. Each call blocks for at most [`TIMEOUT`], so calls are made
+//! on threads that may block, not on the manager's thread.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use mdev_core::device::Scanout;
+use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+
+use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
+
+/// Limit of the wait for a worker's reply. A worker replies between two requests of its VM, which
+/// take microseconds.
+pub const TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Requests a worker's status. A worker of an unsupported version reports it, closes the connection
+/// or sends a reply that cannot be parsed; each is an error of kind `Unsupported`.
+pub fn status(control: &Path) -> io::Result<WorkerStatus> {
+    let unsupported = |what: &str| {
+        let known = format!("this vgpud speaks {OLDEST} to {VERSION}");
+        io::Error::new(io::ErrorKind::Unsupported, format!("The worker {what}; {known}"))
+    };
+    let reply = match request(control, &WorkerRequest::Status { version: OLDEST }) {
+        Ok((reply, _)) => reply,
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            return Err(unsupported("does not speak a supported version of the control protocol"));
+        }
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            return Err(unsupported("sends a reply that cannot be parsed"));
+        }
+        Err(error) => return Err(error),
+    };
+    match reply {
+        WorkerReply::Status(status) if status.is_supported() => Ok(*status),
+        WorkerReply::Status(status) => {
+            Err(unsupported(&format!("speaks version {} of the control protocol", status.version)))
+        }
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// Requests the scanout of a worker's display, with the video memory that holds it.
+pub fn scanout(control: &Path) -> io::Result<(Scanout, Option<OwnedFd>)> {
+    match request(control, &WorkerRequest::Scanout)? {
+        (WorkerReply::Scanout(scanout), fds) => Ok((scanout, fds.into_iter().next())),
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Tells a worker to exit.
+pub fn stop(control: &Path) -> io::Result<()> {
+    match request(control, &WorkerRequest::Stop)?.0 {
+        WorkerReply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// Passes a new connection to the GPU to a worker.
+pub fn attach(control: &Path, gpu: BorrowedFd<'_>) -> io::Result<()> {
+    match request_with(control, &WorkerRequest::Attach, &[gpu])?.0 {
+        WorkerReply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn request(control: &Path, message: &WorkerRequest) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+    request_with(control, message, &[])
+}
+
+fn request_with(
+    control: &Path,
+    message: &WorkerRequest,
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+    let socket = SeqPacket::connect_with_timeout(control, TIMEOUT)?;
+    socket.send(&serde_json::to_vec(message)?, fds)?;
+    let mut buffer = vec![0; MAX_PACKET];
+    let packet = socket.recv(&mut buffer).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
+        }
+        _ => error,
+    })?;
+    let packet = packet.ok_or_else(|| {
+        io::Error::new(io::ErrorKind::UnexpectedEof, "The worker closed the connection")
+    })?;
+    let reply = serde_json::from_slice(&buffer[..packet.len])
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok((reply, packet.fds))
+}
+
+fn unexpected(reply: &WorkerReply) -> io::Error {
+    match reply {
+        WorkerReply::Error { message } => io::Error::other(message.clone()),
+        other => io::Error::other(format!("Unexpected reply of the worker: {other:?}")),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use vendor_backends::seqpacket::SeqPacketListener;
+
+    use super::*;
+    use crate::worker_protocol::tests::status_of_version_3;
+
+    /// Returns the result of `request` to a worker that sends `reply` to any request.
+    pub fn answered<T>(
+        reply: &WorkerReply,
+        fds: &[BorrowedFd<'_>],
+        request: impl FnOnce(&Path) -> T,
+    ) -> T {
+        answered_raw(&serde_json::to_vec(reply).unwrap(), fds, request)
+    }
+
+    /// Like [`answered`], with a reply of any bytes.
+    fn answered_raw<T>(
+        reply: &[u8],
+        fds: &[BorrowedFd<'_>],
+        request: impl FnOnce(&Path) -> T,
+    ) -> T {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let listener = SeqPacketListener::bind(&path).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let socket = listener.accept().unwrap();
+                socket.recv(&mut vec![0; MAX_PACKET]).unwrap();
+                socket.send(reply, fds).unwrap();
+            });
+            request(&path)
+        })
+    }
+
+    #[test]
+    fn worker_of_unsupported_version_is_recognized() {
+        let newer = WorkerStatus { version: VERSION + 1, ..status_of_version_3() };
+        let newer = WorkerReply::Status(Box::new(newer));
+        let error = answered(&newer, &[], status).unwrap_err().to_string();
+        assert!(error.starts_with("The worker speaks version "), "{error}");
+        for (result, why) in [
+            (
+                answered_raw(b"", &[], status),
+                "does not speak a supported version of the control protocol",
+            ),
+            (answered_raw(b"{}", &[], status), "sends a reply that cannot be parsed"),
+        ] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.starts_with(&format!("The worker {why}; this vgpud speaks ")), "{error}");
+        }
+        for result in [
+            answered(&WorkerReply::Done, &[], |path| status(path).map(drop)),
+            answered(&WorkerReply::Done, &[], |path| scanout(path).map(drop)),
+            answered(&WorkerReply::Scanout(Scanout::default()), &[], stop),
+        ] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.starts_with("Unexpected reply of the worker"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Control protocol between the manager and a worker: JSON in SOCK_SEQPACKET packets, with
+//! descriptors attached.
+//!
+//! A worker listens on `control.sock` in its vGPU's folder, so that a new manager can adopt it. A
+//! connection carries pairs of one request and one reply. A worker keeps the version of vgpud that
+//! started it, so a manager talks to workers of other versions: fields are only added, each with a
+//! default, and an older end ignores them. Any other change raises [`OLDEST`]; a worker of an
+//! earlier version then continues without queries until its vGPU is stopped.
+
+use mdev_core::device::{FunctionSpec, Scanout};
+use mdev_core::gpu::ClientSpec;
+use serde::{Deserialize, Serialize};
+use vgpud_api::{AttachedClient, Traps};
+
+/// Version of the protocol. Raised with every change of the types in this file.
+pub const VERSION: u32 = 4;
+
+/// Oldest supported version. Workers of version 3 answer only requests for version 3.
+pub const OLDEST: u32 = 3;
+
+/// Specification of a worker, as JSON in the file that `--spec-fd` names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerSpec {
+    /// [`VERSION`].
+    pub version: u32,
+    /// PCI function of the vGPU.
+    pub function: FunctionSpec,
+    /// Backend that opens the GPU: `soft`, `nvidia`.
+    pub backend: String,
+    /// Resources that the GPU granted.
+    pub client: ClientSpec,
+    /// Name of the parent, for log lines and adoption.
+    pub parent: String,
+    /// Requested share in hundredths of the GPU, kept here for adoption.
+    pub core: Option<u8>,
+    /// User that may attach, besides root.
+    pub owner: u32,
+    /// User whose manager may connect, besides root.
+    pub manager: u32,
+}
+
+/// Request to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "request")]
+pub enum WorkerRequest {
+    /// Requests [`WorkerReply::Status`].
+    Status {
+        /// [`OLDEST`] of the manager. Workers that support this version answer.
+        version: u32,
+    },
+    /// Requests [`WorkerReply::Scanout`], with the descriptor of the video memory attached. The
+    /// scanout's offset is an offset into that file.
+    Scanout,
+    /// Passes a new connection to the GPU as attached descriptor. The reply is
+    /// [`WorkerReply::Done`].
+    Attach,
+    /// Tells the worker to exit after it has replied [`WorkerReply::Done`].
+    Stop,
+}
+
+/// Reply of a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "reply")]
+pub enum WorkerReply {
+    /// Reply to `Status`.
+    Status(Box<WorkerStatus>),
+    /// Reply to `Scanout`.
+    Scanout(Scanout),
+    /// Reply to `Attach` and `Stop`.
+    Done,
+    /// The request failed.
+    Error {
+        /// Cause, in one line.
+        message: String,
+    },
+}
+
+/// Status of a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerStatus {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Process ID of the worker.
+    pub pid: u32,
+    /// Specification that the worker was started with.
+    pub spec: WorkerSpec,
+    /// Client attached to the vfio-user socket.
+    pub client: Option<AttachedClient>,
+    /// False once the GPU is lost.
+    pub gpu_ok: bool,
+    /// Trapped accesses since the worker started, by kind.
+    pub traps: Traps,
+    /// Warnings for the operator about the attached VM, such as memory that is not shared.
+    pub warnings: Vec<String>,
+    /// [`OLDEST`] of the worker, since version 4. Tells an older manager whether it supports the
+    /// worker.
+    #[serde(default)]
+    pub oldest: Option<u32>,
+}
+
+impl WorkerStatus {
+    /// Returns true if this manager supports the worker's version.
+    pub fn is_supported(&self) -> bool {
+        let newer = self.oldest.is_some_and(|oldest| oldest <= VERSION);
+        self.version >= OLDEST && (self.version <= VERSION || newer)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Status reply of a worker of version 3.
+    const VERSION_3: &str = r#"{"reply":"status","version":3,"pid":7,"spec":{"version":3,
+        "function":{"vgpu":"0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a","type_name":"SOFT-1C","display":null,
+        "doorbell_mapped":true},"backend":"soft","client":CLIENT,"parent":"soft0","core":null,"owner":0,
+        "manager":0},"client":{"pid":8,"uid":9},"gpu_ok":true,"traps":{"config":1,"display":0,
+        "control":0,"mailbox":0,"doorbell":0,"memory":0},"warnings":[]}"#;
+
+    /// Returns the status of a worker of version 3.
+    pub fn status_of_version_3() -> WorkerStatus {
+        let client = ClientSpec {
+            vgpu: "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a".parse().unwrap(),
+            vram_bytes: 1 << 28,
+            framebuffer_bytes: 0,
+            max_channels: 8,
+            max_import_bytes: 1 << 30,
+        };
+        let text = VERSION_3.replace("CLIENT", &serde_json::to_string(&client).unwrap());
+        match serde_json::from_str(&text).unwrap() {
+            WorkerReply::Status(status) => *status,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn workers_of_version_3_are_supported() {
+        assert!(status_of_version_3().is_supported());
+        assert_eq!(status_of_version_3().client, Some(AttachedClient { pid: 8, uid: 9 }));
+    }
+
+    #[test]
+    fn newer_worker_states_the_oldest_manager_it_supports() {
+        let with = |version, oldest| {
+            WorkerStatus { version, oldest, ..status_of_version_3() }.is_supported()
+        };
+        assert!(with(VERSION, Some(OLDEST)) && with(VERSION + 9, Some(VERSION)));
+        assert!(!with(VERSION + 1, Some(VERSION + 1)) && !with(VERSION + 1, None));
+        assert!(!with(OLDEST - 1, None));
+    }
+}

@@ -1,0 +1,74 @@
+//! System calls with `unsafe` code.
+
+use std::io;
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use crate::fds::Fds;
+
+/// Length of the control buffer in words: room for the kernel's limit of descriptors per message
+/// (`SCM_MAX_FD`, 253).
+const CONTROL_WORDS: usize = 160;
+
+/// Result of [`receive`].
+#[derive(Clone, Copy, Debug)]
+pub struct Received {
+    /// Number of bytes received; 0 if the peer has closed the connection.
+    pub bytes: usize,
+    /// True if more descriptors arrived than fit. The surplus was closed.
+    pub surplus_fds: bool,
+}
+
+/// Receives bytes and descriptors, blocking if `wait` is set. Descriptors are added to `fds`,
+/// close-on-exec.
+pub fn receive(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    fds: &mut Fds,
+    wait: bool,
+) -> io::Result<Received> {
+    let mut control = [MaybeUninit::<u64>::uninit(); CONTROL_WORDS];
+    let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: all-zero is a valid msghdr: null pointers and zero lengths.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut iov;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&control);
+    let flags = libc::MSG_CMSG_CLOEXEC | if wait { 0 } else { libc::MSG_DONTWAIT };
+    let bytes = loop {
+        // SAFETY: the message has pointers to a buffer and a control buffer with their lengths.
+        // Both are borrowed mutably for the call.
+        let result = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) };
+        if let Ok(bytes) = usize::try_from(result) {
+            break bytes;
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    };
+    let mut surplus_fds = message.msg_flags & libc::MSG_CTRUNC != 0;
+    // SAFETY: recvmsg set the control buffer and its length, and the buffer is alive.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header within the control buffer,
+    // which is aligned because the buffer consists of 8-byte words.
+    while let Some(item) = unsafe { header.as_ref() } {
+        if item.cmsg_level == libc::SOL_SOCKET && item.cmsg_type == libc::SCM_RIGHTS {
+            // SAFETY: the header is valid, as above; CMSG_LEN only computes.
+            let (data, overhead) = unsafe { (libc::CMSG_DATA(header), libc::CMSG_LEN(0) as usize) };
+            for n in 0..item.cmsg_len.saturating_sub(overhead) / size_of::<RawFd>() {
+                let mut raw = [0; size_of::<RawFd>()];
+                // SAFETY: the kernel wrote this many descriptors after the header.
+                unsafe { data.add(n * raw.len()).copy_to(raw.as_mut_ptr(), raw.len()) };
+                let raw = RawFd::from_ne_bytes(raw);
+                // SAFETY: the kernel has just created the descriptor, and no other code owns it.
+                let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+                surplus_fds |= fds.push(fd).is_err();
+            }
+        }
+        // SAFETY: the kernel wrote the header into the control buffer.
+        header = unsafe { libc::CMSG_NXTHDR(&raw const message, header) };
+    }
+    Ok(Received { bytes, surplus_fds })
+}
