@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::user::User;
@@ -65,8 +65,10 @@ fn vm_user(vgpud: &Vgpud, uuid: &str) -> Result<Value> {
 fn vgpuctl_for_all(vgpud: &Vgpud) -> Result<PathBuf> {
     let copy = vgpud.run_dir().join("vgpuctl");
     if !copy.exists() {
-        fs::copy(path()?, &copy)?;
-        set_mode(&copy, 0o755)?;
+        // Another process writes the copy: see `vgpud_host::test_util::write_executable`.
+        let installed =
+            Command::new("install").args(["-m", "755"]).arg(path()?).arg(&copy).status()?;
+        ensure!(installed.success(), "Cannot install {}: {installed}", copy.display());
     }
     Ok(copy)
 }

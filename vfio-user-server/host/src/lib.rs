@@ -4,4 +4,6 @@
 //! * [`command_line`]: parser of command lines with errors of one line
 
 pub mod command_line;
+#[cfg(feature = "test-util")]
+pub mod test_util;
 pub mod users;

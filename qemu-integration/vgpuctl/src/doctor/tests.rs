@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use tempfile::TempDir;
 use vgpud_api::{ErrorCode, ErrorDetail, Version};
+use vgpud_host::test_util::write_executable;
 
 use host_inventory::{Finding, HostFiles, Level};
 
@@ -82,10 +83,9 @@ impl Fake {
             "#!/bin/sh\ncase $1 in\n--version) echo 'QEMU emulator version {version} (Debian)';;\n\
              *) echo '{devices}';;\nesac\n"
         );
-        // Replacing the file avoids ETXTBSY.
-        let _ = fs::remove_file(self.root.path().join(path));
-        self.write(path, &script);
-        self.mode(path, 0o755);
+        let path = self.root.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        write_executable(&path, &script).unwrap();
     }
 
     fn findings(self) -> Vec<Finding> {

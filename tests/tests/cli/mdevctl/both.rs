@@ -1,7 +1,7 @@
 //! A host with mdevctl and vgpuctl.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -11,6 +11,7 @@ use lab::progress::Progress;
 use serde_json::Value;
 use system_tests::vgpuctl::{Done, path as vgpuctl_path};
 use system_tests::{Vgpud, wait_for};
+use vgpud_host::test_util::write_executable;
 
 pub fn real() -> Result<&'static Path> {
     static PATH: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
@@ -174,9 +175,8 @@ impl Both {
     /// Installs a script for both programs.
     pub fn script(&self, name: &str, text: &str) -> Result<()> {
         for folder in self.scripts() {
-            let path = folder.join(name);
-            fs::write(&path, format!("#!/bin/sh\nLOG=\"$(dirname \"$0\")/../log\"\n{text}\n"))?;
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+            let script = format!("#!/bin/sh\nLOG=\"$(dirname \"$0\")/../log\"\n{text}\n");
+            write_executable(&folder.join(name), &script)?;
         }
         Ok(())
     }

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use system_tests::vgpuctl::path as vgpuctl_path;
 use system_tests::{Vgpud, wait_for};
+use vgpud_host::test_util::write_executable;
 
 use self::both::{Both, done, real};
 
@@ -143,12 +144,11 @@ fn running_vgpus_are_listed_as_by_mdevctl() -> Result<()> {
     let both = Both::new()?;
     // The daemon reports attributes of running devices, which mdevctl gets from a driver's callout.
     let attributes = both.root.path().join("usr/lib/mdevctl/scripts.d/callouts/driver.sh");
-    fs::write(
+    write_executable(
         &attributes,
         "#!/bin/sh\ncase \"$*\" in *\"-e get -a attributes\"*)\n\
          case \"$*\" in *000a*) echo '[{\"core\":\"40\"},{\"priority\":\"high\"}]';; *) echo '[]';; esac;; esac\n",
     )?;
-    fs::set_permissions(&attributes, fs::Permissions::from_mode(0o755))?;
 
     both.works(&format!("define -u {A} -p soft0 -t SOFT-1Q -a"))?;
     both.works(&format!("modify -u {A} --addattr core --value 40"))?;
@@ -275,8 +275,9 @@ fn autostart_vgpus_start_in_order() -> Result<()> {
     let notifiers = vgpud.config_dir().join("scripts.d/notifiers");
     fs::create_dir_all(&notifiers)?;
     let (script, log) = (notifiers.join("tell.sh"), vgpud.config_dir().join("log"));
-    fs::write(&script, format!("#!/bin/sh\necho \"$4 $6 $8 ${{10}}\" >>'{}'\n", log.display()))?;
-    for path in [&notifiers, notifiers.parent().context("scripts.d")?, script.as_path()] {
+    let text = format!("#!/bin/sh\necho \"$4 $6 $8 ${{10}}\" >>'{}'\n", log.display());
+    write_executable(&script, &text)?;
+    for path in [&notifiers, notifiers.parent().context("scripts.d")?] {
         fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
     }
     vgpud.end(nix::sys::signal::Signal::SIGTERM)?;

@@ -98,6 +98,8 @@ fn distrust(path: &Path) -> io::Result<Option<String>> {
 mod tests {
     use std::time::Instant;
 
+    use vgpud_host::test_util::write_executable;
+
     use super::*;
 
     fn script(dir: &Path, text: &str) -> PathBuf {
@@ -107,8 +109,7 @@ mod tests {
             fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
         }
         let path = folder.join("script.sh");
-        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        write_executable(&path, &format!("#!/bin/sh\n{text}\n")).unwrap();
         path
     }
 
