@@ -9,11 +9,13 @@
 //!   over a vfio-user socket
 //! * [`load`]: guests under load, and their measured shares
 //! * [`vgpuctl`]: runs of `vgpuctl`
+//! * [`captured`]: a running process that makes the system calls of a test
 //! * [`user`]: actions as another Unix user
 //! * [`monitor`]: a QEMU monitor in the test's process
 //! * [`vmm`]: a VM with one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: results of benchmarks
 
+pub mod captured;
 pub mod in_process;
 pub mod load;
 pub mod monitor;

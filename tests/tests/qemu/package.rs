@@ -17,6 +17,7 @@ use lab::progress::Progress;
 use serde_json::Value;
 use system_tests::skipped;
 use tempfile::TempDir;
+use vgpud_host::uid_range::UidRange;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PACKAGE: &str = "/root/tessera.deb";
@@ -92,10 +93,14 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     let worker = vgpu[0]["pid"].clone();
     let owner = sh(&machine, &format!("stat -c %U /run/vgpud/vgpus/{uuid}/vfio.sock"));
     assert_eq!(owner.trim(), "libvirt-qemu");
-    let vgpud_user = sh(&machine, "id -u vgpud");
-    assert_eq!(field(&machine, &worker, "Uid"), vgpud_user.trim());
+    let user: u32 = field(&machine, &worker, "Uid").parse().unwrap();
+    assert!(UidRange::WORKERS.contains(user), "the worker has a user of its own: {user}");
+    let group = sh(&machine, "id -g vgpud");
+    assert_eq!(field(&machine, &worker, "Gid"), group.trim());
     assert_eq!(field(&machine, &worker, "CapEff"), "0000000000000000");
-    assert_eq!(field(&machine, &worker, "Seccomp"), "2", "the unit's filter applies to the worker");
+    assert_eq!(field(&machine, &worker, "Seccomp"), "2", "filters apply to the worker");
+    let protected = sh(&machine, &format!("cat /proc/{worker}/oom_score_adj"));
+    assert_eq!(protected.trim(), "0", "the manager's protection is not the worker's");
     sh(&machine, &format!("vgpuctl modify -u {uuid} --live --attr core=20"));
     let log = sh(&machine, "journalctl --no-pager -u vgpud");
     for line in log.lines() {

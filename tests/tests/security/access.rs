@@ -16,6 +16,7 @@ use system_tests::user::User;
 use system_tests::vgpuctl::{Done, path, refused, vgpuctl};
 use system_tests::{TIMEOUT, Vgpud, kill_process, skipped, wait_for};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+use vgpud_host::uid_range::UidRange;
 
 const OTHER_USER: User = User { uid: 61_234, gid: 61_234, groups: &[] };
 const READERS: &str = "64242";
@@ -251,22 +252,30 @@ fn workers_and_software_gpus_run_without_privileges() -> Result<()> {
     transient(&vgpud)?;
     let roles = vgpud.roles();
     assert_eq!(roles.len(), 2, "a worker and a software GPU");
+    let mut software_gpus = 0;
     for pid in roles {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         let field = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name));
             line.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
         };
-        assert_eq!(field("Uid:").as_deref(), Some("62020 62020 62020 62020"));
+        let user = User::of(pid)?;
+        if user.uid == 62_020 {
+            software_gpus += 1;
+        } else {
+            assert!(UidRange::WORKERS.contains(user.uid), "{user:?}");
+        }
+        let uids = [user.uid.to_string(), user.uid.to_string()].join(" ");
+        assert_eq!(field("Uid:"), Some([uids.clone(), uids].join(" ")));
         assert_eq!(field("Gid:").as_deref(), Some("62021 62021 62021 62021"));
         assert_eq!(field("Groups:").as_deref(), Some(""));
         assert_eq!(field("CapEff:").as_deref(), Some("0000000000000000"));
         assert_eq!(field("NoNewPrivs:").as_deref(), Some("1"));
         // A process of the same user cannot read the worker's memory.
-        let own = User { uid: 62_020, gid: 62_021, groups: &[] };
         let memory = format!("/proc/{pid}/mem");
-        let looked = own.run(|| Ok(fs::File::open(memory).map_err(|error| error.kind()).err()))?;
+        let looked = user.run(|| Ok(fs::File::open(memory).map_err(|error| error.kind()).err()))?;
         assert_eq!(looked, Some(ErrorKind::PermissionDenied));
     }
+    assert_eq!(software_gpus, 1, "the software GPU is --worker-user");
     Ok(())
 }

@@ -3,3 +3,5 @@
 mod abuse;
 mod access;
 mod sandbox;
+mod system_calls;
+mod worker_users;

@@ -51,7 +51,7 @@ pub(super) fn check(host: &HostFiles) -> Vec<Finding> {
         } else if !host.is_open_to_all(&node) {
             let what =
                 format!("/{node} is not accessible to every user, and workers run as another user");
-            let fix = "put `options nvidia NVreg_DeviceFileMode=0666` into /etc/modprobe.d/nvidia.conf, or run vgpud with --worker-user USER:GROUP that may use it";
+            let fix = "put `options nvidia NVreg_DeviceFileMode=0666` into /etc/modprobe.d/nvidia.conf, or run vgpud with --worker-user USER:GROUP of a group that may use it";
             findings.push(Finding::warning(CHECK, what, fix));
         }
     }

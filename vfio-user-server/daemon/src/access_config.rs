@@ -1,9 +1,13 @@
 //! Users and groups of the manager: from the command line, or the usual ones that exist on the
 //! host.
 
+use std::fs;
+use std::str::FromStr;
+
 use anyhow::{Context, bail};
 use mdev_core::definition::Owner;
 use vgpud::api::access::{Group, Rules};
+use vgpud_host::uid_range::UidRange;
 use vgpud_host::users::{Account, Users};
 
 use super::RunArgs;
@@ -17,11 +21,30 @@ const WORKERS: &str = "vgpud";
 /// Users that libvirt runs VMs as, on Debian and on Fedora.
 const VM_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
+/// Value of `--worker-uids`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkerUids {
+    /// Each worker has a user ID of this range.
+    Range(UidRange),
+    /// All workers run as one user.
+    Shared,
+}
+
+impl FromStr for WorkerUids {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "shared" { Ok(Self::Shared) } else { text.parse().map(Self::Range) }
+    }
+}
+
 /// Users and groups of the manager.
 #[derive(Debug, PartialEq, Eq)]
 pub struct AccessConfig {
-    /// User of workers and GPU processes.
+    /// User of GPU processes.
     pub worker_user: Account,
+    /// Users of workers. Without a range, workers run as `worker_user`.
+    pub worker_uids: Option<UidRange>,
     /// Owner of vGPUs without the attribute `owner`.
     pub owner: Account,
     /// Permissions on the control socket.
@@ -65,8 +88,31 @@ impl AccessConfig {
                 users,
             )?,
         };
-        Ok(Self { worker_user, owner, access })
+        let worker_uids = if own.uid == 0 { worker_uids(args, users)? } else { None };
+        Ok(Self { worker_user, worker_uids, owner, access })
     }
+}
+
+/// Returns the range of workers' users. A user namespace without the default range has no users to
+/// choose from.
+fn worker_uids(args: &RunArgs, users: &Users) -> anyhow::Result<Option<UidRange>> {
+    let range = match args.worker_uids {
+        Some(WorkerUids::Shared) => return Ok(None),
+        Some(WorkerUids::Range(range)) => range,
+        None => UidRange::WORKERS,
+    };
+    range.check(users).map_err(anyhow::Error::msg).context("--worker-uids")?;
+    let map = fs::read_to_string("/proc/self/uid_map").context("Cannot read /proc/self/uid_map")?;
+    if range.is_mapped(&map) {
+        return Ok(Some(range));
+    }
+    if args.worker_uids.is_some() {
+        bail!("--worker-uids: this container does not have user IDs {range}; name others");
+    }
+    log::warn!(
+        "This container does not have user IDs {range}: all workers run as one user, and one that a guest has taken over can disturb the others; name other user IDs by --worker-uids"
+    );
+    Ok(None)
 }
 
 fn group(
@@ -88,8 +134,6 @@ fn group(
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use clap::Parser;
 
     use super::super::{Cli, Role};
@@ -120,6 +164,7 @@ mod tests {
         let config = AccessConfig::resolve(ROOT, &args(""), &full).unwrap();
         assert_eq!(config.owner, Account { uid: 64_055, gid: 104 });
         assert_eq!(config.worker_user, Account { uid: 990, gid: 990 });
+        assert_eq!(config.worker_uids, Some(UidRange::WORKERS));
         assert_eq!(config.access.readers.unwrap().gid, 991);
         assert_eq!(config.access.admins.unwrap().gid, 992);
         let bare = AccessConfig::resolve(ROOT, &args(""), &host("", "")).unwrap();
@@ -128,13 +173,17 @@ mod tests {
         // Without root, no default group has access.
         let own = Account { uid: 1000, gid: 1000 };
         let user = AccessConfig::resolve(own, &args(""), &full).unwrap();
-        assert_eq!(user.owner, own);
+        assert_eq!((user.owner, user.worker_uids), (own, None));
+        let shared = AccessConfig::resolve(ROOT, &args("--worker-uids shared"), &full).unwrap();
+        assert_eq!(shared.worker_uids, None);
+        let named = AccessConfig::resolve(ROOT, &args("--worker-uids 70000-70099"), &full).unwrap();
+        assert_eq!(named.worker_uids.map(UidRange::count), Some(100));
         assert_eq!(user.access, Rules { own: 1000, ..Rules::default() });
     }
 
     #[test]
     fn unusable_users_and_groups_are_refused_with_a_remedy() {
-        let bare = host("root:x:0:0::/:\n", "root:x:0:\n");
+        let bare = host("root:x:0:0::/:\nnews:x:9:9::/:\n", "root:x:0:\n");
         let own = Account { uid: 1000, gid: 1000 };
         for (own_account, line, part) in [
             (ROOT, "--group gpus", "make it: groupadd --system gpus"),
@@ -142,6 +191,7 @@ mod tests {
             (ROOT, "--owner qemu", "--owner: There is no user \"qemu\""),
             (ROOT, "--worker-user root", "workers must not be root"),
             (ROOT, "--worker-user 5:0", "workers must not be root"),
+            (ROOT, "--worker-uids 4-9", "contain those of news; name other"),
             (own, "--owner 107", "only root can give sockets"),
         ] {
             let error = format!(

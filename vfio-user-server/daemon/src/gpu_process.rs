@@ -16,7 +16,7 @@ use vgpud_host::users::Account;
 
 use crate::backend::ParentConfig;
 use crate::spawn;
-use crate::worker::sandbox;
+use crate::worker::sandbox::{self, system_calls::Role};
 
 /// Time without a manager and without a vGPU after which a GPU process ends.
 const ORPHAN_GRACE: Duration = Duration::from_secs(30);
@@ -44,6 +44,7 @@ pub fn run(args: GpuProcessArgs) -> Result<()> {
     let Opener::Process(hardware) = parent.source.opener() else {
         bail!("{} needs no GPU process", parent.name);
     };
+    let has_device = hardware.needs_root();
     let hardware = match hardware.open() {
         Ok(hardware) => hardware,
         Err(error) => {
@@ -65,7 +66,7 @@ pub fn run(args: GpuProcessArgs) -> Result<()> {
             }
         }
     }
-    sandbox::enter_with(&files);
+    sandbox::enter(Role::GpuProcess { has_device, opens_files: !files.is_empty() }, &files);
     hardware.start();
     server::run(hardware, ORPHAN_GRACE, &SeqPacketListener::from(admin))
         .context("The GPU process has ended")

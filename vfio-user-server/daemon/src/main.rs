@@ -17,7 +17,7 @@ use vgpud_host::users::{Account, Users};
 
 mod access_config;
 
-use access_config::AccessConfig;
+use access_config::{AccessConfig, WorkerUids};
 
 /// Shares physical GPUs between virtual machines.
 #[derive(Debug, Parser)]
@@ -76,10 +76,15 @@ struct RunArgs {
     /// libvirt-qemu or qemu, if it exists, or else the user of this process]
     #[arg(long, value_name = "USER[:GROUP]")]
     owner: Option<Owner>,
-    /// User of workers and GPU processes if this is started as root; must not be root [default:
-    /// vgpud, if it exists, or else 65534]
+    /// User of GPU processes, and group of workers, if this is started as root; must not be root
+    /// [default: vgpud, if it exists, or else 65534]
     #[arg(long, value_name = "USER[:GROUP]")]
     worker_user: Option<Owner>,
+    /// User IDs of workers, one for each running worker, if this is started as root; no user and
+    /// no container may have them. `shared` runs all workers as --worker-user, which lets a worker
+    /// that a guest has taken over disturb the others [default: 2100000000-2100004095]
+    #[arg(long, value_name = "FIRST-LAST|shared")]
+    worker_uids: Option<WorkerUids>,
     /// Loopback address of the web console, such as 127.0.0.1:8006; vgpuctl web opens it
     #[arg(long, value_name = "ADDRESS:PORT")]
     web: Option<Address>,
@@ -143,8 +148,8 @@ fn run_manager(args: RunArgs) -> anyhow::Result<()> {
             anyhow::bail!("Parent {} is given twice; give each its own name", parent.name);
         }
     }
-    let AccessConfig { worker_user, owner, access } = config;
-    let manager = manager::Config { config_dir, parents, worker_user, owner };
+    let AccessConfig { worker_user, worker_uids, owner, access } = config;
+    let manager = manager::Config { config_dir, parents, worker_user, worker_uids, owner };
     run::run(&run::Config { run_dir, scripts_dir, manager, access, web })
 }
 

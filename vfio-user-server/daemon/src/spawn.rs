@@ -82,9 +82,10 @@ pub fn role(
     }
     let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
     let mut moved = vec![-1; raw.len()];
-    // Raising the hard limit takes a privilege.
-    let (_, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let files = limits.files.min(hard_limit);
+    // Raising a hard limit takes a privilege.
+    let lowered = |resource, limit: u64| io::Result::Ok(limit.min(getrlimit(resource)?.1));
+    let files = lowered(Resource::RLIMIT_NOFILE, limits.files)?;
+    let threads = limits.threads.map(|limit| lowered(Resource::RLIMIT_NPROC, limit)).transpose()?;
     let user = Some(limits.user).filter(|_| nix::unistd::geteuid().is_root());
     let mut command = Command::new("/proc/self/exe");
     for name in SERVICE_ENV {
@@ -99,6 +100,15 @@ pub fn role(
             nix::unistd::setsid()?;
             setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
             setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
+            if let Some(threads) = threads {
+                setrlimit(Resource::RLIMIT_NPROC, threads, threads)?;
+            }
+            if !limits.may_lock_memory {
+                setrlimit(Resource::RLIMIT_MEMLOCK, 0, 0)?;
+            }
+            if !limits.is_oom_protected {
+                end_oom_protection();
+            }
             user.map_or(Ok(()), become_user)
         });
     }
@@ -110,8 +120,26 @@ pub fn role(
 pub struct Limits {
     /// Limit of open files.
     pub files: u64,
+    /// Limit of threads, for a role that shares its user with no other process.
+    pub threads: Option<u64>,
+    /// Whether the role, or a driver on its behalf, may lock memory.
+    pub may_lock_memory: bool,
+    /// Whether the role keeps the manager's protection from the kernel's out-of-memory killer.
+    pub is_oom_protected: bool,
     /// User of the role, if this process is root.
     pub user: Account,
+}
+
+/// Sets a negative `oom_score_adj` of this process to 0 (proc_pid_oom_score_adj(5)). Runs between
+/// fork and exec. A failure leaves the process protected, which harms no guest.
+fn end_oom_protection() {
+    use nix::fcntl::{OFlag, open};
+    let flags = OFlag::O_RDWR | OFlag::O_CLOEXEC;
+    let Ok(file) = open(c"/proc/self/oom_score_adj", flags, Mode::empty()) else { return };
+    let mut sign = [0];
+    if nix::unistd::read(&file, &mut sign) == Ok(1) && sign == *b"-" {
+        let _ = nix::unistd::write(&file, b"0");
+    }
 }
 
 /// Changes this process' user irrevocably. A change from root to another user empties the

@@ -1,9 +1,11 @@
 //! Access to the host, shared by `vgpud` and `vgpuctl`.
 //!
 //! * [`users`]: users and groups of this host
+//! * [`uid_range`]: range of user IDs for processes
 //! * [`command_line`]: parser of command lines with errors of one line
 
 pub mod command_line;
 #[cfg(feature = "test-util")]
 pub mod test_util;
+pub mod uid_range;
 pub mod users;

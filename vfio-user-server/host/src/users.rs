@@ -28,11 +28,12 @@ impl Account {
     }
 }
 
-/// Contents of both files.
+/// Contents of both files, and of `/etc/subuid`.
 #[derive(Clone, Debug, Default)]
 pub struct Users {
     passwd: String,
     group: String,
+    subuid: String,
 }
 
 impl Users {
@@ -55,7 +56,7 @@ impl Users {
             };
             String::from_utf8_lossy(&bytes).into_owned()
         };
-        Self { passwd: read("passwd"), group: read("group") }
+        Self { passwd: read("passwd"), group: read("group"), subuid: read("subuid") }
     }
 
     /// Returns a user by name or number. The group is the user's group in the file, or has the same
@@ -96,6 +97,27 @@ impl Users {
         })
     }
 
+    /// Returns the name of a user who has a user ID from `first` to `last`, in person or for
+    /// containers.
+    pub fn in_range(&self, first: u32, last: u32) -> Option<&str> {
+        let user = |line: &'_ str| {
+            let uid = line.split(':').nth(2).and_then(number)?;
+            Some((uid, uid))
+        };
+        let containers = |line: &'_ str| {
+            let mut fields = line.split(':').skip(1).map(number);
+            let (begin, count) = (fields.next()??, fields.next()??);
+            Some((begin, begin.saturating_add(count.checked_sub(1)?)))
+        };
+        let users = self.passwd.lines().map(|line| (line, user(line)));
+        let all = users.chain(self.subuid.lines().map(|line| (line, containers(line))));
+        let mut taken = all.filter_map(|(line, ids)| {
+            let (begin, end) = ids?;
+            (begin <= last && first <= end).then_some(line)
+        });
+        taken.next().and_then(|line| line.split(':').next())
+    }
+
     /// Returns the account of an owner. The error names the missing user or group, and the remedy.
     pub fn owner(&self, owner: &Owner) -> Result<Account, String> {
         let missing = |kind: &str, name: &str| {
@@ -127,6 +149,7 @@ mod tests {
             passwd: "root:x:0:0:root:/root:/bin/sh\nbroken\n:x:5\nlibvirt-qemu:x:64055:994::/:/x\n"
                 .into(),
             group: "root:x:0:\nkvm:x:993:a,b\nvgpu:x:990:\n".into(),
+            subuid: "alice:100000:65536\nbroken:1\nempty:7:0\n".into(),
         }
     }
 
@@ -145,6 +168,16 @@ mod tests {
         assert_eq!(owner("libvirt-qemu:kvm"), Ok(Account { uid: 64_055, gid: 993 }));
         assert!(owner("root:nogroup").unwrap_err().contains("no group \"nogroup\""));
         assert!(owner("4294967295").unwrap_err().contains("no user"));
+    }
+
+    #[test]
+    fn taken_user_ids_are_found() {
+        let users = users();
+        assert_eq!(users.in_range(64_000, 64_055), Some("libvirt-qemu"));
+        assert_eq!(users.in_range(165_535, 200_000), Some("alice"));
+        assert_eq!(users.in_range(165_536, 200_000), None);
+        assert_eq!(users.in_range(6, 99_999), Some("libvirt-qemu"));
+        assert_eq!(users.in_range(6, 64_054), None);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::run_dir::RunDir;
 use super::watcher::Watcher;
+use super::worker_users::WorkerUsers;
 use vgpud_host::users::Account;
 
 /// Run directory, process watcher and users of the manager.
@@ -11,8 +12,10 @@ pub struct Environment {
     pub run_dir: RunDir,
     /// Watcher of worker and GPU processes.
     pub watcher: Watcher,
-    /// User that workers and GPU processes run as, if the manager is root.
+    /// User that GPU processes run as, if the manager is root.
     pub worker_user: Account,
+    /// Users that workers run as, if the manager is root.
+    pub worker_users: WorkerUsers,
     /// Owner of vGPUs without the attribute `owner`.
     pub owner: Account,
 }

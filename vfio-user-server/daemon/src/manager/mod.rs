@@ -5,7 +5,7 @@
 //!
 //! * [`handle`], [`watcher`]: events, and where they come from
 //! * [`run_dir`], [`sockets`]: the run directory
-//! * [`environment`]: what all parents share
+//! * [`environment`]: what all parents share; [`worker_users`]: users of workers
 //! * [`parent`]: a parent with its GPU process, scheduler and vGPUs; [`parents`]: all of them
 //! * [`vgpu`]: a started vGPU, its state and its worker
 //! * [`definitions`]: persistent definitions
@@ -31,6 +31,7 @@ mod run_dir;
 pub mod sockets;
 mod vgpu;
 mod watcher;
+mod worker_users;
 
 pub use crate::backend::ParentConfig;
 pub use config::Config;
@@ -44,6 +45,7 @@ use definitions::Definitions;
 use environment::Environment;
 use parent::Parent;
 use parents::Parents;
+use worker_users::WorkerUsers;
 
 /// Result of a request.
 pub type Result<T> = std::result::Result<T, ErrorDetail>;
@@ -65,9 +67,10 @@ impl Manager {
     pub fn new(config: &Config, run_dir: RunDir, watcher: Watcher) -> anyhow::Result<Self> {
         let definitions = Definitions::open(&config.config_dir)?;
         let parent = |parent: &ParentConfig| Parent::new(parent.clone(), &config.config_dir);
-        let Config { worker_user, owner, .. } = *config;
+        let Config { worker_user, worker_uids, owner, .. } = *config;
+        let worker_users = WorkerUsers::new(worker_uids, worker_user);
         Ok(Self {
-            env: Environment { run_dir, watcher, worker_user, owner },
+            env: Environment { run_dir, watcher, worker_user, worker_users, owner },
             definitions,
             parents: Parents::new(config.parents.iter().map(parent).collect()),
             notifier: Notifier::from_env(),

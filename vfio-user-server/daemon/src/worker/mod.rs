@@ -27,6 +27,7 @@ use crate::spawn;
 use crate::worker_protocol::{VERSION, WorkerSpec};
 use events::Worker;
 use function::Function;
+use sandbox::system_calls::Role;
 use vfio_user_server::busy_poll::BusyPoll;
 
 /// Time after which a worker exits without a manager and a VM.
@@ -59,7 +60,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
     let mut function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be created", spec.function.vgpu))?;
-    sandbox::enter();
+    sandbox::enter(Role::Worker { has_device: args.gpu_fd.is_none() }, &[]);
     function.start().context("Cannot start the GPU's threads")?;
 
     let worker = Worker::new(spec, Function::new(function)?, listener, control)?;

@@ -1,8 +1,11 @@
 //! Sandbox of workers and GPU processes: no access to the filesystem, no new privileges, no signals
-//! to other processes.
+//! to other processes, and no system call that they do not need ([`system_calls`]).
 //!
 //! The processes receive everything they need as descriptors. A process that a guest has taken over
-//! can open no file, run no program, and neither trace nor signal other processes of its user.
+//! can open no file, make no socket, run no program, and neither trace, signal, limit nor reschedule
+//! other processes.
+
+pub mod system_calls;
 
 use std::path::PathBuf;
 
@@ -11,16 +14,23 @@ use landlock::{
     make_bitflags, path_beneath_rules,
 };
 
+use system_calls::Role;
+
 /// Access to the files that stay accessible.
 const OPEN: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | WriteFile});
 
-/// Enters the sandbox, as far as the kernel supports Landlock (landlock(7)).
-pub fn enter() {
-    enter_with(&[]);
+/// Enters the sandbox with `files` that can still be opened, as far as the kernel supports Landlock
+/// (landlock(7)) and filters of system calls (seccomp(2)).
+pub fn enter(role: Role, files: &[PathBuf]) {
+    restrict_files(files);
+    if let Err(error) = system_calls::restrict(role) {
+        log::warn!("Cannot restrict system calls: {error}");
+    }
 }
 
-/// Enters the sandbox with `files` that can still be opened.
-pub fn enter_with(files: &[PathBuf]) {
+/// Restricts this thread and its children to `files`, and prevents other processes from tracing
+/// this one.
+pub fn restrict_files(files: &[PathBuf]) {
     if let Err(error) = nix::sys::prctl::set_no_new_privs() {
         log::warn!("Cannot set no_new_privs: {error}");
     }

@@ -156,7 +156,15 @@ impl Parent {
         let startup_error = File::from(memfd_create("startup-error", MFdFlags::MFD_CLOEXEC)?);
         let (args, starts_as) = self.config.gpu_process(user);
         let fds = [admin.as_fd(), startup_error.as_fd()];
-        let process = spawn::role(name, &args, &fds, Limits { files: MAX_FILES, user: starts_as })?;
+        let limits = Limits {
+            files: MAX_FILES,
+            threads: None,
+            may_lock_memory: true,
+            // Its end takes the GPU from all vGPUs of the parent.
+            is_oom_protected: true,
+            user: starts_as,
+        };
+        let process = spawn::role(name, &args, &fds, limits)?;
         Ok((process, startup_error))
     }
 

@@ -193,7 +193,7 @@ impl Vgpu {
         let (vfio, control) = sockets::listen(&env.run_dir, self.id, self.owner)?;
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
         let spec = self.worker_spec(admission);
-        let process = worker::spawn(&spec, vfio.as_fd(), control.as_fd(), gpu, env.worker_user)?;
+        let process = worker::spawn(&spec, vfio.as_fd(), control.as_fd(), gpu, &env.worker_users)?;
         log::info!("vGPU {} ({}) runs in process {}", self.id, self.profile.name, process.pid());
         let worker = self.watched(env, process, None);
         self.apply(Event::Launched(worker));

@@ -9,9 +9,9 @@ use std::time::Instant;
 use mdev_core::ids::VgpuId;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use vendor_backends::seqpacket::SeqPacket;
-use vgpud_host::users::Account;
 
 use crate::manager::watcher::Generation;
+use crate::manager::worker_users::WorkerUsers;
 use crate::spawn::{self, Limits, Process};
 use crate::worker_client;
 use crate::worker_protocol::WorkerSpec;
@@ -20,6 +20,9 @@ use crate::worker_protocol::WorkerSpec;
 /// maps many ranges. The remainder is for the worker itself: a client reaches the limit of maps
 /// before the worker runs out of descriptors, without which it could not accept a connection.
 const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 256;
+
+/// Limit of threads of a worker. A worker has one, and a few for an NVIDIA GPU.
+const MAX_THREADS: u64 = 64;
 
 /// Worker process of a vGPU.
 #[derive(Debug)]
@@ -59,7 +62,7 @@ pub fn spawn(
     vfio: BorrowedFd<'_>,
     control: BorrowedFd<'_>,
     gpu: Option<BorrowedFd<'_>>,
-    user: Account,
+    users: &WorkerUsers,
 ) -> io::Result<Process> {
     let spec_file = memfd(&serde_json::to_vec(spec)?)?;
     let mut fds = vec![spec_file.as_fd(), vfio, control];
@@ -71,7 +74,14 @@ pub fn spawn(
     {
         args.extend([name.to_owned(), number.to_string()]);
     }
-    let limits = Limits { files: MAX_FILES, user };
+    let limits = Limits {
+        files: MAX_FILES,
+        threads: users.are_separate().then_some(MAX_THREADS),
+        // The driver of a client that has the GPU itself may count guest memory as locked.
+        may_lock_memory: gpu.is_none(),
+        is_oom_protected: false,
+        user: users.choose()?,
+    };
     spawn::role(&spec.function.vgpu.to_string(), &args, &fds, limits)
 }
 
