@@ -14,14 +14,15 @@ mod page_table;
 mod tests;
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::ids::{GpuVa, MemoryId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 
 use self::memory::{Memories, Memory, Slot};
-use self::page_table::{LARGE, PageTables, Pte};
+pub use self::page_table::PageTables;
+use self::page_table::{LARGE, Pte};
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::MemoryRange;
 use crate::mediator::wire::Refusal;
@@ -29,6 +30,20 @@ use crate::mem::Mapping;
 
 /// Page tables that every vGPU may have in addition to those that its memory needs.
 const SPARE_TABLES: u64 = 1024;
+
+/// Returns the limit of page tables for video memory and imports: two per large page.
+///
+/// Imports count up to the host's memory, because a sparse file can be of any length.
+fn max_tables(vram_bytes: u64, imported_bytes: u64) -> u64 {
+    let bytes = vram_bytes.saturating_add(imported_bytes.min(host_memory_bytes()));
+    bytes.div_ceil(LARGE).saturating_mul(2).saturating_add(SPARE_TABLES)
+}
+
+/// Returns the size of the host's memory.
+fn host_memory_bytes() -> u64 {
+    static BYTES: OnceLock<u64> = OnceLock::new();
+    *BYTES.get_or_init(|| nix::sys::sysinfo::sysinfo().map_or(u64::MAX, |info| info.ram_total()))
+}
 
 /// Fault of an access to an address that is not mapped, or not mapped for this access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,11 +75,16 @@ impl AddressSpace {
     /// Creates an empty address space for a partition of video memory, if there is one.
     pub fn new(vram: Option<Arc<Mapping>>, max_import_bytes: u64) -> Self {
         let vram_bytes = vram.as_ref().map_or(0, |vram| vram.len());
-        let pages = vram_bytes.saturating_add(max_import_bytes) / LARGE;
         Self {
-            tables: PageTables::new(pages.saturating_mul(2).saturating_add(SPARE_TABLES)),
+            tables: PageTables::new(max_tables(vram_bytes, 0)),
             memories: Memories::new(vram, max_import_bytes),
         }
+    }
+
+    /// Adapts the limit of page tables to the memory that the vGPU has now.
+    fn update_max_tables(&mut self) {
+        let vram_bytes = self.memories.get(Slot::VRAM).map_or(0, |vram| vram.mapping.len());
+        self.tables.set_max_count(max_tables(vram_bytes, self.imported_bytes()));
     }
 
     /// Returns the bytes of imported guest memory.
@@ -79,7 +99,9 @@ impl AddressSpace {
 
     /// Adds guest memory.
     pub fn import(&mut self, memory: Memory) -> Result<MemoryId, Refusal> {
-        self.memories.import(memory)
+        let id = self.memories.import(memory)?;
+        self.update_max_tables();
+        Ok(id)
     }
 
     /// Removes guest memory and all its mappings. The caller should drop the memory without holding
@@ -88,6 +110,7 @@ impl AddressSpace {
         let slot = Slot::try_from(id)?;
         let memory = self.memories.remove(slot)?;
         self.tables.unmap_slot(slot);
+        self.update_max_tables();
         Ok(memory)
     }
 
@@ -137,9 +160,9 @@ impl AddressSpace {
         self.tables.unmap(check_range(va, len)?)
     }
 
-    /// Unmaps all pages.
-    pub fn unmap_all(&mut self) {
-        self.tables.unmap_all();
+    /// Unmaps all pages. The caller should drop the page tables without holding the vGPU's lock.
+    pub fn unmap_all(&mut self) -> PageTables {
+        self.tables.unmap_all()
     }
 
     /// Returns true if a guest has truncated a file of imported memory.

@@ -83,7 +83,7 @@ struct Directory {
 
 /// Page tables with a limited number of directories and tables.
 #[derive(Debug)]
-pub(super) struct PageTables {
+pub struct PageTables {
     root: Vec<Option<Box<Directory>>>,
     count: u64,
     max_count: u64,
@@ -95,9 +95,19 @@ impl PageTables {
         Self { root: (0..VA_END / DIRECTORY).map(|_| None).collect(), count: 0, max_count }
     }
 
+    /// Changes the limit. Directories and tables beyond a lower limit stay.
+    pub fn set_max_count(&mut self, max_count: u64) {
+        self.max_count = max_count;
+    }
+
+    /// Returns the number of directories and tables that may be added.
+    fn room(&self) -> u64 {
+        self.max_count.saturating_sub(self.count)
+    }
+
     /// Maps a range without mapped pages to contiguous memory; `first` is the entry of its first
     /// page. An error changes nothing.
-    pub fn map(&mut self, range: Range<u64>, first: Pte) -> Result<(), Refusal> {
+    pub(super) fn map(&mut self, range: Range<u64>, first: Pte) -> Result<(), Refusal> {
         let mut at = range.start;
         while at < range.end {
             let pte = first.small_page(((at - range.start) / PAGE_SIZE) as usize);
@@ -113,7 +123,7 @@ impl PageTables {
     /// Maps one large page, or small pages up to the end of their table. Returns the mapped length,
     /// or `None` at the limit of page tables.
     fn map_next(&mut self, at: u64, left: u64, pte: Pte) -> Option<u64> {
-        let room = self.max_count - self.count;
+        let room = self.room();
         let root = &mut self.root[(at / DIRECTORY) as usize];
         let mut made = u64::from(root.is_none());
         if made > room {
@@ -173,23 +183,23 @@ impl PageTables {
             }
             at = end;
         }
-        if splits > self.max_count - self.count {
+        if splits > self.room() {
             return Err(Refusal::PageTableLimit);
         }
         self.clear(range);
         Ok(())
     }
 
-    /// Unmaps all pages.
-    pub fn unmap_all(&mut self) {
-        self.root.iter_mut().for_each(|directory| *directory = None);
-        self.count = 0;
+    /// Unmaps all pages. Returns the previous page tables, because freeing them can take long.
+    #[must_use = "freeing page tables can take long"]
+    pub fn unmap_all(&mut self) -> Self {
+        std::mem::replace(self, Self::new(self.max_count))
     }
 
     /// Returns the entry of the small page at `va`, and the bytes from `va` to the end of the small
     /// or large page. Returns `None` if the access is not allowed.
     #[inline]
-    pub fn translate(&self, va: u64, access: Access) -> Option<(Pte, u64)> {
+    pub(super) fn translate(&self, va: u64, access: Access) -> Option<(Pte, u64)> {
         let directory = self.root.get((va / DIRECTORY) as usize)?.as_ref()?;
         let (pte, left) = match &directory.entries[directory_index(va)] {
             Entry::Empty => return None,

@@ -67,8 +67,31 @@ fn page_tables_are_limited_and_rolled_back() {
     assert_eq!(error, Refusal::PageTableLimit);
     assert_eq!(space.load_u32(at), Err(MmuFault(at)));
     assert!(space.tables.count() <= space.tables.max_count());
-    space.unmap_all();
+    drop(space.unmap_all());
     assert_eq!(space.tables.count(), 0);
+}
+
+#[test]
+fn the_limit_of_page_tables_follows_the_imported_memory() {
+    let mut space = space();
+    let least = space.tables.max_count();
+    assert_eq!(least, 2 * PAGES * PAGE_SIZE / LARGE + SPARE_TABLES, "without what may be imported");
+    let guest = SharedMemory::new(c"guest", 8 * LARGE).unwrap().mapping;
+    let id = space.import(guest.into()).unwrap();
+    assert_eq!(space.tables.max_count(), least + 16);
+    let pages = (0..).map(|n| VA_START + n * LARGE);
+    let map = |space: &mut AddressSpace, at| space.map(GpuVa(at), PAGE_SIZE, Slot::VRAM, 0, false);
+    let mapped = pages.take_while(|at| map(&mut space, *at).is_ok()).count();
+    space.release(id).unwrap();
+    assert_eq!(space.tables.max_count(), least);
+    assert!(space.tables.count() > least, "existing tables stay: {mapped} pages");
+    assert!(space.load_u32(VA_START + (mapped as u64 - 1) * LARGE).is_ok());
+    let next = VA_START + mapped as u64 * LARGE;
+    assert_eq!(map(&mut space, next), Err(Refusal::PageTableLimit));
+    space.unmap(GpuVa(VA_START), PAGE_SIZE).unwrap();
+    let sparse = SharedMemory::new(c"sparse", 1 << 30).unwrap().mapping;
+    space.import(sparse.into()).unwrap();
+    assert!(space.tables.max_count() <= max_tables(PAGES * PAGE_SIZE, host_memory_bytes()));
 }
 
 #[derive(Clone, Debug)]
@@ -133,7 +156,7 @@ proptest! {
             prop_assert_eq!(read, offset);
             prop_assert_eq!(write.is_ok(), want.is_some_and(|(_, writable)| *writable));
         }
-        space.unmap_all();
+        drop(space.unmap_all());
         prop_assert_eq!(space.tables.count(), 0);
     }
 }
