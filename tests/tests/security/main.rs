@@ -2,6 +2,7 @@
 
 mod abuse;
 mod access;
+mod engine_time;
 mod sandbox;
 mod system_calls;
 mod worker_users;

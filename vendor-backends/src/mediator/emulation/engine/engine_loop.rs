@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 
+use super::busy_clock::BusyClock;
 use super::sleep::{SEMAPHORE_POLL_MIN_NS, SPIN_MIN_NS};
 use super::stolen_time::StolenTime;
 use super::vgpu_list::VgpuList;
@@ -57,7 +58,10 @@ pub(super) struct EngineLoop {
     pub running: Option<usize>,
     /// Time of the last poll of all groups.
     pub last_poll_ns: u64,
+    pub busy: BusyClock,
     pub idle_since: Option<u64>,
+    /// Length of the sleep that a wake-up has just ended.
+    pub woken_after_ns: Option<u64>,
     pub spin_ns: u64,
     pub semaphore_poll_ns: u64,
     pub stolen: StolenTime,
@@ -75,7 +79,9 @@ impl EngineLoop {
             runlist: Runlist::default(),
             running: None,
             last_poll_ns: 0,
+            busy: BusyClock::default(),
             idle_since: None,
+            woken_after_ns: None,
             spin_ns: SPIN_MIN_NS,
             semaphore_poll_ns: SEMAPHORE_POLL_MIN_NS,
             stolen: StolenTime::new(pace.on_cpu),
@@ -85,21 +91,27 @@ impl EngineLoop {
 
     /// Runs until the list is stopped.
     pub fn run(&mut self) {
+        let mut now = now_ns();
         while !self.vgpus.stopped() {
-            self.refresh();
-            let now = now_ns();
-            let since_poll = now - self.last_poll_ns;
-            match self.running.filter(|index| since_poll < self.poll_interval_ns(*index)) {
-                Some(index) => self.poll_running(index, now),
-                None => self.poll_all(now),
-            }
-            match self.runlist.pick(self.stolen.available_ns(now)) {
-                Some((index, budget)) => self.run_group(index, budget),
-                // Only the running group was polled: poll all groups before going idle.
-                None if self.last_poll_ns != now => self.last_poll_ns = 0,
-                None => self.idle(now),
-            }
+            now = self.step(now);
         }
+    }
+
+    /// Polls, and runs a group if one may run. Takes and returns the current time.
+    pub fn step(&mut self, now: u64) -> u64 {
+        self.refresh();
+        let since_poll = now - self.last_poll_ns;
+        let polled = match self.running.filter(|index| since_poll < self.poll_interval_ns(*index)) {
+            Some(index) => self.poll_running(index, now),
+            None => self.poll_all(now),
+        };
+        match self.runlist.pick(self.stolen.available_ns(now)) {
+            Some((index, budget)) => return self.run_group(index, budget, polled),
+            // Only the running group was polled: poll all groups before going idle.
+            None if self.last_poll_ns < now => self.last_poll_ns = 0,
+            None => self.idle(now),
+        }
+        now_ns()
     }
 
     /// Returns the interval between polls of all groups while group `index` runs.
@@ -139,27 +151,28 @@ impl EngineLoop {
         self.last_poll_ns = 0;
     }
 
-    /// Polls all groups.
-    pub fn poll_all(&mut self, now: u64) {
-        for index in 0..self.groups.len() {
-            self.poll_group(index, now);
-        }
+    /// Polls all groups. Takes and returns the current time.
+    pub fn poll_all(&mut self, now: u64) -> u64 {
+        let end = (0..self.groups.len()).fold(now, |at, index| self.poll_group(index, at));
         self.last_poll_ns = now;
-        if now - self.stolen.last_reading_ns() > STOLEN_TIME_INTERVAL_NS {
-            self.stolen.read(now);
+        if end - self.stolen.last_reading_ns() > STOLEN_TIME_INTERVAL_NS {
+            self.stolen.read(end);
         }
+        end
     }
 
     /// Polls the group that ran last. Polls all groups if that group has no more work.
-    fn poll_running(&mut self, index: usize, now: u64) {
-        self.poll_group(index, now);
-        if !self.runlist.entry(index).ready && now - self.last_poll_ns >= POLL_NS {
-            self.poll_all(now);
+    fn poll_running(&mut self, index: usize, now: u64) -> u64 {
+        let end = self.poll_group(index, now);
+        if self.runlist.entry(index).ready || now - self.last_poll_ns < POLL_NS {
+            return end;
         }
+        self.poll_all(end)
     }
 
-    /// Polls one group. Updates its waiting times and its runlist entry.
-    fn poll_group(&mut self, index: usize, now: u64) {
+    /// Polls one group. Updates its waiting times and its runlist entry. Takes and returns the
+    /// current time, which is read only while time is charged.
+    fn poll_group(&mut self, index: usize, now: u64) -> u64 {
         let group = &mut self.groups[index];
         group.polled = group.vgpu.poll(now, group.woken);
         // Control requests are short. Where runs are long, a group should not miss one because of a
@@ -185,7 +198,8 @@ impl EngineLoop {
                 Counters::add(&counters.gated_ns, waited);
             }
         }
-        group.waiting_since = has_work.then_some(now);
+        let end = if self.busy.runs() { now_ns() } else { now };
+        group.waiting_since = has_work.then_some(end);
         let gate_open = group.vgpu.gate_open();
         let entry = self.runlist.entry(index);
         let gated = has_work && (!gate_open || entry.capped());
@@ -197,5 +211,25 @@ impl EngineLoop {
         let wait_ns = MAX_WAIT_RUNS * self.pace.preemption_latency_ns;
         entry.set_budget(group.vgpu.budget(), self.stolen.available_ns(now), wait_ns);
         entry.ready = has_work && group.polled != PollResult::Busy && gate_open;
+        let idle = group.polled == PollResult::Polled(Readiness::Idle);
+        let cost = self.busy.end_poll(end - now, idle);
+        if cost > 0 {
+            self.charge_poll(index, cost, end);
+        }
+        end
+    }
+
+    /// Charges a group for a poll that took `cost` and ended at `end`.
+    fn charge_poll(&mut self, index: usize, cost: u64, end: u64) {
+        // A poll sleeps if the guest takes the memory of a USERD away.
+        let stolen = if cost > self.pace.preemption_latency_ns {
+            self.stolen.read(end).min(cost)
+        } else {
+            0
+        };
+        let counters = self.groups[index].vgpu.counters();
+        Counters::add(&counters.stolen_ns, stolen);
+        Counters::add(&counters.engine_ns, cost - stolen);
+        self.runlist.charge(index, cost - stolen);
     }
 }

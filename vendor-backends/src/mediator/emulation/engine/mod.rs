@@ -7,9 +7,11 @@
 //! * [`vgpu_list`], [`waker`]: shared with the control threads
 //! * `engine_loop`: polling, and the choice of the next group
 //! * `run_group`: one run of a group and its accounting
+//! * `busy_clock`: which time is charged to which vGPU
 //! * `sleep`: spinning and sleeping without work
-//! * `stolen_time`: time that the host took from the engine
+//! * `stolen_time`: time that the host took from the engine, as against sleep
 
+mod busy_clock;
 mod engine_loop;
 mod run_group;
 mod sleep;

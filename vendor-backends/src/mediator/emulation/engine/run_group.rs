@@ -9,9 +9,10 @@ use crate::mediator::emulation::counters::Counters;
 use crate::mediator::hardware::Pace;
 
 impl EngineLoop {
-    /// Runs group `index` for at most `budget` nanoseconds and charges the time.
-    pub fn run_group(&mut self, index: usize, budget: u64) {
-        let start = now_ns();
+    /// Runs group `index` for at most `budget` nanoseconds from `start`, the current time. Charges
+    /// the time since the last run that was charged to no group. Returns the end of the run.
+    pub fn run_group(&mut self, index: usize, budget: u64, start: u64) -> u64 {
+        let since = self.busy.run_from(start);
         if let Some(before) = self.running.replace(index).filter(|before| *before != index)
             && self.groups[before].waiting_since.is_some()
         {
@@ -25,22 +26,24 @@ impl EngineLoop {
         }
         let Pace { preemption_latency_ns, max_run_ns, .. } = self.pace;
         let limit = start + budget.min(max_run_ns);
-        let engine_time = group.vgpu.run(start, limit);
+        let engine_time = group.vgpu.run(since, start, limit);
         let end = now_ns();
         group.waiting_since = Some(end);
-        let mut used = end - start;
+        self.busy.end_run(end);
+        let mut used = end - since;
         let vgpu = &self.groups[index].vgpu;
         let counters = vgpu.counters();
-        if end > limit + preemption_latency_ns {
-            let stolen = self.stolen.read(end).min(end - limit);
+        let late = end.saturating_sub(limit) + (start - since);
+        if late > preemption_latency_ns {
+            let stolen = self.stolen.read(end).min(late);
             used -= stolen;
             Counters::add(&counters.stolen_ns, stolen);
         }
         Counters::add(&counters.engine_ns, used);
-        let engine_time = engine_time.until(start + used);
+        let engine_time = engine_time.until(since + used);
         Counters::add(&counters.copy_ns, engine_time.copy_ns);
         Counters::add(&counters.compute_ns, engine_time.compute_ns);
-        let overrun = used.saturating_sub(budget.min(max_run_ns));
+        let overrun = (since + used).saturating_sub(limit);
         if overrun > preemption_latency_ns {
             Counters::add(&counters.slice_overruns, 1);
             Counters::add(&counters.overrun_ns, overrun);
@@ -48,7 +51,7 @@ impl EngineLoop {
         if let Some(closed) = vgpu.gate_closed_ns() {
             Counters::add(&counters.gate_cost_ns, end.saturating_sub(closed).min(used));
         } else if self.runlist.entry(index).has_budget() {
-            Counters::add(&counters.gate_cost_ns, used.saturating_sub(budget));
+            Counters::add(&counters.gate_cost_ns, (since + used).saturating_sub(start + budget));
         }
         if overrun > self.grace_ns {
             vgpu.fail_running(overrun);
@@ -56,5 +59,9 @@ impl EngineLoop {
         self.runlist.charge(index, used);
         self.idle_since = None;
         self.semaphore_poll_ns = SEMAPHORE_POLL_MIN_NS;
+        if let Some(slept_ns) = self.woken_after_ns.take() {
+            self.adapt_spin(slept_ns);
+        }
+        end
     }
 }

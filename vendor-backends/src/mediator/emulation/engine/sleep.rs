@@ -33,6 +33,7 @@ impl EngineLoop {
     /// Spins for a while, then sleeps.
     pub fn idle(&mut self, now: u64) {
         self.running = None;
+        self.busy.stop();
         if self.groups.iter().any(|group| group.polled == PollResult::Busy) {
             thread::yield_now();
             return;
@@ -66,13 +67,10 @@ impl EngineLoop {
             let awake = now_ns();
             let late = timeout.filter(|_| !woken).map_or(0, |ns| (awake - now).saturating_sub(ns));
             self.stolen.read_after_sleep(awake, if late > LATE_NS { late } else { 0 });
-            // A timeout, such as polling a semaphore again, must not restart the spinning.
-            self.idle_since = (!woken).then_some(0);
-            if woken && awake - now < SHORT_SLEEP_NS {
-                self.spin_ns = (self.spin_ns * 2).min(SPIN_MAX_NS);
-            } else if woken {
-                self.spin_ns = (self.spin_ns / 2).max(SPIN_MIN_NS);
-            }
+            // Only work restarts the spinning: no timeout, such as polling a semaphore again, and no
+            // wake-up without work, by which a guest could keep the engine awake.
+            self.idle_since = Some(0);
+            self.woken_after_ns = woken.then_some(awake - now);
         } else {
             self.idle_since = None;
         }
@@ -82,6 +80,16 @@ impl EngineLoop {
             group.vgpu.announce_sleep(false);
         }
         self.last_poll_ns = 0;
+    }
+
+    /// Adapts the time of spinning after a wake-up that brought work and ended a sleep of
+    /// `slept_ns`.
+    pub fn adapt_spin(&mut self, slept_ns: u64) {
+        self.spin_ns = if slept_ns < SHORT_SLEEP_NS {
+            (self.spin_ns * 2).min(SPIN_MAX_NS)
+        } else {
+            (self.spin_ns / 2).max(SPIN_MIN_NS)
+        };
     }
 
     /// Sleeps until a wake-up or a timeout. Returns whether a wake-up arrived, and the timeout.

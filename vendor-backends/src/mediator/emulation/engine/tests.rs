@@ -67,10 +67,19 @@ impl Guest {
             at(VRAM / 2),
             (VRAM / 4) as u32,
         );
-        let bytes: Vec<u8> = push.words().iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.queue(push.words());
+    }
+
+    /// Queues `count` yields, each of which ends a run.
+    fn yields(&self, count: usize) {
+        let header = 1 << 29 | 1 << 16 | host::YIELD >> 2;
+        self.queue(&[header, host::YIELD_TSG].repeat(count));
+    }
+
+    fn queue(&self, words: &[u32]) {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.vram.write(PUSHBUFFER, &bytes).unwrap();
-        let dwords = push.words().len() as u32;
-        let entry = GpEntry::Segment { va: at(PUSHBUFFER), dwords };
+        let entry = GpEntry::Segment { va: VA_START + PUSHBUFFER, dwords: words.len() as u32 };
         self.vram.store_u64(0, entry.encode()).unwrap();
         self.vram.store_u32(USERD + userd::GP_PUT, 1).unwrap();
     }
@@ -104,7 +113,7 @@ fn a_preemption_timeout_resets_one_channel_and_notifies_its_guest() {
     neighbour.copy();
     // A chunk of a copy takes longer than 1 ns, which without grace is a preemption timeout.
     let mut engine = engine(&vgpus, 0);
-    engine.run_group(0, 1);
+    engine.run_group(0, 1, now_ns());
     assert_eq!(hung.error(), notifier::CTXSW_TIMEOUT);
     assert_eq!(notifier::CTXSW_TIMEOUT, 109, "the code that drivers expect");
     assert!(hung.pending().contains(Pending::CHANNEL_ERROR), "the guest gets an interrupt");
@@ -114,7 +123,7 @@ fn a_preemption_timeout_resets_one_channel_and_notifies_its_guest() {
 
     engine.grace_ns = PREEMPTION_GRACE_NS;
     while neighbour.vgpu.usage().submissions == 0 {
-        engine.run_group(1, Pace::CPU.max_run_ns);
+        engine.run_group(1, Pace::CPU.max_run_ns, now_ns());
     }
     assert_eq!((neighbour.error(), neighbour.pending()), (0, Pending::empty()));
     assert_eq!(neighbour.vgpu.usage().hang_resets, 0);
@@ -129,12 +138,32 @@ fn engine_time_is_counted_by_engine_and_adds_up() {
     guest.copy();
     let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
     while guest.vgpu.usage().submissions == 0 {
-        engine.run_group(0, Pace::CPU.max_run_ns);
+        engine.run_group(0, Pace::CPU.max_run_ns, now_ns());
     }
     let usage = guest.vgpu.usage();
     assert_eq!((usage.copy_ns, usage.compute_ns, usage.host_ns()), (usage.engine_ns, 0, 0));
     // A run without work counts for neither engine.
-    engine.run_group(0, Pace::CPU.max_run_ns);
+    engine.run_group(0, Pace::CPU.max_run_ns, now_ns());
     let usage = guest.vgpu.usage();
     assert!(usage.host_ns() > 0, "{usage:?}");
+}
+
+/// Beside a guest whose runs are as short as runs can be.
+#[test]
+fn the_whole_wall_clock_is_charged_while_there_is_work() {
+    let vgpus = Arc::new(VgpuList::new().unwrap());
+    let (yielding, neighbour, idle) = (Guest::new(&vgpus), Guest::new(&vgpus), Guest::new(&vgpus));
+    yielding.yields(400_000);
+    neighbour.copy();
+    let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
+    let used = || [&yielding, &neighbour, &idle].map(|guest| guest.vgpu.usage());
+    let charged = || used().map(|usage| usage.engine_ns + usage.stolen_ns).iter().sum::<u64>();
+    let begun = engine.step(now_ns());
+    let (mut now, before, mut steps) = (begun, charged(), 0);
+    while now - begun < 20_000_000 {
+        now = engine.step(now);
+        steps += 1;
+    }
+    assert_eq!(charged() - before, now - begun, "{:?}", used());
+    assert!(steps > 100, "{steps}: the yields ended their runs");
 }

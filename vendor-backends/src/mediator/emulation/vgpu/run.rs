@@ -117,9 +117,9 @@ impl Vgpu {
         }
     }
 
-    /// Runs the next ready channel until `end_ns`. Returns the time by engine.
-    pub fn run(&self, now: u64, end_ns: u64) -> EngineTime {
-        let idle = EngineTime::new(now);
+    /// Runs the next ready channel until `end_ns`. Returns the time by engine since `since_ns`.
+    pub fn run(&self, since_ns: u64, now: u64, end_ns: u64) -> EngineTime {
+        let idle = EngineTime::new(since_ns);
         let Some(mut state) = self.try_lock() else { return idle };
         let may_submit = state.may_submit(now);
         let hang_limit_ns = state.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
@@ -133,7 +133,7 @@ impl Vgpu {
         let Some(id) = next else { return idle };
         *last_run = id;
         let Some(channel) = channels.get_mut(&id) else { return idle };
-        channel.begin(now);
+        channel.begin(since_ns);
         let limit = RunLimit {
             end_ns,
             waiting_requests: &self.waiting_requests,
