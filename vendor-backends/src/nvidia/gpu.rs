@@ -20,7 +20,7 @@ use nix::time::ClockId;
 use super::client::driver_layout;
 use super::device::{Card, Device, cards};
 use super::rm::{Node, Rm, RmError};
-use super::usage_reconcile::{Reconciler, Reported};
+use super::usage_reconcile::{Account, Reconciler, ReportLimit, Reported};
 use super::wire::{self, FromManager, FromWorker, Grant, Options, Report};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
@@ -48,44 +48,70 @@ struct WorkerConn {
     missed_replies: u32,
     timeslice: Duration,
     gate: GateState,
-    /// Total engine time of kernels that the worker has reported, in nanoseconds.
+    /// Total engine time of kernels that the worker has reported, in nanoseconds. None before the
+    /// first report of a worker that ran under a previous manager.
     reported_ns: Option<u64>,
+    /// Plausibility of the reported engine time of kernels.
+    account: Account,
+    /// Limits of the reported time with copies, and with any work.
+    copying_limit: ReportLimit,
+    had_work_limit: ReportLimit,
     /// Total engine time of kernels that is charged, in nanoseconds.
     compute_ns: u64,
     /// Total engine time of copies that is charged.
     copy_time: Duration,
     /// Part of the reported copying time that is accounted, in nanoseconds.
     accounted_copying_ns: u64,
+    /// Copying time that is reported, plausible and not charged yet.
+    new_copying: Duration,
+    /// Part of the reported time with work that is accounted, in nanoseconds.
+    accounted_work_ns: u64,
+    /// Total time with work, in nanoseconds.
+    had_work_ns: u64,
 }
+
+/// Maximum total that is taken over from a previous manager: one year.
+const MAX_TAKEN_OVER_NS: u64 = 365 * 86_400 * 1_000_000_000;
 
 impl WorkerConn {
     /// Returns the charged usage.
     fn usage(&self) -> Usage {
         let copy_ns = self.copy_time.as_nanos() as u64;
-        let engine_ns = self.compute_ns + copy_ns;
+        let engine_ns = self.compute_ns.saturating_add(copy_ns);
         // The vGPU waited for the rest of the time in which it had work.
-        let wait_ns = self.report.had_work_ns.saturating_sub(engine_ns);
+        let wait_ns = self.had_work_ns.saturating_sub(engine_ns);
         Usage { engine_ns, compute_ns: self.compute_ns, copy_ns, wait_ns, ..self.report.usage }
     }
 
     /// Returns the engine time of kernels reported since the previous call.
-    fn take_reported(&mut self) -> Reported {
+    fn take_reported(&mut self) -> Reported<'_> {
         let total_ns = self.report.usage.compute_ns;
-        let Some(reported_ns) = &mut self.reported_ns else {
-            // The worker may have run under a previous manager. That time counts as charged.
-            self.reported_ns = Some(total_ns);
-            self.compute_ns = total_ns;
-            return Reported::default();
-        };
+        let reported_ns = self.reported_ns.get_or_insert_with(|| {
+            // The worker ran under a previous manager. That time counts as charged.
+            self.compute_ns = total_ns.min(MAX_TAKEN_OVER_NS);
+            self.accounted_copying_ns = self.report.copying_ns;
+            self.accounted_work_ns = self.report.had_work_ns;
+            self.had_work_ns = self.report.had_work_ns.min(MAX_TAKEN_OVER_NS);
+            total_ns
+        });
         let engine_ns = total_ns.saturating_sub(*reported_ns);
         *reported_ns = total_ns.max(*reported_ns);
         let gated = self.gate.closed && self.gate.closed_at_last_report;
-        Reported { engine_ns, gated }
+        Reported { account: &mut self.account, engine_ns, gated }
     }
 
-    /// Returns the copying time that is reported and not accounted yet.
-    fn new_copying(&self) -> Duration {
-        Duration::from_nanos(self.report.copying_ns.saturating_sub(self.accounted_copying_ns))
+    /// Takes the reported times with copies and with any work, as far as they are plausible.
+    fn take_times(&mut self, now: Instant) {
+        let new = |total_ns: u64, accounted_ns: &mut u64, limit: &mut ReportLimit| {
+            let new_ns = total_ns.saturating_sub(*accounted_ns);
+            *accounted_ns = total_ns.max(*accounted_ns);
+            limit.admit(now, Duration::from_nanos(new_ns))
+        };
+        let Report { copying_ns, had_work_ns, .. } = self.report;
+        let copying = &mut self.accounted_copying_ns;
+        self.new_copying = new(copying_ns, copying, &mut self.copying_limit);
+        let had_work = new(had_work_ns, &mut self.accounted_work_ns, &mut self.had_work_limit);
+        self.had_work_ns = self.had_work_ns.saturating_add(had_work.as_nanos() as u64);
     }
 }
 
@@ -137,7 +163,7 @@ impl NvidiaGpu {
             options,
             workers: BTreeMap::new(),
             usage_request: 0,
-            reconciler: Reconciler::default(),
+            reconciler: Reconciler::new(Instant::now()),
             buffer: vec![0; MAX_PACKET],
             _keep_open: keep_open,
         })
@@ -165,6 +191,7 @@ impl NvidiaGpu {
     /// Adds a connection to a worker. Returns the worker's end.
     fn add_worker(&mut self, spec: &ClientSpec, ready: bool) -> Result<OwnedFd, GpuError> {
         let (socket, worker_socket) = SeqPacket::pair()?;
+        let now = Instant::now();
         let worker = WorkerConn {
             spec: spec.clone(),
             socket,
@@ -173,10 +200,17 @@ impl NvidiaGpu {
             missed_replies: 0,
             timeslice: self.description.default_timeslice,
             gate: GateState::default(),
-            reported_ns: None,
+            // A new worker starts at 0.
+            reported_ns: (!ready).then_some(0),
+            account: Account::new(now),
+            copying_limit: ReportLimit::new(now),
+            had_work_limit: ReportLimit::new(now),
             compute_ns: 0,
             copy_time: Duration::ZERO,
             accounted_copying_ns: 0,
+            new_copying: Duration::ZERO,
+            accounted_work_ns: 0,
+            had_work_ns: 0,
         };
         self.workers.insert(spec.vgpu, worker);
         Ok(worker_socket.into())
@@ -252,30 +286,42 @@ impl NvidiaGpu {
     }
 
     /// Charges the engine time of kernels that the workers report, as far as it is plausible.
-    fn charge_kernels(&mut self) {
-        let replied = self.workers.values_mut().filter(|worker| worker.missed_replies == 0);
-        let reports: Vec<Reported> = replied.map(WorkerConn::take_reported).collect();
-        let charged = self.reconciler.charge(Instant::now(), &reports);
-        let replied = self.workers.values_mut().filter(|worker| worker.missed_replies == 0);
-        for (worker, charged_ns) in replied.zip(charged) {
-            worker.compute_ns += charged_ns;
+    fn charge_kernels(&mut self, now: Instant) {
+        let replied = self.workers.iter_mut().filter(|(_, worker)| worker.missed_replies == 0);
+        let (mut reports, mut trusted) = (Vec::new(), Vec::new());
+        for (_, worker) in replied {
+            trusted.push(!worker.account.is_suspect(now));
+            reports.push(worker.take_reported());
+        }
+        let charged = self.reconciler.charge(now, &mut reports);
+        let replied = self.workers.iter_mut().filter(|(_, worker)| worker.missed_replies == 0);
+        for (((vgpu, worker), charged_ns), trusted) in replied.zip(charged).zip(trusted) {
+            worker.compute_ns = worker.compute_ns.saturating_add(charged_ns);
             worker.gate.closed_at_last_report = worker.gate.closed;
+            if trusted && worker.account.is_suspect(now) {
+                log::warn!(
+                    "The worker of vGPU {vgpu} reports more engine time than has passed: its \
+                     reports are cut"
+                );
+            }
         }
     }
 
     /// Charges the time since the previous call in which vGPUs had copies to do. The copy engine
     /// reports no times, but the hardware keeps to the slices, so vGPUs are charged by their
     /// slices.
-    fn charge_copies(&mut self) {
-        let longest = self.workers.values().map(WorkerConn::new_copying).max().unwrap_or_default();
-        let weight = |worker: &WorkerConn| {
-            worker.new_copying().as_secs_f64() * worker.timeslice.as_secs_f64()
-        };
+    fn charge_copies(&mut self, now: Instant) {
+        let replied = self.workers.values_mut().filter(|worker| worker.missed_replies == 0);
+        replied.for_each(|worker| worker.take_times(now));
+        let longest =
+            self.workers.values().map(|worker| worker.new_copying).max().unwrap_or_default();
+        let weight =
+            |worker: &WorkerConn| worker.new_copying.as_secs_f64() * worker.timeslice.as_secs_f64();
         let total: f64 = self.workers.values().map(weight).sum();
         for worker in self.workers.values_mut() {
             let part = if total > 0.0 { weight(worker) / total } else { 0.0 };
-            worker.copy_time += longest.mul_f64(part).min(worker.new_copying());
-            worker.accounted_copying_ns = worker.accounted_copying_ns.max(worker.report.copying_ns);
+            worker.copy_time += longest.mul_f64(part).min(worker.new_copying);
+            worker.new_copying = Duration::ZERO;
         }
     }
 }
@@ -341,8 +387,9 @@ impl Gpu for NvidiaGpu {
         let requested = self.request_usage()?;
         self.await_usage(requested);
         let now = ClockId::CLOCK_MONOTONIC.now().map(Duration::from).unwrap_or_default();
-        self.charge_kernels();
-        self.charge_copies();
+        let taken_at = Instant::now();
+        self.charge_kernels(taken_at);
+        self.charge_copies(taken_at);
         Ok(UsageReport {
             now_ns: now.as_nanos() as u64,
             vgpus: self.workers.iter().map(|(vgpu, worker)| (*vgpu, worker.usage())).collect(),
