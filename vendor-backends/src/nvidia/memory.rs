@@ -16,7 +16,8 @@ use crate::mem::Mapping;
 /// Page size of video memory. Mappings aligned to it need the fewest page table entries.
 const HUGE_PAGE: u64 = 2 * MIB;
 
-/// Maximum number of mappings. Each is an object of the driver, in kernel memory.
+/// Maximum number of mappings, and of the pieces that partial unmaps leave of them. Each is an
+/// object of the driver, in kernel memory.
 const MAX_MAPPINGS: usize = 65_536;
 
 /// Imported guest memory. Pinned until this is dropped.
@@ -236,6 +237,11 @@ impl Memory {
                 return Err(GpuError::NotFound("mapping"));
             };
             let part_end = end.min(start + mapping.len);
+            // Only a hole within one mapping leaves more pieces than there were.
+            let is_hole = at > *start && part_end < start + mapping.len;
+            if is_hole && self.mappings.len() >= MAX_MAPPINGS {
+                return Err(GpuError::Limit("mappings: unmap whole mappings"));
+            }
             parts.push((*start, at, part_end));
             at = part_end;
         }
