@@ -1,15 +1,16 @@
 //! Packets with file descriptors between Tessera's processes, over SOCK_SEQPACKET UNIX sockets.
 
-use std::io::{self, IoSlice, IoSliceMut};
+mod sys;
+
+use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
-use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
-    UnixAddr, accept4, bind, connect, listen, recvmsg, sendmsg, setsockopt, socket, socketpair,
+    AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind,
+    connect, listen, sendmsg, setsockopt, socket, socketpair,
     sockopt::{ReceiveTimeout, SendTimeout},
 };
 use nix::sys::time::{TimeVal, TimeValLike};
@@ -20,9 +21,6 @@ use serde::de::DeserializeOwned;
 pub const MAX_PACKET: usize = 64 * 1024;
 /// Maximum number of file descriptors of a packet.
 pub const MAX_FDS: usize = 8;
-
-/// Maximum number of file descriptors that the kernel passes with one message (`SCM_MAX_FD`).
-const KERNEL_MAX_FDS: usize = 253;
 
 /// One end of a connection.
 #[derive(Debug)]
@@ -35,6 +33,9 @@ pub struct Packet {
     pub len: usize,
     /// Received file descriptors, close-on-exec.
     pub fds: Vec<OwnedFd>,
+    /// True if the kernel discarded descriptors of the packet, because this process or its user has
+    /// no room for them.
+    pub fds_lost: bool,
 }
 
 impl SeqPacket {
@@ -106,33 +107,22 @@ impl SeqPacket {
     }
 
     fn recv_with(&self, buffer: &mut [u8], flags: MsgFlags) -> io::Result<Option<Packet>> {
-        // With less room the kernel truncates the list, and the received descriptors leak.
-        let mut control = cmsg_space!([RawFd; KERNEL_MAX_FDS]);
-        let mut iov = [IoSliceMut::new(buffer)];
-        let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
-        let message = loop {
-            match recvmsg::<()>(self.0.as_raw_fd(), &mut iov, Some(&mut control), flags) {
-                Ok(message) => break message,
+        let (len, fds, flags) = loop {
+            match sys::receive(self.0.as_fd(), buffer, flags) {
+                Ok(received) => break received,
                 Err(Errno::EINTR) => {}
                 Err(Errno::ECONNRESET) => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
         };
-        let mut fds = Vec::new();
-        for item in message.cmsgs()? {
-            if let ControlMessageOwned::ScmRights(raw) = item {
-                // SAFETY: the kernel has just created these descriptors, and no other code uses
-                // them.
-                fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
-            }
-        }
-        if message.flags.contains(MsgFlags::MSG_TRUNC) || fds.len() > MAX_FDS {
+        if flags.contains(MsgFlags::MSG_TRUNC) || fds.len() > MAX_FDS {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "The packet has too many bytes or file descriptors",
             ));
         }
-        Ok((message.bytes > 0).then_some(Packet { len: message.bytes, fds }))
+        let fds_lost = flags.contains(MsgFlags::MSG_CTRUNC);
+        Ok((len > 0).then_some(Packet { len, fds, fds_lost }))
     }
 }
 

@@ -3,6 +3,8 @@
 mod abuse;
 mod access;
 mod engine_time;
+mod lost;
 mod sandbox;
 mod system_calls;
+mod waiting;
 mod worker_users;

@@ -15,7 +15,7 @@ use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
-use super::connection::Connection;
+use super::connection::{Connection, is_closed};
 use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, Refusal};
 use crate::mem::Mapping;
 use crate::seqpacket::SeqPacket;
@@ -177,9 +177,8 @@ impl Client for MediatedClient {
         // The token is not needed: the engine polls all channels of this vGPU. A full queue already
         // holds a pending wake-up.
         match self.wake.try_send(&[1], &[]) {
-            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => {
-                Err(GpuError::Lost(error.to_string()))
-            }
+            Err(error) if is_closed(&error) => Err(GpuError::Lost(error.to_string())),
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => Err(error.into()),
             _ => Ok(()),
         }
     }

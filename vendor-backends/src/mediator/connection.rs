@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use mdev_core::gpu::GpuError;
+use nix::errno::Errno;
 use nix::sys::socket::{setsockopt, sockopt};
 use nix::sys::time::{TimeVal, TimeValLike};
 use serde::Serialize;
@@ -15,8 +16,8 @@ use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
 /// Time limit of a reply. A worker must answer QEMU within 5 s.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// A connection to a GPU process. After an error it stays unusable, because a late reply would
-/// answer the wrong request.
+/// A connection to a GPU process. After the loss of a reply it stays unusable, because a late reply
+/// would answer the wrong request.
 #[derive(Debug)]
 pub struct Connection {
     socket: SeqPacket,
@@ -34,6 +35,12 @@ impl Connection {
     }
 
     /// Sends a request. Returns the reply and its file descriptors.
+    ///
+    /// # Errors
+    ///
+    /// [`GpuError::Lost`] only if the GPU process is gone, does not answer, or sends nonsense. A lack
+    /// of resources of this process is [`GpuError::Io`]: the request was not sent, or its reply came
+    /// without its descriptors ([`is_out_of_descriptors`]). The connection then stays usable.
     pub fn request<Q: Serialize, A: DeserializeOwned>(
         &mut self,
         request: &Q,
@@ -42,26 +49,33 @@ impl Connection {
         if let Some(reason) = &self.lost {
             return Err(GpuError::Lost(reason.clone()));
         }
-        self.exchange(request, fds).map_err(|error| {
-            self.undecodable = error.kind() == io::ErrorKind::InvalidData;
-            let reason = match error.kind() {
-                io::ErrorKind::WouldBlock => "the GPU process does not answer".into(),
-                io::ErrorKind::BrokenPipe => "the GPU process has ended".into(),
-                _ => error.to_string(),
-            };
-            self.lost = Some(reason.clone());
-            GpuError::Lost(reason)
-        })
+        let bytes = seqpacket::encode(request)?;
+        match self.socket.send(&bytes, fds) {
+            Ok(()) => {}
+            Err(error) if is_closed(&error) => return Err(self.lose(&error)),
+            Err(error) => return Err(error.into()),
+        }
+        let received = self.socket.recv(&mut self.buffer).and_then(|packet| {
+            let packet = packet.ok_or(io::ErrorKind::BrokenPipe)?;
+            Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds, packet.fds_lost))
+        });
+        match received {
+            Ok((_, _, true)) => Err(io::Error::from(Errno::EMFILE).into()),
+            Ok((reply, fds, false)) => Ok((reply, fds)),
+            Err(error) => Err(self.lose(&error)),
+        }
     }
 
-    fn exchange<Q: Serialize, A: DeserializeOwned>(
-        &mut self,
-        request: &Q,
-        fds: &[BorrowedFd<'_>],
-    ) -> io::Result<(A, Vec<OwnedFd>)> {
-        self.socket.send(&seqpacket::encode(request)?, fds)?;
-        let packet = self.socket.recv(&mut self.buffer)?.ok_or(io::ErrorKind::BrokenPipe)?;
-        Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds))
+    /// Marks the connection as unusable, and returns the error.
+    fn lose(&mut self, error: &io::Error) -> GpuError {
+        self.undecodable = error.kind() == io::ErrorKind::InvalidData;
+        let reason = match error.kind() {
+            io::ErrorKind::WouldBlock => "the GPU process does not answer".into(),
+            _ if is_closed(error) => "the GPU process has ended".into(),
+            _ => error.to_string(),
+        };
+        self.lost = Some(reason.clone());
+        GpuError::Lost(reason)
     }
 
     /// Returns whether the connection failed because a reply could not be decoded. For a hello this
@@ -78,8 +92,44 @@ impl Connection {
     }
 }
 
+/// Returns whether a send failed because the peer has closed the connection.
+pub fn is_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | NotConnected)
+}
+
+/// Returns whether a reply lost its descriptors for want of room in this process.
+pub fn is_out_of_descriptors(error: &GpuError) -> bool {
+    matches!(error, GpuError::Io(error) if error.raw_os_error() == Some(libc::EMFILE))
+}
+
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_that_cannot_be_sent_does_not_lose_the_connection() {
+        let (ours, theirs) = SeqPacket::pair().unwrap();
+        let mut connection = Connection::new(ours).unwrap();
+        let copy = theirs.as_fd().try_clone_to_owned().unwrap();
+        let too_many = vec![copy.as_fd(); seqpacket::MAX_FDS + 1];
+        let error = connection.request::<u32, u32>(&1, &too_many).unwrap_err();
+        assert!(matches!(error, GpuError::Io(_)), "{error}");
+        let server = std::thread::spawn(move || {
+            let packet = theirs.recv(&mut [0; 64]).unwrap().unwrap();
+            theirs.send(&seqpacket::encode(&7_u32).unwrap(), &[]).unwrap();
+            packet.len
+        });
+        assert_eq!(connection.request::<u32, u32>(&1, &[]).unwrap().0, 7);
+        assert_eq!(server.join().unwrap(), 1);
+        drop(copy);
+        let error = connection.request::<u32, u32>(&1, &[]).unwrap_err();
+        assert!(error.to_string().ends_with("the GPU process has ended"), "{error}");
     }
 }

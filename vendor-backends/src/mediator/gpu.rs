@@ -10,7 +10,7 @@ use mdev_core::gpu::{
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
 
-use super::connection::Connection;
+use super::connection::{self, Connection};
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
 use crate::seqpacket::SeqPacket;
 
@@ -63,13 +63,20 @@ impl Gpu for MediatedGpu {
     }
 
     fn admit(&mut self, spec: &ClientSpec) -> Result<Admission, GpuError> {
-        let (reply, mut fds) = self.connection.request(&AdminRequest::Admit(spec.clone()), &[])?;
-        match (reply, fds.pop()) {
-            (AdminReply::Admitted, Some(fd)) => {
-                Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd: Some(fd) })
+        match self.connection.request(&AdminRequest::Admit(spec.clone()), &[]) {
+            Ok((AdminReply::Admitted, fds)) if !fds.is_empty() => {
+                let fd = fds.into_iter().next();
+                Ok(Admission { backend: super::BACKEND, spec: spec.clone(), fd })
             }
-            (AdminReply::Refused(refusal), _) => Err(refusal.into()),
-            _ => Err(self.connection.unexpected_reply()),
+            Ok((AdminReply::Refused(refusal), _)) => Err(refusal.into()),
+            Ok(_) => Err(self.connection.unexpected_reply()),
+            Err(error) => {
+                // The vGPU is admitted, but its connection was lost for want of a descriptor here.
+                if connection::is_out_of_descriptors(&error) {
+                    self.evict(spec.vgpu)?;
+                }
+                Err(error)
+            }
         }
     }
 

@@ -10,7 +10,7 @@
 //!   a worker
 //! * [`backend`]: GPU backends of this build
 //! * [`gpu_process`]: GPU process of a parent
-//! * [`spawn`]: start of processes and threads
+//! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
 //! * [`systemd`]: socket activation and notifications
 //! * [`log_limiter`]: rate limit for log lines
 
@@ -23,6 +23,7 @@ pub mod gpu_process;
 pub mod http;
 pub mod log_limiter;
 pub mod manager;
+pub mod process;
 pub mod run;
 pub mod service;
 pub mod spawn;

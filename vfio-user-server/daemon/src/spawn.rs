@@ -6,21 +6,20 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use nix::sys::stat::{Mode, umask};
-use serde::{Deserialize, Serialize};
 
+pub use crate::process::{Process, ProcessRecord};
 use vgpud_host::users::Account;
 
 /// Number of the first descriptor of a role.
@@ -207,19 +206,18 @@ pub fn script(
             nix::unistd::setsid().map(drop).map_err(io::Error::from)
         });
     }
-    let mut process = Process::of_child(command.spawn()?)?;
+    let process = Process::of_child(command.spawn()?)?;
     if !process.wait(timeout) {
         // The script leads its process group. It has not been reaped, so its number is not reused.
-        let group = nix::unistd::Pid::from_raw(process.pid.cast_signed());
+        let group = nix::unistd::Pid::from_raw(process.pid().cast_signed());
         if let Err(error) = nix::sys::signal::killpg(group, Signal::SIGKILL) {
             log::warn!("Cannot kill {}: {error}", path.display());
         }
-        process.reap();
+        process.leave();
         let what = format!("it did not end within {} s, and was killed", timeout.as_secs_f32());
         return Err(io::Error::new(io::ErrorKind::TimedOut, what));
     }
-    let gone = || io::Error::other("it is not a child of this process");
-    let status = process.child.as_mut().ok_or_else(gone)?.wait()?;
+    let status = process.exit_status()?;
     let read = |mut file: File| {
         let mut bytes = Vec::new();
         file.rewind()?;
@@ -242,125 +240,6 @@ fn place(raw: &[RawFd], moved: &mut [RawFd]) -> io::Result<()> {
         Errno::result(unsafe { libc::dup2(*copy, target) })?;
     }
     Ok(())
-}
-
-/// Process, identified by its pidfd: a signal never reaches another process that reused its number.
-#[derive(Debug)]
-pub struct Process {
-    pid: u32,
-    pidfd: OwnedFd,
-    child: Option<Child>,
-}
-
-/// Record of a process for the next manager.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProcessRecord {
-    /// Process ID.
-    pub pid: u32,
-    /// Start time in clock ticks since boot. Tells the process from a later one with the same
-    /// number.
-    pub start_ticks: u64,
-}
-
-impl Process {
-    fn of_child(child: Child) -> io::Result<Self> {
-        let pid = child.id();
-        Ok(Self { pid, pidfd: open_pidfd(pid)?, child: Some(child) })
-    }
-
-    /// Finds a recorded process. Returns `None` if it has ended.
-    pub fn find(record: ProcessRecord) -> Option<Self> {
-        let pidfd = open_pidfd(record.pid).ok()?;
-        // The start time is read after the pidfd is open, so that both are of one process.
-        let found = Self { pid: record.pid, pidfd, child: None };
-        (found.record().ok()? == record && !found.has_ended()).then_some(found)
-    }
-
-    /// Returns the record by which [`Process::find`] finds the process.
-    pub fn record(&self) -> io::Result<ProcessRecord> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid))?;
-        // The second field is the name in brackets and may hold anything, so fields are counted
-        // from its end.
-        let start_ticks = stat
-            .rsplit_once(')')
-            .and_then(|(_, rest)| rest.split_whitespace().nth(19))
-            .and_then(|field| field.parse().ok())
-            .ok_or_else(|| io::Error::other("Unexpected format of /proc/PID/stat"))?;
-        Ok(ProcessRecord { pid: self.pid, start_ticks })
-    }
-
-    /// Returns the process ID.
-    pub fn pid(&self) -> u32 {
-        self.pid
-    }
-
-    /// Returns a descriptor that becomes readable when the process ends.
-    pub fn watch(&self) -> io::Result<OwnedFd> {
-        self.pidfd.try_clone()
-    }
-
-    /// Sends a signal. A process that has ended is no error.
-    pub fn signal(&self, signal: Signal) {
-        // SAFETY: plain system call with a null pointer, which it accepts.
-        let done = Errno::result(unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.pidfd.as_raw_fd(),
-                signal as libc::c_int,
-                std::ptr::null::<libc::siginfo_t>(),
-                0,
-            )
-        });
-        if let Err(error) = done
-            && error != Errno::ESRCH
-        {
-            log::warn!("Cannot send {signal} to process {}: {error}", self.pid);
-        }
-    }
-
-    /// Returns true once the process has ended.
-    pub fn has_ended(&self) -> bool {
-        self.wait(Duration::ZERO)
-    }
-
-    /// Waits for the end of the process. Returns false after `limit`.
-    pub fn wait(&self, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-            match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], timeout) {
-                Ok(0) if left.is_zero() => return false,
-                Ok(0) | Err(Errno::EINTR) => {}
-                Ok(_) => return true,
-                Err(_) => return false,
-            }
-        }
-    }
-
-    /// Waits for the end of the process and kills it after `timeout`. Returns the exit status of a
-    /// child of this process.
-    pub fn end(mut self, timeout: Duration) -> Option<String> {
-        if !self.wait(timeout) {
-            self.signal(Signal::SIGKILL);
-            self.wait(Duration::from_secs(2));
-        }
-        self.reap()
-    }
-
-    /// Waits for a child of this process and returns its exit status as text. Returns `None` for
-    /// other processes.
-    pub fn reap(&mut self) -> Option<String> {
-        let status = self.child.as_mut()?.wait().ok()?;
-        Some(status.to_string())
-    }
-}
-
-fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: plain system call without pointers.
-    let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid.cast_signed(), 0) })?;
-    // SAFETY: the kernel has just made this descriptor for us.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
 /// Takes a descriptor that this role was started with, by its number.
@@ -391,33 +270,4 @@ pub fn listening(socket: OwnedFd) -> io::Result<OwnedFd> {
         "Descriptor {number} is no socket that listens; start `vgpud run`, which starts this"
     );
     Err(io::Error::new(io::ErrorKind::InvalidInput, what))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn process_is_found_by_its_record_until_it_ends() {
-        let child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
-        let mut process = Process::of_child(child).unwrap();
-        let record = process.record().unwrap();
-        let found = Process::find(record).unwrap();
-        let another = ProcessRecord { start_ticks: record.start_ticks + 1, ..record };
-        assert!(Process::find(another).is_none(), "a later process with the same number");
-        assert!(!found.has_ended());
-        found.signal(Signal::SIGKILL);
-        assert!(found.wait(Duration::from_secs(5)));
-        assert!(Process::find(record).is_none(), "it has ended and is not reaped");
-        assert!(process.reap().unwrap().contains("signal: 9"));
-    }
-
-    #[test]
-    fn process_that_does_not_end_is_killed() {
-        let child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
-        let started = Instant::now();
-        let status = Process::of_child(child).unwrap().end(Duration::from_millis(20));
-        assert!(status.unwrap().contains("signal: 9"));
-        assert!(started.elapsed() < Duration::from_secs(5));
-    }
 }

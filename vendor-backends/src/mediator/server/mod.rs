@@ -10,7 +10,7 @@ mod worker_connection;
 
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -119,22 +119,19 @@ impl Server {
         let (request, _fds) = match receive(socket, true) {
             Received::Request(request, fds) => (request, fds),
             Received::Nothing => return true,
-            Received::Malformed => {
-                return send(socket, &AdminReply::Refused(Refusal::Message), &[]);
-            }
+            Received::Refused(refusal) => return reply(socket, &AdminReply::Refused(refusal), &[]),
             Received::End => return false,
         };
         if let AdminRequest::Hello { version } = request {
             admin.version = wire::agreed(version);
             let gpu = self.gpu.describe().clone();
-            return send(socket, &AdminReply::Hello { version: admin.version, gpu }, &[]);
+            return reply(socket, &AdminReply::Hello { version: admin.version, gpu }, &[]);
         }
         match self.handle(request) {
-            Ok((reply, None)) => send(socket, &reply, &[]),
-            Ok((reply, Some(fd))) => send(socket, &reply, &[fd.as_fd()]),
+            Ok((answer, fd)) => reply(socket, &answer, fd.as_ref().map(AsFd::as_fd).as_slice()),
             Err(refusal) => {
                 let refusal = refusal.to_version(admin.version);
-                send(socket, &AdminReply::Refused(refusal), &[])
+                reply(socket, &AdminReply::Refused(refusal), &[])
             }
         }
     }
@@ -211,4 +208,9 @@ impl Server {
             Refusal::from(error)
         })
     }
+}
+
+/// Sends a reply to the manager.
+fn reply(socket: &SeqPacket, reply: &AdminReply, fds: &[BorrowedFd<'_>]) -> bool {
+    send(socket, reply, fds, AdminReply::Refused)
 }

@@ -2,11 +2,20 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::thread;
+use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::mediator::connection;
+use crate::mediator::wire::Refusal;
 use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
+
+/// Attempts to send a reply while the kernel has no memory for it.
+const MEMORY_RETRIES: u32 = 10;
+/// Pause between these attempts.
+const MEMORY_PAUSE: Duration = Duration::from_millis(10);
 
 /// Result of receiving a request.
 pub(super) enum Received<T> {
@@ -14,8 +23,9 @@ pub(super) enum Received<T> {
     Request(T, Vec<OwnedFd>),
     /// No packet was available.
     Nothing,
-    /// The packet is not a request.
-    Malformed,
+    /// The request cannot be served: it is malformed, or its descriptors were lost for want of room
+    /// in this process.
+    Refused(Refusal),
     /// The peer is gone.
     End,
 }
@@ -25,21 +35,52 @@ pub(super) fn receive<T: DeserializeOwned>(socket: &SeqPacket, poll: bool) -> Re
     let mut buffer = vec![0; MAX_PACKET];
     let packet = if poll { socket.try_recv(&mut buffer) } else { socket.recv(&mut buffer) };
     match packet {
+        Ok(Some(packet)) if packet.fds_lost => Received::Refused(Refusal::Os(libc::EMFILE)),
         Ok(Some(packet)) => match seqpacket::decode(&buffer[..packet.len]) {
             Ok(request) => Received::Request(request, packet.fds),
-            Err(_) => Received::Malformed,
+            Err(_) => Received::Refused(Refusal::Message),
         },
         Ok(None) => Received::End,
         Err(error) => match error.kind() {
             io::ErrorKind::WouldBlock => Received::Nothing,
-            io::ErrorKind::InvalidData => Received::Malformed,
+            io::ErrorKind::InvalidData => Received::Refused(Refusal::Message),
             _ => Received::End,
         },
     }
 }
 
-/// Sends a reply. Returns false if the peer does not accept the reply at once: the server does not
-/// wait for a peer that does not read.
-pub(super) fn send<T: Serialize>(socket: &SeqPacket, reply: &T, fds: &[BorrowedFd<'_>]) -> bool {
-    seqpacket::encode(reply).and_then(|bytes| socket.try_send(&bytes, fds)).is_ok()
+/// Sends a reply. Returns false if the peer is gone or does not accept the reply at once: the server
+/// does not wait for a peer that does not read. A reply whose descriptors cannot be sent becomes a
+/// refusal, and a lack of memory is waited for: neither ends the connection.
+pub(super) fn send<T: Serialize>(
+    socket: &SeqPacket,
+    reply: &T,
+    fds: &[BorrowedFd<'_>],
+    refusal: impl FnOnce(Refusal) -> T,
+) -> bool {
+    match try_send(socket, reply, fds) {
+        Err(error) if !fds.is_empty() && !is_final(&error) => {
+            try_send(socket, &refusal(error.into()), &[]).is_ok()
+        }
+        sent => sent.is_ok(),
+    }
+}
+
+/// Sends a reply, and repeats this for a while without memory.
+fn try_send<T: Serialize>(socket: &SeqPacket, reply: &T, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let bytes = seqpacket::encode(reply)?;
+    for _ in 0..MEMORY_RETRIES {
+        match socket.try_send(&bytes, fds) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::ENOBUFS)) => {
+                thread::sleep(MEMORY_PAUSE);
+            }
+            sent => return sent,
+        }
+    }
+    socket.try_send(&bytes, fds)
+}
+
+/// Returns whether another reply would fail in the same way.
+fn is_final(error: &io::Error) -> bool {
+    connection::is_closed(error) || error.kind() == io::ErrorKind::WouldBlock
 }

@@ -34,8 +34,8 @@ impl WorkerConnection {
         let (request, fds) = match receive(&self.socket, false) {
             Received::Request(request, fds) => (request, fds),
             Received::Nothing => return true,
-            Received::Malformed => {
-                return send(&self.socket, &ClientReply::Refused(Refusal::Message), &[]);
+            Received::Refused(refusal) => {
+                return self.reply(&ClientReply::Refused(refusal), &[]);
             }
             Received::End => return false,
         };
@@ -44,7 +44,11 @@ impl WorkerConnection {
             return self.hello(wire::agreed(version));
         }
         let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
-        send(&self.socket, &reply.unwrap_or_else(ClientReply::Refused), &[])
+        self.reply(&reply.unwrap_or_else(ClientReply::Refused), &[])
+    }
+
+    fn reply(&self, reply: &ClientReply, fds: &[BorrowedFd<'_>]) -> bool {
+        send(&self.socket, reply, fds, ClientReply::Refused)
     }
 
     fn hello(&self, version: u32) -> bool {
@@ -60,7 +64,7 @@ impl WorkerConnection {
         let fds: [BorrowedFd<'_>; wire::HELLO_FDS] = shared.map(AsFd::as_fd);
         let mut fds = fds.to_vec();
         fds.extend(vram.as_ref().map(|(file, _)| file.as_fd()));
-        send(&self.socket, &reply, &fds)
+        self.reply(&reply, &fds)
     }
 
     fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {

@@ -1,5 +1,6 @@
 //! What all parents and vGPUs of a manager share.
 
+use super::reserve::Reserve;
 use super::run_dir::RunDir;
 use super::watcher::Watcher;
 use super::worker_users::WorkerUsers;
@@ -10,6 +11,8 @@ use vgpud_host::users::Account;
 pub struct Environment {
     /// Run directory.
     pub run_dir: RunDir,
+    /// Descriptors for the start of workers.
+    pub reserve: Reserve,
     /// Watcher of worker and GPU processes.
     pub watcher: Watcher,
     /// User that GPU processes run as, if the manager is root.

@@ -1,11 +1,12 @@
 //! The manager: parents, vGPUs, definitions and shares. No guest data passes through the manager.
 //!
 //! One thread owns the [`Manager`] and handles [`Event`]s from the API's tasks and from the watcher
-//! of processes. The thread does not wait for workers. Modules in reading order:
+//! of processes. The thread does not wait for a process to end, nor for a worker. Modules in reading order:
 //!
 //! * [`handle`], [`watcher`]: events, and where they come from
 //! * [`run_dir`], [`sockets`]: the run directory
-//! * [`environment`]: what all parents share; [`worker_users`]: users of workers
+//! * [`environment`]: what all parents share; [`worker_users`]: users of workers; [`reserve`]: reserve of
+//!   descriptors
 //! * [`parent`]: a parent with its GPU process, scheduler and vGPUs; [`parents`]: all of them
 //! * [`vgpu`]: a started vGPU, its state and its worker
 //! * [`definitions`]: persistent definitions
@@ -15,6 +16,9 @@
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
+
+use crate::process::{KILL_TIMEOUT, Process};
 use crate::systemd::{self, Notifier};
 use vgpud_api::ErrorDetail;
 
@@ -27,6 +31,7 @@ mod handle;
 mod parent;
 mod parents;
 mod requests;
+mod reserve;
 mod run_dir;
 pub mod sockets;
 mod vgpu;
@@ -45,10 +50,15 @@ use definitions::Definitions;
 use environment::Environment;
 use parent::Parent;
 use parents::Parents;
+use reserve::Reserve;
+use watcher::Generation;
 use worker_users::WorkerUsers;
 
 /// Result of a request.
 pub type Result<T> = std::result::Result<T, ErrorDetail>;
+
+/// Limit of the time that GPU processes take to exit when the manager stops.
+const GPU_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Limit of the time that workers take to exit when the manager stops.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -70,7 +80,14 @@ impl Manager {
         let Config { worker_user, worker_uids, owner, .. } = *config;
         let worker_users = WorkerUsers::new(worker_uids, worker_user);
         Ok(Self {
-            env: Environment { run_dir, watcher, worker_user, worker_users, owner },
+            env: Environment {
+                reserve: Reserve::default(),
+                run_dir,
+                watcher,
+                worker_user,
+                worker_users,
+                owner,
+            },
             definitions,
             parents: Parents::new(config.parents.iter().map(parent).collect()),
             notifier: Notifier::from_env(),
@@ -110,6 +127,13 @@ impl Manager {
         self.notifier.update(now, self.parents.vgpu_count());
     }
 
+    /// Takes the result of the start of a GPU process.
+    fn gpu_opened(&mut self, parent: &str, generation: Generation, opened: parent::OpenResult) {
+        if let Ok(parent) = self.parents.get_mut(parent) {
+            parent.opened(&self.env, generation, opened);
+        }
+    }
+
     fn exited(&mut self, watched: Watched) {
         match watched {
             Watched::Worker(vgpu, generation) => {
@@ -135,18 +159,41 @@ impl Manager {
         }
     }
 
-    /// Ends all workers, and then the GPU processes that they are connected to.
+    /// Ends all workers, and then the GPU processes that they are connected to. A process that does
+    /// not end although it was killed is left.
     fn stop_all(mut self) {
         log::info!("Stopping {} vGPUs", self.parents.vgpu_count());
         for vgpu in self.parents.vgpus() {
             vgpu.terminate();
         }
-        let deadline = Instant::now() + EXIT_TIMEOUT;
-        for parent in self.parents.iter_mut() {
-            parent.end_workers(&self.env, deadline);
+        let workers: Vec<_> = self.parents.iter_mut().flat_map(Parent::take_workers).collect();
+        let (vgpus, processes): (Vec<_>, Vec<_>) = workers.into_iter().unzip();
+        let processes: Vec<_> = processes.into_iter().flatten().collect();
+        end_all(&processes, EXIT_TIMEOUT);
+        for vgpu in vgpus {
+            run_dir::remove(&self.env.run_dir.vgpu(vgpu));
         }
-        for parent in self.parents.iter_mut() {
-            parent.stop(&self.env.run_dir);
+        let processes: Vec<_> = self.parents.iter_mut().filter_map(Parent::close).collect();
+        end_all(&processes, GPU_EXIT_TIMEOUT);
+        for parent in self.parents.iter() {
+            run_dir::remove(&self.env.run_dir.parent(parent.name()));
+        }
+    }
+}
+
+/// Waits until processes have exited, all together for `timeout`; kills the others, and waits for
+/// these until [`KILL_TIMEOUT`].
+fn end_all(processes: &[Process], timeout: Duration) {
+    let deadline = Instant::now() + timeout;
+    let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+    let late: Vec<_> = processes.iter().filter(|one| !one.wait(left(deadline))).collect();
+    for process in &late {
+        process.signal(Signal::SIGKILL);
+    }
+    let deadline = Instant::now() + KILL_TIMEOUT;
+    for process in late {
+        if !process.wait(left(deadline)) {
+            process.report_unkillable();
         }
     }
 }

@@ -1,14 +1,16 @@
 //! Reports to the manager when a worker or a GPU process ends.
 
 use std::cell::Cell;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc;
 
 use mdev_core::ids::VgpuId;
 use tokio::io::unix::AsyncFd;
 
+use super::Manager;
 use super::handle::{Event, Handle};
-use crate::spawn::Process;
+use crate::spawn::{self, Process};
 
 /// Number of one start of a process. Tells a process from its successor.
 pub type Generation = u64;
@@ -40,6 +42,22 @@ impl Watcher {
     pub(super) fn generation(&self) -> Generation {
         self.last.set(self.last.get() + 1);
         self.last.get()
+    }
+
+    /// Runs `body` on a thread of its own, and passes its result to the manager's thread.
+    pub(super) fn run_aside<T: Send + 'static>(
+        &self,
+        name: &str,
+        body: impl FnOnce() -> T + Send + 'static,
+        then: impl FnOnce(&mut Manager, T) + Send + 'static,
+    ) -> io::Result<()> {
+        let events = self.events.clone();
+        spawn::thread(name, move || {
+            let result = body();
+            // An error means that the manager has ended.
+            let _ = events.send(Event::Call(Box::new(move |manager| then(manager, result))));
+        })
+        .map(drop)
     }
 
     /// Watches a process until it ends.

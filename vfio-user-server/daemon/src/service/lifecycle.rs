@@ -141,11 +141,8 @@ impl Service {
                 return finish_callouts(callouts, Err(error)).await;
             }
             let result = match service.call(move |manager| manager.stop(id)).await {
-                Ok(stopped) => {
-                    // The sender reports the end, or is dropped after it.
-                    let _ = stopped.await;
-                    Ok(())
-                }
+                // The sender reports the end, or is dropped after it.
+                Ok(stopped) => stopped.await.unwrap_or(Ok(())),
                 Err(error) => Err(error),
             };
             finish_callouts(callouts, result).await
@@ -171,7 +168,7 @@ impl Service {
             tokio::time::sleep(EXIT_REASON_INTERVAL).await;
         }
         if let Ok(stopped) = self.query(move |m| m.stop(id)).await? {
-            // The sender reports the end, or is dropped after it.
+            // The sender reports the end, or is dropped after it. The failed start is reported.
             let _ = stopped.await;
         }
         let reason = reason.unwrap_or_else(|| error.to_string());

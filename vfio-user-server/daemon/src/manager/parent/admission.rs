@@ -1,6 +1,6 @@
 //! Start of a vGPU on its parent, and release of the resources that it holds there.
 
-use std::time::Duration;
+use std::io;
 
 use mdev_core::gpu::GpuError;
 use mdev_core::ids::VgpuId;
@@ -31,6 +31,10 @@ impl Parent {
     /// Admits a vGPU in state Starting on the GPU, schedules it and starts its worker. Quotas and
     /// slices are in force before the guest can use the GPU.
     pub(super) fn launch(&mut self, env: &Environment, id: VgpuId) -> Result<()> {
+        env.reserve.spend(|| self.launch_with_reserve(env, id))?
+    }
+
+    fn launch_with_reserve(&mut self, env: &Environment, id: VgpuId) -> Result<()> {
         let Some(vgpu) = self.vgpus.get(&id) else { return Ok(()) };
         let spec = self.client_spec(vgpu);
         let (quotas, share) = (vgpu.settings.quotas, vgpu.settings.share);
@@ -40,8 +44,10 @@ impl Parent {
         self.schedule(id, share, max_instances)?;
         let Some(vgpu) = self.vgpus.get_mut(&id) else { return Ok(()) };
         vgpu.launch(env, &admission).map_err(|error| {
+            let code =
+                if is_shortage(&error) { ErrorCode::Unavailable } else { ErrorCode::Internal };
             ErrorDetail::new(
-                ErrorCode::Internal,
+                code,
                 format!("Cannot start a worker in {}: {error}", env.run_dir.vgpu(id).display()),
             )
         })
@@ -52,13 +58,13 @@ impl Parent {
         self.release(id);
         self.forget(id);
         let Some(vgpu) = self.vgpus.remove(&id) else { return };
-        let waiters = vgpu.end(Duration::ZERO);
+        let waiters = vgpu.end();
         run_dir::remove(&env.run_dir.vgpu(id));
         log::info!("vGPU {id} is stopped");
         self.replace_foreign();
         for waiter in waiters {
             // The request may have been cancelled.
-            let _ = waiter.send(());
+            let _ = waiter.send(Ok(()));
         }
     }
 
@@ -93,4 +99,10 @@ impl Parent {
             log::warn!("vGPU {id} may keep its memory: {error}");
         }
     }
+}
+
+/// Returns whether an operation failed for want of resources, and can succeed later.
+fn is_shortage(error: &io::Error) -> bool {
+    let shortages = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ENOBUFS, libc::EAGAIN];
+    error.raw_os_error().is_some_and(|errno| shortages.contains(&errno))
 }

@@ -62,6 +62,14 @@ impl Connection {
         }
     }
 
+    /// Takes the reason out for which the GPU is not open.
+    pub fn take_reason(&mut self) -> Option<String> {
+        match self {
+            Self::Closed { reason, .. } => reason.take(),
+            _ => None,
+        }
+    }
+
     /// Returns since when the GPU is open, or the foreign process known.
     pub fn since(&self) -> Option<Instant> {
         match self {

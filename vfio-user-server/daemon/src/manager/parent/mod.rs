@@ -42,9 +42,10 @@ mod statistics;
 mod workers;
 
 pub use adoption::discard;
-pub use process::end_recorded;
+pub use process::{OpenResult, end_recorded};
 
 use connection::Connection;
+use process::EndingProcess;
 use scheduling::Scheduling;
 use screens::Screen;
 
@@ -57,6 +58,8 @@ pub struct Parent {
     description: Option<GpuDescription>,
     /// Number of the last start of the GPU process.
     generation: Generation,
+    /// GPU process of a lost GPU, which was killed and has not ended yet.
+    ending: Option<EndingProcess>,
     backoff: Backoff,
     vgpus: BTreeMap<VgpuId, Vgpu>,
     partitions: Partitions,
@@ -71,6 +74,7 @@ impl Parent {
             connection: Connection::default(),
             description: None,
             generation: 0,
+            ending: None,
             backoff: Backoff::default(),
             vgpus: BTreeMap::new(),
             partitions: Partitions::new(config.vram_bytes()),

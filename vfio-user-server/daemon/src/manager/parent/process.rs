@@ -16,10 +16,12 @@ use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
 use super::Parent;
 use super::connection::Connection;
+use crate::backend::ParentConfig;
 use crate::manager::environment::Environment;
 use crate::manager::run_dir::{self, RunDir};
 use crate::manager::sockets;
 use crate::manager::watcher::{Generation, Watched};
+use crate::process::KILL_TIMEOUT;
 use crate::spawn::{self, Limits, Process, ProcessRecord};
 use vgpud_host::users::Account;
 
@@ -29,6 +31,10 @@ const START_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Limit of the time that a GPU process takes to exit after it closed its connection.
 const CLOSED_EXIT_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// Limit of the time in which a closed connection to the GPU is followed by the exit status of its
+/// process.
+const STATUS_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Limit of the time that a GPU process takes to exit after SIGTERM.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -58,7 +64,19 @@ struct Record {
 }
 
 /// Opened GPU with its GPU process, if the backend has one.
-type Opened = (Option<Process>, Box<dyn Gpu>);
+pub type Opened = (Option<Process>, Box<dyn Gpu>);
+
+/// Result of opening a GPU.
+pub type OpenResult = Result<Opened, GpuError>;
+
+/// GPU process of a lost GPU, which was killed and has not ended yet.
+#[derive(Debug)]
+pub struct EndingProcess {
+    process: Process,
+    generation: Generation,
+    /// When the GPU is opened again, if the process has ended.
+    start_at: Instant,
+}
 
 /// Text of a GPU's error without the words that precede every loss.
 fn reason_of(error: GpuError) -> String {
@@ -83,15 +101,53 @@ impl Parent {
 
     /// Starts the GPU if that is due.
     pub fn start_if_due(&mut self, env: &Environment, now: Instant) {
-        if self.connection.retry_at().is_some_and(|at| at <= now) {
-            self.start(env);
+        if self.connection.retry_at().is_none_or(|at| at > now) {
+            return;
+        }
+        if let Some(old) = self.ending.take() {
+            log::error!(
+                "Process {} of lost parent {} was killed and does not end; starting another beside it",
+                old.process.pid(),
+                self.name()
+            );
+            old.process.leave();
+        }
+        let generation = env.watcher.generation();
+        self.generation = generation;
+        // A new GPU process takes time, in which the manager serves its other parents.
+        let reason = self.connection.take_reason();
+        self.connection = Connection::Closed { retry_at: None, reason };
+        let (config, run_dir, user) = (self.config.clone(), env.run_dir.clone(), env.worker_user);
+        let name = self.name().to_owned();
+        let begun = env.watcher.run_aside(
+            "gpu-start",
+            move || open(&config, &run_dir, user),
+            move |manager, result| manager.gpu_opened(&name, generation, result),
+        );
+        if let Err(error) = begun {
+            self.opened(env, generation, Err(error.into()));
         }
     }
 
-    /// Opens the GPU. A failure is logged, and the start repeated after a pause.
+    /// Opens the GPU, at the start of the manager.
     fn start(&mut self, env: &Environment) {
         let generation = env.watcher.generation();
-        match self.open(&env.run_dir, env.worker_user) {
+        self.generation = generation;
+        let opened = open(&self.config, &env.run_dir, env.worker_user);
+        self.opened(env, generation, opened);
+    }
+
+    /// Takes the result of opening the GPU. A failure is logged, and the start repeated after a
+    /// pause.
+    pub fn opened(&mut self, env: &Environment, generation: Generation, opened: OpenResult) {
+        if self.generation != generation {
+            // Another start has overtaken this one.
+            if let Ok((Some(process), _)) = opened {
+                process.kill();
+            }
+            return;
+        }
+        match opened {
             Ok((process, gpu)) => {
                 match &process {
                     Some(process) => {
@@ -117,55 +173,6 @@ impl Parent {
         if let Some(process) = self.connection.process() {
             env.watcher.watch(process, Watched::Gpu(self.name().to_owned(), generation));
         }
-    }
-
-    /// Opens the GPU, or starts its GPU process and connects to it.
-    fn open(&self, run_dir: &RunDir, user: Account) -> Result<Opened, GpuError> {
-        if let Some(opened) = self.config.open() {
-            return Ok((None, opened?));
-        }
-        let name = self.name();
-        let (process, startup_error) = self.spawn(run_dir, user)?;
-        match connect(run_dir, name) {
-            Ok(gpu) => {
-                let record = Record {
-                    process: process.record()?,
-                    vram_bytes: self.config.vram_bytes(),
-                    description: serde_json::to_value(gpu.describe()).ok(),
-                };
-                run_dir::write_record(&run_dir.parent(name), &record)?;
-                Ok((Some(process), Box::new(gpu)))
-            }
-            Err(error) => {
-                // The process' own message says most, its exit status more than the failed
-                // connection.
-                let status = process.end(CLOSED_EXIT_TIMEOUT).unwrap_or_default();
-                if let Some(error) = read_startup_error(startup_error) {
-                    return Err(GpuError::Lost(error));
-                }
-                Err(GpuError::Lost(format!("{} ({status})", reason_of(error))))
-            }
-        }
-    }
-
-    /// Starts the GPU process. Returns it with the file that receives its startup error.
-    fn spawn(&self, run_dir: &RunDir, user: Account) -> io::Result<(Process, File)> {
-        let name = self.name();
-        sockets::create_private_dir(&run_dir.parent(name))?;
-        let admin = SeqPacketListener::bind(&run_dir.admin_socket(name))?;
-        let startup_error = File::from(memfd_create("startup-error", MFdFlags::MFD_CLOEXEC)?);
-        let (args, starts_as) = self.config.gpu_process(user);
-        let fds = [admin.as_fd(), startup_error.as_fd()];
-        let limits = Limits {
-            files: MAX_FILES,
-            threads: None,
-            may_lock_memory: true,
-            // Its end takes the GPU from all vGPUs of the parent.
-            is_oom_protected: true,
-            user: starts_as,
-        };
-        let process = spawn::role(name, &args, &fds, limits)?;
-        Ok((process, startup_error))
     }
 
     /// Takes over the GPU that an earlier manager started. Returns false if there is none; a
@@ -234,6 +241,14 @@ impl Parent {
     pub fn gpu_exited(&mut self, generation: Generation) {
         if self.generation == generation {
             self.lose("its process has ended");
+        } else if let Some(mut old) = self.ending.take_if(|ending| ending.generation == generation)
+        {
+            let status = old.process.status().unwrap_or_else(|| "exit status unknown".into());
+            log::info!("The process of lost parent {} has ended: {status}", self.name());
+            old.process.leave();
+            if let Connection::Closed { retry_at: Some(at), .. } = &mut self.connection {
+                *at = old.start_at;
+            }
         }
     }
 
@@ -251,22 +266,31 @@ impl Parent {
         }
     }
 
-    /// Handles the loss of the GPU: its vGPUs fail, and the GPU is started again.
+    /// Handles the loss of the GPU: its vGPUs fail, its process is killed, and the GPU is started
+    /// again when that has ended.
     pub(super) fn lose(&mut self, reason: &str) {
         let connection = std::mem::take(&mut self.connection);
         let lifetime = connection.since().map_or(Duration::ZERO, |since| since.elapsed());
-        let status = connection.into_process().and_then(|process| process.end(Duration::ZERO));
-        let reason = match status {
-            Some(status) => format!("{reason} ({status})"),
-            None => reason.to_owned(),
-        };
+        let start_at = Instant::now() + self.backoff.after_death(lifetime);
+        let mut retry_at = start_at;
+        let mut reason = reason.to_owned();
+        if let Some(mut process) = connection.into_process() {
+            process.wait(STATUS_TIMEOUT);
+            if let Some(status) = process.status() {
+                reason = format!("{reason} ({status})");
+            } else if !process.has_ended() {
+                process.signal(Signal::SIGKILL);
+                let generation = self.generation;
+                self.ending = Some(EndingProcess { process, generation, start_at });
+                retry_at = start_at.max(Instant::now() + KILL_TIMEOUT);
+            }
+        }
         log::error!("Parent {} is lost: {reason}", self.name());
         self.generation = 0;
         self.partitions = Partitions::new(self.partitions.total());
         self.scheduling.reset(None);
         self.screen.clear_status();
-        let retry_at = Some(Instant::now() + self.backoff.after_death(lifetime));
-        self.connection = Connection::Closed { retry_at, reason: Some(reason) };
+        self.connection = Connection::Closed { retry_at: Some(retry_at), reason: Some(reason) };
         for vgpu in self.vgpus.values_mut() {
             vgpu.fail(GPU_LOST);
         }
@@ -279,15 +303,66 @@ impl Parent {
         }
     }
 
-    /// Closes the GPU and ends the GPU process.
-    pub fn stop(&mut self, run_dir: &RunDir) {
+    /// Closes the GPU, and tells the GPU process to exit. Returns it.
+    pub fn close(&mut self) -> Option<Process> {
         // The connection closes before the process is told to exit.
-        if let Some(process) = std::mem::take(&mut self.connection).into_process() {
-            process.signal(Signal::SIGTERM);
-            process.end(EXIT_TIMEOUT);
-        }
-        run_dir::remove(&run_dir.parent(self.name()));
+        let process = std::mem::take(&mut self.connection).into_process()?;
+        process.signal(Signal::SIGTERM);
+        Some(process)
     }
+}
+
+/// Opens the GPU, or starts its GPU process and connects to it.
+fn open(config: &ParentConfig, run_dir: &RunDir, user: Account) -> OpenResult {
+    if let Some(opened) = config.open() {
+        return Ok((None, opened?));
+    }
+    let name = config.name.as_str();
+    let (process, startup_error) = spawn_process(config, run_dir, user)?;
+    match connect(run_dir, name) {
+        Ok(gpu) => {
+            let record = Record {
+                process: process.record()?,
+                vram_bytes: config.vram_bytes(),
+                description: serde_json::to_value(gpu.describe()).ok(),
+            };
+            run_dir::write_record(&run_dir.parent(name), &record)?;
+            Ok((Some(process), Box::new(gpu)))
+        }
+        Err(error) => {
+            // The process' own message says most, its exit status more than the failed
+            // connection.
+            let status = process.end(CLOSED_EXIT_TIMEOUT).unwrap_or_default();
+            if let Some(error) = read_startup_error(startup_error) {
+                return Err(GpuError::Lost(error));
+            }
+            Err(GpuError::Lost(format!("{} ({status})", reason_of(error))))
+        }
+    }
+}
+
+/// Starts the GPU process. Returns it with the file that receives its startup error.
+fn spawn_process(
+    config: &ParentConfig,
+    run_dir: &RunDir,
+    user: Account,
+) -> io::Result<(Process, File)> {
+    let name = config.name.as_str();
+    sockets::create_private_dir(&run_dir.parent(name))?;
+    let admin = SeqPacketListener::bind(&run_dir.admin_socket(name))?;
+    let startup_error = File::from(memfd_create("startup-error", MFdFlags::MFD_CLOEXEC)?);
+    let (args, starts_as) = config.gpu_process(user);
+    let fds = [admin.as_fd(), startup_error.as_fd()];
+    let limits = Limits {
+        files: MAX_FILES,
+        threads: None,
+        may_lock_memory: true,
+        // Its end takes the GPU from all vGPUs of the parent.
+        is_oom_protected: true,
+        user: starts_as,
+    };
+    let process = spawn::role(name, &args, &fds, limits)?;
+    Ok((process, startup_error))
 }
 
 /// Reads the message of a GPU process that failed to start.

@@ -3,14 +3,14 @@
 use std::time::Instant;
 
 use mdev_core::ids::VgpuId;
-use tokio::sync::oneshot;
 
 use super::Parent;
 use crate::manager::environment::Environment;
-use crate::manager::run_dir;
 use crate::manager::vgpu::lifecycle::State;
-use crate::manager::vgpu::{AfterDeath, Vgpu};
+use crate::manager::vgpu::{AfterDeath, StopWaiter, Vgpu};
 use crate::manager::watcher::Generation;
+use crate::process::Process;
+use vgpud_api::ErrorCode;
 
 impl Parent {
     /// Handles the end of a worker.
@@ -32,6 +32,7 @@ impl Parent {
             let Some(vgpu) = self.vgpus.get_mut(&id) else { continue };
             match vgpu.state() {
                 State::Stopping { .. } => vgpu.kill(),
+                State::Killed { .. } => self.give_up_stop(id),
                 State::Restarting { .. } => self.restart(env, id),
                 _ => {}
             }
@@ -44,6 +45,13 @@ impl Parent {
         // The GPU knows nothing of the slices of its former client.
         self.unschedule(id);
         if let Err(error) = self.launch(env, id) {
+            if error.code == ErrorCode::Unavailable && self.is_ready() {
+                self.evict(id);
+                if let Some(vgpu) = self.vgpus.get_mut(&id) {
+                    vgpu.postpone(&error.message);
+                }
+                return;
+            }
             if let Some(vgpu) = self.vgpus.get_mut(&id) {
                 vgpu.give_up(&error.message);
             }
@@ -51,20 +59,28 @@ impl Parent {
         }
     }
 
-    /// Begins to stop a vGPU. `done` is notified when the vGPU is removed.
-    pub fn stop_vgpu(&mut self, env: &Environment, id: VgpuId, done: oneshot::Sender<()>) {
+    /// Stops waiting for a killed worker that does not end. A GPU process gives the vGPU's resources
+    /// back all the same; without one, the driver frees them when the worker ends.
+    fn give_up_stop(&mut self, id: VgpuId) {
+        if let Some(vgpu) = self.vgpus.get_mut(&id) {
+            vgpu.give_up_stop();
+        }
+        if self.connection.process().is_some() {
+            self.release(id);
+        }
+    }
+
+    /// Begins to stop a vGPU. `done` is notified when the vGPU is removed, or cannot be.
+    pub fn stop_vgpu(&mut self, env: &Environment, id: VgpuId, done: StopWaiter) {
         let Some(vgpu) = self.vgpus.get_mut(&id) else { return };
         if !vgpu.begin_stop(done) {
             self.remove(env, id);
         }
     }
 
-    /// Waits until `deadline` for workers that were told to exit, kills the others, and removes all
-    /// vGPUs' folders.
-    pub fn end_workers(&mut self, env: &Environment, deadline: Instant) {
-        for (id, vgpu) in std::mem::take(&mut self.vgpus) {
-            vgpu.end(deadline.saturating_duration_since(Instant::now()));
-            run_dir::remove(&env.run_dir.vgpu(id));
-        }
+    /// Takes all vGPUs out, with the workers that were told to exit.
+    pub fn take_workers(&mut self) -> Vec<(VgpuId, Option<Process>)> {
+        let vgpus = std::mem::take(&mut self.vgpus).into_iter();
+        vgpus.map(|(id, vgpu)| (id, vgpu.into_process())).collect()
     }
 }

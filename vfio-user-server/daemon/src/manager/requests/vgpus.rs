@@ -182,6 +182,9 @@ impl Manager {
     fn plan_start(&self, id: VgpuId, owner: Option<&str>) -> Result<Plan> {
         if let Some(vgpu) = self.parents.vgpu(id) {
             let what = match vgpu.state() {
+                State::Stuck { reason, .. } => {
+                    format!("vGPU {id} cannot be started yet: {reason}")
+                }
                 State::Failed { .. } => {
                     format!("vGPU {id} has failed; stop it first, then start it")
                 }
@@ -197,8 +200,9 @@ impl Manager {
         Ok(Plan { vgpu: self.build(&placed)?, placed, stored: Some(stored) })
     }
 
-    /// Begins to stop a vGPU. The receiver resolves when the vGPU is removed.
-    pub fn stop(&mut self, id: VgpuId) -> Result<oneshot::Receiver<()>> {
+    /// Begins to stop a vGPU. The receiver resolves when the vGPU is removed, or with the reason why
+    /// it cannot be.
+    pub fn stop(&mut self, id: VgpuId) -> Result<oneshot::Receiver<Result<()>>> {
         self.to_stop(id)?;
         let (done, stopped) = oneshot::channel();
         let parent = self.parents.of_vgpu_mut(id).ok_or_else(|| not_running(id))?;

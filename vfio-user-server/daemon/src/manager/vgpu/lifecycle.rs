@@ -3,11 +3,11 @@
 //! ```text
 //! Starting ─► Active ◄─► InUse        Active, InUse, Foreign ─► Restarting ─► Starting
 //!                                     any but Stopping       ─► Failed
-//! (adopted) ─► Active, InUse, Foreign any with a worker      ─► Stopping
+//! (adopted) ─► Active, InUse, Foreign any with a worker      ─► Stopping ─► Killed ─► Stuck
 //! ```
 //!
-//! A vGPU without a worker is not stopped but removed, as is one in state Stopping whose worker has
-//! exited.
+//! A vGPU without a worker is not stopped but removed, as is one in state Stopping, Killed
+//! or Stuck whose worker has exited.
 
 use std::time::Instant;
 
@@ -31,7 +31,11 @@ pub enum State<W> {
     /// to its VM.
     Failed { reason: String, worker: Option<W> },
     /// The worker was told to exit. It is killed at `kill_at`.
-    Stopping { worker: W, kill_at: Option<Instant> },
+    Stopping { worker: W, kill_at: Instant },
+    /// The worker was killed. Its end is not awaited after `give_up_at`.
+    Killed { worker: W, give_up_at: Instant },
+    /// The worker was killed and does not end. The vGPU is removed when the worker ends.
+    Stuck { worker: W, reason: String },
 }
 
 /// Event that changes a vGPU's state.
@@ -50,7 +54,11 @@ pub enum Event<W> {
     /// The worker was told to exit.
     Stop { kill_at: Instant },
     /// The worker did not exit in time.
-    KillDue,
+    KillDue { give_up_at: Instant },
+    /// The killed worker did not end in time.
+    GiveUp { reason: String },
+    /// The worker cannot be started for want of resources of the host.
+    Postponed { at: Instant, reason: String },
 }
 
 /// Event that a state does not accept.
@@ -111,7 +119,9 @@ impl<W> Lifecycle<W> {
             State::Active { worker }
             | State::InUse { worker, .. }
             | State::Foreign { worker }
-            | State::Stopping { worker, .. } => Some(worker),
+            | State::Stopping { worker, .. }
+            | State::Killed { worker, .. }
+            | State::Stuck { worker, .. } => Some(worker),
             State::Failed { worker, .. } => worker.as_mut(),
             State::Starting | State::Restarting { .. } => None,
         }
@@ -158,9 +168,15 @@ impl<W> State<W> {
                 | Self::Foreign { worker }
                 | Self::Failed { worker: Some(worker), .. },
                 Event::Stop { kill_at },
-            ) => Ok(Self::Stopping { worker, kill_at: Some(kill_at) }),
-            (Self::Stopping { worker, kill_at: Some(_) }, Event::KillDue) => {
-                Ok(Self::Stopping { worker, kill_at: None })
+            ) => Ok(Self::Stopping { worker, kill_at }),
+            (Self::Stopping { worker, .. }, Event::KillDue { give_up_at }) => {
+                Ok(Self::Killed { worker, give_up_at })
+            }
+            (Self::Killed { worker, .. }, Event::GiveUp { reason }) => {
+                Ok(Self::Stuck { worker, reason })
+            }
+            (Self::Starting, Event::Postponed { at, reason }) => {
+                Ok(Self::Restarting { at, reason })
             }
             (state, event) => {
                 let error = TransitionError { state: state.name(), event: event.name() };
@@ -174,7 +190,9 @@ impl<W> State<W> {
             Self::Active { worker }
             | Self::InUse { worker, .. }
             | Self::Foreign { worker }
-            | Self::Stopping { worker, .. } => Some(worker),
+            | Self::Stopping { worker, .. }
+            | Self::Killed { worker, .. }
+            | Self::Stuck { worker, .. } => Some(worker),
             Self::Failed { worker, .. } => worker,
             Self::Starting | Self::Restarting { .. } => None,
         }
@@ -186,7 +204,9 @@ impl<W> State<W> {
             Self::Active { worker }
             | Self::InUse { worker, .. }
             | Self::Foreign { worker }
-            | Self::Stopping { worker, .. } => Some(worker),
+            | Self::Stopping { worker, .. }
+            | Self::Killed { worker, .. }
+            | Self::Stuck { worker, .. } => Some(worker),
             Self::Failed { worker, .. } => worker.as_ref(),
             Self::Starting | Self::Restarting { .. } => None,
         }
@@ -203,16 +223,20 @@ impl<W> State<W> {
     /// Returns why the vGPU does not work, in one line.
     pub fn reason(&self) -> Option<&str> {
         match self {
-            Self::Restarting { reason, .. } | Self::Failed { reason, .. } => Some(reason),
+            Self::Restarting { reason, .. }
+            | Self::Failed { reason, .. }
+            | Self::Stuck { reason, .. } => Some(reason),
             _ => None,
         }
     }
 
-    /// Returns when the next timed event is due: [`Event::RestartDue`] or [`Event::KillDue`].
+    /// Returns when the next timed event is due: [`Event::RestartDue`], [`Event::KillDue`] or
+    /// [`Event::GiveUp`].
     pub fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Restarting { at, .. } => Some(*at),
-            Self::Stopping { kill_at, .. } => *kill_at,
+            Self::Stopping { kill_at, .. } => Some(*kill_at),
+            Self::Killed { give_up_at, .. } => Some(*give_up_at),
             _ => None,
         }
     }
@@ -224,10 +248,16 @@ impl<W> State<W> {
             | Self::Active { .. }
             | Self::InUse { .. }
             | Self::Foreign { .. }
-            | Self::Stopping { .. } => VgpuState::Running,
+            | Self::Stopping { .. }
+            | Self::Killed { .. } => VgpuState::Running,
             Self::Restarting { .. } => VgpuState::Restarting,
-            Self::Failed { .. } => VgpuState::Failed,
+            Self::Failed { .. } | Self::Stuck { .. } => VgpuState::Failed,
         }
+    }
+
+    /// Returns true from the request to stop until the vGPU is removed.
+    pub fn is_ending(&self) -> bool {
+        matches!(self, Self::Stopping { .. } | Self::Killed { .. } | Self::Stuck { .. })
     }
 
     fn name(&self) -> &'static str {
@@ -238,7 +268,8 @@ impl<W> State<W> {
             Self::Foreign { .. } => "of another version",
             Self::Restarting { .. } => "restarting",
             Self::Failed { .. } => "failed",
-            Self::Stopping { .. } => "stopping",
+            Self::Stopping { .. } | Self::Killed { .. } => "stopping",
+            Self::Stuck { .. } => "stuck",
         }
     }
 }
@@ -252,7 +283,9 @@ impl<W> Event<W> {
             Self::RestartDue => "restart due",
             Self::Failed { .. } => "failed",
             Self::Stop { .. } => "stop",
-            Self::KillDue => "kill due",
+            Self::KillDue { .. } => "kill due",
+            Self::GiveUp { .. } => "give up",
+            Self::Postponed { .. } => "postponed",
         }
     }
 }
@@ -302,9 +335,22 @@ mod tests {
         vgpu.apply(fail()).unwrap_err();
         vgpu.apply(stop()).unwrap_err();
         assert_eq!(vgpu.state().worker(), Some(&1));
-        vgpu.apply(Event::KillDue).unwrap();
-        assert_eq!(vgpu.state().deadline(), None);
-        vgpu.apply(Event::KillDue).unwrap_err();
+        let give_up_at = Instant::now();
+        vgpu.apply(Event::KillDue { give_up_at }).unwrap();
+        assert_eq!(vgpu.state().deadline(), Some(give_up_at));
+        vgpu.apply(Event::KillDue { give_up_at }).unwrap_err();
+    }
+
+    #[test]
+    fn vgpu_whose_killed_worker_does_not_end_keeps_it_and_says_so() {
+        let mut vgpu = Lifecycle::adopted(1, None);
+        vgpu.apply(stop()).unwrap();
+        vgpu.apply(Event::KillDue { give_up_at: Instant::now() }).unwrap();
+        vgpu.apply(Event::GiveUp { reason: "stuck".into() }).unwrap();
+        assert_eq!(vgpu.state(), &State::Stuck { worker: 1, reason: "stuck".into() });
+        assert_eq!(vgpu.state().reported(), VgpuState::Failed);
+        assert!(vgpu.state().is_ending() && vgpu.state().deadline().is_none());
+        vgpu.apply(stop()).unwrap_err();
     }
 
     #[test]
@@ -334,7 +380,7 @@ mod tests {
 
     fn event(worker: u32) -> impl Strategy<Value = Event<u32>> {
         let later = Instant::now() + Duration::from_secs(1);
-        (0..9_u32).prop_map(move |kind| match kind {
+        (0..11_u32).prop_map(move |kind| match kind {
             0 => Event::Launched(worker),
             1 => Event::ClientReported(Some(CLIENT)),
             2 => Event::ClientReported(None),
@@ -343,7 +389,9 @@ mod tests {
             5 => Event::RestartDue,
             6 => fail(),
             7 => Event::Stop { kill_at: later },
-            _ => Event::KillDue,
+            8 => Event::GiveUp { reason: "stuck".into() },
+            9 => Event::Postponed { at: later, reason: "none".into() },
+            _ => Event::KillDue { give_up_at: later },
         })
     }
 
@@ -355,7 +403,7 @@ mod tests {
             let mut vgpu = Lifecycle::starting();
             for event in events {
                 let before = vgpu.state().worker().copied();
-                let was_stopping = matches!(vgpu.state(), State::Stopping { .. });
+                let was_stopping = vgpu.state().is_ending();
                 let launched = match &event {
                     Event::Launched(worker) => Some(*worker),
                     _ => None,
@@ -377,7 +425,7 @@ mod tests {
                     Ok(()) => prop_assert_eq!(worker, before),
                 }
                 // Stopping is final.
-                let is_stopping = matches!(state, State::Stopping { .. });
+                let is_stopping = state.is_ending();
                 prop_assert!(!was_stopping || is_stopping);
                 let broken = state.reported() != VgpuState::Running;
                 prop_assert_eq!(state.reason().is_some(), broken);

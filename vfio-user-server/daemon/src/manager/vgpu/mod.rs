@@ -38,6 +38,15 @@ use worker::Worker;
 /// Limit of the time that a worker takes to exit. The last request of its VM takes microseconds.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Limit of the time that a killed worker takes to end, before a request to stop is answered.
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Shortest pause before a start is repeated for which the host had no resources.
+const MIN_POSTPONEMENT: Duration = Duration::from_millis(200);
+
+/// Why a killed worker does not end, and what follows.
+const STUCK: &str = "it waits in the kernel, for a file or a device of its VM; the vGPU is removed as soon as the process ends";
+
 /// Limit of restarts in a row.
 const MAX_DEATHS: u32 = 8;
 
@@ -51,6 +60,9 @@ pub struct Record {
     /// Definition in force, live changes included.
     pub definition: Definition,
 }
+
+/// Request that waits for the end of a vGPU, or for the reason why it does not end.
+pub type StopWaiter = oneshot::Sender<Result<()>>;
 
 /// Result of a worker's death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +94,7 @@ pub struct Vgpu {
     lifecycle: Lifecycle<Worker>,
     backoff: Backoff,
     /// Requests that wait until the vGPU is removed.
-    stop_waiters: Vec<oneshot::Sender<()>>,
+    stop_waiters: Vec<StopWaiter>,
 }
 
 /// Parses the attributes of a definition.
@@ -245,7 +257,7 @@ impl Vgpu {
     /// VM sees a device that reports an error instead of a device that vanishes. A vGPU that is
     /// stopping is left as it is.
     pub fn fail(&mut self, reason: &str) {
-        if !matches!(self.state(), State::Stopping { .. }) {
+        if !self.state().is_ending() {
             self.apply(Event::Failed { reason: reason.to_owned() });
         }
     }
@@ -253,10 +265,12 @@ impl Vgpu {
     /// Handles the death of the worker.
     pub fn worker_died(&mut self) -> AfterDeath {
         let id = self.id;
-        let status = self.lifecycle.worker_mut().and_then(|worker| worker.process.reap());
+        let status = self.lifecycle.worker_mut().and_then(|worker| worker.process.status());
         let status = status.unwrap_or_else(|| "exit status unknown".into());
         match self.state() {
-            State::Stopping { .. } => return AfterDeath::Stopped,
+            State::Stopping { .. } | State::Killed { .. } | State::Stuck { .. } => {
+                return AfterDeath::Stopped;
+            }
             State::Failed { .. } => {
                 log::info!("The worker of failed vGPU {id} exited: {status}");
                 self.apply(Event::WorkerDied { reason: String::new(), restart_at: None });
@@ -287,18 +301,31 @@ impl Vgpu {
         self.fail(&reason);
     }
 
+    /// Plans another start of the worker, for which the host had no resources.
+    pub fn postpone(&mut self, reason: &str) {
+        let pause = self.backoff.after_death(Duration::ZERO).max(MIN_POSTPONEMENT);
+        log::warn!("The worker of vGPU {} is started later: {reason}", self.id);
+        self.apply(Event::Postponed { at: Instant::now() + pause, reason: reason.to_owned() });
+    }
+
     /// Begins a restart whose time has come.
     pub fn begin_restart(&mut self) {
         self.apply(Event::RestartDue);
     }
 
     /// Tells the worker to exit. Returns false without a worker: the vGPU is then removed at once.
-    pub fn begin_stop(&mut self, waiter: oneshot::Sender<()>) -> bool {
+    pub fn begin_stop(&mut self, waiter: StopWaiter) -> bool {
+        if let State::Stuck { reason, .. } = self.state() {
+            let error = ErrorDetail::new(ErrorCode::Unavailable, self.stuck(reason));
+            // The request may have been cancelled.
+            let _ = waiter.send(Err(error));
+            return true;
+        }
         self.stop_waiters.push(waiter);
         if self.state().worker().is_none() {
             return false;
         }
-        if !matches!(self.state(), State::Stopping { .. }) {
+        if !self.state().is_ending() {
             log::info!("Stopping vGPU {}{}", self.id, self.user());
             self.terminate();
             self.apply(Event::Stop { kill_at: Instant::now() + EXIT_TIMEOUT });
@@ -319,15 +346,38 @@ impl Vgpu {
             log::warn!("The worker of vGPU {} does not exit; killing it", self.id);
             worker.process.signal(Signal::SIGKILL);
         }
-        self.apply(Event::KillDue);
+        self.apply(Event::KillDue { give_up_at: Instant::now() + KILL_TIMEOUT });
     }
 
-    /// Ends the worker within `timeout` and returns the requests that wait for the end.
-    pub fn end(self, timeout: Duration) -> Vec<oneshot::Sender<()>> {
+    /// Stops waiting for the end of a killed worker, and tells the requests that wait for it.
+    pub fn give_up_stop(&mut self) {
+        let pid = self.pid().unwrap_or_default();
+        let reason = format!("Its worker, process {pid}, was killed and does not end: {STUCK}");
+        log::error!("vGPU {}: {reason}", self.id);
+        let error = ErrorDetail::new(ErrorCode::Unavailable, self.stuck(&reason));
+        for waiter in std::mem::take(&mut self.stop_waiters) {
+            // The request may have been cancelled.
+            let _ = waiter.send(Err(error.clone()));
+        }
+        self.apply(Event::GiveUp { reason });
+    }
+
+    fn stuck(&self, reason: &str) -> String {
+        format!("vGPU {} is not stopped: {reason}", self.id)
+    }
+
+    /// Kills a remaining worker without waiting for its end. Returns the requests that wait for the
+    /// end of the vGPU.
+    pub fn end(self) -> Vec<StopWaiter> {
         if let Some(worker) = self.lifecycle.into_worker() {
-            worker.process.end(timeout);
+            worker.process.kill();
         }
         self.stop_waiters
+    }
+
+    /// Takes the worker's process out.
+    pub fn into_process(self) -> Option<Process> {
+        self.lifecycle.into_worker().map(|worker| worker.process)
     }
 }
 
