@@ -13,12 +13,13 @@ use std::sync::Arc;
 
 use bitflags::bitflags;
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryRegion, GuestMemoryRegionBytes, GuestRegionCollection,
-    MemoryRegionAddress, VolatileSlice, guest_memory,
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestMemoryRegionBytes,
+    GuestRegionCollection, MemoryRegionAddress, VolatileSlice, guest_memory,
 };
 
 use crate::gpu::{Backing, Client, GpuError, GuestRam};
 use crate::ids::{GuestPa, MemoryId};
+use crate::memory_file::MemoryFile;
 use crate::sigbus::{GuardedMapping, Protection};
 use crate::units::{PAGE_SIZE, is_aligned};
 
@@ -92,6 +93,8 @@ struct Map {
     import: Option<MemoryId>,
     /// Error of mapping the file.
     failure: Option<io::Error>,
+    /// Whether the client has truncated the file. The range is no longer accessible.
+    truncated: bool,
 }
 
 /// Mapping with a file, for vm-memory.
@@ -158,7 +161,8 @@ impl GuestMemory {
         if self.maps.len() >= MAX_MAPS {
             return Err(MemError::TooMany(MAX_MAPS));
         }
-        let mut map = Map { size, access, file: None, import: None, failure: None };
+        let mut map =
+            Map { size, access, file: None, import: None, failure: None, truncated: false };
         if let Some((fd, offset)) = file {
             match self.map_file(iova, size, access, fd.as_fd(), offset) {
                 Ok(()) => map.file = Some((fd, offset)),
@@ -183,7 +187,7 @@ impl GuestMemory {
             Protection::ReadOnly
         };
         let len = usize::try_from(size).map_err(io::Error::other)?;
-        let mapping = GuardedMapping::map(fd, offset, len, protection)?;
+        let mapping = MemoryFile::new(fd)?.map(offset, len, protection)?;
         let region = Arc::new(SharedRegion { start: iova.0, mapping });
         self.shared = self.shared.insert_region(region).map_err(io::Error::other)?;
         Ok(())
@@ -236,16 +240,38 @@ impl GuestMemory {
 
     /// Reads guest memory completely or fails.
     pub fn read(&mut self, address: GuestPa, data: &mut [u8]) -> Result<(), Unreachable> {
-        self.segments(address, data.len() as u64, DmaAccess::READ)?;
+        let segments = self.segments(address, data.len() as u64, DmaAccess::READ)?;
         let read = self.shared.read_slice(data, GuestAddress(address.0));
+        self.withdraw_truncated(&segments)?;
         read.map_err(|_| Unreachable(address))
     }
 
     /// Writes guest memory completely or fails.
     pub fn write(&mut self, address: GuestPa, data: &[u8]) -> Result<(), Unreachable> {
-        self.segments(address, data.len() as u64, DmaAccess::WRITE)?;
+        let segments = self.segments(address, data.len() as u64, DmaAccess::WRITE)?;
         let written = self.shared.write_slice(data, GuestAddress(address.0));
+        self.withdraw_truncated(&segments)?;
         written.map_err(|_| Unreachable(address))
+    }
+
+    /// Unmaps files that were found truncated. Their mappings stay recorded, and imported.
+    fn withdraw_truncated(&mut self, segments: &[Segment]) -> Result<(), Unreachable> {
+        let mut result = Ok(());
+        for Segment { map: start, offset, .. } in segments {
+            let region = self.shared.find_region(GuestAddress(*start));
+            if !region.is_some_and(|region| region.mapping.poisoned()) {
+                continue;
+            }
+            if let Some(map) = self.maps.get_mut(start) {
+                map.truncated = true;
+                map.file = None;
+                if let Ok((rest, _)) = self.shared.remove_region(GuestAddress(*start), map.size) {
+                    self.shared = rest;
+                }
+            }
+            result = Err(Unreachable(GuestPa(start + offset)));
+        }
+        result
     }
 
     /// Checks that a range is accessible.
@@ -313,7 +339,9 @@ impl GuestMemory {
                 return Err(Unreachable(GuestPa(at)));
             };
             if map.file.is_none() {
-                self.missed = Some(at);
+                if !map.truncated {
+                    self.missed = Some(at);
+                }
                 return Err(Unreachable(GuestPa(at)));
             }
             if !map.access.contains(access) {

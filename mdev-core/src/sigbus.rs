@@ -2,23 +2,29 @@
 //!
 //! A client passes the file of its guest's memory and keeps it. If the client truncates the file,
 //! an access to a mapping beyond the new end raises SIGBUS. The SIGBUS handler of a
-//! [`GuardedMapping`] replaces the missing page by a page of zeros and marks the mapping as
-//! poisoned, so that the worker can drop the client.
+//! [`GuardedMapping`] replaces the missing page, with up to 64 MiB around it, by zeros and marks the
+//! mapping as poisoned, so that the owner can drop the client. Replacing large parts keeps the
+//! number of ranges in the address space small, which the kernel limits (`vm.max_map_count`).
+//! Replacing them in parts keeps the handler short: it runs on the engine of all tenants.
 
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Once, OnceLock};
 
 use vm_memory::VolatileSlice;
 
-use crate::units::PAGE_SIZE;
+use crate::units::{PAGE_SIZE, is_aligned};
 
-/// Maximum number of guarded mappings of a process.
-pub const MAX_MAPPINGS: usize = 8192;
+/// Maximum number of guarded mappings of a process. A GPU process has 256 imports of each vGPU; the
+/// kernel allows 65530 ranges of memory by default.
+pub const MAX_MAPPINGS: usize = 32_768;
+
+/// Size of the parts of a mapping that are replaced at once.
+const PART: usize = 64 << 20;
 
 /// Protection of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,11 +36,23 @@ pub enum Protection {
 }
 
 /// Shared mapping of a file range that survives the file's truncation.
+///
+/// Whole pages of the file are mapped. With huge pages the mapping can therefore begin before the
+/// requested range and end after it; only the requested range is accessible.
 #[derive(Debug)]
 pub struct GuardedMapping {
     start: NonNull<u8>,
     len: usize,
+    /// Range of whole pages, for the kernel.
+    pages: Pages,
     slot: usize,
+}
+
+/// Range of mapped pages.
+#[derive(Clone, Copy, Debug)]
+struct Pages {
+    start: usize,
+    len: usize,
 }
 
 // SAFETY: the mapping is owned memory; all accesses are volatile or atomic, and the slot is only
@@ -45,17 +63,37 @@ unsafe impl Sync for GuardedMapping {}
 
 impl GuardedMapping {
     /// Maps `len` bytes of `fd` from `offset`, shared. Offset and length must be multiples of the
-    /// page size.
+    /// page size. The file must belong to this process or a trusted one: others' are mapped by
+    /// [`MemoryFile::map`](crate::memory_file::MemoryFile::map).
     pub fn map(
         fd: BorrowedFd<'_>,
         offset: u64,
         len: usize,
         protection: Protection,
     ) -> io::Result<Self> {
-        let file_offset = libc::off_t::try_from(offset).map_err(|_| invalid())?;
-        if len == 0 || isize::try_from(len).is_err() {
+        if !is_aligned(len as u64, PAGE_SIZE) {
             return Err(invalid());
         }
+        Self::map_whole_pages(fd, offset, len, PAGE_SIZE, protection)
+    }
+
+    /// Maps `len` bytes of `fd` from `offset`, shared, in whole pages of `page_size` bytes.
+    pub(crate) fn map_whole_pages(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        page_size: u64,
+        protection: Protection,
+    ) -> io::Result<Self> {
+        if len == 0 || !is_aligned(offset, PAGE_SIZE) || !page_size.is_power_of_two() {
+            return Err(invalid());
+        }
+        let first = offset & !(page_size - 1);
+        let end = offset.checked_add(len as u64).and_then(|end| {
+            end.checked_next_multiple_of(page_size).filter(|end| i64::try_from(*end).is_ok())
+        });
+        let end = end.ok_or_else(invalid)?;
+        let whole = usize::try_from(end - first).map_err(|_| invalid())?;
         install_handler()?;
         let slot = claim_slot()?;
         let flags = match protection {
@@ -66,23 +104,26 @@ impl GuardedMapping {
         let address = unsafe {
             libc::mmap(
                 ptr::null_mut(),
-                len,
+                whole,
                 flags,
                 libc::MAP_SHARED | libc::MAP_NORESERVE,
                 fd.as_raw_fd(),
-                file_offset,
+                first.cast_signed(),
             )
         };
-        let start = match NonNull::new(address.cast::<u8>()) {
-            Some(start) if address != libc::MAP_FAILED => start,
+        let base = match NonNull::new(address.cast::<u8>()) {
+            Some(base) if address != libc::MAP_FAILED => base,
             _ => {
                 let error = io::Error::last_os_error();
                 SLOTS[slot].release();
                 return Err(error);
             }
         };
-        SLOTS[slot].watch(start.as_ptr() as usize, len);
-        Ok(Self { start, len, slot })
+        let pages = Pages { start: base.as_ptr().expose_provenance(), len: whole };
+        SLOTS[slot].watch(pages);
+        // SAFETY: the requested range begins less than one page after the mapping's start.
+        let start = unsafe { base.add((offset - first) as usize) };
+        Ok(Self { start, len, pages, slot })
     }
 
     /// Returns the address of the first byte.
@@ -109,12 +150,28 @@ impl GuardedMapping {
     }
 }
 
+/// Report of the first failure to unmap memory.
+static UNMAP_FAILURE: Once = Once::new();
+
 impl Drop for GuardedMapping {
     fn drop(&mut self) {
+        let Pages { start, len } = self.pages;
+        // First: another thread's mapping can have the range as soon as it is free.
         SLOTS[self.slot].unwatch();
-        // SAFETY: start and len describe this mapping, and no borrow of it is left.
-        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
-        SLOTS[self.slot].release();
+        // SAFETY: the pages are this mapping, and no borrow of it is left.
+        if unsafe { libc::munmap(ptr::with_exposed_provenance_mut(start), len) } == 0 {
+            SLOTS[self.slot].release();
+            return;
+        }
+        let error = io::Error::last_os_error();
+        // At least the file's pages must not stay in use. The slot does, with the address range.
+        let released = map_zeros(start, len, libc::PROT_NONE);
+        UNMAP_FAILURE.call_once(|| {
+            let what = if released { "its address range" } else { "its memory" };
+            log::error!(
+                "Cannot unmap {len:#x} bytes of shared memory, {what} stays in use: {error}"
+            );
+        });
     }
 }
 
@@ -123,9 +180,11 @@ fn invalid() -> io::Error {
 }
 
 /// Signal handler's record of a mapping. The handler can run at any moment, so each field is
-/// atomic, and `start` is set last and cleared first.
+/// atomic. The version is odd while the range is changed, so that the handler never combines the
+/// start of one mapping with the length of the next one.
 struct Slot {
     claimed: AtomicBool,
+    version: AtomicUsize,
     start: AtomicUsize,
     len: AtomicUsize,
     poisoned: AtomicBool,
@@ -134,6 +193,7 @@ struct Slot {
 static SLOTS: [Slot; MAX_MAPPINGS] = [const {
     Slot {
         claimed: AtomicBool::new(false),
+        version: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         len: AtomicUsize::new(0),
         poisoned: AtomicBool::new(false),
@@ -144,14 +204,30 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 
 impl Slot {
-    fn watch(&self, start: usize, len: usize) {
+    fn watch(&self, pages: Pages) {
         self.poisoned.store(false, Ordering::Relaxed);
-        self.len.store(len, Ordering::Relaxed);
-        self.start.store(start, Ordering::Release);
+        self.set(pages);
     }
 
     fn unwatch(&self) {
-        self.start.store(0, Ordering::Release);
+        self.set(Pages { start: 0, len: 0 });
+    }
+
+    fn set(&self, Pages { start, len }: Pages) {
+        self.version.fetch_add(1, Ordering::SeqCst);
+        self.start.store(start, Ordering::SeqCst);
+        self.len.store(len, Ordering::SeqCst);
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Returns the pages if they contain `address`.
+    fn pages_with(&self, address: usize) -> Option<Pages> {
+        let version = self.version.load(Ordering::SeqCst);
+        let start = self.start.load(Ordering::SeqCst);
+        let len = self.len.load(Ordering::SeqCst);
+        let is_stable = version.is_multiple_of(2) && version == self.version.load(Ordering::SeqCst);
+        let contains = start != 0 && address.checked_sub(start).is_some_and(|at| at < len);
+        (is_stable && contains).then_some(Pages { start, len })
     }
 
     fn release(&self) {
@@ -203,7 +279,7 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     // SAFETY: errno's location is valid in every thread; errno is restored for the interrupted
     // code.
     let errno = unsafe { *libc::__errno_location() };
-    let handled = replace_page(address);
+    let handled = replace(address);
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
     if !handled {
@@ -211,30 +287,35 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     }
 }
 
-fn replace_page(address: usize) -> bool {
+/// Replaces the part of a mapping that contains `address`. Faults of several threads replace it
+/// several times, which loses only stores to a poisoned mapping.
+fn replace(address: usize) -> bool {
     let known = SLOTS.iter().take(HIGH_WATER.load(Ordering::Acquire));
     for slot in known {
-        let start = slot.start.load(Ordering::Acquire);
-        let len = slot.len.load(Ordering::Relaxed);
-        if start == 0 || address < start || address - start >= len {
-            continue;
+        if let Some(Pages { start, len }) = slot.pages_with(address) {
+            slot.poisoned.store(true, Ordering::Release);
+            let at = (address - start) / PART * PART;
+            let page = address & !(PAGE_SIZE as usize - 1);
+            // A huge page can be longer than a part, and cannot be replaced in part. A host without
+            // overcommit may have room for one page only.
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            return map_zeros(start + at, PART.min(len - at), access)
+                || map_zeros(start, len, access)
+                || map_zeros(page, PAGE_SIZE as usize, access);
         }
-        let page = address & !(PAGE_SIZE as usize - 1);
-        slot.poisoned.store(true, Ordering::Release);
-        // A huge page cannot be replaced in part, so the whole range becomes zeros.
-        return map_zeros(page, PAGE_SIZE as usize) || map_zeros(start, len);
     }
     false
 }
 
-fn map_zeros(start: usize, len: usize) -> bool {
-    // SAFETY: the range is in a guarded mapping, which is alive while a thread faults on it; the
-    // users of a mapping expect changes of its contents at any time.
+/// Replaces pages of a guarded mapping by private zeros.
+fn map_zeros(start: usize, len: usize, protection: c_int) -> bool {
+    // SAFETY: the range is in a guarded mapping, which is alive while a thread faults on it or drops
+    // it; the users of a mapping expect changes of its contents at any time.
     let mapped = unsafe {
         libc::mmap(
-            start as *mut c_void,
+            ptr::with_exposed_provenance_mut(start),
             len,
-            libc::PROT_READ | libc::PROT_WRITE,
+            protection,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE,
             -1,
             0,
@@ -264,54 +345,4 @@ fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::fd::AsFd;
-
-    use vm_memory::Bytes;
-
-    use super::*;
-
-    #[test]
-    fn a_truncated_file_reads_as_zeros_and_poisons_the_mapping() {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(4 * PAGE_SIZE).unwrap();
-        let mapping =
-            GuardedMapping::map(file.as_fd(), 0, 4 * PAGE_SIZE as usize, Protection::ReadWrite)
-                .unwrap();
-        let other =
-            GuardedMapping::map(file.as_fd(), 0, PAGE_SIZE as usize, Protection::ReadOnly).unwrap();
-        mapping.slice().write_slice(&[7; 16], 3 * PAGE_SIZE as usize).unwrap();
-        assert!(!mapping.poisoned());
-
-        file.set_len(PAGE_SIZE).unwrap();
-        let mut bytes = [1; 16];
-        mapping.slice().read_slice(&mut bytes, 3 * PAGE_SIZE as usize).unwrap();
-        assert_eq!(bytes, [0; 16]);
-        assert!(mapping.poisoned());
-        mapping.slice().write_slice(&[9; 16], 2 * PAGE_SIZE as usize).unwrap();
-
-        other.slice().read_slice(&mut bytes, 0).unwrap();
-        assert!(!other.poisoned(), "the remaining page is intact");
-    }
-
-    #[test]
-    fn slots_are_reused() {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(PAGE_SIZE).unwrap();
-        for _ in 0..2 * MAX_MAPPINGS {
-            GuardedMapping::map(file.as_fd(), 0, PAGE_SIZE as usize, Protection::ReadOnly).unwrap();
-        }
-    }
-
-    #[test]
-    fn invalid_ranges_are_refused() {
-        let file = tempfile::tempfile().unwrap();
-        let map = |offset, len| {
-            GuardedMapping::map(file.as_fd(), offset, len, Protection::ReadOnly).is_err()
-        };
-        assert!(map(0, 0));
-        assert!(map(u64::MAX, 4096));
-        assert!(map(1, 4096));
-        assert!(map(0, usize::MAX));
-    }
-}
+mod tests;

@@ -11,6 +11,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use mdev_core::memory_file::MemoryFile;
 use mdev_core::sigbus::{GuardedMapping, Protection};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -39,17 +40,39 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `len` bytes of `fd` from `offset`, both page-aligned.
+    /// Maps `len` bytes of `fd` from `offset`, both page-aligned. The file must belong to this
+    /// process or a trusted one: [`Self::of_guest`] maps others'.
     pub fn new(fd: BorrowedFd<'_>, offset: u64, len: u64, writable: bool) -> io::Result<Arc<Self>> {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = if writable { Protection::ReadWrite } else { Protection::ReadOnly };
         let memory = GuardedMapping::map(fd, offset, len, protection)?;
+        Ok(Self::with_huge_pages(memory, writable))
+    }
+
+    /// Maps `len` bytes of guest memory from `offset`, both page-aligned.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the range is not aligned, or the process cannot map more memory.
+    pub fn of_guest(
+        file: &MemoryFile<'_>,
+        offset: u64,
+        len: u64,
+        writable: bool,
+    ) -> io::Result<Arc<Self>> {
+        let size = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let protection = if writable { Protection::ReadWrite } else { Protection::ReadOnly };
+        let memory = file.map(offset, size, protection)?;
+        Ok(Self::with_huge_pages(memory, writable))
+    }
+
+    fn with_huge_pages(memory: GuardedMapping, writable: bool) -> Arc<Self> {
         if let Some(base) = NonNull::new(memory.as_ptr().cast()) {
             // SAFETY: the range was mapped above; the advice changes page sizes, not contents. The
             // kernel may refuse the advice.
-            let _ = unsafe { madvise(base, len, MmapAdvise::MADV_HUGEPAGE) };
+            let _ = unsafe { madvise(base, memory.len(), MmapAdvise::MADV_HUGEPAGE) };
         }
-        Ok(Arc::new(Self { memory, writable }))
+        Arc::new(Self { memory, writable })
     }
 
     /// Returns true once an access has found the file truncated.

@@ -3,6 +3,8 @@
 //! A VM without shared memory boots and draws; only its channels fail or silently lose work. Each
 //! cause has its own line, which names the fix.
 
+use std::io;
+
 use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 use super::{DmaAccess, GuestMemory, Map};
@@ -36,10 +38,9 @@ impl GuestMemory {
             |start: u64| own.iter().any(|(bar, len)| start.wrapping_sub(*bar) < *len && *len > 0);
         let ram = |map: &Map| map.size >= LARGE && map.access.contains(DmaAccess::WRITE);
         let has_shared = self.maps.values().any(|map| map.file.is_some() && ram(map));
-        let fileless = self
-            .maps
-            .iter()
-            .find(|(start, map)| map.file.is_none() && ram(map) && !is_own(**start));
+        let fileless = self.maps.iter().find(|(start, map)| {
+            map.file.is_none() && !map.truncated && ram(map) && !is_own(**start)
+        });
         if let Some((start, map)) = fileless.filter(|_| !has_shared) {
             lines.push(match &map.failure {
                 None => format!(
@@ -53,6 +54,10 @@ impl GuestMemory {
                     map.size / MIB
                 ),
             });
+        } else if let Some((address, error)) = self.missed_failure() {
+            lines.push(format!(
+                "The guest's driver used memory at {address:#x} that cannot be mapped: {error}"
+            ));
         } else if let Some(address) = self.missed {
             lines.push(format!(
                 "The guest's driver used memory at {address:#x} that the VMM does not share with \
@@ -66,7 +71,8 @@ impl GuestMemory {
                     .to_owned(),
             );
         }
-        if self.shared.iter().any(|region| region.mapping.poisoned()) {
+        let poisoned = self.shared.iter().any(|region| region.mapping.poisoned());
+        if poisoned || self.maps.values().any(|map| map.truncated) {
             lines.push("The VMM truncated the file of the guest's RAM: restart the VM".to_owned());
         }
         lines
@@ -95,6 +101,14 @@ impl GuestMemory {
                 limits.vgpu / MIB
             )
         })
+    }
+
+    /// Returns the address of a guest's access to memory whose file cannot be mapped, and the cause.
+    fn missed_failure(&self) -> Option<(u64, &io::Error)> {
+        let address = self.missed?;
+        let (start, map) = self.maps.range(..=address).next_back()?;
+        let error = map.failure.as_ref().filter(|_| address - start < map.size)?;
+        Some((address, error))
     }
 
     /// Returns true if the lowest shared RAM is all zeros. A client that maps its file privately
@@ -182,8 +196,9 @@ mod tests {
         let mut memory = GuestMemory::default();
         let ram = shared_ram(&mut memory, 0, 0x4000);
         ram.set_len(0).unwrap();
-        memory.read(GuestPa(0x1000), &mut [0; 64]).unwrap();
-        memory.write(GuestPa(0x2000), &[0; 64]).unwrap();
+        assert!(memory.read(GuestPa(0x1000), &mut [0; 64]).is_err());
+        assert!(memory.write(GuestPa(0x2000), &[0; 64]).is_err());
+        assert_eq!(memory.shared.num_regions(), 0, "the file is no longer mapped");
         assert!(memory.advice(&[], false, ALL)[0].contains("truncated"));
     }
 
@@ -192,6 +207,13 @@ mod tests {
         let mut memory = GuestMemory::default();
         let fd = OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
         memory.map(GuestPa(0), 64 * MIB, RW, Some((fd, 0))).unwrap();
-        assert!(memory.advice(&[], false, ALL)[0].contains("cannot be mapped"));
+        let advice = memory.advice(&[], false, ALL);
+        assert!(advice[0].contains("cannot be mapped: its file is neither a memfd"), "{advice:?}");
+        let ram = shared_ram(&mut memory, 64 * MIB, 64 * MIB);
+        ram.write_all_at(&[1], 0).unwrap();
+        assert!(memory.advice(&[], false, ALL).is_empty(), "a file that is not used");
+        assert!(memory.read(GuestPa(0x1000), &mut [0]).is_err());
+        let advice = memory.advice(&[], false, ALL);
+        assert!(advice[0].contains("at 0x1000 that cannot be mapped: its file"), "{advice:?}");
     }
 }

@@ -41,17 +41,17 @@ use vgpu_guest::memory::Home;
 use vgpu_guest::work::{self, saxpy::Saxpy};
 use zerocopy::{FromBytes, IntoBytes};
 
-const CONTROL: u32 = 3;
-const CONFIG: u32 = 7;
+pub(super) const CONTROL: u32 = 3;
+pub(super) const CONFIG: u32 = 7;
 
 /// A daemon with a vGPU to abuse, and another vGPU at work on the same GPU.
-struct Victim {
-    vgpud: Vgpud,
-    uuid: String,
-    socket: PathBuf,
+pub(super) struct Victim {
+    pub(super) vgpud: Vgpud,
+    pub(super) uuid: String,
+    pub(super) socket: PathBuf,
     neighbour: Device,
-    worker: u32,
-    gpu: u32,
+    pub(super) worker: u32,
+    pub(super) gpu: u32,
 }
 
 /// Returns the number of open descriptors of a process.
@@ -66,7 +66,7 @@ fn status(pid: u32, name: &str) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-fn memory(len: u64) -> (File, OwnedFd) {
+pub(super) fn memory(len: u64) -> (File, OwnedFd) {
     let fd = memfd_create(c"guest", MFdFlags::MFD_CLOEXEC).unwrap();
     let file = File::from(fd.try_clone().unwrap());
     file.set_len(len).unwrap();
@@ -74,12 +74,12 @@ fn memory(len: u64) -> (File, OwnedFd) {
 }
 
 /// Returns the payload of a DMA_MAP with read and write access.
-fn map(address: u64, size: u64) -> Vec<u8> {
+pub(super) fn map(address: u64, size: u64) -> Vec<u8> {
     bytes![32_u32, 3_u32, 0_u64, address, size]
 }
 
 impl Victim {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let vgpud = Vgpud::start().unwrap();
         let start = || vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true })).unwrap();
         let (uuid, other) = (start(), start());
@@ -94,7 +94,7 @@ impl Victim {
     }
 
     /// Runs an abuse and checks that nothing else is affected.
-    fn survives(&self, what: &str, abuse: impl FnOnce(&Self)) {
+    pub(super) fn survives(&self, what: &str, abuse: impl FnOnce(&Self)) {
         drop(RawClient::attach(&self.socket));
         let count = || [fds(self.worker), fds(self.gpu)];
         let mut before = count();
@@ -240,24 +240,24 @@ fn exceeded_limits_are_errors_and_recover() {
 }
 
 /// Guest RAM that the client truncates after sharing it.
-struct Doomed<'a> {
-    client: RawClient,
-    file: &'a File,
+pub(super) struct Doomed<'a> {
+    pub(super) client: RawClient,
+    pub(super) file: &'a File,
 }
 
-const MAILBOX: u64 = 0x1000;
-const RING: u64 = 0x2000;
-const USERD: u64 = 0x3000;
-const PUSHBUFFER: u64 = 0x4000;
-const RAM: u64 = 0x10_0000;
+pub(super) const MAILBOX: u64 = 0x1000;
+pub(super) const RING: u64 = 0x2000;
+pub(super) const USERD: u64 = 0x3000;
+pub(super) const PUSHBUFFER: u64 = 0x4000;
+pub(super) const RAM: u64 = 0x10_0000;
 
 impl Doomed<'_> {
-    fn ring(&mut self) {
+    pub(super) fn ring(&mut self) {
         self.client.write(CONTROL, reg::MAILBOX_LO, &(MAILBOX as u32).to_le_bytes());
         self.client.write(CONTROL, reg::MAILBOX_DOORBELL, &[1, 0, 0, 0]);
     }
 
-    fn request(&mut self, opcode: Opcode, payload: &[u8]) -> Vec<u8> {
+    pub(super) fn request(&mut self, opcode: Opcode, payload: &[u8]) -> Vec<u8> {
         let request_bytes = payload.len() as u32;
         let header = Header { opcode: opcode as u32, request_bytes, ..Header::default() };
         self.file.write_all_at(header.as_bytes(), MAILBOX).unwrap();

@@ -4,6 +4,7 @@ mod abuse;
 mod access;
 mod engine_time;
 mod lost;
+mod memory;
 mod sandbox;
 mod system_calls;
 mod waiting;

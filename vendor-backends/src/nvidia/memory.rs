@@ -6,6 +6,7 @@ use std::sync::Arc;
 use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::gpu::{Backing, GpuError, GuestRam};
 use mdev_core::ids::{GpuVa, MemoryId};
+use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
 use super::device::Device;
@@ -105,7 +106,8 @@ impl Memory {
             return Err(GpuError::Limit("bytes of guest memory"));
         }
         let id = MemoryId(self.next_id);
-        let mapping = Mapping::new(ram.fd, ram.offset, ram.len, true)?;
+        let file = MemoryFile::new(ram.fd)?;
+        let mapping = Mapping::of_guest(&file, ram.offset, ram.len, true)?;
         let object = self.device.rm_client.register(&self.device.device, &mapping)?;
         self.next_id = self.next_id.checked_add(1).ok_or(GpuError::Limit("imports"))?;
         self.imported_bytes += ram.len;

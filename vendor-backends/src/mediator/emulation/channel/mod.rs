@@ -57,7 +57,8 @@ pub enum Readiness {
 #[derive(Debug)]
 pub struct Channel {
     spec: ChannelSpec,
-    userd: Userd,
+    /// USERD; `None` after a fault, because its memory can be withdrawn.
+    userd: Option<Userd>,
     get: u32,
     seen_put: u32,
     segment: Option<Segment>,
@@ -93,7 +94,7 @@ impl Channel {
         userd.store(abi::NEED_WAKEUP, 0);
         Self {
             spec,
-            userd,
+            userd: Some(userd),
             get: 0,
             seen_put: 0,
             segment: None,
@@ -134,15 +135,17 @@ impl Channel {
 
     /// Returns whether the USERD is in an import.
     pub fn uses_userd_in(&self, memory: MemoryId) -> bool {
-        self.userd.memory == Some(memory)
+        self.userd.as_ref().is_some_and(|userd| userd.memory == Some(memory))
     }
 
-    /// Faults the channel. Returns false, and keeps the first fault, if the channel has faulted
+    /// Faults the channel and drops its USERD. Returns false, and keeps the first fault, if the channel has faulted
     /// before.
     pub fn fail(&mut self, fault: Fault) -> bool {
         self.active = None;
         self.segment = None;
-        self.userd.store(abi::NEED_WAKEUP, 0);
+        if let Some(userd) = self.userd.take() {
+            userd.store(abi::NEED_WAKEUP, 0);
+        }
         let first = self.error.is_none();
         self.error.get_or_insert(fault);
         first
@@ -201,7 +204,7 @@ impl Channel {
     }
 
     fn put(&self) -> u32 {
-        self.userd.load(abi::GP_PUT)
+        self.userd.as_ref().map_or(self.get, |userd| userd.load(abi::GP_PUT))
     }
 
     /// Returns whether GP_PUT has changed since the last call.
@@ -212,8 +215,8 @@ impl Channel {
 
     /// Tells the guest whether the next doorbell needs a wake-up. A channel with work needs none.
     pub fn announce_sleep(&self, asleep: bool) {
-        if self.error.is_none() {
-            self.userd.store(abi::NEED_WAKEUP, u32::from(asleep && !self.has_work()));
+        if let Some(userd) = &self.userd {
+            userd.store(abi::NEED_WAKEUP, u32::from(asleep && !self.has_work()));
         }
     }
 }

@@ -120,7 +120,9 @@ impl Channel {
     /// Retires an entry: advances GP_GET.
     fn retire(&mut self, counters: &Counters) {
         self.get = (self.get + 1) % self.spec.gpfifo_entries;
-        self.userd.store(userd::GP_GET, self.get);
+        if let Some(userd) = &self.userd {
+            userd.store(userd::GP_GET, self.get);
+        }
         counters.submissions.fetch_add(1, Ordering::Relaxed);
     }
 

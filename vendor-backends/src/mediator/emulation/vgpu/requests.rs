@@ -1,6 +1,5 @@
 //! Control requests of the manager and the worker.
 
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -9,9 +8,9 @@ use std::time::Duration;
 use mdev_core::abi::{notifier, userd};
 use mdev_core::gpu::{Backing, ChannelHandle, ChannelSpec, ChannelStatus, Quotas};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::memory_file::MemoryFile;
 use mdev_core::sched::Budget;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
-use nix::sys::statfs::{FsType, TMPFS_MAGIC, fstatfs};
 
 use super::{Vgpu, nanoseconds};
 use crate::mediator::emulation::address_space::memory::Memory;
@@ -21,9 +20,6 @@ use crate::mediator::emulation::token_bucket::TokenBucket;
 use crate::mediator::fault::Fault;
 use crate::mediator::wire::Refusal;
 use crate::mem::Mapping;
-
-/// `HUGETLBFS_MAGIC`.
-const HUGETLBFS: FsType = FsType(0x9584_58f6);
 
 impl Vgpu {
     /// Imports guest memory.
@@ -37,17 +33,12 @@ impl Vgpu {
         if len == 0 || !is_aligned(offset, PAGE_SIZE) || !is_aligned(len, PAGE_SIZE) {
             return Err(Refusal::Alignment);
         }
-        // Only memory files: reading a page of a disk or FUSE file could block the engine.
-        let kind = fstatfs(fd).map_err(io::Error::from)?.filesystem_type();
-        if kind != TMPFS_MAGIC && kind != HUGETLBFS {
-            return Err(Refusal::Descriptor);
-        }
-        let size = nix::sys::stat::fstat(fd).map_err(io::Error::from)?.st_size.cast_unsigned();
-        if offset.checked_add(len).is_none_or(|end| end > size) {
+        let file = MemoryFile::new(fd.as_fd()).map_err(|_| Refusal::Descriptor)?;
+        if offset.checked_add(len).is_none_or(|end| file.len().is_ok_and(|size| end > size)) {
             return Err(Refusal::Backing);
         }
         self.lock()?.check_import(len)?;
-        let mapping = Mapping::new(fd.as_fd(), offset, len, writable)?;
+        let mapping = Mapping::of_guest(&file, offset, len, writable)?;
         // Without the lock, because pinning memory for a device is slow.
         let attachment = self.hardware.attach(self.spec.vgpu, &mapping)?;
         let mut state = self.lock()?;
@@ -91,10 +82,13 @@ impl Vgpu {
         self.lock()?.space.unmap(va, len)
     }
 
-    /// Creates a channel.
+    /// Creates a channel. Refused while the guest's memory is truncated.
     pub fn create_channel(&self, spec: &ChannelSpec) -> Result<ChannelHandle, Refusal> {
         spec.check(self.hardware.describe().capabilities)?;
         let mut state = self.lock()?;
+        if state.space.poisoned() {
+            return Err(Refusal::Backing);
+        }
         let max_channels = state.quotas.max_channels.unwrap_or(u32::MAX).min(self.max_channels);
         if state.channels.len() as u64 >= u64::from(max_channels) {
             return Err(Refusal::ChannelLimit);

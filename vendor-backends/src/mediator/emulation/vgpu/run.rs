@@ -148,7 +148,8 @@ impl Vgpu {
             vector: channel.vector(),
         };
         let mut outcome = channel.run(cx, &self.counters, submissions);
-        if space.poisoned() {
+        let poisoned = space.poisoned();
+        if poisoned {
             outcome = Err(Fault::mmu(0));
         }
         let (ended, engine_time) = (now_ns(), channel.engine_time());
@@ -171,6 +172,10 @@ impl Vgpu {
                 state.fault_backoff.count(ended);
                 self.interrupts.raise(Pending::CHANNEL_ERROR, None);
             }
+        }
+        if poisoned {
+            // The next accesses would store to memory of this process.
+            self.fail_channels(&mut state, Fault::mmu(0), |_| true);
         }
         engine_time
     }
