@@ -88,29 +88,38 @@ impl AccessConfig {
                 users,
             )?,
         };
-        let worker_uids = if own.uid == 0 { worker_uids(args, users)? } else { None };
+        let worker_uids = if own.uid == 0 {
+            let uid_map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+            worker_uids(args.worker_uids, users, &uid_map)?
+        } else {
+            None
+        };
         Ok(Self { worker_user, worker_uids, owner, access })
     }
 }
 
-/// Returns the range of workers' users. A user namespace without the default range has no users to
-/// choose from.
-fn worker_uids(args: &RunArgs, users: &Users) -> anyhow::Result<Option<UidRange>> {
-    let range = match args.worker_uids {
+/// Returns the range of workers' users, in the user namespace with this `/proc/self/uid_map`. One
+/// without the default range has no users to choose from.
+fn worker_uids(
+    chosen: Option<WorkerUids>,
+    users: &Users,
+    uid_map: &str,
+) -> anyhow::Result<Option<UidRange>> {
+    let range = match chosen {
         Some(WorkerUids::Shared) => return Ok(None),
         Some(WorkerUids::Range(range)) => range,
         None => UidRange::WORKERS,
     };
     range.check(users).map_err(anyhow::Error::msg).context("--worker-uids")?;
-    let map = fs::read_to_string("/proc/self/uid_map").context("Cannot read /proc/self/uid_map")?;
-    if range.is_mapped(&map) {
+    if range.is_mapped(uid_map) {
         return Ok(Some(range));
     }
-    if args.worker_uids.is_some() {
+    if chosen.is_some() {
         bail!("--worker-uids: this container does not have user IDs {range}; name others");
     }
     log::warn!(
-        "This container does not have user IDs {range}: all workers run as one user, and one that a guest has taken over can disturb the others; name other user IDs by --worker-uids"
+        "This container does not have user IDs {range}: all workers run as one user, and one that \
+         a guest has taken over can disturb the others; name other user IDs by --worker-uids"
     );
     Ok(None)
 }
@@ -164,7 +173,6 @@ mod tests {
         let config = AccessConfig::resolve(ROOT, &args(""), &full).unwrap();
         assert_eq!(config.owner, Account { uid: 64_055, gid: 104 });
         assert_eq!(config.worker_user, Account { uid: 990, gid: 990 });
-        assert_eq!(config.worker_uids, Some(UidRange::WORKERS));
         assert_eq!(config.access.readers.unwrap().gid, 991);
         assert_eq!(config.access.admins.unwrap().gid, 992);
         let bare = AccessConfig::resolve(ROOT, &args(""), &host("", "")).unwrap();
@@ -176,8 +184,6 @@ mod tests {
         assert_eq!((user.owner, user.worker_uids), (own, None));
         let shared = AccessConfig::resolve(ROOT, &args("--worker-uids shared"), &full).unwrap();
         assert_eq!(shared.worker_uids, None);
-        let named = AccessConfig::resolve(ROOT, &args("--worker-uids 70000-70099"), &full).unwrap();
-        assert_eq!(named.worker_uids.map(UidRange::count), Some(100));
         assert_eq!(user.access, Rules { own: 1000, ..Rules::default() });
     }
 
@@ -200,5 +206,20 @@ mod tests {
             );
             assert!(error.contains(part), "{error}");
         }
+    }
+
+    #[test]
+    fn a_container_without_the_users_of_workers_shares_one() {
+        let users = Users::default();
+        let host = "0 0 4294967295\n";
+        assert_eq!(worker_uids(None, &users, host).unwrap(), Some(UidRange::WORKERS));
+        let map = "0 100000 65536\n";
+        assert_eq!(worker_uids(None, &users, map).unwrap(), None);
+        let some = Some("4000-4999".parse().unwrap());
+        assert!(worker_uids(some, &users, map).unwrap().is_some());
+        let beyond = Some("70000-70999".parse().unwrap());
+        let error = worker_uids(beyond, &users, map).unwrap_err().to_string();
+        let refused = "this container does not have user IDs 70000-70999; name others";
+        assert!(error.contains(refused), "{error}");
     }
 }

@@ -12,7 +12,7 @@ mod sources;
 use anyhow::Result;
 
 /// Source files and folders with messages.
-const CODE: [&str; 20] = [
+const CODE: [&str; 21] = [
     "qemu-integration/vgpuctl/src",
     "qemu-integration/integrate/src",
     "vfio-user-server/daemon/src/blocking.rs",
@@ -28,6 +28,7 @@ const CODE: [&str; 20] = [
     "vfio-user-server/daemon/src/run.rs",
     "vfio-user-server/daemon/src/systemd.rs",
     "vfio-user-server/host/src/command_line.rs",
+    "vfio-user-server/host/src/uid_range.rs",
     "vfio-user-server/host/src/users.rs",
     "vfio-user-server/daemon/src/access_config.rs",
     "vfio-user-server/daemon/src/backend.rs",

@@ -340,6 +340,7 @@ fn at_the_start() -> Result<Vec<String>> {
         vec!["--parent", "nvidia:0000:3b:00.0,hang=1"],
         vec!["--parent", "soft:scripts.d"],
         vec!["--worker-user", "root"],
+        vec!["--worker-uids", "9-4"],
         vec!["--owner", "a:b:c"],
         vec!["--admin-group", "no-such-group"],
     ] {
