@@ -102,7 +102,8 @@ impl Activity {
         }
         let gate_open = state.channels().is_gate_open();
         // A ring that is never empty, or always fetched, may have no work for the engine.
-        let passed_over = gate_open && self.is_passed_over(state, now);
+        let waits = contended || self.since_fetch(EngineKind::Compute) > RING_AGAIN_AFTER;
+        let passed_over = gate_open && waits && self.is_passed_over(state, now);
         let conditions = Conditions { now, contended, gate_open, passed_over };
         let mut channels = state.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {

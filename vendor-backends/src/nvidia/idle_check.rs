@@ -5,6 +5,9 @@
 //! by showing empty rings. So the context is preempted once. An idle context then leaves the engine
 //! and does not come back without a ring. A context with work comes back, and one with a long kernel
 //! does not leave.
+//!
+//! The next kernel of an idle vGPU then waits for a context switch, so a vGPU that shows the truth is
+//! checked once a second at most.
 
 use std::time::{Duration, Instant};
 
@@ -14,6 +17,12 @@ use super::vgpu_state::VgpuState;
 
 /// Time in which an idle context leaves the engine when it is preempted.
 const LEAVES_WITHIN: Duration = Duration::from_millis(30);
+
+/// Minimum time between two checks of a vGPU that shows the truth.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Time for which a vGPU is checked without pauses after it has hidden work.
+const SUSPECT_FOR: Duration = Duration::from_secs(60);
 
 /// A request to leave the engine, and what was known at that time.
 #[derive(Clone, Copy, Debug)]
@@ -28,6 +37,8 @@ struct Request {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IdleCheck {
     request: Option<Request>,
+    /// When the vGPU was last found to hide work.
+    hidden_at: Option<Instant>,
     /// A context has left the engine on request. On a driver where that never happens, a context
     /// that stays shows nothing.
     leaves: bool,
@@ -42,7 +53,7 @@ impl IdleCheck {
             return false;
         };
         let Some(request) = request else {
-            if resident {
+            if resident && self.may_check(now) {
                 self.preempt(state, Request { at: now, rings, residencies });
             }
             return false;
@@ -52,9 +63,17 @@ impl IdleCheck {
         if has_left && resident {
             // The context is back without a ring.
             self.preempt(state, Request { at: now, rings, residencies });
+            self.hidden_at = Some(now);
             return true;
         }
+        // A long kernel is not hidden: it shows nothing.
         !has_left && self.leaves && now.duration_since(request.at) > LEAVES_WITHIN
+    }
+
+    fn may_check(&self, now: Instant) -> bool {
+        let within = |at: Option<Instant>, time| at.is_some_and(|at| now.duration_since(at) < time);
+        let checked_at = self.request.map(|request| request.at);
+        within(self.hidden_at, SUSPECT_FOR) || !within(checked_at, CHECK_INTERVAL)
     }
 
     fn preempt(&mut self, state: &VgpuState, request: Request) {
