@@ -127,9 +127,10 @@ pub struct Pace {
 
 impl Pace {
     /// Timing of a CPU: 128 KiB take about 15 us, and reading the clock costs a thousandth of that.
+    /// A range costs less than this cost, unless it is a page fault, in which the engine may sleep.
     pub const CPU: Self = Self {
         chunk_bytes: 128 << 10,
-        range_cost: 256,
+        range_cost: 4 << 10,
         words: 2048,
         preemption_latency_ns: 100_000,
         max_run_ns: 200_000,

@@ -25,6 +25,8 @@ const REQUEST_WAIT_NS: u64 = 20_000_000;
 const STOLEN_TIME_INTERVAL_NS: u64 = 500_000;
 /// Runs of other groups that a group may have to wait for while its budget allows it to run.
 const MAX_WAIT_RUNS: u64 = 4;
+/// Longest pause of a group in which the engine slept.
+const MAX_PAUSE_NS: u64 = 1_000_000_000;
 /// Shortest interval between polls of all groups.
 const POLL_NS: u64 = 20_000;
 /// Interval between polls of all groups while the running group has time left in its slice. The
@@ -40,6 +42,8 @@ pub(super) struct Group {
     pub waiting_since: Option<u64>,
     /// Whether the gate or the budget causes the wait.
     gated: bool,
+    /// Time before which the group neither runs nor is polled, because the engine slept in it.
+    pub paused_until_ns: u64,
     /// Whether a wake-up arrived. The next doorbell then does not count as polled.
     pub woken: bool,
     /// Whether the worker is gone: no more wake-ups arrive.
@@ -142,6 +146,7 @@ impl EngineLoop {
                     polled: PollResult::Busy,
                     waiting_since: None,
                     gated: false,
+                    paused_until_ns: 0,
                     woken: false,
                     closed: false,
                 });
@@ -174,7 +179,10 @@ impl EngineLoop {
     /// current time, which is read only while time is charged.
     fn poll_group(&mut self, index: usize, now: u64) -> u64 {
         let group = &mut self.groups[index];
-        group.polled = group.vgpu.poll(now, group.woken);
+        let paused = now < group.paused_until_ns;
+        if !paused {
+            group.polled = group.vgpu.poll(now, group.woken);
+        }
         // Control requests are short. Where runs are long, a group should not miss one because of a
         // request.
         let until = now + if self.pace.on_cpu { 0 } else { REQUEST_WAIT_NS };
@@ -210,7 +218,7 @@ impl EngineLoop {
         entry.slice_ns = group.vgpu.slice_ns();
         let wait_ns = MAX_WAIT_RUNS * self.pace.preemption_latency_ns;
         entry.set_budget(group.vgpu.budget(), self.stolen.available_ns(now), wait_ns);
-        entry.ready = has_work && group.polled != PollResult::Busy && gate_open;
+        entry.ready = has_work && group.polled != PollResult::Busy && gate_open && !paused;
         let idle = group.polled == PollResult::Polled(Readiness::Idle);
         let cost = self.busy.end_poll(end - now, idle);
         if cost > 0 {
@@ -219,14 +227,26 @@ impl EngineLoop {
         end
     }
 
+    /// Pauses a group for as long as the engine slept in it. Otherwise a group that holds the engine
+    /// whenever no other group has work would delay all new work of the others.
+    pub fn pause(&mut self, index: usize, slept_ns: u64, now: u64) {
+        if slept_ns > 0 && self.groups.len() > 1 {
+            let group = &mut self.groups[index];
+            group.paused_until_ns = now + slept_ns.min(MAX_PAUSE_NS);
+            // Until it is polled again.
+            group.polled = PollResult::Polled(Readiness::Ready);
+        }
+    }
+
     /// Charges a group for a poll that took `cost` and ended at `end`.
     fn charge_poll(&mut self, index: usize, cost: u64, end: u64) {
-        // A poll sleeps if the guest takes the memory of a USERD away.
-        let stolen = if cost > self.pace.preemption_latency_ns {
-            self.stolen.read(end).min(cost)
-        } else {
-            0
-        };
+        let mut stolen = 0;
+        if cost > self.pace.preemption_latency_ns {
+            // A poll sleeps if the guest takes the memory of a USERD away.
+            let time = self.stolen.read(end);
+            stolen = time.stolen_ns.min(cost);
+            self.pause(index, time.slept_ns, end);
+        }
         let counters = self.groups[index].vgpu.counters();
         Counters::add(&counters.stolen_ns, stolen);
         Counters::add(&counters.engine_ns, cost - stolen);

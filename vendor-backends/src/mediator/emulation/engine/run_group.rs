@@ -30,14 +30,16 @@ impl EngineLoop {
         let end = now_ns();
         group.waiting_since = Some(end);
         self.busy.end_run(end);
-        let mut used = end - since;
+        let (mut used, mut slept_ns) = (end - since, 0);
         let vgpu = &self.groups[index].vgpu;
         let counters = vgpu.counters();
         let late = end.saturating_sub(limit) + (start - since);
         if late > preemption_latency_ns {
-            let stolen = self.stolen.read(end).min(late);
+            let time = self.stolen.read(end);
+            let stolen = time.stolen_ns.min(late);
             used -= stolen;
             Counters::add(&counters.stolen_ns, stolen);
+            slept_ns = time.slept_ns;
         }
         Counters::add(&counters.engine_ns, used);
         let engine_time = engine_time.until(since + used);
@@ -57,6 +59,7 @@ impl EngineLoop {
             vgpu.fail_running(overrun);
         }
         self.runlist.charge(index, used);
+        self.pause(index, slept_ns, end);
         self.idle_since = None;
         self.semaphore_poll_ns = SEMAPHORE_POLL_MIN_NS;
         if let Some(slept_ns) = self.woken_after_ns.take() {

@@ -62,7 +62,11 @@ impl EngineLoop {
         let quiet = self.groups.iter().all(|group| group.polled != PollResult::Busy)
             && self.runlist.pick(time).is_none();
         if announced && quiet {
+            let pauses = self.groups.iter().filter_map(|group| {
+                group.waiting_since.and(group.paused_until_ns.checked_sub(now))
+            });
             let opens = self.runlist.next_ns().map(|next| next.saturating_sub(time));
+            let opens = opens.into_iter().chain(pauses).min();
             let (woken, timeout) = self.wait(opens);
             let awake = now_ns();
             let late = timeout.filter(|_| !woken).map_or(0, |ns| (awake - now).saturating_sub(ns));
@@ -94,7 +98,7 @@ impl EngineLoop {
 
     /// Sleeps until a wake-up or a timeout. Returns whether a wake-up arrived, and the timeout.
     ///
-    /// `opens_ns` is the time until a budget allows a group to run again.
+    /// `opens_ns` is the time until a budget, or the end of a pause, allows a group to run again.
     fn wait(&mut self, opens_ns: Option<u64>) -> (bool, Option<u64>) {
         let waiting = PollResult::Polled(Readiness::Waiting);
         let poll_semaphores = self.groups.iter().any(|group| group.polled == waiting);

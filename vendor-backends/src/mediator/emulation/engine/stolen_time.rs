@@ -24,6 +24,15 @@ pub(super) struct StolenTime {
     total_ns: u64,
 }
 
+/// Time in which the engine's thread did not run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct WithoutCore {
+    /// Nanoseconds that the host took.
+    pub stolen_ns: u64,
+    /// Nanoseconds of sleep.
+    pub slept_ns: u64,
+}
+
 impl StolenTime {
     pub fn new(on_cpu: bool) -> Self {
         Self { on_cpu, ..Self::default() }
@@ -34,20 +43,21 @@ impl StolenTime {
         self.wall_ns
     }
 
-    /// Reads the clocks. Returns the time stolen since the last reading, which is none if the
-    /// thread has slept: what the host took besides cannot be told apart.
-    pub fn read(&mut self, wall_ns: u64) -> u64 {
+    /// Reads the clocks. Returns the time without the core since the last reading. All of it is
+    /// sleep if the thread has slept: what the host took besides cannot be told apart.
+    pub fn read(&mut self, wall_ns: u64) -> WithoutCore {
         let cpu_ns = thread_ns();
         let without_core =
             wall_ns.saturating_sub(self.wall_ns).saturating_sub(cpu_ns - self.cpu_ns);
-        let mut stolen = 0;
+        let mut time = WithoutCore::default();
         if self.on_cpu && without_core > SHORT_NS {
             let sleeps = sleeps();
-            stolen = if sleeps == self.sleeps { without_core } else { 0 };
+            let slept = sleeps != self.sleeps;
+            *(if slept { &mut time.slept_ns } else { &mut time.stolen_ns }) = without_core;
             self.sleeps = sleeps;
         }
-        *self = Self { wall_ns, cpu_ns, total_ns: self.total_ns + stolen, ..*self };
-        stolen
+        *self = Self { wall_ns, cpu_ns, total_ns: self.total_ns + time.stolen_ns, ..*self };
+        time
     }
 
     /// Reads the clocks after a sleep. Only the delay of the wake-up counts as stolen.
@@ -82,7 +92,9 @@ mod tests {
         let mut time = StolenTime::new(true);
         time.read_after_sleep(now_ns(), 0);
         thread::sleep(Duration::from_millis(5));
-        assert_eq!(time.read(now_ns()), 0);
+        let read = time.read(now_ns());
+        assert_eq!(read.stolen_ns, 0);
+        assert!(read.slept_ns >= 4_000_000, "{read:?}");
         assert_eq!(time.available_ns(7), 7);
     }
 
@@ -96,9 +108,9 @@ mod tests {
         }
         // As if the host had taken a second.
         let wall = now_ns() + 1_000_000_000;
-        assert!(time.read(wall) >= 999_000_000);
+        assert!(time.read(wall).stolen_ns >= 999_000_000);
         assert!(time.available_ns(wall) < wall - 999_000_000);
         let mut device = StolenTime::new(false);
-        assert_eq!(device.read(now_ns()), 0, "only the CPU can be stolen");
+        assert_eq!(device.read(now_ns()), WithoutCore::default(), "only the CPU can be stolen");
     }
 }

@@ -167,3 +167,25 @@ fn the_whole_wall_clock_is_charged_while_there_is_work() {
     assert_eq!(charged() - before, now - begun, "{:?}", used());
     assert!(steps > 100, "{steps}: the yields ended their runs");
 }
+
+#[test]
+fn a_group_in_which_the_engine_slept_is_paused() {
+    let vgpus = Arc::new(VgpuList::new().unwrap());
+    let (holding, neighbour) = (Guest::new(&vgpus), Guest::new(&vgpus));
+    holding.copy();
+    let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
+    engine.pause(0, 50_000_000, now_ns());
+    let begun = now_ns();
+    while now_ns() - begun < 5_000_000 {
+        engine.step(now_ns());
+    }
+    assert_eq!(holding.vgpu.usage().engine_ns, 0);
+    neighbour.copy();
+    while neighbour.vgpu.usage().submissions == 0 {
+        engine.step(now_ns());
+    }
+    while holding.vgpu.usage().submissions == 0 {
+        engine.step(now_ns());
+    }
+    assert!(now_ns() - begun >= 45_000_000, "the pause ends by itself");
+}
