@@ -1,7 +1,7 @@
 //! Guest runtime platform over a vfio-user socket, with a memfd for guest RAM.
 
 use std::fmt;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -47,6 +47,12 @@ impl VfioUserGuest {
         let (doorbell, vram) = (map(DOORBELL)?, map(VRAM)?);
         let scanout_bytes = client.region(FRAMEBUFFER).map_or(0, |region| region.size);
         Ok(Self { client: Mutex::new(client), ram, doorbell, vram, scanout_bytes })
+    }
+
+    /// Maps a file as further guest memory.
+    pub fn map(&self, address: u64, len: u64, file: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(client.dma_map(0, address, len, file.as_raw_fd())?)
     }
 
     /// Returns an eventfd that the function's first MSI vector signals.

@@ -3,19 +3,29 @@
 //! All bounds are ratios of one run. Time that the host took from the engine counts for no vGPU.
 
 use std::fs;
-use std::thread;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use mdev_core::abi::host::{self, GpEntry};
+use mdev_core::abi::mailbox::Scatter;
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::{MIB, PAGE_SIZE};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::fstat;
+use nix::unistd::ftruncate;
 use serde_json::{Value, json};
 use system_tests::Vgpud;
 use system_tests::load::Endless;
 use system_tests::ram::Ram;
 use system_tests::vfio_user_guest::VfioUserGuest;
+use vgpu_guest::GuestError;
 use vgpu_guest::channel::Channel;
+use vgpu_guest::copy;
 use vgpu_guest::device::Device;
 use vgpu_guest::memory::Buffer;
 use vgpu_guest::pushbuffer::Methods;
@@ -108,6 +118,84 @@ fn giving_the_engine_back_all_the_time_gains_none() -> Result<()> {
     Ok(())
 }
 
+/// Keeps punching holes into a file until it is dropped.
+struct Punching {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Punching {
+    fn start(file: OwnedFd, len: u64) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = thread::spawn(move || {
+            let holes = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            while !stopped.load(Ordering::Relaxed) {
+                let _ = fallocate(&file, holes, 0, len.cast_signed());
+            }
+        });
+        Self { stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Punching {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Returns the part of the time, in percent, that the engine runs a vGPU whose work never ends.
+fn running(vgpud: &Vgpud, uuid: &str) -> Result<f64> {
+    let before = used(vgpud, uuid)?;
+    thread::sleep(Duration::from_millis(1500));
+    let after = used(vgpud, uuid)?;
+    let (engine, waited) = (after.engine - before.engine, after.waited - before.waited);
+    Ok(engine * 100.0 / (engine + waited))
+}
+
+/// Takes the pages of a guest's memory away while the engine uses them, so that the engine sleeps
+/// in page faults.
+#[test]
+fn time_in_page_faults_of_a_guests_memory_is_its_own() -> Result<()> {
+    const USED: u64 = 32 * MIB;
+    const LEN: u64 = 1024 * MIB;
+    const PITCH: u64 = MIB + PAGE_SIZE;
+    let vgpud = Vgpud::start()?;
+    let (neighbour, hostile) = (vgpu(&vgpud, "50")?, vgpu(&vgpud, "50")?);
+    let _endless = Endless::start(&vgpud, &neighbour)?;
+    let ram = Ram::new(USED, USED)?;
+    let platform = VfioUserGuest::attach(&vgpud.vfio_socket(&hostile), ram)?;
+    let holes = memfd_create(c"holes", MFdFlags::MFD_CLOEXEC)?;
+    ftruncate(&holes, LEN.cast_signed())?;
+    platform.map(1 << 32, LEN, holes.as_fd())?;
+    let device = Device::open(Box::new(platform))?;
+    let mut channel = Channel::new(&device, EngineKind::Copy)?;
+    let va = device.map_guest(&[Scatter { address: 1 << 32, length: LEN }], LEN)?;
+    let surface = copy::Surface { va, pitch: PITCH as u32 };
+    let mut methods = Methods::new();
+    copy::rectangle(&mut methods, surface, surface, 64, (LEN / PITCH) as u32);
+    let words = methods.words().repeat(4000);
+    let pushbuffer = Buffer::guest(&device, 4 * words.len() as u64)?;
+    pushbuffer.store(0, &words);
+    let entry = GpEntry::Segment { va: pushbuffer.va(), dwords: words.len() as u32 };
+    for _ in 0..200 {
+        channel.submit_raw(entry.encode());
+    }
+    thread::sleep(Duration::from_millis(300));
+
+    let unrelated = memfd_create(c"unrelated", MFdFlags::MFD_CLOEXEC)?;
+    ftruncate(&unrelated, LEN.cast_signed())?;
+    let punching = Punching::start(unrelated, LEN);
+    let control = running(&vgpud, &neighbour)?;
+    drop(punching);
+    let _punching = Punching::start(holes, LEN);
+    let attacked = running(&vgpud, &neighbour)?;
+    println!("{control:.1} % before, {attacked:.1} % while holes are punched");
+    ensure!(attacked > control * 0.5, "{control:.1} % before, {attacked:.1} % afterwards");
+    Ok(())
+}
+
 /// Maps small pages beside multiples of 2 MiB until the GPU refuses.
 #[test]
 fn page_tables_of_a_guest_are_bounded_by_its_memory() -> Result<()> {
@@ -125,6 +213,35 @@ fn page_tables_of_a_guest_are_bounded_by_its_memory() -> Result<()> {
     ensure!(maps < 400, "The guest may map without end: {grown} KiB");
     ensure!(grown < 32 << 10, "{grown} KiB of page tables for a vGPU of 256 MiB");
     Ok(())
+}
+
+/// Has the copy engine fill memory that the VM has never used.
+#[test]
+fn the_gpu_does_not_fill_a_sparse_file_for_a_guest() -> Result<()> {
+    const USED: u64 = 32 * MIB;
+    const SPARSE: u64 = 1024 * MIB;
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpu(&vgpud, "50")?;
+    let ram = Ram::new(SPARSE, SPARSE)?;
+    let platform = VfioUserGuest::attach(&vgpud.vfio_socket(&uuid), ram.clone())?;
+    let device = Device::open(Box::new(platform))?;
+    let mut channel = Channel::new(&device, EngineKind::Copy)?;
+    let range = Scatter { address: Ram::BASE + USED, length: SPARSE - USED };
+    let va = device.map_guest(&[range], range.length)?;
+    let mut methods = Methods::new();
+    copy::fill(&mut methods, va, 0x5a5a_5a5a, (range.length / 4) as u32);
+    let outcome = channel.run(&methods);
+    let allocated = fstat(ram.fd())?.st_blocks.cast_unsigned() * 512;
+    println!("{} MiB: {outcome:?}", allocated / MIB);
+    ensure!(matches!(outcome, Err(GuestError::Channel { .. })), "{outcome:?}");
+    ensure!(allocated < SPARSE / 2, "{} MiB were allocated", allocated / MIB);
+
+    // The guest's own memory still works.
+    let mut channel = Channel::new(&device, EngineKind::Copy)?;
+    let own = Buffer::guest(&device, MIB)?;
+    let mut methods = Methods::new();
+    copy::fill(&mut methods, own.va(), 7, (MIB / 4) as u32);
+    Ok(channel.run(&methods)?)
 }
 
 /// Returns the anonymous memory of a process in KiB.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use mdev_core::ids::MemoryId;
 
+use super::first_touch::ImportedFile;
 use crate::mediator::hardware::Attachment;
 use crate::mediator::wire::Refusal;
 use crate::mem::Mapping;
@@ -36,11 +37,13 @@ pub struct Memory {
     pub attachment: Option<Attachment>,
     /// This process' mapping of the memory.
     pub mapping: Arc<Mapping>,
+    /// File of the memory, if the guest provides it.
+    pub file: Option<ImportedFile>,
 }
 
 impl From<Arc<Mapping>> for Memory {
     fn from(mapping: Arc<Mapping>) -> Self {
-        Self { attachment: None, mapping }
+        Self { attachment: None, mapping, file: None }
     }
 }
 
@@ -97,6 +100,11 @@ impl Memories {
     #[inline]
     pub fn get(&self, slot: Slot) -> Option<&Memory> {
         self.slots.get(usize::from(slot.0))?.as_ref()
+    }
+
+    /// Returns the files of all imports.
+    pub fn files(&self) -> impl Iterator<Item = &ImportedFile> + Clone {
+        self.slots.iter().flatten().filter_map(|memory| memory.file.as_ref())
     }
 
     /// Returns true if a guest has truncated a file of imported memory.

@@ -4,10 +4,12 @@
 //! Control requests write the page tables and the engine reads them, both under the vGPU's lock.
 //!
 //! * [`memory`]: video memory and imports
+//! * [`first_touch`]: budget of host memory that accesses allocate
 //! * `page_table`: page tables
 //! * `access`: loads, stores and copies
 
 mod access;
+pub mod first_touch;
 pub mod memory;
 mod page_table;
 #[cfg(test)]
@@ -20,6 +22,7 @@ use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::ids::{GpuVa, MemoryId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 
+use self::first_touch::FirstTouch;
 use self::memory::{Memories, Memory, Slot};
 pub use self::page_table::PageTables;
 use self::page_table::{LARGE, Pte};
@@ -69,6 +72,7 @@ pub enum Access {
 pub struct AddressSpace {
     tables: PageTables,
     memories: Memories,
+    first_touch: FirstTouch,
 }
 
 impl AddressSpace {
@@ -78,6 +82,7 @@ impl AddressSpace {
         Self {
             tables: PageTables::new(max_tables(vram_bytes, 0)),
             memories: Memories::new(vram, max_import_bytes),
+            first_touch: FirstTouch::default(),
         }
     }
 
@@ -170,6 +175,16 @@ impl AddressSpace {
         self.memories.poisoned()
     }
 
+    /// Returns the bytes of imported memory that accesses have allocated, if they exceed the budget.
+    pub fn allocated_beyond_budget(&mut self) -> Option<u64> {
+        self.first_touch.count(self.memories.files())
+    }
+
+    /// Notices pages of imported memory that the client has taken away.
+    pub fn forget_lost_pages(&self) {
+        first_touch::forget_lost_pages(self.memories.files());
+    }
+
     /// Translates an address. Returns as much of `len` bytes as is contiguous in one memory.
     pub fn resolve(&self, va: u64, len: u64, access: Access) -> Result<MemoryRange<'_>, MmuFault> {
         let (first, mut covered) = self.tables.translate(va, access).ok_or(MmuFault(va))?;
@@ -185,6 +200,9 @@ impl AddressSpace {
             }
         }
         let memory = self.memories.get(first.slot()).ok_or(MmuFault(va))?;
+        if let Some(file) = &memory.file {
+            file.touch(&memory.mapping, start, covered.min(len));
+        }
         let bus = memory.attachment.as_ref().map(|attached| attached.address + start);
         Ok(MemoryRange { mapping: &memory.mapping, offset: start, len: covered.min(len), bus })
     }

@@ -10,8 +10,10 @@
 //! * `requests`: control requests
 //! * [`run`]: operations of the engine
 //! * `fault_backoff`: delay of new channels after faults
+//! * `memory_watch`: checks of imported memory
 
 mod fault_backoff;
+mod memory_watch;
 mod requests;
 pub mod run;
 mod state;
@@ -30,6 +32,7 @@ use mdev_core::sched::Budget;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use self::fault_backoff::FaultBackoff;
+use self::memory_watch::MemoryWatch;
 use self::state::VgpuState;
 use super::address_space::AddressSpace;
 use super::channel::Channel;
@@ -102,6 +105,7 @@ impl Vgpu {
             next_id: 1,
             last_run: 0,
             fault_backoff: FaultBackoff::default(),
+            memory_watch: MemoryWatch::default(),
             quotas: Quotas { hang_timeout: hardware.describe().hang_timeout, ..Quotas::default() },
             submissions: None,
             reservation: Some(reservation),

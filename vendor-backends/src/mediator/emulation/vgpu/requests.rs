@@ -13,6 +13,7 @@ use mdev_core::sched::Budget;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 
 use super::{Vgpu, nanoseconds};
+use crate::mediator::emulation::address_space::first_touch::ImportedFile;
 use crate::mediator::emulation::address_space::memory::Memory;
 use crate::mediator::emulation::channel::{Channel, Userd};
 use crate::mediator::emulation::clock::now_ns;
@@ -39,11 +40,12 @@ impl Vgpu {
         }
         self.lock()?.check_import(len)?;
         let mapping = Mapping::of_guest(&file, offset, len, writable)?;
+        let imported = ImportedFile::new(fd.try_clone().map_err(Refusal::from)?, len)?;
         // Without the lock, because pinning memory for a device is slow.
         let attachment = self.hardware.attach(self.spec.vgpu, &mapping)?;
         let mut state = self.lock()?;
         state.check_import(len)?;
-        let id = state.space.import(Memory { attachment, mapping })?;
+        let id = state.space.import(Memory { attachment, mapping, file: Some(imported) })?;
         self.counters.imported_bytes.store(state.space.imported_bytes(), Ordering::Relaxed);
         Ok(id)
     }

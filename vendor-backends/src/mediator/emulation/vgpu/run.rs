@@ -123,7 +123,7 @@ impl Vgpu {
         let Some(mut state) = self.try_lock() else { return idle };
         let may_submit = state.may_submit(now);
         let hang_limit_ns = state.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
-        let VgpuState { space, channels, last_run, submissions, .. } = &mut *state;
+        let VgpuState { space, channels, last_run, submissions, memory_watch, .. } = &mut *state;
         let ready = |id: &u32, channel: &mut Channel| {
             (channel.poll(now, space, may_submit) == Readiness::Ready).then_some(*id)
         };
@@ -153,6 +153,9 @@ impl Vgpu {
             outcome = Err(Fault::mmu(0));
         }
         let (ended, engine_time) = (now_ns(), channel.engine_time());
+        if let Some(fault) = memory_watch.check(space, self.spec.vgpu, ended) {
+            outcome = Err(fault);
+        }
         let preemption_latency_ns = self.hardware.pace().preemption_latency_ns;
         // Time far beyond the limit is stolen by the host, or else a preemption timeout
         // (`fail_running`).

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use mdev_core::gpu::Quotas;
 
 use super::fault_backoff::FaultBackoff;
+use super::memory_watch::MemoryWatch;
 use crate::mediator::emulation::address_space::AddressSpace;
 use crate::mediator::emulation::channel::Channel;
 use crate::mediator::emulation::token_bucket::TokenBucket;
@@ -20,6 +21,7 @@ pub(super) struct VgpuState {
     /// Channel that ran last.
     pub last_run: u32,
     pub fault_backoff: FaultBackoff,
+    pub memory_watch: MemoryWatch,
     pub quotas: Quotas,
     /// Limiter for the quota of submissions.
     pub submissions: Option<TokenBucket>,
