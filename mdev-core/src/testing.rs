@@ -38,6 +38,8 @@ pub struct Record {
     /// Number of scanouts.
     pub scanouts: u32,
     pub scrubbed: u32,
+    /// Whether the client can replace its apertures.
+    pub renewable: bool,
     pub lost: bool,
     /// Number of map calls before one fails.
     pub maps_left: Option<u32>,
@@ -67,13 +69,22 @@ fn aperture(len: u64) -> Aperture {
     Aperture { fd: memory(2 * APERTURE_OFFSET + len).into(), offset: APERTURE_OFFSET, len }
 }
 
+/// Returns 8 MiB of video memory, with a framebuffer of 4 MiB, and a doorbell page.
+fn apertures() -> Apertures {
+    let vram = aperture(8 * MIB);
+    let framebuffer =
+        Aperture { fd: vram.fd.try_clone().unwrap(), offset: vram.offset, len: 4 * MIB };
+    Apertures {
+        vram: Some(vram),
+        doorbell: Some(aperture(0x1_0000)),
+        framebuffer: Some(framebuffer),
+    }
+}
+
 impl Recorder {
     /// Returns a client with 8 MiB of video memory, including a framebuffer of 4 MiB.
     pub fn new() -> (Box<Self>, Shared) {
         let record = Shared::default();
-        let vram = aperture(8 * MIB);
-        let framebuffer =
-            Aperture { fd: vram.fd.try_clone().unwrap(), offset: vram.offset, len: 4 * MIB };
         let recorder = Self {
             spec: ClientSpec {
                 vgpu: VgpuId(uuid::Uuid::from_u128(0x11)),
@@ -94,11 +105,7 @@ impl Recorder {
                 default_timeslice: Duration::from_millis(2),
                 hang_timeout: None,
             },
-            apertures: Apertures {
-                vram: Some(vram),
-                doorbell: Some(aperture(0x1_0000)),
-                framebuffer: Some(framebuffer),
-            },
+            apertures: apertures(),
             event: EventFd::new(libc::EFD_NONBLOCK).unwrap(),
             record: record.clone(),
         };
@@ -247,6 +254,14 @@ impl Client for Recorder {
         record.scanout = *scanout;
         record.scanouts += 1;
         Ok(())
+    }
+
+    fn renew(&mut self) -> Result<bool, GpuError> {
+        let renewable = self.record.lock().unwrap().renewable;
+        if renewable {
+            self.apertures = apertures();
+        }
+        Ok(renewable)
     }
 
     fn scrub(&mut self) -> Result<(), GpuError> {

@@ -15,11 +15,13 @@ use vgpu_guest::platform::{GuestPages, Platform, Window};
 
 use crate::ram::Ram;
 
-/// VFIO region indexes.
-pub(crate) const FRAMEBUFFER: u32 = 0;
-pub(crate) const DOORBELL: u32 = 1;
+/// VFIO region index of the display's framebuffer.
+pub const FRAMEBUFFER: u32 = 0;
+/// VFIO region index of the doorbell page.
+pub const DOORBELL: u32 = 1;
 pub(crate) const CONTROL: u32 = 3;
-pub(crate) const VRAM: u32 = 4;
+/// VFIO region index of video memory.
+pub const VRAM: u32 = 4;
 pub(crate) const CONFIG: u32 = 7;
 /// Command register, and its value with memory space and bus mastering enabled.
 pub(crate) const COMMAND: u64 = 4;

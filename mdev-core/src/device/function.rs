@@ -48,6 +48,8 @@ pub struct VirtualFunction {
     traps: Traps,
     /// Last scanout passed to the client.
     last_scanout: Scanout,
+    /// Whether no VM has attached since the last [`Self::detach`].
+    pristine: bool,
 }
 
 impl VirtualFunction {
@@ -96,6 +98,7 @@ impl VirtualFunction {
             lost: false,
             traps: Traps::default(),
             last_scanout: Scanout::default(),
+            pristine: false,
             client,
         })
     }
@@ -402,15 +405,27 @@ impl VirtualFunction {
 
     /// Notes that a VM attaches to the device.
     pub fn attach(&mut self) {
-        self.detach();
+        if !self.pristine {
+            self.detach();
+        }
+        self.pristine = false;
     }
 
-    /// Returns the device to its initial state after its VM is gone, including video memory.
+    /// Returns the device to its initial state after its VM is gone. The next VM gets other video
+    /// memory, or the same scrubbed: [`Self::region`] returns new mappings.
     pub fn detach(&mut self) {
         self.irq.reset();
         self.reset();
         self.memory.clear(&mut *self.client);
-        self.scrub();
+        self.vram = Window::default();
+        self.framebuffer = Window::default();
+        let renewed = self.client.renew();
+        if !matches!(renewed, Ok(true)) {
+            self.scrub();
+        }
+        // After a refusal, the next VM tries again.
+        self.pristine = renewed.is_ok();
+        self.check_lost(renewed.map(drop));
         self.active = false;
     }
 

@@ -162,6 +162,15 @@ pub trait Client: Send + fmt::Debug {
         Err(GpuError::Unsupported("scrubbing video memory"))
     }
 
+    /// Replaces all memory that a guest can map by new memory, and the wake eventfd by a new one.
+    ///
+    /// A VMM may keep its descriptors and mappings after it disconnects. Called when its channels
+    /// and imports are gone; [`Client::apertures`] then returns the new memory. Returns false if
+    /// video memory is still the same, because the device has no other; the caller scrubs it.
+    fn renew(&mut self) -> Result<bool, GpuError> {
+        Ok(false)
+    }
+
     /// Starts the backend's threads. Called once, after the process dropped its privileges: earlier
     /// threads would have kept them.
     fn start(&mut self) -> Result<(), GpuError> {

@@ -5,6 +5,7 @@ mod access;
 mod engine_time;
 mod lost;
 mod memory;
+mod previous_client;
 mod sandbox;
 mod system_calls;
 mod waiting;

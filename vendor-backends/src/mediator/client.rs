@@ -16,7 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use super::connection::{Connection, is_closed};
-use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, Refusal};
+use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS, Refusal};
 use crate::mem::Mapping;
 use crate::seqpacket::SeqPacket;
 
@@ -25,6 +25,8 @@ use crate::seqpacket::SeqPacket;
 #[derive(Debug)]
 pub struct MediatedClient {
     connection: Connection,
+    /// Negotiated protocol version.
+    version: u32,
     gpu: GpuDescription,
     spec: ClientSpec,
     apertures: Apertures,
@@ -43,9 +45,9 @@ impl MediatedClient {
         let mut connection = Connection::new(SeqPacket::from(fd))?;
         let hello = ClientRequest::Hello { version: wire::VERSION };
         let (reply, mut fds) = connection.request(&hello, &[])?;
-        let (gpu, spec, vram_offset) = match reply {
+        let (version, gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
-                (gpu, spec, vram_offset)
+                (version, gpu, spec, vram_offset)
             }
             ClientReply::Refused(refusal) => return Err(refusal.into()),
             _ => return Err(Refusal::Version.into()),
@@ -55,23 +57,7 @@ impl MediatedClient {
             return Err(connection.unexpected_reply());
         };
         let [doorbell, status, changed, wake, wake_event] = fds;
-        let memory = file.zip(vram_offset);
-        let aperture = |len: u64| {
-            let Some((file, offset)) = memory.as_ref().filter(|_| len > 0) else { return Ok(None) };
-            let fd = file.try_clone()?;
-            Ok::<_, GpuError>(Some(Aperture { fd, offset: *offset, len }))
-        };
-        let vram_mapped = gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE);
-        let doorbell_mapped = gpu.capabilities.contains(GpuCapabilities::DOORBELL_MAPPED);
-        let apertures = Apertures {
-            framebuffer: aperture(spec.framebuffer_bytes)?,
-            vram: aperture(if vram_mapped { spec.vram_bytes } else { 0 })?,
-            doorbell: doorbell_mapped.then_some(Aperture {
-                fd: doorbell,
-                offset: 0,
-                len: doorbell::PAGE_BYTES,
-            }),
-        };
+        let apertures = apertures(&gpu, &spec, file.zip(vram_offset).as_ref(), doorbell)?;
         let status = Mapping::new(status.as_fd(), 0, wire::STATUS_BYTES as u64, true)?;
         let (changed, wake) = (File::from(changed), SeqPacket::from(wake));
         let event = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(std::io::Error::from)?;
@@ -82,6 +68,7 @@ impl MediatedClient {
         }
         Ok(Self {
             connection,
+            version,
             gpu,
             spec,
             apertures,
@@ -114,6 +101,32 @@ impl MediatedClient {
         poll(&mut fds, PollTimeout::ZERO).is_ok()
             && fds[0].revents().is_some_and(|events| events.intersects(gone))
     }
+}
+
+/// Returns the apertures for a file of video memory, the partition's offset in it, and a doorbell
+/// page.
+fn apertures(
+    gpu: &GpuDescription,
+    spec: &ClientSpec,
+    memory: Option<&(OwnedFd, u64)>,
+    doorbell: OwnedFd,
+) -> Result<Apertures, GpuError> {
+    let aperture = |len: u64| {
+        let Some((file, offset)) = memory.filter(|_| len > 0) else { return Ok(None) };
+        let fd = file.try_clone()?;
+        Ok::<_, GpuError>(Some(Aperture { fd, offset: *offset, len }))
+    };
+    let vram_mapped = gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE);
+    let doorbell_mapped = gpu.capabilities.contains(GpuCapabilities::DOORBELL_MAPPED);
+    Ok(Apertures {
+        framebuffer: aperture(spec.framebuffer_bytes)?,
+        vram: aperture(if vram_mapped { spec.vram_bytes } else { 0 })?,
+        doorbell: doorbell_mapped.then_some(Aperture {
+            fd: doorbell,
+            offset: 0,
+            len: doorbell::PAGE_BYTES,
+        }),
+    })
 }
 
 impl Client for MediatedClient {
@@ -221,6 +234,28 @@ impl Client for MediatedClient {
             return Ok(());
         }
         self.send(&ClientRequest::SetScanout(*scanout), &[])
+    }
+
+    fn renew(&mut self) -> Result<bool, GpuError> {
+        if self.version < wire::WITH_RENEW {
+            return Ok(false);
+        }
+        let (reply, mut fds) = self.connection.request(&ClientRequest::Renew, &[])?;
+        let ClientReply::Renewed { vram_offset } = reply else {
+            return Err(self.unexpected(&reply));
+        };
+        let file = if vram_offset.is_some() { fds.pop() } else { None };
+        let Ok([doorbell, event]) = <[OwnedFd; RENEWED_FDS]>::try_from(fds) else {
+            return Err(self.connection.unexpected_reply());
+        };
+        self.wake_event = event;
+        let memory = file.zip(vram_offset);
+        if memory.is_some() {
+            self.apertures = apertures(&self.gpu, &self.spec, memory.as_ref(), doorbell)?;
+        } else if let Some(aperture) = &mut self.apertures.doorbell {
+            aperture.fd = doorbell;
+        }
+        Ok(memory.is_some())
     }
 
     fn scrub(&mut self) -> Result<(), GpuError> {

@@ -29,6 +29,12 @@ pub trait Hardware: Send + Sync + fmt::Debug {
     /// holds no data of an earlier vGPU.
     fn partition(&self, spec: &ClientSpec) -> Result<Partition, Refusal>;
 
+    /// Returns zeroed memory in place of a vGPU's partition, which the caller then drops. Returns
+    /// `None` if the device has no other memory for the partition.
+    fn renew(&self, _spec: &ClientSpec) -> Result<Option<PartitionMemory>, Refusal> {
+        Ok(None)
+    }
+
     /// Frees what is reserved for a vGPU whose worker ended. The manager calls this when the vGPU
     /// is removed for good.
     fn forget(&self, _vgpu: VgpuId) {}

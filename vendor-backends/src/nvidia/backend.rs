@@ -1,5 +1,5 @@
 //! The backend `nvidia`:
-//! `--parent nvidia[:ADDRESS][,hang=MS][,preempt=blocks][,doorbell=direct][,allow-sys-admin]`.
+//! `--parent nvidia[:ADDRESS][,hang=MS][,preempt=blocks][,doorbell=direct][,vram=direct][,allow-sys-admin]`.
 
 use std::fmt::Write as _;
 use std::os::fd::OwnedFd;
@@ -98,7 +98,8 @@ impl Parent for NvidiaParent {
     }
 
     fn argument(&self) -> String {
-        let Options { preempt_blocks, allow_sys_admin, hang_limit, direct_doorbell } = self.options;
+        let Options { preempt_blocks, allow_sys_admin, hang_limit, direct_doorbell, direct_vram } =
+            self.options;
         let mut text = format!("{BACKEND}:{}", self.address);
         match hang_limit {
             None => text.push_str(",hang=off"),
@@ -110,6 +111,7 @@ impl Parent for NvidiaParent {
         for (set, option) in [
             (preempt_blocks, ",preempt=blocks"),
             (direct_doorbell, ",doorbell=direct"),
+            (direct_vram, ",vram=direct"),
             (allow_sys_admin, ",allow-sys-admin"),
         ] {
             text.push_str(if set { option } else { "" });
@@ -153,6 +155,7 @@ fn parse_options(given: &[&str]) -> Result<Options, String> {
         match *option {
             "preempt=blocks" => options.preempt_blocks = true,
             "doorbell=direct" => options.direct_doorbell = true,
+            "vram=direct" => options.direct_vram = true,
             "allow-sys-admin" => options.allow_sys_admin = true,
             "hang=off" => options.hang_limit = None,
             _ => options.hang_limit = Some(parse_hang(option)?),
@@ -166,7 +169,7 @@ fn parse_hang(option: &str) -> Result<Duration, String> {
     let Some(text) = option.strip_prefix("hang=") else {
         return Err(format!(
             "{option:?} is no option of an NVIDIA parent; there are hang=MS, preempt=blocks, \
-             doorbell=direct and allow-sys-admin"
+             doorbell=direct, vram=direct and allow-sys-admin"
         ));
     };
     match text.parse::<u64>() {
@@ -185,6 +188,7 @@ mod tests {
         assert!(options.preempt_blocks && !options.allow_sys_admin);
         assert!(!options.direct_doorbell, "an operator has to ask for it");
         assert!(parse_options(&["doorbell=direct"]).unwrap().direct_doorbell);
+        assert!(!options.direct_vram && parse_options(&["vram=direct"]).unwrap().direct_vram);
         let long = parse_options(&["hang=2000"]).unwrap();
         assert_eq!(long.hang_limit, Some(Duration::from_secs(2)));
         let parent = NvidiaBackend.parse(Some("0000:3B:00.0"), &["hang=off"]).unwrap();

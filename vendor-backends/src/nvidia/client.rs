@@ -90,6 +90,21 @@ impl Doorbells {
     }
 }
 
+/// Returns the aperture of the partition (BAR 4), if VMMs may map it.
+fn vram_aperture(
+    device: &Device,
+    gpu: &GpuDescription,
+    vram: &Arc<Object>,
+    bytes: u64,
+) -> Result<Option<Aperture>, GpuError> {
+    if !gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE) {
+        return Ok(None);
+    }
+    let rm_client = &device.rm_client;
+    let fd = rm_client.aperture(&device.device, vram, rm_client.gpu_node(), bytes, 0)?;
+    Ok(Some(Aperture { fd, offset: 0, len: bytes }))
+}
+
 impl NvidiaClient {
     /// Opens a vGPU over the connection of an [`mdev_core::gpu::Admission`].
     pub fn open(rm: Arc<dyn Rm>, fd: OwnedFd) -> Result<Self, GpuError> {
@@ -102,13 +117,7 @@ impl NvidiaClient {
         let doorbells = Doorbells::open(&device, options.direct_doorbell)?;
         let vram_bytes = spec.vram_bytes;
         let vram = device.video_memory(vram_bytes)?;
-        let vram_aperture = if gpu.capabilities.contains(GpuCapabilities::VRAM_APERTURE) {
-            let (rm_client, node) = (&device.rm_client, device.rm_client.gpu_node());
-            let fd = rm_client.aperture(&device.device, &vram, node, vram_bytes, 0)?;
-            Some(Aperture { fd, offset: 0, len: vram_bytes })
-        } else {
-            None
-        };
+        let vram_aperture = vram_aperture(&device, &gpu, &vram, vram_bytes)?;
         let channel_options = channels::Options {
             copy_engine: device.best_copy_engine()?,
             preempt_blocks: options.preempt_blocks,
@@ -323,6 +332,23 @@ impl Client for NvidiaClient {
         self.state.channels().clear(running);
         self.memory.unmap_all();
         Ok(())
+    }
+
+    /// The driver clears video memory when it is freed. The doorbell page stays if it is the GPU's.
+    fn renew(&mut self) -> Result<bool, GpuError> {
+        self.reset()?;
+        self.apertures.vram = None;
+        let vram = self.memory.renew_vram().map_err(|error| {
+            GpuError::Lost(format!("its video memory could not be allocated again: {error}"))
+        })?;
+        let bytes = self.spec.vram_bytes;
+        self.apertures.vram = vram_aperture(&self.device, &self.gpu, &vram, bytes)?;
+        if self.state.poller.is_some()
+            && let Some(doorbell) = &mut self.apertures.doorbell
+        {
+            doorbell.fd = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?.fd;
+        }
+        Ok(true)
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {

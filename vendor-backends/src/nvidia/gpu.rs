@@ -155,6 +155,7 @@ impl NvidiaGpu {
         let device = Device::open(rm, layout, card)?;
         let mut description = device.describe(address)?;
         description.capabilities.set(GpuCapabilities::NEED_WAKEUP, !options.direct_doorbell);
+        description.capabilities.set(GpuCapabilities::VRAM_APERTURE, options.direct_vram);
         // Refuses an unsupported generation now rather than at the start of the first VM.
         device.usermode()?;
         Ok(Self {

@@ -43,7 +43,8 @@ struct GpuMapping {
 pub struct Memory {
     device: Arc<Device>,
     space: Arc<AddressSpace>,
-    vram: Arc<Object>,
+    /// `None` after an allocation of new video memory failed.
+    vram: Option<Arc<Object>>,
     vram_bytes: u64,
     max_import_bytes: u64,
     imports: BTreeMap<MemoryId, Import>,
@@ -78,7 +79,7 @@ impl Memory {
         Self {
             device,
             space,
-            vram,
+            vram: Some(vram),
             vram_bytes,
             max_import_bytes,
             imports: BTreeMap::new(),
@@ -113,6 +114,17 @@ impl Memory {
         self.imported_bytes += ram.len;
         self.imports.insert(id, Import { object, mapping });
         Ok(id)
+    }
+
+    /// Frees video memory, which the driver then clears, and allocates as much again. Channels must
+    /// not use it any more.
+    pub fn renew_vram(&mut self) -> Result<Arc<Object>, GpuError> {
+        self.unmap_all();
+        // First, since the GPU may have no room for both.
+        self.vram = None;
+        let vram = self.device.video_memory(self.vram_bytes)?;
+        self.vram = Some(vram.clone());
+        Ok(vram)
     }
 
     /// Returns whether guest memory is imported.
@@ -167,12 +179,8 @@ impl Memory {
             Backing::Vram { offset } => {
                 let end = offset.checked_add(len).filter(|end| *end <= self.vram_bytes);
                 end.ok_or(GpuError::OutOfRange("video memory"))?;
-                Ok(MemoryLocation {
-                    object: self.vram.clone(),
-                    offset,
-                    memory: None,
-                    mapping: None,
-                })
+                let vram = self.vram.clone().ok_or(GpuError::NotFound("video memory"))?;
+                Ok(MemoryLocation { object: vram, offset, memory: None, mapping: None })
             }
         }
     }

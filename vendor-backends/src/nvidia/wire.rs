@@ -41,6 +41,9 @@ pub struct Options {
     /// Map the GPU's doorbell page into guests, which can then delay the rings of other vGPUs.
     /// Without this, the worker rings for its guest.
     pub direct_doorbell: bool,
+    /// Map the partition of video memory into VMMs (BAR 4). The driver does not revoke such a
+    /// mapping when the memory is freed: it then shows the memory of later vGPUs.
+    pub direct_vram: bool,
 }
 
 impl Default for Options {
@@ -50,6 +53,7 @@ impl Default for Options {
             allow_sys_admin: false,
             hang_limit: Some(DEFAULT_HANG_LIMIT),
             direct_doorbell: false,
+            direct_vram: false,
         }
     }
 }

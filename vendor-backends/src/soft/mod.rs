@@ -74,9 +74,12 @@ impl Hardware for SoftGpu {
             return Err(Refusal::Spec);
         }
         let allocation = self.vram.allocate(spec.vram_bytes)?;
+        Ok(Partition { memory: self.renew(spec)?, reservation: Box::new(allocation) })
+    }
+
+    fn renew(&self, spec: &ClientSpec) -> Result<Option<PartitionMemory>, Refusal> {
         let SharedMemory { fd, mapping } = SharedMemory::new(c"vgpu-vram", spec.vram_bytes)?;
-        let memory = PartitionMemory { mapping, fd, offset: 0 };
-        Ok(Partition { memory: Some(memory), reservation: Box::new(allocation) })
+        Ok(Some(PartitionMemory { mapping, fd, offset: 0 }))
     }
 
     fn fixed_functions(&self) -> &[FunctionId] {

@@ -29,6 +29,7 @@ const OPTIONS: Options = Options {
     preempt_blocks: false,
     hang_limit: None,
     direct_doorbell: false,
+    direct_vram: true,
 };
 
 fn spec(vram_bytes: u64) -> ClientSpec {

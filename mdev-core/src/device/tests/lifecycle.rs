@@ -1,5 +1,9 @@
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
 use super::*;
 use crate::device::{SavedFunction, StateError};
+use crate::testing::APERTURE_OFFSET;
 use pci_registers::IrqIndex;
 
 #[test]
@@ -46,6 +50,37 @@ fn no_state_of_a_vm_remains_for_the_next() {
     assert_eq!(guest.read32(CONTROL, reg::MAILBOX_STATUS), Status::BadMailbox as u32);
     guest.function.irq_fire(IrqIndex::Msi, 0, &[true]).unwrap();
     assert_eq!(signals(&vector), 0);
+}
+
+/// A VMM may keep its descriptors of video memory and of the doorbell page.
+#[test]
+fn a_vm_that_left_shares_no_memory_with_the_next() {
+    let mut guest = Guest::new();
+    guest.record.lock().unwrap().renewable = true;
+    let keep = |guest: &Guest, index| -> File {
+        guest
+            .function
+            .region(index)
+            .unwrap()
+            .mapping
+            .unwrap()
+            .fd
+            .try_clone_to_owned()
+            .unwrap()
+            .into()
+    };
+    let kept = keep(&guest, VRAM);
+    guest.write32(VRAM, 0, 0x0102_0304);
+    guest.function.detach();
+    guest.function.attach();
+    assert_eq!(guest.read32(VRAM, 0), 0);
+    guest.write32(VRAM, 0, 0x5ec2_e700);
+    let mut word = [0; 4];
+    kept.read_exact_at(&mut word, APERTURE_OFFSET).unwrap();
+    assert_eq!(u32::from_le_bytes(word), 0x0102_0304, "its own word");
+    kept.write_all_at(&[0xff; 4], APERTURE_OFFSET).unwrap();
+    assert_eq!(guest.read32(VRAM, 0), 0x5ec2_e700);
+    assert_eq!(guest.record.lock().unwrap().scrubbed, 0);
 }
 
 /// Returns a guest that has set registers of each kind.

@@ -7,6 +7,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -23,6 +24,8 @@ const EVENT: u64 = 1;
 pub struct WakeupReceiver {
     socket: SeqPacket,
     epoll: Epoll,
+    /// The watched eventfd.
+    event: Mutex<EventFd>,
 }
 
 /// Senders of wake-ups, for the worker and the guest.
@@ -47,11 +50,24 @@ impl WakeupReceiver {
     /// Creates a receiver and its senders.
     pub fn new() -> io::Result<(Self, WakeupSenders)> {
         let (socket, ours) = SeqPacket::pair()?;
-        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let event = new_event()?;
+        let sender = event.as_fd().try_clone_to_owned()?;
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(&socket, EpollEvent::new(EpollFlags::EPOLLIN, SOCKET))?;
-        epoll.add(&event, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, EVENT))?;
-        Ok((Self { socket, epoll }, WakeupSenders { socket: ours.into(), event: event.into() }))
+        watch(&epoll, &event)?;
+        let receiver = Self { socket, epoll, event: Mutex::new(event) };
+        Ok((receiver, WakeupSenders { socket: ours.into(), event: sender }))
+    }
+
+    /// Replaces the eventfd. Signals of the former one no longer count.
+    pub fn renew_event(&self) -> io::Result<OwnedFd> {
+        let event = new_event()?;
+        let sender = event.as_fd().try_clone_to_owned()?;
+        watch(&self.epoll, &event)?;
+        let mut watched = self.event.lock().unwrap_or_else(PoisonError::into_inner);
+        let former = std::mem::replace(&mut *watched, event);
+        self.epoll.delete(&former)?;
+        Ok(sender)
     }
 
     /// Takes all pending wake-ups. Never blocks.
@@ -77,6 +93,14 @@ impl WakeupReceiver {
         }
         taken
     }
+}
+
+fn new_event() -> io::Result<EventFd> {
+    Ok(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?)
+}
+
+fn watch(epoll: &Epoll, event: &EventFd) -> io::Result<()> {
+    Ok(epoll.add(event, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, EVENT))?)
 }
 
 /// Readable while a wake-up is pending.
@@ -123,6 +147,17 @@ mod tests {
         assert_eq!(wake.take(), WOKEN);
         fcntl(&event, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
         assert_eq!(wake.take(), NOTHING);
+    }
+
+    #[test]
+    fn a_replaced_eventfd_no_longer_wakes() {
+        let (wake, ends) = WakeupReceiver::new().unwrap();
+        let (mut before, mut after) =
+            (File::from(ends.event), File::from(wake.renew_event().unwrap()));
+        before.write_all(&1_u64.to_ne_bytes()).unwrap();
+        assert!(!readable(&wake));
+        after.write_all(&1_u64.to_ne_bytes()).unwrap();
+        assert_eq!(wake.take(), WOKEN);
     }
 
     #[test]

@@ -23,14 +23,14 @@ pub(super) struct WorkerConnection {
 
 impl WorkerConnection {
     /// Serves until the connection ends, then evicts the vGPU.
-    pub fn serve(self) {
+    pub fn serve(mut self) {
         let mut greeted = false;
         while self.answer(&mut greeted) {}
         log::debug!("vGPU {}: worker disconnected", self.vgpu.id());
     }
 
     /// Answers one request. Returns false at the end of the connection.
-    fn answer(&self, greeted: &mut bool) -> bool {
+    fn answer(&mut self, greeted: &mut bool) -> bool {
         let (request, fds) = match receive(&self.socket, false) {
             Received::Request(request, fds) => (request, fds),
             Received::Nothing => return true,
@@ -42,6 +42,9 @@ impl WorkerConnection {
         if let ClientRequest::Hello { version } = request {
             *greeted = true;
             return self.hello(wire::agreed(version));
+        }
+        if *greeted && request == ClientRequest::Renew {
+            return self.renew();
         }
         let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
         self.reply(&reply.unwrap_or_else(ClientReply::Refused), &[])
@@ -67,11 +70,27 @@ impl WorkerConnection {
         self.reply(&reply, &fds)
     }
 
+    fn renew(&mut self) -> bool {
+        let renewed = match self.vgpu.renew() {
+            Ok(renewed) => renewed,
+            Err(refusal) => return self.reply(&ClientReply::Refused(refusal), &[]),
+        };
+        let reply =
+            ClientReply::Renewed { vram_offset: renewed.vram.as_ref().map(|(_, offset)| *offset) };
+        let shared: [BorrowedFd<'_>; wire::RENEWED_FDS] =
+            [renewed.doorbell.as_fd(), renewed.event.as_fd()];
+        let mut fds = shared.to_vec();
+        fds.extend(renewed.vram.as_ref().map(|(file, _)| file.as_fd()));
+        let sent = self.reply(&reply, &fds);
+        self.fds.replace(renewed);
+        sent
+    }
+
     fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
         let vgpu = &self.vgpu;
         let mut fds = fds.into_iter();
         match *request {
-            ClientRequest::Hello { .. } => return Err(Refusal::Message),
+            ClientRequest::Hello { .. } | ClientRequest::Renew => return Err(Refusal::Message),
             ClientRequest::Import { offset, len, writable } => {
                 let fd = fds.next().ok_or(Refusal::Descriptor)?;
                 return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));

@@ -64,6 +64,9 @@ pub enum ClientRequest {
     SetScanout(Scanout),
     /// Fills the partition with zeros.
     Scrub,
+    /// Destroys all channels and mappings, and replaces everything that a guest can map or signal.
+    /// Reply: [`ClientReply::Renewed`].
+    Renew,
 }
 
 /// Replies to a worker.
@@ -95,7 +98,16 @@ pub enum ClientReply {
     Usage(Usage),
     /// The request was refused.
     Refused(Refusal),
+    /// Reply to `Renew`. Attached, in this order: the new doorbell page, the new eventfd that wakes
+    /// the engine, and the file of the new video memory partition, if it was replaced.
+    Renewed {
+        /// Offset of the new partition in its file; `None` if video memory is the same as before.
+        vram_offset: Option<u64>,
+    },
 }
 
 /// File descriptors of [`ClientReply::Hello`] without the partition's file.
 pub const HELLO_FDS: usize = 5;
+
+/// File descriptors of [`ClientReply::Renewed`] without the partition's file.
+pub const RENEWED_FDS: usize = 2;

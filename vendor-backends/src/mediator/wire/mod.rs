@@ -17,18 +17,21 @@ mod refusal;
 mod tests;
 
 pub use self::admin::{AdminReply, AdminRequest};
-pub use self::client::{ClientReply, ClientRequest, HELLO_FDS};
+pub use self::client::{ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS};
 pub use self::refusal::Refusal;
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Oldest supported version.
 pub const OLDEST: u32 = 6;
 
 /// First version with [`AdminRequest::Forget`] and [`Refusal::Fragmented`].
 pub const WITH_FORGET: u32 = 7;
+
+/// First version with [`ClientRequest::Renew`].
+pub const WITH_RENEW: u32 = 8;
 
 /// Returns the version that a server answers to a client's version: the older of both.
 pub const fn agreed(asked: u32) -> u32 {

@@ -14,8 +14,8 @@ use crate::seqpacket::{decode, encode};
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].
 #[test]
-fn bytes_of_versions_6_and_7() {
-    assert_eq!((OLDEST, VERSION), (6, 7));
+fn bytes_of_versions_6_to_8() {
+    assert_eq!((OLDEST, VERSION), (6, 8));
     let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
     let admin = [
         (AdminRequest::Hello { version: 6 }, "0006"),
@@ -60,6 +60,8 @@ fn bytes_of_versions_6_and_7() {
         (fragmented.to_version(6), fragmented.to_version(7)),
         (Refusal::VramLimit, fragmented)
     );
+    let renewed = ClientReply::Renewed { vram_offset: Some(5) };
+    assert_eq!(hex(&encode(&renewed).unwrap()), "070105");
     let screen = ScreenStatus { focus: Some(vgpu), rotation: None };
     let bytes = "06 01 1000000000000000000000000001020304 00";
     assert_eq!(hex(&encode(&AdminReply::Screen(screen)).unwrap()), bytes.replace(' ', ""));
@@ -103,6 +105,7 @@ fn check_client_requests() {
     let client = client.into_iter().chain([
         (ClientRequest::SetScanout(scanout), "0b 01 8005 e003 8014 20 8020 00"),
         (ClientRequest::Scrub, "0c"),
+        (ClientRequest::Renew, "0d"),
     ]);
     for (message, bytes) in client {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");

@@ -178,7 +178,11 @@ impl Worker {
         }
         let AttachedClient { pid, uid } = client;
         self.log_limited(Level::Info, format_args!("Process {pid} (uid {uid}) attaches"));
-        self.function.inner_mut().attach();
+        if let Err(error) = self.function.attach() {
+            log::error!("Cannot serve process {pid}: {error:#}");
+            unwatch(ops, &session);
+            return;
+        }
         self.attached = Some(Attached { session, client, interest });
     }
 

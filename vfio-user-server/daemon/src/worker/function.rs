@@ -28,6 +28,18 @@ impl Function {
         Ok(Self { inner: function, layout, unmask_event_changed: false })
     }
 
+    /// Notes that a VM attaches. Its regions are not those of an earlier VM.
+    pub fn attach(&mut self) -> anyhow::Result<()> {
+        self.inner.attach();
+        self.describe()
+    }
+
+    /// Describes the regions anew: their files change when a VM leaves.
+    fn describe(&mut self) -> anyhow::Result<()> {
+        self.layout = layout(&self.inner).context("Cannot describe its regions")?;
+        Ok(())
+    }
+
     /// Returns the device model.
     pub fn inner(&self) -> &VirtualFunction {
         &self.inner
@@ -133,6 +145,10 @@ impl Device for Function {
     fn detach(&mut self) {
         self.unmask_event_changed = true;
         self.inner.detach();
+        // `attach` describes the regions again, and then a failure refuses the VM.
+        if let Err(error) = self.describe() {
+            log::warn!("{error:#}");
+        }
     }
 }
 

@@ -60,6 +60,11 @@ impl Memories {
         Self { slots: vec![vram.map(Memory::from)], imported_bytes: 0, max_import_bytes }
     }
 
+    /// Replaces video memory. Returns the former.
+    pub fn replace_vram(&mut self, vram: Arc<Mapping>) -> Option<Memory> {
+        self.slots[0].replace(Memory::from(vram))
+    }
+
     pub fn imported_bytes(&self) -> u64 {
         self.imported_bytes
     }

@@ -102,6 +102,13 @@ impl AddressSpace {
         self.memories.import_room()
     }
 
+    /// Replaces video memory, and removes its mappings. The caller should drop the returned memory
+    /// without holding the vGPU's lock.
+    pub fn replace_vram(&mut self, vram: Arc<Mapping>) -> Option<Memory> {
+        self.tables.unmap_slot(Slot::VRAM);
+        self.memories.replace_vram(vram)
+    }
+
     /// Adds guest memory.
     pub fn import(&mut self, memory: Memory) -> Result<MemoryId, Refusal> {
         let id = self.memories.import(memory)?;

@@ -60,6 +60,29 @@ pub struct WorkerFds {
     pub wakeups: WakeupSenders,
 }
 
+impl WorkerFds {
+    /// Replaces the descriptors of what a guest can map or signal.
+    pub fn replace(&mut self, renewed: RenewedFds) {
+        self.doorbell = renewed.doorbell;
+        self.wakeups.event = renewed.event;
+        if renewed.vram.is_some() {
+            self.vram = renewed.vram;
+        }
+    }
+}
+
+/// File descriptors of what a guest can map or signal, for the next guest.
+#[derive(Debug)]
+pub struct RenewedFds {
+    /// File of the new video memory partition, and the partition's offset in the file; `None` if
+    /// video memory was not replaced.
+    pub vram: Option<(OwnedFd, u64)>,
+    /// New doorbell page.
+    pub doorbell: OwnedFd,
+    /// New eventfd that wakes the engine.
+    pub event: OwnedFd,
+}
+
 /// One vGPU.
 #[derive(Debug)]
 pub struct Vgpu {
@@ -128,9 +151,7 @@ impl Vgpu {
         };
         let fds = WorkerFds {
             vram: file,
-            // Not shared with other vGPUs, because a page that several guests can write is a covert
-            // channel. The engine reads the rings and not the tokens in this page.
-            doorbell: sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)?,
+            doorbell: doorbell_page()?,
             status: status.fd,
             event,
             wakeups: senders,
@@ -205,6 +226,12 @@ impl Vgpu {
             self.interrupts.raise(Pending::CHANNEL_ERROR, None);
         }
     }
+}
+
+/// Creates a doorbell page. It is not shared with other vGPUs, because a page that several guests
+/// can write is a covert channel. The engine reads the rings and not the tokens in this page.
+fn doorbell_page() -> io::Result<OwnedFd> {
+    sealed_memfd(c"vgpu-doorbell", doorbell::PAGE_BYTES)
 }
 
 fn nanoseconds(time: Duration) -> u64 {

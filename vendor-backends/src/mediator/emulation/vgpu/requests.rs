@@ -12,13 +12,14 @@ use mdev_core::memory_file::MemoryFile;
 use mdev_core::sched::Budget;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 
-use super::{Vgpu, nanoseconds};
+use super::{RenewedFds, Vgpu, doorbell_page, nanoseconds};
 use crate::mediator::emulation::address_space::first_touch::ImportedFile;
 use crate::mediator::emulation::address_space::memory::Memory;
 use crate::mediator::emulation::channel::{Channel, Userd};
 use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::token_bucket::TokenBucket;
 use crate::mediator::fault::Fault;
+use crate::mediator::hardware::PartitionMemory;
 use crate::mediator::wire::Refusal;
 use crate::mem::Mapping;
 
@@ -143,6 +144,23 @@ impl Vgpu {
         // Without the lock, because freeing many page tables is slow.
         drop((channels, tables));
         Ok(())
+    }
+
+    /// Destroys all channels and mappings, and replaces everything that a guest can map or signal:
+    /// a VMM may keep its descriptors after it disconnects.
+    pub fn renew(&self) -> Result<RenewedFds, Refusal> {
+        self.reset()?;
+        let mut renewed = RenewedFds {
+            vram: None,
+            doorbell: doorbell_page()?,
+            event: self.wakeups.renew_event()?,
+        };
+        if let Some(PartitionMemory { mapping, fd, offset }) = self.hardware.renew(&self.spec)? {
+            let former = self.lock()?.space.replace_vram(mapping);
+            drop(former);
+            renewed.vram = Some((fd, offset));
+        }
+        Ok(renewed)
     }
 
     /// Faults all channels.
