@@ -147,6 +147,7 @@ impl GuestMemory {
         file: Option<(OwnedFd, u64)>,
     ) -> Result<(), MemError> {
         let offset = file.as_ref().map_or(0, |(_, offset)| *offset);
+        let (file, failure) = checked(file);
         let last = iova.0.checked_add(size.wrapping_sub(1));
         let aligned = [iova.0, size, offset].iter().all(|value| is_aligned(*value, PAGE_SIZE));
         let Some(last) =
@@ -161,8 +162,7 @@ impl GuestMemory {
         if self.maps.len() >= MAX_MAPS {
             return Err(MemError::TooMany(MAX_MAPS));
         }
-        let mut map =
-            Map { size, access, file: None, import: None, failure: None, truncated: false };
+        let mut map = Map { size, access, file: None, import: None, failure, truncated: false };
         if let Some((fd, offset)) = file {
             match self.map_file(iova, size, access, fd.as_fd(), offset) {
                 Ok(()) => map.file = Some((fd, offset)),
@@ -359,6 +359,17 @@ impl GuestMemory {
         }
         Ok(segments)
     }
+}
+
+/// Returns a file that can hold guest memory. Closes any other, and returns the error.
+fn checked(file: Option<(OwnedFd, u64)>) -> (Option<(OwnedFd, u64)>, Option<io::Error>) {
+    let Some((fd, offset)) = file else { return (None, None) };
+    let error = MemoryFile::new(fd.as_fd()).err();
+    if error.is_some() {
+        foreign_fds::close(fd);
+        return (None, error);
+    }
+    (Some((fd, offset)), None)
 }
 
 /// Guest memory that the device cannot access at all, or not with this access.

@@ -13,13 +13,6 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use crate::sigbus::{GuardedMapping, Protection};
 use crate::units::PAGE_SIZE;
 
-/// Returns true if a descriptor is a memory file. Asks no file system: only the kernel's own memory
-/// files have seals.
-pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
-    // SAFETY: F_GET_SEALS takes no argument and changes nothing.
-    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
-}
-
 /// File of guest memory: a memfd, or a file of tmpfs or hugetlbfs.
 #[derive(Clone, Copy, Debug)]
 pub struct MemoryFile<'fd> {
@@ -34,7 +27,7 @@ impl<'fd> MemoryFile<'fd> {
     ///
     /// Fails if the descriptor is not a memory file.
     pub fn new(fd: BorrowedFd<'fd>) -> io::Result<Self> {
-        if !is_memory(fd) {
+        if !foreign_fds::is_memory(fd) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "its file is neither a memfd nor in tmpfs or hugetlbfs: give the VM a memory backend \

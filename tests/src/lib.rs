@@ -3,6 +3,7 @@
 //! * [`vgpud`]: path of a `vgpud` built from this tree
 //! * [`Vgpud`]: a running manager in its own folders
 //! * [`raw_client`]: a vfio-user client that writes raw bytes
+//! * [`fuse`]: a file system in user space that stops answering
 //! * [`ram`]: guest RAM without a guest
 //! * [`parent`]: a software GPU in this process
 //! * [`in_process`], [`vfio_user_guest`]: platforms of the guest runtime, on the device model and
@@ -16,6 +17,7 @@
 //! * [`outcome`]: results of benchmarks
 
 pub mod captured;
+pub mod fuse;
 pub mod in_process;
 pub mod load;
 pub mod monitor;

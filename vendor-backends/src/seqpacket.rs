@@ -1,4 +1,6 @@
 //! Packets with file descriptors between Tessera's processes, over SOCK_SEQPACKET UNIX sockets.
+//!
+//! * `sys`: the system call that receives descriptors
 
 mod sys;
 
@@ -95,34 +97,52 @@ impl SeqPacket {
         }
     }
 
-    /// Receives one packet. Returns `Ok(None)` if the peer has closed the connection. A packet
-    /// longer than `buffer` is an error, so `buffer` should have [`MAX_PACKET`] bytes.
+    /// Receives one packet without file descriptors: the kernel discards those that the peer sent.
+    /// Returns `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is an
+    /// error, so `buffer` should have [`MAX_PACKET`] bytes.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
-        self.recv_with(buffer, MsgFlags::empty())
+        self.recv_with(buffer, 0, MsgFlags::empty())
     }
 
-    /// Receives one packet, or fails with `WouldBlock`.
+    /// Receives one packet as [`Self::recv`], or fails with `WouldBlock`.
     pub fn try_recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
-        self.recv_with(buffer, MsgFlags::MSG_DONTWAIT)
+        self.recv_with(buffer, 0, MsgFlags::MSG_DONTWAIT)
     }
 
-    fn recv_with(&self, buffer: &mut [u8], flags: MsgFlags) -> io::Result<Option<Packet>> {
+    /// Receives one packet with up to [`MAX_FDS`] file descriptors.
+    pub fn recv_with_fds(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
+        self.recv_with(buffer, MAX_FDS, MsgFlags::empty())
+    }
+
+    /// Receives one packet as [`Self::recv_with_fds`], or fails with `WouldBlock`.
+    pub fn try_recv_with_fds(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
+        self.recv_with(buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT)
+    }
+
+    fn recv_with(
+        &self,
+        buffer: &mut [u8],
+        max_fds: usize,
+        flags: MsgFlags,
+    ) -> io::Result<Option<Packet>> {
         let (len, fds, flags) = loop {
-            match sys::receive(self.0.as_fd(), buffer, flags) {
+            match sys::receive(self.0.as_fd(), buffer, max_fds, flags) {
                 Ok(received) => break received,
                 Err(Errno::EINTR) => {}
                 Err(Errno::ECONNRESET) => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
         };
-        if flags.contains(MsgFlags::MSG_TRUNC) || fds.len() > MAX_FDS {
+        // The kernel discards descriptors without a call of their file systems in this process.
+        let discarded = flags.contains(MsgFlags::MSG_CTRUNC) && max_fds > 0;
+        if flags.contains(MsgFlags::MSG_TRUNC) || discarded && fds.len() >= max_fds {
+            fds.into_iter().for_each(foreign_fds::close);
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "The packet has too many bytes or file descriptors",
             ));
         }
-        let fds_lost = flags.contains(MsgFlags::MSG_CTRUNC);
-        Ok((len > 0).then_some(Packet { len, fds, fds_lost }))
+        Ok((len > 0).then_some(Packet { len, fds, fds_lost: discarded }))
     }
 }
 
@@ -215,10 +235,21 @@ mod tests {
         let (a, b) = SeqPacket::pair().unwrap();
         a.send(b"hello", &[a.as_fd()]).unwrap();
         let mut buffer = [0; 16];
-        let packet = b.recv(&mut buffer).unwrap().unwrap();
+        let packet = b.recv_with_fds(&mut buffer).unwrap().unwrap();
         assert_eq!((&buffer[..packet.len], packet.fds.len()), (&b"hello"[..], 1));
         drop((a, packet));
         assert!(b.recv(&mut buffer).unwrap().is_none(), "closed");
+    }
+
+    #[test]
+    fn descriptors_that_are_not_due_are_discarded() {
+        let (a, b) = SeqPacket::pair().unwrap();
+        let (reader, writer) = nix::unistd::pipe().unwrap();
+        a.send(b"hello", &[writer.as_fd()]).unwrap();
+        drop(writer);
+        let packet = b.recv(&mut [0; 16]).unwrap().unwrap();
+        assert_eq!((packet.len, packet.fds.len()), (5, 0));
+        assert_eq!(nix::unistd::read(&reader, &mut [0]), Ok(0), "no writer is left");
     }
 
     #[test]
@@ -240,7 +271,7 @@ mod tests {
         let iov = [IoSlice::new(b"x")];
         sendmsg::<()>(a.0.as_raw_fd(), &iov, &rights, MsgFlags::empty(), None).unwrap();
         drop(writer);
-        assert!(b.recv(&mut [0; 16]).is_err());
+        assert!(b.recv_with_fds(&mut [0; 16]).is_err());
         assert_eq!(nix::unistd::read(&reader, &mut [0]), Ok(0), "no writer is left");
     }
 

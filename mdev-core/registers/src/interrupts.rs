@@ -2,9 +2,13 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
-use vmm_sys_util::eventfd::EventFd;
+use foreign_fds::eventfd::{self, Signaller};
+
+/// Line of INTx at the [`Signaller`]; MSI vectors have the lines after it.
+const INTX_LINE: usize = 0;
 
 /// Interrupt index of a PCI device in VFIO.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +70,9 @@ pub enum IrqError {
     /// The interrupts of the index cannot be masked.
     #[error("{0:?} interrupts cannot be masked")]
     NotMaskable(IrqIndex),
+    /// The thread that signals eventfds cannot be started.
+    #[error("No thread can be started to signal interrupts")]
+    NoThread,
 }
 
 /// Interrupts of a function, with the client's eventfds.
@@ -74,32 +81,24 @@ pub struct Interrupts {
     has_intx: bool,
     intx: Intx,
     msi: Msi,
+    /// Started with the first eventfd.
+    signaller: Option<Signaller>,
 }
 
 /// INTx with VFIO's semantics: a level, masked by each delivery until the client unmasks it.
 #[derive(Debug, Default)]
 struct Intx {
-    trigger: Option<EventFd>,
+    has_trigger: bool,
     unmask: Option<OwnedFd>,
     asserted: bool,
     masked: bool,
-}
-
-impl Intx {
-    /// Signals and masks the interrupt if it is asserted and not masked.
-    fn deliver(&mut self) {
-        if let Some(trigger) = self.trigger.as_ref().filter(|_| self.asserted && !self.masked) {
-            self.masked = true;
-            signal(trigger);
-        }
-    }
 }
 
 /// MSI vectors.
 #[derive(Debug)]
 struct Msi {
     /// Eventfd of each vector.
-    events: Vec<Option<EventFd>>,
+    events: Vec<Option<Arc<OwnedFd>>>,
     /// Number of vectors that the client has enabled; 0 if MSI is disabled.
     granted: u32,
 }
@@ -109,12 +108,15 @@ impl Interrupts {
     pub fn new(has_intx: bool, vectors: u32) -> Self {
         let mut events = Vec::new();
         events.resize_with(vectors as usize, || None);
-        Self { has_intx, intx: Intx::default(), msi: Msi { events, granted: 0 } }
+        let msi = Msi { events, granted: 0 };
+        Self { has_intx, intx: Intx::default(), msi, signaller: None }
     }
 
     /// Drops all eventfds and returns to the power-on state.
     pub fn reset(&mut self) {
-        *self = Self::new(self.has_intx, self.msi.events.len() as u32);
+        self.disable(IrqIndex::Msi);
+        self.disable(IrqIndex::Intx);
+        self.intx = Intx::default();
     }
 
     /// Returns the properties of an index.
@@ -140,8 +142,8 @@ impl Interrupts {
         }
     }
 
-    /// Sets the eventfds of interrupts from `start` on. They become non-blocking, so that a client
-    /// that does not read them cannot block the device.
+    /// Sets the eventfds of interrupts from `start` on. A client that fills an eventfd and makes it
+    /// block cannot block the device.
     pub fn set_triggers(
         &mut self,
         index: IrqIndex,
@@ -149,24 +151,50 @@ impl Interrupts {
         events: Vec<Option<OwnedFd>>,
     ) -> Result<(), IrqError> {
         let range = self.check(index, start, events.len())?;
-        let events = events.into_iter().map(|event| event.map(into_eventfd));
+        if self.signaller.is_none() && events.iter().any(Option::is_some) {
+            self.signaller = Some(Signaller::new("irq").map_err(|_| IrqError::NoThread)?);
+        }
+        let events = events.into_iter().map(|event| event.map(Arc::new));
         match index {
             IrqIndex::Intx => {
                 for event in events {
-                    self.intx.trigger = event;
+                    self.intx.has_trigger = event.is_some();
                     self.intx.masked = false;
+                    self.set_line(INTX_LINE, event);
                 }
-                self.intx.deliver();
+                self.deliver_intx();
             }
             IrqIndex::Msi => {
                 self.msi.granted = self.msi.granted.max(range.end as u32);
-                for (slot, event) in self.msi.events[range].iter_mut().zip(events) {
-                    *slot = event;
+                for (vector, event) in range.zip(events) {
+                    self.msi.events[vector].clone_from(&event);
+                    self.set_line(msi_line(vector), event);
                 }
             }
             IrqIndex::Msix | IrqIndex::Err | IrqIndex::Req => {}
         }
         Ok(())
+    }
+
+    fn set_line(&self, line: usize, event: Option<Arc<OwnedFd>>) {
+        if let Some(signaller) = &self.signaller {
+            signaller.set(line, event);
+        }
+    }
+
+    fn signal(&self, line: usize) {
+        if let Some(signaller) = &self.signaller {
+            signaller.signal(line);
+        }
+    }
+
+    /// Signals and masks INTx if it is asserted and not masked.
+    fn deliver_intx(&mut self) {
+        let Intx { has_trigger, asserted, masked, .. } = self.intx;
+        if has_trigger && asserted && !masked {
+            self.intx.masked = true;
+            self.signal(INTX_LINE);
+        }
     }
 
     /// Drops all eventfds of an index.
@@ -175,10 +203,12 @@ impl Interrupts {
             IrqIndex::Intx => {
                 let asserted = self.intx.asserted;
                 self.intx = Intx { asserted, ..Intx::default() };
+                self.set_line(INTX_LINE, None);
             }
             IrqIndex::Msi => {
-                self.msi.events.fill_with(|| None);
+                self.msi.events.fill(None);
                 self.msi.granted = 0;
+                (0..self.msi.events.len()).for_each(|vector| self.set_line(msi_line(vector), None));
             }
             IrqIndex::Msix | IrqIndex::Err | IrqIndex::Req => {}
         }
@@ -195,8 +225,8 @@ impl Interrupts {
         for (vector, _) in range.zip(selected).filter(|(_, selected)| **selected) {
             match index {
                 IrqIndex::Intx if self.intx.masked => {}
-                IrqIndex::Intx => self.intx.trigger.iter().for_each(signal),
-                IrqIndex::Msi => self.msi.events[vector].iter().for_each(signal),
+                IrqIndex::Intx => self.signal(INTX_LINE),
+                IrqIndex::Msi => self.signal(msi_line(vector)),
                 IrqIndex::Msix | IrqIndex::Err | IrqIndex::Req => {}
             }
         }
@@ -217,7 +247,7 @@ impl Interrupts {
         self.check(index, start, selected.len())?;
         if selected.contains(&true) {
             self.intx.masked = masked;
-            self.intx.deliver();
+            self.deliver_intx();
         }
         Ok(())
     }
@@ -231,7 +261,7 @@ impl Interrupts {
         if index != IrqIndex::Intx {
             return Err(IrqError::NotMaskable(index));
         }
-        self.intx.unmask = event.inspect(set_nonblocking);
+        self.intx.unmask = event;
         Ok(())
     }
 
@@ -248,26 +278,17 @@ impl Interrupts {
     /// Fails if the descriptor is not an eventfd.
     pub fn on_unmask(&mut self) -> io::Result<()> {
         let Some(event) = &self.intx.unmask else { return Ok(()) };
-        let mut count = [0u8; 8];
-        // SAFETY: read writes at most 8 bytes into a buffer of 8.
-        let read = unsafe { libc::read(event.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
-        if read == count.len().cast_signed() {
+        if eventfd::take(event.as_fd())? {
             self.intx.masked = false;
-            self.intx.deliver();
-            return Ok(());
+            self.deliver_intx();
         }
-        let error =
-            if read < 0 { io::Error::last_os_error() } else { io::ErrorKind::InvalidData.into() };
-        match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(()),
-            _ => Err(error),
-        }
+        Ok(())
     }
 
     /// Sets the level of INTx, and signals the client if necessary.
     pub fn set_level(&mut self, asserted: bool) {
         self.intx.asserted = asserted;
-        self.intx.deliver();
+        self.deliver_intx();
     }
 
     /// Returns the number of MSI vectors that the client has enabled; 0 if MSI is disabled.
@@ -278,15 +299,15 @@ impl Interrupts {
     /// Returns the eventfd of a vector of the device. If the client enabled fewer vectors, vectors
     /// share eventfds by remainder.
     pub fn msi_event(&self, vector: u32) -> Option<BorrowedFd<'_>> {
-        self.msi_slot(vector).map(|event| {
-            // SAFETY: self owns the descriptor, and the result borrows self.
-            unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
-        })
+        let vector = self.msi_vector(vector)?;
+        self.msi.events[vector].as_ref().map(|event| event.as_fd())
     }
 
     /// Signals a vector of the device, if the client has assigned an eventfd.
     pub fn msi_signal(&self, vector: u32) {
-        self.msi_slot(vector).into_iter().for_each(signal);
+        if let Some(vector) = self.msi_vector(vector) {
+            self.signal(msi_line(vector));
+        }
     }
 
     /// Returns the range of interrupts of a command, if the index has them.
@@ -298,36 +319,24 @@ impl Interrupts {
         Ok(start as usize..end as usize)
     }
 
-    fn msi_slot(&self, vector: u32) -> Option<&EventFd> {
-        let slot = vector.checked_rem(self.msi.granted)?;
-        self.msi.events.get(slot as usize)?.as_ref()
+    /// Returns the enabled vector of a vector of the device, if it has an eventfd.
+    fn msi_vector(&self, vector: u32) -> Option<usize> {
+        let vector = vector.checked_rem(self.msi.granted)? as usize;
+        self.msi.events.get(vector)?.as_ref().map(|_| vector)
     }
 }
 
-fn into_eventfd(fd: OwnedFd) -> EventFd {
-    set_nonblocking(&fd);
-    // SAFETY: the descriptor is owned, and ownership moves to the EventFd.
-    unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) }
-}
-
-fn set_nonblocking(fd: &OwnedFd) {
-    // SAFETY: fcntl reads and sets the status flags of an owned descriptor.
-    unsafe {
-        let flags = libc::fcntl(fd.as_raw_fd(), libc::F_GETFL);
-        if flags >= 0 {
-            libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK);
-        }
-    }
-}
-
-/// Signals an eventfd. Errors are ignored: a full eventfd is signalled already, and a broken one is
-/// the client's mistake.
-fn signal(event: &EventFd) {
-    let _ = event.write(1);
+/// Returns the line of an MSI vector.
+fn msi_line(vector: usize) -> usize {
+    INTX_LINE + 1 + vector
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::{FromRawFd, IntoRawFd};
+
+    use vmm_sys_util::eventfd::EventFd;
+
     use super::*;
 
     fn event() -> (EventFd, OwnedFd) {

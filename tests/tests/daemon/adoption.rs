@@ -62,7 +62,7 @@ fn pass_on(asker: &SeqPacket, process: &SeqPacket) {
             other => other,
         };
         process.send(&encode(&request).unwrap(), &[]).unwrap();
-        let Ok(Some(packet)) = process.recv(&mut buffer) else { return };
+        let Ok(Some(packet)) = process.recv_with_fds(&mut buffer) else { return };
         let fds: Vec<_> = packet.fds.iter().map(AsFd::as_fd).collect();
         asker.send(&buffer[..packet.len], &fds).unwrap();
     }

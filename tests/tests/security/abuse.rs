@@ -93,6 +93,13 @@ impl Victim {
         Self { uuid, socket, neighbour, worker: workers[0], gpu, vgpud }
     }
 
+    /// Checks that the neighbour's guest works.
+    pub(super) fn neighbour_works(&self, what: &str) {
+        let mut channel = Channel::new(&self.neighbour, EngineKind::Compute).unwrap();
+        let work = Saxpy::new(&self.neighbour, Home::Guest, 1000).unwrap();
+        work::run(&work, &mut channel).unwrap_or_else(|error| panic!("{what}: {error}"));
+    }
+
     /// Runs an abuse and checks that nothing else is affected.
     pub(super) fn survives(&self, what: &str, abuse: impl FnOnce(&Self)) {
         drop(RawClient::attach(&self.socket));
@@ -106,10 +113,7 @@ impl Victim {
         .unwrap();
         abuse(self);
         assert!(is_alive(self.worker) && is_alive(self.gpu), "{what}: a process has died");
-        let mut channel = Channel::new(&self.neighbour, EngineKind::Compute).unwrap();
-        let work = Saxpy::new(&self.neighbour, Home::Guest, 1000).unwrap();
-        work::run(&work, &mut channel).unwrap_or_else(|error| panic!("{what}: {error}"));
-        drop((work, channel));
+        self.neighbour_works(what);
         let mut client = RawClient::attach(&self.socket);
         assert_eq!(client.read(CONFIG, 0, 4), [0x34, 0x12, 0x11, 0x11], "{what}");
         drop(client);

@@ -2,6 +2,7 @@
 
 mod abuse;
 mod access;
+mod descriptors;
 mod engine_time;
 mod lost;
 mod memory;

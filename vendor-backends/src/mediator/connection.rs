@@ -55,7 +55,7 @@ impl Connection {
             Err(error) if is_closed(&error) => return Err(self.lose(&error)),
             Err(error) => return Err(error.into()),
         }
-        let received = self.socket.recv(&mut self.buffer).and_then(|packet| {
+        let received = self.socket.recv_with_fds(&mut self.buffer).and_then(|packet| {
             let packet = packet.ok_or(io::ErrorKind::BrokenPipe)?;
             Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds, packet.fds_lost))
         });

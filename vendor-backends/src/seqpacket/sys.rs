@@ -7,17 +7,20 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use nix::errno::Errno;
 use nix::sys::socket::MsgFlags;
 
-/// Length of the control buffer in words: room for the kernel's limit of descriptors per message
-/// (`SCM_MAX_FD`, 253). With less room the kernel truncates the list.
-const CONTROL_WORDS: usize = 160;
+use super::MAX_FDS;
+
+/// Length of the control buffer in words: a header and [`MAX_FDS`] descriptors. The kernel discards
+/// more, without a call of their file systems in this process.
+const CONTROL_WORDS: usize = 2 + MAX_FDS * size_of::<RawFd>() / size_of::<u64>();
 
 /// A received packet: its length, its descriptors (close-on-exec), and the kernel's flags.
 pub type Received = (usize, Vec<OwnedFd>, MsgFlags);
 
-/// Receives one packet with its descriptors.
+/// Receives one packet with up to `max_fds` descriptors, either none or [`MAX_FDS`].
 pub fn receive(
     socket: BorrowedFd<'_>,
     buffer: &mut [u8],
+    max_fds: usize,
     flags: MsgFlags,
 ) -> Result<Received, Errno> {
     let mut control = [MaybeUninit::<u64>::uninit(); CONTROL_WORDS];
@@ -26,8 +29,10 @@ pub fn receive(
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut iov;
     message.msg_iovlen = 1;
-    message.msg_control = control.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control);
+    if max_fds > 0 {
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&control);
+    }
     let flags = (flags | MsgFlags::MSG_CMSG_CLOEXEC).bits();
     // SAFETY: the message has pointers to a buffer and a control buffer with their lengths. Both are
     // borrowed mutably for the call.

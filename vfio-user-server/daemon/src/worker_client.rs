@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use mdev_core::device::Scanout;
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
 
@@ -22,8 +22,8 @@ pub fn status(control: &Path) -> io::Result<WorkerStatus> {
         let known = format!("this vgpud speaks {OLDEST} to {VERSION}");
         io::Error::new(io::ErrorKind::Unsupported, format!("The worker {what}; {known}"))
     };
-    let reply = match request(control, &WorkerRequest::Status { version: OLDEST }) {
-        Ok((reply, _)) => reply,
+    let reply = match request(control, &WorkerRequest::Status { version: OLDEST }, &[]) {
+        Ok(reply) => reply,
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(unsupported("does not speak a supported version of the control protocol"));
         }
@@ -41,17 +41,20 @@ pub fn status(control: &Path) -> io::Result<WorkerStatus> {
     }
 }
 
-/// Requests the scanout of a worker's display, with the video memory that holds it.
-pub fn scanout(control: &Path) -> io::Result<(Scanout, Option<OwnedFd>)> {
-    match request(control, &WorkerRequest::Scanout)? {
-        (WorkerReply::Scanout(scanout), fds) => Ok((scanout, fds.into_iter().next())),
-        (other, _) => Err(unexpected(&other)),
-    }
+/// Requests the scanout of a worker's display, with the descriptors that the worker passes. A worker
+/// that was taken over can pass any.
+pub fn scanout(control: &Path) -> io::Result<(io::Result<Scanout>, Vec<OwnedFd>)> {
+    let (reply, fds) = exchange(control, &WorkerRequest::Scanout, &[], SeqPacket::recv_with_fds)?;
+    let scanout = match reply {
+        WorkerReply::Scanout(scanout) => Ok(scanout),
+        other => Err(unexpected(&other)),
+    };
+    Ok((scanout, fds))
 }
 
 /// Tells a worker to exit.
 pub fn stop(control: &Path) -> io::Result<()> {
-    match request(control, &WorkerRequest::Stop)?.0 {
+    match request(control, &WorkerRequest::Stop, &[])? {
         WorkerReply::Done => Ok(()),
         other => Err(unexpected(&other)),
     }
@@ -59,25 +62,31 @@ pub fn stop(control: &Path) -> io::Result<()> {
 
 /// Passes a new connection to the GPU to a worker.
 pub fn attach(control: &Path, gpu: BorrowedFd<'_>) -> io::Result<()> {
-    match request_with(control, &WorkerRequest::Attach, &[gpu])?.0 {
+    match request(control, &WorkerRequest::Attach, &[gpu])? {
         WorkerReply::Done => Ok(()),
         other => Err(unexpected(&other)),
     }
 }
 
-fn request(control: &Path, message: &WorkerRequest) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
-    request_with(control, message, &[])
-}
-
-fn request_with(
+/// Sends a request whose reply has no descriptors.
+fn request(
     control: &Path,
     message: &WorkerRequest,
     fds: &[BorrowedFd<'_>],
+) -> io::Result<WorkerReply> {
+    Ok(exchange(control, message, fds, SeqPacket::recv)?.0)
+}
+
+fn exchange(
+    control: &Path,
+    message: &WorkerRequest,
+    fds: &[BorrowedFd<'_>],
+    receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
     let socket = SeqPacket::connect_with_timeout(control, TIMEOUT)?;
     socket.send(&serde_json::to_vec(message)?, fds)?;
     let mut buffer = vec![0; MAX_PACKET];
-    let packet = socket.recv(&mut buffer).map_err(|error| match error.kind() {
+    let packet = receive(&socket, &mut buffer).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => {
             io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
         }
@@ -86,9 +95,13 @@ fn request_with(
     let packet = packet.ok_or_else(|| {
         io::Error::new(io::ErrorKind::UnexpectedEof, "The worker closed the connection")
     })?;
-    let reply = serde_json::from_slice(&buffer[..packet.len])
-        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    Ok((reply, packet.fds))
+    match serde_json::from_slice(&buffer[..packet.len]) {
+        Ok(reply) => Ok((reply, packet.fds)),
+        Err(error) => {
+            packet.fds.into_iter().for_each(foreign_fds::close);
+            Err(io::Error::new(io::ErrorKind::InvalidData, error))
+        }
+    }
 }
 
 fn unexpected(reply: &WorkerReply) -> io::Error {
@@ -151,7 +164,9 @@ pub(crate) mod tests {
         }
         for result in [
             answered(&WorkerReply::Done, &[], |path| status(path).map(drop)),
-            answered(&WorkerReply::Done, &[], |path| scanout(path).map(drop)),
+            answered(&WorkerReply::Done, &[], |path| {
+                scanout(path).and_then(|(scanout, _)| scanout.map(drop))
+            }),
             answered(&WorkerReply::Scanout(Scanout::default()), &[], stop),
         ] {
             let error = result.unwrap_err().to_string();

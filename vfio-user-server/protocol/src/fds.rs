@@ -6,7 +6,8 @@ use std::os::fd::OwnedFd;
 /// Limit of descriptors per message. QEMU refuses servers with a higher limit.
 pub const MAX_FDS: usize = 16;
 
-/// List of up to [`MAX_FDS`] descriptors, in the order of arrival, without allocations.
+/// List of up to [`MAX_FDS`] descriptors, in the order of arrival, without allocations. Dropping it
+/// closes the descriptors without waiting for their file systems.
 #[derive(Debug, Default)]
 pub struct Fds {
     fds: [Option<OwnedFd>; MAX_FDS],
@@ -49,11 +50,17 @@ impl Fds {
     }
 }
 
+impl Drop for Fds {
+    fn drop(&mut self) {
+        self.fds.iter_mut().filter_map(Option::take).for_each(foreign_fds::close);
+    }
+}
+
 impl IntoIterator for Fds {
     type Item = OwnedFd;
     type IntoIter = std::iter::Flatten<array::IntoIter<Option<OwnedFd>, MAX_FDS>>;
 
-    fn into_iter(self) -> Self::IntoIter {
-        self.fds.into_iter().flatten()
+    fn into_iter(mut self) -> Self::IntoIter {
+        std::mem::take(&mut self.fds).into_iter().flatten()
     }
 }

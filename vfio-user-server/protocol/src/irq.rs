@@ -1,8 +1,5 @@
 //! Interrupt indices and the client's interrupt commands.
 
-use std::os::fd::BorrowedFd;
-
-use nix::sys::stat::{SFlag, fstat};
 use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_INFO_AUTOMASKED, VFIO_IRQ_INFO_EVENTFD, VFIO_IRQ_INFO_MASKABLE, VFIO_IRQ_INFO_NORESIZE,
 };
@@ -109,13 +106,6 @@ impl IrqLines<'_> {
     fn is_selected(&self, line: u32) -> bool {
         self.selected.is_none_or(|selected| selected.get(line as usize) > Some(&0))
     }
-}
-
-/// Returns true if a descriptor can be an eventfd: an anonymous inode without a file type. Writes
-/// to files, pipes, sockets and terminals could block or reach another process; other anonymous
-/// inodes refuse eight-byte writes.
-pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> bool {
-    fstat(fd).is_ok_and(|stat| stat.st_mode & SFlag::S_IFMT.bits() == 0)
 }
 
 #[cfg(test)]

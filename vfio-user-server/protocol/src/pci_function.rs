@@ -277,6 +277,7 @@ fn irq_errno(error: IrqError) -> Errno {
     match error {
         IrqError::OutOfRange { .. } => Errno::EINVAL,
         IrqError::NotMaskable(_) => Errno::ENOTTY,
+        IrqError::NoThread => Errno::ENOMEM,
     }
 }
 

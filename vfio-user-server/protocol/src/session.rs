@@ -60,6 +60,10 @@ pub enum Closed {
         /// Largest allowed size.
         max: usize,
     },
+    /// The client has sent descriptors that cannot be closed, such as files of a file system that
+    /// does not answer.
+    #[error("The client sent descriptors that cannot be closed")]
+    Descriptors,
     /// The socket failed.
     #[error("The socket failed: {0}")]
     Io(#[source] io::Error),
@@ -344,6 +348,7 @@ impl Session {
         };
         self.messages += 1;
         let header = message.header;
+        let has_fds = !message.fds.is_empty() || message.surplus_fds;
         let mut reply = Reply::begin(self.sender.buffer());
         let result = match header.kind() {
             Some(Kind::Request) if message.surplus_fds => Err(Errno::EINVAL),
@@ -359,6 +364,9 @@ impl Session {
             }
             None => Err(Errno::EINVAL),
         };
+        if has_fds && foreign_fds::is_exhausted() {
+            return Err(Closed::Descriptors);
+        }
         if let Err(errno) = result {
             log::debug!("Request {header:?} failed: {errno}");
         }

@@ -4,18 +4,18 @@ use std::io;
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use crate::fds::Fds;
+use crate::fds::{Fds, MAX_FDS};
 
-/// Length of the control buffer in words: room for the kernel's limit of descriptors per message
-/// (`SCM_MAX_FD`, 253).
-const CONTROL_WORDS: usize = 160;
+/// Length of the control buffer in words: a header and [`MAX_FDS`] descriptors. The kernel discards
+/// more, without a call of their file systems in this process.
+const CONTROL_WORDS: usize = 2 + MAX_FDS * size_of::<RawFd>() / size_of::<u64>();
 
 /// Result of [`receive`].
 #[derive(Clone, Copy, Debug)]
 pub struct Received {
     /// Number of bytes received; 0 if the peer has closed the connection.
     pub bytes: usize,
-    /// True if more descriptors arrived than fit. The surplus was closed.
+    /// True if more descriptors arrived than fit. The surplus was discarded.
     pub surplus_fds: bool,
 }
 
@@ -64,7 +64,10 @@ pub fn receive(
                 let raw = RawFd::from_ne_bytes(raw);
                 // SAFETY: the kernel has just created the descriptor, and no other code owns it.
                 let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-                surplus_fds |= fds.push(fd).is_err();
+                if let Err(fd) = fds.push(fd) {
+                    surplus_fds = true;
+                    foreign_fds::close(fd);
+                }
             }
         }
         // SAFETY: the kernel wrote the header into the control buffer.

@@ -19,7 +19,7 @@ use mdev_core::gpu::{ClientSpec, Quotas};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use self::clients::Clients;
-use self::packet::{Received, receive, send};
+use self::packet::{Received, receive_admin, send};
 use self::worker_connection::WorkerConnection;
 use super::emulation::EmulatedGpu;
 use super::hardware::Hardware;
@@ -116,8 +116,8 @@ impl Server {
     /// Answers one request. Returns false at the end of the connection.
     fn answer(&self, admin: &mut Admin) -> bool {
         let socket = &admin.socket;
-        let (request, _fds) = match receive(socket, true) {
-            Received::Request(request, fds) => (request, fds),
+        let request = match receive_admin(socket) {
+            Received::Request(request, _) => request,
             Received::Nothing => return true,
             Received::Refused(refusal) => return reply(socket, &AdminReply::Refused(refusal), &[]),
             Received::End => return false,

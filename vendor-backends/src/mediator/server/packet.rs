@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::mediator::connection;
 use crate::mediator::wire::Refusal;
-use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
+use crate::seqpacket::{self, MAX_PACKET, Packet, SeqPacket};
 
 /// Attempts to send a reply while the kernel has no memory for it.
 const MEMORY_RETRIES: u32 = 10;
@@ -30,10 +30,19 @@ pub(super) enum Received<T> {
     End,
 }
 
-/// Receives a request. Does not wait if `poll` is true.
-pub(super) fn receive<T: DeserializeOwned>(socket: &SeqPacket, poll: bool) -> Received<T> {
+/// Receives a request of the manager, which has no descriptors. Does not wait.
+pub(super) fn receive_admin<T: DeserializeOwned>(socket: &SeqPacket) -> Received<T> {
     let mut buffer = vec![0; MAX_PACKET];
-    let packet = if poll { socket.try_recv(&mut buffer) } else { socket.recv(&mut buffer) };
+    received(socket.try_recv(&mut buffer), &buffer)
+}
+
+/// Waits for a request of a worker.
+pub(super) fn receive<T: DeserializeOwned>(socket: &SeqPacket) -> Received<T> {
+    let mut buffer = vec![0; MAX_PACKET];
+    received(socket.recv_with_fds(&mut buffer), &buffer)
+}
+
+fn received<T: DeserializeOwned>(packet: io::Result<Option<Packet>>, buffer: &[u8]) -> Received<T> {
     match packet {
         Ok(Some(packet)) if packet.fds_lost => Received::Refused(Refusal::Os(libc::EMFILE)),
         Ok(Some(packet)) => match seqpacket::decode(&buffer[..packet.len]) {

@@ -31,7 +31,7 @@ impl WorkerConnection {
 
     /// Answers one request. Returns false at the end of the connection.
     fn answer(&mut self, greeted: &mut bool) -> bool {
-        let (request, fds) = match receive(&self.socket, false) {
+        let (request, fds) = match receive(&self.socket) {
             Received::Request(request, fds) => (request, fds),
             Received::Nothing => return true,
             Received::Refused(refusal) => {

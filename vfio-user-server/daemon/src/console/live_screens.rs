@@ -18,8 +18,9 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::read_pace::{ReadPace, Rows};
 use super::readout::Readout;
 use super::readout_limiter::{ReadoutLimiter, ScreenLimit};
+use super::video_memory;
+use crate::blocking;
 use crate::manager::{Handle, Result, Screen};
-use crate::{blocking, worker_client};
 use rfb::canvas::{Canvas, Rect};
 use vgpud_api::{ErrorCode, ErrorDetail};
 
@@ -359,7 +360,7 @@ impl ScreenReader {
 
 /// Requests the location of a worker's screen; `None` while the screen is off.
 fn request_readout(control: PathBuf) -> io::Result<Option<Readout>> {
-    let (scanout, memory) = worker_client::scanout(&control)?;
+    let (scanout, memory) = video_memory::locate(&control)?;
     drop(control);
     match memory {
         Some(memory) if scanout.enabled => Readout::new(&scanout, memory).map(Some),

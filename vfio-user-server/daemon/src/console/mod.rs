@@ -4,6 +4,7 @@
 //! pixels from video memory and sends them to viewers on connections that the control API or the
 //! web console has authorized. In reading order:
 //!
+//! * `video_memory`: checks the video memory that a worker passes
 //! * [`readout`]: reads a screen from video memory
 //! * [`readout_limiter`]: limits how often a screen is read, by the vGPU's `refresh`
 //! * [`screenshot`], [`thumbnail`], [`shared_screenshots`]: PNGs, shared by concurrent requests
@@ -21,4 +22,5 @@ pub mod readout_limiter;
 pub mod screenshot;
 pub mod shared_screenshots;
 pub mod thumbnail;
+mod video_memory;
 pub mod viewer;

@@ -7,13 +7,13 @@ use std::path::Path;
 use mdev_core::device::Scanout;
 
 use super::readout::Readout;
+use super::video_memory;
 use crate::manager::Result;
-use crate::worker_client;
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 /// Requests a worker's screen and renders it.
 pub fn take(control: &Path) -> Result<Vec<u8>> {
-    let (scanout, memory) = worker_client::scanout(control).map_err(|error| {
+    let (scanout, memory) = video_memory::locate(control).map_err(|error| {
         ErrorDetail::new(
             ErrorCode::Unavailable,
             format!("The worker does not report its screen: {error}"),
@@ -123,9 +123,13 @@ mod tests {
         let reply = WorkerReply::Scanout(scanout(4, 4, 32));
         let none = answered(&reply, &[], take).unwrap_err();
         assert_eq!(none.message, "The worker sent no video memory to read");
-        let short = memory(&[0; 63]);
+        let short = vendor_backends::mem::sealed_memfd(c"short", 63).unwrap();
         let short = answered(&reply, &[short.as_fd()], take).unwrap_err();
         assert!(short.message.starts_with("The screen cannot be read: "), "{short}");
+        let disk = memory(&[0; 64]);
+        let disk = answered(&reply, &[disk.as_fd()], take).unwrap_err();
+        let message = "The worker passes a file that is not video memory";
+        assert!(disk.message.ends_with(message), "{disk}");
     }
 
     #[test]

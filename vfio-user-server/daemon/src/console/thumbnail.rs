@@ -5,8 +5,8 @@ use std::path::Path;
 
 use super::readout::Readout;
 use super::screenshot;
+use super::video_memory;
 use crate::manager::Result;
-use crate::worker_client;
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 /// Width of a thumbnail, in pixels: the width of a card on the page, for displays of high
@@ -16,7 +16,7 @@ const WIDTH: u32 = 480;
 /// Requests a worker's screen and renders a thumbnail; empty if the screen is off.
 pub fn take(control: &Path) -> Result<Vec<u8>> {
     let unavailable = |error: io::Error| ErrorDetail::new(ErrorCode::Unavailable, error);
-    let (scanout, memory) = worker_client::scanout(control).map_err(unavailable)?;
+    let (scanout, memory) = video_memory::locate(control).map_err(unavailable)?;
     match memory {
         Some(memory) if scanout.enabled => {
             let screen = Readout::new(&scanout, memory).map_err(unavailable)?;

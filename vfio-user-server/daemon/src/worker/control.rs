@@ -21,7 +21,7 @@ impl ControlConnection {
     /// connection.
     pub fn receive(&self) -> io::Result<Option<(WorkerRequest, Option<OwnedFd>)>> {
         let mut buffer = vec![0; MAX_PACKET];
-        let Some(packet) = self.0.try_recv(&mut buffer)? else { return Ok(None) };
+        let Some(packet) = self.0.try_recv_with_fds(&mut buffer)? else { return Ok(None) };
         match serde_json::from_slice(&buffer[..packet.len])? {
             // A newer manager requests the oldest version that it supports, which may be newer than
             // this worker.

@@ -165,6 +165,14 @@ impl Worker {
             self.log_limited(Level::Warn, line);
             return;
         }
+        if foreign_fds::is_exhausted() {
+            let line = format_args!(
+                "Process {} is refused: files of an earlier client cannot be closed",
+                client.pid
+            );
+            self.log_limited(Level::Warn, line);
+            return;
+        }
         let session = match Session::new(stream.into()) {
             Ok(session) => session,
             Err(error) => {
@@ -264,9 +272,6 @@ impl Worker {
         let copy = self.function.inner().intx_unmask_event().map(|fd| fd.try_clone_to_owned());
         match copy.transpose() {
             Ok(Some(new)) => {
-                // The client may read the eventfd before this process does, so a read must not
-                // block.
-                let _ = fcntl(&new, FcntlArg::F_SETFL(OFlag::O_NONBLOCK));
                 if watch(ops, &new, source::UNMASK, EventSet::IN) {
                     self.unmask = Some(new);
                 }

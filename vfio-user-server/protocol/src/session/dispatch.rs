@@ -12,7 +12,7 @@ use crate::device::{Device, Region};
 use crate::dma::{DmaMap, DmaRanges, DmaUnmap};
 use crate::errno::Errno;
 use crate::fds::Fds;
-use crate::irq::{self, Irq, IrqAction, IrqCommand, IrqLines};
+use crate::irq::{Irq, IrqAction, IrqCommand, IrqLines};
 use crate::migration::DmaRange;
 use crate::proto::caps::{Capabilities, MAX_DMA_MAPS, TwinSocket};
 use crate::proto::header::MAX_DATA;
@@ -337,7 +337,7 @@ fn irq_command(set: SetIrqs<'_>, fds: Fds, irq: Irq) -> Result<Option<IrqCommand
             Some(IrqCommand::Unassign { action, start, count: set.count })
         }
         IrqData::EventFd => {
-            let all_eventfds = fds.iter().all(|fd| irq::is_eventfd(fd.as_fd()));
+            let all_eventfds = fds.iter().all(|fd| foreign_fds::is_eventfd(fd.as_fd()));
             if fds.len() != set.count as usize || !all_eventfds {
                 return Err(Errno::EINVAL);
             }

@@ -1,0 +1,96 @@
+//! Video memory that a worker passes with the description of its screen.
+//!
+//! A worker that was taken over can pass any file. Reading one of a file system in user space waits
+//! for its server, so the file must be shared memory, or a BAR in sysfs, by the kernel's own account.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use mdev_core::device::Scanout;
+
+use crate::worker_client;
+
+/// Workers whose file is being closed, by their control sockets.
+static CLOSING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// Requests a worker's scanout and the video memory that holds it.
+pub fn locate(control: &Path) -> io::Result<(Scanout, Option<OwnedFd>)> {
+    let refused = || io::Error::other("The worker passes a file that is not video memory");
+    if closing(|workers| workers.contains(control)) {
+        return Err(refused());
+    }
+    let (scanout, fds) = worker_client::scanout(control)?;
+    if fds.iter().all(|fd| is_video_memory(fd.as_fd())) {
+        return Ok((scanout?, fds.into_iter().next()));
+    }
+    close(control, fds);
+    scanout.and_then(|_| Err(refused()))
+}
+
+/// Closes a worker's descriptors on a thread of their own. Until then no more are taken from it.
+fn close(control: &Path, fds: Vec<OwnedFd>) {
+    let control = control.to_owned();
+    closing(|workers| workers.insert(control.clone()));
+    thread::spawn(move || {
+        drop(fds);
+        closing(|workers| workers.remove(&control));
+    });
+}
+
+fn closing<T>(change: impl FnOnce(&mut BTreeSet<PathBuf>) -> T) -> T {
+    change(&mut CLOSING.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn is_video_memory(fd: BorrowedFd<'_>) -> bool {
+    foreign_fds::is_memory(fd) || is_in_sysfs(fd).unwrap_or(false)
+}
+
+/// Returns whether a descriptor is a file of sysfs, where the memory of physical adapters is. Asks
+/// for the mount that it was opened through, and not the file.
+fn is_in_sysfs(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()))?;
+    let mount = info.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim);
+    let Some(mount) = mount else { return Ok(false) };
+    if is_sysfs_mount(Path::new("/proc/self"), mount) {
+        return Ok(true);
+    }
+    // A GPU process of an earlier manager can be in another mount namespace.
+    let processes = fs::read_dir("/proc")?.flatten();
+    Ok(processes.into_iter().any(|process| is_sysfs_mount(&process.path(), mount)))
+}
+
+/// Returns whether a process has a mount of this id, and whether that is sysfs. Ids are unique
+/// among all namespaces.
+fn is_sysfs_mount(process: &Path, mount: &str) -> bool {
+    let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
+    mounts.lines().any(|line| {
+        let id = line.split(' ').next();
+        let kind = line.split_once(" - ").and_then(|(_, rest)| rest.split(' ').next());
+        id == Some(mount) && kind == Some("sysfs")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    #[test]
+    fn memory_and_files_of_sysfs_are_video_memory() {
+        let memory = vendor_backends::mem::sealed_memfd(c"vram", 4096).unwrap();
+        assert!(is_video_memory(memory.as_fd()));
+        if let Ok(adapter) = File::open("/sys/kernel/mm/transparent_hugepage/enabled") {
+            assert!(is_video_memory(adapter.as_fd()));
+        }
+        let (reader, _writer) = nix::unistd::pipe().unwrap();
+        let other = File::open("/proc/self/maps").unwrap();
+        assert!(!is_video_memory(reader.as_fd()));
+        assert!(!is_video_memory(other.as_fd()));
+    }
+}
