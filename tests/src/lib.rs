@@ -98,6 +98,7 @@ pub fn wait_for(what: &str, mut ready: impl FnMut() -> bool) -> Result<()> {
 pub struct Vgpud {
     dir: TempDir,
     args: Vec<String>,
+    log: Option<PathBuf>,
     child: Option<Child>,
 }
 
@@ -109,9 +110,18 @@ impl Vgpud {
 
     /// Starts a manager with further arguments for `vgpud run`.
     pub fn start_with(args: &[&str]) -> Result<Self> {
+        Self::start_logging(args, None)
+    }
+
+    /// Starts a manager with further arguments. It and its processes log to a file.
+    pub fn start_with_log(args: &[&str], log: &Path) -> Result<Self> {
+        Self::start_logging(args, Some(log.to_owned()))
+    }
+
+    fn start_logging(args: &[&str], log: Option<PathBuf>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vgpud").tempdir()?;
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut vgpud = Self { dir, args, child: None };
+        let mut vgpud = Self { dir, args, log, child: None };
         vgpud.start_again()?;
         Ok(vgpud)
     }
@@ -136,6 +146,9 @@ impl Vgpud {
         command.arg("run").arg("--run-dir").arg(self.run_dir());
         command.arg("--config-dir").arg(self.config_dir()).args(&self.args);
         command.stdin(Stdio::null());
+        if let Some(log) = &self.log {
+            command.stderr(fs::File::options().create(true).append(true).open(log)?);
+        }
         Ok(command)
     }
 

@@ -22,6 +22,7 @@ use vgpud_api::RFB_UPGRADE;
 use vgpud_api::{ErrorBody, Vgpu};
 
 use crate::failure::Failure;
+use vgpud_host::text;
 
 /// Maximum size of a response in bytes. A picture of the largest screen stays well below this.
 const MAX_RESPONSE: usize = 256 << 20;
@@ -144,7 +145,10 @@ impl Client {
 
     fn refusal(&self, status: StatusCode, bytes: &[u8]) -> Failure {
         match serde_json::from_slice::<ErrorBody>(bytes) {
-            Ok(body) => Failure::Refused(body.error),
+            Ok(mut body) => {
+                body.error.message = text::one_line(&body.error.message, usize::MAX);
+                Failure::Refused(body.error)
+            }
             Err(_) => self.invalid_response(format!("status {status} without a reason")),
         }
     }
@@ -183,7 +187,12 @@ impl Client {
     }
 
     fn parse<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, Failure> {
-        serde_json::from_slice(bytes).map_err(|error| self.invalid_response(error.to_string()))
+        let invalid = |error: serde_json::Error| self.invalid_response(error.to_string());
+        let value: Value = serde_json::from_slice(bytes).map_err(invalid)?;
+        if has_control(&value) {
+            return serde_json::from_value(shown(value)).map_err(invalid);
+        }
+        serde_json::from_slice(bytes).map_err(invalid)
     }
 
     /// Waits for a response until the timeout.
@@ -236,6 +245,28 @@ fn invalid_request(error: impl Display) -> Failure {
 /// Returns the API path of a vGPU.
 pub fn vgpu_path(id: VgpuId) -> String {
     format!("/v1/vgpus/{id}")
+}
+
+/// Returns whether a text of a response has control characters: it may come from a VM.
+fn has_control(value: &Value) -> bool {
+    match value {
+        Value::String(string) => text::has_control(string),
+        Value::Array(items) => items.iter().any(has_control),
+        Value::Object(members) => members.values().any(has_control),
+        _ => false,
+    }
+}
+
+/// Returns a response with all texts as single lines without control characters.
+fn shown(value: Value) -> Value {
+    match value {
+        Value::String(string) => Value::String(text::one_line(&string, usize::MAX)),
+        Value::Array(items) => items.into_iter().map(shown).collect(),
+        Value::Object(members) => {
+            members.into_iter().map(|(name, value)| (name, shown(value))).collect()
+        }
+        other => other,
+    }
 }
 
 #[cfg(test)]

@@ -187,15 +187,5 @@ fn the_console_listens_on_loopback_only() -> Result<()> {
     let console = Console::start()?;
     let unknown = "99999999-9999-4999-8999-999999999999";
     refused(&console.vgpud, &format!("web --monitor {unknown}=/x"), 4, "vgpuctl list")?;
-    // A port in use is reported at start.
-    let taken = Command::new(vgpud()?)
-        .args(["run", "--web", &console.address, "--run-dir"])
-        .arg(console.vgpud.run_dir().join("second"))
-        .arg("--config-dir")
-        .arg(console.vgpud.run_dir().join("config"))
-        .stdin(Stdio::null())
-        .output()?;
-    let said = String::from_utf8_lossy(&taken.stderr).into_owned();
-    assert!(!taken.status.success() && said.contains("Cannot serve the web console"), "{said}");
     Ok(())
 }

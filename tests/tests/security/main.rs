@@ -4,6 +4,8 @@ mod abuse;
 mod access;
 mod descriptors;
 mod engine_time;
+mod listeners;
+mod logs;
 mod lost;
 mod memory;
 mod previous_client;

@@ -1,5 +1,7 @@
 //! Request extractors and error responses, shared by the control API and the web console.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, FromRequestParts, Path, Request};
@@ -10,6 +12,9 @@ use mdev_core::ids::VgpuId;
 use serde::de::DeserializeOwned;
 
 use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
+
+/// Limit of the time in which the body of a request arrives.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Result of a handler. The error becomes an [`ErrorBody`].
 pub type HttpResult<T> = Result<T, HttpError>;
@@ -40,7 +45,12 @@ impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for JsonBody<
     type Rejection = HttpError;
 
     async fn from_request(request: Request, state: &S) -> HttpResult<Self> {
-        let bytes = Bytes::from_request(request, state).await.map_err(|error| {
+        let body = tokio::time::timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;
+        let body = body.map_err(|_| {
+            let message = "Cannot read the request: its body does not arrive";
+            ErrorDetail::new(ErrorCode::Invalid, message)
+        })?;
+        let bytes = body.map_err(|error| {
             let code = match error.status() {
                 StatusCode::PAYLOAD_TOO_LARGE => ErrorCode::TooLarge,
                 _ => ErrorCode::Invalid,

@@ -4,7 +4,7 @@
 //! * [`manager`]: parents, vGPUs and shares
 //! * [`callouts`], [`console`]: callout scripts; screens of vGPUs
 //! * [`service`]: operations on vGPUs, for the HTTP servers
-//! * [`web_console`], [`api`]: HTTP servers, with [`http`] and [`blocking`] for both
+//! * [`web_console`], [`api`]: HTTP services, with [`http_server`], [`http`] and [`blocking`] for both
 //! * [`worker`]: one vGPU, served over vfio-user
 //! * [`worker_protocol`], [`worker_client`]: messages between the manager and a worker; requests to
 //!   a worker
@@ -12,7 +12,7 @@
 //! * [`gpu_process`]: GPU process of a parent
 //! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
 //! * [`systemd`]: socket activation and notifications
-//! * [`log_limiter`]: rate limit for log lines
+//! * [`logger`], [`log_limiter`]: log lines, and their rate limit
 
 pub mod api;
 pub mod backend;
@@ -21,7 +21,9 @@ pub mod callouts;
 pub mod console;
 pub mod gpu_process;
 pub mod http;
+pub mod http_server;
 pub mod log_limiter;
+pub mod logger;
 pub mod manager;
 pub mod process;
 pub mod run;

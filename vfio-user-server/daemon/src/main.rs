@@ -121,7 +121,8 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(what) => return command_line::refuse("vgpud", &what),
     };
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("info")).init();
+    // Clients of a worker and of a GPU process can cause their messages.
+    vgpud::logger::init(matches!(cli.role, Role::Worker(_) | Role::GpuProcess(_)));
     let done = match cli.role {
         Role::Run(args) => run_manager(*args),
         Role::Man => man(),

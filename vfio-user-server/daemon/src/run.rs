@@ -15,7 +15,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use crate::api::Api;
-use crate::api::access::{Group, Peer, Rules};
+use crate::api::access::{Group, Rules};
+use crate::api::listener;
 use crate::api::router::router;
 use crate::callouts::Callouts;
 use crate::manager::{self, Ending, Handle, Manager, RunDir, Watcher, sockets};
@@ -23,7 +24,7 @@ use crate::service::Service;
 use crate::web_console::request_guard::Address;
 use crate::web_console::server;
 use crate::web_console::sessions::Sessions;
-use crate::{spawn, systemd};
+use crate::{http_server, spawn, systemd};
 use vgpud_api::Version;
 
 /// Limit of threads that block on a worker's reply.
@@ -49,6 +50,7 @@ pub struct Config {
 /// processes; SIGUSR1 ends the manager alone, and the next manager adopts the processes.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     spawn::reserve_descriptors().context("Cannot reserve descriptors")?;
+    let files = http_server::raise_file_limit();
     // Files are private unless a mode is set explicitly.
     umask(Mode::from_bits_truncate(0o077));
     let run_dir = RunDir::create(&config.run_dir)?;
@@ -80,12 +82,12 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let auto = start_auto(&mut manager, &callouts);
     let service = Service::new(handle.clone(), callouts, version(config, &run_dir));
     if let (Some(web), Some(sessions)) = (web, sessions.clone()) {
-        log::info!("Serving the web console on {}; vgpuctl web opens it", web.local_addr()?);
-        server::serve(web, service.clone(), sessions).context("Cannot serve the web console")?;
+        server::serve(web, service.clone(), sessions, files)
+            .context("Cannot serve the web console")?;
     }
     let api = Api { service: service.clone(), web_sessions: sessions };
     let router = router(api, config.access.clone());
-    let server = axum::serve(listener, router.into_make_service_with_connect_info::<Peer>());
+    let server = listener::serve(listener, router, config.access.clone(), files);
     let (ended, end) = oneshot::channel::<()>();
     let thread = spawn::thread("manager", move || {
         manager.serve(&inbox);
@@ -95,7 +97,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     log::info!("Listening on {}", socket.display());
     systemd::ready();
     runtime.block_on(async {
-        let server = tokio::spawn(async move { server.await });
+        let server = tokio::spawn(server);
         tokio::spawn(service.start_all(auto));
         signals.relay(&handle, end).await;
         server.abort();
@@ -177,12 +179,21 @@ fn listen_api(path: &Path, group: Option<&Group>) -> anyhow::Result<UnixListener
     listen().with_context(|| format!("Cannot listen on {}", path.display()))
 }
 
-/// Listens for browsers.
-fn listen_web(address: Address) -> anyhow::Result<(TcpListener, Arc<Sessions>)> {
-    let listen = || {
-        let listener = server::listen(address)?;
-        let sessions = Arc::new(Sessions::new(listener.local_addr()?));
-        std::io::Result::Ok((listener, sessions))
-    };
-    listen().with_context(|| format!("Cannot serve the web console on {}", address.0))
+/// Listens for browsers. A port that another program has is tried again later: it must not keep
+/// vgpud from starting.
+fn listen_web(address: Address) -> anyhow::Result<(Option<TcpListener>, Arc<Sessions>)> {
+    let cannot = || format!("Cannot serve the web console on {}", address.0);
+    match server::listen(address) {
+        Ok(listener) => {
+            let bound = listener.local_addr().with_context(cannot)?;
+            Ok((Some(listener), Arc::new(Sessions::new(bound))))
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            log::error!("{}: {error}; trying again until it succeeds", cannot());
+            let sessions = Sessions::new(address.0);
+            sessions.set_failure(Some(error.to_string()));
+            Ok((None, Arc::new(sessions)))
+        }
+        Err(error) => Err(error).with_context(cannot),
+    }
 }

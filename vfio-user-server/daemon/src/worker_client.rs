@@ -8,12 +8,19 @@ use std::time::Duration;
 
 use mdev_core::device::Scanout;
 use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
+use vgpud_host::text::one_line;
 
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
 
 /// Limit of the wait for a worker's reply. A worker replies between two requests of its VM, which
 /// take microseconds.
 pub const TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Limit of the warnings of a worker.
+const MAX_WARNINGS: usize = 16;
+
+/// Limit of a text of a worker, in characters.
+const MAX_TEXT: usize = 500;
 
 /// Requests a worker's status. A worker of an unsupported version reports it, closes the connection
 /// or sends a reply that cannot be parsed; each is an error of kind `Unsupported`.
@@ -33,12 +40,21 @@ pub fn status(control: &Path) -> io::Result<WorkerStatus> {
         Err(error) => return Err(error),
     };
     match reply {
-        WorkerReply::Status(status) if status.is_supported() => Ok(*status),
+        WorkerReply::Status(status) if status.is_supported() => Ok(shown(*status)),
         WorkerReply::Status(status) => {
             Err(unsupported(&format!("speaks version {} of the control protocol", status.version)))
         }
         other => Err(unexpected(&other)),
     }
+}
+
+/// Makes a worker's words fit for a terminal: a worker that its VM has taken over chooses them.
+fn shown(mut status: WorkerStatus) -> WorkerStatus {
+    status.warnings.truncate(MAX_WARNINGS);
+    for warning in &mut status.warnings {
+        *warning = one_line(warning, MAX_TEXT);
+    }
+    status
 }
 
 /// Requests the scanout of a worker's display, with the descriptors that the worker passes. A worker
@@ -99,6 +115,8 @@ fn exchange(
         Ok(reply) => Ok((reply, packet.fds)),
         Err(error) => {
             packet.fds.into_iter().for_each(foreign_fds::close);
+            // The text may quote the reply.
+            let error = one_line(&error.to_string(), MAX_TEXT);
             Err(io::Error::new(io::ErrorKind::InvalidData, error))
         }
     }
@@ -106,8 +124,11 @@ fn exchange(
 
 fn unexpected(reply: &WorkerReply) -> io::Error {
     match reply {
-        WorkerReply::Error { message } => io::Error::other(message.clone()),
-        other => io::Error::other(format!("Unexpected reply of the worker: {other:?}")),
+        WorkerReply::Error { message } => io::Error::other(one_line(message, MAX_TEXT)),
+        other => {
+            let reply = format!("Unexpected reply of the worker: {other:?}");
+            io::Error::other(one_line(&reply, MAX_TEXT))
+        }
     }
 }
 
@@ -162,6 +183,15 @@ pub(crate) mod tests {
             let error = result.unwrap_err().to_string();
             assert!(error.starts_with(&format!("The worker {why}; this vgpud speaks ")), "{error}");
         }
+        let error = answered_raw(b"{\"reply\":\"\x1b[2J\"}", &[], status).unwrap_err().to_string();
+        assert!(!error.contains('\u{1b}'), "{error}");
+        let mut hostile = status_of_version_3();
+        hostile.warnings = vec![format!("\u{1b}[2J\nINJECTED{}", "A".repeat(30_000))];
+        hostile.warnings.resize(40, String::new());
+        let hostile = WorkerReply::Status(Box::new(hostile));
+        let warnings = answered(&hostile, &[], status).unwrap().warnings;
+        assert!(warnings.len() == MAX_WARNINGS && warnings[0].chars().count() <= MAX_TEXT + 20);
+        assert!(warnings[0].starts_with("\\u{1b}[2J\\nINJECTED"), "{}", warnings[0]);
         for result in [
             answered(&WorkerReply::Done, &[], |path| status(path).map(drop)),
             answered(&WorkerReply::Done, &[], |path| {

@@ -2,10 +2,12 @@
 //!
 //! * [`users`]: users and groups of this host
 //! * [`uid_range`]: range of user IDs for processes
+//! * [`text`]: text from processes that are not trusted
 //! * [`command_line`]: parser of command lines with errors of one line
 
 pub mod command_line;
 #[cfg(feature = "test-util")]
 pub mod test_util;
+pub mod text;
 pub mod uid_range;
 pub mod users;

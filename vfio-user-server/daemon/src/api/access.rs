@@ -11,14 +11,12 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use axum::extract::connect_info::{ConnectInfo, Connected};
+use axum::extract::connect_info::ConnectInfo;
 use axum::extract::{Request, State};
 use axum::http::Method;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use axum::serve::IncomingStream;
 use nix::sys::socket::{getsockopt, sockopt};
-use tokio::net::UnixListener;
 
 use crate::http::HttpError;
 use crate::log_limiter::LogLimiter;
@@ -46,15 +44,6 @@ impl Peer {
         let mut groups: BTreeSet<u32> = sys::peer_groups(socket)?.into_iter().collect();
         groups.insert(credentials.gid());
         Ok(Self { pid: credentials.pid(), uid: Some(credentials.uid()), groups })
-    }
-}
-
-impl Connected<IncomingStream<'_, UnixListener>> for Peer {
-    fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
-        Self::of(stream.io()).unwrap_or_else(|error| {
-            log::warn!("Cannot read the credentials of a client of the control socket: {error}");
-            Self::default()
-        })
     }
 }
 

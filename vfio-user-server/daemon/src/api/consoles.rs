@@ -1,6 +1,7 @@
 //! Handlers that open a vGPU's screen and the web console.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{FromRequest, Request, State};
@@ -11,6 +12,7 @@ use hyper_util::rt::TokioIo;
 use super::Api;
 use crate::console::viewer;
 use crate::http::{HttpResult, JsonBody, VgpuPath};
+use crate::http_server::slots::Slot;
 use crate::service::Service;
 use vgpud_api::{ErrorCode, ErrorDetail, OpenConsole, OpenWeb, RFB_UPGRADE, WebAddress};
 
@@ -20,6 +22,7 @@ pub async fn open(
     mut request: Request,
 ) -> HttpResult<Response> {
     let upgrade = hyper::upgrade::on(&mut request);
+    let place = request.extensions().get::<Arc<Slot>>().cloned();
     let requested = request.headers().get(header::UPGRADE);
     let requested =
         requested.is_some_and(|name| name.as_bytes().eq_ignore_ascii_case(RFB_UPGRADE.as_bytes()));
@@ -45,6 +48,7 @@ pub async fn open(
             }
             _ => log::debug!("A viewer of vGPU {id} has disconnected"),
         }
+        drop(place);
     });
     let upgraded = [(header::CONNECTION, "upgrade"), (header::UPGRADE, RFB_UPGRADE)];
     Ok((StatusCode::SWITCHING_PROTOCOLS, upgraded).into_response())

@@ -3,6 +3,7 @@
 //! * [`routes`]: the table of routes, and the descriptions of them in docs/openapi.json
 //! * [`route`]: one route: method, path, level, handler and documentation
 //! * [`router`]: the routes as an HTTP service, behind the access check
+//! * [`listener`]: connections of the control socket
 //! * [`access`]: permissions by the user of a connection
 //! * [`openapi`]: the OpenAPI document
 //! * `parents`, `schedulers`, `statistics`, `vgpus`, `screens`, `consoles`: handlers
@@ -17,6 +18,7 @@ use crate::web_console::sessions::Sessions;
 
 pub mod access;
 mod consoles;
+pub mod listener;
 pub mod metrics;
 pub mod openapi;
 mod parents;

@@ -20,9 +20,20 @@ use super::readout_limiter::{self, ReadoutLimiter, ScreenLimit};
 use super::{screenshot, thumbnail};
 use crate::blocking;
 use crate::manager::{Result, Screen};
+use vgpud_api::{ErrorCode, ErrorDetail};
 
 /// Concurrent renderings. Each takes up to tens of megabytes.
 const MAX_RENDERINGS: usize = 2;
+
+/// Limit of the time in which a screenshot is rendered.
+const RENDER_TIMEOUT: Duration = Duration::from_secs(5);
+
+fn busy(id: VgpuId) -> ErrorDetail {
+    let message = format!(
+        "The screen of vGPU {id} cannot be read: its worker keeps an earlier reader waiting"
+    );
+    ErrorDetail::new(ErrorCode::Unavailable, message)
+}
 
 /// Screenshots of one size, for all vGPUs.
 #[derive(Debug)]
@@ -55,19 +66,31 @@ impl SharedScreenshots {
         render: fn(&Path) -> Result<Vec<u8>>,
     ) -> Result<Bytes> {
         let shared = self.screen(id);
+        let rendering = Arc::clone(&shared.rendering);
         let (limit, interval) =
             (self.limiter.screen(id), readout_limiter::interval(screen.refresh));
         let render = async move || {
+            // The thread holds the screen until its end, and this request only until the time limit.
+            let Ok(screen_permit) = Arc::clone(&rendering).try_lock_owned() else {
+                return Err(busy(id));
+            };
             // The semaphore is never closed.
             let _permit = self.renderings.acquire().await;
-            blocking::run(move || render(&screen.control)).await?.map(Bytes::from)
+            let rendered = blocking::run(move || {
+                let _permit = screen_permit;
+                render(&screen.control)
+            });
+            let rendered = tokio::time::timeout(RENDER_TIMEOUT, rendered).await;
+            rendered.map_err(|_| busy(id))??.map(Bytes::from)
         };
         shared.take(&limit, interval, render).await
     }
 
     fn screen(&self, id: VgpuId) -> Arc<SharedScreenshot> {
         let mut screens = self.screens.lock().unwrap_or_else(PoisonError::into_inner);
-        screens.retain(|_, screen| Arc::strong_count(screen) > 1);
+        screens.retain(|_, screen| {
+            Arc::strong_count(screen) > 1 || Arc::strong_count(&screen.rendering) > 1
+        });
         Arc::clone(screens.entry(id).or_default())
     }
 }
@@ -78,6 +101,8 @@ struct SharedScreenshot {
     last: AsyncMutex<LastScreenshot>,
     /// Requests that wait for the lock.
     waiting: AtomicUsize,
+    /// Held by the thread that renders, which a worker may keep waiting.
+    rendering: Arc<AsyncMutex<()>>,
 }
 
 #[derive(Debug, Default)]

@@ -38,7 +38,6 @@ impl Service {
             };
         }
         let Some(control) = listed.control else { return Ok(()) };
-        let _permit = self.status_rounds.acquire().await;
         let error = match blocking::run(move || worker_client::status(&control)).await? {
             Ok(WorkerStatus { client: None, .. }) => return Ok(()),
             Ok(WorkerStatus { client: Some(vm), .. }) => {

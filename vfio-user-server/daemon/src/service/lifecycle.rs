@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
 
+use super::worker_statuses::Told;
 use super::{Service, with_status};
 use crate::callouts::{Action, CalloutRun};
 use crate::manager::{Change, Listed, Manager, PlacedDefinition, Result};
@@ -155,7 +156,10 @@ impl Service {
         let Some(control) = listed.control.clone() else { return Ok(listed.vgpu) };
         let id = listed.vgpu.uuid;
         let error = match blocking::run(move || worker_client::status(&control)).await? {
-            Ok(status) => return Ok(with_status(listed, Some(status))),
+            Ok(status) => {
+                let told = Told { status: Some(status), answers: true };
+                return Ok(with_status(listed, Some(told)));
+            }
             Err(error) => error,
         };
         // The exit reason says more than the missing reply, and is known shortly after.

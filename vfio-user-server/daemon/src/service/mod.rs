@@ -4,30 +4,26 @@
 //! around changes, and holds the readers of screens. It knows nothing of HTTP.
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
+//! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use mdev_core::ids::VgpuId;
-use tokio::sync::Semaphore;
 
 use crate::callouts::Callouts;
 use crate::console::live_screens::LiveScreens;
 use crate::console::qmp_input::QmpInput;
 use crate::console::readout_limiter::ReadoutLimiter;
 use crate::console::shared_screenshots::SharedScreenshots;
-use crate::manager::{ClientReport, Handle, Listed, Manager, Result};
-use crate::worker_protocol::WorkerStatus;
-use crate::{blocking, worker_client};
+use crate::manager::{Handle, Listed, Manager, Result};
 use vgpud_api::{ErrorCode, ErrorDetail, Stats, Version, Vgpu};
+use worker_statuses::{Asked, Told, WorkerStatuses};
 
 mod attached_vm;
 pub mod lifecycle;
-
-/// Concurrent rounds of status requests to all workers. A worker accepts eight connections besides
-/// the manager's.
-const MAX_STATUS_ROUNDS: usize = 4;
+mod worker_statuses;
 
 /// Operations on vGPUs.
 #[derive(Clone, Debug)]
@@ -42,7 +38,7 @@ pub struct Service {
     pub thumbnails: Arc<SharedScreenshots>,
     /// Screens with viewers.
     pub screens: Arc<LiveScreens>,
-    status_rounds: Arc<Semaphore>,
+    statuses: Arc<WorkerStatuses>,
 }
 
 impl Service {
@@ -56,7 +52,7 @@ impl Service {
             manager,
             callouts,
             version: Arc::new(version),
-            status_rounds: Arc::new(Semaphore::new(MAX_STATUS_ROUNDS)),
+            statuses: Arc::default(),
         }
     }
 
@@ -83,15 +79,16 @@ impl Service {
         body: impl FnOnce(&mut Manager) -> Result<Listed> + Send + 'static,
     ) -> Result<Vgpu> {
         let listed = self.call(body).await?;
-        let status = self.worker_statuses(vec![listed.control.clone()]).await.pop().flatten();
+        let status = self.worker_statuses(vec![asked(&listed)]).await.pop().flatten();
         Ok(with_status(listed, status))
     }
 
     /// Returns all vGPUs, each completed with its worker's status.
     pub async fn vgpus(&self) -> Result<Vec<Vgpu>> {
         let listed = self.call(Manager::list).await?;
-        let controls = listed.iter().map(|vgpu| vgpu.control.clone()).collect();
-        let statuses = self.worker_statuses(controls).await;
+        let vgpus: Vec<_> = listed.iter().map(|listed| listed.vgpu.uuid).collect();
+        self.statuses.retain(&vgpus);
+        let statuses = self.worker_statuses(listed.iter().map(asked).collect()).await;
         Ok(listed
             .into_iter()
             .zip(statuses)
@@ -102,11 +99,14 @@ impl Service {
     /// Returns the statistics of all running vGPUs and of the parents.
     pub async fn stats(&self) -> Result<Stats> {
         let (measured, parents) = self.query(Manager::stats).await?;
-        let controls = measured.iter().map(|vgpu| vgpu.control.clone()).collect();
-        let statuses = self.worker_statuses(controls).await;
+        let asked = measured.iter().map(|vgpu| {
+            let (pid, control) = (vgpu.stats.pid?, vgpu.control.clone()?);
+            Some(Asked { vgpu: vgpu.stats.uuid, pid, control })
+        });
+        let statuses = self.worker_statuses(asked.collect()).await;
         let vgpus = measured.into_iter().zip(statuses).map(|(vgpu, status)| {
             let mut stats = vgpu.stats;
-            if let Some(status) = status {
+            if let Some(status) = status.and_then(|told| told.status) {
                 stats.traps = status.traps;
                 stats.vm_pid = status.client.map(|vm| vm.pid);
             }
@@ -136,37 +136,49 @@ impl Service {
         })
     }
 
-    /// Requests the status of several workers concurrently. The status of a worker that does not
-    /// reply is `None`.
-    async fn worker_statuses(&self, controls: Vec<Option<PathBuf>>) -> Vec<Option<WorkerStatus>> {
-        let _permit = self.status_rounds.acquire().await;
-        let request = |control: PathBuf| blocking::run(move || worker_client::status(&control));
-        let requests: Vec<_> = controls
+    /// Requests the status of several workers concurrently.
+    async fn worker_statuses(&self, asked: Vec<Option<Asked>>) -> Vec<Option<Told>> {
+        let requests: Vec<_> = asked
             .into_iter()
-            .map(|control| control.map(|control| tokio::spawn(request(control))))
+            .map(|asked| {
+                asked.map(|asked| {
+                    let statuses = Arc::clone(&self.statuses);
+                    tokio::spawn(async move {
+                        let told = statuses.ask(asked.clone()).await;
+                        (told.report(&asked), told)
+                    })
+                })
+            })
             .collect();
-        let mut statuses = Vec::with_capacity(requests.len());
+        let (mut statuses, mut reports) = (Vec::with_capacity(requests.len()), Vec::new());
         for request in requests {
-            statuses.push(match request {
-                Some(request) => {
-                    request.await.ok().and_then(Result::ok).and_then(std::result::Result::ok)
-                }
+            let told = match request {
+                Some(request) => request.await.ok(),
                 None => None,
-            });
+            };
+            statuses.push(told.map(|(report, told)| {
+                reports.extend(report);
+                told
+            }));
         }
-        let reports = statuses.iter().flatten().map(ClientReport::from);
-        self.manager.report_clients(reports.collect());
+        self.manager.report_clients(reports);
         statuses
     }
 }
 
+/// Returns the worker of a vGPU that can be asked.
+fn asked(listed: &Listed) -> Option<Asked> {
+    let (pid, control) = (listed.vgpu.pid?, listed.control.clone()?);
+    Some(Asked { vgpu: listed.vgpu.uuid, pid, control })
+}
+
 /// Completes a vGPU with its worker's status.
-fn with_status(listed: Listed, status: Option<WorkerStatus>) -> Vgpu {
-    match (status, listed.control) {
-        (Some(status), _) => Vgpu { vm: status.client, warnings: status.warnings, ..listed.vgpu },
-        (None, Some(_)) => {
-            Vgpu { warnings: vec!["Its worker does not answer".into()], ..listed.vgpu }
-        }
-        (None, None) => listed.vgpu,
+fn with_status(listed: Listed, told: Option<Told>) -> Vgpu {
+    let Some(Told { status, answers }) = told else { return listed.vgpu };
+    let (vm, mut warnings) =
+        status.map(|status| (status.client, status.warnings)).unwrap_or_default();
+    if !answers {
+        warnings.push("Its worker does not answer".into());
     }
+    Vgpu { vm, warnings, ..listed.vgpu }
 }

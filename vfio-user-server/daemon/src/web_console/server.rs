@@ -2,10 +2,11 @@
 
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::rejection::JsonRejection;
 use axum::extract::ws::WebSocketUpgrade;
-use axum::extract::{DefaultBodyLimit, FromRequestParts, Path, State};
+use axum::extract::{DefaultBodyLimit, Extension, FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -19,11 +20,19 @@ use super::request_guard::{self, Address, RequestGuard};
 use super::sessions::{Monitors, SCREEN_PROTOCOL, Sessions};
 use crate::console::viewer;
 use crate::http::{HttpError, HttpResult, VgpuPath};
+use crate::http_server::slots::{Slot, Slots};
+use crate::http_server::{IDLE_TIMEOUT, ListenerLog, console_limits, serve_connection};
 use crate::service::Service;
 use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
 
 /// Longest request body, in bytes: a ticket.
 const MAX_BODY: usize = 1 << 10;
+
+/// Pause between attempts to listen on an address that another program has.
+const LISTEN_PAUSE: Duration = Duration::from_secs(1);
+
+/// Limit of the time in which a ticket arrives.
+const SIGN_IN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Files of the page: path, content type and content.
 const PAGE: [(&str, &str, &str); 7] = [
@@ -44,19 +53,64 @@ struct Console {
     service: Service,
 }
 
-/// Starts the console's server, which runs until the runtime ends.
+/// Starts the console's server, which runs until the runtime ends. Without a listener, the address is
+/// tried again until it is free. `files` is this process' limit of open files.
 pub fn serve(
-    listener: TcpListener,
+    listener: Option<TcpListener>,
     service: Service,
     sessions: Arc<Sessions>,
+    files: u64,
 ) -> std::io::Result<()> {
-    listener.set_nonblocking(true)?;
-    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let listener = listener.map(from_std).transpose()?;
     let history = Arc::new(History::default());
     tokio::spawn(Arc::clone(&history).record(service.clone()));
     let console = Console { sessions, history, service };
-    tokio::spawn(async move { axum::serve(listener, router(console)).await });
+    tokio::spawn(async move {
+        let listener = match listener {
+            Some(listener) => listener,
+            None => listen_later(&console.sessions).await,
+        };
+        log::info!(
+            "Serving the web console on {}; vgpuctl web opens it",
+            console.sessions.address()
+        );
+        console.sessions.set_failure(None);
+        accept(listener, router(console), files).await;
+    });
     Ok(())
+}
+
+fn from_std(listener: TcpListener) -> std::io::Result<tokio::net::TcpListener> {
+    listener.set_nonblocking(true)?;
+    tokio::net::TcpListener::from_std(listener)
+}
+
+/// Accepts connections. One with a session is not closed for another.
+async fn accept(listener: tokio::net::TcpListener, router: Router, files: u64) {
+    let slots = Slots::new(console_limits(files));
+    let mut log = ListenerLog::new("the web console");
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                if let Some(slot) = slots.admit(None, false) {
+                    let router = router.clone();
+                    tokio::spawn(serve_connection(stream, |_| (), router, slot, IDLE_TIMEOUT));
+                }
+            }
+            Err(error) => log.accept_failed(&error).await,
+        }
+    }
+}
+
+/// Listens on the console's address as soon as it is free.
+async fn listen_later(sessions: &Sessions) -> tokio::net::TcpListener {
+    loop {
+        tokio::time::sleep(LISTEN_PAUSE).await;
+        match tokio::net::TcpListener::bind(sessions.address()).await {
+            Ok(listener) => return listener,
+            Err(error) => sessions.set_failure(Some(error.to_string())),
+        }
+    }
 }
 
 /// Listens on the console's address.
@@ -66,7 +120,7 @@ pub fn listen(address: Address) -> std::io::Result<TcpListener> {
 
 fn router(console: Console) -> Router {
     let mut router = Router::new()
-        .route("/api/enter", post(sign_in))
+        .route("/api/enter", post(sign_in).layer(middleware::from_fn(in_time)))
         .route("/api/state/{sample}/{event}", get(state))
         .route("/api/vgpus/{uuid}/thumbnail", get(thumbnail))
         .route("/api/vgpus/{uuid}/screen", get(live_screen))
@@ -77,6 +131,14 @@ fn router(console: Console) -> Router {
     }
     let guard = RequestGuard::new(console.sessions.address());
     router.layer(middleware::from_fn_with_state(guard, request_guard::check)).with_state(console)
+}
+
+/// Ends a request whose body does not arrive.
+async fn in_time(request: Request, next: middleware::Next) -> Response {
+    match tokio::time::timeout(SIGN_IN_TIMEOUT, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => StatusCode::REQUEST_TIMEOUT.into_response(),
+    }
 }
 
 async fn no_such_page() -> HttpError {
@@ -93,7 +155,11 @@ impl FromRequestParts<Console> for Session {
         parts: &mut Parts,
         console: &Console,
     ) -> std::result::Result<Self, Response> {
-        console.sessions.find(&parts.headers).map(Self).ok_or_else(|| {
+        let found = console.sessions.find(&parts.headers);
+        if let Some(slot) = parts.extensions.get::<Arc<Slot>>().filter(|_| found.is_some()) {
+            slot.set_privileged();
+        }
+        found.map(Self).ok_or_else(|| {
             let message = "This session has ended; get a new address with vgpuctl web";
             let error = ErrorDetail::new(ErrorCode::Invalid, message);
             (StatusCode::UNAUTHORIZED, Json(ErrorBody { error })).into_response()
@@ -151,6 +217,7 @@ async fn live_screen(
     Session(monitors): Session,
     State(console): State<Console>,
     VgpuPath(id): VgpuPath,
+    place: Option<Extension<Arc<Slot>>>,
     upgrade: WebSocketUpgrade,
 ) -> HttpResult<Response> {
     let slot = console.service.screens.add_viewer(id).await?;
@@ -167,5 +234,8 @@ async fn live_screen(
     };
     let title = viewer::title(id, input.is_some());
     let upgrade = upgrade.protocols([SCREEN_PROTOCOL]).max_message_size(MAX_MESSAGE);
-    Ok(upgrade.on_upgrade(move |socket| live_screen::serve(socket, slot, input, title)))
+    Ok(upgrade.on_upgrade(move |socket| async move {
+        live_screen::serve(socket, slot, input, title).await;
+        drop(place);
+    }))
 }

@@ -123,12 +123,19 @@ pub struct Sessions {
     address: SocketAddr,
     tickets: Mutex<Entries>,
     active: Mutex<Entries>,
+    /// Why the console does not listen.
+    failure: Mutex<Option<String>>,
 }
 
 impl Sessions {
     /// Creates the sessions of a console at `address`, without any yet.
     pub fn new(address: SocketAddr) -> Self {
-        Self { address, tickets: Mutex::default(), active: Mutex::default() }
+        Self {
+            address,
+            tickets: Mutex::default(),
+            active: Mutex::default(),
+            failure: Mutex::default(),
+        }
     }
 
     fn tickets(&self) -> MutexGuard<'_, Entries> {
@@ -144,8 +151,21 @@ impl Sessions {
         self.address
     }
 
-    /// Creates a ticket, and returns the URL that opens a session with it.
+    /// Records why the console does not listen, or that it does.
+    pub fn set_failure(&self, reason: Option<String>) {
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = reason;
+    }
+
+    /// Creates a ticket, and returns the URL that opens a session with it. Fails while the console
+    /// does not listen.
     pub fn create_ticket(&self, monitors: Monitors) -> Result<String> {
+        if let Some(reason) = &*self.failure.lock().unwrap_or_else(PoisonError::into_inner) {
+            let message = format!(
+                "The web console cannot listen on {}: {reason}; end the program that has the port, or start vgpud with another --web",
+                self.address
+            );
+            return Err(ErrorDetail::new(ErrorCode::Unavailable, message));
+        }
         let ticket = self.tickets().add(TICKET_LIFETIME, Arc::new(monitors))?;
         Ok(format!("http://{}/#ticket={ticket}", self.address))
     }

@@ -23,6 +23,7 @@ use crate::manager::sockets;
 use crate::manager::watcher::{Generation, Watched};
 use crate::process::KILL_TIMEOUT;
 use crate::spawn::{self, Limits, Process, ProcessRecord};
+use vgpud_host::text::one_line;
 use vgpud_host::users::Account;
 
 /// Limit of the time that a new GPU process takes to accept a connection. The reset of a device
@@ -371,7 +372,8 @@ fn read_startup_error(file: File) -> Option<String> {
     let mut text = String::new();
     file.rewind().ok()?;
     file.take(MAX_STARTUP_ERROR).read_to_string(&mut text).ok()?;
-    Some(text).filter(|text| !text.is_empty())
+    // The hardware's library may have written the text.
+    Some(one_line(&text, MAX_STARTUP_ERROR as usize)).filter(|text| !text.is_empty())
 }
 
 fn connect(run_dir: &RunDir, name: &str) -> Result<MediatedGpu, GpuError> {

@@ -17,7 +17,6 @@ use super::definitions::PlacedDefinition;
 use super::parent::Parent;
 use super::run_dir::RunDir;
 use super::vgpu::Vgpu;
-use crate::worker_protocol::WorkerStatus;
 
 mod parents;
 mod vgpus;
@@ -64,13 +63,6 @@ pub struct ClientReport {
     pub worker: u32,
     /// Attached client.
     pub client: Option<AttachedClient>,
-}
-
-impl From<&WorkerStatus> for ClientReport {
-    fn from(status: &WorkerStatus) -> Self {
-        let vgpu = status.spec.function.vgpu;
-        Self { vgpu, worker: status.pid, client: status.client }
-    }
 }
 
 /// Screen of a vGPU.

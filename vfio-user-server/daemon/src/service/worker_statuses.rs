@@ -1,0 +1,170 @@
+//! Statuses of workers. Each worker is asked by one thread at a time, and requests that wait for it
+//! share its answer. A worker that did not answer costs later requests no time: they get its last
+//! status, and it is asked again aside.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use mdev_core::ids::VgpuId;
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
+
+use crate::manager::ClientReport;
+use crate::worker_protocol::WorkerStatus;
+use crate::{blocking, worker_client};
+
+/// Pause between questions to a worker that does not answer.
+const SILENT_PAUSE: Duration = Duration::from_millis(500);
+
+/// Worker to be asked, as the manager knows it.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// vGPU.
+    pub vgpu: VgpuId,
+    /// Process ID of the worker.
+    pub pid: u32,
+    /// Control socket of the worker.
+    pub control: PathBuf,
+}
+
+/// Status of a worker.
+#[derive(Clone, Debug)]
+pub struct Told {
+    /// Last status, if the worker has ever answered.
+    pub status: Option<WorkerStatus>,
+    /// True if the worker answered now.
+    pub answers: bool,
+}
+
+/// Workers that were asked.
+#[derive(Debug, Default)]
+pub struct WorkerStatuses(Mutex<HashMap<(VgpuId, u32), Arc<Worker>>>);
+
+#[derive(Debug, Default)]
+struct Worker {
+    /// Held by the thread that asks the worker.
+    asking: Arc<AsyncMutex<()>>,
+    last: Mutex<Last>,
+}
+
+#[derive(Debug, Default)]
+struct Last {
+    status: Option<WorkerStatus>,
+    /// Start of the last question that was answered.
+    answered: Option<Instant>,
+    /// Start of the last question, if it was not answered.
+    silent: Option<Instant>,
+}
+
+impl Worker {
+    fn last(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn told(&self, answers: bool) -> Told {
+        Told { status: self.last().status.clone(), answers }
+    }
+
+    /// Asks the worker on a thread that holds `guard`. Returns whether it answered.
+    async fn ask(self: Arc<Self>, asked: Asked, guard: OwnedMutexGuard<()>) -> bool {
+        let question = move || {
+            let begun = Instant::now();
+            let answer = worker_client::status(&asked.control);
+            let mut last = self.last();
+            last.silent = answer.is_err().then_some(begun);
+            if let Ok(status) = answer {
+                last.status = Some(status);
+                last.answered = Some(begun);
+            }
+            drop(guard);
+            last.silent.is_none()
+        };
+        blocking::run(question).await.unwrap_or(false)
+    }
+}
+
+impl WorkerStatuses {
+    fn worker(&self, asked: &Asked) -> Arc<Worker> {
+        let mut workers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // A new worker of a vGPU replaces the old one.
+        workers.retain(|(vgpu, pid), _| *vgpu != asked.vgpu || *pid == asked.pid);
+        Arc::clone(workers.entry((asked.vgpu, asked.pid)).or_default())
+    }
+
+    /// Forgets the workers of vGPUs that are gone.
+    pub fn retain(&self, vgpus: &[VgpuId]) {
+        let mut workers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        workers.retain(|(vgpu, _), _| vgpus.contains(vgpu));
+    }
+
+    /// Returns a worker's status of now, or its last one if it does not answer.
+    pub async fn ask(&self, asked: Asked) -> Told {
+        let worker = self.worker(&asked);
+        let requested = Instant::now();
+        let silent = worker.last().silent;
+        if let Some(since) = silent {
+            if since.elapsed() >= SILENT_PAUSE
+                && let Ok(guard) = Arc::clone(&worker.asking).try_lock_owned()
+            {
+                tokio::spawn(Arc::clone(&worker).ask(asked, guard));
+            }
+            return worker.told(false);
+        }
+        let guard = Arc::clone(&worker.asking).lock_owned().await;
+        let (answered, silent) = {
+            let last = worker.last();
+            (last.answered, last.silent)
+        };
+        if silent.is_some() {
+            return worker.told(false);
+        }
+        if answered.is_some_and(|begun| begun >= requested) {
+            return worker.told(true);
+        }
+        let answers = Arc::clone(&worker).ask(asked, guard).await;
+        worker.told(answers)
+    }
+}
+
+impl Told {
+    /// Returns the report of the worker's client for the manager, if the worker answered. Which worker
+    /// it is was not told by the worker.
+    pub fn report(&self, asked: &Asked) -> Option<ClientReport> {
+        let status = self.status.as_ref().filter(|_| self.answers)?;
+        Some(ClientReport { vgpu: asked.vgpu, worker: asked.pid, client: status.client })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vendor_backends::seqpacket::SeqPacketListener;
+
+    use super::*;
+
+    #[test]
+    fn worker_that_does_not_answer_costs_one_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        let control = folder.path().join("control.sock");
+        let _listener = SeqPacketListener::bind(&control).unwrap();
+        let asked = Asked { vgpu: VgpuId(uuid::Uuid::nil()), pid: 1, control };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let statuses = Arc::<WorkerStatuses>::default();
+            let begun = Instant::now();
+            let readers: Vec<_> = (0..40)
+                .map(|_| {
+                    let (statuses, asked) = (Arc::clone(&statuses), asked.clone());
+                    tokio::spawn(async move { statuses.ask(asked).await.answers })
+                })
+                .collect();
+            for reader in readers {
+                assert!(!reader.await.unwrap());
+            }
+            assert!(begun.elapsed() < worker_client::TIMEOUT * 4, "{:?}", begun.elapsed());
+            let begun = Instant::now();
+            assert!(!statuses.ask(asked).await.answers);
+            assert!(begun.elapsed() < worker_client::TIMEOUT / 2);
+        });
+    }
+}
