@@ -121,7 +121,6 @@ impl NvidiaClient {
         let channel_options = channels::Options {
             copy_engine: device.best_copy_engine()?,
             preempt_blocks: options.preempt_blocks,
-            hang_limit: options.hang_limit,
             max_channels: spec.max_channels.min(super::device::MAX_CHANNELS),
         };
         let fault = event::RC_ERROR | event::WITHOUT_DATA;
@@ -283,12 +282,10 @@ impl Client for NvidiaClient {
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
         spec.check(self.gpu.capabilities)?;
         let userd = self.memory.userd(spec.userd)?;
-        self.state.note_errors();
         self.state.channels().create(spec, userd)
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        self.state.note_errors();
         let running = self.state.engines_running();
         self.state.channels().destroy(id, running)
     }

@@ -2,12 +2,7 @@
 //!
 //! A context may be resident on the compute engine for long because no other context has work, or
 //! because it runs many kernels in a row. Neither is a hang. A hang is a residency longer than the
-//! hang limit during which other vGPUs waited and the context could not be preempted.
-//!
-//! Residencies are those of the GPU's log. Whether GPFIFO entries are fetched can only be read in
-//! memory of the guest, so that is a hint: a guest that shows no fetch says that it hangs. A guest
-//! that shows fetches has to give up the engine when it is preempted. Otherwise a guest with an
-//! endless kernel would write `GP_GET` itself and keep the engine.
+//! hang limit during which other vGPUs waited and no GPFIFO entry was fetched.
 //!
 //! The detector returns the time of the next check, so a hang is found as soon as the limit is
 //! reached.
@@ -36,9 +31,6 @@ pub enum Verdict {
     NotHung,
     /// Check again after this time.
     CheckAfter(Duration),
-    /// Hung if the group cannot be preempted within this time. The caller tries that, and calls
-    /// [`HangDetector::hung`] or [`HangDetector::preempted`].
-    MustPreempt(Duration),
     /// The kernel hangs.
     Hung,
 }
@@ -53,42 +45,17 @@ pub struct HangDetector {
     suspect: Option<(Residency, Instant)>,
     /// Number of context switches at the last hang.
     switches_at_hang: Option<u64>,
-    /// When the group was last preempted.
-    preempted_at: Option<Instant>,
-    /// When to read the log next.
-    read_log_at: Option<Instant>,
 }
 
 impl HangDetector {
     /// Creates a detector with a hang limit. Without a limit, nothing counts as a hang.
     pub fn new(limit: Option<Duration>) -> Self {
-        Self {
-            limit,
-            contended_since: None,
-            suspect: None,
-            switches_at_hang: None,
-            preempted_at: None,
-            read_log_at: None,
-        }
+        Self { limit, contended_since: None, suspect: None, switches_at_hang: None }
     }
 
     /// Sets whether other vGPUs have work from `now` on.
     pub fn set_contended(&mut self, contended: bool, now: Instant) {
         self.contended_since = contended.then(|| self.contended_since.unwrap_or(now));
-        if !contended {
-            self.read_log_at = None;
-        }
-    }
-
-    /// Records that the group could be preempted at `now`: its kernels end.
-    pub fn preempted(&mut self, now: Instant) {
-        self.preempted_at = Some(now);
-        self.suspect = None;
-    }
-
-    /// Records that the group could not be preempted.
-    pub fn hung(&mut self) {
-        self.switches_at_hang = self.suspect.take().map(|(residency, _)| residency.switches);
     }
 
     /// Returns whether other vGPUs have work.
@@ -96,8 +63,8 @@ impl HangDetector {
         self.contended_since.is_some()
     }
 
-    /// Checks for a hang. According to the guest's memory, the engine has fetched no entry for
-    /// `since_fetch`. Calls `residency` only if its result matters.
+    /// Checks for a hang. The engine has fetched no entry for `since_fetch`. Calls `residency` only
+    /// if its result matters.
     pub fn check(
         &mut self,
         now: Instant,
@@ -109,21 +76,22 @@ impl HangDetector {
         };
         // The first of two checks, early enough that the log has settled when the limit is reached.
         let notice = limit / 2;
-        let since = self.preempted_at.map_or(contended_since, |at| at.max(contended_since));
-        let waited = now.saturating_duration_since(since);
-        if waited < notice {
-            return self.read_log_after(now, notice.saturating_sub(waited));
-        }
-        if let Some(at) = self.read_log_at.filter(|at| *at > now) {
-            return Verdict::CheckAfter(at.saturating_duration_since(now));
-        }
-        let Some(residency) = residency() else {
-            // A residency that begins now is noticed in time.
-            return self.read_log_after(now, notice);
+        let stalled = now.saturating_duration_since(contended_since).min(since_fetch);
+        let residency = if stalled < notice { None } else { residency() };
+        let Some(residency) = residency else {
+            self.suspect = None;
+            // The entry that was fetched last may have started a long kernel.
+            let remaining = notice.saturating_sub(stalled);
+            return if remaining.is_zero() {
+                Verdict::NotHung
+            } else {
+                Verdict::CheckAfter(remaining)
+            };
         };
-        let stalled = waited.min(residency.duration);
-        if stalled < notice {
-            return self.read_log_after(now, notice.saturating_sub(stalled));
+        let remaining = notice.saturating_sub(residency.duration);
+        if !remaining.is_zero() {
+            self.suspect = None;
+            return Verdict::CheckAfter(remaining);
         }
         let unchanged = |(before, _): &(Residency, Instant)| {
             (before.since_ns, before.switches) == (residency.since_ns, residency.switches)
@@ -131,7 +99,7 @@ impl HangDetector {
         let suspect = self.suspect.filter(unchanged).unwrap_or((residency, now));
         let (_, first_seen) = *self.suspect.insert(suspect);
         let remaining = limit
-            .saturating_sub(stalled)
+            .saturating_sub(stalled.min(residency.duration))
             .max(LOG_SETTLED.saturating_sub(now.saturating_duration_since(first_seen)));
         if !remaining.is_zero() {
             return Verdict::CheckAfter(remaining);
@@ -140,25 +108,9 @@ impl HangDetector {
         if self.switches_at_hang.is_some_and(|at| residency.switches <= at + 1) {
             return Verdict::NotHung;
         }
-        if since_fetch < limit {
-            // The guest's memory shows fetches. A kernel that has begun after the last one is found
-            // without a preemption, which stops the engine for a moment.
-            let remaining = (limit * 2).saturating_sub(stalled);
-            return if remaining.is_zero() {
-                Verdict::MustPreempt(limit)
-            } else {
-                Verdict::CheckAfter(remaining.min(limit.saturating_sub(since_fetch)))
-            };
-        }
-        self.hung();
-        Verdict::Hung
-    }
-
-    /// Nothing is suspect, and the log need not be read before `after`.
-    fn read_log_after(&mut self, now: Instant, after: Duration) -> Verdict {
+        self.switches_at_hang = Some(residency.switches);
         self.suspect = None;
-        self.read_log_at = Some(now + after);
-        Verdict::CheckAfter(after)
+        Verdict::Hung
     }
 }
 
@@ -182,7 +134,6 @@ mod tests {
             at += match detector.check(start + at, at, || residency(at)) {
                 Verdict::NotHung => interval,
                 Verdict::CheckAfter(after) => after.min(interval).max(MS),
-                Verdict::MustPreempt(_) => return None,
                 Verdict::Hung => return Some(at),
             };
         }
@@ -241,26 +192,5 @@ mod tests {
             let verdict = detector.check(start + at * MS, since_fetch, || endless(at * MS));
             assert_ne!(verdict, Verdict::Hung, "entries are fetched");
         }
-    }
-
-    #[test]
-    fn a_guest_that_shows_fetches_is_preempted_to_prove_them() {
-        let endless = |at: Duration| Some(Residency { since_ns: 7, duration: at, switches: 1 });
-        let mut detector = HangDetector::new(Some(LIMIT));
-        let start = Instant::now();
-        detector.set_contended(true, start);
-        let mut preempted = Vec::new();
-        for at in 0..1000u32 {
-            match detector.check(start + at * MS, MS, || endless(at * MS)) {
-                Verdict::MustPreempt(timeout) => {
-                    assert_eq!(timeout, LIMIT);
-                    preempted.push(at);
-                    detector.preempted(start + at * MS);
-                }
-                Verdict::Hung => panic!("not without a preemption"),
-                Verdict::NotHung | Verdict::CheckAfter(_) => {}
-            }
-        }
-        assert_eq!(preempted, [300, 600, 900], "twice the limit after the last preemption");
     }
 }

@@ -123,7 +123,6 @@ impl ManagerThread {
                 log::debug!("Lost the connection to the manager: {error}");
                 self.manager = None;
                 self.closing_since = None;
-                self.set_contended(false);
                 // No other process would open the gate, and the guest must continue.
                 if let Err(error) = self.state.set_gate(true) {
                     log::warn!("{error}");
@@ -132,14 +131,9 @@ impl ManagerThread {
         }
     }
 
-    fn set_contended(&mut self, contended: bool) {
-        self.hang_detector.set_contended(contended, Instant::now());
-        self.state.channels().contended = contended;
-    }
-
     fn handle(&mut self, message: &FromManager) {
         if let FromManager::Usage(_, contended) = *message {
-            self.set_contended(contended);
+            self.hang_detector.set_contended(contended, Instant::now());
         }
         if let FromManager::SetGate(open) = *message {
             let contended = self.hang_detector.is_contended();

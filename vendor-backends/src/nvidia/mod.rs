@@ -8,7 +8,7 @@
 //! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`], [`ctxsw_log`]: memory,
 //!    channels, doorbells and engine time of a vGPU
 //! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
-//!    `idle_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
+//!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
 //! 6. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
@@ -27,7 +27,6 @@ pub mod fault_backoff;
 mod gpu;
 pub mod hang_detector;
 mod host_check;
-mod idle_check;
 pub mod interrupt_thread;
 pub mod manager_thread;
 pub mod memory;

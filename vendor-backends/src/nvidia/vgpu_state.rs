@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 
 use super::activity::{Activity, COPY_LINGER};
-use super::channels::{Channels, Preemption};
+use super::channels::Channels;
 use super::ctxsw_log::{CtxswLog, EngineTime};
 use super::doorbell_poller::DoorbellPoller;
 use super::hang_detector::{HangDetector, Residency, Verdict};
@@ -30,18 +30,6 @@ const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
 
 /// Maximum delay of closing a gate until the end of a residency.
 const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
-
-/// Maximum delay of closing a gate because the guest's memory shows an endless kernel.
-const MAX_SHOWN_DELAY: Duration = Duration::from_millis(500);
-
-/// Timeout of the preemption before a gate is closed.
-const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
-
-/// Interval between such preemptions.
-const PREEMPT_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Time without a residency before the GPU is taken to have no work of this vGPU.
-const ABSENT: Duration = Duration::from_millis(100);
 
 /// Residencies that another process must have had, while this vGPU had none, before the GPU is
 /// taken to have no work of this vGPU, whatever its rings contain.
@@ -129,25 +117,11 @@ impl VgpuState {
             // poll() takes whole milliseconds.
             Verdict::CheckAfter(after) => Some(after + Duration::from_millis(1)),
             Verdict::Hung => {
-                self.reset_hung();
-                None
-            }
-            Verdict::MustPreempt(timeout) => {
-                let preemption = self.channels().preempt(EngineKind::Compute, timeout);
-                if preemption == Preemption::TimedOut {
-                    detector.hung();
-                    self.reset_hung();
-                } else {
-                    detector.preempted(Instant::now());
-                }
+                log::warn!("A kernel exceeds the hang limit while other vGPUs wait: reset");
+                self.reset(Some(EngineKind::Compute));
                 None
             }
         }
-    }
-
-    fn reset_hung(&self) {
-        log::warn!("A kernel exceeds the hang limit while other vGPUs wait: reset");
-        self.reset(Some(EngineKind::Compute));
     }
 
     /// Returns whether a gate that should have closed `waited` ago must stay open for now.
@@ -155,29 +129,12 @@ impl VgpuState {
     /// Closing waits for the running kernel, and blocks all other clients of the driver meanwhile.
     /// A kernel that may be endless is therefore left to the hang detector. While other vGPUs have
     /// work, residencies end by themselves, so the gate closes between two of them. If a residency
-    /// does not end in time, the gate closes when the group can be preempted: the guest's memory
-    /// shows only for [`MAX_SHOWN_DELAY`] whether to wait.
+    /// does not end in time, the gate closes as long as there is progress.
     pub(super) fn must_delay_closing(&self, waited: Duration, contended: bool) -> bool {
         let Some(residency) = self.residency() else { return false };
-        if contended && waited < MAX_CLOSE_DELAY {
-            return true;
-        }
-        if residency.duration <= MAYBE_ENDLESS {
-            return false;
-        }
-        let mut activity = self.activity();
-        let shows_endless = activity.since_fetch(EngineKind::Compute) > MAYBE_ENDLESS;
-        let now = Instant::now();
-        if shows_endless && waited < MAX_SHOWN_DELAY
-            || activity.kept_engine_at.is_some_and(|at| now.duration_since(at) < PREEMPT_INTERVAL)
-        {
-            return true;
-        }
-        if self.channels().preempt(EngineKind::Compute, CLOSE_TIMEOUT) != Preemption::TimedOut {
-            return false;
-        }
-        activity.kept_engine_at = Some(Instant::now());
-        true
+        let endless = residency.duration > MAYBE_ENDLESS
+            && self.activity().since_fetch(EngineKind::Compute) > MAYBE_ENDLESS;
+        endless || contended && waited < MAX_CLOSE_DELAY
     }
 
     /// Opens or closes the gate. Engine time behind a closed gate is not charged.
@@ -195,28 +152,13 @@ impl VgpuState {
         done
     }
 
-    /// Returns whether the vGPU is resident on the compute engine, and how often it was, as of the
-    /// last time that the log was read, or as of now.
-    pub(super) fn residencies(&self, now: bool) -> Option<(bool, u64)> {
-        let mut log = self.ctxsw_log();
-        let log = log.as_mut()?;
-        if now {
-            log.read().ok()?;
-        }
-        Some((log.engine_time.resident_since_ns.is_some(), log.engine_time.residencies))
-    }
-
     /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
     pub(super) fn is_passed_over(&self) -> bool {
         let mut log = self.ctxsw_log();
         log.as_mut().is_some_and(|log| {
-            let Ok(_) = log.read() else { return false };
-            let last_ns = log.engine_time.last_resident_ns;
-            log.engine_time.resident_since_ns.is_none()
-                && log.others.have_passed_over(PASSED_OVER)
-                && log
-                    .now_ns()
-                    .is_some_and(|now| now.saturating_sub(last_ns) > ABSENT.as_nanos() as u64)
+            log.read().is_ok()
+                && log.engine_time.resident_since_ns.is_none()
+                && log.others.max_residencies() >= PASSED_OVER
         })
     }
 

@@ -4,9 +4,9 @@
 mod doorbell;
 mod driver_calls;
 mod faults;
-mod hostile_guest;
 mod hostile_worker;
 mod manager;
+mod mappings;
 mod scheduling;
 
 use std::sync::Arc;

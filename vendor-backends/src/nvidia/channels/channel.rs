@@ -96,13 +96,9 @@ impl Channel {
         }
     }
 
-    /// Returns whether the channel may ever have got work: whether it was rung for. A guest with
-    /// the GPU's doorbell is trusted, and its `GP_PUT` tells.
+    /// Returns whether the channel ever got work.
     pub(super) fn was_used(&self) -> bool {
-        match &self.registration {
-            Some(registration) => registration.rings() > 0,
-            None => self.load_userd(userd::GP_PUT) != Some(0),
-        }
+        self.load_userd(userd::GP_PUT) != Some(0)
     }
 
     /// Returns whether the GPU may execute work of the channel. `running` has a flag for each

@@ -9,7 +9,7 @@ use mdev_core::ids::{ChannelId, Token};
 use zerocopy::IntoBytes;
 
 use super::channel::{Channel, Notifier};
-use super::{Channels, Group};
+use super::{Channels, Group, schedule};
 use crate::nvidia::ctxsw_log;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm_client::Object;
@@ -39,13 +39,10 @@ impl Channels {
                 return Err(error);
             }
         };
-        let (token, number) = (channel.token, channel.group);
+        let token = channel.token;
         self.by_id.insert(id, channel);
         self.next_id = next_id;
-        // Behind a closed gate the channel is disabled, and its group is scheduled when the gate
-        // opens: the channel must not run for a moment.
-        let started = self.apply_gate().and_then(|()| self.schedule_or_defer(number));
-        if let Err(error) = started {
+        if let Err(error) = self.apply_gate() {
             self.destroy(id, [false; 2])?;
             return Err(error);
         }
@@ -76,6 +73,7 @@ impl Channels {
                 return Err(GpuError::Unsupported("a USERD outside of guest memory"));
             }
         };
+        schedule(&self.device, &group)?;
         Ok(Channel {
             registration,
             objects,
@@ -147,12 +145,8 @@ impl Channels {
         if let Some(group) = self.groups.iter().find(|group| group.engine == engine) {
             return Ok((group.object.clone(), group.number));
         }
-        let now = Instant::now();
-        if self.backoff[engine as usize].must_wait(now) {
+        if self.backoff[engine as usize].must_wait(Instant::now()) {
             return Err(GpuError::Limit("channels made again after faults; wait"));
-        }
-        if self.teardown_backoff[engine as usize].must_wait(now) {
-            return Err(GpuError::Limit("channels made again after working ones; wait"));
         }
         let mut params = abi::GroupParams {
             va_space: self.space.space.handle(),
@@ -168,8 +162,7 @@ impl Channels {
         self.last_group_number += 1;
         let number = self.last_group_number;
         let created_ns = ctxsw_log::clock_ns(&self.doorbell).unwrap_or_default();
-        let group =
-            Group { object: object.clone(), engine, number, created_ns, must_schedule: false };
+        let group = Group { object: object.clone(), engine, number, created_ns };
         self.apply_timeslice(&group)?;
         self.groups.push(group);
         Ok((object, number))

@@ -18,9 +18,8 @@ use mdev_core::ids::{ChannelId, Token};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
-pub use self::scheduling::Preemption;
 use super::device::Device;
-use super::doorbell_poller::{self, DoorbellPoller, Registration};
+use super::doorbell_poller::{self, DoorbellPoller};
 use super::fault_backoff::FaultBackoff;
 use super::rm::RmError;
 use super::rm_client::{AddressSpace, Object};
@@ -36,8 +35,6 @@ struct Group {
     number: u32,
     /// Time of creation, in nanoseconds of the GPU's clock.
     created_ns: u64,
-    /// The group got a channel behind a closed gate, and is scheduled when the gate opens.
-    must_schedule: bool,
 }
 
 /// Counters of a vGPU.
@@ -58,7 +55,6 @@ pub struct Channels {
     space: Arc<AddressSpace>,
     copy_engine: u32,
     preempt_blocks: bool,
-    hang_limit: Option<Duration>,
     /// Maximum number of channels.
     limit: u32,
     groups: Vec<Group>,
@@ -77,10 +73,6 @@ pub struct Channels {
     /// Rings for the guest, unless the guest has the doorbell page.
     poller: Option<Arc<DoorbellPoller>>,
     backoff: [FaultBackoff; 2],
-    /// Backoff after destructions of channels that had work.
-    teardown_backoff: [FaultBackoff; 2],
-    /// Other vGPUs have work.
-    pub contended: bool,
     /// Counters of the vGPU.
     pub counters: Counters,
 }
@@ -92,8 +84,6 @@ pub struct Options {
     pub copy_engine: u32,
     /// Preempt kernels at thread-block boundaries instead of waiting for their end.
     pub preempt_blocks: bool,
-    /// Hang limit of the compute engine.
-    pub hang_limit: Option<Duration>,
     /// Maximum number of channels.
     pub max_channels: u32,
 }
@@ -115,7 +105,6 @@ impl Channels {
             space,
             copy_engine: options.copy_engine,
             preempt_blocks: options.preempt_blocks,
-            hang_limit: options.hang_limit,
             limit: options.max_channels,
             groups: Vec::new(),
             last_group_number: 0,
@@ -128,8 +117,6 @@ impl Channels {
             doorbell,
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
-            teardown_backoff: [FaultBackoff::for_copies(); 2],
-            contended: false,
             counters: Counters::default(),
         })
     }
@@ -182,7 +169,7 @@ impl Channels {
         for channel in self.by_id.values() {
             let runs = channel.error == 0 && !channel.disabled;
             if runs && channel.has_queued() && which(channel) {
-                self.ring(channel);
+                self.ring(channel.token);
             }
         }
     }
@@ -225,45 +212,21 @@ impl Channels {
             }
             if let Some(at) = self.groups.iter().position(|group| group.number == *number) {
                 self.groups.remove(at);
-                self.count_fault(*engine);
+                self.backoff[*engine as usize].fault(Instant::now());
             }
         }
         !faulted.is_empty()
     }
 
-    /// Counts a fault of an engine's group, which delays the creation of the next group.
-    fn count_fault(&mut self, engine: EngineKind) {
-        self.backoff[engine as usize].fault(Instant::now());
-    }
-
-    /// Returns the number of rings for channels of an engine.
-    pub fn rings(&self, engine: EngineKind) -> u64 {
-        self.registrations(engine).map(Registration::rings).sum()
-    }
-
-    /// Returns the number of rings for new entries of channels of an engine.
-    pub fn submissions(&self, engine: EngineKind) -> u64 {
-        self.registrations(engine).map(Registration::submissions).sum()
-    }
-
-    fn registrations(&self, engine: EngineKind) -> impl Iterator<Item = &Registration> {
-        let on_it = self.by_id.values().filter(move |channel| channel.engine == engine);
-        on_it.filter_map(|channel| channel.registration.as_ref())
-    }
-
     /// Rings the doorbell for a channel.
-    fn ring(&self, channel: &Channel) {
-        match &channel.registration {
-            Some(registration) => registration.ring(),
-            None => doorbell_poller::ring(&self.doorbell, channel.token),
-        }
+    fn ring(&self, token: Token) {
+        doorbell_poller::ring(&self.doorbell, token);
     }
 
     /// Rings for a trapped doorbell write, if the token belongs to a channel with entries.
     pub fn ring_for(&self, token: Token) {
-        let has_entries = |channel: &&Channel| channel.token == token && channel.has_queued();
-        if let Some(channel) = self.by_id.values().find(has_entries) {
-            self.ring(channel);
+        if self.by_id.values().any(|channel| channel.token == token && channel.has_queued()) {
+            self.ring(token);
         }
     }
 }

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError};
 
 use super::channel::Channel;
-use super::{Channels, Group, schedule};
+use super::{Channels, Group};
 use crate::nvidia::rm::RmError;
 use crate::nvidia::rm_client::Object;
 use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{control, flag, status};
+use crate::nvidia::sys::numbers::{control, flag};
 
 /// Time slices that the driver accepts, in microseconds.
 const SLICE_RANGE_US: (u128, u128) = (50, 100_000_000);
@@ -17,22 +17,8 @@ const SLICE_RANGE_US: (u128, u128) = (50, 100_000_000);
 /// Time slice of a group without work.
 const IDLE_SLICE: Duration = Duration::from_micros(50);
 
-/// Maximum timeout of a preemption that the driver accepts.
-const MAX_PREEMPT_TIMEOUT: Duration = Duration::from_secs(1);
-
 /// Duration of a clock boost.
 const BOOST_DURATION: Duration = Duration::from_secs(10);
-
-/// Result of a preemption.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Preemption {
-    /// The group's work gave up the engine in time.
-    Done,
-    /// The group's work kept the engine.
-    TimedOut,
-    /// There is no group, or the driver refused.
-    Unknown,
-}
 
 impl Channels {
     /// Sets the time slice of current and future groups.
@@ -80,76 +66,8 @@ impl Channels {
         if !open {
             self.counters.gate_closings += 1;
             self.boost_clocks();
-            self.set_poller_gated();
         }
-        let done = self.schedule_deferred().and_then(|()| self.apply_gate());
-        self.set_poller_gated();
-        done
-    }
-
-    fn set_poller_gated(&self) {
-        if let Some(poller) = &self.poller {
-            poller.set_gated(!self.gate_open);
-        }
-    }
-
-    /// Schedules a group, or defers that until the gate opens.
-    pub(super) fn schedule_or_defer(&mut self, number: u32) -> Result<(), GpuError> {
-        let gate_open = self.gate_open;
-        let Some(group) = self.groups.iter_mut().find(|group| group.number == number) else {
-            return Ok(());
-        };
-        group.must_schedule = !gate_open;
-        if gate_open {
-            schedule(&self.device, &group.object)?;
-        }
-        Ok(())
-    }
-
-    /// Schedules the groups that got channels behind the closed gate, if the gate is open now.
-    fn schedule_deferred(&mut self) -> Result<(), GpuError> {
-        for group in self.groups.iter_mut().filter(|group| group.must_schedule) {
-            if self.gate_open {
-                schedule(&self.device, &group.object)?;
-                group.must_schedule = false;
-            }
-        }
-        Ok(())
-    }
-
-    /// Requests that the group of an engine be preempted once, without waiting for that. The log
-    /// shows when it was.
-    pub fn request_preemption(&self, engine: EngineKind) {
-        let group = self.groups.iter().find(|group| group.engine == engine);
-        let request =
-            |group: &Group| group.object.control(control::PREEMPT, &mut abi::Preempt::default());
-        if let Some(Err(error)) = group.map(request) {
-            log::debug!("{error}");
-        }
-    }
-
-    /// Preempts the group of an engine once. The group continues in its next slice.
-    ///
-    /// Only the driver and the GPU decide the result: work that can be preempted within `timeout`
-    /// is not endless, whatever the guest's memory shows.
-    pub fn preempt(&self, engine: EngineKind, timeout: Duration) -> Preemption {
-        let Some(group) = self.groups.iter().find(|group| group.engine == engine) else {
-            return Preemption::Unknown;
-        };
-        let mut params = abi::Preempt {
-            wait: 1,
-            manual_timeout: 1,
-            timeout_us: timeout.min(MAX_PREEMPT_TIMEOUT).as_micros() as u32,
-            ..Default::default()
-        };
-        match group.object.control(control::PREEMPT, &mut params) {
-            Ok(()) => Preemption::Done,
-            Err(error) if error.status() == Some(status::TIMEOUT) => Preemption::TimedOut,
-            Err(error) => {
-                log::debug!("{error}");
-                Preemption::Unknown
-            }
-        }
+        self.apply_gate()
     }
 
     /// Disables or enables the channels that do not match the state of the gate.

@@ -100,17 +100,7 @@ fn control_group(
         control::SET_TIMESLICE => group.timeslice_us = exact(Some(params))?,
         control::SCHEDULE => {
             expect_size(params, layout.schedule)?;
-            let scheduled = params[0] != 0;
-            state.objects.schedule(call.client, call.object, scheduled)?;
-        }
-        control::PREEMPT => {
-            let preempt: abi::Preempt = exact(Some(params))?;
-            if preempt.manual_timeout != 0 && !(1..=1_000_000).contains(&preempt.timeout_us) {
-                return Err(status::INVALID_ARGUMENT);
-            }
-            if preempt.wait != 0 && group.endless {
-                return Err(status::TIMEOUT);
-            }
+            group.scheduled = params[0] != 0;
         }
         _ => return Err(status::NOT_SUPPORTED),
     }

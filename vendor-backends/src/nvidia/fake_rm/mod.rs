@@ -105,17 +105,7 @@ impl FakeRm {
         self.state().objects.fault(token, code);
     }
 
-    /// Sets whether the group of the channel with a token executes a kernel that does not end.
-    pub fn set_endless(&self, token: u32, endless: bool) {
-        self.state().objects.set_endless(token, endless);
-    }
-
-    /// Returns the tokens of the channels that were enabled when their group was scheduled.
-    pub fn started(&self) -> Vec<u32> {
-        self.state().objects.started.clone()
-    }
-
-    /// Returns whether the channel with a token is on the runlist and enabled.
+    /// Returns whether the channel with a token is enabled.
     pub fn may_run(&self, token: u32) -> bool {
         self.state().objects.may_run(token)
     }

@@ -52,8 +52,6 @@ pub mod control {
     pub const SCHEDULE: u32 = 0xa06c_0101;
     /// `NVA06C_CTRL_CMD_SET_TIMESLICE`.
     pub const SET_TIMESLICE: u32 = 0xa06c_0103;
-    /// `NVA06C_CTRL_CMD_PREEMPT`.
-    pub const PREEMPT: u32 = 0xa06c_0105;
     /// `NV906F_CTRL_CMD_RESET_CHANNEL`.
     pub const RESET_CHANNEL: u32 = 0x906f_0102;
     /// `NV906F_CTRL_CMD_GET_MMU_FAULT_INFO`.
@@ -165,6 +163,4 @@ pub mod status {
     pub const NOT_SUPPORTED: u32 = 0x56;
     /// `NV_ERR_OBJECT_NOT_FOUND`.
     pub const OBJECT_NOT_FOUND: u32 = 0x57;
-    /// `NV_ERR_TIMEOUT`.
-    pub const TIMEOUT: u32 = 0x65;
 }

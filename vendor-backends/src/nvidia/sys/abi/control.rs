@@ -42,11 +42,6 @@ structure!(
 );
 
 structure!(
-    /// `NVA06C_CTRL_PREEMPT_PARAMS`.
-    Preempt { wait: u8, manual_timeout: u8, pad0: [u8; 2], timeout_us: u32, }
-);
-
-structure!(
     /// `NV906F_CTRL_CMD_RESET_CHANNEL_PARAMS`.
     ResetChannel { engine: u32, subdevice: u32, reason: u32, rc_pending: u8, pad0: [u8; 3], }
 );
@@ -95,7 +90,6 @@ sizes! {
     FbInfo = 1028;
     NameString = 132;
     DisableChannels = 536;
-    Preempt = 8;
     ResetChannel = 16;
     PreemptionMode = 32;
     SetNotification = 20;
