@@ -103,6 +103,8 @@ impl Victim {
     /// Runs an abuse and checks that nothing else is affected.
     pub(super) fn survives(&self, what: &str, abuse: impl FnOnce(&Self)) {
         drop(RawClient::attach(&self.socket));
+        // The GPU process keeps the file of memory that the neighbour has imported.
+        self.neighbour_works("before");
         let count = || [fds(self.worker), fds(self.gpu)];
         let mut before = count();
         // The server may not have noticed yet that the last client has left.

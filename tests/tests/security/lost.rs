@@ -4,6 +4,7 @@
 // Clippy recognizes only functions marked as tests, not the functions that they call.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -68,8 +69,10 @@ fn manager_without_descriptors_refuses_a_start_and_keeps_the_gpu() -> Result<()>
         thread::sleep(Duration::from_millis(100));
         let open = fs::read_dir(format!("/proc/{manager}/fd"))?;
         let numbers = open.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-        let last: u64 = numbers.max().context("The manager has no descriptors")?;
-        limit_descriptors(manager, last + 1 + free)?;
+        let open: BTreeSet<u64> = numbers.collect();
+        // The limit is one of numbers, and some below the last descriptor are free.
+        let limit = (0..).filter(|number| !open.contains(number)).nth(free);
+        limit_descriptors(manager, limit.context("No number is free")?)?;
         let status = post(&mut connection, "/v1/vgpus", &request.to_string())?;
         ensure!(matches!(status, 201 | 500 | 503), "{free} free: {status}");
         refused += u32::from(status != 201);
