@@ -31,12 +31,11 @@ pub use self::tally::Tally;
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
 /// They run without other load, one test at a time.
-const MEASURED: [&str; 10] = [
+const MEASURED: [&str; 9] = [
     "vendor-backends/limits",
     "vendor-backends/nvidia",
     "vendor-backends/soft",
     "system-tests/guest",
-    "system-tests/security/engine_time",
     "system-tests/shares",
     "system-tests/qemu/bundle",
     "system-tests/qemu/vms",

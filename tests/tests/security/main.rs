@@ -3,7 +3,6 @@
 mod abuse;
 mod access;
 mod descriptors;
-mod engine_time;
 mod listeners;
 mod logs;
 mod lost;

@@ -74,6 +74,9 @@ fn worker_that_cannot_be_killed_costs_its_own_vgpu_only() -> Result<()> {
     ensure!(longest < Duration::from_secs(2), "another request took {longest:?}");
     let shown = vgpud.show(&stuck)?;
     ensure!(shown["state"] == "failed" && shown["reason"].to_string().contains("does not end"));
+    let start = format!("/v1/vgpus/{stuck}/start");
+    let again = vgpud.refused("POST", &start, Some(&json!({})))?;
+    ensure!(again.0 == 409 && again.2.contains("cannot be started yet: "), "{again:?}");
     // Its place has come back, and a repetition is answered at once.
     vgpud.create(&request).context("The place of the vGPU")?;
     ensure!(stop()?.0 == 503);
