@@ -98,7 +98,7 @@ impl VirtualFunction {
             lost: false,
             traps: Traps::default(),
             last_scanout: Scanout::default(),
-            pristine: false,
+            pristine: true,
             client,
         })
     }
@@ -422,6 +422,9 @@ impl VirtualFunction {
         let renewed = self.client.renew();
         if !matches!(renewed, Ok(true)) {
             self.scrub();
+        }
+        if let Err(error) = &renewed {
+            log::warn!("The next VM gets no new video memory: {error}");
         }
         // After a refusal, the next VM tries again.
         self.pristine = renewed.is_ok();

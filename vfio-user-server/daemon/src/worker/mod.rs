@@ -60,7 +60,9 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
     let mut function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be created", spec.function.vgpu))?;
-    sandbox::enter(Role::Worker { has_device: args.gpu_fd.is_none() }, &[]);
+    // A client of a GPU process has no device file. Others call the driver by ioctl.
+    let has_device = spec.backend != vendor_backends::mediator::BACKEND;
+    sandbox::enter(Role::Worker { has_device }, &[]);
     function.start().context("Cannot start the GPU's threads")?;
 
     let worker = Worker::new(spec, Function::new(function)?, listener, control)?;
