@@ -168,7 +168,7 @@ fn mistakes_get_one_line_with_a_remedy() -> Result<()> {
         ),
         ("POST", "/v1/vgpus", json!({ "typo": 1 }), 400, "invalid", "typo"),
         ("POST", "/v1/vgpus", json!({ "uuid": "x" }), 400, "invalid", "UUID"),
-        ("POST", "/v1/vgpus", json!("x".repeat(100_000)), 413, "too_large", "limit"),
+        ("POST", "/v1/vgpus", json!("x".repeat(900_000)), 413, "too_large", "limit"),
         ("GET", unknown, Value::Null, 404, "not_found", "vgpuctl list"),
         ("POST", &format!("{unknown}/start"), Value::Null, 404, "not_found", "vgpuctl list"),
         ("POST", &format!("{unknown}/stop"), Value::Null, 404, "not_found", "vgpuctl list"),

@@ -3,11 +3,12 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::body::Bytes;
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, FromRequestParts, Path, Request};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
 use mdev_core::ids::VgpuId;
 use serde::de::DeserializeOwned;
 
@@ -15,6 +16,11 @@ use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
 
 /// Limit of the time in which the body of a request arrives.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest request body, in bytes. A definition has a few hundred.
+const MAX_BODY: usize = 64 << 10;
+/// Part of a longer body that is read, in bytes. A client that is still sending when the connection
+/// closes gets a reset instead of the answer.
+const MAX_DISCARDED: usize = 1 << 20;
 
 /// Result of a handler. The error becomes an [`ErrorBody`].
 pub type HttpResult<T> = Result<T, HttpError>;
@@ -44,19 +50,12 @@ pub struct JsonBody<T>(pub T);
 impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for JsonBody<T> {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, state: &S) -> HttpResult<Self> {
-        let body = tokio::time::timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;
-        let body = body.map_err(|_| {
+    async fn from_request(request: Request, _: &S) -> HttpResult<Self> {
+        let read = tokio::time::timeout(BODY_TIMEOUT, read_body(request.into_body()));
+        let bytes = read.await.map_err(|_| {
             let message = "Cannot read the request: its body does not arrive";
             ErrorDetail::new(ErrorCode::Invalid, message)
-        })?;
-        let bytes = body.map_err(|error| {
-            let code = match error.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => ErrorCode::TooLarge,
-                _ => ErrorCode::Invalid,
-            };
-            ErrorDetail::new(code, format!("Cannot read the request: {}", error.body_text()))
-        })?;
+        })??;
         if bytes.is_empty() {
             return Ok(Self(T::default()));
         }
@@ -65,6 +64,22 @@ impl<T: DeserializeOwned + Default, S: Send + Sync> FromRequest<S> for JsonBody<
         })?;
         Ok(Self(value))
     }
+}
+
+async fn read_body(mut body: Body) -> Result<Bytes, ErrorDetail> {
+    let error = match Limited::new(&mut body, MAX_BODY).collect().await {
+        Ok(collected) => return Ok(collected.to_bytes()),
+        Err(error) => error,
+    };
+    if !error.is::<LengthLimitError>() {
+        let message = format!("Cannot read the request: {error}");
+        return Err(ErrorDetail::new(ErrorCode::Invalid, message));
+    }
+    let mut rest = Limited::new(body, MAX_DISCARDED);
+    while let Some(Ok(_)) = rest.frame().await {}
+    let message =
+        format!("Cannot read the request: its body is over the limit of {MAX_BODY} bytes");
+    Err(ErrorDetail::new(ErrorCode::TooLarge, message))
 }
 
 /// Path parameter that is the UUID of a vGPU.

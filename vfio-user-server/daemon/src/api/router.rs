@@ -1,7 +1,7 @@
 //! The HTTP service on the control socket: the routes behind the access check.
 
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::Request;
 use axum::handler::Handler;
 use axum::middleware::from_fn_with_state;
 
@@ -10,9 +10,6 @@ use super::access::{self, Guard, Rules};
 use super::routes::routes;
 use crate::http::HttpError;
 use vgpud_api::{ErrorCode, ErrorDetail};
-
-/// Longest request body, in bytes. A definition has a few hundred.
-const MAX_BODY: usize = 64 << 10;
 
 /// Returns the service, which checks each request against `rules` before its handler runs.
 pub fn router(api: Api, rules: Rules) -> Router {
@@ -26,7 +23,6 @@ pub fn router(api: Api, rules: Rules) -> Router {
     router
         .fallback(no_such_path.layer(check.clone()))
         .method_not_allowed_fallback(no_such_method.layer(check))
-        .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(api)
 }
 
