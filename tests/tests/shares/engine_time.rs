@@ -192,7 +192,9 @@ fn time_in_page_faults_of_a_guests_memory_is_its_own() -> Result<()> {
     let _punching = Punching::start(holes, LEN);
     let attacked = running(&vgpud, &neighbour)?;
     println!("{control:.1} % before, {attacked:.1} % while holes are punched");
-    ensure!(attacked > control * 0.5, "{control:.1} % before, {attacked:.1} % afterwards");
+    // The neighbour has more than its share while the hostile vGPU is paused, also before.
+    let undisturbed = control.min(50.0);
+    ensure!(attacked > undisturbed * 0.5, "{control:.1} % before, {attacked:.1} % afterwards");
     Ok(())
 }
 
