@@ -1,0 +1,29 @@
+//! Protocol of a vGPU's socket for CUDA programs (`cuda.sock`).
+//!
+//! NVIDIA's user-mode driver opens `/dev/nvidiactl`, `/dev/nvidia0` and `/dev/nvidia-uvm`. A
+//! transport in the program's process (the preload library) forwards what happens to these files;
+//! the vGPU's worker implements them. The transport knows no command of the driver: the worker tells
+//! which memory of the process it needs ([`Fetch`]) and which to write ([`Done`]).
+//!
+//! * [`messages`]: requests and replies
+//! * [`calls`]: where ioctl arguments have pointers and file descriptors
+//! * [`packet`]: their encoding, postcard in `SOCK_SEQPACKET` packets
+//!
+//! A connection belongs to one process, carries alternating requests and replies, and begins with
+//! [`Request::Hello`]. Each open file has a socket of its own besides: the program holds one end as
+//! the file's descriptor, the worker the other. The file is closed when all copies of the program's
+//! end are closed, also if the process is killed. A packet on it is an event for `poll()`.
+
+pub mod calls;
+pub mod messages;
+pub mod packet;
+
+pub use calls::CallShape;
+pub use messages::{
+    Block, Done, Fetch, FileId, IoctlRequest, MapRequest, Node, Place, Range, Reply, Request,
+    Welcome,
+};
+pub use packet::{DecodeError, MAX_PACKET, decode, encode};
+
+/// Protocol version. Both ends must have the same.
+pub const VERSION: u32 = 1;
