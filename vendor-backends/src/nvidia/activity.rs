@@ -6,7 +6,7 @@ use mdev_core::gpu::EngineKind;
 use mdev_core::ids::ChannelId;
 
 use super::channels::Channels;
-use super::vgpu_state::VgpuState;
+use super::vgpu_state::{REST_INTERVAL, VgpuState};
 
 /// Time after the last sign of work after which an engine counts as idle, if other vGPUs wait.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
@@ -16,6 +16,9 @@ const BUSY_LINGER: Duration = Duration::from_millis(20);
 
 /// Time after the last fetched entry for which a copy may continue.
 pub(super) const COPY_LINGER: Duration = Duration::from_millis(100);
+
+/// Interval at which the log is read for residencies of others.
+const PASSED_OVER_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time for which entries may wait before the doorbell is rung again.
 const RING_AGAIN_AFTER: Duration = Duration::from_millis(100);
@@ -30,6 +33,10 @@ pub struct Activity {
     gp_gets: [Vec<(ChannelId, u32)>; 2],
     /// When each engine last fetched an entry.
     fetched_at: [Instant; 2],
+    /// Number of rings for new entries, for each engine.
+    submissions: [u64; 2],
+    /// Whether the vGPU was passed over, and when that was read in the log.
+    passed_over: (bool, Option<Instant>),
     /// Number of completed residencies on the compute engine.
     residencies: u64,
     /// When the vGPU was last resident on the compute engine.
@@ -48,6 +55,8 @@ impl Default for Activity {
             busy_at: [None; 2],
             gp_gets: [Vec::new(), Vec::new()],
             fetched_at: [now; 2],
+            submissions: [0; 2],
+            passed_over: (false, None),
             residencies: 0,
             resident_at: None,
             copying: Duration::ZERO,
@@ -85,11 +94,9 @@ impl Activity {
             self.sample_residency(state, now);
         }
         let gate_open = state.channels().is_gate_open();
-        // A ring that is never empty may have no work: the GPU may be unable to report that it has
-        // fetched all entries while the doorbell is rung all the time.
-        let passed_over = gate_open
-            && self.since_fetch(EngineKind::Compute) > RING_AGAIN_AFTER
-            && state.is_passed_over();
+        // A ring that is never empty, or always fetched, may have no work for the engine.
+        let waits = contended || self.since_fetch(EngineKind::Compute) > RING_AGAIN_AFTER;
+        let passed_over = gate_open && waits && self.is_passed_over(state, now);
         let conditions = Conditions { now, contended, gate_open, passed_over };
         let mut channels = state.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {
@@ -107,8 +114,19 @@ impl Activity {
             && let Some(log) = &mut *state.ctxsw_log()
             && let Some(now_ns) = log.now_ns()
         {
-            log.engine_time.counts_until_ns = now_ns + BUSY_LINGER.as_nanos() as u64;
+            let work_ns = now_ns.saturating_sub(REST_INTERVAL.as_nanos() as u64);
+            log.engine_time.count_until(work_ns, now_ns + BUSY_LINGER.as_nanos() as u64);
         }
+    }
+
+    /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
+    fn is_passed_over(&mut self, state: &VgpuState, now: Instant) -> bool {
+        let (passed_over, read_at) = self.passed_over;
+        if read_at.is_some_and(|at| now.duration_since(at) < PASSED_OVER_INTERVAL) {
+            return passed_over;
+        }
+        self.passed_over = (state.is_passed_over(), Some(now));
+        self.passed_over.0
     }
 
     fn sample_engine(
@@ -120,9 +138,13 @@ impl Activity {
         let Conditions { now, contended, gate_open, passed_over } = conditions;
         let index = engine as usize;
         let gp_gets = channels.gp_gets(engine);
-        let fetched = gp_gets != self.gp_gets[index];
-        if fetched {
-            self.gp_gets[index] = gp_gets;
+        let shows_fetch = gp_gets != self.gp_gets[index];
+        self.gp_gets[index] = gp_gets;
+        // A ring is counted by the worker: a guest that hides entries does not hide rings.
+        let submissions = channels.submissions(engine);
+        let rung = std::mem::replace(&mut self.submissions[index], submissions) < submissions;
+        let fetched = shows_fetch || rung;
+        if shows_fetch || rung && engine == EngineKind::Copy {
             // The fetch was after the previous sample, and the work may have run since then.
             self.fetched_at[index] = self.sampled_at;
         }
@@ -131,7 +153,7 @@ impl Activity {
             // Either the engine executes long work, or the GPU has lost a ring.
             channels.ring_again();
         }
-        if fetched || queued && !(passed_over && engine == EngineKind::Compute) {
+        if (fetched || queued) && !(passed_over && engine == EngineKind::Compute) {
             self.busy_at[index] = Some(now);
             // Copies stop behind a closed gate, after a fault, and at a semaphore.
             let copies = gate_open && now.duration_since(self.fetched_at[index]) < COPY_LINGER;

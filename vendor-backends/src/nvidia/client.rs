@@ -259,7 +259,8 @@ impl Client for NvidiaClient {
         if !self.memory.is_imported(memory) {
             return Err(GpuError::NotFound("memory"));
         }
-        self.state.channels().leave_memory(memory);
+        let running = self.state.engines_running();
+        self.state.channels().leave_memory(memory, running);
         self.memory.release(memory)?;
         self.publish_imported_bytes();
         Ok(())
@@ -282,10 +283,12 @@ impl Client for NvidiaClient {
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
         spec.check(self.gpu.capabilities)?;
         let userd = self.memory.userd(spec.userd)?;
+        self.state.note_errors();
         self.state.channels().create(spec, userd)
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        self.state.note_errors();
         let running = self.state.engines_running();
         self.state.channels().destroy(id, running)
     }
@@ -313,11 +316,7 @@ impl Client for NvidiaClient {
         event: Option<BorrowedFd<'_>>,
     ) -> Result<(), GpuError> {
         let event = event.map(|event| event.try_clone_to_owned()).transpose()?;
-        if self.state.signals.set_vector(vector, event) {
-            Ok(())
-        } else {
-            Err(GpuError::OutOfRange("interrupt vector"))
-        }
+        self.state.signals.set_vector(vector, event)
     }
 
     fn take_pending(&mut self) -> Pending {

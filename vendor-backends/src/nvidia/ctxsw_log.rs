@@ -75,6 +75,10 @@ pub struct EngineTime {
     pub completed_ns: u64,
     /// Start of the current residency.
     pub resident_since_ns: Option<u64>,
+    /// Start or end of the last residency, or the opening of the gate.
+    pub last_resident_ns: u64,
+    /// Part of the current residency in which the context had no work.
+    idle_ns: u64,
     /// Number of completed residencies.
     pub residencies: u64,
     /// End of the time that counts. A context without work stays resident until another context
@@ -87,6 +91,9 @@ pub struct EngineTime {
 impl EngineTime {
     /// Records that the gate has opened or closed. Behind a closed gate no time counts.
     pub fn gate(&mut self, open: bool, now_ns: u64) {
+        if open {
+            self.last_resident_ns = self.last_resident_ns.max(now_ns);
+        }
         if !open {
             self.resident_at_gate |= self.resident_since_ns.is_some();
             self.end_residency(now_ns);
@@ -104,6 +111,7 @@ impl EngineTime {
             START if record.process == process => {
                 self.end_residency(record.at_ns);
                 self.resident_since_ns = Some(record.at_ns);
+                self.last_resident_ns = record.at_ns;
             }
             END if record.process == process => self.end_residency(record.at_ns),
             // Another context has the engine.
@@ -114,15 +122,30 @@ impl EngineTime {
 
     fn end_residency(&mut self, at_ns: u64) {
         if let Some(since) = self.resident_since_ns.take() {
-            self.completed_ns += at_ns.min(self.counts_until_ns).saturating_sub(since);
+            self.completed_ns += self.counted_ns(since, at_ns);
             self.residencies += 1;
+            self.last_resident_ns = at_ns;
+            self.idle_ns = 0;
         }
+    }
+
+    /// Returns the part of a residency that counts.
+    fn counted_ns(&self, since_ns: u64, until_ns: u64) -> u64 {
+        until_ns.min(self.counts_until_ns).saturating_sub(since_ns + self.idle_ns)
+    }
+
+    /// Lets the time until `until_ns` count. If no time counted lately, the work began at
+    /// `work_ns` at the earliest: the context was resident without work before.
+    pub fn count_until(&mut self, work_ns: u64, until_ns: u64) {
+        if let Some(since) = self.resident_since_ns {
+            self.idle_ns += work_ns.saturating_sub(self.counts_until_ns.max(since));
+        }
+        self.counts_until_ns = self.counts_until_ns.max(until_ns);
     }
 
     /// Returns the total engine time until `now_ns` of the GPU's clock, in nanoseconds.
     pub fn total_ns(&self, now_ns: u64) -> u64 {
-        let until = now_ns.min(self.counts_until_ns);
-        let current = self.resident_since_ns.map_or(0, |since| until.saturating_sub(since));
+        let current = self.resident_since_ns.map_or(0, |since| self.counted_ns(since, now_ns));
         self.completed_ns + current
     }
 }
@@ -164,6 +187,12 @@ pub struct CtxswLog {
 #[derive(Clone, Debug, Default)]
 pub struct OtherProcesses(BTreeMap<u64, u32>);
 
+/// `NV_EVENT_BUFFER_HIDDEN_PID`: the process belongs to another user.
+const HIDDEN: u64 = 0;
+
+/// Number of processes of other users that may take turns.
+const MAX_HIDDEN: u32 = 16;
+
 /// Maximum number of processes that are counted.
 const MAX_OTHERS: usize = 64;
 
@@ -185,9 +214,11 @@ impl OtherProcesses {
         self.0.clear();
     }
 
-    /// Returns the highest number of residencies that any other process had.
-    pub fn max_residencies(&self) -> u32 {
-        self.0.values().copied().max().unwrap_or_default()
+    /// Returns whether a process had a number of residencies. The driver hides the processes of
+    /// other users: those had it if they had together what [`MAX_HIDDEN`] processes would have.
+    pub fn have_passed_over(&self, residencies: u32) -> bool {
+        let needed = |process| residencies * if process == HIDDEN { MAX_HIDDEN } else { 1 };
+        self.0.iter().any(|(process, count)| *count >= needed(*process))
     }
 }
 
@@ -297,6 +328,22 @@ mod tests {
     }
 
     #[test]
+    fn idle_time_of_a_residency_does_not_count() {
+        let mut time = EngineTime { counts_until_ns: 200, ..EngineTime::default() };
+        time.add(&record(START, 7, 100), 7);
+        assert_eq!(time.total_ns(900), 100);
+        // New work, at 850 at the earliest.
+        time.count_until(850, 1000);
+        assert_eq!(time.total_ns(900), 150);
+        time.count_until(900, 1100);
+        assert_eq!(time.total_ns(1050), 300);
+        time.add(&record(END, 7, 1050), 7);
+        time.add(&record(START, 7, 1060), 7);
+        time.count_until(1000, 1200);
+        assert_eq!(time.total_ns(1070), 310);
+    }
+
+    #[test]
     fn time_behind_a_closed_gate_does_not_count() {
         let mut time = EngineTime { counts_until_ns: 10_000, ..EngineTime::default() };
         time.add(&record(START, 7, 100), 7);
@@ -331,12 +378,18 @@ mod tests {
             others.add(&record(START, process, 0), 7);
             others.add(&record(END, process, 0), 7);
         }
-        assert_eq!(others.max_residencies(), 3);
+        assert!(others.have_passed_over(3) && !others.have_passed_over(4));
         others.add(&record(END, 7, 0), 7);
-        assert_eq!(others.max_residencies(), 3);
+        assert!(others.have_passed_over(3));
         others.add(&record(START, 7, 0), 7);
-        assert_eq!(others.max_residencies(), 0);
+        assert!(!others.have_passed_over(1));
         (0..1000).for_each(|process| others.add(&record(START, process + 10, 0), 7));
-        assert_eq!((others.max_residencies(), others.0.len()), (1, MAX_OTHERS));
+        assert!(others.have_passed_over(1) && !others.have_passed_over(2));
+        assert_eq!(others.0.len(), MAX_OTHERS);
+        others.clear();
+        (0..63).for_each(|_| others.add(&record(START, HIDDEN, 0), 7));
+        assert!(!others.have_passed_over(4), "16 others may have had fewer than 4 each");
+        others.add(&record(START, HIDDEN, 0), 7);
+        assert!(others.have_passed_over(4));
     }
 }

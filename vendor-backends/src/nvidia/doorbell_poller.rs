@@ -58,6 +58,10 @@ struct Channel {
     /// Set before the final lock of `rung_put`: a poller that spins may never release the lock for
     /// long enough otherwise.
     removed: AtomicBool,
+    /// Number of rings for this channel. Counted here and not in memory of the guest.
+    rings: AtomicU64,
+    /// Number of rings for new entries.
+    submissions: AtomicU64,
     /// `GP_PUT` at the last ring. Locked while the USERD is accessed.
     rung_put: Mutex<u32>,
 }
@@ -87,6 +91,11 @@ impl Channel {
     fn has_new_entries(&self) -> bool {
         let new = |rung_put: &mut u32| self.gp_put().is_some_and(|put| put != *rung_put);
         self.try_access(new).unwrap_or(false)
+    }
+
+    fn ring(&self, doorbell: &Mapping) {
+        self.rings.fetch_add(1, Ordering::Relaxed);
+        ring(doorbell, self.token);
     }
 
     /// Tells the guest whether it has to wake the poller.
@@ -157,6 +166,23 @@ pub struct Registration {
     channel: Arc<Channel>,
 }
 
+impl Registration {
+    /// Rings for the channel, whatever its `GP_PUT` is.
+    pub fn ring(&self) {
+        self.channel.ring(&self.poller.doorbell);
+    }
+
+    /// Returns the number of rings for the channel. The GPU executes no work without a ring.
+    pub fn rings(&self) -> u64 {
+        self.channel.rings.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of rings for new entries.
+    pub fn submissions(&self) -> u64 {
+        self.channel.submissions.load(Ordering::Relaxed)
+    }
+}
+
 impl Drop for Registration {
     fn drop(&mut self) {
         self.channel.removed.store(true, Ordering::Release);
@@ -176,6 +202,8 @@ pub struct DoorbellPoller {
     /// Number of changes of `channels`.
     changes: AtomicU64,
     asleep: AtomicBool,
+    /// The gate is closed: no channel is rung for.
+    gated: AtomicBool,
     stopped: AtomicBool,
     thread: OnceLock<Thread>,
     /// Number of rings for entries that polling found.
@@ -192,6 +220,7 @@ impl DoorbellPoller {
             channels: Mutex::default(),
             changes: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
+            gated: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             thread: OnceLock::new(),
             polled: AtomicU64::new(0),
@@ -210,8 +239,15 @@ impl DoorbellPoller {
         memory: Arc<Mapping>,
         userd_offset: u64,
     ) -> Registration {
-        let (removed, rung_put) = (AtomicBool::new(false), Mutex::new(0));
-        let channel = Arc::new(Channel { token, memory, userd_offset, removed, rung_put });
+        let channel = Arc::new(Channel {
+            token,
+            memory,
+            userd_offset,
+            removed: AtomicBool::new(false),
+            rings: AtomicU64::new(0),
+            submissions: AtomicU64::new(0),
+            rung_put: Mutex::new(0),
+        });
         channel.set_need_wakeup(false);
         self.channels().push(channel.clone());
         self.changes.fetch_add(1, Ordering::Release);
@@ -219,15 +255,27 @@ impl DoorbellPoller {
         Registration { poller: self.clone(), channel }
     }
 
-    /// Polls a channel and rings for new entries. None if the channel is removed, or if another
-    /// thread polls it.
+    /// Stops ringing behind a closed gate, or rings again. Entries that are new meanwhile are rung
+    /// for when the gate opens.
+    pub fn set_gated(&self, gated: bool) {
+        if self.gated.swap(gated, Ordering::SeqCst) && !gated {
+            self.unpark();
+        }
+    }
+
+    /// Polls a channel and rings for new entries. None if the channel is removed, if the gate is
+    /// closed, or if another thread polls the channel.
     fn poll(&self, channel: &Channel) -> Option<Poll> {
+        if self.gated.load(Ordering::Relaxed) {
+            return None;
+        }
         channel.try_access(|rung_put| {
             let (put, gp_get) = (channel.gp_put(), channel.gp_get());
             let new = put.filter(|put| put != rung_put);
             if let Some(put) = new {
                 *rung_put = put;
-                ring(&self.doorbell, channel.token);
+                channel.submissions.fetch_add(1, Ordering::Relaxed);
+                channel.ring(&self.doorbell);
             }
             Poll { new_entries: new.is_some(), gp_get, queued: gp_get != Some(*rung_put) }
         })
@@ -320,7 +368,8 @@ impl DoorbellPoller {
         while self.asleep.load(Ordering::SeqCst)
             && !self.stopped.load(Ordering::SeqCst)
             && self.changes.load(Ordering::Acquire) == before
-            && !all.iter().any(|one| one.channel.has_new_entries())
+            && (self.gated.load(Ordering::SeqCst)
+                || !all.iter().any(|one| one.channel.has_new_entries()))
         {
             std::thread::park_timeout(SLEEP_INTERVAL);
         }

@@ -131,9 +131,14 @@ impl ManagerThread {
         }
     }
 
+    fn set_contended(&mut self, contended: bool) {
+        self.hang_detector.set_contended(contended, Instant::now());
+        self.state.channels().contended = contended;
+    }
+
     fn handle(&mut self, message: &FromManager) {
         if let FromManager::Usage(_, contended) = *message {
-            self.hang_detector.set_contended(contended, Instant::now());
+            self.set_contended(contended);
         }
         if let FromManager::SetGate(open) = *message {
             let contended = self.hang_detector.is_contended();

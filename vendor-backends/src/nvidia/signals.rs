@@ -3,10 +3,12 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use foreign_fds::eventfd::Signaller;
+use foreign_fds::is_eventfd;
 use mdev_core::abi::control::VECTORS;
-use mdev_core::gpu::Pending;
+use mdev_core::gpu::{GpuError, Pending};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 /// Signals that the worker's main thread and the backend's threads share.
@@ -16,7 +18,9 @@ pub struct Signals {
     pending_event: EventFd,
     stop_event: EventFd,
     stopped: AtomicBool,
-    vectors: Mutex<[Option<Arc<OwnedFd>>; VECTORS as usize]>,
+    /// Thread that signals the guest: other processes can make writes to their eventfds block.
+    /// Started for the first eventfd, within the worker's sandbox.
+    guest: OnceLock<Signaller>,
 }
 
 impl Signals {
@@ -28,7 +32,7 @@ impl Signals {
             pending_event: EventFd::from_flags(flags)?,
             stop_event: EventFd::from_flags(flags)?,
             stopped: AtomicBool::new(false),
-            vectors: Mutex::default(),
+            guest: OnceLock::new(),
         })
     }
 
@@ -68,23 +72,68 @@ impl Signals {
         Pending::from_bits_truncate(self.pending.swap(0, Ordering::AcqRel))
     }
 
-    /// Sets the eventfd of an interrupt vector. Returns false for an invalid vector.
-    pub fn set_vector(&self, vector: u32, event: Option<OwnedFd>) -> bool {
-        let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
-        let slot = vectors.get_mut(vector as usize);
-        slot.map(|slot| *slot = event.map(Arc::new)).is_some()
+    /// Sets or clears the eventfd of an interrupt vector.
+    pub fn set_vector(&self, vector: u32, event: Option<OwnedFd>) -> Result<(), GpuError> {
+        if vector >= VECTORS {
+            return Err(GpuError::OutOfRange("interrupt vector"));
+        }
+        if event.as_ref().is_some_and(|event| !is_eventfd(event.as_fd())) {
+            return Err(GpuError::Invalid("an interrupt's descriptor that is no eventfd"));
+        }
+        if event.is_some() && self.guest.get().is_none() {
+            // Only the worker's main thread sets vectors.
+            let _ = self.guest.set(Signaller::new("gpu-irq")?);
+        }
+        if let Some(guest) = self.guest.get() {
+            guest.set(vector as usize, event.map(Arc::new));
+        }
+        Ok(())
     }
 
-    /// Signals the guest on the vectors of a bit mask. Blocks if the peer made its eventfd blocking
-    /// and filled the counter, so only the interrupt thread calls this.
+    /// Signals the guest on the vectors of a bit mask, soon. Never waits.
     pub fn signal(&self, mask: u32) {
-        let vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        for (vector, event) in vectors.iter().enumerate() {
-            if mask >> vector & 1 != 0
-                && let Some(event) = event
-            {
-                let _ = nix::unistd::write(event, &1u64.to_ne_bytes());
-            }
+        if let Some(guest) = self.guest.get() {
+            guest.post(u64::from(mask) & ((1 << VECTORS) - 1));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::pipe;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn an_eventfd_that_blocks_delays_neither_the_caller_nor_other_vectors() {
+        let signals = Signals::new().unwrap();
+        let (full, free) = (EventFd::new().unwrap(), EventFd::new().unwrap());
+        full.write(u64::MAX - 1).unwrap();
+        signals.set_vector(1, Some(full.as_fd().try_clone_to_owned().unwrap())).unwrap();
+        signals.set_vector(0, Some(free.as_fd().try_clone_to_owned().unwrap())).unwrap();
+        let start = Instant::now();
+        for _ in 0..100 {
+            signals.signal(0b11);
+        }
+        assert!(start.elapsed() < Duration::from_secs(2), "signalling does not wait");
+        assert!(free.read().unwrap() > 0);
+        // The guest's driver masks the vector, and the vGPU is closed.
+        signals.set_vector(1, None).unwrap();
+        signals.signal(0b01);
+        assert!(free.read().unwrap() > 0);
+        signals.set_vector(1, Some(full.as_fd().try_clone_to_owned().unwrap())).unwrap();
+        signals.signal(0b10);
+        drop(signals);
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn only_eventfds_and_vectors_that_exist_are_accepted() {
+        let signals = Signals::new().unwrap();
+        let (reader, _writer) = pipe().unwrap();
+        assert!(matches!(signals.set_vector(0, Some(reader.into())), Err(GpuError::Invalid(_))));
+        assert!(matches!(signals.set_vector(VECTORS, None), Err(GpuError::OutOfRange(_))));
+        signals.signal(u32::MAX);
     }
 }

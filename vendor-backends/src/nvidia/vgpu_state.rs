@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 
 use super::activity::{Activity, COPY_LINGER};
-use super::channels::Channels;
+use super::channels::{Channels, Running};
 use super::ctxsw_log::{CtxswLog, EngineTime};
 use super::doorbell_poller::DoorbellPoller;
 use super::hang_detector::{HangDetector, Residency, Verdict};
@@ -30,6 +30,9 @@ const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
 
 /// Maximum delay of closing a gate until the end of a residency.
 const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
+
+/// Time without a residency before the GPU is taken to have no work of this vGPU.
+const ABSENT: Duration = Duration::from_millis(100);
 
 /// Residencies that another process must have had, while this vGPU had none, before the GPU is
 /// taken to have no work of this vGPU, whatever its rings contain.
@@ -68,15 +71,14 @@ impl VgpuState {
         self.ctxsw_log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns, for each engine, whether it may execute work of the vGPU after all entries were
-    /// fetched.
-    pub fn engines_running(&self) -> [bool; 2] {
+    /// Returns the work that the engines may execute after all entries were fetched.
+    pub fn engines_running(&self) -> Running {
         if !self.channels().were_used() {
-            return [false; 2];
+            return Running::default();
         }
         // Copy engines have no log. The last copy may continue for a while.
         let copying = self.activity().since_fetch(EngineKind::Copy) < COPY_LINGER;
-        [copying, self.residency().is_some()]
+        Running { copying, resident: self.residency().map(|residency| residency.duration) }
     }
 
     /// Checks for faults, and signals new ones to the worker.
@@ -156,9 +158,13 @@ impl VgpuState {
     pub(super) fn is_passed_over(&self) -> bool {
         let mut log = self.ctxsw_log();
         log.as_mut().is_some_and(|log| {
-            log.read().is_ok()
-                && log.engine_time.resident_since_ns.is_none()
-                && log.others.max_residencies() >= PASSED_OVER
+            let Ok(_) = log.read() else { return false };
+            let last_ns = log.engine_time.last_resident_ns;
+            log.engine_time.resident_since_ns.is_none()
+                && log.others.have_passed_over(PASSED_OVER)
+                && log
+                    .now_ns()
+                    .is_some_and(|now| now.saturating_sub(last_ns) > ABSENT.as_nanos() as u64)
         })
     }
 

@@ -4,6 +4,7 @@
 mod doorbell;
 mod driver_calls;
 mod faults;
+mod hostile_guest;
 mod hostile_worker;
 mod manager;
 mod mappings;

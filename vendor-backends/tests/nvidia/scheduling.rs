@@ -54,7 +54,8 @@ fn a_ring_that_is_never_empty_is_no_work_if_others_run_instead() {
     let (ring, mut rounds) = (other_memory.mapping.clone(), 0);
     let mut sample = |gpu: &mut NvidiaGpu| {
         rounds += 1;
-        set_ring(&ring, 1, rounds % 64, (rounds + 1) % 64);
+        // Copies: the log has no residencies of the other vGPU.
+        set_ring(&ring, 0, rounds % 64, (rounds + 1) % 64);
         let report = gpu.usage().unwrap();
         let usage = report.vgpus.into_iter().find(|(vgpu, _)| *vgpu == idle).unwrap().1;
         (usage.runnable, rm.timeslice_us(channels[1].token.0))
@@ -63,12 +64,20 @@ fn a_ring_that_is_never_empty_is_no_work_if_others_run_instead() {
     std::thread::sleep(Duration::from_millis(200));
     eventually("still waits", || sample(&mut gpu) == (true, Some(3000)));
     // Another process becomes resident again and again.
+    rm.set_clock(1_000_000_000);
     for at in 1..=4 {
         rm.log_residency(true, 1, at);
         rm.log_residency(false, 1, at);
     }
     eventually("no work", || sample(&mut gpu) == (false, Some(50)));
-    set_ring(&memory.mapping, 1, 1, 2);
+    // Entries that are fetched and need no engine, and a guest that writes GP_GET.
+    for get in 1..50 {
+        set_ring(&memory.mapping, 1, get, get + 1);
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(sample(&mut gpu).1, Some(50), "no residency");
+    }
+    set_ring(&memory.mapping, 1, 50, 51);
+    rm.log_residency(true, u64::from(std::process::id()), 1_000_000_000);
     eventually("new work", || sample(&mut gpu) == (true, Some(3000)));
 }
 

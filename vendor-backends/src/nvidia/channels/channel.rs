@@ -6,6 +6,7 @@ use mdev_core::abi::userd;
 use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::Token;
 
+use super::teardown::Running;
 use crate::mem::Mapping;
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::Registration;
@@ -96,14 +97,17 @@ impl Channel {
         }
     }
 
-    /// Returns whether the channel ever got work.
+    /// Returns whether the channel may ever have got work: whether it was rung for. A guest with
+    /// the GPU's doorbell is trusted, and its `GP_PUT` tells.
     pub(super) fn was_used(&self) -> bool {
-        self.load_userd(userd::GP_PUT) != Some(0)
+        match &self.registration {
+            Some(registration) => registration.rings() > 0,
+            None => self.load_userd(userd::GP_PUT) != Some(0),
+        }
     }
 
-    /// Returns whether the GPU may execute work of the channel. `running` has a flag for each
-    /// engine that may execute work of the vGPU.
-    pub(super) fn may_be_running(&self, running: [bool; 2]) -> bool {
-        self.has_queued() || self.was_used() && running[self.engine as usize]
+    /// Returns whether the GPU may execute work of the channel.
+    pub(super) fn may_be_running(&self, running: Running) -> bool {
+        self.has_queued() || self.was_used() && running.is_on(self.engine)
     }
 }

@@ -9,7 +9,7 @@ use mdev_core::ids::{ChannelId, Token};
 use zerocopy::IntoBytes;
 
 use super::channel::{Channel, Notifier};
-use super::{Channels, Group, schedule};
+use super::{Channels, Group, Running};
 use crate::nvidia::ctxsw_log;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm_client::Object;
@@ -39,11 +39,14 @@ impl Channels {
                 return Err(error);
             }
         };
-        let token = channel.token;
+        let (token, number) = (channel.token, channel.group);
         self.by_id.insert(id, channel);
         self.next_id = next_id;
-        if let Err(error) = self.apply_gate() {
-            self.destroy(id, [false; 2])?;
+        // Behind a closed gate the channel is disabled, and its group is scheduled when the gate
+        // opens: the channel must not run for a moment.
+        let started = self.apply_gate().and_then(|()| self.schedule_or_defer(number));
+        if let Err(error) = started {
+            self.destroy(id, Running::default())?;
             return Err(error);
         }
         Ok(ChannelHandle { id, token })
@@ -73,7 +76,6 @@ impl Channels {
                 return Err(GpuError::Unsupported("a USERD outside of guest memory"));
             }
         };
-        schedule(&self.device, &group)?;
         Ok(Channel {
             registration,
             objects,
@@ -145,8 +147,12 @@ impl Channels {
         if let Some(group) = self.groups.iter().find(|group| group.engine == engine) {
             return Ok((group.object.clone(), group.number));
         }
-        if self.backoff[engine as usize].must_wait(Instant::now()) {
+        let now = Instant::now();
+        if self.backoff[engine as usize].must_wait(now) {
             return Err(GpuError::Limit("channels made again after faults; wait"));
+        }
+        if self.teardown_backoff[engine as usize].must_wait(now) {
+            return Err(GpuError::Limit("channels made again after working ones; wait"));
         }
         let mut params = abi::GroupParams {
             va_space: self.space.space.handle(),
@@ -162,7 +168,8 @@ impl Channels {
         self.last_group_number += 1;
         let number = self.last_group_number;
         let created_ns = ctxsw_log::clock_ns(&self.doorbell).unwrap_or_default();
-        let group = Group { object: object.clone(), engine, number, created_ns };
+        let group =
+            Group { object: object.clone(), engine, number, created_ns, must_schedule: false };
         self.apply_timeslice(&group)?;
         self.groups.push(group);
         Ok((object, number))

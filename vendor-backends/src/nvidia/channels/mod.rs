@@ -18,8 +18,9 @@ use mdev_core::ids::{ChannelId, Token};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
+pub use self::teardown::Running;
 use super::device::Device;
-use super::doorbell_poller::{self, DoorbellPoller};
+use super::doorbell_poller::{self, DoorbellPoller, Registration};
 use super::fault_backoff::FaultBackoff;
 use super::rm::RmError;
 use super::rm_client::{AddressSpace, Object};
@@ -35,6 +36,8 @@ struct Group {
     number: u32,
     /// Time of creation, in nanoseconds of the GPU's clock.
     created_ns: u64,
+    /// The group got a channel behind a closed gate, and is scheduled when the gate opens.
+    must_schedule: bool,
 }
 
 /// Counters of a vGPU.
@@ -73,6 +76,10 @@ pub struct Channels {
     /// Rings for the guest, unless the guest has the doorbell page.
     poller: Option<Arc<DoorbellPoller>>,
     backoff: [FaultBackoff; 2],
+    /// Backoff after destructions of channels that had work.
+    teardown_backoff: [FaultBackoff; 2],
+    /// Other vGPUs have work.
+    pub contended: bool,
     /// Counters of the vGPU.
     pub counters: Counters,
 }
@@ -117,6 +124,8 @@ impl Channels {
             doorbell,
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
+            teardown_backoff: [FaultBackoff::for_copies(); 2],
+            contended: false,
             counters: Counters::default(),
         })
     }
@@ -169,7 +178,7 @@ impl Channels {
         for channel in self.by_id.values() {
             let runs = channel.error == 0 && !channel.disabled;
             if runs && channel.has_queued() && which(channel) {
-                self.ring(channel.token);
+                self.ring(channel);
             }
         }
     }
@@ -212,21 +221,45 @@ impl Channels {
             }
             if let Some(at) = self.groups.iter().position(|group| group.number == *number) {
                 self.groups.remove(at);
-                self.backoff[*engine as usize].fault(Instant::now());
+                self.count_fault(*engine);
             }
         }
         !faulted.is_empty()
     }
 
+    /// Counts a fault of an engine's group, which delays the creation of the next group.
+    fn count_fault(&mut self, engine: EngineKind) {
+        self.backoff[engine as usize].fault(Instant::now());
+    }
+
+    /// Returns the number of rings for channels of an engine.
+    pub fn rings(&self, engine: EngineKind) -> u64 {
+        self.registrations(engine).map(Registration::rings).sum()
+    }
+
+    /// Returns the number of rings for new entries of channels of an engine.
+    pub fn submissions(&self, engine: EngineKind) -> u64 {
+        self.registrations(engine).map(Registration::submissions).sum()
+    }
+
+    fn registrations(&self, engine: EngineKind) -> impl Iterator<Item = &Registration> {
+        let on_it = self.by_id.values().filter(move |channel| channel.engine == engine);
+        on_it.filter_map(|channel| channel.registration.as_ref())
+    }
+
     /// Rings the doorbell for a channel.
-    fn ring(&self, token: Token) {
-        doorbell_poller::ring(&self.doorbell, token);
+    fn ring(&self, channel: &Channel) {
+        match &channel.registration {
+            Some(registration) => registration.ring(),
+            None => doorbell_poller::ring(&self.doorbell, channel.token),
+        }
     }
 
     /// Rings for a trapped doorbell write, if the token belongs to a channel with entries.
     pub fn ring_for(&self, token: Token) {
-        if self.by_id.values().any(|channel| channel.token == token && channel.has_queued()) {
-            self.ring(token);
+        let has_entries = |channel: &&Channel| channel.token == token && channel.has_queued();
+        if let Some(channel) = self.by_id.values().find(has_entries) {
+            self.ring(channel);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError};
 
 use super::channel::Channel;
-use super::{Channels, Group};
+use super::{Channels, Group, schedule};
 use crate::nvidia::rm::RmError;
 use crate::nvidia::rm_client::Object;
 use crate::nvidia::sys::abi;
@@ -66,8 +66,41 @@ impl Channels {
         if !open {
             self.counters.gate_closings += 1;
             self.boost_clocks();
+            self.set_poller_gated();
         }
-        self.apply_gate()
+        let done = self.schedule_deferred().and_then(|()| self.apply_gate());
+        self.set_poller_gated();
+        done
+    }
+
+    fn set_poller_gated(&self) {
+        if let Some(poller) = &self.poller {
+            poller.set_gated(!self.gate_open);
+        }
+    }
+
+    /// Schedules a group, or defers that until the gate opens.
+    pub(super) fn schedule_or_defer(&mut self, number: u32) -> Result<(), GpuError> {
+        let gate_open = self.gate_open;
+        let Some(group) = self.groups.iter_mut().find(|group| group.number == number) else {
+            return Ok(());
+        };
+        group.must_schedule = !gate_open;
+        if gate_open {
+            schedule(&self.device, &group.object)?;
+        }
+        Ok(())
+    }
+
+    /// Schedules the groups that got channels behind the closed gate, if the gate is open now.
+    fn schedule_deferred(&mut self) -> Result<(), GpuError> {
+        for group in self.groups.iter_mut().filter(|group| group.must_schedule) {
+            if self.gate_open {
+                schedule(&self.device, &group.object)?;
+                group.must_schedule = false;
+            }
+        }
+        Ok(())
     }
 
     /// Disables or enables the channels that do not match the state of the gate.

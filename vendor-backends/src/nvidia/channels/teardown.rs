@@ -1,13 +1,42 @@
 //! End of channels: destruction by the guest, resets, and release of the USERD's memory.
 
+use std::time::{Duration, Instant};
+
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, MemoryId};
 
+use super::Channels;
 use super::channel::Channel;
-use super::{Channels, schedule};
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::control;
+
+/// Duration of a residency from which on the reset of its work counts as a kernel's fault.
+const LONG_WORK: Duration = Duration::from_millis(40);
+
+/// Work of a vGPU that the engines may be executing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Running {
+    /// A copy may be in progress.
+    pub copying: bool,
+    /// Time for which the vGPU has been resident on the compute engine.
+    pub resident: Option<Duration>,
+}
+
+impl Running {
+    /// Returns whether an engine may execute work of the vGPU after all entries were fetched.
+    pub(super) fn is_on(self, engine: EngineKind) -> bool {
+        match engine {
+            EngineKind::Copy => self.copying,
+            EngineKind::Compute => self.resident.is_some(),
+        }
+    }
+
+    /// Returns whether an engine may execute a long kernel of the vGPU.
+    fn is_long(self, engine: EngineKind) -> bool {
+        engine == EngineKind::Compute && self.resident.is_some_and(|time| time >= LONG_WORK)
+    }
+}
 
 impl Channels {
     pub(super) fn drop_empty_groups(&mut self) {
@@ -16,32 +45,65 @@ impl Channels {
         self.groups.retain(|group| used(group.number));
     }
 
-    /// Destroys a channel, even while it executes work. `running` has a flag for each engine that
-    /// may execute work of the vGPU.
-    pub fn destroy(&mut self, id: ChannelId, running: [bool; 2]) -> Result<(), GpuError> {
+    /// Destroys a channel, even while it executes work.
+    pub fn destroy(&mut self, id: ChannelId, running: Running) -> Result<(), GpuError> {
+        // A fault counts, whether or not the guest asked for it before.
+        self.note_errors();
         let channel = self.by_id.get(&id).ok_or(GpuError::NotFound("channel"))?;
         let number = channel.group;
         let alone = !self.by_id.iter().any(|(other, c)| *other != id && c.group == number);
-        if alone && channel.may_be_running(running) {
+        if alone && channel.error == 0 && channel.may_be_running(running) {
             // Freeing waits for the work that runs. No other channel is in the group, so a reset is
             // safe.
-            self.reset_group_of(channel);
+            self.throw_off(id, running);
         }
-        if let Some(mut channel) = self.by_id.remove(&id) {
-            channel.tear_down();
-            self.free_notifiers.push(channel.notifier);
+        if let Some(channel) = self.by_id.remove(&id) {
+            self.free_channel(channel);
         }
         self.drop_empty_groups();
         self.resume(number)
     }
 
+    /// Frees a channel, and counts a fault that the driver has reported in the meantime.
+    fn free_channel(&mut self, mut channel: Channel) {
+        channel.tear_down();
+        if channel.error == 0 && channel.notifier.error().is_some() {
+            self.counters.faults += 1;
+            self.count_fault(channel.engine);
+        }
+        self.free_notifiers.push(channel.notifier);
+    }
+
+    /// Resets the group of a channel that may be executing work, and counts that: the reset of a
+    /// running kernel stalls the other vGPUs as a fault does. Returns the number of channels that
+    /// are lost.
+    fn throw_off(&mut self, id: ChannelId, running: Running) -> u64 {
+        let Some(channel) = self.by_id.get(&id).filter(|channel| channel.error == 0) else {
+            return 0;
+        };
+        let (engine, number) = (channel.engine, channel.group);
+        // A finished kernel can be resident as long as no other vGPU needs the engine.
+        let queued = channel.has_queued();
+        let had_work = queued || self.contended;
+        let long = queued && running.is_long(engine);
+        self.reset_group_of(channel);
+        if long {
+            self.count_fault(engine);
+        } else if had_work {
+            self.teardown_backoff[engine as usize].fault(Instant::now());
+        }
+        // The reset is counted. Its report by the driver is not another fault.
+        let channels = self.by_id.values_mut().filter(|c| c.group == number && c.error == 0);
+        let lost = channels.map(|channel| channel.error = notifier::RESET_CHANNEL).count();
+        self.groups.retain(|group| group.number != number);
+        lost as u64
+    }
+
     /// Schedules a group again. The removal of a channel stops the other channels for a moment, and
     /// the GPU may lose their rings meanwhile.
-    fn resume(&self, number: u32) -> Result<(), GpuError> {
-        if let Some(group) = self.groups.iter().find(|group| group.number == number) {
-            schedule(&self.device, &group.object)?;
-            self.ring_queued(|channel| channel.group == number);
-        }
+    fn resume(&mut self, number: u32) -> Result<(), GpuError> {
+        self.schedule_or_defer(number)?;
+        self.ring_queued(|channel| channel.group == number);
         Ok(())
     }
 
@@ -64,35 +126,41 @@ impl Channels {
                 self.reset_group_of(channel);
             }
         }
+        let mut had_channels = [false; 2];
         let live = self.by_id.values_mut().filter(|c| c.error == 0 && matches(c.engine));
         for channel in live {
             channel.error = notifier::RESET_CHANNEL;
             self.counters.faults += 1;
+            had_channels[channel.engine as usize] = true;
+        }
+        for engine in [EngineKind::Copy, EngineKind::Compute] {
+            if had_channels[engine as usize] {
+                self.count_fault(engine);
+            }
         }
         self.groups.retain(|group| !matches(group.engine));
     }
 
-    /// Destroys all channels, with `running` as in [`Self::destroy`].
-    pub fn clear(&mut self, running: [bool; 2]) {
-        for group in &self.groups {
-            let busy = self
-                .by_id
-                .values()
-                .find(|channel| channel.group == group.number && channel.may_be_running(running));
-            if let Some(channel) = busy {
-                self.reset_group_of(channel);
-            }
+    /// Destroys all channels, even while they execute work.
+    pub fn clear(&mut self, running: Running) {
+        self.note_errors();
+        let busy = |number: u32| {
+            let mut of_group = self.by_id.iter().filter(|(_, c)| c.group == number && c.error == 0);
+            of_group.find(|(_, channel)| channel.may_be_running(running)).map(|(id, _)| *id)
+        };
+        let busy: Vec<_> = self.groups.iter().filter_map(|group| busy(group.number)).collect();
+        for id in busy {
+            self.throw_off(id, running);
         }
-        for (_, mut channel) in std::mem::take(&mut self.by_id) {
-            channel.tear_down();
-            self.free_notifiers.push(channel.notifier);
+        for (_, channel) in std::mem::take(&mut self.by_id) {
+            self.free_channel(channel);
         }
         self.groups.clear();
     }
 
     /// Tears down the channels that have their USERD in memory about to be released, and marks them
     /// as faulted.
-    pub fn leave_memory(&mut self, memory: MemoryId) {
+    pub fn leave_memory(&mut self, memory: MemoryId, running: Running) {
         let affected = |channel: &Channel| {
             channel.userd.as_ref().is_some_and(|userd| userd.memory == Some(memory))
         };
@@ -100,7 +168,11 @@ impl Channels {
             self.by_id.iter().filter(|(_, c)| affected(c)).map(|(id, _)| *id).collect();
         for id in ids {
             let Some(channel) = self.by_id.get(&id) else { continue };
-            self.reset_group_of(channel);
+            if channel.was_used() {
+                self.counters.faults += self.throw_off(id, running);
+            } else {
+                self.reset_group_of(channel);
+            }
             if let Some(channel) = self.by_id.get_mut(&id) {
                 channel.tear_down();
                 if channel.error == 0 {

@@ -100,7 +100,8 @@ fn control_group(
         control::SET_TIMESLICE => group.timeslice_us = exact(Some(params))?,
         control::SCHEDULE => {
             expect_size(params, layout.schedule)?;
-            group.scheduled = params[0] != 0;
+            let scheduled = params[0] != 0;
+            state.objects.schedule(call.client, call.object, scheduled)?;
         }
         _ => return Err(status::NOT_SUPPORTED),
     }

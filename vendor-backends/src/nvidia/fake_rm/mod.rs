@@ -105,7 +105,12 @@ impl FakeRm {
         self.state().objects.fault(token, code);
     }
 
-    /// Returns whether the channel with a token is enabled.
+    /// Returns the tokens of the channels that were enabled when their group was scheduled.
+    pub fn started(&self) -> Vec<u32> {
+        self.state().objects.started.clone()
+    }
+
+    /// Returns whether the channel with a token is on the runlist and enabled.
     pub fn may_run(&self, token: u32) -> bool {
         self.state().objects.may_run(token)
     }

@@ -28,6 +28,7 @@ pub struct Object {
     pub engine: u32,
     /// Token of a channel.
     pub token: u32,
+    /// A channel or group is on the runlist.
     pub scheduled: bool,
     /// Time slice of a group, in microseconds.
     pub timeslice_us: u64,
@@ -54,10 +55,13 @@ pub struct Mapping {
 #[derive(Debug, Default)]
 pub struct Objects {
     all: BTreeMap<(u32, u32), Object>,
-    mappings: Vec<Mapping>,
+    /// Mappings by client, address space and address.
+    mappings: BTreeMap<(u32, u32, u64), Mapping>,
     clients: u32,
     tokens: u32,
     pub violations: Vec<String>,
+    /// Tokens of the channels that were enabled when their group was scheduled.
+    pub started: Vec<u32>,
     /// Time of the GPU's clock.
     pub clock_ns: u64,
 }
@@ -141,17 +145,21 @@ impl Objects {
                 }
             }
             if handle != client
-                && self.mappings.iter().any(|m| m.client == client && m.memory == *gone)
+                && self.mappings.values().any(|m| m.client == client && m.memory == *gone)
             {
                 self.violations.push(format!("{gone:#x} was freed while it is mapped"));
             }
         }
         self.all.retain(|(of_client, own), _| *of_client != client || !freed.contains(own));
-        self.mappings.retain(|mapping| {
+        self.mappings.retain(|_, mapping| {
             mapping.client != client
                 || !freed.contains(&mapping.memory) && !freed.contains(&mapping.space)
         });
         Ok(())
+    }
+
+    fn insert_mapping(&mut self, mapping: Mapping) {
+        self.mappings.insert((mapping.client, mapping.space, mapping.va), mapping);
     }
 
     /// Maps memory.
@@ -165,16 +173,14 @@ impl Objects {
         {
             return Err(status::INVALID_ARGUMENT);
         }
-        let overlaps = self.mappings.iter().any(|other| {
-            (other.client, other.space) == (mapping.client, mapping.space)
-                && other.va < end
-                && mapping.va < other.va + other.len
-        });
+        let key = |va: u64| (mapping.client, mapping.space, va);
+        let before = self.mappings.range(key(0)..key(end)).next_back();
+        let overlaps = before.is_some_and(|(_, other)| mapping.va < other.va + other.len);
         // The driver reserves the first 4 GiB.
         if overlaps || mapping.va < 4 << 30 {
             return Err(status::NO_MEMORY);
         }
-        self.mappings.push(mapping);
+        self.insert_mapping(mapping);
         Ok(())
     }
 
@@ -187,16 +193,18 @@ impl Objects {
         va: u64,
         size: u64,
     ) -> Result<(), Refusal> {
-        let same = |m: &Mapping| (m.client, m.space, m.memory) == (client, space, memory);
         let inside = |m: &Mapping| {
-            if size == 0 { m.va == va } else { m.va <= va && va + size <= m.va + m.len }
+            m.memory == memory && if size == 0 { m.va == va } else { va + size <= m.va + m.len }
         };
-        let found = self.mappings.iter().position(|m| same(m) && inside(m));
-        let mapping = self.mappings.swap_remove(found.ok_or(status::OBJECT_NOT_FOUND)?);
+        let before = self.mappings.range((client, space, 0)..=(client, space, va)).next_back();
+        let found = before.filter(|(_, mapping)| inside(mapping)).map(|(key, _)| *key);
+        let mapping = found.and_then(|key| self.mappings.remove(&key));
+        let mapping = mapping.ok_or(status::OBJECT_NOT_FOUND)?;
         let unmapped_end = if size == 0 { mapping.va + mapping.len } else { va + size };
         for (start, end) in [(mapping.va, va), (unmapped_end, mapping.va + mapping.len)] {
             if start < end {
-                self.mappings.push(Mapping { client, space, memory, va: start, len: end - start });
+                let len = end - start;
+                self.insert_mapping(Mapping { client, space, memory, va: start, len });
             }
         }
         Ok(())
@@ -246,9 +254,23 @@ impl Objects {
         self.all.values().find(|object| object.class == host::CLASS && object.token == token)
     }
 
-    /// Returns whether the channel with a token is enabled.
+    /// Returns whether the channel with a token is on the runlist and enabled.
     pub fn may_run(&self, token: u32) -> bool {
-        self.of_token(token).is_some_and(|channel| channel.disabled == 0)
+        self.of_token(token).is_some_and(|channel| channel.scheduled && channel.disabled == 0)
+    }
+
+    /// Schedules a group with the channels that it has now, or takes it off the runlist.
+    pub fn schedule(&mut self, client: u32, group: u32, scheduled: bool) -> Result<(), Refusal> {
+        self.get_mut(client, group)?.scheduled = scheduled;
+        let of_group =
+            |o: &&mut Object| (o.client, o.parent, o.class) == (client, group, host::CLASS);
+        let mut at_once = Vec::new();
+        for channel in self.all.values_mut().filter(of_group) {
+            channel.scheduled = scheduled;
+            at_once.extend((scheduled && channel.disabled == 0).then_some(channel.token));
+        }
+        self.started.extend(at_once);
+        Ok(())
     }
 
     /// Returns the time slice of the group of the channel with a token, in microseconds.

@@ -4,6 +4,8 @@
 //! `cargo test -p vendor-backends --test nvidia_hw -- --nocapture --test-threads=1`
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+mod hostile_guest;
+
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::sync::Arc;
