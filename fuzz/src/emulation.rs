@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use mdev_core::abi::host::{GpEntry, MethodHeader, SET_OBJECT, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, userd};
-use mdev_core::gpu::{Backing, ChannelSpec, EngineKind};
-use mdev_core::ids::{GpuVa, VgpuId};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest};
+use mdev_core::ids::{GpuVa, SpaceId, VgpuId};
 use nix::sys::eventfd::EventFd;
-use vendor_backends::mediator::emulation::address_space::AddressSpace;
-use vendor_backends::mediator::emulation::address_space::memory::Slot;
+use vendor_backends::mediator::emulation::address_space::AddressSpaces;
 use vendor_backends::mediator::emulation::channel::{Channel, Userd};
 use vendor_backends::mediator::emulation::clock::now_ns;
 use vendor_backends::mediator::emulation::counters::Counters;
@@ -61,7 +60,7 @@ pub fn call(subchannel: u8, method: u32, data: &[u32]) -> Vec<u32> {
 pub struct Fixture {
     gpu: SoftGpu,
     memory: Arc<Mapping>,
-    space: AddressSpace,
+    spaces: AddressSpaces,
     interrupts: Interrupts,
 }
 
@@ -69,17 +68,16 @@ impl Default for Fixture {
     fn default() -> Self {
         let memory = SharedMemory::new(c"fuzz", BYTES).expect("memory").mapping;
         memory.write(0, &vec![CANARY; BYTES as usize]).expect("in range");
-        let mut space = AddressSpace::new(Some(Arc::clone(&memory)), 0);
+        let mut spaces = AddressSpaces::new(Some(Arc::clone(&memory)), 0);
         for (range, writable) in [(WRITABLE, true), (READ_ONLY, false)] {
-            let len = range.end - range.start;
-            space
-                .map(GpuVa(va(range.start)), len, Slot::VRAM, range.start, writable)
-                .expect("maps");
+            let backing = Backing::Vram { offset: range.start };
+            let request = MapRequest::new(GpuVa(va(range.start)), range.end - range.start, backing);
+            spaces.map(&MapRequest { writable, ..request }).expect("maps");
         }
         let status = SharedMemory::new(c"status", 4096).expect("memory").mapping;
         let event = EventFd::new().expect("an eventfd").into();
         let interrupts = Interrupts::new(status, event).expect("interrupts");
-        Self { gpu: SoftGpu::new("soft0", BYTES), memory, space, interrupts }
+        Self { gpu: SoftGpu::new("soft0", BYTES), memory, spaces, interrupts }
     }
 }
 
@@ -112,6 +110,8 @@ impl Fixture {
             gpfifo_entries: 16,
             userd: Backing::Vram { offset: USERD },
             vector: 0,
+            space: SpaceId::DEFAULT,
+            group: None,
         };
         let userd = Userd { mapping: Arc::clone(&self.memory), offset: USERD, memory: None };
         let mut channel = Channel::new(spec, userd, 0);
@@ -125,7 +125,7 @@ impl Fixture {
             let cx = Context {
                 hardware: &self.gpu,
                 vgpu: VgpuId(uuid::Uuid::nil()),
-                space: &self.space,
+                space: self.spaces.get(SpaceId::DEFAULT).expect("the default"),
                 limit: &limit,
                 interrupts,
                 vector: 0,

@@ -64,6 +64,16 @@ pub struct ChannelId(pub u32);
 #[serde(transparent)]
 pub struct Token(pub u32);
 
+/// Id of a GPU virtual address space of one client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct SpaceId(pub u32);
+
+impl SpaceId {
+    /// The address space that always exists. A VM uses only this one.
+    pub const DEFAULT: Self = Self(0);
+}
+
 /// Id of guest memory that a [`crate::gpu::Client`] imported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -18,9 +18,9 @@ use crate::abi::mailbox::VA_END;
 use crate::device::Scanout;
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
 };
-use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, Token, VgpuId};
+use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, SpaceId, Token, VgpuId};
 use crate::mem::{DmaAccess, GuestMemory};
 use crate::units::{MIB, PAGE_SIZE, is_aligned};
 
@@ -157,13 +157,9 @@ impl Client for Recorder {
         Ok(())
     }
 
-    fn map(
-        &mut self,
-        va: GpuVa,
-        len: u64,
-        backing: Backing,
-        writable: bool,
-    ) -> Result<(), GpuError> {
+    fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
+        let MapRequest { space, va, len, backing, writable } = *request;
+        assert_eq!(space, SpaceId::DEFAULT);
         assert!(len > 0 && is_aligned(va.0 | len, PAGE_SIZE), "{va} {len:#x}");
         let end = va.0.checked_add(len).unwrap();
         assert!(end <= VA_END, "{va} {len:#x}");
@@ -186,7 +182,8 @@ impl Client for Recorder {
         Ok(())
     }
 
-    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError> {
+    fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        assert_eq!(space, SpaceId::DEFAULT);
         let mut record = self.call(format!("unmap {va} {len:#x}"))?;
         let before = record.mapped.len();
         record.mapped.retain(|start, _| *start < va.0 || *start - va.0 >= len);

@@ -166,6 +166,8 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
         gpfifo_entries: 64,
         userd: mdev_core::gpu::Backing::Guest { memory: driver.memory(), offset: 0 },
         vector: 0,
+        space: mdev_core::ids::SpaceId::DEFAULT,
+        group: None,
     };
     let refused = driver.client().create_channel(&spec).unwrap_err();
     assert_eq!(refused.to_string(), "Limit reached: channels");

@@ -11,8 +11,10 @@ use crate::abi::mailbox::{
     Status, USERD_GUEST, USERD_VRAM, Unmap, VA_END, VA_START,
 };
 use crate::abi::{compute, copy, host, userd};
-use crate::gpu::{Backing, ChannelRequest, ChannelSpecError, Client, EngineKind, GpuError};
-use crate::ids::{ChannelId, GpuVa, GuestPa};
+use crate::gpu::{
+    Backing, ChannelRequest, ChannelSpecError, Client, EngineKind, GpuError, MapRequest,
+};
+use crate::ids::{ChannelId, GpuVa, GuestPa, SpaceId};
 use crate::mem::{DmaAccess, GuestMemory};
 use crate::units::{PAGE_SIZE, is_aligned};
 
@@ -133,7 +135,7 @@ fn execute(
         Opcode::Unmap => {
             let request: Unmap = exact(payload)?;
             let va = gpu_range(request.va, request.length)?;
-            env.client.unmap(va, request.length)?;
+            env.client.unmap(SpaceId::DEFAULT, va, request.length)?;
             Ok(Reply::new())
         }
         Opcode::ChannelCreate => create_channel(env, &exact(payload)?),
@@ -246,10 +248,11 @@ fn map_guest(env: &mut Environment<'_>, request: &MapGuest, list: &[u8]) -> Resu
     }
     let mut va = start;
     for (backing, len) in pieces {
-        if let Err(error) = env.client.map(GpuVa(va), len, backing, writable) {
+        let mapping = MapRequest { writable, ..MapRequest::new(GpuVa(va), len, backing) };
+        if let Err(error) = env.client.map(&mapping) {
             // Undo a partial mapping.
             if va > start {
-                env.client.unmap(GpuVa(start), va - start)?;
+                env.client.unmap(SpaceId::DEFAULT, GpuVa(start), va - start)?;
             }
             return Err(error.into());
         }
@@ -280,7 +283,7 @@ fn map_vram(env: &mut Environment<'_>, request: &MapVram) -> Result<(), Refusal>
     }
     let va = gpu_range(request.va, request.length)?;
     let backing = vram_range(env, request.offset, request.length)?;
-    Ok(env.client.map(va, request.length, backing, writable)?)
+    Ok(env.client.map(&MapRequest { writable, ..MapRequest::new(va, request.length, backing) })?)
 }
 
 fn create_channel(env: &mut Environment<'_>, request: &ChannelCreate) -> Result<Reply, Refusal> {

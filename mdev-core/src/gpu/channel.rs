@@ -7,8 +7,8 @@ use crate::abi::control::VECTORS;
 use crate::abi::host::GP_ENTRY_BYTES;
 use crate::abi::mailbox::{ENGINE_COMPUTE, ENGINE_COPY, MAX_GPFIFO_ENTRIES, VA_END, VA_START};
 use crate::abi::userd;
-use crate::ids::{ChannelId, GpuVa, Token};
-use crate::units::is_aligned;
+use crate::ids::{ChannelId, GpuVa, SpaceId, Token};
+use crate::units::{PAGE_SIZE, is_aligned};
 
 /// Engine of a channel. Every channel has the host class too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -51,6 +51,12 @@ pub struct ChannelSpec {
     pub userd: Backing,
     /// Interrupt vector of non-stall interrupts.
     pub vector: u32,
+    /// Address space.
+    pub space: SpaceId,
+    /// Group that is scheduled as one. Channels of a client with the same number are in the same
+    /// group, and must have the same engine and address space. `None`: the default group of the
+    /// engine.
+    pub group: Option<u32>,
 }
 
 impl ChannelSpec {
@@ -62,7 +68,8 @@ impl ChannelSpec {
         let (Backing::Guest { offset, .. } | Backing::Vram { offset }) = self.userd;
         let Self { engine, gpfifo, gpfifo_entries, vector, .. } = *self;
         let request = ChannelRequest { engine, gpfifo, gpfifo_entries, userd: offset, vector };
-        request.check(capabilities)
+        let va_start = if self.space == SpaceId::DEFAULT { VA_START } else { PAGE_SIZE };
+        request.check_from(va_start, capabilities)
     }
 }
 
@@ -84,6 +91,15 @@ pub struct ChannelRequest {
 impl ChannelRequest {
     /// Checks the parameters.
     pub fn check(&self, capabilities: GpuCapabilities) -> Result<(), ChannelSpecError> {
+        self.check_from(VA_START, capabilities)
+    }
+
+    /// Checks the parameters for an address space that starts at `va_start`.
+    fn check_from(
+        &self,
+        va_start: u64,
+        capabilities: GpuCapabilities,
+    ) -> Result<(), ChannelSpecError> {
         use ChannelSpecError as E;
         let GpuVa(gpfifo) = self.gpfifo;
         let entries = self.gpfifo_entries;
@@ -98,17 +114,19 @@ impl ChannelRequest {
             Err(E::UserdAlignment)
         } else if self.vector >= VECTORS {
             Err(E::Vector)
-        } else if gpfifo < VA_START || end.is_none_or(|end| end > VA_END) {
+        } else if gpfifo < va_start || end.is_none_or(|end| end > VA_END) {
             Err(E::GpfifoRange)
         } else {
             Ok(())
         }
     }
 
-    /// Returns the specification with the location of the USERD.
+    /// Returns the specification with the location of the USERD, in the default address space and
+    /// group.
     pub const fn with_userd(self, userd: Backing) -> ChannelSpec {
         let Self { engine, gpfifo, gpfifo_entries, vector, .. } = self;
-        ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector }
+        let (space, group) = (SpaceId::DEFAULT, None);
+        ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group }
     }
 }
 
@@ -168,6 +186,8 @@ mod tests {
         gpfifo_entries: 2,
         userd: Backing::Vram { offset: 512 },
         vector: VECTORS - 1,
+        space: SpaceId::DEFAULT,
+        group: None,
     };
 
     #[test]
@@ -178,7 +198,9 @@ mod tests {
             gpfifo_entries: MAX_GPFIFO_ENTRIES,
             ..GOOD
         };
-        for spec in [GOOD, largest] {
+        let low =
+            ChannelSpec { gpfifo: GpuVa(PAGE_SIZE), space: SpaceId(1), group: Some(7), ..GOOD };
+        for spec in [GOOD, largest, low] {
             assert_eq!(spec.check(GpuCapabilities::COMPUTE), Ok(()), "{spec:?}");
         }
     }
@@ -198,6 +220,8 @@ mod tests {
             (ChannelSpec { gpfifo: GpuVa(VA_START - 8), ..GOOD }, E::GpfifoRange),
             (ChannelSpec { gpfifo: GpuVa(VA_END - 8), ..GOOD }, E::GpfifoRange),
             (ChannelSpec { gpfifo: GpuVa(!7), ..GOOD }, E::GpfifoRange),
+            (ChannelSpec { gpfifo: GpuVa(8), space: SpaceId(1), ..GOOD }, E::GpfifoRange),
+            (ChannelSpec { gpfifo: GpuVa(VA_END), space: SpaceId(1), ..GOOD }, E::GpfifoRange),
         ] {
             assert_eq!(spec.check(GpuCapabilities::COMPUTE), Err(error), "{spec:?}");
         }

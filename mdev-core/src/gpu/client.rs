@@ -10,7 +10,13 @@ use super::screen::Scanout;
 use super::{
     ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError, Usage,
 };
-use crate::ids::{ChannelId, GpuVa, MemoryId, Token};
+use crate::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
+#[cfg(doc)]
+use crate::units::PAGE_SIZE;
+
+/// End of the addresses of a created address space: 47 bits. Rings and pushbuffers must be below
+/// [`VA_END`](crate::abi::mailbox::VA_END), because the host class has 40 bits for them.
+pub const CREATED_VA_END: u64 = 1 << 47;
 
 /// Location of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +33,40 @@ pub enum Backing {
         /// Byte offset into the partition.
         offset: u64,
     },
+}
+
+/// Parameters of a new mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MapRequest {
+    /// Address space.
+    pub space: SpaceId,
+    /// Page-aligned GPU virtual address.
+    pub va: GpuVa,
+    /// Page-aligned length in bytes.
+    pub len: u64,
+    /// Page-aligned memory to map.
+    pub backing: Backing,
+    /// False if the GPU may only read the memory.
+    pub writable: bool,
+}
+
+impl MapRequest {
+    /// Returns the parameters of a writable mapping in the default address space.
+    pub const fn new(va: GpuVa, len: u64, backing: Backing) -> Self {
+        Self { space: SpaceId::DEFAULT, va, len, backing, writable: true }
+    }
+
+    /// Returns the same mapping for reads only.
+    #[must_use]
+    pub const fn read_only(self) -> Self {
+        Self { writable: false, ..self }
+    }
+
+    /// Returns the same mapping in another address space.
+    #[must_use]
+    pub const fn in_space(self, space: SpaceId) -> Self {
+        Self { space, ..self }
+    }
 }
 
 /// Range of a file for a guest's mapping.
@@ -81,7 +121,7 @@ bitflags! {
     }
 }
 
-/// A worker's handle of one vGPU on a GPU: a partition, one address space, and channels.
+/// A worker's handle of one vGPU on a GPU: a partition, address spaces, and channels.
 pub trait Client: Send + fmt::Debug {
     /// Returns the granted resources.
     fn spec(&self) -> &ClientSpec;
@@ -98,17 +138,22 @@ pub trait Client: Send + fmt::Debug {
     /// Releases an import and unmaps its memory. No access is in flight after the return.
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError>;
 
-    /// Maps `len` bytes of `backing` at `va` (all page-aligned).
-    fn map(
-        &mut self,
-        va: GpuVa,
-        len: u64,
-        backing: Backing,
-        writable: bool,
-    ) -> Result<(), GpuError>;
+    /// Creates an empty address space beside [`SpaceId::DEFAULT`]. Its addresses are those from
+    /// [`PAGE_SIZE`] to [`CREATED_VA_END`].
+    fn create_space(&mut self) -> Result<SpaceId, GpuError> {
+        Err(GpuError::Unsupported("several address spaces"))
+    }
+
+    /// Destroys a created address space, its mappings, and the channels in it.
+    fn destroy_space(&mut self, _space: SpaceId) -> Result<(), GpuError> {
+        Err(GpuError::NotFound("address space"))
+    }
+
+    /// Maps memory. If a page is mapped already, fails and changes nothing.
+    fn map(&mut self, request: &MapRequest) -> Result<(), GpuError>;
 
     /// Unmaps every page of a range. If a page is not mapped, fails and changes nothing.
-    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError>;
+    fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError>;
 
     /// Creates a channel and schedules it.
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError>;
@@ -142,8 +187,8 @@ pub trait Client: Send + fmt::Debug {
     /// Returns and clears the conditions that were raised since the last call.
     fn take_pending(&mut self) -> Pending;
 
-    /// Destroys all channels and mappings and keeps imports and video memory, for a function-level
-    /// reset or a reboot of the guest.
+    /// Destroys all channels, mappings and created address spaces, and keeps imports and video
+    /// memory, for a function-level reset or a reboot of the guest.
     fn reset(&mut self) -> Result<(), GpuError>;
 
     /// Returns the usage counters.

@@ -1,7 +1,7 @@
 //! Interface between Tessera and a GPU backend.
 //!
 //! The manager holds a [`Gpu`]: it admits vGPUs and sets their time slices. A worker holds one
-//! [`Client`]: one vGPU's partition, address space and channels, opened with the manager's
+//! [`Client`]: one vGPU's partition, address spaces and channels, opened with the manager's
 //! [`Admission`]. Dropping either releases all of its resources in every state.
 
 mod budget;
@@ -18,7 +18,9 @@ pub use capabilities::{GpuCapabilities, GpuDescription};
 pub use channel::{
     ChannelHandle, ChannelRequest, ChannelSpec, ChannelSpecError, ChannelStatus, EngineKind,
 };
-pub use client::{Aperture, Apertures, Backing, Client, GuestRam, Pending};
+pub use client::{
+    Aperture, Apertures, Backing, CREATED_VA_END, Client, GuestRam, MapRequest, Pending,
+};
 pub use error::GpuError;
 pub use parent::{Admission, ClientSpec, Gpu};
 pub use screen::{PhysicalScreen, Scanout, ScreenStatus};

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use mdev_core::abi::host::{self};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::notifier;
-use mdev_core::gpu::{Backing, EngineKind, GpuError, Pending};
-use mdev_core::ids::GpuVa;
+use mdev_core::gpu::{Backing, EngineKind, GpuError, MapRequest, Pending};
+use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE};
 
 use super::driver::{DATA, Driver, ENTRIES, Pushbuffer, RAM_BYTES, Ring, readable};
@@ -45,7 +45,7 @@ pub(super) fn release_in_flight(driver: &mut Driver) {
     let (other, memory) = driver.import(4 * MIB);
     let va = VA_START + (3 << 30);
     let backing = Backing::Guest { memory, offset: 0 };
-    driver.client().map(GpuVa(va), 4 * MIB, backing, true).unwrap();
+    driver.client().map(&MapRequest::new(GpuVa(va), 4 * MIB, backing)).unwrap();
     driver.write(DATA, &vec![1; 1 << 20]);
     let mut ring = driver.ring(EngineKind::Copy);
     submit_long_copy(driver, &mut ring, va);
@@ -63,7 +63,7 @@ pub(super) fn release_in_flight(driver: &mut Driver) {
     assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT);
     assert!(matches!(driver.client().release(memory), Err(GpuError::NotFound(_))));
     let again = Backing::Guest { memory, offset: 0 };
-    assert!(driver.client().map(GpuVa(va), PAGE_SIZE, again, true).is_err());
+    assert!(driver.client().map(&MapRequest::new(GpuVa(va), PAGE_SIZE, again)).is_err());
 }
 
 /// Checks that a channel with work can be destroyed, and that unmapped rings fault.
@@ -78,7 +78,7 @@ pub(super) fn destroy_in_flight(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Copy);
     driver.finish(&mut ring, Pushbuffer::default());
     let va = GpuVa(driver.va(0));
-    driver.client().unmap(va, RAM_BYTES).unwrap();
+    driver.client().unmap(SpaceId::DEFAULT, va, RAM_BYTES).unwrap();
     driver.submit(&mut ring, Pushbuffer::default());
     assert_eq!(driver.expect_fault(&ring).error, notifier::MMU_FAULT, "the ring is unmapped");
 }

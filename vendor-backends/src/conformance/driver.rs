@@ -11,9 +11,9 @@ use mdev_core::abi::host::{self, GpEntry, MethodHeader, SecOp, sem};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, doorbell, userd};
 use mdev_core::gpu::{
-    Backing, ChannelSpec, ChannelStatus, Client, EngineKind, GpuCapabilities, GuestRam,
+    Backing, ChannelSpec, ChannelStatus, Client, EngineKind, GpuCapabilities, GuestRam, MapRequest,
 };
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -182,13 +182,13 @@ impl Driver {
     pub fn map_ram(&mut self) {
         let backing = Backing::Guest { memory: self.memory, offset: 0 };
         let va = GpuVa(self.va(0));
-        self.client.map(va, RAM_BYTES, backing, true).unwrap();
+        self.client.map(&MapRequest::new(va, RAM_BYTES, backing)).unwrap();
     }
 
     /// Maps video memory. Returns the GPU virtual address.
     pub fn map_vram(&mut self, offset: u64, len: u64) -> u64 {
         let va = VA_START + (8 << 30);
-        self.client.map(GpuVa(va), len, Backing::Vram { offset }, true).unwrap();
+        self.client.map(&MapRequest::new(GpuVa(va), len, Backing::Vram { offset })).unwrap();
         va
     }
 
@@ -203,7 +203,7 @@ impl Driver {
     /// Maps an import.
     pub fn map(&mut self, va: u64, len: u64, memory: MemoryId) {
         let backing = Backing::Guest { memory, offset: 0 };
-        self.client.map(GpuVa(va), len, backing, true).unwrap();
+        self.client.map(&MapRequest::new(GpuVa(va), len, backing)).unwrap();
     }
 
     /// Starts an endless kernel (a program of the software GPU).
@@ -254,6 +254,12 @@ impl Driver {
 
     /// Creates a channel without binding classes.
     pub fn bare_ring(&mut self, engine: EngineKind) -> Ring {
+        self.ring_in(engine, SpaceId::DEFAULT, None)
+    }
+
+    /// Creates a channel in an address space and group, without binding classes. The address space
+    /// has the guest's memory at its usual address.
+    pub fn ring_in(&mut self, engine: EngineKind, space: SpaceId, group: Option<u32>) -> Ring {
         let base = self.free_rings.pop().expect("a free ring");
         self.write(base, &vec![0; PUSHBUFFERS as usize]);
         let spec = ChannelSpec {
@@ -262,6 +268,8 @@ impl Driver {
             gpfifo_entries: ENTRIES,
             userd: Backing::Guest { memory: self.memory, offset: base + USERD },
             vector: 0,
+            space,
+            group,
         };
         let handle = self.client.create_channel(&spec).unwrap();
         Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 }

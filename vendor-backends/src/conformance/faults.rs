@@ -4,7 +4,7 @@ use mdev_core::abi::copy::{self, launch};
 use mdev_core::abi::host::{self, sem};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::notifier;
-use mdev_core::gpu::{Backing, EngineKind, GpuCapabilities};
+use mdev_core::gpu::{Backing, EngineKind, GpuCapabilities, MapRequest};
 use mdev_core::ids::GpuVa;
 use mdev_core::units::{MIB, PAGE_SIZE};
 
@@ -37,7 +37,7 @@ pub(super) fn read_only(driver: &mut Driver) {
     let mut ring = driver.ring(EngineKind::Copy);
     let va = VA_START + (2 << 30);
     let backing = Backing::Guest { memory: driver.memory(), offset: DATA };
-    driver.client().map(GpuVa(va), PAGE_SIZE, backing, false).unwrap();
+    driver.client().map(&MapRequest::new(GpuVa(va), PAGE_SIZE, backing).read_only()).unwrap();
     driver.write(DATA, &[7; 64]);
     let push = Pushbuffer::default().copy(va, driver.va(DATA + MIB), 64);
     driver.finish(&mut ring, push);

@@ -3,8 +3,8 @@
 use std::os::fd::AsFd;
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRam};
-use mdev_core::ids::{GpuVa, MemoryId};
+use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRam, MapRequest};
+use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 
 use crate::mem::SharedMemory;
@@ -23,6 +23,8 @@ pub fn channel_spec(engine: EngineKind, memory: MemoryId, userd: u64) -> Channel
         gpfifo_entries: 64,
         userd: Backing::Guest { memory, offset: userd },
         vector: 0,
+        space: SpaceId::DEFAULT,
+        group: None,
     }
 }
 
@@ -31,10 +33,12 @@ pub fn run(client: &mut dyn Client) -> Result<(), GpuError> {
     let ram = SharedMemory::new(c"ram", 16 * MIB)?;
     let memory = import(client, &ram)?;
     let backing = |offset| Backing::Guest { memory, offset };
-    client.map(GpuVa(VA_START), 16 * MIB, backing(0), true)?;
-    client.map(GpuVa(VA_START + GIB), 2 * MIB, Backing::Vram { offset: 2 * MIB }, true)?;
-    client.unmap(GpuVa(VA_START + MIB), MIB)?;
-    client.map(GpuVa(VA_START + MIB), PAGE_SIZE, backing(0), false)?;
+    client.map(&MapRequest::new(GpuVa(VA_START), 16 * MIB, backing(0)))?;
+    let vram = Backing::Vram { offset: 2 * MIB };
+    client.map(&MapRequest::new(GpuVa(VA_START + GIB), 2 * MIB, vram))?;
+    let hole = GpuVa(VA_START + MIB);
+    client.unmap(SpaceId::DEFAULT, hole, MIB)?;
+    client.map(&MapRequest::new(hole, PAGE_SIZE, backing(0)).read_only())?;
     let copy = client.create_channel(&channel_spec(EngineKind::Copy, memory, 0x1000))?;
     let compute = client.create_channel(&channel_spec(EngineKind::Compute, memory, 0x2000))?;
     client.create_channel(&channel_spec(EngineKind::Compute, memory, 0x3000))?;

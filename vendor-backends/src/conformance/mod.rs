@@ -12,6 +12,7 @@ mod kernels;
 pub mod lifecycle;
 mod refusals;
 mod semaphores;
+mod spaces;
 
 use std::time::Duration;
 
@@ -56,6 +57,9 @@ const CHECKS: &[Check] = &[
     ("destroys channels with work in flight", GpuCapabilities::COPY, channels::destroy_in_flight),
     ("works after a reset", GpuCapabilities::COPY, channels::reset),
     ("raises interrupts", GpuCapabilities::COPY, channels::interrupts),
+    ("separates address spaces", GpuCapabilities::COPY, spaces::separation),
+    ("destroys address spaces with their channels", GpuCapabilities::COPY, spaces::destruction),
+    ("groups channels", GpuCapabilities::COPY, spaces::groups),
     ("refuses invalid requests", GpuCapabilities::COPY, refusals::refusals),
     ("executes programs", PROGRAMS, kernels::programs),
     ("executes no more threads than the grid has", PROGRAMS, kernels::grid_bounds),

@@ -1,8 +1,8 @@
 //! Check of invalid requests.
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, GpuError};
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, GpuError, MapRequest};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use mdev_core::units::PAGE_SIZE;
 
 use super::driver::{Driver, RAM_BYTES};
@@ -13,7 +13,8 @@ pub(super) fn refusals(driver: &mut Driver) {
     let client = driver.client();
     let guest = |offset| Backing::Guest { memory, offset };
     let free = VA_START + (5 << 30);
-    let mut map = |va: u64, len: u64, backing| client.map(GpuVa(va), len, backing, true);
+    let mut map =
+        |va: u64, len: u64, backing| client.map(&MapRequest::new(GpuVa(va), len, backing));
     assert!(matches!(map(free + 1, PAGE_SIZE, guest(0)), Err(GpuError::Invalid(_))));
     assert!(matches!(map(free, 0, guest(0)), Err(GpuError::Invalid(_))));
     assert!(matches!(map(0, PAGE_SIZE, guest(0)), Err(GpuError::OutOfRange(_))));
@@ -25,9 +26,12 @@ pub(super) fn refusals(driver: &mut Driver) {
     map(free, 2 * PAGE_SIZE, guest(0)).unwrap();
     let overlap = map(free + PAGE_SIZE, PAGE_SIZE, guest(0));
     assert!(matches!(overlap, Err(GpuError::Overlap(GpuVa(va))) if va == free + PAGE_SIZE));
-    let client = driver.client();
-    assert!(matches!(client.unmap(GpuVa(free), 3 * PAGE_SIZE), Err(GpuError::NotFound(_))));
-    client.unmap(GpuVa(free), 2 * PAGE_SIZE).unwrap();
+    let (client, default) = (driver.client(), SpaceId::DEFAULT);
+    assert!(matches!(
+        client.unmap(default, GpuVa(free), 3 * PAGE_SIZE),
+        Err(GpuError::NotFound(_))
+    ));
+    client.unmap(default, GpuVa(free), 2 * PAGE_SIZE).unwrap();
 
     let good = ChannelSpec {
         engine: EngineKind::Copy,
@@ -35,6 +39,8 @@ pub(super) fn refusals(driver: &mut Driver) {
         gpfifo_entries: 64,
         userd: guest(0),
         vector: 0,
+        space: default,
+        group: None,
     };
     for bad in [
         ChannelSpec { gpfifo: GpuVa(free + 4), ..good },
@@ -46,9 +52,12 @@ pub(super) fn refusals(driver: &mut Driver) {
         ChannelSpec { userd: guest(RAM_BYTES), ..good },
         ChannelSpec { userd: no_memory, ..good },
         ChannelSpec { vector: 99, ..good },
+        ChannelSpec { space: SpaceId(12345), ..good },
     ] {
         assert!(client.create_channel(&bad).is_err(), "{bad:?}");
     }
+    assert!(client.destroy_space(default).is_err(), "the default address space always exists");
+    assert!(client.destroy_space(SpaceId(12345)).is_err());
     let missing = client.destroy_channel(ChannelId(12345));
     assert!(matches!(missing, Err(GpuError::NotFound(_))));
     assert!(client.release(MemoryId(12345)).is_err());

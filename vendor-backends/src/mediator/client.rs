@@ -8,10 +8,10 @@ use std::sync::Arc;
 use mdev_core::abi::doorbell;
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
-    Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
+    Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
 };
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
@@ -81,7 +81,16 @@ impl MediatedClient {
         })
     }
 
+    /// Refuses a request that the GPU process does not know.
+    fn check_version(&self, request: &ClientRequest) -> Result<(), GpuError> {
+        if self.version < request.since() {
+            return Err(GpuError::Unsupported("requests that are newer than the GPU process"));
+        }
+        Ok(())
+    }
+
     fn send(&mut self, request: &ClientRequest, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
+        self.check_version(request)?;
         match self.connection.request(request, fds)?.0 {
             ClientReply::Done => Ok(()),
             other => Err(self.unexpected(&other)),
@@ -154,22 +163,30 @@ impl Client for MediatedClient {
         self.send(&ClientRequest::Release(memory), &[])
     }
 
-    fn map(
-        &mut self,
-        va: GpuVa,
-        len: u64,
-        backing: Backing,
-        writable: bool,
-    ) -> Result<(), GpuError> {
-        self.send(&ClientRequest::Map { va, len, backing, writable }, &[])
+    fn create_space(&mut self) -> Result<SpaceId, GpuError> {
+        self.check_version(&ClientRequest::CreateSpace)?;
+        match self.connection.request(&ClientRequest::CreateSpace, &[])?.0 {
+            ClientReply::SpaceCreated(space) => Ok(space),
+            other => Err(self.unexpected(&other)),
+        }
     }
 
-    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError> {
-        self.send(&ClientRequest::Unmap { va, len }, &[])
+    fn destroy_space(&mut self, space: SpaceId) -> Result<(), GpuError> {
+        self.send(&ClientRequest::DestroySpace(space), &[])
+    }
+
+    fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
+        self.send(&ClientRequest::map(*request), &[])
+    }
+
+    fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        self.send(&ClientRequest::unmap(space, va, len), &[])
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        match self.connection.request(&ClientRequest::CreateChannel(*spec), &[])?.0 {
+        let request = ClientRequest::create_channel(*spec);
+        self.check_version(&request)?;
+        match self.connection.request(&request, &[])?.0 {
             ClientReply::Created(handle) => Ok(handle),
             other => Err(self.unexpected(&other)),
         }

@@ -11,10 +11,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use mdev_core::gpu::{
-    Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, Pending, Usage,
+    Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
 };
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -222,6 +222,15 @@ fn receive_grant(manager: &SeqPacket) -> Result<Box<Grant>, GpuError> {
     }
 }
 
+/// Refuses address spaces beside the default one.
+fn only_default(space: SpaceId) -> Result<(), GpuError> {
+    if space == SpaceId::DEFAULT {
+        Ok(())
+    } else {
+        Err(GpuError::Unsupported("several address spaces"))
+    }
+}
+
 impl Client for NvidiaClient {
     fn start(&mut self) -> Result<(), GpuError> {
         let Some(inputs) = self.thread_inputs.take() else { return Ok(()) };
@@ -266,21 +275,22 @@ impl Client for NvidiaClient {
         Ok(())
     }
 
-    fn map(
-        &mut self,
-        va: GpuVa,
-        len: u64,
-        backing: Backing,
-        writable: bool,
-    ) -> Result<(), GpuError> {
+    fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
+        let MapRequest { space, va, len, backing, writable } = *request;
+        only_default(space)?;
         self.memory.map(va, len, backing, writable)
     }
 
-    fn unmap(&mut self, va: GpuVa, len: u64) -> Result<(), GpuError> {
+    fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        only_default(space)?;
         self.memory.unmap(va, len)
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
+        only_default(spec.space)?;
+        if spec.group.is_some() {
+            return Err(GpuError::Unsupported("groups of channels"));
+        }
         spec.check(self.gpu.capabilities)?;
         let userd = self.memory.userd(spec.userd)?;
         self.state.note_errors();

@@ -1,7 +1,7 @@
 //! Driver calls: objects, memory, failures and supported versions.
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, Client, ClientSpec, EngineKind, Gpu, GpuError};
+use mdev_core::gpu::{Backing, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest};
 use mdev_core::ids::GpuVa;
 use mdev_core::profile;
 use mdev_core::units::{GIB, MIB};
@@ -105,7 +105,9 @@ fn objects_are_freed_before_their_parents_and_memory() {
     let (_, mut client) = client(&rm, &mut gpu);
     let memory = ram(MIB);
     let id = lifecycle::import(&mut client, &memory).unwrap();
-    client.map(GpuVa(VA_START), MIB, Backing::Guest { memory: id, offset: 0 }, true).unwrap();
+    client
+        .map(&MapRequest::new(GpuVa(VA_START), MIB, Backing::Guest { memory: id, offset: 0 }))
+        .unwrap();
     let channel = client.create_channel(&lifecycle::channel_spec(EngineKind::Copy, id, 0)).unwrap();
     client.release(id).unwrap();
     assert_eq!(

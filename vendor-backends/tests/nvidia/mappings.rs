@@ -1,8 +1,8 @@
 //! Limits of mappings in the GPU's address space.
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, Client, GpuError};
-use mdev_core::ids::GpuVa;
+use mdev_core::gpu::{Backing, Client, GpuError, MapRequest};
+use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{GIB, PAGE_SIZE};
 use vendor_backends::nvidia::fake_rm::FakeRm;
 
@@ -15,20 +15,21 @@ fn pieces_of_mappings_are_limited() {
     let mut gpu = gpu(&rm);
     let mut client = try_client(&rm, &mut gpu, &spec(GIB)).unwrap();
     let vram = Backing::Vram { offset: 0 };
-    client.map(GpuVa(VA_START), GIB, vram, true).unwrap();
+    client.map(&MapRequest::new(GpuVa(VA_START), GIB, vram)).unwrap();
     let page = |number: u64| GpuVa(VA_START + number * PAGE_SIZE);
     let mut pieces = 1;
     let refused = loop {
-        match client.unmap(page(2 * pieces - 1), PAGE_SIZE) {
+        match client.unmap(SpaceId::DEFAULT, page(2 * pieces - 1), PAGE_SIZE) {
             Ok(()) => pieces += 1,
             Err(error) => break error,
         }
     };
     assert!(matches!(refused, GpuError::Limit(_)), "{refused}");
     assert_eq!(pieces, MAX_MAPPINGS);
-    assert!(client.map(GpuVa(VA_START + 2 * GIB), PAGE_SIZE, vram, true).is_err());
+    let more = MapRequest::new(GpuVa(VA_START + 2 * GIB), PAGE_SIZE, vram);
+    assert!(client.map(&more).is_err());
     // A whole piece can go, and the end of another.
-    client.unmap(page(2), PAGE_SIZE).unwrap();
-    client.unmap(GpuVa(VA_START + GIB - PAGE_SIZE), PAGE_SIZE).unwrap();
-    client.map(GpuVa(VA_START + 2 * GIB), PAGE_SIZE, vram, true).unwrap();
+    client.unmap(SpaceId::DEFAULT, page(2), PAGE_SIZE).unwrap();
+    client.unmap(SpaceId::DEFAULT, GpuVa(VA_START + GIB - PAGE_SIZE), PAGE_SIZE).unwrap();
+    client.map(&more).unwrap();
 }

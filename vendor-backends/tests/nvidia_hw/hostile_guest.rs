@@ -7,7 +7,7 @@ use mdev_core::abi::host::{GpEntry, sem};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Gpu};
-use mdev_core::ids::GpuVa;
+use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{GIB, MIB};
 use nix::fcntl::{FallocateFlags, fallocate};
 use vendor_backends::conformance::{Driver, Pushbuffer};
@@ -53,6 +53,8 @@ fn a_swapped_userd_does_not_hide_work() {
         gpfifo_entries: 16,
         userd: Backing::Guest { memory, offset: 4096 },
         vector: 0,
+        space: SpaceId::DEFAULT,
+        group: None,
     };
     let channel = driver.client().create_channel(&spec).unwrap();
     let semaphore = |number: u64| 0x3000 + number * 16;

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GpuCapabilities, GuestRam};
-use mdev_core::ids::VgpuId;
+use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GpuCapabilities, GuestRam, MapRequest};
+use mdev_core::ids::{SpaceId, VgpuId};
 use mdev_core::units::{GIB, MIB};
 use vendor_backends::conformance::{self, Driver, Pushbuffer, lifecycle};
 use vendor_backends::nvidia::ctxsw_log::CtxswLog;
@@ -209,13 +209,13 @@ fn guest_memory_is_pinned_and_unpinned() {
     let imported = started.elapsed();
     let backing = mdev_core::gpu::Backing::Guest { memory, offset: 0 };
     let va = mdev_core::ids::GpuVa(VA_START);
-    client.map(va, GIB, backing, true).unwrap();
+    client.map(&MapRequest::new(va, GIB, backing)).unwrap();
     let mapped = started.elapsed();
     // Unmaps and maps a part.
     let hole = mdev_core::ids::GpuVa(VA_START + 16 * MIB);
-    println!("part unmapped: {:?}", client.unmap(hole, MIB));
-    println!("part mapped: {:?}", client.map(hole, MIB, backing, true));
-    println!("all unmapped: {:?}", client.unmap(va, GIB));
+    println!("part unmapped: {:?}", client.unmap(SpaceId::DEFAULT, hole, MIB));
+    println!("part mapped: {:?}", client.map(&MapRequest::new(hole, MIB, backing)));
+    println!("all unmapped: {:?}", client.unmap(SpaceId::DEFAULT, va, GIB));
     let started = Instant::now();
     client.release(memory).unwrap();
     println!(

@@ -187,7 +187,7 @@ fn wide(qmd: &Qmd, upper: qmd::Field, lower: qmd::Field) -> u64 {
     u64::from(qmd.get(upper)) << 32 | u64::from(qmd.get(lower))
 }
 
-fn params<T: FromBytes + IntoBytes>(space: &AddressSpace, va: u64) -> Result<T, Fault> {
+fn params<T: FromBytes + IntoBytes>(space: AddressSpace<'_>, va: u64) -> Result<T, Fault> {
     let mut value = T::new_zeroed();
     space.read(va, value.as_mut_bytes())?;
     Ok(value)

@@ -26,8 +26,8 @@ pub struct Context<'a> {
     pub hardware: &'a dyn Hardware,
     /// The vGPU of the channel.
     pub vgpu: VgpuId,
-    /// The vGPU's address space.
-    pub space: &'a AddressSpace,
+    /// The channel's address space.
+    pub space: AddressSpace<'a>,
     /// Limit of the run.
     pub limit: &'a RunLimit<'a>,
     /// The vGPU's interrupts.

@@ -8,14 +8,13 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::program::{self, Program};
 use mdev_core::abi::qmd::{Launch, Qmd};
 use mdev_core::abi::{compute, copy, host, userd};
-use mdev_core::gpu::{Backing, ChannelSpec, EngineKind};
-use mdev_core::ids::{GpuVa, VgpuId};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest};
+use mdev_core::ids::{GpuVa, SpaceId, VgpuId};
 use nix::sys::eventfd::EventFd;
 use proptest::prelude::*;
 use zerocopy::IntoBytes;
 
-use super::address_space::AddressSpace;
-use super::address_space::memory::Slot;
+use super::address_space::AddressSpaces;
 use super::channel::{Channel, Userd};
 use super::clock::now_ns;
 use super::context::Context;
@@ -29,6 +28,8 @@ use crate::soft::SoftGpu;
 const BYTES: u64 = 1 << 20;
 const WRITABLE: std::ops::Range<u64> = 0x4_0000..0x6_0000;
 const READ_ONLY: std::ops::Range<u64> = 0x8_0000..0x9_0000;
+/// Writable in another address space of the same vGPU.
+const ELSEWHERE: std::ops::Range<u64> = 0xa_0000..0xc_0000;
 /// The USERD is outside of the address space.
 const USERD: u64 = 0xf_0000;
 const RING: u64 = WRITABLE.start;
@@ -55,6 +56,7 @@ fn number() -> impl Strategy<Value = u32> {
         near(WRITABLE.start),
         near(WRITABLE.end),
         near(READ_ONLY.start),
+        near(ELSEWHERE.start),
         (0..13u32).prop_map(|bit| 1 << bit),
     ]
 }
@@ -106,6 +108,8 @@ struct Case {
     params: Vec<u32>,
     grid: [u32; 4],
     flips: Vec<(u32, u32)>,
+    /// Whether the channel is in a created address space.
+    created: bool,
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -123,8 +127,9 @@ fn case() -> impl Strategy<Value = Case> {
         prop::collection::vec(number(), 12),
         prop::array::uniform4(number()),
         prop::collection::vec((0..96u32, any::<u32>()), 0..3),
+        any::<bool>(),
     )
-        .prop_map(|(pushbuffer, entries, put, kernel, params, grid, flips)| Case {
+        .prop_map(|(pushbuffer, entries, put, kernel, params, grid, flips, created)| Case {
             pushbuffer,
             entries,
             put,
@@ -132,6 +137,7 @@ fn case() -> impl Strategy<Value = Case> {
             params,
             grid,
             flips,
+            created,
         })
 }
 
@@ -185,10 +191,16 @@ proptest! {
         put(CONSTANTS, [case.grid[2] % 33, case.grid[3] % 33, 1].as_bytes());
         put(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
 
-        let mut space = AddressSpace::new(Some(Arc::clone(&memory)), 0);
-        for (range, writable) in [(WRITABLE, true), (READ_ONLY, false)] {
-            let len = range.end - range.start;
-            space.map(GpuVa(va(range.start)), len, Slot::VRAM, range.start, writable).unwrap();
+        let mut spaces = AddressSpaces::new(Some(Arc::clone(&memory)), 0);
+        let created = spaces.create().unwrap();
+        let (space, other) =
+            if case.created { (created, SpaceId::DEFAULT) } else { (SpaceId::DEFAULT, created) };
+        for (space, range, writable) in
+            [(space, WRITABLE, true), (space, READ_ONLY, false), (other, ELSEWHERE, true)]
+        {
+            let backing = Backing::Vram { offset: range.start };
+            let (va, len) = (GpuVa(va(range.start)), range.end - range.start);
+            spaces.map(&MapRequest { space, va, len, backing, writable }).unwrap();
         }
         let spec = ChannelSpec {
             engine: EngineKind::Compute,
@@ -196,6 +208,8 @@ proptest! {
             gpfifo_entries: ENTRIES,
             userd: Backing::Vram { offset: USERD },
             vector: 0,
+            space,
+            group: None,
         };
         let userd = Userd { mapping: Arc::clone(&memory), offset: USERD, memory: None };
         let mut channel = Channel::new(spec, userd, 0);
@@ -210,7 +224,7 @@ proptest! {
         let cx = Context {
             hardware: &gpu,
             vgpu,
-            space: &space,
+            space: spaces.get(space).unwrap(),
             limit: &limit,
             interrupts: &interrupts,
             vector: 0,

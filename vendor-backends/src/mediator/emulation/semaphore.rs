@@ -17,7 +17,7 @@ pub enum Payload {
 
 /// Releases a semaphore. The payload is written after the timestamp and after all earlier writes.
 pub fn release(
-    space: &AddressSpace,
+    space: AddressSpace<'_>,
     va: u64,
     payload: Payload,
     timestamp: Option<u64>,
@@ -42,7 +42,7 @@ pub struct Acquire {
 
 impl Acquire {
     /// Returns whether the semaphore satisfies the acquire.
-    pub fn run(&self, space: &AddressSpace) -> Result<Progress, Fault> {
+    pub fn run(&self, space: AddressSpace<'_>) -> Result<Progress, Fault> {
         let satisfied = match self.payload {
             Payload::Word(want) => {
                 let have = space.load_u32(self.va)?;

@@ -3,7 +3,8 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use mdev_core::gpu::GpuDescription;
+use mdev_core::gpu::{GpuDescription, MapRequest};
+use mdev_core::ids::SpaceId;
 
 use super::clients::ClientEntry;
 use super::packet::{Received, receive, send};
@@ -97,10 +98,19 @@ impl WorkerConnection {
             }
             ClientRequest::Release(memory) => vgpu.release(memory)?,
             ClientRequest::Map { va, len, backing, writable } => {
-                vgpu.map(va, len, backing, writable)?;
+                vgpu.map(&MapRequest { writable, ..MapRequest::new(va, len, backing) })?;
             }
-            ClientRequest::Unmap { va, len } => vgpu.unmap(va, len)?,
-            ClientRequest::CreateChannel(ref spec) => {
+            ClientRequest::Unmap { va, len } => vgpu.unmap(SpaceId::DEFAULT, va, len)?,
+            ClientRequest::CreateChannel(spec) => {
+                return Ok(ClientReply::Created(vgpu.create_channel(&spec.into())?));
+            }
+            ClientRequest::CreateSpace => {
+                return Ok(ClientReply::SpaceCreated(vgpu.create_space()?));
+            }
+            ClientRequest::DestroySpace(space) => vgpu.destroy_space(space)?,
+            ClientRequest::MapIn(ref request) => vgpu.map(request)?,
+            ClientRequest::UnmapIn { space, va, len } => vgpu.unmap(space, va, len)?,
+            ClientRequest::CreateChannelIn(ref spec) => {
                 return Ok(ClientReply::Created(vgpu.create_channel(spec)?));
             }
             ClientRequest::DestroyChannel(id) => vgpu.destroy_channel(id)?,

@@ -2,12 +2,13 @@
 
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
-    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, Usage,
+    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, EngineKind, GpuDescription,
+    MapRequest, Usage,
 };
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use serde::{Deserialize, Serialize};
 
-use super::Refusal;
+use super::{OLDEST, Refusal, WITH_RENEW, WITH_SPACES};
 #[cfg(doc)]
 use super::{VERSION, agreed};
 
@@ -30,7 +31,7 @@ pub enum ClientRequest {
     },
     /// Removes an import.
     Release(MemoryId),
-    /// Maps memory.
+    /// Maps memory in the default address space.
     Map {
         /// GPU virtual address.
         va: GpuVa,
@@ -41,7 +42,7 @@ pub enum ClientRequest {
         /// Whether the mapping may be written.
         writable: bool,
     },
-    /// Unmaps memory.
+    /// Unmaps memory in the default address space.
     Unmap {
         /// GPU virtual address.
         va: GpuVa,
@@ -49,14 +50,14 @@ pub enum ClientRequest {
         len: u64,
     },
     /// Creates a channel. Reply: [`ClientReply::Created`].
-    CreateChannel(ChannelSpec),
+    CreateChannel(DefaultChannel),
     /// Destroys a channel.
     DestroyChannel(ChannelId),
     /// Reads the status of a channel. Reply: [`ClientReply::Status`].
     QueryChannel(ChannelId),
     /// Sets the eventfd of an interrupt vector to the attached eventfd, or clears it.
     SetInterrupt(u32),
-    /// Destroys all channels and mappings.
+    /// Destroys all channels, mappings and created address spaces.
     Reset,
     /// Reads the vGPU's counters. Reply: [`ClientReply::Usage`].
     Usage,
@@ -67,6 +68,88 @@ pub enum ClientRequest {
     /// Destroys all channels and mappings, and replaces everything that a guest can map or signal.
     /// Reply: [`ClientReply::Renewed`].
     Renew,
+    /// Creates an address space. Reply: [`ClientReply::SpaceCreated`]. Since [`WITH_SPACES`], as all
+    /// that follow.
+    CreateSpace,
+    /// Destroys a created address space, its mappings, and the channels in it.
+    DestroySpace(SpaceId),
+    /// Maps memory in any address space.
+    MapIn(MapRequest),
+    /// Unmaps memory in any address space.
+    UnmapIn {
+        /// Address space.
+        space: SpaceId,
+        /// GPU virtual address.
+        va: GpuVa,
+        /// Length in bytes.
+        len: u64,
+    },
+    /// Creates a channel in any address space and group. Reply: [`ClientReply::Created`].
+    CreateChannelIn(ChannelSpec),
+}
+
+/// Channel in the default address space and group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DefaultChannel {
+    /// Engine.
+    pub engine: EngineKind,
+    /// Address of the GPFIFO.
+    pub gpfifo: GpuVa,
+    /// Number of GPFIFO entries.
+    pub gpfifo_entries: u32,
+    /// Location of the USERD.
+    pub userd: Backing,
+    /// Interrupt vector.
+    pub vector: u32,
+}
+
+impl From<DefaultChannel> for ChannelSpec {
+    fn from(channel: DefaultChannel) -> Self {
+        let DefaultChannel { engine, gpfifo, gpfifo_entries, userd, vector } = channel;
+        let (space, group) = (SpaceId::DEFAULT, None);
+        Self { engine, gpfifo, gpfifo_entries, userd, vector, space, group }
+    }
+}
+
+impl ClientRequest {
+    /// Returns the oldest request that creates a channel.
+    pub const fn create_channel(spec: ChannelSpec) -> Self {
+        let ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group } = spec;
+        if space.0 != SpaceId::DEFAULT.0 || group.is_some() {
+            return Self::CreateChannelIn(spec);
+        }
+        Self::CreateChannel(DefaultChannel { engine, gpfifo, gpfifo_entries, userd, vector })
+    }
+
+    /// Returns the oldest request that makes a mapping.
+    pub const fn map(request: MapRequest) -> Self {
+        let MapRequest { space, va, len, backing, writable } = request;
+        if space.0 != SpaceId::DEFAULT.0 {
+            return Self::MapIn(request);
+        }
+        Self::Map { va, len, backing, writable }
+    }
+
+    /// Returns the oldest request that unmaps a range.
+    pub const fn unmap(space: SpaceId, va: GpuVa, len: u64) -> Self {
+        if space.0 != SpaceId::DEFAULT.0 {
+            return Self::UnmapIn { space, va, len };
+        }
+        Self::Unmap { va, len }
+    }
+
+    /// Returns the first version with the request.
+    pub const fn since(&self) -> u32 {
+        match self {
+            Self::CreateSpace
+            | Self::DestroySpace(_)
+            | Self::MapIn(_)
+            | Self::UnmapIn { .. }
+            | Self::CreateChannelIn(_) => WITH_SPACES,
+            Self::Renew => WITH_RENEW,
+            _ => OLDEST,
+        }
+    }
 }
 
 /// Replies to a worker.
@@ -104,6 +187,8 @@ pub enum ClientReply {
         /// Offset of the new partition in its file; `None` if video memory is the same as before.
         vram_offset: Option<u64>,
     },
+    /// Id of the address space. Since [`WITH_SPACES`].
+    SpaceCreated(SpaceId),
 }
 
 /// File descriptors of [`ClientReply::Hello`] without the partition's file.

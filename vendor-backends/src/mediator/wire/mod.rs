@@ -17,12 +17,12 @@ mod refusal;
 mod tests;
 
 pub use self::admin::{AdminReply, AdminRequest};
-pub use self::client::{ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS};
+pub use self::client::{ClientReply, ClientRequest, DefaultChannel, HELLO_FDS, RENEWED_FDS};
 pub use self::refusal::Refusal;
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// Oldest supported version.
 pub const OLDEST: u32 = 6;
@@ -32,6 +32,9 @@ pub const WITH_FORGET: u32 = 7;
 
 /// First version with [`ClientRequest::Renew`].
 pub const WITH_RENEW: u32 = 8;
+
+/// First version with [`ClientRequest::CreateSpace`], and the requests and refusals after it.
+pub const WITH_SPACES: u32 = 9;
 
 /// Returns the version that a server answers to a client's version: the older of both.
 pub const fn agreed(asked: u32) -> u32 {

@@ -72,6 +72,12 @@ pub enum Refusal {
         /// MiB that VMs of removed vGPUs still have mapped.
         outlived_mib: u32,
     },
+    /// An unknown address space. Since [`WITH_SPACES`](super::WITH_SPACES).
+    NoSpace,
+    /// Too many address spaces.
+    SpaceLimit,
+    /// A group whose channels have another engine or address space.
+    Group,
 }
 
 impl Refusal {
@@ -122,6 +128,9 @@ impl From<Refusal> for GpuError {
             R::Fragmented { wanted_mib, outlived_mib } => {
                 Self::Fragmented { wanted_mib, outlived_mib }
             }
+            R::NoSpace => Self::NotFound("address space"),
+            R::SpaceLimit => Self::Limit("address spaces"),
+            R::Group => Self::Invalid("engine or address space of the channel's group"),
             R::Unsupported => {
                 Self::Unsupported("an engine, memory or screen that the device does not have")
             }

@@ -3,8 +3,10 @@
 use std::time::Duration;
 
 use mdev_core::device::Scanout;
-use mdev_core::gpu::{Backing, ChannelSpec, ClientSpec, EngineKind, Quotas, ScreenStatus, Usage};
-use mdev_core::ids::{GpuVa, MemoryId, VgpuId};
+use mdev_core::gpu::{
+    Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Quotas, ScreenStatus, Usage,
+};
+use mdev_core::ids::{GpuVa, MemoryId, SpaceId, VgpuId};
 use mdev_core::sched::Budget;
 use uuid::Uuid;
 
@@ -14,8 +16,8 @@ use crate::seqpacket::{decode, encode};
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].
 #[test]
-fn bytes_of_versions_6_to_8() {
-    assert_eq!((OLDEST, VERSION), (6, 8));
+fn bytes_of_versions_6_to_9() {
+    assert_eq!((OLDEST, VERSION), (6, 9));
     let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
     let admin = [
         (AdminRequest::Hello { version: 6 }, "0006"),
@@ -60,6 +62,8 @@ fn bytes_of_versions_6_to_8() {
         (fragmented.to_version(6), fragmented.to_version(7)),
         (Refusal::VramLimit, fragmented)
     );
+    assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Group)).unwrap()), "061e");
+    assert_eq!(hex(&encode(&ClientReply::SpaceCreated(SpaceId(3))).unwrap()), "0803");
     let renewed = ClientReply::Renewed { vram_offset: Some(5) };
     assert_eq!(hex(&encode(&renewed).unwrap()), "070105");
     let screen = ScreenStatus { focus: Some(vgpu), rotation: None };
@@ -71,28 +75,23 @@ fn bytes_of_versions_6_to_8() {
 }
 
 fn check_client_requests() {
+    let map = MapRequest::new(GpuVa(0x2_0000_0000), 4096, Backing::Vram { offset: 0 });
+    let channel = ChannelSpec {
+        engine: EngineKind::Compute,
+        gpfifo: GpuVa(0x1000),
+        gpfifo_entries: 64,
+        userd: Backing::Guest { memory: MemoryId(3), offset: 512 },
+        vector: 1,
+        space: SpaceId::DEFAULT,
+        group: None,
+    };
     let client = [
         (ClientRequest::Import { offset: 0, len: 4096, writable: true }, "0100802001"),
-        (
-            ClientRequest::Map {
-                va: GpuVa(0x2_0000_0000),
-                len: 4096,
-                backing: Backing::Vram { offset: 0 },
-                writable: false,
-            },
-            "038080808020802001 0000",
-        ),
-        (
-            ClientRequest::CreateChannel(ChannelSpec {
-                engine: EngineKind::Compute,
-                gpfifo: GpuVa(0x1000),
-                gpfifo_entries: 64,
-                userd: Backing::Guest { memory: MemoryId(3), offset: 512 },
-                vector: 1,
-            }),
-            "050180204000 0380 0401",
-        ),
+        (ClientRequest::map(map.read_only()), "038080808020802001 0000"),
+        (ClientRequest::create_channel(channel), "050180204000 0380 0401"),
+        (ClientRequest::unmap(SpaceId::DEFAULT, map.va, 4096), "04 8080808020 8020"),
     ];
+    assert!(client.iter().all(|(request, _)| request.since() == OLDEST), "for default spaces");
     let scanout = Scanout {
         enabled: true,
         width: 640,
@@ -107,6 +106,16 @@ fn check_client_requests() {
         (ClientRequest::Scrub, "0c"),
         (ClientRequest::Renew, "0d"),
     ]);
+    let grouped = ChannelSpec { space: SpaceId(2), group: Some(5), ..channel };
+    let spaces = [
+        (ClientRequest::CreateSpace, "0e"),
+        (ClientRequest::DestroySpace(SpaceId(2)), "0f 02"),
+        (ClientRequest::map(map.in_space(SpaceId(2))), "10 02 8080808020 8020 0100 01"),
+        (ClientRequest::unmap(SpaceId(2), map.va, 4096), "11 02 8080808020 8020"),
+        (ClientRequest::create_channel(grouped), "12 0180204000 0380 0401 02 0105"),
+    ];
+    assert!(spaces.iter().all(|(request, _)| request.since() == WITH_SPACES));
+    let client = client.chain(spaces);
     for (message, bytes) in client {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
     }

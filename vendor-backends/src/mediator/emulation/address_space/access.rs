@@ -2,9 +2,9 @@
 
 use super::{Access, AddressSpace, MmuFault};
 
-impl AddressSpace {
+impl AddressSpace<'_> {
     /// Copies bytes from the address space.
-    pub fn read(&self, va: u64, out: &mut [u8]) -> Result<(), MmuFault> {
+    pub fn read(self, va: u64, out: &mut [u8]) -> Result<(), MmuFault> {
         let mut done = 0;
         while done < out.len() {
             let at = va.checked_add(done as u64).ok_or(MmuFault(va))?;
@@ -17,7 +17,7 @@ impl AddressSpace {
     }
 
     /// Copies bytes to the address space.
-    pub fn write(&self, va: u64, bytes: &[u8]) -> Result<(), MmuFault> {
+    pub fn write(self, va: u64, bytes: &[u8]) -> Result<(), MmuFault> {
         let mut done = 0;
         while done < bytes.len() {
             let at = va.checked_add(done as u64).ok_or(MmuFault(va))?;
@@ -30,31 +30,31 @@ impl AddressSpace {
     }
 
     /// Reads an aligned 32-bit word.
-    pub fn load_u32(&self, va: u64) -> Result<u32, MmuFault> {
+    pub fn load_u32(self, va: u64) -> Result<u32, MmuFault> {
         let range = self.resolve(va, 4, Access::Read)?;
         range.mapping.load_u32(range.offset).ok_or(MmuFault(va))
     }
 
     /// Reads an aligned 64-bit word.
-    pub fn load_u64(&self, va: u64) -> Result<u64, MmuFault> {
+    pub fn load_u64(self, va: u64) -> Result<u64, MmuFault> {
         let range = self.resolve(va, 8, Access::Read)?;
         range.mapping.load_u64(range.offset).ok_or(MmuFault(va))
     }
 
     /// Writes an aligned 32-bit word, with release ordering.
-    pub fn store_u32(&self, va: u64, value: u32) -> Result<(), MmuFault> {
+    pub fn store_u32(self, va: u64, value: u32) -> Result<(), MmuFault> {
         let range = self.resolve(va, 4, Access::Write)?;
         range.mapping.store_u32(range.offset, value).ok_or(MmuFault(va))
     }
 
     /// Writes an aligned 64-bit word, with release ordering.
-    pub fn store_u64(&self, va: u64, value: u64) -> Result<(), MmuFault> {
+    pub fn store_u64(self, va: u64, value: u64) -> Result<(), MmuFault> {
         let range = self.resolve(va, 8, Access::Write)?;
         range.mapping.store_u64(range.offset, value).ok_or(MmuFault(va))
     }
 
     /// Adds to an aligned 32-bit word and returns its previous value.
-    pub fn add_u32(&self, va: u64, value: u32) -> Result<u32, MmuFault> {
+    pub fn add_u32(self, va: u64, value: u32) -> Result<u32, MmuFault> {
         let range = self.resolve(va, 4, Access::Write)?;
         range.mapping.add_u32(range.offset, value).ok_or(MmuFault(va))
     }

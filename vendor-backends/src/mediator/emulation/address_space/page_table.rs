@@ -4,11 +4,13 @@
 //! bits 39:30 root (1024) ─► bits 29:21 directory (512) ─► bits 20:12 table (512 pages of 4 KiB)
 //! ```
 //!
-//! A directory entry is empty, one page of 2 MiB, or a table.
+//! A directory entry is empty, one page of 2 MiB, or a table. Addresses of more than 40 bits, which
+//! only created address spaces have, are in further roots by bits 46:40.
 
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use mdev_core::abi::mailbox::VA_END;
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
 use super::Access;
@@ -19,6 +21,8 @@ use crate::mediator::wire::Refusal;
 pub(super) const LARGE: u64 = 2 * MIB;
 /// Address range that a directory covers.
 pub(super) const DIRECTORY: u64 = 512 * LARGE;
+/// Address range that a root covers: 40 bits.
+pub(super) const ROOT: u64 = 1024 * DIRECTORY;
 
 /// Page table entry: valid bit, writable bit, slot, and page number in the slot's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -81,37 +85,68 @@ struct Directory {
     used: u16,
 }
 
-/// Page tables with a limited number of directories and tables.
+impl Directory {
+    /// Unmaps all pages of `slot`. Returns the number of freed tables.
+    fn unmap_slot(&mut self, slot: Slot) -> u64 {
+        let mut freed = 0;
+        for entry in &mut self.entries {
+            match entry {
+                Entry::Large(pte) if pte.slot() == slot => {
+                    *entry = Entry::Empty;
+                    self.used -= 1;
+                }
+                Entry::Table(table) => {
+                    for page in &mut table.pages {
+                        if page.valid() && page.slot() == slot {
+                            *page = Pte(0);
+                            table.used -= 1;
+                        }
+                    }
+                    if table.used == 0 {
+                        *entry = Entry::Empty;
+                        self.used -= 1;
+                        freed += 1;
+                    }
+                }
+                Entry::Empty | Entry::Large(_) => {}
+            }
+        }
+        freed
+    }
+}
+
+/// Directories of a terabyte.
+type Root = Vec<Option<Box<Directory>>>;
+
+fn empty_root() -> Root {
+    (0..ROOT / DIRECTORY).map(|_| None).collect()
+}
+
+/// Page tables of one address space.
 #[derive(Debug)]
 pub struct PageTables {
-    root: Vec<Option<Box<Directory>>>,
+    /// Root of the addresses of 40 bits.
+    root: Root,
+    /// Roots of the addresses above, by bits 46:40, each with its number of directories.
+    high: BTreeMap<u64, (Root, u16)>,
     count: u64,
-    max_count: u64,
+}
+
+impl Default for PageTables {
+    fn default() -> Self {
+        Self { root: empty_root(), high: BTreeMap::new(), count: 0 }
+    }
 }
 
 impl PageTables {
-    /// Creates empty page tables that may grow to `max_count` directories and tables.
-    pub fn new(max_count: u64) -> Self {
-        Self { root: (0..VA_END / DIRECTORY).map(|_| None).collect(), count: 0, max_count }
-    }
-
-    /// Changes the limit. Directories and tables beyond a lower limit stay.
-    pub fn set_max_count(&mut self, max_count: u64) {
-        self.max_count = max_count;
-    }
-
-    /// Returns the number of directories and tables that may be added.
-    fn room(&self) -> u64 {
-        self.max_count.saturating_sub(self.count)
-    }
-
     /// Maps a range without mapped pages to contiguous memory; `first` is the entry of its first
-    /// page. An error changes nothing.
-    pub(super) fn map(&mut self, range: Range<u64>, first: Pte) -> Result<(), Refusal> {
+    /// page. Adds at most `room` roots, directories and tables. An error changes nothing.
+    pub(super) fn map(&mut self, range: Range<u64>, first: Pte, room: u64) -> Result<(), Refusal> {
+        let max_count = self.count.saturating_add(room);
         let mut at = range.start;
         while at < range.end {
             let pte = first.small_page(((at - range.start) / PAGE_SIZE) as usize);
-            let Some(mapped) = self.map_next(at, range.end - at, pte) else {
+            let Some(mapped) = self.map_next(at, range.end - at, pte, max_count) else {
                 self.clear(range.start..at);
                 return Err(Refusal::PageTableLimit);
             };
@@ -120,20 +155,65 @@ impl PageTables {
         Ok(())
     }
 
+    /// Returns the directory that covers `at`.
+    #[inline]
+    fn directory(&self, at: u64) -> Option<&Directory> {
+        match self.root.get((at / DIRECTORY) as usize) {
+            Some(directory) => directory.as_deref(),
+            None => self.high_directory(at),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn high_directory(&self, at: u64) -> Option<&Directory> {
+        self.high.get(&(at / ROOT))?.0[(at % ROOT / DIRECTORY) as usize].as_deref()
+    }
+
+    fn directory_mut(&mut self, at: u64) -> Option<&mut Directory> {
+        let index = (at % ROOT / DIRECTORY) as usize;
+        let root = match at / ROOT {
+            0 => &mut self.root,
+            high => &mut self.high.get_mut(&high)?.0,
+        };
+        root[index].as_deref_mut()
+    }
+
+    /// Returns the directory that covers `at`. Adds it, and its root, if `max_count` allows.
+    fn make_directory(&mut self, at: u64, max_count: u64) -> Option<&mut Directory> {
+        let room = max_count.saturating_sub(self.count);
+        let index = (at % ROOT / DIRECTORY) as usize;
+        let (root, used) = match at / ROOT {
+            0 => (&mut self.root, &mut 0),
+            high => {
+                let new_root = !self.high.contains_key(&high);
+                if new_root && room < 2 {
+                    return None;
+                }
+                self.count += u64::from(new_root);
+                let (root, used) = self.high.entry(high).or_insert_with(|| (empty_root(), 0));
+                (root, used)
+            }
+        };
+        if root[index].is_none() {
+            if room == 0 {
+                return None;
+            }
+            let entries = (0..512).map(|_| Entry::Empty).collect();
+            root[index] = Some(Box::new(Directory { entries, used: 0 }));
+            self.count += 1;
+            *used += 1;
+        }
+        root[index].as_deref_mut()
+    }
+
     /// Maps one large page, or small pages up to the end of their table. Returns the mapped length,
     /// or `None` at the limit of page tables.
-    fn map_next(&mut self, at: u64, left: u64, pte: Pte) -> Option<u64> {
-        let room = self.room();
-        let root = &mut self.root[(at / DIRECTORY) as usize];
-        let mut made = u64::from(root.is_none());
-        if made > room {
-            return None;
-        }
+    fn map_next(&mut self, at: u64, left: u64, pte: Pte, max_count: u64) -> Option<u64> {
         let large = left >= LARGE && is_aligned(at, LARGE) && is_aligned(pte.offset(), LARGE);
-        let directory = root.get_or_insert_with(|| {
-            Box::new(Directory { entries: (0..512).map(|_| Entry::Empty).collect(), used: 0 })
-        });
-        self.count += made;
+        self.make_directory(at, max_count)?;
+        let full = self.count >= max_count;
+        let directory = self.directory_mut(at)?;
         let entry = &mut directory.entries[directory_index(at)];
         if matches!(entry, Entry::Empty) {
             if large {
@@ -141,8 +221,7 @@ impl PageTables {
                 directory.used += 1;
                 return Some(LARGE);
             }
-            made += 1;
-            if made > room {
+            if full {
                 self.free_if_empty(at);
                 return None;
             }
@@ -150,7 +229,9 @@ impl PageTables {
             directory.used += 1;
             self.count += 1;
         }
-        if let Entry::Table(table) = entry {
+        if let Some(directory) = self.directory_mut(at)
+            && let Entry::Table(table) = &mut directory.entries[directory_index(at)]
+        {
             // Fill the table in one go: a large guest buffer that is not aligned has many small
             // pages.
             let first = table_index(at);
@@ -164,8 +245,9 @@ impl PageTables {
         None
     }
 
-    /// Unmaps a range. An error, such as a page that is not mapped, changes nothing.
-    pub fn unmap(&mut self, range: Range<u64>) -> Result<(), Refusal> {
+    /// Unmaps a range. Adds at most `room` tables. An error, such as a page that is not mapped,
+    /// changes nothing.
+    pub fn unmap(&mut self, range: Range<u64>, room: u64) -> Result<(), Refusal> {
         let mut at = range.start;
         let mut splits = 0;
         while at < range.end {
@@ -183,24 +265,18 @@ impl PageTables {
             }
             at = end;
         }
-        if splits > self.room() {
+        if splits > room {
             return Err(Refusal::PageTableLimit);
         }
         self.clear(range);
         Ok(())
     }
 
-    /// Unmaps all pages. Returns the previous page tables, because freeing them can take long.
-    #[must_use = "freeing page tables can take long"]
-    pub fn unmap_all(&mut self) -> Self {
-        std::mem::replace(self, Self::new(self.max_count))
-    }
-
     /// Returns the entry of the small page at `va`, and the bytes from `va` to the end of the small
     /// or large page. Returns `None` if the access is not allowed.
     #[inline]
     pub(super) fn translate(&self, va: u64, access: Access) -> Option<(Pte, u64)> {
-        let directory = self.root.get((va / DIRECTORY) as usize)?.as_ref()?;
+        let directory = self.directory(va)?;
         let (pte, left) = match &directory.entries[directory_index(va)] {
             Entry::Empty => return None,
             Entry::Large(pte) => (pte.small_page(table_index(va)), LARGE - va % LARGE),
@@ -233,52 +309,34 @@ impl PageTables {
 
     /// Unmaps all pages of `slot`.
     pub fn unmap_slot(&mut self, slot: Slot) {
-        let released = |pte: Pte| pte.slot() == slot;
-        for root in &mut self.root {
-            let Some(directory) = root else { continue };
-            for entry in &mut directory.entries {
-                match entry {
-                    Entry::Large(pte) if released(*pte) => {
-                        *entry = Entry::Empty;
-                        directory.used -= 1;
-                    }
-                    Entry::Table(table) => {
-                        for page in &mut table.pages {
-                            if page.valid() && released(*page) {
-                                *page = Pte(0);
-                                table.used -= 1;
-                            }
-                        }
-                        if table.used == 0 {
-                            *entry = Entry::Empty;
-                            directory.used -= 1;
-                            self.count -= 1;
-                        }
-                    }
-                    Entry::Empty | Entry::Large(_) => {}
+        let low = self.root.iter_mut().map(|directory| (directory, None));
+        let high = self.high.values_mut().flat_map(|(root, used)| {
+            let used = Cell::from_mut(used);
+            root.iter_mut().map(move |directory| (directory, Some(used)))
+        });
+        for (place, used) in low.chain(high) {
+            let Some(directory) = place else { continue };
+            self.count -= directory.unmap_slot(slot);
+            if directory.used == 0 {
+                *place = None;
+                self.count -= 1;
+                if let Some(used) = used {
+                    used.set(used.get() - 1);
                 }
             }
-            if directory.used == 0 {
-                *root = None;
-                self.count -= 1;
-            }
         }
+        let roots = self.high.len();
+        self.high.retain(|_, (_, used)| *used > 0);
+        self.count -= (roots - self.high.len()) as u64;
     }
 
-    /// Returns the number of directories and tables.
-    #[cfg(test)]
+    /// Returns the number of directories, tables, and roots but the first.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// Returns the limit of [`Self::count`].
-    #[cfg(test)]
-    pub fn max_count(&self) -> u64 {
-        self.max_count
-    }
-
     fn entry(&self, at: u64) -> &Entry {
-        let directory = self.root[(at / DIRECTORY) as usize].as_ref();
+        let directory = self.directory(at);
         directory.map_or(&Entry::Empty, |directory| &directory.entries[directory_index(at)])
     }
 
@@ -287,7 +345,8 @@ impl PageTables {
         let mut at = range.start;
         while at < range.end {
             let end = ((at / LARGE + 1) * LARGE).min(range.end);
-            if let Some(directory) = &mut self.root[(at / DIRECTORY) as usize] {
+            let mut count = self.count;
+            if let Some(directory) = self.directory_mut(at) {
                 let entry = &mut directory.entries[directory_index(at)];
                 if let Entry::Large(pte) = *entry
                     && end - at < LARGE
@@ -298,7 +357,7 @@ impl PageTables {
                         *page = pte.small_page(index);
                     }
                     *entry = Entry::Table(table);
-                    self.count += 1;
+                    count += 1;
                 }
                 match entry {
                     Entry::Empty => {}
@@ -316,22 +375,36 @@ impl PageTables {
                         if table.used == 0 {
                             *entry = Entry::Empty;
                             directory.used -= 1;
-                            self.count -= 1;
+                            count -= 1;
                         }
                     }
                 }
             }
+            self.count = count;
             self.free_if_empty(at);
             at = end;
         }
     }
 
-    /// Frees the directory that covers `at` if it is empty.
+    /// Frees the directory that covers `at` if it is empty, and its root.
     fn free_if_empty(&mut self, at: u64) {
-        let root = &mut self.root[(at / DIRECTORY) as usize];
-        if root.as_ref().is_some_and(|directory| directory.used == 0) {
-            *root = None;
+        let index = (at % ROOT / DIRECTORY) as usize;
+        let is_empty = |root: &Root| root[index].as_ref().is_some_and(|found| found.used == 0);
+        let Some((root, used)) = self.high.get_mut(&(at / ROOT)) else {
+            if at < ROOT && is_empty(&self.root) {
+                self.root[index] = None;
+                self.count -= 1;
+            }
+            return;
+        };
+        if is_empty(root) {
+            root[index] = None;
+            *used -= 1;
             self.count -= 1;
+            if *used == 0 {
+                self.high.remove(&(at / ROOT));
+                self.count -= 1;
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use mdev_core::gpu::{ChannelSpec, ChannelStatus};
 use mdev_core::ids::MemoryId;
 
 pub use self::userd::Userd;
-use super::address_space::AddressSpace;
+use super::address_space::AddressSpaces;
 use super::compute_class::ComputeClass;
 use super::context::Progress;
 use super::copy_class::CopyClass;
@@ -128,9 +128,9 @@ impl Channel {
         }
     }
 
-    /// Returns the interrupt vector.
-    pub fn vector(&self) -> u32 {
-        self.spec.vector
+    /// Returns the specification.
+    pub fn spec(&self) -> &ChannelSpec {
+        &self.spec
     }
 
     /// Returns whether the USERD is in an import.
@@ -177,7 +177,7 @@ impl Channel {
 
     /// Polls the ring, or the semaphore that the channel waits for. `may_submit` is false while the
     /// quota of submissions delays the next entry.
-    pub fn poll(&mut self, now_ns: u64, space: &AddressSpace, may_submit: bool) -> Readiness {
+    pub fn poll(&mut self, now_ns: u64, spaces: &AddressSpaces, may_submit: bool) -> Readiness {
         if self.error.is_some() {
             return Readiness::Idle;
         }
@@ -186,7 +186,7 @@ impl Channel {
         }
         match &self.active {
             // An MMU fault of the semaphore is reported when the channel runs.
-            Some(Active::Acquire(acquire)) if acquire.run(space) == Ok(Progress::Blocked) => {
+            Some(Active::Acquire(acquire)) if self.is_blocked(acquire, spaces) => {
                 self.blocked_since.get_or_insert(now_ns);
                 Readiness::Waiting
             }
@@ -197,6 +197,11 @@ impl Channel {
             _ if self.has_work() => Readiness::Ready,
             _ => Readiness::Idle,
         }
+    }
+
+    fn is_blocked(&self, acquire: &Acquire, spaces: &AddressSpaces) -> bool {
+        let space = spaces.get(self.spec.space);
+        space.is_some_and(|space| acquire.run(space) == Ok(Progress::Blocked))
     }
 
     fn has_work(&self) -> bool {

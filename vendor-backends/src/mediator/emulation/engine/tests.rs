@@ -6,8 +6,8 @@ use std::sync::Arc;
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{copy, notifier, userd};
-use mdev_core::gpu::{Backing, ChannelSpec, ClientSpec, EngineKind, Pending};
-use mdev_core::ids::{ChannelId, GpuVa, VgpuId};
+use mdev_core::gpu::{Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Pending};
+use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
 
 use super::engine_loop::PREEMPTION_GRACE_NS;
@@ -45,13 +45,15 @@ impl Guest {
         let gpu = Arc::new(SoftGpu::new("soft0", VRAM));
         let (vgpu, fds) = Vgpu::new(spec, gpu, vgpus.waker().clone()).unwrap();
         let vgpu = Arc::new(vgpu);
-        vgpu.map(GpuVa(VA_START), VRAM, Backing::Vram { offset: 0 }, true).unwrap();
+        vgpu.map(&MapRequest::new(GpuVa(VA_START), VRAM, Backing::Vram { offset: 0 })).unwrap();
         let channel = vgpu.create_channel(&ChannelSpec {
             engine: EngineKind::Copy,
             gpfifo: GpuVa(VA_START),
             gpfifo_entries: 2,
             userd: Backing::Vram { offset: USERD },
             vector: 0,
+            space: SpaceId::DEFAULT,
+            group: None,
         });
         vgpus.update(|list| list.push(Arc::clone(&vgpu)));
         let file = fds.vram.as_ref().unwrap().0.as_fd();

@@ -27,7 +27,7 @@ impl MandelbrotJob {
     }
 
     /// Runs one step. Returns true after the last step.
-    pub fn step(&mut self, space: &AddressSpace) -> Result<bool, MmuFault> {
+    pub fn step(&mut self, space: AddressSpace<'_>) -> Result<bool, MmuFault> {
         if self.y == self.height || self.width == 0 {
             return Ok(true);
         }

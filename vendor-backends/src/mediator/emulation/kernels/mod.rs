@@ -149,7 +149,7 @@ impl Job {
     /// Runs one step. Returns true after the last step.
     pub fn step(
         &mut self,
-        space: &AddressSpace,
+        space: AddressSpace<'_>,
         hardware: &dyn Hardware,
     ) -> Result<bool, MmuFault> {
         match self {

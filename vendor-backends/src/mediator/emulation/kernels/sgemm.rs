@@ -29,7 +29,7 @@ impl SgemmJob {
     }
 
     /// Runs one step. Returns true after the last step.
-    pub fn step(&mut self, space: &AddressSpace) -> Result<bool, MmuFault> {
+    pub fn step(&mut self, space: AddressSpace<'_>) -> Result<bool, MmuFault> {
         if self.rows == 0 || self.columns == 0 {
             return Ok(true);
         }

@@ -30,7 +30,7 @@ impl SpinJob {
     }
 
     /// Runs one step. Returns true after the last step.
-    pub fn step(&mut self, space: &AddressSpace) -> Result<bool, MmuFault> {
+    pub fn step(&mut self, space: AddressSpace<'_>) -> Result<bool, MmuFault> {
         let mut left = LCG_STEPS;
         loop {
             let steps = left.min(self.steps - self.done);

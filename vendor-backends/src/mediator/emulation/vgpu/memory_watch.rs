@@ -3,7 +3,7 @@
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 
-use crate::mediator::emulation::address_space::AddressSpace;
+use crate::mediator::emulation::address_space::AddressSpaces;
 use crate::mediator::fault::Fault;
 
 /// Interval between looks for lost pages of imported memory.
@@ -20,12 +20,17 @@ pub(super) struct MemoryWatch {
 
 impl MemoryWatch {
     /// Returns the fault of a run that allocated host memory beyond the budget.
-    pub fn check(&mut self, space: &mut AddressSpace, vgpu: VgpuId, now_ns: u64) -> Option<Fault> {
+    pub fn check(
+        &mut self,
+        spaces: &mut AddressSpaces,
+        vgpu: VgpuId,
+        now_ns: u64,
+    ) -> Option<Fault> {
         if now_ns.saturating_sub(self.lost_pages_ns) > LOST_PAGES_INTERVAL_NS {
             self.lost_pages_ns = now_ns;
-            space.forget_lost_pages();
+            spaces.forget_lost_pages();
         }
-        let bytes = space.allocated_beyond_budget()?;
+        let bytes = spaces.allocated_beyond_budget()?;
         if self.logged_ns.is_none_or(|logged| now_ns.saturating_sub(logged) > LOG_INTERVAL_NS) {
             self.logged_ns = Some(now_ns);
             log::warn!(

@@ -1,7 +1,7 @@
-//! One vGPU of the emulated GPU: its partition, its address space and channels, and its scheduling
+//! One vGPU of the emulated GPU: its partition, its address spaces and channels, and its scheduling
 //! parameters.
 //!
-//! One lock protects the address space and the channels. The engine holds the lock while it runs
+//! One lock protects the address spaces and the channels. The engine holds the lock while it runs
 //! the vGPU's work, so no access of the vGPU is in flight while a control request holds the lock.
 //! The engine releases the lock within one chunk of work when a control request waits, so a control
 //! request waits at most about 50 us. The engine itself never waits: it skips a locked vGPU.
@@ -34,7 +34,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use self::fault_backoff::FaultBackoff;
 use self::memory_watch::MemoryWatch;
 use self::state::VgpuState;
-use super::address_space::AddressSpace;
+use super::address_space::AddressSpaces;
 use super::channel::Channel;
 use super::counters::Counters;
 use super::engine::waker::EngineWaker;
@@ -123,7 +123,7 @@ impl Vgpu {
         );
         let (wakeups, senders) = WakeupReceiver::new()?;
         let state = VgpuState {
-            space: AddressSpace::new(vram, spec.max_import_bytes),
+            spaces: AddressSpaces::new(vram, spec.max_import_bytes),
             channels: BTreeMap::new(),
             next_id: 1,
             last_run: 0,
@@ -203,10 +203,10 @@ impl Vgpu {
         if let Ok(mut state) = self.lock() {
             let reservation = state.reservation.take();
             let channels = std::mem::take(&mut state.channels);
-            let space = std::mem::replace(&mut state.space, AddressSpace::new(None, 0));
+            let spaces = std::mem::replace(&mut state.spaces, AddressSpaces::new(None, 0));
             drop(state);
             // The reservation ends last: until then the device can reach the imported memory.
-            drop((channels, space));
+            drop((channels, spaces));
             drop(reservation);
         }
     }

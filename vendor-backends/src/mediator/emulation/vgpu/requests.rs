@@ -1,13 +1,14 @@
 //! Control requests of the manager and the worker.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use mdev_core::abi::{notifier, userd};
-use mdev_core::gpu::{Backing, ChannelHandle, ChannelSpec, ChannelStatus, Quotas};
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId, Token};
+use mdev_core::gpu::{Backing, ChannelHandle, ChannelSpec, ChannelStatus, MapRequest, Quotas};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::sched::Budget;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
@@ -46,16 +47,16 @@ impl Vgpu {
         let attachment = self.hardware.attach(self.spec.vgpu, &mapping)?;
         let mut state = self.lock()?;
         state.check_import(len)?;
-        let id = state.space.import(Memory { attachment, mapping, file: Some(imported) })?;
-        self.counters.imported_bytes.store(state.space.imported_bytes(), Ordering::Relaxed);
+        let id = state.spaces.import(Memory { attachment, mapping, file: Some(imported) })?;
+        self.counters.imported_bytes.store(state.spaces.imported_bytes(), Ordering::Relaxed);
         Ok(id)
     }
 
     /// Removes imported memory. Channels with their USERD in this memory fault.
     pub fn release(&self, memory: MemoryId) -> Result<(), Refusal> {
         let mut state = self.lock()?;
-        let released = state.space.release(memory)?;
-        self.counters.imported_bytes.store(state.space.imported_bytes(), Ordering::Relaxed);
+        let released = state.spaces.release(memory)?;
+        self.counters.imported_bytes.store(state.spaces.imported_bytes(), Ordering::Relaxed);
         let fault = Fault::mmu(0);
         self.fail_channels(&mut state, fault, |channel| channel.uses_userd_in(memory));
         drop(state);
@@ -64,44 +65,56 @@ impl Vgpu {
         Ok(())
     }
 
-    /// Maps memory.
-    pub fn map(
-        &self,
-        va: GpuVa,
-        len: u64,
-        backing: Backing,
-        writable: bool,
-    ) -> Result<(), Refusal> {
+    /// Creates an address space.
+    pub fn create_space(&self) -> Result<SpaceId, Refusal> {
+        self.lock()?.spaces.create()
+    }
+
+    /// Destroys a created address space, its mappings, and the channels in it.
+    pub fn destroy_space(&self, space: SpaceId) -> Result<(), Refusal> {
         let mut state = self.lock()?;
-        let (slot, offset) = match backing {
-            Backing::Vram { offset } => (state.space.vram()?.0, offset),
-            Backing::Guest { memory, offset } => (state.space.memory(memory)?.0, offset),
-        };
-        state.space.map(va, len, slot, offset, writable)
+        let tables = state.spaces.destroy(space)?;
+        let (gone, kept) = std::mem::take(&mut state.channels)
+            .into_iter()
+            .partition::<BTreeMap<_, _>, _>(|(_, channel)| channel.spec().space == space);
+        state.channels = kept;
+        self.counters.channels.store(state.channels.len() as u32, Ordering::Relaxed);
+        drop(state);
+        // Without the lock, because freeing many page tables is slow.
+        drop((gone, tables));
+        Ok(())
+    }
+
+    /// Maps memory.
+    pub fn map(&self, request: &MapRequest) -> Result<(), Refusal> {
+        self.lock()?.spaces.map(request)
     }
 
     /// Unmaps memory.
-    pub fn unmap(&self, va: GpuVa, len: u64) -> Result<(), Refusal> {
-        self.lock()?.space.unmap(va, len)
+    pub fn unmap(&self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), Refusal> {
+        self.lock()?.spaces.unmap(space, va, len)
     }
 
     /// Creates a channel. Refused while the guest's memory is truncated.
     pub fn create_channel(&self, spec: &ChannelSpec) -> Result<ChannelHandle, Refusal> {
         spec.check(self.hardware.describe().capabilities)?;
         let mut state = self.lock()?;
-        if state.space.poisoned() {
+        if state.spaces.poisoned() {
             return Err(Refusal::Backing);
         }
         let max_channels = state.quotas.max_channels.unwrap_or(u32::MAX).min(self.max_channels);
         if state.channels.len() as u64 >= u64::from(max_channels) {
             return Err(Refusal::ChannelLimit);
         }
-        let (mapping, offset, memory) = match spec.userd {
-            Backing::Vram { offset } => (state.space.vram()?.1, offset, None),
-            Backing::Guest { memory, offset } => {
-                (state.space.memory(memory)?.1, offset, Some(memory))
-            }
+        if state.spaces.get(spec.space).is_none() {
+            return Err(Refusal::NoSpace);
+        }
+        state.check_group(spec)?;
+        let memory = match spec.userd {
+            Backing::Vram { .. } => None,
+            Backing::Guest { memory, .. } => Some(memory),
         };
+        let (mapping, offset) = state.spaces.locate(spec.userd)?;
         let inside = offset.checked_add(userd::BYTES).is_some_and(|end| end <= mapping.len());
         if !inside || !mapping.writable() {
             return Err(Refusal::Userd);
@@ -134,11 +147,11 @@ impl Vgpu {
         self.interrupts.set_vector(vector, event)
     }
 
-    /// Destroys all channels and mappings.
+    /// Destroys all channels, mappings and created address spaces.
     pub fn reset(&self) -> Result<(), Refusal> {
         let mut state = self.lock()?;
         let channels = std::mem::take(&mut state.channels);
-        let tables = state.space.unmap_all();
+        let tables = state.spaces.clear();
         self.counters.channels.store(0, Ordering::Relaxed);
         drop(state);
         // Without the lock, because freeing many page tables is slow.
@@ -156,7 +169,7 @@ impl Vgpu {
             event: self.wakeups.renew_event()?,
         };
         if let Some(PartitionMemory { mapping, fd, offset }) = self.hardware.renew(&self.spec)? {
-            let former = self.lock()?.space.replace_vram(mapping);
+            let former = self.lock()?.spaces.replace_vram(mapping);
             drop(former);
             renewed.vram = Some((fd, offset));
         }

@@ -63,12 +63,12 @@ impl Vgpu {
         let Some(mut state) = self.try_lock() else { return PollResult::Busy };
         let may_submit = state.may_submit(now_ns);
         let acquire_limit_ns = state.quotas.acquire_timeout.map_or(u64::MAX, nanoseconds);
-        let VgpuState { space, channels, .. } = &mut *state;
+        let VgpuState { spaces, channels, .. } = &mut *state;
         let mut best = Readiness::Idle;
         let (mut doorbells, mut hung) = (0, 0);
         for channel in channels.values_mut() {
             doorbells += u64::from(channel.take_doorbell());
-            let mut readiness = channel.poll(now_ns, space, may_submit);
+            let mut readiness = channel.poll(now_ns, spaces, may_submit);
             if channel.blocked_ns(now_ns) > acquire_limit_ns {
                 hung +=
                     u64::from(channel.fail(Fault { code: notifier::SEMAPHORE_TIMEOUT, info: 0 }));
@@ -123,9 +123,9 @@ impl Vgpu {
         let Some(mut state) = self.try_lock() else { return idle };
         let may_submit = state.may_submit(now);
         let hang_limit_ns = state.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
-        let VgpuState { space, channels, last_run, submissions, memory_watch, .. } = &mut *state;
+        let VgpuState { spaces, channels, last_run, submissions, memory_watch, .. } = &mut *state;
         let ready = |id: &u32, channel: &mut Channel| {
-            (channel.poll(now, space, may_submit) == Readiness::Ready).then_some(*id)
+            (channel.poll(now, spaces, may_submit) == Readiness::Ready).then_some(*id)
         };
         let start = *last_run;
         let after = channels.range_mut(start.wrapping_add(1)..).find_map(|(i, c)| ready(i, c));
@@ -133,6 +133,8 @@ impl Vgpu {
         let Some(id) = next else { return idle };
         *last_run = id;
         let Some(channel) = channels.get_mut(&id) else { return idle };
+        // The address space of a channel exists as long as the channel.
+        let Some(space) = spaces.get(channel.spec().space) else { return idle };
         channel.begin(since_ns);
         let limit = RunLimit {
             end_ns,
@@ -145,15 +147,15 @@ impl Vgpu {
             space,
             limit: &limit,
             interrupts: &self.interrupts,
-            vector: channel.vector(),
+            vector: channel.spec().vector,
         };
         let mut outcome = channel.run(cx, &self.counters, submissions);
-        let poisoned = space.poisoned();
+        let poisoned = spaces.poisoned();
         if poisoned {
             outcome = Err(Fault::mmu(0));
         }
         let (ended, engine_time) = (now_ns(), channel.engine_time());
-        if let Some(fault) = memory_watch.check(space, self.spec.vgpu, ended) {
+        if let Some(fault) = memory_watch.check(spaces, self.spec.vgpu, ended) {
             outcome = Err(fault);
         }
         let preemption_latency_ns = self.hardware.pace().preemption_latency_ns;

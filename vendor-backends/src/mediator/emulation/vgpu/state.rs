@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use mdev_core::gpu::Quotas;
+use mdev_core::gpu::{ChannelSpec, Quotas};
 
 use super::fault_backoff::FaultBackoff;
 use super::memory_watch::MemoryWatch;
-use crate::mediator::emulation::address_space::AddressSpace;
+use crate::mediator::emulation::address_space::AddressSpaces;
 use crate::mediator::emulation::channel::Channel;
 use crate::mediator::emulation::token_bucket::TokenBucket;
 use crate::mediator::hardware::Reservation;
@@ -15,7 +15,7 @@ use crate::mediator::wire::Refusal;
 /// State under the vGPU's lock.
 #[derive(Debug)]
 pub(super) struct VgpuState {
-    pub space: AddressSpace,
+    pub spaces: AddressSpaces,
     pub channels: BTreeMap<u32, Channel>,
     pub next_id: u32,
     /// Channel that ran last.
@@ -41,8 +41,20 @@ impl VgpuState {
     /// Refuses an import beyond the quota or the granted size.
     pub fn check_import(&self, len: u64) -> Result<(), Refusal> {
         let quota = self.quotas.max_import_bytes.unwrap_or(u64::MAX);
-        let room = quota.saturating_sub(self.space.imported_bytes()).min(self.space.import_room());
+        let room =
+            quota.saturating_sub(self.spaces.imported_bytes()).min(self.spaces.import_room());
         if len > room { Err(Refusal::ImportLimit) } else { Ok(()) }
+    }
+
+    /// Refuses a channel in a group whose channels have another engine or address space.
+    pub fn check_group(&self, spec: &ChannelSpec) -> Result<(), Refusal> {
+        let fits = |other: &ChannelSpec| {
+            spec.group.is_none()
+                || other.group != spec.group
+                || (other.engine, other.space) == (spec.engine, spec.space)
+        };
+        let all_fit = self.channels.values().all(|channel| fits(channel.spec()));
+        if all_fit { Ok(()) } else { Err(Refusal::Group) }
     }
 
     /// Returns an unused channel id. Ids are reused late, so that a stale id names no channel.
