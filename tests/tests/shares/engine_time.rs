@@ -19,10 +19,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 use serde_json::{Value, json};
-use system_tests::Vgpud;
 use system_tests::load::Endless;
 use system_tests::ram::Ram;
 use system_tests::vfio_user_guest::VfioUserGuest;
+use system_tests::{Vgpud, wait_for};
 use vgpu_guest::GuestError;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::copy;
@@ -125,12 +125,16 @@ struct Punching {
 }
 
 impl Punching {
-    fn start(file: OwnedFd, len: u64) -> Self {
+    /// Punches one hole of `len` bytes after the other, and allocates `filled` bytes before each.
+    fn start(file: OwnedFd, len: u64, filled: u64) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = thread::spawn(move || {
             let holes = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             while !stopped.load(Ordering::Relaxed) {
+                if filled > 0 {
+                    let _ = fallocate(&file, FallocateFlags::empty(), 0, filled.cast_signed());
+                }
                 let _ = fallocate(&file, holes, 0, len.cast_signed());
             }
         });
@@ -154,47 +158,92 @@ fn running(vgpud: &Vgpud, uuid: &str) -> Result<f64> {
     Ok(engine * 100.0 / (engine + waited))
 }
 
+/// Length of the memory with holes, and distance of the pages that the engine uses in it.
+const HOLES: u64 = 1024 * MIB;
+const PITCH: u64 = MIB + PAGE_SIZE;
+
+/// A guest with endless copies in memory whose pages its VMM can take away.
+struct Perforated {
+    file: OwnedFd,
+    device: Device,
+    channel: Channel,
+    _pushbuffer: Buffer,
+}
+
+impl Perforated {
+    fn start(vgpud: &Vgpud, uuid: &str) -> Result<Self> {
+        const USED: u64 = 32 * MIB;
+        let ram = Ram::new(USED, USED)?;
+        let platform = VfioUserGuest::attach(&vgpud.vfio_socket(uuid), ram)?;
+        let file = memfd_create(c"holes", MFdFlags::MFD_CLOEXEC)?;
+        ftruncate(&file, HOLES.cast_signed())?;
+        platform.map(1 << 32, HOLES, file.as_fd())?;
+        let device = Device::open(Box::new(platform))?;
+        let mut channel = Channel::new(&device, EngineKind::Copy)?;
+        let range = Scatter { address: 1 << 32, length: HOLES };
+        let va = device.map_guest(&[range], HOLES)?;
+        let surface = copy::Surface { va, pitch: PITCH as u32 };
+        let mut methods = Methods::new();
+        copy::rectangle(&mut methods, surface, surface, 64, (HOLES / PITCH) as u32);
+        let words = methods.words().repeat(4000);
+        let pushbuffer = Buffer::guest(&device, 4 * words.len() as u64)?;
+        pushbuffer.store(0, &words);
+        let entry = GpEntry::Segment { va: pushbuffer.va(), dwords: words.len() as u32 };
+        for _ in 0..200 {
+            channel.submit_raw(entry.encode());
+        }
+        thread::sleep(Duration::from_millis(300));
+        Ok(Self { file, device, channel, _pushbuffer: pushbuffer })
+    }
+}
+
 /// Takes the pages of a guest's memory away while the engine uses them, so that the engine sleeps
 /// in page faults.
 #[test]
 fn time_in_page_faults_of_a_guests_memory_is_its_own() -> Result<()> {
-    const USED: u64 = 32 * MIB;
-    const LEN: u64 = 1024 * MIB;
-    const PITCH: u64 = MIB + PAGE_SIZE;
+    const LEN: u64 = HOLES;
     let vgpud = Vgpud::start()?;
     let (neighbour, hostile) = (vgpu(&vgpud, "50")?, vgpu(&vgpud, "50")?);
     let _endless = Endless::start(&vgpud, &neighbour)?;
-    let ram = Ram::new(USED, USED)?;
-    let platform = VfioUserGuest::attach(&vgpud.vfio_socket(&hostile), ram)?;
-    let holes = memfd_create(c"holes", MFdFlags::MFD_CLOEXEC)?;
-    ftruncate(&holes, LEN.cast_signed())?;
-    platform.map(1 << 32, LEN, holes.as_fd())?;
-    let device = Device::open(Box::new(platform))?;
-    let mut channel = Channel::new(&device, EngineKind::Copy)?;
-    let va = device.map_guest(&[Scatter { address: 1 << 32, length: LEN }], LEN)?;
-    let surface = copy::Surface { va, pitch: PITCH as u32 };
-    let mut methods = Methods::new();
-    copy::rectangle(&mut methods, surface, surface, 64, (LEN / PITCH) as u32);
-    let words = methods.words().repeat(4000);
-    let pushbuffer = Buffer::guest(&device, 4 * words.len() as u64)?;
-    pushbuffer.store(0, &words);
-    let entry = GpEntry::Segment { va: pushbuffer.va(), dwords: words.len() as u32 };
-    for _ in 0..200 {
-        channel.submit_raw(entry.encode());
-    }
-    thread::sleep(Duration::from_millis(300));
+    let guest = Perforated::start(&vgpud, &hostile)?;
 
     let unrelated = memfd_create(c"unrelated", MFdFlags::MFD_CLOEXEC)?;
     ftruncate(&unrelated, LEN.cast_signed())?;
-    let punching = Punching::start(unrelated, LEN);
+    let punching = Punching::start(unrelated, LEN, 0);
     let control = running(&vgpud, &neighbour)?;
     drop(punching);
-    let _punching = Punching::start(holes, LEN);
+    let _punching = Punching::start(guest.file.try_clone()?, LEN, 0);
     let attacked = running(&vgpud, &neighbour)?;
     println!("{control:.1} % before, {attacked:.1} % while holes are punched");
     // The neighbour has more than its share while the hostile vGPU is paused, also before.
     let undisturbed = control.min(50.0);
     ensure!(attacked > undisturbed * 0.5, "{control:.1} % before, {attacked:.1} % afterwards");
+    Ok(())
+}
+
+/// Makes the sleeps long: the kernel frees all pages of a hole while the engine waits.
+#[test]
+fn guest_whose_memory_holds_the_engine_is_cut_off_alone() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let (neighbour, hostile) = (vgpu(&vgpud, "50")?, vgpu(&vgpud, "50")?);
+    let _endless = Endless::start(&vgpud, &neighbour)?;
+    let guest = Perforated::start(&vgpud, &hostile)?;
+    let _punching = Punching::start(guest.file.try_clone()?, HOLES, HOLES / 2);
+    wait_for("the hostile guest's channel fails", || {
+        guest.channel.query().is_ok_and(|state| state.error != 0)
+    })?;
+    // A new channel does not get the engine either.
+    let before = used(&vgpud, &hostile)?;
+    let again = Channel::new(&guest.device, EngineKind::Copy);
+    ensure!(again.is_err(), "a new channel runs");
+    let running = running(&vgpud, &neighbour)?;
+    let engine = used(&vgpud, &hostile)?.engine - before.engine;
+    println!("{running:.1} %, the hostile guest {engine:.3} s");
+    ensure!(engine < 0.02, "the hostile guest used {engine:.3} s");
+    ensure!(running > 80.0, "{running:.1} %");
+    let path = format!("/v1/vgpus/{hostile}/stop");
+    vgpud.call("POST", &path, Some(&json!({ "force": true })))?;
+    ensure!(used(&vgpud, &neighbour)?.engine > 0.0, "the GPU was lost");
     Ok(())
 }
 

@@ -6,12 +6,14 @@
 
 mod clients;
 mod packet;
+mod request_budget;
 mod worker_connection;
 
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,6 +24,7 @@ use self::clients::Clients;
 use self::packet::{Received, receive_admin, send};
 use self::worker_connection::WorkerConnection;
 use super::emulation::EmulatedGpu;
+use super::emulation::vgpu::{MANAGER_WAIT, Vgpu};
 use super::hardware::Hardware;
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
 use crate::seqpacket::{SeqPacket, SeqPacketListener};
@@ -143,7 +146,7 @@ impl Server {
                 return Ok((AdminReply::Admitted, Some(self.admit(&spec)?)));
             }
             AdminRequest::Evict(id) => {
-                self.gpu.evict(&self.gpu.find(id)?);
+                self.evict(&self.gpu.find(id)?);
                 self.clients.hang_up(id);
             }
             AdminRequest::Forget(id) => self.gpu.hardware().forget(id),
@@ -181,13 +184,30 @@ impl Server {
         Ok((AdminReply::Done, None))
     }
 
+    /// Evicts a vGPU. Does not wait long if the engine sleeps in the guest's memory: the eviction
+    /// ends when the engine wakes up, and until then the vGPU counts as admitted.
+    fn evict(&self, vgpu: &Arc<Vgpu>) {
+        let (done, evicted) = mpsc::channel();
+        let (gpu, again) = (Arc::clone(&self.gpu), Arc::clone(vgpu));
+        let evict = move || {
+            gpu.evict(&again);
+            let _ = done.send(());
+        };
+        let name = "gpu-evict".into();
+        if thread::Builder::new().name(name).stack_size(256 << 10).spawn(evict).is_err() {
+            self.gpu.evict(vgpu);
+        } else if evicted.recv_timeout(MANAGER_WAIT) == Err(RecvTimeoutError::Timeout) {
+            log::warn!("vGPU {}: the GPU still uses its memory: eviction delayed", vgpu.id());
+        }
+    }
+
     /// Admits a vGPU and starts the thread that serves its worker.
     fn admit(&self, spec: &ClientSpec) -> Result<OwnedFd, Refusal> {
         // The thread of a worker that has just died may not have noticed yet.
         if self.clients.has_hung_up(spec.vgpu)
             && let Ok(vgpu) = self.gpu.find(spec.vgpu)
         {
-            self.gpu.evict(&vgpu);
+            self.evict(&vgpu);
         }
         let (vgpu, fds) = self.gpu.admit(spec)?;
         let started = SeqPacket::pair().and_then(|(ours, theirs)| {

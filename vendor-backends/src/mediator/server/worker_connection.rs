@@ -2,13 +2,16 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::thread;
 
 use mdev_core::gpu::{GpuDescription, MapRequest};
 use mdev_core::ids::SpaceId;
 
 use super::clients::ClientEntry;
 use super::packet::{Received, receive, send};
+use super::request_budget::RequestBudget;
 use crate::mediator::emulation::EmulatedGpu;
+use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
 use crate::mediator::wire::{self, ClientReply, ClientRequest, Refusal};
 use crate::seqpacket::SeqPacket;
@@ -26,7 +29,12 @@ impl WorkerConnection {
     /// Serves until the connection ends, then evicts the vGPU.
     pub fn serve(mut self) {
         let mut greeted = false;
-        while self.answer(&mut greeted) {}
+        let mut budget = RequestBudget::new(thread_ns(), now_ns());
+        while self.answer(&mut greeted) {
+            if let Some(pause) = budget.charge(thread_ns(), now_ns()) {
+                thread::sleep(pause);
+            }
+        }
         log::debug!("vGPU {}: worker disconnected", self.vgpu.id());
     }
 

@@ -143,9 +143,8 @@ impl Channel {
     pub fn fail(&mut self, fault: Fault) -> bool {
         self.active = None;
         self.segment = None;
-        if let Some(userd) = self.userd.take() {
-            userd.store(abi::NEED_WAKEUP, 0);
-        }
+        // Without an access to it: a store can sleep while the client punches holes.
+        self.userd = None;
         let first = self.error.is_none();
         self.error.get_or_insert(fault);
         first

@@ -6,6 +6,7 @@ use std::thread;
 
 use super::busy_clock::BusyClock;
 use super::sleep::{SEMAPHORE_POLL_MIN_NS, SPIN_MIN_NS};
+use super::sleep_debt::SleepDebt;
 use super::stolen_time::StolenTime;
 use super::vgpu_list::VgpuList;
 use crate::mediator::emulation::channel::Readiness;
@@ -25,8 +26,6 @@ const REQUEST_WAIT_NS: u64 = 20_000_000;
 const STOLEN_TIME_INTERVAL_NS: u64 = 500_000;
 /// Runs of other groups that a group may have to wait for while its budget allows it to run.
 const MAX_WAIT_RUNS: u64 = 4;
-/// Longest pause of a group in which the engine slept.
-const MAX_PAUSE_NS: u64 = 1_000_000_000;
 /// Shortest interval between polls of all groups.
 const POLL_NS: u64 = 20_000;
 /// Interval between polls of all groups while the running group has time left in its slice. The
@@ -44,6 +43,9 @@ pub(super) struct Group {
     gated: bool,
     /// Time before which the group neither runs nor is polled, because the engine slept in it.
     pub paused_until_ns: u64,
+    pub sleep_debt: SleepDebt,
+    /// Sleep for which the vGPU is cut off as soon as its lock is free.
+    cut_off_ns: Option<u64>,
     /// Whether a wake-up arrived. The next doorbell then does not count as polled.
     pub woken: bool,
     /// Whether the worker is gone: no more wake-ups arrive.
@@ -147,6 +149,8 @@ impl EngineLoop {
                     waiting_since: None,
                     gated: false,
                     paused_until_ns: 0,
+                    sleep_debt: SleepDebt::default(),
+                    cut_off_ns: None,
                     woken: false,
                     closed: false,
                 });
@@ -178,6 +182,7 @@ impl EngineLoop {
     /// Polls one group. Updates its waiting times and its runlist entry. Takes and returns the
     /// current time, which is read only while time is charged.
     fn poll_group(&mut self, index: usize, now: u64) -> u64 {
+        self.cut_off(index, now);
         let group = &mut self.groups[index];
         let paused = now < group.paused_until_ns;
         if !paused {
@@ -227,14 +232,29 @@ impl EngineLoop {
         end
     }
 
-    /// Pauses a group for as long as the engine slept in it. Otherwise a group that holds the engine
-    /// whenever no other group has work would delay all new work of the others.
+    /// Pauses a group for as long as the engine slept in it, or cuts its vGPU off. Otherwise a group
+    /// that holds the engine whenever no other group has work would delay all new work of the others.
     pub fn pause(&mut self, index: usize, slept_ns: u64, now: u64) {
         if slept_ns > 0 && self.groups.len() > 1 {
             let group = &mut self.groups[index];
-            group.paused_until_ns = now + slept_ns.min(MAX_PAUSE_NS);
+            let consequence = group.sleep_debt.add(slept_ns, now);
+            group.paused_until_ns = now.saturating_add(consequence.pause_ns);
             // Until it is polled again.
             group.polled = PollResult::Polled(Readiness::Ready);
+            group.cut_off_ns = consequence.cut_off_ns;
+            self.cut_off(index, now);
+        }
+    }
+
+    /// Cuts a vGPU off if that is due and its lock is free.
+    fn cut_off(&mut self, index: usize, now: u64) {
+        let group = &mut self.groups[index];
+        if let Some(slept_ns) = group.cut_off_ns
+            && group.vgpu.cut_off(slept_ns, group.paused_until_ns.saturating_sub(now))
+        {
+            group.cut_off_ns = None;
+            group.polled = PollResult::Polled(Readiness::Idle);
+            group.waiting_since = None;
         }
     }
 

@@ -8,6 +8,7 @@
 //! * `engine_loop`: polling, and the choice of the next group
 //! * `run_group`: one run of a group and its accounting
 //! * `busy_clock`: which time is charged to which vGPU
+//! * `sleep_debt`: consequences of sleep in a vGPU's memory
 //! * `sleep`: spinning and sleeping without work
 //! * `stolen_time`: time that the host took from the engine, as against sleep
 
@@ -15,6 +16,7 @@ mod busy_clock;
 mod engine_loop;
 mod run_group;
 mod sleep;
+mod sleep_debt;
 mod stolen_time;
 pub mod vgpu_list;
 pub mod waker;

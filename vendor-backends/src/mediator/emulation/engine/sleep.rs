@@ -52,7 +52,7 @@ impl EngineLoop {
 
     /// Announces the sleep to the guests and sleeps, unless a poll finds work.
     fn sleep(&mut self) {
-        let announced = self.groups.iter().all(|group| group.vgpu.announce_sleep(true));
+        let announced = self.announce_sleep(true);
         // The guest writes GP_PUT, fences and reads NEED_WAKEUP. The engine writes NEED_WAKEUP,
         // fences and reads GP_PUT.
         fence(Ordering::SeqCst);
@@ -62,9 +62,8 @@ impl EngineLoop {
         let quiet = self.groups.iter().all(|group| group.polled != PollResult::Busy)
             && self.runlist.pick(time).is_none();
         if announced && quiet {
-            let pauses = self.groups.iter().filter_map(|group| {
-                group.waiting_since.and(group.paused_until_ns.checked_sub(now))
-            });
+            let pauses =
+                self.groups.iter().filter_map(|group| group.paused_until_ns.checked_sub(now));
             let opens = self.runlist.next_ns().map(|next| next.saturating_sub(time));
             let opens = opens.into_iter().chain(pauses).min();
             let (woken, timeout) = self.wait(opens);
@@ -80,10 +79,31 @@ impl EngineLoop {
         }
         // A vGPU that is locked now is updated after the next sleep. Until then its guest sends
         // unnecessary wake-ups.
-        for group in &self.groups {
-            group.vgpu.announce_sleep(false);
-        }
+        self.announce_sleep(false);
         self.last_poll_ns = 0;
+    }
+
+    /// Tells all guests whether doorbells need a wake-up, but those of paused groups. Returns false
+    /// if a vGPU is locked.
+    fn announce_sleep(&mut self, asleep: bool) -> bool {
+        let mut from = now_ns();
+        self.stolen.read(from);
+        let mut announced = true;
+        for index in 0..self.groups.len() {
+            let group = &self.groups[index];
+            // The engine would sleep in the same memory again. It polls the group after the pause.
+            if from < group.paused_until_ns {
+                continue;
+            }
+            announced &= group.vgpu.announce_sleep(asleep);
+            let to = now_ns();
+            if to - from > self.pace.preemption_latency_ns {
+                let slept_ns = self.stolen.read(to).slept_ns;
+                self.pause(index, slept_ns, to);
+            }
+            from = to;
+        }
+        announced
     }
 
     /// Adapts the time of spinning after a wake-up that brought work and ended a sleep of

@@ -167,6 +167,23 @@ fn the_whole_wall_clock_is_charged_while_there_is_work() {
 }
 
 #[test]
+fn a_vgpu_that_held_the_engine_is_cut_off() {
+    let vgpus = Arc::new(VgpuList::new().unwrap());
+    let (holding, neighbour) = (Guest::new(&vgpus), Guest::new(&vgpus));
+    holding.copy();
+    let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
+    engine.pause(0, 600_000_000, now_ns());
+    assert_eq!(holding.error(), notifier::IDLE_TIMEOUT);
+    assert!(holding.pending().contains(Pending::CHANNEL_ERROR), "the guest gets an interrupt");
+    assert!(engine.groups[0].paused_until_ns > now_ns() + 10_000_000_000);
+    neighbour.copy();
+    while neighbour.vgpu.usage().submissions == 0 {
+        engine.step(now_ns());
+    }
+    assert_eq!((neighbour.error(), holding.vgpu.usage().engine_ns), (0, 0));
+}
+
+#[test]
 fn a_group_in_which_the_engine_slept_is_paused() {
     let vgpus = Arc::new(VgpuList::new().unwrap());
     let (holding, neighbour) = (Guest::new(&vgpus), Guest::new(&vgpus));

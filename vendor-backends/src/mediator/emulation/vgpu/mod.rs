@@ -4,7 +4,7 @@
 //! One lock protects the address spaces and the channels. The engine holds the lock while it runs
 //! the vGPU's work, so no access of the vGPU is in flight while a control request holds the lock.
 //! The engine releases the lock within one chunk of work when a control request waits, so a control
-//! request waits at most about 50 us. The engine itself never waits: it skips a locked vGPU.
+//! request waits at most about 50 us, or as long as the engine sleeps in a page fault. The engine itself never waits: it skips a locked vGPU.
 //!
 //! * `state`: the state under the lock
 //! * `requests`: control requests
@@ -23,7 +23,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use mdev_core::abi::doorbell;
 use mdev_core::gpu::{ClientSpec, Pending, Quotas, Usage};
@@ -82,6 +83,9 @@ pub struct RenewedFds {
     /// New eventfd that wakes the engine.
     pub event: OwnedFd,
 }
+
+/// Longest wait for the lock in a request of the manager.
+pub const MANAGER_WAIT: Duration = Duration::from_millis(500);
 
 /// One vGPU.
 #[derive(Debug)]
@@ -180,6 +184,26 @@ impl Vgpu {
         self.waiting_requests.fetch_add(1, Ordering::SeqCst);
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.waiting_requests.fetch_sub(1, Ordering::SeqCst);
+        if state.reservation.is_some() { Ok(state) } else { Err(Refusal::NoVgpu) }
+    }
+
+    /// Locks the state for a request of the manager, whose thread serves all vGPUs. The engine can
+    /// sleep in the guest's memory with the lock.
+    fn lock_for_manager(&self) -> Result<MutexGuard<'_, VgpuState>, Refusal> {
+        let deadline = Instant::now() + MANAGER_WAIT;
+        self.waiting_requests.fetch_add(1, Ordering::SeqCst);
+        let state = loop {
+            match self.state.try_lock() {
+                Ok(state) => break Some(state),
+                Err(TryLockError::Poisoned(poisoned)) => break Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                    thread::sleep(Duration::from_micros(20));
+                }
+                Err(TryLockError::WouldBlock) => break None,
+            }
+        };
+        self.waiting_requests.fetch_sub(1, Ordering::SeqCst);
+        let state = state.ok_or(Refusal::Os(libc::EBUSY))?;
         if state.reservation.is_some() { Ok(state) } else { Err(Refusal::NoVgpu) }
     }
 

@@ -178,7 +178,7 @@ impl Vgpu {
 
     /// Faults all channels.
     pub fn reset_channels(&self) -> Result<(), Refusal> {
-        let mut state = self.lock()?;
+        let mut state = self.lock_for_manager()?;
         let fault = Fault { code: notifier::RESET_CHANNEL, info: 0 };
         self.fail_channels(&mut state, fault, |_| true);
         Ok(())
@@ -197,7 +197,7 @@ impl Vgpu {
 
     /// Sets the quotas.
     pub fn set_quotas(&self, quotas: &Quotas) -> Result<(), Refusal> {
-        let mut state = self.lock()?;
+        let mut state = self.lock_for_manager()?;
         if quotas.submissions_per_second != state.quotas.submissions_per_second {
             let now = now_ns();
             state.submissions =

@@ -117,6 +117,22 @@ impl Vgpu {
         }
     }
 
+    /// Faults all channels, because the engine slept in the guest's memory. Returns false if the
+    /// state is locked.
+    pub fn cut_off(&self, slept_ns: u64, pause_ns: u64) -> bool {
+        let Some(mut state) = self.try_lock() else { return false };
+        let fault = Fault { code: notifier::IDLE_TIMEOUT, info: slept_ns };
+        self.fail_channels(&mut state, fault, |_| true);
+        log::warn!(
+            "vGPU {}: its memory held the GPU for {} ms, as if the VMM punched holes into it: \
+             channels reset, new ones wait for {} s",
+            self.spec.vgpu,
+            slept_ns / 1_000_000,
+            pause_ns / 1_000_000_000,
+        );
+        true
+    }
+
     /// Runs the next ready channel until `end_ns`. Returns the time by engine since `since_ns`.
     pub fn run(&self, since_ns: u64, now: u64, end_ns: u64) -> EngineTime {
         let idle = EngineTime::new(since_ns);
