@@ -10,6 +10,10 @@ use crate::spawn;
 
 /// Time limit of a script. The client waits for it.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// Limit of symbolic links to a script.
+const MAX_LINKS: usize = 16;
+/// Bit of a directory's mode: only their owners can remove or replace the files in it.
+const STICKY: u32 = 0o1000;
 /// Limit of a script's output, in bytes.
 const MAX_OUTPUT: u64 = 64 << 10;
 
@@ -65,11 +69,8 @@ fn is_program(path: &Path) -> bool {
 
 /// Runs a script to its end.
 pub fn run(path: &Path, args: &[&str], stdin: &str) -> io::Result<Outcome> {
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    for place in [path, folder, folder.parent().unwrap_or(folder)] {
-        if let Some(reason) = distrust(place)? {
-            return Ok(Outcome::Untrusted(reason));
-        }
+    if let Some(reason) = distrust_any(path)? {
+        return Ok(Outcome::Untrusted(reason));
     }
     let ended = spawn::script(path, args, stdin.as_bytes(), TIMEOUT, MAX_OUTPUT)?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -78,6 +79,36 @@ pub fn run(path: &Path, args: &[&str], stdin: &str) -> io::Result<Outcome> {
         Some(status) => Outcome::Exited { status, output },
         None => Outcome::Killed,
     })
+}
+
+/// Returns the reason not to trust a script, or a directory above it. With symbolic links, that of
+/// any link's target: a user who can write to a directory on the way can replace what is in it.
+fn distrust_any(path: &Path) -> io::Result<Option<String>> {
+    let mut place = std::path::absolute(path)?;
+    for _ in 0..MAX_LINKS {
+        let folder = place.parent().unwrap_or(Path::new("/"));
+        if let Some(reason) = distrust(folder)? {
+            return Ok(Some(reason));
+        }
+        for above in folder.ancestors().chain(folder.canonicalize()?.ancestors()).skip(1) {
+            if let Some(reason) = distrust(above)?.filter(|_| !is_sticky(above)) {
+                return Ok(Some(reason));
+            }
+        }
+        match fs::read_link(&place) {
+            Ok(target) => place = folder.join(target),
+            // No symbolic link.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => return distrust(&place),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(io::Error::from(nix::errno::Errno::ELOOP))
+}
+
+/// Returns whether users can only remove and replace files of their own in a directory of root, such
+/// as `/tmp`.
+fn is_sticky(folder: &Path) -> bool {
+    fs::metadata(folder).is_ok_and(|folder| folder.uid() == 0 && folder.mode() & STICKY != 0)
 }
 
 /// Returns the reason not to trust a path: another user than root and this process can write to it.
@@ -172,6 +203,33 @@ mod tests {
             };
             assert!(reason.contains("belongs to user 65534"), "{reason}");
         }
+    }
+
+    #[test]
+    fn symbolic_links_are_followed_through_trusted_directories_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = script(dir.path(), "exit 0");
+        let elsewhere = dir.path().join("elsewhere");
+        fs::create_dir(&elsewhere).unwrap();
+        let target = elsewhere.join("target.sh");
+        fs::rename(&link, &target).unwrap();
+        std::os::unix::fs::symlink("../../elsewhere/target.sh", &link).unwrap();
+        let run = || run(&link, &[], "").unwrap();
+        assert!(matches!(run(), Outcome::Exited { status: 0, .. }));
+        // Another user could exchange the script between the check and its start.
+        fs::set_permissions(&elsewhere, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(matches!(run(), Outcome::Untrusted(_)));
+        // Or lead the link elsewhere.
+        let again = elsewhere.join("again.sh");
+        std::os::unix::fs::symlink("/bin/true", &again).unwrap();
+        fs::remove_file(&link).unwrap();
+        std::os::unix::fs::symlink(&again, &link).unwrap();
+        let Outcome::Untrusted(reason) = run() else { panic!("the script ran") };
+        assert!(reason.contains("elsewhere"), "{reason}");
+        fs::set_permissions(&elsewhere, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(matches!(run(), Outcome::Exited { status: 0, .. }));
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o775)).unwrap();
+        assert!(matches!(run(), Outcome::Untrusted(_)), "the configuration's folder");
     }
 
     #[test]
