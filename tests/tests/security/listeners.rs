@@ -87,13 +87,24 @@ fn ticket(vgpud: &Vgpud) -> Result<(SocketAddr, String)> {
     Ok((address.parse()?, ticket.to_owned()))
 }
 
+/// Opens a session of the web console. Returns the console's address, and the session's header.
+fn session(vgpud: &Vgpud) -> Result<(SocketAddr, String)> {
+    let (address, ticket) = ticket(vgpud)?;
+    let body = json!({ "ticket": ticket }).to_string();
+    let answer = ask(address, "POST", "/api/enter", "", &body)?;
+    let session = answer.split_once("\r\n\r\n").context("no body")?.1;
+    let session: Value = serde_json::from_str(session).context("no session")?;
+    let secret = session["session"].as_str().context("no secret")?;
+    Ok((address, format!("Authorization: Bearer {secret}\r\n")))
+}
+
 #[test]
 fn local_user_with_many_connections_leaves_room_in_the_web_console() -> Result<()> {
     if !may_open_connections()? {
         return Ok(());
     }
     let vgpud = Vgpud::start_with(&["--web", "127.0.0.1:0"])?;
-    let (address, ticket) = ticket(&vgpud)?;
+    let (address, _) = ticket(&vgpud)?;
     let mut held = Vec::new();
     for number in 0..HELD {
         let mut socket = TcpStream::connect(address)?;
@@ -103,14 +114,29 @@ fn local_user_with_many_connections_leaves_room_in_the_web_console() -> Result<(
         }
         held.push(socket);
     }
-    let body = json!({ "ticket": ticket }).to_string();
-    let answer = ask(address, "POST", "/api/enter", "", &body)?;
-    let session = answer.split_once("\r\n\r\n").context("no body")?.1;
-    let session: Value = serde_json::from_str(session).context("no session")?;
-    let bearer = format!("Authorization: Bearer {}\r\n", session["session"].as_str().unwrap());
+    let (_, bearer) = session(&vgpud)?;
     let answer = ask(address, "GET", "/api/state/0/0", &bearer, "")?;
     ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     ensure!(descriptors(&vgpud)? < MAX_DESCRIPTORS, "{} descriptors", descriptors(&vgpud)?);
+    // A session has its share of the places, and is told when it is used up.
+    let socket = || -> Result<TcpStream> {
+        let mut socket = TcpStream::connect(address)?;
+        write!(socket, "GET /api/state/0/0 HTTP/1.1\r\nHost: {address}\r\n{bearer}\r\n")?;
+        socket.set_read_timeout(Some(TIMEOUT))?;
+        let mut status = [0; 12];
+        socket.read_exact(&mut status)?;
+        ensure!(&status == b"HTTP/1.1 200", "{}", String::from_utf8_lossy(&status));
+        Ok(socket)
+    };
+    let own: Vec<_> = (0..128).map_while(|_| socket().ok()).collect();
+    ensure!((8..100).contains(&own.len()), "{} connections of one session", own.len());
+    let answer = ask(address, "GET", "/api/state/0/0", &bearer, "")?;
+    let refusal = "This session has too many connections; close some screens";
+    ensure!(answer.starts_with("HTTP/1.1 503") && answer.contains(refusal), "{answer}");
+    let (_, other) = session(&vgpud)?;
+    let answer = ask(address, "GET", "/api/state/0/0", &other, "")?;
+    ensure!(answer.starts_with("HTTP/1.1 200"), "another session: {answer}");
+    drop(own);
     let long = format!("X: {}\r\n", "a".repeat(1 << 20));
     let answer = ask(address, "GET", "/", &long, "").unwrap_or_default();
     ensure!(!answer.starts_with("HTTP/1.1 200"), "a header of 1 MiB");

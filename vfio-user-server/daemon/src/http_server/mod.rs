@@ -60,7 +60,7 @@ pub fn control_limits(files: u64) -> Limits {
 /// Limits of the web console for a process with that many descriptors.
 pub fn console_limits(files: u64) -> Limits {
     let total = usize::try_from(files / 8).unwrap_or(usize::MAX).clamp(16, 128);
-    Limits { total, ordinary: total, per_user: total }
+    Limits { total, ordinary: total, per_user: total / 4 }
 }
 
 /// Serves one connection until its end, or until its place is needed for another.

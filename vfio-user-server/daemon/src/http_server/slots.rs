@@ -1,4 +1,5 @@
-//! Limits of open connections: in total, for each user, and for all users without privilege.
+//! Limits of open connections: in total, for each user or session, and for all users without
+//! privilege.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +13,7 @@ pub struct Limits {
     pub total: usize,
     /// Connections without privilege. The remainder is for those with privilege.
     pub ordinary: usize,
-    /// Connections without privilege of one user.
+    /// Connections without privilege of one user, and connections of one session.
     pub per_user: usize,
 }
 
@@ -26,6 +27,7 @@ pub struct Slots {
 /// Open connection.
 #[derive(Debug)]
 struct Entry {
+    /// User, or session.
     user: Option<u32>,
     privileged: Arc<AtomicBool>,
     closed: Arc<Notify>,
@@ -89,9 +91,22 @@ fn close_oldest(open: &mut Vec<Entry>) -> bool {
 }
 
 impl Slot {
-    /// Marks the connection as privileged: it is not closed for another.
-    pub fn set_privileged(&self) {
+    /// Gives the connection to a session: it is not closed for another. Returns false if the session
+    /// has too many connections.
+    pub fn give_to_session(&self, session: u32) -> bool {
+        let mut open = self.slots.open();
+        let own = |entry: &&mut Entry| Arc::ptr_eq(&entry.closed, &self.closed);
+        let others = open.iter().filter(|entry| {
+            entry.user == Some(session) && !Arc::ptr_eq(&entry.closed, &self.closed)
+        });
+        if others.count() >= self.slots.limits.per_user {
+            return false;
+        }
+        if let Some(entry) = open.iter_mut().find(own) {
+            entry.user = Some(session);
+        }
         self.privileged.store(true, Ordering::Relaxed);
+        true
     }
 
     /// Returns once the connection is to be closed for another.
@@ -132,11 +147,22 @@ mod tests {
     }
 
     #[test]
+    fn session_has_a_limit_and_leaves_room_for_others() {
+        let slots = slots();
+        let open: Vec<_> = (0..4).filter_map(|_| slots.admit(None, false)).collect();
+        assert!(open[0].give_to_session(1) && open[1].give_to_session(1));
+        assert!(open[0].give_to_session(1), "a second request on the same connection");
+        assert!(!open[2].give_to_session(1) && open[2].give_to_session(2));
+        drop(open);
+        assert!(slots.admit(None, false).unwrap().give_to_session(1));
+    }
+
+    #[test]
     fn oldest_connection_of_unknown_users_is_closed_unless_it_has_a_session() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let slots = slots();
         let open: Vec<_> = (0..4).filter_map(|_| slots.admit(None, false)).collect();
-        open[0].set_privileged();
+        assert!(open[0].give_to_session(1));
         let more: Vec<_> = (0..2).filter_map(|_| slots.admit(None, false)).collect();
         assert_eq!((open.len(), more.len()), (4, 2));
         runtime.block_on(open[1].closed());

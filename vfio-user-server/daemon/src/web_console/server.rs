@@ -155,15 +155,21 @@ impl FromRequestParts<Console> for Session {
         parts: &mut Parts,
         console: &Console,
     ) -> std::result::Result<Self, Response> {
-        let found = console.sessions.find(&parts.headers);
-        if let Some(slot) = parts.extensions.get::<Arc<Slot>>().filter(|_| found.is_some()) {
-            slot.set_privileged();
-        }
-        found.map(Self).ok_or_else(|| {
+        let refused = |status: StatusCode, code, message: &str| {
+            let error = ErrorDetail::new(code, message);
+            (status, Json(ErrorBody { error })).into_response()
+        };
+        let Some((session, monitors)) = console.sessions.find(&parts.headers) else {
             let message = "This session has ended; get a new address with vgpuctl web";
-            let error = ErrorDetail::new(ErrorCode::Invalid, message);
-            (StatusCode::UNAUTHORIZED, Json(ErrorBody { error })).into_response()
-        })
+            return Err(refused(StatusCode::UNAUTHORIZED, ErrorCode::Invalid, message));
+        };
+        let slot = parts.extensions.get::<Arc<Slot>>();
+        if slot.is_some_and(|slot| !slot.give_to_session(session)) {
+            let message = "This session has too many connections; close some screens";
+            let busy = StatusCode::SERVICE_UNAVAILABLE;
+            return Err(refused(busy, ErrorCode::Unavailable, message));
+        }
+        Ok(Self(monitors))
     }
 }
 

@@ -80,6 +80,8 @@ impl std::fmt::Debug for Secret {
 /// Secret of a ticket or a session, with what the session may use.
 #[derive(Debug)]
 struct Entry {
+    /// Number that no other entry has.
+    number: u32,
     secret: Secret,
     expires: Instant,
     monitors: Arc<Monitors>,
@@ -87,17 +89,22 @@ struct Entry {
 
 /// Tickets, or sessions, by age.
 #[derive(Debug, Default)]
-struct Entries(Vec<Entry>);
+struct Entries {
+    list: Vec<Entry>,
+    added: u32,
+}
 
 impl Entries {
     /// Adds an entry and returns its secret.
     fn add(&mut self, lifetime: Duration, monitors: Arc<Monitors>) -> Result<String> {
         let secret = Secret::new()?;
         let text = secret.text();
-        if self.0.len() == MAX_ENTRIES {
-            self.0.remove(0);
+        if self.list.len() == MAX_ENTRIES {
+            self.list.remove(0);
         }
-        self.0.push(Entry { secret, expires: Instant::now() + lifetime, monitors });
+        self.added = self.added.wrapping_add(1);
+        let (number, expires) = (self.added, Instant::now() + lifetime);
+        self.list.push(Entry { number, secret, expires, monitors });
         Ok(text)
     }
 
@@ -105,10 +112,10 @@ impl Entries {
     /// secrets.
     fn find(&mut self, text: &str) -> Option<usize> {
         let now = Instant::now();
-        self.0.retain(|entry| entry.expires > now);
+        self.list.retain(|entry| entry.expires > now);
         let secret = Secret::parse(text)?;
         let mut found = None;
-        for (index, entry) in self.0.iter().enumerate() {
+        for (index, entry) in self.list.iter().enumerate() {
             if bool::from(entry.secret.0.ct_eq(&secret.0)) {
                 found = Some(index);
             }
@@ -174,7 +181,7 @@ impl Sessions {
     pub fn open(&self, ticket: &str) -> Result<String> {
         let entry = {
             let mut tickets = self.tickets();
-            tickets.find(ticket).map(|index| tickets.0.remove(index))
+            tickets.find(ticket).map(|index| tickets.list.remove(index))
         };
         match entry {
             Some(entry) => self.sessions().add(IDLE_LIFETIME, entry.monitors),
@@ -185,14 +192,14 @@ impl Sessions {
         }
     }
 
-    /// Returns the monitors of a request's session, and extends the session's lifetime.
-    pub fn find(&self, headers: &HeaderMap) -> Option<Arc<Monitors>> {
+    /// Returns number and monitors of a request's session, and extends the session's lifetime.
+    pub fn find(&self, headers: &HeaderMap) -> Option<(u32, Arc<Monitors>)> {
         let secret = secret(headers)?;
         let mut sessions = self.sessions();
         let index = sessions.find(secret)?;
-        let session = &mut sessions.0[index];
+        let session = &mut sessions.list[index];
         session.expires = Instant::now() + IDLE_LIFETIME;
-        Some(Arc::clone(&session.monitors))
+        Some((session.number, Arc::clone(&session.monitors)))
     }
 }
 
@@ -250,7 +257,7 @@ mod tests {
         for _ in 0..MAX_ENTRIES {
             ticket(&sessions);
         }
-        assert_eq!(sessions.tickets().0.len(), MAX_ENTRIES);
+        assert_eq!(sessions.tickets().list.len(), MAX_ENTRIES);
         assert!(sessions.open(&first).is_err(), "the oldest was replaced");
     }
 }
