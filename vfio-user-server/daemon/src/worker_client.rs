@@ -3,13 +3,14 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use mdev_core::device::Scanout;
 use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use vgpud_host::text::one_line;
 
+use crate::spawn;
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
 
 /// Limit of the wait for a worker's reply. A worker replies between two requests of its VM, which
@@ -18,6 +19,9 @@ pub const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Limit of the warnings of a worker.
 const MAX_WARNINGS: usize = 16;
+
+/// Limit of workers that are asked at once, each on a thread.
+const MAX_ASKED: usize = 256;
 
 /// Limit of a text of a worker, in characters.
 const MAX_TEXT: usize = 500;
@@ -46,6 +50,24 @@ pub fn status(control: &Path) -> io::Result<WorkerStatus> {
         }
         other => Err(unexpected(&other)),
     }
+}
+
+/// Requests the statuses of many workers at once: those that do not answer cost one wait together.
+pub fn statuses(controls: &[PathBuf]) -> Vec<io::Result<WorkerStatus>> {
+    let mut statuses = Vec::with_capacity(controls.len());
+    for some in controls.chunks(MAX_ASKED) {
+        let asked: Vec<_> = some
+            .iter()
+            .map(|control| {
+                let control = control.clone();
+                spawn::thread("ask-worker", move || status(&control))
+            })
+            .collect();
+        statuses.extend(asked.into_iter().map(|asked| {
+            asked?.join().unwrap_or_else(|_| Err(io::Error::other("The question has failed")))
+        }));
+    }
+    statuses
 }
 
 /// Makes a worker's words fit for a terminal: a worker that its VM has taken over chooses them.
@@ -165,6 +187,21 @@ pub(crate) mod tests {
             });
             request(&path)
         })
+    }
+
+    #[test]
+    fn many_workers_that_do_not_answer_cost_one_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        let listen = |number: usize| {
+            let path = folder.path().join(number.to_string());
+            (SeqPacketListener::bind(&path).unwrap(), path)
+        };
+        let (_listeners, paths): (Vec<_>, Vec<_>) = (0..20).map(listen).unzip();
+        let begun = std::time::Instant::now();
+        let statuses = statuses(&paths);
+        assert!(begun.elapsed() < TIMEOUT * 5, "{:?}", begun.elapsed());
+        assert_eq!(statuses.len(), paths.len());
+        assert!(statuses.iter().all(Result::is_err), "{statuses:?}");
     }
 
     #[test]

@@ -22,11 +22,16 @@ impl Manager {
             was_running.insert(parent.name().to_owned(), parent.begin(&self.env));
         }
         let mut dead = Vec::new();
-        for (id, record) in self.recorded_vgpus() {
+        let recorded = self.recorded_vgpus();
+        let sockets: Vec<_> =
+            recorded.iter().map(|(id, _)| self.env.run_dir.worker_socket(*id)).collect();
+        let statuses = worker_client::statuses(&sockets);
+        for ((id, record), status) in recorded.into_iter().zip(statuses) {
             match self.parents.get_mut(&record.parent) {
                 Ok(parent) => {
                     let gpu_was_running = was_running[&record.parent];
-                    dead.extend(parent.adopt_vgpu(&self.env, id, &record, gpu_was_running));
+                    let running = gpu_was_running;
+                    dead.extend(parent.adopt_vgpu(&self.env, id, &record, status, running));
                 }
                 Err(error) => discard(&self.env, id, Process::find(record.process), &error),
             }

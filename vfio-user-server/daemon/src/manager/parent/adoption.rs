@@ -17,18 +17,20 @@ use crate::manager::run_dir;
 use crate::manager::vgpu::{Record, Vgpu};
 use crate::spawn::Process;
 use crate::worker_client;
+use crate::worker_protocol::WorkerStatus;
 use vgpud_api::AttachedClient;
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 impl Parent {
     /// Adopts a recorded vGPU if its worker is running. Returns the vGPU if it is to be started
-    /// again instead, which takes its folder away. `gpu_was_running` tells whether the GPU was
+    /// again instead, which takes its folder away. `status` is the worker's answer. `gpu_was_running` tells whether the GPU was
     /// running before this manager.
     pub fn adopt_vgpu(
         &mut self,
         env: &Environment,
         id: VgpuId,
         record: &Record,
+        status: io::Result<WorkerStatus>,
         gpu_was_running: bool,
     ) -> Option<Vgpu> {
         let process = Process::find(record.process);
@@ -49,7 +51,7 @@ impl Parent {
             run_dir::remove(&folder);
             return Some(vgpu);
         };
-        match worker_client::status(&env.run_dir.worker_socket(id)) {
+        match status {
             Ok(status) if status.client.is_some() || (gpu_was_running && status.gpu_ok) => {
                 let pid = process.pid();
                 let user = status.client.map(|vm| format!(", used by process {}", vm.pid));
