@@ -204,6 +204,39 @@ fn only_the_owner_can_use_a_vgpus_socket() -> Result<()> {
     Ok(())
 }
 
+/// A vGPU's owner has its socket while it is the owner, and never its screen through vgpud.
+#[test]
+fn owner_of_a_display_sees_no_screen_and_loses_the_vgpu_with_the_next_owner() -> Result<()> {
+    if !can_switch_users() {
+        return Ok(());
+    }
+    let vgpud = vgpud(&["--group", READERS, "--admin-group", ADMINS, "--owner", "62000:62001"])?;
+    let request = json!({ "mdev_type": "SOFT-256MQ", "run": false, "define": true });
+    let uuid = vgpud.create(&request)?;
+    let path = format!("/v1/vgpus/{uuid}");
+    let start = |owner: &str| {
+        let body = json!({ "owner": owner });
+        vgpud.call("POST", &format!("{path}/start"), Some(&body))
+    };
+    start("62000:62001")?;
+    let socket = vgpud.vfio_socket(&uuid);
+    let mut kept = VM.run(|| Ok(UnixStream::connect(&socket)?))?;
+    let screen = format!("{path}/screenshot");
+    let owners = VM.run(|| Ok(vgpud.request("GET", &screen, None).is_ok()))?;
+    ensure!(!owners, "the owner is in no group, and reads the screen through vgpud");
+    vgpud.call("POST", &format!("{path}/stop"), Some(&json!({ "force": true })))?;
+    kept.set_read_timeout(Some(TIMEOUT))?;
+    ensure!(kept.read(&mut [0; 16])? == 0, "the former owner's connection is still open");
+    start("62100:62101")?;
+    set_mode(&socket, 0o666)?;
+    set_mode(&vgpud.vgpu_dir(&uuid), 0o711)?;
+    // The worker cuts a former owner off, whatever the permissions are.
+    let mut former = VM.run(|| Ok(UnixStream::connect(&socket)?))?;
+    former.set_read_timeout(Some(TIMEOUT))?;
+    ensure!(former.read(&mut [0; 16])? == 0, "the former owner is served");
+    Ok(())
+}
+
 #[test]
 fn the_owner_comes_from_the_definition_unless_start_overrides_it() -> Result<()> {
     if !can_switch_users() {

@@ -40,13 +40,20 @@ fn busy(id: VgpuId) -> ErrorDetail {
 pub struct SharedScreenshots {
     renderings: Semaphore,
     limiter: Arc<ReadoutLimiter>,
+    /// [`RENDER_TIMEOUT`]; shorter in tests.
+    render_timeout: Duration,
     screens: Mutex<HashMap<VgpuId, Arc<SharedScreenshot>>>,
 }
 
 impl SharedScreenshots {
     /// Creates screenshots that share `limiter` with all other readers of screens.
     pub fn new(limiter: Arc<ReadoutLimiter>) -> Self {
-        Self { renderings: Semaphore::new(MAX_RENDERINGS), limiter, screens: Mutex::default() }
+        Self {
+            renderings: Semaphore::new(MAX_RENDERINGS),
+            limiter,
+            render_timeout: RENDER_TIMEOUT,
+            screens: Mutex::default(),
+        }
     }
 
     /// Returns a PNG of a screen, rendered after this call.
@@ -80,7 +87,7 @@ impl SharedScreenshots {
                 let _permit = screen_permit;
                 render(&screen.control)
             });
-            let rendered = tokio::time::timeout(RENDER_TIMEOUT, rendered).await;
+            let rendered = tokio::time::timeout(self.render_timeout, rendered).await;
             rendered.map_err(|_| busy(id))??.map(Bytes::from)
         };
         shared.take(&limit, interval, render).await
@@ -158,6 +165,9 @@ impl Drop for WaitingRequest<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
 
     fn runtime() -> tokio::runtime::Runtime {
@@ -206,6 +216,40 @@ mod tests {
             assert_eq!(count.load(Ordering::Relaxed), 2, "500 requests, one rendering");
             assert_eq!(request().await.unwrap(), "2", "a later request gets a later screenshot");
             assert!(screen.last.lock().await.png.is_none());
+        });
+    }
+
+    /// Renderings wait until this flag is set.
+    static ANSWERS: AtomicBool = AtomicBool::new(false);
+
+    #[test]
+    fn worker_that_keeps_a_reader_waiting_costs_one_thread_and_no_other_screen() {
+        let render = |_: &Path| {
+            while !ANSWERS.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok(Vec::new())
+        };
+        runtime().block_on(async {
+            let mut screenshots = SharedScreenshots::new(Arc::default());
+            screenshots.render_timeout = Duration::from_millis(50);
+            let screen = || Screen { refresh: NonZeroU32::MAX, control: "/no-worker".into() };
+            let (hostile, neighbour) = (VgpuId::random(), VgpuId::random());
+            for _ in 0..2 * MAX_RENDERINGS {
+                let error = screenshots.take(hostile, screen(), render).await.unwrap_err();
+                let message = format!(
+                    "The screen of vGPU {hostile} cannot be read: its worker keeps an earlier reader waiting"
+                );
+                assert_eq!((error.code, error.message), (ErrorCode::Unavailable, message));
+            }
+            let picture = |_: &Path| Ok(b"picture".to_vec());
+            let png = screenshots.take(neighbour, screen(), picture).await.unwrap();
+            assert_eq!(png, b"picture"[..], "a neighbour's screen has a permit");
+            assert!(screenshots.take(hostile, screen(), picture).await.is_err(), "still blocked");
+            ANSWERS.store(true, Ordering::Relaxed);
+            while screenshots.take(hostile, screen(), picture).await.is_err() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
         });
     }
 
