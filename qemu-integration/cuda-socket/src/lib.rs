@@ -12,7 +12,13 @@
 //! A connection belongs to one process, carries alternating requests and replies, and begins with
 //! [`Request::Hello`]. Each open file has a socket of its own besides: the program holds one end as
 //! the file's descriptor, the worker the other. The file is closed when all copies of the program's
-//! end are closed, also if the process is killed. A packet on it is an event for `poll()`.
+//! end are closed, also if the process is killed. Before each request, the worker looks for files
+//! that were closed: a process may rely on `close()` to have freed memory.
+//!
+//! A packet on a file's socket is an event for `poll()`, of any content. The program's `poll()`
+//! takes all packets that have arrived, as the driver's clears its event.
+//!
+//! A child of `fork()` has connections of its own. It keeps using the files that it inherited.
 
 pub mod calls;
 pub mod messages;
@@ -20,10 +26,10 @@ pub mod packet;
 
 pub use calls::CallShape;
 pub use messages::{
-    Block, Done, Fetch, FileId, IoctlRequest, MapRequest, Node, Place, Range, Reply, Request,
-    Welcome,
+    Block, Done, Fetch, FileId, IoctlRequest, MAX_BLOCKS, MAX_FDS, MAX_FETCHES, MapRequest, Node,
+    Place, Range, Reply, Request, SharedRange, Welcome,
 };
 pub use packet::{DecodeError, MAX_PACKET, decode, encode};
 
 /// Protocol version. Both ends must have the same.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;

@@ -10,6 +10,9 @@ pub const MAX_FDS: usize = 16;
 /// Maximum number of blocks in one request or reply.
 pub const MAX_BLOCKS: usize = 16;
 
+/// Maximum number of [`Reply::Fetch`] for one ioctl.
+pub const MAX_FETCHES: usize = 4;
+
 /// Number of an open file: unpredictable, so that a process cannot name another's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct FileId(pub u64);
@@ -32,6 +35,15 @@ pub struct Range {
     pub address: u64,
     /// Length in bytes.
     pub len: u64,
+}
+
+/// Range of the process that is shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedRange {
+    /// Page-aligned range of the process.
+    pub range: Range,
+    /// Page-aligned offset of the range in the attached memfd, in bytes.
+    pub offset: u64,
 }
 
 /// Content of memory of the process.
@@ -57,6 +69,10 @@ pub enum Request {
     Ioctl(IoctlRequest),
     /// Maps a file. Reply: [`Reply::Mapped`].
     Map(MapRequest),
+    /// Identifies a file that the process got from another process, for example over a UNIX
+    /// socket. The descriptor is attached, which proves that the process may use the file. The
+    /// worker knows its sockets by their inodes. Reply: [`Reply::Identified`].
+    Identify,
 }
 
 /// An ioctl of a program.
@@ -73,9 +89,10 @@ pub struct IoctlRequest {
     /// Descriptors in the argument and the blocks, with their files. Other descriptors are left
     /// out.
     pub files: Vec<(i32, FileId)>,
-    /// Ranges of the process that were made shared memory, for [`Fetch::share`]. Their memfds are
-    /// attached in this order; each begins with the range's first byte.
-    pub shared: Vec<Range>,
+    /// Shared memory that the ranges of [`Fetch::share`] consist of. A range that is not shared
+    /// memory, and cannot be made so, is left out; a range can have several parts. The process has
+    /// one memfd for all of its parts, which is attached if there are any.
+    pub shared: Vec<SharedRange>,
 }
 
 /// A mapping of a file.
@@ -98,7 +115,8 @@ pub enum Reply {
     Welcome(Welcome),
     /// Reply to [`Request::Open`]. The program's end of the file's socket is attached.
     Opened(FileId),
-    /// The request is to be sent again with more of the process's memory.
+    /// The request is to be sent again with more of the process's memory, besides what it had. A
+    /// request has at most [`MAX_FETCHES`] of these replies.
     Fetch(Fetch),
     /// The ioctl is done.
     Done(Done),
@@ -111,6 +129,13 @@ pub enum Reply {
     Failed {
         /// `errno`.
         errno: i32,
+    },
+    /// Reply to [`Request::Identify`].
+    Identified {
+        /// The file.
+        file: FileId,
+        /// The file's device node.
+        node: Node,
     },
 }
 

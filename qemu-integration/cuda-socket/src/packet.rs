@@ -35,7 +35,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Block, Done, FileId, IoctlRequest, Range, Reply, Request};
+    use crate::{Block, Done, FileId, IoctlRequest, Range, Reply, Request, SharedRange};
 
     proptest! {
         #[test]
@@ -58,7 +58,7 @@ mod tests {
             argument: vec![0; 32],
             blocks: vec![block.clone()],
             files: vec![(3, FileId(9))],
-            shared: vec![Range { address: 4096, len: 8192 }],
+            shared: vec![SharedRange { range: Range { address: 4096, len: 8192 }, offset: 4096 }],
         });
         assert_eq!(decode::<Request>(&encode(&request).unwrap()).unwrap(), request);
         let reply = Reply::Done(Done { errno: 22, writes: vec![block], ..Default::default() });
