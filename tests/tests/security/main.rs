@@ -3,6 +3,7 @@
 mod abuse;
 mod access;
 mod descriptors;
+mod doorbells;
 mod listeners;
 mod logs;
 mod lost;

@@ -48,6 +48,11 @@ pub(super) struct Group {
     cut_off_ns: Option<u64>,
     /// Whether a wake-up arrived. The next doorbell then does not count as polled.
     pub woken: bool,
+    /// Wake-ups since the last work.
+    pub empty_wakes: u32,
+    /// Time before which a sleeping engine does not listen to the vGPU, because its wake-ups brought
+    /// no work.
+    pub deaf_until_ns: u64,
     /// Whether the worker is gone: no more wake-ups arrive.
     pub closed: bool,
 }
@@ -152,6 +157,8 @@ impl EngineLoop {
                     sleep_debt: SleepDebt::default(),
                     cut_off_ns: None,
                     woken: false,
+                    empty_wakes: 0,
+                    deaf_until_ns: 0,
                     closed: false,
                 });
             }
@@ -201,6 +208,8 @@ impl EngineLoop {
         };
         if has_work {
             group.woken = false;
+            group.empty_wakes = 0;
+            group.deaf_until_ns = 0;
         }
         let counters = group.vgpu.counters();
         counters.runnable.store(has_work, Ordering::Relaxed);

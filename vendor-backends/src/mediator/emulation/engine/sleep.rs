@@ -8,7 +8,7 @@ use std::thread;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
-use super::engine_loop::EngineLoop;
+use super::engine_loop::{EngineLoop, Group};
 use crate::mediator::emulation::channel::Readiness;
 use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::vgpu::run::PollResult;
@@ -26,6 +26,11 @@ const SHORT_SLEEP_NS: u64 = 1_000_000;
 /// wake-up.
 pub(super) const SEMAPHORE_POLL_MIN_NS: u64 = 50_000;
 const SEMAPHORE_POLL_MAX_NS: u64 = 4_000_000;
+/// Wake-ups without work after which a vGPU is listened to less often.
+const EMPTY_WAKES: u32 = 16;
+/// Interval at which a sleeping engine looks for wake-ups of vGPUs that had many without work. All
+/// of them at once: each look polls all vGPUs.
+const DEAF_NS: u64 = 1_000_000;
 /// Longest sleep with a timeout.
 const MAX_SLEEP_NS: u64 = 500_000_000;
 
@@ -122,15 +127,18 @@ impl EngineLoop {
     fn wait(&mut self, opens_ns: Option<u64>) -> (bool, Option<u64>) {
         let waiting = PollResult::Polled(Readiness::Waiting);
         let poll_semaphores = self.groups.iter().any(|group| group.polled == waiting);
-        let timeout_ns =
-            poll_semaphores.then_some(self.semaphore_poll_ns).into_iter().chain(opens_ns).min();
+        let now = now_ns();
+        let listens = self.groups.iter().filter_map(|group| group.deaf_until_ns.checked_sub(now));
+        let semaphores = poll_semaphores.then_some(self.semaphore_poll_ns);
+        let timeout_ns = semaphores.into_iter().chain(opens_ns).chain(listens).min();
         let timeout_ns = timeout_ns.map(|ns| ns.min(MAX_SLEEP_NS));
         let timeout = timeout_ns.map(|ns| TimeSpec::new(0, ns.cast_signed()));
         if poll_semaphores {
             self.semaphore_poll_ns = (self.semaphore_poll_ns * 2).min(SEMAPHORE_POLL_MAX_NS);
         }
+        let listens = |group: &Group| !group.closed && group.deaf_until_ns <= now;
         let listening: Vec<usize> =
-            (0..self.groups.len()).filter(|index| !self.groups[*index].closed).collect();
+            (0..self.groups.len()).filter(|index| listens(&self.groups[*index])).collect();
         let mut fds = vec![PollFd::new(self.vgpus.waker().as_fd(), PollFlags::POLLIN)];
         fds.extend(listening.iter().map(|index| {
             PollFd::new(self.groups[*index].vgpu.wakeups().as_fd(), PollFlags::POLLIN)
@@ -143,6 +151,10 @@ impl EngineLoop {
             let group = &mut self.groups[*index];
             let taken = group.vgpu.wakeups().take();
             group.woken |= taken.woken;
+            group.empty_wakes = group.empty_wakes.saturating_add(u32::from(taken.woken));
+            if group.empty_wakes > EMPTY_WAKES {
+                group.deaf_until_ns = (now_ns() / DEAF_NS + 1) * DEAF_NS;
+            }
             group.closed |= taken.closed;
             if group.woken {
                 group.vgpu.counters().wakeups.fetch_add(1, Ordering::Relaxed);
