@@ -210,6 +210,8 @@ fn a_software_gpu_of_the_previous_release_accepts_new_vgpus() -> Result<()> {
 #[test]
 fn a_manager_of_the_previous_release_gets_answers_in_its_format() -> Result<()> {
     let vgpud = Vgpud::start()?;
+    // The manager answers once its parents run.
+    vgpud.get("/v1/parents")?;
     let socket = SeqPacket::connect(&vgpud.run_dir().join("parents/soft0/admin.sock"))?;
     let mut buffer = vec![0; MAX_PACKET];
     let mut ask = |request: &AdminRequest| -> Result<AdminReply> {
