@@ -6,6 +6,7 @@ use mdev_core::gpu::EngineKind;
 use mdev_core::ids::ChannelId;
 
 use super::channels::Channels;
+use super::idle_check::IdleCheck;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
 
 /// Time after the last sign of work after which an engine counts as idle, if other vGPUs wait.
@@ -37,6 +38,8 @@ pub struct Activity {
     submissions: [u64; 2],
     /// Whether the vGPU was passed over, and when that was read in the log.
     passed_over: (bool, Option<Instant>),
+    /// Check of what the guest shows as idle.
+    idle_check: IdleCheck,
     /// Number of completed residencies on the compute engine.
     residencies: u64,
     /// When the vGPU was last resident on the compute engine.
@@ -57,6 +60,7 @@ impl Default for Activity {
             fetched_at: [now; 2],
             submissions: [0; 2],
             passed_over: (false, None),
+            idle_check: IdleCheck::default(),
             residencies: 0,
             resident_at: None,
             copying: Duration::ZERO,
@@ -103,6 +107,9 @@ impl Activity {
             self.sample_engine(&mut channels, engine, conditions);
         }
         drop(channels);
+        if !contended && gate_open {
+            self.check_idle(state, now);
+        }
         if self.is_busy() {
             self.had_work += now.duration_since(self.sampled_at);
         }
@@ -127,6 +134,20 @@ impl Activity {
         }
         self.passed_over = (state.is_passed_over(), Some(now));
         self.passed_over.0
+    }
+
+    /// Checks a vGPU that shows no work although its context is resident.
+    fn check_idle(&mut self, state: &VgpuState, now: Instant) {
+        let engine = EngineKind::Compute;
+        let shows_work =
+            self.busy_at[engine as usize].is_some_and(|at| now.duration_since(at) < BUSY_LINGER);
+        if shows_work {
+            return;
+        }
+        let rings = state.channels().rings(engine);
+        if rings > 0 && self.idle_check.has_work(state, now, rings) {
+            self.busy_at[engine as usize] = Some(now);
+        }
     }
 
     fn sample_engine(

@@ -27,6 +27,7 @@ use super::memory::Memory;
 use super::rm::Rm;
 use super::rm_client::{AddressSpace, Object};
 use super::signals::Signals;
+use super::switch_probe::SwitchProbe;
 use super::sys::numbers::event;
 use super::version::Layout;
 use super::vgpu_state::VgpuState;
@@ -180,17 +181,26 @@ fn vgpu_state(
     direct_doorbell: bool,
     options: channels::Options,
 ) -> Result<VgpuState, GpuError> {
-    let ctxsw_log = CtxswLog::open(device, doorbell.clone())
+    let mut ctxsw_log = CtxswLog::open(device, doorbell.clone())
         .inspect_err(|error| {
             log::warn!("Cannot measure engine time with this NVIDIA driver: {error}");
         })
         .ok();
+    let mut switch_probe = SwitchProbe::new(device, doorbell.clone())
+        .inspect_err(|error| {
+            log::warn!("Cannot check hangs with a channel of the worker's own: {error}");
+        })
+        .ok();
+    if let (Some(probe), Some(log)) = (&mut switch_probe, &mut ctxsw_log) {
+        log.find_probe(probe);
+    }
     let poller = (!direct_doorbell).then(|| DoorbellPoller::new(doorbell.clone()));
     let channels = Channels::new(device.clone(), space.clone(), doorbell, poller.clone(), options)?;
     Ok(VgpuState {
         channels: Mutex::new(channels),
         poller,
         ctxsw_log: Mutex::new(ctxsw_log),
+        switch_probe: Mutex::new(switch_probe),
         activity: Mutex::default(),
         signals: Signals::new()?,
         next_manager: Mutex::default(),
@@ -299,6 +309,10 @@ impl Client for NvidiaClient {
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
         self.state.note_errors();
+        let shares_group = self.state.channels().shares_compute_group(id);
+        if shares_group {
+            self.state.await_switch();
+        }
         let running = self.state.engines_running();
         self.state.channels().destroy(id, running)
     }

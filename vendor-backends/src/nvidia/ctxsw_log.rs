@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
@@ -15,9 +16,13 @@ use zerocopy::IntoBytes;
 use super::device::Device;
 use super::rm::Node;
 use super::rm_client::Object;
+use super::switch_probe::SwitchProbe;
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
 use crate::mem::Mapping;
+
+/// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
+const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);
 
 /// Size of `NV_EVENT_BUFFER_RECORD_HEADER` and `NV_EVENT_BUFFER_FECS_RECORD_V1`.
 const RECORD_BYTES: u64 = 32;
@@ -181,7 +186,14 @@ pub struct CtxswLog {
     pub engine_time: EngineTime,
     /// Residencies of other processes since the last one of this process.
     pub others: OtherProcesses,
+    /// Context of this process that was logged last.
+    last_own_context: Option<u32>,
+    /// Context of the probe, once it is known: no work of the guest.
+    probe_context: Option<u32>,
 }
+
+/// Process in place of this one, for the context of the probe.
+const PROBE: u64 = u64::MAX;
 
 /// Residencies of other processes, counted for each process.
 #[derive(Clone, Debug, Default)]
@@ -269,12 +281,38 @@ impl CtxswLog {
             switches: 0,
             engine_time: EngineTime::default(),
             others: OtherProcesses::default(),
+            last_own_context: None,
+            probe_context: None,
         })
     }
 
     /// Reads the GPU's clock, in nanoseconds.
     pub fn now_ns(&self) -> Option<u64> {
         clock_ns(&self.clock)
+    }
+
+    /// Finds the context of a new probe in the log. If others keep the engine, it is found later.
+    pub fn find_probe(&mut self, probe: &mut SwitchProbe) {
+        let (request, started) = (probe.request(), Instant::now());
+        while !probe.is_served(request) && started.elapsed() < FIND_PROBE_WITHIN {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        if self.read().is_ok() {
+            self.had_only_probe();
+        }
+    }
+
+    /// Notes that the guest has had no channel so far: what was logged is the probe's.
+    pub fn had_only_probe(&mut self) {
+        if self.probe_context.is_none() && self.last_own_context.is_some() {
+            self.probe_context = self.last_own_context;
+            self.engine_time = EngineTime::default();
+        }
+    }
+
+    /// Returns whether the log tells residencies of the guest from those of the probe.
+    pub fn knows_probe(&self) -> bool {
+        self.probe_context.is_some()
     }
 
     /// Reads and accounts the records since the previous call.
@@ -287,9 +325,17 @@ impl CtxswLog {
             if self.records.read(u64::from(self.get) * RECORD_BYTES, &mut bytes).is_none() {
                 break;
             }
-            let record = CtxswRecord::read(&bytes);
+            let mut record = CtxswRecord::read(&bytes);
+            if record.process == self.process {
+                self.last_own_context = Some(record.context);
+                if self.probe_context == Some(record.context) {
+                    record.process = PROBE;
+                }
+            }
             self.engine_time.add(&record, self.process);
-            self.others.add(&record, self.process);
+            if record.process != PROBE {
+                self.others.add(&record, self.process);
+            }
             self.switches += 1;
             records.push(record);
             self.get = (self.get + 1) % RECORDS;

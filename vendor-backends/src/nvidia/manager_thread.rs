@@ -12,6 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::hang_detector::HangDetector;
 use super::rm_client::RmClient;
+use super::switch_probe::Request;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
 use super::wire::{FromManager, FromWorker};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
@@ -33,6 +34,8 @@ pub struct ManagerThread {
     next_hang_check: Option<Duration>,
     /// When the gate should have closed, while the closing is delayed.
     closing_since: Option<Instant>,
+    /// Request to the probe for the delayed closing.
+    closing_request: Option<Request>,
     buffer: Vec<u8>,
 }
 
@@ -53,6 +56,7 @@ impl ManagerThread {
             hang_detector: HangDetector::new(hang_limit),
             next_hang_check: None,
             closing_since: None,
+            closing_request: None,
             buffer: vec![0; MAX_PACKET],
         }
     }
@@ -97,15 +101,17 @@ impl ManagerThread {
         self.state.note_errors();
         self.state.activity().sample(&self.state, contended);
         self.next_hang_check = self.state.check_hang(&mut self.hang_detector);
-        if self
-            .closing_since
-            .is_some_and(|since| !self.state.must_delay_closing(since.elapsed(), contended))
-        {
+        if self.closing_since.is_some_and(|since| !self.must_delay_closing(since.elapsed())) {
             self.closing_since = None;
             if let Err(error) = self.state.set_gate(false) {
                 log::warn!("{error}");
             }
         }
+    }
+
+    fn must_delay_closing(&mut self, waited: Duration) -> bool {
+        let contended = self.hang_detector.is_contended();
+        self.state.must_delay_closing(waited, contended, &mut self.closing_request)
     }
 
     /// Receives a message of the manager and executes it.
@@ -141,8 +147,10 @@ impl ManagerThread {
             self.set_contended(contended);
         }
         if let FromManager::SetGate(open) = *message {
-            let contended = self.hang_detector.is_contended();
-            let delay = !open && self.state.must_delay_closing(Duration::ZERO, contended);
+            if self.closing_since.is_none() {
+                self.closing_request = None;
+            }
+            let delay = !open && self.must_delay_closing(Duration::ZERO);
             self.closing_since = delay.then(|| self.closing_since.unwrap_or_else(Instant::now));
             if delay {
                 return;

@@ -5,10 +5,10 @@
 //! 1. [`sys`], [`version`]: the driver's kernel interface; [`rm`]: the trait that reaches the
 //!    driver
 //! 2. [`rm_client`]: a client of the driver and its objects; [`device`]: a GPU
-//! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`], [`ctxsw_log`]: memory,
-//!    channels, doorbells and engine time of a vGPU
+//! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`], [`ctxsw_log`],
+//!    [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
 //! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
-//!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
+//!    `idle_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
 //! 6. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
@@ -27,6 +27,7 @@ pub mod fault_backoff;
 mod gpu;
 pub mod hang_detector;
 mod host_check;
+mod idle_check;
 pub mod interrupt_thread;
 pub mod manager_thread;
 pub mod memory;
@@ -36,6 +37,7 @@ pub mod rm_client;
 #[cfg(feature = "test-util")]
 pub mod rm_recorder;
 pub mod signals;
+pub mod switch_probe;
 pub mod sys;
 mod usage_reconcile;
 pub mod version;

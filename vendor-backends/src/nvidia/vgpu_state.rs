@@ -10,8 +10,9 @@ use super::activity::{Activity, COPY_LINGER};
 use super::channels::{Channels, Running};
 use super::ctxsw_log::{CtxswLog, EngineTime};
 use super::doorbell_poller::DoorbellPoller;
-use super::hang_detector::{HangDetector, Residency, Verdict};
+use super::hang_detector::{HangDetector, Hints, Probed, Residency, Verdict};
 use super::signals::Signals;
+use super::switch_probe::{Request, SwitchProbe};
 use super::wire::Report;
 use crate::seqpacket::SeqPacket;
 
@@ -31,6 +32,11 @@ const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
 /// Maximum delay of closing a gate until the end of a residency.
 const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
 
+/// Maximum time to wait for the engine before a channel is freed, and interval of looking at it. The
+/// hang detector acts earlier.
+const MAX_SWITCH_WAIT: Duration = Duration::from_secs(2);
+const SWITCH_INTERVAL: Duration = Duration::from_millis(2);
+
 /// Time without a residency before the GPU is taken to have no work of this vGPU.
 const ABSENT: Duration = Duration::from_millis(100);
 
@@ -47,6 +53,8 @@ pub struct VgpuState {
     pub poller: Option<Arc<DoorbellPoller>>,
     /// Context switch log, if the driver has one.
     pub ctxsw_log: Mutex<Option<CtxswLog>>,
+    /// Probe for context switches, if it works.
+    pub switch_probe: Mutex<Option<SwitchProbe>>,
     /// Activity of the rings.
     pub activity: Mutex<Activity>,
     /// Signals between the threads.
@@ -113,8 +121,12 @@ impl VgpuState {
 
     /// Resets the compute groups if a kernel hangs. Otherwise returns when to check again, if soon.
     pub(super) fn check_hang(&self, detector: &mut HangDetector) -> Option<Duration> {
-        let since_fetch = self.activity().since_fetch(EngineKind::Compute);
-        match detector.check(Instant::now(), since_fetch, || self.residency()) {
+        let hints = Hints {
+            since_fetch: self.activity().since_fetch(EngineKind::Compute),
+            timeslice: self.channels().timeslice(),
+        };
+        let probe = |request| self.probe(request);
+        match detector.check(Instant::now(), hints, || self.residency(), probe) {
             Verdict::NotHung => None,
             // poll() takes whole milliseconds.
             Verdict::CheckAfter(after) => Some(after + Duration::from_millis(1)),
@@ -126,16 +138,55 @@ impl VgpuState {
         }
     }
 
+    /// Asks for a context switch, unless `request` was made before. Returns the state of the request.
+    /// None if the probe does not work.
+    pub(super) fn probe(&self, request: Option<Request>) -> Option<Probed> {
+        let mut probe = self.switch_probe.lock().unwrap_or_else(PoisonError::into_inner);
+        let probe = probe.as_mut().filter(|probe| probe.works())?;
+        let request = request.unwrap_or_else(|| probe.request());
+        let requested_at = probe.requested_at();
+        Some(Probed { request, requested_at, served: probe.is_served(request) })
+    }
+
+    /// Waits until the engine changes to the probe, or until the hang detector has reset the groups,
+    /// if other vGPUs have work. Freeing a channel of a group waits for the kernel that runs, and
+    /// blocks all clients of the driver meanwhile.
+    pub(super) fn await_switch(&self) {
+        let (started, mut request) = (Instant::now(), None);
+        while started.elapsed() < MAX_SWITCH_WAIT
+            && self.channels().contended
+            && self.residency().is_some()
+            && let Some(probed) = self.probe(request)
+            && !probed.served
+        {
+            request = Some(probed.request);
+            std::thread::sleep(SWITCH_INTERVAL);
+        }
+    }
+
     /// Returns whether a gate that should have closed `waited` ago must stay open for now.
     ///
     /// Closing waits for the running kernel, and blocks all other clients of the driver meanwhile.
-    /// A kernel that may be endless is therefore left to the hang detector. While other vGPUs have
-    /// work, residencies end by themselves, so the gate closes between two of them. If a residency
-    /// does not end in time, the gate closes as long as there is progress.
-    pub(super) fn must_delay_closing(&self, waited: Duration, contended: bool) -> bool {
+    /// A kernel that may be endless is therefore left to the hang detector: the gate closes when the
+    /// engine has changed to the probe, whatever the guest's memory shows. `request` is the request
+    /// for this closing. While other vGPUs have work, residencies end by themselves, so the gate
+    /// closes between two of them.
+    pub(super) fn must_delay_closing(
+        &self,
+        waited: Duration,
+        contended: bool,
+        request: &mut Option<Request>,
+    ) -> bool {
         let Some(residency) = self.residency() else { return false };
-        let endless = residency.duration > MAYBE_ENDLESS
-            && self.activity().since_fetch(EngineKind::Compute) > MAYBE_ENDLESS;
+        let may_be_endless = residency.duration > MAYBE_ENDLESS;
+        let probed = if may_be_endless { self.probe(*request) } else { None };
+        *request = probed.map(|probed| probed.request);
+        let endless = match probed {
+            Some(probed) => !probed.served,
+            None => {
+                may_be_endless && self.activity().since_fetch(EngineKind::Compute) > MAYBE_ENDLESS
+            }
+        };
         endless || contended && waited < MAX_CLOSE_DELAY
     }
 
@@ -152,6 +203,21 @@ impl VgpuState {
             log.others.clear();
         }
         done
+    }
+
+    /// Returns whether the vGPU is resident on the compute engine, and how often it was, as of the
+    /// last time that the log was read, or as of now. None if the log does not tell the vGPU from the
+    /// probe.
+    pub(super) fn residencies(&self, now: bool) -> Option<(bool, u64)> {
+        let mut log = self.ctxsw_log();
+        let log = log.as_mut()?;
+        if now {
+            log.read().ok()?;
+        }
+        if !log.knows_probe() {
+            return None;
+        }
+        Some((log.engine_time.resident_since_ns.is_some(), log.engine_time.residencies))
     }
 
     /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
@@ -190,6 +256,9 @@ impl VgpuState {
         if let Some(log) = &mut *self.ctxsw_log() {
             if let Err(error) = log.read() {
                 log::debug!("{error}");
+            }
+            if !log.knows_probe() && !self.channels().had_groups() {
+                log.had_only_probe();
             }
             engine_time = log.engine_time;
             let now = log.now_ns();

@@ -25,13 +25,13 @@ fn the_worker_rings_for_a_guest_without_the_gpu_doorbell() {
     let mut gpu = gpu(&rm);
     let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
     assert!(client.gpu().capabilities.contains(GpuCapabilities::NEED_WAKEUP));
-    let page = doorbell_page(&client);
+    let (page, before) = (doorbell_page(&client), rm.last_ring());
     // Tokens of other vGPUs' channels, and tokens without a channel.
     for token in 0..100_000 {
         page.store_u32(doorbell::TOKEN, token).unwrap();
     }
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(rm.last_ring(), Some(0), "no channel has entries");
+    assert_eq!(rm.last_ring(), before, "no channel has entries");
     for (index, channel) in channels.iter().enumerate() {
         set_ring(&memory.mapping, index as u64, 0, 1);
         eventually("a ring", || rm.last_ring() == Some(channel.token.0));
@@ -94,12 +94,13 @@ fn a_trusted_guest_has_the_gpu_doorbell() {
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
     let (_, mut client, memory, channels) = with_channels(&rm, &mut gpu);
     assert!(!client.gpu().capabilities.contains(GpuCapabilities::NEED_WAKEUP));
+    let before = rm.last_ring();
     set_ring(&memory.mapping, 1, 0, 1);
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(rm.last_ring(), Some(0), "the worker does not ring");
+    assert_eq!(rm.last_ring(), before, "the worker does not ring");
     // For a trapped write, the worker rings only if the channel has entries.
     client.wake(channels[0].token).unwrap();
-    assert_eq!(rm.last_ring(), Some(0));
+    assert_eq!(rm.last_ring(), before);
     client.wake(channels[1].token).unwrap();
     assert_eq!(rm.last_ring(), Some(channels[1].token.0));
 }

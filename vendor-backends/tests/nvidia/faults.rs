@@ -52,6 +52,69 @@ fn repeated_faults_cause_a_pause() {
 }
 
 #[test]
+fn a_guest_cannot_show_progress_that_the_engine_does_not_make() {
+    for endless in [true, false] {
+        let rm = FakeRm::new(DRIVER);
+        let hang_limit = Some(Duration::from_millis(150));
+        let options = Options { hang_limit, ..OPTIONS };
+        let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
+        let started = Instant::now();
+        let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
+        rm.set_clock(clock());
+        let (vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
+        let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
+        set_ring(&memory.mapping, 1, 0, 1);
+        eventually("a ring", || rm.last_ring() == Some(channels[1].token.0));
+        rm.hold_engine(endless);
+        rm.log_residency(true, u64::from(std::process::id()), clock());
+        let (begun, mut round, mut resets) = (Instant::now(), 0, 0);
+        while begun.elapsed() < Duration::from_secs(2) && resets == 0 {
+            round += 1;
+            rm.set_clock(clock());
+            // What only the GPU should write, and a GP_PUT as if nothing had ever been queued.
+            set_ring(&memory.mapping, 1, round % 64, if round % 2 == 0 { 0 } else { round % 64 });
+            set_ring(&other_memory.mapping, 1, round % 64, (round + 1) % 64);
+            let report = gpu.usage().unwrap();
+            resets = report.vgpus.iter().find(|(id, _)| *id == vgpu).unwrap().1.hang_resets;
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert_eq!(resets, u64::from(endless), "endless: {endless}, after {:?}", begun.elapsed());
+    }
+}
+
+#[test]
+fn an_idle_vgpu_is_not_reset_while_another_one_only_copies() {
+    let rm = FakeRm::new(DRIVER);
+    let hang_limit = Some(Duration::from_millis(150));
+    let options = Options { hang_limit, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
+    let started = Instant::now();
+    let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
+    rm.set_clock(clock());
+    let (idle, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
+    set_ring(&memory.mapping, 1, 0, 1);
+    eventually("a ring", || rm.last_ring() == Some(channels[1].token.0));
+    // The kernel has ended. Its context stays resident, since no other context has work.
+    set_ring(&memory.mapping, 1, 1, 1);
+    rm.log_residency(true, u64::from(std::process::id()), clock());
+    let begun = Instant::now();
+    for round in (0..64).cycle() {
+        rm.set_clock(clock());
+        set_ring(&other_memory.mapping, 0, round, (round + 1) % 64);
+        let report = gpu.usage().unwrap();
+        let usage = report.vgpus.iter().find(|(id, _)| *id == idle).unwrap().1;
+        assert_eq!(usage.hang_resets, 0, "after {:?}", begun.elapsed());
+        if begun.elapsed() > Duration::from_millis(800) {
+            // Once the engine has changed to the probe, the idle context is known not to have it.
+            assert!(usage.compute_ns < 400_000_000, "charged {} ns", usage.compute_ns);
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
 fn only_a_kernel_that_does_not_end_is_reset() {
     let rm = FakeRm::new(DRIVER);
     let hang_limit = Some(Duration::from_millis(150));
@@ -81,6 +144,7 @@ fn only_a_kernel_that_does_not_end_is_reset() {
     while Instant::now() < until {
         assert_eq!(step(&mut gpu), 0, "the old residency");
     }
+    rm.hold_engine(true);
     rm.log_residency(true, own, clock());
     let start = Instant::now();
     eventually("reset", || step(&mut gpu) == 1);

@@ -1,6 +1,6 @@
 //! Time slices, the gate and charged time.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu};
 use vendor_backends::conformance::lifecycle;
@@ -119,15 +119,78 @@ fn a_gate_does_not_wait_for_a_kernel_that_may_be_endless() {
     let mut gpu = gpu(&rm);
     let (vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
     set_ring(&memory.mapping, 1, 1, 1);
-    // The last fetch and the start of the residency are long ago.
+    rm.hold_engine(true);
     std::thread::sleep(Duration::from_millis(150));
     rm.log_residency(true, u64::from(std::process::id()), 1000);
     rm.set_clock(200_000_000);
     gpu.set_gate(vgpu, false).unwrap();
     std::thread::sleep(Duration::from_millis(100));
     assert!(channels.iter().all(|channel| rm.may_run(channel.token.0)));
+    // The guest shows that entries are fetched.
+    let until = Instant::now() + Duration::from_millis(300);
+    for get in (0..64).cycle().take_while(|_| Instant::now() < until) {
+        set_ring(&memory.mapping, 1, get, get);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert!(channels.iter().all(|channel| rm.may_run(channel.token.0)));
+    rm.hold_engine(false);
     rm.log_residency(false, u64::from(std::process::id()), 200_000_000);
     eventually("closed", || channels.iter().all(|channel| !rm.may_run(channel.token.0)));
+}
+
+#[test]
+fn a_gate_closes_although_the_guest_shows_an_endless_kernel() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    // GP_GET never changes, and kernels end.
+    set_ring(&memory.mapping, 1, 1, 1);
+    std::thread::sleep(Duration::from_millis(150));
+    rm.log_residency(true, u64::from(std::process::id()), 1000);
+    rm.set_clock(200_000_000);
+    gpu.set_gate(vgpu, false).unwrap();
+    eventually("closed", || channels.iter().all(|channel| !rm.may_run(channel.token.0)));
+}
+
+#[test]
+fn a_vgpu_that_hides_its_work_is_charged() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let (own, start) = (u64::from(std::process::id()), Instant::now());
+    let clock = || start.elapsed().as_nanos() as u64 + 1_000_000_000;
+    let charged = |gpu: &mut NvidiaGpu| {
+        rm.set_clock(clock());
+        gpu.usage().unwrap().vgpus[0].1.compute_ns / 1_000_000
+    };
+    // One ring. The guest clears GP_PUT and writes GP_GET, as if nothing had been queued.
+    rm.set_clock(clock());
+    set_ring(&memory.mapping, 1, 0, 1);
+    eventually("a ring", || rm.last_ring() == Some(channels[1].token.0));
+    set_ring(&memory.mapping, 1, 1, 1);
+    rm.log_residency(true, own, clock());
+    // The context comes back after each probe.
+    let before = charged(&mut gpu);
+    let (begun, mut probes) = (Instant::now(), rm.probes());
+    while begun.elapsed() < Duration::from_secs(1) {
+        if rm.probes() > probes {
+            probes = rm.probes();
+            rm.log_residency(true, own, clock() + 1000);
+        }
+        charged(&mut gpu);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let work = charged(&mut gpu) - before;
+    assert!(work > 600, "{work} ms of 1000 are charged, {probes} probes");
+    // The work ends: an idle context does not come back, and is neither charged nor probed again.
+    eventually("a probe", || {
+        charged(&mut gpu);
+        rm.probes() > probes
+    });
+    std::thread::sleep(Duration::from_millis(100));
+    let (before, probes) = (charged(&mut gpu), rm.probes());
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!((charged(&mut gpu) - before, rm.probes()), (0, probes));
 }
 
 #[test]

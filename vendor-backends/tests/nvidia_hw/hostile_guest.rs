@@ -80,6 +80,9 @@ fn a_swapped_userd_does_not_hide_work() {
     fallocate(&ram.fd, hole, 4096, 4096).unwrap();
     put(&mut driver, 2);
     println!("the worker sees a new GP_PUT and the GPU the old one; runs: {}", ran(1));
+    // Entries that look fetched are not rung for again.
+    ram.mapping.store_u32(4096 + userd::GP_GET, 2).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
     // The guest's own GPU work writes GP_PUT into the page that the GPU has pinned.
     let mut ring = driver.ring(EngineKind::Copy);
     let hidden = va + 4096 + userd::GP_PUT;

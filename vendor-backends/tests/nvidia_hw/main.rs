@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 mod hostile_guest;
+mod switch_probe;
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -229,10 +230,9 @@ fn guest_memory_is_pinned_and_unpinned() {
 /// in `TESSERA_RECORD`, if it is set.
 #[test]
 fn driver_calls_are_recorded() {
-    // The option of the test that compares the recording.
-    let Some(mut gpu) = gpu_with(Options { direct_doorbell: true, ..Options::default() }) else {
-        return;
-    };
+    // The options of the test that compares the recording.
+    let options = Options { direct_doorbell: true, direct_vram: true, ..Options::default() };
+    let Some(mut gpu) = gpu_with(options) else { return };
     let recorder = RmRecorder::new(Arc::new(KernelDriver));
     let spec = ClientSpec { max_channels: 4, max_import_bytes: 64 * MIB, ..spec(64 * MIB) };
     let admission = gpu.admit(&spec).unwrap();

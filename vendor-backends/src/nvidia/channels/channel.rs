@@ -19,7 +19,7 @@ use crate::nvidia::sys::abi::notification;
 #[derive(Debug)]
 pub struct Notifier {
     mapping: Arc<Mapping>,
-    pub(super) memory: Arc<Object>,
+    pub(in crate::nvidia) memory: Arc<Object>,
 }
 
 impl Notifier {
@@ -34,14 +34,14 @@ impl Notifier {
     }
 
     /// Clears the error of the previous channel.
-    pub(super) fn clear(&self) {
+    pub(in crate::nvidia) fn clear(&self) {
         for word in (0..16).step_by(4) {
             let _ = self.mapping.store_u32(word, 0);
         }
     }
 
     /// Returns the robust-channel error code, if the channel has faulted.
-    pub(super) fn error(&self) -> Option<u32> {
+    pub(in crate::nvidia) fn error(&self) -> Option<u32> {
         let status = self.mapping.load_u32(notification::STATUS_WORD)? >> 16;
         if status == 0 {
             return None;

@@ -156,6 +156,19 @@ impl Channels {
         self.by_id.values().filter(live).any(Channel::was_used).then_some(group.created_ns)
     }
 
+    /// Returns whether a channel is one of several of the compute engine.
+    pub fn shares_compute_group(&self, id: ChannelId) -> bool {
+        let computes =
+            |channel: &Channel| channel.engine == EngineKind::Compute && channel.error == 0;
+        self.by_id.get(&id).is_some_and(computes)
+            && self.by_id.iter().any(|(other, channel)| *other != id && computes(channel))
+    }
+
+    /// Returns whether the vGPU ever had a channel.
+    pub fn had_groups(&self) -> bool {
+        self.last_group_number > 0
+    }
+
     /// Returns whether any channel ever got work.
     pub fn were_used(&self) -> bool {
         self.by_id.values().any(Channel::was_used)
@@ -272,7 +285,7 @@ fn fault_address(channel: &Object) -> Option<u64> {
 }
 
 /// Schedules a group on its runlist.
-fn schedule(device: &Device, group: &Object) -> Result<(), RmError> {
+pub(super) fn schedule(device: &Device, group: &Object) -> Result<(), RmError> {
     let mut enable = [1u8, 0, 0];
     let bytes = device.rm_client.layout().schedule;
     group.control_bytes(control::SCHEDULE, &mut enable[..bytes])

@@ -27,6 +27,11 @@ impl Channels {
         self.groups.iter().try_for_each(|group| self.apply_timeslice(group))
     }
 
+    /// Returns the time slice, or zero if none was set.
+    pub fn timeslice(&self) -> Duration {
+        self.timeslice.unwrap_or_default()
+    }
+
     /// Sets whether an engine has no work.
     ///
     /// A ring of the doorbell makes the GPU schedule the channel's group, even if the GPFIFO is

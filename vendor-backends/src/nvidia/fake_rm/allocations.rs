@@ -115,6 +115,8 @@ fn alloc_channel(
     }
     object.engine = params.engine;
     object.uses = vec![params.error, params.userd_memory[0]];
+    object.gpfifo = (params.gpfifo, params.gpfifo_entries);
+    object.userd_offset = params.userd_offset[0];
     Ok(())
 }
 

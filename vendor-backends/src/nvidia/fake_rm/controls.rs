@@ -24,7 +24,7 @@ pub fn control(
             expect_size(params, size_of::<abi::IdInfo>())
         }
         class::SUBDEVICE => control_subdevice(state, call, params),
-        class::EVENT_BUFFER => control_event_buffer(call, params),
+        class::EVENT_BUFFER => control_event_buffer(state, call, params),
         class::GROUP => control_group(state, layout, call, params),
         host::CLASS => control_channel(state, call, params),
         _ => Err(status::NOT_SUPPORTED),
@@ -81,10 +81,17 @@ fn control_subdevice(
     }
 }
 
-fn control_event_buffer(call: &abi::Control, params: &mut [u8]) -> Result<(), Refusal> {
+fn control_event_buffer(
+    state: &mut State,
+    call: &abi::Control,
+    params: &mut [u8],
+) -> Result<(), Refusal> {
     match call.command {
         control::EVENT_BUFFER_ENABLE | control::EVENT_BUFFER_UPDATE_GET => expect_size(params, 8),
-        control::EVENT_BUFFER_FLUSH => expect_size(params, 0),
+        control::EVENT_BUFFER_FLUSH => {
+            state.objects.serve_probes();
+            expect_size(params, 0)
+        }
         _ => Err(status::NOT_SUPPORTED),
     }
 }

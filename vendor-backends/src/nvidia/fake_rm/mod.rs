@@ -8,6 +8,7 @@ mod controls;
 mod ioctls;
 mod objects;
 mod params;
+mod probes;
 
 use std::fs::File;
 use std::io;
@@ -29,6 +30,10 @@ pub const ADDRESS: &str = "0000:3b:00.0";
 
 /// Video memory of the fake GPU, in bytes.
 pub const VIDEO_MEMORY: u64 = 80 << 30;
+
+/// Contexts in the log of context switches: those of guests, and those of workers' probes.
+const GUEST_CONTEXT: u32 = 1;
+const PROBE_CONTEXT: u32 = 2;
 
 /// Inode number of an open file. It also identifies duplicated descriptors.
 type FileId = u64;
@@ -133,7 +138,18 @@ impl FakeRm {
     /// Logs the start or the end of a residency of `process` on the compute engine.
     pub fn log_residency(&self, start: bool, process: u64, at_ns: u64) {
         let tag = if start { super::ctxsw_log::START } else { super::ctxsw_log::END };
-        self.state().objects.log_context_switch(tag, process, at_ns);
+        self.state().objects.log_context_switch(tag, GUEST_CONTEXT, process, at_ns);
+    }
+
+    /// Sets whether the compute engine executes a kernel that does not end. Meanwhile no probe is
+    /// served.
+    pub fn hold_engine(&self, held: bool) {
+        self.state().objects.engine_held = held;
+    }
+
+    /// Returns the number of entries that the GPU has fetched from rings of workers' probes.
+    pub fn probes(&self) -> u64 {
+        self.state().objects.fetched
     }
 }
 

@@ -28,6 +28,10 @@ pub struct Object {
     pub engine: u32,
     /// Token of a channel.
     pub token: u32,
+    /// Address of a channel's ring, and number of its entries.
+    pub gpfifo: (u64, u32),
+    /// Offset of a channel's USERD in its memory.
+    pub userd_offset: u64,
     /// A channel or group is on the runlist.
     pub scheduled: bool,
     /// Time slice of a group, in microseconds.
@@ -54,9 +58,9 @@ pub struct Mapping {
 /// Objects of all clients.
 #[derive(Debug, Default)]
 pub struct Objects {
-    all: BTreeMap<(u32, u32), Object>,
+    pub(super) all: BTreeMap<(u32, u32), Object>,
     /// Mappings by client, address space and address.
-    mappings: BTreeMap<(u32, u32, u64), Mapping>,
+    pub(super) mappings: BTreeMap<(u32, u32, u64), Mapping>,
     clients: u32,
     tokens: u32,
     pub violations: Vec<String>,
@@ -64,6 +68,10 @@ pub struct Objects {
     pub started: Vec<u32>,
     /// Time of the GPU's clock.
     pub clock_ns: u64,
+    /// The compute engine executes a kernel that does not end.
+    pub engine_held: bool,
+    /// Number of entries that the GPU has fetched from rings in system memory.
+    pub fetched: u64,
 }
 
 impl Objects {
@@ -299,9 +307,10 @@ impl Objects {
     }
 
     /// Adds a record to every context switch log.
-    pub fn log_context_switch(&mut self, tag: u8, process: u64, at_ns: u64) {
+    pub fn log_context_switch(&mut self, tag: u8, context: u32, process: u64, at_ns: u64) {
         const RECORD_BYTES: u64 = 32;
-        let record = [0, u64::from(tag), process, at_ns].map(u64::to_le_bytes).concat();
+        let tag = u64::from(context) << 32 | u64::from(tag);
+        let record = [0, tag, process, at_ns].map(u64::to_le_bytes).concat();
         let buffers = self.all.values_mut().filter(|object| object.class == class::EVENT_BUFFER);
         let mut logs = Vec::new();
         for buffer in buffers {
