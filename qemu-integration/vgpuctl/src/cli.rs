@@ -3,11 +3,13 @@
 //! * [`definitions`]: mdevctl's commands and flags
 //! * [`shares`], [`screens`], [`host`]: commands that mdevctl does not have
 //! * [`vm`], [`libvirt`]: commands that attach vGPUs to VMs
+//! * [`programs`]: commands that run programs on vGPUs
 //! * [`values`]: parsers of option values
 
 pub mod definitions;
 pub mod host;
 pub mod libvirt;
+pub mod programs;
 pub mod screens;
 pub mod shares;
 #[cfg(test)]
@@ -21,6 +23,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Undefine};
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
+pub use self::programs::Run;
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
 pub use self::vm::{LibvirtXml, QemuArgs};
@@ -32,6 +35,7 @@ Examples:
   vgpuctl start -u UUID                               start the vGPU
   vgpuctl start -p soft0 -t SOFT-1Q                   start a transient vGPU
   vgpuctl qemu-args -u UUID                           print QEMU arguments for the vGPU
+  vgpuctl run -u UUID -- PROGRAM                      run a CUDA program on the vGPU
   vgpuctl stats                                       show GPU usage by vGPU
   vgpuctl top                                         show live GPU usage
   vgpuctl scheduler --policy equal-share              change the scheduling policy
@@ -114,6 +118,8 @@ pub enum Command {
     QemuArgs(QemuArgs),
     /// Print the parts of a libvirt domain that attach the domain to a vGPU.
     LibvirtXml(LibvirtXml),
+    /// Run a CUDA program on a vGPU.
+    Run(Run),
     /// Attach vGPUs to libvirt domains. The vGPUs start and stop with their domains.
     Libvirt(libvirt::Libvirt),
 }

@@ -80,13 +80,32 @@ fn runs(user: User, vgpud: &Vgpud, line: &str) -> Result<Done> {
     let output = user.run(move || {
         let mut command = Command::new(vgpuctl);
         command.arg("--socket").arg(socket).args(line.split(' ')).current_dir("/");
-        Ok(command.output()?)
+        // A file that exists, for `run`.
+        Ok(command.env("TESSERA_CUDA_LIBRARY", "/proc/self/exe").output()?)
     })?;
     Ok(Done {
         status: output.status.code().context("vgpuctl was killed")?,
         stdout: String::from_utf8(output.stdout)?,
         stderr: String::from_utf8(output.stderr)?,
     })
+}
+
+#[test]
+fn programs_use_vgpus_of_their_user() -> Result<()> {
+    if !can_switch_users() {
+        return Ok(());
+    }
+    let vgpud = vgpud(&["--group", READERS, "--admin-group", ADMINS])?;
+    let uuid = transient(&vgpud)?;
+    let socket = vgpud.vgpu_dir(&uuid).join("cuda.sock");
+    if !socket.exists() {
+        fs::write(&socket, "")?;
+        fs::set_permissions(&socket, fs::Permissions::from_mode(0o600))?;
+    }
+    let done = runs(READER, &vgpud, &format!("run -u {uuid} -- true"))?;
+    assert!(done.stderr.contains(" belongs to another user; stop it, then: "), "{done:?}");
+    assert_eq!((done.status, done.stderr.lines().count()), (5, 1));
+    Ok(())
 }
 
 #[test]

@@ -10,12 +10,13 @@ fn the_command_line_is_consistent() {
 }
 
 /// Commands without JSON output, and the reason.
-const WITHOUT_JSON: [(&str, &str); 6] = [
+const WITHOUT_JSON: [(&str, &str); 7] = [
     ("completions", "prints a shell script"),
     ("man", "writes troff"),
     ("top", "draws on a terminal; stats has the same numbers"),
     ("start-parent-mdevs", "is called by udev and always fails"),
     ("libvirt hook", "is called by libvirt, which reads the exit status and one line"),
+    ("run", "prints what its program prints"),
     ("help", "is for people"),
 ];
 

@@ -6,6 +6,7 @@
 //!   of these names
 //! * [`parents`]: the host's physical devices
 //! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
+//! * [`run`]: programs on a vGPU
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod focus;
@@ -14,6 +15,7 @@ mod import;
 mod libvirt;
 mod parents;
 mod read;
+mod run;
 mod scheduler;
 mod stats;
 mod view;
@@ -52,6 +54,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Focus(args) => focus::focus(&client, args).await,
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
+        Command::Run(args) => run::run(&client, args).await,
         Command::Libvirt(args) => libvirt::libvirt(&client, args).await,
     }
 }

@@ -167,6 +167,22 @@ pub const CASES: &[(&str, &[&str])] = &[
         &["libvirt-xml -u RUNNING", "libvirt-xml -u RUNNING --output json", "libvirt-xml -u NONE"],
     ),
     (
+        "run",
+        &[
+            "run --help",
+            "run -u PROGRAMS -- sh program.sh a b",
+            "run -u PROGRAMS -- nonexistent-program",
+            "run -t SOFT-1C --core 20 --attr owner=1000 -- sh program.sh -x",
+            "run -t SOFT-1C --attr owner=1000 -- nonexistent-program",
+            "run -u RUNNING -- true",
+            "run -u DEFINED -- true",
+            "run -u NONE -- true",
+            "run -u RUNNING",
+            "run -- true",
+            "run -u RUNNING -t SOFT-1C -- true",
+        ],
+    ),
+    (
         "libvirt-nodedev",
         &[
             "libvirt nodedev --list",

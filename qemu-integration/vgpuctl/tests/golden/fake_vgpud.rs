@@ -12,8 +12,8 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use crate::responses::{
-    DEFINED, ON_SCREEN, RUNNING, SCREEN, TRANSIENT, decisions, parent, parent_with_screen, refused,
-    scheduler, screen, stats, types, vgpus,
+    DEFINED, ON_SCREEN, PROGRAMS, RUNNING, SCREEN, TRANSIENT, decisions, parent,
+    parent_with_screen, refused, scheduler, screen, stats, types, vgpus, with_programs,
 };
 
 /// Requests that change something, in order.
@@ -90,6 +90,11 @@ async fn answer(
         ("POST", "/v1/vgpus") if String::from_utf8_lossy(&body).contains("101") => {
             (400, refused("invalid", "Attribute \"core\" is 1 to 100 hundredths, not \"101\""))
         }
+        ("POST", "/v1/vgpus") if String::from_utf8_lossy(&body).contains("SOFT-1C") => {
+            (201, with_programs())
+        }
+        ("GET", _) if uuid == PROGRAMS => (200, with_programs()),
+        ("POST", _) if uuid == PROGRAMS && path.ends_with("/stop") => (204, Value::Null),
         ("POST", "/v1/vgpus") => (201, find(TRANSIENT).unwrap()),
         ("POST", _) if uuid == RUNNING && path.ends_with("/stop") && !body.ends_with(b"true}") => {
             (409, refused("in_use", "vGPU is used by process 815 (qemu); shut that VM down first"))

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use self::cases::CASES;
 use self::fake_vgpud::{Requests, serve};
-use self::responses::{DEFINED, NONE, ON_SCREEN, RUNNING, TRANSIENT};
+use self::responses::{DEFINED, NONE, ON_SCREEN, PROGRAMS, RUNNING, TRANSIENT};
 
 /// Runs a command line and returns its output, its requests and its exit status.
 fn transcript(dir: &Path, requests: &Requests, line: &str) -> String {
@@ -33,10 +33,13 @@ fn transcript(dir: &Path, requests: &Requests, line: &str) -> String {
         ("TRANSIENT", TRANSIENT),
         ("NONE", NONE),
         ("ON_SCREEN", ON_SCREEN),
+        ("PROGRAMS", PROGRAMS),
     ];
     let full = uuids.iter().fold(line.to_owned(), |line, (name, uuid)| line.replace(name, uuid));
     let output = Command::new(env!("CARGO_BIN_EXE_vgpuctl"))
         .current_dir(dir)
+        .env("TESSERA_CUDA_LIBRARY", "library.so")
+        .env_remove("LD_PRELOAD")
         .args(if full.contains("--socket") { &[][..] } else { &["--socket", "vgpud.sock"] })
         .args(full.split(' ').filter(|word| !word.is_empty()))
         .output()
@@ -56,6 +59,16 @@ fn transcript(dir: &Path, requests: &Requests, line: &str) -> String {
     text
 }
 
+/// A program for `run`.
+const PROGRAM: &str = "echo \"$TESSERA_CUDA_SOCKET ${LD_PRELOAD##*/} $*\"; exit 3";
+
+/// Returns the path of a library that every program has, for the loader to load.
+fn a_library() -> String {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let mut paths = maps.lines().filter_map(|line| line.split(' ').next_back());
+    paths.find(|path| path.contains("/libc.so")).unwrap().to_owned()
+}
+
 #[test]
 fn requests_and_output_match_the_golden_files() {
     let dir = tempfile::tempdir().unwrap();
@@ -67,6 +80,9 @@ fn requests_and_output_match_the_golden_files() {
     )
     .unwrap();
     fs::write(dir.path().join("bad.json"), "{ \"start\": \"auto\" }").unwrap();
+    fs::write(dir.path().join("program.sh"), PROGRAM).unwrap();
+    fs::write(dir.path().join("cuda.sock"), "").unwrap();
+    std::os::unix::fs::symlink(a_library(), dir.path().join("library.so")).unwrap();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut wrong = Vec::new();
     for (name, lines) in CASES {

@@ -8,6 +8,7 @@ pub const TRANSIENT: &str = "33333333-3333-4333-8333-333333333333";
 pub const FAILED: &str = "44444444-4444-4444-8444-444444444444";
 pub const ON_SCREEN: &str = "55555555-5555-4555-8555-555555555555";
 pub const SCREEN: &str = "0000:3b:00.0";
+pub const PROGRAMS: &str = "66666666-6666-4666-8666-666666666666";
 pub const NONE: &str = "99999999-9999-4999-8999-999999999999";
 
 /// Returns a vGPU on soft0.
@@ -39,6 +40,13 @@ pub fn vgpus() -> Value {
     let mut failed = vgpu(FAILED, "SOFT-1Q", &json!([]), true, "failed");
     failed["reason"] = json!("The GPU is lost");
     json!([running, transient, failed, defined, on_screen])
+}
+
+/// Returns a vGPU with a socket for programs in the test's folder.
+pub fn with_programs() -> Value {
+    let mut vgpu = vgpu(PROGRAMS, "SOFT-1C", &json!([]), false, "running");
+    vgpu["socket"] = json!("vfio.sock");
+    vgpu
 }
 
 /// Returns the types of two parents.

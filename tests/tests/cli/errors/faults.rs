@@ -62,6 +62,15 @@ const LINES: &[(&str, &str)] = &[
         "$ctl libvirt attach vm1",
         "Give --uuid <UUID> or --type <TYPE>; see `vgpuctl libvirt attach --help`",
     ),
+    ("TESSERA_CUDA_LIBRARY=none.so $ctl run -u $runs -- true", "none.so; correct TESSERA_CUDA_LIB"),
+    (
+        "touch 'a b.so'; TESSERA_CUDA_LIBRARY='a b.so' $ctl run -u $runs -- true",
+        "the path has a space or a colon; move the library",
+    ),
+    (
+        "set -- $ctl; cp $1 own; shift; ./own \"$@\" run -u $runs -- true",
+        "beside vgpuctl, in ../lib/tessera or in /usr/lib/tessera; name its path in TESSERA_CUDA",
+    ),
     ("$bin run --owner", "--owner <USER[:GROUP]> needs a value"),
     ("$bin strat", "There is no command \"strat\"; see `vgpud --help`"),
     ("ulimit -n 4; exec $vgpud", "Cannot reserve descriptors: "),
