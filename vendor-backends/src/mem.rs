@@ -182,6 +182,18 @@ impl Mapping {
         Some(word.fetch_add(value, Ordering::AcqRel))
     }
 
+    /// Replaces an aligned 32-bit word by a function of it, as one atomic access.
+    pub fn update_u32(&self, offset: u64, mut new: impl FnMut(u32) -> u32) -> Option<u32> {
+        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(new(old))).ok()
+    }
+
+    /// Replaces an aligned 64-bit word by a function of it, as one atomic access.
+    pub fn update_u64(&self, offset: u64, mut new: impl FnMut(u64) -> u64) -> Option<u64> {
+        let word = self.atomic_u64(self.at_for_write(offset, 8)?)?;
+        word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(new(old))).ok()
+    }
+
     /// Sets bits of an aligned 32-bit word. Returns the previous value.
     pub fn or_u32(&self, offset: u64, bits: u32) -> Option<u32> {
         let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;

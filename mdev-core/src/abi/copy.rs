@@ -11,6 +11,8 @@ pub const SET_SEMAPHORE_A: u32 = 0x0240;
 pub const SET_SEMAPHORE_B: u32 = 0x0244;
 /// `SET_SEMAPHORE_PAYLOAD`.
 pub const SET_SEMAPHORE_PAYLOAD: u32 = 0x0248;
+/// `SET_SEMAPHORE_PAYLOAD_UPPER`, with [`launch::SEMAPHORE_PAYLOAD_64`].
+pub const SET_SEMAPHORE_PAYLOAD_UPPER: u32 = 0x024c;
 /// `SET_SRC_PHYS_MODE`: refused.
 pub const SET_SRC_PHYS_MODE: u32 = 0x0260;
 /// `SET_DST_PHYS_MODE`: refused.
@@ -70,6 +72,15 @@ pub mod launch {
     pub const SRC_PHYSICAL: u32 = 1 << 12;
     /// `DST_TYPE_PHYSICAL`: refused.
     pub const DST_PHYSICAL: u32 = 1 << 13;
+    /// Shift of `SEMAPHORE_REDUCTION`, bits 17:14: numbers as in
+    /// [`sem`](crate::abi::host::sem::REDUCTION).
+    pub const SEMAPHORE_REDUCTION_SHIFT: u32 = 14;
+    /// `SEMAPHORE_REDUCTION_SIGN_UNSIGNED`.
+    pub const SEMAPHORE_REDUCTION_UNSIGNED: u32 = 1 << 18;
+    /// `SEMAPHORE_REDUCTION_ENABLE_TRUE`.
+    pub const SEMAPHORE_REDUCTION: u32 = 1 << 19;
+    /// `SEMAPHORE_PAYLOAD_SIZE_TWO_WORD`.
+    pub const SEMAPHORE_PAYLOAD_64: u32 = 1 << 27;
 }
 
 /// Fields of `SET_REMAP_COMPONENTS`.

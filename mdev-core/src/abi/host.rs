@@ -169,8 +169,15 @@ pub mod sem {
     pub const ACQ_AND: u32 = 4;
     /// Wait until !(memory | payload) is not zero.
     pub const ACQ_NOR: u32 = 5;
-    /// Read-modify-write; the operation is in bits 30:27.
+    /// Read-modify-write; the operation is in bits 30:27: 0 min, 1 max, 2 xor, 3 and, 4 or, 5 add,
+    /// 6 inc, 7 dec.
     pub const REDUCTION: u32 = 6;
+    /// Shift of the operation of a reduction.
+    pub const REDUCTION_SHIFT: u32 = 27;
+    /// Mask of the shifted operation.
+    pub const REDUCTION_MASK: u32 = 0xf;
+    /// `REDUCTION_FORMAT_UNSIGNED`.
+    pub const REDUCTION_UNSIGNED: u32 = 1 << 31;
     /// `ACQUIRE_SWITCH_TSG`: release the rest of the slice during the wait.
     pub const ACQUIRE_SWITCH_TSG: u32 = 1 << 12;
     /// `RELEASE_WFI`: wait for idle before the release.

@@ -18,8 +18,73 @@ const fn field(hi: u32, lo: u32) -> Field {
     Field { lo, hi }
 }
 
-/// `QMD_TYPE`: 2 is a grid.
+/// `DEPENDENCE_COUNTER`: other grids that have to end first.
+pub const DEPENDENCE_COUNTER: Field = field(15, 0);
+/// `QMD_TYPE`: [`GRID_NULL`] or [`GRID_CTA`].
 pub const QMD_TYPE: Field = field(25, 23);
+/// `QMD_TYPE_GRID_NULL`: a grid without threads.
+pub const GRID_NULL: u32 = 1;
+/// `QMD_TYPE_GRID_CTA`: a grid.
+pub const GRID_CTA: u32 = 2;
+/// Number of semaphores that a grid can release at its end.
+pub const RELEASES: u32 = 3;
+
+/// Returns `RELEASE_ENABLE(index)`.
+pub const fn release_enable(index: u32) -> Field {
+    field(320 + index * 16, 320 + index * 16)
+}
+
+/// Returns `RELEASE_STRUCTURE_SIZE(index)`: 0 is four words, with a timestamp at +8.
+pub const fn release_structure_size(index: u32) -> Field {
+    field(322 + index * 16, 321 + index * 16)
+}
+
+/// Returns `RELEASE_REDUCTION_ENABLE(index)`.
+pub const fn release_reduction_enable(index: u32) -> Field {
+    field(324 + index * 16, 324 + index * 16)
+}
+
+/// Returns `RELEASE_REDUCTION_OP(index)`, numbered as in
+/// [`report_d`](super::compute::report_d::REDUCTION_SHIFT).
+pub const fn release_reduction_op(index: u32) -> Field {
+    field(327 + index * 16, 325 + index * 16)
+}
+
+/// Returns `RELEASE_REDUCTION_FORMAT(index)`: 1 is signed.
+pub const fn release_reduction_format(index: u32) -> Field {
+    field(329 + index * 16, 328 + index * 16)
+}
+
+/// Returns `RELEASE_TRAP_TYPE(index)`: if not 0, an interrupt is raised.
+pub const fn release_trap_type(index: u32) -> Field {
+    field(331 + index * 16, 330 + index * 16)
+}
+
+/// Returns `RELEASE_PAYLOAD64B(index)`.
+pub const fn release_payload_64(index: u32) -> Field {
+    field(332 + index * 16, 332 + index * 16)
+}
+
+/// Returns `RELEASE_SEMAPHORE_ADDR_LOWER` of a semaphore.
+pub const fn release_address_lower(index: u32) -> Field {
+    field(671 + index * 128, 640 + index * 128)
+}
+
+/// Returns `RELEASE_SEMAPHORE_ADDR_UPPER` of a semaphore.
+pub const fn release_address_upper(index: u32) -> Field {
+    field(696 + index * 128, 672 + index * 128)
+}
+
+/// Returns `RELEASE_SEMAPHORE_PAYLOAD_LOWER` of a semaphore.
+pub const fn release_payload_lower(index: u32) -> Field {
+    field(735 + index * 128, 704 + index * 128)
+}
+
+/// Returns `RELEASE_SEMAPHORE_PAYLOAD_UPPER` of a semaphore.
+pub const fn release_payload_upper(index: u32) -> Field {
+    field(767 + index * 128, 736 + index * 128)
+}
+
 /// `QMD_MINOR_VERSION`: 0.
 pub const QMD_MINOR_VERSION: Field = field(579, 576);
 /// `QMD_MAJOR_VERSION`: 4.

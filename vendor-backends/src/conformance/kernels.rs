@@ -21,7 +21,7 @@ const Y: u64 = DATA + 0x40_0000;
 const Z: u64 = DATA + 0x80_0000;
 
 /// Writes a program and its parameters to memory. Returns the launch descriptor.
-fn prepare<P: IntoBytes + Immutable>(
+pub(super) fn prepare<P: IntoBytes + Immutable>(
     driver: &Driver,
     kernel: Kernel,
     params: &P,
@@ -49,8 +49,13 @@ fn prepare<P: IntoBytes + Immutable>(
 
 /// Returns methods that launch a descriptor.
 fn launch(driver: &Driver, descriptor: &Qmd) -> Pushbuffer {
+    launch_with(driver, descriptor, compute::PCAS_INVALIDATE_COPY_SCHEDULE)
+}
+
+/// Returns methods that launch a descriptor with an action.
+pub(super) fn launch_with(driver: &Driver, descriptor: &Qmd, action: u32) -> Pushbuffer {
     driver.write(QMD, &descriptor.to_bytes());
-    let launch = [compute::PCAS_INVALIDATE_COPY_SCHEDULE];
+    let launch = [action];
     Pushbuffer::default()
         .method(host::SUBCHANNEL_COMPUTE, compute::SEND_PCAS_A, &[(driver.va(QMD) >> 8) as u32])
         .method(host::SUBCHANNEL_COMPUTE, compute::SEND_SIGNALING_PCAS2_B, &launch)

@@ -6,6 +6,7 @@
 
 mod channels;
 mod copies;
+mod cuda;
 mod driver;
 mod faults;
 mod kernels;
@@ -66,6 +67,13 @@ const CHECKS: &[Check] = &[
     ("faults a channel for a bad descriptor", PROGRAMS, kernels::bad_descriptors),
     ("faults kernels that access their windows", PROGRAMS, kernels::windows),
     ("computes factorials", FIXED_FUNCTION, kernels::factorials),
+    ("accepts libcuda's set-up methods", PROGRAMS, cuda::set_up),
+    ("reduces in semaphores", PROGRAMS, cuda::reductions),
+    ("releases semaphores of the compute class", PROGRAMS, cuda::reports),
+    ("copies data of the pushbuffer", PROGRAMS, cuda::inline_copies),
+    ("rearranges components", PROGRAMS, cuda::components),
+    ("releases semaphores of launch descriptors", PROGRAMS, cuda::grid_releases),
+    ("faults a channel for machine code", PROGRAMS, cuda::machine_code),
     ("preempts endless kernels", PROGRAMS.union(GpuCapabilities::PREEMPTION), kernels::preemption),
 ];
 

@@ -1,17 +1,20 @@
-//! The copy class: linear and pitched copies and constant fills, with a semaphore and an interrupt
-//! at the end.
+//! The copy class: linear and pitched copies, with or without rearranged components, and constant
+//! fills, with a semaphore and an interrupt at the end.
 
 use mdev_core::abi::copy::{self as abi, launch};
 
 use super::fill::Fill;
-use super::transfer::{Semaphore, Transfer, Work};
+use super::reduction::Reduction;
+use super::remap::Remap;
+use super::semaphore::{Payload, Release};
+use super::transfer::{Transfer, Work};
 use crate::mediator::fault::Fault;
 
 /// Registers of the class.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyClass {
     semaphore: u64,
-    payload: u32,
+    payload: u64,
     source: u64,
     target: u64,
     pitch_in: u32,
@@ -30,7 +33,10 @@ impl CopyClass {
             abi::NOP | abi::SET_SRC_PHYS_MODE | abi::SET_DST_PHYS_MODE => {}
             abi::SET_SEMAPHORE_A => set_upper(&mut self.semaphore, data),
             abi::SET_SEMAPHORE_B => set_lower(&mut self.semaphore, data),
-            abi::SET_SEMAPHORE_PAYLOAD => self.payload = data,
+            abi::SET_SEMAPHORE_PAYLOAD => set_lower(&mut self.payload, data),
+            abi::SET_SEMAPHORE_PAYLOAD_UPPER => {
+                self.payload = self.payload & 0xffff_ffff | u64::from(data) << 32;
+            }
             abi::OFFSET_IN_UPPER => set_upper(&mut self.source, data),
             abi::OFFSET_IN_LOWER => set_lower(&mut self.source, data),
             abi::OFFSET_OUT_UPPER => set_upper(&mut self.target, data),
@@ -52,8 +58,8 @@ impl CopyClass {
         let refused = Fault::class(abi::LAUNCH_DMA);
         let semaphore = match flags & launch::SEMAPHORE_MASK {
             0 => None,
-            launch::SEMAPHORE_ONE_WORD => Some(Semaphore { timestamp: false, ..self.semaphore() }),
-            launch::SEMAPHORE_TIMESTAMP => Some(self.semaphore()),
+            launch::SEMAPHORE_ONE_WORD => Some(self.semaphore(flags, false)?),
+            launch::SEMAPHORE_TIMESTAMP => Some(self.semaphore(flags, true)?),
             _ => return Err(refused),
         };
         let mut transfer = Transfer {
@@ -78,17 +84,32 @@ impl CopyClass {
         }
         transfer.line_bytes = u64::from(self.line_length);
         if flags & launch::REMAP != 0 {
-            let fill = Fill::new(self.components, self.constants).ok_or(refused)?;
-            transfer.line_bytes *= fill.element() as u64;
-            transfer.work = Work::Fill(Box::new(fill));
+            if let Some(fill) = Fill::new(self.components, self.constants) {
+                transfer.line_bytes *= fill.element() as u64;
+                transfer.work = Work::Fill(Box::new(fill));
+            } else {
+                let remap = Remap::new(self.components, self.constants).ok_or(refused)?;
+                transfer.line_bytes *= remap.element() as u64;
+                transfer.work = Work::Remap(remap);
+            }
         }
         let lines = if flags & launch::MULTI_LINE != 0 { self.line_count } else { 1 };
         transfer.lines = if transfer.line_bytes == 0 { 0 } else { lines };
         Ok(transfer)
     }
 
-    fn semaphore(&self) -> Semaphore {
-        Semaphore { va: self.semaphore, payload: self.payload, timestamp: true }
+    fn semaphore(&self, flags: u32, timestamp: bool) -> Result<Release, Fault> {
+        let reduction = if flags & launch::SEMAPHORE_REDUCTION != 0 {
+            let signed = flags & launch::SEMAPHORE_REDUCTION_UNSIGNED == 0;
+            let number = flags >> launch::SEMAPHORE_REDUCTION_SHIFT & 0xf;
+            // Those of floating point numbers are not supported.
+            let known = Reduction::of_host(number, signed);
+            Some(known.ok_or(Fault::class(abi::LAUNCH_DMA))?)
+        } else {
+            None
+        };
+        let payload = Payload::new(self.payload, flags & launch::SEMAPHORE_PAYLOAD_64 != 0);
+        Ok(Release { va: self.semaphore, payload, timestamp, reduction })
     }
 }
 

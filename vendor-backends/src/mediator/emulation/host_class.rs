@@ -2,9 +2,9 @@
 
 use mdev_core::abi::host::{self as abi, sem};
 
-use super::clock::now_ns;
 use super::context::Context;
-use super::semaphore::{Acquire, Payload, release};
+use super::reduction::Reduction;
+use super::semaphore::{Acquire, Payload, Release};
 use crate::mediator::fault::Fault;
 
 /// Registers of the class.
@@ -58,11 +58,7 @@ impl HostClass {
     }
 
     fn semaphore(&self, cx: Context<'_>, data: u32) -> Result<Action, Fault> {
-        let payload = if data & sem::PAYLOAD_64 != 0 {
-            Payload::Double(self.payload)
-        } else {
-            Payload::Word(self.payload as u32)
-        };
+        let payload = Payload::new(self.payload, data & sem::PAYLOAD_64 != 0);
         let stamped = data & sem::RELEASE_TIMESTAMP != 0;
         let align = match payload {
             _ if stamped => 16,
@@ -70,15 +66,22 @@ impl HostClass {
             Payload::Word(_) => 4,
         };
         let operation = data & sem::OPERATION_MASK;
-        let releases = operation == sem::RELEASE;
+        let reduction = if operation == sem::REDUCTION {
+            let signed = data & sem::REDUCTION_UNSIGNED == 0;
+            let number = data >> sem::REDUCTION_SHIFT & sem::REDUCTION_MASK;
+            let known = Reduction::of_host(number, signed);
+            Some(known.ok_or(Fault::host(abi::SEM_EXECUTE))?)
+        } else {
+            None
+        };
+        let releases = operation == sem::RELEASE || reduction.is_some();
         if !self.address.is_multiple_of(if releases { align } else { align.min(8) }) {
             return Err(Fault::host(self.address));
         }
         if releases {
-            release(cx.space, self.address, payload, stamped.then(now_ns))?;
+            Release { va: self.address, payload, timestamp: stamped, reduction }.run(cx.space)?;
             return Ok(Action::None);
         }
-        // Reductions are not supported.
         let known =
             [sem::ACQUIRE, sem::ACQ_STRICT_GEQ, sem::ACQ_CIRC_GEQ, sem::ACQ_AND, sem::ACQ_NOR];
         if !known.contains(&operation) {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use mdev_core::abi::host::{GpEntry, MethodHeader, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::program::{self, Program};
-use mdev_core::abi::qmd::{Launch, Qmd};
+use mdev_core::abi::qmd::{self, Launch, Qmd};
 use mdev_core::abi::{compute, copy, host, userd};
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest};
 use mdev_core::ids::{GpuVa, SpaceId, VgpuId};
@@ -91,9 +91,31 @@ fn method() -> impl Strategy<Value = Vec<u32>> {
                 words
             }
         ),
-        Just(()).prop_map(move |()| {
+        (number(), number(), number(), any::<u32>()).prop_map(
+            move |(lo, payload, value, flags)| {
+                let mut words = call(1, compute::SET_REPORT_SEMAPHORE_A, vec![upper, lo, payload]);
+                words.extend(call(1, compute::SET_REPORT_SEMAPHORE_D, vec![flags & !3]));
+                let wide = vec![payload, value, lo, upper, flags & !3];
+                words.extend(call(1, compute::SET_REPORT_SEMAPHORE_PAYLOAD_LOWER, wide));
+                words
+            }
+        ),
+        (number(), 0..40u32, prop::collection::vec(number(), 0..10), number()).prop_map(
+            move |(to, len, data, flags)| {
+                let mut words = call(1, compute::LINE_LENGTH_IN, vec![len, 1, upper, to]);
+                words.extend(call(1, compute::SET_I2M_SEMAPHORE_A, vec![upper, flags, len]));
+                words.extend(call(1, compute::LAUNCH_DMA, vec![flags & !2 | 1]));
+                for word in data {
+                    words.extend(call(1, compute::LOAD_INLINE_DATA, vec![word]));
+                }
+                words
+            }
+        ),
+        (0..0x1000u32, number())
+            .prop_map(move |(method, data)| { call(1, method * 4, vec![data]) }),
+        prop_oneof![Just(3), Just(10), number()].prop_map(move |action| {
             let mut words = call(1, compute::SEND_PCAS_A, vec![(va(QMD) >> 8) as u32]);
-            words.extend(call(1, compute::SEND_SIGNALING_PCAS2_B, vec![3]));
+            words.extend(call(1, compute::SEND_SIGNALING_PCAS2_B, vec![action]));
             words
         }),
     ]
@@ -150,7 +172,16 @@ fn descriptor(case: &Case) -> Vec<u8> {
         constant_bytes: 0x1_fff0,
         registers: 32,
     });
-    let mut bytes = qmd.to_bytes();
+    // One semaphore at the end.
+    let [lower, payload] = [case.params[6], case.params[7]];
+    let mut bytes = qmd
+        .with(qmd::release_enable(0), case.params[8] & 1)
+        .with(qmd::release_reduction_enable(0), case.params[9] & 1)
+        .with(qmd::release_reduction_op(0), case.params[9] >> 1 & 7)
+        .with(qmd::release_address_lower(0), lower)
+        .with(qmd::release_address_upper(0), (VA_START >> 32) as u32)
+        .with(qmd::release_payload_lower(0), payload)
+        .to_bytes();
     for (word, bits) in &case.flips {
         let at = *word as usize * 4;
         bytes[at..at + 4].iter_mut().zip(bits.to_le_bytes()).for_each(|(byte, bits)| *byte ^= bits);

@@ -7,8 +7,8 @@
 //!   wake-ups
 //! * [`engine`], `runlist`, `token_bucket`, [`run_limit`]: scheduling
 //! * [`channel`], `pushbuffer`: rings and pushbuffers
-//! * `host_class`, `copy_class`, `compute_class`: methods; `semaphore`, `transfer`, `fill`,
-//!   `kernels`: the operations that methods start
+//! * `host_class`, `copy_class`, `compute_class`: methods; `semaphore`, `reduction`,
+//!   `transfer`, `fill`, `remap`, `kernels`: the operations that methods start
 //! * [`counters`], `engine_time`, [`clock`]: accounting
 
 pub mod address_space;
@@ -27,6 +27,8 @@ pub mod interrupts;
 mod isolation_tests;
 mod kernels;
 mod pushbuffer;
+mod reduction;
+mod remap;
 pub mod run_limit;
 mod runlist;
 mod semaphore;

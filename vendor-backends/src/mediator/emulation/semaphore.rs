@@ -3,7 +3,9 @@
 use mdev_core::abi::host::sem;
 
 use super::address_space::{AddressSpace, MmuFault};
+use super::clock::now_ns;
 use super::context::Progress;
+use super::reduction::Reduction;
 use crate::mediator::fault::Fault;
 
 /// Payload of a semaphore.
@@ -15,19 +17,43 @@ pub enum Payload {
     Double(u64),
 }
 
-/// Releases a semaphore. The payload is written after the timestamp and after all earlier writes.
-pub fn release(
-    space: AddressSpace<'_>,
-    va: u64,
-    payload: Payload,
-    timestamp: Option<u64>,
-) -> Result<(), MmuFault> {
-    if let Some(now) = timestamp {
-        space.store_u64(va.wrapping_add(8), now)?;
+impl Payload {
+    /// Returns the lower 32 bits or all 64 bits of a payload.
+    pub const fn new(payload: u64, is_64: bool) -> Self {
+        if is_64 { Self::Double(payload) } else { Self::Word(payload as u32) }
     }
-    match payload {
-        Payload::Word(word) => space.store_u32(va, word),
-        Payload::Double(double) => space.store_u64(va, double),
+}
+
+/// A release of a semaphore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Release {
+    /// Address.
+    pub va: u64,
+    /// Value to write, or operand of the reduction.
+    pub payload: Payload,
+    /// Whether a timestamp is written at +8.
+    pub timestamp: bool,
+    /// Operation with the value in memory, instead of a write.
+    pub reduction: Option<Reduction>,
+}
+
+impl Release {
+    /// Executes the release. The payload is written after the timestamp and after all earlier
+    /// writes.
+    pub fn run(&self, space: AddressSpace<'_>) -> Result<(), MmuFault> {
+        if self.timestamp {
+            space.store_u64(self.va.wrapping_add(8), now_ns())?;
+        }
+        match (self.reduction, self.payload) {
+            (None, Payload::Word(word)) => space.store_u32(self.va, word),
+            (None, Payload::Double(double)) => space.store_u64(self.va, double),
+            (Some(reduction), Payload::Word(word)) => {
+                space.update_u32(self.va, |old| reduction.apply_u32(old, word))
+            }
+            (Some(reduction), Payload::Double(double)) => {
+                space.update_u64(self.va, |old| reduction.apply_u64(old, double))
+            }
+        }
     }
 }
 

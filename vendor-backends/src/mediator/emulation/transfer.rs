@@ -1,33 +1,27 @@
 //! Transfers of the copy class: copies and fills, line by line, preemptible between chunks.
 
 use super::address_space::Access;
-use super::clock::now_ns;
 use super::context::{Context, Progress};
 use super::fill::Fill;
-use super::semaphore::{Payload, release};
+use super::remap::Remap;
+use super::semaphore::Release;
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::Pace;
 use crate::mem::STREAMING_BYTES;
-
-/// Semaphore that a transfer releases at its end.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Semaphore {
-    pub va: u64,
-    pub payload: u32,
-    pub timestamp: bool,
-}
 
 /// Kind of a transfer.
 #[derive(Debug)]
 pub(super) enum Work {
     Copy,
     Fill(Box<Fill>),
+    Remap(Remap),
 }
 
 /// A launched transfer and its progress.
 #[derive(Debug)]
 pub struct Transfer {
-    pub(super) semaphore: Option<Semaphore>,
+    /// Released at the end.
+    pub(super) semaphore: Option<Release>,
     pub(super) interrupt: bool,
     /// Source address of the current line.
     pub(super) source: u64,
@@ -72,12 +66,18 @@ impl Transfer {
                     copy_range(cx, source, target, at_most, streaming)?
                 }
                 Work::Fill(fill) => fill.write_range(cx, target, self.done, at_most)?,
+                Work::Remap(remap) => {
+                    remap.copy_range(cx, self.source, self.target, self.done, at_most)?
+                }
             };
             self.done += moved;
-            since_check += moved + range_cost;
+            since_check += match &self.work {
+                Work::Remap(_) => chunk_bytes,
+                Work::Copy | Work::Fill(_) => moved + range_cost,
+            };
         }
-        if let Some(Semaphore { va, payload, timestamp }) = self.semaphore {
-            release(cx.space, va, Payload::Word(payload), timestamp.then(now_ns))?;
+        if let Some(semaphore) = self.semaphore {
+            semaphore.run(cx.space)?;
         }
         if self.interrupt {
             cx.raise_interrupt();

@@ -53,6 +53,18 @@ impl AddressSpace<'_> {
         range.mapping.store_u64(range.offset, value).ok_or(MmuFault(va))
     }
 
+    /// Replaces an aligned 32-bit word by a function of it.
+    pub fn update_u32(self, va: u64, new: impl FnMut(u32) -> u32) -> Result<(), MmuFault> {
+        let range = self.resolve(va, 4, Access::Write)?;
+        range.mapping.update_u32(range.offset, new).map(drop).ok_or(MmuFault(va))
+    }
+
+    /// Replaces an aligned 64-bit word by a function of it.
+    pub fn update_u64(self, va: u64, new: impl FnMut(u64) -> u64) -> Result<(), MmuFault> {
+        let range = self.resolve(va, 8, Access::Write)?;
+        range.mapping.update_u64(range.offset, new).map(drop).ok_or(MmuFault(va))
+    }
+
     /// Adds to an aligned 32-bit word and returns its previous value.
     pub fn add_u32(self, va: u64, value: u32) -> Result<u32, MmuFault> {
         let range = self.resolve(va, 4, Access::Write)?;

@@ -12,12 +12,11 @@ use mdev_core::ids::MemoryId;
 
 pub use self::userd::Userd;
 use super::address_space::AddressSpaces;
-use super::compute_class::ComputeClass;
+use super::compute_class::{ComputeClass, Grid};
 use super::context::Progress;
 use super::copy_class::CopyClass;
 use super::engine_time::EngineTime;
 use super::host_class::HostClass;
-use super::kernels::Job;
 use super::pushbuffer::Decoder;
 use super::semaphore::Acquire;
 use super::transfer::Transfer;
@@ -30,7 +29,7 @@ const WINDOW: usize = 256;
 #[derive(Debug)]
 enum Active {
     Transfer(Box<Transfer>),
-    Grid(Job),
+    Grid(Box<Grid>),
     Acquire(Acquire),
 }
 
@@ -196,6 +195,11 @@ impl Channel {
             _ if self.has_work() => Readiness::Ready,
             _ => Readiness::Idle,
         }
+    }
+
+    /// Returns the address of the machine code that the channel has just refused to run.
+    pub fn take_machine_code(&mut self) -> Option<u64> {
+        self.compute.take_machine_code()
     }
 
     fn is_blocked(&self, acquire: &Acquire, spaces: &AddressSpaces) -> bool {

@@ -10,7 +10,6 @@ use mdev_core::gpu::EngineKind;
 use zerocopy::IntoBytes;
 
 use super::{Active, Channel, Segment, WINDOW};
-use crate::mediator::emulation::compute_class;
 use crate::mediator::emulation::context::{Context, Progress};
 use crate::mediator::emulation::counters::Counters;
 use crate::mediator::emulation::host_class::Action;
@@ -34,9 +33,9 @@ impl Channel {
                         self.engine_time.switch_to(EngineKind::Copy);
                         transfer.run(cx)?
                     }
-                    Active::Grid(job) => {
+                    Active::Grid(grid) => {
                         self.engine_time.switch_to(EngineKind::Compute);
-                        compute_class::run(job, cx)?
+                        grid.run(cx)?
                     }
                     Active::Acquire(acquire) => acquire.run(cx.space)?,
                 };
@@ -154,7 +153,9 @@ impl Channel {
         self.launches += 1;
         self.active = match *bound {
             copy::CLASS => self.copy.method(method, data)?.map(Box::new).map(Active::Transfer),
-            compute::CLASS => self.compute.method(cx, method, data)?.map(Active::Grid),
+            compute::CLASS => {
+                self.compute.method(cx, method, data)?.map(Box::new).map(Active::Grid)
+            }
             _ => return Err(Fault { code: notifier::PBDMA_ERROR, info: method.into() }),
         };
         Ok(false)

@@ -11,8 +11,10 @@
 //! * [`run`]: operations of the engine
 //! * `fault_backoff`: delay of new channels after faults
 //! * `memory_watch`: checks of imported memory
+//! * `machine_code_log`: message about programs that the software GPU cannot run
 
 mod fault_backoff;
+mod machine_code_log;
 mod memory_watch;
 mod requests;
 pub mod run;
@@ -33,6 +35,7 @@ use mdev_core::sched::Budget;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use self::fault_backoff::FaultBackoff;
+use self::machine_code_log::MachineCodeLog;
 use self::memory_watch::MemoryWatch;
 use self::state::VgpuState;
 use super::address_space::AddressSpaces;
@@ -133,6 +136,7 @@ impl Vgpu {
             last_run: 0,
             fault_backoff: FaultBackoff::default(),
             memory_watch: MemoryWatch::default(),
+            machine_code_log: MachineCodeLog::default(),
             quotas: Quotas { hang_timeout: hardware.describe().hang_timeout, ..Quotas::default() },
             submissions: None,
             reservation: Some(reservation),

@@ -189,6 +189,9 @@ impl Vgpu {
             Err(fault) => {
                 log::debug!("vGPU {}: channel {id} faulted: {fault:?}", self.spec.vgpu);
                 channel.fail(fault);
+                if let Some(code) = channel.take_machine_code() {
+                    state.machine_code_log.report(self.spec.vgpu, code, ended);
+                }
                 self.counters.faults.fetch_add(1, Ordering::Relaxed);
                 state.fault_backoff.count(ended);
                 self.interrupts.raise(Pending::CHANNEL_ERROR, None);

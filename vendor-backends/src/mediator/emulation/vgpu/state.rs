@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use mdev_core::gpu::{ChannelSpec, Quotas};
 
 use super::fault_backoff::FaultBackoff;
+use super::machine_code_log::MachineCodeLog;
 use super::memory_watch::MemoryWatch;
 use crate::mediator::emulation::address_space::AddressSpaces;
 use crate::mediator::emulation::channel::Channel;
@@ -22,6 +23,7 @@ pub(super) struct VgpuState {
     pub last_run: u32,
     pub fault_backoff: FaultBackoff,
     pub memory_watch: MemoryWatch,
+    pub machine_code_log: MachineCodeLog,
     pub quotas: Quotas,
     /// Limiter for the quota of submissions.
     pub submissions: Option<TokenBucket>,
