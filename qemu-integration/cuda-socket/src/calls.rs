@@ -34,7 +34,8 @@ pub struct CallShape {
     pub node: NodeKind,
     /// Number: the low byte of the request on RM's nodes, all of it on nvidia-uvm.
     pub number: u32,
-    /// Length of the argument in bytes, if the request does not encode it (nvidia-uvm).
+    /// Length of the argument in bytes. Requests of nvidia-uvm do not encode it. On RM's nodes, the
+    /// shape is that of requests with this length, or of requests with any if absent.
     pub argument_bytes: Option<u32>,
     /// Offsets of a 64-bit pointer and of the 32-bit length, in bytes, of what it points to.
     pub block: Option<(u32, u32)>,
@@ -51,12 +52,27 @@ impl CallShape {
         }
     }
 
+    /// Returns whether this is the shape of `request`.
+    pub const fn is_of(&self, node: NodeKind, request: u32) -> bool {
+        match (self.node, node) {
+            (NodeKind::Rm, NodeKind::Rm) => {
+                let same_len = match self.argument_bytes {
+                    Some(bytes) => bytes == encoded_len(request),
+                    None => true,
+                };
+                self.number == Self::number_of(node, request) && same_len
+            }
+            (NodeKind::Uvm, NodeKind::Uvm) => self.number == request,
+            _ => false,
+        }
+    }
+
     /// Returns the length of the argument of `request`: from this shape, or as `_IOC_SIZE` encodes
     /// it.
     pub const fn argument_len(&self, request: u32) -> u32 {
         match self.argument_bytes {
             Some(bytes) => bytes,
-            None => (request >> 16) & 0x3fff,
+            None => encoded_len(request),
         }
     }
 
@@ -75,6 +91,35 @@ impl CallShape {
     }
 }
 
+/// Returns the length that a request encodes.
+pub const fn encoded_len(request: u32) -> u32 {
+    (request >> 16) & 0x3fff
+}
+
 fn field<const N: usize>(argument: &[u8], at: u32) -> Option<&[u8; N]> {
     argument.get(at as usize..)?.first_chunk()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_those_of_their_requests() {
+        let any = CallShape {
+            node: NodeKind::Rm,
+            number: 0x2b,
+            argument_bytes: None,
+            block: None,
+            fd: None,
+        };
+        let long = CallShape { argument_bytes: Some(48), ..any };
+        let uvm = CallShape { node: NodeKind::Uvm, number: 33, argument_bytes: Some(9264), ..any };
+        let (of_48, of_32) = (0xc030_462b, 0xc020_462b);
+        assert!(any.is_of(NodeKind::Rm, of_48) && any.is_of(NodeKind::Rm, of_32));
+        assert!(long.is_of(NodeKind::Rm, of_48) && !long.is_of(NodeKind::Rm, of_32));
+        assert!(!any.is_of(NodeKind::Rm, 0xc030_462a) && !any.is_of(NodeKind::Uvm, 0x2b));
+        assert!(uvm.is_of(NodeKind::Uvm, 33) && !uvm.is_of(NodeKind::Rm, 33));
+        assert_eq!((any.argument_len(of_48), uvm.argument_len(33)), (48, 9264));
+    }
 }

@@ -1,14 +1,14 @@
 //! `ioctl()` on files of the driver.
 //!
-//! The library knows no command. The worker's [`CallShape`]s and [`Fetch`] say which memory and
+//! The library knows no command. The worker's [`CallShape`](cuda_socket::CallShape)s and [`Fetch`] say which memory and
 //! which descriptors a command needs, [`Done`] what to write.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 
-use cuda_socket::calls::NodeKind;
+use cuda_socket::calls::{NodeKind, encoded_len};
 use cuda_socket::{
-    Block, CallShape, Done, Fetch, FileId, IoctlRequest, MAX_BLOCKS, MAX_FETCHES, MAX_PACKET,
-    Range, Reply, Request, SharedRange,
+    Block, Done, Fetch, FileId, IoctlRequest, MAX_BLOCKS, MAX_FETCHES, MAX_PACKET, Range, Reply,
+    Request, SharedRange,
 };
 use nix::errno::Errno;
 use nix::libc::{PROT_READ, PROT_WRITE};
@@ -61,12 +61,11 @@ impl Call {
         argument: u64,
     ) -> Result<Self, Errno> {
         let kind = file.node.kind();
-        let number = CallShape::number_of(kind, request);
         let welcome = session.welcome()?;
-        let shape = welcome.calls.iter().find(|shape| shape.node == kind && shape.number == number);
+        let shape = welcome.calls.iter().find(|shape| shape.is_of(kind, request));
         let len = match (shape, kind) {
             (Some(shape), _) => shape.argument_len(request),
-            (None, NodeKind::Rm) => (request >> 16) & 0x3fff,
+            (None, NodeKind::Rm) => encoded_len(request),
             (None, NodeKind::Uvm) => 0,
         };
         let mut call = Self {

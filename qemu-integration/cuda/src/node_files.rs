@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_socket::{Node, Reply, Request, Welcome};
 use nix::errno::Errno;
@@ -140,7 +141,16 @@ fn major_in(devices: &str, name: &str) -> Option<u32> {
 
 /// Returns the major number of nvidia-uvm.
 fn uvm_major() -> u32 {
-    host_devices().ok().and_then(|text| major_in(&text, "nvidia-uvm")).unwrap_or(UVM_MAJOR)
+    static KNOWN: AtomicU32 = AtomicU32::new(0);
+    match KNOWN.load(Ordering::Relaxed) {
+        0 => {
+            let host = host_devices().ok().and_then(|text| major_in(&text, "nvidia-uvm"));
+            let major = host.unwrap_or(UVM_MAJOR);
+            KNOWN.store(major, Ordering::Relaxed);
+            major
+        }
+        known => known,
+    }
 }
 
 #[cfg(test)]

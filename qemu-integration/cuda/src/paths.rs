@@ -2,6 +2,8 @@
 
 use cuda_socket::Node;
 
+use crate::node_files;
+
 /// A path that belongs to NVIDIA's driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverPath<'a> {
@@ -24,6 +26,18 @@ pub enum DriverPath<'a> {
     Absent,
 }
 
+impl DriverPath<'_> {
+    /// Returns whether the status of the path is the driver's. `/proc/devices` is the host's, and so
+    /// are links in `/dev/char` to other devices.
+    pub fn is_of_driver(&self) -> bool {
+        match self {
+            Self::Devices => false,
+            Self::CharacterLink { major, minor } => node_files::node_of(*major, *minor).is_some(),
+            _ => true,
+        }
+    }
+}
+
 /// Returns what a path of the driver names, or `None` for other paths.
 pub fn classify(path: &[u8]) -> Option<DriverPath<'_>> {
     match path.get(1)? {
@@ -33,6 +47,8 @@ pub fn classify(path: &[u8]) -> Option<DriverPath<'_>> {
             matches!(path, b"/sys/module/nvidia/initstate" | b"/sys/module/nvidia_uvm/initstate")
                 .then_some(DriverPath::ModuleState)
         }
+        // The helper that loads the driver, and makes device nodes, as root.
+        b'u' => (path == b"/usr/bin/nvidia-modprobe").then_some(DriverPath::Absent),
         _ => None,
     }
 }
@@ -97,6 +113,7 @@ mod tests {
             ("/proc/driver/nvidia-nvlink/permissions", Some(DriverPath::Absent)),
             ("/proc/devices", Some(DriverPath::Devices)),
             ("/sys/module/nvidia/initstate", Some(DriverPath::ModuleState)),
+            ("/usr/bin/nvidia-modprobe", Some(DriverPath::Absent)),
         ] {
             assert_eq!(classify(path.as_bytes()), expected, "{path}");
         }

@@ -5,6 +5,7 @@
 //! * [`control`]: `ioctl`, `mmap`
 //! * [`wait`]: `poll`, `ppoll`
 //! * [`status`]: `stat`, `access`, `readlink` and their variants
+//! * [`nodes`]: `mknod`, `symlink`, `unlink`, `remove`, `chmod`, `chown`
 //!
 //! C declares `open`, `openat`, `fcntl` and `ioctl` with a variable number of arguments. The
 //! functions here have a fixed number, one more than the declared. That is the same to a caller in
@@ -17,6 +18,7 @@
 
 mod control;
 mod descriptors;
+mod nodes;
 mod open;
 mod status;
 mod wait;
@@ -29,7 +31,7 @@ use nix::errno::Errno;
 use crate::environment;
 use crate::paths::{self, DriverPath};
 
-/// Returns what a path of the driver names, if the program has a vGPU.
+/// Returns what a path names that the library answers, if the program has a vGPU.
 ///
 /// # Safety
 /// The path is null, or a string with a terminator that outlives the result.

@@ -11,11 +11,16 @@ use crate::paths::DriverPath;
 use crate::sys::kernel;
 use crate::sys::next::{FOPEN, OPEN, OPENAT};
 
+/// Returns whether the library opens a path: its own, and the list of devices.
+fn is_answered(path: &DriverPath<'_>) -> bool {
+    matches!(path, DriverPath::Devices) || path.is_of_driver()
+}
+
 /// # Safety
 /// As for `open()`.
 unsafe fn open_path(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: by the caller.
-    if let Some(driver) = unsafe { driver_path(path) } {
+    if let Some(driver) = unsafe { driver_path(path) }.filter(is_answered) {
         return answer_int(|| node_files::open(driver, flags));
     }
     // SAFETY: by the caller.
@@ -32,7 +37,7 @@ unsafe fn open_path(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
 /// As for `openat()`.
 unsafe fn open_at(at: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: by the caller.
-    if let Some(driver) = unsafe { driver_path(path) } {
+    if let Some(driver) = unsafe { driver_path(path) }.filter(is_answered) {
         return answer_int(|| node_files::open(driver, flags));
     }
     // SAFETY: by the caller.

@@ -33,7 +33,7 @@ unsafe fn put(status: FileStatus, to: *mut libc::stat) -> Result<c_int, Errno> {
 /// As for `fstatat()`.
 unsafe fn path_status(at: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
     // SAFETY: by the caller.
-    if let Some(driver) = unsafe { driver_path(path) }.filter(in_question) {
+    if let Some(driver) = unsafe { driver_path(path) }.filter(DriverPath::is_of_driver) {
         let follow = flags & libc::AT_SYMLINK_NOFOLLOW == 0;
         // SAFETY: by the caller.
         return answer_int(|| unsafe { put(FileStatus::of_path(driver, follow)?, to) });
@@ -54,16 +54,6 @@ unsafe fn file_status(fd: c_int, to: *mut libc::stat) -> c_int {
     }
     // SAFETY: by the caller.
     unsafe { kernel::fstat(fd, to) }
-}
-
-/// Returns whether the status of a path is the library's to tell. `/proc/devices` is the host's,
-/// and so are links in `/dev/char` to other devices.
-fn in_question(path: &DriverPath<'_>) -> bool {
-    match path {
-        DriverPath::Devices => false,
-        DriverPath::CharacterLink { major, minor } => node_files::node_of(*major, *minor).is_some(),
-        _ => true,
-    }
 }
 
 macro_rules! statuses {
@@ -179,7 +169,7 @@ pub unsafe extern "C" fn statx(
     to: *mut libc::statx,
 ) -> c_int {
     // SAFETY: by the caller.
-    let named = unsafe { driver_path(path) }.filter(in_question);
+    let named = unsafe { driver_path(path) }.filter(DriverPath::is_of_driver);
     let follow = flags & libc::AT_SYMLINK_NOFOLLOW == 0;
     let status = match named {
         Some(driver) => answer(None, || FileStatus::of_path(driver, follow).map(Some)),
@@ -215,7 +205,7 @@ fn accessible(path: DriverPath<'_>, mode: c_int) -> Result<c_int, Errno> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn access(path: *const c_char, mode: c_int) -> c_int {
     // SAFETY: by the caller.
-    match unsafe { driver_path(path) }.filter(in_question) {
+    match unsafe { driver_path(path) }.filter(DriverPath::is_of_driver) {
         Some(driver) => answer_int(|| accessible(driver, mode)),
         // SAFETY: by the caller.
         None => unsafe { kernel::faccessat(libc::AT_FDCWD, path, mode) },
@@ -232,7 +222,7 @@ pub unsafe extern "C-unwind" fn faccessat(
     flags: c_int,
 ) -> c_int {
     // SAFETY: by the caller.
-    if let Some(driver) = unsafe { driver_path(path) }.filter(in_question) {
+    if let Some(driver) = unsafe { driver_path(path) }.filter(DriverPath::is_of_driver) {
         return answer_int(|| accessible(driver, mode));
     }
     // SAFETY: by the caller.
@@ -283,40 +273,9 @@ pub unsafe extern "C" fn readlinkat(
 ) -> isize {
     // SAFETY: by the caller.
     unsafe {
-        match driver_path(path).filter(in_question) {
+        match driver_path(path).filter(DriverPath::is_of_driver) {
             Some(driver) => answer(-1, || link(driver, buffer, len)),
             None => kernel::readlinkat(at, path, buffer, len),
         }
     }
-}
-
-/// Makes no device node where the vGPU has one: libcuda of a privileged process would make one on
-/// the host.
-///
-/// # Safety
-/// As for libc's function.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn mknod(path: *const c_char, mode: c_uint, device: u64) -> c_int {
-    // SAFETY: by the caller.
-    unsafe {
-        match driver_path(path) {
-            Some(_) => answer_int(|| Err(Errno::EEXIST)),
-            None => kernel::mknodat(libc::AT_FDCWD, path, mode, device),
-        }
-    }
-}
-
-/// As above, of programs that were built for libc before 2.33.
-///
-/// # Safety
-/// As for libc's function.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn __xmknod(
-    _: c_int,
-    path: *const c_char,
-    mode: c_uint,
-    device: *const u64,
-) -> c_int {
-    // SAFETY: by the caller.
-    unsafe { mknod(path, mode, *device) }
 }

@@ -40,6 +40,12 @@ calls! {
         => SYS_statx(at, path, flags, mask, status);
     mknodat(at: c_int, path: *const c_char, mode: c_uint, device: u64)
         => SYS_mknodat(at, path, mode, device);
+    symlinkat(target: *const c_char, at: c_int, path: *const c_char)
+        => SYS_symlinkat(target, at, path);
+    unlinkat(at: c_int, path: *const c_char, flags: c_int) => SYS_unlinkat(at, path, flags);
+    fchmodat(at: c_int, path: *const c_char, mode: c_uint) => SYS_fchmodat(at, path, mode);
+    fchownat(at: c_int, path: *const c_char, user: c_uint, group: c_uint, flags: c_int)
+        => SYS_fchownat(at, path, user, group, flags);
     faccessat(at: c_int, path: *const c_char, mode: c_int) => SYS_faccessat(at, path, mode);
     ppoll(
         fds: *mut libc::pollfd,

@@ -66,5 +66,6 @@ next!(
         *mut libc::pollfd, libc::nfds_t, *const libc::timespec, *const libc::sigset_t,
     ) -> c_int;
     FOPEN, c"fopen", unsafe extern "C-unwind" fn(Path, Path) -> File;
+    REMOVE, c"remove", unsafe extern "C-unwind" fn(Path) -> c_int;
     FACCESSAT, c"faccessat", unsafe extern "C-unwind" fn(c_int, Path, c_int, c_int) -> c_int;
 );

@@ -40,7 +40,13 @@ programs! {
             assert!(!fs::exists(path).unwrap(), "{path}");
         }
         let made = unsafe { libc::mknod(c"/dev/nvidia0".as_ptr(), libc::S_IFCHR, 0) };
-        assert_eq!((made, Errno::last()), (-1, Errno::EEXIST));
+        assert_eq!((made, Errno::last()), (-1, Errno::EPERM));
+        assert_eq!(unsafe { libc::unlink(c"/dev/char/195:255".as_ptr()) }, 0);
+        assert_eq!(unsafe { libc::remove(c"/dev/nvidia0".as_ptr()) }, 0);
+        let (target, link) = (c"../nvidiactl".as_ptr(), c"/dev/char/195:255".as_ptr());
+        assert_eq!(unsafe { libc::symlink(target, link) }, 0);
+        assert_eq!(unsafe { libc::chmod(c"/dev/nvidia0".as_ptr(), 0o600) }, 0);
+        assert!(!fs::exists("/usr/bin/nvidia-modprobe").unwrap());
         assert_eq!(fs::read_link("/dev/char/195:255").unwrap().to_str(), Some("../nvidiactl"));
         let fd = fs::File::open("/dev/nvidiactl").unwrap();
         let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) };
