@@ -144,8 +144,10 @@ pub mod inline_copy {
 
 /// Fields of `SET_REPORT_SEMAPHORE_D`.
 pub mod report_d {
-    /// `OPERATION`, bits 1:0: 0 release; others are refused.
+    /// `OPERATION`, bits 1:0: 0 release, or [`TRAP`]; others are refused.
     pub const OPERATION_MASK: u32 = 3;
+    /// `OPERATION_TRAP`: raises an interrupt and does nothing else.
+    pub const TRAP: u32 = 3;
     /// `REDUCTION_ENABLE_TRUE`.
     pub const REDUCTION: u32 = 1 << 3;
     /// Shift of `REDUCTION_OP`, bits 11:9: 0 add, 1 min, 2 max, 3 inc, 4 dec, 5 and, 6 or, 7 xor.
@@ -160,8 +162,10 @@ pub mod report_d {
 
 /// Fields of `REPORT_SEMAPHORE_EXECUTE`.
 pub mod report {
-    /// `OPERATION`, bits 1:0: 0 release; others are refused.
+    /// `OPERATION`, bits 1:0: 0 release, or [`TRAP`]; others are refused.
     pub const OPERATION_MASK: u32 = 3;
+    /// `OPERATION_TRAP`: raises an interrupt and does nothing else.
+    pub const TRAP: u32 = 3;
     /// `AWAKEN_ENABLE_TRUE`: raises an interrupt.
     pub const AWAKEN: u32 = 1 << 2;
     /// `STRUCTURE_SIZE`, bits 4:3: 0 is four words, with a timestamp at +8.

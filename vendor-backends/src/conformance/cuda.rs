@@ -1,11 +1,13 @@
 //! Checks of what NVIDIA's libcuda submits. Only the software GPU runs them.
 
+use std::time::Duration;
+
 use mdev_core::abi::compute::{self, inline_copy, report, report_d};
 use mdev_core::abi::copy::{self, launch, remap};
 use mdev_core::abi::host::{self, sem};
 use mdev_core::abi::program::{Kernel, Spin, VectorAdd};
 use mdev_core::abi::{notifier, qmd};
-use mdev_core::gpu::EngineKind;
+use mdev_core::gpu::{EngineKind, Pending};
 
 use super::driver::{DATA, Driver, Pushbuffer, Ring};
 use super::kernels::{launch_with, prepare};
@@ -128,11 +130,13 @@ pub(super) fn reports(driver: &mut Driver) {
     assert_eq!(double(driver, AT + 32), 6 << 32 | 5);
     let times = [8, 40].map(|at| double(driver, AT + at));
     assert!(times[0] > 0 && times[1] >= times[0] && times[1] - times[0] < 1 << 40, "{times:?}");
-    driver.client().take_pending();
-    let awaken = [report_d::ONE_WORD | 1 << 20];
-    let push = call(Pushbuffer::default(), compute::SET_REPORT_SEMAPHORE_D, &awaken);
-    driver.finish(&mut ring, push);
-    assert!(driver.event_within(std::time::Duration::from_secs(5)), "it raises an interrupt");
+    for awaken in [report_d::ONE_WORD | 1 << 20, report_d::TRAP] {
+        driver.client().take_pending();
+        let push = call(Pushbuffer::default(), compute::SET_REPORT_SEMAPHORE_D, &[awaken]);
+        driver.finish(&mut ring, push);
+        assert!(driver.event_within(Duration::from_secs(5)), "it raises an interrupt");
+        assert!(driver.client().take_pending().contains(Pending::NONSTALL));
+    }
 }
 
 /// Checks copies of data in the pushbuffer.

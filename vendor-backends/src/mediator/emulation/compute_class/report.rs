@@ -39,8 +39,13 @@ impl ReportSemaphore {
     }
 
     fn execute_short(&self, cx: Context<'_>, data: u32) -> Result<(), Fault> {
-        if data & report_d::OPERATION_MASK != 0 {
-            return Err(Fault::class(abi::SET_REPORT_SEMAPHORE_D));
+        match data & report_d::OPERATION_MASK {
+            0 => {}
+            report_d::TRAP => {
+                cx.raise_interrupt();
+                return Ok(());
+            }
+            _ => return Err(Fault::class(abi::SET_REPORT_SEMAPHORE_D)),
         }
         let number = data >> report_d::REDUCTION_SHIFT;
         let reduction = (data & report_d::REDUCTION != 0)
@@ -55,8 +60,13 @@ impl ReportSemaphore {
     }
 
     fn execute(&self, cx: Context<'_>, data: u32) -> Result<(), Fault> {
-        if data & report::OPERATION_MASK != 0 {
-            return Err(Fault::class(abi::REPORT_SEMAPHORE_EXECUTE));
+        match data & report::OPERATION_MASK {
+            0 => {}
+            report::TRAP => {
+                cx.raise_interrupt();
+                return Ok(());
+            }
+            _ => return Err(Fault::class(abi::REPORT_SEMAPHORE_EXECUTE)),
         }
         let number = data >> report::REDUCTION_SHIFT;
         let reduction = (data & report::REDUCTION != 0)
