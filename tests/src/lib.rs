@@ -1,6 +1,6 @@
 //! Helpers of the system tests.
 //!
-//! * [`vgpud`]: path of a `vgpud` built from this tree
+//! * [`vgpud`], [`cuda_library`]: paths of what is built from this tree
 //! * [`Vgpud`]: a running manager in its own folders
 //! * [`raw_client`]: a vfio-user client that writes raw bytes
 //! * [`fuse`]: a file system in user space that stops answering
@@ -59,13 +59,26 @@ pub fn skipped(reason: &str) {
 fn programs() -> Result<&'static Programs> {
     static PROGRAMS: OnceLock<std::result::Result<Programs, String>> = OnceLock::new();
     let programs = PROGRAMS.get_or_init(|| {
-        // target/release/deps/shares-0123456789abcdef
-        let test = std::env::current_exe().unwrap_or_default();
-        let released = test.components().any(|part| part.as_os_str() == "release");
-        let profile = if released { Profile::Release } else { Profile::Dev };
-        build::host_with(profile, &Progress::new()).map_err(|error| format!("{error:#}"))
+        build::host_with(profile(), &Progress::new()).map_err(|error| format!("{error:#}"))
     });
     programs.as_ref().map_err(|error| anyhow!("{error}"))
+}
+
+/// Returns the path of the preload library for CUDA programs, built once per test program.
+pub fn cuda_library() -> Result<&'static Path> {
+    static LIBRARY: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
+    let library = LIBRARY.get_or_init(|| {
+        build::cuda_library(profile(), &Progress::new()).map_err(|error| format!("{error:#}"))
+    });
+    library.as_deref().map_err(|error| anyhow!("{error}"))
+}
+
+/// Returns the profile of the tests.
+fn profile() -> Profile {
+    // target/release/deps/shares-0123456789abcdef
+    let test = std::env::current_exe().unwrap_or_default();
+    let released = test.components().any(|part| part.as_os_str() == "release");
+    if released { Profile::Release } else { Profile::Dev }
 }
 
 /// Returns the path of `vgpud`.

@@ -15,6 +15,8 @@ use crate::progress::{Progress, Step};
 ///
 /// `cargo lab test` builds programs together with the tests and sets the variable for the tests.
 pub const PREBUILT: &str = "TESSERA_PROGRAMS";
+/// File name of the preload library for CUDA programs.
+pub const CUDA_LIBRARY: &str = "libtessera_cuda.so";
 const HOST_PROGRAMS: [&str; 2] = ["vgpud", "vgpuctl"];
 /// Features that `cargo test` enables. With them, programs and tests share all crates.
 const TEST_FEATURES: &str = "vendor-backends/test-util,vfio-user-server/test-util";
@@ -91,6 +93,26 @@ pub fn host_with(profile: Profile, progress: &Progress) -> Result<Programs> {
     build(command, step)
 }
 
+/// Builds the preload library for CUDA programs and returns its path.
+pub fn cuda_library(profile: Profile, progress: &Progress) -> Result<PathBuf> {
+    if profile == Profile::Dev
+        && let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from)
+    {
+        // `cargo test` leaves libraries among the dependencies.
+        let places = [folder.join(CUDA_LIBRARY), folder.join("deps").join(CUDA_LIBRARY)];
+        if let Some(library) = places.into_iter().find(|path| path.is_file()) {
+            return Ok(library);
+        }
+    }
+    let mut command = cargo();
+    command.args(["build", "--package", "tessera-cuda"]);
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
+    let built = build(command, progress.step("Building the CUDA preload library"))?;
+    Ok(built.find(CUDA_LIBRARY)?.to_owned())
+}
+
 /// Builds `vgpu-guest`, statically linked.
 pub fn guest(progress: &Progress) -> Result<Programs> {
     portable("Building vgpu-guest", &["--bin", "vgpu-guest"], Profile::Dev, progress)
@@ -122,7 +144,7 @@ pub fn portable(
     build(command, step)
 }
 
-/// Runs a build and returns the programs that cargo reports. The step shows cargo's progress.
+/// Runs a build and returns the programs and preload libraries that cargo reports. The step shows cargo's progress.
 fn build(mut command: Command, step: Step) -> Result<Programs> {
     command.arg("--message-format=json-render-diagnostics");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -142,6 +164,12 @@ fn build(mut command: Command, step: Step) -> Result<Programs> {
             if let Some(program) = message["executable"].as_str() {
                 let name = message["target"]["name"].as_str().unwrap_or_default();
                 programs.insert(name.to_owned(), PathBuf::from(program));
+            }
+            for file in message["filenames"].as_array().into_iter().flatten() {
+                let path = PathBuf::from(file.as_str().unwrap_or_default());
+                if path.ends_with(CUDA_LIBRARY) {
+                    programs.insert(CUDA_LIBRARY.to_owned(), path);
+                }
             }
         }
     });

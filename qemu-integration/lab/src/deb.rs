@@ -43,13 +43,14 @@ const FILES: [(&str, &str, u32); 7] = [
 ];
 
 /// Documents included in the package.
-const DOCUMENTS: [&str; 11] = [
+const DOCUMENTS: [&str; 12] = [
     "operating",
     "libvirt",
     "security",
     "scheduling",
     "limits",
     "nvidia",
+    "cuda",
     "vfio",
     "console",
     "mdevctl",
@@ -60,6 +61,10 @@ const DOCUMENTS: [&str; 11] = [
 /// Links to files in the same folder of the package, such as mdevctl's `lsmdev`.
 const LINKS: [(&str, &str); 2] =
     [("usr/bin/lsvgpu", "vgpuctl"), ("usr/share/man/man1/lsvgpu.1.gz", "vgpuctl-list.1.gz")];
+
+/// Programs and libraries of the package.
+const BINARIES: [&str; 3] =
+    ["usr/bin/vgpud", "usr/bin/vgpuctl", "usr/lib/tessera/libtessera_cuda.so"];
 
 /// Scripts run by dpkg.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
@@ -74,14 +79,18 @@ const COMPLETIONS: [(&str, &str); 3] = [
 /// Writes the package and returns its path.
 pub fn write(options: &Options, progress: &Progress) -> Result<PathBuf> {
     let programs = build::host_with(options.profile, progress)?;
+    let library = build::cuda_library(options.profile, progress)?;
     let step = progress.step("Putting the package together");
     let scratch = Scratch::new()?;
     let root = scratch.path().join("tessera");
     let stage = Stage { root: &root };
-    for name in ["vgpud", "vgpuctl"] {
-        let bytes = fs::read(programs.find(name)?)?;
-        stage.file(&format!("usr/bin/{name}"), 0o755, &bytes)?;
-        strip(&root.join("usr/bin").join(name));
+    for to in BINARIES {
+        let (from, mode) = match to.strip_prefix("usr/bin/") {
+            Some(name) => (programs.find(name)?, 0o755),
+            None => (library.as_path(), 0o644),
+        };
+        stage.file(to, mode, &fs::read(from)?)?;
+        strip(&root.join(to));
     }
     for (from, to, mode) in FILES {
         let bytes = fs::read(workspace().join(from)).with_context(|| format!("No {from}"))?;
@@ -202,8 +211,8 @@ fn strip(program: &Path) {
 fn control(stage: &Stage<'_>, version: &str) -> Result<()> {
     let debian = workspace().join("packaging/debian");
     let mut libc = (0, 0);
-    for name in ["vgpud", "vgpuctl"] {
-        libc = libc.max(libc_version(&fs::read(stage.root.join("usr/bin").join(name))?));
+    for name in BINARIES {
+        libc = libc.max(libc_version(&fs::read(stage.root.join(name))?));
     }
     let mut files = Vec::new();
     list(stage.root, stage.root, &mut files)?;

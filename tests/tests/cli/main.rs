@@ -2,4 +2,5 @@
 
 mod errors;
 mod mdevctl;
+mod run;
 mod verbs;
