@@ -66,6 +66,7 @@ mod tests {
         let (family, flags) = (AddressFamily::Unix, SockFlag::SOCK_CLOEXEC);
         let (ours, theirs) = socketpair(family, SockType::SeqPacket, None, flags).unwrap();
         let fd = ours.as_raw_fd();
+        open_files::own();
         assert!(open_files::insert(fd, OpenFile { id: FileId(1), node: Node::Control }));
         let asked = [pollfd { fd, events: POLLPRI, revents: 0 }];
         let mut entries = asked;

@@ -3,11 +3,15 @@
 //! Other descriptors cost one atomic load. The table may be out of date: a process can close
 //! descriptors in ways that the library does not see, and their numbers are used again. An entry
 //! counts only if the descriptor is still the same socket, by its inode.
+//!
+//! A child of `vfork()` has descriptors of its own and its parent's memory. It closes descriptors
+//! before it runs a program, and must not change the table. Only the table's owner does.
 
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use cuda_socket::{FileId, Node};
+use nix::unistd::getpid;
 
 use crate::sys::kernel;
 
@@ -36,6 +40,18 @@ struct Slot {
 static TABLE: [Slot; MAX_DESCRIPTORS] =
     [const { Slot { node: AtomicU64::new(0), id: AtomicU64::new(0), inode: AtomicU64::new(0) } };
         MAX_DESCRIPTORS];
+
+/// The process that the table belongs to.
+static OWNER: AtomicI32 = AtomicI32::new(0);
+
+/// Makes this process the table's owner: before its first file, and in a child of `fork()`.
+pub fn own() {
+    OWNER.store(getpid().as_raw(), Ordering::Release);
+}
+
+fn is_owner() -> bool {
+    OWNER.load(Ordering::Acquire) == getpid().as_raw()
+}
 
 fn encode(node: Node) -> u64 {
     match node {
@@ -71,12 +87,15 @@ pub fn get(fd: RawFd) -> Option<OpenFile> {
     if kernel::status_of(fd).is_ok_and(|now| now.st_ino == slot.inode.load(Ordering::Relaxed)) {
         return Some(OpenFile { id, node });
     }
-    slot.node.store(0, Ordering::Release);
+    remove(fd);
     None
 }
 
 /// Enters a descriptor. Returns false if the number is too large for the table.
 pub fn insert(fd: RawFd, file: OpenFile) -> bool {
+    if !is_owner() {
+        return false;
+    }
     let (Some(slot), Ok(status)) = (slot(fd), kernel::status_of(fd)) else { return false };
     slot.id.store(file.id.0, Ordering::Relaxed);
     slot.inode.store(status.st_ino, Ordering::Relaxed);
@@ -88,6 +107,7 @@ pub fn insert(fd: RawFd, file: OpenFile) -> bool {
 pub fn remove(fd: RawFd) {
     if let Some(slot) = slot(fd)
         && slot.node.load(Ordering::Relaxed) != 0
+        && is_owner()
     {
         slot.node.store(0, Ordering::Release);
     }
@@ -110,6 +130,7 @@ mod tests {
 
     #[test]
     fn a_number_that_is_another_file_now_is_no_file_of_the_driver() {
+        own();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let file = OpenFile { id: FileId(7), node: Node::Gpu(3) };
         let fd = ours.as_raw_fd();

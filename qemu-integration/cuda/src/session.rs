@@ -68,6 +68,7 @@ fn process() -> &'static Process {
     if !HANDLERS.swap(true, Ordering::AcqRel) {
         fork::register(in_parent, in_child);
     }
+    open_files::own();
     let new = Box::into_raw(Box::new(Process { pid, session: Mutex::default() }));
     match PROCESS.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: made by `Box::into_raw` above, and never freed from here on.
@@ -88,6 +89,7 @@ extern "C" fn in_parent() {
 /// Leaves the parent's connection to the parent: its worker notices when the parent ends.
 extern "C" fn in_child() {
     PROCESS.store(null_mut(), Ordering::Release);
+    open_files::own();
     let (fd, inode) =
         (CONNECTION.0.swap(-1, Ordering::AcqRel), CONNECTION.1.load(Ordering::Acquire));
     if fd >= 0 && kernel::status_of(fd).is_ok_and(|status| status.st_ino == inode) {

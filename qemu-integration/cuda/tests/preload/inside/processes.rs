@@ -55,6 +55,28 @@ programs! {
         assert_eq!(counts(fd.as_raw_fd()), (1, 21));
     }
 
+    fn a_vfork_child_leaves_its_parents_files() {
+        extern "C" fn child(files: *mut libc::c_void) -> i32 {
+            // As programs that start others do.
+            for fd in unsafe { *files.cast::<[i32; 2]>() } {
+                unsafe { libc::close(fd) };
+            }
+            0
+        }
+        let files = [open("/dev/nvidiactl"), open("/dev/nvidia0")];
+        let mut raw = files.each_ref().map(AsRawFd::as_raw_fd);
+        let mut stack = vec![0_u128; 1 << 14];
+        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+        let top = stack.as_mut_ptr_range().end.cast();
+        let pid = unsafe { libc::clone(child, top, flags, raw.as_mut_ptr().cast()) };
+        assert!(pid > 0);
+        let mut status = 0;
+        assert_eq!((unsafe { libc::waitpid(pid, &raw mut status, 0) }, status), (pid, 0));
+        for fd in raw {
+            assert_eq!(counts(fd), (2, 1));
+        }
+    }
+
     fn a_descriptor_from_another_process_is_identified() {
         let control = open("/dev/nvidiactl");
         let named = |fd| named(&control, fd);
