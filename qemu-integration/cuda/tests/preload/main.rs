@@ -91,6 +91,7 @@ cases! {
         a_child_has_a_connection_of_its_own
         a_vfork_child_leaves_its_parents_files
         a_descriptor_from_another_process_is_identified
+        threads_are_cancelled_where_libc_cancels_them
         a_lost_connection_is_made_again
         closing_all_descriptors_does_no_harm;
 }

@@ -91,6 +91,33 @@ programs! {
         assert_eq!(named(ours.as_raw_fd()), 0);
     }
 
+    fn threads_are_cancelled_where_libc_cancels_them() {
+        extern "C-unwind" fn waits(fd: *mut libc::c_void) -> *mut libc::c_void {
+            let mut entry = libc::pollfd { fd: fd as i32, events: libc::POLLIN, revents: 0 };
+            unsafe { libc::poll(&raw mut entry, 1, 60_000) };
+            std::ptr::null_mut()
+        }
+        unsafe extern "C" {
+            fn pthread_create(
+                thread: *mut libc::pthread_t,
+                attributes: *const libc::pthread_attr_t,
+                start: extern "C-unwind" fn(*mut libc::c_void) -> *mut libc::c_void,
+                argument: *mut libc::c_void,
+            ) -> i32;
+        }
+        let (reader, _writer) = std::io::pipe().unwrap();
+        let fd = reader.as_raw_fd() as *mut libc::c_void;
+        let mut thread = 0;
+        let no_attributes = std::ptr::null();
+        assert_eq!(unsafe { pthread_create(&raw mut thread, no_attributes, waits, fd) }, 0);
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(unsafe { libc::pthread_cancel(thread) }, 0);
+        let mut result = std::ptr::null_mut();
+        assert_eq!(unsafe { libc::pthread_join(thread, &raw mut result) }, 0);
+        // PTHREAD_CANCELED
+        assert_eq!(result.addr(), usize::MAX);
+    }
+
     fn a_lost_connection_is_made_again() {
         let fd = open("/dev/nvidiactl");
         assert_eq!(ioctl(fd.as_raw_fd(), number::LOST, &mut [0_u32; 2]), Err(Errno::EIO));
