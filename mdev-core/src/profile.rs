@@ -126,6 +126,9 @@ pub struct Profile {
     /// [`GpuDescription::hang_timeout`].
     #[serde(default)]
     pub hang_timeout: Option<Duration>,
+    /// Whether CUDA programs can use a vGPU of this type without a VM.
+    #[serde(default)]
+    pub programs: bool,
 }
 
 impl Profile {
@@ -142,6 +145,7 @@ impl Profile {
             max_channels: gpu.max_channels,
             max_import_bytes: gpu.max_import_bytes.min(MAX_IMPORT_BYTES),
             hang_timeout: gpu.hang_timeout,
+            programs: head.is_none() && gpu.capabilities.contains(GpuCapabilities::PROGRAMS),
         }
     }
 

@@ -49,6 +49,9 @@ bitflags! {
         /// Fixed functions with ids that the device defines
         /// ([`crate::abi::program::Kernel::FixedFunction`]).
         const FIXED_FUNCTION = 1 << 13;
+        /// CUDA programs on vGPUs without a display head, through the device files of NVIDIA's
+        /// driver.
+        const PROGRAMS = 1 << 14;
     }
 }
 

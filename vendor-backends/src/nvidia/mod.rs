@@ -11,7 +11,8 @@
 //!    `idle_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
-//! 6. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
+//! 6. [`frontend`]: the driver's device files for CUDA programs
+//! 7. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 
 pub mod activity;
@@ -24,6 +25,7 @@ pub mod doorbell_poller;
 #[cfg(feature = "test-util")]
 pub mod fake_rm;
 pub mod fault_backoff;
+pub mod frontend;
 mod gpu;
 pub mod hang_detector;
 mod host_check;

@@ -57,6 +57,15 @@ impl Layout {
             .ok_or_else(|| UnsupportedDriver(version.chars().take(40).collect()))
     }
 
+    /// Returns the layout for programs with a libcuda of a version. Series 550 is for GPUs without a
+    /// driver: Debian has its libcuda.
+    pub fn of_programs(version: &str) -> Result<Self, UnsupportedDriver> {
+        if version.starts_with("550.") {
+            return Ok(Self { series: 550, map_dma: 56, va_space: 48, schedule: 2, channel: 368 });
+        }
+        Self::of(version)
+    }
+
     /// Returns all supported layouts.
     pub fn supported() -> &'static [Self] {
         SUPPORTED

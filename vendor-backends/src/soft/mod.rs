@@ -19,7 +19,7 @@ use crate::mem::SharedMemory;
 use crate::vfio::edu::factorial;
 
 /// Maximum number of channels of one vGPU.
-const MAX_CHANNELS: u32 = 32;
+const MAX_CHANNELS: u32 = 64;
 /// Maximum number of vGPUs.
 const MAX_VGPUS: u32 = 256;
 /// Maximum bytes of imported guest memory of one vGPU.

@@ -1,0 +1,322 @@
+//! Allocation of objects (`NV_ESC_RM_ALLOC`).
+
+use cuda_socket::{FileId, Range};
+use mdev_core::abi::userd;
+use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind};
+use mdev_core::ids::{GpuVa, SpaceId};
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+use zerocopy::FromBytes;
+
+use super::FrontEnd;
+use super::call::{Call, Stop, get_u32, put_u32, put_u64};
+use super::memory::StoreId;
+use super::objects::{Kind, Object};
+use crate::nvidia::sys::abi::{
+    AllocMemory, ChannelParams, EventParams, GroupParams, MemoryParams, VaSpaceParams,
+};
+use crate::nvidia::sys::numbers::{class, engine, status};
+
+/// Length of the doorbell page, in bytes.
+pub const DOORBELL_BYTES: u64 = 64 << 10;
+
+/// Length of `NVOS64_PARAMETERS`, the longer form of the argument, in bytes.
+const LONG_ARGUMENT: usize = 48;
+
+/// Classes of objects that only answer queries. Their parameters change nothing.
+const PASSIVE: &[u32] = &[
+    class::SUBDEVICE,
+    class::SUBDEVICE_DIAG,
+    class::SUBDEVICE_MASTER,
+    class::BINAPI,
+    class::THIRD_PARTY_P2P,
+    class::DEBUGGER,
+    class::CONFIDENTIAL_COMPUTE,
+    class::SMC_MONITOR_SESSION,
+    class::VIRTUAL_MEMORY,
+];
+
+/// An allocation in progress.
+#[derive(Clone, Copy, Debug)]
+struct New {
+    file: FileId,
+    root: u32,
+    parent: u32,
+    handle: u32,
+    class: u32,
+    /// Address of the parameters in the program.
+    params: u64,
+}
+
+impl FrontEnd {
+    /// Carries out `NV_ESC_RM_ALLOC`.
+    pub(super) fn rm_alloc(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let file = self.files.control_of(call.file())?;
+        let new = New {
+            file,
+            root: call.u32(0)?,
+            parent: call.u32(4)?,
+            handle: call.u32(8)?,
+            class: call.u32(12)?,
+            params: call.u64(16)?,
+        };
+        let status_at = if call.argument.len() >= LONG_ARGUMENT { 40 } else { 28 };
+        call.set_u32(status_at, status::OK)?;
+        if [class::ROOT, class::ROOT_CLIENT, class::CLIENT].contains(&new.class) {
+            let root = self.clients.create(file)?;
+            return call.set_u32(8, root);
+        }
+        self.clients.check_new(file, new.root, new.parent, new.handle)?;
+        let kind = self.new_object(gpu, call, new)?;
+        let New { root, parent, handle, class, .. } = new;
+        self.clients.insert(root, handle, Object { parent, class, kind });
+        Ok(())
+    }
+
+    fn new_object(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+        new: New,
+    ) -> Result<Kind, Stop> {
+        match new.class {
+            class::DEVICE => Ok(Kind::Passive),
+            class::VA_SPACE => self.new_space(call, new),
+            class::VIDEO_MEMORY | class::SYSTEM_MEMORY => self.new_memory(call, new),
+            class::STATUS_PAGE => Ok(Kind::Memory(self.memories.allocate_system(PAGE_SIZE)?.0)),
+            class::GROUP => self.new_group(call, new),
+            class::CONTEXT_SHARE => self.new_context_share(call, new),
+            class::OS_EVENT => self.new_event(call, new),
+            class if self.classes.usermode.contains(&class) => {
+                Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?))
+            }
+            class if self.classes.channel == class => self.new_channel(gpu, call, new),
+            class if class == self.classes.compute || class == self.classes.copy => {
+                let parent = self.clients.object(new.file, new.root, new.parent)?;
+                match parent.kind {
+                    Kind::Channel { .. } => Ok(Kind::Passive),
+                    _ => Err(Stop::Status(status::INVALID_OBJECT_PARENT)),
+                }
+            }
+            class if PASSIVE.contains(&class) => Ok(Kind::Passive),
+            class => {
+                self.refusals.note("class", class);
+                Err(Stop::Status(status::INVALID_CLASS))
+            }
+        }
+    }
+
+    fn new_space(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let len = self.layout.va_space;
+        let mut bytes = call.block(new.params, len)?;
+        bytes.resize(size_of::<VaSpaceParams>(), 0);
+        let params = VaSpaceParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        // As the driver answers: the end of the address space, and flags cleared.
+        put_u32(&mut bytes, 4, 0);
+        put_u64(&mut bytes, 8, super::VA_END - params.base.max(PAGE_SIZE));
+        bytes.truncate(len);
+        call.write_block(new.params, bytes);
+        Ok(Kind::Space(None))
+    }
+
+    fn new_memory(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let bytes = call.block(new.params, size_of::<MemoryParams>())?;
+        let mut params = MemoryParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let (store, len) = if new.class == class::VIDEO_MEMORY {
+            let (store, len) = self.memories.allocate_video(params.size, params.alignment)?;
+            (params.attr, params.attr2) = (attr::VIDEO, attr::VIDEO_2);
+            (store, len)
+        } else {
+            let (store, len) = self.memories.allocate_system(params.size)?;
+            // Location and coherency stay as asked, of contiguous 4 KiB pages.
+            params.attr =
+                params.attr & !attr::PAGE_SIZE_MASK & !attr::ALLOW_CONTIGUOUS | attr::PAGE_SIZE_4K;
+            let cached = params.attr2 & attr::CACHED_2 != 0;
+            params.attr2 = if cached { attr::CACHED_2_OUT } else { attr::UNCACHED_2 };
+            params.alignment = PAGE_SIZE;
+            (store, len)
+        };
+        (params.size, params.limit, params.format) = (len, len - 1, 6);
+        call.write_block(new.params, zerocopy::IntoBytes::as_bytes(&params).to_vec());
+        Ok(Kind::Memory(store))
+    }
+
+    fn new_group(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let bytes = call.block(new.params, size_of::<GroupParams>())?;
+        let params = GroupParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let kind = engine_kind(params.engine)?;
+        if params.va_space != 0 {
+            self.space_handle(new.file, new.root, params.va_space)?;
+        }
+        self.last_group = self.last_group.wrapping_add(1);
+        Ok(Kind::Group { engine: kind, number: self.last_group, space: params.va_space })
+    }
+
+    /// Checks that a handle is that of an address space.
+    fn space_handle(&self, file: FileId, root: u32, handle: u32) -> Result<u32, Stop> {
+        match self.clients.object(file, root, handle)?.kind {
+            Kind::Space(_) => Ok(handle),
+            _ => Err(Stop::Status(status::INVALID_OBJECT_HANDLE)),
+        }
+    }
+
+    fn new_context_share(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let mut params = call.block(new.params, 12)?;
+        let handle = get_u32(&params, 0).unwrap_or(0);
+        let space = self.space_handle(new.file, new.root, handle)?;
+        let group = self.clients.object(new.file, new.root, new.parent)?;
+        if !matches!(group.kind, Kind::Group { .. }) {
+            return Err(Stop::Status(status::INVALID_OBJECT_PARENT));
+        }
+        // The number of the subcontext: the last, as the driver gives to an asynchronous one.
+        put_u32(&mut params, 8, 63);
+        call.write_block(new.params, params);
+        Ok(Kind::ContextShare { space })
+    }
+
+    fn new_event(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let mut bytes = call.block(new.params, size_of::<EventParams>())?;
+        let params = EventParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let fd = i32::try_from(params.data).map_err(|_| Stop::INVALID)?;
+        let file = call.file_of(fd)?;
+        self.files.get(file)?;
+        put_u32(&mut bytes, 4, new.parent);
+        call.write_block(new.params, bytes);
+        Ok(Kind::Event { file })
+    }
+
+    /// Returns the address space of a handle, and creates it the first time.
+    pub(super) fn space(
+        &mut self,
+        gpu: &mut dyn Client,
+        file: FileId,
+        root: u32,
+        handle: u32,
+    ) -> Result<SpaceId, Stop> {
+        match &mut self.clients.object_mut(file, root, handle)?.kind {
+            Kind::Space(Some(space)) => Ok(*space),
+            Kind::Space(space) => Ok(*space.insert(gpu.create_space()?)),
+            _ => Err(Stop::Status(status::INVALID_OBJECT_HANDLE)),
+        }
+    }
+
+    /// Returns the store of a memory object.
+    pub(super) fn store(&self, file: FileId, root: u32, handle: u32) -> Result<StoreId, Stop> {
+        match self.clients.object(file, root, handle)?.kind {
+            Kind::Memory(store) => Ok(store),
+            _ => Err(Stop::Status(status::INVALID_OBJECT_HANDLE)),
+        }
+    }
+
+    fn new_channel(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+        new: New,
+    ) -> Result<Kind, Stop> {
+        let mut bytes = call.block(new.params, self.layout.channel)?;
+        bytes.resize(size_of::<ChannelParams>(), 0);
+        let params = ChannelParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let New { file, root, .. } = new;
+        let group = &self.clients.object(file, root, new.parent)?.kind;
+        let &Kind::Group { engine, number, mut space } = group else {
+            return Err(Stop::Status(status::INVALID_OBJECT_PARENT));
+        };
+        if params.context_share != 0 {
+            match self.clients.object(file, root, params.context_share)?.kind {
+                Kind::ContextShare { space: shared } => space = shared,
+                _ => return Err(Stop::Status(status::INVALID_OBJECT_HANDLE)),
+            }
+        } else if params.va_space != 0 {
+            space = params.va_space;
+        }
+        let notifier = match params.error {
+            0 => None,
+            handle => Some(self.store(file, root, handle)?),
+        };
+        let userd = self.store(file, root, params.userd_memory[0])?;
+        let at = params.userd_offset[0];
+        let (page, offset) = (at / PAGE_SIZE * PAGE_SIZE, at % PAGE_SIZE);
+        if !is_aligned(at, userd::BYTES) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        let pieces = self.memories.backing(gpu, userd, page, PAGE_SIZE)?;
+        let userd = match pieces.first() {
+            Some((Backing::Guest { memory, offset: start }, _)) => {
+                Backing::Guest { memory: *memory, offset: start + offset }
+            }
+            Some((Backing::Vram { offset: start }, _)) => Backing::Vram { offset: start + offset },
+            None => return Err(Stop::Status(status::INVALID_ARGUMENT)),
+        };
+        let space = self.space(gpu, file, root, space)?;
+        let handle = gpu.create_channel(&ChannelSpec {
+            engine,
+            gpfifo: GpuVa(params.gpfifo),
+            gpfifo_entries: params.gpfifo_entries,
+            userd,
+            vector: 0,
+            space,
+            group: Some(number),
+        })?;
+        let engine = match engine {
+            EngineKind::Compute => engine::GRAPHICS,
+            EngineKind::Copy => engine::COPY0,
+        };
+        Ok(Kind::Channel { handle, engine, notifier, failed: false })
+    }
+
+    /// Carries out `NV_ESC_RM_ALLOC_MEMORY`: makes pages of the program a memory object.
+    pub(super) fn rm_alloc_memory(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
+        let control = self.files.control_of(call.file())?;
+        let mut argument: AllocMemory = call.read()?;
+        argument.status = status::OK;
+        if argument.class != class::OS_DESCRIPTOR {
+            self.refusals.note("memory of class", argument.class);
+            return Err(Stop::Status(status::INVALID_CLASS));
+        }
+        let AllocMemory { root, parent, object: handle, memory: address, .. } = argument;
+        self.clients.check_new(control, root, parent, handle)?;
+        let len = argument.limit.checked_add(1);
+        let len = len.filter(|len| is_aligned(address | len, PAGE_SIZE) && *len > 0);
+        let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let (file, start) = call.share(Range { address, len })?;
+        let store = self.memories.adopt(file, start, len)?;
+        let kind = Kind::Memory(store);
+        self.clients.insert(root, handle, Object { parent, class: class::OS_DESCRIPTOR, kind });
+        call.write(&argument)
+    }
+}
+
+/// Returns the engine of a channel group for a number (`NV2080_ENGINE_TYPE_*`).
+fn engine_kind(number: u32) -> Result<EngineKind, Stop> {
+    match number {
+        engine::GRAPHICS => Ok(EngineKind::Compute),
+        copy if (engine::COPY0..engine::COPY0 + engine::COPY_ENGINES).contains(&copy) => {
+            Ok(EngineKind::Copy)
+        }
+        _ => Err(Stop::Status(status::INVALID_ARGUMENT)),
+    }
+}
+
+/// Attributes of memory (`NVOS32_ATTR_*`, `NVOS32_ATTR2_*`), as the driver answers them.
+mod attr {
+    /// Video memory, in contiguous huge pages.
+    pub const VIDEO: u32 = 0x1180_0000;
+    /// Huge pages of 2 MiB, not cached elsewhere.
+    pub const VIDEO_2: u32 = 0x0010_0005;
+    /// `NVOS32_ATTR_PAGE_SIZE`.
+    pub const PAGE_SIZE_MASK: u32 = 3 << 23;
+    /// `NVOS32_ATTR_PAGE_SIZE_4KB`.
+    pub const PAGE_SIZE_4K: u32 = 1 << 23;
+    /// Upper bit of `NVOS32_ATTR_PHYSICALITY`: contiguous memory is allowed, too.
+    pub const ALLOW_CONTIGUOUS: u32 = 1 << 28;
+    /// `NVOS32_ATTR2_GPU_CACHEABLE_YES`, as asked.
+    pub const CACHED_2: u32 = 4;
+    /// The same, as answered.
+    pub const CACHED_2_OUT: u32 = 5;
+    /// `NVOS32_ATTR2_GPU_CACHEABLE_NO`, as answered.
+    pub const UNCACHED_2: u32 = 9;
+}

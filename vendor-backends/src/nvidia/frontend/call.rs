@@ -1,0 +1,196 @@
+//! An ioctl in progress: its argument, the program's memory, and what it changes.
+
+use std::os::fd::OwnedFd;
+
+use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range};
+use mdev_core::gpu::GpuError;
+use nix::errno::Errno;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use crate::nvidia::sys::numbers::status;
+
+/// Why a request ends before its success.
+#[derive(Debug)]
+pub enum Stop {
+    /// The program's memory is needed first. Nothing was changed.
+    Fetch(Fetch),
+    /// The resource manager's status (`NV_STATUS`).
+    Status(u32),
+    /// An error of the system call.
+    Errno(Errno),
+}
+
+impl Stop {
+    /// The request has an invalid form.
+    pub const INVALID: Self = Self::Errno(Errno::EINVAL);
+}
+
+impl From<GpuError> for Stop {
+    fn from(error: GpuError) -> Self {
+        Self::Status(match error {
+            GpuError::Invalid(_) | GpuError::OutOfRange(_) | GpuError::Overlap(_) => {
+                status::INVALID_ARGUMENT
+            }
+            GpuError::NotFound(_) => status::OBJECT_NOT_FOUND,
+            GpuError::Limit(_) => status::INSUFFICIENT_RESOURCES,
+            GpuError::Fragmented { .. } => status::NO_MEMORY,
+            GpuError::Unsupported(_) => status::NOT_SUPPORTED,
+            GpuError::Lost(_) => status::GPU_IS_LOST,
+            GpuError::Io(error) => {
+                log::warn!("{error}");
+                status::INSUFFICIENT_RESOURCES
+            }
+        })
+    }
+}
+
+/// An ioctl in progress.
+#[derive(Debug)]
+pub struct Call<'a> {
+    request: &'a IoctlRequest,
+    /// The argument, as the program gets it back.
+    pub argument: Vec<u8>,
+    /// File of [`IoctlRequest::shared`].
+    shared: Option<OwnedFd>,
+    writes: Vec<Block>,
+    places: Vec<(Place, OwnedFd)>,
+}
+
+/// What a program gets from an ioctl.
+#[derive(Debug)]
+pub enum Outcome {
+    /// It is to send more of its memory.
+    Fetch(Fetch),
+    /// The result, with the files of its places.
+    Done(Done, Vec<OwnedFd>),
+}
+
+impl<'a> Call<'a> {
+    /// Begins an ioctl. `shared` is the attached file of [`IoctlRequest::shared`].
+    pub fn new(request: &'a IoctlRequest, shared: Option<OwnedFd>) -> Self {
+        let argument = request.argument.clone();
+        Self { request, argument, shared, writes: Vec::new(), places: Vec::new() }
+    }
+
+    /// Returns the file that the ioctl is for.
+    pub fn file(&self) -> FileId {
+        self.request.file
+    }
+
+    /// Returns the request number.
+    pub fn request(&self) -> u32 {
+        self.request.request
+    }
+
+    /// Ends the ioctl with an `errno`, or 0.
+    pub fn finish(self, errno: i32) -> Outcome {
+        let (places, fds) = self.places.into_iter().unzip();
+        let Self { argument, writes, .. } = self;
+        Outcome::Done(Done { errno, argument, writes, places }, fds)
+    }
+
+    /// Returns the argument as a structure, which may be shorter than the argument.
+    pub fn read<T: FromBytes>(&self) -> Result<T, Stop> {
+        T::read_from_prefix(&self.argument).map(|(value, _)| value).map_err(|_| Stop::INVALID)
+    }
+
+    /// Replaces the start of the argument.
+    pub fn write<T: IntoBytes + Immutable>(&mut self, value: &T) -> Result<(), Stop> {
+        let bytes = value.as_bytes();
+        let target = self.argument.get_mut(..bytes.len()).ok_or(Stop::INVALID)?;
+        target.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Returns 32 bits of the argument.
+    pub fn u32(&self, at: usize) -> Result<u32, Stop> {
+        get_u32(&self.argument, at).ok_or(Stop::INVALID)
+    }
+
+    /// Returns 64 bits of the argument.
+    pub fn u64(&self, at: usize) -> Result<u64, Stop> {
+        Ok(u64::from(self.u32(at)?) | u64::from(self.u32(at + 4)?) << 32)
+    }
+
+    /// Replaces 32 bits of the argument.
+    pub fn set_u32(&mut self, at: usize, value: u32) -> Result<(), Stop> {
+        put_u32(&mut self.argument, at, value).ok_or(Stop::INVALID)
+    }
+
+    /// Returns `len` bytes of the program's memory.
+    pub fn block(&self, address: u64, len: usize) -> Result<Vec<u8>, Stop> {
+        for Block { address: start, bytes } in &self.request.blocks {
+            let from = address.checked_sub(*start).and_then(|from| usize::try_from(from).ok());
+            let end = from.and_then(|from| from.checked_add(len));
+            if let (Some(from), Some(end)) = (from, end)
+                && let Some(found) = bytes.get(from..end)
+            {
+                return Ok(found.to_vec());
+            }
+        }
+        if address == 0 {
+            return Err(Stop::Errno(Errno::EFAULT));
+        }
+        let blocks = vec![Range { address, len: len as u64 }];
+        Err(Stop::Fetch(Fetch { blocks, ..Default::default() }))
+    }
+
+    /// Writes to the program's memory when the ioctl ends.
+    pub fn write_block(&mut self, address: u64, bytes: Vec<u8>) {
+        if !bytes.is_empty() {
+            self.writes.push(Block { address, bytes });
+        }
+    }
+
+    /// Returns the file that a descriptor of the program stands for.
+    pub fn file_of(&self, fd: i32) -> Result<FileId, Stop> {
+        if let Some((_, file)) = self.request.files.iter().find(|(number, _)| *number == fd) {
+            return Ok(*file);
+        }
+        if fd < 0 {
+            return Err(Stop::Errno(Errno::EBADF));
+        }
+        Err(Stop::Fetch(Fetch { files: vec![fd], ..Default::default() }))
+    }
+
+    /// Returns memory of the program as a file, with its offset there.
+    pub fn share(&mut self, range: Range) -> Result<(OwnedFd, u64), Stop> {
+        let found = self.request.shared.iter().find(|shared| shared.range == range);
+        match found {
+            Some(shared) => {
+                let file = self.shared.take().ok_or(Stop::INVALID)?;
+                Ok((file, shared.offset))
+            }
+            // Memory in several parts, such as that of two allocations.
+            None if !self.request.shared.is_empty() => Err(Stop::Status(status::INVALID_ADDRESS)),
+            None => Err(Stop::Fetch(Fetch { share: vec![range], ..Default::default() })),
+        }
+    }
+
+    /// Maps a file into the program when the ioctl ends.
+    pub fn place(&mut self, range: Range, file: OwnedFd, offset: u64) {
+        self.places.push((Place { range, offset }, file));
+    }
+}
+
+/// Returns 32 bits of parameters.
+pub fn get_u32(bytes: &[u8], at: usize) -> Option<u32> {
+    bytes.get(at..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
+}
+
+/// Returns 64 bits of parameters.
+pub fn get_u64(bytes: &[u8], at: usize) -> Option<u64> {
+    bytes.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
+}
+
+/// Replaces 32 bits of parameters.
+pub fn put_u32(bytes: &mut [u8], at: usize, value: u32) -> Option<()> {
+    *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
+    Some(())
+}
+
+/// Replaces 64 bits of parameters.
+pub fn put_u64(bytes: &mut [u8], at: usize, value: u64) -> Option<()> {
+    *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
+    Some(())
+}

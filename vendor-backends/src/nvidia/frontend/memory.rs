@@ -1,0 +1,358 @@
+//! Memory of programs: where each memory object's bytes are, and where they are mapped for the GPU.
+//!
+//! A store is referred to by its memory object and by its mappings. It lives until all are gone, as
+//! with nvidia-uvm, which keeps memory of its mappings after the object was freed.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+
+use mdev_core::gpu::{Backing, Client, GpuError, GuestRam, MapRequest};
+use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
+use mdev_core::memory_file::MemoryFile;
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+use nix::sys::uio::pwrite;
+
+use super::call::Stop;
+use super::video_memory::{Extent, GRANULE, VideoMemory};
+use crate::mem::sealed_memfd;
+use crate::nvidia::sys::numbers::status;
+
+/// Maximum number of stores and of mappings, each.
+const MAX_STORES: usize = 65_536;
+
+/// Number of a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct StoreId(u32);
+
+/// Where the bytes of a memory object are.
+#[derive(Debug)]
+pub enum Place {
+    /// Video memory. No program can map it.
+    Video(Vec<Extent>),
+    /// A file that programs map.
+    System {
+        /// The file.
+        file: OwnedFd,
+        /// Offset of the store in the file, in bytes.
+        start: u64,
+        /// Its import into the GPU, once it was needed.
+        import: Option<MemoryId>,
+    },
+    /// The doorbell page.
+    Doorbell,
+}
+
+/// Bytes of a memory object.
+#[derive(Debug)]
+struct Store {
+    references: u32,
+    len: u64,
+    place: Place,
+}
+
+/// A mapping for the GPU.
+#[derive(Clone, Copy, Debug)]
+struct Mapped {
+    len: u64,
+    store: StoreId,
+}
+
+/// Stores and mappings of a vGPU.
+#[derive(Debug)]
+pub struct Memories {
+    video: VideoMemory,
+    system_bytes: u64,
+    max_system_bytes: u64,
+    stores: BTreeMap<StoreId, Store>,
+    last_store: u32,
+    mappings: BTreeMap<(SpaceId, u64), Mapped>,
+}
+
+impl Memories {
+    /// Creates the memory of a vGPU with `vram_bytes` of video memory, whose programs may have
+    /// `max_system_bytes` of system memory.
+    pub fn new(vram_bytes: u64, max_system_bytes: u64) -> Self {
+        Self {
+            video: VideoMemory::new(vram_bytes),
+            system_bytes: 0,
+            max_system_bytes,
+            stores: BTreeMap::new(),
+            last_store: 0,
+            mappings: BTreeMap::new(),
+        }
+    }
+
+    /// Returns the size of video memory, in bytes.
+    pub fn video_bytes(&self) -> u64 {
+        self.video.total()
+    }
+
+    /// Returns the free video memory, in bytes.
+    pub fn free_video_bytes(&self) -> u64 {
+        self.video.free_bytes()
+    }
+
+    fn insert(&mut self, len: u64, place: Place) -> StoreId {
+        self.last_store += 1;
+        let id = StoreId(self.last_store);
+        self.stores.insert(id, Store { references: 1, len, place });
+        id
+    }
+
+    fn check_room(&self) -> Result<(), Stop> {
+        let full = self.stores.len() >= MAX_STORES || self.last_store == u32::MAX;
+        if full { Err(Stop::Status(status::INSUFFICIENT_RESOURCES)) } else { Ok(()) }
+    }
+
+    /// Allocates video memory. Returns the store and its length, which is rounded up.
+    pub fn allocate_video(&mut self, len: u64, align: u64) -> Result<(StoreId, u64), Stop> {
+        self.check_room()?;
+        let unit = align.clamp(GRANULE, 2 << 20).next_power_of_two();
+        let len = len.checked_next_multiple_of(unit).filter(|len| *len > 0);
+        let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let extents = self.video.allocate(len, align);
+        let extents = extents.ok_or(Stop::Status(status::NO_MEMORY))?;
+        Ok((self.insert(len, Place::Video(extents)), len))
+    }
+
+    fn charge_system(&mut self, len: u64) -> Result<(), Stop> {
+        let total = self.system_bytes.checked_add(len).filter(|all| *all <= self.max_system_bytes);
+        self.system_bytes = total.ok_or(Stop::Status(status::NO_MEMORY))?;
+        Ok(())
+    }
+
+    fn new_file(&mut self, len: u64) -> Result<OwnedFd, Stop> {
+        self.charge_system(len)?;
+        sealed_memfd(c"cuda", len).map_err(|error| {
+            self.system_bytes -= len;
+            Stop::from(GpuError::from(error))
+        })
+    }
+
+    /// Allocates system memory. Returns the store and its length, which is rounded up to pages.
+    pub fn allocate_system(&mut self, len: u64) -> Result<(StoreId, u64), Stop> {
+        self.check_room()?;
+        let len = len.checked_next_multiple_of(PAGE_SIZE).filter(|len| *len > 0);
+        let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let file = self.new_file(len)?;
+        Ok((self.insert(len, Place::System { file, start: 0, import: None }), len))
+    }
+
+    /// Adds memory of a program: `len` bytes of `file` from `start`.
+    pub fn adopt(&mut self, file: OwnedFd, start: u64, len: u64) -> Result<StoreId, Stop> {
+        self.check_room()?;
+        // Only memory: another file could make this process wait.
+        let size = MemoryFile::new(file.as_fd()).and_then(|memory| memory.len());
+        let end = start.checked_add(len);
+        if end.is_none_or(|end| size.is_ok_and(|size| end > size)) || !is_aligned(start, PAGE_SIZE)
+        {
+            return Err(Stop::Status(status::INVALID_ADDRESS));
+        }
+        self.charge_system(len)?;
+        Ok(self.insert(len, Place::System { file, start, import: None }))
+    }
+
+    /// Adds the doorbell page.
+    pub fn doorbell(&mut self, len: u64) -> Result<StoreId, Stop> {
+        self.check_room()?;
+        Ok(self.insert(len, Place::Doorbell))
+    }
+
+    fn store(&self, id: StoreId) -> Result<&Store, Stop> {
+        self.stores.get(&id).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+    }
+
+    /// Returns the length of a store, in bytes.
+    pub fn len(&self, id: StoreId) -> Result<u64, Stop> {
+        Ok(self.store(id)?.len)
+    }
+
+    /// Returns true if the store is the doorbell page.
+    pub fn is_doorbell(&self, id: StoreId) -> bool {
+        self.store(id).is_ok_and(|store| matches!(store.place, Place::Doorbell))
+    }
+
+    /// Moves a store that a program is going to map out of video memory. Fails if it is mapped for
+    /// the GPU already.
+    pub fn make_mappable(&mut self, id: StoreId) -> Result<(), Stop> {
+        let Store { len, place, .. } = self.store(id)?;
+        let (len, Place::Video(extents)) = (*len, place) else { return Ok(()) };
+        let extents = extents.clone();
+        if self.mappings.values().any(|mapped| mapped.store == id) {
+            return Err(Stop::Status(status::NOT_SUPPORTED));
+        }
+        let file = self.new_file(len)?;
+        self.video.release(&extents);
+        if let Some(store) = self.stores.get_mut(&id) {
+            store.place = Place::System { file, start: 0, import: None };
+        }
+        Ok(())
+    }
+
+    /// Returns the file of a store that programs can map, and the store's offset there.
+    pub fn file(&self, id: StoreId) -> Result<Option<(OwnedFd, u64)>, Stop> {
+        match &self.store(id)?.place {
+            Place::System { file, start, .. } => {
+                let file = file.try_clone().map_err(|error| Stop::from(GpuError::from(error)))?;
+                Ok(Some((file, *start)))
+            }
+            Place::Video(_) | Place::Doorbell => Ok(None),
+        }
+    }
+
+    /// Writes to a store in system memory.
+    pub fn write(&self, id: StoreId, offset: u64, bytes: &[u8]) {
+        if let Ok(Store { place: Place::System { file, start, .. }, len, .. }) = self.store(id)
+            && offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= *len)
+            && let Ok(offset) = i64::try_from(start + offset)
+            && let Err(error) = pwrite(file, bytes, offset)
+        {
+            log::debug!("Cannot write to memory of a program: {error}");
+        }
+    }
+
+    /// Returns where `len` bytes of a store are for the GPU, in pieces.
+    pub fn backing(
+        &mut self,
+        gpu: &mut dyn Client,
+        id: StoreId,
+        offset: u64,
+        len: u64,
+    ) -> Result<Vec<(Backing, u64)>, Stop> {
+        let store = self.stores.get_mut(&id);
+        let store = store.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
+        if offset.checked_add(len).is_none_or(|end| end > store.len) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        match &mut store.place {
+            Place::System { file, start, import } => {
+                let memory = if let Some(memory) = import {
+                    *memory
+                } else {
+                    let (fd, offset) = (file.as_fd(), *start);
+                    let ram = GuestRam { fd, offset, len: store.len, writable: true };
+                    *import.insert(gpu.import(ram)?)
+                };
+                Ok(vec![(Backing::Guest { memory, offset }, len)])
+            }
+            Place::Video(extents) => {
+                let mut pieces = Vec::new();
+                let (mut skip, mut missing) = (offset, len);
+                for extent in extents.iter() {
+                    let from = skip.min(extent.len);
+                    skip -= from;
+                    let piece = (extent.len - from).min(missing);
+                    if piece > 0 {
+                        pieces.push((Backing::Vram { offset: extent.offset + from }, piece));
+                        missing -= piece;
+                    }
+                }
+                Ok(pieces)
+            }
+            Place::Doorbell => Err(Stop::Status(status::INVALID_ARGUMENT)),
+        }
+    }
+
+    /// Maps `len` bytes of a store for the GPU.
+    pub fn map(
+        &mut self,
+        gpu: &mut dyn Client,
+        (space, va): (SpaceId, u64),
+        id: StoreId,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Stop> {
+        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        if len == 0 || !is_aligned(va | len | offset, PAGE_SIZE) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        if self.mappings.len() >= MAX_STORES {
+            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
+        }
+        let before = self.mappings.range((space, 0)..(space, end)).next_back();
+        if before.is_some_and(|((_, start), mapped)| start + mapped.len > va) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        let pieces = self.backing(gpu, id, offset, len)?;
+        let mut at = va;
+        for (backing, piece) in pieces {
+            let spec = MapRequest { space, va: GpuVa(at), len: piece, backing, writable: true };
+            if let Err(error) = gpu.map(&spec) {
+                if at > va {
+                    let _ = gpu.unmap(space, GpuVa(va), at - va);
+                }
+                return Err(error.into());
+            }
+            at += piece;
+        }
+        if let Some(store) = self.stores.get_mut(&id) {
+            store.references += 1;
+        }
+        self.mappings.insert((space, va), Mapped { len, store: id });
+        Ok(())
+    }
+
+    /// Returns the store of the mapping that begins at an address.
+    pub fn mapped_at(&self, space: SpaceId, va: u64) -> Option<StoreId> {
+        self.mappings.get(&(space, va)).map(|mapped| mapped.store)
+    }
+
+    /// Removes the mappings that begin in a range.
+    pub fn unmap(
+        &mut self,
+        gpu: &mut dyn Client,
+        space: SpaceId,
+        va: u64,
+        len: u64,
+    ) -> Result<(), Stop> {
+        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let range = self.mappings.range((space, va)..(space, end));
+        let found: Vec<_> = range.map(|((_, va), mapped)| (*va, *mapped)).collect();
+        for (va, mapped) in found {
+            gpu.unmap(space, GpuVa(va), mapped.len)?;
+            self.mappings.remove(&(space, va));
+            self.release(gpu, mapped.store);
+        }
+        Ok(())
+    }
+
+    /// Removes the mapping that begins at an address, if there is one.
+    pub fn unmap_at(&mut self, gpu: &mut dyn Client, space: SpaceId, va: u64) -> Result<(), Stop> {
+        self.unmap(gpu, space, va, 1)
+    }
+
+    /// Forgets the mappings of a space that was destroyed.
+    pub fn forget_space(&mut self, gpu: &mut dyn Client, space: SpaceId) {
+        let range = self.mappings.range((space, 0)..=(space, u64::MAX));
+        let found: Vec<_> = range.map(|((_, va), mapped)| (*va, mapped.store)).collect();
+        for (va, store) in found {
+            self.mappings.remove(&(space, va));
+            self.release(gpu, store);
+        }
+    }
+
+    /// Drops a reference to a store. Frees it with the last one.
+    pub fn release(&mut self, gpu: &mut dyn Client, id: StoreId) {
+        let Some(store) = self.stores.get_mut(&id) else { return };
+        store.references -= 1;
+        if store.references > 0 {
+            return;
+        }
+        let Some(Store { len, place, .. }) = self.stores.remove(&id) else { return };
+        match place {
+            Place::Video(extents) => self.video.release(&extents),
+            Place::System { import, .. } => {
+                self.system_bytes -= len;
+                if let Some(Err(error)) = import.map(|memory| gpu.release(memory)) {
+                    log::warn!("{error}");
+                }
+            }
+            Place::Doorbell => {}
+        }
+    }
+
+    /// Returns the number of stores and of mappings.
+    pub fn counts(&self) -> (usize, usize) {
+        (self.stores.len(), self.mappings.len())
+    }
+}

@@ -1,0 +1,275 @@
+//! The driver's device files for CUDA programs: a resource manager for one vGPU.
+//!
+//! NVIDIA's user-mode driver works on `/dev/nvidiactl`, `/dev/nvidiaN` and `/dev/nvidia-uvm`. A
+//! [`FrontEnd`] implements these files for all programs on a vGPU. It keeps a tree of *emulated*
+//! objects: nothing that a program passes reaches a driver. What changes the vGPU becomes a typed
+//! operation of its [`Client`].
+//!
+//! Reading order:
+//!
+//! 1. `call`: one ioctl, what it reads and what it changes
+//! 2. `files`, `objects`, `memory`, `video_memory`: the state
+//! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
+//! 4. [`identity`], [`queries`]: what the vGPU says of itself and of its GPU
+//! 5. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
+
+mod alloc;
+mod call;
+mod control;
+mod escapes;
+mod files;
+pub mod identity;
+mod memory;
+mod objects;
+pub mod queries;
+mod refusals;
+mod shapes;
+mod uvm;
+mod video_memory;
+
+use std::os::fd::OwnedFd;
+
+use cuda_socket::{FileId, IoctlRequest, MapRequest, Node, VERSION, Welcome};
+use mdev_core::gpu::Client;
+use nix::errno::Errno;
+
+use self::alloc::DOORBELL_BYTES;
+pub use self::call::Outcome;
+use self::call::{Call, Stop};
+use self::files::Files;
+use self::identity::Identity;
+use self::memory::Memories;
+use self::objects::{Clients, Kind, Object};
+use self::queries::Queries;
+use self::refusals::Refusals;
+use super::version::Layout;
+
+/// Version of the driver that GPUs without a driver show to programs: that of Debian's libcuda.
+pub const DRIVER_WITHOUT_GPU: &str = "550.163.01";
+
+/// End of the GPU virtual addresses of programs.
+const VA_END: u64 = 1 << 47;
+
+/// Classes that differ between generations of GPUs.
+#[derive(Clone, Debug)]
+pub struct Classes {
+    /// Channels.
+    pub channel: u32,
+    /// Compute objects.
+    pub compute: u32,
+    /// Copy objects.
+    pub copy: u32,
+    /// Doorbell pages.
+    pub usermode: Vec<u32>,
+}
+
+impl Classes {
+    /// Returns the classes of Hopper.
+    pub fn hopper() -> Self {
+        Self { channel: 0xc86f, compute: 0xcbc0, copy: 0xc8b5, usermode: vec![0xc661] }
+    }
+}
+
+/// The device files of a vGPU.
+#[derive(Debug)]
+pub struct FrontEnd {
+    identity: Identity,
+    layout: Layout,
+    classes: Classes,
+    queries: Box<dyn Queries>,
+    files: Files,
+    clients: Clients,
+    memories: Memories,
+    refusals: Refusals,
+    last_group: u32,
+}
+
+/// Memory to map into a program.
+#[derive(Debug)]
+pub enum Mapped {
+    /// The doorbell page.
+    Doorbell,
+    /// A file, from an offset in bytes.
+    File(OwnedFd, u64),
+}
+
+impl FrontEnd {
+    /// Creates the device files of a vGPU whose programs may have `max_system_bytes` of system
+    /// memory.
+    pub fn new(
+        identity: Identity,
+        layout: Layout,
+        classes: Classes,
+        queries: Box<dyn Queries>,
+        max_system_bytes: u64,
+    ) -> Self {
+        let memories = Memories::new(identity.vram_bytes, max_system_bytes);
+        Self {
+            identity,
+            layout,
+            classes,
+            queries,
+            files: Files::default(),
+            clients: Clients::default(),
+            memories,
+            refusals: Refusals::default(),
+            last_group: 0,
+        }
+    }
+
+    /// Returns what a program has to know first.
+    pub fn welcome(&self) -> Welcome {
+        Welcome {
+            version: VERSION,
+            minors: vec![Identity::MINOR],
+            proc_files: self.identity.proc_files(),
+            calls: shapes::shapes(),
+        }
+    }
+
+    /// Opens a device node. `file` is a new id.
+    pub fn open(&mut self, file: FileId, node: Node) -> Result<(), Errno> {
+        match node {
+            Node::Gpu(minor) if minor != Identity::MINOR => Err(Errno::ENXIO),
+            _ => self.files.open(file, node),
+        }
+    }
+
+    /// Returns the device node of an open file.
+    pub fn node(&self, file: FileId) -> Option<Node> {
+        self.files.get(file).ok().map(|file| file.node)
+    }
+
+    /// Closes a file and frees the clients that were created with it.
+    pub fn close(&mut self, gpu: &mut dyn Client, file: FileId) {
+        if self.files.close(file).is_none() {
+            return;
+        }
+        for root in self.clients.of_file(file) {
+            if let Ok(removed) = self.clients.remove(file, root, root) {
+                self.dispose(gpu, removed);
+            }
+        }
+    }
+
+    /// Carries out an ioctl. `shared` is the file that came with it.
+    pub fn ioctl(
+        &mut self,
+        gpu: &mut dyn Client,
+        request: &IoctlRequest,
+        shared: Option<OwnedFd>,
+    ) -> Outcome {
+        let mut call = Call::new(request, shared);
+        let node = self.files.get(request.file).map(|file| file.node);
+        let result = match node {
+            Ok(Node::Uvm) => self.uvm_ioctl(gpu, &mut call),
+            Ok(_) => self.rm_ioctl(gpu, &mut call),
+            Err(stop) => Err(stop),
+        };
+        match result {
+            Ok(()) => call.finish(0),
+            Err(Stop::Fetch(fetch)) => Outcome::Fetch(fetch),
+            Err(Stop::Errno(errno)) => call.finish(errno as i32),
+            Err(Stop::Status(status)) => match escapes::set_status(&mut call, status) {
+                Ok(()) => call.finish(0),
+                Err(_) => call.finish(Errno::EINVAL as i32),
+            },
+        }
+    }
+
+    /// Returns the memory that a mapping of a file shows.
+    pub fn map(&mut self, request: &MapRequest) -> Result<Mapped, Errno> {
+        let file = self.files.get(request.file).map_err(|_| Errno::EBADF)?;
+        let store = match file.node {
+            Node::Uvm => self.pool(file, request),
+            Node::Control | Node::Gpu(_) => file.mapped,
+        };
+        let store = store.ok_or(Errno::EINVAL)?;
+        if self.memories.is_doorbell(store) {
+            let inside = request.len <= DOORBELL_BYTES;
+            return if inside { Ok(Mapped::Doorbell) } else { Err(Errno::EINVAL) };
+        }
+        let len = self.memories.len(store).map_err(|_| Errno::EINVAL)?;
+        if request.len == 0 || request.len > len {
+            return Err(Errno::EINVAL);
+        }
+        let file = self.memories.file(store).map_err(|_| Errno::EIO)?;
+        file.map(|(file, offset)| Mapped::File(file, offset)).ok_or(Errno::EINVAL)
+    }
+
+    /// Ends objects that were removed from the tree.
+    fn dispose(&mut self, gpu: &mut dyn Client, removed: Vec<Object>) {
+        for Object { kind, .. } in removed {
+            let done = match kind {
+                Kind::Channel { handle, .. } => gpu.destroy_channel(handle.id),
+                Kind::Memory(store) => {
+                    self.memories.release(gpu, store);
+                    Ok(())
+                }
+                Kind::Space(Some(space)) => {
+                    let done = gpu.destroy_space(space);
+                    self.memories.forget_space(gpu, space);
+                    done
+                }
+                _ => Ok(()),
+            };
+            if let Err(error) = done {
+                log::warn!("{error}");
+            }
+        }
+    }
+
+    /// Returns the files of all events, after an interrupt of a channel.
+    pub fn events(&self) -> Vec<FileId> {
+        let files = self.clients.all().filter_map(|object| match object.kind {
+            Kind::Event { file } => Some(file),
+            _ => None,
+        });
+        let mut files: Vec<_> = files.collect();
+        files.sort_unstable();
+        files.dedup();
+        files
+    }
+
+    /// Writes the notifiers of channels that have failed.
+    pub fn note_errors(&mut self, gpu: &mut dyn Client) {
+        let memories = &self.memories;
+        for object in self.clients.all_mut() {
+            let Kind::Channel { handle, notifier, failed, .. } = &mut object.kind else { continue };
+            let Ok(found) = gpu.query_channel(handle.id) else { continue };
+            if found.error == 0 || *failed {
+                continue;
+            }
+            *failed = true;
+            if let Some(store) = notifier {
+                memories.write(*store, 0, &notification(found.error));
+            }
+        }
+    }
+
+    /// Returns the bytes of video memory that programs have allocated.
+    pub fn used_video_bytes(&self) -> u64 {
+        self.memories.video_bytes() - self.memories.free_video_bytes()
+    }
+
+    /// Returns the number of clients, objects, memory objects' stores and mappings.
+    pub fn counts(&self) -> [usize; 4] {
+        let ((clients, objects), (stores, mappings)) =
+            (self.clients.counts(), self.memories.counts());
+        [clients, objects, stores, mappings]
+    }
+
+    /// Returns the number of refused requests.
+    pub fn refused(&self) -> u64 {
+        self.refusals.count()
+    }
+}
+
+/// Returns an `NvNotification` with the error of a channel.
+fn notification(error: u32) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[8..12].copy_from_slice(&error.to_le_bytes());
+    // The status: an error.
+    bytes[14..16].fill(0xff);
+    bytes
+}

@@ -1,0 +1,222 @@
+//! The tree of objects that programs have created with the resource manager.
+
+use std::collections::BTreeMap;
+
+use cuda_socket::FileId;
+use mdev_core::gpu::{ChannelHandle, EngineKind};
+use mdev_core::ids::SpaceId;
+
+use super::call::Stop;
+use super::memory::StoreId;
+use crate::nvidia::sys::numbers::{class, status};
+
+/// First handle of a client. The driver chooses handles of clients from this range.
+const FIRST_CLIENT: u32 = 0xc1d0_0001;
+
+/// Maximum number of clients. A process has two or three.
+const MAX_CLIENTS: usize = 1024;
+
+/// Maximum number of objects of all clients together.
+const MAX_OBJECTS: usize = 65_536;
+
+/// What an object stands for.
+#[derive(Clone, Debug)]
+pub enum Kind {
+    /// Nothing of the vGPU: an object that only answers queries.
+    Passive,
+    /// An address space, once it was needed.
+    Space(Option<SpaceId>),
+    /// A memory object.
+    Memory(StoreId),
+    /// A channel group.
+    Group {
+        /// Engine of its channels.
+        engine: EngineKind,
+        /// Number of the group on the vGPU.
+        number: u32,
+        /// Handle of its address space, or 0.
+        space: u32,
+    },
+    /// A context share: the address space of channels in a group.
+    ContextShare {
+        /// Handle of the address space.
+        space: u32,
+    },
+    /// A channel.
+    Channel {
+        /// Its ids on the vGPU.
+        handle: ChannelHandle,
+        /// Number of its engine (`NV2080_ENGINE_TYPE_*`).
+        engine: u32,
+        /// Memory of its error notifier.
+        notifier: Option<StoreId>,
+        /// Its error was written to the notifier.
+        failed: bool,
+    },
+    /// An event.
+    Event {
+        /// File that polls readable.
+        file: FileId,
+    },
+}
+
+/// An object.
+#[derive(Clone, Debug)]
+pub struct Object {
+    /// Handle of the parent, or of the client.
+    pub parent: u32,
+    /// Class.
+    pub class: u32,
+    /// What it stands for.
+    pub kind: Kind,
+}
+
+/// A client and its objects.
+#[derive(Debug)]
+struct RmClient {
+    file: FileId,
+    objects: BTreeMap<u32, Object>,
+}
+
+/// All clients of a vGPU's programs.
+#[derive(Debug)]
+pub struct Clients {
+    by_root: BTreeMap<u32, RmClient>,
+    next: u32,
+    objects: usize,
+}
+
+impl Default for Clients {
+    fn default() -> Self {
+        Self { by_root: BTreeMap::new(), next: FIRST_CLIENT, objects: 0 }
+    }
+}
+
+impl Clients {
+    /// Creates a client for a control file. Returns its handle.
+    pub fn create(&mut self, file: FileId) -> Result<u32, Stop> {
+        if self.by_root.len() >= MAX_CLIENTS {
+            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
+        }
+        while self.by_root.contains_key(&self.next) || self.next < FIRST_CLIENT {
+            self.next = self.next.wrapping_add(1);
+        }
+        self.by_root.insert(self.next, RmClient { file, objects: BTreeMap::new() });
+        Ok(self.next)
+    }
+
+    fn client(&self, file: FileId, root: u32) -> Result<&RmClient, Stop> {
+        // Another file's client is as good as none.
+        let client = self.by_root.get(&root).filter(|client| client.file == file);
+        client.ok_or(Stop::Status(status::INVALID_CLIENT))
+    }
+
+    /// Checks that a client belongs to a control file.
+    pub fn check(&self, file: FileId, root: u32) -> Result<(), Stop> {
+        self.client(file, root).map(drop)
+    }
+
+    /// Returns an object of a client that belongs to a control file.
+    pub fn object(&self, file: FileId, root: u32, handle: u32) -> Result<&Object, Stop> {
+        let object = self.client(file, root)?.objects.get(&handle);
+        object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+    }
+
+    /// Returns an object for a change.
+    pub fn object_mut(
+        &mut self,
+        file: FileId,
+        root: u32,
+        handle: u32,
+    ) -> Result<&mut Object, Stop> {
+        self.check(file, root)?;
+        let client = self.by_root.get_mut(&root);
+        let object = client.and_then(|client| client.objects.get_mut(&handle));
+        object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+    }
+
+    /// Returns the class of an object, or of the client itself.
+    pub fn class_of(&self, file: FileId, root: u32, handle: u32) -> Result<u32, Stop> {
+        if handle == root {
+            return self.check(file, root).map(|()| class::CLIENT);
+        }
+        Ok(self.object(file, root, handle)?.class)
+    }
+
+    /// Checks that an object can be created below `parent`.
+    pub fn check_new(&self, file: FileId, root: u32, parent: u32, handle: u32) -> Result<(), Stop> {
+        let client = self.client(file, root)?;
+        if parent != root && !client.objects.contains_key(&parent) {
+            Err(Stop::Status(status::INVALID_OBJECT_PARENT))
+        } else if handle == 0 || handle == root || client.objects.contains_key(&handle) {
+            Err(Stop::Status(status::DUPLICATE))
+        } else if self.objects >= MAX_OBJECTS {
+            Err(Stop::Status(status::INSUFFICIENT_RESOURCES))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Adds an object that [`Self::check_new`] allowed.
+    pub fn insert(&mut self, root: u32, handle: u32, object: Object) {
+        if let Some(client) = self.by_root.get_mut(&root)
+            && client.objects.insert(handle, object).is_none()
+        {
+            self.objects += 1;
+        }
+    }
+
+    /// Removes an object with everything below it, or a client with all of its objects. Returns
+    /// them in the order in which they have to end: channels, then children before parents.
+    pub fn remove(&mut self, file: FileId, root: u32, handle: u32) -> Result<Vec<Object>, Stop> {
+        self.check(file, root)?;
+        let Some(client) = self.by_root.get_mut(&root) else { return Ok(Vec::new()) };
+        let mut handles = vec![handle];
+        if handle == root {
+            handles = client.objects.keys().copied().collect();
+        } else {
+            if !client.objects.contains_key(&handle) {
+                return Err(Stop::Status(status::OBJECT_NOT_FOUND));
+            }
+            let mut at = 0;
+            while let Some(&parent) = handles.get(at) {
+                let below = client.objects.iter().filter(|(_, object)| object.parent == parent);
+                handles.extend(below.map(|(handle, _)| *handle));
+                at += 1;
+            }
+        }
+        let removed = handles.iter().rev().filter_map(|handle| client.objects.remove(handle));
+        let mut removed: Vec<_> = removed.collect();
+        removed.sort_by_key(|object| match object.kind {
+            Kind::Channel { .. } => 0,
+            Kind::Space(_) => 2,
+            _ => 1,
+        });
+        self.objects -= removed.len();
+        if handle == root {
+            self.by_root.remove(&root);
+        }
+        Ok(removed)
+    }
+
+    /// Returns the clients of a control file.
+    pub fn of_file(&self, file: FileId) -> Vec<u32> {
+        let clients = self.by_root.iter().filter(|(_, client)| client.file == file);
+        clients.map(|(root, _)| *root).collect()
+    }
+
+    /// Returns all objects for a change.
+    pub fn all_mut(&mut self) -> impl Iterator<Item = &mut Object> {
+        self.by_root.values_mut().flat_map(|client| client.objects.values_mut())
+    }
+
+    /// Returns all objects.
+    pub fn all(&self) -> impl Iterator<Item = &Object> {
+        self.by_root.values().flat_map(|client| client.objects.values())
+    }
+
+    /// Returns the number of clients and of objects.
+    pub fn counts(&self) -> (usize, usize) {
+        (self.by_root.len(), self.objects)
+    }
+}

@@ -1,0 +1,223 @@
+//! Ioctls of `/dev/nvidia-uvm` (`uvm_ioctl.h`).
+//!
+//! Programs let nvidia-uvm manage the address space in which their channels run. Here the vGPU
+//! manages it, and nvidia-uvm's requests become mappings of the vGPU. Memory that moves between GPU
+//! and CPU by itself (managed memory) does not exist.
+
+use cuda_socket::{FileId, MapRequest, Range};
+use mdev_core::gpu::Client;
+use mdev_core::ids::SpaceId;
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+
+use super::FrontEnd;
+use super::call::{Call, Stop, put_u64};
+use super::files::File;
+use super::memory::StoreId;
+use crate::nvidia::sys::numbers::{status, uvm};
+
+/// Offset of the status in the argument of requests that do nothing else than to succeed.
+const SUCCEED: &[(u32, usize)] = &[
+    (uvm::INITIALIZE, 8),
+    (uvm::MM_INITIALIZE, 4),
+    (uvm::DESTROY_RANGE_GROUP, 8),
+    (uvm::UNREGISTER_GPU_VASPACE, 16),
+    (uvm::REGISTER_CHANNEL, 48),
+    (uvm::UNREGISTER_CHANNEL, 24),
+    (uvm::SET_RANGE_GROUP, 24),
+    (uvm::UNREGISTER_GPU, 16),
+    (uvm::VALIDATE_VA_RANGE, 16),
+    (uvm::CREATE_EXTERNAL_RANGE, 16),
+    (uvm::DISABLE_PEER_ACCESS, 32),
+];
+
+/// Number of the last GPU in the arguments' arrays, and thereby the length of these arrays.
+const GPUS: usize = 256;
+
+/// Length of an element of these arrays, in bytes.
+const ATTRIBUTES: usize = 36;
+
+/// Offsets in `UVM_MAP_EXTERNAL_ALLOCATION_PARAMS`, behind the array.
+mod external {
+    use super::{ATTRIBUTES, GPUS};
+
+    pub const END: usize = 24 + GPUS * ATTRIBUTES;
+    pub const FD: usize = END + 8;
+    pub const CLIENT: usize = END + 12;
+    pub const MEMORY: usize = END + 16;
+    pub const STATUS: usize = END + 20;
+}
+
+/// Offset of the status in `UVM_ALLOC_SEMAPHORE_POOL_PARAMS`, behind the array.
+const POOL_STATUS: usize = 16 + GPUS * ATTRIBUTES + 8;
+
+/// Lengths of the arguments, which requests of nvidia-uvm do not encode.
+pub const LENGTHS: &[(u32, u32)] = &[
+    (uvm::INITIALIZE, 16),
+    (uvm::DEINITIALIZE, 0),
+    (uvm::CREATE_RANGE_GROUP, 16),
+    (uvm::DESTROY_RANGE_GROUP, 16),
+    (uvm::REGISTER_GPU_VASPACE, 32),
+    (uvm::UNREGISTER_GPU_VASPACE, 20),
+    (uvm::REGISTER_CHANNEL, 56),
+    (uvm::UNREGISTER_CHANNEL, 28),
+    (uvm::DISABLE_PEER_ACCESS, 36),
+    (uvm::SET_RANGE_GROUP, 32),
+    (uvm::MAP_EXTERNAL, external::STATUS as u32 + 4),
+    (uvm::FREE, 16),
+    (uvm::REGISTER_GPU, 40),
+    (uvm::UNREGISTER_GPU, 20),
+    (uvm::PAGEABLE_MEM_ACCESS, 8),
+    (uvm::MAP_DYNAMIC_PARALLELISM, 40),
+    (uvm::UNMAP_EXTERNAL, 40),
+    (uvm::ALLOC_SEMAPHORE_POOL, POOL_STATUS as u32 + 8),
+    (uvm::PAGEABLE_MEM_ACCESS_ON_GPU, 24),
+    (uvm::VALIDATE_VA_RANGE, 24),
+    (uvm::CREATE_EXTERNAL_RANGE, 24),
+    (uvm::MM_INITIALIZE, 8),
+];
+
+impl FrontEnd {
+    /// Carries out an ioctl of a file of nvidia-uvm.
+    pub(super) fn uvm_ioctl(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let request = call.request();
+        if let Some((_, status_at)) = SUCCEED.iter().find(|(number, _)| *number == request) {
+            return call.set_u32(*status_at, status::OK);
+        }
+        let (status_at, result) = match request {
+            uvm::DEINITIALIZE => return Ok(()),
+            uvm::CREATE_RANGE_GROUP => (8, self.create_range_group(call)),
+            uvm::REGISTER_GPU_VASPACE => (28, self.register_space(gpu, call)),
+            uvm::REGISTER_GPU => (36, register_gpu(call)),
+            uvm::PAGEABLE_MEM_ACCESS => (4, call.set_u32(0, 0)),
+            uvm::PAGEABLE_MEM_ACCESS_ON_GPU => (20, call.set_u32(16, 0)),
+            uvm::MAP_EXTERNAL => (external::STATUS, self.map_external(gpu, call)),
+            uvm::FREE => (8, self.unmap(gpu, call, None)),
+            uvm::UNMAP_EXTERNAL => {
+                let len = call.u64(8)?;
+                (32, self.unmap(gpu, call, Some(len)))
+            }
+            uvm::ALLOC_SEMAPHORE_POOL => (POOL_STATUS, self.semaphore_pool(gpu, call)),
+            uvm::MAP_DYNAMIC_PARALLELISM => (32, self.dynamic_parallelism(gpu, call)),
+            number => {
+                self.refusals.note("ioctl of nvidia-uvm", number);
+                return Err(Stop::INVALID);
+            }
+        };
+        match result {
+            Ok(()) => call.set_u32(status_at, status::OK),
+            Err(Stop::Status(status)) => call.set_u32(status_at, status),
+            Err(stop) => Err(stop),
+        }
+    }
+
+    /// Returns the memory that a mapping of a file of nvidia-uvm shows: the offset is an address. An
+    /// address range without memory is no error for the program.
+    pub(super) fn pool(&self, file: &File, request: &MapRequest) -> Option<StoreId> {
+        let spaces = file.uvm.spaces.iter();
+        let mut stores = spaces.filter_map(|space| self.memories.mapped_at(*space, request.offset));
+        stores.next()
+    }
+
+    fn create_range_group(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
+        let file = &mut self.files.get_mut(call.file())?.uvm;
+        file.range_groups += 1;
+        put_u64(&mut call.argument, 0, file.range_groups).ok_or(Stop::INVALID)
+    }
+
+    /// Returns the control file of a descriptor in the argument.
+    fn control_in(&self, call: &Call<'_>, at: usize) -> Result<FileId, Stop> {
+        self.files.control_of(call.file_of(call.u32(at)?.cast_signed())?)
+    }
+
+    fn register_space(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
+        let control = self.control_in(call, 16)?;
+        let space = self.space(gpu, control, call.u32(20)?, call.u32(24)?)?;
+        self.files.get_mut(call.file())?.uvm.spaces.insert(space);
+        Ok(())
+    }
+
+    /// Returns the address spaces of the file. There is one for each GPU, so one.
+    fn spaces(&self, call: &Call<'_>) -> Result<Vec<SpaceId>, Stop> {
+        let spaces = &self.files.get(call.file())?.uvm.spaces;
+        if spaces.is_empty() {
+            return Err(Stop::Status(status::INVALID_STATE));
+        }
+        Ok(spaces.iter().copied().collect())
+    }
+
+    fn map_external(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
+        let (va, len, offset) = (call.u64(0)?, call.u64(8)?, call.u64(16)?);
+        let control = self.control_in(call, external::FD)?;
+        let store =
+            self.store(control, call.u32(external::CLIENT)?, call.u32(external::MEMORY)?)?;
+        // Lengths are those that the program asked for; objects consist of whole pages.
+        let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Stop::INVALID)?;
+        for space in self.spaces(call)? {
+            self.memories.map(gpu, (space, va), store, offset, len)?;
+        }
+        Ok(())
+    }
+
+    /// Removes the mappings in a range, or the one at an address.
+    fn unmap(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+        len: Option<u64>,
+    ) -> Result<(), Stop> {
+        let va = call.u64(0)?;
+        for space in self.spaces(call)? {
+            match len {
+                Some(len) => self.memories.unmap(gpu, space, va, len)?,
+                None => self.memories.unmap_at(gpu, space, va)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates memory at the same address for CPU and GPU.
+    fn semaphore_pool(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
+        let (va, len) = (call.u64(0)?, call.u64(8)?);
+        if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        let spaces = self.spaces(call)?;
+        let (store, _) = self.memories.allocate_system(len)?;
+        let mapped =
+            spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
+        let file = self.memories.file(store);
+        // The mappings keep the memory.
+        self.memories.release(gpu, store);
+        mapped?;
+        if let Some((file, offset)) = file? {
+            call.place(Range { address: va, len }, file, offset);
+        }
+        Ok(())
+    }
+
+    /// Maps the region through which kernels launch others. Its content is the GPU's alone.
+    fn dynamic_parallelism(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let (va, len) = (call.u64(0)?, call.u64(8)?);
+        let spaces = self.spaces(call)?;
+        let (store, _) = self.memories.allocate_system(len)?;
+        let mapped =
+            spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
+        self.memories.release(gpu, store);
+        mapped
+    }
+}
+
+/// Answers that the GPU's memory is no NUMA node.
+fn register_gpu(call: &mut Call<'_>) -> Result<(), Stop> {
+    let enabled = call.argument.get_mut(16).ok_or(Stop::INVALID)?;
+    *enabled = 0;
+    call.set_u32(20, u32::MAX)
+}

@@ -1,0 +1,276 @@
+//! The driver's device files for CUDA programs, on a software GPU.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
+mod program;
+
+use cuda_socket::{FileId, Node};
+use mdev_core::abi::host::{self, GpEntry};
+use mdev_core::abi::{doorbell, userd};
+use mdev_core::gpu::Client;
+use mdev_core::ids::Token;
+use mdev_core::units::{MIB, PAGE_SIZE};
+use program::{
+    CONTROL, CONTROL_FD, GPU, GPU_FD, Program, UVM, VRAM, memory_params, wait, word, words,
+};
+use proptest::prelude::*;
+use vendor_backends::conformance::Pushbuffer;
+
+const NO_MEMORY: u32 = 0x51;
+const INVALID_CLASS: u32 = 0x22;
+const INVALID_CLIENT: u32 = 0x23;
+const NOT_SUPPORTED: u32 = 0x56;
+
+const PROGRAM_VA: u64 = 0x2_0000_0000;
+
+#[test]
+fn a_program_copies_through_a_channel_of_its_own() {
+    let mut program = Program::start();
+    let context = program.context();
+    let (root, device) = (context.root, context.device);
+    // Rings and USERD: video memory that is mapped for the CPU first.
+    let ring = program.new_object(root, device, 0x20, 0x40, &memory_params(2 * MIB, 2 * MIB));
+    let (status, kind) = program.control(root, root, 0xd01, &words(&[ring, 0, 0]));
+    assert_eq!((status, word(&kind, 2)), (0, 1));
+    let ring_memory = program.map(root, ring, 2 * MIB);
+    assert_eq!(program.map_for_gpu(root, ring, PROGRAM_VA, 2 * MIB), 0);
+    // Video memory for the data.
+    let data = program.new_object(root, device, 0x21, 0x40, &memory_params(4 * MIB, 2 * MIB));
+    let data_va = 0x100_0000_0000;
+    assert_eq!(program.map_for_gpu(root, data, data_va, 4 * MIB), 0);
+
+    let group = words(&[0, 0, context.space, 9, 0]);
+    let group = program.new_object(root, device, 0x30, 0xa06c, &group);
+    let notifier = program.new_object(root, device, 0x31, 0x3e, &memory_params(PAGE_SIZE, 0));
+    let notifier_memory = program.map(root, notifier, PAGE_SIZE);
+    let mut params = vec![0; 368];
+    for (at, value) in [(0, notifier), (16, 1024), (32, ring), (64, 2 * PAGE_SIZE as u32)] {
+        params[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    }
+    params[8..16].copy_from_slice(&PROGRAM_VA.to_le_bytes());
+    let channel = program.new_object(root, group, 0x32, 0xc86f, &params);
+    let copies = program.new_object(root, channel, 0x33, 0xc8b5, &[0; 8]);
+    let (_, engine) = program.control(root, channel, 0xc36f_0101, &words(&[copies, 0, 0, 0]));
+    assert_eq!((word(&engine, 2), word(&engine, 3)), (0xc8b5, 9));
+    let (_, token) = program.control(root, channel, 0xc36f_0108, &[0; 4]);
+    let token = word(&token, 0);
+    let (status, _) = program.control(root, group, 0xa06c_0101, &[1, 0]);
+    assert_eq!(status, 0);
+
+    let source = PROGRAM_VA + MIB;
+    ring_memory.write(MIB, b"from here").unwrap();
+    let back = PROGRAM_VA + MIB + PAGE_SIZE;
+    let semaphore = PROGRAM_VA + MIB + 2 * PAGE_SIZE;
+    let pushbuffer = Pushbuffer::default()
+        .copy_method(host::SET_OBJECT, &[0xc8b5])
+        .copy(source, data_va, 9)
+        .copy(data_va, back, 9)
+        .semaphore(semaphore, 1, host::sem::RELEASE | host::sem::RELEASE_WFI);
+    let at = PROGRAM_VA + MIB + 3 * PAGE_SIZE;
+    ring_memory.write(MIB + 3 * PAGE_SIZE, &words(pushbuffer.words())).unwrap();
+    let entry = GpEntry::Segment { va: at, dwords: pushbuffer.words().len() as u32 }.encode();
+    ring_memory.write(0, &entry.to_le_bytes()).unwrap();
+    ring_memory.store_u32(2 * PAGE_SIZE + userd::GP_PUT, 1);
+    let usermode = program.new_object(root, context.subdevice, 0x40, 0xc661, &[]);
+    program.map(root, usermode, 0x1_0000).store_u32(doorbell::TOKEN, token);
+    program.client.wake(Token(token)).unwrap();
+    wait("the semaphore", || ring_memory.load_u32(MIB + 2 * PAGE_SIZE) == Some(1));
+    let mut copied = [0; 9];
+    ring_memory.read(MIB + PAGE_SIZE, &mut copied).unwrap();
+    assert_eq!(&copied, b"from here");
+
+    // A fault is told by the notifier.
+    let bad = Pushbuffer::default().copy(0x7000_0000_0000, data_va, 9);
+    ring_memory.write(MIB + 3 * PAGE_SIZE, &words(bad.words())).unwrap();
+    let entry = GpEntry::Segment { va: at, dwords: bad.words().len() as u32 }.encode();
+    ring_memory.write(8, &entry.to_le_bytes()).unwrap();
+    ring_memory.store_u32(2 * PAGE_SIZE + userd::GP_PUT, 2);
+    program.client.wake(Token(token)).unwrap();
+    wait("the notifier", || {
+        program.front_end.note_errors(&mut program.client);
+        notifier_memory.load_u32(12) == Some(0xffff_0000)
+    });
+    assert_eq!(notifier_memory.load_u32(8), Some(mdev_core::abi::notifier::MMU_FAULT));
+
+    program.front_end.close(&mut program.client, CONTROL);
+    assert_eq!(program.front_end.counts(), [0; 4]);
+    assert_eq!(program.front_end.used_video_bytes(), 0);
+}
+
+#[test]
+fn memory_ends_with_the_partition() {
+    let mut program = Program::start();
+    let context = program.context();
+    let (root, device) = (context.root, context.device);
+    let info = |program: &mut Program| {
+        let mut list = words(&[2, 9, 0, 0x16, 0]);
+        list.resize(444, 0);
+        let (status, list) = program.control(root, context.subdevice, 0x2080_1303, &list);
+        assert_eq!(status, 0);
+        [word(&list, 2), word(&list, 4)].map(|kib| u64::from(kib) << 10)
+    };
+    assert_eq!(info(&mut program), [VRAM, VRAM]);
+    let most = memory_params(VRAM - 2 * MIB, 2 * MIB);
+    let memory = program.new_object(root, device, 0x20, 0x40, &most);
+    assert_eq!(info(&mut program), [VRAM, 2 * MIB]);
+    let (status, ..) = program.alloc(root, device, 0x21, 0x40, &memory_params(4 * MIB, 2 * MIB));
+    assert_eq!(status, NO_MEMORY);
+    let free = words(&[root, device, memory, 0xffff]);
+    let done = program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
+    assert_eq!((done.errno, word(&done.argument, 3)), (0, 0));
+    assert_eq!(info(&mut program), [VRAM, VRAM]);
+    // A mapping keeps memory whose object was freed.
+    let memory = program.new_object(root, device, 0x22, 0x40, &most);
+    assert_eq!(program.map_for_gpu(root, memory, PROGRAM_VA, VRAM - 2 * MIB), 0);
+    let free = words(&[root, device, memory, 0xffff]);
+    program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
+    assert_eq!(info(&mut program), [VRAM, 2 * MIB]);
+    let va = [PROGRAM_VA as u32, (PROGRAM_VA >> 32) as u32, 0, 0xffff];
+    assert_eq!(word(&program.uvm(34, &va, 16), 2), 0);
+    assert_eq!(info(&mut program), [VRAM, VRAM]);
+}
+
+#[test]
+fn a_program_cannot_use_the_objects_of_another() {
+    let mut program = Program::start();
+    let context = program.context();
+    let other = FileId(77);
+    program.front_end.open(other, Node::Control).unwrap();
+    let argument = words(&[context.root, context.device, 0x80_0280, 0, 0, 0, 4, 0]);
+    let done = program.ioctl_with(other, 0xc020_462a, argument, Some(16), &[0; 4]);
+    assert_eq!((done.errno, word(&done.argument, 7)), (0, INVALID_CLIENT));
+    // The other program ends; the first continues.
+    program.front_end.close(&mut program.client, other);
+    let (status, _) = program.control(context.root, context.device, 0x80_0280, &[0; 4]);
+    assert_eq!(status, 0);
+}
+
+#[test]
+fn what_a_vgpu_does_not_have_is_refused_with_the_drivers_status() {
+    let mut program = Program::start();
+    let context = program.context();
+    let (status, ..) = program.alloc(context.root, context.device, 0x50, 0x1234, &[0; 64]);
+    assert_eq!(status, INVALID_CLASS);
+    let (status, _) = program.control(context.root, context.subdevice, 0x2080_ffff, &[0; 8]);
+    assert_eq!(status, NOT_SUPPORTED);
+    let done = program.ioctl_with(CONTROL, 0xc010_46ff, vec![0; 16], None, &[]);
+    assert_eq!(done.errno, libc::EINVAL);
+    let done = program.ioctl_with(UVM, 51, vec![0; 64], None, &[]);
+    assert_eq!(done.errno, libc::EINVAL);
+    assert_eq!(program.front_end.refused(), 4);
+}
+
+#[test]
+fn a_programs_own_pages_become_memory_of_the_gpu() {
+    let mut program = Program::start();
+    let context = program.context();
+    let (root, device) = (context.root, context.device);
+    let mut argument = words(&[root, device, 0x60, 0x71, 0x4000_1010, 0]);
+    argument.extend(0x7fff_0000_0000_u64.to_le_bytes());
+    argument.extend((2 * MIB - 1).to_le_bytes());
+    argument.extend(words(&[0xffff, 0, u32::MAX, 0]));
+    let done = program.ioctl_with(GPU, 0xc038_4627, argument.clone(), None, &[]);
+    // The file of the GPU has no clients before it is attached to a control file.
+    assert_eq!(word(&done.argument, 10), INVALID_CLIENT);
+    let attached = program.ioctl_with(GPU, 0xc004_46c9, words(&[CONTROL_FD]), None, &[]);
+    assert_eq!(attached.errno, 0);
+    let done = program.ioctl_with(GPU, 0xc038_4627, argument, None, &[]);
+    assert_eq!((done.errno, word(&done.argument, 10)), (0, 0));
+    assert_eq!(program.map_for_gpu(root, 0x60, 0x7fff_0000_0000, 2 * MIB), 0);
+}
+
+fn request() -> impl Strategy<Value = u32> {
+    prop_oneof![
+        prop::sample::select(vec![
+            0xc030_462b,
+            0xc020_462a,
+            0xc010_4629,
+            0xc038_4627,
+            0xc038_464e,
+            0xc900_46c8,
+            0xc004_46c9,
+            0xc010_46ce,
+            0xc048_46d2,
+            0xc008_46d6,
+            0xc230_46d7,
+        ]),
+        prop::sample::select(vec![23, 25, 27, 33, 34, 37, 65, 66, 68, 72, 0x3000_0001]),
+        any::<u32>(),
+    ]
+}
+
+/// Words that mean something in one place or another.
+fn meaningful() -> impl Strategy<Value = u32> {
+    let known = vec![
+        0,
+        1,
+        2,
+        4,
+        9,
+        16,
+        64,
+        0x10,
+        0x11,
+        0x12,
+        0x20,
+        0x3e,
+        0x40,
+        0x71,
+        0x79,
+        0x80,
+        0xde,
+        0x2080,
+        0x90f1,
+        0xa06c,
+        0x9067,
+        0xc86f,
+        0xc8b5,
+        0xcbc0,
+        0xc661,
+        0xd01,
+        0x101,
+        0x201,
+        0x2080_1303,
+        0x2080_014a,
+        0xc36f_0108,
+        0x906f_0101,
+        0x20_0000,
+        0x7000_0000,
+        0xc1d0_0001,
+        CONTROL_FD,
+        GPU_FD,
+        u32::MAX,
+    ];
+    prop_oneof![8 => prop::sample::select(known), 1 => any::<u32>()]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn any_requests_leave_nothing_behind(
+        requests in prop::collection::vec(
+            (0_u64..4, request(), prop::collection::vec(meaningful(), 0..14),
+             prop::collection::vec(meaningful(), 0..96), any::<bool>()),
+            1..120,
+        ),
+        ready in any::<bool>(),
+    ) {
+        let mut program = Program::start();
+        if ready {
+            let context = program.context();
+            program.new_object(context.root, context.device, 0x20, 0x40, &memory_params(MIB, 0));
+        }
+        for (file, request, argument, params, has_params) in requests {
+            let argument = words(&argument);
+            let pointer = (has_params && argument.len() >= 24).then_some(16);
+            program.ioctl_with(FileId(file), request, argument, pointer, &words(&params));
+            program.front_end.note_errors(&mut program.client);
+            program.front_end.events();
+        }
+        for file in [UVM, GPU, CONTROL] {
+            program.front_end.close(&mut program.client, file);
+        }
+        prop_assert_eq!(program.front_end.counts(), [0; 4]);
+        prop_assert_eq!(program.front_end.used_video_bytes(), 0);
+    }
+}

@@ -1,0 +1,275 @@
+//! A program on a vGPU: the transport's part, with memory at made-up addresses.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, SharedRange};
+use mdev_core::gpu::{Client, ClientSpec, Gpu};
+use mdev_core::ids::VgpuId;
+use mdev_core::units::MIB;
+use tempfile::TempDir;
+use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
+use vendor_backends::mem::{Mapping, SharedMemory};
+use vendor_backends::nvidia::frontend::identity::Identity;
+use vendor_backends::nvidia::frontend::queries::Recorded;
+use vendor_backends::nvidia::frontend::{Classes, FrontEnd, Mapped, Outcome};
+use vendor_backends::nvidia::version::Layout;
+use vendor_backends::seqpacket::SeqPacketListener;
+use vendor_backends::soft::SoftGpu;
+
+/// Video memory of the vGPU, in bytes.
+pub const VRAM: u64 = 64 * MIB;
+
+/// Files that every program opens.
+pub const CONTROL: FileId = FileId(1);
+pub const GPU: FileId = FileId(2);
+pub const UVM: FileId = FileId(3);
+
+/// Descriptors by which the program knows these files.
+pub const CONTROL_FD: u32 = 11;
+pub const GPU_FD: u32 = 12;
+
+/// Address of parameters in the program.
+const PARAMS: u64 = 0x7000_0000;
+
+/// A vGPU of a software GPU, and a program on it.
+pub struct Program {
+    pub front_end: FrontEnd,
+    pub client: MediatedClient,
+    /// Memory of the program that is shared.
+    shared: BTreeMap<u64, OwnedFd>,
+    _gpu: MediatedGpu,
+    _folder: TempDir,
+}
+
+/// Outcome of an ioctl.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Result {
+    pub errno: i32,
+    pub argument: Vec<u8>,
+    pub params: Vec<u8>,
+}
+
+impl Program {
+    /// Starts a program with all of its device files open.
+    pub fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("admin.sock");
+        let listener = SeqPacketListener::bind(&path).unwrap();
+        let gpu = Arc::new(SoftGpu::new("soft0", 256 * MIB));
+        thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
+        let mut gpu = MediatedGpu::connect(&path).unwrap();
+        let vgpu = VgpuId::random();
+        let spec = ClientSpec {
+            vgpu,
+            vram_bytes: VRAM,
+            framebuffer_bytes: 0,
+            max_channels: 8,
+            max_import_bytes: 256 * MIB,
+        };
+        let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+        let identity = Identity {
+            vgpu,
+            name: "Test".into(),
+            driver: "550.163.01".into(),
+            pci_ids: (0x10de, 0x2335),
+            address: (0, 6),
+            vram_bytes: VRAM,
+        };
+        let layout = Layout::of_programs(&identity.driver).unwrap();
+        let queries = Box::new(Recorded::hopper().unwrap());
+        let front_end = FrontEnd::new(identity, layout, Classes::hopper(), queries, 256 * MIB);
+        let shared = BTreeMap::new();
+        let mut program = Self { front_end, client, shared, _gpu: gpu, _folder: folder };
+        for (file, node) in [(CONTROL, Node::Control), (GPU, Node::Gpu(0)), (UVM, Node::Uvm)] {
+            program.front_end.open(file, node).unwrap();
+        }
+        program
+    }
+
+    /// Carries out an ioctl with an argument that has a pointer to `params` at `pointer`.
+    pub fn ioctl_with(
+        &mut self,
+        file: FileId,
+        request: u32,
+        mut argument: Vec<u8>,
+        pointer: Option<usize>,
+        params: &[u8],
+    ) -> Result {
+        if let Some(at) = pointer {
+            argument[at..at + 8].copy_from_slice(&PARAMS.to_le_bytes());
+        }
+        let mut params = params.to_vec();
+        let mut request = IoctlRequest {
+            file,
+            request,
+            argument,
+            blocks: Vec::new(),
+            files: vec![(CONTROL_FD.cast_signed(), CONTROL), (GPU_FD.cast_signed(), GPU)],
+            shared: Vec::new(),
+        };
+        for _ in 0..cuda_socket::MAX_FETCHES {
+            let shared = request.shared.first().map(|shared| shared.range.address);
+            let shared = shared.map(|address| self.shared[&address].try_clone().unwrap());
+            match self.front_end.ioctl(&mut self.client, &request, shared) {
+                Outcome::Fetch(fetch) => {
+                    for Range { address, len } in fetch.blocks {
+                        let (at, len) = ((address - PARAMS) as usize, len as usize);
+                        let mut bytes = params.get(at..).unwrap_or_default().to_vec();
+                        bytes.resize(len, 0);
+                        request.blocks.push(Block { address, bytes });
+                    }
+                    for range in fetch.share {
+                        let memory = SharedMemory::new(c"program", range.len).unwrap();
+                        self.shared.insert(range.address, memory.fd);
+                        request.shared.push(SharedRange { range, offset: 0 });
+                    }
+                }
+                Outcome::Done(done, _) => {
+                    for Block { address, bytes } in done.writes {
+                        if let Some(at) = address.checked_sub(PARAMS)
+                            && let Some(target) =
+                                params.get_mut(at as usize..at as usize + bytes.len())
+                        {
+                            target.copy_from_slice(&bytes);
+                        }
+                    }
+                    return Result { errno: done.errno, argument: done.argument, params };
+                }
+            }
+        }
+        Result { errno: libc::EFAULT, argument: request.argument, params }
+    }
+
+    /// Allocates an object. Returns the status, the handle and the parameters.
+    pub fn alloc(
+        &mut self,
+        root: u32,
+        parent: u32,
+        handle: u32,
+        class: u32,
+        params: &[u8],
+    ) -> (u32, u32, Vec<u8>) {
+        let argument = words(&[root, parent, handle, class, 0, 0, 0, 0, 0, 0, 0xffff, 0]);
+        let done = self.ioctl_with(CONTROL, 0xc030_462b, argument, Some(16), params);
+        assert_eq!(done.errno, 0);
+        (word(&done.argument, 10), word(&done.argument, 2), done.params)
+    }
+
+    /// Allocates an object that must be possible.
+    pub fn new_object(
+        &mut self,
+        root: u32,
+        parent: u32,
+        handle: u32,
+        class: u32,
+        params: &[u8],
+    ) -> u32 {
+        let (status, handle, _) = self.alloc(root, parent, handle, class, params);
+        assert_eq!(status, 0, "class {class:#x}");
+        handle
+    }
+
+    /// Calls a control. Returns the status and the parameters.
+    pub fn control(
+        &mut self,
+        root: u32,
+        object: u32,
+        command: u32,
+        params: &[u8],
+    ) -> (u32, Vec<u8>) {
+        let argument = words(&[root, object, command, 0, 0, 0, params.len() as u32, 0xffff]);
+        let done = self.ioctl_with(CONTROL, 0xc020_462a, argument, Some(16), params);
+        assert_eq!(done.errno, 0);
+        (word(&done.argument, 7), done.params)
+    }
+
+    /// Calls nvidia-uvm. Returns the argument.
+    pub fn uvm(&mut self, request: u32, argument: &[u32], len: usize) -> Vec<u8> {
+        let mut bytes = words(argument);
+        bytes.resize(len, 0);
+        let done = self.ioctl_with(UVM, request, bytes, None, &[]);
+        assert_eq!(done.errno, 0, "{request}");
+        done.argument
+    }
+
+    /// Maps memory for the GPU, with nvidia-uvm.
+    pub fn map_for_gpu(&mut self, root: u32, memory: u32, va: u64, len: u64) -> u32 {
+        let mut argument = vec![0; 9264];
+        argument[..8].copy_from_slice(&va.to_le_bytes());
+        argument[8..16].copy_from_slice(&len.to_le_bytes());
+        for (at, value) in [(9248, CONTROL_FD), (9252, root), (9256, memory)] {
+            argument[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        }
+        let done = self.ioctl_with(UVM, 33, argument, None, &[]);
+        assert_eq!(done.errno, 0);
+        word(&done.argument, 9260 / 4)
+    }
+
+    /// Maps memory into the program.
+    pub fn map(&mut self, root: u32, memory: u32, len: u64) -> Arc<Mapping> {
+        let mut argument = words(&[root, 0, memory, 0, 0, 0]);
+        argument.extend(len.to_le_bytes());
+        argument.extend(words(&[0, 0, 0xffff, 0, GPU_FD, 0]));
+        let done = self.ioctl_with(CONTROL, 0xc038_464e, argument, None, &[]);
+        assert_eq!((done.errno, word(&done.argument, 10)), (0, 0));
+        let request = MapRequest { file: GPU, len, offset: 0, writable: true };
+        match self.front_end.map(&request).unwrap() {
+            Mapped::File(fd, offset) => Mapping::new(fd.as_fd(), offset, len, true).unwrap(),
+            Mapped::Doorbell => {
+                let page = self.client.apertures().doorbell.as_ref().unwrap();
+                Mapping::new(page.fd.as_fd(), page.offset, len, true).unwrap()
+            }
+        }
+    }
+
+    /// Creates a client with device, subdevice and a registered address space.
+    pub fn context(&mut self) -> Context {
+        let root = self.new_object(0, 0, 0, 0, &[]);
+        let device = self.new_object(root, root, 0x10, 0x80, &[0; 56]);
+        let subdevice = self.new_object(root, device, 0x11, 0x2080, &[0; 4]);
+        let space = self.new_object(root, device, 0x12, 0x90f1, &[0; 48]);
+        let done = self.uvm(25, &[0, 0, 0, 0, CONTROL_FD, root, space, 0xffff], 32);
+        assert_eq!(word(&done, 7), 0);
+        Context { root, device, subdevice, space }
+    }
+}
+
+/// Objects that a program creates first.
+#[derive(Clone, Copy, Debug)]
+pub struct Context {
+    pub root: u32,
+    pub device: u32,
+    pub subdevice: u32,
+    pub space: u32,
+}
+
+/// Returns the parameters of a memory allocation.
+pub fn memory_params(len: u64, align: u64) -> Vec<u8> {
+    let mut params = vec![0; 128];
+    params[64..72].copy_from_slice(&len.to_le_bytes());
+    params[72..80].copy_from_slice(&align.to_le_bytes());
+    params
+}
+
+/// Returns words as bytes.
+pub fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// Returns a word of bytes.
+pub fn word(bytes: &[u8], index: usize) -> u32 {
+    u32::from_le_bytes(*bytes[4 * index..].first_chunk().unwrap())
+}
+
+/// Waits until `done` returns true.
+pub fn wait(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !done() {
+        assert!(Instant::now() < end, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
