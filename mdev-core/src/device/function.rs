@@ -403,6 +403,11 @@ impl VirtualFunction {
         }
     }
 
+    /// Returns the client of the GPU, for work that does not come through the device.
+    pub fn client_mut(&mut self) -> &mut dyn Client {
+        &mut *self.client
+    }
+
     /// Notes that a VM attaches to the device.
     pub fn attach(&mut self) {
         if !self.pristine {

@@ -31,14 +31,15 @@ pub struct Mapping {
 /// As for `mmap()`.
 pub unsafe fn map(file: OpenFile, mapping: Mapping) -> Result<*mut c_void, Errno> {
     let Mapping { address, len, protection, flags, .. } = mapping;
-    let (fd, flags, offset) = if file.node == Node::Uvm {
+    let (fd, flags, offset) = match request(file, mapping) {
+        Ok((fd, offset)) => (Some(fd), flags, offset),
         // An address range: the driver fills it later, and so does the worker.
-        let kept = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
-        let own = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        (None, flags & kept | own, 0)
-    } else {
-        let (fd, offset) = request(file, mapping)?;
-        (Some(fd), flags, offset)
+        Err(_) if file.node == Node::Uvm => {
+            let kept = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
+            let own = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            (None, flags & kept | own, 0)
+        }
+        Err(error) => return Err(error),
     };
     let raw = fd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
     // SAFETY: by the caller; the file is the worker's memory.

@@ -55,16 +55,17 @@ impl MemoryMap {
         })
     }
 
-    /// Returns whether the mapping is readable and writable memory of the process alone, and can be
-    /// replaced. Stacks cannot: the kernel grows them. What a child of `fork()` has of its parent's
-    /// shared memory can.
-    pub fn is_private_memory(&self) -> bool {
+    /// Returns whether the mapping is readable and writable memory of the process, without a file,
+    /// and can be replaced. Stacks cannot: the kernel grows them. What a child of `fork()` has of its
+    /// parent's memory can. Shared memory without a file (`/dev/zero`) can, too: libcuda allocates
+    /// its own so, and registers it at once. Children of an earlier `fork()` keep what they have.
+    pub fn is_own_memory(&self) -> bool {
         let name = &self.name;
         let anonymous = name.is_empty() || name == "[heap]" || name.starts_with("[anon:");
         let access = PROT_READ | PROT_WRITE;
-        !self.shared
-            && self.protection & access == access
-            && (self.inode == 0 && anonymous || name.starts_with(ARENA_NAME))
+        let private = self.inode == 0 && anonymous || name.starts_with(ARENA_NAME);
+        let without_file = if self.shared { name == "/dev/zero (deleted)" } else { private };
+        self.protection & access == access && without_file
     }
 
     /// Returns the part of a range that lies in the mapping.
@@ -93,18 +94,20 @@ mod tests {
         let heap = "55d0c0a00000-55d0c0a21000 rw-p 00000000 00:00 0                  [heap]";
         let heap = MemoryMap::parse(heap).unwrap();
         assert_eq!((heap.start, heap.end), (0x55d0_c0a0_0000, 0x55d0_c0a2_1000));
-        assert!(heap.is_private_memory());
+        assert!(heap.is_own_memory());
+        let shared = "7f0000001000-7f0000003000 rw-s 00000000 00:01 9 /dev/zero (deleted)";
+        assert!(MemoryMap::parse(shared).unwrap().is_own_memory());
         let file = "7f0000001000-7f0000003000 rw-s 00002000 00:01 1027 /memfd:a b (deleted)";
         let file = MemoryMap::parse(file).unwrap();
         assert_eq!((file.offset, file.inode, file.shared), (0x2000, 1027, true));
         assert_eq!(file.name, "/memfd:a b (deleted)");
-        assert!(!file.is_private_memory());
+        assert!(!file.is_own_memory());
         for line in [
             "7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0 [stack]",
             "7f0000001000-7f0000003000 r--p 00000000 00:00 0 ",
             "7f0000001000-7f0000003000 rw-p 00000000 08:01 77 /usr/lib/x.so",
         ] {
-            assert!(!MemoryMap::parse(line).unwrap().is_private_memory(), "{line}");
+            assert!(!MemoryMap::parse(line).unwrap().is_own_memory(), "{line}");
         }
         let part = heap.part_of(Range { address: 0, len: heap.start + 0x1000 }).unwrap();
         assert_eq!(part, Range { address: heap.start, len: 0x1000 });

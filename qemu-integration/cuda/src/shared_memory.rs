@@ -129,7 +129,7 @@ impl Arena {
         for map in &maps {
             let Some(part) = map.part_of(range) else { continue };
             covered += part.len;
-            if map.is_private_memory() {
+            if map.is_own_memory() {
                 private.push((part, map.protection));
             } else if !self.holds(map) {
                 return Ok(None);

@@ -98,6 +98,8 @@ struct WorkerArgs {
     listen: RawFd,
     #[arg(long = "control-fd")]
     control: RawFd,
+    #[arg(long = "programs-fd")]
+    programs: Option<RawFd>,
     #[arg(long = "gpu-fd")]
     gpu: Option<RawFd>,
 }
@@ -175,6 +177,7 @@ fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
         spec_fd: args.spec,
         listen_fd: args.listen,
         control_fd: args.control,
+        programs_fd: args.programs,
         gpu_fd: args.gpu,
     })
 }

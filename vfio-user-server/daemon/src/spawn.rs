@@ -36,7 +36,7 @@ const SERVICE_ENV: [&str; 6] = [
 ];
 
 /// Limit of descriptors of a role.
-const MAX_FDS: RawFd = 4;
+const MAX_FDS: RawFd = 5;
 
 /// Starts a thread of this process. `top -H` shows the first 15 bytes of `name`.
 pub fn thread<T: Send + 'static>(

@@ -37,6 +37,18 @@ pub struct WorkerSpec {
     pub owner: u32,
     /// User whose manager may connect, besides root.
     pub manager: u32,
+    /// Present if CUDA programs can use the vGPU.
+    #[serde(default)]
+    pub programs: Option<ProgramsSpec>,
+}
+
+/// What CUDA programs on a vGPU see.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramsSpec {
+    /// Name of the GPU.
+    pub name: String,
+    /// Version of NVIDIA's driver, which is that of the programs' libcuda.
+    pub driver: String,
 }
 
 /// Request to a worker.

@@ -4,7 +4,7 @@
 //! lock                      held by the running manager
 //! control.sock              the control API
 //! parents/<name>/           admin.sock, run.json
-//! vgpus/<uuid>/             vfio.sock (for QEMU), control.sock, run.json
+//! vgpus/<uuid>/             vfio.sock (for QEMU), cuda.sock (for programs), control.sock, run.json
 //! ```
 //!
 //! `run.json` records the process of a folder and its configuration. A folder without a running
@@ -112,6 +112,11 @@ impl RunDir {
     /// Returns the path of a vGPU's vfio-user socket.
     pub fn vfio_socket(&self, vgpu: VgpuId) -> PathBuf {
         self.vgpu(vgpu).join("vfio.sock")
+    }
+
+    /// Returns the path of a vGPU's socket for CUDA programs.
+    pub fn cuda_socket(&self, vgpu: VgpuId) -> PathBuf {
+        self.vgpu(vgpu).join("cuda.sock")
     }
 
     /// Returns the path of a worker's control socket.

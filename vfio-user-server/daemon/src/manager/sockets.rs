@@ -1,7 +1,7 @@
 //! Sockets and run_dir of the run directory, with their owners and modes.
 //!
 //! All users can traverse the run directory and `vgpus`, and list neither. A vGPU's folder is open
-//! to the group of the vGPU's owner, and `vfio.sock` to the owner alone. The folder's mode is set
+//! to the group of the vGPU's owner, `vfio.sock` and `cuda.sock` to the owner alone. The folder's mode is set
 //! last, so that a socket has its owner before it can be reached. The worker checks the peer's
 //! credentials as well.
 
@@ -57,25 +57,46 @@ pub fn create_private_dir(folder: &Path) -> io::Result<()> {
     fs::set_permissions(folder, Permissions::from_mode(0o700))
 }
 
-/// Creates a vGPU's folder with its two listening sockets: the VM's and the manager's.
+/// Listening sockets of a vGPU.
+#[derive(Debug)]
+pub struct Sockets {
+    /// For the VM.
+    pub vfio: OwnedFd,
+    /// For the manager.
+    pub control: SeqPacketListener,
+    /// For CUDA programs, if the vGPU is for them, too.
+    pub programs: Option<SeqPacketListener>,
+}
+
+/// Creates a vGPU's folder with its listening sockets.
 pub fn listen(
     run_dir: &RunDir,
     vgpu: VgpuId,
     owner: Account,
-) -> io::Result<(OwnedFd, SeqPacketListener)> {
+    for_programs: bool,
+) -> io::Result<Sockets> {
     let folder = run_dir.vgpu(vgpu);
     create_private_dir(&folder)?;
     let control = SeqPacketListener::bind(&run_dir.worker_socket(vgpu))?;
     fs::set_permissions(run_dir.worker_socket(vgpu), Permissions::from_mode(0o600))?;
-    let path = run_dir.vfio_socket(vgpu);
-    let vfio = bind(&path)?;
-    fs::set_permissions(&path, Permissions::from_mode(0o600))?;
+    let mut owned = vec![run_dir.vfio_socket(vgpu)];
+    let vfio = bind(&owned[0])?.into();
+    let mut programs = None;
+    if for_programs {
+        owned.push(run_dir.cuda_socket(vgpu));
+        programs = Some(SeqPacketListener::bind(&owned[1])?);
+    }
+    for path in &owned {
+        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        if owner.uid != Account::own().uid {
+            chown(path, Some(owner.uid), Some(owner.gid))?;
+        }
+    }
     if owner.uid != Account::own().uid {
-        chown(&path, Some(owner.uid), Some(owner.gid))?;
         chown(&folder, None, Some(owner.gid))?;
         fs::set_permissions(&folder, Permissions::from_mode(0o710))?;
     }
-    Ok((vfio.into(), control))
+    Ok(Sockets { vfio, control, programs })
 }
 
 /// Listens at a path and replaces a file there, which an earlier holder of the run directory's lock
@@ -112,14 +133,15 @@ mod tests {
         let run_dir = RunDir::create(dir.path()).unwrap();
         let vgpu = VgpuId(uuid::Uuid::nil());
         let own = Account::own();
-        let sockets = listen(&run_dir, vgpu, own).unwrap();
+        let sockets = listen(&run_dir, vgpu, own, true).unwrap();
         assert_eq!(mode(&run_dir.vgpu(vgpu)), 0o700);
         assert_eq!(mode(&run_dir.vfio_socket(vgpu)), 0o600);
         assert_eq!(mode(&run_dir.worker_socket(vgpu)), 0o600);
+        assert_eq!(mode(&run_dir.cuda_socket(vgpu)), 0o600);
         assert_eq!((mode(run_dir.root()), mode(&run_dir.vgpus())), (0o711, 0o711));
         assert_eq!(mode(&run_dir.parents()), 0o700);
         drop(sockets);
-        listen(&run_dir, vgpu, own).unwrap();
+        listen(&run_dir, vgpu, own, true).unwrap();
     }
 
     #[test]

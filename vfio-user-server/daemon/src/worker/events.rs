@@ -1,4 +1,8 @@
 //! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
+//!
+//! * `program_events`: events of CUDA programs
+
+mod program_events;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,6 +25,7 @@ use vendor_backends::seqpacket::SeqPacketListener;
 
 use super::control::ControlConnection;
 use super::function::Function;
+use super::programs::{Programs, Source};
 use crate::log_limiter::LogLimiter;
 use crate::worker_protocol::{
     OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
@@ -42,8 +47,11 @@ mod source {
     pub const UNMASK: u32 = 3;
     pub const CONTROL_LISTENER: u32 = 4;
     pub const ACCEPT_TIMER: u32 = 5;
+    pub const PROGRAMS_LISTENER: u32 = 6;
     /// First number of control connections.
     pub const CONTROL: u32 = 16;
+    /// First number of descriptors of programs.
+    pub const PROGRAMS: u32 = 1 << 31;
 }
 
 /// Session of the attached VM.
@@ -69,6 +77,8 @@ pub struct Worker {
     control_listener: SeqPacketListener,
     control: BTreeMap<u32, ControlConnection>,
     next_control: u32,
+    /// CUDA programs, if the vGPU is for them, too.
+    programs: Option<Programs>,
     /// Timer that ends a pause of the listeners.
     accept_timer: TimerFd,
     stopped: bool,
@@ -83,6 +93,7 @@ impl Worker {
         function: Function,
         listener: UnixListener,
         control_listener: SeqPacketListener,
+        programs: Option<Programs>,
     ) -> Result<Self> {
         listener.set_nonblocking(true).context("Cannot use the VM's listener")?;
         fcntl(&control_listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
@@ -103,6 +114,7 @@ impl Worker {
             control_listener,
             control: BTreeMap::new(),
             next_control: source::CONTROL,
+            programs,
             accept_timer,
             stopped: false,
             log_limiter: LogLimiter::new(Instant::now()),
@@ -116,7 +128,8 @@ impl Worker {
 
     /// Returns true while a manager or a VM is connected.
     pub fn is_needed(&self) -> bool {
-        self.attached.is_some() || !self.control.is_empty()
+        let has_programs = self.programs.as_ref().is_some_and(Programs::are_present);
+        self.attached.is_some() || has_programs || !self.control.is_empty()
     }
 
     /// Returns true while the loop should busy-poll for the next event.
@@ -124,6 +137,12 @@ impl Worker {
         self.attached.is_some()
             && self.busy_poll.is_enabled()
             && self.busy_poll.should_poll(Instant::now())
+    }
+
+    /// Returns the process that uses the vGPU: the VM's, or a program's.
+    fn user(&self) -> Option<AttachedClient> {
+        let vm = self.attached.as_ref().map(|attached| attached.client);
+        vm.or_else(|| self.programs.as_ref()?.user())
     }
 
     /// Logs a line that a client causes, within the limit.
@@ -162,6 +181,14 @@ impl Worker {
         if let Some(attached) = &self.attached {
             let (pid, user) = (client.pid, attached.client.pid);
             let line = format_args!("Process {pid} is refused: process {user} uses the vGPU");
+            self.log_limited(Level::Warn, line);
+            return;
+        }
+        if let Some(user) = self.programs.as_ref().and_then(Programs::user) {
+            let (pid, user) = (client.pid, user.pid);
+            let line = format_args!(
+                "Process {pid} is refused: CUDA programs use the vGPU, such as process {user}"
+            );
             self.log_limited(Level::Warn, line);
             return;
         }
@@ -212,11 +239,13 @@ impl Worker {
 
     /// Sets the events for which the listeners are watched.
     fn watch_listeners(&self, ops: &mut EventOps, set: EventSet) {
+        let programs = self.programs.as_ref();
         let listeners = [
-            (self.listener.as_fd(), source::LISTENER),
-            (self.control_listener.as_fd(), source::CONTROL_LISTENER),
+            Some((self.listener.as_fd(), source::LISTENER)),
+            Some((self.control_listener.as_fd(), source::CONTROL_LISTENER)),
+            programs.map(|programs| (programs.listener().as_fd(), source::PROGRAMS_LISTENER)),
         ];
-        for (listener, data) in listeners {
+        for (listener, data) in listeners.into_iter().flatten() {
             let events = Events::with_data_raw(listener.as_raw_fd(), data, set);
             if let Err(error) = ops.modify(events) {
                 log::error!("Cannot watch a listener: {error}");
@@ -293,6 +322,9 @@ impl Worker {
 
     fn on_gpu(&mut self, ops: &mut EventOps) {
         self.function.inner_mut().on_gpu_event();
+        if let Some(programs) = &mut self.programs {
+            programs.on_gpu_event(self.function.inner_mut());
+        }
         if self.gpu_watched && !self.function.inner().gpu_ok() {
             log::error!("The GPU {} is lost", self.spec.parent);
             let fd = self.function.inner().gpu_event().as_raw_fd();
@@ -364,7 +396,7 @@ impl Worker {
                     version: VERSION,
                     pid: std::process::id(),
                     spec: self.spec.clone(),
-                    client: self.attached.as_ref().map(|attached| attached.client),
+                    client: self.user(),
                     gpu_ok: function.gpu_ok(),
                     traps: function.traps().into(),
                     warnings: function.warnings(),
@@ -393,6 +425,9 @@ impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         watch(ops, &self.listener, source::LISTENER, EventSet::IN);
         watch(ops, &self.control_listener, source::CONTROL_LISTENER, EventSet::IN);
+        if let Some(programs) = &self.programs {
+            watch(ops, programs.listener(), source::PROGRAMS_LISTENER, EventSet::IN);
+        }
         watch(ops, &self.accept_timer, source::ACCEPT_TIMER, EventSet::IN);
         let gpu = self.function.inner().gpu_event();
         self.gpu_watched = watch(ops, &gpu, source::GPU, EventSet::IN);
@@ -406,6 +441,10 @@ impl MutEventSubscriber for Worker {
             source::UNMASK => self.on_unmask(ops),
             source::CONTROL_LISTENER => self.accept_control(ops),
             source::ACCEPT_TIMER => self.resume_listeners(ops),
+            source::PROGRAMS_LISTENER => self.accept_program(ops),
+            id if id & source::PROGRAMS != 0 => {
+                self.on_program(ops, Source(id & !source::PROGRAMS));
+            }
             id => self.on_control(id, ops),
         }
     }

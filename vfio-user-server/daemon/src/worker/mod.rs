@@ -6,10 +6,12 @@
 //! * `events`: event loop
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
+//! * `programs`: CUDA programs on the vGPU
 
 mod control;
 mod events;
 mod function;
+mod programs;
 pub mod sandbox;
 
 use std::fs::File;
@@ -27,6 +29,7 @@ use crate::spawn;
 use crate::worker_protocol::{VERSION, WorkerSpec};
 use events::Worker;
 use function::Function;
+use programs::Programs;
 use sandbox::system_calls::Role;
 use vfio_user_server::busy_poll::BusyPoll;
 
@@ -45,6 +48,8 @@ pub struct WorkerArgs {
     pub listen_fd: RawFd,
     /// Listening seqpacket socket for the manager.
     pub control_fd: RawFd,
+    /// Listening seqpacket socket for CUDA programs, if the vGPU is for them, too.
+    pub programs_fd: Option<RawFd>,
     /// Connection to the GPU, for backends that use one.
     pub gpu_fd: Option<RawFd>,
 }
@@ -55,6 +60,8 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let spec = read_spec(&inherited(args.spec_fd)?)?;
     let listener = UnixListener::from(spawn::listening(inherited(args.listen_fd)?)?);
     let control = SeqPacketListener::from(spawn::listening(inherited(args.control_fd)?)?);
+    let programs = args.programs_fd.map(inherited).transpose()?;
+    let programs = programs.map(spawn::listening).transpose()?;
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
@@ -65,7 +72,13 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     sandbox::enter(Role::Worker { has_device }, &[]);
     function.start().context("Cannot start the GPU's threads")?;
 
-    let worker = Worker::new(spec, Function::new(function)?, listener, control)?;
+    let programs = match (&spec.programs, programs) {
+        (Some(programs), Some(listener)) => {
+            Some(Programs::new(&spec, programs, SeqPacketListener::from(listener))?)
+        }
+        _ => None,
+    };
+    let worker = Worker::new(spec, Function::new(function)?, listener, control, programs)?;
     let mut events = EventManager::new().context("Cannot create an event loop")?;
     let id = events.add_subscriber(worker);
     let mut orphaned_since = None;

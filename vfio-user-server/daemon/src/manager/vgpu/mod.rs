@@ -18,13 +18,15 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
+use vendor_backends::nvidia::frontend::DRIVER_WITHOUT_GPU;
+
 use super::backoff::Backoff;
 use super::environment::Environment;
 use super::run_dir::{self, RunDir};
 use super::watcher::{Generation, Watched};
 use super::{ClientReport, Result, sockets};
 use crate::spawn::{Process, ProcessRecord};
-use crate::worker_protocol::{VERSION, WorkerSpec};
+use crate::worker_protocol::{ProgramsSpec, VERSION, WorkerSpec};
 use vgpud_api::AttachedClient;
 use vgpud_api::{ErrorCode, ErrorDetail};
 use vgpud_host::users::Account;
@@ -196,16 +198,20 @@ impl Vgpu {
             core: self.settings.share.core.map(Core::get),
             owner: self.owner.uid,
             manager: Account::own().uid,
+            programs: self.profile.programs.then(|| ProgramsSpec {
+                name: format!("Tessera {}", self.profile.name),
+                driver: DRIVER_WITHOUT_GPU.into(),
+            }),
         }
     }
 
-    /// Creates the sockets and starts the worker. Both sockets listen before the worker runs, so a
+    /// Creates the sockets and starts the worker. The sockets listen before the worker runs, so a
     /// VM can attach as soon as this returns.
     pub fn launch(&mut self, env: &Environment, admission: &Admission) -> io::Result<()> {
-        let (vfio, control) = sockets::listen(&env.run_dir, self.id, self.owner)?;
+        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, self.profile.programs)?;
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
         let spec = self.worker_spec(admission);
-        let process = worker::spawn(&spec, vfio.as_fd(), control.as_fd(), gpu, &env.worker_users)?;
+        let process = worker::spawn(&spec, &sockets, gpu, &env.worker_users)?;
         log::info!("vGPU {} ({}) runs in process {}", self.id, self.profile.name, process.pid());
         let worker = self.watched(env, process, None);
         self.apply(Event::Launched(worker));

@@ -10,6 +10,7 @@ use mdev_core::ids::VgpuId;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use vendor_backends::seqpacket::SeqPacket;
 
+use crate::manager::sockets::Sockets;
 use crate::manager::watcher::Generation;
 use crate::manager::worker_users::WorkerUsers;
 use crate::spawn::{self, Limits, Process};
@@ -59,20 +60,23 @@ impl Worker {
 /// connection to the GPU.
 pub fn spawn(
     spec: &WorkerSpec,
-    vfio: BorrowedFd<'_>,
-    control: BorrowedFd<'_>,
+    sockets: &Sockets,
     gpu: Option<BorrowedFd<'_>>,
     users: &WorkerUsers,
 ) -> io::Result<Process> {
     let spec_file = memfd(&serde_json::to_vec(spec)?)?;
-    let mut fds = vec![spec_file.as_fd(), vfio, control];
-    fds.extend(gpu);
-    let mut args = vec!["worker".to_owned()];
-    for (number, name) in (spawn::FIRST_FD..)
-        .zip(["--spec-fd", "--listen-fd", "--control-fd", "--gpu-fd"])
-        .take(fds.len())
-    {
+    let all = [
+        ("--spec-fd", Some(spec_file.as_fd())),
+        ("--listen-fd", Some(sockets.vfio.as_fd())),
+        ("--control-fd", Some(sockets.control.as_fd())),
+        ("--programs-fd", sockets.programs.as_ref().map(AsFd::as_fd)),
+        ("--gpu-fd", gpu),
+    ];
+    let (mut fds, mut args) = (Vec::new(), vec!["worker".to_owned()]);
+    let present = all.into_iter().filter_map(|(name, fd)| Some((name, fd?)));
+    for (number, (name, fd)) in (spawn::FIRST_FD..).zip(present) {
         args.extend([name.to_owned(), number.to_string()]);
+        fds.push(fd);
     }
     let limits = Limits {
         files: MAX_FILES,

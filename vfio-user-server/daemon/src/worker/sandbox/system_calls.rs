@@ -39,7 +39,7 @@ impl Role {
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Calls without a check of their arguments.
-const PLAIN: [i64; 81] = [
+const PLAIN: [i64; 83] = [
     // Memory. mmap and mprotect are below.
     libc::SYS_brk,
     libc::SYS_madvise,
@@ -53,6 +53,9 @@ const PLAIN: [i64; 81] = [
     libc::SYS_fallocate,
     libc::SYS_fstat,
     libc::SYS_fstatfs,
+    // Memory of programs on the vGPU.
+    libc::SYS_ftruncate,
+    libc::SYS_memfd_create,
     libc::SYS_lseek,
     libc::SYS_pread64,
     libc::SYS_preadv,
@@ -235,31 +238,24 @@ fn allowed(role: Role) -> Result<Rules, BackendError> {
     let flag = SeccompCmpOp::MaskedEq(of_descriptor);
     rules.insert(libc::SYS_statx, any_of(2, [flag.clone()], of_descriptor)?);
     rules.insert(libc::SYS_newfstatat, any_of(3, [flag], of_descriptor)?);
-    rules.insert(libc::SYS_socketpair, socket_pairs(role)?);
-    if let Role::GpuProcess { opens_files, .. } = role {
-        rules.insert(libc::SYS_memfd_create, Vec::new());
-        rules.insert(libc::SYS_ftruncate, Vec::new());
-        if opens_files {
-            rules.insert(libc::SYS_openat, Vec::new());
-        }
+    rules.insert(libc::SYS_socketpair, socket_pairs()?);
+    if let Role::GpuProcess { opens_files: true, .. } = role {
+        rules.insert(libc::SYS_openat, Vec::new());
     }
     Ok(rules)
 }
 
-/// Returns the unnamed sockets that a role makes. Neither kind can be sent to another address.
-fn socket_pairs(role: Role) -> Result<Vec<SeccompRule>, BackendError> {
-    let kinds = match role {
-        Role::Worker { .. } => &[libc::SOCK_STREAM][..],
-        Role::GpuProcess { .. } => &[libc::SOCK_STREAM, libc::SOCK_SEQPACKET],
-    };
-    let rule = |kind: &libc::c_int| {
+/// Returns the unnamed sockets that processes make. Neither kind can be sent to another address.
+fn socket_pairs() -> Result<Vec<SeccompRule>, BackendError> {
+    let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET];
+    let rule = |kind: libc::c_int| {
         let kind_of_socket = SeccompCmpOp::MaskedEq(0xf);
         SeccompRule::new(vec![
             condition(0, SeccompCmpOp::Eq, libc::AF_UNIX as u64)?,
             condition(1, kind_of_socket, u64::from(kind.cast_unsigned()))?,
         ])
     };
-    kinds.iter().map(rule).collect()
+    kinds.into_iter().map(rule).collect()
 }
 
 /// Returns rules for an argument that has one of `values`.
