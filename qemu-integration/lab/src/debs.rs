@@ -28,6 +28,8 @@ const FETCH_LIMIT: Duration = Duration::from_secs(900);
 #[derive(Debug)]
 pub struct Debs {
     folder: PathBuf,
+    /// Components of Debian's archive.
+    components: &'static str,
 }
 
 impl Debs {
@@ -39,13 +41,18 @@ impl Debs {
     /// Sets up apt in `folder`, which may hold fetched packages of an earlier run, and reads the
     /// package lists.
     pub fn open(folder: &Path) -> Result<Self> {
+        Self::open_components(folder, "main")
+    }
+
+    /// Sets up apt as [`Self::open`], with components of Debian's archive such as `main non-free`.
+    pub fn open_components(folder: &Path, components: &'static str) -> Result<Self> {
         for sub in ["sources", "state/lists/partial", "cache/archives/partial", "log"] {
             let path = folder.join(sub);
             fs::create_dir_all(&path)
                 .with_context(|| format!("Cannot make the folder {}", path.display()))?;
         }
         fs::write(folder.join("status"), "")?;
-        let debs = Self { folder: folder.to_path_buf() };
+        let debs = Self { folder: folder.to_path_buf(), components };
         install_keyring()?;
         let mirror = host_mirror();
         let first = debs.update(mirror.as_deref().unwrap_or(DEFAULT_MIRROR));
@@ -58,8 +65,9 @@ impl Debs {
 
     fn update(&self, mirror: &str) -> Result<()> {
         let sources = format!(
-            "Types: deb\nURIs: {mirror}\nSuites: {RELEASE} {RELEASE}-backports\nComponents: main\n\
-             Architectures: amd64\nSigned-By: {KEYRING}\n"
+            "Types: deb\nURIs: {mirror}\nSuites: {RELEASE} {RELEASE}-backports\n\
+             Components: {}\nArchitectures: amd64\nSigned-By: {KEYRING}\n",
+            self.components
         );
         fs::write(self.folder.join("sources/lab.sources"), sources)?;
         let mut command = self.apt("apt-get");

@@ -31,6 +31,7 @@ pub mod build;
 pub mod bundle;
 pub mod checkers;
 pub mod cleanup;
+pub mod cuda_libraries;
 pub mod deb;
 pub mod debs;
 pub mod demo;
