@@ -26,6 +26,9 @@ pub const QMD_TYPE: Field = field(25, 23);
 pub const GRID_NULL: u32 = 1;
 /// `QMD_TYPE_GRID_CTA`: a grid.
 pub const GRID_CTA: u32 = 2;
+/// `QMD_TYPE_GRID_GPU_GPC_CGA`: the last of the grids with clusters of blocks, which only machine
+/// code uses.
+pub const GRID_LAST: u32 = 5;
 /// Number of semaphores that a grid can release at its end.
 pub const RELEASES: u32 = 3;
 

@@ -230,7 +230,10 @@ pub(super) fn machine_code(driver: &mut Driver) {
     let grid = prepare(driver, Kernel::Spin, &params, [1, 1], [32, 1]);
     driver.write(AT, &[0x18; 1024]);
     let code = driver.va(AT);
+    // As libcuda's, which invalidate constants by a method, and may have clusters.
     let grid = grid
+        .with(qmd::CONSTANT_BUFFER_INVALIDATE_0, 0)
+        .with(qmd::QMD_TYPE, qmd::GRID_CTA + 1)
         .with(qmd::PROGRAM_ADDRESS_LOWER, code as u32)
         .with(qmd::PROGRAM_ADDRESS_UPPER, (code >> 32) as u32);
     let push = launch_with(driver, &grid, compute::PCAS_INVALIDATE_COPY_SCHEDULE);

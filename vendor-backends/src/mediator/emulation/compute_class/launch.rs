@@ -37,46 +37,71 @@ const MEMORY_DESCRIPTOR: u64 = 0x208;
 impl ComputeClass {
     /// Copies the QMD, the program and the parameters once, then checks the copies.
     pub(super) fn launch(&mut self, cx: Context<'_>, va: u64) -> Result<Option<Grid>, Fault> {
-        let (bad, space) = (Fault::class(va), cx.space);
+        let bad = Fault::class(va);
         let mut bytes = [0; qmd::BYTES];
-        space.read(va, &mut bytes)?;
+        cx.space.read(va, &mut bytes)?;
         let qmd = Qmd::from_bytes(&bytes);
         let versions = [qmd::QMD_MAJOR_VERSION, qmd::QMD_MINOR_VERSION];
-        let waits = qmd.get(qmd::DEPENDENCE_COUNTER) != 0;
-        let is_null = qmd.get(qmd::QMD_TYPE) == qmd::GRID_NULL;
-        if versions.map(|field| qmd.get(field)) == [4, 0] && is_null {
-            // libcuda chains its launches with grids without threads, and launches each grid itself
-            // too.
-            let nothing = Work::Transfers(VecDeque::new());
-            return Ok((!waits).then(|| with_releases(nothing, &qmd)));
+        if versions.map(|field| qmd.get(field)) != [4, 0] {
+            return Err(bad);
         }
+        let waits = qmd.get(qmd::DEPENDENCE_COUNTER) != 0;
+        match qmd.get(qmd::QMD_TYPE) {
+            qmd::GRID_NULL => {
+                // libcuda chains its launches with grids without threads, and launches each grid
+                // itself too.
+                let nothing = Work::Transfers(VecDeque::new());
+                return Ok((!waits).then(|| with_releases(nothing, &qmd)));
+            }
+            qmd::GRID_CTA..=qmd::GRID_LAST if !waits => {}
+            _ => return Err(bad),
+        }
+        let code = wide(&qmd, qmd::PROGRAM_ADDRESS_UPPER, qmd::PROGRAM_ADDRESS_LOWER);
+        let program = read_program(cx, code, bad)?;
+        if program.magic == program::MAGIC {
+            self.launch_program(cx, &qmd, &program, bad).map(Some)
+        } else {
+            self.launch_machine_code(cx, &qmd, code).map(Some)
+        }
+    }
+
+    /// Starts a kernel of libcuda that is known. Refuses other machine code.
+    fn launch_machine_code(
+        &mut self,
+        cx: Context<'_>,
+        qmd: &Qmd,
+        code: u64,
+    ) -> Result<Grid, Fault> {
+        let runs_programs = is_supported(Kernel::Spin, cx.hardware);
+        let known = if runs_programs { DriverKernel::find(cx.space, code)? } else { None };
+        let Some(kernel) = known else {
+            self.machine_code = Some(code);
+            return Err(Fault::class(code));
+        };
+        let transfers = kernel.transfers(cx.space, constants_of(qmd), extent_of(qmd).grid)?;
+        Ok(with_releases(Work::Transfers(transfers), qmd))
+    }
+
+    /// Checks a QMD and starts its program of the software GPU.
+    fn launch_program(
+        &self,
+        cx: Context<'_>,
+        qmd: &Qmd,
+        program: &Program,
+        bad: Fault,
+    ) -> Result<Grid, Fault> {
         // Without the last two, hardware runs the kernel with stale parameters, or does not make
         // its results visible.
         let needed =
             [qmd::CONSTANT_BUFFER_VALID_0, qmd::CONSTANT_BUFFER_INVALIDATE_0, qmd::CWD_MEMBAR_TYPE];
-        if versions.map(|field| qmd.get(field)) != [4, 0]
-            || qmd.get(qmd::QMD_TYPE) != qmd::GRID_CTA
-            || waits
+        if qmd.get(qmd::QMD_TYPE) != qmd::GRID_CTA
             || needed.iter().any(|field| qmd.get(*field) & 1 == 0)
         {
             return Err(bad);
         }
-        let extent = check_extent(&qmd).ok_or(bad)?;
-        let code = wide(&qmd, qmd::PROGRAM_ADDRESS_UPPER, qmd::PROGRAM_ADDRESS_LOWER);
-        let (upper, lower) = (qmd::CONSTANT_BUFFER_ADDR_UPPER_0, qmd::CONSTANT_BUFFER_ADDR_LOWER_0);
-        let constants = wide(&qmd, upper, lower) << 6;
-        let program = read_program(cx, code, bad)?;
-        if program.magic != program::MAGIC {
-            let runs_programs = is_supported(Kernel::Spin, cx.hardware);
-            let known = if runs_programs { DriverKernel::find(space, code)? } else { None };
-            let Some(kernel) = known else {
-                self.machine_code = Some(code);
-                return Err(Fault::class(code));
-            };
-            let transfers = kernel.transfers(space, constants, extent.grid)?;
-            return Ok(Some(with_releases(Work::Transfers(transfers), &qmd)));
-        }
-        let kernel = check_program(&program, cx).ok_or(bad)?;
+        let extent = check_extent(qmd).ok_or(bad)?;
+        let kernel = check_program(program, cx).ok_or(bad)?;
+        let (space, constants) = (cx.space, constants_of(qmd));
         let size = u64::from(qmd.get(qmd::CONSTANT_BUFFER_SIZE_0)) << 4;
         if abi::PARAM_BASE + u64::from(kernel.param_bytes()) > size {
             return Err(bad);
@@ -100,7 +125,7 @@ impl ComputeClass {
         let in_window = |va: &u64| self.shared.contains(*va) || self.local.contains(*va);
         match job.pointers().find(in_window) {
             Some(va) => Err(Fault::class(va)),
-            None => Ok(Some(with_releases(Work::Job(job), &qmd))),
+            None => Ok(with_releases(Work::Job(job), qmd)),
         }
     }
 }
@@ -108,12 +133,7 @@ impl ComputeClass {
 /// Returns the size of the grid and its blocks, if they and their registers and barriers fit the
 /// hardware.
 fn check_extent(qmd: &Qmd) -> Option<Extent> {
-    let extent = Extent {
-        grid: [qmd::CTA_RASTER_WIDTH, qmd::CTA_RASTER_HEIGHT, qmd::CTA_RASTER_DEPTH]
-            .map(|field| qmd.get(field)),
-        block: [qmd::CTA_THREAD_DIMENSION0, qmd::CTA_THREAD_DIMENSION1, qmd::CTA_THREAD_DIMENSION2]
-            .map(|field| qmd.get(field)),
-    };
+    let extent = extent_of(qmd);
     let threads: u64 = extent.block.iter().map(|n| u64::from(*n)).product();
     if extent.grid.contains(&0) || threads == 0 || threads > MAX_BLOCK {
         return None;
@@ -128,6 +148,21 @@ fn check_extent(qmd: &Qmd) -> Option<Extent> {
         return None;
     }
     Some(extent)
+}
+
+/// Returns the size of the grid and its blocks.
+fn extent_of(qmd: &Qmd) -> Extent {
+    Extent {
+        grid: [qmd::CTA_RASTER_WIDTH, qmd::CTA_RASTER_HEIGHT, qmd::CTA_RASTER_DEPTH]
+            .map(|field| qmd.get(field)),
+        block: [qmd::CTA_THREAD_DIMENSION0, qmd::CTA_THREAD_DIMENSION1, qmd::CTA_THREAD_DIMENSION2]
+            .map(|field| qmd.get(field)),
+    }
+}
+
+/// Returns the address of constant buffer 0.
+fn constants_of(qmd: &Qmd) -> u64 {
+    wide(qmd, qmd::CONSTANT_BUFFER_ADDR_UPPER_0, qmd::CONSTANT_BUFFER_ADDR_LOWER_0) << 6
 }
 
 /// Reads the header of the program.
