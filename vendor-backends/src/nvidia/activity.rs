@@ -8,6 +8,7 @@ use mdev_core::ids::ChannelId;
 use super::channels::Channels;
 use super::idle_check::IdleCheck;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
+use super::wait_check::WaitCheck;
 
 /// Time after the last sign of work after which an engine counts as idle, if other vGPUs wait.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
@@ -40,6 +41,8 @@ pub struct Activity {
     passed_over: (bool, Option<Instant>),
     /// Check of what the guest shows as idle.
     idle_check: IdleCheck,
+    /// Check of what may wait although the guest shows no work.
+    wait_check: WaitCheck,
     /// Number of completed residencies on the compute engine.
     residencies: u64,
     /// When the vGPU was last resident on the compute engine.
@@ -61,6 +64,7 @@ impl Default for Activity {
             submissions: [0; 2],
             passed_over: (false, None),
             idle_check: IdleCheck::default(),
+            wait_check: WaitCheck::default(),
             residencies: 0,
             resident_at: None,
             copying: Duration::ZERO,
@@ -91,6 +95,11 @@ impl Activity {
         self.fetched_at[engine as usize].elapsed()
     }
 
+    /// Returns whether the rings should be sampled soon.
+    pub(super) fn is_pressing(&self) -> bool {
+        self.is_busy() || self.wait_check.is_asking()
+    }
+
     /// Samples the rings, and sets or removes the idle slice.
     pub(super) fn sample(&mut self, state: &VgpuState, contended: bool) {
         let now = Instant::now();
@@ -109,6 +118,9 @@ impl Activity {
         drop(channels);
         if !contended && gate_open {
             self.check_idle(state, now);
+        }
+        if gate_open {
+            self.check_waiting(state, now);
         }
         if self.is_busy() {
             self.had_work += now.duration_since(self.sampled_at);
@@ -150,6 +162,22 @@ impl Activity {
         }
     }
 
+    /// Checks a vGPU whose entries have been fetched and that may wait for the engine.
+    fn check_waiting(&mut self, state: &VgpuState, now: Instant) {
+        let busy_at = &mut self.busy_at[EngineKind::Compute as usize];
+        let is_busy = busy_at.is_some_and(|at| now.duration_since(at) < BUSY_LINGER);
+        if !self.wait_check.is_needed(is_busy) {
+            return;
+        }
+        if state.channels().in_use_since(EngineKind::Compute).is_none() {
+            self.wait_check = WaitCheck::default();
+        } else if let Some(seen) = state.seen_in_log()
+            && self.wait_check.waits(now, seen, |request| state.probe(request))
+        {
+            *busy_at = Some(now);
+        }
+    }
+
     fn sample_engine(
         &mut self,
         channels: &mut Channels,
@@ -168,6 +196,9 @@ impl Activity {
         if shows_fetch || rung && engine == EngineKind::Copy {
             // The fetch was after the previous sample, and the work may have run since then.
             self.fetched_at[index] = self.sampled_at;
+        }
+        if fetched && engine == EngineKind::Compute {
+            self.wait_check.note_work(now);
         }
         let queued = channels.has_queued(engine);
         if queued && !fetched && now.duration_since(self.fetched_at[index]) > RING_AGAIN_AFTER {

@@ -186,6 +186,8 @@ pub struct CtxswLog {
     pub engine_time: EngineTime,
     /// Residencies of other processes since the last one of this process.
     pub others: OtherProcesses,
+    /// Time of the last record, of any process.
+    pub last_record_ns: u64,
     /// Context of this process that was logged last.
     last_own_context: Option<u32>,
     /// Context of the probe, once it is known: no work of the guest.
@@ -281,6 +283,7 @@ impl CtxswLog {
             switches: 0,
             engine_time: EngineTime::default(),
             others: OtherProcesses::default(),
+            last_record_ns: 0,
             last_own_context: None,
             probe_context: None,
         })
@@ -337,6 +340,7 @@ impl CtxswLog {
                 self.others.add(&record, self.process);
             }
             self.switches += 1;
+            self.last_record_ns = record.at_ns;
             records.push(record);
             self.get = (self.get + 1) % RECORDS;
         }

@@ -8,7 +8,7 @@
 //! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`], [`ctxsw_log`],
 //!    [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
 //! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
-//!    `idle_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
+//!    `idle_check`, `wait_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
 //! 6. [`frontend`]: the driver's device files for CUDA programs
@@ -44,6 +44,7 @@ pub mod sys;
 mod usage_reconcile;
 pub mod version;
 pub mod vgpu_state;
+mod wait_check;
 pub mod wire;
 
 pub use backend::NvidiaBackend;

@@ -13,6 +13,7 @@ use super::doorbell_poller::DoorbellPoller;
 use super::hang_detector::{HangDetector, Hints, Probed, Residency, Verdict};
 use super::signals::Signals;
 use super::switch_probe::{Request, SwitchProbe};
+use super::wait_check::Seen;
 use super::wire::Report;
 use crate::seqpacket::SeqPacket;
 
@@ -220,6 +221,22 @@ impl VgpuState {
         Some((log.engine_time.resident_since_ns.is_some(), log.engine_time.residencies))
     }
 
+    /// Returns what the log shows about the compute engine. None if the log does not tell the vGPU
+    /// from the probe.
+    pub(super) fn seen_in_log(&self) -> Option<Seen> {
+        let mut log = self.ctxsw_log();
+        let log = log.as_mut()?;
+        log.read().ok()?;
+        let now_ns = log.now_ns().filter(|_| log.knows_probe())?;
+        let since = |at_ns: u64| Duration::from_nanos(now_ns.saturating_sub(at_ns));
+        Some(Seen {
+            resident: log.engine_time.resident_since_ns.is_some(),
+            residencies: log.engine_time.residencies,
+            since_resident: since(log.engine_time.last_resident_ns),
+            since_switch: since(log.last_record_ns),
+        })
+    }
+
     /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
     pub(super) fn is_passed_over(&self) -> bool {
         let mut log = self.ctxsw_log();
@@ -236,7 +253,7 @@ impl VgpuState {
 
     /// Returns the interval at which to poll the rings.
     pub(super) fn poll_interval(&self) -> Duration {
-        if self.activity().is_busy() {
+        if self.activity().is_pressing() {
             BUSY_INTERVAL
         } else if self.channels().any_idle() {
             IDLE_SLICE_INTERVAL

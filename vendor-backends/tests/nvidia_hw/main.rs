@@ -4,6 +4,7 @@
 //! `cargo test -p vendor-backends --test nvidia_hw -- --nocapture --test-threads=1`
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+mod hangs;
 mod hostile_guest;
 mod switch_probe;
 
