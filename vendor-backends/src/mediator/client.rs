@@ -286,3 +286,82 @@ impl Client for MediatedClient {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use mdev_core::gpu::{Backing, EngineKind};
+    use mdev_core::ids::VgpuId;
+
+    use super::*;
+    use crate::mediator::Hardware;
+    use crate::mem::SharedMemory;
+    use crate::seqpacket::{decode, encode};
+    use crate::soft::SoftGpu;
+
+    /// A GPU process of an older version: greets, and reports each further request.
+    fn old_process(socket: &SeqPacket, version: u32) -> Vec<ClientRequest> {
+        let gpu = SoftGpu::new("soft0", 1 << 20).describe().clone();
+        let spec = ClientSpec {
+            vgpu: VgpuId::random(),
+            vram_bytes: 1 << 20,
+            framebuffer_bytes: 0,
+            max_channels: 1,
+            max_import_bytes: 0,
+        };
+        let file = SharedMemory::new(c"page", wire::STATUS_BYTES as u64).unwrap().fd;
+        let event = nix::sys::eventfd::EventFd::new().unwrap();
+        let (wake, _) = SeqPacket::pair().unwrap();
+        let fds = [file.as_fd(), file.as_fd(), event.as_fd(), wake.as_fd(), event.as_fd()];
+        let hello = ClientReply::Hello { version, gpu, spec, vram_offset: None };
+        let (mut requests, mut buffer) = (Vec::new(), vec![0; 4096]);
+        while let Ok(Some(packet)) = socket.recv(&mut buffer) {
+            let request = decode(&buffer[..packet.len]).unwrap();
+            if matches!(request, ClientRequest::Hello { .. }) {
+                socket.send(&encode(&hello).unwrap(), &fds).unwrap();
+            } else {
+                socket.send(&encode(&ClientReply::Done).unwrap(), &[]).unwrap();
+                requests.push(request);
+            }
+        }
+        requests
+    }
+
+    #[test]
+    fn an_older_gpu_process_serves_vms_and_gets_no_newer_request() {
+        for version in [wire::OLDEST, wire::WITH_SPACES - 1] {
+            let (ours, theirs) = SeqPacket::pair().unwrap();
+            let process = thread::spawn(move || old_process(&theirs, version));
+            let mut client = MediatedClient::open(ours.into()).unwrap();
+            let request = MapRequest::new(GpuVa(1 << 34), 4096, Backing::Vram { offset: 0 });
+            client.map(&request).unwrap();
+            client.unmap(SpaceId::DEFAULT, request.va, 4096).unwrap();
+            let channel = ChannelSpec {
+                engine: EngineKind::Copy,
+                gpfifo: request.va,
+                gpfifo_entries: 2,
+                userd: request.backing,
+                vector: 0,
+                space: SpaceId::DEFAULT,
+                group: Some(1),
+            };
+            let refused = [
+                client.create_space().map(drop),
+                client.destroy_space(SpaceId(1)),
+                client.map(&request.in_space(SpaceId(1))),
+                client.unmap(SpaceId(1), request.va, 4096),
+                client.create_channel(&channel).map(drop),
+            ];
+            for result in refused {
+                assert!(matches!(result, Err(GpuError::Unsupported(_))), "{result:?}");
+            }
+            drop(client);
+            let sent = [
+                ClientRequest::map(request),
+                ClientRequest::unmap(SpaceId::DEFAULT, request.va, 4096),
+            ];
+            assert_eq!(process.join().unwrap(), sent, "{version}");
+        }
+    }
+}
