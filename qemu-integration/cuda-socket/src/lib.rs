@@ -27,9 +27,9 @@ pub mod packet;
 pub use calls::CallShape;
 pub use messages::{
     Block, Done, Fetch, FileId, IoctlRequest, MAX_BLOCKS, MAX_FDS, MAX_FETCHES, MapRequest, Node,
-    Place, Range, Reply, Request, SharedRange, Welcome,
+    Place, Range, Refused, Reply, Request, SharedRange, Welcome,
 };
 pub use packet::{DecodeError, MAX_PACKET, decode, encode};
 
 /// Protocol version. Both ends must have the same.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;

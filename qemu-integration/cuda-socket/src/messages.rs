@@ -93,6 +93,18 @@ pub struct IoctlRequest {
     /// memory, and cannot be made so, is left out; a range can have several parts. The process has
     /// one memfd for all of its parts, which is attached if there are any.
     pub shared: Vec<SharedRange>,
+    /// What the worker asked for and the process does not have: descriptors that are no files of
+    /// the driver, and ranges that cannot be shared.
+    pub refused: Refused,
+}
+
+/// Parts of a [`Fetch`] that a process does not have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// Descriptors of [`Fetch::files`].
+    pub files: Vec<i32>,
+    /// Ranges of [`Fetch::share`].
+    pub share: Vec<Range>,
 }
 
 /// A mapping of a file.

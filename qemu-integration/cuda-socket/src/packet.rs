@@ -35,7 +35,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Block, Done, FileId, IoctlRequest, Range, Reply, Request, SharedRange};
+    use crate::{Block, Done, FileId, IoctlRequest, Range, Refused, Reply, Request, SharedRange};
 
     proptest! {
         #[test]
@@ -59,6 +59,7 @@ mod tests {
             blocks: vec![block.clone()],
             files: vec![(3, FileId(9))],
             shared: vec![SharedRange { range: Range { address: 4096, len: 8192 }, offset: 4096 }],
+            refused: Refused { files: vec![-1], share: vec![Range { address: 0, len: 1 }] },
         });
         assert_eq!(decode::<Request>(&encode(&request).unwrap()).unwrap(), request);
         let reply = Reply::Done(Done { errno: 22, writes: vec![block], ..Default::default() });

@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 
 use cuda_socket::calls::{NodeKind, encoded_len};
 use cuda_socket::{
-    Block, Done, Fetch, FileId, IoctlRequest, MAX_BLOCKS, MAX_FETCHES, MAX_PACKET, Range, Reply,
-    Request, SharedRange,
+    Block, Done, Fetch, FileId, IoctlRequest, MAX_BLOCKS, MAX_FETCHES, MAX_PACKET, Range, Refused,
+    Reply, Request, SharedRange,
 };
 use nix::errno::Errno;
 use nix::libc::{PROT_READ, PROT_WRITE};
@@ -22,6 +22,9 @@ const MAX_MEMORY: u64 = MAX_PACKET as u64 - (8 << 10);
 
 /// Maximum number of descriptors that a request names.
 const MAX_FILES: usize = 256;
+
+/// Maximum number of parts of shared memory that a request names.
+const MAX_PARTS: usize = 256;
 
 /// Carries out an ioctl with an argument at `argument`.
 pub fn ioctl(file: OpenFile, request: u32, argument: u64) -> Result<(), Errno> {
@@ -49,6 +52,7 @@ struct Call {
     blocks: Vec<Block>,
     files: Vec<(RawFd, FileId)>,
     shared: Vec<SharedRange>,
+    refused: Refused,
     /// Number of bytes of memory in the request.
     memory: u64,
 }
@@ -76,6 +80,7 @@ impl Call {
             blocks: Vec::new(),
             files: Vec::new(),
             shared: Vec::new(),
+            refused: Refused::default(),
             memory: 0,
         };
         call.bytes = call.read(Range { address: argument, len: len.into() })?;
@@ -132,6 +137,7 @@ impl Call {
             blocks: self.blocks.clone(),
             files: self.files.clone(),
             shared: self.shared.clone(),
+            refused: self.refused.clone(),
         });
         let memfd = (!self.shared.is_empty()).then(|| session.shared.duplicate()).transpose()?;
         let fds: Vec<BorrowedFd<'_>> = memfd.iter().map(AsFd::as_fd).collect();
@@ -145,10 +151,17 @@ impl Call {
         }
         for fd in &fetch.files {
             self.add_file(session, *fd);
+            if !self.files.iter().any(|(known, _)| known == fd) {
+                self.refused.files.push(*fd);
+            }
         }
-        // A range that cannot be shared is left out: the worker then refuses the command.
-        if let Ok(parts) = session.shared.share(&fetch.share) {
-            self.shared.extend(parts);
+        for range in &fetch.share {
+            match session.shared.share(*range) {
+                Ok(Some(parts)) if self.shared.len() + parts.len() <= MAX_PARTS => {
+                    self.shared.extend(parts);
+                }
+                _ => self.refused.share.push(*range),
+            }
         }
         Ok(())
     }

@@ -35,9 +35,6 @@ const ARENA_BYTES: u64 = 1 << 46;
 /// Number of bytes that are copied and replaced at a time.
 const CHUNK: u64 = 1 << 20;
 
-/// Maximum number of parts that one request names.
-const MAX_PARTS: usize = 256;
-
 /// The arena's descriptor and inode, for a child, and the number of forks.
 static ARENA: (AtomicI32, AtomicU64) = (AtomicI32::new(-1), AtomicU64::new(0));
 static FORKS: AtomicU64 = AtomicU64::new(0);
@@ -72,25 +69,15 @@ impl SharedMemory {
         kernel::duplicate(self.arena.as_ref().ok_or(Errno::EBADF)?.memfd.as_raw_fd())
     }
 
-    /// Makes ranges shared memory and returns their parts. Ranges that cannot be shared are left
-    /// out.
-    pub fn share(&mut self, ranges: &[Range]) -> Result<Vec<SharedRange>, Errno> {
-        if ranges.is_empty() {
-            return Ok(Vec::new());
-        }
+    /// Makes a range shared memory and returns its parts, or `None` if it cannot be shared.
+    pub fn share(&mut self, range: Range) -> Result<Option<Vec<SharedRange>>, Errno> {
         let usable = self.arena.as_ref().is_some_and(Arena::usable);
         if !usable {
             self.arena = Some(Arena::new()?);
         }
         let Some(arena) = &mut self.arena else { return Err(Errno::ENOMEM) };
         arena.release(&memory_maps::read()?);
-        let mut parts = Vec::new();
-        for range in ranges {
-            if let Some(more) = arena.share(*range)? {
-                parts.extend(more);
-            }
-        }
-        if parts.len() > MAX_PARTS { Err(Errno::ENOMEM) } else { Ok(parts) }
+        arena.share(range)
     }
 }
 

@@ -110,6 +110,7 @@ impl Program {
             blocks: Vec::new(),
             files: vec![(CONTROL_FD.cast_signed(), CONTROL), (GPU_FD.cast_signed(), GPU)],
             shared: Vec::new(),
+            refused: cuda_socket::Refused::default(),
         };
         for _ in 0..cuda_socket::MAX_FETCHES {
             let shared = request.shared.first().map(|shared| shared.range.address);

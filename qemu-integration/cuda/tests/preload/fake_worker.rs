@@ -299,7 +299,15 @@ fn fetch(request: &IoctlRequest, mut done: Done) -> Reply {
     let need = |address, len| {
         Reply::Fetch(Fetch { blocks: vec![Range { address, len }], ..Fetch::default() })
     };
+    if !request.refused.files.is_empty() {
+        done.errno = libc::EBADF;
+        return Reply::Done(done);
+    }
     match &request.blocks[..] {
+        // No address: a descriptor that the program does not have.
+        [] if word(&request.argument, 0) == 0 => {
+            Reply::Fetch(Fetch { files: vec![1000], ..Fetch::default() })
+        }
         [] => need(word(&request.argument, 0), word(&request.argument, 8)),
         [first] => need(word(&first.bytes, 0), 16),
         [_, second, ..] => {
@@ -311,16 +319,12 @@ fn fetch(request: &IoctlRequest, mut done: Done) -> Reply {
 
 fn share(request: &IoctlRequest, fds: &[OwnedFd], mut done: Done) -> Reply {
     let range = Range { address: word(&request.argument, 0), len: word(&request.argument, 8) };
-    let asked = request.argument[20] != 0;
-    // The argument does not change between rounds: the worker would have to remember that it asked.
-    if request.shared.is_empty() && !asked && request.files.is_empty() {
-        // A descriptor of the program marks the second round.
-        let fd = i32::from_le_bytes(*request.argument[24..].first_chunk().unwrap());
-        return Reply::Fetch(Fetch { share: vec![range], files: vec![fd], ..Fetch::default() });
-    }
-    if request.shared.is_empty() {
+    if !request.refused.share.is_empty() {
         done.errno = libc::EFAULT;
         return Reply::Done(done);
+    }
+    if request.shared.is_empty() {
+        return Reply::Fetch(Fetch { share: vec![range], ..Fetch::default() });
     }
     assert_eq!(fds.len(), 1);
     let seals = nix::fcntl::fcntl(&fds[0], nix::fcntl::FcntlArg::F_GET_SEALS).unwrap();

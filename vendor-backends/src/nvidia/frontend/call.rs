@@ -147,7 +147,7 @@ impl<'a> Call<'a> {
         if let Some((_, file)) = self.request.files.iter().find(|(number, _)| *number == fd) {
             return Ok(*file);
         }
-        if fd < 0 {
+        if fd < 0 || self.request.refused.files.contains(&fd) {
             return Err(Stop::Errno(Errno::EBADF));
         }
         Err(Stop::Fetch(Fetch { files: vec![fd], ..Default::default() }))
@@ -161,8 +161,12 @@ impl<'a> Call<'a> {
                 let file = self.shared.take().ok_or(Stop::INVALID)?;
                 Ok((file, shared.offset))
             }
-            // Memory in several parts, such as that of two allocations.
-            None if !self.request.shared.is_empty() => Err(Stop::Status(status::INVALID_ADDRESS)),
+            // Memory that cannot be shared, or in several parts, such as that of two allocations.
+            None if !self.request.shared.is_empty()
+                || self.request.refused.share.contains(&range) =>
+            {
+                Err(Stop::Status(status::INVALID_ADDRESS))
+            }
             None => Err(Stop::Fetch(Fetch { share: vec![range], ..Default::default() })),
         }
     }

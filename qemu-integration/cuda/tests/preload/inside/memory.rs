@@ -48,6 +48,9 @@ programs! {
         unsafe { first.as_mut_ptr().write_volatile(16) };
         let error = ioctl(fd.as_raw_fd(), number::FETCH, &mut argument).unwrap_err();
         assert_eq!(error, Errno::EFAULT);
+        // A descriptor that is none.
+        let error = ioctl(fd.as_raw_fd(), number::FETCH, &mut [0_u64; 2]).unwrap_err();
+        assert_eq!(error, Errno::EBADF);
     }
 
     fn memory_is_placed_and_mapped() {

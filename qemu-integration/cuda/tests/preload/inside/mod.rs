@@ -84,15 +84,12 @@ struct Share {
     len: u64,
     parts: u32,
     seen: u32,
-    mark: i32,
-    unused: i32,
 }
 
 /// Shares memory. Returns the number of parts and the first byte that the worker saw.
 fn share(fd: &OwnedFd, at: *mut u8, pages: usize) -> Result<(u32, u32), Errno> {
     let len = (pages * PAGE) as u64;
-    let mark = fd.as_raw_fd();
-    let mut argument = Share { address: at as u64, len, parts: 0, seen: 0, mark, unused: 0 };
+    let mut argument = Share { address: at as u64, len, parts: 0, seen: 0 };
     ioctl(fd.as_raw_fd(), number::SHARE, &mut argument)?;
     Ok((argument.parts, argument.seen))
 }
