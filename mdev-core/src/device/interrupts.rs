@@ -112,17 +112,18 @@ impl VirtualFunction {
     }
 
     /// Interrupts the guest for the GPU's pending conditions, after a signal of
-    /// [`Self::gpu_event`].
-    pub fn on_gpu_event(&mut self) {
-        self.collect(Delivery::All);
+    /// [`Self::gpu_event`]. Returns the conditions.
+    pub fn on_gpu_event(&mut self) -> Pending {
+        self.collect(Delivery::All)
     }
 
-    pub(super) fn collect(&mut self, delivery: Delivery) {
+    pub(super) fn collect(&mut self, delivery: Delivery) -> Pending {
         let pending = self.client.take_pending();
         if pending.contains(Pending::DEVICE_LOST) {
             self.lose();
         }
         self.raise(pending, delivery);
+        pending
     }
 
     pub(super) fn raise(&mut self, pending: Pending, delivery: Delivery) {

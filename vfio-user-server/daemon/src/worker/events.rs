@@ -321,9 +321,9 @@ impl Worker {
     }
 
     fn on_gpu(&mut self, ops: &mut EventOps) {
-        self.function.inner_mut().on_gpu_event();
+        let pending = self.function.inner_mut().on_gpu_event();
         if let Some(programs) = &mut self.programs {
-            programs.on_gpu_event(self.function.inner_mut());
+            programs.on_gpu_event(self.function.inner_mut(), pending);
         }
         if self.gpu_watched && !self.function.inner().gpu_ok() {
             log::error!("The GPU {} is lost", self.spec.parent);

@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use anyhow::{Context, Result};
 use cuda_socket::{FileId, Node, Reply, Request, VERSION, decode, encode};
 use mdev_core::device::VirtualFunction;
+use mdev_core::gpu::Pending;
 use mdev_core::ids::VgpuId;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -317,11 +318,13 @@ impl Programs {
     }
 
     /// Passes an interrupt of the GPU to the programs that wait for events.
-    pub fn on_gpu_event(&mut self, function: &mut VirtualFunction) {
-        if self.files.is_empty() {
+    pub fn on_gpu_event(&mut self, function: &mut VirtualFunction, pending: Pending) {
+        if self.files.is_empty() || pending.is_empty() {
             return;
         }
-        self.front_end.note_errors(function.client_mut());
+        if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST) {
+            self.front_end.note_errors(function.client_mut());
+        }
         let waiting = self.front_end.events();
         for (file, socket, _) in self.files.values() {
             if waiting.binary_search(file).is_ok() {
