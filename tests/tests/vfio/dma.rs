@@ -66,7 +66,7 @@ fn edu_passes_the_conformance_suite_for_copies() {
     }
     let mut host = Nested::boot_in_virtual_time();
     let told = host.run(LONG);
-    assert_eq!(told.matches("conformance: ").count(), 16, "{told}");
+    assert_eq!(told.matches("conformance: ").count(), 19, "{told}");
     assert_eq!(host.faults(), 0, "the device got no unmapped address");
     host.vm.quit().unwrap();
 }
@@ -80,7 +80,7 @@ fn edu_passes_the_conformance_suite_through_iommufd() {
     }
     let Some(mut host) = Nested::boot_with_iommufd(&nested::in_virtual_time()) else { return };
     let told = host.run(LONG);
-    assert!(told.matches("conformance: ").count() >= 15, "{told}");
+    assert!(told.matches("conformance: ").count() >= 18, "{told}");
     assert_eq!(host.faults(), 0, "the device got no unmapped address");
     host.vm.quit().unwrap();
 }
