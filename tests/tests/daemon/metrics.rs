@@ -117,7 +117,7 @@ fn metrics_follow_prometheus_conventions() -> Result<()> {
         let labels = format!(r#"{{engine="{engine}",vgpu="{uuid}"}}"#);
         assert_eq!(value(&format!("tessera_vgpu_engine_seconds_total{labels}"))?, 0.0);
     }
-    assert_eq!(of("channels_limit")?, 32.0);
+    assert_eq!(of("channels_limit")?, 64.0);
     assert!(of("imported_memory_limit_bytes")? > 0.0);
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), None)?;
     assert!(scrape()?.keys().all(|key| !key.contains(&uuid)), "the sample is gone with its vGPU");
