@@ -10,7 +10,6 @@ mod inside;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -20,7 +19,7 @@ use cuda_socket::{Reply, Request, VERSION, decode, encode};
 use lab::cuda_libraries::CudaLibraries;
 use lab::progress::Progress;
 use serde_json::json;
-use system_tests::{Vgpud, skipped};
+use system_tests::{Vgpud, cuda_library, skipped};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 
 /// Type of the vGPUs: a context takes some 600 MiB.
@@ -34,13 +33,6 @@ fn libraries() -> Option<&'static CudaLibraries> {
         opened.inspect_err(|error| skipped(&format!("no libcuda: {error:#}"))).ok()
     });
     libraries.as_ref()
-}
-
-/// Returns the preload library, which cargo builds beside the tests.
-fn preload() -> Result<PathBuf> {
-    let library = std::env::current_exe()?.with_file_name("libtessera_cuda.so");
-    ensure!(library.exists(), "{} is not built", library.display());
-    Ok(library)
 }
 
 /// A vGPU for programs.
@@ -62,7 +54,7 @@ impl<'a> Gpu<'a> {
         command.arg("--socket").arg(self.vgpud.api_socket()).args(["run", "-u", &self.uuid, "--"]);
         command.arg(std::env::current_exe()?);
         command.args(["--exact", &format!("inside::{name}"), "--ignored", "--nocapture"]);
-        command.env("TESSERA_CUDA_LIBRARY", preload()?);
+        command.env("TESSERA_CUDA_LIBRARY", cuda_library()?);
         command.env("LD_LIBRARY_PATH", self.libraries.folder()).env(inside::MARK, "1");
         Ok(command)
     }
