@@ -1,6 +1,6 @@
 //! The virtual function.
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use pci_registers::capability::{express_endpoint, msi, power_management};
 use pci_registers::{Bank, Bar, CONFIG_BYTES, ConfigSpace, ConfigTable, Interrupts};
@@ -34,22 +34,22 @@ pub struct VirtualFunction {
     pub(super) control: Control,
     pub(super) display: Option<Display>,
     doorbell: Bank<DoorbellReg>,
-    vram: Window,
-    framebuffer: Window,
-    memory: GuestMemory,
+    pub(super) vram: Window,
+    pub(super) framebuffer: Window,
+    pub(super) memory: GuestMemory,
     pub(super) irq: Interrupts,
     /// The GPU has eventfds of the guest.
     pub(super) has_gpu_events: bool,
     /// The GPU signals all MSI vectors of the guest without the worker.
     pub(super) direct: bool,
     /// The guest's driver has used the device since the VM attached.
-    active: bool,
+    pub(super) active: bool,
     pub(super) lost: bool,
     traps: Traps,
     /// Last scanout passed to the client.
     last_scanout: Scanout,
     /// Whether no VM has attached since the last [`Self::detach`].
-    pristine: bool,
+    pub(super) pristine: bool,
 }
 
 impl VirtualFunction {
@@ -335,7 +335,7 @@ impl VirtualFunction {
     }
 
     /// Handles the result of a GPU call that is not reported to the guest.
-    fn check_lost(&mut self, result: Result<(), GpuError>) {
+    pub(super) fn check_lost(&mut self, result: Result<(), GpuError>) {
         match result {
             Ok(()) => {}
             Err(GpuError::Lost(_)) => self.lose(),
@@ -406,51 +406,6 @@ impl VirtualFunction {
     /// Returns the client of the GPU, for work that does not come through the device.
     pub fn client_mut(&mut self) -> &mut dyn Client {
         &mut *self.client
-    }
-
-    /// Notes that a VM attaches to the device.
-    pub fn attach(&mut self) {
-        if !self.pristine {
-            self.detach();
-        }
-        self.pristine = false;
-    }
-
-    /// Returns the device to its initial state after its VM is gone. The next VM gets other video
-    /// memory, or the same scrubbed: [`Self::region`] returns new mappings.
-    pub fn detach(&mut self) {
-        self.irq.reset();
-        self.reset();
-        self.memory.clear(&mut *self.client);
-        self.vram = Window::default();
-        self.framebuffer = Window::default();
-        let renewed = self.client.renew();
-        if !matches!(renewed, Ok(true)) {
-            self.scrub();
-        }
-        if let Err(error) = &renewed {
-            log::warn!("The next VM gets no new video memory: {error}");
-        }
-        // After a refusal, the next VM tries again.
-        self.pristine = renewed.is_ok();
-        self.check_lost(renewed.map(drop));
-        self.active = false;
-    }
-
-    /// Releases video memory to the host if its file can have holes; the next VM reads zeros.
-    fn scrub(&mut self) {
-        let Some(vram) = self.vram() else { return };
-        let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
-        let [offset, len] = [vram.offset, vram.len]
-            .map(|bytes| libc::off64_t::try_from(bytes).unwrap_or(libc::off64_t::MAX));
-        // SAFETY: works on a descriptor that the client owns, and affects only shared pages, which
-        // are accessed as volatile.
-        let done =
-            unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, offset, len) } == 0;
-        // The backend scrubs a file without holes, such as real video memory.
-        if !done && let Err(error) = self.client.scrub() {
-            log::debug!("Video memory was not scrubbed: {error}");
-        }
     }
 
     /// Returns the picture on the screen.

@@ -3,6 +3,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `function` | [`VirtualFunction`], the interface for a session |
+//! | `attachment` | arrival and departure of a VM |
 //! | `interrupts` | interrupts: eventfds of the client, conditions of the GPU |
 //! | `region` | VFIO regions and the layout of the BARs |
 //! | `control`, `mailbox` | BAR 3: control registers and mailbox requests |
@@ -10,6 +11,7 @@
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved state |
 
+mod attachment;
 mod control;
 mod display;
 mod edid;

@@ -1,0 +1,53 @@
+//! Arrival and departure of a VM, and what is left for the next one.
+
+use std::os::fd::AsRawFd;
+
+use super::VirtualFunction;
+use super::window::Window;
+
+impl VirtualFunction {
+    /// Notes that a VM attaches to the device.
+    pub fn attach(&mut self) {
+        if !self.pristine {
+            self.detach();
+        }
+        self.pristine = false;
+    }
+
+    /// Returns the device to its initial state after its VM is gone. The next VM gets other video
+    /// memory, or the same scrubbed: [`Self::region`] returns new mappings.
+    pub fn detach(&mut self) {
+        self.irq.reset();
+        self.reset();
+        self.memory.clear(&mut *self.client);
+        self.vram = Window::default();
+        self.framebuffer = Window::default();
+        let renewed = self.client.renew();
+        if !matches!(renewed, Ok(true)) {
+            self.scrub();
+        }
+        if let Err(error) = &renewed {
+            log::warn!("The next VM gets no new video memory: {error}");
+        }
+        // After a refusal, the next VM tries again.
+        self.pristine = renewed.is_ok();
+        self.check_lost(renewed.map(drop));
+        self.active = false;
+    }
+
+    /// Releases video memory to the host if its file can have holes; the next VM reads zeros.
+    fn scrub(&mut self) {
+        let Some(vram) = self.vram() else { return };
+        let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
+        let [offset, len] = [vram.offset, vram.len]
+            .map(|bytes| libc::off64_t::try_from(bytes).unwrap_or(libc::off64_t::MAX));
+        // SAFETY: works on a descriptor that the client owns, and affects only shared pages, which
+        // are accessed as volatile.
+        let done =
+            unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, offset, len) } == 0;
+        // The backend scrubs a file without holes, such as real video memory.
+        if !done && let Err(error) = self.client.scrub() {
+            log::debug!("Video memory was not scrubbed: {error}");
+        }
+    }
+}
