@@ -18,6 +18,7 @@ use mdev_core::gpu::Pending;
 use mdev_core::ids::VgpuId;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
 use vendor_backends::nvidia::frontend::identity::Identity;
 use vendor_backends::nvidia::frontend::queries::Recorded;
@@ -215,8 +216,15 @@ impl Programs {
     /// Notices all files that programs have closed: a program may rely on `close()` to have freed
     /// memory.
     fn on_closed_files(&mut self, function: &mut VirtualFunction, changes: &mut Changes) {
-        let sources: Vec<_> = self.files.keys().copied().collect();
-        for source in sources {
+        // One call for all of them, since each request comes here.
+        let sockets = self.files.values().map(|(_, socket, _)| socket.as_fd());
+        let mut fds: Vec<_> = sockets.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        if !matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..)) {
+            return;
+        }
+        let ready = self.files.keys().zip(&fds).filter(|(_, fd)| fd.any() == Some(true));
+        let ready: Vec<_> = ready.map(|(source, _)| *source).collect();
+        for source in ready {
             self.on_file(function, source, changes);
         }
     }
