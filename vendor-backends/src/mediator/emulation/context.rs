@@ -3,10 +3,11 @@
 use mdev_core::gpu::Pending;
 use mdev_core::ids::VgpuId;
 
-use super::address_space::AddressSpace;
+use super::address_space::{Access, AddressSpace, MmuFault};
 use super::interrupts::Interrupts;
 use super::run_limit::RunLimit;
 use crate::mediator::Hardware;
+use crate::mediator::fault::Fault;
 
 /// Progress of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +38,19 @@ pub struct Context<'a> {
 }
 
 impl Context<'_> {
+    /// Has the device write bytes, which may cross a page.
+    pub fn write(&self, va: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = va.checked_add(done as u64).ok_or(MmuFault(va))?;
+            let to = self.space.resolve(at, (bytes.len() - done) as u64, Access::Write)?;
+            let end = done + to.len as usize;
+            self.hardware.write(self.vgpu, to, &bytes[done..end])?;
+            done = end;
+        }
+        Ok(())
+    }
+
     /// Raises the channel's non-stall interrupt.
     pub fn raise_interrupt(&self) {
         self.interrupts.raise(Pending::NONSTALL, Some(self.vector));

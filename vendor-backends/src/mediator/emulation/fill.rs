@@ -66,9 +66,7 @@ impl Fill {
         // same time.
         for (index, written) in mask.iter().enumerate() {
             if *written {
-                let at = va.wrapping_add(index as u64);
-                let to = cx.space.resolve(at, 1, Access::Write)?;
-                cx.hardware.write(cx.vgpu, to, &self.pattern[index..=index])?;
+                cx.write(va.wrapping_add(index as u64), &self.pattern[index..=index])?;
             }
         }
         Ok(self.element as u64)

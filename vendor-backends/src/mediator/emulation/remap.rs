@@ -2,7 +2,6 @@
 
 use mdev_core::abi::copy::remap;
 
-use super::address_space::{Access, MmuFault};
 use super::context::Context;
 use crate::mediator::fault::Fault;
 
@@ -82,22 +81,9 @@ impl Remap {
                     Component::Constant(bytes) => &bytes[..self.size],
                     Component::NotWritten => continue,
                 };
-                write(cx, to.wrapping_add((place * self.size) as u64), bytes)?;
+                cx.write(to.wrapping_add((place * self.size) as u64), bytes)?;
             }
         }
         Ok(elements * to_bytes as u64)
     }
-}
-
-/// Writes a component, which may cross a page.
-fn write(cx: Context<'_>, va: u64, bytes: &[u8]) -> Result<(), Fault> {
-    let mut done = 0;
-    while done < bytes.len() {
-        let at = va.checked_add(done as u64).ok_or(MmuFault(va))?;
-        let to = cx.space.resolve(at, (bytes.len() - done) as u64, Access::Write)?;
-        let end = done + to.len as usize;
-        cx.hardware.write(cx.vgpu, to, &bytes[done..end])?;
-        done = end;
-    }
-    Ok(())
 }
