@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu, GpuCapabilities, GpuError, Pending};
 use vendor_backends::conformance::{lifecycle, readable};
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
-use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
+use vendor_backends::nvidia::fake_rm::FakeRm;
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
-use super::{DRIVER, OPTIONS, eventually, gpu, set_ring, with_channels};
+use super::{DRIVER, eventually, gpu, gpu_with_hang_limit, set_ring, with_channels};
 
 #[test]
 fn a_fault_ends_the_channels_of_its_engine_and_is_signalled() {
@@ -55,12 +55,7 @@ fn repeated_faults_cause_a_pause() {
 fn a_guest_cannot_show_progress_that_the_engine_does_not_make() {
     for endless in [true, false] {
         let rm = FakeRm::new(DRIVER);
-        let hang_limit = Some(Duration::from_millis(150));
-        let options = Options { hang_limit, ..OPTIONS };
-        let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
-        let started = Instant::now();
-        let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
-        rm.set_clock(clock());
+        let (mut gpu, clock) = gpu_with_hang_limit(&rm);
         let (vgpu, _client, memory, channels) = with_channels(&rm, &mut gpu);
         let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
         set_ring(&memory.mapping, 1, 0, 1);
@@ -85,12 +80,7 @@ fn a_guest_cannot_show_progress_that_the_engine_does_not_make() {
 #[test]
 fn an_idle_vgpu_is_not_reset_while_another_one_only_copies() {
     let rm = FakeRm::new(DRIVER);
-    let hang_limit = Some(Duration::from_millis(150));
-    let options = Options { hang_limit, ..OPTIONS };
-    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
-    let started = Instant::now();
-    let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
-    rm.set_clock(clock());
+    let (mut gpu, clock) = gpu_with_hang_limit(&rm);
     let (idle, _client, memory, channels) = with_channels(&rm, &mut gpu);
     let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
     set_ring(&memory.mapping, 1, 0, 1);
@@ -117,13 +107,8 @@ fn an_idle_vgpu_is_not_reset_while_another_one_only_copies() {
 #[test]
 fn only_a_kernel_that_does_not_end_is_reset() {
     let rm = FakeRm::new(DRIVER);
-    let hang_limit = Some(Duration::from_millis(150));
-    let options = Options { hang_limit, ..OPTIONS };
-    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
-    let started = Instant::now();
-    let clock = || started.elapsed().as_nanos() as u64 + 1_000_000_000;
+    let (mut gpu, clock) = gpu_with_hang_limit(&rm);
     let own = u64::from(std::process::id());
-    rm.set_clock(clock());
     // A residency from before the channels were created, without a record of its end.
     let (endless, mut client, memory, channels) = with_channels(&rm, &mut gpu);
     rm.log_residency(true, own, clock() - 900_000_000);

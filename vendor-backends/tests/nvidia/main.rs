@@ -47,6 +47,18 @@ fn gpu(rm: &Arc<FakeRm>) -> NvidiaGpu {
     NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, OPTIONS).unwrap()
 }
 
+/// Opens a GPU with a short hang limit. Returns it with the time since then, as the fake driver's
+/// clock is to be set.
+fn gpu_with_hang_limit(rm: &Arc<FakeRm>) -> (NvidiaGpu, impl Fn() -> u64 + use<>) {
+    let hang_limit = Some(Duration::from_millis(150));
+    let options = Options { hang_limit, ..OPTIONS };
+    let gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
+    let started = Instant::now();
+    let clock = move || started.elapsed().as_nanos() as u64 + 1_000_000_000;
+    rm.set_clock(clock());
+    (gpu, clock)
+}
+
 fn try_client(
     rm: &Arc<FakeRm>,
     gpu: &mut NvidiaGpu,
