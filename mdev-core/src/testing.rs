@@ -165,7 +165,9 @@ impl Client for Recorder {
         assert!(end <= VA_END, "{va} {len:#x}");
         let mut record = self.fallible_call(format!("map {va} {len:#x} {backing:?} {writable}"))?;
         let (offset, limit) = match backing {
-            Backing::Guest { memory, offset } => (offset, record.imports[&memory.0]),
+            Backing::Guest { memory, offset } | Backing::Allocated { memory, offset } => {
+                (offset, record.imports[&memory.0])
+            }
             Backing::Vram { offset } => (offset, self.spec.vram_bytes),
         };
         assert!(offset.checked_add(len).unwrap() <= limit, "{backing:?} {len:#x}");

@@ -65,7 +65,7 @@ impl ChannelSpec {
     /// The mailbox checks a guest's request with [`ChannelRequest::check`], and a GPU checks the
     /// worker's request again.
     pub fn check(&self, capabilities: GpuCapabilities) -> Result<(), ChannelSpecError> {
-        let (Backing::Guest { offset, .. } | Backing::Vram { offset }) = self.userd;
+        let offset = self.userd.offset();
         let Self { engine, gpfifo, gpfifo_entries, vector, .. } = *self;
         let request = ChannelRequest { engine, gpfifo, gpfifo_entries, userd: offset, vector };
         let va_start = if self.space == SpaceId::DEFAULT { VA_START } else { PAGE_SIZE };

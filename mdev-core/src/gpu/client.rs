@@ -33,6 +33,24 @@ pub enum Backing {
         /// Byte offset into the partition.
         offset: u64,
     },
+    /// Video memory of [`Client::allocate`].
+    Allocated {
+        /// The allocation.
+        memory: MemoryId,
+        /// Byte offset into the allocation.
+        offset: u64,
+    },
+}
+
+impl Backing {
+    /// Returns the byte offset.
+    pub const fn offset(self) -> u64 {
+        match self {
+            Self::Guest { offset, .. } | Self::Vram { offset } | Self::Allocated { offset, .. } => {
+                offset
+            }
+        }
+    }
 }
 
 /// Parameters of a new mapping.
@@ -129,14 +147,34 @@ pub trait Client: Send + fmt::Debug {
     /// Returns the description of the GPU.
     fn gpu(&self) -> &GpuDescription;
 
+    /// Returns the version of the GPU's driver, which the driver's libraries for programs must
+    /// have. `None` on a GPU that these libraries do not know.
+    fn driver(&self) -> Option<&str> {
+        None
+    }
+
+    /// Answers a query to the GPU's driver (`NV_ESC_RM_CONTROL`) in `params`. Returns the driver's
+    /// status, or `None` if the command is no known query of this length.
+    fn query_driver(&mut self, _command: u32, _params: &mut [u8]) -> Option<u32> {
+        None
+    }
+
     /// Returns the ranges that the guest may map.
     fn apertures(&self) -> &Apertures;
 
     /// Imports guest memory, so that [`Client::map`] can map it.
     fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError>;
 
-    /// Releases an import and unmaps its memory. No access is in flight after the return.
+    /// Releases an import or an allocation, and unmaps its memory. No access is in flight after the return.
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError>;
+
+    /// Allocates video memory that is filled with zeros, in bytes. [`Client::release`] frees it.
+    ///
+    /// The partition is given up with the first allocation, until [`Client::renew`]: allocations
+    /// together cannot be larger. On a GPU without this, programs share the partition.
+    fn allocate(&mut self, _len: u64) -> Result<MemoryId, GpuError> {
+        Err(GpuError::Unsupported("allocations of video memory"))
+    }
 
     /// Creates an empty address space beside [`SpaceId::DEFAULT`]. Its addresses are those from
     /// [`PAGE_SIZE`] to [`CREATED_VA_END`].
@@ -152,11 +190,28 @@ pub trait Client: Send + fmt::Debug {
     /// Maps memory. If a page is mapped already, fails and changes nothing.
     fn map(&mut self, request: &MapRequest) -> Result<(), GpuError>;
 
+    /// Maps memory through which kernels launch other kernels (CUDA's dynamic parallelism). The GPU
+    /// alone uses its content. [`Client::unmap`] frees it.
+    fn map_launch_region(
+        &mut self,
+        _space: SpaceId,
+        _va: GpuVa,
+        _len: u64,
+    ) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("launches by kernels"))
+    }
+
     /// Unmaps every page of a range. If a page is not mapped, fails and changes nothing.
     fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError>;
 
     /// Creates a channel and schedules it.
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError>;
+
+    /// Lets the GPU preempt the kernels of a channel's group at any instruction. The program must
+    /// have installed a trap handler.
+    fn preempt_instructions(&mut self, _channel: ChannelId) -> Result<(), GpuError> {
+        Ok(())
+    }
 
     /// Destroys a channel, also while it works.
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError>;

@@ -32,7 +32,7 @@ use super::sys::numbers::event;
 use super::version::Layout;
 use super::vgpu_state::VgpuState;
 use super::wire::{self, FromManager, FromWorker, Grant};
-use super::{interrupt_thread, privilege};
+use super::{driver_queries, interrupt_thread, privilege};
 use crate::mem::{Mapping, SharedMemory};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
@@ -55,6 +55,8 @@ struct ThreadInputs {
 #[derive(Debug)]
 pub struct NvidiaClient {
     gpu: GpuDescription,
+    /// Version of the driver.
+    driver: String,
     spec: ClientSpec,
     apertures: Apertures,
     memory: Memory,
@@ -112,7 +114,7 @@ impl NvidiaClient {
         let manager = SeqPacket::from(fd);
         let Grant { card, gpu, spec, options, .. } = *receive_grant(&manager)?;
         privilege::refuse_sys_admin(options.allow_sys_admin)?;
-        let layout = driver_layout(&*rm)?;
+        let (driver, layout) = driver_layout(&*rm)?;
         let device = Arc::new(Device::open(rm, layout, &card)?);
         let space = Arc::new(device.address_space()?);
         let doorbells = Doorbells::open(&device, options.direct_doorbell)?;
@@ -129,13 +131,8 @@ impl NvidiaClient {
         let non_stall = event::FIFO_EVENT_METHOD | event::NON_STALL | event::WITHOUT_DATA;
         let (interrupt_object, interrupt_event) =
             device.rm_client.event(&device.subdevice, non_stall)?;
-        let state = Arc::new(vgpu_state(
-            &device,
-            &space,
-            doorbells.own,
-            options.direct_doorbell,
-            channel_options,
-        )?);
+        let state =
+            Arc::new(vgpu_state(&device, doorbells.own, options.direct_doorbell, channel_options)?);
         manager.try_send(&encode(&FromWorker::Ready)?, &[])?;
         let max_import_bytes = spec.max_import_bytes;
         Ok(Self {
@@ -146,6 +143,7 @@ impl NvidiaClient {
                 framebuffer: None,
             },
             gpu,
+            driver,
             spec,
             state,
             threads: Vec::new(),
@@ -176,7 +174,6 @@ impl NvidiaClient {
 /// Opens the context switch log, if the driver has one, and creates the shared state.
 fn vgpu_state(
     device: &Arc<Device>,
-    space: &Arc<AddressSpace>,
     doorbell: Arc<Mapping>,
     direct_doorbell: bool,
     options: channels::Options,
@@ -195,7 +192,7 @@ fn vgpu_state(
         log.find_probe(probe);
     }
     let poller = (!direct_doorbell).then(|| DoorbellPoller::new(doorbell.clone()));
-    let channels = Channels::new(device.clone(), space.clone(), doorbell, poller.clone(), options)?;
+    let channels = Channels::new(device.clone(), doorbell, poller.clone(), options)?;
     Ok(VgpuState {
         channels: Mutex::new(channels),
         poller,
@@ -208,15 +205,17 @@ fn vgpu_state(
     })
 }
 
-/// Returns the layout of the driver that runs.
-pub(super) fn driver_layout(rm: &dyn Rm) -> Result<Layout, GpuError> {
+/// Returns the version of the driver that runs, and its layout.
+pub(super) fn driver_layout(rm: &dyn Rm) -> Result<(String, Layout), GpuError> {
     let version = rm.version().map_err(|error| {
         GpuError::Io(std::io::Error::new(
             error.kind(),
             format!("The NVIDIA driver is not loaded: {error}"),
         ))
     })?;
-    Layout::of(&version).map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))
+    let layout = Layout::of(&version);
+    let layout = layout.map_err(|error| std::io::Error::other(error.to_string()))?;
+    Ok((version.trim().to_owned(), layout))
 }
 
 fn receive_grant(manager: &SeqPacket) -> Result<Box<Grant>, GpuError> {
@@ -229,15 +228,6 @@ fn receive_grant(manager: &SeqPacket) -> Result<Box<Grant>, GpuError> {
     match decode::<FromManager>(&buffer[..packet.len])? {
         FromManager::Grant(grant) if grant.version == wire::VERSION => Ok(grant),
         _ => Err(GpuError::Invalid("a grant of another version of the manager")),
-    }
-}
-
-/// Refuses address spaces beside the default one.
-fn only_default(space: SpaceId) -> Result<(), GpuError> {
-    if space == SpaceId::DEFAULT {
-        Ok(())
-    } else {
-        Err(GpuError::Unsupported("several address spaces"))
     }
 }
 
@@ -264,6 +254,14 @@ impl Client for NvidiaClient {
         &self.gpu
     }
 
+    fn driver(&self) -> Option<&str> {
+        Some(&self.driver)
+    }
+
+    fn query_driver(&mut self, command: u32, params: &mut [u8]) -> Option<u32> {
+        driver_queries::query(&self.device, command, params)
+    }
+
     fn apertures(&self) -> &Apertures {
         &self.apertures
     }
@@ -275,36 +273,55 @@ impl Client for NvidiaClient {
     }
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
-        if !self.memory.is_imported(memory) {
-            return Err(GpuError::NotFound("memory"));
+        if self.memory.is_imported(memory) {
+            let running = self.state.engines_running();
+            self.state.channels().leave_memory(memory, running);
         }
-        let running = self.state.engines_running();
-        self.state.channels().leave_memory(memory, running);
         self.memory.release(memory)?;
         self.publish_imported_bytes();
         Ok(())
     }
 
+    fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
+        self.apertures.vram = None;
+        self.memory.allocate(len)
+    }
+
+    fn create_space(&mut self) -> Result<SpaceId, GpuError> {
+        self.memory.create_space()
+    }
+
+    fn destroy_space(&mut self, space: SpaceId) -> Result<(), GpuError> {
+        let running = self.state.engines_running();
+        self.state.channels().leave_space(space, running)?;
+        self.memory.destroy_space(space)
+    }
+
     fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
-        let MapRequest { space, va, len, backing, writable } = *request;
-        only_default(space)?;
-        self.memory.map(va, len, backing, writable)
+        self.memory.map(request)
+    }
+
+    fn map_launch_region(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        self.memory.map_launch_region(space, va, len)
     }
 
     fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
-        only_default(space)?;
-        self.memory.unmap(va, len)
+        self.memory.space(space)?.unmap(va, len)
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        only_default(spec.space)?;
-        if spec.group.is_some() {
-            return Err(GpuError::Unsupported("groups of channels"));
+        if spec.group.is_none() && spec.space != SpaceId::DEFAULT {
+            return Err(GpuError::Invalid("a channel in another address space needs a group"));
         }
         spec.check(self.gpu.capabilities)?;
         let userd = self.memory.userd(spec.userd)?;
+        let space = self.memory.space(spec.space)?.space().clone();
         self.state.note_errors();
-        self.state.channels().create(spec, userd)
+        self.state.channels().create(spec, userd, &space)
+    }
+
+    fn preempt_instructions(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        self.state.channels().preempt_instructions(id)
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
@@ -350,7 +367,7 @@ impl Client for NvidiaClient {
     fn reset(&mut self) -> Result<(), GpuError> {
         let running = self.state.engines_running();
         self.state.channels().clear(running);
-        self.memory.unmap_all();
+        self.memory.reset_spaces();
         Ok(())
     }
 

@@ -14,8 +14,8 @@ use super::sys::abi;
 use super::sys::numbers::{class, control, engine, fb, flag, status};
 use super::version::Layout;
 
-/// Maximum number of channels of a vGPU.
-pub const MAX_CHANNELS: u32 = 32;
+/// Maximum number of channels of a vGPU. A context of CUDA has 20.
+pub const MAX_CHANNELS: u32 = 128;
 
 /// Fraction of video memory (1/16) that the driver needs for contexts and page tables.
 const RESERVED_FRACTION: u64 = 16;
@@ -152,6 +152,24 @@ impl Device {
         };
         let params = Some(params.as_mut_bytes());
         self.rm_client.alloc(Some(&self.device), class::VIDEO_MEMORY, params, "video memory")
+    }
+
+    /// Allocates video memory through which kernels launch other kernels.
+    pub fn launch_region(&self, bytes: u64) -> Result<Arc<Object>, RmError> {
+        let mut params = abi::MemoryParams {
+            owner: self.rm_client.root(),
+            flags: flag::MEMORY,
+            // Noncontiguous pages of 4 KiB.
+            attr: 3 << 27 | 1 << 23,
+            attr2: 1 | 1 << 2,
+            format: 6,
+            size: bytes,
+            alignment: bytes,
+            limit: bytes.saturating_sub(1),
+            ..Default::default()
+        };
+        let params = Some(params.as_mut_bytes());
+        self.rm_client.alloc(Some(&self.device), class::VIDEO_MEMORY, params, "launch region")
     }
 
     /// Allocates host memory for the driver to write to.

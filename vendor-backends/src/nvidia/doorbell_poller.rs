@@ -39,6 +39,11 @@ const SLOW_UNTIL: Duration = Duration::from_millis(250);
 /// Poll interval before the thread sleeps; adds little to the run time of a long kernel.
 const SLOW_INTERVAL: Duration = Duration::from_micros(100);
 
+/// Time since the last new entry up to which the thread polls channels of programs every
+/// [`SLOW_INTERVAL`], and its interval after that. Programs do not wake the thread.
+const PROGRAMS_UNTIL: Duration = Duration::from_secs(10);
+const PROGRAMS_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Poll interval of the sleeping thread, for guests that miss [`userd::NEED_WAKEUP`].
 const SLEEP_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -55,6 +60,8 @@ struct Channel {
     /// The guest memory that holds the USERD.
     memory: Arc<Mapping>,
     userd_offset: u64,
+    /// The guest knows [`userd::NEED_WAKEUP`].
+    wakes: bool,
     /// Set before the final lock of `rung_put`: a poller that spins may never release the lock for
     /// long enough otherwise.
     removed: AtomicBool,
@@ -100,7 +107,7 @@ impl Channel {
 
     /// Tells the guest whether it has to wake the poller.
     fn set_need_wakeup(&self, need_wakeup: bool) {
-        if !self.removed.load(Ordering::Acquire) {
+        if self.wakes && !self.removed.load(Ordering::Acquire) {
             let _rung_put = self.rung_put.lock();
             let _ =
                 self.memory.store_u32(self.userd_offset + userd::NEED_WAKEUP, need_wakeup.into());
@@ -232,17 +239,20 @@ impl DoorbellPoller {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a channel with a USERD at `userd_offset` of the guest's `memory`.
+    /// Adds a channel with a USERD at `userd_offset` of the guest's `memory`. `wakes` says whether
+    /// the guest knows [`userd::NEED_WAKEUP`].
     pub fn add(
         self: &Arc<Self>,
         token: Token,
         memory: Arc<Mapping>,
         userd_offset: u64,
+        wakes: bool,
     ) -> Registration {
         let channel = Arc::new(Channel {
             token,
             memory,
             userd_offset,
+            wakes,
             removed: AtomicBool::new(false),
             rings: AtomicU64::new(0),
             submissions: AtomicU64::new(0),
@@ -344,6 +354,10 @@ impl DoorbellPoller {
                 quiet if quiet < SPIN => std::thread::sleep(BACKLOG_INTERVAL),
                 quiet if quiet < FAST_UNTIL => std::thread::sleep(FAST_INTERVAL),
                 quiet if quiet < SLOW_UNTIL => std::thread::sleep(SLOW_INTERVAL),
+                quiet if !all.iter().all(|one| one.channel.wakes) => {
+                    let soon = quiet < PROGRAMS_UNTIL;
+                    std::thread::sleep(if soon { SLOW_INTERVAL } else { PROGRAMS_INTERVAL });
+                }
                 _ => {
                     self.sleep(&all);
                     last = Instant::now();
@@ -393,7 +407,7 @@ mod tests {
         let page = || SharedMemory::new(c"test", 4096).unwrap().mapping;
         let (doorbell, memory) = (page(), page());
         let poller = DoorbellPoller::new(doorbell.clone());
-        let registration = poller.add(Token(7), memory.clone(), 0);
+        let registration = poller.add(Token(7), memory.clone(), 0, true);
         let (running, started) = (Arc::clone(&poller), Instant::now());
         let thread = std::thread::spawn(move || {
             running.run();

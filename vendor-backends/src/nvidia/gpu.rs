@@ -70,6 +70,9 @@ struct WorkerConn {
     had_work_ns: u64,
 }
 
+/// First series of the driver whose structures the device files for programs know.
+const FIRST_SERIES_WITH_PROGRAMS: u16 = 580;
+
 /// Maximum total that is taken over from a previous manager: one year.
 const MAX_TAKEN_OVER_NS: u64 = 365 * 86_400 * 1_000_000_000;
 
@@ -139,7 +142,7 @@ impl NvidiaGpu {
 
     /// Opens the GPU at a PCI address.
     pub fn open(rm: Arc<dyn Rm>, address: &str, options: Options) -> Result<Self, GpuError> {
-        let layout = driver_layout(&*rm)?;
+        let (_, layout) = driver_layout(&*rm)?;
         let all = cards(&*rm)?;
         let Some(card) = all.iter().find(|card| card.address.eq_ignore_ascii_case(address)) else {
             let found: Vec<_> = all.iter().map(|card| card.address.as_str()).collect();
@@ -156,6 +159,8 @@ impl NvidiaGpu {
         let mut description = device.describe(address)?;
         description.capabilities.set(GpuCapabilities::NEED_WAKEUP, !options.direct_doorbell);
         description.capabilities.set(GpuCapabilities::VRAM_APERTURE, options.direct_vram);
+        let programs = layout.series >= FIRST_SERIES_WITH_PROGRAMS && !options.direct_doorbell;
+        description.capabilities.set(GpuCapabilities::PROGRAMS, programs);
         // Refuses an unsupported generation now rather than at the start of the first VM.
         device.usermode()?;
         Ok(Self {

@@ -1,25 +1,25 @@
-//! Memory of a vGPU: its partition of video memory, imported guest memory, and GPU mappings.
+//! Memory of a vGPU: its partition of video memory, allocations, imported guest memory, and address
+//! spaces.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mdev_core::abi::mailbox::{VA_END, VA_START};
-use mdev_core::gpu::{Backing, GpuError, GuestRam};
-use mdev_core::ids::{GpuVa, MemoryId};
+use mdev_core::gpu::{Backing, GpuError, GuestRam, MapRequest};
+use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::memory_file::MemoryFile;
-use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
+use mdev_core::units::{KIB, PAGE_SIZE, is_aligned};
 
 use super::device::Device;
+use super::gpu_mappings::GpuMappings;
 use super::rm_client::{AddressSpace, Object};
-use super::sys::numbers::flag;
 use crate::mem::Mapping;
 
-/// Page size of video memory. Mappings aligned to it need the fewest page table entries.
-const HUGE_PAGE: u64 = 2 * MIB;
+/// Maximum number of address spaces, and of imports and allocations.
+const MAX_SPACES: usize = 256;
+const MAX_MEMORIES: usize = 65_536;
 
-/// Maximum number of mappings, and of the pieces that partial unmaps leave of them. Each is an
-/// object of the driver, in kernel memory.
-const MAX_MAPPINGS: usize = 65_536;
+/// Maximum size of a region for launches by kernels, in bytes. CUDA's has one page.
+const MAX_LAUNCH_REGION: u64 = 64 * KIB;
 
 /// Imported guest memory. Pinned until this is dropped.
 #[derive(Debug)]
@@ -30,28 +30,29 @@ pub struct Import {
     pub mapping: Arc<Mapping>,
 }
 
-/// Mapping in the GPU's address space.
+/// Video memory of a program's own.
 #[derive(Debug)]
-struct GpuMapping {
-    len: u64,
+struct Allocation {
     object: Arc<Object>,
-    memory: Option<MemoryId>,
+    len: u64,
 }
 
 /// Memory of a vGPU.
 #[derive(Debug)]
 pub struct Memory {
     device: Arc<Device>,
-    space: Arc<AddressSpace>,
-    /// `None` after an allocation of new video memory failed.
+    /// Address spaces. The default one is always there.
+    spaces: BTreeMap<SpaceId, GpuMappings>,
+    next_space: u32,
+    /// `None` while there are allocations, and after an allocation of new video memory failed.
     vram: Option<Arc<Object>>,
     vram_bytes: u64,
     max_import_bytes: u64,
     imports: BTreeMap<MemoryId, Import>,
     imported_bytes: u64,
+    allocations: BTreeMap<MemoryId, Allocation>,
+    allocated_bytes: u64,
     next_id: u32,
-    /// GPU mappings by their virtual address.
-    mappings: BTreeMap<u64, GpuMapping>,
 }
 
 /// Location in guest memory or video memory, such as that of a USERD.
@@ -61,7 +62,7 @@ pub struct MemoryLocation {
     pub object: Arc<Object>,
     /// Offset in the object, in bytes.
     pub offset: u64,
-    /// Import, for guest memory.
+    /// Import or allocation.
     pub memory: Option<MemoryId>,
     /// Mapping of the object in this process, for guest memory.
     pub mapping: Option<Arc<Mapping>>,
@@ -76,16 +77,19 @@ impl Memory {
         vram_bytes: u64,
         max_import_bytes: u64,
     ) -> Self {
+        let default = GpuMappings::new(device.rm_client.clone(), SpaceId::DEFAULT, space);
         Self {
             device,
-            space,
+            spaces: [(SpaceId::DEFAULT, default)].into(),
+            next_space: 1,
             vram: Some(vram),
             vram_bytes,
             max_import_bytes,
             imports: BTreeMap::new(),
             imported_bytes: 0,
+            allocations: BTreeMap::new(),
+            allocated_bytes: 0,
             next_id: 1,
-            mappings: BTreeMap::new(),
         }
     }
 
@@ -106,22 +110,50 @@ impl Memory {
         if total.is_none_or(|total| total > self.max_import_bytes) {
             return Err(GpuError::Limit("bytes of guest memory"));
         }
-        let id = MemoryId(self.next_id);
         let file = MemoryFile::new(ram.fd)?;
         let mapping = Mapping::of_guest(&file, ram.offset, ram.len, true)?;
         let object = self.device.rm_client.register(&self.device.device, &mapping)?;
-        self.next_id = self.next_id.checked_add(1).ok_or(GpuError::Limit("imports"))?;
+        let id = self.new_id()?;
         self.imported_bytes += ram.len;
         self.imports.insert(id, Import { object, mapping });
         Ok(id)
     }
 
-    /// Frees video memory, which the driver then clears, and allocates as much again. Channels must
+    fn new_id(&mut self) -> Result<MemoryId, GpuError> {
+        let id = MemoryId(self.next_id);
+        let full = self.imports.len() + self.allocations.len() >= MAX_MEMORIES;
+        let next = self.next_id.checked_add(1).filter(|_| !full);
+        self.next_id = next.ok_or(GpuError::Limit("imports and allocations"))?;
+        Ok(id)
+    }
+
+    /// Allocates video memory, which the driver has cleared. Gives up the partition first: a GPU may
+    /// have no room for both.
+    pub fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
+        if len == 0 || !is_aligned(len, PAGE_SIZE) {
+            return Err(GpuError::Invalid("an allocation must consist of whole pages"));
+        }
+        let total = self.allocated_bytes.checked_add(len);
+        let total = total.filter(|total| *total <= self.vram_bytes);
+        let total = total.ok_or(GpuError::Limit("video memory"))?;
+        if self.vram.take().is_some() {
+            self.unmap_all();
+        }
+        let id = self.new_id()?;
+        let object = self.device.video_memory(len)?;
+        self.allocated_bytes = total;
+        self.allocations.insert(id, Allocation { object, len });
+        Ok(id)
+    }
+
+    /// Frees video memory, which the driver then clears, and allocates a new partition. Channels must
     /// not use it any more.
     pub fn renew_vram(&mut self) -> Result<Arc<Object>, GpuError> {
         self.unmap_all();
         // First, since the GPU may have no room for both.
         self.vram = None;
+        self.allocations.clear();
+        self.allocated_bytes = 0;
         let vram = self.device.video_memory(self.vram_bytes)?;
         self.vram = Some(vram.clone());
         Ok(vram)
@@ -132,34 +164,55 @@ impl Memory {
         self.imports.contains_key(&memory)
     }
 
-    /// Unmaps and unpins guest memory. Channels must not use it any more.
+    /// Unmaps an import or an allocation, and unpins or frees it. Channels must not use it any more.
     pub fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
-        let import = self.imports.remove(&memory).ok_or(GpuError::NotFound("memory"))?;
-        self.imported_bytes -= import.mapping.len();
-        let of_import = self.mappings.iter().filter(|(_, mapping)| mapping.memory == Some(memory));
-        let vas: Vec<u64> = of_import.map(|(va, _)| *va).collect();
-        for va in vas {
-            self.drop_mapping(va);
+        let import = self.imports.remove(&memory);
+        let allocation = self.allocations.remove(&memory);
+        if import.is_none() && allocation.is_none() {
+            return Err(GpuError::NotFound("memory"));
         }
-        // The last reference: unpins the pages.
-        drop(import);
+        self.imported_bytes -= import.as_ref().map_or(0, |import| import.mapping.len());
+        self.allocated_bytes -= allocation.as_ref().map_or(0, |allocation| allocation.len);
+        self.spaces.values_mut().for_each(|space| space.forget_memory(memory));
+        // The last references: these unpin or free the pages.
+        drop((import, allocation));
         Ok(())
-    }
-
-    fn drop_mapping(&mut self, va: u64) {
-        if let Some(mapping) = self.mappings.remove(&va) {
-            let handle = mapping.object.handle();
-            if let Err(error) = self.device.rm_client.unmap_dma(&self.space, handle, va, 0) {
-                log::warn!("{error}");
-            }
-        }
     }
 
     /// Removes all GPU mappings.
     pub fn unmap_all(&mut self) {
-        while let Some(va) = self.mappings.keys().next().copied() {
-            self.drop_mapping(va);
+        self.spaces.values_mut().for_each(GpuMappings::unmap_all);
+    }
+
+    /// Creates an address space.
+    pub fn create_space(&mut self) -> Result<SpaceId, GpuError> {
+        if self.spaces.len() >= MAX_SPACES {
+            return Err(GpuError::Limit("address spaces"));
         }
+        let id = SpaceId(self.next_space);
+        self.next_space = id.0.checked_add(1).ok_or(GpuError::Limit("address spaces"))?;
+        let space = Arc::new(self.device.address_space()?);
+        self.spaces.insert(id, GpuMappings::new(self.device.rm_client.clone(), id, space));
+        Ok(id)
+    }
+
+    /// Destroys a created address space and its mappings. It must have no channels.
+    pub fn destroy_space(&mut self, id: SpaceId) -> Result<(), GpuError> {
+        if id == SpaceId::DEFAULT {
+            return Err(GpuError::Invalid("the default address space"));
+        }
+        self.spaces.remove(&id).map(drop).ok_or(GpuError::NotFound("address space"))
+    }
+
+    /// Destroys all mappings and all created address spaces.
+    pub fn reset_spaces(&mut self) {
+        self.unmap_all();
+        self.spaces.retain(|id, _| *id == SpaceId::DEFAULT);
+    }
+
+    /// Returns an address space.
+    pub fn space(&mut self, id: SpaceId) -> Result<&mut GpuMappings, GpuError> {
+        self.spaces.get_mut(&id).ok_or(GpuError::NotFound("address space"))
     }
 
     /// Resolves `len` bytes of guest memory or video memory.
@@ -182,6 +235,13 @@ impl Memory {
                 let vram = self.vram.clone().ok_or(GpuError::NotFound("video memory"))?;
                 Ok(MemoryLocation { object: vram, offset, memory: None, mapping: None })
             }
+            Backing::Allocated { memory, offset } => {
+                let found = self.allocations.get(&memory).ok_or(GpuError::NotFound("memory"))?;
+                let end = offset.checked_add(len).filter(|end| *end <= found.len);
+                end.ok_or(GpuError::OutOfRange("allocation"))?;
+                let (object, memory) = (found.object.clone(), Some(memory));
+                Ok(MemoryLocation { object, offset, memory, mapping: None })
+            }
         }
     }
 
@@ -190,100 +250,24 @@ impl Memory {
         self.resolve(backing, mdev_core::abi::userd::BYTES)
     }
 
-    /// Maps `len` bytes of `backing` at `va`.
-    pub fn map(
-        &mut self,
-        GpuVa(va): GpuVa,
-        len: u64,
-        backing: Backing,
-        writable: bool,
-    ) -> Result<(), GpuError> {
-        let (Backing::Guest { offset, .. } | Backing::Vram { offset }) = backing;
-        if len == 0 || !is_aligned(va | len | offset, PAGE_SIZE) {
-            return Err(GpuError::Invalid("a GPU mapping must consist of whole pages"));
-        }
-        let end = va.checked_add(len).filter(|end| va >= VA_START && *end <= VA_END);
-        let end = end.ok_or(GpuError::OutOfRange("GPU virtual address"))?;
+    /// Maps memory.
+    pub fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
+        let MapRequest { space, va, len, backing, writable } = *request;
         let location = self.resolve(backing, len)?;
-        if let Some((last, mapping)) = self.mappings.range(..end).next_back()
-            && last + mapping.len > va
-        {
-            let first = self.first_overlap(va, end).unwrap_or(*last);
-            return Err(GpuError::Overlap(GpuVa(first.max(va))));
-        }
-        if self.mappings.len() >= MAX_MAPPINGS {
-            return Err(GpuError::Limit("mappings"));
-        }
-        let mut flags = if writable { 0 } else { flag::READ_ONLY };
-        match location.memory {
-            Some(_) => flags |= flag::PAGE_4K | flag::SNOOP,
-            None if is_aligned(va | len | offset, HUGE_PAGE) => {}
-            None => flags |= flag::PAGE_4K,
-        }
-        self.device.rm_client.map_dma(&self.space, &location.object, offset, len, va, flags)?;
-        let mapping = GpuMapping { len, object: location.object, memory: location.memory };
-        self.mappings.insert(va, mapping);
-        Ok(())
+        self.space(space)?.map(va, len, location, writable)
     }
 
-    /// Returns the start of the first mapping that overlaps a range.
-    fn first_overlap(&self, va: u64, end: u64) -> Option<u64> {
-        let before = self.mappings.range(..=va).next_back();
-        let before = before.filter(|(start, mapping)| *start + mapping.len > va);
-        before.or_else(|| self.mappings.range(va..end).next()).map(|(start, _)| *start)
-    }
-
-    /// Unmaps a range, which may cover parts of mappings.
-    pub fn unmap(&mut self, GpuVa(va): GpuVa, len: u64) -> Result<(), GpuError> {
-        if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
-            return Err(GpuError::Invalid("a GPU mapping must be removed in whole pages"));
+    /// Allocates and maps memory for launches by kernels.
+    pub fn map_launch_region(
+        &mut self,
+        space: SpaceId,
+        va: GpuVa,
+        len: u64,
+    ) -> Result<(), GpuError> {
+        if len > MAX_LAUNCH_REGION {
+            return Err(GpuError::Limit("bytes of a region for launches by kernels"));
         }
-        let end = va.checked_add(len).ok_or(GpuError::OutOfRange("GPU virtual address"))?;
-        let mut parts = Vec::new();
-        let mut at = va;
-        while at < end {
-            let found = self.mappings.range(..=at).next_back();
-            let Some((start, mapping)) = found.filter(|(start, m)| *start + m.len > at) else {
-                return Err(GpuError::NotFound("mapping"));
-            };
-            let part_end = end.min(start + mapping.len);
-            // Only a hole within one mapping leaves more pieces than there were.
-            let is_hole = at > *start && part_end < start + mapping.len;
-            if is_hole && self.mappings.len() >= MAX_MAPPINGS {
-                return Err(GpuError::Limit("mappings: unmap whole mappings"));
-            }
-            parts.push((*start, at, part_end));
-            at = part_end;
-        }
-        for (start, from, to) in parts {
-            self.unmap_part(start, from, to)?;
-        }
-        Ok(())
-    }
-
-    /// Unmaps `from..to` of the mapping that begins at `start`.
-    fn unmap_part(&mut self, start: u64, from: u64, to: u64) -> Result<(), GpuError> {
-        let Some(mapping) = self.mappings.get(&start) else { return Ok(()) };
-        let whole = from == start && to == start + mapping.len;
-        let size = if whole { 0 } else { to - from };
-        let handle = mapping.object.handle();
-        self.device.rm_client.unmap_dma(&self.space, handle, from, size)?;
-        let Some(mapping) = self.mappings.remove(&start) else { return Ok(()) };
-        let GpuMapping { len, object, memory } = mapping;
-        if from > start {
-            let before = GpuMapping { len: from - start, object: object.clone(), memory };
-            self.mappings.insert(start, before);
-        }
-        if to < start + len {
-            self.mappings.insert(to, GpuMapping { len: start + len - to, object, memory });
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // Memory must be unmapped before it is unpinned or freed.
-        self.unmap_all();
+        let object = self.device.launch_region(len)?;
+        self.space(space)?.map_launch_region(va, len, object)
     }
 }

@@ -5,13 +5,14 @@
 //! 1. [`sys`], [`version`]: the driver's kernel interface; [`rm`]: the trait that reaches the
 //!    driver
 //! 2. [`rm_client`]: a client of the driver and its objects; [`device`]: a GPU
-//! 3. [`memory`], [`channels`], [`fault_backoff`], [`doorbell_poller`], [`ctxsw_log`],
-//!    [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
+//! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
+//!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
 //! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
 //!    `idle_check`, `wait_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
-//! 6. [`frontend`]: the driver's device files for CUDA programs
+//! 6. [`frontend`]: the driver's device files for CUDA programs; [`driver_queries`]: what they ask
+//!    the driver
 //! 7. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 
@@ -22,11 +23,13 @@ mod client;
 pub mod ctxsw_log;
 pub mod device;
 pub mod doorbell_poller;
+pub mod driver_queries;
 #[cfg(feature = "test-util")]
 pub mod fake_rm;
 pub mod fault_backoff;
 pub mod frontend;
 mod gpu;
+pub mod gpu_mappings;
 pub mod hang_detector;
 mod host_check;
 mod idle_check;

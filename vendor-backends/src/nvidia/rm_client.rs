@@ -11,7 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::rm::{Node, Rm, RmError, call};
 use super::sys::abi::{self, Call};
-use super::sys::numbers::{class, control, flag};
+use super::sys::numbers::{class, control, flag, status};
 use super::version::Layout;
 use crate::mem::Mapping;
 
@@ -110,6 +110,11 @@ impl RmClient {
         self.control(self.root, command, params.as_mut_bytes())
     }
 
+    /// Calls a control of the client itself, with parameters as bytes.
+    pub fn control_root_bytes(&self, command: u32, params: &mut [u8]) -> Result<(), RmError> {
+        self.control(self.root, command, params)
+    }
+
     fn control(&self, object: u32, command: u32, params: &mut [u8]) -> Result<(), RmError> {
         let mut argument = abi::Control {
             client: self.root,
@@ -205,6 +210,33 @@ impl RmClient {
         let error = io::Error::other(format!("Mapped at {mapped:#x} instead of {va:#x}"));
         self.unmap_dma(space, memory.handle, mapped, 0)?;
         Err(RmError::Os { call: abi::MapDma::NAME.into(), error })
+    }
+
+    /// Maps all `len` bytes of `memory`, through which kernels launch others, at a GPU virtual
+    /// address. Drivers before series 580 cannot.
+    pub fn map_launch_region(
+        &self,
+        space: &AddressSpace,
+        memory: &Object,
+        len: u64,
+        va: u64,
+    ) -> Result<(), RmError> {
+        if self.layout.map_dma != size_of::<abi::MapDma>() {
+            let call = abi::MapDma::NAME.into();
+            return Err(RmError::Status { call, status: status::NOT_SUPPORTED });
+        }
+        let mut argument = abi::MapDma {
+            client: self.root,
+            device: space.device.handle,
+            dma: space.range.handle,
+            memory: memory.handle,
+            length: len,
+            flags: flag::FIXED_VA | flag::KIND_OVERRIDE,
+            kind: flag::KIND_LAUNCH_REGION,
+            va,
+            ..Default::default()
+        };
+        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")
     }
 
     /// Makes a mapping with the form of this driver. Returns the GPU virtual address.

@@ -56,6 +56,8 @@ impl Notifier {
 pub(super) struct Channel {
     /// Registration with the doorbell poller, unless the guest rings itself.
     pub(super) registration: Option<Registration>,
+    /// Keeps the context share, which must outlive the channel.
+    pub(super) context_share: Option<Arc<Object>>,
     /// The channel, then its classes. Empty after the teardown.
     pub(super) objects: Vec<Arc<Object>>,
     pub(super) engine: EngineKind,
@@ -86,6 +88,7 @@ impl Channel {
     pub(super) fn tear_down(&mut self) {
         self.registration = None;
         while self.objects.pop().is_some() {}
+        self.context_share = None;
         self.userd = None;
     }
 

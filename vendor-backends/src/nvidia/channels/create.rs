@@ -12,16 +12,21 @@ use super::channel::{Channel, Notifier};
 use super::{Channels, Group, Running};
 use crate::nvidia::ctxsw_log;
 use crate::nvidia::memory::MemoryLocation;
-use crate::nvidia::rm_client::Object;
+use crate::nvidia::rm_client::{AddressSpace, Object};
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{class, control, flag};
 
+/// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_COMPUTE_CTA` and `_CILP`.
+const PREEMPT_BLOCKS: u32 = 1;
+const PREEMPT_INSTRUCTIONS: u32 = 2;
+
 impl Channels {
-    /// Creates a channel and schedules it. The caller has checked `spec`.
+    /// Creates a channel in `space`, and schedules it. The caller has checked `spec`.
     pub fn create(
         &mut self,
         spec: &ChannelSpec,
         userd: MemoryLocation,
+        space: &AddressSpace,
     ) -> Result<ChannelHandle, GpuError> {
         if self.count() >= self.limit {
             return Err(GpuError::Limit("channels"));
@@ -31,7 +36,7 @@ impl Channels {
         let next_id = self.next_id.checked_add(1).ok_or(GpuError::Limit("channels"))?;
         let notifier = self.free_notifiers.pop().ok_or(GpuError::Limit("channels"))?;
         notifier.clear();
-        let channel = match self.new_channel(spec, userd, notifier.clone()) {
+        let channel = match self.new_channel(spec, userd, space, notifier.clone()) {
             Ok(channel) => channel,
             Err(error) => {
                 self.free_notifiers.push(notifier);
@@ -56,21 +61,27 @@ impl Channels {
         &mut self,
         spec: &ChannelSpec,
         userd: MemoryLocation,
+        space: &AddressSpace,
         notifier: Arc<Notifier>,
     ) -> Result<Channel, GpuError> {
-        let (group, number) = self.group_of_engine(spec.engine)?;
-        let objects = self.alloc_channel(spec, &group, &userd, &notifier)?;
+        let number = self.group_of(spec, space)?;
+        let found = self.groups.iter().find(|group| group.number == number);
+        let group = found.ok_or(GpuError::NotFound("channel group"))?;
+        let objects = self.alloc_channel(spec, group, &userd, &notifier)?;
+        let context_share = group.context_share.clone();
         // The driver sets a preemption mode only in a group that has a compute class.
         let first = !self.by_id.values().any(|channel| channel.group == number);
-        if spec.engine == EngineKind::Compute && self.preempt_blocks && first {
-            self.preempt_at_blocks(&group)?;
+        let own = group.program.is_none() && spec.engine == EngineKind::Compute;
+        if own && self.preempt_blocks && first {
+            self.set_preemption(&group.object, PREEMPT_BLOCKS)?;
         }
         let mut token = u32::MAX;
         objects[0].control(control::TOKEN, &mut token)?;
         let registration = match (&self.poller, &userd.mapping) {
             (None, _) => None,
             (Some(poller), Some(mapping)) => {
-                Some(poller.add(Token(token), Arc::clone(mapping), userd.offset))
+                let wakes = spec.group.is_none();
+                Some(poller.add(Token(token), Arc::clone(mapping), userd.offset, wakes))
             }
             (Some(_), None) => {
                 return Err(GpuError::Unsupported("a USERD outside of guest memory"));
@@ -78,6 +89,7 @@ impl Channels {
         };
         Ok(Channel {
             registration,
+            context_share,
             objects,
             engine: spec.engine,
             group: number,
@@ -95,7 +107,7 @@ impl Channels {
     fn alloc_channel(
         &self,
         spec: &ChannelSpec,
-        group: &Arc<Object>,
+        group: &Group,
         userd: &MemoryLocation,
         notifier: &Notifier,
     ) -> Result<Vec<Arc<Object>>, GpuError> {
@@ -105,7 +117,8 @@ impl Channels {
             error: notifier.memory.handle(),
             gpfifo: spec.gpfifo.0,
             gpfifo_entries: spec.gpfifo_entries,
-            flags: flag::CHANNEL,
+            flags: if group.program.is_some() { flag::PROGRAM_CHANNEL } else { flag::CHANNEL },
+            context_share: group.context_share.as_ref().map_or(0, |share| share.handle()),
             engine,
             ..Default::default()
         };
@@ -113,7 +126,7 @@ impl Channels {
         params.userd_offset[0] = userd.offset;
         let bytes = rm_client.layout().channel;
         let params = &mut params.as_mut_bytes()[..bytes];
-        let channel = rm_client.alloc(Some(group), host::CLASS, Some(params), "channel")?;
+        let channel = rm_client.alloc(Some(&group.object), host::CLASS, Some(params), "channel")?;
         let class = |class: u32, params: Option<&mut [u8]>, name: &str| {
             rm_client.alloc(Some(&channel), class, params, name)
         };
@@ -131,47 +144,93 @@ impl Channels {
         Ok(objects)
     }
 
-    /// Lets the GPU preempt the group's kernels at thread-block boundaries.
-    fn preempt_at_blocks(&self, group: &Object) -> Result<(), GpuError> {
+    /// Lets the GPU preempt kernels of a channel's group at any instruction.
+    pub fn preempt_instructions(&self, id: ChannelId) -> Result<(), GpuError> {
+        let channel = self.by_id.get(&id).ok_or(GpuError::NotFound("channel"))?;
+        match self.groups.iter().find(|group| group.number == channel.group) {
+            Some(group) => self.set_preemption(&group.object, PREEMPT_INSTRUCTIONS),
+            // The group is lost, and the program gets to know it otherwise.
+            None => Ok(()),
+        }
+    }
+
+    /// Sets where the GPU may preempt the kernels of a group.
+    fn set_preemption(&self, group: &Object, compute: u32) -> Result<(), GpuError> {
         let mut mode = abi::PreemptionMode {
-            flags: 1,
+            flags: flag::SET_COMPUTE_PREEMPTION,
             object: group.handle(),
-            compute: 1,
+            compute,
             ..Default::default()
         };
         Ok(self.device.subdevice.control(control::PREEMPTION_MODE, &mut mode)?)
     }
 
-    /// Returns the group of an engine and its number. Creates the group if there is none.
-    fn group_of_engine(&mut self, engine: EngineKind) -> Result<(Arc<Object>, u32), GpuError> {
-        if let Some(group) = self.groups.iter().find(|group| group.engine == engine) {
-            return Ok((group.object.clone(), group.number));
+    /// Returns the number of the group that a channel belongs to. Creates the group if there is
+    /// none.
+    fn group_of(&mut self, spec: &ChannelSpec, space: &AddressSpace) -> Result<u32, GpuError> {
+        let same = |group: &&Group| match spec.group {
+            Some(number) => group.program == Some(number),
+            None => group.program.is_none() && group.engine == spec.engine,
+        };
+        if let Some(group) = self.groups.iter().find(same) {
+            if group.engine != spec.engine || group.space != spec.space {
+                return Err(GpuError::Invalid("a group with another engine or address space"));
+            }
+            return Ok(group.number);
         }
-        let now = Instant::now();
+        let (now, engine) = (Instant::now(), spec.engine);
         if self.backoff[engine as usize].must_wait(now) {
             return Err(GpuError::Limit("channels made again after faults; wait"));
         }
         if self.teardown_backoff[engine as usize].must_wait(now) {
             return Err(GpuError::Limit("channels made again after working ones; wait"));
         }
-        let mut params = abi::GroupParams {
-            va_space: self.space.space.handle(),
-            engine: self.engine_number(engine),
-            ..Default::default()
-        };
-        let params = Some(params.as_mut_bytes());
-        let device = &self.device;
-        let object =
-            device.rm_client.alloc(Some(&device.device), class::GROUP, params, "channel group")?;
+        let (object, context_share) = self.alloc_group(spec, space)?;
         // A new group is about to get work.
         self.idle[engine as usize] = false;
         self.last_group_number += 1;
         let number = self.last_group_number;
         let created_ns = ctxsw_log::clock_ns(&self.doorbell).unwrap_or_default();
-        let group =
-            Group { object: object.clone(), engine, number, created_ns, must_schedule: false };
+        let group = Group {
+            context_share,
+            object,
+            space: spec.space,
+            program: spec.group,
+            engine,
+            number,
+            created_ns,
+            must_schedule: false,
+        };
         self.apply_timeslice(&group)?;
         self.groups.push(group);
-        Ok((object, number))
+        Ok(number)
+    }
+
+    /// Allocates a group. The channels of programs compute in a subcontext, as libcuda's methods
+    /// expect.
+    fn alloc_group(
+        &self,
+        spec: &ChannelSpec,
+        space: &AddressSpace,
+    ) -> Result<(Arc<Object>, Option<Arc<Object>>), GpuError> {
+        let rm_client = &self.device.rm_client;
+        let in_subcontext = spec.group.is_some() && spec.engine == EngineKind::Compute;
+        let va_space = space.space.handle();
+        let mut params = abi::GroupParams {
+            va_space: if in_subcontext { 0 } else { va_space },
+            engine: self.engine_number(spec.engine),
+            ..Default::default()
+        };
+        let params = Some(params.as_mut_bytes());
+        let group =
+            rm_client.alloc(Some(&self.device.device), class::GROUP, params, "channel group")?;
+        if !in_subcontext {
+            return Ok((group, None));
+        }
+        let flags = flag::ASYNC_SUBCONTEXT;
+        let mut params = abi::ContextShareParams { va_space, flags, subcontext: 0 };
+        let params = Some(params.as_mut_bytes());
+        let share = rm_client.alloc(Some(&group), class::CONTEXT_SHARE, params, "context share")?;
+        Ok((group, Some(share)))
     }
 }

@@ -1,7 +1,8 @@
 //! Channels of a vGPU, and the channel groups that the GPU's runlists schedule.
 //!
-//! A vGPU has one group for each engine, so all of its channels on an engine share one time slice.
-//! In return, a fault of one channel makes the GPU tear down the whole group.
+//! A VM's vGPU has one group for each engine, so all of its channels on an engine share one time
+//! slice. In return, a fault of one channel makes the GPU tear down the whole group. CUDA programs
+//! make groups of their own.
 
 mod channel;
 mod create;
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelStatus, EngineKind, GpuError};
-use mdev_core::ids::{ChannelId, Token};
+use mdev_core::ids::{ChannelId, SpaceId, Token};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
@@ -23,7 +24,7 @@ use super::device::Device;
 use super::doorbell_poller::{self, DoorbellPoller, Registration};
 use super::fault_backoff::FaultBackoff;
 use super::rm::RmError;
-use super::rm_client::{AddressSpace, Object};
+use super::rm_client::Object;
 use super::sys::abi;
 use super::sys::numbers::{control, engine};
 use crate::mem::Mapping;
@@ -31,7 +32,14 @@ use crate::mem::Mapping;
 /// Channel group of one engine.
 #[derive(Debug)]
 struct Group {
+    // Freed before the group.
+    /// Selects the address space of the channels, in a compute group of a program.
+    context_share: Option<Arc<Object>>,
     object: Arc<Object>,
+    /// Address space of the channels.
+    space: SpaceId,
+    /// The group that a program made. None for the engine's own group.
+    program: Option<u32>,
     engine: EngineKind,
     number: u32,
     /// Time of creation, in nanoseconds of the GPU's clock.
@@ -55,7 +63,6 @@ pub struct Counters {
 #[derive(Debug)]
 pub struct Channels {
     device: Arc<Device>,
-    space: Arc<AddressSpace>,
     copy_engine: u32,
     preempt_blocks: bool,
     /// Maximum number of channels.
@@ -100,7 +107,6 @@ impl Channels {
     /// hides the filesystem later.
     pub fn new(
         device: Arc<Device>,
-        space: Arc<AddressSpace>,
         doorbell: Arc<Mapping>,
         poller: Option<Arc<DoorbellPoller>>,
         options: Options,
@@ -109,7 +115,6 @@ impl Channels {
         Ok(Self {
             free_notifiers: notifiers.collect::<Result<_, _>>()?,
             device,
-            space,
             copy_engine: options.copy_engine,
             preempt_blocks: options.preempt_blocks,
             limit: options.max_channels,
@@ -148,20 +153,25 @@ impl Channels {
         on_it.map(|(id, channel)| (*id, get(channel))).collect()
     }
 
-    /// Returns when the group of an engine was created, in nanoseconds of the GPU's clock. None if
-    /// its channels never got work.
+    /// Returns when the oldest group of an engine was created, in nanoseconds of the GPU's clock. None
+    /// if channels of the engine never got work.
     pub fn in_use_since(&self, engine: EngineKind) -> Option<u64> {
-        let group = self.groups.iter().find(|group| group.engine == engine)?;
-        let live = |channel: &&Channel| channel.group == group.number && channel.error == 0;
-        self.by_id.values().filter(live).any(Channel::was_used).then_some(group.created_ns)
+        let of_engine = self.groups.iter().filter(|group| group.engine == engine);
+        let in_use = of_engine.filter(|group| {
+            let live = |channel: &&Channel| channel.group == group.number && channel.error == 0;
+            self.by_id.values().filter(live).any(Channel::was_used)
+        });
+        in_use.map(|group| group.created_ns).min()
     }
 
-    /// Returns whether a channel is one of several of the compute engine.
+    /// Returns whether a channel is one of several in a group of the compute engine.
     pub fn shares_compute_group(&self, id: ChannelId) -> bool {
         let computes =
             |channel: &Channel| channel.engine == EngineKind::Compute && channel.error == 0;
-        self.by_id.get(&id).is_some_and(computes)
-            && self.by_id.iter().any(|(other, channel)| *other != id && computes(channel))
+        self.by_id.get(&id).filter(|channel| computes(channel)).is_some_and(|channel| {
+            let mut others = self.by_id.iter().filter(|(other, _)| **other != id);
+            others.any(|(_, other)| other.group == channel.group && computes(other))
+        })
     }
 
     /// Returns whether the vGPU ever had a channel.

@@ -120,7 +120,9 @@ impl Channels {
             if handles.is_empty() {
                 continue;
             }
-            self.disable(disable, &handles)?;
+            for handles in handles.chunks(abi::DisableChannels::MAX) {
+                self.disable(disable, handles)?;
+            }
             let live = self.by_id.values_mut().filter(|channel| channel.error == 0);
             live.for_each(|channel| channel.disabled = disable);
             if !disable {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{EngineKind, GpuError};
-use mdev_core::ids::{ChannelId, MemoryId};
+use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 
 use super::Channels;
 use super::channel::Channel;
@@ -183,5 +183,14 @@ impl Channels {
         }
         self.note_errors();
         self.drop_empty_groups();
+    }
+
+    /// Destroys the channels in an address space.
+    pub fn leave_space(&mut self, space: SpaceId, running: Running) -> Result<(), GpuError> {
+        let groups: Vec<_> = self.groups.iter().filter(|group| group.space == space).collect();
+        let numbers: Vec<u32> = groups.iter().map(|group| group.number).collect();
+        let of_space = self.by_id.iter().filter(|(_, c)| numbers.contains(&c.group));
+        let ids: Vec<_> = of_space.map(|(id, _)| *id).collect();
+        ids.into_iter().try_for_each(|id| self.destroy(id, running))
     }
 }

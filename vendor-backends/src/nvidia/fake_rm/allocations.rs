@@ -48,6 +48,10 @@ pub fn alloc(
                 return Err(status::INVALID_ARGUMENT);
             }
             object.engine = params.engine;
+            object.uses.extend((params.va_space != 0).then_some(params.va_space));
+        }
+        class::CONTEXT_SHARE => {
+            let params: abi::ContextShareParams = exact(params)?;
             object.uses = vec![params.va_space];
         }
         host::CLASS => alloc_channel(state, &mut object, &padded(params, layout.channel)?)?,
@@ -115,6 +119,19 @@ fn alloc_channel(
     }
     object.engine = params.engine;
     object.uses = vec![params.error, params.userd_memory[0]];
+    let group = state.objects.of_class(object.client, object.parent, class::GROUP)?;
+    match params.context_share {
+        // One of the two says what the channel sees.
+        0 if group.uses.is_empty() => return Err(status::INVALID_ARGUMENT),
+        0 => {}
+        share => {
+            let found = state.objects.of_class(object.client, share, class::CONTEXT_SHARE)?;
+            if found.parent != object.parent {
+                return Err(status::INVALID_OBJECT_PARENT);
+            }
+            object.uses.push(share);
+        }
+    }
     object.gpfifo = (params.gpfifo, params.gpfifo_entries);
     object.userd_offset = params.userd_offset[0];
     Ok(())

@@ -347,7 +347,7 @@ fn parent_class(of: u32) -> Option<u32> {
         | class::VIDEO_MEMORY
         | class::GROUP => class::DEVICE,
         class::USERMODE | class::OS_EVENT => class::SUBDEVICE,
-        host::CLASS => class::GROUP,
+        host::CLASS | class::CONTEXT_SHARE => class::GROUP,
         copy::CLASS | compute::CLASS => host::CLASS,
         _ => return None,
     })

@@ -249,6 +249,9 @@ impl FrontEnd {
                 Backing::Guest { memory: *memory, offset: start + offset }
             }
             Some((Backing::Vram { offset: start }, _)) => Backing::Vram { offset: start + offset },
+            Some((Backing::Allocated { memory, offset: start }, _)) => {
+                Backing::Allocated { memory: *memory, offset: start + offset }
+            }
             None => return Err(Stop::Status(status::INVALID_ARGUMENT)),
         };
         let space = self.space(gpu, file, root, space)?;

@@ -33,7 +33,6 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::UNNAMED_0080_028B,
     control::SET_TIMESLICE,
     control::SCHEDULE,
-    control::PREEMPTION_MODE,
     control::EXCEPTION_MASK,
     control::P2P_REGISTER_SPACE,
     control::P2P_REGISTER_MEMORY,
@@ -120,7 +119,7 @@ impl FrontEnd {
             control::NAME_STRING => self.name(control, 4, 128),
             control::SHORT_NAME_STRING => self.name(control, 0, 64),
             control::GID_INFO => self.gid(control),
-            control::FB_INFO => self.memory_info(control),
+            control::FB_INFO => self.memory_info(gpu, control),
             control::CLASS_ENGINE | control::CLASS_ENGINE_550 => self.class_engine(control),
             control::TOKEN => {
                 let token = self.channel(control)?.token.0;
@@ -133,7 +132,8 @@ impl FrontEnd {
                 let id = self.channel(control)?.id;
                 Ok(gpu.destroy_channel(id)?)
             }
-            command => match self.queries.query(command, &mut control.params) {
+            control::PREEMPTION_MODE => self.preemption_mode(gpu, control),
+            command => match self.query(gpu, command, &mut control.params) {
                 Some(status::OK) => Ok(()),
                 Some(status) => Err(Stop::Status(status)),
                 None => {
@@ -141,6 +141,25 @@ impl FrontEnd {
                     Err(Stop::Status(status::NOT_SUPPORTED))
                 }
             },
+        }
+    }
+
+    /// Answers a query by the GPU's driver, or as recorded.
+    fn query(&self, gpu: &mut dyn Client, command: u32, params: &mut [u8]) -> Option<u32> {
+        gpu.query_driver(command, params).or_else(|| self.queries.query(command, params))
+    }
+
+    /// `NV2080_CTRL_CMD_GR_SET_CTXSW_PREEMPTION_MODE` of a group. libcuda asks for preemption of
+    /// kernels at any instruction, once it has installed its trap handler.
+    fn preemption_mode(&self, gpu: &mut dyn Client, control: &Control) -> Result<(), Stop> {
+        let group = control.u32(4)?;
+        self.clients.object(control.file, control.root, group)?;
+        if control.u32(0)? & SET_COMPUTE == 0 || control.u32(12)? != PREEMPT_INSTRUCTIONS {
+            return Ok(());
+        }
+        match self.clients.channel_of_group(control.root, group) {
+            Some(channel) => Ok(gpu.preempt_instructions(channel)?),
+            None => Err(Stop::Status(status::INVALID_STATE)),
         }
     }
 
@@ -229,9 +248,9 @@ impl FrontEnd {
     }
 
     /// `NV2080_CTRL_CMD_FB_GET_INFO_V2`: the vGPU's memory instead of the GPU's.
-    fn memory_info(&self, control: &mut Control) -> Result<(), Stop> {
+    fn memory_info(&self, gpu: &mut dyn Client, control: &mut Control) -> Result<(), Stop> {
         let asked = control.params.clone();
-        if self.queries.query(control.command, &mut control.params) != Some(status::OK) {
+        if self.query(gpu, control.command, &mut control.params) != Some(status::OK) {
             return Err(WRONG_LENGTH);
         }
         let (total, free) = (self.memories.video_bytes(), self.memories.free_video_bytes());
@@ -292,6 +311,11 @@ const SLI_STATUS: u32 = 0x41;
 const ADDRESS_SPACE_SYSTEM: u32 = 1;
 /// `NV0000_CTRL_CMD_CLIENT_GET_ADDR_SPACE_TYPE_REGMEM`.
 const ADDRESS_SPACE_REGISTERS: u32 = 3;
+
+/// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_FLAGS_CILP_SET`.
+const SET_COMPUTE: u32 = 1;
+/// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_COMPUTE_CILP`.
+const PREEMPT_INSTRUCTIONS: u32 = 2;
 
 /// `NV2080_GPU_CMD_GPU_GET_GID_FLAGS_FORMAT`.
 const GID_FORMAT: u32 = 2;

@@ -27,8 +27,16 @@ pub struct StoreId(u32);
 /// Where the bytes of a memory object are.
 #[derive(Debug)]
 pub enum Place {
-    /// Video memory. No program can map it.
-    Video(Vec<Extent>),
+    /// Video memory that was not needed yet: a program may map it for the CPU first, which makes it
+    /// system memory.
+    Reserved {
+        /// Alignment in bytes.
+        align: u64,
+    },
+    /// Parts of the vGPU's video memory. No program can map it.
+    Partition(Vec<Extent>),
+    /// Video memory that the GPU's driver has allocated. No program can map it.
+    Allocated(MemoryId),
     /// A file that programs map.
     System {
         /// The file.
@@ -40,6 +48,8 @@ pub enum Place {
     },
     /// The doorbell page.
     Doorbell,
+    /// A region for launches by kernels, which belongs to its mapping.
+    LaunchRegion,
 }
 
 /// Bytes of a memory object.
@@ -60,7 +70,9 @@ struct Mapped {
 /// Stores and mappings of a vGPU.
 #[derive(Debug)]
 pub struct Memories {
-    video: VideoMemory,
+    partition: VideoMemory,
+    /// Video memory of all stores, in bytes.
+    used_video: u64,
     system_bytes: u64,
     max_system_bytes: u64,
     stores: BTreeMap<StoreId, Store>,
@@ -73,7 +85,8 @@ impl Memories {
     /// `max_system_bytes` of system memory.
     pub fn new(vram_bytes: u64, max_system_bytes: u64) -> Self {
         Self {
-            video: VideoMemory::new(vram_bytes),
+            partition: VideoMemory::new(vram_bytes),
+            used_video: 0,
             system_bytes: 0,
             max_system_bytes,
             stores: BTreeMap::new(),
@@ -84,12 +97,12 @@ impl Memories {
 
     /// Returns the size of video memory, in bytes.
     pub fn video_bytes(&self) -> u64 {
-        self.video.total()
+        self.partition.total()
     }
 
     /// Returns the free video memory, in bytes.
     pub fn free_video_bytes(&self) -> u64 {
-        self.video.free_bytes()
+        self.video_bytes().saturating_sub(self.used_video)
     }
 
     fn insert(&mut self, len: u64, place: Place) -> StoreId {
@@ -110,9 +123,11 @@ impl Memories {
         let unit = align.clamp(GRANULE, 2 << 20).next_power_of_two();
         let len = len.checked_next_multiple_of(unit).filter(|len| *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let extents = self.video.allocate(len, align);
-        let extents = extents.ok_or(Stop::Status(status::NO_MEMORY))?;
-        Ok((self.insert(len, Place::Video(extents)), len))
+        if len > self.free_video_bytes() {
+            return Err(Stop::Status(status::NO_MEMORY));
+        }
+        self.used_video += len;
+        Ok((self.insert(len, Place::Reserved { align }), len))
     }
 
     fn charge_system(&mut self, len: u64) -> Result<(), Stop> {
@@ -172,19 +187,42 @@ impl Memories {
         self.store(id).is_ok_and(|store| matches!(store.place, Place::Doorbell))
     }
 
-    /// Moves a store that a program is going to map out of video memory. Fails if it is mapped for
-    /// the GPU already.
+    /// Makes video memory that a program is going to map system memory. Fails if the GPU uses it
+    /// already.
     pub fn make_mappable(&mut self, id: StoreId) -> Result<(), Stop> {
         let Store { len, place, .. } = self.store(id)?;
-        let (len, Place::Video(extents)) = (*len, place) else { return Ok(()) };
-        let extents = extents.clone();
-        if self.mappings.values().any(|mapped| mapped.store == id) {
-            return Err(Stop::Status(status::NOT_SUPPORTED));
+        let len = *len;
+        match place {
+            Place::System { .. } | Place::Doorbell => return Ok(()),
+            Place::Partition(_) | Place::Allocated(_) | Place::LaunchRegion => {
+                return Err(Stop::Status(status::NOT_SUPPORTED));
+            }
+            Place::Reserved { .. } => {}
         }
         let file = self.new_file(len)?;
-        self.video.release(&extents);
+        self.used_video -= len;
         if let Some(store) = self.stores.get_mut(&id) {
             store.place = Place::System { file, start: 0, import: None };
+        }
+        Ok(())
+    }
+
+    /// Gives video memory to a store that has none yet: of the driver, or a part of the partition.
+    fn place_video(&mut self, gpu: &mut dyn Client, id: StoreId) -> Result<(), Stop> {
+        let Store { len, place: Place::Reserved { align }, .. } = *self.store(id)? else {
+            return Ok(());
+        };
+        let place = match gpu.allocate(len) {
+            Ok(memory) => Place::Allocated(memory),
+            Err(GpuError::Unsupported(_)) => {
+                let extents = self.partition.allocate(len, align);
+                Place::Partition(extents.ok_or(Stop::Status(status::NO_MEMORY))?)
+            }
+            Err(GpuError::Limit(_)) => return Err(Stop::Status(status::NO_MEMORY)),
+            Err(error) => return Err(error.into()),
+        };
+        if let Some(store) = self.stores.get_mut(&id) {
+            store.place = place;
         }
         Ok(())
     }
@@ -196,7 +234,7 @@ impl Memories {
                 let file = file.try_clone().map_err(|error| Stop::from(GpuError::from(error)))?;
                 Ok(Some((file, *start)))
             }
-            Place::Video(_) | Place::Doorbell => Ok(None),
+            _ => Ok(None),
         }
     }
 
@@ -219,6 +257,7 @@ impl Memories {
         offset: u64,
         len: u64,
     ) -> Result<Vec<(Backing, u64)>, Stop> {
+        self.place_video(gpu, id)?;
         let store = self.stores.get_mut(&id);
         let store = store.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
         if offset.checked_add(len).is_none_or(|end| end > store.len) {
@@ -235,7 +274,10 @@ impl Memories {
                 };
                 Ok(vec![(Backing::Guest { memory, offset }, len)])
             }
-            Place::Video(extents) => {
+            Place::Allocated(memory) => {
+                Ok(vec![(Backing::Allocated { memory: *memory, offset }, len)])
+            }
+            Place::Partition(extents) => {
                 let mut pieces = Vec::new();
                 let (mut skip, mut missing) = (offset, len);
                 for extent in extents.iter() {
@@ -249,7 +291,9 @@ impl Memories {
                 }
                 Ok(pieces)
             }
-            Place::Doorbell => Err(Stop::Status(status::INVALID_ARGUMENT)),
+            Place::Reserved { .. } | Place::Doorbell | Place::LaunchRegion => {
+                Err(Stop::Status(status::INVALID_ARGUMENT))
+            }
         }
     }
 
@@ -262,15 +306,8 @@ impl Memories {
         offset: u64,
         len: u64,
     ) -> Result<(), Stop> {
-        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        if len == 0 || !is_aligned(va | len | offset, PAGE_SIZE) {
-            return Err(Stop::Status(status::INVALID_ARGUMENT));
-        }
-        if self.mappings.len() >= MAX_STORES {
-            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
-        }
-        let before = self.mappings.range((space, 0)..(space, end)).next_back();
-        if before.is_some_and(|((_, start), mapped)| start + mapped.len > va) {
+        self.check_free(space, va, len)?;
+        if !is_aligned(offset, PAGE_SIZE) {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         let pieces = self.backing(gpu, id, offset, len)?;
@@ -290,6 +327,48 @@ impl Memories {
         }
         self.mappings.insert((space, va), Mapped { len, store: id });
         Ok(())
+    }
+
+    /// Checks that a mapping is possible.
+    fn check_free(&self, space: SpaceId, va: u64, len: u64) -> Result<(), Stop> {
+        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        if self.mappings.len() >= MAX_STORES {
+            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
+        }
+        let before = self.mappings.range((space, 0)..(space, end)).next_back();
+        if before.is_some_and(|((_, start), mapped)| start + mapped.len > va) {
+            return Err(Stop::Status(status::INVALID_ARGUMENT));
+        }
+        Ok(())
+    }
+
+    /// Maps a region for launches by kernels. On a GPU whose kernels launch none, it is ordinary
+    /// memory.
+    pub fn map_launch_region(
+        &mut self,
+        gpu: &mut dyn Client,
+        (space, va): (SpaceId, u64),
+        len: u64,
+    ) -> Result<(), Stop> {
+        self.check_free(space, va, len)?;
+        self.check_room()?;
+        match gpu.map_launch_region(space, GpuVa(va), len) {
+            Ok(()) => {
+                let store = self.insert(len, Place::LaunchRegion);
+                self.mappings.insert((space, va), Mapped { len, store });
+                Ok(())
+            }
+            Err(GpuError::Unsupported(_)) => {
+                let (store, _) = self.allocate_system(len)?;
+                let mapped = self.map(gpu, (space, va), store, 0, len);
+                self.release(gpu, store);
+                mapped
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Returns the store of the mapping that begins at an address.
@@ -339,15 +418,28 @@ impl Memories {
             return;
         }
         let Some(Store { len, place, .. }) = self.stores.remove(&id) else { return };
-        match place {
-            Place::Video(extents) => self.video.release(&extents),
+        let memory = match place {
+            Place::Reserved { .. } => {
+                self.used_video -= len;
+                None
+            }
+            Place::Partition(extents) => {
+                self.used_video -= len;
+                self.partition.release(&extents);
+                None
+            }
+            Place::Allocated(memory) => {
+                self.used_video -= len;
+                Some(memory)
+            }
             Place::System { import, .. } => {
                 self.system_bytes -= len;
-                if let Some(Err(error)) = import.map(|memory| gpu.release(memory)) {
-                    log::warn!("{error}");
-                }
+                import
             }
-            Place::Doorbell => {}
+            Place::Doorbell | Place::LaunchRegion => None,
+        };
+        if let Some(Err(error)) = memory.map(|memory| gpu.release(memory)) {
+            log::warn!("{error}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use cuda_socket::FileId;
 use mdev_core::gpu::{ChannelHandle, EngineKind};
-use mdev_core::ids::SpaceId;
+use mdev_core::ids::{ChannelId, SpaceId};
 
 use super::call::Stop;
 use super::memory::StoreId;
@@ -133,6 +133,15 @@ impl Clients {
         let client = self.by_root.get_mut(&root);
         let object = client.and_then(|client| client.objects.get_mut(&handle));
         object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+    }
+
+    /// Returns a channel of a channel group.
+    pub fn channel_of_group(&self, root: u32, group: u32) -> Option<ChannelId> {
+        let mut objects = self.by_root.get(&root)?.objects.values();
+        objects.find_map(|object| match object.kind {
+            Kind::Channel { handle, .. } if object.parent == group => Some(handle.id),
+            _ => None,
+        })
     }
 
     /// Returns the class of an object, or of the client itself.

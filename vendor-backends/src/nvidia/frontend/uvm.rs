@@ -199,19 +199,15 @@ impl FrontEnd {
         Ok(())
     }
 
-    /// Maps the region through which kernels launch others. Its content is the GPU's alone.
+    /// Maps the region through which kernels launch others.
     fn dynamic_parallelism(
         &mut self,
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
-        let spaces = self.spaces(call)?;
-        let (store, _) = self.memories.allocate_system(len)?;
-        let mapped =
-            spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
-        self.memories.release(gpu, store);
-        mapped
+        let mut spaces = self.spaces(call)?.into_iter();
+        spaces.try_for_each(|space| self.memories.map_launch_region(gpu, (space, va), len))
     }
 }
 

@@ -37,11 +37,6 @@ impl VideoMemory {
         self.total
     }
 
-    /// Returns the free part of video memory, in bytes.
-    pub fn free_bytes(&self) -> u64 {
-        self.free_bytes
-    }
-
     /// Allocates `len` bytes, a multiple of [`GRANULE`], in extents that begin and end at multiples
     /// of `align` where possible. Returns `None` if less is free.
     pub fn allocate(&mut self, len: u64, align: u64) -> Option<Vec<Extent>> {
@@ -122,7 +117,7 @@ mod tests {
         }
         let extents = memory.allocate(4 * GRANULE, 0).unwrap();
         assert_eq!(extents.len(), 4);
-        assert_eq!(memory.free_bytes(), 0);
+        assert_eq!(memory.free_bytes, 0);
         assert_eq!(memory.allocate(GRANULE, 0), None);
     }
 
@@ -146,7 +141,7 @@ mod tests {
                 prop_assert!(all.windows(2).all(|pair| pair[0].offset + pair[0].len <= pair[1].offset));
                 prop_assert!(all.iter().all(|extent| extent.offset + extent.len <= total));
                 let used: u64 = all.iter().map(|extent| extent.len).sum();
-                prop_assert_eq!(memory.free_bytes(), total - used);
+                prop_assert_eq!(memory.free_bytes, total - used);
             }
             for extents in held {
                 memory.release(&extents);

@@ -272,6 +272,10 @@ pub mod flag {
     pub const PAGE_4K: u32 = 1 << 8;
     /// `NVOS46_FLAGS_CACHE_SNOOP`.
     pub const SNOOP: u32 = 1 << 4;
+    /// `NVOS46_FLAGS_PAGE_KIND_OVERRIDE_YES`.
+    pub const KIND_OVERRIDE: u32 = 1 << 19;
+    /// `NV_MMU_PTE_KIND_SMSKED_MESSAGE`.
+    pub const KIND_LAUNCH_REGION: u32 = 0xf;
     /// `NVOS46_FLAGS_ACCESS_READ_ONLY`.
     pub const READ_ONLY: u32 = 1;
     /// `NVOS33_FLAGS_ACCESS_READ_ONLY`.
@@ -283,6 +287,13 @@ pub mod flag {
     pub const PERSISTENT: u32 = 0x1_0000;
     /// `NVOS04_FLAGS`: no physical copies, no privilege, and a timeout for semaphore acquires.
     pub const CHANNEL: u32 = DENY_PHYSICAL | DENY_PRIVILEGE | ACQUIRE_TIMEOUT;
+    /// The same for channels of programs, which wait in semaphore acquires for as long as other
+    /// channels work.
+    pub const PROGRAM_CHANNEL: u32 = DENY_PHYSICAL | DENY_PRIVILEGE;
+    /// `NV_CTXSHARE_ALLOCATION_FLAGS_SUBCONTEXT_ASYNC`.
+    pub const ASYNC_SUBCONTEXT: u32 = 1;
+    /// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_FLAGS_CILP_SET`.
+    pub const SET_COMPUTE_PREEMPTION: u32 = 1;
     /// `NVOS04_FLAGS_DENY_PHYSICAL_MODE_CE`.
     pub const DENY_PHYSICAL: u32 = 1 << 7;
     /// `NVOS04_FLAGS_CHANNEL_DENY_AUTH_LEVEL_PRIV`.

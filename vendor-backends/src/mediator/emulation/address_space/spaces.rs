@@ -224,6 +224,8 @@ fn slot_of(backing: Backing) -> Result<(Slot, u64), Refusal> {
     match backing {
         Backing::Vram { offset } => Ok((Slot::VRAM, offset)),
         Backing::Guest { memory, offset } => Ok((Slot::try_from(memory)?, offset)),
+        // Only GPUs with a driver have allocations.
+        Backing::Allocated { .. } => Err(Refusal::NoMemory),
     }
 }
 

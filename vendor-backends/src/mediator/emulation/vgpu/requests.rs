@@ -111,7 +111,7 @@ impl Vgpu {
         }
         state.check_group(spec)?;
         let memory = match spec.userd {
-            Backing::Vram { .. } => None,
+            Backing::Vram { .. } | Backing::Allocated { .. } => None,
             Backing::Guest { memory, .. } => Some(memory),
         };
         let (mapping, offset) = state.spaces.locate(spec.userd)?;

@@ -53,6 +53,11 @@ structure!(
 );
 
 structure!(
+    /// `NV_CTXSHARE_ALLOCATION_PARAMETERS`.
+    ContextShareParams { va_space: u32, flags: u32, subcontext: u32, }
+);
+
+structure!(
     /// `NV_CHANNEL_ALLOC_PARAMS`. The reserved fields are internal to the driver.
     ChannelParams {
         error: u32,
@@ -138,6 +143,7 @@ sizes! {
     VaSpaceParams = 56;
     VirtualParams = 24;
     GroupParams = 20;
+    ContextShareParams = 12;
     ChannelParams = 376;
     MemoryParams = 128;
     EventParams = 24;

@@ -85,6 +85,11 @@ structure!(
     Pair { first: u32, second: u32, }
 );
 
+impl DisableChannels {
+    /// Maximum number of channels in one call (`NV2080_CTRL_FIFO_DISABLE_CHANNELS_MAX_ENTRIES`).
+    pub const MAX: usize = 64;
+}
+
 sizes! {
     IdInfo = 32;
     FbInfo = 1028;

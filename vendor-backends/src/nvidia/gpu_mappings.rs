@@ -1,0 +1,192 @@
+//! Address space of a vGPU, and its mappings.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use mdev_core::abi::mailbox::{VA_END, VA_START};
+use mdev_core::gpu::{CREATED_VA_END, GpuError};
+use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
+use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
+
+use super::memory::MemoryLocation;
+use super::rm_client::{AddressSpace, Object, RmClient};
+use super::sys::numbers::flag;
+
+/// Page size of video memory. Mappings aligned to it need the fewest page table entries.
+const HUGE_PAGE: u64 = 2 * MIB;
+
+/// Maximum number of mappings of an address space, and of the pieces that partial unmaps leave of
+/// them. Each is an object of the driver, in kernel memory.
+const MAX_MAPPINGS: usize = 65_536;
+
+/// Mapping in an address space.
+#[derive(Debug)]
+struct GpuMapping {
+    len: u64,
+    object: Arc<Object>,
+    memory: Option<MemoryId>,
+}
+
+/// Address space with its mappings by their virtual address.
+#[derive(Debug)]
+pub struct GpuMappings {
+    rm_client: Arc<RmClient>,
+    space: Arc<AddressSpace>,
+    range: (u64, u64),
+    mappings: BTreeMap<u64, GpuMapping>,
+}
+
+impl GpuMappings {
+    /// Creates an address space without mappings.
+    pub fn new(rm_client: Arc<RmClient>, id: SpaceId, space: Arc<AddressSpace>) -> Self {
+        let default = id == SpaceId::DEFAULT;
+        let range = if default { (VA_START, VA_END) } else { (PAGE_SIZE, CREATED_VA_END) };
+        Self { rm_client, space, range, mappings: BTreeMap::new() }
+    }
+
+    /// Returns the driver's address space.
+    pub fn space(&self) -> &Arc<AddressSpace> {
+        &self.space
+    }
+
+    /// Removes the mappings of an import or an allocation.
+    pub fn forget_memory(&mut self, memory: MemoryId) {
+        let of_memory = self.mappings.iter().filter(|(_, mapping)| mapping.memory == Some(memory));
+        let vas: Vec<u64> = of_memory.map(|(va, _)| *va).collect();
+        for va in vas {
+            self.drop_mapping(va);
+        }
+    }
+
+    fn drop_mapping(&mut self, va: u64) {
+        if let Some(mapping) = self.mappings.remove(&va) {
+            let handle = mapping.object.handle();
+            if let Err(error) = self.rm_client.unmap_dma(&self.space, handle, va, 0) {
+                log::warn!("{error}");
+            }
+        }
+    }
+
+    /// Removes all mappings.
+    pub fn unmap_all(&mut self) {
+        while let Some(va) = self.mappings.keys().next().copied() {
+            self.drop_mapping(va);
+        }
+    }
+
+    /// Maps `len` bytes from `location` at `va`.
+    pub fn map(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        location: MemoryLocation,
+        writable: bool,
+    ) -> Result<(), GpuError> {
+        self.check_free(va, len, location.offset)?;
+        let GpuVa(va) = va;
+        let MemoryLocation { object, offset, memory, mapping } = location;
+        let mut flags = if writable { 0 } else { flag::READ_ONLY };
+        match mapping {
+            Some(_) => flags |= flag::PAGE_4K | flag::SNOOP,
+            None if is_aligned(va | len | offset, HUGE_PAGE) => {}
+            None => flags |= flag::PAGE_4K,
+        }
+        self.rm_client.map_dma(&self.space, &object, offset, len, va, flags)?;
+        self.mappings.insert(va, GpuMapping { len, object, memory });
+        Ok(())
+    }
+
+    /// Maps the whole of `object`, whose content belongs to the GPU's launches by kernels.
+    pub fn map_launch_region(
+        &mut self,
+        va: GpuVa,
+        len: u64,
+        object: Arc<Object>,
+    ) -> Result<(), GpuError> {
+        self.check_free(va, len, 0)?;
+        self.rm_client.map_launch_region(&self.space, &object, len, va.0)?;
+        self.mappings.insert(va.0, GpuMapping { len, object, memory: None });
+        Ok(())
+    }
+
+    /// Checks that a mapping at `va` is possible.
+    fn check_free(&self, GpuVa(va): GpuVa, len: u64, offset: u64) -> Result<(), GpuError> {
+        if len == 0 || !is_aligned(va | len | offset, PAGE_SIZE) {
+            return Err(GpuError::Invalid("a GPU mapping must consist of whole pages"));
+        }
+        let (first, limit) = self.range;
+        let end = va.checked_add(len).filter(|end| va >= first && *end <= limit);
+        let end = end.ok_or(GpuError::OutOfRange("GPU virtual address"))?;
+        if let Some((last, mapping)) = self.mappings.range(..end).next_back()
+            && last + mapping.len > va
+        {
+            let first = self.first_overlap(va, end).unwrap_or(*last);
+            return Err(GpuError::Overlap(GpuVa(first.max(va))));
+        }
+        if self.mappings.len() >= MAX_MAPPINGS {
+            return Err(GpuError::Limit("mappings"));
+        }
+        Ok(())
+    }
+
+    /// Returns the start of the first mapping that overlaps a range.
+    fn first_overlap(&self, va: u64, end: u64) -> Option<u64> {
+        let before = self.mappings.range(..=va).next_back();
+        let before = before.filter(|(start, mapping)| *start + mapping.len > va);
+        before.or_else(|| self.mappings.range(va..end).next()).map(|(start, _)| *start)
+    }
+
+    /// Unmaps a range, which may cover parts of mappings.
+    pub fn unmap(&mut self, GpuVa(va): GpuVa, len: u64) -> Result<(), GpuError> {
+        if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
+            return Err(GpuError::Invalid("a GPU mapping must be removed in whole pages"));
+        }
+        let end = va.checked_add(len).ok_or(GpuError::OutOfRange("GPU virtual address"))?;
+        let mut parts = Vec::new();
+        let mut at = va;
+        while at < end {
+            let found = self.mappings.range(..=at).next_back();
+            let Some((start, mapping)) = found.filter(|(start, m)| *start + m.len > at) else {
+                return Err(GpuError::NotFound("mapping"));
+            };
+            let part_end = end.min(start + mapping.len);
+            // Only a hole within one mapping leaves more pieces than there were.
+            let is_hole = at > *start && part_end < start + mapping.len;
+            if is_hole && self.mappings.len() >= MAX_MAPPINGS {
+                return Err(GpuError::Limit("mappings: unmap whole mappings"));
+            }
+            parts.push((*start, at, part_end));
+            at = part_end;
+        }
+        for (start, from, to) in parts {
+            self.unmap_part(start, from, to)?;
+        }
+        Ok(())
+    }
+
+    /// Unmaps `from..to` of the mapping that begins at `start`.
+    fn unmap_part(&mut self, start: u64, from: u64, to: u64) -> Result<(), GpuError> {
+        let Some(mapping) = self.mappings.get(&start) else { return Ok(()) };
+        let whole = from == start && to == start + mapping.len;
+        let size = if whole { 0 } else { to - from };
+        let handle = mapping.object.handle();
+        self.rm_client.unmap_dma(&self.space, handle, from, size)?;
+        let Some(mapping) = self.mappings.remove(&start) else { return Ok(()) };
+        let GpuMapping { len, object, memory } = mapping;
+        if from > start {
+            let before = GpuMapping { len: from - start, object: object.clone(), memory };
+            self.mappings.insert(start, before);
+        }
+        if to < start + len {
+            self.mappings.insert(to, GpuMapping { len: start + len - to, object, memory });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for GpuMappings {
+    fn drop(&mut self) {
+        // Memory must be unmapped before it is unpinned or freed.
+        self.unmap_all();
+    }
+}
