@@ -47,8 +47,6 @@ pub struct WorkerSpec {
 pub struct ProgramsSpec {
     /// Name of the GPU.
     pub name: String,
-    /// Version of NVIDIA's driver, which is that of the programs' libcuda.
-    pub driver: String,
 }
 
 /// Request to a worker.

@@ -65,6 +65,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
+    let driver = client.driver().map(str::to_owned);
     let mut function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be created", spec.function.vgpu))?;
     // A client of a GPU process has no device file. Others call the driver by ioctl.
@@ -74,7 +75,8 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
 
     let programs = match (&spec.programs, programs) {
         (Some(programs), Some(listener)) => {
-            Some(Programs::new(&spec, programs, SeqPacketListener::from(listener))?)
+            let listener = SeqPacketListener::from(listener);
+            Some(Programs::new(&spec, programs, driver.as_deref(), listener)?)
         }
         _ => None,
     };

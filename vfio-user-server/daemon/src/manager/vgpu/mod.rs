@@ -18,8 +18,6 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use vendor_backends::nvidia::frontend::DRIVER_WITHOUT_GPU;
-
 use super::backoff::Backoff;
 use super::environment::Environment;
 use super::run_dir::{self, RunDir};
@@ -198,10 +196,10 @@ impl Vgpu {
             core: self.settings.share.core.map(Core::get),
             owner: self.owner.uid,
             manager: Account::own().uid,
-            programs: self.profile.programs.then(|| ProgramsSpec {
-                name: format!("Tessera {}", self.profile.name),
-                driver: DRIVER_WITHOUT_GPU.into(),
-            }),
+            programs: self
+                .profile
+                .programs
+                .then(|| ProgramsSpec { name: format!("Tessera {}", self.profile.name) }),
         }
     }
 

@@ -38,11 +38,11 @@ pub fn page(client: &mut dyn Client) -> io::Result<(OwnedFd, u64)> {
 }
 
 impl Doorbell {
-    /// Starts to watch the doorbell page of a client.
-    pub fn start(client: &mut dyn Client) -> Result<Self> {
+    /// Starts to watch the doorbell page of a client. `None` if its engine needs no wake-up.
+    pub fn start(client: &mut dyn Client) -> Result<Option<Self>> {
         let (page, offset) = page(client).context("It cannot be mapped")?;
         let page = Mapping::new(std::os::fd::AsFd::as_fd(&page), offset, PAGE_BYTES, true)?;
-        let wake = client.wake_event().context("The engine needs no wake-up")?;
+        let Some(wake) = client.wake_event() else { return Ok(None) };
         let wake = wake.try_clone_to_owned()?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
@@ -63,7 +63,7 @@ impl Doorbell {
                 pause = SHORTEST;
             }
         })?;
-        Ok(Self { stop, thread: Some(thread) })
+        Ok(Some(Self { stop, thread: Some(thread) }))
     }
 }
 

@@ -22,7 +22,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
 use vendor_backends::nvidia::frontend::identity::Identity;
 use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, FrontEnd, Mapped, Outcome};
+use vendor_backends::nvidia::frontend::{Classes, DRIVER_WITHOUT_GPU, FrontEnd, Mapped, Outcome};
 use vendor_backends::nvidia::version::Layout;
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
 
@@ -80,6 +80,8 @@ pub struct Programs {
 struct FrontEndSpec {
     vgpu: VgpuId,
     programs: ProgramsSpec,
+    /// Version of the driver.
+    driver: String,
     vram_bytes: u64,
     max_system_bytes: u64,
 }
@@ -89,22 +91,24 @@ impl FrontEndSpec {
         let identity = Identity {
             vgpu: self.vgpu,
             name: self.programs.name.clone(),
-            driver: self.programs.driver.clone(),
+            driver: self.driver.clone(),
             pci_ids: PCI_IDS,
             address: PCI_ADDRESS,
             vram_bytes: self.vram_bytes,
         };
-        let layout = Layout::of_programs(&self.programs.driver)?;
+        let layout = Layout::of_programs(&self.driver)?;
         let queries = Box::new(Recorded::hopper()?);
         Ok(FrontEnd::new(identity, layout, Classes::hopper(), queries, self.max_system_bytes))
     }
 }
 
 impl Programs {
-    /// Creates the programs' side of a vGPU. The listener becomes non-blocking.
+    /// Creates the programs' side of a vGPU on a GPU with this version of the driver. The listener
+    /// becomes non-blocking.
     pub fn new(
         spec: &WorkerSpec,
         programs: &ProgramsSpec,
+        driver: Option<&str>,
         listener: SeqPacketListener,
     ) -> Result<Self> {
         fcntl(&listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
@@ -112,6 +116,7 @@ impl Programs {
         let new_front_end = FrontEndSpec {
             vgpu: spec.function.vgpu,
             programs: programs.clone(),
+            driver: driver.unwrap_or(DRIVER_WITHOUT_GPU).to_owned(),
             vram_bytes: spec.client.vram_bytes,
             max_system_bytes: spec.client.max_import_bytes,
         };
@@ -171,7 +176,7 @@ impl Programs {
             function.attach();
             self.doorbell = Doorbell::start(function.client_mut())
                 .inspect_err(|error| log::warn!("The doorbell cannot be watched: {error:#}"))
-                .ok();
+                .unwrap_or(None);
         }
         let source = self.next_source();
         self.connections.insert(source, Connection { socket, process, greeted: false });
