@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 mod program;
+mod recording;
+mod replay;
 
 use cuda_socket::{FileId, Node};
 use mdev_core::abi::host::{self, GpEntry};
@@ -125,8 +127,8 @@ fn memory_ends_with_the_partition() {
     let free = words(&[root, device, memory, 0xffff]);
     program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
     assert_eq!(info(&mut program), [VRAM, 2 * MIB]);
-    let va = [PROGRAM_VA as u32, (PROGRAM_VA >> 32) as u32, 0, 0xffff];
-    assert_eq!(word(&program.uvm(34, &va, 16), 2), 0);
+    let va = [PROGRAM_VA as u32, (PROGRAM_VA >> 32) as u32, 0, 0, 0xffff, 0];
+    assert_eq!(word(&program.uvm(34, &va, 24), 4), 0);
     assert_eq!(info(&mut program), [VRAM, VRAM]);
 }
 
@@ -177,6 +179,20 @@ fn a_programs_own_pages_become_memory_of_the_gpu() {
     let done = program.ioctl_with(GPU, 0xc038_4627, argument, None, &[]);
     assert_eq!((done.errno, word(&done.argument, 10)), (0, 0));
     assert_eq!(program.map_for_gpu(root, 0x60, 0x7fff_0000_0000, 2 * MIB), 0);
+}
+
+#[test]
+fn a_list_behind_a_pointer_is_answered() {
+    let mut program = Program::start();
+    let context = program.context();
+    // Indices and data begin behind the parameters.
+    let mut params = words(&[3, 0, program::PARAMS as u32 + 32, 0, 0, 0, 0, 0]);
+    params.extend(words(&[0xc, 7, 0x2c, 7, 0, 7]));
+    let argument = words(&[context.root, context.subdevice, 0x2080_1201, 0, 0, 0, 32, 0xffff]);
+    let done = program.ioctl_with(CONTROL, 0xc020_462a, argument, Some(16), &params);
+    assert_eq!((done.errno, word(&done.argument, 7)), (0, 0));
+    // Compute capability 9.0 and 64 subcontexts.
+    assert_eq!(done.params[32..], words(&[0xc, 0x900, 0x2c, 64, 0, 0]));
 }
 
 fn request() -> impl Strategy<Value = u32> {

@@ -33,7 +33,7 @@ pub const CONTROL_FD: u32 = 11;
 pub const GPU_FD: u32 = 12;
 
 /// Address of parameters in the program.
-const PARAMS: u64 = 0x7000_0000;
+pub const PARAMS: u64 = 0x7000_0000;
 
 /// A vGPU of a software GPU, and a program on it.
 pub struct Program {
@@ -56,38 +56,42 @@ pub struct Result {
 impl Program {
     /// Starts a program with all of its device files open.
     pub fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("admin.sock");
-        let listener = SeqPacketListener::bind(&path).unwrap();
-        let gpu = Arc::new(SoftGpu::new("soft0", 256 * MIB));
-        thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
-        let mut gpu = MediatedGpu::connect(&path).unwrap();
-        let vgpu = VgpuId::random();
-        let spec = ClientSpec {
-            vgpu,
-            vram_bytes: VRAM,
-            framebuffer_bytes: 0,
-            max_channels: 8,
-            max_import_bytes: 256 * MIB,
-        };
-        let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
         let identity = Identity {
-            vgpu,
+            vgpu: VgpuId::random(),
             name: "Test".into(),
             driver: "550.163.01".into(),
             pci_ids: (0x10de, 0x2335),
             address: (0, 6),
             vram_bytes: VRAM,
         };
-        let layout = Layout::of_programs(&identity.driver).unwrap();
-        let queries = Box::new(Recorded::hopper().unwrap());
-        let front_end = FrontEnd::new(identity, layout, Classes::hopper(), queries, 256 * MIB);
-        let shared = BTreeMap::new();
-        let mut program = Self { front_end, client, shared, _gpu: gpu, _folder: folder };
+        let mut program = Self::of(identity, 8);
         for (file, node) in [(CONTROL, Node::Control), (GPU, Node::Gpu(0)), (UVM, Node::Uvm)] {
             program.front_end.open(file, node).unwrap();
         }
         program
+    }
+
+    /// Starts a program without open files on a vGPU.
+    pub fn of(identity: Identity, max_channels: u32) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("admin.sock");
+        let listener = SeqPacketListener::bind(&path).unwrap();
+        let gpu = Arc::new(SoftGpu::new("soft0", identity.vram_bytes.max(256 * MIB)));
+        thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
+        let mut gpu = MediatedGpu::connect(&path).unwrap();
+        let spec = ClientSpec {
+            vgpu: identity.vgpu,
+            vram_bytes: identity.vram_bytes,
+            framebuffer_bytes: 0,
+            max_channels,
+            max_import_bytes: 256 * MIB,
+        };
+        let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+        let layout = Layout::of_programs(&identity.driver).unwrap();
+        let queries = Box::new(Recorded::hopper().unwrap());
+        let front_end = FrontEnd::new(identity, layout, Classes::hopper(), queries, 256 * MIB);
+        let shared = BTreeMap::new();
+        Self { front_end, client, shared, _gpu: gpu, _folder: folder }
     }
 
     /// Carries out an ioctl with an argument that has a pointer to `params` at `pointer`.

@@ -12,7 +12,7 @@ use super::call::{Call, Stop, get_u32, put_u32, put_u64};
 use super::memory::StoreId;
 use super::objects::{Kind, Object};
 use crate::nvidia::sys::abi::{
-    AllocMemory, ChannelParams, EventParams, GroupParams, MemoryParams, VaSpaceParams,
+    AllocMemory, ChannelParams, CopyParams, EventParams, GroupParams, MemoryParams, VaSpaceParams,
 };
 use crate::nvidia::sys::numbers::{class, engine, status};
 
@@ -32,7 +32,6 @@ const PASSIVE: &[u32] = &[
     class::DEBUGGER,
     class::CONFIDENTIAL_COMPUTE,
     class::SMC_MONITOR_SESSION,
-    class::VIRTUAL_MEMORY,
 ];
 
 /// An allocation in progress.
@@ -67,7 +66,8 @@ impl FrontEnd {
         call.set_u32(status_at, status::OK)?;
         if [class::ROOT, class::ROOT_CLIENT, class::CLIENT].contains(&new.class) {
             let root = self.clients.create(file)?;
-            return call.set_u32(8, root);
+            call.set_u32(8, root)?;
+            return call.set_u32(12, class::CLIENT);
         }
         self.clients.check_new(file, new.root, new.parent, new.handle)?;
         let kind = self.new_object(gpu, call, new)?;
@@ -95,12 +95,10 @@ impl FrontEnd {
             }
             class if self.classes.channel == class => self.new_channel(gpu, call, new),
             class if class == self.classes.compute || class == self.classes.copy => {
-                let parent = self.clients.object(new.file, new.root, new.parent)?;
-                match parent.kind {
-                    Kind::Channel { .. } => Ok(Kind::Passive),
-                    _ => Err(Stop::Status(status::INVALID_OBJECT_PARENT)),
-                }
+                self.new_engine_object(call, new)
             }
+            class::VIRTUAL_MEMORY => new_virtual_memory(call, new.params),
+            class::DISPLAY => Err(Stop::Status(status::NOT_SUPPORTED)),
             class if PASSIVE.contains(&class) => Ok(Kind::Passive),
             class => {
                 self.refusals.note("class", class);
@@ -109,13 +107,28 @@ impl FrontEnd {
         }
     }
 
+    /// Creates an object of a channel, through which methods reach an engine.
+    fn new_engine_object(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let parent = self.clients.object(new.file, new.root, new.parent)?;
+        let &Kind::Channel { engine, .. } = &parent.kind else {
+            return Err(Stop::Status(status::INVALID_OBJECT_PARENT));
+        };
+        if new.class == self.classes.compute || new.params == 0 {
+            return Ok(Kind::Engine(engine));
+        }
+        let params = call.block(new.params, size_of::<CopyParams>())?;
+        let params = CopyParams::read_from_bytes(&params).map_err(|_| Stop::INVALID)?;
+        // The first version has the number of a copy engine, the second that of an engine.
+        let first = if params.version == 0 { engine::COPY0 } else { 0 };
+        Ok(Kind::Engine(first.saturating_add(params.engine)))
+    }
+
     fn new_space(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
         let len = self.layout.va_space;
         let mut bytes = call.block(new.params, len)?;
         bytes.resize(size_of::<VaSpaceParams>(), 0);
         let params = VaSpaceParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
-        // As the driver answers: the end of the address space, and flags cleared.
-        put_u32(&mut bytes, 4, 0);
+        // As the driver answers: the size of the address space.
         put_u64(&mut bytes, 8, super::VA_END - params.base.max(PAGE_SIZE));
         bytes.truncate(len);
         call.write_block(new.params, bytes);
@@ -139,7 +152,7 @@ impl FrontEnd {
             params.alignment = PAGE_SIZE;
             (store, len)
         };
-        (params.size, params.limit, params.format) = (len, len - 1, 6);
+        (params.size, params.limit, params.format) = (len, len - 1, attr::FORMAT);
         call.write_block(new.params, zerocopy::IntoBytes::as_bytes(&params).to_vec());
         Ok(Kind::Memory(store))
     }
@@ -293,6 +306,17 @@ impl FrontEnd {
     }
 }
 
+/// Creates a range of addresses, which programs only describe: mappings have fixed addresses.
+fn new_virtual_memory(call: &mut Call<'_>, address: u64) -> Result<Kind, Stop> {
+    let bytes = call.block(address, size_of::<MemoryParams>())?;
+    let mut params = MemoryParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+    (params.attr, params.attr2, params.format) = (attr::VIRTUAL, attr::VIDEO_2, attr::FORMAT);
+    (params.range_lo, params.range_hi) = (params.offset, u32::MAX.into());
+    (params.alignment, params.limit) = (2 << 20, params.size.saturating_sub(1));
+    call.write_block(address, zerocopy::IntoBytes::as_bytes(&params).to_vec());
+    Ok(Kind::Passive)
+}
+
 /// Returns the engine of a channel group for a number (`NV2080_ENGINE_TYPE_*`).
 fn engine_kind(number: u32) -> Result<EngineKind, Stop> {
     match number {
@@ -308,6 +332,10 @@ fn engine_kind(number: u32) -> Result<EngineKind, Stop> {
 mod attr {
     /// Video memory, in contiguous huge pages.
     pub const VIDEO: u32 = 0x1180_0000;
+    /// Addresses for huge pages.
+    pub const VIRTUAL: u32 = 0x1600_0000;
+    /// Format of memory without one, as answered.
+    pub const FORMAT: u32 = 6;
     /// Huge pages of 2 MiB, not cached elsewhere.
     pub const VIDEO_2: u32 = 0x0010_0005;
     /// `NVOS32_ATTR_PAGE_SIZE`.

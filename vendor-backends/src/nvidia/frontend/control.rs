@@ -38,7 +38,6 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::P2P_REGISTER_MEMORY,
     control::P2P_UNREGISTER_MEMORY,
     control::STATUS_PAGE_POLL,
-    control::GR_INFO,
     control::P2P_CAPS_MATRIX,
 ];
 
@@ -63,7 +62,7 @@ impl Control {
 }
 
 /// The parameters have the wrong length.
-const WRONG_LENGTH: Stop = Stop::Status(status::INVALID_PARAM_STRUCT);
+pub(super) const WRONG_LENGTH: Stop = Stop::Status(status::INVALID_PARAM_STRUCT);
 
 impl FrontEnd {
     /// Carries out `NV_ESC_RM_CONTROL`.
@@ -116,6 +115,15 @@ impl FrontEnd {
             }
             control::DRAIN_STATE => self.check_gpu_id(control.u32(0)?),
             control::ADDRESS_SPACE_TYPE => self.address_space_type(control),
+            control::GR_INFO_V1 => {
+                self.list_behind_pointer(call, control::GR_INFO, &control.params)
+            }
+            control::BUS_INFO_V1 => {
+                self.list_behind_pointer(call, control::BUS_INFO, &control.params)
+            }
+            control::TIME_CORRELATION => self.time_correlation(&mut control.params),
+            // No processes.
+            control::PIDS => control.set(8, 0),
             control::NAME_STRING => self.name(control, 4, 128),
             control::SHORT_NAME_STRING => self.name(control, 0, 64),
             control::GID_INFO => self.gid(control),
@@ -191,7 +199,7 @@ impl FrontEnd {
     /// Lists of ids, unused elements being all ones.
     fn gpu_ids(&self, control: &mut Control) -> Result<(), Stop> {
         // The list of probed ids is followed by one of excluded ids, which is all ones too.
-        control.params.fill(0xff);
+        control.params.iter_mut().take(ID_LIST_BYTES).for_each(|byte| *byte = 0xff);
         control.set(0, self.identity.gpu_id())
     }
 
@@ -271,8 +279,7 @@ impl FrontEnd {
     fn class_engine(&self, control: &mut Control) -> Result<(), Stop> {
         let handle = control.u32(0)?;
         let object = self.clients.object(control.file, control.root, handle)?;
-        let channel = self.clients.object(control.file, control.root, object.parent)?;
-        let Kind::Channel { engine, .. } = channel.kind else {
+        let Kind::Engine(engine) = object.kind else {
             return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
         };
         let class = object.class;
@@ -288,6 +295,9 @@ impl FrontEnd {
         }
     }
 }
+
+/// Length of the lists of GPUs' ids that are all ones, in bytes.
+const ID_LIST_BYTES: usize = 256;
 
 /// Size that a channel's context buffers have, in bytes. Programs only reserve addresses for them.
 const CTX_BUFFER_BYTES: u64 = 0x50_2000;

@@ -79,6 +79,10 @@ impl FrontEnd {
         }
         self.memories.make_mappable(store)?;
         self.files.get_mut(target)?.mapped = Some(store);
+        argument.flags |= map_flag::DEFAULT_CACHING;
+        if !self.memories.is_doorbell(store) {
+            argument.flags |= map_flag::DIRECT;
+        }
         (argument.status, argument.linear) = (status::OK, argument.offset);
         call.write(&argument)
     }
@@ -117,6 +121,14 @@ impl FrontEnd {
         call.set_u32(4, u32::from(same))?;
         if same || command == QUERY { Ok(()) } else { Err(Stop::Errno(Errno::EINVAL)) }
     }
+}
+
+/// Flags of CPU mappings (`NVOS33_FLAGS_*`), as the driver answers them.
+mod map_flag {
+    /// `CACHING_TYPE_DEFAULT`.
+    pub const DEFAULT_CACHING: u32 = 6 << 23;
+    /// `MAPPING_DIRECT`.
+    pub const DIRECT: u32 = 1 << 15;
 }
 
 /// Sets the resource manager's status in the argument of an ioctl.

@@ -10,7 +10,7 @@
 //! 1. `call`: one ioctl, what it reads and what it changes
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
-//! 4. [`identity`], [`queries`]: what the vGPU says of itself and of its GPU
+//! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
 
 mod alloc;
@@ -19,6 +19,7 @@ mod control;
 mod escapes;
 mod files;
 pub mod identity;
+mod lists;
 mod memory;
 mod objects;
 pub mod queries;
@@ -42,6 +43,7 @@ use self::memory::Memories;
 use self::objects::{Clients, Kind, Object};
 use self::queries::Queries;
 use self::refusals::Refusals;
+pub use self::shapes::shapes;
 use super::version::Layout;
 
 /// Version of the driver that GPUs without a driver show to programs: that of Debian's libcuda.
@@ -123,7 +125,7 @@ impl FrontEnd {
             version: VERSION,
             minors: vec![Identity::MINOR],
             proc_files: self.identity.proc_files(),
-            calls: shapes::shapes(),
+            calls: shapes(&self.layout),
         }
     }
 

@@ -42,6 +42,8 @@ pub enum Kind {
         /// Handle of the address space.
         space: u32,
     },
+    /// An object of a channel: the number of its engine (`NV2080_ENGINE_TYPE_*`).
+    Engine(u32),
     /// A channel.
     Channel {
         /// Its ids on the vGPU.

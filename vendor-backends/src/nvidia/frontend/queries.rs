@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::call::{get_u32, put_u32};
+use crate::nvidia::sys::numbers::{control, status};
 
 /// Source of answers about the GPU.
 pub trait Queries: Send + std::fmt::Debug {
@@ -33,6 +34,8 @@ pub struct Recorded {
     answers: BTreeMap<u32, Vec<Answer>>,
     /// Data by index, for commands with a list of both.
     lists: BTreeMap<u32, BTreeMap<u32, u32>>,
+    /// Answers about parts that the GPU lacks: by kind of query and cluster.
+    clusters: BTreeMap<(u16, u32), u32>,
 }
 
 /// A recording that cannot be read.
@@ -78,6 +81,15 @@ impl Recorded {
             self.lists.insert(hex(command)?, list);
             return Some(());
         }
+        if head == "clusters" {
+            let triple = |word: &str| {
+                let (key, data) = word.split_once('=')?;
+                let (kind, cluster) = key.split_once('.')?;
+                Some(((hex(kind)?.try_into().ok()?, hex(cluster)?), hex(data)?))
+            };
+            self.clusters = tail.split_whitespace().map(triple).collect::<Option<_>>()?;
+            return Some(());
+        }
         let mut words = head.split(' ');
         let command = hex(words.next()?)?;
         let mut answer = Answer { len: words.next()?.parse().ok()?, ..Default::default() };
@@ -104,8 +116,38 @@ impl Recorded {
     }
 }
 
+/// `NV2080_CTRL_CMD_GRMGR_GET_GR_FS_INFO`: a list of queries with a status each.
+mod clusters {
+    /// Offset of the first query, and the length of a query.
+    pub const FIRST: usize = 8;
+    pub const LEN: usize = 20;
+    /// Offsets in a query: status, number of the cluster, answer.
+    pub const STATUS: usize = 4;
+    pub const CLUSTER: usize = 8;
+    pub const DATA: usize = 12;
+}
+
+impl Recorded {
+    fn answer_clusters(&self, params: &mut [u8]) -> Option<u32> {
+        let count = usize::from(get_u32(params, 0)? as u16);
+        let queries = params.get_mut(clusters::FIRST..)?.chunks_exact_mut(clusters::LEN);
+        for query in queries.take(count) {
+            let kind = get_u32(query, 0)? as u16;
+            let found = self.clusters.get(&(kind, get_u32(query, clusters::CLUSTER)?));
+            match found {
+                Some(data) => put_u32(query, clusters::DATA, *data),
+                None => put_u32(query, clusters::STATUS, status::NOT_SUPPORTED),
+            };
+        }
+        Some(status::OK)
+    }
+}
+
 impl Queries for Recorded {
     fn query(&self, command: u32, params: &mut [u8]) -> Option<u32> {
+        if command == control::GR_FS_INFO {
+            return self.answer_clusters(params);
+        }
         if let Some(status) = self.answer_list(command, params) {
             return Some(status);
         }

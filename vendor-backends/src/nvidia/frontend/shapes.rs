@@ -3,11 +3,12 @@
 use cuda_socket::CallShape;
 use cuda_socket::calls::NodeKind;
 
-use super::uvm::LENGTHS;
+use super::uvm::lengths;
 use crate::nvidia::sys::numbers::{escape, uvm};
+use crate::nvidia::version::Layout;
 
 /// Returns the shapes of all arguments with pointers or descriptors, and of nvidia-uvm's.
-pub fn shapes() -> Vec<CallShape> {
+pub fn shapes(layout: &Layout) -> Vec<CallShape> {
     let rm = |number, block, fd| CallShape {
         node: NodeKind::Rm,
         number,
@@ -23,12 +24,12 @@ pub fn shapes() -> Vec<CallShape> {
         rm(escape::ALLOC_OS_EVENT, None, Some(8)),
         rm(escape::FREE_OS_EVENT, None, Some(8)),
     ];
-    shapes.extend(LENGTHS.iter().map(|(number, bytes)| CallShape {
+    shapes.extend(lengths(layout).map(|(number, bytes)| CallShape {
         node: NodeKind::Uvm,
-        number: *number,
-        argument_bytes: Some(*bytes),
+        number,
+        argument_bytes: Some(bytes),
         block: None,
-        fd: match *number {
+        fd: match number {
             uvm::REGISTER_GPU_VASPACE | uvm::REGISTER_CHANNEL => Some(16),
             uvm::REGISTER_GPU => Some(24),
             uvm::MAP_EXTERNAL => Some(bytes - 16),

@@ -14,6 +14,7 @@ use super::call::{Call, Stop, put_u64};
 use super::files::File;
 use super::memory::StoreId;
 use crate::nvidia::sys::numbers::{status, uvm};
+use crate::nvidia::version::Layout;
 
 /// Offset of the status in the argument of requests that do nothing else than to succeed.
 const SUCCEED: &[(u32, usize)] = &[
@@ -50,8 +51,8 @@ mod external {
 /// Offset of the status in `UVM_ALLOC_SEMAPHORE_POOL_PARAMS`, behind the array.
 const POOL_STATUS: usize = 16 + GPUS * ATTRIBUTES + 8;
 
-/// Lengths of the arguments, which requests of nvidia-uvm do not encode.
-pub const LENGTHS: &[(u32, u32)] = &[
+/// Lengths of most arguments, which requests of nvidia-uvm do not encode.
+const LENGTHS: &[(u32, u32)] = &[
     (uvm::INITIALIZE, 16),
     (uvm::DEINITIALIZE, 0),
     (uvm::CREATE_RANGE_GROUP, 16),
@@ -63,7 +64,6 @@ pub const LENGTHS: &[(u32, u32)] = &[
     (uvm::DISABLE_PEER_ACCESS, 36),
     (uvm::SET_RANGE_GROUP, 32),
     (uvm::MAP_EXTERNAL, external::STATUS as u32 + 4),
-    (uvm::FREE, 16),
     (uvm::REGISTER_GPU, 40),
     (uvm::UNREGISTER_GPU, 20),
     (uvm::PAGEABLE_MEM_ACCESS, 8),
@@ -75,6 +75,11 @@ pub const LENGTHS: &[(u32, u32)] = &[
     (uvm::CREATE_EXTERNAL_RANGE, 24),
     (uvm::MM_INITIALIZE, 8),
 ];
+
+/// Returns the lengths of the arguments of all requests.
+pub fn lengths(layout: &Layout) -> impl Iterator<Item = (u32, u32)> {
+    LENGTHS.iter().copied().chain([(uvm::FREE, layout.uvm_free)])
+}
 
 impl FrontEnd {
     /// Carries out an ioctl of a file of nvidia-uvm.
@@ -95,7 +100,7 @@ impl FrontEnd {
             uvm::PAGEABLE_MEM_ACCESS => (4, call.set_u32(0, 0)),
             uvm::PAGEABLE_MEM_ACCESS_ON_GPU => (20, call.set_u32(16, 0)),
             uvm::MAP_EXTERNAL => (external::STATUS, self.map_external(gpu, call)),
-            uvm::FREE => (8, self.unmap(gpu, call, None)),
+            uvm::FREE => (self.layout.uvm_free as usize - 8, self.unmap(gpu, call, None)),
             uvm::UNMAP_EXTERNAL => {
                 let len = call.u64(8)?;
                 (32, self.unmap(gpu, call, Some(len)))

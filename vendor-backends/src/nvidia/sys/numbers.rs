@@ -92,6 +92,8 @@ pub mod class {
     pub const ROOT_CLIENT: u32 = 1;
     /// `RM_USER_SHARED_DATA`: a page with the GPU's state.
     pub const STATUS_PAGE: u32 = 0xde;
+    /// `NV04_DISPLAY_COMMON`.
+    pub const DISPLAY: u32 = 0x73;
     /// `NV20_SUBDEVICE_DIAG`.
     pub const SUBDEVICE_DIAG: u32 = 0x208f;
     /// `NV2081_BINAPI`.
@@ -182,8 +184,20 @@ pub mod control {
     pub const SHORT_NAME_STRING: u32 = 0x2080_0111;
     /// `NV2080_CTRL_CMD_GPU_GET_GID_INFO`.
     pub const GID_INFO: u32 = 0x2080_014a;
+    /// `NV2080_CTRL_CMD_GPU_GET_PIDS`.
+    pub const PIDS: u32 = 0x2080_018d;
+    /// `NV2080_CTRL_CMD_TIMER_GET_GPU_CPU_TIME_CORRELATION_INFO`.
+    pub const TIME_CORRELATION: u32 = 0x2080_0406;
+    /// `NV2080_CTRL_CMD_BUS_GET_INFO`.
+    pub const BUS_INFO_V1: u32 = 0x2080_1802;
+    /// `NV2080_CTRL_CMD_BUS_GET_INFO_V2`.
+    pub const BUS_INFO: u32 = 0x2080_1823;
+    /// `NV2080_CTRL_CMD_GR_GET_INFO_V2`.
+    pub const GR_INFO: u32 = 0x2080_1228;
+    /// `NV2080_CTRL_CMD_GRMGR_GET_GR_FS_INFO`.
+    pub const GR_FS_INFO: u32 = 0x2080_3801;
     /// `NV2080_CTRL_CMD_GR_GET_INFO`.
-    pub const GR_INFO: u32 = 0x2080_1201;
+    pub const GR_INFO_V1: u32 = 0x2080_1201;
     /// `NV2080_CTRL_CMD_GR_GET_CTX_BUFFER_SIZE`.
     pub const CTX_BUFFER_SIZE: u32 = 0x2080_1218;
     /// `NV2080_CTRL_CMD_RC_RELEASE_WATCHDOG_REQUESTS`.
