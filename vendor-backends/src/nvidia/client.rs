@@ -18,7 +18,7 @@ use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::channels::{self, Channels};
+use super::channels::{self, Channels, Teardown};
 use super::ctxsw_log::CtxswLog;
 use super::device::Device;
 use super::doorbell_poller::DoorbellPoller;
@@ -30,7 +30,7 @@ use super::signals::Signals;
 use super::switch_probe::SwitchProbe;
 use super::sys::numbers::event;
 use super::version::Layout;
-use super::vgpu_state::VgpuState;
+use super::vgpu_state::{MAX_SWITCH_WAIT, VgpuState};
 use super::wire::{self, FromManager, FromWorker, Grant};
 use super::{driver_queries, interrupt_thread, privilege};
 use crate::mem::{Mapping, SharedMemory};
@@ -274,7 +274,7 @@ impl Client for NvidiaClient {
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
         if self.memory.is_imported(memory) {
-            let running = self.state.engines_running();
+            let running = self.state.running_before(Teardown::Memory(memory));
             self.state.channels().leave_memory(memory, running);
         }
         self.memory.release(memory)?;
@@ -292,7 +292,7 @@ impl Client for NvidiaClient {
     }
 
     fn destroy_space(&mut self, space: SpaceId) -> Result<(), GpuError> {
-        let running = self.state.engines_running();
+        let running = self.state.running_before(Teardown::Space(space));
         self.state.channels().leave_space(space, running)?;
         self.memory.destroy_space(space)
     }
@@ -328,9 +328,9 @@ impl Client for NvidiaClient {
         self.state.note_errors();
         let shares_group = self.state.channels().shares_compute_group(id);
         if shares_group {
-            self.state.await_switch();
+            self.state.await_switch(MAX_SWITCH_WAIT);
         }
-        let running = self.state.engines_running();
+        let running = self.state.running_before(Teardown::Channel(id));
         self.state.channels().destroy(id, running)
     }
 
@@ -365,7 +365,7 @@ impl Client for NvidiaClient {
     }
 
     fn reset(&mut self) -> Result<(), GpuError> {
-        let running = self.state.engines_running();
+        let running = self.state.running_before(Teardown::All);
         self.state.channels().clear(running);
         self.memory.reset_spaces();
         Ok(())
@@ -412,7 +412,7 @@ impl Drop for NvidiaClient {
             // A panic was logged already.
             let _ = thread.join();
         }
-        let running = self.state.engines_running();
+        let running = self.state.running_before(Teardown::All);
         self.state.channels().clear(running);
     }
 }

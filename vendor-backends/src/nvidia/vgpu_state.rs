@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 
 use super::activity::{Activity, COPY_LINGER};
-use super::channels::{Channels, Running};
+use super::channels::{Channels, Running, Teardown};
 use super::ctxsw_log::{CtxswLog, EngineTime};
 use super::doorbell_poller::DoorbellPoller;
 use super::hang_detector::{HangDetector, Hints, Probed, Residency, Verdict};
@@ -33,10 +33,14 @@ const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
 /// Maximum delay of closing a gate until the end of a residency.
 const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
 
-/// Maximum time to wait for the engine before a channel is freed, and interval of looking at it. The
+/// Maximum time to wait for the engine before a channel of several is freed, and interval of looking
+/// at it. The
 /// hang detector acts earlier.
-const MAX_SWITCH_WAIT: Duration = Duration::from_secs(2);
+pub(super) const MAX_SWITCH_WAIT: Duration = Duration::from_secs(2);
 const SWITCH_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Time beyond the slice for which a teardown waits for the engine. Records of the log come late.
+const MAX_TEARDOWN_WAIT: Duration = Duration::from_millis(100);
 
 /// Time without a residency before the GPU is taken to have no work of this vGPU.
 const ABSENT: Duration = Duration::from_millis(100);
@@ -81,13 +85,35 @@ impl VgpuState {
     }
 
     /// Returns the work that the engines may execute after all entries were fetched.
-    pub fn engines_running(&self) -> Running {
+    fn engines_running(&self) -> Running {
         if !self.channels().were_used() {
             return Running::default();
         }
         // Copy engines have no log. The last copy may continue for a while.
         let copying = self.activity().since_fetch(EngineKind::Copy) < COPY_LINGER;
-        Running { copying, resident: self.residency().map(|residency| residency.duration) }
+        Running { copying, resident: self.residency().is_some(), long_kernel: false }
+    }
+
+    /// Returns the work that the engines may execute, before channels are torn down. If compute
+    /// channels have work and other vGPUs wait, waits until the engine changes: a group that is not
+    /// on the engine can be reset without a stall. Work that keeps the engine is a long kernel.
+    pub fn running_before(&self, teardown: Teardown) -> Running {
+        let running = self.engines_running();
+        if !running.resident || !self.channels().computes_in(teardown, running) {
+            return running;
+        }
+        let limit = self.channels().timeslice() + MAX_TEARDOWN_WAIT;
+        let long_kernel = if let Some(switched) = self.await_switch(limit) {
+            !switched
+        } else {
+            // The guest's ring tells, if the probe does not work.
+            let exceeds = |residency: Residency| residency.duration > limit;
+            let channels = self.channels();
+            let shows_work = channels.contended && channels.has_queued(EngineKind::Compute);
+            drop(channels);
+            shows_work && self.residency().is_some_and(exceeds)
+        };
+        Running { long_kernel, ..self.engines_running() }
     }
 
     /// Checks for faults, and signals new ones to the worker.
@@ -151,18 +177,22 @@ impl VgpuState {
 
     /// Waits until the engine changes to the probe, or until the hang detector has reset the groups,
     /// if other vGPUs have work. Freeing a channel of a group waits for the kernel that runs, and
-    /// blocks all clients of the driver meanwhile.
-    pub(super) fn await_switch(&self) {
+    /// blocks all clients of the driver meanwhile. Returns false after `limit`, and None if the probe
+    /// does not work.
+    pub(super) fn await_switch(&self, limit: Duration) -> Option<bool> {
         let (started, mut request) = (Instant::now(), None);
-        while started.elapsed() < MAX_SWITCH_WAIT
-            && self.channels().contended
-            && self.residency().is_some()
-            && let Some(probed) = self.probe(request)
-            && !probed.served
-        {
+        while self.channels().contended && self.residency().is_some() {
+            let probed = self.probe(request)?;
+            if probed.served {
+                break;
+            }
+            if started.elapsed() >= limit {
+                return Some(false);
+            }
             request = Some(probed.request);
             std::thread::sleep(SWITCH_INTERVAL);
         }
+        Some(true)
     }
 
     /// Returns whether a gate that should have closed `waited` ago must stay open for now.

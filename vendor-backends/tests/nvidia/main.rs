@@ -9,6 +9,7 @@ mod hostile_worker;
 mod manager;
 mod mappings;
 mod scheduling;
+mod teardown;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -102,6 +103,12 @@ fn with_channels(
     };
     let channels = engines.into_iter().enumerate().map(create).collect();
     (vgpu, client, memory, channels)
+}
+
+/// Returns the number of resets of channel groups since the log was last taken.
+fn resets(rm: &FakeRm) -> usize {
+    const RESET: &str = "0x906f0102";
+    rm.take_log().iter().filter(|line| line.contains(RESET)).count()
 }
 
 /// Sets `GP_GET` and `GP_PUT` of a channel, in place of the GPU and the guest.

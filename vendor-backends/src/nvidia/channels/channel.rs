@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use mdev_core::abi::userd;
 use mdev_core::gpu::{EngineKind, GpuError};
-use mdev_core::ids::Token;
+use mdev_core::ids::{MemoryId, Token};
 
 use super::teardown::Running;
 use crate::mem::Mapping;
@@ -82,6 +82,11 @@ impl Channel {
     pub(super) fn load_userd(&self, offset: u64) -> Option<u32> {
         let userd = self.userd.as_ref()?;
         userd.mapping.as_ref()?.load_u32(userd.offset + offset)
+    }
+
+    /// Returns whether the channel has its USERD in a guest's memory.
+    pub(super) fn has_userd_in(&self, memory: MemoryId) -> bool {
+        self.userd.as_ref().is_some_and(|userd| userd.memory == Some(memory))
     }
 
     /// Frees the classes, then the channel.

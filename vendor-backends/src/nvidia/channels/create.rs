@@ -182,7 +182,7 @@ impl Channels {
         if self.backoff[engine as usize].must_wait(now) {
             return Err(GpuError::Limit("channels made again after faults; wait"));
         }
-        if self.teardown_backoff[engine as usize].must_wait(now) {
+        if self.teardowns[engine as usize].must_wait(now) {
             return Err(GpuError::Limit("channels made again after working ones; wait"));
         }
         let (object, context_share) = self.alloc_group(spec, space)?;

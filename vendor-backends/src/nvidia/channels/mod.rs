@@ -8,6 +8,7 @@ mod channel;
 mod create;
 mod scheduling;
 mod teardown;
+mod teardown_rate;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,7 +20,8 @@ use mdev_core::ids::{ChannelId, SpaceId, Token};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
-pub use self::teardown::Running;
+pub use self::teardown::{Running, Teardown};
+use self::teardown_rate::TeardownRate;
 use super::device::Device;
 use super::doorbell_poller::{self, DoorbellPoller, Registration};
 use super::fault_backoff::FaultBackoff;
@@ -83,8 +85,8 @@ pub struct Channels {
     /// Rings for the guest, unless the guest has the doorbell page.
     poller: Option<Arc<DoorbellPoller>>,
     backoff: [FaultBackoff; 2],
-    /// Backoff after destructions of channels that had work.
-    teardown_backoff: [FaultBackoff; 2],
+    /// Rates of the destruction of channels that had work.
+    teardowns: [TeardownRate; 2],
     /// Other vGPUs have work.
     pub contended: bool,
     /// Counters of the vGPU.
@@ -129,7 +131,7 @@ impl Channels {
             doorbell,
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
-            teardown_backoff: [FaultBackoff::for_copies(); 2],
+            teardowns: [TeardownRate::default(); 2],
             contended: false,
             counters: Counters::default(),
         })

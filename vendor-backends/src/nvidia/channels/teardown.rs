@@ -1,6 +1,6 @@
 //! End of channels: destruction by the guest, resets, and release of the USERD's memory.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{EngineKind, GpuError};
@@ -11,16 +11,28 @@ use super::channel::Channel;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::control;
 
-/// Duration of a residency from which on the reset of its work counts as a kernel's fault.
-const LONG_WORK: Duration = Duration::from_millis(40);
-
 /// Work of a vGPU that the engines may be executing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Running {
     /// A copy may be in progress.
     pub copying: bool,
-    /// Time for which the vGPU has been resident on the compute engine.
-    pub resident: Option<Duration>,
+    /// The vGPU is resident on the compute engine.
+    pub resident: bool,
+    /// A kernel keeps the compute engine from other vGPUs.
+    pub long_kernel: bool,
+}
+
+/// Channels that are torn down.
+#[derive(Clone, Copy, Debug)]
+pub enum Teardown {
+    /// A channel that the guest destroys.
+    Channel(ChannelId),
+    /// Channels that have their USERD in this memory.
+    Memory(MemoryId),
+    /// Channels in this address space.
+    Space(SpaceId),
+    /// All channels.
+    All,
 }
 
 impl Running {
@@ -28,13 +40,13 @@ impl Running {
     pub(super) fn is_on(self, engine: EngineKind) -> bool {
         match engine {
             EngineKind::Copy => self.copying,
-            EngineKind::Compute => self.resident.is_some(),
+            EngineKind::Compute => self.resident,
         }
     }
 
-    /// Returns whether an engine may execute a long kernel of the vGPU.
+    /// Returns whether an engine executes a long kernel of the vGPU.
     fn is_long(self, engine: EngineKind) -> bool {
-        engine == EngineKind::Compute && self.resident.is_some_and(|time| time >= LONG_WORK)
+        engine == EngineKind::Compute && self.long_kernel
     }
 }
 
@@ -43,6 +55,22 @@ impl Channels {
         let channels = &self.by_id;
         let used = |number| channels.values().any(|c| c.group == number && !c.objects.is_empty());
         self.groups.retain(|group| used(group.number));
+    }
+
+    /// Returns whether the compute engine may execute work of channels that are torn down. False
+    /// for a channel of several in its group: destroying it resets nothing.
+    pub fn computes_in(&self, teardown: Teardown, running: Running) -> bool {
+        let mut on_engine =
+            self.by_id.iter().filter(|(_, c)| c.engine == EngineKind::Compute && c.error == 0);
+        let is_affected = |id: ChannelId, channel: &Channel| match teardown {
+            Teardown::Channel(destroyed) => id == destroyed && !self.shares_compute_group(id),
+            Teardown::Memory(memory) => channel.has_userd_in(memory),
+            Teardown::Space(space) => {
+                self.groups.iter().any(|g| g.number == channel.group && g.space == space)
+            }
+            Teardown::All => true,
+        };
+        on_engine.any(|(id, channel)| is_affected(*id, channel) && channel.may_be_running(running))
     }
 
     /// Destroys a channel, even while it executes work.
@@ -75,22 +103,20 @@ impl Channels {
     }
 
     /// Resets the group of a channel that may be executing work, and counts that: the reset of a
-    /// running kernel stalls the other vGPUs as a fault does. Returns the number of channels that
-    /// are lost.
+    /// long kernel stalls the other vGPUs as a fault does, and that of other work for a moment.
+    /// Returns the number of channels that are lost.
     fn throw_off(&mut self, id: ChannelId, running: Running) -> u64 {
         let Some(channel) = self.by_id.get(&id).filter(|channel| channel.error == 0) else {
             return 0;
         };
         let (engine, number) = (channel.engine, channel.group);
         // A finished kernel can be resident as long as no other vGPU needs the engine.
-        let queued = channel.has_queued();
-        let had_work = queued || self.contended;
-        let long = queued && running.is_long(engine);
+        let had_work = channel.has_queued() || self.contended;
         self.reset_group_of(channel);
-        if long {
+        if running.is_long(engine) {
             self.count_fault(engine);
         } else if had_work {
-            self.teardown_backoff[engine as usize].fault(Instant::now());
+            self.teardowns[engine as usize].count(Instant::now());
         }
         // The reset is counted. Its report by the driver is not another fault.
         let channels = self.by_id.values_mut().filter(|c| c.group == number && c.error == 0);
@@ -161,11 +187,8 @@ impl Channels {
     /// Tears down the channels that have their USERD in memory about to be released, and marks them
     /// as faulted.
     pub fn leave_memory(&mut self, memory: MemoryId, running: Running) {
-        let affected = |channel: &Channel| {
-            channel.userd.as_ref().is_some_and(|userd| userd.memory == Some(memory))
-        };
-        let ids: Vec<_> =
-            self.by_id.iter().filter(|(_, c)| affected(c)).map(|(id, _)| *id).collect();
+        let affected = self.by_id.iter().filter(|(_, channel)| channel.has_userd_in(memory));
+        let ids: Vec<_> = affected.map(|(id, _)| *id).collect();
         for id in ids {
             let Some(channel) = self.by_id.get(&id) else { continue };
             if channel.was_used() {
