@@ -85,7 +85,10 @@ impl Call {
         };
         call.bytes = call.read(Range { address: argument, len: len.into() })?;
         if let Some(shape) = shape {
-            if let Some(range) = shape.range_in(&call.bytes) {
+            // What is too long for a packet is left out: the worker refuses the request.
+            if let Some(range) = shape.range_in(&call.bytes)
+                && range.len <= MAX_MEMORY / 2
+            {
                 call.add_block(range)?;
             }
             if let Some(fd) = shape.fd_in(&call.bytes) {

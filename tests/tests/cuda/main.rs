@@ -25,6 +25,9 @@ use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 /// Type of the vGPUs: a context takes some 600 MiB.
 const TYPE: &str = "SOFT-2C";
 
+/// Address of a vGPU on its PCI bus, as NVML writes it.
+const BUS_ID: &str = "00000000:00:06.0";
+
 /// Returns NVIDIA's libraries, unless they cannot be fetched.
 fn libraries() -> Option<&'static CudaLibraries> {
     static LIBRARIES: OnceLock<Option<CudaLibraries>> = OnceLock::new();
@@ -135,6 +138,53 @@ fn copies_in_all_directions_are_right() -> Result<()> {
 #[test]
 fn streams_and_events_work() -> Result<()> {
     on_vgpu(|gpu| gpu.run("streams_and_events").map(drop))
+}
+
+/// Runs `nvidia-smi` on the vGPU with a query or without, and returns the fields of each line.
+fn nvidia_smi(gpu: &Gpu<'_>, query: &str) -> Result<Vec<Vec<String>>> {
+    let mut command = Command::new(system_tests::vgpuctl::path()?);
+    command.arg("--socket").arg(gpu.vgpud.api_socket()).args(["run", "-u", &gpu.uuid, "--"]);
+    command.arg(gpu.libraries.nvidia_smi());
+    if !query.is_empty() {
+        command.args([query, "--format=csv,noheader,nounits"]);
+    }
+    command.env("LD_LIBRARY_PATH", gpu.libraries.folder());
+    let Output { status, stdout, stderr } = command.output()?;
+    let (stdout, stderr) = (String::from_utf8(stdout)?, String::from_utf8_lossy(&stderr));
+    ensure!(status.success(), "{query}: {stdout}{stderr}");
+    let fields = |line: &str| line.split(", ").map(|field| field.trim().to_owned()).collect();
+    Ok(stdout.lines().map(fields).collect())
+}
+
+#[test]
+fn nvidia_smi_shows_the_vgpu_and_its_processes() -> Result<()> {
+    on_vgpu(|gpu| {
+        let mut child = gpu.start_waiting()?;
+        let fields = "name,uuid,memory.total,memory.used,utilization.gpu";
+        let found = nvidia_smi(gpu, &format!("--query-gpu={fields}"))?;
+        let [found] = found.as_slice() else { anyhow::bail!("{found:?}") };
+        let [name, uuid, total, used, busy] = found.as_slice() else { anyhow::bail!("{found:?}") };
+        let expected = [format!("Tessera {TYPE}"), format!("GPU-{}", gpu.uuid), "2048".into()];
+        ensure!([name, uuid, total] == expected.each_ref(), "{found:?}");
+        let used: u64 = used.parse().context("memory.used")?;
+        ensure!((100..2048).contains(&used), "{used} MiB are used");
+        ensure!(busy.parse::<u32>().is_ok_and(|busy| busy <= 100), "utilization: {busy}");
+
+        let apps = nvidia_smi(gpu, "--query-compute-apps=pid,used_memory")?;
+        let [app] = apps.as_slice() else { anyhow::bail!("{apps:?}") };
+        let pid = child.id().to_string();
+        let memory: u64 = app.get(1).context("No memory")?.parse().context("used_memory")?;
+        ensure!(app[0] == pid && memory > 100 && memory <= used, "{app:?}, process {pid}");
+        let table = nvidia_smi(gpu, "")?;
+        ensure!(table.concat().concat().contains(BUS_ID), "{table:?}");
+        child.kill()?;
+        child.wait()?;
+        let apps = wait_for(|| {
+            let apps = nvidia_smi(gpu, "--query-compute-apps=pid,used_memory")?;
+            Ok(apps.is_empty().then_some(apps))
+        });
+        apps.map(drop)
+    })
 }
 
 #[test]

@@ -137,7 +137,7 @@ fn a_program_cannot_use_the_objects_of_another() {
     let mut program = Program::start();
     let context = program.context();
     let other = FileId(77);
-    program.front_end.open(other, Node::Control).unwrap();
+    program.front_end.open(other, Node::Control, 2).unwrap();
     let argument = words(&[context.root, context.device, 0x80_0280, 0, 0, 0, 4, 0]);
     let done = program.ioctl_with(other, 0xc020_462a, argument, Some(16), &[0; 4]);
     assert_eq!((done.errno, word(&done.argument, 7)), (0, INVALID_CLIENT));

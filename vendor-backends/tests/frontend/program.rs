@@ -66,7 +66,7 @@ impl Program {
         };
         let mut program = Self::of(identity, 8);
         for (file, node) in [(CONTROL, Node::Control), (GPU, Node::Gpu(0)), (UVM, Node::Uvm)] {
-            program.front_end.open(file, node).unwrap();
+            program.front_end.open(file, node, 1).unwrap();
         }
         program
     }

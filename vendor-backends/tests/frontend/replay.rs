@@ -103,7 +103,7 @@ impl Replay {
             match step {
                 Step::Open(fd, node) => {
                     self.last_file += 1;
-                    self.program.front_end.open(FileId(self.last_file), *node).unwrap();
+                    self.program.front_end.open(FileId(self.last_file), *node, 1).unwrap();
                     self.files.insert(*fd, FileId(self.last_file));
                 }
                 Step::Close(fd) => {

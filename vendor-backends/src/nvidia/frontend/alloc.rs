@@ -73,6 +73,9 @@ impl FrontEnd {
         let kind = self.new_object(gpu, call, new)?;
         let New { root, parent, handle, class, .. } = new;
         self.clients.insert(root, handle, Object { parent, class, kind });
+        if class == class::STATUS_PAGE {
+            self.write_status_pages();
+        }
         Ok(())
     }
 

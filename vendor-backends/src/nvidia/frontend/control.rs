@@ -13,7 +13,7 @@ use super::objects::Kind;
 use crate::nvidia::sys::numbers::{class, control, fb, status};
 
 /// Maximum length of parameters, in bytes.
-const MAX_PARAMS: usize = 64 << 10;
+const MAX_PARAMS: usize = 32 << 10;
 
 /// Changes that a vGPU accepts and that have no effect on it: the scheduler sets its time slices, the
 /// driver's watchdog and clocks are the host's, and an emulated GPU is always attached.
@@ -37,7 +37,6 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::P2P_REGISTER_SPACE,
     control::P2P_REGISTER_MEMORY,
     control::P2P_UNREGISTER_MEMORY,
-    control::STATUS_PAGE_POLL,
     control::P2P_CAPS_MATRIX,
 ];
 
@@ -77,7 +76,8 @@ impl FrontEnd {
         call.set_u32(28, status::OK)?;
         self.clients.class_of(file, root, object)?;
         if len > MAX_PARAMS {
-            return Err(WRONG_LENGTH);
+            self.refusals.note("control", command);
+            return Err(Stop::Status(status::NOT_SUPPORTED));
         }
         let params = if len == 0 { Vec::new() } else { call.block(address, len)? };
         let before = params.clone();
@@ -122,8 +122,12 @@ impl FrontEnd {
                 self.list_behind_pointer(call, control::BUS_INFO, &control.params)
             }
             control::TIME_CORRELATION => self.time_correlation(&mut control.params),
-            // No processes.
-            control::PIDS => control.set(8, 0),
+            control::PIDS => self.process_ids(&mut control.params),
+            control::PID_INFO => self.process_info(&mut control.params),
+            control::STATUS_PAGE_POLL => {
+                self.write_status_pages();
+                Ok(())
+            }
             control::NAME_STRING => self.name(control, 4, 128),
             control::SHORT_NAME_STRING => self.name(control, 0, 64),
             control::GID_INFO => self.gid(control),

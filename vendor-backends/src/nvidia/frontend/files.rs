@@ -17,6 +17,8 @@ const MAX_FILES: usize = 4096;
 pub struct File {
     /// The device node.
     pub node: Node,
+    /// Id of the process that opened it.
+    pub process: i32,
     /// Control file that a GPU's file is attached to (`NV_ESC_REGISTER_FD`).
     pub control: Option<FileId>,
     /// Memory that `mmap` of the file maps (`NV_ESC_RM_MAP_MEMORY`).
@@ -42,11 +44,11 @@ pub struct Files {
 
 impl Files {
     /// Adds an open file.
-    pub fn open(&mut self, id: FileId, node: Node) -> Result<(), Errno> {
+    pub fn open(&mut self, id: FileId, node: Node, process: i32) -> Result<(), Errno> {
         if self.open.len() >= MAX_FILES {
             return Err(Errno::ENFILE);
         }
-        let file = File { node, control: None, mapped: None, uvm: UvmFile::default() };
+        let file = File { node, process, control: None, mapped: None, uvm: UvmFile::default() };
         self.open.insert(id, file);
         Ok(())
     }

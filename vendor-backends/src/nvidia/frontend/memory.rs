@@ -182,6 +182,14 @@ impl Memories {
         Ok(self.store(id)?.len)
     }
 
+    /// Returns the bytes of video memory of a store.
+    pub fn video_len(&self, id: StoreId) -> u64 {
+        match self.store(id) {
+            Ok(Store { place: Place::System { .. } | Place::Doorbell, .. }) | Err(_) => 0,
+            Ok(store) => store.len,
+        }
+    }
+
     /// Returns true if the store is the doorbell page.
     pub fn is_doorbell(&self, id: StoreId) -> bool {
         self.store(id).is_ok_and(|store| matches!(store.place, Place::Doorbell))

@@ -11,7 +11,8 @@
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
-//! 5. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
+//! 5. `processes`, `status_page`: what `nvidia-smi` shows
+//! 6. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
 
 mod alloc;
 mod call;
@@ -22,9 +23,11 @@ pub mod identity;
 mod lists;
 mod memory;
 mod objects;
+mod processes;
 pub mod queries;
 mod refusals;
 mod shapes;
+mod status_page;
 mod uvm;
 mod video_memory;
 
@@ -44,6 +47,7 @@ use self::objects::{Clients, Kind, Object};
 use self::queries::Queries;
 use self::refusals::Refusals;
 pub use self::shapes::shapes;
+use self::status_page::Utilization;
 use super::version::Layout;
 
 /// Version of the driver that GPUs without a driver show to programs: that of Debian's libcuda.
@@ -83,6 +87,7 @@ pub struct FrontEnd {
     clients: Clients,
     memories: Memories,
     refusals: Refusals,
+    utilization: Utilization,
     last_group: u32,
 }
 
@@ -115,6 +120,7 @@ impl FrontEnd {
             clients: Clients::default(),
             memories,
             refusals: Refusals::default(),
+            utilization: Utilization::default(),
             last_group: 0,
         }
     }
@@ -129,11 +135,11 @@ impl FrontEnd {
         }
     }
 
-    /// Opens a device node. `file` is a new id.
-    pub fn open(&mut self, file: FileId, node: Node) -> Result<(), Errno> {
+    /// Opens a device node for a process. `file` is a new id.
+    pub fn open(&mut self, file: FileId, node: Node, process: i32) -> Result<(), Errno> {
         match node {
             Node::Gpu(minor) if minor != Identity::MINOR => Err(Errno::ENXIO),
-            _ => self.files.open(file, node),
+            _ => self.files.open(file, node, process),
         }
     }
 
@@ -165,7 +171,10 @@ impl FrontEnd {
         let node = self.files.get(request.file).map(|file| file.node);
         let result = match node {
             Ok(Node::Uvm) => self.uvm_ioctl(gpu, &mut call),
-            Ok(_) => self.rm_ioctl(gpu, &mut call),
+            Ok(_) => {
+                self.update_utilization(gpu);
+                self.rm_ioctl(gpu, &mut call)
+            }
             Err(stop) => Err(stop),
         };
         match result {

@@ -226,6 +226,12 @@ impl Clients {
         self.by_root.values().flat_map(|client| client.objects.values())
     }
 
+    /// Returns all objects with the control files of their clients.
+    pub fn with_files(&self) -> impl Iterator<Item = (FileId, &Object)> {
+        let clients = self.by_root.values();
+        clients.flat_map(|client| client.objects.values().map(|object| (client.file, object)))
+    }
+
     /// Returns the number of clients and of objects.
     pub fn counts(&self) -> (usize, usize) {
         (self.by_root.len(), self.objects)

@@ -186,6 +186,8 @@ pub mod control {
     pub const GID_INFO: u32 = 0x2080_014a;
     /// `NV2080_CTRL_CMD_GPU_GET_PIDS`.
     pub const PIDS: u32 = 0x2080_018d;
+    /// `NV2080_CTRL_CMD_GPU_GET_PID_INFO`.
+    pub const PID_INFO: u32 = 0x2080_018e;
     /// `NV2080_CTRL_CMD_TIMER_GET_GPU_CPU_TIME_CORRELATION_INFO`.
     pub const TIME_CORRELATION: u32 = 0x2080_0406;
     /// `NV2080_CTRL_CMD_BUS_GET_INFO`.

@@ -259,6 +259,7 @@ impl Programs {
         changes: &mut Changes,
     ) -> io::Result<()> {
         let Some(connection) = self.connections.get(&source) else { return Ok(()) };
+        let process = connection.process.pid;
         let mut buffer = vec![0; MAX_PACKET];
         let packet = match connection.socket.try_recv_with_fds(&mut buffer) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -270,7 +271,7 @@ impl Programs {
             return Err(io::Error::other("its first message is no hello, or there is another"));
         }
         self.on_closed_files(function, changes);
-        let (reply, fds) = self.answer(function, request, packet.fds, changes);
+        let (reply, fds) = self.answer(function, request, packet.fds, process, changes);
         let bytes = encode(&reply).map_err(io::Error::other)?;
         let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let Some(connection) = self.connections.get_mut(&source) else { return Ok(()) };
@@ -283,6 +284,7 @@ impl Programs {
         function: &mut VirtualFunction,
         request: Request,
         fds: Vec<OwnedFd>,
+        process: i32,
         changes: &mut Changes,
     ) -> (Reply, Vec<OwnedFd>) {
         let failed = |errno: Errno| (Reply::Failed { errno: errno as i32 }, Vec::new());
@@ -291,7 +293,7 @@ impl Programs {
                 (Reply::Welcome(self.front_end.welcome()), Vec::new())
             }
             Request::Hello { .. } => failed(Errno::EPROTO),
-            Request::Open(node) => match self.open(node, changes) {
+            Request::Open(node) => match self.open(process, node, changes) {
                 Ok((file, fd)) => (Reply::Opened(file), vec![fd]),
                 Err(error) => failed(error),
             },
@@ -317,13 +319,18 @@ impl Programs {
         }
     }
 
-    fn open(&mut self, node: Node, changes: &mut Changes) -> Result<(FileId, OwnedFd), Errno> {
+    fn open(
+        &mut self,
+        process: i32,
+        node: Node,
+        changes: &mut Changes,
+    ) -> Result<(FileId, OwnedFd), Errno> {
         let (ours, theirs) = SeqPacket::pair().map_err(|_| Errno::EMFILE)?;
         let mut id = [0; 8];
         getrandom::fill(&mut id).map_err(|_| Errno::EIO)?;
         let file = FileId(u64::from_ne_bytes(id));
         let stat = fstat(theirs.as_fd()).map_err(|_| Errno::EIO)?;
-        self.front_end.open(file, node)?;
+        self.front_end.open(file, node, process)?;
         let source = self.next_source();
         self.files.insert(source, (file, ours, (stat.st_dev, stat.st_ino)));
         changes.watch.push(source);

@@ -1,0 +1,105 @@
+//! The page with the GPU's state that NVML maps (`NV00DE_SHARED_DATA`): utilization.
+//!
+//! Everything else there stays invalid, and NVML asks for it with controls.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use mdev_core::gpu::Client;
+
+use super::FrontEnd;
+use super::objects::Kind;
+use crate::nvidia::sys::numbers::class;
+
+/// Shortest time over which utilization is measured.
+const WINDOW: Duration = Duration::from_millis(200);
+
+/// Engine time at an instant.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    at: Instant,
+    engine_ns: u64,
+}
+
+/// Measurement of the vGPU's utilization.
+#[derive(Debug, Default)]
+pub struct Utilization {
+    /// Two samples, the older first.
+    samples: [Option<Sample>; 2],
+}
+
+impl Utilization {
+    /// Returns true if the last sample is old.
+    fn is_due(&self, now: Instant) -> bool {
+        self.samples[1].is_none_or(|last| now.saturating_duration_since(last.at) >= WINDOW)
+    }
+
+    fn add(&mut self, sample: Sample) {
+        self.samples = [self.samples[1], Some(sample)];
+    }
+
+    /// Returns the part of the time with the engine, in per cent.
+    fn percent(&self) -> u32 {
+        let [Some(from), Some(to)] = self.samples else { return 0 };
+        let wall = to.at.saturating_duration_since(from.at).as_nanos().max(1);
+        let engine = u128::from(to.engine_ns.saturating_sub(from.engine_ns));
+        (engine * 100 / wall).min(100) as u32
+    }
+}
+
+/// Returns the offset of `RUSD_PERF_DEVICE_UTILIZATION` in a series of the driver, and the length of
+/// its numbers, in bytes.
+fn place(series: u16) -> (u64, usize) {
+    match series {
+        ..560 => (72, 1),
+        560..575 => (112, 4),
+        575..590 => (1976, 4),
+        590.. => (1992, 4),
+    }
+}
+
+impl FrontEnd {
+    /// Samples the engine time now and then, while programs look at the state.
+    pub(super) fn update_utilization(&mut self, gpu: &mut dyn Client) {
+        let now = Instant::now();
+        if self.utilization.is_due(now)
+            && let Ok(usage) = gpu.usage()
+        {
+            self.utilization.add(Sample { at: now, engine_ns: usage.engine_ns });
+            self.write_status_pages();
+        }
+    }
+
+    /// Writes the state to the pages of all programs.
+    pub(super) fn write_status_pages(&self) {
+        let (at, len) = place(self.layout.series);
+        // The share of the engine, and that of memory, which nothing measures.
+        let numbers = [self.utilization.percent(), 0].map(u32::to_le_bytes);
+        let numbers: Vec<u8> = numbers.iter().flat_map(|bytes| &bytes[..len]).copied().collect();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        for object in self.clients.all().filter(|object| object.class == class::STATUS_PAGE) {
+            if let Kind::Memory(store) = object.kind {
+                self.memories.write(store, at + 8, &numbers);
+                self.memories.write(store, at, &(now.as_nanos() as u64).to_le_bytes());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn utilization_is_that_between_two_samples() {
+        let mut utilization = Utilization::default();
+        let start = Instant::now();
+        assert!(utilization.is_due(start));
+        assert_eq!(utilization.percent(), 0);
+        utilization.add(Sample { at: start, engine_ns: 1_000 });
+        assert!(!utilization.is_due(start + WINDOW / 2));
+        let later = start + Duration::from_secs(1);
+        assert!(utilization.is_due(later));
+        utilization.add(Sample { at: later, engine_ns: 250_001_000 });
+        assert_eq!(utilization.percent(), 25);
+    }
+}
