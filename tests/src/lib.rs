@@ -112,6 +112,7 @@ pub struct Vgpud {
     dir: TempDir,
     args: Vec<String>,
     log: Option<PathBuf>,
+    cgroup: Option<PathBuf>,
     child: Option<Child>,
 }
 
@@ -123,18 +124,23 @@ impl Vgpud {
 
     /// Starts a manager with further arguments for `vgpud run`.
     pub fn start_with(args: &[&str]) -> Result<Self> {
-        Self::start_logging(args, None)
+        Self::start_logging(args, None, None)
+    }
+
+    /// Starts a manager in a control group.
+    pub fn start_in_cgroup(group: &Path) -> Result<Self> {
+        Self::start_logging(&[], None, Some(group.to_owned()))
     }
 
     /// Starts a manager with further arguments. It and its processes log to a file.
     pub fn start_with_log(args: &[&str], log: &Path) -> Result<Self> {
-        Self::start_logging(args, Some(log.to_owned()))
+        Self::start_logging(args, Some(log.to_owned()), None)
     }
 
-    fn start_logging(args: &[&str], log: Option<PathBuf>) -> Result<Self> {
+    fn start_logging(args: &[&str], log: Option<PathBuf>, cgroup: Option<PathBuf>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("vgpud").tempdir()?;
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut vgpud = Self { dir, args, log, child: None };
+        let mut vgpud = Self { dir, args, log, cgroup, child: None };
         vgpud.start_again()?;
         Ok(vgpud)
     }
@@ -155,7 +161,15 @@ impl Vgpud {
 
     /// Returns the command that starts a manager in these folders.
     pub fn command(&self) -> Result<Command> {
-        let mut command = Command::new(vgpud()?);
+        let mut command = match &self.cgroup {
+            None => Command::new(vgpud()?),
+            Some(group) => {
+                let mut command = Command::new("sh");
+                command.args(["-c", r#"echo $$ > "$0" && exec "$@""#]);
+                command.arg(group.join("cgroup.procs")).arg(vgpud()?);
+                command
+            }
+        };
         command.arg("run").arg("--run-dir").arg(self.run_dir());
         command.arg("--config-dir").arg(self.config_dir()).args(&self.args);
         command.stdin(Stdio::null());

@@ -101,6 +101,7 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     assert_eq!(field(&machine, &worker, "Seccomp"), "2", "filters apply to the worker");
     let protected = sh(&machine, &format!("cat /proc/{worker}/oom_score_adj"));
     assert_eq!(protected.trim(), "0", "the manager's protection is not the worker's");
+    let groups = in_groups_of_their_own(&machine, &uuid);
     sh(&machine, &format!("vgpuctl modify -u {uuid} --live --attr core=20"));
     let log = sh(&machine, "journalctl --no-pager -u vgpud");
     for line in log.lines() {
@@ -118,6 +119,7 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     let adopted = format!("vgpuctl list | grep -q {uuid}");
     eventually(&machine, "vgpud is started again", &adopted);
     assert_eq!(json(&machine, "vgpuctl list --output json")[0]["pid"], worker);
+    assert_eq!(in_groups_of_their_own(&machine, &uuid), groups);
 
     // The doctor reports only what this machine lacks.
     let Output { stdout, .. } = machine.run("vgpuctl doctor --output json").unwrap();
@@ -133,6 +135,18 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
 
     removes_purges_and_installs_again(&machine, &uuid, &install);
+}
+
+/// Returns the control groups in that of the service, which are those of its processes.
+fn in_groups_of_their_own(machine: &Machine, uuid: &str) -> String {
+    let service = "/sys/fs/cgroup/system.slice/vgpud.service";
+    let groups = sh(machine, &format!("cd {service} && ls -d */"));
+    assert_eq!(groups, format!("gpu-soft0/\nmanager/\nworker-{uuid}/\n"));
+    for group in groups.lines() {
+        let members = sh(machine, &format!("cat {service}/{group}cgroup.procs"));
+        assert_eq!(members.lines().count(), 1, "{group}: {members}");
+    }
+    groups
 }
 
 /// Removed: settings and definitions stay. Purged: they are gone. Installed again: as new.

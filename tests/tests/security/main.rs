@@ -2,6 +2,7 @@
 
 mod abuse;
 mod access;
+mod cgroups;
 mod descriptors;
 mod doorbells;
 mod listeners;

@@ -40,6 +40,8 @@ impl Manager {
             parent.evict_unknown();
             parent.replace_foreign();
         }
+        // Processes have ended while there was no manager.
+        self.env.cgroups.remove_empty();
         for vgpu in dead {
             let id = vgpu.id;
             let started = match self.parents.get_mut(&vgpu.parent) {

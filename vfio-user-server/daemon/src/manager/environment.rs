@@ -1,5 +1,6 @@
 //! What all parents and vGPUs of a manager share.
 
+use super::cgroups::Cgroups;
 use super::reserve::Reserve;
 use super::run_dir::RunDir;
 use super::watcher::Watcher;
@@ -19,6 +20,8 @@ pub struct Environment {
     pub worker_user: Account,
     /// Users that workers run as, if the manager is root.
     pub worker_users: WorkerUsers,
+    /// Control groups of workers and GPU processes.
+    pub cgroups: Cgroups,
     /// Owner of vGPUs without the attribute `owner`.
     pub owner: Account,
 }

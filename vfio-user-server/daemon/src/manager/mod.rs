@@ -5,8 +5,8 @@
 //!
 //! * [`handle`], [`watcher`]: events, and where they come from
 //! * [`run_dir`], [`sockets`]: the run directory
-//! * [`environment`]: what all parents share; [`worker_users`]: users of workers; [`reserve`]: reserve of
-//!   descriptors
+//! * [`environment`]: what all parents share; [`worker_users`]: users of workers; [`cgroups`]: control
+//!   groups of workers and GPU processes; [`reserve`]: reserve of descriptors
 //! * [`parent`]: a parent with its GPU process, scheduler and vGPUs; [`parents`]: all of them
 //! * [`vgpu`]: a started vGPU, its state and its worker
 //! * [`definitions`]: persistent definitions
@@ -24,6 +24,7 @@ use vgpud_api::ErrorDetail;
 
 mod adopt;
 mod backoff;
+mod cgroups;
 mod config;
 mod definitions;
 mod environment;
@@ -46,6 +47,7 @@ pub use requests::{Change, ClientReport, Listed, Measured, Screen};
 pub use run_dir::RunDir;
 pub use watcher::{Watched, Watcher};
 
+use cgroups::{Cgroups, Member};
 use definitions::Definitions;
 use environment::Environment;
 use parent::Parent;
@@ -86,6 +88,7 @@ impl Manager {
                 watcher,
                 worker_user,
                 worker_users,
+                cgroups: Cgroups::find(),
                 owner,
             },
             definitions,
@@ -137,11 +140,13 @@ impl Manager {
     fn exited(&mut self, watched: Watched) {
         match watched {
             Watched::Worker(vgpu, generation) => {
+                self.env.cgroups.remove(Member::Worker(vgpu));
                 if let Some(parent) = self.parents.of_vgpu_mut(vgpu) {
                     parent.worker_exited(&self.env, vgpu, generation);
                 }
             }
             Watched::Gpu(parent, generation) => {
+                self.env.cgroups.remove(Member::Gpu(&parent));
                 if let Ok(parent) = self.parents.get_mut(&parent) {
                     parent.gpu_exited(generation);
                 }
@@ -178,6 +183,7 @@ impl Manager {
         for parent in self.parents.iter() {
             run_dir::remove(&self.env.run_dir.parent(parent.name()));
         }
+        self.env.cgroups.remove_empty();
     }
 }
 

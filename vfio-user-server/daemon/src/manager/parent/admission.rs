@@ -5,11 +5,14 @@ use std::io;
 use mdev_core::gpu::GpuError;
 use mdev_core::ids::VgpuId;
 
+use vendor_backends::backend::Opener;
+
 use super::Parent;
 use crate::manager::Result;
+use crate::manager::cgroups::{Limits, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
-use crate::manager::vgpu::Vgpu;
+use crate::manager::vgpu::{Vgpu, worker};
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 impl Parent {
@@ -50,7 +53,18 @@ impl Parent {
                 code,
                 format!("Cannot start a worker in {}: {error}", env.run_dir.vgpu(id).display()),
             )
-        })
+        })?;
+        self.place_worker(env, id);
+        Ok(())
+    }
+
+    /// Moves a vGPU's worker into a control group of its own.
+    pub(super) fn place_worker(&self, env: &Environment, id: VgpuId) {
+        let Some(vgpu) = self.vgpus.get(&id) else { return };
+        let Some(pid) = vgpu.pid() else { return };
+        let pins = !matches!(self.config.source.opener(), Opener::Process(_));
+        let limits = Limits::worker(&self.client_spec(vgpu), worker::MAX_THREADS, pins);
+        env.cgroups.place(Member::Worker(id), pid, limits);
     }
 
     /// Removes a vGPU: its worker, its resources on the GPU and its folder.

@@ -104,6 +104,7 @@ impl Parent {
             }
         }
         self.vgpus.insert(id, vgpu);
+        self.place_worker(env, id);
     }
 
     /// Passes a new connection to the GPU to the worker of an adopted vGPU, if the backend uses

@@ -17,6 +17,7 @@ use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 use super::Parent;
 use super::connection::Connection;
 use crate::backend::ParentConfig;
+use crate::manager::cgroups::{self, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir::{self, RunDir};
 use crate::manager::sockets;
@@ -173,6 +174,11 @@ impl Parent {
         self.generation = generation;
         if let Some(process) = self.connection.process() {
             env.watcher.watch(process, Watched::Gpu(self.name().to_owned(), generation));
+            env.cgroups.place(
+                Member::Gpu(self.name()),
+                process.pid(),
+                cgroups::Limits::GPU_PROCESS,
+            );
         }
     }
 

@@ -23,7 +23,7 @@ use crate::worker_protocol::WorkerSpec;
 const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 256;
 
 /// Limit of threads of a worker. A worker has one, and a few for an NVIDIA GPU.
-const MAX_THREADS: u64 = 64;
+pub const MAX_THREADS: u64 = 64;
 
 /// Worker process of a vGPU.
 #[derive(Debug)]
