@@ -65,6 +65,8 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
     let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
+    // A static program has its random bytes from a device node, which it opens here and keeps.
+    getrandom::u32().context("The system has no random bytes")?;
     let driver = client.driver().map(str::to_owned);
     let mut function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be created", spec.function.vgpu))?;
