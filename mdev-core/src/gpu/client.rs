@@ -213,6 +213,11 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
+    /// Keeps the GPU's clocks up while programs have contexts, or no longer.
+    fn boost_clocks(&mut self, _boost: bool) -> Result<(), GpuError> {
+        Ok(())
+    }
+
     /// Destroys a channel, also while it works.
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError>;
 

@@ -76,6 +76,8 @@ struct Doorbells {
     usermode: Arc<Object>,
     /// The page that the guest maps: the GPU's, or ordinary memory.
     guest: OwnedFd,
+    /// Mapping of ordinary memory.
+    watched: Option<Arc<Mapping>>,
     /// The GPU's page.
     own: Arc<Mapping>,
 }
@@ -87,9 +89,14 @@ impl Doorbells {
         let (node, bytes) = (rm_client.gpu_node(), DOORBELL_BYTES);
         let aperture = || rm_client.aperture(&device.device, &usermode, node, bytes, 0);
         // The guest's page first: a test compares the driver calls with a recording.
-        let guest = if direct { aperture()? } else { SharedMemory::new(c"doorbell", bytes)?.fd };
+        let (guest, watched) = if direct {
+            (aperture()?, None)
+        } else {
+            let SharedMemory { fd, mapping } = SharedMemory::new(c"doorbell", bytes)?;
+            (fd, Some(mapping))
+        };
         let own = Mapping::new(aperture()?.as_fd(), 0, bytes, true)?;
-        Ok(Self { usermode, guest, own })
+        Ok(Self { usermode, guest, watched, own })
     }
 }
 
@@ -133,6 +140,9 @@ impl NvidiaClient {
             device.rm_client.event(&device.subdevice, non_stall)?;
         let state =
             Arc::new(vgpu_state(&device, doorbells.own, options.direct_doorbell, channel_options)?);
+        if let (Some(poller), Some(page)) = (&state.poller, doorbells.watched) {
+            poller.set_program_page(page);
+        }
         manager.try_send(&encode(&FromWorker::Ready)?, &[])?;
         let max_import_bytes = spec.max_import_bytes;
         Ok(Self {
@@ -324,6 +334,10 @@ impl Client for NvidiaClient {
         self.state.channels().preempt_instructions(id)
     }
 
+    fn boost_clocks(&mut self, boost: bool) -> Result<(), GpuError> {
+        self.state.channels().keep_clocks_up(boost)
+    }
+
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
         self.state.note_errors();
         let shares_group = self.state.channels().shares_compute_group(id);
@@ -374,16 +388,17 @@ impl Client for NvidiaClient {
     /// The driver clears video memory when it is freed. The doorbell page stays if it is the GPU's.
     fn renew(&mut self) -> Result<bool, GpuError> {
         self.reset()?;
+        self.state.channels().keep_clocks_up(false)?;
         self.apertures.vram = None;
         let vram = self.memory.renew_vram().map_err(|error| {
             GpuError::Lost(format!("its video memory could not be allocated again: {error}"))
         })?;
         let bytes = self.spec.vram_bytes;
         self.apertures.vram = vram_aperture(&self.device, &self.gpu, &vram, bytes)?;
-        if self.state.poller.is_some()
-            && let Some(doorbell) = &mut self.apertures.doorbell
-        {
-            doorbell.fd = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?.fd;
+        if let (Some(poller), Some(doorbell)) = (&self.state.poller, &mut self.apertures.doorbell) {
+            let SharedMemory { fd, mapping } = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?;
+            doorbell.fd = fd;
+            poller.set_program_page(mapping);
         }
         Ok(true)
     }

@@ -78,8 +78,10 @@ pub struct Channels {
     gate_open: bool,
     /// Engines without work.
     idle: [bool; 2],
-    /// When the clocks were boosted.
+    /// When the clocks were boosted for a while.
     boosted_at: Option<Instant>,
+    /// The clocks are boosted until further notice.
+    clocks_kept_up: bool,
     /// The GPU's usermode page.
     doorbell: Arc<Mapping>,
     /// Rings for the guest, unless the guest has the doorbell page.
@@ -128,6 +130,7 @@ impl Channels {
             gate_open: true,
             idle: [false; 2],
             boosted_at: None,
+            clocks_kept_up: false,
             doorbell,
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],

@@ -146,10 +146,24 @@ impl Channels {
         Ok(self.device.subdevice.control(control::DISABLE_CHANNELS, &mut params)?)
     }
 
-    /// Keeps the GPU's clocks up. They would fall while a gated vGPU pauses, and the vGPU would
-    /// stay below its cap.
+    /// Keeps the GPU's clocks up until further notice, or no longer. CUDA programs want this: clocks
+    /// rise too slowly for short work.
+    pub fn keep_clocks_up(&mut self, keep: bool) -> Result<(), GpuError> {
+        if self.clocks_kept_up != keep {
+            let flags = if keep { flag::BOOST_FOR_CUDA } else { flag::BOOST_CLEAR };
+            let duration = if keep { flag::BOOST_WITHOUT_END } else { 0 };
+            let mut params = abi::Pair { first: flags, second: duration };
+            self.device.subdevice.control(control::PERF_BOOST, &mut params)?;
+            self.clocks_kept_up = keep;
+        }
+        Ok(())
+    }
+
+    /// Keeps the GPU's clocks up for a while. They would fall while a gated vGPU pauses, and the
+    /// vGPU would stay below its cap.
     fn boost_clocks(&mut self) {
-        if self.boosted_at.is_some_and(|at| at.elapsed() < BOOST_DURATION / 2) {
+        let boosted = self.boosted_at.is_some_and(|at| at.elapsed() < BOOST_DURATION / 2);
+        if boosted || self.clocks_kept_up {
             return;
         }
         self.boosted_at = Some(Instant::now());

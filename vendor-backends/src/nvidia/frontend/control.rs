@@ -24,7 +24,6 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::INHERITED_SHARE_POLICY,
     control::CUDA_LIMIT,
     control::CHANNEL_LIST,
-    control::PERF_BOOST,
     control::RELEASE_WATCHDOG,
     control::DISABLE_WATCHDOG,
     control::UNNAMED_2080_0145,
@@ -143,6 +142,11 @@ impl FrontEnd {
             control::RESET_CHANNEL => {
                 let id = self.channel(control)?.id;
                 Ok(gpu.destroy_channel(id)?)
+            }
+            control::PERF_BOOST => {
+                let clear = control.u32(0)? & BOOST_COMMAND == 0;
+                // The vGPU's boost ends with its last program.
+                if clear { Ok(()) } else { Ok(gpu.boost_clocks(true)?) }
             }
             control::PREEMPTION_MODE => self.preemption_mode(gpu, control),
             command => match self.query(gpu, command, &mut control.params) {
@@ -325,6 +329,9 @@ const SLI_STATUS: u32 = 0x41;
 const ADDRESS_SPACE_SYSTEM: u32 = 1;
 /// `NV0000_CTRL_CMD_CLIENT_GET_ADDR_SPACE_TYPE_REGMEM`.
 const ADDRESS_SPACE_REGISTERS: u32 = 3;
+
+/// `NV2080_CTRL_PERF_BOOST_FLAGS_CMD`.
+const BOOST_COMMAND: u32 = 3;
 
 /// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_FLAGS_CILP_SET`.
 const SET_COMPUTE: u32 = 1;

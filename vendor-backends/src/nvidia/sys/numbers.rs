@@ -316,8 +316,14 @@ pub mod flag {
     pub const DENY_PRIVILEGE: u32 = 1 << 22;
     /// `NVOS04_FLAGS_CHANNEL_PBDMA_ACQUIRE_TIMEOUT`.
     pub const ACQUIRE_TIMEOUT: u32 = 1 << 27;
-    /// `NV2080_CTRL_PERF_BOOST_FLAGS`: to the maximum, for CUDA, asynchronously.
+    /// `NV2080_CTRL_PERF_BOOST_FLAGS`: to the maximum, for CUDA, with high priority.
     pub const BOOST: u32 = 2 | 1 << 4 | 1 << 6;
+    /// `NV2080_CTRL_PERF_BOOST_FLAGS`: to the maximum, for CUDA, as libcuda asks.
+    pub const BOOST_FOR_CUDA: u32 = 2 | 1 << 4;
+    /// `NV2080_CTRL_PERF_BOOST_FLAGS`: ends the client's boost.
+    pub const BOOST_CLEAR: u32 = 1 << 4;
+    /// `NV2080_CTRL_PERF_BOOST_DURATION_INFINITE`.
+    pub const BOOST_WITHOUT_END: u32 = u32::MAX;
 }
 
 /// Indices of `NV2080_CTRL_FB_INFO`.
