@@ -73,9 +73,11 @@ fn devices_are_parents_of_the_service_before_and_after_a_reboot() {
 
     // vGPUs survive a restart of the manager.
     let owners = pids(vm);
+    limited(vm);
     ok(vm, "systemctl restart vgpud");
     both_are_ready(vm);
     assert_eq!(pids(vm), owners, "the devices' processes are the same");
+    limited(vm);
 
     // After the reboot everything is back before any login.
     let begun = Instant::now();
@@ -122,6 +124,24 @@ fn pids(vm: &mut Vm) -> Vec<String> {
     let pids: Vec<_> = ok(vm, script).lines().map(str::to_owned).collect();
     assert_eq!(pids.len(), 4, "{pids:?}");
     pids
+}
+
+/// Each process is alone in a control group, and workers have limits.
+fn limited(vm: &mut Vm) {
+    let groups = "/sys/fs/cgroup/system.slice/vgpud.service";
+    let parents = format!("gpu-{DISPLAY}/\ngpu-{EDU}/\ngpu-soft0/\n");
+    let workers = format!("worker-{HEAD}/\nworker-{ENGINE}/\n");
+    let all = ok(vm, &format!("cd {groups} && ls -d */"));
+    assert_eq!(all, format!("{parents}manager/\n{workers}"));
+    for group in all.lines() {
+        let members = ok(vm, &format!("cat {groups}/{group}cgroup.procs"));
+        assert_eq!(members.lines().count(), 1, "{group}: {members}");
+    }
+    // 512 MiB and the video memory.
+    for (uuid, memory) in [(HEAD, (512 + 8) * MIB), (ENGINE, 512 * MIB)] {
+        let limits = ok(vm, &format!("cd {groups}/worker-{uuid} && cat pids.max memory.max"));
+        assert_eq!(limits, format!("64\n{memory}\n"));
+    }
 }
 
 /// Lets guests use both vGPUs: pixels of one appear on the physical screen, seen from outside; the
