@@ -154,12 +154,17 @@ pub struct PciHost {
 
 impl Default for PciHost {
     fn default() -> Self {
-        Self { sys: "/sys".into(), dev: "/dev".into() }
+        Self::below(Path::new("/"))
     }
 }
 
 impl PciHost {
-    /// Uses another root directory, for tests.
+    /// Uses `sys` and `dev` in a root directory.
+    pub fn below(root: &Path) -> Self {
+        Self { sys: root.join("sys"), dev: root.join("dev") }
+    }
+
+    /// Uses another directory in place of `/sys`, with `dev` in it, for tests.
     pub fn at(sys: &Path) -> Self {
         Self { sys: sys.to_owned(), dev: sys.join("dev") }
     }

@@ -1,9 +1,7 @@
 //! Host checks: devices bound to vfio-pci, and the memory that their processes may lock.
 
-use std::fs;
-
 use host_inventory::files::number_after;
-use host_inventory::{Finding, HostFiles};
+use host_inventory::{Finding, HostFiles, PciDevice, PciHost};
 
 /// Identifier of the findings.
 const CHECK: &str = "vfio";
@@ -11,42 +9,43 @@ const CHECK: &str = "vfio";
 /// Checks each device that is bound to vfio-pci. The kernel locks the guest memory that a device can
 /// reach and counts it against the limit of the GPU process.
 pub(super) fn check(host: &HostFiles) -> Vec<Finding> {
-    let mut names = host.names("sys/bus/pci/drivers/vfio-pci");
-    names.retain(|name| name.contains(':') && name.contains('.'));
-    let mut findings = Vec::new();
-    for name in &names {
-        let group = fs::read_link(host.path(&format!("sys/bus/pci/devices/{name}/iommu_group")));
-        let group = group.ok().and_then(|link| link.file_name()?.to_str().map(str::to_owned));
-        let node = group.map(|group| format!("dev/vfio/{group}"));
-        // Prefers iommufd where the kernel has it, as the GPU process does.
-        let shown = format!("sys/bus/pci/devices/{name}/vfio-dev");
-        let own =
-            host.names(&shown).into_iter().find(|own| host.has(&format!("{shown}/{own}/dev")));
-        let own = own.filter(|_| host.has("dev/iommu"));
-        let (node, interface) = match own {
-            Some(own) => (node.map(|_| format!("dev/vfio/devices/{own}")), "by iommufd"),
-            None => (node, "by its IOMMU group"),
-        };
-        findings.push(match node {
-            Some(node) if host.has(&node) => {
-                Finding::ok(CHECK, format!("{name} is bound to vfio-pci: /{node}, opened {interface}"))
-            }
-            Some(node) => Finding::problem(
-                CHECK,
-                format!("{name} is bound to vfio-pci, and /{node} is not there"),
-                "modprobe vfio-pci, as root",
-            ),
-            None => Finding::problem(
-                CHECK,
-                format!("{name} is bound to vfio-pci and is in no IOMMU group"),
-                "switch the IOMMU on, in the firmware and on the kernel's command line (intel_iommu=on)",
-            ),
-        });
-    }
-    if !names.is_empty() {
+    let pci = PciHost::below(host.root());
+    let mut bound = pci.devices().unwrap_or_default();
+    bound.retain(PciDevice::is_bound);
+    let has_iommufd = pci.has_iommufd();
+    let mut findings: Vec<_> =
+        bound.iter().map(|device| check_files(host, device, has_iommufd)).collect();
+    if !bound.is_empty() {
         findings.extend(locked_memory(host));
     }
     findings
+}
+
+/// Checks the file by which a GPU process opens a device: its own where the kernel has iommufd, or
+/// else that of its group.
+fn check_files(host: &HostFiles, device: &PciDevice, has_iommufd: bool) -> Finding {
+    let name = device.address;
+    let Some(group) = device.iommu_group else {
+        return Finding::problem(
+            CHECK,
+            format!("{name} is bound to vfio-pci and is in no IOMMU group"),
+            "switch the IOMMU on, in the firmware and on the kernel's command line (intel_iommu=on)",
+        );
+    };
+    let own = device.character_device.as_deref().filter(|_| has_iommufd);
+    let (node, interface) = match own.and_then(|own| own.strip_prefix(host.root()).ok()) {
+        Some(own) => (own.display().to_string(), "by iommufd"),
+        None => (format!("dev/vfio/{group}"), "by its IOMMU group"),
+    };
+    if host.has(&node) {
+        let what = format!("{name} is bound to vfio-pci: /{node}, opened {interface}");
+        return Finding::ok(CHECK, what);
+    }
+    Finding::problem(
+        CHECK,
+        format!("{name} is bound to vfio-pci, and /{node} is not there"),
+        "modprobe vfio-pci, as root",
+    )
 }
 
 /// Checks RLIMIT_MEMLOCK of vgpud's processes. VFIO counts pinned pages against the limit; NVIDIA's

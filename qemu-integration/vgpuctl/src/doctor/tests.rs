@@ -300,12 +300,15 @@ fn a_missing_hook_and_stale_folders_are_reported() {
 
 /// Adds a device bound to vfio-pci, in IOMMU group 7.
 fn with_vfio(h: &mut Fake, locked: &str) {
-    h.write("sys/bus/pci/drivers/vfio-pci/0000:01:00.0/x", "");
-    h.write("sys/bus/pci/drivers/vfio-pci/new_id", "");
+    for (name, number) in [("vendor", "0x1234"), ("device", "0x11e8"), ("class", "0x00ff00")] {
+        h.write(&format!("sys/bus/pci/devices/0000:01:00.0/{name}"), number);
+    }
     let device = h.root.path().join("sys/bus/pci/devices/0000:01:00.0");
-    fs::create_dir_all(&device).unwrap();
-    std::os::unix::fs::symlink("../../../kernel/iommu_groups/7", device.join("iommu_group"))
-        .unwrap();
+    let links =
+        [("iommu_group", "../../../kernel/iommu_groups/7"), ("driver", "../../drivers/vfio-pci")];
+    for (name, target) in links {
+        std::os::unix::fs::symlink(target, device.join(name)).unwrap();
+    }
     h.write("dev/vfio/7", "");
     h.write(
         "proc/meminfo",
