@@ -130,6 +130,7 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     // Called as mdevctl.
     assert_eq!(sh(&machine, "lsvgpu"), sh(&machine, "vgpuctl list"));
     sh(&machine, "test -e /usr/share/man/man1/lsvgpu.1.gz -a -e /usr/share/doc/tessera/console.md");
+    sh(&machine, "test -e /usr/share/doc/tessera/decisions/README.md");
     // Manual pages exist and format without warnings.
     let pages = sh(&machine, "dpkg -L tessera | grep /man/ | grep -c '\\.gz$'");
     assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
