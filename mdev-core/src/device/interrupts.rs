@@ -1,9 +1,9 @@
 //! Interrupts of the virtual function: eventfds of the client, conditions of the GPU.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
-use pci_registers::{IrqError, IrqIndex, IrqInfo};
+use pci_registers::{Interrupts, IrqIndex, IrqInfo};
 
 use super::function::VirtualFunction;
 use crate::abi::control::VECTORS;
@@ -24,53 +24,16 @@ impl VirtualFunction {
         IrqIndex::from_number(index).map(|index| self.irq.info(index))
     }
 
-    /// Sets the eventfds of interrupts `start..` of an index; `None` removes an eventfd.
-    pub fn irq_set_triggers(
-        &mut self,
-        index: IrqIndex,
-        start: u32,
-        events: Vec<Option<OwnedFd>>,
-    ) -> Result<(), IrqError> {
-        self.irq.set_triggers(index, start, events)?;
-        self.rewire(index);
-        Ok(())
-    }
-
-    /// Disables an index and drops its eventfds (a trigger without data and with count 0).
-    pub fn irq_disable(&mut self, index: IrqIndex) {
-        self.irq.disable(index);
-        self.rewire(index);
-    }
-
-    /// Triggers interrupts `start..` of an index whose flag is set, as if the device had raised
-    /// them.
-    pub fn irq_fire(&mut self, index: IrqIndex, start: u32, fire: &[bool]) -> Result<(), IrqError> {
-        self.irq.trigger(index, start, fire)
-    }
-
-    /// Masks (or unmasks) interrupts `start..` of an index whose flag is set.
-    pub fn irq_mask(
-        &mut self,
-        index: IrqIndex,
-        start: u32,
-        which: &[bool],
-        masked: bool,
-    ) -> Result<(), IrqError> {
-        self.irq.mask(index, start, which, masked)
-    }
-
-    /// Sets the eventfd by which the client unmasks INTx. The session polls
-    /// [`Self::intx_unmask_event`].
-    pub fn irq_set_unmask_event(
-        &mut self,
-        index: IrqIndex,
-        event: Option<OwnedFd>,
-    ) -> Result<(), IrqError> {
-        self.irq.set_unmask_event(index, event)
+    /// Changes the interrupts for the client: its eventfds and masks.
+    pub fn change_interrupts<T>(&mut self, change: impl FnOnce(&mut Interrupts) -> T) -> T {
+        let result = change(&mut self.irq);
+        self.connect_msi_to_gpu();
+        self.update_line();
+        result
     }
 
     /// Returns the eventfd to poll for INTx unmasking. It changes with
-    /// [`Self::irq_set_unmask_event`], when INTx is disabled, and with [`Self::detach`].
+    /// [`Self::change_interrupts`] and [`Self::detach`].
     pub fn intx_unmask_event(&self) -> Option<BorrowedFd<'_>> {
         self.irq.unmask_event()
     }
@@ -78,13 +41,6 @@ impl VirtualFunction {
     /// Unmasks INTx after a signal of [`Self::intx_unmask_event`]. Fails if that is not an eventfd.
     pub fn on_intx_unmask(&mut self) -> io::Result<()> {
         self.irq.on_unmask()
-    }
-
-    fn rewire(&mut self, index: IrqIndex) {
-        if index == IrqIndex::Msi {
-            self.connect_msi_to_gpu();
-            self.update_line();
-        }
     }
 
     /// Passes the eventfds of MSI vectors to the GPU while the guest enables non-stall interrupts,

@@ -4,6 +4,9 @@ use vfio_bindings::bindings::vfio::{
     VFIO_IRQ_INFO_AUTOMASKED, VFIO_IRQ_INFO_EVENTFD, VFIO_IRQ_INFO_MASKABLE, VFIO_IRQ_INFO_NORESIZE,
 };
 
+use pci_registers::{Interrupts, IrqError, IrqIndex};
+
+use crate::errno::Errno;
 use crate::fds::Fds;
 
 /// Interrupts of one index.
@@ -79,6 +82,56 @@ pub enum IrqCommand<'a> {
         /// Interrupts.
         lines: IrqLines<'a>,
     },
+}
+
+impl IrqCommand<'_> {
+    /// Executes the command on the interrupts of a PCI function.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` for missing interrupts, `ENOTTY` for actions that the index does not support.
+    pub fn apply(self, index: u32, interrupts: &mut Interrupts) -> Result<(), Errno> {
+        let index = IrqIndex::from_number(index).ok_or(Errno::EINVAL)?;
+        let result = match self {
+            Self::Disable => {
+                interrupts.disable(index);
+                Ok(())
+            }
+            Self::Assign { action: IrqAction::Trigger, start, eventfds } => {
+                let events = eventfds.into_iter().map(Some).collect();
+                interrupts.set_triggers(index, start, events)
+            }
+            Self::Unassign { action: IrqAction::Trigger, start, count } => {
+                let events = (0..count).map(|_| None).collect();
+                interrupts.set_triggers(index, start, events)
+            }
+            Self::Assign { action: IrqAction::Unmask, start: 0, eventfds } => {
+                interrupts.set_unmask_event(index, eventfds.into_iter().next())
+            }
+            Self::Unassign { action: IrqAction::Unmask, .. } => {
+                interrupts.set_unmask_event(index, None)
+            }
+            Self::Assign { .. } | Self::Unassign { .. } => return Err(Errno::ENOTTY),
+            Self::Perform { action, lines } => {
+                let selected = lines.flags();
+                match action {
+                    IrqAction::Trigger => interrupts.trigger(index, lines.start, &selected),
+                    IrqAction::Mask => interrupts.mask(index, lines.start, &selected, true),
+                    IrqAction::Unmask => interrupts.mask(index, lines.start, &selected, false),
+                }
+            }
+        };
+        result.map_err(errno_of)
+    }
+}
+
+/// Returns the error number for an interrupt error.
+fn errno_of(error: IrqError) -> Errno {
+    match error {
+        IrqError::OutOfRange { .. } => Errno::EINVAL,
+        IrqError::NotMaskable(_) => Errno::ENOTTY,
+        IrqError::NoThread => Errno::ENOMEM,
+    }
 }
 
 /// Selected interrupts of a range.

@@ -10,12 +10,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use pci_registers::capability::{express_endpoint, msi, power_management};
 use pci_registers::{
     BankState, Bar, CONFIG_BYTES, ConfigEffect, ConfigSpace, ConfigTable, Identity, Interrupts,
-    IrqError, IrqIndex, RestoreError,
+    RestoreError,
 };
 
 use crate::device::{Area, IoEventFd, pci};
 use crate::errno::Errno;
-use crate::irq::{Irq, IrqAction, IrqCommand};
+use crate::irq::{Irq, IrqCommand};
 use crate::layout::{Layout, LayoutBuilder, LayoutError};
 
 /// Largest number of MSI vectors (PCI Local Bus 3.0, section 6.8.1.3).
@@ -78,37 +78,7 @@ impl PciFunction {
     ///
     /// `EINVAL` for missing interrupts, `ENOTTY` for actions that the index does not support.
     pub fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
-        let index = IrqIndex::from_number(index).ok_or(Errno::EINVAL)?;
-        let result = match command {
-            IrqCommand::Disable => {
-                self.interrupts.disable(index);
-                Ok(())
-            }
-            IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
-                let events = eventfds.into_iter().map(Some).collect();
-                self.interrupts.set_triggers(index, start, events)
-            }
-            IrqCommand::Unassign { action: IrqAction::Trigger, start, count } => {
-                let events = (0..count).map(|_| None).collect();
-                self.interrupts.set_triggers(index, start, events)
-            }
-            IrqCommand::Assign { action: IrqAction::Unmask, start: 0, eventfds } => {
-                self.interrupts.set_unmask_event(index, eventfds.into_iter().next())
-            }
-            IrqCommand::Unassign { action: IrqAction::Unmask, .. } => {
-                self.interrupts.set_unmask_event(index, None)
-            }
-            IrqCommand::Assign { .. } | IrqCommand::Unassign { .. } => return Err(Errno::ENOTTY),
-            IrqCommand::Perform { action, lines } => {
-                let selected = lines.flags();
-                match action {
-                    IrqAction::Trigger => self.interrupts.trigger(index, lines.start, &selected),
-                    IrqAction::Mask => self.interrupts.mask(index, lines.start, &selected, true),
-                    IrqAction::Unmask => self.interrupts.mask(index, lines.start, &selected, false),
-                }
-            }
-        };
-        result.map_err(irq_errno)?;
+        command.apply(index, &mut self.interrupts)?;
         self.update_intx();
         Ok(())
     }
@@ -272,15 +242,6 @@ fn check_bars(bars: &[Bar]) -> Result<(), LayoutError> {
     Ok(())
 }
 
-/// Returns the error number for an interrupt error.
-fn irq_errno(error: IrqError) -> Errno {
-    match error {
-        IrqError::OutOfRange { .. } => Errno::EINVAL,
-        IrqError::NotMaskable(_) => Errno::ENOTTY,
-        IrqError::NoThread => Errno::ENOMEM,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
@@ -290,6 +251,7 @@ mod tests {
 
     use super::*;
     use crate::fds::Fds;
+    use crate::irq::IrqAction;
 
     const IDENTITY: Identity = Identity {
         vendor: 0x1b36,

@@ -1,6 +1,5 @@
 use super::*;
 use crate::gpu::Pending;
-use pci_registers::IrqIndex;
 
 const ENABLE_ALL: u32 = 0x7;
 
@@ -13,13 +12,13 @@ impl Guest {
     fn msi(&mut self, count: usize) -> Vec<EventFd> {
         let (events, fds): (Vec<_>, Vec<_>) = (0..count).map(|_| event()).unzip();
         let fds = fds.into_iter().map(Some).collect();
-        self.function.irq_set_triggers(IrqIndex::Msi, 0, fds).unwrap();
+        self.set_triggers(IrqIndex::Msi, fds);
         events
     }
 
     fn intx(&mut self) -> EventFd {
         let (trigger, fd) = event();
-        self.function.irq_set_triggers(IrqIndex::Intx, 0, vec![Some(fd)]).unwrap();
+        self.set_triggers(IrqIndex::Intx, vec![Some(fd)]);
         trigger
     }
 }
@@ -35,10 +34,10 @@ fn intx_follows_status_and_enable() {
     guest.write32(CONTROL, reg::INTR_ENABLE, ENABLE_ALL);
     assert_eq!(signals(&line), 1);
     assert_eq!(guest.read32(CONFIG, 4) >> 16 & 8, 8, "interrupt status");
-    guest.function.irq_mask(IrqIndex::Intx, 0, &[true], false).unwrap();
+    guest.function.change_interrupts(|irq| irq.mask(IrqIndex::Intx, 0, &[true], false)).unwrap();
     assert_eq!(signals(&line), 1, "still asserted after the client's unmask");
     guest.write32(CONTROL, reg::INTR_STATUS, 1);
-    guest.function.irq_mask(IrqIndex::Intx, 0, &[true], false).unwrap();
+    guest.function.change_interrupts(|irq| irq.mask(IrqIndex::Intx, 0, &[true], false)).unwrap();
     assert_eq!(signals(&line), 0);
     guest.write16(CONFIG, 4, 1 << 10);
     guest.raise(Pending::CHANNEL_ERROR);
@@ -63,7 +62,7 @@ fn the_gpu_gets_msi_vectors_while_non_stall_interrupts_are_enabled() {
     guest.write32(CONTROL, reg::INTR_ENABLE, 0);
     assert_eq!(guest.record.lock().unwrap().interrupts, [false; 4]);
     guest.write32(CONTROL, reg::INTR_ENABLE, ENABLE_ALL);
-    guest.function.irq_disable(IrqIndex::Msi);
+    guest.function.change_interrupts(|irq| irq.disable(IrqIndex::Msi));
     assert_eq!(guest.record.lock().unwrap().interrupts, [false; 4]);
 }
 

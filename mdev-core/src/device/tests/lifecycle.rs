@@ -4,13 +4,12 @@ use std::os::unix::fs::FileExt;
 use super::*;
 use crate::device::{SavedFunction, StateError};
 use crate::testing::APERTURE_OFFSET;
-use pci_registers::IrqIndex;
 
 #[test]
 fn flr_resets_everything_but_memory_and_eventfds() {
     let mut guest = Guest::new();
     let (line, fd) = event();
-    guest.function.irq_set_triggers(IrqIndex::Intx, 0, vec![Some(fd)]).unwrap();
+    guest.set_triggers(IrqIndex::Intx, vec![Some(fd)]);
     guest.write16(CONFIG, 4, 0x406);
     guest.write32(CONTROL, reg::INTR_ENABLE, 7);
     guest.calls();
@@ -21,7 +20,7 @@ fn flr_resets_everything_but_memory_and_eventfds() {
     assert_eq!(guest.read32(CONTROL, reg::MAILBOX_LO), 0);
     guest.write32(CONTROL, reg::MAILBOX_LO, MAILBOX as u32);
     assert_eq!(guest.request(Opcode::GetInfo, &[]).0, Status::Ok, "memory stays");
-    guest.function.irq_fire(IrqIndex::Intx, 0, &[true]).unwrap();
+    guest.function.change_interrupts(|irq| irq.trigger(IrqIndex::Intx, 0, &[true])).unwrap();
     assert_eq!(signals(&line), 1);
 }
 
@@ -29,7 +28,7 @@ fn flr_resets_everything_but_memory_and_eventfds() {
 fn no_state_of_a_vm_remains_for_the_next() {
     let mut guest = Guest::new();
     let (vector, fd) = event();
-    guest.function.irq_set_triggers(IrqIndex::Msi, 0, vec![Some(fd)]).unwrap();
+    guest.set_triggers(IrqIndex::Msi, vec![Some(fd)]);
     guest.write32(CONTROL, reg::INTR_ENABLE, 7);
     guest.write32(VRAM, 0x2000, 0x5ec2_e700);
     let map = mailbox::map_guest(crate::abi::mailbox::VA_START, &[(0x10_0000, 0x1000)]);
@@ -48,7 +47,7 @@ fn no_state_of_a_vm_remains_for_the_next() {
     guest.write32(CONTROL, reg::MAILBOX_LO, MAILBOX as u32);
     guest.write32(CONTROL, reg::MAILBOX_DOORBELL, 1);
     assert_eq!(guest.read32(CONTROL, reg::MAILBOX_STATUS), Status::BadMailbox as u32);
-    guest.function.irq_fire(IrqIndex::Msi, 0, &[true]).unwrap();
+    guest.function.change_interrupts(|irq| irq.trigger(IrqIndex::Msi, 0, &[true])).unwrap();
     assert_eq!(signals(&vector), 0);
 }
 

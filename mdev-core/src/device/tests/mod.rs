@@ -11,6 +11,7 @@ use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
+use pci_registers::IrqIndex;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -84,6 +85,10 @@ impl Guest {
 
     fn write16(&mut self, region: u32, offset: u64, value: u16) {
         self.function.region_write(region, offset, &value.to_le_bytes()).unwrap();
+    }
+
+    fn set_triggers(&mut self, index: IrqIndex, events: Vec<Option<OwnedFd>>) {
+        self.function.change_interrupts(|irq| irq.set_triggers(index, 0, events)).unwrap();
     }
 
     fn calls(&self) -> Vec<String> {

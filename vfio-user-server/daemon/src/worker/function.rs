@@ -4,13 +4,12 @@ use anyhow::Context;
 use mdev_core::device::{AccessError, REGIONS, RegionEvent, VirtualFunction};
 use mdev_core::ids::GuestPa;
 use mdev_core::mem::{DmaAccess, MemError};
-use pci_registers::{IrqError, IrqIndex};
 use vfio_bindings::bindings::vfio;
 
 use vfio_user_server::device::{Area, Device, IoEventFd};
 use vfio_user_server::dma::{DmaMap, DmaUnmap};
 use vfio_user_server::errno::Errno;
-use vfio_user_server::irq::{Irq, IrqAction, IrqCommand};
+use vfio_user_server::irq::{Irq, IrqCommand};
 use vfio_user_server::layout::Layout;
 
 /// Device model with its vfio-user layout.
@@ -50,7 +49,7 @@ impl Function {
         &mut self.inner
     }
 
-    /// Returns whether the INTx unmask eventfd was replaced since the last call.
+    /// Returns whether the INTx unmask eventfd may have been replaced since the last call.
     pub fn take_unmask_event_changed(&mut self) -> bool {
         std::mem::take(&mut self.unmask_event_changed)
     }
@@ -92,49 +91,8 @@ impl Device for Function {
     }
 
     fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
-        let index = IrqIndex::from_number(index).ok_or(Errno::EINVAL)?;
-        match command {
-            IrqCommand::Disable => {
-                self.unmask_event_changed = true;
-                self.inner.irq_disable(index);
-            }
-            IrqCommand::Assign { action: IrqAction::Trigger, start, eventfds } => {
-                let events = eventfds.into_iter().map(Some).collect();
-                self.inner.irq_set_triggers(index, start, events).map_err(irq_errno)?;
-            }
-            IrqCommand::Unassign { action: IrqAction::Trigger, start, count } => {
-                let none = (0..count).map(|_| None).collect();
-                self.inner.irq_set_triggers(index, start, none).map_err(irq_errno)?;
-            }
-            IrqCommand::Assign { action: IrqAction::Unmask, start: 0, eventfds } => {
-                self.unmask_event_changed = true;
-                self.inner
-                    .irq_set_unmask_event(index, eventfds.into_iter().next())
-                    .map_err(irq_errno)?;
-            }
-            IrqCommand::Unassign { action: IrqAction::Unmask, .. } => {
-                self.unmask_event_changed = true;
-                self.inner.irq_set_unmask_event(index, None).map_err(irq_errno)?;
-            }
-            IrqCommand::Assign { .. } | IrqCommand::Unassign { .. } => return Err(Errno::ENOTTY),
-            IrqCommand::Perform { action, lines } => {
-                let which = lines.flags();
-                match action {
-                    IrqAction::Trigger => {
-                        self.inner.irq_fire(index, lines.start, &which).map_err(irq_errno)?;
-                    }
-                    IrqAction::Mask => {
-                        self.inner.irq_mask(index, lines.start, &which, true).map_err(irq_errno)?;
-                    }
-                    IrqAction::Unmask => {
-                        self.inner
-                            .irq_mask(index, lines.start, &which, false)
-                            .map_err(irq_errno)?;
-                    }
-                }
-            }
-        }
-        Ok(())
+        self.unmask_event_changed |= !matches!(command, IrqCommand::Perform { .. });
+        self.inner.change_interrupts(|interrupts| command.apply(index, interrupts))
     }
 
     fn reset(&mut self) -> Result<(), Errno> {
@@ -196,13 +154,5 @@ fn mem_errno(error: &MemError) -> Errno {
         MemError::Overlap { .. } => Errno::EEXIST,
         MemError::NotMapped { .. } => Errno::ENOENT,
         MemError::TooMany(_) => Errno::ENOSPC,
-    }
-}
-
-fn irq_errno(error: IrqError) -> Errno {
-    match error {
-        IrqError::OutOfRange { .. } => Errno::EINVAL,
-        IrqError::NotMaskable(_) => Errno::ENOTTY,
-        IrqError::NoThread => Errno::ENOMEM,
     }
 }
