@@ -213,6 +213,9 @@ impl Activity {
                 self.copying += now.duration_since(self.sampled_at);
             }
         }
+        if let Err(error) = channels.share_slice(engine, now) {
+            log::warn!("{error}");
+        }
         let resident_at = if engine == EngineKind::Compute { self.resident_at } else { None };
         let idle = is_idle(self.busy_at[index], now) && is_idle(resident_at, now);
         if (!idle || contended)

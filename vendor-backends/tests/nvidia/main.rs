@@ -8,6 +8,7 @@ mod hostile_guest;
 mod hostile_worker;
 mod manager;
 mod mappings;
+mod programs;
 mod scheduling;
 mod teardown;
 

@@ -200,6 +200,8 @@ impl Channels {
             number,
             created_ns,
             must_schedule: false,
+            submissions: 0,
+            busy_at: None,
         };
         self.apply_timeslice(&group)?;
         self.groups.push(group);

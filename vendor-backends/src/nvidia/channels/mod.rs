@@ -48,6 +48,10 @@ struct Group {
     created_ns: u64,
     /// The group got a channel behind a closed gate, and is scheduled when the gate opens.
     must_schedule: bool,
+    /// Number of rings for new entries when the group was last looked at.
+    submissions: u64,
+    /// When the group was last seen with work.
+    busy_at: Option<Instant>,
 }
 
 /// Counters of a vGPU.
@@ -78,6 +82,8 @@ pub struct Channels {
     gate_open: bool,
     /// Engines without work.
     idle: [bool; 2],
+    /// Number of groups of each engine among which the vGPU's time slice is divided.
+    sharing: [u32; 2],
     /// When the clocks were boosted for a while.
     boosted_at: Option<Instant>,
     /// The clocks are boosted until further notice.
@@ -129,6 +135,7 @@ impl Channels {
             timeslice: None,
             gate_open: true,
             idle: [false; 2],
+            sharing: [1; 2],
             boosted_at: None,
             clocks_kept_up: false,
             doorbell,

@@ -6,6 +6,7 @@ use mdev_core::gpu::{EngineKind, GpuError};
 
 use super::channel::Channel;
 use super::{Channels, Group, schedule};
+use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::rm::RmError;
 use crate::nvidia::rm_client::Object;
 use crate::nvidia::sys::abi;
@@ -16,6 +17,10 @@ const SLICE_RANGE_US: (u128, u128) = (50, 100_000_000);
 
 /// Time slice of a group without work.
 const IDLE_SLICE: Duration = Duration::from_micros(50);
+
+/// Time after the last sign of work for which a group shares the slice: a kernel may run without
+/// entries in the ring.
+const GROUP_LINGER: Duration = Duration::from_millis(500);
 
 /// Duration of a clock boost.
 const BOOST_DURATION: Duration = Duration::from_secs(10);
@@ -50,10 +55,36 @@ impl Channels {
         self.groups.iter().any(|group| self.idle[group.engine as usize])
     }
 
+    /// Divides the time slice of an engine among the groups that have work. Each program has a group
+    /// of its own, and a vGPU with many programs is due no more than one with a single program.
+    pub fn share_slice(&mut self, engine: EngineKind, now: Instant) -> Result<(), GpuError> {
+        let mut sharing = 0;
+        for group in self.groups.iter_mut().filter(|group| group.engine == engine) {
+            let channels = self.by_id.values().filter(|channel| channel.group == group.number);
+            let (mut submissions, mut queued) = (0, false);
+            for channel in channels.filter(|channel| channel.error == 0) {
+                submissions += channel.registration.as_ref().map_or(0, Registration::submissions);
+                queued |= channel.has_queued();
+            }
+            if queued || submissions != group.submissions {
+                (group.submissions, group.busy_at) = (submissions, Some(now));
+            }
+            let busy = group.busy_at.is_some_and(|at| now.duration_since(at) < GROUP_LINGER);
+            sharing += u32::from(busy);
+        }
+        if std::mem::replace(&mut self.sharing[engine as usize], sharing.max(1)) == sharing.max(1) {
+            return Ok(());
+        }
+        let mut groups = self.groups.iter().filter(|group| group.engine == engine);
+        groups.try_for_each(|group| self.apply_timeslice(group))
+    }
+
     /// Sets the time slice that a group should have.
     pub(super) fn apply_timeslice(&self, group: &Group) -> Result<(), GpuError> {
         let Some(timeslice) = self.timeslice else { return Ok(()) };
-        let idle = self.idle[group.engine as usize];
+        let engine = group.engine as usize;
+        let timeslice = timeslice / self.sharing[engine];
+        let idle = self.idle[engine];
         Ok(set_timeslice(&group.object, if idle { IDLE_SLICE } else { timeslice })?)
     }
 

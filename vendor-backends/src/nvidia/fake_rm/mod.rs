@@ -125,6 +125,11 @@ impl FakeRm {
         self.state().objects.timeslice_us(token)
     }
 
+    /// Returns the size of allocated video memory, in bytes.
+    pub fn video_memory(&self) -> u64 {
+        self.state().objects.video_memory()
+    }
+
     /// Returns the token that was written to the doorbell last.
     pub fn last_ring(&self) -> Option<u32> {
         self.state().objects.last_ring()

@@ -1,0 +1,154 @@
+//! Address spaces, groups and memory of CUDA programs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mdev_core::abi::mailbox::VA_START;
+use mdev_core::gpu::{
+    Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest,
+};
+use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
+use mdev_core::units::{GIB, MIB, PAGE_SIZE};
+use vendor_backends::conformance::lifecycle;
+use vendor_backends::mem::SharedMemory;
+use vendor_backends::nvidia::NvidiaClient;
+use vendor_backends::nvidia::fake_rm::FakeRm;
+
+use crate::{DRIVER, eventually, gpu, ram, set_ring, spec, try_client};
+
+const VA: GpuVa = GpuVa(0x7f00_0000_0000);
+
+/// A vGPU with room for two programs.
+fn many_channels() -> ClientSpec {
+    ClientSpec { max_channels: 80, ..spec(64 * MIB) }
+}
+
+fn open(rm: &Arc<FakeRm>, gpu: &mut vendor_backends::nvidia::NvidiaGpu) -> NvidiaClient {
+    try_client(rm, gpu, &many_channels()).unwrap()
+}
+
+/// Returns the parameters of a channel of a program, with USERD number `index`.
+fn of_program(
+    memory: MemoryId,
+    index: u64,
+    engine: EngineKind,
+    (space, group): (SpaceId, u32),
+) -> ChannelSpec {
+    let spec = lifecycle::channel_spec(engine, memory, index * 512);
+    ChannelSpec { space, group: Some(group), ..spec }
+}
+
+fn channel(
+    client: &mut NvidiaClient,
+    memory: MemoryId,
+    index: u64,
+    of: (SpaceId, u32),
+) -> ChannelHandle {
+    client.create_channel(&of_program(memory, index, EngineKind::Compute, of)).unwrap()
+}
+
+#[test]
+fn a_program_has_a_space_groups_and_memory_of_its_own() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    let data = client.allocate(4 * MIB).unwrap();
+    let backing = Backing::Allocated { memory: data, offset: 0 };
+    let mapping = MapRequest::new(VA, 4 * MIB, backing).in_space(space);
+    client.map(&mapping).unwrap();
+    assert!(matches!(client.map(&mapping), Err(GpuError::Overlap(_))));
+    // The same address in the other space is another one.
+    let low = MapRequest { va: GpuVa(VA_START), ..mapping };
+    client.map(&low.in_space(SpaceId::DEFAULT)).unwrap();
+    client.map(&low).unwrap();
+    client.map_launch_region(space, GpuVa(VA.0 + GIB), PAGE_SIZE).unwrap();
+
+    let handles: Vec<_> = (0..20).map(|n| channel(&mut client, import, n, (space, 7))).collect();
+    client.preempt_instructions(handles[0].id).unwrap();
+    let mut wrong = of_program(import, 30, EngineKind::Copy, (space, 7));
+    assert!(client.create_channel(&wrong).is_err(), "a group has one engine");
+    wrong = of_program(import, 30, EngineKind::Compute, (SpaceId::DEFAULT, 7));
+    assert!(client.create_channel(&wrong).is_err(), "a group has one address space");
+
+    client.destroy_space(space).unwrap();
+    assert!(client.query_channel(handles[19].id).is_err(), "its channels are gone");
+    assert!(client.map(&mapping).is_err(), "it is gone itself");
+    client.release(data).unwrap();
+    assert!(client.renew().unwrap());
+    drop(client);
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn allocations_take_the_place_of_the_partition() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let half = client.allocate(32 * MIB).unwrap();
+    client.allocate(32 * MIB).unwrap();
+    assert!(matches!(client.allocate(PAGE_SIZE), Err(GpuError::Limit(_))), "it is full");
+    assert_eq!(rm.video_memory(), 64 * MIB, "the partition is given up");
+    client.release(half).unwrap();
+    client.allocate(16 * MIB).unwrap();
+    client.renew().unwrap();
+    assert_eq!(rm.video_memory(), 64 * MIB, "a VM gets the partition again");
+    client.map(&MapRequest::new(GpuVa(VA_START), 64 * MIB, Backing::Vram { offset: 0 })).unwrap();
+}
+
+#[test]
+fn the_programs_of_a_vgpu_share_its_slice() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let spec = many_channels();
+    let mut client = try_client(&rm, &mut gpu, &spec).unwrap();
+    let memory: SharedMemory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let spaces = [client.create_space().unwrap(), client.create_space().unwrap()];
+    let first = channel(&mut client, import, 0, (spaces[0], 1));
+    let second = channel(&mut client, import, 1, (spaces[1], 2));
+    gpu.set_timeslice(spec.vgpu, Duration::from_millis(8)).unwrap();
+    let slices = || [first, second].map(|of| rm.timeslice_us(of.token.0));
+    set_ring(&memory.mapping, 0, 0, 1);
+    eventually("one program has the whole slice", || slices()[0] == Some(8000));
+    set_ring(&memory.mapping, 1, 0, 1);
+    eventually("two programs have a half each", || slices() == [Some(4000); 2]);
+    set_ring(&memory.mapping, 1, 1, 1);
+    eventually("one program has the whole slice again", || slices()[0] == Some(8000));
+}
+
+#[test]
+fn a_gate_stops_all_channels_of_all_programs() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let spec = many_channels();
+    let mut client = try_client(&rm, &mut gpu, &spec).unwrap();
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    // More than one call of the driver takes.
+    let handles: Vec<_> =
+        (0..70).map(|n| channel(&mut client, import, n, (space, n as u32 % 4))).collect();
+    let running = || handles.iter().filter(|handle| rm.may_run(handle.token.0)).count();
+    assert_eq!(running(), 70);
+    gpu.set_gate(spec.vgpu, false).unwrap();
+    eventually("the gate closes", || running() == 0);
+    gpu.set_gate(spec.vgpu, true).unwrap();
+    eventually("the gate opens", || running() == 70);
+}
+
+#[test]
+fn only_known_queries_reach_the_driver() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    const NOT_SUPPORTED: u32 = 0x56;
+    // NV2080_CTRL_CMD_MC_GET_ARCH_INFO, which the fake driver does not have.
+    assert_eq!(client.query_driver(0x2080_1701, &mut [0; 16]), Some(NOT_SUPPORTED));
+    assert_eq!(client.query_driver(0x2080_1701, &mut [0; 12]), None, "another length");
+    // NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS.
+    assert_eq!(client.query_driver(0x2080_110b, &mut [0; 536]), None, "no query");
+    assert_eq!(client.driver(), Some(DRIVER));
+}
