@@ -3,5 +3,6 @@
 //! * [`input`]: decodes the fuzzer's bytes to numbers that are likely to matter
 //! * [`emulation`]: a channel of the emulated GPU with writable and protected memory
 
+pub mod books;
 pub mod input;
 pub mod emulation;

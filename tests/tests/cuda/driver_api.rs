@@ -11,6 +11,11 @@ pub type DevicePtr = u64;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub const OUT_OF_MEMORY: c_int = 2;
 
+/// `CUipcMemHandle`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IpcHandle(pub [u8; 64]);
+
 /// libcuda, with a context on the vGPU.
 #[derive(Debug)]
 pub struct Cuda {
@@ -55,6 +60,15 @@ calls! {
     mem_free = "cuMemFree_v2" (ptr: DevicePtr);
     /// `cuMemAllocHost`.
     mem_alloc_host = "cuMemAllocHost_v2" (ptr: *mut *mut c_void, bytes: usize);
+    /// `cuMemAllocManaged`.
+    mem_alloc_managed = "cuMemAllocManaged" (ptr: *mut DevicePtr, bytes: usize, flags: u32);
+    /// `cuIpcGetMemHandle`.
+    ipc_get_mem_handle = "cuIpcGetMemHandle" (handle: *mut IpcHandle, ptr: DevicePtr);
+    /// `cuIpcOpenMemHandle`.
+    ipc_open_mem_handle = "cuIpcOpenMemHandle_v2"
+        (ptr: *mut DevicePtr, handle: IpcHandle, flags: u32);
+    /// `cuIpcCloseMemHandle`.
+    ipc_close_mem_handle = "cuIpcCloseMemHandle" (ptr: DevicePtr);
     /// `cuMemcpyHtoD`.
     memcpy_htod = "cuMemcpyHtoD_v2" (to: DevicePtr, from: *const c_void, bytes: usize);
     /// `cuMemcpyDtoH`.

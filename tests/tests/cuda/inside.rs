@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::driver_api::{Cuda, OUT_OF_MEMORY, ok};
+use crate::driver_api::{Cuda, IpcHandle, OUT_OF_MEMORY, ok};
 
 /// Environment variable that is set in programs on a vGPU.
 pub const MARK: &str = "TESSERA_TEST_INSIDE";
@@ -108,6 +108,76 @@ fn streams_and_events() -> Result<()> {
     ok("cuEventElapsedTime", cuda.event_elapsed_time(&raw mut ms, events[0], events[1]))?;
     ensure!(ms > 0.0 && ms < 60_000.0, "{ms} ms");
     Ok(())
+}
+
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn managed_memory() -> Result<()> {
+    const ATTACH_GLOBAL: u32 = 1;
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    for len in [4096, 1 << 20, 40 << 20] {
+        let data = pattern(len);
+        let mut managed = 0;
+        ok("cuMemAllocManaged", cuda.mem_alloc_managed(&raw mut managed, len, ATTACH_GLOBAL))?;
+        // SAFETY: managed memory of this length, which the GPU does not use now.
+        let cpu = unsafe { std::slice::from_raw_parts_mut(managed as *mut u8, len) };
+        cpu.copy_from_slice(&data);
+        let copy = cuda.alloc(len)?;
+        ok("cuMemcpyDtoD", cuda.memcpy_dtod(copy, managed, len))?;
+        ensure!(cuda.download(copy, len)? == data, "the GPU reads other data");
+        ok("cuMemsetD32", cuda.memset_d32(managed, 0x0102_0304, len / 4))?;
+        ensure!(cuda.download(managed, 4)? == [4, 3, 2, 1]);
+        ensure!(cpu[len - 1] == 1, "the CPU reads {}", cpu[len - 1]);
+        ok("cuMemFree", cuda.mem_free(managed))?;
+        ok("cuMemFree", cuda.mem_free(copy))?;
+    }
+    Ok(())
+}
+
+/// Environment variable with the handle of another process's memory.
+const HANDLE: &str = "TESSERA_TEST_HANDLE";
+
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn exports_memory() -> Result<()> {
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    let memory = cuda.alloc(4 << 20)?;
+    cuda.upload(memory, b"from the first")?;
+    let mut handle = IpcHandle([0; 64]);
+    ok("cuIpcGetMemHandle", cuda.ipc_get_mem_handle(&raw mut handle, memory))?;
+    let digits = |text: String, byte: &u8| format!("{text}{byte:02x}");
+    let handle = handle.0.iter().fold(String::new(), digits);
+    let mut command = std::process::Command::new(std::env::current_exe()?);
+    command.args(["--exact", "inside::imports_memory", "--ignored"]).env(HANDLE, handle);
+    let output = command.output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success() && text.contains("1 passed"), "{text}");
+    ensure!(cuda.download(memory, 15)? == b"from the second");
+    Ok(())
+}
+
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn imports_memory() -> Result<()> {
+    const LAZY_PEER_ACCESS: u32 = 1;
+    let Ok(text) = std::env::var(HANDLE) else { return Ok(()) };
+    let mut handle = IpcHandle([0; 64]);
+    for (byte, at) in handle.0.iter_mut().zip((0..).step_by(2)) {
+        *byte = u8::from_str_radix(text.get(at..at + 2).context("A short handle")?, 16)?;
+    }
+    let cuda = Cuda::with_context()?;
+    let mut memory = 0;
+    let opened = cuda.ipc_open_mem_handle(&raw mut memory, handle, LAZY_PEER_ACCESS);
+    ok("cuIpcOpenMemHandle", opened)?;
+    ensure!(cuda.download(memory, 14)? == b"from the first");
+    cuda.upload(memory, b"from the second")?;
+    ok("cuIpcCloseMemHandle", cuda.ipc_close_mem_handle(memory))
 }
 
 /// Keeps a context until it is killed.

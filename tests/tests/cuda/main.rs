@@ -200,6 +200,16 @@ fn a_program_sees_the_vgpu_and_its_memory() -> Result<()> {
 }
 
 #[test]
+fn managed_memory_is_the_same_for_cpu_and_gpu() -> Result<()> {
+    on_vgpu(|gpu| gpu.run("managed_memory").map(drop))
+}
+
+#[test]
+fn two_processes_share_memory() -> Result<()> {
+    on_vgpu(|gpu| gpu.run("exports_memory").map(drop))
+}
+
+#[test]
 fn memory_beyond_the_vgpus_is_cudas_out_of_memory() -> Result<()> {
     on_vgpu(|gpu| gpu.run("out_of_memory").map(drop))
 }

@@ -6,7 +6,7 @@ mod program;
 mod recording;
 mod replay;
 
-use cuda_socket::{FileId, Node};
+use cuda_socket::{FileId, MapRequest, Node};
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::{doorbell, userd};
 use mdev_core::gpu::Client;
@@ -17,8 +17,11 @@ use program::{
 };
 use proptest::prelude::*;
 use vendor_backends::conformance::Pushbuffer;
+use vendor_backends::nvidia::frontend::Mapped;
 
 const NO_MEMORY: u32 = 0x51;
+const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;
+const INVALID_ADDRESS: u32 = 0x1e;
 const INVALID_CLASS: u32 = 0x22;
 const INVALID_CLIENT: u32 = 0x23;
 const NOT_SUPPORTED: u32 = 0x56;
@@ -157,7 +160,7 @@ fn what_a_vgpu_does_not_have_is_refused_with_the_drivers_status() {
     assert_eq!(status, NOT_SUPPORTED);
     let done = program.ioctl_with(CONTROL, 0xc010_46ff, vec![0; 16], None, &[]);
     assert_eq!(done.errno, libc::EINVAL);
-    let done = program.ioctl_with(UVM, 51, vec![0; 64], None, &[]);
+    let done = program.ioctl_with(UVM, 52, vec![0; 64], None, &[]);
     assert_eq!(done.errno, libc::EINVAL);
     assert_eq!(program.front_end.refused(), 4);
 }
@@ -195,6 +198,67 @@ fn a_list_behind_a_pointer_is_answered() {
     assert_eq!(done.params[32..], words(&[0xc, 0x900, 0x2c, 64, 0, 0]));
 }
 
+#[test]
+fn an_address_space_may_begin_anywhere() {
+    let mut program = Program::start();
+    let context = program.context();
+    let mut params = vec![0; 48];
+    params[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
+    params[40..48].copy_from_slice(&u64::MAX.to_le_bytes());
+    program.alloc(context.root, context.device, 0x50, 0x90f1, &params);
+}
+
+#[test]
+fn a_process_uses_memory_that_another_shares() {
+    const SHARE: u32 = 0xc018_4635;
+    const DUP_OBJECT: u32 = 0xc01c_4634;
+    let mut program = Program::start();
+    let context = program.context();
+    let memory = memory_params(4 * MIB, 2 * MIB);
+    program.new_object(context.root, context.device, 0x20, 0x40, &memory);
+    let other = FileId(77);
+    program.front_end.open(other, Node::Control, 2).unwrap();
+    let root = program.ioctl_with(other, 0xc030_462b, vec![0; 48], None, &[]);
+    let root = word(&root.argument, 2);
+    let duplicate = |program: &mut Program| {
+        let argument = words(&[root, root, 0x30, context.root, 0x20, 0, 0xffff]);
+        let done = program.ioctl_with(other, DUP_OBJECT, argument, None, &[]);
+        (done.errno, word(&done.argument, 6))
+    };
+    assert_eq!(duplicate(&mut program), (0, INSUFFICIENT_PERMISSIONS));
+    let argument = words(&[context.root, 0x20, context.root, 1, 1, 0xffff]);
+    let done = program.ioctl_with(CONTROL, SHARE, argument, None, &[]);
+    assert_eq!((done.errno, word(&done.argument, 5)), (0, 0));
+    assert_eq!(duplicate(&mut program), (0, 0));
+    // It outlives the process that allocated it.
+    program.front_end.close(&mut program.client, CONTROL);
+    assert_eq!(program.front_end.used_video_bytes(), 4 * MIB);
+    program.front_end.close(&mut program.client, other);
+    assert_eq!(program.front_end.used_video_bytes(), 0);
+}
+
+#[test]
+fn managed_memory_is_shared_memory_at_the_programs_address() {
+    const DISABLE_READ_DUPLICATION: u32 = 45;
+    let mut program = Program::start();
+    program.context();
+    let (va, len) = (0x7f00_0000_0000_u64, 2 * MIB);
+    let range = [va as u32, (va >> 32) as u32, len as u32, 0, 0xffff, 0];
+    // Nothing is done to addresses that the program did not map from nvidia-uvm.
+    let refused = program.uvm(DISABLE_READ_DUPLICATION, &range, 24);
+    assert_eq!(word(&refused, 4), INVALID_ADDRESS);
+    let request = MapRequest { file: UVM, len, offset: va, writable: true };
+    assert!(program.front_end.map(&request).is_err());
+    assert_eq!(word(&program.uvm(DISABLE_READ_DUPLICATION, &range, 24), 4), 0);
+    assert!(matches!(program.front_end.map(&request), Ok(Mapped::File(..))));
+    // It never moves: a migration ends at once.
+    let mut migrate = range.to_vec();
+    migrate.resize(20, 0);
+    assert_eq!(word(&program.uvm(51, &migrate, 80), 18), 0);
+    assert_eq!(word(&program.uvm(34, &range, 24), 4), 0);
+    assert!(program.front_end.map(&request).is_err());
+}
+
 fn request() -> impl Strategy<Value = u32> {
     prop_oneof![
         prop::sample::select(vec![
@@ -203,6 +267,8 @@ fn request() -> impl Strategy<Value = u32> {
             0xc010_4629,
             0xc038_4627,
             0xc038_464e,
+            0xc01c_4634,
+            0xc018_4635,
             0xc900_46c8,
             0xc004_46c9,
             0xc010_46ce,
@@ -210,7 +276,7 @@ fn request() -> impl Strategy<Value = u32> {
             0xc008_46d6,
             0xc230_46d7,
         ]),
-        prop::sample::select(vec![23, 25, 27, 33, 34, 37, 65, 66, 68, 72, 0x3000_0001]),
+        prop::sample::select(vec![23, 25, 27, 33, 34, 37, 45, 51, 65, 66, 68, 72, 0x3000_0001]),
         any::<u32>(),
     ]
 }

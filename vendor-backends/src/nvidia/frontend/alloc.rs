@@ -132,7 +132,7 @@ impl FrontEnd {
         bytes.resize(size_of::<VaSpaceParams>(), 0);
         let params = VaSpaceParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
         // As the driver answers: the size of the address space.
-        put_u64(&mut bytes, 8, super::VA_END - params.base.max(PAGE_SIZE));
+        put_u64(&mut bytes, 8, super::VA_END.saturating_sub(params.base.max(PAGE_SIZE)));
         bytes.truncate(len);
         call.write_block(new.params, bytes);
         Ok(Kind::Space(None))

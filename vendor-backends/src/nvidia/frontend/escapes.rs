@@ -28,6 +28,8 @@ impl FrontEnd {
             escape::FREE => self.rm_free(gpu, call),
             escape::ALLOC_MEMORY => self.rm_alloc_memory(call),
             escape::MAP_MEMORY => self.rm_map_memory(call),
+            escape::SHARE => self.rm_share(call),
+            escape::DUP_OBJECT => self.rm_dup_object(call),
             // Nothing is mapped by address here.
             escape::UNMAP_MEMORY => call.set_u32(24, status::OK),
             escape::UPDATE_MAPPING => call.set_u32(32, status::OK),
@@ -138,6 +140,8 @@ pub fn set_status(call: &mut Call<'_>, status: u32) -> Result<(), Stop> {
         escape::ALLOC if call.argument.len() >= 48 => 40,
         escape::ALLOC | escape::CONTROL => 28,
         escape::ALLOC_MEMORY | escape::MAP_MEMORY => 40,
+        escape::SHARE => 20,
+        escape::DUP_OBJECT => 24,
         _ => return Err(Stop::INVALID),
     };
     call.set_u32(at, status)

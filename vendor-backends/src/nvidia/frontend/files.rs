@@ -34,6 +34,8 @@ pub struct UvmFile {
     pub spaces: BTreeSet<SpaceId>,
     /// Number of range groups created.
     pub range_groups: u64,
+    /// Ranges that the program has mapped and that have no memory: length by address.
+    pub empty: BTreeMap<u64, u64>,
 }
 
 /// All open files of a vGPU.

@@ -379,6 +379,12 @@ impl Memories {
         }
     }
 
+    /// Returns whether an address is mapped.
+    pub fn is_mapped(&self, space: SpaceId, va: u64) -> bool {
+        let mapping = self.mappings.range((space, 0)..=(space, va)).next_back();
+        mapping.is_some_and(|((_, start), mapped)| start + mapped.len > va)
+    }
+
     /// Returns the store of the mapping that begins at an address.
     pub fn mapped_at(&self, space: SpaceId, va: u64) -> Option<StoreId> {
         self.mappings.get(&(space, va)).map(|mapped| mapped.store)
@@ -416,6 +422,14 @@ impl Memories {
             self.mappings.remove(&(space, va));
             self.release(gpu, store);
         }
+    }
+
+    /// Adds a reference to a store.
+    pub fn retain(&mut self, id: StoreId) -> Result<(), Stop> {
+        let store = self.stores.get_mut(&id).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
+        let references = store.references.checked_add(1);
+        store.references = references.ok_or(Stop::Status(status::INSUFFICIENT_RESOURCES))?;
+        Ok(())
     }
 
     /// Drops a reference to a store. Frees it with the last one.

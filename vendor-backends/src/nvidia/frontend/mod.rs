@@ -10,6 +10,7 @@
 //! 1. `call`: one ioctl, what it reads and what it changes
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
+//!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `processes`, `status_page`: what `nvidia-smi` shows
 //! 6. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
@@ -21,12 +22,14 @@ mod escapes;
 mod files;
 pub mod identity;
 mod lists;
+mod managed;
 mod memory;
 mod objects;
 mod processes;
 pub mod queries;
 mod refusals;
 mod shapes;
+mod sharing;
 mod status_page;
 mod uvm;
 mod video_memory;
@@ -191,10 +194,11 @@ impl FrontEnd {
     /// Returns the memory that a mapping of a file shows.
     pub fn map(&mut self, request: &MapRequest) -> Result<Mapped, Errno> {
         let file = self.files.get(request.file).map_err(|_| Errno::EBADF)?;
-        let store = match file.node {
-            Node::Uvm => self.pool(file, request),
-            Node::Control | Node::Gpu(_) => file.mapped,
-        };
+        let is_uvm = file.node == Node::Uvm;
+        let store = if is_uvm { self.pool(file, request) } else { file.mapped };
+        if is_uvm && store.is_none() {
+            self.note_empty_range(request);
+        }
         let store = store.ok_or(Errno::EINVAL)?;
         if self.memories.is_doorbell(store) {
             let inside = request.len <= DOORBELL_BYTES;

@@ -1,6 +1,6 @@
 //! The tree of objects that programs have created with the resource manager.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use cuda_socket::FileId;
 use mdev_core::gpu::{ChannelHandle, EngineKind};
@@ -77,6 +77,8 @@ pub struct Object {
 #[derive(Debug)]
 struct RmClient {
     file: FileId,
+    /// Objects that other processes may use.
+    shared: BTreeSet<u32>,
     objects: BTreeMap<u32, Object>,
 }
 
@@ -103,7 +105,10 @@ impl Clients {
         while self.by_root.contains_key(&self.next) || self.next < FIRST_CLIENT {
             self.next = self.next.wrapping_add(1);
         }
-        self.by_root.insert(self.next, RmClient { file, objects: BTreeMap::new() });
+        self.by_root.insert(
+            self.next,
+            RmClient { file, shared: BTreeSet::new(), objects: BTreeMap::new() },
+        );
         Ok(self.next)
     }
 
@@ -122,6 +127,24 @@ impl Clients {
     pub fn object(&self, file: FileId, root: u32, handle: u32) -> Result<&Object, Stop> {
         let object = self.client(file, root)?.objects.get(&handle);
         object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+    }
+
+    /// Lets other processes use an object.
+    pub fn share(&mut self, file: FileId, root: u32, handle: u32) -> Result<(), Stop> {
+        self.object(file, root, handle)?;
+        if let Some(client) = self.by_root.get_mut(&root) {
+            client.shared.insert(handle);
+        }
+        Ok(())
+    }
+
+    /// Returns an object that the client of a control file may use: its own, or a shared one.
+    pub fn accessible(&self, file: FileId, root: u32, handle: u32) -> Result<&Object, Stop> {
+        let client = self.by_root.get(&root).ok_or(Stop::Status(status::INVALID_CLIENT))?;
+        if client.file != file && !client.shared.contains(&handle) {
+            return Err(Stop::Status(status::INSUFFICIENT_PERMISSIONS));
+        }
+        client.objects.get(&handle).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
     }
 
     /// Returns an object for a change.
@@ -195,6 +218,9 @@ impl Clients {
                 handles.extend(below.map(|(handle, _)| *handle));
                 at += 1;
             }
+        }
+        for handle in &handles {
+            client.shared.remove(handle);
         }
         let removed = handles.iter().rev().filter_map(|handle| client.objects.remove(handle));
         let mut removed: Vec<_> = removed.collect();

@@ -12,6 +12,7 @@ use mdev_core::units::{PAGE_SIZE, is_aligned};
 use super::FrontEnd;
 use super::call::{Call, Stop, put_u64};
 use super::files::File;
+use super::managed::RANGE_REQUESTS;
 use super::memory::StoreId;
 use crate::nvidia::sys::numbers::{status, uvm};
 use crate::nvidia::version::Layout;
@@ -64,6 +65,13 @@ const LENGTHS: &[(u32, u32)] = &[
     (uvm::DISABLE_PEER_ACCESS, 36),
     (uvm::SET_RANGE_GROUP, 32),
     (uvm::MAP_EXTERNAL, external::STATUS as u32 + 4),
+    (uvm::SET_PREFERRED_LOCATION, 40),
+    (uvm::UNSET_PREFERRED_LOCATION, 24),
+    (uvm::ENABLE_READ_DUPLICATION, 24),
+    (uvm::DISABLE_READ_DUPLICATION, 24),
+    (uvm::SET_ACCESSED_BY, 40),
+    (uvm::UNSET_ACCESSED_BY, 40),
+    (uvm::MIGRATE, 80),
     (uvm::REGISTER_GPU, 40),
     (uvm::UNREGISTER_GPU, 20),
     (uvm::PAGEABLE_MEM_ACCESS, 8),
@@ -108,8 +116,12 @@ impl FrontEnd {
             uvm::ALLOC_SEMAPHORE_POOL => (POOL_STATUS, self.semaphore_pool(gpu, call)),
             uvm::MAP_DYNAMIC_PARALLELISM => (32, self.dynamic_parallelism(gpu, call)),
             number => {
-                self.refusals.note("ioctl of nvidia-uvm", number);
-                return Err(Stop::INVALID);
+                let managed = RANGE_REQUESTS.iter().find(|(request, _)| *request == number);
+                let Some((_, status_at)) = managed else {
+                    self.refusals.note("ioctl of nvidia-uvm", number);
+                    return Err(Stop::INVALID);
+                };
+                (*status_at, self.managed_range(gpu, call))
             }
         };
         match result {
@@ -146,7 +158,7 @@ impl FrontEnd {
     }
 
     /// Returns the address spaces of the file. There is one for each GPU, so one.
-    fn spaces(&self, call: &Call<'_>) -> Result<Vec<SpaceId>, Stop> {
+    pub(super) fn spaces(&self, call: &Call<'_>) -> Result<Vec<SpaceId>, Stop> {
         let spaces = &self.files.get(call.file())?.uvm.spaces;
         if spaces.is_empty() {
             return Err(Stop::Status(status::INVALID_STATE));
@@ -185,7 +197,11 @@ impl FrontEnd {
     }
 
     /// Allocates memory at the same address for CPU and GPU.
-    fn semaphore_pool(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
+    pub(super) fn semaphore_pool(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
         if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
             return Err(Stop::Status(status::INVALID_ARGUMENT));

@@ -10,6 +10,10 @@ pub mod escape {
     pub const CONTROL: u32 = 0x2a;
     /// `NV_ESC_RM_ALLOC`.
     pub const ALLOC: u32 = 0x2b;
+    /// `NV_ESC_RM_DUP_OBJECT`.
+    pub const DUP_OBJECT: u32 = 0x34;
+    /// `NV_ESC_RM_SHARE`.
+    pub const SHARE: u32 = 0x35;
     /// `NV_ESC_RM_MAP_MEMORY`.
     pub const MAP_MEMORY: u32 = 0x4e;
     /// `NV_ESC_RM_UNMAP_MEMORY`.
@@ -68,6 +72,20 @@ pub mod uvm {
     pub const UNREGISTER_GPU: u32 = 38;
     /// `UVM_PAGEABLE_MEM_ACCESS`.
     pub const PAGEABLE_MEM_ACCESS: u32 = 39;
+    /// `UVM_SET_PREFERRED_LOCATION`.
+    pub const SET_PREFERRED_LOCATION: u32 = 42;
+    /// `UVM_UNSET_PREFERRED_LOCATION`.
+    pub const UNSET_PREFERRED_LOCATION: u32 = 43;
+    /// `UVM_ENABLE_READ_DUPLICATION`.
+    pub const ENABLE_READ_DUPLICATION: u32 = 44;
+    /// `UVM_DISABLE_READ_DUPLICATION`.
+    pub const DISABLE_READ_DUPLICATION: u32 = 45;
+    /// `UVM_SET_ACCESSED_BY`.
+    pub const SET_ACCESSED_BY: u32 = 46;
+    /// `UVM_UNSET_ACCESSED_BY`.
+    pub const UNSET_ACCESSED_BY: u32 = 47;
+    /// `UVM_MIGRATE`.
+    pub const MIGRATE: u32 = 51;
     /// `UVM_MAP_DYNAMIC_PARALLELISM_REGION`.
     pub const MAP_DYNAMIC_PARALLELISM: u32 = 65;
     /// `UVM_UNMAP_EXTERNAL`.

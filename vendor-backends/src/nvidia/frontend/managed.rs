@@ -1,0 +1,72 @@
+//! Memory that CUDA manages (`cuMemAllocManaged`): pinned system memory stands in for it.
+//!
+//! Programs map a range of nvidia-uvm's file, which has the same addresses for CPU and GPU, and then
+//! say how it is to move. The first such request gives it memory. It never moves.
+
+use cuda_socket::MapRequest;
+use mdev_core::gpu::Client;
+
+use super::call::{Call, Stop, put_u64};
+use super::{FrontEnd, VA_END};
+use crate::nvidia::sys::numbers::{status, uvm};
+
+/// Offset of the status in the argument of requests about a range, by the request.
+pub const RANGE_REQUESTS: &[(u32, usize)] = &[
+    (uvm::SET_PREFERRED_LOCATION, 36),
+    (uvm::UNSET_PREFERRED_LOCATION, 16),
+    (uvm::ENABLE_READ_DUPLICATION, 16),
+    (uvm::DISABLE_READ_DUPLICATION, 16),
+    (uvm::SET_ACCESSED_BY, 32),
+    (uvm::UNSET_ACCESSED_BY, 32),
+    (uvm::MIGRATE, 72),
+];
+
+/// Offsets in `UVM_MIGRATE_PARAMS`: the semaphore that tells of the end, and its value.
+const SEMAPHORE: usize = 40;
+const PAYLOAD: usize = 48;
+/// Offset of the length that was not migrated.
+const REST: usize = 64;
+
+/// Maximum number of mapped ranges of a file without memory.
+const MAX_EMPTY: usize = 4096;
+
+impl FrontEnd {
+    /// Carries out a request about a range of managed memory.
+    pub(super) fn managed_range(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let (va, len) = (call.u64(0)?, call.u64(8)?);
+        let spaces = self.spaces(call)?;
+        if !spaces.iter().any(|space| self.memories.is_mapped(*space, va)) {
+            let empty = &mut self.files.get_mut(call.file())?.uvm.empty;
+            let range = empty.range(..=va).next_back().map(|(start, len)| (*start, *len));
+            let end = va.checked_add(len);
+            let inside = |(start, len): &(u64, u64)| end.is_some_and(|end| end <= start + len);
+            let (start, _) = range.filter(inside).ok_or(Stop::Status(status::INVALID_ADDRESS))?;
+            empty.remove(&start);
+            self.semaphore_pool(gpu, call)?;
+        }
+        if call.request() == uvm::MIGRATE {
+            // All of it was migrated.
+            put_u64(&mut call.argument, REST, 0).ok_or(Stop::INVALID)?;
+            let (semaphore, payload) = (call.u64(SEMAPHORE)?, call.u32(PAYLOAD)?);
+            if semaphore != 0 {
+                call.write_block(semaphore, payload.to_le_bytes().to_vec());
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that a program has mapped a range of nvidia-uvm's file that has no memory.
+    pub(super) fn note_empty_range(&mut self, request: &MapRequest) {
+        let MapRequest { file, offset, len, .. } = *request;
+        if let Ok(file) = self.files.get_mut(file)
+            && file.uvm.empty.len() < MAX_EMPTY
+            && offset.checked_add(len).is_some_and(|end| end <= VA_END)
+        {
+            file.uvm.empty.insert(offset, len);
+        }
+    }
+}
