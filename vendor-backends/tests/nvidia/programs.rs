@@ -141,10 +141,10 @@ fn a_gate_stops_all_channels_of_all_programs() {
 
 #[test]
 fn only_known_queries_reach_the_driver() {
+    const NOT_SUPPORTED: u32 = 0x56;
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);
     let mut client = open(&rm, &mut gpu);
-    const NOT_SUPPORTED: u32 = 0x56;
     // NV2080_CTRL_CMD_MC_GET_ARCH_INFO, which the fake driver does not have.
     assert_eq!(client.query_driver(0x2080_1701, &mut [0; 16]), Some(NOT_SUPPORTED));
     assert_eq!(client.query_driver(0x2080_1701, &mut [0; 12]), None, "another length");
