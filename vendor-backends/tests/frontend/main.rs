@@ -199,6 +199,37 @@ fn a_list_behind_a_pointer_is_answered() {
 }
 
 #[test]
+fn a_large_tree_of_objects_is_freed_as_fast_as_it_was_made() {
+    let mut program = Program::start();
+    let context = program.context();
+    let (root, device) = (context.root, context.device);
+    let start = std::time::Instant::now();
+    for handle in 0..20_000 {
+        program.new_object(root, device, 0x1_0000 + handle, 0x2080, &[0; 4]);
+    }
+    let made = start.elapsed();
+    let start = std::time::Instant::now();
+    let free = words(&[root, root, device, 0xffff]);
+    let done = program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
+    assert_eq!((done.errno, word(&done.argument, 3)), (0, 0));
+    assert!(start.elapsed() < made * 2, "{:?}, made in {made:?}", start.elapsed());
+    assert_eq!(program.front_end.counts()[1], 0);
+}
+
+#[test]
+fn the_number_of_status_pages_is_limited() {
+    const STATUS_PAGE: u32 = 0xde;
+    const INSUFFICIENT_RESOURCES: u32 = 0x1a;
+    let mut program = Program::start();
+    let context = program.context();
+    let allocate = |program: &mut Program, handle| {
+        program.alloc(context.root, context.subdevice, handle, STATUS_PAGE, &[0; 8]).0
+    };
+    assert!((0..256).all(|at| allocate(&mut program, 0x100 + at) == 0));
+    assert_eq!(allocate(&mut program, 0x200), INSUFFICIENT_RESOURCES);
+}
+
+#[test]
 fn an_address_space_may_begin_anywhere() {
     let mut program = Program::start();
     let context = program.context();

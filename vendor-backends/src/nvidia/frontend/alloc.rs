@@ -89,7 +89,7 @@ impl FrontEnd {
             class::DEVICE => Ok(Kind::Passive),
             class::VA_SPACE => self.new_space(call, new),
             class::VIDEO_MEMORY | class::SYSTEM_MEMORY => self.new_memory(call, new),
-            class::STATUS_PAGE => Ok(Kind::Memory(self.memories.allocate_system(PAGE_SIZE)?.0)),
+            class::STATUS_PAGE => self.new_status_page(),
             class::GROUP => self.new_group(call, new),
             class::CONTEXT_SHARE => self.new_context_share(call, new),
             class::OS_EVENT => self.new_event(call, new),

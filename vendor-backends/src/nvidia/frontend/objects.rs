@@ -212,10 +212,14 @@ impl Clients {
             if !client.objects.contains_key(&handle) {
                 return Err(Stop::Status(status::OBJECT_NOT_FOUND));
             }
+            // One pass over all objects: a program may have very many.
+            let mut below = BTreeMap::<u32, Vec<u32>>::new();
+            for (handle, object) in &client.objects {
+                below.entry(object.parent).or_default().push(*handle);
+            }
             let mut at = 0;
-            while let Some(&parent) = handles.get(at) {
-                let below = client.objects.iter().filter(|(_, object)| object.parent == parent);
-                handles.extend(below.map(|(handle, _)| *handle));
+            while let Some(parent) = handles.get(at) {
+                handles.extend(below.remove(parent).unwrap_or_default());
                 at += 1;
             }
         }

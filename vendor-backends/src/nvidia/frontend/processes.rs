@@ -1,6 +1,6 @@
 //! Processes on the vGPU, as NVML asks for them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use cuda_socket::FileId;
 
@@ -44,15 +44,17 @@ impl FrontEnd {
         objects.filter_map(|(file, _)| self.process_of(file)).collect()
     }
 
-    /// Returns the bytes of video memory of a process.
-    pub fn video_bytes_of(&self, process: i32) -> u64 {
-        let objects = self.clients.with_files();
-        let own = objects.filter(|(file, _)| self.process_of(*file) == Some(process));
-        own.map(|(_, object)| match object.kind {
-            Kind::Memory(store) => self.memories.video_len(store),
-            _ => 0,
-        })
-        .sum()
+    /// Returns the bytes of video memory of each process that has some.
+    fn video_bytes_by_process(&self) -> BTreeMap<i32, u64> {
+        let mut bytes = BTreeMap::new();
+        for (file, object) in self.clients.with_files() {
+            if let Kind::Memory(store) = object.kind
+                && let Some(process) = self.process_of(file)
+            {
+                *bytes.entry(process).or_default() += self.memories.video_len(store);
+            }
+        }
+        bytes
     }
 
     /// `NV2080_CTRL_CMD_GPU_GET_PIDS`.
@@ -74,13 +76,14 @@ impl FrontEnd {
     pub(super) fn process_info(&self, params: &mut [u8]) -> Result<(), Stop> {
         let count = get_u32(params, 0).ok_or(WRONG_LENGTH)? as usize;
         let elements = params.get_mut(pid_info::FIRST..).ok_or(WRONG_LENGTH)?;
+        let used = self.video_bytes_by_process();
         for element in elements.chunks_exact_mut(pid_info::LEN).take(count) {
             let (Some(pid), Some(index)) = (get_u32(element, 0), get_u32(element, pid_info::INDEX))
             else {
                 return Err(WRONG_LENGTH);
             };
             if index == pid_info::VIDEO_MEMORY {
-                let bytes = self.video_bytes_of(pid.cast_signed());
+                let bytes = used.get(&pid.cast_signed()).copied().unwrap_or(0);
                 put_u64(element, pid_info::BYTES, bytes).ok_or(WRONG_LENGTH)?;
                 put_u32(element, pid_info::STATUS, status::OK).ok_or(WRONG_LENGTH)?;
             } else {

@@ -5,10 +5,12 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use mdev_core::gpu::Client;
+use mdev_core::units::PAGE_SIZE;
 
 use super::FrontEnd;
+use super::call::Stop;
 use super::objects::Kind;
-use crate::nvidia::sys::numbers::class;
+use crate::nvidia::sys::numbers::{class, status};
 
 /// Shortest time over which utilization is measured.
 const WINDOW: Duration = Duration::from_millis(200);
@@ -57,7 +59,19 @@ fn place(series: u16) -> (u64, usize) {
     }
 }
 
+/// Maximum number of pages: all of them are written at once.
+const MAX_PAGES: usize = 256;
+
 impl FrontEnd {
+    /// Creates a page with the state.
+    pub(super) fn new_status_page(&mut self) -> Result<Kind, Stop> {
+        let pages = self.clients.all().filter(|object| object.class == class::STATUS_PAGE);
+        if pages.count() >= MAX_PAGES {
+            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
+        }
+        Ok(Kind::Memory(self.memories.allocate_system(PAGE_SIZE)?.0))
+    }
+
     /// Samples the engine time now and then, while programs look at the state.
     pub(super) fn update_utilization(&mut self, gpu: &mut dyn Client) {
         let now = Instant::now();
