@@ -1,11 +1,13 @@
 //! CUDA programs on vGPUs of the software GPU, with NVIDIA's own libcuda.
 //!
 //! * `driver_api`: libcuda
+//! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod driver_api;
+mod fairness;
 mod inside;
 
 use std::io::{BufRead, BufReader, Read};

@@ -6,6 +6,8 @@ mod program;
 mod recording;
 mod replay;
 
+use std::time::Instant;
+
 use cuda_socket::{FileId, MapRequest, Node};
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::{doorbell, userd};
@@ -200,20 +202,26 @@ fn a_list_behind_a_pointer_is_answered() {
 
 #[test]
 fn a_large_tree_of_objects_is_freed_as_fast_as_it_was_made() {
-    let mut program = Program::start();
-    let context = program.context();
-    let (root, device) = (context.root, context.device);
-    let start = std::time::Instant::now();
-    for handle in 0..20_000 {
-        program.new_object(root, device, 0x1_0000 + handle, 0x2080, &[0; 4]);
-    }
-    let made = start.elapsed();
-    let start = std::time::Instant::now();
-    let free = words(&[root, root, device, 0xffff]);
-    let done = program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
-    assert_eq!((done.errno, word(&done.argument, 3)), (0, 0));
-    assert!(start.elapsed() < made * 2, "{:?}, made in {made:?}", start.elapsed());
-    assert_eq!(program.front_end.counts()[1], 0);
+    // The best of three: another process may run in between.
+    let ratios = (0..3).map(|_| {
+        let mut program = Program::start();
+        let context = program.context();
+        let (root, device) = (context.root, context.device);
+        let start = Instant::now();
+        for handle in 0..20_000 {
+            program.new_object(root, device, 0x1_0000 + handle, 0x2080, &[0; 4]);
+        }
+        let made = start.elapsed();
+        let start = Instant::now();
+        let free = words(&[root, root, device, 0xffff]);
+        let done = program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
+        assert_eq!((done.errno, word(&done.argument, 3)), (0, 0));
+        assert_eq!(program.front_end.counts()[1], 0);
+        start.elapsed().as_secs_f64() / made.as_secs_f64()
+    });
+    // It was some 200 with a search of all objects for each object.
+    let best = ratios.fold(f64::INFINITY, f64::min);
+    assert!(best < 10.0, "{best}");
 }
 
 #[test]

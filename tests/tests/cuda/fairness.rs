@@ -1,0 +1,118 @@
+//! Processes that share a vGPU: one that sends requests as fast as it can delays no other.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use cuda_socket::{FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode, encode};
+use serde_json::json;
+use system_tests::Vgpud;
+use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+
+use crate::TYPE;
+
+/// Processes that flood the vGPU, and requests that each has under way.
+const FLOODERS: usize = 4;
+const UNDER_WAY: usize = 32;
+
+/// Longest median of another process's request.
+const LONGEST: Duration = Duration::from_millis(10);
+
+/// A program's connection with an open file.
+struct Program {
+    socket: SeqPacket,
+    _file: Vec<std::os::fd::OwnedFd>,
+    request: Vec<u8>,
+}
+
+impl Program {
+    fn connect(path: &Path) -> Result<Self> {
+        let socket = SeqPacket::connect(path)?;
+        let mut buffer = vec![0; MAX_PACKET];
+        socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
+        socket.recv(&mut buffer)?.context("No welcome")?;
+        socket.send(&encode(&Request::Open(Node::Control))?, &[])?;
+        let packet = socket.recv_with_fds(&mut buffer)?.context("No file")?;
+        let reply = decode(&buffer[..packet.len])?;
+        let Reply::Opened(file) = reply else { anyhow::bail!("{reply:?}") };
+        Ok(Self { socket, _file: packet.fds, request: encode(&sys_params(file))? })
+    }
+
+    fn send(&self) -> Result<()> {
+        Ok(self.socket.send(&self.request, &[])?)
+    }
+
+    fn receive(&self, buffer: &mut [u8]) -> Result<()> {
+        self.socket.recv(buffer)?.context("The connection has ended").map(drop)
+    }
+}
+
+/// `NV_ESC_SYS_PARAMS`, a request without effect.
+fn sys_params(file: FileId) -> Request {
+    Request::Ioctl(IoctlRequest {
+        file,
+        request: 0xc008_46d6,
+        argument: vec![0; 8],
+        blocks: Vec::new(),
+        files: Vec::new(),
+        shared: Vec::new(),
+        refused: Refused::default(),
+    })
+}
+
+/// Floods a vGPU until `stop`, and counts the answers.
+fn flood(program: &Program, stop: &AtomicBool, answers: &AtomicU64) -> Result<()> {
+    let mut buffer = vec![0; MAX_PACKET];
+    (0..UNDER_WAY).try_for_each(|_| program.send())?;
+    while !stop.load(Ordering::Relaxed) {
+        program.receive(&mut buffer)?;
+        answers.fetch_add(1, Ordering::Relaxed);
+        program.send()?;
+    }
+    Ok(())
+}
+
+/// Returns the median time of a request.
+fn median(program: &Program) -> Result<Duration> {
+    let mut buffer = vec![0; MAX_PACKET];
+    let mut times = Vec::new();
+    for _ in 0..101 {
+        let start = Instant::now();
+        program.send()?;
+        program.receive(&mut buffer)?;
+        times.push(start.elapsed());
+    }
+    times.sort_unstable();
+    Ok(times[times.len() / 2])
+}
+
+#[test]
+fn a_flood_of_requests_delays_no_other_process() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+    let path = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
+    let program = Program::connect(&path)?;
+    let alone = median(&program)?;
+    let (stop, answers) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let flooders = (0..FLOODERS).map(|_| {
+        let flooder = Program::connect(&path)?;
+        let (stop, answers) = (stop.clone(), answers.clone());
+        Ok(thread::spawn(move || flood(&flooder, &stop, &answers)))
+    });
+    let flooders: Vec<_> = flooders.collect::<Result<_>>()?;
+    // The best of three: the test shares its CPUs with others.
+    let beside = (0..3).map(|_| median(&program)).collect::<Result<Vec<_>>>();
+    let flooded = answers.load(Ordering::Relaxed);
+    stop.store(true, Ordering::Relaxed);
+    for flooder in flooders {
+        flooder.join().map_err(|_| anyhow::anyhow!("A flooder panicked"))??;
+    }
+    let beside = beside?.into_iter().min().context("No time")?;
+    println!("alone {alone:?}, beside {flooded} requests of {FLOODERS} processes {beside:?}");
+    ensure!(flooded > 0, "Nothing was flooded");
+    ensure!(beside < LONGEST, "A request takes {beside:?} beside a flood, {alone:?} alone");
+    Ok(())
+}
