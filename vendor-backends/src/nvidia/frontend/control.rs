@@ -115,12 +115,12 @@ impl FrontEnd {
             control::DRAIN_STATE => self.check_gpu_id(control.u32(0)?),
             control::ADDRESS_SPACE_TYPE => self.address_space_type(control),
             control::GR_INFO_V1 => {
-                self.list_behind_pointer(call, control::GR_INFO, &control.params)
+                self.list_behind_pointer(gpu, call, control::GR_INFO, &control.params)
             }
             control::BUS_INFO_V1 => {
-                self.list_behind_pointer(call, control::BUS_INFO, &control.params)
+                self.list_behind_pointer(gpu, call, control::BUS_INFO, &control.params)
             }
-            control::TIME_CORRELATION => self.time_correlation(&mut control.params),
+            control::TIME_CORRELATION => self.time_correlation(gpu, &mut control.params),
             control::PIDS => self.process_ids(&mut control.params),
             control::PID_INFO => self.process_info(&mut control.params),
             control::STATUS_PAGE_POLL => {
@@ -161,7 +161,12 @@ impl FrontEnd {
     }
 
     /// Answers a query by the GPU's driver, or as recorded.
-    fn query(&self, gpu: &mut dyn Client, command: u32, params: &mut [u8]) -> Option<u32> {
+    pub(super) fn query(
+        &self,
+        gpu: &mut dyn Client,
+        command: u32,
+        params: &mut [u8],
+    ) -> Option<u32> {
         gpu.query_driver(command, params).or_else(|| self.queries.query(command, params))
     }
 

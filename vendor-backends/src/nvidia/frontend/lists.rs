@@ -2,16 +2,26 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use mdev_core::gpu::Client;
+
 use super::FrontEnd;
 use super::call::{Call, Stop, get_u32, get_u64, put_u64};
 use super::control::WRONG_LENGTH;
 use crate::nvidia::sys::numbers::{control, status};
 
-/// Maximum number of elements of a list behind a pointer.
-const MAX_ELEMENTS: usize = 256;
-
 /// Length of an element: index and data, in bytes.
 const ELEMENT: usize = 8;
+
+/// Returns the length of the parameters of the second version of a query in bytes, and that of what
+/// is behind the list.
+fn list_params(command: u32, series: u16) -> (usize, usize) {
+    let gr_info = match series {
+        ..560 => 472,
+        560..590 => 488,
+        590.. => 496,
+    };
+    if command == control::GR_INFO { (gr_info, 16) } else { (420, 0) }
+}
 
 /// Lists of clock samples (`NV2080_CTRL_TIMER_GET_GPU_CPU_TIME_CORRELATION_INFO_PARAMS`).
 mod samples {
@@ -29,13 +39,15 @@ impl FrontEnd {
     /// the second version, `command`, the list is in the parameters.
     pub(super) fn list_behind_pointer(
         &self,
+        gpu: &mut dyn Client,
         call: &mut Call<'_>,
         command: u32,
         params: &[u8],
     ) -> Result<(), Stop> {
         let count = get_u32(params, 0).ok_or(WRONG_LENGTH)? as usize;
         let address = get_u64(params, 8).ok_or(WRONG_LENGTH)?;
-        if count > MAX_ELEMENTS {
+        let (len, behind) = list_params(command, self.layout.series);
+        if count > (len - behind - 4) / ELEMENT {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         if count == 0 {
@@ -44,8 +56,10 @@ impl FrontEnd {
         let list = call.block(address, count * ELEMENT)?;
         let mut params = (count as u32).to_le_bytes().to_vec();
         params.extend(list);
-        match self.queries.query(command, &mut params) {
+        params.resize(len, 0);
+        match self.query(gpu, command, &mut params) {
             Some(status::OK) => {
+                params.truncate(4 + count * ELEMENT);
                 params.drain(..4);
                 call.write_block(address, params);
                 Ok(())
@@ -57,8 +71,12 @@ impl FrontEnd {
 
     /// `NV2080_CTRL_CMD_TIMER_GET_GPU_CPU_TIME_CORRELATION_INFO`: a GPU without a driver counts the
     /// time of day.
-    pub(super) fn time_correlation(&self, params: &mut [u8]) -> Result<(), Stop> {
-        match self.queries.query(control::TIME_CORRELATION, params) {
+    pub(super) fn time_correlation(
+        &self,
+        gpu: &mut dyn Client,
+        params: &mut [u8],
+    ) -> Result<(), Stop> {
+        match self.query(gpu, control::TIME_CORRELATION, params) {
             Some(status::OK) => return Ok(()),
             Some(status) => return Err(Stop::Status(status)),
             None => {}
