@@ -55,7 +55,7 @@ pub struct ChannelSpec {
     pub space: SpaceId,
     /// Group that is scheduled as one. Channels of a client with the same number are in the same
     /// group, and must have the same engine and address space. `None`: the default group of the
-    /// engine.
+    /// engine and address space.
     pub group: Option<u32>,
 }
 

@@ -320,9 +320,6 @@ impl Client for NvidiaClient {
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        if spec.group.is_none() && spec.space != SpaceId::DEFAULT {
-            return Err(GpuError::Invalid("a channel in another address space needs a group"));
-        }
         spec.check(self.gpu.capabilities)?;
         let userd = self.memory.userd(spec.userd)?;
         let space = self.memory.space(spec.space)?.space().clone();

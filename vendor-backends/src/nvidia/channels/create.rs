@@ -168,14 +168,19 @@ impl Channels {
     /// Returns the number of the group that a channel belongs to. Creates the group if there is
     /// none.
     fn group_of(&mut self, spec: &ChannelSpec, space: &AddressSpace) -> Result<u32, GpuError> {
-        let same = |group: &&Group| match spec.group {
-            Some(number) => group.program == Some(number),
-            None => group.program.is_none() && group.engine == spec.engine,
-        };
-        if let Some(group) = self.groups.iter().find(same) {
-            if group.engine != spec.engine || group.space != spec.space {
-                return Err(GpuError::Invalid("a group with another engine or address space"));
+        let fits = |group: &&Group| (group.engine, group.space) == (spec.engine, spec.space);
+        let found = match spec.group {
+            Some(number) => {
+                let found = self.groups.iter().find(|group| group.program == Some(number));
+                if found.is_some_and(|group| !fits(&group)) {
+                    let what = "a group with another engine or address space";
+                    return Err(GpuError::Invalid(what));
+                }
+                found
             }
+            None => self.groups.iter().find(|group| group.program.is_none() && fits(group)),
+        };
+        if let Some(group) = found {
             return Ok(group.number);
         }
         let (now, engine) = (Instant::now(), spec.engine);
