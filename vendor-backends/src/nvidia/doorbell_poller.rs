@@ -42,6 +42,11 @@ const SLOW_INTERVAL: Duration = Duration::from_micros(100);
 /// Interval between two looks at all channels of programs without a ring. A look costs a cache line
 /// for each channel, of which a program has 20.
 const PROGRAMS_LOOK: Duration = Duration::from_micros(20);
+/// Number of looks at the page before the clock is read again: a few microseconds.
+const SPINS: u32 = 32;
+/// Time without a fetched entry after which the GPU counts as backlogged for channels of programs:
+/// those that wait for each kernel have kernels of some length.
+const PROGRAMS_BACKLOG_AFTER: Duration = Duration::from_micros(100);
 /// Value of the doorbell page's word after the thread has seen a ring. No channel has this token.
 const SEEN: u32 = u32::MAX;
 
@@ -168,7 +173,8 @@ impl ChannelActivity {
 
     /// Returns whether the next entry would wait for queued ones.
     fn is_backlogged(&self, now: Instant) -> bool {
-        self.queued && now.duration_since(self.fetched_at) > BACKLOG_AFTER
+        let after = if self.channel.wakes { BACKLOG_AFTER } else { PROGRAMS_BACKLOG_AFTER };
+        self.queued && now.duration_since(self.fetched_at) > after
     }
 }
 
@@ -386,7 +392,7 @@ impl DoorbellPoller {
                 spin = all.iter().any(|one| one.is_active(now) && !one.is_backlogged(now));
             }
             match now.duration_since(last) {
-                quiet if quiet < SPIN && spin => std::hint::spin_loop(),
+                quiet if quiet < SPIN && spin => spin_for_ring(page.as_deref()),
                 quiet if quiet < SPIN => std::thread::sleep(BACKLOG_INTERVAL),
                 quiet if quiet < FAST_UNTIL => std::thread::sleep(FAST_INTERVAL),
                 quiet if quiet < SLOW_UNTIL => std::thread::sleep(SLOW_INTERVAL),
@@ -427,6 +433,18 @@ impl DoorbellPoller {
         for one in all {
             one.channel.set_need_wakeup(false);
         }
+    }
+}
+
+/// Spins for a moment, or until a program rings. A clock that is read more often than that slows
+/// the other thread of the core.
+fn spin_for_ring(page: Option<&Mapping>) {
+    let Some(page) = page else { return std::hint::spin_loop() };
+    for _ in 0..SPINS {
+        if page.load_u32(doorbell::TOKEN) != Some(SEEN) {
+            return;
+        }
+        std::hint::spin_loop();
     }
 }
 
