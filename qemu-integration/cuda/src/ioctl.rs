@@ -13,6 +13,7 @@ use cuda_socket::{
 use nix::errno::Errno;
 use nix::libc::{PROT_READ, PROT_WRITE};
 
+use crate::file_memory;
 use crate::open_files::OpenFile;
 use crate::session::{self, Session};
 use crate::sys::memory;
@@ -52,6 +53,8 @@ struct Call {
     blocks: Vec<Block>,
     files: Vec<(RawFd, FileId)>,
     shared: Vec<SharedRange>,
+    /// File of the shared memory, if it is not the library's own.
+    shared_file: Option<OwnedFd>,
     refused: Refused,
     /// Number of bytes of memory in the request.
     memory: u64,
@@ -80,6 +83,7 @@ impl Call {
             blocks: Vec::new(),
             files: Vec::new(),
             shared: Vec::new(),
+            shared_file: None,
             refused: Refused::default(),
             memory: 0,
         };
@@ -87,7 +91,7 @@ impl Call {
         if let Some(shape) = shape {
             // What is too long for a packet is left out: the worker refuses the request.
             if let Some(range) = shape.range_in(&call.bytes)
-                && range.len <= MAX_MEMORY / 2
+                && range.len <= MAX_MEMORY - call.memory
             {
                 call.add_block(range)?;
             }
@@ -142,8 +146,10 @@ impl Call {
             shared: self.shared.clone(),
             refused: self.refused.clone(),
         });
-        let memfd = (!self.shared.is_empty()).then(|| session.shared.duplicate()).transpose()?;
-        let fds: Vec<BorrowedFd<'_>> = memfd.iter().map(AsFd::as_fd).collect();
+        let own = !self.shared.is_empty() && self.shared_file.is_none();
+        let memfd = own.then(|| session.shared.duplicate()).transpose()?;
+        let files = self.shared_file.iter().chain(&memfd);
+        let fds: Vec<BorrowedFd<'_>> = files.map(AsFd::as_fd).collect();
         session.call(&request, &fds)
     }
 
@@ -159,7 +165,16 @@ impl Call {
             }
         }
         for range in &fetch.share {
+            if let Some((file, part)) =
+                file_memory::find(*range)?.filter(|_| self.shared.is_empty())
+            {
+                self.shared.push(part);
+                self.shared_file = Some(file);
+                continue;
+            }
             match session.shared.share(*range) {
+                // One file comes with a request.
+                _ if self.shared_file.is_some() => self.refused.share.push(*range),
                 Ok(Some(parts)) if self.shared.len() + parts.len() <= MAX_PARTS => {
                     self.shared.extend(parts);
                 }

@@ -12,7 +12,7 @@
 //! * [`file_status`]: results of `stat()` for them
 //! * [`open_files`]: table of the process's descriptors
 //! * [`ioctl`], [`mapping`], [`events`]: `ioctl()`, `mmap()` and `poll()` on them
-//! * [`shared_memory`], [`memory_maps`]: memory of the program that the GPU uses
+//! * [`shared_memory`], [`file_memory`], [`memory_maps`]: memory of the program that the GPU uses
 //! * [`session`], [`connection`]: requests to the worker, threads and `fork()`
 //! * [`environment`]: what the library reads when it is loaded
 //! * [`sys`]: calls of libc and the kernel, and memory of the program
@@ -36,6 +36,7 @@ mod environment;
 mod events;
 #[cfg(not(test))]
 mod exports;
+mod file_memory;
 mod file_status;
 mod ioctl;
 mod mapping;

@@ -69,6 +69,10 @@ calls! {
         (ptr: *mut DevicePtr, handle: IpcHandle, flags: u32);
     /// `cuIpcCloseMemHandle`.
     ipc_close_mem_handle = "cuIpcCloseMemHandle" (ptr: DevicePtr);
+    /// `cuIpcGetEventHandle`.
+    ipc_get_event_handle = "cuIpcGetEventHandle" (handle: *mut IpcHandle, event: *mut c_void);
+    /// `cuIpcOpenEventHandle`.
+    ipc_open_event_handle = "cuIpcOpenEventHandle" (event: *mut *mut c_void, handle: IpcHandle);
     /// `cuMemcpyHtoD`.
     memcpy_htod = "cuMemcpyHtoD_v2" (to: DevicePtr, from: *const c_void, bytes: usize);
     /// `cuMemcpyDtoH`.

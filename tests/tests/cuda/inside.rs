@@ -137,12 +137,26 @@ fn managed_memory() -> Result<()> {
     Ok(())
 }
 
-/// Environment variable with the handle of another process's memory.
+/// Environment variables with the handles of another process's memory and event.
 const HANDLE: &str = "TESSERA_TEST_HANDLE";
+const EVENT: &str = "TESSERA_TEST_EVENT";
+
+fn to_text(handle: IpcHandle) -> String {
+    handle.0.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
+}
+
+fn from_text(text: &str) -> Result<IpcHandle> {
+    let mut handle = IpcHandle([0; 64]);
+    for (byte, at) in handle.0.iter_mut().zip((0..).step_by(2)) {
+        *byte = u8::from_str_radix(text.get(at..at + 2).context("A short handle")?, 16)?;
+    }
+    Ok(handle)
+}
 
 #[test]
 #[ignore = "runs on a vGPU only"]
-fn exports_memory() -> Result<()> {
+fn exports_memory_and_an_event() -> Result<()> {
+    const SHARED_WITHOUT_TIME: u32 = 2 | 4;
     if !is_inside() {
         return Ok(());
     }
@@ -151,10 +165,14 @@ fn exports_memory() -> Result<()> {
     cuda.upload(memory, b"from the first")?;
     let mut handle = IpcHandle([0; 64]);
     ok("cuIpcGetMemHandle", cuda.ipc_get_mem_handle(&raw mut handle, memory))?;
-    let digits = |text: String, byte: &u8| format!("{text}{byte:02x}");
-    let handle = handle.0.iter().fold(String::new(), digits);
+    let mut event = std::ptr::null_mut();
+    ok("cuEventCreate", cuda.event_create(&raw mut event, SHARED_WITHOUT_TIME))?;
+    ok("cuEventRecord", cuda.event_record(event, std::ptr::null_mut()))?;
+    let mut event_handle = IpcHandle([0; 64]);
+    ok("cuIpcGetEventHandle", cuda.ipc_get_event_handle(&raw mut event_handle, event))?;
     let mut command = std::process::Command::new(std::env::current_exe()?);
-    command.args(["--exact", "inside::imports_memory", "--ignored"]).env(HANDLE, handle);
+    command.args(["--exact", "inside::imports_memory_and_an_event", "--ignored"]);
+    command.env(HANDLE, to_text(handle)).env(EVENT, to_text(event_handle));
     let output = command.output()?;
     let text = String::from_utf8_lossy(&output.stdout);
     ensure!(output.status.success() && text.contains("1 passed"), "{text}");
@@ -164,15 +182,16 @@ fn exports_memory() -> Result<()> {
 
 #[test]
 #[ignore = "runs on a vGPU only"]
-fn imports_memory() -> Result<()> {
+fn imports_memory_and_an_event() -> Result<()> {
     const LAZY_PEER_ACCESS: u32 = 1;
     let Ok(text) = std::env::var(HANDLE) else { return Ok(()) };
-    let mut handle = IpcHandle([0; 64]);
-    for (byte, at) in handle.0.iter_mut().zip((0..).step_by(2)) {
-        *byte = u8::from_str_radix(text.get(at..at + 2).context("A short handle")?, 16)?;
-    }
+    let handle = from_text(&text)?;
+    let event_handle = from_text(&std::env::var(EVENT)?)?;
     let cuda = Cuda::with_context()?;
     let mut memory = 0;
+    let mut event = std::ptr::null_mut();
+    ok("cuIpcOpenEventHandle", cuda.ipc_open_event_handle(&raw mut event, event_handle))?;
+    ok("cuEventSynchronize", cuda.event_synchronize(event))?;
     let opened = cuda.ipc_open_mem_handle(&raw mut memory, handle, LAZY_PEER_ACCESS);
     ok("cuIpcOpenMemHandle", opened)?;
     ensure!(cuda.download(memory, 14)? == b"from the first");

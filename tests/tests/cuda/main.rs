@@ -150,6 +150,7 @@ fn nvidia_smi(gpu: &Gpu<'_>, query: &str) -> Result<Vec<Vec<String>>> {
     if !query.is_empty() {
         command.args([query, "--format=csv,noheader,nounits"]);
     }
+    command.env("TESSERA_CUDA_LIBRARY", cuda_library()?);
     command.env("LD_LIBRARY_PATH", gpu.libraries.folder());
     let Output { status, stdout, stderr } = command.output()?;
     let (stdout, stderr) = (String::from_utf8(stdout)?, String::from_utf8_lossy(&stderr));
@@ -208,7 +209,7 @@ fn managed_memory_is_the_same_for_cpu_and_gpu() -> Result<()> {
 
 #[test]
 fn two_processes_share_memory() -> Result<()> {
-    on_vgpu(|gpu| gpu.run("exports_memory").map(drop))
+    on_vgpu(|gpu| gpu.run("exports_memory_and_an_event").map(drop))
 }
 
 #[test]

@@ -106,6 +106,15 @@ pub fn open_host_file(path: &std::ffi::CStr) -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Opens a file of POSIX shared memory for reading and writing.
+pub fn open_shared_memory(path: &std::ffi::CStr) -> Result<OwnedFd, Errno> {
+    let flags = libc::O_RDWR | libc::O_CLOEXEC | libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    // SAFETY: the path is a string with a terminator.
+    let fd = Errno::result(unsafe { openat(libc::AT_FDCWD, path.as_ptr(), flags, 0) })?;
+    // SAFETY: the kernel has just created the descriptor.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// Opens a `FILE` on a descriptor, for reading. Returns null if there is no memory.
 pub fn stream(fd: OwnedFd) -> *mut libc::FILE {
     use std::os::fd::IntoRawFd;
