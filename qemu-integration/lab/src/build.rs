@@ -98,8 +98,8 @@ pub fn cuda_library(profile: Profile, progress: &Progress) -> Result<PathBuf> {
     if profile == Profile::Dev
         && let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from)
     {
-        // `cargo test` leaves libraries among the dependencies.
-        let places = [folder.join(CUDA_LIBRARY), folder.join("deps").join(CUDA_LIBRARY)];
+        // `cargo test` leaves libraries among the dependencies. Elsewhere, they may be older.
+        let places = [folder.join("deps").join(CUDA_LIBRARY), folder.join(CUDA_LIBRARY)];
         if let Some(library) = places.into_iter().find(|path| path.is_file()) {
             return Ok(library);
         }
