@@ -1,0 +1,414 @@
+//! Doorbell polling: a thread that rings the GPU's doorbell on behalf of a guest.
+//!
+//! All clients of a GPU share one doorbell page. The GPU accepts about 8 million rings a second. A
+//! guest that writes to the page faster delays all other vGPUs, whatever the time slices are and
+//! whether or not its channels are enabled. The guest therefore gets ordinary memory instead of the
+//! page. This thread polls `GP_PUT` of each channel and rings for new entries at a bounded rate.
+//! After a quiet period the thread sleeps, and the guest has to wake it ([`userd::NEED_WAKEUP`]).
+//! CUDA programs know nothing of that: for their channels the thread does not sleep, and watches the
+//! word that they ring.
+//!
+//! * `polled_channel`: a channel, and its recent activity
+
+mod polled_channel;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::doorbell;
+#[cfg(any(doc, test))]
+use mdev_core::abi::userd;
+use mdev_core::ids::Token;
+
+use self::polled_channel::{Channel, ChannelActivity, Poll, SPIN};
+use crate::mem::Mapping;
+
+/// Minimum mean time between two rings. 16 guests at this rate stay below the GPU's limit.
+const RING_INTERVAL: Duration = Duration::from_micros(3);
+
+/// Poll interval while the GPU is backlogged.
+const BACKLOG_INTERVAL: Duration = Duration::from_micros(30);
+
+/// Time since the last new entry up to which the thread polls every [`FAST_INTERVAL`].
+const FAST_UNTIL: Duration = Duration::from_millis(10);
+/// Poll interval after spinning.
+const FAST_INTERVAL: Duration = Duration::from_micros(10);
+
+/// Time since the last new entry up to which the thread polls every [`SLOW_INTERVAL`].
+const SLOW_UNTIL: Duration = Duration::from_millis(250);
+/// Poll interval before the thread sleeps; adds little to the run time of a long kernel.
+const SLOW_INTERVAL: Duration = Duration::from_micros(100);
+
+/// Interval between two looks at all channels of programs without a ring. A look costs a cache line
+/// for each channel, of which a program has 20.
+const PROGRAMS_LOOK: Duration = Duration::from_micros(20);
+/// Number of looks at the page before the clock is read again: a few microseconds.
+const SPINS: u32 = 32;
+/// Value of the doorbell page's word after the thread has seen a ring. No channel has this token.
+const SEEN: u32 = u32::MAX;
+
+/// Time since the last new entry up to which the thread polls channels of programs every
+/// [`SLOW_INTERVAL`], and its interval after that. Programs do not wake the thread.
+const PROGRAMS_UNTIL: Duration = Duration::from_secs(10);
+const PROGRAMS_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Poll interval of the sleeping thread, for guests that miss [`userd::NEED_WAKEUP`].
+const SLEEP_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Rings the GPU's doorbell.
+pub fn ring(doorbell: &Mapping, token: Token) {
+    fence(Ordering::SeqCst);
+    let _ = doorbell.store_u32(doorbell::TOKEN, token.0);
+}
+
+/// Registration of a channel with the poller. Must be dropped before the memory of the USERD goes.
+#[derive(Debug)]
+pub struct Registration {
+    poller: Arc<DoorbellPoller>,
+    channel: Arc<Channel>,
+}
+
+impl Registration {
+    /// Rings for the channel, whatever its `GP_PUT` is.
+    pub fn ring(&self) {
+        self.channel.ring(&self.poller.doorbell);
+    }
+
+    /// Returns the number of rings for the channel. The GPU executes no work without a ring.
+    pub fn rings(&self) -> u64 {
+        self.channel.rings.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of rings for new entries.
+    pub fn submissions(&self) -> u64 {
+        self.channel.submissions.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.channel.removed.store(true, Ordering::Release);
+        drop(self.channel.rung_put.lock());
+        self.poller.channels().retain(|channel| !Arc::ptr_eq(channel, &self.channel));
+        self.poller.changes.fetch_add(1, Ordering::Release);
+        // A sleeping poller keeps a reference to the memory.
+        self.poller.unpark();
+    }
+}
+
+/// The polled channels of a vGPU, and the state of the thread that polls them.
+#[derive(Debug)]
+pub struct DoorbellPoller {
+    doorbell: Arc<Mapping>,
+    /// The page that programs ring, whichever channel they ring for.
+    program_page: Mutex<Option<Arc<Mapping>>>,
+    channels: Mutex<Vec<Arc<Channel>>>,
+    /// Number of changes of `channels`.
+    changes: AtomicU64,
+    asleep: AtomicBool,
+    /// The gate is closed: no channel is rung for.
+    gated: AtomicBool,
+    stopped: AtomicBool,
+    thread: OnceLock<Thread>,
+    /// Number of rings for entries that polling found.
+    pub polled: AtomicU64,
+    /// Number of wakeups by the guest.
+    pub wakeups: AtomicU64,
+}
+
+impl DoorbellPoller {
+    /// Creates a poller without channels.
+    pub fn new(doorbell: Arc<Mapping>) -> Arc<Self> {
+        Arc::new(Self {
+            doorbell,
+            program_page: Mutex::default(),
+            channels: Mutex::default(),
+            changes: AtomicU64::new(0),
+            asleep: AtomicBool::new(false),
+            gated: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            thread: OnceLock::new(),
+            polled: AtomicU64::new(0),
+            wakeups: AtomicU64::new(0),
+        })
+    }
+
+    fn channels(&self) -> MutexGuard<'_, Vec<Arc<Channel>>> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the page that programs ring.
+    pub fn set_program_page(&self, page: Arc<Mapping>) {
+        page.store_u32(doorbell::TOKEN, SEEN);
+        *self.program_page.lock().unwrap_or_else(PoisonError::into_inner) = Some(page);
+        self.changes.fetch_add(1, Ordering::Release);
+        self.unpark();
+    }
+
+    /// Adds a channel with a USERD at `userd_offset` of the guest's `memory`. `wakes` says whether
+    /// the guest knows [`userd::NEED_WAKEUP`].
+    pub fn add(
+        self: &Arc<Self>,
+        token: Token,
+        memory: Arc<Mapping>,
+        userd_offset: u64,
+        wakes: bool,
+    ) -> Registration {
+        let channel = Arc::new(Channel {
+            token,
+            memory,
+            userd_offset,
+            wakes,
+            removed: AtomicBool::new(false),
+            rings: AtomicU64::new(0),
+            submissions: AtomicU64::new(0),
+            rung_put: Mutex::new(0),
+        });
+        channel.set_need_wakeup(false);
+        self.channels().push(channel.clone());
+        self.changes.fetch_add(1, Ordering::Release);
+        self.unpark();
+        Registration { poller: self.clone(), channel }
+    }
+
+    /// Stops ringing behind a closed gate, or rings again. Entries that are new meanwhile are rung
+    /// for when the gate opens.
+    pub fn set_gated(&self, gated: bool) {
+        if self.gated.swap(gated, Ordering::SeqCst) && !gated {
+            self.unpark();
+        }
+    }
+
+    /// Polls a channel and rings for new entries. None if the channel is removed, if the gate is
+    /// closed, or if another thread polls the channel.
+    fn poll(&self, channel: &Channel) -> Option<Poll> {
+        if self.gated.load(Ordering::Relaxed) {
+            return None;
+        }
+        channel.try_access(|rung_put| {
+            let (put, gp_get) = (channel.gp_put(), channel.gp_get());
+            let new = put.filter(|put| put != rung_put);
+            if let Some(put) = new {
+                *rung_put = put;
+                channel.submissions.fetch_add(1, Ordering::Relaxed);
+                channel.ring(&self.doorbell);
+            }
+            Poll { new_entries: new.is_some(), gp_get, queued: gp_get != Some(*rung_put) }
+        })
+    }
+
+    /// Handles a trapped doorbell write: polls the channel at once, and wakes the thread.
+    pub fn wake(&self, token: Token) {
+        self.wakeups.fetch_add(1, Ordering::Relaxed);
+        for channel in self.channels().iter().filter(|channel| channel.token == token) {
+            self.poll(channel);
+        }
+        self.unpark();
+    }
+
+    fn unpark(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst)
+            && let Some(thread) = self.thread.get()
+        {
+            thread.unpark();
+        }
+    }
+
+    /// Ends [`Self::run`].
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::SeqCst);
+        self.unpark();
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    /// Returns the page to watch, if there are channels of programs.
+    fn page_to_watch(&self, all: &[ChannelActivity]) -> Option<Arc<Mapping>> {
+        let programs = !all.iter().all(|one| one.channel.wakes);
+        let page = self.program_page.lock().unwrap_or_else(PoisonError::into_inner);
+        page.clone().filter(|_| programs)
+    }
+
+    /// Polls all channels. Returns the number of rings.
+    fn poll_all(&self, all: &mut [ChannelActivity], now: Instant) -> u32 {
+        let mut rings = 0;
+        for one in all {
+            let poll = self.poll(&one.channel);
+            rings += u32::from(poll.is_some_and(|poll| one.record(&poll, now)));
+        }
+        self.polled.fetch_add(rings.into(), Ordering::Relaxed);
+        rings
+    }
+
+    /// Polls until [`Self::stop`] is called.
+    pub fn run(&self) {
+        let _ = self.thread.set(std::thread::current());
+        // The default timer slack adds 50 us to each sleep.
+        let _ = nix::sys::prctl::set_timerslack(1000);
+        let (mut all, mut known, mut page) = (Vec::<ChannelActivity>::new(), None, None);
+        let (mut last, mut spin) = (Instant::now(), false);
+        let (mut next, mut next_look) = (last, last);
+        while !self.stopped.load(Ordering::SeqCst) {
+            let now = Instant::now();
+            let changes = self.changes.load(Ordering::Acquire);
+            if known != Some(changes) {
+                let activity = |channel: &Arc<_>| ChannelActivity::new(Arc::clone(channel), now);
+                all = self.channels().iter().map(activity).collect();
+                page = self.page_to_watch(&all);
+                known = Some(changes);
+                (last, next_look) = (now, now);
+            }
+            let due = page.as_ref().is_none_or(|page| take_ring(page) || now >= next_look);
+            if due {
+                next_look = now;
+            }
+            if now >= next && now >= next_look {
+                let rings = self.poll_all(&mut all, now);
+                if rings > 0 {
+                    last = now;
+                    next = now + RING_INTERVAL * rings;
+                }
+                if page.is_some() {
+                    next_look = now + PROGRAMS_LOOK;
+                }
+                spin = all.iter().any(|one| one.is_active(now) && !one.is_backlogged(now));
+            }
+            match now.duration_since(last) {
+                quiet if quiet < SPIN && spin => spin_for_ring(page.as_deref()),
+                quiet if quiet < SPIN => std::thread::sleep(BACKLOG_INTERVAL),
+                quiet if quiet < FAST_UNTIL => std::thread::sleep(FAST_INTERVAL),
+                quiet if quiet < SLOW_UNTIL => std::thread::sleep(SLOW_INTERVAL),
+                quiet if page.is_some() => {
+                    let soon = quiet < PROGRAMS_UNTIL;
+                    std::thread::sleep(if soon { SLOW_INTERVAL } else { PROGRAMS_INTERVAL });
+                }
+                _ => {
+                    self.sleep(&all);
+                    last = Instant::now();
+                    for one in &mut all {
+                        one.new_entries_at = last;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sleeps until a channel has new entries, the channels change, or the thread is woken.
+    fn sleep(&self, all: &[ChannelActivity]) {
+        let before = self.changes.load(Ordering::Acquire);
+        self.asleep.store(true, Ordering::SeqCst);
+        for one in all {
+            one.channel.set_need_wakeup(true);
+        }
+        // A guest writes GP_PUT, fences and reads NEED_WAKEUP. The poller writes NEED_WAKEUP,
+        // fences and reads GP_PUT. At least one of them sees the other's write.
+        fence(Ordering::SeqCst);
+        while self.asleep.load(Ordering::SeqCst)
+            && !self.stopped.load(Ordering::SeqCst)
+            && self.changes.load(Ordering::Acquire) == before
+            && (self.gated.load(Ordering::SeqCst)
+                || !all.iter().any(|one| one.channel.has_new_entries()))
+        {
+            std::thread::park_timeout(SLEEP_INTERVAL);
+        }
+        self.asleep.store(false, Ordering::SeqCst);
+        for one in all {
+            one.channel.set_need_wakeup(false);
+        }
+    }
+}
+
+/// Spins for a moment, or until a program rings. A clock that is read more often than that slows
+/// the other thread of the core.
+fn spin_for_ring(page: Option<&Mapping>) {
+    let Some(page) = page else { return std::hint::spin_loop() };
+    for _ in 0..SPINS {
+        if page.load_u32(doorbell::TOKEN) != Some(SEEN) {
+            return;
+        }
+        std::hint::spin_loop();
+    }
+}
+
+/// Takes a program's ring from the page that it rings.
+fn take_ring(page: &Mapping) -> bool {
+    if page.load_u32(doorbell::TOKEN) == Some(SEEN) {
+        return false;
+    }
+    // Before the channels are looked at: a ring in between is then seen later. A program stores
+    // GP_PUT before it rings.
+    page.store_u32(doorbell::TOKEN, SEEN);
+    fence(Ordering::SeqCst);
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::time::{ClockId, clock_gettime};
+
+    use super::*;
+    use crate::mem::SharedMemory;
+
+    /// Returns the share of a core that the thread uses for a channel with a new entry every 0.2
+    /// ms. `get_of` maps `GP_PUT` to `GP_GET`.
+    fn cpu_share(get_of: impl Fn(u32) -> u32) -> f64 {
+        let page = || SharedMemory::new(c"test", 4096).unwrap().mapping;
+        let (doorbell, memory) = (page(), page());
+        let poller = DoorbellPoller::new(doorbell.clone());
+        let registration = poller.add(Token(7), memory.clone(), 0, true);
+        let (running, started) = (Arc::clone(&poller), Instant::now());
+        let thread = std::thread::spawn(move || {
+            running.run();
+            Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap())
+        });
+        for put in 1..1000 {
+            memory.store_u32(userd::GP_GET, get_of(put)).unwrap();
+            memory.store_u32(userd::GP_PUT, put).unwrap();
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        poller.stop();
+        let cpu_time = thread.join().unwrap();
+        assert_eq!(doorbell.load_u32(doorbell::TOKEN), Some(7));
+        drop(registration);
+        cpu_time.as_secs_f64() / started.elapsed().as_secs_f64()
+    }
+
+    #[test]
+    fn a_ring_of_a_program_is_seen_on_its_page() {
+        let page = || SharedMemory::new(c"test", 4096).unwrap().mapping;
+        let (doorbell, memory, rung) = (page(), page(), page());
+        let poller = DoorbellPoller::new(doorbell.clone());
+        poller.set_program_page(rung.clone());
+        let registration = poller.add(Token(7), memory.clone(), 0, false);
+        let running = Arc::clone(&poller);
+        let thread = std::thread::spawn(move || running.run());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        // Also after quiet times: programs wake nothing.
+        for (put, quiet) in [(1, 0), (2, 30), (3, 400)] {
+            std::thread::sleep(Duration::from_millis(quiet));
+            memory.store_u32(userd::GP_PUT, put).unwrap();
+            rung.store_u32(doorbell::TOKEN, 7).unwrap();
+            while registration.submissions() < u64::from(put) {
+                assert!(Instant::now() < deadline, "ring {put}");
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(doorbell.load_u32(doorbell::TOKEN), Some(7));
+        assert_eq!(memory.load_u32(userd::NEED_WAKEUP), Some(0), "it is the program's memory");
+        poller.stop();
+        thread.join().unwrap();
+        assert_eq!(poller.wakeups.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_backlogged_gpu_is_not_polled_by_spinning() {
+        let backlogged = cpu_share(|_| 0);
+        assert!(backlogged < 0.5, "{backlogged:.2} of a core");
+        // Without a backlog, the thread spins for the next entry.
+        let spinning = cpu_share(|put| put);
+        assert!(spinning > backlogged, "{spinning:.2}, {backlogged:.2} of a core");
+    }
+}
