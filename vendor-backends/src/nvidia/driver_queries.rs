@@ -4,6 +4,7 @@
 //! They change nothing, and their parameters hold neither pointers nor handles.
 
 use super::device::Device;
+use super::sys::numbers::status;
 
 /// Command and length of the parameters in bytes, as in series 580.
 const QUERIES: &[(u32, usize)] = &[
@@ -73,6 +74,22 @@ const QUERIES: &[(u32, usize)] = &[
     (0x2080_3801, 1928),
 ];
 
+/// Offset of `NV2080_CTRL_GR_ROUTE_INFO` in the parameters of commands that have it.
+const ROUTES: &[(u32, usize)] = &[
+    // NV2080_CTRL_CMD_GR_GET_GLOBAL_SM_ORDER
+    (0x2080_121b, 9224),
+    // NV2080_CTRL_CMD_GR_GET_CAPS_V2
+    (0x2080_1227, 24),
+    // NV2080_CTRL_CMD_GR_GET_INFO_V2
+    (0x2080_1228, 472),
+    // NV2080_CTRL_CMD_GR_GET_GPC_MASK
+    (0x2080_122a, 0),
+    // NV2080_CTRL_CMD_GR_GET_TPC_MASK
+    (0x2080_122b, 0),
+    // NV2080_CTRL_CMD_GR_GET_SM_ISSUE_RATE_MODIFIER
+    (0x2080_1230, 0),
+];
+
 /// Classes of the objects that commands are for, in their upper half.
 const CLIENT: u32 = 0;
 const DEVICE: u32 = 0x80;
@@ -80,6 +97,9 @@ const DEVICE: u32 = 0x80;
 /// Answers a query in `params`. Returns the driver's status, or `None` for other commands.
 pub fn query(device: &Device, command: u32, params: &mut [u8]) -> Option<u32> {
     QUERIES.iter().find(|query| **query == (command, params.len()))?;
+    if names_channel(command, params) {
+        return Some(status::INVALID_ARGUMENT);
+    }
     let done = match command >> 16 {
         CLIENT => device.rm_client.control_root_bytes(command, params),
         DEVICE => device.device.control_bytes(command, params),
@@ -92,4 +112,12 @@ pub fn query(device: &Device, command: u32, params: &mut [u8]) -> Option<u32> {
             error.status()
         }
     }
+}
+
+/// Returns whether the route of a query to the graphics engine names a channel, by a handle
+/// (`NV2080_CTRL_GR_ROUTE_INFO_FLAGS_TYPE_CHANNEL`). A vGPU has one such engine.
+fn names_channel(command: u32, params: &[u8]) -> bool {
+    const TYPE: u8 = 3;
+    let route = ROUTES.iter().find(|(routed, _)| *routed == command);
+    route.is_some_and(|(_, at)| params.get(*at).is_some_and(|flags| flags & TYPE > 1))
 }

@@ -150,5 +150,10 @@ fn only_known_queries_reach_the_driver() {
     assert_eq!(client.query_driver(0x2080_1701, &mut [0; 12]), None, "another length");
     // NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS.
     assert_eq!(client.query_driver(0x2080_110b, &mut [0; 536]), None, "no query");
+    // NV2080_CTRL_CMD_GR_GET_TPC_MASK, for the engine of a channel with this handle.
+    let mut of_channel = [0; 24];
+    of_channel[..12].copy_from_slice(&[2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0x55, 0x5e]);
+    assert_eq!(client.query_driver(0x2080_122b, &mut of_channel), Some(0x1f), "a handle");
+    assert_eq!(client.query_driver(0x2080_122b, &mut [0; 24]), Some(NOT_SUPPORTED));
     assert_eq!(client.driver(), Some(DRIVER));
 }
