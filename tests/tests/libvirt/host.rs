@@ -17,7 +17,7 @@ use serde_json::Value;
 pub const QEMU_USER: u64 = 64055;
 /// Folder of the domains' serial ports, accessible to every user.
 pub const FOLDER: &str = "/srv/vms";
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub const LIMIT: Duration = Duration::from_secs(120);
 pub const BOOT_LIMIT: Duration = Duration::from_secs(90);
 /// Type of the vGPUs. The parent has room for two.
 pub const TYPE: &str = "SOFT-256MQ";
