@@ -46,6 +46,10 @@ impl FrontEnd {
             let inside = |(start, len): &(u64, u64)| end.is_some_and(|end| end <= start + len);
             let (start, _) = range.filter(inside).ok_or(Stop::Status(status::INVALID_ADDRESS))?;
             empty.remove(&start);
+            // The program has mapped the range anew: what overlaps was unmapped without a request.
+            for space in spaces {
+                self.memories.unmap_overlapping(gpu, space, va, len)?;
+            }
             self.semaphore_pool(gpu, call)?;
         }
         if call.request() == uvm::MIGRATE {

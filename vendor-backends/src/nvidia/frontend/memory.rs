@@ -409,6 +409,21 @@ impl Memories {
         Ok(())
     }
 
+    /// Removes the mappings that overlap a range.
+    pub fn unmap_overlapping(
+        &mut self,
+        gpu: &mut dyn Client,
+        space: SpaceId,
+        va: u64,
+        len: u64,
+    ) -> Result<(), Stop> {
+        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let before = self.mappings.range((space, 0)..(space, va)).next_back();
+        let before = before.filter(|((_, start), mapped)| start + mapped.len > va);
+        let first = before.map_or(va, |((_, start), _)| *start);
+        self.unmap(gpu, space, first, end - first)
+    }
+
     /// Removes the mapping that begins at an address, if there is one.
     pub fn unmap_at(&mut self, gpu: &mut dyn Client, space: SpaceId, va: u64) -> Result<(), Stop> {
         self.unmap(gpu, space, va, 1)
