@@ -92,6 +92,8 @@ calls! {
     event_create = "cuEventCreate" (event: *mut *mut c_void, flags: u32);
     /// `cuEventRecord`.
     event_record = "cuEventRecord" (event: *mut c_void, stream: *mut c_void);
+    /// `cuEventQuery`.
+    event_query = "cuEventQuery" (event: *mut c_void);
     /// `cuEventSynchronize`.
     event_synchronize = "cuEventSynchronize" (event: *mut c_void);
     /// `cuEventElapsedTime`.

@@ -1,5 +1,6 @@
 //! What programs do on a vGPU. The tests start this program again with one of these.
 
+use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -135,6 +136,38 @@ fn managed_memory() -> Result<()> {
         ok("cuMemFree", cuda.mem_free(copy))?;
     }
     Ok(())
+}
+
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn a_long_wait_ends_with_the_work() -> Result<()> {
+    const LEN: usize = 16 << 20;
+    const WITHOUT_TIME: u32 = 2;
+    // After a second, libcuda asks the driver to look for interrupts.
+    const LONG: Duration = Duration::from_millis(1500);
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    let (mut pinned, mut stream, mut event) = (null_mut(), null_mut(), null_mut());
+    ok("cuMemAllocHost", cuda.mem_alloc_host(&raw mut pinned, LEN))?;
+    ok("cuStreamCreate", cuda.stream_create(&raw mut stream, 0))?;
+    ok("cuEventCreate", cuda.event_create(&raw mut event, WITHOUT_TIME))?;
+    let memory = cuda.alloc(LEN)?;
+    let mut copies = 10;
+    loop {
+        let started = Instant::now();
+        for _ in 0..copies {
+            ok("cuMemcpyHtoDAsync", cuda.memcpy_htod_async(memory, pinned, LEN, stream))?;
+        }
+        ok("cuEventRecord", cuda.event_record(event, stream))?;
+        ok("cuStreamSynchronize", cuda.stream_synchronize(stream))?;
+        ok("cuEventQuery", cuda.event_query(event))?;
+        if started.elapsed() >= LONG {
+            return Ok(());
+        }
+        copies *= 2;
+    }
 }
 
 /// Environment variables with the handles of another process's memory and event.

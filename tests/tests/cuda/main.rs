@@ -142,6 +142,11 @@ fn streams_and_events_work() -> Result<()> {
     on_vgpu(|gpu| gpu.run("streams_and_events").map(drop))
 }
 
+#[test]
+fn a_long_wait_ends_with_the_work() -> Result<()> {
+    on_vgpu(|gpu| gpu.run("a_long_wait_ends_with_the_work").map(drop))
+}
+
 /// Runs `nvidia-smi` on the vGPU with a query or without, and returns the fields of each line.
 fn nvidia_smi(gpu: &Gpu<'_>, query: &str) -> Result<Vec<Vec<String>>> {
     let mut command = Command::new(system_tests::vgpuctl::path()?);

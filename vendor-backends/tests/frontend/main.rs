@@ -296,6 +296,25 @@ fn managed_memory_is_shared_memory_at_the_programs_address() {
     assert_eq!(word(&program.uvm(51, &migrate, 80), 18), 0);
     assert_eq!(word(&program.uvm(34, &range, 24), 4), 0);
     assert!(program.front_end.map(&request).is_err());
+    // A program unmaps a range without a request, and a later one overlaps it.
+    assert_eq!(word(&program.uvm(DISABLE_READ_DUPLICATION, &range, 24), 4), 0);
+    for (offset, len) in [(va - MIB, 4 * MIB), (va + MIB, 8 * MIB)] {
+        let request = MapRequest { file: UVM, len, offset, writable: true };
+        assert!(program.front_end.map(&request).is_err());
+        let range = [offset as u32, (offset >> 32) as u32, len as u32, 0, 0xffff, 0];
+        assert_eq!(word(&program.uvm(DISABLE_READ_DUPLICATION, &range, 24), 4), 0);
+        assert_eq!(program.front_end.counts()[3], 1, "one range is mapped");
+    }
+}
+
+#[test]
+fn a_request_for_interrupts_is_answered() {
+    const SERVICE_INTERRUPTS: u32 = 0x2080_1702;
+    let mut program = Program::start();
+    let context = program.context();
+    let (status, _) =
+        program.control(context.root, context.subdevice, SERVICE_INTERRUPTS, &[0xff; 4]);
+    assert_eq!(status, 0);
 }
 
 fn request() -> impl Strategy<Value = u32> {

@@ -24,6 +24,8 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::INHERITED_SHARE_POLICY,
     control::CUDA_LIMIT,
     control::CHANNEL_LIST,
+    // libcuda asks for it while it waits for long, and stops waiting if it is refused.
+    control::SERVICE_INTERRUPTS,
     control::RELEASE_WATCHDOG,
     control::DISABLE_WATCHDOG,
     control::UNNAMED_2080_0145,
