@@ -1,36 +1,15 @@
 //! Guests that write to everything they can write to, and destroy what they can.
 
 use mdev_core::abi::userd;
-use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu, GpuError};
+use mdev_core::gpu::{Client, EngineKind, Gpu};
 use mdev_core::units::MIB;
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::SharedMemory;
-use vendor_backends::nvidia::NvidiaClient;
 use vendor_backends::nvidia::fake_rm::FakeRm;
 
-use super::{DRIVER, eventually, gpu, ram, resets, set_ring, spec, try_client, with_channels};
-
-/// Creates compute channels until one is refused. `end` ends each of them.
-fn create_until_refused(
-    client: &mut NvidiaClient,
-    memory: &SharedMemory,
-    mut end: impl FnMut(&mut NvidiaClient, &ChannelHandle),
-) -> u32 {
-    let mut created = 0;
-    while created < 1000 {
-        let id = lifecycle::import(client, memory).unwrap();
-        let spec = lifecycle::channel_spec(EngineKind::Compute, id, 0);
-        let channel = match client.create_channel(&spec) {
-            Ok(channel) => channel,
-            Err(GpuError::Limit(_)) => break,
-            Err(error) => panic!("{error}"),
-        };
-        created += 1;
-        end(client, &channel);
-        let _ = client.release(id);
-    }
-    created
-}
+use super::{
+    DRIVER, create_until_refused, eventually, gpu, ram, resets, set_ring, spec, try_client,
+    with_channels,
+};
 
 #[test]
 fn faults_cause_a_pause_if_the_guest_does_not_ask_for_them() {
@@ -38,7 +17,7 @@ fn faults_cause_a_pause_if_the_guest_does_not_ask_for_them() {
         let rm = FakeRm::new(DRIVER);
         let mut gpu = gpu(&rm);
         let mut client = try_client(&rm, &mut gpu, &spec(64 * MIB)).unwrap();
-        let created = create_until_refused(&mut client, &ram(MIB), |client, channel| {
+        let created = create_until_refused(&mut client, &ram(MIB), 1000, |client, channel| {
             rm.fault(channel.token.0, 31);
             if by_reset {
                 client.reset().unwrap();
@@ -58,7 +37,7 @@ fn short_work_that_is_destroyed_again_and_again_causes_a_pause() {
     let mut client = try_client(&rm, &mut gpu, &spec(64 * MIB)).unwrap();
     let memory = ram(MIB);
     rm.take_log();
-    let created = create_until_refused(&mut client, &memory, |client, channel| {
+    let created = create_until_refused(&mut client, &memory, 1000, |client, channel| {
         set_ring(&memory.mapping, 0, 0, 1);
         client.destroy_channel(channel.id).unwrap();
         set_ring(&memory.mapping, 0, 0, 0);
@@ -72,7 +51,7 @@ fn channels_without_work_are_created_and_destroyed_without_a_pause() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);
     let mut client = try_client(&rm, &mut gpu, &spec(64 * MIB)).unwrap();
-    let created = create_until_refused(&mut client, &ram(MIB), |client, channel| {
+    let created = create_until_refused(&mut client, &ram(MIB), 1000, |client, channel| {
         client.destroy_channel(channel.id).unwrap();
     });
     assert_eq!(created, 1000);

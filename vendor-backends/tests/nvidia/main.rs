@@ -117,3 +117,26 @@ fn set_ring(memory: &Mapping, channel: u64, get: u32, put: u32) {
     memory.store_u32(channel * 512 + userd::GP_GET, get).unwrap();
     memory.store_u32(channel * 512 + userd::GP_PUT, put).unwrap();
 }
+
+/// Creates compute channels until one is refused, at most `most`. `end` ends each of them.
+fn create_until_refused(
+    client: &mut NvidiaClient,
+    memory: &SharedMemory,
+    most: u32,
+    mut end: impl FnMut(&mut NvidiaClient, &ChannelHandle),
+) -> u32 {
+    let mut created = 0;
+    while created < most {
+        let id = lifecycle::import(client, memory).unwrap();
+        let spec = lifecycle::channel_spec(EngineKind::Compute, id, 0);
+        let channel = match client.create_channel(&spec) {
+            Ok(channel) => channel,
+            Err(GpuError::Limit(_)) => break,
+            Err(error) => panic!("{error}"),
+        };
+        created += 1;
+        end(client, &channel);
+        client.release(id).unwrap();
+    }
+    created
+}

@@ -1,11 +1,13 @@
 //! Channels that are destroyed while they have work, by honest and by hostile guests.
 
-use mdev_core::gpu::{Client, EngineKind, Gpu, GpuError};
+use mdev_core::gpu::{Client, Gpu};
 use mdev_core::units::MIB;
-use vendor_backends::conformance::lifecycle;
 use vendor_backends::nvidia::fake_rm::FakeRm;
 
-use super::{DRIVER, eventually, gpu, ram, resets, set_ring, spec, try_client, with_channels};
+use super::{
+    DRIVER, create_until_refused, eventually, gpu, ram, resets, set_ring, spec, try_client,
+    with_channels,
+};
 
 /// What another vGPU always has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +32,7 @@ struct Guest {
 
 impl Guest {
     /// Returns the number of channels, at most `most`, until one is refused, and that of resets.
-    fn create_until_refused(self, most: usize) -> (usize, usize) {
+    fn create_until_refused(self, most: u32) -> (u32, usize) {
         let rm = FakeRm::new(DRIVER);
         let mut gpu = gpu(&rm);
         let mut client = try_client(&rm, &mut gpu, &spec(64 * MIB)).unwrap();
@@ -52,16 +54,7 @@ impl Guest {
         rm.hold_engine(self.endless);
         rm.take_log();
         let (memory, own, mut now_ns) = (ram(MIB), u64::from(std::process::id()), 1_000_000_000);
-        let mut created = 0;
-        while created < most {
-            let id = lifecycle::import(&mut client, &memory).unwrap();
-            let spec = lifecycle::channel_spec(EngineKind::Compute, id, 0);
-            let channel = match client.create_channel(&spec) {
-                Ok(channel) => channel,
-                Err(GpuError::Limit(_)) => break,
-                Err(error) => panic!("{error}"),
-            };
-            created += 1;
+        let created = create_until_refused(&mut client, &memory, most, |client, channel| {
             set_ring(&memory.mapping, 0, 0, 1);
             eventually("a ring", || rm.last_ring() == Some(channel.token.0));
             rm.log_residency(true, own, now_ns);
@@ -77,8 +70,7 @@ impl Guest {
             }
             rm.log_residency(false, own, now_ns);
             set_ring(&memory.mapping, 0, 0, 0);
-            client.release(id).unwrap();
-        }
+        });
         (created, resets(&rm))
     }
 }
