@@ -43,6 +43,17 @@ pub enum Backing {
 }
 
 impl Backing {
+    /// Returns the location `bytes` later. The caller has checked that it exists.
+    #[must_use]
+    pub const fn later(mut self, bytes: u64) -> Self {
+        match &mut self {
+            Self::Guest { offset, .. } | Self::Vram { offset } | Self::Allocated { offset, .. } => {
+                *offset += bytes;
+            }
+        }
+        self
+    }
+
     /// Returns the byte offset.
     pub const fn offset(self) -> u64 {
         match self {

@@ -2,7 +2,7 @@
 
 use cuda_socket::{FileId, Range};
 use mdev_core::abi::userd;
-use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind};
+use mdev_core::gpu::{ChannelSpec, Client, EngineKind};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use zerocopy::FromBytes;
@@ -260,16 +260,8 @@ impl FrontEnd {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         let pieces = self.memories.backing(gpu, userd, page, PAGE_SIZE)?;
-        let userd = match pieces.first() {
-            Some((Backing::Guest { memory, offset: start }, _)) => {
-                Backing::Guest { memory: *memory, offset: start + offset }
-            }
-            Some((Backing::Vram { offset: start }, _)) => Backing::Vram { offset: start + offset },
-            Some((Backing::Allocated { memory, offset: start }, _)) => {
-                Backing::Allocated { memory: *memory, offset: start + offset }
-            }
-            None => return Err(Stop::Status(status::INVALID_ARGUMENT)),
-        };
+        let piece = pieces.first().map(|(backing, _)| backing.later(offset));
+        let userd = piece.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         let space = self.space(gpu, file, root, space)?;
         let handle = gpu.create_channel(&ChannelSpec {
             engine,

@@ -346,11 +346,16 @@ impl Memories {
         if self.mappings.len() >= MAX_STORES {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
-        let before = self.mappings.range((space, 0)..(space, end)).next_back();
-        if before.is_some_and(|((_, start), mapped)| start + mapped.len > va) {
+        if self.reaching(space, va, end).is_some() {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         Ok(())
+    }
+
+    /// Returns the start of the last mapping that begins before `end`, if it reaches beyond `va`.
+    fn reaching(&self, space: SpaceId, va: u64, end: u64) -> Option<u64> {
+        let ((_, start), mapped) = self.mappings.range((space, 0)..(space, end)).next_back()?;
+        (start + mapped.len > va).then_some(*start)
     }
 
     /// Maps a region for launches by kernels. On a GPU whose kernels launch none, it is ordinary
@@ -381,8 +386,7 @@ impl Memories {
 
     /// Returns whether an address is mapped.
     pub fn is_mapped(&self, space: SpaceId, va: u64) -> bool {
-        let mapping = self.mappings.range((space, 0)..=(space, va)).next_back();
-        mapping.is_some_and(|((_, start), mapped)| start + mapped.len > va)
+        self.reaching(space, va, va.saturating_add(1)).is_some()
     }
 
     /// Returns the store of the mapping that begins at an address.
@@ -418,9 +422,7 @@ impl Memories {
         len: u64,
     ) -> Result<(), Stop> {
         let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let before = self.mappings.range((space, 0)..(space, va)).next_back();
-        let before = before.filter(|((_, start), mapped)| start + mapped.len > va);
-        let first = before.map_or(va, |((_, start), _)| *start);
+        let first = self.reaching(space, va, va).unwrap_or(va);
         self.unmap(gpu, space, first, end - first)
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A process lets others use a memory object (`NV_ESC_RM_SHARE`) and passes the handles of its client
 //! and of the object to them. They make an object of their own of it (`NV_ESC_RM_DUP_OBJECT`). All
-//! processes of a vGPU belong to its owner, so it does not matter with whom an object is shared.
+//! processes of a vGPU belong to its owner, so each of them may use what one has shared.
 
 use super::FrontEnd;
 use super::call::{Call, Stop};
