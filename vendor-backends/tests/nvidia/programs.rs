@@ -83,6 +83,22 @@ fn a_program_has_a_space_groups_and_memory_of_its_own() {
 }
 
 #[test]
+fn a_space_takes_channels_along_that_have_faulted() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    let lost = channel(&mut client, import, 0, (space, 7));
+    rm.fault(lost.token.0, 31);
+    assert_eq!(client.query_channel(lost.id).unwrap().error, 31);
+    client.destroy_space(space).unwrap();
+    assert!(client.query_channel(lost.id).is_err());
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
 fn allocations_take_the_place_of_the_partition() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);

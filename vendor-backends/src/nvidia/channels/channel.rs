@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use mdev_core::abi::userd;
 use mdev_core::gpu::{EngineKind, GpuError};
-use mdev_core::ids::{MemoryId, Token};
+use mdev_core::ids::{MemoryId, SpaceId, Token};
 
 use super::teardown::Running;
 use crate::mem::Mapping;
@@ -61,6 +61,8 @@ pub(super) struct Channel {
     /// The channel, then its classes. Empty after the teardown.
     pub(super) objects: Vec<Arc<Object>>,
     pub(super) engine: EngineKind,
+    /// Address space. Kept here too, because a fault removes the group and leaves the channel.
+    pub(super) space: SpaceId,
     /// Number of the group.
     pub(super) group: u32,
     pub(super) token: Token,

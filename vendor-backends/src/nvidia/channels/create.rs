@@ -14,11 +14,7 @@ use crate::nvidia::ctxsw_log;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm_client::{AddressSpace, Object};
 use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, control, flag};
-
-/// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_COMPUTE_CTA` and `_CILP`.
-const PREEMPT_BLOCKS: u32 = 1;
-const PREEMPT_INSTRUCTIONS: u32 = 2;
+use crate::nvidia::sys::numbers::{class, control, flag, preemption};
 
 impl Channels {
     /// Creates a channel in `space`, and schedules it. The caller has checked `spec`.
@@ -73,7 +69,7 @@ impl Channels {
         let first = !self.by_id.values().any(|channel| channel.group == number);
         let own = group.program.is_none() && spec.engine == EngineKind::Compute;
         if own && self.preempt_blocks && first {
-            self.set_preemption(&group.object, PREEMPT_BLOCKS)?;
+            self.set_preemption(&group.object, preemption::BLOCKS)?;
         }
         let mut token = u32::MAX;
         objects[0].control(control::TOKEN, &mut token)?;
@@ -92,6 +88,7 @@ impl Channels {
             context_share,
             objects,
             engine: spec.engine,
+            space: spec.space,
             group: number,
             token: Token(token),
             vector: spec.vector,
@@ -148,7 +145,7 @@ impl Channels {
     pub fn preempt_instructions(&self, id: ChannelId) -> Result<(), GpuError> {
         let channel = self.by_id.get(&id).ok_or(GpuError::NotFound("channel"))?;
         match self.groups.iter().find(|group| group.number == channel.group) {
-            Some(group) => self.set_preemption(&group.object, PREEMPT_INSTRUCTIONS),
+            Some(group) => self.set_preemption(&group.object, preemption::INSTRUCTIONS),
             // The group is lost, and the program gets to know it otherwise.
             None => Ok(()),
         }
@@ -157,7 +154,7 @@ impl Channels {
     /// Sets where the GPU may preempt the kernels of a group.
     fn set_preemption(&self, group: &Object, compute: u32) -> Result<(), GpuError> {
         let mut mode = abi::PreemptionMode {
-            flags: flag::SET_COMPUTE_PREEMPTION,
+            flags: preemption::SET_COMPUTE,
             object: group.handle(),
             compute,
             ..Default::default()

@@ -65,9 +65,7 @@ impl Channels {
         let is_affected = |id: ChannelId, channel: &Channel| match teardown {
             Teardown::Channel(destroyed) => id == destroyed && !self.shares_compute_group(id),
             Teardown::Memory(memory) => channel.has_userd_in(memory),
-            Teardown::Space(space) => {
-                self.groups.iter().any(|g| g.number == channel.group && g.space == space)
-            }
+            Teardown::Space(space) => channel.space == space,
             Teardown::All => true,
         };
         on_engine.any(|(id, channel)| is_affected(*id, channel) && channel.may_be_running(running))
@@ -210,9 +208,7 @@ impl Channels {
 
     /// Destroys the channels in an address space.
     pub fn leave_space(&mut self, space: SpaceId, running: Running) -> Result<(), GpuError> {
-        let groups: Vec<_> = self.groups.iter().filter(|group| group.space == space).collect();
-        let numbers: Vec<u32> = groups.iter().map(|group| group.number).collect();
-        let of_space = self.by_id.iter().filter(|(_, c)| numbers.contains(&c.group));
+        let of_space = self.by_id.iter().filter(|(_, channel)| channel.space == space);
         let ids: Vec<_> = of_space.map(|(id, _)| *id).collect();
         ids.into_iter().try_for_each(|id| self.destroy(id, running))
     }

@@ -10,7 +10,7 @@ use super::FrontEnd;
 use super::call::{Call, Stop, get_u32, get_u64, put_u32, put_u64};
 use super::identity::Identity;
 use super::objects::Kind;
-use crate::nvidia::sys::numbers::{class, control, fb, status};
+use crate::nvidia::sys::numbers::{class, control, fb, preemption, status};
 
 /// Maximum length of parameters, in bytes.
 const MAX_PARAMS: usize = 32 << 10;
@@ -177,7 +177,9 @@ impl FrontEnd {
     fn preemption_mode(&self, gpu: &mut dyn Client, control: &Control) -> Result<(), Stop> {
         let group = control.u32(4)?;
         self.clients.object(control.file, control.root, group)?;
-        if control.u32(0)? & SET_COMPUTE == 0 || control.u32(12)? != PREEMPT_INSTRUCTIONS {
+        if control.u32(0)? & preemption::SET_COMPUTE == 0
+            || control.u32(12)? != preemption::INSTRUCTIONS
+        {
             return Ok(());
         }
         match self.clients.channel_of_group(control.root, group) {
@@ -339,11 +341,6 @@ const ADDRESS_SPACE_REGISTERS: u32 = 3;
 
 /// `NV2080_CTRL_PERF_BOOST_FLAGS_CMD`.
 const BOOST_COMMAND: u32 = 3;
-
-/// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_FLAGS_CILP_SET`.
-const SET_COMPUTE: u32 = 1;
-/// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_COMPUTE_CILP`.
-const PREEMPT_INSTRUCTIONS: u32 = 2;
 
 /// `NV2080_GPU_CMD_GPU_GET_GID_FLAGS_FORMAT`.
 const GID_FORMAT: u32 = 2;

@@ -298,6 +298,16 @@ pub mod event {
     pub const REPEAT: u32 = 2;
 }
 
+/// Parameters of [`control::PREEMPTION_MODE`] (`NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_*`).
+pub mod preemption {
+    /// `FLAGS_CILP_SET`: the mode of compute is set.
+    pub const SET_COMPUTE: u32 = 1;
+    /// `COMPUTE_CTA`: between thread blocks.
+    pub const BLOCKS: u32 = 1;
+    /// `COMPUTE_CILP`: between instructions.
+    pub const INSTRUCTIONS: u32 = 2;
+}
+
 /// Flags of memory and mappings.
 pub mod flag {
     /// `NVOS02_FLAGS`: noncontiguous pages, cached by the CPU, without a mapping in the kernel.
@@ -328,8 +338,6 @@ pub mod flag {
     pub const PROGRAM_CHANNEL: u32 = DENY_PHYSICAL | DENY_PRIVILEGE;
     /// `NV_CTXSHARE_ALLOCATION_FLAGS_SUBCONTEXT_ASYNC`.
     pub const ASYNC_SUBCONTEXT: u32 = 1;
-    /// `NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_FLAGS_CILP_SET`.
-    pub const SET_COMPUTE_PREEMPTION: u32 = 1;
     /// `NVOS04_FLAGS_DENY_PHYSICAL_MODE_CE`.
     pub const DENY_PHYSICAL: u32 = 1 << 7;
     /// `NVOS04_FLAGS_CHANNEL_DENY_AUTH_LEVEL_PRIV`.
