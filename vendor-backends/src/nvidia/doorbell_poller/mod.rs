@@ -9,7 +9,9 @@
 //! word that they ring.
 //!
 //! * `polled_channel`: a channel, and its recent activity
+//! * `pace`: how often to ring, and when to expect the next entry
 
+mod pace;
 mod polled_channel;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -22,11 +24,15 @@ use mdev_core::abi::doorbell;
 use mdev_core::abi::userd;
 use mdev_core::ids::Token;
 
+use self::pace::{Allowance, Pace};
 use self::polled_channel::{Channel, ChannelActivity, Poll, SPIN};
 use crate::mem::Mapping;
 
 /// Minimum mean time between two rings. 16 guests at this rate stay below the GPU's limit.
 const RING_INTERVAL: Duration = Duration::from_micros(3);
+/// Rings that may follow each other without that time: one launch of a CUDA graph rings for several
+/// channels.
+const RING_BURST: u32 = 16;
 
 /// Poll interval while the GPU is backlogged.
 const BACKLOG_INTERVAL: Duration = Duration::from_micros(30);
@@ -49,10 +55,13 @@ const SPINS: u32 = 32;
 /// Value of the doorbell page's word after the thread has seen a ring. No channel has this token.
 const SEEN: u32 = u32::MAX;
 
-/// Time since the last new entry up to which the thread polls channels of programs every
-/// [`SLOW_INTERVAL`], and its interval after that. Programs do not wake the thread.
+/// Poll intervals for channels of programs, which do not wake the thread: up to [`SLOW_UNTIL`], up
+/// to [`PROGRAMS_UNTIL`], and after that.
+const PROGRAMS_SLOW: Duration = Duration::from_micros(25);
+const PROGRAMS_SLOWER: Duration = Duration::from_micros(50);
+const PROGRAMS_SLOWEST: Duration = Duration::from_millis(1);
+/// Time since the last new entry after which a program counts as idle.
 const PROGRAMS_UNTIL: Duration = Duration::from_secs(10);
-const PROGRAMS_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Poll interval of the sleeping thread, for guests that miss [`userd::NEED_WAKEUP`].
 const SLEEP_INTERVAL: Duration = Duration::from_millis(50);
@@ -232,13 +241,18 @@ impl DoorbellPoller {
         page.clone().filter(|_| programs)
     }
 
-    /// Polls all channels. Returns the number of rings.
-    fn poll_all(&self, all: &mut [ChannelActivity], now: Instant) -> u32 {
+    /// Polls all channels, first the one that a program has rung for. Returns the number of rings.
+    fn poll_all(&self, all: &mut [ChannelActivity], rung: Option<Token>, now: Instant) -> u32 {
         let mut rings = 0;
-        for one in all {
+        let mut poll = |one: &mut ChannelActivity| {
             let poll = self.poll(&one.channel);
             rings += u32::from(poll.is_some_and(|poll| one.record(&poll, now)));
+        };
+        if let Some(first) = all.iter_mut().find(|one| Some(one.token) == rung) {
+            poll(first);
         }
+        // A ring for another channel may have taken the place of this one's.
+        all.iter_mut().for_each(poll);
         self.polled.fetch_add(rings.into(), Ordering::Relaxed);
         rings
     }
@@ -250,7 +264,8 @@ impl DoorbellPoller {
         let _ = nix::sys::prctl::set_timerslack(1000);
         let (mut all, mut known, mut page) = (Vec::<ChannelActivity>::new(), None, None);
         let (mut last, mut spin) = (Instant::now(), false);
-        let (mut next, mut next_look) = (last, last);
+        let mut next_look = last;
+        let (mut allowance, mut pace) = (Allowance { next: last }, Pace::default());
         while !self.stopped.load(Ordering::SeqCst) {
             let now = Instant::now();
             let changes = self.changes.load(Ordering::Acquire);
@@ -261,15 +276,16 @@ impl DoorbellPoller {
                 known = Some(changes);
                 (last, next_look) = (now, now);
             }
-            let due = page.as_ref().is_none_or(|page| take_ring(page) || now >= next_look);
-            if due {
+            let rung = page.as_deref().and_then(take_ring);
+            if rung.is_some() {
                 next_look = now;
             }
-            if now >= next && now >= next_look {
-                let rings = self.poll_all(&mut all, now);
+            if now >= allowance.next && now >= next_look {
+                let rings = self.poll_all(&mut all, rung, now);
                 if rings > 0 {
+                    pace.record(now.duration_since(last));
                     last = now;
-                    next = now + RING_INTERVAL * rings;
+                    allowance.take(rings, now);
                 }
                 if page.is_some() {
                     next_look = now + PROGRAMS_LOOK;
@@ -277,14 +293,13 @@ impl DoorbellPoller {
                 spin = all.iter().any(|one| one.is_active(now) && !one.is_backlogged(now));
             }
             match now.duration_since(last) {
-                quiet if quiet < SPIN && spin => spin_for_ring(page.as_deref()),
+                quiet if quiet < SPIN && spin && !pace.allows_sleep(quiet) => {
+                    spin_for_ring(page.as_deref());
+                }
                 quiet if quiet < SPIN => std::thread::sleep(BACKLOG_INTERVAL),
                 quiet if quiet < FAST_UNTIL => std::thread::sleep(FAST_INTERVAL),
+                quiet if page.is_some() => std::thread::sleep(programs_interval(quiet)),
                 quiet if quiet < SLOW_UNTIL => std::thread::sleep(SLOW_INTERVAL),
-                quiet if page.is_some() => {
-                    let soon = quiet < PROGRAMS_UNTIL;
-                    std::thread::sleep(if soon { SLOW_INTERVAL } else { PROGRAMS_INTERVAL });
-                }
                 _ => {
                     self.sleep(&all);
                     last = Instant::now();
@@ -333,16 +348,23 @@ fn spin_for_ring(page: Option<&Mapping>) {
     }
 }
 
-/// Takes a program's ring from the page that it rings.
-fn take_ring(page: &Mapping) -> bool {
-    if page.load_u32(doorbell::TOKEN) == Some(SEEN) {
-        return false;
-    }
+/// Takes a program's ring from the page that it rings. Returns what the program has stored.
+fn take_ring(page: &Mapping) -> Option<Token> {
+    let rung = page.load_u32(doorbell::TOKEN).filter(|token| *token != SEEN)?;
     // Before the channels are looked at: a ring in between is then seen later. A program stores
     // GP_PUT before it rings.
     page.store_u32(doorbell::TOKEN, SEEN);
     fence(Ordering::SeqCst);
-    true
+    Some(Token(rung))
+}
+
+/// Returns the poll interval for programs that have rung for nothing in this time.
+fn programs_interval(quiet: Duration) -> Duration {
+    match quiet {
+        quiet if quiet < SLOW_UNTIL => PROGRAMS_SLOW,
+        quiet if quiet < PROGRAMS_UNTIL => PROGRAMS_SLOWER,
+        _ => PROGRAMS_SLOWEST,
+    }
 }
 
 #[cfg(test)]

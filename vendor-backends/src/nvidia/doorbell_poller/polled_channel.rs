@@ -97,6 +97,8 @@ pub(super) struct Poll {
 #[derive(Debug)]
 pub(super) struct ChannelActivity {
     pub channel: Arc<Channel>,
+    /// The channel's.
+    pub token: Token,
     /// When the channel last had new entries.
     pub new_entries_at: Instant,
     pub gp_get: Option<u32>,
@@ -108,7 +110,8 @@ pub(super) struct ChannelActivity {
 
 impl ChannelActivity {
     pub fn new(channel: Arc<Channel>, now: Instant) -> Self {
-        Self { channel, new_entries_at: now, gp_get: None, fetched_at: now, queued: false }
+        let token = channel.token;
+        Self { channel, token, new_entries_at: now, gp_get: None, fetched_at: now, queued: false }
     }
 
     /// Records a poll. Returns whether the channel had new entries.

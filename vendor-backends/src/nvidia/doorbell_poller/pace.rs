@@ -1,0 +1,90 @@
+//! Pace of a vGPU's rings: how often the thread may ring, and when it expects the next entry.
+
+use std::time::{Duration, Instant};
+
+use super::{BACKLOG_INTERVAL, RING_BURST, RING_INTERVAL};
+
+/// Allowance of rings: one every [`RING_INTERVAL`] on average, and [`RING_BURST`] at once.
+#[derive(Debug)]
+pub(super) struct Allowance {
+    /// Time from which the thread may ring again.
+    pub next: Instant,
+}
+
+impl Allowance {
+    /// Takes rings out of the allowance.
+    pub fn take(&mut self, rings: u32, now: Instant) {
+        let saved = RING_INTERVAL * RING_BURST;
+        let full = now.checked_sub(saved).unwrap_or(now);
+        self.next = self.next.max(full) + RING_INTERVAL * rings;
+    }
+}
+
+/// Number of intervals that a prediction considers.
+const MEMORY: usize = 8;
+
+/// Recent intervals between rings. A guest that waits for a kernel of 200 us before it submits the
+/// next one does not ring in between, and the thread need not spin for it.
+#[derive(Debug)]
+pub(super) struct Pace {
+    intervals: [Duration; MEMORY],
+    next: usize,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { intervals: [Duration::ZERO; MEMORY], next: 0 }
+    }
+}
+
+impl Pace {
+    /// Records the time between two rings.
+    pub fn record(&mut self, interval: Duration) {
+        self.intervals[self.next] = interval;
+        self.next = (self.next + 1) % MEMORY;
+    }
+
+    /// Returns whether no ring is expected within [`BACKLOG_INTERVAL`], `quiet` after the last one:
+    /// three quarters of the shortest interval are not over by then.
+    pub fn allows_sleep(&self, quiet: Duration) -> bool {
+        let shortest = self.intervals.iter().min().copied().unwrap_or_default();
+        quiet + BACKLOG_INTERVAL < shortest * 3 / 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const US: Duration = Duration::from_micros(1);
+
+    #[test]
+    fn a_burst_is_allowed_and_the_mean_rate_is_kept() {
+        let start = Instant::now();
+        let mut allowance = Allowance { next: start };
+        let (mut now, mut rings) = (start + RING_INTERVAL * 100, 0);
+        let end = now + RING_INTERVAL * 1000;
+        let mut at_once = 0;
+        while now < end {
+            if now >= allowance.next {
+                allowance.take(1, now);
+                rings += 1;
+            } else {
+                at_once = if at_once == 0 { rings } else { at_once };
+                now += US;
+            }
+        }
+        assert_eq!(at_once, RING_BURST + 1);
+        assert!((1000..=1000 + RING_BURST + 1).contains(&rings), "{rings}");
+    }
+
+    #[test]
+    fn the_thread_sleeps_only_where_no_ring_is_expected() {
+        let mut pace = Pace::default();
+        (0..MEMORY).for_each(|_| pace.record(200 * US));
+        assert!(pace.allows_sleep(Duration::ZERO));
+        assert!(!pace.allows_sleep(125 * US));
+        pace.record(8 * US);
+        assert!(!pace.allows_sleep(Duration::ZERO), "one short interval suffices");
+    }
+}
