@@ -12,12 +12,14 @@
 //! * [`vgpuctl`]: runs of `vgpuctl`
 //! * [`captured`]: a running process that makes the system calls of a test
 //! * [`user`]: actions as another Unix user
+//! * [`guest_vm`]: a VM with the guest's Linux module
 //! * [`monitor`]: a QEMU monitor in the test's process
 //! * [`vmm`]: a VM with one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: results of benchmarks
 
 pub mod captured;
 pub mod fuse;
+pub mod guest_vm;
 pub mod in_process;
 pub mod load;
 pub mod monitor;

@@ -28,7 +28,8 @@ const FETCH_LIMIT: Duration = Duration::from_secs(900);
 #[derive(Debug)]
 pub struct Debs {
     folder: PathBuf,
-    /// Components of Debian's archive.
+    /// Suites and components of Debian's archive.
+    suites: String,
     components: &'static str,
 }
 
@@ -46,13 +47,18 @@ impl Debs {
 
     /// Sets up apt as [`Self::open`], with components of Debian's archive such as `main non-free`.
     pub fn open_components(folder: &Path, components: &'static str) -> Result<Self> {
+        Self::open_suites(folder, format!("{RELEASE} {RELEASE}-backports"), components)
+    }
+
+    /// Sets up apt as [`Self::open_components`], with other suites.
+    pub fn open_suites(folder: &Path, suites: String, components: &'static str) -> Result<Self> {
         for sub in ["sources", "state/lists/partial", "cache/archives/partial", "log"] {
             let path = folder.join(sub);
             fs::create_dir_all(&path)
                 .with_context(|| format!("Cannot make the folder {}", path.display()))?;
         }
         fs::write(folder.join("status"), "")?;
-        let debs = Self { folder: folder.to_path_buf(), components };
+        let debs = Self { folder: folder.to_path_buf(), suites, components };
         install_keyring()?;
         let mirror = host_mirror();
         let first = debs.update(mirror.as_deref().unwrap_or(DEFAULT_MIRROR));
@@ -65,9 +71,9 @@ impl Debs {
 
     fn update(&self, mirror: &str) -> Result<()> {
         let sources = format!(
-            "Types: deb\nURIs: {mirror}\nSuites: {RELEASE} {RELEASE}-backports\n\
+            "Types: deb\nURIs: {mirror}\nSuites: {}\n\
              Components: {}\nArchitectures: amd64\nSigned-By: {KEYRING}\n",
-            self.components
+            self.suites, self.components
         );
         fs::write(self.folder.join("sources/lab.sources"), sources)?;
         let mut command = self.apt("apt-get");
@@ -109,7 +115,13 @@ impl Debs {
 
     /// Returns the dependencies of a package, including alternatives.
     pub fn dependencies(&self, package: &str) -> Result<Vec<String>> {
+        self.dependencies_in(package, RELEASE)
+    }
+
+    /// Returns the dependencies of a suite's version of a package, including alternatives.
+    pub fn dependencies_in(&self, package: &str, suite: &str) -> Result<Vec<String>> {
         let mut command = self.apt("apt-cache");
+        command.arg("-o").arg(format!("APT::Default-Release={suite}"));
         command.args(["depends", "--important", package]);
         let text = self.run(command)?;
         let names = text.lines().filter_map(|line| {

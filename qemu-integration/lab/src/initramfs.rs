@@ -31,8 +31,12 @@ pub fn archive_with(init: &str, kernel: &Kernel, guest_programs: &[PathBuf]) -> 
     archive.file("agent.sh", 0o644, AGENT.as_bytes());
     archive.file("bin/busybox", 0o755, &read(&kernel.busybox)?);
     archive.link("bin/sh", "busybox");
-    archive.file("modules/order", 0o644, (MODULES.join("\n") + "\n").as_bytes());
-    for module in MODULES {
+    // A kernel without a folder of modules has none.
+    let modules: &[&str] = if kernel.modules.exists() { &MODULES } else { &[] };
+    let order = [modules.join("\n").as_str(), "\n"].concat();
+    let order = if modules.is_empty() { "" } else { &order };
+    archive.file("modules/order", 0o644, order.as_bytes());
+    for module in modules {
         let file = format!("{module}.ko");
         let bytes = read(&kernel.modules.join(&file))?;
         archive.file(&format!("modules/{file}"), 0o644, &bytes);

@@ -115,7 +115,8 @@ impl Kernel {
     }
 }
 
-fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
+/// Returns all files in a folder and the folders in it.
+pub(crate) fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
     let (mut folders, mut files) = (vec![folder.to_path_buf()], Vec::new());
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder)? {

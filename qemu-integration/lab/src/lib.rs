@@ -8,6 +8,7 @@
 //! * [`kvm`]: check of KVM; [`mdevctl`]: the real mdevctl
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
 //! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
+//! * [`guest_driver`]: the guest's Linux module, compiled for Debian's kernels
 //! * [`machine`]: a fresh Debian machine with libvirt; [`checkers`]: Debian's package checkers
 //! * [`place`]: a workspace, or a [`bundle`] with all files
 //! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
@@ -36,6 +37,7 @@ pub mod deb;
 pub mod debs;
 pub mod demo;
 pub mod guest;
+pub mod guest_driver;
 pub mod host;
 pub mod initramfs;
 pub mod iommufd;

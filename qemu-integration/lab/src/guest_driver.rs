@@ -1,0 +1,196 @@
+//! The guest's Linux module, compiled for Debian's kernels.
+//!
+//! Kernel headers, compilers and kernels come from Debian's packages of three suites: the previous
+//! release, the release, and its backports with the newest kernel. The compilers run with the
+//! unpacked packages as their root.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::build::workspace;
+use crate::checkers;
+use crate::cleanup::Scratch;
+use crate::debs::{self, Debs};
+use crate::kernel::Kernel;
+use crate::machine::Machine;
+use crate::progress::Progress;
+use crate::root::{cache_folder, lock};
+
+/// Version of the cached folder's contents.
+const LAYOUT: &str = "guest-driver-1";
+
+/// Suites of Debian with different kernels. The lab's VMs boot the kernel of [`RELEASE`].
+const SUITES: [&str; 3] = ["bookworm", RELEASE, "trixie-backports"];
+const RELEASE: &str = "trixie";
+
+/// Folder of the module's sources in the workspace.
+pub const SOURCES: &str = "qemu-integration/guest-driver";
+
+/// File name of the module.
+pub const MODULE: &str = "tessera_guest.ko";
+
+/// Parts of the packages that no build reads.
+const NOT_NEEDED: [&str; 4] = ["usr/share/doc", "usr/share/locale", "usr/share/man", "boot"];
+
+/// Headers and compilers, and the kernels themselves.
+#[derive(Clone, Debug)]
+pub struct Kernels {
+    folder: PathBuf,
+}
+
+/// A kernel that the module can be compiled for.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// Release, such as `6.12.107+deb13-amd64`.
+    pub release: String,
+    /// Kernel image and busybox. The kernel has no modules.
+    pub kernel: Kernel,
+}
+
+impl Kernels {
+    /// Finds or fetches the kernels and compilers, some 500 MiB. Otherwise returns the reason.
+    pub fn open(progress: &Progress) -> Result<Result<Self, String>> {
+        let cache = cache_folder()?;
+        let kernels = Self { folder: cache.join(LAYOUT) };
+        if kernels.folder.exists() {
+            return Ok(Ok(kernels));
+        }
+        // The compilers run in a separate root.
+        if let Some(reason) = Machine::impossible() {
+            return Ok(Err(reason));
+        }
+        let _lock = lock(&cache, progress)?;
+        if kernels.folder.exists() {
+            return Ok(Ok(kernels));
+        }
+        let step = progress.step("Fetching headers of Debian's kernels, and compilers");
+        let fetched = Scratch::at(cache.join("guest-driver-fetched"))?;
+        let partial = Scratch::at(cache.join("guest-driver-partial"))?;
+        let debs = match Debs::open_suites(fetched.path(), SUITES.join(" "), "main") {
+            Ok(debs) => debs,
+            Err(error) => return Ok(Err(format!("{error:#}"))),
+        };
+        prepare(&debs, partial.path()).context("Cannot prepare Debian's kernels")?;
+        partial.rename(&kernels.folder)?;
+        step.done();
+        Ok(Ok(kernels))
+    }
+
+    /// Returns the kernels, oldest first.
+    pub fn targets(&self) -> Result<Vec<Target>> {
+        SUITES.iter().map(|suite| self.target(suite)).collect()
+    }
+
+    /// Returns the kernel of the lab's release.
+    pub fn stable(&self) -> Result<Target> {
+        self.target(RELEASE)
+    }
+
+    fn target(&self, suite: &str) -> Result<Target> {
+        let folder = self.folder.join(suite);
+        let release = fs::read_to_string(folder.join("release"))
+            .with_context(|| format!("No kernel in {}", folder.display()))?;
+        Ok(Target { release, kernel: Kernel::in_folder(&folder) })
+    }
+
+    /// Compiles the module for a kernel, with warnings as errors. Returns its path in `folder`.
+    pub fn build(&self, target: &Target, folder: &Path) -> Result<PathBuf> {
+        fs::create_dir_all(folder)?;
+        for entry in fs::read_dir(workspace().join(SOURCES)).context("No sources of the module")? {
+            let path = entry?.path();
+            if path.is_file() {
+                fs::copy(&path, folder.join(path.file_name().unwrap_or_default()))?;
+            }
+        }
+        let script = format!(
+            "set -e\n\
+             make -C /usr/src/linux-headers-{} M=/mnt -j\"$(nproc)\" KCFLAGS=-Werror modules\n\
+             strip --strip-debug {MODULE}",
+            target.release,
+        );
+        let output = checkers::run_in(&self.folder.join("root"), folder, &script)?;
+        ensure!(
+            output.status == 0 && !output.stderr.contains("warning:"),
+            "The module does not compile for {}: {}\n{}",
+            target.release,
+            output.stdout,
+            output.stderr
+        );
+        let module = folder.join(MODULE);
+        ensure!(module.is_file(), "The build made no {}", module.display());
+        Ok(module)
+    }
+}
+
+/// Fetches and unpacks everything into `folder`.
+fn prepare(debs: &Debs, folder: &Path) -> Result<()> {
+    let root = folder.join("root");
+    fs::create_dir_all(&root)?;
+    let mut headers = Vec::new();
+    let mut images = Vec::new();
+    for suite in SUITES {
+        let named = |start: &str| {
+            let names = debs.dependencies_in(&format!("{start}amd64"), suite)?;
+            let found = names.into_iter().find(|name| is_versioned(name, start));
+            found.with_context(|| format!("Debian {suite} has no {start}amd64"))
+        };
+        headers.push(named("linux-headers-")?);
+        images.push((suite, named("linux-image-")?));
+    }
+    let mut wanted = vec!["?essential", "make", "xz-utils", "gcc-12", "gcc-14"];
+    wanted.extend(headers.iter().map(String::as_str));
+    debs.fetch_chosen(&wanted)?;
+    debs::unpack(&debs.packages()?, &root)?;
+    checkers::prepare(&root)?;
+    // Replaces a step of the package's script.
+    let awk = root.join("usr/bin/awk");
+    if !awk.exists() {
+        std::os::unix::fs::symlink("mawk", awk)?;
+    }
+    for part in NOT_NEEDED {
+        let _ = fs::remove_dir_all(root.join(part));
+    }
+    debs.fetch(&["busybox-static"])?;
+    for (suite, image) in images {
+        let release = image.strip_prefix("linux-image-").unwrap_or(&image);
+        unpack_kernel(debs, release, &folder.join(suite))?;
+    }
+    Ok(())
+}
+
+/// Returns whether a package is that of one version, such as `linux-image-6.1.0-50-amd64`.
+fn is_versioned(name: &str, start: &str) -> bool {
+    name.strip_prefix(start).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+/// Fetches a kernel, and unpacks its image and busybox.
+fn unpack_kernel(debs: &Debs, release: &str, folder: &Path) -> Result<()> {
+    let kernel = Kernel::in_folder(folder);
+    let raw = folder.join("raw");
+    fs::create_dir_all(&raw)?;
+    // Newer kernels have their image in a package of its own.
+    let image = format!("linux-image-{release}");
+    let binary = format!("linux-binary-{release}");
+    let split = debs.dependencies(&image)?.contains(&binary);
+    let package = if split { binary } else { image };
+    debs.fetch(&[&package])?;
+    let package = debs.package(&package)?;
+    debs::unpack_some(&package, &raw, &["*vmlinuz*"])?;
+    debs::unpack_some(&debs.package("busybox-static")?, &raw, &["*/bin/busybox"])?;
+    for path in crate::kernel::files_below(&raw)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name == "busybox" {
+            fs::rename(&path, &kernel.busybox)?;
+        } else if name.starts_with("vmlinuz") {
+            fs::rename(&path, &kernel.image)?;
+        }
+    }
+    if !kernel.image.exists() {
+        bail!("{} has no kernel", package.display());
+    }
+    fs::remove_dir_all(&raw)?;
+    fs::write(folder.join("release"), release)?;
+    Ok(())
+}
