@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use mdev_core::abi::host::{GpEntry, MethodHeader, SET_OBJECT, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, userd};
-use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest, Placement};
 use mdev_core::ids::{GpuVa, SpaceId, VgpuId};
 use nix::sys::eventfd::EventFd;
 use vendor_backends::mediator::emulation::address_space::AddressSpaces;
@@ -112,6 +112,7 @@ impl Fixture {
             vector: 0,
             space: SpaceId::DEFAULT,
             group: None,
+            placement: Placement::default(),
         };
         let userd = Userd { mapping: Arc::clone(&self.memory), offset: USERD, memory: None };
         let mut channel = Channel::new(spec, userd, 0);

@@ -158,7 +158,7 @@ impl Client for Recorder {
     }
 
     fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
-        let MapRequest { space, va, len, backing, writable } = *request;
+        let MapRequest { space, va, len, backing, writable, .. } = *request;
         assert_eq!(space, SpaceId::DEFAULT);
         assert!(len > 0 && is_aligned(va.0 | len, PAGE_SIZE), "{va} {len:#x}");
         let end = va.0.checked_add(len).unwrap();

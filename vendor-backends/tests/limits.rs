@@ -168,6 +168,7 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
         vector: 0,
         space: mdev_core::ids::SpaceId::DEFAULT,
         group: None,
+        placement: mdev_core::gpu::Placement::default(),
     };
     let refused = driver.client().create_channel(&spec).unwrap_err();
     assert_eq!(refused.to_string(), "Limit reached: channels");

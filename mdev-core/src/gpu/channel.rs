@@ -57,6 +57,20 @@ pub struct ChannelSpec {
     /// group, and must have the same engine and address space. `None`: the default group of the
     /// engine and address space.
     pub group: Option<u32>,
+    /// Part of the GPU that a program has asked for. GPU processes have no use for it.
+    #[serde(skip)]
+    pub placement: Placement,
+}
+
+/// Part of a GPU that a channel is placed on, where the GPU has several of a kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Placement {
+    /// Number of a copy engine. Another one takes its place if the GPU does not have it, or not for
+    /// guests.
+    pub copy_engine: Option<u32>,
+    /// Second of two runqueues of the engine, each of which fetches the commands of one channel at a
+    /// time.
+    pub second_runqueue: bool,
 }
 
 impl ChannelSpec {
@@ -126,7 +140,8 @@ impl ChannelRequest {
     pub const fn with_userd(self, userd: Backing) -> ChannelSpec {
         let Self { engine, gpfifo, gpfifo_entries, vector, .. } = self;
         let (space, group) = (SpaceId::DEFAULT, None);
-        ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group }
+        let placement = Placement { copy_engine: None, second_runqueue: false };
+        ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group, placement }
     }
 }
 
@@ -188,6 +203,7 @@ mod tests {
         vector: VECTORS - 1,
         space: SpaceId::DEFAULT,
         group: None,
+        placement: Placement { copy_engine: None, second_runqueue: false },
     };
 
     #[test]

@@ -77,12 +77,17 @@ pub struct MapRequest {
     pub backing: Backing,
     /// False if the GPU may only read the memory.
     pub writable: bool,
+    /// True if the GPU may keep guest memory in its own cache. The guest sees what the GPU has
+    /// written once the GPU has flushed its cache, as the release of a semaphore does, and the GPU
+    /// may not see what the guest writes. GPU processes have no such cache.
+    #[serde(skip)]
+    pub gpu_caches: bool,
 }
 
 impl MapRequest {
     /// Returns the parameters of a writable mapping in the default address space.
     pub const fn new(va: GpuVa, len: u64, backing: Backing) -> Self {
-        Self { space: SpaceId::DEFAULT, va, len, backing, writable: true }
+        Self { space: SpaceId::DEFAULT, va, len, backing, writable: true, gpu_caches: false }
     }
 
     /// Returns the same mapping for reads only.

@@ -17,6 +17,7 @@ pub use budget::Budget;
 pub use capabilities::{GpuCapabilities, GpuDescription};
 pub use channel::{
     ChannelHandle, ChannelRequest, ChannelSpec, ChannelSpecError, ChannelStatus, EngineKind,
+    Placement,
 };
 pub use client::{
     Aperture, Apertures, Backing, CREATED_VA_END, Client, GuestRam, MapRequest, Pending,

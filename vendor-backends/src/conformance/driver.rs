@@ -12,6 +12,7 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, doorbell, userd};
 use mdev_core::gpu::{
     Backing, ChannelSpec, ChannelStatus, Client, EngineKind, GpuCapabilities, GuestRam, MapRequest,
+    Placement,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::MIB;
@@ -270,6 +271,7 @@ impl Driver {
             vector: 0,
             space,
             group,
+            placement: Placement::default(),
         };
         let handle = self.client.create_channel(&spec).unwrap();
         Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 }

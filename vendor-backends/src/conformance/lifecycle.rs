@@ -3,7 +3,9 @@
 use std::os::fd::AsFd;
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRam, MapRequest};
+use mdev_core::gpu::{
+    Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRam, MapRequest, Placement,
+};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 
@@ -25,6 +27,7 @@ pub fn channel_spec(engine: EngineKind, memory: MemoryId, userd: u64) -> Channel
         vector: 0,
         space: SpaceId::DEFAULT,
         group: None,
+        placement: Placement::default(),
     }
 }
 

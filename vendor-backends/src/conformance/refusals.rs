@@ -1,7 +1,7 @@
 //! Check of invalid requests.
 
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, GpuError, MapRequest};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, GpuError, MapRequest, Placement};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use mdev_core::units::PAGE_SIZE;
 
@@ -41,6 +41,7 @@ pub(super) fn refusals(driver: &mut Driver) {
         vector: 0,
         space: default,
         group: None,
+        placement: Placement::default(),
     };
     for bad in [
         ChannelSpec { gpfifo: GpuVa(free + 4), ..good },

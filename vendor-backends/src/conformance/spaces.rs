@@ -1,7 +1,9 @@
 //! Checks of several address spaces and of groups of channels. A backend may refuse both.
 
 use mdev_core::abi::{copy, host, notifier};
-use mdev_core::gpu::{Backing, CREATED_VA_END, ChannelSpec, EngineKind, GpuError, MapRequest};
+use mdev_core::gpu::{
+    Backing, CREATED_VA_END, ChannelSpec, EngineKind, GpuError, MapRequest, Placement,
+};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE};
 
@@ -122,6 +124,7 @@ pub(super) fn groups(driver: &mut Driver) {
         vector: 0,
         space: SpaceId::DEFAULT,
         group: Some(7),
+        placement: Placement::default(),
     };
     let refused = driver.client().create_channel(&spec);
     assert!(matches!(refused, Err(GpuError::Invalid(_))), "{refused:?}");

@@ -345,6 +345,7 @@ mod tests {
                 vector: 0,
                 space: SpaceId::DEFAULT,
                 group: Some(1),
+                placement: mdev_core::gpu::Placement::default(),
             };
             let refused = [
                 client.create_space().map(drop),

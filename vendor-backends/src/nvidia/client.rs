@@ -129,7 +129,7 @@ impl NvidiaClient {
         let vram = device.video_memory(vram_bytes)?;
         let vram_aperture = vram_aperture(&device, &gpu, &vram, vram_bytes)?;
         let channel_options = channels::Options {
-            copy_engine: device.best_copy_engine()?,
+            copy_engines: device.copy_engines()?,
             preempt_blocks: options.preempt_blocks,
             max_channels: spec.max_channels.min(super::device::MAX_CHANNELS),
         };

@@ -1,5 +1,6 @@
 //! GPU, as a client of the resource manager sees it.
 
+use std::cmp::Reverse;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +17,9 @@ use super::version::Layout;
 
 /// Maximum number of channels of a vGPU. A context of CUDA has 20.
 pub const MAX_CHANNELS: u32 = 128;
+
+/// `NV2080_CTRL_CE_CAPS_CE_GRCE`: the copy engine takes turns with the compute engine.
+const WITH_GRAPHICS: u32 = 1;
 
 /// Fraction of video memory (1/16) that the driver needs for contexts and page tables.
 const RESERVED_FRACTION: u64 = 16;
@@ -192,21 +196,31 @@ impl Device {
         self.rm_client.alloc(Some(&self.device), class::SYSTEM_MEMORY, params, "host memory")
     }
 
-    /// Returns the copy engine with the most physical copy engines (PCEs).
-    pub fn best_copy_engine(&self) -> Result<u32, RmError> {
-        let mut best = None;
+    /// Returns the numbers of the copy engines, the one with the most physical copy engines (PCEs)
+    /// first. Those that take turns with the compute engine are left out unless there is no other.
+    pub fn copy_engines(&self) -> Result<Vec<u32>, RmError> {
+        let mut engines = Vec::new();
         let mut refused = None;
         for engine in (0..engine::COPY_ENGINES).map(|number| engine::COPY0 + number) {
             let mut mask = abi::Pair { first: engine, second: 0 };
             match self.subdevice.control(control::PCE_MASK, &mut mask) {
-                Ok(()) => best = best.max(Some((mask.second.count_ones(), engine))),
+                Ok(()) if mask.second == 0 => {}
+                Ok(()) => {
+                    let mut caps = abi::Pair { first: engine, second: 0 };
+                    let known = self.subdevice.control(control::COPY_ENGINE_CAPS, &mut caps);
+                    let of_graphics = known.is_ok() && caps.second & WITH_GRAPHICS != 0;
+                    engines.push((of_graphics, Reverse((mask.second.count_ones(), engine))));
+                }
                 Err(error) => refused = Some(error),
             }
         }
-        match (best, refused) {
-            (Some((pces, engine)), _) if pces > 0 => Ok(engine),
-            (_, Some(error)) => Err(error),
-            _ => {
+        engines.sort_unstable();
+        let of_graphics = engines.first().is_some_and(|(of_graphics, _)| *of_graphics);
+        engines.retain(|(shared, _)| *shared == of_graphics);
+        match (engines.is_empty(), refused) {
+            (false, _) => Ok(engines.iter().map(|(_, Reverse((_, engine)))| *engine).collect()),
+            (true, Some(error)) => Err(error),
+            (true, None) => {
                 Err(RmError::Status { call: "a copy engine".into(), status: status::NOT_SUPPORTED })
             }
         }

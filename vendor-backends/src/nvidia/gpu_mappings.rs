@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use mdev_core::abi::mailbox::{VA_END, VA_START};
-use mdev_core::gpu::{CREATED_VA_END, GpuError};
+use mdev_core::gpu::{CREATED_VA_END, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
@@ -74,19 +74,15 @@ impl GpuMappings {
         }
     }
 
-    /// Maps `len` bytes from `location` at `va`.
-    pub fn map(
-        &mut self,
-        va: GpuVa,
-        len: u64,
-        location: MemoryLocation,
-        writable: bool,
-    ) -> Result<(), GpuError> {
+    /// Maps `location` as a request says.
+    pub fn map(&mut self, request: &MapRequest, location: MemoryLocation) -> Result<(), GpuError> {
+        let MapRequest { va, len, writable, gpu_caches, .. } = *request;
         self.check_free(va, len, location.offset)?;
         let GpuVa(va) = va;
         let MemoryLocation { object, offset, memory, mapping } = location;
         let mut flags = if writable { 0 } else { flag::READ_ONLY };
         match mapping {
+            Some(_) if gpu_caches => flags |= flag::PAGE_4K | flag::SNOOP | flag::GPU_CACHES,
             Some(_) => flags |= flag::PAGE_4K | flag::SNOOP,
             None if is_aligned(va | len | offset, HUGE_PAGE) => {}
             None => flags |= flag::PAGE_4K,

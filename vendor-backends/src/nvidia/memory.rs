@@ -252,9 +252,8 @@ impl Memory {
 
     /// Maps memory.
     pub fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
-        let MapRequest { space, va, len, backing, writable } = *request;
-        let location = self.resolve(backing, len)?;
-        self.space(space)?.map(va, len, location, writable)
+        let location = self.resolve(request.backing, request.len)?;
+        self.space(request.space)?.map(request, location)
     }
 
     /// Allocates and maps memory for launches by kernels.

@@ -55,6 +55,7 @@ fn a_swapped_userd_does_not_hide_work() {
         vector: 0,
         space: SpaceId::DEFAULT,
         group: None,
+        placement: mdev_core::gpu::Placement::default(),
     };
     let channel = driver.client().create_channel(&spec).unwrap();
     let semaphore = |number: u64| 0x3000 + number * 16;

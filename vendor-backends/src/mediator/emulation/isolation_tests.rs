@@ -8,7 +8,7 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::program::{self, Program};
 use mdev_core::abi::qmd::{self, Launch, Qmd};
 use mdev_core::abi::{compute, copy, host, userd};
-use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest, Placement};
 use mdev_core::ids::{GpuVa, SpaceId, VgpuId};
 use nix::sys::eventfd::EventFd;
 use proptest::prelude::*;
@@ -231,7 +231,8 @@ proptest! {
         {
             let backing = Backing::Vram { offset: range.start };
             let (va, len) = (GpuVa(va(range.start)), range.end - range.start);
-            spaces.map(&MapRequest { space, va, len, backing, writable }).unwrap();
+            let request = MapRequest { writable, ..MapRequest::new(va, len, backing) };
+            spaces.map(&request.in_space(space)).unwrap();
         }
         let spec = ChannelSpec {
             engine: EngineKind::Compute,
@@ -241,6 +242,7 @@ proptest! {
             vector: 0,
             space,
             group: None,
+            placement: Placement::default(),
         };
         let userd = Userd { mapping: Arc::clone(&memory), offset: USERD, memory: None };
         let mut channel = Channel::new(spec, userd, 0);

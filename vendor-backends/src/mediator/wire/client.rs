@@ -3,7 +3,7 @@
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, EngineKind, GpuDescription,
-    MapRequest, Usage,
+    MapRequest, Placement, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use serde::{Deserialize, Serialize};
@@ -107,14 +107,15 @@ impl From<DefaultChannel> for ChannelSpec {
     fn from(channel: DefaultChannel) -> Self {
         let DefaultChannel { engine, gpfifo, gpfifo_entries, userd, vector } = channel;
         let (space, group) = (SpaceId::DEFAULT, None);
-        Self { engine, gpfifo, gpfifo_entries, userd, vector, space, group }
+        let placement = Placement::default();
+        Self { engine, gpfifo, gpfifo_entries, userd, vector, space, group, placement }
     }
 }
 
 impl ClientRequest {
     /// Returns the oldest request that creates a channel.
     pub const fn create_channel(spec: ChannelSpec) -> Self {
-        let ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group } = spec;
+        let ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group, .. } = spec;
         if space.0 != SpaceId::DEFAULT.0 || group.is_some() {
             return Self::CreateChannelIn(spec);
         }
@@ -123,7 +124,7 @@ impl ClientRequest {
 
     /// Returns the oldest request that makes a mapping.
     pub const fn map(request: MapRequest) -> Self {
-        let MapRequest { space, va, len, backing, writable } = request;
+        let MapRequest { space, va, len, backing, writable, .. } = request;
         if space.0 != SpaceId::DEFAULT.0 {
             return Self::MapIn(request);
         }

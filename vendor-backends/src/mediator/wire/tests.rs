@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
-    Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Quotas, ScreenStatus, Usage,
+    Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Placement, Quotas, ScreenStatus,
+    Usage,
 };
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId, VgpuId};
 use mdev_core::sched::Budget;
@@ -84,6 +85,7 @@ fn check_client_requests() {
         vector: 1,
         space: SpaceId::DEFAULT,
         group: None,
+        placement: Placement::default(),
     };
     let client = [
         (ClientRequest::Import { offset: 0, len: 4096, writable: true }, "0100802001"),

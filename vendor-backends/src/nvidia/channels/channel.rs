@@ -61,6 +61,8 @@ pub(super) struct Channel {
     /// The channel, then its classes. Empty after the teardown.
     pub(super) objects: Vec<Arc<Object>>,
     pub(super) engine: EngineKind,
+    /// Number of the engine (`NV2080_ENGINE_TYPE_*`).
+    pub(super) engine_number: u32,
     /// Address space. Kept here too, because a fault removes the group and leaves the channel.
     pub(super) space: SpaceId,
     /// Number of the group.

@@ -65,6 +65,7 @@ impl Channels {
         let group = found.ok_or(GpuError::NotFound("channel group"))?;
         let objects = self.alloc_channel(spec, group, &userd, &notifier)?;
         let context_share = group.context_share.clone();
+        let engine_number = group.engine_number;
         // The driver sets a preemption mode only in a group that has a compute class.
         let first = !self.by_id.values().any(|channel| channel.group == number);
         let own = group.program.is_none() && spec.engine == EngineKind::Compute;
@@ -88,6 +89,7 @@ impl Channels {
             context_share,
             objects,
             engine: spec.engine,
+            engine_number,
             space: spec.space,
             group: number,
             token: Token(token),
@@ -109,12 +111,18 @@ impl Channels {
         notifier: &Notifier,
     ) -> Result<Vec<Arc<Object>>, GpuError> {
         let rm_client = &self.device.rm_client;
-        let engine = self.engine_number(spec.engine);
+        let engine = group.engine_number;
+        let mut flags = if group.program.is_some() { flag::PROGRAM_CHANNEL } else { flag::CHANNEL };
+        // libcuda distributes the channels of a group. A channel that shares a runqueue with busy
+        // ones waits longer for its commands.
+        if spec.engine == EngineKind::Compute && spec.placement.second_runqueue {
+            flags |= flag::SECOND_RUNQUEUE;
+        }
         let mut params = abi::ChannelParams {
             error: notifier.memory.handle(),
             gpfifo: spec.gpfifo.0,
             gpfifo_entries: spec.gpfifo_entries,
-            flags: if group.program.is_some() { flag::PROGRAM_CHANNEL } else { flag::CHANNEL },
+            flags,
             context_share: group.context_share.as_ref().map_or(0, |share| share.handle()),
             engine,
             ..Default::default()
@@ -187,7 +195,8 @@ impl Channels {
         if self.teardowns[engine as usize].must_wait(now) {
             return Err(GpuError::Limit("channels made again after working ones; wait"));
         }
-        let (object, context_share) = self.alloc_group(spec, space)?;
+        let engine_number = self.engine_number(spec);
+        let (object, context_share) = self.alloc_group(spec, engine_number, space)?;
         // A new group is about to get work.
         self.idle[engine as usize] = false;
         self.last_group_number += 1;
@@ -199,6 +208,7 @@ impl Channels {
             space: spec.space,
             program: spec.group,
             engine,
+            engine_number,
             number,
             created_ns,
             must_schedule: false,
@@ -215,6 +225,7 @@ impl Channels {
     fn alloc_group(
         &self,
         spec: &ChannelSpec,
+        engine: u32,
         space: &AddressSpace,
     ) -> Result<(Arc<Object>, Option<Arc<Object>>), GpuError> {
         let rm_client = &self.device.rm_client;
@@ -222,7 +233,7 @@ impl Channels {
         let va_space = space.space.handle();
         let mut params = abi::GroupParams {
             va_space: if in_subcontext { 0 } else { va_space },
-            engine: self.engine_number(spec.engine),
+            engine,
             ..Default::default()
         };
         let params = Some(params.as_mut_bytes());

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::userd;
-use mdev_core::gpu::{ChannelStatus, EngineKind, GpuError};
+use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, SpaceId, Token};
 
 use self::channel::Channel;
@@ -43,6 +43,8 @@ struct Group {
     /// The group that a program made. None for the engine's own group.
     program: Option<u32>,
     engine: EngineKind,
+    /// Number of the engine (`NV2080_ENGINE_TYPE_*`).
+    engine_number: u32,
     number: u32,
     /// Time of creation, in nanoseconds of the GPU's clock.
     created_ns: u64,
@@ -69,7 +71,7 @@ pub struct Counters {
 #[derive(Debug)]
 pub struct Channels {
     device: Arc<Device>,
-    copy_engine: u32,
+    copy_engines: Vec<u32>,
     preempt_blocks: bool,
     /// Maximum number of channels.
     limit: u32,
@@ -102,10 +104,10 @@ pub struct Channels {
 }
 
 /// Options of the channels.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
-    /// Number of the copy engine.
-    pub copy_engine: u32,
+    /// Numbers of the copy engines, the fastest first.
+    pub copy_engines: Vec<u32>,
     /// Preempt kernels at thread-block boundaries instead of waiting for their end.
     pub preempt_blocks: bool,
     /// Maximum number of channels.
@@ -125,7 +127,7 @@ impl Channels {
         Ok(Self {
             free_notifiers: notifiers.collect::<Result<_, _>>()?,
             device,
-            copy_engine: options.copy_engine,
+            copy_engines: options.copy_engines,
             preempt_blocks: options.preempt_blocks,
             limit: options.max_channels,
             groups: Vec::new(),
@@ -201,11 +203,14 @@ impl Channels {
         self.by_id.values().fold(0, |all, channel| all | 1 << channel.vector)
     }
 
-    fn engine_number(&self, engine: EngineKind) -> u32 {
-        match engine {
-            EngineKind::Copy => self.copy_engine,
-            EngineKind::Compute => engine::GRAPHICS,
+    /// Returns the number of the engine that a channel is for.
+    fn engine_number(&self, spec: &ChannelSpec) -> u32 {
+        if spec.engine == EngineKind::Compute {
+            return engine::GRAPHICS;
         }
+        let wanted = spec.placement.copy_engine.and_then(|n| engine::COPY0.checked_add(n));
+        let found = self.copy_engines.iter().find(|number| Some(**number) == wanted);
+        found.or(self.copy_engines.first()).copied().unwrap_or(engine::COPY0)
     }
 
     /// Rings for the selected channels that have entries.

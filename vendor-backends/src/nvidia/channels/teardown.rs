@@ -134,7 +134,7 @@ impl Channels {
     /// Resets a channel's group. All work of the group is lost.
     fn reset_group_of(&self, channel: &Channel) {
         let Some(object) = channel.object().filter(|_| channel.error == 0) else { return };
-        let engine = self.engine_number(channel.engine);
+        let engine = channel.engine_number;
         let mut params = abi::ResetChannel { engine, ..Default::default() };
         if let Err(error) = object.control(control::RESET_CHANNEL, &mut params) {
             log::warn!("{error}");

@@ -58,6 +58,15 @@ fn control_subdevice(
             pair.second = if pair.first == engine::COPY0 + 4 { 0xfff } else { 0x5 };
             write_exact(params, pair.as_bytes())
         }
+        control::COPY_ENGINE_CAPS => {
+            let mut pair: abi::Pair = exact(Some(params))?;
+            if !is_engine(pair.first) {
+                return Err(status::NOT_SUPPORTED);
+            }
+            // As on a Hopper GPU, the first two take turns with the compute engine.
+            pair.second = u32::from(pair.first < engine::COPY0 + 2);
+            write_exact(params, pair.as_bytes())
+        }
         control::SET_NOTIFICATION => expect_size(params, size_of::<abi::SetNotification>()),
         control::PREEMPTION_MODE => {
             let mode: abi::PreemptionMode = exact(Some(params))?;

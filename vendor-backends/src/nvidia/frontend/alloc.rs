@@ -2,7 +2,7 @@
 
 use cuda_socket::{FileId, Range};
 use mdev_core::abi::userd;
-use mdev_core::gpu::{ChannelSpec, Client, EngineKind};
+use mdev_core::gpu::{ChannelSpec, Client, EngineKind, Placement};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use zerocopy::FromBytes;
@@ -14,7 +14,7 @@ use super::objects::{Kind, Object};
 use crate::nvidia::sys::abi::{
     AllocMemory, ChannelParams, CopyParams, EventParams, GroupParams, MemoryParams, VaSpaceParams,
 };
-use crate::nvidia::sys::numbers::{class, engine, status};
+use crate::nvidia::sys::numbers::{class, engine, flag, status};
 
 /// Length of the doorbell page, in bytes.
 pub const DOORBELL_BYTES: u64 = 64 << 10;
@@ -146,11 +146,11 @@ impl FrontEnd {
             (params.attr, params.attr2) = (attr::VIDEO, attr::VIDEO_2);
             (store, len)
         } else {
-            let (store, len) = self.memories.allocate_system(params.size)?;
+            let cached = params.attr2 & attr::CACHED_2 != 0;
+            let (store, len) = self.memories.allocate_system(params.size, cached)?;
             // Location and coherency stay as asked, of contiguous 4 KiB pages.
             params.attr =
                 params.attr & !attr::PAGE_SIZE_MASK & !attr::ALLOW_CONTIGUOUS | attr::PAGE_SIZE_4K;
-            let cached = params.attr2 & attr::CACHED_2 != 0;
             params.attr2 = if cached { attr::CACHED_2_OUT } else { attr::UNCACHED_2 };
             params.alignment = PAGE_SIZE;
             (store, len)
@@ -163,12 +163,12 @@ impl FrontEnd {
     fn new_group(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
         let bytes = call.block(new.params, size_of::<GroupParams>())?;
         let params = GroupParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
-        let kind = engine_kind(params.engine)?;
+        engine_kind(params.engine)?;
         if params.va_space != 0 {
             self.space_handle(new.file, new.root, params.va_space)?;
         }
         self.last_group = self.last_group.wrapping_add(1);
-        Ok(Kind::Group { engine: kind, number: self.last_group, space: params.va_space })
+        Ok(Kind::Group { engine: params.engine, number: self.last_group, space: params.va_space })
     }
 
     /// Checks that a handle is that of an address space.
@@ -263,19 +263,19 @@ impl FrontEnd {
         let piece = pieces.first().map(|(backing, _)| backing.later(offset));
         let userd = piece.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         let space = self.space(gpu, file, root, space)?;
+        let kind = engine_kind(engine)?;
+        let copy_engine = (kind == EngineKind::Copy).then(|| engine - engine::COPY0);
+        let second_runqueue = params.flags & flag::SECOND_RUNQUEUE != 0;
         let handle = gpu.create_channel(&ChannelSpec {
-            engine,
+            engine: kind,
             gpfifo: GpuVa(params.gpfifo),
             gpfifo_entries: params.gpfifo_entries,
             userd,
             vector: 0,
             space,
             group: Some(number),
+            placement: Placement { copy_engine, second_runqueue },
         })?;
-        let engine = match engine {
-            EngineKind::Compute => engine::GRAPHICS,
-            EngineKind::Copy => engine::COPY0,
-        };
         Ok(Kind::Channel { handle, engine, notifier, failed: false })
     }
 

@@ -45,6 +45,8 @@ pub enum Place {
         start: u64,
         /// Its import into the GPU, once it was needed.
         import: Option<MemoryId>,
+        /// The GPU may keep it in its own cache.
+        gpu_caches: bool,
     },
     /// The doorbell page.
     Doorbell,
@@ -144,13 +146,14 @@ impl Memories {
         })
     }
 
-    /// Allocates system memory. Returns the store and its length, which is rounded up to pages.
-    pub fn allocate_system(&mut self, len: u64) -> Result<(StoreId, u64), Stop> {
+    /// Allocates system memory, which the GPU may keep in its own cache. Returns the store and its
+    /// length, which is rounded up to pages.
+    pub fn allocate_system(&mut self, len: u64, gpu_caches: bool) -> Result<(StoreId, u64), Stop> {
         self.check_room()?;
         let len = len.checked_next_multiple_of(PAGE_SIZE).filter(|len| *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         let file = self.new_file(len)?;
-        Ok((self.insert(len, Place::System { file, start: 0, import: None }), len))
+        Ok((self.insert(len, Place::System { file, start: 0, import: None, gpu_caches }), len))
     }
 
     /// Adds memory of a program: `len` bytes of `file` from `start`.
@@ -164,7 +167,8 @@ impl Memories {
             return Err(Stop::Status(status::INVALID_ADDRESS));
         }
         self.charge_system(len)?;
-        Ok(self.insert(len, Place::System { file, start, import: None }))
+        let place = Place::System { file, start, import: None, gpu_caches: false };
+        Ok(self.insert(len, place))
     }
 
     /// Adds the doorbell page.
@@ -210,7 +214,7 @@ impl Memories {
         let file = self.new_file(len)?;
         self.used_video -= len;
         if let Some(store) = self.stores.get_mut(&id) {
-            store.place = Place::System { file, start: 0, import: None };
+            store.place = Place::System { file, start: 0, import: None, gpu_caches: false };
         }
         Ok(())
     }
@@ -272,7 +276,7 @@ impl Memories {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         match &mut store.place {
-            Place::System { file, start, import } => {
+            Place::System { file, start, import, .. } => {
                 let memory = if let Some(memory) = import {
                     *memory
                 } else {
@@ -319,9 +323,11 @@ impl Memories {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         let pieces = self.backing(gpu, id, offset, len)?;
+        let gpu_caches = matches!(self.store(id)?.place, Place::System { gpu_caches: true, .. });
         let mut at = va;
         for (backing, piece) in pieces {
-            let spec = MapRequest { space, va: GpuVa(at), len: piece, backing, writable: true };
+            let request = MapRequest::new(GpuVa(at), piece, backing);
+            let spec = MapRequest { space, gpu_caches, ..request };
             if let Err(error) = gpu.map(&spec) {
                 if at > va {
                     let _ = gpu.unmap(space, GpuVa(va), at - va);
@@ -375,7 +381,7 @@ impl Memories {
                 Ok(())
             }
             Err(GpuError::Unsupported(_)) => {
-                let (store, _) = self.allocate_system(len)?;
+                let (store, _) = self.allocate_system(len, false)?;
                 let mapped = self.map(gpu, (space, va), store, 0, len);
                 self.release(gpu, store);
                 mapped

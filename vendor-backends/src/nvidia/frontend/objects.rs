@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cuda_socket::FileId;
-use mdev_core::gpu::{ChannelHandle, EngineKind};
+use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
 
 use super::call::Stop;
@@ -30,8 +30,8 @@ pub enum Kind {
     Memory(StoreId),
     /// A channel group.
     Group {
-        /// Engine of its channels.
-        engine: EngineKind,
+        /// Number of its channels' engine (`NV2080_ENGINE_TYPE_*`).
+        engine: u32,
         /// Number of the group on the vGPU.
         number: u32,
         /// Handle of its address space, or 0.

@@ -69,7 +69,7 @@ impl FrontEnd {
         if pages.count() >= MAX_PAGES {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
-        Ok(Kind::Memory(self.memories.allocate_system(PAGE_SIZE)?.0))
+        Ok(Kind::Memory(self.memories.allocate_system(PAGE_SIZE, false)?.0))
     }
 
     /// Samples the engine time now and then, while programs look at the state.

@@ -207,7 +207,7 @@ impl FrontEnd {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         let spaces = self.spaces(call)?;
-        let (store, _) = self.memories.allocate_system(len)?;
+        let (store, _) = self.memories.allocate_system(len, false)?;
         let mapped =
             spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
         let file = self.memories.file(store);

@@ -256,6 +256,8 @@ pub mod control {
     pub const PERF_BOOST: u32 = 0x2080_200a;
     /// `NV2080_CTRL_CMD_CE_GET_CE_PCE_MASK`.
     pub const PCE_MASK: u32 = 0x2080_2a02;
+    /// `NV2080_CTRL_CMD_CE_GET_CAPS_V2`.
+    pub const COPY_ENGINE_CAPS: u32 = 0x2080_2a03;
     /// `NVA06C_CTRL_CMD_GPFIFO_SCHEDULE`.
     pub const SCHEDULE: u32 = 0xa06c_0101;
     /// `NVA06C_CTRL_CMD_SET_TIMESLICE`.
@@ -318,6 +320,8 @@ pub mod flag {
     pub const PAGE_4K: u32 = 1 << 8;
     /// `NVOS46_FLAGS_CACHE_SNOOP`.
     pub const SNOOP: u32 = 1 << 4;
+    /// `NVOS46_FLAGS_GPU_CACHEABLE_YES`.
+    pub const GPU_CACHES: u32 = 1 << 17;
     /// `NVOS46_FLAGS_PAGE_KIND_OVERRIDE_YES`.
     pub const KIND_OVERRIDE: u32 = 1 << 19;
     /// `NV_MMU_PTE_KIND_SMSKED_MESSAGE`.
@@ -336,6 +340,8 @@ pub mod flag {
     /// The same for channels of programs, which wait in semaphore acquires for as long as other
     /// channels work.
     pub const PROGRAM_CHANNEL: u32 = DENY_PHYSICAL | DENY_PRIVILEGE;
+    /// `NVOS04_FLAGS_GROUP_CHANNEL_RUNQUEUE_ONE`.
+    pub const SECOND_RUNQUEUE: u32 = 1 << 4;
     /// `NV_CTXSHARE_ALLOCATION_FLAGS_SUBCONTEXT_ASYNC`.
     pub const ASYNC_SUBCONTEXT: u32 = 1;
     /// `NVOS04_FLAGS_DENY_PHYSICAL_MODE_CE`.

@@ -164,7 +164,7 @@ impl AddressSpaces {
 
     /// Maps memory. An error changes nothing.
     pub fn map(&mut self, request: &MapRequest) -> Result<(), Refusal> {
-        let MapRequest { space, va, len, backing, writable } = *request;
+        let MapRequest { space, va, len, backing, writable, .. } = *request;
         let range = check_range(space, va, len)?;
         let (slot, offset) = slot_of(backing)?;
         let memory = self.memories.get(slot).ok_or(Refusal::NoMemory)?;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{copy, notifier, userd};
-use mdev_core::gpu::{Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Pending};
+use mdev_core::gpu::{
+    Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Pending, Placement,
+};
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
 
@@ -54,6 +56,7 @@ impl Guest {
             vector: 0,
             space: SpaceId::DEFAULT,
             group: None,
+            placement: Placement::default(),
         });
         vgpus.update(|list| list.push(Arc::clone(&vgpu)));
         let file = fds.vram.as_ref().unwrap().0.as_fd();
