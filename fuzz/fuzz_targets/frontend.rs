@@ -231,7 +231,7 @@ fuzz_target!(|data: &[u8]| {
             }
             0xf0..0xf8 => {
                 program.front_end.note_errors(&mut program.gpu);
-                program.front_end.events();
+                program.front_end.events(true);
             }
             _ => {
                 program.front_end.close(&mut program.gpu, file);

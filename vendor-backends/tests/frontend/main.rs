@@ -317,6 +317,32 @@ fn a_request_for_interrupts_is_answered() {
     assert_eq!(status, 0);
 }
 
+#[test]
+fn an_interrupt_is_no_error_of_a_channel() {
+    let mut program = Program::start();
+    let context = program.context();
+    let (root, device) = (context.root, context.device);
+    let ring = program.new_object(root, device, 0x20, 0x40, &memory_params(2 * MIB, 2 * MIB));
+    program.map(root, ring, 2 * MIB);
+    assert_eq!(program.map_for_gpu(root, ring, PROGRAM_VA, 2 * MIB), 0);
+    let group = words(&[0, 0, context.space, 9, 0]);
+    let group = program.new_object(root, device, 0x30, 0xa06c, &group);
+    let mut params = vec![0; 368];
+    for (at, value) in [(16, 1024), (32, ring), (64, 2 * PAGE_SIZE as u32)] {
+        params[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    }
+    params[8..16].copy_from_slice(&PROGRAM_VA.to_le_bytes());
+    let channel = program.new_object(root, group, 0x32, 0xc86f, &params);
+    let engine = program.new_object(root, channel, 0x33, 0xc8b5, &[0; 8]);
+    // As libcuda does: one for interrupts of an engine, one for what befalls a channel.
+    for (parent, handle, fd) in [(context.subdevice, 0x40, GPU_FD), (engine, 0x41, CONTROL_FD)] {
+        let event = words(&[root, 0, 0x79, 0x3800_0019, fd, 0]);
+        program.new_object(root, parent, handle, 0x79, &event);
+    }
+    assert_eq!(program.front_end.events(false), [GPU]);
+    assert_eq!(program.front_end.events(true), [CONTROL, GPU]);
+}
+
 fn request() -> impl Strategy<Value = u32> {
     prop_oneof![
         prop::sample::select(vec![
@@ -405,7 +431,7 @@ proptest! {
             let pointer = (has_params && argument.len() >= 24).then_some(16);
             program.ioctl_with(FileId(file), request, argument, pointer, &words(&params));
             program.front_end.note_errors(&mut program.client);
-            program.front_end.events();
+            program.front_end.events(true);
         }
         for file in [UVM, GPU, CONTROL] {
             program.front_end.close(&mut program.client, file);

@@ -6,6 +6,7 @@ use std::time::Duration;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest,
+    Placement,
 };
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
@@ -15,6 +16,10 @@ use vendor_backends::nvidia::NvidiaClient;
 use vendor_backends::nvidia::fake_rm::FakeRm;
 
 use crate::{DRIVER, eventually, gpu, ram, set_ring, spec, try_client};
+
+/// Numbers of engines: `NV2080_ENGINE_TYPE_GRAPHICS` and `NV2080_ENGINE_TYPE_COPY0`.
+const GRAPHICS: u32 = 1;
+const COPY0: u32 = 9;
 
 const VA: GpuVa = GpuVa(0x7f00_0000_0000);
 
@@ -172,4 +177,47 @@ fn only_known_queries_reach_the_driver() {
     assert_eq!(client.query_driver(0x2080_122b, &mut of_channel), Some(0x1f), "a handle");
     assert_eq!(client.query_driver(0x2080_122b, &mut [0; 24]), Some(NOT_SUPPORTED));
     assert_eq!(client.driver(), Some(DRIVER));
+}
+
+#[test]
+fn channels_of_programs_are_where_the_program_asks_for_them() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    let mut create = |index, engine, group, placement| {
+        let spec = of_program(import, index, engine, (space, group));
+        let handle = client.create_channel(&ChannelSpec { placement, ..spec }).unwrap();
+        rm.placement(handle.token.0).unwrap()
+    };
+    let on = |second_runqueue| Placement { copy_engine: None, second_runqueue };
+    assert_eq!(create(0, EngineKind::Compute, 1, on(false)), (GRAPHICS, false));
+    assert_eq!(create(1, EngineKind::Compute, 1, on(true)), (GRAPHICS, true));
+    let copies = |number| Placement { copy_engine: number, second_runqueue: true };
+    assert_eq!(create(2, EngineKind::Copy, 2, copies(Some(2))), (COPY0 + 2, false));
+    assert_eq!(create(3, EngineKind::Copy, 3, copies(Some(3))), (COPY0 + 3, false));
+    // The fastest one, instead of those that take turns with compute or are not there.
+    for (index, number) in [None, Some(0), Some(1), Some(9), Some(u32::MAX)].iter().enumerate() {
+        let index = index as u32;
+        let found = create(10 + u64::from(index), EngineKind::Copy, 10 + index, copies(*number));
+        assert_eq!(found, (COPY0 + 4, false), "{number:?}");
+    }
+}
+
+#[test]
+fn the_gpu_caches_guest_memory_only_where_that_is_asked_for() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    let backing = Backing::Guest { memory: import, offset: 0 };
+    for (at, gpu_caches) in [(VA.0, false), (VA.0 + GIB, true)] {
+        let request = MapRequest::new(GpuVa(at), PAGE_SIZE, backing).in_space(space);
+        client.map(&MapRequest { gpu_caches, ..request }).unwrap();
+        assert_eq!(rm.gpu_caches(at), Some(gpu_caches));
+    }
 }

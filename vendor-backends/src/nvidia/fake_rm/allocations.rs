@@ -10,7 +10,7 @@ use super::params::{exact, padded};
 use super::{FileId, OpenFile, State, VIDEO_MEMORY, file_of_number, id_of_number};
 use crate::nvidia::rm::Node;
 use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, engine, status};
+use crate::nvidia::sys::numbers::{class, engine, flag, status};
 use crate::nvidia::version::Layout;
 
 /// Allocates an object.
@@ -118,6 +118,7 @@ fn alloc_channel(
         state.objects.violations.push("A USERD is not aligned".into());
     }
     object.engine = params.engine;
+    object.second_runqueue = params.flags & flag::SECOND_RUNQUEUE != 0;
     object.uses = vec![params.error, params.userd_memory[0]];
     let group = state.objects.of_class(object.client, object.parent, class::GROUP)?;
     match params.context_share {

@@ -9,7 +9,7 @@ use super::objects::{Mapping, Refusal};
 use super::{FileId, State, id_of_number};
 use crate::nvidia::rm::{Node, Request};
 use crate::nvidia::sys::abi::{self, Call, MapDmaForm};
-use crate::nvidia::sys::numbers::{class, status};
+use crate::nvidia::sys::numbers::{class, flag, status};
 use crate::nvidia::version::Layout;
 
 /// Describes a request for the log, without addresses and descriptors.
@@ -119,8 +119,9 @@ fn execute_on_control(
 
 fn map_dma<P: MapDmaForm>(state: &mut State, argument: &mut [u8]) -> io::Result<()> {
     with(argument, |map: &mut P| {
-        let abi::DmaMapping { client, dma, memory, va, length, .. } = map.mapping();
-        let mapping = Mapping { client, space: dma, memory, va, len: length };
+        let abi::DmaMapping { client, dma, memory, va, length, flags, .. } = map.mapping();
+        let gpu_caches = flags & flag::GPU_CACHES != 0;
+        let mapping = Mapping { client, space: dma, memory, va, len: length, gpu_caches };
         map.set_status(status_of(state.objects.map(mapping)));
         Ok(())
     })

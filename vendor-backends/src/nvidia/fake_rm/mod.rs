@@ -125,6 +125,17 @@ impl FakeRm {
         self.state().objects.timeslice_us(token)
     }
 
+    /// Returns the engine of the channel with a token, and whether the channel is on the second
+    /// runqueue.
+    pub fn placement(&self, token: u32) -> Option<(u32, bool)> {
+        self.state().objects.placement(token)
+    }
+
+    /// Returns whether the GPU may cache what is mapped at an address in any address space.
+    pub fn gpu_caches(&self, va: u64) -> Option<bool> {
+        self.state().objects.gpu_caches(va)
+    }
+
     /// Returns the size of allocated video memory, in bytes.
     pub fn video_memory(&self) -> u64 {
         self.state().objects.video_memory()

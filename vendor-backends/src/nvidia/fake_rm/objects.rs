@@ -26,6 +26,8 @@ pub struct Object {
     pub read_only: bool,
     /// Engine of a group or channel.
     pub engine: u32,
+    /// A channel is on the second runqueue of its engine.
+    pub second_runqueue: bool,
     /// Token of a channel.
     pub token: u32,
     /// Address of a channel's ring, and number of its entries.
@@ -46,13 +48,15 @@ pub struct Object {
 }
 
 /// Mapping at a GPU virtual address.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Mapping {
     pub client: u32,
     pub space: u32,
     pub memory: u32,
     pub va: u64,
     pub len: u64,
+    /// The GPU may keep the memory in its own cache.
+    pub gpu_caches: bool,
 }
 
 /// Objects of all clients.
@@ -212,7 +216,7 @@ impl Objects {
         for (start, end) in [(mapping.va, va), (unmapped_end, mapping.va + mapping.len)] {
             if start < end {
                 let len = end - start;
-                self.insert_mapping(Mapping { client, space, memory, va: start, len });
+                self.insert_mapping(Mapping { va: start, len, ..mapping });
             }
         }
         Ok(())
@@ -285,6 +289,17 @@ impl Objects {
     pub fn timeslice_us(&self, token: u32) -> Option<u64> {
         let channel = self.of_token(token)?;
         Some(self.get(channel.client, channel.parent).ok()?.timeslice_us)
+    }
+
+    /// Returns the engine of the channel with a token, and whether the channel is on the second
+    /// runqueue.
+    pub fn placement(&self, token: u32) -> Option<(u32, bool)> {
+        self.of_token(token).map(|channel| (channel.engine, channel.second_runqueue))
+    }
+
+    /// Returns whether the GPU may cache what is mapped at an address in any address space.
+    pub fn gpu_caches(&self, va: u64) -> Option<bool> {
+        self.mappings.values().find(|mapping| mapping.va == va).map(|mapping| mapping.gpu_caches)
     }
 
     /// Sets the GPU's clock.

@@ -201,7 +201,8 @@ impl FrontEnd {
         self.files.get(file)?;
         put_u32(&mut bytes, 4, new.parent);
         call.write_block(new.params, bytes);
-        Ok(Kind::Event { file })
+        let parent = self.clients.object(new.file, new.root, new.parent)?;
+        Ok(Kind::Event { file, of_errors: parent.class != class::SUBDEVICE })
     }
 
     /// Returns the address space of a handle, and creates it the first time.

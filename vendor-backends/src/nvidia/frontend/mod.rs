@@ -234,10 +234,11 @@ impl FrontEnd {
         }
     }
 
-    /// Returns the files of all events, after an interrupt of a channel.
-    pub fn events(&self) -> Vec<FileId> {
+    /// Returns the files of the events that are due after an interrupt, and after an error of a
+    /// channel. libcuda resets its channel when it gets an event of errors.
+    pub fn events(&self, has_error: bool) -> Vec<FileId> {
         let files = self.clients.all().filter_map(|object| match object.kind {
-            Kind::Event { file } => Some(file),
+            Kind::Event { file, of_errors } if has_error || !of_errors => Some(file),
             _ => None,
         });
         let mut files: Vec<_> = files.collect();

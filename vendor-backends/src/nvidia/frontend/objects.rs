@@ -59,6 +59,8 @@ pub enum Kind {
     Event {
         /// File that polls readable.
         file: FileId,
+        /// It stands for errors of a channel, and not for interrupts.
+        of_errors: bool,
     },
 }
 

@@ -342,10 +342,11 @@ impl Programs {
         if self.files.is_empty() || pending.is_empty() {
             return;
         }
-        if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST) {
+        let has_error = pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST);
+        if has_error {
             self.front_end.note_errors(function.client_mut());
         }
-        let waiting = self.front_end.events();
+        let waiting = self.front_end.events(has_error);
         for (file, socket, _) in self.files.values() {
             if waiting.binary_search(file).is_ok() {
                 // A full socket is readable already.
