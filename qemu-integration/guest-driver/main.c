@@ -35,10 +35,12 @@ static int tsr_fs_context(struct fs_context *context)
 	return init_pseudo(context, TSR_FS_MAGIC) ? 0 : -ENOMEM;
 }
 
-/* File system with the inodes whose address spaces the files have. */
+/*
+ * File system with the inodes whose address spaces the files have. Without an owner, as its mount
+ * would keep the module. Devices release it, and open files keep both.
+ */
 static struct file_system_type tsr_fs = {
 	.name = TSR_NAME,
-	.owner = THIS_MODULE,
 	.init_fs_context = tsr_fs_context,
 	.kill_sb = kill_anon_super,
 };

@@ -124,6 +124,7 @@ int tsr_place(struct tsr_dev *dev, const struct tsq_place *message)
 	struct tsr_memory *memory;
 	struct tsr_place *place;
 	struct file *filp;
+	int error;
 
 	if (!length || !PAGE_ALIGNED(address | length | start))
 		return -EIO;
@@ -132,13 +133,15 @@ int tsr_place(struct tsr_dev *dev, const struct tsq_place *message)
 		return -EIO;
 	size = (u64)memory->pages << PAGE_SHIFT;
 	place = kmalloc(sizeof(*place), GFP_KERNEL_ACCOUNT);
-	filp = NULL;
-	if (place && start <= size && length <= size - start)
-		filp = tsr_range_file(dev, address, length, &offset);
+	error = place ? 0 : -ENOMEM;
+	if (start > size || length > size - start)
+		error = -EIO;
+	filp = error ? NULL : tsr_range_file(dev, address, length, &offset);
 	if (!filp) {
+		/* What is no mapping of the file stays: the program maps the file there later. */
 		kfree(place);
 		tsr_memory_put(memory);
-		return place ? -EIO : -ENOMEM;
+		return error;
 	}
 	*place = (struct tsr_place) {
 		.offset = offset, .length = length, .start = start, .memory = memory,

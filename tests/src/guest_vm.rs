@@ -60,3 +60,11 @@ impl Guest {
         Ok(())
     }
 }
+
+/// Returns the libraries that a program or library of this machine links to, by their paths in a VM.
+pub fn linked(program: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let libraries = lab::vfio::libraries(program)?.into_iter();
+    Ok(libraries
+        .map(|library| (library.to_string_lossy().trim_start_matches('/').to_owned(), library))
+        .collect())
+}

@@ -17,6 +17,7 @@ use crate::build::{self, Profile, Programs, workspace};
 use crate::cleanup::Scratch;
 use crate::progress::Progress;
 
+pub mod guest;
 mod pages;
 
 /// Revision of the package, appended to the programs' version.
@@ -95,23 +96,29 @@ pub fn write(options: &Options, progress: &Progress) -> Result<PathBuf> {
     )?;
     stage.packed(
         "usr/share/doc/tessera/changelog.Debian.gz",
-        debian_changelog(&version)?.as_bytes(),
+        debian_changelog("tessera", &version)?.as_bytes(),
     )?;
     control(&stage, &version)?;
-    fs::create_dir_all(&options.out)?;
     let package = options.out.join(format!("tessera_{version}_amd64.deb"));
+    pack(&root, &package, options)?;
+    step.done();
+    Ok(package)
+}
+
+/// Packs a package's files.
+fn pack(root: &Path, package: &Path, options: &Options) -> Result<()> {
+    fs::create_dir_all(&options.out)?;
     let mut pack = Command::new("dpkg-deb");
     match options.profile {
         Profile::Dev => pack.args(["-Zgzip", "-z1"]),
         Profile::Release => pack.arg("-Zxz"),
     };
-    pack.args(["--root-owner-group", "--build"]).arg(&root).arg(&package);
+    pack.args(["--root-owner-group", "--build"]).arg(root).arg(package);
     let done = pack.output().context("Cannot run dpkg-deb: it is in Debian's package dpkg")?;
     if !done.status.success() {
         bail!("dpkg-deb failed: {}", String::from_utf8_lossy(&done.stderr).trim());
     }
-    step.done();
-    Ok(package)
+    Ok(())
 }
 
 /// Files of a package before packing.
@@ -214,26 +221,35 @@ fn control(stage: &Stage<'_>, version: &str) -> Result<()> {
     for name in BINARIES {
         libc = libc.max(libc_version(&fs::read(stage.root.join(name))?));
     }
-    let mut files = Vec::new();
-    list(stage.root, stage.root, &mut files)?;
-    files.sort();
-    let mut bytes = 0;
-    for file in &files {
-        bytes += fs::metadata(stage.root.join(file))?.len();
-    }
+    let (files, kibibytes) = files_and_size(stage.root)?;
     let control = fs::read_to_string(debian.join("control.in"))?
         .replace("@VERSION@", version)
         .replace("@LIBC@", &format!("{}.{}", libc.0, libc.1))
-        .replace("@SIZE@", &bytes.div_ceil(1024).to_string());
-    let sums = Command::new("md5sum").args(&files).current_dir(stage.root).output();
-    let sums = sums.context("Cannot run md5sum")?;
+        .replace("@SIZE@", &kibibytes.to_string());
     stage.file("DEBIAN/control", 0o644, control.as_bytes())?;
-    stage.file("DEBIAN/md5sums", 0o644, &sums.stdout)?;
+    stage.file("DEBIAN/md5sums", 0o644, &md5_sums(stage.root, &files)?)?;
     stage.file("DEBIAN/conffiles", 0o644, b"/etc/default/vgpud\n")?;
     for name in SCRIPTS {
         stage.file(&format!("DEBIAN/{name}"), 0o755, &fs::read(debian.join(name))?)?;
     }
     Ok(())
+}
+
+/// Returns the files of a package, and their size in KiB.
+fn files_and_size(root: &Path) -> Result<(Vec<PathBuf>, u64)> {
+    let mut files = Vec::new();
+    list(root, root, &mut files)?;
+    files.sort();
+    let mut bytes = 0;
+    for file in &files {
+        bytes += fs::metadata(root.join(file))?.len();
+    }
+    Ok((files, bytes.div_ceil(1024)))
+}
+
+fn md5_sums(root: &Path, files: &[PathBuf]) -> Result<Vec<u8>> {
+    let sums = Command::new("md5sum").args(files).current_dir(root).output();
+    Ok(sums.context("Cannot run md5sum")?.stdout)
 }
 
 /// Returns the files that dpkg can check, which excludes links.
@@ -285,10 +301,10 @@ fn date(format: &str) -> Result<String> {
     Ok(String::from_utf8(text)?.trim().to_owned())
 }
 
-fn debian_changelog(version: &str) -> Result<String> {
+fn debian_changelog(package: &str, version: &str) -> Result<String> {
     let date = date("%a, %d %b %Y %H:%M:%S %z")?;
     Ok(format!(
-        "tessera ({version}) unstable; urgency=medium\n\n  * See changelog.gz.\n\n -- The Tessera authors \
+        "{package} ({version}) unstable; urgency=medium\n\n  * See changelog.gz.\n\n -- The Tessera authors \
          <tessera@localhost.invalid>  {date}\n"
     ))
 }

@@ -104,9 +104,14 @@ impl Kernels {
                 fs::copy(&path, folder.join(path.file_name().unwrap_or_default()))?;
             }
         }
+        self.compile(target, folder)
+    }
+
+    /// Compiles sources of the module in `folder`, as dkms does. Returns the module's path.
+    pub fn compile(&self, target: &Target, folder: &Path) -> Result<PathBuf> {
         let script = format!(
             "set -e\n\
-             make -C /usr/src/linux-headers-{} M=/mnt -j\"$(nproc)\" KCFLAGS=-Werror modules\n\
+             make KDIR=/usr/src/linux-headers-{} -j\"$(nproc)\" KCFLAGS=-Werror\n\
              strip --strip-debug {MODULE}",
             target.release,
         );

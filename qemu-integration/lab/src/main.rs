@@ -72,9 +72,10 @@ enum Task {
         #[arg(long)]
         no_benchmark: bool,
     },
-    /// Build the Debian package: vgpud, vgpuctl, their units, manual pages and completions
+    /// Build the Debian packages: for hosts, vgpud, vgpuctl, their units, manual pages and completions;
+    /// for VMs, vgpu-guest and the Linux module's source
     Deb {
-        /// Folder for the package
+        /// Folder for the packages
         #[arg(long, value_name = "DIR", default_value = "lab-out")]
         out: PathBuf,
         /// Build as for tests: faster to build, slower to run
@@ -136,8 +137,12 @@ fn run(task: Task) -> Result<bool> {
         }
         Task::Deb { out, dev } => {
             let profile = if dev { Profile::Dev } else { Profile::Release };
-            let package = deb::write(&deb::Options { out, profile }, &Progress::new())?;
-            println!("{}: {:.1} MiB", package.display(), deb::size(&package)? as f64 / 1_048_576.0);
+            let (options, progress) = (deb::Options { out, profile }, Progress::new());
+            let package = deb::write(&options, &progress)?;
+            for package in [package].iter().chain(&deb::guest::write(&options, &progress)?) {
+                let mebibytes = deb::size(package)? as f64 / 1_048_576.0;
+                println!("{}: {mebibytes:.1} MiB", package.display());
+            }
             Ok(true)
         }
         Task::Simulate { vgpus, policy, gates, out } => {

@@ -1,10 +1,12 @@
 //! The guest's Linux module, in VMs with Debian's kernels.
 //!
 //! * `loading`: the module without a vGPU
+//! * `packages`: the packages for VMs
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod loading;
+mod packages;
 
 use anyhow::Result;
 use lab::guest_driver::Kernels;
