@@ -110,7 +110,7 @@ impl Channels {
         let (engine, number) = (channel.engine, channel.group);
         // A finished kernel can be resident as long as no other vGPU needs the engine.
         let had_work = channel.has_queued() || self.contended;
-        self.reset_group_of(channel);
+        Self::reset_group_of(channel);
         if running.is_long(engine) {
             self.count_fault(engine);
         } else if had_work {
@@ -132,7 +132,7 @@ impl Channels {
     }
 
     /// Resets a channel's group. All work of the group is lost.
-    fn reset_group_of(&self, channel: &Channel) {
+    fn reset_group_of(channel: &Channel) {
         let Some(object) = channel.object().filter(|_| channel.error == 0) else { return };
         let engine = channel.engine_number;
         let mut params = abi::ResetChannel { engine, ..Default::default() };
@@ -147,7 +147,7 @@ impl Channels {
         for group in self.groups.iter().filter(|group| matches(group.engine)) {
             let live = |channel: &&Channel| channel.group == group.number && channel.error == 0;
             if let Some(channel) = self.by_id.values().find(live) {
-                self.reset_group_of(channel);
+                Self::reset_group_of(channel);
             }
         }
         let mut had_channels = [false; 2];
@@ -192,7 +192,7 @@ impl Channels {
             if channel.was_used() {
                 self.counters.faults += self.throw_off(id, running);
             } else {
-                self.reset_group_of(channel);
+                Self::reset_group_of(channel);
             }
             if let Some(channel) = self.by_id.get_mut(&id) {
                 channel.tear_down();
