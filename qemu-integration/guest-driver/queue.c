@@ -263,11 +263,9 @@ int tsr_call(struct tsr_request *request, u32 session)
 
 static bool tsr_failed(struct tsr_dev *dev)
 {
-	u32 state;
-
-	/* Register access ends before the registers go: the thread is stopped first. */
-	state = readl(dev->regs + TSQ_REG_QUEUE_STATUS) & 0xff;
-	return READ_ONCE(dev->queue.running) && state != TSQ_STATE_RUNNING;
+	/* The thread is stopped before the registers go. A suspended device is not running. */
+	return READ_ONCE(dev->queue.running) &&
+	       (readl(dev->regs + TSQ_REG_QUEUE_STATUS) & 0xff) != TSQ_STATE_RUNNING;
 }
 
 static int tsr_poll_queue(void *data)

@@ -26,6 +26,8 @@ static const char *tsr_error(u32 status)
 {
 	u32 error = status >> 8 & 0xff;
 
+	if (status == ~0u)
+		return "it is gone: its worker on the host has ended";
 	return error < ARRAY_SIZE(tsr_errors) ? tsr_errors[error] : "unknown";
 }
 
