@@ -1,6 +1,7 @@
 //! CUDA programs on vGPUs of the software GPU, with NVIDIA's own libcuda.
 //!
 //! * `driver_api`: libcuda
+//! * `in_vm`: the same programs in a VM
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 
@@ -8,6 +9,7 @@
 
 mod driver_api;
 mod fairness;
+mod in_vm;
 mod inside;
 
 use std::io::{BufRead, BufReader, Read};

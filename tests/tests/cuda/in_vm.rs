@@ -1,0 +1,175 @@
+//! The programs of [`crate::inside`] in a VM: Debian's kernel with the guest's module, and NVIDIA's
+//! libcuda.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use lab::cleanup::Scratch;
+use lab::cuda_libraries::CudaLibraries;
+use lab::guest_driver::Kernels;
+use lab::progress::Progress;
+use serde_json::json;
+use system_tests::guest_vm::{self, Guest};
+use system_tests::{Vgpud, skipped};
+
+use crate::{TYPE, inside, libraries};
+
+/// Folder of NVIDIA's libraries in the VM.
+const LIBRARIES: &str = "cuda";
+
+/// A VM whose vGPU the module has.
+struct CudaVm {
+    guest: Guest,
+    uuid: String,
+    scratch: Scratch,
+    _vgpud: Vgpud,
+}
+
+impl CudaVm {
+    /// Boots a VM, unless what it needs cannot be fetched.
+    fn boot(parameters: &str) -> Result<Option<Self>> {
+        let Some(libraries) = libraries() else { return Ok(None) };
+        let kernels = match Kernels::open(&Progress::new())? {
+            Ok(kernels) => kernels,
+            Err(reason) => {
+                skipped(&format!("no kernels of Debian: {reason}"));
+                return Ok(None);
+            }
+        };
+        let target = kernels.stable()?;
+        let scratch = Scratch::new()?;
+        let module = kernels.build(&target, &scratch.path().join("module"))?;
+        let vgpud = Vgpud::start_with_log(&[], &scratch.path().join("log"))?;
+        let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+        let socket = vgpud.vfio_socket(&uuid);
+        let files = programs(libraries, scratch.path())?;
+        let mut guest =
+            Guest::boot(&target.kernel, &module, &files, Some(&socket), scratch.path())?;
+        guest.run(&format!("insmod /module.ko {parameters}"))?;
+        // Of a vgpud without the control queue.
+        if guest.vm.console().contains("has no files for CUDA") {
+            skipped("the vGPU has no control queue");
+            return Ok(None);
+        }
+        guest.run("mkdir -p /dev/shm && mount -t tmpfs none /dev/shm")?;
+        Ok(Some(Self { guest, uuid, scratch, _vgpud: vgpud }))
+    }
+
+    /// Returns a shell command that runs one of [`inside`].
+    fn command(name: &str) -> String {
+        format!(
+            "LD_LIBRARY_PATH=/{LIBRARIES} {}=1 /bin/cuda --exact inside::{name} --ignored --nocapture",
+            inside::MARK
+        )
+    }
+
+    /// Runs one of [`inside`], which must pass, and returns what it prints.
+    fn run(&mut self, name: &str) -> Result<String> {
+        let output = self.guest.vm.guest.run(&Self::command(name), guest_vm::LIMIT)?;
+        ensure!(
+            output.stdout.contains("1 passed"),
+            "{name}: {output:?}\n{}\n{}",
+            self.guest.vm.console(),
+            std::fs::read_to_string(self.scratch.path().join("log")).unwrap_or_default()
+        );
+        Ok(output.stdout)
+    }
+
+    /// Starts a program that waits with its context, and returns its process id.
+    fn start_waiting(&mut self, log: &str) -> Result<String> {
+        let command = Self::command("waits");
+        let pid = self.guest.run(&format!("env {command} > {log} 2>&1 & echo $!"))?;
+        self.guest.run(&format!("while ! grep -q ready {log}; do sleep 0.1; done"))?;
+        Ok(pid.trim().to_owned())
+    }
+}
+
+/// Returns the files of the programs in the VM: this test, NVIDIA's libraries, and what they link to.
+fn programs(libraries: &CudaLibraries, folder: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let test = folder.join("cuda");
+    std::fs::copy(std::env::current_exe()?, &test)?;
+    // Makes the VM's memory smaller. Without binutils, it needs more.
+    let _ = Command::new("strip").arg(&test).status();
+    let smi = libraries.nvidia_smi();
+    let mut files =
+        vec![("bin/cuda".to_owned(), test.clone()), ("bin/nvidia-smi".to_owned(), smi.clone())];
+    for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+        let library = libraries.folder().join(name);
+        files.push((format!("{LIBRARIES}/{name}"), library.clone()));
+        files.extend(guest_vm::linked(&library)?);
+    }
+    for program in [test, smi] {
+        files.extend(guest_vm::linked(&program)?);
+    }
+    Ok(files)
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn programs_in_a_vm_have_the_vgpu() -> Result<()> {
+    let Some(mut vm) = CudaVm::boot("")? else { return Ok(()) };
+    let output = vm.run("identity")?;
+    let uuid = vm.uuid.replace('-', "");
+    for part in [format!("name=Tessera {TYPE}"), format!("uuid={uuid}")] {
+        ensure!(output.contains(&part), "{output}: no {part}");
+    }
+    for name in [
+        "copies",
+        "streams_and_events",
+        "out_of_memory",
+        "managed_memory",
+        "exports_memory_and_an_event",
+    ] {
+        vm.run(name)?;
+    }
+    let smi = vm.guest.run(&format!("LD_LIBRARY_PATH=/{LIBRARIES} nvidia-smi"))?;
+    ensure!(smi.contains(&format!("Tessera {TYPE}")), "{smi}");
+    vm.guest.check_log()
+}
+
+/// Without interrupts, and with faults of memory management looked for.
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_killed_program_in_a_vm_gives_its_memory_back_and_disturbs_no_other() -> Result<()> {
+    let Some(mut vm) = CudaVm::boot("msi=0")? else { return Ok(()) };
+    let other = vm.start_waiting("/tmp/other")?;
+    for _ in 0..2 {
+        let killed = vm.start_waiting("/tmp/killed")?;
+        vm.guest.run(&format!("kill -9 {killed}; rm /tmp/killed"))?;
+    }
+    // At any point of a program's life.
+    let copies = CudaVm::command("copies");
+    vm.guest.run(&format!(
+        "for delay in 1 2 3 4 5 6 7 8; do env {copies} > /tmp/log 2>&1 & sleep 0.$delay; \
+         kill -9 $!; done; kill -0 {other} && ! grep -q FAILED /tmp/other && kill -9 {other}"
+    ))?;
+    vm.run("out_of_memory").context("The killed programs' memory is not free")?;
+    vm.guest.run("rmmod tessera_guest && insmod /module.ko")?;
+    vm.run("identity")?;
+    vm.guest.check_log()
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn programs_end_when_their_vgpu_goes_and_others_have_it_when_it_comes_back() -> Result<()> {
+    const DRIVER: &str = "/sys/bus/pci/drivers/tessera_guest";
+    let Some(mut vm) = CudaVm::boot("")? else { return Ok(()) };
+    let device = vm.guest.run(&format!("cd {DRIVER} && echo 0000:*"))?;
+    let device = device.trim();
+    for _ in 0..3 {
+        let pid = vm.start_waiting("/tmp/waits")?;
+        let copies = CudaVm::command("copies");
+        vm.guest.run(&format!("env {copies} > /tmp/copies 2>&1 & sleep 0.7"))?;
+        vm.guest.run(&format!("echo {device} > {DRIVER}/unbind && [ ! -e /dev/nvidia0 ]"))?;
+        vm.guest.run(&format!("while kill -0 {pid} 2> /dev/null; do sleep 0.1; done"))?;
+        vm.guest.run(&format!("echo {device} > {DRIVER}/bind; rm /tmp/waits"))?;
+    }
+    // Programs that lose the vGPU by a reset end; the next one has it.
+    let pid = vm.start_waiting("/tmp/waits")?;
+    vm.guest.run(&format!("echo 1 > /sys/bus/pci/devices/{device}/reset"))?;
+    vm.guest.run(&format!("while kill -0 {pid} 2> /dev/null; do sleep 0.1; done"))?;
+    vm.run("identity")?;
+    vm.guest.run("rmmod tessera_guest")?;
+    vm.guest.check_log()
+}
