@@ -12,6 +12,7 @@ pub mod host;
 pub mod mailbox;
 pub mod program;
 pub mod qmd;
+pub mod queue;
 
 /// Doorbell page (BAR 1), in the layout of class `HOPPER_USERMODE_A` (c661).
 pub mod doorbell {
