@@ -1,8 +1,10 @@
 //! Guest memory, from DMA mappings of the client.
 
 mod advice;
+mod shared;
 
 pub use advice::ImportLimits;
+pub use shared::SharedGuestMemory;
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;

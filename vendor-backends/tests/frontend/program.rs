@@ -224,6 +224,7 @@ impl Program {
         let request = MapRequest { file: GPU, len, offset: 0, writable: true };
         match self.front_end.map(&request).unwrap() {
             Mapped::File(fd, offset) => Mapping::new(fd.as_fd(), offset, len, true).unwrap(),
+            Mapped::Guest(_) => panic!("the program is no VM's"),
             Mapped::Doorbell => {
                 let page = self.client.apertures().doorbell.as_ref().unwrap();
                 Mapping::new(page.fd.as_fd(), page.offset, len, true).unwrap()

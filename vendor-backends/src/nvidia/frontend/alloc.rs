@@ -89,7 +89,7 @@ impl FrontEnd {
             class::DEVICE => Ok(Kind::Passive),
             class::VA_SPACE => self.new_space(call, new),
             class::VIDEO_MEMORY | class::SYSTEM_MEMORY => self.new_memory(call, new),
-            class::STATUS_PAGE => self.new_status_page(),
+            class::STATUS_PAGE => self.new_status_page(call),
             class::GROUP => self.new_group(call, new),
             class::CONTEXT_SHARE => self.new_context_share(call, new),
             class::OS_EVENT => self.new_event(call, new),
@@ -147,7 +147,8 @@ impl FrontEnd {
             (store, len)
         } else {
             let cached = params.attr2 & attr::CACHED_2 != 0;
-            let (store, len) = self.memories.allocate_system(params.size, cached)?;
+            let memory = call.new_memory(params.size)?;
+            let (store, len) = self.memories.allocate_system(params.size, memory, cached)?;
             // Location and coherency stay as asked, of contiguous 4 KiB pages.
             params.attr =
                 params.attr & !attr::PAGE_SIZE_MASK & !attr::ALLOW_CONTIGUOUS | attr::PAGE_SIZE_4K;
@@ -294,8 +295,8 @@ impl FrontEnd {
         let len = argument.limit.checked_add(1);
         let len = len.filter(|len| is_aligned(address | len, PAGE_SIZE) && *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let (file, start) = call.share(Range { address, len })?;
-        let store = self.memories.adopt(file, start, len)?;
+        let memory = call.share(Range { address, len })?;
+        let store = self.memories.adopt(memory, len)?;
         let kind = Kind::Memory(store);
         self.clients.insert(root, handle, Object { parent, class: class::OS_DESCRIPTOR, kind });
         call.write(&argument)

@@ -4,9 +4,12 @@ use std::os::fd::OwnedFd;
 
 use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range};
 use mdev_core::gpu::GpuError;
+use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
+use super::guest_memory::GivenMemory;
+use super::memory::{Mappable, SystemMemory};
 use crate::nvidia::sys::numbers::status;
 
 /// Why a request ends before its success.
@@ -14,6 +17,8 @@ use crate::nvidia::sys::numbers::status;
 pub enum Stop {
     /// The program's memory is needed first. Nothing was changed.
     Fetch(Fetch),
+    /// So many bytes of new memory of the VM are needed first. Nothing was changed.
+    Allocate(u64),
     /// The resource manager's status (`NV_STATUS`).
     Status(u32),
     /// An error of the system call.
@@ -50,10 +55,18 @@ pub struct Call<'a> {
     request: &'a IoctlRequest,
     /// The argument, as the program gets it back.
     pub argument: Vec<u8>,
-    /// File of [`IoctlRequest::shared`].
-    shared: Option<OwnedFd>,
+    memory: ProgramMemory,
     writes: Vec<Block>,
-    places: Vec<(Place, OwnedFd)>,
+    places: Vec<(Place, Mappable)>,
+}
+
+/// Memory that came with an ioctl.
+#[derive(Debug)]
+pub enum ProgramMemory {
+    /// File of [`IoctlRequest::shared`], of a program of the host.
+    Host(Option<OwnedFd>),
+    /// Pages of a VM, for a program there.
+    Guest(Vec<GivenMemory>),
 }
 
 /// What a program gets from an ioctl.
@@ -66,10 +79,10 @@ pub enum Outcome {
 }
 
 impl<'a> Call<'a> {
-    /// Begins an ioctl. `shared` is the attached file of [`IoctlRequest::shared`].
-    pub fn new(request: &'a IoctlRequest, shared: Option<OwnedFd>) -> Self {
+    /// Begins an ioctl that came with memory.
+    pub fn new(request: &'a IoctlRequest, memory: ProgramMemory) -> Self {
         let argument = request.argument.clone();
-        Self { request, argument, shared, writes: Vec::new(), places: Vec::new() }
+        Self { request, argument, memory, writes: Vec::new(), places: Vec::new() }
     }
 
     /// Returns the file that the ioctl is for.
@@ -82,11 +95,12 @@ impl<'a> Call<'a> {
         self.request.request
     }
 
-    /// Ends the ioctl with an `errno`, or 0.
-    pub fn finish(self, errno: i32) -> Outcome {
-        let (places, fds) = self.places.into_iter().unzip();
-        let Self { argument, writes, .. } = self;
-        Outcome::Done(Done { errno, argument, writes, places }, fds)
+    /// Ends the ioctl with an `errno`, or 0. Returns the memory of its places as well, and the
+    /// memory that it did not use.
+    pub fn finish(self, errno: i32) -> (Done, Vec<Mappable>, ProgramMemory) {
+        let (places, memory) = self.places.into_iter().unzip();
+        let Self { argument, writes, memory: rest, .. } = self;
+        (Done { errno, argument, writes, places }, memory, rest)
     }
 
     /// Returns the argument as a structure, which may be shorter than the argument.
@@ -153,27 +167,42 @@ impl<'a> Call<'a> {
         Err(Stop::Fetch(Fetch { files: vec![fd], ..Default::default() }))
     }
 
-    /// Returns memory of the program as a file, with its offset there.
-    pub fn share(&mut self, range: Range) -> Result<(OwnedFd, u64), Stop> {
-        let found = self.request.shared.iter().find(|shared| shared.range == range);
-        match found {
-            Some(shared) => {
-                let file = self.shared.take().ok_or(Stop::INVALID)?;
-                Ok((file, shared.offset))
-            }
-            // Memory that cannot be shared, or in several parts, such as that of two allocations.
-            None if !self.request.shared.is_empty()
-                || self.request.refused.share.contains(&range) =>
-            {
-                Err(Stop::Status(status::INVALID_ADDRESS))
-            }
-            None => Err(Stop::Fetch(Fetch { share: vec![range], ..Default::default() })),
+    /// Returns `len` bytes of new memory that programs can map.
+    pub fn new_memory(&mut self, len: u64) -> Result<SystemMemory, Stop> {
+        let ProgramMemory::Guest(given) = &mut self.memory else { return Ok(SystemMemory::New) };
+        let len = len.checked_next_multiple_of(PAGE_SIZE).filter(|len| *len > 0);
+        let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let fits = |one: &GivenMemory| one.range.is_none() && one.pages.bytes() == len;
+        match given.iter().position(fits) {
+            Some(at) => Ok(SystemMemory::Guest(given.swap_remove(at).pages)),
+            None => Err(Stop::Allocate(len)),
         }
     }
 
-    /// Maps a file into the program when the ioctl ends.
-    pub fn place(&mut self, range: Range, file: OwnedFd, offset: u64) {
-        self.places.push((Place { range, offset }, file));
+    /// Returns memory of the program.
+    pub fn share(&mut self, range: Range) -> Result<SystemMemory, Stop> {
+        if let ProgramMemory::Guest(given) = &mut self.memory
+            && let Some(at) = given.iter().position(|one| one.range == Some(range))
+        {
+            return Ok(SystemMemory::Guest(given.swap_remove(at).pages));
+        }
+        let found = self.request.shared.iter().find(|shared| shared.range == range);
+        match (found, &mut self.memory) {
+            (Some(shared), ProgramMemory::Host(file)) => {
+                let file = file.take().ok_or(Stop::INVALID)?;
+                Ok(SystemMemory::File(file, shared.offset))
+            }
+            // Memory that cannot be shared, or in several parts, such as that of two allocations.
+            _ if !self.request.shared.is_empty() || self.request.refused.share.contains(&range) => {
+                Err(Stop::Status(status::INVALID_ADDRESS))
+            }
+            _ => Err(Stop::Fetch(Fetch { share: vec![range], ..Default::default() })),
+        }
+    }
+
+    /// Maps memory into the program when the ioctl ends.
+    pub fn place(&mut self, range: Range, memory: Mappable) {
+        self.places.push((Place { range, offset: memory.offset() }, memory));
     }
 }
 

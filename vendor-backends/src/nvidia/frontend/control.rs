@@ -233,12 +233,13 @@ impl FrontEnd {
     }
 
     /// `NV0000_CTRL_CMD_CLIENT_GET_ADDR_SPACE_TYPE`: asked before a CPU mapping.
-    fn address_space_type(&mut self, control: &mut Control) -> Result<(), Stop> {
+    fn address_space_type(&self, control: &mut Control) -> Result<(), Stop> {
         let store = self.store(control.file, control.root, control.u32(0)?)?;
         let kind = if self.memories.is_doorbell(store) {
             ADDRESS_SPACE_REGISTERS
         } else {
-            self.memories.make_mappable(store)?;
+            // The memory is made when the program maps it.
+            self.memories.must_become_mappable(store)?;
             ADDRESS_SPACE_SYSTEM
         };
         control.set(8, kind)

@@ -79,7 +79,10 @@ impl FrontEnd {
         if end.is_none_or(|end| self.memories.len(store).is_ok_and(|len| end > len)) {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
-        self.memories.make_mappable(store)?;
+        if self.memories.must_become_mappable(store)? {
+            let memory = call.new_memory(self.memories.len(store)?)?;
+            self.memories.make_mappable(store, memory)?;
+        }
         self.files.get_mut(target)?.mapped = Some(store);
         argument.flags |= map_flag::DEFAULT_CACHING;
         if !self.memories.is_doorbell(store) {

@@ -7,6 +7,7 @@ use cuda_socket::MapRequest;
 use mdev_core::gpu::Client;
 
 use super::call::{Call, Stop, put_u64};
+use super::uvm::pool_memory;
 use super::{FrontEnd, VA_END};
 use crate::nvidia::sys::numbers::{status, uvm};
 
@@ -45,12 +46,14 @@ impl FrontEnd {
             let end = va.checked_add(len);
             let inside = |(start, len): &(u64, u64)| end.is_some_and(|end| end <= start + len);
             let (start, _) = range.filter(inside).ok_or(Stop::Status(status::INVALID_ADDRESS))?;
+            let memory = pool_memory(call)?;
+            let empty = &mut self.files.get_mut(call.file())?.uvm.empty;
             empty.remove(&start);
             // The program has mapped the range anew: what overlaps was unmapped without a request.
             for space in spaces {
                 self.memories.unmap_overlapping(gpu, space, va, len)?;
             }
-            self.semaphore_pool(gpu, call)?;
+            self.map_pool(gpu, call, memory)?;
         }
         if call.request() == uvm::MIGRATE {
             // All of it was migrated.

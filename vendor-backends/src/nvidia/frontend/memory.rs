@@ -2,17 +2,23 @@
 //!
 //! A store is referred to by its memory object and by its mappings. It lives until all are gone, as
 //! with nvidia-uvm, which keeps memory of its mappings after the object was freed.
+//!
+//! * `mappings`: mappings for the GPU
+
+mod mappings;
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 
-use mdev_core::gpu::{Backing, Client, GpuError, GuestRam, MapRequest};
-use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
+use mdev_core::gpu::{Backing, Client, GpuError, GuestRam};
+use mdev_core::ids::{MemoryId, SpaceId};
+use mdev_core::mem::SharedGuestMemory;
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use nix::sys::uio::pwrite;
 
 use super::call::Stop;
+use super::guest_memory::GuestPages;
 use super::video_memory::{Extent, GRANULE, VideoMemory};
 use crate::mem::sealed_memfd;
 use crate::nvidia::sys::numbers::status;
@@ -45,13 +51,43 @@ pub enum Place {
         start: u64,
         /// Its import into the GPU, once it was needed.
         import: Option<MemoryId>,
-        /// The GPU may keep it in its own cache.
-        gpu_caches: bool,
     },
+    /// Pages of a VM.
+    Guest(GuestPages),
     /// The doorbell page.
     Doorbell,
     /// A region for launches by kernels, which belongs to its mapping.
     LaunchRegion,
+}
+
+/// System memory for a new store.
+#[derive(Debug)]
+pub enum SystemMemory {
+    /// A file that the worker creates.
+    New,
+    /// A file of the program, from an offset in bytes.
+    File(OwnedFd, u64),
+    /// Pages of a VM.
+    Guest(GuestPages),
+}
+
+/// Memory that a program can map.
+#[derive(Debug)]
+pub enum Mappable {
+    /// A file, from an offset in bytes.
+    File(OwnedFd, u64),
+    /// Pages of a VM, by their id.
+    Guest(u64),
+}
+
+impl Mappable {
+    /// Returns the offset in the memory's file or pages, in bytes.
+    pub const fn offset(&self) -> u64 {
+        match self {
+            Self::File(_, offset) => *offset,
+            Self::Guest(_) => 0,
+        }
+    }
 }
 
 /// Bytes of a memory object.
@@ -60,6 +96,8 @@ struct Store {
     references: u32,
     len: u64,
     place: Place,
+    /// The GPU may keep system memory in its own cache.
+    gpu_caches: bool,
 }
 
 /// A mapping for the GPU.
@@ -80,6 +118,8 @@ pub struct Memories {
     stores: BTreeMap<StoreId, Store>,
     last_store: u32,
     mappings: BTreeMap<(SpaceId, u64), Mapped>,
+    /// Memory of the VM.
+    guest: Option<SharedGuestMemory>,
 }
 
 impl Memories {
@@ -94,7 +134,13 @@ impl Memories {
             stores: BTreeMap::new(),
             last_store: 0,
             mappings: BTreeMap::new(),
+            guest: None,
         }
+    }
+
+    /// Sets the memory of the VM whose programs use the vGPU.
+    pub fn set_guest(&mut self, memory: SharedGuestMemory) {
+        self.guest = Some(memory);
     }
 
     /// Returns the size of video memory, in bytes.
@@ -110,7 +156,7 @@ impl Memories {
     fn insert(&mut self, len: u64, place: Place) -> StoreId {
         self.last_store += 1;
         let id = StoreId(self.last_store);
-        self.stores.insert(id, Store { references: 1, len, place });
+        self.stores.insert(id, Store { references: 1, len, place, gpu_caches: false });
         id
     }
 
@@ -148,27 +194,53 @@ impl Memories {
 
     /// Allocates system memory, which the GPU may keep in its own cache. Returns the store and its
     /// length, which is rounded up to pages.
-    pub fn allocate_system(&mut self, len: u64, gpu_caches: bool) -> Result<(StoreId, u64), Stop> {
-        self.check_room()?;
+    pub fn allocate_system(
+        &mut self,
+        len: u64,
+        memory: SystemMemory,
+        gpu_caches: bool,
+    ) -> Result<(StoreId, u64), Stop> {
         let len = len.checked_next_multiple_of(PAGE_SIZE).filter(|len| *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let file = self.new_file(len)?;
-        Ok((self.insert(len, Place::System { file, start: 0, import: None, gpu_caches }), len))
+        let id = self.adopt(memory, len)?;
+        if let Some(store) = self.stores.get_mut(&id) {
+            store.gpu_caches = gpu_caches;
+        }
+        Ok((id, len))
     }
 
-    /// Adds memory of a program: `len` bytes of `file` from `start`.
-    pub fn adopt(&mut self, file: OwnedFd, start: u64, len: u64) -> Result<StoreId, Stop> {
+    /// Adds `len` bytes of system memory, such as a program's.
+    pub fn adopt(&mut self, memory: SystemMemory, len: u64) -> Result<StoreId, Stop> {
         self.check_room()?;
-        // Only memory: another file could make this process wait.
-        let size = MemoryFile::new(file.as_fd()).and_then(|memory| memory.len());
-        let end = start.checked_add(len);
-        if end.is_none_or(|end| size.is_ok_and(|size| end > size)) || !is_aligned(start, PAGE_SIZE)
-        {
-            return Err(Stop::Status(status::INVALID_ADDRESS));
-        }
-        self.charge_system(len)?;
-        let place = Place::System { file, start, import: None, gpu_caches: false };
+        let place = self.system_place(memory, len)?;
         Ok(self.insert(len, place))
+    }
+
+    /// Returns system memory, and charges it.
+    fn system_place(&mut self, memory: SystemMemory, len: u64) -> Result<Place, Stop> {
+        let (file, start) = match memory {
+            SystemMemory::New => (self.new_file(len)?, 0),
+            SystemMemory::File(file, start) => {
+                // Only memory: another file could make this process wait.
+                let size = MemoryFile::new(file.as_fd()).and_then(|memory| memory.len());
+                let end = start.checked_add(len);
+                if end.is_none_or(|end| size.is_ok_and(|size| end > size))
+                    || !is_aligned(start, PAGE_SIZE)
+                {
+                    return Err(Stop::Status(status::INVALID_ADDRESS));
+                }
+                self.charge_system(len)?;
+                (file, start)
+            }
+            SystemMemory::Guest(pages) => {
+                if pages.bytes() != len {
+                    return Err(Stop::Status(status::INVALID_ARGUMENT));
+                }
+                self.charge_system(len)?;
+                return Ok(Place::Guest(pages));
+            }
+        };
+        Ok(Place::System { file, start, import: None })
     }
 
     /// Adds the doorbell page.
@@ -189,7 +261,10 @@ impl Memories {
     /// Returns the bytes of video memory of a store.
     pub fn video_len(&self, id: StoreId) -> u64 {
         match self.store(id) {
-            Ok(Store { place: Place::System { .. } | Place::Doorbell, .. }) | Err(_) => 0,
+            Ok(Store {
+                place: Place::System { .. } | Place::Guest(_) | Place::Doorbell, ..
+            })
+            | Err(_) => 0,
             Ok(store) => store.len,
         }
     }
@@ -199,22 +274,25 @@ impl Memories {
         self.store(id).is_ok_and(|store| matches!(store.place, Place::Doorbell))
     }
 
-    /// Makes video memory that a program is going to map system memory. Fails if the GPU uses it
+    /// Returns whether [`Self::make_mappable`] has something to do. Fails if the GPU uses the memory
     /// already.
-    pub fn make_mappable(&mut self, id: StoreId) -> Result<(), Stop> {
-        let Store { len, place, .. } = self.store(id)?;
-        let len = *len;
-        match place {
-            Place::System { .. } | Place::Doorbell => return Ok(()),
+    pub fn must_become_mappable(&self, id: StoreId) -> Result<bool, Stop> {
+        match self.store(id)?.place {
+            Place::System { .. } | Place::Guest(_) | Place::Doorbell => Ok(false),
             Place::Partition(_) | Place::Allocated(_) | Place::LaunchRegion => {
-                return Err(Stop::Status(status::NOT_SUPPORTED));
+                Err(Stop::Status(status::NOT_SUPPORTED))
             }
-            Place::Reserved { .. } => {}
+            Place::Reserved { .. } => Ok(true),
         }
-        let file = self.new_file(len)?;
-        self.used_video -= len;
+    }
+
+    /// Makes video memory that a program is going to map system memory.
+    pub fn make_mappable(&mut self, id: StoreId, memory: SystemMemory) -> Result<(), Stop> {
+        let len = self.len(id)?;
+        let place = self.system_place(memory, len)?;
         if let Some(store) = self.stores.get_mut(&id) {
-            store.place = Place::System { file, start: 0, import: None, gpu_caches: false };
+            store.place = place;
+            self.used_video -= len;
         }
         Ok(())
     }
@@ -239,24 +317,33 @@ impl Memories {
         Ok(())
     }
 
-    /// Returns the file of a store that programs can map, and the store's offset there.
-    pub fn file(&self, id: StoreId) -> Result<Option<(OwnedFd, u64)>, Stop> {
+    /// Returns the memory of a store that programs can map.
+    pub fn mappable(&self, id: StoreId) -> Result<Option<Mappable>, Stop> {
         match &self.store(id)?.place {
             Place::System { file, start, .. } => {
                 let file = file.try_clone().map_err(|error| Stop::from(GpuError::from(error)))?;
-                Ok(Some((file, *start)))
+                Ok(Some(Mappable::File(file, *start)))
             }
+            Place::Guest(pages) => Ok(Some(Mappable::Guest(pages.id()))),
             _ => Ok(None),
         }
     }
 
     /// Writes to a store in system memory.
     pub fn write(&self, id: StoreId, offset: u64, bytes: &[u8]) {
-        if let Ok(Store { place: Place::System { file, start, .. }, len, .. }) = self.store(id)
-            && offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= *len)
-            && let Ok(offset) = i64::try_from(start + offset)
-            && let Err(error) = pwrite(file, bytes, offset)
-        {
+        let Ok(Store { place, len, .. }) = self.store(id) else { return };
+        if offset.checked_add(bytes.len() as u64).is_none_or(|end| end > *len) {
+            return;
+        }
+        let written = match (place, &self.guest) {
+            (Place::System { file, start, .. }, _) => {
+                let offset = i64::try_from(start + offset).unwrap_or(i64::MAX);
+                pwrite(file, bytes, offset).map(drop).map_err(Into::into)
+            }
+            (Place::Guest(pages), Some(memory)) => pages.write(&mut memory.lock(), offset, bytes),
+            _ => Ok(()),
+        };
+        if let Err(error) = written {
             log::debug!("Cannot write to memory of a program: {error}");
         }
     }
@@ -276,7 +363,7 @@ impl Memories {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         match &mut store.place {
-            Place::System { file, start, import, .. } => {
+            Place::System { file, start, import } => {
                 let memory = if let Some(memory) = import {
                     *memory
                 } else {
@@ -303,147 +390,13 @@ impl Memories {
                 }
                 Ok(pieces)
             }
+            Place::Guest(pages) => {
+                let memory = self.guest.as_ref().ok_or(Stop::INVALID)?;
+                Ok(pages.import(&mut memory.lock(), gpu, offset, len)?)
+            }
             Place::Reserved { .. } | Place::Doorbell | Place::LaunchRegion => {
                 Err(Stop::Status(status::INVALID_ARGUMENT))
             }
-        }
-    }
-
-    /// Maps `len` bytes of a store for the GPU.
-    pub fn map(
-        &mut self,
-        gpu: &mut dyn Client,
-        (space, va): (SpaceId, u64),
-        id: StoreId,
-        offset: u64,
-        len: u64,
-    ) -> Result<(), Stop> {
-        self.check_free(space, va, len)?;
-        if !is_aligned(offset, PAGE_SIZE) {
-            return Err(Stop::Status(status::INVALID_ARGUMENT));
-        }
-        let pieces = self.backing(gpu, id, offset, len)?;
-        let gpu_caches = matches!(self.store(id)?.place, Place::System { gpu_caches: true, .. });
-        let mut at = va;
-        for (backing, piece) in pieces {
-            let request = MapRequest::new(GpuVa(at), piece, backing);
-            let spec = MapRequest { space, gpu_caches, ..request };
-            if let Err(error) = gpu.map(&spec) {
-                if at > va {
-                    let _ = gpu.unmap(space, GpuVa(va), at - va);
-                }
-                return Err(error.into());
-            }
-            at += piece;
-        }
-        if let Some(store) = self.stores.get_mut(&id) {
-            store.references += 1;
-        }
-        self.mappings.insert((space, va), Mapped { len, store: id });
-        Ok(())
-    }
-
-    /// Checks that a mapping is possible.
-    fn check_free(&self, space: SpaceId, va: u64, len: u64) -> Result<(), Stop> {
-        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
-            return Err(Stop::Status(status::INVALID_ARGUMENT));
-        }
-        if self.mappings.len() >= MAX_STORES {
-            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
-        }
-        if self.reaching(space, va, end).is_some() {
-            return Err(Stop::Status(status::INVALID_ARGUMENT));
-        }
-        Ok(())
-    }
-
-    /// Returns the start of the last mapping that begins before `end`, if it reaches beyond `va`.
-    fn reaching(&self, space: SpaceId, va: u64, end: u64) -> Option<u64> {
-        let ((_, start), mapped) = self.mappings.range((space, 0)..(space, end)).next_back()?;
-        (start + mapped.len > va).then_some(*start)
-    }
-
-    /// Maps a region for launches by kernels. On a GPU whose kernels launch none, it is ordinary
-    /// memory.
-    pub fn map_launch_region(
-        &mut self,
-        gpu: &mut dyn Client,
-        (space, va): (SpaceId, u64),
-        len: u64,
-    ) -> Result<(), Stop> {
-        self.check_free(space, va, len)?;
-        self.check_room()?;
-        match gpu.map_launch_region(space, GpuVa(va), len) {
-            Ok(()) => {
-                let store = self.insert(len, Place::LaunchRegion);
-                self.mappings.insert((space, va), Mapped { len, store });
-                Ok(())
-            }
-            Err(GpuError::Unsupported(_)) => {
-                let (store, _) = self.allocate_system(len, false)?;
-                let mapped = self.map(gpu, (space, va), store, 0, len);
-                self.release(gpu, store);
-                mapped
-            }
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    /// Returns whether an address is mapped.
-    pub fn is_mapped(&self, space: SpaceId, va: u64) -> bool {
-        self.reaching(space, va, va.saturating_add(1)).is_some()
-    }
-
-    /// Returns the store of the mapping that begins at an address.
-    pub fn mapped_at(&self, space: SpaceId, va: u64) -> Option<StoreId> {
-        self.mappings.get(&(space, va)).map(|mapped| mapped.store)
-    }
-
-    /// Removes the mappings that begin in a range.
-    pub fn unmap(
-        &mut self,
-        gpu: &mut dyn Client,
-        space: SpaceId,
-        va: u64,
-        len: u64,
-    ) -> Result<(), Stop> {
-        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let range = self.mappings.range((space, va)..(space, end));
-        let found: Vec<_> = range.map(|((_, va), mapped)| (*va, *mapped)).collect();
-        for (va, mapped) in found {
-            gpu.unmap(space, GpuVa(va), mapped.len)?;
-            self.mappings.remove(&(space, va));
-            self.release(gpu, mapped.store);
-        }
-        Ok(())
-    }
-
-    /// Removes the mappings that overlap a range.
-    pub fn unmap_overlapping(
-        &mut self,
-        gpu: &mut dyn Client,
-        space: SpaceId,
-        va: u64,
-        len: u64,
-    ) -> Result<(), Stop> {
-        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let first = self.reaching(space, va, va).unwrap_or(va);
-        self.unmap(gpu, space, first, end - first)
-    }
-
-    /// Removes the mapping that begins at an address, if there is one.
-    pub fn unmap_at(&mut self, gpu: &mut dyn Client, space: SpaceId, va: u64) -> Result<(), Stop> {
-        self.unmap(gpu, space, va, 1)
-    }
-
-    /// Forgets the mappings of a space that was destroyed.
-    pub fn forget_space(&mut self, gpu: &mut dyn Client, space: SpaceId) {
-        let range = self.mappings.range((space, 0)..=(space, u64::MAX));
-        let found: Vec<_> = range.map(|((_, va), mapped)| (*va, mapped.store)).collect();
-        for (va, store) in found {
-            self.mappings.remove(&(space, va));
-            self.release(gpu, store);
         }
     }
 
@@ -480,6 +433,10 @@ impl Memories {
             Place::System { import, .. } => {
                 self.system_bytes -= len;
                 import
+            }
+            Place::Guest(_) => {
+                self.system_bytes -= len;
+                None
             }
             Place::Doorbell | Place::LaunchRegion => None,
         };

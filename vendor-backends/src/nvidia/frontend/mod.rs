@@ -11,6 +11,7 @@
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
 //!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
+//!    * [`guest_memory`]: memory of a VM, for programs there
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `processes`, `status_page`: what `nvidia-smi` shows
 //! 6. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
@@ -20,6 +21,7 @@ mod call;
 mod control;
 mod escapes;
 mod files;
+pub mod guest_memory;
 pub mod identity;
 mod lists;
 mod managed;
@@ -36,16 +38,18 @@ mod video_memory;
 
 use std::os::fd::OwnedFd;
 
-use cuda_socket::{FileId, IoctlRequest, MapRequest, Node, VERSION, Welcome};
+use cuda_socket::{Done, Fetch, FileId, IoctlRequest, MapRequest, Node, VERSION, Welcome};
 use mdev_core::gpu::Client;
+use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
 
 use self::alloc::DOORBELL_BYTES;
 pub use self::call::Outcome;
-use self::call::{Call, Stop};
+use self::call::{Call, ProgramMemory, Stop};
 use self::files::Files;
+use self::guest_memory::GivenMemory;
 use self::identity::Identity;
-use self::memory::Memories;
+use self::memory::{Mappable, Memories};
 use self::objects::{Clients, Kind, Object};
 use self::queries::Queries;
 use self::refusals::Refusals;
@@ -101,6 +105,19 @@ pub enum Mapped {
     Doorbell,
     /// A file, from an offset in bytes.
     File(OwnedFd, u64),
+    /// Pages of a VM, by their id.
+    Guest(u64),
+}
+
+/// What a program in a VM gets from an ioctl.
+#[derive(Debug)]
+pub enum GuestOutcome {
+    /// It is to send more of its memory.
+    Fetch(Fetch),
+    /// So many bytes of new memory are needed. Nothing has changed.
+    Allocate(u64),
+    /// The result, with the ids of its places' pages.
+    Done(Done, Vec<u64>),
 }
 
 impl FrontEnd {
@@ -163,6 +180,11 @@ impl FrontEnd {
         }
     }
 
+    /// Makes the programs those of a VM with this memory.
+    pub fn set_guest(&mut self, memory: SharedGuestMemory) {
+        self.memories.set_guest(memory);
+    }
+
     /// Carries out an ioctl. `shared` is the file that came with it.
     pub fn ioctl(
         &mut self,
@@ -170,23 +192,60 @@ impl FrontEnd {
         request: &IoctlRequest,
         shared: Option<OwnedFd>,
     ) -> Outcome {
-        let mut call = Call::new(request, shared);
-        let node = self.files.get(request.file).map(|file| file.node);
+        let mut call = Call::new(request, ProgramMemory::Host(shared));
+        let errno = match self.carry_out(gpu, &mut call) {
+            Ok(errno) => errno,
+            Err(Missing::Program(fetch)) => return Outcome::Fetch(fetch),
+            Err(Missing::Allocation(_)) => Errno::ENOMEM as i32,
+        };
+        let (done, memory, _) = call.finish(errno);
+        let files = memory.into_iter().filter_map(|memory| match memory {
+            Mappable::File(file, _) => Some(file),
+            Mappable::Guest(_) => None,
+        });
+        Outcome::Done(done, files.collect())
+    }
+
+    /// Carries out an ioctl of a program in a VM, with memory that came with it.
+    pub fn guest_ioctl(
+        &mut self,
+        gpu: &mut dyn Client,
+        request: &IoctlRequest,
+        memory: Vec<GivenMemory>,
+    ) -> GuestOutcome {
+        let mut call = Call::new(request, ProgramMemory::Guest(memory));
+        let errno = match self.carry_out(gpu, &mut call) {
+            Ok(errno) => errno,
+            Err(Missing::Program(fetch)) => return GuestOutcome::Fetch(fetch),
+            Err(Missing::Allocation(len)) => return GuestOutcome::Allocate(len),
+        };
+        let (done, memory, _) = call.finish(errno);
+        let ids = memory.into_iter().filter_map(|memory| match memory {
+            Mappable::Guest(id) => Some(id),
+            Mappable::File(..) => None,
+        });
+        GuestOutcome::Done(done, ids.collect())
+    }
+
+    /// Carries out an ioctl. Returns its `errno`, or 0.
+    fn carry_out(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<i32, Missing> {
+        let node = self.files.get(call.file()).map(|file| file.node);
         let result = match node {
-            Ok(Node::Uvm) => self.uvm_ioctl(gpu, &mut call),
+            Ok(Node::Uvm) => self.uvm_ioctl(gpu, call),
             Ok(_) => {
                 self.update_utilization(gpu);
-                self.rm_ioctl(gpu, &mut call)
+                self.rm_ioctl(gpu, call)
             }
             Err(stop) => Err(stop),
         };
         match result {
-            Ok(()) => call.finish(0),
-            Err(Stop::Fetch(fetch)) => Outcome::Fetch(fetch),
-            Err(Stop::Errno(errno)) => call.finish(errno as i32),
-            Err(Stop::Status(status)) => match escapes::set_status(&mut call, status) {
-                Ok(()) => call.finish(0),
-                Err(_) => call.finish(Errno::EINVAL as i32),
+            Ok(()) => Ok(0),
+            Err(Stop::Fetch(fetch)) => Err(Missing::Program(fetch)),
+            Err(Stop::Allocate(len)) => Err(Missing::Allocation(len)),
+            Err(Stop::Errno(errno)) => Ok(errno as i32),
+            Err(Stop::Status(status)) => match escapes::set_status(call, status) {
+                Ok(()) => Ok(0),
+                Err(_) => Ok(Errno::EINVAL as i32),
             },
         }
     }
@@ -208,8 +267,11 @@ impl FrontEnd {
         if request.len == 0 || request.len > len {
             return Err(Errno::EINVAL);
         }
-        let file = self.memories.file(store).map_err(|_| Errno::EIO)?;
-        file.map(|(file, offset)| Mapped::File(file, offset)).ok_or(Errno::EINVAL)
+        match self.memories.mappable(store).map_err(|_| Errno::EIO)? {
+            Some(Mappable::File(file, offset)) => Ok(Mapped::File(file, offset)),
+            Some(Mappable::Guest(pages)) => Ok(Mapped::Guest(pages)),
+            None => Err(Errno::EINVAL),
+        }
     }
 
     /// Ends objects that were removed from the tree.
@@ -279,6 +341,15 @@ impl FrontEnd {
     pub fn refused(&self) -> u64 {
         self.refusals.count()
     }
+}
+
+/// What an ioctl needs first.
+#[derive(Debug)]
+enum Missing {
+    /// Memory or files of the program.
+    Program(Fetch),
+    /// So many bytes of new memory of the VM.
+    Allocation(u64),
 }
 
 /// Returns an `NvNotification` with the error of a channel.

@@ -8,7 +8,7 @@ use mdev_core::gpu::Client;
 use mdev_core::units::PAGE_SIZE;
 
 use super::FrontEnd;
-use super::call::Stop;
+use super::call::{Call, Stop};
 use super::objects::Kind;
 use crate::nvidia::sys::numbers::{class, status};
 
@@ -64,12 +64,13 @@ const MAX_PAGES: usize = 256;
 
 impl FrontEnd {
     /// Creates a page with the state.
-    pub(super) fn new_status_page(&mut self) -> Result<Kind, Stop> {
+    pub(super) fn new_status_page(&mut self, call: &mut Call<'_>) -> Result<Kind, Stop> {
         let pages = self.clients.all().filter(|object| object.class == class::STATUS_PAGE);
         if pages.count() >= MAX_PAGES {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
-        Ok(Kind::Memory(self.memories.allocate_system(PAGE_SIZE, false)?.0))
+        let memory = call.new_memory(PAGE_SIZE)?;
+        Ok(Kind::Memory(self.memories.adopt(memory, PAGE_SIZE)?))
     }
 
     /// Samples the engine time now and then, while programs look at the state.

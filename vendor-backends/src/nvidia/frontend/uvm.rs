@@ -13,7 +13,7 @@ use super::FrontEnd;
 use super::call::{Call, Stop, put_u64};
 use super::files::File;
 use super::managed::RANGE_REQUESTS;
-use super::memory::StoreId;
+use super::memory::{StoreId, SystemMemory};
 use crate::nvidia::sys::numbers::{status, uvm};
 use crate::nvidia::version::Layout;
 
@@ -196,26 +196,30 @@ impl FrontEnd {
         Ok(())
     }
 
-    /// Allocates memory at the same address for CPU and GPU.
-    pub(super) fn semaphore_pool(
+    fn semaphore_pool(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
+        self.spaces(call)?;
+        let memory = pool_memory(call)?;
+        self.map_pool(gpu, call, memory)
+    }
+
+    /// Maps memory at the same address for CPU and GPU.
+    pub(super) fn map_pool(
         &mut self,
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
+        memory: SystemMemory,
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
-        if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
-            return Err(Stop::Status(status::INVALID_ARGUMENT));
-        }
         let spaces = self.spaces(call)?;
-        let (store, _) = self.memories.allocate_system(len, false)?;
+        let store = self.memories.adopt(memory, len)?;
         let mapped =
             spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
-        let file = self.memories.file(store);
+        let memory = self.memories.mappable(store);
         // The mappings keep the memory.
         self.memories.release(gpu, store);
         mapped?;
-        if let Some((file, offset)) = file? {
-            call.place(Range { address: va, len }, file, offset);
+        if let Some(memory) = memory? {
+            call.place(Range { address: va, len }, memory);
         }
         Ok(())
     }
@@ -227,9 +231,27 @@ impl FrontEnd {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
-        let mut spaces = self.spaces(call)?.into_iter();
-        spaces.try_for_each(|space| self.memories.map_launch_region(gpu, (space, va), len))
+        for space in self.spaces(call)? {
+            if !self.memories.map_launch_region(gpu, (space, va), len)? {
+                // Kernels launch none here, so it is ordinary memory.
+                let memory = call.new_memory(len)?;
+                let store = self.memories.adopt(memory, len)?;
+                let mapped = self.memories.map(gpu, (space, va), store, 0, len);
+                self.memories.release(gpu, store);
+                mapped?;
+            }
+        }
+        Ok(())
     }
+}
+
+/// Returns memory for the range in the argument.
+pub fn pool_memory(call: &mut Call<'_>) -> Result<SystemMemory, Stop> {
+    let (va, len) = (call.u64(0)?, call.u64(8)?);
+    if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
+        return Err(Stop::Status(status::INVALID_ARGUMENT));
+    }
+    call.new_memory(len)
 }
 
 /// Answers that the GPU's memory is no NUMA node.

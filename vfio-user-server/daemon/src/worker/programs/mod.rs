@@ -314,6 +314,8 @@ impl Programs {
                     Ok((fd, offset)) => (Reply::Mapped { offset }, vec![fd]),
                     Err(_) => failed(Errno::EIO),
                 },
+                // Pages of a VM are for a VM's programs.
+                Ok(Mapped::Guest(_)) => failed(Errno::EIO),
                 Err(error) => failed(error),
             },
         }
