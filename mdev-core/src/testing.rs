@@ -1,10 +1,14 @@
 //! Test helpers: a GPU client that records its calls, and guest memory.
+//!
+//! * [`queue_driver`]: a guest's driver of the control queue
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
     missing_docs,
     reason = "test helpers panic on violations"
 )]
+
+pub mod queue_driver;
 
 use std::collections::BTreeMap;
 use std::fs::File;

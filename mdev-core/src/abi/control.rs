@@ -6,7 +6,7 @@ use bitflags::bitflags;
 pub const MAGIC: u32 = 0x4152_5354;
 /// Value of [`reg::VERSION`]: major version in the upper half, minor in the lower. A guest refuses
 /// an unknown major version.
-pub const VERSION: u32 = 0x0001_0000;
+pub const VERSION: u32 = 0x0001_0001;
 /// Length of BAR 3 in bytes.
 pub const BAR_BYTES: u64 = 16 * 1024;
 /// Interrupt vectors of a vGPU. A guest with fewer MSI messages uses the vector number modulo their
@@ -47,6 +47,20 @@ pub mod reg {
     pub const MAX_CHANNELS: u64 = 0x034;
     /// RO: trapped wake and doorbell writes since reset. Zero for a guest without exits.
     pub const TRAPPED_DOORBELLS: u64 = 0x038;
+    /// RO: [`super::super::queue::VERSION`], or 0 without a control queue.
+    pub const QUEUE_VERSION: u64 = 0x040;
+    /// RO: [`super::super::queue::status`].
+    pub const QUEUE_STATUS: u64 = 0x044;
+    /// RW: guest-physical address of the queue (page-aligned), low half.
+    pub const QUEUE_BASE_LO: u64 = 0x048;
+    /// RW: guest-physical address of the queue, high half.
+    pub const QUEUE_BASE_HI: u64 = 0x04c;
+    /// RW: number of slots of the queue.
+    pub const QUEUE_SLOTS: u64 = 0x050;
+    /// RW: [`super::super::queue::CONTROL_ENABLE`].
+    pub const QUEUE_CONTROL: u64 = 0x054;
+    /// WO: any write: the queue has new submissions.
+    pub const QUEUE_NOTIFY: u64 = 0x058;
     /// RO: name of the type, NUL-padded, 64 bytes.
     pub const TYPE_NAME: u64 = 0x100;
     /// Length of [`TYPE_NAME`].
@@ -81,6 +95,8 @@ bitflags! {
         /// The device has fixed functions, which blobs name
         /// ([`super::program::Kernel::FixedFunction`]).
         const FIXED_FUNCTION = 1 << 7;
+        /// A control queue for CUDA programs ([`super::queue`]).
+        const QUEUE = 1 << 8;
     }
 }
 

@@ -19,10 +19,13 @@ impl VirtualFunction {
     pub fn detach(&mut self) {
         self.irq.reset();
         self.reset();
-        self.memory.clear(&mut *self.client);
+        self.dma_unmap_all();
         self.vram = Window::default();
         self.framebuffer = Window::default();
-        let renewed = self.client.renew();
+        let renewed = self.client.lock().renew();
+        if let Err(error) = self.client.refresh() {
+            log::error!("The next VM's memory cannot be duplicated: {error}");
+        }
         if !matches!(renewed, Ok(true)) {
             self.scrub();
         }
@@ -46,7 +49,7 @@ impl VirtualFunction {
         let done =
             unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, offset, len) } == 0;
         // The backend scrubs a file without holes, such as real video memory.
-        if !done && let Err(error) = self.client.scrub() {
+        if !done && let Err(error) = self.client.lock().scrub() {
             log::debug!("Video memory was not scrubbed: {error}");
         }
     }

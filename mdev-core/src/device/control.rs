@@ -3,7 +3,7 @@
 use super::FunctionSpec;
 use crate::abi::control::{BAR_BYTES, Features, MAGIC, Status, VERSION, reg};
 use crate::abi::doorbell;
-use crate::abi::mailbox;
+use crate::abi::{mailbox, queue};
 use crate::gpu::{Client, GpuCapabilities, Pending};
 use crate::ids::{GuestPa, Token};
 use pci_registers::{Bank, BankState, RestoreError, Row, Width};
@@ -26,6 +26,13 @@ pub(super) enum ControlReg {
     Wake,
     MaxChannels,
     TrappedDoorbells,
+    QueueVersion,
+    QueueStatus,
+    QueueBaseLow,
+    QueueBaseHigh,
+    QueueSlots,
+    QueueControl,
+    QueueNotify,
     TypeName,
     Uuid,
     GpuName,
@@ -42,6 +49,10 @@ pub(super) enum DoorbellReg {
 pub(super) struct ControlEffect {
     /// Execute the request in the mailbox.
     pub mailbox: bool,
+    /// Start or stop the control queue.
+    pub queue: Option<bool>,
+    /// The control queue has new submissions.
+    pub notify: bool,
     /// Wake the engine for this channel.
     pub wake: Option<Token>,
     /// The pending conditions or the enabled interrupts have changed.
@@ -77,10 +88,11 @@ impl Control {
     }
 
     /// Reads bytes of BAR 3.
-    pub fn read(&self, offset: u64, data: &mut [u8], lost: bool) {
+    pub fn read(&self, offset: u64, data: &mut [u8], lost: bool, queue: u32) {
         let status = if lost { Status::LOST } else { Status::READY };
         self.bank.read(offset, data, |id, value| match id {
             ControlReg::Status => status.bits(),
+            ControlReg::QueueStatus => queue,
             _ => value,
         });
     }
@@ -96,6 +108,12 @@ impl Control {
             }
             ControlReg::MailboxDoorbell => effect.mailbox = true,
             ControlReg::Wake => effect.wake = Some(Token(write.raw)),
+            ControlReg::QueueControl => {
+                let enable = |value: u32| value & queue::CONTROL_ENABLE != 0;
+                let changed = enable(write.new) != enable(write.old);
+                effect.queue = changed.then(|| enable(write.new));
+            }
+            ControlReg::QueueNotify => effect.notify = true,
             // Stored only, or read-only.
             ControlReg::MailboxLow
             | ControlReg::MailboxHigh
@@ -108,6 +126,11 @@ impl Control {
             | ControlReg::MailboxStatus
             | ControlReg::MaxChannels
             | ControlReg::TrappedDoorbells
+            | ControlReg::QueueVersion
+            | ControlReg::QueueStatus
+            | ControlReg::QueueBaseLow
+            | ControlReg::QueueBaseHigh
+            | ControlReg::QueueSlots
             | ControlReg::TypeName
             | ControlReg::Uuid
             | ControlReg::GpuName => {}
@@ -124,6 +147,20 @@ impl Control {
     pub fn mailbox(&self) -> GuestPa {
         let (low, high) = (ControlReg::MailboxLow, ControlReg::MailboxHigh);
         GuestPa(u64::from(self.bank.get(high)) << 32 | u64::from(self.bank.get(low)))
+    }
+
+    /// Shows the control queue.
+    pub fn define_queue(&mut self) {
+        self.bank.define(ControlReg::QueueVersion, queue::VERSION);
+        let features = self.bank.get(ControlReg::Features) | Features::QUEUE.bits();
+        self.bank.define(ControlReg::Features, features);
+    }
+
+    /// Returns the address of the control queue and its number of slots.
+    pub fn queue(&self) -> (GuestPa, u32) {
+        let (low, high) = (ControlReg::QueueBaseLow, ControlReg::QueueBaseHigh);
+        let base = u64::from(self.bank.get(high)) << 32 | u64::from(self.bank.get(low));
+        (GuestPa(base), self.bank.get(ControlReg::QueueSlots))
     }
 
     /// Sets the status of the last request.
@@ -205,7 +242,7 @@ pub(super) fn doorbell_bank() -> Bank<DoorbellReg> {
 }
 
 fn rows() -> Vec<Row<ControlReg>> {
-    [status_rows(), mailbox_rows(), description_rows()].concat()
+    [status_rows(), mailbox_rows(), queue_rows(), description_rows()].concat()
 }
 
 /// Identification, status, interrupts and video memory.
@@ -225,7 +262,7 @@ fn status_rows() -> Vec<Row<ControlReg>> {
             W32,
             0,
             pending,
-            "Pending: bit 0 non-stall, bit 1 channel error, bit 2 GPU lost",
+            "Pending: bit 0 non-stall, bit 1 channel error, bit 2 GPU lost, bit 3 queue",
         ),
         Row::rw(
             R::InterruptEnable,
@@ -272,6 +309,28 @@ fn mailbox_rows() -> Vec<Row<ControlReg>> {
             "Status of the last request",
         ),
         Row::wo(R::Wake, "WAKE", reg::WAKE, W32, "Token of a channel; wakes a sleeping engine"),
+    ]
+}
+
+/// Control queue.
+fn queue_rows() -> Vec<Row<ControlReg>> {
+    use ControlReg as R;
+    use Width::W32;
+    let (version, status) = (reg::QUEUE_VERSION, reg::QUEUE_STATUS);
+    let (low, high) = (reg::QUEUE_BASE_LO, reg::QUEUE_BASE_HI);
+    let (slots, control) = (reg::QUEUE_SLOTS, reg::QUEUE_CONTROL);
+    let address = "Guest-physical address of the control queue";
+    let enable = queue::CONTROL_ENABLE;
+    let state = "State of the queue, and the reason of a failure";
+    let notify = "Any write: the queue has new submissions";
+    vec![
+        Row::ro(R::QueueVersion, "QUEUE_VERSION", version, W32, 0, "Major << 16, minor; 0: none"),
+        Row::ro(R::QueueStatus, "QUEUE_STATUS", status, W32, 0, state),
+        Row::rw(R::QueueBaseLow, "QUEUE_BASE_LO", low, W32, 0, 0xffff_f000, address).unsaved(),
+        Row::rw(R::QueueBaseHigh, "QUEUE_BASE_HI", high, W32, 0, u32::MAX, "High half").unsaved(),
+        Row::rw(R::QueueSlots, "QUEUE_SLOTS", slots, W32, 0, u32::MAX, "Number of slots").unsaved(),
+        Row::rw(R::QueueControl, "QUEUE_CONTROL", control, W32, 0, enable, "Bit 0: run").unsaved(),
+        Row::wo(R::QueueNotify, "QUEUE_NOTIFY", reg::QUEUE_NOTIFY, W32, notify),
     ]
 }
 

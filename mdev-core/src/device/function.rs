@@ -1,6 +1,7 @@
 //! The virtual function.
 
 use std::os::fd::OwnedFd;
+use std::sync::MutexGuard;
 
 use pci_registers::capability::{express_endpoint, msi, power_management};
 use pci_registers::{Bank, Bar, CONFIG_BYTES, ConfigSpace, ConfigTable, Interrupts};
@@ -10,6 +11,7 @@ use super::display::{self, Display};
 use super::identity;
 use super::interrupts::Delivery;
 use super::mailbox::{self, Environment};
+use super::queue::ControlQueue;
 use super::region::BarKind;
 use super::window::Window;
 use super::{
@@ -18,9 +20,9 @@ use super::{
 };
 use crate::abi::control::{Features, VECTORS, reg};
 use crate::abi::doorbell;
-use crate::gpu::{Aperture, Client, GpuError, Pending, Usage};
-use crate::ids::{GuestPa, Token};
-use crate::mem::{DmaAccess, GuestMemory, ImportLimits, MemError};
+use crate::gpu::{Aperture, Client, ClientHandle, GpuError, Pending, Usage};
+use crate::ids::Token;
+use crate::mem::{ImportLimits, SharedGuestMemory};
 
 /// One vGPU as a PCI device.
 ///
@@ -28,7 +30,8 @@ use crate::mem::{DmaAccess, GuestMemory, ImportLimits, MemError};
 /// time. Calls return quickly; only calls of the GPU can block.
 #[derive(Debug)]
 pub struct VirtualFunction {
-    pub(super) client: Box<dyn Client>,
+    pub(super) client: ClientHandle,
+    pub(super) queue: Option<Box<dyn ControlQueue>>,
     features: Features,
     pub(super) config: ConfigSpace,
     pub(super) control: Control,
@@ -36,7 +39,7 @@ pub struct VirtualFunction {
     doorbell: Bank<DoorbellReg>,
     pub(super) vram: Window,
     pub(super) framebuffer: Window,
-    pub(super) memory: GuestMemory,
+    pub(super) memory: SharedGuestMemory,
     pub(super) irq: Interrupts,
     /// The GPU has eventfds of the guest.
     pub(super) has_gpu_events: bool,
@@ -74,6 +77,9 @@ impl VirtualFunction {
         }
         let features = control::features(spec, &*client);
         let bars = super::region::bars(spec, &*client)?;
+        let control = Control::new(spec, &*client, features);
+        let client = ClientHandle::new(client)
+            .map_err(|_| DeviceError::Invalid("Its memory cannot be duplicated"))?;
         let identity =
             if spec.display.is_some() { identity::DISPLAY } else { identity::ACCELERATOR };
         let config = ConfigSpace::new(&ConfigTable {
@@ -85,12 +91,12 @@ impl VirtualFunction {
         Ok(Self {
             features,
             config,
-            control: Control::new(spec, &*client, features),
+            control,
             display: spec.display.map(|limits| Display::new(limits, framebuffer)),
             doorbell: control::doorbell_bank(),
             vram: Window::default(),
             framebuffer: Window::default(),
-            memory: GuestMemory::default(),
+            memory: SharedGuestMemory::default(),
             irq: Interrupts::new(true, VECTORS),
             has_gpu_events: false,
             direct: false,
@@ -100,6 +106,7 @@ impl VirtualFunction {
             last_scanout: Scanout::default(),
             pristine: true,
             client,
+            queue: None,
         })
     }
 
@@ -149,7 +156,8 @@ impl VirtualFunction {
     pub fn region_event(&self, index: u32) -> Option<RegionEvent<'_>> {
         let Region::Bar(number) = Region::from_index(index)? else { return None };
         let offset = match self.bar_kind(number)? {
-            BarKind::Control => reg::WAKE,
+            // The queue has to know of each wake-up.
+            BarKind::Control if self.queue.is_none() => reg::WAKE,
             BarKind::Doorbell if !self.features.contains(Features::DOORBELL_MAPPED) => {
                 doorbell::TOKEN
             }
@@ -194,7 +202,8 @@ impl VirtualFunction {
                 if Control::touches_interrupt_status(offset, data.len()) {
                     self.collect(Delivery::Line);
                 }
-                self.control.read(offset, data, self.lost);
+                let queue = self.queue_status();
+                self.control.read(offset, data, self.lost, queue);
             }
             Some(BarKind::Display) => {
                 self.traps.display += 1;
@@ -285,7 +294,7 @@ impl VirtualFunction {
         let scanout = self.scanout();
         if scanout != self.last_scanout {
             self.last_scanout = scanout;
-            let result = self.client.set_scanout(&scanout);
+            let result = self.client.lock().set_scanout(&scanout);
             self.check_lost(result);
         }
     }
@@ -299,7 +308,14 @@ impl VirtualFunction {
         if let Some(token) = effect.wake {
             self.wake(token);
         }
+        if let Some(enable) = effect.queue {
+            self.write_queue_control(enable);
+        }
+        if effect.notify {
+            self.notify_queue();
+        }
         if effect.interrupts {
+            self.connect_msi_to_queue();
             if effect.newly_enabled != 0 {
                 self.connect_msi_to_gpu();
                 let pending = Pending::from_bits_truncate(effect.newly_enabled);
@@ -315,23 +331,39 @@ impl VirtualFunction {
     fn serve_mailbox(&mut self) {
         self.traps.mailbox += 1;
         self.active = true;
-        let mut environment = Environment {
-            client: &mut *self.client,
-            memory: &mut self.memory,
-            features: self.features,
-        };
-        let outcome = mailbox::serve(&mut environment, self.control.mailbox(), self.lost);
+        let queue_runs = self.queue_runs();
+        let outcome = self.execute_mailbox(queue_runs);
         self.control.set_mailbox_status(outcome.status);
         if outcome.lost {
             self.lose();
         }
     }
 
+    /// Executes the request in the mailbox, or refuses it without the client.
+    fn execute_mailbox(&mut self, queue_runs: bool) -> mailbox::Outcome {
+        let address = self.control.mailbox();
+        if queue_runs {
+            return mailbox::refuse(&mut self.memory.lock(), address, self.lost);
+        }
+        // The client first, as in the queue's thread.
+        let mut client = self.client.lock();
+        let mut environment = Environment {
+            client: &mut **client,
+            memory: &mut self.memory.lock(),
+            features: self.features,
+        };
+        mailbox::serve(&mut environment, address, self.lost)
+    }
+
     fn wake(&mut self, token: Token) {
         self.traps.doorbell += 1;
         self.control.count_doorbell();
-        let woken = self.client.wake(token);
-        self.check_lost(woken);
+        // A request of the queue may take long. The queue's thread wakes the engine after it.
+        let woken = self.client.try_lock().map(|mut client| client.wake(token));
+        if let Some(queue) = &mut self.queue {
+            queue.woken(woken.is_none());
+        }
+        self.check_lost(woken.unwrap_or(Ok(())));
     }
 
     /// Handles the result of a GPU call that is not reported to the guest.
@@ -351,42 +383,21 @@ impl VirtualFunction {
         }
     }
 
-    /// Adds guest memory. The device cannot access memory without a file.
-    pub fn dma_map(
-        &mut self,
-        iova: GuestPa,
-        size: u64,
-        access: DmaAccess,
-        file: Option<(OwnedFd, u64)>,
-    ) -> Result<(), MemError> {
-        self.memory.map(iova, size, access, file)
-    }
-
-    /// Removes a mapping of exactly this range. Afterwards neither the device nor the GPU accesses
-    /// the range.
-    pub fn dma_unmap(&mut self, iova: GuestPa, size: u64) -> Result<(), MemError> {
-        self.memory.unmap(&mut *self.client, iova, size)
-    }
-
-    /// Removes all mappings and returns their size in bytes.
-    pub fn dma_unmap_all(&mut self) -> u64 {
-        self.memory.clear(&mut *self.client)
-    }
-
     /// Starts the backend's threads: see [`Client::start`].
     pub fn start(&mut self) -> Result<(), GpuError> {
-        self.client.start()
+        self.client.lock().start()
     }
 
     /// Accepts the connection of a new manager, for GPUs that are controlled through the worker.
     pub fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
-        self.client.attach_manager(fd)
+        self.client.lock().attach_manager(fd)
     }
 
     /// Resets registers, channels and GPU mappings, for DEVICE_RESET and a function-level reset.
     /// Guest memory and the client's eventfds stay.
     pub fn reset(&mut self) {
-        let reset = self.client.reset();
+        self.reset_queue();
+        let reset = self.client.lock().reset();
         self.config.reset();
         self.control.reset();
         if let Some(display) = &mut self.display {
@@ -394,7 +405,7 @@ impl VirtualFunction {
         }
         self.update_scanout();
         // Drop conditions from before the reset, except for the loss of the GPU.
-        let lost = self.client.take_pending().contains(Pending::DEVICE_LOST);
+        let lost = self.client.lock().take_pending().contains(Pending::DEVICE_LOST);
         self.connect_msi_to_gpu();
         self.update_line();
         self.check_lost(reset);
@@ -404,8 +415,8 @@ impl VirtualFunction {
     }
 
     /// Returns the client of the GPU, for work that does not come through the device.
-    pub fn client_mut(&mut self) -> &mut dyn Client {
-        &mut *self.client
+    pub fn client(&mut self) -> MutexGuard<'_, Box<dyn Client>> {
+        self.client.lock()
     }
 
     /// Returns the picture on the screen.
@@ -434,7 +445,7 @@ impl VirtualFunction {
             gpu: self.client.gpu().max_import_bytes,
             vgpu: self.client.spec().max_import_bytes,
         };
-        let mut lines = self.memory.advice(&own, self.active, limits);
+        let mut lines = self.memory.lock().advice(&own, self.active, limits);
         if self.lost {
             lines.push("The GPU is lost: stop the vGPU and start it again".to_owned());
         }
@@ -448,7 +459,7 @@ impl VirtualFunction {
 
     /// Returns the usage counters.
     pub fn usage(&mut self) -> Result<Usage, GpuError> {
-        self.client.usage()
+        self.client.lock().usage()
     }
 
     /// Returns the function's register tables as Markdown with their names, for `docs/`.

@@ -7,6 +7,7 @@ use pci_registers::{Interrupts, IrqIndex, IrqInfo};
 
 use super::function::VirtualFunction;
 use crate::abi::control::VECTORS;
+use crate::abi::queue::State;
 use crate::gpu::Pending;
 
 /// Interrupts by which conditions are delivered.
@@ -46,6 +47,7 @@ impl VirtualFunction {
     /// Passes the eventfds of MSI vectors to the GPU while the guest enables non-stall interrupts,
     /// so that the GPU signals them without the worker.
     pub(super) fn connect_msi_to_gpu(&mut self) {
+        self.connect_msi_to_queue();
         let wanted = self.irq.msi_granted() > 0
             && self.control.enabled().contains(Pending::NONSTALL)
             && !self.lost;
@@ -55,7 +57,7 @@ impl VirtualFunction {
         (self.has_gpu_events, self.direct) = (wanted, wanted);
         for vector in 0..VECTORS {
             let event = if wanted { self.irq.msi_event(vector) } else { None };
-            if let Err(error) = self.client.set_interrupt(vector, event) {
+            if let Err(error) = self.client.lock().set_interrupt(vector, event) {
                 log::debug!("The GPU does not signal vector {vector} itself: {error}");
                 self.direct = false;
             }
@@ -74,11 +76,27 @@ impl VirtualFunction {
     }
 
     pub(super) fn collect(&mut self, delivery: Delivery) -> Pending {
-        let pending = self.client.take_pending();
+        let (pending, signal) = match &mut self.queue {
+            // The queue's thread collects the client's conditions.
+            Some(queue) if queue.status().0 != State::Off => queue.take_pending(),
+            Some(queue) => {
+                let (pending, signal) = queue.take_pending();
+                let own = self.client.lock().take_pending();
+                (pending | own, signal | own)
+            }
+            None => {
+                let pending = self.client.lock().take_pending();
+                (pending, pending)
+            }
+        };
         if pending.contains(Pending::DEVICE_LOST) {
             self.lose();
         }
-        self.raise(pending, delivery);
+        if !pending.is_empty() {
+            self.control.raise(pending);
+            self.deliver(signal & self.control.enabled(), delivery);
+            self.update_line();
+        }
         pending
     }
 
@@ -100,7 +118,8 @@ impl VirtualFunction {
         // The channel is unknown here, so every vector is signalled.
         if pending.contains(Pending::NONSTALL) && !self.direct && delivery == Delivery::All {
             (0..granted).for_each(|vector| self.irq.msi_signal(vector));
-        } else if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST) {
+        } else if pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST | Pending::QUEUE)
+        {
             self.irq.msi_signal(0);
         }
     }

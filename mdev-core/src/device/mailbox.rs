@@ -96,6 +96,19 @@ pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> 
     Outcome { status, lost: lost || status == Status::DeviceLost }
 }
 
+/// Refuses the request at `address` while the control queue runs: it would wait for the queue.
+pub(super) fn refuse(memory: &mut GuestMemory, address: GuestPa, lost: bool) -> Outcome {
+    let mut header = [0; PAYLOAD];
+    let refused = if lost { Status::DeviceLost } else { Status::Unsupported };
+    let written = memory.read(address, &mut header).and_then(|()| {
+        header[4..8].copy_from_slice(&(refused as u32).to_le_bytes());
+        header[12..16].fill(0);
+        memory.write(address, &header)
+    });
+    let status = if written.is_ok() { refused } else { Status::BadMailbox };
+    Outcome { status, lost }
+}
+
 /// Returns the guest's status for a GPU error.
 fn status_of(error: &GpuError) -> Status {
     match error {

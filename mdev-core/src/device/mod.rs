@@ -4,9 +4,11 @@
 //! | --- | --- |
 //! | `function` | [`VirtualFunction`], the interface for a session |
 //! | `attachment` | arrival and departure of a VM |
+//! | `dma` | guest memory |
 //! | `interrupts` | interrupts: eventfds of the client, conditions of the GPU |
 //! | `region` | VFIO regions and the layout of the BARs |
 //! | `control`, `mailbox` | BAR 3: control registers and mailbox requests |
+//! | `queue` | control queue |
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved state |
@@ -14,11 +16,13 @@
 mod attachment;
 mod control;
 mod display;
+mod dma;
 mod edid;
 mod function;
 mod identity;
 mod interrupts;
 mod mailbox;
+mod queue;
 mod region;
 mod state;
 mod window;
@@ -28,6 +32,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::gpu::Scanout;
 use crate::ids::VgpuId;
 pub use function::VirtualFunction;
+pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
 pub use state::{SavedFunction, StateError};
 

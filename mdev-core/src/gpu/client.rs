@@ -152,6 +152,8 @@ bitflags! {
         const CHANNEL_ERROR = 1 << 1;
         /// The GPU is lost.
         const DEVICE_LOST = 1 << 2;
+        /// The control queue has completions, or another state. No GPU raises this.
+        const QUEUE = 1 << 3;
     }
 }
 

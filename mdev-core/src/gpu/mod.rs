@@ -9,6 +9,7 @@ mod capabilities;
 mod channel;
 mod client;
 mod error;
+mod handle;
 mod parent;
 mod screen;
 mod usage;
@@ -23,6 +24,7 @@ pub use client::{
     Aperture, Apertures, Backing, CREATED_VA_END, Client, GuestRam, MapRequest, Pending,
 };
 pub use error::GpuError;
+pub use handle::{ClientHandle, SharedClient};
 pub use parent::{Admission, ClientSpec, Gpu};
 pub use screen::{PhysicalScreen, Scanout, ScreenStatus};
 pub use usage::{Quotas, Usage, UsageReport};

@@ -11,8 +11,8 @@
 //!    `idle_check`, `wait_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
-//! 6. [`frontend`]: the driver's device files for CUDA programs; [`driver_queries`]: what they ask
-//!    the driver
+//! 6. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in a
+//!    VM; [`driver_queries`]: what they ask the driver
 //! 7. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 
@@ -20,6 +20,7 @@ pub mod activity;
 mod backend;
 pub mod channels;
 mod client;
+pub mod control_queue;
 pub mod ctxsw_log;
 pub mod device;
 pub mod doorbell_poller;

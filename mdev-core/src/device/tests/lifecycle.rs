@@ -126,7 +126,7 @@ fn an_unreachable_state_is_refused() {
         ("\"DISPI_XRES\": 640", "\"DISPI_XRES\": 0"),
         ("\"COMMAND\": 6", "\"COMMAND\": 7"),
         ("\"BAR0\": 3758096392", "\"BAR0\": 3758096393"),
-        ("\"INTR_ENABLE\": 3", "\"INTR_ENABLE\": 15"),
+        ("\"INTR_ENABLE\": 3", "\"INTR_ENABLE\": 31"),
         ("\"INTR_ENABLE\": 3,", ""),
         ("\"QEXT_ENDIAN\": 505290270", "\"QEXT_ENDIAN\": 1"),
     ] {

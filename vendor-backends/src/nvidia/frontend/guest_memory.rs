@@ -82,6 +82,11 @@ impl GuestPages {
         self.len
     }
 
+    /// Returns the number of ranges, after neighbours were joined.
+    pub fn ranges_count(&self) -> usize {
+        self.parts.len()
+    }
+
     /// Returns the guest-physical ranges of `len` bytes from an offset.
     fn ranges(&self, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
         let first = self.parts.partition_point(|part| part.at + part.len <= offset);

@@ -1,7 +1,8 @@
 //! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
 //!
-//! * `program_events`: events of CUDA programs
+//! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue
 
+mod gpu_events;
 mod program_events;
 
 use std::collections::BTreeMap;
@@ -48,6 +49,7 @@ mod source {
     pub const CONTROL_LISTENER: u32 = 4;
     pub const ACCEPT_TIMER: u32 = 5;
     pub const PROGRAMS_LISTENER: u32 = 6;
+    pub const QUEUE: u32 = 7;
     /// First number of control connections.
     pub const CONTROL: u32 = 16;
     /// First number of descriptors of programs.
@@ -74,6 +76,8 @@ pub struct Worker {
     /// original.
     unmask: Option<OwnedFd>,
     gpu_watched: bool,
+    /// The thread of the control queue watches the GPU instead.
+    queue_has_gpu: bool,
     control_listener: SeqPacketListener,
     control: BTreeMap<u32, ControlConnection>,
     next_control: u32,
@@ -111,6 +115,7 @@ impl Worker {
             busy_poll: BusyPoll::new(false),
             unmask: None,
             gpu_watched: false,
+            queue_has_gpu: false,
             control_listener,
             control: BTreeMap::new(),
             next_control: source::CONTROL,
@@ -288,6 +293,7 @@ impl Worker {
             }
         }
         self.watch_unmask(ops);
+        self.watch_gpu(ops);
     }
 
     /// Watches the INTx unmask eventfd that the client has set.
@@ -317,19 +323,6 @@ impl Worker {
             self.unmask = None;
             let line = format_args!("The VM's file to unmask INTx is not an eventfd: {error}");
             self.log_limited(Level::Warn, line);
-        }
-    }
-
-    fn on_gpu(&mut self, ops: &mut EventOps) {
-        let pending = self.function.inner_mut().on_gpu_event();
-        if let Some(programs) = &mut self.programs {
-            programs.on_gpu_event(self.function.inner_mut(), pending);
-        }
-        if self.gpu_watched && !self.function.inner().gpu_ok() {
-            log::error!("The GPU {} is lost", self.spec.parent);
-            let fd = self.function.inner().gpu_event().as_raw_fd();
-            let _ = ops.remove(Events::empty_raw(fd));
-            self.gpu_watched = false;
         }
     }
 
@@ -431,6 +424,9 @@ impl MutEventSubscriber for Worker {
         watch(ops, &self.accept_timer, source::ACCEPT_TIMER, EventSet::IN);
         let gpu = self.function.inner().gpu_event();
         self.gpu_watched = watch(ops, &gpu, source::GPU, EventSet::IN);
+        if let Some(event) = self.function.inner().queue_event() {
+            watch(ops, &event, source::QUEUE, EventSet::IN);
+        }
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
@@ -439,6 +435,7 @@ impl MutEventSubscriber for Worker {
             source::SESSION => self.drive_session(ops),
             source::GPU => self.on_gpu(ops),
             source::UNMASK => self.on_unmask(ops),
+            source::QUEUE => self.on_queue(ops),
             source::CONTROL_LISTENER => self.accept_control(ops),
             source::ACCEPT_TIMER => self.resume_listeners(ops),
             source::PROGRAMS_LISTENER => self.accept_program(ops),

@@ -6,12 +6,16 @@
 //! * `events`: event loop
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
-//! * `programs`: CUDA programs on the vGPU
+//! * `programs`: CUDA programs of the host on the vGPU; `queue_thread`: of the VM
+//! * `front_end_spec`, `doorbell`: for both
 
 mod control;
+mod doorbell;
 mod events;
+mod front_end_spec;
 mod function;
 mod programs;
+mod queue_thread;
 pub mod sandbox;
 
 use std::fs::File;
@@ -28,8 +32,10 @@ use vendor_backends::seqpacket::SeqPacketListener;
 use crate::spawn;
 use crate::worker_protocol::{VERSION, WorkerSpec};
 use events::Worker;
+use front_end_spec::FrontEndSpec;
 use function::Function;
 use programs::Programs;
+use queue_thread::QueueThread;
 use sandbox::system_calls::Role;
 use vfio_user_server::busy_poll::BusyPoll;
 
@@ -78,7 +84,11 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let programs = match (&spec.programs, programs) {
         (Some(programs), Some(listener)) => {
             let listener = SeqPacketListener::from(listener);
-            Some(Programs::new(&spec, programs, driver.as_deref(), listener)?)
+            let front_end = FrontEndSpec::new(&spec, programs, driver.as_deref());
+            let gpu_event = function.gpu_event().try_clone_to_owned()?;
+            let queue = QueueThread::start(function.share(), gpu_event, front_end.clone())?;
+            function.add_queue(Box::new(queue));
+            Some(Programs::new(front_end, listener)?)
         }
         _ => None,
     };

@@ -2,10 +2,6 @@
 //!
 //! A program's process has one connection for requests and one socket for each open file. A vGPU
 //! serves either a VM or programs. When the last program has left, the vGPU gets new memory.
-//!
-//! * `doorbell`: wake-up of the engine
-
-mod doorbell;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,27 +11,19 @@ use anyhow::{Context, Result};
 use cuda_socket::{FileId, Node, Reply, Request, VERSION, decode, encode};
 use mdev_core::device::VirtualFunction;
 use mdev_core::gpu::Pending;
-use mdev_core::ids::VgpuId;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
-use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, DRIVER_WITHOUT_GPU, FrontEnd, Mapped, Outcome};
-use vendor_backends::nvidia::version::Layout;
+use vendor_backends::nvidia::frontend::{FrontEnd, Mapped, Outcome};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
 
-use self::doorbell::Doorbell;
-use crate::worker_protocol::{ProgramsSpec, WorkerSpec};
+use super::doorbell::{self, Doorbell};
+use super::front_end_spec::FrontEndSpec;
 use vgpud_api::AttachedClient;
 
 /// Limit of processes on a vGPU.
 const MAX_CONNECTIONS: usize = 64;
-
-/// PCI ids and address that programs see.
-const PCI_IDS: (u16, u16) = (0x10de, 0x2335);
-const PCI_ADDRESS: (u8, u8) = (0, 6);
 
 /// Process on the vGPU.
 #[derive(Debug)]
@@ -75,51 +63,11 @@ pub struct Programs {
     doorbell: Option<Doorbell>,
 }
 
-/// Parameters of a front end.
-#[derive(Clone, Debug)]
-struct FrontEndSpec {
-    vgpu: VgpuId,
-    programs: ProgramsSpec,
-    /// Version of the driver.
-    driver: String,
-    vram_bytes: u64,
-    max_system_bytes: u64,
-}
-
-impl FrontEndSpec {
-    fn create(&self) -> Result<FrontEnd> {
-        let identity = Identity {
-            vgpu: self.vgpu,
-            name: self.programs.name.clone(),
-            driver: self.driver.clone(),
-            pci_ids: PCI_IDS,
-            address: PCI_ADDRESS,
-            vram_bytes: self.vram_bytes,
-        };
-        let layout = Layout::of_programs(&self.driver)?;
-        let queries = Box::new(Recorded::hopper()?);
-        Ok(FrontEnd::new(identity, layout, Classes::hopper(), queries, self.max_system_bytes))
-    }
-}
-
 impl Programs {
-    /// Creates the programs' side of a vGPU on a GPU with this version of the driver. The listener
-    /// becomes non-blocking.
-    pub fn new(
-        spec: &WorkerSpec,
-        programs: &ProgramsSpec,
-        driver: Option<&str>,
-        listener: SeqPacketListener,
-    ) -> Result<Self> {
+    /// Creates the programs' side of a vGPU. The listener becomes non-blocking.
+    pub fn new(new_front_end: FrontEndSpec, listener: SeqPacketListener) -> Result<Self> {
         fcntl(&listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .context("Cannot use the programs' listener")?;
-        let new_front_end = FrontEndSpec {
-            vgpu: spec.function.vgpu,
-            programs: programs.clone(),
-            driver: driver.unwrap_or(DRIVER_WITHOUT_GPU).to_owned(),
-            vram_bytes: spec.client.vram_bytes,
-            max_system_bytes: spec.client.max_import_bytes,
-        };
         Ok(Self {
             listener,
             front_end: new_front_end.create()?,
@@ -174,7 +122,7 @@ impl Programs {
         }
         if !self.are_present() {
             function.attach();
-            self.doorbell = Doorbell::start(function.client_mut())
+            self.doorbell = Doorbell::start(&mut **function.client())
                 .inspect_err(|error| log::warn!("The doorbell cannot be watched: {error:#}"))
                 .unwrap_or(None);
         }
@@ -212,7 +160,7 @@ impl Programs {
             Ok(_) | Err(_) => {}
         }
         let file = *file;
-        self.front_end.close(function.client_mut(), file);
+        self.front_end.close(&mut **function.client(), file);
         if let Some((_, socket, _)) = self.files.remove(&source) {
             changes.unwatch.push(socket.into());
         }
@@ -302,15 +250,15 @@ impl Programs {
                 None => failed(Errno::ENOTTY),
             },
             Request::Ioctl(request) => {
-                let client = function.client_mut();
-                match self.front_end.ioctl(client, &request, fds.into_iter().next()) {
+                let mut client = function.client();
+                match self.front_end.ioctl(&mut **client, &request, fds.into_iter().next()) {
                     Outcome::Fetch(fetch) => (Reply::Fetch(fetch), Vec::new()),
                     Outcome::Done(done, fds) => (Reply::Done(done), fds),
                 }
             }
             Request::Map(request) => match self.front_end.map(&request) {
                 Ok(Mapped::File(fd, offset)) => (Reply::Mapped { offset }, vec![fd]),
-                Ok(Mapped::Doorbell) => match doorbell::page(function.client_mut()) {
+                Ok(Mapped::Doorbell) => match doorbell::page(&mut **function.client()) {
                     Ok((fd, offset)) => (Reply::Mapped { offset }, vec![fd]),
                     Err(_) => failed(Errno::EIO),
                 },
@@ -346,7 +294,7 @@ impl Programs {
         }
         let has_error = pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST);
         if has_error {
-            self.front_end.note_errors(function.client_mut());
+            self.front_end.note_errors(&mut **function.client());
         }
         let waiting = self.front_end.events(has_error);
         for (file, socket, _) in self.files.values() {

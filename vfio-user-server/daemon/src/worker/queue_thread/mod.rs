@@ -1,0 +1,302 @@
+//! Thread of the control queue, through which CUDA programs in a VM use the vGPU.
+//!
+//! A request can take milliseconds in the GPU's driver. The event loop, which answers the guest's
+//! accesses to registers, therefore only notes what the guest wants. This thread holds the client
+//! during a request, and the event loop does not wait for it, except to reset the device.
+//!
+//! * `signals`: what both use
+
+mod signals;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use std::{io, thread};
+
+use anyhow::{Context, Result};
+use mdev_core::abi::queue::{Failure, State};
+use mdev_core::device;
+use mdev_core::gpu::{Pending, SharedClient};
+use mdev_core::ids::{GuestPa, Token};
+use mdev_core::mem::SharedGuestMemory;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use vendor_backends::nvidia::control_queue::ControlQueue;
+
+use self::signals::{Order, Signals};
+use super::doorbell::Doorbell;
+use super::front_end_spec::FrontEndSpec;
+use crate::log_limiter::LogLimiter;
+
+/// Time without a ring after which the guest is asked to withdraw the doorbell page.
+const QUIET: Duration = Duration::from_secs(2);
+/// Interval of looks at the doorbell.
+const DOORBELL_LOOK: Duration = Duration::from_millis(500);
+/// Interval of looks for room in the guest's ring of completions.
+const ROOM_LOOK: Duration = Duration::from_millis(1);
+
+/// Control queue of a worker, with its thread.
+#[derive(Debug)]
+pub struct QueueThread {
+    signals: Arc<Signals>,
+    served: Arc<Mutex<Served>>,
+    client: SharedClient,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread serves. Held during a request.
+#[derive(Debug, Default)]
+struct Served {
+    queue: Option<ControlQueue>,
+    doorbell: Option<Doorbell>,
+}
+
+/// The thread's parts.
+#[derive(Debug)]
+struct Server {
+    signals: Arc<Signals>,
+    served: Arc<Mutex<Served>>,
+    client: SharedClient,
+    memory: SharedGuestMemory,
+    gpu_event: OwnedFd,
+    front_end: FrontEndSpec,
+    log_limiter: LogLimiter,
+}
+
+fn lock(served: &Mutex<Served>) -> MutexGuard<'_, Served> {
+    served.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Served {
+    /// Ends all use of the vGPU.
+    fn end(&mut self, signals: &Signals, client: &SharedClient) {
+        signals.set_doorbell(None);
+        self.doorbell = None;
+        if let Some(queue) = self.queue.take() {
+            let mut client = client.lock();
+            queue.stop(&mut **client);
+            if let Err(error) = client.reset() {
+                log::debug!("The GPU refused a reset: {error}");
+            }
+        }
+    }
+}
+
+impl QueueThread {
+    /// Starts the thread for a client and guest memory.
+    pub fn start(
+        (client, memory): (SharedClient, SharedGuestMemory),
+        gpu_event: OwnedFd,
+        front_end: FrontEndSpec,
+    ) -> Result<Self> {
+        let signals = Arc::new(Signals::new().context("Cannot create the queue's events")?);
+        let served = Arc::<Mutex<Served>>::default();
+        let mut server = Server {
+            signals: Arc::clone(&signals),
+            served: Arc::clone(&served),
+            client: client.clone(),
+            memory,
+            gpu_event,
+            front_end,
+            log_limiter: LogLimiter::new(Instant::now()),
+        };
+        let thread = thread::Builder::new().name("queue".into());
+        let thread = thread.spawn(move || server.run()).context("Cannot start a thread")?;
+        Ok(Self { signals, served, client, thread: Some(thread) })
+    }
+}
+
+impl device::ControlQueue for QueueThread {
+    fn start(&mut self, base: GuestPa, slots: u32) {
+        if self.signals.status().0 == State::Off {
+            self.signals.order(Order::Start(base, slots));
+        }
+    }
+
+    fn stop(&mut self) {
+        if self.signals.status().0 != State::Off {
+            self.signals.order(Order::Stop);
+        }
+    }
+
+    fn notify(&mut self) {
+        self.signals.notify();
+    }
+
+    fn woken(&mut self, deferred: bool) {
+        self.signals.wake(deferred);
+    }
+
+    fn status(&self) -> (State, u32) {
+        self.signals.status()
+    }
+
+    fn reset(&mut self) {
+        let mut served = lock(&self.served);
+        self.signals.reset();
+        served.end(&self.signals, &self.client);
+    }
+
+    fn set_interrupt(&mut self, event: Option<OwnedFd>) {
+        self.signals.set_interrupt(event);
+    }
+
+    fn event(&self) -> BorrowedFd<'_> {
+        self.signals.event().as_fd()
+    }
+
+    fn take_pending(&mut self) -> (Pending, Pending) {
+        self.signals.take_pending()
+    }
+}
+
+impl Drop for QueueThread {
+    fn drop(&mut self) {
+        self.signals.stopped.store(true, Ordering::SeqCst);
+        self.signals.notify();
+        if let Some(thread) = self.thread.take() {
+            // A panic was logged already.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Server {
+    fn run(&mut self) {
+        while !self.signals.stopped.load(Ordering::SeqCst) {
+            let timeout = self.step();
+            if timeout != Some(Duration::ZERO)
+                && let Err(error) = self.wait(timeout)
+            {
+                log::error!("The queue's thread cannot wait: {error}");
+                return;
+            }
+        }
+    }
+
+    /// Waits for something to do.
+    fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
+        let timeout = match timeout {
+            Some(timeout) => PollTimeout::try_from(timeout).map_err(io::Error::other)?,
+            None => PollTimeout::NONE,
+        };
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = [readable(self.signals.work().as_fd()), readable(self.gpu_event.as_fd())];
+        // The client's events are for the event loop while the queue is off.
+        let count = if self.signals.status().0 == State::Off { 1 } else { 2 };
+        match poll(&mut fds[..count], timeout) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Does what there is to do, up to one request. Returns the time after which there may be more;
+    /// zero if there is more.
+    fn step(&mut self) -> Option<Duration> {
+        self.signals.take_work();
+        if self.signals.take_wake_client()
+            && let Err(error) = self.client.lock().wake(Token(0))
+        {
+            log::debug!("The GPU refused a wake-up: {error}");
+        }
+        let shared = Arc::clone(&self.served);
+        let mut served = lock(&shared);
+        match self.signals.take_order() {
+            Some(Order::Start(base, slots)) => self.start(&mut served, base, slots),
+            Some(Order::Stop) => {
+                served.end(&self.signals, &self.client);
+                self.signals.set_state(State::Off, None);
+            }
+            None if self.signals.status().0 == State::Off => return None,
+            None => {}
+        }
+        let pending = self.client.lock().take_pending();
+        self.signals.add(pending);
+        if self.signals.status().0 != State::Running {
+            return None;
+        }
+        match self.serve(&mut served, pending) {
+            Ok(timeout) => timeout,
+            Err(failure) => {
+                self.fail(failure);
+                None
+            }
+        }
+    }
+
+    fn start(&mut self, served: &mut Served, base: GuestPa, slots: u32) {
+        match self.try_start(served, base, slots) {
+            Ok(()) => self.signals.set_state(State::Running, None),
+            Err(failure) => self.fail(failure),
+        }
+    }
+
+    fn try_start(&mut self, served: &mut Served, base: GuestPa, slots: u32) -> Result<(), Failure> {
+        let front_end = self.front_end.create().map_err(|error| {
+            log::error!("{error:#}");
+            Failure::Host
+        })?;
+        let mut client = self.client.lock();
+        // Ends what the mailbox has made.
+        client.reset().map_err(|_| Failure::Lost)?;
+        let queue = ControlQueue::start(front_end, self.memory.clone(), base, slots)?;
+        served.doorbell = Doorbell::start(&mut **client).unwrap_or_else(|error| {
+            log::warn!("The doorbell cannot be watched: {error:#}");
+            None
+        });
+        self.signals.set_doorbell(served.doorbell.as_ref().and_then(Doorbell::waker));
+        served.queue = Some(queue);
+        Ok(())
+    }
+
+    fn fail(&mut self, failure: Failure) {
+        if let Some(suppressed) = self.log_limiter.pass(Instant::now()) {
+            let more = if suppressed > 0 { " (lines were suppressed before)" } else { "" };
+            log::warn!("The VM's control queue stops: {failure}{more}");
+        }
+        self.signals.set_state(State::Failed, Some(failure));
+    }
+
+    /// Serves a request. Returns the time after which there may be more.
+    fn serve(&self, served: &mut Served, pending: Pending) -> Result<Option<Duration>, Failure> {
+        let Served { queue: Some(queue), doorbell } = served else { return Ok(None) };
+        if !pending.is_empty() {
+            queue.on_gpu_event(&mut **self.client.lock(), pending)?;
+        }
+        let more =
+            !queue.is_blocked() && queue.has_work()? && { queue.serve(&mut **self.client.lock())? };
+        let quiet = self.watch_doorbell(queue, doorbell.as_ref());
+        if queue.flush()? {
+            self.signals.interrupt();
+        }
+        Ok(match (queue.is_blocked(), more) {
+            (true, _) => Some(ROOM_LOOK),
+            (false, true) => Some(Duration::ZERO),
+            (false, false) => quiet,
+        })
+    }
+
+    /// Lets the doorbell's thread sleep while no program has the page. Returns the time after which
+    /// it may do so.
+    fn watch_doorbell(
+        &self,
+        queue: &mut ControlQueue,
+        doorbell: Option<&Doorbell>,
+    ) -> Option<Duration> {
+        let doorbell = doorbell?;
+        if queue.is_doorbell_withdrawn() {
+            doorbell.sleep();
+        } else if doorbell.quiet_for() >= QUIET {
+            queue.withdraw_doorbell();
+        }
+        // Last: a wake-up in between ends the sleep.
+        if self.signals.take_woken() {
+            queue.on_woken();
+            if let Some(waker) = doorbell.waker() {
+                waker.wake();
+            }
+        }
+        (!queue.is_doorbell_withdrawn()).then_some(DOORBELL_LOOK)
+    }
+}

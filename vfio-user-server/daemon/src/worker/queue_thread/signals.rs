@@ -1,0 +1,205 @@
+//! State of the queue's thread that accesses of a guest use: nothing here waits for a request.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use mdev_core::abi::queue::{self, Failure, State};
+use mdev_core::gpu::Pending;
+use mdev_core::ids::GuestPa;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use crate::worker::doorbell::Waker;
+
+/// Change of the queue that a guest wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Serve the queue at this address, with so many slots.
+    Start(GuestPa, u32),
+    /// Stop to serve it.
+    Stop,
+}
+
+/// Signals between the queue's thread and the event loop.
+#[derive(Debug)]
+pub struct Signals {
+    orders: Mutex<VecDeque<Order>>,
+    /// Readable when the thread has something to do.
+    work: EventFd,
+    status: AtomicU32,
+    pending: AtomicU32,
+    unsignalled: AtomicU32,
+    /// Readable when `unsignalled` has conditions, or when the state has changed.
+    event: EventFd,
+    interrupt: Mutex<Option<OwnedFd>>,
+    doorbell: Mutex<Option<Waker>>,
+    /// The guest has woken the engine.
+    woken: AtomicBool,
+    /// The engine is to be woken: the client was in use.
+    wake_client: AtomicBool,
+    /// The thread is to end.
+    pub stopped: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn signal(event: &impl AsFd) {
+    // A full counter is readable as well.
+    let _ = nix::unistd::write(event, &1_u64.to_ne_bytes());
+}
+
+fn clear(event: &EventFd) {
+    // It is empty if another call has read it.
+    let _ = event.read();
+}
+
+impl Signals {
+    /// Creates signals of a queue that is off.
+    pub fn new() -> io::Result<Self> {
+        let event = || {
+            let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+            EventFd::from_flags(flags).map_err(io::Error::from)
+        };
+        Ok(Self {
+            orders: Mutex::default(),
+            work: event()?,
+            status: AtomicU32::new(queue::status(State::Off, None)),
+            pending: AtomicU32::new(0),
+            unsignalled: AtomicU32::new(0),
+            event: event()?,
+            interrupt: Mutex::default(),
+            doorbell: Mutex::default(),
+            woken: AtomicBool::new(false),
+            wake_client: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+        })
+    }
+
+    /// Returns the descriptor that is readable when the thread has something to do.
+    pub fn work(&self) -> &EventFd {
+        &self.work
+    }
+
+    /// Returns the descriptor that is readable when the event loop has something to do.
+    pub fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    /// Tells the thread that there is something to do.
+    pub fn notify(&self) {
+        signal(&self.work);
+    }
+
+    /// Notes that the thread looks for what there is to do.
+    pub fn take_work(&self) {
+        clear(&self.work);
+    }
+
+    /// Gives an order and shows the state until it is done.
+    pub fn order(&self, order: Order) {
+        let state = match order {
+            Order::Start(..) => State::Starting,
+            Order::Stop => State::Stopping,
+        };
+        self.status.store(queue::status(state, None), Ordering::SeqCst);
+        lock(&self.orders).push_back(order);
+        self.notify();
+    }
+
+    /// Returns the next order.
+    pub fn take_order(&self) -> Option<Order> {
+        lock(&self.orders).pop_front()
+    }
+
+    /// Returns the queue to its initial state, except for its descriptors.
+    pub fn reset(&self) {
+        lock(&self.orders).clear();
+        self.pending.store(0, Ordering::SeqCst);
+        self.unsignalled.store(0, Ordering::SeqCst);
+        self.woken.store(false, Ordering::SeqCst);
+        self.status.store(queue::status(State::Off, None), Ordering::SeqCst);
+    }
+
+    /// Returns the state and the value of `QUEUE_STATUS`.
+    pub fn status(&self) -> (State, u32) {
+        let status = self.status.load(Ordering::SeqCst);
+        let states = [State::Off, State::Starting, State::Running, State::Stopping, State::Failed];
+        let state = states.into_iter().find(|state| *state as u32 == status & 0xff);
+        (state.unwrap_or(State::Failed), status)
+    }
+
+    /// Shows a state and interrupts the guest.
+    pub fn set_state(&self, state: State, failure: Option<Failure>) {
+        self.status.store(queue::status(state, failure), Ordering::SeqCst);
+        self.interrupt();
+        signal(&self.event);
+    }
+
+    /// Interrupts the guest: there are completions, or another state.
+    pub fn interrupt(&self) {
+        self.pending.fetch_or(Pending::QUEUE.bits(), Ordering::SeqCst);
+        match &*lock(&self.interrupt) {
+            Some(event) => signal(event),
+            None => self.raise(Pending::QUEUE),
+        }
+    }
+
+    /// Adds conditions of the GPU. The guest sees them in its registers, and errors interrupt.
+    pub fn add(&self, pending: Pending) {
+        self.pending.fetch_or(pending.bits(), Ordering::SeqCst);
+        let errors = pending & (Pending::CHANNEL_ERROR | Pending::DEVICE_LOST);
+        if !errors.is_empty() {
+            self.raise(errors);
+        }
+    }
+
+    fn raise(&self, pending: Pending) {
+        self.unsignalled.fetch_or(pending.bits(), Ordering::SeqCst);
+        signal(&self.event);
+    }
+
+    /// Returns the conditions since the last call, and those that are not signalled yet.
+    pub fn take_pending(&self) -> (Pending, Pending) {
+        clear(&self.event);
+        let signal = self.unsignalled.swap(0, Ordering::SeqCst);
+        let pending = self.pending.swap(0, Ordering::SeqCst) | signal;
+        (Pending::from_bits_truncate(pending), Pending::from_bits_truncate(signal))
+    }
+
+    /// Sets the eventfd of the guest's interrupt.
+    pub fn set_interrupt(&self, event: Option<OwnedFd>) {
+        *lock(&self.interrupt) = event;
+    }
+
+    /// Sets what wakes the thread that watches the doorbell page.
+    pub fn set_doorbell(&self, waker: Option<Waker>) {
+        *lock(&self.doorbell) = waker;
+    }
+
+    /// Notes that the guest has woken the engine. The thread wakes the client later if `deferred`.
+    pub fn wake(&self, deferred: bool) {
+        self.wake_client.fetch_or(deferred, Ordering::SeqCst);
+        self.woken.store(true, Ordering::SeqCst);
+        let doorbell = lock(&self.doorbell);
+        if let Some(waker) = &*doorbell {
+            waker.wake();
+        }
+        if deferred || doorbell.is_some() {
+            self.notify();
+        }
+    }
+
+    /// Returns whether the guest has woken the engine since the last call.
+    pub fn take_woken(&self) -> bool {
+        self.woken.swap(false, Ordering::SeqCst)
+    }
+
+    /// Returns whether the client is to be woken, once.
+    pub fn take_wake_client(&self) -> bool {
+        self.wake_client.swap(false, Ordering::SeqCst)
+    }
+}
