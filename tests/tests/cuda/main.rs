@@ -4,6 +4,7 @@
 //! * `in_vm`: the same programs in a VM
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
+//! * `queue`: programs in a VM
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -11,6 +12,7 @@ mod driver_api;
 mod fairness;
 mod in_vm;
 mod inside;
+mod queue;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;

@@ -6,11 +6,14 @@
 //!
 //! * `ring`: submissions and completions; `buffer`: of a request
 //! * `messages`: requests and replies; `memory_list`: pages that come with them
+//! * `testing` (feature `test-util`): a program in a VM
 
 mod buffer;
 mod memory_list;
 mod messages;
 mod ring;
+#[cfg(feature = "test-util")]
+pub mod testing;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

@@ -302,7 +302,12 @@ impl Memories {
         let Store { len, place: Place::Reserved { align }, .. } = *self.store(id)? else {
             return Ok(());
         };
-        let place = match gpu.allocate(len) {
+        let allocated = match &self.guest {
+            // The VM has mapped the partition, which an allocation would give up.
+            Some(_) => Err(GpuError::Unsupported("allocations for a VM")),
+            None => gpu.allocate(len),
+        };
+        let place = match allocated {
             Ok(memory) => Place::Allocated(memory),
             Err(GpuError::Unsupported(_)) => {
                 let extents = self.partition.allocate(len, align);

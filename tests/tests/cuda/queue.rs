@@ -1,0 +1,262 @@
+//! Programs in a VM: a guest's driver on the control queue of a vGPU.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use mdev_core::abi::control::{Features, reg};
+use mdev_core::abi::doorbell::TOKEN;
+use mdev_core::abi::queue::{self, CONTROL_ENABLE, Failure, State, completion, node, op};
+use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS, request};
+use mdev_core::units::MIB;
+use memmap2::MmapOptions;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::json;
+use system_tests::Vgpud;
+use vendor_backends::nvidia::control_queue::testing::{Program, memory_params};
+use vfio_user::Client;
+use zerocopy::IntoBytes;
+
+use super::TYPE;
+
+/// Guest RAM, and where the queue is in it.
+const RAM: u64 = 64 * MIB;
+const BASE: u64 = 0x10_0000;
+
+/// Regions, and registers of configuration space.
+const DOORBELL: u32 = 1;
+const CONTROL: u32 = 3;
+const CONFIG: u32 = 7;
+const COMMAND: u64 = 4;
+const DEVICE_CONTROL: u64 = 0x60;
+const FUNCTION_RESET: [u8; 2] = [0, 0x80];
+
+/// `VFIO_PCI_MSI_IRQ_INDEX`, `VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER`.
+const MSI: u32 = 1;
+const TRIGGER_BY_EVENTFD: u32 = 0x24;
+/// Bit of the queue in `INTR_STATUS`.
+const QUEUE: u32 = 1 << 3;
+
+/// A VM without a CPU.
+struct Vm {
+    client: Client,
+    ram: File,
+    interrupt: EventFd,
+}
+
+impl Bus for Vm {
+    fn read(&mut self, address: u64, bytes: &mut [u8]) {
+        self.ram.read_exact_at(bytes, address).unwrap();
+    }
+
+    fn write(&mut self, address: u64, bytes: &[u8]) {
+        self.ram.write_all_at(bytes, address).unwrap();
+    }
+
+    fn notify(&mut self) {
+        self.store(reg::QUEUE_NOTIFY, 1);
+    }
+
+    fn wait(&mut self) {
+        assert!(self.interrupted(), "no interrupt, in state {:#x}", self.load(reg::QUEUE_STATUS));
+    }
+}
+
+impl Vm {
+    fn attach(vgpud: &Vgpud, uuid: &str) -> Result<Self> {
+        let mut client = Client::new(&vgpud.vfio_socket(uuid))?;
+        let ram = File::from(memfd_create(c"guest-ram", MFdFlags::MFD_CLOEXEC)?);
+        ram.set_len(RAM)?;
+        client.dma_map(0, 0, RAM, ram.as_raw_fd())?;
+        client.region_write(CONFIG, COMMAND, &[6, 0])?;
+        let interrupt = EventFd::from_flags(EfdFlags::EFD_CLOEXEC)?;
+        client.set_irqs(MSI, TRIGGER_BY_EVENTFD, 0, 1, &[interrupt.as_raw_fd()])?;
+        // One vector, enabled.
+        client.region_write(CONFIG, 0x4a, &[1, 0])?;
+        Ok(Self { client, ram, interrupt })
+    }
+
+    fn load(&mut self, register: u64) -> u32 {
+        let mut bytes = [0; 4];
+        self.client.region_read(CONTROL, register, &mut bytes).unwrap();
+        u32::from_le_bytes(bytes)
+    }
+
+    fn store(&mut self, register: u64, value: u32) {
+        self.client.region_write(CONTROL, register, &value.to_le_bytes()).unwrap();
+    }
+
+    /// Waits for an interrupt.
+    fn interrupted(&mut self) -> bool {
+        use nix::poll::{PollFd, PollFlags, poll};
+        use std::os::fd::AsFd;
+        let mut fds = [PollFd::new(self.interrupt.as_fd(), PollFlags::POLLIN)];
+        matches!(poll(&mut fds, 20_000_u16), Ok(1)) && self.interrupt.read().is_ok()
+    }
+
+    /// Waits for the queue's state.
+    fn reach(&mut self, state: State, failure: Option<Failure>) -> Result<()> {
+        let end = Instant::now() + Duration::from_secs(20);
+        loop {
+            let status = self.load(reg::QUEUE_STATUS);
+            if status == queue::status(state, failure) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < end, "{status:#x} instead of {state:?}");
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Starts the queue of a new driver.
+    fn start(mut self) -> Result<QueueDriver<Self>> {
+        self.store(reg::INTR_ENABLE, QUEUE);
+        let mut driver = QueueDriver::new(self, BASE, RAM);
+        let vm = &mut driver.bus;
+        vm.store(reg::QUEUE_BASE_LO, BASE as u32);
+        vm.store(reg::QUEUE_SLOTS, SLOTS);
+        vm.store(reg::QUEUE_CONTROL, CONTROL_ENABLE);
+        vm.reach(State::Running, None)?;
+        ensure!(vm.interrupted(), "A change of the state does not interrupt");
+        Ok(driver)
+    }
+}
+
+fn start(vgpud: &Vgpud) -> Result<QueueDriver<Vm>> {
+    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+    Vm::attach(vgpud, &uuid)?.start()
+}
+
+fn wait_for(what: &str, mut ready: impl FnMut() -> bool) -> Result<()> {
+    system_tests::wait_for(what, &mut ready)
+}
+
+#[test]
+fn programs_in_a_vm_copy_through_channels_of_their_own() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let mut driver = start(&vgpud)?;
+    ensure!(driver.bus.load(reg::FEATURES) & Features::QUEUE.bits() != 0, "no feature");
+    ensure!(driver.bus.load(reg::QUEUE_VERSION) == queue::VERSION, "no version");
+    let mut program = Program::start(&mut driver);
+    let mut channel = program.channel(&mut driver);
+    let region = driver.bus.client.region(DOORBELL).context("no doorbell")?;
+    let offset = region.file_offset.as_ref().context("the doorbell is not mapped")?;
+    let options = MmapOptions::new().offset(offset.start()).len(region.size as usize).to_owned();
+    let page = options.map_raw(offset.file())?;
+    let ring = |token: u32| {
+        // SAFETY: the page is mapped, and the register is aligned.
+        unsafe { page.as_mut_ptr().add(TOKEN as usize).cast::<u32>().write_volatile(token) };
+    };
+    // Nothing looks whether the engine sleeps, as libcuda.
+    for text in [&b"first"[..], b"second"] {
+        channel.copy(&mut driver, text);
+        ring(channel.token);
+        wait_for("the semaphore", || channel.is_done(&mut driver))?;
+        assert_eq!(channel.copied(&mut driver, text.len()), text);
+    }
+    // The page is withdrawn when nothing rings it. The next access wakes the device again.
+    let mut generation = None;
+    wait_for("a request to withdraw the doorbell", || {
+        driver.collect();
+        generation =
+            driver.events.iter().find(|it| it.kind == completion::WITHDRAW).map(|it| it.value);
+        generation.is_some()
+    })?;
+    let withdrawn = queue::Withdrawn {
+        request: request(op::WITHDRAWN, 0),
+        generation: generation.unwrap_or_default(),
+    };
+    driver.request(withdrawn.as_bytes());
+    driver.bus.store(reg::WAKE, channel.token);
+    channel.copy(&mut driver, b"third");
+    ring(channel.token);
+    wait_for("the semaphore after a sleep", || channel.is_done(&mut driver))?;
+
+    for file in [program.control, program.gpu, program.uvm] {
+        assert_eq!(driver.close(file), Ok(()));
+    }
+    driver.collect();
+    assert!(driver.memories.is_empty(), "the guest gets its memory back");
+    Ok(())
+}
+
+#[test]
+fn a_guests_mistake_costs_its_own_queue_until_a_reset() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let mut driver = start(&vgpud)?;
+    let mut program = Program::start(&mut driver);
+    program.channel(&mut driver);
+    // A page of the buffer is not in RAM.
+    let mut bad = driver.submission(16);
+    bad.list = RAM;
+    driver.submit(&bad);
+    driver.bus.notify();
+    driver.bus.reach(State::Failed, Some(Failure::Access))?;
+    driver.bus.store(reg::QUEUE_CONTROL, 0);
+    driver.bus.reach(State::Off, None)?;
+    let vm = driver.bus;
+
+    let mut driver = vm.start()?;
+    Program::start(&mut driver).channel(&mut driver);
+    // A reset ends everything before it is complete.
+    driver.bus.client.region_write(CONFIG, DEVICE_CONTROL, &FUNCTION_RESET)?;
+    assert_eq!(driver.bus.load(reg::QUEUE_STATUS), queue::status(State::Off, None));
+    let mut vm = driver.bus;
+    vm.client.region_write(CONFIG, COMMAND, &[6, 0])?;
+    vm.client.region_write(CONFIG, 0x4a, &[1, 0])?;
+    let mut driver = vm.start()?;
+    assert_eq!(driver.open(node::CONTROL, 1), Ok(1), "no file is left");
+    // An address that is no queue.
+    driver.bus.store(reg::QUEUE_CONTROL, 0);
+    driver.bus.reach(State::Off, None)?;
+    driver.bus.store(reg::QUEUE_BASE_HI, 1);
+    driver.bus.store(reg::QUEUE_CONTROL, CONTROL_ENABLE);
+    driver.bus.reach(State::Failed, Some(Failure::Config))
+}
+
+#[test]
+fn no_access_waits_for_a_request() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let mut driver = start(&vgpud)?;
+    let mut program = Program::start(&mut driver);
+    program.space(&mut driver);
+    let memory = program.alloc(&mut driver, 0x10, 0x20, 0x3e, &memory_params(MIB)).unwrap();
+    let gpu = parent(&vgpud)?;
+    // A request that waits for the GPU, which does not answer.
+    kill(gpu, Signal::SIGSTOP)?;
+    let request = program.mapping_request(memory, 0x1000_0000, MIB);
+    driver.fill(&request);
+    let submission = driver.submission(request.len() as u32);
+    driver.submit(&submission);
+    driver.bus.notify();
+    thread::sleep(Duration::from_millis(300));
+    let mut longest = Duration::ZERO;
+    for _ in 0..200 {
+        let begun = Instant::now();
+        driver.bus.load(reg::INTR_STATUS);
+        driver.bus.store(reg::WAKE, 1);
+        driver.bus.notify();
+        driver.bus.load(reg::QUEUE_STATUS);
+        longest = longest.max(begun.elapsed());
+    }
+    let waiting = driver.completion().is_none();
+    kill(gpu, Signal::SIGCONT)?;
+    println!("The longest of 200 times four accesses took {longest:?}");
+    ensure!(waiting, "The request did not wait for the GPU");
+    ensure!(longest < Duration::from_secs(2), "Accesses waited {longest:?}");
+    wait_for("the request", || driver.completion().is_some())
+}
+
+/// Returns the process of the software GPU.
+fn parent(vgpud: &Vgpud) -> Result<Pid> {
+    let mut parents = std::fs::read_dir(vgpud.run_dir().join("parents"))?;
+    let parent = parents.next().context("no parent")??;
+    let run: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(parent.path().join("run.json"))?)?;
+    Ok(Pid::from_raw(i32::try_from(run["process"]["pid"].as_i64().context("no process")?)?))
+}
