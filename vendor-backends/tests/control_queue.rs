@@ -350,7 +350,7 @@ fn the_doorbell_page_is_withdrawn_by_agreement() {
     let acknowledge = |driver: &mut Driver, generation| {
         let request = Withdrawn { request: request(op::WITHDRAWN, 0), generation };
         assert_eq!(word(&driver.request(request.as_bytes()), 1), 0);
-        driver.bus.queue.as_ref().unwrap().is_doorbell_withdrawn()
+        !driver.bus.queue.as_ref().unwrap().is_doorbell_given()
     };
     let first = ask(&mut driver).unwrap();
     assert_eq!(ask(&mut driver), None, "it was asked already");
@@ -361,7 +361,7 @@ fn the_doorbell_page_is_withdrawn_by_agreement() {
     assert!(!acknowledge(&mut driver, first));
     assert!(acknowledge(&mut driver, second));
     driver.bus.queue.as_mut().unwrap().on_woken();
-    assert!(!driver.bus.queue.as_ref().unwrap().is_doorbell_withdrawn());
+    assert!(driver.bus.queue.as_ref().unwrap().is_doorbell_given());
 }
 
 #[test]

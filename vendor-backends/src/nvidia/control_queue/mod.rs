@@ -282,9 +282,9 @@ impl ControlQueue {
         }
     }
 
-    /// Returns whether no program has the doorbell page.
-    pub fn is_doorbell_withdrawn(&self) -> bool {
-        self.doorbell == DoorbellPage::Withdrawn
+    /// Returns whether a program can have the doorbell page.
+    pub fn is_doorbell_given(&self) -> bool {
+        self.doorbell != DoorbellPage::Withdrawn && !self.open.is_empty()
     }
 
     /// Notes that a program has the doorbell page again. An earlier request to withdraw it is void.

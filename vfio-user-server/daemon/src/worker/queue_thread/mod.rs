@@ -285,7 +285,7 @@ impl Server {
         doorbell: Option<&Doorbell>,
     ) -> Option<Duration> {
         let doorbell = doorbell?;
-        if queue.is_doorbell_withdrawn() {
+        if !queue.is_doorbell_given() {
             doorbell.sleep();
         } else if doorbell.quiet_for() >= QUIET {
             queue.withdraw_doorbell();
@@ -293,10 +293,13 @@ impl Server {
         // Last: a wake-up in between ends the sleep.
         if self.signals.take_woken() {
             queue.on_woken();
-            if let Some(waker) = doorbell.waker() {
-                waker.wake();
-            }
         }
-        (!queue.is_doorbell_withdrawn()).then_some(DOORBELL_LOOK)
+        if !queue.is_doorbell_given() {
+            return None;
+        }
+        if let Some(waker) = doorbell.waker() {
+            waker.wake();
+        }
+        Some(DOORBELL_LOOK)
     }
 }
