@@ -19,6 +19,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
 use system_tests::Vgpud;
+use system_tests::in_process::window;
 use vendor_backends::nvidia::control_queue::testing::{Program, memory_params};
 use vfio_user::Client;
 use zerocopy::IntoBytes;
@@ -148,10 +149,7 @@ fn programs_in_a_vm_copy_through_channels_of_their_own() -> Result<()> {
     let offset = region.file_offset.as_ref().context("the doorbell is not mapped")?;
     let options = MmapOptions::new().offset(offset.start()).len(region.size as usize).to_owned();
     let page = options.map_raw(offset.file())?;
-    let ring = |token: u32| {
-        // SAFETY: the page is mapped, and the register is aligned.
-        unsafe { page.as_mut_ptr().add(TOKEN as usize).cast::<u32>().write_volatile(token) };
-    };
+    let ring = |token: u32| window(&page).write32(TOKEN, token);
     // Nothing looks whether the engine sleeps, as libcuda.
     for text in [&b"first"[..], b"second"] {
         channel.copy(&mut driver, text);
