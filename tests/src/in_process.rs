@@ -108,7 +108,7 @@ impl Platform for InProcess {
 }
 
 /// Returns a mapped aperture as a window.
-pub(crate) fn window(mapping: &MmapRaw) -> Window<'_> {
+pub fn window(mapping: &MmapRaw) -> Window<'_> {
     let base = NonNull::new(mapping.as_mut_ptr()).unwrap_or(NonNull::dangling());
     // SAFETY: the mapping outlives the borrow, is never at address 0, and is accessed through
     // windows only.
