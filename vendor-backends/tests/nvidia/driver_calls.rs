@@ -35,7 +35,8 @@ fn preemption_between_blocks_is_set_once_if_chosen() {
     assert_eq!((calls, channels.len()), (1, 3), "one call for the compute group");
 }
 
-/// `tests/golden/nvidia-580.txt` is a recording on an H100 with driver 580.159.04 (`nvidia_hw`).
+/// `tests/golden/nvidia-580.txt` is a recording on an H100 with driver 580.159.04 (`nvidia_hw`). The
+/// five queries `NV2080_CTRL_CMD_CE_GET_CAPS_V2` were added to it by hand.
 #[test]
 fn driver_calls_match_the_recording_of_a_real_driver() {
     let rm = FakeRm::new("580.159.04");
