@@ -202,8 +202,11 @@ impl Vm {
         let (guest, qmp) = loop {
             // Connects to the guest's socket first, so that no output is lost.
             let guest = Guest::connect(&folder.join("agent.sock"));
-            if let (Ok(guest), true) = (guest, folder.join("qmp.sock").exists()) {
-                break (guest, Qmp::connect(&folder.join("qmp.sock"))?);
+            // A socket exists before it accepts connections.
+            if let Ok(guest) = guest
+                && let Ok(qmp) = Qmp::connect(&folder.join("qmp.sock"))
+            {
+                break (guest, qmp);
             }
             if process.try_wait()?.is_some() || Instant::now() > deadline {
                 let text = fs::read_to_string(&errors).unwrap_or_default();
