@@ -5,6 +5,7 @@
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 //! * `queue`: programs in a VM
+//! * `statistics`: what an operator sees of programs
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -13,6 +14,7 @@ mod fairness;
 mod in_vm;
 mod inside;
 mod queue;
+mod statistics;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;

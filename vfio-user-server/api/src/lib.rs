@@ -9,6 +9,7 @@
 //! * [`vgpus`]: vGPUs and their states
 //! * [`requests`]: request bodies that create, change, start and stop vGPUs
 //! * [`client`]: the VM attached to a vGPU, and its trapped accesses
+//! * [`programs`]: the CUDA programs that use a vGPU
 //! * [`statistics`], [`scheduling`]: engine time and shares; policies and decisions
 //! * [`console`], [`physical_screen`]: screens in a viewer or browser; physical screens
 //! * [`errors`]: error codes and messages
@@ -18,6 +19,7 @@ pub mod console;
 pub mod errors;
 pub mod parents;
 pub mod physical_screen;
+pub mod programs;
 pub mod requests;
 pub mod scheduling;
 pub mod statistics;
@@ -29,6 +31,7 @@ pub use console::{OpenConsole, OpenWeb, RFB_UPGRADE, WebAddress};
 pub use errors::{ErrorBody, ErrorCode, ErrorDetail};
 pub use parents::{Parent, ParentState, ParentTypes, TypeInfo};
 pub use physical_screen::{Focused, PhysicalScreen, Rotate};
+pub use programs::{ProgramProcess, Programs};
 pub use requests::{CreateVgpu, ModifyTarget, ModifyVgpu, StartVgpu, StopVgpu, UndefineVgpu};
 pub use scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 pub use statistics::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};

@@ -4,7 +4,7 @@ use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{Traps, VgpuState};
+use crate::{Programs, Traps, VgpuState};
 
 /// Statistics of all vGPUs and parents: `GET /v1/stats`
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -111,6 +111,9 @@ pub struct VgpuStats {
     pub pid: Option<u32>,
     /// Process ID of the attached VM.
     pub vm_pid: Option<i32>,
+    /// CUDA programs, while they use the vGPU.
+    #[serde(default)]
+    pub programs: Option<Programs>,
 }
 
 /// Engine time by engine, in nanoseconds. Methods that lead to a copy or a kernel count with that

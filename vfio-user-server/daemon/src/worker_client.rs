@@ -20,6 +20,9 @@ pub const TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit of the warnings of a worker.
 const MAX_WARNINGS: usize = 16;
 
+/// Limit of the processes of a worker's programs.
+pub const MAX_PROCESSES: usize = 256;
+
 /// Limit of workers that are asked at once, each on a thread.
 const MAX_ASKED: usize = 256;
 
@@ -75,6 +78,9 @@ fn shown(mut status: WorkerStatus) -> WorkerStatus {
     status.warnings.truncate(MAX_WARNINGS);
     for warning in &mut status.warnings {
         *warning = one_line(warning, MAX_TEXT);
+    }
+    if let Some(programs) = &mut status.programs {
+        programs.processes.truncate(MAX_PROCESSES);
     }
     status
 }
@@ -159,6 +165,7 @@ pub(crate) mod tests {
     use vendor_backends::seqpacket::SeqPacketListener;
 
     use super::*;
+    use crate::worker_protocol::ProgramsStatus;
     use crate::worker_protocol::tests::status_of_version_3;
 
     /// Returns the result of `request` to a worker that sends `reply` to any request.
@@ -225,8 +232,11 @@ pub(crate) mod tests {
         let mut hostile = status_of_version_3();
         hostile.warnings = vec![format!("\u{1b}[2J\nINJECTED{}", "A".repeat(30_000))];
         hostile.warnings.resize(40, String::new());
+        let processes = (0..1000).map(|pid| (pid, u64::MAX)).collect();
+        hostile.programs = Some(ProgramsStatus { vram_used_bytes: u64::MAX, processes });
         let hostile = WorkerReply::Status(Box::new(hostile));
-        let warnings = answered(&hostile, &[], status).unwrap().warnings;
+        let WorkerStatus { warnings, programs, .. } = answered(&hostile, &[], status).unwrap();
+        assert_eq!(programs.unwrap().processes.len(), MAX_PROCESSES);
         assert!(warnings.len() == MAX_WARNINGS && warnings[0].chars().count() <= MAX_TEXT + 20);
         assert!(warnings[0].starts_with("\\u{1b}[2J\\nINJECTED"), "{}", warnings[0]);
         for result in [

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -106,6 +106,18 @@ pub struct WorkerStatus {
     /// worker.
     #[serde(default)]
     pub oldest: Option<u32>,
+    /// CUDA programs, while they use the vGPU, since version 5.
+    #[serde(default)]
+    pub programs: Option<ProgramsStatus>,
+}
+
+/// CUDA programs on a vGPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramsStatus {
+    /// Video memory that they have allocated, in bytes.
+    pub vram_used_bytes: u64,
+    /// Process IDs, with the bytes of video memory that each process can use.
+    pub processes: Vec<(i32, u64)>,
 }
 
 impl WorkerStatus {
@@ -146,6 +158,7 @@ pub(crate) mod tests {
     #[test]
     fn workers_of_version_3_are_supported() {
         assert!(status_of_version_3().is_supported());
+        assert_eq!(status_of_version_3().programs, None);
         assert_eq!(status_of_version_3().client, Some(AttachedClient { pid: 8, uid: 9 }));
     }
 

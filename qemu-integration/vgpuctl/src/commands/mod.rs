@@ -17,7 +17,7 @@ mod parents;
 mod read;
 mod run;
 mod scheduler;
-mod stats;
+pub mod stats;
 mod view;
 mod vm;
 mod web;

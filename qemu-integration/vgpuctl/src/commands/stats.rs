@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
-use vgpud_api::{ErrorCode, ErrorDetail, Parent, Stats as StatsModel, VgpuState, VgpuStats};
+use vgpud_api::{
+    ErrorCode, ErrorDetail, Parent, ProgramProcess, Stats as StatsModel, VgpuState, VgpuStats,
+};
 
 use super::read::no_parent;
 use crate::cli::{Output, Stats};
@@ -115,16 +117,27 @@ fn row(vgpu: &VgpuStats) -> [String; HEADER.len()] {
         traps(vgpu).to_string(),
         vgpu.faults.to_string(),
         vgpu.hang_resets.to_string(),
-        vgpu.vm_pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
+        user(vgpu).unwrap_or_else(|| "-".to_owned()),
     ]
+}
+
+/// Returns the process ID of the VM, or the number of programs.
+pub fn user(vgpu: &VgpuStats) -> Option<String> {
+    let programs = vgpu.programs.as_ref().map(|programs| match programs.processes.len() {
+        1 => "1 program".to_owned(),
+        count => format!("{count} programs"),
+    });
+    programs.or_else(|| vgpu.vm_pid.map(|pid| pid.to_string()))
 }
 
 /// Formats all counters and limits of a vGPU.
 fn details(vgpu: &VgpuStats) -> String {
-    let process = |name: &str, pid: Option<String>| match pid {
-        Some(pid) => format!("{name} {pid}"),
-        None => format!("no {name}"),
+    let user = match (user(vgpu), &vgpu.programs) {
+        (Some(programs), Some(_)) => programs,
+        (Some(pid), None) => format!("VM {pid}"),
+        (None, _) => "no VM".to_owned(),
     };
+    let worker = vgpu.pid.map_or_else(|| "no worker".to_owned(), |pid| format!("worker {pid}"));
     let state = match vgpu.state {
         VgpuState::Stopped => "stopped",
         VgpuState::Running => "running",
@@ -132,15 +145,19 @@ fn details(vgpu: &VgpuStats) -> String {
         VgpuState::Failed => "failed",
     };
     let mut text = format!(
-        "\n{}  {} on {}, {state}, {}, {}\n",
-        vgpu.uuid,
-        vgpu.mdev_type,
-        vgpu.parent,
-        process("VM", vgpu.vm_pid.map(|pid| pid.to_string())),
-        process("worker", vgpu.pid.map(|pid| pid.to_string()))
+        "\n{}  {} on {}, {state}, {user}, {worker}\n",
+        vgpu.uuid, vgpu.mdev_type, vgpu.parent,
     );
     for (name, value) in time_lines(vgpu).into_iter().chain(work_lines(vgpu)) {
         let _ = writeln!(text, "  {name:<9}  {value}");
+    }
+    let processes = vgpu.programs.iter().flat_map(|programs| &programs.processes);
+    for (index, process) in processes.enumerate() {
+        let title = if index == 0 { "programs" } else { "" };
+        let ProgramProcess { pid, name, vram_used_bytes } = process;
+        let used = memory(*vram_used_bytes);
+        let space = if name.is_empty() { "" } else { " " };
+        let _ = writeln!(text, "  {title:<9}  process {pid}{space}{name}: {used} of video memory");
     }
     text
 }
@@ -239,8 +256,11 @@ fn work_lines(vgpu: &VgpuStats) -> Vec<(&'static str, String)> {
         (
             "memory",
             format!(
-                "{} video; {} guest memory imported, at most {}",
+                "{} video{}; {} guest memory imported, at most {}",
                 memory(vgpu.vram_bytes),
+                vgpu.programs.as_ref().map_or_else(String::new, |programs| {
+                    format!(", {} in use", memory(programs.vram_used_bytes))
+                }),
                 memory(vgpu.imported_bytes),
                 memory(limits.imported_bytes)
             ),

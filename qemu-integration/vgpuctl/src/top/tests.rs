@@ -29,16 +29,17 @@ fn vgpu(last: u8, core: Option<u8>, share: f64, state: &str) -> Value {
             },
             "channels": 2, "imported_bytes": 512_u64 << 20,
         "traps": { "config": 0, "display": 0, "memory": 0, "control": 0, "mailbox": 0, "doorbell": 0 },
-        "pid": 4711, "vm_pid": core.map(|_| 815),
+        "pid": 4711, "vm_pid": core.map(|_| 815), "programs": null,
     })
 }
 
 fn stats(share: f64, vgpus: usize) -> vgpud_api::Stats {
-    let all = [
+    let mut all = [
         vgpu(1, Some(80), share, "running"),
         vgpu(2, None, 99.5 - share, "running"),
         vgpu(3, Some(10), 0.0, "failed"),
     ];
+    all[1]["programs"] = programs();
     let parent = |name: &str, busy: f64, free: u64| {
         json!({
             "parent": name, "window_ms": 1000, "busy": busy, "policy": "weighted",
@@ -47,6 +48,13 @@ fn stats(share: f64, vgpus: usize) -> vgpud_api::Stats {
     };
     let parents = [parent("soft0", 99.5, 5), parent("soft1", 0.0, 8)];
     serde_json::from_value(json!({ "vgpus": all[..vgpus], "parents": parents })).unwrap()
+}
+
+/// Returns the state of a vGPU that programs use.
+fn programs() -> Value {
+    let process = |pid: i32, name: &str, bytes: u64| json!({ "pid": pid, "name": name, "vram_used_bytes": bytes });
+    let processes = [process(816, "python3", 600 << 20), process(817, "a b", 0)];
+    json!({ "vram_used_bytes": 700_u64 << 20, "processes": processes })
 }
 
 /// Returns the text on a terminal of this size.
@@ -79,8 +87,10 @@ fn the_screen_matches_the_golden_file() {
     press(&mut app, KeyCode::Down);
     app.set_error("Cannot reach vgpud at /run/vgpud/control.sock".into());
     let narrow = screen(&mut app, 80, 10);
+    app.error = None;
+    let with_programs = screen(&mut app, 120, 20);
     let empty = screen(&mut App::new(None), 80, 5);
-    let got = format!("{wide}----\n{narrow}----\n{empty}");
+    let got = format!("{wide}----\n{narrow}----\n{with_programs}----\n{empty}");
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/top.txt");
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
         std::fs::write(&file, &got).unwrap();

@@ -8,6 +8,7 @@ use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table};
 use vgpud_api::{ParentStats, VgpuState, VgpuStats};
 
 use super::app::{App, History};
+use crate::commands::stats::user;
 use crate::units::{memory, seconds};
 
 /// Widths of fixed columns. The bar and the history share the remaining width.
@@ -16,14 +17,19 @@ const TYPE: u16 = 12;
 const STATE: u16 = 10;
 const NUMBER: u16 = 7;
 const MEMORY: u16 = 10;
-const VM: u16 = 8;
-/// Number of rows of the details.
+const VM: u16 = 11;
+/// Number of rows of the details, without processes.
 const DETAILS: u16 = 7;
+/// Limit of the processes in the details.
+const MAX_PROCESSES: usize = 4;
 
 /// Draws the screen.
 pub fn draw(frame: &mut Frame<'_>, app: &mut App) {
     let parents = app.parents().count().clamp(1, 4) as u16;
-    let details = if frame.area().height > parents + DETAILS + 6 { DETAILS } else { 0 };
+    let processes = app.selected().and_then(|(vgpu, _)| vgpu.programs.as_ref());
+    let processes = processes.map_or(0, |all| all.processes.len().min(MAX_PROCESSES));
+    let details = DETAILS + processes as u16;
+    let details = if frame.area().height > parents + details + 6 { details } else { 0 };
     let [head, table, details_area, foot] = Layout::vertical([
         Constraint::Length(parents),
         Constraint::Min(2),
@@ -80,8 +86,7 @@ fn vgpus(frame: &mut Frame<'_>, app: &mut App, area: Rect) {
             Line::from(bar(vgpu.share_measured, asked, bars)),
             Line::from(sparkline(past, history)).fg(Color::Cyan),
             Line::from(memory(vgpu.vram_bytes)).right_aligned(),
-            Line::from(vgpu.vm_pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()))
-                .right_aligned(),
+            Line::from(user(vgpu).unwrap_or_else(|| "-".to_owned())).right_aligned(),
         ])
     };
     let rows: Vec<_> = app.vgpus().map(row).collect();
@@ -126,12 +131,14 @@ fn selected(frame: &mut Frame<'_>, app: &App, area: Rect) {
 }
 
 fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
-    let or_none = |pid: Option<String>| pid.unwrap_or_else(|| "none".to_owned());
-    vec![
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
+    let used_by = if vgpu.programs.is_some() { "" } else { "VM " };
+    let in_use = vgpu.programs.as_ref().map(|programs| memory(programs.vram_used_bytes));
+    let mut lines = vec![
         Line::from(format!(
-            "on {}  VM {}  worker {}",
+            "on {}  {used_by}{}  worker {}",
             vgpu.parent,
-            or_none(vgpu.vm_pid.map(|pid| pid.to_string())),
+            or_none(user(vgpu)),
             or_none(vgpu.pid.map(|pid| pid.to_string()))
         )),
         Line::from(format!(
@@ -165,13 +172,20 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
             vgpu.hang_resets
         )),
         Line::from(format!(
-            "video memory {}  guest memory {}  channels {} of {}",
+            "video memory {}{}  guest memory {}  channels {} of {}",
+            in_use.map_or_else(String::new, |used| format!("{used} of ")),
             memory(vgpu.vram_bytes),
             memory(vgpu.imported_bytes),
             vgpu.channels,
             vgpu.limits.channels
         )),
-    ]
+    ];
+    let processes = vgpu.programs.iter().flat_map(|programs| &programs.processes);
+    lines.extend(processes.take(MAX_PROCESSES).map(|process| {
+        let used = memory(process.vram_used_bytes);
+        Line::from(format!("process {} {}  video memory {used}", process.pid, process.name))
+    }));
+    lines
 }
 
 /// Returns the requested share in percent.

@@ -88,7 +88,14 @@ pub fn parent_with_screen() -> Value {
     parent
 }
 
-/// Returns statistics of two vGPUs.
+/// Returns what uses a vGPU with programs.
+fn programs() -> Value {
+    let process = |pid: i32, name: &str, bytes: u64| json!({ "pid": pid, "name": name, "vram_used_bytes": bytes });
+    let processes = [process(816, "python3", 600 << 20), process(817, "", 0)];
+    json!({ "vram_used_bytes": 700_u64 << 20, "processes": processes })
+}
+
+/// Returns statistics of two vGPUs, the second with programs.
 pub fn stats() -> Value {
     let one = |uuid: &str, core: Option<u8>, share: f64| {
         json!({
@@ -108,6 +115,7 @@ pub fn stats() -> Value {
             "channels": 2, "imported_bytes": 1_u64 << 30,
             "traps": { "config": 100, "display": 20, "memory": 0, "control": 3, "mailbox": 2, "doorbell": 0 },
             "pid": 4711, "vm_pid": core.map(|_| 815),
+            "programs": core.is_none().then(programs),
         })
     };
     json!({

@@ -44,8 +44,8 @@ impl FrontEnd {
         objects.filter_map(|(file, _)| self.process_of(file)).collect()
     }
 
-    /// Returns the bytes of video memory of each process that has some.
-    fn video_bytes_by_process(&self) -> BTreeMap<i32, u64> {
+    /// Returns the bytes of video memory of each process that has memory objects.
+    pub fn video_bytes_by_process(&self) -> BTreeMap<i32, u64> {
         let mut bytes = BTreeMap::new();
         for (file, object) in self.clients.with_files() {
             if let Kind::Memory(store) = object.kind

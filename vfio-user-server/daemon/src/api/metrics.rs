@@ -42,6 +42,9 @@ const VGPU_GAUGES: &[Row<VgpuStats>] = &[
     ("tessera_vgpu_attached", "1 while a VM is attached.", |v| {
         f64::from(u8::from(v.vm_pid.is_some()))
     }),
+    ("tessera_vgpu_processes", "Processes of CUDA programs that use the vGPU.", |v| {
+        v.programs.as_ref().map_or(0.0, |programs| programs.processes.len() as f64)
+    }),
     ("tessera_vgpu_runnable", "1 while the vGPU has work.", |v| f64::from(u8::from(v.runnable))),
     ("tessera_vgpu_share_ratio", "Share of the GPU's time used over the last second or so.", |v| {
         v.share_measured / 100.0
@@ -119,6 +122,10 @@ const ENGINE: &str = "tessera_vgpu_engine_seconds_total";
 /// Trapped accesses by the label `kind`.
 const TRAPS: &str = "tessera_vgpu_traps_total";
 
+/// Video memory in use, of vGPUs that CUDA programs use, and of each process.
+const USED: &str = "tessera_vgpu_video_memory_used_bytes";
+const USED_BY_PROCESS: &str = "tessera_vgpu_process_video_memory_bytes";
+
 /// Returns the statistics in Prometheus' text format.
 pub fn text(stats: &Stats, version: &Version) -> prometheus::Result<String> {
     let registry = Registry::new();
@@ -173,6 +180,7 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
             traps.with_label_values(&[name.as_str(), kind]).inc_by(count as f64);
         }
     }
+    programs(registry, vgpus)?;
     add(registry, info)?;
     add(registry, asked)?;
     add(registry, traps)?;
@@ -188,6 +196,24 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
         add(registry, family)?;
     }
     Ok(())
+}
+
+/// Adds the memory of CUDA programs.
+fn programs(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
+    let used = gauge(USED, "Video memory that CUDA programs have allocated.", &["vgpu"])?;
+    let help = "Video memory that a process of a CUDA program can use.";
+    let by_process = gauge(USED_BY_PROCESS, help, &["vgpu", "process", "name"])?;
+    for vgpu in vgpus {
+        let Some(programs) = &vgpu.programs else { continue };
+        let name = vgpu.uuid.to_string();
+        used.with_label_values(&[&name]).set(programs.vram_used_bytes as f64);
+        for process in &programs.processes {
+            let labels = [name.as_str(), &process.pid.to_string(), &process.name];
+            by_process.with_label_values(&labels).set(process.vram_used_bytes as f64);
+        }
+    }
+    add(registry, used)?;
+    add(registry, by_process)
 }
 
 fn gauge(name: &str, help: &str, labels: &[&str]) -> prometheus::Result<GaugeVec> {

@@ -87,7 +87,7 @@ fn vm_name(command_line: &[u8]) -> Option<String> {
 }
 
 /// Escapes a name that a user chose, for output on a terminal.
-fn escaped(name: &str) -> String {
+pub(super) fn escaped(name: &str) -> String {
     name.chars().take(MAX_NAME).collect::<String>().escape_debug().to_string()
 }
 

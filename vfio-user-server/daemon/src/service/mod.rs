@@ -5,13 +5,14 @@
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
 //! * `worker_statuses`: statuses of workers, some of which may not answer
-//! * `attached_vm`: description of the VM that uses a vGPU
+//! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 
 use std::path::Path;
 use std::sync::Arc;
 
 use mdev_core::ids::VgpuId;
 
+use crate::blocking;
 use crate::callouts::Callouts;
 use crate::console::live_screens::LiveScreens;
 use crate::console::qmp_input::QmpInput;
@@ -23,6 +24,7 @@ use worker_statuses::{Asked, Told, WorkerStatuses};
 
 mod attached_vm;
 pub mod lifecycle;
+mod programs;
 mod worker_statuses;
 
 /// Operations on vGPUs.
@@ -108,11 +110,16 @@ impl Service {
             let mut stats = vgpu.stats;
             if let Some(status) = status.and_then(|told| told.status) {
                 stats.traps = status.traps;
-                stats.vm_pid = status.client.map(|vm| vm.pid);
+                stats.programs = status.programs.map(|found| programs::describe(found, vgpu.owner));
+                // Otherwise, the client is a program.
+                let vm = status.client.filter(|_| stats.programs.is_none());
+                stats.vm_pid = vm.map(|vm| vm.pid);
             }
             stats
         });
-        Ok(Stats { vgpus: vgpus.collect(), parents })
+        // Names of processes are read from files.
+        let vgpus = blocking::run(move || vgpus.collect()).await?;
+        Ok(Stats { vgpus, parents })
     }
 
     /// Connects to the QMP monitor at `path` for keyboard and pointer. The monitor must belong to

@@ -394,6 +394,7 @@ impl Worker {
                     traps: function.traps().into(),
                     warnings: function.warnings(),
                     oldest: Some(OLDEST),
+                    programs: self.programs.as_ref().and_then(Programs::status),
                 };
                 connection.reply(&WorkerReply::Status(Box::new(status)), None)
             }

@@ -96,6 +96,7 @@ impl Parent {
             traps: Traps::default(),
             pid: vgpu.pid(),
             vm_pid: None,
+            programs: None,
         }
     }
 }

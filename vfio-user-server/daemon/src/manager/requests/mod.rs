@@ -43,6 +43,8 @@ pub struct Measured {
     pub stats: VgpuStats,
     /// Control socket of the worker, if the worker can be queried.
     pub control: Option<PathBuf>,
+    /// User that owns the vGPU.
+    pub owner: u32,
 }
 
 /// Result of a change to a definition, a running vGPU, or both.

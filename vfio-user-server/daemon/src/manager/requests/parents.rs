@@ -54,6 +54,7 @@ impl Manager {
             vgpus.extend(parent.vgpus().map(|vgpu| Measured {
                 stats: parent.vgpu_statistics(vgpu),
                 control: vgpu.control(&self.env.run_dir),
+                owner: vgpu.owner(),
             }));
         }
         vgpus.sort_by_key(|measured| measured.stats.uuid);

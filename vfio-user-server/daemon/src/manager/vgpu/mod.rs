@@ -132,6 +132,11 @@ impl Vgpu {
         self.lifecycle.state()
     }
 
+    /// Returns the user that owns the vGPU.
+    pub fn owner(&self) -> u32 {
+        self.owner.uid
+    }
+
     /// Returns the worker's process ID.
     pub fn pid(&self) -> Option<u32> {
         self.state().worker().map(|worker| worker.process.pid())

@@ -147,7 +147,10 @@ export class VgpuCard {
     setText(this.name, vgpu.mdev_type);
     this.node.setAttribute("aria-label", `vGPU ${vgpu.uuid}, ${vgpu.mdev_type}, ${vgpu.state}`);
     this.state.className = `state ${vgpu.state}`;
-    setText(this.state, vgpu.vm ? `${vgpu.state}, VM ${vgpu.vm.pid}` : vgpu.state);
+    const programs = stats?.programs;
+    const user = programs ? `${programs.processes.length} program${programs.processes.length === 1 ? "" : "s"}`
+      : vgpu.vm ? `VM ${vgpu.vm.pid}` : null;
+    setText(this.state, user ? `${vgpu.state}, ${user}` : vgpu.state);
     this.head = head;
     this.thumb.disabled = !head;
     this.thumb.setAttribute("aria-label", head ? `Open the screen of vGPU ${vgpu.uuid}` : "No screen");
@@ -161,13 +164,17 @@ export class VgpuCard {
     const pairs = [["GPU", vgpu.parent]];
     if (stats) {
       pairs.push(
-        ["Video memory", bytes(stats.vram_bytes)],
+        ["Video memory", programs ? `${bytes(programs.vram_used_bytes)} of ${bytes(stats.vram_bytes)}`
+          : bytes(stats.vram_bytes)],
         ["Guest memory mapped", `${bytes(stats.imported_bytes)} of ${bytes(stats.limits.imported_bytes)}`],
         ["Channels", `${stats.channels} of ${stats.limits.channels}`],
         ["Engine time", seconds(stats.engine_ns)],
         ["Waiting time", seconds(stats.wait_ns)],
         ["Submissions", stats.submissions.toLocaleString("en")],
         ["Faults, hangs", `${stats.faults}, ${stats.hang_resets}`]);
+      for (const { pid, name, vram_used_bytes: used } of programs?.processes ?? []) {
+        pairs.push([`Process ${pid}`, `${name} ${bytes(used)}`.trim()]);
+      }
     }
     rows(this.list, pairs);
     const warning = [vgpu.reason, ...vgpu.warnings].filter(Boolean).join("; ");

@@ -20,6 +20,8 @@ use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
 
 use super::doorbell::{self, Doorbell};
 use super::front_end_spec::FrontEndSpec;
+use crate::worker_client::MAX_PROCESSES;
+use crate::worker_protocol::ProgramsStatus;
 use vgpud_api::AttachedClient;
 
 /// Limit of processes on a vGPU.
@@ -93,6 +95,17 @@ impl Programs {
     /// Returns a process that uses the vGPU.
     pub fn user(&self) -> Option<AttachedClient> {
         self.connections.values().next().map(|connection| connection.process)
+    }
+
+    /// Returns the processes and their memory, while there are any.
+    pub fn status(&self) -> Option<ProgramsStatus> {
+        let mut processes = self.front_end.video_bytes_by_process();
+        for Connection { process, .. } in self.connections.values() {
+            processes.entry(process.pid).or_default();
+        }
+        let vram_used_bytes = self.front_end.used_video_bytes();
+        let processes = processes.into_iter().take(MAX_PROCESSES).collect();
+        self.are_present().then_some(ProgramsStatus { vram_used_bytes, processes })
     }
 
     /// Returns true while a process is connected or has a file open.
