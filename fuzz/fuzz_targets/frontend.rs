@@ -197,7 +197,7 @@ fuzz_target!(|data: &[u8]| {
         vram_bytes: VRAM,
     };
     let layout = Layout::of_programs(driver).expect("a layout");
-    let queries = Box::new(Recorded::hopper().expect("a recording"));
+    let queries = Recorded::hopper().expect("a recording");
     let mut program = Program {
         input,
         front_end: FrontEnd::new(identity, layout, Classes::hopper(), queries, VRAM),

@@ -224,9 +224,14 @@ impl NvidiaGpu {
 
     fn send(&mut self, vgpu: VgpuId, message: &FromManager) -> Result<(), GpuError> {
         let worker = self.workers.get(&vgpu).ok_or(GpuError::NotFound("vGPU"))?;
-        // The worker has exited or does not read. The manager notices that elsewhere.
-        if let Err(error) = worker.socket.try_send(&encode(message)?, &[]) {
-            log::warn!("Cannot send to the worker of vGPU {vgpu}: {error}");
+        match worker.socket.try_send(&encode(message)?, &[]) {
+            Ok(()) => {}
+            // The worker has ended. The manager notices that elsewhere, or has ended it itself.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
+                log::debug!("The worker of vGPU {vgpu} has ended: {error}");
+            }
+            // It does not read.
+            Err(error) => log::warn!("Cannot send to the worker of vGPU {vgpu}: {error}"),
         }
         Ok(())
     }

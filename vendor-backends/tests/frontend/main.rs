@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+mod channels;
 mod program;
 mod recording;
 mod replay;
+#[path = "../support/warnings.rs"]
+mod warnings;
 
 use std::time::Instant;
 

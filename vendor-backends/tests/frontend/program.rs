@@ -88,7 +88,7 @@ impl Program {
         };
         let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
         let layout = Layout::of_programs(&identity.driver).unwrap();
-        let queries = Box::new(Recorded::hopper().unwrap());
+        let queries = Recorded::hopper().unwrap();
         let front_end = FrontEnd::new(identity, layout, Classes::hopper(), queries, 256 * MIB);
         let shared = BTreeMap::new();
         Self { front_end, client, shared, _gpu: gpu, _folder: folder }

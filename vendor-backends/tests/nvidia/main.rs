@@ -11,6 +11,8 @@ mod mappings;
 mod programs;
 mod scheduling;
 mod teardown;
+#[path = "../support/warnings.rs"]
+mod warnings;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -7,7 +7,7 @@ use mdev_core::units::MIB;
 use vendor_backends::nvidia::NvidiaGpu;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 
-use super::{DRIVER, OPTIONS, eventually, gpu, spec, with_channels};
+use super::{DRIVER, OPTIONS, client, eventually, gpu, spec, warnings, with_channels};
 
 #[test]
 fn the_worker_executes_the_managers_messages() {
@@ -77,4 +77,20 @@ fn an_unresponsive_worker_does_not_delay_the_manager() {
         }
     }
     assert!(started.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_worker_that_has_ended_is_no_warning() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, worker) = client(&rm, &mut gpu);
+    drop(worker);
+    // As when the manager stops a vGPU: its scheduler may still have something to say.
+    let logged = warnings::of(|| {
+        gpu.set_timeslice(vgpu, Duration::from_millis(3)).unwrap();
+        gpu.set_gate(vgpu, false).unwrap();
+        gpu.usage().unwrap();
+        gpu.evict(vgpu).unwrap();
+    });
+    assert!(logged.is_empty(), "{logged:?}");
 }

@@ -278,7 +278,7 @@ impl FrontEnd {
             group: Some(number),
             placement: Placement { copy_engine, second_runqueue },
         })?;
-        Ok(Kind::Channel { handle, engine, notifier, failed: false })
+        Ok(Kind::Channel { handle, engine, space, ended: false, notifier, failed: false })
     }
 
     /// Carries out `NV_ESC_RM_ALLOC_MEMORY`: makes pages of the program a memory object.

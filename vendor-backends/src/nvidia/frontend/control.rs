@@ -1,7 +1,8 @@
 //! Controls of objects (`NV_ESC_RM_CONTROL`).
 //!
 //! What describes the vGPU is answered here, what changes it becomes an operation of the vGPU, and
-//! queries about the GPU go to [`Queries`](super::queries::Queries). Everything else is refused.
+//! queries about the GPU go to its driver, or else to [`Recorded`](super::queries::Recorded).
+//! Everything else is refused.
 
 use cuda_socket::FileId;
 use mdev_core::gpu::Client;
@@ -141,10 +142,7 @@ impl FrontEnd {
             control::CTX_BUFFER_SIZE => {
                 put_u64(&mut control.params, 8, CTX_BUFFER_BYTES).ok_or(WRONG_LENGTH)
             }
-            control::RESET_CHANNEL => {
-                let id = self.channel(control)?.id;
-                Ok(gpu.destroy_channel(id)?)
-            }
+            control::RESET_CHANNEL => self.reset_channel(gpu, control),
             control::PERF_BOOST => {
                 let clear = control.u32(0)? & BOOST_COMMAND == 0;
                 // The vGPU's boost ends with its last program.
@@ -304,6 +302,19 @@ impl FrontEnd {
         control.set(4, class)?;
         control.set(8, class)?;
         control.set(12, engine)
+    }
+
+    /// Resets a channel, which ends it. A later channel may have the same id on the vGPU.
+    fn reset_channel(&mut self, gpu: &mut dyn Client, control: &Control) -> Result<(), Stop> {
+        let object = self.clients.object_mut(control.file, control.root, control.object)?;
+        let Kind::Channel { handle, ended, .. } = &mut object.kind else {
+            return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
+        };
+        if !*ended {
+            gpu.destroy_channel(handle.id)?;
+            *ended = true;
+        }
+        Ok(())
     }
 
     fn channel(&self, control: &Control) -> Result<mdev_core::gpu::ChannelHandle, Stop> {

@@ -51,7 +51,7 @@ use self::guest_memory::GivenMemory;
 use self::identity::Identity;
 use self::memory::{Mappable, Memories};
 use self::objects::{Clients, Kind, Object};
-use self::queries::Queries;
+use self::queries::Recorded;
 use self::refusals::Refusals;
 pub use self::shapes::shapes;
 use self::status_page::Utilization;
@@ -89,7 +89,7 @@ pub struct FrontEnd {
     identity: Identity,
     layout: Layout,
     classes: Classes,
-    queries: Box<dyn Queries>,
+    queries: Recorded,
     files: Files,
     clients: Clients,
     memories: Memories,
@@ -127,7 +127,7 @@ impl FrontEnd {
         identity: Identity,
         layout: Layout,
         classes: Classes,
-        queries: Box<dyn Queries>,
+        queries: Recorded,
         max_system_bytes: u64,
     ) -> Self {
         let memories = Memories::new(identity.vram_bytes, max_system_bytes);
@@ -278,13 +278,16 @@ impl FrontEnd {
     fn dispose(&mut self, gpu: &mut dyn Client, removed: Vec<Object>) {
         for Object { kind, .. } in removed {
             let done = match kind {
-                Kind::Channel { handle, .. } => gpu.destroy_channel(handle.id),
+                Kind::Channel { handle, ended: false, .. } => gpu.destroy_channel(handle.id),
                 Kind::Memory(store) => {
                     self.memories.release(gpu, store);
                     Ok(())
                 }
                 Kind::Space(Some(space)) => {
                     let done = gpu.destroy_space(space);
+                    if done.is_ok() {
+                        self.clients.end_channels(space);
+                    }
                     self.memories.forget_space(gpu, space);
                     done
                 }
@@ -313,7 +316,10 @@ impl FrontEnd {
     pub fn note_errors(&mut self, gpu: &mut dyn Client) {
         let memories = &self.memories;
         for object in self.clients.all_mut() {
-            let Kind::Channel { handle, notifier, failed, .. } = &mut object.kind else { continue };
+            let Kind::Channel { handle, notifier, failed, ended: false, .. } = &mut object.kind
+            else {
+                continue;
+            };
             let Ok(found) = gpu.query_channel(handle.id) else { continue };
             if found.error == 0 || *failed {
                 continue;

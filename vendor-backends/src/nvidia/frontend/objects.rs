@@ -50,6 +50,10 @@ pub enum Kind {
         handle: ChannelHandle,
         /// Number of its engine (`NV2080_ENGINE_TYPE_*`).
         engine: u32,
+        /// Its address space.
+        space: SpaceId,
+        /// It has ended before its object: by a reset, or with its address space.
+        ended: bool,
         /// Memory of its error notifier.
         notifier: Option<StoreId>,
         /// Its error was written to the notifier.
@@ -166,7 +170,7 @@ impl Clients {
     pub fn channel_of_group(&self, root: u32, group: u32) -> Option<ChannelId> {
         let mut objects = self.by_root.get(&root)?.objects.values();
         objects.find_map(|object| match object.kind {
-            Kind::Channel { handle, .. } if object.parent == group => Some(handle.id),
+            Kind::Channel { handle, ended: false, .. } if object.parent == group => Some(handle.id),
             _ => None,
         })
     }
@@ -246,6 +250,15 @@ impl Clients {
     pub fn of_file(&self, file: FileId) -> Vec<u32> {
         let clients = self.by_root.iter().filter(|(_, client)| client.file == file);
         clients.map(|(root, _)| *root).collect()
+    }
+
+    /// Notes that an address space has ended, and with it its channels.
+    pub fn end_channels(&mut self, of: SpaceId) {
+        for object in self.all_mut() {
+            if let Kind::Channel { space, ended, .. } = &mut object.kind {
+                *ended |= *space == of;
+            }
+        }
     }
 
     /// Returns all objects for a change.

@@ -1,20 +1,13 @@
-//! Answers to queries about the GPU.
+//! Recorded answers to queries about the GPU.
 //!
-//! A query is a control without effect. [`Queries`] answers it for the physical GPU; what describes
-//! the vGPU is answered by `control` before. [`Recorded`] has the answers of a real driver, for GPUs
-//! without one.
+//! A query is a control without effect. What describes the vGPU is answered by `control` before, and
+//! the driver of a GPU that has one answers next. [`Recorded`] has the answers of a real driver, for
+//! GPUs without one.
 
 use std::collections::BTreeMap;
 
 use super::call::{get_u32, put_u32};
 use crate::nvidia::sys::numbers::{control, status};
-
-/// Source of answers about the GPU.
-pub trait Queries: Send + std::fmt::Debug {
-    /// Answers a query in `params`. Returns the driver's status, or `None` for a command that is no
-    /// known query of this length.
-    fn query(&self, command: u32, params: &mut [u8]) -> Option<u32>;
-}
 
 /// Recorded answer to one command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -141,10 +134,10 @@ impl Recorded {
         }
         Some(status::OK)
     }
-}
 
-impl Queries for Recorded {
-    fn query(&self, command: u32, params: &mut [u8]) -> Option<u32> {
+    /// Answers a query in `params`. Returns the driver's status, or `None` for a command that was not
+    /// recorded.
+    pub fn query(&self, command: u32, params: &mut [u8]) -> Option<u32> {
         if command == control::GR_FS_INFO {
             return self.answer_clusters(params);
         }

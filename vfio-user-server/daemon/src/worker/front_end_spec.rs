@@ -47,7 +47,7 @@ impl FrontEndSpec {
             vram_bytes: self.vram_bytes,
         };
         let layout = Layout::of_programs(&self.driver)?;
-        let queries = Box::new(Recorded::hopper()?);
+        let queries = Recorded::hopper()?;
         Ok(FrontEnd::new(identity, layout, Classes::hopper(), queries, self.max_system_bytes))
     }
 }
