@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 mod channels;
+mod faults;
 mod program;
 mod recording;
 mod replay;
@@ -101,6 +102,7 @@ fn a_program_copies_through_a_channel_of_its_own() {
         notifier_memory.load_u32(12) == Some(0xffff_0000)
     });
     assert_eq!(notifier_memory.load_u32(8), Some(mdev_core::abi::notifier::MMU_FAULT));
+    faults::the_cause_is_told(&mut program, context, channel);
 
     program.front_end.close(&mut program.client, CONTROL);
     assert_eq!(program.front_end.counts(), [0; 4]);

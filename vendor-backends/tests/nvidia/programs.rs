@@ -169,6 +169,9 @@ fn only_known_queries_reach_the_driver() {
     // NV2080_CTRL_CMD_MC_GET_ARCH_INFO, which the fake driver does not have.
     assert_eq!(client.query_driver(0x2080_1701, &mut [0; 16]), Some(NOT_SUPPORTED));
     assert_eq!(client.query_driver(0x2080_1701, &mut [0; 12]), None, "another length");
+    // NV2080_CTRL_CMD_ECC_GET_VOLATILE_COUNTS and NV2080_CTRL_CMD_PERF_GET_CURRENT_PSTATE.
+    assert_eq!(client.query_driver(0x2080_3401, &mut [0; 40]), Some(NOT_SUPPORTED));
+    assert_eq!(client.query_driver(0x2080_2068, &mut [0; 4]), Some(NOT_SUPPORTED));
     // NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS.
     assert_eq!(client.query_driver(0x2080_110b, &mut [0; 536]), None, "no query");
     // NV2080_CTRL_CMD_GR_GET_TPC_MASK, for the engine of a channel with this handle.

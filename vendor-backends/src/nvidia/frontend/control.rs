@@ -36,24 +36,37 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::SET_TIMESLICE,
     control::SCHEDULE,
     control::EXCEPTION_MASK,
+    control::CLEAR_FAULT_STATES,
     control::P2P_REGISTER_SPACE,
     control::P2P_REGISTER_MEMORY,
     control::P2P_UNREGISTER_MEMORY,
     control::P2P_CAPS_MATRIX,
 ];
 
+/// Queries of sensors. Temperature and power are the host's, and vGPUs have none.
+const SENSORS: &[u32] = &[
+    control::THERMAL_SYSTEM,
+    control::UNNAMED_2080_852F,
+    control::UNNAMED_2080_A613,
+    control::UNNAMED_2080_A61F,
+];
+
 /// A control in progress.
 #[derive(Debug)]
-struct Control {
-    file: FileId,
-    root: u32,
+pub(super) struct Control {
+    /// Control file of the program.
+    pub file: FileId,
+    /// Client.
+    pub root: u32,
     object: u32,
     command: u32,
-    params: Vec<u8>,
+    /// Parameters, as the program gets them back.
+    pub params: Vec<u8>,
 }
 
 impl Control {
-    fn u32(&self, at: usize) -> Result<u32, Stop> {
+    /// Returns 32 bits of the parameters.
+    pub fn u32(&self, at: usize) -> Result<u32, Stop> {
         get_u32(&self.params, at).ok_or(WRONG_LENGTH)
     }
 
@@ -149,6 +162,13 @@ impl FrontEnd {
                 if clear { Ok(()) } else { Ok(gpu.boost_clocks(true)?) }
             }
             control::PREEMPTION_MODE => self.preemption_mode(gpu, control),
+            control::FAULT_STATES => self.fault_states(gpu, control),
+            control::NVLINK_CAPS => {
+                // As of a GPU without links.
+                control.params.fill(0);
+                Ok(())
+            }
+            command if SENSORS.contains(&command) => Err(Stop::Status(status::NOT_SUPPORTED)),
             command => match self.query(gpu, command, &mut control.params) {
                 Some(status::OK) => Ok(()),
                 Some(status) => Err(Stop::Status(status)),

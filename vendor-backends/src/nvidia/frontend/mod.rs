@@ -13,13 +13,15 @@
 //!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
 //!    * [`guest_memory`]: memory of a VM, for programs there
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
-//! 5. `processes`, `status_page`: what `nvidia-smi` shows
-//! 6. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
+//! 5. `faults`: what programs learn of their channels' errors
+//! 6. `processes`, `status_page`: what `nvidia-smi` shows
+//! 7. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
 
 mod alloc;
 mod call;
 mod control;
 mod escapes;
+mod faults;
 mod files;
 pub mod guest_memory;
 pub mod identity;
@@ -312,25 +314,6 @@ impl FrontEnd {
         files
     }
 
-    /// Writes the notifiers of channels that have failed.
-    pub fn note_errors(&mut self, gpu: &mut dyn Client) {
-        let memories = &self.memories;
-        for object in self.clients.all_mut() {
-            let Kind::Channel { handle, notifier, failed, ended: false, .. } = &mut object.kind
-            else {
-                continue;
-            };
-            let Ok(found) = gpu.query_channel(handle.id) else { continue };
-            if found.error == 0 || *failed {
-                continue;
-            }
-            *failed = true;
-            if let Some(store) = notifier {
-                memories.write(*store, 0, &notification(found.error));
-            }
-        }
-    }
-
     /// Returns the bytes of video memory that programs have allocated.
     pub fn used_video_bytes(&self) -> u64 {
         self.memories.video_bytes() - self.memories.free_video_bytes()
@@ -356,13 +339,4 @@ enum Missing {
     Program(Fetch),
     /// So many bytes of new memory of the VM.
     Allocation(u64),
-}
-
-/// Returns an `NvNotification` with the error of a channel.
-fn notification(error: u32) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[8..12].copy_from_slice(&error.to_le_bytes());
-    // The status: an error.
-    bytes[14..16].fill(0xff);
-    bytes
 }

@@ -206,6 +206,16 @@ pub mod control {
     pub const PIDS: u32 = 0x2080_018d;
     /// `NV2080_CTRL_CMD_GPU_GET_PID_INFO`.
     pub const PID_INFO: u32 = 0x2080_018e;
+    /// `NV2080_CTRL_CMD_THERMAL_SYSTEM_EXECUTE_V2`.
+    pub const THERMAL_SYSTEM: u32 = 0x2080_0513;
+    /// A control of the thermal interface, which the public headers do not name.
+    pub const UNNAMED_2080_852F: u32 = 0x2080_852f;
+    /// A control of the power interface, which the public headers do not name.
+    pub const UNNAMED_2080_A613: u32 = 0x2080_a613;
+    /// A control of the power interface, which the public headers do not name.
+    pub const UNNAMED_2080_A61F: u32 = 0x2080_a61f;
+    /// `NV2080_CTRL_CMD_NVLINK_GET_NVLINK_CAPS`.
+    pub const NVLINK_CAPS: u32 = 0x2080_3001;
     /// `NV2080_CTRL_CMD_TIMER_GET_GPU_CPU_TIME_CORRELATION_INFO`.
     pub const TIME_CORRELATION: u32 = 0x2080_0406;
     /// `NV2080_CTRL_CMD_BUS_GET_INFO`.
@@ -234,6 +244,10 @@ pub mod control {
     pub const P2P_UNREGISTER_MEMORY: u32 = 0x503c_0105;
     /// `NV83DE_CTRL_CMD_DEBUG_SET_EXCEPTION_MASK`.
     pub const EXCEPTION_MASK: u32 = 0x83de_0309;
+    /// `NV83DE_CTRL_CMD_DEBUG_READ_ALL_SM_ERROR_STATES`.
+    pub const FAULT_STATES: u32 = 0x83de_030c;
+    /// `NV83DE_CTRL_CMD_DEBUG_CLEAR_ALL_SM_ERROR_STATES`.
+    pub const CLEAR_FAULT_STATES: u32 = 0x83de_0310;
     /// `NV906F_CTRL_GET_CLASS_ENGINEID`.
     pub const CLASS_ENGINE: u32 = 0x906f_0101;
     /// `NVC36F_CTRL_GET_CLASS_ENGINEID`: the same in series 550.
