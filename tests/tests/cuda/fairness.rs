@@ -1,5 +1,7 @@
-//! Processes that share a vGPU: one that sends requests as fast as it can delays no other.
+//! Processes that share a vGPU: one that sends requests as fast as it can delays no other, and takes
+//! a bounded part of a CPU.
 
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -114,5 +116,46 @@ fn a_flood_of_requests_delays_no_other_process() -> Result<()> {
     println!("alone {alone:?}, beside {flooded} requests of {FLOODERS} processes {beside:?}");
     ensure!(flooded > 0, "Nothing was flooded");
     ensure!(beside < LONGEST, "A request takes {beside:?} beside a flood, {alone:?} alone");
+    Ok(())
+}
+
+/// Returns the CPU time that a process has used.
+fn cpu_time(pid: u64) -> Result<Duration> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let fields = stat.rsplit_once(") ").context("No name")?.1;
+    // utime and stime, in hundredths of a second.
+    let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<u64>);
+    let ticks: u64 = ticks.sum::<Result<_, _>>()?;
+    Ok(Duration::from_millis(10 * ticks))
+}
+
+#[test]
+fn a_flood_of_requests_takes_a_bounded_part_of_a_cpu() -> Result<()> {
+    const TIME: Duration = Duration::from_secs(6);
+    /// The reserve of 1 s and a quarter of the time, with a margin for timers.
+    const MOST: Duration = Duration::from_secs(3);
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+    let worker = vgpud.call("GET", &format!("/v1/vgpus/{uuid}"), None)?["pid"].as_u64();
+    let worker = worker.context("No worker")?;
+    let path = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
+    let (program, flooder) = (Program::connect(&path)?, Program::connect(&path)?);
+    let (stop, answers) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let thread = {
+        let (stop, answers) = (stop.clone(), answers.clone());
+        thread::spawn(move || flood(&flooder, &stop, &answers))
+    };
+    let before = cpu_time(worker)?;
+    thread::sleep(TIME);
+    let used = cpu_time(worker)?.saturating_sub(before);
+    let served = answers.load(Ordering::Relaxed);
+    let others = (0..3).map(|_| median(&program)).collect::<Result<Vec<_>>>();
+    stop.store(true, Ordering::Relaxed);
+    thread.join().map_err(|_| anyhow::anyhow!("The flooder panicked"))??;
+    let other = others?.into_iter().min().context("No time")?;
+    println!("{served} requests took {used:?} in {TIME:?}; another process's {other:?}");
+    ensure!(used < MOST, "A flood takes {used:?} of a CPU in {TIME:?}");
+    ensure!(served > 1000, "{served} requests of the flood were served");
+    ensure!(other < LONGEST, "Another process's request takes {other:?} beside the flood");
     Ok(())
 }

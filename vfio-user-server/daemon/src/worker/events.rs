@@ -50,6 +50,7 @@ mod source {
     pub const ACCEPT_TIMER: u32 = 5;
     pub const PROGRAMS_LISTENER: u32 = 6;
     pub const QUEUE: u32 = 7;
+    pub const PROGRAMS_TIMER: u32 = 8;
     /// First number of control connections.
     pub const CONTROL: u32 = 16;
     /// First number of descriptors of programs.
@@ -83,6 +84,8 @@ pub struct Worker {
     next_control: u32,
     /// CUDA programs, if the vGPU is for them, too.
     programs: Option<Programs>,
+    /// CPU time up to the end of the last event, if that was a program's.
+    charged: Option<Duration>,
     /// Timer that ends a pause of the listeners.
     accept_timer: TimerFd,
     stopped: bool,
@@ -120,6 +123,7 @@ impl Worker {
             control: BTreeMap::new(),
             next_control: source::CONTROL,
             programs,
+            charged: None,
             accept_timer,
             stopped: false,
             log_limiter: LogLimiter::new(Instant::now()),
@@ -421,6 +425,7 @@ impl MutEventSubscriber for Worker {
         watch(ops, &self.control_listener, source::CONTROL_LISTENER, EventSet::IN);
         if let Some(programs) = &self.programs {
             watch(ops, programs.listener(), source::PROGRAMS_LISTENER, EventSet::IN);
+            watch(ops, programs.timer(), source::PROGRAMS_TIMER, EventSet::IN);
         }
         watch(ops, &self.accept_timer, source::ACCEPT_TIMER, EventSet::IN);
         let gpu = self.function.inner().gpu_event();
@@ -432,6 +437,10 @@ impl MutEventSubscriber for Worker {
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
+            source::PROGRAMS_LISTENER => return self.on_programs(ops, None),
+            id if id & source::PROGRAMS != 0 => {
+                return self.on_programs(ops, Some(Source(id & !source::PROGRAMS)));
+            }
             source::LISTENER => self.accept_vm(ops),
             source::SESSION => self.drive_session(ops),
             source::GPU => self.on_gpu(ops),
@@ -439,12 +448,10 @@ impl MutEventSubscriber for Worker {
             source::QUEUE => self.on_queue(ops),
             source::CONTROL_LISTENER => self.accept_control(ops),
             source::ACCEPT_TIMER => self.resume_listeners(ops),
-            source::PROGRAMS_LISTENER => self.accept_program(ops),
-            id if id & source::PROGRAMS != 0 => {
-                self.on_program(ops, Source(id & !source::PROGRAMS));
-            }
+            source::PROGRAMS_TIMER => self.on_programs_timer(ops),
             id => self.on_control(id, ops),
         }
+        self.charged = None;
     }
 }
 

@@ -1,17 +1,79 @@
 //! Events of CUDA programs in a worker's event loop.
 
 use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::{Duration, Instant};
 
-use event_manager::{EventOps, EventSet};
+use event_manager::{EventOps, EventSet, Events};
 use log::Level;
+use nix::time::{ClockId, clock_gettime};
 
 use super::{Worker, peer, source, unwatch, watch};
-use crate::worker::programs::{Changes, Source};
+use crate::worker::programs::{Changes, Source, Throttled};
 use vgpud_api::AttachedClient;
 
+/// Returns the CPU time that this thread has used.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from).unwrap_or_default()
+}
+
 impl Worker {
+    /// Handles an event of the programs' listener, or of a descriptor of a program, and charges the
+    /// CPU time that it takes, including the event loop's.
+    pub(super) fn on_programs(&mut self, ops: &mut EventOps, source: Option<Source>) {
+        let before = self.charged.unwrap_or_else(cpu_time);
+        match source {
+            Some(source) => self.on_program(ops, source),
+            None => self.accept_program(ops),
+        }
+        let after = cpu_time();
+        self.charged = Some(after);
+        let used = after.saturating_sub(before);
+        if let Some(programs) = &mut self.programs {
+            let throttled = programs.charge(source, used, Instant::now());
+            self.throttle(ops, &throttled);
+        }
+    }
+
+    /// Serves programs that have waited for CPU time.
+    pub(super) fn on_programs_timer(&mut self, ops: &mut EventOps) {
+        if let Some(programs) = &mut self.programs {
+            let throttled = programs.on_timer(Instant::now());
+            self.throttle(ops, &throttled);
+        }
+    }
+
+    /// Watches the sockets of programs whose requests do not wait, and no others: a socket that is
+    /// watched reports its end all the time.
+    fn throttle(&mut self, ops: &mut EventOps, throttled: &Throttled) {
+        let Some(programs) = &self.programs else { return };
+        for (source, _) in &throttled.begun {
+            if let Some(fd) = programs.descriptor(*source) {
+                unwatch(ops, &fd);
+            }
+        }
+        for source in &throttled.ended {
+            if let Some(fd) = programs.descriptor(*source) {
+                watch(ops, &fd, source::PROGRAMS | source.0, EventSet::IN);
+            }
+        }
+        if let Some(waits) = throttled.listener {
+            let set = if waits { EventSet::empty() } else { EventSet::IN };
+            let fd = programs.listener().as_fd().as_raw_fd();
+            if let Err(error) =
+                ops.modify(Events::with_data_raw(fd, source::PROGRAMS_LISTENER, set))
+            {
+                log::error!("Cannot watch a listener: {error}");
+            }
+        }
+        for (_, pid) in &throttled.begun {
+            let line = format_args!("Requests of process {pid} wait: it sends too many");
+            self.log_limited(Level::Debug, line);
+        }
+    }
+
     /// Accepts the connection of a program.
-    pub(super) fn accept_program(&mut self, ops: &mut EventOps) {
+    fn accept_program(&mut self, ops: &mut EventOps) {
         let Some(programs) = &mut self.programs else { return };
         let socket = match programs.listener().accept() {
             Ok(socket) => socket,
@@ -46,7 +108,7 @@ impl Worker {
     }
 
     /// Serves a descriptor of a program.
-    pub(super) fn on_program(&mut self, ops: &mut EventOps, source: Source) {
+    fn on_program(&mut self, ops: &mut EventOps, source: Source) {
         if let Some(programs) = &mut self.programs {
             let changes = programs.on_ready(self.function.inner_mut(), source);
             self.apply(ops, &changes);

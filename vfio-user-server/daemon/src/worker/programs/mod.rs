@@ -2,10 +2,16 @@
 //!
 //! A program's process has one connection for requests and one socket for each open file. A vGPU
 //! serves either a VM or programs. When the last program has left, the vGPU gets new memory.
+//!
+//! * `request_budget`: CPU time that requests may take; `throttle`: processes that wait for it
+
+mod request_budget;
+mod throttle;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use cuda_socket::{FileId, Node, Reply, Request, VERSION, decode, encode};
@@ -15,9 +21,12 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::fstat;
+use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use vendor_backends::nvidia::frontend::{FrontEnd, Mapped, Outcome};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
 
+use self::request_budget::Budget;
+pub use self::throttle::Throttled;
 use super::doorbell::{self, Doorbell};
 use super::front_end_spec::FrontEndSpec;
 use crate::worker_client::MAX_PROCESSES;
@@ -34,6 +43,10 @@ struct Connection {
     process: AttachedClient,
     /// The process has sent its hello.
     greeted: bool,
+    /// CPU time that its requests may take.
+    budget: Budget,
+    /// Its requests wait for the budget: its socket is not watched.
+    waits: bool,
 }
 
 /// Device and inode number.
@@ -63,6 +76,12 @@ pub struct Programs {
     files: BTreeMap<Source, (FileId, SeqPacket, Inode)>,
     last_source: u32,
     doorbell: Option<Doorbell>,
+    /// CPU time that the requests of all processes may take.
+    budget: Budget,
+    /// New processes wait for the budget: the listener is not watched.
+    listener_waits: bool,
+    /// Timer that ends waits for a budget.
+    timer: TimerFd,
 }
 
 impl Programs {
@@ -70,6 +89,9 @@ impl Programs {
     pub fn new(new_front_end: FrontEndSpec, listener: SeqPacketListener) -> Result<Self> {
         fcntl(&listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .context("Cannot use the programs' listener")?;
+        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+        let timer =
+            TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).context("Cannot create a timer")?;
         Ok(Self {
             listener,
             front_end: new_front_end.create()?,
@@ -78,6 +100,9 @@ impl Programs {
             files: BTreeMap::new(),
             last_source: 0,
             doorbell: None,
+            budget: Budget::new(request_budget::VGPU, Instant::now()),
+            listener_waits: false,
+            timer,
         })
     }
 
@@ -140,7 +165,9 @@ impl Programs {
                 .unwrap_or(None);
         }
         let source = self.next_source();
-        self.connections.insert(source, Connection { socket, process, greeted: false });
+        let budget = Budget::new(request_budget::PROCESS, Instant::now()).at_most(&self.budget);
+        let connection = Connection { socket, process, greeted: false, budget, waits: false };
+        self.connections.insert(source, connection);
         Ok(Changes { watch: vec![source], ..Default::default() })
     }
 
@@ -156,7 +183,10 @@ impl Programs {
                 let pid = connection.process.pid;
                 log::debug!("Process {pid} is cut off: {error}");
             }
-            changes.unwatch.push(connection.socket.into());
+            // A socket that waits is not watched.
+            if !connection.waits {
+                changes.unwatch.push(connection.socket.into());
+            }
         }
         if !self.are_present() {
             self.leave(function);
