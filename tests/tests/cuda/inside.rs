@@ -15,6 +15,25 @@ fn is_inside() -> bool {
     std::env::var_os(MARK).is_some()
 }
 
+/// Checks that nothing of the host but the vGPU's socket leads to a GPU.
+#[test]
+#[ignore = "runs in a container only"]
+fn is_in_a_container() -> Result<()> {
+    if !is_inside() {
+        return Ok(());
+    }
+    // Of the folder's entries, only those that the test made.
+    let names = std::fs::read_dir("/dev")?.map(|entry| Ok(entry?.file_name()));
+    let mut names = names.collect::<Result<Vec<_>>>()?;
+    names.sort();
+    ensure!(names == ["null", "shm", "urandom", "zero"], "{names:?}");
+    ensure!(!nix::unistd::geteuid().is_root() && std::process::id() < 10);
+    // The first device of libcuda is the vGPU.
+    let cuda = Cuda::with_context()?;
+    ensure!(cuda.name()?.starts_with("Tessera "), "{}", cuda.name()?);
+    Ok(())
+}
+
 /// Length of the copies in streams, in bytes.
 const LEN: usize = 8 << 20;
 

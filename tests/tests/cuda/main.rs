@@ -1,5 +1,6 @@
 //! CUDA programs on vGPUs of the software GPU, with NVIDIA's own libcuda.
 //!
+//! * `containers`: programs in namespaces of their own
 //! * `driver_api`: libcuda
 //! * `in_vm`: the same programs in a VM
 //! * `fairness`: processes on one vGPU
@@ -9,6 +10,7 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod containers;
 mod driver_api;
 mod fairness;
 mod in_vm;
