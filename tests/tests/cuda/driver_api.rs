@@ -16,6 +16,27 @@ pub const OUT_OF_MEMORY: c_int = 2;
 #[repr(C)]
 pub struct IpcHandle(pub [u8; 64]);
 
+/// `CUDA_ERROR_ILLEGAL_ADDRESS`.
+pub const ILLEGAL_ADDRESS: c_int = 700;
+
+/// `CUDA_MEMSET_NODE_PARAMS`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct FillParams {
+    /// Destination.
+    pub to: DevicePtr,
+    /// Bytes between rows.
+    pub pitch: usize,
+    /// Value of an element.
+    pub value: u32,
+    /// Bytes of an element.
+    pub element: u32,
+    /// Elements of a row.
+    pub width: usize,
+    /// Rows.
+    pub height: usize,
+}
+
 /// libcuda, with a context on the vGPU.
 #[derive(Debug)]
 pub struct Cuda {
@@ -96,6 +117,19 @@ calls! {
     event_query = "cuEventQuery" (event: *mut c_void);
     /// `cuEventSynchronize`.
     event_synchronize = "cuEventSynchronize" (event: *mut c_void);
+    /// `cuCtxGetCurrent`.
+    ctx_get_current = "cuCtxGetCurrent" (context: *mut *mut c_void);
+    /// `cuGraphCreate`.
+    graph_create = "cuGraphCreate" (graph: *mut *mut c_void, flags: u32);
+    /// `cuGraphAddMemsetNode`.
+    graph_add_memset_node = "cuGraphAddMemsetNode"
+        (node: *mut *mut c_void, graph: *mut c_void, after: *const *mut c_void, count: usize,
+         params: *const FillParams, context: *mut c_void);
+    /// `cuGraphInstantiateWithFlags`.
+    graph_instantiate = "cuGraphInstantiateWithFlags"
+        (executable: *mut *mut c_void, graph: *mut c_void, flags: u64);
+    /// `cuGraphLaunch`.
+    graph_launch = "cuGraphLaunch" (executable: *mut c_void, stream: *mut c_void);
     /// `cuEventElapsedTime`.
     event_elapsed_time = "cuEventElapsedTime"
         (ms: *mut f32, start: *mut c_void, end: *mut c_void);

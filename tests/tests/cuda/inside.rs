@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::driver_api::{Cuda, IpcHandle, OUT_OF_MEMORY, ok};
+use crate::driver_api::{Cuda, FillParams, ILLEGAL_ADDRESS, IpcHandle, OUT_OF_MEMORY, ok};
 
 /// Environment variable that is set in programs on a vGPU.
 pub const MARK: &str = "TESSERA_TEST_INSIDE";
@@ -154,6 +154,35 @@ fn managed_memory() -> Result<()> {
         ok("cuMemFree", cuda.mem_free(managed))?;
         ok("cuMemFree", cuda.mem_free(copy))?;
     }
+    Ok(())
+}
+
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn uses_memory_that_it_has_freed() -> Result<()> {
+    const LEN: usize = 64 << 20;
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    let (mut graph, mut node, mut executable) = (null_mut(), null_mut(), null_mut());
+    let (mut context, mut stream) = (null_mut(), null_mut());
+    ok("cuCtxGetCurrent", cuda.ctx_get_current(&raw mut context))?;
+    ok("cuStreamCreate", cuda.stream_create(&raw mut stream, 1))?;
+    let memory = cuda.alloc(LEN)?;
+    let fill = FillParams { to: memory, pitch: 0, value: 7, element: 4, width: LEN / 4, height: 1 };
+    ok("cuGraphCreate", cuda.graph_create(&raw mut graph, 0))?;
+    let none = std::ptr::null();
+    let added = cuda.graph_add_memset_node(&raw mut node, graph, none, 0, &raw const fill, context);
+    ok("cuGraphAddMemsetNode", added)?;
+    ok("cuGraphInstantiate", cuda.graph_instantiate(&raw mut executable, graph, 0))?;
+    ok("cuGraphLaunch", cuda.graph_launch(executable, stream))?;
+    ok("cuStreamSynchronize", cuda.stream_synchronize(stream))?;
+    ok("cuMemFree", cuda.mem_free(memory))?;
+    // A graph is not checked again when it is launched.
+    let launched = cuda.graph_launch(executable, stream)?;
+    let code = cuda.stream_synchronize(stream)?;
+    ensure!(launched == 0 && code == ILLEGAL_ADDRESS, "launch {launched}, then {code}");
     Ok(())
 }
 

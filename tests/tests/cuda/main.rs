@@ -221,6 +221,11 @@ fn managed_memory_is_the_same_for_cpu_and_gpu() -> Result<()> {
 }
 
 #[test]
+fn a_fault_is_an_illegal_address() -> Result<()> {
+    on_vgpu(|gpu| gpu.run("uses_memory_that_it_has_freed").map(drop))
+}
+
+#[test]
 fn two_processes_share_memory() -> Result<()> {
     on_vgpu(|gpu| gpu.run("exports_memory_and_an_event").map(drop))
 }
