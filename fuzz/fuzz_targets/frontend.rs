@@ -7,6 +7,7 @@ use fuzz::books::{Books, VRAM};
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::gpu::Client;
+use mdev_core::units::PAGE_SIZE;
 use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::frontend::identity::Identity;
 use vendor_backends::nvidia::frontend::queries::Recorded;
@@ -30,10 +31,10 @@ const CLASSES: [u32; 20] = [
     0, 0x41, 0x80, 0x2080, 0x2081, 0x90f1, 0x3e, 0x40, 0xde, 0xa06c, 0x9067, 0x79, 0xc661, 0xc86f, 0xcbc0, 0xc8b5,
     0x50a0, 0x503c, 0x83de, 0x73,
 ];
-const CONTROLS: [u32; 24] = [
+const CONTROLS: [u32; 26] = [
     0x101, 0x201, 0x202, 0x205, 0x214, 0x21b, 0x279, 0x288, 0xd01, 0x2080_0110, 0x2080_0111, 0x2080_014a, 0x2080_018d,
     0x2080_018e, 0x2080_0406, 0x2080_1201, 0x2080_1218, 0x2080_1303, 0x2080_1802, 0x2080_3801, 0x906f_0101,
-    0x906f_0102, 0xc36f_0108, 0x00de_0001,
+    0x906f_0102, 0xc36f_0108, 0x00de_0001, 0x83de_030c, 0x2080_3001,
 ];
 
 struct Program<'a> {
@@ -166,7 +167,7 @@ impl Program<'_> {
                             request.refused.share.push(range);
                         } else {
                             memory = SharedMemory::new(c"program", range.len).ok();
-                            request.shared.push(SharedRange { range, offset: 0 });
+                            request.shared.extend(parts_of(range));
                         }
                     }
                 }
@@ -182,6 +183,20 @@ impl Program<'_> {
         }
         panic!("the request does not end");
     }
+}
+
+/// Returns the parts of a shared range: for some addresses two, in reverse order.
+fn parts_of(range: Range) -> Vec<SharedRange> {
+    let Range { address, len } = range;
+    let first = len / 2 / PAGE_SIZE * PAGE_SIZE;
+    if first == 0 || address & PAGE_SIZE == 0 {
+        return vec![SharedRange { range, offset: 0 }];
+    }
+    let later = address.wrapping_add(first);
+    vec![
+        SharedRange { range: Range { address: later, len: len - first }, offset: 0 },
+        SharedRange { range: Range { address, len: first }, offset: len - first },
+    ]
 }
 
 fuzz_target!(|data: &[u8]| {
