@@ -1,6 +1,6 @@
 //! Mappings of stores for the GPU.
 
-use mdev_core::gpu::{Client, GpuError, MapRequest};
+use mdev_core::gpu::{CREATED_VA_END, Client, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 
@@ -44,7 +44,8 @@ impl Memories {
 
     /// Checks that a mapping is possible.
     fn check_free(&self, space: SpaceId, va: u64, len: u64) -> Result<(), Stop> {
-        let end = va.checked_add(len).ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
+        let end = va.checked_add(len).filter(|end| *end <= CREATED_VA_END);
+        let end = end.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         if len == 0 || !is_aligned(va | len, PAGE_SIZE) {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
