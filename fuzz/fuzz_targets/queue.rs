@@ -57,7 +57,7 @@ fn front_end() -> FrontEnd {
         vram_bytes: VRAM,
     };
     let layout = Layout::of_programs(driver).expect("a layout");
-    let queries = Box::new(Recorded::hopper().expect("a recording"));
+    let queries = Recorded::hopper().expect("a recording");
     FrontEnd::new(identity, layout, Classes::hopper(), queries, VRAM)
 }
 

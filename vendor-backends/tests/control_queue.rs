@@ -86,7 +86,7 @@ fn front_end() -> FrontEnd {
         vram_bytes: VRAM,
     };
     let layout = Layout::of_programs(&identity.driver).unwrap();
-    let queries = Box::new(Recorded::hopper().unwrap());
+    let queries = Recorded::hopper().unwrap();
     FrontEnd::new(identity, layout, Classes::hopper(), queries, 64 * MIB)
 }
 
