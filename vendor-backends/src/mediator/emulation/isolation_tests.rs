@@ -21,7 +21,7 @@ use super::context::Context;
 use super::counters::Counters;
 use super::interrupts::Interrupts;
 use super::run_limit::RunLimit;
-use crate::mem::SharedMemory;
+use crate::mem::{Mapping, SharedMemory};
 use crate::soft::SoftGpu;
 
 /// Memory: a writable range, a read-only range, and unmapped memory.
@@ -189,6 +189,23 @@ fn descriptor(case: &Case) -> Vec<u8> {
     bytes.to_vec()
 }
 
+/// Returns address spaces with the mappings of a case, and the one that its channel is in.
+fn mapped_spaces(memory: &Arc<Mapping>, created: bool) -> (AddressSpaces, SpaceId) {
+    let mut spaces = AddressSpaces::new(Some(Arc::clone(memory)), 0);
+    let second = spaces.create().unwrap();
+    let (space, other) =
+        if created { (second, SpaceId::DEFAULT) } else { (SpaceId::DEFAULT, second) };
+    for (space, range, writable) in
+        [(space, WRITABLE, true), (space, READ_ONLY, false), (other, ELSEWHERE, true)]
+    {
+        let backing = Backing::Vram { offset: range.start };
+        let (va, len) = (GpuVa(va(range.start)), range.end - range.start);
+        let request = MapRequest { writable, ..MapRequest::new(va, len, backing) };
+        spaces.map(&request.in_space(space)).unwrap();
+    }
+    (spaces, space)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
     #[test]
@@ -222,18 +239,7 @@ proptest! {
         put(CONSTANTS, [case.grid[2] % 33, case.grid[3] % 33, 1].as_bytes());
         put(CONSTANTS + compute::PARAM_BASE, params.as_bytes());
 
-        let mut spaces = AddressSpaces::new(Some(Arc::clone(&memory)), 0);
-        let created = spaces.create().unwrap();
-        let (space, other) =
-            if case.created { (created, SpaceId::DEFAULT) } else { (SpaceId::DEFAULT, created) };
-        for (space, range, writable) in
-            [(space, WRITABLE, true), (space, READ_ONLY, false), (other, ELSEWHERE, true)]
-        {
-            let backing = Backing::Vram { offset: range.start };
-            let (va, len) = (GpuVa(va(range.start)), range.end - range.start);
-            let request = MapRequest { writable, ..MapRequest::new(va, len, backing) };
-            spaces.map(&request.in_space(space)).unwrap();
-        }
+        let (spaces, space) = mapped_spaces(&memory, case.created);
         let spec = ChannelSpec {
             engine: EngineKind::Compute,
             gpfifo: GpuVa(va(RING)),
