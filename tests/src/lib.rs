@@ -66,13 +66,23 @@ fn programs() -> Result<&'static Programs> {
     programs.as_ref().map_err(|error| anyhow!("{error}"))
 }
 
-/// Returns the path of the preload library for CUDA programs, built once per test program.
+/// Returns the path of the preload library for CUDA programs, built once per test program. A library
+/// beside the test takes precedence, as in a bundle.
 pub fn cuda_library() -> Result<&'static Path> {
     static LIBRARY: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
     let library = LIBRARY.get_or_init(|| {
+        if let Some(beside) = beside(build::CUDA_LIBRARY) {
+            return Ok(beside);
+        }
         build::cuda_library(profile(), &Progress::new()).map_err(|error| format!("{error:#}"))
     });
     library.as_deref().map_err(|error| anyhow!("{error}"))
+}
+
+/// Returns the file with this name beside the test, if there is one.
+fn beside(name: &str) -> Option<PathBuf> {
+    let test = std::env::current_exe().ok()?;
+    Some(test.with_file_name(name)).filter(|path| path.is_file())
 }
 
 /// Returns the profile of the tests.
@@ -88,11 +98,7 @@ fn profile() -> Profile {
 /// A program beside the test takes precedence, as in a bundle or in a VM.
 pub fn vgpud() -> Result<&'static Path> {
     static BESIDE: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let beside = BESIDE.get_or_init(|| {
-        let test = std::env::current_exe().ok()?;
-        Some(test.with_file_name("vgpud")).filter(|path| path.is_file())
-    });
-    match beside {
+    match BESIDE.get_or_init(|| beside("vgpud")) {
         Some(path) => Ok(path),
         None => programs()?.find("vgpud"),
     }

@@ -1,12 +1,13 @@
 //! Runs of `vgpuctl` against a test's daemon.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::{Vgpud, programs};
+use crate::{Vgpud, beside, programs};
 
 /// Result of a command.
 #[derive(Debug)]
@@ -19,9 +20,13 @@ pub struct Done {
     pub stderr: String,
 }
 
-/// Returns the path of `vgpuctl`.
+/// Returns the path of `vgpuctl`. A program beside the test takes precedence, as in a bundle.
 pub fn path() -> Result<&'static Path> {
-    programs()?.find("vgpuctl")
+    static BESIDE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    match BESIDE.get_or_init(|| beside("vgpuctl")) {
+        Some(path) => Ok(path),
+        None => programs()?.find("vgpuctl"),
+    }
 }
 
 /// Runs a command line and returns its result.

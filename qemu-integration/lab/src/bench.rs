@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::build::{cargo, workspace};
-use crate::bundle::{CUDA_SOURCE, SOURCE};
+use crate::bundle::{CUDA_SOURCE, PROGRAMS_SOURCE, SOURCE};
 use crate::nvcc;
 use crate::place::{Bundle, layout};
 
@@ -19,7 +19,8 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<()> {
     }
     let mut command = by_cargo(name, args);
     if name == Some("gpu") {
-        let sources = [SOURCE, CUDA_SOURCE].map(|source| workspace().join(source));
+        let sources = [SOURCE, CUDA_SOURCE, PROGRAMS_SOURCE];
+        let sources = sources.map(|source| workspace().join(source));
         let out = workspace().join("lab-out");
         std::fs::create_dir_all(&out)
             .with_context(|| format!("Cannot make the folder {}", out.display()))?;
@@ -63,22 +64,32 @@ fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<(
     bundle.drop_privileges(out)?;
     let mut command = Command::new(program);
     command.arg("--bench").args(args);
-    let sources = [layout::KERNELS, layout::CUDA].map(|name| bundle.path(name));
+    let sources = [layout::KERNELS, layout::CUDA, layout::PROGRAMS_SOURCE];
+    let sources = sources.map(|name| bundle.path(name));
     command.args(kernels(&sources, out, args)?);
     finish(&mut command)
 }
 
-/// Compiles the kernels and the CUDA reference program for this machine's NVIDIA GPU. Returns the
-/// arguments that name them.
-fn kernels([kernels, cuda]: &[PathBuf; 2], out: &Path, args: &[String]) -> Result<Vec<OsString>> {
+/// Compiles the kernels, the CUDA reference program and the CUDA programs for this machine's NVIDIA
+/// GPU. Returns the arguments that name them.
+fn kernels(
+    [kernels, cuda, programs]: &[PathBuf; 3],
+    out: &Path,
+    args: &[String],
+) -> Result<Vec<OsString>> {
     if !Path::new("/dev/nvidiactl").exists() || args.iter().any(|arg| arg == "--cubin") {
         return Ok(Vec::new());
     }
     let mut named = vec!["--cubin".into(), nvcc::compile(kernels, out)?.into()];
-    match nvcc::program(cuda, out) {
-        Ok(program) => named.extend(["--cuda".into(), program.into()]),
-        // The benchmark reports which figures are missing for this reason.
-        Err(error) => eprintln!("{}: {error:#}", cuda.display()),
+    for (option, source, built) in [
+        ("--cuda", cuda, nvcc::program(cuda, out)),
+        ("--programs", programs, nvcc::launching_program(programs, out)),
+    ] {
+        match built {
+            Ok(program) => named.extend([option.into(), program.into()]),
+            // The benchmark reports which figures are missing for this reason.
+            Err(error) => eprintln!("{}: {error:#}", source.display()),
+        }
     }
     Ok(named)
 }

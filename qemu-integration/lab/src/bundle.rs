@@ -24,6 +24,8 @@ const TOP: &str = "tessera";
 pub const SOURCE: &str = "qemu-integration/guest/kernels/kernels.cu";
 /// Path of the source of the CUDA reference program in the workspace.
 pub const CUDA_SOURCE: &str = "tests/benches/gpu/cuda.c";
+/// Path of the source of the benchmark's CUDA programs in the workspace.
+pub const PROGRAMS_SOURCE: &str = "tests/benches/gpu/programs/programs.cu";
 const README: &str = include_str!("bundle.md");
 
 /// Options of a bundle.
@@ -68,7 +70,14 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
             let to = format!("{}/{name}", layout::PROGRAMS);
             archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
         }
-        archive.file(layout::CUDA, 0o644, &read(&build::workspace().join(CUDA_SOURCE))?)?;
+        let library = build::cuda_library(options.profile, progress)?;
+        let to = format!("{}/{}", layout::PROGRAMS, build::CUDA_LIBRARY);
+        archive.file(&to, 0o755, &read(&library)?)?;
+        for (to, source) in
+            [(layout::CUDA, CUDA_SOURCE), (layout::PROGRAMS_SOURCE, PROGRAMS_SOURCE)]
+        {
+            archive.file(to, 0o644, &read(&build::workspace().join(source))?)?;
+        }
     }
     archive.file(layout::KERNELS, 0o644, &read(&build::workspace().join(SOURCE))?)?;
     archive.file("README.md", 0o644, README.as_bytes())?;

@@ -28,6 +28,12 @@ pub fn program(source: &Path, folder: &Path) -> Result<PathBuf> {
     run(source, folder, &["-O2", "-ldl"], &to).map(|()| to)
 }
 
+/// Builds a program from `source` whose kernels launch kernels, and returns its path.
+pub fn launching_program(source: &Path, folder: &Path) -> Result<PathBuf> {
+    let to = folder.join(source.file_stem().unwrap_or(source.as_os_str()));
+    run(source, folder, &["-O2", ARCHITECTURE, "-rdc=true", "-lcudadevrt"], &to).map(|()| to)
+}
+
 fn run(source: &Path, folder: &Path, options: &[&str], to: &Path) -> Result<()> {
     let Some(nvcc) = find() else {
         bail!("No nvcc found: install CUDA's compiler, or pass machine code with --cubin");

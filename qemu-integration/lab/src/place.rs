@@ -22,6 +22,8 @@ pub mod layout {
     pub const KERNELS: &str = "kernels.cu";
     /// Source of the CUDA reference program.
     pub const CUDA: &str = "cuda.c";
+    /// Source of the benchmark's CUDA programs.
+    pub const PROGRAMS_SOURCE: &str = "programs.cu";
 }
 
 /// User id that the lab switches to if started as root.

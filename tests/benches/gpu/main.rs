@@ -16,6 +16,7 @@ mod load;
 mod misbehaviour;
 mod pauses;
 mod plain_client;
+mod programs;
 mod solo;
 mod tenant;
 mod trouble;
@@ -93,6 +94,9 @@ struct Cli {
     /// The program that `cuda.c` was made into: what kernels are set against
     #[arg(long)]
     cuda: Option<PathBuf>,
+    /// The program that `programs.cu` was made into: CUDA programs on vGPUs
+    #[arg(long)]
+    programs: Option<PathBuf>,
     /// Windows of so many milliseconds
     #[arg(long)]
     window: Option<u64>,
@@ -100,7 +104,7 @@ struct Cli {
     #[arg(long)]
     quick: bool,
     /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses,
-    /// trouble
+    /// trouble, programs
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -230,6 +234,10 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     }
     if wanted("trouble") {
         bench.troubles(quick, &cli.trouble, cli.times);
+    }
+    if wanted("programs") && !quick && kind == GpuKind::Nvidia {
+        let done = bench.programs(cli.programs.as_deref());
+        bench.attempt("CUDA programs", done);
     }
     Ok(bench.outcome(window))
 }

@@ -55,8 +55,9 @@ fn used(gpu: u64, bells: Vec<File>) -> Result<f64> {
 fn rings_without_work_of_many_vgpus_do_not_take_a_cpu() -> Result<()> {
     let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=16G"])?;
     let (mut clients, mut bells) = (Vec::new(), Vec::new());
+    // A type with the control queue has no eventfd for WAKE.
     for _ in 0..RINGING {
-        let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }))?;
+        let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
         let mut client = RawClient::attach(&vgpud.vfio_socket(&uuid));
         let reply = client.ok(GET_REGION_IO_FDS, &bytes![4096_u32, 0_u32, CONTROL, 0_u32]);
         bells.push(File::from(reply.fds.into_iter().next().context("no eventfd")?));

@@ -29,7 +29,7 @@ fn structures_have_the_sizes_of_the_header() {
 
 #[test]
 fn constants_are_those_of_the_header() {
-    let header = include_str!("../../../qemu-integration/guest-driver/tessera_queue.h");
+    let header = include_str!("../../../../qemu-integration/guest-driver/tessera_queue.h");
     let value = |name: &str| {
         let line = header.lines().find_map(|line| {
             let mut words = line.split_whitespace();
