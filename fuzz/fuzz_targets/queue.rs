@@ -9,7 +9,7 @@ use fuzz::books::{Books, VRAM};
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::queue::{
-    ALLOCATED, File as QueueFile, MAX_MEMORIES, Memory, PAGE_BYTES, PINNED, completion, op,
+    ALLOCATED, File as QueueFile, MAX_MEMORIES, Memory, PAGE_BYTES, PINNED, op,
 };
 use mdev_core::gpu::{Client, Pending};
 use mdev_core::ids::GuestPa;
@@ -161,9 +161,8 @@ fuzz_target!(|data: &[u8]| {
         if serve().is_err() {
             break;
         }
-        while let Some(found) = driver.completion() {
-            assert!((completion::DONE..=completion::WITHDRAW).contains(&found.kind));
-        }
+        // The content can be anything: the guest writes to the ring too.
+        while driver.completion().is_some() {}
     }
     queue.stop(&mut gpu);
     memory.lock().clear(&mut gpu);
