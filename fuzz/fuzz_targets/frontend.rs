@@ -3,15 +3,12 @@
 #![no_main]
 
 use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, Refused, SharedRange};
-use fuzz::books::{Books, VRAM};
+use fuzz::books::{Books, VRAM, front_end};
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
-use mdev_core::gpu::Client;
 use mdev_core::units::PAGE_SIZE;
 use vendor_backends::mem::SharedMemory;
-use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, FrontEnd, Outcome};
+use vendor_backends::nvidia::frontend::{FrontEnd, Outcome};
 use vendor_backends::nvidia::version::Layout;
 
 /// Address of parameters in the program.
@@ -203,19 +200,10 @@ fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
     let flags = input.byte();
     let driver = if flags & 1 == 0 { "580.159.04" } else { "550.163.01" };
-    let identity = Identity {
-        vgpu: Books::new(0, false).spec().vgpu,
-        name: "FUZZ".into(),
-        driver: driver.into(),
-        pci_ids: (0x10de, 0x2335),
-        address: (0, 6),
-        vram_bytes: VRAM,
-    };
     let layout = Layout::of_programs(driver).expect("a layout");
-    let queries = Recorded::hopper().expect("a recording");
     let mut program = Program {
         input,
-        front_end: FrontEnd::new(identity, layout, Classes::hopper(), queries, VRAM),
+        front_end: front_end(driver),
         gpu: Books::new(if flags & 2 == 0 { 0 } else { 7 }, flags & 4 == 0),
         root: 0,
     };

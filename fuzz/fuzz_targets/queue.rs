@@ -5,22 +5,18 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use fuzz::books::{Books, VRAM};
+use fuzz::books::{Books, front_end};
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::queue::{
     ALLOCATED, File as QueueFile, MAX_MEMORIES, Memory, PAGE_BYTES, PINNED, op,
 };
-use mdev_core::gpu::{Client, Pending};
+use mdev_core::gpu::Pending;
 use mdev_core::ids::GuestPa;
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS, encode, request};
 use mdev_core::testing::shared_ram;
 use vendor_backends::nvidia::control_queue::ControlQueue;
-use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, FrontEnd};
-use vendor_backends::nvidia::version::Layout;
 use zerocopy::IntoBytes;
 
 const RAM: u64 = 8 << 20;
@@ -44,21 +40,6 @@ impl Bus for Ram {
     fn wait(&mut self) {
         unreachable!("the target does not wait");
     }
-}
-
-fn front_end() -> FrontEnd {
-    let driver = "550.163.01";
-    let identity = Identity {
-        vgpu: Books::new(0, false).spec().vgpu,
-        name: "FUZZ".into(),
-        driver: driver.into(),
-        pci_ids: (0x10de, 0x2335),
-        address: (0, 6),
-        vram_bytes: VRAM,
-    };
-    let layout = Layout::of_programs(driver).expect("a layout");
-    let queries = Recorded::hopper().expect("a recording");
-    FrontEnd::new(identity, layout, Classes::hopper(), queries, VRAM)
 }
 
 fn message(input: &mut Input<'_>, driver: &mut QueueDriver<Ram>) -> Vec<u8> {
@@ -125,7 +106,7 @@ fuzz_target!(|data: &[u8]| {
     let memory = SharedGuestMemory::default();
     let ram = shared_ram(&mut memory.lock(), 0, RAM);
     let mut driver = QueueDriver::new(Ram(ram), BASE, RAM);
-    let mut queue = ControlQueue::start(front_end(), memory.clone(), GuestPa(BASE), SLOTS).expect("a queue");
+    let mut queue = ControlQueue::start(front_end("550.163.01"), memory.clone(), GuestPa(BASE), SLOTS).expect("a queue");
     for _ in 0..48 {
         if input.is_empty() {
             break;

@@ -11,6 +11,8 @@ use mdev_core::gpu::{
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token, VgpuId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 use nix::sys::eventfd::EventFd;
+use vendor_backends::nvidia::frontend::identity::Identity;
+use vendor_backends::nvidia::frontend::{FrontEnd, testing};
 
 /// Video memory of the client, in bytes.
 pub const VRAM: u64 = 64 * MIB;
@@ -33,6 +35,12 @@ pub struct Books {
     /// Mappings of each space: length by address.
     spaces: BTreeMap<u32, BTreeMap<u64, u64>>,
     channels: BTreeMap<u32, ChannelSpec>,
+}
+
+/// Returns a front end for a version of the driver, on the vGPU of [`Books`].
+pub fn front_end(driver: &str) -> FrontEnd {
+    let vgpu = Books::new(0, false).spec.vgpu;
+    testing::front_end(Identity { vgpu, ..testing::identity(driver, VRAM) }, VRAM)
 }
 
 impl Books {

@@ -2,33 +2,28 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+#[path = "support/soft_vgpu.rs"]
+mod soft_vgpu;
+
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 
 use mdev_core::abi::queue::{
     ALLOCATED, Call, Failure, MAX_PAGES, Memory, PAGE_BYTES, PINNED, ProcFile, Request, Submission,
     Welcome, Withdrawn, completion, index, mapped, node, op,
 };
-use mdev_core::gpu::{ClientSpec, Gpu, Pending};
+use mdev_core::gpu::{ClientSpec, Pending};
 use mdev_core::ids::{GuestPa, VgpuId};
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS, encode, request};
 use mdev_core::testing::shared_ram;
 use mdev_core::units::MIB;
 use proptest::prelude::*;
-use tempfile::TempDir;
-use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
+use vendor_backends::mediator::MediatedClient;
 use vendor_backends::nvidia::control_queue::ControlQueue;
-use vendor_backends::nvidia::control_queue::testing::{Program, memory_params, word, words};
-use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, FrontEnd};
-use vendor_backends::nvidia::version::Layout;
-use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::SoftGpu;
+use vendor_backends::nvidia::control_queue::testing::Program;
+use vendor_backends::nvidia::frontend::FrontEnd;
+use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, word, words};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Guest RAM, and where the queue is in it.
@@ -47,8 +42,7 @@ struct Device {
     queue: Option<ControlQueue>,
     client: MediatedClient,
     failure: Option<Failure>,
-    _gpu: MediatedGpu,
-    _folder: TempDir,
+    _held: soft_vgpu::Held,
 }
 
 impl Bus for Device {
@@ -76,30 +70,14 @@ impl Bus for Device {
     }
 }
 
-fn front_end() -> FrontEnd {
-    let identity = Identity {
-        vgpu: VgpuId::random(),
-        name: "Test".into(),
-        driver: "550.163.01".into(),
-        pci_ids: (0x10de, 0x2335),
-        address: (0, 6),
-        vram_bytes: VRAM,
-    };
-    let layout = Layout::of_programs(&identity.driver).unwrap();
-    let queries = Recorded::hopper().unwrap();
-    FrontEnd::new(identity, layout, Classes::hopper(), queries, 64 * MIB)
+fn new_front_end() -> FrontEnd {
+    front_end(identity("550.163.01", VRAM), 64 * MIB)
 }
 
 type Driver = QueueDriver<Device>;
 
 /// Returns a driver whose queue runs.
 fn start() -> Driver {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("admin.sock");
-    let listener = SeqPacketListener::bind(&path).unwrap();
-    let gpu = Arc::new(SoftGpu::new("soft0", 256 * MIB));
-    thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
-    let mut gpu = MediatedGpu::connect(&path).unwrap();
     let spec = ClientSpec {
         vgpu: VgpuId::random(),
         vram_bytes: VRAM,
@@ -107,12 +85,12 @@ fn start() -> Driver {
         max_channels: 8,
         max_import_bytes: 64 * MIB,
     };
-    let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
+    let (client, held) = soft_vgpu::start(&spec);
     let memory = SharedGuestMemory::default();
     let ram = shared_ram(&mut memory.lock(), 0, RAM);
-    let device = Device { ram, queue: None, client, failure: None, _gpu: gpu, _folder: folder };
+    let device = Device { ram, queue: None, client, failure: None, _held: held };
     let mut driver = QueueDriver::new(device, BASE, RAM);
-    let queue = ControlQueue::start(front_end(), memory, GuestPa(BASE), SLOTS).unwrap();
+    let queue = ControlQueue::start(new_front_end(), memory, GuestPa(BASE), SLOTS).unwrap();
     driver.bus.queue = Some(queue);
     driver
 }
@@ -149,7 +127,7 @@ fn system_memory_is_the_guests_until_it_is_freed() {
     let mut program = Program::start(&mut driver);
     program.space(&mut driver);
     let len = 64 * PAGE_BYTES as u64;
-    let memory = program.alloc(&mut driver, 0x10, 0x20, 0x3e, &memory_params(len)).unwrap();
+    let memory = program.alloc(&mut driver, 0x10, 0x20, 0x3e, &memory_params(len, 0)).unwrap();
     assert_eq!(driver.memories.len(), 1, "the guest has allocated it");
     program.make_mapping(&mut driver, memory, len);
     let id = *driver.memories.keys().next().unwrap();
@@ -306,7 +284,7 @@ fn rings_and_buffers_that_cannot_be_stop_the_queue() {
     let bad = |base, slots| {
         let memory = SharedGuestMemory::default();
         shared_ram(&mut memory.lock(), 0, RAM);
-        ControlQueue::start(front_end(), memory, GuestPa(base), slots).map(drop).unwrap_err()
+        ControlQueue::start(new_front_end(), memory, GuestPa(base), slots).map(drop).unwrap_err()
     };
     for (base, slots) in [(BASE + 1, 8), (BASE, 0), (BASE, 12), (BASE, 512), (BASE, 4), (RAM, 8)] {
         assert_eq!(bad(base, slots), Failure::Config, "{base:#x} {slots}");

@@ -20,7 +20,8 @@ use nix::unistd::Pid;
 use serde_json::json;
 use system_tests::Vgpud;
 use system_tests::in_process::window;
-use vendor_backends::nvidia::control_queue::testing::{Program, memory_params};
+use vendor_backends::nvidia::control_queue::testing::Program;
+use vendor_backends::nvidia::frontend::testing::memory_params;
 use vfio_user::Client;
 use zerocopy::IntoBytes;
 
@@ -223,7 +224,7 @@ fn no_access_waits_for_a_request() -> Result<()> {
     let mut driver = start(&vgpud)?;
     let mut program = Program::start(&mut driver);
     program.space(&mut driver);
-    let memory = program.alloc(&mut driver, 0x10, 0x20, 0x3e, &memory_params(MIB)).unwrap();
+    let memory = program.alloc(&mut driver, 0x10, 0x20, 0x3e, &memory_params(MIB, 0)).unwrap();
     let gpu = parent(&vgpud)?;
     // A request that waits for the GPU, which does not answer.
     kill(gpu, Signal::SIGSTOP)?;

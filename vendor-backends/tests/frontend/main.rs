@@ -7,6 +7,8 @@ mod faults;
 mod program;
 mod recording;
 mod replay;
+#[path = "../support/soft_vgpu.rs"]
+mod soft_vgpu;
 #[path = "../support/warnings.rs"]
 mod warnings;
 

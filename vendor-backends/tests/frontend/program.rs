@@ -7,18 +7,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, SharedRange};
-use mdev_core::gpu::{Client, ClientSpec, Gpu};
-use mdev_core::ids::VgpuId;
+use mdev_core::gpu::{Client, ClientSpec};
 use mdev_core::units::MIB;
-use tempfile::TempDir;
-use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
+use vendor_backends::mediator::MediatedClient;
 use vendor_backends::mem::{Mapping, SharedMemory};
 use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, FrontEnd, Mapped, Outcome};
-use vendor_backends::nvidia::version::Layout;
-use vendor_backends::seqpacket::SeqPacketListener;
-use vendor_backends::soft::SoftGpu;
+use vendor_backends::nvidia::frontend::testing::{front_end, identity};
+pub use vendor_backends::nvidia::frontend::testing::{memory_params, word, words};
+use vendor_backends::nvidia::frontend::{FrontEnd, Mapped, Outcome};
+
+use crate::soft_vgpu;
 
 /// Video memory of the vGPU, in bytes.
 pub const VRAM: u64 = 64 * MIB;
@@ -41,8 +39,7 @@ pub struct Program {
     pub client: MediatedClient,
     /// Memory of the program that is shared.
     shared: BTreeMap<u64, OwnedFd>,
-    _gpu: MediatedGpu,
-    _folder: TempDir,
+    _held: soft_vgpu::Held,
 }
 
 /// Outcome of an ioctl.
@@ -56,15 +53,7 @@ pub struct Result {
 impl Program {
     /// Starts a program with all of its device files open.
     pub fn start() -> Self {
-        let identity = Identity {
-            vgpu: VgpuId::random(),
-            name: "Test".into(),
-            driver: "550.163.01".into(),
-            pci_ids: (0x10de, 0x2335),
-            address: (0, 6),
-            vram_bytes: VRAM,
-        };
-        let mut program = Self::of(identity, 8);
+        let mut program = Self::of(identity("550.163.01", VRAM), 8);
         for (file, node) in [(CONTROL, Node::Control), (GPU, Node::Gpu(0)), (UVM, Node::Uvm)] {
             program.front_end.open(file, node, 1).unwrap();
         }
@@ -73,12 +62,6 @@ impl Program {
 
     /// Starts a program without open files on a vGPU.
     pub fn of(identity: Identity, max_channels: u32) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("admin.sock");
-        let listener = SeqPacketListener::bind(&path).unwrap();
-        let gpu = Arc::new(SoftGpu::new("soft0", identity.vram_bytes.max(256 * MIB)));
-        thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
-        let mut gpu = MediatedGpu::connect(&path).unwrap();
         let spec = ClientSpec {
             vgpu: identity.vgpu,
             vram_bytes: identity.vram_bytes,
@@ -86,12 +69,10 @@ impl Program {
             max_channels,
             max_import_bytes: 256 * MIB,
         };
-        let client = MediatedClient::open(gpu.admit(&spec).unwrap().fd.unwrap()).unwrap();
-        let layout = Layout::of_programs(&identity.driver).unwrap();
-        let queries = Recorded::hopper().unwrap();
-        let front_end = FrontEnd::new(identity, layout, Classes::hopper(), queries, 256 * MIB);
+        let (client, held) = soft_vgpu::start(&spec);
+        let front_end = front_end(identity, 256 * MIB);
         let shared = BTreeMap::new();
-        Self { front_end, client, shared, _gpu: gpu, _folder: folder }
+        Self { front_end, client, shared, _held: held }
     }
 
     /// Carries out an ioctl with an argument that has a pointer to `params` at `pointer`.
@@ -251,24 +232,6 @@ pub struct Context {
     pub device: u32,
     pub subdevice: u32,
     pub space: u32,
-}
-
-/// Returns the parameters of a memory allocation.
-pub fn memory_params(len: u64, align: u64) -> Vec<u8> {
-    let mut params = vec![0; 128];
-    params[64..72].copy_from_slice(&len.to_le_bytes());
-    params[72..80].copy_from_slice(&align.to_le_bytes());
-    params
-}
-
-/// Returns words as bytes.
-pub fn words(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
-}
-
-/// Returns a word of bytes.
-pub fn word(bytes: &[u8], index: usize) -> u32 {
-    u32::from_le_bytes(*bytes[4 * index..].first_chunk().unwrap())
 }
 
 /// Waits until `done` returns true.

@@ -8,6 +8,7 @@ use mdev_core::testing::queue_driver::{Bus, Process, QueueDriver, encode};
 use mdev_core::units::{MIB, PAGE_SIZE};
 
 use crate::conformance::Pushbuffer;
+use crate::nvidia::frontend::testing::{memory_params, word, words};
 
 /// Parameters of ioctls in the program.
 const PARAMS: u64 = 0x7000_0000;
@@ -40,23 +41,6 @@ pub struct Channel {
     pub token: u32,
     pub rings: u64,
     submitted: u32,
-}
-
-/// Returns words as bytes.
-pub fn words(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
-}
-
-/// Returns a word of bytes.
-pub fn word(bytes: &[u8], index: usize) -> u32 {
-    u32::from_le_bytes(*bytes[4 * index..].first_chunk().unwrap())
-}
-
-/// Returns the parameters of a memory allocation.
-pub fn memory_params(len: u64) -> Vec<u8> {
-    let mut params = vec![0; 128];
-    params[64..72].copy_from_slice(&len.to_le_bytes());
-    params
 }
 
 impl Program {
@@ -170,7 +154,7 @@ impl Program {
     pub fn channel<B: Bus>(&mut self, driver: &mut QueueDriver<B>) -> Channel {
         self.space(driver);
         let device = 0x10;
-        let rings = self.alloc(driver, device, 0x20, 0x40, &memory_params(RINGS_BYTES)).unwrap();
+        let rings = self.alloc(driver, device, 0x20, 0x40, &memory_params(RINGS_BYTES, 0)).unwrap();
         self.call(driver, self.root, 0xd01, &words(&[rings, 0, 0]));
         self.make_mapping(driver, rings, RINGS_BYTES);
         let (kind, memory) = driver.map(self.gpu, RINGS_BYTES, 0).unwrap();

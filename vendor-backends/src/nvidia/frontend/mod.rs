@@ -16,6 +16,7 @@
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
 //! 7. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
+//! 8. `testing` (feature `test-util`): front ends for tests
 
 mod alloc;
 mod call;
@@ -35,6 +36,8 @@ mod refusals;
 mod shapes;
 mod sharing;
 mod status_page;
+#[cfg(feature = "test-util")]
+pub mod testing;
 mod uvm;
 mod video_memory;
 

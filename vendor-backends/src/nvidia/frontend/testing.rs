@@ -1,0 +1,46 @@
+//! Front ends for tests and fuzz targets, and the words of a program's arguments.
+#![allow(clippy::unwrap_used, missing_docs, reason = "test helpers panic on violations")]
+
+use mdev_core::ids::VgpuId;
+
+use super::identity::Identity;
+use super::queries::Recorded;
+use super::{Classes, FrontEnd};
+use crate::nvidia::version::Layout;
+
+/// Returns what a vGPU for tests says of itself.
+pub fn identity(driver: &str, vram_bytes: u64) -> Identity {
+    Identity {
+        vgpu: VgpuId::random(),
+        name: "Test".into(),
+        driver: driver.into(),
+        pci_ids: (0x10de, 0x2335),
+        address: (0, 6),
+        vram_bytes,
+    }
+}
+
+/// Returns a front end with recorded answers, for so much system memory.
+pub fn front_end(identity: Identity, max_system_bytes: u64) -> FrontEnd {
+    let layout = Layout::of_programs(&identity.driver).unwrap();
+    let queries = Recorded::hopper().unwrap();
+    FrontEnd::new(identity, layout, Classes::hopper(), queries, max_system_bytes)
+}
+
+/// Returns words as bytes.
+pub fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// Returns a word of bytes.
+pub fn word(bytes: &[u8], index: usize) -> u32 {
+    u32::from_le_bytes(*bytes[4 * index..].first_chunk().unwrap())
+}
+
+/// Returns the parameters of a memory allocation.
+pub fn memory_params(len: u64, align: u64) -> Vec<u8> {
+    let mut params = vec![0; 128];
+    params[64..72].copy_from_slice(&len.to_le_bytes());
+    params[72..80].copy_from_slice(&align.to_le_bytes());
+    params
+}

@@ -1,0 +1,30 @@
+//! A vGPU of a software GPU in this process.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use mdev_core::gpu::{ClientSpec, Gpu};
+use mdev_core::units::MIB;
+use tempfile::TempDir;
+use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
+use vendor_backends::seqpacket::SeqPacketListener;
+use vendor_backends::soft::SoftGpu;
+
+/// What must live as long as the vGPU's client.
+pub struct Held {
+    _gpu: MediatedGpu,
+    _folder: TempDir,
+}
+
+/// Starts a software GPU and returns the client of a vGPU on it.
+pub fn start(spec: &ClientSpec) -> (MediatedClient, Held) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("admin.sock");
+    let listener = SeqPacketListener::bind(&path).unwrap();
+    let gpu = Arc::new(SoftGpu::new("soft0", spec.vram_bytes.max(256 * MIB)));
+    thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
+    let mut gpu = MediatedGpu::connect(&path).unwrap();
+    let client = MediatedClient::open(gpu.admit(spec).unwrap().fd.unwrap()).unwrap();
+    (client, Held { _gpu: gpu, _folder: folder })
+}
