@@ -31,7 +31,7 @@ impl Fleet {
     ) -> Result<Self> {
         let parent = format!("{}{options}", kind.argument());
         let vgpud = Vgpud::start_with(&["--parent", &parent])?;
-        let mdev_type = mdev_type(&vgpud)?;
+        let mdev_type = mdev_type(&vgpud, "-1C")?;
         let mut fleet = Self { tenants: Vec::new(), uuids: Vec::new(), vgpud };
         for attrs in attrs {
             let request = json!({ "mdev_type": mdev_type, "attrs": attrs, "run": true });
@@ -77,13 +77,13 @@ impl Fleet {
     }
 }
 
-/// Returns the type with 1 GiB of video memory and no display.
-fn mdev_type(vgpud: &Vgpud) -> Result<String> {
+/// Returns the type with this suffix: its video memory in GiB, and `C` for no display.
+pub fn mdev_type(vgpud: &Vgpud, suffix: &str) -> Result<String> {
     let parents = vgpud.get("/v1/types")?;
     let types = parents.as_array().into_iter().flatten();
     let types = types.flat_map(|parent| parent["types"].as_array().cloned().unwrap_or_default());
     let names: Vec<String> =
         types.filter_map(|one| Some(one["name"].as_str()?.to_owned())).collect();
-    let found = names.iter().find(|name| name.ends_with("-1C"));
-    Ok(found.with_context(|| format!("No type with 1 GiB among {}", names.join(", ")))?.clone())
+    let found = names.iter().find(|name| name.ends_with(suffix));
+    Ok(found.with_context(|| format!("No type {suffix} among {}", names.join(", ")))?.clone())
 }

@@ -13,6 +13,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::{Vgpud, cuda_library, kill_process, vgpuctl, wait_for};
 
+use crate::fleet::mdev_type;
 use crate::{Bench, GpuKind};
 
 const TORCH: &str = include_str!("programs/torch_programs.py");
@@ -153,11 +154,7 @@ struct Host<'a> {
 impl<'a> Host<'a> {
     fn start(kind: GpuKind, options: &str, program: &'a Path) -> Result<Self> {
         let vgpud = Vgpud::start_with(&["--parent", &format!("{}{options}", kind.argument())])?;
-        let parents = vgpud.get("/v1/types")?;
-        let types = parents.as_array().into_iter().flatten();
-        let mut types = types.flat_map(|parent| parent["types"].as_array().into_iter().flatten());
-        let found = types.find_map(|one| one["name"].as_str().filter(|name| name.ends_with(SIZE)));
-        let mdev_type = found.with_context(|| format!("No type {SIZE}"))?.to_owned();
+        let mdev_type = mdev_type(&vgpud, SIZE)?;
         Ok(Self { vgpud, program, mdev_type })
     }
 
