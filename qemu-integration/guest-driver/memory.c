@@ -225,6 +225,17 @@ static int tsr_memory_add(struct tsr_memory *memory)
 	return min(error, 0);
 }
 
+/* Adds a memory that has its pages, or frees it after an error. */
+static struct tsr_memory *tsr_memory_finish(struct tsr_memory *memory, int error)
+{
+	if (!error)
+		error = tsr_memory_add(memory);
+	if (!error)
+		return memory;
+	tsr_memory_put(memory);
+	return ERR_PTR(error);
+}
+
 /* Allocates zeroed pages. */
 struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u64 length)
 {
@@ -234,12 +245,7 @@ struct tsr_memory *tsr_memory_allocate(struct tsr_dev *dev, u64 length)
 	if (IS_ERR(memory))
 		return memory;
 	error = tsr_get_zeroed(memory, length >> PAGE_SHIFT);
-	if (!error)
-		error = tsr_memory_add(memory);
-	if (!error)
-		return memory;
-	tsr_memory_put(memory);
-	return ERR_PTR(error);
+	return tsr_memory_finish(memory, error);
 }
 
 /* Pins pages of this process. */
@@ -256,12 +262,7 @@ struct tsr_memory *tsr_memory_pin(struct tsr_dev *dev, u64 address, u64 length)
 	memory->pinned = true;
 	memory->address = address;
 	error = tsr_pin(memory, length >> PAGE_SHIFT);
-	if (!error)
-		error = tsr_memory_add(memory);
-	if (!error)
-		return memory;
-	tsr_memory_put(memory);
-	return ERR_PTR(error);
+	return tsr_memory_finish(memory, error);
 }
 
 /* Returns an allocated memory with a reference, or NULL. Pinned pages are their program's only. */
