@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 mod channels;
+mod copies;
 mod faults;
 mod program;
 mod recording;
@@ -12,19 +13,15 @@ mod soft_vgpu;
 #[path = "../support/warnings.rs"]
 mod warnings;
 
+use std::os::fd::AsFd;
 use std::time::Instant;
 
 use cuda_socket::{FileId, MapRequest, Node};
-use mdev_core::abi::host::{self, GpEntry};
-use mdev_core::abi::{doorbell, userd};
 use mdev_core::gpu::Client;
-use mdev_core::ids::Token;
 use mdev_core::units::{MIB, PAGE_SIZE};
-use program::{
-    CONTROL, CONTROL_FD, GPU, GPU_FD, Program, UVM, VRAM, memory_params, wait, word, words,
-};
+use program::{CONTROL, CONTROL_FD, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words};
 use proptest::prelude::*;
-use vendor_backends::conformance::Pushbuffer;
+use vendor_backends::mem::Mapping;
 use vendor_backends::nvidia::frontend::Mapped;
 
 const NO_MEMORY: u32 = 0x51;
@@ -35,81 +32,6 @@ const INVALID_CLIENT: u32 = 0x23;
 const NOT_SUPPORTED: u32 = 0x56;
 
 const PROGRAM_VA: u64 = 0x2_0000_0000;
-
-#[test]
-fn a_program_copies_through_a_channel_of_its_own() {
-    let mut program = Program::start();
-    let context = program.context();
-    let (root, device) = (context.root, context.device);
-    // Rings and USERD: video memory that is mapped for the CPU first.
-    let ring = program.new_object(root, device, 0x20, 0x40, &memory_params(2 * MIB, 2 * MIB));
-    let (status, kind) = program.control(root, root, 0xd01, &words(&[ring, 0, 0]));
-    assert_eq!((status, word(&kind, 2)), (0, 1));
-    let ring_memory = program.map(root, ring, 2 * MIB);
-    assert_eq!(program.map_for_gpu(root, ring, PROGRAM_VA, 2 * MIB), 0);
-    // Video memory for the data.
-    let data = program.new_object(root, device, 0x21, 0x40, &memory_params(4 * MIB, 2 * MIB));
-    let data_va = 0x100_0000_0000;
-    assert_eq!(program.map_for_gpu(root, data, data_va, 4 * MIB), 0);
-
-    let group = words(&[0, 0, context.space, 9, 0]);
-    let group = program.new_object(root, device, 0x30, 0xa06c, &group);
-    let notifier = program.new_object(root, device, 0x31, 0x3e, &memory_params(PAGE_SIZE, 0));
-    let notifier_memory = program.map(root, notifier, PAGE_SIZE);
-    let mut params = vec![0; 368];
-    for (at, value) in [(0, notifier), (16, 1024), (32, ring), (64, 2 * PAGE_SIZE as u32)] {
-        params[at..at + 4].copy_from_slice(&value.to_le_bytes());
-    }
-    params[8..16].copy_from_slice(&PROGRAM_VA.to_le_bytes());
-    let channel = program.new_object(root, group, 0x32, 0xc86f, &params);
-    let copies = program.new_object(root, channel, 0x33, 0xc8b5, &[0; 8]);
-    let (_, engine) = program.control(root, channel, 0xc36f_0101, &words(&[copies, 0, 0, 0]));
-    assert_eq!((word(&engine, 2), word(&engine, 3)), (0xc8b5, 9));
-    let (_, token) = program.control(root, channel, 0xc36f_0108, &[0; 4]);
-    let token = word(&token, 0);
-    let (status, _) = program.control(root, group, 0xa06c_0101, &[1, 0]);
-    assert_eq!(status, 0);
-
-    let source = PROGRAM_VA + MIB;
-    ring_memory.write(MIB, b"from here").unwrap();
-    let back = PROGRAM_VA + MIB + PAGE_SIZE;
-    let semaphore = PROGRAM_VA + MIB + 2 * PAGE_SIZE;
-    let pushbuffer = Pushbuffer::default()
-        .copy_method(host::SET_OBJECT, &[0xc8b5])
-        .copy(source, data_va, 9)
-        .copy(data_va, back, 9)
-        .semaphore(semaphore, 1, host::sem::RELEASE | host::sem::RELEASE_WFI);
-    let at = PROGRAM_VA + MIB + 3 * PAGE_SIZE;
-    ring_memory.write(MIB + 3 * PAGE_SIZE, &words(pushbuffer.words())).unwrap();
-    let entry = GpEntry::Segment { va: at, dwords: pushbuffer.words().len() as u32 }.encode();
-    ring_memory.write(0, &entry.to_le_bytes()).unwrap();
-    ring_memory.store_u32(2 * PAGE_SIZE + userd::GP_PUT, 1);
-    let usermode = program.new_object(root, context.subdevice, 0x40, 0xc661, &[]);
-    program.map(root, usermode, 0x1_0000).store_u32(doorbell::TOKEN, token);
-    program.client.wake(Token(token)).unwrap();
-    wait("the semaphore", || ring_memory.load_u32(MIB + 2 * PAGE_SIZE) == Some(1));
-    let mut copied = [0; 9];
-    ring_memory.read(MIB + PAGE_SIZE, &mut copied).unwrap();
-    assert_eq!(&copied, b"from here");
-
-    // A fault is told by the notifier.
-    let bad = Pushbuffer::default().copy(0x7000_0000_0000, data_va, 9);
-    ring_memory.write(MIB + 3 * PAGE_SIZE, &words(bad.words())).unwrap();
-    let entry = GpEntry::Segment { va: at, dwords: bad.words().len() as u32 }.encode();
-    ring_memory.write(8, &entry.to_le_bytes()).unwrap();
-    ring_memory.store_u32(2 * PAGE_SIZE + userd::GP_PUT, 2);
-    program.client.wake(Token(token)).unwrap();
-    wait("the notifier", || {
-        program.front_end.note_errors(&mut program.client);
-        notifier_memory.load_u32(12) == Some(0xffff_0000)
-    });
-    assert_eq!(notifier_memory.load_u32(8), Some(mdev_core::abi::notifier::MMU_FAULT));
-    faults::the_cause_is_told(&mut program, context, channel);
-
-    program.front_end.close(&mut program.client, CONTROL);
-    assert_eq!(program.front_end.counts(), [0; 4]);
-    assert_eq!(program.front_end.used_video_bytes(), 0);
-}
 
 #[test]
 fn memory_ends_with_the_partition() {
@@ -142,6 +64,31 @@ fn memory_ends_with_the_partition() {
     let va = [PROGRAM_VA as u32, (PROGRAM_VA >> 32) as u32, 0, 0, 0xffff, 0];
     assert_eq!(word(&program.uvm(34, &va, 24), 4), 0);
     assert_eq!(info(&mut program), [VRAM, VRAM]);
+}
+
+#[test]
+fn a_program_finds_nothing_of_an_earlier_one() {
+    const LEN: u64 = 4 * MIB;
+    let mut program = Program::start();
+    let context = program.context();
+    let vram = program.client.apertures().vram.as_ref().unwrap();
+    let left = Mapping::new(vram.fd.as_fd(), vram.offset, VRAM, true).unwrap();
+    let zeros = || -> usize {
+        let mut bytes = vec![0; VRAM as usize];
+        left.read(0, &mut bytes).unwrap();
+        bytes.chunks(PAGE_SIZE as usize).filter(|page| page.iter().all(|byte| *byte == 0)).count()
+    };
+    for _ in 0..2 {
+        left.write(0, &vec![0xa5; VRAM as usize]).unwrap();
+        let params = memory_params(LEN, 2 * MIB);
+        let data = program.new_object(context.root, context.device, 0x21, 0x40, &params);
+        assert_eq!(program.map_for_gpu(context.root, data, PROGRAM_VA, LEN), 0);
+        assert_eq!(zeros() as u64, LEN / PAGE_SIZE, "its own memory, and no other");
+        let free = words(&[context.root, context.device, data, 0xffff]);
+        program.ioctl_with(CONTROL, 0xc010_4629, free, None, &[]);
+        let va = [PROGRAM_VA as u32, (PROGRAM_VA >> 32) as u32, 0, 0, 0xffff, 0];
+        assert_eq!(word(&program.uvm(34, &va, 24), 4), 0);
+    }
 }
 
 #[test]
@@ -178,19 +125,12 @@ fn what_a_vgpu_does_not_have_is_refused_with_the_drivers_status() {
 fn a_programs_own_pages_become_memory_of_the_gpu() {
     let mut program = Program::start();
     let context = program.context();
-    let (root, device) = (context.root, context.device);
-    let mut argument = words(&[root, device, 0x60, 0x71, 0x4000_1010, 0]);
-    argument.extend(0x7fff_0000_0000_u64.to_le_bytes());
-    argument.extend((2 * MIB - 1).to_le_bytes());
-    argument.extend(words(&[0xffff, 0, u32::MAX, 0]));
-    let done = program.ioctl_with(GPU, 0xc038_4627, argument.clone(), None, &[]);
+    let address = 0x7fff_0000_0000;
     // The file of the GPU has no clients before it is attached to a control file.
-    assert_eq!(word(&done.argument, 10), INVALID_CLIENT);
-    let attached = program.ioctl_with(GPU, 0xc004_46c9, words(&[CONTROL_FD]), None, &[]);
-    assert_eq!(attached.errno, 0);
-    let done = program.ioctl_with(GPU, 0xc038_4627, argument, None, &[]);
-    assert_eq!((done.errno, word(&done.argument, 10)), (0, 0));
-    assert_eq!(program.map_for_gpu(root, 0x60, 0x7fff_0000_0000, 2 * MIB), 0);
+    assert_eq!(program.register(context, 0x60, address, 2 * MIB), INVALID_CLIENT);
+    program.attach_gpu_file();
+    assert_eq!(program.register(context, 0x60, address, 2 * MIB), 0);
+    assert_eq!(program.map_for_gpu(context.root, 0x60, address, 2 * MIB), 0);
 }
 
 #[test]

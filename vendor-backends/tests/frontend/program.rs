@@ -1,7 +1,7 @@
 //! A program on a vGPU: the transport's part, with memory at made-up addresses.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -38,7 +38,9 @@ pub struct Program {
     pub front_end: FrontEnd,
     pub client: MediatedClient,
     /// Memory of the program that is shared.
-    shared: BTreeMap<u64, OwnedFd>,
+    pub shared: BTreeMap<u64, SharedMemory>,
+    /// Number of parts of memory that is shared from now on.
+    pub parts: u64,
     _held: soft_vgpu::Held,
 }
 
@@ -72,7 +74,7 @@ impl Program {
         let (client, held) = soft_vgpu::start(&spec);
         let front_end = front_end(identity, 256 * MIB);
         let shared = BTreeMap::new();
-        Self { front_end, client, shared, _held: held }
+        Self { front_end, client, shared, parts: 1, _held: held }
     }
 
     /// Carries out an ioctl with an argument that has a pointer to `params` at `pointer`.
@@ -98,8 +100,8 @@ impl Program {
             refused: cuda_socket::Refused::default(),
         };
         for _ in 0..cuda_socket::MAX_FETCHES {
-            let shared = request.shared.first().map(|shared| shared.range.address);
-            let shared = shared.map(|address| self.shared[&address].try_clone().unwrap());
+            let shared = request.shared.iter().map(|shared| shared.range.address).min();
+            let shared = shared.map(|address| self.shared[&address].fd.try_clone().unwrap());
             match self.front_end.ioctl(&mut self.client, &request, shared) {
                 Outcome::Fetch(fetch) => {
                     for Range { address, len } in fetch.blocks {
@@ -109,9 +111,7 @@ impl Program {
                         request.blocks.push(Block { address, bytes });
                     }
                     for range in fetch.share {
-                        let memory = SharedMemory::new(c"program", range.len).unwrap();
-                        self.shared.insert(range.address, memory.fd);
-                        request.shared.push(SharedRange { range, offset: 0 });
+                        request.shared.extend(self.share(range));
                     }
                 }
                 Outcome::Done(done, _) => {
@@ -128,6 +128,35 @@ impl Program {
             }
         }
         Result { errno: libc::EFAULT, argument: request.argument, params }
+    }
+
+    /// Makes a range shared memory, in parts that lie in its file in reverse order.
+    fn share(&mut self, range: Range) -> Vec<SharedRange> {
+        let len = range.len / self.parts;
+        let parts = (0..self.parts).map(|part| SharedRange {
+            range: Range { address: range.address + part * len, len },
+            offset: (self.parts - 1 - part) * len,
+        });
+        let memory = SharedMemory::new(c"program", range.len).unwrap();
+        self.shared.insert(range.address, memory);
+        parts.rev().collect()
+    }
+
+    /// Registers pages at an address of the program as a memory object. Returns the status.
+    pub fn register(&mut self, context: Context, handle: u32, address: u64, len: u64) -> u32 {
+        let mut argument = words(&[context.root, context.device, handle, 0x71, 0x4000_1010, 0]);
+        argument.extend(address.to_le_bytes());
+        argument.extend((len - 1).to_le_bytes());
+        argument.extend(words(&[0xffff, 0, u32::MAX, 0]));
+        let done = self.ioctl_with(GPU, 0xc038_4627, argument, None, &[]);
+        assert_eq!(done.errno, 0);
+        word(&done.argument, 10)
+    }
+
+    /// Attaches the file of the GPU to the control file.
+    pub fn attach_gpu_file(&mut self) {
+        let attached = self.ioctl_with(GPU, 0xc004_46c9, words(&[CONTROL_FD]), None, &[]);
+        assert_eq!(attached.errno, 0);
     }
 
     /// Allocates an object. Returns the status, the handle and the parameters.

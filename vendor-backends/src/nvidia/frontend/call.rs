@@ -2,12 +2,13 @@
 
 use std::os::fd::OwnedFd;
 
-use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range};
+use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range, SharedRange};
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
+use super::file_memory::FileMemory;
 use super::guest_memory::GivenMemory;
 use super::memory::{Mappable, SystemMemory};
 use crate::nvidia::sys::numbers::status;
@@ -186,15 +187,15 @@ impl<'a> Call<'a> {
         {
             return Ok(SystemMemory::Guest(given.swap_remove(at).pages));
         }
-        let found = self.request.shared.iter().find(|shared| shared.range == range);
-        match (found, &mut self.memory) {
-            (Some(shared), ProgramMemory::Host(file)) => {
-                let file = file.take().ok_or(Stop::INVALID)?;
-                Ok(SystemMemory::File(file, shared.offset))
-            }
-            // Memory that cannot be shared, or in several parts, such as that of two allocations.
-            _ if !self.request.shared.is_empty() || self.request.refused.share.contains(&range) => {
-                Err(Stop::Status(status::INVALID_ADDRESS))
+        if self.request.refused.share.contains(&range) {
+            return Err(Stop::Status(status::INVALID_ADDRESS));
+        }
+        match &mut self.memory {
+            ProgramMemory::Host(file) if !self.request.shared.is_empty() => {
+                let parts = parts_of(range, &self.request.shared);
+                let file = parts.and_then(|parts| Some((file.take()?, parts)));
+                let memory = file.and_then(|(file, parts)| FileMemory::of_program(file, parts));
+                memory.map(SystemMemory::File).ok_or(Stop::Status(status::INVALID_ADDRESS))
             }
             _ => Err(Stop::Fetch(Fetch { share: vec![range], ..Default::default() })),
         }
@@ -204,6 +205,23 @@ impl<'a> Call<'a> {
     pub fn place(&mut self, range: Range, memory: Mappable) {
         self.places.push((Place { range, offset: memory.offset() }, memory));
     }
+}
+
+/// Returns the offsets and lengths of the parts that a range consists of, in order. `None` if they
+/// are not all of the range.
+fn parts_of(range: Range, shared: &[SharedRange]) -> Option<Vec<(u64, u64)>> {
+    let end = range.address.checked_add(range.len)?;
+    let mut shared: Vec<_> = shared.iter().collect();
+    shared.sort_unstable_by_key(|part| part.range.address);
+    let (mut parts, mut at) = (Vec::new(), range.address);
+    for SharedRange { range: Range { address, len }, offset } in shared {
+        if *address != at {
+            return None;
+        }
+        at = at.checked_add(*len).filter(|at| *at <= end)?;
+        parts.push((*offset, *len));
+    }
+    (at == end).then_some(parts)
 }
 
 /// Returns 32 bits of parameters.
@@ -226,4 +244,31 @@ pub fn put_u32(bytes: &mut [u8], at: usize, value: u32) -> Option<()> {
 pub fn put_u64(bytes: &mut [u8], at: usize, value: u64) -> Option<()> {
     *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
     Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_range_are_taken_in_its_order_and_must_be_all_of_it() {
+        let range = Range { address: 0x1000, len: 0x3000 };
+        let part = |address, len, offset| SharedRange { range: Range { address, len }, offset };
+        let (first, second) = (part(0x1000, 0x1000, 0x8000), part(0x2000, 0x2000, 0));
+        let in_order = vec![(0x8000, 0x1000), (0, 0x2000)];
+        assert_eq!(parts_of(range, &[second, first]), Some(in_order));
+        let bad = [
+            vec![],
+            vec![first],
+            vec![second],
+            vec![first, first, second],
+            vec![first, part(0x2000, 0x3000, 0)],
+            vec![first, second, part(0x4000, 0x1000, 0)],
+            vec![first, part(0x2000, u64::MAX, 0)],
+        ];
+        for shared in bad {
+            assert_eq!(parts_of(range, &shared), None, "{shared:x?}");
+        }
+        assert_eq!(parts_of(Range { address: u64::MAX, len: 2 }, &[first]), None);
+    }
 }

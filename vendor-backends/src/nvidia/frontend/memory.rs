@@ -8,18 +8,17 @@
 mod mappings;
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
-use mdev_core::gpu::{Backing, Client, GpuError, GuestRam};
+use mdev_core::gpu::{Backing, Client, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
-use mdev_core::memory_file::MemoryFile;
-use mdev_core::units::{PAGE_SIZE, is_aligned};
-use nix::sys::uio::pwrite;
+use mdev_core::units::PAGE_SIZE;
 
 use super::call::Stop;
+use super::file_memory::FileMemory;
 use super::guest_memory::GuestPages;
-use super::video_memory::{Extent, GRANULE, VideoMemory};
+use super::video_memory::{self, Extent, GRANULE, VideoMemory};
 use crate::mem::sealed_memfd;
 use crate::nvidia::sys::numbers::status;
 
@@ -44,14 +43,7 @@ pub enum Place {
     /// Video memory that the GPU's driver has allocated. No program can map it.
     Allocated(MemoryId),
     /// A file that programs map.
-    System {
-        /// The file.
-        file: OwnedFd,
-        /// Offset of the store in the file, in bytes.
-        start: u64,
-        /// Its import into the GPU, once it was needed.
-        import: Option<MemoryId>,
-    },
+    System(FileMemory),
     /// Pages of a VM.
     Guest(GuestPages),
     /// The doorbell page.
@@ -65,8 +57,8 @@ pub enum Place {
 pub enum SystemMemory {
     /// A file that the worker creates.
     New,
-    /// A file of the program, from an offset in bytes.
-    File(OwnedFd, u64),
+    /// Memory of the program.
+    File(FileMemory),
     /// Pages of a VM.
     Guest(GuestPages),
 }
@@ -218,29 +210,20 @@ impl Memories {
 
     /// Returns system memory, and charges it.
     fn system_place(&mut self, memory: SystemMemory, len: u64) -> Result<Place, Stop> {
-        let (file, start) = match memory {
-            SystemMemory::New => (self.new_file(len)?, 0),
-            SystemMemory::File(file, start) => {
-                // Only memory: another file could make this process wait.
-                let size = MemoryFile::new(file.as_fd()).and_then(|memory| memory.len());
-                let end = start.checked_add(len);
-                if end.is_none_or(|end| size.is_ok_and(|size| end > size))
-                    || !is_aligned(start, PAGE_SIZE)
-                {
-                    return Err(Stop::Status(status::INVALID_ADDRESS));
-                }
+        match memory {
+            SystemMemory::New => Ok(Place::System(FileMemory::own(self.new_file(len)?, len))),
+            SystemMemory::File(memory) if memory.bytes() == len => {
                 self.charge_system(len)?;
-                (file, start)
+                Ok(Place::System(memory))
             }
-            SystemMemory::Guest(pages) => {
-                if pages.bytes() != len {
-                    return Err(Stop::Status(status::INVALID_ARGUMENT));
-                }
+            SystemMemory::Guest(pages) if pages.bytes() == len => {
                 self.charge_system(len)?;
-                return Ok(Place::Guest(pages));
+                Ok(Place::Guest(pages))
             }
-        };
-        Ok(Place::System { file, start, import: None })
+            SystemMemory::File(_) | SystemMemory::Guest(_) => {
+                Err(Stop::Status(status::INVALID_ARGUMENT))
+            }
+        }
     }
 
     /// Adds the doorbell page.
@@ -261,9 +244,7 @@ impl Memories {
     /// Returns the bytes of video memory of a store.
     pub fn video_len(&self, id: StoreId) -> u64 {
         match self.store(id) {
-            Ok(Store {
-                place: Place::System { .. } | Place::Guest(_) | Place::Doorbell, ..
-            })
+            Ok(Store { place: Place::System(_) | Place::Guest(_) | Place::Doorbell, .. })
             | Err(_) => 0,
             Ok(store) => store.len,
         }
@@ -278,7 +259,7 @@ impl Memories {
     /// already.
     pub fn must_become_mappable(&self, id: StoreId) -> Result<bool, Stop> {
         match self.store(id)?.place {
-            Place::System { .. } | Place::Guest(_) | Place::Doorbell => Ok(false),
+            Place::System(_) | Place::Guest(_) | Place::Doorbell => Ok(false),
             Place::Partition(_) | Place::Allocated(_) | Place::LaunchRegion => {
                 Err(Stop::Status(status::NOT_SUPPORTED))
             }
@@ -298,20 +279,22 @@ impl Memories {
     }
 
     /// Gives video memory to a store that has none yet: of the driver, or a part of the partition.
+    /// It is filled with zeros.
     fn place_video(&mut self, gpu: &mut dyn Client, id: StoreId) -> Result<(), Stop> {
         let Store { len, place: Place::Reserved { align }, .. } = *self.store(id)? else {
             return Ok(());
         };
-        let allocated = match &self.guest {
-            // The VM has mapped the partition, which an allocation would give up.
-            Some(_) => Err(GpuError::Unsupported("allocations for a VM")),
-            None => gpu.allocate(len),
+        // A VM may have mapped the partition, which an allocation would give up.
+        let is_mapped = self.guest.is_some() && gpu.apertures().vram.is_some();
+        let allocated = if is_mapped {
+            Err(GpuError::Unsupported("allocations beside a mapped partition"))
+        } else {
+            gpu.allocate(len)
         };
         let place = match allocated {
             Ok(memory) => Place::Allocated(memory),
             Err(GpuError::Unsupported(_)) => {
-                let extents = self.partition.allocate(len, align);
-                Place::Partition(extents.ok_or(Stop::Status(status::NO_MEMORY))?)
+                Place::Partition(self.take_from_partition(gpu, len, align)?)
             }
             Err(GpuError::Limit(_)) => return Err(Stop::Status(status::NO_MEMORY)),
             Err(error) => return Err(error.into()),
@@ -322,12 +305,31 @@ impl Memories {
         Ok(())
     }
 
+    /// Takes parts of the partition, and clears what programs have left there.
+    fn take_from_partition(
+        &mut self,
+        gpu: &dyn Client,
+        len: u64,
+        align: u64,
+    ) -> Result<Vec<Extent>, Stop> {
+        let vram = gpu.apertures().vram.as_ref();
+        let vram = vram.ok_or(GpuError::Unsupported("video memory that cannot be cleared"))?;
+        let extents = self.partition.allocate(len, align);
+        let extents = extents.ok_or(Stop::Status(status::NO_MEMORY))?;
+        let mut cleared = extents.iter().map(|part| video_memory::clear(vram, *part));
+        if let Some(Err(error)) = cleared.find(Result::is_err) {
+            self.partition.release(&extents);
+            return Err(GpuError::from(error).into());
+        }
+        Ok(extents)
+    }
+
     /// Returns the memory of a store that programs can map.
     pub fn mappable(&self, id: StoreId) -> Result<Option<Mappable>, Stop> {
         match &self.store(id)?.place {
-            Place::System { file, start, .. } => {
-                let file = file.try_clone().map_err(|error| Stop::from(GpuError::from(error)))?;
-                Ok(Some(Mappable::File(file, *start)))
+            Place::System(memory) => {
+                let found = memory.mappable().map_err(GpuError::from)?;
+                Ok(found.map(|(file, start)| Mappable::File(file, start)))
             }
             Place::Guest(pages) => Ok(Some(Mappable::Guest(pages.id()))),
             _ => Ok(None),
@@ -341,10 +343,7 @@ impl Memories {
             return;
         }
         let written = match (place, &self.guest) {
-            (Place::System { file, start, .. }, _) => {
-                let offset = i64::try_from(start + offset).unwrap_or(i64::MAX);
-                pwrite(file, bytes, offset).map(drop).map_err(Into::into)
-            }
+            (Place::System(memory), _) => memory.write(offset, bytes),
             (Place::Guest(pages), Some(memory)) => pages.write(&mut memory.lock(), offset, bytes),
             _ => Ok(()),
         };
@@ -368,16 +367,7 @@ impl Memories {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
         }
         match &mut store.place {
-            Place::System { file, start, import } => {
-                let memory = if let Some(memory) = import {
-                    *memory
-                } else {
-                    let (fd, offset) = (file.as_fd(), *start);
-                    let ram = GuestRam { fd, offset, len: store.len, writable: true };
-                    *import.insert(gpu.import(ram)?)
-                };
-                Ok(vec![(Backing::Guest { memory, offset }, len)])
-            }
+            Place::System(memory) => Ok(memory.import(gpu, offset, len)?),
             Place::Allocated(memory) => {
                 Ok(vec![(Backing::Allocated { memory: *memory, offset }, len)])
             }
@@ -421,32 +411,34 @@ impl Memories {
             return;
         }
         let Some(Store { len, place, .. }) = self.stores.remove(&id) else { return };
-        let memory = match place {
+        let memories: Vec<_> = match place {
             Place::Reserved { .. } => {
                 self.used_video -= len;
-                None
+                Vec::new()
             }
             Place::Partition(extents) => {
                 self.used_video -= len;
                 self.partition.release(&extents);
-                None
+                Vec::new()
             }
             Place::Allocated(memory) => {
                 self.used_video -= len;
-                Some(memory)
+                vec![memory]
             }
-            Place::System { import, .. } => {
+            Place::System(memory) => {
                 self.system_bytes -= len;
-                import
+                memory.into_imports().collect()
             }
             Place::Guest(_) => {
                 self.system_bytes -= len;
-                None
+                Vec::new()
             }
-            Place::Doorbell | Place::LaunchRegion => None,
+            Place::Doorbell | Place::LaunchRegion => Vec::new(),
         };
-        if let Some(Err(error)) = memory.map(|memory| gpu.release(memory)) {
-            log::warn!("{error}");
+        for memory in memories {
+            if let Err(error) = gpu.release(memory) {
+                log::warn!("{error}");
+            }
         }
     }
 

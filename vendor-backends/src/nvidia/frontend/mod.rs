@@ -11,7 +11,7 @@
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
 //!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
-//!    * [`guest_memory`]: memory of a VM, for programs there
+//!    * `file_memory`: memory in files; [`guest_memory`]: of a VM, for programs there
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
@@ -23,6 +23,7 @@ mod call;
 mod control;
 mod escapes;
 mod faults;
+mod file_memory;
 mod files;
 pub mod guest_memory;
 pub mod identity;

@@ -1,0 +1,181 @@
+//! System memory in a file that programs map, in one part or in several.
+//!
+//! A program's own pages are in several parts where the program had some of them shared before, such
+//! as those of an earlier registration.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use mdev_core::gpu::{Backing, Client, GpuError, GuestRam};
+use mdev_core::ids::MemoryId;
+use mdev_core::memory_file::MemoryFile;
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+use nix::sys::uio::pwrite;
+
+/// Maximum number of parts. Each needs an import.
+const MAX_PARTS: usize = 256;
+
+/// Memory in a file.
+#[derive(Debug)]
+pub struct FileMemory {
+    file: OwnedFd,
+    parts: Vec<Part>,
+}
+
+/// Contiguous part of the file.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    /// Offset in the memory, in bytes.
+    at: u64,
+    /// Offset in the file, in bytes.
+    start: u64,
+    len: u64,
+    /// Its import into the GPU, once it was needed.
+    import: Option<MemoryId>,
+}
+
+impl FileMemory {
+    /// Returns `len` bytes from the start of a file of the worker.
+    pub fn own(file: OwnedFd, len: u64) -> Self {
+        Self { file, parts: vec![Part { at: 0, start: 0, len, import: None }] }
+    }
+
+    /// Returns parts of a program's file: offsets and lengths, in order. `None` if the file is no
+    /// memory file, or if a part is not in it.
+    pub fn of_program(file: OwnedFd, ranges: impl IntoIterator<Item = (u64, u64)>) -> Option<Self> {
+        // Only memory: another file could make this process wait.
+        let size = MemoryFile::new(file.as_fd()).and_then(|memory| memory.len()).ok()?;
+        let (mut parts, mut at) = (Vec::<Part>::new(), 0_u64);
+        for (start, len) in ranges {
+            let end = start.checked_add(len)?;
+            if len == 0 || !is_aligned(start | len, PAGE_SIZE) || end > size {
+                return None;
+            }
+            let full = parts.len() == MAX_PARTS;
+            match parts.last_mut() {
+                Some(last) if last.start + last.len == start => last.len += len,
+                _ if full => return None,
+                _ => parts.push(Part { at, start, len, import: None }),
+            }
+            at = at.checked_add(len)?;
+        }
+        Some(Self { file, parts })
+    }
+
+    /// Returns the length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.parts.last().map_or(0, |part| part.at + part.len)
+    }
+
+    /// Returns a copy of the file's descriptor and the offset, if the memory is in one part.
+    pub fn mappable(&self) -> io::Result<Option<(OwnedFd, u64)>> {
+        let [part] = self.parts.as_slice() else { return Ok(None) };
+        Ok(Some((self.file.try_clone()?, part.start)))
+    }
+
+    /// Writes bytes, up to the end of the memory.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let (mut from, mut rest) = (offset, bytes);
+        for part in &self.parts {
+            let Some(skip) = from.checked_sub(part.at).filter(|skip| *skip < part.len) else {
+                continue;
+            };
+            let count = (part.len - skip).min(rest.len() as u64);
+            let (now, later) = rest.split_at(count as usize);
+            let target = i64::try_from(part.start + skip).unwrap_or(i64::MAX);
+            let written = pwrite(&self.file, now, target)?;
+            if written < now.len() {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            (from, rest) = (from + count, later);
+        }
+        Ok(())
+    }
+
+    /// Returns where `len` bytes are for the GPU, in pieces.
+    pub fn import(
+        &mut self,
+        gpu: &mut dyn Client,
+        offset: u64,
+        len: u64,
+    ) -> Result<Vec<(Backing, u64)>, GpuError> {
+        let (mut pieces, mut from, mut missing) = (Vec::new(), offset, len);
+        for part in &mut self.parts {
+            let Some(skip) = from.checked_sub(part.at).filter(|skip| *skip < part.len) else {
+                continue;
+            };
+            if missing == 0 {
+                break;
+            }
+            let memory = if let Some(memory) = part.import {
+                memory
+            } else {
+                let (fd, offset) = (self.file.as_fd(), part.start);
+                let ram = GuestRam { fd, offset, len: part.len, writable: true };
+                *part.import.insert(gpu.import(ram)?)
+            };
+            let piece = (part.len - skip).min(missing);
+            pieces.push((Backing::Guest { memory, offset: skip }, piece));
+            (from, missing) = (from + piece, missing - piece);
+        }
+        Ok(pieces)
+    }
+
+    /// Returns the imports, which the caller releases.
+    pub fn into_imports(self) -> impl Iterator<Item = MemoryId> {
+        self.parts.into_iter().filter_map(|part| part.import)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::mem::SharedMemory;
+
+    const PAGES: u64 = 16;
+
+    #[test]
+    fn parts_that_are_not_in_the_file_are_refused() {
+        let file = || SharedMemory::new(c"test", PAGES * PAGE_SIZE).unwrap().fd;
+        let parts = |ranges: &[(u64, u64)]| FileMemory::of_program(file(), ranges.to_vec());
+        let page = PAGE_SIZE;
+        assert_eq!(parts(&[(0, page), (page, page)]).unwrap().parts.len(), 1, "neighbours");
+        assert_eq!(parts(&[(page, page), (0, page)]).unwrap().parts.len(), 2);
+        for bad in [(PAGES * page, page), (0, 0), (1, page), (0, page + 1), (u64::MAX - 1, page)] {
+            assert!(parts(&[(0, page), bad]).is_none(), "{bad:x?}");
+        }
+        let many = |count: u64| (0..count).map(|n| (n % 2 * 4 * page, page)).collect::<Vec<_>>();
+        assert!(parts(&many(MAX_PARTS as u64)).is_some());
+        assert!(parts(&many(MAX_PARTS as u64 + 1)).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn each_byte_has_its_place(
+            pages in proptest::collection::vec(0..PAGES, 1..6),
+            (from, len) in (0_u64..6 * PAGE_SIZE, 0_usize..3 * PAGE_SIZE as usize),
+        ) {
+            // A page of the file is in the memory once.
+            let mut pages = pages;
+            let mut seen = std::collections::BTreeSet::new();
+            pages.retain(|page| seen.insert(*page));
+            let file = SharedMemory::new(c"test", PAGES * PAGE_SIZE).unwrap();
+            let ranges = pages.iter().map(|page| (page * PAGE_SIZE, PAGE_SIZE));
+            let memory = FileMemory::of_program(file.fd, ranges).unwrap();
+            prop_assert_eq!(memory.bytes(), pages.len() as u64 * PAGE_SIZE);
+            let bytes: Vec<u8> = (0..len).map(|n| (n % 251) as u8 + 1).collect();
+            memory.write(from, &bytes).unwrap();
+            for (index, page) in pages.iter().enumerate() {
+                let mut found = vec![0; PAGE_SIZE as usize];
+                file.mapping.read(page * PAGE_SIZE, &mut found).unwrap();
+                let start = index as u64 * PAGE_SIZE;
+                for (at, byte) in (start..).zip(found) {
+                    let expected = at.checked_sub(from).and_then(|n| bytes.get(n as usize));
+                    prop_assert_eq!(byte, expected.copied().unwrap_or(0), "{}", at);
+                }
+            }
+        }
+    }
+}
