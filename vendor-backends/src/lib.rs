@@ -17,6 +17,12 @@ pub mod mediator;
 pub mod mem;
 pub mod nvidia;
 mod parent_options;
+pub mod ring_clock;
 pub mod seqpacket;
 pub mod soft;
 pub mod vfio;
+
+/// The guide for authors of backends, whose code is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/writing-a-backend.md")]
+struct WritingABackend;

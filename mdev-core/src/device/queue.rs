@@ -63,6 +63,9 @@ impl VirtualFunction {
     /// Interrupts the guest for pending conditions, after a signal of [`Self::queue_event`].
     pub fn on_queue_event(&mut self) {
         self.collect(Delivery::All);
+        if !self.queue_runs() {
+            self.connect_msi_to_gpu();
+        }
     }
 
     /// Returns whether the queue is in use. Then its thread uses the client.

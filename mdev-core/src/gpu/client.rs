@@ -1,10 +1,14 @@
 //! A worker's handle of a GPU.
 
 use std::fmt;
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
 
 use bitflags::bitflags;
 use serde::{Deserialize, Serialize};
+use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::screen::Scanout;
 use super::{
@@ -117,6 +121,20 @@ pub struct Aperture {
     pub len: u64,
 }
 
+impl Aperture {
+    /// Fills a part with zeros and releases its pages to the host: the file gets a hole.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the range is outside, or if the file cannot have holes, as real video memory.
+    pub fn punch_hole(&self, offset: u64, len: u64) -> io::Result<()> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.len && len > 0);
+        let start = end.and_then(|_| self.offset.checked_add(offset));
+        let start = start.ok_or(io::ErrorKind::InvalidInput)?;
+        fallocate(&self.fd, FallocateMode::PunchHole, true, start, len).map_err(io::Error::from)
+    }
+}
+
 /// Apertures of a client.
 #[derive(Debug)]
 pub struct Apertures {
@@ -157,6 +175,19 @@ bitflags! {
     }
 }
 
+/// Thread that watches the doorbell page of programs, which ring without a look whether the engine
+/// sleeps. It can sleep while no program has the page.
+pub trait DoorbellWatch: Send + Sync + fmt::Debug {
+    /// Returns the time since the last ring, or since [`Self::resume`] has ended a pause.
+    fn quiet_for(&self) -> Duration;
+
+    /// Lets the thread sleep after another look: no program has the page.
+    fn pause(&self);
+
+    /// Watches the page again: a program has it. Does not wait.
+    fn resume(&self);
+}
+
 /// A worker's handle of one vGPU on a GPU: a partition, address spaces, and channels.
 pub trait Client: Send + fmt::Debug {
     /// Returns the granted resources.
@@ -188,8 +219,9 @@ pub trait Client: Send + fmt::Debug {
 
     /// Allocates video memory that is filled with zeros, in bytes. [`Client::release`] frees it.
     ///
-    /// The partition is given up with the first allocation, until [`Client::renew`]: allocations
-    /// together cannot be larger. On a GPU without this, programs share the partition.
+    /// The first allocation gives the partition up: allocations together cannot be larger. The
+    /// partition comes back, cleared, when it is used after the last release, or with
+    /// [`Client::renew`]. On a GPU without this, programs share the partition.
     fn allocate(&mut self, _len: u64) -> Result<MemoryId, GpuError> {
         Err(GpuError::Unsupported("allocations of video memory"))
     }
@@ -248,6 +280,12 @@ pub trait Client: Send + fmt::Debug {
     /// Returns an eventfd that wakes the engine for all channels, for a hypervisor to signal.
     /// Misuse of the eventfd affects this client only.
     fn wake_event(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Returns the watch of the doorbell page, if the backend watches the page itself. The worker
+    /// watches the page of a GPU with a [`Client::wake_event`].
+    fn doorbell_watch(&self) -> Option<Arc<dyn DoorbellWatch>> {
         None
     }
 

@@ -21,7 +21,8 @@ pub use channel::{
     Placement,
 };
 pub use client::{
-    Aperture, Apertures, Backing, CREATED_VA_END, Client, GuestRam, MapRequest, Pending,
+    Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch, GuestRam, MapRequest,
+    Pending,
 };
 pub use error::GpuError;
 pub use handle::{ClientHandle, SharedClient};

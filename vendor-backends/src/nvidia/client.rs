@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
+    DoorbellWatch, GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::PAGE_SIZE;
@@ -356,6 +356,10 @@ impl Client for NvidiaClient {
             None => self.state.channels().ring_for(token),
         }
         Ok(())
+    }
+
+    fn doorbell_watch(&self) -> Option<Arc<dyn DoorbellWatch>> {
+        Some(self.state.poller.clone()?)
     }
 
     fn event(&self) -> BorrowedFd<'_> {

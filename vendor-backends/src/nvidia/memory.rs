@@ -44,7 +44,7 @@ pub struct Memory {
     /// Address spaces. The default one is always there.
     spaces: BTreeMap<SpaceId, GpuMappings>,
     next_space: u32,
-    /// `None` while there are allocations, and after an allocation of new video memory failed.
+    /// Partition. `None` while there are allocations, and until it is used after them.
     vram: Option<Arc<Object>>,
     vram_bytes: u64,
     max_import_bytes: u64,
@@ -159,6 +159,14 @@ impl Memory {
         Ok(vram)
     }
 
+    /// Allocates the partition again if allocations took its place and none is left.
+    fn restore_vram(&mut self) -> Result<(), GpuError> {
+        if self.vram.is_none() && self.allocations.is_empty() {
+            self.vram = Some(self.device.video_memory(self.vram_bytes)?);
+        }
+        Ok(())
+    }
+
     /// Returns whether guest memory is imported.
     pub fn is_imported(&self, memory: MemoryId) -> bool {
         self.imports.contains_key(&memory)
@@ -216,7 +224,7 @@ impl Memory {
     }
 
     /// Resolves `len` bytes of guest memory or video memory.
-    fn resolve(&self, backing: Backing, len: u64) -> Result<MemoryLocation, GpuError> {
+    fn resolve(&mut self, backing: Backing, len: u64) -> Result<MemoryLocation, GpuError> {
         match backing {
             Backing::Guest { memory, offset } => {
                 let import = self.imports.get(&memory).ok_or(GpuError::NotFound("memory"))?;
@@ -232,6 +240,7 @@ impl Memory {
             Backing::Vram { offset } => {
                 let end = offset.checked_add(len).filter(|end| *end <= self.vram_bytes);
                 end.ok_or(GpuError::OutOfRange("video memory"))?;
+                self.restore_vram()?;
                 let vram = self.vram.clone().ok_or(GpuError::NotFound("video memory"))?;
                 Ok(MemoryLocation { object: vram, offset, memory: None, mapping: None })
             }
@@ -246,7 +255,7 @@ impl Memory {
     }
 
     /// Resolves a USERD.
-    pub fn userd(&self, backing: Backing) -> Result<MemoryLocation, GpuError> {
+    pub fn userd(&mut self, backing: Backing) -> Result<MemoryLocation, GpuError> {
         self.resolve(backing, mdev_core::abi::userd::BYTES)
     }
 

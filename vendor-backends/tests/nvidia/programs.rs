@@ -120,6 +120,23 @@ fn allocations_take_the_place_of_the_partition() {
 }
 
 #[test]
+fn the_partition_comes_back_when_no_allocation_is_left() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let all = MapRequest::new(GpuVa(VA_START), 64 * MIB, Backing::Vram { offset: 0 });
+    let allocated = client.allocate(48 * MIB).unwrap();
+    assert!(client.map(&all).is_err(), "the partition is given up");
+    client.release(allocated).unwrap();
+    client.map(&all).unwrap();
+    assert_eq!(rm.video_memory(), 64 * MIB);
+    // Programs can follow again.
+    client.allocate(64 * MIB).unwrap();
+    assert_eq!(rm.video_memory(), 64 * MIB);
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
 fn the_programs_of_a_vgpu_share_its_slice() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);

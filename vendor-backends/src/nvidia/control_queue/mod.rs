@@ -307,6 +307,13 @@ impl ControlQueue {
         }
     }
 
+    /// Returns the video memory that programs have allocated, in bytes, and that of each process,
+    /// while a program has a file open.
+    pub fn video_bytes(&self) -> Option<(u64, BTreeMap<i32, u64>)> {
+        let total = self.front_end.used_video_bytes();
+        (!self.open.is_empty()).then(|| (total, self.front_end.video_bytes_by_process()))
+    }
+
     /// Returns the number of open files, and of memories in use.
     pub fn counts(&self) -> (usize, usize) {
         (self.open.len(), self.memories.len())

@@ -5,14 +5,16 @@
 //! whether or not its channels are enabled. The guest therefore gets ordinary memory instead of the
 //! page. This thread polls `GP_PUT` of each channel and rings for new entries at a bounded rate.
 //! After a quiet period the thread sleeps, and the guest has to wake it ([`userd::NEED_WAKEUP`]).
-//! CUDA programs know nothing of that: for their channels the thread does not sleep, and watches the
-//! word that they ring.
+//! CUDA programs know nothing of that: the thread watches the word that they ring, and sleeps only
+//! while no program has the page.
 //!
 //! * `polled_channel`: a channel, and its recent activity
+//! * `program_page`: the doorbell page of CUDA programs
 //! * `pace`: how often to ring, and when to expect the next entry
 
 mod pace;
 mod polled_channel;
+mod program_page;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -26,6 +28,7 @@ use mdev_core::ids::Token;
 
 use self::pace::{Allowance, Pace};
 use self::polled_channel::{Channel, ChannelActivity, Poll, SPIN};
+use self::program_page::{PageUse, SEEN, spin_for_ring, take_ring};
 use crate::mem::Mapping;
 
 /// Minimum mean time between two rings. 16 guests at this rate stay below the GPU's limit.
@@ -46,22 +49,6 @@ const FAST_INTERVAL: Duration = Duration::from_micros(10);
 const SLOW_UNTIL: Duration = Duration::from_millis(250);
 /// Poll interval before the thread sleeps; adds little to the run time of a long kernel.
 const SLOW_INTERVAL: Duration = Duration::from_micros(100);
-
-/// Interval between two looks at all channels of programs without a ring. A look costs a cache line
-/// for each channel, of which a program has 20.
-const PROGRAMS_LOOK: Duration = Duration::from_micros(20);
-/// Number of looks at the page before the clock is read again: a few microseconds.
-const SPINS: u32 = 32;
-/// Value of the doorbell page's word after the thread has seen a ring. No channel has this token.
-const SEEN: u32 = u32::MAX;
-
-/// Poll intervals for channels of programs, which do not wake the thread: up to [`SLOW_UNTIL`], up
-/// to [`PROGRAMS_UNTIL`], and after that.
-const PROGRAMS_SLOW: Duration = Duration::from_micros(25);
-const PROGRAMS_SLOWER: Duration = Duration::from_micros(50);
-const PROGRAMS_SLOWEST: Duration = Duration::from_millis(1);
-/// Time since the last new entry after which a program counts as idle.
-const PROGRAMS_UNTIL: Duration = Duration::from_secs(10);
 
 /// Poll interval of the sleeping thread, for guests that miss [`userd::NEED_WAKEUP`].
 const SLEEP_INTERVAL: Duration = Duration::from_millis(50);
@@ -113,6 +100,7 @@ pub struct DoorbellPoller {
     doorbell: Arc<Mapping>,
     /// The page that programs ring, whichever channel they ring for.
     program_page: Mutex<Option<Arc<Mapping>>>,
+    page_use: PageUse,
     channels: Mutex<Vec<Arc<Channel>>>,
     /// Number of changes of `channels`.
     changes: AtomicU64,
@@ -133,6 +121,7 @@ impl DoorbellPoller {
         Arc::new(Self {
             doorbell,
             program_page: Mutex::default(),
+            page_use: PageUse::default(),
             channels: Mutex::default(),
             changes: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
@@ -152,6 +141,7 @@ impl DoorbellPoller {
     pub fn set_program_page(&self, page: Arc<Mapping>) {
         page.store_u32(doorbell::TOKEN, SEEN);
         *self.program_page.lock().unwrap_or_else(PoisonError::into_inner) = Some(page);
+        self.page_use.set_given(true);
         self.changes.fetch_add(1, Ordering::Release);
         self.unpark();
     }
@@ -279,6 +269,7 @@ impl DoorbellPoller {
             let rung = page.as_deref().and_then(take_ring);
             if rung.is_some() {
                 next_look = now;
+                self.page_use.note_ring();
             }
             if now >= allowance.next && now >= next_look {
                 let rings = self.poll_all(&mut all, rung, now);
@@ -288,7 +279,7 @@ impl DoorbellPoller {
                     allowance.take(rings, now);
                 }
                 if page.is_some() {
-                    next_look = now + PROGRAMS_LOOK;
+                    next_look = now + program_page::LOOK;
                 }
                 spin = all.iter().any(|one| one.is_active(now) && !one.is_backlogged(now));
             }
@@ -298,10 +289,12 @@ impl DoorbellPoller {
                 }
                 quiet if quiet < SPIN => std::thread::sleep(BACKLOG_INTERVAL),
                 quiet if quiet < FAST_UNTIL => std::thread::sleep(FAST_INTERVAL),
-                quiet if page.is_some() => std::thread::sleep(programs_interval(quiet)),
+                quiet if page.is_some() && self.page_use.is_given() => {
+                    std::thread::sleep(program_page::interval(quiet));
+                }
                 quiet if quiet < SLOW_UNTIL => std::thread::sleep(SLOW_INTERVAL),
                 _ => {
-                    self.sleep(&all);
+                    self.sleep(&all, page.is_some());
                     last = Instant::now();
                     for one in &mut all {
                         one.new_entries_at = last;
@@ -311,8 +304,9 @@ impl DoorbellPoller {
         }
     }
 
-    /// Sleeps until a channel has new entries, the channels change, or the thread is woken.
-    fn sleep(&self, all: &[ChannelActivity]) {
+    /// Sleeps until a channel has new entries, the channels change, the thread is woken, or programs
+    /// have their page again.
+    fn sleep(&self, all: &[ChannelActivity], programs: bool) {
         let before = self.changes.load(Ordering::Acquire);
         self.asleep.store(true, Ordering::SeqCst);
         for one in all {
@@ -324,6 +318,7 @@ impl DoorbellPoller {
         while self.asleep.load(Ordering::SeqCst)
             && !self.stopped.load(Ordering::SeqCst)
             && self.changes.load(Ordering::Acquire) == before
+            && !(programs && self.page_use.is_given())
             && (self.gated.load(Ordering::SeqCst)
                 || !all.iter().any(|one| one.channel.has_new_entries()))
         {
@@ -333,37 +328,6 @@ impl DoorbellPoller {
         for one in all {
             one.channel.set_need_wakeup(false);
         }
-    }
-}
-
-/// Spins for a moment, or until a program rings. A clock that is read more often than that slows
-/// the other thread of the core.
-fn spin_for_ring(page: Option<&Mapping>) {
-    let Some(page) = page else { return std::hint::spin_loop() };
-    for _ in 0..SPINS {
-        if page.load_u32(doorbell::TOKEN) != Some(SEEN) {
-            return;
-        }
-        std::hint::spin_loop();
-    }
-}
-
-/// Takes a program's ring from the page that it rings. Returns what the program has stored.
-fn take_ring(page: &Mapping) -> Option<Token> {
-    let rung = page.load_u32(doorbell::TOKEN).filter(|token| *token != SEEN)?;
-    // Before the channels are looked at: a ring in between is then seen later. A program stores
-    // GP_PUT before it rings.
-    page.store_u32(doorbell::TOKEN, SEEN);
-    fence(Ordering::SeqCst);
-    Some(Token(rung))
-}
-
-/// Returns the poll interval for programs that have rung for nothing in this time.
-fn programs_interval(quiet: Duration) -> Duration {
-    match quiet {
-        quiet if quiet < SLOW_UNTIL => PROGRAMS_SLOW,
-        quiet if quiet < PROGRAMS_UNTIL => PROGRAMS_SLOWER,
-        _ => PROGRAMS_SLOWEST,
     }
 }
 

@@ -9,15 +9,16 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle, Thread};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use mdev_core::abi::doorbell::{PAGE_BYTES, TOKEN};
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, DoorbellWatch};
 use vendor_backends::mem::Mapping;
+use vendor_backends::ring_clock::RingClock;
 
 /// Value of the word after it was seen. No channel has this token.
 const SEEN: u32 = u32::MAX;
@@ -38,33 +39,30 @@ pub struct Doorbell {
 struct Watch {
     stopped: AtomicBool,
     asleep: AtomicBool,
-    start: Instant,
-    /// Time of the last ring since the start, in nanoseconds.
-    last_ring: AtomicU64,
+    thread: OnceLock<Thread>,
+    clock: RingClock,
 }
 
-/// Ends the sleep of a [`Doorbell`]'s thread.
-#[derive(Clone, Debug)]
-pub struct Waker {
-    watch: Arc<Watch>,
-    thread: Thread,
-}
+impl DoorbellWatch for Watch {
+    fn quiet_for(&self) -> Duration {
+        self.clock.quiet_for()
+    }
 
-impl Waker {
-    /// Watches the page again. Does not wait.
-    pub fn wake(&self) {
-        if self.watch.asleep.swap(false, Ordering::SeqCst) {
-            self.watch.note_ring();
-            self.thread.unpark();
+    fn pause(&self) {
+        self.asleep.store(true, Ordering::SeqCst);
+    }
+
+    fn resume(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            self.clock.note_ring();
+            if let Some(thread) = self.thread.get() {
+                thread.unpark();
+            }
         }
     }
 }
 
 impl Watch {
-    fn note_ring(&self) {
-        self.last_ring.store(self.start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-    }
-
     /// Watches the page until the thread is to end.
     fn run(&self, page: &Mapping, wake: &OwnedFd) {
         let mut pause = SHORTEST;
@@ -83,7 +81,7 @@ impl Watch {
             fence(Ordering::SeqCst);
             // A full counter wakes as well.
             let _ = nix::unistd::write(wake, &1_u64.to_ne_bytes());
-            self.note_ring();
+            self.clock.note_ring();
             pause = SHORTEST;
         }
     }
@@ -106,31 +104,20 @@ impl Doorbell {
         let watch = Arc::new(Watch {
             stopped: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
-            start: Instant::now(),
-            last_ring: AtomicU64::new(0),
+            thread: OnceLock::new(),
+            clock: RingClock::default(),
         });
         page.store_u32(TOKEN, SEEN);
         let shared = Arc::clone(&watch);
         let thread = thread::Builder::new().name("cuda-doorbell".into());
         let thread = thread.spawn(move || shared.run(&page, &wake))?;
+        let _ = watch.thread.set(thread.thread().clone());
         Ok(Some(Self { watch, thread: Some(thread) }))
     }
 
-    /// Returns the time since the last ring, or since the page was last given back.
-    pub fn quiet_for(&self) -> Duration {
-        let last = Duration::from_nanos(self.watch.last_ring.load(Ordering::Relaxed));
-        self.watch.start.elapsed().saturating_sub(last)
-    }
-
-    /// Lets the thread sleep after another look: no program has the page.
-    pub fn sleep(&self) {
-        self.watch.asleep.store(true, Ordering::SeqCst);
-    }
-
-    /// Returns what ends the sleep.
-    pub fn waker(&self) -> Option<Waker> {
-        let thread = self.thread.as_ref()?.thread().clone();
-        Some(Waker { watch: Arc::clone(&self.watch), thread })
+    /// Returns the watch of the page.
+    pub fn watch(&self) -> Arc<dyn DoorbellWatch> {
+        Arc::clone(&self.watch) as _
     }
 }
 
