@@ -2,7 +2,7 @@
 //! a bounded part of a CPU.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -119,9 +119,9 @@ fn a_flood_of_requests_delays_no_other_process() -> Result<()> {
     Ok(())
 }
 
-/// Returns the CPU time that a process has used.
-fn cpu_time(pid: u64) -> Result<Duration> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+/// Returns the CPU time of a process or thread with this folder in `/proc`.
+pub fn cpu_time(folder: &Path) -> Result<Duration> {
+    let stat = fs::read_to_string(folder.join("stat"))?;
     let fields = stat.rsplit_once(") ").context("No name")?.1;
     // utime and stime, in hundredths of a second.
     let ticks = fields.split(' ').skip(11).take(2).map(str::parse::<u64>);
@@ -137,7 +137,7 @@ fn a_flood_of_requests_takes_a_bounded_part_of_a_cpu() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
     let worker = vgpud.call("GET", &format!("/v1/vgpus/{uuid}"), None)?["pid"].as_u64();
-    let worker = worker.context("No worker")?;
+    let worker = PathBuf::from(format!("/proc/{}", worker.context("No worker")?));
     let path = vgpud.vfio_socket(&uuid).with_file_name("cuda.sock");
     let (program, flooder) = (Program::connect(&path)?, Program::connect(&path)?);
     let (stop, answers) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
@@ -145,9 +145,9 @@ fn a_flood_of_requests_takes_a_bounded_part_of_a_cpu() -> Result<()> {
         let (stop, answers) = (stop.clone(), answers.clone());
         thread::spawn(move || flood(&flooder, &stop, &answers))
     };
-    let before = cpu_time(worker)?;
+    let before = cpu_time(&worker)?;
     thread::sleep(TIME);
-    let used = cpu_time(worker)?.saturating_sub(before);
+    let used = cpu_time(&worker)?.saturating_sub(before);
     let served = answers.load(Ordering::Relaxed);
     let others = (0..3).map(|_| median(&program)).collect::<Result<Vec<_>>>();
     stop.store(true, Ordering::Relaxed);

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use lab::build;
 use lab::cleanup::Scratch;
 use lab::cuda_libraries::CudaLibraries;
 use lab::guest_driver::Kernels;
 use lab::progress::Progress;
+use lab::qemu::vgpu_device;
 use serde_json::json;
 use system_tests::guest_vm::{self, Guest};
 use system_tests::{Vgpud, skipped};
@@ -19,16 +21,25 @@ use crate::{TYPE, inside, libraries};
 const LIBRARIES: &str = "cuda";
 
 /// A VM whose vGPU the module has.
-struct CudaVm {
-    guest: Guest,
+pub struct CudaVm {
+    pub guest: Guest,
     uuid: String,
     scratch: Scratch,
-    _vgpud: Vgpud,
+    vgpud: Vgpud,
 }
 
 impl CudaVm {
     /// Boots a VM, unless what it needs cannot be fetched.
-    fn boot(parameters: &str) -> Result<Option<Self>> {
+    pub fn boot(parameters: &str) -> Result<Option<Self>> {
+        Self::boot_with(parameters, true)
+    }
+
+    /// Boots a VM without a vGPU, unless what it needs cannot be fetched.
+    pub fn boot_unplugged(parameters: &str) -> Result<Option<Self>> {
+        Self::boot_with(parameters, false)
+    }
+
+    fn boot_with(parameters: &str, with_vgpu: bool) -> Result<Option<Self>> {
         let Some(libraries) = libraries() else { return Ok(None) };
         let kernels = match Kernels::open(&Progress::new())? {
             Ok(kernels) => kernels,
@@ -44,15 +55,32 @@ impl CudaVm {
         let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
         let socket = vgpud.vfio_socket(&uuid);
         let files = programs(libraries, scratch.path())?;
-        let mut guest =
-            Guest::boot(&target.kernel, &module, &files, Some(&socket), scratch.path())?;
+        let socket = Some(socket.as_path()).filter(|_| with_vgpu);
+        let mut guest = Guest::boot(&target.kernel, &module, &files, socket, scratch.path())?;
         guest.run(&format!("insmod /module.ko {parameters}"))?;
         guest.run("mkdir -p /dev/shm && mount -t tmpfs none /dev/shm")?;
-        Ok(Some(Self { guest, uuid, scratch, _vgpud: vgpud }))
+        Ok(Some(Self { guest, uuid, scratch, vgpud }))
+    }
+
+    /// Returns the process ID of the vGPU's worker.
+    pub fn worker(&self) -> Result<u64> {
+        self.vgpud.show(&self.uuid)?["pid"].as_u64().context("no worker")
+    }
+
+    /// Plugs the vGPU in for the `round`th time, and waits for its device files.
+    pub fn plug(&mut self, round: u32) -> Result<()> {
+        let socket = self.vgpud.vfio_socket(&self.uuid);
+        self.guest.vm.plug(vgpu_device(&format!("vgpu{round}"), &socket), round as usize % 2)?;
+        self.guest.run("while [ ! -e /dev/nvidia0 ]; do sleep 0.1; done").map(drop)
+    }
+
+    /// Unplugs the vGPU after [`Self::plug`].
+    pub fn unplug(&mut self, round: u32) -> Result<()> {
+        self.guest.vm.unplug(&format!("vgpu{round}"))
     }
 
     /// Returns a shell command that runs one of [`inside`].
-    fn command(name: &str) -> String {
+    pub fn command(name: &str) -> String {
         format!(
             "LD_LIBRARY_PATH=/{LIBRARIES} {}=1 /bin/cuda --exact inside::{name} --ignored --nocapture",
             inside::MARK
@@ -60,7 +88,7 @@ impl CudaVm {
     }
 
     /// Runs one of [`inside`], which must pass, and returns what it prints.
-    fn run(&mut self, name: &str) -> Result<String> {
+    pub fn run(&mut self, name: &str) -> Result<String> {
         let output = self.guest.vm.guest.run(&Self::command(name), guest_vm::LIMIT)?;
         ensure!(
             output.stdout.contains("1 passed"),
@@ -97,6 +125,8 @@ fn programs(libraries: &CudaLibraries, folder: &Path) -> Result<Vec<(String, Pat
     for program in [test, smi] {
         files.extend(guest_vm::linked(&program)?);
     }
+    let tool = build::guest(&Progress::new())?.find("vgpu-guest")?.to_owned();
+    files.push(("bin/vgpu-guest".to_owned(), tool));
     Ok(files)
 }
 
@@ -121,6 +151,57 @@ fn programs_in_a_vm_have_the_vgpu() -> Result<()> {
     let smi = vm.guest.run(&format!("LD_LIBRARY_PATH=/{LIBRARIES} nvidia-smi"))?;
     ensure!(smi.contains(&format!("Tessera {TYPE}")), "{smi}");
     vm.guest.check_log()
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn the_doctor_finds_what_a_vm_lacks_for_cuda() -> Result<()> {
+    let Some(mut vm) = CudaVm::boot("")? else { return Ok(()) };
+    let doctor = format!("LD_LIBRARY_PATH=/{LIBRARIES} vgpu-guest doctor");
+    let version = libraries().context("There is no libcuda")?.version()?;
+    let well = vm.guest.run(&doctor)?;
+    for part in [
+        "has its driver tessera_guest\n",
+        "tessera_guest 0.1.0 is loaded\n",
+        "Every user may use /dev/nvidia*\n",
+        &format!("/{LIBRARIES}/libcuda.so.1 has the version of the host's driver, {version}\n"),
+        &format!(
+            "/{LIBRARIES}/libnvidia-ml.so.1 has the version of the host's driver, {version}\n"
+        ),
+    ] {
+        ensure!(well.contains(part), "{well}: no {part}");
+    }
+    let mut finds = |change: &str, command: &str, parts: &[&str]| {
+        vm.guest.run(change)?;
+        let output = vm.guest.vm.guest.run(command, guest_vm::LIMIT)?;
+        let told = format!("{}{}", output.stdout, output.stderr);
+        let missing = parts.iter().find(|part| !told.contains(**part));
+        ensure!(output.status == 1 && missing.is_none(), "{told}: no {missing:?}");
+        anyhow::Ok(())
+    };
+    // The module keeps the registers.
+    let refused = ["belongs to the kernel driver tessera_guest; unbind that driver first"];
+    finds("true", "vgpu-guest info", &refused)?;
+    finds(
+        "chmod 600 /dev/nvidia0; mv /cuda/libcuda.so.1 /tmp",
+        &doctor,
+        &[
+            "warning  cuda     Not every user may use /dev/nvidia0",
+            "PROBLEM  cuda     There is no libcuda.so.1",
+            &format!("fix: install libcuda of version {version}"),
+            "vgpu-guest: 1 problem found",
+        ],
+    )?;
+    finds(
+        "rmmod tessera_guest",
+        &doctor,
+        &[
+            "PROBLEM  device   No driver has the vGPU",
+            "PROBLEM  module   There is no tessera_guest for this kernel (6.",
+            "fix: install the package tessera-guest-dkms",
+        ],
+    )?;
+    vm.guest.run("vgpu-guest info").map(drop)
 }
 
 /// Without interrupts, and with faults of memory management looked for.

@@ -12,6 +12,7 @@
 
 mod containers;
 mod driver_api;
+mod endurance;
 mod fairness;
 mod in_vm;
 mod inside;

@@ -3,10 +3,11 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use mdev_core::abi::control::{Features, reg};
 use mdev_core::abi::doorbell::TOKEN;
 use mdev_core::abi::queue::{self, CONTROL_ENABLE, Failure, State, completion, node, op};
@@ -26,6 +27,7 @@ use vfio_user::Client;
 use zerocopy::IntoBytes;
 
 use super::TYPE;
+use super::fairness::cpu_time;
 
 /// Guest RAM, and where the queue is in it.
 const RAM: u64 = 64 * MIB;
@@ -249,6 +251,79 @@ fn no_access_waits_for_a_request() -> Result<()> {
     ensure!(waiting, "The request did not wait for the GPU");
     ensure!(longest < Duration::from_secs(2), "Accesses waited {longest:?}");
     wait_for("the request", || driver.completion().is_some())
+}
+
+#[test]
+fn statistics_show_the_programs_of_a_vm() -> Result<()> {
+    const PROCESS: u64 = 7;
+    let vgpud = Vgpud::start()?;
+    let mut driver = start(&vgpud)?;
+    let mut program = Program::start(&mut driver);
+    program.space(&mut driver);
+    let stats = || Ok::<_, anyhow::Error>(vgpud.get("/v1/stats")?["vgpus"][0].clone());
+    program.alloc(&mut driver, 0x10, 0x20, 0x40, &memory_params(4 * MIB, 0)).unwrap();
+    let expected = json!({ "vram_used_bytes": 4 * MIB, "in_vm": true, "processes": [
+        { "pid": PROCESS, "name": "", "vram_used_bytes": 4 * MIB }
+    ] });
+    let mut last = json!(null);
+    let shown = wait_for("the program's memory", || {
+        last = stats().unwrap();
+        last["programs"] == expected
+    });
+    shown.with_context(|| last.to_string())?;
+    ensure!(last["vm_pid"] == std::process::id(), "{last}");
+    for file in [program.control, program.gpu, program.uvm] {
+        assert_eq!(driver.close(file), Ok(()));
+    }
+    wait_for("the program's end", || stats().is_ok_and(|stats| stats["programs"].is_null()))?;
+    // Also when the guest's driver ends without closing anything.
+    Program::start(&mut driver);
+    wait_for("another program", || stats().is_ok_and(|stats| !stats["programs"].is_null()))?;
+    driver.bus.client.region_write(CONFIG, DEVICE_CONTROL, &FUNCTION_RESET)?;
+    wait_for("a reset", || stats().is_ok_and(|stats| stats["programs"].is_null()))
+}
+
+/// Returns the folder in `/proc` of a process's thread.
+fn thread_of(pid: u64, name: &str) -> Result<PathBuf> {
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let folder = thread?.path();
+        if std::fs::read_to_string(folder.join("comm"))?.trim_end() == name {
+            return Ok(folder);
+        }
+    }
+    bail!("Process {pid} has no thread {name}")
+}
+
+#[test]
+fn a_flood_of_requests_of_a_vm_takes_a_bounded_part_of_a_cpu() -> Result<()> {
+    const TIME: Duration = Duration::from_secs(12);
+    /// The reserve of 4 s and half of the time, with a margin for timers.
+    const MOST: Duration = Duration::from_millis(8500);
+    let vgpud = Vgpud::start()?;
+    let mut driver = start(&vgpud)?;
+    let worker = vgpud.get("/v1/vgpus")?[0]["pid"].as_u64().context("no worker")?;
+    let thread = thread_of(worker, "queue")?;
+    let hello = request(op::HELLO, 0);
+    driver.fill(hello.as_bytes());
+    let submission = driver.submission(size_of_val(&hello) as u32);
+    let (before, begun, mut served) = (cpu_time(&thread)?, Instant::now(), 0_u64);
+    (0..SLOTS).for_each(|_| driver.submit(&submission));
+    driver.bus.notify();
+    while begun.elapsed() < TIME {
+        if driver.completion().is_some() {
+            driver.submit(&submission);
+            served += 1;
+        } else {
+            // Rarely: traps cost another thread's time.
+            thread::sleep(Duration::from_millis(1));
+            driver.bus.notify();
+        }
+    }
+    let used = cpu_time(&thread)?.saturating_sub(before);
+    println!("{served} requests took {used:?} of {TIME:?}");
+    ensure!(used < MOST, "A flood takes {used:?} of a CPU in {TIME:?}");
+    ensure!(served > 1000, "{served} requests of the flood were served");
+    Ok(())
 }
 
 /// Returns the process of the software GPU.

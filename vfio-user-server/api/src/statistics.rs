@@ -40,6 +40,9 @@ pub struct VgpuStats {
     /// UUID of the vGPU.
     #[schema(value_type = String, format = "uuid")]
     pub uuid: VgpuId,
+    /// Name of the vGPU.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Physical GPU on which the vGPU runs.
     pub parent: String,
     /// vGPU type.
@@ -111,6 +114,9 @@ pub struct VgpuStats {
     pub pid: Option<u32>,
     /// Process ID of the attached VM.
     pub vm_pid: Option<i32>,
+    /// Name of the attached VM, if its command line has one.
+    #[serde(default)]
+    pub vm_name: Option<String>,
     /// CUDA programs, while they use the vGPU.
     #[serde(default)]
     pub programs: Option<Programs>,

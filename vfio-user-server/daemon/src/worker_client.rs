@@ -233,7 +233,8 @@ pub(crate) mod tests {
         hostile.warnings = vec![format!("\u{1b}[2J\nINJECTED{}", "A".repeat(30_000))];
         hostile.warnings.resize(40, String::new());
         let processes = (0..1000).map(|pid| (pid, u64::MAX)).collect();
-        hostile.programs = Some(ProgramsStatus { vram_used_bytes: u64::MAX, processes });
+        let programs = ProgramsStatus { vram_used_bytes: u64::MAX, processes, in_vm: true };
+        hostile.programs = Some(programs);
         let hostile = WorkerReply::Status(Box::new(hostile));
         let WorkerStatus { warnings, programs, .. } = answered(&hostile, &[], status).unwrap();
         assert_eq!(programs.unwrap().processes.len(), MAX_PROCESSES);

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -118,6 +118,9 @@ pub struct ProgramsStatus {
     pub vram_used_bytes: u64,
     /// Process IDs, with the bytes of video memory that each process can use.
     pub processes: Vec<(i32, u64)>,
+    /// The process IDs are those in the VM, as its driver says, since version 6.
+    #[serde(default)]
+    pub in_vm: bool,
 }
 
 impl WorkerStatus {

@@ -7,7 +7,7 @@
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
 //! * `programs`: CUDA programs of the host on the vGPU; `queue_thread`: of the VM
-//! * `front_end_spec`, `doorbell`: for both
+//! * `front_end_spec`, `doorbell`, `request_budget`: for both
 
 mod control;
 mod doorbell;
@@ -16,6 +16,7 @@ mod front_end_spec;
 mod function;
 mod programs;
 mod queue_thread;
+mod request_budget;
 pub mod sandbox;
 
 use std::fs::File;
@@ -87,8 +88,9 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
             let front_end = FrontEndSpec::new(&spec, programs, driver.as_deref());
             let gpu_event = function.gpu_event().try_clone_to_owned()?;
             let queue = QueueThread::start(function.share(), gpu_event, front_end.clone())?;
+            let in_vm = queue.programs();
             function.add_queue(Box::new(queue));
-            Some(Programs::new(front_end, listener)?)
+            Some(Programs::new(front_end, listener, in_vm)?)
         }
         _ => None,
     };

@@ -2,31 +2,26 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use event_manager::{EventOps, EventSet, Events};
 use log::Level;
-use nix::time::{ClockId, clock_gettime};
 
 use super::{Worker, peer, source, unwatch, watch};
 use crate::worker::programs::{Changes, Source, Throttled};
+use crate::worker::request_budget::thread_cpu_time;
 use vgpud_api::AttachedClient;
-
-/// Returns the CPU time that this thread has used.
-fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from).unwrap_or_default()
-}
 
 impl Worker {
     /// Handles an event of the programs' listener, or of a descriptor of a program, and charges the
     /// CPU time that it takes, including the event loop's.
     pub(super) fn on_programs(&mut self, ops: &mut EventOps, source: Option<Source>) {
-        let before = self.charged.unwrap_or_else(cpu_time);
+        let before = self.charged.unwrap_or_else(thread_cpu_time);
         match source {
             Some(source) => self.on_program(ops, source),
             None => self.accept_program(ops),
         }
-        let after = cpu_time();
+        let after = thread_cpu_time();
         self.charged = Some(after);
         let used = after.saturating_sub(before);
         if let Some(programs) = &mut self.programs {

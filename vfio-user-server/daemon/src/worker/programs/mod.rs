@@ -3,9 +3,8 @@
 //! A program's process has one connection for requests and one socket for each open file. A vGPU
 //! serves either a VM or programs. When the last program has left, the vGPU gets new memory.
 //!
-//! * `request_budget`: CPU time that requests may take; `throttle`: processes that wait for it
+//! * `throttle`: processes that wait for CPU time
 
-mod request_budget;
 mod throttle;
 
 use std::collections::BTreeMap;
@@ -25,10 +24,11 @@ use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use vendor_backends::nvidia::frontend::{FrontEnd, Mapped, Outcome};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
 
-use self::request_budget::Budget;
 pub use self::throttle::Throttled;
 use super::doorbell::{self, Doorbell};
 use super::front_end_spec::FrontEndSpec;
+use super::queue_thread::ProgramsInVm;
+use super::request_budget::{self, Budget};
 use crate::worker_client::MAX_PROCESSES;
 use crate::worker_protocol::ProgramsStatus;
 use vgpud_api::AttachedClient;
@@ -75,6 +75,8 @@ pub struct Programs {
     /// Files with the worker's ends of their sockets, and the inodes of the programs' ends.
     files: BTreeMap<Source, (FileId, SeqPacket, Inode)>,
     last_source: u32,
+    /// Programs of the VM.
+    in_vm: ProgramsInVm,
     doorbell: Option<Doorbell>,
     /// CPU time that the requests of all processes may take.
     budget: Budget,
@@ -86,7 +88,11 @@ pub struct Programs {
 
 impl Programs {
     /// Creates the programs' side of a vGPU. The listener becomes non-blocking.
-    pub fn new(new_front_end: FrontEndSpec, listener: SeqPacketListener) -> Result<Self> {
+    pub fn new(
+        new_front_end: FrontEndSpec,
+        listener: SeqPacketListener,
+        in_vm: ProgramsInVm,
+    ) -> Result<Self> {
         fcntl(&listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .context("Cannot use the programs' listener")?;
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
@@ -99,6 +105,7 @@ impl Programs {
             connections: BTreeMap::new(),
             files: BTreeMap::new(),
             last_source: 0,
+            in_vm,
             doorbell: None,
             budget: Budget::new(request_budget::VGPU, Instant::now()),
             listener_waits: false,
@@ -122,15 +129,18 @@ impl Programs {
         self.connections.values().next().map(|connection| connection.process)
     }
 
-    /// Returns the processes and their memory, while there are any.
+    /// Returns the processes of the host, or of the VM, and their memory, while there are any.
     pub fn status(&self) -> Option<ProgramsStatus> {
+        if !self.are_present() {
+            return self.in_vm.status();
+        }
         let mut processes = self.front_end.video_bytes_by_process();
         for Connection { process, .. } in self.connections.values() {
             processes.entry(process.pid).or_default();
         }
         let vram_used_bytes = self.front_end.used_video_bytes();
         let processes = processes.into_iter().take(MAX_PROCESSES).collect();
-        self.are_present().then_some(ProgramsStatus { vram_used_bytes, processes })
+        Some(ProgramsStatus { vram_used_bytes, processes, in_vm: false })
     }
 
     /// Returns true while a process is connected or has a file open.

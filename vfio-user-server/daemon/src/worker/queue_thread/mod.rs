@@ -5,7 +5,9 @@
 //! during a request, and the event loop does not wait for it, except to reset the device.
 //!
 //! * `signals`: what both use
+//! * `programs_in_vm`: statistics
 
+mod programs_in_vm;
 mod signals;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,15 +20,18 @@ use std::{io, thread};
 use anyhow::{Context, Result};
 use mdev_core::abi::queue::{Failure, State};
 use mdev_core::device;
-use mdev_core::gpu::{Pending, SharedClient};
+use mdev_core::gpu::{DoorbellWatch, Pending, SharedClient};
 use mdev_core::ids::{GuestPa, Token};
 use mdev_core::mem::SharedGuestMemory;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vendor_backends::nvidia::control_queue::ControlQueue;
 
+pub use self::programs_in_vm::ProgramsInVm;
+use self::programs_in_vm::Updates;
 use self::signals::{Order, Signals};
 use super::doorbell::Doorbell;
 use super::front_end_spec::FrontEndSpec;
+use super::request_budget::{self, Budget, thread_cpu_time};
 use crate::log_limiter::LogLimiter;
 
 /// Time without a ring after which the guest is asked to withdraw the doorbell page.
@@ -42,6 +47,7 @@ pub struct QueueThread {
     signals: Arc<Signals>,
     served: Arc<Mutex<Served>>,
     client: SharedClient,
+    programs: ProgramsInVm,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -49,7 +55,10 @@ pub struct QueueThread {
 #[derive(Debug, Default)]
 struct Served {
     queue: Option<ControlQueue>,
+    /// The worker's watch of the doorbell page.
     doorbell: Option<Doorbell>,
+    /// The worker's watch, or the backend's.
+    watch: Option<Arc<dyn DoorbellWatch>>,
 }
 
 /// The thread's parts.
@@ -61,6 +70,11 @@ struct Server {
     memory: SharedGuestMemory,
     gpu_event: OwnedFd,
     front_end: FrontEndSpec,
+    statistics: Updates,
+    /// CPU time that requests may take.
+    budget: Budget,
+    /// Requests wait for the budget.
+    waits: bool,
     log_limiter: LogLimiter,
 }
 
@@ -72,6 +86,10 @@ impl Served {
     /// Ends all use of the vGPU.
     fn end(&mut self, signals: &Signals, client: &SharedClient) {
         signals.set_doorbell(None);
+        // The backend's watch goes on: the guest may use the mailbox.
+        if let Some(watch) = self.watch.take() {
+            watch.resume();
+        }
         self.doorbell = None;
         if let Some(queue) = self.queue.take() {
             let mut client = client.lock();
@@ -92,6 +110,7 @@ impl QueueThread {
     ) -> Result<Self> {
         let signals = Arc::new(Signals::new().context("Cannot create the queue's events")?);
         let served = Arc::<Mutex<Served>>::default();
+        let programs = ProgramsInVm::default();
         let mut server = Server {
             signals: Arc::clone(&signals),
             served: Arc::clone(&served),
@@ -99,11 +118,19 @@ impl QueueThread {
             memory,
             gpu_event,
             front_end,
+            statistics: Updates::new(programs.clone()),
+            budget: Budget::new(request_budget::VGPU, Instant::now()),
+            waits: false,
             log_limiter: LogLimiter::new(Instant::now()),
         };
         let thread = thread::Builder::new().name("queue".into());
         let thread = thread.spawn(move || server.run()).context("Cannot start a thread")?;
-        Ok(Self { signals, served, client, thread: Some(thread) })
+        Ok(Self { signals, served, client, programs, thread: Some(thread) })
+    }
+
+    /// Returns the statistics of the VM's programs.
+    pub fn programs(&self) -> ProgramsInVm {
+        self.programs.clone()
     }
 }
 
@@ -136,6 +163,7 @@ impl device::ControlQueue for QueueThread {
         let mut served = lock(&self.served);
         self.signals.reset();
         served.end(&self.signals, &self.client);
+        self.programs.clear();
     }
 
     fn set_interrupt(&mut self, event: Option<OwnedFd>) {
@@ -165,7 +193,9 @@ impl Drop for QueueThread {
 impl Server {
     fn run(&mut self) {
         while !self.signals.stopped.load(Ordering::SeqCst) {
+            let before = thread_cpu_time();
             let timeout = self.step();
+            self.budget.charge(thread_cpu_time().saturating_sub(before), Instant::now());
             if timeout != Some(Duration::ZERO)
                 && let Err(error) = self.wait(timeout)
             {
@@ -206,9 +236,13 @@ impl Server {
             Some(Order::Start(base, slots)) => self.start(&mut served, base, slots),
             Some(Order::Stop) => {
                 served.end(&self.signals, &self.client);
+                self.statistics.clear();
                 self.signals.set_state(State::Off, None);
             }
-            None if self.signals.status().0 == State::Off => return None,
+            None if self.signals.status().0 == State::Off => {
+                self.statistics.clear();
+                return None;
+            }
             None => {}
         }
         let pending = self.client.lock().take_pending();
@@ -245,7 +279,9 @@ impl Server {
             log::warn!("The doorbell cannot be watched: {error:#}");
             None
         });
-        self.signals.set_doorbell(served.doorbell.as_ref().and_then(Doorbell::waker));
+        let own = served.doorbell.as_ref().map(Doorbell::watch);
+        served.watch = own.or_else(|| client.doorbell_watch());
+        self.signals.set_doorbell(served.watch.clone());
         served.queue = Some(queue);
         Ok(())
     }
@@ -259,35 +295,58 @@ impl Server {
     }
 
     /// Serves a request. Returns the time after which there may be more.
-    fn serve(&self, served: &mut Served, pending: Pending) -> Result<Option<Duration>, Failure> {
-        let Served { queue: Some(queue), doorbell } = served else { return Ok(None) };
+    fn serve(
+        &mut self,
+        served: &mut Served,
+        pending: Pending,
+    ) -> Result<Option<Duration>, Failure> {
+        let Served { queue: Some(queue), watch, .. } = served else { return Ok(None) };
         if !pending.is_empty() {
             queue.on_gpu_event(&mut **self.client.lock(), pending)?;
         }
-        let more =
-            !queue.is_blocked() && queue.has_work()? && { queue.serve(&mut **self.client.lock())? };
-        let quiet = self.watch_doorbell(queue, doorbell.as_ref());
+        let wait = self.wait_for_budget();
+        let may_serve = wait.is_none() && !queue.is_blocked();
+        let more = may_serve && queue.has_work()? && { queue.serve(&mut **self.client.lock())? };
+        if more {
+            self.statistics.note_request();
+        }
+        let update = self.statistics.update(queue, Instant::now());
+        let quiet = self.watch_doorbell(queue, watch.as_deref());
         if queue.flush()? {
             self.signals.interrupt();
         }
         Ok(match (queue.is_blocked(), more) {
             (true, _) => Some(ROOM_LOOK),
             (false, true) => Some(Duration::ZERO),
-            (false, false) => quiet,
+            (false, false) => [quiet, update, wait].into_iter().flatten().min(),
         })
     }
 
-    /// Lets the doorbell's thread sleep while no program has the page. Returns the time after which
-    /// it may do so.
+    /// Returns how long requests have to wait, if at all. A VM that has used up its CPU time waits
+    /// until there is some for several requests.
+    fn wait_for_budget(&mut self) -> Option<Duration> {
+        if !self.waits && self.budget.is_exhausted() {
+            self.waits = true;
+            if self.log_limiter.pass(Instant::now()).is_some() {
+                log::debug!("Requests of the VM wait: it sends too many");
+            }
+        }
+        let wait = self.budget.wait(Instant::now()).filter(|_| self.waits);
+        self.waits = wait.is_some();
+        wait
+    }
+
+    /// Lets the watch of the doorbell page sleep while no program has the page. Returns the time
+    /// after which it may do so.
     fn watch_doorbell(
         &self,
         queue: &mut ControlQueue,
-        doorbell: Option<&Doorbell>,
+        watch: Option<&dyn DoorbellWatch>,
     ) -> Option<Duration> {
-        let doorbell = doorbell?;
+        let watch = watch?;
         if !queue.is_doorbell_given() {
-            doorbell.sleep();
-        } else if doorbell.quiet_for() >= QUIET {
+            watch.pause();
+        } else if watch.quiet_for() >= QUIET {
             queue.withdraw_doorbell();
         }
         // Last: a wake-up in between ends the sleep.
@@ -297,9 +356,7 @@ impl Server {
         if !queue.is_doorbell_given() {
             return None;
         }
-        if let Some(waker) = doorbell.waker() {
-            waker.wake();
-        }
+        watch.resume();
         Some(DOORBELL_LOOK)
     }
 }

@@ -4,14 +4,12 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mdev_core::abi::queue::{self, Failure, State};
-use mdev_core::gpu::Pending;
+use mdev_core::gpu::{DoorbellWatch, Pending};
 use mdev_core::ids::GuestPa;
 use nix::sys::eventfd::{EfdFlags, EventFd};
-
-use crate::worker::doorbell::Waker;
 
 /// Change of the queue that a guest wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +32,7 @@ pub struct Signals {
     /// Readable when `unsignalled` has conditions, or when the state has changed.
     event: EventFd,
     interrupt: Mutex<Option<OwnedFd>>,
-    doorbell: Mutex<Option<Waker>>,
+    doorbell: Mutex<Option<Arc<dyn DoorbellWatch>>>,
     /// The guest has woken the engine.
     woken: AtomicBool,
     /// The engine is to be woken: the client was in use.
@@ -175,9 +173,9 @@ impl Signals {
         *lock(&self.interrupt) = event;
     }
 
-    /// Sets what wakes the thread that watches the doorbell page.
-    pub fn set_doorbell(&self, waker: Option<Waker>) {
-        *lock(&self.doorbell) = waker;
+    /// Sets the watch of the doorbell page.
+    pub fn set_doorbell(&self, watch: Option<Arc<dyn DoorbellWatch>>) {
+        *lock(&self.doorbell) = watch;
     }
 
     /// Notes that the guest has woken the engine. The thread wakes the client later if `deferred`.
@@ -185,8 +183,8 @@ impl Signals {
         self.wake_client.fetch_or(deferred, Ordering::SeqCst);
         self.woken.store(true, Ordering::SeqCst);
         let doorbell = lock(&self.doorbell);
-        if let Some(waker) = &*doorbell {
-            waker.wake();
+        if let Some(watch) = &*doorbell {
+            watch.resume();
         }
         if deferred || doorbell.is_some() {
             self.notify();

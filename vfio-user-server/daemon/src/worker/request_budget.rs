@@ -2,12 +2,14 @@
 //!
 //! A program may send requests without end. Requests are not refused, as libraries would take that
 //! for an error, but wait. What counts is the CPU time that the worker spends on them, since requests
-//! differ by a factor of a thousand. Two budgets apply: each process has one, and all processes of a
-//! vGPU together have one. Both begin with a reserve, which covers what programs do when they start
+//! differ by a factor of a thousand. Two budgets apply: each process of the host has one, and all
+//! processes of a vGPU, or its VM, have one. Both begin with a reserve, which covers what programs do when they start
 //! (some 0.1 s), and fill up at a constant rate. A process without a budget waits until it has
 //! [`QUANTUM`] again. While the vGPU has none, processes that use little are still served.
 
 use std::time::{Duration, Instant};
+
+use nix::time::{ClockId, clock_gettime};
 
 /// Limit of a budget.
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +23,7 @@ pub struct Limit {
 /// Limit of a process.
 pub const PROCESS: Limit = Limit { percent: 25, reserve: Duration::from_secs(1) };
 
-/// Limit of all processes of a vGPU.
+/// Limit of all processes of a vGPU, or of its VM.
 pub const VGPU: Limit = Limit { percent: 50, reserve: Duration::from_secs(4) };
 
 /// CPU time that has to be there before waiting requests are served. Longer waits are rarer.
@@ -37,6 +39,11 @@ pub struct Budget {
     /// What is left, in nanoseconds. Negative if the last request took more.
     left_ns: i64,
     updated: Instant,
+}
+
+/// Returns the CPU time that the calling thread has used.
+pub fn thread_cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from).unwrap_or_default()
 }
 
 fn nanoseconds(time: Duration) -> i64 {
