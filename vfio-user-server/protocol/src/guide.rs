@@ -102,7 +102,8 @@
 //! writes to read-only bits and to bytes without a register. An [`Errno`] that a method returns
 //! becomes the error reply to the client, and the session continues.
 //!
-//! `examples/scratch.rs` is a complete server in less than a hundred lines.
+//! `examples/scratch.rs` is a complete server in less than a hundred lines: configuration space,
+//! registers, an interrupt. `examples/dma_engine.rs` adds guest memory.
 //!
 //! # Registers
 //!
@@ -113,7 +114,9 @@
 //!
 //! # BARs
 //!
-//! A [`Bar`] declares number, size, address width and prefetchability. The function's configuration
+//! A [`Bar`] declares number, size, address width and prefetchability. The declared size alone sizes
+//! the BAR: it is a power of two of at least 16 bytes (4096 for a BAR that clients map), registers
+//! are within it, and accesses beyond the last register read zero. The function's configuration
 //! space answers the guest's sizing, and the layout has the matching region:
 //!
 //! ```
@@ -235,7 +238,17 @@
 //!
 //! # Guest memory
 //!
-//! [`Device::dma_map`] brings a descriptor to map, or none if the client does not share the memory.
+//! [`Device::dma_map`] brings a range of DMA addresses with a descriptor of the memory and an offset
+//! in it, or without a descriptor if the client does not share the memory. The device maps the
+//! descriptor, or reads and writes it, until [`Device::dma_unmap`]. `examples/dma_engine.rs` keeps the
+//! ranges in a map by address and shows what a device has to check:
+//!
+//! * The descriptor is memory (`foreign_fds::is_memory`): a read of another file may never return.
+//! * Each access lies in one range, which allows the access: addresses and lengths are the guest's.
+//! * The guest has enabled bus mastering ([`ConfigSpace::bus_master`]).
+//! * The length of work within a method is limited: the guest's vCPU waits for it. Longer work
+//!   belongs on a thread of the device, which has ended its accesses when `dma_unmap` returns.
+//!
 //! A device that implements [`Transfers`] reads and writes unshared memory through messages to the
 //! client. The device queues transfers and receives the results later: the client answers only
 //! after the running method has returned.
@@ -256,9 +269,11 @@
 //! [`Bank::markdown`]: pci_registers::Bank::markdown
 //! [`Bar`]: pci_registers::Bar
 //! [`BusyPoll`]: crate::busy_poll::BusyPoll
+//! [`ConfigSpace::bus_master`]: pci_registers::ConfigSpace::bus_master
 //! [`ConfigEffect::reset`]: pci_registers::ConfigEffect::reset
 //! [`Device`]: crate::device::Device
 //! [`Device::dma_map`]: crate::device::Device::dma_map
+//! [`Device::dma_unmap`]: crate::device::Device::dma_unmap
 //! [`Device::irq`]: crate::device::Device::irq
 //! [`Device::region`]: crate::device::Device::region
 //! [`Device::reset`]: crate::device::Device::reset

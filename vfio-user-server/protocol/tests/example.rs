@@ -3,24 +3,19 @@
 // Clippy knows only the functions marked as tests, not those that they call.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::io::{IoSlice, Read};
-use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use vfio_user_server::device::pci;
-use vfio_user_server::irq::IrqAction;
-use vfio_user_server::proto::header::Header;
-use vfio_user_server::proto::message::{Access, IrqData, Request, SetIrqs};
+use vfio_user_server::proto::message::Request;
 use vfio_user_server::session::{Closed, Session};
-use zerocopy::{FromBytes, IntoBytes};
 
 #[path = "../examples/scratch.rs"]
 #[allow(dead_code, reason = "the example's main function")]
 mod scratch;
+mod support;
 
 use scratch::Scratch;
+use support::{Connection, event};
 
 /// Registers in BAR 0.
 const VERSION: u64 = 0;
@@ -40,86 +35,26 @@ const EXPRESS_DEVCAP: u64 = 4;
 /// Offset of the device control register in the PCI Express capability.
 const EXPRESS_DEVCTL: u64 = 8;
 
-/// A client and the session that serves it.
-struct Connection {
-    client: UnixStream,
-    session: Session,
-    device: Scratch,
-}
-
-impl Connection {
-    /// Returns a connection after VERSION.
-    fn new() -> Self {
-        let (client, server) = UnixStream::pair().unwrap();
-        let session = Session::new(server.into()).unwrap();
-        let mut connection = Self { client, session, device: Scratch::new().unwrap() };
-        connection.request(&Request::Version { major: 0, minor: 0, data: b"{}\0" }, &[]);
-        connection
-    }
-
-    /// Sends a request with descriptors and returns the payload of the reply.
-    fn request(&mut self, request: &Request<'_>, fds: &[RawFd]) -> Vec<u8> {
-        let mut payload = Vec::new();
-        request.encode(&mut payload);
-        let header = Header::request(7, request.command(), payload.len());
-        let bytes = [header.as_bytes(), &payload].concat();
-        let rights = [ControlMessage::ScmRights(fds)];
-        let control = if fds.is_empty() { &[][..] } else { &rights[..] };
-        let iov = [IoSlice::new(&bytes)];
-        let socket = self.client.as_raw_fd();
-        let sent = sendmsg::<()>(socket, &iov, control, MsgFlags::empty(), None);
-        assert_eq!(sent, Ok(bytes.len()));
-        self.session.on_ready(&mut self.device).unwrap();
-
-        let mut reply = [0; Header::SIZE];
-        self.client.read_exact(&mut reply).unwrap();
-        let reply = Header::read_from_bytes(&reply).unwrap();
-        assert_eq!((reply.id, reply.command, reply.failure()), (header.id, header.command, None));
-        let mut payload = vec![0; reply.size as usize - Header::SIZE];
-        self.client.read_exact(&mut payload).unwrap();
-        payload
-    }
-
-    fn read(&mut self, region: u32, offset: u64) -> u32 {
-        let reply = self.request(&Request::RegionRead(Access { region, offset, count: 4 }), &[]);
-        u32::from_le_bytes(reply[16..].try_into().unwrap())
-    }
-
-    fn write(&mut self, region: u32, offset: u64, data: &[u8]) {
-        let access = Access { region, offset, count: data.len() as u32 };
-        self.request(&Request::RegionWrite(access, data), &[]);
-    }
-
-    /// Assigns an eventfd to MSI vector 0, or disables MSI.
-    fn set_msi(&mut self, event: Option<&EventFd>) {
-        let data = if event.is_some() { IrqData::EventFd } else { IrqData::None };
-        let count = u32::from(event.is_some());
-        let set = SetIrqs { index: pci::MSI, start: 0, count, action: IrqAction::Trigger, data };
-        let fds: Vec<RawFd> = event.iter().map(|event| event.as_fd().as_raw_fd()).collect();
-        self.request(&Request::SetIrqs(set), &fds);
-    }
-
-    /// Returns the offset of a capability in configuration space.
-    fn capability(&mut self, id: u32) -> u64 {
-        let mut at = self.read(pci::CONFIG, CAPABILITIES) & 0xff;
-        while at != 0 {
-            let header = self.read(pci::CONFIG, at.into());
-            if header & 0xff == id {
-                return at.into();
-            }
-            at = header >> 8 & 0xff;
+/// Returns the offset of a capability in configuration space.
+fn capability(connection: &mut Connection<Scratch>, id: u32) -> u64 {
+    let mut at = connection.read(pci::CONFIG, CAPABILITIES) & 0xff;
+    while at != 0 {
+        let header = connection.read(pci::CONFIG, at.into());
+        if header & 0xff == id {
+            return at.into();
         }
-        panic!("no capability {id:#x}");
+        at = header >> 8 & 0xff;
     }
+    panic!("no capability {id:#x}");
 }
 
-fn event() -> EventFd {
-    EventFd::from_flags(EfdFlags::EFD_NONBLOCK).unwrap()
+fn connect() -> Connection<Scratch> {
+    Connection::new(Scratch::new().unwrap())
 }
 
 #[test]
 fn configuration_space_has_the_identity() {
-    let mut connection = Connection::new();
+    let mut connection = connect();
     assert_eq!(connection.read(pci::CONFIG, 0), 0x0010_1b36, "device and vendor id");
     assert_eq!(connection.read(pci::CONFIG, CLASS), 0xff00_0000, "class and revision");
     connection.write(pci::CONFIG, 0, &[0; 4]);
@@ -128,7 +63,7 @@ fn configuration_space_has_the_identity() {
 
 #[test]
 fn bar_size_agrees_with_the_region() {
-    let mut connection = Connection::new();
+    let mut connection = connect();
     connection.write(pci::CONFIG, BAR0, &[0xff; 4]);
     let mask = connection.read(pci::CONFIG, BAR0);
     assert_eq!(mask, 0xffff_f000);
@@ -141,7 +76,7 @@ fn bar_size_agrees_with_the_region() {
 
 #[test]
 fn registers_store_only_writable_bits() {
-    let mut connection = Connection::new();
+    let mut connection = connect();
     assert_eq!(connection.read(pci::BAR0, VERSION), 1);
     connection.write(pci::BAR0, VERSION, &[9; 4]);
     assert_eq!(connection.read(pci::BAR0, VERSION), 1, "VERSION is read-only");
@@ -154,7 +89,7 @@ fn registers_store_only_writable_bits() {
 
 #[test]
 fn doorbell_signals_the_msi_eventfd() {
-    let mut connection = Connection::new();
+    let mut connection = connect();
     let event = event();
     connection.write(pci::BAR0, DOORBELL, &[0; 4]);
     connection.set_msi(Some(&event));
@@ -168,8 +103,8 @@ fn doorbell_signals_the_msi_eventfd() {
 }
 
 /// Checks that `reset` resets registers and configuration space and keeps the eventfd.
-fn check_reset(reset: impl Fn(&mut Connection)) {
-    let mut connection = Connection::new();
+fn check_reset(reset: impl Fn(&mut Connection<Scratch>)) {
+    let mut connection = connect();
     let event = event();
     connection.set_msi(Some(&event));
     connection.write(pci::CONFIG, COMMAND, &[6, 0]);
@@ -186,7 +121,7 @@ fn check_reset(reset: impl Fn(&mut Connection)) {
 #[test]
 fn function_level_reset_resets_the_device() {
     check_reset(|connection| {
-        let express = connection.capability(CAP_EXPRESS);
+        let express = capability(connection, CAP_EXPRESS);
         let devcap = connection.read(pci::CONFIG, express + EXPRESS_DEVCAP);
         assert_eq!(devcap >> 28 & 1, 1, "function-level reset is offered");
         let devctl = connection.read(pci::CONFIG, express + EXPRESS_DEVCTL) as u16;
@@ -206,7 +141,7 @@ fn device_reset_resets_the_device() {
 
 #[test]
 fn disconnecting_drops_the_eventfd_and_keeps_the_device_usable() {
-    let mut connection = Connection::new();
+    let mut connection = connect();
     let first = event();
     connection.set_msi(Some(&first));
     let (client, server) = UnixStream::pair().unwrap();
