@@ -1,6 +1,6 @@
 //! Command line of `vgpu-guest`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
@@ -14,11 +14,14 @@ use crate::GuestError;
 use crate::bench::{self, Load};
 use crate::channel::Channel;
 use crate::device::Device;
+use crate::doctor;
 use crate::memory::{Buffer, Home};
-use crate::pci::PciPlatform;
+use crate::pci::{Access, PciPlatform};
+use crate::platform::Platform;
 use crate::programs::DEFAULT_CUBIN;
+use crate::properties::Properties;
 use crate::pushbuffer::Methods;
-use crate::screen::{Screen, show_console};
+use crate::screen::{self, Screen, show_console};
 use crate::work::copy::{Copy, Rectangle};
 use crate::work::factorial::Factorial;
 use crate::work::fill::Fill;
@@ -48,8 +51,24 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Prints the vGPU's properties and features.
+    /// Prints the vGPU's properties and features, also while another process uses the vGPU.
     Info,
+    /// Checks this VM for the use of its vGPU, and prints a fix for each problem.
+    ///
+    /// Reads files only. Exits with 1 if there is a problem. As root it also reads the vGPU's
+    /// registers where no driver has them.
+    Doctor {
+        /// Root directory of the checked system.
+        #[arg(long, value_name = "DIR", default_value = "/")]
+        root: PathBuf,
+    },
+    #[command(flatten)]
+    Job(Job),
+}
+
+/// Work on the vGPU's channels.
+#[derive(Debug, Subcommand)]
+enum Job {
     /// Copies guest RAM to video memory (or RAM, if there is no video memory) and back, fills, and
     /// copies a rectangle.
     Copy {
@@ -109,10 +128,10 @@ struct Elements {
 
 #[derive(Debug, Args)]
 struct Picture {
-    /// Width in pixels [default: the screen's].
+    /// Width in pixels [default: the screen's, or 1920 without a display].
     #[arg(long)]
     width: Option<u32>,
-    /// Height in pixels [default: the screen's].
+    /// Height in pixels [default: the screen's, or 1200 without a display].
     #[arg(long)]
     height: Option<u32>,
     /// Bytes from one row to the next [default: the screen's].
@@ -124,55 +143,59 @@ struct Picture {
     /// Returns the screen to the text console at the end, instead of leaving the picture visible.
     #[arg(long)]
     console: bool,
-    /// Framebuffer device that reports the screen's mode.
-    #[arg(long, default_value = "/dev/fb0", value_name = "PATH")]
-    fb: PathBuf,
+    /// Framebuffer device that reports the screen's mode [default: the vGPU's].
+    #[arg(long, value_name = "PATH")]
+    fb: Option<PathBuf>,
 }
 
 impl Cli {
     /// Runs the selected command.
     pub fn run(&self) -> anyhow::Result<()> {
-        let platform = Box::new(PciPlatform::open(self.pci.as_deref())?);
-        let device = Device::open_with(platform, &self.cubin)?;
+        let open = |access| PciPlatform::open(self.pci.as_deref(), access);
         match &self.command {
-            Command::Info => self.info(&device),
-            Command::Copy { size, linear } => {
-                let mut channel = Channel::new(&device, EngineKind::Copy)?;
-                let words = (size / 4) as u32;
-                self.job(&mut channel, &Copy::new(&device, *size)?)?;
-                self.job(&mut channel, &Fill::new(&device, Home::Guest, words - 1)?)?;
-                if !linear {
-                    self.job(&mut channel, &Rectangle::new(&device)?)?;
-                }
-            }
-            Command::Factorial(Elements { n }) => {
-                self.compute(&device, &Factorial::new(&device, Home::Guest, *n)?)?;
-            }
-            Command::Saxpy(Elements { n }) => {
-                self.compute(&device, &Saxpy::new(&device, Home::Guest, *n)?)?;
-            }
-            Command::Vadd(Elements { n }) => {
-                self.compute(&device, &VectorAdd::new(&device, Home::Guest, *n)?)?;
-            }
-            Command::Sgemm { n } => {
-                self.compute(&device, &Sgemm::new(&device, Home::Guest, *n)?)?;
-            }
-            Command::Mandelbrot(picture) => self.mandelbrot(&device, picture)?,
-            Command::Spin { seconds, iterations } => self.spin(&device, *seconds, *iterations)?,
-            Command::Bench { seconds, margin, kernel_us, depth } => {
-                let measured = bench::run(
-                    &device,
-                    &Load {
-                        duration: Duration::from_secs_f64(*seconds),
-                        margin: Duration::from_secs_f64(*margin),
-                        kernel: Duration::from_micros(*kernel_us),
-                        depth: *depth,
-                    },
-                )?;
-                self.print(&measured)?;
+            Command::Info => self.info(&open(Access::Shared)?),
+            Command::Doctor { root } => self.doctor(root.clone()),
+            Command::Job(job) => {
+                let platform = Box::new(open(Access::Exclusive)?);
+                self.run_job(&Device::open_with(platform, &self.cubin)?, job)
             }
         }
-        Ok(())
+    }
+
+    fn run_job(&self, device: &Device, job: &Job) -> anyhow::Result<()> {
+        match job {
+            Job::Copy { size, linear } => {
+                let mut channel = Channel::new(device, EngineKind::Copy)?;
+                let words = (size / 4) as u32;
+                self.job(&mut channel, &Copy::new(device, *size)?)?;
+                self.job(&mut channel, &Fill::new(device, Home::Guest, words - 1)?)?;
+                if !linear {
+                    self.job(&mut channel, &Rectangle::new(device)?)?;
+                }
+                Ok(())
+            }
+            Job::Factorial(Elements { n }) => {
+                self.compute(device, &Factorial::new(device, Home::Guest, *n)?)
+            }
+            Job::Saxpy(Elements { n }) => {
+                self.compute(device, &Saxpy::new(device, Home::Guest, *n)?)
+            }
+            Job::Vadd(Elements { n }) => {
+                self.compute(device, &VectorAdd::new(device, Home::Guest, *n)?)
+            }
+            Job::Sgemm { n } => self.compute(device, &Sgemm::new(device, Home::Guest, *n)?),
+            Job::Mandelbrot(picture) => self.mandelbrot(device, picture),
+            Job::Spin { seconds, iterations } => self.spin(device, *seconds, *iterations),
+            Job::Bench { seconds, margin, kernel_us, depth } => {
+                let load = Load {
+                    duration: Duration::from_secs_f64(*seconds),
+                    margin: Duration::from_secs_f64(*margin),
+                    kernel: Duration::from_micros(*kernel_us),
+                    depth: *depth,
+                };
+                self.print(&bench::run(device, &load)?)
+            }
+        }
     }
 
     fn compute(&self, device: &Device, job: &dyn Work) -> anyhow::Result<()> {
@@ -192,33 +215,46 @@ impl Cli {
         Ok(())
     }
 
-    fn info(&self, device: &Device) {
-        let info = device.info();
-        let (major, minor) = device.version();
-        let features: Vec<String> = device
+    fn doctor(&self, root: PathBuf) -> anyhow::Result<()> {
+        let (findings, problems) = doctor::run(root);
+        if self.json {
+            println!("{}", serde_json::to_string(&findings)?);
+        } else {
+            print!("{}", doctor::text(&findings));
+        }
+        match problems {
+            0 => Ok(()),
+            1 => anyhow::bail!("1 problem found"),
+            _ => anyhow::bail!("{problems} problems found"),
+        }
+    }
+
+    fn info(&self, platform: &dyn Platform) -> anyhow::Result<()> {
+        let vgpu = Properties::of(platform);
+        vgpu.check()?;
+        let (major, minor) = vgpu.version();
+        let features: Vec<String> = vgpu
             .features()
             .iter_names()
             .map(|(name, _)| name.to_lowercase().replace('_', "-"))
             .collect();
-        let location = device.platform().location();
-        let [host, copy, compute] = info.classes;
+        let location = platform.location();
         if self.json {
             let value = json!({
-                "location": location, "gpu": device.gpu_name(), "type": device.type_name(),
-                "uuid": device.uuid(), "version": format!("{major}.{minor}"),
-                "vram_bytes": info.vram_bytes, "features": features,
-                "max_channels": info.max_channels, "vectors": info.vectors,
-                "classes": {"host": host, "copy": copy, "compute": compute},
+                "location": location, "gpu": vgpu.gpu_name(), "type": vgpu.type_name(),
+                "uuid": vgpu.uuid(), "version": format!("{major}.{minor}"),
+                "vram_bytes": vgpu.vram_bytes(), "features": features,
+                "max_channels": vgpu.max_channels(),
             });
             println!("{value}");
-            return;
+            return Ok(());
         }
-        println!("{location}: {} on {}", device.type_name(), device.gpu_name());
-        println!("  uuid      {}", device.uuid());
+        println!("{location}: {} on {}", vgpu.type_name(), vgpu.gpu_name());
+        println!("  uuid      {}", vgpu.uuid());
         println!("  interface {major}.{minor}, {}", features.join(", "));
-        println!("  memory    {} MiB", info.vram_bytes / MIB);
-        println!("  channels  {}", info.max_channels);
-        println!("  classes   host {host:04x}, copy {copy:04x}, compute {compute:04x}");
+        println!("  memory    {} MiB", vgpu.vram_bytes() / MIB);
+        println!("  channels  {}", vgpu.max_channels());
+        Ok(())
     }
 
     fn mandelbrot(&self, device: &Device, picture: &Picture) -> anyhow::Result<()> {
@@ -227,7 +263,7 @@ impl Cli {
                 let pitch = picture.pitch.unwrap_or(width.saturating_mul(4));
                 Screen { width, height, pitch, bits_per_pixel: 32, offset: 0 }
             }
-            _ => Screen::of(&picture.fb)?,
+            _ => current_mode(device, picture.fb.as_deref())?,
         };
         if screen.bits_per_pixel != 32 {
             let bits = screen.bits_per_pixel;
@@ -303,6 +339,27 @@ impl Cli {
         }
         Ok(())
     }
+}
+
+/// Turns on the screen of a framebuffer device and returns its mode, by default of the vGPU's. A vGPU without a display has
+/// the mode of a usual screen.
+fn current_mode(device: &Device, framebuffer: Option<&Path>) -> Result<Screen, GuestError> {
+    if let Some(path) = framebuffer {
+        return Screen::turn_on(path);
+    }
+    if !device.features().contains(Features::DISPLAY) {
+        return Ok(Screen {
+            width: 1920,
+            height: 1200,
+            pitch: 1920 * 4,
+            bits_per_pixel: 32,
+            offset: 0,
+        });
+    }
+    let address = device.platform().location();
+    let name = screen::framebuffer(Path::new(screen::GRAPHICS), &address)
+        .ok_or(GuestError::NoFramebuffer(address))?;
+    Screen::turn_on(&Path::new("/dev").join(name))
 }
 
 /// Zooms for `seconds`, then draws the whole set and checks the picture.

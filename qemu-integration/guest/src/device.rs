@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mdev_core::abi::control::{Features, MAGIC, Status, VERSION, reg};
+use mdev_core::abi::control::{Features, reg};
 use mdev_core::abi::mailbox::{ChannelCreate, ChannelCreated, ChannelState, Info, Scatter};
 use mdev_core::units::MIB;
 
@@ -11,6 +11,7 @@ use crate::GuestError;
 use crate::mailbox::Mailbox;
 use crate::platform::Platform;
 use crate::programs::{DEFAULT_CUBIN, Programs};
+use crate::properties::Properties;
 use crate::ranges::Ranges;
 
 /// Handle to an open vGPU; clones refer to the same vGPU.
@@ -36,17 +37,7 @@ impl Device {
     /// Opens a vGPU as [`Self::open`] does, with the kernels' machine code in the file `cubin`.
     pub fn open_with(platform: Box<dyn Platform>, cubin: &Path) -> Result<Self, GuestError> {
         let port = &*platform;
-        if port.read32(reg::MAGIC) != MAGIC {
-            return Err(GuestError::NoDevice);
-        }
-        let version = port.read32(reg::VERSION);
-        if version >> 16 != VERSION >> 16 {
-            return Err(GuestError::Version { major: version >> 16, minor: version & 0xffff });
-        }
-        let status = Status::from_bits_truncate(port.read32(reg::STATUS));
-        if status.contains(Status::LOST) {
-            return Err(GuestError::Lost);
-        }
+        Properties::of(port).check()?;
         let mailbox = Mailbox::new(port)?;
         mailbox.reset(port)?;
         let info = mailbox.info(port)?;
@@ -81,47 +72,14 @@ impl Device {
         &self.0.programs
     }
 
-    /// Returns the name of the vGPU type.
-    pub fn type_name(&self) -> String {
-        self.text(reg::TYPE_NAME, reg::TYPE_NAME_BYTES)
-    }
-
-    /// Returns the name of the GPU.
-    pub fn gpu_name(&self) -> String {
-        self.text(reg::GPU_NAME, reg::GPU_NAME_BYTES)
-    }
-
-    /// Returns the UUID.
-    pub fn uuid(&self) -> String {
-        let bytes = self.bytes(reg::UUID, 16);
-        let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-        [&hex[..4], &hex[4..6], &hex[6..8], &hex[8..10], &hex[10..]]
-            .map(<[String]>::concat)
-            .join("-")
+    /// Returns the vGPU's properties in its registers.
+    pub fn properties(&self) -> Properties<'_> {
+        Properties::of(self.platform())
     }
 
     /// Returns the number of trapped wake and doorbell writes since reset.
     pub fn trapped_doorbells(&self) -> u32 {
         self.platform().read32(reg::TRAPPED_DOORBELLS)
-    }
-
-    /// Returns the control interface's version, major and minor.
-    pub fn version(&self) -> (u32, u32) {
-        let version = self.platform().read32(reg::VERSION);
-        (version >> 16, version & 0xffff)
-    }
-
-    fn bytes(&self, register: u64, len: u64) -> Vec<u8> {
-        (0..len)
-            .step_by(4)
-            .flat_map(|at| self.platform().read32(register + at).to_le_bytes())
-            .collect()
-    }
-
-    fn text(&self, register: u64, len: u64) -> String {
-        let bytes = self.bytes(register, len);
-        let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
-        String::from_utf8_lossy(&bytes[..end]).into_owned()
     }
 
     /// Creates a channel from mapped memory; [`crate::channel::Channel`] performs all steps.

@@ -15,8 +15,30 @@ pub enum GuestError {
     )]
     NoDevice,
     /// Another process has the vGPU open.
-    #[error("The vGPU {0} is in use by another process")]
-    Busy(String),
+    #[error("The vGPU {address} is in use by {user}; wait for its end, or end it")]
+    Busy {
+        /// PCI address.
+        address: String,
+        /// The other process, with its name if it is known.
+        user: String,
+    },
+    /// A kernel driver has the vGPU.
+    #[error(
+        "The vGPU {address} belongs to the kernel driver {driver}; unbind that driver first: \
+         echo {address} > /sys/bus/pci/drivers/{driver}/unbind"
+    )]
+    Driver {
+        /// PCI address.
+        address: String,
+        /// Name of the driver.
+        driver: String,
+    },
+    /// The vGPU has a display and no framebuffer.
+    #[error(
+        "The vGPU {0} has no framebuffer: load its display driver (`modprobe bochs`), or give \
+         --width and --height"
+    )]
+    NoFramebuffer(String),
     /// The control interface has an unsupported major version.
     #[error("The vGPU's interface is version {major}.{minor}; this program speaks version 1")]
     Version {

@@ -4,16 +4,16 @@
 //! Reading order:
 //!
 //! 1. [`platform`]: abstraction of the environment; [`pci`], [`pool`] and [`pinned`] implement it
-//!    for a VM
-//! 2. [`mailbox`], [`ranges`], [`device`], [`memory`]: requests, address ranges, and buffers that
-//!    the GPU can access
+//!    for a VM, where [`lock_owner`] tells which process has the vGPU
+//! 2. [`properties`], [`mailbox`], [`ranges`], [`device`], [`memory`]: registers, requests, address
+//!    ranges, and buffers that the GPU can access
 //! 3. [`pushbuffer`], [`fence`], [`channel`]: rings of commands and waits for their completion
 //! 4. [`copy`], [`compute`]: the two classes of methods; [`programs`]: loaded kernels, read from a
 //!    [`cubin`] if the GPU executes machine code
-//! 5. [`work`], [`bench`]: jobs that check their results, and a steady load of such jobs;
-//!    [`screen`]: the mode for drawing on the screen
+//! 5. [`work`], [`mod@bench`]: jobs that check their results, and a steady load of such jobs;
+//!    [`screen`]: the framebuffer and its mode, for drawing on the screen
 //!
-//! [`cli`] is the program `vgpu-guest`.
+//! [`cli`] is the program `vgpu-guest`; [`doctor`] is its checks of the VM.
 
 pub mod bench;
 pub mod channel;
@@ -22,8 +22,10 @@ pub mod compute;
 pub mod copy;
 pub mod cubin;
 pub mod device;
+pub mod doctor;
 pub mod error;
 pub mod fence;
+pub mod lock_owner;
 pub mod mailbox;
 pub mod memory;
 pub mod pci;
@@ -31,6 +33,7 @@ pub mod pinned;
 pub mod platform;
 pub mod pool;
 pub mod programs;
+pub mod properties;
 pub mod pushbuffer;
 pub mod ranges;
 pub mod screen;

@@ -13,6 +13,7 @@ use mdev_core::abi::doorbell;
 use memmap2::{MmapOptions, MmapRaw};
 
 use crate::GuestError;
+use crate::lock_owner;
 use crate::platform::{GuestPages, Platform, Window};
 use crate::pool::Pool;
 
@@ -37,40 +38,44 @@ pub struct PciPlatform {
     _config: File,
 }
 
+/// Use of a vGPU by a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Submitting work. One process at a time has the channels and the mailbox.
+    Exclusive,
+    /// Reading registers, also while another process submits work.
+    Shared,
+}
+
 impl PciPlatform {
     /// Opens the function at a PCI address, or the first vGPU.
-    pub fn open(address: Option<&str>) -> Result<Self, GuestError> {
+    pub fn open(address: Option<&str>, access: Access) -> Result<Self, GuestError> {
         if let Some(address) = address {
-            return Self::at(&Path::new(DEVICES).join(address));
+            return Self::at(&Path::new(DEVICES).join(address), access);
         }
-        let list = fs::read_dir(DEVICES)
-            .map_err(GuestError::os(format!("Listing {DEVICES} (is /sys mounted?)")))?;
-        let mut folders: Vec<PathBuf> = list.filter_map(|entry| Some(entry.ok()?.path())).collect();
-        folders.sort();
-        folders
-            .iter()
-            .find(|folder| looks_right(folder))
-            .ok_or(GuestError::NoDevice)
-            .and_then(|folder| Self::at(folder))
+        let folder = vgpus(Path::new(DEVICES))?.into_iter().next().ok_or(GuestError::NoDevice)?;
+        Self::at(&folder, access)
     }
 
-    fn at(folder: &Path) -> Result<Self, GuestError> {
+    fn at(folder: &Path, access: Access) -> Result<Self, GuestError> {
         let address = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if !looks_right(folder) {
             return Err(GuestError::NoDevice);
         }
         let config = open(&folder.join("config"))?;
-        match config.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(GuestError::Busy(address)),
-            Err(TryLockError::Error(error)) => {
-                return Err(GuestError::os(format!("Locking {address}"))(error));
-            }
+        if access == Access::Exclusive {
+            lock(&config, &address)?;
         }
         enable(folder, &config)?;
         let sizes = resource_sizes(folder)?;
         let bar = |number: usize| Bar::map(folder, number, sizes[number]).transpose();
-        let control = bar(3)?.ok_or(GuestError::NoDevice)?;
+        let control = bar(3)
+            .map_err(|error| match driver(folder) {
+                // A driver that has claimed the registers keeps programs from mapping them.
+                Some(driver) => GuestError::Driver { address: address.clone(), driver },
+                None => error,
+            })?
+            .ok_or(GuestError::NoDevice)?;
         if control.window().read32(reg::MAGIC) != MAGIC {
             return Err(GuestError::NoDevice);
         }
@@ -145,6 +150,36 @@ impl Bar {
         // never at address 0.
         unsafe { Window::new(base, self.0.len()) }
     }
+}
+
+/// Returns the folders of all vGPUs in a folder of PCI functions, in order of their addresses.
+pub(crate) fn vgpus(devices: &Path) -> Result<Vec<PathBuf>, GuestError> {
+    let list = fs::read_dir(devices)
+        .map_err(GuestError::os(format!("Listing {} (is /sys mounted?)", devices.display())))?;
+    let mut folders: Vec<PathBuf> = list.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    folders.retain(|folder| looks_right(folder));
+    folders.sort();
+    Ok(folders)
+}
+
+/// Locks a vGPU for this process. Fails with the process that has the lock.
+fn lock(config: &File, address: &str) -> Result<(), GuestError> {
+    match config.try_lock() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => {
+            let user = lock_owner::of(config).map_or("another process".to_owned(), |process| {
+                format!("process {} ({})", process.pid, process.name)
+            });
+            Err(GuestError::Busy { address: address.to_owned(), user })
+        }
+        Err(TryLockError::Error(error)) => Err(GuestError::os(format!("Locking {address}"))(error)),
+    }
+}
+
+/// Returns the name of the kernel driver that is bound to a function.
+pub(crate) fn driver(folder: &Path) -> Option<String> {
+    let link = fs::read_link(folder.join("driver")).ok()?;
+    Some(link.file_name()?.to_string_lossy().into_owned())
 }
 
 /// Returns whether the function's BARs have the sizes of a vGPU's. Does not access the device.

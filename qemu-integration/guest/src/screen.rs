@@ -1,18 +1,44 @@
 //! Screen mode, as reported by the kernel's framebuffer device.
 
-use std::fs::OpenOptions;
+use std::ffi::OsStr;
+use std::fs::{self, OpenOptions};
 use std::os::fd::AsRawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::GuestError;
 
-/// `FBIOGET_VSCREENINFO` and `FBIOGET_FSCREENINFO` of linux/fb.h; both structures are plain words.
+/// `FBIOGET_VSCREENINFO`, `FBIOPUT_VSCREENINFO` and `FBIOGET_FSCREENINFO` of linux/fb.h; both
+/// structures are plain words.
 const GET_VARIABLE: libc::c_ulong = 0x4600;
+const PUT_VARIABLE: libc::c_ulong = 0x4601;
 const GET_FIXED: libc::c_ulong = 0x4602;
+/// Word `activate` of `fb_var_screeninfo`, and `FB_ACTIVATE_FORCE`: sets the mode even if it is the
+/// same.
+const ACTIVATE: usize = 21;
+const FORCE: u32 = 128;
 /// `KDSETMODE`, `KD_TEXT` and `KD_GRAPHICS` of linux/kd.h.
 const SET_MODE: libc::c_ulong = 0x4b3a;
-const TEXT: libc::c_ulong = 0;
-const GRAPHICS: libc::c_ulong = 1;
+const MODE_TEXT: libc::c_ulong = 0;
+const MODE_GRAPHICS: libc::c_ulong = 1;
+
+/// Folder in which Linux lists framebuffers.
+pub const GRAPHICS: &str = "/sys/class/graphics";
+
+/// Returns the name of a PCI function's framebuffer, such as `fb1`, from a folder like
+/// [`GRAPHICS`].
+///
+/// A framebuffer of the firmware (efifb, simpledrm) is found where the kernel puts it below the
+/// function, since Linux 6.9.
+pub fn framebuffer(graphics: &Path, address: &str) -> Option<String> {
+    let entries = fs::read_dir(graphics).ok()?;
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort();
+    names.into_iter().filter(|name| name.starts_with("fb")).find(|name| {
+        let device: Option<PathBuf> = graphics.join(name).canonicalize().ok();
+        device.is_some_and(|device| device.iter().any(|part| part == OsStr::new(address)))
+    })
+}
 
 /// Current mode of a screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,20 +56,26 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// Queries the mode of a framebuffer device.
-    pub fn of(path: &Path) -> Result<Self, GuestError> {
+    /// Turns on the screen of a framebuffer device, and returns its mode. A screen that is not the
+    /// console's is off until a program uses it.
+    pub fn turn_on(path: &Path) -> Result<Self, GuestError> {
         let what = || format!("Asking {} for the mode (has bochs-drm bound?)", path.display());
-        let file = OpenOptions::new().read(true).open(path).map_err(GuestError::os(what()))?;
+        let file =
+            OpenOptions::new().read(true).write(true).open(path).map_err(GuestError::os(what()))?;
         // Longer than both structures, which have 160 and 80 bytes.
         let (mut variable, mut fixed) = ([0u32; 64], [0u32; 64]);
-        for (request, answer) in [(GET_VARIABLE, &mut variable), (GET_FIXED, &mut fixed)] {
-            // SAFETY: the kernel writes less than the array holds.
-            let result =
-                unsafe { libc::ioctl(file.as_raw_fd(), request as _, answer.as_mut_ptr()) };
+        let ioctl = |request: libc::c_ulong, words: &mut [u32; 64]| {
+            // SAFETY: the kernel accesses less than the array holds.
+            let result = unsafe { libc::ioctl(file.as_raw_fd(), request as _, words.as_mut_ptr()) };
             if result < 0 {
                 return Err(GuestError::os(what())(std::io::Error::last_os_error()));
             }
-        }
+            Ok(())
+        };
+        ioctl(GET_VARIABLE, &mut variable)?;
+        variable[ACTIVATE] = FORCE;
+        ioctl(PUT_VARIABLE, &mut variable)?;
+        ioctl(GET_FIXED, &mut fixed)?;
         Ok(Self::decode(&variable, &fixed))
     }
 
@@ -64,7 +96,7 @@ pub fn show_console(visible: bool) -> bool {
     let Ok(file) = OpenOptions::new().read(true).write(true).open("/dev/tty0") else {
         return false;
     };
-    let mode = if visible { TEXT } else { GRAPHICS };
+    let mode = if visible { MODE_TEXT } else { MODE_GRAPHICS };
     // SAFETY: KDSETMODE takes a number.
     unsafe { libc::ioctl(file.as_raw_fd(), SET_MODE as _, mode) == 0 }
 }
@@ -72,6 +104,26 @@ pub fn show_console(visible: bool) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn framebuffers_of_other_adapters_are_skipped() {
+        let sys = tempfile::tempdir().unwrap();
+        let graphics = sys.path().join("class/graphics");
+        fs::create_dir_all(&graphics).unwrap();
+        for (name, device) in [
+            ("fb0", "pci0000:00/0000:00:01.0/graphics/fb0"),
+            ("fb1", "pci0000:00/0000:00:02.0/0000:01:00.0/graphics/fb1"),
+            ("fb2", "platform/efi-framebuffer.0/graphics/fb2"),
+            ("fbcon", "virtual/graphics/fbcon"),
+        ] {
+            fs::create_dir_all(sys.path().join(device)).unwrap();
+            let target = Path::new("../..").join(device);
+            std::os::unix::fs::symlink(target, graphics.join(name)).unwrap();
+        }
+        assert_eq!(framebuffer(&graphics, "0000:01:00.0").as_deref(), Some("fb1"));
+        assert_eq!(framebuffer(&graphics, "0000:00:01.0").as_deref(), Some("fb0"));
+        assert_eq!(framebuffer(&graphics, "0000:00:10.0"), None);
+    }
 
     #[test]
     fn finds_the_pixels() {

@@ -50,8 +50,8 @@ fn fault(result: Result<(), GuestError>) -> (u32, u64) {
 #[test]
 fn the_device_describes_the_vgpu() -> Result<()> {
     let (_parent, guest) = guest()?;
-    assert_eq!(guest.device.type_name(), "SOFT-TEST");
-    assert_eq!(guest.device.uuid(), guest.id.to_string());
+    assert_eq!(guest.device.properties().type_name(), "SOFT-TEST");
+    assert_eq!(guest.device.properties().uuid(), guest.id.to_string());
     assert_eq!(guest.device.info().vram_bytes, 64 * MIB);
     assert_eq!(guest.device.info().classes, [0xc86f, 0xc8b5, 0xcbc0]);
     Ok(())

@@ -39,7 +39,8 @@ fn every_job_works_over_the_socket() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = start(&vgpud, &json!([]))?;
     let device = attach(&vgpud, &uuid)?;
-    assert_eq!((device.type_name().as_str(), device.uuid()), ("SOFT-256MQ", uuid));
+    let properties = device.properties();
+    assert_eq!((properties.type_name().as_str(), properties.uuid()), ("SOFT-256MQ", uuid));
     let mut channel = Channel::new(&device, EngineKind::Compute)?;
     work::run(&Copy::new(&device, 4 * MIB)?, &mut channel)?;
     work::run(&Saxpy::new(&device, Home::Vram, 100_000)?, &mut channel)?;

@@ -1,0 +1,63 @@
+//! Process that holds a lock on a file, from `/proc/locks`.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+
+use nix::sys::stat::{major, minor};
+
+/// A process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// Process id.
+    pub pid: u32,
+    /// Name of the program, as `ps` shows it.
+    pub name: String,
+}
+
+/// Returns the process that has locked a file with `flock`, if the kernel tells.
+pub fn of(file: &File) -> Option<Process> {
+    let about = file.metadata().ok()?;
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let pid = find(&locks, about.dev(), about.ino())?;
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some(Process { pid, name: name.trim_end().to_owned() })
+}
+
+/// Returns the process with a lock on a file. A line is
+/// `1: FLOCK  ADVISORY  WRITE 708 00:17:5 0 EOF`; the device is hexadecimal. Lines of waiting
+/// processes have an arrow before the kind.
+fn find(locks: &str, dev: u64, inode: u64) -> Option<u32> {
+    let wanted = format!("{:02x}:{:02x}:{inode}", major(dev), minor(dev));
+    locks.lines().find_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        match words[..] {
+            [_, "FLOCK", _, _, pid, file, ..] if file == wanted => pid.parse().ok(),
+            _ => None,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::stat::makedev;
+
+    use super::*;
+
+    #[test]
+    fn waiting_processes_and_other_files_are_skipped() {
+        let locks = "1: POSIX  ADVISORY  WRITE 10 00:1a:7 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 11 00:1a:70 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 12 00:1a:7 0 EOF\n\
+                     3: -> FLOCK  ADVISORY  WRITE 13 00:1a:7 0 EOF\n";
+        assert_eq!(find(locks, makedev(0, 0x1a), 7), Some(12));
+        assert_eq!(find(locks, makedev(8, 0x1a), 7), None);
+    }
+
+    #[test]
+    fn a_locked_file_names_this_process() {
+        let file = tempfile::tempfile().unwrap();
+        assert_eq!(of(&file), None);
+        file.lock().unwrap();
+        assert_eq!(of(&file).unwrap().pid, std::process::id());
+    }
+}
