@@ -183,6 +183,12 @@ impl ConfigSpace {
         effect
     }
 
+    /// Returns true if the guest has enabled bus mastering. Without it, the function must not access
+    /// guest memory or send MSIs.
+    pub fn bus_master(&self) -> bool {
+        self.bank.get(ConfigReg::Command) & command::BUS_MASTER != 0
+    }
+
     /// Returns true if the guest has disabled INTx.
     pub fn intx_disabled(&self) -> bool {
         self.bank.get(ConfigReg::Command) & command::INTX_DISABLE != 0

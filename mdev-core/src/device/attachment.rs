@@ -1,7 +1,5 @@
 //! Arrival and departure of a VM, and what is left for the next one.
 
-use std::os::fd::AsRawFd;
-
 use super::VirtualFunction;
 use super::window::Window;
 
@@ -40,14 +38,10 @@ impl VirtualFunction {
 
     /// Releases video memory to the host if its file can have holes; the next VM reads zeros.
     fn scrub(&mut self) {
-        let Some(vram) = self.vram() else { return };
-        let (fd, flags) = (vram.fd.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE);
-        let [offset, len] = [vram.offset, vram.len]
-            .map(|bytes| libc::off64_t::try_from(bytes).unwrap_or(libc::off64_t::MAX));
-        // SAFETY: works on a descriptor that the client owns, and affects only shared pages, which
-        // are accessed as volatile.
-        let done =
-            unsafe { libc::fallocate64(fd, flags | libc::FALLOC_FL_KEEP_SIZE, offset, len) } == 0;
+        let apertures = self.client.apertures();
+        let vram = apertures.vram.as_ref().or(apertures.framebuffer.as_ref());
+        let Some(vram) = vram else { return };
+        let done = vram.punch_hole(0, vram.len).is_ok();
         // The backend scrubs a file without holes, such as real video memory.
         if !done && let Err(error) = self.client.lock().scrub() {
             log::debug!("Video memory was not scrubbed: {error}");

@@ -9,6 +9,12 @@ use crate::Device;
 /// ID of the added memory backend.
 pub const MEMORY_ID: &str = "vgpu-mem";
 
+/// Option against the display adapter that QEMU adds by default.
+const NO_VGA: [&str; 2] = ["-vga", "none"];
+
+/// Parts of the names of QEMU's display adapters.
+const DISPLAYS: [&str; 5] = ["vga", "bochs-display", "qxl", "ramfb", "virtio-gpu"];
+
 /// QEMU's default memory size without `-m`.
 const DEFAULT_MEMORY: &str = "128M";
 
@@ -71,12 +77,16 @@ pub enum AttachError {
     Json(String),
 }
 
-/// Returns arguments for a new VM: machine, shared memory and the device.
-pub fn new_vm(device: &Device, machine: &str, memory: &str) -> Vec<String> {
+/// Returns arguments for a new VM: machine, shared memory and the device. A vGPU with a display head
+/// is the VM's only display adapter.
+pub fn new_vm(device: &Device, machine: &str, memory: &str, head: bool) -> Vec<String> {
     let machine = format!("{machine},memory-backend={MEMORY_ID}");
     // The machine takes the memory size from -m, which must agree with the backend's size.
     let mut args = ["-machine", &machine, "-m", memory].map(str::to_owned).to_vec();
     args.extend(memory_args(memory));
+    if head {
+        args.extend(NO_VGA.map(str::to_owned));
+    }
     args.extend(device_args(device));
     args
 }
@@ -84,8 +94,13 @@ pub fn new_vm(device: &Device, machine: &str, memory: &str) -> Vec<String> {
 /// Adds a vGPU to an existing command line.
 ///
 /// Sets `share=on` for memory backends that the machine names. If there are none, adds a shared
-/// backend with the size given by `-m`.
-pub fn attach(existing: &[String], device: &Device) -> Result<Vec<String>, AttachError> {
+/// backend with the size given by `-m`. A vGPU with a display head replaces the adapter that QEMU
+/// adds by default, on which firmware and guest would start.
+pub fn attach(
+    existing: &[String],
+    device: &Device,
+    head: bool,
+) -> Result<Vec<String>, AttachError> {
     let mut args = existing.to_vec();
     let options = options(&args)?;
     let values = |name: &str| {
@@ -120,8 +135,36 @@ pub fn attach(existing: &[String], device: &Device) -> Result<Vec<String>, Attac
         }
         args.extend(memory_args(memory.as_deref().unwrap_or(DEFAULT_MEMORY)));
     }
+    if head && values("vga").is_empty() {
+        args.extend(NO_VGA.map(str::to_owned));
+    }
     args.extend(device_args(device));
     Ok(args)
+}
+
+/// Returns the display adapter that a command line names besides the vGPU.
+pub fn other_display(args: &[String]) -> Option<String> {
+    options(args).ok()?.into_iter().find_map(|(option, at)| {
+        let value = &args[at];
+        match option.as_str() {
+            "vga" => (value != "none").then(|| format!("-vga {value}")),
+            "device" => {
+                let driver = driver(value);
+                DISPLAYS
+                    .iter()
+                    .any(|part| driver.to_ascii_lowercase().contains(part))
+                    .then(|| format!("-device {driver}"))
+            }
+            _ => None,
+        }
+    })
+}
+
+/// Returns the driver in a value of `-device`, which can be JSON.
+fn driver(value: &str) -> String {
+    let json = serde_json::from_str::<serde_json::Value>(value).ok();
+    let json = json.and_then(|json| Some(json["driver"].as_str()?.to_owned()));
+    json.or_else(|| parts(value).into_iter().next()).unwrap_or_default()
 }
 
 fn memory_args(size: &str) -> [String; 2] {
@@ -210,7 +253,7 @@ mod tests {
 
     /// Attaches a vGPU to a command line and returns the result without the device at its end.
     fn attached(existing: &str) -> String {
-        let mut args = attach(&words(existing), &Device::new("/s")).unwrap();
+        let mut args = attach(&words(existing), &Device::new("/s"), false).unwrap();
         assert_eq!(args.pop().as_deref(), Some(DEVICE));
         assert_eq!(args.pop().as_deref(), Some("-device"));
         args.join(" ")
@@ -219,12 +262,34 @@ mod tests {
     #[test]
     fn a_new_vm_has_shared_memory_and_the_device() {
         assert_eq!(
-            new_vm(&Device::new("/s"), "q35,accel=kvm", "2G").join(" "),
+            new_vm(&Device::new("/s"), "q35,accel=kvm", "2G", true).join(" "),
             format!(
                 "-machine q35,accel=kvm,memory-backend=vgpu-mem -m 2G \
-                 -object memory-backend-memfd,id=vgpu-mem,size=2G,share=on -device {DEVICE}"
+                 -object memory-backend-memfd,id=vgpu-mem,size=2G,share=on -vga none \
+                 -device {DEVICE}"
             )
         );
+        assert!(!new_vm(&Device::new("/s"), "q35", "2G", false).contains(&"-vga".to_owned()));
+    }
+
+    #[test]
+    fn a_head_replaces_the_default_display_adapter() {
+        let attached =
+            |existing: &str| attach(&words(existing), &Device::new("/s"), true).unwrap().join(" ");
+        let end = format!(" -device {DEVICE}");
+        assert!(attached("qemu -m 1G").ends_with(&format!(" -vga none{end}")));
+        for own in ["-vga std", "-vga none", "--vga qxl"] {
+            let line = attached(&format!("qemu -m 1G {own}"));
+            assert_eq!(line.matches("-vga").count(), 1, "{line}");
+        }
+        let other = |args: &str| other_display(&words(args));
+        assert_eq!(other("qemu -vga std").as_deref(), Some("-vga std"));
+        assert_eq!(other("qemu --device virtio-vga,id=v").as_deref(), Some("-device virtio-vga"));
+        let json = r#"qemu -device {"driver":"bochs-display","addr":"2"}"#;
+        assert_eq!(other(json).as_deref(), Some("-device bochs-display"));
+        for none in ["qemu -vga none", "qemu -device e1000", "qemu vga -m", ""] {
+            assert_eq!(other(none), None, "{none}");
+        }
     }
 
     #[test]
@@ -274,8 +339,9 @@ mod tests {
 
     #[test]
     fn unshareable_memory_is_refused_with_the_remedy() {
-        let refused =
-            |existing: &str| attach(&words(existing), &Device::new("/s")).unwrap_err().to_string();
+        let refused = |existing: &str| {
+            attach(&words(existing), &Device::new("/s"), true).unwrap_err().to_string()
+        };
         assert_eq!(
             refused(
                 "qemu -object memory-backend-ram,id=mem,size=1G -machine q35,memory-backend=mem"
@@ -296,8 +362,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn attaching_does_not_panic(args in prop::collection::vec("-{0,2}[a-zA-Z,=]{0,8}", 0..8)) {
-            if let Ok(attached) = attach(&args, &Device::new("/s")) {
+        fn attaching_does_not_panic(
+            args in prop::collection::vec("-{0,2}[a-zA-Z,={]{0,8}", 0..8), head: bool,
+        ) {
+            other_display(&args);
+            if let Ok(attached) = attach(&args, &Device::new("/s"), head) {
                 prop_assert!(attached.len() >= args.len() + 2);
             }
         }

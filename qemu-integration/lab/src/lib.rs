@@ -3,6 +3,7 @@
 //! In reading order:
 //!
 //! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both
+//! * [`ovmf`]: UEFI firmware
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`qmp`] and [`guest`]: connections to QEMU and to the guest
 //! * [`kvm`]: check of KVM; [`mdevctl`]: the real mdevctl
@@ -14,8 +15,8 @@
 //! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
 //!   `vgpud`, controlled by `vgpuctl`
 //! * [`picture`]: checks of screens; [`viewers`]: a browser and a VNC client for consoles
-//! * [`demo`], [`test`], [`bench`], [`simulate`]: commands of `cargo lab`
-//! * [`cleanup`], [`progress`]: cleanup of resources, and progress output
+//! * [`demo`], [`mod@test`], [`mod@bench`], [`simulate`]: commands of `cargo lab`
+//! * [`cleanup`]: cleanup of resources; [`progress`], [`heartbeat`]: progress output
 
 use std::path::{Path, PathBuf};
 
@@ -38,6 +39,7 @@ pub mod debs;
 pub mod demo;
 pub mod guest;
 pub mod guest_driver;
+pub mod heartbeat;
 pub mod host;
 pub mod initramfs;
 pub mod iommufd;
@@ -46,6 +48,7 @@ pub mod kvm;
 pub mod machine;
 pub mod mdevctl;
 pub mod nvcc;
+pub mod ovmf;
 pub mod picture;
 pub mod place;
 pub mod progress;

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use crate::Lab;
 use crate::cleanup::Process;
 use crate::guest::Guest;
+use crate::ovmf::Ovmf;
 use crate::qmp::Qmp;
 
 /// Root ports for hot-plugged devices.
@@ -59,6 +60,10 @@ pub struct VmSpec {
     pub saved: Option<PathBuf>,
     /// Folder of this machine that the guest's root may write to, shared as `root`.
     pub folder: Option<PathBuf>,
+    /// UEFI instead of a BIOS.
+    pub uefi: Option<Ovmf>,
+    /// Whether the firmware starts the lab's kernel. Without a kernel it finds nothing to start.
+    pub with_kernel: bool,
 }
 
 impl VmSpec {
@@ -74,6 +79,8 @@ impl VmSpec {
             counted_time: false,
             saved: None,
             folder: None,
+            uefi: None,
+            with_kernel: true,
         }
     }
 
@@ -84,7 +91,7 @@ impl VmSpec {
         self
     }
 
-    fn args(&self, lab: &Lab, folder: &Path) -> Vec<OsString> {
+    fn args(&self, lab: &Lab, folder: &Path) -> Result<Vec<OsString>> {
         let size = self.memory_mib;
         let accelerator = if self.kvm { "kvm" } else { "tcg" };
         let mut machine = format!("q35,accel={accelerator}");
@@ -100,10 +107,6 @@ impl VmSpec {
         // With AMD's CPUs the memory space ends at 1012 GiB; SeaBIOS puts the ports' windows beyond
         // that.
         add(&["-cpu", "qemu64,vendor=GenuineIntel"]);
-        // No timer check: on a busy host an emulated CPU may get too little time to pass it.
-        let append =
-            format!("console=ttyS0 no_timer_check fbcon=font:TER16x32 lab.name={}", self.name);
-        add(&["-append", &append]);
         if self.virtual_time {
             // 16 ns per instruction.
             add(&["-icount", "shift=4,sleep=off"]);
@@ -143,11 +146,13 @@ impl VmSpec {
             text.push(suffix);
             text
         };
+        if self.with_kernel {
+            args.extend(self.kernel_args(lab));
+        }
+        if let Some(uefi) = &self.uefi {
+            args.extend(uefi.args(folder)?.into_iter().map(OsString::from));
+        }
         args.extend([
-            "-kernel".into(),
-            lab.root.kernel.image.clone().into(),
-            "-initrd".into(),
-            lab.initramfs.clone().into(),
             "-serial".into(),
             with("file:", "console.log", ""),
             "-chardev".into(),
@@ -162,7 +167,21 @@ impl VmSpec {
             "-qmp".into(),
             with("unix:", KEYS, ",server=on,wait=off"),
         ]);
-        args
+        Ok(args)
+    }
+
+    fn kernel_args(&self, lab: &Lab) -> [OsString; 6] {
+        // No timer check: on a busy host an emulated CPU may get too little time to pass it.
+        let append =
+            format!("console=ttyS0 no_timer_check fbcon=font:TER16x32 lab.name={}", self.name);
+        [
+            "-kernel".into(),
+            lab.root.kernel.image.clone().into(),
+            "-initrd".into(),
+            lab.initramfs.clone().into(),
+            "-append".into(),
+            append.into(),
+        ]
     }
 }
 
@@ -195,7 +214,7 @@ impl Vm {
         }
         let errors = folder.join("qemu.log");
         let mut command = lab.root.qemu.command();
-        command.args(spec.args(lab, folder));
+        command.args(spec.args(lab, folder)?);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&errors)?);
         let mut process = Process::spawn(command, Signal::SIGKILL)?;
         let deadline = Instant::now() + START_LIMIT;

@@ -1,9 +1,16 @@
-//! VMs under QEMU, the bundle, the Debian package, the web console in a browser.
+//! VMs under QEMU, the bundle, the Debian package, the web console in a browser, alerts and dashboard.
 //!
 //! `cargo lab test` runs these tests, as does
 //! `cargo test -p system-tests --test qemu -- --ignored --test-threads=1`.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod bench;
 mod browser;
 mod bundle;
+mod firmware;
+mod monitoring;
 mod package;
+mod run_vm;
+mod tools;
 mod vms;

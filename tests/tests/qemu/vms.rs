@@ -1,88 +1,16 @@
 //! Real VMs: Debian's kernel under a stock QEMU, with vGPUs of a software GPU.
 
-#![allow(clippy::unwrap_used)]
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use lab::Lab;
-use lab::build::Programs;
 use lab::cleanup::Process;
-use lab::host::Host;
 use lab::picture::Picture;
-use lab::progress::Progress;
 use lab::qemu::{Memory, Vm, VmSpec, vgpu_device};
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-const A: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a";
-const B: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00b";
-const TYPE: &str = "SOFT-256MQ";
-const LIMIT: Duration = Duration::from_secs(60);
-
-/// A manager for VMs. Tests exclude each other, because VMs without KVM need the CPUs.
-struct Bench {
-    lab: &'static Lab,
-    host: Host,
-    _lock: MutexGuard<'static, ()>,
-}
-
-impl Bench {
-    fn new() -> Self {
-        static LOCK: Mutex<()> = Mutex::new(());
-        static LAB: OnceLock<(Lab, Programs)> = OnceLock::new();
-        let lock = LOCK.lock().unwrap_or_else(PoisonError::into_inner);
-        let (lab, programs) = LAB.get_or_init(|| Lab::open_with_host(&Progress::new()).unwrap());
-        let host = Host::start(programs, &["soft:soft0,vram=1G"]).unwrap();
-        Self { lab, host, _lock: lock }
-    }
-
-    fn vgpu(&self, uuid: &str) -> PathBuf {
-        self.host.start_vgpu(uuid, TYPE, None).unwrap()
-    }
-
-    fn spec(&self, name: &str) -> VmSpec {
-        VmSpec { kvm: self.lab.kvm, ..VmSpec::new(name) }
-    }
-
-    fn boot(&self, spec: &VmSpec) -> Vm {
-        Vm::boot(self.lab, spec, &self.host.folder().join(&spec.name)).unwrap()
-    }
-
-    fn warnings(&self, uuid: &str) -> Vec<String> {
-        serde_json::from_value(self.host.vgpu(uuid).unwrap()["warnings"].clone()).unwrap()
-    }
-
-    fn worker(&self, uuid: &str) -> Pid {
-        let pid = self.host.vgpu(uuid).unwrap()["pid"].as_i64().unwrap();
-        Pid::from_raw(i32::try_from(pid).unwrap())
-    }
-}
-
-/// Waits until a condition holds.
-fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + LIMIT;
-    while !holds() {
-        assert!(Instant::now() < deadline, "Not within {} s: {what}", LIMIT.as_secs());
-        std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
-/// Runs a job that checks its own result.
-fn job(vm: &mut Vm, job: &str) -> Value {
-    vm.guest.run_json(&format!("vgpu-guest --json {job}"), LIMIT).unwrap()
-}
-
-/// Returns the kernel driver that is bound to the vGPU.
-fn driver(vm: &mut Vm) -> String {
-    let command = "for d in /sys/bus/pci/devices/*; do [ $(cat $d/vendor) = 0x1234 ] && \
-                   basename $(readlink $d/driver); done; true";
-    vm.guest.run(command, LIMIT).unwrap().success().unwrap().stdout.trim().to_owned()
-}
+use crate::bench::{A, B, Bench, LIMIT, TYPE, driver, eventually, job};
 
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]

@@ -62,27 +62,35 @@ impl Canvas {
         }
     }
 
-    /// Creates a black picture with a text, in the given size or, if the text needs more, in a
-    /// larger one.
+    /// Creates a black picture with lines of text, in the given size or, if the text needs more, in
+    /// a larger one.
     pub fn with_text(text: &str, read: u64, (width, height): (u32, u32)) -> Self {
         const SCALE: u32 = 2;
+        const LINE: u32 = 12 * SCALE;
         let fits = width >= 800 && height >= 120;
         let (width, height) = if fits { (width, height) } else { (800, 120) };
         let shape = Shape { width, height, format: Format::XRGB };
         let mut canvas = Self::new(shape, read);
-        let left = width.saturating_sub(text.chars().count() as u32 * 8 * SCALE) / 2;
-        let top = height / 2 - 4 * SCALE;
-        for (place, glyph) in text.chars().enumerate() {
+        let lines = text.lines().count() as u32;
+        let top = (height / 2).saturating_sub(lines * LINE / 2);
+        for (line, y) in text.lines().zip((top..).step_by(LINE as usize)) {
+            let x = width.saturating_sub(line.chars().count() as u32 * 8 * SCALE) / 2;
+            canvas.write_line(line, x, y, SCALE);
+        }
+        canvas
+    }
+
+    fn write_line(&mut self, line: &str, left: u32, top: u32, scale: u32) {
+        for (place, glyph) in line.chars().enumerate() {
             let Some(rows) = BASIC_LEGACY.get(glyph as usize) else { continue };
             for (dot, row) in (0..64).map(|dot| (dot, rows[dot as usize / 8])) {
-                let x = left + (place as u32 * 8 + dot % 8) * SCALE;
-                let y = top + dot / 8 * SCALE;
+                let x = left + (place as u32 * 8 + dot % 8) * scale;
+                let y = top + dot / 8 * scale;
                 if row >> (dot % 8) & 1 == 1 {
-                    canvas.fill(Rect { x, y, width: SCALE, height: SCALE });
+                    self.fill(Rect { x, y, width: scale, height: scale });
                 }
             }
         }
-        canvas
     }
 
     fn fill(&mut self, dot: Rect) {
@@ -222,8 +230,17 @@ mod tests {
             let lit = all.filter(|p| *p != [0; 3]).count();
             assert!(lit > 500, "{lit}");
         }
+        // Lines are below each other and centered.
+        let lit = |text: &str, (from, to): (u32, u32)| {
+            let canvas = Canvas::with_text(text, 1, (800, 120));
+            let rows = (from..to).flat_map(|y| canvas.rgb(y, 0, 800).collect::<Vec<_>>());
+            rows.filter(|p| *p != [0; 3]).count()
+        };
+        assert_eq!(lit("W\nWW", (36, 60)) * 2, lit("W\nWW", (60, 84)));
+        assert_eq!(lit("W", (48, 72)), lit("W", (0, 120)));
         // Text that does not fit is cut off.
         Canvas::with_text(&"W".repeat(1000), 1, (0, 0));
+        Canvas::with_text(&"W\n".repeat(1000), 1, (0, 0));
     }
 
     proptest! {

@@ -174,12 +174,39 @@ fn cards_show_shares(vgpud: &Vgpud, page: &mut Chromium, busy: &[String; 2]) -> 
          [...document.querySelectorAll('[data-uuid=\"{}\"] path')].every((p) => p.getAttribute('d').length > 40)",
         busy[0], busy[0]
     ))?;
+    charts_have_axes(page, &busy[0])?;
     let label = page.eval(&format!(
         "document.querySelector('[data-uuid=\"{}\"] svg').getAttribute('aria-label')",
         busy[0]
     ))?;
     assert!(label.as_str().is_some_and(|text| text.contains("of 60.0 % asked")), "{label}");
     page.until("document.querySelector('#events').innerText.includes('VM attached')")?;
+    Ok(())
+}
+
+/// The chart's labels stand beside the lines that they name: shares from top to bottom, times from
+/// left to right.
+fn charts_have_axes(page: &mut Chromium, uuid: &str) -> Result<()> {
+    let texts = |of: &str| {
+        format!(
+            "[...document.querySelectorAll('[data-uuid=\"{uuid}\"] .{of} span')].map((s) => s.textContent)"
+        )
+    };
+    assert_eq!(page.eval(&texts("shares"))?, json!(["100 %", "50 %", "0 %"]));
+    assert_eq!(page.eval(&texts("times"))?, json!(["2 min ago", "1 min ago", "now"]));
+    let middles = page.eval(&format!(
+        "(() => {{ const card = document.querySelector('[data-uuid=\"{uuid}\"]');
+            const middle = (e) => {{ const b = e.getBoundingClientRect();
+              return [b.x + b.width / 2, b.y + b.height / 2]; }};
+            const lines = [...card.querySelectorAll('.chart line')].map(middle);
+            const shares = [...card.querySelectorAll('.shares span')].map(middle);
+            const minute = middle(card.querySelectorAll('.times span')[1]);
+            return [...shares.map((at, index) => at[1] - lines[index][1]), minute[0] - lines[4][0]]; }})()"
+    ))?;
+    for offset in middles.as_array().context("A list")? {
+        let offset = offset.as_f64().context("A number")?;
+        assert!(offset.abs() < 4.0, "a label is {offset} pixels beside its line: {middles}");
+    }
     Ok(())
 }
 
