@@ -151,6 +151,10 @@ fn what_cannot_be_started_says_why_in_one_line() {
     refused(&vgpud, "vm2", "prepare begin", &domain("vm2", &b, &own), full);
     refused(&vgpud, "vm2", "prepare begin", &domain("vm2", &b, "type='X'"), "X");
     refused(&vgpud, "vm1", "migrate begin", &domain("vm1", A, &own), "cannot move to another host");
+    let saved =
+        "was saved with a vGPU, whose contents a saved state does not have; to start it anew";
+    done(&vgpud, "vm1", "restore begin", &domain("vm1", A, &own));
+    refused(&vgpud, "vm1", "prepare begin", &domain("vm1", A, &own), saved);
     let broken = domain("vm1", A, &own).replace("</domain>", "");
     refused(
         &vgpud,

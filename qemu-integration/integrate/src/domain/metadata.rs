@@ -3,12 +3,13 @@
 //!
 //! ```xml
 //! <tessera:vgpus xmlns:tessera="urn:tessera:domain:1" added="memoryBacking">
-//!   <tessera:vgpu uuid="..." type="SOFT-1Q" core="50"/>
+//!   <tessera:vgpu uuid="..." type="SOFT-1Q" core="50" name="web1"/>
 //! </tessera:vgpus>
 //! ```
 
 use std::fmt::Write as _;
 
+use mdev_core::definition::VgpuName;
 use mdev_core::ids::VgpuId;
 use quick_xml::escape::escape;
 
@@ -30,6 +31,8 @@ pub struct Vgpu {
     pub parent: Option<String>,
     /// Share of a transient vGPU in hundredths of the GPU.
     pub core: Option<u8>,
+    /// Name of a transient vGPU.
+    pub name: Option<VgpuName>,
 }
 
 impl Vgpu {
@@ -37,7 +40,9 @@ impl Vgpu {
     fn line(&self) -> String {
         let mut line = format!("<tessera:vgpu uuid=\"{}\"", self.uuid);
         let core = self.core.map(|core| core.to_string());
-        for (name, value) in [("type", &self.mdev_type), ("parent", &self.parent), ("core", &core)]
+        let own = self.name.as_ref().map(ToString::to_string);
+        for (name, value) in
+            [("type", &self.mdev_type), ("parent", &self.parent), ("core", &core), ("name", &own)]
         {
             if let Some(value) = value {
                 // Writing to a String does not fail.
@@ -54,6 +59,7 @@ impl Vgpu {
             mdev_type: text("type"),
             parent: text("parent"),
             core: element.attribute("core").and_then(|core| core.parse().ok()),
+            name: element.attribute("name").and_then(|name| name.parse().ok()),
         })
     }
 }
@@ -89,6 +95,16 @@ pub(super) fn add(domain: &Element, vgpu: &Vgpu, added: AddedMemory, edits: &mut
     match domain.child("uuid").or_else(|| domain.child("name")) {
         Some(sibling) => edits.add_after(sibling, &whole),
         None => edits.add_last(domain, &whole),
+    }
+}
+
+/// Replaces the entry of a vGPU.
+pub(super) fn replace(domain: &Element, vgpu: &Vgpu, edits: &mut Edits<'_>) {
+    let listed =
+        find(domain).into_iter().flat_map(|element| element.children_in(NAMESPACE, "vgpu"));
+    let same = |child: &&Element| Vgpu::parse(child).is_some_and(|found| found.uuid == vgpu.uuid);
+    for child in listed.filter(same) {
+        edits.replace(child.span.clone(), vgpu.line());
     }
 }
 

@@ -2,11 +2,13 @@
 //!
 //! * [`metadata`]: the list of a domain's vGPUs in its XML
 //! * [`memory`]: shared guest memory
-//! * [`pci_slot`]: a free PCI slot for the device
+//! * [`pci_slot`]: free PCI slots
+//! * [`save_guard`]: a device that keeps libvirt from saving the domain
 
 pub mod memory;
 pub mod metadata;
 pub mod pci_slot;
+pub mod save_guard;
 
 use std::path::PathBuf;
 
@@ -46,7 +48,7 @@ pub enum DomainError {
          directly; make the memory shared, or remove that setting"
     )]
     PrivateMemory(&'static str),
-    /// The domain has the vGPU with other settings.
+    /// The domain has the vGPU as a defined one, or as a transient one, and not as requested.
     #[error("already has vGPU {0} with other settings; detach that vGPU first")]
     Differs(VgpuId),
     /// The domain has the vGPU, but no metadata of it.
@@ -117,10 +119,23 @@ impl<'a> Domain<'a> {
         Some((user.to_owned(), group.to_owned()))
     }
 
-    /// Returns notes for the user who attaches a vGPU.
-    pub fn notes(&self) -> Vec<String> {
-        let mut notes = Vec::new();
+    /// Returns notes for the user who attaches a vGPU with or without a display head.
+    pub fn notes(&self, head: bool) -> Vec<String> {
+        let mut notes = vec![
+            "it cannot be saved while it has a vGPU (virsh save, managedsave, snapshots with memory); \
+             shut it down instead"
+                .to_owned(),
+        ];
         let devices = self.root.child("devices");
+        let mut videos = devices.into_iter().flat_map(|devices| devices.children_in("", "video"));
+        let model = |video: &Element| Some(video.child("model")?.attribute("type")?.to_owned());
+        if let Some(model) = videos.find_map(model).filter(|model| head && model != "none") {
+            notes.push(format!(
+                "the domain also has a display adapter ({model}), on which it starts: the vGPU's \
+                 screen stays off until the guest's driver turns it on. For the vGPU alone, replace \
+                 <video> by <video><model type='none'/></video> (`virsh edit`)"
+            ));
+        }
         if devices.is_some_and(|devices| devices.child("iommu").is_some()) {
             notes.push(
                 "the domain has an emulated IOMMU; a vGPU loses access to guest memory when the \
@@ -131,27 +146,40 @@ impl<'a> Domain<'a> {
         notes
     }
 
-    /// Returns the XML with a vGPU attached, or `None` if the same vGPU is already attached.
+    /// Returns the XML with a vGPU attached, or `None` if the same vGPU is already attached. A
+    /// transient vGPU of the same uuid gets the new settings.
     pub fn attach(&self, attachment: &Attachment) -> Result<Option<String>, DomainError> {
         let Attachment { vgpu, socket } = attachment;
         if let Some(existing) = self.vgpus().into_iter().find(|other| other.uuid == vgpu.uuid) {
-            return if existing == *vgpu { Ok(None) } else { Err(DomainError::Differs(vgpu.uuid)) };
+            if existing == *vgpu {
+                return Ok(None);
+            }
+            if existing.mdev_type.is_none() || vgpu.mdev_type.is_none() {
+                return Err(DomainError::Differs(vgpu.uuid));
+            }
+            let mut edits = Edits::new(self.text);
+            metadata::replace(&self.root, vgpu, &mut edits);
+            return Ok(Some(edits.apply()));
         }
-        if self.arguments().iter().any(|(_, device)| is_device_of(device, vgpu.uuid)) {
+        if self.devices().iter().any(|device| is_device_of(device, vgpu.uuid)) {
             return Err(DomainError::ByHand(vgpu.uuid));
         }
         let kind = self.root.attribute("type").unwrap_or_default();
         if !matches!(kind, "kvm" | "qemu") {
             return Err(DomainError::NotQemu(kind.to_owned()));
         }
-        let taken: Vec<_> = self.arguments().into_iter().map(|(_, device)| device).collect();
-        let (bus, slot) = pci_slot::find_free(&self.root, &taken)?;
-        let device =
-            Device::new(socket).with_id(device_id(vgpu.uuid)).at(bus, format!("{slot:#x}"));
+        let free = pci_slot::Free::find(&self.root, &self.devices())?;
+        let device = Device::new(socket)
+            .with_id(device_id(vgpu.uuid))
+            .at(free.bus, format!("{:#x}", free.first));
+        let mut args = vec![("-device", device.json())];
+        if self.vgpus().is_empty() {
+            args.extend(save_guard::arguments(&free)?);
+        }
         let mut edits = Edits::new(self.text);
         let added = memory::share(&self.root, &mut edits)?;
         metadata::add(&self.root, vgpu, added, &mut edits);
-        self.add_arguments(&device, &mut edits);
+        self.add_arguments(&args, &mut edits);
         Ok(Some(edits.apply()))
     }
 
@@ -169,7 +197,11 @@ impl<'a> Domain<'a> {
             (None, _) => return Err(DomainError::Several(names())),
         };
         let mut edits = Edits::new(self.text);
-        self.remove_arguments(vgpu.uuid, &mut edits);
+        let last = all.len() == 1;
+        let ours = |value: &str| {
+            is_device_of(value, vgpu.uuid) || (last && save_guard::is_argument(value))
+        };
+        self.remove_arguments(ours, &mut edits);
         if let Some(added) = metadata::remove(&self.root, vgpu.uuid, &mut edits) {
             memory::unshare(&self.root, added, &mut edits);
         }
@@ -180,8 +212,8 @@ impl<'a> Domain<'a> {
         self.root.child_in(QEMU, "commandline")
     }
 
-    /// Returns the `-device` arguments that the domain passes through: both elements and the value.
-    fn arguments(&self) -> Vec<([&Element; 2], &str)> {
+    /// Returns the options that the domain passes through, with both elements and the value.
+    fn arguments(&self) -> Vec<([&Element; 2], [&str; 2])> {
         let args: Vec<_> = self
             .commandline()
             .into_iter()
@@ -190,12 +222,18 @@ impl<'a> Domain<'a> {
             .collect();
         let pairs = args.iter().zip(args.iter().skip(1));
         pairs
-            .filter(|((_, option), _)| *option == "-device")
-            .map(|((option, _), (device, value))| ([*option, *device], *value))
+            .filter(|((_, option), _)| option.starts_with('-'))
+            .map(|((option, name), (element, value))| ([*option, *element], [*name, *value]))
             .collect()
     }
 
-    fn add_arguments(&self, device: &Device, edits: &mut Edits<'a>) {
+    /// Returns the values of `-device` that the domain passes through.
+    fn devices(&self) -> Vec<&str> {
+        let devices = self.arguments().into_iter().filter(|(_, [option, _])| *option == "-device");
+        devices.map(|(_, [_, value])| value).collect()
+    }
+
+    fn add_arguments(&self, options: &[(&str, String)], edits: &mut Edits<'a>) {
         let declared = self.root.attributes.iter().find_map(|(name, value)| {
             name.strip_prefix("xmlns:").filter(|_| value == QEMU).map(str::to_owned)
         });
@@ -205,22 +243,23 @@ impl<'a> Domain<'a> {
             edits.replace(end..end, format!(" xmlns:{prefix}=\"{QEMU}\""));
         }
         let arg = |value: &str| format!("<{prefix}:arg value=\"{}\"/>", escape(value));
-        let args = [arg("-device"), arg(&device.json())];
+        let args: Vec<_> =
+            options.iter().flat_map(|(option, value)| [arg(option), arg(value)]).collect();
         if let Some(line) = self.commandline() {
             edits.add_last(line, &args);
         } else {
             let mut lines = vec![format!("<{prefix}:commandline>")];
-            lines.extend(args.map(|arg| format!("  {arg}")));
+            lines.extend(args.iter().map(|arg| format!("  {arg}")));
             lines.push(format!("</{prefix}:commandline>"));
             edits.add_last(&self.root, &lines);
         }
     }
 
-    fn remove_arguments(&self, uuid: VgpuId, edits: &mut Edits<'a>) {
+    fn remove_arguments(&self, is_ours: impl Fn(&str) -> bool, edits: &mut Edits<'a>) {
         let arguments = self.arguments();
         let ours: Vec<_> = arguments
             .iter()
-            .filter(|(_, value)| is_device_of(value, uuid))
+            .filter(|(_, [_, value])| is_ours(value))
             .flat_map(|(pair, _)| pair)
             .collect();
         let Some(line) = self.commandline() else { return };

@@ -1,38 +1,48 @@
-//! Free PCI slot in a VM. libvirt does not know the device and does not assign an address to it.
+//! Free PCI slots in a VM. libvirt does not know the devices and does not assign addresses to them.
 
 use std::collections::BTreeSet;
 
 use super::DomainError;
 use crate::xml::Element;
 
-/// Candidate slots, in order. libvirt assigns low slots first; the chipset uses the last ones.
+/// Candidate slots. libvirt assigns low slots first; the chipset uses the last ones.
 const SLOTS: std::ops::RangeInclusive<u8> = 0x10..=0x1c;
 
-/// Returns the QEMU name of the first PCI bus and a free slot on this bus.
-///
-/// `devices` are the values of `-device` that the domain already passes through.
-pub(super) fn find_free(
-    domain: &Element,
-    devices: &[&str],
-) -> Result<(&'static str, u8), DomainError> {
-    let elements = domain.child("devices").map(Element::subtree).unwrap_or_default();
-    let root = elements.iter().find_map(|element| match element.attribute("model") {
-        Some("pcie-root") => Some("pcie.0"),
-        Some("pci-root") if element.attribute("index") == Some("0") => Some("pci.0"),
-        _ => None,
-    });
-    let bus = root.or_else(|| bus_of_machine(domain)).ok_or(DomainError::NoBus)?;
-    let mut taken = BTreeSet::new();
-    for element in &elements {
-        let is_pci = element.name == "address" && element.attribute("type") == Some("pci");
-        let number = |name| element.attribute(name).and_then(number);
-        if is_pci && number("domain").unwrap_or(0) == 0 && number("bus").unwrap_or(0) == 0 {
-            taken.extend(number("slot"));
+/// Free slots of a domain's first PCI bus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Free {
+    /// QEMU's name of the bus.
+    pub bus: &'static str,
+    /// First free slot.
+    pub first: u8,
+    /// Last free slot; the same as the first if there is only one.
+    pub last: u8,
+}
+
+impl Free {
+    /// Finds the free slots. `devices` are the values of `-device` that the domain already passes
+    /// through.
+    pub(super) fn find(domain: &Element, devices: &[&str]) -> Result<Self, DomainError> {
+        let elements = domain.child("devices").map(Element::subtree).unwrap_or_default();
+        let root = elements.iter().find_map(|element| match element.attribute("model") {
+            Some("pcie-root") => Some("pcie.0"),
+            Some("pci-root") if element.attribute("index") == Some("0") => Some("pci.0"),
+            _ => None,
+        });
+        let bus = root.or_else(|| bus_of_machine(domain)).ok_or(DomainError::NoBus)?;
+        let mut taken = BTreeSet::new();
+        for element in &elements {
+            let is_pci = element.name == "address" && element.attribute("type") == Some("pci");
+            let number = |name| element.attribute(name).and_then(number);
+            if is_pci && number("domain").unwrap_or(0) == 0 && number("bus").unwrap_or(0) == 0 {
+                taken.extend(number("slot"));
+            }
         }
+        taken.extend(devices.iter().filter_map(|device| slot_of(device)));
+        let mut free = SLOTS.filter(|slot| !taken.contains(slot));
+        let first = free.next().ok_or(DomainError::NoSlot)?;
+        Ok(Self { bus, first, last: free.next_back().unwrap_or(first) })
     }
-    taken.extend(devices.iter().filter_map(|device| slot_of(device)));
-    let free = SLOTS.clone().find(|slot| !taken.contains(slot));
-    free.map(|slot| (bus, slot)).ok_or(DomainError::NoSlot)
 }
 
 /// Returns the bus of a machine type. XML that libvirt has not completed has no controllers.

@@ -27,6 +27,7 @@ fn attachment(last: u8) -> Attachment {
             mdev_type: Some("SOFT-1Q".to_owned()),
             parent: None,
             core: Some(50),
+            name: None,
         },
     }
 }
@@ -69,6 +70,10 @@ fn attaching_adds_nothing_but_the_vgpu() {
   <qemu:commandline>
     <qemu:arg value=\"-device\"/>
     <qemu:arg value=\"{&quot;driver&quot;:&quot;vfio-user-pci&quot;,&quot;socket&quot;:{&quot;path&quot;:&quot;/run/vgpud/vgpus/0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a/vfio.sock&quot;,&quot;type&quot;:&quot;unix&quot;},&quot;id&quot;:&quot;vgpu-0e6c2a3c&quot;,&quot;bus&quot;:&quot;pcie.0&quot;,&quot;addr&quot;:&quot;0x10&quot;}\"/>
+    <qemu:arg value=\"-object\"/>
+    <qemu:arg value=\"memory-backend-memfd,id=vgpu-save-guard-mem,size=4096,share=on\"/>
+    <qemu:arg value=\"-device\"/>
+    <qemu:arg value=\"{&quot;driver&quot;:&quot;ivshmem-plain&quot;,&quot;id&quot;:&quot;vgpu-save-guard&quot;,&quot;memdev&quot;:&quot;vgpu-save-guard-mem&quot;,&quot;master&quot;:&quot;off&quot;,&quot;bus&quot;:&quot;pcie.0&quot;,&quot;addr&quot;:&quot;0x1c&quot;}\"/>
   </qemu:commandline>
   <!-- kept -->
 </domain>
@@ -78,13 +83,15 @@ fn attaching_adds_nothing_but_the_vgpu() {
 }
 
 #[test]
-fn attaching_again_changes_nothing_and_other_settings_are_refused() {
+fn attaching_again_updates_the_settings() {
     let attached = attach(PLAIN, &attachment(0xa));
     let domain = Domain::parse(&attached).unwrap();
     assert_eq!(domain.vgpus(), [attachment(0xa).vgpu]);
     assert_eq!(domain.attach(&attachment(0xa)), Ok(None));
     let mut other = attachment(0xa);
-    other.vgpu.core = Some(60);
+    (other.vgpu.core, other.vgpu.name) = (Some(60), "web1".parse().ok());
+    assert_eq!(domain.attach(&other), Ok(Some(attach(PLAIN, &other))), "as if it were the first");
+    other.vgpu.mdev_type = None;
     assert_eq!(domain.attach(&other), Err(DomainError::Differs(other.vgpu.uuid)));
 }
 
@@ -95,8 +102,10 @@ fn several_vgpus_have_different_slots_and_are_detached_one_by_one() {
     assert!(two.contains("&quot;0x10&quot;") && two.contains("&quot;0x11&quot;"), "{two}");
     let error = Domain::parse(&two).unwrap().detach(None).unwrap_err().to_string();
     assert!(error.starts_with("has several vGPUs") && error.contains("d001, "), "{error}");
+    assert_eq!(two.matches("ivshmem-plain").count(), 1, "one guard for the domain");
     assert_eq!(detach(&two, Some(attachment(2).vgpu.uuid)), one);
     let other = detach(&two, Some(attachment(1).vgpu.uuid));
+    assert!(other.contains("ivshmem-plain"), "{other}");
     assert_eq!(detach(&other, None), PLAIN);
 }
 
@@ -112,6 +121,9 @@ fn used_slots_are_skipped() {
     let taken = |slot: u8| format!("<x><address type='pci' bus='0' slot='{slot}'/></x>");
     let full = (0..32).map(taken).collect::<Vec<_>>().concat();
     assert!(refused(&with(&full)).starts_with("has no free slot"));
+    // The vGPU and the device that prevents saving need one each.
+    let all_but_one = (0..32).filter(|slot| *slot != 0x14).map(taken).collect::<Vec<_>>().concat();
+    assert!(refused(&with(&all_but_one)).starts_with("has no free slot"));
     let pc = PLAIN.replace("pcie-root", "pci-root").replace("q35", "i440fx");
     assert!(attach(&pc, &attachment(1)).contains("&quot;pci.0&quot;"));
     let none = PLAIN.replace("pcie-root", "none").replace("pc-q35", "microvm");
@@ -214,10 +226,24 @@ fn unsuitable_domains_are_refused() {
         "{other}"
     );
     let mut differs = attachment(0xa);
-    differs.vgpu.core = Some(77);
+    differs.vgpu.mdev_type = None;
     let differs = Domain::parse(&attached).unwrap().attach(&differs).unwrap_err().to_string();
     assert!(differs.starts_with("already has vGPU "), "{differs}");
     assert!(differs.ends_with(" with other settings; detach that vGPU first"), "{differs}");
+}
+
+#[test]
+fn a_display_adapter_besides_the_vgpu_gets_a_note() {
+    let video = |element: &str| PLAIN.replace("<graphics", &format!("{element}<graphics"));
+    let noted = |text: &str, head| {
+        let notes = Domain::parse(text).unwrap().notes(head);
+        notes.iter().any(|note| note.contains("also has a display adapter (vga)"))
+    };
+    let other = video("<video><model type='vga'/></video>");
+    assert!(noted(&other, true));
+    assert!(!noted(&other, false), "a vGPU without a display leaves the domain its adapter");
+    assert!(!noted(&video("<video><model type='none'/></video>"), true));
+    assert!(!noted(PLAIN, true));
 }
 
 #[test]
@@ -239,6 +265,7 @@ proptest! {
         attachment.vgpu.mdev_type = Some(name);
         attachment.vgpu.parent = parent;
         attachment.vgpu.core = Some(core);
+        attachment.vgpu.name = "web1".parse().ok();
         let attached = attach(PLAIN, &attachment);
         prop_assert_eq!(Domain::parse(&attached).unwrap().vgpus(), [attachment.vgpu]);
         prop_assert_eq!(detach(&attached, None), PLAIN);

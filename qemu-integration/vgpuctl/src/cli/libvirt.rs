@@ -3,16 +3,17 @@
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Subcommand};
-use mdev_core::ids::VgpuId;
+use mdev_core::definition::VgpuName;
 
 use super::Output;
+use super::vgpu::{OptionalVgpuArg, VGPU_ARGS};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
   vgpuctl libvirt install-hook                     once on each host, then restart libvirt
   vgpuctl libvirt attach vm1 --type SOFT-1Q        a transient vGPU for each start of vm1
-  vgpuctl libvirt attach vm1 -u UUID               a defined vGPU
+  vgpuctl libvirt attach vm1 web1                  a defined vGPU
   vgpuctl libvirt detach vm1                       restores the domain's definition
 
 The hook starts a domain's vGPU before the domain and stops it after the domain has ended.")]
@@ -28,7 +29,9 @@ pub enum LibvirtCommand {
     /// Detach a vGPU from a domain and restore the domain's definition.
     Detach(Detach),
     /// Install the libvirt hook that starts and stops vGPUs with their domains.
-    InstallHook(InstallHook),
+    InstallHook(HookRoot),
+    /// Remove what install-hook installed: the hook and AppArmor's rules.
+    UninstallHook(HookRoot),
     /// Print parents and started vGPUs as libvirt's node devices.
     Nodedev(Nodedev),
     /// Run by libvirt, with the domain's XML on the standard input; see install-hook.
@@ -57,14 +60,14 @@ pub struct Domain {
 }
 
 #[derive(Debug, Args)]
-#[command(group = ArgGroup::new("what").required(true).args(["uuid", "mdev_type"]))]
+#[command(group = ArgGroup::new("what").required(true).args(VGPU_ARGS).arg("mdev_type"))]
 #[command(after_help = "\
 Makes the domain's memory shared, passes the device to QEMU by <qemu:commandline> and records the
 vGPU in <metadata>. The rest of the domain does not change.
 
 Examples:
   vgpuctl libvirt attach vm1 --type SOFT-1Q --core 50
-  vgpuctl libvirt attach vm1 -u UUID --config      while vm1 is running
+  vgpuctl libvirt attach vm1 web1 --config         while vm1 is running
   vgpuctl libvirt attach vm1 --type SOFT-1Q --print-xml")]
 pub struct Attach {
     #[command(flatten)]
@@ -72,14 +75,16 @@ pub struct Attach {
     /// Type of a transient vGPU, which is created for each start of the domain.
     #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
     pub mdev_type: Option<String>,
-    /// Uuid of a defined vGPU.
-    #[arg(short, long)]
-    pub uuid: Option<VgpuId>,
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
+    /// Name of the transient vGPU, unique on this host.
+    #[arg(id = "vgpu_name", long = "name", value_name = "NAME", conflicts_with_all = VGPU_ARGS)]
+    pub vgpu_name: Option<VgpuName>,
     /// Minimum share in hundredths of the GPU. Changes the definition of a defined vGPU.
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=100))]
     pub core: Option<u8>,
     /// Parent. Default: the first parent with room when the domain starts.
-    #[arg(short, long, conflicts_with = "uuid")]
+    #[arg(short, long, conflicts_with_all = VGPU_ARGS)]
     pub parent: Option<String>,
 }
 
@@ -87,13 +92,14 @@ pub struct Attach {
 pub struct Detach {
     #[command(flatten)]
     pub domain: Domain,
-    /// Uuid of the vGPU, if the domain has several.
-    #[arg(short, long)]
-    pub uuid: Option<VgpuId>,
+    /// The vGPU, if the domain has several.
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
 }
 
+/// Options of `install-hook` and `uninstall-hook`.
 #[derive(Debug, Args)]
-pub struct InstallHook {
+pub struct HookRoot {
     /// Root directory of the installation.
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub root: PathBuf,

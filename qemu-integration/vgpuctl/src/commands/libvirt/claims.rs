@@ -5,9 +5,13 @@ use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
+
+/// Time between libvirt's calls `restore` and `prepare` for one start of a domain.
+const RESTORE_LIMIT: Duration = Duration::from_secs(30);
 
 /// Claim of a domain on a vGPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +59,24 @@ impl Claims {
         let _ = fs::remove_file(self.path(vgpu));
     }
 
+    /// Records that a domain is about to start from a saved state.
+    pub fn set_restoring(&self, domain: &str) -> io::Result<()> {
+        fs::write(self.restoring(domain), "")
+    }
+
+    /// Removes the record of [`Self::set_restoring`]. Returns whether there was a recent one.
+    pub fn take_restoring(&self, domain: &str) -> bool {
+        let record = self.restoring(domain);
+        let written = fs::metadata(&record).and_then(|about| about.modified());
+        let _ = fs::remove_file(record);
+        written.is_ok_and(|at| at.elapsed().is_ok_and(|age| age < RESTORE_LIMIT))
+    }
+
+    fn restoring(&self, domain: &str) -> PathBuf {
+        let plain = domain.chars().filter(|c| c.is_ascii_hexdigit() || *c == '-');
+        self.folder.join(format!("{}.restoring", plain.collect::<String>()))
+    }
+
     fn path(&self, vgpu: VgpuId) -> PathBuf {
         self.folder.join(vgpu.to_string())
     }
@@ -77,5 +99,9 @@ mod tests {
         assert_eq!(claims.get(vgpu), Some(claim));
         claims.remove(vgpu);
         assert_eq!(claims.get(vgpu), None);
+        claims.set_restoring("0e6c-/../x").unwrap();
+        assert!(!claims.take_restoring("0e6d"));
+        assert!(claims.take_restoring("0e6c-/../x"));
+        assert!(!claims.take_restoring("0e6c-/../x"), "it counts once");
     }
 }

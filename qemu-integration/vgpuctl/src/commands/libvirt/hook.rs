@@ -9,6 +9,9 @@
 //! | `start begin`, when QEMU's user is known | checks that this user owns the sockets |
 //! | `release end`, after the domain has ended for any reason | stops the vGPUs |
 //! | `migrate begin`, on the destination host | refuses, because vGPUs cannot migrate |
+//! | `restore begin`, before `prepare` of a saved domain | makes `prepare` refuse: the state has no vGPU |
+//!
+//! A refusal of `restore` itself counts as success in libvirt 11.3, which then drops the state.
 
 use std::fs;
 use std::io::{self, Read};
@@ -58,6 +61,10 @@ pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
             "Domain '{name}' has a vGPU, which cannot move to another host; \
              shut it down, or detach the vGPU first"
         ))),
+        ("restore", "begin") => {
+            hook.note_restore().await;
+            Ok(())
+        }
         _ => Ok(()),
     }
 }
@@ -83,9 +90,23 @@ impl Hooked<'_> {
         Ok(version.run_dir.into())
     }
 
+    /// Records that the next `prepare` is for a saved state. Without vgpud that one fails by itself.
+    async fn note_restore(&self) {
+        if let Ok(claims) = self.claims().await {
+            let _ = claims.set_restoring(&self.uuid);
+        }
+    }
+
     /// Starts all vGPUs. After a failure, libvirt calls `release`, which stops the started ones.
     async fn prepare(&self) -> Result<(), Failure> {
         let claims = self.claims().await?;
+        if claims.take_restoring(&self.uuid) {
+            let name = self.name;
+            return Err(Failure::NotNow(format!(
+                "Domain '{name}' was saved with a vGPU, whose contents a saved state does not have; \
+                 to start it anew: virsh managedsave-remove {name}"
+            )));
+        }
         for wanted in &self.vgpus {
             self.start(wanted, &claims)
                 .await
@@ -159,11 +180,12 @@ impl Hooked<'_> {
     async fn create(&self, wanted: &Wanted, owner: Option<String>) -> Result<Vgpu, Failure> {
         let core = wanted.core.map(|core| ("core".to_owned(), core.to_string()));
         let owner = owner.map(|owner| ("owner".to_owned(), owner));
+        let name = wanted.name.as_ref().map(|name| ("name".to_owned(), name.to_string()));
         let request = CreateVgpu {
             uuid: Some(wanted.uuid),
             parent: wanted.parent.clone(),
             mdev_type: wanted.mdev_type.clone(),
-            attrs: core.into_iter().chain(owner).map(|attr| [attr].into()).collect(),
+            attrs: core.into_iter().chain(owner).chain(name).map(|attr| [attr].into()).collect(),
             run: true,
             ..CreateVgpu::default()
         };

@@ -1,4 +1,4 @@
-//! `libvirt install-hook`: installs the hook script and AppArmor rules in /etc.
+//! `libvirt install-hook` and `uninstall-hook`: the hook script and AppArmor rules in /etc.
 
 use std::fmt::Write as _;
 use std::fs::{self, Permissions};
@@ -11,7 +11,7 @@ use serde_json::json;
 use vendor_backends::backend::BACKENDS;
 
 use crate::cli::Output;
-use crate::cli::libvirt::InstallHook;
+use crate::cli::libvirt::HookRoot;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
@@ -22,8 +22,13 @@ const APPARMOR: &str = "etc/apparmor.d/abstractions/libvirt-qemu";
 /// Local additions to these rules.
 const APPARMOR_LOCAL: &str = "etc/apparmor.d/local/abstractions/libvirt-qemu";
 
+/// Line before the rules that `install-hook` adds.
+const RULES_TITLE: &str = "# vGPUs: vgpuctl libvirt install-hook";
+/// End of the rule for the sockets of vGPUs, after the run directory.
+const SOCKETS_RULE: &str = "/vgpus/*/vfio.sock rw,";
+
 /// Runs `libvirt install-hook`.
-pub fn install(socket: &Path, args: &InstallHook) -> Result<Vec<u8>, Failure> {
+pub fn install(socket: &Path, args: &HookRoot) -> Result<Vec<u8>, Failure> {
     let program = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/usr/bin/vgpuctl"));
     let local = |error: io::Error| {
         let root = args.root.display();
@@ -56,6 +61,67 @@ pub fn install(socket: &Path, args: &InstallHook) -> Result<Vec<u8>, Failure> {
     Ok(text.into_bytes())
 }
 
+/// Runs `libvirt uninstall-hook`. Succeeds if there is nothing to remove.
+pub fn uninstall(args: &HookRoot) -> Result<Vec<u8>, Failure> {
+    let local = |error: io::Error| {
+        let root = args.root.display();
+        Failure::Local(format!(
+            "Cannot remove the hook from {root}: {error}; run this as root, or name another --root"
+        ))
+    };
+    let hook = args.root.join(HOOK);
+    let hook = removed(fs::remove_file(&hook)).map_err(local)?.then_some(hook);
+    let file = args.root.join(APPARMOR_LOCAL);
+    let rules = fs::read_to_string(&file).unwrap_or_default();
+    let rest = without_rules(&rules);
+    let apparmor = (rest != rules).then_some(file);
+    match &apparmor {
+        Some(file) if rest.is_empty() => drop(removed(fs::remove_file(file)).map_err(local)?),
+        Some(file) => write(file, &rest, 0o644).map_err(local)?,
+        None => {}
+    }
+    if args.output == Output::Json {
+        return pretty(&json!({ "hook": hook, "apparmor": apparmor }));
+    }
+    let mut text = String::new();
+    if let Some(hook) = &hook {
+        let _ = writeln!(text, "Removed {}", hook.display());
+    }
+    if let Some(file) = &apparmor {
+        let _ = writeln!(text, "Removed AppArmor rules for vGPU sockets from {}", file.display());
+    }
+    if text.is_empty() {
+        text.push_str("The hook is not installed; nothing was changed\n");
+    }
+    Ok(text.into_bytes())
+}
+
+/// Returns false if a file that was to be removed did not exist.
+fn removed(result: io::Result<()>) -> io::Result<bool> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns AppArmor's rules without those of [`apparmor_rules`], for any run directory.
+fn without_rules(rules: &str) -> String {
+    let mut rest = String::new();
+    let mut own = false;
+    for line in rules.split_inclusive('\n') {
+        let rule = line.trim_end();
+        own = rule == RULES_TITLE
+            || own
+                && (rule.ends_with(SOCKETS_RULE)
+                    || BACKENDS.device_nodes().any(|node| node.apparmor == Some(rule)));
+        if !own {
+            rest.push_str(line);
+        }
+    }
+    rest
+}
+
 /// Returns the hook script, which succeeds without action if vgpuctl is not installed any more.
 fn script(program: &Path, socket: &Path) -> String {
     let (program, socket) = (quote(&program.to_string_lossy()), quote(&socket.to_string_lossy()));
@@ -74,8 +140,7 @@ fn script(program: &Path, socket: &Path) -> String {
 /// cannot open the file itself, because libvirt gives it a private /dev.
 fn apparmor_rules(socket: &Path) -> String {
     let run_dir = socket.parent().unwrap_or(Path::new("/run/vgpud")).display();
-    let mut rules =
-        format!("# vGPUs: vgpuctl libvirt install-hook\n{run_dir}/vgpus/*/vfio.sock rw,\n");
+    let mut rules = format!("{RULES_TITLE}\n{run_dir}{SOCKETS_RULE}\n");
     for rule in BACKENDS.device_nodes().filter_map(|node| node.apparmor) {
         let _ = writeln!(rules, "{rule}");
     }
@@ -106,7 +171,7 @@ mod tests {
         let local = root.path().join(APPARMOR_LOCAL);
         fs::create_dir_all(local.parent().unwrap()).unwrap();
         fs::write(&local, "/opt/x r,\n").unwrap();
-        let args = InstallHook { root: root.path().to_owned(), output: Output::Text };
+        let args = HookRoot { root: root.path().to_owned(), output: Output::Text };
         let socket = Path::new("/run/vgpud/control.sock");
         let first = install(socket, &args).unwrap();
         assert_eq!(install(socket, &args).unwrap(), first);
@@ -124,5 +189,47 @@ mod tests {
                 .ends_with(" --socket /run/vgpud/control.sock libvirt hook \"$@\"\n")
         );
         assert!(!root.path().join("etc/libvirt/hooks/qemu.d/tessera.new").exists());
+    }
+
+    /// Returns a root with AppArmor's rules of libvirt and these local additions.
+    fn root_with(local: &str) -> (tempfile::TempDir, HookRoot, PathBuf) {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, text).unwrap();
+            path
+        };
+        write(APPARMOR, "");
+        let file = write(APPARMOR_LOCAL, local);
+        let args = HookRoot { root: root.path().to_owned(), output: Output::Text };
+        (root, args, file)
+    }
+
+    #[test]
+    fn uninstalling_removes_what_was_installed_and_nothing_else() {
+        let before = "/opt/x r,\n# vGPUs of another tool\n/dev/nvidia[0-9]* rw,\n";
+        let (root, args, local) = root_with(before);
+        // Rules for two run directories.
+        install(Path::new("/run/vgpud/control.sock"), &args).unwrap();
+        install(Path::new("/srv/other/control.sock"), &args).unwrap();
+        let installed = fs::read_to_string(&local).unwrap();
+        assert_eq!(installed.matches(SOCKETS_RULE).count(), 2, "{installed}");
+        fs::write(&local, format!("{installed}/opt/y r,\n")).unwrap();
+        let said = String::from_utf8(uninstall(&args).unwrap()).unwrap();
+        assert_eq!(said.matches("Removed ").count(), 2, "{said}");
+        assert_eq!(fs::read_to_string(&local).unwrap(), format!("{before}/opt/y r,\n"));
+        assert!(!root.path().join(HOOK).exists());
+        let said = uninstall(&args).unwrap();
+        assert_eq!(said, b"The hook is not installed; nothing was changed\n");
+    }
+
+    #[test]
+    fn a_file_that_only_had_the_rules_is_removed() {
+        let (_root, args, local) = root_with("");
+        install(Path::new("/run/vgpud/control.sock"), &args).unwrap();
+        assert!(local.exists());
+        uninstall(&args).unwrap();
+        assert!(!local.exists());
     }
 }

@@ -3,7 +3,7 @@
 //! * [`virsh`]: reads and writes domains
 //! * [`hook`]: starts and stops vGPUs with their domains; [`claims`] has the hook's persistent
 //!   state
-//! * [`install_hook`]: installs the hook
+//! * [`install_hook`]: installs and removes the hook
 
 mod claims;
 mod hook;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use hyper::Method;
 use integrate::domain::{Attachment, Domain, Vgpu as Wanted};
 use integrate::nodedev::{Mdev, Parent, Type};
-use mdev_core::definition::Attrs;
+use mdev_core::definition::{Attrs, VgpuRef};
 use mdev_core::ids::VgpuId;
 use serde_json::json;
 use vgpud_api::{Attribute, ModifyVgpu, ParentTypes, Version, Vgpu, VgpuState};
@@ -25,6 +25,7 @@ use self::virsh::Virsh;
 use crate::cli::Output;
 use crate::cli::libvirt::{self as cli, Attach, Detach, Libvirt, LibvirtCommand, Nodedev};
 use crate::client::{Client, vgpu_path};
+use crate::commands::vm::{has_head, type_has_head};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
@@ -32,8 +33,9 @@ use crate::mdevctl::pretty;
 pub async fn libvirt(client: &Client, args: Libvirt) -> Result<Vec<u8>, Failure> {
     match args.command {
         LibvirtCommand::Attach(args) => attach(client, args).await,
-        LibvirtCommand::Detach(args) => detach(&args),
+        LibvirtCommand::Detach(args) => detach(client, &args).await,
         LibvirtCommand::InstallHook(args) => install_hook::install(client.socket(), &args),
+        LibvirtCommand::UninstallHook(args) => install_hook::uninstall(&args),
         LibvirtCommand::Nodedev(args) => nodedev(client, args).await,
         LibvirtCommand::Hook(args) => hook::hook(client, args).await.map(|()| Vec::new()),
     }
@@ -45,10 +47,10 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     let virsh = Virsh::at(&asked.connect);
     let xml = changeable_definition(&virsh, asked)?;
     let domain = parse(&xml, asked)?;
-    let vgpu = if let Some(uuid) = args.uuid {
-        defined_vgpu(client.vgpu(uuid, None).await?.uuid)
+    let vgpu = if let Some(vgpu) = args.vgpu.vgpu() {
+        defined_vgpu(client.vgpu(vgpu, None).await?.uuid)
     } else {
-        // The command line has either --uuid or --type.
+        // The command line has either a vGPU or --type.
         check_offered(
             client,
             args.mdev_type.as_deref().unwrap_or_default(),
@@ -59,6 +61,7 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
             mdev_type: args.mdev_type.clone(),
             parent: args.parent.clone(),
             core: args.core,
+            name: args.vgpu_name.clone(),
             ..defined_vgpu(VgpuId::random())
         };
         transient_vgpu(&domain, wanted, asked)?
@@ -70,8 +73,9 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     if asked.print_xml {
         return Ok(changed.unwrap_or_else(|| xml.clone()).into_bytes());
     }
-    if let (Some(uuid), Some(core)) = (args.uuid, args.core) {
-        set_core(client, uuid, core).await?;
+    let defined_core = args.core.filter(|_| vgpu.mdev_type.is_none());
+    if let Some(core) = defined_core {
+        set_core(client, vgpu.uuid, core).await?;
     }
     let of_type =
         vgpu.mdev_type.as_ref().map(|name| format!(" of type {name}")).unwrap_or_default();
@@ -79,13 +83,21 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
     let (name, uuid) = (domain.name(), uuid.hyphenated());
     let text = if changed.is_some() {
         format!("Domain '{name}' has vGPU {uuid}{of_type} from its next start on\n")
+    } else if let Some(core) = defined_core {
+        format!(
+            "Domain '{name}' has vGPU {uuid} already; its core is {core} from its next start on\n"
+        )
     } else {
         format!("Domain '{name}' has vGPU {uuid}{of_type} already; nothing was changed\n")
     };
     if let Some(changed) = &changed {
         virsh.define(&asked.name, changed)?;
     }
-    for note in domain.notes() {
+    let head = match &vgpu.mdev_type {
+        Some(name) => type_has_head(client, name).await?,
+        None => has_head(client, &client.vgpu(vgpu.uuid, None).await?).await?,
+    };
+    for note in domain.notes(head) {
         eprintln!("vgpuctl: note: domain '{name}': {note}");
     }
     if asked.connect == "qemu:///system" && !Path::new("/").join(install_hook::HOOK).exists() {
@@ -97,12 +109,24 @@ async fn attach(client: &Client, args: Attach) -> Result<Vec<u8>, Failure> {
 }
 
 /// Runs `libvirt detach`.
-fn detach(args: &Detach) -> Result<Vec<u8>, Failure> {
+async fn detach(client: &Client, args: &Detach) -> Result<Vec<u8>, Failure> {
     let asked = &args.domain;
     let virsh = Virsh::at(&asked.connect);
     let xml = changeable_definition(&virsh, asked)?;
     let domain = parse(&xml, asked)?;
-    let (changed, vgpu) = domain.detach(args.uuid).map_err(|error| refused(asked, &error))?;
+    let which = match args.vgpu.vgpu() {
+        None => None,
+        Some(VgpuRef::Id(id)) => Some(*id),
+        // A transient vGPU does not exist while its domain is shut down.
+        Some(VgpuRef::Name(name)) => {
+            let vgpus = domain.vgpus();
+            match vgpus.iter().find(|vgpu| vgpu.name.as_ref() == Some(name)) {
+                Some(vgpu) => Some(vgpu.uuid),
+                None => Some(client.vgpu(name, None).await?.uuid),
+            }
+        }
+    };
+    let (changed, vgpu) = domain.detach(which).map_err(|error| refused(asked, &error))?;
     if asked.print_xml {
         return Ok(changed.into_bytes());
     }
@@ -144,10 +168,11 @@ fn refused(asked: &cli::Domain, error: &integrate::domain::DomainError) -> Failu
 
 /// Returns the metadata of a defined vGPU.
 fn defined_vgpu(uuid: VgpuId) -> Wanted {
-    Wanted { uuid, mdev_type: None, parent: None, core: None }
+    Wanted { uuid, mdev_type: None, parent: None, core: None, name: None }
 }
 
-/// Returns the metadata of a transient vGPU. Reuses the domain's vGPU if it has the same settings.
+/// Returns the metadata of a transient vGPU. The domain's transient vGPU, if there is one, gets the
+/// requested settings and keeps the others: repeating the command must not attach a second vGPU.
 fn transient_vgpu(
     domain: &Domain<'_>,
     wanted: Wanted,
@@ -155,14 +180,21 @@ fn transient_vgpu(
 ) -> Result<Wanted, Failure> {
     let same = |existing: &Wanted| Wanted { uuid: wanted.uuid, ..existing.clone() } == wanted;
     let vgpus = domain.vgpus();
-    match vgpus.iter().find(|vgpu| same(vgpu)).or(vgpus.first()) {
-        Some(existing) if same(existing) => Ok(existing.clone()),
-        // Repeating the command must not attach a second vGPU.
+    let found = vgpus.iter().find(|vgpu| same(vgpu));
+    match found.or(vgpus.first()) {
+        None => Ok(wanted),
+        Some(existing) if found.is_some() => Ok(existing.clone()),
+        Some(only) if vgpus.len() == 1 && only.mdev_type.is_some() => Ok(Wanted {
+            uuid: only.uuid,
+            mdev_type: wanted.mdev_type,
+            parent: wanted.parent.or_else(|| only.parent.clone()),
+            core: wanted.core.or(only.core),
+            name: wanted.name.or_else(|| only.name.clone()),
+        }),
         Some(existing) => Err(Failure::NotNow(format!(
             "Domain '{}' already has vGPU {}; detach that vGPU first, or attach a defined vGPU with --uuid",
             asked.name, existing.uuid
         ))),
-        None => Ok(wanted),
     }
 }
 
@@ -214,6 +246,7 @@ fn result(
         "mdev_type": vgpu.mdev_type,
         "parent": vgpu.parent,
         "core": vgpu.core,
+        "name": vgpu.name,
         "changed": changed,
     }))
 }
