@@ -9,8 +9,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::build::{cargo, workspace};
 use crate::bundle::{CUDA_SOURCE, PROGRAMS_SOURCE, SOURCE};
+use crate::heartbeat::{Heartbeat, INTERVAL};
 use crate::nvcc;
 use crate::place::{Bundle, layout};
+use crate::progress;
 
 /// Runs all benchmarks, or the benchmark of one name, with `args`.
 pub fn run(name: Option<&str>, args: &[String]) -> Result<()> {
@@ -100,6 +102,9 @@ fn finish(command: &mut Command) -> Result<()> {
         // The daemon's log would mix with the figures.
         command.env("RUST_LOG", "error");
     }
+    let _heartbeat = Heartbeat::start(INTERVAL, |since| {
+        eprintln!("{}", progress::running("Tests or benchmark", since, ""));
+    });
     if !command.status().with_context(|| format!("Cannot run {name}"))?.success() {
         bail!("{name} failed");
     }

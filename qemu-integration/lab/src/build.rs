@@ -2,6 +2,7 @@
 //! bundles.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -59,10 +60,22 @@ pub fn workspace() -> &'static Path {
     lab.ancestors().nth(2).unwrap_or(lab)
 }
 
+/// Returns the path of cargo.
+fn cargo_path() -> OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
 /// Returns a cargo command that runs in the workspace.
 pub fn cargo() -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut command = Command::new(cargo_path());
     command.current_dir(workspace());
+    command
+}
+
+/// Returns a cargo command that runs in the workspace with low priority.
+pub fn cargo_in_background() -> Command {
+    let mut command = Command::new("nice");
+    command.args(["-n", "10"]).arg(cargo_path()).current_dir(workspace());
     command
 }
 
@@ -128,20 +141,20 @@ pub fn portable(
     profile: Profile,
     progress: &Progress,
 ) -> Result<Programs> {
-    let step = progress.step(what);
-    let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
-    flags.push_str(" -C target-feature=+crt-static -C strip=symbols");
     let mut command = cargo();
-    command
-        .arg("build")
-        .args(targets)
-        .args(["--target", STATIC_TARGET])
-        .env("RUSTFLAGS", flags.trim())
-        .env_remove("CARGO_ENCODED_RUSTFLAGS");
+    build_statically(&mut command, targets);
     if profile == Profile::Release {
         command.arg("--release");
     }
-    build(command, step)
+    build(command, progress.step(what))
+}
+
+/// Makes a cargo command build statically linked programs.
+pub fn build_statically(cargo: &mut Command, targets: &[&str]) {
+    let mut flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+    flags.push_str(" -C target-feature=+crt-static -C strip=symbols");
+    cargo.arg("build").args(targets).args(["--target", STATIC_TARGET]);
+    cargo.env("RUSTFLAGS", flags.trim()).env_remove("CARGO_ENCODED_RUSTFLAGS");
 }
 
 /// Runs a build and returns the programs and preload libraries that cargo reports. The step shows cargo's progress.

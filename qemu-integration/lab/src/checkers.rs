@@ -1,4 +1,5 @@
-//! Debian's checkers for the contents of a package: lintian, mandoc, and AppArmor's parser.
+//! Debian's checkers for the contents of a package: lintian, mandoc, AppArmor's parser, and
+//! Prometheus' promtool.
 //!
 //! The packages are unpacked into the cache folder and not installed. The checkers run with that
 //! folder as their root, below an overlay in memory that discards all written files.
@@ -18,7 +19,7 @@ use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
 /// Version of the cached folder's contents.
-const LAYOUT: &str = "checkers-2";
+const LAYOUT: &str = "checkers-3";
 
 /// Files that no checker reads.
 const NOT_NEEDED: [&str; 3] = ["usr/share/doc", "usr/share/locale", "usr/share/man"];
@@ -48,7 +49,7 @@ impl Checkers {
         Machine::impossible()
     }
 
-    /// Finds the checkers in the cache, or fetches about 70 MiB.
+    /// Finds the checkers in the cache, or fetches about 110 MiB.
     pub fn open(progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
         let folder = cache.join(LAYOUT);
@@ -64,7 +65,7 @@ impl Checkers {
         let fetched = cache.join("checkers.fetched");
         let step = progress.step("Fetching Debian's checkers of packages");
         let debs = Debs::open(&fetched)?;
-        debs.fetch_chosen(&["?essential", "lintian", "mandoc", "apparmor"])?;
+        debs.fetch_chosen(&["?essential", "lintian", "mandoc", "apparmor", "promtool"])?;
         // Needed only for its AppArmor profiles.
         debs.fetch(&["libvirt-daemon-driver-qemu", "libvirt-daemon"])?;
         step.done();

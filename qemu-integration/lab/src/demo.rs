@@ -405,6 +405,15 @@ impl Demo {
     }
 }
 
+/// Returns what to do after the demo.
+fn next_step() -> &'static str {
+    if Bundle::find().is_some() {
+        return "Next: `./run bench gpu` measures this GPU. VMs of your own need Tessera's package, built from its source.";
+    }
+    "Next: a vGPU for a VM of your own. `cargo lab deb` builds the package, and README.md goes on with\n\
+     \"Attach your own VM\". `vgpuctl doctor` says what this host lacks."
+}
+
 fn print(facts: &Facts) {
     let screens = facts.vms.iter().any(|vm| !vm.screenshots.is_empty());
     let mut table = Table::new();
@@ -445,6 +454,6 @@ fn print(facts: &Facts) {
         println!("  {}", path.display());
     }
     if facts.failures.is_empty() {
-        println!("All of it held.");
+        println!("All of it held.\n\n{}", next_step());
     }
 }

@@ -8,9 +8,10 @@ use clap::{Parser, Subcommand};
 use lab::build::Profile;
 use lab::cleanup::Scratch;
 use lab::demo::{self, Options};
+use lab::heartbeat::{Heartbeat, INTERVAL};
 use lab::host::Parent;
 use lab::place::Bundle;
-use lab::progress::Progress;
+use lab::progress::{self, Progress};
 use lab::qemu::{Vm, VmSpec};
 use lab::{Lab, bench, bundle, deb, simulate, test};
 use mdev_core::sched::{Enforcement, Policy};
@@ -46,10 +47,11 @@ enum Task {
         seconds: u32,
     },
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
-    /// machine's GPU
+    /// machine's GPU, or those that take long
     Test {
-        /// `nvidia`: the tests that need an NVIDIA GPU
-        hardware: Option<String>,
+        /// `nvidia`: the tests that need an NVIDIA GPU; `endurance`: 1,000 programs, 100 reloads and
+        /// 50 hot-unplugs in VMs
+        kind: Option<String>,
     },
     /// Run all benchmarks, or the benchmark of this name
     Bench {
@@ -125,8 +127,9 @@ fn run(task: Task) -> Result<bool> {
             }
             Ok(facts.failures.is_empty())
         }
-        Task::Test { hardware: Some(name) } => bench::hardware_tests(&name).map(|()| true),
-        Task::Test { hardware: None } => Ok(test::run().failed == 0),
+        Task::Test { kind: Some(name) } if name == "endurance" => Ok(test::endurance().failed == 0),
+        Task::Test { kind: Some(name) } => bench::hardware_tests(&name).map(|()| true),
+        Task::Test { kind: None } => Ok(test::run().failed == 0),
         Task::Bench { name, args } => bench::run(name.as_deref(), &args).map(|()| true),
         Task::Bundle { out, dev, no_benchmark } => {
             let profile = if dev { Profile::Dev } else { Profile::Release };
@@ -147,6 +150,9 @@ fn run(task: Task) -> Result<bool> {
         }
         Task::Simulate { vgpus, policy, gates, out } => {
             let enforcement = if gates { Enforcement::Gates } else { Enforcement::Budgets };
+            let _heartbeat = Heartbeat::start(INTERVAL, |since| {
+                eprintln!("{}", progress::running("Simulation", since, ""));
+            });
             simulate::run(&vgpus, policy, enforcement, &out)
         }
         Task::Prepare => prepare().map(|()| true),

@@ -1,10 +1,14 @@
-//! Progress output: a spinner for each step on a terminal, plain lines elsewhere.
+//! Progress output: a spinner for each step on a terminal; elsewhere plain lines, also for a step
+//! that runs for long.
 
 use std::borrow::Cow;
 use std::io::IsTerminal;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+
+use crate::heartbeat::{Heartbeat, INTERVAL};
 
 /// Steps of a run. Clones show their steps in the same place.
 #[derive(Clone, Debug)]
@@ -30,10 +34,16 @@ impl Progress {
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
-        if bar.is_none() {
+        let detail = Arc::<Mutex<String>>::default();
+        let heartbeat = bar.is_none().then(|| {
             eprintln!("... {what}");
-        }
-        Step { what, bar, started: Instant::now(), finished: false }
+            let (what, detail) = (what.clone(), Arc::clone(&detail));
+            Heartbeat::start(INTERVAL, move |since| {
+                let detail = detail.lock().unwrap_or_else(PoisonError::into_inner);
+                eprintln!("{}", running(&what, since, &detail));
+            })
+        });
+        Step { what, bar, detail, heartbeat, started: Instant::now(), finished: false }
     }
 
     /// Prints a line above the steps.
@@ -56,15 +66,20 @@ impl Default for Progress {
 pub struct Step {
     what: Cow<'static, str>,
     bar: Option<ProgressBar>,
+    detail: Arc<Mutex<String>>,
+    heartbeat: Option<Heartbeat>,
     started: Instant,
     finished: bool,
 }
 
 impl Step {
-    /// Shows a detail of the step, on terminals only.
+    /// Shows a detail of the step: at once on terminals, elsewhere with the step's next line.
     pub fn at(&self, detail: &str) {
-        if let Some(bar) = &self.bar {
-            bar.set_message(format!("{}: {detail}", self.what));
+        match &self.bar {
+            Some(bar) => bar.set_message(format!("{}: {detail}", self.what)),
+            None => {
+                detail.clone_into(&mut self.detail.lock().unwrap_or_else(PoisonError::into_inner));
+            }
         }
     }
 
@@ -75,6 +90,7 @@ impl Step {
 
     fn finish(&mut self, mark: &str) {
         self.finished = true;
+        self.heartbeat = None;
         let line = format!("{mark} {} ({:.1} s)", self.what, self.started.elapsed().as_secs_f64());
         match &self.bar {
             Some(bar) => {
@@ -88,10 +104,28 @@ impl Step {
     }
 }
 
+/// Returns the line of a step that runs for long.
+pub fn running(what: &str, since: Duration, detail: &str) -> String {
+    let colon = if detail.is_empty() { "" } else { ": " };
+    format!("... {what}: running for {} s{colon}{detail}", since.as_secs())
+}
+
 impl Drop for Step {
     fn drop(&mut self) {
         if !self.finished {
             self.finish("-- ");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_that_runs_for_long_names_its_detail() {
+        let line = |detail| running("Building vgpud", Duration::from_secs(90), detail);
+        assert_eq!(line("Compiling libc"), "... Building vgpud: running for 90 s: Compiling libc");
+        assert_eq!(line(""), "... Building vgpud: running for 90 s");
     }
 }

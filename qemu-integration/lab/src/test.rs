@@ -1,12 +1,13 @@
-//! `cargo lab test`: formatting, lints and every test of the workspace.
+//! `cargo lab test`: formatting, lints, documentation and every test of the workspace.
 //!
 //! * [`programs`]: test programs as cargo builds them, and their split into jobs
 //! * [`jobs`]: jobs that run side by side, each with its output in one piece
 //! * [`tally`]: counts of tests, from libtest's output
 //!
 //! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
-//! side by side. Other programs follow one after another, since each runs its tests in parallel.
-//! Tests that measure ([`MEASURED`]) run last, one at a time.
+//! side by side, and lints and further builds beside them, since VMs do not keep all CPUs busy. Other
+//! programs follow one after another, since each runs its tests in parallel. Tests that measure
+//! ([`MEASURED`]) run last, one at a time.
 
 use std::io::Write;
 use std::path::Path;
@@ -16,32 +17,34 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::Lab;
-use crate::build::{self, Profile, cargo};
+use crate::build::{self, cargo, cargo_in_background};
+use crate::heartbeat::{Heartbeat, INTERVAL};
 use crate::kvm;
-use crate::progress::Progress;
+use crate::progress::{self, Progress};
 
 mod jobs;
 mod programs;
 mod tally;
 
-use self::jobs::{Finished, Job};
+use self::jobs::{Finished, Job, Queue};
 use self::programs::Built;
 pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
 /// They run without other load, one test at a time.
-const MEASURED: [&str; 9] = [
+const MEASURED: [&str; 8] = [
     "vendor-backends/limits",
     "vendor-backends/nvidia",
     "vendor-backends/soft",
     "system-tests/guest",
     "system-tests/shares",
     "system-tests/qemu/bundle",
-    "system-tests/qemu/vms",
     "system-tests/vfio/display",
     "system-tests/vfio/shares",
 ];
+/// Tests that take long, as `package/program/module`. Only [`endurance`] runs them.
+const LONG: [&str; 1] = ["system-tests/cuda/endurance"];
 /// Arguments for cargo that select the programs of a bundle.
 const STATIC_PROGRAMS: [&str; 8] =
     ["--bin", "vgpu-guest", "--bin", "vgpud", "--bin", "vgpuctl", "--bin", "lab"];
@@ -50,30 +53,24 @@ const STATIC_PROGRAMS: [&str; 8] =
 pub fn run() -> Tally {
     let mut report = Report::new();
     report.section("Formatting", || check(&["fmt", "--all", "--check"]));
-    report.section("Lints", || {
-        check(&["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"])
-    });
     let mut built = Built::default();
     report.section("Building programs and tests", || {
         built = programs::build()?;
         Ok(Tally::default())
     });
-    report.section("Building static programs", || {
-        let what = "Building static programs";
-        build::portable(what, &STATIC_PROGRAMS, Profile::Dev, &Progress::new())?;
-        Ok(Tally::default())
-    });
     report.section("The lab: QEMU and a guest's kernel", prepare);
 
-    let plan = built.plan(&MEASURED);
-    let mut with_vms = plan.with_vms;
-    with_vms.push(documentation());
+    let plan = built.plan(&MEASURED, &LONG);
     let slots = std::thread::available_parallelism().map_or(1, usize::from);
-    heading(&format!("{} jobs with VMs, {slots} at a time", with_vms.len()));
-    jobs::run_side_by_side(with_vms, slots, |finished| report.add(finished));
+    heading(&format!("{} jobs with VMs, {slots} at a time, and cargo's", plan.with_vms.len()));
+    // Cargo's jobs would wait for each other: they lock the target folder.
+    let of_cargo = vec![lints(), static_programs(), documentation(), code_documentation()];
+    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: of_cargo, slots: 1 }];
+    jobs::run_side_by_side(queues, |finished| report.add(finished));
     // These programs run their tests in parallel themselves.
     heading(&format!("{} jobs without VMs", plan.without_vms.len()));
-    jobs::run_side_by_side(plan.without_vms, 1, |finished| report.add(finished));
+    let queues = vec![Queue { jobs: plan.without_vms, slots: 1 }];
+    jobs::run_side_by_side(queues, |finished| report.add(finished));
     for job in plan.measured {
         let title = job.title.clone();
         report.section(&title, || job.run(&mut std::io::stdout()));
@@ -81,11 +78,47 @@ pub fn run() -> Tally {
     report.summary()
 }
 
+/// Runs the tests that take long, one at a time. Returns the total.
+pub fn endurance() -> Tally {
+    let mut report = Report::new();
+    let mut built = Built::default();
+    report.section("Building programs and tests", || {
+        built = programs::build()?;
+        Ok(Tally::default())
+    });
+    for job in built.plan(&MEASURED, &LONG).long {
+        let title = job.title.clone();
+        report.section(&title, || job.run(&mut std::io::stdout()));
+    }
+    report.summary()
+}
+
+/// Returns the job that looks for faults that clippy knows.
+fn lints() -> Job {
+    let mut command = cargo_in_background();
+    command.args(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]);
+    Job { is_test: true, ..Job::new("Lints", command) }
+}
+
+/// Returns the job that builds the programs of a bundle.
+fn static_programs() -> Job {
+    let mut command = cargo_in_background();
+    build::build_statically(&mut command, &STATIC_PROGRAMS);
+    Job::new("Building static programs", command)
+}
+
 /// Returns the job that runs the examples in the documentation.
 fn documentation() -> Job {
-    let mut command = cargo();
+    let mut command = cargo_in_background();
     command.args(["test", "--quiet", "--doc", "--workspace"]);
-    Job { title: "Examples in the documentation".to_owned(), command, ignored: 0 }
+    Job::new("Examples in the documentation", command)
+}
+
+/// Returns the job that documents the code: rustdoc warns, for example, of links that lead nowhere.
+fn code_documentation() -> Job {
+    let mut command = cargo_in_background();
+    command.args(["doc", "--quiet", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
+    Job { is_test: true, ..Job::new("Documentation of the code", command) }
 }
 
 /// Runs a cargo command that counts as one test.
@@ -133,6 +166,10 @@ impl Report {
     fn section(&mut self, title: &str, body: impl FnOnce() -> Result<Tally>) {
         heading(title);
         let start = Instant::now();
+        let name = title.to_owned();
+        let _heartbeat = Heartbeat::start(INTERVAL, move |since| {
+            println!("{}", progress::running(&name, since, ""));
+        });
         let tally = body().unwrap_or_else(|error| {
             println!("error: {error:#}");
             Tally::check(false)

@@ -129,13 +129,39 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     }
     // Called as mdevctl.
     assert_eq!(sh(&machine, "lsvgpu"), sh(&machine, "vgpuctl list"));
-    sh(&machine, "test -e /usr/share/man/man1/lsvgpu.1.gz -a -e /usr/share/doc/tessera/console.md");
-    sh(&machine, "test -e /usr/share/doc/tessera/decisions/README.md");
+    let documents = "cd /usr/share/doc/tessera && test -e README.md && test -e docs/console.md && \
+                     test -e LICENSE-APACHE && test -e LICENSE-MIT";
+    sh(&machine, &format!("test -e /usr/share/man/man1/lsvgpu.1.gz && {documents}"));
     // Manual pages exist and format without warnings.
     let pages = sh(&machine, "dpkg -L tessera | grep /man/ | grep -c '\\.gz$'");
     assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
 
+    starts_again_after_a_mistake_in_its_settings(&machine);
     removes_purges_and_installs_again(&machine, &uuid, &install);
+}
+
+/// A mistake in the settings is in the doctor's findings, and `vgpud` starts once it is mended.
+fn starts_again_after_a_mistake_in_its_settings(machine: &Machine) {
+    let settings = "/etc/default/vgpud";
+    sh(machine, &format!("cp {settings} /root/settings"));
+    sh(
+        machine,
+        &format!("sed -i 's/soft:soft0/sofd:soft0/' {settings}; ! systemctl restart vgpud"),
+    );
+    // systemd's default limit is five starts in ten seconds.
+    let tried = "test $(systemctl show -P NRestarts vgpud) -ge 7";
+    eventually(machine, "vgpud is started again and again", tried);
+    sh(machine, "systemctl is-active vgpud.socket");
+    let Output { status, stdout, .. } = machine.run("vgpuctl doctor --output json").unwrap();
+    let findings: Vec<Value> = serde_json::from_str(&stdout).unwrap();
+    let about = findings.iter().find(|finding| finding["check"] == "vgpud").unwrap();
+    let what = about["what"].as_str().unwrap();
+    assert_eq!(status, 1, "{stdout}");
+    assert!(what.contains("The last error in its log: vgpud: ") && what.contains("sofd"), "{what}");
+    let waits = machine.run("timeout 8 vgpuctl types").unwrap();
+    assert!(waits.stderr.contains("`vgpuctl doctor` shows the last error"), "{waits:?}");
+    sh(machine, &format!("cp /root/settings {settings}"));
+    eventually(machine, "vgpud answers", "timeout 1 vgpuctl types");
 }
 
 /// Returns the control groups in that of the service, which are those of its processes.
@@ -150,17 +176,29 @@ fn in_groups_of_their_own(machine: &Machine, uuid: &str) -> String {
     groups
 }
 
-/// Removed: settings and definitions stay. Purged: they are gone. Installed again: as new.
+/// Removed: settings and definitions stay. Purged: they are gone, as is everything that ran.
+/// Installed again: as new.
 fn removes_purges_and_installs_again(machine: &Machine, uuid: &str, install: &str) {
+    let hook = "/etc/libvirt/hooks/qemu.d/tessera";
+    let rules = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
+    let abstractions = "/etc/apparmor.d/abstractions";
+    sh(machine, &format!("mkdir -p {abstractions} && touch {abstractions}/libvirt-qemu"));
+    sh(machine, &format!("vgpuctl libvirt install-hook && test -x {hook} && test -e {rules}"));
     sh(machine, "echo '# mine' >> /etc/default/vgpud");
     sh(machine, "dpkg -r tessera");
     sh(machine, &format!("test ! -e /usr/bin/vgpud && test -e /var/lib/vgpud/soft0/{uuid}"));
+    sh(machine, &format!("test ! -e {hook} && test ! -e {rules}"));
     sh(machine, &format!("dpkg --force-confold -i {PACKAGE} && grep -q mine /etc/default/vgpud"));
     eventually(machine, "the definition is restored", &format!("vgpuctl list -d | grep -q {uuid}"));
     let drop_ins = "/etc/systemd/system/vgpud.service.d";
     sh(machine, &format!("mkdir -p {drop_ins} && touch {drop_ins}/parent-0000:3b:00.0.conf"));
+    // A worker without a VM ends half a minute after its manager.
+    sh(machine, &format!("vgpuctl start -u {uuid} || vgpuctl list | grep -q {uuid}"));
+    sh(machine, "dpkg -r tessera && pgrep vgpu-worker");
     sh(machine, "dpkg -P tessera");
-    let left = "for path in /etc/default/vgpud /var/lib/vgpud /usr/share/doc/tessera \
+    let running = "pgrep -l 'vgpu|gpu-'; test -z \"$(pgrep 'vgpu|gpu-')\"";
+    eventually(machine, "nothing runs", running);
+    let left = "for path in /etc/default/vgpud /var/lib/vgpud /run/vgpud /usr/share/doc/tessera \
                 /etc/systemd/system/vgpud.service.d \
                 /usr/lib/systemd/system/vgpud.service; do test ! -e $path || echo $path; done";
     assert_eq!(sh(machine, left), "");

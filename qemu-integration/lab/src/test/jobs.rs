@@ -3,16 +3,15 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
 use super::tally::{Tally, parse_result};
-
-/// Interval of the lines that name the running jobs.
-const REPORT_INTERVAL: Duration = Duration::from_secs(60);
+use crate::heartbeat::INTERVAL;
+use crate::progress;
 
 /// A command that runs tests.
 #[derive(Debug)]
@@ -23,6 +22,17 @@ pub struct Job {
     pub command: Command,
     /// Number of tests that the command ignores because another job runs them.
     pub ignored: u32,
+    /// The command is a test itself.
+    pub is_test: bool,
+}
+
+/// Jobs that run in this order, some of them at a time.
+#[derive(Debug)]
+pub struct Queue {
+    /// The jobs.
+    pub jobs: Vec<Job>,
+    /// Number of jobs that run at a time.
+    pub slots: usize,
 }
 
 /// Result of a job.
@@ -45,6 +55,11 @@ enum Event {
 }
 
 impl Job {
+    /// Creates a job whose command runs all its tests.
+    pub fn new(title: impl Into<String>, command: Command) -> Self {
+        Self { title: title.into(), command, ignored: 0, is_test: false }
+    }
+
     /// Runs the command, copies its output to `output` as it comes, and adds up the result lines.
     pub fn run(self, output: &mut dyn Write) -> Result<Tally> {
         let mut command = self.command;
@@ -72,6 +87,7 @@ impl Job {
         tally.passed -= skipped;
         tally.skipped += skipped;
         let status = child.wait()?;
+        tally.passed += u32::from(self.is_test && status.success());
         if !status.success() && tally.failed == 0 {
             writeln!(output, "The tests ended with {status}")?;
             tally.failed += 1;
@@ -91,29 +107,33 @@ impl Job {
     }
 }
 
-/// Runs jobs in the given order, at most `slots` at a time.
+/// Runs the jobs of all queues.
 ///
 /// `report` gets each finished job. Jobs that start, and jobs that run for long, are named on
 /// standard output.
-pub fn run_side_by_side(jobs: Vec<Job>, slots: usize, mut report: impl FnMut(Finished)) {
-    let queue = Mutex::new(jobs.into_iter());
-    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+pub fn run_side_by_side(queues: Vec<Queue>, mut report: impl FnMut(Finished)) {
     let (sender, events) = mpsc::channel();
     thread::scope(|scope| {
-        for _ in 0..slots {
-            let (sender, next) = (sender.clone(), &next);
-            scope.spawn(move || {
-                while let Some(job) = next() {
-                    // The receiver lives until all senders are gone.
-                    let _ = sender.send(Event::Started(job.title.clone()));
-                    let _ = sender.send(Event::Finished(job.run_buffered()));
-                }
-            });
+        let mut next_report = Instant::now() + INTERVAL;
+        for Queue { jobs, slots } in queues {
+            let queue = Arc::new(Mutex::new(jobs.into_iter()));
+            for _ in 0..slots {
+                let (sender, queue) = (sender.clone(), Arc::clone(&queue));
+                let next = move || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                scope.spawn(move || {
+                    while let Some(job) = next() {
+                        // The receiver lives until all senders are gone.
+                        let _ = sender.send(Event::Started(job.title.clone()));
+                        let _ = sender.send(Event::Finished(job.run_buffered()));
+                    }
+                });
+            }
         }
         drop(sender);
         let mut running: Vec<(String, Instant)> = Vec::new();
         loop {
-            match events.recv_timeout(REPORT_INTERVAL) {
+            let wait = next_report.saturating_duration_since(Instant::now());
+            match events.recv_timeout(wait) {
                 Ok(Event::Started(title)) => {
                     println!("... {title}");
                     running.push((title, Instant::now()));
@@ -124,8 +144,9 @@ pub fn run_side_by_side(jobs: Vec<Job>, slots: usize, mut report: impl FnMut(Fin
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     for (title, since) in &running {
-                        println!("... {title}: running for {} s", since.elapsed().as_secs());
+                        println!("{}", progress::running(title, since.elapsed(), ""));
                     }
+                    next_report = Instant::now() + INTERVAL;
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
             }
@@ -140,13 +161,23 @@ mod tests {
     fn shell(title: &str, script: &str) -> Job {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        Job { title: title.to_owned(), command, ignored: 0 }
+        Job::new(title, command)
     }
 
     #[test]
     fn a_program_that_dies_without_a_result_has_failed() {
         let tally = shell("dies", "echo running; exit 3").run(&mut Vec::new()).unwrap();
         assert_eq!(tally, Tally { passed: 0, failed: 1, skipped: 0 });
+    }
+
+    #[test]
+    fn a_command_that_is_a_test_counts() {
+        let run = |script| {
+            let job = Job { is_test: true, ..shell("checks", script) };
+            job.run(&mut Vec::new()).unwrap()
+        };
+        assert_eq!(run("true"), Tally { passed: 1, failed: 0, skipped: 0 });
+        assert_eq!(run("false"), Tally { passed: 0, failed: 1, skipped: 0 });
     }
 
     #[test]
@@ -164,8 +195,10 @@ mod tests {
     fn output_of_jobs_side_by_side_is_in_one_piece() {
         let script = |name: &str| format!("for n in 1 2 3; do echo {name} $n; sleep 0.02; done");
         let jobs = ["a", "b", "c"].map(|name| shell(name, &script(name)));
+        let [a, b, c] = jobs;
+        let queues = vec![Queue { jobs: vec![a], slots: 1 }, Queue { jobs: vec![b, c], slots: 2 }];
         let mut outputs = Vec::new();
-        run_side_by_side(jobs.into(), 2, |finished| {
+        run_side_by_side(queues, |finished| {
             outputs.push(String::from_utf8(finished.output).unwrap());
         });
         outputs.sort();

@@ -37,6 +37,8 @@ pub struct Plan {
     pub without_vms: Vec<Job>,
     /// Jobs that measure.
     pub measured: Vec<Job>,
+    /// Jobs that take long.
+    pub long: Vec<Job>,
 }
 
 /// Builds all programs and tests.
@@ -78,11 +80,12 @@ impl Built {
         }
     }
 
-    /// Splits all tests into jobs. `measured` names those that measure.
-    pub fn plan(&self, measured: &[&str]) -> Plan {
+    /// Splits all tests into jobs. `measured` names those that measure, and `long` modules of those
+    /// that take long.
+    pub fn plan(&self, measured: &[&str], long: &[&str]) -> Plan {
         let mut plan = Plan::default();
         for program in &self.tests {
-            program.plan(&self.programs, measured, &mut plan);
+            program.plan(&self.programs, measured, long, &mut plan);
         }
         plan
     }
@@ -91,7 +94,7 @@ impl Built {
 impl TestProgram {
     /// Adds the jobs of this program: one for all its plain tests, and one for each module of tests
     /// that boot VMs.
-    fn plan(&self, programs: &Path, measured: &[&str], plan: &mut Plan) {
+    fn plan(&self, programs: &Path, measured: &[&str], long: &[&str], plan: &mut Plan) {
         let title = format!("{}: {}", self.package, self.target);
         let name = format!("{}/{}", self.package, self.target);
         let alone = |module: &str| {
@@ -104,7 +107,7 @@ impl TestProgram {
             let alone = alone("");
             let args: &[&str] = if alone { &["--test-threads=1"] } else { &[] };
             let ignored = u32::try_from(ignored.len()).unwrap_or(u32::MAX);
-            let job = Job { title: title.clone(), command: self.command(programs, args), ignored };
+            let job = Job { ignored, ..Job::new(title.clone(), self.command(programs, args)) };
             if alone { &mut plan.measured } else { &mut plan.without_vms }.push(job);
         }
         // `cargo test` ignores tests that boot VMs. Tests of one module share VMs or a machine.
@@ -112,8 +115,15 @@ impl TestProgram {
             let filter = format!("{module}::");
             let args = ["--ignored", "--test-threads=1", &filter];
             let title = format!("{title}, {module} with VMs");
-            let job = Job { title, command: self.command(programs, &args), ignored: 0 };
-            if alone(module) { &mut plan.measured } else { &mut plan.with_vms }.push(job);
+            let job = Job::new(title, self.command(programs, &args));
+            let jobs = if long.contains(&format!("{name}/{module}").as_str()) {
+                &mut plan.long
+            } else if alone(module) {
+                &mut plan.measured
+            } else {
+                &mut plan.with_vms
+            };
+            jobs.push(job);
         }
     }
 
