@@ -90,7 +90,9 @@ fn metrics_follow_prometheus_conventions() -> Result<()> {
         value(r#"tessera_parent_video_memory_free_bytes{parent="soft0"}"#)?,
         f64::from(3 << 28)
     );
-    let info = format!(r#"tessera_vgpu_info{{parent="soft0",type="SOFT-256MQ",vgpu="{uuid}"}}"#);
+    let info = format!(
+        r#"tessera_vgpu_info{{name="",parent="soft0",type="SOFT-256MQ",vgpu="{uuid}",vm=""}}"#
+    );
     assert_eq!(value(&info)?, 1.0);
     let of = |name: &str| value(&format!("tessera_vgpu_{name}{{vgpu=\"{uuid}\"}}"));
     assert!((of("share_asked_ratio")? - 0.8).abs() < 1e-9);

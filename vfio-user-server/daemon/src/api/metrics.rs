@@ -17,103 +17,151 @@ type Row<T> = (&'static str, &'static str, fn(&T) -> f64);
 const NS: f64 = 1e-9;
 
 const PARENT_GAUGES: &[Row<ParentStats>] = &[
-    ("tessera_parent_up", "1 while the physical GPU accepts vGPUs.", |p| {
+    ("tessera_parent_up", "Whether the physical GPU accepts vGPUs: 1, or 0 if it is lost.", |p| {
         f64::from(u8::from(p.ready))
     }),
     (
         "tessera_parent_engine_busy_ratio",
-        "Busy time of the engine over the last second or so, as a ratio.",
+        "Part of the last second or so in which the physical GPU's engine was busy, 0 to 1.",
         |p| p.busy / 100.0,
     ),
-    ("tessera_parent_video_memory_bytes", "Video memory available to vGPUs in total.", |p| {
-        p.vram_bytes as f64
-    }),
+    (
+        "tessera_parent_video_memory_bytes",
+        "Video memory of the physical GPU that vGPUs can have in total.",
+        |p| p.vram_bytes as f64,
+    ),
     (
         "tessera_parent_video_memory_free_bytes",
-        "Video memory that no running vGPU occupies.",
+        "Video memory of the physical GPU that no running vGPU occupies.",
         |p| p.vram_free_bytes as f64,
     ),
 ];
 
 const VGPU_GAUGES: &[Row<VgpuStats>] = &[
-    ("tessera_vgpu_running", "1 while a VM is attached or can attach.", |v| {
-        f64::from(u8::from(v.state == VgpuState::Running))
-    }),
-    ("tessera_vgpu_attached", "1 while a VM is attached.", |v| {
+    (
+        "tessera_vgpu_running",
+        "Whether the vGPU serves a VM or waits for one: 1, or 0 while it restarts or has failed.",
+        |v| f64::from(u8::from(v.state == VgpuState::Running)),
+    ),
+    ("tessera_vgpu_attached", "Whether a VM is attached to the vGPU: 1 or 0.", |v| {
         f64::from(u8::from(v.vm_pid.is_some()))
     }),
     ("tessera_vgpu_processes", "Processes of CUDA programs that use the vGPU.", |v| {
         v.programs.as_ref().map_or(0.0, |programs| programs.processes.len() as f64)
     }),
-    ("tessera_vgpu_runnable", "1 while the vGPU has work.", |v| f64::from(u8::from(v.runnable))),
-    ("tessera_vgpu_share_ratio", "Share of the GPU's time used over the last second or so.", |v| {
-        v.share_measured / 100.0
+    ("tessera_vgpu_runnable", "Whether the vGPU has unfinished work: 1 or 0.", |v| {
+        f64::from(u8::from(v.runnable))
     }),
     (
+        "tessera_vgpu_share_ratio",
+        "Part of the physical GPU's engine time that the vGPU used in the last second or so, 0 to 1.",
+        |v| v.share_measured / 100.0,
+    ),
+    (
         "tessera_vgpu_share_entitled_ratio",
-        "Entitled share of the GPU's time while all other vGPUs are busy.",
+        "Part of the physical GPU's engine time that the vGPU gets while all vGPUs are busy, 0 to 1.",
         |v| v.share_entitled / 100.0,
     ),
-    ("tessera_vgpu_share_cap_ratio", "Upper limit of the share of the GPU's time.", |v| {
-        v.share_cap / 100.0
+    (
+        "tessera_vgpu_share_cap_ratio",
+        "Upper limit of the part of the physical GPU's engine time that the vGPU can use, 0 to 1.",
+        |v| v.share_cap / 100.0,
+    ),
+    (
+        "tessera_vgpu_timeslice_seconds",
+        "Time that the vGPU runs on the engine before another vGPU with work does.",
+        |v| v.timeslice_us as f64 * 1e-6,
+    ),
+    ("tessera_vgpu_video_memory_bytes", "Video memory that the vGPU has, by its type.", |v| {
+        v.vram_bytes as f64
     }),
-    ("tessera_vgpu_timeslice_seconds", "Time slice.", |v| v.timeslice_us as f64 * 1e-6),
-    ("tessera_vgpu_video_memory_bytes", "Video memory of the vGPU.", |v| v.vram_bytes as f64),
-    ("tessera_vgpu_imported_memory_bytes", "Guest memory imported.", |v| v.imported_bytes as f64),
-    ("tessera_vgpu_imported_memory_limit_bytes", "Limit of imported guest memory.", |v| {
-        v.limits.imported_bytes as f64
+    (
+        "tessera_vgpu_imported_memory_bytes",
+        "Guest memory that the VM's driver has imported into the vGPU's address spaces.",
+        |v| v.imported_bytes as f64,
+    ),
+    (
+        "tessera_vgpu_imported_memory_limit_bytes",
+        "Limit of tessera_vgpu_imported_memory_bytes of the vGPU.",
+        |v| v.limits.imported_bytes as f64,
+    ),
+    ("tessera_vgpu_channels", "Hardware channels that the vGPU has.", |v| f64::from(v.channels)),
+    ("tessera_vgpu_channels_limit", "Limit of tessera_vgpu_channels of the vGPU.", |v| {
+        f64::from(v.limits.channels)
     }),
-    ("tessera_vgpu_channels", "Existing channels.", |v| f64::from(v.channels)),
-    ("tessera_vgpu_channels_limit", "Limit of channels.", |v| f64::from(v.limits.channels)),
 ];
 
 const VGPU_COUNTERS: &[Row<VgpuStats>] = &[
-    ("tessera_vgpu_wait_seconds_total", "Time spent runnable and waiting for the engine.", |v| {
-        v.wait_ns as f64 * NS
-    }),
-    ("tessera_vgpu_gated_seconds_total", "Part of the waiting time that the cap caused.", |v| {
-        v.gated_ns as f64 * NS
-    }),
-    ("tessera_vgpu_gate_closings_total", "Number of times that the cap closed the gate.", |v| {
-        v.gate_closings as f64
-    }),
+    (
+        "tessera_vgpu_wait_seconds_total",
+        "Time in which the vGPU had work and waited for the engine.",
+        |v| v.wait_ns as f64 * NS,
+    ),
+    (
+        "tessera_vgpu_gated_seconds_total",
+        "Part of tessera_vgpu_wait_seconds_total in which the vGPU had used up its cap.",
+        |v| v.gated_ns as f64 * NS,
+    ),
+    (
+        "tessera_vgpu_gate_closings_total",
+        "Number of times that the vGPU was stopped because it had used up its cap.",
+        |v| v.gate_closings as f64,
+    ),
     (
         "tessera_vgpu_gate_cost_seconds_total",
-        "Engine time used after the gate closed, until the vGPU released the engine.",
+        "Engine time that the vGPU used beyond its cap, until it released the engine.",
         |v| v.gate_cost_ns as f64 * NS,
     ),
-    ("tessera_vgpu_submissions_total", "Completed GPFIFO entries.", |v| v.submissions as f64),
+    (
+        "tessera_vgpu_submissions_total",
+        "Submissions (GPFIFO entries) of the vGPU that the engine has executed.",
+        |v| v.submissions as f64,
+    ),
     (
         "tessera_vgpu_throttled_submissions_total",
-        "Submissions delayed by the limit of submissions per second.",
+        "Submissions of the vGPU that its limit of submissions per second delayed.",
         |v| v.throttled as f64,
     ),
     (
         "tessera_vgpu_polled_doorbells_total",
-        "Doorbells received by polling, without a VM exit.",
+        "Doorbells of the vGPU that were found by polling, without an exit of the VM.",
         |v| v.polled_doorbells as f64,
     ),
-    ("tessera_vgpu_wakeups_total", "Wake-ups that required a trapped write.", |v| v.wakeups as f64),
+    (
+        "tessera_vgpu_wakeups_total",
+        "Doorbells of the vGPU that woke a sleeping engine by a trapped write of the VM.",
+        |v| v.wakeups as f64,
+    ),
     (
         "tessera_vgpu_preemptions_total",
-        "Number of times that the vGPU was switched out with work left.",
+        "Number of times that the engine switched from the vGPU to another one with work left.",
         |v| v.preemptions as f64,
     ),
-    ("tessera_vgpu_slice_overruns_total", "Time slices that ended late.", |v| {
-        v.slice_overruns as f64
-    }),
-    ("tessera_vgpu_overrun_seconds_total", "Total delay of late time slices.", |v| {
-        v.overrun_ns as f64 * NS
-    }),
+    (
+        "tessera_vgpu_slice_overruns_total",
+        "Time slices of the vGPU that ended late, because its work could not be interrupted.",
+        |v| v.slice_overruns as f64,
+    ),
+    (
+        "tessera_vgpu_overrun_seconds_total",
+        "Engine time that the vGPU used after the ends of its time slices.",
+        |v| v.overrun_ns as f64 * NS,
+    ),
     (
         "tessera_vgpu_stolen_seconds_total",
-        "Part of the time slices in which the host ran other work; not charged to any vGPU.",
+        "Part of the vGPU's time slices in which the host ran other work; no vGPU is charged for it.",
         |v| v.stolen_ns as f64 * NS,
     ),
-    ("tessera_vgpu_faults_total", "Channel faults, including hangs.", |v| v.faults as f64),
-    ("tessera_vgpu_hang_resets_total", "Channels reset because of a hang.", |v| {
-        v.hang_resets as f64
-    }),
+    (
+        "tessera_vgpu_faults_total",
+        "Channels of the vGPU that ended with an error, hangs included.",
+        |v| v.faults as f64,
+    ),
+    (
+        "tessera_vgpu_hang_resets_total",
+        "Channels of the vGPU that were reset because their work did not end in time.",
+        |v| v.hang_resets as f64,
+    ),
 ];
 
 /// Engine time by the label `engine`; the sum is the total engine time.
@@ -129,7 +177,11 @@ const USED_BY_PROCESS: &str = "tessera_vgpu_process_video_memory_bytes";
 /// Returns the statistics in Prometheus' text format.
 pub fn text(stats: &Stats, version: &Version) -> prometheus::Result<String> {
     let registry = Registry::new();
-    let build = gauge("tessera_build_info", "Version of vgpud; always 1.", &["version"])?;
+    let build = gauge(
+        "tessera_build_info",
+        "Version of vgpud, as a label; the value is always 1.",
+        &["version"],
+    )?;
     build.with_label_values(&[&version.version]).set(1.0);
     add(&registry, build)?;
     for (name, help, value) in PARENT_GAUGES {
@@ -151,12 +203,24 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
     let all = || names.iter().zip(vgpus);
     let info = gauge(
         "tessera_vgpu_info",
-        "Parent and type of a vGPU; always 1.",
-        &["vgpu", "parent", "type"],
+        "Name of the vGPU, its physical GPU (parent), its type and its VM, as labels; the value is always 1.",
+        &["vgpu", "name", "parent", "type", "vm"],
     )?;
-    let asked = gauge("tessera_vgpu_share_asked_ratio", "Requested share of the GPU.", &["vgpu"])?;
-    let traps = counter(TRAPS, "Trapped accesses of the attached VM.", &["vgpu", "kind"])?;
-    let engine = counter(ENGINE, "Engine time used, by engine.", &["vgpu", "engine"])?;
+    let asked = gauge(
+        "tessera_vgpu_share_asked_ratio",
+        "Part of the physical GPU's engine time that the vGPU's attribute core requests, 0 to 1.",
+        &["vgpu"],
+    )?;
+    let traps = counter(
+        TRAPS,
+        "Accesses of the VM to the vGPU that left the VM, by kind of register or memory.",
+        &["vgpu", "kind"],
+    )?;
+    let engine = counter(
+        ENGINE,
+        "Engine time that the vGPU used, by engine; the sum is its whole engine time.",
+        &["vgpu", "engine"],
+    )?;
     for (name, vgpu) in all() {
         let times = vgpu.engines;
         for (kind, ns) in
@@ -164,7 +228,8 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
         {
             engine.with_label_values(&[name.as_str(), kind]).inc_by(ns as f64 * NS);
         }
-        info.with_label_values(&[name, &vgpu.parent, &vgpu.mdev_type]).set(1.0);
+        let [own, vm] = [&vgpu.name, &vgpu.vm_name].map(|name| name.as_deref().unwrap_or_default());
+        info.with_label_values(&[name.as_str(), own, &vgpu.parent, &vgpu.mdev_type, vm]).set(1.0);
         if let Some(core) = vgpu.share_asked {
             asked.with_label_values(&[name]).set(f64::from(core) / 100.0);
         }
@@ -200,8 +265,9 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
 
 /// Adds the memory of CUDA programs.
 fn programs(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
-    let used = gauge(USED, "Video memory that CUDA programs have allocated.", &["vgpu"])?;
-    let help = "Video memory that a process of a CUDA program can use.";
+    let used =
+        gauge(USED, "Video memory of the vGPU that CUDA programs have allocated.", &["vgpu"])?;
+    let help = "Video memory of the vGPU that a process of a CUDA program can use; shared memory counts for each process.";
     let by_process = gauge(USED_BY_PROCESS, help, &["vgpu", "process", "name"])?;
     for vgpu in vgpus {
         let Some(programs) = &vgpu.programs else { continue };
@@ -226,4 +292,79 @@ fn counter(name: &str, help: &str, labels: &[&str]) -> prometheus::Result<Counte
 
 fn add(registry: &Registry, family: impl Collector + 'static) -> prometheus::Result<()> {
     registry.register(Box::new(family))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+
+    /// A graph or an alert shows the help without the other metrics and without this project's
+    /// documents.
+    #[test]
+    fn every_help_stands_alone() {
+        let parents = PARENT_GAUGES.iter().map(|row| (row.0, row.1));
+        let vgpus = VGPU_GAUGES.iter().chain(VGPU_COUNTERS).map(|row| (row.0, row.1));
+        let mut seen = BTreeSet::new();
+        for (name, help) in parents.chain(vgpus) {
+            let subject = if name.starts_with("tessera_vgpu_") { "vGPU" } else { "physical GPU" };
+            assert!(help.contains(subject), "{name} does not name its {subject}: {help}");
+            assert!(help.split_whitespace().count() >= 6, "{name}: {help}");
+            assert!(seen.insert(help), "{name} has the help of another metric: {help}");
+        }
+        assert!(seen.len() > 25);
+    }
+
+    /// Statistics of a parent and of a vGPU that a program uses.
+    fn stats() -> Stats {
+        let process = json!({ "pid": 7, "name": "python3", "vram_used_bytes": 1 });
+        let vgpu = json!({
+            "uuid": "11111111-1111-4111-8111-111111111111", "parent": "soft0",
+            "mdev_type": "SOFT-1Q", "state": "running", "vram_bytes": 1, "share_asked": 80,
+            "share_entitled": 80.0, "share_cap": 100.0, "mode": "soft", "priority": "normal",
+            "timeslice_us": 1, "share_measured": 79.0, "share_of_busy": 79.0, "runnable": true,
+            "engine_ns": 1, "engines": { "copy_ns": 0, "compute_ns": 0, "host_ns": 0 },
+            "wait_ns": 0, "gated_ns": 0, "gate_closings": 0, "gate_cost_ns": 0, "submissions": 0,
+            "throttled": 0, "polled_doorbells": 0, "wakeups": 0, "preemptions": 0,
+            "slice_overruns": 0, "overrun_ns": 0, "stolen_ns": 0, "faults": 0, "hang_resets": 0,
+            "channels": 0, "imported_bytes": 0,
+            "limits": {
+                "channels": 32, "imported_bytes": 1, "submissions_per_second": null,
+                "refresh_per_second": 60, "hang_timeout_ms": 60_000, "acquire_timeout_ms": null,
+            },
+            "traps": {
+                "config": 0, "display": 0, "control": 0, "mailbox": 0, "doorbell": 0, "memory": 0,
+            },
+            "pid": 4711, "vm_pid": null,
+            "programs": { "vram_used_bytes": 1, "processes": [process] },
+        });
+        let parent = json!({
+            "parent": "soft0", "window_ms": 1000, "busy": 99.0, "policy": "weighted",
+            "ready": true, "vram_bytes": 1, "vram_free_bytes": 1,
+        });
+        serde_json::from_value(json!({ "vgpus": [vgpu], "parents": [parent] })).unwrap()
+    }
+
+    #[test]
+    fn dashboard_and_alerts_name_metrics_that_exist() {
+        let version = json!({
+            "version": "0.1.0", "api": "1", "pid": 1, "run_dir": "/run", "config_dir": "/var",
+        });
+        let text = text(&stats(), &serde_json::from_value(version).unwrap()).unwrap();
+        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+        let exported: BTreeSet<_> = types.filter_map(|line| line.split(' ').next()).collect();
+        let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging");
+        for (file, least) in [("grafana/tessera.json", 15), ("prometheus/tessera-rules.yml", 7)] {
+            let content = std::fs::read_to_string(packaging.join(file)).unwrap();
+            let words = content.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            let named: BTreeSet<_> = words.filter(|word| word.starts_with("tessera_")).collect();
+            assert!(named.len() >= least, "{file} names {named:?}");
+            let unknown: Vec<_> = named.difference(&exported).collect();
+            assert!(unknown.is_empty(), "{file} names {unknown:?}, which vgpud does not export");
+        }
+    }
 }
