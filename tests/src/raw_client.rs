@@ -136,13 +136,18 @@ impl RawClient {
 
     /// Sends bytes and descriptors in one piece.
     pub fn send_bytes(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+        self.try_send_bytes(bytes, fds).unwrap();
+    }
+
+    /// Sends bytes and descriptors in one piece, unless the connection is closed.
+    pub fn try_send_bytes(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> std::io::Result<()> {
         let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&raw)];
         let control = if raw.is_empty() { &[][..] } else { &rights[..] };
         let iov = [IoSlice::new(bytes)];
         let flags = MsgFlags::MSG_NOSIGNAL;
-        let sent = sendmsg::<()>(self.stream.as_raw_fd(), &iov, control, flags, None).unwrap();
-        self.stream.write_all(&bytes[sent..]).unwrap();
+        let sent = sendmsg::<()>(self.stream.as_raw_fd(), &iov, control, flags, None)?;
+        self.stream.write_all(&bytes[sent..])
     }
 
     /// Sends a request and returns its id.

@@ -3,7 +3,7 @@
 //! The tests act as other users, which needs root; they are skipped otherwise.
 
 use std::fs;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use system_tests::raw_client::RawClient;
 use system_tests::user::User;
 use system_tests::vgpuctl::{Done, path, refused, vgpuctl};
 use system_tests::{TIMEOUT, Vgpud, kill_process, skipped, wait_for};
@@ -206,9 +207,7 @@ fn only_the_owner_can_use_a_vgpus_socket() -> Result<()> {
     set_mode(&socket, 0o666)?;
     set_mode(&control, 0o666)?;
     set_mode(&folder, 0o711)?;
-    let mut cut_off = OTHER_USER.run(|| Ok(UnixStream::connect(&socket)?))?;
-    cut_off.set_read_timeout(Some(TIMEOUT))?;
-    assert_eq!(cut_off.read(&mut [0; 16])?, 0, "the connection is closed at once");
+    RawClient::over(OTHER_USER.run(|| Ok(UnixStream::connect(&socket)?))?).is_closed();
     assert_eq!(vm_user(&vgpud, &uuid)?, Value::Null);
     let orders = OTHER_USER.run(|| Ok(SeqPacket::connect_with_timeout(&control, TIMEOUT)?))?;
     let stop = json!({ "request": "stop" }).to_string();
@@ -239,20 +238,20 @@ fn owner_of_a_display_sees_no_screen_and_loses_the_vgpu_with_the_next_owner() ->
     };
     start("62000:62001")?;
     let socket = vgpud.vfio_socket(&uuid);
-    let mut kept = VM.run(|| Ok(UnixStream::connect(&socket)?))?;
+    let kept = VM.run(|| Ok(UnixStream::connect(&socket)?))?;
+    wait_for("the owner is attached", || {
+        vm_user(&vgpud, &uuid).is_ok_and(|uid| uid == json!(VM.uid))
+    })?;
     let screen = format!("{path}/screenshot");
     let owners = VM.run(|| Ok(vgpud.request("GET", &screen, None).is_ok()))?;
     ensure!(!owners, "the owner is in no group, and reads the screen through vgpud");
     vgpud.call("POST", &format!("{path}/stop"), Some(&json!({ "force": true })))?;
-    kept.set_read_timeout(Some(TIMEOUT))?;
-    ensure!(kept.read(&mut [0; 16])? == 0, "the former owner's connection is still open");
+    RawClient::over(kept).is_closed();
     start("62100:62101")?;
     set_mode(&socket, 0o666)?;
     set_mode(&vgpud.vgpu_dir(&uuid), 0o711)?;
     // The worker cuts a former owner off, whatever the permissions are.
-    let mut former = VM.run(|| Ok(UnixStream::connect(&socket)?))?;
-    former.set_read_timeout(Some(TIMEOUT))?;
-    ensure!(former.read(&mut [0; 16])? == 0, "the former owner is served");
+    RawClient::over(VM.run(|| Ok(UnixStream::connect(&socket)?))?).is_closed();
     Ok(())
 }
 
@@ -292,6 +291,53 @@ fn the_owner_comes_from_the_definition_unless_start_overrides_it() -> Result<()>
     refused(&vgpud, "start -t SOFT-256MQ --attr owner=a:b:c", 2, "USER or USER:GROUP")?;
     let transient = vgpuctl(&vgpud, "start -p soft0 -t SOFT-256MQ --owner 62013")?;
     assert_eq!(owner(&vgpud.vfio_socket(&transient))?, (62_013, 62_013, 0o600));
+    Ok(())
+}
+
+#[test]
+fn a_vgpu_belongs_to_the_administrator_who_starts_it() -> Result<()> {
+    if !can_switch_users() {
+        return Ok(());
+    }
+    let mut vgpud =
+        vgpud(&["--group", READERS, "--admin-group", ADMINS, "--owner", "62000:62001"])?;
+    let start = |vgpud: &Vgpud, line: &str| -> Result<String> {
+        let done = runs(ADMIN, vgpud, format!("start -t SOFT-256MQ {line}").trim_end())?;
+        ensure!(done.status == 0, "{done:?}");
+        Ok(done.stdout.trim().to_owned())
+    };
+    let owner_of =
+        |vgpud: &Vgpud, uuid: &str| Ok::<_, anyhow::Error>(owner(&vgpud.vfio_socket(uuid))?.0);
+    let own = start(&vgpud, "")?;
+    assert_eq!(owner_of(&vgpud, &own)?, ADMIN.uid);
+    let shown = vgpud.show(&own)?;
+    assert_eq!(shown["live_attrs"], json!([{ "owner": ADMIN.uid.to_string() }]));
+    // The caller's VM attaches, and no other user's does.
+    let socket = vgpud.vfio_socket(&own);
+    let connect =
+        |user: User| user.run(|| Ok(UnixStream::connect(&socket).map_err(|error| error.kind())));
+    let vm = connect(ADMIN)?;
+    wait_for("the VM is attached", || {
+        vm_user(&vgpud, &own).is_ok_and(|uid| uid == json!(ADMIN.uid))
+    })?;
+    drop(vm);
+    assert_eq!(connect(VM)?.err(), Some(ErrorKind::PermissionDenied));
+    let named = start(&vgpud, "--owner 62100")?;
+    assert_eq!(owner_of(&vgpud, &named)?, 62_100);
+    // Root's vGPUs belong to the default owner, and the owner in a definition is its author's choice.
+    assert_eq!(owner_of(&vgpud, &transient(&vgpud)?)?, 62_000);
+    vgpud.call("POST", &format!("/v1/vgpus/{named}/stop"), None)?;
+    let defined = vgpuctl(&vgpud, "define -p soft0 -t SOFT-256MQ --attr owner=62010")?;
+    let plain = vgpuctl(&vgpud, "define -p soft0 -t SOFT-256MQ")?;
+    for (uuid, uid) in [(&defined, 62_010), (&plain, ADMIN.uid)] {
+        let done = runs(ADMIN, &vgpud, &format!("start -u {uuid}"))?;
+        ensure!(done.status == 0, "{done:?}");
+        assert_eq!(owner_of(&vgpud, uuid)?, uid);
+    }
+    assert_eq!(vgpud.show(&plain)?["attrs"], json!([]), "the definition stays");
+    vgpud.end(Signal::SIGKILL)?;
+    vgpud.start_again()?;
+    assert_eq!(owner_of(&vgpud, &plain)?, ADMIN.uid, "the owner survives the manager");
     Ok(())
 }
 
