@@ -7,16 +7,19 @@
 //! * [`attrs`]: attributes as a list of names and values, and their errors
 //! * [`settings`]: the known attributes and their meaning
 //! * [`owner`]: users and groups by name or number
+//! * [`name`]: names of vGPUs
 //! * [`store`]: the tree of definition files
 
 use serde::{Deserialize, Serialize};
 
 pub mod attrs;
+pub mod name;
 pub mod owner;
 pub mod settings;
 pub mod store;
 
 pub use attrs::{AttrError, Attrs};
+pub use name::{VgpuName, VgpuRef};
 pub use owner::{Owner, OwnerError};
 pub use settings::{ATTRIBUTES, Attribute, HangTimeout, Quotas, Settings};
 pub use store::{Store, StoreError};

@@ -7,6 +7,7 @@ use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::ser::Serializer;
 use serde::{Deserialize, Serialize};
 
+use super::name::{self, VgpuName};
 use super::settings::{ATTRIBUTES, Attribute, Settings};
 use crate::sched::{CoreError, KeywordError, Mode};
 
@@ -65,6 +66,19 @@ impl Attrs {
         match self.0.iter_mut().find(|attr| attr.name == name) {
             Some(attr) => attr.value = value,
             None => self.0.push(Attr { name: name.to_owned(), value }),
+        }
+    }
+
+    /// Returns the vGPU's name, if it is valid.
+    pub fn name(&self) -> Option<VgpuName> {
+        self.get(name::ATTRIBUTE)?.parse().ok()
+    }
+
+    /// Sets or removes the vGPU's name.
+    pub fn set_name(&mut self, name: Option<&VgpuName>) {
+        match name {
+            Some(name) => self.set(name::ATTRIBUTE, name.as_str()),
+            None => self.0.retain(|attr| attr.name != name::ATTRIBUTE),
         }
     }
 
@@ -220,8 +234,8 @@ mod tests {
         );
         assert_eq!(
             error(&[("cores", "80")]),
-            "There is no attribute \"cores\"; there are core, mode, priority, timeslice, max_channels, \
-             max_pinned, submissions, refresh, hang_timeout, acquire_timeout, doorbell, owner"
+            "There is no attribute \"cores\"; there are name, core, mode, priority, timeslice, \
+             max_channels, max_pinned, submissions, refresh, hang_timeout, acquire_timeout, doorbell, owner"
         );
         assert_eq!(
             error(&[("core", "80"), ("core", "20")]),
@@ -296,6 +310,22 @@ mod tests {
         let off = attrs(&[("hang_timeout", "off"), ("acquire_timeout", "off")]).settings().unwrap();
         let off = off.quotas.for_gpu(Some(default));
         assert_eq!((off.hang_timeout, off.acquire_timeout), (None, None));
+    }
+
+    #[test]
+    fn a_name_is_an_attribute() {
+        let mut named = attrs(&[("core", "20"), ("name", "web1")]);
+        assert_eq!(named.name(), "web1".parse().ok());
+        named.settings().unwrap();
+        named.set_name("web2".parse().ok().as_ref());
+        assert_eq!(named, attrs(&[("core", "20"), ("name", "web2")]));
+        named.set_name(None);
+        assert_eq!((named.name(), named.len()), (None, 1));
+        let invalid = attrs(&[("name", "a/b")]);
+        assert_eq!(invalid.name(), None);
+        let said = invalid.settings().unwrap_err().to_string();
+        assert!(said.starts_with("Attribute \"name\" is 1 to 63 of a-z"), "{said}");
+        assert!(said.ends_with(", not \"a/b\""), "{said}");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::attrs::AttrError;
+use super::name::{self, VgpuName};
 use super::owner::Owner;
 use crate::gpu::{self, GpuCapabilities};
 use crate::sched::ShareRequest;
@@ -123,6 +124,19 @@ const QUOTAS: GpuCapabilities = GpuCapabilities::QUOTAS;
 
 /// All known attributes.
 pub const ATTRIBUTES: &[Attribute] = &[
+    Attribute {
+        name: name::ATTRIBUTE,
+        values: VgpuName::VALUES,
+        default: "none",
+        about: "Name of the vGPU, unique on this host, which can be given in place of the uuid.",
+        live: true,
+        needs: NO_CAPABILITIES,
+        // The manager keeps names unique, and reads the name from the attributes.
+        apply: |_, value| {
+            let name = value.parse::<VgpuName>();
+            name.map(drop).map_err(|_| bad(name::ATTRIBUTE, VgpuName::VALUES, value))
+        },
+    },
     Attribute {
         name: "core",
         values: "1 to 100",

@@ -4,7 +4,7 @@
 //! * [`shares`], [`screens`], [`host`]: commands that mdevctl does not have
 //! * [`vm`], [`libvirt`]: commands that attach vGPUs to VMs
 //! * [`programs`]: commands that run programs on vGPUs
-//! * [`values`]: parsers of option values
+//! * [`vgpu`]: arguments that several of them have; [`values`]: parsers of option values
 
 pub mod definitions;
 pub mod host;
@@ -15,6 +15,7 @@ pub mod shares;
 #[cfg(test)]
 mod tests;
 mod values;
+pub mod vgpu;
 pub mod vm;
 
 use std::path::PathBuf;
@@ -26,24 +27,25 @@ pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
 pub use self::programs::Run;
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
-pub use self::vm::{LibvirtXml, QemuArgs};
+pub use self::vm::{LibvirtXml, QemuArgs, RunVm};
 
 const EXAMPLES: &str = "\
 Examples:
   vgpuctl types                                       list available vGPU types
-  vgpuctl define -p soft0 -t SOFT-1Q --attr core=80   define a vGPU; prints its uuid
-  vgpuctl start -u UUID                               start the vGPU
+  vgpuctl define -t SOFT-1Q --name web1 --core 80     define a vGPU; prints its uuid
+  vgpuctl start web1                                  start the vGPU, by its name or uuid
   vgpuctl start -p soft0 -t SOFT-1Q                   start a transient vGPU
-  vgpuctl qemu-args -u UUID                           print QEMU arguments for the vGPU
-  vgpuctl run -u UUID -- PROGRAM                      run a CUDA program on the vGPU
+  vgpuctl run-vm --name vm1 --core 50 disk.qcow2      run a VM with a vGPU of its own
+  vgpuctl qemu-args web1                              print QEMU arguments for the vGPU
+  vgpuctl run web1 -- PROGRAM                         run a CUDA program on the vGPU
   vgpuctl stats                                       show GPU usage by vGPU
   vgpuctl top                                         show live GPU usage
   vgpuctl scheduler --policy equal-share              change the scheduling policy
   vgpuctl doctor                                      check this host for problems
-  vgpuctl view UUID                                   show the vGPU's screen live
+  vgpuctl view web1                                   show the vGPU's screen live
   vgpuctl web                                         open the web console
-  vgpuctl screenshot -u UUID -o screen.png            save the vGPU's screen
-  vgpuctl focus UUID                                  show the vGPU on the physical screen
+  vgpuctl screenshot web1 -o screen.png               save the vGPU's screen
+  vgpuctl focus web1                                  show the vGPU on the physical screen
 
 Exit status:
   0  success
@@ -120,6 +122,8 @@ pub enum Command {
     LibvirtXml(LibvirtXml),
     /// Run a CUDA program on a vGPU.
     Run(Run),
+    /// Run a VM with a vGPU of its own: start the vGPU, boot a disk, stop the vGPU at the end.
+    RunVm(RunVm),
     /// Attach vGPUs to libvirt domains. The vGPUs start and stop with their domains.
     Libvirt(libvirt::Libvirt),
 }

@@ -2,8 +2,10 @@
 
 use std::error::Error as _;
 use std::fmt::Display;
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
@@ -13,7 +15,6 @@ use hyper::header::HeaderValue;
 use hyper::upgrade::Upgraded;
 use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
-use mdev_core::ids::VgpuId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -29,6 +30,9 @@ const MAX_RESPONSE: usize = 256 << 20;
 /// Timeout of a request; longer than any operation of vgpud.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Time without an answer after which a note says what to do.
+const NOTE_AFTER: Duration = Duration::from_secs(5);
+
 /// Client of the manager at a control socket.
 #[derive(Clone, Debug)]
 pub struct Client {
@@ -40,6 +44,11 @@ impl Client {
     /// Creates a client without connecting.
     pub fn new(socket: PathBuf) -> Self {
         Self { socket, timeout: REQUEST_TIMEOUT }
+    }
+
+    /// Returns a client of the same socket whose requests have a shorter timeout.
+    pub fn with_limit(&self, timeout: Duration) -> Self {
+        Self { timeout, ..self.clone() }
     }
 
     /// Returns the path of the control socket.
@@ -77,8 +86,8 @@ impl Client {
     }
 
     /// Returns a vGPU, or `None` if it does not exist.
-    pub async fn find(&self, id: VgpuId) -> Result<Option<Vgpu>, Failure> {
-        match self.get(&vgpu_path(id)).await {
+    pub async fn find(&self, vgpu: impl Display) -> Result<Option<Vgpu>, Failure> {
+        match self.get(&vgpu_path(vgpu)).await {
             Ok(vgpu) => Ok(Some(vgpu)),
             Err(failure) if failure.exit_status() == 4 => Ok(None),
             Err(failure) => Err(failure),
@@ -86,8 +95,9 @@ impl Client {
     }
 
     /// Returns a vGPU. Fails if it does not exist or is not on the named parent.
-    pub async fn vgpu(&self, id: VgpuId, parent: Option<&str>) -> Result<Vgpu, Failure> {
-        let vgpu = self.find(id).await?.ok_or(Failure::NoVgpu(id))?;
+    pub async fn vgpu(&self, id: impl Display, parent: Option<&str>) -> Result<Vgpu, Failure> {
+        let found = self.find(&id).await?;
+        let vgpu = found.ok_or_else(|| Failure::NoVgpu(id.to_string()))?;
         match parent {
             Some(parent) if vgpu.parent != parent => Err(Failure::Usage(format!(
                 "vGPU {id} is on parent {}, not {parent}; omit --parent, or name that parent",
@@ -138,6 +148,10 @@ impl Client {
                 io::ErrorKind::PermissionDenied => {
                     Failure::PermissionDenied { socket, user: nix::unistd::geteuid().as_raw() }
                 }
+                io::ErrorKind::NotFound => match manager_beside(&socket) {
+                    Some(pid) => Failure::NoSocket { socket, pid },
+                    None => Failure::Unreachable { socket, reason: error.to_string() },
+                },
                 _ => Failure::Unreachable { socket, reason: error.to_string() },
             }
         })
@@ -200,7 +214,16 @@ impl Client {
         &self,
         response: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
-        tokio::time::timeout(self.timeout, response).await.unwrap_or_else(|_| {
+        let response = tokio::time::timeout(self.timeout, response);
+        tokio::pin!(response);
+        let early = tokio::time::timeout(NOTE_AFTER, &mut response).await;
+        let answer = if let Ok(answer) = early {
+            answer
+        } else {
+            note_silence();
+            response.await
+        };
+        answer.unwrap_or_else(|_| {
             Err(self.invalid_response(format!("timeout after {} s", self.timeout.as_secs())))
         })
     }
@@ -217,6 +240,26 @@ impl Client {
     fn invalid_response(&self, reason: String) -> Failure {
         Failure::InvalidResponse { socket: self.socket.clone(), reason }
     }
+}
+
+/// Returns the process ID of the vgpud that runs in the run directory of a control socket.
+fn manager_beside(socket: &Path) -> Option<u32> {
+    // A manager holds this file and writes its process ID into it. The file outlives the manager.
+    let lock = fs::read_to_string(socket.with_file_name("lock")).ok()?;
+    let pid = lock.trim().parse().ok()?;
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    (name.trim_end() == "vgpud").then_some(pid)
+}
+
+/// Says once why a command waits: systemd accepts connections also for a vgpud that cannot start.
+fn note_silence() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let seconds = NOTE_AFTER.as_secs();
+        eprintln!(
+            "vgpuctl: note: vgpud has not answered for {seconds} s; `vgpuctl doctor` shows the last error of its log"
+        );
+    });
 }
 
 fn build_request(method: Method, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, Failure> {
@@ -242,9 +285,9 @@ fn invalid_request(error: impl Display) -> Failure {
     Failure::Local(format!("Cannot encode the request to vgpud: {error}"))
 }
 
-/// Returns the API path of a vGPU.
-pub fn vgpu_path(id: VgpuId) -> String {
-    format!("/v1/vgpus/{id}")
+/// Returns the API path of a vGPU, by its UUID or name.
+pub fn vgpu_path(vgpu: impl Display) -> String {
+    format!("/v1/vgpus/{vgpu}")
 }
 
 /// Returns whether a text of a response has control characters: it may come from a VM.

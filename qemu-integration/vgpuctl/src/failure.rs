@@ -1,10 +1,17 @@
 //! Errors of commands and their exit statuses.
 
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use mdev_core::ids::VgpuId;
 use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_host::users::Users;
+
+/// Groups of the package: members may read, or change.
+pub const READERS: &str = "vgpu";
+pub const ADMINS: &str = "vgpu-admin";
 
 /// Error of a command. The message is one line with the cause and the remedy.
 #[derive(Debug, thiserror::Error)]
@@ -27,11 +34,22 @@ pub enum Failure {
         /// Error of `connect`.
         reason: String,
     },
+    /// vgpud runs, and its control socket was removed.
+    #[error(
+        "vgpud (process {pid}) runs, but its socket {} was deleted; restart it: `systemctl restart \
+         vgpud.socket vgpud` (VMs continue)",
+        socket.display()
+    )]
+    NoSocket {
+        /// Path of the control socket.
+        socket: PathBuf,
+        /// Process ID of vgpud.
+        pid: u32,
+    },
     /// The user may not connect to the control socket.
     #[error(
-        "User {user} may not use vgpud at {}; add the user to the socket's group \
-         (`stat -c %G {}` prints it): `usermod -aG GROUP USER`, then log in again",
-        socket.display(), socket.display()
+        "User {user} may not use vgpud at {}; as root: `{}`, then log in again",
+        socket.display(), usermod(&Users::read(), socket_group(socket), *user)
     )]
     PermissionDenied {
         /// Path of the control socket.
@@ -94,7 +112,23 @@ pub enum Failure {
     #[error(
         "There is no vGPU {0}; `vgpuctl list` and `vgpuctl list --defined` show the existing vGPUs"
     )]
-    NoVgpu(VgpuId),
+    NoVgpu(String),
+}
+
+/// Returns the group of a socket.
+fn socket_group(socket: &Path) -> Option<u32> {
+    fs::metadata(socket).ok().map(|about| about.gid())
+}
+
+/// Returns the command that gives a user access to a socket of this group. The package's group may
+/// only read.
+pub fn usermod(users: &Users, group: Option<u32>, user: u32) -> String {
+    let group = match group {
+        Some(gid) => users.group_name(gid).map_or_else(|| gid.to_string(), str::to_owned),
+        None => READERS.to_owned(),
+    };
+    let groups = if group == READERS { format!("{READERS},{ADMINS}") } else { group };
+    format!("usermod -aG {groups} {}", users.name(user).unwrap_or("USER"))
 }
 
 impl Failure {
@@ -116,7 +150,7 @@ impl Failure {
             | Self::InvalidResponse { .. }
             | Self::LeftOut { .. }
             | Self::Found { .. } => 1,
-            Self::Unreachable { .. } | Self::Closed { .. } => 3,
+            Self::Unreachable { .. } | Self::NoSocket { .. } | Self::Closed { .. } => 3,
             Self::NoVgpu(_) | Self::Gone(_) | Self::NotFound(_) => 4,
             Self::NotNow(_) => 5,
             Self::PermissionDenied { .. } => 6,
@@ -131,6 +165,29 @@ impl Failure {
                 | ErrorCode::Callout => 5,
                 _ => 1,
             },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_has_the_names_of_user_and_groups() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("etc")).unwrap();
+        let write = |name: &str, text: &str| fs::write(root.path().join("etc").join(name), text);
+        write("passwd", "root:x:0:0::/:\nalice:x:1000:1000::/:\n").unwrap();
+        write("group", "root:x:0:\nvgpu:x:990:\ngpus:x:991:\n").unwrap();
+        let users = Users::in_root(root.path());
+        for (group, user, command) in [
+            (Some(990), 1000, "usermod -aG vgpu,vgpu-admin alice"),
+            (Some(991), 1000, "usermod -aG gpus alice"),
+            (Some(5), 7, "usermod -aG 5 USER"),
+            (None, 1000, "usermod -aG vgpu,vgpu-admin alice"),
+        ] {
+            assert_eq!(usermod(&users, group, user), command);
         }
     }
 }

@@ -115,6 +115,8 @@ pub fn list_text(vgpus: &[&Vgpu], defined: bool, verbose: bool) -> String {
         let (mdev_type, _) = shown(vgpu, defined);
         let _ = write!(text, "{uuid} {parent} {mdev_type} {}", start(vgpu.start));
         let mut notes = Vec::new();
+        let named = vgpu.name.as_ref().map(|name| format!("named {name}"));
+        notes.extend(named.as_deref());
         match (defined, vgpu.state) {
             (true, VgpuState::Running) => notes.push("active"),
             (false, _) if vgpu.defined => notes.push("defined"),
@@ -164,7 +166,8 @@ fn details(text: &mut String, vgpu: &Vgpu, defined: bool) {
         let _ = writeln!(text, "  Worker: process {pid}");
     }
     if let Some(vm) = vgpu.vm {
-        let _ = writeln!(text, "  VM: process {} of user {}", vm.pid, vm.uid);
+        let name = vgpu.vm_name.as_ref().map(|name| format!("{name}, ")).unwrap_or_default();
+        let _ = writeln!(text, "  VM: {name}process {} of user {}", vm.pid, vm.uid);
     }
 }
 

@@ -2,5 +2,6 @@
 
 mod errors;
 mod mdevctl;
+mod names;
 mod run;
 mod verbs;

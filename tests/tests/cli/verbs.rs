@@ -110,6 +110,10 @@ fn a_definition_is_copied_by_its_file() -> Result<()> {
 fn definitions_survive_the_managers_death() -> Result<()> {
     let mut vgpud = Vgpud::start()?;
     let uuid = vgpuctl(&vgpud, "define -p soft0 -t SOFT-1Q --attr core=80")?;
+    // A socket that was deleted is told apart from a manager that does not run.
+    fs::remove_file(vgpud.api_socket())?;
+    let pid = vgpud.pid().context("No process")?;
+    refused(&vgpud, "list", 3, &format!("vgpud (process {pid}) runs, but its socket"))?;
     vgpud.end(Signal::SIGKILL)?;
     refused(&vgpud, "list", 3, "Cannot reach vgpud")?;
     vgpud.start_again()?;
@@ -128,7 +132,7 @@ fn mistakes_get_one_line_and_a_distinct_status() -> Result<()> {
         2,
         "is 1 to 100 hundredths, not \"101\"",
     )?;
-    refused("define -p soft0 -t SOFT-1Q --attr cores=1", 2, "there are core, mode")?;
+    refused("define -p soft0 -t SOFT-1Q --attr cores=1", 2, "there are name, core, mode")?;
     refused("stop -u 7f0c1e6a-2b1d-4a55-9d53-5c0f8e1a0002", 4, "There is no vGPU")?;
 
     let uuid = vgpuctl(&vgpud, "start -p soft0 -t SOFT-512MQ --attr core=80")?;

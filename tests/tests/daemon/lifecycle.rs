@@ -181,7 +181,8 @@ fn mistakes_get_one_line_with_a_remedy() -> Result<()> {
             "conflict",
             "set no mode",
         ),
-        ("GET", "/v1/vgpus/x", Value::Null, 400, "invalid", "not a UUID"),
+        ("GET", "/v1/vgpus/x", Value::Null, 404, "not_found", "no vGPU named x"),
+        ("GET", "/v1/vgpus/-x", Value::Null, 400, "invalid", "neither a UUID nor a name"),
         ("GET", "/v2", Value::Null, 404, "not_found", "openapi.json"),
         ("PUT", "/v1/vgpus", Value::Null, 405, "method_not_allowed", "PUT"),
     ] {

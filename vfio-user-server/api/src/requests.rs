@@ -94,7 +94,8 @@ pub struct ModifyVgpu {
 #[serde(deny_unknown_fields)]
 pub struct StartVgpu {
     /// Owner of the vGPU's socket: `USER` or `USER:GROUP`, by name or number. Overrides the
-    /// attribute `owner`.
+    /// attribute `owner`. Without both, the vGPU belongs to the user who sends the request, and
+    /// root's to the manager's default owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<String>,
     /// Proceeds even if a callout script refuses.

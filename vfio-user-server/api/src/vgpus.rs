@@ -61,6 +61,9 @@ pub struct Vgpu {
     /// UUID of the vGPU.
     #[schema(value_type = String, format = "uuid")]
     pub uuid: VgpuId,
+    /// Name of the vGPU: its attribute `name`. Paths take it in place of the UUID.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Physical GPU on which the vGPU runs or will run.
     pub parent: String,
     /// vGPU type.
@@ -89,6 +92,9 @@ pub struct Vgpu {
     pub pid: Option<u32>,
     /// Attached VM.
     pub vm: Option<AttachedClient>,
+    /// Name of the attached VM, if its command line has one.
+    #[serde(default)]
+    pub vm_name: Option<String>,
     /// Whether the parent's physical screen shows this vGPU, while the vGPU runs on a parent with a
     /// screen.
     #[serde(default)]

@@ -4,14 +4,17 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::extract::{FromRef, FromRequest, FromRequestParts, Path, Request};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use mdev_core::definition::VgpuRef;
 use mdev_core::ids::VgpuId;
 use serde::de::DeserializeOwned;
 
+use crate::service::Service;
+use crate::vgpu_names;
 use vgpud_api::{ErrorBody, ErrorCode, ErrorDetail};
 
 /// Limit of the time in which the body of a request arrives.
@@ -39,7 +42,8 @@ impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.0.code.status());
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        (status, Json(ErrorBody { error: self.0 })).into_response()
+        let error = ErrorDetail::new(self.0.code, vgpu_names::annotated(&self.0.message));
+        (status, Json(ErrorBody { error })).into_response()
     }
 }
 
@@ -82,11 +86,14 @@ async fn read_body(mut body: Body) -> Result<Bytes, ErrorDetail> {
     Err(ErrorDetail::new(ErrorCode::TooLarge, message))
 }
 
-/// Path parameter that is the UUID of a vGPU.
+/// Path parameter that is the UUID or the name of a vGPU, resolved to the UUID.
 #[derive(Debug)]
 pub struct VgpuPath(pub VgpuId);
 
-impl<S: Send + Sync> FromRequestParts<S> for VgpuPath {
+impl<S: Send + Sync> FromRequestParts<S> for VgpuPath
+where
+    Service: FromRef<S>,
+{
     type Rejection = HttpError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> HttpResult<Self> {
@@ -94,6 +101,13 @@ impl<S: Send + Sync> FromRequestParts<S> for VgpuPath {
         let Path(text) = Path::<String>::from_request_parts(parts, state)
             .await
             .map_err(|error| invalid(error.body_text()))?;
-        Ok(text.parse().map(Self).map_err(|_| invalid(format!("{text:?} is not a UUID")))?)
+        match text.parse() {
+            Ok(VgpuRef::Id(id)) => Ok(Self(id)),
+            Ok(VgpuRef::Name(name)) => {
+                let service = Service::from_ref(state);
+                Ok(Self(service.call(move |manager| manager.named(&name)).await?))
+            }
+            Err(_) => Err(invalid(format!("{text:?} is neither a UUID nor a name")).into()),
+        }
     }
 }

@@ -12,7 +12,7 @@
 //! * [`gpu_process`]: GPU process of a parent
 //! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
 //! * [`systemd`]: socket activation and notifications
-//! * [`logger`], [`log_limiter`]: log lines, and their rate limit
+//! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs in them
 
 pub mod api;
 pub mod backend;
@@ -31,6 +31,7 @@ pub mod service;
 pub mod spawn;
 mod sys;
 pub mod systemd;
+pub mod vgpu_names;
 pub mod web_console;
 pub mod worker;
 pub mod worker_client;

@@ -10,6 +10,7 @@ use log::{Log, Metadata, Record};
 use vgpud_host::text::one_line;
 
 use crate::log_limiter::LogLimiter;
+use crate::vgpu_names;
 
 /// Limit of a message, in characters.
 const MAX_MESSAGE: usize = 2000;
@@ -64,7 +65,8 @@ impl Log for Logger {
         if !self.inner.matches(record) {
             return;
         }
-        let mut message = one_line(&record.args().to_string(), MAX_MESSAGE);
+        let mut message = vgpu_names::annotated(&record.args().to_string());
+        message = one_line(&message, MAX_MESSAGE);
         match self.pass(record, &message) {
             None => return,
             Some(0) => {}

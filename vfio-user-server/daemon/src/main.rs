@@ -13,6 +13,7 @@ use vgpud::backend::ParentConfig;
 use vgpud::web_console::request_guard::Address;
 use vgpud::{gpu_process, manager, run, spawn, worker};
 use vgpud_host::command_line;
+use vgpud_host::text::with_causes;
 use vgpud_host::users::{Account, Users};
 
 mod access_config;
@@ -72,7 +73,7 @@ struct RunArgs {
     /// exists]
     #[arg(long, value_name = "GROUP")]
     admin_group: Option<String>,
-    /// Owner of vGPUs without the attribute `owner`: the user that VMs run as [default:
+    /// Owner of vGPUs that root starts without naming an owner: the user that VMs run as [default:
     /// libvirt-qemu or qemu, if it exists, or else the user of this process]
     #[arg(long, value_name = "USER[:GROUP]")]
     owner: Option<Owner>,
@@ -135,7 +136,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("vgpud: {error:#}");
+            eprintln!("vgpud: {}", with_causes(error.as_ref()));
             ExitCode::FAILURE
         }
     }

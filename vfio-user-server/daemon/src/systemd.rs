@@ -36,6 +36,11 @@ pub fn listener() -> anyhow::Result<Option<tokio::net::UnixListener>> {
     take().context(what).map(Some)
 }
 
+/// Returns whether this process is the service of `vgpud.service`, under the unit's restrictions.
+pub fn is_service() -> bool {
+    env::var_os("NOTIFY_SOCKET").is_some()
+}
+
 /// Notifications to the service manager from the manager's loop: watchdog keep-alives and the
 /// number of vGPUs.
 #[derive(Debug)]

@@ -58,20 +58,24 @@ fn problem(error: &Error) -> Option<String> {
         Some(ContextValue::String(text)) => std::slice::from_ref(text),
         _ => &[],
     };
-    let suggestion = |kind| match strings(kind) {
-        [] => String::new(),
-        names => format!("; did you mean {}?", any_of(names)),
-    };
     let arg = string(ContextKind::InvalidArg);
     Some(match error.kind() {
         ErrorKind::InvalidSubcommand => {
             let name = string(ContextKind::InvalidSubcommand)?;
-            format!("There is no command {name:?}{}", suggestion(ContextKind::SuggestedSubcommand))
+            format!(
+                "There is no command {name:?}{}",
+                did_you_mean(strings(ContextKind::SuggestedSubcommand))
+            )
         }
         ErrorKind::MissingSubcommand => "Give a command".to_owned(),
         ErrorKind::UnknownArgument => match arg? {
             option if option.starts_with('-') => {
-                format!("There is no option {option} here{}", suggestion(ContextKind::SuggestedArg))
+                let near =
+                    strings(ContextKind::SuggestedArg).iter().filter(|name| is_near(option, name));
+                format!(
+                    "There is no option {option} here{}",
+                    did_you_mean(&near.collect::<Vec<_>>())
+                )
             }
             argument => format!("{argument:?} is an unexpected argument"),
         },
@@ -108,6 +112,23 @@ fn problem(error: &Error) -> Option<String> {
         }
         _ => return None,
     })
+}
+
+fn did_you_mean(names: &[impl AsRef<str>]) -> String {
+    match names {
+        [] => String::new(),
+        names => format!("; did you mean {}?", any_of(names)),
+    }
+}
+
+/// Returns whether an option is likely to be a mistyped or abbreviated `name`. clap also suggests
+/// options that merely have some letters in common.
+fn is_near(option: &str, name: &str) -> bool {
+    let [option, name] = [option, name].map(|text| text.trim_start_matches('-'));
+    let option = option.split('=').next().unwrap_or(option);
+    let shorter = option.len().min(name.len());
+    let typing_errors = (shorter / 3).max(1);
+    name.starts_with(option) || strsim::damerau_levenshtein(option, name) <= typing_errors
 }
 
 /// Returns the reason that a value's parser gave.
@@ -186,6 +207,13 @@ mod tests {
             #[arg(long, num_args = 0..=1, require_equals = true)]
             tcp: Option<u16>,
         },
+        /// Stops a vGPU.
+        Stop {
+            #[arg(long)]
+            force: bool,
+            #[arg(long)]
+            verbose: bool,
+        },
         /// Has two required arguments.
         Copy { from: String, to: String },
     }
@@ -203,6 +231,9 @@ mod tests {
             ("copy", "Give <FROM> and <TO>; see `ctl copy --help`"),
             ("copy a b c", "\"c\" is an unexpected argument; see `ctl copy --help`"),
             ("start --kind a --cor 5", "There is no option --cor here; did you mean --core?"),
+            ("stop --core 5", "There is no option --core here; see `ctl stop --help`"),
+            ("stop --froce", "There is no option --froce here; did you mean --force?"),
+            ("stop --verb", "There is no option --verb here; did you mean --verbose?"),
             (
                 "start --uuid soft0",
                 "\"soft0\" is not a value of --uuid <UUID>: a uuid is 32 hexadecimal digits, as in \

@@ -90,11 +90,12 @@ impl Users {
 
     /// Returns a user's name, if the file contains it.
     pub fn name(&self, uid: u32) -> Option<&str> {
-        self.passwd.lines().find_map(|line| {
-            let mut fields = line.split(':');
-            let name = fields.next()?;
-            (fields.nth(1).and_then(number) == Some(uid)).then_some(name)
-        })
+        name_of(&self.passwd, uid)
+    }
+
+    /// Returns a group's name, if the file contains it.
+    pub fn group_name(&self, gid: u32) -> Option<&str> {
+        name_of(&self.group, gid)
     }
 
     /// Returns the name of a user who has a user ID from `first` to `last`, in person or for
@@ -134,6 +135,15 @@ impl Users {
     }
 }
 
+/// Returns the name of a user or group in its file, by number.
+fn name_of(file: &str, id: u32) -> Option<&str> {
+    file.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1).and_then(number) == Some(id)).then_some(name)
+    })
+}
+
 /// Parses a user ID or group ID. The largest number means "none" to the kernel and is invalid.
 fn number(text: &str) -> Option<u32> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -164,6 +174,7 @@ mod tests {
         assert_eq!((users.group("kvm"), users.group("7")), (Some(993), Some(7)));
         assert_eq!((users.group("x"), users.group("-1")), (None, None));
         assert_eq!((users.name(64_055), users.name(1)), (Some("libvirt-qemu"), None));
+        assert_eq!((users.group_name(990), users.group_name(1)), (Some("vgpu"), None));
         let owner = |text: &str| users.owner(&text.parse().unwrap());
         assert_eq!(owner("libvirt-qemu:kvm"), Ok(Account { uid: 64_055, gid: 993 }));
         assert!(owner("root:nogroup").unwrap_err().contains("no group \"nogroup\""));

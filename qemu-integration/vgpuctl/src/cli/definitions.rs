@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 use mdev_core::definition::Owner;
-use mdev_core::ids::VgpuId;
 
 use super::Output;
-use super::values::{attribute, mapping, with_attributes};
+use super::values::{mapping, with_attributes};
+use super::vgpu::{ATTRIBUTE_ARGS, AttributeArgs, OptionalVgpuArg, VGPU_ARGS, VgpuArg};
 
 #[derive(Debug, Args)]
 pub struct Types {
@@ -34,9 +34,8 @@ pub struct List {
     /// Print mdevctl's JSON. With --uuid, print the vGPU's definition file.
     #[arg(long, conflicts_with = "output")]
     pub dumpjson: bool,
-    /// Only this vGPU.
-    #[arg(short, long)]
-    pub uuid: Option<VgpuId>,
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
     /// Only vGPUs on this parent.
     #[arg(short, long)]
     pub parent: Option<String>,
@@ -47,17 +46,17 @@ pub struct List {
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).multiple(true)
-    .args(["uuid", "mdev_type", "jsonfile"]))]
+    .args(VGPU_ARGS).args(["mdev_type", "jsonfile"]))]
 #[command(after_help = with_attributes("\
 Examples:
   vgpuctl define -p soft0 -t SOFT-1Q               prints the new vGPU's uuid
+  vgpuctl define --name web1 -t SOFT-1Q --core 50  with a name and a share
   vgpuctl define -u UUID -t SOFT-2C --auto         on any parent; starts with vgpud
   vgpuctl define -u UUID                           makes a running transient vGPU permanent
   vgpuctl define -p soft0 --jsonfile vgpu.json     from a file in mdevctl's format"))]
 pub struct Define {
-    /// Uuid of the vGPU. Default: a random uuid, which is printed.
-    #[arg(short, long)]
-    pub uuid: Option<VgpuId>,
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
     /// Start the vGPU whenever vgpud starts.
     #[arg(short, long)]
     pub auto: bool,
@@ -67,11 +66,11 @@ pub struct Define {
     /// vGPU type.
     #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
     pub mdev_type: Option<String>,
-    /// Attribute, for example core=80; may be repeated.
-    #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
-    pub attr: Vec<(String, String)>,
+    #[command(flatten)]
+    pub attrs: AttributeArgs,
     /// Type, start policy and attributes, in mdevctl's JSON; - reads the standard input.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "auto", "attr"])]
+    #[arg(long, value_name = "FILE",
+        conflicts_with_all = ["mdev_type", "auto", "name", "core", "attr"])]
     pub jsonfile: Option<PathBuf>,
     /// Proceed even if a callout script refuses.
     #[arg(short, long)]
@@ -83,9 +82,8 @@ pub struct Define {
 
 #[derive(Debug, Args)]
 pub struct Undefine {
-    /// Uuid of the vGPU.
-    #[arg(short, long)]
-    pub uuid: VgpuId,
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
     /// Fail unless the vGPU is defined for this parent.
     #[arg(short, long)]
     pub parent: Option<String>,
@@ -99,18 +97,20 @@ pub struct Undefine {
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).multiple(true)
-    .args(["mdev_type", "addattr", "delattr", "attr", "auto", "manual", "jsonfile"]))]
+    .args(ATTRIBUTE_ARGS)
+    .args(["mdev_type", "addattr", "delattr", "auto", "manual", "jsonfile"]))]
 #[command(after_help = with_attributes("\
 Examples:
-  vgpuctl modify -u UUID --attr core=60            adds or replaces an attribute
-  vgpuctl modify -u UUID --attr core=60 --live     changes the running vGPU until it stops
+  vgpuctl modify web1 --core 60                    changes the share from the next start on
+  vgpuctl modify web1 --core 60 --live             changes the running vGPU until it stops
+  vgpuctl modify web1 --name web2                  renames the vGPU, at once
+  vgpuctl modify -u UUID --attr mode=hard          adds or replaces an attribute
   vgpuctl modify -u UUID --addattr core --value 60 appends an attribute, as in mdevctl
   vgpuctl modify -u UUID --delattr --index 0       removes the first attribute
   vgpuctl modify -u UUID --auto                    starts the vGPU with vgpud"))]
 pub struct Modify {
-    /// Uuid of the vGPU.
-    #[arg(short, long)]
-    pub uuid: VgpuId,
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
     /// Fail unless the vGPU is on this parent.
     #[arg(short, long)]
     pub parent: Option<String>,
@@ -118,10 +118,11 @@ pub struct Modify {
     #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
     pub mdev_type: Option<String>,
     /// Add an attribute, at the end or at --index.
-    #[arg(long, requires = "value", value_name = "NAME", conflicts_with_all = ["delattr", "attr"])]
+    #[arg(long, requires = "value", value_name = "NAME",
+        conflicts_with_all = ["delattr", "name", "core", "attr"])]
     pub addattr: Option<String>,
     /// Remove the last attribute, or the attribute at --index.
-    #[arg(long, conflicts_with = "attr")]
+    #[arg(long, conflicts_with_all = ATTRIBUTE_ARGS)]
     pub delattr: bool,
     /// Index of the attribute, from 0.
     #[arg(short, long)]
@@ -129,9 +130,8 @@ pub struct Modify {
     /// Value of the attribute named by --addattr.
     #[arg(long, requires = "addattr", conflicts_with = "delattr")]
     pub value: Option<String>,
-    /// Add an attribute, or replace its value; may be repeated.
-    #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
-    pub attr: Vec<(String, String)>,
+    #[command(flatten)]
+    pub attrs: AttributeArgs,
     /// Start the vGPU whenever vgpud starts.
     #[arg(short, long, conflicts_with = "manual")]
     pub auto: bool,
@@ -146,7 +146,8 @@ pub struct Modify {
     pub defined: bool,
     /// Start policy and all attributes, in mdevctl's JSON; - reads the standard input.
     #[arg(long, value_name = "FILE",
-        conflicts_with_all = ["mdev_type", "addattr", "delattr", "attr", "auto", "manual"])]
+        conflicts_with_all = ["mdev_type", "addattr", "delattr", "name", "core", "attr", "auto",
+            "manual"])]
     pub jsonfile: Option<PathBuf>,
     /// Proceed even if a callout script refuses.
     #[arg(short, long)]
@@ -158,16 +159,15 @@ pub struct Modify {
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("what").required(true).multiple(true)
-    .args(["uuid", "mdev_type", "jsonfile"]))]
+    .args(VGPU_ARGS).args(["mdev_type", "jsonfile"]))]
 #[command(after_help = with_attributes("\
 Examples:
-  vgpuctl start -u UUID                            a defined vGPU
-  vgpuctl start -u UUID --owner libvirt-qemu       for a VM that libvirt runs
-  vgpuctl start -p soft0 -t SOFT-1Q --attr core=20 a transient vGPU; prints its uuid"))]
+  vgpuctl start web1                               a defined vGPU
+  vgpuctl start web1 --owner libvirt-qemu          for a VM that libvirt runs
+  vgpuctl start -t SOFT-1Q --core 20 --name tmp    a transient vGPU; prints its uuid"))]
 pub struct Start {
-    /// Uuid of the vGPU. Default: a random uuid, which is printed.
-    #[arg(short, long)]
-    pub uuid: Option<VgpuId>,
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
     /// Parent. Default: the parent of the definition, or the first that offers the type and has
     /// room.
     #[arg(short, long)]
@@ -175,15 +175,15 @@ pub struct Start {
     /// Type of a transient vGPU.
     #[arg(id = "mdev_type", short = 't', long = "type", value_name = "TYPE")]
     pub mdev_type: Option<String>,
-    /// Attribute of a transient vGPU; may be repeated.
-    #[arg(long, value_name = "NAME=VALUE", value_parser = attribute)]
-    pub attr: Vec<(String, String)>,
+    #[command(flatten)]
+    pub attrs: AttributeArgs,
     /// Owner of the socket for this start: the user that the VM runs as, by name or number.
     #[arg(long, value_name = "USER[:GROUP]")]
     pub owner: Option<Owner>,
     /// Type and attributes in mdevctl's JSON, instead of the definition; - reads the standard
     /// input.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["mdev_type", "attr"])]
+    #[arg(long, value_name = "FILE",
+        conflicts_with_all = ["mdev_type", "name", "core", "attr"])]
     pub jsonfile: Option<PathBuf>,
     /// Proceed even if a callout script refuses.
     #[arg(short, long)]
@@ -195,9 +195,8 @@ pub struct Start {
 
 #[derive(Debug, Args)]
 pub struct Stop {
-    /// Uuid of the vGPU.
-    #[arg(short, long)]
-    pub uuid: VgpuId,
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
     /// Stop the vGPU even if a VM uses it or a callout script refuses. The VM sees a surprise
     /// removal of the device.
     #[arg(short, long)]

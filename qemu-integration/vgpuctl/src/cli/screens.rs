@@ -3,37 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use mdev_core::ids::VgpuId;
+use mdev_core::definition::VgpuRef;
 
 use super::Output;
 use super::values::{monitor, rotation_interval};
-
-/// vGPU as a positional argument or, as in mdevctl's commands, as an option.
-#[derive(Debug, Args)]
-pub struct VgpuArg {
-    /// Uuid of the vGPU.
-    #[arg(value_name = "UUID")]
-    positional: Option<VgpuId>,
-    /// Uuid of the vGPU.
-    #[arg(
-        id = "flagged",
-        short = 'u',
-        long = "uuid",
-        value_name = "UUID",
-        conflicts_with = "positional"
-    )]
-    flagged: Option<VgpuId>,
-}
-
-/// Argument IDs of [`VgpuArg`].
-const VGPU_ARGS: [&str; 2] = ["positional", "flagged"];
-
-impl VgpuArg {
-    /// Returns the named vGPU.
-    pub fn id(&self) -> Option<VgpuId> {
-        self.positional.or(self.flagged)
-    }
-}
+use super::vgpu::{OptionalVgpuArg, VGPU_ARGS, VgpuArg};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -42,15 +16,16 @@ and serves the screen until the command ends. Only you and root can open the UNI
 port on loopback is open to every local user; each run has a new password. See docs/console.md.
 
 Examples:
-  vgpuctl view UUID                                view only
-  vgpuctl view UUID --monitor /run/vm/qmp.sock     with keyboard and pointer by the VM's QMP socket
-  vgpuctl view UUID --tcp --print                  for any VNC viewer, with a password
-  ssh -L 5901:localhost:5901 HOST vgpuctl view UUID --tcp=5901
+  vgpuctl view web1                                view only
+  vgpuctl view web1 --monitor /run/vm/qmp.sock     with keyboard and pointer by the VM's QMP socket
+  vgpuctl view web1 --tcp --print                  for any VNC viewer, with a password
+  ssh -L 5901:localhost:5901 HOST vgpuctl view web1 --tcp=5901
                                                    from another machine")]
 pub struct View {
     #[command(flatten)]
     pub vgpu: VgpuArg,
-    /// QMP socket of the vGPU's VM, which receives keyboard and pointer input.
+    /// QMP socket of the vGPU's VM, which receives keyboard and pointer input. vgpud opens the
+    /// socket; as a service, vgpud has a /tmp of its own.
     #[arg(long, value_name = "PATH")]
     pub monitor: Option<PathBuf>,
     /// Serve the screen on this port of 127.0.0.1, or on a free port, with a password.
@@ -72,12 +47,12 @@ session and expires after five minutes. See docs/console.md.
 
 Examples:
   vgpuctl web                                      all vGPUs: shares, memory, events, screens
-  vgpuctl web --monitor UUID=/run/vm/qmp.sock      a screen with keyboard and pointer
+  vgpuctl web --monitor web1=/run/vm/qmp.sock      a screen with keyboard and pointer
   ssh -L 8006:127.0.0.1:8006 HOST vgpuctl web      from another machine")]
 pub struct Web {
     /// QMP socket of a vGPU's VM, which receives keyboard and pointer input; may be repeated.
-    #[arg(long, value_name = "UUID=PATH", value_parser = monitor)]
-    pub monitor: Vec<(VgpuId, PathBuf)>,
+    #[arg(long, value_name = "VGPU=PATH", value_parser = monitor)]
+    pub monitor: Vec<(VgpuRef, PathBuf)>,
     /// Output format.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
@@ -85,9 +60,8 @@ pub struct Web {
 
 #[derive(Debug, Args)]
 pub struct Screenshot {
-    /// Uuid of the vGPU.
-    #[arg(short, long)]
-    pub uuid: VgpuId,
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
     /// PNG file to write; - writes the picture to the standard output.
     #[arg(short = 'o', long = "file", value_name = "FILE")]
     pub file: PathBuf,
@@ -104,13 +78,13 @@ over restarts of vgpud.
 
 Examples:
   vgpuctl focus                                    list screens with the shown vGPUs
-  vgpuctl focus UUID                               show this vGPU
+  vgpuctl focus web1                               show this vGPU
   vgpuctl focus --rotate 10                        show each vGPU for 10 seconds, for kiosks
   vgpuctl focus --rotate 10 -p 0000:3b:00.0        the same with several screens
   vgpuctl focus --rotate off                       keep showing the current vGPU")]
 pub struct Focus {
     #[command(flatten)]
-    pub vgpu: VgpuArg,
+    pub vgpu: OptionalVgpuArg,
     /// Show each vGPU for this many seconds; off ends rotation. vGPUs without a picture are
     /// skipped.
     #[arg(long, value_name = "SECONDS|off", value_parser = rotation_interval,

@@ -1,10 +1,10 @@
 //! Commands about shares of the GPU: `stats`, `top`, `scheduler`.
 
 use clap::{Args, ValueEnum};
-use mdev_core::ids::VgpuId;
 
 use super::Output;
 use super::values::milliseconds;
+use super::vgpu::OptionalVgpuArg;
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -12,6 +12,9 @@ Columns:
   ASKED      attribute core: minimum share under contention, in hundredths of the GPU
   DUE        share while all vGPUs are busy
   SHARE      share of the GPU in the last measured window, about one second
+  VM         process ID of the VM, or the number of CUDA programs
+
+Columns of --wide:
   OF BUSY    share of the GPU's busy time in the same window
   ENGINE     engine time since the vGPU's start
   WAITED     time with pending work but without the engine
@@ -20,16 +23,20 @@ Columns:
 
 Examples:
   vgpuctl stats                                    usage of all vGPUs
+  vgpuctl stats --wide                             with times, submissions and errors
   vgpuctl stats -v                                 all counters and limits
-  vgpuctl stats -u UUID                            all counters and limits of one vGPU
+  vgpuctl stats web1                               all counters and limits of one vGPU
   vgpuctl stats --output json | jq .vgpus          for programs; Prometheus reads /metrics")]
 pub struct Stats {
     /// Only this vGPU, with all counters and limits.
-    #[arg(short, long)]
-    pub uuid: Option<VgpuId>,
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
     /// Only vGPUs on this parent.
     #[arg(short, long)]
     pub parent: Option<String>,
+    /// Print a row for each vGPU with more columns, wider than most terminals.
+    #[arg(short, long, conflicts_with = "verbose")]
+    pub wide: bool,
     /// Print all counters and limits.
     #[arg(short, long)]
     pub verbose: bool,

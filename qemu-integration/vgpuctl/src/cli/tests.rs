@@ -10,13 +10,14 @@ fn the_command_line_is_consistent() {
 }
 
 /// Commands without JSON output, and the reason.
-const WITHOUT_JSON: [(&str, &str); 7] = [
+const WITHOUT_JSON: [(&str, &str); 8] = [
     ("completions", "prints a shell script"),
     ("man", "writes troff"),
     ("top", "draws on a terminal; stats has the same numbers"),
     ("start-parent-mdevs", "is called by udev and always fails"),
     ("libvirt hook", "is called by libvirt, which reads the exit status and one line"),
     ("run", "prints what its program prints"),
+    ("run-vm", "prints what its VM prints"),
     ("help", "is for people"),
 ];
 
@@ -90,7 +91,8 @@ fn invalid_command_lines_are_refused() {
         "start",
         "stop",
         "modify -u 83c32df7-d52e-4ec1-9668-1f3c7e4df107",
-        "start -u 1",
+        "start -u a/b",
+        "start -u 83c32df7",
         "define -t a --jsonfile f",
         "start -t a --attr core",
         "list --output xml",

@@ -3,8 +3,7 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use mdev_core::definition::{ATTRIBUTES, Attribute};
-use mdev_core::ids::VgpuId;
+use mdev_core::definition::{ATTRIBUTES, Attribute, VgpuRef};
 
 use super::screens::RotationInterval;
 
@@ -43,12 +42,12 @@ pub fn rotation_interval(text: &str) -> Result<RotationInterval, String> {
     }
 }
 
-/// Parses `UUID=PATH`.
-pub fn monitor(text: &str) -> Result<(VgpuId, PathBuf), String> {
-    let pair = text.split_once('=').and_then(|(uuid, path)| Some((uuid.parse().ok()?, path)));
+/// Parses `VGPU=PATH`.
+pub fn monitor(text: &str) -> Result<(VgpuRef, PathBuf), String> {
+    let pair = text.split_once('=').and_then(|(vgpu, path)| Some((vgpu.parse().ok()?, path)));
     match pair {
-        Some((uuid, path)) if !path.is_empty() => Ok((uuid, path.into())),
-        _ => Err("a monitor is UUID=PATH: a vGPU and the QMP socket of its VM".to_owned()),
+        Some((vgpu, path)) if !path.is_empty() => Ok((vgpu, path.into())),
+        _ => Err("a monitor is VGPU=PATH: a vGPU and the QMP socket of its VM".to_owned()),
     }
 }
 
@@ -60,10 +59,43 @@ pub fn attribute(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// Parses the size of a VM's memory and returns it with its unit. As for QEMU's `-m`, MiB is the
+/// default unit.
+pub fn memory_size(text: &str) -> Result<String, String> {
+    let (number, unit) = match text.char_indices().last() {
+        Some((last, unit @ ('k' | 'K' | 'm' | 'M' | 'g' | 'G' | 't' | 'T'))) => {
+            (&text[..last], unit.to_ascii_uppercase())
+        }
+        _ => (text, 'M'),
+    };
+    let plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    match number.parse::<f64>() {
+        Ok(size) if plain && size > 0.0 => Ok(format!("{number}{unit}")),
+        _ => Err("give a size, for example 512M or 4G".to_owned()),
+    }
+}
+
 /// Parses `OLD=NEW`.
 pub fn mapping(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((old, new)) if !old.is_empty() && !new.is_empty() => Ok((old.into(), new.into())),
         _ => Err("give a mapping as OLD=NEW".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_of_memory_have_a_unit() {
+        for (text, size) in [("2G", "2G"), ("512", "512M"), ("1.5g", "1.5G"), ("1024k", "1024K")] {
+            assert_eq!(memory_size(text).as_deref(), Ok(size));
+        }
+        for text in
+            ["lots", "", "G", "0", "0G", "-1G", "1e3", "2GB", "2 G", "2G,slots=4", "inf", "²G"]
+        {
+            assert!(memory_size(text).is_err(), "{text}");
+        }
     }
 }

@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-use mdev_core::ids::VgpuId;
-use vgpud_api::{ErrorCode, ErrorDetail, Focused, Parent, PhysicalScreen, Rotate};
+use mdev_core::definition::VgpuRef;
+use vgpud_api::{ErrorCode, ErrorDetail, Focused, Parent, PhysicalScreen, Rotate, Vgpu};
 
-use super::read::no_parent;
+use super::read::{called, no_parent};
 use crate::cli::{Focus as Args, Output, RotationInterval};
 use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
@@ -13,8 +13,8 @@ use crate::mdevctl::pretty;
 
 /// Runs `focus`.
 pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
-    if let Some(uuid) = args.vgpu.id() {
-        return show(client, uuid, args.output).await;
+    if let Some(vgpu) = args.vgpu.vgpu() {
+        return show(client, vgpu, args.output).await;
     }
     let parents: Vec<Parent> = client.get("/v1/parents").await?;
     if let Some(interval) = args.rotate {
@@ -37,13 +37,16 @@ pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
             Ok(b"There is no physical screen; use `vgpuctl view UUID` to show a vGPU's screen\n"
                 .to_vec())
         }
-        Output::Text => Ok(screens.iter().map(line).collect::<String>().into_bytes()),
+        Output::Text => {
+            let vgpus: Vec<Vgpu> = client.get("/v1/vgpus").await?;
+            Ok(screens.iter().map(|screen| line(screen, &vgpus)).collect::<String>().into_bytes())
+        }
     }
 }
 
 /// Shows a vGPU on its parent's screen.
-async fn show(client: &Client, uuid: VgpuId, output: Output) -> Result<Vec<u8>, Failure> {
-    let shown: Focused = client.post(&format!("{}/focus", vgpu_path(uuid)), &()).await?;
+async fn show(client: &Client, vgpu: &VgpuRef, output: Output) -> Result<Vec<u8>, Failure> {
+    let shown: Focused = client.post(&format!("{}/focus", vgpu_path(vgpu)), &()).await?;
     match output {
         Output::Json => pretty(&shown),
         Output::Text => Ok(Vec::new()),
@@ -83,11 +86,11 @@ fn only_screen(parents: &[Parent]) -> Result<String, Failure> {
     }
 }
 
-fn line(screen: &PhysicalScreen) -> String {
+fn line(screen: &PhysicalScreen, vgpus: &[Vgpu]) -> String {
     let mut line = format!("{} ", screen.parent);
     // Writing to a String does not fail.
     let _ = match screen.focus {
-        Some(uuid) => write!(line, "{uuid}"),
+        Some(uuid) => write!(line, "{}", called(uuid, vgpus)),
         None => write!(line, "none"),
     };
     if let Some(seconds) = screen.rotate_seconds {

@@ -62,7 +62,8 @@ pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
                 (entry.uuid, entry.result)
             {
                 let parent = entry.parent.clone();
-                existing.insert(uuid, placeholder(uuid, parent));
+                let name = entry.attrs.iter().find_map(|attr| attr.get("name").cloned());
+                existing.insert(uuid, Vgpu { name, ..placeholder(uuid, parent) });
             }
         }
         entries.push(entry);
@@ -75,6 +76,10 @@ pub async fn import(client: &Client, args: Import) -> Result<Vec<u8>, Failure> {
     }
     let text = match args.output {
         Output::Json => pretty(&entries)?,
+        Output::Text if entries.is_empty() => {
+            let dir = args.dir.display();
+            format!("There are no definitions in {dir}: files {dir}/PARENT/UUID\n").into_bytes()
+        }
         Output::Text => entries.iter().map(line).collect::<String>().into_bytes(),
     };
     let left_out = entries.iter().filter(|entry| entry.result == Outcome::LeftOut).count();
@@ -101,10 +106,16 @@ fn files(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
 fn names(dir: &Path) -> Result<Vec<(String, PathBuf)>, Failure> {
     let read = fs::read_dir(dir).and_then(Iterator::collect::<io::Result<Vec<_>>>);
     let entries = read.map_err(|error| {
-        Failure::Local(format!(
-            "Cannot read {}: {error}; name the directory of mdevctl's definitions",
-            dir.display()
-        ))
+        let dir = dir.display();
+        match error.kind() {
+            io::ErrorKind::NotFound => Failure::NotFound(format!(
+                "There is no directory {dir} with definitions of mdevctl; name another: vgpuctl \
+                 import DIR"
+            )),
+            _ => Failure::Local(format!(
+                "Cannot read {dir}: {error}; name the directory of mdevctl's definitions"
+            )),
+        }
     })?;
     let mut names: Vec<_> = entries
         .iter()
@@ -170,6 +181,12 @@ fn check(
         let on = &vgpu.parent;
         return Err(format!("another vGPU on parent {on} has this uuid and is not changed"));
     }
+    if let Some(name) = attrs.name()
+        && let Some(vgpu) =
+            existing.values().find(|vgpu| vgpu.name.as_deref() == Some(name.as_str()))
+    {
+        return Err(format!("vGPU {} has its name {name}", vgpu.uuid));
+    }
     let parent = &entry.parent;
     let Some(offered) = types.iter().find(|types| types.parent == *parent) else {
         let names: Vec<_> = types.iter().map(|types| types.parent.as_str()).collect();
@@ -228,6 +245,7 @@ async fn define(client: &Client, entry: &mut ImportEntry) -> Result<(), Failure>
 fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
     Vgpu {
         uuid,
+        name: None,
         parent,
         mdev_type: String::new(),
         start: StartPolicy::Manual,
@@ -240,6 +258,7 @@ fn placeholder(uuid: VgpuId, parent: String) -> Vgpu {
         socket: None,
         pid: None,
         vm: None,
+        vm_name: None,
         focus: None,
         warnings: Vec::new(),
     }

@@ -5,8 +5,9 @@
 //! * [`stats`], [`scheduler`], [`focus`], [`import`], [`libvirt`], [`view`], [`web`]: the commands
 //!   of these names
 //! * [`parents`]: the host's physical devices
-//! * [`write`]: `define`, `undefine`, `modify`, `start`, `stop`
-//! * [`run`]: programs on a vGPU
+//! * [`mod@write`]: `define`, `undefine`, `modify`, `start`, `stop`
+//! * [`mod@run`]: programs on a vGPU; [`run_vm`]: a VM with a vGPU; [`transient`]: vGPUs for the
+//!   lifetime of either
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod focus;
@@ -16,8 +17,10 @@ mod libvirt;
 mod parents;
 mod read;
 mod run;
+mod run_vm;
 mod scheduler;
 pub mod stats;
+mod transient;
 mod view;
 mod vm;
 mod web;
@@ -55,6 +58,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::QemuArgs(args) => vm::qemu_args(&client, args).await,
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
         Command::Run(args) => run::run(&client, args).await,
+        Command::RunVm(args) => run_vm::run_vm(&client, args).await,
         Command::Libvirt(args) => libvirt::libvirt(&client, args).await,
     }
 }

@@ -1,5 +1,7 @@
 //! `types`, `list`.
 
+use mdev_core::definition::VgpuRef;
+use mdev_core::ids::VgpuId;
 use vgpud_api::{ErrorCode, ErrorDetail, ParentTypes, Vgpu, VgpuState};
 
 use crate::cli::{List, Output, Types};
@@ -28,10 +30,11 @@ pub async fn types(client: &Client, args: Types) -> Result<Vec<u8>, Failure> {
 /// Runs `list`.
 pub async fn list(client: &Client, args: List) -> Result<Vec<u8>, Failure> {
     let all: Vec<Vgpu> = client.get("/v1/vgpus").await?;
+    let asked = args.vgpu.vgpu();
     let shown = |vgpu: &&Vgpu| {
         let included = if args.defined { vgpu.defined } else { vgpu.state != VgpuState::Stopped };
         included
-            && args.uuid.is_none_or(|uuid| vgpu.uuid == uuid)
+            && asked.is_none_or(|asked| is(vgpu, asked))
             && args.parent.as_ref().is_none_or(|parent| vgpu.parent == *parent)
     };
     let vgpus: Vec<_> = all.iter().filter(shown).collect();
@@ -41,9 +44,23 @@ pub async fn list(client: &Client, args: List) -> Result<Vec<u8>, Failure> {
         }
     }
     match args.output {
-        _ if args.dumpjson => dump(&mdevctl::list_json(&vgpus, args.defined, args.uuid.is_some())),
+        _ if args.dumpjson => dump(&mdevctl::list_json(&vgpus, args.defined, asked.is_some())),
         Output::Json => pretty(&vgpus),
         Output::Text => Ok(mdevctl::list_text(&vgpus, args.defined, args.verbose).into_bytes()),
+    }
+}
+
+/// Returns a vGPU's uuid, followed by the name of the vGPU, if it has one.
+pub(super) fn called(uuid: VgpuId, vgpus: &[Vgpu]) -> String {
+    let name = vgpus.iter().find(|vgpu| vgpu.uuid == uuid).and_then(|vgpu| vgpu.name.as_ref());
+    name.map_or_else(|| uuid.to_string(), |name| format!("{uuid} ({name})"))
+}
+
+/// Returns whether a vGPU is the named one.
+fn is(vgpu: &Vgpu, asked: &VgpuRef) -> bool {
+    match asked {
+        VgpuRef::Id(id) => vgpu.uuid == *id,
+        VgpuRef::Name(name) => vgpu.name.as_deref() == Some(name.as_str()),
     }
 }
 

@@ -1,22 +1,17 @@
 //! `run`: a CUDA program on a vGPU.
 
 use std::ffi::{OsStr, OsString};
-use std::io;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
+use std::process::Command;
 
-use hyper::Method;
-use mdev_core::ids::VgpuId;
 use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::{AccessFlags, Pid, access, geteuid};
-use tokio::signal::unix::{SignalKind, signal};
-use vgpud_api::{CreateVgpu, StopVgpu, Vgpu};
+use nix::unistd::{AccessFlags, access, geteuid};
+use vgpud_api::Vgpu;
 
-use super::write::attributes;
+use super::transient::{Transient, cannot_run};
 use crate::cli::Run;
-use crate::client::{Client, vgpu_path};
+use crate::client::Client;
 use crate::failure::Failure;
 
 /// File name of the preload library.
@@ -25,110 +20,23 @@ const LIBRARY: &str = "libtessera_cuda.so";
 /// Runs `run`. Does not return after the program has run.
 pub async fn run(client: &Client, args: Run) -> Result<Vec<u8>, Failure> {
     let library = library()?;
-    if let Some(uuid) = args.uuid {
-        let vgpu = client.vgpu(uuid, None).await?;
+    if let Some(vgpu) = args.vgpu.vgpu() {
+        if !args.attrs.pairs().is_empty() {
+            let message = "--name, --core and --attr are for a vGPU of this command, which needs \
+                           --type; `vgpuctl modify` changes an existing vGPU";
+            return Err(Failure::Usage(message.to_owned()));
+        }
+        let vgpu = client.vgpu(vgpu, None).await?;
         let mut command = command(&args.program, &library, &program_socket(&vgpu)?);
-        return Err(cannot_run(&args.program, &command.exec()));
+        let error = command.exec();
+        return Err(cannot_run(&command.get_program().to_string_lossy(), &error));
     }
-    // From here on, signals end the program and not this process.
-    let signals = Signals::catch().map_err(Failure::start)?;
-    let vgpu = create(client, &args).await?;
-    let status = run_on(&vgpu, &args.program, &library, signals).await;
-    let stopped = stop(client, vgpu.uuid).await;
-    let status = status?;
-    if let Err(failure) = stopped {
-        eprintln!("vgpuctl: vGPU {} still runs: {failure}", vgpu.uuid);
-    }
-    // As shells report a program that a signal ended.
-    let signal = status.signal().map(|signal| 128 + signal);
-    std::process::exit(status.code().or(signal).unwrap_or(1))
-}
-
-/// Starts a transient vGPU for this user.
-async fn create(client: &Client, args: &Run) -> Result<Vgpu, Failure> {
-    let mut attrs = args.attr.clone();
-    let user = geteuid();
-    let named = |attrs: &[(String, String)], name| attrs.iter().any(|(own, _)| own == name);
-    if let Some(core) = args.core {
-        attrs.push(("core".to_owned(), core.to_string()));
-    }
-    if !user.is_root() && !named(&attrs, "owner") {
-        attrs.push(("owner".to_owned(), user.to_string()));
-    }
-    let request = CreateVgpu {
-        parent: args.parent.clone(),
-        mdev_type: args.mdev_type.clone(),
-        attrs: attributes(attrs.iter().map(|(name, value)| (name.as_str(), value.as_str()))),
-        run: true,
-        ..CreateVgpu::default()
-    };
-    client.post("/v1/vgpus", &request).await
-}
-
-/// Stops a transient vGPU, unless it is gone.
-async fn stop(client: &Client, id: VgpuId) -> Result<(), Failure> {
-    let path = format!("{}/stop", vgpu_path(id));
-    match client.request(Method::POST, &path, &StopVgpu { force: true }).await {
-        Err(failure) if failure.exit_status() == 4 => Ok(()),
-        other => other,
-    }
-}
-
-/// Runs a program on a vGPU and returns its status.
-async fn run_on(
-    vgpu: &Vgpu,
-    program: &[OsString],
-    library: &Path,
-    mut signals: Signals,
-) -> Result<ExitStatus, Failure> {
-    let command = command(program, library, &program_socket(vgpu)?);
-    let mut child = tokio::process::Command::from(command)
-        .spawn()
-        .map_err(|error| cannot_run(program, &error))?;
-    let pid = child.id();
-    loop {
-        tokio::select! {
-            status = child.wait() => return status.map_err(Failure::start),
-            signal = signals.next() => {
-                if let Some(pid) = pid {
-                    // The program may have ended just now.
-                    let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
-                }
-            }
-        }
-    }
-}
-
-/// Signals that end a program.
-struct Signals {
-    interrupt: tokio::signal::unix::Signal,
-    quit: tokio::signal::unix::Signal,
-    hangup: tokio::signal::unix::Signal,
-    terminate: tokio::signal::unix::Signal,
-}
-
-impl Signals {
-    fn catch() -> io::Result<Self> {
-        Ok(Self {
-            interrupt: signal(SignalKind::interrupt())?,
-            quit: signal(SignalKind::quit())?,
-            hangup: signal(SignalKind::hangup())?,
-            terminate: signal(SignalKind::terminate())?,
-        })
-    }
-
-    /// Waits for a signal that the program has to be sent. A terminal sends Ctrl-C and Ctrl-\ to the
-    /// program, too.
-    async fn next(&mut self) -> Signal {
-        loop {
-            tokio::select! {
-                _ = self.interrupt.recv() => {}
-                _ = self.quit.recv() => {}
-                _ = self.hangup.recv() => return Signal::SIGHUP,
-                _ = self.terminate.recv() => return Signal::SIGTERM,
-            }
-        }
-    }
+    let attrs = args.attrs.pairs();
+    let transient = Transient { parent: args.parent, mdev_type: args.mdev_type, attrs };
+    let program = args.program;
+    transient
+        .run(client, async |vgpu| Ok(command(&program, &library, &program_socket(vgpu)?)))
+        .await
 }
 
 /// Returns the socket for programs of a running vGPU.
@@ -212,9 +120,4 @@ fn command(program: &[OsString], library: &Path, socket: &Path) -> Command {
     let mut command = Command::new(name);
     command.args(args).env("LD_PRELOAD", preload).env("TESSERA_CUDA_SOCKET", socket);
     command
-}
-
-fn cannot_run(program: &[OsString], error: &io::Error) -> Failure {
-    let name = program.first().map(|name| name.to_string_lossy()).unwrap_or_default();
-    Failure::Local(format!("Cannot run {name}: {error}"))
 }

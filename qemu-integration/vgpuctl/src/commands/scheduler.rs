@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use hyper::Method;
 use serde::Serialize;
-use vgpud_api::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
+use vgpud_api::{Decided, ModifyScheduler, Scheduler, SchedulerDecision, Vgpu};
 
-use super::read::no_parent;
+use super::read::{called, no_parent};
 use crate::cli::{Output, Scheduler as Args, Switch};
 use crate::client::Client;
 use crate::failure::Failure;
@@ -93,11 +93,14 @@ async fn log(client: &Client, all: &[Scheduler], output: Output) -> Result<Vec<u
     }
     match output {
         Output::Json => pretty(&logs),
-        Output::Text => Ok(log_text(&logs).into_bytes()),
+        Output::Text => {
+            let vgpus: Vec<Vgpu> = client.get("/v1/vgpus").await?;
+            Ok(log_text(&logs, &vgpus).into_bytes())
+        }
     }
 }
 
-fn log_text(logs: &[Log]) -> String {
+fn log_text(logs: &[Log], vgpus: &[Vgpu]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(["AGO", "PARENT", "VGPU", "DECIDED", "WHY", "ENGINE", "WAITED", "OWED"]);
@@ -106,7 +109,7 @@ fn log_text(logs: &[Log]) -> String {
             table.add_row([
                 format!("{:.3} s", decision.age_ms as f64 / 1e3),
                 log.parent.clone(),
-                decision.vgpu.to_string(),
+                called(decision.vgpu, vgpus),
                 decided(decision.decision),
                 decision.cause.clone(),
                 format!("{:.3} s", decision.engine_ns as f64 / 1e9),

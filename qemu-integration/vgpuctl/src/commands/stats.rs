@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use vgpud_api::{
-    ErrorCode, ErrorDetail, Parent, ProgramProcess, Stats as StatsModel, VgpuState, VgpuStats,
+    ErrorCode, ErrorDetail, Parent, ProgramProcess, Programs, Stats as StatsModel, VgpuState,
+    VgpuStats,
 };
 
 use super::read::no_parent;
@@ -26,11 +27,10 @@ pub async fn stats(client: &Client, args: Stats) -> Result<Vec<u8>, Failure> {
         stats.parents.retain(|stats| stats.parent == *parent);
         stats.vgpus.retain(|vgpu| vgpu.parent == *parent);
     }
-    if let Some(uuid) = args.uuid {
+    if let Some(asked) = args.vgpu.vgpu() {
+        let uuid = client.vgpu(asked, None).await?.uuid;
         stats.vgpus.retain(|vgpu| vgpu.uuid == uuid);
         let Some(vgpu) = stats.vgpus.first() else {
-            // Distinguish a vGPU that is not running from one that does not exist.
-            client.vgpu(uuid, None).await?;
             let message = format!("vGPU {uuid} is not running; start it: vgpuctl start -u {uuid}");
             return Err(Failure::Refused(ErrorDetail { code: ErrorCode::Conflict, message }));
         };
@@ -39,11 +39,31 @@ pub async fn stats(client: &Client, args: Stats) -> Result<Vec<u8>, Failure> {
     }
     match args.output {
         Output::Json => pretty(&stats),
-        Output::Text => Ok(text(&stats, args.verbose || args.uuid.is_some()).into_bytes()),
+        Output::Text => {
+            let format = if args.verbose || args.vgpu.vgpu().is_some() {
+                Format::Details
+            } else if args.wide {
+                Format::Wide
+            } else {
+                Format::Narrow
+            };
+            Ok(text(&stats, format).into_bytes())
+        }
     }
 }
 
-fn text(stats: &StatsModel, verbose: bool) -> String {
+/// Format of the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Format {
+    /// A row for each vGPU, in 100 columns.
+    Narrow,
+    /// A row for each vGPU, with all counters.
+    Wide,
+    /// Several lines for each vGPU.
+    Details,
+}
+
+fn text(stats: &StatsModel, format: Format) -> String {
     let mut text = String::new();
     for parent in &stats.parents {
         let _ = match parent.window_ms {
@@ -60,14 +80,16 @@ fn text(stats: &StatsModel, verbose: bool) -> String {
     if stats.vgpus.is_empty() {
         return text + "No vGPU is running.\n";
     }
-    if verbose {
+    if format == Format::Details {
         return stats.vgpus.iter().fold(text, |text, vgpu| text + &details(vgpu));
     }
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(HEADER);
+    let columns: Vec<_> =
+        COLUMNS.iter().filter(|column| format == Format::Wide || column.narrow).collect();
+    table.set_header(columns.iter().map(|column| column.title));
     for vgpu in &stats.vgpus {
-        table.add_row(row(vgpu));
+        table.add_row(columns.iter().map(|column| (column.value)(vgpu)));
     }
     for column in table.column_iter_mut().skip(3) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -79,62 +101,61 @@ fn text(stats: &StatsModel, verbose: bool) -> String {
     text
 }
 
-const HEADER: [&str; 17] = [
-    "UUID",
-    "PARENT",
-    "TYPE",
-    "ASKED",
-    "MODE",
-    "PRIORITY",
-    "DUE",
-    "SHARE",
-    "OF BUSY",
-    "ENGINE",
-    "WAITED",
-    "HELD",
-    "SUBMITTED",
-    "TRAPS",
-    "FAULTS",
-    "HANGS",
-    "VM",
-];
-
-fn row(vgpu: &VgpuStats) -> [String; HEADER.len()] {
-    [
-        vgpu.uuid.to_string(),
-        vgpu.parent.clone(),
-        vgpu.mdev_type.clone(),
-        asked(vgpu).unwrap_or_else(|| "-".to_owned()),
-        vgpu.mode.clone(),
-        vgpu.priority.clone(),
-        format!("{:.1} %", vgpu.share_entitled),
-        format!("{:.1} %", vgpu.share_measured),
-        format!("{:.1} %", vgpu.share_of_busy),
-        seconds(vgpu.engine_ns),
-        seconds(vgpu.wait_ns),
-        seconds(vgpu.gated_ns),
-        vgpu.submissions.to_string(),
-        traps(vgpu).to_string(),
-        vgpu.faults.to_string(),
-        vgpu.hang_resets.to_string(),
-        user(vgpu).unwrap_or_else(|| "-".to_owned()),
-    ]
+/// Column of the table.
+struct Column {
+    title: &'static str,
+    /// Whether the narrow table has the column.
+    narrow: bool,
+    value: fn(&VgpuStats) -> String,
 }
 
-/// Returns the process ID of the VM, or the number of programs.
+const fn narrow(title: &'static str, value: fn(&VgpuStats) -> String) -> Column {
+    Column { title, narrow: true, value }
+}
+
+const fn wide(title: &'static str, value: fn(&VgpuStats) -> String) -> Column {
+    Column { title, narrow: false, value }
+}
+
+const COLUMNS: [Column; 17] = [
+    narrow("VGPU", |vgpu| vgpu.name.clone().unwrap_or_else(|| vgpu.uuid.to_string())),
+    narrow("PARENT", |vgpu| vgpu.parent.clone()),
+    narrow("TYPE", |vgpu| vgpu.mdev_type.clone()),
+    narrow("ASKED", |vgpu| asked(vgpu).unwrap_or_else(|| "-".to_owned())),
+    wide("MODE", |vgpu| vgpu.mode.clone()),
+    wide("PRIORITY", |vgpu| vgpu.priority.clone()),
+    narrow("DUE", |vgpu| format!("{:.1} %", vgpu.share_entitled)),
+    narrow("SHARE", |vgpu| format!("{:.1} %", vgpu.share_measured)),
+    wide("OF BUSY", |vgpu| format!("{:.1} %", vgpu.share_of_busy)),
+    wide("ENGINE", |vgpu| seconds(vgpu.engine_ns)),
+    wide("WAITED", |vgpu| seconds(vgpu.wait_ns)),
+    wide("HELD", |vgpu| seconds(vgpu.gated_ns)),
+    wide("SUBMITTED", |vgpu| vgpu.submissions.to_string()),
+    wide("TRAPS", |vgpu| traps(vgpu).to_string()),
+    wide("FAULTS", |vgpu| vgpu.faults.to_string()),
+    wide("HANGS", |vgpu| vgpu.hang_resets.to_string()),
+    narrow("VM", |vgpu| user(vgpu).unwrap_or_else(|| "-".to_owned())),
+];
+
+/// Returns the programs of the host that use a vGPU.
+pub fn programs_of_host(vgpu: &VgpuStats) -> Option<&Programs> {
+    vgpu.programs.as_ref().filter(|programs| !programs.in_vm)
+}
+
+/// Returns the name or the process ID of the VM, or the number of programs of the host.
 pub fn user(vgpu: &VgpuStats) -> Option<String> {
-    let programs = vgpu.programs.as_ref().map(|programs| match programs.processes.len() {
+    let programs = programs_of_host(vgpu).map(|programs| match programs.processes.len() {
         1 => "1 program".to_owned(),
         count => format!("{count} programs"),
     });
-    programs.or_else(|| vgpu.vm_pid.map(|pid| pid.to_string()))
+    programs.or_else(|| vgpu.vm_pid.map(|pid| vgpu.vm_name.clone().unwrap_or(pid.to_string())))
 }
 
 /// Formats all counters and limits of a vGPU.
 fn details(vgpu: &VgpuStats) -> String {
-    let user = match (user(vgpu), &vgpu.programs) {
+    let user = match (user(vgpu), programs_of_host(vgpu)) {
         (Some(programs), Some(_)) => programs,
-        (Some(pid), None) => format!("VM {pid}"),
+        (Some(vm), None) => format!("VM {vm}"),
         (None, _) => "no VM".to_owned(),
     };
     let worker = vgpu.pid.map_or_else(|| "no worker".to_owned(), |pid| format!("worker {pid}"));
@@ -145,8 +166,11 @@ fn details(vgpu: &VgpuStats) -> String {
         VgpuState::Failed => "failed",
     };
     let mut text = format!(
-        "\n{}  {} on {}, {state}, {user}, {worker}\n",
-        vgpu.uuid, vgpu.mdev_type, vgpu.parent,
+        "\n{}{}  {} on {}, {state}, {user}, {worker}\n",
+        vgpu.uuid,
+        vgpu.name.as_ref().map(|name| format!(" ({name})")).unwrap_or_default(),
+        vgpu.mdev_type,
+        vgpu.parent,
     );
     for (name, value) in time_lines(vgpu).into_iter().chain(work_lines(vgpu)) {
         let _ = writeln!(text, "  {name:<9}  {value}");
@@ -287,4 +311,42 @@ fn traps(vgpu: &VgpuStats) -> u64 {
     let traps = vgpu.traps;
     let counted = [traps.config, traps.display, traps.control, traps.doorbell, traps.memory];
     counted.into_iter().fold(0_u64, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_table_fits_100_columns() {
+        let process = json!({ "pid": 1, "name": "python3", "vram_used_bytes": 0 });
+        let vgpu = json!({
+            "uuid": "11111111-1111-4111-8111-111111111111", "parent": "0000:3b:00.0",
+            "mdev_type": "SOFT-256MQ", "state": "running", "vram_bytes": 1, "share_asked": 100,
+            "share_entitled": 100.0, "share_cap": 100.0, "mode": "soft", "priority": "normal",
+            "timeslice_us": 1, "share_measured": 100.0, "share_of_busy": 100.0, "runnable": true,
+            "engine_ns": 1, "engines": { "copy_ns": 0, "compute_ns": 0, "host_ns": 0 },
+            "wait_ns": 0, "gated_ns": 0, "gate_closings": 0, "gate_cost_ns": 0, "submissions": 0,
+            "throttled": 0, "polled_doorbells": 0, "wakeups": 0, "preemptions": 0,
+            "slice_overruns": 0, "overrun_ns": 0, "stolen_ns": 0, "faults": 0, "hang_resets": 0,
+            "channels": 0, "imported_bytes": 0,
+            "limits": {
+                "channels": 32, "imported_bytes": 1, "submissions_per_second": null,
+                "refresh_per_second": 60, "hang_timeout_ms": 60_000, "acquire_timeout_ms": null,
+            },
+            "traps": {
+                "config": 0, "display": 0, "control": 0, "mailbox": 0, "doorbell": 0, "memory": 0,
+            },
+            "pid": 4711, "vm_pid": null,
+            "programs": { "vram_used_bytes": 0, "processes": vec![process; 99] },
+        });
+        let stats = serde_json::from_value(json!({ "vgpus": [vgpu], "parents": [] })).unwrap();
+        for line in text(&stats, Format::Narrow).lines() {
+            assert!(line.chars().count() <= 100, "{} columns: {line}", line.chars().count());
+        }
+        let most = text(&stats, Format::Wide);
+        assert!(most.lines().any(|line| line.contains("OF BUSY")), "{most}");
+    }
 }

@@ -36,8 +36,8 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs `view`.
 pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
-    let id = args.vgpu.id();
-    let id = id.ok_or_else(|| Failure::Usage("Name the vGPU: vgpuctl view UUID".into()))?;
+    let vgpu = client.vgpu(args.vgpu.vgpu()?, None).await?;
+    let (id, name) = (vgpu.uuid, vgpu.name);
     let path = format!("{}/console", vgpu_path(id));
     let monitor = args.monitor.as_deref().map(absolute).transpose()?;
     let request = OpenConsole { monitor };
@@ -55,7 +55,7 @@ pub async fn view(client: &Client, args: View) -> Result<Vec<u8>, Failure> {
         let remedy = if loopback { "name another port with --tcp=PORT" } else { "set TMPDIR" };
         Failure::Local(format!("Cannot listen for viewers: {error}; {remedy}"))
     })?;
-    announce(&listener, args.output, id.to_string().as_str(), viewer.as_ref())?;
+    announce(&listener, args.output, (id, name.as_deref()), viewer.as_ref())?;
     let mut child = match &viewer {
         Some(viewer) => Some(viewer.start(&listener).map_err(|error| {
             let name = viewer.name();
@@ -164,7 +164,7 @@ async fn exited(child: Option<&mut tokio::process::Child>) {
 fn announce(
     listener: &Listener,
     output: Output,
-    id: &str,
+    (id, name): (VgpuId, Option<&str>),
     viewer: Option<&Viewer>,
 ) -> Result<(), Failure> {
     let password =
@@ -179,7 +179,8 @@ fn announce(
         }
         Output::Text => {
             // Writing to a String does not fail.
-            let mut text = format!("Screen of vGPU {id}, until this command ends (Ctrl-C):\n");
+            let called = name.map_or_else(|| id.to_string(), str::to_owned);
+            let mut text = format!("Screen of vGPU {called}, until this command ends (Ctrl-C):\n");
             for line in listener.viewer_commands() {
                 let _ = writeln!(text, "  {line}");
             }

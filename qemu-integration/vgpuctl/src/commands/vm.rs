@@ -4,11 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use integrate::{Device, libvirt_xml as xml, qemu_args as qemu, shell};
-use mdev_core::ids::VgpuId;
 use nix::errno::Errno;
 use nix::unistd::{AccessFlags, access};
 use serde_json::json;
-use vgpud_api::{Version, VgpuState};
+use vgpud_api::{ParentTypes, Version, Vgpu, VgpuState};
 
 use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
 use crate::client::{Client, vgpu_path};
@@ -17,7 +16,8 @@ use crate::mdevctl::pretty;
 
 /// Runs `screenshot`.
 pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Failure> {
-    let png = client.get_bytes(&format!("{}/screenshot", vgpu_path(args.uuid))).await?;
+    let vgpu = args.vgpu.vgpu()?;
+    let png = client.get_bytes(&format!("{}/screenshot", vgpu_path(vgpu))).await?;
     if args.file == Path::new("-") {
         return match args.output {
             Output::Text => Ok(png.into()),
@@ -32,24 +32,35 @@ pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Fa
     match args.output {
         Output::Text => Ok(Vec::new()),
         Output::Json => {
-            pretty(&json!({ "uuid": args.uuid, "file": args.file, "bytes": png.len() }))
+            let uuid = client.vgpu(vgpu, None).await?.uuid;
+            pretty(&json!({ "uuid": uuid, "file": args.file, "bytes": png.len() }))
         }
     }
 }
 
 /// Runs `qemu-args`.
 pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failure> {
-    let mut device = Device::new(socket(client, args.uuid).await?);
+    let vgpu = client.vgpu(args.vgpu.vgpu()?, None).await?;
+    let mut device = Device::new(socket(client, &vgpu).await?);
     if let Some(id) = args.id {
         device = device.with_id(id);
     }
     let list = if args.device {
         vec![device.json()]
-    } else if args.command.is_empty() {
-        qemu::new_vm(&device, &args.machine, &args.memory)
     } else {
-        let attached = qemu::attach(&args.command, &device);
-        attached.map_err(|error| Failure::Usage(error.to_string()))?
+        let head = has_head(client, &vgpu).await?;
+        if let Some(other) = qemu::other_display(&args.command).filter(|_| head) {
+            eprintln!(
+                "vgpuctl: note: the VM starts on its other display adapter ({other}); without that \
+                 adapter it starts on the vGPU"
+            );
+        }
+        if args.command.is_empty() {
+            qemu::new_vm(&device, &args.machine, &args.memory, head)
+        } else {
+            let attached = qemu::attach(&args.command, &device, head);
+            attached.map_err(|error| Failure::Usage(error.to_string()))?
+        }
     };
     match args.output {
         Output::Json => pretty(&list),
@@ -61,21 +72,35 @@ pub async fn qemu_args(client: &Client, args: QemuArgs) -> Result<Vec<u8>, Failu
 
 /// Runs `libvirt-xml`.
 pub async fn libvirt_xml(client: &Client, args: LibvirtXml) -> Result<Vec<u8>, Failure> {
-    let socket = socket(client, args.uuid).await?;
+    let vgpu = client.vgpu(args.vgpu.vgpu()?, None).await?;
+    let socket = socket(client, &vgpu).await?;
     let device = Device::new(&socket).at(args.bus, args.addr);
     let text = xml::domain(&device).map_err(Failure::output)?;
     match args.output {
         Output::Text => Ok(text.into_bytes()),
         Output::Json => pretty(&json!({
-            "uuid": args.uuid, "socket": socket, "device": device.json(), "xml": text,
+            "uuid": vgpu.uuid, "socket": socket, "device": device.json(), "xml": text,
         })),
     }
 }
 
+/// Returns whether a vGPU has a display head.
+pub async fn has_head(client: &Client, vgpu: &Vgpu) -> Result<bool, Failure> {
+    let name = vgpu.live_type.as_ref().unwrap_or(&vgpu.mdev_type);
+    type_has_head(client, name).await
+}
+
+/// Returns whether vGPUs of a type have a display head. Types that no parent offers have none.
+pub async fn type_has_head(client: &Client, name: &str) -> Result<bool, Failure> {
+    let parents: Vec<ParentTypes> = client.get("/v1/types").await?;
+    let mut types = parents.iter().flat_map(|parent| &parent.types);
+    Ok(types.any(|offered| offered.name == name && offered.heads > 0))
+}
+
 /// Returns the path of a vGPU's vfio-user socket. The path is known before the vGPU starts.
-async fn socket(client: &Client, id: VgpuId) -> Result<PathBuf, Failure> {
-    let vgpu = client.vgpu(id, None).await?;
-    if let Some(socket) = vgpu.socket {
+async fn socket(client: &Client, vgpu: &Vgpu) -> Result<PathBuf, Failure> {
+    let id = vgpu.uuid;
+    if let Some(socket) = &vgpu.socket {
         let own = nix::unistd::geteuid();
         if access(socket.as_str(), AccessFlags::W_OK) == Err(Errno::EACCES) {
             eprintln!(

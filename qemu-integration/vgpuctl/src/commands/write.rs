@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use hyper::Method;
-use mdev_core::definition::{self, Attrs, Definition};
+use mdev_core::definition::{self, Attrs, Definition, VgpuRef};
 use mdev_core::ids::VgpuId;
 use serde_json::json;
 use vgpud_api::{
@@ -20,7 +20,12 @@ use crate::mdevctl::pretty;
 
 /// Runs `define`.
 pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
-    let uuid = args.uuid;
+    let uuid = match args.vgpu.vgpu() {
+        Some(VgpuRef::Id(id)) => Some(*id),
+        // A transient vGPU, which is made permanent.
+        Some(name) => Some(client.vgpu(name, None).await.map_err(new_name)?.uuid),
+        None => None,
+    };
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
     let request = match file {
         Some(definition) => CreateVgpu {
@@ -32,7 +37,7 @@ pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
         None => CreateVgpu {
             mdev_type: args.mdev_type,
             start: if args.auto { StartPolicy::Auto } else { StartPolicy::Manual },
-            attrs: attributes(pairs(&args.attr)),
+            attrs: attributes(pairs(&args.attrs.pairs())),
             ..CreateVgpu::default()
         },
     };
@@ -43,17 +48,19 @@ pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
 
 /// Runs `undefine`.
 pub async fn undefine(client: &Client, args: Undefine) -> Result<Vec<u8>, Failure> {
-    if args.parent.is_some() {
-        client.vgpu(args.uuid, args.parent.as_deref()).await?;
-    }
+    let id = match (args.vgpu.vgpu()?, args.parent.as_deref()) {
+        (VgpuRef::Id(id), None) => *id,
+        (vgpu, parent) => client.vgpu(vgpu, parent).await?.uuid,
+    };
     let request = UndefineVgpu { force: args.force };
-    client.request(Method::DELETE, &vgpu_path(args.uuid), &request).await?;
-    remaining(client, args.uuid, args.output).await
+    client.request(Method::DELETE, &vgpu_path(id), &request).await?;
+    remaining(client, id, args.output).await
 }
 
 /// Runs `modify`.
 pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
-    let vgpu = client.vgpu(args.uuid, args.parent.as_deref()).await?;
+    let change = Edit::new(&args);
+    let vgpu = client.vgpu(args.vgpu.vgpu()?, args.parent.as_deref()).await?;
     let target = match (args.live, args.defined) {
         (true, true) => ModifyTarget::Both,
         (true, false) => ModifyTarget::Live,
@@ -80,29 +87,31 @@ pub async fn modify(client: &Client, args: Modify) -> Result<Vec<u8>, Failure> {
             },
             // A live change edits the live attributes, which can differ from the definition.
             attrs: match &vgpu.live_attrs {
-                Some(live) if target == ModifyTarget::Live => edit(live, &args)?,
-                _ => edit(&vgpu.attrs, &args)?,
+                Some(live) if target == ModifyTarget::Live => change.apply(live)?,
+                _ => change.apply(&vgpu.attrs)?,
             },
             live_attrs: match &vgpu.live_attrs {
-                Some(live) if target == ModifyTarget::Both => edit(live, &args)?,
+                Some(live) if target == ModifyTarget::Both => change.apply(live)?,
                 _ => None,
             },
             target,
             force: args.force,
         },
     };
-    client.request(Method::PATCH, &vgpu_path(args.uuid), &request).await?;
+    client.request(Method::PATCH, &vgpu_path(vgpu.uuid), &request).await?;
     match args.output {
-        Output::Json => pretty(&client.vgpu(args.uuid, None).await?),
+        Output::Json => pretty(&client.vgpu(vgpu.uuid, None).await?),
         Output::Text => Ok(Vec::new()),
     }
 }
 
 /// Runs `start`.
 pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
-    if let Some(uuid) = args.uuid
-        && let Some(vgpu) = client.find(uuid).await?
+    let attrs = args.attrs.pairs();
+    if let Some(asked) = args.vgpu.vgpu()
+        && let Some(vgpu) = client.find(asked).await?
     {
+        let uuid = vgpu.uuid;
         let check_same = |property: &str, current: &str, asked: &Option<String>| match asked {
             Some(asked) if asked != current => Err(Failure::Usage(format!(
                 "vGPU {uuid} has {property} {current}, not {asked}; omit --{property}, or use another uuid"
@@ -111,7 +120,7 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
         };
         check_same("parent", &vgpu.parent, &args.parent)?;
         check_same("type", &vgpu.mdev_type, &args.mdev_type)?;
-        if !args.attr.is_empty() {
+        if !attrs.is_empty() {
             return Err(Failure::Usage(format!(
                 "vGPU {uuid} exists already; change its attributes with `vgpuctl modify -u {uuid}`"
             )));
@@ -127,17 +136,24 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
     let file = args.jsonfile.as_deref().map(read_definition).transpose()?;
     let (mdev_type, mut attrs) = match file {
         Some(definition) => (Some(definition.mdev_type), attributes(definition.attrs.iter())),
-        None => (args.mdev_type, attributes(pairs(&args.attr))),
+        None => (args.mdev_type, attributes(pairs(&attrs))),
     };
     if let Some(owner) = args.owner {
         attrs.retain(|attr| !attr.contains_key("owner"));
         attrs.push([("owner".to_owned(), owner.to_string())].into());
     }
-    if let (None, Some(uuid)) = (&mdev_type, args.uuid) {
-        return Err(Failure::NoVgpu(uuid));
-    }
+    let uuid = match args.vgpu.vgpu() {
+        Some(VgpuRef::Id(id)) if mdev_type.is_some() => Some(*id),
+        Some(VgpuRef::Name(name)) if mdev_type.is_some() => match client.find(name).await? {
+            // The file of the command replaces the definition.
+            Some(vgpu) => Some(vgpu.uuid),
+            None => return Err(new_name(Failure::NoVgpu(name.to_string()))),
+        },
+        Some(asked) => return Err(Failure::NoVgpu(asked.to_string())),
+        None => None,
+    };
     let request = CreateVgpu {
-        uuid: args.uuid,
+        uuid,
         parent: args.parent,
         mdev_type,
         attrs,
@@ -150,9 +166,14 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
 
 /// Runs `stop`.
 pub async fn stop(client: &Client, args: Stop) -> Result<Vec<u8>, Failure> {
-    let path = format!("{}/stop", vgpu_path(args.uuid));
+    let id = match args.vgpu.vgpu()? {
+        VgpuRef::Id(id) => *id,
+        // The name is gone with a transient vGPU.
+        name @ VgpuRef::Name(_) => client.vgpu(name, None).await?.uuid,
+    };
+    let path = format!("{}/stop", vgpu_path(id));
     client.request(Method::POST, &path, &StopVgpu { force: args.force }).await?;
-    remaining(client, args.uuid, args.output).await
+    remaining(client, id, args.output).await
 }
 
 /// Returns the output of `stop` and `undefine`: nothing as text; as JSON the remaining vGPU, or
@@ -187,22 +208,47 @@ fn uuid_line(uuid: VgpuId) -> Vec<u8> {
     format!("{uuid}\n").into_bytes()
 }
 
-/// Returns the attributes after the requested changes, or `None` without changes.
-fn edit(list: &[Attribute], args: &Modify) -> Result<Option<Vec<Attribute>>, Failure> {
-    if args.addattr.is_none() && !args.delattr && args.attr.is_empty() {
-        return Ok(None);
+/// Adds to the failure for an unknown name how a new vGPU gets that name.
+fn new_name(failure: Failure) -> Failure {
+    match failure {
+        Failure::NoVgpu(name) => Failure::NotFound(format!(
+            "There is no vGPU {name}; to give a new vGPU that name, write --name {name}"
+        )),
+        other => other,
     }
-    let mut attrs: Attrs = list.iter().flatten().map(|(n, v)| (n.clone(), v.clone())).collect();
-    let edited = match (&args.addattr, &args.value) {
-        (Some(name), Some(value)) => attrs.insert(args.index, name.clone(), value.clone()),
-        _ if args.delattr => attrs.remove(args.index),
-        _ => {
-            args.attr.iter().for_each(|(name, value)| attrs.set(name, value));
-            Ok(())
+}
+
+/// Change of attributes by `modify`.
+struct Edit<'a> {
+    args: &'a Modify,
+    set: Vec<(String, String)>,
+}
+
+impl<'a> Edit<'a> {
+    fn new(args: &'a Modify) -> Self {
+        Self { args, set: args.attrs.pairs() }
+    }
+
+    /// Returns the changed attributes, or `None` without changes.
+    fn apply(&self, list: &[Attribute]) -> Result<Option<Vec<Attribute>>, Failure> {
+        let Self { args, set } = self;
+        if args.addattr.is_none() && !args.delattr && set.is_empty() {
+            return Ok(None);
         }
-    };
-    edited.map_err(|error| Failure::Usage(error.to_string()))?;
-    Ok(Some(attributes(attrs.iter())))
+        let mut attrs: Attrs = list.iter().flatten().map(|(n, v)| (n.clone(), v.clone())).collect();
+        let edited = match (&args.addattr, &args.value) {
+            (Some(name), Some(value)) => attrs.insert(args.index, name.clone(), value.clone()),
+            _ if args.delattr => attrs.remove(args.index),
+            _ => {
+                for (name, value) in set {
+                    attrs.set(name, value);
+                }
+                Ok(())
+            }
+        };
+        edited.map_err(|error| Failure::Usage(error.to_string()))?;
+        Ok(Some(attributes(attrs.iter())))
+    }
 }
 
 pub(super) fn attributes<'a>(attrs: impl Iterator<Item = (&'a str, &'a str)>) -> Vec<Attribute> {

@@ -1,10 +1,13 @@
 //! Checks of `vgpud`, groups, libvirt's hook and confinement, and stale run directories.
 
+use std::process::Command;
+
 use serde_json::Value;
 use vgpud_api::Version;
+use vgpud_host::text::one_line;
 use vgpud_host::users::Users;
 
-use crate::failure::Failure;
+use crate::failure::{ADMINS, Failure, READERS, usermod};
 use host_inventory::{Finding, HostFiles};
 
 const DAEMON: &str = "vgpud";
@@ -12,17 +15,17 @@ const GROUPS: &str = "groups";
 const LIBVIRT: &str = "libvirt";
 const STALE: &str = "stale";
 
-const READERS: &str = "vgpu";
-const ADMINS: &str = "vgpu-admin";
-
 /// Minimum limit of open files. A worker has a descriptor for each range of guest memory; a GPU
 /// process has one for each range of all guests.
 const MIN_OPEN_FILES: u64 = 65_536;
 
+/// Limit of a quoted line of the log, in characters.
+const MAX_QUOTE: usize = 300;
+
 /// Runs the checks. `answer` is the manager's response to a request for its version.
 pub fn check(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding> {
     let runs = answer.is_ok();
-    let mut findings = vec![reachable(answer)];
+    let mut findings = vec![reachable(host, answer)];
     findings.extend(files(host));
     findings.extend(groups(host));
     findings.extend(hook(host));
@@ -31,7 +34,7 @@ pub fn check(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding>
     findings
 }
 
-fn reachable(answer: Result<Version, Failure>) -> Finding {
+fn reachable(host: &HostFiles, answer: Result<Version, Failure>) -> Finding {
     let own = env!("CARGO_PKG_VERSION");
     match answer {
         Ok(Version { version, pid, .. }) if version == own => {
@@ -42,24 +45,63 @@ fn reachable(answer: Result<Version, Failure>) -> Finding {
             format!("vgpud has version {version}, but vgpuctl has {own}"),
             "systemctl restart vgpud (VMs keep running)",
         ),
-        Err(Failure::Unreachable { socket, reason }) => Finding::problem(
-            DAEMON,
-            format!("vgpud does not answer at {}: {reason}", socket.display()),
-            "systemctl enable --now vgpud.socket vgpud.service, or run it: vgpud run",
-        ),
-        Err(Failure::PermissionDenied { user, .. }) => Finding::problem(
-            DAEMON,
-            format!("User {user} may not use vgpud"),
-            format!(
-                "usermod -aG {READERS} USER to read, {READERS},{ADMINS} to change; then log in again"
-            ),
-        ),
+        Err(
+            failure @ (Failure::Unreachable { .. }
+            | Failure::Closed { .. }
+            | Failure::InvalidResponse { .. }),
+        ) => silent(host, &failure),
+        Err(Failure::PermissionDenied { user, .. }) => {
+            let command = usermod(&Users::in_root(host.root()), None, user);
+            Finding::problem(
+                DAEMON,
+                format!("User {user} may not use vgpud"),
+                format!("{command}, as root ({READERS} alone to read); then log in again"),
+            )
+        }
         Err(other) => Finding::problem(
             DAEMON,
             format!("A request to vgpud failed: {other}"),
             "see its log: journalctl -u vgpud",
         ),
     }
+}
+
+/// Reports a manager that does not answer, with the last error of its log.
+fn silent(host: &HostFiles, failure: &Failure) -> Finding {
+    let what = match failure {
+        Failure::Unreachable { socket, reason } => {
+            format!("vgpud does not answer at {}: {reason}", socket.display())
+        }
+        other => other.to_string(),
+    };
+    match last_error(host) {
+        Some(error) => Finding::problem(
+            DAEMON,
+            format!("{what}. The last error in its log: {error}"),
+            "mend the cause, often in /etc/default/vgpud: systemd starts vgpud again each second",
+        ),
+        None => Finding::problem(
+            DAEMON,
+            what,
+            "systemctl enable --now vgpud.socket vgpud.service, or run it: vgpud run; \
+             its log: journalctl -u vgpud",
+        ),
+    }
+}
+
+/// Returns the last error in the service's log since the host's boot, if the caller may read it.
+fn last_error(host: &HostFiles) -> Option<String> {
+    let mut journal = Command::new(host.path("usr/bin/journalctl"));
+    journal.args(["--quiet", "--no-pager", "--boot", "--unit=vgpud", "--identifier=vgpud"]);
+    let output = journal.args(["--output=cat", "--lines=500"]).output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mut errors = text.lines().filter(|line| line.starts_with("vgpud: ") || is_error(line));
+    Some(one_line(errors.next_back()?, MAX_QUOTE))
+}
+
+/// Returns whether the logger wrote a line at the level of errors: `[TIME ERROR MODULE] TEXT`.
+fn is_error(line: &str) -> bool {
+    line.starts_with('[') && line.split_whitespace().nth(1) == Some("ERROR")
 }
 
 /// Checks the limit of open files of the manager's process.
@@ -96,7 +138,7 @@ fn groups(host: &HostFiles) -> Vec<Finding> {
             (false, _) => Finding::problem(
                 GROUPS,
                 format!("User {} is not in group {READERS}", host.uid),
-                format!("usermod -aG {READERS} USER, then log in again"),
+                format!("{}, as root; then log in again", usermod(&users, None, host.uid)),
             ),
         });
     }

@@ -16,6 +16,7 @@ mod tests;
 mod vms;
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use host_inventory::{Finding, HostFiles, Level};
 use vgpud_api::Version;
@@ -25,10 +26,13 @@ use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 
+/// Timeout of the request to vgpud. systemd accepts connections for a vgpud that cannot start.
+const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+
 /// Runs `doctor`.
 pub async fn doctor(client: &Client, args: Doctor) -> Result<Vec<u8>, Failure> {
     let host = HostFiles::new(args.root);
-    let answer = client.get::<Version>("/v1/version").await;
+    let answer = client.with_limit(ANSWER_LIMIT).get::<Version>("/v1/version").await;
     let findings = examine(&host, answer);
     let output = match args.output {
         Output::Json => pretty(&findings)?,

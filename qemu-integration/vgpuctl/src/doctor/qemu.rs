@@ -14,8 +14,10 @@ const PATHS: [&str; 3] =
 /// First version with a vfio-user client.
 const MIN_VERSION: (u32, u32) = (10, 1);
 
-const INSTALL: &str =
-    "install QEMU 10.1 or newer; on Debian 13: apt install -t trixie-backports qemu-system-x86";
+const INSTALL: &str = "install QEMU 10.1 or newer; on Debian 13, which has 10.0, as root: \
+    echo 'deb http://deb.debian.org/debian trixie-backports main' \
+    > /etc/apt/sources.list.d/backports.list && apt update && \
+    apt install -t trixie-backports qemu-system-x86";
 
 /// Checks every installed QEMU.
 pub fn check(host: &HostFiles) -> Vec<Finding> {

@@ -135,7 +135,7 @@ fn qemu_is_installed_recent_and_has_the_device() {
         problem,
         "qemu",
         "is older than 10.1 and",
-        "trixie-backports",
+        "'deb http://deb.debian.org/debian trixie-backports main'",
     );
     expect(
         |h| h.qemu("11.1.3", "name \"e1000\""),
@@ -236,8 +236,14 @@ fn an_unusable_daemon_is_reported_with_the_reason() {
     let socket = PathBuf::from("/run/vgpud/control.sock");
     let gone = Failure::Unreachable { socket: socket.clone(), reason: "No such file".into() };
     expect(|h| h.answer = Err(gone), Level::Problem, "vgpud", "No such file", "systemctl enable");
-    let denied = Failure::PermissionDenied { socket, user: 1000 };
-    expect(|h| h.answer = Err(denied), Level::Problem, "vgpud", "may not use", "USER to read,");
+    let denied = Failure::PermissionDenied { socket: socket.clone(), user: 1000 };
+    expect(
+        |h| h.answer = Err(denied),
+        Level::Problem,
+        "vgpud",
+        "may not use",
+        "-aG vgpu,vgpu-admin USER,",
+    );
     let odd = Failure::Refused(ErrorDetail::new(ErrorCode::Internal, "odd"));
     expect(
         |h| h.answer = Err(odd),
@@ -261,6 +267,37 @@ fn an_unusable_daemon_is_reported_with_the_reason() {
         "vgpud's limit of open files is 4096, which is too low for guests with much memory",
         "LimitNOFILE",
     );
+}
+
+#[test]
+fn the_last_error_of_the_log_is_quoted() {
+    let log = |h: &mut Fake, lines: &str| {
+        let journal = h.root.path().join("usr/bin/journalctl");
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in *--unit=vgpud*--output=cat*) cat << EOF\n{lines}EOF\nesac\n"
+        );
+        write_executable(&journal, &script).unwrap();
+        let socket = PathBuf::from("/run/vgpud/control.sock");
+        let reason = "timeout after 3 s".to_owned();
+        h.answer = Err(Failure::InvalidResponse { socket, reason });
+    };
+    let mistake = "vgpud: --owner: There is no user qemu-kvm\n\
+                   vgpud: --parent: There is no backend \u{1b}sofd\n\
+                   [2026-11-23T09:00:00Z WARN  vgpud::run] It is late\n\
+                   2 vGPUs run\n";
+    let quoted = "timeout after 3 s; see its log. The last error in its log: \
+                  vgpud: --parent: There is no backend \\u{1b}sofd";
+    expect(|h| log(h, mistake), Level::Problem, "vgpud", quoted, "/etc/default/vgpud");
+    let logged = "vgpud: old\n[2026-11-23T09:00:00Z ERROR vgpud::run] Cannot listen\n";
+    expect(
+        |h| log(h, logged),
+        Level::Problem,
+        "vgpud",
+        "vgpud::run] Cannot listen",
+        "mend the cause",
+    );
+    let none = "[2026-11-23T09:00:00Z INFO  vgpud::run] no ERROR here\n";
+    expect(|h| log(h, none), Level::Problem, "vgpud", "see its log", "journalctl -u vgpud");
 }
 
 #[test]

@@ -40,6 +40,8 @@ fn stats(share: f64, vgpus: usize) -> vgpud_api::Stats {
         vgpu(3, Some(10), 0.0, "failed"),
     ];
     all[1]["programs"] = programs();
+    all[0]["name"] = json!("web1");
+    all[0]["vm_name"] = json!("vm1");
     let parent = |name: &str, busy: f64, free: u64| {
         json!({
             "parent": name, "window_ms": 1000, "busy": busy, "policy": "weighted",
@@ -97,6 +99,25 @@ fn the_screen_matches_the_golden_file() {
     }
     let expected = std::fs::read_to_string(&file).unwrap_or_default();
     assert!(got == expected, "{}: expected\n{expected}\ngot\n{got}", file.display());
+}
+
+/// At 80 columns the graph leaves the text whole, and the table has all its columns.
+#[test]
+fn a_narrow_terminal_cuts_no_text() {
+    let mut app = app();
+    let shown = screen(&mut app, 80, 24);
+    for text in [
+        "submitted 1000000 (0/s)  throttled 5  wake-ups 10",
+        "due 10.0 %  at most 100 %  soft  normal priority  slice 3.2 ms",
+        "ASKED % GOT % | asked",
+        "MEMORY         VM\n",
+    ] {
+        let has = |line: &str| (line.to_owned() + "\n").contains(text);
+        assert!(shown.lines().any(has), "{text:?} is not in\n{shown}");
+    }
+    let wide = screen(&mut app, 120, 24);
+    let graph = |line: &str| line.starts_with("video memory 1.0 GiB") && line.ends_with("████");
+    assert!(wide.contains("HISTORY") && wide.lines().any(graph), "{wide}");
 }
 
 #[test]

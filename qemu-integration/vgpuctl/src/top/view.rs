@@ -8,18 +8,20 @@ use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table};
 use vgpud_api::{ParentStats, VgpuState, VgpuStats};
 
 use super::app::{App, History};
-use crate::commands::stats::user;
+use crate::commands::stats::{programs_of_host, user};
 use crate::units::{memory, seconds};
 
-/// Widths of fixed columns. The bar and the history share the remaining width.
-const UUID: u16 = 8;
-const TYPE: u16 = 12;
-const STATE: u16 = 10;
-const NUMBER: u16 = 7;
-const MEMORY: u16 = 10;
-const VM: u16 = 11;
+/// Number of characters of a UUID in the table, and at most of a name.
+const UUID: usize = 8;
+const NAME: usize = 20;
+/// Largest width of the bar, and least width of the history.
+const MAX_BAR: u16 = 50;
+const HISTORY: u16 = 12;
 /// Number of rows of the details, without processes.
-const DETAILS: u16 = 7;
+const DETAILS: u16 = 8;
+/// Least width of the graph in the details, and its distance from the text.
+const GRAPH: u16 = 12;
+const GRAPH_GAP: u16 = 2;
 /// Limit of the processes in the details.
 const MAX_PROCESSES: usize = 4;
 
@@ -70,59 +72,115 @@ fn parent(parent: &ParentStats) -> Line<'static> {
 }
 
 fn vgpus(frame: &mut Frame<'_>, app: &mut App, area: Rect) {
-    let fixed = UUID + TYPE + STATE + 2 * NUMBER + MEMORY + VM + 8;
-    let rest = area.width.saturating_sub(fixed);
-    let bars = (rest * 3 / 5).min(50);
-    let history = rest - bars;
-    let row = |(vgpu, past): (&VgpuStats, Option<&History>)| {
-        let asked = asked(vgpu);
-        Row::new([
-            Line::from(vgpu.uuid.to_string().chars().take(UUID.into()).collect::<String>()),
-            Line::from(vgpu.mdev_type.clone()),
-            state(vgpu.state),
-            Line::from(asked.map_or_else(|| "-".to_owned(), |share| format!("{share:.1}")))
-                .right_aligned(),
-            Line::from(format!("{:.1}", vgpu.share_measured)).right_aligned(),
-            Line::from(bar(vgpu.share_measured, asked, bars)),
-            Line::from(sparkline(past, history)).fg(Color::Cyan),
-            Line::from(memory(vgpu.vram_bytes)).right_aligned(),
-            Line::from(user(vgpu).unwrap_or_else(|| "-".to_owned())).right_aligned(),
-        ])
-    };
-    let rows: Vec<_> = app.vgpus().map(row).collect();
+    let rows: Vec<_> = app.vgpus().map(|(vgpu, past)| TableRow::new(vgpu, past)).collect();
     if rows.is_empty() {
         frame.render_widget(Paragraph::new("\nNo vGPU is running."), area);
         return;
     }
-    let right = |text: &'static str| Line::from(text).right_aligned();
-    let header = Row::new([
-        Line::from("VGPU"),
-        Line::from("TYPE"),
-        Line::from("STATE"),
-        right("ASKED %"),
-        right("GOT %"),
-        Line::from("| asked"),
-        Line::from("HISTORY"),
-        right("MEMORY"),
-        right("VM"),
-    ]);
-    let table = Table::new(
-        rows,
-        [UUID, TYPE, STATE, NUMBER, NUMBER, bars, history, MEMORY, VM].map(Constraint::Length),
-    )
-    .header(header.style(Style::new().add_modifier(Modifier::BOLD)))
-    .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
+    // Columns are as wide as their contents, and the bar and the history share the rest.
+    let width = |column: usize| {
+        let texts = rows.iter().map(|row| row.texts[column].chars().count());
+        texts.chain([TITLES[column].len()]).max().unwrap_or_default() as u16
+    };
+    let mut widths: Vec<_> = (0..TITLES.len()).map(width).collect();
+    // Each of these columns has a space beside it.
+    let taken: u16 = widths.iter().map(|width| width + 1).sum();
+    let (bar, history) = bar_and_history(area.width.saturating_sub(taken));
+    let mut header: Vec<_> = (0..TITLES.len()).map(|index| aligned(index, TITLES[index])).collect();
+    let mut insert = |at: usize, title: &'static str, width: u16| {
+        header.insert(at, Line::from(title));
+        widths.insert(at, width);
+    };
+    insert(BAR_AT, "| asked", bar);
+    if history > 0 {
+        insert(BAR_AT + 1, "HISTORY", history);
+    }
+    let shown = rows.iter().map(|row| row.draw(bar, history));
+    let table = Table::new(shown, widths.into_iter().map(Constraint::Length))
+        .header(Row::new(header).style(Style::new().add_modifier(Modifier::BOLD)))
+        .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
     frame.render_stateful_widget(table, area, &mut app.table);
+}
+
+/// Divides a width between the bar and the history, which is omitted if it would be narrow.
+fn bar_and_history(width: u16) -> (u16, u16) {
+    let history = width * 2 / 5;
+    if history < HISTORY {
+        return (width, 0);
+    }
+    let bar = (width - history - 1).min(MAX_BAR);
+    (bar, width - bar - 1)
+}
+
+/// Titles of the columns besides the bar and the history.
+const TITLES: [&str; 7] = ["VGPU", "TYPE", "STATE", "ASKED %", "GOT %", "MEMORY", "VM"];
+/// Column of the state.
+const STATE: usize = 2;
+/// Place of the bar among these columns.
+const BAR_AT: usize = 5;
+
+/// Returns a text of a column. Numbers are right-aligned.
+fn aligned(column: usize, text: impl Into<String>) -> Line<'static> {
+    let line = Line::from(text.into());
+    if column <= STATE { line } else { line.right_aligned() }
+}
+
+/// Row of the table.
+struct TableRow<'a> {
+    texts: [String; TITLES.len()],
+    vgpu: &'a VgpuStats,
+    past: Option<&'a History>,
+}
+
+impl<'a> TableRow<'a> {
+    fn new(vgpu: &'a VgpuStats, past: Option<&'a History>) -> Self {
+        let texts = [
+            match &vgpu.name {
+                Some(name) => name.chars().take(NAME).collect(),
+                None => vgpu.uuid.to_string().chars().take(UUID).collect(),
+            },
+            vgpu.mdev_type.clone(),
+            state(vgpu.state).0.to_owned(),
+            asked(vgpu).map_or_else(|| "-".to_owned(), |share| format!("{share:.1}")),
+            format!("{:.1}", vgpu.share_measured),
+            memory(vgpu.vram_bytes),
+            user(vgpu).unwrap_or_else(|| "-".to_owned()),
+        ];
+        Self { texts, vgpu, past }
+    }
+
+    /// Returns the row with a bar and a history of these widths.
+    fn draw(&self, bar_width: u16, history: u16) -> Row<'static> {
+        let cell = |(column, text): (usize, &String)| aligned(column, text.clone());
+        let mut cells: Vec<_> = self.texts.iter().enumerate().map(cell).collect();
+        cells[STATE] = cells[STATE].clone().style(state(self.vgpu.state).1);
+        let bar = bar(self.vgpu.share_measured, asked(self.vgpu), bar_width);
+        cells.insert(BAR_AT, Line::from(bar));
+        if history > 0 {
+            let line = Line::from(sparkline(self.past, history)).fg(Color::Cyan);
+            cells.insert(BAR_AT + 1, line);
+        }
+        Row::new(cells)
+    }
 }
 
 fn selected(frame: &mut Frame<'_>, app: &App, area: Rect) {
     let Some((vgpu, past)) = app.selected() else { return };
-    let block = Block::new().borders(Borders::TOP).title(format!(" {} ", vgpu.uuid));
+    let block = Block::new().borders(Borders::TOP).title(match &vgpu.name {
+        Some(name) => format!(" {name} {} ", vgpu.uuid),
+        None => format!(" {} ", vgpu.uuid),
+    });
     let inner = block.inner(area);
     frame.render_widget(block, area);
-    let [text, graph] =
-        Layout::horizontal([Constraint::Percentage(60), Constraint::Percentage(40)]).areas(inner);
-    frame.render_widget(Paragraph::new(details(vgpu, past)), text);
+    let lines = details(vgpu, past);
+    // The graph has what the text leaves.
+    let text = lines.iter().map(Line::width).max().unwrap_or_default() as u16;
+    let graph = inner.width.saturating_sub(text + GRAPH_GAP);
+    frame.render_widget(Paragraph::new(lines), inner);
+    if graph < GRAPH {
+        return;
+    }
+    let graph = Rect { x: inner.right() - graph, width: graph, ..inner };
     let data: Vec<u64> = recent(past, graph.width.into()).collect();
     frame.render_widget(
         Sparkline::default().data(data).max(1000).style(Style::new().fg(Color::Cyan)),
@@ -132,7 +190,7 @@ fn selected(frame: &mut Frame<'_>, app: &App, area: Rect) {
 
 fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
     let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
-    let used_by = if vgpu.programs.is_some() { "" } else { "VM " };
+    let used_by = if programs_of_host(vgpu).is_some() { "" } else { "VM " };
     let in_use = vgpu.programs.as_ref().map(|programs| memory(programs.vram_used_bytes));
     let mut lines = vec![
         Line::from(format!(
@@ -163,21 +221,21 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
             vgpu.slice_overruns
         )),
         Line::from(format!(
-            "submitted {} ({:.0}/s)  throttled {}  wake-ups {}  faults {}  hangs {}",
+            "submitted {} ({:.0}/s)  throttled {}  wake-ups {}",
             vgpu.submissions,
             past.map_or(0.0, |past| past.submissions),
             vgpu.throttled,
-            vgpu.wakeups,
-            vgpu.faults,
-            vgpu.hang_resets
+            vgpu.wakeups
         )),
         Line::from(format!(
-            "video memory {}{}  guest memory {}  channels {} of {}",
+            "faults {}  hangs {}  channels {} of {}",
+            vgpu.faults, vgpu.hang_resets, vgpu.channels, vgpu.limits.channels
+        )),
+        Line::from(format!(
+            "video memory {}{}  guest memory {}",
             in_use.map_or_else(String::new, |used| format!("{used} of ")),
             memory(vgpu.vram_bytes),
-            memory(vgpu.imported_bytes),
-            vgpu.channels,
-            vgpu.limits.channels
+            memory(vgpu.imported_bytes)
         )),
     ];
     let processes = vgpu.programs.iter().flat_map(|programs| &programs.processes);
@@ -193,12 +251,14 @@ fn asked(vgpu: &VgpuStats) -> Option<f64> {
     vgpu.share_asked.map(f64::from)
 }
 
-fn state(state: VgpuState) -> Line<'static> {
+/// Returns the name of a state and its style.
+fn state(state: VgpuState) -> (&'static str, Style) {
+    let style = Style::new();
     match state {
-        VgpuState::Running => Line::from("running"),
-        VgpuState::Stopped => Line::from("stopped"),
-        VgpuState::Restarting => Line::from("restarting").fg(Color::Yellow),
-        VgpuState::Failed => Line::from("failed").fg(Color::Red),
+        VgpuState::Running => ("running", style),
+        VgpuState::Stopped => ("stopped", style),
+        VgpuState::Restarting => ("restarting", style.fg(Color::Yellow)),
+        VgpuState::Failed => ("failed", style.fg(Color::Red)),
     }
 }
 

@@ -45,8 +45,10 @@ async fn answer(
         requests.lock().unwrap().push(format!("{method} {path} {body}"));
     }
     let all = vgpus();
-    let find =
-        |uuid: &str| all.as_array().unwrap().iter().find(|vgpu| vgpu["uuid"] == uuid).cloned();
+    let find = |asked: &str| {
+        let is = |vgpu: &&Value| vgpu["uuid"] == asked || vgpu["name"] == asked;
+        all.as_array().unwrap().iter().find(is).cloned()
+    };
     let vgpu_path = path.strip_prefix("/v1/vgpus/").unwrap_or_default();
     let uuid = vgpu_path.split('/').next().unwrap_or_default();
     let (status, value) = match (method.as_str(), path) {

@@ -27,6 +27,7 @@ pub fn vgpus() -> Value {
     let core = json!([{ "core": "80" }, { "doorbell": "trapped" }]);
     let mut running = vgpu(RUNNING, "SOFT-1Q", &core, true, "running");
     running["vm"] = json!({ "pid": 815, "uid": 107 });
+    running["vm_name"] = json!("vm1");
     running["start"] = json!("auto");
     running["live_type"] = json!("SOFT-1Q");
     running["live_attrs"] = json!([{ "core": "70" }, { "priority": "high" }]);
@@ -35,7 +36,9 @@ pub fn vgpus() -> Value {
     let mut on_screen = vgpu(ON_SCREEN, "BOCHS-8MQ", &json!([]), true, "running");
     on_screen["parent"] = json!(SCREEN);
     on_screen["focus"] = json!(true);
-    let mut transient = vgpu(TRANSIENT, "SOFT-1Q", &json!([{ "core": "20" }]), false, "running");
+    let named = json!([{ "core": "20" }, { "name": "web1" }]);
+    let mut transient = vgpu(TRANSIENT, "SOFT-1Q", &named, false, "running");
+    transient["name"] = json!("web1");
     transient["warnings"] = json!(["guest memory is not shared: use share=on"]);
     let mut failed = vgpu(FAILED, "SOFT-1Q", &json!([]), true, "failed");
     failed["reason"] = json!("The GPU is lost");
@@ -114,7 +117,8 @@ pub fn stats() -> Value {
             },
             "channels": 2, "imported_bytes": 1_u64 << 30,
             "traps": { "config": 100, "display": 20, "memory": 0, "control": 3, "mailbox": 2, "doorbell": 0 },
-            "pid": 4711, "vm_pid": core.map(|_| 815),
+            "pid": 4711, "vm_pid": core.map(|_| 815), "vm_name": core.map(|_| "vm1"),
+            "name": core.is_none().then_some("web1"),
             "programs": core.is_none().then(programs),
         })
     };

@@ -81,7 +81,8 @@ fn by_the_api() -> Result<Vec<String>> {
         ("PUT", all.clone(), None, 405),
         ("POST", all.clone(), Some(json!("x".repeat(100_000))), 413),
         ("POST", all.clone(), Some(json!({ "typo": 1 })), 400),
-        ("GET", vgpu("x", ""), None, 400),
+        ("GET", vgpu("x%20y", ""), None, 400),
+        ("GET", vgpu("x", ""), None, 404),
         ("POST", all.clone(), Some(json!({})), 400),
         ("POST", all.clone(), Some(json!({ "define": true })), 400),
         ("POST", all.clone(), new(json!({ "parent": "nope" })), 404),
@@ -173,7 +174,8 @@ fn by_the_cli() -> Result<Vec<String>> {
         ("scheduler --timeslice soon".into(), 2),
         ("import --parent soft0".into(), 2),
         ("define".into(), 2),
-        ("stop -u 1".into(), 2),
+        ("stop -u 1".into(), 4),
+        ("stop a/b".into(), 2),
         (format!("modify -u {BOTH} --delattr --index 7"), 2),
         (format!("modify -u {BOTH} --addattr core --value 1"), 2),
         (format!("modify -u {BOTH} -p soft9 --auto"), 2),
@@ -196,7 +198,9 @@ fn by_the_cli() -> Result<Vec<String>> {
             2,
         ),
         ("start-parent-mdevs soft0".into(), 2),
-        ("import /nonexistent".into(), 1),
+        ("import /nonexistent".into(), 4),
+        (format!("import {bad}"), 1),
+        ("qemu-args --memory lots".into(), 2),
     ] {
         let done = run(&vgpud, &line)?;
         ensure!(done.status == status, "{line}: {done:?}, expected {status}");

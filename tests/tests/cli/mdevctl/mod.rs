@@ -361,11 +361,19 @@ fn a_configuration_tree_of_mdevctl_is_imported() -> Result<()> {
             .is_some_and(|why| why.contains("has this uuid and is not changed"))
     );
     assert_eq!(both.vgpud.show(A)?["attrs"].to_string(), r#"[{"core":"10"}]"#);
+    Ok(())
+}
+
+#[test]
+fn a_tree_without_definitions_is_told() -> Result<()> {
+    let both = Both::new()?;
+    let empty = tempfile::tempdir()?;
+    let none = both.ours(&["import", &empty.path().to_string_lossy()])?;
+    assert!(none.stdout.starts_with("There are no definitions in /"), "{none:?}");
+    assert_eq!(none.status, 0);
     let none = both.ours(&["import", "/nonexistent/mdevctl.d"])?;
-    assert!(
-        none.status == 1 && none.stderr.contains("Cannot read /nonexistent/mdevctl.d"),
-        "{none:?}"
-    );
+    let missing = "There is no directory /nonexistent/mdevctl.d";
+    assert!(none.status == 4 && none.stderr.contains(missing), "{none:?}");
     Ok(())
 }
 

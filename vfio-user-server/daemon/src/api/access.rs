@@ -6,14 +6,16 @@
 //! administrator.
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use axum::extract::connect_info::ConnectInfo;
-use axum::extract::{Request, State};
+use axum::extract::{FromRequestParts, Request, State};
 use axum::http::Method;
+use axum::http::request::Parts;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use nix::sys::socket::{getsockopt, sockopt};
@@ -44,6 +46,18 @@ impl Peer {
         let mut groups: BTreeSet<u32> = sys::peer_groups(socket)?.into_iter().collect();
         groups.insert(credentials.gid());
         Ok(Self { pid: credentials.pid(), uid: Some(credentials.uid()), groups })
+    }
+}
+
+/// User of the client that sends a request, for vGPUs that it starts.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller(pub Option<u32>);
+
+impl<S: Send + Sync> FromRequestParts<S> for Caller {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(Self(parts.extensions.get::<ConnectInfo<Peer>>().and_then(|info| info.0.uid)))
     }
 }
 
@@ -94,18 +108,21 @@ impl Rules {
 
     /// Describes why a client at level `has` is refused, and the group that has the permission.
     fn refusal(&self, peer: &Peer, has: Level) -> ErrorDetail {
-        let user = peer.uid.map_or_else(
-            || "A client of unknown user".to_owned(),
-            |uid| match Users::read().name(uid) {
-                Some(name) => format!("User {name} ({uid})"),
-                None => format!("User {uid}"),
-            },
-        );
+        let users = Users::read();
+        let name = peer.uid.and_then(|uid| users.name(uid));
+        let user = match (peer.uid, name) {
+            (None, _) => "A client of unknown user".to_owned(),
+            (Some(uid), Some(name)) => format!("User {name} ({uid})"),
+            (Some(uid), None) => format!("User {uid}"),
+        };
+        let login = name.unwrap_or("USER");
         let group = if has == Level::Read { &self.admins } else { &self.readers };
         let problem = if has == Level::Read { "may read, not change" } else { "may not use vgpud" };
         let remedy = match group {
             Some(Group { name, .. }) => {
-                format!("members of group {name} may: `usermod -aG {name} USER`, then log in again")
+                format!(
+                    "members of group {name} may: `usermod -aG {name} {login}`, then log in again"
+                )
             }
             None => "root may".to_owned(),
         };

@@ -100,8 +100,8 @@ table! {
     }
 
     /// Returns one vGPU.
-    Read get "/v1/vgpus/{uuid}" => vgpus::show {
-        params(("uuid" = String, Path)),
+    Read get "/v1/vgpus/{vgpu}" => vgpus::show {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         responses(
             (status = 200, body = Vgpu, description = "The current state of the vGPU"),
             ErrorResponses,
@@ -109,8 +109,8 @@ table! {
     }
 
     /// Changes a definition, a running vGPU, or both.
-    Admin patch "/v1/vgpus/{uuid}" => vgpus::modify {
-        params(("uuid" = String, Path)),
+    Admin patch "/v1/vgpus/{vgpu}" => vgpus::modify {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body = ModifyVgpu,
         responses(
             (status = 200, body = Vgpu, description = "The current state of the vGPU"),
@@ -119,15 +119,15 @@ table! {
     }
 
     /// Removes a definition. A running vGPU keeps running until it is stopped.
-    Admin delete "/v1/vgpus/{uuid}" => vgpus::undefine {
-        params(("uuid" = String, Path)),
+    Admin delete "/v1/vgpus/{vgpu}" => vgpus::undefine {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body(content = Option<UndefineVgpu>),
         responses((status = 204, description = "The definition is removed"), ErrorResponses)
     }
 
     /// Starts a defined vGPU. The response is sent when the vGPU's socket is ready.
-    Admin post "/v1/vgpus/{uuid}/start" => vgpus::start {
-        params(("uuid" = String, Path)),
+    Admin post "/v1/vgpus/{vgpu}/start" => vgpus::start {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body(content = Option<StartVgpu>),
         responses(
             (status = 200, body = Vgpu, description = "The current state of the vGPU"),
@@ -136,17 +136,17 @@ table! {
     }
 
     /// Stops a vGPU. A vGPU that a VM uses is stopped only with `force`.
-    Admin post "/v1/vgpus/{uuid}/stop" => vgpus::stop {
-        params(("uuid" = String, Path)),
+    Admin post "/v1/vgpus/{vgpu}/stop" => vgpus::stop {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body(content = Option<StopVgpu>),
         responses((status = 204, description = "The vGPU is stopped"), ErrorResponses)
     }
 
     /// Returns a screenshot of a vGPU. The response is delayed if the screen is requested more
     /// often than its `refresh` allows.
-    Admin get "/v1/vgpus/{uuid}/screenshot" => vgpus::screenshot {
+    Admin get "/v1/vgpus/{vgpu}/screenshot" => vgpus::screenshot {
         operation_id = "picture",
-        params(("uuid" = String, Path)),
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         responses(
             (status = 200, content_type = "image/png", body = Vec<u8>, description = "The screenshot"),
             ErrorResponses,
@@ -154,8 +154,8 @@ table! {
     }
 
     /// Shows a vGPU on its parent's physical screen, and ends a rotation.
-    Admin post "/v1/vgpus/{uuid}/focus" => screens::focus {
-        params(("uuid" = String, Path)),
+    Admin post "/v1/vgpus/{vgpu}/focus" => screens::focus {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         responses(
             (status = 200, body = Focused, description = "The vGPU is on the screen"),
             ErrorResponses,
@@ -176,8 +176,8 @@ table! {
 
     /// Opens a vGPU's screen. With `Connection: Upgrade` and `Upgrade: rfb`, the connection
     /// switches to RFB (VNC, RFC 6143) without a password, until either side closes the connection.
-    Admin post "/v1/vgpus/{uuid}/console" => consoles::open {
-        params(("uuid" = String, Path)),
+    Admin post "/v1/vgpus/{vgpu}/console" => consoles::open {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body(content = Option<OpenConsole>),
         responses((status = 101, description = "The connection speaks RFB from now on"), ErrorResponses)
     }
@@ -257,15 +257,15 @@ mod tests {
             (get.clone(), "/v1/types", read),
             (get.clone(), "/v1/vgpus", read),
             (post.clone(), "/v1/vgpus", admin),
-            (get.clone(), "/v1/vgpus/{uuid}", read),
-            (patch.clone(), "/v1/vgpus/{uuid}", admin),
-            (Method::DELETE, "/v1/vgpus/{uuid}", admin),
-            (post.clone(), "/v1/vgpus/{uuid}/start", admin),
-            (post.clone(), "/v1/vgpus/{uuid}/stop", admin),
-            (get.clone(), "/v1/vgpus/{uuid}/screenshot", admin),
-            (post.clone(), "/v1/vgpus/{uuid}/focus", admin),
+            (get.clone(), "/v1/vgpus/{vgpu}", read),
+            (patch.clone(), "/v1/vgpus/{vgpu}", admin),
+            (Method::DELETE, "/v1/vgpus/{vgpu}", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/start", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/stop", admin),
+            (get.clone(), "/v1/vgpus/{vgpu}/screenshot", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/focus", admin),
             (post.clone(), "/v1/parents/{parent}/rotation", admin),
-            (post.clone(), "/v1/vgpus/{uuid}/console", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/console", admin),
             (post, "/v1/web", admin),
             (get.clone(), "/v1/stats", read),
             (get.clone(), "/v1/schedulers", read),

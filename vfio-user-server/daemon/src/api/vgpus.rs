@@ -5,6 +5,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
+use super::access::Caller;
 use crate::http::{HttpResult, JsonBody, VgpuPath};
 use crate::service::Service;
 use vgpud_api::{CreateVgpu, ModifyVgpu, StartVgpu, StopVgpu, UndefineVgpu, Vgpu};
@@ -15,9 +16,10 @@ pub async fn list(State(service): State<Service>) -> HttpResult<Json<Vec<Vgpu>>>
 
 pub async fn create(
     State(service): State<Service>,
+    Caller(caller): Caller,
     JsonBody(request): JsonBody<CreateVgpu>,
 ) -> HttpResult<(StatusCode, Json<Vgpu>)> {
-    Ok((StatusCode::CREATED, Json(service.create(request).await?)))
+    Ok((StatusCode::CREATED, Json(service.create(request, caller).await?)))
 }
 
 pub async fn show(
@@ -47,9 +49,10 @@ pub async fn undefine(
 pub async fn start(
     State(service): State<Service>,
     VgpuPath(id): VgpuPath,
+    Caller(caller): Caller,
     JsonBody(request): JsonBody<StartVgpu>,
 ) -> HttpResult<Json<Vgpu>> {
-    Ok(Json(service.start(id, request).await?))
+    Ok(Json(service.start(id, request, caller).await?))
 }
 
 pub async fn stop(

@@ -348,7 +348,9 @@ impl ScreenReader {
                 self.mode = Some(KnownMode { requested: now, readout: Arc::clone(&readout) });
                 Ok(readout)
             }
-            Ok(None) => Err("The screen is off".to_owned()),
+            Ok(None) => {
+                Err("The screen is off\nThe VM may start on another display adapter".to_owned())
+            }
             Err(error) => {
                 log::debug!("The screen of vGPU {id}: {error}");
                 sleep_until(now + RETRY_DELAY).await;

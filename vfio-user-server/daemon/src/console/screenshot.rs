@@ -20,7 +20,8 @@ pub fn take(control: &Path) -> Result<Vec<u8>> {
         )
     })?;
     if !scanout.enabled {
-        let message = "The screen is off: the guest has set no mode, or has blanked the screen";
+        let message = "The screen is off: the guest has set no mode, or has blanked the screen. A VM \
+                       with another display adapter starts on that one (QEMU: -vga none)";
         return Err(ErrorDetail::new(ErrorCode::Conflict, message));
     }
     let memory = memory.ok_or_else(|| {

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 
 use super::live_screens::ViewerSlot;
 use super::qmp_input::QmpInput;
+use crate::vgpu_names;
 use rfb::encode::{ClientFormat, Encoder, server_init};
 use rfb::handshake;
 use rfb::message::{self, Message};
@@ -30,7 +31,8 @@ const CHUNK: usize = 4096;
 
 /// Returns the title of a screen, which viewers display.
 pub fn title(id: VgpuId, has_input: bool) -> String {
-    if has_input { format!("vGPU {id}") } else { format!("vGPU {id} (view only)") }
+    let title = vgpu_names::annotated(&format!("vGPU {id}"));
+    if has_input { title } else { title + " (view only)" }
 }
 
 /// Serves a screen on an authorized connection, until either side disconnects. Keys and pointer go

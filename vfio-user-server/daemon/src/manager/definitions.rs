@@ -2,10 +2,12 @@
 
 use std::path::Path;
 
-use mdev_core::definition::{Definition, Start, Store, StoreError};
+use mdev_core::definition::store::Scan;
+use mdev_core::definition::{Definition, Start, Store, StoreError, VgpuName};
 use mdev_core::ids::VgpuId;
 
 use super::Result;
+use crate::vgpu_names;
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 /// Definition of a vGPU together with its parent.
@@ -43,7 +45,7 @@ impl Definitions {
 
     /// Reads all definitions, by parent and UUID. Files that cannot be read are logged.
     pub fn all(&self) -> Result<Vec<PlacedDefinition>> {
-        let scan = self.store.scan().map_err(store_error)?;
+        let scan = self.scan()?;
         for problem in &scan.problems {
             log::warn!("{}", problem.error);
         }
@@ -57,7 +59,7 @@ impl Definitions {
 
     /// Reads the definition of a vGPU.
     pub fn find(&self, id: VgpuId) -> Result<Option<PlacedDefinition>> {
-        let scan = self.store.scan().map_err(store_error)?;
+        let scan = self.scan()?;
         let found = scan.definitions.into_iter().find(|stored| stored.vgpu == id);
         Ok(found.map(|stored| PlacedDefinition {
             id,
@@ -66,14 +68,38 @@ impl Definitions {
         }))
     }
 
+    /// Lists the vGPUs with a definition, with their names.
+    pub fn names(&self) -> Result<Vec<(VgpuId, Option<VgpuName>)>> {
+        let scan = self.scan()?;
+        Ok(scan
+            .definitions
+            .iter()
+            .map(|found| (found.vgpu, found.definition.attrs.name()))
+            .collect())
+    }
+
+    /// Reads the directory, and records the names of its vGPUs.
+    fn scan(&self) -> Result<Scan> {
+        let scan = self.store.scan().map_err(store_error)?;
+        for stored in &scan.definitions {
+            vgpu_names::set(stored.vgpu, stored.definition.attrs.name());
+        }
+        Ok(scan)
+    }
+
     /// Writes a definition. It is on disk when this returns.
     pub fn save(&self, placed: &PlacedDefinition) -> Result<()> {
-        self.store.save(&placed.parent, placed.id, &placed.definition).map_err(store_error)
+        let definition = &placed.definition;
+        self.store.save(&placed.parent, placed.id, definition).map_err(store_error)?;
+        vgpu_names::set(placed.id, definition.attrs.name());
+        Ok(())
     }
 
     /// Removes a definition.
     pub fn remove(&self, placed: &PlacedDefinition) -> Result<()> {
-        self.store.remove(&placed.parent, placed.id).map(drop).map_err(store_error)
+        self.store.remove(&placed.parent, placed.id).map_err(store_error)?;
+        vgpu_names::set(placed.id, None);
+        Ok(())
     }
 
     /// Lists the vGPUs with start policy `auto`, by parent and UUID. If the directory cannot be

@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
-use mdev_core::definition::{Definition, Owner};
+use mdev_core::definition::{Attrs, Definition, Owner};
 use mdev_core::ids::VgpuId;
 use vendor_backends::seqpacket::SeqPacketListener;
 
@@ -31,6 +31,32 @@ pub fn owner_of(definition: &Definition, default: Account) -> Result<Account> {
     let owner: Owner = text.parse().map_err(|error| invalid(format!("owner: {error}")))?;
     let owner = Users::read().owner(&owner).map_err(|what| invalid(format!("owner: {what}")))?;
     check_owner(Account::own(), owner).map_err(invalid)
+}
+
+/// Owner of a vGPU that a request starts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChosenOwner {
+    /// Owner that the request names.
+    pub named: Option<String>,
+    /// User who sent the request, if the vGPU belongs to its caller by default.
+    pub caller: Option<String>,
+}
+
+impl ChosenOwner {
+    /// Sets the owner: the named one, else the definition's, else the caller.
+    pub fn apply(&self, attrs: &mut Attrs) {
+        let default = self.caller.as_ref().filter(|_| attrs.get(OWNER).is_none());
+        if let Some(owner) = self.named.as_ref().or(default) {
+            attrs.set(OWNER, owner);
+        }
+    }
+}
+
+/// Returns the owner, by name or number, of a vGPU that this user starts without naming one. Root's
+/// vGPUs belong to the default owner, and so do all where vgpud cannot give sockets away.
+pub fn owner_of_caller(caller: Option<u32>) -> Option<String> {
+    let uid = caller.filter(|uid| *uid != 0 && Account::own().uid == 0)?;
+    Some(Users::read().name(uid).map_or_else(|| uid.to_string(), str::to_owned))
 }
 
 /// Refuses an owner that the user `own` cannot change a file's owner to: only root can name another
@@ -166,5 +192,21 @@ mod tests {
             let error = owner_of(&definition(Some(owner)), default).unwrap_err();
             assert!(error.message.contains(part), "{error}");
         }
+    }
+
+    #[test]
+    fn the_named_owner_precedes_the_definitions_and_that_the_caller() {
+        let chosen = |named: Option<&str>, defined: Option<&str>, caller: Option<&str>| {
+            let text = |name: Option<&str>| name.map(str::to_owned);
+            let mut attrs: Attrs =
+                defined.map(|name| (OWNER.to_owned(), name.to_owned())).into_iter().collect();
+            ChosenOwner { named: text(named), caller: text(caller) }.apply(&mut attrs);
+            attrs.get(OWNER).map(str::to_owned)
+        };
+        assert_eq!(chosen(Some("a"), Some("b"), Some("c")).as_deref(), Some("a"));
+        assert_eq!(chosen(None, Some("b"), Some("c")).as_deref(), Some("b"));
+        assert_eq!(chosen(None, None, Some("c")).as_deref(), Some("c"));
+        assert_eq!(chosen(None, None, None), None);
+        assert_eq!((owner_of_caller(Some(0)), owner_of_caller(None)), (None, None));
     }
 }

@@ -68,10 +68,14 @@ fn describe(vm: AttachedClient) -> String {
         command.map(|name| format!(" ({})", escaped(name.trim_end()))).unwrap_or_default();
     let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
     let user = user.map_or_else(|| uid.to_string(), |user| escaped(&user.name));
-    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let name =
-        vm_name(&line).map(|name| format!(", VM \"{}\"", escaped(&name))).unwrap_or_default();
+    let name = name(pid).map(|name| format!(", VM \"{name}\"")).unwrap_or_default();
     format!("process {pid}{command} of user {user}{name}")
+}
+
+/// Returns the name of the VM in a process, with unusual characters escaped.
+pub(super) fn name(pid: i32) -> Option<String> {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    vm_name(&line).map(|name| escaped(&name))
 }
 
 /// Returns the VM's name from QEMU's command line: `-name guest=web1,debug-threads=on`. libvirt

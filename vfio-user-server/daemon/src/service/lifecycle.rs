@@ -10,6 +10,7 @@ use mdev_core::ids::VgpuId;
 use super::worker_statuses::Told;
 use super::{Service, with_status};
 use crate::callouts::{Action, CalloutRun};
+use crate::manager::sockets::{ChosenOwner, OWNER, owner_of_caller};
 use crate::manager::{Change, Listed, Manager, PlacedDefinition, Result};
 use crate::{blocking, worker_client};
 use vgpud_api::{
@@ -23,8 +24,13 @@ const EXIT_REASON_POLLS: u32 = 20;
 const EXIT_REASON_INTERVAL: Duration = Duration::from_millis(10);
 
 impl Service {
-    /// Defines a vGPU, starts a transient vGPU, or both.
-    pub async fn create(&self, request: CreateVgpu) -> Result<Vgpu> {
+    /// Defines a vGPU, starts a transient vGPU, or both. A started vGPU belongs to `caller`, unless
+    /// the request names an owner.
+    pub async fn create(&self, mut request: CreateVgpu, caller: Option<u32>) -> Result<Vgpu> {
+        let named = request.attrs.iter().any(|attr| attr.contains_key(OWNER));
+        if let Some(owner) = owner_of_caller(caller).filter(|_| request.run && !named) {
+            request.attrs.push([(OWNER.to_owned(), owner)].into());
+        }
         let service = self.clone();
         run_detached(async move {
             let CreateVgpu { run, define, force, .. } = request;
@@ -95,16 +101,17 @@ impl Service {
         .await
     }
 
-    /// Starts a defined vGPU, and returns when its socket is ready.
-    pub async fn start(&self, id: VgpuId, request: StartVgpu) -> Result<Vgpu> {
+    /// Starts a defined vGPU, and returns when its socket is ready. The vGPU belongs to `caller`,
+    /// unless the request or the definition names an owner.
+    pub async fn start(&self, id: VgpuId, request: StartVgpu, caller: Option<u32>) -> Result<Vgpu> {
         let service = self.clone();
         run_detached(async move {
             let StartVgpu { owner, force } = request;
+            let owner = ChosenOwner { named: owner, caller: owner_of_caller(caller) };
             let with_owner = owner.clone();
-            let definition =
-                move |manager: &mut Manager| manager.to_start(id, with_owner.as_deref());
+            let definition = move |manager: &mut Manager| manager.to_start(id, &with_owner);
             let callouts = service.callouts_before(Action::Start, force, definition).await?;
-            let start = move |manager: &mut Manager| manager.start(id, owner.as_deref());
+            let start = move |manager: &mut Manager| manager.start(id, &owner);
             let result = match service.call(start).await {
                 Ok(listed) => service.wait_for_worker(listed).await,
                 Err(error) => Err(error),
@@ -117,7 +124,7 @@ impl Service {
     /// Starts the vGPUs with start policy `auto`, one after the other.
     pub async fn start_all(self, ids: Vec<VgpuId>) {
         for id in ids {
-            if let Err(error) = self.start(id, StartVgpu::default()).await {
+            if let Err(error) = self.start(id, StartVgpu::default(), None).await {
                 log::error!("vGPU {id} is not started: {error}");
             }
         }
@@ -158,7 +165,7 @@ impl Service {
         let error = match blocking::run(move || worker_client::status(&control)).await? {
             Ok(status) => {
                 let told = Told { status: Some(status), answers: true };
-                return Ok(with_status(listed, Some(told)));
+                return blocking::run(move || with_status(listed, Some(told))).await;
             }
             Err(error) => error,
         };

@@ -7,18 +7,19 @@
 //! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use mdev_core::ids::VgpuId;
 
-use crate::blocking;
 use crate::callouts::Callouts;
 use crate::console::live_screens::LiveScreens;
 use crate::console::qmp_input::QmpInput;
 use crate::console::readout_limiter::ReadoutLimiter;
 use crate::console::shared_screenshots::SharedScreenshots;
 use crate::manager::{Handle, Listed, Manager, Result};
+use crate::{blocking, systemd};
 use vgpud_api::{ErrorCode, ErrorDetail, Stats, Version, Vgpu};
 use worker_statuses::{Asked, Told, WorkerStatuses};
 
@@ -82,7 +83,7 @@ impl Service {
     ) -> Result<Vgpu> {
         let listed = self.call(body).await?;
         let status = self.worker_statuses(vec![asked(&listed)]).await.pop().flatten();
-        Ok(with_status(listed, status))
+        blocking::run(move || with_status(listed, status)).await
     }
 
     /// Returns all vGPUs, each completed with its worker's status.
@@ -91,11 +92,8 @@ impl Service {
         let vgpus: Vec<_> = listed.iter().map(|listed| listed.vgpu.uuid).collect();
         self.statuses.retain(&vgpus);
         let statuses = self.worker_statuses(listed.iter().map(asked).collect()).await;
-        Ok(listed
-            .into_iter()
-            .zip(statuses)
-            .map(|(vgpu, status)| with_status(vgpu, status))
-            .collect())
+        let vgpus = listed.into_iter().zip(statuses);
+        blocking::run(move || vgpus.map(|(vgpu, status)| with_status(vgpu, status)).collect()).await
     }
 
     /// Returns the statistics of all running vGPUs and of the parents.
@@ -112,8 +110,10 @@ impl Service {
                 stats.traps = status.traps;
                 stats.programs = status.programs.map(|found| programs::describe(found, vgpu.owner));
                 // Otherwise, the client is a program.
-                let vm = status.client.filter(|_| stats.programs.is_none());
+                let in_vm = stats.programs.as_ref().is_none_or(|programs| programs.in_vm);
+                let vm = status.client.filter(|_| in_vm);
                 stats.vm_pid = vm.map(|vm| vm.pid);
+                stats.vm_name = vm.and_then(|vm| attached_vm::name(vm.pid));
             }
             stats
         });
@@ -138,7 +138,8 @@ impl Service {
             return Err(ErrorDetail::new(ErrorCode::Conflict, message));
         };
         QmpInput::open(path, vm.pid).await.map_err(|error| {
-            let message = format!("The monitor {} cannot be used: {error}", path.display());
+            let remedy = monitor_remedy(path, error.kind(), systemd::is_service());
+            let message = format!("The monitor {} cannot be used: {error}{remedy}", path.display());
             ErrorDetail::new(ErrorCode::Conflict, message)
         })
     }
@@ -173,19 +174,70 @@ impl Service {
     }
 }
 
+/// Returns what to do about a monitor that cannot be reached because of the unit's restrictions, in
+/// words that continue the error.
+fn monitor_remedy(path: &Path, error: io::ErrorKind, is_service: bool) -> &'static str {
+    let hidden = |folders: &[&str]| folders.iter().any(|folder| path.starts_with(folder));
+    match error {
+        _ if !is_service => "",
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+            if hidden(&["/tmp", "/var/tmp"]) =>
+        {
+            "; vgpud's service has its own /tmp and /var/tmp: put the VM's socket below /run"
+        }
+        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied
+            if hidden(&["/home", "/root", "/run/user"]) =>
+        {
+            "; vgpud's service does not see /home, /root and /run/user: put the VM's socket below /run"
+        }
+        io::ErrorKind::PermissionDenied => {
+            "; vgpud's service needs the permissions of root's group: chgrp root, chmod g+rw"
+        }
+        _ => "",
+    }
+}
+
 /// Returns the worker of a vGPU that can be asked.
 fn asked(listed: &Listed) -> Option<Asked> {
     let (pid, control) = (listed.vgpu.pid?, listed.control.clone()?);
     Some(Asked { vgpu: listed.vgpu.uuid, pid, control })
 }
 
-/// Completes a vGPU with its worker's status.
+/// Completes a vGPU with its worker's status, and with the name of its VM, which is read from a file.
 fn with_status(listed: Listed, told: Option<Told>) -> Vgpu {
     let Some(Told { status, answers }) = told else { return listed.vgpu };
+    let programs = status.as_ref().and_then(|status| status.programs.as_ref());
+    // Otherwise, the client is a program of the host.
+    let is_vm = programs.is_none_or(|programs| programs.in_vm);
     let (vm, mut warnings) =
         status.map(|status| (status.client, status.warnings)).unwrap_or_default();
+    let vm_name = vm.filter(|_| is_vm).and_then(|vm| attached_vm::name(vm.pid));
     if !answers {
         warnings.push("Its worker does not answer".into());
     }
-    Vgpu { vm, warnings, ..listed.vgpu }
+    Vgpu { vm, vm_name, warnings, ..listed.vgpu }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind as E;
+
+    use super::*;
+
+    #[test]
+    fn a_monitor_that_the_service_cannot_reach_has_a_remedy() {
+        for (path, error, part) in [
+            ("/tmp/qmp.sock", E::NotFound, "its own /tmp"),
+            ("/var/tmp/x/qmp.sock", E::NotFound, "its own /tmp"),
+            ("/home/me/qmp.sock", E::PermissionDenied, "does not see /home"),
+            ("/run/user/1000/qmp.sock", E::NotFound, "does not see /home"),
+            ("/run/vm/qmp.sock", E::PermissionDenied, "chgrp root"),
+        ] {
+            let remedy = monitor_remedy(Path::new(path), error, true);
+            assert!(remedy.contains(part), "{path}: {remedy}");
+            assert_eq!(monitor_remedy(Path::new(path), error, false), "");
+        }
+        assert_eq!(monitor_remedy(Path::new("/run/vm/qmp.sock"), E::NotFound, true), "");
+        assert_eq!(monitor_remedy(Path::new("/tmpfiles/qmp.sock"), E::NotFound, true), "");
+    }
 }

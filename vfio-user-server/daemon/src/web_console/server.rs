@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::extract::rejection::JsonRejection;
 use axum::extract::ws::WebSocketUpgrade;
-use axum::extract::{DefaultBodyLimit, Extension, FromRequestParts, Path, Request, State};
+use axum::extract::{DefaultBodyLimit, Extension, FromRef, FromRequestParts, Path, Request, State};
 use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -51,6 +51,12 @@ struct Console {
     sessions: Arc<Sessions>,
     history: Arc<History>,
     service: Service,
+}
+
+impl FromRef<Console> for Service {
+    fn from_ref(console: &Console) -> Self {
+        console.service.clone()
+    }
 }
 
 /// Starts the console's server, which runs until the runtime ends. Without a listener, the address is
@@ -122,8 +128,8 @@ fn router(console: Console) -> Router {
     let mut router = Router::new()
         .route("/api/enter", post(sign_in).layer(middleware::from_fn(in_time)))
         .route("/api/state/{sample}/{event}", get(state))
-        .route("/api/vgpus/{uuid}/thumbnail", get(thumbnail))
-        .route("/api/vgpus/{uuid}/screen", get(live_screen))
+        .route("/api/vgpus/{vgpu}/thumbnail", get(thumbnail))
+        .route("/api/vgpus/{vgpu}/screen", get(live_screen))
         .fallback(no_such_page)
         .layer(DefaultBodyLimit::max(MAX_BODY));
     for (path, kind, text) in PAGE {

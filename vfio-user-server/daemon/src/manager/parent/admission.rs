@@ -13,6 +13,7 @@ use crate::manager::cgroups::{Limits, Member};
 use crate::manager::environment::Environment;
 use crate::manager::run_dir;
 use crate::manager::vgpu::{Vgpu, worker};
+use crate::vgpu_names;
 use vgpud_api::{ErrorCode, ErrorDetail};
 
 impl Parent {
@@ -75,6 +76,8 @@ impl Parent {
         let waiters = vgpu.end();
         run_dir::remove(&env.run_dir.vgpu(id));
         log::info!("vGPU {id} is stopped");
+        // A definition, if there is one, has the name of its own.
+        vgpu_names::set(id, None);
         self.replace_foreign();
         for waiter in waiters {
             // The request may have been cancelled.

@@ -7,6 +7,7 @@ use super::Parent;
 use crate::manager::Result;
 use crate::manager::run_dir::RunDir;
 use crate::manager::vgpu::{Vgpu, settings};
+use crate::vgpu_names;
 use vgpud_api::{ErrorCode, ErrorDetail};
 use vgpud_host::users::Account;
 
@@ -42,6 +43,7 @@ impl Parent {
         if let Some(vgpu) = self.vgpus.get_mut(&id) {
             vgpu.definition = definition;
             vgpu.settings = settings;
+            vgpu_names::set(id, vgpu.name());
             if let Err(error) = vgpu.write_record(run_dir) {
                 log::warn!("A later manager will not know vGPU {id}'s change: {error}");
             }

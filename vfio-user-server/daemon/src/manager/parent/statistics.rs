@@ -61,6 +61,7 @@ impl Parent {
         } = usage;
         VgpuStats {
             uuid: vgpu.id,
+            name: vgpu.name().map(String::from),
             parent: vgpu.parent.clone(),
             mdev_type: vgpu.profile.name.clone(),
             state: vgpu.state().reported(),
@@ -96,6 +97,7 @@ impl Parent {
             traps: Traps::default(),
             pid: vgpu.pid(),
             vm_pid: None,
+            vm_name: None,
             programs: None,
         }
     }

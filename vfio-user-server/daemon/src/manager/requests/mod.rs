@@ -3,6 +3,7 @@
 //! the result names.
 //!
 //! * `vgpus`: requests about vGPUs and definitions
+//! * `names`: names of vGPUs, which are unique
 //! * `parents`: requests about parents, their schedulers and screens, and statistics
 
 use std::num::NonZeroU32;
@@ -18,6 +19,7 @@ use super::parent::Parent;
 use super::run_dir::RunDir;
 use super::vgpu::Vgpu;
 
+mod names;
 mod parents;
 mod vgpus;
 
@@ -110,6 +112,7 @@ fn view_started(
         foreign: vgpu.foreign().is_some(),
         vgpu: vgpud_api::Vgpu {
             uuid: vgpu.id,
+            name: shown.attrs.name().map(String::from),
             // The definition may have been made for another parent meanwhile.
             parent: vgpu.parent.clone(),
             mdev_type: shown.mdev_type.clone(),
@@ -123,6 +126,7 @@ fn view_started(
             socket: pid.map(|_| socket()),
             pid,
             vm: None,
+            vm_name: None,
             focus: parent.has_focus(vgpu.id),
             warnings: vgpu.foreign().map(|why| format!("{why}. {FOREIGN}")).into_iter().collect(),
         },
@@ -137,6 +141,7 @@ fn view_stopped(stored: &PlacedDefinition) -> Listed {
         foreign: false,
         vgpu: vgpud_api::Vgpu {
             uuid: *id,
+            name: definition.attrs.name().map(String::from),
             parent: parent.clone(),
             mdev_type: definition.mdev_type.clone(),
             start: definition.start.into(),
@@ -149,6 +154,7 @@ fn view_stopped(stored: &PlacedDefinition) -> Listed {
             socket: None,
             pid: None,
             vm: None,
+            vm_name: None,
             focus: None,
             warnings: Vec::new(),
         },

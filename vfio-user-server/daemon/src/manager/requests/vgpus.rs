@@ -1,4 +1,5 @@
-//! Requests about vGPUs and definitions. A request reads definitions from disk once.
+//! Requests about vGPUs and definitions. A request reads definitions from disk once,
+//! and again to check a name.
 
 use mdev_core::definition::Definition;
 use mdev_core::ids::VgpuId;
@@ -8,10 +9,11 @@ use vgpud_api::{CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu};
 use super::{Change, ClientReport, Listed, Screen, parse_attrs, view_started, view_stopped};
 use crate::manager::definitions::PlacedDefinition;
 use crate::manager::parent::Parent;
-use crate::manager::sockets::OWNER;
+use crate::manager::sockets::ChosenOwner;
 use crate::manager::vgpu::lifecycle::State;
 use crate::manager::vgpu::{Vgpu, settings};
 use crate::manager::{Manager, Result};
+use crate::vgpu_names;
 
 /// vGPU that a request would create.
 struct Plan {
@@ -129,7 +131,10 @@ impl Manager {
                 return Err(error(ErrorCode::Invalid, what));
             }
             (Some(mdev_type), _) => {
-                let attrs = parse_attrs(request.attrs)?;
+                let mut attrs = parse_attrs(request.attrs)?;
+                if let Some(stored) = &stored {
+                    Self::keep_name(stored, &mut attrs)?;
+                }
                 let definition = Definition { mdev_type, start: request.start.into(), attrs };
                 let stored = stored.as_ref().map(|stored| stored.parent.clone());
                 let parent = match request.parent.or(stored) {
@@ -140,7 +145,9 @@ impl Manager {
             }
         };
         let placed = PlacedDefinition { id, parent, definition };
-        Ok(Plan { vgpu: self.build(&placed)?, placed, stored })
+        let vgpu = self.build(&placed)?;
+        self.check_name(id, &placed.definition.attrs)?;
+        Ok(Plan { vgpu, placed, stored })
     }
 
     /// Builds the vGPU of a definition, and refuses a definition that cannot be started.
@@ -168,18 +175,18 @@ impl Manager {
     }
 
     /// Starts a vGPU that is defined.
-    pub fn start(&mut self, id: VgpuId, owner: Option<&str>) -> Result<Listed> {
+    pub fn start(&mut self, id: VgpuId, owner: &ChosenOwner) -> Result<Listed> {
         let Plan { vgpu, placed, stored } = self.plan_start(id, owner)?;
         self.parents.get_mut(&placed.parent)?.start_vgpu(&self.env, vgpu)?;
         self.refreshed(id, stored.as_ref())
     }
 
     /// Returns the definition that [`Manager::start`] would start.
-    pub fn to_start(&self, id: VgpuId, owner: Option<&str>) -> Result<PlacedDefinition> {
+    pub fn to_start(&self, id: VgpuId, owner: &ChosenOwner) -> Result<PlacedDefinition> {
         Ok(self.plan_start(id, owner)?.placed)
     }
 
-    fn plan_start(&self, id: VgpuId, owner: Option<&str>) -> Result<Plan> {
+    fn plan_start(&self, id: VgpuId, owner: &ChosenOwner) -> Result<Plan> {
         if let Some(vgpu) = self.parents.vgpu(id) {
             let what = match vgpu.state() {
                 State::Stuck { reason, .. } => {
@@ -194,9 +201,7 @@ impl Manager {
         }
         let stored = self.definitions.find(id)?.ok_or_else(|| not_defined(id))?;
         let mut placed = stored.clone();
-        if let Some(owner) = owner {
-            placed.definition.attrs.set(OWNER, owner);
-        }
+        owner.apply(&mut placed.definition.attrs);
         Ok(Plan { vgpu: self.build(&placed)?, placed, stored: Some(stored) })
     }
 
@@ -225,7 +230,12 @@ impl Manager {
     /// Removes a definition. A running vGPU continues until it is stopped.
     pub fn undefine(&mut self, id: VgpuId) -> Result<()> {
         let stored = self.to_undefine(id)?;
-        self.definitions.remove(&stored)
+        self.definitions.remove(&stored)?;
+        // A vGPU that continues keeps its name.
+        if let Some(vgpu) = self.parents.vgpu(id) {
+            vgpu_names::set(id, vgpu.name());
+        }
+        Ok(())
     }
 
     /// Returns the definition that [`Manager::undefine`] would remove.
@@ -251,6 +261,7 @@ impl Manager {
         }
         if let Some(stored) = &stored {
             self.definitions.save(stored)?;
+            self.rename_started(id, stored.definition.attrs.name().as_ref());
         }
         self.refreshed(id, stored.or(before).as_ref())
     }
@@ -277,6 +288,7 @@ impl Manager {
         let ModifyVgpu { target, mdev_type, start, attrs, live_attrs, .. } = request;
         let attrs = attrs.map(parse_attrs).transpose()?;
         let is_live = target != ModifyTarget::Defined;
+        let before = stored;
         let stored = match (stored, target) {
             (_, ModifyTarget::Live) => None,
             (None, _) => {
@@ -292,6 +304,7 @@ impl Manager {
                 definition.start = start.map_or(definition.start, Into::into);
                 definition.attrs = attrs.clone().unwrap_or_else(|| definition.attrs.clone());
                 self.build(&new)?;
+                self.check_name(id, &new.definition.attrs)?;
                 Some(new)
             }
         };
@@ -307,6 +320,11 @@ impl Manager {
         let attrs = live_attrs.map(parse_attrs).transpose()?.or(attrs);
         let mut definition = vgpu.definition.clone();
         definition.attrs = attrs.unwrap_or(definition.attrs);
+        match (&stored, before) {
+            (Some(new), _) => definition.attrs.set_name(new.definition.attrs.name().as_ref()),
+            (None, Some(before)) => Self::keep_name(before, &mut definition.attrs)?,
+            (None, None) => self.check_name(id, &definition.attrs)?,
+        }
         parent.check_live_change(vgpu, &definition)?;
         let live = PlacedDefinition { id, parent: vgpu.parent.clone(), definition };
         Ok(Change { stored, live: Some(live) })
@@ -352,7 +370,7 @@ impl Manager {
     /// Starts the vGPUs with start policy `auto`.
     pub fn start_all_auto(&mut self) {
         for id in self.auto_start() {
-            if let Err(error) = self.start(id, None) {
+            if let Err(error) = self.start(id, &ChosenOwner::default()) {
                 log::error!("vGPU {id} is not started: {error}");
             }
         }

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use mdev_core::definition::{Definition, Settings};
+use mdev_core::definition::{Definition, Settings, VgpuName};
 use mdev_core::device::{DisplayLimits, FunctionSpec};
 use mdev_core::gpu::Admission;
 use mdev_core::ids::VgpuId;
@@ -24,6 +24,7 @@ use super::run_dir::{self, RunDir};
 use super::watcher::{Generation, Watched};
 use super::{ClientReport, Result, sockets};
 use crate::spawn::{Process, ProcessRecord};
+use crate::vgpu_names;
 use crate::worker_protocol::{ProgramsSpec, VERSION, WorkerSpec};
 use vgpud_api::AttachedClient;
 use vgpud_api::{ErrorCode, ErrorDetail};
@@ -132,6 +133,20 @@ impl Vgpu {
         self.lifecycle.state()
     }
 
+    /// Returns the name.
+    pub fn name(&self) -> Option<VgpuName> {
+        self.definition.attrs.name()
+    }
+
+    /// Sets or removes the name.
+    pub fn rename(&mut self, run_dir: &RunDir, name: Option<&VgpuName>) {
+        self.definition.attrs.set_name(name);
+        vgpu_names::set(self.id, name.cloned());
+        if let Err(error) = self.write_record(run_dir) {
+            log::warn!("A later manager will not know the name of vGPU {}: {error}", self.id);
+        }
+    }
+
     /// Returns the user that owns the vGPU.
     pub fn owner(&self) -> u32 {
         self.owner.uid
@@ -213,9 +228,15 @@ impl Vgpu {
     pub fn launch(&mut self, env: &Environment, admission: &Admission) -> io::Result<()> {
         let sockets = sockets::listen(&env.run_dir, self.id, self.owner, self.profile.programs)?;
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
+        vgpu_names::set(self.id, self.name());
         let spec = self.worker_spec(admission);
-        let process = worker::spawn(&spec, &sockets, gpu, &env.worker_users)?;
-        log::info!("vGPU {} ({}) runs in process {}", self.id, self.profile.name, process.pid());
+        let label = match self.name() {
+            Some(name) => format!("{} {name}", self.id),
+            None => self.id.to_string(),
+        };
+        let process = worker::spawn(&label, &spec, &sockets, gpu, &env.worker_users)?;
+        let (name, pid) = (&self.profile.name, process.pid());
+        log::info!("vGPU {} of type {name} runs in process {pid}", self.id);
         let worker = self.watched(env, process, None);
         self.apply(Event::Launched(worker));
         self.write_record(&env.run_dir)
@@ -231,6 +252,7 @@ impl Vgpu {
         foreign: Option<String>,
     ) {
         let is_foreign = foreign.is_some();
+        vgpu_names::set(self.id, self.name());
         let worker = self.watched(env, process, foreign);
         self.lifecycle = if is_foreign {
             Lifecycle::foreign(worker)

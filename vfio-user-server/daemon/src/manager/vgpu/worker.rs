@@ -57,8 +57,9 @@ impl Worker {
 }
 
 /// Starts the worker of a vGPU with its listening sockets and, where the backend has one, its
-/// connection to the GPU.
+/// connection to the GPU. Process lists show `label`.
 pub fn spawn(
+    label: &str,
     spec: &WorkerSpec,
     sockets: &Sockets,
     gpu: Option<BorrowedFd<'_>>,
@@ -86,7 +87,7 @@ pub fn spawn(
         is_oom_protected: false,
         user: users.choose()?,
     };
-    spawn::role(&spec.function.vgpu.to_string(), &args, &fds, limits)
+    spawn::role(label, &args, &fds, limits)
 }
 
 fn memfd(bytes: &[u8]) -> io::Result<OwnedFd> {

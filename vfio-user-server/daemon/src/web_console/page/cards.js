@@ -32,7 +32,15 @@ export function bytes(count) {
 
 const seconds = (ns) => `${(ns / 1e9).toFixed(1)} s`;
 
-/** Chart of shares over time: an area for the measured share, and optionally a line for the requested share. */
+/** Shares with a line and a label, in percent, and times with a label, in minutes before now. */
+const SHARES = [100, 50, 0], MINUTES = [2, 1, 0];
+
+const x = (ago) => SPAN - ago;
+const y = (share) => (99 - 98 * Math.min(share, 100) / 100).toFixed(2);
+
+/**
+ * Chart of shares over time, with axes: an area for the measured share, and optionally a line for the requested share.
+ */
 class Chart {
   constructor(label) {
     this.svg = document.createElementNS(SVG, "svg");
@@ -41,6 +49,14 @@ class Chart {
     this.svg.setAttribute("preserveAspectRatio", "none");
     this.svg.setAttribute("role", "img");
     this.label = label;
+    for (const share of SHARES) this.rule(0, y(share), SPAN, y(share));
+    for (const minute of MINUTES) this.rule(x(minute * 60_000), 0, x(minute * 60_000), 100);
+    // The drawing is stretched to the card's width; texts in it would be too.
+    const labels = (name, texts) => element("div", { className: name, ariaHidden: "true" },
+      ...texts.map((text) => element("span", {}, text)));
+    this.node = element("div", { className: "plot" },
+      labels("shares", SHARES.map((share) => `${share} %`)), this.svg,
+      labels("times", MINUTES.map((minute) => minute ? `${minute} min ago` : "now")));
     [this.got, this.asked] = ["got", "asked"].map((name) => {
       const path = document.createElementNS(SVG, "path");
       path.setAttribute("class", name);
@@ -49,15 +65,21 @@ class Chart {
     });
   }
 
+  /** Adds a line of the grid. */
+  rule(x1, y1, x2, y2) {
+    const line = document.createElementNS(SVG, "line");
+    for (const [name, value] of Object.entries({ x1, y1, x2, y2 })) line.setAttribute(name, value);
+    this.svg.append(line);
+  }
+
   /** Draws points [milliseconds, measured share, requested share or undefined], oldest first. */
   draw(points, now) {
     const from = now - SPAN;
     const shown = points.filter(([at]) => at >= from);
-    const x = (at) => Math.round(at - from);
-    const y = (share) => (99 - 98 * Math.min(share, 100) / 100).toFixed(2);
-    const line = (of) => shown.map((point, index) => `${index ? "L" : "M"}${x(point[0])} ${y(of(point))}`).join("");
+    const when = (point) => Math.round(x(now - point[0]));
+    const line = (of) => shown.map((point, index) => `${index ? "L" : "M"}${when(point)} ${y(of(point))}`).join("");
     const last = shown.at(-1);
-    this.got.setAttribute("d", last ? `${line((p) => p[1])}L${x(last[0])} 101L${x(shown[0][0])} 101Z` : "");
+    this.got.setAttribute("d", last ? `${line((p) => p[1])}L${when(last)} 99L${when(shown[0])} 99Z` : "");
     this.asked.setAttribute("d", last?.[2] === undefined ? "" : line((p) => p[2]));
     const text = last === undefined ? "no measurement yet"
       : `now ${percent(last[1])}${last[2] === undefined ? "" : ` of ${percent(last[2])} asked`}`;
@@ -87,7 +109,7 @@ export class ParentCard {
     this.meter = element("meter", { min: 0, max: 1, value: 0 });
     this.list = element("dl");
     this.node = element("article", { className: "card" },
-      this.title, this.about, this.chart.svg, legend, this.meter, this.list);
+      this.title, this.about, this.chart.node, legend, this.meter, this.list);
   }
 
   show(parent, stats, points, now) {
@@ -128,7 +150,7 @@ export class VgpuCard {
     this.warning = element("p", { className: "warning", hidden: true });
     this.node = element("article", { className: "card" },
       element("h3", {}, this.name, this.state), element("p", { className: "uuid" }, uuid),
-      this.thumb, this.chart.svg, legend, this.list, this.warning);
+      this.thumb, this.chart.node, legend, this.list, this.warning);
     this.node.dataset.uuid = uuid;
   }
 
@@ -144,19 +166,20 @@ export class VgpuCard {
   show(vgpu, stats, points, now) {
     const running = vgpu.state === "running";
     const head = running && stats?.limits.refresh_per_second != null;
-    setText(this.name, vgpu.mdev_type);
-    this.node.setAttribute("aria-label", `vGPU ${vgpu.uuid}, ${vgpu.mdev_type}, ${vgpu.state}`);
+    setText(this.name, vgpu.name ? `${vgpu.name}, ${vgpu.mdev_type}` : vgpu.mdev_type);
+    const called = vgpu.name ?? vgpu.uuid;
+    this.called = vgpu.name ?? vgpu.uuid.slice(0, 8);
+    this.node.setAttribute("aria-label", `vGPU ${called}, ${vgpu.mdev_type}, ${vgpu.state}`);
     this.state.className = `state ${vgpu.state}`;
     const programs = stats?.programs;
-    const user = programs ? `${programs.processes.length} program${programs.processes.length === 1 ? "" : "s"}`
-      : vgpu.vm ? `VM ${vgpu.vm.pid}` : null;
+    const user = programs && !programs.in_vm ? `${programs.processes.length} program${programs.processes.length === 1 ? "" : "s"}`
+      : vgpu.vm ? `VM ${vgpu.vm_name ?? vgpu.vm.pid}` : null;
     setText(this.state, user ? `${vgpu.state}, ${user}` : vgpu.state);
     this.head = head;
     this.thumb.disabled = !head;
-    this.thumb.setAttribute("aria-label", head ? `Open the screen of vGPU ${vgpu.uuid}` : "No screen");
+    this.thumb.setAttribute("aria-label", head ? `Open the screen of vGPU ${called}` : "No screen");
     if (!head) this.showThumbnail(null, running ? "No display" : "Not running");
-    this.chart.svg.hidden = !running;
-    this.chart.svg.style.display = running ? "" : "none";
+    this.chart.node.hidden = !running;
     this.chart.draw(points, now);
     setText(this.got, stats ? percent(stats.share_measured) : "–");
     setText(this.askedName, stats?.share_asked == null ? "entitled" : "asked");

@@ -123,7 +123,7 @@ function log(event) {
   const line = element("li", { className: event.kind },
     element("time", { dateTime: time.toISOString() }, time.toLocaleTimeString("en-GB")),
     element("span", { className: "kind" }, event.kind),
-    element("span", { className: "about", title: event.about }, event.about.slice(0, 8)),
+    element("span", { className: "about", title: event.about }, vgpus.get(event.about)?.called ?? event.about.slice(0, 8)),
     element("span", {}, event.text));
   line.dataset.at = event.at;
   // Newest first. A late event is inserted by its time.
