@@ -353,9 +353,7 @@ fn node_devices_follow_libvirts_schema() {
 fn the_quick_start_alone_makes_a_domain_with_a_vgpu() {
     let Some((host, ..)) = Host::bare() else { return };
     host.define("vm1", "");
-    let text = include_str!("../../../docs/libvirt.md");
-    let (_, rest) = text.split_once("```sh quick-start\n").unwrap();
-    let (block, _) = rest.split_once("```").unwrap();
+    let block = block(include_str!("../../../docs/libvirt.md"), "sh quick-start");
     let commands: Vec<_> =
         block.lines().map(|line| line.split(" # ").next().unwrap().trim()).collect();
     assert!(commands.len() < 10, "{commands:?}");
@@ -390,4 +388,37 @@ fn the_quick_start_alone_makes_a_domain_with_a_vgpu() {
     for finding in &findings {
         assert_ne!(finding["level"], "problem", "{finding}");
     }
+    drop(guest);
+    host.sh("virsh destroy vm1");
+    takes_keys(&host, "vm1");
+}
+
+/// Returns a fenced block of a document.
+fn block(document: &'static str, name: &str) -> &'static str {
+    let (_, rest) = document.split_once(&format!("```{name}\n")).unwrap();
+    rest.split_once("```").unwrap().0
+}
+
+/// Checks that the documented monitor of a domain can be used by the installed service, which
+/// cannot override permissions.
+fn takes_keys(host: &Host, name: &str) {
+    let document = include_str!("../../../docs/console.md");
+    host.sh(block(document, "sh keyboard"));
+    let arguments = block(document, "xml keyboard").replace("vm1", name);
+    let xml = host.xml(name);
+    assert!(xml.contains("<qemu:commandline>"), "{xml}");
+    let xml = xml.replacen("<qemu:commandline>", &arguments, 1);
+    host.machine.write("/root/keys.xml", &xml).unwrap();
+    host.sh(&format!("virsh define /root/keys.xml && virsh start {name}"));
+    host.eventually("QEMU is attached", || host.vgpus().iter().any(|vgpu| !vgpu["vm"].is_null()));
+    let vgpus = host.vgpus();
+    let uuid = vgpus[0]["uuid"].as_str().unwrap();
+    let view = format!("vgpuctl view {uuid} --monitor /run/vgpu-keys/{name}.sock --print");
+    // It serves until it is ended.
+    host.sh(&format!("({view} > /root/view.txt 2>&1 & echo $! > /root/view.pid)"));
+    host.eventually("the screen is served", || !host.machine.read("/root/view.txt").is_empty());
+    let said = host.machine.read("/root/view.txt");
+    assert!(said.contains("vncviewer "), "{said}");
+    host.sh("kill $(cat /root/view.pid)");
+    host.refused(&view.replace(name, "other"), 1, "other.sock");
 }
