@@ -1,6 +1,8 @@
 //! Host class `HOPPER_CHANNEL_GPFIFO_A` (c86f): GPFIFO entries, method headers, semaphores.
 //! Symbols: clc86f.h.
 
+use serde::{Deserialize, Serialize};
+
 /// `HOPPER_CHANNEL_GPFIFO_A`.
 pub const CLASS: u32 = 0xc86f;
 /// Size of a GPFIFO entry in bytes (`NVC86F_GP_ENTRY__SIZE`).
@@ -51,7 +53,7 @@ impl GpEntry {
 }
 
 /// Operation of a method header: `NVC86F_DMA_SEC_OP`, bits 31:29.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SecOp {
     /// `INC_METHOD` (1): each data word goes to the next method.
     Inc,
@@ -66,7 +68,7 @@ pub enum SecOp {
 }
 
 /// Method header.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MethodHeader {
     /// Operation.
     pub op: SecOp,
@@ -169,6 +171,8 @@ pub mod sem {
     pub const ACQ_AND: u32 = 4;
     /// Wait until !(memory | payload) is not zero.
     pub const ACQ_NOR: u32 = 5;
+    /// Operations that wait.
+    pub const ACQUIRES: [u32; 5] = [ACQUIRE, ACQ_STRICT_GEQ, ACQ_CIRC_GEQ, ACQ_AND, ACQ_NOR];
     /// Read-modify-write; the operation is in bits 30:27: 0 min, 1 max, 2 xor, 3 and, 4 or, 5 add,
     /// 6 inc, 7 dec.
     pub const REDUCTION: u32 = 6;

@@ -5,6 +5,7 @@
 //! constant buffer 0 from [`super::compute::PARAM_BASE`], with the layout of a CUDA kernel's
 //! parameters, so that a launch is the same for blobs and for machine code.
 
+use serde::{Deserialize, Serialize};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::control::Features;
@@ -35,7 +36,7 @@ pub struct Program {
 ///
 /// Ids start at [`FunctionId::FIRST`]; smaller numbers are the software GPU's kernels. A launch
 /// with an id that the device does not implement faults the channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct FunctionId(pub u32);
 
 impl FunctionId {
@@ -113,7 +114,18 @@ impl Kernel {
 }
 
 /// Parameters of [`Kernel::Saxpy`].
-#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
 #[repr(C)]
 pub struct Saxpy {
     /// GPU address of x.
@@ -127,7 +139,18 @@ pub struct Saxpy {
 }
 
 /// Parameters of [`Kernel::VectorAdd`].
-#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
 #[repr(C)]
 pub struct VectorAdd {
     /// GPU address of a.
@@ -143,7 +166,18 @@ pub struct VectorAdd {
 }
 
 /// Parameters of [`Kernel::FixedFunction`].
-#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
 #[repr(C)]
 pub struct FixedFunction {
     /// GPU address of x, an array of 32-bit words.
@@ -155,7 +189,18 @@ pub struct FixedFunction {
 }
 
 /// Parameters of [`Kernel::Sgemm`].
-#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
 #[repr(C)]
 pub struct Sgemm {
     /// GPU address of a.
@@ -171,7 +216,18 @@ pub struct Sgemm {
 }
 
 /// Parameters of [`Kernel::Mandelbrot`].
-#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
 #[repr(C)]
 pub struct Mandelbrot {
     /// GPU address of the first pixel.
@@ -223,7 +279,18 @@ impl Mandelbrot {
 }
 
 /// Parameters of [`Kernel::Spin`].
-#[derive(Clone, Copy, Debug, PartialEq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Serialize,
+    Deserialize,
+)]
 #[repr(C)]
 pub struct Spin {
     /// GPU address of a u32 counter.

@@ -12,7 +12,8 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::screen::Scanout;
 use super::{
-    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError, Usage,
+    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError, SavedChannel,
+    SavedClient, Usage,
 };
 use crate::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 #[cfg(doc)]
@@ -306,6 +307,34 @@ pub trait Client: Send + fmt::Debug {
     /// Destroys all channels, mappings and created address spaces, and keeps imports and video
     /// memory, for a function-level reset or a reboot of the guest.
     fn reset(&mut self) -> Result<(), GpuError>;
+
+    /// Stops the work of all channels between two accesses of memory. On the return, and until
+    /// [`Client::resume`], nothing of the client reads or writes memory. [`Client::reset`] and
+    /// [`Client::renew`] end the pause.
+    fn pause(&mut self) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("saving"))
+    }
+
+    /// Continues after [`Client::pause`].
+    fn resume(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Returns the state of a paused client.
+    fn save(&mut self) -> Result<SavedClient, GpuError> {
+        Err(GpuError::Unsupported("saving"))
+    }
+
+    /// Creates an address space with the id that it had in a saved client.
+    fn restore_space(&mut self, _space: SpaceId) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("saving"))
+    }
+
+    /// Creates a channel with the id and the progress that it had in a saved client. The client must
+    /// be paused, and writes no memory.
+    fn restore_channel(&mut self, _channel: &SavedChannel) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("saving"))
+    }
 
     /// Returns the usage counters.
     fn usage(&mut self) -> Result<Usage, GpuError>;

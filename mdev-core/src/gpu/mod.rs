@@ -11,6 +11,7 @@ mod client;
 mod error;
 mod handle;
 mod parent;
+mod saved;
 mod screen;
 mod usage;
 
@@ -27,5 +28,6 @@ pub use client::{
 pub use error::GpuError;
 pub use handle::{ClientHandle, SharedClient};
 pub use parent::{Admission, ClientSpec, Gpu};
+pub use saved::{SavedChannel, SavedClient};
 pub use screen::{PhysicalScreen, Scanout, ScreenStatus};
 pub use usage::{Quotas, Usage, UsageReport};

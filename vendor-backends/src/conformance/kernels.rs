@@ -47,6 +47,18 @@ pub(super) fn prepare<P: IntoBytes + Immutable>(
     })
 }
 
+/// Returns methods that launch a program of the software GPU. One launch uses the driver's place for
+/// descriptors at a time.
+pub fn launch_program<P: IntoBytes + Immutable>(
+    driver: &Driver,
+    kernel: Kernel,
+    params: &P,
+    grid: [u32; 2],
+    block: [u32; 2],
+) -> Pushbuffer {
+    launch(driver, &prepare(driver, kernel, params, grid, block))
+}
+
 /// Returns methods that launch a descriptor.
 fn launch(driver: &Driver, descriptor: &Qmd) -> Pushbuffer {
     launch_with(driver, descriptor, compute::PCAS_INVALIDATE_COPY_SCHEDULE)

@@ -20,6 +20,7 @@ use std::time::Duration;
 use mdev_core::gpu::{Client, GpuCapabilities};
 
 pub use driver::{Completion, Driver, Pushbuffer, Ring, readable};
+pub use kernels::launch_program;
 
 /// Function that opens a new client with at least 16 MiB of video memory, 4 channels and 64 MiB of
 /// imports.

@@ -9,13 +9,15 @@ use mdev_core::abi::doorbell;
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
+    SavedClient, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use super::connection::{Connection, is_closed};
+use super::saved_state;
 use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS, Refusal};
 use crate::mem::Mapping;
 use crate::seqpacket::SeqPacket;
@@ -277,6 +279,31 @@ impl Client for MediatedClient {
 
     fn scrub(&mut self) -> Result<(), GpuError> {
         self.send(&ClientRequest::Scrub, &[])
+    }
+
+    fn pause(&mut self) -> Result<(), GpuError> {
+        self.send(&ClientRequest::Pause, &[])
+    }
+
+    fn resume(&mut self) -> Result<(), GpuError> {
+        self.send(&ClientRequest::Resume, &[])
+    }
+
+    fn save(&mut self) -> Result<SavedClient, GpuError> {
+        self.check_version(&ClientRequest::Save)?;
+        let (reply, fds) = self.connection.request(&ClientRequest::Save, &[])?;
+        match (reply, fds.into_iter().next()) {
+            (ClientReply::Saved, Some(file)) => Ok(saved_state::read(file)?),
+            (other, _) => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn restore_space(&mut self, space: SpaceId) -> Result<(), GpuError> {
+        self.send(&ClientRequest::RestoreSpace(space), &[])
+    }
+
+    fn restore_channel(&mut self, channel: &SavedChannel) -> Result<(), GpuError> {
+        self.send(&ClientRequest::RestoreChannel(channel.clone()), &[])
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {

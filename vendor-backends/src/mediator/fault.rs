@@ -1,10 +1,11 @@
 //! Faults that end a channel.
 
 use mdev_core::abi::notifier;
+use serde::{Deserialize, Serialize};
 
 /// Fault of a channel: an error notifier code ([`notifier`]), and the address, method or entry that
 /// caused the fault.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// Error notifier code.
     pub code: u32,

@@ -10,7 +10,8 @@
 //! 2. [`MediatedGpu`] (in the manager) and [`MediatedClient`] (in a worker): the protocol's clients
 //! 3. [`server`]: the protocol's server, in the GPU process
 //! 4. [`emulation`]: address spaces, channels, the runlist and the engine
-//! 5. [`hardware`], [`fault`]: the interface to a device
+//! 5. `saved_state`: files with saved states
+//! 6. [`hardware`], [`fault`]: the interface to a device
 
 mod client;
 mod connection;
@@ -18,6 +19,7 @@ pub mod emulation;
 pub mod fault;
 mod gpu;
 pub mod hardware;
+mod saved_state;
 pub mod server;
 pub mod wire;
 

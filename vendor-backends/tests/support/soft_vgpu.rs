@@ -12,6 +12,7 @@ use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftGpu;
 
 /// What must live as long as the vGPU's client.
+#[derive(Debug)]
 pub struct Held {
     _gpu: MediatedGpu,
     _folder: TempDir,

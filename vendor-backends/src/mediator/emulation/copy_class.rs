@@ -2,16 +2,16 @@
 //! fills, with a semaphore and an interrupt at the end.
 
 use mdev_core::abi::copy::{self as abi, launch};
+use serde::{Deserialize, Serialize};
 
-use super::fill::Fill;
 use super::reduction::Reduction;
-use super::remap::Remap;
+use super::remap::RemapRegisters;
 use super::semaphore::{Payload, Release};
 use super::transfer::{Transfer, Work};
 use crate::mediator::fault::Fault;
 
 /// Registers of the class.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct CopyClass {
     semaphore: u64,
     payload: u64,
@@ -21,8 +21,7 @@ pub struct CopyClass {
     pitch_out: u32,
     line_length: u32,
     line_count: u32,
-    constants: [u32; 2],
-    components: u32,
+    remap: RemapRegisters,
 }
 
 impl CopyClass {
@@ -45,9 +44,9 @@ impl CopyClass {
             abi::PITCH_OUT => self.pitch_out = data,
             abi::LINE_LENGTH_IN => self.line_length = data,
             abi::LINE_COUNT => self.line_count = data,
-            abi::SET_REMAP_CONST_A => self.constants[0] = data,
-            abi::SET_REMAP_CONST_B => self.constants[1] = data,
-            abi::SET_REMAP_COMPONENTS => self.components = data,
+            abi::SET_REMAP_CONST_A => self.remap.constants[0] = data,
+            abi::SET_REMAP_CONST_B => self.remap.constants[1] = data,
+            abi::SET_REMAP_COMPONENTS => self.remap.components = data,
             abi::LAUNCH_DMA => return self.launch(data).map(Some),
             _ => return Err(Fault::class(method)),
         }
@@ -84,14 +83,8 @@ impl CopyClass {
         }
         transfer.line_bytes = u64::from(self.line_length);
         if flags & launch::REMAP != 0 {
-            if let Some(fill) = Fill::new(self.components, self.constants) {
-                transfer.line_bytes *= fill.element() as u64;
-                transfer.work = Work::Fill(Box::new(fill));
-            } else {
-                let remap = Remap::new(self.components, self.constants).ok_or(refused)?;
-                transfer.line_bytes *= remap.element() as u64;
-                transfer.work = Work::Remap(remap);
-            }
+            transfer.work = Work::of_elements(self.remap).ok_or(refused)?;
+            transfer.line_bytes *= transfer.work.element();
         }
         let lines = if flags & launch::MULTI_LINE != 0 { self.line_count } else { 1 };
         transfer.lines = if transfer.line_bytes == 0 { 0 } else { lines };

@@ -4,6 +4,7 @@ use mdev_core::abi::copy::remap;
 
 use super::address_space::Access;
 use super::context::Context;
+use super::remap::RemapRegisters;
 use crate::mediator::fault::Fault;
 
 /// Length of the repeated pattern in bytes.
@@ -12,6 +13,7 @@ const PATTERN_BYTES: usize = 12 << 10;
 /// Fill with elements that consist of constants.
 #[derive(Debug)]
 pub(super) struct Fill {
+    registers: RemapRegisters,
     /// Repeated elements.
     pattern: Vec<u8>,
     /// Bytes of an element that are written; `None` if all are.
@@ -22,7 +24,8 @@ pub(super) struct Fill {
 impl Fill {
     /// Creates a fill from the remap registers. Returns `None` if a component comes from the
     /// source: only constants are supported.
-    pub fn new(components: u32, constants: [u32; 2]) -> Option<Self> {
+    pub fn new(registers: RemapRegisters) -> Option<Self> {
+        let RemapRegisters { components, constants } = registers;
         let size = (components >> remap::COMPONENT_SIZE_SHIFT & 3) as usize + 1;
         let count = (components >> remap::NUM_DST_SHIFT & 3) as usize + 1;
         let (mut element, mut mask) = (Vec::new(), Vec::new());
@@ -38,7 +41,17 @@ impl Fill {
         }
         let pattern = element.repeat(PATTERN_BYTES / element.len());
         let mask = mask.iter().any(|written| !written).then_some(mask);
-        Some(Self { pattern, mask, element: element.len() })
+        Some(Self { registers, pattern, mask, element: element.len() })
+    }
+
+    /// Returns the registers that describe the fill.
+    pub fn registers(&self) -> RemapRegisters {
+        self.registers
+    }
+
+    /// Returns whether all bytes of an element are written.
+    pub fn writes_all(&self) -> bool {
+        self.mask.is_none()
     }
 
     /// Returns the length of an element in bytes.

@@ -1,6 +1,7 @@
 //! The host class: semaphores, and methods that belong to no engine.
 
 use mdev_core::abi::host::{self as abi, sem};
+use serde::{Deserialize, Serialize};
 
 use super::context::Context;
 use super::reduction::Reduction;
@@ -8,7 +9,7 @@ use super::semaphore::{Acquire, Payload, Release};
 use crate::mediator::fault::Fault;
 
 /// Registers of the class.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct HostClass {
     address: u64,
     payload: u64,
@@ -82,9 +83,7 @@ impl HostClass {
             Release { va: self.address, payload, timestamp: stamped, reduction }.run(cx.space)?;
             return Ok(Action::None);
         }
-        let known =
-            [sem::ACQUIRE, sem::ACQ_STRICT_GEQ, sem::ACQ_CIRC_GEQ, sem::ACQ_AND, sem::ACQ_NOR];
-        if !known.contains(&operation) {
+        if !sem::ACQUIRES.contains(&operation) {
             return Err(Fault::host(abi::SEM_EXECUTE));
         }
         Ok(Action::Acquire(Acquire { va: self.address, payload, operation }))

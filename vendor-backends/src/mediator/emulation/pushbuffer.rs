@@ -33,6 +33,22 @@ pub struct Decoder {
 }
 
 impl Decoder {
+    /// Returns the header whose data follows.
+    pub fn header(self) -> Option<MethodHeader> {
+        self.header
+    }
+
+    /// Returns the decoder in the midst of the data of a header, or `None` if no pushbuffer leads to
+    /// this state.
+    pub fn within(header: Option<MethodHeader>) -> Option<Self> {
+        let valid = header.is_none_or(|header| {
+            let data = matches!(header.op, SecOp::Inc | SecOp::NonInc | SecOp::OneInc);
+            let encodable = MethodHeader::decode(header.encode()) == Some(header);
+            data && encodable && header.count > 0
+        });
+        valid.then_some(Self { header })
+    }
+
     /// Decodes the next word.
     pub fn decode(&mut self, word: u32) -> Result<Decoded, Fault> {
         let Some(header) = &mut self.header else {

@@ -1,7 +1,9 @@
 //! Reductions: atomic operations of semaphores on memory.
 
+use serde::{Deserialize, Serialize};
+
 /// Operation of a reduction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
     /// The smaller value.
     Min,
@@ -22,7 +24,7 @@ pub enum Operation {
 }
 
 /// A reduction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reduction {
     operation: Operation,
     /// Whether `Min` and `Max` compare signed values.

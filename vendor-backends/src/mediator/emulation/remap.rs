@@ -2,6 +2,8 @@
 
 use mdev_core::abi::copy::remap;
 
+use serde::{Deserialize, Serialize};
+
 use super::context::Context;
 use crate::mediator::fault::Fault;
 
@@ -20,9 +22,19 @@ enum Component {
     NotWritten,
 }
 
+/// Registers that describe the elements of a copy or fill.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct RemapRegisters {
+    /// `SET_REMAP_COMPONENTS`.
+    pub components: u32,
+    /// `SET_REMAP_CONST_A` and `SET_REMAP_CONST_B`.
+    pub constants: [u32; 2],
+}
+
 /// Copy with rearranged components.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Remap {
+    registers: RemapRegisters,
     /// Length of a component in bytes.
     size: usize,
     /// Components of the source's elements.
@@ -33,7 +45,8 @@ pub(super) struct Remap {
 
 impl Remap {
     /// Creates a copy from the remap registers. Returns `None` if a component does not exist.
-    pub fn new(components: u32, constants: [u32; 2]) -> Option<Self> {
+    pub fn new(registers: RemapRegisters) -> Option<Self> {
+        let RemapRegisters { components, constants } = registers;
         let field = |shift: u32| (components >> shift & 3) as usize + 1;
         let sources = field(remap::NUM_SRC_SHIFT);
         let mut targets = [Component::NotWritten; 4];
@@ -47,7 +60,13 @@ impl Remap {
                 _ => return None,
             };
         }
-        Some(Self { size: field(remap::COMPONENT_SIZE_SHIFT), sources, targets, count })
+        let size = field(remap::COMPONENT_SIZE_SHIFT);
+        Some(Self { registers, size, sources, targets, count })
+    }
+
+    /// Returns the registers that describe the copy.
+    pub fn registers(&self) -> RemapRegisters {
+        self.registers
     }
 
     /// Returns the length of a written element in bytes.

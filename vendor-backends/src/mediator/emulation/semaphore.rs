@@ -1,6 +1,7 @@
 //! Semaphores: releases and acquires.
 
 use mdev_core::abi::host::sem;
+use serde::{Deserialize, Serialize};
 
 use super::address_space::{AddressSpace, MmuFault};
 use super::clock::now_ns;
@@ -9,7 +10,7 @@ use super::reduction::Reduction;
 use crate::mediator::fault::Fault;
 
 /// Payload of a semaphore.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Payload {
     /// 32 bits.
     Word(u32),
@@ -25,7 +26,7 @@ impl Payload {
 }
 
 /// A release of a semaphore.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
     /// Address.
     pub va: u64,
@@ -59,7 +60,7 @@ impl Release {
 
 /// A semaphore acquire. The channel yields the engine while it waits, with or without
 /// [`sem::ACQUIRE_SWITCH_TSG`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Acquire {
     pub(super) va: u64,
     pub(super) payload: Payload,

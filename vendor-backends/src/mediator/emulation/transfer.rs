@@ -1,9 +1,11 @@
 //! Transfers of the copy class: copies and fills, line by line, preemptible between chunks.
 
+use serde::{Deserialize, Serialize};
+
 use super::address_space::Access;
 use super::context::{Context, Progress};
 use super::fill::Fill;
-use super::remap::Remap;
+use super::remap::{Remap, RemapRegisters};
 use super::semaphore::Release;
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::Pace;
@@ -15,6 +17,35 @@ pub(super) enum Work {
     Copy,
     Fill(Box<Fill>),
     Remap(Remap),
+}
+
+impl Work {
+    /// Returns the work on elements that remap registers describe: a fill if all components are
+    /// constants. `None` if a component does not exist.
+    pub fn of_elements(registers: RemapRegisters) -> Option<Self> {
+        match Fill::new(registers) {
+            Some(fill) => Some(Self::Fill(Box::new(fill))),
+            None => Remap::new(registers).map(Self::Remap),
+        }
+    }
+
+    /// Returns whether the work can stop within an element.
+    fn stops_anywhere(&self) -> bool {
+        match self {
+            Self::Copy => true,
+            Self::Fill(fill) => fill.writes_all(),
+            Self::Remap(_) => false,
+        }
+    }
+
+    /// Returns the length of an element of the target in bytes.
+    pub fn element(&self) -> u64 {
+        match self {
+            Self::Copy => 1,
+            Self::Fill(fill) => fill.element() as u64,
+            Self::Remap(remap) => remap.element() as u64,
+        }
+    }
 }
 
 /// A launched transfer and its progress.
@@ -83,6 +114,69 @@ impl Transfer {
             cx.raise_interrupt();
         }
         Ok(Progress::Done)
+    }
+}
+
+/// Saved state of a [`Transfer`].
+#[derive(Debug, Serialize, Deserialize)]
+pub struct SavedTransfer {
+    semaphore: Option<Release>,
+    interrupt: bool,
+    source: u64,
+    target: u64,
+    pitch_in: u64,
+    pitch_out: u64,
+    line_bytes: u64,
+    lines: u32,
+    done: u64,
+    /// Registers of a fill or a remapped copy.
+    elements: Option<RemapRegisters>,
+}
+
+impl Transfer {
+    /// Returns the state.
+    pub fn save(&self) -> SavedTransfer {
+        SavedTransfer {
+            semaphore: self.semaphore,
+            interrupt: self.interrupt,
+            source: self.source,
+            target: self.target,
+            pitch_in: self.pitch_in,
+            pitch_out: self.pitch_out,
+            line_bytes: self.line_bytes,
+            lines: self.lines,
+            done: self.done,
+            elements: match &self.work {
+                Work::Copy => None,
+                Work::Fill(fill) => Some(fill.registers()),
+                Work::Remap(remap) => Some(remap.registers()),
+            },
+        }
+    }
+}
+
+impl SavedTransfer {
+    /// Returns the transfer, or `None` if no guest can cause this state.
+    pub fn restore(&self) -> Option<Transfer> {
+        let Self { line_bytes, done, .. } = *self;
+        let work = match self.elements {
+            None => Work::Copy,
+            Some(registers) => Work::of_elements(registers)?,
+        };
+        let whole = |bytes: u64| work.stops_anywhere() || bytes.is_multiple_of(work.element());
+        let valid = done <= line_bytes && whole(line_bytes) && whole(done);
+        valid.then_some(Transfer {
+            semaphore: self.semaphore,
+            interrupt: self.interrupt,
+            source: self.source,
+            target: self.target,
+            pitch_in: self.pitch_in,
+            pitch_out: self.pitch_out,
+            line_bytes,
+            lines: self.lines,
+            done,
+            work,
+        })
     }
 }
 

@@ -13,6 +13,7 @@ use super::request_budget::RequestBudget;
 use crate::mediator::emulation::EmulatedGpu;
 use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
+use crate::mediator::saved_state;
 use crate::mediator::wire::{self, ClientReply, ClientRequest, Refusal};
 use crate::seqpacket::SeqPacket;
 
@@ -55,6 +56,9 @@ impl WorkerConnection {
         if *greeted && request == ClientRequest::Renew {
             return self.renew();
         }
+        if *greeted && request == ClientRequest::Save {
+            return self.save();
+        }
         let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
         self.reply(&reply.unwrap_or_else(ClientReply::Refused), &[])
     }
@@ -95,11 +99,24 @@ impl WorkerConnection {
         sent
     }
 
+    fn save(&self) -> bool {
+        let saved = self.vgpu.save().and_then(|saved| {
+            let bytes = postcard::to_stdvec(&saved).map_err(|_| Refusal::State)?;
+            Ok(saved_state::write(&bytes)?)
+        });
+        match saved {
+            Ok(file) => self.reply(&ClientReply::Saved, &[file.as_fd()]),
+            Err(refusal) => self.reply(&ClientReply::Refused(refusal), &[]),
+        }
+    }
+
     fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
         let vgpu = &self.vgpu;
         let mut fds = fds.into_iter();
         match *request {
-            ClientRequest::Hello { .. } | ClientRequest::Renew => return Err(Refusal::Message),
+            ClientRequest::Hello { .. } | ClientRequest::Renew | ClientRequest::Save => {
+                return Err(Refusal::Message);
+            }
             ClientRequest::Import { offset, len, writable } => {
                 let fd = fds.next().ok_or(Refusal::Descriptor)?;
                 return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));
@@ -131,6 +148,10 @@ impl WorkerConnection {
             ClientRequest::SetScanout(ref scanout) => {
                 self.gpu.hardware().set_scanout(vgpu.id(), scanout)?;
             }
+            ClientRequest::Pause => vgpu.pause()?,
+            ClientRequest::Resume => vgpu.resume()?,
+            ClientRequest::RestoreSpace(space) => vgpu.restore_space(space)?,
+            ClientRequest::RestoreChannel(ref channel) => vgpu.restore_channel(channel)?,
             ClientRequest::Scrub => self.gpu.hardware().scrub(vgpu.id())?,
         }
         Ok(ClientReply::Done)

@@ -3,12 +3,12 @@
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, EngineKind, GpuDescription,
-    MapRequest, Placement, Usage,
+    MapRequest, Placement, SavedChannel, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use serde::{Deserialize, Serialize};
 
-use super::{OLDEST, Refusal, WITH_RENEW, WITH_SPACES};
+use super::{OLDEST, Refusal, WITH_RENEW, WITH_SAVE, WITH_SPACES};
 #[cfg(doc)]
 use super::{VERSION, agreed};
 
@@ -86,6 +86,16 @@ pub enum ClientRequest {
     },
     /// Creates a channel in any address space and group. Reply: [`ClientReply::Created`].
     CreateChannelIn(ChannelSpec),
+    /// Stops all channels. Since [`WITH_SAVE`], as all that follow.
+    Pause,
+    /// Lets the channels of a paused vGPU run.
+    Resume,
+    /// Reads the state of a paused vGPU. Reply: [`ClientReply::Saved`].
+    Save,
+    /// Creates an address space with a saved id.
+    RestoreSpace(SpaceId),
+    /// Creates a channel of a paused vGPU in a saved state.
+    RestoreChannel(SavedChannel),
 }
 
 /// Channel in the default address space and group.
@@ -148,6 +158,11 @@ impl ClientRequest {
             | Self::UnmapIn { .. }
             | Self::CreateChannelIn(_) => WITH_SPACES,
             Self::Renew => WITH_RENEW,
+            Self::Pause
+            | Self::Resume
+            | Self::Save
+            | Self::RestoreSpace(_)
+            | Self::RestoreChannel(_) => WITH_SAVE,
             _ => OLDEST,
         }
     }
@@ -190,6 +205,8 @@ pub enum ClientReply {
     },
     /// Id of the address space. Since [`WITH_SPACES`].
     SpaceCreated(SpaceId),
+    /// Reply to `Save`. Attached: a file with a `SavedClient` in postcard. Since [`WITH_SAVE`].
+    Saved,
 }
 
 /// File descriptors of [`ClientReply::Hello`] without the partition's file.

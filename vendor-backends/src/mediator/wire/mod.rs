@@ -22,7 +22,7 @@ pub use self::refusal::Refusal;
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// Oldest supported version.
 pub const OLDEST: u32 = 6;
@@ -35,6 +35,9 @@ pub const WITH_RENEW: u32 = 8;
 
 /// First version with [`ClientRequest::CreateSpace`], and the requests and refusals after it.
 pub const WITH_SPACES: u32 = 9;
+
+/// First version with [`ClientRequest::Pause`], and the requests and refusals after it.
+pub const WITH_SAVE: u32 = 10;
 
 /// Returns the version that a server answers to a client's version: the older of both.
 pub const fn agreed(asked: u32) -> u32 {

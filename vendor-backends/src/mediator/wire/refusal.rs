@@ -78,6 +78,10 @@ pub enum Refusal {
     SpaceLimit,
     /// A group whose channels have another engine or address space.
     Group,
+    /// A vGPU that is not paused. Since [`WITH_SAVE`](super::WITH_SAVE).
+    NotPaused,
+    /// A saved state that no guest can cause.
+    State,
 }
 
 impl Refusal {
@@ -131,6 +135,8 @@ impl From<Refusal> for GpuError {
             R::NoSpace => Self::NotFound("address space"),
             R::SpaceLimit => Self::Limit("address spaces"),
             R::Group => Self::Invalid("engine or address space of the channel's group"),
+            R::NotPaused => Self::Invalid("the vGPU is not paused"),
+            R::State => Self::Invalid("saved state of a channel or address space"),
             R::Unsupported => {
                 Self::Unsupported("an engine, memory or screen that the device does not have")
             }

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
-    Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Placement, Quotas, ScreenStatus,
-    Usage,
+    Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Placement, Quotas, SavedChannel,
+    ScreenStatus, Usage,
 };
-use mdev_core::ids::{GpuVa, MemoryId, SpaceId, VgpuId};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, VgpuId};
 use mdev_core::sched::Budget;
 use uuid::Uuid;
 
@@ -17,8 +17,8 @@ use crate::seqpacket::{decode, encode};
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].
 #[test]
-fn bytes_of_versions_6_to_9() {
-    assert_eq!((OLDEST, VERSION), (6, 9));
+fn bytes_of_versions_6_to_10() {
+    assert_eq!((OLDEST, VERSION), (6, 10));
     let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
     let admin = [
         (AdminRequest::Hello { version: 6 }, "0006"),
@@ -64,7 +64,9 @@ fn bytes_of_versions_6_to_9() {
         (Refusal::VramLimit, fragmented)
     );
     assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Group)).unwrap()), "061e");
+    assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::State)).unwrap()), "0620");
     assert_eq!(hex(&encode(&ClientReply::SpaceCreated(SpaceId(3))).unwrap()), "0803");
+    assert_eq!(hex(&encode(&ClientReply::Saved).unwrap()), "09");
     let renewed = ClientReply::Renewed { vram_offset: Some(5) };
     assert_eq!(hex(&encode(&renewed).unwrap()), "070105");
     let screen = ScreenStatus { focus: Some(vgpu), rotation: None };
@@ -117,7 +119,16 @@ fn check_client_requests() {
         (ClientRequest::create_channel(grouped), "12 0180204000 0380 0401 02 0105"),
     ];
     assert!(spaces.iter().all(|(request, _)| request.since() == WITH_SPACES));
-    let client = client.chain(spaces);
+    let saved = SavedChannel { id: ChannelId(7), spec: grouped, state: vec![1, 2] };
+    let saving = [
+        (ClientRequest::Pause, "13"),
+        (ClientRequest::Resume, "14"),
+        (ClientRequest::Save, "15"),
+        (ClientRequest::RestoreSpace(SpaceId(2)), "16 02"),
+        (ClientRequest::RestoreChannel(saved), "17 07 0180204000 0380 0401 02 0105 02 0102"),
+    ];
+    assert!(saving.iter().all(|(request, _)| request.since() == WITH_SAVE));
+    let client = client.chain(spaces).chain(saving);
     for (message, bytes) in client {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
     }

@@ -19,6 +19,11 @@ pub struct Slot(pub(super) u16);
 impl Slot {
     /// Video memory.
     pub const VRAM: Self = Self(0);
+
+    /// Returns the id of the import; `None` for video memory.
+    pub fn memory(self) -> Option<MemoryId> {
+        self.0.checked_sub(1).map(|id| MemoryId(id.into()))
+    }
 }
 
 impl TryFrom<MemoryId> for Slot {

@@ -33,6 +33,11 @@ impl Pte {
         Self(1 | u64::from(writable) << 1 | u64::from(slot.0) << 2 | (offset / PAGE_SIZE) << 18)
     }
 
+    /// Returns whether the page may be written.
+    pub fn writable(self) -> bool {
+        self.0 & 2 != 0
+    }
+
     fn valid(self) -> bool {
         self.0 & 1 != 0
     }
@@ -305,6 +310,49 @@ impl PageTables {
             at = end;
         }
         None
+    }
+
+    /// Calls `visit` with each mapped range of contiguous memory: its first address and entry, and
+    /// its length in bytes.
+    pub(super) fn for_each(&self, mut visit: impl FnMut(u64, Pte, u64)) {
+        let mut current: Option<(u64, Pte, u64)> = None;
+        let mut add = |at: u64, pte: Pte, len: u64| match &mut current {
+            Some((start, first, mapped))
+                if *start + *mapped == at
+                    && first.small_page((*mapped / PAGE_SIZE) as usize) == pte =>
+            {
+                *mapped += len;
+            }
+            _ => {
+                if let Some((start, first, mapped)) = current.replace((at, pte, len)) {
+                    visit(start, first, mapped);
+                }
+            }
+        };
+        let roots = std::iter::once((0, &self.root))
+            .chain(self.high.iter().map(|(number, (root, _))| (*number, root)));
+        for (number, root) in roots {
+            for (index, directory) in (0..).zip(root) {
+                let Some(directory) = directory else { continue };
+                let start = number * ROOT + index * DIRECTORY;
+                for (index, entry) in (0..).zip(&directory.entries) {
+                    let at = start + index * LARGE;
+                    match entry {
+                        Entry::Empty => {}
+                        Entry::Large(pte) => add(at, *pte, LARGE),
+                        Entry::Table(table) => {
+                            let valid = (0..).zip(&table.pages).filter(|(_, page)| page.valid());
+                            valid.for_each(|(page, pte): (u64, _)| {
+                                add(at + page * PAGE_SIZE, *pte, PAGE_SIZE);
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        if let Some((start, first, mapped)) = current {
+            visit(start, first, mapped);
+        }
     }
 
     /// Unmaps all pages of `slot`.

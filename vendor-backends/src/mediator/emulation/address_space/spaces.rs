@@ -118,6 +118,42 @@ impl AddressSpaces {
         Ok(SpaceId(self.last_id))
     }
 
+    /// Creates an address space with this id. Later ids are larger.
+    pub fn restore(&mut self, space: SpaceId) -> Result<(), Refusal> {
+        let used = self.tables.get(space).is_some();
+        if used || space.0 == u32::MAX || self.tables.created.len() >= MAX_CREATED {
+            return Err(Refusal::SpaceLimit);
+        }
+        self.last_id = self.last_id.max(space.0);
+        self.tables.created.insert(space.0, PageTables::default());
+        Ok(())
+    }
+
+    /// Returns the ids of the created address spaces.
+    pub fn created(&self) -> impl Iterator<Item = SpaceId> {
+        self.tables.created.keys().map(|id| SpaceId(*id))
+    }
+
+    /// Returns all mappings.
+    pub fn mappings(&self) -> Vec<MapRequest> {
+        let mut found = Vec::new();
+        let spaces = std::iter::once(SpaceId::DEFAULT).chain(self.created());
+        for space in spaces {
+            let Some(tables) = self.tables.get(space) else { continue };
+            tables.for_each(|va, first, len| {
+                let offset = first.offset();
+                let backing = match first.slot().memory() {
+                    None => Backing::Vram { offset },
+                    Some(memory) => Backing::Guest { memory, offset },
+                };
+                let writable = first.writable();
+                let mapping = MapRequest { writable, ..MapRequest::new(GpuVa(va), len, backing) };
+                found.push(mapping.in_space(space));
+            });
+        }
+        found
+    }
+
     /// Destroys a created address space. The caller should drop the page tables without holding the
     /// vGPU's lock.
     pub fn destroy(&mut self, space: SpaceId) -> Result<PageTables, Refusal> {

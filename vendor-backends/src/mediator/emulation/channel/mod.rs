@@ -1,9 +1,11 @@
 //! A channel: a ring of pushbuffers that a guest fills, and the engine's progress in it.
 //!
 //! * `run`: fetching and executing
+//! * `saved`: state between two steps
 //! * `userd`: the memory with the ring's indices
 
 mod run;
+mod saved;
 mod userd;
 
 use mdev_core::abi::userd as abi;
@@ -91,9 +93,13 @@ impl Channel {
     pub fn new(spec: ChannelSpec, userd: Userd, run_after_ns: u64) -> Self {
         userd.store(abi::GP_GET, 0);
         userd.store(abi::NEED_WAKEUP, 0);
+        Self::idle(spec, Some(userd), run_after_ns)
+    }
+
+    fn idle(spec: ChannelSpec, userd: Option<Userd>, run_after_ns: u64) -> Self {
         Self {
             spec,
-            userd: Some(userd),
+            userd,
             get: 0,
             seen_put: 0,
             segment: None,
@@ -147,6 +153,11 @@ impl Channel {
         let first = self.error.is_none();
         self.error.get_or_insert(fault);
         first
+    }
+
+    /// Forgets for how long the channel has been blocked.
+    pub fn forget_wait(&mut self) {
+        self.blocked_since = None;
     }
 
     /// Starts the accounting of a run.

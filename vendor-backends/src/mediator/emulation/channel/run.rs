@@ -2,13 +2,12 @@
 
 use std::sync::atomic::Ordering;
 
-use mdev_core::abi::host::{
-    CLASS as HOST, FIRST_CLASS_METHOD, GP_ENTRY_BYTES, GpEntry, SUBCHANNEL_COPY,
-};
+use mdev_core::abi::host::{FIRST_CLASS_METHOD, GP_ENTRY_BYTES, GpEntry};
 use mdev_core::abi::{compute, copy, notifier, userd};
 use mdev_core::gpu::EngineKind;
 use zerocopy::IntoBytes;
 
+use super::saved::is_bindable;
 use super::{Active, Channel, Segment, WINDOW};
 use crate::mediator::emulation::context::{Context, Progress};
 use crate::mediator::emulation::counters::Counters;
@@ -135,14 +134,7 @@ impl Channel {
                 Action::Yield => return Ok(true),
                 Action::Acquire(acquire) => self.active = Some(Active::Acquire(acquire)),
                 Action::Bind(class) => {
-                    // As on hardware, only one subchannel reaches the copy engine.
-                    let copy_subchannel = subchannel == SUBCHANNEL_COPY;
-                    let supported = class == HOST
-                        || class == copy::CLASS && copy_subchannel
-                        || class == compute::CLASS
-                            && !copy_subchannel
-                            && self.spec.engine == EngineKind::Compute;
-                    if !supported {
+                    if class == 0 || !is_bindable(&self.spec, subchannel, class) {
                         return Err(Fault::host(class));
                     }
                     *bound = class;

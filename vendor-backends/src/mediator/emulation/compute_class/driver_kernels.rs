@@ -12,7 +12,7 @@ use mdev_core::abi::copy::remap;
 
 use super::launch::read;
 use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
-use crate::mediator::emulation::fill::Fill;
+use crate::mediator::emulation::remap::RemapRegisters;
 use crate::mediator::emulation::transfer::{Transfer, Work};
 use crate::mediator::fault::Fault;
 
@@ -109,13 +109,9 @@ impl DriverKernel {
 fn fill(params: &Params, unit: u64, rows: u32) -> Result<Transfer, Fault> {
     let [target, value, count, pitch_out, ..] = *params;
     let words = remap::CONST_A | 3 << remap::COMPONENT_SIZE_SHIFT;
-    let pattern = Fill::new(words, [value as u32, 0]).ok_or(Fault::class(target))?;
-    Ok(Transfer {
-        pitch_out,
-        lines: rows,
-        work: Work::Fill(Box::new(pattern)),
-        ..copy(target, 0, count.wrapping_mul(unit))
-    })
+    let registers = RemapRegisters { components: words, constants: [value as u32, 0] };
+    let work = Work::of_elements(registers).ok_or(Fault::class(target))?;
+    Ok(Transfer { pitch_out, lines: rows, work, ..copy(target, 0, count.wrapping_mul(unit)) })
 }
 
 fn copy(target: u64, source: u64, bytes: u64) -> Transfer {

@@ -2,10 +2,14 @@
 
 use std::collections::VecDeque;
 
+use mdev_core::abi::qmd;
+use serde::{Deserialize, Serialize};
+
+use crate::mediator::Hardware;
 use crate::mediator::emulation::context::{Context, Progress};
 use crate::mediator::emulation::kernels::Job;
 use crate::mediator::emulation::semaphore::Release;
-use crate::mediator::emulation::transfer::Transfer;
+use crate::mediator::emulation::transfer::{SavedTransfer, Transfer};
 use crate::mediator::fault::Fault;
 
 /// Work of a grid.
@@ -55,5 +59,50 @@ impl Grid {
             cx.raise_interrupt();
         }
         Ok(Progress::Done)
+    }
+}
+
+/// Transfers of one grid at most: see `driver_kernels`.
+const MAX_TRANSFERS: usize = 2;
+
+/// Saved state of a [`Grid`].
+#[derive(Debug, Serialize, Deserialize)]
+pub struct SavedGrid {
+    work: SavedWork,
+    releases: Vec<Release>,
+    interrupt: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum SavedWork {
+    Job(Job),
+    Transfers(Vec<SavedTransfer>),
+}
+
+impl Grid {
+    /// Returns the state.
+    pub fn save(&self) -> SavedGrid {
+        let work = match &self.work {
+            Work::Job(job) => SavedWork::Job(job.clone()),
+            Work::Transfers(transfers) => {
+                SavedWork::Transfers(transfers.iter().map(Transfer::save).collect())
+            }
+        };
+        SavedGrid { work, releases: self.releases.clone(), interrupt: self.interrupt }
+    }
+}
+
+impl SavedGrid {
+    /// Returns the grid, or `None` if no guest can cause this state.
+    pub fn restore(&self, hardware: &dyn Hardware) -> Option<Grid> {
+        let work = match &self.work {
+            SavedWork::Job(job) => Work::Job(job.is_valid(hardware).then(|| job.clone())?),
+            SavedWork::Transfers(saved) if saved.len() <= MAX_TRANSFERS => {
+                Work::Transfers(saved.iter().map(SavedTransfer::restore).collect::<Option<_>>()?)
+            }
+            SavedWork::Transfers(_) => return None,
+        };
+        let few = self.releases.len() <= qmd::RELEASES as usize;
+        few.then(|| Grid { work, releases: self.releases.clone(), interrupt: self.interrupt })
     }
 }

@@ -1,6 +1,7 @@
 //! Copies of data in the pushbuffer to memory.
 
 use mdev_core::abi::compute::{self as abi, inline_copy as flag};
+use serde::{Deserialize, Serialize};
 
 use super::{set_lower, set_upper};
 use crate::mediator::emulation::context::Context;
@@ -8,7 +9,7 @@ use crate::mediator::emulation::semaphore::{Payload, Release};
 use crate::mediator::fault::Fault;
 
 /// Registers, and the copy in progress.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct InlineCopy {
     line_length: u32,
     line_count: u32,

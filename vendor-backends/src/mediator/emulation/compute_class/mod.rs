@@ -14,15 +14,16 @@ mod report;
 mod tests;
 
 use mdev_core::abi::compute as abi;
+use serde::{Deserialize, Serialize};
 
-pub use self::grid::Grid;
+pub use self::grid::{Grid, SavedGrid};
 use self::inline_copy::InlineCopy;
 use self::report::ReportSemaphore;
 use super::context::Context;
 use crate::mediator::fault::Fault;
 
 /// Registers of the class.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct ComputeClass {
     /// QMD address >> 8.
     qmd: u32,
@@ -37,7 +38,7 @@ pub struct ComputeClass {
 }
 
 /// Window in which kernels see memory of their block or thread.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Window {
     base: u64,
     set: bool,

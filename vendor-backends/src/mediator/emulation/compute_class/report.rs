@@ -1,6 +1,7 @@
 //! Semaphores of the compute class, in both forms that the class has.
 
 use mdev_core::abi::compute::{self as abi, report, report_d};
+use serde::{Deserialize, Serialize};
 
 use super::{set_lower, set_upper};
 use crate::mediator::emulation::context::Context;
@@ -9,7 +10,7 @@ use crate::mediator::emulation::semaphore::{Payload, Release};
 use crate::mediator::fault::Fault;
 
 /// Registers of both forms.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct ReportSemaphore {
     address: u64,
     payload: u64,

@@ -1,6 +1,7 @@
 //! The Mandelbrot set.
 
 use mdev_core::abi::program::Mandelbrot;
+use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
 use super::{Extent, vector};
@@ -10,13 +11,15 @@ use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
 const PIXELS: usize = 64;
 
 /// A picture in progress: parts of rows, each of which may take several steps.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MandelbrotJob {
     pub params: Mandelbrot,
     width: u32,
     height: u32,
     x: u32,
     y: u32,
+    /// Not saved: the pixels are computed again.
+    #[serde(skip)]
     lanes: Option<Box<vector::Orbits<PIXELS>>>,
 }
 
@@ -24,6 +27,12 @@ impl MandelbrotJob {
     pub fn new(params: Mandelbrot, extent: Extent) -> Self {
         let (width, height) = (extent.bound(0, params.width), extent.bound(1, params.height));
         Self { params, width, height, x: 0, y: 0, lanes: None }
+    }
+
+    /// Returns whether a launch can lead to the state.
+    pub fn is_valid(&self) -> bool {
+        let Self { width, height, x, y, .. } = *self;
+        y <= height && (width == 0 || x < width)
     }
 
     /// Runs one step. Returns true after the last step.

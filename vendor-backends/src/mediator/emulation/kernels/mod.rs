@@ -12,6 +12,7 @@ mod vector;
 use mdev_core::abi::program::{
     FixedFunction, FunctionId, Mandelbrot, Saxpy, Sgemm, Spin, VectorAdd,
 };
+use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
 use self::mandelbrot::MandelbrotJob;
@@ -49,7 +50,7 @@ impl Extent {
 }
 
 /// A grid in progress.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Job {
     /// `y = a * x + y`
     Saxpy {
@@ -83,7 +84,7 @@ pub enum Job {
 }
 
 /// Remaining elements of a one-dimensional kernel.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Range {
     next: u32,
     end: u32,
@@ -95,6 +96,10 @@ impl Range {
         let (from, count) = (self.next, (self.end - self.next).min(max as u32));
         self.next += count;
         (u64::from(from) * 4, count as usize)
+    }
+
+    fn is_valid(self) -> bool {
+        self.next <= self.end
     }
 }
 
@@ -144,6 +149,19 @@ impl Job {
             Self::Spin(spin) => (1, [spin.params.out, 0, 0]),
         };
         all.into_iter().take(count)
+    }
+
+    /// Returns whether a launch on this device can lead to the state.
+    pub fn is_valid(&self, hardware: &dyn Hardware) -> bool {
+        match self {
+            Self::Saxpy { range, .. } | Self::VectorAdd { range, .. } => range.is_valid(),
+            Self::FixedFunction { function, range, .. } => {
+                range.is_valid() && hardware.fixed_functions().contains(function)
+            }
+            Self::Sgemm(sgemm) => sgemm.is_valid(),
+            Self::Mandelbrot(picture) => picture.is_valid(),
+            Self::Spin(spin) => spin.is_valid(),
+        }
     }
 
     /// Runs one step. Returns true after the last step.

@@ -1,6 +1,7 @@
 //! The matrix product `c = a * b`.
 
 use mdev_core::abi::program::Sgemm;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use zerocopy::IntoBytes;
 
 use super::{Extent, vector};
@@ -10,7 +11,7 @@ use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
 pub(super) const TILE: usize = 64;
 
 /// A matrix product in progress: tile by tile of C, and for each tile slab by slab of A and B.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SgemmJob {
     pub params: Sgemm,
     rows: u32,
@@ -18,6 +19,7 @@ pub struct SgemmJob {
     row: u32,
     column: u32,
     depth: u32,
+    #[serde(serialize_with = "save_tile", deserialize_with = "restore_tile")]
     sum: [f32; TILE * TILE],
 }
 
@@ -26,6 +28,14 @@ impl SgemmJob {
         let (columns, rows) = (extent.bound(0, params.n), extent.bound(1, params.n));
         let sum = [0.0; TILE * TILE];
         Self { params, rows, columns, row: 0, column: 0, depth: 0, sum }
+    }
+
+    /// Returns whether a launch can lead to the state.
+    pub fn is_valid(&self) -> bool {
+        let Self { rows, columns, row, column, depth, .. } = *self;
+        let n = self.params.n;
+        let none = rows == 0 || columns == 0;
+        none || (rows <= n && columns <= n && row < rows && column < columns && depth < n)
     }
 
     /// Runs one step. Returns true after the last step.
@@ -64,6 +74,17 @@ impl SgemmJob {
         }
         Ok(self.row == self.rows)
     }
+}
+
+fn save_tile<S: Serializer>(tile: &[f32; TILE * TILE], serializer: S) -> Result<S::Ok, S::Error> {
+    tile.as_slice().serialize(serializer)
+}
+
+fn restore_tile<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<[f32; TILE * TILE], D::Error> {
+    let tile = Vec::deserialize(deserializer)?;
+    tile.try_into().map_err(|_| de::Error::custom("a tile has another size"))
 }
 
 /// Returns the address of an element of a row-major square matrix of f32. A matrix may exceed the

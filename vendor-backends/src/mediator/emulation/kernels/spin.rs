@@ -1,6 +1,7 @@
 //! A kernel that spins for a number of iterations.
 
 use mdev_core::abi::program::Spin;
+use serde::{Deserialize, Serialize};
 
 use super::Extent;
 use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
@@ -11,7 +12,7 @@ const LCG_STEPS: u64 = 8192;
 const EMPTY_BLOCKS: u64 = 256;
 
 /// A grid of blocks that only take time.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SpinJob {
     pub params: Spin,
     /// Remaining blocks, including the current one.
@@ -27,6 +28,11 @@ impl SpinJob {
     pub fn new(params: Spin, extent: Extent) -> Self {
         let steps = u64::from(params.iterations).saturating_mul(extent.threads());
         Self { params, blocks: extent.blocks(), steps, done: 0, state: 1 }
+    }
+
+    /// Returns whether a launch can lead to the state.
+    pub fn is_valid(&self) -> bool {
+        self.blocks > 0 && self.done <= self.steps
     }
 
     /// Runs one step. Returns true after the last step.

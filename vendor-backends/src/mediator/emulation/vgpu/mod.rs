@@ -9,6 +9,7 @@
 //! * `state`: the state under the lock
 //! * `requests`: control requests
 //! * [`run`]: operations of the engine
+//! * `saved`: pausing, saving and restoring
 //! * `fault_backoff`: delay of new channels after faults
 //! * `memory_watch`: checks of imported memory
 //! * `machine_code_log`: message about programs that the software GPU cannot run
@@ -18,6 +19,7 @@ mod machine_code_log;
 mod memory_watch;
 mod requests;
 pub mod run;
+mod saved;
 mod state;
 
 use std::collections::BTreeMap;
@@ -133,6 +135,7 @@ impl Vgpu {
             spaces: AddressSpaces::new(vram, spec.max_import_bytes),
             channels: BTreeMap::new(),
             next_id: 1,
+            paused: false,
             last_run: 0,
             fault_backoff: FaultBackoff::default(),
             memory_watch: MemoryWatch::default(),

@@ -13,6 +13,7 @@ use mdev_core::memory_file::MemoryFile;
 use mdev_core::sched::Budget;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 
+use super::state::VgpuState;
 use super::{RenewedFds, Vgpu, doorbell_page, nanoseconds};
 use crate::mediator::emulation::address_space::first_touch::ImportedFile;
 use crate::mediator::emulation::address_space::memory::Memory;
@@ -95,10 +96,13 @@ impl Vgpu {
         self.lock()?.spaces.unmap(space, va, len)
     }
 
-    /// Creates a channel. Refused while the guest's memory is truncated.
-    pub fn create_channel(&self, spec: &ChannelSpec) -> Result<ChannelHandle, Refusal> {
+    /// Checks the specification of a new channel. Returns its USERD.
+    pub(super) fn check_channel(
+        &self,
+        state: &VgpuState,
+        spec: &ChannelSpec,
+    ) -> Result<Userd, Refusal> {
         spec.check(self.hardware.describe().capabilities)?;
-        let mut state = self.lock()?;
         if state.spaces.poisoned() {
             return Err(Refusal::Backing);
         }
@@ -119,7 +123,13 @@ impl Vgpu {
         if !inside || !mapping.writable() {
             return Err(Refusal::Userd);
         }
-        let userd = Userd { mapping: Arc::clone(mapping), offset, memory };
+        Ok(Userd { mapping: Arc::clone(mapping), offset, memory })
+    }
+
+    /// Creates a channel. Refused while the guest's memory is truncated.
+    pub fn create_channel(&self, spec: &ChannelSpec) -> Result<ChannelHandle, Refusal> {
+        let mut state = self.lock()?;
+        let userd = self.check_channel(&state, spec)?;
         let id = state.allocate_channel_id();
         let run_after_ns = state.fault_backoff.run_after_ns();
         state.channels.insert(id, Channel::new(*spec, userd, run_after_ns));
@@ -150,6 +160,7 @@ impl Vgpu {
     /// Destroys all channels, mappings and created address spaces.
     pub fn reset(&self) -> Result<(), Refusal> {
         let mut state = self.lock()?;
+        state.paused = false;
         let channels = std::mem::take(&mut state.channels);
         let tables = state.spaces.clear();
         self.counters.channels.store(0, Ordering::Relaxed);

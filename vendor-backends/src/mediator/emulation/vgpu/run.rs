@@ -61,6 +61,9 @@ impl Vgpu {
     /// Polls all channels for work. Counts new doorbells as polled, unless the vGPU was just woken.
     pub fn poll(&self, now_ns: u64, woken: bool) -> PollResult {
         let Some(mut state) = self.try_lock() else { return PollResult::Busy };
+        if state.paused {
+            return PollResult::Polled(Readiness::Idle);
+        }
         let may_submit = state.may_submit(now_ns);
         let acquire_limit_ns = state.quotas.acquire_timeout.map_or(u64::MAX, nanoseconds);
         let VgpuState { spaces, channels, .. } = &mut *state;
@@ -94,7 +97,7 @@ impl Vgpu {
     /// Tells the guest whether doorbells need a wake-up. Returns false if the state is locked.
     pub fn announce_sleep(&self, asleep: bool) -> bool {
         let state = self.try_lock();
-        if let Some(state) = &state {
+        if let Some(state) = state.as_ref().filter(|state| !state.paused) {
             state.channels.values().for_each(|channel| channel.announce_sleep(asleep));
         }
         state.is_some()
@@ -136,7 +139,7 @@ impl Vgpu {
     /// Runs the next ready channel until `end_ns`. Returns the time by engine since `since_ns`.
     pub fn run(&self, since_ns: u64, now: u64, end_ns: u64) -> EngineTime {
         let idle = EngineTime::new(since_ns);
-        let Some(mut state) = self.try_lock() else { return idle };
+        let Some(mut state) = self.try_lock().filter(|state| !state.paused) else { return idle };
         let may_submit = state.may_submit(now);
         let hang_limit_ns = state.quotas.hang_timeout.map_or(u64::MAX, nanoseconds);
         let VgpuState { spaces, channels, last_run, submissions, memory_watch, .. } = &mut *state;

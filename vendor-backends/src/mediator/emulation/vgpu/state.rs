@@ -19,6 +19,8 @@ pub(super) struct VgpuState {
     pub spaces: AddressSpaces,
     pub channels: BTreeMap<u32, Channel>,
     pub next_id: u32,
+    /// No channel runs, and nothing writes memory.
+    pub paused: bool,
     /// Channel that ran last.
     pub last_run: u32,
     pub fault_backoff: FaultBackoff,
