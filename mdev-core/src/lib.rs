@@ -12,6 +12,7 @@
 //! 7. [`profile`], [`definition`], [`durable`], [`partition`]: vGPU types, persistent
 //!    definitions, atomic file replacement, video memory
 //! 8. [`sched`]: the scheduler of the GPU's time
+//! 9. [`stream`]: the file format of a saved vGPU
 #![warn(missing_docs)]
 
 pub mod abi;
@@ -26,6 +27,7 @@ pub mod partition;
 pub mod profile;
 pub mod sched;
 pub mod sigbus;
+pub mod stream;
 #[cfg(any(test, feature = "test-util"))]
 pub mod testing;
 pub mod units;

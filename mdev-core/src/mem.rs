@@ -286,6 +286,12 @@ impl GuestMemory {
         self.segments(address, len, access).map(drop)
     }
 
+    /// Returns the imports: their ids, addresses and lengths in bytes.
+    pub fn imports(&self) -> impl Iterator<Item = (MemoryId, GuestPa, u64)> {
+        let imports = self.maps.iter().filter_map(|(start, map)| Some((map.import?, *start, map)));
+        imports.map(|(memory, start, map)| (memory, GuestPa(start), map.size))
+    }
+
     /// Returns a range as parts of imports, in ascending order. Imports memory on its first use.
     pub fn import(
         &mut self,

@@ -117,6 +117,8 @@ pub struct ConfigSpace {
     bars: Vec<Bar>,
 }
 
+/// Offset of the pointer to the first capability.
+const CAPABILITIES_POINTER: u16 = 0x34;
 /// Offset of the first capability.
 const FIRST_CAPABILITY: u64 = 0x40;
 
@@ -207,6 +209,24 @@ impl ConfigSpace {
             BarWidth::Bits64 => u64::from(self.bank.get(ConfigReg::Bar(bar.index + 1))),
         };
         Some((high << 32 | low) & bar.address_mask())
+    }
+
+    /// Returns the offset of a capability's header, by the list that a guest follows.
+    pub fn capability(&self, id: u8) -> Option<u16> {
+        let byte = |offset: u16| {
+            let mut byte = [0];
+            self.bank.read(offset.into(), &mut byte, |_, value| value);
+            byte[0]
+        };
+        let mut at = u16::from(byte(CAPABILITIES_POINTER));
+        // The table is finite, and each header is further on.
+        while at != 0 {
+            if byte(at) == id {
+                return Some(at);
+            }
+            at = u16::from(byte(at + 1));
+        }
+        None
     }
 
     /// Resets all registers to their power-on values.

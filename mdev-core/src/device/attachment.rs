@@ -37,7 +37,7 @@ impl VirtualFunction {
     }
 
     /// Releases video memory to the host if its file can have holes; the next VM reads zeros.
-    fn scrub(&mut self) {
+    pub(super) fn scrub(&mut self) {
         let apertures = self.client.apertures();
         let vram = apertures.vram.as_ref().or(apertures.framebuffer.as_ref());
         let Some(vram) = vram else { return };

@@ -11,7 +11,8 @@
 //! | `queue` | control queue |
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
-//! | `state` | saved state |
+//! | `state` | saved registers |
+//! | `saved` | saved vGPU: registers, address spaces, channels |
 
 mod attachment;
 mod control;
@@ -24,6 +25,7 @@ mod interrupts;
 mod mailbox;
 mod queue;
 mod region;
+mod saved;
 mod state;
 mod window;
 
@@ -34,6 +36,7 @@ use crate::ids::VgpuId;
 pub use function::VirtualFunction;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
+pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};
 pub use state::{SavedFunction, StateError};
 
 /// Specification of a virtual function, besides the resources of its

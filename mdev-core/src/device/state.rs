@@ -1,7 +1,7 @@
 //! Saved state of the function's registers: plain, versioned data.
 //!
-//! The state excludes video memory, channels and GPU mappings, which belong to the GPU. A state is
-//! untrusted input: each value must be reachable by a guest.
+//! The state excludes video memory, channels and GPU mappings, which belong to the GPU: see
+//! [`super::saved`]. A state is untrusted input: each value must be reachable by a guest.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +17,7 @@ const VERSION: u32 = 1;
 #[serde(deny_unknown_fields)]
 pub struct SavedFunction {
     version: u32,
-    config: BankState,
+    pub(super) config: BankState,
     control: BankState,
     display: Option<BankState>,
 }
@@ -54,6 +54,15 @@ impl VirtualFunction {
 
     /// Resets the function and restores its registers, or changes nothing on an error.
     pub fn restore(&mut self, state: &SavedFunction) -> Result<(), StateError> {
+        self.check_state(state)?;
+        self.reset();
+        self.restore_registers(state)?;
+        self.after_restore();
+        Ok(())
+    }
+
+    /// Checks a state without restoring it.
+    pub(super) fn check_state(&self, state: &SavedFunction) -> Result<(), StateError> {
         if state.version != VERSION {
             return Err(StateError::Version(state.version));
         }
@@ -65,14 +74,18 @@ impl VirtualFunction {
             (None, None) => {}
             _ => return Err(StateError::Display),
         }
-        self.reset();
+        Ok(())
+    }
+
+    /// Restores the registers of a function that was reset.
+    pub(super) fn restore_registers(&mut self, state: &SavedFunction) -> Result<(), StateError> {
+        let part = |part| move |source| StateError::Registers { part, source };
         self.config.restore(&state.config).map_err(part("Configuration"))?;
         self.control.restore(&state.control).map_err(part("Control"))?;
         if let (Some(display), Some(saved)) = (&mut self.display, &state.display) {
             display.restore(saved).map_err(part("Display"))?;
         }
         self.update_scanout();
-        self.after_restore();
         Ok(())
     }
 }
