@@ -1,16 +1,61 @@
-//! Client of the QEMU Machine Protocol: enough to plug, unplug, reset and end a VM.
+//! Client of the QEMU Machine Protocol (QMP).
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Write};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// Timeout of an answer. QEMU answers at once, unless a vCPU holds its big lock.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// Error of a monitor.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// The monitor cannot be reached.
+    #[error("Cannot connect to {path}: {error}")]
+    Connect {
+        /// Its path.
+        path: String,
+        /// The cause.
+        error: io::Error,
+    },
+    /// Another program listens there, or the monitor serves another client.
+    #[error("It is no QMP monitor, or another client uses it: {0}")]
+    NoMonitor(String),
+    /// The command failed.
+    #[error("QEMU refused {command}: {text}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's message.
+        text: String,
+    },
+    /// No answer, or no event.
+    #[error("QEMU did not {what} within {seconds} s")]
+    Silent {
+        /// What was expected.
+        what: String,
+        /// Time limit.
+        seconds: u64,
+    },
+    /// The connection ended.
+    #[error("QEMU has ended{0}")]
+    Ended(String),
+    /// An answer that is no JSON.
+    #[error("QEMU sent invalid JSON: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+type Result<T> = std::result::Result<T, QmpError>;
+
+fn ended(error: &io::Error) -> QmpError {
+    QmpError::Ended(format!(": {error}"))
+}
 
 /// Connection with negotiated capabilities.
 #[derive(Debug)]
@@ -24,13 +69,13 @@ impl Qmp {
     /// Connects to the socket at `path`.
     pub fn connect(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path)
-            .with_context(|| format!("Cannot connect to {}", path.display()))?;
+            .map_err(|error| QmpError::Connect { path: path.display().to_string(), error })?;
         let mut qmp =
             Self { reader: BufReader::new(stream), line: Vec::new(), events: VecDeque::new() };
-        let greeting =
-            qmp.next(Instant::now() + ANSWER_LIMIT)?.context("QEMU sends no greeting")?;
+        let greeting = qmp.next(Instant::now() + ANSWER_LIMIT)?;
+        let greeting = greeting.ok_or_else(|| QmpError::NoMonitor("no greeting".into()))?;
         if greeting.get("QMP").is_none() {
-            bail!("Not a QMP socket: the greeting is {greeting}");
+            return Err(QmpError::NoMonitor(format!("the greeting is {greeting}")));
         }
         qmp.execute("qmp_capabilities", &json!({}))?;
         Ok(qmp)
@@ -40,7 +85,31 @@ impl Qmp {
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value> {
         let mut request = json!({ "execute": command, "arguments": arguments }).to_string();
         request.push('\n');
-        self.reader.get_mut().write_all(request.as_bytes()).context("QEMU has ended")?;
+        self.reader.get_mut().write_all(request.as_bytes()).map_err(|error| ended(&error))?;
+        self.answer(command)
+    }
+
+    /// Passes a descriptor to QEMU, under a name for URIs such as `fd:NAME`.
+    pub fn pass_descriptor(&mut self, name: &str, fd: impl AsFd) -> Result<()> {
+        let command = "getfd";
+        let mut request =
+            json!({ "execute": command, "arguments": { "fdname": name } }).to_string();
+        request.push('\n');
+        let stream = self.reader.get_ref();
+        let sent = stream.send_with_fd(request.as_bytes(), fd.as_fd().as_raw_fd());
+        let sent = sent.map_err(|error| ended(&error.into()))?;
+        let rest = &request.as_bytes()[sent..];
+        self.reader.get_mut().write_all(rest).map_err(|error| ended(&error))?;
+        self.answer(command).map(drop)
+    }
+
+    /// Runs a command of the human monitor and returns what it prints.
+    pub fn human(&mut self, line: &str) -> Result<String> {
+        let printed = self.execute("human-monitor-command", &json!({ "command-line": line }))?;
+        Ok(printed.as_str().unwrap_or_default().to_owned())
+    }
+
+    fn answer(&mut self, command: &str) -> Result<Value> {
         let deadline = Instant::now() + ANSWER_LIMIT;
         while let Some(mut message) = self.next(deadline)? {
             if let Some(value) = message.get_mut("return") {
@@ -48,11 +117,12 @@ impl Qmp {
             }
             if let Some(error) = message.get("error") {
                 let text = error.get("desc").and_then(Value::as_str).unwrap_or_default();
-                return Err(anyhow!("QEMU refused {command}: {text}"));
+                let (command, text) = (command.to_owned(), text.to_owned());
+                return Err(QmpError::Refused { command, text });
             }
             self.events.push_back(message);
         }
-        bail!("QEMU did not answer {command} within {} s", ANSWER_LIMIT.as_secs())
+        Err(QmpError::Silent { what: format!("answer {command}"), seconds: ANSWER_LIMIT.as_secs() })
     }
 
     /// Waits for an event of this name and discards earlier events.
@@ -64,7 +134,8 @@ impl Qmp {
                 None => self.next(deadline)?,
             };
             let Some(event) = event else {
-                bail!("QEMU sent no {name} event within {} s", timeout.as_secs());
+                let what = format!("send the event {name}");
+                return Err(QmpError::Silent { what, seconds: timeout.as_secs() });
             };
             if event.get("event").and_then(Value::as_str) == Some(name) {
                 return Ok(event);
@@ -84,20 +155,20 @@ impl Qmp {
             if left.is_zero() {
                 return Ok(None);
             }
-            self.reader.get_ref().set_read_timeout(Some(left))?;
+            self.reader.get_ref().set_read_timeout(Some(left)).map_err(|error| ended(&error))?;
             // A line may arrive in parts; `self.line` keeps the data received before a timeout.
             match self.reader.read_until(b'\n', &mut self.line) {
-                Ok(0) => bail!("QEMU has ended"),
+                Ok(0) => return Err(QmpError::Ended(String::new())),
                 Ok(_) if self.line.ends_with(b"\n") => {
                     let message = serde_json::from_slice(&self.line);
                     self.line.clear();
-                    return message.map(Some).context("QEMU sent invalid JSON");
+                    return Ok(Some(message?));
                 }
                 Ok(_) => {}
                 Err(error)
                     if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).context("QEMU has ended"),
+                Err(error) => return Err(ended(&error)),
             }
         }
     }

@@ -5,7 +5,7 @@
 //! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both
 //! * [`ovmf`]: UEFI firmware
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
-//! * [`qemu`]: virtual machines; [`qmp`] and [`guest`]: connections to QEMU and to the guest
+//! * [`qemu`]: virtual machines; [`guest`]: connections to the guest
 //! * [`kvm`]: check of KVM; [`mdevctl`]: the real mdevctl
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
 //! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
@@ -53,7 +53,6 @@ pub mod picture;
 pub mod place;
 pub mod progress;
 pub mod qemu;
-pub mod qmp;
 pub mod root;
 pub mod simulate;
 pub mod test;

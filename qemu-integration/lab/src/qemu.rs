@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use integrate::qmp::Qmp;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -16,7 +17,6 @@ use crate::Lab;
 use crate::cleanup::Process;
 use crate::guest::Guest;
 use crate::ovmf::Ovmf;
-use crate::qmp::Qmp;
 
 /// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;
@@ -58,6 +58,8 @@ pub struct VmSpec {
     pub counted_time: bool,
     /// State saved by [`Vm::save`] from a VM with the same configuration, to resume from.
     pub saved: Option<PathBuf>,
+    /// Whether the VM waits for its state, which another program sends.
+    pub awaits_state: bool,
     /// Folder of this machine that the guest's root may write to, shared as `root`.
     pub folder: Option<PathBuf>,
     /// UEFI instead of a BIOS.
@@ -78,6 +80,7 @@ impl VmSpec {
             virtual_time: false,
             counted_time: false,
             saved: None,
+            awaits_state: false,
             folder: None,
             uefi: None,
             with_kernel: true,
@@ -113,6 +116,9 @@ impl VmSpec {
         }
         if self.counted_time {
             add(&["-icount", "shift=4,sleep=on"]);
+        }
+        if self.awaits_state {
+            args.extend(["-incoming".into(), "defer".into()]);
         }
         if let Some(saved) = &self.saved {
             let mut from = OsString::from("file:");
@@ -294,14 +300,16 @@ impl Vm {
     /// Plugs a device into one of the [`HOTPLUG_PORTS`].
     pub fn plug(&mut self, mut device: Value, port: usize) -> Result<()> {
         device["bus"] = json!(format!("port{port}"));
-        self.qmp.execute("device_add", &device).map(drop)
+        self.qmp.execute("device_add", &device)?;
+        Ok(())
     }
 
     /// Unplugs a device and waits until the guest has released it.
     pub fn unplug(&mut self, id: &str) -> Result<()> {
         self.qmp.drop_events();
         self.qmp.execute("device_del", &json!({ "id": id }))?;
-        self.qmp.wait_event("DEVICE_DELETED", Duration::from_secs(60)).map(drop)
+        self.qmp.wait_event("DEVICE_DELETED", Duration::from_secs(60))?;
+        Ok(())
     }
 
     /// Saves the memory and devices to a file and ends the VM.

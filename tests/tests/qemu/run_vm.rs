@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result};
+use integrate::qmp::Qmp;
 use lab::progress::Progress;
-use lab::qmp::Qmp;
 use lab::root::Root;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
