@@ -3,6 +3,7 @@
 //! * [`definitions`]: mdevctl's commands and flags
 //! * [`shares`], [`screens`], [`host`]: commands that mdevctl does not have
 //! * [`vm`], [`libvirt`]: commands that attach vGPUs to VMs
+//! * [`saving`]: commands that save and restore vGPUs and VMs
 //! * [`programs`]: commands that run programs on vGPUs
 //! * [`vgpu`]: arguments that several of them have; [`values`]: parsers of option values
 
@@ -10,6 +11,7 @@ pub mod definitions;
 pub mod host;
 pub mod libvirt;
 pub mod programs;
+pub mod saving;
 pub mod screens;
 pub mod shares;
 #[cfg(test)]
@@ -25,6 +27,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Undefine};
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
 pub use self::programs::Run;
+pub use self::saving::{Restore, Resume, Save, Vm, VmRestore, VmSave, VmTask};
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
 pub use self::vm::{LibvirtXml, QemuArgs, RunVm};
@@ -42,6 +45,7 @@ Examples:
   vgpuctl top                                         show live GPU usage
   vgpuctl scheduler --policy equal-share              change the scheduling policy
   vgpuctl doctor                                      check this host for problems
+  vgpuctl vm save web1 --monitor qmp.sock -o web1.vm  save a VM with its vGPU
   vgpuctl view web1                                   show the vGPU's screen live
   vgpuctl web                                         open the web console
   vgpuctl screenshot web1 -o screen.png               save the vGPU's screen
@@ -124,6 +128,14 @@ pub enum Command {
     Run(Run),
     /// Run a VM with a vGPU of its own: start the vGPU, boot a disk, stop the vGPU at the end.
     RunVm(RunVm),
+    /// Save and restore VMs with their vGPUs.
+    Vm(Vm),
+    /// Save a running vGPU's state into a file, for VMMs that save their VMs themselves.
+    Save(Save),
+    /// Restore a saved vGPU's state into a running vGPU.
+    Restore(Restore),
+    /// Continue the work of a vGPU that `save` or `restore` has left paused.
+    Resume(Resume),
     /// Attach vGPUs to libvirt domains. The vGPUs start and stop with their domains.
     Libvirt(libvirt::Libvirt),
 }

@@ -8,19 +8,20 @@ use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::time::Duration;
 
+use http_body_util::channel::Channel;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Bytes;
+use hyper::body::{Body, Bytes, Incoming};
 use hyper::client::conn::http1;
 use hyper::header::HeaderValue;
 use hyper::upgrade::Upgraded;
-use hyper::{Method, Request, StatusCode, header};
+use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::net::UnixStream;
-use vgpud_api::RFB_UPGRADE;
-use vgpud_api::{ErrorBody, Vgpu};
+use vgpud_api::{ErrorBody, RFB_UPGRADE, SAVED_VGPU, Vgpu};
+use vgpud_host::body::BodyReader;
 
 use crate::failure::Failure;
 use vgpud_host::text;
@@ -135,10 +136,59 @@ impl Client {
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             return Ok(TokioIo::new(hyper::upgrade::on(response).await.map_err(lost)?));
         }
+        Err(self.refusal_of(response).await)
+    }
+
+    /// Sends a POST request whose response is a stream, which a blocking thread reads.
+    pub async fn post_for_stream(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<BodyReader<Incoming>, Failure> {
+        let request = build_request(Method::POST, path, json(body)?)?;
+        let response = self.with_timeout(self.begin(request)).await?;
         let status = response.status();
+        if status.is_success() {
+            return Ok(BodyReader::new(response.into_body()));
+        }
+        Err(self.refusal_of(response).await)
+    }
+
+    /// Sends a POST request with a stream as body, and parses the JSON response.
+    pub async fn post_stream<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: Channel<Bytes, io::Error>,
+    ) -> Result<T, Failure> {
+        let request = build_request_with(Method::POST, path, SAVED_VGPU, body)?;
+        let response = self.begin(request).await?;
+        if !response.status().is_success() {
+            return Err(self.refusal_of(response).await);
+        }
         let body = Limited::new(response.into_body(), MAX_RESPONSE).collect().await;
-        let bytes = body.map_err(|error| self.invalid_response(error.to_string()))?.to_bytes();
-        Err(self.refusal(status, &bytes))
+        self.parse(&body.map_err(|error| self.invalid_response(error.to_string()))?.to_bytes())
+    }
+
+    /// Sends a request and returns the response, whose body has not arrived.
+    async fn begin<B>(&self, request: Request<B>) -> Result<Response<Incoming>, Failure>
+    where
+        B: Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let lost = |error: hyper::Error| self.lost(&error);
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
+        // The task ends with the response.
+        tokio::spawn(connection);
+        sender.send_request(request).await.map_err(lost)
+    }
+
+    async fn refusal_of(&self, response: Response<Incoming>) -> Failure {
+        let status = response.status();
+        match Limited::new(response.into_body(), MAX_RESPONSE).collect().await {
+            Ok(body) => self.refusal(status, &body.to_bytes()),
+            Err(error) => self.invalid_response(error.to_string()),
+        }
     }
 
     async fn connect(&self) -> Result<UnixStream, Failure> {
@@ -263,12 +313,21 @@ fn note_silence() {
 }
 
 fn build_request(method: Method, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, Failure> {
+    build_request_with(method, path, "application/json", Full::new(body))
+}
+
+fn build_request_with<B>(
+    method: Method,
+    path: &str,
+    content: &'static str,
+    body: B,
+) -> Result<Request<B>, Failure> {
     Request::builder()
         .method(method)
         .uri(path)
         .header(header::HOST, "vgpud")
-        .header(header::CONTENT_TYPE, "application/json")
-        .body(Full::new(body))
+        .header(header::CONTENT_TYPE, content)
+        .body(body)
         .map_err(invalid_request)
 }
 

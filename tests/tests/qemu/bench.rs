@@ -21,6 +21,7 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 pub struct Bench {
     pub lab: &'static Lab,
     pub host: Host,
+    programs: &'static Programs,
     _lock: MutexGuard<'static, ()>,
 }
 
@@ -30,8 +31,13 @@ impl Bench {
         static LAB: OnceLock<(Lab, Programs)> = OnceLock::new();
         let lock = LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let (lab, programs) = LAB.get_or_init(|| Lab::open_with_host(&Progress::new()).unwrap());
-        let host = Host::start(programs, &["soft:soft0,vram=1G"]).unwrap();
-        Self { lab, host, _lock: lock }
+        let host = start(programs);
+        Self { lab, host, programs, _lock: lock }
+    }
+
+    /// Ends the manager and all its processes, and starts another in another run directory.
+    pub fn move_host(&mut self) {
+        self.host = start(self.programs);
     }
 
     pub fn vgpu(&self, uuid: &str) -> PathBuf {
@@ -54,6 +60,10 @@ impl Bench {
         let pid = self.host.vgpu(uuid).unwrap()["pid"].as_i64().unwrap();
         Pid::from_raw(i32::try_from(pid).unwrap())
     }
+}
+
+fn start(programs: &Programs) -> Host {
+    Host::start(programs, &["soft:soft0,vram=1G"]).unwrap()
 }
 
 /// Waits until a condition holds.

@@ -12,5 +12,6 @@ mod firmware;
 mod monitoring;
 mod package;
 mod run_vm;
+mod saving;
 mod tools;
 mod vms;

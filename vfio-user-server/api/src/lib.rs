@@ -10,6 +10,7 @@
 //! * [`requests`]: request bodies that create, change, start and stop vGPUs
 //! * [`client`]: the VM attached to a vGPU, and its trapped accesses
 //! * [`programs`]: the CUDA programs that use a vGPU
+//! * [`saving`]: saving and restoring vGPUs
 //! * [`statistics`], [`scheduling`]: engine time and shares; policies and decisions
 //! * [`console`], [`physical_screen`]: screens in a viewer or browser; physical screens
 //! * [`errors`]: error codes and messages
@@ -21,6 +22,7 @@ pub mod parents;
 pub mod physical_screen;
 pub mod programs;
 pub mod requests;
+pub mod saving;
 pub mod scheduling;
 pub mod statistics;
 pub mod version;
@@ -33,6 +35,7 @@ pub use parents::{Parent, ParentState, ParentTypes, TypeInfo};
 pub use physical_screen::{Focused, PhysicalScreen, Rotate};
 pub use programs::{ProgramProcess, Programs};
 pub use requests::{CreateVgpu, ModifyTarget, ModifyVgpu, StartVgpu, StopVgpu, UndefineVgpu};
+pub use saving::{ConfigWrite, RestoredVgpu, SAVED_VGPU, SaveVgpu};
 pub use scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 pub use statistics::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};
 pub use version::Version;

@@ -2,7 +2,7 @@
 //! on threads that may block, not on the manager's thread.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -11,11 +11,16 @@ use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use vgpud_host::text::one_line;
 
 use crate::spawn;
-use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
+use crate::worker_protocol::{
+    MemoryRange, OLDEST, Restored, VERSION, WorkerReply, WorkerRequest, WorkerStatus,
+};
 
 /// Limit of the wait for a worker's reply. A worker replies between two requests of its VM, which
 /// take microseconds.
 pub const TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Limit of the wait for a worker that saves or restores page tables and channels.
+const SAVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Limit of the warnings of a worker.
 const MAX_WARNINGS: usize = 16;
@@ -96,12 +101,89 @@ pub fn scanout(control: &Path) -> io::Result<(io::Result<Scanout>, Vec<OwnedFd>)
     Ok((scanout, fds))
 }
 
-/// Tells a worker to exit.
-pub fn stop(control: &Path) -> io::Result<()> {
-    match request(control, &WorkerRequest::Stop, &[])? {
+/// State of a vGPU, and where its video memory is.
+#[derive(Debug)]
+pub struct SavedWorker {
+    /// File with the state in JSON.
+    pub state: OwnedFd,
+    /// File of the video memory.
+    pub memory: OwnedFd,
+    /// Video memory in its file.
+    pub range: MemoryRange,
+}
+
+/// Asks whether a worker's vGPU can be saved now.
+pub fn check_save(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::CheckSave)
+}
+
+/// Stops the work of a worker's vGPU.
+pub fn pause(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::Pause)
+}
+
+/// Continues the work of a worker's vGPU.
+pub fn resume(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::Resume)
+}
+
+/// Resets a worker's vGPU and clears its video memory.
+pub fn discard(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::Discard)
+}
+
+/// Requests the state of a paused vGPU.
+pub fn save(control: &Path) -> io::Result<SavedWorker> {
+    match with_memory(control, &WorkerRequest::Save, &[])? {
+        (WorkerReply::Saved(range), fds) => {
+            let [state, memory] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| missing())?;
+            Ok(SavedWorker { state, memory, range })
+        }
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Restores the state in a file. Returns the file of the video memory, to be filled.
+pub fn restore(control: &Path, state: BorrowedFd<'_>) -> io::Result<(Restored, OwnedFd)> {
+    match with_memory(control, &WorkerRequest::Restore, &[state])? {
+        (WorkerReply::Restored(restored), fds) => {
+            let [memory] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| missing())?;
+            Ok((restored, memory))
+        }
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Sends a request whose reply has files. A worker that was taken over can pass any: reading one of
+/// a file system in user space waits for its server, so files that are no shared memory are refused.
+fn with_memory(
+    control: &Path,
+    message: &WorkerRequest,
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+    let (reply, fds) =
+        exchange_within(SAVE_TIMEOUT, control, message, fds, SeqPacket::recv_with_fds)?;
+    if fds.iter().all(|fd| foreign_fds::is_memory(fd.as_fd())) {
+        return Ok((reply, fds));
+    }
+    fds.into_iter().for_each(foreign_fds::close);
+    Err(io::Error::other("The worker passes a file that is not memory"))
+}
+
+fn missing() -> io::Error {
+    io::Error::other("The worker passes no file")
+}
+
+fn done(control: &Path, message: &WorkerRequest) -> io::Result<()> {
+    match request(control, message, &[])? {
         WorkerReply::Done => Ok(()),
         other => Err(unexpected(&other)),
     }
+}
+
+/// Tells a worker to exit.
+pub fn stop(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::Stop)
 }
 
 /// Passes a new connection to the GPU to a worker.
@@ -127,7 +209,17 @@ fn exchange(
     fds: &[BorrowedFd<'_>],
     receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
-    let socket = SeqPacket::connect_with_timeout(control, TIMEOUT)?;
+    exchange_within(TIMEOUT, control, message, fds, receive)
+}
+
+fn exchange_within(
+    timeout: Duration,
+    control: &Path,
+    message: &WorkerRequest,
+    fds: &[BorrowedFd<'_>],
+    receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
+) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
+    let socket = SeqPacket::connect_with_timeout(control, timeout)?;
     socket.send(&serde_json::to_vec(message)?, fds)?;
     let mut buffer = vec![0; MAX_PACKET];
     let packet = receive(&socket, &mut buffer).map_err(|error| match error.kind() {

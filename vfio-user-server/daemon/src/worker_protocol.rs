@@ -7,13 +7,16 @@
 //! default, and an older end ignores them. Any other change raises [`OLDEST`]; a worker of an
 //! earlier version then continues without queries until its vGPU is stopped.
 
-use mdev_core::device::{FunctionSpec, Scanout};
+use mdev_core::device::{ConfigWrite, FunctionSpec, Scanout};
 use mdev_core::gpu::ClientSpec;
 use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
+
+/// First version with [`WorkerRequest::CheckSave`], and the requests after it.
+pub const WITH_SAVE: u32 = 7;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -66,6 +69,23 @@ pub enum WorkerRequest {
     Attach,
     /// Tells the worker to exit after it has replied [`WorkerReply::Done`].
     Stop,
+    /// Asks whether the vGPU can be saved now. The reply is [`WorkerReply::Done`], or the reason why
+    /// not. Since [`WITH_SAVE`], as all that follow.
+    CheckSave,
+    /// Stops the vGPU's work until `Resume`, so that its memory can be copied. The reply is
+    /// [`WorkerReply::Done`].
+    Pause,
+    /// Continues the work of a paused vGPU. The reply is [`WorkerReply::Done`].
+    Resume,
+    /// Requests the state of a paused vGPU. The reply is [`WorkerReply::Saved`], with a file that
+    /// holds a `SavedVgpu` in JSON and the file of the video memory attached.
+    Save,
+    /// Restores the state in the attached file, and clears video memory. The vGPU is paused then.
+    /// The reply is [`WorkerReply::Restored`], with the file of the video memory attached.
+    Restore,
+    /// Gives up a restore: resets the vGPU and clears its video memory. The reply is
+    /// [`WorkerReply::Done`].
+    Discard,
 }
 
 /// Reply of a worker.
@@ -76,13 +96,35 @@ pub enum WorkerReply {
     Status(Box<WorkerStatus>),
     /// Reply to `Scanout`.
     Scanout(Scanout),
-    /// Reply to `Attach` and `Stop`.
+    /// Reply to requests without a result.
     Done,
+    /// Reply to `Save`.
+    Saved(MemoryRange),
+    /// Reply to `Restore`.
+    Restored(Restored),
     /// The request failed.
     Error {
         /// Cause, in one line.
         message: String,
     },
+}
+
+/// Video memory in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryRange {
+    /// Offset in the file in bytes.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// Result of a restore.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restored {
+    /// Video memory, to be filled.
+    pub memory: MemoryRange,
+    /// Writes to configuration space by which a VMM learns of the restored BARs and interrupts.
+    pub config: Vec<ConfigWrite>,
 }
 
 /// Status of a worker.

@@ -3,8 +3,10 @@
 //! * [`users`]: users and groups of this host
 //! * [`uid_range`]: range of user IDs for processes
 //! * [`text`]: text from processes that are not trusted
+//! * [`body`]: bodies of HTTP messages as readers and writers
 //! * [`command_line`]: parser of command lines with errors of one line
 
+pub mod body;
 pub mod command_line;
 #[cfg(feature = "test-util")]
 pub mod test_util;

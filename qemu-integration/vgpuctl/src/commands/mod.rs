@@ -8,6 +8,7 @@
 //! * [`mod@write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`mod@run`]: programs on a vGPU; [`run_vm`]: a VM with a vGPU; [`transient`]: vGPUs for the
 //!   lifetime of either
+//! * [`saving`]: `save`, `restore`, `resume`; [`vm_state`]: `vm save`, `vm restore`
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod focus;
@@ -18,11 +19,13 @@ mod parents;
 mod read;
 mod run;
 mod run_vm;
+mod saving;
 mod scheduler;
 pub mod stats;
 mod transient;
 mod view;
 mod vm;
+mod vm_state;
 mod web;
 mod write;
 
@@ -59,6 +62,10 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::LibvirtXml(args) => vm::libvirt_xml(&client, args).await,
         Command::Run(args) => run::run(&client, args).await,
         Command::RunVm(args) => run_vm::run_vm(&client, args).await,
+        Command::Vm(args) => vm_state::vm(&client, args).await,
+        Command::Save(args) => saving::save(&client, args).await,
+        Command::Restore(args) => saving::restore(&client, args).await,
+        Command::Resume(args) => saving::resume(&client, args).await,
         Command::Libvirt(args) => libvirt::libvirt(&client, args).await,
     }
 }

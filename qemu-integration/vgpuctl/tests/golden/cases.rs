@@ -162,6 +162,23 @@ pub const CASES: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "save",
+        &[
+            "save RUNNING -o saved.vgpu",
+            "save NONE -o saved.vgpu",
+            "save RUNNING",
+            "restore RUNNING -i vgpu.json",
+            "restore RUNNING -i missing.vgpu",
+            "resume RUNNING --output json",
+            "resume NONE",
+            "vm save RUNNING --monitor /nowhere/qmp -o none/saved.vm",
+            "vm restore RUNNING --monitor /nowhere/qmp -i missing.vm",
+            "vm",
+            "vm save --help",
+            "vm restore --help",
+        ],
+    ),
+    (
         "screenshot",
         &[
             "screenshot -u RUNNING -o screen.png",

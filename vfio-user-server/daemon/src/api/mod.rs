@@ -6,7 +6,8 @@
 //! * [`listener`]: connections of the control socket
 //! * [`access`]: permissions by the user of a connection
 //! * [`openapi`]: the OpenAPI document
-//! * `parents`, `schedulers`, `statistics`, `vgpus`, `screens`, `consoles`: handlers
+//! * `parents`, `schedulers`, `statistics`, `vgpus`, `saving`, `screens`, `consoles`:
+//!   handlers
 //! * [`metrics`]: the statistics in Prometheus' text format
 
 use std::sync::Arc;
@@ -26,6 +27,7 @@ mod parents;
 pub mod route;
 pub mod router;
 mod routes;
+mod saving;
 mod schedulers;
 mod screens;
 mod statistics;

@@ -12,8 +12,8 @@
 use utoipa::{IntoResponses, OpenApi};
 use vgpud_api::{
     CreateVgpu, ErrorBody, Focused, ModifyScheduler, ModifyVgpu, OpenConsole, OpenWeb, Parent,
-    ParentTypes, PhysicalScreen, Rotate, Scheduler, SchedulerDecision, StartVgpu, Stats, StopVgpu,
-    UndefineVgpu, Version, Vgpu, WebAddress,
+    ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler, SchedulerDecision,
+    StartVgpu, Stats, StopVgpu, UndefineVgpu, Version, Vgpu, WebAddress,
 };
 
 use super::access::Level;
@@ -142,6 +142,35 @@ table! {
         responses((status = 204, description = "The vGPU is stopped"), ErrorResponses)
     }
 
+    /// Saves a running vGPU with its VM's view of it: registers, channels and video memory. The
+    /// vGPU's work stops until the response is complete. Guest memory is the VM's to save. The
+    /// response is a stream that is valid as a whole only with its end.
+    Admin post "/v1/vgpus/{vgpu}/save" => saving::save {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        request_body(content = Option<SaveVgpu>),
+        responses(
+            (status = 200, content_type = "application/vnd.tessera.vgpu", body = Vec<u8>, description = "The saved vGPU"),
+            ErrorResponses,
+        )
+    }
+
+    /// Restores a saved vGPU into a running vGPU of the same type, whose VM is paused and has the
+    /// guest's memory. The vGPU is paused then: see `resume`.
+    Admin post "/v1/vgpus/{vgpu}/restore" => saving::restore {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        request_body(content = Vec<u8>, content_type = "application/vnd.tessera.vgpu"),
+        responses(
+            (status = 200, body = RestoredVgpu, description = "What the VM's monitor has to know"),
+            ErrorResponses,
+        )
+    }
+
+    /// Continues the work of a vGPU that a save or restore has left paused.
+    Admin post "/v1/vgpus/{vgpu}/resume" => saving::resume {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        responses((status = 204, description = "The vGPU works"), ErrorResponses)
+    }
+
     /// Returns a screenshot of a vGPU. The response is delayed if the screen is requested more
     /// often than its `refresh` allows.
     Admin get "/v1/vgpus/{vgpu}/screenshot" => vgpus::screenshot {
@@ -262,6 +291,9 @@ mod tests {
             (Method::DELETE, "/v1/vgpus/{vgpu}", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/start", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/stop", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/save", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/restore", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/resume", admin),
             (get.clone(), "/v1/vgpus/{vgpu}/screenshot", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/focus", admin),
             (post.clone(), "/v1/parents/{parent}/rotation", admin),

@@ -4,6 +4,7 @@
 //! around changes, and holds the readers of screens. It knows nothing of HTTP.
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
+//! * `saving`: save, restore and resume
 //! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 
@@ -26,6 +27,7 @@ use worker_statuses::{Asked, Told, WorkerStatuses};
 mod attached_vm;
 pub mod lifecycle;
 mod programs;
+mod saving;
 mod worker_statuses;
 
 /// Operations on vGPUs.
@@ -42,6 +44,7 @@ pub struct Service {
     /// Screens with viewers.
     pub screens: Arc<LiveScreens>,
     statuses: Arc<WorkerStatuses>,
+    saving: saving::Saving,
 }
 
 impl Service {
@@ -56,6 +59,7 @@ impl Service {
             callouts,
             version: Arc::new(version),
             statuses: Arc::default(),
+            saving: saving::Saving::default(),
         }
     }
 

@@ -37,9 +37,9 @@ impl ControlConnection {
 
     /// Sends a reply without waiting. A full socket is an error, on which the worker closes the
     /// connection.
-    pub fn reply(&self, reply: &WorkerReply, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    pub fn reply(&self, reply: &WorkerReply, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let json = serde_json::to_vec(reply)?;
-        self.0.try_send(&json, fd.as_slice())
+        self.0.try_send(&json, fds)
     }
 }
 

@@ -1,7 +1,9 @@
 //! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
 //!
-//! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue
+//! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue;
+//!   `control_events`: of the manager's connections
 
+mod control_events;
 mod gpu_events;
 mod program_events;
 
@@ -15,8 +17,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use log::Level;
-use mdev_core::device::VirtualFunction;
-use mdev_core::gpu::GpuError;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::sys::time::TimeSpec;
@@ -28,15 +28,11 @@ use super::control::ControlConnection;
 use super::function::Function;
 use super::programs::{Programs, Source};
 use crate::log_limiter::LogLimiter;
-use crate::worker_protocol::{
-    OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerSpec, WorkerStatus,
-};
+use crate::worker_protocol::WorkerSpec;
 use vfio_user_server::busy_poll::BusyPoll;
 use vfio_user_server::session::{Closed, Interest, Session};
 use vgpud_api::AttachedClient;
 
-/// Limit of connections to the control socket. The manager holds one; the others are short queries.
-const MAX_CONTROL: usize = 8;
 /// Pause after a failed accept. Without free descriptors, each accept fails until one is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -329,94 +325,6 @@ impl Worker {
             self.log_limited(Level::Warn, line);
         }
     }
-
-    fn accept_control(&mut self, ops: &mut EventOps) {
-        let socket = match self.control_listener.accept() {
-            Ok(socket) => socket,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-            Err(error) => {
-                self.log_limited(Level::Warn, format_args!("Cannot accept the manager: {error}"));
-                self.pause_listeners(ops);
-                return;
-            }
-        };
-        let uid = peer(&socket).uid;
-        if uid != 0 && uid != self.spec.manager {
-            let manager = self.spec.manager;
-            let line = format_args!("User {uid} is refused: user {manager} manages the vGPU");
-            self.log_limited(Level::Warn, line);
-            return;
-        }
-        if self.control.len() >= MAX_CONTROL {
-            log::warn!("More than {MAX_CONTROL} control connections; the new one is refused");
-            return;
-        }
-        let id = self.next_control;
-        self.next_control = self.next_control.checked_add(1).unwrap_or(source::CONTROL);
-        let connection = ControlConnection::new(socket);
-        if watch(ops, &connection, id, EventSet::IN) {
-            self.control.insert(id, connection);
-        }
-    }
-
-    fn on_control(&mut self, id: u32, ops: &mut EventOps) {
-        let Some(connection) = self.control.get(&id) else { return };
-        let served = match connection.receive() {
-            Ok(None) => Ok(false),
-            Ok(Some((WorkerRequest::Attach, fd))) => {
-                let reply = attach(self.function.inner_mut(), fd);
-                connection.reply(&reply, None).map(|()| true)
-            }
-            Ok(Some((request, _))) => {
-                let sent = self.answer(connection, &request);
-                self.stopped |= request == WorkerRequest::Stop;
-                sent.map(|()| true)
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
-            Err(error) => Err(error),
-        };
-        if let Ok(true) = served {
-            return;
-        }
-        if let Err(error) = served {
-            log::warn!("A control connection is cut off: {error}");
-        }
-        unwatch(ops, connection);
-        self.control.remove(&id);
-    }
-
-    fn answer(&self, connection: &ControlConnection, request: &WorkerRequest) -> io::Result<()> {
-        let function = self.function.inner();
-        match request {
-            WorkerRequest::Status { .. } => {
-                let status = WorkerStatus {
-                    version: VERSION,
-                    pid: std::process::id(),
-                    spec: self.spec.clone(),
-                    client: self.user(),
-                    gpu_ok: function.gpu_ok(),
-                    traps: function.traps().into(),
-                    warnings: function.warnings(),
-                    oldest: Some(OLDEST),
-                    programs: self.programs.as_ref().and_then(Programs::status),
-                };
-                connection.reply(&WorkerReply::Status(Box::new(status)), None)
-            }
-            WorkerRequest::Scanout => {
-                if let Some(vram) = function.vram() {
-                    let mut scanout = function.scanout();
-                    scanout.offset = scanout.offset.saturating_add(vram.offset);
-                    connection.reply(&WorkerReply::Scanout(scanout), Some(vram.fd))
-                } else {
-                    let message = "This vGPU's video memory cannot be read".to_owned();
-                    connection.reply(&WorkerReply::Error { message }, None)
-                }
-            }
-            WorkerRequest::Attach | WorkerRequest::Stop => {
-                connection.reply(&WorkerReply::Done, None)
-            }
-        }
-    }
 }
 
 impl MutEventSubscriber for Worker {
@@ -452,15 +360,6 @@ impl MutEventSubscriber for Worker {
             id => self.on_control(id, ops),
         }
         self.charged = None;
-    }
-}
-
-/// Hands a new manager's connection to the GPU to the device model.
-fn attach(function: &mut VirtualFunction, fd: Option<OwnedFd>) -> WorkerReply {
-    let fd = fd.ok_or(GpuError::Invalid("the connection is missing"));
-    match fd.and_then(|fd| function.attach_manager(fd)) {
-        Ok(()) => WorkerReply::Done,
-        Err(error) => WorkerReply::Error { message: error.to_string() },
     }
 }
 

@@ -6,6 +6,7 @@
 //! * `events`: event loop
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
+//! * `saving`: saving and restoring, as the manager requests
 //! * `programs`: CUDA programs of the host on the vGPU; `queue_thread`: of the VM
 //! * `front_end_spec`, `doorbell`, `request_budget`: for both
 
@@ -18,6 +19,7 @@ mod programs;
 mod queue_thread;
 mod request_budget;
 pub mod sandbox;
+mod saving;
 
 use std::fs::File;
 use std::io::{Read, Seek};

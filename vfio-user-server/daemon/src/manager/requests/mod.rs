@@ -69,6 +69,17 @@ pub struct ClientReport {
     pub client: Option<AttachedClient>,
 }
 
+/// What a save or restore of a running vGPU needs.
+#[derive(Clone, Debug)]
+pub struct Saveable {
+    /// Control socket of the worker.
+    pub control: PathBuf,
+    /// Type.
+    pub mdev_type: String,
+    /// Length of the video memory in bytes.
+    pub vram_bytes: u64,
+}
+
 /// Screen of a vGPU.
 #[derive(Clone, Debug)]
 pub struct Screen {

@@ -6,7 +6,9 @@ use mdev_core::ids::VgpuId;
 use tokio::sync::oneshot;
 use vgpud_api::{CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu};
 
-use super::{Change, ClientReport, Listed, Screen, parse_attrs, view_started, view_stopped};
+use super::{
+    Change, ClientReport, Listed, Saveable, Screen, parse_attrs, view_started, view_stopped,
+};
 use crate::manager::definitions::PlacedDefinition;
 use crate::manager::parent::Parent;
 use crate::manager::sockets::ChosenOwner;
@@ -330,18 +332,33 @@ impl Manager {
         Ok(Change { stored, live: Some(live) })
     }
 
+    /// Returns a vGPU whose worker runs.
+    fn with_worker(&self, id: VgpuId) -> Result<&Vgpu> {
+        if let Some(vgpu) = self.parents.vgpu(id).filter(|vgpu| vgpu.pid().is_some()) {
+            return Ok(vgpu);
+        }
+        Err(match self.definitions.find(id)? {
+            Some(_) => {
+                let what = format!("vGPU {id} is not running; `vgpuctl start -u {id}` starts it");
+                error(ErrorCode::Conflict, what)
+            }
+            None => not_defined(id),
+        })
+    }
+
+    /// Returns what a save or restore of a running vGPU needs.
+    pub fn saveable(&self, id: VgpuId) -> Result<Saveable> {
+        let vgpu = self.with_worker(id)?;
+        Ok(Saveable {
+            control: self.env.run_dir.worker_socket(id),
+            mdev_type: vgpu.definition.mdev_type.clone(),
+            vram_bytes: vgpu.profile.vram_bytes,
+        })
+    }
+
     /// Returns the screen of a running vGPU.
     pub fn screen(&self, id: VgpuId) -> Result<Screen> {
-        let Some(vgpu) = self.parents.vgpu(id).filter(|vgpu| vgpu.pid().is_some()) else {
-            return Err(match self.definitions.find(id)? {
-                Some(_) => {
-                    let what =
-                        format!("vGPU {id} is not running; `vgpuctl start -u {id}` starts it");
-                    error(ErrorCode::Conflict, what)
-                }
-                None => not_defined(id),
-            });
-        };
+        let vgpu = self.with_worker(id)?;
         if vgpu.profile.head.is_none() {
             let what = format!("vGPU {id} has no display head; types that end in Q have one");
             return Err(error(ErrorCode::Conflict, what));

@@ -1,0 +1,204 @@
+//! `save`, `restore` and `resume`: a vGPU's state in a file.
+
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use hyper::Method;
+use mdev_core::stream::{Head, Part, StreamError, StreamReader, StreamWriter};
+use serde_json::json;
+use tempfile::NamedTempFile;
+use vgpud_api::{RestoredVgpu, SaveVgpu};
+use vgpud_host::body::body_writer;
+
+use crate::cli::{Output, Restore, Resume, Save};
+use crate::client::{Client, vgpu_path};
+use crate::failure::Failure;
+use crate::mdevctl::pretty;
+
+/// Buffer of a file that is read or written.
+const BUFFER: usize = 1 << 20;
+
+/// Runs `save`.
+pub async fn save(client: &Client, args: Save) -> Result<Vec<u8>, Failure> {
+    let vgpu = args.vgpu.vgpu()?;
+    let request = SaveVgpu { keep_paused: args.keep_paused, check: false };
+    let file = NewFile::create(&args.file)?;
+    let bytes = save_into(client, &vgpu.to_string(), &request, file, |_| Ok(())).await?;
+    written(&args.file, bytes, args.output)
+}
+
+/// Runs `restore`.
+pub async fn restore(client: &Client, args: Restore) -> Result<Vec<u8>, Failure> {
+    let vgpu = args.vgpu.vgpu()?;
+    if check(&args.file)?.machine {
+        let file = args.file.display();
+        let message = format!("{file} is a saved VM; `vgpuctl vm restore` restores it");
+        return Err(Failure::Usage(message));
+    }
+    let restored = restore_from(client, &vgpu.to_string(), &args.file).await?;
+    match args.output {
+        Output::Text => Ok(Vec::new()),
+        Output::Json => pretty(&restored),
+    }
+}
+
+/// Runs `resume`.
+pub async fn resume(client: &Client, args: Resume) -> Result<Vec<u8>, Failure> {
+    let path = format!("{}/resume", vgpu_path(args.vgpu.vgpu()?));
+    client.request(Method::POST, &path, &()).await?;
+    described(client, args.vgpu.vgpu()?, args.output).await
+}
+
+/// Returns the output of a command whose result is a vGPU.
+pub async fn described(
+    client: &Client,
+    vgpu: impl Display,
+    output: Output,
+) -> Result<Vec<u8>, Failure> {
+    match output {
+        Output::Text => Ok(Vec::new()),
+        Output::Json => pretty(&json!({ "uuid": client.vgpu(vgpu, None).await?.uuid })),
+    }
+}
+
+/// Returns the output of a command whose result is a file.
+pub fn written(file: &Path, bytes: u64, output: Output) -> Result<Vec<u8>, Failure> {
+    match output {
+        Output::Text => Ok(Vec::new()),
+        Output::Json => pretty(&json!({ "file": file, "bytes": bytes })),
+    }
+}
+
+/// File that gets its name when it is complete.
+#[derive(Debug)]
+pub struct NewFile {
+    file: NamedTempFile,
+    name: PathBuf,
+}
+
+impl NewFile {
+    /// Creates a file beside its later name.
+    pub fn create(name: &Path) -> Result<Self, Failure> {
+        let folder = name.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        fs::metadata(folder).map_err(|error| cannot("write", name, &error))?;
+        let file = NamedTempFile::with_prefix_in(".vgpu", folder);
+        let file = file.map_err(|error| cannot("write", name, &error))?;
+        Ok(Self { file, name: name.to_owned() })
+    }
+
+    /// Writes the file out and gives it its name. Returns its length.
+    fn finish(self) -> io::Result<u64> {
+        self.file.as_file().sync_all()?;
+        let bytes = self.file.as_file().metadata()?.len();
+        self.file.persist(&self.name).map_err(|error| error.error)?;
+        Ok(bytes)
+    }
+}
+
+fn cannot(what: &str, file: &Path, error: &dyn Display) -> Failure {
+    Failure::Local(format!("Cannot {what} {}: {error}", file.display()))
+}
+
+/// Saves a vGPU into a new file; `more` adds to the stream. Returns the length of the file.
+pub async fn save_into(
+    client: &Client,
+    vgpu: &str,
+    request: &SaveVgpu,
+    file: NewFile,
+    more: impl FnOnce(&mut StreamWriter<BufWriter<&File>>) -> Result<(), Failure> + Send + 'static,
+) -> Result<u64, Failure> {
+    let body = client.post_for_stream(&format!("{}/save", vgpu_path(vgpu)), request).await?;
+    blocking(move || {
+        let name = file.name.clone();
+        let failed = |error: &dyn Display| cannot("write", &name, error);
+        let received = |error: StreamError| {
+            Failure::Local(format!("vgpud did not send the whole vGPU: {error}"))
+        };
+        let (mut from, head) = StreamReader::new(body).map_err(received)?;
+        let to = BufWriter::with_capacity(BUFFER, file.file.as_file());
+        let mut to = StreamWriter::new(to, &head).map_err(|error| failed(&error))?;
+        loop {
+            match from.next_part().map_err(received)? {
+                Part::End => break,
+                part => to.copy(&part).map_err(|error| failed(&error))?,
+            }
+        }
+        more(&mut to)?;
+        to.finish().map_err(|error| failed(&error)).map(drop)?;
+        file.finish().map_err(|error| failed(&error))
+    })
+    .await
+}
+
+/// What a file has.
+#[derive(Debug)]
+pub struct Checked {
+    /// Description of the vGPU.
+    pub head: Head,
+    /// The file has a VM, too.
+    pub machine: bool,
+}
+
+/// Opens a file with a saved vGPU.
+pub fn open(file: &Path) -> Result<(StreamReader<impl Read + use<>>, Head), Failure> {
+    let opened = File::open(file).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => Failure::NotFound(format!("There is no {}", file.display())),
+        _ => cannot("read", file, &error),
+    })?;
+    let reader = StreamReader::new(BufReader::with_capacity(BUFFER, opened));
+    reader.map_err(|error| cannot("restore", file, &error))
+}
+
+/// Checks all of a file, so that nothing is restored from a damaged one.
+pub fn check(file: &Path) -> Result<Checked, Failure> {
+    let (mut reader, head) = open(file)?;
+    let mut machine = false;
+    loop {
+        match reader.next_part().map_err(|error| cannot("restore", file, &error))? {
+            Part::Machine(_) => machine = true,
+            Part::End => return Ok(Checked { head, machine }),
+            Part::State(_) | Part::Memory { .. } => {}
+        }
+    }
+}
+
+/// Restores a vGPU from a file that was checked. The vGPU is paused then.
+pub async fn restore_from(
+    client: &Client,
+    vgpu: &str,
+    file: &Path,
+) -> Result<RestoredVgpu, Failure> {
+    let (writer, body) = body_writer();
+    let (name, path) = (file.to_owned(), format!("{}/restore", vgpu_path(vgpu)));
+    let sent = blocking(move || {
+        let (mut from, head) = open(&name)?;
+        let failed = |error: &dyn Display| cannot("restore", &name, error);
+        let send = || -> Result<(), StreamError> {
+            let mut to = StreamWriter::new(writer, &head)?;
+            loop {
+                match from.next_part()? {
+                    Part::Machine(_) | Part::End => break,
+                    part => to.copy(&part)?,
+                }
+            }
+            to.finish()?.flush()?;
+            Ok(())
+        };
+        send().map_err(|error| failed(&error))
+    });
+    let (restored, sent) = tokio::join!(client.post_stream(&path, body), sent);
+    // vgpud's reason says more than that the connection broke.
+    let restored = restored?;
+    sent.map(|()| restored)
+}
+
+/// Runs `body` on a thread that may block.
+pub async fn blocking<T: Send + 'static>(
+    body: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::task::spawn_blocking(body).await;
+    done.unwrap_or_else(|error| Err(Failure::Local(error.to_string())))
+}

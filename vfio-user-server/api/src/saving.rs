@@ -1,0 +1,36 @@
+//! Saving and restoring vGPUs.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Media type of a saved vGPU.
+pub const SAVED_VGPU: &str = "application/vnd.tessera.vgpu";
+
+/// Request to save a vGPU: `POST /v1/vgpus/{vgpu}/save`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SaveVgpu {
+    /// Leaves the vGPU paused, until it is resumed, reset or its VM ends.
+    #[serde(default)]
+    pub keep_paused: bool,
+    /// Only checks whether the vGPU can be saved now. The response is empty.
+    #[serde(default)]
+    pub check: bool,
+}
+
+/// Result of a restore: `POST /v1/vgpus/{vgpu}/restore`. The vGPU is paused.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RestoredVgpu {
+    /// Writes to configuration space, in this order, by which the VM's monitor learns of the
+    /// restored addresses and interrupts.
+    pub config: Vec<ConfigWrite>,
+}
+
+/// Write to configuration space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ConfigWrite {
+    /// Offset in bytes, a multiple of 4.
+    pub offset: u16,
+    /// Value of 32 bits.
+    pub value: u32,
+}

@@ -1,0 +1,36 @@
+//! Handlers that save and restore vGPUs.
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use vgpud_api::{RestoredVgpu, SAVED_VGPU, SaveVgpu};
+
+use crate::http::{HttpResult, JsonBody, VgpuPath};
+use crate::service::Service;
+
+pub async fn save(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+    JsonBody(request): JsonBody<SaveVgpu>,
+) -> HttpResult<Response> {
+    let body = service.save(id, request).await?;
+    Ok(([(header::CONTENT_TYPE, SAVED_VGPU)], body).into_response())
+}
+
+pub async fn restore(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+    body: Body,
+) -> HttpResult<Json<RestoredVgpu>> {
+    Ok(Json(service.restore(id, body).await?))
+}
+
+pub async fn resume(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+) -> HttpResult<StatusCode> {
+    service.resume(id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,146 @@
+//! Connections of the manager: requests, and their answers.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use anyhow::{Context, Result};
+use event_manager::{EventOps, EventSet};
+use log::Level;
+use mdev_core::device::{SaveError, VirtualFunction};
+
+use super::{Worker, peer, source, unwatch, watch};
+use crate::worker::control::ControlConnection;
+use crate::worker::programs::Programs;
+use crate::worker::saving;
+use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
+
+/// Limit of connections to the control socket. The manager holds one; the others are short queries.
+const MAX_CONTROL: usize = 8;
+
+impl Worker {
+    pub(super) fn accept_control(&mut self, ops: &mut EventOps) {
+        let socket = match self.control_listener.accept() {
+            Ok(socket) => socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                self.log_limited(Level::Warn, format_args!("Cannot accept the manager: {error}"));
+                self.pause_listeners(ops);
+                return;
+            }
+        };
+        let uid = peer(&socket).uid;
+        if uid != 0 && uid != self.spec.manager {
+            let manager = self.spec.manager;
+            let line = format_args!("User {uid} is refused: user {manager} manages the vGPU");
+            self.log_limited(Level::Warn, line);
+            return;
+        }
+        if self.control.len() >= MAX_CONTROL {
+            log::warn!("More than {MAX_CONTROL} control connections; the new one is refused");
+            return;
+        }
+        let id = self.next_control;
+        self.next_control = self.next_control.checked_add(1).unwrap_or(source::CONTROL);
+        let connection = ControlConnection::new(socket);
+        if watch(ops, &connection, id, EventSet::IN) {
+            self.control.insert(id, connection);
+        }
+    }
+
+    pub(super) fn on_control(&mut self, id: u32, ops: &mut EventOps) {
+        let Some(connection) = self.control.get(&id) else { return };
+        let served = match connection.receive() {
+            Ok(None) => Ok(false),
+            Ok(Some((request, fd))) => {
+                let (reply, fds) = self.answer(&request, fd);
+                let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                self.stopped |= request == WorkerRequest::Stop;
+                let connection = self.control.get(&id);
+                connection.map_or(Ok(()), |it| it.reply(&reply, &fds)).map(|()| true)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
+            Err(error) => Err(error),
+        };
+        if let Ok(true) = served {
+            return;
+        }
+        if let Err(error) = served {
+            log::warn!("A control connection is cut off: {error}");
+        }
+        if let Some(connection) = self.control.remove(&id) {
+            unwatch(ops, &connection);
+        }
+    }
+
+    /// Returns the reply to a request, and its descriptors.
+    fn answer(
+        &mut self,
+        request: &WorkerRequest,
+        fd: Option<OwnedFd>,
+    ) -> (WorkerReply, Vec<OwnedFd>) {
+        let answered = match request {
+            WorkerRequest::Status { .. } => {
+                Ok((WorkerReply::Status(Box::new(self.status())), Vec::new()))
+            }
+            WorkerRequest::Scanout => self.scanout(),
+            WorkerRequest::Attach => attach(self.function.inner_mut(), fd),
+            WorkerRequest::Stop => Ok(done()),
+            WorkerRequest::CheckSave
+            | WorkerRequest::Pause
+            | WorkerRequest::Resume
+            | WorkerRequest::Save
+            | WorkerRequest::Restore
+            | WorkerRequest::Discard => self.answer_saving(request, fd),
+        };
+        answered
+            .unwrap_or_else(|error| (WorkerReply::Error { message: error.to_string() }, Vec::new()))
+    }
+
+    fn answer_saving(
+        &mut self,
+        request: &WorkerRequest,
+        fd: Option<OwnedFd>,
+    ) -> Result<(WorkerReply, Vec<OwnedFd>)> {
+        if self.programs.as_ref().is_some_and(Programs::are_present) {
+            return Err(SaveError::Programs.into());
+        }
+        saving::answer(self.function.inner_mut(), request, fd)
+    }
+
+    fn status(&self) -> WorkerStatus {
+        let function = self.function.inner();
+        WorkerStatus {
+            version: VERSION,
+            pid: std::process::id(),
+            spec: self.spec.clone(),
+            client: self.user(),
+            gpu_ok: function.gpu_ok(),
+            traps: function.traps().into(),
+            warnings: function.warnings(),
+            oldest: Some(OLDEST),
+            programs: self.programs.as_ref().and_then(Programs::status),
+        }
+    }
+
+    fn scanout(&self) -> Result<(WorkerReply, Vec<OwnedFd>)> {
+        let function = self.function.inner();
+        let vram = function.vram().context("This vGPU's video memory cannot be read")?;
+        let mut scanout = function.scanout();
+        scanout.offset = scanout.offset.saturating_add(vram.offset);
+        Ok((WorkerReply::Scanout(scanout), vec![vram.fd.try_clone_to_owned()?]))
+    }
+}
+
+fn done() -> (WorkerReply, Vec<OwnedFd>) {
+    (WorkerReply::Done, Vec::new())
+}
+
+/// Hands a new manager's connection to the GPU to the device model.
+fn attach(
+    function: &mut VirtualFunction,
+    fd: Option<OwnedFd>,
+) -> Result<(WorkerReply, Vec<OwnedFd>)> {
+    let fd = fd.context("Invalid argument: the connection is missing")?;
+    function.attach_manager(fd)?;
+    Ok(done())
+}

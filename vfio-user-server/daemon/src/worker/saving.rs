@@ -1,0 +1,61 @@
+//! Saving and restoring the vGPU, as the manager requests.
+
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::os::fd::OwnedFd;
+
+use anyhow::{Context, Result, bail};
+use mdev_core::device::{SavedVgpu, VirtualFunction};
+use mdev_core::stream::MAX_STATE;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use crate::worker_protocol::{MemoryRange, Restored, WorkerReply, WorkerRequest};
+
+/// Returns the reply to a request about saving, and its descriptors.
+pub fn answer(
+    function: &mut VirtualFunction,
+    request: &WorkerRequest,
+    fd: Option<OwnedFd>,
+) -> Result<(WorkerReply, Vec<OwnedFd>)> {
+    match request {
+        WorkerRequest::CheckSave => function.check_saveable()?,
+        WorkerRequest::Pause => function.pause()?,
+        WorkerRequest::Resume => function.resume()?,
+        WorkerRequest::Discard => function.discard(),
+        WorkerRequest::Save => {
+            let state = serde_json::to_vec(&function.save_vgpu()?)?;
+            let (memory, file) = video_memory(function)?;
+            return Ok((WorkerReply::Saved(memory), vec![file_of(&state)?, file]));
+        }
+        WorkerRequest::Restore => {
+            let mut state = Vec::new();
+            let file = File::from(fd.context("The state is missing")?);
+            file.take(MAX_STATE).read_to_end(&mut state)?;
+            let state: SavedVgpu =
+                serde_json::from_slice(&state).context("The saved vGPU cannot be read")?;
+            function.restore_vgpu(&state)?;
+            let (memory, file) = video_memory(function)?;
+            let restored = Restored { memory, config: function.config_writes() };
+            return Ok((WorkerReply::Restored(restored), vec![file]));
+        }
+        WorkerRequest::Status { .. }
+        | WorkerRequest::Scanout
+        | WorkerRequest::Attach
+        | WorkerRequest::Stop => bail!("This is no request about saving"),
+    }
+    Ok((WorkerReply::Done, Vec::new()))
+}
+
+fn video_memory(function: &VirtualFunction) -> Result<(MemoryRange, OwnedFd)> {
+    let vram = function.vram().context("This vGPU's video memory cannot be read")?;
+    let range = MemoryRange { offset: vram.offset, len: vram.len };
+    Ok((range, vram.fd.try_clone_to_owned()?))
+}
+
+/// Returns a file with these bytes, to be read from its start.
+fn file_of(bytes: &[u8]) -> Result<OwnedFd> {
+    let mut file = File::from(memfd_create(c"vgpu-state", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(bytes)?;
+    file.rewind()?;
+    Ok(file.into())
+}
