@@ -19,10 +19,12 @@ use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::abi::mailbox::VA_END;
+use crate::abi::userd;
 use crate::device::Scanout;
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
+    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
+    SavedClient, Usage,
 };
 use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, SpaceId, Token, VgpuId};
 use crate::mem::{DmaAccess, GuestMemory};
@@ -45,6 +47,7 @@ pub struct Record {
     /// Whether the client can replace its apertures.
     pub renewable: bool,
     pub lost: bool,
+    pub paused: bool,
     /// Number of map calls before one fails.
     pub maps_left: Option<u32>,
     /// Fail each n-th call, except for calls that release resources.
@@ -245,11 +248,55 @@ impl Client for Recorder {
         let mut record = self.call("reset".into())?;
         record.channels.clear();
         record.mapped.clear();
+        record.paused = false;
         Ok(())
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
         Ok(Usage::default())
+    }
+
+    fn can_save(&self) -> bool {
+        true
+    }
+
+    fn pause(&mut self) -> Result<(), GpuError> {
+        self.fallible_call("pause".into())?.paused = true;
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), GpuError> {
+        self.fallible_call("resume".into())?.paused = false;
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<SavedClient, GpuError> {
+        let record = self.fallible_call("save".into())?;
+        assert!(record.paused);
+        let mappings = record.mapped.iter().map(|(va, (len, backing, writable))| MapRequest {
+            writable: *writable,
+            ..MapRequest::new(GpuVa(*va), *len, *backing)
+        });
+        let channels = record.channels.iter().map(|(id, spec)| SavedChannel {
+            id: ChannelId(*id),
+            spec: *spec,
+            state: vec![*id as u8],
+        });
+        let (mappings, channels) = (mappings.collect(), channels.collect());
+        Ok(SavedClient { spaces: Vec::new(), mappings, channels })
+    }
+
+    fn restore_channel(&mut self, channel: &SavedChannel) -> Result<(), GpuError> {
+        assert_eq!(channel.spec.check(self.gpu().capabilities), Ok(()), "{channel:?}");
+        let mut record = self.fallible_call("restore_channel".into())?;
+        assert!(record.paused);
+        if let Backing::Guest { memory, offset } = channel.spec.userd {
+            assert!(offset + userd::BYTES <= record.imports[&memory.0], "{channel:?}");
+        }
+        if record.channels.insert(channel.id.0, channel.spec).is_some() {
+            return Err(GpuError::Invalid("the channel exists"));
+        }
+        Ok(())
     }
 
     fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {

@@ -8,9 +8,13 @@ use serde::{Deserialize, Serialize};
 
 use super::VirtualFunction;
 use super::state::{SavedFunction, StateError};
-use crate::gpu::{Backing, Client, GpuError, MapRequest, SavedChannel, SavedClient};
-use crate::ids::{GpuVa, GuestPa, MemoryId};
+use crate::abi::mailbox::{VA_END, VA_START};
+use crate::gpu::{
+    Backing, CREATED_VA_END, Client, GpuError, MapRequest, SavedChannel, SavedClient,
+};
+use crate::ids::{GpuVa, GuestPa, MemoryId, SpaceId};
 use crate::mem::{DmaAccess, GuestMemory};
+use crate::units::{PAGE_SIZE, is_aligned};
 
 /// Offset of the command register.
 const COMMAND: u16 = 0x04;
@@ -61,9 +65,9 @@ pub enum SaveError {
     /// The GPU is lost.
     #[error("The GPU is lost")]
     Lost,
-    /// Its video memory cannot be read.
-    #[error("Its video memory cannot be read")]
-    VideoMemory,
+    /// The GPU cannot save, or its video memory cannot be read.
+    #[error("vGPUs of this kind of GPU cannot be saved yet")]
+    Unsupported,
     /// Error of the GPU.
     #[error("{0}")]
     Gpu(#[from] GpuError),
@@ -102,9 +106,11 @@ impl VirtualFunction {
         if self.queue_runs() {
             return Err(SaveError::Programs);
         }
-        let readable = self.vram().map_or(0, |vram| vram.len);
-        if readable < self.client.spec().vram_bytes {
-            return Err(SaveError::VideoMemory);
+        // The memory of a device on the bus is not that of one vGPU.
+        let memory = self.vram().filter(|vram| foreign_fds::is_memory(vram.fd));
+        let readable = memory.map_or(0, |vram| vram.len);
+        if !self.client.lock().can_save() || readable < self.client.spec().vram_bytes {
+            return Err(SaveError::Unsupported);
         }
         Ok(())
     }
@@ -185,6 +191,7 @@ fn restore_client(
         client.restore_space(*space)?;
     }
     for mapping in &saved.client.mappings {
+        check_mapping(client, mapping)?;
         let access =
             if mapping.writable { DmaAccess::READ | DmaAccess::WRITE } else { DmaAccess::READ };
         let mut va = mapping.va.0;
@@ -194,6 +201,10 @@ fn restore_client(
         }
     }
     for channel in &saved.client.channels {
+        channel.spec.check(client.gpu().capabilities).map_err(GpuError::from)?;
+        if matches!(channel.spec.userd, Backing::Vram { .. }) {
+            check_vram(client, channel.spec.userd.offset(), crate::abi::userd::BYTES)?;
+        }
         let both = DmaAccess::READ | DmaAccess::WRITE;
         let bytes = crate::abi::userd::BYTES;
         let found = locate(client, memory, saved, channel.spec.userd, bytes, both)?;
@@ -203,6 +214,27 @@ fn restore_client(
         client.restore_channel(&channel)?;
     }
     Ok(())
+}
+
+/// Refuses mappings that no request of a guest's driver makes.
+fn check_mapping(client: &dyn Client, mapping: &MapRequest) -> Result<(), RestoreError> {
+    let MapRequest { space, va: GpuVa(va), len, backing, .. } = *mapping;
+    let range =
+        if space == SpaceId::DEFAULT { VA_START..VA_END } else { PAGE_SIZE..CREATED_VA_END };
+    let end = va.checked_add(len).ok_or(RestoreError::Memory)?;
+    let aligned = [va, len, backing.offset()].iter().all(|number| is_aligned(*number, PAGE_SIZE));
+    if !aligned || len == 0 || va < range.start || end > range.end {
+        return Err(RestoreError::Memory);
+    }
+    match backing {
+        Backing::Vram { offset } => check_vram(client, offset, len),
+        Backing::Guest { .. } | Backing::Allocated { .. } => Ok(()),
+    }
+}
+
+fn check_vram(client: &dyn Client, offset: u64, len: u64) -> Result<(), RestoreError> {
+    let end = offset.checked_add(len).filter(|end| *end <= client.spec().vram_bytes);
+    end.map(drop).ok_or(RestoreError::Memory)
 }
 
 /// Returns the memory of a saved backing, as parts of the guest memory that the VMM has now.

@@ -13,5 +13,6 @@ mod monitoring;
 mod package;
 mod run_vm;
 mod saving;
+mod saving_endurance;
 mod tools;
 mod vms;

@@ -23,15 +23,17 @@ fn refused(bench: &Bench, args: &[&str], words: &str) {
     assert!(!output.status.success() && one_line && said.contains(words), "{args:?}: {said}");
 }
 
-fn save(bench: &Bench, vm: &Vm, file: &Path, more: &[&str]) -> Duration {
+/// Saves a VM, and returns the time that it took.
+pub fn save(bench: &Bench, vgpu: &str, vm: &Vm, file: &Path, more: &[&str]) -> Duration {
     let start = Instant::now();
     let (monitor, file) = (vm.keys(), file.to_string_lossy().into_owned());
-    let args = ["vm", "save", A, "--monitor", &monitor.to_string_lossy(), "-o", &file];
+    let args = ["vm", "save", vgpu, "--monitor", &monitor.to_string_lossy(), "-o", &file];
     vgpuctl(bench, &[&args, more].concat());
     start.elapsed()
 }
 
-fn restore(bench: &Bench, vgpu: &str, vm: &Vm, file: &Path) -> Duration {
+/// Restores a VM that waits for its state, and returns the time that it took.
+pub fn restore(bench: &Bench, vgpu: &str, vm: &Vm, file: &Path) -> Duration {
     let start = Instant::now();
     let (monitor, file) = (vm.keys(), file.to_string_lossy().into_owned());
     vgpuctl(bench, &["vm", "restore", vgpu, "--monitor", &monitor.to_string_lossy(), "-i", &file]);
@@ -57,6 +59,31 @@ fn finish_load(vm: &mut Vm) -> Value {
     measured
 }
 
+/// Ends the host with all its processes, and restores a VM from a file on another host. Returns the
+/// VM, and the time that the restore took.
+pub fn move_to_another_host(
+    bench: &mut Bench,
+    spec: &VmSpec,
+    vgpu: &str,
+    file: &Path,
+) -> (Vm, Duration) {
+    bench.move_host();
+    let socket = bench.vgpu(vgpu);
+    let spec = VmSpec { awaits_state: true, ..spec.clone().with_vgpu(&socket) };
+    let mut vm = Vm::start(bench.lab, &spec, &bench.host.folder().join("restored")).unwrap();
+    eventually("the VM is attached", || !bench.host.vgpu(vgpu).unwrap()["vm"].is_null());
+    let restored = restore(bench, vgpu, &vm, file);
+    vm.wait_running().unwrap();
+    (vm, restored)
+}
+
+/// Checks that the screen shows the picture that the guest has drawn.
+pub fn check_picture(bench: &Bench, vgpu: &str) {
+    let screen = bench.host.folder().join("screen.png");
+    bench.host.screenshot(vgpu, &screen).unwrap();
+    Picture::read(&screen).unwrap().check_mandelbrot().unwrap();
+}
+
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
 fn a_saved_vm_continues_its_work_on_another_host() {
@@ -68,21 +95,13 @@ fn a_saved_vm_continues_its_work_on_another_host() {
     start_load(&mut vm, 6);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("vm.saved");
-    let saved = save(&bench, &vm, &file, &[]);
+    let saved = save(&bench, A, &vm, &file, &[]);
     eventually("QEMU has ended", || !vm.is_running());
     drop(vm);
 
-    bench.move_host();
-    let socket = bench.vgpu(B);
-    let spec = VmSpec { awaits_state: true, ..spec.with_vgpu(&socket) };
-    let mut vm = Vm::start(bench.lab, &spec, &bench.host.folder().join("restored")).unwrap();
-    eventually("the VM is attached", || !bench.host.vgpu(B).unwrap()["vm"].is_null());
-    let restored = restore(&bench, B, &vm, &file);
-    vm.wait_running().unwrap();
+    let (mut vm, restored) = move_to_another_host(&mut bench, &spec, B, &file);
     println!("saved in {} ms, restored in {} ms", saved.as_millis(), restored.as_millis());
-    let screen = bench.host.folder().join("screen.png");
-    bench.host.screenshot(B, &screen).unwrap();
-    Picture::read(&screen).unwrap().check_mandelbrot().unwrap();
+    check_picture(&bench, B);
     finish_load(&mut vm);
     assert_eq!(driver(&mut vm), "bochs-drm");
     for line in ["vadd --n 10000", "sgemm --n 64", "mandelbrot"] {
@@ -101,7 +120,7 @@ fn a_vm_goes_on_after_a_snapshot_and_after_refusals() {
     start_load(&mut vm, 8);
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("vm.saved");
-    save(&bench, &vm, &file, &["--keep-running"]);
+    save(&bench, A, &vm, &file, &["--keep-running"]);
     let text = |path: &Path| path.to_string_lossy().into_owned();
     let (monitor, name) = (text(&vm.keys()), text(&file));
     let restore = ["vm", "restore", A, "--monitor", &monitor, "-i", &name];

@@ -5,6 +5,7 @@ mod interrupts;
 mod lifecycle;
 mod mailbox;
 mod properties;
+mod saved;
 mod screen;
 
 use std::fs::File;
