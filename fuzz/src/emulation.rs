@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use mdev_core::abi::host::{GpEntry, MethodHeader, SET_OBJECT, SecOp};
+use mdev_core::abi::host::{GpEntry, MethodHeader, SEM_ADDR_LO, SET_OBJECT, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, userd};
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, MapRequest, Placement};
@@ -21,6 +21,8 @@ use vendor_backends::mediator::emulation::interrupts::Interrupts;
 use vendor_backends::mediator::emulation::run_limit::RunLimit;
 use vendor_backends::soft::SoftGpu;
 use zerocopy::IntoBytes;
+
+use crate::input::Input;
 
 const BYTES: u64 = 0x4_0000;
 /// Writable range.
@@ -41,6 +43,18 @@ const PUSHBUFFER: u64 = WRITABLE.start + 0x8000;
 const CANARY: u8 = 0xa5;
 /// Duration of a run. An operation that takes longer is preempted.
 const RUN_NS: u64 = 50_000;
+
+/// Specification of the channel.
+const SPEC: ChannelSpec = ChannelSpec {
+    engine: EngineKind::Compute,
+    gpfifo: GpuVa(va(RING)),
+    gpfifo_entries: 16,
+    userd: Backing::Vram { offset: USERD },
+    vector: 0,
+    space: SpaceId::DEFAULT,
+    group: None,
+    placement: Placement { copy_engine: None, second_runqueue: false },
+};
 
 /// Returns the GPU virtual address of an offset.
 pub const fn va(offset: u64) -> u64 {
@@ -104,23 +118,69 @@ impl Fixture {
         let first = GpEntry::Segment { va: va(PUSHBUFFER), dwords: words.len() as u32 };
         self.put(RING, first.encode().as_bytes());
         self.put(RING + 8, entries.as_bytes());
-        let spec = ChannelSpec {
-            engine: EngineKind::Compute,
-            gpfifo: GpuVa(va(RING)),
-            gpfifo_entries: 16,
-            userd: Backing::Vram { offset: USERD },
-            vector: 0,
-            space: SpaceId::DEFAULT,
-            group: None,
-            placement: Placement::default(),
-        };
-        let userd = Userd { mapping: Arc::clone(&self.memory), offset: USERD, memory: None };
-        let mut channel = Channel::new(spec, userd, 0);
+        let mut channel = Channel::new(SPEC, self.userd(), 0);
         self.memory.store_u32(USERD + userd::GP_PUT, put).expect("in range");
+        self.drive(&mut channel, RUN_NS);
+        self.check();
+    }
+
+    /// Restores a channel from a state and runs it. The state is any bytes, or that of a channel in
+    /// the midst of its work with some bytes changed. Panics if protected memory has changed.
+    pub fn run_restored(&self, input: &mut Input<'_>) {
+        let state = if input.byte() & 3 == 0 {
+            input.0.to_vec()
+        } else {
+            let mut state = self.busy_state(input.byte());
+            for _ in 0..input.byte() % 8 {
+                let at = usize::from(input.u32() as u16) % state.len();
+                state[at] = input.byte();
+            }
+            state
+        };
+        let channel = Channel::restore(SPEC, self.userd(), &state, &self.gpu);
+        if let Some(mut channel) = channel {
+            self.memory.store_u32(USERD + userd::GP_PUT, 3).expect("in range");
+            self.drive(&mut channel, RUN_NS);
+        }
+        self.check();
+    }
+
+    /// Returns the state of a channel in the midst of a copy, a fill, a rearranged copy or a wait.
+    fn busy_state(&self, kind: u8) -> Vec<u8> {
+        let upper = (va(0) >> 32) as u32;
+        let (from, to) = (va(WRITABLE.start) as u32, va(WRITABLE.start + 0x4000) as u32);
+        let mut words = call(4, SET_OBJECT, &[copy::CLASS]);
+        if kind & 3 == 3 {
+            words.extend(call(0, SEM_ADDR_LO, &[to, upper, 1, 0, 0]));
+        } else {
+            words.extend(call(4, copy::OFFSET_IN_UPPER, &[upper, from, upper, to]));
+            words.extend(call(4, copy::PITCH_IN, &[0, 0, 0x3000, u32::MAX]));
+            let two = 1 << copy::remap::NUM_DST_SHIFT | 1 << copy::remap::NUM_SRC_SHIFT;
+            let elements = if kind & 1 == 0 { two | 1 } else { two | 0x64 };
+            words.extend(call(4, copy::SET_REMAP_COMPONENTS, &[elements]));
+            let remap = if kind & 3 == 2 { 0 } else { copy::launch::REMAP };
+            let pitched = copy::launch::SRC_PITCH | copy::launch::DST_PITCH;
+            let flags = pitched | remap | copy::launch::MULTI_LINE | 1;
+            words.extend(call(4, copy::LAUNCH_DMA, &[flags]));
+        }
+        self.put(PUSHBUFFER, words.as_bytes());
+        let first = GpEntry::Segment { va: va(PUSHBUFFER), dwords: words.len() as u32 };
+        self.put(RING, first.encode().as_bytes());
+        let mut channel = Channel::new(SPEC, self.userd(), 0);
+        self.memory.store_u32(USERD + userd::GP_PUT, 1).expect("in range");
+        self.drive(&mut channel, 0);
+        channel.save().expect("a state")
+    }
+
+    fn userd(&self) -> Userd {
+        Userd { mapping: Arc::clone(&self.memory), offset: USERD, memory: None }
+    }
+
+    fn drive(&self, channel: &mut Channel, run_ns: u64) {
         let (waiting, gate_open) = (AtomicU32::new(0), AtomicBool::new(true));
         // The second run continues an operation that was preempted.
         for _ in 0..2 {
-            let end_ns = now_ns() + RUN_NS;
+            let end_ns = now_ns() + run_ns;
             let limit = RunLimit { end_ns, waiting_requests: &waiting, gate_open: &gate_open };
             let interrupts = &self.interrupts;
             let cx = Context {
@@ -137,7 +197,6 @@ impl Fixture {
                 break;
             }
         }
-        self.check();
     }
 
     fn check(&self) {

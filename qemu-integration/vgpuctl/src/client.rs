@@ -144,7 +144,7 @@ impl Client {
         &self,
         path: &str,
         body: &impl Serialize,
-    ) -> Result<BodyReader<Incoming>, Failure> {
+    ) -> Result<BodyReader, Failure> {
         let request = build_request(Method::POST, path, json(body)?)?;
         let response = self.with_timeout(self.begin(request)).await?;
         let status = response.status();

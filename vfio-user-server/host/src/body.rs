@@ -8,48 +8,81 @@ use http_body_util::BodyExt;
 use http_body_util::channel::{Channel, Sender};
 use hyper::body::{Body, Bytes};
 use tokio::runtime::Handle;
+use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 /// Limit of the wait for the other end.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes that are sent together at least.
+/// Bytes that are passed on together.
 const BUFFER: usize = 256 << 10;
-/// Pieces that wait to be sent.
+/// Pieces that wait for the other end.
 const PIECES: usize = 4;
 
 /// Reader of a body, for a thread that may block.
+///
+/// A task collects the small pieces that arrive, so that the thread is woken rarely.
 #[derive(Debug)]
-pub struct BodyReader<B> {
-    body: B,
-    runtime: Handle,
-    piece: Bytes,
+pub struct BodyReader {
+    pieces: mpsc::Receiver<io::Result<Vec<u8>>>,
+    piece: Vec<u8>,
+    read: usize,
 }
 
-impl<B> BodyReader<B> {
+impl BodyReader {
     /// Wraps a body. Must be called on the runtime.
-    pub fn new(body: B) -> Self {
-        Self { body, runtime: Handle::current(), piece: Bytes::new() }
+    pub fn new<B>(body: B) -> Self
+    where
+        B: Body<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let (sender, pieces) = mpsc::channel(PIECES);
+        Handle::current().spawn(collect(body, sender));
+        Self { pieces, piece: Vec::new(), read: 0 }
     }
 }
 
-impl<B> Read for BodyReader<B>
+/// Collects a body into pieces of [`BUFFER`] bytes, until the reader is gone.
+async fn collect<B>(mut body: B, sender: mpsc::Sender<io::Result<Vec<u8>>>)
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        while self.piece.is_empty() {
-            let next = async { timeout(PATIENCE, self.body.frame()).await };
-            match self.runtime.block_on(next).map_err(|_| io::ErrorKind::TimedOut)? {
-                None => return Ok(0),
-                Some(frame) => {
-                    let data = frame.map_err(io::Error::other)?.into_data();
-                    self.piece = data.unwrap_or_default();
-                }
+    let mut piece = Vec::with_capacity(BUFFER);
+    loop {
+        let frame = match timeout(PATIENCE, body.frame()).await {
+            Ok(Some(frame)) => frame.map_err(io::Error::other),
+            Ok(None) => break,
+            Err(_) => Err(io::ErrorKind::TimedOut.into()),
+        };
+        match frame {
+            Ok(frame) => piece.extend_from_slice(frame.data_ref().map_or(&[], |data| data)),
+            Err(error) => {
+                let _ = sender.send(Err(error)).await;
+                return;
             }
         }
-        let len = buffer.len().min(self.piece.len());
-        buffer[..len].copy_from_slice(&self.piece.split_to(len));
+        if piece.len() >= BUFFER {
+            let full = std::mem::replace(&mut piece, Vec::with_capacity(BUFFER));
+            if sender.send(Ok(full)).await.is_err() {
+                return;
+            }
+        }
+    }
+    if !piece.is_empty() {
+        let _ = sender.send(Ok(piece)).await;
+    }
+}
+
+impl Read for BodyReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.read == self.piece.len() {
+            let Some(piece) = self.pieces.blocking_recv() else { return Ok(0) };
+            (self.piece, self.read) = (piece?, 0);
+        }
+        let left = &self.piece[self.read..];
+        let len = buffer.len().min(left.len());
+        buffer[..len].copy_from_slice(&left[..len]);
+        self.read += len;
         Ok(len)
     }
 }
@@ -79,5 +112,43 @@ impl Write for BodyWriter {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_in_pieces_of_any_size() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let bytes: Vec<u8> = (0..3_000_000_u32).map(|n| (n * 7 / 3) as u8).collect();
+        let sent = bytes.clone();
+        let received = runtime.block_on(async {
+            let (mut writer, body) = body_writer();
+            let writes = tokio::task::spawn_blocking(move || {
+                sent.chunks(77_777).try_for_each(|piece| writer.write_all(piece))?;
+                writer.flush()
+            });
+            let mut reader = BodyReader::new(body);
+            let reads = tokio::task::spawn_blocking(move || {
+                let mut received = Vec::new();
+                reader.read_to_end(&mut received).map(|_| received)
+            });
+            writes.await.unwrap().unwrap();
+            reads.await.unwrap().unwrap()
+        });
+        assert!(received == bytes);
+    }
+
+    #[test]
+    fn a_writer_notices_that_the_reader_is_gone() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (mut writer, body) = body_writer();
+            drop(body);
+            let written = tokio::task::spawn_blocking(move || writer.write_all(&[0; 1 << 20]));
+            assert_eq!(written.await.unwrap().unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        });
     }
 }
