@@ -59,6 +59,48 @@ fn field(machine: &Machine, pid: &Value, name: &str) -> String {
         .into()
 }
 
+/// Follows README's "Attach your own VM" as an ordinary user, whose QEMU waits before it boots.
+fn serves_an_ordinary_user(machine: &Machine) {
+    let readme = include_str!("../../../README.md");
+    let (_, section) = readme.split_once("## Attach your own VM\n").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let commands = section.lines().filter_map(|line| line.strip_prefix("    "));
+    let commands: Vec<_> = commands.map(|line| line.split("  # ").next().unwrap().trim()).collect();
+    let command = |start: &str| {
+        let found = commands.iter().find(|command| command.starts_with(start));
+        *found.unwrap_or_else(|| panic!("{start} is not in {commands:#?}"))
+    };
+    sh(machine, "getent group kvm > /dev/null || groupadd kvm; useradd --create-home alice");
+    let alice = |line: &str| {
+        machine.write("/home/alice/line", line).unwrap();
+        // A login, without its session.
+        let login = "setpriv --reuid alice --regid alice --init-groups --reset-env";
+        machine.run(&format!("cd /home/alice && {login} sh ./line < /dev/null")).unwrap()
+    };
+    let before = alice("vgpuctl types");
+    assert_eq!(before.status, 6, "she is in no group yet: {before:?}");
+    sh(machine, command("usermod"));
+    let doctor = alice(command("vgpuctl doctor"));
+    assert!(!doctor.stdout.contains("permission"), "{doctor:?}");
+    for start in ["vgpuctl types", "vgpuctl define", "vgpuctl start"] {
+        let output = alice(command(start));
+        assert_eq!(output.status, 0, "{start}: {output:?}");
+    }
+    // The disk is empty, and QEMU does not run it.
+    let qemu = command("eval qemu-system-x86_64");
+    let line = format!(
+        "truncate -s 64M disk.qcow2; ({}) > qemu.log 2>&1 &\n",
+        qemu.replace("-drive", "-S -display none -drive")
+    );
+    let started = alice(&line);
+    assert_eq!(started.status, 0, "{started:?}");
+    let attached = "vgpuctl list web1 --output json | grep -q '\"uid\": '$(id -u alice)";
+    eventually(machine, "alice's VM is attached", attached);
+    sh(machine, "pkill -u alice qemu-system");
+    eventually(machine, "her VM has ended", "vgpuctl stop web1");
+    assert_eq!(alice("vgpuctl undefine web1").status, 0);
+}
+
 #[test]
 #[ignore = "starts a Debian machine: cargo lab test runs it"]
 fn the_package_works_upgrades_purges_and_installs_again() {
@@ -136,6 +178,7 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     let pages = sh(&machine, "dpkg -L tessera | grep /man/ | grep -c '\\.gz$'");
     assert!(pages.trim().parse::<u32>().unwrap() >= 15, "{pages} pages");
 
+    serves_an_ordinary_user(&machine);
     starts_again_after_a_mistake_in_its_settings(&machine);
     removes_purges_and_installs_again(&machine, &uuid, &install);
 }

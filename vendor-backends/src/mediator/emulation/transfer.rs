@@ -164,7 +164,9 @@ impl SavedTransfer {
             Some(registers) => Work::of_elements(registers)?,
         };
         let whole = |bytes: u64| work.stops_anywhere() || bytes.is_multiple_of(work.element());
-        let valid = done <= line_bytes && whole(line_bytes) && whole(done);
+        // Many empty lines would take time without a look at the run limit.
+        let not_empty = line_bytes > 0 || self.lines == 0;
+        let valid = done <= line_bytes && whole(line_bytes) && whole(done) && not_empty;
         valid.then_some(Transfer {
             semaphore: self.semaphore,
             interrupt: self.interrupt,
@@ -191,4 +193,42 @@ fn copy_range(
     let to = cx.space.resolve(target, from.len, Access::Write)?;
     cx.hardware.copy(cx.vgpu, from, to, streaming)?;
     Ok(to.len)
+}
+
+#[cfg(test)]
+mod tests {
+    use mdev_core::abi::copy::remap;
+
+    use super::*;
+
+    fn saved(lines: u32, line_bytes: u64, done: u64) -> SavedTransfer {
+        SavedTransfer {
+            semaphore: None,
+            interrupt: false,
+            source: 0,
+            target: 0,
+            pitch_in: 0,
+            pitch_out: 0,
+            line_bytes,
+            lines,
+            done,
+            elements: None,
+        }
+    }
+
+    #[test]
+    fn a_state_that_no_launch_leads_to_is_refused() {
+        assert!(saved(1, 100, 100).restore().is_some() && saved(0, 0, 0).restore().is_some());
+        assert!(saved(1, 100, 101).restore().is_none(), "more than a line");
+        assert!(saved(u32::MAX, 0, 0).restore().is_none(), "empty lines without an end");
+        // A remapped copy of pairs of bytes stops after a pair; a masked fill, too.
+        let two = 1 << remap::NUM_DST_SHIFT | 1 << remap::NUM_SRC_SHIFT;
+        for components in [two | 1, two | remap::NO_WRITE << 4 | remap::CONST_A] {
+            let elements = Some(RemapRegisters { components, constants: [0; 2] });
+            let with = |done| SavedTransfer { elements, ..saved(1, 100, done) };
+            assert!(with(2).restore().is_some() && with(3).restore().is_none(), "{components:x}");
+        }
+        let elements = Some(RemapRegisters { components: two | 3, constants: [0; 2] });
+        assert!(SavedTransfer { elements, ..saved(1, 100, 2) }.restore().is_none(), "no component");
+    }
 }
