@@ -315,9 +315,9 @@ mod tests {
 
     fn sample() -> Vec<u8> {
         let mut writer = StreamWriter::new(Vec::new(), &head()).unwrap();
-        writer.state(&[b's'; MAX_CHUNK + 5]).unwrap();
+        writer.state(&vec![b's'; MAX_CHUNK + 5]).unwrap();
         writer.memory(0x1000, &[1; 0x1000]).unwrap();
-        writer.memory(2 * MIB, &[2; MAX_CHUNK]).unwrap();
+        writer.memory(2 * MIB, &vec![2; MAX_CHUNK]).unwrap();
         writer.finish().unwrap()
     }
 
@@ -340,7 +340,7 @@ mod tests {
     #[test]
     fn what_was_written_is_read() {
         let (state, memory) = read(&sample()).unwrap();
-        assert_eq!(state, [b's'; MAX_CHUNK + 5]);
+        assert_eq!(state, vec![b's'; MAX_CHUNK + 5]);
         assert_eq!((memory[0xfff], memory[0x1000], memory[0x1fff], memory[0x2000]), (0, 1, 1, 0));
         assert!(memory[2 << 20..3 << 20].iter().all(|byte| *byte == 2));
         let (_, found) = StreamReader::new(&sample()[..]).unwrap();

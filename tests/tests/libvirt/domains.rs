@@ -420,5 +420,5 @@ fn takes_keys(host: &Host, name: &str) {
     let said = host.machine.read("/root/view.txt");
     assert!(said.contains("vncviewer "), "{said}");
     host.sh("kill $(cat /root/view.pid)");
-    host.refused(&view.replace(name, "other"), 1, "other.sock");
+    host.refused(&view.replace(name, "other"), 5, "other.sock cannot be used");
 }

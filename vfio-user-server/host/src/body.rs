@@ -147,7 +147,7 @@ mod tests {
         runtime.block_on(async {
             let (mut writer, body) = body_writer();
             drop(body);
-            let written = tokio::task::spawn_blocking(move || writer.write_all(&[0; 1 << 20]));
+            let written = tokio::task::spawn_blocking(move || writer.write_all(&vec![0; 1 << 20]));
             assert_eq!(written.await.unwrap().unwrap_err().kind(), io::ErrorKind::BrokenPipe);
         });
     }

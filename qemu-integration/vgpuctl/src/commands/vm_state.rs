@@ -243,7 +243,7 @@ fn program(qmp: &mut Qmp, writes: &[ConfigWrite]) -> Result<(), Failure> {
     let mut human = |line: String| qmp.human(&line).map_err(|error| failed(&error));
     // The guest may have been between its two accesses.
     let before = human(format!("i/w {ADDRESS_PORT:#x}"))?;
-    let before = before.split('=').nth(1).map(str::trim).unwrap_or("0").to_owned();
+    let before = before.split('=').nth(1).map_or("0", str::trim).to_owned();
     for ConfigWrite { offset, value } in writes {
         human(format!("o/w {ADDRESS_PORT:#x} {:#x}", address | u32::from(*offset)))?;
         human(format!("o/w {DATA_PORT:#x} {value:#x}"))?;
@@ -272,7 +272,9 @@ fn places(qmp: &mut Qmp) -> Result<Vec<u64>, Failure> {
 fn address(buses: &Value, places: &[u64]) -> Result<u32, Failure> {
     let mut found = Vec::new();
     let buses = buses.as_array().map(Vec::as_slice).unwrap_or_default();
-    buses.iter().for_each(|bus| collect(bus, places, &mut found));
+    for bus in buses {
+        collect(bus, places, &mut found);
+    }
     match found[..] {
         [address] => Ok(address),
         [] => Err(Failure::Local("The VM has no vGPU".to_owned())),
