@@ -11,6 +11,7 @@
 //! returned is valid as a whole only after the end.
 
 use std::io::{self, Read, Write};
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -24,9 +25,13 @@ pub const VERSION: u32 = 1;
 pub const MAX_CHUNK: usize = 1 << 20;
 /// Longest state, in bytes.
 pub const MAX_STATE: u64 = 256 << 20;
+/// Length of the magic number and the version in bytes.
+const START: usize = 12;
 /// Length of a chunk's header in bytes.
 const HEADER: usize = 20;
 
+/// Damage of a stream with bytes after its end.
+const MORE: &str = "it goes on after its end";
 /// Damage of a stream whose parts come in an impossible order.
 const DISORDER: &str = "its parts are not in order";
 
@@ -145,11 +150,21 @@ impl<W: Write> StreamWriter<W> {
         }
     }
 
+    /// Returns what the stream is written to.
+    pub fn get_mut(&mut self) -> &mut W {
+        &mut self.to
+    }
+
     /// Ends the stream.
     pub fn finish(mut self) -> io::Result<W> {
-        self.chunk(kind::END, self.bytes, &[])?;
+        self.end()?;
         self.to.flush()?;
         Ok(self.to)
+    }
+
+    /// Writes the end. Called once, after everything else.
+    pub fn end(&mut self) -> io::Result<()> {
+        self.chunk(kind::END, self.bytes, &[])
     }
 
     fn chunk(&mut self, kind: u32, offset: u64, data: &[u8]) -> io::Result<()> {
@@ -180,72 +195,52 @@ fn checksum(header: &[u8], data: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// Reader of a stream, which is untrusted input.
-#[derive(Debug)]
-pub struct StreamReader<R> {
-    from: R,
-    bytes: u64,
-    data: Vec<u8>,
+/// Order of the parts of a stream.
+#[derive(Debug, Default)]
+struct Order {
     state_bytes: u64,
-    /// Bytes of the VM's state. `None` before the first.
-    machine_bytes: Option<u64>,
     /// End of the video memory that was read. `None` before the first.
     memory_end: Option<u64>,
+    /// Bytes of the VM's state. `None` before the first.
+    machine_bytes: Option<u64>,
     vram_bytes: u64,
     ended: bool,
 }
 
-impl<R: Read> StreamReader<R> {
-    /// Reads the beginning of a stream.
-    pub fn new(from: R) -> Result<(Self, Head), StreamError> {
-        let mut reader = Self {
-            from,
-            bytes: 0,
-            data: Vec::new(),
-            state_bytes: 0,
-            machine_bytes: None,
-            memory_end: None,
-            vram_bytes: 0,
-            ended: false,
-        };
-        let mut start = [0; 12];
-        match reader.fill(&mut start) {
-            Err(StreamError::Cut) => return Err(StreamError::Foreign),
-            other => other?,
-        }
-        let (magic, version) = start.split_at(MAGIC.len());
-        if magic != MAGIC {
-            return Err(StreamError::Foreign);
-        }
-        let version = number(version);
-        if version != u64::from(VERSION) {
-            return Err(StreamError::Version(version as u32));
-        }
-        let (kind::HEAD, 0) = reader.chunk()? else {
+/// Kind of a part, without its data.
+#[derive(Clone, Copy, Debug)]
+enum PartKind {
+    State,
+    Memory { offset: u64 },
+    Machine,
+    End,
+}
+
+impl Order {
+    /// Reads the chunk that a stream begins with.
+    fn begin(&mut self, chunk: ChunkHeader, data: &[u8]) -> Result<Head, StreamError> {
+        if (chunk.kind, chunk.offset) != (kind::HEAD, 0) {
             return Err(StreamError::Damaged("it does not begin with a description"));
-        };
-        let head: Head = serde_json::from_slice(&reader.data)
+        }
+        let head: Head = serde_json::from_slice(data)
             .map_err(|_| StreamError::Damaged("its description cannot be read"))?;
-        reader.vram_bytes = head.vram_bytes;
-        Ok((reader, head))
+        self.vram_bytes = head.vram_bytes;
+        Ok(head)
     }
 
-    /// Reads the next part.
-    pub fn next_part(&mut self) -> Result<Part<'_>, StreamError> {
-        if self.ended {
-            return Ok(Part::End);
-        }
-        let before = self.bytes;
-        let (kind, offset) = self.chunk()?;
-        let len = self.data.len() as u64;
+    /// Checks that a chunk, which begins at byte `at` of the stream, may come next.
+    fn admit(&mut self, chunk: ChunkHeader, at: u64) -> Result<PartKind, StreamError> {
+        let ChunkHeader { kind, offset, .. } = chunk;
+        let len = chunk.len as u64;
         match kind {
+            _ if self.ended => Err(StreamError::Damaged(DISORDER)),
             kind::MACHINE if len > 0 && offset == self.machine_bytes.unwrap_or(0) => {
                 self.machine_bytes = Some(offset.saturating_add(len));
-                Ok(Part::Machine(&self.data))
+                Ok(PartKind::Machine)
             }
-            kind::END if len == 0 && offset == before => {
+            kind::END if len == 0 && offset == at => {
                 self.ended = true;
-                Ok(Part::End)
+                Ok(PartKind::End)
             }
             _ if self.machine_bytes.is_some() => Err(StreamError::Damaged(DISORDER)),
             kind::STATE if self.memory_end.is_none() && offset == self.state_bytes => {
@@ -253,36 +248,119 @@ impl<R: Read> StreamReader<R> {
                 if self.state_bytes > MAX_STATE {
                     return Err(StreamError::Damaged("its state is too long"));
                 }
-                Ok(Part::State(&self.data))
+                Ok(PartKind::State)
             }
             kind::MEMORY if len > 0 && offset >= self.memory_end.unwrap_or(0) => {
                 let end = offset.checked_add(len).filter(|end| *end <= self.vram_bytes);
                 let outside = StreamError::Damaged("it has more video memory than its vGPU");
                 self.memory_end = Some(end.ok_or(outside)?);
-                Ok(Part::Memory { offset, data: &self.data })
+                Ok(PartKind::Memory { offset })
             }
             _ => Err(StreamError::Damaged(DISORDER)),
         }
     }
+}
 
-    /// Reads a chunk into `data`. Returns its kind and offset.
-    fn chunk(&mut self) -> Result<(u32, u64), StreamError> {
-        let mut header = [0; HEADER];
-        self.fill(&mut header)?;
-        let (described, sum) = header.split_at(HEADER - 4);
-        let len = number(&described[4..8]) as usize;
+impl PartKind {
+    fn with(self, data: &[u8]) -> Part<'_> {
+        match self {
+            Self::State => Part::State(data),
+            Self::Memory { offset } => Part::Memory { offset, data },
+            Self::Machine => Part::Machine(data),
+            Self::End => Part::End,
+        }
+    }
+}
+
+/// Header of a chunk.
+#[derive(Clone, Copy, Debug)]
+struct ChunkHeader {
+    kind: u32,
+    len: usize,
+    offset: u64,
+    sum: u32,
+}
+
+impl ChunkHeader {
+    fn decode(bytes: &[u8; HEADER]) -> Result<Self, StreamError> {
+        let len = number(&bytes[4..8]) as usize;
         if len > MAX_CHUNK {
             return Err(StreamError::Damaged("a part is too long"));
         }
+        let (kind, offset) = (number(&bytes[..4]) as u32, number(&bytes[8..16]));
+        Ok(Self { kind, len, offset, sum: number(&bytes[16..]) as u32 })
+    }
+
+    fn check(self, bytes: &[u8; HEADER], data: &[u8]) -> Result<(), StreamError> {
+        if checksum(&bytes[..HEADER - 4], data) != self.sum {
+            return Err(StreamError::Damaged("a checksum is wrong"));
+        }
+        Ok(())
+    }
+}
+
+/// Checks the magic number and the version.
+fn check_start(start: &[u8; START]) -> Result<(), StreamError> {
+    let (magic, version) = start.split_at(MAGIC.len());
+    if magic != MAGIC {
+        return Err(StreamError::Foreign);
+    }
+    match number(version) as u32 {
+        VERSION => Ok(()),
+        version => Err(StreamError::Version(version)),
+    }
+}
+
+/// Reader of a stream, which is untrusted input.
+#[derive(Debug)]
+pub struct StreamReader<R> {
+    from: R,
+    bytes: u64,
+    data: Vec<u8>,
+    order: Order,
+}
+
+impl<R: Read> StreamReader<R> {
+    /// Reads the beginning of a stream.
+    pub fn new(from: R) -> Result<(Self, Head), StreamError> {
+        let mut reader = Self { from, bytes: 0, data: Vec::new(), order: Order::default() };
+        let mut start = [0; START];
+        match reader.fill(&mut start) {
+            Err(StreamError::Cut) => return Err(StreamError::Foreign),
+            other => other?,
+        }
+        check_start(&start)?;
+        let chunk = reader.chunk()?;
+        let head = reader.order.begin(chunk, &reader.data)?;
+        Ok((reader, head))
+    }
+
+    /// Reads the next part. After the end, returns the end.
+    pub fn next_part(&mut self) -> Result<Part<'_>, StreamError> {
+        if self.order.ended {
+            return Ok(Part::End);
+        }
+        let at = self.bytes;
+        let chunk = self.chunk()?;
+        let part = self.order.admit(chunk, at)?;
+        if self.order.ended && self.from.read(&mut [0])? > 0 {
+            return Err(StreamError::Damaged(MORE));
+        }
+        Ok(part.with(&self.data))
+    }
+
+    /// Reads a chunk into `data`.
+    fn chunk(&mut self) -> Result<ChunkHeader, StreamError> {
+        let mut header = [0; HEADER];
+        self.fill(&mut header)?;
+        let chunk = ChunkHeader::decode(&header)?;
         let mut data = std::mem::take(&mut self.data);
-        data.resize(len, 0);
+        data.resize(chunk.len, 0);
         let filled = self.fill(&mut data);
         self.data = data;
         filled?;
-        if number(sum) != u64::from(checksum(described, &self.data)) {
-            return Err(StreamError::Damaged("a checksum is wrong"));
-        }
-        Ok((number(&described[..4]) as u32, number(&described[8..])))
+        chunk.check(&header, &self.data)?;
+        Ok(chunk)
     }
 
     fn fill(&mut self, bytes: &mut [u8]) -> Result<(), StreamError> {
@@ -292,118 +370,81 @@ impl<R: Read> StreamReader<R> {
     }
 }
 
+/// Reader of a stream that arrives in pieces, which is untrusted input.
+#[derive(Debug, Default)]
+pub struct StreamParser {
+    /// Bytes that were not read yet, from `next` on.
+    buffer: Vec<u8>,
+    next: usize,
+    /// Bytes of the stream before `next`.
+    bytes: u64,
+    head: Option<Head>,
+    order: Order,
+}
+
+impl StreamParser {
+    /// Adds the next bytes. [`Self::next_part`] should be called until it returns `None` before more
+    /// are added.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.buffer.drain(..self.next);
+        self.next = 0;
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Returns the description; `None` until more bytes have arrived.
+    pub fn head(&mut self) -> Result<Option<&Head>, StreamError> {
+        if self.bytes == 0 {
+            let Some(start) = self.buffer.first_chunk::<START>() else { return Ok(None) };
+            check_start(start)?;
+            self.consume(START);
+        }
+        if self.head.is_none() {
+            let Some((chunk, data)) = self.chunk()? else { return Ok(None) };
+            self.head = Some(self.order.begin(chunk, &self.buffer[data])?);
+        }
+        Ok(self.head.as_ref())
+    }
+
+    /// Returns whether the end has arrived.
+    pub fn has_ended(&self) -> bool {
+        self.order.ended
+    }
+
+    /// Returns the next part; `None` until more bytes have arrived.
+    pub fn next_part(&mut self) -> Result<Option<Part<'_>>, StreamError> {
+        if self.head()?.is_none() {
+            return Ok(None);
+        }
+        if self.order.ended && self.next < self.buffer.len() {
+            return Err(StreamError::Damaged(MORE));
+        }
+        let at = self.bytes;
+        let Some((chunk, data)) = self.chunk()? else { return Ok(None) };
+        Ok(Some(self.order.admit(chunk, at)?.with(&self.buffer[data])))
+    }
+
+    /// Takes a chunk, if all of it has arrived. Returns the place of its data in the buffer.
+    fn chunk(&mut self) -> Result<Option<(ChunkHeader, Range<usize>)>, StreamError> {
+        let left = &self.buffer[self.next..];
+        let Some(header) = left.first_chunk::<HEADER>() else { return Ok(None) };
+        let chunk = ChunkHeader::decode(header)?;
+        let Some(data) = left.get(HEADER..HEADER + chunk.len) else { return Ok(None) };
+        chunk.check(header, data)?;
+        let start = self.next + HEADER;
+        self.consume(HEADER + chunk.len);
+        Ok(Some((chunk, start..start + chunk.len)))
+    }
+
+    fn consume(&mut self, len: usize) {
+        self.next += len;
+        self.bytes += len as u64;
+    }
+}
+
 /// Returns the little-endian number in at most eight bytes.
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::units::MIB;
-
-    fn head() -> Head {
-        Head {
-            tessera: "0.1.0".into(),
-            vgpu: VgpuId(uuid::Uuid::from_u128(7)),
-            mdev_type: "SOFT-256MQ".into(),
-            vram_bytes: 4 * MIB,
-        }
-    }
-
-    fn sample() -> Vec<u8> {
-        let mut writer = StreamWriter::new(Vec::new(), &head()).unwrap();
-        writer.state(&vec![b's'; MAX_CHUNK + 5]).unwrap();
-        writer.memory(0x1000, &[1; 0x1000]).unwrap();
-        writer.memory(2 * MIB, &vec![2; MAX_CHUNK]).unwrap();
-        writer.finish().unwrap()
-    }
-
-    /// Reads a stream to its end. Returns the state and the video memory.
-    fn read(bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>), StreamError> {
-        let (mut reader, found) = StreamReader::new(bytes)?;
-        let (mut state, mut memory) = (Vec::new(), vec![0; found.vram_bytes.min(4 * MIB) as usize]);
-        loop {
-            match reader.next_part()? {
-                Part::State(piece) => state.extend_from_slice(piece),
-                Part::Machine(data) => state.extend_from_slice(data),
-                Part::Memory { offset, data } => {
-                    memory[offset as usize..][..data.len()].copy_from_slice(data);
-                }
-                Part::End => return Ok((state, memory)),
-            }
-        }
-    }
-
-    #[test]
-    fn what_was_written_is_read() {
-        let (state, memory) = read(&sample()).unwrap();
-        assert_eq!(state, vec![b's'; MAX_CHUNK + 5]);
-        assert_eq!((memory[0xfff], memory[0x1000], memory[0x1fff], memory[0x2000]), (0, 1, 1, 0));
-        assert!(memory[2 << 20..3 << 20].iter().all(|byte| *byte == 2));
-        let (_, found) = StreamReader::new(&sample()[..]).unwrap();
-        assert_eq!(found, head());
-    }
-
-    #[test]
-    fn foreign_newer_and_cut_streams_are_told_apart() {
-        assert!(matches!(read(b""), Err(StreamError::Foreign)));
-        assert!(matches!(read(b"QEVM\0\0\0\x03 and more"), Err(StreamError::Foreign)));
-        let mut newer = sample();
-        newer[8] = 9;
-        assert!(matches!(read(&newer), Err(StreamError::Version(9))));
-        let whole = sample();
-        for len in [12, 40, 200, whole.len() - 20, whole.len() - 1] {
-            assert!(matches!(read(&whole[..len]), Err(StreamError::Cut)), "{len}");
-        }
-    }
-
-    #[test]
-    fn parts_in_another_order_are_refused() {
-        let write = |parts: &[(u32, u64, usize)]| {
-            let mut writer = StreamWriter::new(Vec::new(), &head()).unwrap();
-            for (kind, offset, len) in parts {
-                writer.chunk(*kind, *offset, &vec![0; *len]).unwrap();
-            }
-            writer.finish().unwrap()
-        };
-        let vgpu = [(kind::STATE, 0, 4), (kind::STATE, 4, 4), (kind::MEMORY, 0, 4)];
-        read(&write(&vgpu)).unwrap();
-        let machine = [(kind::MACHINE, 0, 9), (kind::MACHINE, 9, 4)];
-        read(&write(&[&vgpu[..], &machine].concat())).unwrap();
-        for parts in [
-            &[(kind::STATE, 4, 4)][..],
-            &[(kind::MEMORY, 0, 4), (kind::STATE, 0, 4)],
-            &[(kind::MEMORY, 4, 4), (kind::MEMORY, 7, 4)],
-            &[(kind::MEMORY, 4 * MIB - 1, 2)],
-            &[(kind::MEMORY, u64::MAX, 2)],
-            &[(kind::MEMORY, 0, 0)],
-            &[(kind::MACHINE, 0, 4), (kind::MACHINE, 3, 4)],
-            &[(kind::MACHINE, 0, 4), (kind::MEMORY, 0, 4)],
-            &[(kind::HEAD, 0, 4)],
-            &[(kind::END, 3, 0)],
-            &[(9, 0, 4)],
-        ] {
-            assert!(matches!(read(&write(parts)), Err(StreamError::Damaged(_))), "{parts:?}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn no_damage_goes_unnoticed(at in any::<prop::sample::Index>(), byte in 1_u8..) {
-            let mut bytes = sample();
-            let at = at.index(bytes.len());
-            bytes[at] ^= byte;
-            prop_assert!(read(&bytes).is_err());
-        }
-
-        #[test]
-        fn any_bytes_are_read_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
-            let mut stream = sample()[..12].to_vec();
-            stream.extend(bytes);
-            let _ = read(&stream);
-        }
-    }
-}
+mod tests;

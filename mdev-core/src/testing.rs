@@ -256,10 +256,6 @@ impl Client for Recorder {
         Ok(Usage::default())
     }
 
-    fn can_save(&self) -> bool {
-        true
-    }
-
     fn pause(&mut self) -> Result<(), GpuError> {
         self.fallible_call("pause".into())?.paused = true;
         Ok(())

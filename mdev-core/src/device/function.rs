@@ -48,6 +48,8 @@ pub struct VirtualFunction {
     /// The guest's driver has used the device since the VM attached.
     pub(super) active: bool,
     pub(super) lost: bool,
+    /// The vGPU does not work until it is resumed: see [`super::saved`].
+    pub(super) paused: bool,
     traps: Traps,
     /// Last scanout passed to the client.
     last_scanout: Scanout,
@@ -102,6 +104,7 @@ impl VirtualFunction {
             direct: false,
             active: false,
             lost: false,
+            paused: false,
             traps: Traps::default(),
             last_scanout: Scanout::default(),
             pristine: true,
@@ -398,6 +401,7 @@ impl VirtualFunction {
     pub fn reset(&mut self) {
         self.reset_queue();
         let reset = self.client.lock().reset();
+        self.paused = false;
         self.config.reset();
         self.control.reset();
         if let Some(display) = &mut self.display {
@@ -446,6 +450,9 @@ impl VirtualFunction {
             vgpu: self.client.spec().max_import_bytes,
         };
         let mut lines = self.memory.lock().advice(&own, self.active, limits);
+        if self.paused {
+            lines.push("It is paused since a save or restore: `vgpuctl resume`".to_owned());
+        }
         if self.lost {
             lines.push("The GPU is lost: stop the vGPU and start it again".to_owned());
         }

@@ -13,6 +13,7 @@
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved registers |
 //! | `saved` | saved vGPU: registers, address spaces, channels |
+//! | `saved_stream` | the same and video memory, as a stream in pieces |
 
 mod attachment;
 mod control;
@@ -26,6 +27,7 @@ mod mailbox;
 mod queue;
 mod region;
 mod saved;
+mod saved_stream;
 mod state;
 mod window;
 
@@ -37,6 +39,7 @@ pub use function::VirtualFunction;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
 pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};
+pub use saved_stream::{Incoming, IncomingError, Outgoing};
 pub use state::{SavedFunction, StateError};
 
 /// Specification of a virtual function, besides the resources of its

@@ -10,7 +10,8 @@ use super::VirtualFunction;
 use super::state::{SavedFunction, StateError};
 use crate::abi::mailbox::{VA_END, VA_START};
 use crate::gpu::{
-    Backing, CREATED_VA_END, Client, GpuError, MapRequest, SavedChannel, SavedClient,
+    Backing, CREATED_VA_END, Client, GpuCapabilities, GpuError, MapRequest, SavedChannel,
+    SavedClient,
 };
 use crate::ids::{GpuVa, GuestPa, MemoryId, SpaceId};
 use crate::mem::{DmaAccess, GuestMemory};
@@ -95,7 +96,9 @@ impl VirtualFunction {
     /// state cannot be saved.
     pub fn pause(&mut self) -> Result<(), SaveError> {
         self.check_saveable()?;
-        Ok(self.client.lock().pause()?)
+        self.client.lock().pause()?;
+        self.paused = true;
+        Ok(())
     }
 
     /// Returns why the vGPU cannot be saved now, if so.
@@ -106,18 +109,23 @@ impl VirtualFunction {
         if self.queue_runs() {
             return Err(SaveError::Programs);
         }
+        if self.can_save() { Ok(()) } else { Err(SaveError::Unsupported) }
+    }
+
+    /// Returns whether vGPUs of this kind can be saved.
+    pub fn can_save(&self) -> bool {
         // The memory of a device on the bus is not that of one vGPU.
         let memory = self.vram().filter(|vram| foreign_fds::is_memory(vram.fd));
         let readable = memory.map_or(0, |vram| vram.len);
-        if !self.client.lock().can_save() || readable < self.client.spec().vram_bytes {
-            return Err(SaveError::Unsupported);
-        }
-        Ok(())
+        self.client.gpu().capabilities.contains(GpuCapabilities::SAVE)
+            && readable >= self.client.spec().vram_bytes
     }
 
     /// Continues after [`Self::pause`] or [`Self::restore_vgpu`].
     pub fn resume(&mut self) -> Result<(), GpuError> {
-        self.client.lock().resume()
+        self.client.lock().resume()?;
+        self.paused = false;
+        Ok(())
     }
 
     /// Returns the state of a paused vGPU.
@@ -129,8 +137,8 @@ impl VirtualFunction {
         Ok(SavedVgpu { registers: self.save(), imports: imports.collect(), client })
     }
 
-    /// Restores a state, and clears video memory. The vGPU is paused on success. On an error it is reset, or unchanged if its
-    /// registers are invalid.
+    /// Restores a state, and clears video memory. The vGPU is paused on success. On an error it is
+    /// reset, or unchanged if its registers are invalid.
     pub fn restore_vgpu(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
         self.check_saveable().map_err(RestoreError::Now)?;
         self.check_state(&saved.registers)?;
@@ -146,6 +154,7 @@ impl VirtualFunction {
         {
             let mut client = self.client.lock();
             client.pause()?;
+            self.paused = true;
             let mut memory = self.memory.lock();
             restore_client(&mut **client, &mut memory, saved)?;
         }

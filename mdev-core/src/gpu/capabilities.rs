@@ -52,6 +52,10 @@ bitflags! {
         /// CUDA programs on vGPUs without a display head, through the device files of NVIDIA's
         /// driver.
         const PROGRAMS = 1 << 14;
+        /// Pausing, saving and restoring of clients ([`Client::pause`]).
+        ///
+        /// [`Client::pause`]: super::Client::pause
+        const SAVE = 1 << 15;
     }
 }
 

@@ -308,11 +308,6 @@ pub trait Client: Send + fmt::Debug {
     /// memory, for a function-level reset or a reboot of the guest.
     fn reset(&mut self) -> Result<(), GpuError>;
 
-    /// Returns whether the client can be paused, saved and restored.
-    fn can_save(&self) -> bool {
-        false
-    }
-
     /// Stops the work of all channels between two accesses of memory. On the return, and until
     /// [`Client::resume`], nothing of the client reads or writes memory. [`Client::reset`] and
     /// [`Client::renew`] end the pause.

@@ -5,6 +5,7 @@ mod console;
 mod crashes;
 mod lifecycle;
 mod metrics;
+mod migration;
 mod nvidia;
 mod resilience;
 mod service;

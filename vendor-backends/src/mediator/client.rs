@@ -281,10 +281,6 @@ impl Client for MediatedClient {
         self.send(&ClientRequest::Scrub, &[])
     }
 
-    fn can_save(&self) -> bool {
-        self.version >= wire::WITH_SAVE
-    }
-
     fn pause(&mut self) -> Result<(), GpuError> {
         self.send(&ClientRequest::Pause, &[])
     }

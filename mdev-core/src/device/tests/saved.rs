@@ -51,6 +51,7 @@ fn a_restored_vgpu_uses_the_memory_of_its_own_vmm() {
     }
     function.restore_vgpu(&saved).unwrap();
     assert!(record.lock().unwrap().paused, "until it is resumed");
+    assert!(function.warnings().iter().any(|line| line.contains("`vgpuctl resume`")));
     let mapped: Vec<_> = record
         .lock()
         .unwrap()
@@ -69,6 +70,7 @@ fn a_restored_vgpu_uses_the_memory_of_its_own_vmm() {
     let after = record.lock().unwrap().channels.clone();
     assert!(before.keys().eq(after.keys()), "the guest knows the channels by their ids");
     function.resume().unwrap();
+    assert!(!function.warnings().iter().any(|line| line.contains("paused")));
     assert!(!record.lock().unwrap().paused);
     // What a VMM has to know: addresses first, then what enables them.
     let writes = function.config_writes();

@@ -114,7 +114,8 @@ async fn restore(client: &Client, args: VmRestore) -> Result<Vec<u8>, Failure> {
     let mdev_type = found.live_type.as_ref().unwrap_or(&found.mdev_type);
     if *mdev_type != checked.head.mdev_type {
         let message = format!(
-            "The saved vGPU has type {}, and vGPU {vgpu} has type {mdev_type}; start one of the saved type",
+            "The saved vGPU has type {}, and vGPU {vgpu} has type {mdev_type}; start one of the \
+             saved type",
             checked.head.mdev_type
         );
         return Err(Failure::Usage(message));
@@ -267,8 +268,7 @@ fn places(qmp: &mut Qmp) -> Result<Vec<u64>, Failure> {
     Ok(places)
 }
 
-/// Returns the address of the VM's vGPU for the address port. `places` are those of
-/// [`places`].
+/// Returns the address of the VM's vGPU for the address port. [`places`] returns `places`.
 fn address(buses: &Value, places: &[u64]) -> Result<u32, Failure> {
     let mut found = Vec::new();
     let buses = buses.as_array().map(Vec::as_slice).unwrap_or_default();

@@ -13,7 +13,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::Body;
 use mdev_core::ids::VgpuId;
-use mdev_core::stream::{Head, MAX_CHUNK, Part, StreamError, StreamReader, StreamWriter};
+use mdev_core::stream::{
+    Head, MAX_CHUNK, MAX_STATE, Part, StreamError, StreamReader, StreamWriter,
+};
+use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::{Whence, lseek};
@@ -155,8 +158,12 @@ fn resume(control: &Path, id: VgpuId) {
 
 /// Writes the stream of a paused vGPU.
 fn write(head: &Head, saved: SavedWorker, to: impl Write) -> io::Result<()> {
+    // A worker that was taken over can pass a file of any length.
     let mut state = Vec::new();
-    File::from(saved.state).read_to_end(&mut state)?;
+    File::from(saved.state).take(MAX_STATE + 1).read_to_end(&mut state)?;
+    if state.len() as u64 > MAX_STATE {
+        return Err(io::Error::other("the worker passes too long a state"));
+    }
     let mut stream = StreamWriter::new(to, head)?;
     stream.state(&state)?;
     if saved.range.len < head.vram_bytes {
@@ -178,7 +185,9 @@ fn copy_out<W: Write>(
     let mut at = range.offset;
     while let Some(data) = next_data(file, at)?.filter(|data| *data < end) {
         at = data;
-        let hole = seek(file, at, Whence::SeekHole)?.unwrap_or(end).min(end);
+        let hole = seek(file, at, Whence::SeekHole)?.unwrap_or(end);
+        // The VMM may make holes meanwhile.
+        let hole = hole.max(at.saturating_add(PAGE_SIZE)).min(end);
         while at < hole {
             let len = (hole - at).min(MAX_CHUNK as u64) as usize;
             file.read_exact_at(&mut buffer[..len], at)?;

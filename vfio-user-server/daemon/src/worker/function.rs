@@ -11,6 +11,9 @@ use vfio_user_server::dma::{DmaMap, DmaUnmap};
 use vfio_user_server::errno::Errno;
 use vfio_user_server::irq::{Irq, IrqCommand};
 use vfio_user_server::layout::Layout;
+use vfio_user_server::migration::Migration;
+
+use super::migration::Transfer;
 
 /// Device model with its vfio-user layout.
 #[derive(Debug)]
@@ -18,13 +21,23 @@ pub struct Function {
     inner: VirtualFunction,
     layout: Layout,
     unmask_event_changed: bool,
+    mdev_type: String,
+    /// What the client reads or writes by migration messages.
+    pub(super) transfer: Transfer,
 }
 
 impl Function {
-    /// Wraps a device model.
-    pub fn new(function: VirtualFunction) -> anyhow::Result<Self> {
+    /// Wraps a device model of a vGPU type.
+    pub fn new(function: VirtualFunction, mdev_type: &str) -> anyhow::Result<Self> {
         let layout = layout(&function).context("Cannot describe its regions")?;
-        Ok(Self { inner: function, layout, unmask_event_changed: false })
+        let mdev_type = mdev_type.to_owned();
+        let transfer = Transfer::None;
+        Ok(Self { inner: function, layout, unmask_event_changed: false, mdev_type, transfer })
+    }
+
+    /// Returns the vGPU's type.
+    pub fn mdev_type(&self) -> &str {
+        &self.mdev_type
     }
 
     /// Notes that a VM attaches. Its regions are not those of an earlier VM.
@@ -96,11 +109,17 @@ impl Device for Function {
     }
 
     fn reset(&mut self) -> Result<(), Errno> {
+        self.transfer = Transfer::None;
         self.inner.reset();
         Ok(())
     }
 
+    fn migration(&mut self) -> Option<&mut dyn Migration> {
+        self.inner.can_save().then_some(self as _)
+    }
+
     fn detach(&mut self) {
+        self.transfer = Transfer::None;
         self.unmask_event_changed = true;
         self.inner.detach();
         // `attach` describes the regions again, and then a failure refuses the VM.

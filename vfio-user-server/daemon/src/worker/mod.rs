@@ -6,7 +6,7 @@
 //! * `events`: event loop
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
-//! * `saving`: saving and restoring, as the manager requests
+//! * `saving`: saving and restoring, as the manager requests; `migration`: as the VM's monitor does
 //! * `programs`: CUDA programs of the host on the vGPU; `queue_thread`: of the VM
 //! * `front_end_spec`, `doorbell`, `request_budget`: for both
 
@@ -15,6 +15,7 @@ mod doorbell;
 mod events;
 mod front_end_spec;
 mod function;
+mod migration;
 mod programs;
 mod queue_thread;
 mod request_budget;
@@ -96,7 +97,8 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         }
         _ => None,
     };
-    let worker = Worker::new(spec, Function::new(function)?, listener, control, programs)?;
+    let function = Function::new(function, &spec.function.type_name)?;
+    let worker = Worker::new(spec, function, listener, control, programs)?;
     let mut events = EventManager::new().context("Cannot create an event loop")?;
     let id = events.add_subscriber(worker);
     let mut orphaned_since = None;
