@@ -200,7 +200,34 @@ mod tests {
         assert_eq!(qmp.execute("system_reset", &json!({})).unwrap(), json!(7));
         qmp.wait_event("RESET", Duration::from_secs(1)).unwrap();
         let error = qmp.execute("device_del", &json!({"id": "x"})).unwrap_err();
-        assert!(error.to_string().contains("no such thing"));
+        assert_eq!(error.to_string(), "QEMU refused device_del: no such thing");
+        let silent = qmp.wait_event("STOP", Duration::from_millis(10)).unwrap_err().to_string();
+        assert!(
+            silent == "QEMU did not send the event STOP within 0 s" || silent == "QEMU has ended"
+        );
         server.join().unwrap();
+    }
+
+    /// Returns the error of a connection to a server that greets so.
+    fn greeted(greeting: &'static [u8]) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(greeting).unwrap();
+        });
+        let error = Qmp::connect(&path).unwrap_err().to_string();
+        server.join().unwrap();
+        error
+    }
+
+    #[test]
+    fn what_is_no_monitor_is_told_apart() {
+        let other = "It is no QMP monitor, or another client uses it: the greeting is {\"a\":1}";
+        assert_eq!(greeted(b"{\"a\": 1}\n"), other);
+        let text = greeted(b"SSH-2.0\n");
+        assert!(text.starts_with("QEMU sent invalid JSON: "), "{text}");
+        assert_eq!(greeted(b""), "QEMU has ended");
     }
 }

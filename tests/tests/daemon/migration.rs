@@ -3,16 +3,20 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::fs::File;
+use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 
 use anyhow::Result;
 use mdev_core::abi::control::reg;
 use mdev_core::abi::mailbox::{Header, MapVram, Opcode, PAYLOAD, Status, Unmap, VA_START};
+use mdev_core::stream::{StreamReader, StreamWriter};
 use mdev_core::testing::memory;
 use serde_json::json;
 use system_tests::raw_client::{DMA_MAP, FEATURE, MIG_DATA_READ, MIG_DATA_WRITE, RESET, RawClient};
-use system_tests::{Vgpud, bytes};
+use system_tests::vgpuctl::{refused, vgpuctl};
+use system_tests::{Vgpud, bytes, wait_for};
 use zerocopy::IntoBytes;
 
 /// BARs and configuration space.
@@ -160,4 +164,44 @@ fn damaged_shortened_and_foreign_streams_leave_a_vgpu_that_was_reset() -> Result
     let mut other = Guest::attach(&vgpud, &start(&vgpud, "SOFT-256MC")?);
     assert_ne!(other.restore(&stream), 0, "another type");
     Ok(())
+}
+
+/// Saved and restored through the manager, with the words of its refusals.
+#[test]
+fn the_manager_refuses_what_it_cannot_save_or_restore() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = start(&vgpud, "SOFT-256MQ")?;
+    let mut guest = Guest::attach(&vgpud, &uuid);
+    guest.client.write(VRAM, 0, &vec![0x55; 1 << 20]);
+    guest.client.write(VRAM, 8 << 20, &vec![0x66; 1 << 20]);
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("file");
+    let name = file.to_string_lossy().into_owned();
+    // A save whose client does not read goes on, and excludes another one.
+    let mut slow = UnixStream::connect(vgpud.api_socket())?;
+    write!(slow, "POST /v1/vgpus/{uuid}/save HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n")?;
+    wait_for("the save excludes another one", || {
+        let words = "is being saved or restored already";
+        refused(&vgpud, &format!("save {uuid} -o {name}"), 5, words).is_ok()
+    })?;
+    drop(slow);
+    wait_for("the vGPU works again", || {
+        vgpuctl(&vgpud, &format!("save {uuid} -o {name}")).is_ok()
+    })?;
+    vgpuctl(&vgpud, &format!("restore {uuid} -i {name}"))?;
+    assert!(vgpud.show(&uuid)?["warnings"].to_string().contains("It is paused since a save"));
+    vgpuctl(&vgpud, &format!("resume {uuid}"))?;
+    assert_eq!(guest.client.read(VRAM, (8 << 20) + 4096, 16), [0x66; 16]);
+
+    let other = start(&vgpud, "SOFT-256MC")?;
+    let _attached = Guest::attach(&vgpud, &other);
+    let words = "The saved vGPU has type SOFT-256MQ, and vGPU";
+    refused(&vgpud, &format!("restore {other} -i {name}"), 5, words)?;
+    // A valid stream of a state that is none.
+    let head = StreamReader::new(File::open(&file)?)?.1;
+    let mut writer = StreamWriter::new(File::create(&file)?, &head)?;
+    writer.state(b"{}")?;
+    writer.finish()?;
+    let words = "The vGPU cannot be restored: The saved vGPU cannot be read";
+    refused(&vgpud, &format!("restore {uuid} -i {name}"), 5, words)
 }

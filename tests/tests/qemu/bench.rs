@@ -14,6 +14,7 @@ use serde_json::Value;
 
 pub const A: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a";
 pub const B: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00b";
+pub const C: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00c";
 pub const TYPE: &str = "SOFT-256MQ";
 pub const LIMIT: Duration = Duration::from_secs(60);
 

@@ -7,7 +7,7 @@ use lab::picture::Picture;
 use lab::qemu::{Vm, VmSpec};
 use serde_json::{Value, json};
 
-use crate::bench::{A, B, Bench, LIMIT, driver, eventually, job};
+use crate::bench::{A, B, Bench, C, LIMIT, driver, eventually, job};
 
 /// Runs `vgpuctl` and returns its error output, or panics if it fails.
 fn vgpuctl(bench: &Bench, args: &[&str]) {
@@ -126,6 +126,21 @@ fn a_vm_goes_on_after_a_snapshot_and_after_refusals() {
     let restore = ["vm", "restore", A, "--monitor", &monitor, "-i", &name];
     refused(&bench, &restore, "The VM runs already; start QEMU with -incoming defer");
     refused(&bench, &["restore", A, "-i", &name], "is a saved VM; `vgpuctl vm restore`");
+    // Files of vGPUs and of VMs are told apart, and so are types and sizes.
+    let only = text(&folder.path().join("only.vgpu"));
+    vgpuctl(&bench, &["save", A, "-o", &only]);
+    let without = ["vm", "restore", A, "--monitor", &monitor, "-i", &only];
+    refused(&bench, &without, "has a vGPU, and no VM");
+    bench.host.start_vgpu(B, "SOFT-256MC", None).unwrap();
+    let of_another_type = ["vm", "restore", B, "--monitor", &monitor, "-i", &name];
+    refused(&bench, &of_another_type, "The saved vGPU has type SOFT-256MQ, and vGPU");
+    let socket = bench.vgpu(C);
+    let smaller = VmSpec { awaits_state: true, memory_mib: 128, ..bench.spec("smaller") };
+    let folder_of_vm = bench.host.folder().join("smaller");
+    let other = Vm::start(bench.lab, &smaller.with_vgpu(&socket), &folder_of_vm).unwrap();
+    let keys = text(&other.keys());
+    refused(&bench, &["vm", "restore", C, "--monitor", &keys, "-i", &name], "QEMU failed: ");
+    drop(other);
     // A damaged file is refused before anything is restored.
     let mut bytes = std::fs::read(&file).unwrap();
     let middle = bytes.len() / 2;

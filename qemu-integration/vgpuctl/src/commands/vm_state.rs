@@ -219,7 +219,9 @@ fn wait_completed(qmp: &mut Qmp) -> Result<(), Failure> {
 fn receive_machine(qmp: &mut Qmp, file: &Path) -> Result<(), Failure> {
     let (from, mut into) = pipe()?;
     qmp.pass_descriptor(PIPE, from).map_err(|error| failed(&error))?;
-    execute(qmp, "migrate-incoming", &json!({ "uri": format!("fd:{PIPE}") }))?;
+    // Otherwise QEMU would end at an error, and its reason would be lost.
+    let from = json!({ "uri": format!("fd:{PIPE}"), "exit-on-error": false });
+    execute(qmp, "migrate-incoming", &from)?;
     let file = file.to_owned();
     let writer = thread::spawn(move || -> Result<(), Failure> {
         let (mut stream, _) = saving::open(&file)?;
@@ -317,8 +319,9 @@ mod tests {
         });
         let buses = json!([{ "bus": 0, "devices": [host, own, port] }]);
         assert_eq!(address(&buses, &[0x80]).unwrap(), 0x8003_8000, "not QEMU's own adapter");
-        assert!(address(&json!([{ "bus": 0, "devices": [host, own] }]), &[0x80]).is_err());
-        let two = json!([{ "devices": [vgpu, vgpu] }]);
-        assert!(address(&two, &[0x80]).is_err());
+        let none = address(&json!([{ "bus": 0, "devices": [host, own] }]), &[0x80]);
+        assert_eq!(none.unwrap_err().to_string(), "The VM has no vGPU");
+        let two = address(&json!([{ "devices": [vgpu, vgpu] }]), &[0x80]).unwrap_err();
+        assert_eq!(two.to_string(), "The VM has more than one vGPU, which is not supported");
     }
 }

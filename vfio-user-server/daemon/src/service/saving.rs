@@ -68,7 +68,7 @@ impl Service {
             blocking::run(move || {
                 check(&saveable.control, id)?;
                 let checked = worker_client::check_save(&saveable.control);
-                checked.map_err(|error| cannot("saved", id, &error))
+                checked.map_err(|error| cannot("saved", &error))
             })
             .await??;
             return Ok(Body::empty());
@@ -81,7 +81,7 @@ impl Service {
         };
         let (saved, control) = blocking::run(move || {
             check(&saveable.control, id)?;
-            let refused = |error| cannot("saved", id, &error);
+            let refused = |error| cannot("saved", &error);
             worker_client::pause(&saveable.control).map_err(refused)?;
             let saved = worker_client::save(&saveable.control).map_err(refused);
             if saved.is_err() {
@@ -123,18 +123,18 @@ impl Service {
         let _reserved = self.saving.reserve(id)?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         let resumed = blocking::run(move || worker_client::resume(&saveable.control)).await?;
-        resumed.map_err(|error| cannot("resumed", id, &error))
+        resumed.map_err(|error| cannot("resumed", &error))
     }
 }
 
-fn cannot(what: &str, id: VgpuId, error: &io::Error) -> ErrorDetail {
-    ErrorDetail::new(ErrorCode::Conflict, format!("vGPU {id} cannot be {what}: {error}"))
+fn cannot(what: &str, error: &io::Error) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::Conflict, format!("The vGPU cannot be {what}: {error}"))
 }
 
 /// Refuses vGPUs without a VM, whose guest memory would be missing, and workers of versions that
 /// cannot be saved.
 fn check(control: &Path, id: VgpuId) -> Result<()> {
-    let status = worker_client::status(control).map_err(|error| cannot("saved", id, &error))?;
+    let status = worker_client::status(control).map_err(|error| cannot("saved", &error))?;
     let conflict = |message| Err(ErrorDetail::new(ErrorCode::Conflict, message));
     if status.version < WITH_SAVE {
         return conflict(format!(
@@ -237,7 +237,7 @@ fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu
             Part::End => break None,
         }
     };
-    let refused = |error| cannot("restored", id, &error);
+    let refused = |error| cannot("restored", &error);
     (&state).seek(SeekFrom::Start(0)).map_err(refused)?;
     let restored = worker_client::restore(&saveable.control, state.as_fd()).map_err(refused)?;
     let (restored, memory) = restored;
