@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
+use host_inventory::finding;
 use mdev_core::abi::control::Features;
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::{KIB, MIB};
@@ -220,7 +221,7 @@ impl Cli {
         if self.json {
             println!("{}", serde_json::to_string(&findings)?);
         } else {
-            print!("{}", doctor::text(&findings));
+            print!("{}", finding::text(&findings));
         }
         match problems {
             0 => Ok(()),

@@ -1,4 +1,6 @@
-//! Results of host checks, as `vgpuctl doctor` reports them.
+//! Results of checks, as `vgpuctl doctor` and `vgpu-guest doctor` report them.
+
+use std::fmt::Write as _;
 
 use serde::Serialize;
 
@@ -25,6 +27,29 @@ pub struct Finding {
     pub what: String,
     /// Remedy, in one line; `None` if the check passed.
     pub fix: Option<String>,
+}
+
+/// Returns findings as text for people.
+pub fn text(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for Finding { check, level, what, fix } in findings {
+        let level = match level {
+            Level::Ok => "ok",
+            Level::Warning => "warning",
+            Level::Problem => "PROBLEM",
+        };
+        // Writing to a String does not fail.
+        let _ = writeln!(text, "{level:<8} {check:<8} {what}");
+        if let Some(fix) = fix {
+            let _ = writeln!(text, "{:17} fix: {fix}", "");
+        }
+    }
+    text
+}
+
+/// Returns the number of problems.
+pub fn problems(findings: &[Finding]) -> usize {
+    findings.iter().filter(|finding| finding.level == Level::Problem).count()
 }
 
 impl Finding {

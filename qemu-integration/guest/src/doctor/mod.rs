@@ -13,10 +13,9 @@ mod module;
 #[cfg(test)]
 mod tests;
 
-use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use host_inventory::{Finding, HostFiles, Level};
+use host_inventory::{Finding, HostFiles, finding};
 
 use self::device::Vgpu;
 use crate::pci::{Access, PciPlatform};
@@ -26,26 +25,8 @@ use crate::properties::Properties;
 pub fn run(root: PathBuf) -> (Vec<Finding>, usize) {
     let vm = HostFiles::new(root);
     let findings = examine(&vm, &queue_version);
-    let problems = findings.iter().filter(|finding| finding.level == Level::Problem).count();
+    let problems = finding::problems(&findings);
     (findings, problems)
-}
-
-/// Formats findings as text.
-pub fn text(findings: &[Finding]) -> String {
-    let mut text = String::new();
-    for Finding { check, level, what, fix } in findings {
-        let level = match level {
-            Level::Ok => "ok",
-            Level::Warning => "warning",
-            Level::Problem => "PROBLEM",
-        };
-        // Writing to a String does not fail.
-        let _ = writeln!(text, "{level:<8} {check:<8} {what}");
-        if let Some(fix) = fix {
-            let _ = writeln!(text, "{:17} fix: {fix}", "");
-        }
-    }
-    text
 }
 
 /// Runs all checks. `queue_version` reads the version of a vGPU's control queue, if that is

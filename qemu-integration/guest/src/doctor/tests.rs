@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 
+use host_inventory::Level;
 use mdev_core::abi::queue;
 use tempfile::TempDir;
 
@@ -138,7 +139,7 @@ impl Fake {
 fn vms_without_defects_have_no_problem() {
     Fake::cuda().finds(Level::Ok, &[]);
     Fake::display().finds(Level::Ok, &[]);
-    let text = text(&Fake::cuda().findings());
+    let text = finding::text(&Fake::cuda().findings());
     assert!(text.contains("ok       cuda     Every user may use /dev/nvidia*\n"), "{text}");
 }
 

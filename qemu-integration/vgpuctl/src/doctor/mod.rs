@@ -15,10 +15,9 @@ mod qemu;
 mod tests;
 mod vms;
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
-use host_inventory::{Finding, HostFiles, Level};
+use host_inventory::{Finding, HostFiles, finding};
 use vgpud_api::Version;
 
 use crate::cli::{Doctor, Output};
@@ -36,9 +35,9 @@ pub async fn doctor(client: &Client, args: Doctor) -> Result<Vec<u8>, Failure> {
     let findings = examine(&host, answer);
     let output = match args.output {
         Output::Json => pretty(&findings)?,
-        Output::Text => text(&findings).into_bytes(),
+        Output::Text => finding::text(&findings).into_bytes(),
     };
-    let problems = findings.iter().filter(|finding| finding.level == Level::Problem).count();
+    let problems = finding::problems(&findings);
     if problems == 0 { Ok(output) } else { Err(Failure::Found { output, problems }) }
 }
 
@@ -49,21 +48,4 @@ fn examine(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding> {
     findings.extend(vms::check(host));
     findings.extend(daemon::check(host, answer));
     findings
-}
-
-fn text(findings: &[Finding]) -> String {
-    let mut text = String::new();
-    for Finding { check, level, what, fix } in findings {
-        let level = match level {
-            Level::Ok => "ok",
-            Level::Warning => "warning",
-            Level::Problem => "PROBLEM",
-        };
-        // Writing to a String does not fail.
-        let _ = writeln!(text, "{level:<8} {check:<8} {what}");
-        if let Some(fix) = fix {
-            let _ = writeln!(text, "{:17} fix: {fix}", "");
-        }
-    }
-    text
 }

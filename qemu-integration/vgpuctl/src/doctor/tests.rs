@@ -8,9 +8,9 @@ use tempfile::TempDir;
 use vgpud_api::{ErrorCode, ErrorDetail, Version};
 use vgpud_host::test_util::write_executable;
 
-use host_inventory::{Finding, HostFiles, Level};
+use host_inventory::{Finding, HostFiles, Level, finding};
 
-use super::{examine, text};
+use super::examine;
 use crate::failure::Failure;
 
 const DEVICES: &str = "name \"vfio-user-pci\", bus PCI";
@@ -111,7 +111,7 @@ fn expect(change: impl FnOnce(&mut Fake), level: Level, check: &str, what: &str,
     assert_eq!((finding.level, finding.check), (level, check), "{finding:?}");
     assert!(finding.what.contains(what), "{finding:?}");
     assert!(finding.fix.as_ref().is_some_and(|text| text.contains(fix)), "{finding:?}");
-    let shown = text(&findings);
+    let shown = finding::text(&findings);
     assert_eq!(shown.lines().count(), 2, "one line for the finding and one for the fix: {shown}");
 }
 
