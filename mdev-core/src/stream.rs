@@ -15,6 +15,11 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+mod memory_reader;
+#[cfg(test)]
+mod tests;
+
+pub use self::memory_reader::MemoryReader;
 use crate::ids::VgpuId;
 
 /// First bytes of a stream.
@@ -445,6 +450,3 @@ impl StreamParser {
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
-
-#[cfg(test)]
-mod tests;

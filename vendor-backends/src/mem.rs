@@ -5,7 +5,8 @@
 //! against the length of the mapping, so that the backends need no unsafe code for memory.
 
 use std::ffi::CStr;
-use std::io;
+use std::fs::File;
+use std::io::{self, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -29,6 +30,14 @@ pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     let seals = SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
     fcntl(&fd, FcntlArg::F_ADD_SEALS(seals))?;
     Ok(fd)
+}
+
+/// Returns a file in memory with these bytes, to be read from its start.
+pub fn file_of(name: &CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
+    let mut file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(bytes)?;
+    file.rewind()?;
+    Ok(file.into())
 }
 
 /// A shared mapping of a range of a file. If the file is truncated, zeros replace the lost pages

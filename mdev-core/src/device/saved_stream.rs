@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use super::VirtualFunction;
 use super::saved::{RestoreError, SaveError};
-use crate::stream::{Head, MAX_CHUNK, Part, StreamError, StreamParser, StreamWriter};
+use crate::stream::{Head, MemoryReader, Part, StreamError, StreamParser, StreamWriter};
 
 /// Error of a vGPU that is restored from pieces.
 #[derive(Debug, thiserror::Error)]
@@ -35,12 +35,8 @@ pub struct Outgoing {
     writer: StreamWriter<Vec<u8>>,
     /// Bytes of the writer's buffer that were read.
     read: usize,
-    memory: File,
-    /// Offset of the video memory in its file.
-    start: u64,
-    /// Offset in the video memory of what comes next; `None` after the end.
-    next: Option<u64>,
-    vram_bytes: u64,
+    memory: MemoryReader,
+    ended: bool,
 }
 
 impl Outgoing {
@@ -54,9 +50,11 @@ impl Outgoing {
         });
         let writer = begun.map_err(crate::gpu::GpuError::from)?;
         let vram = function.vram().ok_or(SaveError::Unsupported)?;
-        let memory = vram.fd.try_clone_to_owned().map_err(crate::gpu::GpuError::from)?;
-        let (start, vram_bytes) = (vram.offset, head.vram_bytes.min(vram.len));
-        Ok(Self { writer, read: 0, memory: memory.into(), start, next: Some(0), vram_bytes })
+        let len = head.vram_bytes.min(vram.len);
+        let file = vram.fd.try_clone_to_owned();
+        let memory = file.and_then(|file| MemoryReader::new(file.into(), vram.offset, len));
+        let memory = memory.map_err(crate::gpu::GpuError::from)?;
+        Ok(Self { writer, read: 0, memory, ended: false })
     }
 
     /// Reads the next bytes. Fewer than asked for are the last ones.
@@ -82,21 +80,15 @@ impl Outgoing {
 
     /// Writes the next chunk into the buffer. Returns false after the end.
     fn produce(&mut self) -> io::Result<bool> {
-        let Some(mut at) = self.next else { return Ok(false) };
-        let mut chunk = vec![0; MAX_CHUNK];
-        while at < self.vram_bytes {
-            let len = (self.vram_bytes - at).min(MAX_CHUNK as u64) as usize;
-            self.memory.read_exact_at(&mut chunk[..len], self.start + at)?;
-            let offset = at;
-            at += len as u64;
-            if chunk[..len].iter().any(|byte| *byte != 0) {
-                self.writer.memory(offset, &chunk[..len])?;
-                self.next = Some(at);
-                return Ok(true);
-            }
+        if self.ended {
+            return Ok(false);
         }
-        self.next = None;
-        self.writer.end()?;
+        if let Some((offset, data)) = self.memory.next_chunk()? {
+            self.writer.memory(offset, data)?;
+        } else {
+            self.ended = true;
+            self.writer.end()?;
+        }
         Ok(true)
     }
 }

@@ -2,21 +2,19 @@
 //! does not fit into a packet.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 
 use mdev_core::gpu::SavedClient;
-use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use crate::mem::file_of;
 
 /// Longest state in bytes: a mapping has at most some 30 bytes, and page tables are limited.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// Returns a file with these bytes, to be read from its start.
-pub fn write(bytes: &[u8]) -> io::Result<OwnedFd> {
-    let mut file = File::from(memfd_create(c"vgpu-state", MFdFlags::MFD_CLOEXEC)?);
-    file.write_all(bytes)?;
-    file.rewind()?;
-    Ok(file.into())
+/// Returns a file with a state.
+pub fn write(state: &SavedClient) -> io::Result<OwnedFd> {
+    file_of(c"vgpu-state", &postcard::to_stdvec(state).map_err(io::Error::other)?)
 }
 
 /// Reads the state in a file.

@@ -34,3 +34,10 @@ pub struct ConfigWrite {
     /// Value of 32 bits.
     pub value: u32,
 }
+
+impl From<mdev_core::device::ConfigWrite> for ConfigWrite {
+    fn from(write: mdev_core::device::ConfigWrite) -> Self {
+        let mdev_core::device::ConfigWrite { offset, value } = write;
+        Self { offset, value }
+    }
+}

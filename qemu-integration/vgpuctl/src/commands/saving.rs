@@ -46,9 +46,14 @@ pub async fn restore(client: &Client, args: Restore) -> Result<Vec<u8>, Failure>
 
 /// Runs `resume`.
 pub async fn resume(client: &Client, args: Resume) -> Result<Vec<u8>, Failure> {
-    let path = format!("{}/resume", vgpu_path(args.vgpu.vgpu()?));
-    client.request(Method::POST, &path, &()).await?;
-    described(client, args.vgpu.vgpu()?, args.output).await
+    let vgpu = args.vgpu.vgpu()?;
+    resume_vgpu(client, vgpu).await?;
+    described(client, vgpu, args.output).await
+}
+
+/// Continues the work of a paused vGPU.
+pub async fn resume_vgpu(client: &Client, vgpu: impl Display) -> Result<(), Failure> {
+    client.request(Method::POST, &format!("{}/resume", vgpu_path(vgpu)), &()).await
 }
 
 /// Returns the output of a command whose result is a vGPU.

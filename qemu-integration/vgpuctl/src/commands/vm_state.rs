@@ -61,53 +61,41 @@ async fn save(client: &Client, args: VmSave) -> Result<Vec<u8>, Failure> {
     })
     .await?;
     let request = SaveVgpu { keep_paused: true, check: false };
-    let (sender, receiver) = std::sync::mpsc::channel();
     let saved = saving::save_into(client, &vgpu, &request, file, move |to| {
         let (from, into) = pipe()?;
         qmp.pass_descriptor(PIPE, into).map_err(|error| failed(&error))?;
         execute(&mut qmp, "migrate", &json!({ "uri": format!("fd:{PIPE}") }))?;
         let copied = copy(from, |data| to.machine(data));
         let completed = wait_completed(&mut qmp);
-        let _ = sender.send(qmp);
         // QEMU then only knows that the pipe broke.
         copied.map_err(|error| failed(&error)).and(completed)
     })
     .await;
-    if let Ok(bytes) = saved
-        && !args.keep_running
-    {
-        let mut qmp = match receiver.try_recv() {
-            Ok(qmp) => qmp,
-            Err(_) => connect(&args.monitor).await?,
-        };
-        blocking(move || execute(&mut qmp, "quit", &json!({})).map(drop)).await?;
-        return saving::written(&args.file, bytes, args.output);
-    }
-    // The VM goes on: after a failure as if nothing had been asked.
-    let resumed = client.request(Method::POST, &format!("{}/resume", vgpu_path(&vgpu)), &()).await;
-    drop(receiver);
-    let mut qmp = connect(&args.monitor).await?;
-    let continued = blocking(move || {
-        if was_running {
-            execute(&mut qmp, "cont", &json!({}))?;
-        }
-        Ok(())
-    });
-    let continued = continued.await;
+    let ends = saved.is_ok() && !args.keep_running;
+    // Otherwise the VM goes on: after a failure as if nothing had been asked.
+    let resumed = if ends { Ok(()) } else { saving::resume_vgpu(client, &vgpu).await };
+    let last = if ends { Some("quit") } else { was_running.then_some("cont") };
+    let ended = match last {
+        Some(command) => command_at(&args.monitor, command).await,
+        None => Ok(()),
+    };
     let bytes = saved?;
-    resumed.and(continued)?;
+    resumed.and(ended)?;
     saving::written(&args.file, bytes, args.output)
+}
+
+/// Runs a command without arguments, on a connection of its own.
+async fn command_at(monitor: &Path, command: &'static str) -> Result<(), Failure> {
+    let mut qmp = connect(monitor).await?;
+    blocking(move || execute(&mut qmp, command, &json!({})).map(drop)).await
 }
 
 async fn restore(client: &Client, args: VmRestore) -> Result<Vec<u8>, Failure> {
     let vgpu = args.vgpu.vgpu()?.to_string();
     let file = args.file.clone();
-    let checked = {
-        let file = file.clone();
-        blocking(move || saving::check(&file)).await?
-    };
+    let checked = blocking(move || saving::check(&file)).await?;
     if !checked.machine {
-        let message = format!("{} has a vGPU, and no VM", file.display());
+        let message = format!("{} has a vGPU, and no VM", args.file.display());
         return Err(Failure::Usage(message));
     }
     let found = client.vgpu(&vgpu, None).await?;
@@ -121,6 +109,7 @@ async fn restore(client: &Client, args: VmRestore) -> Result<Vec<u8>, Failure> {
         return Err(Failure::Usage(message));
     }
     let mut qmp = connect(&args.monitor).await?;
+    let file = args.file.clone();
     let mut qmp = blocking(move || {
         if status(&mut qmp)? != "inmigrate" {
             let message = "The VM runs already; start QEMU with -incoming defer".to_owned();
@@ -133,14 +122,10 @@ async fn restore(client: &Client, args: VmRestore) -> Result<Vec<u8>, Failure> {
     })
     .await?;
     let restored = saving::restore_from(client, &vgpu, &args.file).await?;
-    let qmp = blocking(move || {
-        program(&mut qmp, &restored.config)?;
-        Ok(qmp)
-    });
-    let mut qmp = qmp.await?;
-    client.request(Method::POST, &format!("{}/resume", vgpu_path(&vgpu)), &()).await?;
+    blocking(move || program(&mut qmp, &restored.config)).await?;
+    saving::resume_vgpu(client, &vgpu).await?;
     if !args.paused {
-        blocking(move || execute(&mut qmp, "cont", &json!({})).map(drop)).await?;
+        command_at(&args.monitor, "cont").await?;
     }
     saving::described(client, &vgpu, args.output).await
 }

@@ -5,8 +5,8 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,12 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use axum::body::Body;
 use mdev_core::ids::VgpuId;
 use mdev_core::stream::{
-    Head, MAX_CHUNK, MAX_STATE, Part, StreamError, StreamReader, StreamWriter,
+    Head, MAX_STATE, MemoryReader, Part, StreamError, StreamReader, StreamWriter,
 };
-use mdev_core::units::PAGE_SIZE;
-use nix::errno::Errno;
-use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::unistd::{Whence, lseek};
+use vendor_backends::mem::file_of;
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, RestoredVgpu, SaveVgpu};
 use vgpud_host::body::{BodyReader, body_writer};
 
@@ -169,49 +166,12 @@ fn write(head: &Head, saved: SavedWorker, to: impl Write) -> io::Result<()> {
     if saved.range.len < head.vram_bytes {
         return Err(io::Error::other("the worker passes a part of its video memory"));
     }
-    let range = MemoryRange { len: head.vram_bytes, ..saved.range };
-    copy_out(&File::from(saved.memory), range, &mut stream)?;
+    let memory = File::from(saved.memory);
+    let mut memory = MemoryReader::new(memory, saved.range.offset, head.vram_bytes)?;
+    while let Some((offset, data)) = memory.next_chunk()? {
+        stream.memory(offset, data)?;
+    }
     stream.finish().map(drop)
-}
-
-/// Writes video memory without the holes of its file, and without what is zero.
-fn copy_out<W: Write>(
-    file: &File,
-    range: MemoryRange,
-    stream: &mut StreamWriter<W>,
-) -> io::Result<()> {
-    let end = range.offset.checked_add(range.len).ok_or(io::ErrorKind::InvalidData)?;
-    let mut buffer = vec![0; MAX_CHUNK];
-    let mut at = range.offset;
-    while let Some(data) = next_data(file, at)?.filter(|data| *data < end) {
-        at = data;
-        let hole = seek(file, at, Whence::SeekHole)?.unwrap_or(end);
-        // The VMM may make holes meanwhile.
-        let hole = hole.max(at.saturating_add(PAGE_SIZE)).min(end);
-        while at < hole {
-            let len = (hole - at).min(MAX_CHUNK as u64) as usize;
-            file.read_exact_at(&mut buffer[..len], at)?;
-            if buffer[..len].iter().any(|byte| *byte != 0) {
-                stream.memory(at - range.offset, &buffer[..len])?;
-            }
-            at += len as u64;
-        }
-    }
-    Ok(())
-}
-
-fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
-    seek(file, at, Whence::SeekData)
-}
-
-/// Seeks in a file. `None` if there is nothing further on.
-fn seek(file: &File, at: u64, whence: Whence) -> io::Result<Option<u64>> {
-    let at = i64::try_from(at).map_err(io::Error::other)?;
-    match lseek(file, at, whence) {
-        Ok(found) => Ok(Some(found.cast_unsigned())),
-        Err(Errno::ENXIO) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
 }
 
 /// Reads a stream into a vGPU.
@@ -225,22 +185,20 @@ fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu
         );
         return Err(ErrorDetail::new(ErrorCode::Conflict, message));
     }
-    let state = state_file().map_err(|error| ErrorDetail::new(ErrorCode::Internal, error))?;
+    let mut state = Vec::new();
     // Memory follows the state.
     let first = loop {
         match stream.next_part().map_err(invalid)? {
-            Part::State(piece) => (&state)
-                .write_all(piece)
-                .map_err(|error| ErrorDetail::new(ErrorCode::Internal, error))?,
+            Part::State(piece) => state.extend_from_slice(piece),
             Part::Memory { offset, data } => break Some((offset, data.to_vec())),
             Part::Machine(_) => return Err(invalid(StreamError::Damaged(MACHINE))),
             Part::End => break None,
         }
     };
     let refused = |error| cannot("restored", &error);
-    (&state).seek(SeekFrom::Start(0)).map_err(refused)?;
-    let restored = worker_client::restore(&saveable.control, state.as_fd()).map_err(refused)?;
-    let (restored, memory) = restored;
+    let state = file_of(c"vgpu-state", &state).map_err(refused)?;
+    let (restored, memory) =
+        worker_client::restore(&saveable.control, state.as_fd()).map_err(refused)?;
     let filled = fill(&mut stream, first, &File::from(memory), restored.memory);
     if let Err(error) = filled {
         if let Err(error) = worker_client::discard(&saveable.control) {
@@ -248,9 +206,7 @@ fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu
         }
         return Err(invalid(error));
     }
-    let config = restored.config.iter();
-    let config = config.map(|write| ConfigWrite { offset: write.offset, value: write.value });
-    Ok(RestoredVgpu { config: config.collect() })
+    Ok(RestoredVgpu { config: restored.config.into_iter().map(ConfigWrite::from).collect() })
 }
 
 /// Fills video memory with the rest of a stream, up to its end.
@@ -275,9 +231,4 @@ fn fill(
             Part::State(_) | Part::Machine(_) => return Err(StreamError::Damaged(MACHINE)),
         }
     }
-}
-
-fn state_file() -> io::Result<File> {
-    let file: OwnedFd = memfd_create(c"vgpu-state", MFdFlags::MFD_CLOEXEC)?;
-    Ok(file.into())
 }

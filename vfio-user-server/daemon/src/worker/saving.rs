@@ -1,13 +1,13 @@
 //! Saving and restoring the vGPU, as the manager requests.
 
 use std::fs::File;
-use std::io::{Read, Seek, Write};
+use std::io::Read;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result, bail};
 use mdev_core::device::{SavedVgpu, VirtualFunction};
 use mdev_core::stream::MAX_STATE;
-use nix::sys::memfd::{MFdFlags, memfd_create};
+use vendor_backends::mem::file_of;
 
 use crate::worker_protocol::{MemoryRange, Restored, WorkerReply, WorkerRequest};
 
@@ -25,7 +25,7 @@ pub fn answer(
         WorkerRequest::Save => {
             let state = serde_json::to_vec(&function.save_vgpu()?)?;
             let (memory, file) = video_memory(function)?;
-            return Ok((WorkerReply::Saved(memory), vec![file_of(&state)?, file]));
+            return Ok((WorkerReply::Saved(memory), vec![file_of(c"vgpu-state", &state)?, file]));
         }
         WorkerRequest::Restore => {
             let mut state = Vec::new();
@@ -50,12 +50,4 @@ fn video_memory(function: &VirtualFunction) -> Result<(MemoryRange, OwnedFd)> {
     let vram = function.vram().context("This vGPU's video memory cannot be read")?;
     let range = MemoryRange { offset: vram.offset, len: vram.len };
     Ok((range, vram.fd.try_clone_to_owned()?))
-}
-
-/// Returns a file with these bytes, to be read from its start.
-fn file_of(bytes: &[u8]) -> Result<OwnedFd> {
-    let mut file = File::from(memfd_create(c"vgpu-state", MFdFlags::MFD_CLOEXEC)?);
-    file.write_all(bytes)?;
-    file.rewind()?;
-    Ok(file.into())
 }

@@ -1,13 +1,12 @@
 //! Worker of a vGPU: its process, as this manager started or adopted it.
 
-use std::fs::File;
-use std::io::{self, Seek, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::time::Instant;
 
 use mdev_core::ids::VgpuId;
-use nix::sys::memfd::{MFdFlags, memfd_create};
+use vendor_backends::mem::file_of;
 use vendor_backends::seqpacket::SeqPacket;
 
 use crate::manager::sockets::Sockets;
@@ -65,7 +64,7 @@ pub fn spawn(
     gpu: Option<BorrowedFd<'_>>,
     users: &WorkerUsers,
 ) -> io::Result<Process> {
-    let spec_file = memfd(&serde_json::to_vec(spec)?)?;
+    let spec_file = file_of(c"worker-spec", &serde_json::to_vec(spec)?)?;
     let all = [
         ("--spec-fd", Some(spec_file.as_fd())),
         ("--listen-fd", Some(sockets.vfio.as_fd())),
@@ -88,11 +87,4 @@ pub fn spawn(
         user: users.choose()?,
     };
     spawn::role(label, &args, &fds, limits)
-}
-
-fn memfd(bytes: &[u8]) -> io::Result<OwnedFd> {
-    let mut file = File::from(memfd_create("worker-spec", MFdFlags::MFD_CLOEXEC)?);
-    file.write_all(bytes)?;
-    file.rewind()?;
-    Ok(file.into())
 }
