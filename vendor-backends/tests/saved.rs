@@ -21,11 +21,11 @@ use mdev_core::gpu::{
     ClientSpec, EngineKind, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
     SavedClient, SharedClient, Usage,
 };
-use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token, VgpuId};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::MIB;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
-use vendor_backends::conformance::{self, Driver, Pushbuffer, launch_program};
+use vendor_backends::conformance::{self, Driver, Pushbuffer, client_spec as spec, launch_program};
 
 /// Part of the guest's memory that the tests use.
 const RAM: usize = 1 << 20;
@@ -35,16 +35,6 @@ const VA: u64 = VA_START + (1 << 30);
 const DATA: u64 = 12 * MIB;
 /// Time between two restores. A step of a kernel takes some 10 us.
 const INTERVAL: Duration = Duration::from_micros(300);
-
-fn spec() -> ClientSpec {
-    ClientSpec {
-        vgpu: VgpuId::random(),
-        vram_bytes: 64 * MIB,
-        framebuffer_bytes: 16 * MIB,
-        max_channels: 8,
-        max_import_bytes: 64 * MIB,
-    }
-}
 
 /// Destroys all channels, mappings and address spaces of a client, and restores them.
 fn restore(client: &mut dyn Client, saved: &SavedClient) -> Result<(), GpuError> {

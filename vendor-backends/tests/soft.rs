@@ -16,7 +16,7 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
-use vendor_backends::conformance::{self, Driver, Pushbuffer};
+use vendor_backends::conformance::{self, Driver, Pushbuffer, client_spec as spec};
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
 use vendor_backends::seqpacket::{self, SeqPacket, SeqPacketListener};
 use vendor_backends::soft::SoftGpu;
@@ -35,16 +35,6 @@ fn start(grace: Duration) -> GpuProcess {
     let gpu = Arc::new(SoftGpu::new("soft0", 256 * MIB));
     let thread = thread::spawn(move || server::run(gpu, grace, &listener).unwrap());
     GpuProcess { _folder: folder, path, thread }
-}
-
-fn spec() -> ClientSpec {
-    ClientSpec {
-        vgpu: VgpuId::random(),
-        vram_bytes: 64 * MIB,
-        framebuffer_bytes: 16 * MIB,
-        max_channels: 8,
-        max_import_bytes: 64 * MIB,
-    }
 }
 
 fn open(gpu: &mut MediatedGpu, spec: &ClientSpec) -> MediatedClient {

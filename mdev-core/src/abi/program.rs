@@ -114,19 +114,9 @@ impl Kernel {
 }
 
 /// Parameters of [`Kernel::Saxpy`].
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Serialize,
-    Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[repr(C)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Saxpy {
     /// GPU address of x.
     pub x: u64,
@@ -139,19 +129,9 @@ pub struct Saxpy {
 }
 
 /// Parameters of [`Kernel::VectorAdd`].
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Serialize,
-    Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[repr(C)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct VectorAdd {
     /// GPU address of a.
     pub a: u64,
@@ -166,19 +146,9 @@ pub struct VectorAdd {
 }
 
 /// Parameters of [`Kernel::FixedFunction`].
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Serialize,
-    Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[repr(C)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct FixedFunction {
     /// GPU address of x, an array of 32-bit words.
     pub x: u64,
@@ -189,19 +159,9 @@ pub struct FixedFunction {
 }
 
 /// Parameters of [`Kernel::Sgemm`].
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Serialize,
-    Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[repr(C)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Sgemm {
     /// GPU address of a.
     pub a: u64,
@@ -216,19 +176,9 @@ pub struct Sgemm {
 }
 
 /// Parameters of [`Kernel::Mandelbrot`].
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Serialize,
-    Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[repr(C)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Mandelbrot {
     /// GPU address of the first pixel.
     pub pixels: u64,
@@ -279,19 +229,9 @@ impl Mandelbrot {
 }
 
 /// Parameters of [`Kernel::Spin`].
-#[derive(
-    Clone,
-    Copy,
-    Debug,
-    PartialEq,
-    FromBytes,
-    IntoBytes,
-    Immutable,
-    KnownLayout,
-    Serialize,
-    Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[repr(C)]
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Spin {
     /// GPU address of a u32 counter.
     pub out: u64,

@@ -17,7 +17,9 @@ mod spaces;
 
 use std::time::Duration;
 
-use mdev_core::gpu::{Client, GpuCapabilities};
+use mdev_core::gpu::{Client, ClientSpec, GpuCapabilities};
+use mdev_core::ids::VgpuId;
+use mdev_core::units::MIB;
 
 pub use driver::{Completion, Driver, Pushbuffer, Ring, readable};
 pub use kernels::launch_program;
@@ -25,6 +27,17 @@ pub use kernels::launch_program;
 /// Function that opens a new client with at least 16 MiB of video memory, 4 channels and 64 MiB of
 /// imports.
 pub type Open<'a> = dyn FnMut() -> Box<dyn Client> + 'a;
+
+/// Returns the specification of a new vGPU that is large enough for the suite.
+pub fn client_spec() -> ClientSpec {
+    ClientSpec {
+        vgpu: VgpuId::random(),
+        vram_bytes: 64 * MIB,
+        framebuffer_bytes: 16 * MIB,
+        max_channels: 8,
+        max_import_bytes: 64 * MIB,
+    }
+}
 
 /// Check: its name, the capabilities that it needs, and its function.
 type Check = (&'static str, GpuCapabilities, fn(&mut Driver));

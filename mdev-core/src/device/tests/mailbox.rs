@@ -15,7 +15,7 @@ pub(super) fn map_guest(va: u64, ranges: &[(u64, u64)]) -> Vec<u8> {
     payload
 }
 
-fn channel_request() -> ChannelCreate {
+pub(super) fn channel_request() -> ChannelCreate {
     ChannelCreate {
         engine: ENGINE_COMPUTE,
         gpfifo_entries: 256,

@@ -1,8 +1,8 @@
 //! Saving and restoring a vGPU, with the memory of another VMM.
 
-use super::mailbox::map_guest;
+use super::mailbox::{channel_request, map_guest};
 use super::*;
-use crate::abi::mailbox::{ChannelCreate, ENGINE_COMPUTE, MapVram, USERD_GUEST, VA_START};
+use crate::abi::mailbox::{MapVram, VA_START};
 use crate::device::{ConfigWrite, RestoreError, SavedVgpu};
 use crate::gpu::{Backing, ChannelSpec};
 
@@ -16,14 +16,7 @@ fn busy() -> Guest {
     assert_eq!(guest.request(Opcode::MapGuest, &map_guest(VA_START, &list)).0, Status::Ok);
     let vram = MapVram { va: VRAM_VA, offset: 0x3000, length: 0x1000, ..MapVram::default() };
     assert_eq!(guest.request(Opcode::MapVram, vram.as_bytes()).0, Status::Ok);
-    let channel = ChannelCreate {
-        engine: ENGINE_COMPUTE,
-        gpfifo_entries: 256,
-        gpfifo_va: VA_START,
-        userd: 0x20_0000,
-        userd_aperture: USERD_GUEST,
-        vector: 1,
-    };
+    let channel = channel_request();
     assert_eq!(guest.request(Opcode::ChannelCreate, channel.as_bytes()).0, Status::Ok);
     guest.write32(CONFIG, 0x10, 0xe000_0000);
     guest.write32(CONFIG, 0x24, 0x8);

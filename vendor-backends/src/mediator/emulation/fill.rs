@@ -11,7 +11,7 @@ use crate::mediator::fault::Fault;
 const PATTERN_BYTES: usize = 12 << 10;
 
 /// Fill with elements that consist of constants.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Fill {
     registers: RemapRegisters,
     /// Repeated elements.

@@ -12,7 +12,8 @@ use crate::mediator::hardware::Pace;
 use crate::mem::STREAMING_BYTES;
 
 /// Kind of a transfer.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(try_from = "Elements", into = "Elements")]
 pub(super) enum Work {
     Copy,
     Fill(Box<Fill>),
@@ -49,7 +50,7 @@ impl Work {
 }
 
 /// A launched transfer and its progress.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Transfer {
     /// Released at the end.
     pub(super) semaphore: Option<Release>,
@@ -117,68 +118,38 @@ impl Transfer {
     }
 }
 
-/// Saved state of a [`Transfer`].
-#[derive(Debug, Serialize, Deserialize)]
-pub struct SavedTransfer {
-    semaphore: Option<Release>,
-    interrupt: bool,
-    source: u64,
-    target: u64,
-    pitch_in: u64,
-    pitch_out: u64,
-    line_bytes: u64,
-    lines: u32,
-    done: u64,
-    /// Registers of a fill or a remapped copy.
-    elements: Option<RemapRegisters>,
+impl Transfer {
+    /// Returns whether a launch can lead to the state.
+    pub fn is_valid(&self) -> bool {
+        let Self { line_bytes, done, lines, ref work, .. } = *self;
+        let whole = |bytes: u64| work.stops_anywhere() || bytes.is_multiple_of(work.element());
+        // Many empty lines would take time without a look at the run limit.
+        let not_empty = line_bytes > 0 || lines == 0;
+        done <= line_bytes && whole(line_bytes) && whole(done) && not_empty
+    }
 }
 
-impl Transfer {
-    /// Returns the state.
-    pub fn save(&self) -> SavedTransfer {
-        SavedTransfer {
-            semaphore: self.semaphore,
-            interrupt: self.interrupt,
-            source: self.source,
-            target: self.target,
-            pitch_in: self.pitch_in,
-            pitch_out: self.pitch_out,
-            line_bytes: self.line_bytes,
-            lines: self.lines,
-            done: self.done,
-            elements: match &self.work {
-                Work::Copy => None,
-                Work::Fill(fill) => Some(fill.registers()),
-                Work::Remap(remap) => Some(remap.registers()),
-            },
+/// What is saved of the [`Work`]: the registers of a fill or a remapped copy.
+type Elements = Option<RemapRegisters>;
+
+impl From<Work> for Elements {
+    fn from(work: Work) -> Self {
+        match work {
+            Work::Copy => None,
+            Work::Fill(fill) => Some(fill.registers()),
+            Work::Remap(remap) => Some(remap.registers()),
         }
     }
 }
 
-impl SavedTransfer {
-    /// Returns the transfer, or `None` if no guest can cause this state.
-    pub fn restore(&self) -> Option<Transfer> {
-        let Self { line_bytes, done, .. } = *self;
-        let work = match self.elements {
-            None => Work::Copy,
-            Some(registers) => Work::of_elements(registers)?,
-        };
-        let whole = |bytes: u64| work.stops_anywhere() || bytes.is_multiple_of(work.element());
-        // Many empty lines would take time without a look at the run limit.
-        let not_empty = line_bytes > 0 || self.lines == 0;
-        let valid = done <= line_bytes && whole(line_bytes) && whole(done) && not_empty;
-        valid.then_some(Transfer {
-            semaphore: self.semaphore,
-            interrupt: self.interrupt,
-            source: self.source,
-            target: self.target,
-            pitch_in: self.pitch_in,
-            pitch_out: self.pitch_out,
-            line_bytes,
-            lines: self.lines,
-            done,
-            work,
-        })
+impl TryFrom<Elements> for Work {
+    type Error = &'static str;
+
+    fn try_from(elements: Elements) -> Result<Self, Self::Error> {
+        match elements {
+            None => Ok(Self::Copy),
+            Some(registers) => Self::of_elements(registers).ok_or("no such component"),
+        }
     }
 }
 
@@ -201,8 +172,8 @@ mod tests {
 
     use super::*;
 
-    fn saved(lines: u32, line_bytes: u64, done: u64) -> SavedTransfer {
-        SavedTransfer {
+    fn transfer(lines: u32, line_bytes: u64, done: u64, work: Work) -> Transfer {
+        Transfer {
             semaphore: None,
             interrupt: false,
             source: 0,
@@ -212,23 +183,24 @@ mod tests {
             line_bytes,
             lines,
             done,
-            elements: None,
+            work,
         }
     }
 
     #[test]
     fn a_state_that_no_launch_leads_to_is_refused() {
-        assert!(saved(1, 100, 100).restore().is_some() && saved(0, 0, 0).restore().is_some());
-        assert!(saved(1, 100, 101).restore().is_none(), "more than a line");
-        assert!(saved(u32::MAX, 0, 0).restore().is_none(), "empty lines without an end");
+        let copy = |lines, line_bytes, done| transfer(lines, line_bytes, done, Work::Copy);
+        assert!(copy(1, 100, 100).is_valid() && copy(0, 0, 0).is_valid());
+        assert!(!copy(1, 100, 101).is_valid(), "more than a line");
+        assert!(!copy(u32::MAX, 0, 0).is_valid(), "empty lines without an end");
         // A remapped copy of pairs of bytes stops after a pair; a masked fill, too.
         let two = 1 << remap::NUM_DST_SHIFT | 1 << remap::NUM_SRC_SHIFT;
+        let registers = |components| RemapRegisters { components, constants: [0; 2] };
         for components in [two | 1, two | remap::NO_WRITE << 4 | remap::CONST_A] {
-            let elements = Some(RemapRegisters { components, constants: [0; 2] });
-            let with = |done| SavedTransfer { elements, ..saved(1, 100, done) };
-            assert!(with(2).restore().is_some() && with(3).restore().is_none(), "{components:x}");
+            let work = Work::of_elements(registers(components)).unwrap();
+            let with = |done| transfer(1, 100, done, work.clone());
+            assert!(with(2).is_valid() && !with(3).is_valid(), "{components:x}");
         }
-        let elements = Some(RemapRegisters { components: two | 3, constants: [0; 2] });
-        assert!(SavedTransfer { elements, ..saved(1, 100, 2) }.restore().is_none(), "no component");
+        assert!(Work::try_from(Some(registers(two | 3))).is_err(), "no component");
     }
 }

@@ -100,10 +100,7 @@ impl WorkerConnection {
     }
 
     fn save(&self) -> bool {
-        let saved = self.vgpu.save().and_then(|saved| {
-            let bytes = postcard::to_stdvec(&saved).map_err(|_| Refusal::State)?;
-            Ok(saved_state::write(&bytes)?)
-        });
+        let saved = self.vgpu.save().and_then(|saved| Ok(saved_state::write(&saved)?));
         match saved {
             Ok(file) => self.reply(&ClientReply::Saved, &[file.as_fd()]),
             Err(refusal) => self.reply(&ClientReply::Refused(refusal), &[]),

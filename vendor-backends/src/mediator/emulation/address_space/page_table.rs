@@ -312,6 +312,17 @@ impl PageTables {
         None
     }
 
+    /// Returns the directories and the addresses from which on they cover.
+    fn directories(&self) -> impl Iterator<Item = (u64, &Directory)> {
+        let high = self.high.iter().map(|(number, (root, _))| (*number, root));
+        std::iter::once((0, &self.root)).chain(high).flat_map(|(number, root)| {
+            let directories = (0..).zip(root);
+            directories.filter_map(move |(index, directory)| {
+                Some((number * ROOT + index * DIRECTORY, directory.as_deref()?))
+            })
+        })
+    }
+
     /// Calls `visit` with each mapped range of contiguous memory: its first address and entry, and
     /// its length in bytes.
     pub(super) fn for_each(&self, mut visit: impl FnMut(u64, Pte, u64)) {
@@ -329,23 +340,17 @@ impl PageTables {
                 }
             }
         };
-        let roots = std::iter::once((0, &self.root))
-            .chain(self.high.iter().map(|(number, (root, _))| (*number, root)));
-        for (number, root) in roots {
-            for (index, directory) in (0..).zip(root) {
-                let Some(directory) = directory else { continue };
-                let start = number * ROOT + index * DIRECTORY;
-                for (index, entry) in (0..).zip(&directory.entries) {
-                    let at = start + index * LARGE;
-                    match entry {
-                        Entry::Empty => {}
-                        Entry::Large(pte) => add(at, *pte, LARGE),
-                        Entry::Table(table) => {
-                            let valid = (0..).zip(&table.pages).filter(|(_, page)| page.valid());
-                            valid.for_each(|(page, pte): (u64, _)| {
-                                add(at + page * PAGE_SIZE, *pte, PAGE_SIZE);
-                            });
-                        }
+        for (start, directory) in self.directories() {
+            for (index, entry) in (0..).zip(&directory.entries) {
+                let at = start + index * LARGE;
+                match entry {
+                    Entry::Empty => {}
+                    Entry::Large(pte) => add(at, *pte, LARGE),
+                    Entry::Table(table) => {
+                        let pages = (0..).zip(&table.pages).filter(|(_, page)| page.valid());
+                        pages.for_each(|(page, pte): (u64, _)| {
+                            add(at + page * PAGE_SIZE, *pte, PAGE_SIZE);
+                        });
                     }
                 }
             }

@@ -11,6 +11,7 @@ mod userd;
 use mdev_core::abi::userd as abi;
 use mdev_core::gpu::{ChannelSpec, ChannelStatus};
 use mdev_core::ids::MemoryId;
+use serde::{Deserialize, Serialize};
 
 pub use self::userd::Userd;
 use super::address_space::AddressSpaces;
@@ -28,7 +29,7 @@ use crate::mediator::fault::Fault;
 const WINDOW: usize = 256;
 
 /// Operation that outlasts its method.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 enum Active {
     Transfer(Box<Transfer>),
     Grid(Box<Grid>),

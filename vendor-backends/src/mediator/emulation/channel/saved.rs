@@ -8,12 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Active, Channel, Segment, Userd, WINDOW};
 use crate::mediator::Hardware;
-use crate::mediator::emulation::compute_class::{ComputeClass, SavedGrid};
+use crate::mediator::emulation::compute_class::ComputeClass;
 use crate::mediator::emulation::copy_class::CopyClass;
 use crate::mediator::emulation::host_class::HostClass;
 use crate::mediator::emulation::pushbuffer::Decoder;
-use crate::mediator::emulation::semaphore::Acquire;
-use crate::mediator::emulation::transfer::SavedTransfer;
 use crate::mediator::fault::Fault;
 
 /// Version of the state. Incremented with every change of [`State`] and of the types in it.
@@ -35,18 +33,11 @@ struct State {
     host: HostClass,
     copy: CopyClass,
     compute: ComputeClass,
-    active: Option<SavedActive>,
+    active: Option<Active>,
     error: Option<Fault>,
     engine_ns: u64,
     /// Engine time of the kernel or transfer in progress.
     working_ns: u64,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-enum SavedActive {
-    Transfer(SavedTransfer),
-    Grid(SavedGrid),
-    Acquire(Acquire),
 }
 
 impl Channel {
@@ -63,11 +54,7 @@ impl Channel {
             host: self.host,
             copy: self.copy,
             compute: self.compute,
-            active: self.active.as_ref().map(|active| match active {
-                Active::Transfer(transfer) => SavedActive::Transfer(transfer.save()),
-                Active::Grid(grid) => SavedActive::Grid(grid.save()),
-                Active::Acquire(acquire) => SavedActive::Acquire(*acquire),
-            }),
+            active: self.active.clone(),
             error: self.error,
             engine_ns: self.engine_ns,
             working_ns: if charged { self.charged.1 } else { 0 },
@@ -93,11 +80,11 @@ impl Channel {
             && segment.as_ref().is_none_or(inside)
             && state.words.len() <= WINDOW
             && (0..).zip(state.bound).all(bound)
+            && state.active.as_ref().is_none_or(|active| is_valid(active, hardware))
             && (state.error.is_none() || state.active.is_none() && segment.is_none());
         if !valid {
             return None;
         }
-        let active = state.active.map(|active| restore_active(&active, hardware));
         let mut channel = Self::idle(spec, state.error.is_none().then_some(userd), 0);
         channel.get = state.get;
         channel.seen_put = state.get;
@@ -109,10 +96,7 @@ impl Channel {
         channel.host = state.host;
         channel.copy = state.copy;
         channel.compute = state.compute;
-        channel.active = match active {
-            Some(active) => Some(active?),
-            None => None,
-        };
+        channel.active = state.active;
         channel.error = state.error;
         channel.engine_ns = state.engine_ns;
         channel.charged = (0, state.working_ns);
@@ -132,12 +116,11 @@ pub(super) fn is_bindable(spec: &ChannelSpec, subchannel: u8, class: u32) -> boo
     }
 }
 
-fn restore_active(active: &SavedActive, hardware: &dyn Hardware) -> Option<Active> {
-    Some(match active {
-        SavedActive::Transfer(transfer) => Active::Transfer(Box::new(transfer.restore()?)),
-        SavedActive::Grid(grid) => Active::Grid(Box::new(grid.restore(hardware)?)),
-        SavedActive::Acquire(acquire) => {
-            Active::Acquire(sem::ACQUIRES.contains(&acquire.operation).then_some(*acquire)?)
-        }
-    })
+/// Returns whether a launch or an acquire can lead to the operation's state.
+fn is_valid(active: &Active, hardware: &dyn Hardware) -> bool {
+    match active {
+        Active::Transfer(transfer) => transfer.is_valid(),
+        Active::Grid(grid) => grid.is_valid(hardware),
+        Active::Acquire(acquire) => sem::ACQUIRES.contains(&acquire.operation),
+    }
 }

@@ -5,11 +5,10 @@
 //! and executed as transfers. The kernels of another version of libcuda have other hashes, and are
 //! refused as all machine code is.
 
-use std::collections::VecDeque;
-
 use mdev_core::abi::compute::PARAM_BASE;
 use mdev_core::abi::copy::remap;
 
+use super::grid::Transfers;
 use super::launch::read;
 use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
 use crate::mediator::emulation::remap::RemapRegisters;
@@ -75,34 +74,37 @@ impl DriverKernel {
         space: AddressSpace<'_>,
         constants: u64,
         grid: [u32; 3],
-    ) -> Result<VecDeque<Transfer>, Fault> {
+    ) -> Result<Transfers, Fault> {
         let params: Params = read(space, constants.wrapping_add(PARAM_BASE))?;
         let [target, source, a, b, c, d] = params;
         let transfers = match self {
-            Self::FillWords => vec![fill(&params, 4, grid[1])?],
-            Self::FillBytes => vec![fill(&params, 1, grid[1])?],
-            Self::CopyWords => vec![copy(target, source, a.wrapping_mul(4))],
+            Self::FillWords => [Some(fill(&params, 4, grid[1])?), None],
+            Self::FillBytes => [Some(fill(&params, 1, grid[1])?), None],
+            Self::CopyWords => [Some(copy(target, source, a.wrapping_mul(4))), None],
             Self::CopyUnaligned => {
                 let bytes = a.wrapping_add(b.wrapping_mul(4)).wrapping_add(c);
-                vec![copy(target.wrapping_sub(a), source.wrapping_sub(a), bytes)]
+                [Some(copy(target.wrapping_sub(a), source.wrapping_sub(a), bytes)), None]
             }
-            Self::CopyBlocks => vec![copy(target, source, u64::from(grid[0]) << 12)],
+            Self::CopyBlocks => [Some(copy(target, source, u64::from(grid[0]) << 12)), None],
             Self::CopyEnds => {
                 // `c` counts the bytes at both ends, `b` those in the middle.
                 let skip = a.wrapping_add(b);
                 let (target_end, source_end) =
                     (target.wrapping_add(skip), source.wrapping_add(skip));
-                vec![copy(target, source, a), copy(target_end, source_end, c.saturating_sub(a))]
+                [
+                    Some(copy(target, source, a)),
+                    Some(copy(target_end, source_end, c.saturating_sub(a))),
+                ]
             }
-            Self::CopyBytes => vec![copy(target, source, a)],
-            Self::CopyRows => vec![rows(copy(target, source, a), b, c, d)],
+            Self::CopyBytes => [Some(copy(target, source, a)), None],
+            Self::CopyRows => [Some(rows(copy(target, source, a), b, c, d)), None],
             Self::CopyUnalignedRows => {
                 let [target, pitch_out, height, source, pitch_in, sizes] = params;
-                vec![rows(copy(target, source, sizes >> 32), height, pitch_out, pitch_in)]
+                [Some(rows(copy(target, source, sizes >> 32), height, pitch_out, pitch_in)), None]
             }
         };
         // Many empty lines would take time without progress.
-        Ok(transfers.into_iter().filter(|transfer| transfer.line_bytes > 0).collect())
+        Ok(transfers.map(|transfer| transfer.filter(|transfer| transfer.line_bytes > 0)))
     }
 }
 

@@ -1,7 +1,5 @@
 //! A grid in progress, and what its QMD asks for at its end.
 
-use std::collections::VecDeque;
-
 use mdev_core::abi::qmd;
 use serde::{Deserialize, Serialize};
 
@@ -9,20 +7,23 @@ use crate::mediator::Hardware;
 use crate::mediator::emulation::context::{Context, Progress};
 use crate::mediator::emulation::kernels::Job;
 use crate::mediator::emulation::semaphore::Release;
-use crate::mediator::emulation::transfer::{SavedTransfer, Transfer};
+use crate::mediator::emulation::transfer::Transfer;
 use crate::mediator::fault::Fault;
 
+/// Copies and fills of a grid, in order.
+pub(super) type Transfers = [Option<Transfer>; 2];
+
 /// Work of a grid.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Work {
     /// A kernel of the software GPU.
     Job(Job),
     /// Copies and fills, in order.
-    Transfers(VecDeque<Transfer>),
+    Transfers(Box<Transfers>),
 }
 
 /// A grid in progress.
-#[derive(Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Grid {
     pub(super) work: Work,
     /// Semaphores that are released at the end.
@@ -43,12 +44,13 @@ impl Grid {
                 }
             }
             Work::Transfers(transfers) => {
-                while let Some(transfer) = transfers.front_mut() {
+                for place in transfers.iter_mut() {
+                    let Some(transfer) = place else { continue };
                     let progress = transfer.run(cx)?;
                     if progress != Progress::Done {
                         return Ok(progress);
                     }
-                    transfers.pop_front();
+                    *place = None;
                 }
             }
         }
@@ -62,47 +64,13 @@ impl Grid {
     }
 }
 
-/// Transfers of one grid at most: see `driver_kernels`.
-const MAX_TRANSFERS: usize = 2;
-
-/// Saved state of a [`Grid`].
-#[derive(Debug, Serialize, Deserialize)]
-pub struct SavedGrid {
-    work: SavedWork,
-    releases: Vec<Release>,
-    interrupt: bool,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-enum SavedWork {
-    Job(Job),
-    Transfers(Vec<SavedTransfer>),
-}
-
 impl Grid {
-    /// Returns the state.
-    pub fn save(&self) -> SavedGrid {
+    /// Returns whether a launch on this device can lead to the state.
+    pub fn is_valid(&self, hardware: &dyn Hardware) -> bool {
         let work = match &self.work {
-            Work::Job(job) => SavedWork::Job(job.clone()),
-            Work::Transfers(transfers) => {
-                SavedWork::Transfers(transfers.iter().map(Transfer::save).collect())
-            }
+            Work::Job(job) => job.is_valid(hardware),
+            Work::Transfers(transfers) => transfers.iter().flatten().all(Transfer::is_valid),
         };
-        SavedGrid { work, releases: self.releases.clone(), interrupt: self.interrupt }
-    }
-}
-
-impl SavedGrid {
-    /// Returns the grid, or `None` if no guest can cause this state.
-    pub fn restore(&self, hardware: &dyn Hardware) -> Option<Grid> {
-        let work = match &self.work {
-            SavedWork::Job(job) => Work::Job(job.is_valid(hardware).then(|| job.clone())?),
-            SavedWork::Transfers(saved) if saved.len() <= MAX_TRANSFERS => {
-                Work::Transfers(saved.iter().map(SavedTransfer::restore).collect::<Option<_>>()?)
-            }
-            SavedWork::Transfers(_) => return None,
-        };
-        let few = self.releases.len() <= qmd::RELEASES as usize;
-        few.then(|| Grid { work, releases: self.releases.clone(), interrupt: self.interrupt })
+        work && self.releases.len() <= qmd::RELEASES as usize
     }
 }

@@ -1,7 +1,5 @@
 //! Launches: fetches and checks a QMD.
 
-use std::collections::VecDeque;
-
 use mdev_core::abi::compute as abi;
 use mdev_core::abi::program::{self, Kernel, Program};
 use mdev_core::abi::qmd::{self, Qmd};
@@ -50,7 +48,7 @@ impl ComputeClass {
             qmd::GRID_NULL => {
                 // libcuda chains its launches with grids without threads, and launches each grid
                 // itself too.
-                let nothing = Work::Transfers(VecDeque::new());
+                let nothing = Work::Transfers(Box::new([None, None]));
                 return Ok((!waits).then(|| with_releases(nothing, &qmd)));
             }
             qmd::GRID_CTA..=qmd::GRID_LAST if !waits => {}
@@ -79,7 +77,7 @@ impl ComputeClass {
             return Err(Fault::class(code));
         };
         let transfers = kernel.transfers(cx.space, constants_of(qmd), extent_of(qmd).grid)?;
-        Ok(with_releases(Work::Transfers(transfers), qmd))
+        Ok(with_releases(Work::Transfers(Box::new(transfers)), qmd))
     }
 
     /// Checks a QMD and starts its program of the software GPU.

@@ -16,7 +16,7 @@ mod tests;
 use mdev_core::abi::compute as abi;
 use serde::{Deserialize, Serialize};
 
-pub use self::grid::{Grid, SavedGrid};
+pub use self::grid::Grid;
 use self::inline_copy::InlineCopy;
 use self::report::ReportSemaphore;
 use super::context::Context;

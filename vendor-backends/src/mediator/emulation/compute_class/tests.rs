@@ -41,7 +41,7 @@ fn run(kernel: DriverKernel, params: &[u64], grid: [u32; 3]) -> Result<Vec<u8>, 
     let (hardware, vgpu) = (&SoftGpu::new("soft0", BYTES), VgpuId::random());
     let interrupts = &interrupts;
     let cx = Context { hardware, vgpu, space, limit: &limit, interrupts, vector: 0 };
-    let work = Work::Transfers(kernel.transfers(space, VA + CONSTANTS, grid)?);
+    let work = Work::Transfers(Box::new(kernel.transfers(space, VA + CONSTANTS, grid)?));
     let mut grid = Grid { work, releases: Vec::new(), interrupt: false };
     assert_eq!(grid.run(cx)?, Progress::Done);
     let mut after = vec![0; CONSTANTS as usize];
