@@ -1,10 +1,13 @@
 //! CUDA programs on vGPUs, against the same programs without a vGPU on the same GPU.
 //!
-//! `programs/programs.cu` is compiled on the machine; `programs/torch_programs.py` needs PyTorch.
+//! `programs/programs.cu` is compiled on the machine. `programs/torch_programs.py` needs PyTorch, and
+//! `programs/frameworks.py` runs those of CuPy, Triton and JAX that are installed.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -17,12 +20,18 @@ use crate::fleet::mdev_type;
 use crate::{Bench, GpuKind};
 
 const TORCH: &str = include_str!("programs/torch_programs.py");
+const FRAMEWORKS: &str = include_str!("programs/frameworks.py");
+const SHARED_TENSORS: &str = include_str!("programs/shared_tensors.py");
 
 /// Number of turns of a program without a vGPU and on one.
 const TURNS: usize = 5;
 
 /// Video memory of a vGPU, as in the names of types.
 const SIZE: &str = "-8C";
+
+/// Number of vGPUs with two programs each, and their video memory.
+const MANY: usize = 8;
+const SIZE_OF_MANY: &str = "-2C";
 
 /// Duration of a load in seconds.
 const LOAD_SECONDS: u32 = 5;
@@ -66,9 +75,23 @@ const fn figure(name: &'static str, what: &'static str, promise: Promise) -> Fig
     Figure { name, what, promise }
 }
 
-const RESULTS: [Figure; 2] = [
+const RESULTS: [Figure; 4] = [
     figure("vector_addition", "vector addition", Promise::Right),
     figure("launches_by_kernels", "launches by kernels", Promise::Right),
+    figure("ptx", "PTX, compiled by the driver", Promise::Right),
+    figure("cublas", "cuBLAS, matrix product", Promise::Right),
+];
+
+const RESULTS_OF_FRAMEWORKS: [Figure; 3] = [
+    figure("cupy", "CuPy, kernel and FFT", Promise::Right),
+    figure("triton", "Triton, vector addition", Promise::Right),
+    figure("jax", "JAX, matrix product", Promise::Right),
+];
+
+const RESULTS_OF_PROCESSES: [Figure; 3] = [
+    figure("shared_tensors", "PyTorch, tensors between processes", Promise::Right),
+    figure("shared_event", "PyTorch, events between processes", Promise::Right),
+    figure("long_waits", "PyTorch, waits of some seconds", Promise::Right),
 ];
 
 const TIMES: [Figure; 9] = [
@@ -137,6 +160,24 @@ impl Running {
     }
 }
 
+/// Running load that waits for its start.
+struct Load {
+    running: Running,
+    /// The load starts when this file exists.
+    start: PathBuf,
+}
+
+impl Load {
+    fn start(&self) -> Result<()> {
+        File::create(&self.start).context("Cannot start a load").map(drop)
+    }
+
+    /// Waits for the end and returns the numbers.
+    fn finish(self) -> Result<Numbers> {
+        self.running.finish()
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.kill();
@@ -149,13 +190,27 @@ struct Host<'a> {
     vgpud: Vgpud,
     program: &'a Path,
     mdev_type: String,
+    /// Folder of scripts and of the files that start loads.
+    folder: tempfile::TempDir,
+    loads: Cell<u32>,
 }
 
 impl<'a> Host<'a> {
-    fn start(kind: GpuKind, options: &str, program: &'a Path) -> Result<Self> {
+    fn start(kind: GpuKind, options: &str, program: &'a Path, size: &str) -> Result<Self> {
         let vgpud = Vgpud::start_with(&["--parent", &format!("{}{options}", kind.argument())])?;
-        let mdev_type = mdev_type(&vgpud, SIZE)?;
-        Ok(Self { vgpud, program, mdev_type })
+        let mdev_type = mdev_type(&vgpud, size)?;
+        let folder = tempfile::tempdir()?;
+        for (name, text) in
+            [("torch", TORCH), ("frameworks", FRAMEWORKS), ("shared", SHARED_TENSORS)]
+        {
+            fs::write(folder.path().join(format!("programs_{name}.py")), text)?;
+        }
+        Ok(Self { vgpud, program, mdev_type, folder, loads: Cell::new(0) })
+    }
+
+    /// Returns the path of a script.
+    fn script(&self, name: &str) -> String {
+        self.folder.path().join(format!("programs_{name}.py")).to_string_lossy().into_owned()
     }
 
     /// Starts a vGPU with attributes.
@@ -186,17 +241,27 @@ impl<'a> Host<'a> {
         Running::start(self.command(vgpu, &[&[program], words].concat())?)
     }
 
-    /// Starts a load of kernels of some microseconds and waits until it begins.
-    fn load(&self, vgpu: &str, microseconds: u32) -> Result<Running> {
-        let (kernel, time) = (microseconds.to_string(), LOAD_SECONDS.to_string());
-        let mut load = self.start_program(Some(vgpu), &["load", &kernel, &time])?;
-        load.wait_until_ready()?;
-        Ok(load)
+    /// Prepares a load: `words` are followed by the duration and the file that starts the load.
+    fn load(&self, vgpu: &str, words: &[&str]) -> Result<Load> {
+        let number = self.loads.replace(self.loads.get() + 1);
+        let start = self.folder.path().join(format!("start{number}"));
+        let time = LOAD_SECONDS.to_string();
+        let file = start.to_str().context("The path is not UTF-8")?;
+        let command = self.command(Some(vgpu), &[words, &[time.as_str(), file]].concat())?;
+        let mut running = Running::start(command)?;
+        running.wait_until_ready()?;
+        Ok(Load { running, start })
     }
 
-    /// Returns the work per second of a load alone.
+    /// Prepares a load of kernels of some microseconds.
+    fn kernels(&self, vgpu: &str, microseconds: u32) -> Result<Load> {
+        let program = self.program.to_str().context("The path is not UTF-8")?;
+        self.load(vgpu, &[program, "load", &microseconds.to_string()])
+    }
+
+    /// Returns the work per second of a load of kernels alone.
     fn alone(&self, vgpu: &str, microseconds: u32) -> Result<f64> {
-        work(&self.load(vgpu, microseconds)?.finish()?)
+        together(vec![self.kernels(vgpu, microseconds)?]).map(|work| work[0])
     }
 
     fn used_memory(&self, vgpu: &str) -> Result<u64> {
@@ -205,6 +270,18 @@ impl<'a> Host<'a> {
         let found = all.iter().find(|one| one["uuid"] == vgpu).context("No statistics")?;
         Ok(found["programs"]["vram_used_bytes"].as_u64().unwrap_or(0))
     }
+}
+
+/// Starts loads at the same time and returns the work per second of each.
+fn together(loads: Vec<Load>) -> Result<Vec<f64>> {
+    loads.iter().try_for_each(Load::start)?;
+    loads.into_iter().map(|load| work(&load.finish()?)).collect()
+}
+
+/// Returns whether python3 has a module.
+fn has_module(name: &str) -> bool {
+    let output = Command::new("python3").args(["-c", &format!("import {name}")]).output();
+    output.is_ok_and(|output| output.status.success())
 }
 
 fn work(numbers: &Numbers) -> Result<f64> {
@@ -220,20 +297,53 @@ impl Bench<'_> {
     /// Measures CUDA programs.
     pub fn programs(&mut self, program: Option<&Path>) -> Result<()> {
         let program = program.context("no program was compiled: nvcc is missing")?;
-        let host = Host::start(self.kind, self.options, program)?;
+        let host = Host::start(self.kind, self.options, program, SIZE)?;
         let path = program.to_str().context("The path is not UTF-8")?;
         let vgpu = host.vgpu(&json!([]))?;
-        self.compare(&host, &vgpu, &[path, "results"], &RESULTS)?;
-        self.compare(&host, &vgpu, &[path, "times"], &TIMES)?;
-        if Command::new("python3").args(["-c", "import torch"]).output()?.status.success() {
-            self.compare(&host, &vgpu, &["python3", "-c", TORCH], &PYTORCH)?;
+        self.compare(&host, &vgpu, &[path, "results"], &RESULTS, TURNS)?;
+        self.compare(&host, &vgpu, &[path, "times"], &TIMES, TURNS)?;
+        let has_torch = has_module("torch");
+        if has_torch {
+            self.compare(&host, &vgpu, &["python3", &host.script("torch")], &PYTORCH, TURNS)?;
+            let words = ["python3", &host.script("shared")];
+            self.compare(&host, &vgpu, &words, &RESULTS_OF_PROCESSES, 1)?;
         } else {
             eprintln!("gpu: no PyTorch here: its programs are left out");
         }
-        let done = self.shares_of_work(&host);
+        if has_module("sys") {
+            let words = ["python3", &host.script("frameworks")];
+            self.compare(&host, &vgpu, &words, &RESULTS_OF_FRAMEWORKS, 1)?;
+        }
+        let done = self.shares_of_work(&host, has_torch);
         self.attempt("shares of work", done);
         let done = self.misbehaving_programs(&host, &vgpu);
         self.attempt("beside misbehaving programs", done);
+        drop(host);
+        let host = Host::start(self.kind, self.options, program, SIZE_OF_MANY)?;
+        let done = self.many_programs(&host);
+        self.attempt("two programs on each of eight vGPUs", done);
+        Ok(())
+    }
+
+    /// Measures vGPUs with equal shares and two programs each.
+    fn many_programs(&mut self, host: &Host<'_>) -> Result<()> {
+        let vgpus = (0..MANY).map(|_| host.vgpu(&json!([]))).collect::<Result<Vec<_>>>()?;
+        let alone = host.alone(&vgpus[0], 5000)?;
+        let mut loads = Vec::new();
+        for vgpu in vgpus.iter().chain(&vgpus) {
+            loads.push(host.kernels(vgpu, 5000)?);
+        }
+        let work = together(loads)?;
+        let parts: Vec<f64> =
+            (0..MANY).map(|index| (work[index] + work[index + MANY]) / alone * 100.0).collect();
+        let least = parts.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = parts.iter().copied().fold(0.0, f64::max);
+        let total: f64 = parts.iter().sum();
+        let asked = 100.0 / MANY as f64;
+        let kept = least >= asked - 2.0 && most <= asked + 2.0 && total >= 97.0;
+        let seen = format!("{least:.1} to {most:.1} %, together {total:.1}");
+        let verdict = format!("{asked} +- 2 each; together 97");
+        self.row("two programs on each of eight vGPUs", String::new(), seen, verdict, kept);
         Ok(())
     }
 
@@ -244,9 +354,10 @@ impl Bench<'_> {
         vgpu: &str,
         words: &[&str],
         figures: &[Figure],
+        turns: usize,
     ) -> Result<()> {
         let (mut native, mut on_vgpu) = (Vec::new(), Vec::new());
-        for _ in 0..TURNS {
+        for _ in 0..turns {
             native.push(host.run(None, words)?);
             on_vgpu.push(host.run(Some(vgpu), words)?);
         }
@@ -255,6 +366,10 @@ impl Bench<'_> {
                 median(all.iter().filter_map(|n| n.get(*name)).copied().collect())
             };
             let (native, vgpu) = (of(&native), of(&on_vgpu));
+            if native.is_nan() {
+                eprintln!("gpu: {what}: not on this machine");
+                continue;
+            }
             let (verdict, kept) = promise.judge(native, vgpu);
             self.row(what, format!("{native:.3}"), format!("{vgpu:.3}"), verdict, kept);
         }
@@ -262,38 +377,25 @@ impl Bench<'_> {
     }
 
     /// Measures shares of the work that programs do alone.
-    fn shares_of_work(&mut self, host: &Host<'_>) -> Result<()> {
+    fn shares_of_work(&mut self, host: &Host<'_>, has_torch: bool) -> Result<()> {
         let core = |core: u32| host.vgpu(&json!([{ "core": core.to_string() }]));
-        let (first, second) = (core(80)?, core(20)?);
+        let vgpus = [core(80)?, core(20)?];
         for (what, kernels) in [
             ("80/20, kernels of 250 us", [250, 250]),
             ("80/20, kernels of 5 ms", [5000, 5000]),
             ("80/20, kernels of 20 ms and 50 us", [20_000, 50]),
             ("80/20, kernels of 50 us and 20 ms", [50, 20_000]),
         ] {
-            let alone = [host.alone(&first, kernels[0])?, host.alone(&second, kernels[1])?];
-            let mut loads = Vec::new();
-            for (vgpu, kernel) in [(&first, kernels[0]), (&second, kernels[1])] {
-                loads.push(host.load(vgpu, kernel)?);
-            }
-            let mut parts = Vec::new();
-            for (load, alone) in loads.into_iter().zip(alone) {
-                parts.push(work(&load.finish()?)? / alone * 100.0);
-            }
-            let off = (parts[0] - 80.0).abs().max((parts[1] - 20.0).abs());
-            let together = parts[0] + parts[1];
-            let shares = format!("{:.1} / {:.1} %, together {together:.1}", parts[0], parts[1]);
-            let verdict = format!("{off:.1} points off (2); together 97");
-            self.row(
-                what,
-                "asked 80 / 20".to_owned(),
-                shares,
-                verdict,
-                off <= 2.0 && together >= 97.0,
-            );
+            self.share_of_work(what, |index| host.kernels(&vgpus[index], kernels[index]))?;
+        }
+        if has_torch {
+            let words = ["python3", &host.script("torch"), "train"];
+            self.share_of_work("80/20, PyTorch training", |index| {
+                host.load(&vgpus[index], &words)
+            })?;
         }
         let hard = host.vgpu(&json!([{ "core": "25" }, { "mode": "hard" }]))?;
-        let part = host.alone(&hard, 250)? / host.alone(&first, 250)? * 100.0;
+        let part = host.alone(&hard, 250)? / host.alone(&vgpus[0], 250)? * 100.0;
         let kept = (part - 25.0).abs() <= 2.0;
         let verdict = "25 +- 2".to_owned();
         self.row(
@@ -306,13 +408,29 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// Compares the work of two loads at the same time with the work of each alone.
+    fn share_of_work(&mut self, what: &str, load: impl Fn(usize) -> Result<Load>) -> Result<()> {
+        let alone = [together(vec![load(0)?])?[0], together(vec![load(1)?])?[0]];
+        let both = together(vec![load(0)?, load(1)?])?;
+        let parts = [both[0] / alone[0] * 100.0, both[1] / alone[1] * 100.0];
+        let sum = parts[0] + parts[1];
+        let off = (parts[0] - 80.0).abs().max((parts[1] - 20.0).abs());
+        let shares = format!("{:.1} / {:.1} %, together {sum:.1}", parts[0], parts[1]);
+        let verdict = format!("{off:.1} points off (2); together 97");
+        let kept = off <= 2.0 && sum >= 97.0;
+        self.row(what, "asked 80 / 20".to_owned(), shares, verdict, kept);
+        Ok(())
+    }
+
     /// Measures a program beside others that misbehave on a vGPU with an equal share.
     fn misbehaving_programs(&mut self, host: &Host<'_>, bad: &str) -> Result<()> {
         let good = host.vgpu(&json!([]))?;
         let alone = host.alone(&good, 250)?;
         let mut endless = host.start_program(Some(bad), &["endless"])?;
         endless.wait_until_ready()?;
-        let numbers = host.load(&good, 250)?.finish()?;
+        let load = host.kernels(&good, 250)?;
+        load.start()?;
+        let numbers = load.finish()?;
         let part = work(&numbers)? / alone * 100.0;
         let wait = numbers.get("longest_wait_ms").copied().unwrap_or(f64::NAN);
         let seen = format!("{part:.1} % of its work alone, waits {wait:.1} ms at most");
@@ -330,7 +448,8 @@ impl Bench<'_> {
         let seen = format!("{:.2} s", took.as_secs_f64());
         self.row("memory of a killed program", String::new(), seen, "1 s".to_owned(), kept);
 
-        let load = host.load(&good, 250)?;
+        let load = host.kernels(&good, 250)?;
+        load.start()?;
         let fault = host.start_program(Some(bad), &["fault"])?.finish()?;
         let part = work(&load.finish()?)? / alone * 100.0;
         let error = fault.get("error").copied().unwrap_or(f64::NAN);

@@ -1,5 +1,5 @@
-// CUDA programs for the benchmark `gpu`, one for each word of the command line. Each prints lines of
-// a name and a number. Built by nvcc with -rdc=true and -lcudadevrt.
+// CUDA programs for the benchmark `gpu` and the demo, one for each word of the command line. Each
+// prints lines of a name and a number. Built by nvcc with -rdc=true, -lcudadevrt and -ldl.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -7,7 +7,10 @@
 #include <cstring>
 #include <vector>
 
+#include <cuda.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <unistd.h>
 
 static double seconds() {
     auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -49,6 +52,86 @@ __global__ void work(long n, unsigned long long *done, float *out) {
 
 __global__ void store(int *to) { *to = 1; }
 
+// Doubles 32 numbers. The driver compiles it.
+static const char *const PTX = R"(
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry twice(.param .u64 at) {
+    .reg .u64 %p<4>;
+    .reg .u32 %r<3>;
+    ld.param.u64 %p1, [at];
+    cvta.to.global.u64 %p1, %p1;
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %p2, %r1, 4;
+    add.u64 %p3, %p1, %p2;
+    ld.global.u32 %r2, [%p3];
+    add.u32 %r2, %r2, %r2;
+    st.global.u32 [%p3], %r2;
+    ret;
+}
+)";
+
+// Returns a function of libcuda.
+template <typename Function> static Function driver(const char *name) {
+    void *found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    CHECK(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result));
+    return (Function)found;
+}
+
+static bool ptx_is_right() {
+    auto load = driver<CUresult (*)(CUmodule *, const void *)>("cuModuleLoadData");
+    auto find = driver<CUresult (*)(CUfunction *, CUmodule, const char *)>("cuModuleGetFunction");
+    auto launch = driver<CUresult (*)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                      unsigned, unsigned, CUstream, void **, void **)>("cuLaunchKernel");
+    CUmodule module;
+    CUfunction twice;
+    if (load(&module, PTX) != CUDA_SUCCESS || find(&twice, module, "twice") != CUDA_SUCCESS) return false;
+    int numbers[32], *device;
+    for (int i = 0; i < 32; i++) numbers[i] = i;
+    CHECK(cudaMalloc(&device, sizeof(numbers)));
+    CHECK(cudaMemcpy(device, numbers, sizeof(numbers), cudaMemcpyHostToDevice));
+    void *parameters[] = {&device};
+    if (launch(twice, 1, 1, 1, 32, 1, 1, 0, nullptr, parameters, nullptr) != CUDA_SUCCESS) return false;
+    CHECK(cudaMemcpy(numbers, device, sizeof(numbers), cudaMemcpyDeviceToHost));
+    bool right = true;
+    for (int i = 0; i < 32; i++) right &= numbers[i] == 2 * i;
+    return right;
+}
+
+// Prints whether a matrix product of cuBLAS is right, if the loader finds cuBLAS.
+static void cublas() {
+    void *library = nullptr;
+    for (const char *name : {"libcublas.so.13", "libcublas.so.12"}) {
+        if (!library) library = dlopen(name, RTLD_NOW);
+    }
+    if (!library) return;
+    auto create = (int (*)(void **))dlsym(library, "cublasCreate_v2");
+    auto multiply = (int (*)(void *, int, int, int, int, int, const float *, const float *, int,
+                             const float *, int, const float *, float *, int))
+        dlsym(library, "cublasSgemm_v2");
+    const int n = 512;
+    std::vector<float> a(n * n), b(n * n), c(n * n);
+    for (int i = 0; i < n * n; i++) a[i] = i * 7 % 13 - 6, b[i] = i * 5 % 11 - 5;
+    float *device, one = 1, zero = 0;
+    const size_t bytes = n * n * sizeof(float);
+    CHECK(cudaMalloc(&device, 3 * bytes));
+    CHECK(cudaMemcpy(device, a.data(), bytes, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(device + n * n, b.data(), bytes, cudaMemcpyHostToDevice));
+    void *handle;
+    bool right = create(&handle) == 0 && multiply(handle, 0, 0, n, n, n, &one, device, n,
+                                                  device + n * n, n, &zero, device + 2 * n * n, n) == 0;
+    CHECK(cudaMemcpy(c.data(), device + 2 * n * n, bytes, cudaMemcpyDeviceToHost));
+    // Columns are contiguous. The sums are exact in a float.
+    for (int i = 0; i < n * n; i += 1001) {
+        float sum = 0;
+        for (int k = 0; k < n; k++) sum += a[k * n + i % n] * b[i / n * n + k];
+        right &= c[i] == sum;
+    }
+    printf("cublas %d\n", right);
+}
+
 // Results that can be wrong: 1 if they are right.
 static void results() {
     const int n = 1 << 20;
@@ -70,6 +153,48 @@ static void results() {
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaMemcpy(&host, total, sizeof(int), cudaMemcpyDeviceToHost));
     printf("launches_by_kernels %d\n", host == 36 * 528);
+    printf("ptx %d\n", ptx_is_right());
+    cublas();
+}
+
+// Times by the GPU's own clock, which the speed of the CPU does not change.
+static void device_times() {
+    float *out;
+    unsigned long long *done;
+    int processors;
+    CHECK(cudaMalloc(&out, sizeof(float)));
+    CHECK(cudaMalloc(&done, sizeof(*done)));
+    CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
+    const size_t bytes = 64 << 20;
+    char *device, *pinned;
+    CHECK(cudaMalloc(&device, bytes));
+    CHECK(cudaMallocHost(&pinned, bytes));
+    cudaEvent_t from, to;
+    CHECK(cudaEventCreate(&from));
+    CHECK(cudaEventCreate(&to));
+    auto milliseconds = [&](auto submit) {
+        std::vector<double> values;
+        for (int i = 0; i < 12; i++) {
+            float ms;
+            CHECK(cudaEventRecord(from));
+            submit();
+            CHECK(cudaEventRecord(to));
+            CHECK(cudaEventSynchronize(to));
+            CHECK(cudaEventElapsedTime(&ms, from, to));
+            if (i > 1) values.push_back(ms);
+        }
+        return median(values);
+    };
+    printf("kernel_ms %.4f\n",
+           milliseconds([&] { work<<<2 * processors, 1024>>>(4000000, done, out); }));
+    auto rate = [&](const char *name, char *to, char *from) {
+        double ms = milliseconds([&] {
+            for (int i = 0; i < 8; i++) CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, 0));
+        });
+        printf("%s %.3f\n", name, 8 * bytes / ms / 1e6);
+    };
+    rate("pinned_up_gbs", device, pinned);
+    rate("pinned_down_gbs", pinned, device);
 }
 
 static void times(double started) {
@@ -135,8 +260,9 @@ static void times(double started) {
     printf("graph_us %.3f\n", (seconds() - from) * 1e6 / 5000);
 }
 
-// Kernels of some microseconds, up to four queued, for some seconds. Work is in seconds of kernels.
-static void load(double microseconds, double time) {
+// Kernels of some microseconds, up to four queued, for some seconds after a file exists. Work is in
+// seconds of kernels.
+static void load(double microseconds, double time, const char *start) {
     unsigned long long *done;
     float *out;
     int processors;
@@ -153,6 +279,7 @@ static void load(double microseconds, double time) {
     volatile unsigned long long *count = done;
     printf("ready 1\n");
     fflush(stdout);
+    while (access(start, F_OK)) usleep(500);
     unsigned long long before = *count;
     double from = seconds(), last = from, longest = 0;
     for (long i = 0; seconds() - from < time; i++) {
@@ -176,8 +303,10 @@ int main(int count, char **words) {
         results();
     } else if (count == 2 && !strcmp(words[1], "times")) {
         times(started);
-    } else if (count == 4 && !strcmp(words[1], "load")) {
-        load(atof(words[2]), atof(words[3]));
+    } else if (count == 2 && !strcmp(words[1], "device-times")) {
+        device_times();
+    } else if (count == 5 && !strcmp(words[1], "load")) {
+        load(atof(words[2]), atof(words[3]), words[4]);
     } else if (count == 2 && !strcmp(words[1], "endless")) {
         unsigned long long *done;
         CHECK(cudaMallocManaged(&done, sizeof(*done)));
@@ -189,7 +318,7 @@ int main(int count, char **words) {
         store<<<1, 1>>>((int *)0x1234567000);
         printf("error %d\n", (int)cudaDeviceSynchronize());
     } else {
-        fprintf(stderr, "usage: programs results|times|load US SECONDS|endless|fault\n");
+        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|endless|fault\n");
         return 2;
     }
     return 0;

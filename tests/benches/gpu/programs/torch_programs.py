@@ -1,5 +1,8 @@
-"""PyTorch for the benchmark `gpu`: prints lines of a name and a number."""
+"""PyTorch for the benchmark `gpu`: prints lines of a name and a number. With `train SECONDS FILE`,
+trains for some seconds after the file exists, and prints the steps of a second as work."""
 
+import os
+import sys
 import time
 
 import torch
@@ -24,8 +27,22 @@ def product(size, dtype):
     return 2 * size**3 / duration(lambda: a @ b, 20) / 1e12
 
 
-print("bf16_tflops", product(8192, torch.bfloat16))
-print("fp32_tflops", product(4096, torch.float32))
+def train(seconds, file):
+    """Trains for some seconds after the file exists, and returns the steps of a second."""
+    for _ in range(20):
+        step()
+    torch.cuda.synchronize()
+    print("ready 1", flush=True)
+    while not os.path.exists(file):
+        time.sleep(0.0005)
+    steps, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+        steps += 4
+    return steps / elapsed
+
 
 torch.manual_seed(1)
 model = nn.Sequential(
@@ -46,6 +63,11 @@ def step():
     return loss.detach()
 
 
+if sys.argv[1:2] == ["train"]:
+    print("work", train(float(sys.argv[2]), sys.argv[3]))
+    sys.exit()
+print("bf16_tflops", product(8192, torch.bfloat16))
+print("fp32_tflops", product(4096, torch.float32))
 first = float(step())
 print("training_step_ms", duration(step, 300) * 1e3)
 print("loss_falls", int(float(step()) < first / 10))
