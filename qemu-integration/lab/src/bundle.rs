@@ -13,6 +13,8 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use crate::build::{self, Profile};
+use crate::cleanup::Scratch;
+use crate::guest_driver::{self, Kernels};
 use crate::initramfs;
 use crate::place::layout;
 use crate::progress::Progress;
@@ -24,7 +26,7 @@ const TOP: &str = "tessera";
 pub const SOURCE: &str = "qemu-integration/guest/kernels/kernels.cu";
 /// Path of the source of the CUDA reference program in the workspace.
 pub const CUDA_SOURCE: &str = "tests/benches/gpu/cuda.c";
-/// Path of the source of the benchmark's CUDA programs in the workspace.
+/// Path of the source of the CUDA programs of the benchmark and of VMs in the workspace.
 pub const PROGRAMS_SOURCE: &str = "tests/benches/gpu/programs/programs.cu";
 const README: &str = include_str!("bundle.md");
 
@@ -73,11 +75,19 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
         let library = build::cuda_library(options.profile, progress)?;
         let to = format!("{}/{}", layout::PROGRAMS, build::CUDA_LIBRARY);
         archive.file(&to, 0o755, &read(&library)?)?;
-        for (to, source) in
-            [(layout::CUDA, CUDA_SOURCE), (layout::PROGRAMS_SOURCE, PROGRAMS_SOURCE)]
-        {
-            archive.file(to, 0o644, &read(&build::workspace().join(source))?)?;
+        archive.file(layout::CUDA, 0o644, &read(&build::workspace().join(CUDA_SOURCE))?)?;
+    }
+    let programs = read(&build::workspace().join(PROGRAMS_SOURCE))?;
+    archive.file(layout::PROGRAMS_SOURCE, 0o644, &programs)?;
+    match module(&root, progress) {
+        Ok(module) => {
+            archive.file(layout::MODULE, 0o644, &module)?;
+            for (name, path) in guest_driver::sources()? {
+                archive.file(&format!("{}/{name}", layout::MODULE_SOURCE), 0o644, &read(&path)?)?;
+            }
         }
+        // The demo reports that CUDA in VMs is left out for this reason.
+        Err(reason) => eprintln!("The bundle has no module for its guests: {reason:#}"),
     }
     archive.file(layout::KERNELS, 0o644, &read(&build::workspace().join(SOURCE))?)?;
     archive.file("README.md", 0o644, README.as_bytes())?;
@@ -95,6 +105,14 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
     archive.0.into_inner()?.finish()?.into_inner()?.sync_all()?;
     step.done();
     Ok(fs::metadata(&options.to)?.len())
+}
+
+/// Compiles the guest's Linux module for the bundle's kernel.
+fn module(root: &Root, progress: &Progress) -> Result<Vec<u8>> {
+    let kernels = Kernels::open(progress)?.map_err(anyhow::Error::msg)?;
+    let target = kernels.for_kernel(&root.kernel)?;
+    let scratch = Scratch::new()?;
+    read(&kernels.build(&target, &scratch.path().join("module"))?)
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {

@@ -1,5 +1,7 @@
 //! `cargo lab demo`: two VMs share one GPU 80 to 20, and the demo checks every claim.
 
+pub mod cuda;
+
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -49,6 +51,10 @@ pub struct Options {
     pub cubin: Option<PathBuf>,
     /// Length of the share measurement.
     pub seconds: u32,
+    /// Whether to run CUDA programs in VMs on an NVIDIA GPU.
+    pub cuda: cuda::Choice,
+    /// Further libraries of this machine for the CUDA programs in VMs.
+    pub libraries: Vec<PathBuf>,
 }
 
 /// Results of the demo.
@@ -70,6 +76,8 @@ pub struct Facts {
     pub gpu_busy: Option<f64>,
     /// Results of each VM.
     pub vms: Vec<VmFacts>,
+    /// Results of CUDA programs in VMs, if they ran.
+    pub cuda: Option<cuda::Facts>,
     /// Failed claims; empty on success.
     pub failures: Vec<String>,
     /// Run time of the demo, without preparation.
@@ -165,13 +173,14 @@ pub fn run(options: &Options) -> Result<Facts> {
     step.done();
 
     let step = progress.step("Ending both VMs");
-    let Demo { host, vms, facts, failures, .. } = demo;
+    let Demo { host, vms, facts, mut failures, .. } = demo;
     for vm in vms {
         vm.quit()?;
     }
     drop(host);
     step.done();
     let facts = Facts {
+        cuda: cuda::after(&lab, &programs, options, &mut failures)?,
         gpu,
         mdev_type: mdev_type.name,
         qemu: lab.root.qemu.version.clone(),
@@ -452,6 +461,9 @@ fn print(facts: &Facts) {
     );
     for path in facts.vms.iter().flat_map(|vm| &vm.screenshots) {
         println!("  {}", path.display());
+    }
+    if let Some(cuda) = &facts.cuda {
+        cuda.print();
     }
     if facts.failures.is_empty() {
         println!("All of it held.\n\n{}", next_step());

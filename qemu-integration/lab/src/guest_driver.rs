@@ -88,6 +88,19 @@ impl Kernels {
         self.target(RELEASE)
     }
 
+    /// Returns the target with the same release as a kernel.
+    pub fn for_kernel(&self, kernel: &Kernel) -> Result<Target> {
+        let release = kernel.release()?;
+        let found = self.targets()?.into_iter().find(|target| target.release.trim() == release);
+        found.with_context(|| {
+            format!(
+                "There are no headers of the lab's kernel {release}; remove the folder {} to fetch \
+                 those of today",
+                self.folder.display()
+            )
+        })
+    }
+
     fn target(&self, suite: &str) -> Result<Target> {
         let folder = self.folder.join(suite);
         let release = fs::read_to_string(folder.join("release"))
@@ -98,11 +111,8 @@ impl Kernels {
     /// Compiles the module for a kernel, with warnings as errors. Returns its path in `folder`.
     pub fn build(&self, target: &Target, folder: &Path) -> Result<PathBuf> {
         fs::create_dir_all(folder)?;
-        for entry in fs::read_dir(workspace().join(SOURCES)).context("No sources of the module")? {
-            let path = entry?.path();
-            if path.is_file() {
-                fs::copy(&path, folder.join(path.file_name().unwrap_or_default()))?;
-            }
+        for (name, path) in sources()? {
+            fs::copy(&path, folder.join(name))?;
         }
         self.compile(target, folder)
     }
@@ -127,6 +137,19 @@ impl Kernels {
         ensure!(module.is_file(), "The build made no {}", module.display());
         Ok(module)
     }
+}
+
+/// Returns the names and paths of the module's source files.
+pub fn sources() -> Result<Vec<(String, PathBuf)>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(workspace().join(SOURCES)).context("No sources of the module")? {
+        let path = entry?.path();
+        if path.is_file() {
+            files.push((path.file_name().unwrap_or_default().to_string_lossy().into(), path));
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// Fetches and unpacks everything into `folder`.

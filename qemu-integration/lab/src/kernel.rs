@@ -40,6 +40,14 @@ impl Kernel {
         }
     }
 
+    /// Returns the release, such as `6.12.107+deb13-amd64`, from the header of the image.
+    pub fn release(&self) -> Result<String> {
+        let image = fs::read(&self.image)
+            .with_context(|| format!("Cannot read {}", self.image.display()))?;
+        let release = release(&image);
+        release.with_context(|| format!("{} names no release", self.image.display()))
+    }
+
     /// Fetches the packages and returns the name of the kernel package.
     pub fn fetch(debs: &Debs) -> Result<String> {
         let package = debs.dependency("linux-image-amd64")?;
@@ -115,6 +123,16 @@ impl Kernel {
     }
 }
 
+/// Returns the release in the header of a kernel image, as Linux' boot protocol defines it.
+fn release(image: &[u8]) -> Option<String> {
+    const POINTER: usize = 0x20e;
+    const BASE: usize = 0x200;
+    let pointer: [u8; 2] = image.get(POINTER..POINTER + 2)?.try_into().ok()?;
+    let text = image.get(BASE + usize::from(u16::from_le_bytes(pointer))..)?;
+    let text = text.split(|byte| *byte == b' ' || *byte == 0).next()?;
+    Some(std::str::from_utf8(text).ok()?.to_owned()).filter(|release| !release.is_empty())
+}
+
 /// Returns all files in a folder and the folders in it.
 pub(crate) fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
     let (mut folders, mut files) = (vec![folder.to_path_buf()], Vec::new());
@@ -129,4 +147,21 @@ pub(crate) fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_release_is_read_from_the_images_header() {
+        let mut image = vec![0; 0x400];
+        assert_eq!(release(&image), None);
+        assert_eq!(release(&image[..0x20f]), None);
+        image[0x20e..0x210].copy_from_slice(&0x150_u16.to_le_bytes());
+        image[0x350..0x360].copy_from_slice(b"6.12.1-amd64 (x)");
+        assert_eq!(release(&image).as_deref(), Some("6.12.1-amd64"));
+        image[0x20e..0x210].copy_from_slice(&0xffff_u16.to_le_bytes());
+        assert_eq!(release(&image), None);
+    }
 }

@@ -7,6 +7,7 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use lab::build::Profile;
 use lab::cleanup::Scratch;
+use lab::demo::cuda::Choice;
 use lab::demo::{self, Options};
 use lab::heartbeat::{Heartbeat, INTERVAL};
 use lab::host::Parent;
@@ -45,6 +46,13 @@ enum Task {
         #[arg(long, value_name = "N", default_value_t = 5,
               value_parser = clap::value_parser!(u32).range(1..=600))]
         seconds: u32,
+        /// CUDA programs in both VMs, with libcuda of this machine: after the other parts if this
+        /// machine has an NVIDIA GPU and what they need, without the other parts, or not at all
+        #[arg(long, value_enum, default_value_t = Choice::Auto)]
+        cuda: Choice,
+        /// A further library of this machine for the CUDA programs, such as libcublas.so.13
+        #[arg(long, value_name = "FILE")]
+        library: Vec<PathBuf>,
     },
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
@@ -117,15 +125,19 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<bool> {
     match task {
-        Task::Demo { json, out, parent, cubin, seconds } => {
+        Task::Demo { json, out, parent, cubin, seconds, cuda, library: libraries } => {
             if let Some(bundle) = Bundle::find() {
                 bundle.drop_privileges(&out)?;
             }
-            let facts = demo::run(&Options { json, out, parent, cubin, seconds })?;
-            for failure in &facts.failures {
+            let options = Options { json, out, parent, cubin, seconds, cuda, libraries };
+            let failures = match cuda {
+                Choice::Only => demo::cuda::only(&options)?,
+                Choice::Auto | Choice::No => demo::run(&options)?.failures,
+            };
+            for failure in &failures {
                 eprintln!("error: {failure}");
             }
-            Ok(facts.failures.is_empty())
+            Ok(failures.is_empty())
         }
         Task::Test { kind: Some(name) } if name == "endurance" => Ok(test::endurance().failed == 0),
         Task::Test { kind: Some(name) } => bench::hardware_tests(&name).map(|()| true),

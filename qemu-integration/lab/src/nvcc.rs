@@ -31,7 +31,8 @@ pub fn program(source: &Path, folder: &Path) -> Result<PathBuf> {
 /// Builds a program from `source` whose kernels launch kernels, and returns its path.
 pub fn launching_program(source: &Path, folder: &Path) -> Result<PathBuf> {
     let to = folder.join(source.file_stem().unwrap_or(source.as_os_str()));
-    run(source, folder, &["-O2", ARCHITECTURE, "-rdc=true", "-lcudadevrt", "-ldl"], &to).map(|()| to)
+    run(source, folder, &["-O2", ARCHITECTURE, "-rdc=true", "-lcudadevrt", "-ldl"], &to)
+        .map(|()| to)
 }
 
 fn run(source: &Path, folder: &Path, options: &[&str], to: &Path) -> Result<()> {

@@ -22,7 +22,11 @@ pub mod layout {
     pub const KERNELS: &str = "kernels.cu";
     /// Source of the CUDA reference program.
     pub const CUDA: &str = "cuda.c";
-    /// Source of the benchmark's CUDA programs.
+    /// Guest's Linux module for the guest's kernel.
+    pub const MODULE: &str = "vm/tessera_guest.ko";
+    /// Folder of the module's source and licence.
+    pub const MODULE_SOURCE: &str = "guest-driver";
+    /// Source of the CUDA programs of the benchmark and of VMs.
     pub const PROGRAMS_SOURCE: &str = "programs.cu";
 }
 

@@ -8,7 +8,9 @@ use std::process::Command;
 
 use lab::build::Profile;
 use lab::bundle::{self, Options};
+use lab::guest_driver::Kernels;
 use lab::progress::Progress;
+use lab::root::Root;
 use serde_json::Value;
 
 /// Returns whether an ELF file has a `PT_INTERP` program header, that is, needs a dynamic loader.
@@ -38,6 +40,15 @@ fn two_vms_share_a_gpu_with_the_bundle_alone() {
     let top = scratch.path().join("tessera");
     for program in ["run", "bin/vgpud", "bin/vgpuctl"] {
         assert!(!needs_a_loader(&top.join(program)), "{program} needs libraries of the host");
+    }
+    // The module for CUDA in VMs, with its source and licence.
+    let kernel = Root::open_own(&Progress::new()).unwrap().kernel;
+    if let Ok(kernels) = Kernels::open(&Progress::new()).unwrap()
+        && kernels.for_kernel(&kernel).is_ok()
+    {
+        for file in ["vm/tessera_guest.ko", "guest-driver/main.c", "guest-driver/LICENSE"] {
+            assert!(top.join(file).is_file(), "no {file}");
+        }
     }
     // The lab drops root and must be able to enter the folder.
     fs::set_permissions(scratch.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
