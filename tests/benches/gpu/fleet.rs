@@ -49,6 +49,11 @@ impl Fleet {
         kill_process(u32::try_from(pid.context("No worker")?)?, Signal::SIGKILL)
     }
 
+    /// Returns the identity of a vGPU.
+    pub fn uuid(&self, index: usize) -> &str {
+        &self.uuids[index]
+    }
+
     /// Returns the CPU time of a vGPU's worker in seconds.
     pub fn processor_time(&self, index: usize) -> Result<f64> {
         let pid = self.vgpud.show(&self.uuids[index])?["pid"].as_u64().context("No worker")?;

@@ -9,6 +9,7 @@ mod against;
 mod beside;
 mod cuda;
 mod diary;
+mod eviction;
 mod fleet;
 mod jobs;
 mod kernels;
@@ -104,7 +105,7 @@ struct Cli {
     #[arg(long)]
     quick: bool,
     /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses,
-    /// trouble, programs
+    /// trouble, programs, eviction
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -113,6 +114,9 @@ struct Cli {
     /// Further options of the parent, as in `,doorbell=direct`
     #[arg(long, default_value = "")]
     options: String,
+    /// GiB that a vGPU's guest imports before the vGPU ends [default: 3/4 of this machine's]
+    #[arg(long)]
+    gib: Option<u64>,
     /// Each kind of trouble so often
     #[arg(long, default_value_t = 1)]
     times: u32,
@@ -235,6 +239,11 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     if wanted("trouble") {
         bench.troubles(quick, &cli.trouble, cli.times);
     }
+    if cli.only.iter().any(|only| only == "eviction") {
+        let done = cli.gib.map_or_else(eviction::available_gib, Ok);
+        let done = done.and_then(|gib| bench.eviction(gib));
+        bench.attempt("the end of a vGPU with much memory", done);
+    }
     if wanted("programs") && !quick && kind == GpuKind::Nvidia {
         let done = bench.programs(cli.programs.as_deref());
         bench.attempt("CUDA programs", done);
@@ -351,10 +360,14 @@ impl Bench<'_> {
     }
 
     fn start_loads(&self, fleet: &mut Fleet, loads: &[LoadSpec]) -> Result<()> {
-        for (tenant, load) in fleet.tenants.iter_mut().zip(loads) {
+        self.start_loads_of(&mut fleet.tenants, loads)
+    }
+
+    fn start_loads_of(&self, tenants: &mut [Tenant], loads: &[LoadSpec]) -> Result<()> {
+        for (tenant, load) in tenants.iter_mut().zip(loads) {
             tenant.tell(&Order::Load(*load))?;
         }
-        fleet.tenants.iter_mut().try_for_each(Tenant::hear)?;
+        tenants.iter_mut().try_for_each(Tenant::hear)?;
         thread::sleep(self.settle);
         Ok(())
     }

@@ -21,7 +21,7 @@ use crate::load::{Load, LoadSpec, Progress};
 use crate::plain_client::PlainClient;
 use crate::solo::{self, Solo, SoloSpec};
 use crate::trouble::{self, Trouble};
-use crate::{GpuKind, jobs, plain_client};
+use crate::{GpuKind, eviction, jobs, plain_client};
 
 /// Arguments of a tenant process.
 #[derive(Clone, Debug, Args)]
@@ -53,6 +53,8 @@ pub enum Order {
     Beside(BesideSpec),
     /// Ring the doorbell repeatedly after pauses of this length.
     Pauses(Duration, usize),
+    /// Import so many GiB of guest memory.
+    Import(u64),
     /// Misbehave.
     Trouble(Trouble, Duration),
 }
@@ -70,6 +72,8 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
         }
     };
     let mut load = None;
+    // Kept until the end.
+    let mut imported = None;
     answer(&Ok("ready"))?;
     for line in std::io::stdin().lock().lines() {
         match serde_json::from_str(&line?)? {
@@ -92,9 +96,17 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
             }
             Order::Beside(spec) => answer(&beside::measure(&device, spec))?,
             Order::Pauses(pause, count) => answer(&solo::trips_after(&device, pause, count))?,
+            Order::Import(gib) => {
+                let buffers = eviction::import(&device, gib);
+                answer(
+                    &buffers.as_ref().map(|_| ()).map_err(|error| anyhow::anyhow!("{error:#}")),
+                )?;
+                imported = buffers.ok();
+            }
             Order::Trouble(trouble, time) => answer(&trouble::make(&device, trouble, time))?,
         }
     }
+    drop(imported);
     Ok(())
 }
 
