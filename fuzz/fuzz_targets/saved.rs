@@ -91,6 +91,7 @@ fn read_stream(bytes: &[u8]) {
         vgpu: VgpuId(uuid::Uuid::nil()),
         mdev_type: "FUZZ".into(),
         vram_bytes: 1 << 20,
+        place: None,
     };
     let writer = StreamWriter::new(Vec::new(), &head).expect("memory");
     let mut stream = writer.finish().expect("memory");
@@ -105,7 +106,7 @@ fn read_stream(bytes: &[u8]) {
                 end = offset + data.len() as u64;
             }
             Part::End => break,
-            Part::State(_) | Part::Machine(_) => {}
+            Part::State(_) | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {}
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Stream with the state of a vGPU, or of a VM with its vGPU: for a file, a pipe, or the migration messages of vfio-user.
+//! Stream with the state of a vGPU, or of a VM with its vGPUs: for a file, a pipe, or the migration
+//! messages of vfio-user.
 //!
 //! ```text
 //! "TSRVGPU\n"  version u32
@@ -6,9 +7,10 @@
 //! ```
 //!
 //! All numbers are little-endian. The chunks are one [`Head`], the state in pieces, video memory in
-//! ascending order without the parts that are zero, in a saved VM the machine's state in pieces, and
-//! an end with the number of all bytes before it. A reader checks each chunk before it returns the chunk, and the order of the chunks; what it
-//! returned is valid as a whole only after the end.
+//! ascending order without the parts that are zero, and an end with the number of all bytes before
+//! it. A saved VM has the same for each further vGPU, a libvirt domain's XML in pieces, and the
+//! machine's state in pieces before the end. A reader checks each chunk before it returns the chunk,
+//! and the order of the chunks; what it returned is valid as a whole only after the end.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
@@ -16,20 +18,26 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 mod memory_reader;
+mod order;
 #[cfg(test)]
 mod tests;
 
 pub use self::memory_reader::MemoryReader;
+use self::order::Order;
 use crate::ids::VgpuId;
 
 /// First bytes of a stream.
 const MAGIC: [u8; 8] = *b"TSRVGPU\n";
 /// Version of the format. Incremented with every change that an older version cannot read.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Longest data of a chunk, in bytes.
 pub const MAX_CHUNK: usize = 1 << 20;
 /// Longest state, in bytes.
 pub const MAX_STATE: u64 = 256 << 20;
+/// Longest description of a libvirt domain, in bytes.
+pub const MAX_DOMAIN: u64 = 8 << 20;
+/// Largest number of vGPUs in a saved VM.
+pub const MAX_VGPUS: usize = 32;
 /// Length of the magic number and the version in bytes.
 const START: usize = 12;
 /// Length of a chunk's header in bytes.
@@ -37,8 +45,6 @@ const HEADER: usize = 20;
 
 /// Damage of a stream with bytes after its end.
 const MORE: &str = "it goes on after its end";
-/// Damage of a stream whose parts come in an impossible order.
-const DISORDER: &str = "its parts are not in order";
 
 mod kind {
     pub const HEAD: u32 = 1;
@@ -46,6 +52,8 @@ mod kind {
     pub const MEMORY: u32 = 3;
     pub const END: u32 = 4;
     pub const MACHINE: u32 = 5;
+    pub const NEXT: u32 = 6;
+    pub const DOMAIN: u32 = 7;
 }
 
 /// Description of the vGPU that was saved.
@@ -59,6 +67,9 @@ pub struct Head {
     pub mdev_type: String,
     /// Length of the video memory in bytes.
     pub vram_bytes: u64,
+    /// In a saved VM: bus in the upper byte, slot and function in the lower byte.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub place: Option<u16>,
 }
 
 /// Part of a stream.
@@ -73,6 +84,10 @@ pub enum Part<'a> {
         /// Contents.
         data: &'a [u8],
     },
+    /// The next vGPU of a VM.
+    Next(Head),
+    /// Next bytes of the XML of the VM's libvirt domain.
+    Domain(&'a [u8]),
     /// Next bytes of the VM's state, in the VMM's own format.
     Machine(&'a [u8]),
     /// The stream is complete.
@@ -111,17 +126,29 @@ pub struct StreamWriter<W> {
     to: W,
     bytes: u64,
     state_bytes: u64,
+    domain_bytes: u64,
     machine_bytes: u64,
 }
 
 impl<W: Write> StreamWriter<W> {
     /// Begins a stream.
     pub fn new(to: W, head: &Head) -> io::Result<Self> {
-        let mut writer = Self { to, bytes: 0, state_bytes: 0, machine_bytes: 0 };
+        let mut writer = Self { to, bytes: 0, state_bytes: 0, domain_bytes: 0, machine_bytes: 0 };
         writer.write(&MAGIC)?;
         writer.write(&VERSION.to_le_bytes())?;
         writer.chunk(kind::HEAD, 0, &serde_json::to_vec(head)?)?;
         Ok(writer)
+    }
+
+    /// Begins the next vGPU of a VM.
+    pub fn next(&mut self, head: &Head) -> io::Result<()> {
+        self.state_bytes = 0;
+        self.chunk(kind::NEXT, 0, &serde_json::to_vec(head)?)
+    }
+
+    /// Writes the XML of the VM's libvirt domain. Called once, after the vGPUs.
+    pub fn domain(&mut self, xml: &[u8]) -> io::Result<()> {
+        xml.chunks(MAX_CHUNK).try_for_each(|piece| self.copy(&Part::Domain(piece)))
     }
 
     /// Writes the state. Called once, before the video memory.
@@ -134,7 +161,7 @@ impl<W: Write> StreamWriter<W> {
         self.chunk(kind::MEMORY, offset, data)
     }
 
-    /// Writes at most [`MAX_CHUNK`] next bytes of the VM's state, after the vGPU.
+    /// Writes at most [`MAX_CHUNK`] next bytes of the VM's state, after everything else.
     pub fn machine(&mut self, data: &[u8]) -> io::Result<()> {
         self.chunk(kind::MACHINE, self.machine_bytes, data)?;
         self.machine_bytes += data.len() as u64;
@@ -150,6 +177,12 @@ impl<W: Write> StreamWriter<W> {
                 Ok(())
             }
             Part::Memory { offset, data } => self.memory(*offset, data),
+            Part::Next(head) => self.next(head),
+            Part::Domain(data) => {
+                self.chunk(kind::DOMAIN, self.domain_bytes, data)?;
+                self.domain_bytes += data.len() as u64;
+                Ok(())
+            }
             Part::Machine(data) => self.machine(data),
             Part::End => Ok(()),
         }
@@ -198,83 +231,6 @@ fn checksum(header: &[u8], data: &[u8]) -> u32 {
     hasher.update(header);
     hasher.update(data);
     hasher.finalize()
-}
-
-/// Order of the parts of a stream.
-#[derive(Debug, Default)]
-struct Order {
-    state_bytes: u64,
-    /// End of the video memory that was read. `None` before the first.
-    memory_end: Option<u64>,
-    /// Bytes of the VM's state. `None` before the first.
-    machine_bytes: Option<u64>,
-    vram_bytes: u64,
-    ended: bool,
-}
-
-/// Kind of a part, without its data.
-#[derive(Clone, Copy, Debug)]
-enum PartKind {
-    State,
-    Memory { offset: u64 },
-    Machine,
-    End,
-}
-
-impl Order {
-    /// Reads the chunk that a stream begins with.
-    fn begin(&mut self, chunk: ChunkHeader, data: &[u8]) -> Result<Head, StreamError> {
-        if (chunk.kind, chunk.offset) != (kind::HEAD, 0) {
-            return Err(StreamError::Damaged("it does not begin with a description"));
-        }
-        let head: Head = serde_json::from_slice(data)
-            .map_err(|_| StreamError::Damaged("its description cannot be read"))?;
-        self.vram_bytes = head.vram_bytes;
-        Ok(head)
-    }
-
-    /// Checks that a chunk, which begins at byte `at` of the stream, may come next.
-    fn admit(&mut self, chunk: ChunkHeader, at: u64) -> Result<PartKind, StreamError> {
-        let ChunkHeader { kind, offset, .. } = chunk;
-        let len = chunk.len as u64;
-        match kind {
-            _ if self.ended => Err(StreamError::Damaged(DISORDER)),
-            kind::MACHINE if len > 0 && offset == self.machine_bytes.unwrap_or(0) => {
-                self.machine_bytes = Some(offset.saturating_add(len));
-                Ok(PartKind::Machine)
-            }
-            kind::END if len == 0 && offset == at => {
-                self.ended = true;
-                Ok(PartKind::End)
-            }
-            _ if self.machine_bytes.is_some() => Err(StreamError::Damaged(DISORDER)),
-            kind::STATE if self.memory_end.is_none() && offset == self.state_bytes => {
-                self.state_bytes += len;
-                if self.state_bytes > MAX_STATE {
-                    return Err(StreamError::Damaged("its state is too long"));
-                }
-                Ok(PartKind::State)
-            }
-            kind::MEMORY if len > 0 && offset >= self.memory_end.unwrap_or(0) => {
-                let end = offset.checked_add(len).filter(|end| *end <= self.vram_bytes);
-                let outside = StreamError::Damaged("it has more video memory than its vGPU");
-                self.memory_end = Some(end.ok_or(outside)?);
-                Ok(PartKind::Memory { offset })
-            }
-            _ => Err(StreamError::Damaged(DISORDER)),
-        }
-    }
-}
-
-impl PartKind {
-    fn with(self, data: &[u8]) -> Part<'_> {
-        match self {
-            Self::State => Part::State(data),
-            Self::Memory { offset } => Part::Memory { offset, data },
-            Self::Machine => Part::Machine(data),
-            Self::End => Part::End,
-        }
-    }
 }
 
 /// Header of a chunk.
@@ -351,7 +307,7 @@ impl<R: Read> StreamReader<R> {
         if self.order.ended && self.from.read(&mut [0])? > 0 {
             return Err(StreamError::Damaged(MORE));
         }
-        Ok(part.with(&self.data))
+        part.with(&mut self.order, &self.data)
     }
 
     /// Reads a chunk into `data`.
@@ -425,7 +381,8 @@ impl StreamParser {
         }
         let at = self.bytes;
         let Some((chunk, data)) = self.chunk()? else { return Ok(None) };
-        Ok(Some(self.order.admit(chunk, at)?.with(&self.buffer[data])))
+        let part = self.order.admit(chunk, at)?;
+        part.with(&mut self.order, &self.buffer[data]).map(Some)
     }
 
     /// Takes a chunk, if all of it has arrived. Returns the place of its data in the buffer.

@@ -11,6 +11,7 @@ fn head() -> Head {
         vgpu: VgpuId(uuid::Uuid::from_u128(7)),
         mdev_type: "SOFT-256MQ".into(),
         vram_bytes: 4 * MIB,
+        place: None,
     }
 }
 
@@ -29,7 +30,8 @@ fn read(bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>), StreamError> {
     loop {
         match reader.next_part()? {
             Part::State(piece) => state.extend_from_slice(piece),
-            Part::Machine(data) => state.extend_from_slice(data),
+            Part::Machine(data) | Part::Domain(data) => state.extend_from_slice(data),
+            Part::Next(next) => state.extend(next.place.unwrap_or_default().to_le_bytes()),
             Part::Memory { offset, data } => {
                 memory[offset as usize..][..data.len()].copy_from_slice(data);
             }
@@ -56,7 +58,10 @@ fn parse(bytes: &[u8], piece: usize) -> Result<(Vec<u8>, Vec<u8>), StreamError> 
         parser.push(piece);
         while let Some(part) = parser.next_part()? {
             match part {
-                Part::State(data) | Part::Machine(data) => state.extend_from_slice(data),
+                Part::State(data) | Part::Machine(data) | Part::Domain(data) => {
+                    state.extend_from_slice(data);
+                }
+                Part::Next(next) => state.extend(next.place.unwrap_or_default().to_le_bytes()),
                 Part::Memory { offset, data } => {
                     memory[offset as usize..][..data.len()].copy_from_slice(data);
                 }
@@ -114,12 +119,41 @@ fn parts_in_another_order_are_refused() {
         &[(kind::MEMORY, 0, 0)],
         &[(kind::MACHINE, 0, 4), (kind::MACHINE, 3, 4)],
         &[(kind::MACHINE, 0, 4), (kind::MEMORY, 0, 4)],
+        &[(kind::MACHINE, 0, 4), (kind::DOMAIN, 0, 4)],
+        &[(kind::DOMAIN, 0, 4), (kind::MEMORY, 0, 4)],
+        &[(kind::DOMAIN, 0, 4), (kind::DOMAIN, 3, 4)],
+        &[(kind::NEXT, 0, 4)],
         &[(kind::HEAD, 0, 4)],
         &[(kind::END, 3, 0)],
         &[(9, 0, 4)],
     ] {
         assert!(matches!(read(&write(parts)), Err(StreamError::Damaged(_))), "{parts:?}");
     }
+}
+
+#[test]
+fn a_vm_has_several_vgpus_and_a_domain() {
+    let second = Head { place: Some(0x180), vram_bytes: 8 * MIB, ..head() };
+    let vm = |more: usize| {
+        let mut writer = StreamWriter::new(Vec::new(), &head()).unwrap();
+        writer.state(b"first").unwrap();
+        writer.memory(3 * MIB, &[1; 9]).unwrap();
+        for _ in 0..more {
+            writer.next(&second).unwrap();
+            writer.state(b"next").unwrap();
+            writer.memory(0, &[2; 9]).unwrap();
+        }
+        writer.domain(b"<domain/>").unwrap();
+        writer.machine(b"vm").unwrap();
+        writer.finish().unwrap()
+    };
+    let whole = vm(1);
+    let expected = b"first\x80\x01next<domain/>vm";
+    let (state, memory) = read(&whole).unwrap();
+    assert_eq!((&state[..], memory[0], memory[3 << 20]), (&expected[..], 2, 1));
+    assert!(parse(&whole, 17).unwrap() == (state, memory));
+    read(&vm(MAX_VGPUS - 1)).unwrap();
+    assert!(matches!(read(&vm(MAX_VGPUS)), Err(StreamError::Damaged(_))), "too many");
 }
 
 proptest! {

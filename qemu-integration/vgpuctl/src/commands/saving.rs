@@ -165,7 +165,7 @@ pub fn check(file: &Path) -> Result<Checked, Failure> {
         match reader.next_part().map_err(|error| cannot("restore", file, &error))? {
             Part::Machine(_) => machine = true,
             Part::End => return Ok(Checked { head, machine }),
-            Part::State(_) | Part::Memory { .. } => {}
+            Part::State(_) | Part::Memory { .. } | Part::Next(_) | Part::Domain(_) => {}
         }
     }
 }
@@ -185,7 +185,7 @@ pub async fn restore_from(
             let mut to = StreamWriter::new(writer, &head)?;
             loop {
                 match from.next_part()? {
-                    Part::Machine(_) | Part::End => break,
+                    Part::Next(_) | Part::Domain(_) | Part::Machine(_) | Part::End => break,
                     part => to.copy(&part)?,
                 }
             }

@@ -214,7 +214,7 @@ fn receive_machine(qmp: &mut Qmp, file: &Path) -> Result<(), Failure> {
             match stream.next_part().map_err(|error| failed(&error))? {
                 Part::Machine(data) => into.write_all(data).map_err(|error| failed(&error))?,
                 Part::End => return Ok(()),
-                Part::State(_) | Part::Memory { .. } => {}
+                Part::State(_) | Part::Memory { .. } | Part::Next(_) | Part::Domain(_) => {}
             }
         }
     });

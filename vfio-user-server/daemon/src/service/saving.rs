@@ -75,6 +75,7 @@ impl Service {
             vgpu: id,
             mdev_type: saveable.mdev_type.clone(),
             vram_bytes: saveable.vram_bytes,
+            place: None,
         };
         let (saved, control) = blocking::run(move || {
             check(&saveable.control, id)?;
@@ -191,7 +192,9 @@ fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu
         match stream.next_part().map_err(invalid)? {
             Part::State(piece) => state.extend_from_slice(piece),
             Part::Memory { offset, data } => break Some((offset, data.to_vec())),
-            Part::Machine(_) => return Err(invalid(StreamError::Damaged(MACHINE))),
+            Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
+                return Err(invalid(StreamError::Damaged(MACHINE)));
+            }
             Part::End => break None,
         }
     };
@@ -228,7 +231,9 @@ fn fill(
         match stream.next_part()? {
             Part::Memory { offset, data } => put(offset, data)?,
             Part::End => return Ok(()),
-            Part::State(_) | Part::Machine(_) => return Err(StreamError::Damaged(MACHINE)),
+            Part::State(_) | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
+                return Err(StreamError::Damaged(MACHINE));
+            }
         }
     }
 }

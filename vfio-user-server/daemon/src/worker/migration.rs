@@ -80,6 +80,7 @@ impl Function {
             vgpu: spec.vgpu,
             mdev_type: self.mdev_type().to_owned(),
             vram_bytes: spec.vram_bytes,
+            place: None,
         }
     }
 }
