@@ -223,6 +223,17 @@ impl GuestMemory {
         maps.values().fold(0, |sum, map| sum.saturating_add(map.size))
     }
 
+    /// Releases all imports. They are made again on their next use.
+    pub fn release_imports(&mut self, client: &mut dyn Client) {
+        for (iova, map) in &mut self.maps {
+            let Some(memory) = map.import.take() else { continue };
+            if let Err(error) = client.release(memory) {
+                log::warn!("Cannot release guest memory at {iova:#x}: {error}");
+            }
+        }
+        self.imported = 0;
+    }
+
     fn forget(&mut self, client: &mut dyn Client, iova: u64, map: &Map) {
         if let Some(memory) = map.import {
             self.imported -= map.size;

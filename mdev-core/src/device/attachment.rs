@@ -15,9 +15,7 @@ impl VirtualFunction {
     /// Returns the device to its initial state after its VM is gone. The next VM gets other video
     /// memory, or the same scrubbed: [`Self::region`] returns new mappings.
     pub fn detach(&mut self) {
-        self.irq.reset();
-        self.reset();
-        self.dma_unmap_all();
+        self.release_client();
         self.vram = Window::default();
         self.framebuffer = Window::default();
         let renewed = self.client.lock().renew();

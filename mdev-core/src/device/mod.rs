@@ -13,6 +13,7 @@
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved registers |
 //! | `saved` | saved vGPU: registers, address spaces, channels |
+//! | `handover` | another process of the VM attaches |
 //! | `saved_stream` | the same and video memory, as a stream in pieces |
 
 mod attachment;
@@ -21,6 +22,7 @@ mod display;
 mod dma;
 mod edid;
 mod function;
+mod handover;
 mod identity;
 mod interrupts;
 mod mailbox;
@@ -36,6 +38,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::gpu::Scanout;
 use crate::ids::VgpuId;
 pub use function::VirtualFunction;
+pub use handover::Handover;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
 pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};

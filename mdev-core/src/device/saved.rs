@@ -150,7 +150,7 @@ impl VirtualFunction {
         restored
     }
 
-    fn restore_checked(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
+    pub(super) fn restore_checked(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
         {
             let mut client = self.client.lock();
             client.pause()?;

@@ -35,7 +35,7 @@ pub use parents::{Parent, ParentState, ParentTypes, TypeInfo};
 pub use physical_screen::{Focused, PhysicalScreen, Rotate};
 pub use programs::{ProgramProcess, Programs};
 pub use requests::{CreateVgpu, ModifyTarget, ModifyVgpu, StartVgpu, StopVgpu, UndefineVgpu};
-pub use saving::{ConfigWrite, RestoredVgpu, SAVED_VGPU, SaveVgpu};
+pub use saving::{ConfigWrite, Handover, HandoverStep, RestoredVgpu, SAVED_VGPU, SaveVgpu};
 pub use scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 pub use statistics::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};
 pub use version::Version;

@@ -18,7 +18,32 @@ pub struct SaveVgpu {
     pub check: bool,
 }
 
-/// Result of a restore: `POST /v1/vgpus/{vgpu}/restore`. The vGPU is paused.
+/// Step of a handover of a vGPU to another process of its VM: `POST /v1/vgpus/{vgpu}/handover`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HandoverStep {
+    /// Pauses the vGPU, and lets another process attach beside the attached one.
+    Begin,
+    /// Gives the vGPU, which stays paused, to the process that has attached. `resume` completes the
+    /// handover and cuts the old process off.
+    Adopt,
+    /// Gives the vGPU, which stays paused, back to the old process. `resume` without `adopt` does the
+    /// same first.
+    #[default]
+    Abandon,
+}
+
+/// Request for a step of a handover.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Handover {
+    /// The step.
+    #[serde(default)]
+    pub step: HandoverStep,
+}
+
+/// Result of a restore, `POST /v1/vgpus/{vgpu}/restore`, and of a step of a handover. The vGPU is
+/// paused.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RestoredVgpu {
     /// Writes to configuration space, in this order, by which the VM's monitor learns of the

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use mdev_core::device::Scanout;
+use mdev_core::device::{ConfigWrite, Scanout};
 use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use vgpud_host::text::one_line;
 
@@ -130,6 +130,25 @@ pub fn resume(control: &Path) -> io::Result<()> {
 /// Resets a worker's vGPU and clears its video memory.
 pub fn discard(control: &Path) -> io::Result<()> {
     done(control, &WorkerRequest::Discard)
+}
+
+/// Lets another process of the VM attach.
+pub fn begin_handover(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::BeginHandover)
+}
+
+/// Gives the vGPU to the process that has attached. Returns the writes to configuration space that
+/// the process must learn of.
+pub fn adopt(control: &Path) -> io::Result<Vec<ConfigWrite>> {
+    match with_memory(control, &WorkerRequest::Adopt, &[])? {
+        (WorkerReply::Adopted { config }, _) => Ok(config),
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Gives the vGPU back to the old process.
+pub fn abandon_handover(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::AbandonHandover)
 }
 
 /// Requests the state of a paused vGPU.

@@ -13,10 +13,13 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// First version with [`WorkerRequest::CheckSave`], and the requests after it.
 pub const WITH_SAVE: u32 = 7;
+
+/// First version with [`WorkerRequest::BeginHandover`], and the requests after it.
+pub const WITH_HANDOVER: u32 = 8;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -86,6 +89,15 @@ pub enum WorkerRequest {
     /// Gives up a restore: resets the vGPU and clears its video memory. The reply is
     /// [`WorkerReply::Done`].
     Discard,
+    /// Pauses the vGPU, so that another process of its VM can attach beside the attached one. The
+    /// reply is [`WorkerReply::Done`]. Since [`WITH_HANDOVER`], as all that follow.
+    BeginHandover,
+    /// Gives the vGPU, still paused, to the process that has attached. The reply is
+    /// [`WorkerReply::Adopted`]. `Resume` then cuts the old process off.
+    Adopt,
+    /// Gives the vGPU, still paused, back to the old process, and cuts the new one off. The reply is
+    /// [`WorkerReply::Done`].
+    AbandonHandover,
 }
 
 /// Reply of a worker.
@@ -102,6 +114,11 @@ pub enum WorkerReply {
     Saved(MemoryRange),
     /// Reply to `Restore`.
     Restored(Restored),
+    /// Reply to `Adopt`.
+    Adopted {
+        /// Writes to configuration space by which a VMM learns of the BARs and interrupts.
+        config: Vec<ConfigWrite>,
+    },
     /// The request failed.
     Error {
         /// Cause, in one line.

@@ -10,7 +10,7 @@ use crate::gpu::{Backing, ChannelSpec};
 const VRAM_VA: u64 = VA_START + (1 << 30);
 
 /// Returns a guest with mappings, a channel and a picture.
-fn busy() -> Guest {
+pub(super) fn busy() -> Guest {
     let mut guest = Guest::new();
     let list = [(0x10_0000, 0x1000), (0x40_0000, 0x2000)];
     assert_eq!(guest.request(Opcode::MapGuest, &map_guest(VA_START, &list)).0, Status::Ok);

@@ -11,9 +11,9 @@
 
 use utoipa::{IntoResponses, OpenApi};
 use vgpud_api::{
-    CreateVgpu, ErrorBody, Focused, ModifyScheduler, ModifyVgpu, OpenConsole, OpenWeb, Parent,
-    ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler, SchedulerDecision,
-    StartVgpu, Stats, StopVgpu, UndefineVgpu, Version, Vgpu, WebAddress,
+    CreateVgpu, ErrorBody, Focused, Handover, ModifyScheduler, ModifyVgpu, OpenConsole, OpenWeb,
+    Parent, ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler,
+    SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, Version, Vgpu, WebAddress,
 };
 
 use super::access::Level;
@@ -171,6 +171,17 @@ table! {
         responses((status = 204, description = "The vGPU works"), ErrorResponses)
     }
 
+    /// Makes a step of a handover of a vGPU to another process of its VM, which is paused. The vGPU
+    /// is paused then: see `resume`. Writes to configuration space come with the step `adopt`.
+    Admin post "/v1/vgpus/{vgpu}/handover" => saving::handover {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        request_body = Handover,
+        responses(
+            (status = 200, body = RestoredVgpu, description = "What the VM's monitor has to know"),
+            ErrorResponses,
+        )
+    }
+
     /// Returns a screenshot of a vGPU. The response is delayed if the screen is requested more
     /// often than its `refresh` allows.
     Admin get "/v1/vgpus/{vgpu}/screenshot" => vgpus::screenshot {
@@ -294,6 +305,7 @@ mod tests {
             (post.clone(), "/v1/vgpus/{vgpu}/save", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/restore", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/resume", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/handover", admin),
             (get.clone(), "/v1/vgpus/{vgpu}/screenshot", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/focus", admin),
             (post.clone(), "/v1/parents/{parent}/rotation", admin),

@@ -1,11 +1,11 @@
-//! Handlers that save and restore vGPUs.
+//! Handlers that save, restore and hand over vGPUs.
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use vgpud_api::{RestoredVgpu, SAVED_VGPU, SaveVgpu};
+use vgpud_api::{Handover, RestoredVgpu, SAVED_VGPU, SaveVgpu};
 
 use crate::http::{HttpResult, JsonBody, VgpuPath};
 use crate::service::Service;
@@ -33,4 +33,12 @@ pub async fn resume(
 ) -> HttpResult<StatusCode> {
     service.resume(id).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+pub async fn handover(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+    JsonBody(request): JsonBody<Handover>,
+) -> HttpResult<Json<RestoredVgpu>> {
+    Ok(Json(service.handover(id, request.step).await?))
 }

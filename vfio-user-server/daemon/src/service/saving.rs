@@ -1,4 +1,4 @@
-//! Saving a vGPU into a stream, and restoring it.
+//! Saving a vGPU into a stream, restoring it, and handing it over to another process of its VM.
 //!
 //! The worker stops the vGPU's work and passes its state and the file of its video memory, which the
 //! manager copies: a worker that faces a guest writes no stream that another guest is restored from.
@@ -17,14 +17,14 @@ use mdev_core::stream::{
     Head, MAX_STATE, MemoryReader, Part, StreamError, StreamReader, StreamWriter,
 };
 use vendor_backends::mem::file_of;
-use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, RestoredVgpu, SaveVgpu};
+use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu, SaveVgpu};
 use vgpud_host::body::{BodyReader, body_writer};
 
 use super::Service;
 use crate::blocking;
 use crate::manager::{Result, Saveable};
 use crate::worker_client::{self, SavedWorker};
-use crate::worker_protocol::{MemoryRange, WITH_SAVE};
+use crate::worker_protocol::{MemoryRange, WITH_HANDOVER, WITH_SAVE};
 
 /// Damage of a stream with more than a vGPU.
 const MACHINE: &str = "it is that of a VM";
@@ -63,7 +63,7 @@ impl Service {
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         if request.check {
             blocking::run(move || {
-                check(&saveable.control, id)?;
+                check(&saveable.control, id, WITH_SAVE)?;
                 let checked = worker_client::check_save(&saveable.control);
                 checked.map_err(|error| cannot("saved", &error))
             })
@@ -78,7 +78,7 @@ impl Service {
             place: None,
         };
         let (saved, control) = blocking::run(move || {
-            check(&saveable.control, id)?;
+            check(&saveable.control, id, WITH_SAVE)?;
             let refused = |error| cannot("saved", &error);
             worker_client::pause(&saveable.control).map_err(refused)?;
             let saved = worker_client::save(&saveable.control).map_err(refused);
@@ -110,8 +110,28 @@ impl Service {
         let reader = BodyReader::new(body);
         blocking::run(move || {
             let _reserved = reserved;
-            check(&saveable.control, id)?;
+            check(&saveable.control, id, WITH_SAVE)?;
             read(&saveable, id, reader)
+        })
+        .await?
+    }
+
+    /// Makes a step of a handover. The vGPU is paused then.
+    pub async fn handover(&self, id: VgpuId, step: HandoverStep) -> Result<RestoredVgpu> {
+        let _reserved = self.saving.reserve(id)?;
+        let saveable = self.call(move |manager| manager.saveable(id)).await?;
+        blocking::run(move || {
+            let control = &saveable.control;
+            check(control, id, WITH_HANDOVER)?;
+            let config = match step {
+                HandoverStep::Begin => worker_client::begin_handover(control).map(|()| Vec::new()),
+                HandoverStep::Adopt => worker_client::adopt(control),
+                HandoverStep::Abandon => {
+                    worker_client::abandon_handover(control).map(|()| Vec::new())
+                }
+            };
+            let config = config.map_err(|error| cannot("handed over", &error))?;
+            Ok(RestoredVgpu { config: config.into_iter().map(ConfigWrite::from).collect() })
         })
         .await?
     }
@@ -131,10 +151,10 @@ fn cannot(what: &str, error: &io::Error) -> ErrorDetail {
 
 /// Refuses vGPUs without a VM, whose guest memory would be missing, and workers of versions that
 /// cannot be saved.
-fn check(control: &Path, id: VgpuId) -> Result<()> {
+fn check(control: &Path, id: VgpuId, version: u32) -> Result<()> {
     let status = worker_client::status(control).map_err(|error| cannot("saved", &error))?;
     let conflict = |message| Err(ErrorDetail::new(ErrorCode::Conflict, message));
-    if status.version < WITH_SAVE {
+    if status.version < version {
         return conflict(format!(
             "vGPU {id} was started by an older version of vgpud, which cannot save it; stop and \
              start it with its VM"

@@ -1,10 +1,11 @@
 //! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
 //!
 //! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue;
-//!   `control_events`: of the manager's connections
+//!   `control_events`: of the manager's connections; `handover`: another process of the VM attaches
 
 mod control_events;
 mod gpu_events;
+mod handover;
 mod program_events;
 
 use std::collections::BTreeMap;
@@ -68,6 +69,10 @@ pub struct Worker {
     function: Function,
     listener: UnixListener,
     attached: Option<Attached>,
+    /// Process that is attached until another one of its VM has taken over.
+    outgoing: Option<Attached>,
+    /// The new process has the vGPU, which is paused.
+    adopted: bool,
     busy_poll: BusyPoll,
     /// Copy of the INTx unmask eventfd. epoll watches the copy, since the client can replace the
     /// original.
@@ -109,6 +114,8 @@ impl Worker {
             function,
             listener,
             attached: None,
+            outgoing: None,
+            adopted: false,
             // With many vGPUs on few CPUs, busy polling costs more than it gains:
             // docs/performance.md.
             busy_poll: BusyPoll::new(false),
@@ -134,7 +141,10 @@ impl Worker {
     /// Returns true while a manager or a VM is connected.
     pub fn is_needed(&self) -> bool {
         let has_programs = self.programs.as_ref().is_some_and(Programs::are_present);
-        self.attached.is_some() || has_programs || !self.control.is_empty()
+        self.attached.is_some()
+            || self.outgoing.is_some()
+            || has_programs
+            || !self.control.is_empty()
     }
 
     /// Returns true while the loop should busy-poll for the next event.
@@ -146,7 +156,7 @@ impl Worker {
 
     /// Returns the process that uses the vGPU: the VM's, or a program's.
     fn user(&self) -> Option<AttachedClient> {
-        let vm = self.attached.as_ref().map(|attached| attached.client);
+        let vm = self.attached.as_ref().or(self.outgoing.as_ref()).map(|attached| attached.client);
         vm.or_else(|| self.programs.as_ref()?.user())
     }
 

@@ -1,7 +1,7 @@
 //! Device model of the vGPU, as a [`Device`] of the vfio-user server.
 
 use anyhow::Context;
-use mdev_core::device::{AccessError, REGIONS, RegionEvent, VirtualFunction};
+use mdev_core::device::{AccessError, Handover, REGIONS, RegionEvent, VirtualFunction};
 use mdev_core::ids::GuestPa;
 use mdev_core::mem::{DmaAccess, MemError};
 use vfio_bindings::bindings::vfio;
@@ -24,6 +24,8 @@ pub struct Function {
     mdev_type: String,
     /// What the client reads or writes by migration messages.
     pub(super) transfer: Transfer,
+    /// State of the vGPU while its VM's process is replaced.
+    pub(super) handover: Option<Handover>,
 }
 
 impl Function {
@@ -32,7 +34,14 @@ impl Function {
         let layout = layout(&function).context("Cannot describe its regions")?;
         let mdev_type = mdev_type.to_owned();
         let transfer = Transfer::None;
-        Ok(Self { inner: function, layout, unmask_event_changed: false, mdev_type, transfer })
+        Ok(Self {
+            inner: function,
+            layout,
+            unmask_event_changed: false,
+            mdev_type,
+            transfer,
+            handover: None,
+        })
     }
 
     /// Returns the vGPU's type.
@@ -42,7 +51,10 @@ impl Function {
 
     /// Notes that a VM attaches. Its regions are not those of an earlier VM.
     pub fn attach(&mut self) -> anyhow::Result<()> {
-        self.inner.attach();
+        // The new process of a VM gets what the old one has.
+        if self.handover.is_none() {
+            self.inner.attach();
+        }
         self.describe()
     }
 
@@ -60,6 +72,11 @@ impl Function {
     /// Returns the device model.
     pub fn inner_mut(&mut self) -> &mut VirtualFunction {
         &mut self.inner
+    }
+
+    /// Notes that the INTx unmask eventfd may have been replaced.
+    pub(super) fn note_unmask_event(&mut self) {
+        self.unmask_event_changed = true;
     }
 
     /// Returns whether the INTx unmask eventfd may have been replaced since the last call.
@@ -121,6 +138,9 @@ impl Device for Function {
     fn detach(&mut self) {
         self.transfer = Transfer::None;
         self.unmask_event_changed = true;
+        if self.handover.is_some() {
+            return self.inner.release_client();
+        }
         self.inner.detach();
         // `attach` describes the regions again, and then a failure refuses the VM.
         if let Err(error) = self.describe() {

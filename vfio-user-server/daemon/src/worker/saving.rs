@@ -41,6 +41,9 @@ pub fn answer(
         WorkerRequest::Status { .. }
         | WorkerRequest::Scanout
         | WorkerRequest::Attach
+        | WorkerRequest::BeginHandover
+        | WorkerRequest::Adopt
+        | WorkerRequest::AbandonHandover
         | WorkerRequest::Stop => bail!("This is no request about saving"),
     }
     Ok((WorkerReply::Done, Vec::new()))

@@ -52,7 +52,7 @@ impl Worker {
         let served = match connection.receive() {
             Ok(None) => Ok(false),
             Ok(Some((request, fd))) => {
-                let (reply, fds) = self.answer(&request, fd);
+                let (reply, fds) = self.answer(&request, fd, ops);
                 let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
                 self.stopped |= request == WorkerRequest::Stop;
                 let connection = self.control.get(&id);
@@ -77,6 +77,7 @@ impl Worker {
         &mut self,
         request: &WorkerRequest,
         fd: Option<OwnedFd>,
+        ops: &mut EventOps,
     ) -> (WorkerReply, Vec<OwnedFd>) {
         let answered = match request {
             WorkerRequest::Status { .. } => {
@@ -85,9 +86,14 @@ impl Worker {
             WorkerRequest::Scanout => self.scanout(),
             WorkerRequest::Attach => attach(self.function.inner_mut(), fd),
             WorkerRequest::Stop => Ok(done()),
+            WorkerRequest::BeginHandover
+            | WorkerRequest::Adopt
+            | WorkerRequest::AbandonHandover => self.answer_handover(request, ops),
+            WorkerRequest::Resume => {
+                self.end_handover(ops).and_then(|()| self.answer_saving(request, fd))
+            }
             WorkerRequest::CheckSave
             | WorkerRequest::Pause
-            | WorkerRequest::Resume
             | WorkerRequest::Save
             | WorkerRequest::Restore
             | WorkerRequest::Discard => self.answer_saving(request, fd),
@@ -101,10 +107,14 @@ impl Worker {
         request: &WorkerRequest,
         fd: Option<OwnedFd>,
     ) -> Result<(WorkerReply, Vec<OwnedFd>)> {
-        if self.programs.as_ref().is_some_and(Programs::are_present) {
-            return Err(SaveError::Programs.into());
-        }
+        self.check_programs()?;
         saving::answer(self.function.inner_mut(), request, fd)
+    }
+
+    /// Refuses to save a vGPU that CUDA programs of the host use.
+    pub(super) fn check_programs(&self) -> Result<(), SaveError> {
+        let present = self.programs.as_ref().is_some_and(Programs::are_present);
+        if present { Err(SaveError::Programs) } else { Ok(()) }
     }
 
     fn status(&self) -> WorkerStatus {
@@ -131,7 +141,7 @@ impl Worker {
     }
 }
 
-fn done() -> (WorkerReply, Vec<OwnedFd>) {
+pub(super) fn done() -> (WorkerReply, Vec<OwnedFd>) {
     (WorkerReply::Done, Vec::new())
 }
 
