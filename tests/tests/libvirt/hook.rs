@@ -150,7 +150,13 @@ fn what_cannot_be_started_says_why_in_one_line() {
     let full = "Domain 'vm2' cannot have its vGPU of type SOFT-256MQ: ";
     refused(&vgpud, "vm2", "prepare begin", &domain("vm2", &b, &own), full);
     refused(&vgpud, "vm2", "prepare begin", &domain("vm2", &b, "type='X'"), "X");
-    refused(&vgpud, "vm1", "migrate begin", &domain("vm1", A, &own), "cannot move to another host");
+    refused(
+        &vgpud,
+        "vm1",
+        "migrate begin",
+        &domain("vm1", A, &own),
+        "cannot move to another host by virsh",
+    );
     let saved =
         "was saved with a vGPU, whose contents a saved state does not have; to start it anew";
     done(&vgpud, "vm1", "restore begin", &domain("vm1", A, &own));

@@ -3,7 +3,7 @@
 //! * [`metadata`]: the list of a domain's vGPUs in its XML
 //! * [`memory`]: shared guest memory
 //! * [`pci_slot`]: free PCI slots
-//! * [`save_guard`]: a device that keeps libvirt from saving the domain
+//! * [`save_guard`]: an image that keeps libvirt from saving the domain without its vGPUs
 
 pub mod memory;
 pub mod metadata;
@@ -121,11 +121,11 @@ impl<'a> Domain<'a> {
 
     /// Returns notes for the user who attaches a vGPU with or without a display head.
     pub fn notes(&self, head: bool) -> Vec<String> {
-        let mut notes = vec![
-            "it cannot be saved while it has a vGPU (virsh save, managedsave, snapshots with memory); \
-             shut it down instead"
-                .to_owned(),
-        ];
+        let mut notes = vec![format!(
+            "virsh refuses to save it while it has a vGPU (save, managedsave, snapshots with \
+                 memory); use `vgpuctl vm save --domain {}`",
+            self.name()
+        )];
         let devices = self.root.child("devices");
         let mut videos = devices.into_iter().flat_map(|devices| devices.children_in("", "video"));
         let model = |video: &Element| Some(video.child("model")?.attribute("type")?.to_owned());
@@ -174,13 +174,25 @@ impl<'a> Domain<'a> {
             .at(free.bus, format!("{:#x}", free.first));
         let mut args = vec![("-device", device.json())];
         if self.vgpus().is_empty() {
-            args.extend(save_guard::arguments(&free)?);
+            args.push((
+                "-blockdev",
+                save_guard::block_device(&save_guard::path(socket)).to_string(),
+            ));
         }
         let mut edits = Edits::new(self.text);
         let added = memory::share(&self.root, &mut edits)?;
         metadata::add(&self.root, vgpu, added, &mut edits);
         self.add_arguments(&args, &mut edits);
         Ok(Some(edits.apply()))
+    }
+
+    /// Returns the XML of a domain that waits for its saved state when it starts.
+    pub fn awaiting_state(&self) -> String {
+        let mut edits = Edits::new(self.text);
+        if !self.arguments().iter().any(|(_, [option, _])| *option == "-incoming") {
+            self.add_arguments(&[("-incoming", "defer".to_owned())], &mut edits);
+        }
+        edits.apply()
     }
 
     /// Returns the XML without the named vGPU, or without the only one, and the removed vGPU.

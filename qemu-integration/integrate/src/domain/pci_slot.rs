@@ -8,19 +8,17 @@ use crate::xml::Element;
 /// Candidate slots. libvirt assigns low slots first; the chipset uses the last ones.
 const SLOTS: std::ops::RangeInclusive<u8> = 0x10..=0x1c;
 
-/// Free slots of a domain's first PCI bus.
+/// Free slot of a domain's first PCI bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Free {
     /// QEMU's name of the bus.
     pub bus: &'static str,
     /// First free slot.
     pub first: u8,
-    /// Last free slot; the same as the first if there is only one.
-    pub last: u8,
 }
 
 impl Free {
-    /// Finds the free slots. `devices` are the values of `-device` that the domain already passes
+    /// Finds a free slot. `devices` are the values of `-device` that the domain already passes
     /// through.
     pub(super) fn find(domain: &Element, devices: &[&str]) -> Result<Self, DomainError> {
         let elements = domain.child("devices").map(Element::subtree).unwrap_or_default();
@@ -41,7 +39,7 @@ impl Free {
         taken.extend(devices.iter().filter_map(|device| slot_of(device)));
         let mut free = SLOTS.filter(|slot| !taken.contains(slot));
         let first = free.next().ok_or(DomainError::NoSlot)?;
-        Ok(Self { bus, first, last: free.next_back().unwrap_or(first) })
+        Ok(Self { bus, first })
     }
 }
 

@@ -70,10 +70,8 @@ fn attaching_adds_nothing_but_the_vgpu() {
   <qemu:commandline>
     <qemu:arg value=\"-device\"/>
     <qemu:arg value=\"{&quot;driver&quot;:&quot;vfio-user-pci&quot;,&quot;socket&quot;:{&quot;path&quot;:&quot;/run/vgpud/vgpus/0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a/vfio.sock&quot;,&quot;type&quot;:&quot;unix&quot;},&quot;id&quot;:&quot;vgpu-0e6c2a3c&quot;,&quot;bus&quot;:&quot;pcie.0&quot;,&quot;addr&quot;:&quot;0x10&quot;}\"/>
-    <qemu:arg value=\"-object\"/>
-    <qemu:arg value=\"memory-backend-memfd,id=vgpu-save-guard-mem,size=4096,share=on\"/>
-    <qemu:arg value=\"-device\"/>
-    <qemu:arg value=\"{&quot;driver&quot;:&quot;ivshmem-plain&quot;,&quot;id&quot;:&quot;vgpu-save-guard&quot;,&quot;memdev&quot;:&quot;vgpu-save-guard-mem&quot;,&quot;master&quot;:&quot;off&quot;,&quot;bus&quot;:&quot;pcie.0&quot;,&quot;addr&quot;:&quot;0x1c&quot;}\"/>
+    <qemu:arg value=\"-blockdev\"/>
+    <qemu:arg value=\"{&quot;driver&quot;:&quot;vdi&quot;,&quot;node-name&quot;:&quot;use-vgpuctl-vm-save&quot;,&quot;read-only&quot;:true,&quot;file&quot;:{&quot;driver&quot;:&quot;file&quot;,&quot;filename&quot;:&quot;/run/vgpud/save-guard.vdi&quot;,&quot;locking&quot;:&quot;off&quot;}}\"/>
   </qemu:commandline>
   <!-- kept -->
 </domain>
@@ -102,10 +100,13 @@ fn several_vgpus_have_different_slots_and_are_detached_one_by_one() {
     assert!(two.contains("&quot;0x10&quot;") && two.contains("&quot;0x11&quot;"), "{two}");
     let error = Domain::parse(&two).unwrap().detach(None).unwrap_err().to_string();
     assert!(error.starts_with("has several vGPUs") && error.contains("d001, "), "{error}");
-    assert_eq!(two.matches("ivshmem-plain").count(), 1, "one guard for the domain");
+    assert_eq!(two.matches("save-guard.vdi").count(), 1, "one guard for the domain");
     assert_eq!(detach(&two, Some(attachment(2).vgpu.uuid)), one);
     let other = detach(&two, Some(attachment(1).vgpu.uuid));
-    assert!(other.contains("ivshmem-plain"), "{other}");
+    assert!(other.contains("save-guard.vdi"), "{other}");
+    let waiting = Domain::parse(&two).unwrap().awaiting_state();
+    assert_eq!(waiting.matches("<qemu:arg value=\"-incoming\"/>").count(), 1, "{waiting}");
+    assert_eq!(Domain::parse(&waiting).unwrap().awaiting_state(), waiting, "once");
     assert_eq!(detach(&other, None), PLAIN);
 }
 
@@ -121,9 +122,8 @@ fn used_slots_are_skipped() {
     let taken = |slot: u8| format!("<x><address type='pci' bus='0' slot='{slot}'/></x>");
     let full = (0..32).map(taken).collect::<Vec<_>>().concat();
     assert!(refused(&with(&full)).starts_with("has no free slot"));
-    // The vGPU and the device that prevents saving need one each.
     let all_but_one = (0..32).filter(|slot| *slot != 0x14).map(taken).collect::<Vec<_>>().concat();
-    assert!(refused(&with(&all_but_one)).starts_with("has no free slot"));
+    assert!(attach(&with(&all_but_one), &attachment(1)).contains("&quot;0x14&quot;"));
     let pc = PLAIN.replace("pcie-root", "pci-root").replace("q35", "i440fx");
     assert!(attach(&pc, &attachment(1)).contains("&quot;pci.0&quot;"));
     let none = PLAIN.replace("pcie-root", "none").replace("pc-q35", "microvm");

@@ -5,7 +5,7 @@
 //!
 //! | call of libvirt | action |
 //! | --- | --- |
-//! | `prepare begin`, before libvirt creates resources | starts the vGPUs, or fails the domain |
+//! | `prepare begin`, before libvirt creates resources | writes the guard against plain saves, and starts the vGPUs, or fails the domain |
 //! | `start begin`, when QEMU's user is known | checks that this user owns the sockets |
 //! | `release end`, after the domain has ended for any reason | stops the vGPUs |
 //! | `migrate begin`, on the destination host | refuses, because vGPUs cannot migrate |
@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use hyper::Method;
-use integrate::domain::{Domain, NAMESPACE, Vgpu as Wanted};
+use integrate::domain::{Domain, NAMESPACE, Vgpu as Wanted, save_guard};
 use integrate::xml::MAX_BYTES;
 use mdev_core::ids::VgpuId;
 use vgpud_api::{CreateVgpu, StartVgpu, StopVgpu, Version, Vgpu, VgpuState};
@@ -58,8 +58,8 @@ pub async fn hook(client: &Client, args: Hook) -> Result<(), Failure> {
         ("start", "begin") => hook.ensure_socket_owner().await,
         ("release", "end") => hook.release().await,
         ("migrate", "begin") => Err(Failure::NotNow(format!(
-            "Domain '{name}' has a vGPU, which cannot move to another host; \
-             shut it down, or detach the vGPU first"
+            "Domain '{name}' has a vGPU, which cannot move to another host by virsh; \
+             use `vgpuctl vm save --domain {name}` there and `vgpuctl vm restore` here"
         ))),
         ("restore", "begin") => {
             hook.note_restore().await;
@@ -104,9 +104,12 @@ impl Hooked<'_> {
             let name = self.name;
             return Err(Failure::NotNow(format!(
                 "Domain '{name}' was saved with a vGPU, whose contents a saved state does not have; \
-                 to start it anew: virsh managedsave-remove {name}"
+                 to start it anew: virsh managedsave-remove {name}; `vgpuctl vm save` saves both"
             )));
         }
+        save_guard::write(&self.run_dir().await?).map_err(|error| {
+            Failure::Local(format!("Cannot write the image against plain saves: {error}"))
+        })?;
         for wanted in &self.vgpus {
             self.start(wanted, &claims)
                 .await

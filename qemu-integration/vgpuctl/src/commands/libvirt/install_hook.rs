@@ -26,6 +26,8 @@ const APPARMOR_LOCAL: &str = "etc/apparmor.d/local/abstractions/libvirt-qemu";
 const RULES_TITLE: &str = "# vGPUs: vgpuctl libvirt install-hook";
 /// End of the rule for the sockets of vGPUs, after the run directory.
 const SOCKETS_RULE: &str = "/vgpus/*/vfio.sock rw,";
+/// End of the rule for the guard against plain saves, after the run directory.
+const GUARD_RULE: &str = "/save-guard.vdi r,";
 
 /// Runs `libvirt install-hook`.
 pub fn install(socket: &Path, args: &HookRoot) -> Result<Vec<u8>, Failure> {
@@ -114,6 +116,7 @@ fn without_rules(rules: &str) -> String {
         own = rule == RULES_TITLE
             || own
                 && (rule.ends_with(SOCKETS_RULE)
+                    || rule.ends_with(GUARD_RULE)
                     || BACKENDS.device_nodes().any(|node| node.apparmor == Some(rule)));
         if !own {
             rest.push_str(line);
@@ -140,7 +143,7 @@ fn script(program: &Path, socket: &Path) -> String {
 /// cannot open the file itself, because libvirt gives it a private /dev.
 fn apparmor_rules(socket: &Path) -> String {
     let run_dir = socket.parent().unwrap_or(Path::new("/run/vgpud")).display();
-    let mut rules = format!("{RULES_TITLE}\n{run_dir}{SOCKETS_RULE}\n");
+    let mut rules = format!("{RULES_TITLE}\n{run_dir}{SOCKETS_RULE}\n{run_dir}{GUARD_RULE}\n");
     for rule in BACKENDS.device_nodes().filter_map(|node| node.apparmor) {
         let _ = writeln!(rules, "{rule}");
     }
@@ -179,6 +182,7 @@ mod tests {
         assert_eq!(
             rules,
             "/opt/x r,\n# vGPUs: vgpuctl libvirt install-hook\n/run/vgpud/vgpus/*/vfio.sock rw,\n\
+             /run/vgpud/save-guard.vdi r,\n\
              /dev/nvidia[0-9]* rw,\n"
         );
         let hook = root.path().join(HOOK);
