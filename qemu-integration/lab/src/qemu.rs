@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -60,6 +60,8 @@ pub struct VmSpec {
     pub saved: Option<PathBuf>,
     /// Whether the VM waits for its state, which another program sends.
     pub awaits_state: bool,
+    /// Whether another QEMU can take the VM over.
+    pub replaceable: bool,
     /// Folder of this machine that the guest's root may write to, shared as `root`.
     pub folder: Option<PathBuf>,
     /// UEFI instead of a BIOS.
@@ -81,6 +83,7 @@ impl VmSpec {
             counted_time: false,
             saved: None,
             awaits_state: false,
+            replaceable: false,
             folder: None,
             uefi: None,
             with_kernel: true,
@@ -94,10 +97,22 @@ impl VmSpec {
         self
     }
 
+    /// Returns QEMU's command. `folder` is reserved for its sockets and logs.
+    pub fn command(&self, lab: &Lab, folder: &Path) -> Result<Command> {
+        fs::create_dir_all(folder)
+            .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
+        let mut command = lab.root.qemu.command();
+        command.args(self.args(lab, folder)?);
+        Ok(command)
+    }
+
     fn args(&self, lab: &Lab, folder: &Path) -> Result<Vec<OsString>> {
         let size = self.memory_mib;
         let accelerator = if self.kvm { "kvm" } else { "tcg" };
         let mut machine = format!("q35,accel={accelerator}");
+        if self.replaceable {
+            machine.push_str(",aux-ram-share=on");
+        }
         let mut args: Vec<OsString> = Vec::new();
         let mut add = |words: &[&str]| args.extend(words.iter().map(OsString::from));
         add(&["-nodefaults", "-no-user-config", "-display", "none", "-m", &format!("{size}M")]);
@@ -213,14 +228,11 @@ pub struct Vm {
 impl Vm {
     /// Starts the VM. `folder` is reserved for its sockets and logs.
     pub fn start(lab: &Lab, spec: &VmSpec, folder: &Path) -> Result<Self> {
-        fs::create_dir_all(folder)
-            .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
+        let mut command = spec.command(lab, folder)?;
         for socket in ["agent.sock", "qmp.sock", KEYS] {
             let _ = fs::remove_file(folder.join(socket));
         }
         let errors = folder.join("qemu.log");
-        let mut command = lab.root.qemu.command();
-        command.args(spec.args(lab, folder)?);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&errors)?);
         let mut process = Process::spawn(command, Signal::SIGKILL)?;
         let deadline = Instant::now() + START_LIMIT;

@@ -27,7 +27,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Undefine};
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
 pub use self::programs::Run;
-pub use self::saving::{Restore, Resume, Save, Vm, VmRestore, VmSave, VmTask};
+pub use self::saving::{Restore, Resume, Save, Vm, VmArg, VmRestore, VmSave, VmTask, VmUpgrade};
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
 pub use self::vm::{LibvirtXml, QemuArgs, RunVm};
@@ -128,7 +128,7 @@ pub enum Command {
     Run(Run),
     /// Run a VM with a vGPU of its own: start the vGPU, boot a disk, stop the vGPU at the end.
     RunVm(RunVm),
-    /// Save and restore VMs with their vGPUs.
+    /// Save, restore and upgrade VMs with their vGPUs.
     Vm(Vm),
     /// Save a running vGPU's state into a file, for VMMs that save their VMs themselves.
     Save(Save),

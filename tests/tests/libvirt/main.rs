@@ -6,3 +6,4 @@
 mod domains;
 mod hook;
 mod host;
+mod saving;

@@ -15,4 +15,5 @@ mod run_vm;
 mod saving;
 mod saving_endurance;
 mod tools;
+mod upgrading;
 mod vms;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use lab::picture::Picture;
-use lab::qemu::{Vm, VmSpec};
+use lab::qemu::{Vm, VmSpec, vgpu_device};
 use serde_json::{Value, json};
 
 use crate::bench::{A, B, Bench, C, LIMIT, driver, eventually, job};
@@ -41,7 +41,7 @@ pub fn restore(bench: &Bench, vgpu: &str, vm: &Vm, file: &Path) -> Duration {
 }
 
 /// Starts a load in the guest, each unit of which is checked.
-fn start_load(vm: &mut Vm, seconds: u32) {
+pub fn start_load(vm: &mut Vm, seconds: u32) {
     let load = format!("(vgpu-guest --json bench --seconds {seconds} > /tmp/load 2>&1 &)");
     vm.guest.run(&load, LIMIT).unwrap().success().unwrap();
     std::thread::sleep(Duration::from_secs(2));
@@ -111,6 +111,70 @@ fn a_saved_vm_continues_its_work_on_another_host() {
     vm.quit().unwrap();
 }
 
+/// Returns a VM with two vGPUs.
+fn two(spec: &VmSpec, first: &Path, second: &Path) -> VmSpec {
+    let mut devices = [vgpu_device("first", first), vgpu_device("second", second)];
+    devices[0]["addr"] = json!("0x10");
+    devices[1]["addr"] = json!("0x11");
+    VmSpec { devices: devices.to_vec(), ..spec.clone() }
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_vm_with_two_vgpus_is_restored_with_each_in_its_place() {
+    let mut bench = Bench::new();
+    let spec = bench.spec("two");
+    let mut vm = bench.boot(&two(&spec, &bench.vgpu(A), &bench.vgpu(B)));
+    let found = "for d in /sys/bus/pci/devices/*; do [ $(cat $d/vendor) = 0x1234 ] && basename $d; done; true";
+    let found = vm.guest.run(found, LIMIT).unwrap().success().unwrap().stdout;
+    let [first, second] = found.lines().collect::<Vec<_>>()[..] else { panic!("{found}") };
+    assert_eq!(first, "0000:00:10.0");
+    job(&mut vm, &format!("--pci {second} mandelbrot"));
+    check_picture(&bench, B);
+    let load = format!("vgpu-guest --json --pci {first} bench --seconds 6 > /tmp/load 2>&1");
+    vm.guest.run(&format!("({load} &)"), LIMIT).unwrap().success().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("vm.saved");
+    // The monitor of another VM is refused before anything stops.
+    let other = bench.boot(&bench.spec("other").with_vgpu(&bench.vgpu(C)));
+    let (wrong, name) = (other.keys(), file.to_string_lossy().into_owned());
+    let wrong = ["vm", "save", A, "--monitor", &wrong.to_string_lossy(), "-o", &name];
+    refused(
+        &bench,
+        &wrong,
+        "The monitor's VM has 1 vfio-user devices, and the vGPU's VM has 2 vGPUs",
+    );
+    let wrong = vm.keys();
+    let wrong = ["vm", "save", C, "--monitor", &wrong.to_string_lossy(), "-o", &name];
+    refused(
+        &bench,
+        &wrong,
+        "The monitor's VM has 2 vfio-user devices, and the vGPU's VM has 1 vGPUs",
+    );
+    drop(other);
+    // One of its vGPUs stands for all of them.
+    save(&bench, B, &vm, &file, &[]);
+    eventually("QEMU has ended", || !vm.is_running());
+    drop(vm);
+
+    // Each name has the other place.
+    bench.move_host();
+    let spec = VmSpec { awaits_state: true, ..spec };
+    let spec = two(&spec, &bench.vgpu(B), &bench.vgpu(A));
+    let mut vm = Vm::start(bench.lab, &spec, &bench.host.folder().join("restored")).unwrap();
+    eventually("the VM is attached", || {
+        [A, B].iter().all(|vgpu| !bench.host.vgpu(vgpu).unwrap()["vm"].is_null())
+    });
+    restore(&bench, A, &vm, &file);
+    vm.wait_running().unwrap();
+    check_picture(&bench, A);
+    finish_load(&mut vm);
+    for device in [first, second] {
+        job(&mut vm, &format!("--pci {device} vadd --n 10000"));
+    }
+    vm.quit().unwrap();
+}
+
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
 fn a_vm_goes_on_after_a_snapshot_and_after_refusals() {
@@ -131,13 +195,30 @@ fn a_vm_goes_on_after_a_snapshot_and_after_refusals() {
     vgpuctl(&bench, &["save", A, "-o", &only]);
     let without = ["vm", "restore", A, "--monitor", &monitor, "-i", &only];
     refused(&bench, &without, "has a vGPU, and no VM");
-    bench.host.start_vgpu(B, "SOFT-256MC", None).unwrap();
-    let of_another_type = ["vm", "restore", B, "--monitor", &monitor, "-i", &name];
-    refused(&bench, &of_another_type, "The saved vGPU has type SOFT-256MQ, and vGPU");
+    let of_another_type = bench.host.start_vgpu(B, "SOFT-256MC", None).unwrap();
+    let none = ["vm", "restore", B, "--monitor", &monitor, "-i", &name];
+    refused(&bench, &none, "has no VM; start QEMU first");
+    let waiting = |name: &str, memory_mib: u32, socket: &Path| {
+        let spec = VmSpec { awaits_state: true, memory_mib, ..bench.spec(name) };
+        Vm::start(bench.lab, &spec.with_vgpu(socket), &bench.host.folder().join(name)).unwrap()
+    };
+    let other = waiting("other", 256, &of_another_type);
+    let keys = text(&other.keys());
+    let words = "has a vGPU of type SOFT-256MQ, and this VM of type SOFT-256MC; start the saved";
+    refused(&bench, &["vm", "restore", B, "--monitor", &keys, "-i", &name], words);
+    let words = "The monitor's VM does not have the vGPU, or all of the vGPUs";
+    refused(&bench, &["vm", "save", A, "--monitor", &keys, "-o", &name], words);
+    drop(other);
+    let place = "and this VM has none there; start QEMU with the command line of the saved VM";
     let socket = bench.vgpu(C);
-    let smaller = VmSpec { awaits_state: true, memory_mib: 128, ..bench.spec("smaller") };
-    let folder_of_vm = bench.host.folder().join("smaller");
-    let other = Vm::start(bench.lab, &smaller.with_vgpu(&socket), &folder_of_vm).unwrap();
+    let mut moved = VmSpec { awaits_state: true, ..bench.spec("moved") }.with_vgpu(&socket);
+    moved.devices[0]["addr"] = json!("0x15");
+    let other = Vm::start(bench.lab, &moved, &bench.host.folder().join("moved")).unwrap();
+    refused(&bench, &["vm", "restore", C, "--monitor", &text(&other.keys()), "-i", &name], place);
+    drop(other);
+    let no_domain = "has a VM that is no domain; name its vGPU and its monitor";
+    refused(&bench, &["vm", "restore", "--domain", "x", "-i", &name], no_domain);
+    let other = waiting("smaller", 128, &socket);
     let keys = text(&other.keys());
     refused(&bench, &["vm", "restore", C, "--monitor", &keys, "-i", &name], "QEMU failed: ");
     drop(other);

@@ -1,11 +1,12 @@
-//! Commands that save and restore vGPUs and VMs.
+//! Commands that save, restore and upgrade vGPUs and VMs.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{ArgGroup, Args, Subcommand};
 
 use super::Output;
-use super::vgpu::VgpuArg;
+use super::vgpu::{OptionalVgpuArg, VGPU_ARGS, VgpuArg};
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -54,7 +55,7 @@ pub struct Resume {
     pub output: Output,
 }
 
-/// Save and restore VMs with their vGPUs.
+/// Save, restore and upgrade VMs with their vGPUs.
 #[derive(Debug, Args)]
 pub struct Vm {
     #[command(subcommand)]
@@ -63,25 +64,49 @@ pub struct Vm {
 
 #[derive(Debug, Subcommand)]
 pub enum VmTask {
-    /// Save a VM with its vGPU into a file, and end the VM.
+    /// Save a VM with its vGPUs into a file, and end the VM.
     Save(VmSave),
-    /// Restore a VM with its vGPU from a file.
+    /// Restore a VM with its vGPUs from a file.
     Restore(VmRestore),
+    /// Replace the QEMU of a running VM by a new one, without a restart of the guest.
+    Upgrade(VmUpgrade),
+}
+
+/// Options that select a VM.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("vm").required(true).args(VGPU_ARGS).arg("domain"))]
+pub struct VmArg {
+    /// A vGPU of the VM.
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
+    /// QMP socket of the VM.
+    #[arg(
+        long,
+        value_name = "PATH",
+        required_unless_present = "domain",
+        conflicts_with = "domain"
+    )]
+    pub monitor: Option<PathBuf>,
+    /// Domain of libvirt, by name, ID or uuid, in place of a vGPU and a monitor.
+    #[arg(long, value_name = "DOMAIN")]
+    pub domain: Option<String>,
+    /// Connection URI of libvirt on this host, as for virsh.
+    #[arg(short, long, value_name = "URI", default_value = "qemu:///system", requires = "domain")]
+    pub connect: String,
 }
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The VM is paused while it is saved, and QEMU ends afterwards. What cannot be saved is refused before
-anything is paused. The file has checksums. See docs/saving.md.
+The VM is paused while it is saved, and QEMU ends afterwards. The file has all vGPUs of the VM; one
+of them selects it. What cannot be saved is refused before anything is paused. The file has
+checksums. See docs/saving.md.
 
-Example:
-  vgpuctl vm save web1 --monitor /run/vm/qmp.sock -o web1.vm")]
+Examples:
+  vgpuctl vm save web1 --monitor /run/vm/qmp.sock -o web1.vm
+  vgpuctl vm save --domain vm1 -o vm1.vm           a domain of libvirt")]
 pub struct VmSave {
     #[command(flatten)]
-    pub vgpu: VgpuArg,
-    /// QMP socket of the VM.
-    #[arg(long, value_name = "PATH")]
-    pub monitor: PathBuf,
+    pub vm: VmArg,
     /// File to write.
     #[arg(short = 'o', long = "file", value_name = "FILE")]
     pub file: PathBuf,
@@ -95,21 +120,20 @@ pub struct VmSave {
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Start the vGPU and QEMU first, QEMU with the command line of the VM that was saved and
-`-incoming defer`, on this host or another one. The whole file is checked before anything is
-restored. The VM continues afterwards.
+Start the vGPUs and QEMU first, QEMU with the command line of the VM that was saved and
+`-incoming defer`, on this host or another one. A domain of libvirt must be shut off: this command
+starts it, with the XML in the file. The whole file is checked before anything is restored. The VM
+continues afterwards.
 
-Example:
+Examples:
   vgpuctl start web1
   eval qemu-system-x86_64 ... -incoming defer -qmp unix:/run/vm/qmp.sock,server=on,wait=off \\
     \"$(vgpuctl qemu-args web1)\" &
-  vgpuctl vm restore web1 --monitor /run/vm/qmp.sock -i web1.vm")]
+  vgpuctl vm restore web1 --monitor /run/vm/qmp.sock -i web1.vm
+  vgpuctl vm restore --domain vm1 -i vm1.vm        a domain of libvirt")]
 pub struct VmRestore {
     #[command(flatten)]
-    pub vgpu: VgpuArg,
-    /// QMP socket of the VM.
-    #[arg(long, value_name = "PATH")]
-    pub monitor: PathBuf,
+    pub vm: VmArg,
     /// File that `vm save` wrote.
     #[arg(short = 'i', long = "file", value_name = "FILE")]
     pub file: PathBuf,
@@ -119,4 +143,35 @@ pub struct VmRestore {
     /// Output format: nothing as text, or the vGPU as JSON.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Starts the new QEMU, which gets the guest's memory and the vGPUs from the old one (QEMU's
+cpr-transfer), and ends the old one. The guest is paused for a moment. If the new QEMU fails, the
+guest continues in the old one.
+
+The old QEMU needs `-machine aux-ram-share=on` and shared memory. The command of the new one has the
+same devices. Sockets that QEMU makes itself, such as its monitor, need other paths: the old QEMU
+removes its own when it ends. Its messages go to a file beside the new monitor, with `.log` added.
+See docs/saving.md.
+
+Example:
+  vgpuctl vm upgrade web1 --monitor /run/vm/qmp1.sock --new-monitor /run/vm/qmp2.sock -- \\
+    /opt/qemu/bin/qemu-system-x86_64 ... -qmp unix:/run/vm/qmp2.sock,server=on,wait=off")]
+pub struct VmUpgrade {
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
+    /// QMP socket of the running QEMU.
+    #[arg(long, value_name = "PATH")]
+    pub monitor: PathBuf,
+    /// QMP socket that the new QEMU makes.
+    #[arg(long, value_name = "PATH")]
+    pub new_monitor: PathBuf,
+    /// Output format: the length of the pause, or the vGPU and the pause as JSON.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+    /// New QEMU and its arguments, after --. `-incoming` is added.
+    #[arg(last = true, required = true)]
+    pub command: Vec<OsString>,
 }

@@ -10,7 +10,7 @@ use mdev_core::stream::{Head, Part, StreamError, StreamReader, StreamWriter};
 use serde_json::json;
 use tempfile::NamedTempFile;
 use vgpud_api::{RestoredVgpu, SaveVgpu};
-use vgpud_host::body::body_writer;
+use vgpud_host::body::{BodyReader, body_writer};
 
 use crate::cli::{Output, Restore, Resume, Save};
 use crate::client::{Client, vgpu_path};
@@ -25,7 +25,8 @@ pub async fn save(client: &Client, args: Save) -> Result<Vec<u8>, Failure> {
     let vgpu = args.vgpu.vgpu()?;
     let request = SaveVgpu { keep_paused: args.keep_paused, check: false };
     let file = NewFile::create(&args.file)?;
-    let bytes = save_into(client, &vgpu.to_string(), &request, file, |_| Ok(())).await?;
+    let body = begin_save(client, &vgpu.to_string(), &request).await?;
+    let bytes = save_into(vec![(body, None)], file, |_| Ok(())).await?;
     written(&args.file, bytes, args.output)
 }
 
@@ -37,7 +38,7 @@ pub async fn restore(client: &Client, args: Restore) -> Result<Vec<u8>, Failure>
         let message = format!("{file} is a saved VM; `vgpuctl vm restore` restores it");
         return Err(Failure::Usage(message));
     }
-    let restored = restore_from(client, &vgpu.to_string(), &args.file).await?;
+    let restored = restore_from(client, &vgpu.to_string(), &args.file, 0).await?;
     match args.output {
         Output::Text => Ok(Vec::new()),
         Output::Json => pretty(&restored),
@@ -107,30 +108,50 @@ fn cannot(what: &str, file: &Path, error: &dyn Display) -> Failure {
     Failure::Local(format!("Cannot {what} {}: {error}", file.display()))
 }
 
-/// Saves a vGPU into a new file; `more` adds to the stream. Returns the length of the file.
-pub async fn save_into(
+/// Asks for a vGPU's stream. The vGPU is paused then.
+pub async fn begin_save(
     client: &Client,
     vgpu: &str,
     request: &SaveVgpu,
+) -> Result<BodyReader, Failure> {
+    client.post_for_stream(&format!("{}/save", vgpu_path(vgpu)), request).await
+}
+
+/// Writes vGPUs, each with its place in a VM, into a new file; `more` adds to the stream. Returns
+/// the length of the file.
+pub async fn save_into(
+    vgpus: Vec<(BodyReader, Option<u16>)>,
     file: NewFile,
     more: impl FnOnce(&mut StreamWriter<BufWriter<&File>>) -> Result<(), Failure> + Send + 'static,
 ) -> Result<u64, Failure> {
-    let body = client.post_for_stream(&format!("{}/save", vgpu_path(vgpu)), request).await?;
     blocking(move || {
         let name = file.name.clone();
         let failed = |error: &dyn Display| cannot("write", &name, error);
         let received = |error: StreamError| {
             Failure::Local(format!("vgpud did not send the whole vGPU: {error}"))
         };
-        let (mut from, head) = StreamReader::new(body).map_err(received)?;
-        let to = BufWriter::with_capacity(BUFFER, file.file.as_file());
-        let mut to = StreamWriter::new(to, &head).map_err(|error| failed(&error))?;
-        loop {
-            match from.next_part().map_err(received)? {
-                Part::End => break,
-                part => to.copy(&part).map_err(|error| failed(&error))?,
+        let mut writer = None;
+        for (body, place) in vgpus {
+            let (mut from, head) = StreamReader::new(body).map_err(received)?;
+            let head = Head { place, ..head };
+            let to = match &mut writer {
+                None => {
+                    let to = BufWriter::with_capacity(BUFFER, file.file.as_file());
+                    writer.insert(StreamWriter::new(to, &head).map_err(|error| failed(&error))?)
+                }
+                Some(to) => {
+                    to.next(&head).map_err(|error| failed(&error))?;
+                    to
+                }
+            };
+            loop {
+                match from.next_part().map_err(received)? {
+                    Part::End => break,
+                    part => to.copy(&part).map_err(|error| failed(&error))?,
+                }
             }
         }
+        let mut to = writer.ok_or_else(|| Failure::Local("The VM has no vGPU".to_owned()))?;
         more(&mut to)?;
         to.finish().map_err(|error| failed(&error)).map(drop)?;
         file.finish().map_err(|error| failed(&error))
@@ -141,8 +162,10 @@ pub async fn save_into(
 /// What a file has.
 #[derive(Debug)]
 pub struct Checked {
-    /// Description of the vGPU.
-    pub head: Head,
+    /// Descriptions of the vGPUs.
+    pub heads: Vec<Head>,
+    /// XML of the VM's libvirt domain; empty for other VMs.
+    pub domain: String,
     /// The file has a VM, too.
     pub machine: bool,
 }
@@ -160,34 +183,45 @@ pub fn open(file: &Path) -> Result<(StreamReader<impl Read + use<>>, Head), Fail
 /// Checks all of a file, so that nothing is restored from a damaged one.
 pub fn check(file: &Path) -> Result<Checked, Failure> {
     let (mut reader, head) = open(file)?;
-    let mut machine = false;
+    let (mut heads, mut domain, mut machine) = (vec![head], Vec::new(), false);
     loop {
         match reader.next_part().map_err(|error| cannot("restore", file, &error))? {
+            Part::Next(head) => heads.push(head),
+            Part::Domain(data) => domain.extend_from_slice(data),
             Part::Machine(_) => machine = true,
-            Part::End => return Ok(Checked { head, machine }),
-            Part::State(_) | Part::Memory { .. } | Part::Next(_) | Part::Domain(_) => {}
+            Part::End => break,
+            Part::State(_) | Part::Memory { .. } => {}
         }
     }
+    let domain = String::from_utf8(domain).map_err(|error| cannot("restore", file, &error))?;
+    Ok(Checked { heads, domain, machine })
 }
 
-/// Restores a vGPU from a file that was checked. The vGPU is paused then.
+/// Restores a vGPU from the vGPU of this index in a file that was checked. The vGPU is paused then.
 pub async fn restore_from(
     client: &Client,
     vgpu: &str,
     file: &Path,
+    index: usize,
 ) -> Result<RestoredVgpu, Failure> {
     let (writer, body) = body_writer();
     let (name, path) = (file.to_owned(), format!("{}/restore", vgpu_path(vgpu)));
     let sent = blocking(move || {
-        let (mut from, head) = open(&name)?;
+        let (mut from, first) = open(&name)?;
         let failed = |error: &dyn Display| cannot("restore", &name, error);
         let send = || -> Result<(), StreamError> {
-            let mut to = StreamWriter::new(writer, &head)?;
-            loop {
+            let mut head = first;
+            let mut left = index;
+            while left > 0 {
                 match from.next_part()? {
-                    Part::Next(_) | Part::Domain(_) | Part::Machine(_) | Part::End => break,
-                    part => to.copy(&part)?,
+                    Part::Next(next) => (head, left) = (next, left - 1),
+                    Part::End => return Err(StreamError::Cut),
+                    _ => {}
                 }
+            }
+            let mut to = StreamWriter::new(writer, &head)?;
+            while let part @ (Part::State(_) | Part::Memory { .. }) = from.next_part()? {
+                to.copy(&part)?;
             }
             to.finish()?.flush()?;
             Ok(())

@@ -42,6 +42,11 @@ const BEYOND: &[(&str, &str)] = &[
     ("Cannot make a pipe", "only a process without free descriptors cannot"),
     ("QEMU did not finish in time", "it takes a QEMU that stops in the midst of a migration"),
     ("The file was not read", "it takes a panic"),
+    ("libvirt passes no reply of QEMU", "virsh prints QEMU's reply"),
+    ("The VM has no vGPU", "a VM is found by one of its vGPUs"),
+    ("vgpuctl: note: the domain was not restored, and cannot be", "virsh destroy does not fail"),
+    ("vgpuctl: note: the VM may be paused", "it takes a QEMU that ends at that moment"),
+    ("QEMU does not give the transfer up", "it takes a QEMU that stops in the midst of a transfer"),
     ("the worker passes too long a state", "only a worker that was taken over does"),
     ("the worker passes a part of its video memory", "only a worker that was taken over does"),
 ];

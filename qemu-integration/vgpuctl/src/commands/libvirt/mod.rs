@@ -8,7 +8,7 @@
 mod claims;
 mod hook;
 mod install_hook;
-mod virsh;
+pub mod virsh;
 
 use std::fs;
 use std::path::{Path, PathBuf};

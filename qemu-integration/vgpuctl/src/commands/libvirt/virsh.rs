@@ -1,7 +1,10 @@
 //! Access to libvirt by virsh, which has libvirt's checks and supports remote connections.
 
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
 
 use crate::failure::Failure;
 
@@ -49,8 +52,70 @@ impl<'a> Virsh<'a> {
         self.run(&["define", "/dev/stdin"], domain, xml).map(drop)
     }
 
+    /// Returns the XML with which the running domain can be started again, with its secrets.
+    pub fn running(&self, domain: &str) -> Result<String, Failure> {
+        self.run(&["dumpxml", "--migratable", "--security-info", domain], domain, "")
+    }
+
+    /// Returns a domain's uuid.
+    pub fn uuid(&self, domain: &str) -> Result<String, Failure> {
+        Ok(self.run(&["domuuid", domain], domain, "")?.trim().to_owned())
+    }
+
+    /// Pauses, continues or ends a domain: `suspend`, `resume`, `destroy`.
+    pub fn change(&self, what: &str, domain: &str) -> Result<(), Failure> {
+        self.run(&[what, domain], domain, "").map(drop)
+    }
+
+    /// Starts a domain with this XML, paused. Its definition stays as it is.
+    pub fn create_paused(&self, domain: &str, xml: &str) -> Result<(), Failure> {
+        self.run(&["create", "/dev/stdin", "--paused"], domain, xml).map(drop)
+    }
+
+    /// Passes a command to QEMU's monitor, with a descriptor. Returns QEMU's reply.
+    pub fn monitor(
+        &self,
+        domain: &str,
+        command: &Value,
+        fd: Option<OwnedFd>,
+    ) -> Result<Value, Failure> {
+        let command = command.to_string();
+        let mut args = vec!["qemu-monitor-command", "--domain", domain];
+        // The descriptor is the standard input of virsh.
+        let input = fd.map(|fd| {
+            args.extend(["--pass-fds", "0"]);
+            Stdio::from(fd)
+        });
+        args.extend(["--cmd", &command]);
+        let output = self.command(&args).stdin(input.unwrap_or_else(Stdio::null)).output();
+        let reply = self.succeeded(output, domain)?;
+        serde_json::from_str(&reply).map_err(|error| {
+            Failure::Local(format!("libvirt passes no reply of QEMU for '{domain}': {error}"))
+        })
+    }
+
+    /// Runs commands of QEMU's human monitor and returns what they print. The domain is a uuid.
+    pub fn human(&self, uuid: &str, lines: &[String]) -> Result<String, Failure> {
+        let command = ["qemu-monitor-command", "--domain", uuid, "--hmp", "--cmd"].join(" ");
+        let one = |line: &String| [command.as_str(), " '", line, "'"].concat();
+        let all = lines.iter().map(one).collect::<Vec<_>>().join("; ");
+        let output = self.command(&[&all]).stdin(Stdio::null()).output();
+        // The status of virsh is that of the last command.
+        match output {
+            Ok(output) if !output.stderr.is_empty() => {
+                Err(self.failure(&String::from_utf8_lossy(&output.stderr), uuid))
+            }
+            output => self.succeeded(output, uuid),
+        }
+    }
+
     fn run(&self, args: &[&str], domain: &str, input: &str) -> Result<String, Failure> {
-        let output = self.output(args, input).map_err(|error| match error.kind() {
+        self.succeeded(self.output(args, input), domain)
+    }
+
+    /// Returns what virsh has printed, or its failure.
+    fn succeeded(&self, output: io::Result<Output>, domain: &str) -> Result<String, Failure> {
+        let output = output.map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Failure::Local(
                 "There is no virsh on this host; install libvirt's clients (Debian: apt install \
                  libvirt-clients), or use `vgpuctl libvirt-xml`"
@@ -67,16 +132,21 @@ impl<'a> Virsh<'a> {
     }
 
     fn output(&self, args: &[&str], input: &str) -> io::Result<Output> {
-        let mut command = Command::new("virsh");
-        command.args(["--quiet", "--connect", self.uri]).args(args).env("LC_ALL", "C");
+        let mut command = self.command(args);
         let stdin = if input.is_empty() { Stdio::null() } else { Stdio::piped() };
-        let mut child =
-            command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut child = command.stdin(stdin).spawn()?;
         if let Some(mut stdin) = child.stdin.take() {
             // If virsh stops reading, its own message has the reason.
             let _ = stdin.write_all(input.as_bytes());
         }
         child.wait_with_output()
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new("virsh");
+        command.args(["--quiet", "--connect", self.uri]).args(args).env("LC_ALL", "C");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
     }
 
     /// Converts the error messages of virsh to a one-line failure.

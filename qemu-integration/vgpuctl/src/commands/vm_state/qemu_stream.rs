@@ -1,0 +1,100 @@
+//! QEMU's own stream of a VM, by a pipe.
+
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mdev_core::stream::{MAX_CHUNK, Part};
+use serde_json::json;
+
+use super::monitor::{Monitor, failed};
+use crate::commands::saving;
+use crate::failure::Failure;
+
+/// Name of the pipe that QEMU reads or writes.
+const PIPE: &str = "vgpuctl-vm";
+/// Longest time for QEMU to save or restore a VM, after the last byte.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Interval of questions.
+const INTERVAL: Duration = Duration::from_millis(5);
+
+/// Lets QEMU write the VM, and calls `write` with its bytes.
+pub fn send_machine(
+    monitor: &mut Monitor,
+    write: impl FnMut(&[u8]) -> io::Result<()>,
+) -> Result<(), Failure> {
+    let (from, into) = pipe()?;
+    monitor.pass_descriptor(PIPE, into.into())?;
+    monitor.execute("migrate", &json!({ "uri": format!("fd:{PIPE}") }))?;
+    let copied = copy(from, write);
+    let completed = wait_completed(monitor);
+    // QEMU then only knows that the pipe broke.
+    copied.map_err(|error| failed(&error)).and(completed)
+}
+
+/// Lets QEMU read the VM in a file.
+pub fn receive_machine(monitor: &mut Monitor, file: &Path) -> Result<(), Failure> {
+    let (from, mut into) = pipe()?;
+    monitor.pass_descriptor(PIPE, from.into())?;
+    // Otherwise QEMU would end at an error, and its reason would be lost.
+    let from = json!({ "uri": format!("fd:{PIPE}"), "exit-on-error": false });
+    monitor.execute("migrate-incoming", &from)?;
+    let file = file.to_owned();
+    let writer = thread::spawn(move || -> Result<(), Failure> {
+        let (mut stream, _) = saving::open(&file)?;
+        loop {
+            match stream.next_part().map_err(|error| failed(&error))? {
+                Part::Machine(data) => into.write_all(data).map_err(|error| failed(&error))?,
+                Part::End => return Ok(()),
+                Part::State(_) | Part::Memory { .. } | Part::Next(_) | Part::Domain(_) => {}
+            }
+        }
+    });
+    let completed = wait_completed(monitor);
+    let written = writer.join().unwrap_or_else(|_| Err(failed(&"The file was not read")));
+    // QEMU's reason says more than that the pipe broke.
+    completed.and(written)
+}
+
+fn pipe() -> Result<(PipeReader, PipeWriter), Failure> {
+    io::pipe().map_err(|error| Failure::Local(format!("Cannot make a pipe: {error}")))
+}
+
+/// Calls `write` with all that comes out of a pipe.
+fn copy(mut from: PipeReader, mut write: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    let mut buffer = vec![0; MAX_CHUNK];
+    let mut filled = 0;
+    loop {
+        let read = from.read(&mut buffer[filled..])?;
+        filled += read;
+        if filled == buffer.len() || read == 0 {
+            if filled > 0 {
+                write(&buffer[..filled])?;
+            }
+            filled = 0;
+        }
+        if read == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Waits until QEMU has saved or restored the VM.
+pub fn wait_completed(monitor: &mut Monitor) -> Result<(), Failure> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let state = monitor.execute("query-migrate", &json!({}))?;
+        match state["status"].as_str().unwrap_or_default() {
+            "completed" => return Ok(()),
+            "failed" | "cancelled" => {
+                let reason = state["error-desc"].as_str().unwrap_or("no reason is known");
+                return Err(Failure::Local(format!("QEMU failed: {reason}")));
+            }
+            _ if Instant::now() > deadline => {
+                return Err(Failure::Local("QEMU did not finish in time".to_owned()));
+            }
+            _ => thread::sleep(INTERVAL),
+        }
+    }
+}
