@@ -217,6 +217,22 @@ fn private_memory_of_vms_is_reported() {
 }
 
 #[test]
+fn what_plain_saves_do_to_a_vm_is_said() {
+    let said = |line: &str| {
+        let fake = Fake::new();
+        fake.write("proc/60/cmdline", line);
+        fake.findings().into_iter().map(|finding| finding.what + "\n").collect::<String>()
+    };
+    assert!(
+        said(SHARED)
+            .contains("VM web (process 60) is saved with its vGPU by `vgpuctl vm save` only")
+    );
+    let guard = "-blockdev\0{\"driver\":\"vdi\",\"node-name\":\"use-vgpuctl-vm-save\"}\0-cpu";
+    let guarded = said(&SHARED.replace("-cpu", guard));
+    assert!(guarded.contains("it refuses virsh save"), "{guarded}");
+}
+
+#[test]
 fn vms_without_room_for_hot_plug_are_reported() {
     let amd = SHARED.replace("Skylake-Client", "EPYC-Milan");
     let change = |h: &mut Fake| h.write("proc/60/cmdline", &amd);

@@ -1,7 +1,8 @@
-//! Checks of running VMs with vGPUs: shared memory, room for hot-plugged devices.
+//! Checks of running VMs with vGPUs: shared memory, plain saves, room for hot-plugged devices.
 
 use host_inventory::files::Process;
 use host_inventory::{Finding, HostFiles};
+use integrate::domain::save_guard;
 
 const CHECK: &str = "vm";
 
@@ -33,6 +34,7 @@ fn check_one(host: &HostFiles, vm: &Process) -> Vec<Finding> {
             "add <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking> to the domain, or share=on to QEMU's command line (vgpuctl qemu-args -u UUID -- COMMAND); then restart the VM",
         )
     }];
+    findings.push(Finding::ok(CHECK, format!("{name} {}", plain_saves(&vm.args))));
     if hot_plug_without_room(host, &vm.args) {
         findings.push(Finding::warning(
             CHECK,
@@ -41,6 +43,16 @@ fn check_one(host: &HostFiles, vm: &Process) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// Says what QEMU's own ways to save a VM do.
+fn plain_saves(args: &[String]) -> &'static str {
+    if values(args, "-blockdev").any(|device| device.contains(save_guard::NODE)) {
+        "is saved with its vGPU by `vgpuctl vm save`; it refuses virsh save, managedsave and migrate"
+    } else {
+        "is saved with its vGPU by `vgpuctl vm save` only: migrate and savevm of QEMU, and virsh \
+         save, leave the vGPU out, and the guest then finds a device that was reset"
+    }
 }
 
 /// Returns the VM's name from `-name guest=NAME`, with the process ID.
