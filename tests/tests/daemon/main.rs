@@ -3,6 +3,7 @@
 mod adoption;
 mod console;
 mod crashes;
+mod handover;
 mod lifecycle;
 mod metrics;
 mod migration;

@@ -20,9 +20,9 @@ use system_tests::{Vgpud, bytes, wait_for};
 use zerocopy::IntoBytes;
 
 /// BARs and configuration space.
-const DISPLAY: u32 = 2;
+pub const DISPLAY: u32 = 2;
 const CONTROL: u32 = 3;
-const VRAM: u32 = 4;
+pub const VRAM: u32 = 4;
 const CONFIG: u32 = 7;
 
 /// `VFIO_DEVICE_STATE_*`.
@@ -39,13 +39,13 @@ const RAM: u64 = 1 << 20;
 const PIECE: u32 = 1 << 20;
 
 /// A VM's monitor and its guest.
-struct Guest {
-    client: RawClient,
+pub struct Guest {
+    pub client: RawClient,
     ram: File,
 }
 
 impl Guest {
-    fn attach(vgpud: &Vgpud, uuid: &str) -> Self {
+    pub fn attach(vgpud: &Vgpud, uuid: &str) -> Self {
         let mut client = RawClient::attach(&vgpud.vfio_socket(uuid));
         let ram = memory(RAM);
         let fd: OwnedFd = ram.try_clone().unwrap().into();
@@ -53,7 +53,7 @@ impl Guest {
         Self { client, ram }
     }
 
-    fn request(&mut self, opcode: Opcode, payload: &[u8]) -> Status {
+    pub fn request(&mut self, opcode: Opcode, payload: &[u8]) -> Status {
         let header = Header {
             opcode: opcode as u32,
             request_bytes: payload.len() as u32,
@@ -102,7 +102,7 @@ impl Guest {
     }
 }
 
-fn start(vgpud: &Vgpud, mdev_type: &str) -> Result<String> {
+pub fn start(vgpud: &Vgpud, mdev_type: &str) -> Result<String> {
     vgpud.create(&json!({ "mdev_type": mdev_type, "run": true }))
 }
 

@@ -1,0 +1,89 @@
+//! A vGPU that another process of its VM takes over, by requests of the control API.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use anyhow::Result;
+use mdev_core::abi::mailbox::{MapVram, Opcode, Status, VA_START};
+use serde_json::{Value, json};
+use system_tests::Vgpud;
+use system_tests::raw_client::RESET;
+use zerocopy::IntoBytes;
+
+use crate::migration::{DISPLAY, Guest, VRAM, start};
+
+fn step(vgpud: &Vgpud, uuid: &str, step: &str) -> Result<Value> {
+    vgpud.call("POST", &format!("/v1/vgpus/{uuid}/handover"), Some(&json!({ "step": step })))
+}
+
+/// Checks that a step is refused with these words.
+fn refused(vgpud: &Vgpud, uuid: &str, name: &str, words: &str) {
+    let said = format!("{:?}", step(vgpud, uuid, name));
+    assert!(said.contains(words), "{name}: {said}");
+}
+
+/// Returns a guest with a mapping, a display mode and video memory.
+fn busy(vgpud: &Vgpud, uuid: &str) -> Guest {
+    let mut guest = Guest::attach(vgpud, uuid);
+    guest.client.write(VRAM, 0x1000, &[0x77; 64]);
+    guest.client.write(DISPLAY, 0x502, &320_u16.to_le_bytes());
+    let vram = MapVram { va: VA_START, offset: 0x3000, length: 0x1000, ..MapVram::default() };
+    assert_eq!(guest.request(Opcode::MapVram, vram.as_bytes()), Status::Ok);
+    guest
+}
+
+/// Checks that a process has the vGPU as [`busy`] has left it.
+fn has_the_vgpu(guest: &mut Guest) {
+    assert_eq!(guest.client.read(VRAM, 0x1000, 64), [0x77; 64]);
+    assert_eq!(guest.client.read(DISPLAY, 0x502, 2), 320_u16.to_le_bytes());
+    let again = MapVram { va: VA_START, offset: 0x3000, length: 0x1000, ..MapVram::default() };
+    assert_ne!(guest.request(Opcode::MapVram, again.as_bytes()), Status::Ok, "it is mapped");
+    assert_eq!(guest.request(Opcode::GetInfo, &[]), Status::Ok);
+}
+
+#[test]
+fn a_second_process_takes_the_vgpu_over_or_leaves_it() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = start(&vgpud, "SOFT-256MQ")?;
+    refused(&vgpud, &uuid, "begin", "has no VM");
+    let mut old = busy(&vgpud, &uuid);
+    refused(&vgpud, &uuid, "adopt", "No process is taking over");
+    refused(&vgpud, &uuid, "abandon", "No process is taking over");
+    let resume = format!("/v1/vgpus/{uuid}/resume");
+
+    // Given up before and after a second process has it, and when that one has ended.
+    for adopted in [false, true] {
+        step(&vgpud, &uuid, "begin")?;
+        refused(&vgpud, &uuid, "adopt", "No other process of its VM has attached");
+        refused(&vgpud, &uuid, "begin", "Another process of the VM is taking over already");
+        let mut new = Guest::attach(&vgpud, &uuid);
+        new.client.ok(RESET, &[]);
+        if adopted {
+            step(&vgpud, &uuid, "adopt")?;
+            drop(new);
+        }
+        step(&vgpud, &uuid, "abandon")?;
+        vgpud.call("POST", &resume, None)?;
+        has_the_vgpu(&mut old);
+    }
+    // An operator's `resume` gives it back, too.
+    step(&vgpud, &uuid, "begin")?;
+    vgpud.call("POST", &resume, None)?;
+    has_the_vgpu(&mut old);
+
+    step(&vgpud, &uuid, "begin")?;
+    let mut new = Guest::attach(&vgpud, &uuid);
+    new.client.ok(RESET, &[]);
+    let adopted = step(&vgpud, &uuid, "adopt")?;
+    assert_eq!(adopted["config"].as_array().unwrap().last().unwrap()["offset"], 4);
+    vgpud.call("POST", &resume, None)?;
+    has_the_vgpu(&mut new);
+    old.client.is_closed();
+    // The next VM gets nothing of it.
+    drop(new);
+    system_tests::wait_for("the VM is gone", || {
+        vgpud.show(&uuid).is_ok_and(|vgpu| vgpu["vm"].is_null())
+    })?;
+    let mut next = Guest::attach(&vgpud, &uuid);
+    assert_eq!(next.client.read(VRAM, 0x1000, 64), [0; 64]);
+    Ok(())
+}
