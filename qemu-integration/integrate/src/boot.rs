@@ -111,7 +111,7 @@ mod tests {
         let text = line(&boot(""));
         assert!(
             text.starts_with(
-                "qemu -name web1 -machine q35,memory-backend=vgpu-mem -accel kvm -cpu max -smp 2 -m 2G \
+                "qemu -name web1 -machine q35,memory-backend=vgpu-mem,aux-ram-share=on -accel kvm -cpu max -smp 2 -m 2G \
                  -drive file=a,,b.qcow2,format=qcow2,if=virtio -display none "
             ),
             "{text}"

@@ -9,6 +9,9 @@ use crate::Device;
 /// ID of the added memory backend.
 pub const MEMORY_ID: &str = "vgpu-mem";
 
+/// Option of a machine whose memory a new QEMU can take over: `vgpuctl vm upgrade`.
+const REPLACEABLE: &str = "aux-ram-share=on";
+
 /// Option against the display adapter that QEMU adds by default.
 const NO_VGA: [&str; 2] = ["-vga", "none"];
 
@@ -80,7 +83,7 @@ pub enum AttachError {
 /// Returns arguments for a new VM: machine, shared memory and the device. A vGPU with a display head
 /// is the VM's only display adapter.
 pub fn new_vm(device: &Device, machine: &str, memory: &str, head: bool) -> Vec<String> {
-    let machine = format!("{machine},memory-backend={MEMORY_ID}");
+    let machine = format!("{machine},memory-backend={MEMORY_ID},{REPLACEABLE}");
     // The machine takes the memory size from -m, which must agree with the backend's size.
     let mut args = ["-machine", &machine, "-m", memory].map(str::to_owned).to_vec();
     args.extend(memory_args(memory));
@@ -128,7 +131,7 @@ pub fn attach(
     }
     if backends.is_empty() {
         let memory = values("m").last().map(|at| memory_size(&args[*at]));
-        let backend = format!("memory-backend={MEMORY_ID}");
+        let backend = format!("memory-backend={MEMORY_ID},{REPLACEABLE}");
         match machines.last() {
             Some(at) => args[*at] = format!("{},{backend}", args[*at]),
             None => args.extend(["-machine".to_owned(), backend]),
@@ -264,7 +267,7 @@ mod tests {
         assert_eq!(
             new_vm(&Device::new("/s"), "q35,accel=kvm", "2G", true).join(" "),
             format!(
-                "-machine q35,accel=kvm,memory-backend=vgpu-mem -m 2G \
+                "-machine q35,accel=kvm,memory-backend=vgpu-mem,aux-ram-share=on -m 2G \
                  -object memory-backend-memfd,id=vgpu-mem,size=2G,share=on -vga none \
                  -device {DEVICE}"
             )
@@ -297,16 +300,20 @@ mod tests {
         let object =
             |size| format!("-object memory-backend-memfd,id=vgpu-mem,size={size},share=on");
         for (existing, expected, size) in [
-            ("qemu", "qemu -machine memory-backend=vgpu-mem", "128M"),
-            ("qemu -m 512", "qemu -m 512 -machine memory-backend=vgpu-mem", "512M"),
+            ("qemu", "qemu -machine memory-backend=vgpu-mem,aux-ram-share=on", "128M"),
+            (
+                "qemu -m 512",
+                "qemu -m 512 -machine memory-backend=vgpu-mem,aux-ram-share=on",
+                "512M",
+            ),
             (
                 "qemu -M pc -m size=2G,slots=4 -nographic disk.img",
-                "qemu -M pc,memory-backend=vgpu-mem -m size=2G,slots=4 -nographic disk.img",
+                "qemu -M pc,memory-backend=vgpu-mem,aux-ram-share=on -m size=2G,slots=4 -nographic disk.img",
                 "2G",
             ),
             (
                 "qemu --machine q35,accel=tcg -m 1.5G -name m",
-                "qemu --machine q35,accel=tcg,memory-backend=vgpu-mem -m 1.5G -name m",
+                "qemu --machine q35,accel=tcg,memory-backend=vgpu-mem,aux-ram-share=on -m 1.5G -name m",
                 "1.5G",
             ),
         ] {
