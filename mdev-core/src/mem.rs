@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use bitflags::bitflags;
+use serde::{Deserialize, Serialize};
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestMemoryRegionBytes,
     GuestRegionCollection, MemoryRegionAddress, VolatileSlice, guest_memory,
@@ -84,6 +85,25 @@ pub struct GuestMemory {
     imported: u64,
     /// Address of a guest's access to memory without a file.
     missed: Option<u64>,
+    /// Number of changes of the mappings and their imports.
+    generation: u64,
+}
+
+/// A mapping of a running VM, for a process that continues with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunningMap {
+    /// Guest-physical address.
+    pub address: GuestPa,
+    /// Length in bytes.
+    pub size: u64,
+    /// True if the device may read.
+    pub readable: bool,
+    /// True if the device may write.
+    pub writable: bool,
+    /// Offset in the mapping's file, if it has one.
+    pub offset: Option<u64>,
+    /// Id of the import.
+    pub import: Option<MemoryId>,
 }
 
 #[derive(Debug)]
@@ -171,6 +191,7 @@ impl GuestMemory {
                 Err(error) => map.failure = Some(error),
             }
         }
+        self.generation += 1;
         self.maps.insert(iova.0, map);
         Ok(())
     }
@@ -209,6 +230,7 @@ impl GuestMemory {
             return Err(MemError::NotMapped { iova, size });
         }
         let map = entry.remove();
+        self.generation += 1;
         self.forget(client, iova.0, &map);
         Ok(())
     }
@@ -216,6 +238,7 @@ impl GuestMemory {
     /// Removes all mappings and returns their size in bytes.
     pub fn clear(&mut self, client: &mut dyn Client) -> u64 {
         let maps = mem::take(&mut self.maps);
+        self.generation += 1;
         for (iova, map) in &maps {
             self.forget(client, *iova, map);
         }
@@ -236,7 +259,7 @@ impl GuestMemory {
 
     fn forget(&mut self, client: &mut dyn Client, iova: u64, map: &Map) {
         if let Some(memory) = map.import {
-            self.imported -= map.size;
+            self.imported = self.imported.saturating_sub(map.size);
             if let Err(error) = client.release(memory) {
                 log::warn!("Cannot release guest memory at {iova:#x}: {error}");
             }
@@ -276,6 +299,7 @@ impl GuestMemory {
                 continue;
             }
             if let Some(map) = self.maps.get_mut(start) {
+                self.generation += 1;
                 map.truncated = true;
                 map.file = None;
                 if let Ok((rest, _)) = self.shared.remove_region(GuestAddress(*start), map.size) {
@@ -301,6 +325,42 @@ impl GuestMemory {
     pub fn imports(&self) -> impl Iterator<Item = (MemoryId, GuestPa, u64)> {
         let imports = self.maps.iter().filter_map(|(start, map)| Some((map.import?, *start, map)));
         imports.map(|(memory, start, map)| (memory, GuestPa(start), map.size))
+    }
+
+    /// Returns a number that changes with the mappings and their imports.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Returns the mappings, for a process that continues.
+    pub fn running(&self) -> Vec<RunningMap> {
+        let map = |(start, map): (&u64, &Map)| RunningMap {
+            address: GuestPa(*start),
+            size: map.size,
+            readable: map.access.contains(DmaAccess::READ),
+            writable: map.access.contains(DmaAccess::WRITE),
+            offset: map.file.as_ref().map(|(_, offset)| *offset),
+            import: map.import,
+        };
+        self.maps.iter().map(map).collect()
+    }
+
+    /// Continues with the mappings of another process and their files. A mapping that cannot be made
+    /// is left out, and logged.
+    pub fn resume(&mut self, maps: impl IntoIterator<Item = (RunningMap, Option<OwnedFd>)>) {
+        for (map, file) in maps {
+            let RunningMap { address, size, readable, writable, offset, import } = map;
+            let mut access = DmaAccess::empty();
+            access.set(DmaAccess::READ, readable);
+            access.set(DmaAccess::WRITE, writable);
+            if let Err(error) = self.map(address, size, access, file.zip(offset)) {
+                log::warn!("Guest memory of the process before is lost: {error}");
+            } else if let Some(map) = self.maps.get_mut(&address.0) {
+                map.import = import;
+                let imported = if import.is_some() { size } else { 0 };
+                self.imported = self.imported.saturating_add(imported);
+            }
+        }
     }
 
     /// Returns a range as parts of imports, in ascending order. Imports memory on its first use.
@@ -339,6 +399,7 @@ impl GuestMemory {
             writable: map.access.contains(DmaAccess::WRITE),
         })?;
         map.import = Some(memory);
+        self.generation += 1;
         self.imported += map.size;
         Ok(memory)
     }

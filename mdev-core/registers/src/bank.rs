@@ -179,6 +179,19 @@ impl<R: Copy + PartialEq + fmt::Debug> Bank<R> {
         }
     }
 
+    /// Returns the contents up to the last register, for a process that continues with the device.
+    pub fn image(&self) -> &[u8] {
+        let end = self.rows.last().map_or(0, Row::end);
+        &self.image[..end as usize]
+    }
+
+    /// Replaces the contents by an [image](Self::image) of the same device, which an earlier version
+    /// with fewer or more registers may have made.
+    pub fn set_image(&mut self, image: &[u8]) {
+        let len = image.len().min(self.image().len());
+        self.image[..len].copy_from_slice(&image[..len]);
+    }
+
     /// Returns the saved registers.
     pub fn save(&self) -> BankState {
         let saved = self.rows.iter().filter(|row| row.saved);

@@ -234,6 +234,11 @@ impl ConfigSpace {
         self.bank.reset();
     }
 
+    /// Replaces the contents by an image of [`Bank::image`].
+    pub fn set_image(&mut self, image: &[u8]) {
+        self.bank.set_image(image);
+    }
+
     /// Returns the saved registers.
     pub fn save(&self) -> BankState {
         self.bank.save()

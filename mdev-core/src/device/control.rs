@@ -87,6 +87,11 @@ impl Control {
         &self.bank
     }
 
+    /// Replaces the registers by an image of another process.
+    pub fn set_image(&mut self, image: &[u8]) {
+        self.bank.set_image(image);
+    }
+
     /// Reads bytes of BAR 3.
     pub fn read(&self, offset: u64, data: &mut [u8], lost: bool, queue: u32) {
         let status = if lost { Status::LOST } else { Status::READY };

@@ -3,6 +3,7 @@
 //! The guest's in-tree driver programs them (`bochs-drm` on Linux). As in DISPI, an invalid value
 //! leaves the register unchanged, and a driver can read the register back.
 
+use super::running::RunningDisplay;
 use super::{DisplayLimits, Scanout, edid};
 use crate::units::{KIB, MIB};
 use pci_registers::{Bank, BankState, RestoreError, Row, Width, Write};
@@ -94,6 +95,23 @@ impl Display {
         bank.define_bytes(DisplayReg::Edid, &edid::block(limits));
         bank.define(DisplayReg::VideoMemory, (framebuffer / MEMORY_UNIT) as u32);
         Self { bank, limits, framebuffer, attribute_data: false, retrace: 0 }
+    }
+
+    /// Returns the state for a process that continues.
+    pub fn running(&self) -> RunningDisplay<'_> {
+        let Self { bank, attribute_data, retrace, .. } = self;
+        RunningDisplay {
+            registers: bank.image().into(),
+            attribute_data: *attribute_data,
+            retrace: *retrace,
+        }
+    }
+
+    /// Continues in a state of another process.
+    pub fn resume(&mut self, state: &RunningDisplay<'_>) {
+        self.bank.set_image(&state.registers);
+        self.attribute_data = state.attribute_data;
+        self.retrace = state.retrace;
     }
 
     /// Returns the bank, for documentation.

@@ -10,7 +10,7 @@ use super::control::{self, Control, DoorbellReg};
 use super::display::{self, Display};
 use super::identity;
 use super::interrupts::Delivery;
-use super::mailbox::{self, Environment};
+use super::mailbox::{self, Answer, Environment};
 use super::queue::ControlQueue;
 use super::region::BarKind;
 use super::window::Window;
@@ -20,6 +20,7 @@ use super::{
 };
 use crate::abi::control::{Features, VECTORS, reg};
 use crate::abi::doorbell;
+use crate::abi::mailbox::Status;
 use crate::gpu::{Aperture, Client, ClientHandle, GpuError, Pending, Usage};
 use crate::ids::Token;
 use crate::mem::{ImportLimits, SharedGuestMemory};
@@ -55,6 +56,11 @@ pub struct VirtualFunction {
     last_scanout: Scanout,
     /// Whether no VM has attached since the last [`Self::detach`].
     pub(super) pristine: bool,
+    /// Number of times that conditions were raised.
+    pub(super) raises: u64,
+    /// Answer to a mailbox request that is not written yet.
+    pub(super) answer: Option<Answer>,
+    answers_later: bool,
 }
 
 impl VirtualFunction {
@@ -108,6 +114,9 @@ impl VirtualFunction {
             traps: Traps::default(),
             last_scanout: Scanout::default(),
             pristine: true,
+            raises: 0,
+            answer: None,
+            answers_later: false,
             client,
             queue: None,
         })
@@ -337,9 +346,31 @@ impl VirtualFunction {
         let queue_runs = self.queue_runs();
         let outcome = self.execute_mailbox(queue_runs);
         self.control.set_mailbox_status(outcome.status);
+        self.answer = outcome.answer;
+        if !self.answers_later && !self.write_answer() {
+            self.control.set_mailbox_status(Status::BadMailbox);
+        }
         if outcome.lost {
             self.lose();
         }
+    }
+
+    /// Writes the answer to the last mailbox request to guest memory. Returns false if the memory is
+    /// gone since the request was read.
+    pub fn write_answer(&mut self) -> bool {
+        let Some(Answer { address, bytes }) = self.answer.take() else { return true };
+        self.memory.lock().write(address, &bytes).is_ok()
+    }
+
+    /// Drops the answer to a request whose page may have another request by now.
+    pub fn drop_answer(&mut self) {
+        self.answer = None;
+    }
+
+    /// Leaves it to the caller to [write](Self::write_answer) answers, once the state that includes
+    /// their requests is recorded.
+    pub fn answer_later(&mut self) {
+        self.answers_later = true;
     }
 
     /// Executes the request in the mailbox, or refuses it without the client.
@@ -438,6 +469,17 @@ impl VirtualFunction {
     /// Returns the counters of trapped accesses.
     pub fn traps(&self) -> Traps {
         self.traps
+    }
+
+    /// Returns the picture that the client was told last.
+    pub(super) fn last_scanout(&self) -> Scanout {
+        self.last_scanout
+    }
+
+    /// Sets the counters of trapped accesses, and the picture that the client was told last.
+    pub(super) fn set_statistics(&mut self, traps: Traps, scanout: Scanout) {
+        self.traps = traps;
+        self.last_scanout = scanout;
     }
 
     /// Returns warnings about the attached VM for the operator, one line each.

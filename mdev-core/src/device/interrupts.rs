@@ -97,6 +97,7 @@ impl VirtualFunction {
             self.lose();
         }
         if !pending.is_empty() {
+            self.raises += 1;
             self.control.raise(pending);
             self.deliver(signal & self.control.enabled(), delivery);
             self.update_line();

@@ -2,6 +2,7 @@
 //!
 //! The page is copied once, so that a guest that changes the page meanwhile affects only itself.
 
+use serde::{Deserialize, Serialize};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::abi::control::{Features, VECTORS};
@@ -32,6 +33,16 @@ pub(super) struct Outcome {
     pub status: Status,
     /// True if the GPU is lost.
     pub lost: bool,
+    /// What is to be written to guest memory.
+    pub answer: Option<Answer>,
+}
+
+/// Reply to a request, for its page in guest memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Answer {
+    pub address: GuestPa,
+    #[serde(with = "serde_bytes")]
+    pub bytes: Vec<u8>,
 }
 
 /// Reason of a failed request.
@@ -65,7 +76,7 @@ const MAX_PIECES: usize = 1024;
 /// Payload of a reply, at most the size of [`Info`].
 type Reply = Vec<u8>;
 
-/// Executes the request at `address` and writes the reply to the page.
+/// Executes the request at `address`. The caller writes the answer, which overwrites the request.
 pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> Outcome {
     let mut page = [0; PAGE_BYTES];
     let both = DmaAccess::READ | DmaAccess::WRITE;
@@ -73,10 +84,10 @@ pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> 
     if env.memory.check(address, PAGE_BYTES as u64, both).is_err()
         || env.memory.read(address, &mut page).is_err()
     {
-        return Outcome { status: Status::BadMailbox, lost };
+        return Outcome { status: Status::BadMailbox, lost, answer: None };
     }
     let Ok((mut header, _)) = Header::read_from_prefix(&page) else {
-        return Outcome { status: Status::Internal, lost };
+        return Outcome { status: Status::Internal, lost, answer: None };
     };
     let result = if lost { Err(Status::DeviceLost.into()) } else { execute(env, &header, &page) };
     let (status, reply) = match result {
@@ -91,9 +102,8 @@ pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> 
     header.reply_bytes = reply.len() as u32;
     let mut answer = header.as_bytes().to_vec();
     answer.extend_from_slice(&reply);
-    let written = env.memory.write(address, &answer);
-    let status = if written.is_ok() { status } else { Status::BadMailbox };
-    Outcome { status, lost: lost || status == Status::DeviceLost }
+    let answer = Some(Answer { address, bytes: answer });
+    Outcome { status, lost: lost || status == Status::DeviceLost, answer }
 }
 
 /// Refuses the request at `address` while the control queue runs: it would wait for the queue.
@@ -106,7 +116,7 @@ pub(super) fn refuse(memory: &mut GuestMemory, address: GuestPa, lost: bool) -> 
         memory.write(address, &header)
     });
     let status = if written.is_ok() { refused } else { Status::BadMailbox };
-    Outcome { status, lost }
+    Outcome { status, lost, answer: None }
 }
 
 /// Returns the guest's status for a GPU error.

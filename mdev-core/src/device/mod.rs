@@ -12,6 +12,7 @@
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved registers |
+//! | `running` | state from which another process continues |
 //! | `saved` | saved vGPU: registers, address spaces, channels |
 //! | `handover` | another process of the VM attaches |
 //! | `saved_stream` | the same and video memory, as a stream in pieces |
@@ -28,6 +29,7 @@ mod interrupts;
 mod mailbox;
 mod queue;
 mod region;
+mod running;
 mod saved;
 mod saved_stream;
 mod state;
@@ -41,6 +43,7 @@ pub use function::VirtualFunction;
 pub use handover::Handover;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
+pub use running::RunningFunction;
 pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};
 pub use saved_stream::{Incoming, IncomingError, Outgoing};
 pub use state::{SavedFunction, StateError};

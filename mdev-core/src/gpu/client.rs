@@ -304,6 +304,17 @@ pub trait Client: Send + fmt::Debug {
     /// Returns and clears the conditions that were raised since the last call.
     fn take_pending(&mut self) -> Pending;
 
+    /// Returns the position in the sequence of this client's requests from which another process can
+    /// continue, or `None` if none can.
+    fn position(&self) -> Option<u64> {
+        None
+    }
+
+    /// Notes that the caller's state includes the effects of all requests so far, and the conditions
+    /// that [`Client::take_pending`] returned. A process that continues from an earlier
+    /// [`Client::position`] gets the replies again that came after it.
+    fn record(&mut self) {}
+
     /// Destroys all channels, mappings and created address spaces, and keeps imports and video
     /// memory, for a function-level reset or a reboot of the guest.
     fn reset(&mut self) -> Result<(), GpuError>;

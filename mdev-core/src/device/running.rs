@@ -1,0 +1,125 @@
+//! State of a running function, from which another process continues when this one has ended.
+//!
+//! It differs from a [saved vGPU](super::saved): the GPU, guest memory and eventfds are the same
+//! before and after, and nothing stops. The state comes from a process of the same vGPU. It is
+//! bounded, and its values can harm that vGPU only.
+
+use std::borrow::Cow;
+use std::os::fd::OwnedFd;
+
+use pci_registers::interrupts::{InterruptState, IrqEvent};
+use serde::{Deserialize, Serialize};
+
+use super::mailbox::Answer;
+use super::{Scanout, Traps, VirtualFunction};
+use crate::gpu::GpuError;
+use crate::mem::RunningMap;
+
+/// State of a running function without guest memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunningFunction<'a> {
+    #[serde(borrow, with = "serde_bytes")]
+    config: Cow<'a, [u8]>,
+    #[serde(borrow, with = "serde_bytes")]
+    control: Cow<'a, [u8]>,
+    #[serde(borrow)]
+    display: Option<RunningDisplay<'a>>,
+    irq: InterruptState,
+    scanout: Scanout,
+    traps: Traps,
+    has_gpu_events: bool,
+    direct: bool,
+    active: bool,
+    lost: bool,
+    paused: bool,
+    pristine: bool,
+    answer: Option<Cow<'a, Answer>>,
+}
+
+/// State of a display head.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RunningDisplay<'a> {
+    #[serde(borrow, with = "serde_bytes")]
+    pub registers: Cow<'a, [u8]>,
+    pub attribute_data: bool,
+    pub retrace: u32,
+}
+
+impl VirtualFunction {
+    /// Returns the position of the client, if another process can continue with this function now:
+    /// with such a client, and without requests in a control queue.
+    pub fn position(&self) -> Option<u64> {
+        if self.queue_runs() { None } else { self.client.lock().position() }
+    }
+
+    /// Returns the state.
+    pub fn running(&self) -> RunningFunction<'_> {
+        RunningFunction {
+            config: self.config.bank().image().into(),
+            control: self.control.bank().image().into(),
+            display: self.display.as_ref().map(super::display::Display::running),
+            irq: self.irq.state(),
+            scanout: self.last_scanout(),
+            traps: self.traps(),
+            has_gpu_events: self.has_gpu_events,
+            direct: self.direct,
+            active: self.active,
+            lost: self.lost,
+            paused: self.paused,
+            pristine: self.pristine,
+            answer: self.answer.as_ref().map(Cow::Borrowed),
+        }
+    }
+
+    /// Returns a number that changes if a read changes the state, other than its counters: reads
+    /// collect the GPU's conditions.
+    pub fn read_effects(&self) -> u64 {
+        self.raises
+    }
+
+    /// Returns a number that changes with the mappings of guest memory and their imports.
+    pub fn memory_generation(&self) -> u64 {
+        self.memory.lock().generation()
+    }
+
+    /// Returns the mappings of guest memory.
+    pub fn running_memory(&self) -> Vec<RunningMap> {
+        self.memory.lock().running()
+    }
+
+    /// Notes that [`Self::running`] and [`Self::running_memory`] are recorded.
+    pub fn recorded(&self) {
+        self.client.lock().record();
+    }
+
+    /// Continues in a state of another process, with its mappings and their files. `take` returns
+    /// the client's eventfds. Makes no request to the GPU: the first one repeats the other process'.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the process cannot start the thread that signals eventfds.
+    pub fn resume_running(
+        &mut self,
+        state: &RunningFunction<'_>,
+        memory: impl IntoIterator<Item = (RunningMap, Option<OwnedFd>)>,
+        take: impl FnMut(IrqEvent) -> Option<OwnedFd>,
+    ) -> Result<(), GpuError> {
+        self.config.set_image(&state.config);
+        self.control.set_image(&state.control);
+        if let (Some(display), Some(state)) = (&mut self.display, &state.display) {
+            display.resume(state);
+        }
+        self.set_statistics(state.traps, state.scanout);
+        self.has_gpu_events = state.has_gpu_events;
+        self.direct = state.direct;
+        self.active = state.active;
+        self.lost = state.lost;
+        self.paused = state.paused;
+        self.pristine = state.pristine;
+        self.answer = state.answer.clone().map(Cow::into_owned);
+        self.memory.lock().resume(memory);
+        self.irq
+            .resume(&state.irq, take)
+            .map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))
+    }
+}
