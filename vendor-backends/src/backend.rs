@@ -51,6 +51,19 @@ pub trait Backend: fmt::Debug + Sync {
         Ok(Box::new(MediatedClient::open(connection)?))
     }
 
+    /// Continues with the client of a worker that has ended, from its [`Client::position`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if the backend cannot do this, or the GPU does not answer as expected.
+    fn resume_client(
+        &self,
+        connection: OwnedFd,
+        position: u64,
+    ) -> Result<Box<dyn Client>, GpuError> {
+        Ok(Box::new(MediatedClient::resume(connection, position)?))
+    }
+
     /// Returns the device nodes that the backend's processes open or hand to QEMU.
     fn device_nodes(&self) -> &'static [DeviceNode] {
         &[]
@@ -202,15 +215,19 @@ impl Registry {
         format!("begin with {}, as in {}", any_of(&names), any_of(&examples))
     }
 
-    /// Opens a worker's client of the GPU that admitted the vGPU under the name `admission`; `None` if no
-    /// backend has that name.
+    /// Opens a worker's client of the GPU that admitted the vGPU under the name `admission`, or
+    /// continues with it from a position; `None` if no backend has that name.
     pub fn open_client(
         &self,
         admission: &str,
         connection: OwnedFd,
+        position: Option<u64>,
     ) -> Option<Result<Box<dyn Client>, GpuError>> {
         let backend = self.iter().find(|backend| backend.admission() == admission)?;
-        Some(backend.open_client(connection))
+        Some(match position {
+            None => backend.open_client(connection),
+            Some(position) => backend.resume_client(connection, position),
+        })
     }
 
     /// Returns the device nodes of all backends.

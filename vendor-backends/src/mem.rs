@@ -7,7 +7,7 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io::{self, Seek, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -136,6 +136,20 @@ impl Mapping {
         // SAFETY: `to` is valid for `bytes.len()` bytes of this mapping; `bytes` is private memory.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Some(())
+    }
+
+    /// Receives up to `len` bytes of a socket, without waiting. After the death of a process within
+    /// the call, the mapping has the bytes if they have left the socket.
+    ///
+    /// # Errors
+    ///
+    /// Fails as recv(2) does, or if the range is not inside.
+    pub fn receive(&self, offset: u64, len: usize, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let to = self.at_for_write(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: `to` is valid for `len` bytes of this mapping.
+        let received =
+            unsafe { libc::recv(socket.as_raw_fd(), to.cast(), len, libc::MSG_DONTWAIT) };
+        usize::try_from(received).map_err(|_| io::Error::last_os_error())
     }
 
     /// Copies `len` bytes between two mappings or within one. Ranges may overlap.

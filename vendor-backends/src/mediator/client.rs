@@ -39,6 +39,8 @@ pub struct MediatedClient {
     /// Readable when `changed` is readable and when the GPU process is gone.
     event: Epoll,
     lost_reported: bool,
+    /// Conditions that the process before this one had taken.
+    again: Pending,
 }
 
 impl MediatedClient {
@@ -46,7 +48,33 @@ impl MediatedClient {
     pub fn open(fd: OwnedFd) -> Result<Self, GpuError> {
         let mut connection = Connection::new(SeqPacket::from(fd))?;
         let hello = ClientRequest::Hello { version: wire::VERSION };
-        let (reply, mut fds) = connection.request(&hello, &[])?;
+        let (reply, fds) = connection.request(&hello, &[])?;
+        let mut client = Self::greeted(connection, reply, fds)?;
+        if client.version >= wire::WITH_NUMBERS {
+            client.connection.number_from(0);
+        }
+        Ok(client)
+    }
+
+    /// Continues with the client of a process that has ended. `position` is what
+    /// [`Client::position`] returned when the state was recorded from which the caller continues.
+    pub fn resume(fd: OwnedFd, position: u64) -> Result<Self, GpuError> {
+        let mut connection = Connection::new(SeqPacket::from(fd))?;
+        connection.number_from(position);
+        let hello = ClientRequest::Hello { version: wire::VERSION };
+        let (reply, fds) = connection.request_anew(&hello)?;
+        let mut client = Self::greeted(connection, reply, fds)?;
+        // What was taken, and not recorded, is pending again.
+        let taken = client.status.swap_u32(wire::STATUS_TAKEN as u64, 0).unwrap_or_default();
+        client.again = Pending::from_bits_truncate(taken);
+        Ok(client)
+    }
+
+    fn greeted(
+        mut connection: Connection,
+        reply: ClientReply,
+        mut fds: Vec<OwnedFd>,
+    ) -> Result<Self, GpuError> {
         let (version, gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
                 (version, gpu, spec, vram_offset)
@@ -80,6 +108,7 @@ impl MediatedClient {
             wake_event,
             event,
             lost_reported: false,
+            again: Pending::empty(),
         })
     }
 
@@ -234,8 +263,15 @@ impl Client for MediatedClient {
     fn take_pending(&mut self) -> Pending {
         // Read the counter first: bits that are set afterwards make it readable again.
         let _ = self.changed.read(&mut [0; 8]);
-        let bits = self.status.swap_u32(wire::STATUS_PENDING as u64, 0).unwrap_or_default();
-        let mut pending = Pending::from_bits_truncate(bits);
+        let (pending, taken) = (wire::STATUS_PENDING as u64, wire::STATUS_TAKEN as u64);
+        // In this order a process that continues finds each condition in one of the words.
+        let bits = self.status.load_u32(pending).unwrap_or_default();
+        if bits != 0 {
+            self.status.or_u32(taken, bits);
+            self.status.update_u32(pending, |word| word & !bits);
+        }
+        let mut pending = Pending::from_bits_truncate(bits)
+            | std::mem::replace(&mut self.again, Pending::empty());
         if !self.lost_reported && self.peer_closed() {
             self.lost_reported = true;
             let _ = self.event.delete(self.connection.as_fd());
@@ -246,6 +282,17 @@ impl Client for MediatedClient {
 
     fn reset(&mut self) -> Result<(), GpuError> {
         self.send(&ClientRequest::Reset, &[])
+    }
+
+    fn position(&self) -> Option<u64> {
+        self.connection.last_number()
+    }
+
+    fn record(&mut self) {
+        self.connection.record();
+        if self.status.load_u32(wire::STATUS_TAKEN as u64) != Some(0) {
+            self.status.store_u32(wire::STATUS_TAKEN as u64, 0);
+        }
     }
 
     fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {

@@ -11,6 +11,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::wire::Numbered;
 use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
 
 /// Time limit of a reply. A worker must answer QEMU within 5 s.
@@ -24,6 +25,19 @@ pub struct Connection {
     buffer: Vec<u8>,
     lost: Option<String>,
     undecodable: bool,
+    /// Whether the last request was sent.
+    is_sent: bool,
+    /// Numbers of requests, on a connection that another process can continue.
+    numbers: Option<Numbers>,
+}
+
+/// Numbers of the requests of a connection.
+#[derive(Clone, Copy, Debug)]
+struct Numbers {
+    /// Number of the last request.
+    last: u64,
+    /// Number of the last request whose effect is recorded: its reply is not needed again.
+    recorded: u64,
 }
 
 impl Connection {
@@ -31,7 +45,58 @@ impl Connection {
         let timeout = TimeVal::seconds(REPLY_TIMEOUT.as_secs().cast_signed());
         setsockopt(&socket, sockopt::ReceiveTimeout, &timeout)?;
         setsockopt(&socket, sockopt::SendTimeout, &timeout)?;
-        Ok(Self { socket, buffer: vec![0; MAX_PACKET], lost: None, undecodable: false })
+        Ok(Self {
+            socket,
+            buffer: vec![0; MAX_PACKET],
+            lost: None,
+            undecodable: false,
+            is_sent: false,
+            numbers: None,
+        })
+    }
+
+    /// Numbers the requests from now on. `last` is the number of the last request that counts: of
+    /// later ones, the GPU process repeats its replies.
+    pub fn number_from(&mut self, last: u64) {
+        self.numbers = Some(Numbers { last, recorded: last });
+    }
+
+    /// Returns the number of the last request, if requests are numbered.
+    pub fn last_number(&self) -> Option<u64> {
+        self.numbers.map(|numbers| numbers.last)
+    }
+
+    /// Notes that the effects of all requests are recorded.
+    pub fn record(&mut self) {
+        if let Some(numbers) = &mut self.numbers {
+            numbers.recorded = numbers.last;
+        }
+    }
+
+    /// Sends a request without a number of its own, on a connection with numbers.
+    pub fn request_anew<Q: Serialize, A: DeserializeOwned>(
+        &mut self,
+        request: &Q,
+    ) -> Result<(A, Vec<OwnedFd>), GpuError> {
+        let recorded = self.numbers.map_or(0, |numbers| numbers.recorded);
+        self.request_numbered(Numbered::NONE, recorded, request, &[])
+    }
+
+    fn request_numbered<Q: Serialize, A: DeserializeOwned>(
+        &mut self,
+        number: u64,
+        recorded: u64,
+        body: &Q,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(A, Vec<OwnedFd>), GpuError> {
+        self.send(&Numbered { number, recorded, body }, fds)?;
+        loop {
+            let (reply, fds) = self.receive::<Numbered<A>>()?;
+            // The process before this one may have left replies unread.
+            if reply.number == number {
+                return Ok((reply.body, fds));
+            }
+        }
     }
 
     /// Sends a request. Returns the reply and its file descriptors.
@@ -46,15 +111,34 @@ impl Connection {
         request: &Q,
         fds: &[BorrowedFd<'_>],
     ) -> Result<(A, Vec<OwnedFd>), GpuError> {
+        let Some(Numbers { last, recorded }) = self.numbers else {
+            self.send(request, fds)?;
+            return self.receive();
+        };
+        let number = last + 1;
+        let answered = self.request_numbered(number, recorded, request, fds);
+        // A request that was not sent has no number.
+        if answered.is_ok() || self.is_sent {
+            self.numbers = Some(Numbers { last: number, recorded });
+        }
+        answered
+    }
+
+    fn send<Q: Serialize>(&mut self, request: &Q, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
         if let Some(reason) = &self.lost {
             return Err(GpuError::Lost(reason.clone()));
         }
+        self.is_sent = false;
         let bytes = seqpacket::encode(request)?;
         match self.socket.send(&bytes, fds) {
-            Ok(()) => {}
+            Ok(()) => self.is_sent = true,
             Err(error) if is_closed(&error) => return Err(self.lose(&error)),
             Err(error) => return Err(error.into()),
         }
+        Ok(())
+    }
+
+    fn receive<A: DeserializeOwned>(&mut self) -> Result<(A, Vec<OwnedFd>), GpuError> {
         let received = self.socket.recv_with_fds(&mut self.buffer).and_then(|packet| {
             let packet = packet.ok_or(io::ErrorKind::BrokenPipe)?;
             Ok((seqpacket::decode(&self.buffer[..packet.len])?, packet.fds, packet.fds_lost))

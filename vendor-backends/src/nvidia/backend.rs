@@ -61,6 +61,14 @@ impl Backend for NvidiaBackend {
         Ok(Box::new(NvidiaClient::open(Arc::new(KernelDriver), connection)?))
     }
 
+    fn resume_client(
+        &self,
+        _connection: OwnedFd,
+        _position: u64,
+    ) -> Result<Box<dyn Client>, GpuError> {
+        Err(GpuError::Unsupported("continuing the work of another process"))
+    }
+
     fn device_nodes(&self) -> &'static [DeviceNode] {
         // QEMU maps doorbells from the descriptor that it is handed. libvirt's /dev has no such node.
         &[DeviceNode { device_allow: "char-nvidia* rw", apparmor: Some("/dev/nvidia[0-9]* rw,") }]

@@ -4,6 +4,7 @@
 //! so that a request of one worker does not delay other workers. When a worker's connection closes,
 //! all resources of its vGPU are freed.
 
+mod answered;
 mod clients;
 mod packet;
 mod request_budget;

@@ -1,5 +1,6 @@
 //! One worker's connection.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
@@ -7,6 +8,7 @@ use std::thread;
 use mdev_core::gpu::{GpuDescription, MapRequest};
 use mdev_core::ids::SpaceId;
 
+use super::answered::{Answered, Repeat, digest};
 use super::clients::ClientEntry;
 use super::packet::{Received, receive, send};
 use super::request_budget::RequestBudget;
@@ -14,8 +16,8 @@ use crate::mediator::emulation::EmulatedGpu;
 use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
 use crate::mediator::saved_state;
-use crate::mediator::wire::{self, ClientReply, ClientRequest, Refusal};
-use crate::seqpacket::SeqPacket;
+use crate::mediator::wire::{self, ClientReply, ClientRequest, Numbered, Refusal};
+use crate::seqpacket::{SeqPacket, decode};
 
 /// A worker's connection.
 pub(super) struct WorkerConnection {
@@ -26,12 +28,39 @@ pub(super) struct WorkerConnection {
     pub _entry: ClientEntry,
 }
 
+/// Request with or without a number.
+enum Request {
+    Plain(ClientRequest),
+    Numbered(Numbered<ClientRequest>),
+}
+
+impl Request {
+    /// Decodes a request on a connection with numbers. A worker that begins anew, since the one before
+    /// has recorded nothing, sends a hello without one.
+    fn decode_numbered(packet: &[u8]) -> io::Result<Self> {
+        decode(packet).map(Self::Numbered).or_else(|error| match decode(packet) {
+            Ok(hello @ ClientRequest::Hello { .. }) => Ok(Self::Plain(hello)),
+            _ => Err(error),
+        })
+    }
+}
+
+/// How far a connection has come.
+enum Phase {
+    /// No hello so far.
+    New,
+    /// Requests have no numbers.
+    Plain,
+    /// Requests have numbers.
+    Numbered(Answered),
+}
+
 impl WorkerConnection {
     /// Serves until the connection ends, then evicts the vGPU.
     pub fn serve(mut self) {
-        let mut greeted = false;
+        let mut phase = Phase::New;
         let mut budget = RequestBudget::new(thread_ns(), now_ns());
-        while self.answer(&mut greeted) {
+        while self.serve_next(&mut phase) {
             if let Some(pause) = budget.charge(thread_ns(), now_ns()) {
                 thread::sleep(pause);
             }
@@ -40,71 +69,128 @@ impl WorkerConnection {
     }
 
     /// Answers one request. Returns false at the end of the connection.
-    fn answer(&mut self, greeted: &mut bool) -> bool {
-        let (request, fds) = match receive(&self.socket) {
-            Received::Request(request, fds) => (request, fds),
-            Received::Nothing => return true,
-            Received::Refused(refusal) => {
-                return self.reply(&ClientReply::Refused(refusal), &[]);
+    fn serve_next(&mut self, phase: &mut Phase) -> bool {
+        let received = receive(&self.socket, |packet| match phase {
+            Phase::Numbered(_) => Request::decode_numbered(packet),
+            _ => decode(packet).map(Request::Plain),
+        });
+        match received {
+            Received::Request(Request::Numbered(request), fds) => {
+                self.serve_numbered(phase, request, fds)
             }
-            Received::End => return false,
+            Received::Request(Request::Plain(request), fds) => {
+                self.serve_plain(phase, &request, fds)
+            }
+            Received::Nothing => true,
+            Received::Refused(refusal) => self.refuse(phase, refusal),
+            Received::End => false,
+        }
+    }
+
+    fn serve_plain(
+        &mut self,
+        phase: &mut Phase,
+        request: &ClientRequest,
+        fds: Vec<OwnedFd>,
+    ) -> bool {
+        if let ClientRequest::Hello { version } = *request {
+            let numbered = wire::agreed(version) >= wire::WITH_NUMBERS;
+            *phase = if numbered { Phase::Numbered(Answered::default()) } else { Phase::Plain };
+        } else if matches!(phase, Phase::New) {
+            return self.refuse(phase, Refusal::Message);
+        }
+        let answer = self.answer(request, fds);
+        send(&self.socket, &answer.reply, &answer.fds(&self.fds), ClientReply::Refused)
+    }
+
+    fn serve_numbered(
+        &mut self,
+        phase: &mut Phase,
+        request: Numbered<ClientRequest>,
+        fds: Vec<OwnedFd>,
+    ) -> bool {
+        let Phase::Numbered(answered) = phase else { return false };
+        let Numbered { number, recorded, body } = request;
+        answered.forget(recorded);
+        let digest = digest(&body);
+        let answer = match answered.find(number, digest) {
+            Repeat::New => {
+                let answer = self.answer(&body, fds);
+                answered.add(digest, &answer.reply);
+                answer
+            }
+            Repeat::EachTime => self.answer(&body, fds),
+            Repeat::Known(reply) => self.repeat(*reply, &body),
+            Repeat::Unknown => Refusal::Message.into(),
         };
-        if let ClientRequest::Hello { version } = request {
-            *greeted = true;
-            return self.hello(wire::agreed(version));
-        }
-        if *greeted && request == ClientRequest::Renew {
-            return self.renew();
-        }
-        if *greeted && request == ClientRequest::Save {
-            return self.save();
-        }
-        let reply = if *greeted { self.handle(&request, fds) } else { Err(Refusal::Message) };
-        self.reply(&reply.unwrap_or_else(ClientReply::Refused), &[])
+        self.send_numbered(number, &answer)
     }
 
-    fn reply(&self, reply: &ClientReply, fds: &[BorrowedFd<'_>]) -> bool {
-        send(&self.socket, reply, fds, ClientReply::Refused)
+    /// Refuses a packet that is no request.
+    fn refuse(&self, phase: &mut Phase, refusal: Refusal) -> bool {
+        let answer = Answer::from(refusal);
+        match phase {
+            Phase::Numbered(answered) => {
+                // Its number is not known, but can only be the next.
+                let number = answered.add_next(&answer.reply);
+                self.send_numbered(number, &answer)
+            }
+            Phase::New | Phase::Plain => {
+                send(&self.socket, &answer.reply, &[], ClientReply::Refused)
+            }
+        }
     }
 
-    fn hello(&self, version: u32) -> bool {
+    fn send_numbered(&self, number: u64, answer: &Answer) -> bool {
+        let reply = Numbered { number, recorded: 0, body: answer.reply.clone() };
+        let refuse = |refusal| Numbered { body: ClientReply::Refused(refusal), ..reply.clone() };
+        send(&self.socket, &reply, &answer.fds(&self.fds), refuse)
+    }
+
+    fn answer(&mut self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Answer {
+        let answer = match *request {
+            ClientRequest::Hello { version } => Ok(self.hello(wire::agreed(version))),
+            ClientRequest::Renew => self.renew(),
+            ClientRequest::Save => self.save(),
+            _ => self.handle(request, fds).map(Answer::from),
+        };
+        answer.unwrap_or_else(Answer::from)
+    }
+
+    /// Returns a reply again, with its descriptors.
+    fn repeat(&self, reply: ClientReply, request: &ClientRequest) -> Answer {
+        match (&reply, request) {
+            // The state of a paused vGPU is the same as before.
+            (ClientReply::Saved, ClientRequest::Save) => self.save().unwrap_or_else(Answer::from),
+            (ClientReply::Renewed { vram_offset }, _) => {
+                Answer { attached: Attached::Renewed(vram_offset.is_some()), reply }
+            }
+            _ => reply.into(),
+        }
+    }
+
+    fn hello(&self, version: u32) -> Answer {
         let gpu: GpuDescription = self.gpu.describe().clone();
-        let WorkerFds { vram, doorbell, status, event, wakeups } = &self.fds;
         let reply = ClientReply::Hello {
             version,
             gpu,
             spec: self.vgpu.spec().clone(),
-            vram_offset: vram.as_ref().map(|(_, offset)| *offset),
+            vram_offset: self.fds.vram.as_ref().map(|(_, offset)| *offset),
         };
-        let shared = [doorbell, status, event, &wakeups.socket, &wakeups.event];
-        let fds: [BorrowedFd<'_>; wire::HELLO_FDS] = shared.map(AsFd::as_fd);
-        let mut fds = fds.to_vec();
-        fds.extend(vram.as_ref().map(|(file, _)| file.as_fd()));
-        self.reply(&reply, &fds)
+        Answer { reply, attached: Attached::Hello }
     }
 
-    fn renew(&mut self) -> bool {
-        let renewed = match self.vgpu.renew() {
-            Ok(renewed) => renewed,
-            Err(refusal) => return self.reply(&ClientReply::Refused(refusal), &[]),
-        };
-        let reply =
-            ClientReply::Renewed { vram_offset: renewed.vram.as_ref().map(|(_, offset)| *offset) };
-        let shared: [BorrowedFd<'_>; wire::RENEWED_FDS] =
-            [renewed.doorbell.as_fd(), renewed.event.as_fd()];
-        let mut fds = shared.to_vec();
-        fds.extend(renewed.vram.as_ref().map(|(file, _)| file.as_fd()));
-        let sent = self.reply(&reply, &fds);
+    fn renew(&mut self) -> Result<Answer, Refusal> {
+        let renewed = self.vgpu.renew()?;
+        let vram_offset = renewed.vram.as_ref().map(|(_, offset)| *offset);
         self.fds.replace(renewed);
-        sent
+        let reply = ClientReply::Renewed { vram_offset };
+        Ok(Answer { reply, attached: Attached::Renewed(vram_offset.is_some()) })
     }
 
-    fn save(&self) -> bool {
-        let saved = self.vgpu.save().and_then(|saved| Ok(saved_state::write(&saved)?));
-        match saved {
-            Ok(file) => self.reply(&ClientReply::Saved, &[file.as_fd()]),
-            Err(refusal) => self.reply(&ClientReply::Refused(refusal), &[]),
-        }
+    fn save(&self) -> Result<Answer, Refusal> {
+        let file = saved_state::write(&self.vgpu.save()?)?;
+        Ok(Answer { reply: ClientReply::Saved, attached: Attached::File(file) })
     }
 
     fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
@@ -152,6 +238,55 @@ impl WorkerConnection {
             ClientRequest::Scrub => self.gpu.hardware().scrub(vgpu.id())?,
         }
         Ok(ClientReply::Done)
+    }
+}
+
+/// Reply, and what is attached to it.
+struct Answer {
+    reply: ClientReply,
+    attached: Attached,
+}
+
+/// Descriptors of a reply.
+enum Attached {
+    None,
+    /// Those of a hello.
+    Hello,
+    /// Those of new memory, with or without video memory.
+    Renewed(bool),
+    File(OwnedFd),
+}
+
+impl Answer {
+    fn fds<'a>(&'a self, fds: &'a WorkerFds) -> Vec<BorrowedFd<'a>> {
+        let WorkerFds { vram, doorbell, status, event, wakeups } = fds;
+        let vram = vram.as_ref().map(|(file, _)| file.as_fd());
+        match &self.attached {
+            Attached::None => Vec::new(),
+            Attached::Hello => {
+                let shared = [doorbell, status, event, &wakeups.socket, &wakeups.event];
+                let shared: [BorrowedFd<'_>; wire::HELLO_FDS] = shared.map(AsFd::as_fd);
+                shared.into_iter().chain(vram).collect()
+            }
+            Attached::Renewed(has_vram) => {
+                let shared: [BorrowedFd<'_>; wire::RENEWED_FDS] =
+                    [doorbell.as_fd(), wakeups.event.as_fd()];
+                shared.into_iter().chain(vram.filter(|_| *has_vram)).collect()
+            }
+            Attached::File(file) => vec![file.as_fd()],
+        }
+    }
+}
+
+impl From<ClientReply> for Answer {
+    fn from(reply: ClientReply) -> Self {
+        Self { reply, attached: Attached::None }
+    }
+}
+
+impl From<Refusal> for Answer {
+    fn from(refusal: Refusal) -> Self {
+        ClientReply::Refused(refusal).into()
     }
 }
 

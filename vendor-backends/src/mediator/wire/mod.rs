@@ -10,6 +10,8 @@
 //! * `client`: messages of a worker
 //! * `refusal`: reasons of refusals
 
+use serde::{Deserialize, Serialize};
+
 mod admin;
 mod client;
 mod refusal;
@@ -22,7 +24,7 @@ pub use self::refusal::Refusal;
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Oldest supported version.
 pub const OLDEST: u32 = 6;
@@ -39,6 +41,28 @@ pub const WITH_SPACES: u32 = 9;
 /// First version with [`ClientRequest::Pause`], and the requests and refusals after it.
 pub const WITH_SAVE: u32 = 10;
 
+/// First version in which a worker numbers its requests, in [`Numbered`].
+pub const WITH_NUMBERS: u32 = 11;
+
+/// Request or reply of a worker with a number.
+///
+/// A worker that continues the work of one that ended repeats requests of which it does not know the
+/// reply. The GPU process carries out each number once, and repeats its reply.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Numbered<T> {
+    /// Number of the request: one more than that of the request before, or [`Self::NONE`].
+    pub number: u64,
+    /// Number of the last request whose reply is not needed again; 0 in replies.
+    pub recorded: u64,
+    /// The request or reply.
+    pub body: T,
+}
+
+impl Numbered<()> {
+    /// Number of requests that are carried out each time: hellos.
+    pub const NONE: u64 = 0;
+}
+
 /// Returns the version that a server answers to a client's version: the older of both.
 pub const fn agreed(asked: u32) -> u32 {
     // A client that is too old gets this server's version, which it refuses.
@@ -52,5 +76,8 @@ pub const fn is_spoken(version: u32) -> bool {
 
 /// Byte offset of the 32-bit pending word ([`mdev_core::gpu::Pending`]) in a client's status page.
 pub const STATUS_PENDING: usize = 0;
+/// Byte offset of the 32-bit word with the pending conditions that a worker has taken and not yet
+/// recorded.
+pub const STATUS_TAKEN: usize = 4;
 /// Length of a client's status page in bytes.
 pub const STATUS_BYTES: usize = 4096;

@@ -17,8 +17,8 @@ use crate::seqpacket::{decode, encode};
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].
 #[test]
-fn bytes_of_versions_6_to_10() {
-    assert_eq!((OLDEST, VERSION), (6, 10));
+fn bytes_of_versions_6_to_11() {
+    assert_eq!((OLDEST, VERSION), (6, 11));
     let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
     let admin = [
         (AdminRequest::Hello { version: 6 }, "0006"),
@@ -56,6 +56,8 @@ fn bytes_of_versions_6_to_10() {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
     }
     check_client_requests();
+    let numbered = Numbered { number: 300, recorded: 2, body: ClientRequest::Reset };
+    assert_eq!(hex(&encode(&numbered).unwrap()), "ac02 02 09".replace(' ', ""));
     assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::Os(5))).unwrap()), "06190a");
     let fragmented = Refusal::Fragmented { wanted_mib: 8, outlived_mib: 16 };
     assert_eq!(hex(&encode(&ClientReply::Refused(fragmented)).unwrap()), "061b0810");
