@@ -6,6 +6,7 @@ use crate::device_feature::Feature;
 use crate::dma::{DmaMap, DmaUnmap};
 use crate::errno::Errno;
 use crate::irq::{Irq, IrqCommand};
+use crate::journal::Journal;
 use crate::layout::Layout;
 use crate::migration::{DmaLogging, Migration};
 use crate::transfer::Transfers;
@@ -200,6 +201,12 @@ pub trait Device {
     fn feature(&mut self, feature: Feature<'_>, reply: &mut Vec<u8>) -> Result<(), Errno> {
         let _ = (feature, reply);
         Err(Errno::ENOTTY)
+    }
+
+    /// Returns the journal, if another process can continue the session when this one has ended.
+    /// Such a device has neither [`Self::transfers`] nor [`Self::dma_logging`].
+    fn journal(&mut self) -> Option<&mut dyn Journal> {
+        None
     }
 
     /// Drops all mappings and eventfds and leaves the stopped state. Called once, when the session

@@ -4,9 +4,11 @@
 //! [`Session::on_ready`], which never blocks. All calls of a device's methods come from there.
 //!
 //! * `dispatch`: executes requests
+//! * `continued`: progress in a journal, and sessions that continue another process'
 //! * `feature`: device features, migration and DMA logging
 //! * `transfers`: requests of the device to the client
 
+mod continued;
 mod dispatch;
 mod feature;
 mod transfers;
@@ -21,10 +23,12 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::busy_poll::BusyPoll;
 use crate::device::Device;
 use crate::errno::Errno;
-use crate::proto::header::{Kind, MAX_MESSAGE};
+use crate::journal::ReplyPhase;
+use crate::proto::header::{Header, Kind, MAX_MESSAGE};
 use crate::proto::message::Request;
 use crate::proto::reply::Reply;
 use crate::transport::{BadFraming, Filled, Receiver, ReplyFds, Sender};
+use continued::Progress;
 use dispatch::SessionState;
 
 /// Limit of messages per wake-up, for the other sources of the event loop.
@@ -107,6 +111,9 @@ pub struct Session {
     /// Second socket, for the device's requests to the client.
     twin: Option<Twin>,
     messages: u64,
+    progress: Progress,
+    /// Whether the device has a journal.
+    is_journaled: bool,
     detached: bool,
 }
 
@@ -133,6 +140,8 @@ impl Session {
             state: SessionState::default(),
             twin: None,
             messages: 0,
+            progress: Progress::default(),
+            is_journaled: false,
             detached: false,
         })
     }
@@ -302,6 +311,8 @@ impl Session {
         if !self.sender.flush(self.socket.as_fd())? {
             return Ok(Interest::WRITE);
         }
+        self.is_journaled = device.journal().is_some();
+        self.finish_sent(device)?;
         let mut messages = MESSAGES_PER_WAKE;
         let mut drained = false;
         for _ in 0..FILLS_PER_WAKE {
@@ -318,7 +329,7 @@ impl Session {
                 return Ok(Interest::READ);
             }
             let wait = wait && messages == MESSAGES_PER_WAKE;
-            match self.receiver.fill(self.socket.as_fd(), wait)? {
+            match self.receive(device, wait)? {
                 Filled::Partial => {}
                 Filled::Drained => drained = true,
                 Filled::Empty => return Ok(Interest::READ),
@@ -348,19 +359,40 @@ impl Session {
         };
         self.messages += 1;
         let header = message.header;
+        let bytes = if message.held { header.size as usize } else { 0 };
         let has_fds = !message.fds.is_empty() || message.surplus_fds;
+        let first = self.progress.first.take();
+        if first.is_some_and(|first| first.reply == ReplyPhase::Sent) {
+            return self.finish(device, bytes, true);
+        }
+        let executed = first.and_then(|first| first.executed);
         let mut reply = Reply::begin(self.sender.buffer());
+        let mut is_repeatable = false;
         let result = match header.kind() {
             Some(Kind::Request) if message.surplus_fds => Err(Errno::EINVAL),
-            Some(Kind::Request) => Request::decode(header.command, message.payload)
-                .and_then(|request| self.state.check_order(&request).map(|()| request))
-                .and_then(|request| {
-                    let payload = message.payload;
-                    self.state.dispatch(request, payload, message.fds, device, &mut reply)
-                }),
+            Some(Kind::Request) => {
+                let payload = message.payload;
+                let decoded = Request::decode(header.command, payload);
+                // The limits of VERSION are in the record.
+                is_repeatable = decoded
+                    .is_ok_and(|request| request.is_repeatable() && self.state.is_negotiated());
+                decoded.and_then(|request| match executed {
+                    Some(done) if !request.is_repeatable() => {
+                        continued::reply_to_executed(request, payload, &mut reply);
+                        done.map(|()| ReplyFds::default())
+                    }
+                    _ => {
+                        if executed.is_some() && matches!(request, Request::Version { .. }) {
+                            self.state.set_client_limits(None);
+                        }
+                        self.state.check_order(&request)?;
+                        self.state.dispatch(request, payload, message.fds, device, &mut reply)
+                    }
+                })
+            }
             Some(Kind::Reply) => {
                 self.state.transfers.on_reply(&header, message.payload, device);
-                return Ok(true);
+                return self.finish(device, bytes, true);
             }
             None => Err(Errno::EINVAL),
         };
@@ -370,19 +402,31 @@ impl Session {
         if let Err(errno) = result {
             log::debug!("Request {header:?} failed: {errno}");
         }
-        let new_twin = self.state.new_twin.take();
-        if header.wants_no_reply() {
-            return Ok(true);
+        // A duplicate of a reply without data does no harm.
+        if first.is_some_and(|first| first.reply == ReplyPhase::Sending) {
+            reply.payload().truncate(Header::SIZE);
         }
+        let new_twin = self.state.new_twin.take();
         let mut fds = *result.as_ref().unwrap_or(&ReplyFds::default());
-        reply.finish(&header, result.map(|_| ()));
-        let Some((server_end, client_end)) = new_twin else {
+        let outcome = result.map(|_| ());
+        reply.finish(&header, outcome);
+        if let Some((server_end, client_end)) = new_twin {
+            fds.push(client_end.as_fd());
+            let (receiver, sender) = (Receiver::default(), Sender::default());
+            self.twin = Some(Twin { socket: server_end, receiver, sender });
             return Ok(self.sender.send(socket, &fds)?);
-        };
-        fds.push(client_end.as_fd());
-        let (receiver, sender) = (Receiver::default(), Sender::default());
-        self.twin = Some(Twin { socket: server_end, receiver, sender });
-        Ok(self.sender.send(socket, &fds)?)
+        }
+        if !self.is_journaled {
+            return Ok(header.wants_no_reply() || self.sender.send(socket, &fds)?);
+        }
+        let fds = fds.try_clone()?;
+        self.commit(device, outcome, bytes > 0, is_repeatable);
+        if header.wants_no_reply() {
+            return self.finish(device, bytes, true);
+        }
+        continued::set_reply(device, ReplyPhase::Sending);
+        let sent = self.sender.send(self.socket.as_fd(), &(&fds).into())?;
+        self.finish(device, bytes, sent)
     }
 }
 

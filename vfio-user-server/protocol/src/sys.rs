@@ -19,13 +19,35 @@ pub struct Received {
     pub surplus_fds: bool,
 }
 
-/// Receives bytes and descriptors, blocking if `wait` is set. Descriptors are added to `fds`,
-/// close-on-exec.
+/// Returns the size of what was sent on a Unix socket and not received by the peer; 0 for nothing
+/// (unix(7), `SIOCOUTQ`).
+pub fn unreceived(socket: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the request writes an int, for which the pointer is valid.
+    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if done < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(usize::try_from(bytes).unwrap_or_default())
+}
+
+/// How [`receive`] receives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Waits for bytes.
+    Wait,
+    /// Does not wait.
+    Poll,
+    /// Does not wait, and leaves the bytes in the socket.
+    Peek,
+}
+
+/// Receives bytes and descriptors. Descriptors are added to `fds`, close-on-exec.
 pub fn receive(
     socket: BorrowedFd<'_>,
     buffer: &mut [u8],
     fds: &mut Fds,
-    wait: bool,
+    mode: Mode,
 ) -> io::Result<Received> {
     let mut control = [MaybeUninit::<u64>::uninit(); CONTROL_WORDS];
     let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
@@ -35,7 +57,12 @@ pub fn receive(
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
-    let flags = libc::MSG_CMSG_CLOEXEC | if wait { 0 } else { libc::MSG_DONTWAIT };
+    let flags = libc::MSG_CMSG_CLOEXEC
+        | match mode {
+            Mode::Wait => 0,
+            Mode::Poll => libc::MSG_DONTWAIT,
+            Mode::Peek => libc::MSG_DONTWAIT | libc::MSG_PEEK,
+        };
     let bytes = loop {
         // SAFETY: the message has pointers to a buffer and a control buffer with their lengths.
         // Both are borrowed mutably for the call.

@@ -5,7 +5,7 @@
 //! the socket is full. Both reuse their buffers.
 
 use std::io::{self, ErrorKind, IoSlice};
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use nix::errno::Errno as SysErrno;
 use nix::sys::socket::{ControlMessage, MsgFlags, send, sendmsg};
@@ -13,7 +13,7 @@ use zerocopy::FromBytes;
 
 use crate::fds::{Fds, MAX_FDS};
 use crate::proto::header::Header;
-use crate::sys;
+use crate::sys::{self, Mode};
 
 /// Default buffer size. Buffers grow for a longer message and shrink after it.
 const BUFFER_BYTES: usize = 64 << 10;
@@ -29,6 +29,8 @@ pub struct Message<'a> {
     pub fds: Fds,
     /// True if more descriptors arrived than a message may have. The surplus was closed.
     pub surplus_fds: bool,
+    /// True if the message is still in the socket.
+    pub held: bool,
 }
 
 /// A header with an impossible size. The bytes after it cannot be split into messages.
@@ -56,6 +58,8 @@ pub struct Receiver {
     end: usize,
     fds: Fds,
     surplus_fds: bool,
+    /// Whether the bytes in the buffer are still in the socket.
+    held: bool,
 }
 
 impl Default for Receiver {
@@ -66,6 +70,7 @@ impl Default for Receiver {
             end: 0,
             fds: Fds::new(),
             surplus_fds: false,
+            held: false,
         }
     }
 }
@@ -112,16 +117,41 @@ impl Receiver {
         };
         let payload = &self.buffer[self.start + Header::SIZE..end];
         self.start = end;
-        Ok(Some(Message { header, payload, fds, surplus_fds }))
+        Ok(Some(Message { header, payload, fds, surplus_fds, held: self.held }))
+    }
+
+    /// Returns true if bytes were received that are no longer in the socket.
+    pub const fn has_taken(&self) -> bool {
+        !self.held && self.start < self.end
+    }
+
+    /// Receives the socket's waiting messages and leaves them in the socket. Returns `None` if the
+    /// first is not there as a whole, or longer than the buffer. Callers take all complete messages
+    /// first, and remove them from the socket.
+    pub fn peek(&mut self, socket: BorrowedFd<'_>) -> io::Result<Option<Filled>> {
+        (self.start, self.end, self.held) = (0, 0, true);
+        (self.fds, self.surplus_fds) = (Fds::new(), false);
+        self.make_room();
+        let filled = self.receive(socket, Mode::Peek)?;
+        if matches!(filled, Filled::Empty | Filled::Closed) || self.has_message() {
+            return Ok(Some(filled));
+        }
+        (self.end, self.fds, self.surplus_fds) = (0, Fds::new(), false);
+        Ok(None)
     }
 
     /// Receives the socket's waiting bytes. With `wait`, blocks on a blocking socket until bytes
     /// arrive. Callers take all complete messages first.
     pub fn fill(&mut self, socket: BorrowedFd<'_>, wait: bool) -> io::Result<Filled> {
+        self.held = false;
         self.make_room();
+        self.receive(socket, if wait { Mode::Wait } else { Mode::Poll })
+    }
+
+    fn receive(&mut self, socket: BorrowedFd<'_>, mode: Mode) -> io::Result<Filled> {
         let room = &mut self.buffer[self.end..];
         let capacity = room.len();
-        match sys::receive(socket, room, &mut self.fds, wait) {
+        match sys::receive(socket, room, &mut self.fds, mode) {
             Ok(received) => {
                 self.end += received.bytes;
                 self.surplus_fds |= received.surplus_fds;
@@ -169,6 +199,23 @@ impl<'a> ReplyFds<'a> {
         *slot = Some(fd);
         self.len += 1;
         true
+    }
+}
+
+impl ReplyFds<'_> {
+    /// Returns duplicates.
+    pub fn try_clone(&self) -> io::Result<Vec<OwnedFd>> {
+        self.fds.iter().flatten().map(BorrowedFd::try_clone_to_owned).collect()
+    }
+}
+
+impl<'a> From<&'a Vec<OwnedFd>> for ReplyFds<'a> {
+    fn from(owned: &'a Vec<OwnedFd>) -> Self {
+        let mut fds = Self::default();
+        for fd in owned {
+            fds.push(fd.as_fd());
+        }
+        fds
     }
 }
 

@@ -184,6 +184,20 @@ impl Request<'_> {
             Self::MigDataWrite(_) => Command::MigDataWrite,
         }
     }
+
+    /// Returns true if the request can be carried out again: it only asks for something.
+    pub const fn is_repeatable(&self) -> bool {
+        matches!(
+            self,
+            Self::Version { .. }
+                | Self::GetInfo
+                | Self::GetRegionInfo { .. }
+                | Self::GetRegionIoFds { .. }
+                | Self::GetIrqInfo { .. }
+                | Self::RegionRead(_)
+                | Self::Feature { .. }
+        )
+    }
 }
 
 impl Access {

@@ -13,6 +13,7 @@ use crate::dma::{DmaMap, DmaRanges, DmaUnmap};
 use crate::errno::Errno;
 use crate::fds::Fds;
 use crate::irq::{Irq, IrqAction, IrqCommand, IrqLines};
+use crate::journal::ClientLimits;
 use crate::migration::DmaRange;
 use crate::proto::caps::{Capabilities, MAX_DMA_MAPS, TwinSocket};
 use crate::proto::header::MAX_DATA;
@@ -197,6 +198,26 @@ impl SessionState {
     pub fn max_transfer(&self) -> u64 {
         let client = self.client.and_then(|client| client.max_data_xfer_size);
         client.unwrap_or(MAX_DATA.into())
+    }
+
+    /// Returns the client's limits, once VERSION was handled.
+    pub fn client_limits(&self) -> Option<ClientLimits> {
+        let Capabilities { max_msg_fds, max_data_xfer_size, write_multiple, .. } = self.client?;
+        let drops_replies = write_multiple == Some(true);
+        Some(ClientLimits { max_msg_fds, max_data_xfer_size, drops_replies })
+    }
+
+    /// Sets the client's limits. `None` lets VERSION be handled again.
+    pub fn set_client_limits(&mut self, limits: Option<ClientLimits>) {
+        self.client = limits.map(|limits| {
+            let ClientLimits { max_msg_fds, max_data_xfer_size, drops_replies } = limits;
+            Capabilities {
+                max_msg_fds,
+                max_data_xfer_size,
+                write_multiple: drops_replies.then_some(true),
+                ..Capabilities::default()
+            }
+        });
     }
 
     /// Returns true once VERSION was handled.

@@ -50,6 +50,11 @@ fn check_methods(access: FeatureAccess, get: bool, set: bool) -> Result<(), Errn
 }
 
 impl Features {
+    /// Returns true if neither a migration nor DMA logging is under way.
+    pub fn are_idle(&self) -> bool {
+        self.state == MigrationState::Running && !self.logging
+    }
+
     /// Probes, reads or sets a feature and appends its value, of at most `room` bytes, to `reply`.
     pub fn access<D: Device + ?Sized>(
         &mut self,
