@@ -90,7 +90,8 @@ impl FromStr for ParentConfig {
     }
 }
 
-/// Opens a worker's client of the GPU that admitted it under the name `admission`.
+/// Opens a worker's client of the GPU that admitted it under the name `admission`, or continues with
+/// the client of an earlier worker from its position.
 ///
 /// # Errors
 ///
@@ -99,9 +100,10 @@ pub fn open_client(
     admission: &str,
     parent: &str,
     connection: Option<OwnedFd>,
+    position: Option<u64>,
 ) -> anyhow::Result<Box<dyn Client>> {
     let connection = connection.context("The connection to the GPU is missing: --gpu-fd")?;
-    match BACKENDS.open_client(admission, connection) {
+    match BACKENDS.open_client(admission, connection, position) {
         Some(opened) => opened.with_context(|| format!("Cannot open the GPU {parent}")),
         None => bail!("There is no backend '{admission}' in this build"),
     }
@@ -133,7 +135,7 @@ mod tests {
             ("voodoo", fd(), "There is no backend 'voodoo' in this build"),
             (mediator::BACKEND, fd(), "Cannot open the GPU soft0"),
         ] {
-            let error = open_client(backend, "soft0", fd).err().unwrap().to_string();
+            let error = open_client(backend, "soft0", fd, None).err().unwrap().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

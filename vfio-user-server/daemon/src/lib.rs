@@ -14,6 +14,7 @@
 //! * [`systemd`]: socket activation and notifications
 //! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs in them
 
+pub mod anchor;
 pub mod api;
 pub mod backend;
 pub mod blocking;

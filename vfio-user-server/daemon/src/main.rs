@@ -11,7 +11,7 @@ use mdev_core::definition::Owner;
 use vendor_backends::backend::BACKENDS;
 use vgpud::backend::ParentConfig;
 use vgpud::web_console::request_guard::Address;
-use vgpud::{gpu_process, manager, run, spawn, worker};
+use vgpud::{anchor, gpu_process, manager, run, spawn, worker};
 use vgpud_host::command_line;
 use vgpud_host::text::with_causes;
 use vgpud_host::users::{Account, Users};
@@ -44,6 +44,8 @@ enum Role {
     /// Serve one vGPU (started by the manager)
     #[command(hide = true)]
     Worker(WorkerArgs),
+    #[command(hide = true)]
+    Anchor(WorkerArgs),
     /// Own the hardware of one parent (started by the manager)
     #[command(hide = true)]
     GpuProcess(GpuProcessArgs),
@@ -103,6 +105,10 @@ struct WorkerArgs {
     programs: Option<RawFd>,
     #[arg(long = "gpu-fd")]
     gpu: Option<RawFd>,
+    #[arg(long = "journal-fd")]
+    journal: Option<RawFd>,
+    #[arg(long = "anchor-fd")]
+    anchor: Option<RawFd>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -125,12 +131,22 @@ fn main() -> ExitCode {
         Err(what) => return command_line::refuse("vgpud", &what),
     };
     // Clients of a worker and of a GPU process can cause their messages.
-    vgpud::logger::init(matches!(cli.role, Role::Worker(_) | Role::GpuProcess(_)));
+    vgpud::logger::init(matches!(
+        cli.role,
+        Role::Worker(_) | Role::Anchor(_) | Role::GpuProcess(_)
+    ));
     let done = match cli.role {
         Role::Run(args) => run_manager(*args),
         Role::Man => man(),
         Role::DeviceAllow => device_allow(),
-        Role::Worker(args) => worker(&args),
+        Role::Worker(args) => {
+            spawn::name_process("vgpu-worker");
+            worker::run(&args.into())
+        }
+        Role::Anchor(args) => {
+            spawn::name_process("vgpu-anchor");
+            anchor::run(&args.into())
+        }
         Role::GpuProcess(args) => gpu_process(args),
     };
     match done {
@@ -172,15 +188,19 @@ fn device_allow() -> anyhow::Result<()> {
     std::io::stdout().write_all(text.as_bytes()).context("Cannot write the device nodes")
 }
 
-fn worker(args: &WorkerArgs) -> anyhow::Result<()> {
-    spawn::name_process("vgpu-worker");
-    worker::run(&worker::WorkerArgs {
-        spec_fd: args.spec,
-        listen_fd: args.listen,
-        control_fd: args.control,
-        programs_fd: args.programs,
-        gpu_fd: args.gpu,
-    })
+impl From<WorkerArgs> for worker::WorkerArgs {
+    fn from(args: WorkerArgs) -> Self {
+        let WorkerArgs { spec, listen, control, programs, gpu, journal, anchor } = args;
+        Self {
+            spec_fd: spec,
+            listen_fd: listen,
+            control_fd: control,
+            programs_fd: programs,
+            gpu_fd: gpu,
+            journal_fd: journal,
+            anchor_fd: anchor,
+        }
+    }
 }
 
 fn gpu_process(args: GpuProcessArgs) -> anyhow::Result<()> {

@@ -39,6 +39,11 @@ impl Process {
         Ok(Self { pid, pidfd: open_pidfd(pid)?, child: Some(child) })
     }
 
+    /// Takes a running process.
+    pub fn find_running(pid: u32) -> io::Result<Self> {
+        Ok(Self { pid, pidfd: open_pidfd(pid)?, child: None })
+    }
+
     /// Finds a recorded process. Returns `None` if it has ended.
     pub fn find(record: ProcessRecord) -> Option<Self> {
         let pidfd = open_pidfd(record.pid).ok()?;
@@ -63,6 +68,13 @@ impl Process {
     /// Returns the process ID.
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Returns the child process that the process has started last.
+    pub fn child(&self) -> Option<u32> {
+        let path = format!("/proc/{0}/task/{0}/children", self.pid);
+        let children = std::fs::read_to_string(path).ok()?;
+        children.split_whitespace().next_back()?.parse().ok()
     }
 
     /// Returns a descriptor that becomes readable when the process ends.
@@ -148,6 +160,12 @@ impl Process {
         };
         self.leave();
         ended.ok_or_else(|| io::Error::other("its exit status is unknown"))
+    }
+
+    /// Waits for a child of this process and returns its exit status.
+    pub fn reap(mut self) -> io::Result<ExitStatus> {
+        let child = self.child.take();
+        child.ok_or_else(|| io::Error::other("its exit status is unknown"))?.wait()
     }
 
     /// Leaves a process to its end, whenever that is. A thread waits for a child that still runs, so

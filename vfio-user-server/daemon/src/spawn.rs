@@ -36,7 +36,7 @@ const SERVICE_ENV: [&str; 6] = [
 ];
 
 /// Limit of descriptors of a role.
-const MAX_FDS: RawFd = 5;
+const MAX_FDS: RawFd = 7;
 
 /// Starts a thread of this process. `top -H` shows the first 15 bytes of `name`.
 pub fn thread<T: Send + 'static>(
@@ -108,10 +108,27 @@ pub fn role(
             if !limits.is_oom_protected {
                 end_oom_protection();
             }
+            if limits.ends_with_parent {
+                nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
+            }
             user.map_or(Ok(()), become_user)
         });
     }
     Process::of_child(command.spawn()?)
+}
+
+/// Returns the descriptors that are present, and the arguments of a role that name them.
+pub fn arguments<'a>(
+    role: &str,
+    all: impl IntoIterator<Item = (&'static str, Option<BorrowedFd<'a>>)>,
+) -> (Vec<BorrowedFd<'a>>, Vec<String>) {
+    let (mut fds, mut args) = (Vec::new(), vec![role.to_owned()]);
+    let present = all.into_iter().filter_map(|(name, fd)| Some((name, fd?)));
+    for (number, (name, fd)) in (FIRST_FD..).zip(present) {
+        args.extend([name.to_owned(), number.to_string()]);
+        fds.push(fd);
+    }
+    (fds, args)
 }
 
 /// Resource limits and user of a role.
@@ -125,6 +142,8 @@ pub struct Limits {
     pub may_lock_memory: bool,
     /// Whether the role keeps the manager's protection from the kernel's out-of-memory killer.
     pub is_oom_protected: bool,
+    /// Whether the kernel kills the role when this process ends.
+    pub ends_with_parent: bool,
     /// User of the role, if this process is root.
     pub user: Account,
 }

@@ -1,8 +1,10 @@
 //! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
 //!
 //! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue;
-//!   `control_events`: of the manager's connections; `handover`: another process of the VM attaches
+//!   `control_events`: of the manager's connections; `handover`: another process of the VM attaches;
+//!   `continued`: continuing an earlier worker's
 
+mod continued;
 mod control_events;
 mod gpu_events;
 mod handover;
@@ -233,7 +235,9 @@ impl Worker {
             unwatch(ops, &session);
             return;
         }
-        self.attached = Some(Attached { session, client, interest });
+        let attached = Attached { session, client, interest };
+        self.begin_session(&attached);
+        self.attached = Some(attached);
     }
 
     /// Stops watching the listeners for [`ACCEPT_PAUSE`]. They stay readable and would be reported
@@ -351,13 +355,18 @@ impl MutEventSubscriber for Worker {
         if let Some(event) = self.function.inner().queue_event() {
             watch(ops, &event, source::QUEUE, EventSet::IN);
         }
+        self.watch_resumed(ops);
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
-            source::PROGRAMS_LISTENER => return self.on_programs(ops, None),
+            source::PROGRAMS_LISTENER => {
+                self.on_programs(ops, None);
+                return self.record(source::PROGRAMS_LISTENER);
+            }
             id if id & source::PROGRAMS != 0 => {
-                return self.on_programs(ops, Some(Source(id & !source::PROGRAMS)));
+                self.on_programs(ops, Some(Source(id & !source::PROGRAMS)));
+                return self.record(id);
             }
             source::LISTENER => self.accept_vm(ops),
             source::SESSION => self.drive_session(ops),
@@ -370,6 +379,7 @@ impl MutEventSubscriber for Worker {
             id => self.on_control(id, ops),
         }
         self.charged = None;
+        self.record(events.data());
     }
 }
 

@@ -1,18 +1,25 @@
 //! Device model of the vGPU, as a [`Device`] of the vfio-user server.
 
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
 use anyhow::Context;
 use mdev_core::device::{AccessError, Handover, REGIONS, RegionEvent, VirtualFunction};
 use mdev_core::ids::GuestPa;
 use mdev_core::mem::{DmaAccess, MemError};
 use vfio_bindings::bindings::vfio;
 
-use vfio_user_server::device::{Area, Device, IoEventFd};
+use pci_registers::interrupts::IrqEvent;
+use vfio_user_server::device::{Area, Device, IoEventFd, pci};
 use vfio_user_server::dma::{DmaMap, DmaUnmap};
 use vfio_user_server::errno::Errno;
-use vfio_user_server::irq::{Irq, IrqCommand};
+use vfio_user_server::irq::{Irq, IrqAction, IrqCommand};
+use vfio_user_server::journal::{Journal, ReplyPhase, SessionRecord};
 use vfio_user_server::layout::Layout;
 use vfio_user_server::migration::Migration;
 
+use super::journal::Recorder;
+use super::journal::kept::Key;
 use super::migration::Transfer;
 
 /// Device model with its vfio-user layout.
@@ -26,6 +33,8 @@ pub struct Function {
     pub(super) transfer: Transfer,
     /// State of the vGPU while its VM's process is replaced.
     pub(super) handover: Option<Handover>,
+    /// Journal for the worker that continues, if there can be one.
+    pub(super) recorder: Option<Recorder>,
 }
 
 impl Function {
@@ -41,12 +50,32 @@ impl Function {
             mdev_type,
             transfer,
             handover: None,
+            recorder: None,
         })
     }
 
     /// Returns the vGPU's type.
     pub fn mdev_type(&self) -> &str {
         &self.mdev_type
+    }
+
+    /// Records the state from now on. `rewrites_answer` tells whether the answer to the last mailbox
+    /// request is to be written again.
+    pub fn resume_recording(&mut self, recorder: Recorder, rewrites_answer: bool) {
+        self.recorder = Some(recorder);
+        self.inner.answer_later();
+        if rewrites_answer {
+            self.inner.write_answer();
+        } else {
+            self.inner.drop_answer();
+        }
+    }
+
+    /// Records the state.
+    pub fn commit(&mut self) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.commit(&self.inner);
+        }
     }
 
     /// Notes that a VM attaches. Its regions are not those of an earlier VM.
@@ -102,6 +131,9 @@ impl Device for Function {
         let mut access = DmaAccess::empty();
         access.set(DmaAccess::READ, map.readable);
         access.set(DmaAccess::WRITE, map.writable);
+        if let (Some(recorder), Some(fd)) = (&mut self.recorder, &map.fd) {
+            recorder.keep(Key::memory(map.address), fd.as_fd());
+        }
         let file = map.fd.map(|fd| (fd, map.offset));
         self.inner
             .dma_map(GuestPa(map.address), map.size, access, file)
@@ -109,6 +141,13 @@ impl Device for Function {
     }
 
     fn dma_unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
+        let keys = match unmap {
+            DmaUnmap::Range { address, .. } => Key::memory(address)..=Key::memory(address),
+            DmaUnmap::All => Key::ALL_MEMORY,
+        };
+        if let Some(recorder) = &mut self.recorder {
+            recorder.drop_later(keys);
+        }
         match unmap {
             DmaUnmap::Range { address, size } => {
                 self.inner.dma_unmap(GuestPa(address), size).map_err(|error| mem_errno(&error))
@@ -122,6 +161,18 @@ impl Device for Function {
 
     fn set_irqs(&mut self, index: u32, command: IrqCommand<'_>) -> Result<(), Errno> {
         self.unmask_event_changed |= !matches!(command, IrqCommand::Perform { .. });
+        if let (Some(recorder), IrqCommand::Assign { action, start, eventfds }) =
+            (&mut self.recorder, &command)
+        {
+            for (number, fd) in (*start..).zip(eventfds.iter()) {
+                let event = match (index, action) {
+                    (pci::INTX, IrqAction::Unmask) => IrqEvent::Unmask,
+                    (pci::INTX, _) => IrqEvent::Intx,
+                    _ => IrqEvent::Msi(number),
+                };
+                recorder.keep(Key::event(event), fd.as_fd());
+            }
+        }
         self.inner.change_interrupts(|interrupts| command.apply(index, interrupts))
     }
 
@@ -135,6 +186,10 @@ impl Device for Function {
         self.inner.can_save().then_some(self as _)
     }
 
+    fn journal(&mut self) -> Option<&mut dyn Journal> {
+        if self.recorder.is_some() { Some(self) } else { None }
+    }
+
     fn detach(&mut self) {
         self.transfer = Transfer::None;
         self.unmask_event_changed = true;
@@ -145,6 +200,32 @@ impl Device for Function {
         // `attach` describes the regions again, and then a failure refuses the VM.
         if let Err(error) = self.describe() {
             log::warn!("{error:#}");
+        }
+    }
+}
+
+impl Journal for Function {
+    fn commit(&mut self, record: SessionRecord, is_repeatable: bool) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.commit_message(&self.inner, record, is_repeatable);
+            // From here on the request is not carried out again.
+            self.inner.write_answer();
+        }
+    }
+
+    fn set_reply(&mut self, reply: ReplyPhase) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.set_reply(reply);
+        }
+    }
+
+    fn finish(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
+        self.recorder.as_mut().map_or(Ok(()), |recorder| recorder.finish(socket, bytes))
+    }
+
+    fn set_continuable(&mut self, continuable: bool) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.set_session_torn(!continuable);
         }
     }
 }

@@ -6,15 +6,18 @@
 //! * `events`: event loop
 //! * `function`: device model as a device of the vfio-user server
 //! * `control`: connections of the manager
+//! * [`journal`]: what a worker that continues needs; `anchored`: continuing
 //! * `saving`: saving and restoring, as the manager requests; `migration`: as the VM's monitor does
 //! * `programs`: CUDA programs of the host on the vGPU; `queue_thread`: of the VM
 //! * `front_end_spec`, `doorbell`, `request_budget`: for both
 
+mod anchored;
 mod control;
 mod doorbell;
 mod events;
 mod front_end_spec;
 mod function;
+pub mod journal;
 mod migration;
 mod programs;
 mod queue_thread;
@@ -35,6 +38,7 @@ use vendor_backends::seqpacket::SeqPacketListener;
 
 use crate::spawn;
 use crate::worker_protocol::{VERSION, WorkerSpec};
+use anchored::Anchored;
 use events::Worker;
 use front_end_spec::FrontEndSpec;
 use function::Function;
@@ -62,6 +66,25 @@ pub struct WorkerArgs {
     pub programs_fd: Option<RawFd>,
     /// Connection to the GPU, for backends that use one.
     pub gpu_fd: Option<RawFd>,
+    /// Journal, for a worker with an anchor.
+    pub journal_fd: Option<RawFd>,
+    /// Socket to the anchor.
+    pub anchor_fd: Option<RawFd>,
+}
+
+/// Descriptors of [`WorkerArgs`] that each worker of a vGPU gets.
+#[derive(Debug)]
+pub struct WorkerFds {
+    /// [`WorkerArgs::spec_fd`].
+    pub spec: OwnedFd,
+    /// [`WorkerArgs::listen_fd`].
+    pub listen: OwnedFd,
+    /// [`WorkerArgs::control_fd`].
+    pub control: OwnedFd,
+    /// [`WorkerArgs::programs_fd`].
+    pub programs: Option<OwnedFd>,
+    /// [`WorkerArgs::gpu_fd`].
+    pub gpu: Option<OwnedFd>,
 }
 
 /// Serves one vGPU until the manager stops the worker, or until it has had neither a manager nor a
@@ -74,7 +97,13 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let programs = programs.map(spawn::listening).transpose()?;
     let gpu = args.gpu_fd.map(inherited).transpose()?;
 
-    let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu)?;
+    let journal = args.journal_fd.map(inherited).transpose()?;
+    let anchor = args.anchor_fd.map(inherited).transpose()?;
+    let anchored = journal.zip(anchor).map(|(journal, socket)| Anchored::open(&journal, socket));
+    let mut anchored = anchored.transpose()?;
+
+    let position = anchored.as_ref().and_then(Anchored::position);
+    let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu, position)?;
     // A static program has its random bytes from a device node, which it opens here and keeps.
     getrandom::u32().context("The system has no random bytes")?;
     let driver = client.driver().map(str::to_owned);
@@ -97,8 +126,14 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         }
         _ => None,
     };
+    if let Some(anchored) = &mut anchored {
+        anchored.resume_function(&mut function)?;
+    }
     let function = Function::new(function, &spec.function.type_name)?;
-    let worker = Worker::new(spec, function, listener, control, programs)?;
+    let mut worker = Worker::new(spec, function, listener, control, programs)?;
+    if let Some(anchored) = anchored {
+        worker.resume(anchored)?;
+    }
     let mut events = EventManager::new().context("Cannot create an event loop")?;
     let id = events.add_subscriber(worker);
     let mut orphaned_since = None;

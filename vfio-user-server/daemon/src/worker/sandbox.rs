@@ -28,9 +28,24 @@ pub fn enter(role: Role, files: &[PathBuf]) {
     }
 }
 
+/// Enters the sandbox of an anchor, which can read and run what is in `programs`.
+pub fn enter_anchor(programs: &[PathBuf]) {
+    let access = make_bitflags!(AccessFs::{ReadFile | Execute});
+    // A new process has its standard output there.
+    let null = [PathBuf::from("/dev/null")];
+    restrict([(programs, access), (&null, OPEN)]);
+    if let Err(error) = system_calls::restrict(Role::Anchor) {
+        log::warn!("Cannot restrict system calls: {error}");
+    }
+}
+
 /// Restricts this thread and its children to `files`, and prevents other processes from tracing
 /// this one.
 pub fn restrict_files(files: &[PathBuf]) {
+    restrict([(files, OPEN)]);
+}
+
+fn restrict<const N: usize>(allowed: [(&[PathBuf], BitFlags<AccessFs>); N]) {
     if let Err(error) = nix::sys::prctl::set_no_new_privs() {
         log::warn!("Cannot set no_new_privs: {error}");
     }
@@ -42,7 +57,10 @@ pub fn restrict_files(files: &[PathBuf]) {
         .handle_access(AccessFs::from_all(ABI::V5))
         .and_then(|rules| rules.scope(Scope::from_all(ABI::V6)))
         .and_then(Ruleset::create)
-        .and_then(|rules| rules.add_rules(path_beneath_rules(files, OPEN)))
+        .and_then(|rules| {
+            let all = allowed.iter();
+            rules.add_rules(all.flat_map(|(files, access)| path_beneath_rules(*files, *access)))
+        })
         .and_then(landlock::RulesetCreated::restrict_self);
     match restricted {
         Ok(status) => log::debug!("Filesystem access is restricted: {:?}", status.ruleset),

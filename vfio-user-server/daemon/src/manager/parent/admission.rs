@@ -62,10 +62,14 @@ impl Parent {
     /// Moves a vGPU's worker into a control group of its own.
     pub(super) fn place_worker(&self, env: &Environment, id: VgpuId) {
         let Some(vgpu) = self.vgpus.get(&id) else { return };
-        let Some(pid) = vgpu.pid() else { return };
+        let Some(worker) = vgpu.state().worker() else { return };
         let pins = !matches!(self.config.source.opener(), Opener::Process(_));
         let limits = Limits::worker(&self.client_spec(vgpu), worker::MAX_THREADS, pins);
-        env.cgroups.place(Member::Worker(id), pid, limits);
+        env.cgroups.place(Member::Worker(id), worker.process.pid(), limits);
+        // An anchor that has moved starts workers in its group. One may have been started before.
+        if let Some(pid) = worker.process.child() {
+            env.cgroups.place(Member::Worker(id), pid, limits);
+        }
     }
 
     /// Removes a vGPU: its worker, its resources on the GPU and its folder.

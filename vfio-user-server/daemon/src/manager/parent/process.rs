@@ -366,6 +366,7 @@ fn spawn_process(
         may_lock_memory: true,
         // Its end takes the GPU from all vGPUs of the parent.
         is_oom_protected: true,
+        ends_with_parent: false,
         user: starts_as,
     };
     let process = spawn::role(name, &args, &fds, limits)?;

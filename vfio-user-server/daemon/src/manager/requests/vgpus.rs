@@ -334,7 +334,7 @@ impl Manager {
 
     /// Returns a vGPU whose worker runs.
     fn with_worker(&self, id: VgpuId) -> Result<&Vgpu> {
-        if let Some(vgpu) = self.parents.vgpu(id).filter(|vgpu| vgpu.pid().is_some()) {
+        if let Some(vgpu) = self.parents.vgpu(id).filter(|vgpu| vgpu.state().worker().is_some()) {
             return Ok(vgpu);
         }
         Err(match self.definitions.find(id)? {

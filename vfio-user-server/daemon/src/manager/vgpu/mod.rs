@@ -154,7 +154,7 @@ impl Vgpu {
 
     /// Returns the worker's process ID.
     pub fn pid(&self) -> Option<u32> {
-        self.state().worker().map(|worker| worker.process.pid())
+        self.state().worker().map(Worker::pid)
     }
 
     /// Returns why the worker cannot be queried, if its version is unsupported.
@@ -375,7 +375,7 @@ impl Vgpu {
     pub fn kill(&mut self) {
         if let Some(worker) = self.state().worker() {
             log::warn!("The worker of vGPU {} does not exit; killing it", self.id);
-            worker.process.signal(Signal::SIGKILL);
+            worker.kill();
         }
         self.apply(Event::KillDue { give_up_at: Instant::now() + KILL_TIMEOUT });
     }

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use mdev_core::ids::VgpuId;
+use nix::sys::signal::Signal;
+use vendor_backends::mediator;
 use vendor_backends::mem::file_of;
 use vendor_backends::seqpacket::SeqPacket;
 
@@ -24,10 +26,10 @@ const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 256;
 /// Limit of threads of a worker. A worker has one, and a few for an NVIDIA GPU.
 pub const MAX_THREADS: u64 = 64;
 
-/// Worker process of a vGPU.
+/// Worker process of a vGPU, or its anchor.
 #[derive(Debug)]
 pub struct Worker {
-    /// Process.
+    /// Process. An anchor ends after its worker.
     pub process: Process,
     /// Number of this start.
     pub generation: Generation,
@@ -40,6 +42,20 @@ pub struct Worker {
 }
 
 impl Worker {
+    /// Returns the process ID of the worker itself.
+    pub fn pid(&self) -> u32 {
+        self.process.child().unwrap_or_else(|| self.process.pid())
+    }
+
+    /// Kills the worker itself.
+    pub fn kill(&self) {
+        // An anchor that was told to end waits for its worker.
+        match self.process.child().and_then(|pid| Process::find_running(pid).ok()) {
+            Some(worker) => worker.signal(Signal::SIGKILL),
+            None => self.process.signal(Signal::SIGKILL),
+        }
+    }
+
     /// Connects to the control socket of a running process.
     pub fn connect(
         vgpu: VgpuId,
@@ -53,6 +69,12 @@ impl Worker {
             .ok();
         Self { process, generation, since: Instant::now(), foreign, _tether: tether }
     }
+}
+
+/// Returns whether a worker has an anchor, from which another worker continues. The client of a GPU
+/// that the worker has for itself ends with it.
+fn is_anchored(spec: &WorkerSpec) -> bool {
+    spec.backend == mediator::BACKEND
 }
 
 /// Starts the worker of a vGPU with its listening sockets and, where the backend has one, its
@@ -72,18 +94,15 @@ pub fn spawn(
         ("--programs-fd", sockets.programs.as_ref().map(AsFd::as_fd)),
         ("--gpu-fd", gpu),
     ];
-    let (mut fds, mut args) = (Vec::new(), vec!["worker".to_owned()]);
-    let present = all.into_iter().filter_map(|(name, fd)| Some((name, fd?)));
-    for (number, (name, fd)) in (spawn::FIRST_FD..).zip(present) {
-        args.extend([name.to_owned(), number.to_string()]);
-        fds.push(fd);
-    }
+    let role = if is_anchored(spec) { "anchor" } else { "worker" };
+    let (fds, args) = spawn::arguments(role, all);
     let limits = Limits {
         files: MAX_FILES,
         threads: users.are_separate().then_some(MAX_THREADS),
         // The driver of a client that has the GPU itself may count guest memory as locked.
         may_lock_memory: gpu.is_none(),
         is_oom_protected: false,
+        ends_with_parent: false,
         user: users.choose()?,
     };
     spawn::role(label, &args, &fds, limits)

@@ -10,6 +10,7 @@ use mdev_core::device::{SaveError, VirtualFunction};
 
 use super::{Worker, peer, source, unwatch, watch};
 use crate::worker::control::ControlConnection;
+use crate::worker::journal::kept::Key;
 use crate::worker::programs::Programs;
 use crate::worker::saving;
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest, WorkerStatus};
@@ -43,6 +44,9 @@ impl Worker {
         self.next_control = self.next_control.checked_add(1).unwrap_or(source::CONTROL);
         let connection = ControlConnection::new(socket);
         if watch(ops, &connection, id, EventSet::IN) {
+            if let Some(recorder) = &mut self.function.recorder {
+                recorder.keep(Key::control(id), connection.as_fd());
+            }
             self.control.insert(id, connection);
         }
     }
@@ -69,6 +73,9 @@ impl Worker {
         }
         if let Some(connection) = self.control.remove(&id) {
             unwatch(ops, &connection);
+            if let Some(recorder) = &mut self.function.recorder {
+                recorder.drop_later(Key::control(id)..=Key::control(id));
+            }
         }
     }
 
@@ -108,6 +115,7 @@ impl Worker {
         fd: Option<OwnedFd>,
     ) -> Result<(WorkerReply, Vec<OwnedFd>)> {
         self.check_programs()?;
+        self.block();
         saving::answer(self.function.inner_mut(), request, fd)
     }
 

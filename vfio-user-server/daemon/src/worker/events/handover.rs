@@ -35,6 +35,7 @@ impl Worker {
 
     fn begin_handover(&mut self, ops: &mut EventOps) -> Result<()> {
         self.check_programs()?;
+        self.block();
         ensure!(self.outgoing.is_none(), "Another process of the VM is taking over already");
         ensure!(self.attached.is_some(), "It has no VM");
         self.function.handover = Some(self.function.inner_mut().begin_handover()?);
@@ -64,6 +65,7 @@ impl Worker {
             log::info!("Process {pid} is cut off: the VM stays with its old process");
         }
         self.adopted = false;
+        self.give_session_up();
         let restored = self.function.inner_mut().abandon_handover(handover);
         self.function.note_unmask_event();
         self.attached = self.outgoing.take();

@@ -20,6 +20,8 @@ pub enum Role {
         /// Calls the driver of the GPU.
         has_device: bool,
     },
+    /// An anchor, which starts workers. They inherit its filter, and add their own.
+    Anchor,
     /// A GPU process.
     GpuProcess {
         /// Calls the driver of a device.
@@ -31,8 +33,10 @@ pub enum Role {
 
 impl Role {
     fn has_device(self) -> bool {
-        let (Self::Worker { has_device } | Self::GpuProcess { has_device, .. }) = self;
-        has_device
+        match self {
+            Self::Worker { has_device } | Self::GpuProcess { has_device, .. } => has_device,
+            Self::Anchor => false,
+        }
     }
 }
 
@@ -144,6 +148,39 @@ const SUPERSEDING: [i64; 4] =
 /// after the last one that a C library may try.
 const LATER: std::ops::Range<i64> = 470..512;
 
+/// Calls of an anchor that starts a worker, and of the worker until it restricts itself. Landlock
+/// restricts what they can open, run and signal.
+const STARTING: [i64; 25] = [
+    libc::SYS_access,
+    libc::SYS_arch_prctl,
+    libc::SYS_dup2,
+    libc::SYS_dup3,
+    libc::SYS_execve,
+    libc::SYS_faccessat,
+    libc::SYS_fork,
+    libc::SYS_landlock_add_rule,
+    libc::SYS_landlock_create_ruleset,
+    libc::SYS_landlock_restrict_self,
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_newfstatat,
+    libc::SYS_open,
+    libc::SYS_openat,
+    libc::SYS_pidfd_open,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_pipe2,
+    libc::SYS_prctl,
+    libc::SYS_seccomp,
+    libc::SYS_setrlimit,
+    libc::SYS_setsid,
+    libc::SYS_statx,
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+];
+/// Flags of a process with namespaces of its own.
+const NAMESPACES: u64 = (libc::CLONE_NEWNS | libc::CLONE_NEWCGROUP | libc::CLONE_NEWUTS) as u64
+    | (libc::CLONE_NEWIPC | libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_NEWNET) as u64;
+
 /// Flags of a new thread, among those in [`THREAD_MASK`].
 const THREAD: u64 = (libc::CLONE_THREAD | libc::CLONE_VM | libc::CLONE_SIGHAND) as u64;
 /// Flags by which a thread differs from a process, and from one with namespaces of its own. The
@@ -172,8 +209,8 @@ const FCNTL: [libc::c_int; 13] = [
 ];
 
 /// Requests of ioctl for any descriptor.
-const IOCTL: [u64; 5] =
-    [libc::FIONBIO, libc::FIONREAD, libc::FIOCLEX, libc::TCGETS, libc::TIOCGWINSZ];
+const IOCTL: [u64; 6] =
+    [libc::FIONBIO, libc::FIONREAD, libc::FIOCLEX, libc::TCGETS, libc::TIOCGWINSZ, libc::TIOCOUTQ];
 
 /// `PR_SET_VMA`: the C library names its memory.
 const PR_SET_VMA: u64 = 0x5356_4d41;
@@ -243,6 +280,14 @@ fn allowed(role: Role) -> Result<Rules, BackendError> {
     rules.insert(libc::SYS_socketpair, socket_pairs()?);
     if let Role::GpuProcess { opens_files: true, .. } = role {
         rules.insert(libc::SYS_openat, Vec::new());
+    }
+    if role == Role::Anchor {
+        rules.extend(STARTING.map(|call| (call, Vec::new())));
+        let no_namespace = SeccompCmpOp::MaskedEq(NAMESPACES);
+        rules.insert(libc::SYS_clone, any_of(0, [no_namespace], 0)?);
+        // Of a worker, which has another number.
+        rules.insert(libc::SYS_tgkill, Vec::new());
+        rules.insert(libc::SYS_prlimit64, equal(0, [0])?);
     }
     Ok(rules)
 }

@@ -1,0 +1,136 @@
+//! A worker with an anchor: beginning anew, or continuing what an earlier worker left.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use anyhow::{Context, Result, ensure};
+use mdev_core::device::VirtualFunction;
+use nix::sys::socket::{MsgFlags, recv};
+use vendor_backends::seqpacket::SeqPacket;
+use vfio_user_server::dma::DmaMap;
+use vfio_user_server::journal::{FirstMessage, ReplyPhase};
+use vfio_user_server::session::Session;
+use vgpud_api::AttachedClient;
+
+use super::journal::kept::{Anchor, Kept, Key};
+use super::journal::{Continued, Journal, Recorder};
+
+/// Limit of attempts to carry out one message. A message at which workers die costs its VM the
+/// device.
+const MAX_ATTEMPTS: u64 = 3;
+
+/// What a worker gets from its anchor.
+#[derive(Debug)]
+pub struct Anchored {
+    journal: Journal,
+    anchor: Anchor,
+    kept: Kept,
+    continued: Option<(Continued, u64)>,
+}
+
+/// What an earlier worker left, besides the device.
+#[derive(Debug)]
+pub struct Resumed {
+    /// Recorder of the state from now on.
+    pub recorder: Recorder,
+    /// Session of the VM that is attached.
+    pub session: Option<(Session, AttachedClient)>,
+    /// Whether the answer to the last mailbox request may not have been written.
+    pub rewrites_answer: bool,
+    /// Connections of the manager, by number.
+    pub control: Vec<(u32, SeqPacket)>,
+}
+
+impl Anchored {
+    /// Opens the journal, and receives the descriptors that the anchor keeps.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an earlier worker has left a state from which none can continue.
+    pub fn open(journal: &OwnedFd, socket: OwnedFd) -> Result<Self> {
+        let journal = Journal::open(journal.as_fd()).context("The journal cannot be opened")?;
+        let socket = SeqPacket::from(socket);
+        let kept = Kept::receive(&socket).context("The anchor's descriptors are missing")?;
+        let mut continued = None;
+        if journal.is_used() {
+            let what = "The worker before was in a state from which none can continue";
+            ensure!(journal.is_continuable(), what);
+            let read = Continued::read(&journal)?;
+            let position = read.state()?.position;
+            continued = Some((read, position));
+        }
+        Ok(Self { journal, anchor: Anchor::new(socket), kept, continued })
+    }
+
+    /// Returns the position of the client of the GPU, to continue.
+    pub fn position(&self) -> Option<u64> {
+        self.continued.as_ref().map(|(_, position)| *position)
+    }
+
+    /// Continues with the device.
+    pub fn resume_function(&mut self, function: &mut VirtualFunction) -> Result<()> {
+        let Some((continued, _)) = &self.continued else { return Ok(()) };
+        let kept = &mut self.kept;
+        let memory: Vec<_> = continued
+            .memory
+            .iter()
+            .map(|map| (*map, kept.take(Key::memory(map.address.0))))
+            .collect();
+        let take = |event| kept.take(Key::event(event));
+        function
+            .resume_running(&continued.state()?.function, memory, take)
+            .context("The device cannot continue")
+    }
+
+    /// Continues with the connections.
+    pub fn resume_connections(mut self) -> Result<Resumed> {
+        let control = self.kept.take_control();
+        let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
+        let Some((continued, _)) = &self.continued else {
+            let recorder = Recorder::new(self.journal, self.anchor, 0);
+            return Ok(Resumed { recorder, session: None, rewrites_answer: false, control });
+        };
+        let state = continued.state()?;
+        let socket = self.kept.take(Key::SESSION);
+        let (mut session, mut rewrites_answer) = (None, false);
+        if let (Some(client), Some(socket)) = (state.client, socket) {
+            self.journal.complete(socket.as_fd()).context("The VM's connection is lost")?;
+            self.check_attempts(&socket)?;
+            let finished = self.journal.finished();
+            let is_executed = state.session.message == finished.saturating_add(1);
+            let first = FirstMessage {
+                executed: is_executed.then(|| state.session.result()),
+                reply: self.journal.reply(),
+            };
+            // Later the VM may have the next request in the page.
+            rewrites_answer = is_executed && first.reply == ReplyPhase::None;
+            let mappings = continued.memory.iter().map(|map| DmaMap {
+                address: map.address.0,
+                size: map.size,
+                offset: map.offset.unwrap_or_default(),
+                readable: map.readable,
+                writable: map.writable,
+                fd: None,
+            });
+            let resumed = Session::resume(socket, state.session, finished, first, mappings);
+            session = Some((resumed.context("The VM's connection is lost")?, client));
+        }
+        for key in self.kept.keys() {
+            self.anchor.drop_later(key..=key);
+        }
+        let mut recorder = Recorder::new(self.journal, self.anchor, state.memory);
+        if let Some((_, client)) = &session {
+            recorder.resume_session(*client, state.session);
+        }
+        Ok(Resumed { recorder, session, rewrites_answer, control })
+    }
+
+    fn check_attempts(&self, socket: &OwnedFd) -> Result<()> {
+        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        let is_waiting = recv(socket.as_raw_fd(), &mut [0], flags).is_ok_and(|len| len > 0);
+        if is_waiting {
+            let attempts = self.journal.count_attempt();
+            ensure!(attempts <= MAX_ATTEMPTS, "Workers die at the same message of the VM");
+        }
+        Ok(())
+    }
+}

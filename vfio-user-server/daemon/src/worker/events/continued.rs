@@ -1,0 +1,92 @@
+//! Recording of a worker's state, and continuing an earlier worker's.
+
+use std::os::fd::AsFd;
+
+use anyhow::Result;
+use event_manager::{EventOps, EventSet};
+use vfio_user_server::session::Interest;
+
+use super::{Attached, Worker, event_set, source, watch};
+use crate::worker::anchored::{Anchored, Resumed};
+use crate::worker::control::ControlConnection;
+use crate::worker::journal::kept::Key;
+use crate::worker::programs::Programs;
+
+impl Worker {
+    /// Begins to record the worker's state, and continues with the connections of an earlier worker.
+    pub fn resume(&mut self, anchored: Anchored) -> Result<()> {
+        let continues = anchored.position().is_some();
+        let Resumed { recorder, session, rewrites_answer, control } =
+            anchored.resume_connections()?;
+        self.function.resume_recording(recorder, rewrites_answer);
+        for (id, socket) in control {
+            self.control.insert(id, ControlConnection::new(socket));
+            self.next_control = self.next_control.max(id.saturating_add(1));
+        }
+        if continues {
+            let user = session.as_ref().map(|(_, vm)| format!(" for process {}", vm.pid));
+            log::info!("Continues another worker's work{}", user.unwrap_or_default());
+            self.function.note_unmask_event();
+            // What the worker before had taken, and not recorded, is pending again.
+            self.function.inner_mut().on_gpu_event();
+        }
+        self.attached = session.map(|(session, client)| {
+            let interest = Interest { readable: true, writable: false };
+            Attached { session, client, interest }
+        });
+        self.function.commit();
+        if let Some(recorder) = &mut self.function.recorder {
+            recorder.works();
+        }
+        Ok(())
+    }
+
+    /// Watches the connections that were there before.
+    pub(super) fn watch_resumed(&mut self, ops: &mut EventOps) {
+        if let Some(attached) = &self.attached {
+            watch(ops, &attached.session, source::SESSION, event_set(attached.interest));
+        }
+        for (id, connection) in &self.control {
+            watch(ops, connection, *id, EventSet::IN);
+        }
+        self.watch_unmask(ops);
+        self.watch_gpu(ops);
+    }
+
+    /// Records the state after an event. A session records each message itself.
+    pub(super) fn record(&mut self, event: u32) {
+        // While one process of the VM follows another, a part of the state is in this process alone.
+        let programs = self.programs.as_ref().is_some_and(Programs::are_present);
+        let Some(recorder) = &mut self.function.recorder else { return };
+        recorder.set_blocked(programs || self.outgoing.is_some());
+        if self.attached.is_none() && self.outgoing.is_none() {
+            recorder.end_session();
+        }
+        if event != source::SESSION || self.attached.is_none() {
+            self.function.commit();
+        }
+    }
+
+    /// Records that a VM attaches.
+    pub(super) fn begin_session(&mut self, attached: &Attached) {
+        if let Some(recorder) = &mut self.function.recorder {
+            recorder.keep(Key::SESSION, attached.session.as_fd());
+            recorder.begin_session(attached.client);
+        }
+    }
+
+    /// Lets no other worker continue with the session of a process whose successor has begun one in
+    /// its place.
+    pub(super) fn give_session_up(&mut self) {
+        if let Some(recorder) = &mut self.function.recorder {
+            recorder.give_session_up();
+        }
+    }
+
+    /// Lets no other worker continue during a request of several steps, until the next record.
+    pub(super) fn block(&mut self) {
+        if let Some(recorder) = &mut self.function.recorder {
+            recorder.set_blocked(true);
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Descriptors that the anchor keeps for the worker that continues.
+//!
+//! The worker has a socket to its anchor. It sends each descriptor before it records a state that
+//! needs it, and drops one after it has recorded a state that does not.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use pci_registers::interrupts::IrqEvent;
+use vendor_backends::seqpacket::SeqPacket;
+
+/// Limit of kept descriptors.
+pub const MAX_KEPT: usize = mdev_core::mem::MAX_MAPS + 64;
+
+/// Name of a kept descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key(u64);
+
+/// Bit at which the kind of a key begins. Guest-physical pages have fewer bits.
+const KIND: u32 = 56;
+
+impl Key {
+    /// Connection of the VM.
+    pub const SESSION: Self = Self(1 << KIND);
+
+    /// Returns the key of a client's eventfd.
+    pub const fn event(event: IrqEvent) -> Self {
+        let number = match event {
+            IrqEvent::Intx => 0,
+            IrqEvent::Unmask => 1,
+            IrqEvent::Msi(vector) => 2 + vector as u64,
+        };
+        Self(2 << KIND | number)
+    }
+
+    /// Returns the key of the guest memory at an address.
+    pub const fn memory(address: u64) -> Self {
+        Self(3 << KIND | address >> 12)
+    }
+
+    /// Returns the key of a connection of the manager.
+    pub const fn control(number: u32) -> Self {
+        Self(4 << KIND | number as u64)
+    }
+
+    /// Returns the number of a connection of the manager.
+    pub const fn control_number(self) -> Option<u32> {
+        if self.0 >> KIND == 4 { Some(self.0 as u32) } else { None }
+    }
+
+    /// Keys of all guest memory.
+    pub const ALL_MEMORY: RangeInclusive<Self> = Self(3 << KIND)..=Self((4 << KIND) - 1);
+    /// Keys of everything that belongs to a VM.
+    pub const OF_VM: RangeInclusive<Self> = Self(1 << KIND)..=Self((4 << KIND) - 1);
+}
+
+/// Message between a worker and its anchor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// The attached descriptor has this key.
+    Keep(Key),
+    /// To the anchor: the descriptors with these keys are not needed. To the worker: all were sent,
+    /// if the range is empty.
+    Drop(Key, Key),
+}
+
+impl Message {
+    /// Tells the worker that it has all descriptors.
+    pub const END: Self = Self::Drop(Key(1), Key(0));
+    /// Tells the anchor that the worker works.
+    pub const WORKS: Self = Self::Drop(Key(2), Key(0));
+    /// Length in bytes.
+    pub const BYTES: usize = 16;
+
+    /// Returns the bytes of the message.
+    pub fn encode(self) -> [u8; Self::BYTES] {
+        let (first, last) = match self {
+            Self::Keep(key) => (key.0, u64::MAX),
+            Self::Drop(first, last) => (first.0, last.0),
+        };
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&first.to_le_bytes());
+        bytes[8..].copy_from_slice(&last.to_le_bytes());
+        bytes
+    }
+
+    /// Returns the message in a packet.
+    pub fn decode(packet: &[u8]) -> Option<Self> {
+        let (first, last) = packet.split_first_chunk()?;
+        let key = Key(u64::from_le_bytes(*first));
+        Some(match u64::from_le_bytes(last.try_into().ok()?) {
+            u64::MAX => Self::Keep(key),
+            last => Self::Drop(key, Key(last)),
+        })
+    }
+}
+
+/// Descriptors by key.
+#[derive(Debug, Default)]
+pub struct Kept(BTreeMap<Key, OwnedFd>);
+
+impl Kept {
+    /// Carries out a worker's message. Returns false if it is not allowed.
+    pub fn apply(&mut self, message: Message, fd: Option<OwnedFd>) -> bool {
+        match (message, fd) {
+            (Message::Keep(key), Some(fd)) => {
+                if self.0.len() >= MAX_KEPT && !self.0.contains_key(&key) {
+                    foreign_fds::close(fd);
+                    return false;
+                }
+                if let Some(before) = self.0.insert(key, fd) {
+                    foreign_fds::close(before);
+                }
+                true
+            }
+            (Message::Drop(first, last), None) => {
+                let dropped = self.take_where(|key| (first..=last).contains(&key));
+                for (_, fd) in dropped {
+                    foreign_fds::close(fd);
+                }
+                true
+            }
+            (_, fd) => {
+                fd.into_iter().for_each(foreign_fds::close);
+                false
+            }
+        }
+    }
+
+    /// Sends all descriptors to a new worker.
+    pub fn send(&self, socket: &SeqPacket) -> io::Result<()> {
+        for (key, fd) in &self.0 {
+            socket.send(&Message::Keep(*key).encode(), &[fd.as_fd()])?;
+        }
+        socket.send(&Message::END.encode(), &[])
+    }
+
+    /// Receives all descriptors from the anchor.
+    pub fn receive(socket: &SeqPacket) -> io::Result<Self> {
+        let mut kept = Self::default();
+        let mut buffer = [0; Message::BYTES];
+        loop {
+            let packet = socket.recv_with_fds(&mut buffer)?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            let message = Message::decode(&buffer[..packet.len]);
+            let message = message.ok_or(io::ErrorKind::InvalidData)?;
+            if message == Message::END {
+                return Ok(kept);
+            }
+            if !kept.apply(message, packet.fds.into_iter().next()) {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+        }
+    }
+
+    /// Takes a descriptor.
+    pub fn take(&mut self, key: Key) -> Option<OwnedFd> {
+        self.0.remove(&key)
+    }
+
+    fn take_where(&mut self, is_taken: impl Fn(Key) -> bool) -> Vec<(Key, OwnedFd)> {
+        let keys: Vec<Key> = self.keys().filter(|key| is_taken(*key)).collect();
+        keys.into_iter().filter_map(|key| Some((key, self.take(key)?))).collect()
+    }
+
+    /// Takes the connections of the manager, with their numbers.
+    pub fn take_control(&mut self) -> Vec<(u32, OwnedFd)> {
+        let control = self.take_where(|key| key.control_number().is_some());
+        control.into_iter().filter_map(|(key, fd)| Some((key.control_number()?, fd))).collect()
+    }
+
+    /// Returns the keys.
+    pub fn keys(&self) -> impl Iterator<Item = Key> {
+        self.0.keys().copied()
+    }
+}
+
+/// A worker's socket to its anchor.
+#[derive(Debug)]
+pub struct Anchor {
+    socket: SeqPacket,
+    /// Keys to drop once the next state is recorded.
+    dropped: Vec<(Key, Key)>,
+    is_lost: bool,
+}
+
+impl Anchor {
+    /// Wraps the socket.
+    pub fn new(socket: SeqPacket) -> Self {
+        Self { socket, dropped: Vec::new(), is_lost: false }
+    }
+
+    /// Passes a descriptor on before a state needs it.
+    pub fn keep(&mut self, key: Key, fd: BorrowedFd<'_>) {
+        self.send(Message::Keep(key), &[fd]);
+    }
+
+    /// Drops descriptors once the next state is recorded.
+    pub fn drop_later(&mut self, keys: RangeInclusive<Key>) {
+        self.dropped.push((*keys.start(), *keys.end()));
+    }
+
+    /// Notes that a state was recorded.
+    pub fn recorded(&mut self) {
+        for (first, last) in std::mem::take(&mut self.dropped) {
+            self.send(Message::Drop(first, last), &[]);
+        }
+    }
+
+    /// Tells the anchor that the worker works.
+    pub fn works(&mut self) {
+        self.send(Message::WORKS, &[]);
+    }
+
+    /// Returns true if the anchor does not have all descriptors.
+    pub fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    fn send(&mut self, message: Message, fds: &[BorrowedFd<'_>]) {
+        if let Err(error) = self.socket.send(&message.encode(), fds)
+            && !std::mem::replace(&mut self.is_lost, true)
+        {
+            log::error!(
+                "The anchor cannot keep a descriptor, so no other worker can continue: {error}"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file() -> OwnedFd {
+        std::fs::File::open("/dev/null").unwrap().into()
+    }
+
+    #[test]
+    fn descriptors_are_kept_until_they_are_dropped() {
+        let mut kept = Kept::default();
+        let memory = [Key::memory(0), Key::memory(u64::MAX)];
+        let event = Key::event(IrqEvent::Msi(3));
+        for key in [Key::SESSION, event, memory[0], memory[1], Key::control(u32::MAX)] {
+            assert!(kept.apply(Message::Keep(key), Some(file())));
+        }
+        assert!(!kept.apply(Message::Keep(event), None), "without a descriptor");
+        assert!(kept.apply(Message::Drop(memory[0], memory[0]), None));
+        assert!(kept.take(event).is_some());
+        assert!(kept.take(memory[0]).is_none());
+        let (first, last) = Key::OF_VM.into_inner();
+        assert!(kept.apply(Message::Drop(last, first), None), "an empty range");
+        assert!(kept.apply(Message::Drop(first, last), None));
+        assert_eq!(kept.keys().collect::<Vec<_>>(), [Key::control(u32::MAX)]);
+        assert_eq!(kept.take_control().len(), 1);
+    }
+
+    #[test]
+    fn a_new_worker_gets_all_descriptors() {
+        let mut kept = Kept::default();
+        for number in 0..200 {
+            assert!(kept.apply(Message::Keep(Key::memory(number << 12)), Some(file())));
+        }
+        let (anchor, worker) = SeqPacket::pair().unwrap();
+        let sent = std::thread::spawn(move || kept.send(&anchor));
+        assert_eq!(Kept::receive(&worker).unwrap().keys().count(), 200);
+        sent.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn messages_are_read_as_they_were_written() {
+        for message in [
+            Message::Keep(Key::SESSION),
+            Message::Drop(Key::SESSION, Key::memory(7 << 12)),
+            Message::END,
+        ] {
+            assert_eq!(Message::decode(&message.encode()), Some(message));
+        }
+        for len in [0, 8, 15, 17] {
+            assert_eq!(Message::decode(&vec![1; len]), None);
+        }
+    }
+}
