@@ -28,6 +28,7 @@ pub mod parent;
 pub mod ram;
 pub mod raw_client;
 pub mod user;
+pub mod vcpu;
 pub mod vfio_user_guest;
 pub mod vgpuctl;
 pub mod vmm;
@@ -292,6 +293,19 @@ impl Vgpud {
     /// Returns the manager's description of a vGPU.
     pub fn show(&self, uuid: &str) -> Result<Value> {
         self.get(&format!("/v1/vgpus/{uuid}"))
+    }
+
+    /// Returns the GPU process of the first parent.
+    pub fn gpu_process(&self) -> Result<u32> {
+        let pid = self.get("/v1/parents")?[0]["pid"].as_u64().context("A GPU process")?;
+        Ok(u32::try_from(pid)?)
+    }
+
+    /// Returns the process that holds a vGPU's descriptors and starts its workers.
+    pub fn anchor(&self, uuid: &str) -> Result<u32> {
+        let run: Value = serde_json::from_slice(&fs::read(self.vgpu_dir(uuid).join("run.json"))?)?;
+        let pid = run["process"]["pid"].as_u64().context("A process ID")?;
+        Ok(u32::try_from(pid)?)
     }
 
     /// Returns the processes recorded in these folders: workers and software GPUs.

@@ -43,16 +43,17 @@ fn a_new_manager_adopts_running_vgpus() -> Result<()> {
 }
 
 #[test]
-fn a_dead_worker_is_replaced_and_a_new_vm_can_attach() -> Result<()> {
+fn a_dead_anchor_is_replaced_and_a_new_vm_can_attach() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = transient(&vgpud)?;
     let _lost = attach(&vgpud, &uuid)?;
-    let worker = pid(&vgpud.show(&uuid)?)?;
-    kill_process(worker, Signal::SIGKILL)?;
+    let (anchor, worker) = (vgpud.anchor(&uuid)?, pid(&vgpud.show(&uuid)?)?);
+    kill_process(anchor, Signal::SIGKILL)?;
     wait_for("another worker runs", || {
         let vgpu = vgpud.show(&uuid).unwrap();
         vgpu["state"] == "running" && vgpu["pid"] != worker && vgpu["pid"].is_u64()
     })?;
+    assert!(!is_alive(worker), "it ends with its anchor");
     drop(attach(&vgpud, &uuid)?);
     Ok(())
 }

@@ -8,6 +8,7 @@ mod lifecycle;
 mod metrics;
 mod migration;
 mod nvidia;
+mod replacement;
 mod resilience;
 mod service;
 mod web;

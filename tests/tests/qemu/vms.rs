@@ -8,6 +8,7 @@ use lab::cleanup::Process;
 use lab::picture::Picture;
 use lab::qemu::{Memory, Vm, VmSpec, vgpu_device};
 use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::bench::{A, B, Bench, LIMIT, TYPE, driver, eventually, job};
@@ -132,9 +133,16 @@ fn unshared_memory_is_detected_and_explained() {
     }
 }
 
+/// Returns the process that started another one.
+fn parent_of(pid: Pid) -> Pid {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();
+    Pid::from_raw(parent.trim().parse().unwrap())
+}
+
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
-fn a_dead_worker_affects_only_its_own_vm() {
+fn a_dead_worker_is_not_noticed_and_a_dead_anchor_affects_only_its_own_vm() {
     let bench = Bench::new();
     let (first, second) = (bench.vgpu(A), bench.vgpu(B));
     let folder = |name| bench.host.folder().join(name);
@@ -146,8 +154,16 @@ fn a_dead_worker_affects_only_its_own_vm() {
     b.guest.start("vgpu-guest --json bench --seconds 4", LIMIT).unwrap();
     job(&mut a, "vadd --n 10000");
 
+    // Another worker continues, and QEMU and the guest do not notice.
+    for _ in 0..10 {
+        let worker = bench.worker(A);
+        kill(worker, Signal::SIGKILL).unwrap();
+        job(&mut a, "vadd --n 10000");
+        eventually("another worker", || bench.worker(A) != worker);
+    }
+    // An anchor takes the connection to QEMU with it.
     let worker = bench.worker(A);
-    kill(worker, Signal::SIGKILL).unwrap();
+    kill(parent_of(worker), Signal::SIGKILL).unwrap();
     let load = b.guest.finish(LIMIT).unwrap().success().unwrap();
     let load: Value = serde_json::from_str(&load.stdout).unwrap();
     assert!(load["verified"].as_u64().unwrap() > 0, "{load}");

@@ -88,7 +88,7 @@ impl Victim {
         let neighbour = Device::open(Box::new(platform)).unwrap();
         let pid = |uuid: &str| vgpud.show(uuid).unwrap()["pid"].as_u64().unwrap() as u32;
         let workers = [pid(&uuid), pid(&other)];
-        let gpu = vgpud.roles().into_iter().find(|pid| !workers.contains(pid)).unwrap();
+        let gpu = vgpud.gpu_process().unwrap();
         let socket = vgpud.vfio_socket(&uuid);
         Self { uuid, socket, neighbour, worker: workers[0], gpu, vgpud }
     }

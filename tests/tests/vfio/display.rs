@@ -121,7 +121,7 @@ fn survives_crashes_and_rotates(host: &mut Nested, vgpuctl: &str) {
         format!("{DISPLAY} {SECOND}\n")
     );
 
-    // A worker dies under its VM: there is no room for another vGPU's memory, but the vGPU keeps
+    // An anchor dies under its VM: there is no room for another vGPU's memory, but the vGPU keeps
     // its own.
     ask(&mut host.vm, "crash 1");
     ask(&mut host.vm, &format!("draw 1 1024 768 {GREEN}"));
@@ -285,11 +285,11 @@ fn draw(
     assert_eq!(picture(vgpud, GUESTS[guest]), (width, height, colours[guest]));
 }
 
-/// Kills a worker under its VM, and lets the VM attach again.
+/// Kills an anchor, and with it a worker, under its VM, and lets the VM attach again.
 fn crash(vgpud: &Vgpud, uuid: &str, guest: &mut Option<Head>) {
     let pid = || vgpud.show(uuid).unwrap()["pid"].as_u64();
     let worker = pid().unwrap();
-    kill_process(u32::try_from(worker).unwrap(), Signal::SIGKILL).unwrap();
+    kill_process(vgpud.anchor(uuid).unwrap(), Signal::SIGKILL).unwrap();
     wait_for("a new worker", || {
         let vgpu = vgpud.show(uuid).unwrap();
         pid().is_some_and(|now| now != worker) && vgpu["state"] == "running"

@@ -77,7 +77,7 @@ const LINES: &[(&str, &str)] = &[
     ("$bin run --owner", "--owner <USER[:GROUP]> needs a value"),
     ("$bin strat", "There is no command \"strat\"; see `vgpud --help`"),
     ("ulimit -n 4; exec $vgpud", "Cannot reserve descriptors: "),
-    ("ulimit -n 9; exec $vgpud", "Cannot start the I/O runtime: "),
+    ("ulimit -n 12; exec $vgpud", "Cannot start the I/O runtime: "),
     ("$bin man > /dev/full", "Cannot write the manual page: "),
     ("export LISTEN_PID=$$ LISTEN_FDS=x; exec $vgpud", "Cannot read LISTEN_FDS"),
     (

@@ -204,9 +204,13 @@ fn a_viewer_stays_connected_while_a_vgpu_restarts() -> Result<()> {
     guest.mode(1024, 768)?;
     guest.draw(0, 16, [1, 2, 3])?;
     sees(&mut viewer, "the picture is back", &|viewer| viewer.pixel(15, 0) == [1, 2, 3])?;
-    // The worker dies; the next worker's screen is empty.
+    // A worker dies; the next one continues.
     let worker = u32::try_from(vgpud.show(&uuid)?["pid"].as_u64().context("A worker")?)?;
     kill_process(worker, Signal::SIGKILL)?;
+    guest.draw(0, 16, [4, 5, 6])?;
+    sees(&mut viewer, "the picture changes", &|viewer| viewer.pixel(15, 0) == [4, 5, 6])?;
+    // The anchor dies; the next worker's screen is empty.
+    kill_process(vgpud.anchor(&uuid)?, Signal::SIGKILL)?;
     sees(&mut viewer, "the picture says that the screen is off", &dark)?;
     // The end of vgpud ends the connection.
     viewer.ask(true)?;

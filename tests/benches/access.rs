@@ -1,0 +1,102 @@
+//! Cost of a trapped access to a vGPU, as its VM sees it.
+//!
+//! `cargo bench -p system-tests --bench access`. The client sleeps while it waits, like a virtual CPU.
+//! The plain socket, with a process that sends each byte back, is the baseline. Then workers are
+//! killed in the midst of accesses: the longest access is the interruption. With `TESSERA_PROGRAMS`
+//! another release's programs are measured.
+
+// Clippy recognizes only functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use mdev_core::abi::control::reg;
+use nix::sys::signal::Signal;
+use serde_json::json;
+use system_tests::raw_client::{REGION_READ, REGION_WRITE, RawClient};
+use system_tests::vcpu::Vcpu;
+use system_tests::{Vgpud, bytes, kill_process};
+
+const TURNS: usize = 5;
+const ACCESSES: usize = 10_000;
+/// Workers that are killed.
+const KILLS: usize = 100;
+/// Control registers.
+const CONTROL: u32 = 3;
+
+fn main() {
+    let vgpud = Vgpud::start().unwrap();
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true })).unwrap();
+    let mut client = RawClient::attach(&vgpud.vfio_socket(&uuid));
+    let mut echo = echo();
+    let (mut reads, mut writes, mut plain) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..TURNS {
+        measure(&mut plain, || {
+            echo.write_all(&[0; 32]).unwrap();
+            echo.read_exact(&mut [0; 32]).unwrap();
+        });
+        let read = bytes![reg::MAGIC, CONTROL, 4_u32];
+        measure(&mut reads, || drop(client.ok(REGION_READ, &read)));
+        let write = bytes![reg::WAKE, CONTROL, 4_u32, 0_u32];
+        measure(&mut writes, || drop(client.ok(REGION_WRITE, &write)));
+    }
+    println!("{:<28} {:>9} {:>9} {:>12}", "", "p50 us", "p99 us", "/ socket p50");
+    let baseline = percentile(&mut plain, 50);
+    for (name, times) in [("socket", plain), ("register read", reads), ("register write", writes)] {
+        let mut times = times;
+        let [p50, p99] = [50, 99].map(|n| percentile(&mut times, n));
+        println!("{name:<28} {p50:>9.2} {p99:>9.2} {:>12.2}", p50 / baseline);
+    }
+    interruptions(&vgpud, &uuid, &mut Vcpu::new(client));
+}
+
+/// Kills workers while their VM reads a register, and prints how long the reads took.
+fn interruptions(vgpud: &Vgpud, uuid: &str, vcpu: &mut Vcpu) {
+    let read = bytes![reg::MAGIC, CONTROL, 4_u32];
+    let mut longest = Vec::new();
+    for number in 0..KILLS {
+        let worker = vgpud.show(uuid).unwrap()["pid"].as_u64().unwrap();
+        let killer = thread::spawn(move || {
+            thread::sleep(Duration::from_micros(20_000 + number as u64 * 37 % 1000));
+            kill_process(worker as u32, Signal::SIGKILL).unwrap();
+        });
+        let (since, mut most) = (Instant::now(), Duration::ZERO);
+        while since.elapsed() < Duration::from_millis(150) {
+            let begun = Instant::now();
+            vcpu.access(REGION_READ, &read);
+            most = most.max(begun.elapsed());
+        }
+        killer.join().unwrap();
+        longest.push(most);
+    }
+    let [p50, p99, worst] = [50, 99, 100].map(|n| percentile(&mut longest, n) / 1000.0);
+    println!("\nInterruption by the death of a worker, {KILLS} times, ms");
+    println!("p50 {p50:.1}, p99 {p99:.1}, worst {worst:.1}");
+}
+
+/// Returns a socket whose peer sends everything back.
+fn echo() -> UnixStream {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    thread::spawn(move || {
+        let mut bytes = [0; 32];
+        while theirs.read_exact(&mut bytes).is_ok() && theirs.write_all(&bytes).is_ok() {}
+    });
+    ours
+}
+
+fn measure(times: &mut Vec<Duration>, mut access: impl FnMut()) {
+    for _ in 0..ACCESSES {
+        let since = Instant::now();
+        access();
+        times.push(since.elapsed());
+    }
+}
+
+/// Returns a percentile in microseconds.
+fn percentile(times: &mut [Duration], percent: usize) -> f64 {
+    times.sort_unstable();
+    times[(times.len() - 1) * percent / 100].as_secs_f64() * 1e6
+}

@@ -1,0 +1,156 @@
+//! Workers that die under VMs: their successors continue, and the VMs do not notice.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use mdev_core::abi::control::reg;
+use mdev_core::gpu::EngineKind;
+use mdev_core::units::MIB;
+use nix::sys::ptrace;
+use nix::sys::signal::Signal;
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use serde_json::json;
+use system_tests::load;
+use system_tests::ram::Ram;
+use system_tests::raw_client::{REGION_READ, REGION_WRITE, RawClient};
+use system_tests::vcpu::Vcpu;
+use system_tests::vfio_user_guest::VfioUserGuest;
+use system_tests::{Vgpud, bytes, is_alive, kill_process, skipped, wait_for};
+use vgpu_guest::channel::Channel;
+use vgpu_guest::device::Device;
+use vgpu_guest::memory::Home;
+use vgpu_guest::work::{self, saxpy::Saxpy};
+
+/// Workers that are killed under load.
+const KILLS: u32 = 40;
+/// Stops of a worker at system calls: a trapped access has about 8.
+const STOPS: u32 = 48;
+/// Control registers.
+const CONTROL: u32 = 3;
+
+fn worker(vgpud: &Vgpud, uuid: &str) -> Result<u32> {
+    let vgpu = vgpud.show(uuid)?;
+    ensure!(vgpu["state"] == "running", "{vgpu}");
+    Ok(u32::try_from(vgpu["pid"].as_u64().context("A worker")?)?)
+}
+
+/// Kills the worker of a vGPU and waits for the next.
+fn replace(vgpud: &Vgpud, uuid: &str) -> Result<()> {
+    let before = worker(vgpud, uuid)?;
+    kill_process(before, Signal::SIGKILL)?;
+    let anchor = vgpud.anchor(uuid)?;
+    wait_for("another worker runs", || {
+        worker(vgpud, uuid).is_ok_and(|pid| pid != before && pid != anchor && is_alive(pid))
+    })
+}
+
+/// Creates channels, computes in them with checked results, and destroys them, until told to stop.
+/// Returns the number of channels.
+fn create_and_compute(device: &Device, stop: &AtomicBool) -> Result<u32> {
+    let mut channels = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let mut channel = Channel::new(device, EngineKind::Compute)?;
+        let saxpy = Saxpy::new(device, Home::Guest, 10_000)?;
+        let report = work::run(&saxpy, &mut channel)?;
+        ensure!(report.checked > 0, "{report:?}");
+        channels += 1;
+    }
+    Ok(channels)
+}
+
+#[test]
+fn vms_do_not_notice_that_their_workers_die() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let start = || vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }));
+    let (victim, neighbour) = (start()?, start()?);
+    let other = load::work(&vgpud, &neighbour, 5)?;
+    let ram = Ram::new(64 * MIB, 64 * MIB)?;
+    let device = Device::open(Box::new(VfioUserGuest::attach(&vgpud.vfio_socket(&victim), ram)?))?;
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let guest = scope.spawn(|| create_and_compute(&device, &stop));
+        for number in 0..KILLS {
+            thread::sleep(Duration::from_millis(u64::from(number * 37 % 60)));
+            replace(&vgpud, &victim)?;
+        }
+        stop.store(true, Ordering::Relaxed);
+        let channels = guest.join().ok().context("The guest panicked")??;
+        ensure!(channels > KILLS / 4, "only {channels} channels between {KILLS} deaths");
+        anyhow::Ok(())
+    })?;
+    load::verified(other)?;
+    let vgpu = vgpud.show(&victim)?;
+    assert_eq!(vgpu["state"], "running");
+    let stats = vgpud.get("/v1/stats")?;
+    let stats = stats["vgpus"].as_array().unwrap();
+    let victim = stats.iter().find(|vgpu| vgpu["uuid"] == victim.as_str()).unwrap();
+    assert_eq!(victim["channels"], 0, "no channel was made twice");
+    assert_eq!(victim["faults"], 0);
+    Ok(())
+}
+
+/// Returns the number of wake-ups that the device has counted.
+fn wakeups(vcpu: &mut Vcpu) -> u32 {
+    let data = vcpu.access(REGION_READ, &bytes![reg::TRAPPED_DOORBELLS, CONTROL, 4_u32]);
+    u32::from_ne_bytes(data[16..20].try_into().unwrap())
+}
+
+/// Kills a process at a stop: before or after one of its next system calls.
+fn kill_at(pid: u32, stop: u32) -> Result<()> {
+    let process = Pid::from_raw(pid.cast_signed());
+    let wait = || waitpid(process, Some(WaitPidFlag::__WALL));
+    ptrace::interrupt(process)?;
+    wait()?;
+    for _ in 0..stop {
+        ptrace::syscall(process, None)?;
+        if let WaitStatus::Exited(..) | WaitStatus::Signaled(..) = wait()? {
+            return Ok(());
+        }
+    }
+    kill_process(pid, Signal::SIGKILL)?;
+    while !matches!(wait(), Ok(WaitStatus::Exited(..) | WaitStatus::Signaled(..)) | Err(_)) {}
+    Ok(())
+}
+
+#[test]
+fn each_access_has_its_effect_once_wherever_its_worker_dies() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }))?;
+    let mut vcpu = Vcpu::new(RawClient::attach(&vgpud.vfio_socket(&uuid)));
+    let (stop, done) = (AtomicBool::new(false), AtomicU32::new(0));
+    thread::scope(|scope| {
+        let guest = scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                vcpu.access(REGION_WRITE, &bytes![reg::WAKE, CONTROL, 4_u32, 0_u32]);
+                let expected = done.fetch_add(1, Ordering::Relaxed) + 1;
+                assert_eq!(wakeups(&mut vcpu), expected, "wake-ups that were counted");
+            }
+        });
+        for number in 0..STOPS {
+            let before = worker(&vgpud, &uuid)?;
+            let process = Pid::from_raw(before.cast_signed());
+            if ptrace::seize(process, ptrace::Options::empty()).is_err() {
+                skipped("this user may not trace other processes");
+                break;
+            }
+            kill_at(before, number)?;
+            let (since, accesses) = (Instant::now(), done.load(Ordering::Relaxed));
+            while done.load(Ordering::Relaxed) < accesses + 2 && !guest.is_finished() {
+                ensure!(since.elapsed() < Duration::from_secs(10), "no access after {number}");
+                thread::sleep(Duration::from_millis(1));
+            }
+            if guest.is_finished() {
+                break;
+            }
+            // A worker that dies at once, again and again, is not replaced for ever.
+            thread::sleep(Duration::from_millis(10));
+        }
+        stop.store(true, Ordering::Relaxed);
+        guest.join().ok().context("The client saw a wrong effect")
+    })
+}
