@@ -57,8 +57,8 @@ enum Task {
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
     Test {
-        /// `nvidia`: the tests that need an NVIDIA GPU; `endurance`: 1,000 programs, 100 reloads and
-        /// 50 hot-unplugs in VMs
+        /// `nvidia`: the tests that need an NVIDIA GPU; `endurance`: 1,000 programs, 100 reloads, 50
+        /// hot-unplugs and 100 restores in VMs, and 1,000 dead workers
         kind: Option<String>,
     },
     /// Run all benchmarks, or the benchmark of this name

@@ -44,7 +44,11 @@ const MEASURED: [&str; 8] = [
     "system-tests/vfio/shares",
 ];
 /// Tests that take long, as `package/program/module`. Only [`endurance`] runs them.
-const LONG: [&str; 2] = ["system-tests/cuda/endurance", "system-tests/qemu/saving_endurance"];
+const LONG: [&str; 3] = [
+    "system-tests/cuda/endurance",
+    "system-tests/daemon/replacement_endurance",
+    "system-tests/qemu/saving_endurance",
+];
 /// Arguments for cargo that select the programs of a bundle.
 const STATIC_PROGRAMS: [&str; 8] =
     ["--bin", "vgpu-guest", "--bin", "vgpud", "--bin", "vgpuctl", "--bin", "lab"];

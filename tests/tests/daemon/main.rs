@@ -9,6 +9,7 @@ mod metrics;
 mod migration;
 mod nvidia;
 mod replacement;
+mod replacement_endurance;
 mod resilience;
 mod service;
 mod web;
