@@ -3,10 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use anyhow::Result;
-use mdev_core::abi::mailbox::{MapVram, Opcode, Status, VA_START};
+use mdev_core::abi::mailbox::{MapGuest, MapVram, Opcode, Scatter, Status, VA_START};
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use system_tests::Vgpud;
 use system_tests::raw_client::RESET;
+use system_tests::{Vgpud, is_alive, kill_process, wait_for};
 use zerocopy::IntoBytes;
 
 use crate::migration::{DISPLAY, Guest, VRAM, start};
@@ -21,13 +22,21 @@ fn refused(vgpud: &Vgpud, uuid: &str, name: &str, words: &str) {
     assert!(said.contains(words), "{name}: {said}");
 }
 
-/// Returns a guest with a mapping, a display mode and video memory.
+/// Maps a page of guest memory for the GPU, at an offset in the address space.
+fn map_ram(guest: &mut Guest, offset: u64) -> Status {
+    let map = MapGuest { va: VA_START + offset, flags: 0, count: 1 };
+    let page = Scatter { address: 0x1000, length: 0x1000 };
+    guest.request(Opcode::MapGuest, &[map.as_bytes(), page.as_bytes()].concat())
+}
+
+/// Returns a guest with mappings, a display mode and video memory.
 fn busy(vgpud: &Vgpud, uuid: &str) -> Guest {
     let mut guest = Guest::attach(vgpud, uuid);
     guest.client.write(VRAM, 0x1000, &[0x77; 64]);
     guest.client.write(DISPLAY, 0x502, &320_u16.to_le_bytes());
     let vram = MapVram { va: VA_START, offset: 0x3000, length: 0x1000, ..MapVram::default() };
     assert_eq!(guest.request(Opcode::MapVram, vram.as_bytes()), Status::Ok);
+    assert_eq!(map_ram(&mut guest, 0x10_0000), Status::Ok);
     guest
 }
 
@@ -78,11 +87,15 @@ fn a_second_process_takes_the_vgpu_over_or_leaves_it() -> Result<()> {
     vgpud.call("POST", &resume, None)?;
     has_the_vgpu(&mut new);
     old.client.is_closed();
+    // The new process has guest memory of its own, which the next worker takes up.
+    let worker = u32::try_from(vgpud.show(&uuid)?["pid"].as_u64().unwrap())?;
+    kill_process(worker, Signal::SIGKILL)?;
+    wait_for("the worker has died", || !is_alive(worker))?;
+    has_the_vgpu(&mut new);
+    assert_eq!(map_ram(&mut new, 0x20_0000), Status::Ok);
     // The next VM gets nothing of it.
     drop(new);
-    system_tests::wait_for("the VM is gone", || {
-        vgpud.show(&uuid).is_ok_and(|vgpu| vgpu["vm"].is_null())
-    })?;
+    wait_for("the VM is gone", || vgpud.show(&uuid).is_ok_and(|vgpu| vgpu["vm"].is_null()))?;
     let mut next = Guest::attach(&vgpud, &uuid);
     assert_eq!(next.client.read(VRAM, 0x1000, 64), [0; 64]);
     Ok(())

@@ -67,6 +67,8 @@ impl Recorder {
         self.journal.begin_session();
         (self.client, self.session) = (Some(client), SessionRecord::default());
         (self.session_torn, self.session_given_up) = (false, false);
+        // A handover puts other guest memory in its place, whose generations begin anew.
+        self.memory.1 = None;
     }
 
     /// Lets no other worker continue with this session.
