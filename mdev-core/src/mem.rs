@@ -1,9 +1,13 @@
 //! Guest memory, from DMA mappings of the client.
 
 mod advice;
+mod map;
+mod running;
 mod shared;
 
 pub use advice::ImportLimits;
+use map::{Map, SharedRegion};
+pub use running::RunningMap;
 pub use shared::SharedGuestMemory;
 
 use std::collections::BTreeMap;
@@ -15,20 +19,17 @@ use std::sync::Arc;
 
 use bitflags::bitflags;
 use serde::{Deserialize, Serialize};
-use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestMemoryRegionBytes,
-    GuestRegionCollection, MemoryRegionAddress, VolatileSlice, guest_memory,
-};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestRegionCollection};
 
 use crate::gpu::{Backing, Client, GpuError, GuestRam};
 use crate::ids::{GuestPa, MemoryId};
 use crate::memory_file::MemoryFile;
-use crate::sigbus::{GuardedMapping, Protection};
+use crate::sigbus::Protection;
 use crate::units::{PAGE_SIZE, is_aligned};
 
 bitflags! {
     /// Access of the device to a range of guest memory.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
     pub struct DmaAccess: u32 {
         /// Loads.
         const READ = 1 << 0;
@@ -88,67 +89,6 @@ pub struct GuestMemory {
     /// Number of changes of the mappings and their imports.
     generation: u64,
 }
-
-/// A mapping of a running VM, for a process that continues with it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunningMap {
-    /// Guest-physical address.
-    pub address: GuestPa,
-    /// Length in bytes.
-    pub size: u64,
-    /// True if the device may read.
-    pub readable: bool,
-    /// True if the device may write.
-    pub writable: bool,
-    /// Offset in the mapping's file, if it has one.
-    pub offset: Option<u64>,
-    /// Id of the import.
-    pub import: Option<MemoryId>,
-}
-
-#[derive(Debug)]
-struct Map {
-    size: u64,
-    access: DmaAccess,
-    /// The file and the offset, if the range is accessible.
-    file: Option<(OwnedFd, u64)>,
-    import: Option<MemoryId>,
-    /// Error of mapping the file.
-    failure: Option<io::Error>,
-    /// Whether the client has truncated the file. The range is no longer accessible.
-    truncated: bool,
-}
-
-/// Mapping with a file, for vm-memory.
-#[derive(Debug)]
-struct SharedRegion {
-    start: u64,
-    mapping: GuardedMapping,
-}
-
-impl GuestMemoryRegion for SharedRegion {
-    type B = ();
-
-    fn len(&self) -> u64 {
-        self.mapping.len() as u64
-    }
-
-    fn start_addr(&self) -> GuestAddress {
-        GuestAddress(self.start)
-    }
-
-    fn bitmap(&self) {}
-
-    fn get_slice(
-        &self,
-        offset: MemoryRegionAddress,
-        count: usize,
-    ) -> guest_memory::Result<VolatileSlice<'_>> {
-        Ok(self.mapping.slice().subslice(offset.0 as usize, count)?)
-    }
-}
-
-impl GuestMemoryRegionBytes for SharedRegion {}
 
 /// Part of one mapping.
 #[derive(Clone, Copy, Debug)]
@@ -229,17 +169,17 @@ impl GuestMemory {
         if entry.get().size != size {
             return Err(MemError::NotMapped { iova, size });
         }
-        let map = entry.remove();
+        let mut map = entry.remove();
         self.generation += 1;
-        self.forget(client, iova.0, &map);
+        self.forget(client, iova.0, &mut map);
         Ok(())
     }
 
     /// Removes all mappings and returns their size in bytes.
     pub fn clear(&mut self, client: &mut dyn Client) -> u64 {
-        let maps = mem::take(&mut self.maps);
+        let mut maps = mem::take(&mut self.maps);
         self.generation += 1;
-        for (iova, map) in &maps {
+        for (iova, map) in &mut maps {
             self.forget(client, *iova, map);
         }
         self.missed = None;
@@ -249,20 +189,15 @@ impl GuestMemory {
     /// Releases all imports. They are made again on their next use.
     pub fn release_imports(&mut self, client: &mut dyn Client) {
         for (iova, map) in &mut self.maps {
-            let Some(memory) = map.import.take() else { continue };
-            if let Err(error) = client.release(memory) {
-                log::warn!("Cannot release guest memory at {iova:#x}: {error}");
-            }
+            map.release(client, *iova);
         }
         self.imported = 0;
+        self.generation += 1;
     }
 
-    fn forget(&mut self, client: &mut dyn Client, iova: u64, map: &Map) {
-        if let Some(memory) = map.import {
+    fn forget(&mut self, client: &mut dyn Client, iova: u64, map: &mut Map) {
+        if map.release(client, iova) {
             self.imported = self.imported.saturating_sub(map.size);
-            if let Err(error) = client.release(memory) {
-                log::warn!("Cannot release guest memory at {iova:#x}: {error}");
-            }
         }
         if let Ok((rest, _)) = self.shared.remove_region(GuestAddress(iova), map.size) {
             self.shared = rest;
@@ -325,42 +260,6 @@ impl GuestMemory {
     pub fn imports(&self) -> impl Iterator<Item = (MemoryId, GuestPa, u64)> {
         let imports = self.maps.iter().filter_map(|(start, map)| Some((map.import?, *start, map)));
         imports.map(|(memory, start, map)| (memory, GuestPa(start), map.size))
-    }
-
-    /// Returns a number that changes with the mappings and their imports.
-    pub fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    /// Returns the mappings, for a process that continues.
-    pub fn running(&self) -> Vec<RunningMap> {
-        let map = |(start, map): (&u64, &Map)| RunningMap {
-            address: GuestPa(*start),
-            size: map.size,
-            readable: map.access.contains(DmaAccess::READ),
-            writable: map.access.contains(DmaAccess::WRITE),
-            offset: map.file.as_ref().map(|(_, offset)| *offset),
-            import: map.import,
-        };
-        self.maps.iter().map(map).collect()
-    }
-
-    /// Continues with the mappings of another process and their files. A mapping that cannot be made
-    /// is left out, and logged.
-    pub fn resume(&mut self, maps: impl IntoIterator<Item = (RunningMap, Option<OwnedFd>)>) {
-        for (map, file) in maps {
-            let RunningMap { address, size, readable, writable, offset, import } = map;
-            let mut access = DmaAccess::empty();
-            access.set(DmaAccess::READ, readable);
-            access.set(DmaAccess::WRITE, writable);
-            if let Err(error) = self.map(address, size, access, file.zip(offset)) {
-                log::warn!("Guest memory of the process before is lost: {error}");
-            } else if let Some(map) = self.maps.get_mut(&address.0) {
-                map.import = import;
-                let imported = if import.is_some() { size } else { 0 };
-                self.imported = self.imported.saturating_add(imported);
-            }
-        }
     }
 
     /// Returns a range as parts of imports, in ascending order. Imports memory on its first use.

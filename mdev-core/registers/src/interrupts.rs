@@ -1,12 +1,15 @@
 //! Interrupts: INTx and MSI, delivered by eventfd.
 
+mod running;
+
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use foreign_fds::eventfd::{self, Signaller};
-use serde::{Deserialize, Serialize};
+
+pub use running::{InterruptState, IrqEvent};
 
 /// Line of INTx at the [`Signaller`]; MSI vectors have the lines after it.
 const INTX_LINE: usize = 0;
@@ -86,28 +89,6 @@ pub struct Interrupts {
     signaller: Option<Signaller>,
 }
 
-/// State of interrupts without their eventfds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InterruptState {
-    has_trigger: bool,
-    has_unmask: bool,
-    asserted: bool,
-    granted: u32,
-    /// Bit for each MSI vector with an eventfd.
-    vectors: u32,
-}
-
-/// An eventfd of a client.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IrqEvent {
-    /// Trigger of INTx.
-    Intx,
-    /// Signal of the client to unmask INTx.
-    Unmask,
-    /// Trigger of an MSI vector.
-    Msi(u32),
-}
-
 /// INTx with VFIO's semantics: a level, masked by each delivery until the client unmasks it.
 #[derive(Debug, Default)]
 struct Intx {
@@ -133,45 +114,6 @@ impl Interrupts {
         events.resize_with(vectors as usize, || None);
         let msi = Msi { events, granted: 0 };
         Self { has_intx, intx: Intx::default(), msi, signaller: None }
-    }
-
-    /// Returns the state without the eventfds.
-    pub fn state(&self) -> InterruptState {
-        let Intx { has_trigger, ref unmask, asserted, .. } = self.intx;
-        let set = self.msi.events.iter().enumerate().filter(|(_, event)| event.is_some());
-        InterruptState {
-            has_trigger,
-            has_unmask: unmask.is_some(),
-            asserted,
-            granted: self.msi.granted,
-            vectors: set.fold(0, |bits, (vector, _)| bits | 1 << vector),
-        }
-    }
-
-    /// Continues in a state of another process. `take` returns the eventfds. Signals that the other
-    /// process may not have delivered are delivered again.
-    pub fn resume(
-        &mut self,
-        state: &InterruptState,
-        mut take: impl FnMut(IrqEvent) -> Option<OwnedFd>,
-    ) -> Result<(), IrqError> {
-        self.reset();
-        self.intx.asserted = state.asserted;
-        let vectors = 0..self.msi.events.len() as u32;
-        for vector in vectors.filter(|vector| state.vectors & 1 << vector != 0) {
-            self.set_triggers(IrqIndex::Msi, vector, vec![take(IrqEvent::Msi(vector))])?;
-        }
-        self.msi.granted = state.granted.min(self.msi.events.len() as u32);
-        (0..self.msi.granted).for_each(|vector| self.msi_signal(vector));
-        if state.has_unmask {
-            self.set_unmask_event(IrqIndex::Intx, take(IrqEvent::Unmask))?;
-        }
-        if state.has_trigger {
-            // This delivers an asserted INTx, and unmasks any other: the client may not have been
-            // signalled, and its signal to unmask may be lost. One signal too many does no harm.
-            self.set_triggers(IrqIndex::Intx, 0, vec![take(IrqEvent::Intx)])?;
-        }
-        Ok(())
     }
 
     /// Drops all eventfds and returns to the power-on state.

@@ -51,16 +51,16 @@ pub struct VirtualFunction {
     pub(super) lost: bool,
     /// The vGPU does not work until it is resumed: see [`super::saved`].
     pub(super) paused: bool,
-    traps: Traps,
+    pub(super) traps: Traps,
     /// Last scanout passed to the client.
-    last_scanout: Scanout,
+    pub(super) last_scanout: Scanout,
     /// Whether no VM has attached since the last [`Self::detach`].
     pub(super) pristine: bool,
     /// Number of times that conditions were raised.
     pub(super) raises: u64,
     /// Answer to a mailbox request that is not written yet.
     pub(super) answer: Option<Answer>,
-    answers_later: bool,
+    pub(super) answers_later: bool,
 }
 
 impl VirtualFunction {
@@ -355,24 +355,6 @@ impl VirtualFunction {
         }
     }
 
-    /// Writes the answer to the last mailbox request to guest memory. Returns false if the memory is
-    /// gone since the request was read.
-    pub fn write_answer(&mut self) -> bool {
-        let Some(Answer { address, bytes }) = self.answer.take() else { return true };
-        self.memory.lock().write(address, &bytes).is_ok()
-    }
-
-    /// Drops the answer to a request whose page may have another request by now.
-    pub fn drop_answer(&mut self) {
-        self.answer = None;
-    }
-
-    /// Leaves it to the caller to [write](Self::write_answer) answers, once the state that includes
-    /// their requests is recorded.
-    pub fn answer_later(&mut self) {
-        self.answers_later = true;
-    }
-
     /// Executes the request in the mailbox, or refuses it without the client.
     fn execute_mailbox(&mut self, queue_runs: bool) -> mailbox::Outcome {
         let address = self.control.mailbox();
@@ -469,17 +451,6 @@ impl VirtualFunction {
     /// Returns the counters of trapped accesses.
     pub fn traps(&self) -> Traps {
         self.traps
-    }
-
-    /// Returns the picture that the client was told last.
-    pub(super) fn last_scanout(&self) -> Scanout {
-        self.last_scanout
-    }
-
-    /// Sets the counters of trapped accesses, and the picture that the client was told last.
-    pub(super) fn set_statistics(&mut self, traps: Traps, scanout: Scanout) {
-        self.traps = traps;
-        self.last_scanout = scanout;
     }
 
     /// Returns warnings about the attached VM for the operator, one line each.

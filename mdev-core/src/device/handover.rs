@@ -48,11 +48,8 @@ impl VirtualFunction {
     /// reset on an error. Returns the writes to configuration space that the process must learn of.
     pub fn adopt(&mut self, handover: &Handover) -> Result<Vec<ConfigWrite>, RestoreError> {
         self.reset();
-        let restored = self.restore_checked(&handover.saved);
-        if restored.is_err() {
-            self.reset();
-        }
-        restored.map(|()| self.config_writes())
+        self.restore_checked(&handover.saved)?;
+        Ok(self.config_writes())
     }
 
     /// Gives the vGPU back to the old process. The vGPU is paused on success, and reset on an error.
@@ -60,11 +57,7 @@ impl VirtualFunction {
         self.release_client();
         *self.memory.lock() = handover.memory;
         self.irq = handover.irq;
-        let restored = self.restore_checked(&handover.saved);
-        if restored.is_err() {
-            self.reset();
-        }
-        restored
+        self.restore_checked(&handover.saved)
     }
 
     /// Forgets what a process has given to the device, and resets the device. Video memory stays.

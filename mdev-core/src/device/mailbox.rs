@@ -5,6 +5,7 @@
 use serde::{Deserialize, Serialize};
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::VirtualFunction;
 use crate::abi::control::{Features, VECTORS};
 use crate::abi::mailbox::{
     ChannelCreate, ChannelCreated, ChannelName, ChannelState, Header, Info, MAP_READ_ONLY,
@@ -104,6 +105,26 @@ pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> 
     answer.extend_from_slice(&reply);
     let answer = Some(Answer { address, bytes: answer });
     Outcome { status, lost: lost || status == Status::DeviceLost, answer }
+}
+
+impl VirtualFunction {
+    /// Writes the answer to the last mailbox request to guest memory. Returns false if the memory is
+    /// gone since the request was read.
+    pub fn write_answer(&mut self) -> bool {
+        let Some(Answer { address, bytes }) = self.answer.take() else { return true };
+        self.memory.lock().write(address, &bytes).is_ok()
+    }
+
+    /// Drops the answer to a request whose page may have another request by now.
+    pub fn drop_answer(&mut self) {
+        self.answer = None;
+    }
+
+    /// Leaves it to the caller to [write](Self::write_answer) answers, once the state that includes
+    /// their requests is recorded.
+    pub fn answer_later(&mut self) {
+        self.answers_later = true;
+    }
 }
 
 /// Refuses the request at `address` while the control queue runs: it would wait for the queue.

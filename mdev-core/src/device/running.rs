@@ -59,8 +59,8 @@ impl VirtualFunction {
             control: self.control.bank().image().into(),
             display: self.display.as_ref().map(super::display::Display::running),
             irq: self.irq.state(),
-            scanout: self.last_scanout(),
-            traps: self.traps(),
+            scanout: self.last_scanout,
+            traps: self.traps,
             has_gpu_events: self.has_gpu_events,
             direct: self.direct,
             active: self.active,
@@ -109,7 +109,8 @@ impl VirtualFunction {
         if let (Some(display), Some(state)) = (&mut self.display, &state.display) {
             display.resume(state);
         }
-        self.set_statistics(state.traps, state.scanout);
+        self.traps = state.traps;
+        self.last_scanout = state.scanout;
         self.has_gpu_events = state.has_gpu_events;
         self.direct = state.direct;
         self.active = state.active;

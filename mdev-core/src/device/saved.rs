@@ -143,14 +143,20 @@ impl VirtualFunction {
         self.check_saveable().map_err(RestoreError::Now)?;
         self.check_state(&saved.registers)?;
         self.discard();
-        let restored = self.restore_checked(saved);
+        self.restore_checked(saved)
+    }
+
+    /// Restores a state with valid registers into a function that was reset. On an error the function
+    /// is reset.
+    pub(super) fn restore_checked(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
+        let restored = self.try_restore(saved);
         if restored.is_err() {
             self.reset();
         }
         restored
     }
 
-    pub(super) fn restore_checked(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
+    fn try_restore(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
         {
             let mut client = self.client.lock();
             client.pause()?;

@@ -1,0 +1,70 @@
+//! State of interrupts, for a process that continues with a running function.
+
+use std::os::fd::OwnedFd;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Interrupts, Intx, IrqError, IrqIndex};
+
+/// State of interrupts without their eventfds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InterruptState {
+    has_trigger: bool,
+    has_unmask: bool,
+    asserted: bool,
+    granted: u32,
+    /// Bit for each MSI vector with an eventfd.
+    vectors: u32,
+}
+
+/// An eventfd of a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IrqEvent {
+    /// Trigger of INTx.
+    Intx,
+    /// Signal of the client to unmask INTx.
+    Unmask,
+    /// Trigger of an MSI vector.
+    Msi(u32),
+}
+
+impl Interrupts {
+    /// Returns the state without the eventfds.
+    pub fn state(&self) -> InterruptState {
+        let Intx { has_trigger, ref unmask, asserted, .. } = self.intx;
+        let set = self.msi.events.iter().enumerate().filter(|(_, event)| event.is_some());
+        InterruptState {
+            has_trigger,
+            has_unmask: unmask.is_some(),
+            asserted,
+            granted: self.msi.granted,
+            vectors: set.fold(0, |bits, (vector, _)| bits | 1 << vector),
+        }
+    }
+
+    /// Continues in a state of another process. `take` returns the eventfds. Signals that the other
+    /// process may not have delivered are delivered again.
+    pub fn resume(
+        &mut self,
+        state: &InterruptState,
+        mut take: impl FnMut(IrqEvent) -> Option<OwnedFd>,
+    ) -> Result<(), IrqError> {
+        self.reset();
+        self.intx.asserted = state.asserted;
+        let vectors = 0..self.msi.events.len() as u32;
+        for vector in vectors.filter(|vector| state.vectors & 1 << vector != 0) {
+            self.set_triggers(IrqIndex::Msi, vector, vec![take(IrqEvent::Msi(vector))])?;
+        }
+        self.msi.granted = state.granted.min(self.msi.events.len() as u32);
+        (0..self.msi.granted).for_each(|vector| self.msi_signal(vector));
+        if state.has_unmask {
+            self.set_unmask_event(IrqIndex::Intx, take(IrqEvent::Unmask))?;
+        }
+        if state.has_trigger {
+            // This delivers an asserted INTx, and unmasks any other: the client may not have been
+            // signalled, and its signal to unmask may be lost. One signal too many does no harm.
+            self.set_triggers(IrqIndex::Intx, 0, vec![take(IrqEvent::Intx)])?;
+        }
+        Ok(())
+    }
+}
