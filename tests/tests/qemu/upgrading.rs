@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use lab::guest::Guest;
-use lab::qemu::VmSpec;
+use lab::qemu::{Vm, VmSpec};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -74,16 +74,22 @@ fn upgrade(bench: &Bench, monitor: &Path, spec: &VmSpec, folder: &Path) -> (NewQ
     (NewQemu { guest, pid: pid_of(bench, A) }, said["pause_ms"].as_u64().unwrap())
 }
 
+/// Boots a VM that can get a new QEMU, with a picture and a load of some seconds.
+fn replaceable_vm(bench: &Bench, name: &str, seconds: u32) -> (VmSpec, Vm) {
+    let spec = VmSpec { replaceable: true, ..bench.spec(name) };
+    let spec = spec.with_vgpu(&bench.vgpu(A));
+    let mut vm = bench.boot(&spec);
+    job(&mut vm, "mandelbrot");
+    start_load(&mut vm, seconds);
+    (spec, vm)
+}
+
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
 fn a_running_vm_gets_a_new_qemu() {
     let bench = Bench::new();
-    let spec = VmSpec { replaceable: true, ..bench.spec("old") };
-    let spec = spec.with_vgpu(&bench.vgpu(A));
-    let mut vm = bench.boot(&spec);
+    let (spec, mut vm) = replaceable_vm(&bench, "old", 6);
     let old = vm.pid();
-    job(&mut vm, "mandelbrot");
-    start_load(&mut vm, 6);
     let begun = vm.guest.run("cat /proc/uptime", LIMIT).unwrap().stdout;
     let mut monitor = vm.keys();
     let mut pauses = Vec::new();
@@ -128,11 +134,7 @@ fn a_running_vm_gets_a_new_qemu() {
 #[ignore = "boots VMs: run `cargo lab test`"]
 fn a_failed_upgrade_leaves_the_vm_in_its_old_qemu() {
     let bench = Bench::new();
-    let spec = VmSpec { replaceable: true, ..bench.spec("kept") };
-    let spec = spec.with_vgpu(&bench.vgpu(A));
-    let mut vm = bench.boot(&spec);
-    job(&mut vm, "mandelbrot");
-    start_load(&mut vm, 8);
+    let (spec, mut vm) = replaceable_vm(&bench, "kept", 8);
     let folder: PathBuf = bench.host.folder().join("new");
     let refused = |spec: &VmSpec, more: &[&str], words: &str| {
         let output = run(&bench, &command(&bench, &vm.keys(), spec, &folder, more));

@@ -25,8 +25,6 @@ pub struct Connection {
     buffer: Vec<u8>,
     lost: Option<String>,
     undecodable: bool,
-    /// Whether the last request was sent.
-    is_sent: bool,
     /// Numbers of requests, on a connection that another process can continue.
     numbers: Option<Numbers>,
 }
@@ -50,7 +48,6 @@ impl Connection {
             buffer: vec![0; MAX_PACKET],
             lost: None,
             undecodable: false,
-            is_sent: false,
             numbers: None,
         })
     }
@@ -79,17 +76,14 @@ impl Connection {
         request: &Q,
     ) -> Result<(A, Vec<OwnedFd>), GpuError> {
         let recorded = self.numbers.map_or(0, |numbers| numbers.recorded);
-        self.request_numbered(Numbered::NONE, recorded, request, &[])
+        self.send(&Numbered { number: Numbered::NONE, recorded, body: request }, &[])?;
+        self.receive_numbered(Numbered::NONE)
     }
 
-    fn request_numbered<Q: Serialize, A: DeserializeOwned>(
+    fn receive_numbered<A: DeserializeOwned>(
         &mut self,
         number: u64,
-        recorded: u64,
-        body: &Q,
-        fds: &[BorrowedFd<'_>],
     ) -> Result<(A, Vec<OwnedFd>), GpuError> {
-        self.send(&Numbered { number, recorded, body }, fds)?;
         loop {
             let (reply, fds) = self.receive::<Numbered<A>>()?;
             // The process before this one may have left replies unread.
@@ -116,26 +110,21 @@ impl Connection {
             return self.receive();
         };
         let number = last + 1;
-        let answered = self.request_numbered(number, recorded, request, fds);
         // A request that was not sent has no number.
-        if answered.is_ok() || self.is_sent {
-            self.numbers = Some(Numbers { last: number, recorded });
-        }
-        answered
+        self.send(&Numbered { number, recorded, body: request }, fds)?;
+        self.numbers = Some(Numbers { last: number, recorded });
+        self.receive_numbered(number)
     }
 
     fn send<Q: Serialize>(&mut self, request: &Q, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
         if let Some(reason) = &self.lost {
             return Err(GpuError::Lost(reason.clone()));
         }
-        self.is_sent = false;
         let bytes = seqpacket::encode(request)?;
         match self.socket.send(&bytes, fds) {
-            Ok(()) => self.is_sent = true,
-            Err(error) if is_closed(&error) => return Err(self.lose(&error)),
-            Err(error) => return Err(error.into()),
+            Err(error) if is_closed(&error) => Err(self.lose(&error)),
+            sent => Ok(sent?),
         }
-        Ok(())
     }
 
     fn receive<A: DeserializeOwned>(&mut self) -> Result<(A, Vec<OwnedFd>), GpuError> {

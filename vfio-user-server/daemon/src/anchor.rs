@@ -6,7 +6,7 @@
 //! keys of descriptors, in packets of one length. It can open no file but its program's and those of
 //! its C library, and makes few system calls (docs/decisions/0023-anchor.md).
 
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -184,20 +184,6 @@ impl Anchor {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(false),
             Err(error) => Err(error.into()),
         }
-    }
-}
-
-impl WorkerArgs {
-    /// Takes the descriptors that this process was started with.
-    fn take(&self) -> Result<WorkerFds> {
-        let take = |fd: RawFd| spawn::inherited(fd).with_context(|| format!("Bad descriptor {fd}"));
-        Ok(WorkerFds {
-            spec: take(self.spec_fd)?,
-            listen: take(self.listen_fd)?,
-            control: take(self.control_fd)?,
-            programs: self.programs_fd.map(take).transpose()?,
-            gpu: self.gpu_fd.map(take).transpose()?,
-        })
     }
 }
 

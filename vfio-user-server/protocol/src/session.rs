@@ -112,8 +112,6 @@ pub struct Session {
     twin: Option<Twin>,
     messages: u64,
     progress: Progress,
-    /// Whether the device has a journal.
-    is_journaled: bool,
     detached: bool,
 }
 
@@ -141,7 +139,6 @@ impl Session {
             twin: None,
             messages: 0,
             progress: Progress::default(),
-            is_journaled: false,
             detached: false,
         })
     }
@@ -311,7 +308,6 @@ impl Session {
         if !self.sender.flush(self.socket.as_fd())? {
             return Ok(Interest::WRITE);
         }
-        self.is_journaled = device.journal().is_some();
         self.finish_sent(device)?;
         let mut messages = MESSAGES_PER_WAKE;
         let mut drained = false;
@@ -366,6 +362,7 @@ impl Session {
             return self.finish(device, bytes, true);
         }
         let executed = first.and_then(|first| first.executed);
+        let is_journaled = device.journal().is_some();
         let mut reply = Reply::begin(self.sender.buffer());
         let mut is_repeatable = false;
         let result = match header.kind() {
@@ -416,7 +413,7 @@ impl Session {
             self.twin = Some(Twin { socket: server_end, receiver, sender });
             return Ok(self.sender.send(socket, &fds)?);
         }
-        if !self.is_journaled {
+        if !is_journaled {
             return Ok(header.wants_no_reply() || self.sender.send(socket, &fds)?);
         }
         let fds = fds.try_clone()?;

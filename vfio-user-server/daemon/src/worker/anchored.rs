@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use anyhow::{Context, Result, ensure};
 use mdev_core::device::VirtualFunction;
+use mdev_core::mem::DmaAccess;
 use nix::sys::socket::{MsgFlags, recv};
 use vendor_backends::seqpacket::SeqPacket;
 use vfio_user_server::dma::DmaMap;
@@ -24,7 +25,7 @@ pub struct Anchored {
     journal: Journal,
     anchor: Anchor,
     kept: Kept,
-    continued: Option<(Continued, u64)>,
+    continued: Option<Continued>,
 }
 
 /// What an earlier worker left, besides the device.
@@ -50,25 +51,18 @@ impl Anchored {
         let journal = Journal::open(journal.as_fd()).context("The journal cannot be opened")?;
         let socket = SeqPacket::from(socket);
         let kept = Kept::receive(&socket).context("The anchor's descriptors are missing")?;
-        let mut continued = None;
-        if journal.is_used() {
-            let what = "The worker before was in a state from which none can continue";
-            ensure!(journal.is_continuable(), what);
-            let read = Continued::read(&journal)?;
-            let position = read.state()?.position;
-            continued = Some((read, position));
-        }
+        let continued = journal.is_used().then(|| Continued::read(&journal)).transpose()?;
         Ok(Self { journal, anchor: Anchor::new(socket), kept, continued })
     }
 
     /// Returns the position of the client of the GPU, to continue.
     pub fn position(&self) -> Option<u64> {
-        self.continued.as_ref().map(|(_, position)| *position)
+        self.continued.as_ref().map(|continued| continued.position)
     }
 
     /// Continues with the device.
     pub fn resume_function(&mut self, function: &mut VirtualFunction) -> Result<()> {
-        let Some((continued, _)) = &self.continued else { return Ok(()) };
+        let Some(continued) = &self.continued else { return Ok(()) };
         let kept = &mut self.kept;
         let memory: Vec<_> = continued
             .memory
@@ -85,7 +79,7 @@ impl Anchored {
     pub fn resume_connections(mut self) -> Result<Resumed> {
         let control = self.kept.take_control();
         let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
-        let Some((continued, _)) = &self.continued else {
+        let Some(continued) = &self.continued else {
             let recorder = Recorder::new(self.journal, self.anchor, 0);
             return Ok(Resumed { recorder, session: None, rewrites_answer: false, control });
         };
@@ -107,8 +101,8 @@ impl Anchored {
                 address: map.address.0,
                 size: map.size,
                 offset: map.offset.unwrap_or_default(),
-                readable: map.readable,
-                writable: map.writable,
+                readable: map.access.contains(DmaAccess::READ),
+                writable: map.access.contains(DmaAccess::WRITE),
                 fd: None,
             });
             let resumed = Session::resume(socket, state.session, finished, first, mappings);

@@ -359,15 +359,11 @@ impl MutEventSubscriber for Worker {
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
-        match events.data() {
-            source::PROGRAMS_LISTENER => {
-                self.on_programs(ops, None);
-                return self.record(source::PROGRAMS_LISTENER);
-            }
-            id if id & source::PROGRAMS != 0 => {
-                self.on_programs(ops, Some(Source(id & !source::PROGRAMS)));
-                return self.record(id);
-            }
+        let event = events.data();
+        let of_program = event == source::PROGRAMS_LISTENER || event & source::PROGRAMS != 0;
+        match event {
+            source::PROGRAMS_LISTENER => self.on_programs(ops, None),
+            id if of_program => self.on_programs(ops, Some(Source(id & !source::PROGRAMS))),
             source::LISTENER => self.accept_vm(ops),
             source::SESSION => self.drive_session(ops),
             source::GPU => self.on_gpu(ops),
@@ -378,8 +374,10 @@ impl MutEventSubscriber for Worker {
             source::PROGRAMS_TIMER => self.on_programs_timer(ops),
             id => self.on_control(id, ops),
         }
-        self.charged = None;
-        self.record(events.data());
+        if !of_program {
+            self.charged = None;
+        }
+        self.record(event);
     }
 }
 

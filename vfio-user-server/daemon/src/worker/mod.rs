@@ -87,15 +87,27 @@ pub struct WorkerFds {
     pub gpu: Option<OwnedFd>,
 }
 
+impl WorkerArgs {
+    /// Takes the descriptors that each worker of a vGPU gets.
+    pub fn take(&self) -> Result<WorkerFds> {
+        Ok(WorkerFds {
+            spec: inherited(self.spec_fd)?,
+            listen: inherited(self.listen_fd)?,
+            control: inherited(self.control_fd)?,
+            programs: self.programs_fd.map(inherited).transpose()?,
+            gpu: self.gpu_fd.map(inherited).transpose()?,
+        })
+    }
+}
+
 /// Serves one vGPU until the manager stops the worker, or until it has had neither a manager nor a
 /// VM for [`ORPHAN_GRACE`].
 pub fn run(args: &WorkerArgs) -> Result<()> {
-    let spec = read_spec(&inherited(args.spec_fd)?)?;
-    let listener = UnixListener::from(spawn::listening(inherited(args.listen_fd)?)?);
-    let control = SeqPacketListener::from(spawn::listening(inherited(args.control_fd)?)?);
-    let programs = args.programs_fd.map(inherited).transpose()?;
+    let WorkerFds { spec, listen, control, programs, gpu } = args.take()?;
+    let spec = read_spec(&spec)?;
+    let listener = UnixListener::from(spawn::listening(listen)?);
+    let control = SeqPacketListener::from(spawn::listening(control)?);
     let programs = programs.map(spawn::listening).transpose()?;
-    let gpu = args.gpu_fd.map(inherited).transpose()?;
 
     let journal = args.journal_fd.map(inherited).transpose()?;
     let anchor = args.anchor_fd.map(inherited).transpose()?;

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mdev_core::stream::{MAX_CHUNK, Part};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::monitor::{Monitor, failed};
 use crate::commands::saving;
@@ -16,6 +16,9 @@ use crate::failure::Failure;
 const PIPE: &str = "vgpuctl-vm";
 /// Longest time for QEMU to save or restore a VM, after the last byte.
 const LIMIT: Duration = Duration::from_secs(60);
+/// Status of a transfer that has succeeded, and of all that have ended (QMP's `MigrationStatus`).
+const COMPLETED: &str = "completed";
+pub const ENDS: [&str; 3] = [COMPLETED, "failed", "cancelled"];
 /// Interval of questions.
 const INTERVAL: Duration = Duration::from_millis(5);
 
@@ -82,19 +85,33 @@ fn copy(mut from: PipeReader, mut write: impl FnMut(&[u8]) -> io::Result<()>) ->
 
 /// Waits until QEMU has saved or restored the VM.
 pub fn wait_completed(monitor: &mut Monitor) -> Result<(), Failure> {
-    let deadline = Instant::now() + LIMIT;
+    let ended = wait_transfer(monitor, LIMIT, |status| status.is_some_and(|it| ENDS.contains(&it)));
+    let Some(state) = ended? else {
+        return Err(Failure::Local("QEMU did not finish in time".to_owned()));
+    };
+    if state["status"] == COMPLETED {
+        return Ok(());
+    }
+    let reason = state["error-desc"].as_str().unwrap_or("no reason is known");
+    Err(Failure::Local(format!("QEMU failed: {reason}")))
+}
+
+/// Waits for a status of QEMU's transfer, which is `None` before the first one. Returns its state, or
+/// `None` after `limit`.
+pub fn wait_transfer(
+    monitor: &mut Monitor,
+    limit: Duration,
+    is_awaited: impl Fn(Option<&str>) -> bool,
+) -> Result<Option<Value>, Failure> {
+    let deadline = Instant::now() + limit;
     loop {
         let state = monitor.execute("query-migrate", &json!({}))?;
-        match state["status"].as_str().unwrap_or_default() {
-            "completed" => return Ok(()),
-            "failed" | "cancelled" => {
-                let reason = state["error-desc"].as_str().unwrap_or("no reason is known");
-                return Err(Failure::Local(format!("QEMU failed: {reason}")));
-            }
-            _ if Instant::now() > deadline => {
-                return Err(Failure::Local("QEMU did not finish in time".to_owned()));
-            }
-            _ => thread::sleep(INTERVAL),
+        if is_awaited(state["status"].as_str()) {
+            return Ok(Some(state));
         }
+        if Instant::now() > deadline {
+            return Ok(None);
+        }
+        thread::sleep(INTERVAL);
     }
 }

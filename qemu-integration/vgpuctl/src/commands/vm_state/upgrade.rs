@@ -18,6 +18,7 @@ use vgpud_api::{Handover, HandoverStep, RestoredVgpu, Vgpu};
 use vgpud_host::text::one_line;
 
 use super::monitor::{Address, Monitor, connect};
+use super::qemu_stream::ENDS;
 use super::{check_count, check_saveable, pci, qemu_stream, resume_vgpus, vgpus_of_vm};
 use crate::cli::{Output, VmUpgrade};
 use crate::client::{Client, vgpu_path};
@@ -196,16 +197,10 @@ async fn give_back(
 
 /// Waits until the old QEMU has given up the transfer.
 fn settle(monitor: &mut Monitor) -> Result<(), Failure> {
-    let deadline = Instant::now() + START_LIMIT;
-    loop {
-        let state = monitor.execute("query-migrate", &json!({}))?;
-        match state["status"].as_str() {
-            None | Some("none" | "completed" | "failed" | "cancelled") => return Ok(()),
-            _ if Instant::now() > deadline => {
-                return Err(Failure::Local("QEMU does not give the transfer up".to_owned()));
-            }
-            _ => thread::sleep(INTERVAL),
-        }
+    let is_over = |status: Option<&str>| status.is_none_or(|it| it == "none" || ENDS.contains(&it));
+    match qemu_stream::wait_transfer(monitor, START_LIMIT, is_over)? {
+        Some(_) => Ok(()),
+        None => Err(Failure::Local("QEMU does not give the transfer up".to_owned())),
     }
 }
 

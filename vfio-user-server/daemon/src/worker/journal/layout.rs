@@ -29,12 +29,12 @@ mod word {
     pub const REPLY: u64 = 24;
     /// Bytes that are being removed from the socket.
     pub const REMOVING: u64 = 32;
-    /// Number of finished messages once the one at hand has been removed.
-    pub const NEXT: u64 = 56;
     /// 1 if another worker can continue.
     pub const CONTINUABLE: u64 = 40;
     /// Number of workers that tried to continue with the same message.
     pub const ATTEMPTS: u64 = 48;
+    /// Number of finished messages once the one at hand has been removed.
+    pub const NEXT: u64 = 56;
 }
 
 const STATES: u64 = 4096;
@@ -211,15 +211,14 @@ impl Journal {
     ///
     /// Fails if the socket has fewer bytes. The session cannot go on then.
     pub fn finish(&self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
-        if bytes > 0 {
-            self.store(word::NEXT, self.finished() + 1);
-            self.store(SCRATCH, EMPTY);
-            self.store(word::REMOVING, bytes as u64);
-            return self.remove(socket, bytes);
-        }
         self.store(word::NEXT, self.finished() + 1);
-        self.end_message();
-        Ok(())
+        if bytes == 0 {
+            self.end_message();
+            return Ok(());
+        }
+        self.store(SCRATCH, EMPTY);
+        self.store(word::REMOVING, bytes as u64);
+        self.remove(socket, bytes)
     }
 
     fn remove(&self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {

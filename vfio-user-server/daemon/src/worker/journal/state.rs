@@ -29,6 +29,8 @@ pub struct State<'a> {
 #[derive(Debug)]
 pub struct Continued {
     state: Vec<u8>,
+    /// Position of the client of the GPU.
+    pub position: u64,
     /// Mappings of guest memory.
     pub memory: Vec<RunningMap>,
 }
@@ -38,15 +40,17 @@ impl Continued {
     ///
     /// # Errors
     ///
-    /// Fails if a record is damaged.
+    /// Fails if no other worker can continue, or a record is damaged.
     pub fn read(journal: &Journal) -> Result<Self> {
-        let state = journal.committed().context("The journal's state is damaged")?;
-        let mut read = Self { state, memory: Vec::new() };
-        let memory = journal.read(Kind::Memory, read.state()?.memory);
+        let what = "The worker before was in a state from which none can continue";
+        ensure!(journal.is_continuable(), what);
+        let bytes = journal.committed().context("The journal's state is damaged")?;
+        let state = parse(&bytes)?;
+        let memory = journal.read(Kind::Memory, state.memory);
         let memory = memory.context("The journal's list of guest memory is damaged")?;
-        read.memory = postcard::from_bytes(&memory).context("The journal cannot be read")?;
-        ensure!(read.memory.len() <= MAX_MAPS, "The journal has too many mappings");
-        Ok(read)
+        let memory: Vec<_> = postcard::from_bytes(&memory).context("The journal cannot be read")?;
+        ensure!(memory.len() <= MAX_MAPS, "The journal has too many mappings");
+        Ok(Self { position: state.position, memory, state: bytes })
     }
 
     /// Returns the state.
@@ -55,6 +59,10 @@ impl Continued {
     ///
     /// Fails if the record is damaged.
     pub fn state(&self) -> Result<State<'_>> {
-        postcard::from_bytes(&self.state).context("The journal cannot be read")
+        parse(&self.state)
     }
+}
+
+fn parse(state: &[u8]) -> Result<State<'_>> {
+    postcard::from_bytes(state).context("The journal cannot be read")
 }
