@@ -7,6 +7,7 @@ use mdev_core::ids::ChannelId;
 
 use super::channels::Channels;
 use super::idle_check::IdleCheck;
+use super::long_kernel::LongKernel;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
 use super::wait_check::WaitCheck;
 
@@ -43,6 +44,8 @@ pub struct Activity {
     idle_check: IdleCheck,
     /// Check of what may wait although the guest shows no work.
     wait_check: WaitCheck,
+    /// Detection of long kernels.
+    long_kernel: LongKernel,
     /// Number of completed residencies on the compute engine.
     residencies: u64,
     /// When the vGPU was last resident on the compute engine.
@@ -65,6 +68,7 @@ impl Default for Activity {
             passed_over: (false, None),
             idle_check: IdleCheck::default(),
             wait_check: WaitCheck::default(),
+            long_kernel: LongKernel::new(now),
             residencies: 0,
             resident_at: None,
             copying: Duration::ZERO,
@@ -88,6 +92,11 @@ impl Activity {
     /// Returns whether the vGPU has work.
     pub(super) fn is_busy(&self) -> bool {
         self.busy_at.iter().flatten().any(|at| at.elapsed() < BUSY_LINGER)
+    }
+
+    /// Returns whether a long kernel of a program runs.
+    pub(super) fn has_long_kernel(&self) -> bool {
+        self.long_kernel.is_running(Instant::now())
     }
 
     /// Returns the time since the engine fetched an entry.
@@ -135,6 +144,20 @@ impl Activity {
         {
             let work_ns = now_ns.saturating_sub(REST_INTERVAL.as_nanos() as u64);
             log.engine_time.count_until(work_ns, now_ns + BUSY_LINGER.as_nanos() as u64);
+        }
+        self.check_long_kernel(state, now);
+    }
+
+    /// Looks at the engine time of a program without progress.
+    fn check_long_kernel(&mut self, state: &VgpuState, now: Instant) {
+        if !self.long_kernel.is_suspected(now) || !state.channels().compute_for_programs() {
+            return;
+        }
+        if let Some(log) = &mut *state.ctxsw_log()
+            && log.read().is_ok()
+            && let Some(now_ns) = log.now_ns()
+        {
+            self.long_kernel.note_engine_time(now, log.engine_time.total_ns(now_ns));
         }
     }
 
@@ -199,6 +222,7 @@ impl Activity {
         }
         if fetched && engine == EngineKind::Compute {
             self.wait_check.note_work(now);
+            self.long_kernel.note_progress(now);
         }
         let queued = channels.has_queued(engine);
         if queued && !fetched && now.duration_since(self.fetched_at[index]) > RING_AGAIN_AFTER {

@@ -30,6 +30,17 @@ const USAGE_TIMEOUT: Duration = Duration::from_millis(10);
 /// Number of missed replies in a row after which the manager does not wait for a worker any more.
 const MAX_MISSED_REPLIES: u32 = 3;
 
+/// Mean slice while a long kernel of a program runs: the others wait for its slices, and the GPU
+/// preempts it at any instruction. Slices of kernels that end by themselves are longer, since each
+/// switch costs throughput.
+const SHORT_SLICE: Duration = Duration::from_millis(5);
+
+/// Time for which slices stay short after the last report of a long kernel.
+const SHORT_SLICES_LINGER: Duration = Duration::from_secs(1);
+
+/// Slices are shortened to a number of these parts.
+const SLICE_PARTS: u32 = 16;
+
 /// State of the gate of a vGPU between usage reports.
 #[derive(Clone, Copy, Debug, Default)]
 struct GateState {
@@ -128,6 +139,10 @@ pub struct NvidiaGpu {
     /// Number of the last usage request.
     usage_request: u64,
     reconciler: Reconciler,
+    /// When a worker last reported a long kernel.
+    long_kernel_at: Option<Instant>,
+    /// Part of their slices that all vGPUs have, in [`SLICE_PARTS`].
+    slice_parts: u32,
     buffer: Vec<u8>,
     /// Keeps the GPU initialized. The driver shuts down a GPU without open descriptors, and the
     /// next open would take seconds.
@@ -170,6 +185,8 @@ impl NvidiaGpu {
             workers: BTreeMap::new(),
             usage_request: 0,
             reconciler: Reconciler::new(Instant::now()),
+            long_kernel_at: None,
+            slice_parts: SLICE_PARTS,
             buffer: vec![0; MAX_PACKET],
             _keep_open: keep_open,
         })
@@ -318,6 +335,36 @@ impl NvidiaGpu {
         }
     }
 
+    /// Shortens the slices of all vGPUs, in proportion, while a long kernel of a program runs.
+    fn adapt_slices(&mut self, now: Instant) -> Result<(), GpuError> {
+        // The last report of a worker that does not reply is outdated.
+        let mut replied = self.workers.values().filter(|worker| worker.missed_replies == 0);
+        if replied.any(|worker| worker.report.long_kernel) {
+            self.long_kernel_at = Some(now);
+        }
+        let long = self
+            .long_kernel_at
+            .is_some_and(|at| now.saturating_duration_since(at) < SHORT_SLICES_LINGER);
+        let parts = if long { short_slice_parts(self.mean_slice()) } else { SLICE_PARTS };
+        if std::mem::replace(&mut self.slice_parts, parts) == parts {
+            return Ok(());
+        }
+        let slices: Vec<_> =
+            self.workers.iter().map(|(vgpu, worker)| (*vgpu, worker.timeslice)).collect();
+        slices.into_iter().try_for_each(|(vgpu, slice)| self.send_slice(vgpu, slice))
+    }
+
+    /// Returns the mean of the slices that the policy has set.
+    fn mean_slice(&self) -> Duration {
+        let total: Duration = self.workers.values().map(|worker| worker.timeslice).sum();
+        total / u32::try_from(self.workers.len().max(1)).unwrap_or(u32::MAX)
+    }
+
+    /// Tells a worker its slice.
+    fn send_slice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {
+        self.send(vgpu, &FromManager::SetTimeslice(slice * self.slice_parts / SLICE_PARTS))
+    }
+
     /// Charges the time since the previous call in which vGPUs had copies to do. The copy engine
     /// reports no times, but the hardware keeps to the slices, so vGPUs are charged by their
     /// slices.
@@ -335,6 +382,12 @@ impl NvidiaGpu {
             worker.new_copying = Duration::ZERO;
         }
     }
+}
+
+/// Returns the part of slices with this mean that makes them short, in [`SLICE_PARTS`].
+fn short_slice_parts(mean: Duration) -> u32 {
+    let parts = (SHORT_SLICE * SLICE_PARTS).as_nanos() / mean.as_nanos().max(1);
+    u32::try_from(parts).unwrap_or(SLICE_PARTS).clamp(1, SLICE_PARTS)
 }
 
 impl Gpu for NvidiaGpu {
@@ -376,7 +429,7 @@ impl Gpu for NvidiaGpu {
         if let Some(worker) = self.workers.get_mut(&vgpu) {
             worker.timeslice = slice;
         }
-        self.send(vgpu, &FromManager::SetTimeslice(slice))
+        self.send_slice(vgpu, slice)
     }
 
     fn set_gate(&mut self, vgpu: VgpuId, open: bool) -> Result<(), GpuError> {
@@ -401,9 +454,24 @@ impl Gpu for NvidiaGpu {
         let taken_at = Instant::now();
         self.charge_kernels(taken_at);
         self.charge_copies(taken_at);
+        self.adapt_slices(taken_at)?;
         Ok(UsageReport {
             now_ns: now.as_nanos() as u64,
             vgpus: self.workers.iter().map(|(vgpu, worker)| (*vgpu, worker.usage())).collect(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_slices_become_short_and_short_ones_stay() {
+        let short = |ms| short_slice_parts(Duration::from_millis(ms));
+        assert_eq!(short(12), 6, "4.5 ms");
+        assert_eq!(short(30), 2);
+        assert_eq!(short(1000), 1);
+        assert_eq!((short(5), short(2), short(0)), (16, 16, 16));
     }
 }

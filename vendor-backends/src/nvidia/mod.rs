@@ -8,7 +8,8 @@
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
 //! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
-//!    `idle_check`, `wait_check`, [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
+//!    `idle_check`, `wait_check`, `long_kernel`, [`privilege`]; its threads: [`manager_thread`],
+//!    [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
 //! 6. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in a
@@ -35,6 +36,7 @@ pub mod hang_detector;
 mod host_check;
 mod idle_check;
 pub mod interrupt_thread;
+mod long_kernel;
 pub mod manager_thread;
 pub mod memory;
 pub mod privilege;

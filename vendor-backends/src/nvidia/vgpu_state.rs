@@ -294,9 +294,10 @@ impl VgpuState {
 
     /// Returns the usage of the vGPU.
     pub fn report(&self) -> Report {
-        let (busy, copying, had_work) = {
+        let (busy, copying, had_work, long_kernel) = {
             let activity = self.activity();
-            (activity.is_busy(), activity.copying, activity.had_work)
+            let long_kernel = activity.has_long_kernel();
+            (activity.is_busy(), activity.copying, activity.had_work, long_kernel)
         };
         let mut engine_time = EngineTime::default();
         let mut compute_ns = 0;
@@ -334,6 +335,7 @@ impl VgpuState {
             usage,
             copying_ns: copying.as_nanos() as u64,
             had_work_ns: had_work.as_nanos() as u64,
+            long_kernel,
             alive: !self.signals.is_stopped(),
         }
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::device::Card;
 
 /// Version of the messages. Must be bumped with every change of the types in this file.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Parameters with which a worker opens a vGPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,6 +98,8 @@ pub struct Report {
     pub copying_ns: u64,
     /// Time with any work to do, in nanoseconds.
     pub had_work_ns: u64,
+    /// A kernel of a program runs for long. It loses little by short slices.
+    pub long_kernel: bool,
     /// False after the vGPU has lost the GPU.
     pub alive: bool,
 }
@@ -114,8 +116,8 @@ mod tests {
         assert_eq!(order, [1, 0, 192, 150, 177, 2]);
         let report = Report { copying_ns: 7, alive: true, ..Default::default() };
         let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
-        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 26));
+        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 27));
         assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
-        assert_eq!(VERSION, 3);
+        assert_eq!(VERSION, 4);
     }
 }

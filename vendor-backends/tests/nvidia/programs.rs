@@ -1,7 +1,7 @@
 //! Address spaces, groups and memory of CUDA programs.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
@@ -15,7 +15,7 @@ use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::NvidiaClient;
 use vendor_backends::nvidia::fake_rm::FakeRm;
 
-use crate::{DRIVER, eventually, gpu, ram, set_ring, spec, try_client};
+use crate::{DRIVER, eventually, gpu, ram, set_ring, spec, try_client, with_channels};
 
 /// Numbers of engines: `NV2080_ENGINE_TYPE_GRAPHICS` and `NV2080_ENGINE_TYPE_COPY0`.
 const GRAPHICS: u32 = 1;
@@ -155,6 +155,47 @@ fn the_programs_of_a_vgpu_share_its_slice() {
     eventually("two programs have a half each", || slices() == [Some(4000); 2]);
     set_ring(&memory.mapping, 1, 1, 1);
     eventually("one program has the whole slice again", || slices()[0] == Some(8000));
+}
+
+#[test]
+fn slices_are_short_while_a_long_kernel_of_a_program_runs() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let spec = many_channels();
+    let mut client = try_client(&rm, &mut gpu, &spec).unwrap();
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    let program = channel(&mut client, import, 0, (space, 1));
+    let (other, _other_client, other_memory, others) = with_channels(&rm, &mut gpu);
+    gpu.set_timeslice(spec.vgpu, Duration::from_millis(16)).unwrap();
+    gpu.set_timeslice(other, Duration::from_millis(8)).unwrap();
+    let started = Instant::now();
+    let process = u64::from(std::process::id());
+    rm.log_residency(true, process, 1);
+    let mut slices = |progress: u32| {
+        rm.set_clock(started.elapsed().as_nanos() as u64 + 1);
+        set_ring(&memory.mapping, 0, progress, progress);
+        // The other vGPU always waits.
+        set_ring(&other_memory.mapping, 1, 0, 1);
+        gpu.usage().unwrap();
+        [program.token.0, others[1].token.0].map(|token| rm.timeslice_us(token))
+    };
+    let (long, short) = ([Some(16_000), Some(8000)], [Some(6000), Some(3000)]);
+    // Many kernels, one after the other.
+    let mut progress = 0;
+    eventually("normal slices", || slices(0) == long);
+    while started.elapsed() < Duration::from_millis(600) {
+        progress = (progress + 1) % 64;
+        assert_eq!(slices(progress), long, "with progress");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    eventually("short slices", || slices(progress) == short);
+    eventually("normal slices after the kernel's end", || {
+        progress = (progress + 1) % 64;
+        slices(progress) == long
+    });
+    assert_eq!(rm.violations(), Vec::<String>::new());
 }
 
 #[test]

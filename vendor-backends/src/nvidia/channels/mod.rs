@@ -178,6 +178,12 @@ impl Channels {
         in_use.map(|group| group.created_ns).min()
     }
 
+    /// Returns whether programs have groups on the compute engine.
+    pub fn compute_for_programs(&self) -> bool {
+        let is_one = |group: &Group| group.program.is_some() && group.engine == EngineKind::Compute;
+        self.groups.iter().any(is_one)
+    }
+
     /// Returns whether a channel is one of several in a group of the compute engine.
     pub fn shares_compute_group(&self, id: ChannelId) -> bool {
         let computes =
