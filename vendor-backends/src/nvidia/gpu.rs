@@ -38,6 +38,9 @@ const SHORT_SLICE: Duration = Duration::from_millis(5);
 /// Time for which slices stay short after the last report of a long kernel.
 const SHORT_SLICES_LINGER: Duration = Duration::from_secs(1);
 
+/// The shortest slice is not made shorter than this: switches would take too much of it.
+const SHORTEST_SLICE: Duration = Duration::from_millis(1);
+
 /// Slices are shortened to a number of these parts.
 const SLICE_PARTS: u32 = 16;
 
@@ -345,19 +348,14 @@ impl NvidiaGpu {
         let long = self
             .long_kernel_at
             .is_some_and(|at| now.saturating_duration_since(at) < SHORT_SLICES_LINGER);
-        let parts = if long { short_slice_parts(self.mean_slice()) } else { SLICE_PARTS };
+        let slices = self.workers.values().map(|worker| worker.timeslice);
+        let parts = if long { short_slice_parts(slices) } else { SLICE_PARTS };
         if std::mem::replace(&mut self.slice_parts, parts) == parts {
             return Ok(());
         }
         let slices: Vec<_> =
             self.workers.iter().map(|(vgpu, worker)| (*vgpu, worker.timeslice)).collect();
         slices.into_iter().try_for_each(|(vgpu, slice)| self.send_slice(vgpu, slice))
-    }
-
-    /// Returns the mean of the slices that the policy has set.
-    fn mean_slice(&self) -> Duration {
-        let total: Duration = self.workers.values().map(|worker| worker.timeslice).sum();
-        total / u32::try_from(self.workers.len().max(1)).unwrap_or(u32::MAX)
     }
 
     /// Tells a worker its slice.
@@ -384,10 +382,16 @@ impl NvidiaGpu {
     }
 }
 
-/// Returns the part of slices with this mean that makes them short, in [`SLICE_PARTS`].
-fn short_slice_parts(mean: Duration) -> u32 {
-    let parts = (SHORT_SLICE * SLICE_PARTS).as_nanos() / mean.as_nanos().max(1);
-    u32::try_from(parts).unwrap_or(SLICE_PARTS).clamp(1, SLICE_PARTS)
+/// Returns the part of the slices that makes them short, in [`SLICE_PARTS`].
+fn short_slice_parts(slices: impl Iterator<Item = Duration> + Clone) -> u32 {
+    let parts_of = |short: Duration, whole: Duration| {
+        let parts = (short * SLICE_PARTS).as_nanos() / whole.as_nanos().max(1);
+        u32::try_from(parts).unwrap_or(SLICE_PARTS)
+    };
+    let count = u32::try_from(slices.clone().count().max(1)).unwrap_or(u32::MAX);
+    let mean = slices.clone().sum::<Duration>() / count;
+    let least = slices.min().map_or(1, |shortest| parts_of(SHORTEST_SLICE, shortest).max(1));
+    parts_of(SHORT_SLICE, mean).max(least).min(SLICE_PARTS)
 }
 
 impl Gpu for NvidiaGpu {
@@ -468,10 +472,11 @@ mod tests {
 
     #[test]
     fn long_slices_become_short_and_short_ones_stay() {
-        let short = |ms| short_slice_parts(Duration::from_millis(ms));
-        assert_eq!(short(12), 6, "4.5 ms");
-        assert_eq!(short(30), 2);
-        assert_eq!(short(1000), 1);
-        assert_eq!((short(5), short(2), short(0)), (16, 16, 16));
+        let short = |ms: &[u64]| short_slice_parts(ms.iter().map(|ms| Duration::from_millis(*ms)));
+        assert_eq!(short(&[12, 12]), 6, "4.5 ms");
+        assert_eq!(short(&[50, 10]), 2);
+        assert_eq!((short(&[5]), short(&[2, 2]), short(&[0])), (16, 16, 16));
+        assert_eq!(short(&[24, 2]), 8, "one of 1 ms");
+        assert_eq!(short(&[24, 1]), 16, "one of 1 ms already");
     }
 }
