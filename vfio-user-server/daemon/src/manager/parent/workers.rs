@@ -31,7 +31,7 @@ impl Parent {
         for id in due {
             let Some(vgpu) = self.vgpus.get_mut(&id) else { continue };
             match vgpu.state() {
-                State::Stopping { .. } => vgpu.kill(),
+                State::Stopping { .. } => vgpu.kill(self.scheduling.usage(id).imported_bytes),
                 State::Killed { .. } => self.give_up_stop(id),
                 State::Restarting { .. } => self.restart(env, id),
                 _ => {}

@@ -14,6 +14,7 @@ use mdev_core::gpu::Admission;
 use mdev_core::ids::VgpuId;
 use mdev_core::profile::Profile;
 use mdev_core::sched::Core;
+use mdev_core::units::GIB;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
@@ -42,11 +43,15 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit of the time that a killed worker takes to end, before a request to stop is answered.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The same for each GiB of guest memory that the GPU's driver has to release, and at most.
+const RELEASE_TIMEOUT_PER_GIB: Duration = Duration::from_millis(500);
+const MAX_RELEASE_TIMEOUT: Duration = Duration::from_secs(50);
+
 /// Shortest pause before a start is repeated for which the host had no resources.
 const MIN_POSTPONEMENT: Duration = Duration::from_millis(200);
 
 /// Why a killed worker does not end, and what follows.
-const STUCK: &str = "it waits in the kernel, for a file or a device of its VM; the vGPU is removed as soon as the process ends";
+const STUCK: &str = "it waits in the kernel, for a file or a device of its VM or for the GPU's driver; the vGPU is removed as soon as the process ends";
 
 /// Limit of restarts in a row.
 const MAX_DEATHS: u32 = 8;
@@ -60,6 +65,12 @@ pub struct Record {
     pub parent: String,
     /// Definition in force, live changes included.
     pub definition: Definition,
+}
+
+/// Returns the limit of the time that the GPU's driver takes to release guest memory.
+fn release_timeout(imported_bytes: u64) -> Duration {
+    let gib = u32::try_from(imported_bytes / GIB).unwrap_or(u32::MAX);
+    RELEASE_TIMEOUT_PER_GIB.saturating_mul(gib).min(MAX_RELEASE_TIMEOUT)
 }
 
 /// Request that waits for the end of a vGPU, or for the reason why it does not end.
@@ -371,13 +382,14 @@ impl Vgpu {
         }
     }
 
-    /// Kills a worker that did not exit in time.
-    pub fn kill(&mut self) {
+    /// Kills a worker that did not exit in time, with `imported_bytes` of guest memory.
+    pub fn kill(&mut self, imported_bytes: u64) {
         if let Some(worker) = self.state().worker() {
             log::warn!("The worker of vGPU {} does not exit; killing it", self.id);
             worker.kill();
         }
-        self.apply(Event::KillDue { give_up_at: Instant::now() + KILL_TIMEOUT });
+        let give_up_at = Instant::now() + KILL_TIMEOUT + release_timeout(imported_bytes);
+        self.apply(Event::KillDue { give_up_at });
     }
 
     /// Stops waiting for the end of a killed worker, and tells the requests that wait for it.
@@ -416,4 +428,17 @@ impl Vgpu {
 fn failure(id: VgpuId, reason: &str) -> String {
     log::error!("vGPU {id} has failed: {reason}");
     format!("{reason}; see the log of vgpud, then stop it and start it again")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stop_waits_longer_for_large_vms_and_shorter_than_the_timeout_of_vgpuctl() {
+        assert_eq!(release_timeout(GIB - 1), Duration::ZERO);
+        assert_eq!(release_timeout(32 * GIB), Duration::from_secs(16));
+        let longest = EXIT_TIMEOUT + KILL_TIMEOUT + release_timeout(u64::MAX);
+        assert!(longest < Duration::from_secs(60));
+    }
 }
