@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use mdev_core::units::{GIB, MIB};
 use serde_json::json;
 use system_tests::Vgpud;
@@ -22,6 +22,8 @@ const MORE_RAM: u64 = 64;
 const PAUSE: Duration = Duration::from_millis(5);
 /// Longest time for an answer of the manager.
 const ANSWER: Duration = Duration::from_millis(100);
+/// Longest time for the end of the vGPU.
+const END: Duration = Duration::from_secs(300);
 /// Throughput that the other vGPU must keep.
 const KEPT: f64 = 0.95;
 
@@ -57,7 +59,13 @@ impl Bench<'_> {
             let asker = scope.spawn(|| slowest_answer(vgpud, &done));
             let stopper = scope.spawn(|| {
                 let begun = Instant::now();
-                vgpud.call("POST", &stop, Some(&json!({ "force": true }))).map(|_| begun.elapsed())
+                // The request may end first: the driver releases the memory of large VMs for longer.
+                let _ = vgpud.request("POST", &stop, Some(&json!({ "force": true })));
+                while vgpud.get("/v1/vgpus")?.as_array().map_or(0, Vec::len) > 1 {
+                    ensure!(begun.elapsed() < END, "The vGPU has not ended in {END:?}");
+                    thread::sleep(PAUSE);
+                }
+                anyhow::Ok(begun.elapsed())
             });
             let during = tenant::measure(&mut tenants[..1], self.window);
             let stopped = stopper.join();

@@ -105,7 +105,7 @@ struct Cli {
     #[arg(long)]
     quick: bool,
     /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses,
-    /// trouble, programs, eviction
+    /// trouble, programs (or program-results, program-shares, program-trouble), eviction
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -170,6 +170,16 @@ struct Bench<'a> {
     /// Options of the parent.
     options: &'a str,
 }
+
+/// Measurement of CUDA programs, by the path of the compiled ones.
+type MeasurePrograms = fn(&mut Bench<'_>, &Path) -> Result<()>;
+
+/// Parts of `programs`.
+const PROGRAM_PARTS: [(&str, MeasurePrograms); 3] = [
+    ("program-results", |bench, program| bench.program_results(program)),
+    ("program-shares", |bench, program| bench.program_shares(program)),
+    ("program-trouble", |bench, program| bench.program_trouble(program)),
+];
 
 fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     let quick = cli.quick || !measuring();
@@ -244,9 +254,12 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         let done = done.and_then(|gib| bench.eviction(gib));
         bench.attempt("the end of a vGPU with much memory", done);
     }
-    if wanted("programs") && !quick && kind == GpuKind::Nvidia {
-        let done = bench.programs(cli.programs.as_deref());
-        bench.attempt("CUDA programs", done);
+    for (part, measure) in PROGRAM_PARTS {
+        if (wanted("programs") || wanted(part)) && !quick && kind == GpuKind::Nvidia {
+            let program = cli.programs.as_deref().context("nvcc is missing: nothing was compiled");
+            let done = program.and_then(|program| measure(&mut bench, program));
+            bench.attempt(part, done);
+        }
     }
     Ok(bench.outcome(window))
 }

@@ -263,24 +263,32 @@ static void times(double started) {
 // Kernels of some microseconds, up to four queued, for some seconds after a file exists. Work is in
 // seconds of kernels.
 static void load(double microseconds, double time, const char *start) {
-    unsigned long long *done;
+    // The count is in video memory: a count in system memory would take a microsecond for each block.
+    unsigned long long *done, *read;
     float *out;
     int processors;
-    CHECK(cudaHostAlloc((void **)&done, sizeof(*done), cudaHostAllocMapped));
+    cudaStream_t reading;
+    CHECK(cudaStreamCreateWithFlags(&reading, cudaStreamNonBlocking));
+    CHECK(cudaMallocHost(&read, sizeof(*read)));
+    CHECK(cudaMalloc(&done, sizeof(*done)));
+    CHECK(cudaMemset(done, 0, sizeof(*done)));
     CHECK(cudaMalloc(&out, sizeof(float)));
     CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
-    *done = 0;
+    auto count = [&] {
+        CHECK(cudaMemcpyAsync(read, done, sizeof(*read), cudaMemcpyDeviceToHost, reading));
+        CHECK(cudaStreamSynchronize(reading));
+        return *read;
+    };
     cudaEvent_t events[4];
     for (cudaEvent_t &event : events) CHECK(cudaEventCreate(&event));
     const long steps = microseconds * 440;
     const int blocks = 2 * processors;
     for (int i = 0; i < 3; i++) work<<<blocks, 1024>>>(steps, done, out);
     CHECK(cudaDeviceSynchronize());
-    volatile unsigned long long *count = done;
+    unsigned long long before = count();
     printf("ready 1\n");
     fflush(stdout);
     while (access(start, F_OK)) usleep(500);
-    unsigned long long before = *count;
     double from = seconds(), last = from, longest = 0;
     for (long i = 0; seconds() - from < time; i++) {
         work<<<blocks, 1024>>>(steps, done, out);
@@ -291,8 +299,9 @@ static void load(double microseconds, double time, const char *start) {
         longest = std::max(longest, now - last);
         last = now;
     }
+    unsigned long long blocks_done = count() - before;
     double elapsed = seconds() - from;
-    printf("work %.6f\n", (*count - before) / (double)blocks * microseconds / 1e6 / elapsed);
+    printf("work %.6f\n", blocks_done / (double)blocks * microseconds / 1e6 / elapsed);
     printf("longest_wait_ms %.3f\n", longest * 1e3);
     CHECK(cudaDeviceSynchronize());
 }

@@ -1,6 +1,8 @@
 """PyTorch for the benchmark `gpu`: prints lines of a name and a number. With `train SECONDS FILE`,
-trains for some seconds after the file exists, and prints the steps of a second as work."""
+trains for some seconds after the file exists, and prints the steps of a second as work. With
+`train-and-wait`, waits for each step before the next, as a loop that prints each loss does."""
 
+import collections
 import os
 import sys
 import time
@@ -27,31 +29,36 @@ def product(size, dtype):
     return 2 * size**3 / duration(lambda: a @ b, 20) / 1e12
 
 
-def train(seconds, file):
-    """Trains for some seconds after the file exists, and returns the steps of a second."""
+def train(seconds, file, ahead):
+    """Trains for some seconds after the file exists, up to `ahead` steps ahead of the GPU, and
+    returns the steps of a second."""
     for _ in range(20):
         step()
     torch.cuda.synchronize()
     print("ready 1", flush=True)
     while not os.path.exists(file):
         time.sleep(0.0005)
-    steps, start = 0, time.perf_counter()
+    ends, steps, start = collections.deque(), 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
-        for _ in range(4):
-            step()
-        torch.cuda.synchronize()
-        steps += 4
+        step()
+        ends.append(torch.cuda.Event())
+        ends[-1].record()
+        if len(ends) > ahead:
+            ends.popleft().synchronize()
+            steps += 1
     return steps / elapsed
 
 
 torch.manual_seed(1)
+# A step of the small batch takes the CPU about as long as the GPU.
+batch = 1024 if len(sys.argv) > 1 else 256
 model = nn.Sequential(
     nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
     nn.Flatten(), nn.Linear(64 * 28 * 28, 10),
 ).cuda()
 optimizer = torch.optim.Adam(model.parameters())
-images = torch.randn(256, 3, 32, 32, device="cuda")
-labels = torch.randint(0, 10, (256,), device="cuda")
+images = torch.randn(batch, 3, 32, 32, device="cuda")
+labels = torch.randint(0, 10, (batch,), device="cuda")
 
 
 def step():
@@ -63,8 +70,9 @@ def step():
     return loss.detach()
 
 
-if sys.argv[1:2] == ["train"]:
-    print("work", train(float(sys.argv[2]), sys.argv[3]))
+if len(sys.argv) > 1:
+    ahead = {"train": 8, "train-and-wait": 0}[sys.argv[1]]
+    print("work", train(float(sys.argv[2]), sys.argv[3], ahead))
     sys.exit()
 print("bf16_tflops", product(8192, torch.bfloat16))
 print("fp32_tflops", product(4096, torch.float32))
