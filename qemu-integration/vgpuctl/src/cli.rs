@@ -27,7 +27,9 @@ use clap::{Parser, Subcommand, ValueEnum};
 pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Undefine};
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
 pub use self::programs::Run;
-pub use self::saving::{Restore, Resume, Save, Vm, VmArg, VmRestore, VmSave, VmTask, VmUpgrade};
+pub use self::saving::{
+    Restore, Resume, Save, Upgrade, Vm, VmArg, VmRestore, VmSave, VmTask, VmUpgrade,
+};
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
 pub use self::vm::{LibvirtXml, QemuArgs, RunVm};
@@ -136,6 +138,8 @@ pub enum Command {
     Restore(Restore),
     /// Continue the work of a vGPU that `save` or `restore` has left paused.
     Resume(Resume),
+    /// Replace workers by those of vgpud's release, under running VMs.
+    Upgrade(Upgrade),
     /// Attach vGPUs to libvirt domains. The vGPUs start and stop with their domains.
     Libvirt(libvirt::Libvirt),
 }

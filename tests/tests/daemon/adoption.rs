@@ -15,9 +15,11 @@ use std::thread;
 use anyhow::Result;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use system_tests::vgpuctl::{refused, vgpuctl};
 use system_tests::{Vgpud, is_alive, wait_for};
 use vendor_backends::mediator::wire::{AdminReply, AdminRequest, OLDEST, Refusal};
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener, decode, encode};
+use vgpud::worker::journal::kept::{Key, Message};
 
 /// Answers every connection at a socket in place of another process. `None` hangs up.
 fn answer_at(path: &Path, answer: Option<Vec<u8>>) {
@@ -68,15 +70,15 @@ fn pass_on(asker: &SeqPacket, process: &SeqPacket) {
     }
 }
 
-/// Status reply of a worker of protocol version 2.
-fn status_of_version_2(control: &Path) -> Result<Vec<u8>> {
+/// Status reply of a worker of another protocol version.
+fn status_of_version(version: u32, control: &Path) -> Result<Vec<u8>> {
     let socket = SeqPacket::connect(control)?;
     socket.send(br#"{"request":"status","version":3}"#, &[])?;
     let mut buffer = vec![0; MAX_PACKET];
     let packet = socket.recv(&mut buffer)?.unwrap();
     let mut status: Value = serde_json::from_slice(&buffer[..packet.len])?;
     assert_eq!(status["gpu_ok"], true, "version 3 gets an answer: {status}");
-    status["version"] = json!(2);
+    status["version"] = json!(version);
     status.as_object_mut().unwrap().remove("oldest");
     Ok(serde_json::to_vec(&status)?)
 }
@@ -111,7 +113,7 @@ fn a_vm_keeps_running_on_a_worker_of_another_release() -> Result<()> {
         let answer = match how {
             "hangs up" => None,
             "makes no sense" => Some(b"{\"reply\":\"well\"}".to_vec()),
-            _ => Some(status_of_version_2(&control)?),
+            _ => Some(status_of_version(2, &control)?),
         };
         answer_at(&control, answer);
         vgpud.start_again()?;
@@ -124,7 +126,7 @@ fn a_vm_keeps_running_on_a_worker_of_another_release() -> Result<()> {
             _ => "The worker speaks version 2 of the control protocol",
         };
         assert!(
-            warning.starts_with(&format!("{why}; this vgpud speaks 3 to 8. It is of")),
+            warning.starts_with(&format!("{why}; this vgpud speaks 3 to 9. It is of")),
             "{warning}"
         );
         assert!(warning.contains("of another version of vgpud: its VM continues"), "{warning}");
@@ -154,6 +156,46 @@ fn a_vm_keeps_running_on_a_worker_of_another_release() -> Result<()> {
         assert_eq!(parent["vram_free_bytes"], parent["vram_bytes"]);
     }
     Ok(())
+}
+
+#[test]
+fn a_worker_that_cannot_be_upgraded_stays() -> Result<()> {
+    let (mut vgpud, uuid, vm, worker, _) = left()?;
+    let folder = vgpud.vgpu_dir(&uuid);
+    // A release without upgrades.
+    let control = folder.join("control.sock");
+    answer_at(&control, Some(status_of_version(8, &control)?));
+    vgpud.start_again()?;
+    let upgrade = format!("upgrade {uuid}");
+    refused(
+        &vgpud,
+        &upgrade,
+        5,
+        "until it is stopped: it is of a release that cannot be replaced under its VM",
+    )?;
+    let all = vgpuctl(&vgpud, "upgrade")?;
+    assert!(all.starts_with(&format!("{uuid}: ")) && all.contains("keeps its worker"), "{all}");
+    assert!(is_alive(worker) && is_served(&vm));
+    drop(vm);
+
+    let vgpud = Vgpud::start()?;
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MQ", "run": true }))?;
+    let (folder, upgrade) = (vgpud.vgpu_dir(&uuid), format!("upgrade {uuid}"));
+    // A new worker that does not begin to work.
+    let socket = folder.join("upgrade.sock");
+    fs::remove_file(&socket)?;
+    let anchor = SeqPacketListener::bind(&socket)?;
+    let anchor = thread::spawn(move || {
+        let manager = anchor.accept().unwrap();
+        manager.recv_with_fds(&mut [0; 64]).unwrap();
+        manager.send(&Message::Keep(Key::PROGRAM).encode(), &[]).unwrap();
+        manager.send(&Message::FAILED.encode(), &[]).unwrap();
+    });
+    refused(&vgpud, &upgrade, 5, "one of this release cannot continue; see the log of vgpud")?;
+    anchor.join().unwrap();
+    // A worker without an anchor.
+    fs::remove_file(&socket)?;
+    refused(&vgpud, &upgrade, 5, "it has the GPU for itself, and ends with its VM")
 }
 
 #[test]

@@ -13,3 +13,4 @@ mod replacement_endurance;
 mod resilience;
 mod service;
 mod web;
+mod worker_upgrade;

@@ -150,13 +150,18 @@ fn the_package_works_upgrades_purges_and_installs_again() {
         assert!(!line.contains(" WARN ") && !line.contains(" ERROR "), "{line}");
     }
 
-    // Workers survive a restart, as in an upgrade, and no request is lost.
+    // An upgrade brings workers of the new release, and no request is lost.
     let first = sh(&machine, "systemctl show -P MainPID vgpud");
     sh(&machine, &install);
     let second = sh(&machine, "systemctl show -P MainPID vgpud");
     assert_ne!(first, second, "an upgrade starts the new manager");
     let vgpu = json(&machine, "vgpuctl list --output json");
-    assert_eq!((&vgpu[0]["uuid"], &vgpu[0]["pid"]), (&Value::from(uuid.as_str()), &worker));
+    let upgraded = vgpu[0]["pid"].clone();
+    assert_eq!(vgpu[0]["uuid"], uuid.as_str());
+    assert_ne!(upgraded, worker, "the package's script upgrades workers");
+    let program = sh(&machine, &format!("readlink /proc/{upgraded}/exe"));
+    assert!(program.starts_with("/memfd:vgpud"), "{program}");
+    let worker = upgraded;
     sh(&machine, "kill -9 $(systemctl show -P MainPID vgpud)");
     let adopted = format!("vgpuctl list | grep -q {uuid}");
     eventually(&machine, "vgpud is started again", &adopted);

@@ -77,6 +77,8 @@ fn devices_are_parents_of_the_service_before_and_after_a_reboot() {
     ok(vm, "systemctl restart vgpud");
     both_are_ready(vm);
     assert_eq!(pids(vm), owners, "the devices' processes are the same");
+    let upgraded = ok(vm, "vgpuctl upgrade");
+    assert_eq!(upgraded.matches(" follows process ").count(), 2, "{upgraded}");
     limited(vm);
 
     // After the reboot everything is back before any login.

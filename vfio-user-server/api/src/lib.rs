@@ -10,7 +10,7 @@
 //! * [`requests`]: request bodies that create, change, start and stop vGPUs
 //! * [`client`]: the VM attached to a vGPU, and its trapped accesses
 //! * [`programs`]: the CUDA programs that use a vGPU
-//! * [`saving`]: saving and restoring vGPUs
+//! * [`saving`]: saving, restoring and upgrading vGPUs
 //! * [`statistics`], [`scheduling`]: engine time and shares; policies and decisions
 //! * [`console`], [`physical_screen`]: screens in a viewer or browser; physical screens
 //! * [`errors`]: error codes and messages
@@ -35,7 +35,9 @@ pub use parents::{Parent, ParentState, ParentTypes, TypeInfo};
 pub use physical_screen::{Focused, PhysicalScreen, Rotate};
 pub use programs::{ProgramProcess, Programs};
 pub use requests::{CreateVgpu, ModifyTarget, ModifyVgpu, StartVgpu, StopVgpu, UndefineVgpu};
-pub use saving::{ConfigWrite, Handover, HandoverStep, RestoredVgpu, SAVED_VGPU, SaveVgpu};
+pub use saving::{
+    ConfigWrite, Handover, HandoverStep, RestoredVgpu, SAVED_VGPU, SaveVgpu, UpgradedVgpu,
+};
 pub use scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 pub use statistics::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};
 pub use version::Version;

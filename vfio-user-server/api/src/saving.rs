@@ -1,5 +1,6 @@
-//! Saving and restoring vGPUs.
+//! Saving, restoring and upgrading vGPUs.
 
+use mdev_core::ids::VgpuId;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -65,4 +66,16 @@ impl From<mdev_core::device::ConfigWrite> for ConfigWrite {
         let mdev_core::device::ConfigWrite { offset, value } = write;
         Self { offset, value }
     }
+}
+
+/// Result of `POST /v1/vgpus/{vgpu}/upgrade`: another worker serves the vGPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct UpgradedVgpu {
+    /// UUID of the vGPU.
+    #[schema(value_type = String, format = "uuid")]
+    pub uuid: VgpuId,
+    /// Process ID of the worker before.
+    pub pid_before: u32,
+    /// Process ID of the worker.
+    pub pid: u32,
 }

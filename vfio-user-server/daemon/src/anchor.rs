@@ -5,31 +5,40 @@
 //! of guest memory and interrupts, and the journal. It reads nothing of a guest: its worker sends
 //! keys of descriptors, in packets of one length. It can open no file but its program's and those of
 //! its C library, and makes few system calls (docs/decisions/0023-anchor.md).
+//!
+//! A manager of another release passes its program on a socket that only its user can connect to.
+//! The next worker is of that program. If it does not begin to work, one of the program before does.
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::socket::{getsockopt, setsockopt, sockopt};
+use nix::sys::time::TimeVal;
 use vendor_backends::mem::sealed_memfd;
-use vendor_backends::seqpacket::SeqPacket;
+use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
 use crate::spawn::{self, Limits, Process};
 use crate::worker::journal;
-use crate::worker::journal::kept::{Kept, Message};
+use crate::worker::journal::kept::{Kept, Key, Message};
 use crate::worker::sandbox;
-use crate::worker::{WorkerArgs, WorkerFds};
+use crate::worker::{self, End, WorkerArgs, WorkerFds};
 use vgpud_host::users::Account;
 
 /// A worker that works for less may die of what its predecessor left.
 const SHORT_LIFE: Duration = Duration::from_millis(5);
 /// Longest time that a worker may take to end after it has closed its socket, or was killed.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest time for which a manager may keep its connection without a program.
+const PROGRAM_TIMEOUT: TimeVal = TimeVal::new(1, 0);
 /// Exit status of a process after a panic.
 const PANIC: i32 = 101;
 /// Limit of workers in a row that lived shortly.
@@ -43,6 +52,13 @@ const MAX_SHORT_LIVES: u32 = 8;
 pub fn run(args: &WorkerArgs) -> Result<()> {
     spawn::reserve_descriptors().context("Cannot reserve descriptors")?;
     let fds = args.take()?;
+    let spec = worker::read_spec(&fds.spec)?;
+    let upgrade = args.upgrade_fd.map(worker::inherited).transpose()?;
+    let upgrade =
+        upgrade.map(|fd| spawn::listening(fd).map(SeqPacketListener::from)).transpose()?;
+    if let Some(upgrade) = &upgrade {
+        fcntl(upgrade, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).context("Cannot use a listener")?;
+    }
     let label = std::env::args().next().unwrap_or_default();
     let label = label.strip_prefix("vgpud[").and_then(|name| name.strip_suffix(']'));
     let label = label.unwrap_or("worker").to_owned();
@@ -53,11 +69,42 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let stop = SignalFd::with_flags(&stop, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
     let stop = stop.context("Cannot wait for signals")?;
     sandbox::enter_anchor(&programs());
-    let mut anchor = Anchor { label, fds, journal, stop, kept: Kept::default(), works_since: None };
+    let mut anchor = Anchor {
+        label,
+        fds,
+        journal,
+        stop,
+        upgrade,
+        manager: spec.manager,
+        program: None,
+        tried_program: None,
+        next_program: None,
+        upgrader: None,
+        kept: Kept::default(),
+        works_since: None,
+    };
     let mut short_lives = 0;
     loop {
         anchor.works_since = None;
-        let Some(how) = anchor.serve_with_worker()? else { return Ok(()) };
+        let ended = anchor.serve_with_worker();
+        if anchor.tried_program.take().is_some() && !matches!(ended, Ok(Ended::Stopped)) {
+            let how = match ended {
+                Err(error) => format!("{error:#}"),
+                Ok(Ended::Died(how)) => how,
+                Ok(ended) => format!("{ended:?}"),
+            };
+            log::error!("The new program cannot continue ({how}); the one before does");
+            anchor.tell_upgrader(Message::FAILED);
+            continue;
+        }
+        let how = match ended? {
+            Ended::Stopped => return Ok(()),
+            Ended::Left => {
+                log::info!("The worker makes room for another one");
+                continue;
+            }
+            Ended::Died(how) => how,
+        };
         let lived = anchor.works_since.is_some_and(|since| since.elapsed() >= SHORT_LIFE);
         short_lives = if lived { 0 } else { short_lives + 1 };
         if short_lives > MAX_SHORT_LIVES {
@@ -76,21 +123,43 @@ fn programs() -> Vec<PathBuf> {
     all.map(PathBuf::from).filter(|path| path.exists()).collect()
 }
 
+/// How a worker has ended.
+#[derive(Debug)]
+enum Ended {
+    /// The vGPU ends.
+    Stopped,
+    /// The manager told the worker to make room for another one.
+    Left,
+    /// It died, by this status.
+    Died(String),
+}
+
 struct Anchor {
     label: String,
     fds: WorkerFds,
     journal: OwnedFd,
     /// SIGTERM: the manager ends the vGPU.
     stop: SignalFd,
+    /// Socket on which the manager passes programs.
+    upgrade: Option<SeqPacketListener>,
+    /// User of the manager.
+    manager: u32,
+    /// Program of the workers, if it is not this one.
+    program: Option<OwnedFd>,
+    /// Program of the running worker, until that works.
+    tried_program: Option<OwnedFd>,
+    /// Program of the next worker.
+    next_program: Option<OwnedFd>,
+    /// Connection of the manager that has passed a program, until that works.
+    upgrader: Option<SeqPacket>,
     kept: Kept,
     /// When the worker began to work.
     works_since: Option<Instant>,
 }
 
 impl Anchor {
-    /// Starts a worker and keeps its descriptors until it ends. Returns how it died, or `None` if it
-    /// was to end.
-    fn serve_with_worker(&mut self) -> Result<Option<String>> {
+    /// Starts a worker and keeps its descriptors until it ends.
+    fn serve_with_worker(&mut self) -> Result<Ended> {
         let (socket, theirs) = SeqPacket::pair().context("Cannot make a socket")?;
         let process = self.start(&theirs).context("Cannot start a worker")?;
         drop(theirs);
@@ -103,20 +172,22 @@ impl Anchor {
             process.signal(Signal::SIGKILL);
             // A worker that waits in the kernel keeps the anchor, so that the manager knows.
             while !process.wait(Duration::from_secs(3600)) {}
-            return Ok(None);
+            return Ok(Ended::Stopped);
         }
         // What the worker sent before it died.
         while self.receive(&socket)? {}
         let status = process.reap()?;
         match status.code() {
-            Some(0) => Ok(None),
+            Some(0) => Ok(Ended::Stopped),
+            Some(code) if code == i32::from(End::LEFT) => Ok(Ended::Left),
             // A panic is a death; an error is the worker's decision.
             Some(code) if code != PANIC => bail!("The worker cannot continue ({status})"),
-            _ => Ok(Some(status.to_string())),
+            _ => Ok(Ended::Died(status.to_string())),
         }
     }
 
-    fn start(&self, socket: &SeqPacket) -> std::io::Result<Process> {
+    fn start(&mut self, socket: &SeqPacket) -> io::Result<Process> {
+        self.tried_program = self.next_program.take();
         let WorkerFds { spec, listen, control, programs, gpu } = &self.fds;
         let all = [
             ("--spec-fd", Some(spec.as_fd())),
@@ -136,28 +207,37 @@ impl Anchor {
             ends_with_parent: true,
             user: Account::own(),
         };
-        spawn::role(&self.label, &args, &fds, limits)
+        match self.tried_program.as_ref().or(self.program.as_ref()) {
+            Some(program) => spawn::role_of_file(program.as_fd(), &self.label, &args, &fds, limits),
+            None => spawn::role(&self.label, &args, &fds, limits),
+        }
     }
 
     /// Keeps descriptors until the worker ends, or the manager ends the vGPU: then returns true.
     fn keep_until_end(&mut self, socket: &SeqPacket, process: &Process) -> Result<bool> {
         let ended = process.watch()?;
         loop {
+            let upgrade = self.upgrade.as_ref().map_or(self.stop.as_fd(), AsFd::as_fd);
             let mut fds = [
                 PollFd::new(socket.as_fd(), PollFlags::POLLIN),
                 PollFd::new(ended.as_fd(), PollFlags::POLLIN),
                 PollFd::new(self.stop.as_fd(), PollFlags::POLLIN),
+                PollFd::new(upgrade, PollFlags::POLLIN),
             ];
             match poll(&mut fds, PollTimeout::NONE) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(error) => return Err(error.into()),
             }
-            let [has_packet, has_ended, is_stopped] = fds.map(|fd| fd.any() == Some(true));
+            let [has_packet, has_ended, is_stopped, is_upgraded] =
+                fds.map(|fd| fd.any() == Some(true));
             if is_stopped {
                 return Ok(true);
             }
             if has_ended {
                 return Ok(false);
+            }
+            if is_upgraded && let Err(error) = self.take_program() {
+                log::warn!("A new program is refused: {error}");
             }
             // A worker that closes its socket is about to end. One that lives on is taken over.
             if has_packet && !self.receive(socket)? && !process.wait(END_TIMEOUT) {
@@ -165,6 +245,40 @@ impl Anchor {
                 let _ = process.wait(END_TIMEOUT);
             }
         }
+    }
+
+    /// Takes the program of the next worker from the manager. The answer is the same packet, and
+    /// once the program was started, [`Message::WORKS`] or [`Message::FAILED`].
+    fn take_program(&mut self) -> io::Result<()> {
+        let Some(listener) = &self.upgrade else { return Ok(()) };
+        let socket = listener.accept()?;
+        let uid = getsockopt(&socket, sockopt::PeerCredentials)?.uid();
+        if uid != 0 && uid != self.manager {
+            return Err(io::Error::other(format!("user {uid} is not the manager's")));
+        }
+        setsockopt(&socket, sockopt::ReceiveTimeout, &PROGRAM_TIMEOUT)?;
+        let mut buffer = [0; Message::BYTES + 1];
+        let packet = socket.recv_with_fds(&mut buffer)?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        let message = Message::decode(&buffer[..packet.len]);
+        let program = packet.fds.into_iter().next();
+        let (Some(Message::Keep(Key::PROGRAM)), Some(program)) = (message, program) else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        self.next_program = Some(program);
+        self.upgrader = Some(socket);
+        self.answer_upgrader(Message::Keep(Key::PROGRAM))
+    }
+
+    fn answer_upgrader(&self, message: Message) -> io::Result<()> {
+        self.upgrader.as_ref().map_or(Ok(()), |socket| socket.try_send(&message.encode(), &[]))
+    }
+
+    /// Tells the manager what has become of its program.
+    fn tell_upgrader(&mut self, message: Message) {
+        if let Err(error) = self.answer_upgrader(message) {
+            log::debug!("The manager does not wait for its program: {error}");
+        }
+        self.upgrader = None;
     }
 
     /// Carries out a message of the worker. Returns false if there is none.
@@ -176,6 +290,10 @@ impl Anchor {
                 let fd = packet.fds.into_iter().next();
                 if message == Some(Message::WORKS) {
                     self.works_since = Some(Instant::now());
+                    if let Some(program) = self.tried_program.take() {
+                        self.program = Some(program);
+                        self.tell_upgrader(Message::WORKS);
+                    }
                     return Ok(true);
                 }
                 Ok(message.is_some_and(|message| self.kept.apply(message, fd)))

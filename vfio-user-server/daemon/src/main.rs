@@ -109,6 +109,8 @@ struct WorkerArgs {
     journal: Option<RawFd>,
     #[arg(long = "anchor-fd")]
     anchor: Option<RawFd>,
+    #[arg(long = "upgrade-fd")]
+    upgrade: Option<RawFd>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -141,7 +143,10 @@ fn main() -> ExitCode {
         Role::DeviceAllow => device_allow(),
         Role::Worker(args) => {
             spawn::name_process("vgpu-worker");
-            worker::run(&args.into())
+            match worker::run(&args.into()) {
+                Ok(end) => return ExitCode::from(end.status()),
+                Err(error) => Err(error),
+            }
         }
         Role::Anchor(args) => {
             spawn::name_process("vgpu-anchor");
@@ -190,7 +195,7 @@ fn device_allow() -> anyhow::Result<()> {
 
 impl From<WorkerArgs> for worker::WorkerArgs {
     fn from(args: WorkerArgs) -> Self {
-        let WorkerArgs { spec, listen, control, programs, gpu, journal, anchor } = args;
+        let WorkerArgs { spec, listen, control, programs, gpu, journal, anchor, upgrade } = args;
         Self {
             spec_fd: spec,
             listen_fd: listen,
@@ -199,6 +204,7 @@ impl From<WorkerArgs> for worker::WorkerArgs {
             gpu_fd: gpu,
             journal_fd: journal,
             anchor_fd: anchor,
+            upgrade_fd: upgrade,
         }
     }
 }

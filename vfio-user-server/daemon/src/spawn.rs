@@ -76,6 +76,27 @@ pub fn role(
     fds: &[BorrowedFd<'_>],
     limits: Limits,
 ) -> io::Result<Process> {
+    role_of("/proc/self/exe", label, args, fds, limits)
+}
+
+/// Starts a role of the program in a file.
+pub fn role_of_file(
+    program: BorrowedFd<'_>,
+    label: &str,
+    args: &[String],
+    fds: &[BorrowedFd<'_>],
+    limits: Limits,
+) -> io::Result<Process> {
+    role_of(&format!("/proc/self/fd/{}", program.as_raw_fd()), label, args, fds, limits)
+}
+
+fn role_of(
+    program: &str,
+    label: &str,
+    args: &[String],
+    fds: &[BorrowedFd<'_>],
+    limits: Limits,
+) -> io::Result<Process> {
     if fds.len() > MAX_FDS as usize {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "Too many descriptors"));
     }
@@ -86,7 +107,7 @@ pub fn role(
     let files = lowered(Resource::RLIMIT_NOFILE, limits.files)?;
     let threads = limits.threads.map(|limit| lowered(Resource::RLIMIT_NPROC, limit)).transpose()?;
     let user = Some(limits.user).filter(|_| nix::unistd::geteuid().is_root());
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = Command::new(program);
     for name in SERVICE_ENV {
         command.env_remove(name);
     }

@@ -11,6 +11,7 @@ use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use vgpud_host::text::one_line;
 
 use crate::spawn;
+use crate::worker::journal::kept::{Key, Message};
 use crate::worker_protocol::{
     MemoryRange, OLDEST, Restored, VERSION, WorkerReply, WorkerRequest, WorkerStatus,
 };
@@ -21,6 +22,9 @@ pub const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Limit of the wait for a worker that saves or restores page tables and channels.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Limit of the wait for a worker to start.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Limit of the warnings of a worker.
 const MAX_WARNINGS: usize = 16;
@@ -198,6 +202,44 @@ fn done(control: &Path, message: &WorkerRequest) -> io::Result<()> {
         WorkerReply::Done => Ok(()),
         other => Err(unexpected(&other)),
     }
+}
+
+/// Tells a worker to make room for another one.
+pub fn leave(control: &Path) -> io::Result<()> {
+    done(control, &WorkerRequest::Leave)
+}
+
+/// A program that an anchor has taken for its next worker.
+#[derive(Debug)]
+pub struct TakenProgram(SeqPacket);
+
+/// Passes the program of the next worker to an anchor.
+pub fn pass_program(upgrade: &Path, program: BorrowedFd<'_>) -> io::Result<TakenProgram> {
+    let socket = SeqPacket::connect_with_timeout(upgrade, START_TIMEOUT)?;
+    socket.send(&Message::Keep(Key::PROGRAM).encode(), &[program])?;
+    match receive(&socket)? {
+        Some(Message::Keep(Key::PROGRAM)) => Ok(TakenProgram(socket)),
+        _ => Err(io::Error::other("The anchor refuses the program")),
+    }
+}
+
+impl TakenProgram {
+    /// Waits for a worker of the program. Returns false if none has begun to work, and one of the
+    /// program before continues.
+    pub fn works(&self) -> io::Result<bool> {
+        match receive(&self.0)? {
+            Some(Message::WORKS) => Ok(true),
+            Some(Message::FAILED) => Ok(false),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+}
+
+/// Receives a message of an anchor.
+fn receive(socket: &SeqPacket) -> io::Result<Option<Message>> {
+    let mut buffer = [0; Message::BYTES + 1];
+    let packet = socket.recv(&mut buffer)?;
+    Ok(packet.and_then(|packet| Message::decode(&buffer[..packet.len])))
 }
 
 /// Tells a worker to exit.

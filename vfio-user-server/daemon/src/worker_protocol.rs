@@ -13,13 +13,17 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// First version with [`WorkerRequest::CheckSave`], and the requests after it.
 pub const WITH_SAVE: u32 = 7;
 
 /// First version with [`WorkerRequest::BeginHandover`], and the requests after it.
 pub const WITH_HANDOVER: u32 = 8;
+
+/// First version with [`WorkerRequest::Leave`]. Later versions understand a [`WorkerSpec`] of this
+/// one.
+pub const WITH_LEAVE: u32 = 9;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -98,6 +102,10 @@ pub enum WorkerRequest {
     /// Gives the vGPU, still paused, back to the old process, and cuts the new one off. The reply is
     /// [`WorkerReply::Done`].
     AbandonHandover,
+    /// Tells a worker with an anchor to end, so that another one continues. The reply is
+    /// [`WorkerReply::Done`], or the reason why another one could not continue. Since
+    /// [`WITH_LEAVE`].
+    Leave,
 }
 
 /// Reply of a worker.

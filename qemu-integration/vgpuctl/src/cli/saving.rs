@@ -55,6 +55,24 @@ pub struct Resume {
     pub output: Output,
 }
 
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A worker keeps the release of the vgpud that started it. After an upgrade of vgpud, this command
+replaces the workers of running vGPUs by those of the new release. Their VMs do not notice. A worker
+that cannot continue is replaced by one of the release before. vGPUs of NVIDIA GPUs keep their
+workers until they are stopped.
+
+Examples:
+  vgpuctl upgrade                                  all running vGPUs
+  vgpuctl upgrade web1")]
+pub struct Upgrade {
+    #[command(flatten)]
+    pub vgpu: OptionalVgpuArg,
+    /// Output format: a line for each vGPU, or a list as JSON.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
 /// Save, restore and upgrade VMs with their vGPUs.
 #[derive(Debug, Args)]
 pub struct Vm {

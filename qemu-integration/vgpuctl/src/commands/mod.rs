@@ -8,7 +8,8 @@
 //! * [`mod@write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`mod@run`]: programs on a vGPU; [`run_vm`]: a VM with a vGPU; [`transient`]: vGPUs for the
 //!   lifetime of either
-//! * [`saving`]: `save`, `restore`, `resume`; [`vm_state`]: `vm save`, `vm restore`
+//! * [`saving`]: `save`, `restore`, `resume`; [`vm_state`]: `vm save`, `vm restore`;
+//!   [`mod@upgrade`]: other workers
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
 mod focus;
@@ -23,6 +24,7 @@ mod saving;
 mod scheduler;
 pub mod stats;
 mod transient;
+mod upgrade;
 mod view;
 mod vm;
 mod vm_state;
@@ -66,6 +68,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Save(args) => saving::save(&client, args).await,
         Command::Restore(args) => saving::restore(&client, args).await,
         Command::Resume(args) => saving::resume(&client, args).await,
+        Command::Upgrade(args) => upgrade::upgrade(&client, &args).await,
         Command::Libvirt(args) => libvirt::libvirt(&client, args).await,
     }
 }

@@ -13,7 +13,8 @@ use utoipa::{IntoResponses, OpenApi};
 use vgpud_api::{
     CreateVgpu, ErrorBody, Focused, Handover, ModifyScheduler, ModifyVgpu, OpenConsole, OpenWeb,
     Parent, ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler,
-    SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, Version, Vgpu, WebAddress,
+    SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, UpgradedVgpu, Version, Vgpu,
+    WebAddress,
 };
 
 use super::access::Level;
@@ -182,6 +183,15 @@ table! {
         )
     }
 
+    /// Replaces the worker of a running vGPU by one of this release. The VM does not notice.
+    Admin post "/v1/vgpus/{vgpu}/upgrade" => saving::upgrade {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        responses(
+            (status = 200, body = UpgradedVgpu, description = "The worker was replaced"),
+            ErrorResponses,
+        )
+    }
+
     /// Returns a screenshot of a vGPU. The response is delayed if the screen is requested more
     /// often than its `refresh` allows.
     Admin get "/v1/vgpus/{vgpu}/screenshot" => vgpus::screenshot {
@@ -306,6 +316,7 @@ mod tests {
             (post.clone(), "/v1/vgpus/{vgpu}/restore", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/resume", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/handover", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/upgrade", admin),
             (get.clone(), "/v1/vgpus/{vgpu}/screenshot", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/focus", admin),
             (post.clone(), "/v1/parents/{parent}/rotation", admin),

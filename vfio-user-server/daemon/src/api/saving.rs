@@ -1,11 +1,11 @@
-//! Handlers that save, restore and hand over vGPUs.
+//! Handlers that save, restore, hand over and upgrade vGPUs.
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use vgpud_api::{Handover, RestoredVgpu, SAVED_VGPU, SaveVgpu};
+use vgpud_api::{Handover, RestoredVgpu, SAVED_VGPU, SaveVgpu, UpgradedVgpu};
 
 use crate::http::{HttpResult, JsonBody, VgpuPath};
 use crate::service::Service;
@@ -33,6 +33,13 @@ pub async fn resume(
 ) -> HttpResult<StatusCode> {
     service.resume(id).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+pub async fn upgrade(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+) -> HttpResult<Json<UpgradedVgpu>> {
+    Ok(Json(service.upgrade(id).await?))
 }
 
 pub async fn handover(

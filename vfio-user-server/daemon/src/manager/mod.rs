@@ -43,7 +43,7 @@ pub use crate::backend::ParentConfig;
 pub use config::Config;
 pub use definitions::PlacedDefinition;
 pub use handle::{Ending, Event, Handle, Inbox, channel};
-pub use requests::{Change, ClientReport, Listed, Measured, Saveable, Screen};
+pub use requests::{Change, ClientReport, Listed, Measured, Saveable, Screen, Upgradable};
 pub use run_dir::RunDir;
 pub use watcher::{Watched, Watcher};
 

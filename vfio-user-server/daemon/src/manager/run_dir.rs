@@ -4,7 +4,8 @@
 //! lock                      held by the running manager
 //! control.sock              the control API
 //! parents/<name>/           admin.sock, run.json
-//! vgpus/<uuid>/             vfio.sock (for QEMU), cuda.sock (for programs), control.sock, run.json
+//! vgpus/<uuid>/             vfio.sock (for QEMU), cuda.sock (for programs), control.sock,
+//!                           upgrade.sock, run.json
 //! ```
 //!
 //! `run.json` records the process of a folder and its configuration. A folder without a running
@@ -112,6 +113,11 @@ impl RunDir {
     /// Returns the path of a vGPU's vfio-user socket.
     pub fn vfio_socket(&self, vgpu: VgpuId) -> PathBuf {
         self.vgpu(vgpu).join("vfio.sock")
+    }
+
+    /// Returns the path of the socket on which a vGPU's anchor takes the program of the next worker.
+    pub fn upgrade_socket(&self, vgpu: VgpuId) -> PathBuf {
+        self.vgpu(vgpu).join("upgrade.sock")
     }
 
     /// Returns the path of a vGPU's socket for CUDA programs.

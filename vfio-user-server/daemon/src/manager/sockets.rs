@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use mdev_core::definition::{Attrs, Definition, Owner};
 use mdev_core::ids::VgpuId;
@@ -92,6 +92,17 @@ pub struct Sockets {
     pub control: SeqPacketListener,
     /// For CUDA programs, if the vGPU is for them, too.
     pub programs: Option<SeqPacketListener>,
+    /// For the manager, to upgrade the worker, if it has an anchor.
+    pub upgrade: Option<SeqPacketListener>,
+}
+
+/// Sockets of a vGPU that others do not have.
+#[derive(Clone, Copy, Debug)]
+pub struct OptionalSockets {
+    /// [`Sockets::programs`].
+    pub programs: bool,
+    /// [`Sockets::upgrade`].
+    pub upgrade: bool,
 }
 
 /// Creates a vGPU's folder with its listening sockets.
@@ -99,16 +110,21 @@ pub fn listen(
     run_dir: &RunDir,
     vgpu: VgpuId,
     owner: Account,
-    for_programs: bool,
+    optional: OptionalSockets,
 ) -> io::Result<Sockets> {
     let folder = run_dir.vgpu(vgpu);
     create_private_dir(&folder)?;
-    let control = SeqPacketListener::bind(&run_dir.worker_socket(vgpu))?;
-    fs::set_permissions(run_dir.worker_socket(vgpu), Permissions::from_mode(0o600))?;
+    let own = |path: PathBuf| {
+        let socket = SeqPacketListener::bind(&path)?;
+        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        io::Result::Ok(socket)
+    };
+    let control = own(run_dir.worker_socket(vgpu))?;
+    let upgrade = optional.upgrade.then(|| own(run_dir.upgrade_socket(vgpu))).transpose()?;
     let mut owned = vec![run_dir.vfio_socket(vgpu)];
     let vfio = bind(&owned[0])?.into();
     let mut programs = None;
-    if for_programs {
+    if optional.programs {
         owned.push(run_dir.cuda_socket(vgpu));
         programs = Some(SeqPacketListener::bind(&owned[1])?);
     }
@@ -122,7 +138,7 @@ pub fn listen(
         chown(&folder, None, Some(owner.gid))?;
         fs::set_permissions(&folder, Permissions::from_mode(0o710))?;
     }
-    Ok(Sockets { vfio, control, programs })
+    Ok(Sockets { vfio, control, programs, upgrade })
 }
 
 /// Listens at a path and replaces a file there, which an earlier holder of the run directory's lock
@@ -159,15 +175,17 @@ mod tests {
         let run_dir = RunDir::create(dir.path()).unwrap();
         let vgpu = VgpuId(uuid::Uuid::nil());
         let own = Account::own();
-        let sockets = listen(&run_dir, vgpu, own, true).unwrap();
+        let all = OptionalSockets { programs: true, upgrade: true };
+        let sockets = listen(&run_dir, vgpu, own, all).unwrap();
         assert_eq!(mode(&run_dir.vgpu(vgpu)), 0o700);
         assert_eq!(mode(&run_dir.vfio_socket(vgpu)), 0o600);
         assert_eq!(mode(&run_dir.worker_socket(vgpu)), 0o600);
         assert_eq!(mode(&run_dir.cuda_socket(vgpu)), 0o600);
+        assert_eq!(mode(&run_dir.upgrade_socket(vgpu)), 0o600);
         assert_eq!((mode(run_dir.root()), mode(&run_dir.vgpus())), (0o711, 0o711));
         assert_eq!(mode(&run_dir.parents()), 0o700);
         drop(sockets);
-        listen(&run_dir, vgpu, own, true).unwrap();
+        listen(&run_dir, vgpu, own, all).unwrap();
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! around changes, and holds the readers of screens. It knows nothing of HTTP.
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
-//! * `saving`: save, restore and resume
+//! * `saving`: save, restore and resume; [`upgrading`]: other workers under running VMs
 //! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 
@@ -28,6 +28,7 @@ mod attached_vm;
 pub mod lifecycle;
 mod programs;
 mod saving;
+pub mod upgrading;
 mod worker_statuses;
 
 /// Operations on vGPUs.
@@ -45,6 +46,7 @@ pub struct Service {
     pub screens: Arc<LiveScreens>,
     statuses: Arc<WorkerStatuses>,
     saving: saving::Saving,
+    program: upgrading::OwnProgram,
 }
 
 impl Service {
@@ -60,6 +62,7 @@ impl Service {
             version: Arc::new(version),
             statuses: Arc::default(),
             saving: saving::Saving::default(),
+            program: upgrading::OwnProgram::default(),
         }
     }
 

@@ -35,13 +35,14 @@ pub struct Saving(Arc<Mutex<BTreeSet<VgpuId>>>);
 
 /// A vGPU that nothing else saves or restores meanwhile.
 #[derive(Debug)]
-struct Reserved {
+pub(super) struct Reserved {
     saving: Saving,
     vgpu: VgpuId,
 }
 
 impl Saving {
-    fn reserve(&self, vgpu: VgpuId) -> Result<Reserved> {
+    /// Refuses a vGPU that is being saved, restored or upgraded.
+    pub(super) fn reserve(&self, vgpu: VgpuId) -> Result<Reserved> {
         if self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(vgpu) {
             return Ok(Reserved { saving: self.clone(), vgpu });
         }

@@ -27,6 +27,7 @@ use nix::sys::timer::{Expiration, TimerSetTimeFlags};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use vendor_backends::seqpacket::SeqPacketListener;
 
+use super::End;
 use super::control::ControlConnection;
 use super::function::Function;
 use super::programs::{Programs, Source};
@@ -91,7 +92,7 @@ pub struct Worker {
     charged: Option<Duration>,
     /// Timer that ends a pause of the listeners.
     accept_timer: TimerFd,
-    stopped: bool,
+    end: Option<End>,
     /// Limiter for log lines that a client causes.
     log_limiter: LogLimiter,
 }
@@ -130,14 +131,14 @@ impl Worker {
             programs,
             charged: None,
             accept_timer,
-            stopped: false,
+            end: None,
             log_limiter: LogLimiter::new(Instant::now()),
         })
     }
 
-    /// Returns true once the manager has stopped the worker.
-    pub fn is_stopped(&self) -> bool {
-        self.stopped
+    /// Returns why the worker is to end, once the manager has told it to.
+    pub fn end(&self) -> Option<End> {
+        self.end
     }
 
     /// Returns true while a manager or a VM is connected.

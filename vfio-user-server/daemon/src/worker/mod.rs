@@ -37,7 +37,7 @@ use mdev_core::device::VirtualFunction;
 use vendor_backends::seqpacket::SeqPacketListener;
 
 use crate::spawn;
-use crate::worker_protocol::{VERSION, WorkerSpec};
+use crate::worker_protocol::{VERSION, WITH_LEAVE, WorkerRequest, WorkerSpec};
 use anchored::Anchored;
 use events::Worker;
 use front_end_spec::FrontEndSpec;
@@ -70,6 +70,8 @@ pub struct WorkerArgs {
     pub journal_fd: Option<RawFd>,
     /// Socket to the anchor.
     pub anchor_fd: Option<RawFd>,
+    /// Listening seqpacket socket of an anchor, for the manager.
+    pub upgrade_fd: Option<RawFd>,
 }
 
 /// Descriptors of [`WorkerArgs`] that each worker of a vGPU gets.
@@ -100,9 +102,40 @@ impl WorkerArgs {
     }
 }
 
-/// Serves one vGPU until the manager stops the worker, or until it has had neither a manager nor a
-/// VM for [`ORPHAN_GRACE`].
-pub fn run(args: &WorkerArgs) -> Result<()> {
+/// Why a worker ends by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The vGPU ends.
+    Stopped,
+    /// Another worker continues.
+    Left,
+}
+
+impl End {
+    /// Exit status of a worker that leaves (`EX_TEMPFAIL` of sysexits.h).
+    pub const LEFT: u8 = 75;
+
+    /// Returns the end that a request asks for.
+    fn of(request: &WorkerRequest) -> Option<Self> {
+        match request {
+            WorkerRequest::Stop => Some(Self::Stopped),
+            WorkerRequest::Leave => Some(Self::Left),
+            _ => None,
+        }
+    }
+
+    /// Returns the exit status.
+    pub fn status(self) -> u8 {
+        match self {
+            Self::Stopped => 0,
+            Self::Left => Self::LEFT,
+        }
+    }
+}
+
+/// Serves one vGPU until the manager tells the worker to end, or until it has had neither a manager
+/// nor a VM for [`ORPHAN_GRACE`].
+pub fn run(args: &WorkerArgs) -> Result<End> {
     let WorkerFds { spec, listen, control, programs, gpu } = args.take()?;
     let spec = read_spec(&spec)?;
     let listener = UnixListener::from(spawn::listening(listen)?);
@@ -151,8 +184,8 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     let mut orphaned_since = None;
     loop {
         let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
-        if worker.is_stopped() {
-            return Ok(());
+        if let Some(end) = worker.end() {
+            return Ok(end);
         }
         if worker.should_poll() {
             if events.run_with_timeout(0).context("The event loop failed")? == 0 {
@@ -168,7 +201,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
             let left = ORPHAN_GRACE.saturating_sub(since.elapsed());
             if left.is_zero() {
                 log::info!("Neither a manager nor a VM for {} s: ending", ORPHAN_GRACE.as_secs());
-                return Ok(());
+                return Ok(End::Stopped);
             }
             i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
         };
@@ -176,7 +209,8 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     }
 }
 
-fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
+/// Reads the specification of the vGPU.
+pub fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
     let mut file = File::from(fd.try_clone()?);
     let mut json = String::new();
     file.rewind().context("Cannot read the specification")?;
@@ -184,15 +218,15 @@ fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
     let spec: WorkerSpec =
         serde_json::from_str(&json).context("The specification cannot be parsed")?;
     ensure!(
-        spec.version == VERSION,
-        "The manager speaks version {} of the control protocol, this worker {VERSION}",
+        (WITH_LEAVE..=VERSION).contains(&spec.version),
+        "The manager speaks version {} of the control protocol, this worker {WITH_LEAVE} to {VERSION}",
         spec.version
     );
     Ok(spec)
 }
 
 /// Takes ownership of an inherited descriptor.
-fn inherited(fd: RawFd) -> Result<OwnedFd> {
+pub fn inherited(fd: RawFd) -> Result<OwnedFd> {
     // SAFETY: F_GETFD only reads flags, for any number.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFD) };
     ensure!(flags >= 0, "Descriptor {fd} is not open: a worker is started by vgpud, not by hand");

@@ -44,6 +44,7 @@ pub fn answer(
         | WorkerRequest::BeginHandover
         | WorkerRequest::Adopt
         | WorkerRequest::AbandonHandover
+        | WorkerRequest::Leave
         | WorkerRequest::Stop => bail!("This is no request about saving"),
     }
     Ok((WorkerReply::Done, Vec::new()))

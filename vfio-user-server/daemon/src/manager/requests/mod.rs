@@ -80,6 +80,15 @@ pub struct Saveable {
     pub vram_bytes: u64,
 }
 
+/// What an upgrade of a running vGPU's worker needs.
+#[derive(Clone, Debug)]
+pub struct Upgradable {
+    /// Control socket of the worker.
+    pub control: PathBuf,
+    /// Socket of the anchor, which takes programs. Not every worker has an anchor.
+    pub upgrade: PathBuf,
+}
+
 /// Screen of a vGPU.
 #[derive(Clone, Debug)]
 pub struct Screen {

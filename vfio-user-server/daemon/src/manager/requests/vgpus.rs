@@ -7,7 +7,8 @@ use tokio::sync::oneshot;
 use vgpud_api::{CreateVgpu, ErrorCode, ErrorDetail, ModifyTarget, ModifyVgpu};
 
 use super::{
-    Change, ClientReport, Listed, Saveable, Screen, parse_attrs, view_started, view_stopped,
+    Change, ClientReport, Listed, Saveable, Screen, Upgradable, parse_attrs, view_started,
+    view_stopped,
 };
 use crate::manager::definitions::PlacedDefinition;
 use crate::manager::parent::Parent;
@@ -353,6 +354,15 @@ impl Manager {
             control: self.env.run_dir.worker_socket(id),
             mdev_type: vgpu.definition.mdev_type.clone(),
             vram_bytes: vgpu.profile.vram_bytes,
+        })
+    }
+
+    /// Returns what an upgrade of a running vGPU's worker needs.
+    pub fn upgradable(&self, id: VgpuId) -> Result<Upgradable> {
+        self.with_worker(id)?;
+        Ok(Upgradable {
+            control: self.env.run_dir.worker_socket(id),
+            upgrade: self.env.run_dir.upgrade_socket(id),
         })
     }
 

@@ -22,8 +22,9 @@ use tokio::sync::oneshot;
 use super::backoff::Backoff;
 use super::environment::Environment;
 use super::run_dir::{self, RunDir};
+use super::sockets::{self, OptionalSockets};
 use super::watcher::{Generation, Watched};
-use super::{ClientReport, Result, sockets};
+use super::{ClientReport, Result};
 use crate::spawn::{Process, ProcessRecord};
 use crate::vgpu_names;
 use crate::worker_protocol::{ProgramsSpec, VERSION, WorkerSpec};
@@ -237,10 +238,12 @@ impl Vgpu {
     /// Creates the sockets and starts the worker. The sockets listen before the worker runs, so a
     /// VM can attach as soon as this returns.
     pub fn launch(&mut self, env: &Environment, admission: &Admission) -> io::Result<()> {
-        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, self.profile.programs)?;
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
         vgpu_names::set(self.id, self.name());
         let spec = self.worker_spec(admission);
+        let (programs, upgrade) = (self.profile.programs, worker::is_anchored(&spec));
+        let optional = OptionalSockets { programs, upgrade };
+        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, optional)?;
         let label = match self.name() {
             Some(name) => format!("{} {name}", self.id),
             None => self.id.to_string(),

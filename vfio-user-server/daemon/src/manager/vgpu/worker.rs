@@ -73,7 +73,7 @@ impl Worker {
 
 /// Returns whether a worker has an anchor, from which another worker continues. The client of a GPU
 /// that the worker has for itself ends with it.
-fn is_anchored(spec: &WorkerSpec) -> bool {
+pub fn is_anchored(spec: &WorkerSpec) -> bool {
     spec.backend == mediator::BACKEND
 }
 
@@ -93,6 +93,7 @@ pub fn spawn(
         ("--control-fd", Some(sockets.control.as_fd())),
         ("--programs-fd", sockets.programs.as_ref().map(AsFd::as_fd)),
         ("--gpu-fd", gpu),
+        ("--upgrade-fd", sockets.upgrade.as_ref().map(AsFd::as_fd)),
     ];
     let role = if is_anchored(spec) { "anchor" } else { "worker" };
     let (fds, args) = spawn::arguments(role, all);

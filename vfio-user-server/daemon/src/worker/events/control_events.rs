@@ -3,13 +3,15 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use event_manager::{EventOps, EventSet};
 use log::Level;
 use mdev_core::device::{SaveError, VirtualFunction};
 
 use super::{Worker, peer, source, unwatch, watch};
+use crate::worker::End;
 use crate::worker::control::ControlConnection;
+use crate::worker::journal::Recorder;
 use crate::worker::journal::kept::Key;
 use crate::worker::programs::Programs;
 use crate::worker::saving;
@@ -58,7 +60,9 @@ impl Worker {
             Ok(Some((request, fd))) => {
                 let (reply, fds) = self.answer(&request, fd, ops);
                 let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-                self.stopped |= request == WorkerRequest::Stop;
+                if let (WorkerReply::Done, Some(end)) = (&reply, End::of(&request)) {
+                    self.end = Some(end);
+                }
                 let connection = self.control.get(&id);
                 connection.map_or(Ok(()), |it| it.reply(&reply, &fds)).map(|()| true)
             }
@@ -93,6 +97,7 @@ impl Worker {
             WorkerRequest::Scanout => self.scanout(),
             WorkerRequest::Attach => attach(self.function.inner_mut(), fd),
             WorkerRequest::Stop => Ok(done()),
+            WorkerRequest::Leave => self.leave().map(|()| done()),
             WorkerRequest::BeginHandover
             | WorkerRequest::Adopt
             | WorkerRequest::AbandonHandover => self.answer_handover(request, ops),
@@ -107,6 +112,23 @@ impl Worker {
         };
         answered
             .unwrap_or_else(|error| (WorkerReply::Error { message: error.to_string() }, Vec::new()))
+    }
+
+    /// Refuses to leave where another worker could not continue.
+    fn leave(&mut self) -> Result<()> {
+        ensure!(
+            self.function.recorder.is_some(),
+            "The worker has the GPU for itself, and no other one can continue"
+        );
+        self.check_programs()?;
+        ensure!(self.outgoing.is_none(), "The vGPU is being handed over");
+        self.function.commit();
+        let recorder = self.function.recorder.as_ref();
+        ensure!(
+            recorder.is_some_and(Recorder::is_continuable),
+            "The vGPU is in a state from which no other worker can continue; try again"
+        );
+        Ok(())
     }
 
     fn answer_saving(

@@ -50,13 +50,16 @@ impl Key {
         if self.0 >> KIND == 4 { Some(self.0 as u32) } else { None }
     }
 
+    /// Program of the next worker, from the manager to the anchor.
+    pub const PROGRAM: Self = Self(5 << KIND);
+
     /// Keys of all guest memory.
     pub const ALL_MEMORY: RangeInclusive<Self> = Self(3 << KIND)..=Self((4 << KIND) - 1);
     /// Keys of everything that belongs to a VM.
     pub const OF_VM: RangeInclusive<Self> = Self(1 << KIND)..=Self((4 << KIND) - 1);
 }
 
-/// Message between a worker and its anchor.
+/// Message between a worker and its anchor, or between a manager and an anchor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
     /// The attached descriptor has this key.
@@ -69,8 +72,10 @@ pub enum Message {
 impl Message {
     /// Tells the worker that it has all descriptors.
     pub const END: Self = Self::Drop(Key(1), Key(0));
-    /// Tells the anchor that the worker works.
+    /// Tells the anchor, or the manager, that the worker works.
     pub const WORKS: Self = Self::Drop(Key(2), Key(0));
+    /// Tells the manager that no worker of its program has begun to work.
+    pub const FAILED: Self = Self::Drop(Key::PROGRAM, Key::PROGRAM);
     /// Length in bytes.
     pub const BYTES: usize = 16;
 

@@ -71,6 +71,11 @@ impl Recorder {
         self.memory.1 = None;
     }
 
+    /// Returns true if another worker can continue.
+    pub fn is_continuable(&self) -> bool {
+        self.journal.is_continuable()
+    }
+
     /// Lets no other worker continue with this session.
     pub fn give_session_up(&mut self) {
         self.session_given_up = true;
