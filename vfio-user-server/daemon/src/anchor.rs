@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use log::Level;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -97,20 +98,18 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
             anchor.tell_upgrader(Message::FAILED);
             continue;
         }
-        let how = match ended? {
+        let (level, how) = match ended? {
             Ended::Stopped => return Ok(()),
-            Ended::Left => {
-                log::info!("The worker makes room for another one");
-                continue;
-            }
-            Ended::Died(how) => how,
+            // A worker that was taken over can leave at once, again and again.
+            Ended::Left => (Level::Info, "it left".to_owned()),
+            Ended::Died(how) => (Level::Warn, how),
         };
         let lived = anchor.works_since.is_some_and(|since| since.elapsed() >= SHORT_LIFE);
         short_lives = if lived { 0 } else { short_lives + 1 };
         if short_lives > MAX_SHORT_LIVES {
-            bail!("The worker died {short_lives} times in a row, at last by {how}");
+            bail!("The worker ended {short_lives} times in a row, at last: {how}");
         }
-        log::warn!("The worker died ({how}); another one continues");
+        log::log!(level, "The worker ended ({how}); another one continues");
     }
 }
 
