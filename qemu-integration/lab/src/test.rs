@@ -33,14 +33,13 @@ pub use self::tally::Tally;
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
 /// They run without other load, one test at a time.
-const MEASURED: [&str; 8] = [
+const MEASURED: [&str; 7] = [
     "vendor-backends/limits",
     "vendor-backends/nvidia",
     "vendor-backends/soft",
     "system-tests/guest",
     "system-tests/shares",
     "system-tests/qemu/bundle",
-    "system-tests/vfio/display",
     "system-tests/vfio/shares",
 ];
 /// Tests that take long, as `package/program/module`. Only [`endurance`] runs them.
