@@ -33,7 +33,8 @@ const STOPS: u32 = 48;
 /// Control registers.
 const CONTROL: u32 = 3;
 
-fn worker(vgpud: &Vgpud, uuid: &str) -> Result<u32> {
+/// Returns the process of a running vGPU's worker.
+pub(super) fn worker(vgpud: &Vgpud, uuid: &str) -> Result<u32> {
     let vgpu = vgpud.show(uuid)?;
     ensure!(vgpu["state"] == "running", "{vgpu}");
     Ok(u32::try_from(vgpu["pid"].as_u64().context("A worker")?)?)
@@ -111,15 +112,7 @@ pub(super) fn survive_managers(times: u32) -> Result<()> {
     let mut vcpu = Vcpu::new(RawClient::attach(&vgpud.vfio_socket(&uuid)));
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
-        let guest = scope.spawn(|| {
-            for expected in 1.. {
-                if stop.load(Ordering::Relaxed) {
-                    return;
-                }
-                vcpu.access(REGION_WRITE, &bytes![reg::WAKE, CONTROL, 4_u32, 0_u32]);
-                assert_eq!(wakeups(&mut vcpu), expected, "wake-ups that were counted");
-            }
-        });
+        let guest = scope.spawn(|| wake_until(&mut vcpu, &stop));
         for _ in 0..times {
             let before = worker(&vgpud, &uuid)?;
             kill_process(before, Signal::SIGKILL)?;
@@ -140,10 +133,21 @@ fn a_vm_does_not_notice_that_its_manager_and_worker_die_together() -> Result<()>
     survive_managers(3)
 }
 
-/// Returns the number of wake-ups that the device has counted.
-fn wakeups(vcpu: &mut Vcpu) -> u32 {
+/// Wakes the device, and returns the number of wake-ups that it has counted.
+pub(super) fn wake(vcpu: &mut Vcpu) -> u32 {
+    vcpu.access(REGION_WRITE, &bytes![reg::WAKE, CONTROL, 4_u32, 0_u32]);
     let data = vcpu.access(REGION_READ, &bytes![reg::TRAPPED_DOORBELLS, CONTROL, 4_u32]);
     u32::from_ne_bytes(data[16..20].try_into().unwrap())
+}
+
+/// Wakes a new device until told to stop. Each wake-up counts once.
+pub(super) fn wake_until(vcpu: &mut Vcpu, stop: &AtomicBool) {
+    for expected in 1.. {
+        if stop.load(Ordering::Relaxed) {
+            return;
+        }
+        assert_eq!(wake(vcpu), expected, "wake-ups that were counted");
+    }
 }
 
 /// Kills a process at a stop: before or after one of its next system calls.
@@ -172,9 +176,9 @@ fn each_access_has_its_effect_once_wherever_its_worker_dies() -> Result<()> {
     thread::scope(|scope| {
         let guest = scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
-                vcpu.access(REGION_WRITE, &bytes![reg::WAKE, CONTROL, 4_u32, 0_u32]);
+                let counted = wake(&mut vcpu);
                 let expected = done.fetch_add(1, Ordering::Relaxed) + 1;
-                assert_eq!(wakeups(&mut vcpu), expected, "wake-ups that were counted");
+                assert_eq!(counted, expected, "wake-ups that were counted");
             }
         });
         for number in 0..STOPS {

@@ -88,22 +88,20 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     loop {
         anchor.works_since = None;
         let ended = anchor.serve_with_worker();
-        if anchor.tried_program.take().is_some() && !matches!(ended, Ok(Ended::Stopped)) {
-            let how = match ended {
-                Err(error) => format!("{error:#}"),
-                Ok(Ended::Died(how)) => how,
-                Ok(ended) => format!("{ended:?}"),
-            };
+        let has_failed = anchor.tried_program.take().is_some();
+        let (level, how) = match ended {
+            Ok(Ended::Stopped) => return Ok(()),
+            // A worker that was taken over can leave at once, again and again.
+            Ok(Ended::Left) => (Level::Info, "it left".to_owned()),
+            Ok(Ended::Died(how)) => (Level::Warn, how),
+            Err(error) if has_failed => (Level::Error, format!("{error:#}")),
+            Err(error) => return Err(error),
+        };
+        if has_failed {
             log::error!("The new program cannot continue ({how}); the one before does");
             anchor.tell_upgrader(Message::FAILED);
             continue;
         }
-        let (level, how) = match ended? {
-            Ended::Stopped => return Ok(()),
-            // A worker that was taken over can leave at once, again and again.
-            Ended::Left => (Level::Info, "it left".to_owned()),
-            Ended::Died(how) => (Level::Warn, how),
-        };
         let lived = anchor.works_since.is_some_and(|since| since.elapsed() >= SHORT_LIFE);
         short_lives = if lived { 0 } else { short_lives + 1 };
         if short_lives > MAX_SHORT_LIVES {
@@ -123,7 +121,6 @@ fn programs() -> Vec<PathBuf> {
 }
 
 /// How a worker has ended.
-#[derive(Debug)]
 enum Ended {
     /// The vGPU ends.
     Stopped,

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use mdev_core::ids::VgpuId;
@@ -26,14 +27,19 @@ impl OwnProgram {
         if let Some(program) = &*known {
             return Ok(Arc::clone(program));
         }
-        let mut copy = File::from(executable_memfd()?);
-        io::copy(&mut File::open("/proc/self/exe")?, &mut copy)?;
-        let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK;
-        fcntl(&copy, FcntlArg::F_ADD_SEALS(seals | SealFlag::F_SEAL_SEAL))?;
-        // A program that is open for writing cannot be run.
-        let program = Arc::new(File::open(format!("/proc/self/fd/{}", copy.as_raw_fd()))?.into());
+        let program = Arc::new(program_in_memory(Path::new("/proc/self/exe"))?);
         Ok(Arc::clone(known.insert(program)))
     }
+}
+
+/// Returns a copy of a program in memory, sealed against changes.
+pub fn program_in_memory(path: &Path) -> io::Result<OwnedFd> {
+    let mut copy = File::from(executable_memfd()?);
+    io::copy(&mut File::open(path)?, &mut copy)?;
+    let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SHRINK;
+    fcntl(&copy, FcntlArg::F_ADD_SEALS(seals | SealFlag::F_SEAL_SEAL))?;
+    // A program that is open for writing cannot be run.
+    Ok(File::open(format!("/proc/self/fd/{}", copy.as_raw_fd()))?.into())
 }
 
 /// Creates a file in memory that can be run. Kernels before 6.3 know no flag for that, and need

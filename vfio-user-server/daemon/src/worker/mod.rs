@@ -27,7 +27,7 @@ mod saving;
 
 use std::fs::File;
 use std::io::{Read, Seek};
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
@@ -225,13 +225,9 @@ pub fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
     Ok(spec)
 }
 
-/// Takes ownership of an inherited descriptor.
+/// Takes a descriptor that this worker was started with.
 pub fn inherited(fd: RawFd) -> Result<OwnedFd> {
-    // SAFETY: F_GETFD only reads flags, for any number.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFD) };
-    ensure!(flags >= 0, "Descriptor {fd} is not open: a worker is started by vgpud, not by hand");
-    // SAFETY: the manager passed the descriptor to this process, and each number is taken once.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
-    Ok(fd)
+    spawn::inherited(fd).with_context(|| {
+        format!("Descriptor {fd} is not open: a worker is started by vgpud, not by hand")
+    })
 }
