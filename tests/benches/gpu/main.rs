@@ -171,16 +171,6 @@ struct Bench<'a> {
     options: &'a str,
 }
 
-/// Measurement of CUDA programs, by the path of the compiled ones.
-type MeasurePrograms = fn(&mut Bench<'_>, &Path) -> Result<()>;
-
-/// Parts of `programs`.
-const PROGRAM_PARTS: [(&str, MeasurePrograms); 3] = [
-    ("program-results", |bench, program| bench.program_results(program)),
-    ("program-shares", |bench, program| bench.program_shares(program)),
-    ("program-trouble", |bench, program| bench.program_trouble(program)),
-];
-
 fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     let quick = cli.quick || !measuring();
     let (settle, window) = match (quick, kind) {
@@ -254,7 +244,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         let done = done.and_then(|gib| bench.eviction(gib));
         bench.attempt("the end of a vGPU with much memory", done);
     }
-    for (part, measure) in PROGRAM_PARTS {
+    for (part, measure) in programs::PARTS {
         if (wanted("programs") || wanted(part)) && !quick && kind == GpuKind::Nvidia {
             let program = cli.programs.as_deref().context("nvcc is missing: nothing was compiled");
             let done = program.and_then(|program| measure(&mut bench, program));
