@@ -17,6 +17,7 @@ use crate::initramfs;
 use crate::machine::{self, Machine, NAMESPACES};
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
+use crate::shared_folder::{self, SharedFolder};
 use crate::vfio;
 
 const INIT: &str = include_str!("boot.sh");
@@ -109,17 +110,18 @@ impl Booted {
         fs::write(units.join("lab-agent.service"), AGENT)?;
         symlink("../lab-agent.service", units.join("multi-user.target.wants/lab-agent.service"))?;
 
-        let names: Vec<_> = vfio::SHARED_FOLDER.into_iter().chain(vfio::MODULES).collect();
-        let mut files = vfio::modules(&kernel, &names);
+        let mut files = vfio::modules(&kernel, &vfio::MODULES);
+        let shared = |name: &&str| (format!("vfio/{name}.ko"), kernel.module(name));
+        files.extend(shared_folder::MODULES.iter().map(shared));
         let order = folder.join("order");
-        fs::write(&order, vfio::SHARED_FOLDER.join("\n") + "\n")?;
+        fs::write(&order, shared_folder::MODULES.join("\n") + "\n")?;
         files.push(("vfio/order".to_owned(), order));
         let initramfs = folder.join("booted.cpio");
         let archives = [initramfs::archive_with(INIT, &kernel, &[])?, initramfs::extra(&files)?];
         initramfs::write(&initramfs, &archives)?;
         let mut lab = Lab { initramfs, kvm: false, ..lab.clone() };
         lab.root.kernel = kernel;
-        let spec = VmSpec { folder: Some(path.to_owned()), ..spec.clone() };
+        let spec = VmSpec { folder: Some(SharedFolder::writable(path)), ..spec.clone() };
         let vm = Vm::boot(&lab, &spec, &folder.join("vm"))?;
         Ok(Self { vm, _root: root })
     }

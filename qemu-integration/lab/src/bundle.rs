@@ -19,6 +19,7 @@ use crate::initramfs;
 use crate::place::layout;
 use crate::progress::Progress;
 use crate::root::Root;
+use crate::shared_folder;
 
 /// Folder that the archive unpacks to.
 const TOP: &str = "tessera";
@@ -95,6 +96,10 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
     archive.file("LICENSE-MIT", 0o644, &read(&build::workspace().join("LICENSE-MIT"))?)?;
     archive.file(layout::INITRAMFS, 0o644, &guest)?;
     archive.file(&format!("{}/vmlinuz", layout::ROOT), 0o644, &read(&root.kernel.image)?)?;
+    for name in shared_folder::MODULES {
+        let to = format!("{}/modules/{name}.ko", layout::ROOT);
+        archive.file(&to, 0o644, &read(&root.kernel.module(name))?)?;
+    }
     let folder = root.qemu.folder().context("QEMU is not unpacked")?;
     for path in root.qemu.files()? {
         let name = path.strip_prefix(folder).context("A library lies outside of QEMU's root")?;

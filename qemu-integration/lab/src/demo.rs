@@ -55,6 +55,8 @@ pub struct Options {
     pub cuda: cuda::Choice,
     /// Further libraries of this machine for the CUDA programs in VMs.
     pub libraries: Vec<PathBuf>,
+    /// Python with PyTorch for the CUDA programs in VMs.
+    pub python: Option<String>,
 }
 
 /// Results of the demo.

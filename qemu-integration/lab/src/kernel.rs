@@ -7,6 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::debs::{self, Debs};
+use crate::shared_folder;
 
 /// Modules for the guest's display, in load order.
 pub const MODULES: [&str; 7] = [
@@ -24,7 +25,7 @@ pub const MODULES: [&str; 7] = [
 pub struct Kernel {
     /// Kernel image.
     pub image: PathBuf,
-    /// Folder with the uncompressed [`MODULES`].
+    /// Folder with the uncompressed [`MODULES`] and those of [`shared_folder`].
     pub modules: PathBuf,
     /// Static busybox.
     pub busybox: PathBuf,
@@ -38,6 +39,11 @@ impl Kernel {
             modules: folder.join("modules"),
             busybox: folder.join("busybox"),
         }
+    }
+
+    /// Returns the path of a module.
+    pub fn module(&self, name: &str) -> PathBuf {
+        self.modules.join(format!("{name}.ko"))
     }
 
     /// Returns the release, such as `6.12.107+deb13-amd64`, from the header of the image.
@@ -62,6 +68,7 @@ impl Kernel {
         debs::unpack_some(&debs.package("busybox-static")?, &raw, &["*/bin/busybox"])?;
         let mut patterns = vec!["./boot/vmlinuz-*".to_owned()];
         patterns.extend(MODULES.iter().map(|module| format!("*/drivers/gpu/drm/*{module}.ko*")));
+        patterns.extend(shared_folder::MODULES.iter().map(|module| format!("*/{module}.ko*")));
         let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
         debs::unpack_some(&debs.package(package)?, &raw, &patterns)?;
 
@@ -77,10 +84,10 @@ impl Kernel {
         for path in files_below(&raw)? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let Some((module, compression)) = name.split_once(".ko") else { continue };
-            if !MODULES.contains(&module) {
+            if !MODULES.contains(&module) && !shared_folder::MODULES.contains(&module) {
                 continue;
             }
-            let target = kernel.modules.join(format!("{module}.ko"));
+            let target = kernel.module(module);
             kernel.plain(&path, compression, &target)?;
         }
         for path in kernel.parts() {
@@ -118,7 +125,8 @@ impl Kernel {
     }
 
     fn parts(&self) -> Vec<PathBuf> {
-        let modules = MODULES.iter().map(|module| self.modules.join(format!("{module}.ko")));
+        let modules =
+            MODULES.iter().chain(&shared_folder::MODULES).map(|module| self.module(module));
         [self.image.clone(), self.busybox.clone()].into_iter().chain(modules).collect()
     }
 }

@@ -5,7 +5,8 @@
 //! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both
 //! * [`ovmf`]: UEFI firmware
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
-//! * [`qemu`]: virtual machines; [`guest`]: connections to the guest
+//! * [`qemu`]: virtual machines; [`guest`]: connections to the guest; [`shared_folder`]: this
+//!   machine's files in a guest
 //! * [`kvm`]: check of KVM; [`mdevctl`]: the real mdevctl
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
 //! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
@@ -54,6 +55,7 @@ pub mod place;
 pub mod progress;
 pub mod qemu;
 pub mod root;
+pub mod shared_folder;
 pub mod simulate;
 pub mod test;
 pub mod vfio;

@@ -53,6 +53,10 @@ enum Task {
         /// A further library of this machine for the CUDA programs, such as libcublas.so.13
         #[arg(long, value_name = "FILE")]
         library: Vec<PathBuf>,
+        /// A Python of this machine with PyTorch, such as python3: runs in both VMs, which read this
+        /// machine's files
+        #[arg(long, value_name = "PROGRAM")]
+        python: Option<String>,
     },
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
@@ -125,11 +129,11 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<bool> {
     match task {
-        Task::Demo { json, out, parent, cubin, seconds, cuda, library: libraries } => {
+        Task::Demo { json, out, parent, cubin, seconds, cuda, library: libraries, python } => {
             if let Some(bundle) = Bundle::find() {
                 bundle.drop_privileges(&out)?;
             }
-            let options = Options { json, out, parent, cubin, seconds, cuda, libraries };
+            let options = Options { json, out, parent, cubin, seconds, cuda, libraries, python };
             let failures = match cuda {
                 Choice::Only => demo::cuda::only(&options)?,
                 Choice::Auto | Choice::No => demo::run(&options)?.failures,

@@ -17,6 +17,7 @@ use crate::Lab;
 use crate::cleanup::Process;
 use crate::guest::Guest;
 use crate::ovmf::Ovmf;
+use crate::shared_folder::SharedFolder;
 
 /// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;
@@ -62,8 +63,10 @@ pub struct VmSpec {
     pub awaits_state: bool,
     /// Whether another QEMU can take the VM over.
     pub replaceable: bool,
-    /// Folder of this machine that the guest's root may write to, shared as `root`.
-    pub folder: Option<PathBuf>,
+    /// Folder of this machine in the guest.
+    pub folder: Option<SharedFolder>,
+    /// Model of the CPU.
+    pub cpu: &'static str,
     /// UEFI instead of a BIOS.
     pub uefi: Option<Ovmf>,
     /// Whether the firmware starts the lab's kernel. Without a kernel it finds nothing to start.
@@ -85,6 +88,7 @@ impl VmSpec {
             awaits_state: false,
             replaceable: false,
             folder: None,
+            cpu: "qemu64",
             uefi: None,
             with_kernel: true,
         }
@@ -124,7 +128,7 @@ impl VmSpec {
         add(&["-machine", &machine, "-name", &self.name]);
         // With AMD's CPUs the memory space ends at 1012 GiB; SeaBIOS puts the ports' windows beyond
         // that.
-        add(&["-cpu", "qemu64,vendor=GenuineIntel"]);
+        add(&["-cpu", &format!("{},vendor=GenuineIntel", self.cpu)]);
         if self.virtual_time {
             // 16 ns per instruction.
             add(&["-icount", "shift=4,sleep=off"]);
@@ -142,11 +146,7 @@ impl VmSpec {
         }
         let mut add = |words: &[&str]| args.extend(words.iter().map(OsString::from));
         if let Some(shared) = &self.folder {
-            let path = shared.display();
-            let file_system = format!("local,id=root,security_model=passthrough,path={path}");
-            add(&["-fsdev", &file_system]);
-            let device = json!({ "driver": "virtio-9p-pci", "fsdev": "root", "mount_tag": "root" });
-            add(&["-device", &device.to_string()]);
+            add(&shared.args().each_ref().map(String::as_str));
         }
         for port in 0..HOTPLUG_PORTS {
             // Windows for a vGPU's BARs: SeaBIOS reserves too little space for hot-plugged devices.

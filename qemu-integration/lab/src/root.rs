@@ -18,7 +18,7 @@ use crate::kernel::Kernel;
 use crate::progress::Progress;
 
 /// Version of the cached folder's contents.
-const LAYOUT: &str = "1";
+const LAYOUT: &str = "2";
 /// First QEMU version with a vfio-user client.
 const OLDEST_QEMU: (u32, u32) = (10, 1);
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";

@@ -24,12 +24,10 @@ use crate::root::{Root, cache_folder};
 /// File name of a guest's saved state.
 const SAVED: &str = "saved";
 /// Version of the cached folder's contents.
-const LAYOUT: &str = "vfio-2";
+const LAYOUT: &str = "vfio-3";
 /// Modules in load order.
 pub const MODULES: [&str; 5] =
     ["irqbypass", "vfio", "vfio_iommu_type1", "vfio-pci-core", "vfio-pci"];
-/// Modules for mounting a folder of this machine, in load order.
-pub const SHARED_FOLDER: [&str; 4] = ["netfs", "9pnet", "9pnet_virtio", "9p"];
 /// Shell command that loads the modules in the VM.
 pub const LOAD: &str = "[ ! -e /vfio/iommufd.ko ] || insmod /vfio/iommufd.ko || exit 1; \
     for m in irqbypass vfio vfio_iommu_type1 vfio-pci-core vfio-pci; do insmod /vfio/$m.ko || exit 1; done";
@@ -147,15 +145,14 @@ pub fn kernel(progress: &Progress) -> Result<Kernel> {
     let package = Kernel::fetch(&debs)?;
     let kernel = Kernel::unpack(&debs, &package, partial.path())?;
     let raw = Scratch::at(cache.join("vfio-raw"))?;
-    let all = || MODULES.into_iter().chain(SHARED_FOLDER);
-    let patterns: Vec<_> = all().map(|module| format!("*/{module}.ko*")).collect();
+    let patterns: Vec<_> = MODULES.iter().map(|module| format!("*/{module}.ko*")).collect();
     let patterns: Vec<_> = patterns.iter().map(String::as_str).collect();
     debs::unpack_some(&debs.package(&package)?, raw.path(), &patterns)?;
     debs.fetch(&["kmod"])?;
     debs::unpack_some(&debs.package("kmod")?, raw.path(), &["*/bin/kmod"])?;
     fs::create_dir_all(partial.path().join("vfio"))?;
     fs::rename(raw.path().join("usr/bin/kmod"), partial.path().join("kmod"))?;
-    for module in all() {
+    for module in MODULES {
         let target = partial.path().join("vfio").join(format!("{module}.ko"));
         kernel.decompress(module, raw.path(), &target)?;
     }

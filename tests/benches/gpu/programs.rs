@@ -315,6 +315,22 @@ impl Bench<'_> {
         self.row("memory of a killed program", String::new(), seen, "1 s".to_owned(), kept);
 
         let load = host.kernels(&good, 250)?;
+        let mut flood = host.start_program(Some(&bad), &["flood", "3"])?;
+        flood.wait_until_ready()?;
+        load.start()?;
+        let rate = flood.next_number()?;
+        kill_process(flood.pid(), Signal::SIGKILL)?;
+        let numbers = load.finish()?;
+        let part = work(&numbers)? / alone * 100.0;
+        let wait = numbers.get("longest_wait_ms").copied().unwrap_or(f64::NAN);
+        let seen = format!(
+            "{part:.1} % of its work alone, waits {wait:.1} ms at most; {rate:.0} calls a second"
+        );
+        let kept = part >= 90.0 && wait <= 100.0 && rate > 1000.0;
+        let verdict = "90 %, 100 ms, over 1000 calls".to_owned();
+        self.row("beside a flood of requests, then killed", String::new(), seen, verdict, kept);
+
+        let load = host.kernels(&good, 250)?;
         load.start()?;
         let fault = host.start_program(Some(&bad), &["fault"])?.finish()?;
         let part = work(&load.finish()?)? / alone * 100.0;

@@ -2,6 +2,7 @@
 //! GPU, over the guest's Linux module.
 
 mod files;
+mod python;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,6 +16,7 @@ use comfy_table::Table;
 use serde::Serialize;
 
 use self::files::{LIBRARIES, Needs, PROGRAM};
+use self::python::Python;
 use super::{Options, TOLERANCE, VGPUS};
 use crate::Lab;
 use crate::build::Programs;
@@ -24,13 +26,15 @@ use crate::host::{Host, Parent};
 use crate::initramfs;
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
+use crate::shared_folder::SharedFolder;
 
 /// Video memory of each vGPU in GiB. A context takes some 600 MiB.
 const SIZE: &str = "4";
 /// Memory of a VM without the files of its root, in MiB.
 const MEMORY: u64 = 1536;
-/// Name of the time of a kernel; the other times are rates of copies.
-const KERNEL: &str = "kernel_ms";
+/// End of the names of times of kernels, and of rates of copies. Other numbers are results.
+const TIME: &str = "_ms";
+const RATE: &str = "_gbs";
 /// Promised parts of the speed without a VM.
 const KERNELS_OF_NATIVE: f64 = 0.98;
 const COPIES_OF_NATIVE: f64 = 0.95;
@@ -136,7 +140,12 @@ fn run(
     failures: &mut Vec<String>,
 ) -> Result<Facts> {
     let progress = Progress::new();
-    let native = numbers(&output_of(Command::new(&needs.program).arg("device-times"))?);
+    let mut native = numbers(&output_of(Command::new(&needs.program).arg("device-times"))?);
+    if let Some(python) = &needs.python {
+        let step = progress.step("Running PyTorch without a VM");
+        native.extend(results_and_times(&output_of(&mut python.native(folder))?).1);
+        step.done();
+    }
     let step = progress.step("Booting two VMs with NVIDIA's libcuda of this machine");
     let mut cuda = Cuda::boot(lab, programs, options, needs, folder)?;
     step.done();
@@ -146,6 +155,11 @@ fn run(
     let step = progress.step("Measuring kernels and copies in each");
     cuda.times()?;
     step.done();
+    if let Some(python) = &needs.python {
+        let step = progress.step("Running PyTorch in each");
+        cuda.pytorch(python)?;
+        step.done();
+    }
     let step = progress.step("Sharing the GPU between the CUDA programs of both");
     cuda.shares(Duration::from_secs(options.seconds.into()))?;
     step.done();
@@ -178,7 +192,7 @@ impl Cuda {
         needs: &Needs,
         folder: &Path,
     ) -> Result<Self> {
-        let files = needs.files()?;
+        let files = needs.files(&lab.root.kernel)?;
         let bytes: u64 =
             files.iter().filter_map(|(_, path)| Some(fs::metadata(path).ok()?.len())).sum();
         let initramfs = folder.join("cuda.cpio");
@@ -192,6 +206,12 @@ impl Cuda {
             let mut spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
             // While the VM boots, the archive and the files of its root are both in memory.
             spec.memory_mib = u32::try_from(MEMORY + 2 * (bytes >> 20))?;
+            if needs.python.is_some() {
+                spec.memory_mib += python::MEMORY;
+                spec.folder = Some(SharedFolder::read_only(Path::new("/")));
+                // PyTorch needs later instructions than the lab's usual CPU has.
+                spec.cpu = "max";
+            }
             vms.push(Vm::start(&lab, &spec, &host.folder().join(name))?);
             facts.push(VmFacts { name: name.to_owned(), share_asked, ..VmFacts::default() });
         }
@@ -203,6 +223,9 @@ impl Cuda {
             "insmod /{MODULE} && mkdir -p /dev/shm && mount -t tmpfs none /dev/shm && \
              until [ -e /dev/nvidia0 ]; do sleep 0.1; done"
         ))?;
+        if needs.python.is_some() {
+            cuda.both(&python::prepare())?;
+        }
         Ok(cuda)
     }
 
@@ -232,6 +255,18 @@ impl Cuda {
         for (vm, facts) in self.vms.iter_mut().zip(&mut self.facts) {
             let output = vm.guest.run(&command("device-times"), LIMIT)?.success()?;
             facts.times = numbers(&output.stdout);
+        }
+        Ok(())
+    }
+
+    /// Runs PyTorch in one VM after the other.
+    fn pytorch(&mut self, python: &Python) -> Result<()> {
+        for (vm, facts) in self.vms.iter_mut().zip(&mut self.facts) {
+            let output = vm.guest.run(&python.in_vm(), python::LIMIT)?.success();
+            let output = output.with_context(|| last_lines(&vm.console()))?;
+            let (results, times) = results_and_times(&output.stdout);
+            facts.results.extend(results);
+            facts.times.extend(times);
         }
         Ok(())
     }
@@ -306,9 +341,12 @@ impl Facts {
                 failures.push(format!("VM {name}: the CUDA program {program} is wrong: {result}"));
             }
             for (time, native) in &self.native {
-                let promise = if time == KERNEL { KERNELS_OF_NATIVE } else { COPIES_OF_NATIVE };
                 let measured = vm.times.get(time).copied().unwrap_or(f64::NAN);
-                let part = if time == KERNEL { native / measured } else { measured / native };
+                let (part, promise) = if time.ends_with(TIME) {
+                    (native / measured, KERNELS_OF_NATIVE)
+                } else {
+                    (measured / native, COPIES_OF_NATIVE)
+                };
                 // Also if there is no number.
                 if part.is_nan() || part < promise {
                     let claim = format!("{time} is {part:.3} of native, promised {promise}");
@@ -388,6 +426,12 @@ fn numbers(text: &str) -> Numbers {
         Some((name.to_owned(), value.trim().parse().ok()?))
     };
     text.lines().filter_map(number).collect()
+}
+
+/// Reads lines of a name and a number, and separates results from times.
+fn results_and_times(text: &str) -> (Numbers, Numbers) {
+    let is_result = |name: &str| !name.ends_with(TIME) && !name.ends_with(RATE);
+    numbers(text).into_iter().partition(|(name, _)| is_result(name))
 }
 
 fn last_lines(console: &str) -> String {

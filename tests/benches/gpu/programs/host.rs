@@ -55,6 +55,13 @@ impl Running {
         bail!("A program has ended before it was ready")
     }
 
+    /// Waits for the next number.
+    pub fn next_number(&mut self) -> Result<f64> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        number(&line).map(|(_, value)| value).context("A program has ended without a number")
+    }
+
     /// Waits for the end and returns the numbers.
     pub fn finish(mut self) -> Result<Numbers> {
         let lines = self.output.by_ref().lines().collect::<std::io::Result<Vec<_>>>()?;

@@ -1,10 +1,12 @@
 // CUDA programs for the benchmark `gpu` and the demo, one for each word of the command line. Each
 // prints lines of a name and a number. Built by nvcc with -rdc=true, -lcudadevrt and -ldl.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include <cuda.h>
@@ -306,6 +308,36 @@ static void load(double microseconds, double time, const char *start) {
     CHECK(cudaDeviceSynchronize());
 }
 
+// Requests to the driver, as fast as they are answered, from some threads without an end. Tells
+// the rate of calls after some seconds.
+static void flood(double time) {
+    CHECK(cudaFree(0));
+    std::atomic<long> calls = 0;
+    auto request = [&] {
+        for (;; calls += 8) {
+            void *device, *pinned;
+            cudaStream_t stream;
+            cudaEvent_t event;
+            CHECK(cudaMalloc(&device, 4 << 20));
+            CHECK(cudaMallocHost(&pinned, 4 << 20));
+            CHECK(cudaStreamCreate(&stream));
+            CHECK(cudaEventCreateWithFlags(&event, cudaEventInterprocess | cudaEventDisableTiming));
+            CHECK(cudaEventDestroy(event));
+            CHECK(cudaStreamDestroy(stream));
+            CHECK(cudaFreeHost(pinned));
+            CHECK(cudaFree(device));
+        }
+    };
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; i++) threads.emplace_back(request);
+    printf("ready 1\n");
+    fflush(stdout);
+    usleep(time * 1e6);
+    printf("calls_per_second %.0f\n", calls / time);
+    fflush(stdout);
+    for (std::thread &thread : threads) thread.join();
+}
+
 int main(int count, char **words) {
     double started = seconds();
     if (count == 2 && !strcmp(words[1], "results")) {
@@ -323,11 +355,13 @@ int main(int count, char **words) {
         printf("ready 1\n");
         fflush(stdout);
         CHECK(cudaDeviceSynchronize());
+    } else if (count == 3 && !strcmp(words[1], "flood")) {
+        flood(atof(words[2]));
     } else if (count == 2 && !strcmp(words[1], "fault")) {
         store<<<1, 1>>>((int *)0x1234567000);
         printf("error %d\n", (int)cudaDeviceSynchronize());
     } else {
-        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|endless|fault\n");
+        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|endless|flood SECONDS|fault\n");
         return 2;
     }
     return 0;

@@ -10,7 +10,9 @@ use crate::Lab;
 use crate::build;
 use crate::bundle;
 use crate::demo::Options;
+use crate::demo::cuda::python::Python;
 use crate::guest_driver::{Kernels, MODULE};
+use crate::kernel::Kernel;
 use crate::nvcc;
 use crate::place::{Bundle, layout};
 use crate::progress::Progress;
@@ -29,6 +31,7 @@ pub(super) struct Needs {
     /// The CUDA programs, compiled for this machine's GPU.
     pub(super) program: PathBuf,
     libraries: Vec<PathBuf>,
+    pub(super) python: Option<Python>,
 }
 
 impl Needs {
@@ -49,20 +52,25 @@ impl Needs {
         };
         ensure!(module.is_file(), "this bundle has no module for its kernel");
         let libcuda = libcuda().context("this machine has no libcuda.so.1")?;
+        let python = options.python.as_ref();
+        let python = python.map(|program| Python::new(program, &libcuda, folder)).transpose()?;
         let mut libraries = vec![libcuda.clone()];
         let compiler = libcuda.with_file_name("libnvidia-ptxjitcompiler.so.1");
         libraries.extend(Some(compiler).filter(|path| path.is_file()));
         libraries.extend_from_slice(&options.libraries);
         let program = nvcc::launching_program(&source, folder)?;
-        Ok(Self { module, program, libraries })
+        Ok(Self { module, program, libraries, python })
     }
 
     /// Returns the files by their paths in the VM.
-    pub(super) fn files(&self) -> Result<Vec<(String, PathBuf)>> {
+    pub(super) fn files(&self, kernel: &Kernel) -> Result<Vec<(String, PathBuf)>> {
         let mut files = vec![
             (MODULE.to_owned(), self.module.clone()),
             (PROGRAM.to_owned(), self.program.clone()),
         ];
+        if let Some(python) = &self.python {
+            files.extend(python.files(kernel));
+        }
         let mut linked = vfio::libraries(&self.program)?;
         for library in &self.libraries {
             linked.push(library.clone());

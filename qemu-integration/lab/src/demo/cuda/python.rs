@@ -1,0 +1,74 @@
+//! Python of this machine in the demo's CUDA VMs: they mount the machine's files read-only, and run
+//! it in them.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use crate::kernel::Kernel;
+use crate::shared_folder;
+
+const SCRIPT: &str = include_str!("pytorch.py");
+/// Path of the script in the VM.
+const IN_VM: &str = "cuda/pytorch.py";
+/// Mount point of this machine's files in the VM.
+const MOUNTED: &str = "/machine";
+/// Memory that PyTorch needs in a VM, in MiB.
+pub(super) const MEMORY: u32 = 6144;
+/// Longest time of the script. An emulated CPU takes minutes for PyTorch's import.
+pub(super) const LIMIT: Duration = Duration::from_secs(480);
+
+/// A Python with PyTorch.
+pub(super) struct Python {
+    program: String,
+    script: PathBuf,
+    /// Environment in which the Python runs, here and in VMs.
+    environment: Vec<(&'static str, String)>,
+}
+
+impl Python {
+    /// Writes the script to `folder`. `libcuda` is the path of the library that programs need.
+    pub(super) fn new(program: &str, libcuda: &Path, folder: &Path) -> Result<Self> {
+        let script = folder.join("pytorch.py");
+        fs::write(&script, SCRIPT).context("Cannot write the script for Python")?;
+        let of = |name| env::var(name).ok().filter(|value| !value.is_empty());
+        let mut libraries = libcuda.parent().unwrap_or(Path::new("/")).display().to_string();
+        if let Some(more) = of("LD_LIBRARY_PATH") {
+            libraries = format!("{libraries}:{more}");
+        }
+        let path = of("PATH").unwrap_or_else(|| "/usr/bin:/bin".to_owned());
+        let environment = vec![("PATH", path), ("LD_LIBRARY_PATH", libraries)];
+        Ok(Self { program: program.to_owned(), script, environment })
+    }
+
+    /// Returns the command without a VM. `home` is a folder that it may write to.
+    pub(super) fn native(&self, home: &Path) -> Command {
+        let mut command = Command::new(&self.program);
+        command.arg(&self.script).envs(self.environment.iter().cloned()).env("HOME", home);
+        command
+    }
+
+    /// Returns the files that a VM needs, by their paths in it.
+    pub(super) fn files(&self, kernel: &Kernel) -> Vec<(String, PathBuf)> {
+        let mut files = shared_folder::files(kernel);
+        files.push((IN_VM.to_owned(), self.script.clone()));
+        files
+    }
+
+    /// Returns the shell command that runs the script in a VM.
+    pub(super) fn in_vm(&self) -> String {
+        let environment: Vec<_> =
+            self.environment.iter().map(|(name, value)| format!("{name}='{value}'")).collect();
+        let (environment, program) = (environment.join(" "), &self.program);
+        format!("chroot {MOUNTED} /usr/bin/env HOME=/tmp {environment} '{program}' /tmp/pytorch.py")
+    }
+}
+
+/// Returns the shell command that prepares a VM.
+pub(super) fn prepare() -> String {
+    format!("{} && cp /{IN_VM} {MOUNTED}/tmp/", shared_folder::mount_root(MOUNTED))
+}
