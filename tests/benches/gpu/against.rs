@@ -108,7 +108,7 @@ impl Bench<'_> {
         };
         let mut fleet = self.fleet(RAM, &[json!([])])?;
         // Calibrated by CUDA's clock, so that a kernel has the stated length.
-        let long = KernelSpec { which: Which::Spin(100_000), count: 200, batch: 1 };
+        let long = KernelSpec { which: Which::Spin(100_000), count: 200, batch: 1, waits: false };
         let pace = cuda.measure(&long)? * 10.0;
         let spin = |us: u64| Which::Spin(load::iterations(Duration::from_micros(us), pace));
         let sets = [
@@ -120,7 +120,7 @@ impl Bench<'_> {
             ("matrix product, 2048 rows", Which::Product(2048), 100, 1),
         ];
         for (what, which, count, batch) in sets {
-            let spec = KernelSpec { which, count, batch };
+            let spec = KernelSpec { which, count, batch, waits: false };
             let (mut theirs, mut ours) = (Vec::new(), Vec::new());
             for _ in 0..ROUNDS {
                 theirs.push(cuda.measure(&spec)?);

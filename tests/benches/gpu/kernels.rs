@@ -33,6 +33,8 @@ pub struct KernelSpec {
     pub count: u32,
     /// Number of launches per submission.
     pub batch: u32,
+    /// Whether to wait for each submission before the next.
+    pub waits: bool,
 }
 
 impl KernelSpec {
@@ -74,6 +76,9 @@ pub fn measure(device: &Device, spec: &KernelSpec) -> Result<f64> {
         let begun = Instant::now();
         for _ in 0..spec.count / spec.batch {
             channel.submit(&methods)?;
+            if spec.waits {
+                channel.wait_idle()?;
+            }
         }
         channel.wait_idle()?;
         took = begun.elapsed().as_secs_f64();

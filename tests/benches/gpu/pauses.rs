@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use serde_json::json;
 
-use crate::load::LoadSpec;
+use crate::kernels::{KernelSpec, Which};
+use crate::load::{LoadSpec, iterations};
 use crate::solo::SoloSpec;
 use crate::tenant::{self, Order, Tenant};
 use crate::{Bench, MIDDLE, SHORT, SMALL_RAM};
@@ -61,6 +62,18 @@ impl Bench<'_> {
             let used = polled.processor_time(0)? - before;
             let part = format!("{:.1} %", used / begun.elapsed().as_secs_f64() * 100.0);
             self.row(what, String::new(), part, String::new(), true);
+        }
+        for us in [50, 200, 1000, 5000] {
+            let spin = iterations(Duration::from_micros(us), self.pace);
+            let (which, count) = (Which::Spin(spin), u32::try_from(2_000_000 / us)?);
+            let spec = KernelSpec { which, count, batch: 1, waits: true };
+            let (begun, before) = (Instant::now(), polled.processor_time(0)?);
+            let took = polled.tenants[0].kernels(spec)?;
+            let used = polled.processor_time(0)? - before;
+            let part = used / begun.elapsed().as_secs_f64() * 100.0;
+            let alone = format!("{:.1} us each", plain.kernels(spec)?);
+            let what = format!("the same, kernels of {us} us, each waited for");
+            self.row(&what, alone, format!("{part:.1} %, {took:.1} us each"), String::new(), true);
         }
         Ok(())
     }

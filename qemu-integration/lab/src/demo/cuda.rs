@@ -259,11 +259,26 @@ impl Cuda {
         Ok(())
     }
 
-    /// Runs PyTorch in one VM after the other.
+    /// Runs PyTorch in both VMs, and measures its times in one after the other.
     fn pytorch(&mut self, python: &Python) -> Result<()> {
+        let prepare = in_background(&python.in_vm(), "pytorch", python::GO);
+        for vm in &mut self.vms {
+            vm.guest.start(&prepare, python::LIMIT)?;
+        }
+        for vm in &mut self.vms {
+            vm.guest.finish(python::LIMIT)?.success()?;
+        }
+        let until = |line| format!("until grep -q '{line}' /tmp/pytorch; do sleep 0.1; done");
+        for vm in &mut self.vms {
+            let measure = format!("touch {}; {}", python::GO, until("product_ms\\|^exit"));
+            vm.guest.run(&measure, LIMIT)?.success()?;
+        }
         for (vm, facts) in self.vms.iter_mut().zip(&mut self.facts) {
-            let output = vm.guest.run(&python.in_vm(), python::LIMIT)?.success();
-            let output = output.with_context(|| last_lines(&vm.console()))?;
+            let end = format!(
+                "{}; cat /tmp/pytorch; grep -q '^exit 0' /tmp/pytorch || ! cat /tmp/pytorch >&2",
+                until("^exit")
+            );
+            let output = vm.guest.run(&end, LIMIT)?.success()?;
             let (results, times) = results_and_times(&output.stdout);
             facts.results.extend(results);
             facts.times.extend(times);
@@ -289,10 +304,7 @@ impl Cuda {
     fn load(&mut self, indices: &[usize], duration: Duration) -> Result<Vec<(f64, f64)>> {
         let seconds = (duration + 2 * MARGIN).as_secs_f64();
         let load = command(&format!("load {KERNEL_US} {seconds} /tmp/go"));
-        let prepare = format!(
-            "rm -f /tmp/go; {load} > /tmp/load 2>&1 & p=$!; until grep -q ready /tmp/load; do \
-             kill -0 $p || {{ cat /tmp/load >&2; exit 1; }}; sleep 0.1; done"
-        );
+        let prepare = in_background(&load, "load", "/tmp/go");
         for index in indices {
             self.vms[*index].guest.run(&prepare, LIMIT)?.success()?;
         }
@@ -412,6 +424,15 @@ fn command(words: &str) -> String {
     format!("LD_LIBRARY_PATH=/{LIBRARIES} /{PROGRAM} {words}")
 }
 
+/// Returns a shell command that starts a program and waits until it is ready. Its output goes to a
+/// file in `/tmp`, and its exit status; it goes on when the file `go` exists.
+fn in_background(program: &str, output: &str, go: &str) -> String {
+    format!(
+        "rm -f {go}; {{ {program}; echo exit $?; }} > /tmp/{output} 2>&1 & p=$!; until grep -q ready /tmp/{output}; do \
+         kill -0 $p || {{ cat /tmp/{output} >&2; exit 1; }}; sleep 0.1; done"
+    )
+}
+
 fn output_of(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("Cannot run {command:?}"))?;
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -431,7 +452,8 @@ fn numbers(text: &str) -> Numbers {
 /// Reads lines of a name and a number, and separates results from times.
 fn results_and_times(text: &str) -> (Numbers, Numbers) {
     let is_result = |name: &str| !name.ends_with(TIME) && !name.ends_with(RATE);
-    numbers(text).into_iter().partition(|(name, _)| is_result(name))
+    let told = numbers(text).into_iter().filter(|(name, _)| name != "ready" && name != "exit");
+    told.partition(|(name, _)| is_result(name))
 }
 
 fn last_lines(console: &str) -> String {

@@ -41,14 +41,15 @@ const RING_BURST: u32 = 16;
 const BACKLOG_INTERVAL: Duration = Duration::from_micros(30);
 
 /// Time since the last new entry up to which the thread polls every [`FAST_INTERVAL`].
-const FAST_UNTIL: Duration = Duration::from_millis(10);
+const FAST_UNTIL: Duration = Duration::from_millis(100);
 /// Poll interval after spinning.
 const FAST_INTERVAL: Duration = Duration::from_micros(10);
 
-/// Time since the last new entry up to which the thread polls every [`SLOW_INTERVAL`].
-const SLOW_UNTIL: Duration = Duration::from_millis(250);
-/// Poll interval before the thread sleeps; adds little to the run time of a long kernel.
-const SLOW_INTERVAL: Duration = Duration::from_micros(100);
+/// Time since the last new entry up to which the thread polls every [`SLOW_INTERVAL`]. After that it
+/// sleeps, unless there are channels of programs.
+const SLOW_UNTIL: Duration = Duration::from_secs(1);
+/// Poll interval before the thread sleeps.
+const SLOW_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Poll interval of the sleeping thread, for guests that miss [`userd::NEED_WAKEUP`].
 const SLEEP_INTERVAL: Duration = Duration::from_millis(50);
@@ -283,23 +284,27 @@ impl DoorbellPoller {
                 }
                 spin = all.iter().any(|one| one.is_active(now) && !one.is_backlogged(now));
             }
-            match now.duration_since(last) {
-                quiet if quiet < SPIN && spin && !pace.allows_sleep(quiet) => {
-                    spin_for_ring(page.as_deref());
-                }
-                quiet if quiet < SPIN => std::thread::sleep(BACKLOG_INTERVAL),
-                quiet if quiet < FAST_UNTIL => std::thread::sleep(FAST_INTERVAL),
+            let quiet = now.duration_since(last);
+            let interval = match quiet {
+                quiet if quiet < SPIN && !spin => Some(BACKLOG_INTERVAL),
+                quiet if quiet < SPIN => pace.sleep(quiet),
+                quiet if quiet < FAST_UNTIL => Some(pace.sleep(quiet).unwrap_or(FAST_INTERVAL)),
+                quiet if quiet < SLOW_UNTIL => Some(SLOW_INTERVAL),
                 quiet if page.is_some() && self.page_use.is_given() => {
-                    std::thread::sleep(program_page::interval(quiet));
+                    Some(program_page::idle_interval(quiet))
                 }
-                quiet if quiet < SLOW_UNTIL => std::thread::sleep(SLOW_INTERVAL),
                 _ => {
                     self.sleep(&all, page.is_some());
                     last = Instant::now();
                     for one in &mut all {
                         one.new_entries_at = last;
                     }
+                    continue;
                 }
+            };
+            match interval {
+                Some(interval) => std::thread::sleep(interval),
+                None => spin_for_ring(page.as_deref()),
             }
         }
     }
@@ -338,9 +343,9 @@ mod tests {
     use super::*;
     use crate::mem::SharedMemory;
 
-    /// Returns the share of a core that the thread uses for a channel with a new entry every 0.2
-    /// ms. `get_of` maps `GP_PUT` to `GP_GET`.
-    fn cpu_share(get_of: impl Fn(u32) -> u32) -> f64 {
+    /// Returns the share of a core that the thread uses for a channel with new entries after these
+    /// pauses in turn, in microseconds. `get_of` maps `GP_PUT` to `GP_GET`.
+    fn cpu_share(pauses: &[u64], get_of: impl Fn(u32) -> u32) -> f64 {
         let page = || SharedMemory::new(c"test", 4096).unwrap().mapping;
         let (doorbell, memory) = (page(), page());
         let poller = DoorbellPoller::new(doorbell.clone());
@@ -350,10 +355,10 @@ mod tests {
             running.run();
             Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap())
         });
-        for put in 1..1000 {
+        for (put, pause) in (1..1000).zip(pauses.iter().cycle()) {
             memory.store_u32(userd::GP_GET, get_of(put)).unwrap();
             memory.store_u32(userd::GP_PUT, put).unwrap();
-            std::thread::sleep(Duration::from_micros(200));
+            std::thread::sleep(Duration::from_micros(*pause));
         }
         poller.stop();
         let cpu_time = thread.join().unwrap();
@@ -390,11 +395,13 @@ mod tests {
     }
 
     #[test]
-    fn a_backlogged_gpu_is_not_polled_by_spinning() {
-        let backlogged = cpu_share(|_| 0);
-        assert!(backlogged < 0.5, "{backlogged:.2} of a core");
-        // Without a backlog, the thread spins for the next entry.
-        let spinning = cpu_share(|put| put);
+    fn the_thread_spins_only_where_a_ring_is_due() {
+        const REGULAR: [u64; 1] = [250];
+        const IRREGULAR: [u64; 4] = [10, 10, 10, 900];
+        let spinning = cpu_share(&IRREGULAR, |put| put);
+        let backlogged = cpu_share(&IRREGULAR, |_| 0);
         assert!(spinning > backlogged, "{spinning:.2}, {backlogged:.2} of a core");
+        let predicted = cpu_share(&REGULAR, |put| put);
+        assert!(spinning > predicted, "{spinning:.2}, {predicted:.2} of a core");
     }
 }

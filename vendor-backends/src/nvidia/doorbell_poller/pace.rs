@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{BACKLOG_INTERVAL, RING_BURST, RING_INTERVAL};
+use super::{RING_BURST, RING_INTERVAL};
 
 /// Allowance of rings: one every [`RING_INTERVAL`] on average, and [`RING_BURST`] at once.
 #[derive(Debug)]
@@ -22,6 +22,12 @@ impl Allowance {
 
 /// Number of intervals that a prediction considers.
 const MEMORY: usize = 8;
+/// Time by which a sleep is usually too long.
+const OVERSHOOT: Duration = Duration::from_micros(10);
+/// Shortest sleep that is worth its system call.
+const SHORTEST_SLEEP: Duration = Duration::from_micros(20);
+/// Longest sleep on a prediction, which can be wrong.
+const LONGEST_SLEEP: Duration = Duration::from_micros(100);
 
 /// Recent intervals between rings. A guest that waits for a kernel of 200 us before it submits the
 /// next one does not ring in between, and the thread need not spin for it.
@@ -44,11 +50,12 @@ impl Pace {
         self.next = (self.next + 1) % MEMORY;
     }
 
-    /// Returns whether no ring is expected within [`BACKLOG_INTERVAL`], `quiet` after the last one:
-    /// three quarters of the shortest interval are not over by then.
-    pub fn allows_sleep(&self, quiet: Duration) -> bool {
+    /// Returns for how long the thread may sleep `quiet` after the last ring: no ring is expected
+    /// before seven eighths of the shortest interval. None if that is too soon for a sleep.
+    pub fn sleep(&self, quiet: Duration) -> Option<Duration> {
         let shortest = self.intervals.iter().min().copied().unwrap_or_default();
-        quiet + BACKLOG_INTERVAL < shortest * 3 / 4
+        let left = (shortest * 7 / 8).checked_sub(quiet + OVERSHOOT)?;
+        (left >= SHORTEST_SLEEP).then(|| left.min(LONGEST_SLEEP))
     }
 }
 
@@ -81,10 +88,13 @@ mod tests {
     #[test]
     fn the_thread_sleeps_only_where_no_ring_is_expected() {
         let mut pace = Pace::default();
+        assert_eq!(pace.sleep(Duration::ZERO), None, "nothing is known");
         (0..MEMORY).for_each(|_| pace.record(200 * US));
-        assert!(pace.allows_sleep(Duration::ZERO));
-        assert!(!pace.allows_sleep(125 * US));
+        assert_eq!(pace.sleep(Duration::ZERO), Some(LONGEST_SLEEP));
+        assert_eq!(pace.sleep(110 * US), Some(55 * US));
+        assert_eq!(pace.sleep(150 * US), None, "a ring is due");
+        assert_eq!(pace.sleep(400 * US), None, "a ring is late");
         pace.record(8 * US);
-        assert!(!pace.allows_sleep(Duration::ZERO), "one short interval suffices");
+        assert_eq!(pace.sleep(Duration::ZERO), None, "one short interval suffices");
     }
 }

@@ -10,7 +10,7 @@ use mdev_core::abi::doorbell;
 use mdev_core::gpu::DoorbellWatch;
 use mdev_core::ids::Token;
 
-use super::{DoorbellPoller, SLOW_UNTIL};
+use super::{DoorbellPoller, SLOW_INTERVAL};
 use crate::mem::Mapping;
 use crate::ring_clock::RingClock;
 
@@ -22,10 +22,8 @@ const SPINS: u32 = 32;
 /// Value of the page's word after the thread has seen a ring. No channel has this token.
 pub(super) const SEEN: u32 = u32::MAX;
 
-/// Poll intervals: up to [`SLOW_UNTIL`], up to [`IDLE_AFTER`], and after that.
-const SLOW: Duration = Duration::from_micros(25);
-const SLOWER: Duration = Duration::from_micros(50);
-const SLOWEST: Duration = Duration::from_millis(1);
+/// Poll interval of an idle program.
+const IDLE_INTERVAL: Duration = Duration::from_millis(1);
 /// Time since the last new entry after which a program counts as idle.
 const IDLE_AFTER: Duration = Duration::from_secs(10);
 
@@ -51,13 +49,10 @@ pub(super) fn take_ring(page: &Mapping) -> Option<Token> {
     Some(Token(rung))
 }
 
-/// Returns the poll interval for programs that have rung for nothing in this time.
-pub(super) fn interval(quiet: Duration) -> Duration {
-    match quiet {
-        quiet if quiet < SLOW_UNTIL => SLOW,
-        quiet if quiet < IDLE_AFTER => SLOWER,
-        _ => SLOWEST,
-    }
+/// Returns the poll interval for programs that have rung for nothing in this time, which is more than
+/// [`SLOW_UNTIL`](super::SLOW_UNTIL).
+pub(super) fn idle_interval(quiet: Duration) -> Duration {
+    if quiet < IDLE_AFTER { SLOW_INTERVAL } else { IDLE_INTERVAL }
 }
 
 /// Whether programs can have the page, and when one has rung.
@@ -108,6 +103,7 @@ mod tests {
 
     use mdev_core::abi::userd;
 
+    use super::super::SLOW_UNTIL;
     use super::*;
     use crate::mem::SharedMemory;
 

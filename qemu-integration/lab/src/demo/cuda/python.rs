@@ -17,6 +17,8 @@ const SCRIPT: &str = include_str!("pytorch.py");
 const IN_VM: &str = "cuda/pytorch.py";
 /// Mount point of this machine's files in the VM.
 const MOUNTED: &str = "/machine";
+/// File in the VM that lets the script measure times.
+pub(super) const GO: &str = "/machine/tmp/go";
 /// Memory that PyTorch needs in a VM, in MiB.
 pub(super) const MEMORY: u32 = 6144;
 /// Longest time of the script. An emulated CPU takes minutes for PyTorch's import.
@@ -48,7 +50,12 @@ impl Python {
     /// Returns the command without a VM. `home` is a folder that it may write to.
     pub(super) fn native(&self, home: &Path) -> Command {
         let mut command = Command::new(&self.program);
-        command.arg(&self.script).envs(self.environment.iter().cloned()).env("HOME", home);
+        // A file that exists.
+        command
+            .arg(&self.script)
+            .arg(&self.script)
+            .envs(self.environment.iter().cloned())
+            .env("HOME", home);
         command
     }
 
@@ -59,12 +66,13 @@ impl Python {
         files
     }
 
-    /// Returns the shell command that runs the script in a VM.
+    /// Returns the shell command that runs the script in a VM, up to where it waits for [`GO`].
     pub(super) fn in_vm(&self) -> String {
         let environment: Vec<_> =
             self.environment.iter().map(|(name, value)| format!("{name}='{value}'")).collect();
         let (environment, program) = (environment.join(" "), &self.program);
-        format!("chroot {MOUNTED} /usr/bin/env HOME=/tmp {environment} '{program}' /tmp/pytorch.py")
+        let env = format!("/usr/bin/env HOME=/tmp {environment}");
+        format!("chroot {MOUNTED} {env} '{program}' /tmp/pytorch.py /tmp/go")
     }
 }
 
