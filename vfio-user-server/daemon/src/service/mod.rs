@@ -89,7 +89,7 @@ impl Service {
         body: impl FnOnce(&mut Manager) -> Result<Listed> + Send + 'static,
     ) -> Result<Vgpu> {
         let listed = self.call(body).await?;
-        let status = self.worker_statuses(vec![asked(&listed)]).await.pop().flatten();
+        let status = self.worker_statuses(vec![asked(&listed)], Wait::Full).await.pop().flatten();
         blocking::run(move || with_status(listed, status)).await
     }
 
@@ -98,7 +98,7 @@ impl Service {
         let listed = self.call(Manager::list).await?;
         let vgpus: Vec<_> = listed.iter().map(|listed| listed.vgpu.uuid).collect();
         self.statuses.retain(&vgpus);
-        let statuses = self.worker_statuses(listed.iter().map(asked).collect()).await;
+        let statuses = self.worker_statuses(listed.iter().map(asked).collect(), Wait::Full).await;
         let vgpus = listed.into_iter().zip(statuses);
         blocking::run(move || vgpus.map(|(vgpu, status)| with_status(vgpu, status)).collect()).await
     }
@@ -110,7 +110,7 @@ impl Service {
             let (pid, control) = (vgpu.stats.pid?, vgpu.control.clone()?);
             Some(Asked { vgpu: vgpu.stats.uuid, pid, control })
         });
-        let statuses = self.worker_statuses(asked.collect()).await;
+        let statuses = self.worker_statuses(asked.collect(), Wait::Short).await;
         let vgpus = measured.into_iter().zip(statuses).map(|(vgpu, status)| {
             let mut stats = vgpu.stats;
             if let Some(status) = status.and_then(|told| told.status) {
@@ -152,14 +152,17 @@ impl Service {
     }
 
     /// Requests the status of several workers concurrently.
-    async fn worker_statuses(&self, asked: Vec<Option<Asked>>) -> Vec<Option<Told>> {
+    async fn worker_statuses(&self, asked: Vec<Option<Asked>>, wait: Wait) -> Vec<Option<Told>> {
         let requests: Vec<_> = asked
             .into_iter()
             .map(|asked| {
                 asked.map(|asked| {
                     let statuses = Arc::clone(&self.statuses);
                     tokio::spawn(async move {
-                        let told = statuses.ask(asked.clone()).await;
+                        let told = match wait {
+                            Wait::Full => statuses.ask(asked.clone()).await,
+                            Wait::Short => statuses.ask_soon(asked.clone()).await,
+                        };
                         (told.report(&asked), told)
                     })
                 })
@@ -179,6 +182,15 @@ impl Service {
         self.manager.report_clients(reports);
         statuses
     }
+}
+
+/// How long to wait for workers.
+#[derive(Clone, Copy, Debug)]
+enum Wait {
+    /// As long as a worker that answers can take.
+    Full,
+    /// Where the last status will do.
+    Short,
 }
 
 /// Returns what to do about a monitor that cannot be reached because of the unit's restrictions, in

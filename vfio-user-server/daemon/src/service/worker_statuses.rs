@@ -14,6 +14,10 @@ use crate::manager::ClientReport;
 use crate::worker_protocol::WorkerStatus;
 use crate::{blocking, worker_client};
 
+/// Wait for an answer where the last status will do. A worker that shares a GPU with one whose memory
+/// the driver releases can answer seconds later.
+const PATIENCE: Duration = Duration::from_millis(50);
+
 /// Pause between questions to a worker that does not answer.
 const SILENT_PAUSE: Duration = Duration::from_millis(500);
 
@@ -98,6 +102,17 @@ impl WorkerStatuses {
         workers.retain(|(vgpu, _), _| vgpus.contains(vgpu));
     }
 
+    /// Returns a worker's status of now, or its last one if it does not answer soon.
+    pub async fn ask_soon(&self, asked: Asked) -> Told {
+        let worker = self.worker(&asked);
+        let now = self.ask(asked);
+        if worker.last().status.is_none() {
+            return now.await;
+        }
+        // The question goes on, and renews the last status.
+        tokio::time::timeout(PATIENCE, now).await.unwrap_or_else(|_| worker.told(false))
+    }
+
     /// Returns a worker's status of now, or its last one if it does not answer.
     pub async fn ask(&self, asked: Asked) -> Told {
         let worker = self.worker(&asked);
@@ -138,9 +153,11 @@ impl Told {
 
 #[cfg(test)]
 mod tests {
-    use vendor_backends::seqpacket::SeqPacketListener;
+    use vendor_backends::seqpacket::{MAX_PACKET, SeqPacketListener};
 
     use super::*;
+    use crate::worker_protocol::tests::status_of_version_3;
+    use crate::worker_protocol::{VERSION, WorkerReply};
 
     #[test]
     fn worker_that_does_not_answer_costs_one_wait() {
@@ -166,5 +183,37 @@ mod tests {
             assert!(!statuses.ask(asked).await.answers);
             assert!(begun.elapsed() < worker_client::TIMEOUT / 2);
         });
+    }
+
+    #[test]
+    fn a_worker_that_is_late_costs_statistics_little_and_is_current_later() {
+        const LATE: Duration = Duration::from_millis(600);
+        let folder = tempfile::tempdir().unwrap();
+        let control = folder.path().join("control.sock");
+        let listener = SeqPacketListener::bind(&control).unwrap();
+        let status = |gpu_ok| WorkerStatus { version: VERSION, gpu_ok, ..status_of_version_3() };
+        let worker = std::thread::spawn(move || {
+            for (pause, gpu_ok) in [(Duration::ZERO, false), (LATE, true)] {
+                let socket = listener.accept().unwrap();
+                socket.recv(&mut vec![0; MAX_PACKET]).unwrap().unwrap();
+                std::thread::sleep(pause);
+                let reply = WorkerReply::Status(Box::new(status(gpu_ok)));
+                socket.send(&serde_json::to_vec(&reply).unwrap(), &[]).unwrap();
+            }
+        });
+        let asked = Asked { vgpu: VgpuId(uuid::Uuid::nil()), pid: 1, control };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let statuses = WorkerStatuses::default();
+            assert!(statuses.ask_soon(asked.clone()).await.answers);
+            let begun = Instant::now();
+            let told = statuses.ask_soon(asked.clone()).await;
+            assert!(begun.elapsed() < LATE, "{:?}", begun.elapsed());
+            assert_eq!((told.answers, told.status), (false, Some(status(false))));
+            tokio::time::sleep(LATE * 2).await;
+            let last = statuses.worker(&asked).last().status.clone();
+            assert_eq!(last, Some(status(true)));
+        });
+        worker.join().unwrap();
     }
 }
