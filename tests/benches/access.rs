@@ -1,12 +1,16 @@
 //! Cost of a trapped access to a vGPU, as its VM sees it.
 //!
 //! `cargo bench -p system-tests --bench access`. The client sleeps while it waits, like a virtual CPU.
-//! The plain socket, with a process that sends each byte back, is the baseline. Then workers are
+//! The plain socket, with a process that sends each byte back, is the baseline. Then a process of the
+//! VM makes CUDA contexts, and the accesses meanwhile are measured. At last, workers are
 //! killed in the midst of accesses: the longest access is the interruption. With `TESSERA_PROGRAMS`
 //! another release's programs are measured.
 
 // Clippy recognizes only functions marked as tests.
 #![allow(clippy::unwrap_used)]
+
+#[path = "../tests/cuda/queue_vm.rs"]
+mod queue_vm;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,9 +23,14 @@ use serde_json::json;
 use system_tests::raw_client::{REGION_READ, REGION_WRITE, RawClient};
 use system_tests::vcpu::Vcpu;
 use system_tests::{Vgpud, bytes, kill_process};
+use vendor_backends::nvidia::control_queue::testing::Program;
+
+use crate::queue_vm::Vm;
 
 const TURNS: usize = 5;
 const ACCESSES: usize = 10_000;
+/// Contexts that a process of the VM makes.
+const CONTEXTS: usize = 200;
 /// Workers that are killed.
 const KILLS: usize = 100;
 /// Control registers.
@@ -50,7 +59,33 @@ fn main() {
         let [p50, p99] = [50, 99].map(|n| percentile(&mut times, n));
         println!("{name:<28} {p50:>9.2} {p99:>9.2} {:>12.2}", p50 / baseline);
     }
+    beside_contexts(&vgpud);
     interruptions(&vgpud, &uuid, &mut Vcpu::new(client));
+}
+
+/// Measures accesses while a process of the same VM makes contexts.
+fn beside_contexts(vgpud: &Vgpud) {
+    let uuid = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true })).unwrap();
+    let (mut quiet, mut beside) = (Vec::new(), Vec::new());
+    for _ in 0..CONTEXTS {
+        let mut driver = Vm::attach(vgpud, &uuid).unwrap().start().unwrap();
+        (0..ACCESSES / CONTEXTS).for_each(|_| driver.bus.measure());
+        quiet.extend(driver.bus.accesses.replace(Vec::new()).unwrap());
+        let mut program = Program::start(&mut driver);
+        program.channel(&mut driver);
+        for file in [program.control, program.gpu, program.uvm] {
+            driver.close(file).unwrap();
+        }
+        beside.extend(driver.bus.accesses.take().unwrap());
+    }
+    println!("\nAccesses while a process of the VM makes {CONTEXTS} contexts, us");
+    for (name, mut times) in [("nothing", quiet), ("contexts", beside)] {
+        let count = times.len();
+        let late = times.iter().filter(|time| **time > Duration::from_millis(1)).count();
+        let [p50, p99, most] = [50, 99, 100].map(|n| percentile(&mut times, n));
+        print!("beside {name:<9} p50 {p50:.1}, p99 {p99:.1}, longest {most:.1}; ");
+        println!("{late} of {count} over 1 ms");
+    }
 }
 
 /// Kills workers while their VM reads a register, and prints how long the reads took.

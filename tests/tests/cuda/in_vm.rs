@@ -249,3 +249,22 @@ fn programs_end_when_their_vgpu_goes_and_others_have_it_when_it_comes_back() -> 
     vm.guest.run("rmmod tessera_guest")?;
     vm.guest.check_log()
 }
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn programs_end_when_their_vm_is_suspended_and_others_run_after_it() -> Result<()> {
+    let Some(mut vm) = CudaVm::boot("")? else { return Ok(()) };
+    let worker = vm.worker()?;
+    let pid = vm.start_waiting("/tmp/waits")?;
+    // To RAM (S3): QEMU resets all devices when the VM wakes up.
+    vm.guest.vm.guest.start("echo mem > /sys/power/state", guest_vm::LIMIT)?;
+    vm.guest.vm.qmp.wait_event("SUSPEND", guest_vm::LIMIT)?;
+    vm.guest.vm.qmp.execute("system_wakeup", &json!({}))?;
+    vm.guest.vm.guest.finish(guest_vm::LIMIT)?.success()?;
+    vm.guest.run(&format!("while kill -0 {pid} 2> /dev/null; do sleep 0.1; done"))?;
+    vm.run("identity")?;
+    vm.run("copies")?;
+    ensure!(vm.worker()? == worker, "The worker has ended");
+    vm.guest.run("rmmod tessera_guest")?;
+    vm.guest.check_log()
+}

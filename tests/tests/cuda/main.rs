@@ -5,7 +5,7 @@
 //! * `in_vm`: the same programs in a VM
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
-//! * `queue`: programs in a VM
+//! * `queue`: programs in a VM, by the control queue alone; `queue_vm`: its VM
 //! * `statistics`: what an operator sees of programs
 
 #![allow(clippy::unwrap_used, reason = "tests")]
@@ -17,6 +17,7 @@ mod fairness;
 mod in_vm;
 mod inside;
 mod queue;
+mod queue_vm;
 mod statistics;
 
 use std::io::{BufRead, BufReader, Read};

@@ -1,8 +1,5 @@
 //! Programs in a VM: a guest's driver on the control queue of a vGPU.
 
-use std::fs::File;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,8 +11,6 @@ use mdev_core::abi::queue::{self, CONTROL_ENABLE, Failure, State, completion, no
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS, request};
 use mdev_core::units::MIB;
 use memmap2::MmapOptions;
-use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
@@ -23,113 +18,17 @@ use system_tests::Vgpud;
 use system_tests::in_process::window;
 use vendor_backends::nvidia::control_queue::testing::Program;
 use vendor_backends::nvidia::frontend::testing::memory_params;
-use vfio_user::Client;
 use zerocopy::IntoBytes;
 
 use super::TYPE;
 use super::fairness::cpu_time;
+use super::queue_vm::{COMMAND, CONFIG, RAM, Vm};
 
-/// Guest RAM, and where the queue is in it.
-const RAM: u64 = 64 * MIB;
-const BASE: u64 = 0x10_0000;
-
-/// Regions, and registers of configuration space.
+/// Region of the doorbell page.
 const DOORBELL: u32 = 1;
-const CONTROL: u32 = 3;
-const CONFIG: u32 = 7;
-const COMMAND: u64 = 4;
+/// Register of configuration space, and its bits.
 const DEVICE_CONTROL: u64 = 0x60;
 const FUNCTION_RESET: [u8; 2] = [0, 0x80];
-
-/// `VFIO_PCI_MSI_IRQ_INDEX`, `VFIO_IRQ_SET_DATA_EVENTFD | VFIO_IRQ_SET_ACTION_TRIGGER`.
-const MSI: u32 = 1;
-const TRIGGER_BY_EVENTFD: u32 = 0x24;
-/// Bit of the queue in `INTR_STATUS`.
-const QUEUE: u32 = 1 << 3;
-
-/// A VM without a CPU.
-struct Vm {
-    client: Client,
-    ram: File,
-    interrupt: EventFd,
-}
-
-impl Bus for Vm {
-    fn read(&mut self, address: u64, bytes: &mut [u8]) {
-        self.ram.read_exact_at(bytes, address).unwrap();
-    }
-
-    fn write(&mut self, address: u64, bytes: &[u8]) {
-        self.ram.write_all_at(bytes, address).unwrap();
-    }
-
-    fn notify(&mut self) {
-        self.store(reg::QUEUE_NOTIFY, 1);
-    }
-
-    fn wait(&mut self) {
-        assert!(self.interrupted(), "no interrupt, in state {:#x}", self.load(reg::QUEUE_STATUS));
-    }
-}
-
-impl Vm {
-    fn attach(vgpud: &Vgpud, uuid: &str) -> Result<Self> {
-        let mut client = Client::new(&vgpud.vfio_socket(uuid))?;
-        let ram = File::from(memfd_create(c"guest-ram", MFdFlags::MFD_CLOEXEC)?);
-        ram.set_len(RAM)?;
-        client.dma_map(0, 0, RAM, ram.as_raw_fd())?;
-        client.region_write(CONFIG, COMMAND, &[6, 0])?;
-        let interrupt = EventFd::from_flags(EfdFlags::EFD_CLOEXEC)?;
-        client.set_irqs(MSI, TRIGGER_BY_EVENTFD, 0, 1, &[interrupt.as_raw_fd()])?;
-        // One vector, enabled.
-        client.region_write(CONFIG, 0x4a, &[1, 0])?;
-        Ok(Self { client, ram, interrupt })
-    }
-
-    fn load(&mut self, register: u64) -> u32 {
-        let mut bytes = [0; 4];
-        self.client.region_read(CONTROL, register, &mut bytes).unwrap();
-        u32::from_le_bytes(bytes)
-    }
-
-    fn store(&mut self, register: u64, value: u32) {
-        self.client.region_write(CONTROL, register, &value.to_le_bytes()).unwrap();
-    }
-
-    /// Waits for an interrupt.
-    fn interrupted(&mut self) -> bool {
-        use nix::poll::{PollFd, PollFlags, poll};
-        use std::os::fd::AsFd;
-        let mut fds = [PollFd::new(self.interrupt.as_fd(), PollFlags::POLLIN)];
-        matches!(poll(&mut fds, 20_000_u16), Ok(1)) && self.interrupt.read().is_ok()
-    }
-
-    /// Waits for the queue's state.
-    fn reach(&mut self, state: State, failure: Option<Failure>) -> Result<()> {
-        let end = Instant::now() + Duration::from_secs(20);
-        loop {
-            let status = self.load(reg::QUEUE_STATUS);
-            if status == queue::status(state, failure) {
-                return Ok(());
-            }
-            ensure!(Instant::now() < end, "{status:#x} instead of {state:?}");
-            thread::sleep(Duration::from_millis(2));
-        }
-    }
-
-    /// Starts the queue of a new driver.
-    fn start(mut self) -> Result<QueueDriver<Self>> {
-        self.store(reg::INTR_ENABLE, QUEUE);
-        let mut driver = QueueDriver::new(self, BASE, RAM);
-        let vm = &mut driver.bus;
-        vm.store(reg::QUEUE_BASE_LO, BASE as u32);
-        vm.store(reg::QUEUE_SLOTS, SLOTS);
-        vm.store(reg::QUEUE_CONTROL, CONTROL_ENABLE);
-        vm.reach(State::Running, None)?;
-        ensure!(vm.interrupted(), "A change of the state does not interrupt");
-        Ok(driver)
-    }
-}
 
 fn start(vgpud: &Vgpud) -> Result<QueueDriver<Vm>> {
     let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
