@@ -7,9 +7,9 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::{Vgpud, kill_process};
 
-use crate::GpuKind;
 use crate::diary::Diary;
 use crate::tenant::Tenant;
+use crate::{GpuKind, SMALL_RAM};
 
 /// A daemon and its tenants, dropped in this order.
 #[derive(Debug)]
@@ -21,7 +21,9 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts a vGPU with a tenant for each set of attributes; the parent has `options`.
+    /// Starts a vGPU with a tenant for each set of attributes; the parent has `options`. The last
+    /// tenant has `ram` MiB, others have [`SMALL_RAM`] if that is less: the first use of a guest's
+    /// memory imports all of it.
     pub fn start(
         kind: GpuKind,
         options: &str,
@@ -33,7 +35,8 @@ impl Fleet {
         let vgpud = Vgpud::start_with(&["--parent", &parent])?;
         let mdev_type = mdev_type(&vgpud, "-1C")?;
         let mut fleet = Self { tenants: Vec::new(), uuids: Vec::new(), vgpud };
-        for attrs in attrs {
+        for (index, attrs) in attrs.iter().enumerate() {
+            let ram = if index + 1 == attrs.len() { ram } else { ram.min(SMALL_RAM) };
             let request = json!({ "mdev_type": mdev_type, "attrs": attrs, "run": true });
             let uuid = fleet.vgpud.create(&request)?;
             let socket = fleet.vgpud.vfio_socket(&uuid);
