@@ -35,9 +35,9 @@ impl Fleet {
         let vgpud = Vgpud::start_with(&["--parent", &parent])?;
         let mdev_type = mdev_type(&vgpud, "-1C")?;
         let mut fleet = Self { tenants: Vec::new(), uuids: Vec::new(), vgpud };
-        for (index, attrs) in attrs.iter().enumerate() {
+        for (index, attributes) in attrs.iter().enumerate() {
             let ram = if index + 1 == attrs.len() { ram } else { ram.min(SMALL_RAM) };
-            let request = json!({ "mdev_type": mdev_type, "attrs": attrs, "run": true });
+            let request = json!({ "mdev_type": mdev_type, "attrs": attributes, "run": true });
             let uuid = fleet.vgpud.create(&request)?;
             let socket = fleet.vgpud.vfio_socket(&uuid);
             fleet.tenants.push(Tenant::start(kind, cubin, Some(socket), ram)?);
