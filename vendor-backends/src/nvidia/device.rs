@@ -9,6 +9,7 @@ use mdev_core::gpu::{GpuCapabilities, GpuDescription};
 use mdev_core::units::{GIB, KIB, MIB};
 use zerocopy::IntoBytes;
 
+use super::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
 use super::rm::{Node, Rm, RmError, call};
 use super::rm_client::{AddressSpace, Object, RmClient};
 use super::sys::abi;
@@ -65,6 +66,8 @@ pub struct Device {
     pub device: Arc<Object>,
     /// Subdevice object: the device's only GPU.
     pub subdevice: Arc<Object>,
+    /// Generation of the GPU.
+    pub generation: &'static Generation,
 }
 
 impl Device {
@@ -86,7 +89,11 @@ impl Device {
             Some(instance.as_mut_bytes()),
             "subdevice",
         )?;
-        Ok(Self { rm_client, device, subdevice })
+        let mut list = [0; CLASS_LIST_BYTES];
+        // In series whose list has another length, the GPU is taken for one of Hopper.
+        let listed = device.control_bytes(CLASS_LIST, &mut list).is_ok();
+        let generation = Generation::of_list(&list).filter(|_| listed).unwrap_or(&HOPPER);
+        Ok(Self { rm_client, device, subdevice, generation })
     }
 
     /// Describes the GPU as a parent of vGPUs.
@@ -135,9 +142,11 @@ impl Device {
         Ok(AddressSpace { device: self.device.clone(), space, range })
     }
 
-    /// Allocates the usermode page, which contains the doorbell. Fails on GPUs before Hopper.
+    /// Allocates the usermode page, which contains the doorbell. Fails on GPUs of an unknown
+    /// generation.
     pub fn usermode(&self) -> Result<Arc<Object>, RmError> {
-        self.rm_client.alloc(Some(&self.subdevice), class::USERMODE, None, "doorbell page")
+        let class = self.generation.doorbell_page;
+        self.rm_client.alloc(Some(&self.subdevice), class, None, "doorbell page")
     }
 
     /// Allocates video memory, zeroed by the driver.

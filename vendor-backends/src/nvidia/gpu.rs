@@ -181,6 +181,13 @@ impl NvidiaGpu {
         description.capabilities.set(GpuCapabilities::PROGRAMS, programs);
         // Refuses an unsupported generation now rather than at the start of the first VM.
         device.usermode()?;
+        if !device.generation.is_tested() {
+            let name = device.generation.name;
+            log::warn!(
+                "The GPU {address} is of the generation {name}, on which Tessera was never tested: \
+                 it is offered for CUDA programs only"
+            );
+        }
         Ok(Self {
             card: card.clone(),
             description,

@@ -4,7 +4,8 @@
 //!
 //! 1. [`sys`], [`version`]: the driver's kernel interface; [`rm`]: the trait that reaches the
 //!    driver
-//! 2. [`rm_client`]: a client of the driver and its objects; [`device`]: a GPU
+//! 2. [`rm_client`]: a client of the driver and its objects; [`device`]: a GPU;
+//!    [`generation`]: what differs between GPUs
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
 //! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
@@ -30,6 +31,7 @@ pub mod driver_queries;
 pub mod fake_rm;
 pub mod fault_backoff;
 pub mod frontend;
+pub mod generation;
 mod gpu;
 pub mod gpu_mappings;
 pub mod hang_detector;

@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use mdev_core::abi::host::{GP_ENTRY_BYTES, GpEntry, MethodHeader, SEM_ADDR_LO, SET_OBJECT, SecOp};
 use mdev_core::abi::host::{SUBCHANNEL_COMPUTE, sem};
-use mdev_core::abi::{compute, host, userd};
+use mdev_core::abi::{compute, userd};
 use mdev_core::gpu::GpuError;
 use mdev_core::ids::Token;
 use mdev_core::units::PAGE_SIZE;
@@ -52,6 +52,8 @@ pub struct Request(pub(super) u32);
 pub struct SwitchProbe {
     // Freed in this order.
     _class: Arc<Object>,
+    /// Number of that class.
+    compute: u32,
     _channel: Arc<Object>,
     _group: Arc<Object>,
     notifier: Notifier,
@@ -122,9 +124,10 @@ impl SwitchProbe {
         params.userd_memory[0] = object.handle();
         params.userd_offset[0] = USERD;
         let params = &mut params.as_mut_bytes()[..rm_client.layout().channel];
+        let generation = device.generation;
         let channel =
-            rm_client.alloc(Some(&group), host::CLASS, Some(params), "probe's channel")?;
-        let class = rm_client.alloc(Some(&channel), compute::CLASS, None, "probe's class")?;
+            rm_client.alloc(Some(&group), generation.channel, Some(params), "probe's channel")?;
+        let class = rm_client.alloc(Some(&channel), generation.compute, None, "probe's class")?;
         let mut token = u32::MAX;
         channel.control(control::TOKEN, &mut token)?;
         let mut timeslice_us = TIMESLICE_US;
@@ -132,6 +135,7 @@ impl SwitchProbe {
         super::channels::schedule(device, &group)?;
         Ok(Self {
             _class: class,
+            compute: generation.compute,
             _channel: channel,
             _group: group,
             notifier,
@@ -178,7 +182,7 @@ impl SwitchProbe {
         let semaphore = VA + SEMAPHORE;
         let words = [
             method(SUBCHANNEL_COMPUTE, SET_OBJECT, 1),
-            compute::CLASS,
+            self.compute,
             // A method of the class needs the engine. Methods of the host alone do not.
             method(SUBCHANNEL_COMPUTE, compute::NO_OPERATION, 1),
             0,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use cuda_socket::{FileId, IoctlRequest, Node};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest,
@@ -14,6 +15,9 @@ use vendor_backends::conformance::lifecycle;
 use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::NvidiaClient;
 use vendor_backends::nvidia::fake_rm::FakeRm;
+use vendor_backends::nvidia::frontend::Outcome;
+use vendor_backends::nvidia::frontend::testing::{front_end, identity, word, words};
+use vendor_backends::nvidia::generation;
 
 use crate::{DRIVER, eventually, gpu, ram, set_ring, spec, try_client, with_channels};
 
@@ -85,6 +89,73 @@ fn a_program_has_a_space_groups_and_memory_of_its_own() {
     assert!(client.renew().unwrap());
     drop(client);
     assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn programs_have_channels_on_every_generation_and_vgpu_guest_on_hopper() {
+    for generation in generation::all() {
+        let rm = FakeRm::of_generation(DRIVER, generation);
+        let mut gpu = gpu(&rm);
+        let mut client = open(&rm, &mut gpu);
+        let memory = ram(MIB);
+        let import = lifecycle::import(&mut client, &memory).unwrap();
+        let space = client.create_space().unwrap();
+        for (index, engine) in [EngineKind::Compute, EngineKind::Copy].into_iter().enumerate() {
+            let of_program = of_program(import, index as u64, engine, (space, index as u32));
+            let created = client.create_channel(&of_program);
+            assert!(created.is_ok(), "{generation:?}: {created:?}");
+            let own = lifecycle::channel_spec(engine, import, 2048 + index as u64 * 512);
+            match client.create_channel(&own) {
+                Ok(_) => assert!(generation.is_tested(), "{generation:?}"),
+                Err(GpuError::Unsupported(_)) => assert!(!generation.is_tested(), "{generation:?}"),
+                Err(error) => panic!("{generation:?}: {error}"),
+            }
+        }
+        drop(client);
+        assert_eq!(rm.violations(), Vec::<String>::new(), "{generation:?}");
+    }
+}
+
+#[test]
+fn programs_use_the_classes_that_the_driver_lists() {
+    // NV_ERR_INVALID_CLASS.
+    const INVALID_CLASS: u32 = 0x22;
+    for listed in generation::all() {
+        let rm = FakeRm::of_generation(DRIVER, listed);
+        let mut gpu = gpu(&rm);
+        let mut client = open(&rm, &mut gpu);
+        let mut front_end = front_end(identity(DRIVER, 64 * MIB), 256 * MIB);
+        front_end.open(FileId(1), Node::Control, 1).unwrap();
+        let mut alloc = |[root, parent, handle, class]: [u32; 4]| {
+            let argument = words(&[root, parent, handle, class, 0, 0, 0, 0]);
+            let request = IoctlRequest {
+                file: FileId(1),
+                request: 0xc020_462b,
+                argument,
+                blocks: Vec::new(),
+                files: Vec::new(),
+                shared: Vec::new(),
+                refused: cuda_socket::Refused::default(),
+            };
+            match front_end.ioctl(&mut client, &request, None) {
+                Outcome::Done(done, _) => (word(&done.argument, 2), word(&done.argument, 7)),
+                Outcome::Fetch(fetch) => panic!("{fetch:?}"),
+            }
+        };
+        let (root, _) = alloc([0, 0, 0, 0x41]);
+        let device = root + 1;
+        assert_eq!(alloc([root, root, device, 0x80]).1, 0);
+        // Without a channel, its class is known and its parent is wrong.
+        for other in generation::all() {
+            let status = alloc([root, device, root + 2, other.compute]).1;
+            let known = status != INVALID_CLASS;
+            assert_eq!(
+                known,
+                other.compute == listed.compute,
+                "{other:?} on {listed:?}: {status:#x}"
+            );
+        }
+    }
 }
 
 #[test]

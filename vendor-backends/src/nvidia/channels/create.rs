@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use mdev_core::abi::{compute, copy, host};
 use mdev_core::gpu::{ChannelHandle, ChannelSpec, EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, Token};
 use zerocopy::IntoBytes;
@@ -11,6 +10,7 @@ use zerocopy::IntoBytes;
 use super::channel::{Channel, Notifier};
 use super::{Channels, Group, Running};
 use crate::nvidia::ctxsw_log;
+use crate::nvidia::generation::HOPPER;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm_client::{AddressSpace, Object};
 use crate::nvidia::sys::abi;
@@ -26,6 +26,11 @@ impl Channels {
     ) -> Result<ChannelHandle, GpuError> {
         if self.count() >= self.limit {
             return Err(GpuError::Limit("channels"));
+        }
+        // libcuda knows each generation, `vgpu-guest` one.
+        if spec.group.is_none() && self.device.generation != &HOPPER {
+            let what = "a channel for vgpu-guest, whose kernels and copies are Hopper's";
+            return Err(GpuError::Unsupported(what));
         }
         self.note_errors();
         let id = ChannelId(self.next_id);
@@ -131,19 +136,21 @@ impl Channels {
         params.userd_offset[0] = userd.offset;
         let bytes = rm_client.layout().channel;
         let params = &mut params.as_mut_bytes()[..bytes];
-        let channel = rm_client.alloc(Some(&group.object), host::CLASS, Some(params), "channel")?;
+        let generation = self.device.generation;
+        let channel =
+            rm_client.alloc(Some(&group.object), generation.channel, Some(params), "channel")?;
         let class = |class: u32, params: Option<&mut [u8]>, name: &str| {
             rm_client.alloc(Some(&channel), class, params, name)
         };
         let mut objects = vec![channel.clone()];
         match spec.engine {
             EngineKind::Compute => {
-                objects.push(class(compute::CLASS, None, "compute class")?);
-                objects.push(class(copy::CLASS, None, "copy class")?);
+                objects.push(class(generation.compute, None, "compute class")?);
+                objects.push(class(generation.copy, None, "copy class")?);
             }
             EngineKind::Copy => {
                 let mut params = abi::CopyParams { version: 1, engine };
-                objects.push(class(copy::CLASS, Some(params.as_mut_bytes()), "copy class")?);
+                objects.push(class(generation.copy, Some(params.as_mut_bytes()), "copy class")?);
             }
         }
         Ok(objects)

@@ -20,13 +20,10 @@ pub fn alloc(
     alloc: &abi::Alloc,
     params: Option<&[u8]>,
 ) -> Result<(), Refusal> {
-    let mut object = Object {
-        client: alloc.root,
-        parent: alloc.parent,
-        class: alloc.class,
-        ..Default::default()
-    };
-    match alloc.class {
+    let class = state.generation().class_of_hopper(alloc.class).ok_or(status::INVALID_CLASS)?;
+    let mut object =
+        Object { client: alloc.root, parent: alloc.parent, class, ..Default::default() };
+    match class {
         class::DEVICE => drop(exact::<abi::DeviceParams>(params)?),
         class::SUBDEVICE => drop(exact::<u32>(params)?),
         class::VA_SPACE => {

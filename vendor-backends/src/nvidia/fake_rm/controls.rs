@@ -8,6 +8,7 @@ use zerocopy::IntoBytes;
 use super::objects::{Refusal, is_engine};
 use super::params::{exact, expect_size, write_exact};
 use super::{State, VIDEO_MEMORY};
+use crate::nvidia::generation::CLASS_LIST;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{class, control, engine, fb, status};
 use crate::nvidia::version::Layout;
@@ -22,6 +23,9 @@ pub fn control(
     match state.objects.get(call.client, call.object)?.class {
         class::CLIENT if call.command == control::ID_INFO => {
             expect_size(params, size_of::<abi::IdInfo>())
+        }
+        class::DEVICE if call.command == CLASS_LIST => {
+            write_exact(params, &state.generation().list())
         }
         class::SUBDEVICE => control_subdevice(state, call, params),
         class::EVENT_BUFFER => control_event_buffer(state, call, params),

@@ -20,6 +20,7 @@ use nix::fcntl::OFlag;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::pipe2;
 
+use super::generation::{Generation, HOPPER};
 use super::rm::{Node, Request, Rm};
 use super::sys::abi::{Call, Free};
 use super::version::Layout;
@@ -58,6 +59,14 @@ struct State {
     log: Vec<String>,
     /// Writers of event pipes. A pipe without a writer would poll as hung up.
     event_writers: Vec<OwnedFd>,
+    /// Generation of the GPU, if it is not Hopper.
+    generation: Option<&'static Generation>,
+}
+
+impl State {
+    fn generation(&self) -> &'static Generation {
+        self.generation.unwrap_or(&HOPPER)
+    }
 }
 
 /// Fake driver.
@@ -73,6 +82,13 @@ impl FakeRm {
     pub fn new(version: &str) -> Arc<Self> {
         let layout = Layout::of(version).ok();
         Arc::new(Self { version: version.into(), layout, state: Mutex::default() })
+    }
+
+    /// Creates a driver for a GPU of a generation.
+    pub fn of_generation(version: &str, generation: &'static Generation) -> Arc<Self> {
+        let rm = Self::new(version);
+        rm.state().generation = Some(generation);
+        rm
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

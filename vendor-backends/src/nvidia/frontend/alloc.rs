@@ -11,6 +11,7 @@ use super::FrontEnd;
 use super::call::{Call, Stop, get_u32, put_u32, put_u64};
 use super::memory::StoreId;
 use super::objects::{Kind, Object};
+use crate::nvidia::generation::{CLASS_LIST, CLASS_LIST_BYTES, DOORBELL_PAGES, Generation, HOPPER};
 use crate::nvidia::sys::abi::{
     AllocMemory, ChannelParams, CopyParams, EventParams, GroupParams, MemoryParams, VaSpaceParams,
 };
@@ -85,6 +86,7 @@ impl FrontEnd {
         call: &mut Call<'_>,
         new: New,
     ) -> Result<Kind, Stop> {
+        let generation = self.generation(gpu);
         match new.class {
             class::DEVICE => Ok(Kind::Passive),
             class::VA_SPACE => self.new_space(call, new),
@@ -93,13 +95,12 @@ impl FrontEnd {
             class::GROUP => self.new_group(call, new),
             class::CONTEXT_SHARE => self.new_context_share(call, new),
             class::OS_EVENT => self.new_event(call, new),
-            class if self.classes.usermode.contains(&class) => {
+            class if DOORBELL_PAGES.contains(&class) => {
                 Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?))
             }
-            class if self.classes.channel == class => self.new_channel(gpu, call, new),
-            class if class == self.classes.compute || class == self.classes.copy => {
-                self.new_engine_object(call, new)
-            }
+            class if class == generation.channel => self.new_channel(gpu, call, new),
+            class if class == generation.compute => self.new_engine_object(call, new, true),
+            class if class == generation.copy => self.new_engine_object(call, new, false),
             class::VIRTUAL_MEMORY => new_virtual_memory(call, new.params),
             class::DISPLAY => Err(Stop::Status(status::NOT_SUPPORTED)),
             class if PASSIVE.contains(&class) => Ok(Kind::Passive),
@@ -110,13 +111,29 @@ impl FrontEnd {
         }
     }
 
+    /// Returns the GPU's generation, by the classes that its driver lists.
+    fn generation(&mut self, gpu: &mut dyn Client) -> &'static Generation {
+        if let Some(known) = self.generation {
+            return known;
+        }
+        let mut list = [0; CLASS_LIST_BYTES];
+        let listed = self.query(gpu, CLASS_LIST, &mut list) == Some(status::OK);
+        let found = Generation::of_list(&list).filter(|_| listed).unwrap_or(&HOPPER);
+        self.generation.insert(found)
+    }
+
     /// Creates an object of a channel, through which methods reach an engine.
-    fn new_engine_object(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+    fn new_engine_object(
+        &mut self,
+        call: &mut Call<'_>,
+        new: New,
+        computes: bool,
+    ) -> Result<Kind, Stop> {
         let parent = self.clients.object(new.file, new.root, new.parent)?;
         let &Kind::Channel { engine, .. } = &parent.kind else {
             return Err(Stop::Status(status::INVALID_OBJECT_PARENT));
         };
-        if new.class == self.classes.compute || new.params == 0 {
+        if computes || new.params == 0 {
             return Ok(Kind::Engine(engine));
         }
         let params = call.block(new.params, size_of::<CopyParams>())?;

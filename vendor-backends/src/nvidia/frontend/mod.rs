@@ -61,6 +61,7 @@ use self::queries::Recorded;
 use self::refusals::Refusals;
 pub use self::shapes::shapes;
 use self::status_page::Utilization;
+use super::generation::Generation;
 use super::version::Layout;
 
 /// Version of the driver that GPUs without a driver show to programs: that of Debian's libcuda.
@@ -69,33 +70,14 @@ pub const DRIVER_WITHOUT_GPU: &str = "550.163.01";
 /// End of the GPU virtual addresses of programs.
 const VA_END: u64 = 1 << 47;
 
-/// Classes that differ between generations of GPUs.
-#[derive(Clone, Debug)]
-pub struct Classes {
-    /// Channels.
-    pub channel: u32,
-    /// Compute objects.
-    pub compute: u32,
-    /// Copy objects.
-    pub copy: u32,
-    /// Doorbell pages.
-    pub usermode: Vec<u32>,
-}
-
-impl Classes {
-    /// Returns the classes of Hopper.
-    pub fn hopper() -> Self {
-        Self { channel: 0xc86f, compute: 0xcbc0, copy: 0xc8b5, usermode: vec![0xc661] }
-    }
-}
-
 /// The device files of a vGPU.
 #[derive(Debug)]
 pub struct FrontEnd {
     identity: Identity,
     layout: Layout,
-    classes: Classes,
     queries: Recorded,
+    /// Generation of the GPU, once a program has asked for an object.
+    generation: Option<&'static Generation>,
     files: Files,
     clients: Clients,
     memories: Memories,
@@ -132,7 +114,6 @@ impl FrontEnd {
     pub fn new(
         identity: Identity,
         layout: Layout,
-        classes: Classes,
         queries: Recorded,
         max_system_bytes: u64,
     ) -> Self {
@@ -140,8 +121,8 @@ impl FrontEnd {
         Self {
             identity,
             layout,
-            classes,
             queries,
+            generation: None,
             files: Files::default(),
             clients: Clients::default(),
             memories,

@@ -3,9 +3,9 @@
 
 use mdev_core::ids::VgpuId;
 
+use super::FrontEnd;
 use super::identity::Identity;
 use super::queries::Recorded;
-use super::{Classes, FrontEnd};
 use crate::nvidia::version::Layout;
 
 /// Returns what a vGPU for tests says of itself.
@@ -24,7 +24,7 @@ pub fn identity(driver: &str, vram_bytes: u64) -> Identity {
 pub fn front_end(identity: Identity, max_system_bytes: u64) -> FrontEnd {
     let layout = Layout::of_programs(&identity.driver).unwrap();
     let queries = Recorded::hopper().unwrap();
-    FrontEnd::new(identity, layout, Classes::hopper(), queries, max_system_bytes)
+    FrontEnd::new(identity, layout, queries, max_system_bytes)
 }
 
 /// Returns words as bytes.

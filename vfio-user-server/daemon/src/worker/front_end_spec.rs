@@ -4,7 +4,7 @@ use anyhow::Result;
 use mdev_core::ids::VgpuId;
 use vendor_backends::nvidia::frontend::identity::Identity;
 use vendor_backends::nvidia::frontend::queries::Recorded;
-use vendor_backends::nvidia::frontend::{Classes, DRIVER_WITHOUT_GPU, FrontEnd};
+use vendor_backends::nvidia::frontend::{DRIVER_WITHOUT_GPU, FrontEnd};
 use vendor_backends::nvidia::version::Layout;
 
 use crate::worker_protocol::{ProgramsSpec, WorkerSpec};
@@ -48,6 +48,6 @@ impl FrontEndSpec {
         };
         let layout = Layout::of_programs(&self.driver)?;
         let queries = Recorded::hopper()?;
-        Ok(FrontEnd::new(identity, layout, Classes::hopper(), queries, self.max_system_bytes))
+        Ok(FrontEnd::new(identity, layout, queries, self.max_system_bytes))
     }
 }
