@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::build::{cargo, workspace};
-use crate::bundle::{CUDA_SOURCE, PROGRAMS_SOURCE, SOURCE};
+use crate::bundle::{CUDA_SOURCE, FEATURES_SOURCE, PROGRAMS_SOURCE, SOURCE};
 use crate::heartbeat::{Heartbeat, INTERVAL};
 use crate::nvcc;
 use crate::place::{Bundle, layout};
@@ -21,7 +21,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<()> {
     }
     let mut command = by_cargo(name, args);
     if name == Some("gpu") {
-        let sources = [SOURCE, CUDA_SOURCE, PROGRAMS_SOURCE];
+        let sources = [SOURCE, CUDA_SOURCE, PROGRAMS_SOURCE, FEATURES_SOURCE];
         let sources = sources.map(|source| workspace().join(source));
         let out = workspace().join("lab-out");
         std::fs::create_dir_all(&out)
@@ -66,7 +66,7 @@ fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<(
     bundle.drop_privileges(out)?;
     let mut command = Command::new(program);
     command.arg("--bench").args(args);
-    let sources = [layout::KERNELS, layout::CUDA, layout::PROGRAMS_SOURCE];
+    let sources = [layout::KERNELS, layout::CUDA, layout::PROGRAMS_SOURCE, layout::FEATURES];
     let sources = sources.map(|name| bundle.path(name));
     command.args(kernels(&sources, out, args)?);
     finish(&mut command)
@@ -75,7 +75,7 @@ fn run_bundled(bundle: &Bundle, name: Option<&str>, args: &[String]) -> Result<(
 /// Compiles the kernels, the CUDA reference program and the CUDA programs for this machine's NVIDIA
 /// GPU. Returns the arguments that name them.
 fn kernels(
-    [kernels, cuda, programs]: &[PathBuf; 3],
+    [kernels, cuda, programs, features]: &[PathBuf; 4],
     out: &Path,
     args: &[String],
 ) -> Result<Vec<OsString>> {
@@ -86,6 +86,7 @@ fn kernels(
     for (option, source, built) in [
         ("--cuda", cuda, nvcc::program(cuda, out)),
         ("--programs", programs, nvcc::launching_program(programs, out)),
+        ("--features", features, nvcc::launching_program(features, out)),
     ] {
         match built {
             Ok(program) => named.extend([option.into(), program.into()]),

@@ -29,6 +29,8 @@ pub const SOURCE: &str = "qemu-integration/guest/kernels/kernels.cu";
 pub const CUDA_SOURCE: &str = "tests/benches/gpu/cuda.c";
 /// Path of the source of the CUDA programs of the benchmark and of VMs in the workspace.
 pub const PROGRAMS_SOURCE: &str = "tests/benches/gpu/programs/programs.cu";
+/// Path of the source of the program that tries CUDA's features in the workspace.
+pub const FEATURES_SOURCE: &str = "tests/benches/gpu/programs/features.cu";
 const README: &str = include_str!("bundle.md");
 
 /// Options of a bundle.
@@ -76,7 +78,9 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
         let library = build::cuda_library(options.profile, progress)?;
         let to = format!("{}/{}", layout::PROGRAMS, build::CUDA_LIBRARY);
         archive.file(&to, 0o755, &read(&library)?)?;
-        archive.file(layout::CUDA, 0o644, &read(&build::workspace().join(CUDA_SOURCE))?)?;
+        for (name, source) in [(layout::CUDA, CUDA_SOURCE), (layout::FEATURES, FEATURES_SOURCE)] {
+            archive.file(name, 0o644, &read(&build::workspace().join(source))?)?;
+        }
     }
     let programs = read(&build::workspace().join(PROGRAMS_SOURCE))?;
     archive.file(layout::PROGRAMS_SOURCE, 0o644, &programs)?;

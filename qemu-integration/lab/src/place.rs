@@ -28,6 +28,8 @@ pub mod layout {
     pub const MODULE_SOURCE: &str = "guest-driver";
     /// Source of the CUDA programs of the benchmark and of VMs.
     pub const PROGRAMS_SOURCE: &str = "programs.cu";
+    /// Source of the program that tries CUDA's features.
+    pub const FEATURES: &str = "features.cu";
 }
 
 /// User id that the lab switches to if started as root.

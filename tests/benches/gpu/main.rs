@@ -98,6 +98,9 @@ struct Cli {
     /// The program that `programs.cu` was made into: CUDA programs on vGPUs
     #[arg(long)]
     programs: Option<PathBuf>,
+    /// The program that `features.cu` was made into: features of CUDA on vGPUs
+    #[arg(long)]
+    features: Option<PathBuf>,
     /// Windows of so many milliseconds
     #[arg(long)]
     window: Option<u64>,
@@ -105,7 +108,8 @@ struct Cli {
     #[arg(long)]
     quick: bool,
     /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses,
-    /// trouble, programs (or program-results, program-shares, program-trouble), eviction
+    /// trouble, programs (or program-results, program-features, program-shares,
+    /// program-trouble), eviction
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -169,6 +173,8 @@ struct Bench<'a> {
     kept: bool,
     /// Options of the parent.
     options: &'a str,
+    /// The program that tries features of CUDA.
+    features: Option<&'a Path>,
 }
 
 fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
@@ -191,6 +197,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         facts: Vec::new(),
         kept: true,
         options: &cli.options,
+        features: cli.features.as_deref(),
     };
     // A failed measurement is reported, and the others continue.
     let wanted = |part: &str| cli.only.is_empty() || cli.only.iter().any(|only| only == part);

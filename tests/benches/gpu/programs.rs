@@ -1,7 +1,8 @@
 //! CUDA programs on vGPUs, against the same programs without a vGPU on the same GPU.
 //!
 //! `programs/programs.cu` is compiled on the machine. `programs/torch_programs.py` needs PyTorch, and
-//! `programs/frameworks.py` runs those of CuPy, Triton and JAX that are installed.
+//! `programs/frameworks.py` runs those of CuPy, Triton and JAX that are installed. `programs/features.cu`
+//! and `programs/libraries.py` try many features and libraries.
 
 mod host;
 
@@ -21,8 +22,9 @@ use crate::Bench;
 type Measure = fn(&mut Bench<'_>, &Path) -> Result<()>;
 
 /// Measurements by their names.
-pub const PARTS: [(&str, Measure); 3] = [
+pub const PARTS: [(&str, Measure); 4] = [
     ("program-results", |bench, program| bench.program_results(program)),
+    ("program-features", |bench, program| bench.program_features(program)),
     ("program-shares", |bench, program| bench.program_shares(program)),
     ("program-trouble", |bench, program| bench.program_trouble(program)),
 ];
@@ -151,6 +153,32 @@ impl Bench<'_> {
                 self.attempt(&format!("{} on a vGPU", words.join(" ")), done);
             } else {
                 eprintln!("gpu: {} is left out: Python or PyTorch is missing", words[1]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the results of CUDA's features and libraries without a vGPU and on one.
+    pub fn program_features(&mut self, program: &Path) -> Result<()> {
+        let host = Host::start(self.kind, self.options, program, SIZE)?;
+        let vgpu = host.vgpu(&json!([]))?;
+        let features = self.features.map(|path| path.to_string_lossy().into_owned());
+        let libraries = host.script("libraries");
+        let features: Vec<_> = features.iter().map(String::as_str).collect();
+        let mut programs = vec![features];
+        if has_module("torch") {
+            programs.push(vec!["python3", &libraries]);
+        }
+        for words in programs.into_iter().filter(|words| !words.is_empty()) {
+            let native = host.results(None, &words)?;
+            let on_vgpu = host.results(Some(&vgpu), &words)?;
+            for (name, native) in &native {
+                let vgpu = on_vgpu.get(name).copied().unwrap_or(f64::NAN);
+                // What fails natively says nothing about the vGPU.
+                let kept = vgpu.to_bits() == native.to_bits();
+                let verdict = if kept { "the same" } else { "another result" };
+                let what = name.replace('_', " ");
+                self.row(&what, native.to_string(), vgpu.to_string(), verdict.to_owned(), kept);
             }
         }
         Ok(())

@@ -16,6 +16,7 @@ use crate::fleet::mdev_type;
 
 const TORCH: &str = include_str!("torch_programs.py");
 const FRAMEWORKS: &str = include_str!("frameworks.py");
+const LIBRARIES: &str = include_str!("libraries.py");
 const SHARED_TENSORS: &str = include_str!("shared_tensors.py");
 
 /// Duration of a load in seconds.
@@ -115,9 +116,12 @@ impl<'a> Host<'a> {
         let vgpud = Vgpud::start_with(&["--parent", &format!("{}{options}", kind.argument())])?;
         let mdev_type = mdev_type(&vgpud, size)?;
         let folder = tempfile::tempdir()?;
-        for (name, text) in
-            [("torch", TORCH), ("frameworks", FRAMEWORKS), ("shared", SHARED_TENSORS)]
-        {
+        for (name, text) in [
+            ("torch", TORCH),
+            ("frameworks", FRAMEWORKS),
+            ("shared", SHARED_TENSORS),
+            ("libraries", LIBRARIES),
+        ] {
             fs::write(folder.path().join(format!("programs_{name}.py")), text)?;
         }
         Ok(Self { vgpud, program, mdev_type, folder, loads: Cell::new(0) })
@@ -148,6 +152,13 @@ impl<'a> Host<'a> {
 
     pub fn run(&self, vgpu: Option<&str>, words: &[&str]) -> Result<Numbers> {
         Running::start(self.command(vgpu, words)?)?.finish()
+    }
+
+    /// Runs a program that may fail after some results.
+    pub fn results(&self, vgpu: Option<&str>, words: &[&str]) -> Result<Numbers> {
+        let output = self.command(vgpu, words)?.stderr(Stdio::inherit()).output()?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        Ok(text.lines().filter_map(number).collect())
     }
 
     /// Starts a program of `programs.cu`.
