@@ -69,6 +69,7 @@ fn cargo_path() -> OsString {
 pub fn cargo() -> Command {
     let mut command = Command::new(cargo_path());
     command.current_dir(workspace());
+    without_increments(&mut command);
     command
 }
 
@@ -76,7 +77,25 @@ pub fn cargo() -> Command {
 pub fn cargo_in_background() -> Command {
     let mut command = Command::new("nice");
     command.args(["-n", "10"]).arg(cargo_path()).current_dir(workspace());
+    without_increments(&mut command);
     command
+}
+
+/// Turns incremental compilation off where nothing was compiled so yet: preparing for the next
+/// compilation takes longer than the first one itself.
+fn without_increments(command: &mut Command) {
+    const VARIABLE: &str = "CARGO_INCREMENTAL";
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let folder = target.unwrap_or_else(|| workspace().join("target")).join("debug/incremental");
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    // Cargo itself has compiled the lab.
+    let exist = entries.map(|entry| entry.file_name()).any(|name| {
+        let name = name.to_string_lossy();
+        name.starts_with("vgpud-")
+    });
+    if !exist && std::env::var_os(VARIABLE).is_none() {
+        command.env(VARIABLE, "0");
+    }
 }
 
 /// Builds `vgpud` and `vgpuctl` in the profile `dev`.

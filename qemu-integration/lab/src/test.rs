@@ -65,14 +65,12 @@ pub fn run() -> Tally {
 
     let plan = built.plan(&MEASURED, &LONG);
     let slots = std::thread::available_parallelism().map_or(1, usize::from);
-    heading(&format!("{} jobs with VMs, {slots} at a time, and cargo's", plan.with_vms.len()));
-    // Cargo's jobs would wait for each other: they lock the target folder.
-    let of_cargo = vec![lints(), static_programs(), documentation(), code_documentation()];
-    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: of_cargo, slots: 1 }];
-    jobs::run_side_by_side(queues, |finished| report.add(finished));
-    // These programs run their tests in parallel themselves.
-    heading(&format!("{} jobs without VMs", plan.without_vms.len()));
-    let queues = vec![Queue { jobs: plan.without_vms, slots: 1 }];
+    heading(&format!("{} jobs with VMs, {slots} at a time, and others", plan.with_vms.len()));
+    // Cargo's jobs would wait for each other: they lock the target folder. Programs without VMs run
+    // their tests in parallel themselves.
+    let mut others = vec![lints(), static_programs(), documentation(), code_documentation()];
+    others.extend(plan.without_vms);
+    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: others, slots: 1 }];
     jobs::run_side_by_side(queues, |finished| report.add(finished));
     for job in plan.measured {
         let title = job.title.clone();
