@@ -5,8 +5,8 @@
 //! * [`tally`]: counts of tests, from libtest's output
 //!
 //! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
-//! side by side, and lints and further builds beside them, since VMs do not keep all CPUs busy. Other
-//! programs follow one after another, since each runs its tests in parallel. Tests that measure
+//! side by side. Lints, further builds and the other programs run beside them, one after another,
+//! since VMs do not keep all CPUs busy and each program runs its tests in parallel. Tests that measure
 //! ([`MEASURED`]) run last, one at a time.
 
 use std::io::Write;

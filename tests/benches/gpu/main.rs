@@ -107,9 +107,8 @@ struct Cli {
     /// Short windows
     #[arg(long)]
     quick: bool,
-    /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses,
-    /// trouble, programs (or program-results, program-features, program-shares,
-    /// program-trouble), eviction
+    /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses, trouble,
+    /// programs (or program-results, -features, -shares, -trouble), eviction
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble

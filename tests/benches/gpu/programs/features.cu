@@ -31,6 +31,14 @@ __global__ void fill(int *to, int n, int first) {
     if (i < n) to[i] = first + i;
 }
 
+// Video memory.
+struct Numbers {
+    int *at = nullptr;
+    explicit Numbers(size_t count) { cudaMalloc(&at, count * sizeof(int)); }
+    ~Numbers() { cudaFree(at); }
+    operator int *() const { return at; }
+};
+
 // Returns whether memory that the CPU can read begins with the numbers from `first` on.
 static bool is_filled(const int *numbers, int n, int first) {
     for (int i = 0; i < n; i++) {
@@ -46,28 +54,26 @@ static bool has(const int *device, int n, int first) {
     return is_filled(numbers.data(), n, first);
 }
 
-template <typename Function> static Function driver(const char *name) {
+// Returns a function of libcuda.
+static void *driver(const char *name) {
     void *found = nullptr;
     cudaDriverEntryPointQueryResult result;
     cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-    return (Function)found;
+    return found;
 }
 
+#define DRIVER(name) ((decltype(&name))driver(#name))
+
 static bool stream_priorities() {
-    int least, greatest, *device;
+    int least, greatest;
     OK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    OK(cudaMalloc(&device, 2 * N * sizeof(int)));
+    Numbers device(2 * N);
     cudaStream_t streams[2];
     OK(cudaStreamCreateWithPriority(&streams[0], cudaStreamNonBlocking, least));
     OK(cudaStreamCreateWithPriority(&streams[1], cudaStreamNonBlocking, greatest));
     for (int i = 0; i < 2; i++) fill<<<N / 256, 256, 0, streams[i]>>>(device + i * N, N, i * N);
-    for (cudaStream_t stream : streams) {
-        OK(cudaStreamSynchronize(stream));
-        OK(cudaStreamDestroy(stream));
-    }
-    bool right = least > greatest && has(device, 2 * N, 0);
-    OK(cudaFree(device));
-    return right;
+    for (cudaStream_t stream : streams) OK(cudaStreamSynchronize(stream));
+    return least > greatest && has(device, 2 * N, 0);
 }
 
 static bool host_callbacks() {
@@ -99,24 +105,19 @@ static bool memory_pools() {
     OK(cudaFreeAsync(second, stream));
     OK(cudaStreamSynchronize(stream));
     OK(cudaMemPoolTrimTo(pool, 0));
-    OK(cudaStreamDestroy(stream));
     return right;
 }
 
 // Two allocations, one behind the other in one range of addresses.
 static bool virtual_memory() {
-    auto granularity = driver<CUresult (*)(size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags)>(
-        "cuMemGetAllocationGranularity");
-    auto create = driver<CUresult (*)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
-                                      unsigned long long)>("cuMemCreate");
-    auto reserve = driver<CUresult (*)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)>(
-        "cuMemAddressReserve");
-    auto map = driver<CUresult (*)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)>(
-        "cuMemMap");
-    auto allow = driver<CUresult (*)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t)>("cuMemSetAccess");
-    auto unmap = driver<CUresult (*)(CUdeviceptr, size_t)>("cuMemUnmap");
-    auto release = driver<CUresult (*)(CUmemGenericAllocationHandle)>("cuMemRelease");
-    auto give_back = driver<CUresult (*)(CUdeviceptr, size_t)>("cuMemAddressFree");
+    auto granularity = DRIVER(cuMemGetAllocationGranularity);
+    auto create = DRIVER(cuMemCreate);
+    auto reserve = DRIVER(cuMemAddressReserve);
+    auto map = DRIVER(cuMemMap);
+    auto allow = DRIVER(cuMemSetAccess);
+    auto unmap = DRIVER(cuMemUnmap);
+    auto release = DRIVER(cuMemRelease);
+    auto give_back = DRIVER(cuMemAddressFree);
     CUmemAllocationProp kind = {};
     kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -144,14 +145,13 @@ static bool virtual_memory() {
 
 // A graph whose kernel gets another parameter before it is launched again.
 static bool graphs() {
-    int *device;
-    OK(cudaMalloc(&device, N * sizeof(int)));
+    Numbers device(N);
     cudaGraph_t graph;
     cudaGraphExec_t instance;
     cudaGraphNode_t node;
     OK(cudaGraphCreate(&graph, 0));
     int n = N, first = 1;
-    void *parameters[] = {&device, &n, &first};
+    void *parameters[] = {&device.at, &n, &first};
     cudaKernelNodeParams kernel = {};
     kernel.func = (void *)fill;
     kernel.gridDim = dim3(N / 256);
@@ -169,7 +169,6 @@ static bool graphs() {
     right &= has(device, N, 9);
     OK(cudaGraphExecDestroy(instance));
     OK(cudaGraphDestroy(graph));
-    OK(cudaFree(device));
     return right;
 }
 
@@ -183,15 +182,14 @@ __global__ void sum_of_blocks(int *numbers, int *sum) {
 }
 
 static bool cooperative_launch() {
-    int *numbers, *sum, blocks = 64;
+    int *sum, blocks = 64;
     OK(cudaMallocManaged(&sum, sizeof(int)));
-    OK(cudaMalloc(&numbers, blocks * sizeof(int)));
+    Numbers numbers(blocks);
     *sum = 0;
-    void *parameters[] = {&numbers, &sum};
+    void *parameters[] = {&numbers.at, &sum};
     OK(cudaLaunchCooperativeKernel((void *)sum_of_blocks, dim3(blocks), dim3(128), parameters, 0, 0));
     OK(cudaDeviceSynchronize());
     bool right = *sum == blocks * (blocks + 1) / 2;
-    OK(cudaFree(numbers));
     OK(cudaFree(sum));
     return right;
 }
@@ -208,8 +206,8 @@ __global__ void neighbours(int *to) {
 }
 
 static bool clusters() {
-    int *device, numbers[8];
-    OK(cudaMalloc(&device, sizeof(numbers)));
+    int numbers[8];
+    Numbers device(8);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(8);
     config.blockDim = dim3(64);
@@ -223,7 +221,6 @@ static bool clusters() {
     OK(cudaMemcpy(numbers, device, sizeof(numbers), cudaMemcpyDeviceToHost));
     bool right = true;
     for (int i = 0; i < 8; i++) right &= numbers[i] == (i / 4 * 4 + (i + 1) % 4) * 10;
-    OK(cudaFree(device));
     return right;
 }
 
@@ -296,10 +293,9 @@ static bool registered_memory() {
 }
 
 static bool zero_copy() {
-    int *numbers, *device;
+    int *numbers;
     OK(cudaHostAlloc(&numbers, N * sizeof(int), cudaHostAllocMapped | cudaHostAllocWriteCombined));
-    OK(cudaHostGetDevicePointer(&device, numbers, 0));
-    fill<<<N / 256, 256>>>(device, N, 11);
+    fill<<<N / 256, 256>>>(numbers, N, 11);
     OK(cudaDeviceSynchronize());
     bool right = is_filled(numbers, N, 11);
     OK(cudaFreeHost(numbers));
@@ -350,18 +346,16 @@ __global__ void reverse(int *numbers, int n) {
 }
 
 static bool large_shared_memory() {
-    int bytes, *device;
+    int bytes;
     OK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
     int n = bytes / sizeof(int);
-    OK(cudaMalloc(&device, n * sizeof(int)));
+    Numbers device(n);
     fill<<<(n + 255) / 256, 256>>>(device, n, 0);
     OK(cudaFuncSetAttribute(reverse, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     reverse<<<1, 256, bytes>>>(device, n);
     reverse<<<1, 256, bytes>>>(device, n);
     OK(cudaDeviceSynchronize());
-    bool right = bytes > 48 << 10 && has(device, n, 0);
-    OK(cudaFree(device));
-    return right;
+    return bytes > 48 << 10 && has(device, n, 0);
 }
 
 __device__ __noinline__ int depth(volatile int *at, int n) {
@@ -382,7 +376,6 @@ static bool large_stacks() {
     bool right = true;
     for (int i = 0; i < 32; i++) right &= numbers[i] == 105;
     OK(cudaFree(numbers));
-    OK(cudaDeviceSetLimit(cudaLimitStackSize, 1 << 10));
     return right;
 }
 
@@ -392,9 +385,8 @@ static bool out_of_memory() {
     OK(cudaMemGetInfo(&free, &total));
     bool right = cudaMalloc(&device, total + 1) == cudaErrorMemoryAllocation;
     cudaGetLastError();
-    OK(cudaMalloc(&device, free / 2));
-    OK(cudaFree(device));
-    return right;
+    Numbers half(free / 2 / sizeof(int));
+    return right && half.at;
 }
 
 __global__ void last(long long ns, int *to) {
@@ -406,10 +398,9 @@ __global__ void last(long long ns, int *to) {
 }
 
 static bool kernel_of_a_second() {
-    int *device;
     float ms;
     cudaEvent_t from, to;
-    OK(cudaMalloc(&device, sizeof(int)));
+    Numbers device(1);
     OK(cudaEventCreate(&from));
     OK(cudaEventCreate(&to));
     OK(cudaEventRecord(from));
@@ -417,9 +408,7 @@ static bool kernel_of_a_second() {
     OK(cudaEventRecord(to));
     OK(cudaEventSynchronize(to));
     OK(cudaEventElapsedTime(&ms, from, to));
-    bool right = has(device, 1, 17) && ms > 990;
-    OK(cudaFree(device));
-    return right;
+    return has(device, 1, 17) && ms > 990;
 }
 
 static bool copies_of_rectangles() {
@@ -454,12 +443,11 @@ static bool symbols() {
 
 // One stream waits for a word that another one writes.
 static bool waits_for_words() {
-    auto wait = driver<CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned)>("cuStreamWaitValue32");
-    auto write = driver<CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned)>("cuStreamWriteValue32");
-    int *device;
+    auto wait = DRIVER(cuStreamWaitValue32);
+    auto write = DRIVER(cuStreamWriteValue32);
     cudaStream_t streams[2];
     for (cudaStream_t &stream : streams) OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    OK(cudaMalloc(&device, (N + 1) * sizeof(int)));
+    Numbers device(N + 1);
     OK(cudaMemset(device, 0, (N + 1) * sizeof(int)));
     OK(cudaDeviceSynchronize());
     CUdeviceptr word = (CUdeviceptr)(device + N);
@@ -468,9 +456,7 @@ static bool waits_for_words() {
     bool early = cudaStreamQuery(streams[0]) != cudaErrorNotReady;
     OK(write(streams[1], word, 1, 0));
     for (cudaStream_t stream : streams) OK(cudaStreamSynchronize(stream));
-    bool right = !early && has(device, N, 19);
-    OK(cudaFree(device));
-    return right;
+    return !early && has(device, N, 19);
 }
 
 __global__ void print() {
@@ -485,31 +471,20 @@ static bool failed_assertion() {
     return cudaDeviceSynchronize() == cudaErrorAssert;
 }
 
+#define FEATURE(name) {#name, name}
+
 int main() {
     struct {
         const char *name;
         bool (*is_right)();
     } features[] = {
-        {"stream_priorities", stream_priorities},
-        {"host_callbacks", host_callbacks},
-        {"memory_pools", memory_pools},
-        {"virtual_memory", virtual_memory},
-        {"graphs", graphs},
-        {"cooperative_launch", cooperative_launch},
-        {"clusters", clusters},
-        {"textures", textures},
-        {"malloc_in_kernels", malloc_in_kernels},
-        {"registered_memory", registered_memory},
-        {"zero_copy", zero_copy},
-        {"managed_memory", managed_memory},
-        {"threads", threads},
-        {"large_shared_memory", large_shared_memory},
-        {"large_stacks", large_stacks},
-        {"out_of_memory", out_of_memory},
-        {"kernel_of_a_second", kernel_of_a_second},
-        {"copies_of_rectangles", copies_of_rectangles},
-        {"symbols", symbols},
-        {"waits_for_words", waits_for_words},
+        FEATURE(stream_priorities), FEATURE(host_callbacks), FEATURE(memory_pools),
+        FEATURE(virtual_memory), FEATURE(graphs), FEATURE(cooperative_launch), FEATURE(clusters),
+        FEATURE(textures), FEATURE(malloc_in_kernels), FEATURE(registered_memory),
+        FEATURE(zero_copy), FEATURE(managed_memory), FEATURE(threads),
+        FEATURE(large_shared_memory), FEATURE(large_stacks), FEATURE(out_of_memory),
+        FEATURE(kernel_of_a_second), FEATURE(copies_of_rectangles), FEATURE(symbols),
+        FEATURE(waits_for_words),
     };
     for (auto &feature : features) {
         printf("%s %d\n", feature.name, feature.is_right());
