@@ -5,8 +5,8 @@
 //! * [`tally`]: counts of tests, from libtest's output
 //!
 //! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
-//! side by side. Lints, further builds and the other programs run beside them, one after another,
-//! since VMs do not keep all CPUs busy and each program runs its tests in parallel. Tests that measure
+//! side by side, and lints and further builds beside them, since VMs do not keep all CPUs busy. Other
+//! programs follow one after another, since each runs its tests in parallel. Tests that measure
 //! ([`MEASURED`]) run last, one at a time.
 
 use std::io::Write;
@@ -65,12 +65,14 @@ pub fn run() -> Tally {
 
     let plan = built.plan(&MEASURED, &LONG);
     let slots = std::thread::available_parallelism().map_or(1, usize::from);
-    heading(&format!("{} jobs with VMs, {slots} at a time, and others", plan.with_vms.len()));
-    // Cargo's jobs would wait for each other: they lock the target folder. Programs without VMs run
-    // their tests in parallel themselves.
-    let mut others = vec![lints(), static_programs(), documentation(), code_documentation()];
-    others.extend(plan.without_vms);
-    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: others, slots: 1 }];
+    heading(&format!("{} jobs with VMs, {slots} at a time, and cargo's", plan.with_vms.len()));
+    // Cargo's jobs would wait for each other: they lock the target folder.
+    let of_cargo = vec![lints(), static_programs(), documentation(), code_documentation()];
+    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: of_cargo, slots: 1 }];
+    jobs::run_side_by_side(queues, |finished| report.add(finished));
+    // These programs run their tests in parallel themselves.
+    heading(&format!("{} jobs without VMs", plan.without_vms.len()));
+    let queues = vec![Queue { jobs: plan.without_vms, slots: 1 }];
     jobs::run_side_by_side(queues, |finished| report.add(finished));
     for job in plan.measured {
         let title = job.title.clone();
