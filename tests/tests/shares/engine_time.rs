@@ -213,8 +213,10 @@ fn time_in_page_faults_of_a_guests_memory_is_its_own() -> Result<()> {
     let control = running(&vgpud, &neighbour)?;
     drop(punching);
     let _punching = Punching::start(guest.file.try_clone()?, LEN, 0);
-    let attacked = running(&vgpud, &neighbour)?;
-    println!("{control:.1} % before, {attacked:.1} % while holes are punched");
+    // Pauses of the hostile vGPU last for a large part of one measurement.
+    let measured = (0..3).map(|_| running(&vgpud, &neighbour)).collect::<Result<Vec<_>>>()?;
+    let attacked = measured.iter().sum::<f64>() / measured.len() as f64;
+    println!("{control:.1} % before, {measured:.1?} % while holes are punched");
     // The neighbour has more than its share while the hostile vGPU is paused, also before.
     let undisturbed = control.min(50.0);
     ensure!(attacked > undisturbed * 0.5, "{control:.1} % before, {attacked:.1} % afterwards");
