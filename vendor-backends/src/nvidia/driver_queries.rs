@@ -4,6 +4,7 @@
 //! They change nothing, and their parameters hold neither pointers nor handles.
 
 use super::device::Device;
+use super::generation::{CLASS_LIST, CLASS_LIST_BYTES};
 use super::sys::numbers::status;
 
 /// Command and length of the parameters in bytes, as in series 580.
@@ -14,8 +15,7 @@ const QUERIES: &[(u32, usize)] = &[
     (0x0000_027b, 4),
     // NV0080_CTRL_CMD_GPU_GET_NUM_SUBDEVICES
     (0x0080_0280, 4),
-    // NV0080_CTRL_CMD_GPU_GET_CLASSLIST_V2
-    (0x0080_0292, 804),
+    (CLASS_LIST, CLASS_LIST_BYTES),
     // NV0080_CTRL_CMD_FB_GET_CAPS_V2
     (0x0080_1307, 3),
     // NV0080_CTRL_CMD_HOST_GET_CAPS_V2

@@ -2,6 +2,8 @@
 
 use mdev_core::abi::{compute, copy, host};
 
+use super::sys::numbers::class;
+
 /// `NV0080_CTRL_CMD_GPU_GET_CLASSLIST_V2`.
 pub const CLASS_LIST: u32 = 0x0080_0292;
 /// Length of its parameters in series 580, in bytes: the number of classes, and room for 200.
@@ -9,7 +11,7 @@ pub const CLASS_LIST_BYTES: usize = 804;
 
 /// Classes of doorbell pages, `TURING_USERMODE_A` to `BLACKWELL_USERMODE_A`. A GPU also has those of
 /// generations before it, and libcuda uses them.
-pub const DOORBELL_PAGES: [u32; 4] = [0xc461, 0xc561, 0xc661, 0xc761];
+pub const DOORBELL_PAGES: [u32; 4] = [0xc461, 0xc561, class::USERMODE, 0xc761];
 
 /// Generation of GPUs.
 #[derive(Debug, PartialEq, Eq)]
@@ -32,7 +34,7 @@ pub static HOPPER: Generation = Generation {
     channel: host::CLASS,
     compute: compute::CLASS,
     copy: copy::CLASS,
-    doorbell_page: 0xc661,
+    doorbell_page: class::USERMODE,
 };
 
 /// All known generations, the newest first: a GPU may list classes of older ones.
