@@ -3,10 +3,14 @@
  * ioctls: the argument and what it points to go to the device, which may ask for more of the
  * program, and says what to write back.
  */
+#include <linux/delay.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 
 #include "tessera.h"
+
+/* Pause before an ioctl is repeated. */
+#define TSR_AGAIN_MS 10
 
 /* Finds the shape of an ioctl's argument. */
 static bool tsr_shape(struct tsr_ioctl *call, struct tsq_call *shape)
@@ -203,7 +207,7 @@ static int tsr_carry_out(struct tsr_ioctl *call)
 	return -EIO;
 }
 
-long tsr_file_ioctl(struct file *filp, unsigned int number, unsigned long argument)
+static int tsr_ioctl_once(struct file *filp, unsigned int number, unsigned long argument)
 {
 	struct tsr_file *file = filp->private_data;
 	struct tsq_call shape;
@@ -243,4 +247,15 @@ long tsr_file_ioctl(struct file *filp, unsigned int number, unsigned long argume
 		return -EINTR;
 	tsr_ioctl_drop(call);
 	return error;
+}
+
+/* Repeats an ioctl that the device carries out later, such as a new channel soon after faults. */
+long tsr_file_ioctl(struct file *filp, unsigned int number, unsigned long argument)
+{
+	int error;
+
+	do
+		error = tsr_ioctl_once(filp, number, argument);
+	while (error == -EAGAIN && !msleep_interruptible(TSR_AGAIN_MS));
+	return error == -EAGAIN ? -ERESTARTSYS : error;
 }

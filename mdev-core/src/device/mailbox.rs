@@ -147,7 +147,7 @@ fn status_of(error: &GpuError) -> Status {
         GpuError::OutOfRange(_) => Status::OutOfRange,
         GpuError::Overlap(_) => Status::Overlap,
         GpuError::NotFound(_) => Status::NotFound,
-        GpuError::Limit(_) | GpuError::Fragmented { .. } => Status::Limit,
+        GpuError::Limit(_) | GpuError::Later(_) | GpuError::Fragmented { .. } => Status::Limit,
         GpuError::Unsupported(_) => Status::Unsupported,
         GpuError::Lost(_) => Status::DeviceLost,
         GpuError::Io(error) => {

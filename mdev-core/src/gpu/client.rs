@@ -12,8 +12,8 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::screen::Scanout;
 use super::{
-    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, GpuError, SavedChannel,
-    SavedClient, Usage,
+    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, ErrorStates, Exception, GpuDescription,
+    GpuError, SavedChannel, SavedClient, Usage,
 };
 use crate::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 #[cfg(doc)]
@@ -167,7 +167,8 @@ bitflags! {
     pub struct Pending: u32 {
         /// A channel's non-stall interrupt.
         const NONSTALL = 1 << 0;
-        /// A fault of a channel. [`Client::query_channel`] tells which channel faulted.
+        /// A fault of a channel, or an exception. [`Client::query_channel`] tells which channel
+        /// faulted, and [`Client::take_exceptions`] returns exceptions.
         const CHANNEL_ERROR = 1 << 1;
         /// The GPU is lost.
         const DEVICE_LOST = 1 << 2;
@@ -261,6 +262,34 @@ pub trait Client: Send + fmt::Debug {
     /// Lets the GPU preempt the kernels of a channel's group at any instruction. The program must
     /// have installed a trap handler.
     fn preempt_instructions(&mut self, _channel: ChannelId) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Sets which exceptions of kernels in a channel's group [`Client::take_exceptions`] returns, as
+    /// a mask (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`). The program must have installed a trap
+    /// handler. Without this, a kernel may end after an exception as if it had succeeded.
+    fn watch_exceptions(&mut self, _channel: ChannelId, _mask: u32) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Returns the exceptions since the last call. [`Pending::CHANNEL_ERROR`] announces them.
+    fn take_exceptions(&mut self) -> Vec<Exception> {
+        Vec::new()
+    }
+
+    /// Reads the errors of `count` multiprocessors from number `first` for a channel, after an
+    /// exception or a fault in its group.
+    fn error_states(
+        &mut self,
+        _channel: ChannelId,
+        _first: u32,
+        _count: u32,
+    ) -> Result<ErrorStates, GpuError> {
+        Err(GpuError::Unsupported("errors of multiprocessors"))
+    }
+
+    /// Clears the errors of `count` multiprocessors for a channel.
+    fn clear_error_states(&mut self, _channel: ChannelId, _count: u32) -> Result<(), GpuError> {
         Ok(())
     }
 

@@ -23,6 +23,9 @@ pub enum GpuError {
     /// A limit of the vGPU type or of the GPU is reached.
     #[error("Limit reached: {0}")]
     Limit(&'static str),
+    /// The operation is possible again after some time, in seconds at most.
+    #[error("Try again later: {0}")]
+    Later(&'static str),
     /// Free video memory is not contiguous.
     #[error("No contiguous {wanted_mib} MiB of video memory are free: {}", remedy(*.outlived_mib))]
     Fragmented {

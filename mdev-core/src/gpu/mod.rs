@@ -9,6 +9,7 @@ mod capabilities;
 mod channel;
 mod client;
 mod error;
+mod exception;
 mod handle;
 mod parent;
 mod saved;
@@ -26,6 +27,7 @@ pub use client::{
     Pending,
 };
 pub use error::GpuError;
+pub use exception::{ErrorStates, Exception};
 pub use handle::{ClientHandle, SharedClient};
 pub use parent::{Admission, ClientSpec, Gpu};
 pub use saved::{SavedChannel, SavedClient};

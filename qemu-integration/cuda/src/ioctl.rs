@@ -4,6 +4,7 @@
 //! which descriptors a command needs, [`Done`] what to write.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use cuda_socket::calls::{NodeKind, encoded_len};
 use cuda_socket::{
@@ -27,8 +28,23 @@ const MAX_FILES: usize = 256;
 /// Maximum number of parts of shared memory that a request names.
 const MAX_PARTS: usize = 256;
 
-/// Carries out an ioctl with an argument at `argument`.
+/// Pause before an ioctl is repeated, and number of times.
+const AGAIN: Duration = Duration::from_millis(10);
+const MAX_AGAIN: usize = 2000;
+
+/// Carries out an ioctl with an argument at `argument`. Repeats one that the vGPU carries out later,
+/// such as a new channel soon after faults.
 pub fn ioctl(file: OpenFile, request: u32, argument: u64) -> Result<(), Errno> {
+    for _ in 0..MAX_AGAIN {
+        match ioctl_once(file, request, argument) {
+            Err(Errno::EAGAIN) => std::thread::sleep(AGAIN),
+            done => return done,
+        }
+    }
+    Err(Errno::EBUSY)
+}
+
+fn ioctl_once(file: OpenFile, request: u32, argument: u64) -> Result<(), Errno> {
     session::with(|session| {
         let mut call = Call::new(session, file, request, argument)?;
         for _ in 0..=MAX_FETCHES {

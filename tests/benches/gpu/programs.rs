@@ -116,6 +116,9 @@ const PYTORCH: [Figure; 4] = [
     figure("loss_falls", "PyTorch, the loss falls", Promise::Right),
 ];
 
+/// Errors of kernels that `programs.cu` makes.
+const ERRORS: [&str; 5] = ["address", "alignment", "instruction", "trap", "assertion"];
+
 /// Returns whether python3 has a module.
 fn has_module(name: &str) -> bool {
     let output = Command::new("python3").args(["-c", &format!("import {name}")]).output();
@@ -165,7 +168,9 @@ impl Bench<'_> {
         let features = self.features.map(|path| path.to_string_lossy().into_owned());
         let libraries = host.script("libraries");
         let features: Vec<_> = features.iter().map(String::as_str).collect();
+        let path = program.to_str().context("The path is not UTF-8")?;
         let mut programs = vec![features];
+        programs.extend(ERRORS.map(|error| vec![path, "error", error]));
         if has_module("torch") {
             programs.push(vec!["python3", &libraries]);
         }
@@ -177,7 +182,8 @@ impl Bench<'_> {
                 // What fails natively says nothing about the vGPU.
                 let kept = vgpu.to_bits() == native.to_bits();
                 let verdict = if kept { "the same" } else { "another result" };
-                let what = name.replace('_', " ");
+                let error = if words.contains(&"error") { "error of a kernel: " } else { "" };
+                let what = format!("{error}{}", name.replace('_', " "));
                 self.row(&what, native.to_string(), vgpu.to_string(), verdict.to_owned(), kept);
             }
         }
@@ -360,9 +366,9 @@ impl Bench<'_> {
 
         let load = host.kernels(&good, 250)?;
         load.start()?;
-        let fault = host.start_program(Some(&bad), &["fault"])?.finish()?;
+        let fault = host.start_program(Some(&bad), &["error", "address"])?.finish()?;
         let part = work(&load.finish()?)? / alone * 100.0;
-        let error = fault.get("error").copied().unwrap_or(f64::NAN);
+        let error = fault.get("address").copied().unwrap_or(f64::NAN);
         let seen = format!("{part:.1} % of its work alone; the faulty one gets error {error}");
         let kept = part >= 90.0 && (error - 700.0).abs() < 0.5;
         self.row("beside a fault", String::new(), seen, "90 %, error 700".to_owned(), kept);

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    DoorbellWatch, GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
+    DoorbellWatch, ErrorStates, Exception, GpuCapabilities, GpuDescription, GpuError, GuestRam,
+    MapRequest, Pending, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::PAGE_SIZE;
@@ -48,6 +49,7 @@ struct ThreadInputs {
     manager: SeqPacket,
     fault_event: OwnedFd,
     interrupt_event: OwnedFd,
+    exception_event: Arc<OwnedFd>,
     hang_limit: Option<Duration>,
 }
 
@@ -128,10 +130,12 @@ impl NvidiaClient {
         let vram_bytes = spec.vram_bytes;
         let vram = device.video_memory(vram_bytes)?;
         let vram_aperture = vram_aperture(&device, &gpu, &vram, vram_bytes)?;
+        let exception_event = Arc::new(device.rm_client.event_descriptor()?);
         let channel_options = channels::Options {
             copy_engines: device.copy_engines()?,
             preempt_blocks: options.preempt_blocks,
             max_channels: spec.max_channels.min(super::device::MAX_CHANNELS),
+            exception_event: exception_event.clone(),
         };
         let fault = event::RC_ERROR | event::WITHOUT_DATA;
         let (fault_object, fault_event) = device.rm_client.event(&device.subdevice, fault)?;
@@ -161,6 +165,7 @@ impl NvidiaClient {
                 manager,
                 fault_event,
                 interrupt_event,
+                exception_event,
                 hang_limit: options.hang_limit,
             }),
             _events: [fault_object, interrupt_object],
@@ -244,12 +249,15 @@ fn receive_grant(manager: &SeqPacket) -> Result<Box<Grant>, GpuError> {
 impl Client for NvidiaClient {
     fn start(&mut self) -> Result<(), GpuError> {
         let Some(inputs) = self.thread_inputs.take() else { return Ok(()) };
-        let ThreadInputs { manager, fault_event, interrupt_event, hang_limit } = inputs;
+        let ThreadInputs { manager, fault_event, interrupt_event, exception_event, hang_limit } =
+            inputs;
         let (state, rm_client) = (self.state.clone(), self.device.rm_client.clone());
         let mut thread = ManagerThread::new(state, rm_client, manager, fault_event, hang_limit);
         self.spawn("gpu-manager", move || thread.run())?;
         let state = self.state.clone();
-        self.spawn("gpu-interrupts", move || interrupt_thread::run(&state, &interrupt_event))?;
+        self.spawn("gpu-interrupts", move || {
+            interrupt_thread::run(&state, &interrupt_event, &exception_event);
+        })?;
         if let Some(poller) = self.state.poller.clone() {
             self.spawn("gpu-doorbells", move || poller.run())?;
         }
@@ -329,6 +337,27 @@ impl Client for NvidiaClient {
 
     fn preempt_instructions(&mut self, id: ChannelId) -> Result<(), GpuError> {
         self.state.channels().preempt_instructions(id)
+    }
+
+    fn watch_exceptions(&mut self, id: ChannelId, mask: u32) -> Result<(), GpuError> {
+        self.state.channels().watch_exceptions(id, mask)
+    }
+
+    fn take_exceptions(&mut self) -> Vec<Exception> {
+        self.state.channels().take_exceptions()
+    }
+
+    fn error_states(
+        &mut self,
+        id: ChannelId,
+        first: u32,
+        count: u32,
+    ) -> Result<ErrorStates, GpuError> {
+        self.state.channels().error_states(id, first, count)
+    }
+
+    fn clear_error_states(&mut self, id: ChannelId, count: u32) -> Result<(), GpuError> {
+        self.state.channels().clear_error_states(id, count)
     }
 
     fn boost_clocks(&mut self, boost: bool) -> Result<(), GpuError> {

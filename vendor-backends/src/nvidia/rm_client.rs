@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -272,24 +272,10 @@ impl RmClient {
         subdevice: &Arc<Object>,
         event: u32,
     ) -> Result<(Arc<Object>, OwnedFd), RmError> {
-        let fd = self.rm.open(Node::Event).map_err(RmError::open)?;
-        let mut argument = abi::AllocOsEvent {
-            client: self.root,
-            fd: fd.as_raw_fd().cast_unsigned(),
-            ..Default::default()
-        };
-        call(&*self.rm, fd.as_fd(), &mut argument, None, "")?;
-        let mut params = abi::EventParams {
-            client: self.root,
-            source: subdevice.handle,
-            class: class::OS_EVENT,
-            index: event,
-            data: u64::from(fd.as_raw_fd().cast_unsigned()),
-        };
-        let object =
-            self.alloc(Some(subdevice), class::OS_EVENT, Some(params.as_mut_bytes()), "event")?;
+        let fd = self.event_descriptor()?;
+        let object = self.alloc_event(subdevice, event, fd.as_fd())?;
         let mut notification = abi::SetNotification {
-            event: event & 0xffff,
+            event: event & super::sys::numbers::event::INDEX,
             action: super::sys::numbers::event::REPEAT,
             ..Default::default()
         };
@@ -299,6 +285,45 @@ impl RmClient {
             notification.as_mut_bytes(),
         )?;
         Ok((object, fd))
+    }
+
+    /// Opens a descriptor for events.
+    pub fn event_descriptor(&self) -> Result<OwnedFd, RmError> {
+        let fd = self.rm.open(Node::Event).map_err(RmError::open)?;
+        let mut argument = abi::AllocOsEvent {
+            client: self.root,
+            fd: fd.as_raw_fd().cast_unsigned(),
+            ..Default::default()
+        };
+        call(&*self.rm, fd.as_fd(), &mut argument, None, "")?;
+        Ok(fd)
+    }
+
+    /// Creates an event object of `source` for a descriptor, which polls readable when `source`
+    /// raises `event`. Without [`WITHOUT_DATA`](super::sys::numbers::event::WITHOUT_DATA),
+    /// [`Self::take_event`] then returns which object it was.
+    pub fn alloc_event(
+        self: &Arc<Self>,
+        source: &Arc<Object>,
+        event: u32,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Arc<Object>, RmError> {
+        let mut params = abi::EventParams {
+            client: self.root,
+            source: source.handle,
+            class: class::OS_EVENT,
+            index: event,
+            data: u64::from(fd.as_raw_fd().cast_unsigned()),
+        };
+        self.alloc(Some(source), class::OS_EVENT, Some(params.as_mut_bytes()), "event")
+    }
+
+    /// Takes an event with data from a descriptor. Fails if there is none.
+    pub fn take_event(&self, fd: BorrowedFd<'_>) -> Result<abi::EventData, RmError> {
+        let mut data = abi::EventData::default();
+        let mut argument = abi::GetEventData::default();
+        call(&*self.rm, fd, &mut argument, Some(data.as_mut_bytes()), "")?;
+        Ok(data)
     }
 
     /// Frees the client with all of its objects. Later calls fail.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::{doorbell, notifier, userd};
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, Pending};
 use mdev_core::ids::Token;
 use mdev_core::units::{MIB, PAGE_SIZE};
 use vendor_backends::conformance::Pushbuffer;
@@ -24,11 +24,11 @@ const METHODS: u64 = MIB + 3 * PAGE_SIZE;
 const DATA: u64 = 0x100_0000_0000;
 
 /// A channel for copies. Rings and USERD are video memory that is mapped for the CPU first.
-struct Copies {
-    context: Context,
+pub struct Copies {
+    pub context: Context,
     memory: Arc<Mapping>,
     notifier: Arc<Mapping>,
-    channel: u32,
+    pub channel: u32,
     token: u32,
     submitted: u32,
 }
@@ -106,13 +106,16 @@ fn a_program_copies_through_a_channel_of_its_own() {
         begin().copy(PROGRAM_VA + SOURCE, DATA, 9).copy(DATA, PROGRAM_VA + TARGET, 9);
     assert_eq!(copies.copy(&mut program, there_and_back, 9), "from here");
 
-    // A fault is told by the notifier.
+    // A fault is told by the notifier, and by the event of the group that has it.
+    faults::with_events(&mut program, &copies);
     copies.submit(&mut program, &Pushbuffer::default().copy(0x7000_0000_0000, DATA, 9));
+    let mut due = Vec::new();
     wait("the notifier", || {
-        program.front_end.note_errors(&mut program.client);
+        due.extend(program.front_end.on_gpu_event(&mut program.client, Pending::CHANNEL_ERROR));
         copies.notifier.load_u32(12) == Some(0xffff_0000)
     });
     assert_eq!(copies.notifier.load_u32(8), Some(notifier::MMU_FAULT));
+    assert_eq!(due, [CONTROL], "the other group had no fault");
     faults::the_cause_is_told(&mut program, copies.context, copies.channel);
 
     program.front_end.close(&mut program.client, CONTROL);

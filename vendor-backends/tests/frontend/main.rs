@@ -17,7 +17,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use cuda_socket::{FileId, MapRequest, Node};
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, Pending};
 use mdev_core::units::{MIB, PAGE_SIZE};
 use program::{CONTROL, CONTROL_FD, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words};
 use proptest::prelude::*;
@@ -255,6 +255,27 @@ fn managed_memory_is_shared_memory_at_the_programs_address() {
 }
 
 #[test]
+fn a_gpu_has_no_way_to_itself_nor_to_others() {
+    const P2P_CAPS: u32 = 0x12b;
+    const PROBED_IDS: u32 = 0x214;
+    let mut program = Program::start();
+    let root = program.context().root;
+    let (_, ids) = program.control(root, root, PROBED_IDS, &[0; 384]);
+    let mut asked = vec![0; 8348];
+    asked[..4].copy_from_slice(&ids[..4]);
+    asked[4..8].copy_from_slice(&ids[..4]);
+    asked[128..132].copy_from_slice(&words(&[2]));
+    let (status, caps) = program.control(root, root, P2P_CAPS, &asked);
+    assert_eq!((status, &caps[..132]), (0, &asked[..132]));
+    assert_eq!(caps[132..144], [0; 12], "no capabilities and copy engines");
+    assert_eq!(caps[144..156], [5, 5, 5, 5, 5, 5, 5, 5, 5, 0, 0, 0], "none is supported");
+    assert!(caps[156..].iter().all(|byte| *byte == 0xff), "no peers");
+    asked[4] ^= 1;
+    assert_ne!(program.control(root, root, P2P_CAPS, &asked).0, 0, "another GPU");
+    assert_ne!(program.control(root, root, P2P_CAPS, &asked[..150]).0, 0);
+}
+
+#[test]
 fn a_request_for_interrupts_is_answered() {
     const SERVICE_INTERRUPTS: u32 = 0x2080_1702;
     let mut program = Program::start();
@@ -286,8 +307,13 @@ fn an_interrupt_is_no_error_of_a_channel() {
         let event = words(&[root, 0, 0x79, 0x3800_0019, fd, 0]);
         program.new_object(root, parent, handle, 0x79, &event);
     }
-    assert_eq!(program.front_end.events(false), [GPU]);
-    assert_eq!(program.front_end.events(true), [CONTROL, GPU]);
+    for (pending, due) in [
+        (Pending::NONSTALL, vec![GPU]),
+        (Pending::CHANNEL_ERROR, vec![GPU]),
+        (Pending::DEVICE_LOST, vec![CONTROL, GPU]),
+    ] {
+        assert_eq!(program.front_end.on_gpu_event(&mut program.client, pending), due);
+    }
 }
 
 fn request() -> impl Strategy<Value = u32> {
@@ -377,8 +403,7 @@ proptest! {
             let argument = words(&argument);
             let pointer = (has_params && argument.len() >= 24).then_some(16);
             program.ioctl_with(FileId(file), request, argument, pointer, &words(&params));
-            program.front_end.note_errors(&mut program.client);
-            program.front_end.events(true);
+            program.front_end.on_gpu_event(&mut program.client, Pending::CHANNEL_ERROR);
         }
         for file in [UVM, GPU, CONTROL] {
             program.front_end.close(&mut program.client, file);

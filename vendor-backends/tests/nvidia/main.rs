@@ -3,6 +3,7 @@
 
 mod doorbell;
 mod driver_calls;
+mod exceptions;
 mod faults;
 mod hostile_guest;
 mod hostile_worker;
@@ -133,7 +134,7 @@ fn create_until_refused(
         let spec = lifecycle::channel_spec(EngineKind::Compute, id, 0);
         let channel = match client.create_channel(&spec) {
             Ok(channel) => channel,
-            Err(GpuError::Limit(_)) => break,
+            Err(GpuError::Later(_)) => break,
             Err(error) => panic!("{error}"),
         };
         created += 1;

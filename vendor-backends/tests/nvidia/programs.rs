@@ -32,12 +32,12 @@ fn many_channels() -> ClientSpec {
     ClientSpec { max_channels: 80, ..spec(64 * MIB) }
 }
 
-fn open(rm: &Arc<FakeRm>, gpu: &mut vendor_backends::nvidia::NvidiaGpu) -> NvidiaClient {
+pub fn open(rm: &Arc<FakeRm>, gpu: &mut vendor_backends::nvidia::NvidiaGpu) -> NvidiaClient {
     try_client(rm, gpu, &many_channels()).unwrap()
 }
 
 /// Returns the parameters of a channel of a program, with USERD number `index`.
-fn of_program(
+pub fn of_program(
     memory: MemoryId,
     index: u64,
     engine: EngineKind,
@@ -47,7 +47,7 @@ fn of_program(
     ChannelSpec { space, group: Some(group), ..spec }
 }
 
-fn channel(
+pub fn channel(
     client: &mut NvidiaClient,
     memory: MemoryId,
     index: u64,

@@ -7,7 +7,6 @@
 #include <thread>
 #include <vector>
 
-#include <assert.h>
 #include <cooperative_groups.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -368,13 +367,13 @@ __global__ void recurse(int *to, int n) { to[threadIdx.x] = depth(to + 32, n); }
 
 static bool large_stacks() {
     int *numbers;
-    OK(cudaDeviceSetLimit(cudaLimitStackSize, 64 << 10));
+    OK(cudaDeviceSetLimit(cudaLimitStackSize, 16 << 10));
     OK(cudaMallocManaged(&numbers, 33 * sizeof(int)));
     numbers[32] = 5;
-    recurse<<<1, 32>>>(numbers, 100);
+    recurse<<<1, 32>>>(numbers, 40);
     OK(cudaDeviceSynchronize());
     bool right = true;
-    for (int i = 0; i < 32; i++) right &= numbers[i] == 105;
+    for (int i = 0; i < 32; i++) right &= numbers[i] == 45;
     OK(cudaFree(numbers));
     return right;
 }
@@ -385,8 +384,9 @@ static bool out_of_memory() {
     OK(cudaMemGetInfo(&free, &total));
     bool right = cudaMalloc(&device, total + 1) == cudaErrorMemoryAllocation;
     cudaGetLastError();
-    Numbers half(free / 2 / sizeof(int));
-    return right && half.at;
+    OK(cudaMalloc(&device, free / 2));
+    OK(cudaFree(device));
+    return right;
 }
 
 __global__ void last(long long ns, int *to) {
@@ -463,14 +463,6 @@ __global__ void print() {
     if (threadIdx.x == 3) printf("printf_in_kernels %d\n", threadIdx.x - 2);
 }
 
-__global__ void claim(int a) { assert(a == 0); }
-
-// After it, the process has no GPU.
-static bool failed_assertion() {
-    claim<<<1, 1>>>(1);
-    return cudaDeviceSynchronize() == cudaErrorAssert;
-}
-
 #define FEATURE(name) {#name, name}
 
 int main() {
@@ -492,6 +484,5 @@ int main() {
     }
     print<<<1, 32>>>();
     cudaDeviceSynchronize();
-    printf("failed_assertion %d\n", failed_assertion());
     return 0;
 }

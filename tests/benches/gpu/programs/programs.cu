@@ -1,6 +1,7 @@
 // CUDA programs for the benchmark `gpu` and the demo, one for each word of the command line. Each
 // prints lines of a name and a number. Built by nvcc with -rdc=true, -lcudadevrt and -ldl.
 #include <algorithm>
+#include <assert.h>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -53,6 +54,27 @@ __global__ void work(long n, unsigned long long *done, float *out) {
 }
 
 __global__ void store(int *to) { *to = 1; }
+
+__global__ void store_shared(int at) {
+    extern __shared__ int numbers[];
+    numbers[at] = 1;
+}
+
+__global__ void trap() { asm volatile("trap;"); }
+
+__global__ void claim(int a) { assert(a == 0); }
+
+// Returns the error of a kernel. After it, the process has no GPU.
+static cudaError_t error_of(const char *what) {
+    char *memory;
+    CHECK(cudaMalloc(&memory, 4096));
+    if (!strcmp(what, "address")) store<<<1, 1>>>((int *)0x1234567000);
+    if (!strcmp(what, "alignment")) store<<<1, 1>>>((int *)(memory + 1));
+    if (!strcmp(what, "instruction")) store_shared<<<1, 1, 16>>>(1 << 26);
+    if (!strcmp(what, "trap")) trap<<<1, 1>>>();
+    if (!strcmp(what, "assertion")) claim<<<1, 1>>>(1);
+    return cudaDeviceSynchronize();
+}
 
 // Doubles 32 numbers. The driver compiles it.
 static const char *const PTX = R"(
@@ -357,11 +379,10 @@ int main(int count, char **words) {
         CHECK(cudaDeviceSynchronize());
     } else if (count == 3 && !strcmp(words[1], "flood")) {
         flood(atof(words[2]));
-    } else if (count == 2 && !strcmp(words[1], "fault")) {
-        store<<<1, 1>>>((int *)0x1234567000);
-        printf("error %d\n", (int)cudaDeviceSynchronize());
+    } else if (count == 3 && !strcmp(words[1], "error")) {
+        printf("%s %d\n", words[2], (int)error_of(words[2]));
     } else {
-        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|endless|flood SECONDS|fault\n");
+        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|endless|flood SECONDS|error address|alignment|instruction|trap|assertion\n");
         return 2;
     }
     return 0;

@@ -6,6 +6,7 @@ use mdev_core::abi::userd;
 use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId, Token};
 
+use super::exceptions::ExceptionWatch;
 use super::teardown::Running;
 use crate::mem::Mapping;
 use crate::nvidia::device::Device;
@@ -58,6 +59,8 @@ pub(super) struct Channel {
     pub(super) registration: Option<Registration>,
     /// Keeps the context share, which must outlive the channel.
     pub(super) context_share: Option<Arc<Object>>,
+    /// Watch of the group's exceptions, if it is by this channel. Freed first.
+    pub(super) exceptions: Option<ExceptionWatch>,
     /// The channel, then its classes. Empty after the teardown.
     pub(super) objects: Vec<Arc<Object>>,
     pub(super) engine: EngineKind,
@@ -96,6 +99,7 @@ impl Channel {
     /// Frees the classes, then the channel.
     pub(super) fn tear_down(&mut self) {
         self.registration = None;
+        self.exceptions = None;
         while self.objects.pop().is_some() {}
         self.context_share = None;
         self.userd = None;

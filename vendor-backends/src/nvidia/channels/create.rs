@@ -91,6 +91,7 @@ impl Channels {
         };
         Ok(Channel {
             registration,
+            exceptions: None,
             context_share,
             objects,
             engine: spec.engine,
@@ -197,10 +198,10 @@ impl Channels {
         }
         let (now, engine) = (Instant::now(), spec.engine);
         if self.backoff[engine as usize].must_wait(now) {
-            return Err(GpuError::Limit("channels made again after faults; wait"));
+            return Err(GpuError::Later("channels are made again soon after faults"));
         }
         if self.teardowns[engine as usize].must_wait(now) {
-            return Err(GpuError::Limit("channels made again after working ones; wait"));
+            return Err(GpuError::Later("channels are made again soon after working ones"));
         }
         let engine_number = self.engine_number(spec);
         let (object, context_share) = self.alloc_group(spec, engine_number, space)?;

@@ -6,16 +6,18 @@
 
 mod channel;
 mod create;
+mod exceptions;
 mod scheduling;
 mod teardown;
 mod teardown_rate;
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::userd;
-use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, GpuError};
+use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, Exception, GpuError};
 use mdev_core::ids::{ChannelId, SpaceId, Token};
 
 use self::channel::Channel;
@@ -92,6 +94,10 @@ pub struct Channels {
     clocks_kept_up: bool,
     /// The GPU's usermode page.
     doorbell: Arc<Mapping>,
+    /// Event of the driver for exceptions of all channels.
+    exception_event: Arc<OwnedFd>,
+    /// Exceptions that the driver has reported.
+    reported: Vec<Exception>,
     /// Rings for the guest, unless the guest has the doorbell page.
     poller: Option<Arc<DoorbellPoller>>,
     backoff: [FaultBackoff; 2],
@@ -112,6 +118,8 @@ pub struct Options {
     pub preempt_blocks: bool,
     /// Maximum number of channels.
     pub max_channels: u32,
+    /// Event of the driver for exceptions of all channels.
+    pub exception_event: Arc<OwnedFd>,
 }
 
 impl Channels {
@@ -141,6 +149,8 @@ impl Channels {
             boosted_at: None,
             clocks_kept_up: false,
             doorbell,
+            exception_event: options.exception_event,
+            reported: Vec::new(),
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
             teardowns: [TeardownRate::default(); 2],

@@ -261,11 +261,7 @@ impl ControlQueue {
         if pending.is_empty() || self.open.is_empty() {
             return Ok(());
         }
-        let has_error = pending.contains(Pending::CHANNEL_ERROR);
-        if has_error {
-            self.front_end.note_errors(gpu);
-        }
-        for file in self.front_end.events(has_error) {
+        for file in self.front_end.on_gpu_event(gpu, pending) {
             if self.events.insert(file) {
                 self.push(completion::EVENT, file.0, 0);
             }

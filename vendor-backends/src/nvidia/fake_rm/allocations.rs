@@ -37,7 +37,17 @@ pub fn alloc(
         class::VIDEO_MEMORY | class::SYSTEM_MEMORY => {
             alloc_memory(state, &mut object, &exact(params)?)?;
         }
-        class::OS_EVENT => drop(exact::<abi::EventParams>(params)?),
+        class::OS_EVENT => {
+            let params: abi::EventParams = exact(params)?;
+            let fd = i32::try_from(params.data).map_err(|_| status::INVALID_ARGUMENT)?;
+            let file = id_of_number(fd).map_err(|_| status::INVALID_ARGUMENT)?;
+            object.event = Some((file, params.index));
+        }
+        class::DEBUGGER => {
+            let params: abi::DebuggerParams = exact(params)?;
+            state.objects.of_class(params.client, params.object, compute::CLASS)?;
+            object.uses = vec![params.object];
+        }
         class::EVENT_BUFFER => alloc_event_buffer(state, &mut object, &exact(params)?)?,
         class::GROUP => {
             let params: abi::GroupParams = exact(params)?;

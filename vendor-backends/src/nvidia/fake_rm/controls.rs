@@ -13,6 +13,9 @@ use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{class, control, engine, fb, status};
 use crate::nvidia::version::Layout;
 
+/// Number of the multiprocessor that has an error.
+pub const FAILED_MULTIPROCESSOR: u32 = 131;
+
 /// Executes a control of an object.
 pub fn control(
     state: &mut State,
@@ -30,6 +33,7 @@ pub fn control(
         class::SUBDEVICE => control_subdevice(state, call, params),
         class::EVENT_BUFFER => control_event_buffer(state, call, params),
         class::GROUP => control_group(state, layout, call, params),
+        class::DEBUGGER => control_debugger(state, call, params),
         host::CLASS => control_channel(state, call, params),
         _ => Err(status::NOT_SUPPORTED),
     }
@@ -126,6 +130,36 @@ fn control_group(
         _ => return Err(status::NOT_SUPPORTED),
     }
     Ok(())
+}
+
+fn control_debugger(
+    state: &mut State,
+    call: &abi::Control,
+    params: &mut [u8],
+) -> Result<(), Refusal> {
+    match call.command {
+        control::EXCEPTION_MASK => {
+            state.objects.get_mut(call.client, call.object)?.exception_mask = exact(Some(params))?;
+            Ok(())
+        }
+        control::ERROR_STATES => {
+            let mut read: abi::ErrorStates = exact(Some(params))?;
+            let channel = state.objects.of_class(call.client, read.channel, host::CLASS)?;
+            let states = read.states.iter_mut().zip(read.first..);
+            for (error, number) in states.take(read.count as usize) {
+                // An error of one multiprocessor, and addresses of the last kernel that had one.
+                error.warp_esr = if number == FAILED_MULTIPROCESSOR { 0x10 } else { 0 };
+                (error.warp_pc, error.warp_pc64, error.address) = (0x100, 0x100, 0x7f00_0000);
+            }
+            read.fault_valid = channel.faulted.into();
+            write_exact(params, read.as_bytes())
+        }
+        control::CLEAR_ERROR_STATES => {
+            let clear: abi::Pair = exact(Some(params))?;
+            state.objects.of_class(call.client, clear.first, host::CLASS).map(drop)
+        }
+        _ => Err(status::NOT_SUPPORTED),
+    }
 }
 
 fn control_channel(

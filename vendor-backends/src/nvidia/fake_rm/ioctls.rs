@@ -3,6 +3,8 @@
 use std::io;
 use std::mem::{offset_of, size_of};
 
+use zerocopy::IntoBytes;
+
 use super::allocations::{alloc, prepare_mmap, register_memory};
 use super::controls::control;
 use super::objects::{Mapping, Refusal};
@@ -59,6 +61,17 @@ pub fn execute(
             event.status = if event_file == file { status::OK } else { status::INVALID_ARGUMENT };
             Ok(())
         }),
+        abi::GetEventData::NUMBER => {
+            let data = state.take_event(file);
+            let params = request.params.as_mut().map(|(_, params)| &mut **params);
+            if let (Some(data), Some(params)) = (data, params) {
+                params.copy_from_slice(data.as_bytes());
+            }
+            with(argument, |get: &mut abi::GetEventData| {
+                get.status = if data.is_some() { status::OK } else { status::OBJECT_NOT_FOUND };
+                Ok(())
+            })
+        }
         abi::AllocMemory::NUMBER => with(argument, |alloc: &mut abi::AllocMemory| {
             if node == Node::Control || !state.open_file(file)?.registered {
                 return Err(io::ErrorKind::InvalidInput.into());

@@ -10,6 +10,7 @@ mod objects;
 mod params;
 mod probes;
 
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,8 +23,9 @@ use nix::unistd::pipe2;
 
 use super::generation::{Generation, HOPPER};
 use super::rm::{Node, Request, Rm};
-use super::sys::abi::{Call, Free};
+use super::sys::abi::{Call, EventData, Free};
 use super::version::Layout;
+pub use controls::FAILED_MULTIPROCESSOR;
 use objects::Objects;
 
 /// PCI address of the fake GPU.
@@ -57,8 +59,11 @@ struct State {
     calls: u64,
     fail_at: Option<u64>,
     log: Vec<String>,
-    /// Writers of event pipes. A pipe without a writer would poll as hung up.
-    event_writers: Vec<OwnedFd>,
+    /// Both ends of event pipes, by the file that both are. A pipe without a writer would poll as
+    /// hung up.
+    event_pipes: BTreeMap<FileId, [OwnedFd; 2]>,
+    /// Events with data that nobody has taken.
+    events: VecDeque<(FileId, EventData)>,
     /// Generation of the GPU, if it is not Hopper.
     generation: Option<&'static Generation>,
 }
@@ -124,6 +129,21 @@ impl FakeRm {
     /// does.
     pub fn fault(&self, token: u32, code: u32) {
         self.state().objects.fault(token, code);
+    }
+
+    /// Raises an exception of a kernel in the channel with a token, by the number of the compute
+    /// class's notifier. Returns whether a debugger watches it.
+    pub fn raise_exception(&self, token: u32, notifier: u32) -> bool {
+        let mut state = self.state();
+        let raised = state.objects.exception_events(token, notifier);
+        for (file, object, index) in &raised {
+            let data = EventData { object: *object, index: *index, ..Default::default() };
+            state.events.push_back((*file, data));
+            if let Some([_, writer]) = state.event_pipes.get(file) {
+                let _ = nix::unistd::write(writer, &[0]);
+            }
+        }
+        !raised.is_empty()
     }
 
     /// Returns the tokens of the channels that were enabled when their group was scheduled.
@@ -197,7 +217,8 @@ impl Rm for FakeRm {
             Node::Control | Node::Gpu(0) => memfd_create("fake-rm", MFdFlags::MFD_CLOEXEC)?,
             Node::Event => {
                 let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
-                state.event_writers.push(writer);
+                let pipe = [reader.try_clone()?, writer];
+                state.event_pipes.insert(file_id(&reader)?, pipe);
                 reader
             }
             Node::Gpu(_) => return Err(io::ErrorKind::NotFound.into()),
@@ -229,6 +250,14 @@ impl State {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
         Ok(())
+    }
+
+    /// Takes an event with data of a file, and makes the file unreadable with the last one.
+    fn take_event(&mut self, file: FileId) -> Option<EventData> {
+        let at = self.events.iter().position(|(of, _)| *of == file)?;
+        let [reader, _] = self.event_pipes.get(&file)?;
+        let _ = nix::unistd::read(reader, &mut [0]);
+        self.events.remove(at).map(|(_, data)| data)
     }
 
     fn open_file(&mut self, file: FileId) -> io::Result<&mut OpenFile> {

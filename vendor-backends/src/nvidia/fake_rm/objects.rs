@@ -6,7 +6,8 @@ use std::os::unix::fs::FileExt;
 
 use mdev_core::abi::{compute, copy, host};
 
-use crate::nvidia::sys::numbers::{class, engine, flag, status};
+use super::FileId;
+use crate::nvidia::sys::numbers::{class, engine, event, flag, status};
 
 /// Offset of the GPU's clock in the usermode page.
 pub const CLOCK: u64 = 0x80;
@@ -45,6 +46,10 @@ pub struct Object {
     pub faulted: bool,
     /// Number of times that a channel was disabled and not enabled again.
     pub disabled: u32,
+    /// File of an event, and the event's index.
+    pub event: Option<(FileId, u32)>,
+    /// Exceptions that a debugger watches.
+    pub exception_mask: u32,
 }
 
 /// Mapping at a GPU virtual address.
@@ -116,7 +121,7 @@ impl Objects {
     pub fn insert(&mut self, handle: u32, mut object: Object) -> Result<(), Refusal> {
         let parent =
             self.get(object.client, object.parent).map_err(|_| status::INVALID_OBJECT_PARENT)?;
-        if parent_class(object.class).is_none_or(|class| class != parent.class) {
+        if !may_be_below(object.class, parent.class) {
             return Err(status::INVALID_OBJECT_PARENT);
         }
         if handle == 0 || self.all.contains_key(&(object.client, handle)) {
@@ -243,6 +248,28 @@ impl Objects {
         }
     }
 
+    /// Returns the events with data that a kernel's exception in the channel with a token raises: their
+    /// files, handles and notifiers. None if no debugger watches the exception.
+    pub fn exception_events(&self, token: u32, notifier: u32) -> Vec<(FileId, u32, u32)> {
+        let channel = self.all.iter().find(|(_, object)| object.token == token);
+        let Some((&(client, channel), _)) = channel else { return Vec::new() };
+        let of_client = || self.all.iter().filter(move |((owner, _), _)| *owner == client);
+        let computes = |o: &Object| o.parent == channel && o.class == compute::CLASS;
+        let compute = of_client().find(|(_, object)| computes(object)).map(|((_, own), _)| *own);
+        let Some(compute) = compute else { return Vec::new() };
+        let watches = |o: &Object| o.exception_mask >> notifier & 1 != 0 && o.uses == [compute];
+        if !of_client().any(|(_, object)| object.class == class::DEBUGGER && watches(object)) {
+            return Vec::new();
+        }
+        let events = of_client().filter(|(_, object)| object.parent == compute);
+        let with_data = events.filter_map(|((_, handle), object)| {
+            let (file, index) = object.event?;
+            let due = index & event::INDEX == notifier && index & event::WITHOUT_DATA == 0;
+            due.then_some((file, *handle, notifier))
+        });
+        with_data.collect()
+    }
+
     /// Disables or enables a channel. Each disabling needs one enabling.
     pub fn disable(&mut self, client: u32, handle: u32, disable: bool) -> Result<(), Refusal> {
         self.token(client, handle)?;
@@ -350,9 +377,10 @@ impl Objects {
     }
 }
 
-/// Returns the class of the parent of an object.
-fn parent_class(of: u32) -> Option<u32> {
-    Some(match of {
+/// Returns whether objects of a class can be below objects of another class.
+fn may_be_below(class: u32, parent: u32) -> bool {
+    let expected = match class {
+        class::OS_EVENT => return [class::SUBDEVICE, compute::CLASS].contains(&parent),
         class::DEVICE | class::EVENT_BUFFER => class::CLIENT,
         class::SUBDEVICE
         | class::VA_SPACE
@@ -360,12 +388,14 @@ fn parent_class(of: u32) -> Option<u32> {
         | class::OS_DESCRIPTOR
         | class::SYSTEM_MEMORY
         | class::VIDEO_MEMORY
+        | class::DEBUGGER
         | class::GROUP => class::DEVICE,
-        class::USERMODE | class::OS_EVENT => class::SUBDEVICE,
+        class::USERMODE => class::SUBDEVICE,
         host::CLASS | class::CONTEXT_SHARE => class::GROUP,
         copy::CLASS | compute::CLASS => host::CLASS,
-        _ => return None,
-    })
+        _ => return false,
+    };
+    parent == expected
 }
 
 /// Returns whether the fake GPU has an engine.

@@ -10,12 +10,13 @@ use zerocopy::FromBytes;
 use super::FrontEnd;
 use super::call::{Call, Stop, get_u32, put_u32, put_u64};
 use super::memory::StoreId;
-use super::objects::{Kind, Object};
+use super::objects::{EventSource, Kind, Object};
 use crate::nvidia::generation::{CLASS_LIST, CLASS_LIST_BYTES, DOORBELL_PAGES, Generation, HOPPER};
 use crate::nvidia::sys::abi::{
-    AllocMemory, ChannelParams, CopyParams, EventParams, GroupParams, MemoryParams, VaSpaceParams,
+    AllocMemory, ChannelParams, CopyParams, DebuggerParams, EventParams, GroupParams, MemoryParams,
+    VaSpaceParams,
 };
-use crate::nvidia::sys::numbers::{class, engine, flag, status};
+use crate::nvidia::sys::numbers::{class, engine, event, flag, status};
 
 /// Length of the doorbell page, in bytes.
 pub const DOORBELL_BYTES: u64 = 64 << 10;
@@ -30,7 +31,6 @@ const PASSIVE: &[u32] = &[
     class::SUBDEVICE_MASTER,
     class::BINAPI,
     class::THIRD_PARTY_P2P,
-    class::DEBUGGER,
     class::CONFIDENTIAL_COMPUTE,
     class::SMC_MONITOR_SESSION,
 ];
@@ -95,6 +95,7 @@ impl FrontEnd {
             class::GROUP => self.new_group(call, new),
             class::CONTEXT_SHARE => self.new_context_share(call, new),
             class::OS_EVENT => self.new_event(call, new),
+            class::DEBUGGER => self.new_debugger(call, new),
             class if DOORBELL_PAGES.contains(&class) => {
                 Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?))
             }
@@ -220,7 +221,25 @@ impl FrontEnd {
         put_u32(&mut bytes, 4, new.parent);
         call.write_block(new.params, bytes);
         let parent = self.clients.object(new.file, new.root, new.parent)?;
-        Ok(Kind::Event { file, of_errors: parent.class != class::SUBDEVICE })
+        let source = match parent.kind {
+            Kind::Engine(_) => EventSource::Exceptions { notifier: params.index & event::INDEX },
+            _ => EventSource::Interrupts,
+        };
+        Ok(Kind::Event { file, source })
+    }
+
+    /// Creates the debugger of an object that kernels run through.
+    fn new_debugger(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
+        let params = call.block(new.params, size_of::<DebuggerParams>())?;
+        let params = DebuggerParams::read_from_bytes(&params).map_err(|_| Stop::INVALID)?;
+        if params.client != 0 && params.client != new.root {
+            return Err(Stop::Status(status::INVALID_CLIENT));
+        }
+        let object = self.clients.object(new.file, new.root, params.object)?;
+        match object.kind {
+            Kind::Engine(engine::GRAPHICS) => Ok(Kind::Debugger { channel: object.parent }),
+            _ => Err(Stop::Status(status::INVALID_OBJECT_HANDLE)),
+        }
     }
 
     /// Returns the address space of a handle, and creates it the first time.

@@ -34,6 +34,8 @@ impl Stop {
 impl From<GpuError> for Stop {
     fn from(error: GpuError) -> Self {
         Self::Status(match error {
+            // The program's side repeats the request.
+            GpuError::Later(_) => return Self::Errno(Errno::EAGAIN),
             GpuError::Invalid(_) | GpuError::OutOfRange(_) | GpuError::Overlap(_) => {
                 status::INVALID_ARGUMENT
             }
@@ -270,5 +272,11 @@ mod tests {
             assert_eq!(parts_of(range, &shared), None, "{shared:x?}");
         }
         assert_eq!(parts_of(Range { address: u64::MAX, len: 2 }, &[first]), None);
+    }
+
+    #[test]
+    fn what_is_possible_later_is_repeated_by_the_programs_side() {
+        let later = GpuError::Later("soon after faults");
+        assert!(matches!(Stop::from(later), Stop::Errno(Errno::EAGAIN)));
     }
 }

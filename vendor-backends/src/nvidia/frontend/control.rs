@@ -35,8 +35,6 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::UNNAMED_0080_028B,
     control::SET_TIMESLICE,
     control::SCHEDULE,
-    control::EXCEPTION_MASK,
-    control::CLEAR_FAULT_STATES,
     control::P2P_REGISTER_SPACE,
     control::P2P_REGISTER_MEMORY,
     control::P2P_UNREGISTER_MEMORY,
@@ -58,7 +56,8 @@ pub(super) struct Control {
     pub file: FileId,
     /// Client.
     pub root: u32,
-    object: u32,
+    /// Object.
+    pub object: u32,
     command: u32,
     /// Parameters, as the program gets them back.
     pub params: Vec<u8>,
@@ -162,7 +161,10 @@ impl FrontEnd {
                 if clear { Ok(()) } else { Ok(gpu.boost_clocks(true)?) }
             }
             control::PREEMPTION_MODE => self.preemption_mode(gpu, control),
-            control::FAULT_STATES => self.fault_states(gpu, control),
+            control::EXCEPTION_MASK => self.watch_exceptions(gpu, control),
+            control::ERROR_STATES => self.error_states(gpu, control),
+            control::CLEAR_ERROR_STATES => self.clear_error_states(gpu, control),
+            control::P2P_CAPS => self.p2p_caps(control),
             control::NVLINK_CAPS => {
                 // As of a GPU without links.
                 control.params.fill(0);
@@ -204,6 +206,25 @@ impl FrontEnd {
             Some(channel) => Ok(gpu.preempt_instructions(channel)?),
             None => Err(Stop::Status(status::INVALID_STATE)),
         }
+    }
+
+    /// `NV0000_CTRL_CMD_SYSTEM_GET_P2P_CAPS_V2` of a GPU with itself, which NCCL asks for: there is
+    /// no way between GPUs.
+    fn p2p_caps(&self, control: &mut Control) -> Result<(), Stop> {
+        for index in 0..control.u32(p2p::COUNT)?.min(p2p::MAX_GPUS) as usize {
+            self.check_gpu_id(control.u32(index * 4)?)?;
+        }
+        let answer = control.params.get_mut(p2p::CAPS..).ok_or(WRONG_LENGTH)?;
+        if answer.len() < p2p::PEERS - p2p::CAPS {
+            return Err(WRONG_LENGTH);
+        }
+        let (caps, peers) = answer.split_at_mut(p2p::PEERS - p2p::CAPS);
+        caps.fill(0);
+        let states = p2p::STATES - p2p::CAPS;
+        caps[states..states + p2p::STATE_COUNT].fill(p2p::NOT_SUPPORTED);
+        // `NV0000_CTRL_SYSTEM_GET_P2P_CAPS_INVALID_PEER`.
+        peers.fill(0xff);
+        Ok(())
     }
 
     fn check_gpu_id(&self, id: u32) -> Result<(), Stop> {
@@ -362,6 +383,23 @@ struct IdInfo {
 
 const ID_INFO_V1: IdInfo = IdInfo { sli: 24, board: 28, instance: 32, numa: 36 };
 const ID_INFO_V2: IdInfo = IdInfo { sli: 16, board: 20, instance: 24, numa: 28 };
+
+/// `NV0000_CTRL_SYSTEM_GET_P2P_CAPS_V2_PARAMS`.
+mod p2p {
+    /// Maximum number of ids of GPUs, which come first.
+    pub const MAX_GPUS: u32 = 32;
+    /// Offset of the number of ids.
+    pub const COUNT: usize = 128;
+    /// Offset of the capabilities and the numbers of copy engines.
+    pub const CAPS: usize = 132;
+    /// Offset and number of the states of capabilities.
+    pub const STATES: usize = 144;
+    pub const STATE_COUNT: usize = 9;
+    /// Offset of the numbers of peers.
+    pub const PEERS: usize = 156;
+    /// `NV0000_P2P_CAPS_STATUS_NOT_SUPPORTED`.
+    pub const NOT_SUPPORTED: u8 = 5;
+}
 
 /// `NV0000_CTRL_SLI_STATUS_GPU_NOT_SUPPORTED`, and that a GPU has no partner.
 const SLI_STATUS: u32 = 0x41;

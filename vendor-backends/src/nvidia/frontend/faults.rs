@@ -1,36 +1,63 @@
-//! What programs learn of errors of their channels: notifiers, and the cause of a fault.
+//! What programs learn of errors of their channels: notifiers, events, and the cause.
 //!
-//! After an error, libcuda reads the states of the multiprocessors through its debugger object. The
-//! driver reads them from the GPU, for a context that has its channel. Here the answer is made from
-//! the channel's error alone: whether the memory management unit refused an access, which libcuda
-//! reports as an illegal address.
+//! A kernel's exception, such as an illegal instruction, starts the trap handler that libcuda has
+//! installed, and raises an event. libcuda then reads the errors of the multiprocessors through its
+//! debugger object, and resets the channel. The errors come from the driver. If it has none, they
+//! are made from the channel's error: whether the memory management unit refused an access.
 
+use std::collections::BTreeSet;
+
+use cuda_socket::FileId;
 use mdev_core::abi::notifier;
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, ErrorStates, Pending};
+use mdev_core::ids::ChannelId;
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::FrontEnd;
-use super::call::{Stop, put_u32};
+use super::call::Stop;
 use super::control::{Control, WRONG_LENGTH};
-use super::objects::Kind;
+use super::objects::{EventSource, Kind};
+use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::status;
 
-/// `NV83DE_CTRL_DEBUG_READ_ALL_SM_ERROR_STATES_PARAMS`.
-mod states {
-    pub const LEN: usize = 4824;
-    /// Offset of the handle of the channel.
-    pub const CHANNEL: usize = 0;
-    /// Offset of the states of 100 multiprocessors, which are followed by the fault.
-    pub const FIRST: usize = 8;
-    /// Offset of the fault, between an old form of it and its kind: whether there was one.
-    pub const FAULT_VALID: usize = 4812;
-    pub const END: usize = 4820;
-}
+/// Groups with new errors, by their clients and handles.
+type Failed = BTreeSet<(u32, u32)>;
 
 impl FrontEnd {
-    /// Writes the notifiers of channels that have failed.
-    pub fn note_errors(&mut self, gpu: &mut dyn Client) {
+    /// Passes conditions of the GPU to programs: writes the notifiers of channels that have failed,
+    /// and returns the files of the events that are due.
+    pub fn on_gpu_event(&mut self, gpu: &mut dyn Client, pending: Pending) -> Vec<FileId> {
+        let is_lost = pending.contains(Pending::DEVICE_LOST);
+        let (mut failed, mut exceptions) = (Failed::new(), Vec::new());
+        if is_lost || pending.contains(Pending::CHANNEL_ERROR) {
+            failed = self.note_errors(gpu);
+            exceptions = gpu.take_exceptions();
+        }
+        let is_due = |root: u32, parent: u32, notifier: u32| {
+            let Some((channel, group)) = self.clients.channel_of_object(root, parent) else {
+                return false;
+            };
+            let mut exceptions = exceptions.iter();
+            is_lost
+                || failed.contains(&(root, group))
+                || exceptions.any(|raised| (raised.channel, raised.notifier) == (channel, notifier))
+        };
+        let due = self.clients.with_roots().filter_map(|(root, object)| match object.kind {
+            Kind::Event { file, source: EventSource::Interrupts } => Some(file),
+            Kind::Event { file, source: EventSource::Exceptions { notifier } } => {
+                is_due(root, object.parent, notifier).then_some(file)
+            }
+            _ => None,
+        });
+        let due: BTreeSet<_> = due.collect();
+        due.into_iter().collect()
+    }
+
+    /// Writes the notifiers of channels that have failed. Returns their groups.
+    fn note_errors(&mut self, gpu: &mut dyn Client) -> Failed {
         let memories = &self.memories;
-        for object in self.clients.all_mut() {
+        let mut groups = Failed::new();
+        for (root, object) in self.clients.with_roots_mut() {
             let Kind::Channel { handle, notifier, failed, ended: false, .. } = &mut object.kind
             else {
                 continue;
@@ -40,34 +67,74 @@ impl FrontEnd {
                 continue;
             }
             *failed = true;
+            groups.insert((root, object.parent));
             if let Some(store) = notifier {
                 memories.write(*store, 0, &notification(found.error));
             }
         }
+        groups
     }
 
-    /// `NV83DE_CTRL_CMD_DEBUG_READ_ALL_SM_ERROR_STATES`. Errors of other kinds than faults are
-    /// refused: their cause is in the states, which are not read.
-    pub(super) fn fault_states(
+    /// Returns the channel with a handle, unless it has ended.
+    fn live_channel(&self, control: &Control, handle: u32) -> Result<ChannelId, Stop> {
+        match self.clients.object(control.file, control.root, handle)?.kind {
+            Kind::Channel { handle, ended: false, .. } => Ok(handle.id),
+            Kind::Channel { .. } => Err(Stop::Status(status::NOT_SUPPORTED)),
+            _ => Err(Stop::Status(status::INVALID_OBJECT_HANDLE)),
+        }
+    }
+
+    /// `NV83DE_CTRL_CMD_DEBUG_SET_EXCEPTION_MASK`.
+    pub(super) fn watch_exceptions(
+        &self,
+        gpu: &mut dyn Client,
+        control: &Control,
+    ) -> Result<(), Stop> {
+        let debugger = self.clients.object(control.file, control.root, control.object)?;
+        let Kind::Debugger { channel } = debugger.kind else {
+            return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
+        };
+        let channel = self.live_channel(control, channel)?;
+        Ok(gpu.watch_exceptions(channel, control.u32(0)?)?)
+    }
+
+    /// `NV83DE_CTRL_CMD_DEBUG_READ_ALL_SM_ERROR_STATES`.
+    pub(super) fn error_states(
         &self,
         gpu: &mut dyn Client,
         control: &mut Control,
     ) -> Result<(), Stop> {
-        if control.params.len() != states::LEN {
-            return Err(WRONG_LENGTH);
-        }
-        let target = control.u32(states::CHANNEL)?;
-        let object = self.clients.object(control.file, control.root, target)?;
-        let Kind::Channel { handle, ended, .. } = object.kind else {
-            return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
+        let read = abi::ErrorStates::read_from_bytes(&control.params);
+        let mut params = read.map_err(|_| WRONG_LENGTH)?;
+        let channel = self.live_channel(control, params.channel)?;
+        let found = match gpu.error_states(channel, params.first, params.count) {
+            Ok(found) => found,
+            // The kind, 0, is that of an address without a mapping.
+            Err(_) if gpu.query_channel(channel)?.error == notifier::MMU_FAULT => {
+                ErrorStates { states: Vec::new(), fault: Some(0) }
+            }
+            Err(_) => return Err(Stop::Status(status::NOT_SUPPORTED)),
         };
-        if ended || gpu.query_channel(handle.id)?.error != notifier::MMU_FAULT {
-            return Err(Stop::Status(status::NOT_SUPPORTED));
-        }
-        let outputs = control.params.get_mut(states::FIRST..states::END).ok_or(WRONG_LENGTH)?;
-        outputs.fill(0);
-        // The kind, 0, is that of an address without a mapping.
-        put_u32(&mut control.params, states::FAULT_VALID, 1).ok_or(WRONG_LENGTH)
+        let states = params.states.as_mut_bytes();
+        states.fill(0);
+        states.iter_mut().zip(found.states).for_each(|(to, from)| *to = from);
+        params.old_fault_info = found.fault.unwrap_or(0);
+        params.fault_valid = u32::from(found.fault.is_some());
+        params.fault_info = params.old_fault_info;
+        control.params.copy_from_slice(params.as_bytes());
+        Ok(())
+    }
+
+    /// `NV83DE_CTRL_CMD_DEBUG_CLEAR_ALL_SM_ERROR_STATES`.
+    pub(super) fn clear_error_states(
+        &self,
+        gpu: &mut dyn Client,
+        control: &Control,
+    ) -> Result<(), Stop> {
+        let channel = self.live_channel(control, control.u32(0)?)?;
+        // A group without a debugger has nothing to clear.
+        let _ = gpu.clear_error_states(channel, control.u32(4)?);
+        Ok(())
     }
 }
 

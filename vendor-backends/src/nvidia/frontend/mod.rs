@@ -286,19 +286,6 @@ impl FrontEnd {
         }
     }
 
-    /// Returns the files of the events that are due after an interrupt, and after an error of a
-    /// channel. libcuda resets its channel when it gets an event of errors.
-    pub fn events(&self, has_error: bool) -> Vec<FileId> {
-        let files = self.clients.all().filter_map(|object| match object.kind {
-            Kind::Event { file, of_errors } if has_error || !of_errors => Some(file),
-            _ => None,
-        });
-        let mut files: Vec<_> = files.collect();
-        files.sort_unstable();
-        files.dedup();
-        files
-    }
-
     /// Returns the bytes of video memory that programs have allocated.
     pub fn used_video_bytes(&self) -> u64 {
         self.memories.video_bytes() - self.memories.free_video_bytes()

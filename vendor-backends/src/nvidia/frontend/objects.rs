@@ -63,8 +63,25 @@ pub enum Kind {
     Event {
         /// File that polls readable.
         file: FileId,
-        /// It stands for errors of a channel, and not for interrupts.
-        of_errors: bool,
+        /// What it stands for.
+        source: EventSource,
+    },
+    /// A debugger, which tells of exceptions.
+    Debugger {
+        /// Handle of the channel whose object it debugs.
+        channel: u32,
+    },
+}
+
+/// What an event stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventSource {
+    /// Interrupts of the GPU.
+    Interrupts,
+    /// Exceptions and errors of the channel to which the event's parent belongs.
+    Exceptions {
+        /// Number of the parent's notifier.
+        notifier: u32,
     },
 }
 
@@ -175,6 +192,16 @@ impl Clients {
         })
     }
 
+    /// Returns the channel that an object belongs to, and the handle of the channel's group.
+    pub fn channel_of_object(&self, root: u32, object: u32) -> Option<(ChannelId, u32)> {
+        let objects = &self.by_root.get(&root)?.objects;
+        let channel = objects.get(&objects.get(&object)?.parent)?;
+        match channel.kind {
+            Kind::Channel { handle, .. } => Some((handle.id, channel.parent)),
+            _ => None,
+        }
+    }
+
     /// Returns the class of an object, or of the client itself.
     pub fn class_of(&self, file: FileId, root: u32, handle: u32) -> Result<u32, Stop> {
         if handle == root {
@@ -254,21 +281,28 @@ impl Clients {
 
     /// Notes that an address space has ended, and with it its channels.
     pub fn end_channels(&mut self, of: SpaceId) {
-        for object in self.all_mut() {
+        for (_, object) in self.with_roots_mut() {
             if let Kind::Channel { space, ended, .. } = &mut object.kind {
                 *ended |= *space == of;
             }
         }
     }
 
-    /// Returns all objects for a change.
-    pub fn all_mut(&mut self) -> impl Iterator<Item = &mut Object> {
-        self.by_root.values_mut().flat_map(|client| client.objects.values_mut())
+    /// Returns all objects with their clients, for a change.
+    pub fn with_roots_mut(&mut self) -> impl Iterator<Item = (u32, &mut Object)> {
+        let clients = self.by_root.iter_mut();
+        clients.flat_map(|(root, client)| client.objects.values_mut().map(|object| (*root, object)))
+    }
+
+    /// Returns all objects with their clients.
+    pub fn with_roots(&self) -> impl Iterator<Item = (u32, &Object)> {
+        let clients = self.by_root.iter();
+        clients.flat_map(|(root, client)| client.objects.values().map(|object| (*root, object)))
     }
 
     /// Returns all objects.
     pub fn all(&self) -> impl Iterator<Item = &Object> {
-        self.by_root.values().flat_map(|client| client.objects.values())
+        self.with_roots().map(|(_, object)| object)
     }
 
     /// Returns all objects with the control files of their clients.

@@ -160,6 +160,8 @@ pub mod class {
 pub mod control {
     /// `NV0000_CTRL_CMD_SYSTEM_GET_BUILD_VERSION`.
     pub const BUILD_VERSION: u32 = 0x101;
+    /// `NV0000_CTRL_CMD_SYSTEM_GET_P2P_CAPS_V2`.
+    pub const P2P_CAPS: u32 = 0x12b;
     /// `NV0000_CTRL_CMD_SYSTEM_GET_P2P_CAPS_MATRIX`.
     pub const P2P_CAPS_MATRIX: u32 = 0x13a;
     /// `NV0000_CTRL_CMD_GPU_GET_ATTACHED_IDS`.
@@ -245,9 +247,9 @@ pub mod control {
     /// `NV83DE_CTRL_CMD_DEBUG_SET_EXCEPTION_MASK`.
     pub const EXCEPTION_MASK: u32 = 0x83de_0309;
     /// `NV83DE_CTRL_CMD_DEBUG_READ_ALL_SM_ERROR_STATES`.
-    pub const FAULT_STATES: u32 = 0x83de_030c;
+    pub const ERROR_STATES: u32 = 0x83de_030c;
     /// `NV83DE_CTRL_CMD_DEBUG_CLEAR_ALL_SM_ERROR_STATES`.
-    pub const CLEAR_FAULT_STATES: u32 = 0x83de_0310;
+    pub const CLEAR_ERROR_STATES: u32 = 0x83de_0310;
     /// `NV906F_CTRL_GET_CLASS_ENGINEID`.
     pub const CLASS_ENGINE: u32 = 0x906f_0101;
     /// `NVC36F_CTRL_GET_CLASS_ENGINEID`: the same in series 550.
@@ -308,8 +310,12 @@ pub mod event {
     pub const FIFO_EVENT_METHOD: u32 = 35;
     /// `NV01_EVENT_NONSTALL_INTR`.
     pub const NON_STALL: u32 = 0x0800_0000;
+    /// `NV01_EVENT_SUBDEVICE_SPECIFIC`.
+    pub const SUBDEVICE_SPECIFIC: u32 = 0x2000_0000;
     /// `NV01_EVENT_WITHOUT_EVENT_DATA`.
     pub const WITHOUT_DATA: u32 = 0x1000_0000;
+    /// Mask of the notifier's number.
+    pub const INDEX: u32 = 0xffff;
     /// Action: notify repeatedly.
     pub const REPEAT: u32 = 2;
 }

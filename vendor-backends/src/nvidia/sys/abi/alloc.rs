@@ -119,6 +119,11 @@ structure!(
 );
 
 structure!(
+    /// `NV83DE_ALLOC_PARAMETERS`: selects the object of a channel to debug.
+    DebuggerParams { debugger: u32, client: u32, object: u32, }
+);
+
+structure!(
     /// `NV_EVENT_BUFFER_ALLOC_PARAMETERS`.
     EventBufferParams {
         header: u64,
@@ -148,6 +153,7 @@ sizes! {
     MemoryParams = 128;
     EventParams = 24;
     CopyParams = 8;
+    DebuggerParams = 12;
     EventBufferParams = 72;
 }
 

@@ -57,6 +57,35 @@ structure!(
 );
 
 structure!(
+    /// `NV83DE_SM_ERROR_STATE_REGISTERS`.
+    SmErrorState {
+        global_esr: u32,
+        warp_esr: u32,
+        warp_pc: u32,
+        global_mask: u32,
+        warp_mask: u32,
+        pad0: u32,
+        address: u64,
+        warp_pc64: u64,
+        cluster_esr: u32,
+        cluster_mask: u32,
+    }
+);
+
+structure!(
+    /// `NV83DE_CTRL_DEBUG_READ_ALL_SM_ERROR_STATES_PARAMS`.
+    ErrorStates {
+        channel: u32,
+        count: u32,
+        states: [SmErrorState; 100],
+        old_fault_info: u32,
+        fault_valid: u32,
+        fault_info: u32,
+        first: u32,
+    }
+);
+
+structure!(
     /// `NV906F_CTRL_GET_MMU_FAULT_INFO_PARAMS`.
     MmuFault {
         address_hi: u32,
@@ -98,6 +127,8 @@ sizes! {
     ResetChannel = 16;
     PreemptionMode = 32;
     SetNotification = 20;
+    SmErrorState = 48;
+    ErrorStates = 4824;
     MmuFault = 104;
     BindCtxswLog = 20;
 }

@@ -72,6 +72,18 @@ structure!(
 call!(AllocOsEvent, 206, "ALLOC_OS_EVENT", volatile: [(8, 12)]);
 
 structure!(
+    /// `NVOS41_PARAMETERS`: takes an event with data from an event's descriptor.
+    GetEventData { event: u64, more: u32, status: u32, }
+);
+
+call!(GetEventData, 0x52, "RM_GET_EVENT_DATA", pointer: 0, volatile: [(0, 8)]);
+
+structure!(
+    /// `NvUnixEvent`: event with data. `object` is the event's handle.
+    EventData { object: u32, index: u32, info32: u32, info16: u32, }
+);
+
+structure!(
     /// `NVOS00_PARAMETERS`: frees an object and its children.
     Free { root: u32, parent: u32, object: u32, status: u32, }
 );
@@ -152,6 +164,8 @@ sizes! {
     CardInfos = 4608;
     RegisterFd = 4;
     AllocOsEvent = 16;
+    GetEventData = 16;
+    EventData = 16;
     Free = 16;
     Alloc = 32;
     Control = 32;

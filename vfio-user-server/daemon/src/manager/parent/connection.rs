@@ -96,7 +96,7 @@ fn unavailable(name: &str, reason: &str) -> String {
 fn error_detail(error: &GpuError) -> ErrorDetail {
     let code = match error {
         GpuError::Lost(_) | GpuError::Io(_) => ErrorCode::Unavailable,
-        GpuError::Limit(_) | GpuError::Fragmented { .. } => ErrorCode::NoRoom,
+        GpuError::Limit(_) | GpuError::Later(_) | GpuError::Fragmented { .. } => ErrorCode::NoRoom,
         GpuError::NotFound(_) => ErrorCode::NotFound,
         _ => ErrorCode::Internal,
     };

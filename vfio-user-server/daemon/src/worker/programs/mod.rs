@@ -345,11 +345,7 @@ impl Programs {
         if self.files.is_empty() || pending.is_empty() {
             return;
         }
-        let has_error = pending.intersects(Pending::CHANNEL_ERROR | Pending::DEVICE_LOST);
-        if has_error {
-            self.front_end.note_errors(&mut **function.client());
-        }
-        let waiting = self.front_end.events(has_error);
+        let waiting = self.front_end.on_gpu_event(&mut **function.client(), pending);
         for (file, socket, _) in self.files.values() {
             if waiting.binary_search(file).is_ok() {
                 // A full socket is readable already.
