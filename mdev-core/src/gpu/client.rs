@@ -298,6 +298,13 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
+    /// Resets a channel's group, also while it works: its channels end with the error
+    /// [`RESET_CHANNEL`](crate::abi::notifier::RESET_CHANNEL), as [`Pending::CHANNEL_ERROR`]
+    /// announces.
+    fn reset_channel(&mut self, _id: ChannelId) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("resets of channels"))
+    }
+
     /// Destroys a channel, also while it works.
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError>;
 

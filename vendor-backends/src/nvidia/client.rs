@@ -364,6 +364,13 @@ impl Client for NvidiaClient {
         self.state.channels().keep_clocks_up(boost)
     }
 
+    fn reset_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        let running = self.state.running_before(Teardown::Channel(id));
+        self.state.channels().reset(id, running)?;
+        self.state.signals.raise(Pending::CHANNEL_ERROR);
+        Ok(())
+    }
+
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
         self.state.note_errors();
         let shares_group = self.state.channels().shares_compute_group(id);

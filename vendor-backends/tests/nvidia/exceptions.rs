@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use mdev_core::abi::notifier;
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Exception, GpuError, Pending};
 use mdev_core::ids::ChannelId;
 use mdev_core::units::MIB;
@@ -89,5 +90,29 @@ fn exceptions_need_kernels_and_a_watch() {
     assert!(client.error_states(missing, 0, 1).is_err());
     client.destroy_channel(kernels.id).unwrap();
     assert!(client.error_states(kernels.id, 0, 1).is_err());
+    assert_eq!(rm.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn a_program_that_resets_its_channel_gets_the_error_on_the_whole_group() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let mut client = open(&rm, &mut gpu);
+    let memory = ram(MIB);
+    let import = lifecycle::import(&mut client, &memory).unwrap();
+    let space = client.create_space().unwrap();
+    let mut of_group = |index, group| channel(&mut client, import, index, (space, group)).id;
+    let [first, second, other] = [of_group(0, 1), of_group(1, 1), of_group(2, 2)];
+    client.reset_channel(first).unwrap();
+    assert!(readable(&client.event(), Duration::from_secs(20)));
+    assert!(client.take_pending().contains(Pending::CHANNEL_ERROR));
+    let errors = [first, second, other].map(|id| client.query_channel(id).unwrap().error);
+    assert_eq!(errors, [notifier::RESET_CHANNEL, notifier::RESET_CHANNEL, 0]);
+    // Once is enough, and a channel that has ended has nothing to reset.
+    client.reset_channel(second).unwrap();
+    assert_eq!(client.usage().unwrap().faults, 2);
+    client.destroy_channel(first).unwrap();
+    assert!(matches!(client.reset_channel(first), Err(GpuError::NotFound(_))));
+    drop(client);
     assert_eq!(rm.violations(), Vec::<String>::new());
 }

@@ -384,6 +384,7 @@ static bool out_of_memory() {
     OK(cudaMemGetInfo(&free, &total));
     bool right = cudaMalloc(&device, total + 1) == cudaErrorMemoryAllocation;
     cudaGetLastError();
+    if (!right) fprintf(stderr, "free %zu of %zu\n", free, total);
     OK(cudaMalloc(&device, free / 2));
     OK(cudaFree(device));
     return right;

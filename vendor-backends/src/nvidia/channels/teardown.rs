@@ -123,6 +123,16 @@ impl Channels {
         lost as u64
     }
 
+    /// Resets the group of a channel, unless it has failed already.
+    pub fn reset(&mut self, id: ChannelId, running: Running) -> Result<(), GpuError> {
+        self.note_errors();
+        if !self.by_id.contains_key(&id) {
+            return Err(GpuError::NotFound("channel"));
+        }
+        self.counters.faults += self.throw_off(id, running);
+        Ok(())
+    }
+
     /// Schedules a group again. The removal of a channel stops the other channels for a moment, and
     /// the GPU may lose their rings meanwhile.
     fn resume(&mut self, number: u32) -> Result<(), GpuError> {

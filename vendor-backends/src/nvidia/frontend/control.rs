@@ -5,7 +5,7 @@
 //! Everything else is refused.
 
 use cuda_socket::FileId;
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, GpuError};
 
 use super::FrontEnd;
 use super::call::{Call, Stop, get_u32, get_u64, put_u32, put_u64};
@@ -345,17 +345,25 @@ impl FrontEnd {
         control.set(12, engine)
     }
 
-    /// Resets a channel, which ends it. A later channel may have the same id on the vGPU.
+    /// `NV906F_CTRL_CMD_RESET_CHANNEL`: after an exception, libcuda resets its channel, and waits for
+    /// the error. On GPUs without exceptions this ends the channel. A later channel may have the same
+    /// id on the vGPU.
     fn reset_channel(&mut self, gpu: &mut dyn Client, control: &Control) -> Result<(), Stop> {
         let object = self.clients.object_mut(control.file, control.root, control.object)?;
         let Kind::Channel { handle, ended, .. } = &mut object.kind else {
             return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
         };
-        if !*ended {
-            gpu.destroy_channel(handle.id)?;
-            *ended = true;
+        if *ended {
+            return Ok(());
         }
-        Ok(())
+        match gpu.reset_channel(handle.id) {
+            Err(GpuError::Unsupported(_)) => {
+                gpu.destroy_channel(handle.id)?;
+                *ended = true;
+                Ok(())
+            }
+            done => Ok(done?),
+        }
     }
 
     fn channel(&self, control: &Control) -> Result<mdev_core::gpu::ChannelHandle, Stop> {

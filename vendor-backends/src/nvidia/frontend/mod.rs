@@ -230,10 +230,11 @@ impl FrontEnd {
             Err(Stop::Fetch(fetch)) => Err(Missing::Program(fetch)),
             Err(Stop::Allocate(len)) => Err(Missing::Allocation(len)),
             Err(Stop::Errno(errno)) => Ok(errno as i32),
-            Err(Stop::Status(status)) => match escapes::set_status(call, status) {
-                Ok(()) => Ok(0),
-                Err(_) => Ok(Errno::EINVAL as i32),
-            },
+            Err(Stop::Status(status)) => {
+                log::debug!("{:x?} ends with status {status:#x}", call.argument.get(..24));
+                let done = escapes::set_status(call, status);
+                Ok(done.map_or(Errno::EINVAL as i32, |()| 0))
+            }
         }
     }
 
