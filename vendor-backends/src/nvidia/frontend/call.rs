@@ -33,6 +33,7 @@ impl Stop {
 
 impl From<GpuError> for Stop {
     fn from(error: GpuError) -> Self {
+        log::debug!("{error}");
         Self::Status(match error {
             // The program's side repeats the request.
             GpuError::Later(_) => return Self::Errno(Errno::EAGAIN),

@@ -1,8 +1,11 @@
 //! The VM that uses a vGPU: whether there is one, and its description for an operator.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
 use nix::unistd::{Uid, User};
@@ -12,6 +15,9 @@ use crate::manager::Result;
 use crate::worker_protocol::WorkerStatus;
 use crate::{blocking, worker_client};
 use vgpud_api::{AttachedClient, ErrorCode, ErrorDetail};
+
+/// Wait for the name of a VM.
+const NAME_PATIENCE: Duration = Duration::from_millis(20);
 
 /// Longest name of a process, user or VM in a description, in characters.
 const MAX_NAME: usize = 64;
@@ -68,12 +74,63 @@ fn describe(vm: AttachedClient) -> String {
         command.map(|name| format!(" ({})", escaped(name.trim_end()))).unwrap_or_default();
     let user = User::from_uid(Uid::from_raw(uid)).ok().flatten();
     let user = user.map_or_else(|| uid.to_string(), |user| escaped(&user.name));
-    let name = name(pid).map(|name| format!(", VM \"{name}\"")).unwrap_or_default();
+    let name = read_name(pid).map(|name| format!(", VM \"{name}\"")).unwrap_or_default();
     format!("process {pid}{command} of user {user}{name}")
 }
 
+/// Names of the VMs that use vGPUs.
+///
+/// The kernel reads a process's command line with a lock of its memory, which a VM holds while much
+/// of its memory is unmapped. Each name is therefore read once, aside, and an answer that is late
+/// goes without it.
+#[derive(Debug, Default)]
+pub(super) struct VmNames(Mutex<HashMap<VgpuId, (i32, LateName)>>);
+
+/// Name of a VM, once it was read.
+type LateName = Arc<OnceLock<Option<String>>>;
+
+impl VmNames {
+    /// Returns the name of the VM in process `pid`, which uses `vgpu`.
+    pub async fn of(&self, vgpu: VgpuId, pid: i32) -> Option<String> {
+        self.read_once(vgpu, pid, move || read_name(pid)).await
+    }
+
+    async fn read_once(
+        &self,
+        vgpu: VgpuId,
+        pid: i32,
+        read: impl FnOnce() -> Option<String> + Send + 'static,
+    ) -> Option<String> {
+        let (name, is_new) = self.entry(vgpu, pid);
+        if is_new {
+            let target = Arc::clone(&name);
+            let reading = blocking::run(move || drop(target.set(read())));
+            // What is late is there for the next answer.
+            let _ = tokio::time::timeout(NAME_PATIENCE, reading).await;
+        }
+        name.get().cloned().flatten()
+    }
+
+    /// Returns the name of a VM, and whether it has to be read.
+    fn entry(&self, vgpu: VgpuId, pid: i32) -> (LateName, bool) {
+        let mut names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, name)) = names.get(&vgpu).filter(|(of, _)| *of == pid) {
+            return (Arc::clone(name), false);
+        }
+        let name = LateName::default();
+        names.insert(vgpu, (pid, Arc::clone(&name)));
+        (name, true)
+    }
+
+    /// Forgets the VMs of other vGPUs than these.
+    pub fn retain(&self, vgpus: &[VgpuId]) {
+        let mut names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        names.retain(|vgpu, _| vgpus.contains(vgpu));
+    }
+}
+
 /// Returns the name of the VM in a process, with unusual characters escaped.
-pub(super) fn name(pid: i32) -> Option<String> {
+fn read_name(pid: i32) -> Option<String> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     vm_name(&line).map(|name| escaped(&name))
 }
@@ -124,6 +181,31 @@ mod tests {
         ] {
             assert_eq!(vm_name(&line(arguments)).as_deref(), name, "{arguments:?}");
         }
+    }
+
+    #[test]
+    fn a_name_that_is_late_delays_nothing_and_is_there_later() {
+        const LATE: Duration = Duration::from_millis(600);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let (names, vgpu) = (VmNames::default(), VgpuId(uuid::Uuid::nil()));
+            let late = || {
+                std::thread::sleep(LATE);
+                Some("web1".to_owned())
+            };
+            let begun = std::time::Instant::now();
+            assert_eq!(names.read_once(vgpu, 7, late).await, None);
+            assert_eq!(names.read_once(vgpu, 7, || panic!("read again")).await, None);
+            assert!(begun.elapsed() < LATE, "{:?}", begun.elapsed());
+            tokio::time::sleep(LATE * 2).await;
+            let known = names.read_once(vgpu, 7, || panic!("read again")).await;
+            assert_eq!(known.as_deref(), Some("web1"));
+            // Another VM has the vGPU.
+            let next = names.read_once(vgpu, 8, || Some("web2".to_owned())).await;
+            assert_eq!(next.as_deref(), Some("web2"));
+            names.retain(&[]);
+            assert!(names.entry(vgpu, 8).1, "forgotten");
+        });
     }
 
     #[test]

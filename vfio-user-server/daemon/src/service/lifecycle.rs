@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
 
+use super::Service;
 use super::worker_statuses::Told;
-use super::{Service, with_status};
 use crate::callouts::{Action, CalloutRun};
 use crate::manager::sockets::{ChosenOwner, OWNER, owner_of_caller};
 use crate::manager::{Change, Listed, Manager, PlacedDefinition, Result};
@@ -165,7 +165,7 @@ impl Service {
         let error = match blocking::run(move || worker_client::status(&control)).await? {
             Ok(status) => {
                 let told = Told { status: Some(status), answers: true };
-                return blocking::run(move || with_status(listed, Some(told))).await;
+                return Ok(self.with_status(listed, Some(told)).await);
             }
             Err(error) => error,
         };

@@ -21,7 +21,7 @@ use crate::console::readout_limiter::ReadoutLimiter;
 use crate::console::shared_screenshots::SharedScreenshots;
 use crate::manager::{Handle, Listed, Manager, Result};
 use crate::{blocking, systemd};
-use vgpud_api::{ErrorCode, ErrorDetail, Stats, Version, Vgpu};
+use vgpud_api::{AttachedClient, ErrorCode, ErrorDetail, Stats, Version, Vgpu};
 use worker_statuses::{Asked, Told, WorkerStatuses};
 
 mod attached_vm;
@@ -45,6 +45,7 @@ pub struct Service {
     /// Screens with viewers.
     pub screens: Arc<LiveScreens>,
     statuses: Arc<WorkerStatuses>,
+    names: Arc<attached_vm::VmNames>,
     saving: saving::Saving,
     program: upgrading::OwnProgram,
 }
@@ -61,6 +62,7 @@ impl Service {
             callouts,
             version: Arc::new(version),
             statuses: Arc::default(),
+            names: Arc::default(),
             saving: saving::Saving::default(),
             program: upgrading::OwnProgram::default(),
         }
@@ -90,7 +92,29 @@ impl Service {
     ) -> Result<Vgpu> {
         let listed = self.call(body).await?;
         let status = self.worker_statuses(vec![asked(&listed)], Wait::Full).await.pop().flatten();
-        blocking::run(move || with_status(listed, status)).await
+        Ok(self.with_status(listed, status).await)
+    }
+
+    /// Completes a vGPU with its worker's status, and with the name of its VM.
+    async fn with_status(&self, listed: Listed, told: Option<Told>) -> Vgpu {
+        let Some(Told { status, answers }) = told else { return listed.vgpu };
+        let programs = status.as_ref().and_then(|status| status.programs.as_ref());
+        // Otherwise, the client is a program of the host.
+        let is_vm = programs.is_none_or(|programs| programs.in_vm);
+        let (vm, mut warnings) =
+            status.map(|status| (status.client, status.warnings)).unwrap_or_default();
+        let vm_name = self.vm_name(listed.vgpu.uuid, vm.filter(|_| is_vm)).await;
+        if !answers {
+            warnings.push("Its worker does not answer".into());
+        }
+        Vgpu { vm, vm_name, warnings, ..listed.vgpu }
+    }
+
+    async fn vm_name(&self, vgpu: VgpuId, vm: Option<AttachedClient>) -> Option<String> {
+        match vm {
+            Some(vm) => self.names.of(vgpu, vm.pid).await,
+            None => None,
+        }
     }
 
     /// Returns all vGPUs, each completed with its worker's status.
@@ -98,9 +122,13 @@ impl Service {
         let listed = self.call(Manager::list).await?;
         let vgpus: Vec<_> = listed.iter().map(|listed| listed.vgpu.uuid).collect();
         self.statuses.retain(&vgpus);
+        self.names.retain(&vgpus);
         let statuses = self.worker_statuses(listed.iter().map(asked).collect(), Wait::Full).await;
-        let vgpus = listed.into_iter().zip(statuses);
-        blocking::run(move || vgpus.map(|(vgpu, status)| with_status(vgpu, status)).collect()).await
+        let mut vgpus = Vec::new();
+        for (listed, status) in listed.into_iter().zip(statuses) {
+            vgpus.push(self.with_status(listed, status).await);
+        }
+        Ok(vgpus)
     }
 
     /// Returns the statistics of all running vGPUs and of the parents.
@@ -111,21 +139,24 @@ impl Service {
             Some(Asked { vgpu: vgpu.stats.uuid, pid, control })
         });
         let statuses = self.worker_statuses(asked.collect(), Wait::Short).await;
-        let vgpus = measured.into_iter().zip(statuses).map(|(vgpu, status)| {
+        let mut vgpus = Vec::new();
+        for (vgpu, status) in measured.into_iter().zip(statuses) {
             let mut stats = vgpu.stats;
             if let Some(status) = status.and_then(|told| told.status) {
                 stats.traps = status.traps;
-                stats.programs = status.programs.map(|found| programs::describe(found, vgpu.owner));
+                if let Some(found) = status.programs {
+                    // Names of processes are read from files.
+                    let described = blocking::run(move || programs::describe(found, vgpu.owner));
+                    stats.programs = Some(described.await?);
+                }
                 // Otherwise, the client is a program.
                 let in_vm = stats.programs.as_ref().is_none_or(|programs| programs.in_vm);
                 let vm = status.client.filter(|_| in_vm);
                 stats.vm_pid = vm.map(|vm| vm.pid);
-                stats.vm_name = vm.and_then(|vm| attached_vm::name(vm.pid));
+                stats.vm_name = self.vm_name(stats.uuid, vm).await;
             }
-            stats
-        });
-        // Names of processes are read from files.
-        let vgpus = blocking::run(move || vgpus.collect()).await?;
+            vgpus.push(stats);
+        }
         Ok(Stats { vgpus, parents })
     }
 
@@ -220,21 +251,6 @@ fn monitor_remedy(path: &Path, error: io::ErrorKind, is_service: bool) -> &'stat
 fn asked(listed: &Listed) -> Option<Asked> {
     let (pid, control) = (listed.vgpu.pid?, listed.control.clone()?);
     Some(Asked { vgpu: listed.vgpu.uuid, pid, control })
-}
-
-/// Completes a vGPU with its worker's status, and with the name of its VM, which is read from a file.
-fn with_status(listed: Listed, told: Option<Told>) -> Vgpu {
-    let Some(Told { status, answers }) = told else { return listed.vgpu };
-    let programs = status.as_ref().and_then(|status| status.programs.as_ref());
-    // Otherwise, the client is a program of the host.
-    let is_vm = programs.is_none_or(|programs| programs.in_vm);
-    let (vm, mut warnings) =
-        status.map(|status| (status.client, status.warnings)).unwrap_or_default();
-    let vm_name = vm.filter(|_| is_vm).and_then(|vm| attached_vm::name(vm.pid));
-    if !answers {
-        warnings.push("Its worker does not answer".into());
-    }
-    Vgpu { vm, vm_name, warnings, ..listed.vgpu }
 }
 
 #[cfg(test)]
