@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use mdev_core::ids::VgpuId;
 
-use super::Service;
 use super::worker_statuses::Told;
+use super::{Service, asked};
 use crate::callouts::{Action, CalloutRun};
 use crate::manager::sockets::{ChosenOwner, OWNER, owner_of_caller};
 use crate::manager::{Change, Listed, Manager, PlacedDefinition, Result};
@@ -164,6 +164,9 @@ impl Service {
         let id = listed.vgpu.uuid;
         let error = match blocking::run(move || worker_client::status(&control)).await? {
             Ok(status) => {
+                if let Some(asked) = asked(&listed) {
+                    self.statuses.learn(&asked, status.clone());
+                }
                 let told = Told { status: Some(status), answers: true };
                 return Ok(self.with_status(listed, Some(told)).await);
             }

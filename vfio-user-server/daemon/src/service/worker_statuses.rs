@@ -102,6 +102,11 @@ impl WorkerStatuses {
         workers.retain(|(vgpu, _), _| vgpus.contains(vgpu));
     }
 
+    /// Notes a status that a worker has told otherwise.
+    pub fn learn(&self, asked: &Asked, status: WorkerStatus) {
+        self.worker(asked).last().status = Some(status);
+    }
+
     /// Returns a worker's status of now, or its last one if it does not answer soon.
     pub async fn ask_soon(&self, asked: Asked) -> Told {
         let worker = self.worker(&asked);
@@ -205,6 +210,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let statuses = WorkerStatuses::default();
+            statuses.learn(&asked, status(false));
             assert!(statuses.ask_soon(asked.clone()).await.answers);
             let begun = Instant::now();
             let told = statuses.ask_soon(asked.clone()).await;
