@@ -19,7 +19,9 @@ use std::time::Instant;
 use cuda_socket::{FileId, MapRequest, Node};
 use mdev_core::gpu::{Client, Pending};
 use mdev_core::units::{MIB, PAGE_SIZE};
-use program::{CONTROL, CONTROL_FD, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words};
+use program::{
+    CONTROL, CONTROL_FD, Context, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words,
+};
 use proptest::prelude::*;
 use vendor_backends::mem::Mapping;
 use vendor_backends::nvidia::frontend::Mapped;
@@ -30,6 +32,9 @@ const INVALID_ADDRESS: u32 = 0x1e;
 const INVALID_CLASS: u32 = 0x22;
 const INVALID_CLIENT: u32 = 0x23;
 const NOT_SUPPORTED: u32 = 0x56;
+
+const FREE_RANGE: u32 = 34;
+const CREATE_EXTERNAL_RANGE: u32 = 73;
 
 const PROGRAM_VA: u64 = 0x2_0000_0000;
 
@@ -241,7 +246,7 @@ fn managed_memory_is_shared_memory_at_the_programs_address() {
     let mut migrate = range.to_vec();
     migrate.resize(20, 0);
     assert_eq!(word(&program.uvm(51, &migrate, 80), 18), 0);
-    assert_eq!(word(&program.uvm(34, &range, 24), 4), 0);
+    assert_eq!(word(&program.uvm(FREE_RANGE, &range, 24), 4), 0);
     assert!(program.front_end.map(&request).is_err());
     // A program unmaps a range without a request, and a later one overlaps it.
     assert_eq!(word(&program.uvm(DISABLE_READ_DUPLICATION, &range, 24), 4), 0);
@@ -251,6 +256,28 @@ fn managed_memory_is_shared_memory_at_the_programs_address() {
         let range = [offset as u32, (offset >> 32) as u32, len as u32, 0, 0xffff, 0];
         assert_eq!(word(&program.uvm(DISABLE_READ_DUPLICATION, &range, 24), 4), 0);
         assert_eq!(program.front_end.counts()[3], 1, "one range is mapped");
+    }
+    // So does ordinary memory.
+    let range = [0, (va >> 32) as u32, 4 * MIB as u32, 0, 0xffff, 0];
+    assert_eq!(word(&program.uvm(CREATE_EXTERNAL_RANGE, &range, 24), 4), 0);
+    assert_eq!(program.front_end.counts()[3], 0);
+}
+
+#[test]
+fn an_external_range_ends_with_its_mappings() {
+    let mut program = Program::start();
+    let Context { root, device, .. } = program.context();
+    let memory = program.new_object(root, device, 0x20, 0x40, &memory_params(MIB, MIB));
+    let va = 0x7f00_0000_0000;
+    let range = [0, (va >> 32) as u32, 8 * MIB as u32, 0, 0xffff, 0];
+    for _ in 0..2 {
+        assert_eq!(word(&program.uvm(CREATE_EXTERNAL_RANGE, &range, 24), 4), 0);
+        for at in [0, 2 * MIB, 7 * MIB] {
+            assert_eq!(program.map_for_gpu(root, memory, va + at, MIB), 0);
+        }
+        assert_eq!(program.front_end.counts()[3], 3);
+        assert_eq!(word(&program.uvm(FREE_RANGE, &range, 24), 4), 0);
+        assert_eq!(program.front_end.counts()[3], 0);
     }
 }
 

@@ -36,6 +36,8 @@ pub struct UvmFile {
     pub range_groups: u64,
     /// Ranges that the program has mapped and that have no memory: length by address.
     pub empty: BTreeMap<u64, u64>,
+    /// Ranges of external mappings (`UVM_CREATE_EXTERNAL_RANGE`): length by address.
+    pub external: BTreeMap<u64, u64>,
 }
 
 /// All open files of a vGPU.

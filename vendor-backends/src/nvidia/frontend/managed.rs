@@ -39,8 +39,7 @@ impl FrontEnd {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
-        let spaces = self.spaces(call)?;
-        if !spaces.iter().any(|space| self.memories.is_mapped(*space, va)) {
+        if !self.spaces(call)?.iter().any(|space| self.memories.is_mapped(*space, va)) {
             let empty = &mut self.files.get_mut(call.file())?.uvm.empty;
             let range = empty.range(..=va).next_back().map(|(start, len)| (*start, *len));
             let end = va.checked_add(len);
@@ -49,10 +48,6 @@ impl FrontEnd {
             let memory = pool_memory(call)?;
             let empty = &mut self.files.get_mut(call.file())?.uvm.empty;
             empty.remove(&start);
-            // The program has mapped the range anew: what overlaps was unmapped without a request.
-            for space in spaces {
-                self.memories.unmap_overlapping(gpu, space, va, len)?;
-            }
             self.map_pool(gpu, call, memory)?;
         }
         if call.request() == uvm::MIGRATE {

@@ -28,7 +28,6 @@ const SUCCEED: &[(u32, usize)] = &[
     (uvm::SET_RANGE_GROUP, 24),
     (uvm::UNREGISTER_GPU, 16),
     (uvm::VALIDATE_VA_RANGE, 16),
-    (uvm::CREATE_EXTERNAL_RANGE, 16),
     (uvm::DISABLE_PEER_ACCESS, 32),
 ];
 
@@ -51,6 +50,9 @@ mod external {
 
 /// Offset of the status in `UVM_ALLOC_SEMAPHORE_POOL_PARAMS`, behind the array.
 const POOL_STATUS: usize = 16 + GPUS * ATTRIBUTES + 8;
+
+/// Maximum number of external ranges of a file.
+const MAX_EXTERNAL: usize = 65_536;
 
 /// Lengths of most arguments, which requests of nvidia-uvm do not encode.
 const LENGTHS: &[(u32, u32)] = &[
@@ -108,11 +110,9 @@ impl FrontEnd {
             uvm::PAGEABLE_MEM_ACCESS => (4, call.set_u32(0, 0)),
             uvm::PAGEABLE_MEM_ACCESS_ON_GPU => (20, call.set_u32(16, 0)),
             uvm::MAP_EXTERNAL => (external::STATUS, self.map_external(gpu, call)),
-            uvm::FREE => (self.layout.uvm_free as usize - 8, self.unmap(gpu, call, None)),
-            uvm::UNMAP_EXTERNAL => {
-                let len = call.u64(8)?;
-                (32, self.unmap(gpu, call, Some(len)))
-            }
+            uvm::CREATE_EXTERNAL_RANGE => (16, self.create_external_range(gpu, call)),
+            uvm::FREE => (self.layout.uvm_free as usize - 8, self.free_range(gpu, call)),
+            uvm::UNMAP_EXTERNAL => (32, self.unmap(gpu, call, call.u64(8)?)),
             uvm::ALLOC_SEMAPHORE_POOL => (POOL_STATUS, self.semaphore_pool(gpu, call)),
             uvm::MAP_DYNAMIC_PARALLELISM => (32, self.dynamic_parallelism(gpu, call)),
             number => {
@@ -126,7 +126,10 @@ impl FrontEnd {
         };
         match result {
             Ok(()) => call.set_u32(status_at, status::OK),
-            Err(Stop::Status(status)) => call.set_u32(status_at, status),
+            Err(Stop::Status(status)) => {
+                log::debug!("Request {request} of nvidia-uvm ends with status {status:#x}");
+                call.set_u32(status_at, status)
+            }
             Err(stop) => Err(stop),
         }
     }
@@ -179,19 +182,44 @@ impl FrontEnd {
         Ok(())
     }
 
-    /// Removes the mappings in a range, or the one at an address.
-    fn unmap(
+    /// Notes a range whose mappings end together.
+    fn create_external_range(
         &mut self,
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
-        len: Option<u64>,
     ) -> Result<(), Stop> {
+        let (va, len) = (call.u64(0)?, call.u64(8)?);
+        self.clear(gpu, call)?;
+        let ranges = &mut self.files.get_mut(call.file())?.uvm.external;
+        if ranges.len() >= MAX_EXTERNAL {
+            return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
+        }
+        ranges.insert(va, len);
+        Ok(())
+    }
+
+    /// Removes what is left in a range that gets a new use. nvidia-uvm refuses a range that overlaps
+    /// another, but it sees when a program unmaps managed memory, of which no request tells.
+    fn clear(&mut self, gpu: &mut dyn Client, call: &Call<'_>) -> Result<(), Stop> {
+        let (va, len) = (call.u64(0)?, call.u64(8)?);
+        for space in self.files.get(call.file())?.uvm.spaces.clone() {
+            self.memories.unmap_overlapping(gpu, space, va, len)?;
+        }
+        Ok(())
+    }
+
+    /// Removes an external range with the mappings in it, or the mapping at an address.
+    fn free_range(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
+        let external = &mut self.files.get_mut(call.file())?.uvm.external;
+        let len = external.remove(&call.u64(0)?).unwrap_or(1);
+        self.unmap(gpu, call, len)
+    }
+
+    /// Removes the mappings that begin in `len` bytes from an address.
+    fn unmap(&mut self, gpu: &mut dyn Client, call: &Call<'_>, len: u64) -> Result<(), Stop> {
         let va = call.u64(0)?;
         for space in self.spaces(call)? {
-            match len {
-                Some(len) => self.memories.unmap(gpu, space, va, len)?,
-                None => self.memories.unmap_at(gpu, space, va)?,
-            }
+            self.memories.unmap(gpu, space, va, len)?;
         }
         Ok(())
     }
@@ -211,6 +239,7 @@ impl FrontEnd {
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
         let spaces = self.spaces(call)?;
+        self.clear(gpu, call)?;
         let store = self.memories.adopt(memory, len)?;
         let mapped =
             spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
@@ -231,6 +260,7 @@ impl FrontEnd {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
+        self.clear(gpu, call)?;
         for space in self.spaces(call)? {
             if !self.memories.map_launch_region(gpu, (space, va), len)? {
                 // Kernels launch none here, so it is ordinary memory.

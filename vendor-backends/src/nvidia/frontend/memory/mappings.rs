@@ -126,11 +126,6 @@ impl Memories {
         self.unmap(gpu, space, first, end - first)
     }
 
-    /// Removes the mapping that begins at an address, if there is one.
-    pub fn unmap_at(&mut self, gpu: &mut dyn Client, space: SpaceId, va: u64) -> Result<(), Stop> {
-        self.unmap(gpu, space, va, 1)
-    }
-
     /// Forgets the mappings of a space that was destroyed.
     pub fn forget_space(&mut self, gpu: &mut dyn Client, space: SpaceId) {
         let range = self.mappings.range((space, 0)..=(space, u64::MAX));
