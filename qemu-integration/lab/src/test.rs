@@ -4,10 +4,9 @@
 //! * [`jobs`]: jobs that run side by side, each with its output in one piece
 //! * [`tally`]: counts of tests, from libtest's output
 //!
-//! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
-//! side by side, and lints and further builds beside them, since VMs do not keep all CPUs busy. Other
-//! programs follow one after another, since each runs its tests in parallel. Tests that measure
-//! ([`MEASURED`]) run last, one at a time.
+//! Cargo builds programs and tests once, in one resolution of features. Test programs then run side by
+//! side, first those that boot VMs, and lints and further builds beside them, since no program keeps
+//! all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time.
 
 use std::io::Write;
 use std::path::Path;
@@ -48,6 +47,16 @@ const LONG: [&str; 3] = [
     "system-tests/daemon/replacement_endurance",
     "system-tests/qemu/saving_endurance",
 ];
+/// Tests with VMs that take over a minute, the longest first. They start first, so that none of them is
+/// left alone at the end.
+const FIRST: [&str; 6] = [
+    "system-tests/cuda/in_vm",
+    "system-tests/libvirt/domains",
+    "system-tests/vfio/dma",
+    "system-tests/vfio/service",
+    "system-tests/qemu/vms",
+    "system-tests/vfio/guest",
+];
 /// Arguments for cargo that select the programs of a bundle.
 const STATIC_PROGRAMS: [&str; 8] =
     ["--bin", "vgpu-guest", "--bin", "vgpud", "--bin", "vgpuctl", "--bin", "lab"];
@@ -63,16 +72,13 @@ pub fn run() -> Tally {
     });
     report.section("The lab: QEMU and a guest's kernel", prepare);
 
-    let plan = built.plan(&MEASURED, &LONG);
+    let plan = built.plan(&MEASURED, &LONG, &FIRST);
+    let jobs = plan.with_vms.into_iter().chain(plan.without_vms).collect::<Vec<_>>();
     let slots = std::thread::available_parallelism().map_or(1, usize::from);
-    heading(&format!("{} jobs with VMs, {slots} at a time, and cargo's", plan.with_vms.len()));
+    heading(&format!("{} jobs, {slots} at a time, and cargo's", jobs.len()));
     // Cargo's jobs would wait for each other: they lock the target folder.
     let of_cargo = vec![lints(), static_programs(), documentation(), code_documentation()];
-    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: of_cargo, slots: 1 }];
-    jobs::run_side_by_side(queues, |finished| report.add(finished));
-    // These programs run their tests in parallel themselves.
-    heading(&format!("{} jobs without VMs", plan.without_vms.len()));
-    let queues = vec![Queue { jobs: plan.without_vms, slots: 1 }];
+    let queues = vec![Queue { jobs, slots }, Queue { jobs: of_cargo, slots: 1 }];
     jobs::run_side_by_side(queues, |finished| report.add(finished));
     for job in plan.measured {
         let title = job.title.clone();
@@ -89,7 +95,7 @@ pub fn endurance() -> Tally {
         built = programs::build()?;
         Ok(Tally::default())
     });
-    for job in built.plan(&MEASURED, &LONG).long {
+    for job in built.plan(&MEASURED, &LONG, &FIRST).long {
         let title = job.title.clone();
         report.section(&title, || job.run(&mut std::io::stdout()));
     }

@@ -80,13 +80,16 @@ impl Built {
         }
     }
 
-    /// Splits all tests into jobs. `measured` names those that measure, and `long` modules of those
-    /// that take long.
-    pub fn plan(&self, measured: &[&str], long: &[&str]) -> Plan {
+    /// Splits all tests into jobs. `measured` names those that measure, `long` modules of those that
+    /// take long, and `first` those that start before others.
+    pub fn plan(&self, measured: &[&str], long: &[&str], first: &[&str]) -> Plan {
         let mut plan = Plan::default();
         for program in &self.tests {
             program.plan(&self.programs, measured, long, &mut plan);
         }
+        let titles: Vec<_> = first.iter().map(|name| title_of(name)).collect();
+        let place = |job: &Job| titles.iter().position(|title| *title == job.title);
+        plan.with_vms.sort_by_key(|job| place(job).unwrap_or(titles.len()));
         plan
     }
 }
@@ -114,9 +117,9 @@ impl TestProgram {
         for module in modules(&ignored) {
             let filter = format!("{module}::");
             let args = ["--ignored", "--test-threads=1", &filter];
-            let title = format!("{title}, {module} with VMs");
-            let job = Job::new(title, self.command(programs, &args));
-            let jobs = if long.contains(&format!("{name}/{module}").as_str()) {
+            let full = format!("{name}/{module}");
+            let job = Job::new(title_of(&full), self.command(programs, &args));
+            let jobs = if long.contains(&full.as_str()) {
                 &mut plan.long
             } else if alone(module) {
                 &mut plan.measured
@@ -142,6 +145,13 @@ impl TestProgram {
         let text = String::from_utf8_lossy(&output);
         text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect()
     }
+}
+
+/// Returns the title of the job of a module with VMs: of `package/program/module`.
+fn title_of(name: &str) -> String {
+    let mut parts = name.splitn(3, '/');
+    let mut part = || parts.next().unwrap_or_default();
+    format!("{}: {}, {} with VMs", part(), part(), part())
 }
 
 /// Returns the outermost modules of tests.
