@@ -6,6 +6,10 @@
 //! mapping as poisoned, so that the owner can drop the client. Replacing large parts keeps the
 //! number of ranges in the address space small, which the kernel limits (`vm.max_map_count`).
 //! Replacing them in parts keeps the handler short: it runs on the engine of all tenants.
+//!
+//! * [`held`]: threads that page faults hold
+
+pub mod held;
 
 use std::ffi::{c_int, c_void};
 use std::io;

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use mdev_core::memory_file::MemoryFile;
+use mdev_core::sigbus::held::Access;
 use mdev_core::sigbus::{GuardedMapping, Protection};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -46,6 +47,14 @@ pub fn file_of(name: &CStr, bytes: &[u8]) -> io::Result<OwnedFd> {
 pub struct Mapping {
     memory: GuardedMapping,
     writable: bool,
+    /// Another process has the file, and can make accesses last.
+    is_guests: bool,
+}
+
+/// Bytes of a mapping during an access.
+struct Place<'a> {
+    pointer: *mut u8,
+    _access: Option<Access<'a>>,
 }
 
 impl Mapping {
@@ -55,7 +64,7 @@ impl Mapping {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = if writable { Protection::ReadWrite } else { Protection::ReadOnly };
         let memory = GuardedMapping::map(fd, offset, len, protection)?;
-        Ok(Self::with_huge_pages(memory, writable))
+        Ok(Self::with_huge_pages(memory, writable, false))
     }
 
     /// Maps `len` bytes of guest memory from `offset`, both page-aligned.
@@ -72,16 +81,16 @@ impl Mapping {
         let size = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = if writable { Protection::ReadWrite } else { Protection::ReadOnly };
         let memory = file.map(offset, size, protection)?;
-        Ok(Self::with_huge_pages(memory, writable))
+        Ok(Self::with_huge_pages(memory, writable, true))
     }
 
-    fn with_huge_pages(memory: GuardedMapping, writable: bool) -> Arc<Self> {
+    fn with_huge_pages(memory: GuardedMapping, writable: bool, is_guests: bool) -> Arc<Self> {
         if let Some(base) = NonNull::new(memory.as_ptr().cast()) {
             // SAFETY: the range was mapped above; the advice changes page sizes, not contents. The
             // kernel may refuse the advice.
             let _ = unsafe { madvise(base, memory.len(), MmapAdvise::MADV_HUGEPAGE) };
         }
-        Arc::new(Self { memory, writable })
+        Arc::new(Self { memory, writable, is_guests })
     }
 
     /// Returns true once an access has found the file truncated.
@@ -109,23 +118,26 @@ impl Mapping {
         self.writable
     }
 
-    /// Returns the address of `len` bytes at `offset` if they are inside the mapping.
-    fn at(&self, offset: u64, len: usize) -> Option<*mut u8> {
+    /// Begins an access to `len` bytes at `offset`, if they are inside the mapping.
+    fn at(&self, offset: u64, len: usize) -> Option<Place<'_>> {
         let offset = usize::try_from(offset).ok()?;
         let end = offset.checked_add(len)?;
-        // SAFETY: offset is within the mapping.
-        (end <= self.memory.len()).then(|| unsafe { self.memory.as_ptr().add(offset) })
+        (end <= self.memory.len()).then(|| Place {
+            // SAFETY: offset is within the mapping.
+            pointer: unsafe { self.memory.as_ptr().add(offset) },
+            _access: self.is_guests.then(|| self.memory.access()),
+        })
     }
 
-    fn at_for_write(&self, offset: u64, len: usize) -> Option<*mut u8> {
-        self.at(offset, len).filter(|_| self.writable)
+    fn at_for_write(&self, offset: u64, len: usize) -> Option<Place<'_>> {
+        if self.writable { self.at(offset, len) } else { None }
     }
 
     /// Copies bytes from the mapping. Returns `None` if the range is not inside.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Option<()> {
         let from = self.at(offset, out.len())?;
         // SAFETY: `from` is valid for `out.len()` bytes of this mapping; `out` is private memory.
-        unsafe { from.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+        unsafe { from.pointer.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
         Some(())
     }
 
@@ -134,7 +146,7 @@ impl Mapping {
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Option<()> {
         let to = self.at_for_write(offset, bytes.len())?;
         // SAFETY: `to` is valid for `bytes.len()` bytes of this mapping; `bytes` is private memory.
-        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        unsafe { to.pointer.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Some(())
     }
 
@@ -146,9 +158,9 @@ impl Mapping {
     /// Fails as recv(2) does, or if the range is not inside.
     pub fn receive(&self, offset: u64, len: usize, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let to = self.at_for_write(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+        let flags = libc::MSG_DONTWAIT;
         // SAFETY: `to` is valid for `len` bytes of this mapping.
-        let received =
-            unsafe { libc::recv(socket.as_raw_fd(), to.cast(), len, libc::MSG_DONTWAIT) };
+        let received = unsafe { libc::recv(socket.as_raw_fd(), to.pointer.cast(), len, flags) };
         usize::try_from(received).map_err(|_| io::Error::last_os_error())
     }
 
@@ -163,8 +175,8 @@ impl Mapping {
         len: usize,
         streaming: bool,
     ) -> Option<()> {
-        let from = self.at(offset, len)?;
-        let to = to.at_for_write(to_offset, len)?;
+        let (source, target) = (self.at(offset, len)?, to.at_for_write(to_offset, len)?);
+        let (from, to) = (source.pointer, target.pointer);
         if streaming && from.addr().abs_diff(to.addr()) >= len {
             // SAFETY: both are valid for `len` bytes, and they do not overlap.
             unsafe { stream::copy(from, to, len) };
@@ -177,72 +189,80 @@ impl Mapping {
 
     /// Reads an aligned 32-bit word, with acquire ordering.
     pub fn load_u32(&self, offset: u64) -> Option<u32> {
-        self.atomic_u32(self.at(offset, 4)?).map(|word| word.load(Ordering::Acquire))
+        self.at(offset, 4)?.u32().map(|word| word.load(Ordering::Acquire))
     }
 
     /// Reads an aligned 64-bit word, with acquire ordering.
     pub fn load_u64(&self, offset: u64) -> Option<u64> {
-        self.atomic_u64(self.at(offset, 8)?).map(|word| word.load(Ordering::Acquire))
+        self.at(offset, 8)?.u64().map(|word| word.load(Ordering::Acquire))
     }
 
     /// Writes an aligned 32-bit word, with release ordering.
     pub fn store_u32(&self, offset: u64, value: u32) -> Option<()> {
-        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        let place = self.at_for_write(offset, 4)?;
+        let word = place.u32()?;
         word.store(value, Ordering::Release);
         Some(())
     }
 
     /// Writes an aligned 64-bit word, with release ordering.
     pub fn store_u64(&self, offset: u64, value: u64) -> Option<()> {
-        let word = self.atomic_u64(self.at_for_write(offset, 8)?)?;
+        let place = self.at_for_write(offset, 8)?;
+        let word = place.u64()?;
         word.store(value, Ordering::Release);
         Some(())
     }
 
     /// Adds to an aligned 32-bit word, wrapping. Returns the previous value.
     pub fn add_u32(&self, offset: u64, value: u32) -> Option<u32> {
-        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        let place = self.at_for_write(offset, 4)?;
+        let word = place.u32()?;
         Some(word.fetch_add(value, Ordering::AcqRel))
     }
 
     /// Replaces an aligned 32-bit word by a function of it, as one atomic access.
     pub fn update_u32(&self, offset: u64, mut new: impl FnMut(u32) -> u32) -> Option<u32> {
-        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        let place = self.at_for_write(offset, 4)?;
+        let word = place.u32()?;
         word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(new(old))).ok()
     }
 
     /// Replaces an aligned 64-bit word by a function of it, as one atomic access.
     pub fn update_u64(&self, offset: u64, mut new: impl FnMut(u64) -> u64) -> Option<u64> {
-        let word = self.atomic_u64(self.at_for_write(offset, 8)?)?;
+        let place = self.at_for_write(offset, 8)?;
+        let word = place.u64()?;
         word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| Some(new(old))).ok()
     }
 
     /// Sets bits of an aligned 32-bit word. Returns the previous value.
     pub fn or_u32(&self, offset: u64, bits: u32) -> Option<u32> {
-        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        let place = self.at_for_write(offset, 4)?;
+        let word = place.u32()?;
         Some(word.fetch_or(bits, Ordering::AcqRel))
     }
 
     /// Replaces an aligned 32-bit word. Returns the previous value.
     pub fn swap_u32(&self, offset: u64, value: u32) -> Option<u32> {
-        let word = self.atomic_u32(self.at_for_write(offset, 4)?)?;
+        let place = self.at_for_write(offset, 4)?;
+        let word = place.u32()?;
         Some(word.swap(value, Ordering::AcqRel))
     }
+}
 
-    // `pointer` comes from `at` with the size of the word. The atomics live as long as `self`,
-    // which owns the mapping.
-    #[allow(clippy::unused_self, clippy::cast_ptr_alignment)]
-    fn atomic_u32(&self, pointer: *mut u8) -> Option<&AtomicU32> {
-        let pointer = pointer.cast::<u32>();
+// The pointer comes from `Mapping::at` with the size of the word, and the mapping lives as long as
+// the access.
+#[allow(clippy::cast_ptr_alignment)]
+impl Place<'_> {
+    fn u32(&self) -> Option<&AtomicU32> {
+        let pointer = self.pointer.cast::<u32>();
         // SAFETY: inside the mapping, aligned, and accessed only atomically or by racing raw
         // copies.
         pointer.is_aligned().then(|| unsafe { AtomicU32::from_ptr(pointer) })
     }
 
-    #[allow(clippy::unused_self, clippy::cast_ptr_alignment)]
-    fn atomic_u64(&self, pointer: *mut u8) -> Option<&AtomicU64> {
-        let pointer = pointer.cast::<u64>();
-        // SAFETY: as in `atomic_u32`.
+    fn u64(&self) -> Option<&AtomicU64> {
+        let pointer = self.pointer.cast::<u64>();
+        // SAFETY: as in `u32`.
         pointer.is_aligned().then(|| unsafe { AtomicU64::from_ptr(pointer) })
     }
 }

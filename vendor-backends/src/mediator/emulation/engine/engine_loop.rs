@@ -9,6 +9,7 @@ use super::sleep::{SEMAPHORE_POLL_MIN_NS, SPIN_MIN_NS};
 use super::sleep_debt::SleepDebt;
 use super::stolen_time::StolenTime;
 use super::vgpu_list::VgpuList;
+use super::watchdog::Steps;
 use crate::mediator::emulation::channel::Readiness;
 use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::counters::Counters;
@@ -76,6 +77,9 @@ pub(super) struct EngineLoop {
     pub spin_ns: u64,
     pub semaphore_poll_ns: u64,
     pub stolen: StolenTime,
+    pub steps: Arc<Steps>,
+    /// Number of the current step.
+    pub step_number: u64,
     /// [`PREEMPTION_GRACE_NS`]; shorter in tests.
     pub grace_ns: u64,
 }
@@ -96,6 +100,8 @@ impl EngineLoop {
             spin_ns: SPIN_MIN_NS,
             semaphore_poll_ns: SEMAPHORE_POLL_MIN_NS,
             stolen: StolenTime::new(pace.on_cpu),
+            steps: Arc::new(Steps::new()),
+            step_number: 0,
             grace_ns: PREEMPTION_GRACE_NS,
         }
     }
@@ -110,6 +116,8 @@ impl EngineLoop {
 
     /// Polls, and runs a group if one may run. Takes and returns the current time.
     pub fn step(&mut self, now: u64) -> u64 {
+        self.step_number += 1;
+        self.steps.begin(self.step_number);
         self.refresh();
         let since_poll = now - self.last_poll_ns;
         let polled = match self.running.filter(|index| since_poll < self.poll_interval_ns(*index)) {

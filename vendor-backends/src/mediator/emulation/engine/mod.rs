@@ -11,6 +11,7 @@
 //! * `sleep_debt`: consequences of sleep in a vGPU's memory
 //! * `sleep`: spinning and sleeping without work
 //! * `stolen_time`: time that the host took from the engine, as against sleep
+//! * `watchdog`: the end of accesses that hold the engine
 
 mod busy_clock;
 mod engine_loop;
@@ -20,6 +21,7 @@ mod sleep_debt;
 mod stolen_time;
 pub mod vgpu_list;
 pub mod waker;
+mod watchdog;
 
 #[cfg(test)]
 mod tests;
@@ -30,6 +32,7 @@ use std::thread::{self, JoinHandle};
 
 use self::engine_loop::EngineLoop;
 use self::vgpu_list::VgpuList;
+use self::watchdog::Watchdog;
 use crate::mediator::hardware::Pace;
 
 /// Handle of the running engine thread. Dropping it ends the thread.
@@ -47,6 +50,10 @@ impl Engine {
             // The process must not survive its engine: guests would hang instead of losing the
             // device.
             let guard = AbortOnPanic;
+            let watchdog = Watchdog::start(Arc::clone(&engine.steps));
+            if let Err(error) = &watchdog {
+                log::error!("The engine runs without a watchdog: {error}");
+            }
             engine.run();
             std::mem::forget(guard);
         })?;

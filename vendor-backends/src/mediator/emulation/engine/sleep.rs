@@ -143,7 +143,9 @@ impl EngineLoop {
         fds.extend(listening.iter().map(|index| {
             PollFd::new(self.groups[*index].vgpu.wakeups().as_fd(), PollFlags::POLLIN)
         }));
+        self.steps.sleep();
         let woken = ppoll(&mut fds, timeout, None) != Ok(0);
+        self.steps.wake(self.step_number);
         let ready: Vec<bool> = fds.iter().map(|fd| fd.any() == Some(true)).collect();
         drop(fds);
         self.vgpus.waker().clear();
