@@ -55,6 +55,17 @@ void tsr_files_wake(struct tsr_dev *dev)
 	spin_unlock_irq(&dev->files_lock);
 }
 
+/* Returns whether a file is open. */
+bool tsr_files_any(struct tsr_dev *dev)
+{
+	bool any;
+
+	spin_lock_irq(&dev->files_lock);
+	any = !hash_empty(dev->files);
+	spin_unlock_irq(&dev->files_lock);
+	return any;
+}
+
 /* Closes a file that a killed process was about to open. */
 static void tsr_open_orphan(struct tsr_request *request)
 {

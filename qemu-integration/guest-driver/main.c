@@ -14,8 +14,6 @@
 
 #include "tessera.h"
 
-#define TSR_BAR_DOORBELL 1
-#define TSR_BAR_CONTROL 3
 #define TSR_BARS (BIT(TSR_BAR_DOORBELL) | BIT(TSR_BAR_CONTROL))
 #define TSR_FS_MAGIC 0x54535241
 
@@ -81,7 +79,7 @@ static irqreturn_t tsr_irq(int irq, void *data)
 {
 	struct tsr_dev *dev = data;
 
-	if (tsr_queue_drain(dev))
+	if (tsr_direct_event(dev) || tsr_queue_drain(dev))
 		return IRQ_HANDLED;
 	/* Another state, or completions that were taken before. */
 	if (time_after(jiffies, dev->checked + HZ / 10)) {
@@ -120,6 +118,7 @@ static struct tsr_dev *tsr_dev_new(struct pci_dev *pdev)
 	spin_lock_init(&dev->queue.lock);
 	init_waitqueue_head(&dev->queue.room);
 	init_waitqueue_head(&dev->kick);
+	init_waitqueue_head(&dev->direct.wait);
 	INIT_WORK(&dev->failed, tsr_session_failed);
 	dev->checked = jiffies;
 	spin_lock_init(&dev->files_lock);
@@ -206,6 +205,7 @@ static void tsr_end(struct tsr_dev *dev)
 {
 	mutex_lock(&dev->lock);
 	dev->present = false;
+	tsr_direct_end(dev);
 	tsr_session_stop(dev);
 	mutex_unlock(&dev->lock);
 	tsr_no_interrupts(dev);
@@ -314,6 +314,7 @@ static void tsr_pause(struct pci_dev *pdev)
 
 	mutex_lock(&dev->lock);
 	dev->present = false;
+	tsr_direct_end(dev);
 	tsr_session_stop(dev);
 	mutex_unlock(&dev->lock);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0
-/* Device nodes: /dev/nvidiactl, /dev/nvidiaN, /dev/nvidia-uvm. */
+/* Device nodes: /dev/nvidiactl, /dev/nvidiaN, /dev/nvidia-uvm, /dev/tessera-vgpu. */
 #include <linux/module.h>
 
 #include "compat.h"
@@ -11,7 +11,7 @@
 /* Mode of the nodes, as with NVIDIA's driver. */
 static uint mode = 0666;
 module_param(mode, uint, 0444);
-MODULE_PARM_DESC(mode, "Mode of the device nodes (0666: all users may use the vGPU)");
+MODULE_PARM_DESC(mode, "Mode of NVIDIA's device nodes (0666: all users may use the vGPU)");
 
 /* As NVIDIA's libraries look for them in /proc/devices. */
 static struct {
@@ -19,20 +19,23 @@ static struct {
 	dev_t first;
 	unsigned int count;
 	const char *name;
+	const struct file_operations *ops;
 } tsr_region[] = {
-	{ .first = MKDEV(TSR_MAJOR, 0), .count = 255, .name = "nvidia" },
-	{ .first = TSR_CONTROL, .count = 1, .name = "nvidiactl" },
-	{ .first = 0, .count = 1, .name = "nvidia-uvm" },
+	{ .first = MKDEV(TSR_MAJOR, 0), .count = 255, .name = "nvidia", .ops = &tsr_file_ops },
+	{ .first = TSR_CONTROL, .count = 1, .name = "nvidiactl", .ops = &tsr_file_ops },
+	{ .first = 0, .count = 1, .name = "nvidia-uvm", .ops = &tsr_file_ops },
+	{ .first = 0, .count = 1, .name = "tessera-vgpu", .ops = &tsr_direct_ops },
 };
 
 #define TSR_UVM (tsr_region[2].first)
+#define TSR_DIRECT (tsr_region[3].first)
 
 static struct class *tsr_class;
 
 static char *tsr_devnode(TSR_DEVNODE_CONST struct device *dev, umode_t *node_mode)
 {
 	if (node_mode)
-		*node_mode = mode & 0666;
+		*node_mode = dev->devt == TSR_DIRECT ? 0600 : mode & 0666;
 	return NULL;
 }
 
@@ -67,6 +70,8 @@ int tsr_nodes_add(struct tsr_dev *dev)
 	error = tsr_node_add(dev, TSR_CONTROL, "nvidiactl", 0);
 	if (!error)
 		error = tsr_node_add(dev, TSR_UVM, "nvidia-uvm", 0);
+	if (!error)
+		error = tsr_node_add(dev, TSR_DIRECT, "tessera-vgpu", 0);
 	for (at = 0; at < dev->minors && !error; at++)
 		error = tsr_node_add(dev, MKDEV(TSR_MAJOR, dev->minor[at]), "nvidia%u",
 				     dev->minor[at]);
@@ -84,6 +89,7 @@ void tsr_nodes_remove(struct tsr_dev *dev)
 		return;
 	for (at = 0; at < dev->minors; at++)
 		device_destroy(tsr_class, MKDEV(TSR_MAJOR, dev->minor[at]));
+	device_destroy(tsr_class, TSR_DIRECT);
 	device_destroy(tsr_class, TSR_UVM);
 	device_destroy(tsr_class, TSR_CONTROL);
 	dev->nodes = false;
@@ -101,7 +107,7 @@ static int tsr_region_add(unsigned int at)
 					    tsr_region[at].name);
 	if (error)
 		return error;
-	cdev_init(&tsr_region[at].cdev, &tsr_file_ops);
+	cdev_init(&tsr_region[at].cdev, tsr_region[at].ops);
 	tsr_region[at].cdev.owner = THIS_MODULE;
 	error = cdev_add(&tsr_region[at].cdev, tsr_region[at].first, tsr_region[at].count);
 	if (error)

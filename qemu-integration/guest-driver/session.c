@@ -172,6 +172,8 @@ int tsr_session_ensure(struct tsr_dev *dev)
 		return -EINTR;
 	if (!dev->present)
 		error = -ENODEV;
+	else if (dev->direct.state != TSR_DIRECT_CLOSED)
+		error = -EBUSY;
 	else if (!dev->queue.running)
 		error = tsr_session_start(dev);
 	mutex_unlock(&dev->lock);

@@ -15,6 +15,7 @@
  * memory.c	pages for the device: allocated, or pinned; dma.c their addresses
  * mapping.c	mmap; place.c ranges of nvidia-uvm; doorbell.c the doorbell page
  * proc.c	/proc/driver/nvidia
+ * direct.c	/dev/tessera-vgpu
  */
 #ifndef TESSERA_H
 #define TESSERA_H
@@ -48,6 +49,10 @@
 #define TSR_DOORBELL_OFFSET BIT_ULL(52)
 /* End of the offsets that programs may pass for nvidia-uvm. */
 #define TSR_MAX_OFFSET BIT_ULL(51)
+
+/* BARs of the vGPU. */
+#define TSR_BAR_DOORBELL 1
+#define TSR_BAR_CONTROL 3
 
 struct tsr_dev;
 struct tsr_file;
@@ -152,6 +157,19 @@ struct tsr_proc {
 	struct list_head folders;
 };
 
+enum tsr_direct_state {
+	TSR_DIRECT_CLOSED,
+	TSR_DIRECT_OPEN,		/* the program has the vGPU */
+	TSR_DIRECT_LOST,		/* the vGPU was taken from the program */
+};
+
+/* A program that drives the vGPU itself. */
+struct tsr_direct {
+	enum tsr_direct_state state;	/* changed under tsr_dev.lock */
+	atomic64_t events;		/* interrupts that the program has not read */
+	wait_queue_head_t wait;
+};
+
 /* A vGPU. */
 struct tsr_dev {
 	struct kref ref;
@@ -166,6 +184,7 @@ struct tsr_dev {
 	bool invalid;			/* the device has broken the queue's rules */
 	bool leak;			/* the device may still use memory: never free it */
 	u32 session;			/* counts starts; files of other sessions are dead */
+	struct tsr_direct direct;
 	struct tsr_queue queue;
 	struct task_struct *poller;
 	wait_queue_head_t kick;
@@ -251,6 +270,7 @@ int tsr_node_of(struct inode *inode, u32 *node, u32 *minor);
 extern const struct file_operations tsr_file_ops;
 void tsr_file_event(struct tsr_dev *dev, u64 id);
 void tsr_files_wake(struct tsr_dev *dev);
+bool tsr_files_any(struct tsr_dev *dev);
 
 /* ioctl.c, fetch.c, done.c */
 struct tsr_ioctl {
@@ -306,6 +326,11 @@ int tsr_place(struct tsr_dev *dev, const struct tsq_place *place);
 void tsr_places_drop(struct tsr_file *file, u64 offset, u64 length);
 extern const struct vm_operations_struct tsr_doorbell_vm_ops;
 void tsr_doorbell_withdraw(struct work_struct *work);
+
+/* direct.c */
+extern const struct file_operations tsr_direct_ops;
+bool tsr_direct_event(struct tsr_dev *dev);
+void tsr_direct_end(struct tsr_dev *dev);
 
 /* proc.c */
 int tsr_proc_begin(struct tsr_proc *proc);

@@ -4,9 +4,12 @@ use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use mdev_core::abi::doorbell;
 use memmap2::{MmapOptions, MmapRaw};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use vfio_user::Client;
 use vgpu_guest::GuestError;
@@ -24,6 +27,8 @@ pub struct VfioUserGuest {
     doorbell: Option<MmapRaw>,
     vram: Option<MmapRaw>,
     scanout_bytes: u64,
+    /// Eventfd of the interrupts that [`Platform::wait`] waits for.
+    interrupts: Option<EventFd>,
 }
 
 impl VfioUserGuest {
@@ -46,7 +51,15 @@ impl VfioUserGuest {
         };
         let (doorbell, vram) = (map(DOORBELL)?, map(VRAM)?);
         let scanout_bytes = client.region(FRAMEBUFFER).map_or(0, |region| region.size);
-        Ok(Self { client: Mutex::new(client), ram, doorbell, vram, scanout_bytes })
+        let client = Mutex::new(client);
+        Ok(Self { client, ram, doorbell, vram, scanout_bytes, interrupts: None })
+    }
+
+    /// Attaches as [`Self::attach`] does; waits end with the function's interrupt.
+    pub fn attach_with_interrupts(socket: &Path, ram: Ram) -> anyhow::Result<Self> {
+        let mut guest = Self::attach(socket, ram)?;
+        guest.interrupts = Some(guest.interrupt()?);
+        Ok(guest)
     }
 
     /// Maps a file as further guest memory.
@@ -111,6 +124,19 @@ impl Platform for VfioUserGuest {
 
     fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError> {
         self.ram.allocate(bytes)
+    }
+
+    fn interrupts(&self) -> bool {
+        self.interrupts.is_some()
+    }
+
+    fn wait(&self, limit: Duration) {
+        let Some(event) = &self.interrupts else { return thread::sleep(limit) };
+        let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
+        if poll(&mut [PollFd::new(event.as_fd(), PollFlags::POLLIN)], limit).is_ok() {
+            // Nothing to read after the limit.
+            let _ = event.read();
+        }
     }
 }
 

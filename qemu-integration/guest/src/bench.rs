@@ -138,7 +138,7 @@ pub fn run(device: &Device, load: &Load) -> Result<Measured, GuestError> {
         let finished = u64::from(unit.finish(&channel)?);
         completed += finished;
         steady += if steady_time.contains(&start.elapsed()) { finished } else { 0 };
-        unit.fence = Some(channel.submit(&unit.methods)?);
+        unit.fence = Some(channel.submit_and_interrupt(&unit.methods)?);
         next = (next + 1) % units.len();
     }
     for unit in &mut units {

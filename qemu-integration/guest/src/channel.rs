@@ -28,9 +28,9 @@ use crate::pushbuffer::Methods;
 pub const DEFAULT_ENTRIES: u32 = 256;
 /// Bytes of pushbuffer available to one submission.
 const SLOT_BYTES: u64 = 1024;
-/// Limit of method words in one submission. The slot also holds a release (six words) and a yield
-/// (one word).
-pub const MAX_WORDS: usize = SLOT_BYTES as usize / 4 - 7;
+/// Limit of method words in one submission. The slot also holds a release and an acquire (six words
+/// each), an interrupt (two words) and a yield (one word).
+pub const MAX_WORDS: usize = SLOT_BYTES as usize / 4 - 15;
 
 /// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -123,7 +123,7 @@ impl Channel {
             need_wakeup: device.features().contains(mdev_core::abi::control::Features::NEED_WAKEUP),
             submitted: 0,
             copying: false,
-            woken: Fence(0),
+            woken: Fence::new(0),
             counters: ChannelCounters::default(),
             wait_policy: WaitPolicy::default(),
         };
@@ -160,6 +160,17 @@ impl Channel {
 
     /// Queues methods. Returns at once unless the ring is full.
     pub fn submit(&mut self, methods: &Methods) -> Result<Fence, GuestError> {
+        self.submit_with(methods, false)
+    }
+
+    /// Queues methods as [`Self::submit`] does, and has the vGPU interrupt once they are completed, if
+    /// the platform has interrupts. For submissions that the caller waits for: [`Self::wait`] then
+    /// sleeps until the interrupt.
+    pub fn submit_and_interrupt(&mut self, methods: &Methods) -> Result<Fence, GuestError> {
+        self.submit_with(methods, self.device.platform().interrupts())
+    }
+
+    fn submit_with(&mut self, methods: &Methods, interrupts: bool) -> Result<Fence, GuestError> {
         let words = methods.words();
         if words.len() > MAX_WORDS {
             return Err(GuestError::Invalid(format!(
@@ -177,7 +188,7 @@ impl Channel {
         let in_flight = self.submitted.wrapping_sub(completed);
         if in_flight >= self.layout.entries - 1 {
             self.counters.ring_full += 1;
-            let oldest = Fence(self.submitted.wrapping_sub(self.layout.entries - 2));
+            let oldest = Fence::new(self.submitted.wrapping_sub(self.layout.entries - 2));
             self.wait_for("Room in the ring", oldest, self.wait_policy.limit)?;
         }
         let value = self.submitted.wrapping_add(1);
@@ -192,6 +203,13 @@ impl Channel {
         } else {
             end.release(semaphore, value);
         }
+        if interrupts {
+            if methods.end_with_copies() {
+                // The host engine does not wait for copies by itself.
+                end.acquire(semaphore, value);
+            }
+            end.interrupt();
+        }
         // A ring that never runs empty would block the other channels of its group.
         if in_flight > 0 {
             end.give_way();
@@ -203,8 +221,8 @@ impl Channel {
         let entry = GpEntry::Segment { va: self.memory.va() + slot, dwords };
         self.push_entry(index, entry.encode());
         self.submitted = value;
-        self.kick(value & (self.layout.entries - 1), Fence(completed));
-        Ok(Fence(value))
+        self.kick(value & (self.layout.entries - 1), Fence::new(completed));
+        Ok(Fence { number: value, interrupts })
     }
 
     fn push_entry(&self, index: u32, entry: u64) {
@@ -231,9 +249,9 @@ impl Channel {
             self.woken = done;
         } else if self.is_done(self.woken) {
             self.counters.wakes += 1;
-            let previous = Fence(self.submitted.wrapping_sub(1));
+            let previous = Fence::new(self.submitted.wrapping_sub(1));
             self.counters.wakes_while_busy += u64::from(!self.is_done(previous));
-            self.woken = Fence(self.submitted);
+            self.woken = Fence::new(self.submitted);
             self.device.platform().write32(reg::WAKE, self.created.token);
         }
     }
@@ -260,7 +278,12 @@ impl Channel {
         limit: Duration,
     ) -> Result<(), GuestError> {
         let policy = WaitPolicy { limit, ..self.wait_policy };
-        if policy.wait(|| self.is_done(fence), || self.check())? {
+        let pause = |short| {
+            // The interrupt ends the pause.
+            let longest = if fence.interrupts { policy.check_interval } else { short };
+            self.device.platform().wait(longest);
+        };
+        if policy.wait(|| self.is_done(fence), || self.check(), pause)? {
             return Ok(());
         }
         self.check().and(Err(GuestError::Timeout { what, after: limit }))
@@ -268,13 +291,13 @@ impl Channel {
 
     /// Submits methods and waits for their completion.
     pub fn run(&mut self, methods: &Methods) -> Result<(), GuestError> {
-        let fence = self.submit(methods)?;
+        let fence = self.submit_and_interrupt(methods)?;
         self.wait(fence)
     }
 
     /// Waits until all submissions are completed.
     pub fn wait_idle(&self) -> Result<(), GuestError> {
-        self.wait(Fence(self.submitted))
+        self.wait(Fence::new(self.submitted))
     }
 
     /// Queries the channel's state from the device.
@@ -303,7 +326,7 @@ impl Channel {
     /// Writes any value to GP_PUT and rings the doorbell. For tests of invalid values.
     #[doc(hidden)]
     pub fn kick_raw(&mut self, put: u32) {
-        let done = Fence(self.completed());
+        let done = Fence::new(self.completed());
         self.woken = done;
         self.kick(put, done);
     }

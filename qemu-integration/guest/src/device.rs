@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mdev_core::abi::control::{Features, reg};
 use mdev_core::abi::mailbox::{ChannelCreate, ChannelCreated, ChannelState, Info, Scatter};
+use mdev_core::gpu::Pending;
 use mdev_core::units::MIB;
 
 use crate::GuestError;
@@ -40,6 +41,10 @@ impl Device {
         Properties::of(port).check()?;
         let mailbox = Mailbox::new(port)?;
         mailbox.reset(port)?;
+        if port.interrupts() {
+            let enabled = Pending::NONSTALL | Pending::CHANNEL_ERROR | Pending::DEVICE_LOST;
+            port.write32(reg::INTR_ENABLE, enabled.bits());
+        }
         let info = mailbox.info(port)?;
         let vram = Ranges::new(port.scanout_bytes().min(info.vram_bytes), info.vram_bytes);
         Ok(Self(Arc::new(Inner {

@@ -1,18 +1,26 @@
 //! Fences: a growing word in memory, and the policy for waits on it.
 
 use std::hint::spin_loop;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Number of a submission, which is completed once the channel's semaphore has reached it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fence(pub(crate) u32);
+pub struct Fence {
+    pub(crate) number: u32,
+    /// The vGPU interrupts once the submission is completed.
+    pub(crate) interrupts: bool,
+}
 
 impl Fence {
+    /// Returns the fence of a submission without an interrupt.
+    pub(crate) const fn new(number: u32) -> Self {
+        Self { number, interrupts: false }
+    }
+
     /// Returns whether a semaphore that reads `current` has reached this fence. Numbers wrap
     /// around.
     pub const fn reached(self, current: u32) -> bool {
-        current.wrapping_sub(self.0).cast_signed() >= 0
+        current.wrapping_sub(self.number).cast_signed() >= 0
     }
 }
 
@@ -46,13 +54,15 @@ impl WaitPolicy {
         Self { spin: Duration::from_secs(3600), ..Self::default() }
     }
 
-    /// Waits until `done` returns true. Calls `check` at intervals and returns its error.
+    /// Waits until `done` returns true. Calls `check` at intervals and returns its error. `pause`
+    /// sleeps for at most the time it gets.
     ///
     /// Returns false on timeout.
     pub fn wait<E>(
         &self,
         mut done: impl FnMut() -> bool,
         mut check: impl FnMut() -> Result<(), E>,
+        pause: impl Fn(Duration),
     ) -> Result<bool, E> {
         // Reads first without the clock, because a clock read can cost a VM exit.
         for _ in 0..64 {
@@ -79,7 +89,7 @@ impl WaitPolicy {
                 return Ok(done());
             }
             if waited >= self.spin {
-                sleep(nap);
+                pause(nap);
                 nap = (nap * 2).min(self.nap);
             }
         }
@@ -92,10 +102,10 @@ mod tests {
 
     #[test]
     fn fences_survive_the_wrap() {
-        assert!(Fence(5).reached(5));
-        assert!(!Fence(6).reached(5));
-        assert!(Fence(u32::MAX).reached(2));
-        assert!(!Fence(2).reached(u32::MAX));
+        assert!(Fence::new(5).reached(5));
+        assert!(!Fence::new(6).reached(5));
+        assert!(Fence::new(u32::MAX).reached(2));
+        assert!(!Fence::new(2).reached(u32::MAX));
     }
 
     #[test]
@@ -113,6 +123,7 @@ mod tests {
                 asked += 1;
                 Ok(())
             },
+            std::thread::sleep,
         );
         assert_eq!(done, Ok(false));
         assert!((1..=5).contains(&asked), "asked {asked} times");

@@ -4,7 +4,8 @@
 //! Reading order:
 //!
 //! 1. [`platform`]: abstraction of the environment; [`pci`], [`pool`] and [`pinned`] implement it
-//!    for a VM, where [`lock_owner`] tells which process has the vGPU
+//!    for a VM, where [`lock_owner`] tells which process has the vGPU; [`direct`]: the node of the
+//!    kernel driver, if one has the vGPU
 //! 2. [`properties`], [`mailbox`], [`ranges`], [`device`], [`memory`]: registers, requests, address
 //!    ranges, and buffers that the GPU can access
 //! 3. [`pushbuffer`], [`fence`], [`channel`]: rings of commands and waits for their completion
@@ -22,8 +23,9 @@ pub mod compute;
 pub mod copy;
 pub mod cubin;
 pub mod device;
+pub mod direct;
 pub mod doctor;
-pub mod error;
+mod error;
 pub mod fence;
 pub mod lock_owner;
 pub mod mailbox;

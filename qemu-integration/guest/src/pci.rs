@@ -7,12 +7,15 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::thread;
+use std::time::Duration;
 
 use mdev_core::abi::control::{BAR_BYTES, MAGIC, reg};
 use mdev_core::abi::doorbell;
 use memmap2::{MmapOptions, MmapRaw};
 
 use crate::GuestError;
+use crate::direct::{self, DirectNode};
 use crate::lock_owner;
 use crate::platform::{GuestPages, Platform, Window};
 use crate::pool::Pool;
@@ -24,6 +27,8 @@ const IDS: [(u16, u16); 2] = [(0x1234, 0x1111), (0x1af4, 0x10f0)];
 /// Offset of the command register; bits 1 and 2 enable memory space and bus mastering.
 const COMMAND: u64 = 0x04;
 const MEMORY_AND_MASTER: u16 = 0x6;
+/// BAR of video memory, which no kernel driver claims.
+const VRAM: usize = 4;
 
 /// vGPU on this machine's PCI bus.
 #[derive(Debug)]
@@ -34,6 +39,8 @@ pub struct PciPlatform {
     vram: Option<Bar>,
     scanout_bytes: u64,
     pool: Pool,
+    /// Node of the kernel driver that has the vGPU.
+    direct: Option<DirectNode>,
     /// Lock that marks the vGPU as in use.
     _config: File,
 }
@@ -68,7 +75,17 @@ impl PciPlatform {
         }
         enable(folder, &config)?;
         let sizes = resource_sizes(folder)?;
-        let bar = |number: usize| Bar::map(folder, number, sizes[number]).transpose();
+        let direct = if access == Access::Exclusive
+            && driver(folder).is_some_and(|driver| driver == direct::DRIVER)
+        {
+            DirectNode::open(&address)?
+        } else {
+            None
+        };
+        let bar = |number: usize| match &direct {
+            Some(node) if number != VRAM => Bar::of_node(node, number, sizes[number]).transpose(),
+            _ => Bar::map(folder, number, sizes[number]).transpose(),
+        };
         let control = bar(3)
             .map_err(|error| match driver(folder) {
                 // A driver that has claimed the registers keeps programs from mapping them.
@@ -84,9 +101,10 @@ impl PciPlatform {
             address,
             control,
             doorbell: bar(1)?,
-            vram: bar(4)?,
+            vram: bar(VRAM)?,
             scanout_bytes,
             pool: Pool::default(),
+            direct,
             _config: config,
         })
     }
@@ -122,6 +140,17 @@ impl Platform for PciPlatform {
     fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError> {
         self.pool.allocate(bytes)
     }
+
+    fn interrupts(&self) -> bool {
+        self.direct.as_ref().is_some_and(DirectNode::interrupts)
+    }
+
+    fn wait(&self, limit: Duration) {
+        match &self.direct {
+            Some(node) if node.interrupts() => node.wait(limit),
+            _ => thread::sleep(limit),
+        }
+    }
 }
 
 /// Mapped BAR.
@@ -141,6 +170,14 @@ impl Bar {
                 .map_raw(&file)
                 .map(Self)
                 .map_err(GuestError::os(format!("Mapping {} ({len} bytes)", plain.display())))
+        })
+    }
+
+    /// Maps a BAR of a function that a kernel driver has.
+    fn of_node(node: &DirectNode, number: usize, len: u64) -> Option<Result<Self, GuestError>> {
+        (len > 0).then(|| {
+            let what = format!("Mapping BAR {number} ({len} bytes)");
+            node.map(number as u32, len).map(Self).map_err(GuestError::os(what))
         })
     }
 

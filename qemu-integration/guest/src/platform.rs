@@ -5,6 +5,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use mdev_core::abi::mailbox::Scatter;
 use mdev_core::units::PAGE_SIZE;
@@ -34,6 +36,17 @@ pub trait Platform: Send + Sync + fmt::Debug {
 
     /// Allocates zeroed pages of guest memory at fixed addresses that the device can access.
     fn allocate(&self, bytes: u64) -> Result<GuestPages, GuestError>;
+
+    /// Returns whether [`Self::wait`] waits for interrupts of the vGPU.
+    fn interrupts(&self) -> bool {
+        false
+    }
+
+    /// Waits for an interrupt since the last wait, for at most `limit`; without interrupts, for that
+    /// long. Of several threads that wait, one gets the interrupt.
+    fn wait(&self, limit: Duration) {
+        thread::sleep(limit);
+    }
 }
 
 /// Memory shared with the GPU, mapped for `'a`.

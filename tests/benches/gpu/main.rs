@@ -11,6 +11,7 @@ mod cuda;
 mod diary;
 mod eviction;
 mod fleet;
+mod interrupts;
 mod jobs;
 mod kernels;
 mod load;
@@ -107,8 +108,8 @@ struct Cli {
     /// Short windows
     #[arg(long)]
     quick: bool,
-    /// Only these: jobs, owner, solo, cuda, together, shares, blocks, beside, cap, pauses, trouble,
-    /// programs (or program-results, -features, -shares, -trouble), eviction
+    /// Only these: jobs, owner, solo, interrupts, cuda, together, shares, blocks, beside, cap,
+    /// pauses, trouble, programs (or program-results, -features, -shares, -trouble), eviction
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -199,62 +200,60 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         features: cli.features.as_deref(),
     };
     // A failed measurement is reported, and the others continue.
-    let wanted = |part: &str| cli.only.is_empty() || cli.only.iter().any(|only| only == part);
+    let asked = |part: &str| cli.only.iter().any(|only| only == part);
+    let wanted = |part: &str| cli.only.is_empty() || asked(part);
     if wanted("jobs") {
         bench.jobs("the plain client", &mut plain)?;
         let mut fleet = bench.fleet(RAM, &[json!([])])?;
         bench.jobs("a vGPU", &mut fleet.tenants[0])?;
     }
-    if cli.only.iter().any(|only| only == "owner") {
+    if asked("owner") {
         bench.jobs("the plain client", &mut plain)?;
         let solo = plain.solo(&bench.solo_spec(quick))?;
         eprintln!("gpu: the plain client: {solo:?}");
     }
     bench.pace = plain.calibrate()?;
     if wanted("solo") {
-        let done = bench.solo(&mut plain, quick);
-        bench.attempt("copies, product and latency", done);
+        bench.attempt("copies, product and latency", |bench| bench.solo(&mut plain, quick));
     }
-    if cli.only.iter().any(|only| only == "pauses") {
-        let done = bench.pauses(&mut plain);
-        bench.attempt("rings after pauses", done);
+    if asked("pauses") {
+        bench.attempt("rings after pauses", |bench| bench.pauses(&mut plain));
     }
     drop(plain);
+    if wanted("interrupts") {
+        bench.attempt("waits by interrupt", Bench::interrupts);
+    }
     if wanted("cuda") && !quick {
-        let done = bench.cuda(cli.cuda.as_deref());
-        bench.attempt("kernels against CUDA's", done);
+        bench.attempt("kernels against CUDA's", |bench| bench.cuda(cli.cuda.as_deref()));
     }
     if wanted("together") {
-        let done = bench.together(if quick { &[1, 2] } else { &[1, 2, 4, 8] });
-        bench.attempt("several together", done);
+        bench.attempt("several together", |bench| {
+            bench.together(if quick { &[1, 2] } else { &[1, 2, 4, 8] })
+        });
     }
     if wanted("shares") {
         bench.shares(quick);
     }
     if wanted("beside") {
-        let done = bench.beside();
-        bench.attempt("channels beside busy ones", done);
+        bench.attempt("channels beside busy ones", Bench::beside);
     }
-    if cli.only.iter().any(|only| only == "blocks") {
+    if asked("blocks") {
         bench.blocks();
     }
     if wanted("cap") && !quick {
-        let done = bench.cap();
-        bench.attempt("hard 25 alone", done);
+        bench.attempt("hard 25 alone", Bench::cap);
     }
     if wanted("trouble") {
         bench.troubles(quick, &cli.trouble, cli.times);
     }
-    if cli.only.iter().any(|only| only == "eviction") {
-        let done = cli.gib.map_or_else(eviction::available_gib, Ok);
-        let done = done.and_then(|gib| bench.eviction(gib));
-        bench.attempt("the end of a vGPU with much memory", done);
+    if asked("eviction") {
+        let gib = cli.gib.map_or_else(eviction::available_gib, Ok);
+        bench.attempt("the end of a vGPU with much memory", |bench| bench.eviction(gib?));
     }
     for (part, measure) in programs::PARTS {
         if (wanted("programs") || wanted(part)) && !quick && kind == GpuKind::Nvidia {
             let program = cli.programs.as_deref().context("nvcc is missing: nothing was compiled");
-            let done = program.and_then(|program| measure(&mut bench, program));
-            bench.attempt(part, done);
+            bench.attempt(part, |bench| measure(bench, program?));
         }
     }
     Ok(bench.outcome(window))
@@ -302,9 +301,9 @@ impl Bench<'_> {
         LoadSpec { kernel: Some(kernel), pace: self.pace, ..LoadSpec::default() }
     }
 
-    /// Reports a measurement that failed.
-    fn attempt(&mut self, what: &str, done: Result<()>) {
-        if let Err(error) = done {
+    /// Measures, and reports a measurement that fails.
+    fn attempt(&mut self, what: &str, measure: impl FnOnce(&mut Self) -> Result<()>) {
+        if let Err(error) = measure(self) {
             self.row(what, String::new(), String::new(), format!("FAILED: {error:#}"), false);
         }
     }
@@ -396,8 +395,7 @@ impl Bench<'_> {
             ("4/2/1, kernels and copies", &[56, 28, 14], &mixed),
         ];
         for (what, cores, loads) in &sets[..if quick { 1 } else { sets.len() }] {
-            let done = self.share(what, cores, loads);
-            self.attempt(what, done);
+            self.attempt(what, |bench| bench.share(what, cores, loads));
         }
     }
 
@@ -407,15 +405,13 @@ impl Bench<'_> {
             return;
         }
         self.options = ",preempt=blocks";
-        let done = self.together(&[1, 4]);
-        self.attempt("several together, preempt=blocks", done);
+        self.attempt("several together, preempt=blocks", |bench| bench.together(&[1, 4]));
         let (long, short) = (self.kernels(LONG), self.kernels(SHORT));
         for (what, loads) in [
             ("preempt=blocks, 80/20, kernels of 20 ms and 50 us", [long, short]),
             ("preempt=blocks, 80/20, kernels of 50 us and 20 ms", [short, long]),
         ] {
-            let done = self.share(what, &[80, 20], &loads);
-            self.attempt(what, done);
+            self.attempt(what, |bench| bench.share(what, &[80, 20], &loads));
         }
         self.options = "";
     }

@@ -28,8 +28,7 @@ impl Bench<'_> {
                 continue;
             }
             for _ in 0..times {
-                let done = self.trouble(trouble);
-                self.attempt(trouble.name(), done);
+                self.attempt(trouble.name(), |bench| bench.trouble(trouble));
             }
         }
     }

@@ -152,8 +152,9 @@ impl Bench<'_> {
             ),
         ] {
             if is_here {
-                let done = self.compare(&host, &vgpu, words, figures, turns);
-                self.attempt(&format!("{} on a vGPU", words.join(" ")), done);
+                self.attempt(&format!("{} on a vGPU", words.join(" ")), |bench| {
+                    bench.compare(&host, &vgpu, words, figures, turns)
+                });
             } else {
                 eprintln!("gpu: {} is left out: Python or PyTorch is missing", words[1]);
             }
@@ -193,12 +194,10 @@ impl Bench<'_> {
     /// Measures vGPUs whose programs compete.
     pub fn program_shares(&mut self, program: &Path) -> Result<()> {
         let host = Host::start(self.kind, self.options, program, SIZE)?;
-        let done = self.shares_of_work(&host);
-        self.attempt("shares of work", done);
+        self.attempt("shares of work", |bench| bench.shares_of_work(&host));
         drop(host);
         let host = Host::start(self.kind, self.options, program, SIZE)?;
-        let done = self.hard_cap(&host);
-        self.attempt("hard 25 alone, of work", done);
+        self.attempt("hard 25 alone, of work", |bench| bench.hard_cap(&host));
         drop(host);
         let host = Host::start(self.kind, self.options, program, SIZE_OF_MANY)?;
         self.many_programs(&host)

@@ -208,7 +208,7 @@ fn trips(device: &Device, count: usize) -> Result<(f64, f64)> {
 }
 
 /// Returns median and 99th percentile in us.
-fn median_and_worst(mut times: Vec<Duration>) -> (f64, f64) {
+pub fn median_and_worst(mut times: Vec<Duration>) -> (f64, f64) {
     times.sort();
     let at = |hundredths: usize| times[(times.len() * hundredths / 100).min(times.len() - 1)];
     (at(50).as_secs_f64() * 1e6, at(99).as_secs_f64() * 1e6)

@@ -100,7 +100,7 @@ impl CudaVm {
     }
 
     /// Starts a program that waits with its context, and returns its process id.
-    fn start_waiting(&mut self, log: &str) -> Result<String> {
+    pub fn start_waiting(&mut self, log: &str) -> Result<String> {
         let command = Self::command("waits");
         let pid = self.guest.run(&format!("env {command} > {log} 2>&1 & echo $!"))?;
         self.guest.run(&format!("while ! grep -q ready {log}; do sleep 0.1; done"))?;

@@ -7,6 +7,7 @@
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 //! * `queue`: programs in a VM, by the control queue alone; `queue_vm`: its VM
 //! * `statistics`: what an operator sees of programs
+//! * `vgpu_guest_in_vm`: vgpu-guest on a vGPU that the module has
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -19,6 +20,7 @@ mod inside;
 mod queue;
 mod queue_vm;
 mod statistics;
+mod vgpu_guest_in_vm;
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::net::UnixStream;

@@ -2,7 +2,7 @@
 //! descriptor.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use mdev_core::gpu::EngineKind;
@@ -71,6 +71,36 @@ fn a_vgpu_serves_one_guest_after_another() -> Result<()> {
     let mut bytes = vec![0; vram.len() as usize];
     vram.read(0, &mut bytes);
     assert!(bytes.iter().all(|&byte| byte != 0x5e), "the previous guest's memory is readable");
+    Ok(())
+}
+
+#[test]
+fn waits_end_with_the_interrupt() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = start(&vgpud, &json!([]))?;
+    let ram = Ram::new(64 * MIB, 64 * 1024)?;
+    let platform = VfioUserGuest::attach_with_interrupts(&vgpud.vfio_socket(&uuid), ram)?;
+    let device = Device::open(Box::new(platform))?;
+    // A wait without an interrupt looks at the semaphore for the first time after a minute.
+    let minute = Duration::from_secs(60);
+    let policy = WaitPolicy {
+        spin: Duration::ZERO,
+        check_interval: minute,
+        limit: minute,
+        ..WaitPolicy::default()
+    };
+    let mut compute = Channel::new(&device, EngineKind::Compute)?;
+    let mut copies = Channel::new(&device, EngineKind::Copy)?;
+    compute.set_wait_policy(policy);
+    copies.set_wait_policy(policy);
+    let spin = Spin::new(&device, 200_000)?;
+    let copy = Copy::new(&device, 4 * MIB)?;
+    let begun = Instant::now();
+    for _ in 0..20 {
+        work::run(&spin, &mut compute)?;
+        work::run(&copy, &mut copies)?;
+    }
+    assert!(begun.elapsed() < minute, "{:?}", begun.elapsed());
     Ok(())
 }
 

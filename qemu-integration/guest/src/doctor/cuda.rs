@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use host_inventory::{Finding, HostFiles};
 
-use super::device::{CUDA_DRIVER, Vgpu};
+use super::device::Vgpu;
+use crate::direct::DRIVER as CUDA_DRIVER;
 
 const CHECK: &str = "cuda";
 /// Device nodes that NVIDIA's libraries open.

@@ -2,13 +2,12 @@
 
 use host_inventory::{Finding, HostFiles};
 
+use crate::direct::DRIVER as CUDA_DRIVER;
 use crate::pci;
 
 const CHECK: &str = "device";
 /// Driver of a vGPU with a display.
 const DISPLAY_DRIVER: &str = "bochs-drm";
-/// Driver of a vGPU for CUDA programs.
-pub const CUDA_DRIVER: &str = "tessera_guest";
 /// Base class of display controllers in the file `class`.
 const DISPLAY_CLASS: &str = "0x03";
 /// Folder in which Linux lists PCI functions.

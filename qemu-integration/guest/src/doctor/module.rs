@@ -5,7 +5,8 @@ use std::fs;
 use host_inventory::{Finding, HostFiles};
 use mdev_core::abi::queue;
 
-use super::device::{CUDA_DRIVER, Vgpu};
+use super::device::Vgpu;
+use crate::direct::DRIVER as CUDA_DRIVER;
 
 const CHECK: &str = "module";
 /// Variable of UEFI that tells whether Secure Boot is on: four bytes of attributes and the value.
