@@ -26,6 +26,8 @@ const MEMORY: usize = 8;
 const OVERSHOOT: Duration = Duration::from_micros(10);
 /// Shortest sleep that is worth its system call.
 const SHORTEST_SLEEP: Duration = Duration::from_micros(20);
+/// Longest time before the shortest recent interval's end from which the thread spins.
+const LONGEST_MARGIN: Duration = Duration::from_micros(40);
 /// Longest sleep on a prediction, which can be wrong.
 const LONGEST_SLEEP: Duration = Duration::from_micros(100);
 
@@ -51,10 +53,12 @@ impl Pace {
     }
 
     /// Returns for how long the thread may sleep `quiet` after the last ring: no ring is expected
-    /// before seven eighths of the shortest interval. None if that is too soon for a sleep.
+    /// before 15/16 of the shortest interval, or [`LONGEST_MARGIN`] before its end. None if that is
+    /// too soon for a sleep.
     pub fn sleep(&self, quiet: Duration) -> Option<Duration> {
         let shortest = self.intervals.iter().min().copied().unwrap_or_default();
-        let left = (shortest * 7 / 8).checked_sub(quiet + OVERSHOOT)?;
+        let expected = shortest - (shortest / 16).min(LONGEST_MARGIN);
+        let left = expected.checked_sub(quiet + OVERSHOOT)?;
         (left >= SHORTEST_SLEEP).then(|| left.min(LONGEST_SLEEP))
     }
 }
@@ -89,11 +93,13 @@ mod tests {
     fn the_thread_sleeps_only_where_no_ring_is_expected() {
         let mut pace = Pace::default();
         assert_eq!(pace.sleep(Duration::ZERO), None, "nothing is known");
-        (0..MEMORY).for_each(|_| pace.record(200 * US));
+        (0..MEMORY).for_each(|_| pace.record(160 * US));
         assert_eq!(pace.sleep(Duration::ZERO), Some(LONGEST_SLEEP));
-        assert_eq!(pace.sleep(110 * US), Some(55 * US));
-        assert_eq!(pace.sleep(150 * US), None, "a ring is due");
+        assert_eq!(pace.sleep(110 * US), Some(30 * US));
+        assert_eq!(pace.sleep(125 * US), None, "a ring is due");
         assert_eq!(pace.sleep(400 * US), None, "a ring is late");
+        (0..MEMORY).for_each(|_| pace.record(2000 * US));
+        assert_eq!(pace.sleep(1900 * US), Some(50 * US), "spins for the last 50 us");
         pace.record(8 * US);
         assert_eq!(pace.sleep(Duration::ZERO), None, "one short interval suffices");
     }
