@@ -57,7 +57,7 @@ impl Pace {
     /// too soon for a sleep.
     pub fn sleep(&self, quiet: Duration) -> Option<Duration> {
         let shortest = self.intervals.iter().min().copied().unwrap_or_default();
-        let expected = shortest - (shortest / 16).min(LONGEST_MARGIN);
+        let expected = (shortest * 15 / 16).max(shortest.saturating_sub(LONGEST_MARGIN));
         let left = expected.checked_sub(quiet + OVERSHOOT)?;
         (left >= SHORTEST_SLEEP).then(|| left.min(LONGEST_SLEEP))
     }
