@@ -1,5 +1,7 @@
-//! Inner loops, compiled for any CPU and for CPUs with AVX2. Both give the same bits, because
-//! multiplications and additions are not fused.
+//! Inner loops of the software GPU's kernels. Those of vectors are compiled for any CPU and for CPUs
+//! with AVX2. Both give the same bits, because multiplications and additions are not fused.
+//!
+//! They are a crate so that they alone are optimized in all profiles.
 
 /// Declares functions that select the faster of two compilations of one body.
 macro_rules! twice {
@@ -22,8 +24,12 @@ macro_rules! twice {
     )*};
 }
 
-const TILE: usize = super::sgemm::TILE;
-type Tile = [f32; TILE * TILE];
+/// Rows and columns of a [`Tile`].
+pub const TILE: usize = 64;
+/// Part of a matrix, in row-major order.
+pub type Tile = [f32; TILE * TILE];
+/// Number of points of [`Orbits`].
+pub const POINTS: usize = 64;
 
 twice! {
     /// Computes `y = a * x + y`.
@@ -79,23 +85,31 @@ const ITERATIONS: u32 = 128;
 
 /// Orbits of adjacent points, in progress.
 #[derive(Clone, Debug)]
-pub struct Orbits<const N: usize> {
-    re: [f32; N],
+pub struct Orbits {
+    re: [f32; POINTS],
     im: f32,
-    zr: [f32; N],
-    zi: [f32; N],
+    zr: [f32; POINTS],
+    zi: [f32; POINTS],
     /// Iterations before the point escaped.
-    count: [u32; N],
+    count: [u32; POINTS],
     /// All ones until the point has escaped.
-    inside: [u32; N],
+    inside: [u32; POINTS],
     done: u32,
 }
 
-impl<const N: usize> Orbits<N> {
+impl Orbits {
     /// Creates orbits of points with the given real parts, by lane.
     pub fn new(re: impl Fn(usize) -> f32, im: f32) -> Self {
         let re = std::array::from_fn(re);
-        Self { re, im, zr: [0.0; N], zi: [0.0; N], count: [0; N], inside: [u32::MAX; N], done: 0 }
+        Self {
+            re,
+            im,
+            zr: [0.0; POINTS],
+            zi: [0.0; POINTS],
+            count: [0; POINTS],
+            inside: [u32::MAX; POINTS],
+            done: 0,
+        }
     }
 
     /// Returns for each point the iterations before it escaped, or `None` if it did not.
@@ -106,7 +120,7 @@ impl<const N: usize> Orbits<N> {
     #[inline(always)]
     #[allow(clippy::inline_always, reason = "as above")]
     fn iterate(&mut self) {
-        for lane in 0..N {
+        for lane in 0..POINTS {
             let (zr, zi) = (self.zr[lane], self.zi[lane]);
             let (zr2, zi2) = (zr * zr, zi * zi);
             // Escaped lanes continue towards infinity or NaN; their values are ignored.
@@ -150,4 +164,12 @@ impl<const N: usize> Orbits<N> {
         }
         self.advance_body(max)
     }
+}
+
+/// Runs `steps` steps of a linear congruential generator. Returns its next state.
+pub fn spin(mut state: u32, steps: u64) -> u32 {
+    for _ in 0..steps {
+        state = std::hint::black_box(state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
+    }
+    state
 }

@@ -1,16 +1,15 @@
 //! The Mandelbrot set.
 
+use kernel_loops::{Orbits, POINTS};
 use mdev_core::abi::program::Mandelbrot;
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
-use super::{Extent, vector};
+use super::Extent;
 use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
 
-/// Maximum number of pixels of a step, all in one row.
-const PIXELS: usize = 64;
-
-/// A picture in progress: parts of rows, each of which may take several steps.
+/// A picture in progress: parts of rows with at most [`POINTS`] pixels, each of which may take several
+/// steps.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MandelbrotJob {
     pub params: Mandelbrot,
@@ -20,7 +19,7 @@ pub struct MandelbrotJob {
     y: u32,
     /// Not saved: the pixels are computed again.
     #[serde(skip)]
-    lanes: Option<Box<vector::Orbits<PIXELS>>>,
+    lanes: Option<Box<Orbits>>,
 }
 
 impl MandelbrotJob {
@@ -40,17 +39,17 @@ impl MandelbrotJob {
         if self.y == self.height || self.width == 0 {
             return Ok(true);
         }
-        let count = (self.width - self.x).min(PIXELS as u32) as usize;
+        let count = (self.width - self.x).min(POINTS as u32) as usize;
         let Mandelbrot { left, top, step, max_iterations, .. } = self.params;
         let (x, y) = (self.x, self.y);
         let orbits = self.lanes.get_or_insert_with(|| {
             let re = |lane: usize| left + (x + lane as u32) as f32 * step;
-            Box::new(vector::Orbits::new(re, top + y as f32 * step))
+            Box::new(Orbits::new(re, top + y as f32 * step))
         });
         if !orbits.advance(max_iterations) {
             return Ok(false);
         }
-        let mut pixels = [0u32; PIXELS];
+        let mut pixels = [0u32; POINTS];
         for (pixel, iterations) in pixels.iter_mut().zip(orbits.iterations()) {
             *pixel = iterations.map_or(0, Mandelbrot::colour);
         }

@@ -1,13 +1,11 @@
 //! The built-in kernels. Each runs in steps of about 10 us, so that a grid can be preempted.
 //!
 //! A step copies data into private buffers, computes there, and copies the results back. A guest
-//! that changes the data meanwhile only gets wrong results. Inner loops are written for
-//! vectorisation and are compiled a second time for AVX2 (`vector`).
+//! that changes the data meanwhile only gets wrong results. The inner loops are in `kernel_loops`.
 
 mod mandelbrot;
 mod sgemm;
 mod spin;
-mod vector;
 
 use mdev_core::abi::program::{
     FixedFunction, FunctionId, Mandelbrot, Saxpy, Sgemm, Spin, VectorAdd,
@@ -178,7 +176,7 @@ impl Job {
                 let target = params.y.wrapping_add(offset);
                 space.read(params.x.wrapping_add(offset), x.as_mut_bytes())?;
                 space.read(target, y.as_mut_bytes())?;
-                vector::saxpy(params.a, x, y);
+                kernel_loops::saxpy(params.a, x, y);
                 space.write(target, y.as_bytes())?;
                 Ok(range.next == range.end)
             }
@@ -188,7 +186,7 @@ impl Job {
                 let (a, b) = (&mut a[..count], &mut b[..count]);
                 space.read(params.a.wrapping_add(offset), a.as_mut_bytes())?;
                 space.read(params.b.wrapping_add(offset), b.as_mut_bytes())?;
-                vector::saxpy(1.0, a, b);
+                kernel_loops::saxpy(1.0, a, b);
                 space.write(params.c.wrapping_add(offset), b.as_bytes())?;
                 Ok(range.next == range.end)
             }

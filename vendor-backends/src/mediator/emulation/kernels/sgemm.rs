@@ -1,14 +1,12 @@
 //! The matrix product `c = a * b`.
 
+use kernel_loops::{TILE, Tile};
 use mdev_core::abi::program::Sgemm;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use zerocopy::IntoBytes;
 
-use super::{Extent, vector};
+use super::Extent;
 use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
-
-/// Rows and columns of a tile of C, and depth of a step.
-pub(super) const TILE: usize = 64;
 
 /// A matrix product in progress: tile by tile of C, and for each tile slab by slab of A and B.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -20,7 +18,7 @@ pub struct SgemmJob {
     column: u32,
     depth: u32,
     #[serde(serialize_with = "save_tile", deserialize_with = "restore_tile")]
-    sum: [f32; TILE * TILE],
+    sum: Tile,
 }
 
 impl SgemmJob {
@@ -56,7 +54,7 @@ impl SgemmJob {
             let at = element(self.params.b, self.depth + row as u32, self.column, n);
             space.read(at, b[row * TILE..][..columns].as_mut_bytes())?;
         }
-        vector::multiply(&a, &b, &mut self.sum, rows, depth);
+        kernel_loops::multiply(&a, &b, &mut self.sum, rows, depth);
         self.depth += depth as u32;
         if self.depth < n {
             return Ok(false);
@@ -76,13 +74,11 @@ impl SgemmJob {
     }
 }
 
-fn save_tile<S: Serializer>(tile: &[f32; TILE * TILE], serializer: S) -> Result<S::Ok, S::Error> {
+fn save_tile<S: Serializer>(tile: &Tile, serializer: S) -> Result<S::Ok, S::Error> {
     tile.as_slice().serialize(serializer)
 }
 
-fn restore_tile<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<[f32; TILE * TILE], D::Error> {
+fn restore_tile<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Tile, D::Error> {
     let tile = Vec::deserialize(deserializer)?;
     tile.try_into().map_err(|_| de::Error::custom("a tile has another size"))
 }

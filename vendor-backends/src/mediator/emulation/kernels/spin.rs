@@ -40,12 +40,7 @@ impl SpinJob {
         let mut left = LCG_STEPS;
         loop {
             let steps = left.min(self.steps - self.done);
-            let mut state = self.state;
-            for _ in 0..steps {
-                state =
-                    std::hint::black_box(state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
-            }
-            self.state = state;
+            self.state = kernel_loops::spin(self.state, steps);
             if self.params.iterations == u32::MAX {
                 return Ok(false);
             }
