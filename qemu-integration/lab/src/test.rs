@@ -4,9 +4,9 @@
 //! * [`jobs`]: jobs that run side by side, each with its output in one piece
 //! * [`tally`]: counts of tests, from libtest's output
 //!
-//! Cargo builds programs and tests once, in one resolution of features. Test programs then run side by
-//! side, first those that boot VMs, and lints and further builds beside them, since no program keeps
-//! all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time.
+//! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
+//! side by side. Lints, further builds and the other tests run beside them, one at a time, since tests
+//! with VMs do not keep all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time.
 
 use std::io::Write;
 use std::path::Path;
@@ -73,12 +73,13 @@ pub fn run() -> Tally {
     report.section("The lab: QEMU and a guest's kernel", prepare);
 
     let plan = built.plan(&MEASURED, &LONG, &FIRST);
-    let jobs = plan.with_vms.into_iter().chain(plan.without_vms).collect::<Vec<_>>();
     let slots = std::thread::available_parallelism().map_or(1, usize::from);
-    heading(&format!("{} jobs, {slots} at a time, and cargo's", jobs.len()));
+    let (vms, others) = (plan.with_vms.len(), plan.without_vms.len());
+    heading(&format!("{vms} jobs with VMs, {slots} at a time, and {others} others beside them"));
     // Cargo's jobs would wait for each other: they lock the target folder.
-    let of_cargo = vec![lints(), static_programs(), documentation(), code_documentation()];
-    let queues = vec![Queue { jobs, slots }, Queue { jobs: of_cargo, slots: 1 }];
+    let of_cargo = [lints(), static_programs(), documentation(), code_documentation()];
+    let others = of_cargo.into_iter().chain(plan.without_vms).collect();
+    let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: others, slots: 1 }];
     jobs::run_side_by_side(queues, |finished| report.add(finished));
     for job in plan.measured {
         let title = job.title.clone();
