@@ -177,13 +177,18 @@ struct Bench<'a> {
     features: Option<&'a Path>,
 }
 
-fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
-    let quick = cli.quick || !measuring();
-    let (settle, window) = match (quick, kind) {
+/// Returns how long a load runs before it is measured, and for how long it is, in milliseconds.
+fn times(quick: bool, kind: GpuKind) -> (u64, u64) {
+    match (quick, kind) {
         (true, _) => (200, 500),
         (false, GpuKind::Nvidia) => (1000, 3000),
         (false, GpuKind::Soft) => (500, 4000),
-    };
+    }
+}
+
+fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
+    let quick = cli.quick || !measuring();
+    let (settle, window) = times(quick, kind);
     let window = cli.window.unwrap_or(window);
     let mut plain = Tenant::start(kind, &cli.cubin, None, RAM)
         .context("Cannot start the plain client of the GPU")?;

@@ -150,23 +150,7 @@ fn the_package_works_upgrades_purges_and_installs_again() {
         assert!(!line.contains(" WARN ") && !line.contains(" ERROR "), "{line}");
     }
 
-    // An upgrade brings workers of the new release, and no request is lost.
-    let first = sh(&machine, "systemctl show -P MainPID vgpud");
-    sh(&machine, &install);
-    let second = sh(&machine, "systemctl show -P MainPID vgpud");
-    assert_ne!(first, second, "an upgrade starts the new manager");
-    let vgpu = json(&machine, "vgpuctl list --output json");
-    let upgraded = vgpu[0]["pid"].clone();
-    assert_eq!(vgpu[0]["uuid"], uuid.as_str());
-    assert_ne!(upgraded, worker, "the package's script upgrades workers");
-    let program = sh(&machine, &format!("readlink /proc/{upgraded}/exe"));
-    assert!(program.starts_with("/memfd:vgpud"), "{program}");
-    let worker = upgraded;
-    sh(&machine, "kill -9 $(systemctl show -P MainPID vgpud)");
-    let adopted = format!("vgpuctl list | grep -q {uuid}");
-    eventually(&machine, "vgpud is started again", &adopted);
-    assert_eq!(json(&machine, "vgpuctl list --output json")[0]["pid"], worker);
-    assert_eq!(in_groups_of_their_own(&machine, &uuid), groups);
+    upgrades_under_a_running_vgpu(&machine, &install, &uuid, &worker, &groups);
 
     // The doctor reports only what this machine lacks.
     let Output { stdout, .. } = machine.run("vgpuctl doctor --output json").unwrap();
@@ -186,6 +170,33 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     serves_an_ordinary_user(&machine);
     starts_again_after_a_mistake_in_its_settings(&machine);
     removes_purges_and_installs_again(&machine, &uuid, &install);
+}
+
+/// An upgrade brings workers of the new release, and no request is lost. A manager that is killed is
+/// followed by one that adopts the worker.
+fn upgrades_under_a_running_vgpu(
+    machine: &Machine,
+    install: &str,
+    uuid: &str,
+    worker: &Value,
+    groups: &str,
+) {
+    let first = sh(machine, "systemctl show -P MainPID vgpud");
+    sh(machine, install);
+    let second = sh(machine, "systemctl show -P MainPID vgpud");
+    assert_ne!(first, second, "an upgrade starts the new manager");
+    let vgpu = json(machine, "vgpuctl list --output json");
+    let upgraded = vgpu[0]["pid"].clone();
+    assert_eq!(vgpu[0]["uuid"], uuid);
+    assert_ne!(&upgraded, worker, "the package's script upgrades workers");
+    let program = sh(machine, &format!("readlink /proc/{upgraded}/exe"));
+    assert!(program.starts_with("/memfd:vgpud"), "{program}");
+    let worker = upgraded;
+    sh(machine, "kill -9 $(systemctl show -P MainPID vgpud)");
+    let adopted = format!("vgpuctl list | grep -q {uuid}");
+    eventually(machine, "vgpud is started again", &adopted);
+    assert_eq!(json(machine, "vgpuctl list --output json")[0]["pid"], worker);
+    assert_eq!(in_groups_of_their_own(machine, uuid), groups);
 }
 
 /// A mistake in the settings is in the doctor's findings, and `vgpud` starts once it is mended.
