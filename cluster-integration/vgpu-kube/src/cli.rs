@@ -28,6 +28,9 @@ pub enum Command {
     Manifests(Manifests),
     /// Add a vGPU to the domain of a KubeVirt VM, as a sidecar of its pod
     Hook(Hook),
+    /// Print the manual page
+    #[command(hide = true)]
+    Man,
 }
 
 /// Access to the apiserver.

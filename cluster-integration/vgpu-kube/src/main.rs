@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use clap::CommandFactory;
 use vgpu_kube::cli::{Cli, Command};
 use vgpu_kube::{agent, doctor, hook, manifests};
 use vgpud_host::command_line;
@@ -28,6 +29,11 @@ fn run(cli: Cli) -> anyhow::Result<()> {
             Command::Run(args) => agent::run(args).await,
             Command::Doctor(args) => doctor::run(args).await,
             Command::Hook(args) => hook::run(args).await,
+            Command::Man => {
+                let page = clap_mangen::Man::new(Cli::command()).section("8");
+                page.render(&mut std::io::stdout())?;
+                Ok(())
+            }
             Command::Manifests(args) => {
                 print!("{}", manifests::text(args.node.as_deref())?);
                 Ok(())

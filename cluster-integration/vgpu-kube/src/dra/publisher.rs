@@ -67,6 +67,13 @@ pub fn slice_name(node: &str) -> String {
     format!("{}-{}-{DRIVER}", node[..end].trim_end_matches(['-', '.']), digest(node.as_bytes()))
 }
 
+/// Returns whether a watched slice is one that this agent has replaced since.
+fn is_older(watched: Option<&ResourceSlice>, stored: Option<&Option<ResourceSlice>>) -> bool {
+    let (Some(watched), Some(Some(stored))) = (watched, stored) else { return false };
+    watched.metadata.uid == stored.metadata.uid
+        && watched.spec.pool.generation < stored.spec.pool.generation
+}
+
 fn digest(bytes: &[u8]) -> String {
     Uuid::new_v5(&Uuid::NAMESPACE_OID, bytes).to_string()
 }
@@ -101,6 +108,7 @@ impl Publisher {
             }
             tokio::select! {
                 event = stream.next() => match event {
+                    Some(Ok(slice)) if is_older(slice.as_ref(), stored.as_ref()) => {}
                     Some(Ok(slice)) => stored = Some(slice),
                     Some(Err(error)) => log::debug!("The watch of the slice: {error}"),
                     None => return,

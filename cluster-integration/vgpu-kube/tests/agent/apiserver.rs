@@ -43,14 +43,20 @@ struct Stored {
 }
 
 impl ApiServer {
-    /// Starts a stand-in without objects.
-    pub async fn start() -> Result<Self> {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    /// Starts a stand-in without objects, on a thread of its own: tests may block.
+    pub fn start() -> Result<Self> {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+        listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let shared =
             Arc::new(Shared { state: Mutex::default(), changes: broadcast::channel(4096).0 });
         let router = Router::new().fallback(answer).with_state(Arc::clone(&shared));
-        tokio::spawn(async move { axum::serve(listener, router).await });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        std::thread::spawn(move || {
+            runtime.block_on(async {
+                axum::serve(tokio::net::TcpListener::from_std(listener)?, router).await
+            })
+        });
         Ok(Self { shared, address })
     }
 

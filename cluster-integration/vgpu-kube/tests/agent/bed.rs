@@ -1,7 +1,6 @@
 //! vgpud, agent and kubelet's folders.
 
 use std::fs;
-use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -38,7 +37,7 @@ impl Bed {
     /// Starts vgpud, the stand-in for the apiserver, and the agent.
     pub async fn start(args: &[&str]) -> Result<Self> {
         let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=2G"])?;
-        let api = ApiServer::start().await?;
+        let api = ApiServer::start()?;
         let node = json!({"metadata": {"name": NODE, "uid": "node-uid"}});
         api.put("/api/v1/nodes/n1", node);
         let dir = tempfile::Builder::new().prefix("kube").tempdir()?;
@@ -75,10 +74,6 @@ impl Bed {
         command.arg("--state-dir").arg(self.state());
         command.arg("--library").arg(self.dir.path().join("libtessera_cuda.so"));
         command.args(&self.args).stdin(Stdio::null());
-        // SAFETY: prctl is async-signal-safe; the child does nothing else before it runs the program.
-        unsafe {
-            command.pre_exec(|| Ok(nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?));
-        }
         self.agent = Some(command.spawn().context("Cannot start vgpu-kube")?);
         Ok(())
     }

@@ -5,7 +5,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::Result;
-use container_device_interface::{parser, spec};
 use serde_json::{Value, json};
 use vgpu_kube::grpc;
 use vgpu_kube::proto::dra::{v1, v1beta1};
@@ -13,7 +12,7 @@ use vgpu_kube::proto::pluginregistration as registration;
 
 use crate::bed::{Bed, NODE, eventually};
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_claim_gets_its_share_in_a_container() -> Result<()> {
     let bed = Bed::start(&["--dra"]).await?;
     let config = json!({"mode": "hard", "limits": {"maxChannels": 8}});
@@ -32,15 +31,7 @@ async fn a_claim_gets_its_share_in_a_container() -> Result<()> {
                           {"name": format!("kube-claim-{uuid}")}, {"owner": "1000"}]);
     assert_eq!(vgpu["live_attrs"], expected);
     assert_eq!(device.cdi_device_ids, [format!("gpu.tessera.dev/claim={uuid}")]);
-    let (vendor, class, name) = parser::parse_qualified_name(&device.cdi_device_ids[0]).unwrap();
-    assert_eq!(
-        (vendor.as_str(), class.as_str(), name.as_str()),
-        ("gpu.tessera.dev", "claim", uuid)
-    );
-
     let file = bed.cdi().join("gpu.tessera.dev-uid-of-c1.json");
-    let parsed = spec::parse_spec(&file)?;
-    spec::validate_spec(&parsed)?;
     let clients = bed.vgpud.vgpu_dir(uuid).join("clients");
     check_edits(&serde_json::from_slice(&std::fs::read(&file)?)?, &clients);
     let sockets: BTreeSet<_> =
@@ -66,6 +57,10 @@ async fn a_claim_gets_its_share_in_a_container() -> Result<()> {
 
 /// Checks what a container gets: sockets and libraries, read-only, and no device node.
 fn check_edits(file: &Value, clients: &Path) {
+    assert_eq!(
+        (&file["cdiVersion"], &file["kind"]),
+        (&json!("0.5.0"), &json!("gpu.tessera.dev/claim"))
+    );
     let device = &file["devices"][0]["containerEdits"];
     let members: Vec<_> = device.as_object().unwrap().keys().collect();
     assert_eq!(members, ["env", "mounts"], "no device nodes, no hooks");
@@ -85,7 +80,7 @@ fn check_edits(file: &Value, clients: &Path) {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_claim_that_cannot_be_prepared_leaves_nothing_and_says_why() -> Result<()> {
     let bed = Bed::start(&["--dra"]).await?;
     let forged = bed.put_claim("forged", 30, "256Mi", &json!({"owner": "0"}));
@@ -126,7 +121,7 @@ async fn a_claim_that_cannot_be_prepared_leaves_nothing_and_says_why() -> Result
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn kubelet_finds_the_driver_by_its_registration() -> Result<()> {
     let bed = Bed::start(&["--dra"]).await?;
     let socket = bed.kubelet().join("plugins_registry/gpu.tessera.dev-reg.sock");

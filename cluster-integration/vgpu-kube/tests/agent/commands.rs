@@ -19,7 +19,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn doctor_checks_node_and_cluster() -> Result<()> {
     let bed = Bed::start(&["--dra"]).await?;
     std::fs::write(bed.kubelet().join("device-plugins/kubelet.sock"), "")?;
@@ -73,7 +73,7 @@ async fn doctor_checks_node_and_cluster() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn the_hook_serves_kubevirts_calls() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let socket = dir.path().join("hook.sock");

@@ -72,7 +72,7 @@ fn allocation(ids: &[&str]) -> api::AllocateRequest {
     api::AllocateRequest { container_requests: vec![api::ContainerAllocateRequest { devices_ids }] }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
     let bed = Bed::start(&["--device-plugin", "--device-owner", "1000"]).await?;
     let folder = bed.kubelet().join("device-plugins");
@@ -130,7 +130,7 @@ async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn devices_survive_kills_of_agent_and_vgpud() -> Result<()> {
     let mut bed = Bed::start(&["--device-plugin"]).await?;
     let kubelet = Kubelet::default();

@@ -11,7 +11,7 @@ use crate::bed::{Bed, claim_path, eventually};
 /// Number of kills of each process.
 const KILLS: u8 = 20;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn kills_between_prepare_and_unprepare_leak_nothing() -> Result<()> {
     let mut bed = Bed::start(&["--dra"]).await?;
     for kill in 0..KILLS {
@@ -33,7 +33,7 @@ async fn kills_between_prepare_and_unprepare_leak_nothing() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn kills_within_prepare_leak_nothing() -> Result<()> {
     let mut bed = Bed::start(&["--dra"]).await?;
     for kill in 0..KILLS {
@@ -53,7 +53,7 @@ async fn kills_within_prepare_leak_nothing() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_vgpu_that_was_lost_is_made_anew_for_its_live_claim() -> Result<()> {
     let mut bed = Bed::start(&["--dra"]).await?;
     let claim = bed.put_claim("c1", 10, "256Mi", &Value::Null);

@@ -21,7 +21,7 @@ fn capacity(slice: &Value, name: &str) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn the_slice_says_what_the_gpu_has_left() -> Result<()> {
     let bed = Bed::start(&["--dra"]).await?;
     eventually("the slice", async || bed.api.get(SLICE).is_some()).await?;
@@ -62,7 +62,7 @@ async fn the_slice_says_what_the_gpu_has_left() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_lost_gpu_is_tainted_and_its_claims_are_told() -> Result<()> {
     let bed = Bed::start(&["--dra"]).await?;
     let claim = bed.put_claim("c1", 30, "256Mi", &Value::Null);
@@ -119,11 +119,11 @@ async fn publish(api: &ApiServer, node: &str) -> Result<watch::Sender<Vec<Gpu>>>
     Ok(sender)
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_thousand_changes_on_a_hundred_nodes_cost_a_write_each_at_most() -> Result<()> {
     const NODES: usize = 100;
     const CHANGES: u8 = 10;
-    let api = ApiServer::start().await?;
+    let api = ApiServer::start()?;
     let mut nodes = Vec::new();
     for number in 0..NODES {
         nodes.push(publish(&api, &format!("node{number}")).await?);
@@ -155,9 +155,9 @@ async fn a_thousand_changes_on_a_hundred_nodes_cost_a_write_each_at_most() -> Re
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn a_cluster_that_shares_no_devices_gets_none() -> Result<()> {
-    let api = ApiServer::start().await?;
+    let api = ApiServer::start()?;
     api.drop_member("allowMultipleAllocations");
     let _node = publish(&api, "n1").await?;
     eventually("an attempt", async || api.requests(&format!("DELETE {SLICES}")) == 1).await?;
