@@ -232,6 +232,8 @@ impl GpuMappings {
 impl Drop for GpuMappings {
     fn drop(&mut self) {
         // Memory must be unmapped before it is unpinned or freed.
-        self.unmap_all();
+        if self.rm_client.frees_objects() {
+            self.unmap_all();
+        }
     }
 }

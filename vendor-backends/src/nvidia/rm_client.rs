@@ -52,6 +52,8 @@ pub struct RmClient {
     freed: AtomicBool,
     /// Another process made the client. Calls may repeat what that process has done.
     adopted: bool,
+    /// This process frees the client and its objects when it drops them.
+    owned: AtomicBool,
     /// Descriptors to keep for the next process.
     to_keep: ToKeep,
     /// Records for the next process.
@@ -83,12 +85,14 @@ impl RmClient {
             next_handle: AtomicU32::new(FIRST_HANDLE),
             freed: AtomicBool::new(false),
             adopted: false,
+            owned: AtomicBool::new(true),
             to_keep: ToKeep::default(),
             journal: OnceLock::new(),
         }))
     }
 
-    /// Continues with the client of a process that has ended, by its open files.
+    /// Continues with the client of a process that has ended, by its open files. Until [`Self::own`] is
+    /// called, drops free nothing: a process that cannot continue leaves the client to another one.
     pub fn adopt(rm: Arc<dyn Rm>, layout: Layout, client: AdoptedClient) -> Arc<Self> {
         let AdoptedClient { control, gpu, minor, root, next_handle } = client;
         Arc::new(Self {
@@ -101,9 +105,20 @@ impl RmClient {
             next_handle: AtomicU32::new(next_handle),
             freed: AtomicBool::new(false),
             adopted: true,
+            owned: AtomicBool::new(false),
             to_keep: ToKeep::default(),
             journal: OnceLock::new(),
         })
+    }
+
+    /// Frees what is dropped from now on.
+    pub fn own(&self) {
+        self.owned.store(true, Ordering::Release);
+    }
+
+    /// Returns whether objects are to be freed when they are dropped.
+    pub(super) fn frees_objects(&self) -> bool {
+        self.owned.load(Ordering::Acquire) && !self.is_freed()
     }
 
     /// Returns an object that an earlier process has made.
@@ -133,11 +148,6 @@ impl RmClient {
     /// Returns whether the client was freed.
     pub fn is_freed(&self) -> bool {
         self.freed.load(Ordering::Acquire)
-    }
-
-    /// Notes that the client was freed by an earlier process.
-    pub fn set_freed(&self) {
-        self.freed.store(true, Ordering::Release);
     }
 
     /// Returns the client's handle.
@@ -467,6 +477,8 @@ impl RmClient {
 
 impl Drop for RmClient {
     fn drop(&mut self) {
-        self.free_all();
+        if self.frees_objects() {
+            self.free_all();
+        }
     }
 }

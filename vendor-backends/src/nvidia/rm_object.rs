@@ -69,7 +69,7 @@ impl Object {
 
 impl Drop for Object {
     fn drop(&mut self) {
-        if self.rm_client.is_freed() {
+        if !self.rm_client.frees_objects() {
             return;
         }
         let parent = self.parent.as_ref().map_or(self.rm_client.root(), |parent| parent.handle);

@@ -88,6 +88,9 @@ impl ProbeMemory {
 
 impl Drop for ProbeMemory {
     fn drop(&mut self) {
+        if !self.device.rm_client.frees_objects() {
+            return;
+        }
         let unmapped = self.device.rm_client.unmap_dma(&self.space, self.object.handle(), VA, 0);
         if let Err(error) = unmapped {
             log::debug!("{error}");

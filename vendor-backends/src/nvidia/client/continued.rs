@@ -165,6 +165,7 @@ impl NvidiaClient {
             device,
         };
         client.publish_imported_bytes();
+        client.device.rm_client.own();
         Ok(client)
     }
 
@@ -211,7 +212,6 @@ fn adopt_state(
     let doorbell = kept::map(&files.take(kept::DOORBELL)?, PAGE_SIZE, true)?;
     let live: LiveChannels = journal.live(Live::Channels).ok_or(DAMAGED)?;
     if live.evicted {
-        device.rm_client.set_freed();
         return Err(GpuError::Lost("the manager has evicted the vGPU".into()));
     }
     let adopt = |objects| {
