@@ -7,6 +7,7 @@
 use std::error::Error;
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use host_inventory::{Finding, HostFiles, PciDevice};
@@ -51,7 +52,8 @@ pub trait Backend: fmt::Debug + Sync {
         Ok(Box::new(MediatedClient::open(connection)?))
     }
 
-    /// Continues with the client of a worker that has ended, from its [`Client::position`].
+    /// Continues with the client of a worker that has ended, from its [`Client::position`]. `kept`
+    /// returns what it kept by [`Client::take_kept`].
     ///
     /// # Errors
     ///
@@ -60,13 +62,20 @@ pub trait Backend: fmt::Debug + Sync {
         &self,
         connection: OwnedFd,
         position: u64,
+        kept: &mut dyn FnMut(u64) -> Option<OwnedFd>,
     ) -> Result<Box<dyn Client>, GpuError> {
+        let _ = kept;
         Ok(Box::new(MediatedClient::resume(connection, position)?))
     }
 
     /// Returns the device nodes that the backend's processes open or hand to QEMU.
     fn device_nodes(&self) -> &'static [DeviceNode] {
         &[]
+    }
+
+    /// Returns the files that a worker opens at its start, beyond its own program's.
+    fn worker_files(&self) -> WorkerFiles {
+        WorkerFiles::default()
     }
 
     /// Checks the prerequisites of the backend on a host, for `vgpuctl doctor`.
@@ -145,6 +154,15 @@ pub trait OpenHardware: fmt::Debug {
     fn open(&self) -> Result<Arc<dyn Hardware>, BoxError>;
 }
 
+/// Files that a worker opens at its start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WorkerFiles {
+    /// Device nodes, on which the worker calls ioctl.
+    pub devices: Vec<PathBuf>,
+    /// Files that the worker reads.
+    pub read: Vec<PathBuf>,
+}
+
 /// A device node, as the rules that confine processes name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceNode {
@@ -216,18 +234,25 @@ impl Registry {
     }
 
     /// Opens a worker's client of the GPU that admitted the vGPU under the name `admission`, or
-    /// continues with it from a position; `None` if no backend has that name.
+    /// continues with it from a position and what was kept; `None` if no backend has that name.
     pub fn open_client(
         &self,
         admission: &str,
         connection: OwnedFd,
         position: Option<u64>,
+        kept: &mut dyn FnMut(u64) -> Option<OwnedFd>,
     ) -> Option<Result<Box<dyn Client>, GpuError>> {
         let backend = self.iter().find(|backend| backend.admission() == admission)?;
         Some(match position {
             None => backend.open_client(connection),
-            Some(position) => backend.resume_client(connection, position),
+            Some(position) => backend.resume_client(connection, position, kept),
         })
+    }
+
+    /// Returns the files that workers open at their start on GPUs which admit under a name.
+    pub fn worker_files(&self, admission: &str) -> WorkerFiles {
+        let backend = self.iter().find(|backend| backend.admission() == admission);
+        backend.map(Backend::worker_files).unwrap_or_default()
     }
 
     /// Returns the device nodes of all backends.

@@ -109,6 +109,11 @@ impl SeqPacket {
         self.recv_with(buffer, 0, MsgFlags::MSG_DONTWAIT)
     }
 
+    /// Receives a copy of the next packet as [`Self::try_recv`]. The packet stays.
+    pub fn try_peek(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
+        self.recv_with(buffer, 0, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK)
+    }
+
     /// Receives one packet with up to [`MAX_FDS`] file descriptors.
     pub fn recv_with_fds(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, MAX_FDS, MsgFlags::empty())

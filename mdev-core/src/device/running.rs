@@ -12,7 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use super::mailbox::Answer;
 use super::{Scanout, Traps, VirtualFunction};
-use crate::gpu::GpuError;
+#[cfg(doc)]
+use crate::gpu::Client;
+use crate::gpu::{GpuError, KeptDescriptor};
 use crate::mem::RunningMap;
 
 /// State of a running function without guest memory.
@@ -50,6 +52,11 @@ impl VirtualFunction {
     /// with such a client, and without requests in a control queue.
     pub fn position(&self) -> Option<u64> {
         if self.queue_runs() { None } else { self.client.lock().position() }
+    }
+
+    /// Returns what is to be kept for the process that continues ([`Client::take_kept`]).
+    pub fn take_kept(&self) -> Vec<KeptDescriptor> {
+        self.client.lock().take_kept()
     }
 
     /// Returns the state.

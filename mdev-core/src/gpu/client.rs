@@ -177,6 +177,15 @@ bitflags! {
     }
 }
 
+/// Descriptor that a client needs in a process that continues with it.
+#[derive(Debug)]
+pub struct KeptDescriptor {
+    /// Number of the client's own choice, below 2^56.
+    pub number: u64,
+    /// The descriptor, or `None` if the one with this number is not needed any more.
+    pub fd: Option<OwnedFd>,
+}
+
 /// Thread that watches the doorbell page of programs, which ring without a look whether the engine
 /// sleeps. It can sleep while no program has the page.
 pub trait DoorbellWatch: Send + Sync + fmt::Debug {
@@ -344,6 +353,13 @@ pub trait Client: Send + fmt::Debug {
     /// continue, or `None` if none can.
     fn position(&self) -> Option<u64> {
         None
+    }
+
+    /// Returns what is to be kept for a process that continues, or not any more, since the last call.
+    /// The caller passes descriptors on before it records the [`Client::position`] of a later call, and
+    /// drops them after that.
+    fn take_kept(&mut self) -> Vec<KeptDescriptor> {
+        Vec::new()
     }
 
     /// Notes that the caller's state includes the effects of all requests so far, and the conditions

@@ -23,8 +23,8 @@ pub use channel::{
     Placement,
 };
 pub use client::{
-    Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch, GuestRam, MapRequest,
-    Pending,
+    Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch, GuestRam, KeptDescriptor,
+    MapRequest, Pending,
 };
 pub use error::GpuError;
 pub use exception::{ErrorStates, Exception};

@@ -8,6 +8,7 @@ mod lifecycle;
 mod metrics;
 mod migration;
 mod nvidia;
+mod nvidia_replacement;
 mod replacement;
 mod replacement_endurance;
 mod resilience;

@@ -18,7 +18,7 @@ use vgpu_guest::device::Device;
 use vgpu_guest::memory::Home;
 use vgpu_guest::work::{self, copy::Copy, fill::Fill};
 
-fn there_is_a_gpu() -> bool {
+pub(super) fn there_is_a_gpu() -> bool {
     let there = Path::new("/dev/nvidiactl").exists();
     if !there {
         system_tests::skipped("this machine has no NVIDIA GPU");
@@ -26,7 +26,7 @@ fn there_is_a_gpu() -> bool {
     there
 }
 
-fn attach(vgpud: &Vgpud, uuid: &str) -> Result<Device> {
+pub(super) fn attach(vgpud: &Vgpud, uuid: &str) -> Result<Device> {
     let ram = Ram::new(64 * MIB, 64 * 1024)?;
     Ok(Device::open(Box::new(VfioUserGuest::attach(&vgpud.vfio_socket(uuid), ram)?))?)
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::EngineKind;
 use mdev_core::ids::ChannelId;
 
+use super::adoption::live::{LiveAccounting, Moment};
 use super::channels::Channels;
 use super::idle_check::IdleCheck;
 use super::long_kernel::LongKernel;
@@ -25,6 +26,9 @@ const PASSED_OVER_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time for which entries may wait before the doorbell is rung again.
 const RING_AGAIN_AFTER: Duration = Duration::from_millis(100);
+
+/// Longest time without a process for which a vGPU is charged for work that was in progress.
+const MAX_GAP: Duration = Duration::from_secs(1);
 
 /// Activity of a vGPU's rings.
 #[derive(Debug)]
@@ -89,6 +93,32 @@ struct Conditions {
 }
 
 impl Activity {
+    /// Continues with the activity of an earlier process. What was in progress has gone on since then.
+    pub(super) fn continued(live: &LiveAccounting) -> Self {
+        let since = live.at.map(|at| at.instant().elapsed().min(MAX_GAP)).unwrap_or_default();
+        let gap = |was: bool| if was { since } else { Duration::ZERO };
+        let mut activity = Self {
+            copying: live.copying.saturating_add(gap(live.was_copying)),
+            had_work: live.had_work.saturating_add(gap(live.was_busy)),
+            ..Self::default()
+        };
+        // Until the rings are looked at.
+        activity.busy_at = [Some(activity.sampled_at); 2];
+        activity
+    }
+
+    /// Returns what a process that continues needs.
+    pub(super) fn live(&self) -> LiveAccounting {
+        LiveAccounting {
+            at: Some(Moment::now()),
+            copying: self.copying,
+            had_work: self.had_work,
+            was_copying: self.since_fetch(EngineKind::Copy) < COPY_LINGER,
+            was_busy: self.is_busy(),
+            ..LiveAccounting::default()
+        }
+    }
+
     /// Returns whether the vGPU has work.
     pub(super) fn is_busy(&self) -> bool {
         self.busy_at.iter().flatten().any(|at| at.elapsed() < BUSY_LINGER)

@@ -9,8 +9,11 @@ use std::time::Duration;
 use host_inventory::{Finding, HostFiles, PciDevice};
 use mdev_core::gpu::{Client, Gpu, GpuError};
 
+use super::adoption::kept::Kept;
 use super::{BACKEND, KernelDriver, NvidiaClient, NvidiaGpu, Options, host_check};
-use crate::backend::{Backend, BoxError, DeviceNode, OpenGpu, Opener, Parent, Recommendation};
+use crate::backend::{
+    Backend, BoxError, DeviceNode, OpenGpu, Opener, Parent, Recommendation, WorkerFiles,
+};
 
 /// PCI vendor id of NVIDIA.
 const NVIDIA_VENDOR: u16 = 0x10de;
@@ -63,10 +66,26 @@ impl Backend for NvidiaBackend {
 
     fn resume_client(
         &self,
-        _connection: OwnedFd,
-        _position: u64,
+        connection: OwnedFd,
+        position: u64,
+        kept: &mut dyn FnMut(u64) -> Option<OwnedFd>,
     ) -> Result<Box<dyn Client>, GpuError> {
-        Err(GpuError::Unsupported("continuing the work of another process"))
+        let rm = Arc::new(KernelDriver);
+        Ok(Box::new(NvidiaClient::adopt(rm, connection, position, Kept(kept))?))
+    }
+
+    fn worker_files(&self) -> WorkerFiles {
+        let numbered = |name: &str| {
+            let number = name.strip_prefix("nvidia");
+            number.is_some_and(|number| !number.is_empty() && number.parse::<u32>().is_ok())
+        };
+        let nodes = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+        let nodes = nodes.filter(|node| node.file_name().to_str().is_some_and(numbered));
+        let control = std::iter::once("/dev/nvidiactl".into());
+        WorkerFiles {
+            devices: control.chain(nodes.map(|node| node.path())).collect(),
+            read: vec![super::sys::kernel_driver::VERSION.into()],
+        }
     }
 
     fn device_nodes(&self) -> &'static [DeviceNode] {

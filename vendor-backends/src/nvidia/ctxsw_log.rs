@@ -4,18 +4,21 @@
 //! every client read access. Records of other users name neither the process nor the context. Copy
 //! engines have no such log.
 
-use std::collections::BTreeMap;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
+use super::adoption::DAMAGED;
+use super::adoption::kept::{self, Kept};
+use super::adoption::state::LogObjects;
 use super::device::Device;
+use super::other_processes::OtherProcesses;
 use super::rm::Node;
-use super::rm_client::Object;
+use super::rm_object::Object;
 use super::switch_probe::SwitchProbe;
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
@@ -28,6 +31,7 @@ const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);
 const RECORD_BYTES: u64 = 32;
 /// Records between two readings: a quarter of a second at a switch every 20 us.
 const RECORDS: u32 = 16 * 1024;
+const RECORDS_BYTES: u64 = RECORDS as u64 * RECORD_BYTES;
 
 /// Offset of `recordPut` in `NV_EVENT_BUFFER_HEADER`.
 const PUT: u64 = 4;
@@ -74,7 +78,7 @@ impl CtxswRecord {
 }
 
 /// Engine time of one process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineTime {
     /// Engine time of completed residencies, in nanoseconds.
     pub completed_ns: u64,
@@ -171,9 +175,9 @@ pub fn clock_ns(usermode: &Mapping) -> Option<u64> {
 #[derive(Debug)]
 pub struct CtxswLog {
     buffer: Arc<Object>,
-    /// The buffer's memory. Freed after the buffer, since the driver frees a buffer with its
-    /// memory.
-    _memory: [Arc<Object>; 2],
+    /// The buffer's memory: header and records. Freed after the buffer, since the driver frees a
+    /// buffer with its memory.
+    memory: [Arc<Object>; 2],
     header: Arc<Mapping>,
     records: Arc<Mapping>,
     /// The usermode page, which contains the GPU's clock.
@@ -194,61 +198,34 @@ pub struct CtxswLog {
     probe_context: Option<u32>,
 }
 
+/// Place in the context switch log, and what was counted up to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogPosition {
+    get: u32,
+    switches: u64,
+    engine_time: EngineTime,
+    last_record_ns: u64,
+    last_own_context: Option<u32>,
+    probe_context: Option<u32>,
+}
+
 /// Process in place of this one, for the context of the probe.
 const PROBE: u64 = u64::MAX;
-
-/// Residencies of other processes, counted for each process.
-#[derive(Clone, Debug, Default)]
-pub struct OtherProcesses(BTreeMap<u64, u32>);
-
-/// `NV_EVENT_BUFFER_HIDDEN_PID`: the process belongs to another user.
-const HIDDEN: u64 = 0;
-
-/// Number of processes of other users that may take turns.
-const MAX_HIDDEN: u32 = 16;
-
-/// Maximum number of processes that are counted.
-const MAX_OTHERS: usize = 64;
-
-impl OtherProcesses {
-    /// Adds a record of the log. A residency of `process` itself clears the counts.
-    pub fn add(&mut self, record: &CtxswRecord, process: u64) {
-        if record.tag != START {
-            return;
-        }
-        if record.process == process {
-            self.0.clear();
-        } else if self.0.len() < MAX_OTHERS || self.0.contains_key(&record.process) {
-            *self.0.entry(record.process).or_default() += 1;
-        }
-    }
-
-    /// Clears the counts.
-    pub fn clear(&mut self) {
-        self.0.clear();
-    }
-
-    /// Returns whether a process had a number of residencies. The driver hides the processes of
-    /// other users: those had it if they had together what [`MAX_HIDDEN`] processes would have.
-    pub fn have_passed_over(&self, residencies: u32) -> bool {
-        let needed = |process| residencies * if process == HIDDEN { MAX_HIDDEN } else { 1 };
-        self.0.iter().any(|(process, count)| *count >= needed(*process))
-    }
-}
 
 impl CtxswLog {
     /// Binds an event buffer to the log.
     pub fn open(device: &Device, clock: Arc<Mapping>) -> Result<Self, GpuError> {
         let rm_client = &device.rm_client;
-        let memory = |bytes: u64| -> Result<(Arc<Object>, Arc<Mapping>), GpuError> {
+        let memory = |bytes: u64, number: u64| -> Result<(Arc<Object>, Arc<Mapping>), GpuError> {
             let object = device.system_memory(bytes, true)?;
             let flags = flag::CPU_READ_ONLY;
             let fd = rm_client.aperture(&device.device, &object, Node::Control, bytes, flags)?;
-            let mapping = Mapping::new(fd.as_fd(), 0, bytes, false)?;
+            let mapping = kept::map(&fd, bytes, false)?;
+            rm_client.to_keep().keep(number, fd);
             Ok((object, mapping))
         };
-        let (header_memory, header) = memory(PAGE_SIZE)?;
-        let (record_memory, records) = memory(u64::from(RECORDS) * RECORD_BYTES)?;
+        let (header_memory, header) = memory(PAGE_SIZE, kept::LOG_HEADER)?;
+        let (record_memory, records) = memory(RECORDS_BYTES, kept::LOG_RECORDS)?;
         let mut params = abi::EventBufferParams {
             record_bytes: RECORD_BYTES as u32,
             record_count: RECORDS,
@@ -274,7 +251,7 @@ impl CtxswLog {
         buffer.control(control::EVENT_BUFFER_ENABLE, &mut enable)?;
         Ok(Self {
             buffer,
-            _memory: [header_memory, record_memory],
+            memory: [header_memory, record_memory],
             header,
             records,
             clock,
@@ -287,6 +264,60 @@ impl CtxswLog {
             last_own_context: None,
             probe_context: None,
         })
+    }
+
+    /// Continues with the log of an earlier process, whose id its records have. Records that it has
+    /// read since `position` are read again.
+    pub fn adopt(
+        device: &Device,
+        clock: Arc<Mapping>,
+        objects: &LogObjects,
+        process: u32,
+        position: Option<LogPosition>,
+        files: &mut Kept<'_>,
+    ) -> Result<Self, GpuError> {
+        let rm_client = &device.rm_client;
+        let position = position.filter(|position| position.get < RECORDS).ok_or(DAMAGED)?;
+        let LogPosition { get, switches, engine_time, last_record_ns, .. } = position;
+        let LogPosition { last_own_context, probe_context, .. } = position;
+        let memory = [objects.header, objects.records];
+        Ok(Self {
+            buffer: rm_client.adopt_object(None, objects.buffer),
+            memory: memory.map(|handle| device.adopt_object(handle)),
+            header: kept::map(&files.take(kept::LOG_HEADER)?, PAGE_SIZE, false)?,
+            records: kept::map(&files.take(kept::LOG_RECORDS)?, RECORDS_BYTES, false)?,
+            clock,
+            get,
+            process: u64::from(process),
+            switches,
+            engine_time,
+            others: OtherProcesses::default(),
+            last_record_ns,
+            last_own_context,
+            probe_context,
+        })
+    }
+
+    /// Returns the objects for a process that continues.
+    pub fn objects(&self) -> LogObjects {
+        let [header, records] = &self.memory;
+        LogObjects {
+            buffer: self.buffer.handle(),
+            header: header.handle(),
+            records: records.handle(),
+        }
+    }
+
+    /// Returns the place up to which the log was read.
+    pub fn position(&self) -> LogPosition {
+        LogPosition {
+            get: self.get,
+            switches: self.switches,
+            engine_time: self.engine_time,
+            last_record_ns: self.last_record_ns,
+            last_own_context: self.last_own_context,
+            probe_context: self.probe_context,
+        }
     }
 
     /// Reads the GPU's clock, in nanoseconds.
@@ -419,27 +450,5 @@ mod tests {
         time.gate(false, 9100);
         time.gate(true, 9200);
         assert_eq!(time.total_ns(9900), 500);
-    }
-
-    #[test]
-    fn residencies_of_others_count_since_the_last_own_residency() {
-        let mut others = OtherProcesses::default();
-        for process in [8, 9, 8, 9, 9] {
-            others.add(&record(START, process, 0), 7);
-            others.add(&record(END, process, 0), 7);
-        }
-        assert!(others.have_passed_over(3) && !others.have_passed_over(4));
-        others.add(&record(END, 7, 0), 7);
-        assert!(others.have_passed_over(3));
-        others.add(&record(START, 7, 0), 7);
-        assert!(!others.have_passed_over(1));
-        (0..1000).for_each(|process| others.add(&record(START, process + 10, 0), 7));
-        assert!(others.have_passed_over(1) && !others.have_passed_over(2));
-        assert_eq!(others.0.len(), MAX_OTHERS);
-        others.clear();
-        (0..63).for_each(|_| others.add(&record(START, HIDDEN, 0), 7));
-        assert!(!others.have_passed_over(4), "16 others may have had fewer than 4 each");
-        others.add(&record(START, HIDDEN, 0), 7);
-        assert!(others.have_passed_over(4));
     }
 }

@@ -9,9 +9,11 @@ use mdev_core::gpu::{GpuCapabilities, GpuDescription};
 use mdev_core::units::{GIB, KIB, MIB};
 use zerocopy::IntoBytes;
 
+use super::adoption::state::FixedObjects;
 use super::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
 use super::rm::{Node, Rm, RmError, call};
-use super::rm_client::{AddressSpace, Object, RmClient};
+use super::rm_client::{AdoptedClient, RmClient};
+use super::rm_object::{AddressSpace, Object};
 use super::sys::abi;
 use super::sys::numbers::{class, control, engine, fb, flag, status};
 use super::version::Layout;
@@ -89,11 +91,33 @@ impl Device {
             Some(instance.as_mut_bytes()),
             "subdevice",
         )?;
-        let mut list = [0; CLASS_LIST_BYTES];
-        // In series whose list has another length, the GPU is taken for one of Hopper.
-        let listed = device.control_bytes(CLASS_LIST, &mut list).is_ok();
-        let generation = Generation::of_list(&list).filter(|_| listed).unwrap_or(&HOPPER);
+        let generation = generation(&device);
         Ok(Self { rm_client, device, subdevice, generation })
+    }
+
+    /// Continues with the client of an earlier process.
+    pub fn adopt(
+        rm: Arc<dyn Rm>,
+        layout: Layout,
+        client: AdoptedClient,
+        fixed: &FixedObjects,
+    ) -> Self {
+        let rm_client = RmClient::adopt(rm, layout, client);
+        let device = rm_client.adopt_object(None, fixed.device);
+        let subdevice = rm_client.adopt_object(Some(&device), fixed.subdevice);
+        let generation = generation(&device);
+        Self { rm_client, device, subdevice, generation }
+    }
+
+    /// Returns an object below the device that an earlier process has made.
+    pub fn adopt_object(&self, handle: u32) -> Arc<Object> {
+        self.rm_client.adopt_object(Some(&self.device), handle)
+    }
+
+    /// Returns an address space that an earlier process has made.
+    pub fn adopt_space(&self, space: u32, range: u32) -> AddressSpace {
+        let (space, range) = (self.adopt_object(space), self.adopt_object(range));
+        AddressSpace { device: self.device.clone(), space, range }
     }
 
     /// Describes the GPU as a parent of vGPUs.
@@ -234,6 +258,14 @@ impl Device {
             }
         }
     }
+}
+
+/// Returns the generation of a device's GPU.
+fn generation(device: &Object) -> &'static Generation {
+    let mut list = [0; CLASS_LIST_BYTES];
+    // In series whose list has another length, the GPU is taken for one of Hopper.
+    let listed = device.control_bytes(CLASS_LIST, &mut list).is_ok();
+    Generation::of_list(&list).filter(|_| listed).unwrap_or(&HOPPER)
 }
 
 /// Returns the prefix of vGPU type names: the first word of the GPU's name that has a digit, up to

@@ -43,6 +43,17 @@ impl FaultBackoff {
         }
     }
 
+    /// Returns the number of faults in a row, and when the last one was.
+    pub fn state(&self) -> (u32, Option<Instant>) {
+        (self.faults, self.last_fault)
+    }
+
+    /// Continues with the faults of an earlier process.
+    #[must_use]
+    pub fn after(self, (faults, last_fault): (u32, Option<Instant>)) -> Self {
+        Self { faults, last_fault, ..self }
+    }
+
     /// Counts a fault.
     pub fn fault(&mut self, now: Instant) {
         if self.last_fault.is_some_and(|last| now.duration_since(last) > RESET_AFTER) {

@@ -1,8 +1,8 @@
 //! Manager's side of an NVIDIA GPU.
 //!
-//! Each vGPU is a client of the driver in a process of its own, and the driver lets only the
-//! process that created a channel group change its slice, its gate or reset it. The manager
-//! therefore sends these requests to the workers, each of which has a thread for its connection.
+//! Each vGPU is a client of the driver in a process of its own, and the driver lets only a process
+//! with the client's file change the slice and the gate of its channel groups, or reset them. The
+//! manager therefore sends these requests to the workers, each of which has a thread for its connection.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};

@@ -8,8 +8,12 @@ use mdev_core::gpu::{CREATED_VA_END, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
+use super::adoption::DAMAGED;
+use super::adoption::state::{MappingState, SpaceState};
+use super::device::Device;
 use super::memory::MemoryLocation;
-use super::rm_client::{AddressSpace, Object, RmClient};
+use super::rm_client::RmClient;
+use super::rm_object::{AddressSpace, Object};
 use super::sys::numbers::flag;
 
 /// Page size of video memory. Mappings aligned to it need the fewest page table entries.
@@ -42,6 +46,51 @@ impl GpuMappings {
         let default = id == SpaceId::DEFAULT;
         let range = if default { (VA_START, VA_END) } else { (PAGE_SIZE, CREATED_VA_END) };
         Self { rm_client, space, range, mappings: BTreeMap::new() }
+    }
+
+    /// Continues with the mappings of an earlier process. `object` returns the memory of a mapping and
+    /// its length.
+    pub fn adopt(
+        device: &Device,
+        state: &SpaceState,
+        object: impl Fn(Option<MemoryId>) -> Option<(Arc<Object>, u64)>,
+    ) -> Result<Self, GpuError> {
+        let space = Arc::new(device.adopt_space(state.space, state.range));
+        let mut adopted = Self::new(device.rm_client.clone(), state.id, space);
+        for MappingState { va, len, memory } in &state.mappings {
+            adopted.check_free(GpuVa(*va), *len, 0)?;
+            let (object, bytes) = object(*memory).ok_or(DAMAGED)?;
+            if *len > bytes {
+                return Err(DAMAGED);
+            }
+            adopted.mappings.insert(*va, GpuMapping { len: *len, object, memory: *memory });
+        }
+        Ok(adopted)
+    }
+
+    /// Returns the state for a process that continues. `None` if there is memory that the state
+    /// cannot have: `is_known` tells by the object.
+    pub fn state(
+        &self,
+        id: SpaceId,
+        is_known: impl Fn(Option<MemoryId>, &Arc<Object>) -> bool,
+    ) -> Option<SpaceState> {
+        let mapping = |(va, mapping): (&u64, &GpuMapping)| {
+            let GpuMapping { len, object, memory } = mapping;
+            is_known(*memory, object).then_some(MappingState {
+                va: *va,
+                len: *len,
+                memory: *memory,
+            })
+        };
+        let mappings = self.mappings.iter().map(mapping).collect::<Option<_>>()?;
+        let AddressSpace { space, range, .. } = &*self.space;
+        Some(SpaceState { id, space: space.handle(), range: range.handle(), mappings })
+    }
+
+    /// Returns the number of mappings.
+    pub fn count(&self) -> usize {
+        self.mappings.len()
     }
 
     /// Returns the driver's address space.
@@ -183,6 +232,8 @@ impl GpuMappings {
 impl Drop for GpuMappings {
     fn drop(&mut self) {
         // Memory must be unmapped before it is unpinned or freed.
-        self.unmap_all();
+        if self.rm_client.frees_objects() {
+            self.unmap_all();
+        }
     }
 }

@@ -61,6 +61,11 @@ impl ManagerThread {
         }
     }
 
+    /// Closes the gate as soon as that is possible, as the manager has told an earlier process.
+    pub fn close_gate_later(&mut self) {
+        self.closing_since = Some(Instant::now());
+    }
+
     /// Runs until the vGPU's threads are stopped.
     pub fn run(&mut self) {
         while !self.state.signals.is_stopped() {
@@ -75,6 +80,7 @@ impl ManagerThread {
             if has_message {
                 self.receive();
             }
+            self.record();
         }
     }
 
@@ -114,17 +120,29 @@ impl ManagerThread {
         self.state.must_delay_closing(waited, contended, &mut self.closing_request)
     }
 
-    /// Receives a message of the manager and executes it.
+    fn record(&self) {
+        self.state.record_accounting(self.closing_since.is_some());
+    }
+
+    /// Executes a message of the manager, and then removes it from the socket. A process that
+    /// continues executes it again if it is still there: that changes nothing.
     fn receive(&mut self) {
         let Some(socket) = &self.manager else { return };
-        let message = match socket.try_recv(&mut self.buffer) {
+        let message = match socket.try_peek(&mut self.buffer) {
             Ok(Some(packet)) => decode::<FromManager>(&self.buffer[..packet.len]),
             Ok(None) => Err(std::io::ErrorKind::BrokenPipe.into()),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
             Err(error) => Err(error),
         };
         match message {
-            Ok(message) => self.handle(&message),
+            Ok(message) => {
+                self.handle(&message);
+                self.record();
+                if let Some(socket) = &self.manager {
+                    // The message, which was there before.
+                    let _ = socket.try_recv(&mut self.buffer);
+                }
+            }
             Err(error) => {
                 log::debug!("Lost the connection to the manager: {error}");
                 self.manager = None;
@@ -179,6 +197,7 @@ impl ManagerThread {
             }
             FromManager::Evict => {
                 self.rm_client.free_all();
+                state.channels().record_live(false);
                 state.signals.raise(Pending::DEVICE_LOST);
                 Ok(())
             }

@@ -2,16 +2,20 @@
 //! spaces.
 
 use std::collections::BTreeMap;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use mdev_core::gpu::{Backing, GpuError, GuestRam, MapRequest};
+use mdev_core::gpu::{Backing, ClientSpec, GpuError, GuestRam, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{KIB, PAGE_SIZE, is_aligned};
 
+use super::adoption::DAMAGED;
+use super::adoption::kept::{self, Kept};
+use super::adoption::state::{ImportState, MAX_IMPORTS, MAX_MAPPINGS, MemoryState, SpaceState};
 use super::device::Device;
 use super::gpu_mappings::GpuMappings;
-use super::rm_client::{AddressSpace, Object};
+use super::rm_object::{AddressSpace, Object};
 use crate::mem::Mapping;
 
 /// Maximum number of address spaces, and of imports and allocations.
@@ -28,6 +32,8 @@ pub struct Import {
     object: Arc<Object>,
     /// Mapping in this process.
     pub mapping: Arc<Mapping>,
+    /// Offset in the file.
+    offset: u64,
 }
 
 /// Video memory of a program's own.
@@ -93,6 +99,79 @@ impl Memory {
         }
     }
 
+    /// Continues with the memory of an earlier process.
+    pub fn adopt(
+        device: Arc<Device>,
+        state: &MemoryState,
+        spec: &ClientSpec,
+        files: &mut Kept<'_>,
+    ) -> Result<Self, GpuError> {
+        let (vram_bytes, max_import_bytes) = (spec.vram_bytes, spec.max_import_bytes);
+        let vram = state.vram.map(|handle| device.adopt_object(handle));
+        let (mut imports, mut imported_bytes) = (BTreeMap::new(), 0_u64);
+        for ImportState { id, object, offset, len } in &state.imports {
+            imported_bytes = imported_bytes.saturating_add(*len);
+            if imported_bytes > max_import_bytes {
+                return Err(DAMAGED);
+            }
+            let file = files.take(kept::import(*id))?;
+            let mapping = Mapping::of_guest(&MemoryFile::new(file.as_fd())?, *offset, *len, true);
+            foreign_fds::close(file);
+            let object = device.adopt_object(*object);
+            imports.insert(*id, Import { object, mapping: mapping?, offset: *offset });
+        }
+        let backing = |memory: Option<MemoryId>| match memory {
+            Some(id) => imports.get(&id).map(|i| (i.object.clone(), i.mapping.len())),
+            None => vram.clone().map(|vram| (vram, vram_bytes)),
+        };
+        let adopt =
+            |space: &SpaceState| Ok((space.id, GpuMappings::adopt(&device, space, backing)?));
+        let spaces = state.spaces.iter().map(adopt).collect::<Result<_, GpuError>>()?;
+        Ok(Self {
+            spaces,
+            next_space: state.next_space,
+            vram,
+            vram_bytes,
+            max_import_bytes,
+            imports,
+            imported_bytes,
+            allocations: BTreeMap::new(),
+            allocated_bytes: 0,
+            next_id: state.next_id,
+            device,
+        })
+    }
+
+    /// Returns the state for a process that continues. `None` if programs have memory of their own, or
+    /// if there is too much of it to be recorded.
+    pub fn state(&self) -> Option<MemoryState> {
+        let mappings: usize = self.spaces.values().map(GpuMappings::count).sum();
+        if !self.allocations.is_empty()
+            || self.imports.len() > MAX_IMPORTS
+            || mappings > MAX_MAPPINGS
+        {
+            return None;
+        }
+        let is_known = |memory: Option<MemoryId>, object: &Arc<Object>| match memory {
+            Some(id) => self.imports.contains_key(&id),
+            None => self.vram.as_ref().is_some_and(|vram| Arc::ptr_eq(vram, object)),
+        };
+        let spaces = self.spaces.iter().map(|(id, space)| space.state(*id, is_known));
+        let imports = self.imports.iter().map(|(id, import)| ImportState {
+            id: *id,
+            object: import.object.handle(),
+            offset: import.offset,
+            len: import.mapping.len(),
+        });
+        Some(MemoryState {
+            vram: self.vram.as_ref().map(|vram| vram.handle()),
+            next_id: self.next_id,
+            next_space: self.next_space,
+            spaces: spaces.collect::<Option<_>>()?,
+            imports: imports.collect(),
+        })
+    }
+
     /// Returns the size of imported guest memory, in bytes.
     pub fn imported_bytes(&self) -> u64 {
         self.imported_bytes
@@ -114,8 +193,9 @@ impl Memory {
         let mapping = Mapping::of_guest(&file, ram.offset, ram.len, true)?;
         let object = self.device.rm_client.register(&self.device.device, &mapping)?;
         let id = self.new_id()?;
+        self.device.rm_client.to_keep().keep_copy(kept::import(id), ram.fd)?;
         self.imported_bytes += ram.len;
-        self.imports.insert(id, Import { object, mapping });
+        self.imports.insert(id, Import { object, mapping, offset: ram.offset });
         Ok(id)
     }
 
@@ -182,6 +262,7 @@ impl Memory {
         self.imported_bytes -= import.as_ref().map_or(0, |import| import.mapping.len());
         self.allocated_bytes -= allocation.as_ref().map_or(0, |allocation| allocation.len);
         self.spaces.values_mut().for_each(|space| space.forget_memory(memory));
+        self.device.rm_client.to_keep().forget(kept::import(memory));
         // The last references: these unpin or free the pages.
         drop((import, allocation));
         Ok(())

@@ -4,11 +4,11 @@
 //!
 //! 1. [`sys`], [`version`]: the driver's kernel interface; [`rm`]: the trait that reaches the
 //!    driver
-//! 2. [`rm_client`]: a client of the driver and its objects; [`device`]: a GPU;
+//! 2. [`rm_client`], [`rm_object`]: a client of the driver and its objects; [`device`]: a GPU;
 //!    [`generation`]: what differs between GPUs
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
-//! 4. [`NvidiaClient`] (in a worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
+//! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
 //!    `idle_check`, `wait_check`, `long_kernel`, [`privilege`]; its threads: [`manager_thread`],
 //!    [`interrupt_thread`]
 //! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
@@ -19,6 +19,7 @@
 //!    check of the usage that workers report
 
 pub mod activity;
+pub mod adoption;
 mod backend;
 pub mod channels;
 mod client;
@@ -41,9 +42,11 @@ pub mod interrupt_thread;
 mod long_kernel;
 pub mod manager_thread;
 pub mod memory;
+mod other_processes;
 pub mod privilege;
 pub mod rm;
 pub mod rm_client;
+pub mod rm_object;
 #[cfg(feature = "test-util")]
 pub mod rm_recorder;
 pub mod signals;

@@ -1,25 +1,45 @@
-//! Client of the resource manager, and its objects. An object is freed when it is dropped, after
-//! its children.
+//! Client of the resource manager.
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use zerocopy::{FromBytes, Immutable, IntoBytes};
+use zerocopy::{FromBytes, IntoBytes};
 
+use super::adoption::journal::Journal;
+use super::adoption::kept::ToKeep;
 use super::rm::{Node, Rm, RmError, call};
+use super::rm_object::{AddressSpace, Object};
 use super::sys::abi::{self, Call};
 use super::sys::numbers::{class, control, flag, status};
 use super::version::Layout;
 use crate::mem::Mapping;
 
 /// First handle of an object. The driver chooses handles of clients from another range.
-const FIRST_HANDLE: u32 = 0x5e55_0001;
+pub const FIRST_HANDLE: u32 = 0x5e55_0001;
+
+/// What a process needs to continue with the client of another one.
+#[derive(Debug)]
+pub struct AdoptedClient {
+    /// Open file of the driver that the client belongs to.
+    pub control: OwnedFd,
+    /// Open file of the GPU, registered with the client.
+    pub gpu: OwnedFd,
+    /// Number of the GPU's device node.
+    pub minor: u32,
+    /// Handle of the client.
+    pub root: u32,
+    /// Handle of the next object.
+    pub next_handle: u32,
+}
 
 /// Client of the resource manager. The driver frees all of its objects when its descriptors are
-/// closed.
+/// closed, in whichever process they are.
+///
+/// A client that was adopted may repeat calls: a mapping that exists is made anew, and what does not
+/// exist any more counts as freed or unmapped.
 pub struct RmClient {
     rm: Arc<dyn Rm>,
     layout: Layout,
@@ -30,6 +50,14 @@ pub struct RmClient {
     next_handle: AtomicU32,
     /// The client was freed with all of its objects.
     freed: AtomicBool,
+    /// Another process made the client. Calls may repeat what that process has done.
+    adopted: bool,
+    /// This process frees the client and its objects when it drops them.
+    owned: AtomicBool,
+    /// Descriptors to keep for the next process.
+    to_keep: ToKeep,
+    /// Records for the next process.
+    journal: OnceLock<Arc<Journal>>,
 }
 
 impl fmt::Debug for RmClient {
@@ -56,7 +84,70 @@ impl RmClient {
             root: alloc.object,
             next_handle: AtomicU32::new(FIRST_HANDLE),
             freed: AtomicBool::new(false),
+            adopted: false,
+            owned: AtomicBool::new(true),
+            to_keep: ToKeep::default(),
+            journal: OnceLock::new(),
         }))
+    }
+
+    /// Continues with the client of a process that has ended, by its open files. Until [`Self::own`] is
+    /// called, drops free nothing: a process that cannot continue leaves the client to another one.
+    pub fn adopt(rm: Arc<dyn Rm>, layout: Layout, client: AdoptedClient) -> Arc<Self> {
+        let AdoptedClient { control, gpu, minor, root, next_handle } = client;
+        Arc::new(Self {
+            rm,
+            layout,
+            control,
+            gpu,
+            minor,
+            root,
+            next_handle: AtomicU32::new(next_handle),
+            freed: AtomicBool::new(false),
+            adopted: true,
+            owned: AtomicBool::new(false),
+            to_keep: ToKeep::default(),
+            journal: OnceLock::new(),
+        })
+    }
+
+    /// Frees what is dropped from now on.
+    pub fn own(&self) {
+        self.owned.store(true, Ordering::Release);
+    }
+
+    /// Returns whether objects are to be freed when they are dropped.
+    pub(super) fn frees_objects(&self) -> bool {
+        self.owned.load(Ordering::Acquire) && !self.is_freed()
+    }
+
+    /// Returns an object that an earlier process has made.
+    pub fn adopt_object(
+        self: &Arc<Self>,
+        parent: Option<&Arc<Object>>,
+        handle: u32,
+    ) -> Arc<Object> {
+        self.object(parent, handle)
+    }
+
+    /// Returns the open files of the client: of the driver, and of the GPU.
+    pub fn files(&self) -> [BorrowedFd<'_>; 2] {
+        [self.control.as_fd(), self.gpu.as_fd()]
+    }
+
+    /// Returns the descriptors to keep for the next process.
+    pub fn to_keep(&self) -> &ToKeep {
+        &self.to_keep
+    }
+
+    /// Returns the handle of the next object.
+    pub fn next_handle(&self) -> u32 {
+        self.next_handle.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the client was freed.
+    pub fn is_freed(&self) -> bool {
+        self.freed.load(Ordering::Acquire)
     }
 
     /// Returns the client's handle.
@@ -70,7 +161,28 @@ impl RmClient {
     }
 
     fn new_handle(&self) -> u32 {
-        self.next_handle.fetch_add(1, Ordering::Relaxed)
+        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        if let Some(journal) = self.journal.get() {
+            journal.note_handle(handle);
+        }
+        handle
+    }
+
+    /// Records handles before objects are made with them.
+    pub fn record_handles(&self, journal: Arc<Journal>) {
+        // Set once.
+        let _ = self.journal.set(journal);
+    }
+
+    /// Frees what the earlier process has made and not recorded, up to a handle: the last first, since
+    /// objects depend on earlier ones. Requests that made them are repeated with the same handles.
+    pub fn free_unrecorded(&self, last: u32) {
+        for handle in (self.next_handle()..=last).rev() {
+            // Objects below it, or the process itself, may have taken it along.
+            if let Err(error) = self.free(self.root, handle) {
+                log::debug!("{error}");
+            }
+        }
     }
 
     /// Allocates an object below `parent`, or below the client. `detail` names the object in
@@ -82,7 +194,7 @@ impl RmClient {
         params: Option<&mut [u8]>,
         detail: &str,
     ) -> Result<Arc<Object>, RmError> {
-        let parent_handle = parent.map_or(self.root, |parent| parent.handle);
+        let parent_handle = parent.map_or(self.root, |parent| parent.handle());
         let handle = self.new_handle();
         let mut alloc = abi::Alloc {
             root: self.root,
@@ -98,7 +210,7 @@ impl RmClient {
     }
 
     fn object(self: &Arc<Self>, parent: Option<&Arc<Object>>, handle: u32) -> Arc<Object> {
-        Arc::new(Object { rm_client: self.clone(), parent: parent.cloned(), handle })
+        Object::new(self.clone(), parent.cloned(), handle)
     }
 
     /// Calls a control of the client itself.
@@ -115,7 +227,12 @@ impl RmClient {
         self.control(self.root, command, params)
     }
 
-    fn control(&self, object: u32, command: u32, params: &mut [u8]) -> Result<(), RmError> {
+    pub(super) fn control(
+        &self,
+        object: u32,
+        command: u32,
+        params: &mut [u8],
+    ) -> Result<(), RmError> {
         let mut argument = abi::Control {
             client: self.root,
             object,
@@ -136,7 +253,7 @@ impl RmClient {
         let handle = self.new_handle();
         let mut argument = abi::AllocMemory {
             root: self.root,
-            parent: device.handle,
+            parent: device.handle(),
             object: handle,
             class: class::OS_DESCRIPTOR,
             flags: flag::OS_DESCRIPTOR,
@@ -163,8 +280,8 @@ impl RmClient {
         let fd = self.rm.open(node).map_err(RmError::open)?;
         let mut argument = abi::MapMemory {
             client: self.root,
-            device: device.handle,
-            memory: memory.handle,
+            device: device.handle(),
+            memory: memory.handle(),
             length: len,
             flags,
             fd: fd.as_raw_fd(),
@@ -191,24 +308,27 @@ impl RmClient {
     ) -> Result<(), RmError> {
         let mapping = abi::DmaMapping {
             client: self.root,
-            device: space.device.handle,
-            dma: space.range.handle,
-            memory: memory.handle,
+            device: space.device.handle(),
+            dma: space.range.handle(),
+            memory: memory.handle(),
             offset,
             length: len,
             flags: flags | flag::FIXED_VA,
             va,
         };
-        let mapped = if self.layout.map_dma == size_of::<abi::MapDma570>() {
-            self.call_map_dma::<abi::MapDma570>(&mapping)?
-        } else {
-            self.call_map_dma::<abi::MapDma>(&mapping)?
+        let mapped = match self.call_map_dma(&mapping) {
+            // An earlier process may have made the mapping, and not recorded it.
+            Err(error) if self.adopted && error.status() == Some(status::NO_MEMORY) => {
+                self.unmap_dma(space, memory.handle(), va, 0)?;
+                self.call_map_dma(&mapping)?
+            }
+            mapped => mapped?,
         };
         if mapped == va {
             return Ok(());
         }
         let error = io::Error::other(format!("Mapped at {mapped:#x} instead of {va:#x}"));
-        self.unmap_dma(space, memory.handle, mapped, 0)?;
+        self.unmap_dma(space, memory.handle(), mapped, 0)?;
         Err(RmError::Os { call: abi::MapDma::NAME.into(), error })
     }
 
@@ -227,9 +347,9 @@ impl RmClient {
         }
         let mut argument = abi::MapDma {
             client: self.root,
-            device: space.device.handle,
-            dma: space.range.handle,
-            memory: memory.handle,
+            device: space.device.handle(),
+            dma: space.range.handle(),
+            memory: memory.handle(),
             length: len,
             flags: flag::FIXED_VA | flag::KIND_OVERRIDE,
             kind: flag::KIND_LAUNCH_REGION,
@@ -240,7 +360,18 @@ impl RmClient {
     }
 
     /// Makes a mapping with the form of this driver. Returns the GPU virtual address.
-    fn call_map_dma<P: abi::MapDmaForm>(&self, mapping: &abi::DmaMapping) -> Result<u64, RmError> {
+    fn call_map_dma(&self, mapping: &abi::DmaMapping) -> Result<u64, RmError> {
+        if self.layout.map_dma == size_of::<abi::MapDma570>() {
+            self.call_map_dma_form::<abi::MapDma570>(mapping)
+        } else {
+            self.call_map_dma_form::<abi::MapDma>(mapping)
+        }
+    }
+
+    fn call_map_dma_form<P: abi::MapDmaForm>(
+        &self,
+        mapping: &abi::DmaMapping,
+    ) -> Result<u64, RmError> {
         let mut argument = P::new(mapping);
         call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
         Ok(argument.mapping().va)
@@ -256,14 +387,21 @@ impl RmClient {
     ) -> Result<(), RmError> {
         let mut argument = abi::UnmapDma {
             client: self.root,
-            device: space.device.handle,
-            dma: space.range.handle,
+            device: space.device.handle(),
+            dma: space.range.handle(),
             memory,
             va,
             size,
             ..Default::default()
         };
-        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")
+        match call(&*self.rm, self.control.as_fd(), &mut argument, None, "") {
+            // An earlier process may have removed the mapping, and not recorded that.
+            Err(RmError::Status { status, .. }) if self.adopted => {
+                log::debug!("Nothing is unmapped at {va:#x}: status {status:#x}");
+                Ok(())
+            }
+            done => done,
+        }
     }
 
     /// Returns an event object, and a descriptor that polls readable when the GPU raises `event`.
@@ -279,11 +417,7 @@ impl RmClient {
             action: super::sys::numbers::event::REPEAT,
             ..Default::default()
         };
-        object.rm_client.control(
-            subdevice.handle,
-            control::SET_NOTIFICATION,
-            notification.as_mut_bytes(),
-        )?;
+        self.control(subdevice.handle(), control::SET_NOTIFICATION, notification.as_mut_bytes())?;
         Ok((object, fd))
     }
 
@@ -310,7 +444,7 @@ impl RmClient {
     ) -> Result<Arc<Object>, RmError> {
         let mut params = abi::EventParams {
             client: self.root,
-            source: source.handle,
+            source: source.handle(),
             class: class::OS_EVENT,
             index: event,
             data: u64::from(fd.as_raw_fd().cast_unsigned()),
@@ -335,7 +469,7 @@ impl RmClient {
         }
     }
 
-    fn free(&self, parent: u32, object: u32) -> Result<(), RmError> {
+    pub(super) fn free(&self, parent: u32, object: u32) -> Result<(), RmError> {
         let mut argument = abi::Free { root: self.root, parent, object, ..Default::default() };
         call(&*self.rm, self.control.as_fd(), &mut argument, None, "")
     }
@@ -343,64 +477,8 @@ impl RmClient {
 
 impl Drop for RmClient {
     fn drop(&mut self) {
-        self.free_all();
-    }
-}
-
-/// GPU virtual address space, and its range for mappings.
-#[derive(Debug)]
-pub struct AddressSpace {
-    // Freed in this order.
-    /// Range that contains all addresses.
-    pub range: Arc<Object>,
-    /// Page tables.
-    pub space: Arc<Object>,
-    /// Device of the address space.
-    pub device: Arc<Object>,
-}
-
-/// Object of the resource manager. A reference to the parent ensures that children are freed first.
-pub struct Object {
-    rm_client: Arc<RmClient>,
-    parent: Option<Arc<Object>>,
-    handle: u32,
-}
-
-impl fmt::Debug for Object {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Object({:#x})", self.handle)
-    }
-}
-
-impl Object {
-    /// Returns the object's handle.
-    pub fn handle(&self) -> u32 {
-        self.handle
-    }
-
-    /// Calls a control of the object.
-    pub fn control<P: IntoBytes + FromBytes + Immutable>(
-        &self,
-        command: u32,
-        params: &mut P,
-    ) -> Result<(), RmError> {
-        self.control_bytes(command, params.as_mut_bytes())
-    }
-
-    /// Calls a control with parameters of a size that depends on the driver's series.
-    pub fn control_bytes(&self, command: u32, params: &mut [u8]) -> Result<(), RmError> {
-        self.rm_client.control(self.handle, command, params)
-    }
-}
-
-impl Drop for Object {
-    fn drop(&mut self) {
-        if self.rm_client.freed.load(Ordering::Acquire) {
-            return;
-        }
-        let parent = self.parent.as_ref().map_or(self.rm_client.root, |parent| parent.handle);
-        if let Err(error) = self.rm_client.free(parent, self.handle) {
-            log::debug!("{error}");
+        if self.frees_objects() {
+            self.free_all();
         }
     }
 }

@@ -20,11 +20,13 @@ use mdev_core::ids::Token;
 use mdev_core::units::PAGE_SIZE;
 use zerocopy::IntoBytes;
 
+use super::adoption::kept::{self, Kept};
+use super::adoption::state::ProbeObjects;
 use super::channels::Notifier;
 use super::device::Device;
 use super::doorbell_poller;
 use super::rm::Node;
-use super::rm_client::{AddressSpace, Object};
+use super::rm_object::{AddressSpace, Object};
 use super::sys::abi;
 use super::sys::numbers::{class, control, engine, flag};
 use crate::mem::Mapping;
@@ -51,13 +53,13 @@ pub struct Request(pub(super) u32);
 #[derive(Debug)]
 pub struct SwitchProbe {
     // Freed in this order.
-    _class: Arc<Object>,
+    class: Arc<Object>,
     /// Number of that class.
     compute: u32,
-    _channel: Arc<Object>,
-    _group: Arc<Object>,
+    channel: Arc<Object>,
+    group: Arc<Object>,
     notifier: Notifier,
-    _memory: ProbeMemory,
+    memory: ProbeMemory,
     mapping: Arc<Mapping>,
     doorbell: Arc<Mapping>,
     token: Token,
@@ -86,6 +88,9 @@ impl ProbeMemory {
 
 impl Drop for ProbeMemory {
     fn drop(&mut self) {
+        if !self.device.rm_client.frees_objects() {
+            return;
+        }
         let unmapped = self.device.rm_client.unmap_dma(&self.space, self.object.handle(), VA, 0);
         if let Err(error) = unmapped {
             log::debug!("{error}");
@@ -100,11 +105,12 @@ impl SwitchProbe {
         let memory = ProbeMemory::new(device)?;
         let object = &memory.object;
         let fd = rm_client.aperture(&device.device, object, Node::Control, MEMORY_BYTES, 0)?;
-        let mapping = Mapping::new(std::os::fd::AsFd::as_fd(&fd), 0, MEMORY_BYTES, true)?;
+        let mapping = kept::map(&fd, MEMORY_BYTES, true)?;
+        rm_client.to_keep().keep(kept::PROBE, fd);
         for at in (0..MEMORY_BYTES).step_by(8) {
             let _ = mapping.store_u64(at, 0);
         }
-        let notifier = Notifier::new(device)?;
+        let notifier = Notifier::new(device, kept::PROBE_NOTIFIER)?;
         notifier.clear();
         let mut params = abi::GroupParams {
             va_space: memory.space.space.handle(),
@@ -134,18 +140,68 @@ impl SwitchProbe {
         group.control(control::SET_TIMESLICE, &mut timeslice_us)?;
         super::channels::schedule(device, &group)?;
         Ok(Self {
-            _class: class,
+            class,
             compute: generation.compute,
-            _channel: channel,
-            _group: group,
+            channel,
+            group,
             notifier,
-            _memory: memory,
+            memory,
             mapping,
             doorbell,
             token: Token(token),
             requests: 0,
             requested_at: Instant::now(),
         })
+    }
+
+    /// Continues with the probe of an earlier process.
+    pub fn adopt(
+        device: &Arc<Device>,
+        doorbell: Arc<Mapping>,
+        objects: &ProbeObjects,
+        files: &mut Kept<'_>,
+    ) -> Result<Self, GpuError> {
+        let rm_client = &device.rm_client;
+        let mapping = kept::map(&files.take(kept::PROBE)?, MEMORY_BYTES, true)?;
+        let group = device.adopt_object(objects.group);
+        let channel = rm_client.adopt_object(Some(&group), objects.channel);
+        // The probe has one request at a time: either that of the last entry is served, or it waits.
+        let served = mapping.load_u32(SEMAPHORE).unwrap_or_default();
+        let put = mapping.load_u32(USERD + userd::GP_PUT).unwrap_or_default();
+        let waits = put != served % ENTRIES;
+        // The process may have ended before it rang.
+        doorbell_poller::ring(&doorbell, objects.token);
+        Ok(Self {
+            class: rm_client.adopt_object(Some(&channel), objects.class),
+            compute: device.generation.compute,
+            channel,
+            group,
+            notifier: Notifier::adopt(device, objects.notifier, kept::PROBE_NOTIFIER, files)?,
+            memory: ProbeMemory {
+                device: device.clone(),
+                space: device.adopt_space(objects.space, objects.range),
+                object: device.adopt_object(objects.memory),
+            },
+            mapping,
+            doorbell,
+            token: objects.token,
+            requests: served.saturating_add(waits.into()),
+            requested_at: Instant::now(),
+        })
+    }
+
+    /// Returns the objects for a process that continues.
+    pub fn objects(&self) -> ProbeObjects {
+        ProbeObjects {
+            space: self.memory.space.space.handle(),
+            range: self.memory.space.range.handle(),
+            memory: self.memory.object.handle(),
+            notifier: self.notifier.memory.handle(),
+            group: self.group.handle(),
+            channel: self.channel.handle(),
+            class: self.class.handle(),
+            token: self.token,
+        }
     }
 
     /// Asks for the engine, unless a request is pending. Returns the request that is pending now.

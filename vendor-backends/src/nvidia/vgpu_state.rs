@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 
 use super::activity::{Activity, COPY_LINGER};
+use super::adoption::journal::{Journal, Live};
+use super::adoption::live::LiveAccounting;
 use super::channels::{Channels, Running, Teardown};
 use super::ctxsw_log::{CtxswLog, EngineTime};
 use super::doorbell_poller::DoorbellPoller;
@@ -68,9 +70,44 @@ pub struct VgpuState {
     pub next_manager: Mutex<Option<SeqPacket>>,
     /// Size of imported guest memory, in bytes.
     pub imported_bytes: AtomicU64,
+    /// Records for a process that continues.
+    pub journal: Arc<Journal>,
 }
 
 impl VgpuState {
+    /// Creates the state of a vGPU without activity.
+    pub fn new(
+        channels: Channels,
+        poller: Option<Arc<DoorbellPoller>>,
+        ctxsw_log: Option<CtxswLog>,
+        switch_probe: Option<SwitchProbe>,
+        journal: Arc<Journal>,
+    ) -> std::io::Result<Self> {
+        Ok(Self {
+            channels: Mutex::new(channels),
+            poller,
+            ctxsw_log: Mutex::new(ctxsw_log),
+            switch_probe: Mutex::new(switch_probe),
+            activity: Mutex::default(),
+            signals: Signals::new()?,
+            next_manager: Mutex::default(),
+            imported_bytes: AtomicU64::new(0),
+            journal,
+        })
+    }
+
+    /// Records engine time and activity. `closing` says that the gate is to be closed.
+    pub fn record_accounting(&self, closing: bool) {
+        let log = self.ctxsw_log().as_ref().map(CtxswLog::position);
+        let used = self.channels().used();
+        let count = |counter: fn(&DoorbellPoller) -> &AtomicU64| {
+            self.poller.as_ref().map_or(0, |poller| counter(poller).load(Ordering::Relaxed))
+        };
+        let rings = [count(|poller| &poller.polled), count(|poller| &poller.wakeups)];
+        let live = LiveAccounting { log, used, rings, closing, ..self.activity().live() };
+        self.journal.write_live(Live::Accounting, &live);
+    }
+
     /// Locks the channels. They match the driver's state even if a thread panicked.
     pub fn channels(&self) -> MutexGuard<'_, Channels> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
@@ -78,6 +115,10 @@ impl VgpuState {
 
     pub(super) fn activity(&self) -> MutexGuard<'_, Activity> {
         self.activity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn switch_probe(&self) -> MutexGuard<'_, Option<SwitchProbe>> {
+        self.switch_probe.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn ctxsw_log(&self) -> MutexGuard<'_, Option<CtxswLog>> {
@@ -168,7 +209,7 @@ impl VgpuState {
     /// Asks for a context switch, unless `request` was made before. Returns the state of the request.
     /// None if the probe does not work.
     pub(super) fn probe(&self, request: Option<Request>) -> Option<Probed> {
-        let mut probe = self.switch_probe.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut probe = self.switch_probe();
         let probe = probe.as_mut().filter(|probe| probe.works())?;
         let request = request.unwrap_or_else(|| probe.request());
         let requested_at = probe.requested_at();

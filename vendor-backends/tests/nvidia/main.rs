@@ -1,6 +1,7 @@
 //! NVIDIA backend on the fake driver: everything that needs no GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
+mod adoption;
 mod doorbell;
 mod driver_calls;
 mod exceptions;

@@ -3,8 +3,8 @@
 //!
 //! It holds the listening sockets, the connection to the GPU, the VM's connection, the descriptors
 //! of guest memory and interrupts, and the journal. It reads nothing of a guest: its worker sends
-//! keys of descriptors, in packets of one length. It can open no file but its program's and those of
-//! its C library, and makes few system calls (docs/decisions/0023-anchor.md).
+//! keys of descriptors, in packets of one length. It can open no file but its program's, those of
+//! its C library and the device nodes of its GPU, and makes few system calls (docs/decisions/0023-anchor.md).
 //!
 //! A manager of another release passes its program on a socket that only its user can connect to.
 //! The next worker is of that program. If it does not begin to work, one of the program before does.
@@ -24,6 +24,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{getsockopt, setsockopt, sockopt};
 use nix::sys::time::TimeVal;
+use vendor_backends::backend::BACKENDS;
 use vendor_backends::mem::sealed_memfd;
 use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
@@ -69,7 +70,7 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
     stop.thread_block().context("Cannot block signals")?;
     let stop = SignalFd::with_flags(&stop, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
     let stop = stop.context("Cannot wait for signals")?;
-    sandbox::enter_anchor(&programs());
+    sandbox::enter_anchor(&programs(), &BACKENDS.worker_files(&spec.backend));
     let mut anchor = Anchor {
         label,
         fds,

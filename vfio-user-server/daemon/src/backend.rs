@@ -91,7 +91,7 @@ impl FromStr for ParentConfig {
 }
 
 /// Opens a worker's client of the GPU that admitted it under the name `admission`, or continues with
-/// the client of an earlier worker from its position.
+/// the client of an earlier worker from its position and what it kept.
 ///
 /// # Errors
 ///
@@ -101,9 +101,10 @@ pub fn open_client(
     parent: &str,
     connection: Option<OwnedFd>,
     position: Option<u64>,
+    kept: &mut dyn FnMut(u64) -> Option<OwnedFd>,
 ) -> anyhow::Result<Box<dyn Client>> {
     let connection = connection.context("The connection to the GPU is missing: --gpu-fd")?;
-    match BACKENDS.open_client(admission, connection, position) {
+    match BACKENDS.open_client(admission, connection, position, kept) {
         Some(opened) => opened.with_context(|| format!("Cannot open the GPU {parent}")),
         None => bail!("There is no backend '{admission}' in this build"),
     }
@@ -135,7 +136,8 @@ mod tests {
             ("voodoo", fd(), "There is no backend 'voodoo' in this build"),
             (mediator::BACKEND, fd(), "Cannot open the GPU soft0"),
         ] {
-            let error = open_client(backend, "soft0", fd, None).err().unwrap().to_string();
+            let error =
+                open_client(backend, "soft0", fd, None, &mut |_| None).err().unwrap().to_string();
             assert!(error.contains(part), "{error}");
         }
     }

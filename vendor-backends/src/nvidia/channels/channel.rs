@@ -9,11 +9,12 @@ use mdev_core::ids::{MemoryId, SpaceId, Token};
 use super::exceptions::ExceptionWatch;
 use super::teardown::Running;
 use crate::mem::Mapping;
+use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm::Node;
-use crate::nvidia::rm_client::Object;
+use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi::notification;
 
 /// Error notifier of a channel: a page of host memory that is not accessible to the guest.
@@ -23,15 +24,29 @@ pub struct Notifier {
     pub(in crate::nvidia) memory: Arc<Object>,
 }
 
+/// Length of a notifier's memory, in bytes.
+const NOTIFIER_BYTES: u64 = mdev_core::units::PAGE_SIZE;
+
 impl Notifier {
-    /// Allocates a notifier. It can serve one channel at a time.
-    pub fn new(device: &Device) -> Result<Self, GpuError> {
-        let bytes = mdev_core::units::PAGE_SIZE;
-        let memory = device.system_memory(bytes, false)?;
+    /// Allocates a notifier. It can serve one channel at a time. Its file is kept by a number.
+    pub fn new(device: &Device, kept: u64) -> Result<Self, GpuError> {
+        let memory = device.system_memory(NOTIFIER_BYTES, false)?;
         let rm_client = &device.rm_client;
-        let fd = rm_client.aperture(&device.device, &memory, Node::Control, bytes, 0)?;
-        let mapping = Mapping::new(std::os::fd::AsFd::as_fd(&fd), 0, bytes, true)?;
+        let fd = rm_client.aperture(&device.device, &memory, Node::Control, NOTIFIER_BYTES, 0)?;
+        let mapping = kept::map(&fd, NOTIFIER_BYTES, true)?;
+        rm_client.to_keep().keep(kept, fd);
         Ok(Self { mapping, memory })
+    }
+
+    /// Continues with the notifier of an earlier process.
+    pub fn adopt(
+        device: &Device,
+        handle: u32,
+        number: u64,
+        files: &mut Kept<'_>,
+    ) -> Result<Self, GpuError> {
+        let mapping = kept::map(&files.take(number)?, NOTIFIER_BYTES, true)?;
+        Ok(Self { mapping, memory: device.rm_client.adopt_object(Some(&device.device), handle) })
     }
 
     /// Clears the error of the previous channel.
@@ -111,6 +126,11 @@ impl Channel {
             (Some(get), Some(put)) => get != put,
             _ => true,
         }
+    }
+
+    /// Returns whether the ring has ever had an entry, as far as the guest's memory tells.
+    pub(super) fn has_progress(&self) -> bool {
+        self.load_userd(userd::GP_GET) != Some(0) || self.load_userd(userd::GP_PUT) != Some(0)
     }
 
     /// Returns whether the channel may ever have got work: whether it was rung for. A guest with

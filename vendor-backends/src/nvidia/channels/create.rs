@@ -12,7 +12,7 @@ use super::{Channels, Group, Running};
 use crate::nvidia::ctxsw_log;
 use crate::nvidia::generation::HOPPER;
 use crate::nvidia::memory::MemoryLocation;
-use crate::nvidia::rm_client::{AddressSpace, Object};
+use crate::nvidia::rm_object::{AddressSpace, Object};
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{class, control, flag, preemption};
 

@@ -16,7 +16,8 @@ use super::Channels;
 use super::channel::Channel;
 use crate::nvidia::device::Device;
 use crate::nvidia::rm::RmError;
-use crate::nvidia::rm_client::{Object, RmClient};
+use crate::nvidia::rm_client::RmClient;
+use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{class, control, event};
 

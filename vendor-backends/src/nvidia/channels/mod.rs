@@ -5,6 +5,7 @@
 //! make groups of their own.
 
 mod channel;
+mod continued;
 mod create;
 mod exceptions;
 mod scheduling;
@@ -19,16 +20,20 @@ use std::time::{Duration, Instant};
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, Exception, GpuError};
 use mdev_core::ids::{ChannelId, SpaceId, Token};
+use serde::{Deserialize, Serialize};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
+pub use self::continued::Recorded;
 pub use self::teardown::{Running, Teardown};
 use self::teardown_rate::TeardownRate;
+use super::adoption::journal::Journal;
+use super::adoption::kept;
 use super::device::Device;
 use super::doorbell_poller::{self, DoorbellPoller, Registration};
 use super::fault_backoff::FaultBackoff;
 use super::rm::RmError;
-use super::rm_client::Object;
+use super::rm_object::Object;
 use super::sys::abi;
 use super::sys::numbers::{control, engine};
 use crate::mem::Mapping;
@@ -59,7 +64,7 @@ struct Group {
 }
 
 /// Counters of a vGPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Number of channels that faulted or were reset.
     pub faults: u64,
@@ -82,6 +87,8 @@ pub struct Channels {
     by_id: BTreeMap<ChannelId, Channel>,
     next_id: u32,
     free_notifiers: Vec<Arc<Notifier>>,
+    /// Handles of all notifiers, by index.
+    notifiers: Vec<u32>,
     timeslice: Option<Duration>,
     gate_open: bool,
     /// Engines without work.
@@ -103,6 +110,8 @@ pub struct Channels {
     backoff: [FaultBackoff; 2],
     /// Rates of the destruction of channels that had work.
     teardowns: [TeardownRate; 2],
+    /// Records for a process that continues.
+    journal: Arc<Journal>,
     /// Other vGPUs have work.
     pub contended: bool,
     /// Counters of the vGPU.
@@ -120,6 +129,8 @@ pub struct Options {
     pub max_channels: u32,
     /// Event of the driver for exceptions of all channels.
     pub exception_event: Arc<OwnedFd>,
+    /// Records for a process that continues.
+    pub journal: Arc<Journal>,
 }
 
 impl Channels {
@@ -131,9 +142,24 @@ impl Channels {
         poller: Option<Arc<DoorbellPoller>>,
         options: Options,
     ) -> Result<Self, GpuError> {
-        let notifiers = (0..options.max_channels).map(|_| Notifier::new(&device).map(Arc::new));
-        Ok(Self {
-            free_notifiers: notifiers.collect::<Result<_, _>>()?,
+        let notifier = |index| Notifier::new(&device, kept::notifier(index)).map(Arc::new);
+        let notifiers = (0..options.max_channels).map(notifier).collect::<Result<_, _>>()?;
+        let channels = Self::with_notifiers(device, doorbell, poller, options, notifiers);
+        channels.record_live(false);
+        Ok(channels)
+    }
+
+    /// Creates an empty set of channels.
+    fn with_notifiers(
+        device: Arc<Device>,
+        doorbell: Arc<Mapping>,
+        poller: Option<Arc<DoorbellPoller>>,
+        options: Options,
+        notifiers: Vec<Arc<Notifier>>,
+    ) -> Self {
+        Self {
+            notifiers: notifiers.iter().map(|notifier| notifier.memory.handle()).collect(),
+            free_notifiers: notifiers,
             device,
             copy_engines: options.copy_engines,
             preempt_blocks: options.preempt_blocks,
@@ -154,9 +180,15 @@ impl Channels {
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
             teardowns: [TeardownRate::default(); 2],
+            journal: options.journal,
             contended: false,
             counters: Counters::default(),
-        })
+        }
+    }
+
+    /// Returns the handles of the error notifiers, by index.
+    pub fn notifiers(&self) -> &[u32] {
+        &self.notifiers
     }
 
     /// Returns the number of channels.
@@ -279,6 +311,9 @@ impl Channels {
                 self.groups.remove(at);
                 self.count_fault(*engine);
             }
+        }
+        if !faulted.is_empty() {
+            self.record_live(false);
         }
         !faulted.is_empty()
     }

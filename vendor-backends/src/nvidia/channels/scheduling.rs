@@ -8,7 +8,7 @@ use super::channel::Channel;
 use super::{Channels, Group, schedule};
 use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::rm::RmError;
-use crate::nvidia::rm_client::Object;
+use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{control, flag};
 
@@ -29,6 +29,7 @@ impl Channels {
     /// Sets the time slice of current and future groups.
     pub fn set_timeslice(&mut self, timeslice: Duration) -> Result<(), GpuError> {
         self.timeslice = Some(timeslice);
+        self.record_live(false);
         self.groups.iter().try_for_each(|group| self.apply_timeslice(group))
     }
 
@@ -129,7 +130,7 @@ impl Channels {
     }
 
     /// Schedules the groups that got channels behind the closed gate, if the gate is open now.
-    fn schedule_deferred(&mut self) -> Result<(), GpuError> {
+    pub(super) fn schedule_deferred(&mut self) -> Result<(), GpuError> {
         for group in self.groups.iter_mut().filter(|group| group.must_schedule) {
             if self.gate_open {
                 schedule(&self.device, &group.object)?;
@@ -151,11 +152,13 @@ impl Channels {
             if handles.is_empty() {
                 continue;
             }
+            self.record_live(true);
             for handles in handles.chunks(abi::DisableChannels::MAX) {
                 self.disable(disable, handles)?;
             }
             let live = self.by_id.values_mut().filter(|channel| channel.error == 0);
             live.for_each(|channel| channel.disabled = disable);
+            self.record_live(false);
             if !disable {
                 // The GPU may lose rings of disabled channels.
                 self.ring_queued(|_| true);
@@ -164,7 +167,7 @@ impl Channels {
         Ok(())
     }
 
-    fn disable(&self, disable: bool, channels: &[u32]) -> Result<(), GpuError> {
+    pub(super) fn disable(&self, disable: bool, channels: &[u32]) -> Result<(), GpuError> {
         let mut params = abi::DisableChannels {
             disable: u8::from(disable),
             count: channels.len() as u32,

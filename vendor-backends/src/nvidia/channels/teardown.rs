@@ -8,6 +8,7 @@ use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 
 use super::Channels;
 use super::channel::Channel;
+use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::control;
 
@@ -110,15 +111,21 @@ impl Channels {
         let (engine, number) = (channel.engine, channel.group);
         // A finished kernel can be resident as long as no other vGPU needs the engine.
         let had_work = channel.has_queued() || self.contended;
-        Self::reset_group_of(channel);
+        let channel_object = channel.object().cloned();
+        let engine_number = channel.engine_number;
         if running.is_long(engine) {
             self.count_fault(engine);
         } else if had_work {
             self.teardowns[engine as usize].count(Instant::now());
         }
-        // The reset is counted. Its report by the driver is not another fault.
+        // The reset is counted. Its report by the driver is not another fault. A process that
+        // continues knows that, too.
         let channels = self.by_id.values_mut().filter(|c| c.group == number && c.error == 0);
         let lost = channels.map(|channel| channel.error = notifier::RESET_CHANNEL).count();
+        self.record_live(false);
+        if let Some(object) = channel_object {
+            reset_group(&object, engine_number);
+        }
         self.groups.retain(|group| group.number != number);
         lost as u64
     }
@@ -141,25 +148,16 @@ impl Channels {
         Ok(())
     }
 
-    /// Resets a channel's group. All work of the group is lost.
-    fn reset_group_of(channel: &Channel) {
-        let Some(object) = channel.object().filter(|_| channel.error == 0) else { return };
-        let engine = channel.engine_number;
-        let mut params = abi::ResetChannel { engine, ..Default::default() };
-        if let Err(error) = object.control(control::RESET_CHANNEL, &mut params) {
-            log::warn!("{error}");
-        }
-    }
-
     /// Resets all groups, or those of one engine, and marks their channels as faulted.
     pub fn reset_groups(&mut self, engine: Option<EngineKind>) {
         let matches = |other: EngineKind| engine.is_none_or(|engine| engine == other);
-        for group in self.groups.iter().filter(|group| matches(group.engine)) {
-            let live = |channel: &&Channel| channel.group == group.number && channel.error == 0;
-            if let Some(channel) = self.by_id.values().find(live) {
-                Self::reset_group_of(channel);
-            }
-        }
+        let of_group = |number: u32| {
+            let live = |channel: &&Channel| channel.group == number && channel.error == 0;
+            let channel = self.by_id.values().find(live)?;
+            Some((channel.object()?.clone(), channel.engine_number))
+        };
+        let groups = self.groups.iter().filter(|group| matches(group.engine));
+        let busy: Vec<_> = groups.filter_map(|group| of_group(group.number)).collect();
         let mut had_channels = [false; 2];
         let live = self.by_id.values_mut().filter(|c| c.error == 0 && matches(c.engine));
         for channel in live {
@@ -171,6 +169,10 @@ impl Channels {
             if had_channels[engine as usize] {
                 self.count_fault(engine);
             }
+        }
+        self.record_live(false);
+        for (object, engine_number) in busy {
+            reset_group(&object, engine_number);
         }
         self.groups.retain(|group| !matches(group.engine));
     }
@@ -201,8 +203,8 @@ impl Channels {
             let Some(channel) = self.by_id.get(&id) else { continue };
             if channel.was_used() {
                 self.counters.faults += self.throw_off(id, running);
-            } else {
-                Self::reset_group_of(channel);
+            } else if let Some(object) = channel.object().filter(|_| channel.error == 0) {
+                reset_group(object, channel.engine_number);
             }
             if let Some(channel) = self.by_id.get_mut(&id) {
                 channel.tear_down();
@@ -221,5 +223,13 @@ impl Channels {
         let of_space = self.by_id.iter().filter(|(_, channel)| channel.space == space);
         let ids: Vec<_> = of_space.map(|(id, _)| *id).collect();
         ids.into_iter().try_for_each(|id| self.destroy(id, running))
+    }
+}
+
+/// Resets the group of a channel. All work of the group is lost.
+fn reset_group(channel: &Object, engine: u32) {
+    let mut params = abi::ResetChannel { engine, ..Default::default() };
+    if let Err(error) = channel.control(control::RESET_CHANNEL, &mut params) {
+        log::warn!("{error}");
     }
 }

@@ -16,7 +16,7 @@ const BURST: u32 = 32;
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct TeardownRate {
     /// When all teardowns so far are worked off at one per [`INTERVAL`].
-    settled_at: Option<Instant>,
+    pub(super) settled_at: Option<Instant>,
 }
 
 impl TeardownRate {

@@ -73,6 +73,11 @@ impl Registration {
         self.channel.ring(&self.poller.doorbell);
     }
 
+    /// Notes that an earlier process has rung for the channel.
+    pub fn note_used(&self) {
+        self.channel.rings.fetch_max(1, Ordering::Relaxed);
+    }
+
     /// Returns the number of rings for the channel. The GPU executes no work without a ring.
     pub fn rings(&self) -> u64 {
         self.channel.rings.load(Ordering::Relaxed)

@@ -172,6 +172,10 @@ pub fn prepare_mmap(
     let file = id_of_number(map.fd)?;
     let OpenFile { node, registered, mapped, .. } = *state.open_file(file)?;
     let clock_ns = state.objects.clock_ns;
+    // The one rule that is about processes.
+    if !state.objects.is_made_by(map.client, state.process) {
+        return Ok(Err(status::INVALID_CLIENT));
+    }
     let memory = match state.objects.get_mut(map.client, map.memory) {
         Ok(memory) => memory,
         Err(refusal) => return Ok(Err(refusal)),

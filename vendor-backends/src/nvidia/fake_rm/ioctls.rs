@@ -95,23 +95,32 @@ fn execute_on_control(
     let argument = &mut *request.argument;
     match request.number {
         abi::Free::NUMBER => with(argument, |free: &mut abi::Free| {
-            free.status = status_of(state.objects.free(free.root, free.object));
+            let owned = state.objects.check_file(free.root, file);
+            let done = owned.and_then(|()| state.objects.free(free.root, free.object));
+            free.status = status_of(done);
             Ok(())
         }),
         abi::Alloc::NUMBER => with(argument, |call: &mut abi::Alloc| {
             if call.class == class::CLIENT {
-                call.object = state.objects.new_client();
+                call.object = state.objects.new_client(file, state.process);
                 return Ok(());
             }
-            call.status = status_of(alloc(state, layout, call, params.as_deref()));
+            let owned = state.objects.check_file(call.root, file);
+            let done = owned.and_then(|()| alloc(state, layout, call, params.as_deref()));
+            call.status = status_of(done);
             Ok(())
         }),
         abi::Control::NUMBER => with(argument, |call: &mut abi::Control| {
-            call.status = status_of(control(state, layout, call, params.unwrap_or_default()));
+            let owned = state.objects.check_file(call.client, file);
+            let params = params.unwrap_or_default();
+            call.status = status_of(owned.and_then(|()| control(state, layout, call, params)));
             Ok(())
         }),
         abi::MapMemory::NUMBER => with(argument, |map: &mut abi::MapMemory| {
-            map.status = status_of(prepare_mmap(state, file, map)?);
+            map.status = match state.objects.check_file(map.client, file) {
+                Ok(()) => status_of(prepare_mmap(state, file, map)?),
+                Err(refusal) => refusal,
+            };
             Ok(())
         }),
         abi::MapDma::NUMBER if argument.len() != layout.map_dma => {

@@ -9,6 +9,7 @@ mod ioctls;
 mod objects;
 mod params;
 mod probes;
+mod process;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -27,6 +28,7 @@ use super::sys::abi::{Call, EventData, Free};
 use super::version::Layout;
 pub use controls::FAILED_MULTIPROCESSOR;
 use objects::Objects;
+pub use process::FakeProcess;
 
 /// PCI address of the fake GPU.
 pub const ADDRESS: &str = "0000:3b:00.0";
@@ -66,6 +68,8 @@ struct State {
     events: VecDeque<(FileId, EventData)>,
     /// Generation of the GPU, if it is not Hopper.
     generation: Option<&'static Generation>,
+    /// Process that calls.
+    process: u32,
 }
 
 impl State {
@@ -103,6 +107,11 @@ impl FakeRm {
     /// Returns the number of objects.
     pub fn objects(&self) -> usize {
         self.state().objects.count()
+    }
+
+    /// Describes all objects and mappings, without tokens.
+    pub fn describe(&self) -> Vec<String> {
+        self.state().objects.describe()
     }
 
     /// Returns the number of calls so far.
@@ -229,9 +238,22 @@ impl Rm for FakeRm {
     }
 
     fn ioctl(&self, fd: BorrowedFd<'_>, request: &mut Request<'_>) -> io::Result<()> {
+        self.ioctl_of(0, fd, request)
+    }
+}
+
+impl FakeRm {
+    /// Carries out one ioctl of a process.
+    fn ioctl_of(
+        &self,
+        process: u32,
+        fd: BorrowedFd<'_>,
+        request: &mut Request<'_>,
+    ) -> io::Result<()> {
         let layout = self.layout.ok_or(io::ErrorKind::InvalidInput)?;
         let file = file_id(&fd)?;
         let mut state = self.state();
+        state.process = process;
         // Freeing does not fail for lack of resources.
         if request.number != <Free as Call>::NUMBER {
             state.count_call()?;

@@ -50,6 +50,8 @@ pub struct Object {
     pub event: Option<(FileId, u32)>,
     /// Exceptions that a debugger watches.
     pub exception_mask: u32,
+    /// File and process of a client.
+    pub owner: Option<(FileId, u32)>,
 }
 
 /// Mapping at a GPU virtual address.
@@ -89,16 +91,29 @@ impl Objects {
     }
 
     /// Creates a client and returns its handle.
-    pub fn new_client(&mut self) -> u32 {
+    pub fn new_client(&mut self, file: FileId, process: u32) -> u32 {
         self.clients += 1;
         let handle = 0xc1d0_0000 + self.clients;
-        let root = Object { client: handle, class: class::CLIENT, ..Default::default() };
+        let owner = Some((file, process));
+        let root = Object { client: handle, class: class::CLIENT, owner, ..Default::default() };
         self.all.insert((handle, handle), root);
         handle
     }
 
     pub fn get(&self, client: u32, handle: u32) -> Result<&Object, Refusal> {
         self.all.get(&(client, handle)).ok_or(status::OBJECT_NOT_FOUND)
+    }
+
+    /// Checks that a client belongs to a file. The process does not matter.
+    pub fn check_file(&self, client: u32, file: FileId) -> Result<(), Refusal> {
+        let owner = self.get(client, client).ok().and_then(|root| root.owner);
+        if owner.is_some_and(|(own, _)| own == file) { Ok(()) } else { Err(status::INVALID_CLIENT) }
+    }
+
+    /// Returns whether a process has made a client.
+    pub fn is_made_by(&self, client: u32, process: u32) -> bool {
+        let owner = self.get(client, client).ok().and_then(|root| root.owner);
+        owner.is_some_and(|(_, maker)| maker == process)
     }
 
     pub fn get_mut(&mut self, client: u32, handle: u32) -> Result<&mut Object, Refusal> {
@@ -109,6 +124,21 @@ impl Objects {
     pub fn of_class(&self, client: u32, handle: u32, class: u32) -> Result<&Object, Refusal> {
         let object = self.get(client, handle).map_err(|_| status::INVALID_OBJECT_HANDLE)?;
         if object.class == class { Ok(object) } else { Err(status::INVALID_OBJECT_HANDLE) }
+    }
+
+    /// Describes all objects and mappings, without tokens.
+    pub fn describe(&self) -> Vec<String> {
+        let objects = self.all.iter().map(|((client, handle), object)| {
+            let Object { parent, class, len, engine, gpfifo, .. } = object;
+            let Object { scheduled, disabled, faulted, timeslice_us, .. } = object;
+            format!(
+                "{client:#x} {handle:#x} below {parent:#x}: {class:#x}, {len} bytes, engine {engine}, \
+                 ring {gpfifo:x?}, scheduled {scheduled}, disabled {disabled}, faulted {faulted}, \
+                 {timeslice_us} us"
+            )
+        });
+        let mappings = self.mappings.values().map(|mapping| format!("{mapping:x?}"));
+        objects.chain(mappings).collect()
     }
 
     /// Returns the size of allocated video memory, in bytes.
@@ -271,11 +301,20 @@ impl Objects {
     }
 
     /// Disables or enables a channel. Each disabling needs one enabling.
-    pub fn disable(&mut self, client: u32, handle: u32, disable: bool) -> Result<(), Refusal> {
+    /// A process that continues cannot know whether the one before has done it.
+    pub fn disable(
+        &mut self,
+        client: u32,
+        handle: u32,
+        disable: bool,
+        process: u32,
+    ) -> Result<(), Refusal> {
         self.token(client, handle)?;
+        let continued = !self.is_made_by(client, process);
         let channel = self.get_mut(client, handle)?;
         match channel.disabled.checked_add_signed(if disable { 1 } else { -1 }) {
             Some(disabled) => channel.disabled = disabled,
+            None if continued => {}
             None => self.violations.push(format!("{handle:#x} was enabled without being disabled")),
         }
         Ok(())

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use crate::nvidia::rm::{Node, Request, Rm};
 
 /// File that contains the driver's version.
-const VERSION: &str = "/sys/module/nvidia/version";
+pub const VERSION: &str = "/sys/module/nvidia/version";
 
 /// `NV_IOCTL_MAGIC`.
 const MAGIC: u64 = b'F' as u64;

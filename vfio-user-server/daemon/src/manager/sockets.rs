@@ -95,25 +95,17 @@ pub struct Sockets {
     pub control: SeqPacketListener,
     /// For CUDA programs, if the vGPU is for them, too.
     pub programs: Option<SeqPacketListener>,
-    /// For the manager, to upgrade the worker, if it has an anchor.
-    pub upgrade: Option<SeqPacketListener>,
+    /// For the manager, to upgrade the worker.
+    pub upgrade: SeqPacketListener,
 }
 
-/// Sockets of a vGPU that others do not have.
-#[derive(Clone, Copy, Debug)]
-pub struct OptionalSockets {
-    /// [`Sockets::programs`].
-    pub programs: bool,
-    /// [`Sockets::upgrade`].
-    pub upgrade: bool,
-}
-
-/// Creates a vGPU's folder with its listening sockets.
+/// Creates a vGPU's folder with its listening sockets, and with one for CUDA programs if `programs`
+/// says so.
 pub fn listen(
     run_dir: &RunDir,
     vgpu: VgpuId,
     owner: Account,
-    optional: OptionalSockets,
+    programs: bool,
 ) -> io::Result<Sockets> {
     let folder = run_dir.vgpu(vgpu);
     create_private_dir(&folder)?;
@@ -123,13 +115,13 @@ pub fn listen(
         io::Result::Ok(socket)
     };
     let control = own(run_dir.worker_socket(vgpu))?;
-    let upgrade = optional.upgrade.then(|| own(run_dir.upgrade_socket(vgpu))).transpose()?;
+    let upgrade = own(run_dir.upgrade_socket(vgpu))?;
     let mut owned = vec![run_dir.vfio_socket(vgpu)];
     let vfio = bind(&owned[0])?.into();
-    let mut programs = None;
-    if optional.programs {
+    let mut of_programs = None;
+    if programs {
         owned.push(run_dir.cuda_socket(vgpu));
-        programs = Some(SeqPacketListener::bind(&owned[1])?);
+        of_programs = Some(SeqPacketListener::bind(&owned[1])?);
     }
     let clients = run_dir.clients(vgpu);
     create_traversable_dir(&clients)?;
@@ -144,7 +136,7 @@ pub fn listen(
         chown(&folder, None, Some(owner.gid))?;
         fs::set_permissions(&folder, Permissions::from_mode(0o710))?;
     }
-    Ok(Sockets { vfio, control, programs, upgrade })
+    Ok(Sockets { vfio, control, programs: of_programs, upgrade })
 }
 
 /// Listens at a path and replaces a file there, which an earlier holder of the run directory's lock
@@ -194,8 +186,7 @@ mod tests {
         let run_dir = RunDir::create(dir.path()).unwrap();
         let vgpu = VgpuId(uuid::Uuid::nil());
         let own = Account::own();
-        let all = OptionalSockets { programs: true, upgrade: true };
-        let sockets = listen(&run_dir, vgpu, own, all).unwrap();
+        let sockets = listen(&run_dir, vgpu, own, true).unwrap();
         assert_eq!(mode(&run_dir.vgpu(vgpu)), 0o700);
         assert_eq!(mode(&run_dir.vfio_socket(vgpu)), 0o600);
         assert_eq!(mode(&run_dir.worker_socket(vgpu)), 0o600);
@@ -208,7 +199,7 @@ mod tests {
         assert_eq!((mode(&clients), names), (0o711, vec!["cuda.sock".into(), "vfio.sock".into()]));
         UnixStream::connect(clients.join("vfio.sock")).unwrap();
         drop(sockets);
-        let _again = listen(&run_dir, vgpu, own, all).unwrap();
+        let _again = listen(&run_dir, vgpu, own, true).unwrap();
         UnixStream::connect(clients.join("vfio.sock")).unwrap();
     }
 

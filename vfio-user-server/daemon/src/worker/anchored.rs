@@ -60,6 +60,11 @@ impl Anchored {
         self.continued.as_ref().map(|continued| continued.position)
     }
 
+    /// Takes a descriptor of the client of the GPU, by its number.
+    pub fn take_of_client(&mut self, number: u64) -> Option<OwnedFd> {
+        self.kept.take(Key::client(number))
+    }
+
     /// Continues with the device.
     pub fn resume_function(&mut self, function: &mut VirtualFunction) -> Result<()> {
         let Some(continued) = &self.continued else { return Ok(()) };

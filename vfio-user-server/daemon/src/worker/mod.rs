@@ -148,7 +148,9 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     let mut anchored = anchored.transpose()?;
 
     let position = anchored.as_ref().and_then(Anchored::position);
-    let client = crate::backend::open_client(&spec.backend, &spec.parent, gpu, position)?;
+    let mut kept = |number| anchored.as_mut()?.take_of_client(number);
+    let client =
+        crate::backend::open_client(&spec.backend, &spec.parent, gpu, position, &mut kept)?;
     // A static program has its random bytes from a device node, which it opens here and keeps.
     getrandom::u32().context("The system has no random bytes")?;
     let driver = client.driver().map(str::to_owned);
@@ -185,6 +187,10 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     loop {
         let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
         if let Some(end) = worker.end() {
+            if end == End::Left {
+                // Its end would free what the next worker continues with.
+                std::mem::forget(events);
+            }
             return Ok(end);
         }
         if worker.should_poll() {

@@ -15,6 +15,7 @@ use landlock::{
 };
 
 use system_calls::Role;
+use vendor_backends::backend::WorkerFiles;
 
 /// Access to the files that stay accessible.
 const OPEN: BitFlags<AccessFs> = make_bitflags!(AccessFs::{ReadFile | WriteFile});
@@ -28,13 +29,17 @@ pub fn enter(role: Role, files: &[PathBuf]) {
     }
 }
 
-/// Enters the sandbox of an anchor, which can read and run what is in `programs`.
-pub fn enter_anchor(programs: &[PathBuf]) {
+/// Enters the sandbox of an anchor, which can read and run what is in `programs`. Its workers open
+/// `files`.
+pub fn enter_anchor(programs: &[PathBuf], files: &WorkerFiles) {
     let access = make_bitflags!(AccessFs::{ReadFile | Execute});
+    let device = make_bitflags!(AccessFs::{ReadFile | WriteFile | IoctlDev});
     // A new process has its standard output there.
     let null = [PathBuf::from("/dev/null")];
-    restrict([(programs, access), (&null, OPEN)]);
-    if let Err(error) = system_calls::restrict(Role::Anchor) {
+    let read = (&files.read[..], AccessFs::ReadFile.into());
+    restrict([(programs, access), (&null, OPEN), (&files.devices, device), read]);
+    let has_device = !files.devices.is_empty();
+    if let Err(error) = system_calls::restrict(Role::Anchor { has_device }) {
         log::warn!("Cannot restrict system calls: {error}");
     }
 }

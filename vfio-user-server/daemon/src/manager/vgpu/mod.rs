@@ -22,7 +22,7 @@ use tokio::sync::oneshot;
 use super::backoff::Backoff;
 use super::environment::Environment;
 use super::run_dir::{self, RunDir};
-use super::sockets::{self, OptionalSockets};
+use super::sockets;
 use super::watcher::{Generation, Watched};
 use super::{ClientReport, Result};
 use crate::spawn::{Process, ProcessRecord};
@@ -241,9 +241,8 @@ impl Vgpu {
         let gpu = admission.fd.as_ref().map(AsFd::as_fd);
         vgpu_names::set(self.id, self.name());
         let spec = self.worker_spec(admission);
-        let (programs, upgrade) = (self.profile.programs, worker::is_anchored(&spec));
-        let optional = OptionalSockets { programs, upgrade };
-        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, optional)?;
+        let programs = self.profile.programs;
+        let sockets = sockets::listen(&env.run_dir, self.id, self.owner, programs)?;
         let label = match self.name() {
             Some(name) => format!("{} {name}", self.id),
             None => self.id.to_string(),

@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use mdev_core::ids::VgpuId;
 use nix::sys::signal::Signal;
-use vendor_backends::mediator;
 use vendor_backends::mem::file_of;
 use vendor_backends::seqpacket::SeqPacket;
 
@@ -21,7 +20,7 @@ use crate::worker_protocol::WorkerSpec;
 /// Limit of open files of a worker. Guest memory comes as one descriptor per range, and firmware
 /// maps many ranges. The remainder is for the worker itself: a client reaches the limit of maps
 /// before the worker runs out of descriptors, without which it could not accept a connection.
-const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 256;
+const MAX_FILES: u64 = mdev_core::mem::MAX_MAPS as u64 + 4096;
 
 /// Limit of threads of a worker. A worker has one, and a few for an NVIDIA GPU.
 pub const MAX_THREADS: u64 = 64;
@@ -71,13 +70,7 @@ impl Worker {
     }
 }
 
-/// Returns whether a worker has an anchor, from which another worker continues. The client of a GPU
-/// that the worker has for itself ends with it.
-pub fn is_anchored(spec: &WorkerSpec) -> bool {
-    spec.backend == mediator::BACKEND
-}
-
-/// Starts the worker of a vGPU with its listening sockets and, where the backend has one, its
+/// Starts the anchor of a vGPU, which starts the worker, with its listening sockets and, where the backend has one, its
 /// connection to the GPU. Process lists show `label`.
 pub fn spawn(
     label: &str,
@@ -93,10 +86,9 @@ pub fn spawn(
         ("--control-fd", Some(sockets.control.as_fd())),
         ("--programs-fd", sockets.programs.as_ref().map(AsFd::as_fd)),
         ("--gpu-fd", gpu),
-        ("--upgrade-fd", sockets.upgrade.as_ref().map(AsFd::as_fd)),
+        ("--upgrade-fd", Some(sockets.upgrade.as_fd())),
     ];
-    let role = if is_anchored(spec) { "anchor" } else { "worker" };
-    let (fds, args) = spawn::arguments(role, all);
+    let (fds, args) = spawn::arguments("anchor", all);
     let limits = Limits {
         files: MAX_FILES,
         threads: users.are_separate().then_some(MAX_THREADS),

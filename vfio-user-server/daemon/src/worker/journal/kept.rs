@@ -12,7 +12,9 @@ use pci_registers::interrupts::IrqEvent;
 use vendor_backends::seqpacket::SeqPacket;
 
 /// Limit of kept descriptors.
-pub const MAX_KEPT: usize = mdev_core::mem::MAX_MAPS + 64;
+pub const MAX_KEPT: usize = mdev_core::mem::MAX_MAPS + 64 + MAX_OF_CLIENT;
+/// Descriptors of a client of the GPU: of each channel, and of guest memory that it has imported.
+const MAX_OF_CLIENT: usize = 1024 + 256;
 
 /// Name of a kept descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,6 +54,11 @@ impl Key {
 
     /// Program of the next worker, from the manager to the anchor.
     pub const PROGRAM: Self = Self(5 << KIND);
+
+    /// Returns the key of a descriptor of the GPU's client, by its number.
+    pub const fn client(number: u64) -> Self {
+        Self(6 << KIND | number & ((1 << KIND) - 1))
+    }
 
     /// Keys of all guest memory.
     pub const ALL_MEMORY: RangeInclusive<Self> = Self(3 << KIND)..=Self((4 << KIND) - 1);

@@ -2,9 +2,10 @@
 
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use mdev_core::device::VirtualFunction;
+use mdev_core::gpu::KeptDescriptor;
 use vfio_user_server::journal::{ReplyPhase, SessionRecord};
 use vgpud_api::AttachedClient;
 
@@ -31,6 +32,8 @@ pub struct Recorder {
     blocked: bool,
     /// [`VirtualFunction::read_effects`] at the last record.
     read_effects: u64,
+    /// Position of the client at the last record.
+    position: Option<u64>,
     buffer: Vec<u8>,
 }
 
@@ -48,6 +51,7 @@ impl Recorder {
             session_given_up: false,
             blocked: false,
             read_effects: u64::MAX,
+            position: None,
             buffer: Vec::new(),
         }
     }
@@ -114,6 +118,10 @@ impl Recorder {
         let blocked = self.blocked || self.session_given_up;
         let position = if blocked { None } else { function.position() };
         self.read_effects = function.read_effects();
+        if position.is_some() && position != self.position {
+            self.keep_for_client(function);
+            self.position = position;
+        }
         let recorded = position.is_some_and(|position| self.write(function, position));
         if recorded {
             function.recorded();
@@ -121,6 +129,20 @@ impl Recorder {
         }
         let torn = self.session_torn || self.anchor.is_lost();
         self.journal.set_continuable(recorded && !torn);
+    }
+
+    /// Passes on what a process needs that continues with the client.
+    fn keep_for_client(&mut self, function: &VirtualFunction) {
+        for KeptDescriptor { number, fd } in function.take_kept() {
+            let key = Key::client(number);
+            match fd {
+                Some(fd) => {
+                    self.keep(key, fd.as_fd());
+                    foreign_fds::close(fd);
+                }
+                None => self.drop_later(key..=key),
+            }
+        }
     }
 
     fn write(&mut self, function: &VirtualFunction, position: u64) -> bool {

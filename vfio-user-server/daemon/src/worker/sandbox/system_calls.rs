@@ -21,7 +21,10 @@ pub enum Role {
         has_device: bool,
     },
     /// An anchor, which starts workers. They inherit its filter, and add their own.
-    Anchor,
+    Anchor {
+        /// Its workers call the driver of the GPU.
+        has_device: bool,
+    },
     /// A GPU process.
     GpuProcess {
         /// Calls the driver of a device.
@@ -34,8 +37,9 @@ pub enum Role {
 impl Role {
     fn has_device(self) -> bool {
         match self {
-            Self::Worker { has_device } | Self::GpuProcess { has_device, .. } => has_device,
-            Self::Anchor => false,
+            Self::Worker { has_device }
+            | Self::Anchor { has_device }
+            | Self::GpuProcess { has_device, .. } => has_device,
         }
     }
 }
@@ -150,9 +154,10 @@ const LATER: std::ops::Range<i64> = 470..512;
 
 /// Calls of an anchor that starts a worker, and of the worker until it restricts itself. Landlock
 /// restricts what they can open, run and signal.
-const STARTING: [i64; 25] = [
+const STARTING: [i64; 26] = [
     libc::SYS_access,
     libc::SYS_arch_prctl,
+    libc::SYS_capget,
     libc::SYS_dup2,
     libc::SYS_dup3,
     libc::SYS_execve,
@@ -281,7 +286,7 @@ fn allowed(role: Role) -> Result<Rules, BackendError> {
     if let Role::GpuProcess { opens_files: true, .. } = role {
         rules.insert(libc::SYS_openat, Vec::new());
     }
-    if role == Role::Anchor {
+    if let Role::Anchor { .. } = role {
         rules.extend(STARTING.map(|call| (call, Vec::new())));
         let no_namespace = SeccompCmpOp::MaskedEq(NAMESPACES);
         rules.insert(libc::SYS_clone, any_of(0, [no_namespace], 0)?);
@@ -344,6 +349,7 @@ mod tests {
         for role in [
             Role::Worker { has_device: false },
             Role::Worker { has_device: true },
+            Role::Anchor { has_device: true },
             Role::GpuProcess { has_device: true, opens_files: true },
         ] {
             let rules = allowed(role).unwrap();

@@ -1,0 +1,281 @@
+//! Channels that another process continues: their records, and channels of an earlier process.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use mdev_core::gpu::{Backing, EngineKind, GpuError};
+use mdev_core::ids::ChannelId;
+
+use super::channel::{Channel, Notifier};
+use super::{Channels, Group, Options, TeardownRate};
+use crate::mem::Mapping;
+use crate::nvidia::adoption::DAMAGED;
+use crate::nvidia::adoption::journal::Live;
+use crate::nvidia::adoption::live::{LiveChannel, LiveChannels, Moment};
+use crate::nvidia::adoption::state::{ChannelState, ChannelsState, GroupState};
+use crate::nvidia::device::Device;
+use crate::nvidia::doorbell_poller::DoorbellPoller;
+use crate::nvidia::memory::Memory;
+use crate::nvidia::rm_object::Object;
+
+/// Records of the channels of an earlier process.
+#[derive(Clone, Copy, Debug)]
+pub struct Recorded<'a> {
+    /// State that changes by requests.
+    pub state: &'a ChannelsState,
+    /// State that changes by itself.
+    pub live: &'a LiveChannels,
+    /// Channels for which was rung.
+    pub used: &'a [ChannelId],
+}
+
+impl Channels {
+    /// Continues with the channels of an earlier process, whose error notifiers are `notifiers`.
+    pub fn adopt(
+        device: Arc<Device>,
+        doorbell: Arc<Mapping>,
+        poller: Option<Arc<DoorbellPoller>>,
+        options: Options,
+        notifiers: &[Arc<Notifier>],
+        recorded: Recorded<'_>,
+        memory: &mut Memory,
+    ) -> Result<Self, GpuError> {
+        let mut channels =
+            Self::with_notifiers(device, doorbell, poller, options, notifiers.to_vec());
+        let Recorded { state, live, used } = recorded;
+        channels.next_id = state.next_id;
+        channels.last_group_number = state.last_group;
+        channels.adopt_live(live);
+        let mut objects = BTreeMap::new();
+        for group in &state.groups {
+            let object = channels.device.adopt_object(group.object);
+            objects.insert(group.object, object.clone());
+            channels.groups.push(adopted_group(group, object, live));
+        }
+        for channel in &state.channels {
+            let group = channel.group_object.map(|handle| {
+                let adopt = || channels.device.adopt_object(handle);
+                objects.entry(handle).or_insert_with(adopt).clone()
+            });
+            let notifier = notifiers.get(channel.notifier as usize).ok_or(DAMAGED)?.clone();
+            let adopted = channels.adopted_channel(channel, group.as_ref(), notifier, memory)?;
+            channels.by_id.insert(channel.id, adopted);
+        }
+        let is_free = |one: &&Arc<Notifier>| {
+            !channels.by_id.values().any(|channel| Arc::ptr_eq(&channel.notifier, one))
+        };
+        let free = notifiers.iter().filter(is_free).cloned().collect();
+        channels.free_notifiers = free;
+        channels.resume_live(live, used)?;
+        Ok(channels)
+    }
+
+    fn adopt_live(&mut self, live: &LiveChannels) {
+        self.gate_open = live.gate_open;
+        self.timeslice = live.timeslice;
+        self.idle = live.idle;
+        self.sharing = live.sharing.map(|groups| groups.max(1));
+        self.clocks_kept_up = live.clocks_kept_up;
+        self.counters = live.counters;
+        let instant = |moment: Option<Moment>| moment.map(Moment::instant);
+        for (backoff, (faults, last)) in self.backoff.iter_mut().zip(live.faults) {
+            *backoff = backoff.after((faults, instant(last)));
+        }
+        self.teardowns = live.teardowns.map(|at| TeardownRate { settled_at: instant(at) });
+    }
+
+    fn adopted_channel(
+        &self,
+        state: &ChannelState,
+        group: Option<&Arc<Object>>,
+        notifier: Arc<Notifier>,
+        memory: &mut Memory,
+    ) -> Result<Channel, GpuError> {
+        let rm_client = &self.device.rm_client;
+        let mut objects: Vec<Arc<Object>> = Vec::new();
+        for handle in &state.objects {
+            // The first one is the channel.
+            let parent = objects.first().or(group);
+            objects.push(rm_client.adopt_object(parent, *handle));
+        }
+        let userd = state.userd.map(|(id, offset)| match id {
+            Some(memory) => Backing::Guest { memory, offset },
+            None => Backing::Vram { offset },
+        });
+        let userd = userd.map(|backing| memory.userd(backing)).transpose()?;
+        let mapping = userd.as_ref().and_then(|userd| Some((userd.mapping.clone()?, userd.offset)));
+        let registration = match (&self.poller, mapping) {
+            (Some(poller), Some((mapping, offset))) => {
+                Some(poller.add(state.token, mapping, offset, true))
+            }
+            (Some(_), None) if userd.is_some() => return Err(DAMAGED),
+            _ => None,
+        };
+        Ok(Channel {
+            registration,
+            context_share: None,
+            exceptions: None,
+            objects,
+            engine: state.engine,
+            engine_number: state.engine_number,
+            space: state.space,
+            group: state.group,
+            token: state.token,
+            vector: state.vector,
+            userd,
+            notifier,
+            error: 0,
+            error_info: 0,
+            disabled: false,
+        })
+    }
+
+    /// Continues with errors, gate and slices, and rings for what may not have been rung for.
+    fn resume_live(&mut self, live: &LiveChannels, used: &[ChannelId]) -> Result<(), GpuError> {
+        for LiveChannel { id, error, error_info, disabled } in &live.channels {
+            if let Some(channel) = self.by_id.get_mut(id) {
+                (channel.error, channel.error_info) = (*error, *error_info);
+                channel.disabled = *disabled;
+            }
+        }
+        // A channel's error is that of its group.
+        let lost: Vec<u32> =
+            self.by_id.values().filter(|c| c.error != 0).map(|c| c.group).collect();
+        self.groups.retain(|group| !lost.contains(&group.number));
+        if live.gate_changes {
+            self.enable_all();
+        }
+        if let Some(poller) = &self.poller {
+            poller.set_gated(!self.gate_open);
+        }
+        self.schedule_deferred()?;
+        self.apply_gate()?;
+        self.groups.iter().try_for_each(|group| self.apply_timeslice(group))?;
+        for (id, channel) in &self.by_id {
+            let Some(registration) = &channel.registration else { continue };
+            if used.contains(id) || channel.has_progress() {
+                registration.note_used();
+                if channel.error == 0 && !channel.disabled {
+                    registration.ring();
+                }
+            }
+        }
+        self.record_live(false);
+        Ok(())
+    }
+
+    /// Enables all channels, whether or not the process before has disabled them.
+    fn enable_all(&mut self) {
+        for channel in self.by_id.values_mut().filter(|channel| channel.error == 0) {
+            channel.disabled = false;
+        }
+        let live = self.by_id.values().filter(|channel| channel.error == 0);
+        for handle in live.filter_map(|channel| Some(channel.object()?.handle())) {
+            if let Err(error) = self.disable(false, &[handle]) {
+                log::debug!("A channel was not disabled: {error}");
+            }
+        }
+    }
+
+    /// Returns the state for a process that continues. `None` while programs have channels.
+    pub fn state(&self) -> Option<ChannelsState> {
+        if self.groups.iter().any(|group| group.program.is_some()) {
+            return None;
+        }
+        let groups = self.groups.iter().map(|group| GroupState {
+            number: group.number,
+            object: group.object.handle(),
+            space: group.space,
+            engine: group.engine,
+            engine_number: group.engine_number,
+            created_ns: group.created_ns,
+        });
+        let channels = self.by_id.iter().map(|(id, channel)| self.channel_state(*id, channel));
+        Some(ChannelsState {
+            next_id: self.next_id,
+            last_group: self.last_group_number,
+            groups: groups.collect(),
+            channels: channels.collect::<Option<_>>()?,
+        })
+    }
+
+    fn channel_state(&self, id: ChannelId, channel: &Channel) -> Option<ChannelState> {
+        if channel.context_share.is_some() || channel.exceptions.is_some() {
+            return None;
+        }
+        let same = |handle: &u32| *handle == channel.notifier.memory.handle();
+        let notifier = self.notifiers.iter().position(same)?;
+        Some(ChannelState {
+            id,
+            objects: channel.objects.iter().map(|object| object.handle()).collect(),
+            group_object: channel.object().and_then(|object| Some(object.parent()?.handle())),
+            group: channel.group,
+            engine: channel.engine,
+            engine_number: channel.engine_number,
+            space: channel.space,
+            token: channel.token,
+            vector: channel.vector,
+            userd: channel.userd.as_ref().map(|userd| (userd.memory, userd.offset)),
+            notifier: notifier as u32,
+        })
+    }
+
+    /// Records what changes by itself. `gate_changes` says that the driver is about to open or close
+    /// the gate.
+    pub fn record_live(&self, gate_changes: bool) {
+        let channels = self.by_id.iter().filter(|(_, c)| c.error != 0 || c.disabled);
+        let channels = channels.map(|(id, channel)| LiveChannel {
+            id: *id,
+            error: channel.error,
+            error_info: channel.error_info,
+            disabled: channel.disabled,
+        });
+        let unscheduled = self.groups.iter().filter(|group| group.must_schedule);
+        let live = LiveChannels {
+            gate_open: self.gate_open,
+            gate_changes,
+            timeslice: self.timeslice,
+            idle: self.idle,
+            sharing: self.sharing,
+            clocks_kept_up: self.clocks_kept_up,
+            evicted: self.device.rm_client.is_freed(),
+            counters: self.counters,
+            faults: self.backoff.map(|backoff| {
+                let (faults, last) = backoff.state();
+                (faults, last.map(Moment::of))
+            }),
+            teardowns: self.teardowns.map(|rate| rate.settled_at.map(Moment::of)),
+            unscheduled: unscheduled.map(|group| group.number).collect(),
+            channels: channels.collect(),
+        };
+        self.journal.write_live(Live::Channels, &live);
+    }
+
+    /// Returns the channels for which was rung.
+    pub fn used(&self) -> Vec<ChannelId> {
+        let used = self.by_id.iter().filter(|(_, channel)| channel.was_used());
+        used.map(|(id, _)| *id).collect()
+    }
+
+    /// Returns whether a channel of an engine was rung for and has not failed.
+    pub fn any_used(&self, engine: EngineKind) -> bool {
+        let on_it = |c: &&Channel| c.engine == engine && c.error == 0;
+        self.by_id.values().filter(on_it).any(Channel::was_used)
+    }
+}
+
+fn adopted_group(group: &GroupState, object: Arc<Object>, live: &LiveChannels) -> Group {
+    Group {
+        context_share: None,
+        object,
+        space: group.space,
+        program: None,
+        engine: group.engine,
+        engine_number: group.engine_number,
+        number: group.number,
+        created_ns: group.created_ns,
+        must_schedule: live.unscheduled.contains(&group.number),
+        submissions: 0,
+        busy_at: None,
+    }
+}

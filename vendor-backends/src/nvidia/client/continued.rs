@@ -1,0 +1,264 @@
+//! Recording a vGPU's state, and continuing with the vGPU of an earlier process.
+
+use std::cell::Cell;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use mdev_core::abi::control::VECTORS;
+use mdev_core::gpu::{Aperture, Apertures, GpuError, Pending};
+use mdev_core::ids::SpaceId;
+use mdev_core::units::PAGE_SIZE;
+
+use super::open::DOORBELL_BYTES;
+use super::{NvidiaClient, ThreadInputs};
+use crate::nvidia::activity::Activity;
+use crate::nvidia::adoption::DAMAGED;
+use crate::nvidia::adoption::journal::{Journal, Live};
+use crate::nvidia::adoption::kept::{self, Kept};
+use crate::nvidia::adoption::live::{LiveAccounting, LiveChannels};
+use crate::nvidia::adoption::state::{ClientState, FixedObjects};
+use crate::nvidia::channels::{self, Channels, Notifier, Recorded};
+use crate::nvidia::ctxsw_log::CtxswLog;
+use crate::nvidia::device::{Device, MAX_CHANNELS};
+use crate::nvidia::doorbell_poller::DoorbellPoller;
+use crate::nvidia::memory::Memory;
+use crate::nvidia::privilege;
+use crate::nvidia::rm::Rm;
+use crate::nvidia::rm_client::AdoptedClient;
+use crate::nvidia::switch_probe::SwitchProbe;
+use crate::nvidia::version::Layout;
+use crate::nvidia::vgpu_state::VgpuState;
+use crate::seqpacket::SeqPacket;
+
+/// Limit of objects that a process makes for one message of its VM. Most are for guest memory.
+const MAX_UNRECORDED: u32 = 65_536;
+
+/// Number of the state in force, and whether there is a newer one.
+///
+/// A state comes into force when the caller has recorded its number ([`Self::confirm`]). Until then
+/// the one before stays in its slot.
+#[derive(Debug, Default)]
+pub(super) struct Position {
+    /// Number of the state in force, with the number of changes in it.
+    recorded: (u64, Option<u64>),
+    /// Number of requests that may have changed the state.
+    changes: u64,
+    /// Number of changes in the state that is written and not in force yet.
+    written: Cell<Option<u64>>,
+}
+
+impl Position {
+    /// Continues after the state with a number.
+    fn after(number: u64) -> Self {
+        Self { recorded: (number, None), ..Self::default() }
+    }
+
+    /// Notes that the state may change.
+    pub(super) fn touch(&mut self) {
+        self.changes += 1;
+    }
+
+    /// Returns the number of the current state. `write` writes it if it is new.
+    fn number(&self, write: impl FnOnce(u64) -> bool) -> Option<u64> {
+        let (number, changes) = self.recorded;
+        if changes == Some(self.changes) {
+            return Some(number);
+        }
+        if self.written.get() != Some(self.changes) {
+            self.written.set(None);
+            if !write(number + 1) {
+                return None;
+            }
+            self.written.set(Some(self.changes));
+        }
+        Some(number + 1)
+    }
+
+    /// Notes that the number that was returned last is recorded.
+    pub(super) fn confirm(&mut self) {
+        if let Some(changes) = self.written.take() {
+            self.recorded = (self.recorded.0 + 1, Some(changes));
+        }
+    }
+}
+
+impl NvidiaClient {
+    /// Continues with the vGPU of an earlier process from the state with the number `position`.
+    /// `connection` is that of the manager which has started the vGPU.
+    pub fn adopt(
+        rm: Arc<dyn Rm>,
+        connection: OwnedFd,
+        position: u64,
+        mut files: Kept<'_>,
+    ) -> Result<Self, GpuError> {
+        let journal = Journal::open(files.take(kept::JOURNAL)?.as_fd())?.ok_or(DAMAGED)?;
+        let state: ClientState = journal.state(position).ok_or(DAMAGED)?;
+        state.check()?;
+        privilege::refuse_sys_admin(state.grant.options.allow_sys_admin)?;
+        let layout = Layout::of(&state.driver).map_err(|_| DAMAGED)?;
+        let client = AdoptedClient {
+            control: files.take(kept::CONTROL)?,
+            gpu: files.take(kept::GPU)?,
+            minor: state.grant.card.minor,
+            root: state.root,
+            next_handle: state.next_handle,
+        };
+        let device = Arc::new(Device::adopt(rm, layout, client, &state.fixed));
+        let unrecorded = journal.last_handle();
+        if unrecorded.saturating_sub(state.next_handle) > MAX_UNRECORDED {
+            return Err(DAMAGED);
+        }
+        let journal = Arc::new(journal);
+        device.rm_client.record_handles(journal.clone());
+        device.rm_client.free_unrecorded(unrecorded);
+        let FixedObjects { usermode, events, .. } = &state.fixed;
+        let usermode = device.rm_client.adopt_object(Some(&device.subdevice), *usermode);
+        let events =
+            events.map(|handle| device.rm_client.adopt_object(Some(&device.subdevice), handle));
+        let mut memory =
+            Memory::adopt(device.clone(), &state.memory, &state.grant.spec, &mut files)?;
+        let space = memory.space(SpaceId::DEFAULT)?.space().clone();
+        let exception_event = Arc::new(files.take(kept::EXCEPTION_EVENT)?);
+        let accounting: LiveAccounting = journal.live(Live::Accounting).unwrap_or_default();
+        let guest_doorbell = files.take(kept::GUEST_DOORBELL)?;
+        let shared = adopt_state(
+            &device,
+            &state,
+            &accounting,
+            journal,
+            &exception_event,
+            (&mut memory, &mut files),
+        )?;
+        if let Some(poller) = &shared.poller {
+            poller.set_program_page(kept::map(&guest_doorbell, DOORBELL_BYTES, true)?);
+        }
+        let manager = files.find(kept::MANAGER).unwrap_or(connection);
+        let event = |vector| Some((vector, files.find(kept::vector(vector))?));
+        let vectors = (0..VECTORS).filter_map(event).collect();
+        let thread_inputs = ThreadInputs {
+            manager: SeqPacket::from(manager),
+            fault_event: files.take(kept::FAULT_EVENT)?,
+            interrupt_event: files.take(kept::INTERRUPT_EVENT)?,
+            exception_event,
+            vectors,
+            closing: accounting.closing,
+        };
+        let client = Self {
+            apertures: Apertures {
+                vram: None,
+                doorbell: Some(Aperture { fd: guest_doorbell, offset: 0, len: DOORBELL_BYTES }),
+                framebuffer: None,
+            },
+            grant: state.grant,
+            driver: state.driver,
+            process: state.process,
+            memory,
+            state: Arc::new(shared),
+            threads: Vec::new(),
+            thread_inputs: Some(thread_inputs),
+            position: Position::after(position),
+            fixed: state.fixed,
+            _events: events,
+            _usermode: usermode,
+            _space: space,
+            device,
+        };
+        client.publish_imported_bytes();
+        client.device.rm_client.own();
+        Ok(client)
+    }
+
+    /// Returns the number of the current state, which is written if it is new. `None` if no other
+    /// process can continue.
+    pub(super) fn recorded_position(&self) -> Option<u64> {
+        // Another process cannot open an aperture of new video memory.
+        if self.grant.options.direct_vram {
+            return None;
+        }
+        self.position.number(|number| {
+            let Some(state) = self.client_state() else { return false };
+            let Ok(contents) = crate::seqpacket::encode(&state) else { return false };
+            self.state.journal.write_state(number, &contents)
+        })
+    }
+
+    fn client_state(&self) -> Option<ClientState> {
+        let rm_client = &self.device.rm_client;
+        let channels = self.state.channels().state()?;
+        Some(ClientState {
+            grant: self.grant.clone(),
+            driver: self.driver.clone(),
+            process: self.process,
+            root: rm_client.root(),
+            next_handle: rm_client.next_handle(),
+            fixed: self.fixed.clone(),
+            memory: self.memory.state()?,
+            channels,
+        })
+    }
+}
+
+/// Continues with the state that the threads share.
+fn adopt_state(
+    device: &Arc<Device>,
+    state: &ClientState,
+    accounting: &LiveAccounting,
+    journal: Arc<Journal>,
+    exception_event: &Arc<OwnedFd>,
+    (memory, files): (&mut Memory, &mut Kept<'_>),
+) -> Result<VgpuState, GpuError> {
+    let options = state.grant.options;
+    let doorbell = kept::map(&files.take(kept::DOORBELL)?, PAGE_SIZE, true)?;
+    let live: LiveChannels = journal.live(Live::Channels).ok_or(DAMAGED)?;
+    if live.evicted {
+        return Err(GpuError::Lost("the manager has evicted the vGPU".into()));
+    }
+    let adopt = |objects| {
+        let clock = doorbell.clone();
+        CtxswLog::adopt(device, clock, objects, state.process, accounting.log, files)
+    };
+    let mut ctxsw_log = state.fixed.log.as_ref().map(adopt).transpose()?;
+    if let Some(log) = &mut ctxsw_log
+        && accounting.was_busy
+        && let Some(now_ns) = log.now_ns()
+    {
+        // Its work has gone on since then.
+        log.engine_time.count_until(0, now_ns);
+    }
+    let adopt = |objects| SwitchProbe::adopt(device, doorbell.clone(), objects, files);
+    let switch_probe = state.fixed.probe.as_ref().map(adopt).transpose()?;
+    let poller = (!options.direct_doorbell).then(|| DoorbellPoller::new(doorbell.clone()));
+    if let Some(poller) = &poller {
+        let [polled, wakeups] = accounting.rings;
+        poller.polled.store(polled, Ordering::Relaxed);
+        poller.wakeups.store(wakeups, Ordering::Relaxed);
+    }
+    let notifiers = (0_u32..).zip(&state.fixed.notifiers).map(|(index, handle)| {
+        Notifier::adopt(device, *handle, kept::notifier(index), files).map(Arc::new)
+    });
+    let notifiers: Vec<_> = notifiers.collect::<Result<_, _>>()?;
+    let channel_options = channels::Options {
+        copy_engines: state.fixed.copy_engines.clone(),
+        preempt_blocks: options.preempt_blocks,
+        max_channels: state.grant.spec.max_channels.min(MAX_CHANNELS),
+        exception_event: exception_event.clone(),
+        journal: journal.clone(),
+    };
+    let recorded = Recorded { state: &state.channels, live: &live, used: &accounting.used };
+    let channels = Channels::adopt(
+        device.clone(),
+        doorbell,
+        poller.clone(),
+        channel_options,
+        &notifiers,
+        recorded,
+        memory,
+    )?;
+    let shared = VgpuState::new(channels, poller, ctxsw_log, switch_probe, journal)?;
+    *shared.activity() = Activity::continued(accounting);
+    shared.record_accounting(accounting.closing);
+    // What the process before had taken, and not passed on, is pending again.
+    shared.signals.raise(Pending::NONSTALL | Pending::CHANNEL_ERROR);
+    Ok(shared)
+}

@@ -1,0 +1,74 @@
+//! Records that a worker which a guest has taken over may have left.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use mdev_core::gpu::Client;
+use mdev_core::units::MIB;
+use proptest::prelude::*;
+use vendor_backends::nvidia::NvidiaGpu;
+use vendor_backends::nvidia::adoption::kept;
+use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+
+use super::{Anchor, CONTINUED, end_threads, with_work};
+use crate::{DRIVER, spec};
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// No record leads to a panic, or to more memory than was granted.
+    #[test]
+    fn damaged_records_are_refused(at in 0_u64..2048, bit in 0_u32..32, slot in 0_u64..6) {
+        const SLOTS: [u64; 6] = [0, 4096, 4096 + (256 << 10), 528_384, 544_768, 561_152];
+        let rm = FakeRm::new(DRIVER);
+        let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
+        let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+        worker = with_work(&mut anchor, worker).0;
+        worker.process.end_after(0);
+        end_threads(worker.client);
+        let journal = anchor.kept[&kept::JOURNAL].try_clone().unwrap();
+        let at = SLOTS[slot as usize] + at / 4 * 4;
+        let file = File::from(journal);
+        damage(&file, at, 1 << bit);
+        // A checksum is no secret: the contents are checked, too.
+        repair_checksums(&file);
+        let objects = rm.objects();
+        match anchor.adopt() {
+            Ok(worker) => {
+                prop_assert!(worker.client.spec().vram_bytes == 64 * MIB || at >= 4096);
+                prop_assert!(rm.video_memory() <= 64 * MIB);
+            }
+            // A worker of the program before may continue.
+            Err(_) => prop_assert_eq!(rm.objects(), objects),
+        }
+    }
+}
+
+fn damage(file: &File, at: u64, bits: u32) {
+    let mut word = [0; 4];
+    file.read_exact_at(&mut word, at).unwrap();
+    let word = (u32::from_le_bytes(word) ^ bits).to_le_bytes();
+    file.write_all_at(&word, at).unwrap();
+}
+
+/// Makes the checksums of all slots right.
+fn repair_checksums(file: &File) {
+    for (slot, bytes) in [
+        (4096_u64, 256_u64 << 10),
+        (4096 + (256 << 10), 256 << 10),
+        (528_384, 16 << 10),
+        (544_768, 16 << 10),
+        (561_152, 16 << 10),
+        (577_536, 16 << 10),
+    ] {
+        let mut len = [0; 4];
+        file.read_exact_at(&mut len, slot + 8).unwrap();
+        let len = u64::from(u32::from_le_bytes(len));
+        if len <= bytes - 16 {
+            let mut contents = vec![0; len as usize];
+            file.read_exact_at(&mut contents, slot + 16).unwrap();
+            let checksum = crc32fast::hash(&contents);
+            file.write_all_at(&checksum.to_le_bytes(), slot + 12).unwrap();
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Requests of guests, in workers that die at any call of the driver.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use mdev_core::abi::mailbox::VA_START;
+use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, MapRequest};
+use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
+use mdev_core::units::{MIB, PAGE_SIZE};
+use proptest::prelude::*;
+use vendor_backends::conformance::lifecycle;
+use vendor_backends::mem::SharedMemory;
+use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
+
+use super::{Anchor, CONTINUED, Worker, end_threads};
+use crate::{DRIVER, spec};
+
+/// Request of a guest.
+#[derive(Clone, Debug)]
+enum Request {
+    Import,
+    Release(usize),
+    CreateSpace,
+    DestroySpace(usize),
+    Map { memory: usize, space: usize, page: u64, pages: u64 },
+    Unmap { space: usize, page: u64, pages: u64 },
+    CreateChannel { engine: EngineKind, memory: usize, userd: u64 },
+    DestroyChannel(usize),
+    Reset,
+    Renew,
+}
+
+/// What a guest has got, from which it makes its next requests.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Guest {
+    memories: Vec<MemoryId>,
+    spaces: Vec<SpaceId>,
+    channels: Vec<ChannelId>,
+    /// Whether each request succeeded.
+    results: Vec<bool>,
+}
+
+impl Guest {
+    fn request(&self, client: &mut NvidiaClient, ram: &SharedMemory, request: &Request) -> Self {
+        let mut next = self.clone();
+        let done = next.carry_out(client, ram, request);
+        next.results.push(done.is_ok());
+        next
+    }
+
+    fn carry_out(
+        &mut self,
+        client: &mut NvidiaClient,
+        ram: &SharedMemory,
+        request: &Request,
+    ) -> Result<(), GpuError> {
+        const NOTHING: GpuError = GpuError::NotFound("what was asked for");
+        fn pick<T: Copy>(all: &[T], index: usize) -> Result<T, GpuError> {
+            all.get(index % all.len().max(1)).copied().ok_or(NOTHING)
+        }
+        let space_of = |guest: &Self, index: usize| match index {
+            0 => SpaceId::DEFAULT,
+            index => pick(&guest.spaces, index).unwrap_or(SpaceId::DEFAULT),
+        };
+        let va = |page: u64| GpuVa(VA_START + page * PAGE_SIZE);
+        match *request {
+            Request::Import => self.memories.push(lifecycle::import(client, ram)?),
+            Request::Release(index) => {
+                let memory = pick(&self.memories, index)?;
+                client.release(memory)?;
+                self.memories.retain(|other| *other != memory);
+            }
+            Request::CreateSpace => self.spaces.push(client.create_space()?),
+            Request::DestroySpace(index) => {
+                let space = pick(&self.spaces, index)?;
+                client.destroy_space(space)?;
+                self.spaces.retain(|other| *other != space);
+            }
+            Request::Map { memory, space, page, pages } => {
+                let backing = match pick(&self.memories, memory) {
+                    Ok(memory) if page % 3 > 0 => Backing::Guest { memory, offset: 0 },
+                    _ => Backing::Vram { offset: page * PAGE_SIZE },
+                };
+                let space = space_of(self, space);
+                let request = MapRequest::new(va(page), pages * PAGE_SIZE, backing);
+                client.map(&request.in_space(space))?;
+            }
+            Request::Unmap { space, page, pages } => {
+                client.unmap(space_of(self, space), va(page), pages * PAGE_SIZE)?;
+            }
+            Request::CreateChannel { engine, memory, userd } => {
+                let memory = pick(&self.memories, memory)?;
+                let spec: ChannelSpec = lifecycle::channel_spec(engine, memory, userd * 512);
+                self.channels.push(client.create_channel(&spec)?.id);
+            }
+            Request::DestroyChannel(index) => {
+                let channel = pick(&self.channels, index)?;
+                client.destroy_channel(channel)?;
+                self.channels.retain(|other| *other != channel);
+            }
+            Request::Reset => {
+                client.reset()?;
+                self.channels.clear();
+                self.spaces.clear();
+            }
+            Request::Renew => {
+                client.renew()?;
+                self.channels.clear();
+                self.spaces.clear();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Carries out requests in a worker that never dies, and returns what the guest and the driver have.
+fn undisturbed(requests: &[Request]) -> (Guest, Vec<String>, u64) {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
+    let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+    let before = rm.calls();
+    let mut guest = Guest::default();
+    for request in requests {
+        guest = guest.request(&mut worker.client, &anchor.ram, request);
+        anchor.record(&mut worker.client);
+    }
+    let calls = rm.calls() - before;
+    let left = (guest, rm.describe(), calls);
+    assert!(rm.violations().is_empty(), "{:?}", rm.violations());
+    left
+}
+
+/// Carries out requests in workers that end after each number of calls in `ends`, and are continued.
+fn disturbed(requests: &[Request], ends: &[u64]) -> (Guest, Vec<String>) {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
+    let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+    anchor.record(&mut worker.client);
+    let mut ends = ends.iter();
+    let mut guest = Guest::default();
+    let end_next = |worker: &Worker, ends: &mut std::slice::Iter<'_, u64>| {
+        if let Some(calls) = ends.next() {
+            worker.process.end_after(*calls);
+        }
+    };
+    end_next(&worker, &mut ends);
+    for request in requests {
+        loop {
+            let Worker { client, .. } = &mut worker;
+            let ram = &anchor.ram;
+            let done = catch_unwind(AssertUnwindSafe(|| guest.request(client, ram, request)));
+            if let Ok(next) = done {
+                guest = next;
+                break;
+            }
+            end_threads(worker.client);
+            worker = anchor.adopt().unwrap();
+            anchor.record(&mut worker.client);
+            end_next(&worker, &mut ends);
+        }
+        anchor.record(&mut worker.client);
+    }
+    // Also at the end.
+    worker = anchor.replace(worker);
+    let left = (guest, rm.describe());
+    drop(worker);
+    assert_eq!(rm.video_memory(), 0, "everything is freed at last");
+    let mapped = |line: &&String| line.contains("while it is mapped");
+    let violations = rm.violations();
+    // The driver unmaps memory that it frees, and only what was not recorded is freed so.
+    assert!(violations.iter().all(|line| mapped(&line)), "{violations:?}");
+    left
+}
+
+fn requests() -> impl Strategy<Value = Vec<Request>> {
+    let index = 0_usize..4;
+    let request = prop_oneof![
+        3 => Just(Request::Import),
+        1 => index.clone().prop_map(Request::Release),
+        1 => Just(Request::CreateSpace),
+        1 => index.clone().prop_map(Request::DestroySpace),
+        4 => (index.clone(), 0_usize..3, 0_u64..12, 1_u64..5).prop_map(
+            |(memory, space, page, pages)| Request::Map { memory, space, page, pages }
+        ),
+        3 => (0_usize..3, 0_u64..12, 1_u64..5)
+            .prop_map(|(space, page, pages)| Request::Unmap { space, page, pages }),
+        3 => (any::<bool>(), index.clone(), 0_u64..8).prop_map(|(copy, memory, userd)| {
+            let engine = if copy { EngineKind::Copy } else { EngineKind::Compute };
+            Request::CreateChannel { engine, memory, userd }
+        }),
+        2 => index.prop_map(Request::DestroyChannel),
+        1 => Just(Request::Reset),
+        1 => Just(Request::Renew),
+    ];
+    prop::collection::vec(request, 1..24)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Wherever workers end, guest and driver have in the end what they have without that.
+    #[test]
+    fn continued_clients_are_as_if_their_workers_had_not_died(
+        requests in requests(),
+        ends in prop::collection::vec(0_u64..60, 1..4),
+    ) {
+        let (guest, objects, _) = undisturbed(&requests);
+        let (same_guest, same_objects) = disturbed(&requests, &ends);
+        prop_assert_eq!(guest, same_guest);
+        prop_assert_eq!(objects, same_objects);
+    }
+}
+
+#[test]
+fn a_worker_dies_at_each_call_of_a_lifecycle() {
+    let requests = [
+        Request::Import,
+        Request::Map { memory: 0, space: 0, page: 1, pages: 4 },
+        Request::Map { memory: 0, space: 0, page: 6, pages: 2 },
+        Request::Unmap { space: 0, page: 2, pages: 1 },
+        Request::CreateSpace,
+        Request::CreateChannel { engine: EngineKind::Copy, memory: 0, userd: 0 },
+        Request::CreateChannel { engine: EngineKind::Compute, memory: 0, userd: 1 },
+        Request::DestroyChannel(0),
+        Request::DestroySpace(0),
+        Request::Release(0),
+        Request::Import,
+        Request::Renew,
+    ];
+    let (guest, objects, calls) = undisturbed(&requests);
+    assert!(guest.results.iter().all(|done| *done), "{guest:?}");
+    for end in 0..calls + 8 {
+        assert_eq!(disturbed(&requests, &[end]), (guest.clone(), objects.clone()), "at {end}");
+    }
+}
