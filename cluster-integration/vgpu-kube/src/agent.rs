@@ -69,7 +69,7 @@ async fn serve(args: Run) -> Result<()> {
         if !interfaces.dra {
             std::future::pending::<()>().await;
         }
-        dra(&args, vgpus, libraries, metrics.clone()).await
+        Box::pin(dra(&args, vgpus, libraries, metrics.clone())).await
     };
     let serve_metrics = async {
         match args.metrics {

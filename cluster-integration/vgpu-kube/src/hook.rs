@@ -74,7 +74,7 @@ impl Editor {
     }
 }
 
-fn status(error: HookError) -> Status {
+fn status(error: &HookError) -> Status {
     log::error!("{error}");
     Status::failed_precondition(error.to_string())
 }
@@ -99,7 +99,7 @@ impl v1alpha3::callbacks_server::Callbacks for Editor {
         &self,
         request: Request<v1alpha3::OnDefineDomainParams>,
     ) -> Result<Response<v1alpha3::OnDefineDomainResult>, Status> {
-        let edited = self.edit(&request.into_inner().domain_xml).map_err(status)?;
+        let edited = self.edit(&request.into_inner().domain_xml).map_err(|error| status(&error))?;
         Ok(Response::new(v1alpha3::OnDefineDomainResult { domain_xml: edited.into_bytes() }))
     }
 
@@ -131,9 +131,9 @@ impl plugins::domain_hook_service_server::DomainHookService for Editor {
     ) -> Result<Response<plugins::MutateDomainResponse>, Status> {
         let request = request.into_inner();
         if request.domain_type != LIBVIRT {
-            return Err(status(HookError::Type(request.domain_type)));
+            return Err(status(&HookError::Type(request.domain_type)));
         }
-        let edited = self.edit(&request.domain).map_err(status)?;
+        let edited = self.edit(&request.domain).map_err(|error| status(&error))?;
         Ok(Response::new(plugins::MutateDomainResponse { domain: edited.into_bytes() }))
     }
 }

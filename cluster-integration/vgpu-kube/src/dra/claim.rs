@@ -138,7 +138,7 @@ mod tests {
         ClaimRef { namespace, name, uid }
     }
 
-    fn parse(devices: Value) -> Result<Vec<Share>, ClaimError> {
+    fn parse(devices: &Value) -> Result<Vec<Share>, ClaimError> {
         let claim = json!({
             "metadata": {"namespace": "ns", "name": "c1", "uid": "u1"},
             "spec": {}, "status": {"allocation": {"devices": devices}},
@@ -164,7 +164,7 @@ mod tests {
         other["driver"] = json!("gpu.example.com");
         let mut elsewhere = result("x");
         elsewhere["pool"] = json!("n2");
-        let found = parse(json!({
+        let found = parse(&json!({
             "results": [other, elsewhere, result("gpu"), result("vm/large")],
             "config": [
                 entry("FromClaim", &["gpu"], json!({"mode": "soft"})),
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn claims_that_cannot_be_prepared_are_refused_in_one_line() {
-        let error = |devices| parse(devices).unwrap_err().to_string();
+        let error = |devices: Value| parse(&devices).unwrap_err().to_string();
         assert!(
             error(json!({"results": []}))
                 .starts_with("Claim ns/c1 is not allocated to this driver")

@@ -118,7 +118,7 @@ impl Locks {
 impl Driver {
     /// Starts the vGPUs of a claim and writes its file. The same claim gives the same vGPUs.
     pub async fn prepare(&self, by: &ClaimRef) -> Result<Vec<Prepared>> {
-        self.check_uid(by)?;
+        check_uid(by)?;
         let _lock = self.locks.lock(&by.uid).await;
         let name = format!("{}/{}", by.namespace, by.name);
         let claim = self.cluster.claim(&by.namespace, &by.name).await?;
@@ -150,7 +150,7 @@ impl Driver {
 
     /// Stops the vGPUs of a claim and removes its files. What is absent counts as removed.
     pub async fn unprepare(&self, by: &ClaimRef) -> Result<()> {
-        self.check_uid(by)?;
+        check_uid(by)?;
         let _lock = self.locks.lock(&by.uid).await;
         let name = format!("{}/{}", by.namespace, by.name);
         let file = |error| DriverError::File(name.clone(), error);
@@ -160,13 +160,6 @@ impl Driver {
         }
         self.cdi.remove(&by.uid).map_err(file)?;
         self.records.remove(&by.uid).map_err(file)
-    }
-
-    fn check_uid(&self, by: &ClaimRef) -> Result<()> {
-        if is_uid(&by.uid) {
-            return Ok(());
-        }
-        Err(DriverError::Uid(by.uid.clone(), format!("{}/{}", by.namespace, by.name)))
     }
 
     /// Returns the vGPU of a share.
@@ -194,4 +187,11 @@ impl Driver {
             attrs,
         })
     }
+}
+
+fn check_uid(by: &ClaimRef) -> Result<()> {
+    if is_uid(&by.uid) {
+        return Ok(());
+    }
+    Err(DriverError::Uid(by.uid.clone(), format!("{}/{}", by.namespace, by.name)))
 }

@@ -119,7 +119,7 @@ mod tests {
         .unwrap()
     }
 
-    fn container(uses: bool, context: Value) -> Value {
+    fn container(uses: bool, context: &Value) -> Value {
         let claims = if uses { json!([{"name": "gpu"}]) } else { json!([]) };
         json!({"name": "c", "resources": {"claims": claims}, "securityContext": context})
     }
@@ -131,29 +131,29 @@ mod tests {
     #[test]
     fn the_user_is_that_of_the_containers_with_the_claim() {
         let (root, alice) = (json!({}), json!({"runAsUser": 1000}));
-        assert_eq!(user(json!({"containers": [container(true, root.clone())]})), Ok(0));
-        assert_eq!(user(json!({"containers": [container(true, alice.clone())]})), Ok(1000));
+        assert_eq!(user(json!({"containers": [container(true, &root)]})), Ok(0));
+        assert_eq!(user(json!({"containers": [container(true, &alice)]})), Ok(1000));
         let both = json!([
-            container(true, root),
-            container(false, json!({"runAsUser": 7})),
-            container(true, alice)
+            container(true, &root),
+            container(false, &json!({"runAsUser": 7})),
+            container(true, &alice)
         ]);
         assert_eq!(user(json!({"containers": both})), Ok(1000), "root may use it anyway");
         let pods = json!({"securityContext": {"runAsUser": 5, "runAsNonRoot": true},
-                          "containers": [container(true, json!({}))]});
+                          "containers": [container(true, &json!({}))]});
         assert_eq!(user(pods), Ok(5));
     }
 
     #[test]
     fn pods_of_unknown_users_are_refused_in_one_line() {
         let error = |spec| user(spec).unwrap_err().to_string();
-        let own = container(true, json!({}));
+        let own = container(true, &json!({}));
         let said = error(json!({"hostUsers": false, "containers": [own]}));
         assert!(said.starts_with("Pod p1 has a user namespace"), "{said}");
-        let said = error(json!({"containers": [container(true, json!({"runAsNonRoot": true}))]}));
+        let said = error(json!({"containers": [container(true, &json!({"runAsNonRoot": true}))]}));
         assert!(said.contains("does not say as which user; set runAsUser"), "{said}");
         let said = error(json!({"containers": [
-            container(true, json!({"runAsUser": 1})), container(true, json!({"runAsUser": 2}))]}));
+            container(true, &json!({"runAsUser": 1})), container(true, &json!({"runAsUser": 2}))]}));
         assert_eq!(
             said,
             "The containers with claim p1-gpu-x7 run as several users (1, 2); let them run as one"

@@ -90,7 +90,8 @@ impl Publisher {
         loop {
             let mut devices = slices::devices(&self.gpus.borrow_and_update());
             devices.retain(|device| self.stores_taints || device.taints.is_none());
-            let is_due = stored.as_ref().is_some_and(|stored| self.differs(stored, &devices));
+            let is_due =
+                stored.as_ref().is_some_and(|stored| self.differs(stored.as_ref(), &devices));
             if is_due && retry <= Instant::now() {
                 match self.write(&api, stored.clone().flatten(), devices).await {
                     Ok(slice) => (stored, pause) = (Some(slice), RETRY),
@@ -120,7 +121,7 @@ impl Publisher {
     }
 
     /// Returns whether a slice has to be written.
-    fn differs(&self, stored: &Option<ResourceSlice>, devices: &[Device]) -> bool {
+    fn differs(&self, stored: Option<&ResourceSlice>, devices: &[Device]) -> bool {
         match stored {
             None => !devices.is_empty(),
             Some(slice) => {

@@ -54,11 +54,11 @@ pub async fn once(driver: &Driver) -> Result<(), DriverError> {
     for vgpu in driver.vgpus.of(Purpose::Claim).await? {
         let is_kept = |record: &super::records::Record| record.vgpus.contains(&vgpu.uuid);
         // A claim may have been prepared meanwhile.
-        if !kept.iter().any(is_kept) && !driver.records.all().map_err(file)?.iter().any(is_kept) {
-            if driver.vgpus.stop_unused(vgpu.uuid).await? {
-                log::info!("Stopped vGPU {}, whose claim is gone", vgpu.uuid);
-                driver.metrics.count_reaped();
-            }
+        let is_leftover =
+            !kept.iter().any(is_kept) && !driver.records.all().map_err(file)?.iter().any(is_kept);
+        if is_leftover && driver.vgpus.stop_unused(vgpu.uuid).await? {
+            log::info!("Stopped vGPU {}, whose claim is gone", vgpu.uuid);
+            driver.metrics.count_reaped();
         }
     }
     driver.metrics.set_claims(kept.len());

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
 use axum::Router;
@@ -61,7 +61,7 @@ impl ApiServer {
     }
 
     fn state(&self) -> MutexGuard<'_, Stored> {
-        self.shared.state.lock().unwrap()
+        self.shared.state()
     }
 
     /// Writes a kubeconfig.
@@ -119,8 +119,12 @@ impl ApiServer {
 }
 
 impl Shared {
+    fn state(&self) -> MutexGuard<'_, Stored> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn put(&self, path: &str, mut object: Value) -> Value {
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state();
         state.version += 1;
         object["metadata"]["resourceVersion"] = json!(state.version.to_string());
         if object["metadata"]["uid"].is_null() {
@@ -128,7 +132,7 @@ impl Shared {
         }
         if let Some(dropped) = state.dropped {
             for device in object["spec"]["devices"].as_array_mut().into_iter().flatten() {
-                device.as_object_mut().unwrap().remove(dropped);
+                device.as_object_mut().map(|device| device.remove(dropped));
             }
         }
         let before = state.objects.insert(path.to_owned(), object.clone());
@@ -139,7 +143,7 @@ impl Shared {
     }
 
     fn delete(&self, path: &str) -> Option<Value> {
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state();
         state.version += 1;
         let mut object = state.objects.remove(path)?;
         object["metadata"]["resourceVersion"] = json!(state.version.to_string());
@@ -163,7 +167,7 @@ async fn answer(
         || name == "selfsubjectaccessreviews";
     let collection = if is_collection { path.clone() } else { parent.to_owned() };
     let verb = if watch { "WATCH".to_owned() } else { method.to_string() };
-    *shared.state.lock().unwrap().requests.entry(format!("{verb} {collection}")).or_default() += 1;
+    *shared.state().requests.entry(format!("{verb} {collection}")).or_default() += 1;
     match (method, path.as_str()) {
         (Method::GET, "/apis") => ([("content-type", "application/json")], GROUPS).into_response(),
         (Method::POST, "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews") => {
@@ -173,7 +177,7 @@ async fn answer(
         }
         (Method::GET, _) if watch => serve_watch(&shared, &path, query),
         (Method::GET, _) if is_collection => list(&shared, &path, query),
-        (Method::GET, _) => found(shared.state.lock().unwrap().objects.get(&path).cloned()),
+        (Method::GET, _) => found(shared.state().objects.get(&path).cloned()),
         (Method::POST, _) => {
             let object: Value = serde_json::from_slice(&body).unwrap_or_default();
             let name = object["metadata"]["name"].as_str().unwrap_or("generated").to_owned();
@@ -193,14 +197,12 @@ async fn answer(
 }
 
 fn found(object: Option<Value>) -> Response {
-    match object {
-        Some(object) => axum::Json(object).into_response(),
-        None => {
-            let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-                                "message": "not found", "reason": "NotFound", "code": 404});
-            (StatusCode::NOT_FOUND, axum::Json(status)).into_response()
-        }
+    if let Some(object) = object {
+        return axum::Json(object).into_response();
     }
+    let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+                        "message": "not found", "reason": "NotFound", "code": 404});
+    (StatusCode::NOT_FOUND, axum::Json(status)).into_response()
 }
 
 /// Returns the path of the one object that a field selector names.
@@ -212,7 +214,7 @@ fn selected(collection: &str, query: &str) -> Option<String> {
 }
 
 fn list(shared: &Shared, path: &str, query: &str) -> Response {
-    let state = shared.state.lock().unwrap();
+    let state = shared.state();
     let only = selected(path, query);
     let prefix = format!("{path}/");
     let own = state.objects.iter().filter(|(name, _)| match &only {

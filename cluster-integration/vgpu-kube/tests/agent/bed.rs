@@ -35,7 +35,7 @@ pub struct Bed {
 
 impl Bed {
     /// Starts vgpud, the stand-in for the apiserver, and the agent.
-    pub async fn start(args: &[&str]) -> Result<Self> {
+    pub fn start(args: &[&str]) -> Result<Self> {
         let vgpud = Vgpud::start_with(&["--parent", "soft:soft0,vram=2G"])?;
         let api = ApiServer::start()?;
         let node = json!({"metadata": {"name": NODE, "uid": "node-uid"}});

@@ -14,7 +14,7 @@ use crate::bed::{Bed, NODE, eventually};
 
 #[tokio::test]
 async fn a_claim_gets_its_share_in_a_container() -> Result<()> {
-    let bed = Bed::start(&["--dra"]).await?;
+    let bed = Bed::start(&["--dra"])?;
     let config = json!({"mode": "hard", "limits": {"maxChannels": 8}});
     let claim = bed.put_claim("c1", 30, "1280Mi", &config);
     let prepared = bed.prepare(&claim).await?;
@@ -62,7 +62,7 @@ fn check_edits(file: &Value, clients: &Path) {
         (&json!("0.5.0"), &json!("gpu.tessera.dev/claim"))
     );
     let device = &file["devices"][0]["containerEdits"];
-    let members: Vec<_> = device.as_object().unwrap().keys().collect();
+    let members: Vec<_> = device.as_object().into_iter().flat_map(|all| all.keys()).collect();
     assert_eq!(members, ["env", "mounts"], "no device nodes, no hooks");
     assert_eq!(
         device["env"],
@@ -71,18 +71,18 @@ fn check_edits(file: &Value, clients: &Path) {
             "LD_PRELOAD=/usr/lib/tessera/libtessera_cuda.so"
         ])
     );
-    let mounts = device["mounts"].as_array().unwrap();
+    let mounts = device["mounts"].as_array().cloned().unwrap_or_default();
     assert_eq!(mounts[0]["hostPath"], json!(clients));
     assert_eq!(mounts[0]["containerPath"], "/run/tessera/vgpu");
     for mount in mounts {
-        assert!(mount["options"].as_array().unwrap().contains(&json!("ro")), "{mount}");
-        assert!(!mount["containerPath"].as_str().unwrap().starts_with("/dev"), "{mount}");
+        assert!(mount["options"][0] == "ro", "{mount}");
+        assert!(!mount["containerPath"].to_string().starts_with("\"/dev"), "{mount}");
     }
 }
 
 #[tokio::test]
 async fn a_claim_that_cannot_be_prepared_leaves_nothing_and_says_why() -> Result<()> {
-    let bed = Bed::start(&["--dra"]).await?;
+    let bed = Bed::start(&["--dra"])?;
     let forged = bed.put_claim("forged", 30, "256Mi", &json!({"owner": "0"}));
     let said = bed.prepare(&forged).await?.error;
     assert!(said.contains("unknown field `owner`"), "{said}");
@@ -123,7 +123,7 @@ async fn a_claim_that_cannot_be_prepared_leaves_nothing_and_says_why() -> Result
 
 #[tokio::test]
 async fn kubelet_finds_the_driver_by_its_registration() -> Result<()> {
-    let bed = Bed::start(&["--dra"]).await?;
+    let bed = Bed::start(&["--dra"])?;
     let socket = bed.kubelet().join("plugins_registry/gpu.tessera.dev-reg.sock");
     for _ in 0..2 {
         eventually("the registration", async || socket.exists()).await?;

@@ -21,7 +21,7 @@ fn text(bytes: &[u8]) -> String {
 
 #[tokio::test]
 async fn doctor_checks_node_and_cluster() -> Result<()> {
-    let bed = Bed::start(&["--dra"]).await?;
+    let bed = Bed::start(&["--dra"])?;
     std::fs::write(bed.kubelet().join("device-plugins/kubelet.sock"), "")?;
     let kubeconfig = bed.api.kubeconfig(bed.dir.path())?;
     let control = bed.vgpud.api_socket();

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
@@ -28,26 +28,30 @@ impl api::registration_server::Registration for Kubelet {
         &self,
         request: Request<api::RegisterRequest>,
     ) -> Result<Response<api::Empty>, Status> {
-        self.registered.lock().unwrap().push(request.into_inner());
+        self.registered().push(request.into_inner());
         Ok(Response::new(api::Empty {}))
     }
 }
 
 impl Kubelet {
+    fn registered(&self) -> MutexGuard<'_, Vec<api::RegisterRequest>> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Starts in a folder, as kubelet does: removes all sockets first.
     fn start(&self, folder: &Path) -> Result<JoinHandle<()>> {
         for entry in fs::read_dir(folder)? {
             fs::remove_file(entry?.path())?;
         }
-        self.registered.lock().unwrap().clear();
+        self.registered().clear();
         let incoming = grpc::listen(&folder.join("kubelet.sock"))?;
         let service = api::registration_server::RegistrationServer::new(self.clone());
         let server = Server::builder().add_service(service).serve_with_incoming(incoming);
-        Ok(tokio::spawn(async { server.await.unwrap() }))
+        Ok(tokio::spawn(async { assert!(server.await.is_ok()) }))
     }
 
     fn find(&self, resource: &str) -> Option<api::RegisterRequest> {
-        let registered = self.registered.lock().unwrap();
+        let registered = self.registered();
         registered.iter().find(|request| request.resource_name == resource).cloned()
     }
 }
@@ -74,7 +78,7 @@ fn allocation(ids: &[&str]) -> api::AllocateRequest {
 
 #[tokio::test]
 async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
-    let bed = Bed::start(&["--device-plugin", "--device-owner", "1000"]).await?;
+    let bed = Bed::start(&["--device-plugin", "--device-owner", "1000"])?;
     let folder = bed.kubelet().join("device-plugins");
     let kubelet = Kubelet::default();
     let first = kubelet.start(&folder)?;
@@ -132,7 +136,7 @@ async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
 
 #[tokio::test]
 async fn devices_survive_kills_of_agent_and_vgpud() -> Result<()> {
-    let mut bed = Bed::start(&["--device-plugin"]).await?;
+    let mut bed = Bed::start(&["--device-plugin"])?;
     let kubelet = Kubelet::default();
     let _server = kubelet.start(&bed.kubelet().join("device-plugins"))?;
     let mut small = plugin(&bed, &kubelet, "tessera.io/soft-256mc").await?;
@@ -141,7 +145,7 @@ async fn devices_survive_kills_of_agent_and_vgpud() -> Result<()> {
     bed.end_agent(Signal::SIGKILL)?;
     bed.vgpud.end(Signal::SIGKILL)?;
     bed.vgpud.start_again()?;
-    kubelet.registered.lock().unwrap().clear();
+    kubelet.registered().clear();
     bed.start_agent()?;
     let mut small = plugin(&bed, &kubelet, "tessera.io/soft-256mc").await?;
     let mut lists = small.list_and_watch(api::Empty {}).await?.into_inner();

@@ -13,7 +13,7 @@ const KILLS: u8 = 20;
 
 #[tokio::test]
 async fn kills_between_prepare_and_unprepare_leak_nothing() -> Result<()> {
-    let mut bed = Bed::start(&["--dra"]).await?;
+    let mut bed = Bed::start(&["--dra"])?;
     for kill in 0..KILLS {
         let claim = bed.put_claim(&format!("c{kill}"), 10 + kill, "256Mi", &Value::Null);
         let prepared = bed.prepare(&claim).await?;
@@ -35,7 +35,7 @@ async fn kills_between_prepare_and_unprepare_leak_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn kills_within_prepare_leak_nothing() -> Result<()> {
-    let mut bed = Bed::start(&["--dra"]).await?;
+    let mut bed = Bed::start(&["--dra"])?;
     for kill in 0..KILLS {
         let name = format!("c{kill}");
         let claim = bed.put_claim(&name, 10, "256Mi", &Value::Null);
@@ -55,7 +55,7 @@ async fn kills_within_prepare_leak_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn a_vgpu_that_was_lost_is_made_anew_for_its_live_claim() -> Result<()> {
-    let mut bed = Bed::start(&["--dra"]).await?;
+    let mut bed = Bed::start(&["--dra"])?;
     let claim = bed.put_claim("c1", 10, "256Mi", &Value::Null);
     let prepared = bed.prepare(&claim).await?;
     assert_eq!(prepared.error, "");

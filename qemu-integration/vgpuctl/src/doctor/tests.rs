@@ -340,7 +340,7 @@ fn a_missing_hook_and_stale_folders_are_reported() {
     let left = |h: &mut Fake| {
         h.write("run/vgpud/vgpus/a/run.json", "{\"process\":{\"pid\":999}}");
         h.write("run/vgpud/parents/soft0/run.json", "{\"process\":{\"pid\":50}}");
-        h.answer = Err(ClientError::Local("gone".into()));
+        h.answer = Err(ClientError::Encode("gone".into()));
     };
     let findings = defects(left);
     let stale: Vec<_> = findings.iter().filter(|finding| finding.check == "stale").collect();
@@ -433,7 +433,7 @@ fn a_missing_apparmor_rule_is_reported() {
 
 #[test]
 fn problems_are_counted() {
-    let found = ClientError::Found { output: Vec::new(), problems: 2 };
+    let found = crate::failure::Failure::Found { output: Vec::new(), problems: 2 };
     assert_eq!(found.to_string(), "2 of the findings above are problems: see their fixes");
     assert_eq!(found.exit_status(), 1);
 }
