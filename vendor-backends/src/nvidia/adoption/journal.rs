@@ -163,14 +163,15 @@ mod tests {
         journal.write_live(Live::Accounting, &8_u32);
         journal.write_live(Live::Channels, &9_u32);
         let next = Journal::open(fd.as_fd()).unwrap().unwrap();
-        assert_eq!((next.state(4), next.state(5)), (Some(40), Some(50)));
+        assert_eq!((next.state(4), next.state(5)), (Some(40_u32), Some(50_u32)));
         assert_eq!(next.state::<u32>(6), None, "the slot has an older one");
-        assert_eq!((next.live(Live::Channels), next.live(Live::Accounting)), (Some(9), Some(8)));
+        let live = |kind| next.live::<u32>(kind);
+        assert_eq!((live(Live::Channels), live(Live::Accounting)), (Some(9), Some(8)));
         // As if the worker had ended within the next record.
         let slot = Live::Channels.slot(3);
         next.memory.store_u64(slot, 3);
         next.memory.store_u32(slot + 8, u32::MAX);
-        assert_eq!(next.live(Live::Channels), Some(9));
+        assert_eq!(live(Live::Channels), Some(9));
         assert!(!next.write_state(6, &vec![0; STATE_BYTES as usize]), "too long");
     }
 
@@ -178,7 +179,8 @@ mod tests {
     fn damage_is_noticed() {
         let (journal, fd) = Journal::create().unwrap();
         journal.write_live(Live::Accounting, &[1_u64; 32]);
-        for at in 0..16 {
+        // Length, checksum and contents.
+        for at in 0..10 {
             let at = Live::Accounting.slot(1) + 8 + at * 4;
             let word = journal.memory.load_u32(at).unwrap();
             journal.memory.store_u32(at, word ^ 1 << 9);

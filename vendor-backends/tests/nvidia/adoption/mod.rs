@@ -143,6 +143,7 @@ fn what_was_rung_meanwhile_is_rung_again_and_new_rings_work() {
     eventually("a new ring", || rm.last_ring() == Some(tokens[1]));
     // A ring that has come round to where it began.
     set_ring(memory(&anchor), 0, 60, 0);
+    set_ring(memory(&anchor), 1, 1, 1);
     let mut worker = anchor.replace(worker);
     worker.client.start().unwrap();
     eventually("the ring after a whole round", || rm.last_ring() == Some(tokens[0]));
