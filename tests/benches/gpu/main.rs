@@ -11,6 +11,7 @@ mod cuda;
 mod diary;
 mod eviction;
 mod fleet;
+mod gpu_kind;
 mod interrupts;
 mod jobs;
 mod kernels;
@@ -29,13 +30,14 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 use serde_json::{Value, json};
 use system_tests::outcome::{Outcome, measuring};
 use vgpu_guest::programs::DEFAULT_CUBIN;
 
 use self::beside::{Beside, BesideSpec};
 use self::fleet::Fleet;
+use self::gpu_kind::{GpuKind, nvidia_is_here};
 use self::load::LoadSpec;
 use self::tenant::{Order, Tenant, TenantArgs};
 use self::trouble::Trouble;
@@ -46,42 +48,6 @@ const LONG: Duration = Duration::from_millis(20);
 /// Guest RAM of a tenant in MiB: room for two copies and three matrices.
 const RAM: u64 = 640;
 const SMALL_RAM: u64 = 64;
-
-/// GPU to measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum GpuKind {
-    /// The software GPU.
-    Soft,
-    /// This machine's NVIDIA GPU.
-    Nvidia,
-}
-
-impl GpuKind {
-    /// Returns the value of `--parent`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Soft => "soft",
-            Self::Nvidia => "nvidia",
-        }
-    }
-
-    /// Returns the value of `vgpud --parent`.
-    pub const fn argument(self) -> &'static str {
-        match self {
-            Self::Soft => "soft:soft0",
-            Self::Nvidia => "nvidia",
-        }
-    }
-
-    fn here() -> Self {
-        // A test shows that the benchmark works, on every machine and as every user.
-        if measuring() && nvidia_is_here() { Self::Nvidia } else { Self::Soft }
-    }
-}
-
-fn nvidia_is_here() -> bool {
-    Path::new("/dev/nvidiactl").exists()
-}
 
 /// Measures vGPUs against a plain client of the GPU.
 #[derive(Debug, Parser)]
@@ -177,18 +143,9 @@ struct Bench<'a> {
     features: Option<&'a Path>,
 }
 
-/// Returns how long a load runs before it is measured, and for how long it is, in milliseconds.
-fn times(quick: bool, kind: GpuKind) -> (u64, u64) {
-    match (quick, kind) {
-        (true, _) => (200, 500),
-        (false, GpuKind::Nvidia) => (1000, 3000),
-        (false, GpuKind::Soft) => (500, 4000),
-    }
-}
-
 fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     let quick = cli.quick || !measuring();
-    let (settle, window) = times(quick, kind);
+    let (settle, window) = kind.times(quick);
     let window = cli.window.unwrap_or(window);
     let mut plain = Tenant::start(kind, &cli.cubin, None, RAM)
         .context("Cannot start the plain client of the GPU")?;
