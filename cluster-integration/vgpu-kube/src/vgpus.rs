@@ -219,7 +219,7 @@ mod tests {
         let words = ["4f5e3b1c-0000-4000-8000-000000000000", "soft0", "share"];
         assert_eq!(id(&words), id(&words));
         assert_ne!(id(&words), id(&words[..2]));
-        assert_eq!(id(&words).to_string(), "");
+        assert_eq!(id(&words).to_string(), "daac3f24-5748-571e-837d-91e94cae3e1b");
     }
 
     #[test]

@@ -149,7 +149,7 @@ mod tests {
         let error = |spec| user(spec).unwrap_err().to_string();
         let own = container(true, &json!({}));
         let said = error(json!({"hostUsers": false, "containers": [own]}));
-        assert!(said.starts_with("Pod p1 has a user namespace"), "{said}");
+        assert!(said.contains(" has a user namespace (hostUsers: false)"), "{said}");
         let said = error(json!({"containers": [container(true, &json!({"runAsNonRoot": true}))]}));
         assert!(said.contains("does not say as which user; set runAsUser"), "{said}");
         let said = error(json!({"containers": [

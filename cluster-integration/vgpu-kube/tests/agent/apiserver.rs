@@ -40,6 +40,8 @@ struct Stored {
     requests: BTreeMap<String, usize>,
     /// Members of devices that are dropped, as of a feature that is off.
     dropped: Option<&'static str>,
+    /// Part of paths to which requests are refused.
+    forbidden: Option<&'static str>,
 }
 
 impl ApiServer {
@@ -85,6 +87,11 @@ impl ApiServer {
     /// Has devices' member dropped from now on.
     pub fn drop_member(&self, name: &'static str) {
         self.state().dropped = Some(name);
+    }
+
+    /// Refuses requests to paths with this part from now on.
+    pub fn forbid(&self, part: Option<&'static str>) {
+        self.state().forbidden = part;
     }
 
     /// Stores an object.
@@ -168,6 +175,10 @@ async fn answer(
     let collection = if is_collection { path.clone() } else { parent.to_owned() };
     let verb = if watch { "WATCH".to_owned() } else { method.to_string() };
     *shared.state().requests.entry(format!("{verb} {collection}")).or_default() += 1;
+    let forbidden = shared.state().forbidden;
+    if forbidden.is_some_and(|part| path.contains(part)) {
+        return refused(StatusCode::FORBIDDEN, "Forbidden");
+    }
     match (method, path.as_str()) {
         (Method::GET, "/apis") => ([("content-type", "application/json")], GROUPS).into_response(),
         (Method::POST, "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews") => {
@@ -197,12 +208,14 @@ async fn answer(
 }
 
 fn found(object: Option<Value>) -> Response {
-    if let Some(object) = object {
-        return axum::Json(object).into_response();
-    }
+    let missing = || refused(StatusCode::NOT_FOUND, "NotFound");
+    object.map_or_else(missing, |object| axum::Json(object).into_response())
+}
+
+fn refused(code: StatusCode, reason: &str) -> Response {
     let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-                        "message": "not found", "reason": "NotFound", "code": 404});
-    (StatusCode::NOT_FOUND, axum::Json(status)).into_response()
+                        "message": "refused", "reason": reason, "code": code.as_u16()});
+    (code, axum::Json(status)).into_response()
 }
 
 /// Returns the path of the one object that a field selector names.

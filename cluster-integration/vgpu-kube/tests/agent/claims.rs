@@ -107,6 +107,13 @@ async fn a_claim_that_cannot_be_prepared_leaves_nothing_and_says_why() -> Result
         said,
         "Node n1 has no GPU soft9 any more; delete the pod, so that it gets another GPU"
     );
+    bed.api.forbid(Some("/pods/"));
+    let said = bed.prepare(&large).await?.error;
+    assert!(
+        said.starts_with("The apiserver: ") && said.ends_with("; see `vgpu-kube doctor`"),
+        "{said}"
+    );
+    bed.api.forbid(None);
     assert_eq!(bed.vgpus()?.len(), 0);
     // The first and the second have a record, which kubelet's unprepare removes.
     for claim in [&forged, &large, &gone, &claim] {

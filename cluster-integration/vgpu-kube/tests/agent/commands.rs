@@ -66,9 +66,17 @@ async fn doctor_checks_node_and_cluster() -> Result<()> {
     );
     let said = text(&run("n7", &kubeconfig)?.stdout);
     assert!(said.contains("There is no node n7 in the cluster"), "{said}");
-    bed.api.drop_member("allowMultipleAllocations");
     let said = text(&run("n1", "/nonexistent")?.stdout);
     assert!(said.contains("Cannot use the cluster's apiserver; name its kubeconfig"), "{said}");
+    assert!(said.contains("; docs/kubernetes.md shows how to make it"), "{said}");
+    bed.api.forbid(Some("/deviceclasses"));
+    let said = text(&run("n1", &kubeconfig)?.stdout);
+    assert!(said.contains("account cannot see whether there is a DeviceClass"), "{said}");
+    assert!(said.contains("kubectl get deviceclass gpu.tessera.dev; if there is none: "), "{said}");
+    bed.api.forbid(Some("/apis"));
+    let said = text(&run("n1", &kubeconfig)?.stdout);
+    assert!(said.contains("check the kubeconfig's server and credentials"), "{said}");
+    bed.api.forbid(None);
     assert_eq!(bed.api.list("/apis/resource.k8s.io/v1/resourceslices").len(), 1, "the agent's");
     Ok(())
 }

@@ -118,6 +118,10 @@ async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
     let refused = large.allocate(allocation(&["soft0-0"])).await.unwrap_err();
     assert!(refused.message().contains("Not enough video memory"), "{refused}");
 
+    let preferred =
+        small.get_preferred_allocation(api::PreferredAllocationRequest::default()).await;
+    assert_eq!(preferred.unwrap_err().message(), "The plugin has no preferred devices");
+
     // Another container on the same device gets a vGPU of its own, with new memory.
     let pid = bed.vgpus()?[0]["pid"].clone();
     small.allocate(allocation(&["soft0-3"])).await?;

@@ -12,9 +12,11 @@ mod sources;
 use anyhow::Result;
 
 /// Source files and folders with messages.
-const CODE: [&str; 21] = [
+const CODE: [&str; 23] = [
+    "cluster-integration/vgpu-kube/src",
     "qemu-integration/vgpuctl/src",
     "qemu-integration/integrate/src",
+    "vfio-user-server/client/src",
     "vfio-user-server/daemon/src/blocking.rs",
     "vfio-user-server/daemon/src/console",
     "vfio-user-server/daemon/src/http.rs",
@@ -39,6 +41,8 @@ const CODE: [&str; 21] = [
 /// Beginnings of messages that no test reads, and the reason.
 const BEYOND: &[(&str, &str)] = &[
     ("Cannot serve the web console", "a taken port is retried, and loopback fails in no other way"),
+    ("Cannot wait for signals", "only a process without free descriptors cannot"),
+    ("kubelet refuses", "it goes to the log"),
     ("Cannot make a pipe", "only a process without free descriptors cannot"),
     ("QEMU did not finish in time", "it takes a QEMU that stops in the midst of a migration"),
     ("The file was not read", "it takes a panic"),

@@ -102,7 +102,9 @@ pub fn messages(code: &[&str]) -> Result<Vec<Message>> {
 /// tests, whose daemon is fake.
 pub fn read_by_tests() -> Result<Vec<Text>> {
     let mut texts = Vec::new();
-    for path in ["tests", "mdev-core", "vfio-user-server", "qemu-integration"] {
+    let folders =
+        ["tests", "mdev-core", "vfio-user-server", "qemu-integration", "cluster-integration"];
+    for path in folders {
         for file in files(&top().join(path))? {
             // The list of exceptions is not a test.
             if file.parent().is_some_and(|folder| folder.ends_with("tests/golden"))
