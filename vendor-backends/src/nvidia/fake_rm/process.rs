@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::FakeRm;
 use crate::nvidia::rm::{Node, Request, Rm};
@@ -19,26 +19,42 @@ pub struct FakeProcess {
     number: u32,
     /// Number of calls that the process still makes.
     calls_left: AtomicU64,
+    /// The call after those has its effect before the process ends.
+    last_has_effect: AtomicBool,
 }
 
 impl FakeProcess {
     /// Creates a process with a number of its own.
     pub fn new(rm: &Arc<FakeRm>, number: u32) -> Arc<Self> {
-        Arc::new(Self { rm: rm.clone(), number, calls_left: AtomicU64::new(NEVER) })
+        let (calls_left, last_has_effect) = (AtomicU64::new(NEVER), AtomicBool::new(false));
+        Arc::new(Self { rm: rm.clone(), number, calls_left, last_has_effect })
     }
 
     /// Ends the process after a number of calls: the next one unwinds its thread, and calls after
     /// that have no effect.
     pub fn end_after(&self, calls: u64) {
+        self.last_has_effect.store(false, Ordering::SeqCst);
         self.calls_left.store(calls, Ordering::SeqCst);
     }
 
-    fn count(&self) -> io::Result<()> {
+    /// Ends the process as [`Self::end_after`], but when the call after those has had its effect.
+    pub fn end_within(&self, calls: u64) {
+        self.last_has_effect.store(true, Ordering::SeqCst);
+        self.calls_left.store(calls, Ordering::SeqCst);
+    }
+
+    /// Makes a call, or ends the process.
+    fn call<T>(&self, call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let next = |left: u64| Some(if left == NEVER { NEVER } else { left.saturating_sub(1) });
         match self.calls_left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next) {
             Ok(0) if std::thread::panicking() => Err(io::ErrorKind::BrokenPipe.into()),
-            Ok(0) => resume_unwind(Box::new("the process has ended")),
-            _ => Ok(()),
+            Ok(0) => {
+                if self.last_has_effect.swap(false, Ordering::SeqCst) {
+                    drop(call());
+                }
+                resume_unwind(Box::new("the process has ended"))
+            }
+            _ => call(),
         }
     }
 }
@@ -49,12 +65,10 @@ impl Rm for FakeProcess {
     }
 
     fn open(&self, node: Node) -> io::Result<OwnedFd> {
-        self.count()?;
-        self.rm.open(node)
+        self.call(|| self.rm.open(node))
     }
 
     fn ioctl(&self, fd: BorrowedFd<'_>, request: &mut Request<'_>) -> io::Result<()> {
-        self.count()?;
-        self.rm.ioctl_of(self.number, fd, request)
+        self.call(|| self.rm.ioctl_of(self.number, fd, request))
     }
 }

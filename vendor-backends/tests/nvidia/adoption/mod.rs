@@ -189,9 +189,12 @@ fn the_manager_keeps_its_worker() {
 
 #[test]
 fn a_worker_that_dies_while_the_gate_closes_leaves_it_as_the_manager_wants() {
-    for calls in 0..12 {
+    for end in 0..24 {
         let (rm, mut gpu, mut anchor, worker, tokens, spec) = started();
-        worker.process.end_after(calls);
+        match end % 2 {
+            0 => worker.process.end_after(end / 2),
+            _ => worker.process.end_within(end / 2),
+        }
         gpu.set_gate(spec.vgpu, false).unwrap();
         std::thread::sleep(Duration::from_millis(60));
         let mut worker = anchor.replace(worker);

@@ -130,18 +130,21 @@ fn undisturbed(requests: &[Request]) -> (Guest, Vec<String>, u64) {
     left
 }
 
-/// Carries out requests in workers that end after each number of calls in `ends`, and are continued.
-fn disturbed(requests: &[Request], ends: &[u64]) -> (Guest, Vec<String>) {
+/// End of a worker: before the call after this number of calls, or when that has had its effect.
+type End = (u64, bool);
+
+/// Carries out requests in workers that end as `ends` says, and are continued.
+fn disturbed(requests: &[Request], ends: &[End]) -> (Guest, Vec<String>) {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
     let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
     anchor.record(&mut worker.client);
     let mut ends = ends.iter();
     let mut guest = Guest::default();
-    let end_next = |worker: &Worker, ends: &mut std::slice::Iter<'_, u64>| {
-        if let Some(calls) = ends.next() {
-            worker.process.end_after(*calls);
-        }
+    let end_next = |worker: &Worker, ends: &mut std::slice::Iter<'_, End>| match ends.next() {
+        Some((calls, false)) => worker.process.end_after(*calls),
+        Some((calls, true)) => worker.process.end_within(*calls),
+        None => {}
     };
     end_next(&worker, &mut ends);
     for request in requests {
@@ -202,7 +205,7 @@ proptest! {
     #[test]
     fn continued_clients_are_as_if_their_workers_had_not_died(
         requests in requests(),
-        ends in prop::collection::vec(0_u64..60, 1..4),
+        ends in prop::collection::vec((0_u64..60, any::<bool>()), 1..4),
     ) {
         let (guest, objects, _) = undisturbed(&requests);
         let (same_guest, same_objects) = disturbed(&requests, &ends);
@@ -229,7 +232,7 @@ fn a_worker_dies_at_each_call_of_a_lifecycle() {
     ];
     let (guest, objects, calls) = undisturbed(&requests);
     assert!(guest.results.iter().all(|done| *done), "{guest:?}");
-    for end in 0..calls + 8 {
-        assert_eq!(disturbed(&requests, &[end]), (guest.clone(), objects.clone()), "at {end}");
+    for end in (0..calls + 8).flat_map(|calls| [(calls, false), (calls, true)]) {
+        assert_eq!(disturbed(&requests, &[end]), (guest.clone(), objects.clone()), "at {end:?}");
     }
 }
