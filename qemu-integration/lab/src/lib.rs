@@ -11,7 +11,8 @@
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
 //! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
 //! * [`guest_driver`]: the guest's Linux module, compiled for Debian's kernels
-//! * [`machine`]: a fresh Debian machine with libvirt; [`checkers`]: Debian's package checkers
+//! * [`machine`]: a fresh Debian machine with libvirt; [`namespaces`]: what it runs in
+//! * [`checkers`]: Debian's package checkers
 //! * [`place`]: a workspace, or a [`bundle`] with all files
 //! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
 //!   `vgpud`, controlled by `vgpuctl`
@@ -48,6 +49,7 @@ pub mod kernel;
 pub mod kvm;
 pub mod machine;
 pub mod mdevctl;
+pub mod namespaces;
 pub mod nvcc;
 pub mod ovmf;
 pub mod picture;
