@@ -13,6 +13,7 @@
 //! * [`guest_driver`]: the guest's Linux module, compiled for Debian's kernels
 //! * [`machine`]: a fresh Debian machine with libvirt; [`namespaces`]: what it runs in
 //! * [`checkers`]: Debian's package checkers
+//! * [`kube`]: a Kubernetes cluster of one node
 //! * [`place`]: a workspace, or a [`bundle`] with all files
 //! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
 //!   `vgpud`, controlled by `vgpuctl`
@@ -46,6 +47,7 @@ pub mod host;
 pub mod initramfs;
 pub mod iommufd;
 pub mod kernel;
+pub mod kube;
 pub mod kvm;
 pub mod machine;
 pub mod mdevctl;
