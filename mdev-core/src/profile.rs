@@ -2,8 +2,8 @@
 //!
 //! A type is `<model>-<size><series>`: `SOFT-256MQ`, `SOFT-1Q`, `SOFT-16C`. The size is its video
 //! memory in GiB, or in MiB with an `M`. Series Q has a display head, series C has none. A parent
-//! offers every power of two from 256 MiB to its own memory, of each series that its capabilities
-//! allow.
+//! lists every power of two from 256 MiB to its own memory, of each series that its capabilities
+//! allow. Any other multiple of 256 MiB is a type as well (`SOFT-1280MC`), which is not listed.
 //!
 //! A parent with a framebuffer only has types of 4 to 64 MiB (`BOCHS-8MQ`), and a parent without
 //! video memory has one type (`EDU-C`).
@@ -110,7 +110,8 @@ pub struct Profile {
     pub name: String,
     /// Series.
     pub series: Series,
-    /// Size of the partition of video memory in bytes: a power of two, or 0 if the parent has none.
+    /// Size of the partition of video memory in bytes: a multiple of [`MIN_VRAM`]; a power of two on a
+    /// parent with a framebuffer only, or 0 if the parent has none.
     pub vram_bytes: u64,
     /// Display head of series Q.
     pub head: Option<Head>,
@@ -187,15 +188,26 @@ impl Profile {
     }
 }
 
-/// Size as in the names of types: `256M`, `1`, `16`.
+/// Size as in the names of types: `256M`, `1`, `1280M`, `16`.
 struct Size(u64);
+
+impl Size {
+    /// Parses the size of a type's name.
+    fn parse(text: &str) -> Option<Self> {
+        let (digits, unit) = match text.strip_suffix('M') {
+            Some(digits) => (digits, MIB),
+            None => (text, GIB),
+        };
+        digits.parse::<u64>().ok()?.checked_mul(unit).map(Self)
+    }
+}
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0 => Ok(()),
-            1..GIB => write!(f, "{}M", self.0 / MIB),
-            _ => write!(f, "{}", self.0 / GIB),
+            bytes if bytes.is_multiple_of(GIB) => write!(f, "{}", bytes / GIB),
+            bytes => write!(f, "{}M", bytes / MIB),
         }
     }
 }
@@ -212,7 +224,14 @@ pub struct UnknownType {
     pub offered: String,
 }
 
-/// Returns the types of a parent: series Q, then series C, each from small to large.
+/// Returns the name of the type of this size and series on a parent of this model. The size is
+/// rounded up to a multiple of [`MIN_VRAM`].
+pub fn name(model: &str, vram_bytes: u64, series: Series) -> String {
+    let bytes = vram_bytes.checked_next_multiple_of(MIN_VRAM).unwrap_or(vram_bytes);
+    format!("{model}-{}{}", Size(bytes), series.letter())
+}
+
+/// Returns the listed types of a parent: series Q, then series C, each from small to large.
 pub fn profiles(gpu: &GpuDescription) -> Vec<Profile> {
     let has = gpu.capabilities;
     if has.contains(GpuCapabilities::FRAMEBUFFER) && !has.intersects(ENGINES) {
@@ -239,9 +258,27 @@ pub fn find(gpu: &GpuDescription, name: &str) -> Result<Profile, UnknownType> {
     if let Some(profile) = all.iter().find(|profile| profile.name == name) {
         return Ok(profile.clone());
     }
+    if let Some(profile) = unlisted(gpu, name) {
+        return Ok(profile);
+    }
     let names: Vec<_> = all.into_iter().map(|profile| profile.name).collect();
     let offered = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
     Err(UnknownType { parent: gpu.parent.clone(), name: name.to_owned(), offered })
+}
+
+/// Returns the type with this name whose size is no power of two.
+fn unlisted(gpu: &GpuDescription, name: &str) -> Option<Profile> {
+    let rest = name.strip_prefix(gpu.model.as_str())?.strip_prefix('-')?;
+    let series = [Series::Workstation, Series::Compute]
+        .into_iter()
+        .find(|series| rest.ends_with(series.letter()) && series.is_offered_by(gpu.capabilities))?;
+    let Size(bytes) = Size::parse(rest.strip_suffix(series.letter())?)?;
+    let fits = (MIN_VRAM..=gpu.vram_bytes).contains(&bytes) && bytes.is_multiple_of(MIN_VRAM);
+    if !fits || !gpu.capabilities.intersects(ENGINES) {
+        return None;
+    }
+    // One type has one name: 1024M is 1.
+    Some(Profile::new(gpu, series, bytes)).filter(|profile| profile.name == name)
 }
 
 #[cfg(test)]
@@ -281,6 +318,44 @@ mod tests {
             "SOFT-2C",
         ];
         assert_eq!(names, expected);
+    }
+
+    #[test]
+    fn multiples_of_the_smallest_size_are_types_that_are_not_listed() {
+        let gpu = gpu(8 * GIB);
+        for (name, bytes, instances) in [
+            ("SOFT-768MC", 768 * MIB, 10),
+            ("SOFT-1280MC", 1280 * MIB, 6),
+            ("SOFT-3Q", 3 * GIB, 2),
+            ("SOFT-7936MQ", 7936 * MIB, 1),
+        ] {
+            let profile = find(&gpu, name).unwrap();
+            assert_eq!((profile.vram_bytes, profile.max_instances), (bytes, instances), "{name}");
+            assert!(profiles(&gpu).iter().all(|listed| listed.name != name));
+        }
+        for name in [
+            "SOFT-1000MC",
+            "SOFT-1024MC",
+            "SOFT-9C",
+            "SOFT-0C",
+            "SOFT-MC",
+            "SOFT-03C",
+            "SOFT-3X",
+            "SOFT-3",
+            "SOFT3C",
+            "HARD-3C",
+            "SOFT-+3C",
+            "SOFT-99999999999999999999C",
+            "SOFT-3MC",
+        ] {
+            assert!(find(&gpu, name).is_err(), "{name}");
+        }
+        let mut framebuffer = gpu.clone();
+        framebuffer.capabilities = GpuCapabilities::FRAMEBUFFER;
+        assert!(
+            find(&framebuffer, "SOFT-768MQ").is_err(),
+            "not on a parent with a framebuffer only"
+        );
     }
 
     #[test]
@@ -346,6 +421,24 @@ mod tests {
     }
 
     proptest! {
+            #[test]
+            fn any_size_is_a_type_that_its_name_finds(
+                vram in MIN_VRAM..1_u64 << 42,
+                asked in 1_u64..1 << 42,
+            ) {
+                let gpu = gpu(vram);
+                for series in [Series::Workstation, Series::Compute] {
+                    let found = find(&gpu, &name(&gpu.model, asked, series));
+                    let rounded = asked.next_multiple_of(MIN_VRAM);
+                    prop_assert_eq!(found.is_ok(), rounded <= vram);
+                    if let Ok(profile) = found {
+                        prop_assert_eq!((profile.vram_bytes, profile.series), (rounded, series));
+                        prop_assert!(profile.framebuffer_bytes <= rounded / 2);
+                        prop_assert!(u64::from(profile.max_instances) * rounded <= vram);
+                    }
+                }
+            }
+
             #[test]
             fn every_type_is_valid_for_a_device(vram in 1_u64..1 << 42) {
                 for profile in profiles(&gpu(vram)) {

@@ -19,6 +19,8 @@ pub const PREBUILT: &str = "TESSERA_PROGRAMS";
 /// File name of the preload library for CUDA programs.
 pub const CUDA_LIBRARY: &str = "libtessera_cuda.so";
 const HOST_PROGRAMS: [&str; 2] = ["vgpud", "vgpuctl"];
+/// Node agent of Kubernetes.
+const KUBE: &str = "vgpu-kube";
 /// Features that `cargo test` enables. With them, programs and tests share all crates.
 const TEST_FEATURES: &str = "vendor-backends/test-util,vfio-user-server/test-util";
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -143,6 +145,17 @@ pub fn cuda_library(profile: Profile, progress: &Progress) -> Result<PathBuf> {
     }
     let built = build(command, progress.step("Building the CUDA preload library"))?;
     Ok(built.find(CUDA_LIBRARY)?.to_owned())
+}
+
+/// Builds `vgpu-kube` and returns its path.
+pub fn kube(profile: Profile, progress: &Progress) -> Result<PathBuf> {
+    let mut command = cargo();
+    command.args(["build", "--bin", KUBE]);
+    match profile {
+        Profile::Dev => command.args(["--features", TEST_FEATURES]),
+        Profile::Release => command.arg("--release"),
+    };
+    Ok(build(command, progress.step("Building vgpu-kube"))?.find(KUBE)?.to_owned())
 }
 
 /// Builds `vgpu-guest`, statically linked.

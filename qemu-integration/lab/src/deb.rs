@@ -19,6 +19,7 @@ use crate::progress::Progress;
 
 mod documents;
 pub mod guest;
+pub mod kube;
 mod pages;
 
 /// Revision of the package, appended to the programs' version.
@@ -249,7 +250,10 @@ fn list(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
         if path.is_dir() {
-            list(root, &path, files)?;
+            // The control files are not installed.
+            if !path.ends_with("DEBIAN") {
+                list(root, &path, files)?;
+            }
         } else if !path.is_symlink() {
             files.push(path.strip_prefix(root)?.to_owned());
         }

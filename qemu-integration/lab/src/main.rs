@@ -158,7 +158,9 @@ fn run(task: Task) -> Result<bool> {
             let profile = if dev { Profile::Dev } else { Profile::Release };
             let (options, progress) = (deb::Options { out, profile }, Progress::new());
             let package = deb::write(&options, &progress)?;
-            for package in [package].iter().chain(&deb::guest::write(&options, &progress)?) {
+            let kube = deb::kube::write(&options, &progress)?;
+            let packages = [package, kube];
+            for package in packages.iter().chain(&deb::guest::write(&options, &progress)?) {
                 let mebibytes = deb::size(package)? as f64 / 1_048_576.0;
                 println!("{}: {mebibytes:.1} MiB", package.display());
             }

@@ -1,7 +1,6 @@
 //! `vgpuctl`: the command line client of `vgpud`.
 //!
 //! * [`cli`]: definition of the command line
-//! * [`client`]: client of the control API
 //! * [`commands`]: implementations of the commands
 //! * [`doctor`]: checks of the host, with fixes
 //! * [`top`]: live shares on the terminal
@@ -10,7 +9,6 @@
 //! * [`failure`]: errors and exit statuses
 
 mod cli;
-mod client;
 mod commands;
 mod doctor;
 mod failure;

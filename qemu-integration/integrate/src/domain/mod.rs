@@ -10,7 +10,7 @@ pub mod metadata;
 pub mod pci_slot;
 pub mod save_guard;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use mdev_core::ids::VgpuId;
 use quick_xml::escape::escape;
@@ -186,6 +186,24 @@ impl<'a> Domain<'a> {
         Ok(Some(edits.apply()))
     }
 
+    /// Returns the XML with a vfio-user device at a socket, or `None` if the domain has a device there.
+    /// For domains whose XML is made anew for each start: without metadata.
+    pub fn add_device(&self, socket: &Path, id: &str) -> Result<Option<String>, DomainError> {
+        if self.devices().iter().any(|device| is_at(device, socket)) {
+            return Ok(None);
+        }
+        let kind = self.root.attribute("type").unwrap_or_default();
+        if !matches!(kind, "kvm" | "qemu") {
+            return Err(DomainError::NotQemu(kind.to_owned()));
+        }
+        let free = pci_slot::Free::find(&self.root, &self.devices())?;
+        let device = Device::new(socket).with_id(id).at(free.bus, format!("{:#x}", free.first));
+        let mut edits = Edits::new(self.text);
+        memory::share(&self.root, &mut edits)?;
+        self.add_arguments(&[("-device", device.json())], &mut edits);
+        Ok(Some(edits.apply()))
+    }
+
     /// Returns the XML of a domain that waits for its saved state when it starts.
     pub fn awaiting_state(&self) -> String {
         let mut edits = Edits::new(self.text);
@@ -296,6 +314,12 @@ impl<'a> Domain<'a> {
 fn device_id(uuid: VgpuId) -> String {
     let uuid = uuid.to_string();
     format!("vgpu-{}", uuid.split('-').next().unwrap_or(&uuid))
+}
+
+/// Returns whether a value of `-device` is a vfio-user device at this socket.
+fn is_at(device: &str, socket: &Path) -> bool {
+    let value: serde_json::Value = serde_json::from_str(device).unwrap_or_default();
+    value["driver"] == "vfio-user-pci" && value["socket"]["path"] == *socket.to_string_lossy()
 }
 
 /// Returns whether a value of `-device` is the device of this vGPU.

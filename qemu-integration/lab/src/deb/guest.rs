@@ -48,7 +48,7 @@ fn program_package(options: &Options, program: &Path, scratch: &Path) -> Result<
     clap_mangen::Man::new(Cli::command()).render(&mut page)?;
     let page = pages::tidy(&String::from_utf8(page)?, "vgpu-guest", "1", &date("%Y-%m-%d")?);
     stage.packed("usr/share/man/man1/vgpu-guest.1.gz", page.as_bytes())?;
-    finish(&stage, options, "guest", "amd64", &[])
+    finish(&stage, options, "guest", "amd64", &[], &[])
 }
 
 fn module_package(options: &Options, scratch: &Path) -> Result<PathBuf> {
@@ -68,16 +68,18 @@ fn module_package(options: &Options, scratch: &Path) -> Result<PathBuf> {
     stage.file(&format!("{folder}/dkms.conf"), 0o644, dkms.as_bytes())?;
     let copyright = read("packaging/debian/guest-dkms/copyright")?;
     stage.file("usr/share/doc/tessera-guest-dkms/copyright", 0o644, &copyright)?;
-    finish(&stage, options, "guest-dkms", "all", &["postinst", "prerm"])
+    finish(&stage, options, "guest-dkms", "all", &["postinst", "prerm"], &[])
 }
 
-/// Adds changelogs and control files, and packs `tessera-NAME`.
-fn finish(
+/// Adds changelogs and control files, and packs `tessera-NAME`. `values` are those of further
+/// placeholders in `control.in`.
+pub(super) fn finish(
     stage: &Stage<'_>,
     options: &Options,
     name: &str,
     architecture: &str,
     scripts: &[&str],
+    values: &[(&str, String)],
 ) -> Result<PathBuf> {
     let version = format!("{}-{REVISION}", env!("CARGO_PKG_VERSION"));
     let package = format!("tessera-{name}");
@@ -89,9 +91,12 @@ fn finish(
     let overrides = read(&format!("{debian}/lintian-overrides"))?;
     stage.file(&format!("usr/share/lintian/overrides/{package}"), 0o644, &overrides)?;
     let (files, kibibytes) = files_and_size(stage.root)?;
-    let control = text(&format!("{debian}/control.in"))?
+    let mut control = text(&format!("{debian}/control.in"))?
         .replace("@VERSION@", &version)
         .replace("@SIZE@", &kibibytes.to_string());
+    for (placeholder, value) in values {
+        control = control.replace(placeholder, value);
+    }
     stage.file("DEBIAN/control", 0o644, control.as_bytes())?;
     stage.file("DEBIAN/md5sums", 0o644, &md5_sums(stage.root, &files)?)?;
     for script in scripts {
@@ -104,7 +109,7 @@ fn finish(
     Ok(target)
 }
 
-fn read(path: &str) -> Result<Vec<u8>> {
+pub(super) fn read(path: &str) -> Result<Vec<u8>> {
     fs::read(workspace().join(path)).with_context(|| format!("No {path}"))
 }
 

@@ -3,13 +3,13 @@
 use std::fmt::Write as _;
 
 use mdev_core::definition::VgpuRef;
-use vgpud_api::{ErrorCode, ErrorDetail, Focused, Parent, PhysicalScreen, Rotate, Vgpu};
+use vgpud_api::{ErrorCode, Focused, Parent, PhysicalScreen, Rotate, Vgpu};
 
 use super::read::{called, no_parent};
 use crate::cli::{Focus as Args, Output, RotationInterval};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, vgpu_path};
 
 /// Runs `focus`.
 pub async fn focus(client: &Client, args: Args) -> Result<Vec<u8>, Failure> {
@@ -75,7 +75,7 @@ fn only_screen(parents: &[Parent]) -> Result<String, Failure> {
         [only] => Ok(only.name.clone()),
         [] => {
             let message = "No parent has a physical screen".to_owned();
-            Err(Failure::Refused(ErrorDetail { code: ErrorCode::Conflict, message }))
+            Err(Failure::refused(ErrorCode::Conflict, message))
         }
         several => {
             let names: Vec<_> = several.iter().map(|parent| parent.name.as_str()).collect();

@@ -14,9 +14,9 @@ use vgpud_api::{Attribute, CreateVgpu, ParentTypes, StartPolicy, Vgpu};
 
 use super::write::{attributes, policy};
 use crate::cli::{Import, Output};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, ClientError};
 
 /// Result for one definition file.
 #[derive(Debug, Serialize)]
@@ -232,11 +232,11 @@ async fn define(client: &Client, entry: &mut ImportEntry) -> Result<(), Failure>
         Ok(_) => entry.result = Outcome::Defined,
         // Continue with the other definitions. Other failures, as of the connection, end the
         // import.
-        Err(Failure::Refused(detail)) => {
+        Err(ClientError::Refused(detail)) => {
             entry.result = Outcome::LeftOut;
             entry.reason = Some(detail.message);
         }
-        Err(failure) => return Err(failure),
+        Err(failure) => return Err(failure.into()),
     }
     Ok(())
 }

@@ -31,14 +31,17 @@ mod vm_state;
 mod web;
 mod write;
 
+use std::time::Duration;
+
+use vgpud_client::Client;
+
 use crate::cli::{Cli, Command};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::{doctor, top};
 
 /// Runs a command and returns its output.
 pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
-    let client = Client::new(cli.socket);
+    let client = Client::new(cli.socket).on_silence(note_silence);
     match cli.command {
         Command::Types(args) => read::types(&client, args).await,
         Command::List(args) => read::list(&client, args).await,
@@ -71,4 +74,12 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Upgrade(args) => upgrade::upgrade(&client, &args).await,
         Command::Libvirt(args) => libvirt::libvirt(&client, args).await,
     }
+}
+
+/// Says why a command waits.
+fn note_silence(after: Duration) {
+    let seconds = after.as_secs();
+    eprintln!(
+        "vgpuctl: note: vgpud has not answered for {seconds} s; `vgpuctl doctor` shows the last error of its log"
+    );
 }

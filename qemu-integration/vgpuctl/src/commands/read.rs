@@ -2,12 +2,12 @@
 
 use mdev_core::definition::VgpuRef;
 use mdev_core::ids::VgpuId;
-use vgpud_api::{ErrorCode, ErrorDetail, ParentTypes, Vgpu, VgpuState};
+use vgpud_api::{ErrorCode, ParentTypes, Vgpu, VgpuState};
 
 use crate::cli::{List, Output, Types};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::{self, dump, pretty};
+use vgpud_client::Client;
 
 /// Runs `types`.
 pub async fn types(client: &Client, args: Types) -> Result<Vec<u8>, Failure> {
@@ -67,5 +67,5 @@ fn is(vgpu: &Vgpu, asked: &VgpuRef) -> bool {
 /// Returns the error for an unknown parent.
 pub(super) fn no_parent(name: &str, names: &[String]) -> Failure {
     let message = format!("There is no parent {name}; the parents are: {}", names.join(", "));
-    Failure::Refused(ErrorDetail { code: ErrorCode::NotFound, message })
+    Failure::refused(ErrorCode::NotFound, message)
 }

@@ -10,12 +10,11 @@ use nix::unistd::{AccessFlags, access, geteuid};
 use vgpud_api::Vgpu;
 
 use super::transient::{Transient, cannot_run};
-use crate::cli::Run;
-use crate::client::Client;
-use crate::failure::Failure;
+use vgpud_host::preload::{self, LIBRARY};
 
-/// File name of the preload library.
-const LIBRARY: &str = "libtessera_cuda.so";
+use crate::cli::Run;
+use crate::failure::Failure;
+use vgpud_client::Client;
 
 /// Runs `run`. Does not return after the program has run.
 pub async fn run(client: &Client, args: Run) -> Result<Vec<u8>, Failure> {
@@ -79,7 +78,7 @@ fn library() -> Result<PathBuf, Failure> {
             }
             path
         }
-        None => installed_library().ok_or_else(|| {
+        None => preload::installed().ok_or_else(|| {
             let message = format!(
                 "Cannot find {LIBRARY} beside vgpuctl, in ../lib/tessera or in /usr/lib/tessera; name \
                  its path in TESSERA_CUDA_LIBRARY"
@@ -98,15 +97,6 @@ fn library() -> Result<PathBuf, Failure> {
     Ok(path)
 }
 
-fn installed_library() -> Option<PathBuf> {
-    let own = std::env::current_exe().ok()?;
-    let folder = own.parent()?;
-    [folder.to_owned(), folder.parent()?.join("lib/tessera"), "/usr/lib/tessera".into()]
-        .into_iter()
-        .map(|folder| folder.join(LIBRARY))
-        .find(|path| path.is_file())
-}
-
 /// Returns the command of a program with a vGPU.
 fn command(program: &[OsString], library: &Path, socket: &Path) -> Command {
     let (name, args) = program
@@ -118,6 +108,6 @@ fn command(program: &[OsString], library: &Path, socket: &Path) -> Command {
         preload.push(others);
     }
     let mut command = Command::new(name);
-    command.args(args).env("LD_PRELOAD", preload).env("TESSERA_CUDA_SOCKET", socket);
+    command.args(args).env("LD_PRELOAD", preload).env(preload::SOCKET_VARIABLE, socket);
     command
 }

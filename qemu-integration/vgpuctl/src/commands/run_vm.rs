@@ -13,8 +13,8 @@ use vgpud_api::{ParentTypes, TypeInfo, Vgpu};
 use super::transient::Transient;
 use super::vm::has_head;
 use crate::cli::RunVm;
-use crate::client::Client;
 use crate::failure::Failure;
+use vgpud_client::Client;
 
 /// Device of KVM.
 const KVM: &str = "/dev/kvm";

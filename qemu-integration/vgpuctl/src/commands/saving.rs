@@ -13,9 +13,9 @@ use vgpud_api::{RestoredVgpu, SaveVgpu};
 use vgpud_host::body::{BodyReader, body_writer};
 
 use crate::cli::{Output, Restore, Resume, Save};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, vgpu_path};
 
 /// Buffer of a file that is read or written.
 const BUFFER: usize = 1 << 20;
@@ -54,7 +54,7 @@ pub async fn resume(client: &Client, args: Resume) -> Result<Vec<u8>, Failure> {
 
 /// Continues the work of a paused vGPU.
 pub async fn resume_vgpu(client: &Client, vgpu: impl Display) -> Result<(), Failure> {
-    client.request(Method::POST, &format!("{}/resume", vgpu_path(vgpu)), &()).await
+    Ok(client.request(Method::POST, &format!("{}/resume", vgpu_path(vgpu)), &()).await?)
 }
 
 /// Returns the output of a command whose result is a vGPU.
@@ -114,7 +114,7 @@ pub async fn begin_save(
     vgpu: &str,
     request: &SaveVgpu,
 ) -> Result<BodyReader, Failure> {
-    client.post_for_stream(&format!("{}/save", vgpu_path(vgpu)), request).await
+    Ok(client.post_for_stream(&format!("{}/save", vgpu_path(vgpu)), request).await?)
 }
 
 /// Writes vGPUs, each with its place in a VM, into a new file; `more` adds to the stream. Returns

@@ -9,9 +9,9 @@ use vgpud_api::{Decided, ModifyScheduler, Scheduler, SchedulerDecision, Vgpu};
 
 use super::read::{called, no_parent};
 use crate::cli::{Output, Scheduler as Args, Switch};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::Client;
 
 /// Log of a parent's scheduler.
 #[derive(Debug, Serialize)]

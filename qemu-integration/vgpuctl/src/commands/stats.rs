@@ -4,16 +4,15 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use vgpud_api::{
-    ErrorCode, ErrorDetail, Parent, ProgramProcess, Programs, Stats as StatsModel, VgpuState,
-    VgpuStats,
+    ErrorCode, Parent, ProgramProcess, Programs, Stats as StatsModel, VgpuState, VgpuStats,
 };
 
 use super::read::no_parent;
 use crate::cli::{Output, Stats};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
 use crate::units::{limit, memory, seconds};
+use vgpud_client::Client;
 
 /// Runs `stats`.
 pub async fn stats(client: &Client, args: Stats) -> Result<Vec<u8>, Failure> {
@@ -32,7 +31,7 @@ pub async fn stats(client: &Client, args: Stats) -> Result<Vec<u8>, Failure> {
         stats.vgpus.retain(|vgpu| vgpu.uuid == uuid);
         let Some(vgpu) = stats.vgpus.first() else {
             let message = format!("vGPU {uuid} is not running; start it: vgpuctl start -u {uuid}");
-            return Err(Failure::Refused(ErrorDetail { code: ErrorCode::Conflict, message }));
+            return Err(Failure::refused(ErrorCode::Conflict, message));
         };
         let parent = vgpu.parent.clone();
         stats.parents.retain(|stats| stats.parent == parent);

@@ -12,8 +12,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use vgpud_api::{CreateVgpu, StopVgpu, Vgpu};
 
 use super::write::attributes;
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
+use vgpud_client::{Client, vgpu_path};
 
 /// Transient vGPU to start.
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl Transient {
             run: true,
             ..CreateVgpu::default()
         };
-        client.post("/v1/vgpus", &request).await
+        Ok(client.post("/v1/vgpus", &request).await?)
     }
 }
 
@@ -73,8 +73,8 @@ impl Transient {
 async fn stop(client: &Client, id: VgpuId) -> Result<(), Failure> {
     let path = format!("{}/stop", vgpu_path(id));
     match client.request(Method::POST, &path, &StopVgpu { force: true }).await {
-        Err(failure) if failure.exit_status() == 4 => Ok(()),
-        other => other,
+        Err(error) if error.is_not_found() => Ok(()),
+        other => Ok(other?),
     }
 }
 

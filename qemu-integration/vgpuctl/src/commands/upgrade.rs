@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 use vgpud_api::{UpgradedVgpu, Vgpu};
 
 use crate::cli::{Output, Upgrade};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, vgpu_path};
 
 /// Runs `upgrade`. A vGPU that keeps its worker is an error only if it was named.
 pub async fn upgrade(client: &Client, args: &Upgrade) -> Result<Vec<u8>, Failure> {
@@ -33,7 +33,7 @@ pub async fn upgrade(client: &Client, args: &Upgrade) -> Result<Vec<u8>, Failure
 }
 
 async fn upgrade_one(client: &Client, vgpu: impl Display) -> Result<UpgradedVgpu, Failure> {
-    client.post(&format!("{}/upgrade", vgpu_path(vgpu)), &()).await
+    Ok(client.post(&format!("{}/upgrade", vgpu_path(vgpu)), &()).await?)
 }
 
 type Results = [(String, Result<UpgradedVgpu, Failure>)];

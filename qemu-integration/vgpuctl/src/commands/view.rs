@@ -22,8 +22,8 @@ use vgpud_api::OpenConsole;
 use self::listener::{Listener, ViewerStream};
 use self::viewer::Viewer;
 use crate::cli::{Output, View};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
+use vgpud_client::{Client, vgpu_path};
 
 /// Number of wrong passwords that ends the command. There are 10^14 passwords.
 const MAX_WRONG_PASSWORDS: u32 = 5;

@@ -10,9 +10,9 @@ use serde_json::json;
 use vgpud_api::{ParentTypes, Version, Vgpu, VgpuState};
 
 use crate::cli::{LibvirtXml, Output, QemuArgs, Screenshot};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, vgpu_path};
 
 /// Runs `screenshot`.
 pub async fn screenshot(client: &Client, args: Screenshot) -> Result<Vec<u8>, Failure> {

@@ -7,9 +7,9 @@ use vgpud_api::{OpenWeb, WebAddress};
 
 use super::view::absolute;
 use crate::cli::{Output, Web};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::Client;
 
 /// Runs `web`.
 pub async fn web(client: &Client, args: Web) -> Result<Vec<u8>, Failure> {

@@ -14,9 +14,9 @@ use vgpud_api::{
 };
 
 use crate::cli::{Define, Modify, Output, Start, Stop, Undefine};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, ClientError, vgpu_path};
 
 /// Runs `define`.
 pub async fn define(client: &Client, args: Define) -> Result<Vec<u8>, Failure> {
@@ -147,9 +147,9 @@ pub async fn start(client: &Client, args: Start) -> Result<Vec<u8>, Failure> {
         Some(VgpuRef::Name(name)) if mdev_type.is_some() => match client.find(name).await? {
             // The file of the command replaces the definition.
             Some(vgpu) => Some(vgpu.uuid),
-            None => return Err(new_name(Failure::NoVgpu(name.to_string()))),
+            None => return Err(new_name(ClientError::NoVgpu(name.to_string()))),
         },
-        Some(asked) => return Err(Failure::NoVgpu(asked.to_string())),
+        Some(asked) => return Err(Failure::no_vgpu(asked)),
         None => None,
     };
     let request = CreateVgpu {
@@ -209,12 +209,12 @@ fn uuid_line(uuid: VgpuId) -> Vec<u8> {
 }
 
 /// Adds to the failure for an unknown name how a new vGPU gets that name.
-fn new_name(failure: Failure) -> Failure {
-    match failure {
-        Failure::NoVgpu(name) => Failure::NotFound(format!(
+fn new_name(error: ClientError) -> Failure {
+    match error {
+        ClientError::NoVgpu(name) => Failure::NotFound(format!(
             "There is no vGPU {name}; to give a new vGPU that name, write --name {name}"
         )),
-        other => other,
+        other => other.into(),
     }
 }
 

@@ -7,8 +7,9 @@ use vgpud_api::Version;
 use vgpud_host::text::one_line;
 use vgpud_host::users::Users;
 
-use crate::failure::{ADMINS, Failure, READERS, usermod};
 use host_inventory::{Finding, HostFiles};
+use vgpud_client::ClientError;
+use vgpud_client::error::{ADMINS, READERS, usermod};
 
 const DAEMON: &str = "vgpud";
 const GROUPS: &str = "groups";
@@ -23,7 +24,7 @@ const MIN_OPEN_FILES: u64 = 65_536;
 const MAX_QUOTE: usize = 300;
 
 /// Runs the checks. `answer` is the manager's response to a request for its version.
-pub fn check(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding> {
+pub fn check(host: &HostFiles, answer: Result<Version, ClientError>) -> Vec<Finding> {
     let runs = answer.is_ok();
     let mut findings = vec![reachable(host, answer)];
     findings.extend(files(host));
@@ -34,7 +35,7 @@ pub fn check(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding>
     findings
 }
 
-fn reachable(host: &HostFiles, answer: Result<Version, Failure>) -> Finding {
+fn reachable(host: &HostFiles, answer: Result<Version, ClientError>) -> Finding {
     let own = env!("CARGO_PKG_VERSION");
     match answer {
         Ok(Version { version, pid, .. }) if version == own => {
@@ -46,11 +47,11 @@ fn reachable(host: &HostFiles, answer: Result<Version, Failure>) -> Finding {
             "systemctl restart vgpud (VMs keep running)",
         ),
         Err(
-            failure @ (Failure::Unreachable { .. }
-            | Failure::Closed { .. }
-            | Failure::InvalidResponse { .. }),
+            failure @ (ClientError::Unreachable { .. }
+            | ClientError::Closed { .. }
+            | ClientError::InvalidResponse { .. }),
         ) => silent(host, &failure),
-        Err(Failure::PermissionDenied { user, .. }) => {
+        Err(ClientError::PermissionDenied { user, .. }) => {
             let command = usermod(&Users::in_root(host.root()), None, user);
             Finding::problem(
                 DAEMON,
@@ -67,9 +68,9 @@ fn reachable(host: &HostFiles, answer: Result<Version, Failure>) -> Finding {
 }
 
 /// Reports a manager that does not answer, with the last error of its log.
-fn silent(host: &HostFiles, failure: &Failure) -> Finding {
+fn silent(host: &HostFiles, failure: &ClientError) -> Finding {
     let what = match failure {
-        Failure::Unreachable { socket, reason } => {
+        ClientError::Unreachable { socket, reason } => {
             format!("vgpud does not answer at {}: {reason}", socket.display())
         }
         other => other.to_string(),

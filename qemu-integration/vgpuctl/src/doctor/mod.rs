@@ -21,9 +21,9 @@ use host_inventory::{Finding, HostFiles, finding};
 use vgpud_api::Version;
 
 use crate::cli::{Doctor, Output};
-use crate::client::Client;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, ClientError};
 
 /// Timeout of the request to vgpud. systemd accepts connections for a vgpud that cannot start.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
@@ -42,7 +42,7 @@ pub async fn doctor(client: &Client, args: Doctor) -> Result<Vec<u8>, Failure> {
 }
 
 /// Runs all checks.
-fn examine(host: &HostFiles, answer: Result<Version, Failure>) -> Vec<Finding> {
+fn examine(host: &HostFiles, answer: Result<Version, ClientError>) -> Vec<Finding> {
     let mut findings = qemu::check(host);
     findings.extend(devices::check(host));
     findings.extend(vms::check(host));

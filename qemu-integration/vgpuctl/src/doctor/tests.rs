@@ -11,7 +11,7 @@ use vgpud_host::test_util::write_executable;
 use host_inventory::{Finding, HostFiles, Level, finding};
 
 use super::examine;
-use crate::failure::Failure;
+use vgpud_client::ClientError;
 
 const DEVICES: &str = "name \"vfio-user-pci\", bus PCI";
 const SHARED: &str = "/usr/bin/qemu-system-x86_64\0-name\0guest=web,debug-threads=on\0-object\0\
@@ -23,7 +23,7 @@ struct Fake {
     root: TempDir,
     uid: u32,
     gids: Vec<u32>,
-    answer: Result<Version, Failure>,
+    answer: Result<Version, ClientError>,
 }
 
 impl Fake {
@@ -250,9 +250,9 @@ fn vms_without_room_for_hot_plug_are_reported() {
 #[test]
 fn an_unusable_daemon_is_reported_with_the_reason() {
     let socket = PathBuf::from("/run/vgpud/control.sock");
-    let gone = Failure::Unreachable { socket: socket.clone(), reason: "No such file".into() };
+    let gone = ClientError::Unreachable { socket: socket.clone(), reason: "No such file".into() };
     expect(|h| h.answer = Err(gone), Level::Problem, "vgpud", "No such file", "systemctl enable");
-    let denied = Failure::PermissionDenied { socket: socket.clone(), user: 1000 };
+    let denied = ClientError::PermissionDenied { socket: socket.clone(), user: 1000 };
     expect(
         |h| h.answer = Err(denied),
         Level::Problem,
@@ -260,7 +260,7 @@ fn an_unusable_daemon_is_reported_with_the_reason() {
         "may not use",
         "-aG vgpu,vgpu-admin USER,",
     );
-    let odd = Failure::Refused(ErrorDetail::new(ErrorCode::Internal, "odd"));
+    let odd = ClientError::Refused(ErrorDetail::new(ErrorCode::Internal, "odd"));
     expect(
         |h| h.answer = Err(odd),
         Level::Problem,
@@ -295,7 +295,7 @@ fn the_last_error_of_the_log_is_quoted() {
         write_executable(&journal, &script).unwrap();
         let socket = PathBuf::from("/run/vgpud/control.sock");
         let reason = "timeout after 3 s".to_owned();
-        h.answer = Err(Failure::InvalidResponse { socket, reason });
+        h.answer = Err(ClientError::InvalidResponse { socket, reason });
     };
     let mistake = "vgpud: --owner: There is no user qemu-kvm\n\
                    vgpud: --parent: There is no backend \u{1b}sofd\n\
@@ -340,7 +340,7 @@ fn a_missing_hook_and_stale_folders_are_reported() {
     let left = |h: &mut Fake| {
         h.write("run/vgpud/vgpus/a/run.json", "{\"process\":{\"pid\":999}}");
         h.write("run/vgpud/parents/soft0/run.json", "{\"process\":{\"pid\":50}}");
-        h.answer = Err(Failure::Local("gone".into()));
+        h.answer = Err(ClientError::Local("gone".into()));
     };
     let findings = defects(left);
     let stale: Vec<_> = findings.iter().filter(|finding| finding.check == "stale").collect();
@@ -433,7 +433,7 @@ fn a_missing_apparmor_rule_is_reported() {
 
 #[test]
 fn problems_are_counted() {
-    let found = Failure::Found { output: Vec::new(), problems: 2 };
+    let found = ClientError::Found { output: Vec::new(), problems: 2 };
     assert_eq!(found.to_string(), "2 of the findings above are problems: see their fixes");
     assert_eq!(found.exit_status(), 1);
 }

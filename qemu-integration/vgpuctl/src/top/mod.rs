@@ -22,8 +22,8 @@ use vgpud_api::Stats;
 use self::app::App;
 use self::terminal::TerminalEvent;
 use crate::cli::Top;
-use crate::client::Client;
 use crate::failure::Failure;
+use vgpud_client::Client;
 
 /// Timeout of a request for statistics. A timeout is shown on the screen.
 const STATS_TIMEOUT: Duration = Duration::from_secs(2);

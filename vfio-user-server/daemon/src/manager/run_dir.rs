@@ -6,6 +6,7 @@
 //! parents/<name>/           admin.sock, run.json
 //! vgpus/<uuid>/             vfio.sock (for QEMU), cuda.sock (for programs), control.sock,
 //!                           upgrade.sock, run.json
+//! vgpus/<uuid>/clients/     links to vfio.sock and cuda.sock, for a container
 //! ```
 //!
 //! `run.json` records the process of a folder and its configuration. A folder without a running
@@ -123,6 +124,12 @@ impl RunDir {
     /// Returns the path of a vGPU's socket for CUDA programs.
     pub fn cuda_socket(&self, vgpu: VgpuId) -> PathBuf {
         self.vgpu(vgpu).join("cuda.sock")
+    }
+
+    /// Returns the folder of a vGPU that a container gets: links to the sockets for its clients, and
+    /// nothing else.
+    pub fn clients(&self, vgpu: VgpuId) -> PathBuf {
+        self.vgpu(vgpu).join("clients")
     }
 
     /// Returns the path of a worker's control socket.

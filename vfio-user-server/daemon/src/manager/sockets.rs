@@ -4,6 +4,9 @@
 //! to the group of the vGPU's owner, `vfio.sock` and `cuda.sock` to the owner alone. The folder's mode is set
 //! last, so that a socket has its owner before it can be reached. The worker checks the peer's
 //! credentials as well.
+//!
+//! A container gets the folder `clients` of its vGPU. It has links to the owner's two sockets and
+//! nothing of the manager's, which root of a container without a user namespace could use.
 
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -128,11 +131,14 @@ pub fn listen(
         owned.push(run_dir.cuda_socket(vgpu));
         programs = Some(SeqPacketListener::bind(&owned[1])?);
     }
+    let clients = run_dir.clients(vgpu);
+    create_traversable_dir(&clients)?;
     for path in &owned {
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
         if owner.uid != Account::own().uid {
             chown(path, Some(owner.uid), Some(owner.gid))?;
         }
+        link_into(&clients, path)?;
     }
     if owner.uid != Account::own().uid {
         chown(&folder, None, Some(owner.gid))?;
@@ -151,6 +157,17 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
     UnixListener::bind(path)
 }
 
+/// Links a socket into a folder. A container that has the folder sees each later socket of this name,
+/// and none of the manager's sockets.
+fn link_into(folder: &Path, socket: &Path) -> io::Result<()> {
+    let Some(name) = socket.file_name() else { return Err(io::ErrorKind::InvalidInput.into()) };
+    let link = folder.join(name);
+    match fs::remove_file(&link) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => fs::hard_link(socket, link),
+    }
+}
+
 /// Restricts a socket to this user and, if given, a group.
 pub fn share(path: &Path, group: Option<u32>) -> io::Result<()> {
     // The owner changes before the mode, so that no other group has access in between.
@@ -163,6 +180,8 @@ pub fn share(path: &Path, group: Option<u32>) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     fn mode(path: &Path) -> u32 {
@@ -184,8 +203,13 @@ mod tests {
         assert_eq!(mode(&run_dir.upgrade_socket(vgpu)), 0o600);
         assert_eq!((mode(run_dir.root()), mode(&run_dir.vgpus())), (0o711, 0o711));
         assert_eq!(mode(&run_dir.parents()), 0o700);
+        let clients = run_dir.clients(vgpu);
+        let names = super::super::run_dir::names(&clients);
+        assert_eq!((mode(&clients), names), (0o711, vec!["cuda.sock".into(), "vfio.sock".into()]));
+        UnixStream::connect(clients.join("vfio.sock")).unwrap();
         drop(sockets);
-        listen(&run_dir, vgpu, own, all).unwrap();
+        let _again = listen(&run_dir, vgpu, own, all).unwrap();
+        UnixStream::connect(clients.join("vfio.sock")).unwrap();
     }
 
     #[test]

@@ -28,8 +28,8 @@ use vgpud_host::users::{Account, Users};
 
 use super::claims::{Claim, Claims};
 use crate::cli::libvirt::Hook;
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
+use vgpud_client::{Client, vgpu_path};
 
 /// Time until a vGPU notices that its QEMU has exited.
 const QEMU_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -170,7 +170,8 @@ impl Hooked<'_> {
             Some(_) => self.create(wanted, owner).await,
             None if defined => {
                 let path = format!("{}/start", vgpu_path(wanted.uuid));
-                self.client.post::<Vgpu>(&path, &StartVgpu { owner, ..StartVgpu::default() }).await
+                let request = StartVgpu { owner, ..StartVgpu::default() };
+                self.client.post::<Vgpu>(&path, &request).await.map_err(Failure::from)
             }
             None => Err(Failure::NotFound(format!(
                 "it is not defined any more; define it, or detach it: vgpuctl libvirt detach {}",
@@ -192,7 +193,7 @@ impl Hooked<'_> {
             run: true,
             ..CreateVgpu::default()
         };
-        self.client.post("/v1/vgpus", &request).await
+        Ok(self.client.post("/v1/vgpus", &request).await?)
     }
 
     /// Ensures that QEMU's user owns the sockets. If the owner set by vgpud differs, restarts the
@@ -256,7 +257,7 @@ impl Hooked<'_> {
             // The exit of a VM is noticed within milliseconds. Do not stop the vGPU of a running
             // VM.
             if vgpu.vm.is_none() || Instant::now() > deadline {
-                return Err(failure);
+                return Err(failure.into());
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

@@ -24,10 +24,10 @@ use vgpud_api::{Attribute, ModifyVgpu, ParentTypes, Version, Vgpu, VgpuState};
 use self::virsh::Virsh;
 use crate::cli::Output;
 use crate::cli::libvirt::{self as cli, Attach, Detach, Libvirt, LibvirtCommand, Nodedev};
-use crate::client::{Client, vgpu_path};
 use crate::commands::vm::{has_head, type_has_head};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, vgpu_path};
 
 /// Runs `libvirt`.
 pub async fn libvirt(client: &Client, args: Libvirt) -> Result<Vec<u8>, Failure> {
@@ -225,7 +225,7 @@ async fn set_core(client: &Client, uuid: VgpuId, core: u8) -> Result<(), Failure
     let attrs: Vec<Attribute> =
         attrs.iter().map(|(name, value)| [(name.to_owned(), value.to_owned())].into()).collect();
     let request = ModifyVgpu { attrs: Some(attrs), ..ModifyVgpu::default() };
-    client.request(Method::PATCH, &vgpu_path(uuid), &request).await
+    Ok(client.request(Method::PATCH, &vgpu_path(uuid), &request).await?)
 }
 
 /// Formats the result of `attach` and `detach`.

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use host_inventory::{HostError, PciAddress, PciDevice, PciHost};
 use serde::Serialize;
 use vendor_backends::backend::{BACKENDS, Recommendation};
-use vgpud_api::{ErrorCode, ErrorDetail};
+use vgpud_api::ErrorCode;
 
 use crate::cli::{Output, Parents, ParentsTask};
 use crate::failure::Failure;
@@ -205,5 +205,5 @@ fn failure(error: &HostError) -> Failure {
         | HostError::InUse(..) => ErrorCode::InUse,
         _ => return Failure::Local(error.to_string()),
     };
-    Failure::Refused(ErrorDetail { code, message: error.to_string() })
+    Failure::refused(code, error.to_string())
 }

@@ -7,9 +7,9 @@ use serde_json::json;
 use vgpud_api::{Version, Vgpu};
 
 use super::monitor::{Address, Monitor, failed};
-use crate::client::Client;
 use crate::commands::libvirt::virsh::Virsh;
 use crate::failure::Failure;
+use vgpud_client::Client;
 
 /// Domain with vGPUs.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl VmDomain {
                 self.name
             )));
         };
-        client.vgpu(first.uuid, None).await
+        Ok(client.vgpu(first.uuid, None).await?)
     }
 
     /// Starts the domain, paused, so that it waits for its state.

@@ -25,8 +25,8 @@ use self::monitor::{Address, Monitor};
 use self::pci::Place;
 use super::saving::{self, Checked, NewFile, blocking};
 use crate::cli::{Vm, VmArg, VmRestore, VmSave, VmTask};
-use crate::client::{Client, vgpu_path};
 use crate::failure::Failure;
+use vgpud_client::{Client, vgpu_path};
 
 /// Runs `vm`.
 pub async fn vm(client: &Client, args: Vm) -> Result<Vec<u8>, Failure> {
@@ -175,7 +175,7 @@ async fn named_vgpu(
 ) -> Result<Vgpu, Failure> {
     match (domain, vm.vgpu.vgpu()) {
         (Some(domain), _) => domain.vgpu(client).await,
-        (None, Some(vgpu)) => client.vgpu(vgpu, None).await,
+        (None, Some(vgpu)) => Ok(client.vgpu(vgpu, None).await?),
         // The parser has refused a command line without one.
         (None, None) => Err(Failure::Usage("Which vGPU?".to_owned())),
     }

@@ -5,9 +5,9 @@ use serde_json::{Value, json};
 use vgpud_api::{ConfigWrite, Stats, Vgpu};
 
 use super::monitor::Monitor;
-use crate::client::Client;
 use crate::commands::saving::blocking;
 use crate::failure::Failure;
+use vgpud_client::Client;
 
 /// Vendor and device ids of vGPUs with and without a display. QEMU's own display adapters have the
 /// first, too.

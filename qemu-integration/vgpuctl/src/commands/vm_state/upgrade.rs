@@ -21,10 +21,10 @@ use super::monitor::{Address, Monitor, connect};
 use super::qemu_stream::ENDS;
 use super::{check_count, check_saveable, pci, qemu_stream, resume_vgpus, vgpus_of_vm};
 use crate::cli::{Output, VmUpgrade};
-use crate::client::{Client, vgpu_path};
 use crate::commands::saving::blocking;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
+use vgpud_client::{Client, vgpu_path};
 
 /// Longest time for the new QEMU to start, and to make its monitor.
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -164,7 +164,7 @@ async fn try_transfer(
 
 async fn step(client: &Client, vgpu: &Vgpu, step: HandoverStep) -> Result<RestoredVgpu, Failure> {
     let path = format!("{}/handover", vgpu_path(vgpu.uuid));
-    client.post(&path, &Handover { step }).await
+    Ok(client.post(&path, &Handover { step }).await?)
 }
 
 /// Ends the new QEMU, and lets the VM continue in the old one.

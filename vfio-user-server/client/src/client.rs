@@ -22,16 +22,16 @@ use serde_json::Value;
 use tokio::net::UnixStream;
 use vgpud_api::{ErrorBody, RFB_UPGRADE, SAVED_VGPU, Vgpu};
 use vgpud_host::body::BodyReader;
-
-use crate::failure::Failure;
 use vgpud_host::text;
+
+use crate::error::ClientError;
 
 /// Maximum size of a response in bytes. A picture of the largest screen stays well below this.
 const MAX_RESPONSE: usize = 256 << 20;
 /// Timeout of a request; longer than any operation of vgpud.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time without an answer after which a note says what to do.
+/// Time without an answer after which [`Client::on_silence`] is called.
 const NOTE_AFTER: Duration = Duration::from_secs(5);
 
 /// Client of the manager at a control socket.
@@ -39,15 +39,24 @@ const NOTE_AFTER: Duration = Duration::from_secs(5);
 pub struct Client {
     socket: PathBuf,
     timeout: Duration,
+    on_silence: fn(Duration),
 }
 
 impl Client {
     /// Creates a client without connecting.
     pub fn new(socket: PathBuf) -> Self {
-        Self { socket, timeout: REQUEST_TIMEOUT }
+        Self { socket, timeout: REQUEST_TIMEOUT, on_silence: |_| () }
+    }
+
+    /// Returns a client that calls `note` once per program if vgpud takes long to answer: systemd
+    /// accepts connections also for a vgpud that cannot start.
+    #[must_use]
+    pub fn on_silence(self, note: fn(Duration)) -> Self {
+        Self { on_silence: note, ..self }
     }
 
     /// Returns a client of the same socket whose requests have a shorter timeout.
+    #[must_use]
     pub fn with_limit(&self, timeout: Duration) -> Self {
         Self { timeout, ..self.clone() }
     }
@@ -58,12 +67,12 @@ impl Client {
     }
 
     /// Sends a GET request and parses the JSON response.
-    pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Failure> {
+    pub async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         self.parse(&self.send(Method::GET, path, Bytes::new()).await?)
     }
 
     /// Sends a GET request and returns the response body.
-    pub async fn get_bytes(&self, path: &str) -> Result<Bytes, Failure> {
+    pub async fn get_bytes(&self, path: &str) -> Result<Bytes, ClientError> {
         self.send(Method::GET, path, Bytes::new()).await
     }
 
@@ -72,7 +81,7 @@ impl Client {
         &self,
         path: &str,
         body: &impl Serialize,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, ClientError> {
         self.parse(&self.send(Method::POST, path, json(body)?).await?)
     }
 
@@ -82,33 +91,34 @@ impl Client {
         method: Method,
         path: &str,
         body: &impl Serialize,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), ClientError> {
         self.send(method, path, json(body)?).await.map(drop)
     }
 
     /// Returns a vGPU, or `None` if it does not exist.
-    pub async fn find(&self, vgpu: impl Display) -> Result<Option<Vgpu>, Failure> {
+    pub async fn find(&self, vgpu: impl Display) -> Result<Option<Vgpu>, ClientError> {
         match self.get(&vgpu_path(vgpu)).await {
             Ok(vgpu) => Ok(Some(vgpu)),
-            Err(failure) if failure.exit_status() == 4 => Ok(None),
-            Err(failure) => Err(failure),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
     /// Returns a vGPU. Fails if it does not exist or is not on the named parent.
-    pub async fn vgpu(&self, id: impl Display, parent: Option<&str>) -> Result<Vgpu, Failure> {
+    pub async fn vgpu(&self, id: impl Display, parent: Option<&str>) -> Result<Vgpu, ClientError> {
         let found = self.find(&id).await?;
-        let vgpu = found.ok_or_else(|| Failure::NoVgpu(id.to_string()))?;
+        let vgpu = found.ok_or_else(|| ClientError::NoVgpu(id.to_string()))?;
         match parent {
-            Some(parent) if vgpu.parent != parent => Err(Failure::Usage(format!(
-                "vGPU {id} is on parent {}, not {parent}; omit --parent, or name that parent",
-                vgpu.parent
-            ))),
+            Some(parent) if vgpu.parent != parent => Err(ClientError::OtherParent {
+                vgpu: id.to_string(),
+                named: parent.to_owned(),
+                parent: vgpu.parent,
+            }),
             _ => Ok(vgpu),
         }
     }
 
-    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, Failure> {
+    async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, ClientError> {
         let (status, bytes) = self.with_timeout(self.exchange(method, path, body)).await?;
         if status.is_success() {
             return Ok(bytes);
@@ -121,7 +131,7 @@ impl Client {
         &self,
         path: &str,
         body: &impl Serialize,
-    ) -> Result<TokioIo<Upgraded>, Failure> {
+    ) -> Result<TokioIo<Upgraded>, ClientError> {
         let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
@@ -144,7 +154,7 @@ impl Client {
         &self,
         path: &str,
         body: &impl Serialize,
-    ) -> Result<BodyReader, Failure> {
+    ) -> Result<BodyReader, ClientError> {
         let request = build_request(Method::POST, path, json(body)?)?;
         let response = self.with_timeout(self.begin(request)).await?;
         let status = response.status();
@@ -159,7 +169,7 @@ impl Client {
         &self,
         path: &str,
         body: Channel<Bytes, io::Error>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, ClientError> {
         let request = build_request_with(Method::POST, path, SAVED_VGPU, body)?;
         let response = self.begin(request).await?;
         if !response.status().is_success() {
@@ -170,7 +180,7 @@ impl Client {
     }
 
     /// Sends a request and returns the response, whose body has not arrived.
-    async fn begin<B>(&self, request: Request<B>) -> Result<Response<Incoming>, Failure>
+    async fn begin<B>(&self, request: Request<B>) -> Result<Response<Incoming>, ClientError>
     where
         B: Body<Data = Bytes> + Send + 'static,
         B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -183,7 +193,7 @@ impl Client {
         sender.send_request(request).await.map_err(lost)
     }
 
-    async fn refusal_of(&self, response: Response<Incoming>) -> Failure {
+    async fn refusal_of(&self, response: Response<Incoming>) -> ClientError {
         let status = response.status();
         match Limited::new(response.into_body(), MAX_RESPONSE).collect().await {
             Ok(body) => self.refusal(status, &body.to_bytes()),
@@ -191,27 +201,27 @@ impl Client {
         }
     }
 
-    async fn connect(&self) -> Result<UnixStream, Failure> {
+    async fn connect(&self) -> Result<UnixStream, ClientError> {
         UnixStream::connect(&self.socket).await.map_err(|error| {
             let socket = self.socket.clone();
             match error.kind() {
                 io::ErrorKind::PermissionDenied => {
-                    Failure::PermissionDenied { socket, user: nix::unistd::geteuid().as_raw() }
+                    ClientError::PermissionDenied { socket, user: nix::unistd::geteuid().as_raw() }
                 }
                 io::ErrorKind::NotFound => match manager_beside(&socket) {
-                    Some(pid) => Failure::NoSocket { socket, pid },
-                    None => Failure::Unreachable { socket, reason: error.to_string() },
+                    Some(pid) => ClientError::NoSocket { socket, pid },
+                    None => ClientError::Unreachable { socket, reason: error.to_string() },
                 },
-                _ => Failure::Unreachable { socket, reason: error.to_string() },
+                _ => ClientError::Unreachable { socket, reason: error.to_string() },
             }
         })
     }
 
-    fn refusal(&self, status: StatusCode, bytes: &[u8]) -> Failure {
+    fn refusal(&self, status: StatusCode, bytes: &[u8]) -> ClientError {
         match serde_json::from_slice::<ErrorBody>(bytes) {
             Ok(mut body) => {
                 body.error.message = text::one_line(&body.error.message, usize::MAX);
-                Failure::Refused(body.error)
+                ClientError::Refused(body.error)
             }
             Err(_) => self.invalid_response(format!("status {status} without a reason")),
         }
@@ -222,7 +232,7 @@ impl Client {
         method: Method,
         path: &str,
         body: Bytes,
-    ) -> Result<(StatusCode, Bytes), Failure> {
+    ) -> Result<(StatusCode, Bytes), ClientError> {
         let stream = self.connect().await?;
         let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
@@ -250,7 +260,7 @@ impl Client {
         }
     }
 
-    fn parse<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, Failure> {
+    fn parse<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, ClientError> {
         let invalid = |error: serde_json::Error| self.invalid_response(error.to_string());
         let value: Value = serde_json::from_slice(bytes).map_err(invalid)?;
         if has_control(&value) {
@@ -262,15 +272,16 @@ impl Client {
     /// Waits for a response until the timeout.
     async fn with_timeout<T>(
         &self,
-        response: impl Future<Output = Result<T, Failure>>,
-    ) -> Result<T, Failure> {
+        response: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, ClientError> {
         let response = tokio::time::timeout(self.timeout, response);
         tokio::pin!(response);
         let early = tokio::time::timeout(NOTE_AFTER, &mut response).await;
         let answer = if let Ok(answer) = early {
             answer
         } else {
-            note_silence();
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| (self.on_silence)(NOTE_AFTER));
             response.await
         };
         answer.unwrap_or_else(|_| {
@@ -279,16 +290,16 @@ impl Client {
     }
 
     /// Returns the error for a connection that ended without a response.
-    fn lost(&self, error: &hyper::Error) -> Failure {
+    fn lost(&self, error: &hyper::Error) -> ClientError {
         let broken = error.source().is_some_and(<dyn std::error::Error>::is::<io::Error>);
         if broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
-            return Failure::Closed { socket: self.socket.clone() };
+            return ClientError::Closed { socket: self.socket.clone() };
         }
         self.invalid_response(error.to_string())
     }
 
-    fn invalid_response(&self, reason: String) -> Failure {
-        Failure::InvalidResponse { socket: self.socket.clone(), reason }
+    fn invalid_response(&self, reason: String) -> ClientError {
+        ClientError::InvalidResponse { socket: self.socket.clone(), reason }
     }
 }
 
@@ -301,18 +312,11 @@ fn manager_beside(socket: &Path) -> Option<u32> {
     (name.trim_end() == "vgpud").then_some(pid)
 }
 
-/// Says once why a command waits: systemd accepts connections also for a vgpud that cannot start.
-fn note_silence() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let seconds = NOTE_AFTER.as_secs();
-        eprintln!(
-            "vgpuctl: note: vgpud has not answered for {seconds} s; `vgpuctl doctor` shows the last error of its log"
-        );
-    });
-}
-
-fn build_request(method: Method, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, Failure> {
+fn build_request(
+    method: Method,
+    path: &str,
+    body: Bytes,
+) -> Result<Request<Full<Bytes>>, ClientError> {
     build_request_with(method, path, "application/json", Full::new(body))
 }
 
@@ -321,7 +325,7 @@ fn build_request_with<B>(
     path: &str,
     content: &'static str,
     body: B,
-) -> Result<Request<B>, Failure> {
+) -> Result<Request<B>, ClientError> {
     Request::builder()
         .method(method)
         .uri(path)
@@ -331,7 +335,7 @@ fn build_request_with<B>(
         .map_err(invalid_request)
 }
 
-fn json(body: &impl Serialize) -> Result<Bytes, Failure> {
+fn json(body: &impl Serialize) -> Result<Bytes, ClientError> {
     match serde_json::to_value(body) {
         Ok(Value::Null) => Ok(Bytes::new()),
         Ok(value) => Ok(Bytes::from(value.to_string())),
@@ -340,8 +344,8 @@ fn json(body: &impl Serialize) -> Result<Bytes, Failure> {
 }
 
 /// Returns the error for a request that cannot be encoded, for example due to its path.
-fn invalid_request(error: impl Display) -> Failure {
-    Failure::Local(format!("Cannot encode the request to vgpud: {error}"))
+fn invalid_request(error: impl Display) -> ClientError {
+    ClientError::Encode(format!("Cannot encode the request to vgpud: {error}"))
 }
 
 /// Returns the API path of a vGPU, by its UUID or name.

@@ -1,0 +1,154 @@
+//! Device plugins, with kubelet's registration and pod resources played by the test.
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use tokio::task::JoinHandle;
+use tokio_stream::StreamExt;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
+use vgpu_kube::grpc;
+use vgpu_kube::proto::deviceplugin as api;
+
+use crate::bed::{Bed, eventually};
+
+/// Kubelet's registration socket.
+#[derive(Clone, Debug, Default)]
+struct Kubelet {
+    registered: Arc<Mutex<Vec<api::RegisterRequest>>>,
+}
+
+#[tonic::async_trait]
+impl api::registration_server::Registration for Kubelet {
+    async fn register(
+        &self,
+        request: Request<api::RegisterRequest>,
+    ) -> Result<Response<api::Empty>, Status> {
+        self.registered.lock().unwrap().push(request.into_inner());
+        Ok(Response::new(api::Empty {}))
+    }
+}
+
+impl Kubelet {
+    /// Starts in a folder, as kubelet does: removes all sockets first.
+    fn start(&self, folder: &Path) -> Result<JoinHandle<()>> {
+        for entry in fs::read_dir(folder)? {
+            fs::remove_file(entry?.path())?;
+        }
+        self.registered.lock().unwrap().clear();
+        let incoming = grpc::listen(&folder.join("kubelet.sock"))?;
+        let service = api::registration_server::RegistrationServer::new(self.clone());
+        let server = Server::builder().add_service(service).serve_with_incoming(incoming);
+        Ok(tokio::spawn(async { server.await.unwrap() }))
+    }
+
+    fn find(&self, resource: &str) -> Option<api::RegisterRequest> {
+        let registered = self.registered.lock().unwrap();
+        registered.iter().find(|request| request.resource_name == resource).cloned()
+    }
+}
+
+type Plugin = api::device_plugin_client::DevicePluginClient<tonic::transport::Channel>;
+
+async fn plugin(bed: &Bed, kubelet: &Kubelet, resource: &str) -> Result<Plugin> {
+    eventually("the registration", async || kubelet.find(resource).is_some()).await?;
+    let request = kubelet.find(resource).context("A registration")?;
+    assert_eq!(request.version, "v1beta1");
+    let socket = bed.kubelet().join("device-plugins").join(request.endpoint);
+    Ok(Plugin::new(grpc::connect(&socket).await?))
+}
+
+fn healthy(list: &api::ListAndWatchResponse) -> Vec<&str> {
+    let healthy = list.devices.iter().filter(|device| device.health == "Healthy");
+    healthy.map(|device| device.id.as_str()).collect()
+}
+
+fn allocation(ids: &[&str]) -> api::AllocateRequest {
+    let devices_ids = ids.iter().map(|id| (*id).to_owned()).collect();
+    api::AllocateRequest { container_requests: vec![api::ContainerAllocateRequest { devices_ids }] }
+}
+
+#[tokio::test]
+async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
+    let bed = Bed::start(&["--device-plugin", "--device-owner", "1000"]).await?;
+    let folder = bed.kubelet().join("device-plugins");
+    let kubelet = Kubelet::default();
+    let first = kubelet.start(&folder)?;
+    let mut small = plugin(&bed, &kubelet, "tessera.io/soft-512mc").await?;
+    let mut large = plugin(&bed, &kubelet, "tessera.io/soft-1q").await?;
+    let mut lists = large.list_and_watch(api::Empty {}).await?.into_inner();
+    let list = lists.next().await.context("A list")??;
+    assert_eq!(healthy(&list), ["soft0-0", "soft0-1"]);
+
+    let answer = small.allocate(allocation(&["soft0-3"])).await?.into_inner();
+    let container = &answer.container_responses[0];
+    assert_eq!(container.envs["TESSERA_CUDA_SOCKET"], "/run/tessera/vgpu/cuda.sock");
+    assert_eq!(container.envs["LD_PRELOAD"], "/usr/lib/tessera/libtessera_cuda.so");
+    assert!(container.mounts.iter().all(|mount| mount.read_only));
+    let vgpus = bed.vgpus()?;
+    let [vgpu] = vgpus.as_slice() else { panic!("{vgpus:?}") };
+    let clients = bed.vgpud.vgpu_dir(vgpu["uuid"].as_str().unwrap()).join("clients");
+    assert_eq!(container.mounts[0].host_path, clients.to_string_lossy());
+    assert_eq!(container.mounts[0].container_path, "/run/tessera/vgpu");
+    assert_eq!(vgpu["live_type"], "SOFT-512MC");
+    let attrs = vgpu["live_attrs"].to_string();
+    assert!(attrs.contains(r#"{"core":"25"}"#) && attrs.contains(r#"{"owner":"1000"}"#), "{attrs}");
+
+    // The memory that is left has room for one of the large type.
+    let list = lists.next().await.context("A list")??;
+    assert_eq!((healthy(&list), list.devices.len()), (vec!["soft0-0"], 2));
+
+    let refused = small.allocate(allocation(&["soft0-0", "soft0-1"])).await.unwrap_err();
+    assert!(
+        refused.message().starts_with("A container can use one vGPU, and asks for 2"),
+        "{refused}"
+    );
+    let refused = small.allocate(allocation(&["soft0-9"])).await.unwrap_err();
+    assert!(refused.message().starts_with("There is no device \"soft0-9\""), "{refused}");
+    let refused = large.allocate(allocation(&["soft0-1"])).await;
+    assert!(refused.is_ok(), "unhealthy for kubelet, but there is room");
+    let refused = large.allocate(allocation(&["soft0-0"])).await.unwrap_err();
+    assert!(refused.message().contains("Not enough video memory"), "{refused}");
+
+    // Another container on the same device gets a vGPU of its own, with new memory.
+    let pid = bed.vgpus()?[0]["pid"].clone();
+    small.allocate(allocation(&["soft0-3"])).await?;
+    assert!(
+        bed.vgpus()?.iter().all(|vgpu| vgpu["pid"] != pid || vgpu["live_type"] != "SOFT-512MC")
+    );
+
+    // A new kubelet has removed the sockets.
+    first.abort();
+    let _second = kubelet.start(&folder)?;
+    let mut small = plugin(&bed, &kubelet, "tessera.io/soft-512mc").await?;
+    let list = small.list_and_watch(api::Empty {}).await?.into_inner().next().await;
+    assert!(healthy(&list.context("A list")??).contains(&"soft0-3"), "it is in use");
+    Ok(())
+}
+
+#[tokio::test]
+async fn devices_survive_kills_of_agent_and_vgpud() -> Result<()> {
+    let mut bed = Bed::start(&["--device-plugin"]).await?;
+    let kubelet = Kubelet::default();
+    let _server = kubelet.start(&bed.kubelet().join("device-plugins"))?;
+    let mut small = plugin(&bed, &kubelet, "tessera.io/soft-256mc").await?;
+    small.allocate(allocation(&["soft0-0"])).await?;
+    let before = bed.vgpus()?;
+    bed.end_agent(Signal::SIGKILL)?;
+    bed.vgpud.end(Signal::SIGKILL)?;
+    bed.vgpud.start_again()?;
+    kubelet.registered.lock().unwrap().clear();
+    bed.start_agent()?;
+    let mut small = plugin(&bed, &kubelet, "tessera.io/soft-256mc").await?;
+    let mut lists = small.list_and_watch(api::Empty {}).await?.into_inner();
+    let list = lists.next().await.context("A list")??;
+    assert_eq!(healthy(&list).len(), 8, "one in use and seven free");
+    let after = bed.vgpus()?;
+    let ids = |vgpus: &[Value]| [vgpus[0]["uuid"].clone(), vgpus[0]["pid"].clone()];
+    assert_eq!(ids(&before), ids(&after));
+    Ok(())
+}
