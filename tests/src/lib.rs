@@ -3,6 +3,7 @@
 //! * [`vgpud`], [`cuda_library`]: paths of what is built from this tree
 //! * [`Vgpud`]: a running manager in its own folders
 //! * [`raw_client`]: a vfio-user client that writes raw bytes
+//! * [`driver_api`]: NVIDIA's libcuda
 //! * [`fuse`]: a file system in user space that stops answering
 //! * [`ram`]: guest RAM without a guest
 //! * [`parent`]: a software GPU in this process
@@ -18,6 +19,7 @@
 //! * [`outcome`]: results of benchmarks
 
 pub mod captured;
+pub mod driver_api;
 pub mod fuse;
 pub mod guest_vm;
 pub mod in_process;

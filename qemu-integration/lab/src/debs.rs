@@ -28,7 +28,8 @@ const FETCH_LIMIT: Duration = Duration::from_secs(900);
 #[derive(Debug)]
 pub struct Debs {
     folder: PathBuf,
-    /// Suites and components of Debian's archive.
+    /// Types of packages (`deb`, `deb-src`), suites and components of Debian's archive.
+    types: &'static str,
     suites: String,
     components: &'static str,
 }
@@ -52,13 +53,27 @@ impl Debs {
 
     /// Sets up apt as [`Self::open_components`], with other suites.
     pub fn open_suites(folder: &Path, suites: String, components: &'static str) -> Result<Self> {
+        Self::open_types(folder, "deb", suites, components)
+    }
+
+    /// Sets up apt for packages and source packages of other suites.
+    pub fn open_with_sources(folder: &Path, suites: String) -> Result<Self> {
+        Self::open_types(folder, "deb deb-src", suites, "main")
+    }
+
+    fn open_types(
+        folder: &Path,
+        types: &'static str,
+        suites: String,
+        components: &'static str,
+    ) -> Result<Self> {
         for sub in ["sources", "state/lists/partial", "cache/archives/partial", "log"] {
             let path = folder.join(sub);
             fs::create_dir_all(&path)
                 .with_context(|| format!("Cannot make the folder {}", path.display()))?;
         }
         fs::write(folder.join("status"), "")?;
-        let debs = Self { folder: folder.to_path_buf(), suites, components };
+        let debs = Self { folder: folder.to_path_buf(), types, suites, components };
         install_keyring()?;
         let mirror = host_mirror();
         let first = debs.update(mirror.as_deref().unwrap_or(DEFAULT_MIRROR));
@@ -71,9 +86,9 @@ impl Debs {
 
     fn update(&self, mirror: &str) -> Result<()> {
         let sources = format!(
-            "Types: deb\nURIs: {mirror}\nSuites: {}\n\
+            "Types: {}\nURIs: {mirror}\nSuites: {}\n\
              Components: {}\nArchitectures: amd64\nSigned-By: {KEYRING}\n",
-            self.suites, self.components
+            self.types, self.suites, self.components
         );
         fs::write(self.folder.join("sources/lab.sources"), sources)?;
         let mut command = self.apt("apt-get");
@@ -105,6 +120,16 @@ impl Debs {
         let mut command = self.apt("apt-get");
         command.current_dir(self.archives()).arg("download").args(packages);
         self.run(command).context("Cannot fetch packages").map(drop)
+    }
+
+    /// Fetches a source package and returns its upstream archive, not unpacked.
+    pub fn fetch_source(&self, package: &str) -> Result<PathBuf> {
+        let mut command = self.apt("apt-get");
+        command.current_dir(self.archives()).args(["source", "--download-only", package]);
+        self.run(command).context("Cannot fetch a source package")?;
+        let found = fs::read_dir(self.archives())?.filter_map(|entry| Some(entry.ok()?.path()));
+        let mut found = found.filter(|path| path.to_string_lossy().contains(".orig.tar"));
+        found.next().with_context(|| format!("{package} has no upstream archive"))
     }
 
     /// Returns the first dependency of a metapackage such as `linux-image-amd64`.

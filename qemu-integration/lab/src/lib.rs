@@ -11,7 +11,9 @@
 //! * [`vfio`]: a VM that is a host with an IOMMU; [`iommufd`]: its kernel with iommufd
 //! * [`booted`]: such a host with a Debian booted by systemd and Tessera's package
 //! * [`guest_driver`]: the guest's Linux module, compiled for Debian's kernels
-//! * [`machine`]: a fresh Debian machine with libvirt; [`checkers`]: Debian's package checkers
+//! * [`machine`]: a fresh Debian machine with libvirt; [`namespaces`]: what it runs in
+//! * [`checkers`]: Debian's package checkers
+//! * [`kube`]: a Kubernetes cluster of one node
 //! * [`place`]: a workspace, or a [`bundle`] with all files
 //! * [`build`]: Tessera's programs, built by cargo; [`nvcc`]: machine code for GPUs; [`host`]:
 //!   `vgpud`, controlled by `vgpuctl`
@@ -45,9 +47,11 @@ pub mod host;
 pub mod initramfs;
 pub mod iommufd;
 pub mod kernel;
+pub mod kube;
 pub mod kvm;
 pub mod machine;
 pub mod mdevctl;
+pub mod namespaces;
 pub mod nvcc;
 pub mod ovmf;
 pub mod picture;

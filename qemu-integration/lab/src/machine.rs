@@ -5,27 +5,23 @@
 //! network is isolated; all processes end with its first process. The kernel is the host's.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::ops::Deref;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use nix::sys::signal::Signal;
-use nix::unistd::Pid;
 
-use crate::cleanup::{Process, Scratch};
+use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
-use crate::guest::Output;
+use crate::namespaces::{Cgroups, NAMESPACES, Namespaces};
 use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
 
 /// Version of the prepared root's contents.
 const LAYOUT: &str = "debian-1";
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// Default timeout of a command.
-const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 
 /// Installed packages. QEMU is from backports, as the documentation recommends; the rest is from
 /// the release.
@@ -46,10 +42,6 @@ const PACKAGES: [&str; 15] = [
     "libvirt-daemon-system",
     "libvirt-clients",
 ];
-
-/// Options of unshare: namespaces of a machine, whose processes end with their creator.
-pub(crate) const NAMESPACES: [&str; 8] =
-    ["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"];
 
 /// Capabilities dropped in a machine, because modules, clock and memory are the host's.
 const FORBIDDEN: &str = "-sys_module,-sys_time,-sys_rawio,-mac_admin,-mac_override";
@@ -113,56 +105,15 @@ exec env -i container=lab PATH=/usr/sbin:/usr/bin:/sbin:/bin \
 /// Running machine, removed when dropped.
 #[derive(Debug)]
 pub struct Machine {
-    // Dropped before the folders, which the process uses.
-    _process: Process,
-    /// Host process id of the machine's first process.
-    init: i32,
-    _cgroup: Option<Cgroup>,
-    _scratch: Scratch,
+    namespaces: Namespaces,
 }
 
-/// Folder for the machine's control groups, removed when dropped.
-#[derive(Debug)]
-struct Cgroup(PathBuf);
+impl Deref for Machine {
+    type Target = Namespaces;
 
-impl Cgroup {
-    /// Creates a group below the group of this process. Returns none if the host has no cgroups.
-    fn new() -> Option<Self> {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let mounts = fs::read_to_string("/proc/self/mounts").ok()?;
-        let mount = mounts.lines().find_map(|line| {
-            let mut words = line.split(' ').skip(1);
-            let (at, kind) = (words.next()?, words.next()?);
-            (kind == "cgroup2").then(|| PathBuf::from(at))
-        })?;
-        let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-        let ours = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
-        let folder = mount.join(ours).join(format!("tessera-lab-{}", std::process::id()));
-        let folder = folder.with_extension(NUMBER.fetch_add(1, Ordering::Relaxed).to_string());
-        fs::create_dir_all(&folder).ok()?;
-        Some(Self(folder))
+    fn deref(&self) -> &Namespaces {
+        &self.namespaces
     }
-}
-
-impl Drop for Cgroup {
-    fn drop(&mut self) {
-        // A group can be removed only shortly after its last process has ended.
-        let deadline = Instant::now() + START_LIMIT;
-        while remove_groups(&self.0).is_err() && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-/// Removes control groups from the leaves up. Their files disappear with them.
-fn remove_groups(folder: &Path) -> std::io::Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            remove_groups(&entry.path())?;
-        }
-    }
-    fs::remove_dir(folder)
 }
 
 impl Machine {
@@ -197,31 +148,9 @@ impl Machine {
     /// Starts a machine; the first start fetches and installs packages.
     pub fn start(progress: &Progress) -> Result<Self> {
         let root = prepared(progress)?;
-        let scratch = Scratch::new()?;
-        fs::create_dir(scratch.path().join("machine"))?;
-        let errors = scratch.path().join("errors");
-        let cgroup = Cgroup::new();
-        let procs = cgroup.as_ref().map(|cgroup| cgroup.0.join("cgroup.procs"));
-        // Joins the group first: the cgroup namespace is rooted at the group of its first process.
-        let mut command = Command::new("sh");
-        command.args(["-c", r#"echo $$ > "$0"; exec "$@""#]);
-        command.arg(procs.unwrap_or_else(|| "/dev/null".into()));
-        command.arg("unshare").args(NAMESPACES).args(["sh", "-c", BOOT, "sh"]);
-        command.arg(&root).arg(scratch.path()).arg(FORBIDDEN);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&errors)?);
-        let mut process = Process::spawn(command, Signal::SIGKILL)?;
         let deadline = Instant::now() + START_LIMIT;
-        let init = loop {
-            if let Ok(pid) = fs::read_to_string(scratch.path().join("pid")) {
-                break pid.trim().parse()?;
-            }
-            if process.try_wait()?.is_some() || Instant::now() > deadline {
-                let errors = fs::read_to_string(&errors).unwrap_or_default();
-                bail!("The Debian machine did not start: {}", errors.trim());
-            }
-            thread::sleep(Duration::from_millis(5));
-        };
-        let machine = Self { _process: process, init, _cgroup: cgroup, _scratch: scratch };
+        let namespaces = Namespaces::start(BOOT, &root, &[FORBIDDEN], Cgroups::unified())?;
+        let machine = Self { namespaces };
         while !machine.is_up()? {
             if Instant::now() > deadline {
                 bail!(
@@ -238,68 +167,6 @@ impl Machine {
     fn is_up(&self) -> Result<bool> {
         let state = self.run("systemctl is-system-running --wait")?;
         Ok(matches!(state.stdout.trim(), "running" | "degraded"))
-    }
-
-    /// Returns the host's path of a file or socket in the machine.
-    pub fn path(&self, inside: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/root{inside}", self.init))
-    }
-
-    /// Copies a file into the machine.
-    pub fn install(&self, file: &Path, inside: &str) -> Result<()> {
-        let target = self.path(inside);
-        fs::create_dir_all(target.parent().unwrap_or(&target))?;
-        fs::copy(file, &target)
-            .with_context(|| format!("Cannot copy {} into the machine", file.display()))?;
-        Ok(())
-    }
-
-    /// Writes a file in the machine.
-    pub fn write(&self, inside: &str, text: &str) -> Result<()> {
-        let target = self.path(inside);
-        fs::create_dir_all(target.parent().unwrap_or(&target))?;
-        fs::write(&target, text).with_context(|| format!("Cannot write {inside} of the machine"))
-    }
-
-    /// Reads a file in the machine; returns an empty text if the file does not exist.
-    pub fn read(&self, inside: &str) -> String {
-        let bytes = fs::read(self.path(inside)).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
-    }
-
-    /// Runs a shell script as the machine's root and returns any status. Background processes must
-    /// not keep its output open.
-    pub fn run(&self, script: &str) -> Result<Output> {
-        self.run_within(script, COMMAND_LIMIT)
-    }
-
-    /// Runs a shell script with a given timeout.
-    pub fn run_within(&self, script: &str, limit: Duration) -> Result<Output> {
-        let mut command = Command::new("nsenter");
-        command.arg(format!("--target={}", self.init));
-        command.args(["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--root", "--wd"]);
-        command.args(["timeout", "-k", "5", &limit.as_secs().to_string(), "sh", "-c", script]);
-        command.env_clear().envs([
-            ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
-            ("HOME", "/root"),
-            ("LC_ALL", "C.UTF-8"),
-            ("DEBIAN_FRONTEND", "noninteractive"),
-        ]);
-        Ok(command.stdin(Stdio::null()).output().context("Cannot run nsenter")?.into())
-    }
-
-    /// Runs a shell script that must succeed and returns its output.
-    pub fn sh(&self, script: &str) -> Result<String> {
-        let Output { status, stdout, stderr } = self.run(script)?;
-        if status != 0 {
-            bail!("`{script}` failed with {status}: {}{}", stdout, stderr.trim());
-        }
-        Ok(stdout)
-    }
-
-    /// Returns the host process id of the machine's first process.
-    pub fn init(&self) -> Pid {
-        Pid::from_raw(self.init)
     }
 }
 

@@ -65,6 +65,27 @@ enum Task {
         /// hot-unplugs and 100 restores in VMs, and 1,000 dead workers
         kind: Option<String>,
     },
+    /// Run the tests with a Kubernetes cluster of one node, made of Debian's packages. The first run
+    /// compiles Kubernetes, which takes some ten minutes; later ones, also of `test`, find it cached
+    Kube {
+        /// Kill each process of the node N times
+        #[arg(long, value_name = "N", default_value_t = 20, conflicts_with = "kubeconfig")]
+        kills: u32,
+        /// Run pods on the cluster of this configuration instead. Its nodes run vgpud and vgpu-kube,
+        /// and offer tessera.io/soft-2c
+        #[arg(long, value_name = "FILE", requires = "image")]
+        kubeconfig: Option<PathBuf>,
+        /// Image of these pods; --write-image makes it
+        #[arg(long, value_name = "NAME", requires = "kubeconfig")]
+        image: Option<String>,
+        /// Write the image of the tests' pods to FILE, for `docker load` or `ctr images import`, and
+        /// run nothing
+        #[arg(long, value_name = "FILE", conflicts_with = "kubeconfig")]
+        write_image: Option<PathBuf>,
+        /// Compile Kubernetes if needed, and run nothing
+        #[arg(long, conflicts_with_all = ["kubeconfig", "write_image"])]
+        prepare: bool,
+    },
     /// Run all benchmarks, or the benchmark of this name
     Bench {
         /// Name of a benchmark in the tests crate
@@ -146,6 +167,17 @@ fn run(task: Task) -> Result<bool> {
         Task::Test { kind: Some(name) } if name == "endurance" => Ok(test::endurance().failed == 0),
         Task::Test { kind: Some(name) } => bench::hardware_tests(&name).map(|()| true),
         Task::Test { kind: None } => Ok(test::run().failed == 0),
+        Task::Kube { prepare: true, .. } => {
+            lab::kube::Kubernetes::open(&Progress::new()).map(|_| true)
+        }
+        Task::Kube { kills, kubeconfig, image, write_image, prepare: false } => {
+            let cluster = match (kubeconfig, image, write_image) {
+                (Some(config), Some(image), _) => test::KubeCluster::Users { config, image },
+                (_, _, Some(file)) => test::KubeCluster::Image { file },
+                _ => test::KubeCluster::Lab { kills },
+            };
+            Ok(test::kube(&cluster)?.failed == 0)
+        }
         Task::Bench { name, args } => bench::run(name.as_deref(), &args).map(|()| true),
         Task::Bundle { out, dev, no_benchmark } => {
             let profile = if dev { Profile::Dev } else { Profile::Release };

@@ -9,7 +9,7 @@
 //! with VMs do not keep all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use anyhow::{Context, Result};
 use crate::Lab;
 use crate::build::{self, cargo, cargo_in_background};
 use crate::heartbeat::{Heartbeat, INTERVAL};
+use crate::kube::{self, Kubernetes};
 use crate::kvm;
 use crate::progress::{self, Progress};
 
@@ -32,11 +33,12 @@ pub use self::tally::Tally;
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
 /// They run without other load, one test at a time.
-const MEASURED: [&str; 7] = [
+const MEASURED: [&str; 8] = [
     "vendor-backends/limits",
     "vendor-backends/nvidia",
     "vendor-backends/soft",
     "system-tests/guest",
+    "system-tests/kube/shares",
     "system-tests/shares",
     "system-tests/qemu/bundle",
     "system-tests/vfio/shares",
@@ -101,6 +103,54 @@ pub fn endurance() -> Tally {
         report.section(&title, || job.run(&mut std::io::stdout()));
     }
     report.summary()
+}
+
+/// Runs the tests with a Kubernetes cluster, the lab's or the user's. Returns the total.
+pub fn kube(cluster: &KubeCluster) -> Result<Tally> {
+    let mut command = cargo();
+    command.args(["test", "--quiet", "--package", "system-tests", "--test", "kube", "--"]);
+    command.args(["--ignored", "--nocapture", "--test-threads=1"]);
+    match cluster {
+        KubeCluster::Lab { kills } => {
+            Kubernetes::open(&Progress::new())?;
+            command.args(["--skip", "users_cluster::", "--skip", "inside::"]);
+            command.env(kube::KILLS_VARIABLE, kills.to_string());
+        }
+        KubeCluster::Users { config, image } => {
+            let config = std::path::absolute(config)?;
+            command.arg("users_cluster::pods").env(kube::CONFIG_VARIABLE, config);
+            command.env(kube::IMAGE_VARIABLE, image);
+        }
+        KubeCluster::Image { file } => {
+            command.arg("users_cluster::image");
+            command.env(kube::IMAGE_FILE_VARIABLE, std::path::absolute(file)?);
+        }
+    }
+    let tally = Job::new("Kubernetes", command).run(&mut std::io::stdout())?;
+    println!("\n{tally}");
+    Ok(tally)
+}
+
+/// Cluster for the tests with Kubernetes.
+#[derive(Clone, Debug)]
+pub enum KubeCluster {
+    /// The lab's; each process is killed this number of times.
+    Lab {
+        /// Number of deaths.
+        kills: u32,
+    },
+    /// The user's.
+    Users {
+        /// Configuration of kubectl.
+        config: PathBuf,
+        /// Image with the tests' program.
+        image: String,
+    },
+    /// None: writes the image for the user's cluster.
+    Image {
+        /// The image, as `docker load` and `ctr images import` read it.
+        file: PathBuf,
+    },
 }
 
 /// Returns the job that looks for faults that clippy knows.

@@ -4,8 +4,7 @@ use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-
-use crate::driver_api::{Cuda, FillParams, ILLEGAL_ADDRESS, IpcHandle, OUT_OF_MEMORY, ok};
+use system_tests::driver_api::{Cuda, FillParams, ILLEGAL_ADDRESS, IpcHandle, OUT_OF_MEMORY, ok};
 
 /// Environment variable that is set in programs on a vGPU.
 pub const MARK: &str = "TESSERA_TEST_INSIDE";

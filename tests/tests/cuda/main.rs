@@ -1,7 +1,6 @@
 //! CUDA programs on vGPUs of the software GPU, with NVIDIA's own libcuda.
 //!
 //! * `containers`: programs in namespaces of their own
-//! * `driver_api`: libcuda
 //! * `in_vm`: the same programs in a VM
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
@@ -12,7 +11,6 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod containers;
-mod driver_api;
 mod endurance;
 mod fairness;
 mod in_vm;

@@ -1,0 +1,202 @@
+//! Resource claims: published at the real apiserver, prepared by kubelet's calls, and given to the
+//! real containerd by their files of the Container Device Interface.
+//!
+//! The lab's scheduler and kubelet are too old for claims. The tests allocate a claim as a scheduler
+//! would, and call the driver and containerd as a kubelet would.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use lab::kube::cluster::NODE;
+use serde_json::{Value, json};
+use vgpu_kube::grpc;
+use vgpu_kube::proto::dra::v1;
+
+use crate::cri::{Container, Runtime};
+use crate::inside::MARK;
+use crate::lab_cluster::{LabCluster, TEST_IMAGE};
+use crate::pods::USER;
+
+const DRIVER: &str = "gpu.tessera.dev";
+const SOCKET: &str = "/var/lib/kubelet/plugins/gpu.tessera.dev/dra.sock";
+const CONTAINERD: &str = "/run/containerd/containerd.sock";
+/// Largest difference between a claim's share and the share measured, in points.
+const MARGIN: f64 = 2.0;
+
+/// A claim of the apiserver, allocated to this node's GPU.
+fn allocate(lab: &LabCluster, name: &str, core: u32) -> Result<v1::Claim> {
+    let kubectl = lab.cluster.kubectl();
+    let container = json!({ "name": "main", "image": TEST_IMAGE });
+    kubectl.apply(&json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name },
+        "spec": {
+            "schedulerName": "none", "securityContext": { "runAsUser": USER },
+            "containers": [container], "automountServiceAccountToken": false,
+        },
+    }))?;
+    let pod = kubectl.get(&["pod", name])?;
+    let claim = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": { "name": name },
+        "spec": { "devices": { "requests": [{ "name": "vgpu" }] } },
+    });
+    kubectl.apply(&claim)?;
+    let share = json!({
+        "driver": DRIVER, "pool": NODE, "device": "soft0", "request": "vgpu",
+        "shareID": format!("share-{name}"),
+        "consumedCapacity": { "core": core.to_string(), "vram": "2Gi" },
+    });
+    let status = json!({ "status": {
+        "allocation": { "devices": { "results": [share] } },
+        "reservedFor": [{ "resource": "pods", "name": name, "uid": pod["metadata"]["uid"] }],
+    }});
+    let plural = "resourceclaims.resource.k8s.io";
+    let patch = status.to_string();
+    kubectl.run(&["patch", plural, name, "--subresource=status", "--type=merge", "-p", &patch])?;
+    let claim = kubectl.get(&[plural, name])?;
+    let uid = claim["metadata"]["uid"].as_str().context("A claim without uid")?;
+    Ok(v1::Claim { namespace: "default".into(), name: name.into(), uid: uid.into() })
+}
+
+/// Prepares a claim, as kubelet does, and returns its device for the container runtime.
+async fn prepare(lab: &LabCluster, claim: &v1::Claim) -> Result<Vec<String>> {
+    let channel = grpc::connect(&lab.cluster.node().path(SOCKET)).await?;
+    let mut client = v1::dra_plugin_client::DraPluginClient::new(channel);
+    let request = v1::NodePrepareResourcesRequest { claims: vec![claim.clone()] };
+    let mut answer = client.node_prepare_resources(request).await?.into_inner();
+    let prepared = answer.claims.remove(&claim.uid).context("No answer for the claim")?;
+    ensure!(prepared.error.is_empty(), "{}", prepared.error);
+    Ok(prepared.devices.into_iter().flat_map(|device| device.cdi_device_ids).collect())
+}
+
+async fn unprepare(lab: &LabCluster, claim: &v1::Claim) -> Result<()> {
+    let channel = grpc::connect(&lab.cluster.node().path(SOCKET)).await?;
+    let mut client = v1::dra_plugin_client::DraPluginClient::new(channel);
+    let request = v1::NodeUnprepareResourcesRequest { claims: vec![claim.clone()] };
+    let mut answer = client.node_unprepare_resources(request).await?.into_inner();
+    let error = answer.claims.remove(&claim.uid).context("No answer for the claim")?.error;
+    ensure!(error.is_empty(), "{error}");
+    Ok(())
+}
+
+/// Runs one of [`crate::inside`] in a container with these devices. Returns exit status and output.
+async fn run(
+    lab: &LabCluster,
+    name: &str,
+    program: &str,
+    limit: &str,
+    devices: &[String],
+) -> Result<(i32, String)> {
+    let node = lab.cluster.node();
+    let runtime = Runtime::connect(&node.path(CONTAINERD)).await?;
+    let test = format!("inside::{program}");
+    let command = ["/bin/timeout", limit, "/program", "--exact", &test, "--ignored", "--nocapture"];
+    let container = Container {
+        name,
+        image: TEST_IMAGE,
+        command: &command,
+        variables: &[(MARK, "1")],
+        user: USER,
+        devices,
+    };
+    let logs = format!("/var/log/cri/{name}");
+    std::fs::create_dir_all(node.path(&logs))?;
+    let status = runtime.run(&container, &logs).await?;
+    Ok((status, node.read(&format!("{logs}/main.log"))))
+}
+
+#[tokio::test]
+#[ignore = "runs a Kubernetes cluster"]
+async fn containers_get_the_vgpus_and_shares_of_their_claims() -> Result<()> {
+    let Some(lab) = LabCluster::start()? else { return Ok(()) };
+    lab.cluster
+        .node()
+        .wait_for("the driver listens", || Ok(lab.cluster.node().path(SOCKET).exists()))?;
+    published(&lab)?;
+
+    let claims = [("most", 70), ("rest", 30)].map(|(name, core)| allocate(&lab, name, core));
+    let [most, rest] = claims;
+    let (most, rest) = (most?, rest?);
+    let (first, second) = (prepare(&lab, &most).await?, prepare(&lab, &rest).await?);
+    ensure!(first.len() == 1 && second.len() == 1 && first != second, "{first:?} {second:?}");
+    let again = prepare(&lab, &most).await?;
+    ensure!(again == first, "Prepared again, the claim has {again:?} instead of {first:?}");
+
+    let (status, output) = run(&lab, "around", "cannot_get_around_its_vgpu", "30", &first).await?;
+    ensure!(status == 0 && output.contains("1 passed"), "{status}: {output}");
+    let (status, output) = run(&lab, "without", "sees_no_gpu", "30", &[]).await?;
+    ensure!(status == 0 && output.contains("1 passed"), "{status}: {output}");
+
+    let (one, other) = tokio::try_join!(
+        run(&lab, "one", "computes", "9", &first),
+        run(&lab, "other", "computes", "9", &second),
+    )?;
+    let share =
+        share_of_first(&one.1, &other.1).with_context(|| format!("{}\n{}", one.1, other.1))?;
+    println!("claims of 70 and 30: {share:.1} %");
+    ensure!((share - 70.0).abs() <= MARGIN, "claims of 70 and 30: {share:.1} %");
+
+    for claim in [&most, &rest] {
+        unprepare(&lab, claim).await?;
+        unprepare(&lab, claim).await?;
+    }
+    lab.wait_until_nothing_is_left()
+}
+
+/// Checks that the node's GPU is published at the apiserver, also after the slice was deleted.
+fn published(lab: &LabCluster) -> Result<()> {
+    let kubectl = lab.cluster.kubectl();
+    let slice = || -> Result<Option<Value>> {
+        let all = kubectl.get(&["resourceslices.resource.k8s.io"])?;
+        let slices = all["items"].as_array().cloned().unwrap_or_default();
+        Ok(slices.into_iter().find(|slice| slice["spec"]["driver"] == DRIVER))
+    };
+    let node = lab.cluster.node();
+    node.wait_for("the slice is published", || Ok(slice()?.is_some()))?;
+    let found = slice()?.context("No slice")?;
+    let device = &found["spec"]["devices"][0];
+    ensure!(found["spec"]["nodeName"] == NODE && device["name"] == "soft0", "{found}");
+    ensure!(device["allowMultipleAllocations"] == true, "{device}");
+    ensure!(device["capacity"]["core"]["value"] == "100", "{device}");
+    let uid = found["metadata"]["uid"].clone();
+    kubectl.run(&["delete", "resourceslices.resource.k8s.io", "--all"])?;
+    node.wait_for("the slice is published again", || {
+        Ok(slice()?.is_some_and(|slice| slice["metadata"]["uid"] != uid))
+    })
+}
+
+/// Returns the first container's part of the work of both, in percent, while both worked.
+///
+/// A line of a log begins with its time: `2026-11-25T16:02:10.123456789Z stdout F round 7 0.912`.
+fn share_of_first(first: &str, second: &str) -> Result<f64> {
+    /// Time after the start of the second, in which both reach their shares.
+    const SETTLE: Duration = Duration::from_millis(1500);
+    let rounds = |log: &str| -> Vec<(f64, f64)> {
+        let lines = log.lines().filter_map(|line| {
+            let (time, line) = line.split_once(' ')?;
+            let mut words = line.strip_prefix("stdout F round ")?.split(' ');
+            Some((seconds(time)?, words.next()?.parse().ok()?))
+        });
+        lines.collect()
+    };
+    let both = [rounds(first), rounds(second)];
+    let ends = both.iter().map(|rounds| Some((rounds.first()?.0, rounds.last()?.0)));
+    let ends = ends.collect::<Option<Vec<_>>>().context("No rounds")?;
+    let begin = ends[0].0.max(ends[1].0) + SETTLE.as_secs_f64();
+    let end = ends[0].1.min(ends[1].1);
+    let rates = both.iter().map(|rounds| {
+        let mut meanwhile = rounds.iter().filter(|(time, _)| (begin..=end).contains(time));
+        let first = meanwhile.next()?;
+        let last = meanwhile.next_back()?;
+        Some((last.1 - first.1) / (last.0 - first.0))
+    });
+    let rates = rates.collect::<Option<Vec<_>>>().context("Too few rounds at the same time")?;
+    Ok(rates[0] * 100.0 / (rates[0] + rates[1]))
+}
+
+/// Returns the second of the day of a time such as `2026-11-25T16:02:10.123456789Z`.
+fn seconds(time: &str) -> Option<f64> {
+    let clock = time.split_once('T')?.1.trim_end_matches('Z');
+    let numbers: Vec<f64> = clock.split(':').map_while(|word| word.parse().ok()).collect();
+    let [hours, minutes, seconds] = numbers[..] else { return None };
+    Some((hours * 60.0 + minutes) * 60.0 + seconds)
+}
