@@ -108,7 +108,7 @@ enum Task {
         no_benchmark: bool,
     },
     /// Build the Debian packages: for hosts, vgpud, vgpuctl, their units, manual pages and completions;
-    /// for VMs, vgpu-guest and the Linux module's source
+    /// for nodes of Kubernetes, vgpu-kube; for VMs, vgpu-guest and the Linux module's source
     Deb {
         /// Folder for the packages
         #[arg(long, value_name = "DIR", default_value = "lab-out")]
