@@ -106,7 +106,7 @@ impl LabCluster {
             let text = state["status"]["allocatable"][RESOURCE].as_str().unwrap_or("0");
             Ok(text.parse() == Ok(room))
         });
-        offered.with_context(|| node.log("vgpu-kube"))
+        offered.with_context(|| format!("{}\n{}", node.log("vgpu-kube"), node.log("kubelet")))
     }
 
     /// Returns the vGPUs that run.
@@ -164,5 +164,7 @@ fn kubernetes() -> Result<Option<Kubernetes>> {
 pub fn write_test_image(busybox: &Path, to: &Path) -> Result<()> {
     let mut image = Image::new(TEST_IMAGE, busybox)?;
     image.add_program(&std::env::current_exe()?, "/program")?;
+    // libcuda itself is the node's.
+    image.add_libraries(&CudaLibraries::open(&Progress::new())?.folder().join("libcuda.so.1"))?;
     image.write(to)
 }

@@ -69,7 +69,12 @@ impl Image {
     /// Adds a dynamically linked program and its libraries, at the libraries' paths on this machine.
     pub fn add_program(&mut self, program: &Path, inside: &str) -> Result<()> {
         self.add(program, inside)?;
-        for library in libraries(program)? {
+        self.add_libraries(program)
+    }
+
+    /// Adds the libraries that a program or library needs, at their paths on this machine.
+    pub fn add_libraries(&mut self, of: &Path) -> Result<()> {
+        for library in libraries(of)? {
             self.add(&library, &library.to_string_lossy())?;
         }
         Ok(())
