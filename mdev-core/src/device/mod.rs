@@ -43,7 +43,7 @@ pub use function::VirtualFunction;
 pub use handover::Handover;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
-pub use running::RunningFunction;
+pub use running::{Descriptor, RunningFunction};
 pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};
 pub use saved_stream::{Incoming, IncomingError, Outgoing};
 pub use state::{SavedFunction, StateError};
