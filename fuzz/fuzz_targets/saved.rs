@@ -106,7 +106,11 @@ fn read_stream(bytes: &[u8]) {
                 end = offset + data.len() as u64;
             }
             Part::End => break,
-            Part::State(_) | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {}
+            Part::State(_)
+            | Part::Guest { .. }
+            | Part::Next(_)
+            | Part::Domain(_)
+            | Part::Machine(_) => {}
         }
     }
 }

@@ -4,11 +4,14 @@ mod advice;
 mod map;
 mod running;
 mod shared;
+mod written;
 
 pub use advice::ImportLimits;
 use map::{Map, SharedRegion};
 pub use running::RunningMap;
 pub use shared::SharedGuestMemory;
+pub use written::NotRecorded;
+use written::WriteLog;
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -88,6 +91,8 @@ pub struct GuestMemory {
     missed: Option<u64>,
     /// Number of changes of the mappings and their imports.
     generation: u64,
+    /// Record of the device's writes, if there is one.
+    log: Option<WriteLog>,
 }
 
 /// Part of one mapping.
@@ -182,7 +187,7 @@ impl GuestMemory {
         for (iova, map) in &mut maps {
             self.forget(client, *iova, map);
         }
-        self.missed = None;
+        (self.missed, self.log) = (None, None);
         maps.values().fold(0, |sum, map| sum.saturating_add(map.size))
     }
 
@@ -196,6 +201,9 @@ impl GuestMemory {
     }
 
     fn forget(&mut self, client: &mut dyn Client, iova: u64, map: &mut Map) {
+        if let Some(log) = &mut self.log {
+            log.note_removal(map);
+        }
         if map.release(client, iova) {
             self.imported = self.imported.saturating_sub(map.size);
         }
@@ -220,9 +228,16 @@ impl GuestMemory {
     /// Writes guest memory completely or fails.
     pub fn write(&mut self, address: GuestPa, data: &[u8]) -> Result<(), Unreachable> {
         let segments = self.segments(address, data.len() as u64, DmaAccess::WRITE)?;
+        self.note_written(address, data.len() as u64);
         let written = self.shared.write_slice(data, GuestAddress(address.0));
         self.withdraw_truncated(&segments)?;
         written.map_err(|_| Unreachable(address))
+    }
+
+    fn note_written(&mut self, address: GuestPa, len: u64) {
+        if let Some(log) = &mut self.log {
+            log.note_own(address.0, len);
+        }
     }
 
     /// Unmaps files that were found truncated. Their mappings stay recorded, and imported.
@@ -298,6 +313,9 @@ impl GuestMemory {
             writable: map.access.contains(DmaAccess::WRITE),
         })?;
         map.import = Some(memory);
+        if let Some(log) = &mut self.log {
+            log.note_import(client, iova, map);
+        }
         self.generation += 1;
         self.imported += map.size;
         Ok(memory)

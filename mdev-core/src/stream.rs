@@ -8,7 +8,8 @@
 //!
 //! All numbers are little-endian. The chunks are one [`Head`], the state in pieces, video memory in
 //! ascending order without the parts that are zero, and an end with the number of all bytes before
-//! it. A saved VM has the same for each further vGPU, a libvirt domain's XML in pieces, and the
+//! it. Before video memory there can be guest memory, in ascending order, if the VM's memory was
+//! copied before the vGPU was paused. A saved VM has the same for each further vGPU, a libvirt domain's XML in pieces, and the
 //! machine's state in pieces before the end. A reader checks each chunk before it returns the chunk,
 //! and the order of the chunks; what it returned is valid as a whole only after the end.
 
@@ -24,12 +25,14 @@ mod tests;
 
 pub use self::memory_reader::MemoryReader;
 use self::order::Order;
-use crate::ids::VgpuId;
+use crate::ids::{GuestPa, VgpuId};
 
 /// First bytes of a stream.
 const MAGIC: [u8; 8] = *b"TSRVGPU\n";
 /// Version of the format. Incremented with every change that an older version cannot read.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
+/// Oldest version that is read.
+const OLDEST: u32 = 2;
 /// Longest data of a chunk, in bytes.
 pub const MAX_CHUNK: usize = 1 << 20;
 /// Longest state, in bytes.
@@ -54,6 +57,8 @@ mod kind {
     pub const MACHINE: u32 = 5;
     pub const NEXT: u32 = 6;
     pub const DOMAIN: u32 = 7;
+    /// Since version 3.
+    pub const GUEST: u32 = 8;
 }
 
 /// Description of the vGPU that was saved.
@@ -84,6 +89,13 @@ pub enum Part<'a> {
         /// Contents.
         data: &'a [u8],
     },
+    /// Guest memory that the vGPU has written while the VM's memory was copied.
+    Guest {
+        /// Guest-physical address.
+        address: GuestPa,
+        /// Contents.
+        data: &'a [u8],
+    },
     /// The next vGPU of a VM.
     Next(Head),
     /// Next bytes of the XML of the VM's libvirt domain.
@@ -101,7 +113,7 @@ pub enum StreamError {
     #[error("This is no saved vGPU")]
     Foreign,
     /// A version that this version of Tessera does not read.
-    #[error("The saved vGPU has format {0}; this version of Tessera reads format {VERSION}")]
+    #[error("The saved vGPU has format {0}; this version of Tessera reads {OLDEST} to {VERSION}")]
     Version(u32),
     /// The stream ends early.
     #[error("The saved vGPU is not complete: it was cut off")]
@@ -156,6 +168,12 @@ impl<W: Write> StreamWriter<W> {
         state.chunks(MAX_CHUNK).try_for_each(|piece| self.copy(&Part::State(piece)))
     }
 
+    /// Writes at most [`MAX_CHUNK`] bytes of guest memory, after the state and beyond what was
+    /// written before.
+    pub fn guest(&mut self, address: GuestPa, data: &[u8]) -> io::Result<()> {
+        self.chunk(kind::GUEST, address.0, data)
+    }
+
     /// Writes at most [`MAX_CHUNK`] bytes of video memory, beyond what was written before.
     pub fn memory(&mut self, offset: u64, data: &[u8]) -> io::Result<()> {
         self.chunk(kind::MEMORY, offset, data)
@@ -177,6 +195,7 @@ impl<W: Write> StreamWriter<W> {
                 Ok(())
             }
             Part::Memory { offset, data } => self.memory(*offset, data),
+            Part::Guest { address, data } => self.guest(*address, data),
             Part::Next(head) => self.next(head),
             Part::Domain(data) => {
                 self.chunk(kind::DOMAIN, self.domain_bytes, data)?;
@@ -267,7 +286,7 @@ fn check_start(start: &[u8; START]) -> Result<(), StreamError> {
         return Err(StreamError::Foreign);
     }
     match number(version) as u32 {
-        VERSION => Ok(()),
+        OLDEST..=VERSION => Ok(()),
         version => Err(StreamError::Version(version)),
     }
 }

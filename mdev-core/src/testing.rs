@@ -12,6 +12,7 @@ pub mod queue_driver;
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -24,7 +25,7 @@ use crate::device::Scanout;
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
-    SavedClient, Usage,
+    SavedClient, Usage, WrittenPages,
 };
 use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, SpaceId, Token, VgpuId};
 use crate::mem::{DmaAccess, GuestMemory};
@@ -48,6 +49,8 @@ pub struct Record {
     pub renewable: bool,
     pub lost: bool,
     pub paused: bool,
+    /// What the GPU has written to each import whose writes are recorded.
+    pub writes: Vec<Range<u64>>,
     /// Number of map calls before one fails.
     pub maps_left: Option<u32>,
     /// Fail each n-th call, except for calls that release resources.
@@ -136,6 +139,16 @@ impl Recorder {
     }
 }
 
+/// What the GPU of a [`Recorder`] has written.
+#[derive(Debug)]
+struct Writes(Shared);
+
+impl WrittenPages for Writes {
+    fn ranges(&self) -> Vec<Range<u64>> {
+        self.0.lock().unwrap().writes.clone()
+    }
+}
+
 impl Client for Recorder {
     fn spec(&self) -> &ClientSpec {
         &self.spec
@@ -156,6 +169,15 @@ impl Client for Recorder {
         let id = record.next;
         record.imports.insert(id, ram.len);
         Ok(MemoryId(id))
+    }
+
+    fn log_writes(
+        &mut self,
+        memory: MemoryId,
+        _len: u64,
+    ) -> Result<Box<dyn WrittenPages>, GpuError> {
+        drop(self.fallible_call(format!("log writes {}", memory.0))?);
+        Ok(Box::new(Writes(Arc::clone(&self.record))))
     }
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {

@@ -3,8 +3,8 @@
 //! `cargo bench -p system-tests --bench access`. The client sleeps while it waits, like a virtual CPU.
 //! The plain socket, with a process that sends each byte back, is the baseline. Then a process of the
 //! VM makes CUDA contexts, and the accesses meanwhile are measured. At last, workers are
-//! killed in the midst of accesses: the longest access is the interruption. With `TESSERA_PROGRAMS`
-//! another release's programs are measured.
+//! killed in the midst of accesses: the longest access is the interruption. A `vgpud` beside the
+//! benchmark's own file, such as that of another release, is measured instead.
 
 // Clippy recognizes only functions marked as tests.
 #![allow(clippy::unwrap_used)]

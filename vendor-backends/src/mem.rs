@@ -9,8 +9,8 @@ use std::fs::File;
 use std::io::{self, Seek, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::sigbus::held::Access;
@@ -19,6 +19,10 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MmapAdvise, madvise};
 use nix::unistd::ftruncate;
+
+mod write_log;
+
+pub use write_log::WriteLog;
 
 /// Length in bytes from which copies bypass the caches, as memcpy does.
 pub const STREAMING_BYTES: u64 = 4 << 20;
@@ -49,6 +53,9 @@ pub struct Mapping {
     writable: bool,
     /// Another process has the file, and can make accesses last.
     is_guests: bool,
+    /// Whether writes are recorded in `log`.
+    is_logged: AtomicBool,
+    log: RwLock<Option<WriteLog>>,
 }
 
 /// Bytes of a mapping during an access.
@@ -90,7 +97,8 @@ impl Mapping {
             // kernel may refuse the advice.
             let _ = unsafe { madvise(base, memory.len(), MmapAdvise::MADV_HUGEPAGE) };
         }
-        Arc::new(Self { memory, writable, is_guests })
+        let (is_logged, log) = (AtomicBool::new(false), RwLock::default());
+        Arc::new(Self { memory, writable, is_guests, is_logged, log })
     }
 
     /// Returns true once an access has found the file truncated.
@@ -130,7 +138,25 @@ impl Mapping {
     }
 
     fn at_for_write(&self, offset: u64, len: usize) -> Option<Place<'_>> {
-        if self.writable { self.at(offset, len) } else { None }
+        let place = if self.writable { self.at(offset, len)? } else { return None };
+        if self.is_logged.load(Ordering::Relaxed) {
+            self.note_write(offset, len as u64);
+        }
+        Some(place)
+    }
+
+    #[cold]
+    fn note_write(&self, offset: u64, len: u64) {
+        if let Some(log) = &*self.log.read().unwrap_or_else(PoisonError::into_inner) {
+            log.note(offset, len);
+        }
+    }
+
+    /// Records the pages that this process writes from now on, or ends that with `None`. No access of
+    /// this process may be in progress.
+    pub fn set_log(&self, log: Option<WriteLog>) {
+        self.is_logged.store(log.is_some(), Ordering::Relaxed);
+        *self.log.write().unwrap_or_else(PoisonError::into_inner) = log;
     }
 
     /// Copies bytes from the mapping. Returns `None` if the range is not inside.

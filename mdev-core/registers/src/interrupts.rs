@@ -92,7 +92,7 @@ pub struct Interrupts {
 /// INTx with VFIO's semantics: a level, masked by each delivery until the client unmasks it.
 #[derive(Debug, Default)]
 struct Intx {
-    has_trigger: bool,
+    trigger: Option<Arc<OwnedFd>>,
     unmask: Option<OwnedFd>,
     asserted: bool,
     masked: bool,
@@ -162,7 +162,7 @@ impl Interrupts {
         match index {
             IrqIndex::Intx => {
                 for event in events {
-                    self.intx.has_trigger = event.is_some();
+                    self.intx.trigger.clone_from(&event);
                     self.intx.masked = false;
                     self.set_line(INTX_LINE, event);
                 }
@@ -194,8 +194,8 @@ impl Interrupts {
 
     /// Signals and masks INTx if it is asserted and not masked.
     fn deliver_intx(&mut self) {
-        let Intx { has_trigger, asserted, masked, .. } = self.intx;
-        if has_trigger && asserted && !masked {
+        let Intx { ref trigger, asserted, masked, .. } = self.intx;
+        if trigger.is_some() && asserted && !masked {
             self.intx.masked = true;
             self.signal(INTX_LINE);
         }

@@ -15,6 +15,7 @@
 //! | `running` | state from which another process continues |
 //! | `saved` | saved vGPU: registers, address spaces, channels |
 //! | `handover` | another process of the VM attaches |
+//! | `written` | guest memory that the vGPU writes |
 //! | `saved_stream` | the same and video memory, as a stream in pieces |
 
 mod attachment;
@@ -34,6 +35,7 @@ mod saved;
 mod saved_stream;
 mod state;
 mod window;
+mod written;
 
 use serde::{Deserialize, Serialize};
 
@@ -43,10 +45,11 @@ pub use function::VirtualFunction;
 pub use handover::Handover;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
-pub use running::RunningFunction;
+pub use running::{Descriptor, RunningFunction};
 pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};
 pub use saved_stream::{Incoming, IncomingError, Outgoing};
 pub use state::{SavedFunction, StateError};
+pub use written::WrittenError;
 
 /// Specification of a virtual function, besides the resources of its
 /// [`Client`](crate::gpu::Client).

@@ -5,7 +5,7 @@
 //! bounded, and its values can harm that vGPU only.
 
 use std::borrow::Cow;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use pci_registers::interrupts::{InterruptState, IrqEvent};
 use serde::{Deserialize, Serialize};
@@ -15,6 +15,7 @@ use super::{Scanout, Traps, VirtualFunction};
 #[cfg(doc)]
 use crate::gpu::Client;
 use crate::gpu::{GpuError, KeptDescriptor};
+use crate::ids::GuestPa;
 use crate::mem::RunningMap;
 
 /// State of a running function without guest memory.
@@ -45,6 +46,15 @@ pub(super) struct RunningDisplay<'a> {
     pub registers: Cow<'a, [u8]>,
     pub attribute_data: bool,
     pub retrace: u32,
+}
+
+/// What a descriptor of the client is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Descriptor {
+    /// Guest memory at an address.
+    Memory(GuestPa),
+    /// An interrupt.
+    Event(IrqEvent),
 }
 
 impl VirtualFunction {
@@ -92,6 +102,13 @@ impl VirtualFunction {
     /// Returns the mappings of guest memory.
     pub fn running_memory(&self) -> Vec<RunningMap> {
         self.memory.lock().running()
+    }
+
+    /// Passes on the client's descriptors that [`Self::resume_running`] takes.
+    pub fn descriptors(&self, mut keep: impl FnMut(Descriptor, BorrowedFd<'_>)) {
+        let memory = self.memory.lock();
+        memory.files().for_each(|(address, file)| keep(Descriptor::Memory(address), file));
+        self.irq.events().for_each(|(event, fd)| keep(Descriptor::Event(event), fd));
     }
 
     /// Notes that [`Self::running`] and [`Self::running_memory`] are recorded.

@@ -120,7 +120,7 @@ impl Incoming {
         while let Some(part) = parser.next_part()? {
             match part {
                 Part::State(data) => state.extend_from_slice(data),
-                Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
+                Part::Guest { .. } | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
                     return Err(IncomingError::Type);
                 }
                 Part::Memory { .. } | Part::End if memory.is_none() => {

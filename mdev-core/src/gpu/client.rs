@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -199,6 +200,13 @@ pub trait DoorbellWatch: Send + Sync + fmt::Debug {
     fn resume(&self);
 }
 
+/// Pages of imported guest memory that a GPU has written.
+pub trait WrittenPages: Send + fmt::Debug {
+    /// Returns the ranges of bytes in the import, in ascending order and in whole pages. The client
+    /// must be paused, so that none is missing.
+    fn ranges(&self) -> Vec<Range<u64>>;
+}
+
 /// A worker's handle of one vGPU on a GPU: a partition, address spaces, and channels.
 pub trait Client: Send + fmt::Debug {
     /// Returns the granted resources.
@@ -370,6 +378,21 @@ pub trait Client: Send + fmt::Debug {
     /// Destroys all channels, mappings and created address spaces, and keeps imports and video
     /// memory, for a function-level reset or a reboot of the guest.
     fn reset(&mut self) -> Result<(), GpuError>;
+
+    /// Records from now on which pages of imported guest memory, of `len` bytes, the GPU writes. A
+    /// second call begins anew.
+    fn log_writes(
+        &mut self,
+        _memory: MemoryId,
+        _len: u64,
+    ) -> Result<Box<dyn WrittenPages>, GpuError> {
+        Err(GpuError::Unsupported("recording its writes"))
+    }
+
+    /// Ends [`Client::log_writes`].
+    fn end_log(&mut self, _memory: MemoryId) -> Result<(), GpuError> {
+        Ok(())
+    }
 
     /// Stops the work of all channels between two accesses of memory. On the return, and until
     /// [`Client::resume`], nothing of the client reads or writes memory. [`Client::reset`] and

@@ -1,6 +1,6 @@
 //! Guest memory of a running VM, for a process that continues with it.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +38,12 @@ impl GuestMemory {
             import: map.import,
         });
         maps.collect()
+    }
+
+    /// Returns the files of the mappings, with their addresses.
+    pub fn files(&self) -> impl Iterator<Item = (GuestPa, BorrowedFd<'_>)> {
+        let files = self.maps.iter().map(|(start, map)| (*start, map.file.as_ref()));
+        files.filter_map(|(start, file)| Some((GuestPa(start), file?.0.as_fd())))
     }
 
     /// Continues with the mappings of another process and their files. A mapping that cannot be made

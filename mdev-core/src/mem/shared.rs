@@ -31,6 +31,7 @@ impl GuestMemory {
     /// Stores an aligned word. The guest sees accesses before it when it sees the word.
     pub fn store_u32(&mut self, address: GuestPa, value: u32) -> Result<(), Unreachable> {
         let segments = self.segments(address, 4, DmaAccess::WRITE)?;
+        self.note_written(address, 4);
         let stored = self.shared.store(value, GuestAddress(address.0), Ordering::Release);
         self.withdraw_truncated(&segments)?;
         stored.map_err(|_| Unreachable(address))

@@ -1,6 +1,7 @@
 //! Order of the chunks of a stream.
 
 use super::{ChunkHeader, Head, MAX_DOMAIN, MAX_STATE, MAX_VGPUS, Part, StreamError, kind};
+use crate::ids::GuestPa;
 
 /// Damage of a stream whose parts come in an impossible order.
 const DISORDER: &str = "its parts are not in order";
@@ -9,6 +10,8 @@ const DISORDER: &str = "its parts are not in order";
 #[derive(Debug, Default)]
 pub(super) struct Order {
     state_bytes: u64,
+    /// End of the guest memory that was read. `None` before the first.
+    guest_end: Option<u64>,
     /// End of the video memory that was read. `None` before the first.
     memory_end: Option<u64>,
     /// Bytes of the domain's XML. `None` before the first.
@@ -26,6 +29,7 @@ pub(super) struct Order {
 pub(super) enum PartKind {
     State,
     Memory { offset: u64 },
+    Guest { address: u64 },
     Next,
     Domain,
     Machine,
@@ -46,8 +50,12 @@ impl Order {
     fn begin_vgpu(&mut self, head: &Head) {
         self.vram_bytes = head.vram_bytes;
         self.state_bytes = 0;
-        self.memory_end = None;
+        (self.guest_end, self.memory_end) = (None, None);
         self.vgpus += 1;
+    }
+
+    fn is_in_state(&self) -> bool {
+        self.guest_end.is_none() && self.memory_end.is_none()
     }
 
     /// Checks that a chunk, which begins at byte `at` of the stream, may come next.
@@ -75,12 +83,21 @@ impl Order {
             }
             _ if self.domain_bytes.is_some() => Err(StreamError::Damaged(DISORDER)),
             kind::NEXT if offset == 0 && self.vgpus < MAX_VGPUS => Ok(PartKind::Next),
-            kind::STATE if self.memory_end.is_none() && offset == self.state_bytes => {
+            kind::STATE if self.is_in_state() && offset == self.state_bytes => {
                 self.state_bytes += len;
                 if self.state_bytes > MAX_STATE {
                     return Err(StreamError::Damaged("its state is too long"));
                 }
                 Ok(PartKind::State)
+            }
+            kind::GUEST
+                if self.memory_end.is_none()
+                    && len > 0
+                    && offset >= self.guest_end.unwrap_or(0) =>
+            {
+                let end = offset.checked_add(len);
+                self.guest_end = Some(end.ok_or(StreamError::Damaged(DISORDER))?);
+                Ok(PartKind::Guest { address: offset })
             }
             kind::MEMORY if len > 0 && offset >= self.memory_end.unwrap_or(0) => {
                 let end = offset.checked_add(len).filter(|end| *end <= self.vram_bytes);
@@ -102,6 +119,7 @@ impl PartKind {
         Ok(match self {
             Self::State => Part::State(data),
             Self::Memory { offset } => Part::Memory { offset, data },
+            Self::Guest { address } => Part::Guest { address: GuestPa(address), data },
             Self::Next => {
                 let head = parse_head(data)?;
                 order.begin_vgpu(&head);

@@ -31,6 +31,10 @@ fn read(bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>), StreamError> {
         match reader.next_part()? {
             Part::State(piece) => state.extend_from_slice(piece),
             Part::Machine(data) | Part::Domain(data) => state.extend_from_slice(data),
+            Part::Guest { address, data } => {
+                state.extend(address.0.to_le_bytes());
+                state.extend_from_slice(data);
+            }
             Part::Next(next) => state.extend(next.place.unwrap_or_default().to_le_bytes()),
             Part::Memory { offset, data } => {
                 memory[offset as usize..][..data.len()].copy_from_slice(data);
@@ -62,6 +66,10 @@ fn parse(bytes: &[u8], piece: usize) -> Result<(Vec<u8>, Vec<u8>), StreamError> 
                     state.extend_from_slice(data);
                 }
                 Part::Next(next) => state.extend(next.place.unwrap_or_default().to_le_bytes()),
+                Part::Guest { address, data } => {
+                    state.extend(address.0.to_le_bytes());
+                    state.extend_from_slice(data);
+                }
                 Part::Memory { offset, data } => {
                     memory[offset as usize..][..data.len()].copy_from_slice(data);
                 }
@@ -91,6 +99,10 @@ fn foreign_newer_and_cut_streams_are_told_apart() {
     let mut newer = sample();
     newer[8] = 9;
     assert!(matches!(read(&newer), Err(StreamError::Version(9))));
+    newer[8] = 2;
+    assert!(read(&newer).is_ok(), "the version before");
+    newer[8] = 1;
+    assert!(matches!(read(&newer), Err(StreamError::Version(1))));
     let whole = sample();
     for len in [12, 40, 200, whole.len() - 20, whole.len() - 1] {
         assert!(matches!(read(&whole[..len]), Err(StreamError::Cut)), "{len}");
@@ -108,6 +120,8 @@ fn parts_in_another_order_are_refused() {
     };
     let vgpu = [(kind::STATE, 0, 4), (kind::STATE, 4, 4), (kind::MEMORY, 0, 4)];
     read(&write(&vgpu)).unwrap();
+    let guest = [(kind::STATE, 0, 4), (kind::GUEST, 4096, 4), (kind::GUEST, 1 << 40, 9)];
+    read(&write(&[&guest[..], &vgpu[2..]].concat())).unwrap();
     let machine = [(kind::MACHINE, 0, 9), (kind::MACHINE, 9, 4)];
     read(&write(&[&vgpu[..], &machine].concat())).unwrap();
     for parts in [
@@ -117,6 +131,11 @@ fn parts_in_another_order_are_refused() {
         &[(kind::MEMORY, 4 * MIB - 1, 2)],
         &[(kind::MEMORY, u64::MAX, 2)],
         &[(kind::MEMORY, 0, 0)],
+        &[(kind::GUEST, 0, 4), (kind::STATE, 0, 4)],
+        &[(kind::MEMORY, 0, 4), (kind::GUEST, 0, 4)],
+        &[(kind::GUEST, 4, 4), (kind::GUEST, 7, 4)],
+        &[(kind::GUEST, u64::MAX, 2)],
+        &[(kind::GUEST, 0, 0)],
         &[(kind::MACHINE, 0, 4), (kind::MACHINE, 3, 4)],
         &[(kind::MACHINE, 0, 4), (kind::MEMORY, 0, 4)],
         &[(kind::MACHINE, 0, 4), (kind::DOMAIN, 0, 4)],

@@ -28,10 +28,12 @@ pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Un
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
 pub use self::programs::Run;
 pub use self::saving::{
-    Restore, Resume, Save, Upgrade, Vm, VmArg, VmRestore, VmSave, VmTask, VmUpgrade,
+    Restore, Resume, Save, Upgrade, Vm, VmArg, VmMigrate, VmReceive, VmRestore, VmSave, VmTask,
+    VmUpgrade,
 };
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
+pub use self::values::MoveAddress;
 pub use self::vm::{LibvirtXml, QemuArgs, RunVm};
 
 const EXAMPLES: &str = "\

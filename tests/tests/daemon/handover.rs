@@ -49,6 +49,13 @@ fn has_the_vgpu(guest: &mut Guest) {
     assert_eq!(guest.request(Opcode::GetInfo, &[]), Status::Ok);
 }
 
+/// Kills the worker.
+fn replace_worker(vgpud: &Vgpud, uuid: &str) -> Result<()> {
+    let worker = u32::try_from(vgpud.show(uuid)?["pid"].as_u64().unwrap())?;
+    kill_process(worker, Signal::SIGKILL)?;
+    wait_for("the worker has died", || !is_alive(worker))
+}
+
 #[test]
 fn a_second_process_takes_the_vgpu_over_or_leaves_it() -> Result<()> {
     let vgpud = Vgpud::start()?;
@@ -73,6 +80,11 @@ fn a_second_process_takes_the_vgpu_over_or_leaves_it() -> Result<()> {
         step(&vgpud, &uuid, "abandon")?;
         vgpud.call("POST", &resume, None)?;
         has_the_vgpu(&mut old);
+        // The next worker has the old process' connection and guest memory.
+        replace_worker(&vgpud, &uuid)?;
+        has_the_vgpu(&mut old);
+        let offset = if adopted { 0x40_0000 } else { 0x30_0000 };
+        assert_eq!(map_ram(&mut old, offset), Status::Ok);
     }
     // An operator's `resume` gives it back, too.
     step(&vgpud, &uuid, "begin")?;
@@ -88,9 +100,7 @@ fn a_second_process_takes_the_vgpu_over_or_leaves_it() -> Result<()> {
     has_the_vgpu(&mut new);
     old.client.is_closed();
     // The new process has guest memory of its own, which the next worker takes up.
-    let worker = u32::try_from(vgpud.show(&uuid)?["pid"].as_u64().unwrap())?;
-    kill_process(worker, Signal::SIGKILL)?;
-    wait_for("the worker has died", || !is_alive(worker))?;
+    replace_worker(&vgpud, &uuid)?;
     has_the_vgpu(&mut new);
     assert_eq!(map_ram(&mut new, 0x20_0000), Status::Ok);
     // The next VM gets nothing of it.

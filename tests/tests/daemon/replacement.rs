@@ -28,8 +28,10 @@ use vgpu_guest::work::{self, saxpy::Saxpy};
 
 /// Workers that are killed under load.
 const KILLS: u32 = 40;
-/// Stops of a worker at system calls: a trapped access has about 8.
+/// Stops of a worker at system calls: a trapped access has about 6.
 const STOPS: u32 = 48;
+/// Deaths before and after the removal of finished messages.
+const REMOVALS: usize = 8;
 /// Control registers.
 const CONTROL: u32 = 3;
 
@@ -150,16 +152,42 @@ pub(super) fn wake_until(vcpu: &mut Vcpu, stop: &AtomicBool) {
     }
 }
 
-/// Kills a process at a stop: before or after one of its next system calls.
-fn kill_at(pid: u32, stop: u32) -> Result<()> {
+/// Where a worker dies.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// At a stop: before or after one of its next system calls.
+    Stop(u32),
+    /// Before or after it removes finished messages from the socket.
+    Removal { after: bool },
+}
+
+/// Kills a process at a place.
+fn kill_at(pid: u32, place: Place) -> Result<()> {
     let process = Pid::from_raw(pid.cast_signed());
     let wait = || waitpid(process, Some(WaitPidFlag::__WALL));
+    // Returns false if the process has ended.
+    let next = || -> Result<bool> {
+        ptrace::syscall(process, None)?;
+        Ok(!matches!(wait()?, WaitStatus::Exited(..) | WaitStatus::Signaled(..)))
+    };
     ptrace::interrupt(process)?;
     wait()?;
-    for _ in 0..stop {
-        ptrace::syscall(process, None)?;
-        if let WaitStatus::Exited(..) | WaitStatus::Signaled(..) = wait()? {
-            return Ok(());
+    match place {
+        Place::Stop(stop) => {
+            for _ in 0..stop {
+                if !next()? {
+                    return Ok(());
+                }
+            }
+        }
+        Place::Removal { after } => {
+            // The first stop at a call is before it.
+            while ptrace::getregs(process)?.orig_rax != libc::SYS_recvfrom as u64 {
+                ensure!(next()?, "the worker has died early");
+            }
+            if after {
+                next()?;
+            }
         }
     }
     kill_process(pid, Signal::SIGKILL)?;
@@ -181,17 +209,19 @@ fn each_access_has_its_effect_once_wherever_its_worker_dies() -> Result<()> {
                 assert_eq!(counted, expected, "wake-ups that were counted");
             }
         });
-        for number in 0..STOPS {
+        let removals = [false, true].repeat(REMOVALS);
+        let removals = removals.into_iter().map(|after| Place::Removal { after });
+        for place in (0..STOPS).map(Place::Stop).chain(removals) {
             let before = worker(&vgpud, &uuid)?;
             let process = Pid::from_raw(before.cast_signed());
             if ptrace::seize(process, ptrace::Options::empty()).is_err() {
                 skipped("this user may not trace other processes");
                 break;
             }
-            kill_at(before, number)?;
+            kill_at(before, place)?;
             let (since, accesses) = (Instant::now(), done.load(Ordering::Relaxed));
             while done.load(Ordering::Relaxed) < accesses + 2 && !guest.is_finished() {
-                ensure!(since.elapsed() < Duration::from_secs(10), "no access after {number}");
+                ensure!(since.elapsed() < Duration::from_secs(10), "no access after {place:?}");
                 thread::sleep(Duration::from_millis(1));
             }
             if guest.is_finished() {

@@ -41,8 +41,13 @@ impl Bench {
         self.host = start(self.programs);
     }
 
+    /// Starts another manager, as on another host.
+    pub fn another_host(&self) -> Host {
+        start(self.programs)
+    }
+
     pub fn vgpu(&self, uuid: &str) -> PathBuf {
-        self.host.start_vgpu(uuid, TYPE, None).unwrap()
+        start_vgpu(&self.host, uuid)
     }
 
     pub fn spec(&self, name: &str) -> VmSpec {
@@ -61,6 +66,11 @@ impl Bench {
         let pid = self.host.vgpu(uuid).unwrap()["pid"].as_i64().unwrap();
         Pid::from_raw(i32::try_from(pid).unwrap())
     }
+}
+
+/// Starts a vGPU of the common type, and returns its socket.
+pub fn start_vgpu(host: &Host, uuid: &str) -> PathBuf {
+    host.start_vgpu(uuid, TYPE, None).unwrap()
 }
 
 fn start(programs: &Programs) -> Host {

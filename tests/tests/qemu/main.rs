@@ -9,6 +9,7 @@ mod bench;
 mod browser;
 mod bundle;
 mod firmware;
+mod migrating;
 mod monitoring;
 mod package;
 mod run_vm;

@@ -112,7 +112,7 @@ fn a_saved_vm_continues_its_work_on_another_host() {
 }
 
 /// Returns a VM with two vGPUs.
-fn two(spec: &VmSpec, first: &Path, second: &Path) -> VmSpec {
+pub fn two(spec: &VmSpec, first: &Path, second: &Path) -> VmSpec {
     let mut devices = [vgpu_device("first", first), vgpu_device("second", second)];
     devices[0]["addr"] = json!("0x10");
     devices[1]["addr"] = json!("0x11");

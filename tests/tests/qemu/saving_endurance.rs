@@ -9,7 +9,7 @@ use crate::saving::{check_picture, move_to_another_host, save};
 const CYCLES: u32 = 100;
 
 /// Jobs of all kinds, each of which checks its results, one after the other.
-const WORK: &str = "(while :; do for job in 'sgemm --n 96' 'vadd --n 200000' 'copy --size 8' \
+pub const WORK: &str = "(while :; do for job in 'sgemm --n 96' 'vadd --n 200000' 'copy --size 8' \
                     'spin --seconds 0.3'; do \
                     vgpu-guest $job > /tmp/last 2>&1 || cat /tmp/last >> /tmp/bad; \
                     echo $job >> /tmp/done; done; done) > /dev/null 2>&1 &";

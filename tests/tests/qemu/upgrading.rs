@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 use crate::bench::{A, B, Bench, LIMIT, eventually, job};
-use crate::saving::{check_picture, start_load};
+use crate::saving::{check_picture, start_load, two};
 
 /// Upgrades in a row.
 const UPGRADES: usize = 5;
@@ -128,6 +128,36 @@ fn a_running_vm_gets_a_new_qemu() {
         new.guest.run_json(&format!("vgpu-guest --json {line}"), LIMIT).unwrap();
     }
     assert_eq!(bench.warnings(A), Vec::<String>::new());
+}
+
+#[test]
+#[ignore = "boots VMs: run `cargo lab test`"]
+fn a_vm_with_two_vgpus_gets_a_new_qemu() {
+    let bench = Bench::new();
+    let spec = VmSpec { replaceable: true, ..bench.spec("two") };
+    let spec = two(&spec, &bench.vgpu(A), &bench.vgpu(B));
+    let mut vm = bench.boot(&spec);
+    let places = ["0000:00:10.0", "0000:00:11.0"];
+    job(&mut vm, &format!("--pci {} mandelbrot", places[1]));
+    check_picture(&bench, B);
+    let load = format!("vgpu-guest --json --pci {} bench --seconds 6 > /tmp/load 2>&1", places[0]);
+    vm.guest.run(&format!("({load} &)"), LIMIT).unwrap().success().unwrap();
+    let folder = bench.host.folder().join("new");
+    let (mut new, pause) = upgrade(&bench, &vm.keys(), &spec, &folder);
+    println!("the VM was paused for {pause} ms");
+    eventually("the old QEMU has ended", || !vm.is_running());
+    assert_eq!(pid_of(&bench, B), new.pid);
+    check_picture(&bench, B);
+    let mut said = String::new();
+    eventually("the load ends", || {
+        said = new.guest.run("cat /tmp/load", LIMIT).unwrap().stdout;
+        !said.trim().is_empty()
+    });
+    assert!(said.contains("\"verified\""), "{said}");
+    for place in places {
+        let job = format!("vgpu-guest --json --pci {place} vadd --n 10000");
+        new.guest.run_json(&job, LIMIT).unwrap();
+    }
 }
 
 #[test]

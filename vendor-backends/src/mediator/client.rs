@@ -10,7 +10,7 @@ use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
-    SavedClient, Usage,
+    SavedClient, Usage, WrittenPages,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,7 +19,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use super::connection::{Connection, is_closed};
 use super::saved_state;
 use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS, Refusal};
-use crate::mem::Mapping;
+use crate::mem::{Mapping, WriteLog};
 use crate::seqpacket::SeqPacket;
 
 /// One vGPU of a mediated device. Dropping the client, or the death of its process, frees all
@@ -192,6 +192,24 @@ impl Client for MediatedClient {
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
         self.send(&ClientRequest::Release(memory), &[])
+    }
+
+    fn log_writes(
+        &mut self,
+        memory: MemoryId,
+        len: u64,
+    ) -> Result<Box<dyn WrittenPages>, GpuError> {
+        let request = ClientRequest::LogWrites(memory);
+        self.check_version(&request)?;
+        let (reply, fds) = self.connection.request(&request, &[])?;
+        match (reply, fds.into_iter().next()) {
+            (ClientReply::Logged, Some(file)) => Ok(Box::new(WriteLog::open(file.as_fd(), len)?)),
+            (other, _) => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn end_log(&mut self, memory: MemoryId) -> Result<(), GpuError> {
+        self.send(&ClientRequest::EndLog(memory), &[])
     }
 
     fn create_space(&mut self) -> Result<SpaceId, GpuError> {

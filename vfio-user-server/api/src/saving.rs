@@ -17,6 +17,18 @@ pub struct SaveVgpu {
     /// Only checks whether the vGPU can be saved now. The response is empty.
     #[serde(default)]
     pub check: bool,
+    /// Adds the guest memory that the vGPU has written since `log-writes` began to record it.
+    #[serde(default)]
+    pub written: bool,
+}
+
+/// Request to record the guest memory that a vGPU writes: `POST /v1/vgpus/{vgpu}/log-writes`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LogWrites {
+    /// Whether to record, anew, or to end the record.
+    #[serde(default)]
+    pub enabled: bool,
 }
 
 /// Step of a handover of a vGPU to another process of its VM: `POST /v1/vgpus/{vgpu}/handover`

@@ -7,7 +7,7 @@
 //! * [`web_console`], [`api`]: HTTP services, with [`http_server`], [`http`] and [`blocking`] for both
 //! * [`worker`]: one vGPU, served over vfio-user
 //! * [`worker_protocol`], [`worker_client`]: messages between the manager and a worker; requests to
-//!   a worker
+//!   a worker; [`guest_pieces`]: guest memory in them
 //! * [`backend`]: GPU backends of this build
 //! * [`gpu_process`]: GPU process of a parent
 //! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
@@ -21,6 +21,7 @@ pub mod blocking;
 pub mod callouts;
 pub mod console;
 pub mod gpu_process;
+pub mod guest_pieces;
 pub mod http;
 pub mod http_server;
 pub mod log_limiter;

@@ -177,6 +177,40 @@ pub fn restore(control: &Path, state: BorrowedFd<'_>) -> io::Result<(Restored, O
     }
 }
 
+/// Begins or ends a record of the guest memory that the vGPU writes.
+pub fn log_writes(control: &Path, enabled: bool) -> io::Result<()> {
+    done(control, &WorkerRequest::LogWrites { enabled })
+}
+
+/// Guest memory that a vGPU has written.
+#[derive(Debug)]
+pub struct Written {
+    /// File of [`guest_pieces`](crate::guest_pieces).
+    pub pieces: OwnedFd,
+    /// Address from which there is more.
+    pub next: Option<u64>,
+}
+
+/// Requests the guest memory that a paused vGPU has written, from an address on.
+pub fn written(control: &Path, from: u64) -> io::Result<Written> {
+    match with_memory(control, &WorkerRequest::Written { from }, &[])? {
+        (WorkerReply::Written { next }, fds) => {
+            let [pieces] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| missing())?;
+            // A worker that was taken over could go on for ever.
+            Ok(Written { pieces, next: next.filter(|next| *next > from) })
+        }
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Writes guest memory of a restored vGPU.
+pub fn fill_guest(control: &Path, pieces: BorrowedFd<'_>) -> io::Result<()> {
+    match with_memory(control, &WorkerRequest::FillGuest, &[pieces])? {
+        (WorkerReply::Done, _) => Ok(()),
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
 /// Sends a request whose reply has files. A worker that was taken over can pass any: reading one of
 /// a file system in user space waits for its server, so files that are no shared memory are refused.
 fn with_memory(

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// First version with [`WorkerRequest::CheckSave`], and the requests after it.
 pub const WITH_SAVE: u32 = 7;
@@ -24,6 +24,9 @@ pub const WITH_HANDOVER: u32 = 8;
 /// First version with [`WorkerRequest::Leave`]. Later versions understand a [`WorkerSpec`] of this
 /// one.
 pub const WITH_LEAVE: u32 = 9;
+
+/// First version with [`WorkerRequest::LogWrites`], and the requests after it.
+pub const WITH_LOG: u32 = 10;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -106,6 +109,21 @@ pub enum WorkerRequest {
     /// [`WorkerReply::Done`], or the reason why another one could not continue. Since
     /// [`WITH_LEAVE`].
     Leave,
+    /// Begins or ends a record of the guest memory that the vGPU writes. The reply is
+    /// [`WorkerReply::Done`]. Since [`WITH_LOG`], as all that follow.
+    LogWrites {
+        /// Whether to record, anew.
+        enabled: bool,
+    },
+    /// Requests guest memory that a paused vGPU has written, from an address on. The reply is
+    /// [`WorkerReply::Written`], with a file of [`guest_pieces`](crate::guest_pieces) attached.
+    Written {
+        /// Guest-physical address.
+        from: u64,
+    },
+    /// Writes the guest memory in the attached file of the same kind. The reply is
+    /// [`WorkerReply::Done`].
+    FillGuest,
 }
 
 /// Reply of a worker.
@@ -126,6 +144,11 @@ pub enum WorkerReply {
     Adopted {
         /// Writes to configuration space by which a VMM learns of the BARs and interrupts.
         config: Vec<ConfigWrite>,
+    },
+    /// Reply to `Written`.
+    Written {
+        /// Address from which there is more.
+        next: Option<u64>,
     },
     /// The request failed.
     Error {

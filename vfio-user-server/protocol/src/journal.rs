@@ -2,8 +2,8 @@
 //!
 //! A device with a [`Journal`] keeps its state, and how far its session has come, where it survives
 //! the process. The process that continues has the same socket, in which the message at hand is
-//! still: a message leaves the socket after its reply. Each message therefore has its effect once,
-//! and the client gets each reply once. A duplicate of a reply without data is possible, which
+//! still: a message leaves the socket some time after its reply, with others. Each message therefore
+//! has its effect once, and the client gets each reply once. A duplicate of a reply without data is possible, which
 //! clients drop.
 
 use std::io;
@@ -16,23 +16,30 @@ use crate::errno::Errno;
 /// Record of a device and its session.
 ///
 /// The session calls, for each message: [`commit`](Self::commit) when it is carried out, then
-/// [`set_reply`](Self::set_reply) around its reply, then [`finish`](Self::finish).
+/// [`begin_reply`](Self::begin_reply) before its reply, then [`finish`](Self::finish). From time to
+/// time it calls [`remove`](Self::remove).
 pub trait Journal {
     /// Records the state of the device and of the session, both or neither. The message can be
     /// carried out again if `is_repeatable`: then only changes of the device need a record.
     fn commit(&mut self, record: SessionRecord, is_repeatable: bool);
 
-    /// Records how far the reply to the message at hand has come.
-    fn set_reply(&mut self, reply: ReplyPhase);
+    /// Records that the reply to the message at hand is sent, or about to be.
+    fn begin_reply(&mut self);
 
-    /// Removes the message at hand, of `bytes` bytes, from the socket and records that it is
-    /// finished. `bytes` is 0 if the message is not in the socket any more.
-    fn finish(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()>;
+    /// Records that the message at hand is finished, and that its `bytes` bytes follow those of the
+    /// finished messages in the socket. `bytes` is 0 if the message is not in the socket any more.
+    fn finish(&mut self, bytes: usize);
+
+    /// Removes the finished messages, at most [`MAX_FINISHED`] bytes, from the socket.
+    fn remove(&mut self, socket: BorrowedFd<'_>) -> io::Result<()>;
 
     /// Records whether another process could continue now. None can while a part of a message is in
     /// this process alone.
     fn set_continuable(&mut self, continuable: bool);
 }
+
+/// Limit of the bytes of finished messages in a socket.
+pub const MAX_FINISHED: usize = 64 << 10;
 
 /// State of a session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,6 +57,17 @@ impl SessionRecord {
     pub fn result(&self) -> Result<(), Errno> {
         Errno::new(self.error).map_or(Ok(()), Err)
     }
+}
+
+/// Where a session is between two messages, for a device that records it anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// State of the session.
+    pub record: SessionRecord,
+    /// Number of messages that are finished.
+    pub finished: u64,
+    /// Bytes of finished messages in the socket.
+    pub in_socket: usize,
 }
 
 /// Limits that a client has proposed.

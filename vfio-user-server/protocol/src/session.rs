@@ -28,7 +28,7 @@ use crate::proto::header::{Header, Kind, MAX_MESSAGE};
 use crate::proto::message::Request;
 use crate::proto::reply::Reply;
 use crate::transport::{BadFraming, Filled, Receiver, ReplyFds, Sender};
-use continued::Progress;
+use continued::{InSocket, Progress};
 use dispatch::SessionState;
 
 /// Limit of messages per wake-up, for the other sources of the event loop.
@@ -36,7 +36,8 @@ const MESSAGES_PER_WAKE: usize = 64;
 /// Limit of receive calls per wake-up. A client can send a message byte by byte.
 const FILLS_PER_WAKE: usize = 16;
 
-/// Events of the session's socket that an event loop must watch for, level-triggered.
+/// Events of the session's socket that an event loop must watch for, level-triggered unless it says
+/// otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interest {
     /// Watch for input. False while a reply waits for room in the socket: a client that does not
@@ -45,6 +46,9 @@ pub struct Interest {
     /// Watch for room to write. Also set to be called again at once, if more messages are waiting
     /// than one call may handle.
     pub writable: bool,
+    /// Watch edge-triggered (epoll(7)): finished messages are still in the socket. Only devices with
+    /// a [`Journal`](crate::journal::Journal) have such sessions.
+    pub edge: bool,
 }
 
 /// Reason for the end of a session.
@@ -83,9 +87,10 @@ impl From<io::Error> for Closed {
 }
 
 impl Interest {
-    const READ: Self = Self { readable: true, writable: false };
-    const WRITE: Self = Self { readable: false, writable: true };
-    const AGAIN: Self = Self { readable: true, writable: true };
+    /// Events of a new session.
+    pub const READ: Self = Self { readable: true, writable: false, edge: false };
+    const WRITE: Self = Self { readable: false, writable: true, edge: false };
+    const AGAIN: Self = Self { readable: true, writable: true, edge: false };
 
     fn poll_flags(self) -> PollFlags {
         let mut flags = PollFlags::empty();
@@ -199,6 +204,10 @@ impl Session {
         let before = self.messages;
         let wait = !busy_poll.is_enabled() || !busy_poll.should_poll(Instant::now());
         let interest = self.process(device, wait && self.twin.is_none())?;
+        if wait && self.twin.is_some() {
+            // They would end the wait.
+            self.remove_finished(device)?;
+        }
         if self.messages > before {
             if busy_poll.is_enabled() {
                 busy_poll.record_answer(Instant::now());
@@ -229,7 +238,7 @@ impl Session {
     pub fn twin(&self) -> Option<(BorrowedFd<'_>, Interest)> {
         let twin = self.twin.as_ref()?;
         let writable = twin.sender.is_waiting();
-        Some((twin.socket.as_fd(), Interest { readable: true, writable }))
+        Some((twin.socket.as_fd(), Interest { writable, ..Interest::READ }))
     }
 
     /// Handles the client's messages, then sends the device's requests.
@@ -309,6 +318,7 @@ impl Session {
             return Ok(Interest::WRITE);
         }
         self.finish_sent(device)?;
+        let read = Interest { edge: device.journal().is_some(), ..Interest::READ };
         let mut messages = MESSAGES_PER_WAKE;
         let mut drained = false;
         for _ in 0..FILLS_PER_WAKE {
@@ -322,20 +332,21 @@ impl Session {
                 }
             }
             if drained {
-                return Ok(Interest::READ);
+                return Ok(read);
             }
             let wait = wait && messages == MESSAGES_PER_WAKE;
             match self.receive(device, wait)? {
                 Filled::Partial => {}
                 Filled::Drained => drained = true,
-                Filled::Empty => return Ok(Interest::READ),
+                Filled::Empty => return Ok(read),
                 Filled::Closed if self.receiver.is_within_message() => {
                     return Err(Closed::Truncated);
                 }
                 Filled::Closed => return Err(Closed::ByPeer),
             }
         }
-        Ok(if self.receiver.has_message() { Interest::AGAIN } else { Interest::READ })
+        // More bytes may be waiting, which an edge has announced already.
+        Ok(if self.receiver.has_message() || read.edge { Interest::AGAIN } else { read })
     }
 
     /// Handles one message. Returns false if the reply waits for room in the socket.
@@ -357,9 +368,10 @@ impl Session {
         let header = message.header;
         let bytes = if message.held { header.size as usize } else { 0 };
         let has_fds = !message.fds.is_empty() || message.surplus_fds;
+        let in_socket = InSocket { bytes, has_fds };
         let first = self.progress.first.take();
         if first.is_some_and(|first| first.reply == ReplyPhase::Sent) {
-            return self.finish(device, bytes, true);
+            return self.finish(device, in_socket, true);
         }
         let executed = first.and_then(|first| first.executed);
         let is_journaled = device.journal().is_some();
@@ -389,7 +401,7 @@ impl Session {
             }
             Some(Kind::Reply) => {
                 self.state.transfers.on_reply(&header, message.payload, device);
-                return self.finish(device, bytes, true);
+                return self.finish(device, in_socket, true);
             }
             None => Err(Errno::EINVAL),
         };
@@ -419,11 +431,13 @@ impl Session {
         let fds = fds.try_clone()?;
         self.commit(device, outcome, bytes > 0, is_repeatable);
         if header.wants_no_reply() {
-            return self.finish(device, bytes, true);
+            return self.finish(device, in_socket, true);
         }
-        continued::set_reply(device, ReplyPhase::Sending);
+        if let Some(journal) = device.journal() {
+            journal.begin_reply();
+        }
         let sent = self.sender.send(self.socket.as_fd(), &(&fds).into())?;
-        self.finish(device, bytes, sent)
+        self.finish(device, in_socket, sent)
     }
 }
 

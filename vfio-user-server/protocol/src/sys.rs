@@ -31,6 +31,24 @@ pub fn unreceived(socket: BorrowedFd<'_>) -> io::Result<usize> {
     Ok(usize::try_from(bytes).unwrap_or_default())
 }
 
+/// Sets where a peek begins in what a Unix socket holds (socket(7), `SO_PEEK_OFF`), or ends that with
+/// `None`. Each peek moves the place on by its length, and each receive call moves it back.
+pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<usize>) -> io::Result<()> {
+    let offset = offset.map(|offset| libc::c_int::try_from(offset).unwrap_or(libc::c_int::MAX));
+    let offset = offset.unwrap_or(-1);
+    // SAFETY: the option is an int, for which the pointer and the length are valid.
+    let done = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEEK_OFF,
+            (&raw const offset).cast(),
+            size_of_val(&offset) as libc::socklen_t,
+        )
+    };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// How [`receive`] receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
@@ -40,6 +58,8 @@ pub enum Mode {
     Poll,
     /// Does not wait, and leaves the bytes in the socket.
     Peek,
+    /// Waits for bytes, and leaves them in the socket.
+    PeekWait,
 }
 
 /// Receives bytes and descriptors. Descriptors are added to `fds`, close-on-exec.
@@ -62,6 +82,7 @@ pub fn receive(
             Mode::Wait => 0,
             Mode::Poll => libc::MSG_DONTWAIT,
             Mode::Peek => libc::MSG_DONTWAIT | libc::MSG_PEEK,
+            Mode::PeekWait => libc::MSG_PEEK,
         };
     let bytes = loop {
         // SAFETY: the message has pointers to a buffer and a control buffer with their lengths.

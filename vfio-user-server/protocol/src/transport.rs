@@ -60,6 +60,8 @@ pub struct Receiver {
     surplus_fds: bool,
     /// Whether the bytes in the buffer are still in the socket.
     held: bool,
+    /// Whether the next peek begins after the bytes in the buffer.
+    follows_peek: bool,
 }
 
 impl Default for Receiver {
@@ -71,6 +73,7 @@ impl Default for Receiver {
             fds: Fds::new(),
             surplus_fds: false,
             held: false,
+            follows_peek: false,
         }
     }
 }
@@ -126,24 +129,35 @@ impl Receiver {
     }
 
     /// Receives the socket's waiting messages and leaves them in the socket. Returns `None` if the
-    /// first is not there as a whole, or longer than the buffer. Callers take all complete messages
-    /// first, and remove them from the socket.
-    pub fn peek(&mut self, socket: BorrowedFd<'_>) -> io::Result<Option<Filled>> {
+    /// first is not there as a whole, or longer than the buffer. `finished` is the number of bytes in
+    /// the socket before the first message. With `wait`, blocks until bytes arrive. Callers take all
+    /// complete messages first.
+    pub fn peek(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        finished: usize,
+        wait: bool,
+    ) -> io::Result<Option<Filled>> {
+        if !self.follows_peek || self.start < self.end {
+            sys::set_peek_offset(socket, Some(finished))?;
+            self.follows_peek = true;
+        }
         (self.start, self.end, self.held) = (0, 0, true);
         (self.fds, self.surplus_fds) = (Fds::new(), false);
         self.make_room();
-        let filled = self.receive(socket, Mode::Peek)?;
+        let filled = self.receive(socket, if wait { Mode::PeekWait } else { Mode::Peek })?;
         if matches!(filled, Filled::Empty | Filled::Closed) || self.has_message() {
             return Ok(Some(filled));
         }
         (self.end, self.fds, self.surplus_fds) = (0, Fds::new(), false);
+        self.follows_peek = false;
         Ok(None)
     }
 
     /// Receives the socket's waiting bytes. With `wait`, blocks on a blocking socket until bytes
     /// arrive. Callers take all complete messages first.
     pub fn fill(&mut self, socket: BorrowedFd<'_>, wait: bool) -> io::Result<Filled> {
-        self.held = false;
+        (self.held, self.follows_peek) = (false, false);
         self.make_room();
         self.receive(socket, if wait { Mode::Wait } else { Mode::Poll })
     }

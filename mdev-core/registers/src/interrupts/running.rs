@@ -1,6 +1,6 @@
 //! State of interrupts, for a process that continues with a running function.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 
@@ -31,15 +31,25 @@ pub enum IrqEvent {
 impl Interrupts {
     /// Returns the state without the eventfds.
     pub fn state(&self) -> InterruptState {
-        let Intx { has_trigger, ref unmask, asserted, .. } = self.intx;
+        let Intx { ref trigger, ref unmask, asserted, .. } = self.intx;
         let set = self.msi.events.iter().enumerate().filter(|(_, event)| event.is_some());
         InterruptState {
-            has_trigger,
+            has_trigger: trigger.is_some(),
             has_unmask: unmask.is_some(),
             asserted,
             granted: self.msi.granted,
             vectors: set.fold(0, |bits, (vector, _)| bits | 1 << vector),
         }
+    }
+
+    /// Returns the client's eventfds.
+    pub fn events(&self) -> impl Iterator<Item = (IrqEvent, BorrowedFd<'_>)> {
+        let intx = self.intx.trigger.iter().map(|event| (IrqEvent::Intx, event.as_fd()));
+        let unmask = self.intx.unmask.iter().map(|event| (IrqEvent::Unmask, event.as_fd()));
+        let msi = (0..).zip(&self.msi.events);
+        let msi = msi
+            .filter_map(|(vector, event)| Some((IrqEvent::Msi(vector), event.as_ref()?.as_fd())));
+        intx.chain(unmask).chain(msi)
     }
 
     /// Continues in a state of another process. `take` returns the eventfds. Signals that the other

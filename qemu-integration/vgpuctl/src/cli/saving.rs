@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args, Subcommand};
 
 use super::Output;
+use super::values::{MoveAddress, move_address};
 use super::vgpu::{OptionalVgpuArg, VGPU_ARGS, VgpuArg};
 
 #[derive(Debug, Args)]
@@ -73,7 +74,7 @@ pub struct Upgrade {
     pub output: Output,
 }
 
-/// Save, restore and upgrade VMs with their vGPUs.
+/// Save, restore, upgrade and move VMs with their vGPUs.
 #[derive(Debug, Args)]
 pub struct Vm {
     #[command(subcommand)]
@@ -88,6 +89,10 @@ pub enum VmTask {
     Restore(VmRestore),
     /// Replace the QEMU of a running VM by a new one, without a restart of the guest.
     Upgrade(VmUpgrade),
+    /// Move a running VM to another host.
+    Migrate(VmMigrate),
+    /// Wait for a VM that `vm migrate` moves to this host.
+    Receive(VmReceive),
 }
 
 /// Options that select a VM.
@@ -192,4 +197,57 @@ pub struct VmUpgrade {
     /// New QEMU and its arguments, after --. `-incoming` is added.
     #[arg(last = true, required = true)]
     pub command: Vec<OsString>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Start the vGPUs, QEMU with `-incoming defer` and `vgpuctl vm receive` on the other host first. The VM
+runs while its memory is sent, and is paused for a moment at the end. The VM's disks must be reachable
+from both hosts. If anything fails, the VM continues here. See docs/saving.md.
+
+The connection is neither encrypted nor authenticated: use a private network, or a tunnel of ssh.
+
+Examples:
+  vgpuctl vm migrate web1 --monitor /run/vm/qmp.sock --to host2:7070
+  ssh -fNL /run/vm/move:/run/vm/move host2        an encrypted connection
+  vgpuctl vm migrate web1 --monitor /run/vm/qmp.sock --to unix:/run/vm/move")]
+pub struct VmMigrate {
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
+    /// QMP socket of the VM.
+    #[arg(long, value_name = "PATH")]
+    pub monitor: PathBuf,
+    /// Where `vm receive` waits: HOST:PORT, or unix:PATH.
+    #[arg(long, value_name = "ADDRESS", value_parser = move_address)]
+    pub to: MoveAddress,
+    /// Limit of the time for which the VM's memory is sent while the VM runs, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
+    /// Output format: the length of the pause, or the vGPU and the pause as JSON.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Start the vGPUs and QEMU first, QEMU with the command line of the VM that moves and `-incoming defer`.
+This command ends when the VM runs here, or was refused. See docs/saving.md.
+
+Examples:
+  vgpuctl start web1
+  eval qemu-system-x86_64 ... -incoming defer -qmp unix:/run/vm/qmp.sock,server=on,wait=off \\
+    \"$(vgpuctl qemu-args web1)\" &
+  vgpuctl vm receive web1 --monitor /run/vm/qmp.sock --listen host2:7070")]
+pub struct VmReceive {
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
+    /// QMP socket of the QEMU that waits for the VM.
+    #[arg(long, value_name = "PATH")]
+    pub monitor: PathBuf,
+    /// Where to wait for the VM: HOST:PORT, or unix:PATH.
+    #[arg(long, value_name = "ADDRESS", value_parser = move_address)]
+    pub listen: MoveAddress,
+    /// Output format: nothing as text, or the vGPU as JSON.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
 }

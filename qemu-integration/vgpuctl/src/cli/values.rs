@@ -42,6 +42,37 @@ pub fn rotation_interval(text: &str) -> Result<RotationInterval, String> {
     }
 }
 
+/// Where a VM is moved to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MoveAddress {
+    /// Host and port.
+    Tcp(String),
+    /// Path of a socket.
+    Unix(PathBuf),
+}
+
+impl std::fmt::Display for MoveAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// Parses `HOST:PORT` or `unix:PATH`.
+pub fn move_address(text: &str) -> Result<MoveAddress, String> {
+    if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+        return Ok(MoveAddress::Unix(path.into()));
+    }
+    let parts = text.rsplit_once(':');
+    let port = parts.filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+    match port {
+        Some(Ok(_)) => Ok(MoveAddress::Tcp(text.to_owned())),
+        _ => Err("an address is HOST:PORT or unix:PATH, for example host2:7070".to_owned()),
+    }
+}
+
 /// Parses `VGPU=PATH`.
 pub fn monitor(text: &str) -> Result<(VgpuRef, PathBuf), String> {
     let pair = text.split_once('=').and_then(|(vgpu, path)| Some((vgpu.parse().ok()?, path)));

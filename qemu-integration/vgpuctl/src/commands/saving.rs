@@ -23,7 +23,7 @@ const BUFFER: usize = 1 << 20;
 /// Runs `save`.
 pub async fn save(client: &Client, args: Save) -> Result<Vec<u8>, Failure> {
     let vgpu = args.vgpu.vgpu()?;
-    let request = SaveVgpu { keep_paused: args.keep_paused, check: false };
+    let request = SaveVgpu { keep_paused: args.keep_paused, ..SaveVgpu::default() };
     let file = NewFile::create(&args.file)?;
     let body = begin_save(client, &vgpu.to_string(), &request).await?;
     let bytes = save_into(vec![(body, None)], file, |_| Ok(())).await?;
@@ -190,7 +190,7 @@ pub fn check(file: &Path) -> Result<Checked, Failure> {
             Part::Domain(data) => domain.extend_from_slice(data),
             Part::Machine(_) => machine = true,
             Part::End => break,
-            Part::State(_) | Part::Memory { .. } => {}
+            Part::State(_) | Part::Guest { .. } | Part::Memory { .. } => {}
         }
     }
     let domain = String::from_utf8(domain).map_err(|error| cannot("restore", file, &error))?;
@@ -220,7 +220,9 @@ pub async fn restore_from(
                 }
             }
             let mut to = StreamWriter::new(writer, &head)?;
-            while let part @ (Part::State(_) | Part::Memory { .. }) = from.next_part()? {
+            while let part @ (Part::State(_) | Part::Guest { .. } | Part::Memory { .. }) =
+                from.next_part()?
+            {
                 to.copy(&part)?;
             }
             to.finish()?.flush()?;

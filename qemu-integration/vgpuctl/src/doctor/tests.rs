@@ -224,8 +224,9 @@ fn what_plain_saves_do_to_a_vm_is_said() {
         fake.findings().into_iter().map(|finding| finding.what + "\n").collect::<String>()
     };
     assert!(
-        said(SHARED)
-            .contains("VM web (process 60) is saved with its vGPU by `vgpuctl vm save` only")
+        said(SHARED).contains(
+            "VM web (process 60) is saved with its vGPU by `vgpuctl vm save`, and moved by"
+        )
     );
     let guard = "-blockdev\0{\"driver\":\"vdi\",\"node-name\":\"use-vgpuctl-vm-save\"}\0-cpu";
     let guarded = said(&SHARED.replace("-cpu", guard));

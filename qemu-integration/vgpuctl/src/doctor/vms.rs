@@ -50,8 +50,9 @@ fn plain_saves(args: &[String]) -> &'static str {
     if values(args, "-blockdev").any(|device| device.contains(save_guard::NODE)) {
         "is saved with its vGPU by `vgpuctl vm save`; it refuses virsh save, managedsave and migrate"
     } else {
-        "is saved with its vGPU by `vgpuctl vm save` only: migrate and savevm of QEMU, and virsh \
-         save, leave the vGPU out, and the guest then finds a device that was reset"
+        "is saved with its vGPU by `vgpuctl vm save`, and moved by `vgpuctl vm migrate` only: migrate \
+         and savevm of QEMU, and virsh save, leave the vGPU out, report no error, and the guest then \
+         finds a device that was reset"
     }
 }
 

@@ -176,6 +176,9 @@ pub const CASES: &[(&str, &[&str])] = &[
             "vm",
             "vm save --help",
             "vm restore --help",
+            "vm migrate --help",
+            "vm receive --help",
+            "vm migrate RUNNING --monitor /nowhere/qmp --to nowhere",
         ],
     ),
     (

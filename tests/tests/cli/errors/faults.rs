@@ -46,6 +46,7 @@ const LINES: &[(&str, &str)] = &[
     ),
     ("$ctl view", "Give VGPU or --uuid <VGPU>"),
     ("$ctl web --monitor x", "a monitor is VGPU=PATH"),
+    ("$ctl vm receive web1 --monitor x --listen nowhere", "an address is HOST:PORT or unix:PATH"),
     ("$ctl libvirt hook vm1 prepare begin - < /", "Cannot read the XML of domain 'vm1'"),
     ("touch virsh; PATH=$dir $ctl libvirt detach vm1", "Cannot run virsh: "),
     ("$virsh running yes; PATH=$dir $ctl libvirt detach vm1", "Domain 'vm1' is running; shut it"),

@@ -51,6 +51,15 @@ const BEYOND: &[(&str, &str)] = &[
     ("vgpuctl: note: the domain was not restored, and cannot be", "virsh destroy does not fail"),
     ("vgpuctl: note: the VM may be paused", "it takes a QEMU that ends at that moment"),
     ("QEMU does not give the transfer up", "it takes a QEMU that stops in the midst of a transfer"),
+    ("QEMU's stream has ended", "it takes a pipe that fails"),
+    ("its thread has failed", "it takes a panic"),
+    (
+        "It is not known whether the VM runs on the other host",
+        "it takes a host that dies at a moment",
+    ),
+    ("The other host sends the parts of the VM in another", "only another program does"),
+    ("QEMU does not read the VM", "QEMU's own reason comes first"),
+    ("vgpud has gone", "its own reason comes first"),
     ("the worker passes too long a state", "only a worker that was taken over does"),
     ("the worker passes a part of its video memory", "only a worker that was taken over does"),
 ];

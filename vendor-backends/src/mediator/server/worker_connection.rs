@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 
 use mdev_core::gpu::{GpuDescription, MapRequest};
-use mdev_core::ids::SpaceId;
+use mdev_core::ids::{MemoryId, SpaceId};
 
 use super::answered::{Answered, Repeat, digest};
 use super::clients::ClientEntry;
@@ -152,6 +152,7 @@ impl WorkerConnection {
             ClientRequest::Hello { version } => Ok(self.hello(wire::agreed(version))),
             ClientRequest::Renew => self.renew(),
             ClientRequest::Save => self.save(),
+            ClientRequest::LogWrites(memory) => self.log_writes(memory),
             _ => self.handle(request, fds).map(Answer::from),
         };
         answer.unwrap_or_else(Answer::from)
@@ -162,6 +163,10 @@ impl WorkerConnection {
         match (&reply, request) {
             // The state of a paused vGPU is the same as before.
             (ClientReply::Saved, ClientRequest::Save) => self.save().unwrap_or_else(Answer::from),
+            // What another worker has not recorded is lost with it.
+            (ClientReply::Logged, ClientRequest::LogWrites(memory)) => {
+                self.log_writes(*memory).unwrap_or_else(Answer::from)
+            }
             (ClientReply::Renewed { vram_offset }, _) => {
                 Answer { attached: Attached::Renewed(vram_offset.is_some()), reply }
             }
@@ -193,13 +198,19 @@ impl WorkerConnection {
         Ok(Answer { reply: ClientReply::Saved, attached: Attached::File(file) })
     }
 
+    fn log_writes(&self, memory: MemoryId) -> Result<Answer, Refusal> {
+        let file = self.vgpu.log_writes(memory)?;
+        Ok(Answer { reply: ClientReply::Logged, attached: Attached::File(file) })
+    }
+
     fn handle(&self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Result<ClientReply, Refusal> {
         let vgpu = &self.vgpu;
         let mut fds = fds.into_iter();
         match *request {
-            ClientRequest::Hello { .. } | ClientRequest::Renew | ClientRequest::Save => {
-                return Err(Refusal::Message);
-            }
+            ClientRequest::Hello { .. }
+            | ClientRequest::Renew
+            | ClientRequest::Save
+            | ClientRequest::LogWrites(_) => return Err(Refusal::Message),
             ClientRequest::Import { offset, len, writable } => {
                 let fd = fds.next().ok_or(Refusal::Descriptor)?;
                 return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));
@@ -235,6 +246,7 @@ impl WorkerConnection {
             ClientRequest::Resume => vgpu.resume()?,
             ClientRequest::RestoreSpace(space) => vgpu.restore_space(space)?,
             ClientRequest::RestoreChannel(ref channel) => vgpu.restore_channel(channel)?,
+            ClientRequest::EndLog(memory) => vgpu.end_log(memory)?,
             ClientRequest::Scrub => self.gpu.hardware().scrub(vgpu.id())?,
         }
         Ok(ClientReply::Done)

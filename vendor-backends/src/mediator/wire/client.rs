@@ -8,7 +8,7 @@ use mdev_core::gpu::{
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use serde::{Deserialize, Serialize};
 
-use super::{OLDEST, Refusal, WITH_RENEW, WITH_SAVE, WITH_SPACES};
+use super::{OLDEST, Refusal, WITH_LOG, WITH_RENEW, WITH_SAVE, WITH_SPACES};
 #[cfg(doc)]
 use super::{VERSION, agreed};
 
@@ -96,6 +96,11 @@ pub enum ClientRequest {
     RestoreSpace(SpaceId),
     /// Creates a channel of a paused vGPU in a saved state.
     RestoreChannel(SavedChannel),
+    /// Records from now on which pages of an import are written. Reply: [`ClientReply::Logged`].
+    /// Since [`WITH_LOG`], as all that follow.
+    LogWrites(MemoryId),
+    /// Ends the record.
+    EndLog(MemoryId),
 }
 
 /// Channel in the default address space and group.
@@ -163,6 +168,7 @@ impl ClientRequest {
             | Self::Save
             | Self::RestoreSpace(_)
             | Self::RestoreChannel(_) => WITH_SAVE,
+            Self::LogWrites(_) | Self::EndLog(_) => WITH_LOG,
             _ => OLDEST,
         }
     }
@@ -207,6 +213,9 @@ pub enum ClientReply {
     SpaceCreated(SpaceId),
     /// Reply to `Save`. Attached: a file with a `SavedClient` in postcard. Since [`WITH_SAVE`].
     Saved,
+    /// Reply to `LogWrites`. Attached: the file of a [`WriteLog`](crate::mem::WriteLog). Since
+    /// [`WITH_LOG`].
+    Logged,
 }
 
 /// File descriptors of [`ClientReply::Hello`] without the partition's file.

@@ -24,7 +24,7 @@ pub use self::refusal::Refusal;
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Oldest supported version.
 pub const OLDEST: u32 = 6;
@@ -43,6 +43,9 @@ pub const WITH_SAVE: u32 = 10;
 
 /// First version in which a worker numbers its requests, in [`Numbered`].
 pub const WITH_NUMBERS: u32 = 11;
+
+/// First version with [`ClientRequest::LogWrites`], and the requests after it.
+pub const WITH_LOG: u32 = 12;
 
 /// Request or reply of a worker with a number.
 ///

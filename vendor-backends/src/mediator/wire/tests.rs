@@ -17,8 +17,8 @@ use crate::seqpacket::{decode, encode};
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].
 #[test]
-fn bytes_of_versions_6_to_11() {
-    assert_eq!((OLDEST, VERSION), (6, 11));
+fn bytes_of_versions_6_to_12() {
+    assert_eq!((OLDEST, VERSION), (6, 12));
     let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
     let admin = [
         (AdminRequest::Hello { version: 6 }, "0006"),
@@ -69,6 +69,7 @@ fn bytes_of_versions_6_to_11() {
     assert_eq!(hex(&encode(&ClientReply::Refused(Refusal::State)).unwrap()), "0620");
     assert_eq!(hex(&encode(&ClientReply::SpaceCreated(SpaceId(3))).unwrap()), "0803");
     assert_eq!(hex(&encode(&ClientReply::Saved).unwrap()), "09");
+    assert_eq!(hex(&encode(&ClientReply::Logged).unwrap()), "0a");
     let renewed = ClientReply::Renewed { vram_offset: Some(5) };
     assert_eq!(hex(&encode(&renewed).unwrap()), "070105");
     let screen = ScreenStatus { focus: Some(vgpu), rotation: None };
@@ -130,7 +131,12 @@ fn check_client_requests() {
         (ClientRequest::RestoreChannel(saved), "17 07 0180204000 0380 0401 02 0105 02 0102"),
     ];
     assert!(saving.iter().all(|(request, _)| request.since() == WITH_SAVE));
-    let client = client.chain(spaces).chain(saving);
+    let log = [
+        (ClientRequest::LogWrites(MemoryId(7)), "18 07"),
+        (ClientRequest::EndLog(MemoryId(7)), "19 07"),
+    ];
+    assert!(log.iter().all(|(request, _)| request.since() == WITH_LOG));
+    let client = client.chain(spaces).chain(saving).chain(log);
     for (message, bytes) in client {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
     }

@@ -11,8 +11,8 @@
 
 use utoipa::{IntoResponses, OpenApi};
 use vgpud_api::{
-    CreateVgpu, ErrorBody, Focused, Handover, ModifyScheduler, ModifyVgpu, OpenConsole, OpenWeb,
-    Parent, ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler,
+    CreateVgpu, ErrorBody, Focused, Handover, LogWrites, ModifyScheduler, ModifyVgpu, OpenConsole,
+    OpenWeb, Parent, ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler,
     SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, UpgradedVgpu, Version, Vgpu,
     WebAddress,
 };
@@ -153,6 +153,14 @@ table! {
             (status = 200, content_type = "application/vnd.tessera.vgpu", body = Vec<u8>, description = "The saved vGPU"),
             ErrorResponses,
         )
+    }
+
+    /// Records from now on which guest memory a running vGPU writes, or ends that. A VM that is copied
+    /// while it runs has to be restored with that memory: see `written` of `save`.
+    Admin post "/v1/vgpus/{vgpu}/log-writes" => saving::log_writes {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        request_body = LogWrites,
+        responses((status = 204, description = "The vGPU's writes are recorded, or no longer"), ErrorResponses)
     }
 
     /// Restores a saved vGPU into a running vGPU of the same type, whose VM is paused and has the
@@ -313,6 +321,7 @@ mod tests {
             (post.clone(), "/v1/vgpus/{vgpu}/start", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/stop", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/save", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/log-writes", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/restore", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/resume", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/handover", admin),

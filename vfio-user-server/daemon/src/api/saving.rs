@@ -5,7 +5,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use vgpud_api::{Handover, RestoredVgpu, SAVED_VGPU, SaveVgpu, UpgradedVgpu};
+use vgpud_api::{Handover, LogWrites, RestoredVgpu, SAVED_VGPU, SaveVgpu, UpgradedVgpu};
 
 use crate::http::{HttpResult, JsonBody, VgpuPath};
 use crate::service::Service;
@@ -25,6 +25,15 @@ pub async fn restore(
     body: Body,
 ) -> HttpResult<Json<RestoredVgpu>> {
     Ok(Json(service.restore(id, body).await?))
+}
+
+pub async fn log_writes(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+    JsonBody(request): JsonBody<LogWrites>,
+) -> HttpResult<StatusCode> {
+    service.log_writes(id, request.enabled).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 pub async fn resume(

@@ -5,14 +5,14 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Seek, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::Body;
-use mdev_core::ids::VgpuId;
+use mdev_core::ids::{GuestPa, VgpuId};
 use mdev_core::stream::{
     Head, MAX_STATE, MemoryReader, Part, StreamError, StreamReader, StreamWriter,
 };
@@ -21,10 +21,10 @@ use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu,
 use vgpud_host::body::{BodyReader, body_writer};
 
 use super::Service;
-use crate::blocking;
 use crate::manager::{Result, Saveable};
-use crate::worker_client::{self, SavedWorker};
-use crate::worker_protocol::{MemoryRange, WITH_HANDOVER, WITH_SAVE};
+use crate::worker_client::{self, SavedWorker, Written};
+use crate::worker_protocol::{MemoryRange, WITH_HANDOVER, WITH_LOG, WITH_SAVE};
+use crate::{blocking, guest_pieces};
 
 /// Damage of a stream with more than a vGPU.
 const MACHINE: &str = "it is that of a VM";
@@ -78,24 +78,27 @@ impl Service {
             vram_bytes: saveable.vram_bytes,
             place: None,
         };
-        let (saved, control) = blocking::run(move || {
-            check(&saveable.control, id, WITH_SAVE)?;
+        let ((saved, written), control) = blocking::run(move || {
+            check(&saveable.control, id, if request.written { WITH_LOG } else { WITH_SAVE })?;
             let refused = |error| cannot("saved", &error);
             worker_client::pause(&saveable.control).map_err(refused)?;
-            let saved = worker_client::save(&saveable.control).map_err(refused);
+            let saved = worker_client::save(&saveable.control).and_then(|saved| {
+                let first = request.written.then(|| worker_client::written(&saveable.control, 0));
+                Ok((saved, first.transpose()?))
+            });
             if saved.is_err() {
                 resume(&saveable.control, id);
             }
-            Ok::<_, ErrorDetail>((saved?, saveable.control))
+            Ok::<_, ErrorDetail>((saved.map_err(refused)?, saveable.control))
         })
         .await??;
         let (writer, body) = body_writer();
         tokio::task::spawn_blocking(move || {
-            let written = write(&head, saved, writer);
-            if let Err(error) = &written {
+            let done = write(&head, saved, written, &control, writer);
+            if let Err(error) = &done {
                 log::warn!("vGPU {id} is not saved: {error}");
             }
-            if written.is_err() || !request.keep_paused {
+            if done.is_err() || !request.keep_paused {
                 resume(&control, id);
             }
             drop(reserved);
@@ -113,6 +116,18 @@ impl Service {
             let _reserved = reserved;
             check(&saveable.control, id, WITH_SAVE)?;
             read(&saveable, id, reader)
+        })
+        .await?
+    }
+
+    /// Begins or ends a record of the guest memory that a vGPU writes.
+    pub async fn log_writes(&self, id: VgpuId, enabled: bool) -> Result<()> {
+        let _reserved = self.saving.reserve(id)?;
+        let saveable = self.call(move |manager| manager.saveable(id)).await?;
+        blocking::run(move || {
+            check(&saveable.control, id, WITH_LOG)?;
+            let done = worker_client::log_writes(&saveable.control, enabled);
+            done.map_err(|error| cannot("saved", &error))
         })
         .await?
     }
@@ -176,7 +191,13 @@ fn resume(control: &Path, id: VgpuId) {
 }
 
 /// Writes the stream of a paused vGPU.
-fn write(head: &Head, saved: SavedWorker, to: impl Write) -> io::Result<()> {
+fn write(
+    head: &Head,
+    saved: SavedWorker,
+    written: Option<Written>,
+    control: &Path,
+    to: impl Write,
+) -> io::Result<()> {
     // A worker that was taken over can pass a file of any length.
     let mut state = Vec::new();
     File::from(saved.state).take(MAX_STATE + 1).read_to_end(&mut state)?;
@@ -185,6 +206,12 @@ fn write(head: &Head, saved: SavedWorker, to: impl Write) -> io::Result<()> {
     }
     let mut stream = StreamWriter::new(to, head)?;
     stream.state(&state)?;
+    let mut written = written;
+    while let Some(Written { pieces, next }) = written {
+        let pieces = BufReader::new(File::from(pieces));
+        guest_pieces::read(pieces, |address, data| stream.guest(address, data))?;
+        written = next.map(|next| worker_client::written(control, next)).transpose()?;
+    }
     if saved.range.len < head.vram_bytes {
         return Err(io::Error::other("the worker passes a part of its video memory"));
     }
@@ -198,7 +225,6 @@ fn write(head: &Head, saved: SavedWorker, to: impl Write) -> io::Result<()> {
 
 /// Reads a stream into a vGPU.
 fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu> {
-    let invalid = |error: StreamError| ErrorDetail::new(ErrorCode::Invalid, error);
     let (mut stream, head) = StreamReader::new(from).map_err(invalid)?;
     if (&head.mdev_type, head.vram_bytes) != (&saveable.mdev_type, saveable.vram_bytes) {
         let message = format!(
@@ -208,53 +234,104 @@ fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu
         return Err(ErrorDetail::new(ErrorCode::Conflict, message));
     }
     let mut state = Vec::new();
-    // Memory follows the state.
-    let first = loop {
-        match stream.next_part().map_err(invalid)? {
-            Part::State(piece) => state.extend_from_slice(piece),
-            Part::Memory { offset, data } => break Some((offset, data.to_vec())),
-            Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
-                return Err(invalid(StreamError::Damaged(MACHINE)));
+    let mut filling: Option<Filling<'_>> = None;
+    let result = loop {
+        let part = match stream.next_part() {
+            Ok(Part::State(piece)) => {
+                state.extend_from_slice(piece);
+                continue;
             }
-            Part::End => break None,
+            Ok(part) => part,
+            Err(error) => break Err(invalid(error)),
+        };
+        // Memory follows the state.
+        let into = match &mut filling {
+            Some(filling) => filling,
+            None => filling.insert(Filling::begin(&saveable.control, &state)?),
+        };
+        let is_end = matches!(part, Part::End);
+        match into.take(&part) {
+            Ok(()) if is_end => break Ok(()),
+            Ok(()) => {}
+            Err(error) => break Err(error),
         }
     };
-    let refused = |error| cannot("restored", &error);
-    let state = file_of(c"vgpu-state", &state).map_err(refused)?;
-    let (restored, memory) =
-        worker_client::restore(&saveable.control, state.as_fd()).map_err(refused)?;
-    let filled = fill(&mut stream, first, &File::from(memory), restored.memory);
-    if let Err(error) = filled {
-        if let Err(error) = worker_client::discard(&saveable.control) {
-            log::error!("vGPU {id} keeps a part of a saved vGPU: {error}");
+    match (result, filling) {
+        (Ok(()), Some(filling)) => Ok(filling.restored),
+        (result, filling) => {
+            if filling.is_some()
+                && let Err(error) = worker_client::discard(&saveable.control)
+            {
+                log::error!("vGPU {id} keeps a part of a saved vGPU: {error}");
+            }
+            result.map(|()| RestoredVgpu::default())
         }
-        return Err(invalid(error));
     }
-    Ok(RestoredVgpu { config: restored.config.into_iter().map(ConfigWrite::from).collect() })
 }
 
-/// Fills video memory with the rest of a stream, up to its end.
-fn fill(
-    stream: &mut StreamReader<impl Read>,
-    first: Option<(u64, Vec<u8>)>,
-    file: &File,
+fn invalid(error: StreamError) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::Invalid, error)
+}
+
+/// A vGPU with its restored state, whose memory is being filled.
+struct Filling<'a> {
+    control: &'a Path,
+    restored: RestoredVgpu,
+    memory: File,
     range: MemoryRange,
-) -> std::result::Result<(), StreamError> {
-    let put = |offset: u64, data: &[u8]| {
-        let inside = offset.checked_add(data.len() as u64).is_some_and(|end| end <= range.len);
-        let at = range.offset.checked_add(offset).filter(|_| inside);
-        let at = at.ok_or(StreamError::Damaged("it has more video memory than its vGPU"))?;
-        file.write_all_at(data, at).map_err(StreamError::from)
-    };
-    let Some((offset, data)) = first else { return Ok(()) };
-    put(offset, &data)?;
-    loop {
-        match stream.next_part()? {
-            Part::Memory { offset, data } => put(offset, data)?,
-            Part::End => return Ok(()),
+    /// Guest memory that the worker gets together, and its length.
+    guest: Option<(File, u64)>,
+}
+
+impl<'a> Filling<'a> {
+    /// Restores the state.
+    fn begin(control: &'a Path, state: &[u8]) -> Result<Self> {
+        let refused = |error| cannot("restored", &error);
+        let state = file_of(c"vgpu-state", state).map_err(refused)?;
+        let (restored, memory) = worker_client::restore(control, state.as_fd()).map_err(refused)?;
+        let config = restored.config.into_iter().map(ConfigWrite::from).collect();
+        let range = restored.memory;
+        let restored = RestoredVgpu { config };
+        Ok(Self { control, restored, memory: File::from(memory), range, guest: None })
+    }
+
+    /// Takes a part of the stream after the state.
+    fn take(&mut self, part: &Part<'_>) -> Result<()> {
+        let refused = |error: io::Error| cannot("restored", &error);
+        match part {
+            Part::Guest { address, data } => self.add_guest(*address, data).map_err(refused),
+            Part::Memory { offset, data } => {
+                self.flush_guest().map_err(refused)?;
+                self.put(*offset, data).map_err(invalid)
+            }
+            Part::End => self.flush_guest().map_err(refused),
             Part::State(_) | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
-                return Err(StreamError::Damaged(MACHINE));
+                Err(invalid(StreamError::Damaged(MACHINE)))
             }
         }
+    }
+
+    fn put(&self, offset: u64, data: &[u8]) -> std::result::Result<(), StreamError> {
+        let MemoryRange { offset: start, len } = self.range;
+        let inside = offset.checked_add(data.len() as u64).is_some_and(|end| end <= len);
+        let at = start.checked_add(offset).filter(|_| inside);
+        let at = at.ok_or(StreamError::Damaged("it has more video memory than its vGPU"))?;
+        self.memory.write_all_at(data, at).map_err(StreamError::from)
+    }
+
+    fn add_guest(&mut self, address: GuestPa, data: &[u8]) -> io::Result<()> {
+        let (file, len) = match &mut self.guest {
+            Some(guest) => guest,
+            None => self.guest.insert((File::from(file_of(c"guest-memory", &[])?), 0)),
+        };
+        guest_pieces::write(file, address, data)?;
+        *len += data.len() as u64;
+        if *len >= guest_pieces::BATCH { self.flush_guest() } else { Ok(()) }
+    }
+
+    fn flush_guest(&mut self) -> io::Result<()> {
+        let Some((mut file, _)) = self.guest.take() else { return Ok(()) };
+        file.rewind()?;
+        worker_client::fill_guest(self.control, file.as_fd())
     }
 }

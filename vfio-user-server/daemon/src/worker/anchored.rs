@@ -1,11 +1,10 @@
 //! A worker with an anchor: beginning anew, or continuing what an earlier worker left.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result, ensure};
 use mdev_core::device::VirtualFunction;
 use mdev_core::mem::DmaAccess;
-use nix::sys::socket::{MsgFlags, recv};
 use vendor_backends::seqpacket::SeqPacket;
 use vfio_user_server::dma::DmaMap;
 use vfio_user_server::journal::{FirstMessage, ReplyPhase};
@@ -82,6 +81,9 @@ impl Anchored {
 
     /// Continues with the connections.
     pub fn resume_connections(mut self) -> Result<Resumed> {
+        // From here on this worker's program can continue, and that of another release may not.
+        self.anchor.works();
+        self.journal.convert();
         let control = self.kept.take_control();
         let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
         let Some(continued) = &self.continued else {
@@ -93,7 +95,6 @@ impl Anchored {
         let (mut session, mut rewrites_answer) = (None, false);
         if let (Some(client), Some(socket)) = (state.client, socket) {
             self.journal.complete(socket.as_fd()).context("The VM's connection is lost")?;
-            self.check_attempts(&socket)?;
             let finished = self.journal.finished();
             let is_executed = state.session.message == finished.saturating_add(1);
             let first = FirstMessage {
@@ -111,7 +112,12 @@ impl Anchored {
                 fd: None,
             });
             let resumed = Session::resume(socket, state.session, finished, first, mappings);
-            session = Some((resumed.context("The VM's connection is lost")?, client));
+            let resumed = resumed.context("The VM's connection is lost")?;
+            if resumed.has_input() {
+                let attempts = self.journal.count_attempt();
+                ensure!(attempts <= MAX_ATTEMPTS, "Workers die at the same message of the VM");
+            }
+            session = Some((resumed, client));
         }
         for key in self.kept.keys() {
             self.anchor.drop_later(key..=key);
@@ -121,15 +127,5 @@ impl Anchored {
             recorder.resume_session(*client, state.session);
         }
         Ok(Resumed { recorder, session, rewrites_answer, control })
-    }
-
-    fn check_attempts(&self, socket: &OwnedFd) -> Result<()> {
-        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
-        let is_waiting = recv(socket.as_raw_fd(), &mut [0], flags).is_ok_and(|len| len > 0);
-        if is_waiting {
-            let attempts = self.journal.count_attempt();
-            ensure!(attempts <= MAX_ATTEMPTS, "Workers die at the same message of the VM");
-        }
-        Ok(())
     }
 }

@@ -225,7 +225,7 @@ impl Worker {
                 return;
             }
         };
-        let interest = Interest { readable: true, writable: false };
+        let interest = Interest::READ;
         if !watch(ops, &session, source::SESSION, event_set(interest)) {
             return;
         }
@@ -386,6 +386,7 @@ fn event_set(interest: Interest) -> EventSet {
     let mut set = EventSet::empty();
     set.set(EventSet::IN, interest.readable);
     set.set(EventSet::OUT, interest.writable);
+    set.set(EventSet::EDGE_TRIGGERED, interest.edge);
     set
 }
 

@@ -14,7 +14,7 @@ use vfio_user_server::device::{Area, Device, IoEventFd, pci};
 use vfio_user_server::dma::{DmaMap, DmaUnmap};
 use vfio_user_server::errno::Errno;
 use vfio_user_server::irq::{Irq, IrqAction, IrqCommand};
-use vfio_user_server::journal::{Journal, ReplyPhase, SessionRecord};
+use vfio_user_server::journal::{Journal, SessionRecord};
 use vfio_user_server::layout::Layout;
 use vfio_user_server::migration::Migration;
 
@@ -52,6 +52,11 @@ impl Function {
             handover: None,
             recorder: None,
         })
+    }
+
+    /// Returns the recorder, if there is one, and what it records.
+    pub(super) fn recording(&mut self) -> (Option<&mut Recorder>, &VirtualFunction) {
+        (self.recorder.as_mut(), &self.inner)
     }
 
     /// Returns the vGPU's type.
@@ -213,14 +218,20 @@ impl Journal for Function {
         }
     }
 
-    fn set_reply(&mut self, reply: ReplyPhase) {
+    fn begin_reply(&mut self) {
         if let Some(recorder) = &mut self.recorder {
-            recorder.set_reply(reply);
+            recorder.begin_reply();
         }
     }
 
-    fn finish(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
-        self.recorder.as_mut().map_or(Ok(()), |recorder| recorder.finish(socket, bytes))
+    fn finish(&mut self, bytes: usize) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.finish(bytes);
+        }
+    }
+
+    fn remove(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        self.recorder.as_mut().map_or(Ok(()), |recorder| recorder.remove(socket))
     }
 
     fn set_continuable(&mut self, continuable: bool) {

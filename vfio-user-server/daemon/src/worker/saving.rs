@@ -1,14 +1,17 @@
 //! Saving and restoring the vGPU, as the manager requests.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, BufReader, BufWriter, Read, Seek};
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result, bail};
 use mdev_core::device::{SavedVgpu, VirtualFunction};
+use mdev_core::ids::GuestPa;
 use mdev_core::stream::MAX_STATE;
 use vendor_backends::mem::file_of;
 
+use crate::guest_pieces;
 use crate::worker_protocol::{MemoryRange, Restored, WorkerReply, WorkerRequest};
 
 /// Returns the reply to a request about saving, and its descriptors.
@@ -38,7 +41,18 @@ pub fn answer(
             let restored = Restored { memory, config: function.config_writes() };
             return Ok((WorkerReply::Restored(restored), vec![file]));
         }
+        WorkerRequest::Written { from } => {
+            let (file, next) = written(function, *from)?;
+            return Ok((WorkerReply::Written { next }, vec![file]));
+        }
+        WorkerRequest::FillGuest => {
+            let file = File::from(fd.context("The guest memory is missing")?);
+            guest_pieces::read(BufReader::new(file), |address, data| {
+                function.fill_guest_memory(address, data).map_err(io::Error::other)
+            })?;
+        }
         WorkerRequest::Status { .. }
+        | WorkerRequest::LogWrites { .. }
         | WorkerRequest::Scanout
         | WorkerRequest::Attach
         | WorkerRequest::BeginHandover
@@ -48,6 +62,24 @@ pub fn answer(
         | WorkerRequest::Stop => bail!("This is no request about saving"),
     }
     Ok((WorkerReply::Done, Vec::new()))
+}
+
+/// Returns a file with guest memory that the vGPU has written, from an address on, and the address
+/// from which there is more.
+fn written(function: &mut VirtualFunction, from: u64) -> Result<(OwnedFd, Option<u64>)> {
+    let mut to = BufWriter::new(File::from(file_of(c"guest-memory", &[])?));
+    let (mut len, mut next) = (0, None);
+    function.written(GuestPa(from), |address, data| {
+        if len >= guest_pieces::BATCH {
+            next = Some(address.0);
+            return Ok(ControlFlow::Break(()));
+        }
+        len += data.len() as u64;
+        guest_pieces::write(&mut to, address, data).map(ControlFlow::Continue)
+    })?;
+    let mut file = to.into_inner()?;
+    file.rewind()?;
+    Ok((file.into(), next))
 }
 
 fn video_memory(function: &VirtualFunction) -> Result<(MemoryRange, OwnedFd)> {

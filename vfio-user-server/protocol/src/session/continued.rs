@@ -5,14 +5,13 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno as SysErrno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{Closed, Session};
 use crate::device::Device;
 use crate::errno::Errno;
-use crate::journal::{FirstMessage, ReplyPhase, SessionRecord};
+use crate::journal::{FirstMessage, MAX_FINISHED, ReplyPhase, SessionRecord, Standing};
 use crate::proto::header::Header;
 use crate::proto::message::Request;
 use crate::proto::reply::Reply;
@@ -25,6 +24,9 @@ use crate::transport::Filled;
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(20);
 /// Command of a question, which no protocol version has. A client answers it with an error.
 const UNKNOWN_COMMAND: u16 = 0xffff;
+/// Limit of finished messages in the socket: one call removes them. The client's limit of bytes that
+/// it has sent holds hundreds.
+const FINISHED_MESSAGES: u32 = 31;
 /// Message id of a question.
 const QUESTION: u16 = 0xfffe;
 
@@ -33,10 +35,21 @@ const QUESTION: u16 = 0xfffe;
 pub(super) struct Progress {
     /// What is known of the first message, if this process continues.
     pub first: Option<FirstMessage>,
-    /// Bytes in the socket of the message whose reply waits for room.
-    unfinished: Option<usize>,
+    /// Message whose reply waits for room.
+    unfinished: Option<InSocket>,
+    /// Number of finished messages in the socket, and of their bytes.
+    finished: (u32, usize),
     /// Whether no other process can continue, as the journal knows.
     is_torn: bool,
+}
+
+/// The part of a message that is still in the socket.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct InSocket {
+    /// Its length; 0 if the message has left the socket.
+    pub bytes: usize,
+    /// Whether it has descriptors, at which a receive call ends.
+    pub has_fds: bool,
 }
 
 impl Session {
@@ -51,6 +64,8 @@ impl Session {
         first: FirstMessage,
         mappings: impl IntoIterator<Item = crate::dma::DmaMap>,
     ) -> io::Result<Self> {
+        // The process before has peeked from another place.
+        sys::set_peek_offset(socket.as_fd(), None)?;
         let mut session = Self::new(socket)?;
         session.state.set_client_limits(record.client);
         for map in mappings {
@@ -59,6 +74,22 @@ impl Session {
         session.messages = finished;
         session.progress.first = Some(session.find_out(first)?);
         Ok(session)
+    }
+
+    /// Returns where the session is, unless a part of a message is in this process alone.
+    pub fn standing(&self) -> Option<Standing> {
+        if self.is_incomplete() || self.progress.unfinished.is_some() {
+            return None;
+        }
+        let record =
+            SessionRecord { client: self.state.client_limits(), message: self.messages, error: 0 };
+        let in_socket = self.progress.finished.1;
+        Some(Standing { record, finished: self.messages, in_socket })
+    }
+
+    /// Returns whether a message is waiting in the socket of a session that has just been resumed.
+    pub fn has_input(&self) -> bool {
+        self.peek(&mut [0]).is_ok_and(|bytes| !bytes.is_empty())
     }
 
     /// Finds out whether the client has got the reply to a request that was sent, or about to be. A
@@ -92,7 +123,14 @@ impl Session {
                 error: 0,
             };
             let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
-            send(self.socket.as_raw_fd(), question.as_bytes(), flags)?;
+            match send(self.socket.as_raw_fd(), question.as_bytes(), flags) {
+                Ok(_) => {}
+                // The client has gone, which the next receive call tells.
+                Err(SysErrno::EPIPE | SysErrno::ECONNRESET) => {
+                    return Ok(FirstMessage { reply: ReplyPhase::Sent, ..first });
+                }
+                Err(error) => return Err(error.into()),
+            }
         }
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
@@ -130,14 +168,11 @@ impl Session {
             return self.receiver.fill(self.socket.as_fd(), wait);
         }
         if !self.receiver.has_taken() {
-            if wait {
-                let socket = PollFd::new(self.socket.as_fd(), PollFlags::POLLIN);
-                // After a signal nothing is there, and the caller comes again.
-                let _ = poll(&mut [socket], PollTimeout::NONE);
-            }
-            if let Some(filled) = self.receiver.peek(self.socket.as_fd())? {
+            let finished = self.progress.finished.1;
+            if let Some(filled) = self.receiver.peek(self.socket.as_fd(), finished, wait)? {
                 return Ok(filled);
             }
+            self.remove_finished(device)?;
             self.set_torn(device, true);
         }
         self.receiver.fill(self.socket.as_fd(), wait)
@@ -171,30 +206,50 @@ impl Session {
     pub(super) fn finish<D: Device + ?Sized>(
         &mut self,
         device: &mut D,
-        bytes: usize,
+        message: InSocket,
         sent: bool,
     ) -> Result<bool, Closed> {
         if device.journal().is_none() {
             return Ok(sent);
         }
         if !sent {
-            self.progress.unfinished = Some(bytes);
+            self.progress.unfinished = Some(message);
             self.set_torn(device, true);
             return Ok(false);
         }
-        set_reply(device, ReplyPhase::Sent);
-        let socket = self.socket.as_fd();
+        let InSocket { bytes, has_fds } = message;
+        if self.progress.finished.1 + bytes > MAX_FINISHED {
+            self.remove_finished(device)?;
+        }
+        let (count, before) = self.progress.finished;
         if let Some(journal) = device.journal() {
-            journal.finish(socket, bytes)?;
+            journal.finish(bytes);
+        }
+        if bytes > 0 {
+            self.progress.finished = (count + 1, before + bytes);
+        }
+        if has_fds || count >= FINISHED_MESSAGES {
+            self.remove_finished(device)?;
         }
         self.set_torn(device, self.is_incomplete());
         Ok(true)
     }
 
+    /// Removes the finished messages from the socket.
+    pub(super) fn remove_finished<D: Device + ?Sized>(&mut self, device: &mut D) -> io::Result<()> {
+        if self.progress.finished.1 > 0
+            && let Some(journal) = device.journal()
+        {
+            journal.remove(self.socket.as_fd())?;
+            self.progress.finished = (0, 0);
+        }
+        Ok(())
+    }
+
     /// Finishes the message whose reply waited for room in the socket.
     pub(super) fn finish_sent<D: Device + ?Sized>(&mut self, device: &mut D) -> Result<(), Closed> {
-        if let Some(bytes) = self.progress.unfinished.take() {
-            self.finish(device, bytes, true)?;
+        if let Some(message) = self.progress.unfinished.take() {
+            self.finish(device, message, true)?;
         }
         Ok(())
     }
@@ -206,13 +261,6 @@ impl Session {
                 journal.set_continuable(!torn);
             }
         }
-    }
-}
-
-/// Records how far a reply has come.
-pub(super) fn set_reply<D: Device + ?Sized>(device: &mut D, reply: ReplyPhase) {
-    if let Some(journal) = device.journal() {
-        journal.set_reply(reply);
     }
 }
 

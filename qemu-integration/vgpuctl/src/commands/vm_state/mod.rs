@@ -1,4 +1,5 @@
-//! `vm save`, `vm restore` and `vm upgrade`: a VM with its vGPUs in a file, and in a new QEMU.
+//! `vm save`, `vm restore`, `vm upgrade`, `vm migrate` and `vm receive`: a VM with its vGPUs in a file,
+//! in a new QEMU, and on another host.
 //!
 //! QEMU 11.1 saves a VM with a vfio-user device without the device's state, and resets the device
 //! when it restores the VM. So the vGPUs are saved while the VM is paused, and restored after QEMU
@@ -8,10 +9,11 @@
 //! * [`monitor`]: QEMU's monitor; [`domain`]: domains of libvirt
 //! * [`pci`]: the vGPUs as devices of QEMU
 //! * [`qemu_stream`]: QEMU's own stream
-//! * [`upgrade`]: a new QEMU for a running VM
+//! * [`upgrade`]: a new QEMU for a running VM; [`moving`]: a running VM on another host
 
 mod domain;
 mod monitor;
+mod moving;
 mod pci;
 mod qemu_stream;
 mod upgrade;
@@ -34,6 +36,8 @@ pub async fn vm(client: &Client, args: Vm) -> Result<Vec<u8>, Failure> {
         VmTask::Save(args) => save(client, args).await,
         VmTask::Restore(args) => restore(client, args).await,
         VmTask::Upgrade(args) => upgrade::upgrade(client, args).await,
+        VmTask::Migrate(args) => moving::migrate(client, args).await,
+        VmTask::Receive(args) => moving::receive(client, args).await,
     }
 }
 
@@ -84,7 +88,7 @@ async fn save_paused(
     xml: String,
 ) -> Result<u64, Failure> {
     let (mut monitor, places) = pci::identify(client, monitor, vgpus).await?;
-    let request = SaveVgpu { keep_paused: true, check: false };
+    let request = SaveVgpu { keep_paused: true, ..SaveVgpu::default() };
     let mut streams = Vec::new();
     for (vgpu, place) in vgpus.iter().zip(places) {
         let stream = saving::begin_save(client, &vgpu.uuid.to_string(), &request).await?;
@@ -133,14 +137,11 @@ async fn restore_into(
 ) -> Result<Vec<u8>, Failure> {
     let named = named_vgpu(client, &args.vm, domain).await?;
     let vgpus = vgpus_of_vm(client, &named).await?;
-    check_types(&checked.heads, &vgpus)?;
+    check_types(checked.heads.iter().map(|head| &head.mdev_type), &vgpus)?;
     let mut monitor = address(&args.vm, domain).connect().await?;
     let (file, expected, of_libvirt) = (args.file.clone(), vgpus.len(), domain.is_some());
     let monitor = blocking(move || {
-        if monitor.status()? != "inmigrate" {
-            let message = "The VM runs already; start QEMU with -incoming defer".to_owned();
-            return Err(Failure::Local(message));
-        }
+        check_waiting(&mut monitor)?;
         check_count(pci::count(&mut monitor)?, expected)?;
         // Otherwise QEMU would start the VM as soon as it has read it. libvirt has paused it.
         if !of_libvirt {
@@ -209,6 +210,15 @@ async fn check_saveable(client: &Client, vgpus: &[Vgpu]) -> Result<(), Failure> 
     Ok(())
 }
 
+/// Checks that QEMU waits for a VM.
+fn check_waiting(monitor: &mut Monitor) -> Result<(), Failure> {
+    if monitor.status()? == "inmigrate" {
+        return Ok(());
+    }
+    let message = "The VM runs already; start QEMU with -incoming defer".to_owned();
+    Err(Failure::Local(message))
+}
+
 fn check_count(devices: usize, vgpus: usize) -> Result<(), Failure> {
     if devices == vgpus {
         return Ok(());
@@ -220,8 +230,11 @@ fn check_count(devices: usize, vgpus: usize) -> Result<(), Failure> {
 }
 
 /// Checks that vGPUs have the types of saved ones, in any order.
-fn check_types(saved: &[Head], vgpus: &[Vgpu]) -> Result<(), Failure> {
-    let mut saved: Vec<_> = saved.iter().map(|head| &head.mdev_type).collect();
+fn check_types<'a>(
+    saved: impl Iterator<Item = &'a String>,
+    vgpus: &'a [Vgpu],
+) -> Result<(), Failure> {
+    let mut saved: Vec<_> = saved.collect();
     let mut found: Vec<_> =
         vgpus.iter().map(|vgpu| vgpu.live_type.as_ref().unwrap_or(&vgpu.mdev_type)).collect();
     saved.sort();
@@ -242,17 +255,19 @@ fn check_types(saved: &[Head], vgpus: &[Vgpu]) -> Result<(), Failure> {
 
 /// Returns for each saved vGPU the index of the vGPU that is at its place.
 fn arrange(saved: &[Head], places: &[Place]) -> Result<Vec<usize>, Failure> {
-    let of = |head: &Head| {
-        let place = Place(head.place.unwrap_or_default());
-        let at = places.iter().position(|other| *other == place);
-        at.ok_or_else(|| {
-            Failure::Local(format!(
-                "The saved VM has a vGPU at {place}, and this VM has none there; start QEMU with the \
-                 command line of the saved VM"
-            ))
-        })
-    };
+    let of = |head: &Head| find_place(Place(head.place.unwrap_or_default()), places);
     saved.iter().map(of).collect()
+}
+
+/// Returns the index of the vGPU at a saved vGPU's place.
+fn find_place(place: Place, places: &[Place]) -> Result<usize, Failure> {
+    let at = places.iter().position(|other| *other == place);
+    at.ok_or_else(|| {
+        Failure::Local(format!(
+            "The saved VM has a vGPU at {place}, and this VM has none there; start QEMU with the \
+             command line of the saved VM"
+        ))
+    })
 }
 
 /// Lets all vGPUs continue. Returns the first failure.

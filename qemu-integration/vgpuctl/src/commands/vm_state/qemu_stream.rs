@@ -27,22 +27,34 @@ pub fn send_machine(
     monitor: &mut Monitor,
     write: impl FnMut(&[u8]) -> io::Result<()>,
 ) -> Result<(), Failure> {
-    let (from, into) = pipe()?;
-    monitor.pass_descriptor(PIPE, into.into())?;
-    monitor.execute("migrate", &json!({ "uri": format!("fd:{PIPE}") }))?;
+    let from = begin_send(monitor)?;
     let copied = copy(from, write);
     let completed = wait_completed(monitor);
     // QEMU then only knows that the pipe broke.
     copied.map_err(|error| failed(&error)).and(completed)
 }
 
-/// Lets QEMU read the VM in a file.
-pub fn receive_machine(monitor: &mut Monitor, file: &Path) -> Result<(), Failure> {
-    let (from, mut into) = pipe()?;
+/// Lets QEMU begin to write the VM, and returns where.
+pub fn begin_send(monitor: &mut Monitor) -> Result<PipeReader, Failure> {
+    let (from, into) = pipe()?;
+    monitor.pass_descriptor(PIPE, into.into())?;
+    monitor.execute("migrate", &json!({ "uri": format!("fd:{PIPE}") }))?;
+    Ok(from)
+}
+
+/// Lets QEMU begin to read a VM, and returns where.
+pub fn begin_receive(monitor: &mut Monitor) -> Result<PipeWriter, Failure> {
+    let (from, into) = pipe()?;
     monitor.pass_descriptor(PIPE, from.into())?;
     // Otherwise QEMU would end at an error, and its reason would be lost.
     let from = json!({ "uri": format!("fd:{PIPE}"), "exit-on-error": false });
     monitor.execute("migrate-incoming", &from)?;
+    Ok(into)
+}
+
+/// Lets QEMU read the VM in a file.
+pub fn receive_machine(monitor: &mut Monitor, file: &Path) -> Result<(), Failure> {
+    let mut into = begin_receive(monitor)?;
     let file = file.to_owned();
     let writer = thread::spawn(move || -> Result<(), Failure> {
         let (mut stream, _) = saving::open(&file)?;
@@ -50,7 +62,11 @@ pub fn receive_machine(monitor: &mut Monitor, file: &Path) -> Result<(), Failure
             match stream.next_part().map_err(|error| failed(&error))? {
                 Part::Machine(data) => into.write_all(data).map_err(|error| failed(&error))?,
                 Part::End => return Ok(()),
-                Part::State(_) | Part::Memory { .. } | Part::Next(_) | Part::Domain(_) => {}
+                Part::State(_)
+                | Part::Guest { .. }
+                | Part::Memory { .. }
+                | Part::Next(_)
+                | Part::Domain(_) => {}
             }
         }
     });
@@ -65,7 +81,10 @@ fn pipe() -> Result<(PipeReader, PipeWriter), Failure> {
 }
 
 /// Calls `write` with all that comes out of a pipe.
-fn copy(mut from: PipeReader, mut write: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+pub fn copy(
+    mut from: PipeReader,
+    mut write: impl FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<()> {
     let mut buffer = vec![0; MAX_CHUNK];
     let mut filled = 0;
     loop {
@@ -85,8 +104,28 @@ fn copy(mut from: PipeReader, mut write: impl FnMut(&[u8]) -> io::Result<()>) ->
 
 /// Waits until QEMU has saved or restored the VM.
 pub fn wait_completed(monitor: &mut Monitor) -> Result<(), Failure> {
-    let ended = wait_transfer(monitor, LIMIT, |status| status.is_some_and(|it| ENDS.contains(&it)));
-    let Some(state) = ended? else {
+    check_completed(wait_transfer(monitor, LIMIT, is_end)?)
+}
+
+/// Waits until QEMU has restored a VM that arrives at any speed. `has_arrived` tells when its last
+/// byte has.
+pub fn wait_received(monitor: &mut Monitor, has_arrived: impl Fn() -> bool) -> Result<(), Failure> {
+    while !has_arrived() {
+        let state = wait_transfer(monitor, INTERVAL * 20, is_end)?;
+        if state.is_some() {
+            return check_completed(state);
+        }
+    }
+    wait_completed(monitor)
+}
+
+fn is_end(status: Option<&str>) -> bool {
+    status.is_some_and(|it| ENDS.contains(&it))
+}
+
+/// Returns the failure of a transfer that has ended, if it has not succeeded.
+fn check_completed(state: Option<Value>) -> Result<(), Failure> {
+    let Some(state) = state else {
         return Err(Failure::Local("QEMU did not finish in time".to_owned()));
     };
     if state["status"] == COMPLETED {
@@ -101,7 +140,7 @@ pub fn wait_completed(monitor: &mut Monitor) -> Result<(), Failure> {
 pub fn wait_transfer(
     monitor: &mut Monitor,
     limit: Duration,
-    is_awaited: impl Fn(Option<&str>) -> bool,
+    mut is_awaited: impl FnMut(Option<&str>) -> bool,
 ) -> Result<Option<Value>, Failure> {
     let deadline = Instant::now() + limit;
     loop {

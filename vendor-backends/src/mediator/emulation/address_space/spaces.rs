@@ -103,6 +103,12 @@ impl AddressSpaces {
         self.memories.imported_bytes()
     }
 
+    /// Returns imported guest memory.
+    pub fn memory(&self, memory: MemoryId) -> Result<&Mapping, Refusal> {
+        let found = self.memories.get(Slot::try_from(memory)?);
+        found.map(|memory| &*memory.mapping).ok_or(Refusal::NoMemory)
+    }
+
     /// Returns the bytes that may still be imported.
     pub fn import_room(&self) -> u64 {
         self.memories.import_room()

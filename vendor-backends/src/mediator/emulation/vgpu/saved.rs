@@ -1,13 +1,15 @@
 //! Pausing, saving and restoring a vGPU.
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use mdev_core::gpu::{SavedChannel, SavedClient};
-use mdev_core::ids::{ChannelId, SpaceId};
+use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 
 use super::Vgpu;
 use crate::mediator::emulation::channel::Channel;
 use crate::mediator::wire::Refusal;
+use crate::mem::WriteLog;
 
 impl Vgpu {
     /// Stops all channels between two steps of their work. On the return, and until
@@ -42,6 +44,22 @@ impl Vgpu {
             mappings: state.spaces.mappings(),
             channels: channels.collect::<Result<_, Refusal>>()?,
         })
+    }
+
+    /// Records from now on which pages of an import are written. Returns the file of the record.
+    pub fn log_writes(&self, memory: MemoryId) -> Result<OwnedFd, Refusal> {
+        // The engine accesses memory with the lock only.
+        let state = self.lock()?;
+        let mapping = state.spaces.memory(memory)?;
+        let (log, file) = WriteLog::create(mapping.len())?;
+        mapping.set_log(Some(log));
+        Ok(file)
+    }
+
+    /// Ends the record of an import.
+    pub fn end_log(&self, memory: MemoryId) -> Result<(), Refusal> {
+        self.lock()?.spaces.memory(memory)?.set_log(None);
+        Ok(())
     }
 
     /// Creates an address space with a saved id.

@@ -4,6 +4,7 @@ use std::os::fd::AsFd;
 
 use anyhow::Result;
 use event_manager::{EventOps, EventSet};
+use mdev_core::device::Descriptor;
 use vfio_user_server::session::Interest;
 
 use super::{Attached, Worker, event_set, source, watch};
@@ -30,14 +31,9 @@ impl Worker {
             // What the worker before had taken, and not recorded, is pending again.
             self.function.inner_mut().on_gpu_event();
         }
-        self.attached = session.map(|(session, client)| {
-            let interest = Interest { readable: true, writable: false };
-            Attached { session, client, interest }
-        });
+        self.attached =
+            session.map(|(session, client)| Attached { session, client, interest: Interest::READ });
         self.function.commit();
-        if let Some(recorder) = &mut self.function.recorder {
-            recorder.works();
-        }
         Ok(())
     }
 
@@ -75,12 +71,23 @@ impl Worker {
         }
     }
 
-    /// Lets no other worker continue with the session of a process whose successor has begun one in
-    /// its place.
-    pub(super) fn give_session_up(&mut self) {
-        if let Some(recorder) = &mut self.function.recorder {
-            recorder.give_session_up();
-        }
+    /// Records the session of a process again whose successor had begun one in its place. Until the
+    /// next record no other worker continues.
+    pub(super) fn return_to_session(&mut self, attached: &Attached) {
+        let (recorder, function) = self.function.recording();
+        let Some(recorder) = recorder else { return };
+        let Some(standing) = attached.session.standing() else {
+            return recorder.give_session_up();
+        };
+        recorder.return_to_session(attached.client, standing);
+        recorder.keep(Key::SESSION, attached.session.as_fd());
+        function.descriptors(|what, fd| {
+            let key = match what {
+                Descriptor::Memory(address) => Key::memory(address.0),
+                Descriptor::Event(event) => Key::event(event),
+            };
+            recorder.keep(key, fd);
+        });
     }
 
     /// Lets no other worker continue during a request of several steps, until the next record.

@@ -108,7 +108,10 @@ impl Worker {
             | WorkerRequest::Pause
             | WorkerRequest::Save
             | WorkerRequest::Restore
-            | WorkerRequest::Discard => self.answer_saving(request, fd),
+            | WorkerRequest::Discard
+            | WorkerRequest::Written { .. }
+            | WorkerRequest::FillGuest => self.answer_saving(request, fd),
+            WorkerRequest::LogWrites { enabled } => self.log_writes(*enabled).map(|()| done()),
         };
         answered
             .unwrap_or_else(|error| (WorkerReply::Error { message: error.to_string() }, Vec::new()))
@@ -129,6 +132,19 @@ impl Worker {
             "The vGPU is in a state from which no other worker can continue; try again"
         );
         Ok(())
+    }
+
+    /// Begins or ends a record of the vGPU's writes. A worker that continues has none.
+    fn log_writes(&mut self, enabled: bool) -> Result<()> {
+        let function = self.function.inner_mut();
+        if !enabled {
+            function.end_write_log();
+            return Ok(());
+        }
+        self.check_programs()?;
+        let function = self.function.inner_mut();
+        function.check_saveable()?;
+        Ok(function.begin_write_log()?)
     }
 
     fn answer_saving(

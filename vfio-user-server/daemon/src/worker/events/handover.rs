@@ -65,10 +65,13 @@ impl Worker {
             log::info!("Process {pid} is cut off: the VM stays with its old process");
         }
         self.adopted = false;
-        self.give_session_up();
         let restored = self.function.inner_mut().abandon_handover(handover);
         self.function.note_unmask_event();
         self.attached = self.outgoing.take();
+        if let Some(attached) = self.attached.take() {
+            self.return_to_session(&attached);
+            self.attached = Some(attached);
+        }
         if let Some(attached) = &self.attached {
             watch(ops, &attached.session, source::SESSION, event_set(attached.interest));
         }

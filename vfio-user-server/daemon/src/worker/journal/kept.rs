@@ -213,6 +213,11 @@ impl Anchor {
         self.dropped.push((*keys.start(), *keys.end()));
     }
 
+    /// Drops descriptors that no state needs.
+    pub fn drop_now(&mut self, keys: RangeInclusive<Key>) {
+        self.send(Message::Drop(*keys.start(), *keys.end()), &[]);
+    }
+
     /// Notes that a state was recorded.
     pub fn recorded(&mut self) {
         for (first, last) in std::mem::take(&mut self.dropped) {

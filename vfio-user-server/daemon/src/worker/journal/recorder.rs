@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use mdev_core::device::VirtualFunction;
 use mdev_core::gpu::KeptDescriptor;
-use vfio_user_server::journal::{ReplyPhase, SessionRecord};
+use vfio_user_server::journal::{SessionRecord, Standing};
 use vgpud_api::AttachedClient;
 
 use super::kept::{Anchor, Key};
@@ -56,11 +56,6 @@ impl Recorder {
         }
     }
 
-    /// Tells the anchor that the worker works.
-    pub fn works(&mut self) {
-        self.anchor.works();
-    }
-
     /// Continues with the session of an earlier worker.
     pub fn resume_session(&mut self, client: AttachedClient, session: SessionRecord) {
         (self.client, self.session) = (Some(client), session);
@@ -68,11 +63,29 @@ impl Recorder {
 
     /// Begins with the session of a VM.
     pub fn begin_session(&mut self, client: AttachedClient) {
-        self.journal.begin_session();
-        (self.client, self.session) = (Some(client), SessionRecord::default());
+        self.record_session(client, SessionRecord::default(), 0, 0);
+    }
+
+    fn record_session(
+        &mut self,
+        client: AttachedClient,
+        session: SessionRecord,
+        finished: u64,
+        in_socket: usize,
+    ) {
+        self.journal.begin_session(finished, in_socket);
+        (self.client, self.session) = (Some(client), session);
         (self.session_torn, self.session_given_up) = (false, false);
         // A handover puts other guest memory in its place, whose generations begin anew.
         self.memory.1 = None;
+    }
+
+    /// Returns to a session in whose place another one had begun, once no other worker can continue
+    /// with that. The caller then keeps its descriptors anew.
+    pub fn return_to_session(&mut self, client: AttachedClient, standing: Standing) {
+        let Standing { record, finished, in_socket } = standing;
+        self.anchor.drop_now(Key::OF_VM);
+        self.record_session(client, record, finished, in_socket);
     }
 
     /// Returns true if another worker can continue.
@@ -148,7 +161,7 @@ impl Recorder {
     fn write(&mut self, function: &VirtualFunction, position: u64) -> bool {
         let generation = Some(function.memory_generation());
         if self.memory.1 != generation {
-            let number = self.memory.0 + 1;
+            let number = self.memory.0.wrapping_add(1);
             let Ok(memory) = postcard::to_stdvec(&function.running_memory()) else { return false };
             if !self.journal.write(Kind::Memory, number, &memory) {
                 return false;
@@ -181,14 +194,19 @@ impl Recorder {
         self.commit(function);
     }
 
-    /// Records how far the reply to the message at hand has come.
-    pub fn set_reply(&mut self, reply: ReplyPhase) {
-        self.journal.set_reply(reply);
+    /// Records that the reply to the message at hand is sent, or about to be.
+    pub fn begin_reply(&mut self) {
+        self.journal.begin_reply();
     }
 
-    /// Removes the message at hand from the socket.
-    pub fn finish(&mut self, socket: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
-        self.journal.finish(socket, bytes)
+    /// Records that the message at hand, of `bytes` bytes in the socket, is finished.
+    pub fn finish(&mut self, bytes: usize) {
+        self.journal.finish(bytes);
+    }
+
+    /// Removes the finished messages from the socket.
+    pub fn remove(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        self.journal.remove(socket)
     }
 
     /// Records whether a part of a message is in this process alone.
