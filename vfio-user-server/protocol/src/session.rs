@@ -380,23 +380,13 @@ impl Session {
         let result = match header.kind() {
             Some(Kind::Request) if message.surplus_fds => Err(Errno::EINVAL),
             Some(Kind::Request) => {
-                let payload = message.payload;
-                let decoded = Request::decode(header.command, payload);
+                let decoded = Request::decode(header.command, message.payload);
                 // The limits of VERSION are in the record.
                 is_repeatable = decoded
                     .is_ok_and(|request| request.is_repeatable() && self.state.is_negotiated());
-                decoded.and_then(|request| match executed {
-                    Some(done) if !request.is_repeatable() => {
-                        continued::reply_to_executed(request, payload, &mut reply);
-                        done.map(|()| ReplyFds::default())
-                    }
-                    _ => {
-                        if executed.is_some() && matches!(request, Request::Version { .. }) {
-                            self.state.set_client_limits(None);
-                        }
-                        self.state.check_order(&request)?;
-                        self.state.dispatch(request, payload, message.fds, device, &mut reply)
-                    }
+                decoded.and_then(|request| {
+                    let (payload, fds) = (message.payload, message.fds);
+                    self.state.execute(request, executed, payload, fds, device, &mut reply)
                 })
             }
             Some(Kind::Reply) => {

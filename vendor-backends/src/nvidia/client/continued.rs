@@ -97,21 +97,8 @@ impl NvidiaClient {
         state.check()?;
         privilege::refuse_sys_admin(state.grant.options.allow_sys_admin)?;
         let layout = Layout::of(&state.driver).map_err(|_| DAMAGED)?;
-        let client = AdoptedClient {
-            control: files.take(kept::CONTROL)?,
-            gpu: files.take(kept::GPU)?,
-            minor: state.grant.card.minor,
-            root: state.root,
-            next_handle: state.next_handle,
-        };
-        let device = Arc::new(Device::adopt(rm, layout, client, &state.fixed));
-        let unrecorded = journal.last_handle();
-        if unrecorded.saturating_sub(state.next_handle) > MAX_UNRECORDED {
-            return Err(DAMAGED);
-        }
         let journal = Arc::new(journal);
-        device.rm_client.record_handles(journal.clone());
-        device.rm_client.free_unrecorded(unrecorded);
+        let device = adopt_device(rm, layout, &state, &journal, &mut files)?;
         let FixedObjects { usermode, events, .. } = &state.fixed;
         let usermode = device.rm_client.adopt_object(Some(&device.subdevice), *usermode);
         let events =
@@ -197,6 +184,31 @@ impl NvidiaClient {
             channels,
         })
     }
+}
+
+/// Takes up the driver's client of an earlier process, and frees what that had not recorded.
+fn adopt_device(
+    rm: Arc<dyn Rm>,
+    layout: Layout,
+    state: &ClientState,
+    journal: &Arc<Journal>,
+    files: &mut Kept<'_>,
+) -> Result<Arc<Device>, GpuError> {
+    let client = AdoptedClient {
+        control: files.take(kept::CONTROL)?,
+        gpu: files.take(kept::GPU)?,
+        minor: state.grant.card.minor,
+        root: state.root,
+        next_handle: state.next_handle,
+    };
+    let device = Arc::new(Device::adopt(rm, layout, client, &state.fixed));
+    let unrecorded = journal.last_handle();
+    if unrecorded.saturating_sub(state.next_handle) > MAX_UNRECORDED {
+        return Err(DAMAGED);
+    }
+    device.rm_client.record_handles(journal.clone());
+    device.rm_client.free_unrecorded(unrecorded);
+    Ok(device)
 }
 
 /// Continues with the state that the threads share.

@@ -8,16 +8,18 @@ use nix::errno::Errno as SysErrno;
 use nix::sys::socket::{MsgFlags, recv, send};
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::dispatch::SessionState;
 use super::{Closed, Session};
 use crate::device::Device;
 use crate::errno::Errno;
+use crate::fds::Fds;
 use crate::journal::{FirstMessage, MAX_FINISHED, ReplyPhase, SessionRecord, Standing};
 use crate::proto::header::Header;
 use crate::proto::message::Request;
 use crate::proto::reply::Reply;
 use crate::proto::wire;
 use crate::sys;
-use crate::transport::Filled;
+use crate::transport::{Filled, ReplyFds};
 
 /// Longest wait for the client's answer to a question. QEMU answers within 1 ms, unless a vCPU waits
 /// for a reply: then not at all.
@@ -264,8 +266,34 @@ impl Session {
     }
 }
 
+impl SessionState {
+    /// Executes a request and writes the reply, which is all that is left if another process has
+    /// `executed` the request. Returns the reply's descriptors.
+    pub(super) fn execute<'d, D: Device + ?Sized>(
+        &mut self,
+        request: Request<'_>,
+        executed: Option<Result<(), Errno>>,
+        payload: &[u8],
+        fds: Fds,
+        device: &'d mut D,
+        reply: &mut Reply<'_>,
+    ) -> Result<ReplyFds<'d>, Errno> {
+        if let Some(done) = executed
+            && !request.is_repeatable()
+        {
+            reply_to_executed(request, payload, reply);
+            return done.map(|()| ReplyFds::default());
+        }
+        if executed.is_some() && matches!(request, Request::Version { .. }) {
+            self.set_client_limits(None);
+        }
+        self.check_order(&request)?;
+        self.dispatch(request, payload, fds, device, reply)
+    }
+}
+
 /// Writes the reply to a request that was carried out by another process.
-pub(super) fn reply_to_executed(request: Request<'_>, payload: &[u8], reply: &mut Reply<'_>) {
+fn reply_to_executed(request: Request<'_>, payload: &[u8], reply: &mut Reply<'_>) {
     match request {
         Request::RegionWrite(access, _) => reply.region_access(access),
         Request::RegionWriteMulti(writes) => reply.writes_done(writes.len()),
