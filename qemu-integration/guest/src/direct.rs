@@ -72,7 +72,7 @@ impl DirectNode {
     pub fn wait(&self, limit: Duration) {
         let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
         let mut fds = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
-        // Whoever waits looks at its semaphore in any case.
+        // A waiting job looks at its semaphore in any case.
         if poll(&mut fds, limit).is_ok() {
             let _ = take(&self.file);
         }

@@ -47,7 +47,7 @@ impl Cgroups {
     /// Creates a group below this process's group in the unified hierarchy, if the host has one.
     pub fn unified() -> Self {
         let mut groups = Self::default();
-        if let Some(parent) = parent("cgroup2", |controllers| controllers.is_empty()) {
+        if let Some(parent) = parent("cgroup2", str::is_empty) {
             groups.add(&parent);
         }
         groups

@@ -171,7 +171,6 @@ fn a_move_that_fails_leaves_the_vm_where_it_is() {
     assert!(!waiting.receive.wait_with_output().unwrap().status.success());
     drop(waiting.vm);
     eventually("the VM is gone", || other.vgpu(B).unwrap()["vm"].is_null());
-
     // The other host dies at different moments.
     for (number, delay) in [40, 160, 320].into_iter().enumerate() {
         let mut waiting = wait_for_vm(&bench, &other, &spec, B, number);

@@ -7,7 +7,7 @@
 //! limits: {maxChannels: 32, submissions: 10000}
 //! ```
 //!
-//! Whoever may create claims chooses them. They can restrict the vGPU and give it a display, and
+//! Users who may create claims choose them. They can restrict the vGPU and give it a display, and
 //! nothing else: share and memory are capacities, which the scheduler counts; the owner is the pod's.
 
 use mdev_core::definition::{AttrError, Attrs};

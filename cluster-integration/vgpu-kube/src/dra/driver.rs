@@ -6,8 +6,8 @@
 //! | 2. vGPUs | vGPUs without a file |
 //! | 3. file for the container runtime | prepared |
 //!
-//! Unprepare goes backwards. Each step can be repeated, so that whoever comes next (kubelet, which
-//! repeats its call, or [`super::reconcile`]) ends in the same state.
+//! Unprepare goes backwards. Each step can be repeated, so that the next call (of kubelet,
+//! which repeats it, or of [`super::reconcile`]) ends in the same state.
 
 use std::collections::BTreeMap;
 use std::io;

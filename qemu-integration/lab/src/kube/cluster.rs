@@ -191,7 +191,7 @@ impl Cluster {
             Ok(conditions.iter().any(|one| {
                 one["type"] == "Ready"
                     && (one["status"] == "True"
-                        || one["message"].as_str().is_some_and(|text| only_lacks_network(text)))
+                        || one["message"].as_str().is_some_and(only_lacks_network))
             }))
         });
         ready.with_context(|| self.node.log("kubelet"))

@@ -135,7 +135,7 @@ impl Source {
         let values = [("gitVersion", format!("v{VERSION}")), ("gitMajor", major.to_owned())];
         for (name, value) in values.into_iter().chain([("gitMinor", minor.to_owned())]) {
             let variable = format!("{IMPORT}/vendor/k8s.io/component-base/version.{name}");
-            flags.push_str(&format!(" -X {variable}={value}"));
+            flags = format!("{flags} -X {variable}={value}");
         }
         let mut command = self.go_command(&self.compiler.join("bin/go"));
         command.args(["build", "-v", "-ldflags", &flags, "-o"]).arg(to).arg(package);
