@@ -127,10 +127,11 @@ pub fn listen(
     create_traversable_dir(&clients)?;
     for path in &owned {
         fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        // Linking another user's socket takes a capability that the service does not have.
+        link_into(&clients, path)?;
         if owner.uid != Account::own().uid {
             chown(path, Some(owner.uid), Some(owner.gid))?;
         }
-        link_into(&clients, path)?;
     }
     if owner.uid != Account::own().uid {
         chown(&folder, None, Some(owner.gid))?;
