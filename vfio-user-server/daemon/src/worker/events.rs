@@ -157,6 +157,19 @@ impl Worker {
             && self.busy_poll.should_poll(Instant::now())
     }
 
+    /// Returns whether finished messages of the VM are in its socket.
+    pub fn has_finished(&self) -> bool {
+        self.attached.as_ref().is_some_and(|attached| attached.session.has_finished())
+    }
+
+    /// Removes finished messages of the VM from its socket.
+    pub fn remove_finished(&mut self) {
+        if let Some(attached) = &mut self.attached {
+            // An error is that of the next receive call, too.
+            let _ = attached.session.remove_finished(&mut self.function);
+        }
+    }
+
     /// Returns the process that uses the vGPU: the VM's, or a program's.
     fn user(&self) -> Option<AttachedClient> {
         let vm = self.attached.as_ref().or(self.outgoing.as_ref()).map(|attached| attached.client);

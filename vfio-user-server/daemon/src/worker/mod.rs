@@ -50,6 +50,10 @@ use vfio_user_server::busy_poll::BusyPoll;
 /// Time after which a worker exits without a manager and a VM.
 const ORPHAN_GRACE: Duration = Duration::from_secs(30);
 
+/// Time without events after which finished messages of a VM leave its socket, in milliseconds: a VM
+/// that makes one access after the other costs one call for many.
+const FINISHED_FOR: i32 = 2;
+
 /// Limit of the specification, in bytes.
 const MAX_SPEC: u64 = 64 * 1024;
 
@@ -187,6 +191,7 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     loop {
         let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
         if let Some(end) = worker.end() {
+            worker.remove_finished();
             if end == End::Left {
                 // Its end would free what the next worker continues with.
                 std::mem::forget(events);
@@ -199,7 +204,9 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
             }
             continue;
         }
-        let timeout = if worker.is_needed() {
+        let timeout = if worker.has_finished() {
+            FINISHED_FOR
+        } else if worker.is_needed() {
             orphaned_since = None;
             -1
         } else {
@@ -211,7 +218,10 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
             }
             i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
         };
-        events.run_with_timeout(timeout).context("The event loop failed")?;
+        if events.run_with_timeout(timeout).context("The event loop failed")? == 0 {
+            let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
+            worker.remove_finished();
+        }
     }
 }
 

@@ -237,9 +237,17 @@ impl Session {
         Ok(true)
     }
 
+    /// Returns whether finished messages are in the socket.
+    pub fn has_finished(&self) -> bool {
+        self.progress.finished.1 > 0
+    }
+
     /// Removes the finished messages from the socket.
-    pub(super) fn remove_finished<D: Device + ?Sized>(&mut self, device: &mut D) -> io::Result<()> {
-        if self.progress.finished.1 > 0
+    ///
+    /// A process calls this before it waits for long, or ends: where a socket closes with unread
+    /// messages, the client's receive call fails instead of telling the end, and QEMU 11.1 ends.
+    pub fn remove_finished<D: Device + ?Sized>(&mut self, device: &mut D) -> io::Result<()> {
+        if self.has_finished()
             && let Some(journal) = device.journal()
         {
             journal.remove(self.socket.as_fd())?;
