@@ -127,18 +127,6 @@ pub fn host_with(profile: Profile, progress: &Progress) -> Result<Programs> {
     build(command, step)
 }
 
-/// Builds the node agent of Kubernetes and returns its path.
-pub fn agent(progress: &Progress) -> Result<PathBuf> {
-    const NAME: &str = "vgpu-kube";
-    if let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from) {
-        return Ok(folder.join(NAME));
-    }
-    let mut command = cargo();
-    command.args(["build", "--bin", NAME, "--features", TEST_FEATURES]);
-    let built = build(command, progress.step("Building vgpu-kube"))?;
-    Ok(built.find(NAME)?.to_owned())
-}
-
 /// Builds the preload library for CUDA programs and returns its path.
 pub fn cuda_library(profile: Profile, progress: &Progress) -> Result<PathBuf> {
     if profile == Profile::Dev
@@ -161,6 +149,11 @@ pub fn cuda_library(profile: Profile, progress: &Progress) -> Result<PathBuf> {
 
 /// Builds `vgpu-kube` and returns its path.
 pub fn kube(profile: Profile, progress: &Progress) -> Result<PathBuf> {
+    if profile == Profile::Dev
+        && let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from)
+    {
+        return Ok(folder.join(KUBE));
+    }
     let mut command = cargo();
     command.args(["build", "--bin", KUBE]);
     match profile {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use lab::build;
+use lab::build::{self, Profile};
 use lab::cuda_libraries::CudaLibraries;
 use lab::kube::Kubernetes;
 use lab::kube::cluster::{BASE_IMAGE, Cluster, NODE};
@@ -63,7 +63,7 @@ impl LabCluster {
         for name in ["vgpud", "vgpuctl"] {
             node.install(&vgpud()?.with_file_name(name), &format!("/usr/bin/{name}"))?;
         }
-        node.install(&build::agent(&Progress::new())?, "/usr/bin/vgpu-kube")?;
+        node.install(&build::kube(Profile::Dev, &Progress::new())?, "/usr/bin/vgpu-kube")?;
         let preload = format!("/usr/lib/tessera/{}", build::CUDA_LIBRARY);
         node.install(cuda_library()?, &preload)?;
         let libraries = CudaLibraries::open(&Progress::new())?.folder();
