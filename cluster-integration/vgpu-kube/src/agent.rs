@@ -44,16 +44,16 @@ pub async fn run(args: Run) -> Result<()> {
 
 async fn serve(args: Run) -> Result<()> {
     let metrics = Metrics::new()?;
-    let libraries = Libraries::find(args.library.as_deref());
+    let libraries = Libraries::find(args.common.library.as_deref());
     if libraries.preload.is_none() {
         log::warn!("There is no preload library: containers get no CUDA; see --library");
     }
-    let vgpus = Vgpus::new(Client::new(args.control_socket.clone()));
+    let vgpus = Vgpus::new(Client::new(args.common.control_socket.clone()));
     let interfaces = interfaces(&args).await?;
     let plugins = device_plugin::Context {
         vgpus: vgpus.clone(),
-        node: args.node.clone(),
-        plugin_dir: args.plugin_dir.clone(),
+        node: args.common.node.clone(),
+        plugin_dir: args.common.plugin_dir.clone(),
         libraries: libraries.clone(),
         owner: args.device_owner,
         metrics: metrics.clone(),
@@ -87,10 +87,10 @@ async fn serve(args: Run) -> Result<()> {
 
 /// Serves claims.
 async fn dra(args: &Run, vgpus: Vgpus, libraries: Libraries, metrics: Metrics) -> Result<()> {
-    let cluster = Cluster::new(connect(&args.access).await?, &args.node);
+    let cluster = Cluster::new(connect(&args.common.access).await?, &args.common.node);
     let folder = |name: &'static str, path: &std::path::Path| format!("{name}: {}", path.display());
     let driver = Arc::new(Driver {
-        node: args.node.clone(),
+        node: args.common.node.clone(),
         vgpus,
         cluster: cluster.clone(),
         records: Records::open(&args.state_dir)
@@ -101,13 +101,13 @@ async fn dra(args: &Run, vgpus: Vgpus, libraries: Libraries, metrics: Metrics) -
         locks: Locks::default(),
     });
     let (sender, gpus) = watch::channel(Vec::new());
-    let node = args.node.clone();
+    let node = args.common.node.clone();
     let publisher = Publisher { node, cluster, gpus, metrics, stores_taints: true };
     tokio::select! {
         () = publisher.run() => Ok(()),
         () = inventory::run(&driver, &sender) => Ok(()),
         () = reconcile::run(&driver) => Ok(()),
-        result = service::serve(Arc::clone(&driver), &args.plugin_dir) => result,
+        result = service::serve(Arc::clone(&driver), &args.common.plugin_dir) => result,
     }
 }
 
@@ -117,7 +117,7 @@ async fn interfaces(args: &Run) -> Result<Interfaces> {
     if device_plugin || dra {
         return Ok(Interfaces { device_plugin, dra });
     }
-    let client = connect(&args.access).await?;
+    let client = connect(&args.common.access).await?;
     let dra = serves_claims(&client).await?;
     let chosen = if dra { "resource claims" } else { "device plugins" };
     log::info!("Serving {chosen}, by what the apiserver has");

@@ -41,9 +41,9 @@ pub struct Access {
     pub kubeconfig: Option<PathBuf>,
 }
 
-/// Arguments of `doctor`.
+/// Arguments that `run` and `doctor` share: the node, and what runs on it.
 #[derive(Args, Clone, Debug)]
-pub struct Doctor {
+pub struct Common {
     /// Name of this node in the cluster
     #[arg(long, value_name = "NAME")]
     pub node: String,
@@ -63,6 +63,14 @@ pub struct Doctor {
     /// Preload library for containers [default: libtessera_cuda.so of the package]
     #[arg(long, value_name = "FILE")]
     pub library: Option<PathBuf>,
+}
+
+/// Arguments of `doctor`.
+#[derive(Args, Clone, Debug)]
+pub struct Doctor {
+    /// The node and what runs on it
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// Arguments of `manifests`.
@@ -96,21 +104,9 @@ pub struct Hook {
 /// Arguments of `run`.
 #[derive(Args, Clone, Debug)]
 pub struct Run {
-    /// Name of this node in the cluster
-    #[arg(long, value_name = "NAME")]
-    pub node: String,
-
-    /// Access to the apiserver
+    /// The node and what runs on it
     #[command(flatten)]
-    pub access: Access,
-
-    /// Control socket of vgpud
-    #[arg(long, value_name = "PATH", default_value = "/run/vgpud/control.sock")]
-    pub control_socket: PathBuf,
-
-    /// Folder of kubelet
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
-    pub plugin_dir: PathBuf,
+    pub common: Common,
 
     /// Folder of the Container Device Interface, which the container runtime reads
     #[arg(long, value_name = "DIR", default_value = "/var/run/cdi")]
@@ -137,10 +133,6 @@ pub struct Run {
     /// need no such setting: their vGPUs belong to the user in the pod's security context.
     #[arg(long, value_name = "UID", default_value_t = 0)]
     pub device_owner: u32,
-
-    /// Preload library for containers [default: libtessera_cuda.so of the package]
-    #[arg(long, value_name = "FILE")]
-    pub library: Option<PathBuf>,
 
     /// Serve Prometheus' metrics at /metrics of this loopback address, such as 127.0.0.1:9470
     #[arg(long, value_name = "ADDRESS:PORT")]

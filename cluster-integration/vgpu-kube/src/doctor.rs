@@ -46,10 +46,10 @@ const NEEDED: [(&str, &str, &[&str]); 5] = [
 
 /// Runs `doctor`.
 pub async fn run(args: Doctor) -> Result<()> {
-    let client = Client::new(args.control_socket.clone()).with_limit(ANSWER_LIMIT);
+    let client = Client::new(args.common.control_socket.clone()).with_limit(ANSWER_LIMIT);
     let parents = client.get::<Vec<Parent>>("/v1/parents").await;
-    let libraries = Libraries::find(args.library.as_deref());
-    let mut findings = host(Path::new("/"), &args.plugin_dir, &libraries, &parents);
+    let libraries = Libraries::find(args.common.library.as_deref());
+    let mut findings = host(Path::new("/"), &args.common.plugin_dir, &libraries, &parents);
     findings.extend(cluster(&args).await);
     print!("{}", finding::text(&findings));
     match finding::problems(&findings) {
@@ -145,7 +145,7 @@ fn runtime(root: &Path) -> Finding {
 
 /// Checks the cluster.
 async fn cluster(args: &Doctor) -> Vec<Finding> {
-    let client = match agent::connect(&args.access).await {
+    let client = match agent::connect(&args.common.access).await {
         Ok(client) => client,
         Err(error) => {
             let fix =
@@ -170,11 +170,11 @@ async fn cluster(args: &Doctor) -> Vec<Finding> {
             "use device plugins (vgpu-kube run --device-plugin), or Kubernetes 1.36 and newer",
         )
     });
-    findings.push(node(&client, &args.node).await);
+    findings.push(node(&client, &args.common.node).await);
     findings.push(rights(&client, claims).await);
     if claims {
         findings.push(classes(&client).await);
-        findings.push(sharing(&client, &args.node).await);
+        findings.push(sharing(&client, &args.common.node).await);
     }
     findings
 }

@@ -70,8 +70,8 @@ impl Worker {
     }
 }
 
-/// Starts the anchor of a vGPU, which starts the worker, with its listening sockets and, where the backend has one, its
-/// connection to the GPU. Process lists show `label`.
+/// Starts the anchor of a vGPU, which starts the worker, with its listening sockets and, where the
+/// backend has one, its connection to the GPU. Process lists show `label`.
 pub fn spawn(
     label: &str,
     spec: &WorkerSpec,
