@@ -1,6 +1,7 @@
 //! The long-running agent of a node.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kube::Client as KubeClient;
@@ -56,6 +57,7 @@ async fn serve(args: Run) -> Result<()> {
         plugin_dir: args.common.plugin_dir.clone(),
         libraries: libraries.clone(),
         owner: args.device_owner,
+        stop_unused_after: Duration::from_secs(args.stop_unused_after.into()),
         metrics: metrics.clone(),
     };
     let serve_plugins = async {
