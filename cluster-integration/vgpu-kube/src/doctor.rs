@@ -36,8 +36,9 @@ const CLAIMS: &str = "claims";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
 /// Rights that the agent needs: group, resource and verbs, as in `manifests/rbac.yaml`.
-const NEEDED: [(&str, &str, &[&str]); 5] = [
+const NEEDED: [(&str, &str, &[&str]); 6] = [
     ("resource.k8s.io", "resourceclaims", &["get"]),
+    ("resource.k8s.io", "resourceclaims/status", &["patch"]),
     ("resource.k8s.io", "resourceslices", &["get", "list", "watch", "create", "update", "delete"]),
     ("", "pods", &["get"]),
     ("", "nodes", &["get"]),
@@ -218,11 +219,16 @@ async fn may(
     resource: &str,
     verb: &str,
 ) -> Result<bool, ClusterError> {
+    let (resource, subresource) = match resource.split_once('/') {
+        Some((resource, part)) => (resource, Some(part.to_owned())),
+        None => (resource, None),
+    };
     let review = SelfSubjectAccessReview {
         spec: SelfSubjectAccessReviewSpec {
             resource_attributes: Some(ResourceAttributes {
                 group: Some(group.to_owned()),
                 resource: Some(resource.to_owned()),
+                subresource,
                 verb: Some(verb.to_owned()),
                 ..ResourceAttributes::default()
             }),
