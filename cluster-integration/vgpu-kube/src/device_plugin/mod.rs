@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
+use crate::dra::cluster::Cluster;
 use crate::host::Libraries;
 use crate::metrics::Metrics;
 use crate::vgpus::Vgpus;
@@ -46,6 +47,8 @@ pub struct Context {
     pub owner: u32,
     /// Time after which a vGPU that kubelet lists for no pod is stopped.
     pub stop_unused_after: Duration,
+    /// The apiserver, for events of the node.
+    pub cluster: Option<Cluster>,
     /// Counters.
     pub metrics: Metrics,
 }
