@@ -1,6 +1,7 @@
 //! The long-running agent of a node.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use kube::Client as KubeClient;
@@ -50,12 +51,26 @@ async fn serve(args: Run) -> Result<()> {
     }
     let vgpus = Vgpus::new(Client::new(args.common.control_socket.clone()));
     let interfaces = interfaces(&args).await?;
+    let cluster = if interfaces.dra {
+        Some(Cluster::new(connect(&args.common.access).await?, &args.common.node))
+    } else {
+        // Device plugins alone need no apiserver.
+        None
+    };
+    if interfaces.dra && interfaces.device_plugin {
+        log::warn!(
+            "Serving claims and device plugins: a pod that finds the GPU used by pods of the other \
+             interface is refused"
+        );
+    }
     let plugins = device_plugin::Context {
         vgpus: vgpus.clone(),
         node: args.common.node.clone(),
         plugin_dir: args.common.plugin_dir.clone(),
         libraries: libraries.clone(),
         owner: args.device_owner,
+        cluster: cluster.clone(),
+        stop_unused_after: Duration::from_secs(args.stop_unused_after.into()),
         metrics: metrics.clone(),
     };
     let serve_plugins = async {
@@ -66,10 +81,10 @@ async fn serve(args: Run) -> Result<()> {
         Ok(())
     };
     let serve_claims = async {
-        if !interfaces.dra {
-            std::future::pending::<()>().await;
+        match cluster {
+            Some(cluster) => Box::pin(dra(&args, cluster, vgpus, libraries, metrics.clone())).await,
+            None => std::future::pending().await,
         }
-        Box::pin(dra(&args, vgpus, libraries, metrics.clone())).await
     };
     let serve_metrics = async {
         match args.metrics {
@@ -86,8 +101,13 @@ async fn serve(args: Run) -> Result<()> {
 }
 
 /// Serves claims.
-async fn dra(args: &Run, vgpus: Vgpus, libraries: Libraries, metrics: Metrics) -> Result<()> {
-    let cluster = Cluster::new(connect(&args.common.access).await?, &args.common.node);
+async fn dra(
+    args: &Run,
+    cluster: Cluster,
+    vgpus: Vgpus,
+    libraries: Libraries,
+    metrics: Metrics,
+) -> Result<()> {
     let folder = |name: &'static str, path: &std::path::Path| format!("{name}: {}", path.display());
     let driver = Arc::new(Driver {
         node: args.common.node.clone(),

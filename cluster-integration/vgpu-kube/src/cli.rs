@@ -134,6 +134,13 @@ pub struct Run {
     #[arg(long, value_name = "UID", default_value_t = 0)]
     pub device_owner: u32,
 
+    /// Seconds after which the vGPU of a device plugin is stopped that kubelet lists for no pod
+    ///
+    /// It has to be longer than the time from kubelet's call to the pod's entry in kubelet's list.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30,
+          value_parser = clap::value_parser!(u16).range(2..=3600))]
+    pub stop_unused_after: u16,
+
     /// Serve Prometheus' metrics at /metrics of this loopback address, such as 127.0.0.1:9470
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,

@@ -11,6 +11,7 @@ use k8s_openapi::api::authorization::v1::{
 };
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourcePool, ResourceSlice, ResourceSliceSpec};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::PostParams;
 use kube::{Api, Client as KubeClient};
@@ -19,8 +20,10 @@ use vgpud_client::{Client, ClientError};
 
 use crate::agent;
 use crate::cli::Doctor;
+use crate::device_plugin::devices::DOMAIN;
 use crate::dra::DRIVER;
 use crate::dra::cluster::{ClusterError, limited};
+use crate::dra::publisher::slice_name;
 use crate::dra::slices::{self, Gpu};
 use crate::host::Libraries;
 
@@ -36,8 +39,9 @@ const CLAIMS: &str = "claims";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
 /// Rights that the agent needs: group, resource and verbs, as in `manifests/rbac.yaml`.
-const NEEDED: [(&str, &str, &[&str]); 5] = [
+const NEEDED: [(&str, &str, &[&str]); 6] = [
     ("resource.k8s.io", "resourceclaims", &["get"]),
+    ("resource.k8s.io", "resourceclaims/status", &["patch"]),
     ("resource.k8s.io", "resourceslices", &["get", "list", "watch", "create", "update", "delete"]),
     ("", "pods", &["get"]),
     ("", "nodes", &["get"]),
@@ -175,6 +179,7 @@ async fn cluster(args: &Doctor) -> Vec<Finding> {
     if claims {
         findings.push(classes(&client).await);
         findings.push(sharing(&client, &args.common.node).await);
+        findings.extend(both(&client, &args.common.node).await);
     }
     findings
 }
@@ -218,11 +223,16 @@ async fn may(
     resource: &str,
     verb: &str,
 ) -> Result<bool, ClusterError> {
+    let (resource, subresource) = match resource.split_once('/') {
+        Some((resource, part)) => (resource, Some(part.to_owned())),
+        None => (resource, None),
+    };
     let review = SelfSubjectAccessReview {
         spec: SelfSubjectAccessReviewSpec {
             resource_attributes: Some(ResourceAttributes {
                 group: Some(group.to_owned()),
                 resource: Some(resource.to_owned()),
+                subresource,
                 verb: Some(verb.to_owned()),
                 ..ResourceAttributes::default()
             }),
@@ -248,6 +258,24 @@ async fn classes(client: &KubeClient) -> Finding {
             format!("kubectl get deviceclass {DRIVER}; if there is none: {APPLY}"),
         ),
     }
+}
+
+/// Returns a warning if the node serves claims and device plugins: the scheduler counts each by itself.
+async fn both(client: &KubeClient, name: &str) -> Option<Finding> {
+    let slices = Api::<ResourceSlice>::all(client.clone());
+    limited(slices.get_opt(&slice_name(name))).await.ok().flatten()?;
+    let node = limited(Api::<Node>::all(client.clone()).get_opt(name)).await.ok().flatten()?;
+    let resources = node.status?.allocatable?;
+    let prefix = format!("{DOMAIN}/");
+    let offered = |(name, count): (&String, &Quantity)| name.starts_with(&prefix) && count.0 != "0";
+    resources.iter().any(offered).then(|| {
+        Finding::warning(
+            CLAIMS,
+            format!("Node {name} serves claims and device plugins, which the scheduler counts separately"),
+            "run vgpu-kube with --dra or with --device-plugin alone; otherwise, pods that find the GPU \
+             used by the other interface's are refused",
+        )
+    })
 }
 
 /// Checks that the apiserver keeps what makes a device shared, without storing anything.

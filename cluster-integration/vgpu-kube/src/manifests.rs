@@ -34,6 +34,6 @@ mod tests {
         let error = super::text(Some("n1\"\nkind: x")).unwrap_err().to_string();
         assert!(error.ends_with("is no name of a node; see `kubectl get nodes`"), "{error}");
         let all = super::text(None).unwrap();
-        assert_eq!(all.matches("\nkind: ").count(), 7, "{all}");
+        assert_eq!(all.matches("\nkind: ").count(), 9, "{all}");
     }
 }

@@ -9,7 +9,8 @@ use std::time::Duration;
 use mdev_core::ids::VgpuId;
 use uuid::Uuid;
 use vgpud_api::{
-    Attribute, CreateVgpu, ErrorCode, Parent, ParentTypes, Stats, StopVgpu, Vgpu, VgpuState,
+    Attribute, CreateVgpu, ErrorCode, Parent, ParentTypes, Scheduler, Stats, StopVgpu, Vgpu,
+    VgpuState,
 };
 use vgpud_client::{Client, ClientError, Method, vgpu_path};
 
@@ -115,6 +116,11 @@ impl Vgpus {
     /// Returns the listed types of all physical GPUs.
     pub async fn types(&self) -> Result<Vec<ParentTypes>> {
         self.client.get("/v1/types").await
+    }
+
+    /// Returns the schedulers of all physical GPUs.
+    pub async fn schedulers(&self) -> Result<Vec<Scheduler>> {
+        self.client.get("/v1/schedulers").await
     }
 
     /// Returns the statistics of all running vGPUs.

@@ -40,13 +40,14 @@ pub const IMAGE_FILE_VARIABLE: &str = "TESSERA_TEST_KUBE_IMAGE_FILE";
 const LAYOUT: &str = "1";
 
 /// Packages of the node, from Debian's release.
-const PACKAGES: [&str; 8] = [
+const PACKAGES: [&str; 9] = [
     "?essential",
     "busybox-static",
     "containerd",
     "etcd-server",
     "iproute2",
     "kubectl",
+    "mount",
     "openssl",
     "procps",
 ];

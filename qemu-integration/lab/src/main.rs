@@ -72,7 +72,7 @@ enum Task {
         #[arg(long, value_name = "N", default_value_t = 20, conflicts_with = "kubeconfig")]
         kills: u32,
         /// Run pods on the cluster of this configuration instead. Its nodes run vgpud and vgpu-kube,
-        /// and offer tessera.io/soft-2c
+        /// and offer tessera.io/soft-2c and soft-4c, or claims of a GPU of 8 GiB
         #[arg(long, value_name = "FILE", requires = "image")]
         kubeconfig: Option<PathBuf>,
         /// Image of these pods; --write-image makes it

@@ -13,7 +13,7 @@ use vgpu_kube::grpc;
 use vgpu_kube::proto::dra::v1;
 
 use crate::cri::{Container, Runtime};
-use crate::inside::MARK;
+use crate::inside::{MARK, SECONDS};
 use crate::lab_cluster::{LabCluster, TEST_IMAGE};
 
 /// The lab's apiserver does not keep a pod's claims. The driver thus finds no container that names a
@@ -22,11 +22,13 @@ const ROOT: u32 = 0;
 const DRIVER: &str = "gpu.tessera.dev";
 const SOCKET: &str = "/var/lib/kubelet/plugins/gpu.tessera.dev/dra.sock";
 const CONTAINERD: &str = "/run/containerd/containerd.sock";
+/// Seconds for which containers compute.
+const MEASURED: &str = "8";
 /// Largest difference between a claim's share and the share measured, in points.
 const MARGIN: f64 = 2.0;
 
 /// A claim of the apiserver, allocated to this node's GPU.
-fn allocate(lab: &LabCluster, name: &str, core: u32) -> Result<v1::Claim> {
+fn allocate(lab: &LabCluster, name: &str, core: u32, mode: &str) -> Result<v1::Claim> {
     let kubectl = lab.cluster.kubectl();
     let container = json!({ "name": "main", "image": TEST_IMAGE });
     kubectl.apply(&json!({
@@ -47,8 +49,12 @@ fn allocate(lab: &LabCluster, name: &str, core: u32) -> Result<v1::Claim> {
         "shareID": format!("share-{name}"),
         "consumedCapacity": { "core": core.to_string(), "vram": "2Gi" },
     });
+    let opaque = json!({ "driver": DRIVER, "parameters": {
+        "apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "VgpuConfig", "mode": mode,
+    }});
+    let config = json!({ "source": "FromClaim", "opaque": opaque });
     let status = json!({ "status": {
-        "allocation": { "devices": { "results": [share] } },
+        "allocation": { "devices": { "results": [share], "config": [config] } },
         "reservedFor": [{ "resource": "pods", "name": name, "uid": pod["metadata"]["uid"] }],
     }});
     let plural = "resourceclaims.resource.k8s.io";
@@ -80,30 +86,27 @@ async fn unprepare(lab: &LabCluster, claim: &v1::Claim) -> Result<()> {
     Ok(())
 }
 
-/// Runs one of [`crate::inside`] in a container with these devices. Returns exit status and output.
-async fn run(
-    lab: &LabCluster,
-    name: &str,
-    program: &str,
-    limit: &str,
-    devices: &[String],
-) -> Result<(i32, String)> {
+/// Runs one of [`crate::inside`] in a container with these devices, and returns its output. It must
+/// succeed.
+async fn run(lab: &LabCluster, name: &str, program: &str, devices: &[String]) -> Result<String> {
     let node = lab.cluster.node();
     let runtime = Runtime::connect(&node.path(CONTAINERD)).await?;
     let test = format!("inside::{program}");
-    let command = ["/bin/timeout", limit, "/program", "--exact", &test, "--ignored", "--nocapture"];
+    let command = ["/program", "--exact", &test, "--ignored", "--nocapture"];
     let container = Container {
         name,
         image: TEST_IMAGE,
         command: &command,
-        variables: &[(MARK, "1")],
+        variables: &[(MARK, "1"), (SECONDS, MEASURED)],
         user: ROOT,
         devices,
     };
     let logs = format!("/var/log/cri/{name}");
     std::fs::create_dir_all(node.path(&logs))?;
     let status = runtime.run(&container, &logs).await?;
-    Ok((status, node.read(&format!("{logs}/main.log"))))
+    let output = node.read(&format!("{logs}/main.log"));
+    ensure!(status == 0 && output.contains("1 passed"), "{name}: {status}: {output}");
+    Ok(output)
 }
 
 #[tokio::test]
@@ -115,33 +118,62 @@ async fn containers_get_the_vgpus_and_shares_of_their_claims() -> Result<()> {
         .wait_for("the driver listens", || Ok(lab.cluster.node().path(SOCKET).exists()))?;
     published(&lab)?;
 
-    let claims = [("most", 70), ("rest", 30)].map(|(name, core)| allocate(&lab, name, core));
-    let [most, rest] = claims;
-    let (most, rest) = (most?, rest?);
+    let (most, rest) = (allocate(&lab, "most", 70, "soft")?, allocate(&lab, "rest", 30, "soft")?);
     let (first, second) = (prepare(&lab, &most).await?, prepare(&lab, &rest).await?);
     ensure!(first.len() == 1 && second.len() == 1 && first != second, "{first:?} {second:?}");
     let again = prepare(&lab, &most).await?;
     ensure!(again == first, "Prepared again, the claim has {again:?} instead of {first:?}");
+    is_ready(&lab, "most")?;
 
-    let (status, output) = run(&lab, "around", "cannot_get_around_its_vgpu", "30", &first).await?;
-    ensure!(status == 0 && output.contains("1 passed"), "{status}: {output}");
-    let (status, output) = run(&lab, "without", "sees_no_gpu", "30", &[]).await?;
-    ensure!(status == 0 && output.contains("1 passed"), "{status}: {output}");
-
-    let (one, other) = tokio::try_join!(
-        run(&lab, "one", "computes", "9", &first),
-        run(&lab, "other", "computes", "9", &second),
-    )?;
-    let share =
-        share_of_first(&one.1, &other.1).with_context(|| format!("{}\n{}", one.1, other.1))?;
-    println!("claims of 70 and 30: {share:.1} %");
+    // The test is the kubelet now: the real one ends containers of pods that it does not know.
+    lab.cluster.node().kill_service("kubelet")?;
+    run(&lab, "around", "cannot_get_around_its_vgpu", &first).await?;
+    run(&lab, "without", "sees_no_gpu", &[]).await?;
+    let share = measure(&lab, ["most", "rest"], &first, &second).await?;
     ensure!((share - 70.0).abs() <= MARGIN, "claims of 70 and 30: {share:.1} %");
-
     for claim in [&most, &rest] {
         unprepare(&lab, claim).await?;
         unprepare(&lab, claim).await?;
     }
+
+    // With mode hard, a claim does not get more although the GPU has time left.
+    let (capped, open) =
+        (allocate(&lab, "capped", 30, "hard")?, allocate(&lab, "open", 30, "soft")?);
+    let (first, second) = (prepare(&lab, &capped).await?, prepare(&lab, &open).await?);
+    let share = measure(&lab, ["capped", "open"], &first, &second).await?;
+    ensure!((share - 30.0).abs() <= MARGIN, "hard 30 beside soft 30: {share:.1} %");
+    for claim in [&capped, &open] {
+        unprepare(&lab, claim).await?;
+    }
     lab.wait_until_nothing_is_left()
+}
+
+/// Lets two containers with these names compute. Returns the first one's part of the work in percent.
+async fn measure(
+    lab: &LabCluster,
+    names: [&str; 2],
+    one: &[String],
+    other: &[String],
+) -> Result<f64> {
+    let (first, second) = tokio::try_join!(
+        run(lab, names[0], "computes", one),
+        run(lab, names[1], "computes", other)
+    )?;
+    let share = share_of_first(&first, &second).with_context(|| format!("{first}\n{second}"))?;
+    println!("{} beside {}: {share:.1} %", names[0], names[1]);
+    Ok(share)
+}
+
+/// Checks the condition of a claim's device at the apiserver.
+fn is_ready(lab: &LabCluster, name: &str) -> Result<()> {
+    let claim = lab.cluster.kubectl().get(&["resourceclaims.resource.k8s.io", name])?;
+    let device = &claim["status"]["devices"][0];
+    let condition = &device["conditions"][0];
+    let is_ready = condition["type"] == "Ready" && condition["status"] == "True";
+    ensure!(is_ready && device["shareID"] == format!("share-{name}"), "{}", claim["status"]);
+    let message = condition["message"].as_str().unwrap_or_default();
+    ensure!(message.starts_with("vGPU ") && message.ends_with(" runs"), "{message}");
+    Ok(())
 }
 
 /// Checks that the node's GPU is published at the apiserver, also after the slice was deleted.

@@ -6,19 +6,31 @@ use anyhow::{Context, Result, ensure};
 use lab::kube::cluster::NODE;
 
 use crate::lab_cluster::{LabCluster, RESOURCE, ROOM};
-use crate::pods::Pod;
+use crate::pods::{Pod, Pods, Size, USER};
 
 #[test]
 #[ignore = "runs a Kubernetes cluster"]
 fn pods_compute_on_vgpus_and_reach_nothing_else() -> Result<()> {
     let Some(lab) = LabCluster::start()? else { return Ok(()) };
     println!("cluster ready in {:.1} s", lab.cluster.start_time.as_secs_f64());
+    compute_and_reach_nothing_else(&lab.pods())?;
+    // As before, with the user that the agent gives all vGPUs to, and with another one.
     let pods = lab.pods();
+    pods.run(&Pod {
+        user: USER,
+        ..Pod::new("forger", "cannot_get_around_its_vgpu", Size::Quarter)
+    })?;
+    pods.run(&Pod { user: USER, ..Pod::without_vgpu("without", "sees_no_gpu") })?;
+    pods.run(&Pod { user: 2000, ..Pod::new("stranger", "is_refused", Size::Quarter) })?;
+    lab.wait_until_nothing_is_left()
+}
 
-    // Two at a time, each on a vGPU of its own.
+/// Checks that pods of root compute on vGPUs of their own, and that nothing leads them to another one
+/// or around theirs.
+pub fn compute_and_reach_nothing_else(pods: &Pods<'_>) -> Result<()> {
     for name in ["first", "second"] {
         let begun = Instant::now();
-        pods.start(&Pod::new(name, "computes", RESOURCE))?;
+        pods.start(&Pod::new(name, "computes", Size::Quarter))?;
         pods.wait_for_line(name, "device ")?;
         println!(
             "{name} has a context {:.1} s after it was asked for",
@@ -26,24 +38,15 @@ fn pods_compute_on_vgpus_and_reach_nothing_else() -> Result<()> {
         );
         pods.work(name)?;
     }
-    let vgpus = lab.vgpus()?;
-    ensure!(vgpus.len() == 2, "{vgpus:?}");
-    let output = pods.run(&Pod::new("third", "copies", RESOURCE))?;
+    let output = pods.run(&Pod::new("third", "copies", Size::Quarter))?;
     ensure!(output.contains("device Tessera "), "{output}");
-
-    // Beside them, a pod that asked for nothing, one of another user, and ones that try to get
-    // around their vGPU.
-    pods.run(&Pod::without_vgpu("without", "sees_no_gpu"))?;
-    pods.run(&Pod { user: 0, ..Pod::without_vgpu("root-without", "sees_no_gpu") })?;
-    pods.run(&Pod { user: 2000, ..Pod::new("stranger", "is_refused", RESOURCE) })?;
-    pods.run(&Pod::new("forger", "cannot_get_around_its_vgpu", RESOURCE))?;
-    pods.run(&Pod { user: 0, ..Pod::new("root", "cannot_get_around_its_vgpu", RESOURCE) })?;
-
+    pods.run(&Pod::without_vgpu("root-without", "sees_no_gpu"))?;
+    pods.run(&Pod::new("root", "cannot_get_around_its_vgpu", Size::Quarter))?;
     for name in ["first", "second"] {
         ensure!(pods.phase(name)? == "Running", "{name} has ended: {}", pods.log(name)?);
         pods.delete(name)?;
     }
-    lab.wait_until_nothing_is_left()
+    Ok(())
 }
 
 #[test]
@@ -53,12 +56,12 @@ fn a_pod_waits_while_the_gpu_has_no_room() -> Result<()> {
     let pods = lab.pods();
     let names: Vec<_> = (0..ROOM).map(|index| format!("full-{index}")).collect();
     for name in &names {
-        pods.start(&Pod::new(name, "computes", RESOURCE))?;
+        pods.start(&Pod::new(name, "computes", Size::Quarter))?;
     }
     for name in &names {
         pods.wait_for_phase(name, &["Running"])?;
     }
-    pods.start(&Pod::new("late", "copies", RESOURCE))?;
+    pods.start(&Pod::new("late", "copies", Size::Quarter))?;
     lab.cluster.node().wait_for("the scheduler says why", || {
         let pod = lab.cluster.kubectl().get(&["pod", "late"])?;
         Ok(pod["status"]["conditions"][0]["message"]

@@ -13,6 +13,8 @@ use vendor_backends::seqpacket::SeqPacket;
 
 /// Environment variable that is set in pods.
 pub const MARK: &str = "TESSERA_TEST_INSIDE";
+/// Environment variable with the seconds after which [`computes`] ends; without it, never.
+pub const SECONDS: &str = "TESSERA_TEST_SECONDS";
 /// Variable with the path of the vGPU's socket for programs.
 const SOCKET: &str = "TESSERA_CUDA_SOCKET";
 /// Variable that loads the preload library.
@@ -51,7 +53,7 @@ fn copies() -> Result<()> {
     Ok(())
 }
 
-/// Fills and copies memory on the vGPU without end, checks each result, and reports rounds.
+/// Fills and copies memory on the vGPU, checks each result, and reports rounds.
 #[test]
 #[ignore = "runs in a pod only"]
 fn computes() -> Result<()> {
@@ -60,6 +62,10 @@ fn computes() -> Result<()> {
     if !is_inside() {
         return Ok(());
     }
+    let end = match std::env::var(SECONDS) {
+        Ok(text) => Duration::from_secs(text.parse()?),
+        Err(_) => Duration::MAX,
+    };
     let cuda = Cuda::with_context()?;
     println!("device {}", cuda.name()?);
     let (first, second) = (cuda.alloc(LEN)?, cuda.alloc(LEN)?);
@@ -70,13 +76,16 @@ fn computes() -> Result<()> {
         for _ in 0..COPIES {
             ok("cuMemcpyDtoD", cuda.memcpy_dtod(second, first, LEN))?;
         }
-        let end = cuda.download(second + (LEN - 4) as u64, 4)?;
-        ensure!(end == round.to_le_bytes(), "round {round}: {end:?}");
+        let last = cuda.download(second + (LEN - 4) as u64, 4)?;
+        ensure!(last == round.to_le_bytes(), "round {round}: {last:?}");
         let now = begun.elapsed();
         if now.saturating_sub(reported) > Duration::from_millis(100) {
             println!("round {round} {:.3}", now.as_secs_f64());
             std::io::stdout().flush()?;
             reported = now;
+        }
+        if now > end {
+            break;
         }
     }
     Ok(())

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, bail, ensure};
 use lab::kube::KILLS_VARIABLE;
 
-use crate::lab_cluster::{LabCluster, RESOURCE, ROOM};
-use crate::pods::Pod;
+use crate::lab_cluster::{LabCluster, ROOM};
+use crate::pods::{Pod, Size};
 
 /// Deaths of each process in the ordinary run of tests.
 const KILLS: u32 = 2;
@@ -24,7 +24,7 @@ fn kills() -> Result<u32> {
 fn pods_survive_the_deaths_of_all_other_processes() -> Result<()> {
     let Some(lab) = LabCluster::start()? else { return Ok(()) };
     let pods = lab.pods();
-    pods.start(&Pod::new(STEADY, "computes", RESOURCE))?;
+    pods.start(&Pod::new(STEADY, "computes", Size::Quarter))?;
     pods.work(STEADY)?;
     for name in ["vgpu-kube", "vgpud", "kubelet", "containerd"] {
         for kill in 0..kills()? {
@@ -43,7 +43,7 @@ fn pods_survive_the_deaths_of_all_other_processes() -> Result<()> {
 /// Kills a service and starts it again. The steady pod goes on meanwhile, and afterwards a new pod
 /// gets a vGPU, of which nothing is left.
 fn die_and_check(lab: &LabCluster, name: &str) -> Result<()> {
-    let before = lab.pods().work(STEADY);
+    let (before, registrations) = (lab.pods().work(STEADY)?, lab.registrations());
     lab.cluster.node().kill_service(name)?;
     match name {
         "vgpud" => lab.start_vgpud()?,
@@ -53,10 +53,13 @@ fn die_and_check(lab: &LabCluster, name: &str) -> Result<()> {
     if name == "kubelet" || name == "containerd" {
         lab.cluster.wait_until_ready()?;
     }
+    if name == "kubelet" || name == "vgpu-kube" {
+        lab.wait_for_registration(registrations)?;
+    }
     lab.wait_for_room(ROOM)?;
     let pods = lab.pods();
-    pods.run(&Pod::new("next", "copies", RESOURCE))?;
-    goes_on(lab, before?.0)?;
+    pods.run(&Pod::new("next", "copies", Size::Quarter))?;
+    goes_on(lab, before.0)?;
     lab.wait_until_left(1)
 }
 
@@ -75,7 +78,7 @@ fn worker_dies(lab: &LabCluster) -> Result<()> {
     let pods = lab.pods();
     let own = uuids(lab)?;
     let before = pods.work(STEADY)?;
-    pods.start(&Pod::new("victim", "computes", RESOURCE))?;
+    pods.start(&Pod::new("victim", "computes", Size::Quarter))?;
     pods.work("victim")?;
     let vgpus = lab.vgpus()?;
     let new = vgpus.iter().find(|vgpu| !own.iter().any(|uuid| vgpu["uuid"] == uuid.as_str()));
@@ -85,7 +88,7 @@ fn worker_dies(lab: &LabCluster) -> Result<()> {
     lab.cluster.node().sh(&format!("kill -9 {worker}"))?;
     goes_on(lab, before.0)?;
     pods.delete("victim")?;
-    pods.run(&Pod::new("next", "copies", RESOURCE))?;
+    pods.run(&Pod::new("next", "copies", Size::Quarter))?;
     lab.wait_until_left(1)
 }
 
@@ -93,7 +96,7 @@ fn worker_dies(lab: &LabCluster) -> Result<()> {
 fn pod_dies(lab: &LabCluster) -> Result<()> {
     let pods = lab.pods();
     let before = pods.work(STEADY)?;
-    pods.start(&Pod::new("victim", "computes", RESOURCE))?;
+    pods.start(&Pod::new("victim", "computes", Size::Quarter))?;
     pods.work("victim")?;
     let pod = lab.cluster.kubectl().get(&["pod", "victim"])?;
     let container = pod["status"]["containerStatuses"][0]["containerID"].as_str();

@@ -6,16 +6,16 @@ use anyhow::{Context, Result, ensure};
 use lab::build::{self, Profile};
 use lab::cuda_libraries::CudaLibraries;
 use lab::kube::Kubernetes;
-use lab::kube::cluster::{BASE_IMAGE, Cluster, NODE};
+use lab::kube::cluster::{AGENT_CONFIG, BASE_IMAGE, Cluster, NODE};
 use lab::kube::image::Image;
 use lab::progress::Progress;
 use serde_json::Value;
 use system_tests::{cuda_library, skipped, vgpud};
 
-use crate::pods::{Pods, USER};
+use crate::pods::{Interface, Pods, Size, USER};
 
-/// Resource of the vGPUs: a context of CUDA takes some 600 MiB.
-pub const RESOURCE: &str = "tessera.io/soft-2c";
+/// Resource of the vGPUs.
+pub const RESOURCE: &str = Size::Quarter.resource();
 /// vGPUs of that type that the parent has room for.
 pub const ROOM: u64 = 4;
 
@@ -24,7 +24,13 @@ const CDI: &str = "/run/cdi";
 /// Folder where the node's programs find NVIDIA's libraries.
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
+/// Seconds after which the agent stops the vGPU of a pod that has ended.
+const STOP_UNUSED_AFTER: u32 = 3;
+
 const VGPUD: &str = "/usr/bin/vgpud run --parent soft:soft0,vram=8G";
+
+/// The agent's rights. The lab's apiserver is too old for the policies beside them.
+const RIGHTS: &str = include_str!("../../../cluster-integration/manifests/rbac.yaml");
 
 /// A cluster whose node has vgpud and the agent.
 #[derive(Debug)]
@@ -52,6 +58,7 @@ impl LabCluster {
         this.install()?;
         this.start_vgpud()?;
         this.cluster.serve_resource_types()?;
+        this.cluster.kubectl().apply_text(RIGHTS)?;
         this.start_agent()?;
         this.wait_for_room(ROOM)?;
         Ok(Some(this))
@@ -87,15 +94,36 @@ impl LabCluster {
     /// Starts the agent, initially or after it was killed.
     pub fn start_agent(&self) -> Result<()> {
         let command = format!(
-            "/usr/bin/vgpu-kube run --node {NODE} --kubeconfig /root/.kube/config --dra \
-             --device-plugin --device-owner {USER}"
+            "/usr/bin/vgpu-kube run --node {NODE} --kubeconfig {AGENT_CONFIG} --dra \
+             --device-plugin --device-owner {USER} --stop-unused-after {STOP_UNUSED_AFTER}"
         );
         self.cluster.node().start_service("vgpu-kube", &command)
     }
 
+    /// Returns how often kubelet has taken the device plugin of [`RESOURCE`], of all agents so far.
+    pub fn registrations(&self) -> usize {
+        let log = self.cluster.node().read("/var/log/vgpu-kube.log");
+        let line = format!("Kubelet has the device plugin of {RESOURCE}");
+        log.lines().filter(|one| one.ends_with(&line)).count()
+    }
+
+    /// Waits for a registration after this number of them. Until then, the node's state may be that of
+    /// an earlier kubelet or agent, and kubelet refuses pods.
+    pub fn wait_for_registration(&self, before: usize) -> Result<()> {
+        let node = self.cluster.node();
+        let what = format!("kubelet has the device plugin of {RESOURCE}");
+        let registered = node.wait_for(&what, || Ok(self.registrations() > before));
+        registered.with_context(|| format!("{}\n{}", node.log("vgpu-kube"), node.log("kubelet")))
+    }
+
     /// Returns the pods of the cluster.
     pub fn pods(&self) -> Pods<'_> {
-        Pods { kubectl: self.cluster.kubectl(), image: TEST_IMAGE }
+        Pods {
+            kubectl: self.cluster.kubectl(),
+            image: TEST_IMAGE,
+            host_network: true,
+            by: Interface::DevicePlugin,
+        }
     }
 
     /// Waits until the node offers this number of vGPUs.

@@ -1,20 +1,21 @@
 //! Devices of each resource, and their health.
 //!
-//! A type has as many devices as vGPUs of it fit on an empty parent. Types share the parent's memory:
-//! those devices for which memory is left are healthy, besides those in use.
+//! A type has as many devices as vGPUs of it fit on an empty parent. Types share the parent's memory and
+//! time, also with vGPUs of claims and of the operator: those devices for which both are left are
+//! healthy, besides those in use.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use mdev_core::ids::VgpuId;
-use vgpud_api::{Parent, ParentState, ParentTypes, VgpuState};
+use vgpud_api::{Parent, ParentState, ParentTypes, Scheduler, VgpuState};
 use vgpud_client::ClientError;
 
 use super::Context;
 use crate::vgpus;
 
 /// Domain of the resources' names.
-const DOMAIN: &str = "tessera.io";
+pub const DOMAIN: &str = "tessera.io";
 /// Longest ID of a device, in bytes.
 const MAX_ID: usize = 63;
 
@@ -80,23 +81,37 @@ pub async fn inventories(context: &Context) -> Result<BTreeMap<Resource, Invento
     let types = context.vgpus.types().await?;
     let running = context.vgpus.of(vgpus::Purpose::Device).await?;
     let states = running.iter().map(|vgpu| (vgpu.uuid, vgpu.state)).collect();
+    let schedulers = context.vgpus.schedulers().await?;
+    let parents: Vec<_> =
+        parents.into_iter().map(|parent| with_time(parent, &schedulers)).collect();
     Ok(assess(&context.node, &parents, &types, &states))
+}
+
+/// Parent, and the share of its time that further vGPUs can ask for, in percent.
+type WithTime = (Parent, u32);
+
+fn with_time(parent: Parent, schedulers: &[Scheduler]) -> WithTime {
+    let own = schedulers.iter().find(|scheduler| scheduler.parent == parent.name);
+    let limited = own.filter(|scheduler| !scheduler.overcommit);
+    (parent, limited.map_or(u32::MAX, |scheduler| scheduler.left.into()))
 }
 
 /// Returns the devices of all resources of a node, by the states of the running vGPUs.
 fn assess(
     node: &str,
-    parents: &[Parent],
+    parents: &[WithTime],
     types: &[ParentTypes],
     states: &BTreeMap<VgpuId, VgpuState>,
 ) -> BTreeMap<Resource, Inventory> {
     let mut all = BTreeMap::<Resource, Inventory>::new();
     for on in types {
-        let state = parents.iter().find(|parent| parent.name == on.parent).map(|p| p.state);
-        let ready = state == Some(ParentState::Ready);
+        let parent = parents.iter().find(|(parent, _)| parent.name == on.parent);
+        let ready = parent.is_some_and(|(parent, _)| parent.state == ParentState::Ready);
+        let time = parent.map_or(0, |(_, time)| *time);
         for offered in &on.types {
             let resource = Resource::of(&offered.name);
-            let mut left = offered.available_instances;
+            let core = 100_u32.checked_div(offered.max_instances).unwrap_or_default().max(1);
+            let mut left = offered.available_instances.min(time / core);
             let mut devices = BTreeMap::new();
             for number in 0..offered.max_instances {
                 let name = format!("{}-{number}", on.parent.replace([':', '/'], "-"));
@@ -109,7 +124,6 @@ fn assess(
                     }
                     None => false,
                 };
-                let core = (100 / offered.max_instances).max(1);
                 if name.len() <= MAX_ID {
                     devices.insert(name, Device { parent: on.parent.clone(), vgpu, core, healthy });
                 }
@@ -151,7 +165,16 @@ mod tests {
         available: u32,
         states: &BTreeMap<VgpuId, VgpuState>,
     ) -> Vec<bool> {
-        let all = assess("n1", &[parent(state)], &types(available), states);
+        healthy_with_time(state, available, 100, states)
+    }
+
+    fn healthy_with_time(
+        state: ParentState,
+        available: u32,
+        time: u32,
+        states: &BTreeMap<VgpuId, VgpuState>,
+    ) -> Vec<bool> {
+        let all = assess("n1", &[(parent(state), time)], &types(available), states);
         assert_eq!(all.keys().map(ToString::to_string).collect::<Vec<_>>(), ["tessera.io/soft-1q"]);
         let devices = &all[&Resource::of("SOFT-1Q")].0;
         assert!(devices.values().all(|device| device.core == 25));
@@ -164,6 +187,9 @@ mod tests {
         assert_eq!(healthy(ParentState::Ready, 4, &none), [true; 4]);
         assert_eq!(healthy(ParentState::Ready, 1, &none), [true, false, false, false]);
         assert_eq!(healthy(ParentState::Lost, 4, &none), [false; 4]);
+        let short_of_time = healthy_with_time(ParentState::Ready, 4, 74, &none);
+        assert_eq!(short_of_time, [true, true, false, false], "each has 25 % of the time");
+        assert_eq!(healthy_with_time(ParentState::Ready, 4, u32::MAX, &none), [true; 4]);
         let used = vgpus::id(&["device", "n1", "tessera.io/soft-1q", "soft0-2"]);
         let running = [(used, VgpuState::Running)].into();
         assert_eq!(healthy(ParentState::Ready, 1, &running), [true, false, true, false]);

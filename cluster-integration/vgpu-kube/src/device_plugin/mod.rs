@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
+use crate::dra::cluster::Cluster;
 use crate::host::Libraries;
 use crate::metrics::Metrics;
 use crate::vgpus::Vgpus;
@@ -44,6 +45,10 @@ pub struct Context {
     pub libraries: Libraries,
     /// User that the containers run as.
     pub owner: u32,
+    /// Time after which a vGPU that kubelet lists for no pod is stopped.
+    pub stop_unused_after: Duration,
+    /// The apiserver, for events of the node.
+    pub cluster: Option<Cluster>,
     /// Counters.
     pub metrics: Metrics,
 }
@@ -52,7 +57,7 @@ pub struct Context {
 pub async fn run(context: Context) {
     let context = Arc::new(context);
     let mut plugins: BTreeMap<Resource, (watch::Sender<Inventory>, Plugin)> = BTreeMap::new();
-    let mut reaper = reaper::Reaper::default();
+    let mut reaper = reaper::Reaper::new(context.stop_unused_after);
     let mut last_answer = Instant::now();
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);

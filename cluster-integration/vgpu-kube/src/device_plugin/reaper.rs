@@ -17,29 +17,34 @@ use crate::grpc;
 use crate::proto::podresources as api;
 use crate::vgpus::Purpose;
 
-/// Interval of queries to kubelet, while there are vGPUs.
+/// Longest interval of queries to kubelet, while there are vGPUs.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Time after which a vGPU that kubelet does not list is stopped: longer than the start of a pod, and
-/// than a restart of kubelet.
-const GRACE: Duration = Duration::from_secs(30);
 /// Kubelet's socket for its pods' resources, in kubelet's folder.
 const SOCKET: &str = "pod-resources/kubelet.sock";
 
 /// Running vGPUs, and when kubelet last listed them, or they were first seen.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Reaper {
+    /// Time after which a vGPU that kubelet does not list is stopped.
+    grace: Duration,
     last: Option<Instant>,
     seen: BTreeMap<VgpuId, Instant>,
 }
 
 impl Reaper {
+    /// Creates a reaper. `grace` is the time after which a vGPU that kubelet does not list is stopped.
+    pub fn new(grace: Duration) -> Self {
+        Self { grace, last: None, seen: BTreeMap::new() }
+    }
+
     /// Looks for vGPUs to stop, if it is time.
     pub async fn run<'a, I: Deref<Target = Inventory>>(
         &mut self,
         context: &Context,
         inventories: impl Iterator<Item = (&'a Resource, I)>,
     ) {
-        if self.last.is_some_and(|last| last.elapsed() < INTERVAL) {
+        let interval = INTERVAL.min(self.grace / 2);
+        if self.last.is_some_and(|last| last.elapsed() < interval) {
             return;
         }
         self.last = Some(Instant::now());
@@ -62,6 +67,8 @@ impl Reaper {
             Ok(listed) => listed,
             Err(error) => {
                 log::debug!("Kubelet does not list its pods' devices: {error:#}");
+                // A kubelet that has just started does not list all of its pods.
+                self.seen.clear();
                 return;
             }
         };
@@ -84,7 +91,7 @@ impl Reaper {
         if is_listed {
             *seen = now;
         }
-        now.duration_since(*seen) > GRACE
+        now.duration_since(*seen) > self.grace
     }
 }
 
@@ -109,7 +116,8 @@ mod tests {
 
     #[test]
     fn a_vgpu_is_over_when_its_pod_is_gone_or_never_came() {
-        let mut reaper = Reaper::default();
+        const GRACE: Duration = Duration::from_secs(30);
+        let mut reaper = Reaper::new(GRACE);
         let (ended, never) = (crate::vgpus::id(&["ended"]), crate::vgpus::id(&["never"]));
         let now = Instant::now();
         let later = now + GRACE * 2;

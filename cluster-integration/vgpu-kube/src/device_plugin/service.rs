@@ -53,6 +53,16 @@ impl Service {
         Ok(response(&injection))
     }
 
+    /// Says why a container gets no device: to kubelet, which tells the pod, and in an event.
+    async fn refuse(&self, error: String) -> Status {
+        let note = format!("Cannot give a container a device of {}: {error}", self.resource);
+        log::warn!("{note}");
+        if let Some(cluster) = &self.context.cluster {
+            cluster.warn_node(&self.context.node, "AllocateFailed", &note).await;
+        }
+        Status::failed_precondition(error)
+    }
+
     fn wanted(&self, device: &Device) -> WantedVgpu {
         WantedVgpu {
             id: device.vgpu,
@@ -118,10 +128,10 @@ impl api::device_plugin_server::DevicePlugin for Service {
         for container in request.into_inner().container_requests {
             let allocated = self.allocate_one(&container.devices_ids).await;
             self.context.metrics.count_allocation(&self.resource.to_string(), allocated.is_ok());
-            response.container_responses.push(allocated.map_err(|error| {
-                log::warn!("Cannot give a container a device of {}: {error}", self.resource);
-                Status::failed_precondition(error)
-            })?);
+            match allocated {
+                Ok(container) => response.container_responses.push(container),
+                Err(error) => return Err(self.refuse(error).await),
+            }
         }
         Ok(Response::new(response))
     }

@@ -5,12 +5,16 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{ObjectReference, Pod};
-use k8s_openapi::api::resource::v1::ResourceClaim;
+use k8s_openapi::api::resource::v1::{DeviceRequestAllocationResult, ResourceClaim};
+use kube::api::{Patch, PatchParams};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Api, Client};
 use tokio::time::timeout;
+use uuid::Uuid;
 
+use super::DRIVER;
 use super::claim::ClaimRef;
+use super::conditions::{self, Readiness};
 
 /// Timeout of a request: kubelet repeats its call after a failure.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -50,8 +54,7 @@ impl std::fmt::Debug for Cluster {
 impl Cluster {
     /// Creates a client for the agent of a node.
     pub fn new(client: Client, node: &str) -> Self {
-        let reporter =
-            Reporter { controller: super::DRIVER.into(), instance: Some(node.to_owned()) };
+        let reporter = Reporter { controller: DRIVER.into(), instance: Some(node.to_owned()) };
         let recorder = Recorder::new(client.clone(), reporter);
         Self { client, recorder, sent: std::sync::Arc::default() }
     }
@@ -78,6 +81,28 @@ impl Cluster {
             pods.extend(pod.filter(|pod| pod.metadata.uid.as_ref() == Some(&consumer.uid)));
         }
         Ok(pods)
+    }
+
+    /// Gives a claim's devices on a node these conditions. Does nothing if the claim has them. A failure
+    /// is logged: the claim works without conditions.
+    pub async fn set_conditions(
+        &self,
+        claim: &ResourceClaim,
+        node: &str,
+        readiness: impl Fn(&DeviceRequestAllocationResult) -> Option<Readiness>,
+    ) {
+        let Some(object) = conditions::object(claim, node, readiness) else { return };
+        let namespace = claim.metadata.namespace.clone().unwrap_or_default();
+        let name = claim.metadata.name.clone().unwrap_or_default();
+        let api = Api::<ResourceClaim>::namespaced(self.client(), &namespace);
+        // A claim can have devices of several nodes. Each agent writes those of its own.
+        let manager = format!("{DRIVER}/{}", Uuid::new_v5(&Uuid::NAMESPACE_OID, node.as_bytes()));
+        let params = PatchParams::apply(&manager).force();
+        if let Err(error) = limited(api.patch_status(&name, &params, &Patch::Apply(&object))).await
+            && self.is_news("conditions", &error.to_string())
+        {
+            log::warn!("Cannot write the conditions of claim {namespace}/{name}: {error}");
+        }
     }
 
     /// Writes a warning that concerns a claim, unless it was written lately.

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use k8s_openapi::api::resource::v1::{DeviceRequestAllocationResult, ResourceClaim};
 use mdev_core::ids::VgpuId;
 use mdev_core::profile::{self, Series};
 use tokio::sync::OwnedMutexGuard;
@@ -22,6 +23,7 @@ use vgpud_client::ClientError;
 use super::cdi::{self, CdiDir};
 use super::claim::{self, ClaimError, ClaimRef, Share};
 use super::cluster::{Cluster, ClusterError};
+use super::conditions::Readiness;
 use super::config::ConfigError;
 use super::owner::{self, OwnerError};
 use super::records::{Record, Records, is_uid};
@@ -122,9 +124,40 @@ impl Driver {
         let _lock = self.locks.lock(&by.uid).await;
         let name = format!("{}/{}", by.namespace, by.name);
         let claim = self.cluster.claim(&by.namespace, &by.name).await?;
-        let claim = claim.ok_or_else(|| DriverError::NoClaim(name.clone()))?;
-        let shares = claim::shares(&claim, by, &self.node)?;
-        let owner = owner::of(&by.name, &self.cluster.pods(&claim).await?)?;
+        let claim = claim.ok_or(DriverError::NoClaim(name))?;
+        let prepared = self.prepare_claim(&claim, by).await;
+        let readiness = |result: &DeviceRequestAllocationResult| {
+            Some(match &prepared {
+                Ok(_) => Readiness {
+                    ready: true,
+                    reason: "Prepared",
+                    message: format!("vGPU {} runs", self.vgpu(by, result)),
+                },
+                Err(error) => {
+                    Readiness { ready: false, reason: "PrepareFailed", message: error.to_string() }
+                }
+            })
+        };
+        // A claim that was made anew under the name is not kubelet's.
+        if claim.metadata.uid.as_ref() == Some(&by.uid) {
+            self.cluster.set_conditions(&claim, &self.node, readiness).await;
+        }
+        prepared
+    }
+
+    /// Returns the vGPU of a device that is allocated to a claim.
+    pub fn vgpu(&self, by: &ClaimRef, result: &DeviceRequestAllocationResult) -> VgpuId {
+        self.vgpu_of(by, &result.device, result.share_id.as_deref().unwrap_or_default())
+    }
+
+    fn vgpu_of(&self, by: &ClaimRef, device: &str, share_id: &str) -> VgpuId {
+        vgpus::id(&["claim", &by.uid, &self.node, device, share_id])
+    }
+
+    async fn prepare_claim(&self, claim: &ResourceClaim, by: &ClaimRef) -> Result<Vec<Prepared>> {
+        let name = format!("{}/{}", by.namespace, by.name);
+        let shares = claim::shares(claim, by, &self.node)?;
+        let owner = owner::of(&by.name, &self.cluster.pods(claim).await?)?;
         let parents = self.vgpus.parents().await?;
         let wanted = shares
             .iter()
@@ -179,7 +212,7 @@ impl Driver {
         let mut attrs = vec![("core", share.capacity.core.to_string())];
         attrs.extend(share.config.attributes()?);
         Ok(WantedVgpu {
-            id: vgpus::id(&["claim", &by.uid, &self.node, &share.device, &share.share_id]),
+            id: self.vgpu_of(by, &share.device, &share.share_id),
             purpose: Purpose::Claim,
             parent: parent.name.clone(),
             mdev_type: profile::name(&parent.model, share.capacity.vram_bytes, series),

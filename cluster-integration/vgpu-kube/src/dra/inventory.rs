@@ -11,6 +11,8 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use vgpud_api::{Vgpu, VgpuState};
 use vgpud_client::ClientError;
 
+use super::claim::ClaimRef;
+use super::conditions::Readiness;
 use super::driver::Driver;
 use super::slices::{self, Gpu};
 use crate::vgpus::Purpose;
@@ -64,7 +66,7 @@ fn set(driver: &Driver, gpus: &watch::Sender<Vec<Gpu>>, found: Vec<Gpu>) {
     });
 }
 
-/// Writes an event for each vGPU that has failed since the last query.
+/// Writes an event and a condition for each vGPU that has failed since the last query.
 async fn report(driver: &Driver, vgpus: &[Vgpu], failed: &mut BTreeSet<VgpuId>) {
     let now: BTreeSet<_> =
         vgpus.iter().filter(|vgpu| vgpu.state == VgpuState::Failed).map(|vgpu| vgpu.uuid).collect();
@@ -81,8 +83,22 @@ async fn report(driver: &Driver, vgpus: &[Vgpu], failed: &mut BTreeSet<VgpuId>) 
         );
         log::warn!("{note}");
         if let Some(record) = record {
-            driver.cluster.warn_claim(&record.claim(), "VgpuFailed", &note).await;
+            tell_claim(driver, &record.claim(), vgpu.uuid, &note).await;
         }
     }
     *failed = now;
+}
+
+/// Writes an event and a condition of a claim whose vGPU has failed.
+async fn tell_claim(driver: &Driver, by: &ClaimRef, vgpu: VgpuId, note: &str) {
+    const REASON: &str = "VgpuFailed";
+    driver.cluster.warn_claim(by, REASON, note).await;
+    let found = driver.cluster.claim(&by.namespace, &by.name).await;
+    let Some(claim) = found.ok().flatten() else { return };
+    if claim.metadata.uid.as_ref() != Some(&by.uid) {
+        return;
+    }
+    let failed = || Readiness { ready: false, reason: REASON, message: note.to_owned() };
+    let readiness = |result: &_| (driver.vgpu(by, result) == vgpu).then(failed);
+    driver.cluster.set_conditions(&claim, &driver.node, readiness).await;
 }

@@ -9,12 +9,14 @@
 //! * [`service`]: the calls of kubelet, and the registration
 //! * [`inventory`]: watches vgpud; [`slices`]: the node's GPUs as a ResourceSlice; [`publisher`]
 //!   writes it
+//! * [`conditions`]: a claim's status: what is wrong with its devices
 //! * [`cluster`]: requests to the apiserver, and events
 
 pub mod capacity;
 pub mod cdi;
 pub mod claim;
 pub mod cluster;
+pub mod conditions;
 pub mod config;
 pub mod driver;
 pub mod inventory;

@@ -149,6 +149,15 @@ impl Shared {
         object
     }
 
+    /// Applies the devices of a status, as the only manager of them.
+    fn patch_status(&self, path: &str, body: &[u8]) -> Option<Value> {
+        let path = path.strip_suffix("/status")?;
+        let patch: Value = serde_json::from_slice(body).ok()?;
+        let mut object = self.state().objects.get(path).cloned()?;
+        object["status"]["devices"] = patch["status"]["devices"].clone();
+        Some(self.put(path, object))
+    }
+
     fn delete(&self, path: &str) -> Option<Value> {
         let mut state = self.state();
         state.version += 1;
@@ -202,6 +211,7 @@ async fn answer(
             let object = serde_json::from_slice(&body).unwrap_or_default();
             axum::Json(shared.put(&path, object)).into_response()
         }
+        (Method::PATCH, _) => found(shared.patch_status(&path, &body)),
         (Method::DELETE, _) => found(shared.delete(&path)),
         _ => StatusCode::METHOD_NOT_ALLOWED.into_response(),
     }

@@ -145,6 +145,18 @@ impl Bed {
         v1::Claim { namespace: "ns".into(), uid, name: name.into() }
     }
 
+    /// Returns the condition of a claim's only device: status, reason and message.
+    pub fn condition(&self, name: &str) -> Option<[String; 3]> {
+        let claim = self.api.get(&claim_path(name))?;
+        let device = &claim["status"]["devices"][0];
+        let condition = &device["conditions"][0];
+        if device["shareID"] != "s1" || condition["type"] != "Ready" {
+            return None;
+        }
+        let text = |member: &str| Some(condition[member].as_str()?.to_owned());
+        Some([text("status")?, text("reason")?, text("message")?])
+    }
+
     /// Returns the running vGPUs.
     pub fn vgpus(&self) -> Result<Vec<Value>> {
         Ok(serde_json::from_value(self.vgpud.get("/v1/vgpus")?)?)

@@ -39,6 +39,10 @@ async fn a_claim_gets_its_share_in_a_container() -> Result<()> {
     assert_eq!(sockets, ["cuda.sock".into(), "vfio.sock".into()].into());
     assert_eq!(std::fs::metadata(clients.join("cuda.sock"))?.uid(), 1000);
 
+    let says = ["True", "Prepared", &format!("vGPU {uuid} runs")].map(str::to_owned);
+    assert_eq!(bed.condition("c1"), Some(says));
+    let writes = bed.api.requests("PATCH");
+
     // Kubelet repeats its calls, in either version.
     let inode = std::fs::metadata(&file)?.ino();
     let mut beta = v1beta1::dra_plugin_client::DraPluginClient::new(bed.dra().await?);
@@ -47,11 +51,17 @@ async fn a_claim_gets_its_share_in_a_container() -> Result<()> {
     assert_eq!(again.claims[&claim.uid], prepared);
     assert_eq!(bed.vgpus()?[0]["pid"], vgpu["pid"], "the same worker");
     assert_eq!(std::fs::metadata(&file)?.ino(), inode, "the file is not written again");
+    assert_eq!(bed.api.requests("PATCH"), writes, "the condition is not written again");
 
     for _ in 0..2 {
         assert_eq!(bed.unprepare(&claim).await?, "");
         assert_eq!(bed.left()?, (0, 0, 0));
     }
+    // The right to write conditions may be missing: the claim works without.
+    bed.api.forbid(Some("/status"));
+    let silent = bed.put_claim("silent", 30, "256Mi", &Value::Null);
+    assert_eq!(bed.prepare(&silent).await?.error, "");
+    assert_eq!(bed.condition("silent"), None);
     Ok(())
 }
 
@@ -89,6 +99,8 @@ async fn a_claim_that_cannot_be_prepared_leaves_nothing_and_says_why() -> Result
     let large = bed.put_claim("large", 30, "4Gi", &Value::Null);
     let said = bed.prepare(&large).await?.error;
     assert!(said.contains("has no type \"SOFT-4C\""), "{said}");
+    let condition = ["False".to_owned(), "PrepareFailed".to_owned(), said];
+    assert_eq!(bed.condition("large"), Some(condition));
     let gone = v1::Claim { name: "gone".into(), ..large.clone() };
     let said = bed.prepare(&gone).await?.error;
     assert_eq!(said, "There is no claim ns/gone; delete the pod that uses it");

@@ -6,7 +6,7 @@ use anyhow::Result;
 use vgpu_kube::grpc;
 use vgpu_kube::proto::kubevirt::{info, plugins, v1alpha3};
 
-use crate::bed::{Bed, eventually};
+use crate::bed::{Bed, SLICE, eventually};
 
 const DOMAIN: &str = "<domain type='kvm'><name>vm1</name><memory>1</memory>\
     <os><type machine='q35'>hvm</type></os><devices/></domain>";
@@ -63,6 +63,18 @@ async fn doctor_checks_node_and_cluster() -> Result<()> {
         text(&done.stderr).contains("1 of the findings above are problems"),
         "{}",
         text(&done.stderr)
+    );
+    assert!(!said.contains("which the scheduler counts separately"), "{said}");
+    eventually("the slice", async || bed.api.get(SLICE).is_some()).await?;
+    let allocatable = serde_json::json!({ "tessera.io/soft-2c": "4" });
+    let node = serde_json::json!({ "metadata": { "name": "n1" }, "status": { "allocatable": allocatable } });
+    bed.api.put("/api/v1/nodes/n1", node);
+    let said = text(&run("n1", &kubeconfig)?.stdout);
+    assert!(
+        said.contains(
+            "Node n1 serves claims and device plugins, which the scheduler counts separately"
+        ) && said.contains("run vgpu-kube with --dra or with --device-plugin alone"),
+        "{said}"
     );
     let said = text(&run("n7", &kubeconfig)?.stdout);
     assert!(said.contains("There is no node n7 in the cluster"), "{said}");

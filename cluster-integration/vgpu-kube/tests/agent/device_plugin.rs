@@ -14,7 +14,7 @@ use tonic::{Request, Response, Status};
 use vgpu_kube::grpc;
 use vgpu_kube::proto::deviceplugin as api;
 
-use crate::bed::{Bed, eventually};
+use crate::bed::{Bed, SLICE, eventually};
 
 /// Kubelet's registration socket.
 #[derive(Clone, Debug, Default)]
@@ -158,5 +158,48 @@ async fn devices_survive_kills_of_agent_and_vgpud() -> Result<()> {
     let after = bed.vgpus()?;
     let ids = |vgpus: &[Value]| [vgpus[0]["uuid"].clone(), vgpus[0]["pid"].clone()];
     assert_eq!(ids(&before), ids(&after));
+    Ok(())
+}
+
+#[tokio::test]
+async fn claims_and_device_plugins_do_not_overcommit_a_gpu() -> Result<()> {
+    let bed = Bed::start(&["--dra", "--device-plugin"])?;
+    let kubelet = Kubelet::default();
+    let _server = kubelet.start(&bed.kubelet().join("device-plugins"))?;
+    let mut half = plugin(&bed, &kubelet, "tessera.io/soft-1c").await?;
+    let mut lists = half.list_and_watch(api::Empty {}).await?.into_inner();
+    assert_eq!(healthy(&lists.next().await.context("A list")??).len(), 2);
+
+    // A claim has memory for two left, and time for one.
+    let claim = bed.put_claim("c1", 40, "256Mi", &Value::Null);
+    assert_eq!(bed.prepare(&claim).await?.error, "");
+    let list = lists.next().await.context("A list")??;
+    assert_eq!(healthy(&list), ["soft0-0"], "one of 50 % fits beside the claim's 40 %");
+    half.allocate(allocation(&["soft0-0"])).await?;
+    eventually("what the device leaves to claims", async || {
+        let slice = bed.api.get(SLICE).unwrap_or_default();
+        slice["spec"]["devices"][0]["capacity"]["core"]["value"] == "50"
+    })
+    .await?;
+
+    // The scheduler may decide before it knows.
+    let late = bed.put_claim("late", 20, "256Mi", &Value::Null);
+    let said = bed.prepare(&late).await?.error;
+    assert!(said.contains("10"), "{said}");
+    assert_eq!(bed.condition("late").map(|[status, ..]| status).as_deref(), Some("False"));
+    let refused = half.allocate(allocation(&["soft0-1"])).await.unwrap_err();
+    assert_eq!(bed.vgpus()?.len(), 2, "{refused}");
+    let notes: Vec<_> = ["ns", "default"]
+        .iter()
+        .flat_map(|space| {
+            bed.api.list(&format!("/apis/events.k8s.io/v1/namespaces/{space}/events"))
+        })
+        .map(|event| event["note"].as_str().unwrap_or_default().to_owned())
+        .collect();
+    let note =
+        format!("Cannot give a container a device of tessera.io/soft-1c: {}", refused.message());
+    for expected in [&said, &note] {
+        assert!(notes.iter().any(|note| note.contains(expected)), "{expected}: {notes:?}");
+    }
     Ok(())
 }

@@ -88,6 +88,12 @@ async fn a_lost_gpu_is_tainted_and_its_claims_are_told() -> Result<()> {
         bed.api.list(events).iter().any(failed)
     })
     .await?;
+    eventually("a condition", async || {
+        let [status, reason, message] = bed.condition("c1").unwrap_or_default();
+        (status.as_str(), reason.as_str()) == ("False", "VgpuFailed")
+            && message.contains("delete the pod, so that it gets another vGPU")
+    })
+    .await?;
     Ok(())
 }
 

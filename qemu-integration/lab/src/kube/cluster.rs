@@ -1,6 +1,6 @@
 //! Cluster: etcd, apiserver, scheduler and kubelet on one node.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -13,9 +13,10 @@ use crate::kube::resource_types;
 
 /// Name of the node.
 pub const NODE: &str = "node1";
-/// User who may do what the role of the agent allows. Tests bind the role.
-pub const AGENT_USER: &str = "system:serviceaccount:kube-system:vgpu-kube";
-/// Configuration of the agent's user, in the node.
+/// Account of the agent on the node, as `manifests/node.yaml` makes it, and its group, to which
+/// `manifests/rbac.yaml` gives the rights.
+const AGENT: [&str; 2] = ["system:serviceaccount:tessera:node1", "system:serviceaccounts:tessera"];
+/// Configuration of the agent, in the node.
 pub const AGENT_CONFIG: &str = "/etc/kubernetes/vgpu-kube.conf";
 /// Image of the pods' sandboxes, and the smallest one with a shell.
 pub const BASE_IMAGE: &str = "tessera.test/base:1";
@@ -23,6 +24,8 @@ pub const BASE_IMAGE: &str = "tessera.test/base:1";
 const ADMIN_TOKEN: &str = "admin-of-the-lab";
 const AGENT_TOKEN: &str = "agent-of-the-lab";
 const CERTIFICATES: &str = "/etc/kubernetes/pki";
+/// Certificate of the apiserver, which it makes itself.
+const AUTHORITY: &str = "/etc/kubernetes/pki/apiserver.crt";
 /// Key that signs tokens of service accounts.
 const TOKEN_KEY: &str = "/etc/kubernetes/pki/tokens.key";
 
@@ -118,13 +121,15 @@ impl Cluster {
         let node = &self.node;
         node.write("/etc/containerd/config.toml", CONTAINERD)?;
         node.write("/etc/kubernetes/kubelet.yaml", KUBELET)?;
+        let authority = PathBuf::from(AUTHORITY);
+        let [user, group] = AGENT;
         let tokens = format!(
             "{ADMIN_TOKEN},admin,admin,system:masters\n\
-             {AGENT_TOKEN},{AGENT_USER},agent,system:serviceaccounts\n"
+             {AGENT_TOKEN},{user},agent,{group}\n"
         );
         node.write("/etc/kubernetes/tokens.csv", &tokens)?;
-        node.write("/root/.kube/config", &kubeconfig(ADMIN_TOKEN).to_string())?;
-        node.write(AGENT_CONFIG, &kubeconfig(AGENT_TOKEN).to_string())?;
+        node.write("/root/.kube/config", &kubeconfig(ADMIN_TOKEN, &authority).to_string())?;
+        node.write(AGENT_CONFIG, &kubeconfig(AGENT_TOKEN, &authority).to_string())?;
         node.sh(&format!(
             "mkdir -p {CERTIFICATES} && \
              openssl ecparam -name prime256v1 -genkey -noout -out {TOKEN_KEY}"
@@ -140,6 +145,12 @@ impl Cluster {
     /// Returns kubectl for this cluster.
     pub fn kubectl(&self) -> Kubectl<'_> {
         Kubectl::Node(&self.node)
+    }
+
+    /// Returns the administrator's configuration, for a client outside of the node's root and in the
+    /// node's network.
+    pub fn kubeconfig_outside(&self) -> Value {
+        kubeconfig(ADMIN_TOKEN, &self.node.path(AUTHORITY))
     }
 
     /// Starts one of the cluster's services, initially or after it was killed.
@@ -203,9 +214,8 @@ fn only_lacks_network(message: &str) -> bool {
     message.contains("NetworkPluginNotReady") && !message.contains(", ")
 }
 
-/// Returns a configuration for clients with a token.
-fn kubeconfig(token: &str) -> Value {
-    let authority = format!("{CERTIFICATES}/apiserver.crt");
+/// Returns a configuration for clients with a token. `authority` is the apiserver's certificate.
+fn kubeconfig(token: &str, authority: &Path) -> Value {
     let server = json!({ "server": "https://127.0.0.1:6443", "certificate-authority": authority });
     json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "lab",

@@ -57,9 +57,14 @@ impl Kubectl<'_> {
 
     /// Creates or changes objects.
     pub fn apply(&self, objects: &Value) -> Result<()> {
+        self.apply_text(&objects.to_string())
+    }
+
+    /// Creates or changes objects in YAML or JSON.
+    pub fn apply_text(&self, objects: &str) -> Result<()> {
         // Checked by the server alone: kubectl is newer, and knows other fields.
         let args = ["apply", "--validate=false", "--filename", "-"];
-        self.run_with(&args, &objects.to_string()).map(drop)
+        self.run_with(&args, objects).map(drop)
     }
 
     /// Deletes an object at once and waits until it is gone.
