@@ -34,6 +34,7 @@ pub mod vcpu;
 pub mod vfio_user_guest;
 pub mod vgpuctl;
 pub mod vmm;
+pub mod worker_deaths;
 
 use std::fs;
 use std::io::{Read, Write};

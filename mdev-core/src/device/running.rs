@@ -58,10 +58,9 @@ pub enum Descriptor {
 }
 
 impl VirtualFunction {
-    /// Returns the position of the client, if another process can continue with this function now:
-    /// with such a client, and without requests in a control queue.
+    /// Returns the position of the client, if another process can continue with it.
     pub fn position(&self) -> Option<u64> {
-        if self.queue_runs() { None } else { self.client.lock().position() }
+        self.client.lock().position()
     }
 
     /// Returns what is to be kept for the process that continues ([`Client::take_kept`]).
@@ -143,8 +142,9 @@ impl VirtualFunction {
         self.pristine = state.pristine;
         self.answer = state.answer.clone().map(Cow::into_owned);
         self.memory.lock().resume(memory);
-        self.irq
-            .resume(&state.irq, take)
-            .map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))
+        let resumed = self.irq.resume(&state.irq, take);
+        resumed.map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))?;
+        self.connect_msi_to_queue();
+        Ok(())
     }
 }

@@ -1,9 +1,11 @@
 //! Exceptions of kernels, such as illegal instructions and failed assertions.
 
+use serde::{Deserialize, Serialize};
+
 use crate::ids::ChannelId;
 
 /// Exception of a kernel, as the driver of an NVIDIA GPU tells the program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exception {
     /// A channel of the kernel's group.
     pub channel: ChannelId,

@@ -46,6 +46,8 @@ pub struct QueueDriver<B> {
     pub bus: B,
     pub base: u64,
     free: u64,
+    /// End of the pages that the driver keeps.
+    kept: u64,
     end: u64,
     tail: u32,
     head: u32,
@@ -71,6 +73,7 @@ impl<B: Bus> QueueDriver<B> {
             bus,
             base,
             free: base,
+            kept: base,
             end,
             tail: 0,
             head: 0,
@@ -89,7 +92,14 @@ impl<B: Bus> QueueDriver<B> {
         driver.bus.write(list, &bytes);
         driver.buffer = (list, pages);
         driver.list = driver.allocate(1);
+        driver.kept = driver.free;
         driver
+    }
+
+    /// Hands all pages out again, when the device uses none.
+    pub fn reuse_pages(&mut self) {
+        assert!(self.memories.is_empty(), "the device uses memory");
+        self.free = self.kept;
     }
 
     /// Returns zeroed pages.

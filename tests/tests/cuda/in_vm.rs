@@ -13,7 +13,7 @@ use lab::progress::Progress;
 use lab::qemu::vgpu_device;
 use serde_json::json;
 use system_tests::guest_vm::{self, Guest};
-use system_tests::{Vgpud, skipped};
+use system_tests::{Vgpud, skipped, worker_deaths};
 
 use crate::{TYPE, inside, libraries};
 
@@ -65,6 +65,11 @@ impl CudaVm {
     /// Returns the process ID of the vGPU's worker.
     pub fn worker(&self) -> Result<u64> {
         self.vgpud.show(&self.uuid)?["pid"].as_u64().context("no worker")
+    }
+
+    /// Kills the vGPU's worker, and waits for the next.
+    pub fn replace_worker(&self) -> Result<()> {
+        worker_deaths::replace(&self.vgpud, &self.uuid)
     }
 
     /// Plugs the vGPU in for the `round`th time, and waits for its device files.

@@ -2,6 +2,7 @@
 //!
 //! * `containers`: programs in namespaces of their own
 //! * `in_vm`: the same programs in a VM
+//! * `deaths`: workers that die under programs in a VM
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 //! * `queue`: programs in a VM, by the control queue alone; `queue_vm`: its VM
@@ -11,6 +12,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod containers;
+mod deaths;
 mod endurance;
 mod fairness;
 mod in_vm;

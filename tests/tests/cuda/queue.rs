@@ -27,10 +27,10 @@ use super::queue_vm::{COMMAND, CONFIG, RAM, Vm};
 /// Region of the doorbell page.
 const DOORBELL: u32 = 1;
 /// Register of configuration space, and its bits.
-const DEVICE_CONTROL: u64 = 0x60;
-const FUNCTION_RESET: [u8; 2] = [0, 0x80];
+pub const DEVICE_CONTROL: u64 = 0x60;
+pub const FUNCTION_RESET: [u8; 2] = [0, 0x80];
 
-fn start(vgpud: &Vgpud) -> Result<QueueDriver<Vm>> {
+pub fn start(vgpud: &Vgpud) -> Result<QueueDriver<Vm>> {
     let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
     Vm::attach(vgpud, &uuid)?.start()
 }
@@ -183,7 +183,7 @@ fn statistics_show_the_programs_of_a_vm() -> Result<()> {
 }
 
 /// Returns the folder in `/proc` of a process's thread.
-fn thread_of(pid: u64, name: &str) -> Result<PathBuf> {
+pub fn thread_of(pid: u64, name: &str) -> Result<PathBuf> {
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
         let folder = thread?.path();
         if std::fs::read_to_string(folder.join("comm"))?.trim_end() == name {

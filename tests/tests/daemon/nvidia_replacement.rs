@@ -18,7 +18,7 @@ use vgpu_guest::pushbuffer::Methods;
 use vgpu_guest::work::{self, Work, copy::Copy, fill::Fill, spin::Spin};
 
 use super::nvidia::{attach, there_is_a_gpu};
-use super::replacement::worker;
+use system_tests::worker_deaths::worker;
 
 /// Kernels that are queued in each round, and the length of each.
 const KERNELS: u32 = 300;

@@ -12,7 +12,6 @@ use mdev_core::gpu::EngineKind;
 use mdev_core::units::MIB;
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
-use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::json;
 use system_tests::load;
@@ -20,6 +19,7 @@ use system_tests::ram::Ram;
 use system_tests::raw_client::{REGION_READ, REGION_WRITE, RawClient};
 use system_tests::vcpu::Vcpu;
 use system_tests::vfio_user_guest::VfioUserGuest;
+use system_tests::worker_deaths::{Place, kill_at, replace, worker};
 use system_tests::{Vgpud, bytes, is_alive, kill_process, skipped, wait_for};
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
@@ -34,23 +34,6 @@ const STOPS: u32 = 48;
 const REMOVALS: usize = 8;
 /// Control registers.
 const CONTROL: u32 = 3;
-
-/// Returns the process of a running vGPU's worker.
-pub(super) fn worker(vgpud: &Vgpud, uuid: &str) -> Result<u32> {
-    let vgpu = vgpud.show(uuid)?;
-    ensure!(vgpu["state"] == "running", "{vgpu}");
-    Ok(u32::try_from(vgpu["pid"].as_u64().context("A worker")?)?)
-}
-
-/// Kills the worker of a vGPU and waits for the next.
-fn replace(vgpud: &Vgpud, uuid: &str) -> Result<()> {
-    let before = worker(vgpud, uuid)?;
-    kill_process(before, Signal::SIGKILL)?;
-    let anchor = vgpud.anchor(uuid)?;
-    wait_for("another worker runs", || {
-        worker(vgpud, uuid).is_ok_and(|pid| pid != before && pid != anchor && is_alive(pid))
-    })
-}
 
 /// Creates channels, computes in them with checked results, and destroys them, until told to stop.
 /// Returns the number of channels.
@@ -152,49 +135,6 @@ pub(super) fn wake_until(vcpu: &mut Vcpu, stop: &AtomicBool) {
     }
 }
 
-/// Where a worker dies.
-#[derive(Clone, Copy, Debug)]
-enum Place {
-    /// At a stop: before or after one of its next system calls.
-    Stop(u32),
-    /// Before or after it removes finished messages from the socket.
-    Removal { after: bool },
-}
-
-/// Kills a process at a place.
-fn kill_at(pid: u32, place: Place) -> Result<()> {
-    let process = Pid::from_raw(pid.cast_signed());
-    let wait = || waitpid(process, Some(WaitPidFlag::__WALL));
-    // Returns false if the process has ended.
-    let next = || -> Result<bool> {
-        ptrace::syscall(process, None)?;
-        Ok(!matches!(wait()?, WaitStatus::Exited(..) | WaitStatus::Signaled(..)))
-    };
-    ptrace::interrupt(process)?;
-    wait()?;
-    match place {
-        Place::Stop(stop) => {
-            for _ in 0..stop {
-                if !next()? {
-                    return Ok(());
-                }
-            }
-        }
-        Place::Removal { after } => {
-            // The first stop at a call is before it.
-            while ptrace::getregs(process)?.orig_rax != libc::SYS_recvfrom as u64 {
-                ensure!(next()?, "the worker has died early");
-            }
-            if after {
-                next()?;
-            }
-        }
-    }
-    kill_process(pid, Signal::SIGKILL)?;
-    while !matches!(wait(), Ok(WaitStatus::Exited(..) | WaitStatus::Signaled(..)) | Err(_)) {}
-    Ok(())
-}
-
 #[test]
 fn each_access_has_its_effect_once_wherever_its_worker_dies() -> Result<()> {
     let vgpud = Vgpud::start()?;
@@ -218,7 +158,7 @@ fn each_access_has_its_effect_once_wherever_its_worker_dies() -> Result<()> {
                 skipped("this user may not trace other processes");
                 break;
             }
-            kill_at(before, place)?;
+            kill_at(before, before, place)?;
             let (since, accesses) = (Instant::now(), done.load(Ordering::Relaxed));
             while done.load(Ordering::Relaxed) < accesses + 2 && !guest.is_finished() {
                 ensure!(since.elapsed() < Duration::from_secs(10), "no access after {place:?}");

@@ -16,13 +16,14 @@ use serde_json::{Value, json};
 use system_tests::raw_client::RawClient;
 use system_tests::vcpu::Vcpu;
 use system_tests::vgpuctl::vgpuctl_json;
+use system_tests::worker_deaths::worker;
 use system_tests::{Vgpud, is_alive, kill_process, wait_for};
 use vendor_backends::seqpacket::SeqPacket;
 use vgpud::service::upgrading::program_in_memory;
 use vgpud::worker::journal::kept::{Key, Message};
 use vgpud::worker_client::pass_program;
 
-use crate::replacement::{wake, wake_until, worker};
+use crate::replacement::{wake, wake_until};
 
 /// Upgrades while the VM makes accesses.
 const UPGRADES: u32 = 100;

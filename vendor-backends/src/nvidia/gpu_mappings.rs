@@ -9,7 +9,7 @@ use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
 use super::adoption::DAMAGED;
-use super::adoption::state::{MappingState, SpaceState};
+use super::adoption::state::{MappingState, RegionState, SpaceState};
 use super::device::Device;
 use super::memory::MemoryLocation;
 use super::rm_client::RmClient;
@@ -68,24 +68,37 @@ impl GpuMappings {
         Ok(adopted)
     }
 
-    /// Returns the state for a process that continues. `None` if there is memory that the state
-    /// cannot have: `is_known` tells by the object.
+    /// Continues with the mapping of a region for launches by kernels.
+    pub fn adopt_region(
+        &mut self,
+        region: &RegionState,
+        object: &Arc<Object>,
+    ) -> Result<(), GpuError> {
+        let RegionState { va, len, .. } = *region;
+        self.check_free(GpuVa(va), len, 0)?;
+        self.mappings.insert(va, GpuMapping { len, object: object.clone(), memory: None });
+        Ok(())
+    }
+
+    /// Returns the state for a process that continues. Adds regions for launches by kernels, of which
+    /// `is_region` tells by their objects, to `regions`.
     pub fn state(
         &self,
         id: SpaceId,
-        is_known: impl Fn(Option<MemoryId>, &Arc<Object>) -> bool,
-    ) -> Option<SpaceState> {
-        let mapping = |(va, mapping): (&u64, &GpuMapping)| {
-            let GpuMapping { len, object, memory } = mapping;
-            is_known(*memory, object).then_some(MappingState {
-                va: *va,
-                len: *len,
-                memory: *memory,
-            })
-        };
-        let mappings = self.mappings.iter().map(mapping).collect::<Option<_>>()?;
+        is_region: impl Fn(Option<MemoryId>, &Arc<Object>) -> bool,
+        regions: &mut Vec<RegionState>,
+    ) -> SpaceState {
+        let mut mappings = Vec::new();
+        for (va, GpuMapping { len, object, memory }) in &self.mappings {
+            let (va, len) = (*va, *len);
+            if is_region(*memory, object) {
+                regions.push(RegionState { space: id, va, len, object: object.handle() });
+            } else {
+                mappings.push(MappingState { va, len, memory: *memory });
+            }
+        }
         let AddressSpace { space, range, .. } = &*self.space;
-        Some(SpaceState { id, space: space.handle(), range: range.handle(), mappings })
+        SpaceState { id, space: space.handle(), range: range.handle(), mappings }
     }
 
     /// Returns the number of mappings.

@@ -12,7 +12,9 @@ use mdev_core::units::{KIB, PAGE_SIZE, is_aligned};
 
 use super::adoption::DAMAGED;
 use super::adoption::kept::{self, Kept};
-use super::adoption::state::{ImportState, MAX_IMPORTS, MAX_MAPPINGS, MemoryState, SpaceState};
+use super::adoption::state::{
+    AllocationState, ImportState, MAX_IMPORTS, MAX_MAPPINGS, MemoryState, ProgramsState, SpaceState,
+};
 use super::device::Device;
 use super::gpu_mappings::GpuMappings;
 use super::rm_object::{AddressSpace, Object};
@@ -103,6 +105,7 @@ impl Memory {
     pub fn adopt(
         device: Arc<Device>,
         state: &MemoryState,
+        programs: &ProgramsState,
         spec: &ClientSpec,
         files: &mut Kept<'_>,
     ) -> Result<Self, GpuError> {
@@ -120,13 +123,31 @@ impl Memory {
             let object = device.adopt_object(*object);
             imports.insert(*id, Import { object, mapping: mapping?, offset: *offset });
         }
+        let mut allocations = BTreeMap::new();
+        for AllocationState { id, object, len } in &programs.allocations {
+            let object = device.adopt_object(*object);
+            allocations.insert(*id, Allocation { object, len: *len });
+        }
         let backing = |memory: Option<MemoryId>| match memory {
-            Some(id) => imports.get(&id).map(|i| (i.object.clone(), i.mapping.len())),
+            Some(id) => {
+                let import = imports.get(&id).map(|i| (i.object.clone(), i.mapping.len()));
+                let allocation = allocations.get(&id);
+                import.or_else(|| allocation.map(|found| (found.object.clone(), found.len)))
+            }
             None => vram.clone().map(|vram| (vram, vram_bytes)),
         };
-        let adopt =
-            |space: &SpaceState| Ok((space.id, GpuMappings::adopt(&device, space, backing)?));
-        let spaces = state.spaces.iter().map(adopt).collect::<Result<_, GpuError>>()?;
+        let mut regions = BTreeMap::new();
+        let mut adopt = |space: &SpaceState| {
+            let mut adopted = GpuMappings::adopt(&device, space, backing)?;
+            for region in programs.regions.iter().filter(|region| region.space == space.id) {
+                let adopt = || device.adopt_object(region.object);
+                let object = regions.entry(region.object).or_insert_with(adopt);
+                adopted.adopt_region(region, object)?;
+            }
+            Ok((space.id, adopted))
+        };
+        let spaces = state.spaces.iter().map(&mut adopt).collect::<Result<_, GpuError>>()?;
+        let allocated_bytes = allocations.values().map(|allocation| allocation.len).sum();
         Ok(Self {
             spaces,
             next_space: state.next_space,
@@ -135,28 +156,34 @@ impl Memory {
             max_import_bytes,
             imports,
             imported_bytes,
-            allocations: BTreeMap::new(),
-            allocated_bytes: 0,
+            allocations,
+            allocated_bytes,
             next_id: state.next_id,
             device,
         })
     }
 
-    /// Returns the state for a process that continues. `None` if programs have memory of their own, or
-    /// if there is too much of it to be recorded.
-    pub fn state(&self) -> Option<MemoryState> {
+    /// Returns the state for a process that continues, and adds what programs have to `programs`.
+    /// `None` if there is too much to be recorded.
+    pub fn state(&self, programs: &mut ProgramsState) -> Option<MemoryState> {
         let mappings: usize = self.spaces.values().map(GpuMappings::count).sum();
-        if !self.allocations.is_empty()
-            || self.imports.len() > MAX_IMPORTS
-            || mappings > MAX_MAPPINGS
-        {
+        if self.imports.len() > MAX_IMPORTS || mappings > MAX_MAPPINGS {
             return None;
         }
-        let is_known = |memory: Option<MemoryId>, object: &Arc<Object>| match memory {
-            Some(id) => self.imports.contains_key(&id),
-            None => self.vram.as_ref().is_some_and(|vram| Arc::ptr_eq(vram, object)),
+        let allocations = self.allocations.iter().map(|(id, one)| AllocationState {
+            id: *id,
+            object: one.object.handle(),
+            len: one.len,
+        });
+        programs.allocations.extend(allocations);
+        let is_region = |memory: Option<MemoryId>, object: &Arc<Object>| {
+            let is_vram = self.vram.as_ref().is_some_and(|vram| Arc::ptr_eq(vram, object));
+            memory.is_none() && !is_vram
         };
-        let spaces = self.spaces.iter().map(|(id, space)| space.state(*id, is_known));
+        let mut spaces = Vec::new();
+        for (id, space) in &self.spaces {
+            spaces.push(space.state(*id, is_region, &mut programs.regions));
+        }
         let imports = self.imports.iter().map(|(id, import)| ImportState {
             id: *id,
             object: import.object.handle(),
@@ -167,7 +194,7 @@ impl Memory {
             vram: self.vram.as_ref().map(|vram| vram.handle()),
             next_id: self.next_id,
             next_space: self.next_space,
-            spaces: spaces.collect::<Option<_>>()?,
+            spaces,
             imports: imports.collect(),
         })
     }

@@ -1,5 +1,6 @@
 //! A vGPU of a software GPU in this process.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -19,13 +20,20 @@ pub struct Held {
 }
 
 /// Starts a software GPU and returns the client of a vGPU on it.
+#[allow(dead_code, reason = "not all tests have a client that never ends")]
 pub fn start(spec: &ClientSpec) -> (MediatedClient, Held) {
+    let (connection, held) = admit(spec);
+    (MediatedClient::open(connection).unwrap(), held)
+}
+
+/// Starts a software GPU and returns the connection for the client of a vGPU on it.
+pub fn admit(spec: &ClientSpec) -> (OwnedFd, Held) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("admin.sock");
     let listener = SeqPacketListener::bind(&path).unwrap();
     let gpu = Arc::new(SoftGpu::new("soft0", spec.vram_bytes.max(256 * MIB)));
     thread::spawn(move || server::run(gpu, Duration::from_secs(1), &listener));
     let mut gpu = MediatedGpu::connect(&path).unwrap();
-    let client = MediatedClient::open(gpu.admit(spec).unwrap().fd.unwrap()).unwrap();
-    (client, Held { _gpu: gpu, _folder: folder })
+    let connection = gpu.admit(spec).unwrap().fd.unwrap();
+    (connection, Held { _gpu: gpu, _folder: folder })
 }

@@ -83,10 +83,13 @@ impl Journal {
         self.write(SLOTS + (number & 1) * STATE_BYTES, STATE_BYTES, number, contents)
     }
 
-    /// Returns the state with a number, if it is whole.
-    pub fn state<T: DeserializeOwned>(&self, number: u64) -> Option<T> {
+    /// Returns the state with a number, if it is whole, and what follows it.
+    pub fn state<T: DeserializeOwned, U: DeserializeOwned + Default>(
+        &self,
+        number: u64,
+    ) -> Option<(T, U)> {
         let contents = self.read(SLOTS + (number & 1) * STATE_BYTES, STATE_BYTES, number)?;
-        crate::seqpacket::decode(&contents).ok()
+        decode(&contents)
     }
 
     /// Notes that an object is about to be made with a handle.
@@ -102,8 +105,18 @@ impl Journal {
     /// Writes a live record and brings it into force, unless it is that already. One that is too long
     /// is left out, and logged.
     pub fn write_live(&self, kind: Live, record: &impl Serialize) {
+        self.write_live_with(kind, record, None::<&()>);
+    }
+
+    /// As [`Self::write_live`], with something that follows the record.
+    pub fn write_live_with(
+        &self,
+        kind: Live,
+        record: &impl Serialize,
+        more: Option<&impl Serialize>,
+    ) {
         let mut last = self.live[kind as usize].lock().unwrap_or_else(PoisonError::into_inner);
-        let contents = match crate::seqpacket::encode(record) {
+        let contents = match encode(record, more) {
             Ok(contents) if contents == *last => return,
             Ok(contents) => contents,
             Err(error) => return log::warn!("Cannot record the state of the vGPU: {error}"),
@@ -117,11 +130,14 @@ impl Journal {
         }
     }
 
-    /// Returns a live record, if there is a whole one.
-    pub fn live<T: DeserializeOwned>(&self, kind: Live) -> Option<T> {
+    /// Returns a live record, if there is a whole one, and what follows it.
+    pub fn live<T: DeserializeOwned, U: DeserializeOwned + Default>(
+        &self,
+        kind: Live,
+    ) -> Option<(T, U)> {
         let number = self.memory.load_u64(kind.word()).filter(|number| *number != 0)?;
         let contents = self.read(kind.slot(number), LIVE_BYTES, number)?;
-        crate::seqpacket::decode(&contents).ok()
+        decode(&contents)
     }
 
     fn write(&self, slot: u64, bytes: u64, number: u64, contents: &[u8]) -> bool {
@@ -149,6 +165,21 @@ impl Journal {
     }
 }
 
+/// Encodes a record and what follows it. Without that, workers of earlier releases can read it.
+pub fn encode(record: &impl Serialize, more: Option<&impl Serialize>) -> io::Result<Vec<u8>> {
+    let mut contents = crate::seqpacket::encode(record)?;
+    if let Some(more) = more {
+        contents.extend(crate::seqpacket::encode(more)?);
+    }
+    Ok(contents)
+}
+
+fn decode<T: DeserializeOwned, U: DeserializeOwned + Default>(contents: &[u8]) -> Option<(T, U)> {
+    let (record, rest) = postcard::take_from_bytes(contents).ok()?;
+    let more = if rest.is_empty() { U::default() } else { crate::seqpacket::decode(rest).ok()? };
+    Some((record, more))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -156,16 +187,17 @@ mod tests {
     #[test]
     fn a_record_is_in_force_or_the_one_before() {
         let (journal, fd) = Journal::create().unwrap();
-        assert!(journal.live::<u32>(Live::Channels).is_none());
+        assert!(journal.live::<u32, ()>(Live::Channels).is_none());
         let encoded = |value: u32| crate::seqpacket::encode(&value).unwrap();
         assert!(journal.write_state(4, &encoded(40)) && journal.write_state(5, &encoded(50)));
         journal.write_live(Live::Channels, &7_u32);
         journal.write_live(Live::Accounting, &8_u32);
         journal.write_live(Live::Channels, &9_u32);
         let next = Journal::open(fd.as_fd()).unwrap().unwrap();
-        assert_eq!((next.state(4), next.state(5)), (Some(40_u32), Some(50_u32)));
-        assert_eq!(next.state::<u32>(6), None, "the slot has an older one");
-        let live = |kind| next.live::<u32>(kind);
+        let state = |number| next.state::<u32, u64>(number);
+        assert_eq!((state(4), state(5)), (Some((40, 0)), Some((50, 0))));
+        assert_eq!(state(6), None, "the slot has an older one");
+        let live = |kind| next.live::<u32, ()>(kind).map(|(record, ())| record);
         assert_eq!((live(Live::Channels), live(Live::Accounting)), (Some(9), Some(8)));
         // As if the worker had ended within the next record.
         let slot = Live::Channels.slot(3);
@@ -173,6 +205,17 @@ mod tests {
         next.memory.store_u32(slot + 8, u32::MAX);
         assert_eq!(live(Live::Channels), Some(9));
         assert!(!next.write_state(6, &vec![0; STATE_BYTES as usize]), "too long");
+    }
+
+    #[test]
+    fn what_follows_a_record_may_be_missing() {
+        let (journal, _fd) = Journal::create().unwrap();
+        journal.write_live_with(Live::Channels, &7_u32, Some(&vec![8_u32]));
+        assert_eq!(journal.live(Live::Channels), Some((7_u32, vec![8_u32])));
+        journal.write_live(Live::Channels, &7_u32);
+        assert_eq!(journal.live(Live::Channels), Some((7_u32, Vec::<u32>::new())));
+        assert!(journal.write_state(1, &encode(&1_u32, Some(&2_u64)).unwrap()));
+        assert_eq!(journal.state(1), Some((1_u32, 2_u64)));
     }
 
     #[test]
@@ -184,7 +227,7 @@ mod tests {
             let at = Live::Accounting.slot(1) + 8 + at * 4;
             let word = journal.memory.load_u32(at).unwrap();
             journal.memory.store_u32(at, word ^ 1 << 9);
-            let damaged = journal.live::<[u64; 32]>(Live::Accounting);
+            let damaged = journal.live::<[u64; 32], ()>(Live::Accounting);
             assert!(damaged.is_none(), "{at}");
             journal.memory.store_u32(at, word);
         }

@@ -43,6 +43,89 @@ pub struct ClientState {
     pub channels: ChannelsState,
 }
 
+/// What programs have, which follows [`ClientState`] while there is any.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramsState {
+    /// Video memory of their own, by id.
+    pub allocations: Vec<AllocationState>,
+    /// Mappings of regions for launches by kernels.
+    pub regions: Vec<RegionState>,
+    /// Groups that they have made.
+    pub groups: Vec<ProgramGroup>,
+    /// Channels in these groups, and others whose exceptions are watched.
+    pub channels: Vec<ProgramChannel>,
+}
+
+/// Video memory of a program's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AllocationState {
+    /// Its id.
+    pub id: MemoryId,
+    /// The memory object.
+    pub object: u32,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// Mapping of a region for launches by kernels, or of a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegionState {
+    /// Address space.
+    pub space: SpaceId,
+    /// GPU virtual address.
+    pub va: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// The memory object.
+    pub object: u32,
+}
+
+/// What a group of a program has besides [`GroupState`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramGroup {
+    /// Its number.
+    pub number: u32,
+    /// Number by which the program names it.
+    pub program: u32,
+    /// The context share, in a compute group.
+    pub share: Option<u32>,
+}
+
+/// What a channel of a program has besides [`ChannelState`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramChannel {
+    /// Its id.
+    pub id: ChannelId,
+    /// It is in a group of a program.
+    pub in_group: bool,
+    /// The context share.
+    pub share: Option<u32>,
+    /// The debugger, and events with the numbers of their notifiers.
+    pub watch: Option<(u32, Vec<(u32, u32)>)>,
+}
+
+impl ProgramsState {
+    /// Returns whether programs have nothing.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Returns the handles of all objects, those that are shared once.
+    fn handles(&self) -> Vec<u32> {
+        let Self { allocations, regions, groups, channels } = self;
+        let shares = groups.iter().filter_map(|group| group.share);
+        let shares = shares.chain(channels.iter().filter_map(|channel| channel.share));
+        let regions = regions.iter().map(|region| region.object);
+        let once: BTreeSet<u32> = shares.chain(regions).collect();
+        let watches = channels.iter().filter_map(|channel| channel.watch.as_ref());
+        let watches = watches.flat_map(|(debugger, events)| {
+            events.iter().map(|(event, _)| *event).chain([*debugger])
+        });
+        let allocations = allocations.iter().map(|allocation| allocation.object);
+        once.into_iter().chain(watches).chain(allocations).collect()
+    }
+}
+
 /// Objects that a client has from the start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "named as the objects are")]
@@ -194,11 +277,12 @@ pub struct ChannelState {
 
 impl ClientState {
     /// Checks the state as far as the driver does not.
-    pub fn check(&self) -> Result<(), GpuError> {
+    pub fn check(&self, programs: &ProgramsState) -> Result<(), GpuError> {
         if self.grant.version != wire::VERSION
-            || !self.handles_are_valid()
-            || !self.memory.is_valid()
+            || !self.handles_are_valid(programs)
+            || !self.memory.is_valid(programs)
             || !self.channels_are_valid()
+            || !self.programs_are_valid(programs)
         {
             return Err(DAMAGED);
         }
@@ -206,7 +290,7 @@ impl ClientState {
     }
 
     /// Returns whether all handles are those of different objects that this client has made.
-    fn handles_are_valid(&self) -> bool {
+    fn handles_are_valid(&self, programs: &ProgramsState) -> bool {
         let FixedObjects { device, subdevice, usermode, events, notifiers, log, probe, .. } =
             &self.fixed;
         let mut all = vec![*device, *subdevice, *usermode];
@@ -225,6 +309,7 @@ impl ClientState {
         let lost = lost.filter_map(|channel| Some((channel.group, channel.group_object?)));
         let groups: BTreeSet<(u32, u32)> = groups.chain(lost).collect();
         all.extend(groups.iter().map(|(_, object)| object));
+        all.extend(programs.handles());
         let distinct: BTreeSet<u32> = all.iter().copied().collect();
         let made = FIRST_HANDLE..self.next_handle;
         distinct.len() == all.len() && distinct.iter().all(|handle| made.contains(handle))
@@ -267,13 +352,38 @@ impl ClientState {
     }
 }
 
+impl ClientState {
+    /// Checks what programs have, besides handles.
+    fn programs_are_valid(&self, programs: &ProgramsState) -> bool {
+        let ProgramsState { allocations, regions, groups, channels } = programs;
+        let bytes = allocations.iter().try_fold(0_u64, |sum, one| sum.checked_add(one.len));
+        let in_space =
+            |region: &RegionState| self.memory.spaces.iter().any(|space| space.id == region.space);
+        let known_group = |number: u32| self.channels.groups.iter().any(|it| it.number == number);
+        let known_channel = |id: ChannelId| self.channels.channels.iter().any(|it| it.id == id);
+        let is_import = |id: MemoryId| self.memory.imports.iter().any(|import| import.id == id);
+        bytes.is_some_and(|bytes| bytes <= self.grant.spec.vram_bytes)
+            && (allocations.is_empty() || self.memory.vram.is_none())
+            && allocations.iter().all(|one| one.id.0 < self.memory.next_id && !is_import(one.id))
+            && allocations.windows(2).all(|pair| pair[0].id < pair[1].id)
+            && regions.len() <= MAX_MAPPINGS
+            && regions.iter().all(in_space)
+            && groups.iter().all(|group| known_group(group.number))
+            && channels.iter().all(|channel| known_channel(channel.id))
+            && channels.windows(2).all(|pair| pair[0].id < pair[1].id)
+    }
+}
+
 impl MemoryState {
     /// Checks ids and counts. Ranges are checked when the memory is built.
-    fn is_valid(&self) -> bool {
+    fn is_valid(&self, programs: &ProgramsState) -> bool {
         let Self { vram, next_id, next_space, spaces, imports } = self;
         let default = spaces.first().is_some_and(|space| space.id == SpaceId::DEFAULT);
         let known = |memory: Option<MemoryId>| match memory {
-            Some(id) => imports.iter().any(|import| import.id == id),
+            Some(id) => {
+                imports.iter().any(|import| import.id == id)
+                    || programs.allocations.iter().any(|allocation| allocation.id == id)
+            }
             None => vram.is_some(),
         };
         let mappings = || spaces.iter().flat_map(|space| &space.mappings);

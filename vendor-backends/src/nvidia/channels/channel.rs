@@ -93,6 +93,8 @@ pub(super) struct Channel {
     pub(super) error_info: u64,
     /// Disabled by the gate. The driver counts: each disabling needs one enabling.
     pub(super) disabled: bool,
+    /// A program has made it, in a group of its own.
+    pub(super) is_programs: bool,
 }
 
 impl Channel {

@@ -3,16 +3,19 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mdev_core::gpu::{Backing, EngineKind, GpuError};
+use mdev_core::gpu::{Backing, EngineKind, Exception, GpuError};
 use mdev_core::ids::ChannelId;
 
 use super::channel::{Channel, Notifier};
+use super::exceptions::ExceptionWatch;
 use super::{Channels, Group, Options, TeardownRate};
 use crate::mem::Mapping;
 use crate::nvidia::adoption::DAMAGED;
 use crate::nvidia::adoption::journal::Live;
 use crate::nvidia::adoption::live::{LiveChannel, LiveChannels, Moment};
-use crate::nvidia::adoption::state::{ChannelState, ChannelsState, GroupState};
+use crate::nvidia::adoption::state::{
+    ChannelState, ChannelsState, GroupState, ProgramChannel, ProgramGroup, ProgramsState,
+};
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
@@ -23,8 +26,12 @@ use crate::nvidia::rm_object::Object;
 pub struct Recorded<'a> {
     /// State that changes by requests.
     pub state: &'a ChannelsState,
+    /// What programs have.
+    pub programs: &'a ProgramsState,
     /// State that changes by itself.
     pub live: &'a LiveChannels,
+    /// Exceptions that the driver has reported.
+    pub reported: &'a [Exception],
     /// Channels for which was rung.
     pub used: &'a [ChannelId],
 }
@@ -42,15 +49,23 @@ impl Channels {
     ) -> Result<Self, GpuError> {
         let mut channels =
             Self::with_notifiers(device, doorbell, poller, options, notifiers.to_vec());
-        let Recorded { state, live, used } = recorded;
+        let Recorded { state, programs, live, reported, used } = recorded;
         channels.next_id = state.next_id;
         channels.last_group_number = state.last_group;
         channels.adopt_live(live);
+        channels.reported = reported.to_vec();
         let mut objects = BTreeMap::new();
         for group in &state.groups {
             let object = channels.device.adopt_object(group.object);
             objects.insert(group.object, object.clone());
-            channels.groups.push(adopted_group(group, object, live));
+            let mut adopted = adopted_group(group, object, live);
+            let found = programs.groups.iter().find(|other| other.number == group.number);
+            if let Some(ProgramGroup { program, share, .. }) = found {
+                adopted.program = Some(*program);
+                let share = share.map(|share| channels.adopted_share(&adopted.object, share));
+                adopted.context_share = share;
+            }
+            channels.groups.push(adopted);
         }
         for channel in &state.channels {
             let group = channel.group_object.map(|handle| {
@@ -58,7 +73,9 @@ impl Channels {
                 objects.entry(handle).or_insert_with(adopt).clone()
             });
             let notifier = notifiers.get(channel.notifier as usize).ok_or(DAMAGED)?.clone();
-            let adopted = channels.adopted_channel(channel, group.as_ref(), notifier, memory)?;
+            let of_program = programs.channels.iter().find(|other| other.id == channel.id);
+            let adopted =
+                channels.adopted_channel(channel, of_program, group.as_ref(), notifier, memory)?;
             channels.by_id.insert(channel.id, adopted);
         }
         let is_free = |one: &&Arc<Notifier>| {
@@ -87,10 +104,12 @@ impl Channels {
     fn adopted_channel(
         &self,
         state: &ChannelState,
+        of_program: Option<&ProgramChannel>,
         group: Option<&Arc<Object>>,
         notifier: Arc<Notifier>,
         memory: &mut Memory,
     ) -> Result<Channel, GpuError> {
+        let is_programs = of_program.is_some_and(|channel| channel.in_group);
         let rm_client = &self.device.rm_client;
         let mut objects: Vec<Arc<Object>> = Vec::new();
         for handle in &state.objects {
@@ -106,15 +125,25 @@ impl Channels {
         let mapping = userd.as_ref().and_then(|userd| Some((userd.mapping.clone()?, userd.offset)));
         let registration = match (&self.poller, mapping) {
             (Some(poller), Some((mapping, offset))) => {
-                Some(poller.add(state.token, mapping, offset, true))
+                Some(poller.add(state.token, mapping, offset, !is_programs))
             }
             (Some(_), None) if userd.is_some() => return Err(DAMAGED),
             _ => None,
         };
+        let share = of_program.and_then(|channel| channel.share).zip(group);
+        let context_share = share.map(|(share, group)| {
+            let mut of_group = self.groups.iter().filter_map(|group| group.context_share.as_ref());
+            let known = of_group.find(|known| known.handle() == share).cloned();
+            known.unwrap_or_else(|| self.adopted_share(group, share))
+        });
+        let watch = of_program.and_then(|channel| channel.watch.as_ref());
+        let exceptions = watch.zip(objects.get(1)).map(|((debugger, events), compute)| {
+            ExceptionWatch::adopt(&self.device, *debugger, events, compute)
+        });
         Ok(Channel {
             registration,
-            context_share: None,
-            exceptions: None,
+            context_share,
+            exceptions,
             objects,
             engine: state.engine,
             engine_number: state.engine_number,
@@ -127,7 +156,12 @@ impl Channels {
             error: 0,
             error_info: 0,
             disabled: false,
+            is_programs,
         })
+    }
+
+    fn adopted_share(&self, group: &Arc<Object>, handle: u32) -> Arc<Object> {
+        self.device.rm_client.adopt_object(Some(group), handle)
     }
 
     /// Continues with errors, gate and slices, and rings for what may not have been rung for.
@@ -177,11 +211,22 @@ impl Channels {
         }
     }
 
-    /// Returns the state for a process that continues. `None` while programs have channels.
-    pub fn state(&self) -> Option<ChannelsState> {
-        if self.groups.iter().any(|group| group.program.is_some()) {
-            return None;
-        }
+    /// Returns the state for a process that continues, and adds what programs have to `programs`.
+    pub fn state(&self, programs: &mut ProgramsState) -> Option<ChannelsState> {
+        let handle = |object: &Arc<Object>| object.handle();
+        let of_programs = self.groups.iter().filter_map(|group| {
+            let share = group.context_share.as_ref().map(handle);
+            Some(ProgramGroup { number: group.number, program: group.program?, share })
+        });
+        programs.groups.extend(of_programs);
+        let of_programs =
+            self.by_id.iter().filter(|(_, c)| c.is_programs || c.exceptions.is_some());
+        programs.channels.extend(of_programs.map(|(id, channel)| ProgramChannel {
+            id: *id,
+            in_group: channel.is_programs,
+            share: channel.context_share.as_ref().map(handle),
+            watch: channel.exceptions.as_ref().map(ExceptionWatch::state),
+        }));
         let groups = self.groups.iter().map(|group| GroupState {
             number: group.number,
             object: group.object.handle(),
@@ -200,9 +245,6 @@ impl Channels {
     }
 
     fn channel_state(&self, id: ChannelId, channel: &Channel) -> Option<ChannelState> {
-        if channel.context_share.is_some() || channel.exceptions.is_some() {
-            return None;
-        }
         let same = |handle: &u32| *handle == channel.notifier.memory.handle();
         let notifier = self.notifiers.iter().position(same)?;
         Some(ChannelState {
@@ -248,7 +290,9 @@ impl Channels {
             unscheduled: unscheduled.map(|group| group.number).collect(),
             channels: channels.collect(),
         };
-        self.journal.write_live(Live::Channels, &live);
+        let reported: Vec<_> = self.reported.iter().chain(&self.taken).copied().collect();
+        let reported = Some(&reported).filter(|reported| !reported.is_empty());
+        self.journal.write_live_with(Live::Channels, &live, reported);
     }
 
     /// Returns the channels for which was rung.

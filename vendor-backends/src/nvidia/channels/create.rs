@@ -105,6 +105,7 @@ impl Channels {
             error: 0,
             error_info: 0,
             disabled: false,
+            is_programs: spec.group.is_some(),
         })
     }
 

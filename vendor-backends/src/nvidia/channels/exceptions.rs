@@ -65,6 +65,30 @@ impl ExceptionWatch {
             _compute: compute.clone(),
         })
     }
+
+    /// Continues with the watch of an earlier process.
+    pub(super) fn adopt(
+        device: &Device,
+        debugger: u32,
+        events: &[(u32, u32)],
+        compute: &Arc<Object>,
+    ) -> Self {
+        let Device { device, rm_client, .. } = device;
+        let adopt = |(handle, notifier): &(u32, u32)| {
+            (rm_client.adopt_object(Some(compute), *handle), *notifier)
+        };
+        Self {
+            events: events.iter().map(adopt).collect(),
+            debugger: rm_client.adopt_object(Some(device), debugger),
+            _compute: compute.clone(),
+        }
+    }
+
+    /// Returns the handles of the debugger and of the events, with their notifiers.
+    pub(super) fn state(&self) -> (u32, Vec<(u32, u32)>) {
+        let events = self.events.iter().map(|(event, notifier)| (event.handle(), *notifier));
+        (self.debugger.handle(), events.collect())
+    }
 }
 
 impl Channels {
@@ -88,6 +112,7 @@ impl Channels {
 
     /// Notes the exceptions that the driver has reported. Returns whether there are any.
     pub fn note_exceptions(&mut self) -> bool {
+        let before = self.reported.len();
         while let Ok(event) = self.device.rm_client.take_event(self.exception_event.as_fd()) {
             let of = |(id, channel): (&ChannelId, &Channel)| {
                 let mut events = channel.exceptions.iter().flat_map(|watch| &watch.events);
@@ -98,12 +123,25 @@ impl Channels {
             let new = exception.filter(|exception| !self.reported.contains(exception));
             self.reported.extend(new);
         }
+        if self.reported.len() > before {
+            self.record_live(false);
+        }
         !self.reported.is_empty()
     }
 
-    /// Takes the exceptions that were noted.
+    /// Takes the exceptions that were noted. They are recorded until [`Self::forget_taken`].
     pub fn take_exceptions(&mut self) -> Vec<Exception> {
-        std::mem::take(&mut self.reported)
+        let reported = std::mem::take(&mut self.reported);
+        self.taken.extend(&reported);
+        reported
+    }
+
+    /// Forgets the exceptions that were taken, which the caller has recorded.
+    pub fn forget_taken(&mut self) {
+        if !self.taken.is_empty() {
+            self.taken.clear();
+            self.record_live(false);
+        }
     }
 
     fn debugger(&self, id: ChannelId) -> Result<(&Arc<Object>, u32), GpuError> {

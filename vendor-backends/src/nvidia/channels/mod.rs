@@ -105,6 +105,8 @@ pub struct Channels {
     exception_event: Arc<OwnedFd>,
     /// Exceptions that the driver has reported.
     reported: Vec<Exception>,
+    /// Exceptions that were taken, and may not have been recorded by the caller.
+    taken: Vec<Exception>,
     /// Rings for the guest, unless the guest has the doorbell page.
     poller: Option<Arc<DoorbellPoller>>,
     backoff: [FaultBackoff; 2],
@@ -177,6 +179,7 @@ impl Channels {
             doorbell,
             exception_event: options.exception_event,
             reported: Vec::new(),
+            taken: Vec::new(),
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
             teardowns: [TeardownRate::default(); 2],

@@ -189,6 +189,7 @@ impl Channels {
             let mut params = abi::Pair { first: flags, second: duration };
             self.device.subdevice.control(control::PERF_BOOST, &mut params)?;
             self.clocks_kept_up = keep;
+            self.record_live(false);
         }
         Ok(())
     }

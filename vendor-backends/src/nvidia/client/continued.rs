@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use mdev_core::abi::control::VECTORS;
-use mdev_core::gpu::{Aperture, Apertures, GpuError, Pending};
+use mdev_core::gpu::{Aperture, Apertures, Exception, GpuError, Pending};
 use mdev_core::ids::SpaceId;
 use mdev_core::units::PAGE_SIZE;
 
@@ -14,10 +14,10 @@ use super::open::DOORBELL_BYTES;
 use super::{NvidiaClient, ThreadInputs};
 use crate::nvidia::activity::Activity;
 use crate::nvidia::adoption::DAMAGED;
-use crate::nvidia::adoption::journal::{Journal, Live};
+use crate::nvidia::adoption::journal::{self, Journal, Live};
 use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::adoption::live::{LiveAccounting, LiveChannels};
-use crate::nvidia::adoption::state::{ClientState, FixedObjects};
+use crate::nvidia::adoption::state::{ClientState, FixedObjects, ProgramsState};
 use crate::nvidia::channels::{self, Channels, Notifier, Recorded};
 use crate::nvidia::ctxsw_log::CtxswLog;
 use crate::nvidia::device::{Device, MAX_CHANNELS};
@@ -93,8 +93,9 @@ impl NvidiaClient {
         mut files: Kept<'_>,
     ) -> Result<Self, GpuError> {
         let journal = Journal::open(files.take(kept::JOURNAL)?.as_fd())?.ok_or(DAMAGED)?;
-        let state: ClientState = journal.state(position).ok_or(DAMAGED)?;
-        state.check()?;
+        let (state, programs): (ClientState, ProgramsState) =
+            journal.state(position).ok_or(DAMAGED)?;
+        state.check(&programs)?;
         privilege::refuse_sys_admin(state.grant.options.allow_sys_admin)?;
         let layout = Layout::of(&state.driver).map_err(|_| DAMAGED)?;
         let journal = Arc::new(journal);
@@ -103,15 +104,16 @@ impl NvidiaClient {
         let usermode = device.rm_client.adopt_object(Some(&device.subdevice), *usermode);
         let events =
             events.map(|handle| device.rm_client.adopt_object(Some(&device.subdevice), handle));
-        let mut memory =
-            Memory::adopt(device.clone(), &state.memory, &state.grant.spec, &mut files)?;
+        let (of_memory, spec) = (&state.memory, &state.grant.spec);
+        let mut memory = Memory::adopt(device.clone(), of_memory, &programs, spec, &mut files)?;
         let space = memory.space(SpaceId::DEFAULT)?.space().clone();
         let exception_event = Arc::new(files.take(kept::EXCEPTION_EVENT)?);
-        let accounting: LiveAccounting = journal.live(Live::Accounting).unwrap_or_default();
+        let accounting: LiveAccounting =
+            journal.live(Live::Accounting).map(|(record, ())| record).unwrap_or_default();
         let guest_doorbell = files.take(kept::GUEST_DOORBELL)?;
         let shared = adopt_state(
             &device,
-            &state,
+            (&state, &programs),
             &accounting,
             journal,
             &exception_event,
@@ -145,6 +147,7 @@ impl NvidiaClient {
             threads: Vec::new(),
             thread_inputs: Some(thread_inputs),
             position: Position::after(position),
+            took_exceptions: false,
             fixed: state.fixed,
             _events: events,
             _usermode: usermode,
@@ -164,15 +167,17 @@ impl NvidiaClient {
             return None;
         }
         self.position.number(|number| {
-            let Some(state) = self.client_state() else { return false };
-            let Ok(contents) = crate::seqpacket::encode(&state) else { return false };
+            let mut programs = ProgramsState::default();
+            let Some(state) = self.client_state(&mut programs) else { return false };
+            let programs = Some(&programs).filter(|programs| !programs.is_empty());
+            let Ok(contents) = journal::encode(&state, programs) else { return false };
             self.state.journal.write_state(number, &contents)
         })
     }
 
-    fn client_state(&self) -> Option<ClientState> {
+    fn client_state(&self, programs: &mut ProgramsState) -> Option<ClientState> {
         let rm_client = &self.device.rm_client;
-        let channels = self.state.channels().state()?;
+        let channels = self.state.channels().state(programs)?;
         Some(ClientState {
             grant: self.grant.clone(),
             driver: self.driver.clone(),
@@ -180,7 +185,7 @@ impl NvidiaClient {
             root: rm_client.root(),
             next_handle: rm_client.next_handle(),
             fixed: self.fixed.clone(),
-            memory: self.memory.state()?,
+            memory: self.memory.state(programs)?,
             channels,
         })
     }
@@ -214,7 +219,7 @@ fn adopt_device(
 /// Continues with the state that the threads share.
 fn adopt_state(
     device: &Arc<Device>,
-    state: &ClientState,
+    (state, programs): (&ClientState, &ProgramsState),
     accounting: &LiveAccounting,
     journal: Arc<Journal>,
     exception_event: &Arc<OwnedFd>,
@@ -222,7 +227,8 @@ fn adopt_state(
 ) -> Result<VgpuState, GpuError> {
     let options = state.grant.options;
     let doorbell = kept::map(&files.take(kept::DOORBELL)?, PAGE_SIZE, true)?;
-    let live: LiveChannels = journal.live(Live::Channels).ok_or(DAMAGED)?;
+    let (live, reported): (LiveChannels, Vec<Exception>) =
+        journal.live(Live::Channels).ok_or(DAMAGED)?;
     if live.evicted {
         return Err(GpuError::Lost("the manager has evicted the vGPU".into()));
     }
@@ -257,7 +263,13 @@ fn adopt_state(
         exception_event: exception_event.clone(),
         journal: journal.clone(),
     };
-    let recorded = Recorded { state: &state.channels, live: &live, used: &accounting.used };
+    let recorded = Recorded {
+        state: &state.channels,
+        programs,
+        live: &live,
+        reported: &reported,
+        used: &accounting.used,
+    };
     let channels = Channels::adopt(
         device.clone(),
         doorbell,

@@ -61,6 +61,8 @@ pub struct NvidiaClient {
     threads: Vec<JoinHandle<()>>,
     thread_inputs: Option<ThreadInputs>,
     position: Position,
+    /// Exceptions were taken since the last record.
+    took_exceptions: bool,
     // Dropped in this order, after the objects that depend on them.
     fixed: FixedObjects,
     _events: [Arc<Object>; 2],
@@ -193,11 +195,14 @@ impl Client for NvidiaClient {
     }
 
     fn watch_exceptions(&mut self, id: ChannelId, mask: u32) -> Result<(), GpuError> {
+        self.position.touch();
         self.state.channels().watch_exceptions(id, mask)
     }
 
     fn take_exceptions(&mut self) -> Vec<Exception> {
-        self.state.channels().take_exceptions()
+        let exceptions = self.state.channels().take_exceptions();
+        self.took_exceptions |= !exceptions.is_empty();
+        exceptions
     }
 
     fn error_states(
@@ -315,6 +320,9 @@ impl Client for NvidiaClient {
 
     fn record(&mut self) {
         self.position.confirm();
+        if std::mem::take(&mut self.took_exceptions) {
+            self.state.channels().forget_taken();
+        }
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {

@@ -141,6 +141,7 @@ impl NvidiaClient {
                 closing: false,
             }),
             position: Position::default(),
+            took_exceptions: false,
             fixed,
             _events: events.objects,
             _usermode: doorbells.usermode,

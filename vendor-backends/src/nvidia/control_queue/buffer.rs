@@ -4,9 +4,10 @@ use mdev_core::abi::queue::{Failure, MAX_PAGES, PAGE_BYTES, Submission};
 use mdev_core::ids::GuestPa;
 use mdev_core::mem::{DmaAccess, SharedGuestMemory};
 use mdev_core::units::is_aligned;
+use serde::{Deserialize, Serialize};
 
 /// Buffer of a request.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Buffer {
     pages: Vec<u64>,
 }

@@ -5,6 +5,7 @@
 //! an invalid request is answered with an error, and an invalid ring or buffer stops the queue.
 //!
 //! * `ring`: submissions and completions; `buffer`: of a request
+//! * [`running`]: state for a process that continues
 //! * `messages`: requests and replies; `memory_list`: pages that come with them
 //! * `testing` (feature `test-util`): a program in a VM
 
@@ -12,6 +13,7 @@ mod buffer;
 mod memory_list;
 mod messages;
 mod ring;
+pub mod running;
 #[cfg(feature = "test-util")]
 pub mod testing;
 
@@ -25,6 +27,7 @@ use mdev_core::gpu::{Client, Pending};
 use mdev_core::ids::GuestPa;
 use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
+use serde::{Deserialize, Serialize};
 use zerocopy::FromBytes;
 
 use self::buffer::Buffer;
@@ -36,7 +39,7 @@ use super::frontend::{FrontEnd, GuestOutcome, Mapped};
 const MAX_RANGES: usize = 1 << 20;
 
 /// Page of doorbells, which programs ring without a look whether the engine sleeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum DoorbellPage {
     /// Programs have the page.
     Given,
@@ -44,6 +47,20 @@ enum DoorbellPage {
     Asked,
     /// No program has it: the next access wakes the engine.
     Withdrawn,
+}
+
+/// Answer to a request. It replaces the request in guest memory, so it is written once the request
+/// will not be carried out again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Answer {
+    buffer: Buffer,
+    #[serde(with = "serde_bytes")]
+    reply: Vec<u8>,
+    /// Number of completions that tell the guest of the answer, or earlier ones.
+    completions: usize,
+    /// It is in guest memory.
+    #[serde(skip)]
+    written: bool,
 }
 
 /// A running control queue.
@@ -59,6 +76,8 @@ pub struct ControlQueue {
     freed: FreedPages,
     /// Completions for which there was no room yet.
     backlog: VecDeque<Completion>,
+    /// Answer to the last request, until the guest knows of it.
+    answer: Option<Answer>,
     /// Files with an event that is in `backlog`.
     events: BTreeSet<FileId>,
     doorbell: DoorbellPage,
@@ -83,6 +102,7 @@ impl ControlQueue {
             memories: BTreeMap::new(),
             freed: FreedPages::default(),
             backlog: VecDeque::new(),
+            answer: None,
             events: BTreeSet::new(),
             doorbell: DoorbellPage::Given,
             generation: 0,
@@ -94,26 +114,48 @@ impl ControlQueue {
         self.ring.next().map(|next| next.is_some())
     }
 
-    /// Carries out a request, if there is one. Returns whether there was one.
+    /// Prepares the service of requests: programs see how much of the engine the vGPU uses.
+    pub fn update_utilization(&mut self, gpu: &mut dyn Client) {
+        self.front_end.update_utilization(gpu);
+    }
+
+    /// Carries out a request, if there is one. Returns whether there was one. [`Self::flush`] tells
+    /// the guest of the answer: until then, the request is in guest memory.
     pub fn serve(&mut self, gpu: &mut dyn Client) -> Result<bool, Failure> {
+        self.write_answer()?;
         let Some(submission) = self.ring.next()? else { return Ok(false) };
         let (buffer, request) = Buffer::open(&self.memory, &submission)?;
-        self.ring.advance()?;
+        self.ring.advance();
         let reply = self.answer(gpu, &request, buffer.capacity());
-        buffer.write(&self.memory, &reply)?;
         // What a program relies on after its request comes before the completion.
         self.note_freed(&BTreeSet::new());
         let Submission { cookie, .. } = submission;
         self.push(completion::DONE, cookie, reply.len() as u32);
+        let completions = self.backlog.len();
+        self.answer = Some(Answer { buffer, reply, completions, written: false });
         Ok(true)
+    }
+
+    /// Writes the answer to the last request, and gives its slot back.
+    fn write_answer(&mut self) -> Result<(), Failure> {
+        if let Some(answer) = &mut self.answer
+            && !answer.written
+        {
+            answer.buffer.write(&self.memory, &answer.reply)?;
+            self.ring.give_slots_back()?;
+            answer.written = true;
+        }
+        Ok(())
     }
 
     fn push(&mut self, kind: u32, value: u64, bytes: u32) {
         self.backlog.push_back(Completion { kind, bytes, value, reserved: [0; 2] });
     }
 
-    /// Writes completions as there is room. Returns whether there are new ones for the guest.
+    /// Writes the answer to the last request, and completions as there is room. Returns whether there
+    /// are new ones for the guest.
     pub fn flush(&mut self) -> Result<bool, Failure> {
+        self.write_answer()?;
         if self.backlog.is_empty() {
             return Ok(false);
         }
@@ -123,7 +165,18 @@ impl ControlQueue {
                 self.events.remove(&FileId(completion.value));
             }
         }
+        self.note_completed(written);
         Ok(written > 0)
+    }
+
+    /// Notes that the guest knows of so many completions more.
+    fn note_completed(&mut self, count: usize) {
+        if let Some(answer) = &mut self.answer {
+            answer.completions = answer.completions.saturating_sub(count);
+            if answer.completions == 0 {
+                self.answer = None;
+            }
+        }
     }
 
     /// Returns whether completions wait for room.

@@ -28,22 +28,66 @@ fn ring_access(_: Unreachable) -> Failure {
 impl Ring {
     /// Starts with empty rings at `base`.
     pub fn new(memory: SharedGuestMemory, base: GuestPa, slots: u32) -> Result<Self, Failure> {
+        let ring = Self::at_indices(memory, base, slots, (0, 0))?;
+        ring.store(index::SUBMIT_HEAD, 0)?;
+        ring.store(index::COMPLETE_TAIL, 0)?;
+        Ok(ring)
+    }
+
+    /// Continues with the rings of another process, which may have written up to `pending` more
+    /// completions. Returns the number of these that it has written.
+    pub fn resume(
+        memory: SharedGuestMemory,
+        base: GuestPa,
+        slots: u32,
+        (head, tail): (u32, u32),
+        pending: usize,
+    ) -> Result<(Self, usize), Failure> {
+        let mut ring = Self::at_indices(memory, base, slots, (head, tail))?;
+        let written = ring.load(index::COMPLETE_TAIL)?.wrapping_sub(tail) as usize;
+        if written > pending {
+            return Err(Failure::Ring);
+        }
+        ring.complete_tail = tail.wrapping_add(written as u32);
+        Ok((ring, written))
+    }
+
+    fn at_indices(
+        memory: SharedGuestMemory,
+        base: GuestPa,
+        slots: u32,
+        (submit_head, complete_tail): (u32, u32),
+    ) -> Result<Self, Failure> {
         let valid = (MIN_SLOTS..=MAX_SLOTS).contains(&slots) && slots.is_power_of_two();
         if !valid || !is_aligned(base.0, PAGE_BYTES as u64) {
             return Err(Failure::Config);
         }
-        let ring = Self { memory, base: base.0, slots, submit_head: 0, complete_tail: 0 };
+        let ring = Self { memory, base: base.0, slots, submit_head, complete_tail };
         let len = SUBMISSIONS
             + u64::from(slots) * size_of::<Submission>() as u64
             + u64::from(ring.completions()) * size_of::<Completion>() as u64;
         base.0.checked_add(len).ok_or(Failure::Config)?;
         let access = DmaAccess::READ | DmaAccess::WRITE;
-        let mut memory = ring.memory.lock();
-        memory.check(base, len, access).map_err(ring_access)?;
-        memory.store_u32(ring.at(index::SUBMIT_HEAD), 0).map_err(ring_access)?;
-        memory.store_u32(ring.at(index::COMPLETE_TAIL), 0).map_err(ring_access)?;
-        drop(memory);
+        ring.memory.lock().check(base, len, access).map_err(ring_access)?;
         Ok(ring)
+    }
+
+    /// Returns base and number of slots.
+    pub fn place(&self) -> (u64, u32) {
+        (self.base, self.slots)
+    }
+
+    /// Returns the numbers of submissions that were read, and of completions that were written.
+    pub fn indices(&self) -> (u32, u32) {
+        (self.submit_head, self.complete_tail)
+    }
+
+    fn load(&self, offset: u64) -> Result<u32, Failure> {
+        self.memory.lock().load_u32(self.at(offset)).map_err(ring_access)
+    }
+
+    fn store(&self, offset: u64, value: u32) -> Result<(), Failure> {
+        self.memory.lock().store_u32(self.at(offset), value).map_err(ring_access)
     }
 
     fn at(&self, offset: u64) -> GuestPa {
@@ -65,7 +109,7 @@ impl Ring {
         self.at(first + slot * size_of::<Completion>() as u64)
     }
 
-    /// Returns the next submission, if there is one. [`Self::advance`] gives its slot back.
+    /// Returns the next submission, if there is one. [`Self::advance`] goes on to the one after it.
     pub fn next(&self) -> Result<Option<Submission>, Failure> {
         let mut memory = self.memory.lock();
         let tail = memory.load_u32(self.at(index::SUBMIT_TAIL)).map_err(ring_access)?;
@@ -81,11 +125,15 @@ impl Ring {
         }
     }
 
-    /// Gives the slot of the last submission back.
-    pub fn advance(&mut self) -> Result<(), Failure> {
+    /// Goes on to the submission after the last one. Its slot is the guest's again with
+    /// [`Self::give_slots_back`].
+    pub fn advance(&mut self) {
         self.submit_head = self.submit_head.wrapping_add(1);
-        let mut memory = self.memory.lock();
-        memory.store_u32(self.at(index::SUBMIT_HEAD), self.submit_head).map_err(ring_access)
+    }
+
+    /// Gives the slots of all submissions that were read back.
+    pub fn give_slots_back(&self) -> Result<(), Failure> {
+        self.store(index::SUBMIT_HEAD, self.submit_head)
     }
 
     /// Writes as many completions as there is room for. Returns their number.

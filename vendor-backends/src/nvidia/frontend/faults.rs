@@ -55,22 +55,24 @@ impl FrontEnd {
 
     /// Writes the notifiers of channels that have failed. Returns their groups.
     fn note_errors(&mut self, gpu: &mut dyn Client) -> Failed {
-        let memories = &self.memories;
-        let mut groups = Failed::new();
-        for (root, object) in self.clients.with_roots_mut() {
-            let Kind::Channel { handle, notifier, failed, ended: false, .. } = &mut object.kind
+        let (mut groups, mut channels) = (Failed::new(), Vec::new());
+        for (root, object) in self.clients.with_roots() {
+            let Kind::Channel { handle, notifier, failed: false, ended: false, .. } = &object.kind
             else {
                 continue;
             };
             let Ok(found) = gpu.query_channel(handle.id) else { continue };
-            if found.error == 0 || *failed {
+            if found.error == 0 {
                 continue;
             }
-            *failed = true;
+            channels.push(handle.id);
             groups.insert((root, object.parent));
             if let Some(store) = notifier {
-                memories.write(*store, 0, &notification(found.error));
+                self.memories.write(*store, 0, &notification(found.error));
             }
+        }
+        for channel in channels {
+            self.clients.fail_channel(channel);
         }
         groups
     }

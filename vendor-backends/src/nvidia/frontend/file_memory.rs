@@ -4,13 +4,14 @@
 //! as those of an earlier registration.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use mdev_core::gpu::{Backing, Client, GpuError, GuestRam};
 use mdev_core::ids::MemoryId;
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use nix::sys::uio::pwrite;
+use serde::{Deserialize, Serialize};
 
 /// Maximum number of parts. Each needs an import.
 const MAX_PARTS: usize = 256;
@@ -33,6 +34,10 @@ struct Part {
     /// Its import into the GPU, once it was needed.
     import: Option<MemoryId>,
 }
+
+/// Offset in the file and length of a part, in bytes, and its import.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilePart(u64, u64, Option<MemoryId>);
 
 impl FileMemory {
     /// Returns `len` bytes from the start of a file of the worker.
@@ -60,6 +65,30 @@ impl FileMemory {
             at = at.checked_add(len)?;
         }
         Some(Self { file, parts })
+    }
+
+    /// Returns the parts, for [`Self::resume`].
+    pub fn parts(&self) -> Vec<FilePart> {
+        let parts = self.parts.iter();
+        parts.map(|Part { start, len, import, .. }| FilePart(*start, *len, *import)).collect()
+    }
+
+    /// Continues with the memory of another process. `None` if it cannot be.
+    pub fn resume(file: OwnedFd, parts: &[FilePart]) -> Option<Self> {
+        let mut memory = Self::of_program(file, parts.iter().map(|part| (part.0, part.1)))?;
+        // Neighbours were joined then.
+        if memory.parts.len() != parts.len() {
+            return None;
+        }
+        for (part, FilePart(_, _, import)) in memory.parts.iter_mut().zip(parts) {
+            part.import = *import;
+        }
+        Some(memory)
+    }
+
+    /// Returns the file.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// Returns the length in bytes.

@@ -1,19 +1,21 @@
 //! Open device files of programs.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use cuda_socket::{FileId, Node};
 use mdev_core::ids::SpaceId;
 use nix::errno::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
 use super::memory::StoreId;
+use super::tracked::Tracked;
 
 /// Maximum number of open files. A context has some 40.
-const MAX_FILES: usize = 4096;
+pub const MAX_FILES: usize = 4096;
 
 /// State of an open file.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct File {
     /// The device node.
     pub node: Node,
@@ -28,22 +30,28 @@ pub struct File {
 }
 
 /// State of a file of nvidia-uvm.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UvmFile {
     /// Registered address spaces.
     pub spaces: BTreeSet<SpaceId>,
     /// Number of range groups created.
     pub range_groups: u64,
-    /// Ranges that the program has mapped and that have no memory: length by address.
-    pub empty: BTreeMap<u64, u64>,
-    /// Ranges of external mappings (`UVM_CREATE_EXTERNAL_RANGE`): length by address.
-    pub external: BTreeMap<u64, u64>,
 }
+
+/// Ranges of files of nvidia-uvm: length by file and address.
+pub type Ranges = Tracked<(FileId, u64), u64>;
+
+/// Maximum number of ranges of each kind.
+pub const MAX_RANGES: usize = 65_536;
 
 /// All open files of a vGPU.
 #[derive(Debug, Default)]
 pub struct Files {
-    open: BTreeMap<FileId, File>,
+    pub(super) open: Tracked<FileId, File>,
+    /// Ranges that programs have mapped and that have no memory.
+    pub empty: Ranges,
+    /// Ranges of external mappings (`UVM_CREATE_EXTERNAL_RANGE`).
+    pub external: Ranges,
 }
 
 impl Files {
@@ -59,6 +67,12 @@ impl Files {
 
     /// Removes a file.
     pub fn close(&mut self, id: FileId) -> Option<File> {
+        for ranges in [&mut self.empty, &mut self.external] {
+            let of_file = ranges.range((id, 0)..=(id, u64::MAX));
+            for key in of_file.map(|(key, _)| *key).collect::<Vec<_>>() {
+                ranges.remove(&key);
+            }
+        }
         self.open.remove(&id)
     }
 

@@ -87,6 +87,11 @@ impl GuestPages {
         self.parts.len()
     }
 
+    /// Returns all guest-physical ranges.
+    pub fn all_ranges(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.parts.iter().map(|part| (part.address, part.len))
+    }
+
     /// Returns the guest-physical ranges of `len` bytes from an offset.
     fn ranges(&self, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
         let first = self.parts.partition_point(|part| part.at + part.len <= offset);

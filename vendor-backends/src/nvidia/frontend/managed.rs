@@ -7,6 +7,7 @@ use cuda_socket::MapRequest;
 use mdev_core::gpu::Client;
 
 use super::call::{Call, Stop, put_u64};
+use super::files::MAX_RANGES;
 use super::uvm::pool_memory;
 use super::{FrontEnd, VA_END};
 use crate::nvidia::sys::numbers::{status, uvm};
@@ -28,9 +29,6 @@ const PAYLOAD: usize = 48;
 /// Offset of the length that was not migrated.
 const REST: usize = 64;
 
-/// Maximum number of mapped ranges of a file without memory.
-const MAX_EMPTY: usize = 4096;
-
 impl FrontEnd {
     /// Carries out a request about a range of managed memory.
     pub(super) fn managed_range(
@@ -40,14 +38,14 @@ impl FrontEnd {
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
         if !self.spaces(call)?.iter().any(|space| self.memories.is_mapped(*space, va)) {
-            let empty = &mut self.files.get_mut(call.file())?.uvm.empty;
-            let range = empty.range(..=va).next_back().map(|(start, len)| (*start, *len));
+            let file = call.file();
+            let before = self.files.empty.range((file, 0)..=(file, va)).next_back();
+            let range = before.map(|((_, start), len)| (*start, *len));
             let end = va.checked_add(len);
             let inside = |(start, len): &(u64, u64)| end.is_some_and(|end| end <= start + len);
             let (start, _) = range.filter(inside).ok_or(Stop::Status(status::INVALID_ADDRESS))?;
             let memory = pool_memory(call)?;
-            let empty = &mut self.files.get_mut(call.file())?.uvm.empty;
-            empty.remove(&start);
+            self.files.empty.remove(&(file, start));
             self.map_pool(gpu, call, memory)?;
         }
         if call.request() == uvm::MIGRATE {
@@ -64,11 +62,10 @@ impl FrontEnd {
     /// Notes that a program has mapped a range of nvidia-uvm's file that has no memory.
     pub(super) fn note_empty_range(&mut self, request: &MapRequest) {
         let MapRequest { file, offset, len, .. } = *request;
-        if let Ok(file) = self.files.get_mut(file)
-            && file.uvm.empty.len() < MAX_EMPTY
+        if self.files.empty.len() < MAX_RANGES
             && offset.checked_add(len).is_some_and(|end| end <= VA_END)
         {
-            file.uvm.empty.insert(offset, len);
+            self.files.empty.insert((file, offset), len);
         }
     }
 }

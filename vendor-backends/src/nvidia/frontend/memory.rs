@@ -4,20 +4,23 @@
 //! with nvidia-uvm, which keeps memory of its mappings after the object was freed.
 //!
 //! * `mappings`: mappings for the GPU
+//! * `running`: state, for a process that continues
 
 mod mappings;
+pub mod running;
 
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
 use mdev_core::gpu::{Backing, Client, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::units::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
 use super::file_memory::FileMemory;
 use super::guest_memory::GuestPages;
+use super::tracked::Tracked;
 use super::video_memory::{self, Extent, GRANULE, VideoMemory};
 use crate::mem::sealed_memfd;
 use crate::nvidia::sys::numbers::status;
@@ -26,7 +29,7 @@ use crate::nvidia::sys::numbers::status;
 const MAX_STORES: usize = 65_536;
 
 /// Number of a store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct StoreId(u32);
 
 /// Where the bytes of a memory object are.
@@ -93,8 +96,8 @@ struct Store {
 }
 
 /// A mapping for the GPU.
-#[derive(Clone, Copy, Debug)]
-struct Mapped {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mapped {
     len: u64,
     store: StoreId,
 }
@@ -107,9 +110,9 @@ pub struct Memories {
     used_video: u64,
     system_bytes: u64,
     max_system_bytes: u64,
-    stores: BTreeMap<StoreId, Store>,
+    stores: Tracked<StoreId, Store>,
     last_store: u32,
-    mappings: BTreeMap<(SpaceId, u64), Mapped>,
+    mappings: Tracked<(SpaceId, u64), Mapped>,
     /// Memory of the VM.
     guest: Option<SharedGuestMemory>,
 }
@@ -123,9 +126,9 @@ impl Memories {
             used_video: 0,
             system_bytes: 0,
             max_system_bytes,
-            stores: BTreeMap::new(),
+            stores: Tracked::default(),
             last_store: 0,
-            mappings: BTreeMap::new(),
+            mappings: Tracked::default(),
             guest: None,
         }
     }
@@ -361,7 +364,11 @@ impl Memories {
         len: u64,
     ) -> Result<Vec<(Backing, u64)>, Stop> {
         self.place_video(gpu, id)?;
-        let store = self.stores.get_mut(&id);
+        // Of a file, parts that the GPU has not used yet are imported.
+        let store = match self.store(id)?.place {
+            Place::System(_) => self.stores.get_mut(&id),
+            _ => self.stores.get_mut_unnoted(&id),
+        };
         let store = store.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
         if offset.checked_add(len).is_none_or(|end| end > store.len) {
             return Err(Stop::Status(status::INVALID_ARGUMENT));
@@ -397,7 +404,8 @@ impl Memories {
 
     /// Adds a reference to a store.
     pub fn retain(&mut self, id: StoreId) -> Result<(), Stop> {
-        let store = self.stores.get_mut(&id).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
+        let store = self.stores.get_mut_unnoted(&id);
+        let store = store.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))?;
         let references = store.references.checked_add(1);
         store.references = references.ok_or(Stop::Status(status::INSUFFICIENT_RESOURCES))?;
         Ok(())
@@ -405,7 +413,7 @@ impl Memories {
 
     /// Drops a reference to a store. Frees it with the last one.
     pub fn release(&mut self, gpu: &mut dyn Client, id: StoreId) {
-        let Some(store) = self.stores.get_mut(&id) else { return };
+        let Some(store) = self.stores.get_mut_unnoted(&id) else { return };
         store.references -= 1;
         if store.references > 0 {
             return;

@@ -15,8 +15,9 @@
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
-//! 7. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
-//! 8. `testing` (feature `test-util`): front ends for tests
+//! 7. [`running`]: state for a process that continues; `tracked`: what changes of it
+//! 8. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
+//! 9. `testing` (feature `test-util`): front ends for tests
 
 mod alloc;
 mod call;
@@ -34,11 +35,13 @@ mod objects;
 mod processes;
 pub mod queries;
 mod refusals;
+pub mod running;
 mod shapes;
 mod sharing;
 mod status_page;
 #[cfg(feature = "test-util")]
 pub mod testing;
+mod tracked;
 mod uvm;
 mod video_memory;
 
@@ -55,6 +58,7 @@ use self::call::{Call, ProgramMemory, Stop};
 use self::files::Files;
 use self::guest_memory::GivenMemory;
 use self::identity::Identity;
+pub use self::memory::StoreId;
 use self::memory::{Mappable, Memories};
 use self::objects::{Clients, Kind, Object};
 use self::queries::Recorded;
@@ -219,10 +223,7 @@ impl FrontEnd {
         let node = self.files.get(call.file()).map(|file| file.node);
         let result = match node {
             Ok(Node::Uvm) => self.uvm_ioctl(gpu, call),
-            Ok(_) => {
-                self.update_utilization(gpu);
-                self.rm_ioctl(gpu, call)
-            }
+            Ok(_) => self.rm_ioctl(gpu, call),
             Err(stop) => Err(stop),
         };
         match result {

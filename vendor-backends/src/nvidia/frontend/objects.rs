@@ -5,22 +5,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use cuda_socket::FileId;
 use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
+use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
 use super::memory::StoreId;
+use super::tracked::Tracked;
 use crate::nvidia::sys::numbers::{class, status};
 
 /// First handle of a client. The driver chooses handles of clients from this range.
 const FIRST_CLIENT: u32 = 0xc1d0_0001;
 
 /// Maximum number of clients. A process has two or three.
-const MAX_CLIENTS: usize = 1024;
+pub const MAX_CLIENTS: usize = 1024;
 
 /// Maximum number of objects of all clients together.
-const MAX_OBJECTS: usize = 65_536;
+pub const MAX_OBJECTS: usize = 65_536;
 
 /// What an object stands for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// Nothing of the vGPU: an object that only answers queries.
     Passive,
@@ -74,7 +76,7 @@ pub enum Kind {
 }
 
 /// What an event stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EventSource {
     /// Interrupts of the GPU.
     Interrupts,
@@ -86,7 +88,7 @@ pub enum EventSource {
 }
 
 /// An object.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Object {
     /// Handle of the parent, or of the client.
     pub parent: u32,
@@ -96,26 +98,27 @@ pub struct Object {
     pub kind: Kind,
 }
 
-/// A client and its objects.
-#[derive(Debug)]
-struct RmClient {
-    file: FileId,
+/// A client.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RmClient {
+    /// Control file on which it was made.
+    pub file: FileId,
     /// Objects that other processes may use.
-    shared: BTreeSet<u32>,
-    objects: BTreeMap<u32, Object>,
+    pub shared: BTreeSet<u32>,
 }
 
 /// All clients of a vGPU's programs.
 #[derive(Debug)]
 pub struct Clients {
-    by_root: BTreeMap<u32, RmClient>,
-    next: u32,
-    objects: usize,
+    pub(super) by_root: Tracked<u32, RmClient>,
+    /// Objects by client and handle.
+    pub(super) objects: Tracked<(u32, u32), Object>,
+    pub(super) next: u32,
 }
 
 impl Default for Clients {
     fn default() -> Self {
-        Self { by_root: BTreeMap::new(), next: FIRST_CLIENT, objects: 0 }
+        Self { by_root: Tracked::default(), objects: Tracked::default(), next: FIRST_CLIENT }
     }
 }
 
@@ -125,13 +128,11 @@ impl Clients {
         if self.by_root.len() >= MAX_CLIENTS {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
-        while self.by_root.contains_key(&self.next) || self.next < FIRST_CLIENT {
-            self.next = self.next.wrapping_add(1);
+        self.next = self.next.max(FIRST_CLIENT);
+        while self.by_root.contains_key(&self.next) {
+            self.next = self.next.checked_add(1).unwrap_or(FIRST_CLIENT);
         }
-        self.by_root.insert(
-            self.next,
-            RmClient { file, shared: BTreeSet::new(), objects: BTreeMap::new() },
-        );
+        self.by_root.insert(self.next, RmClient { file, shared: BTreeSet::new() });
         Ok(self.next)
     }
 
@@ -148,8 +149,8 @@ impl Clients {
 
     /// Returns an object of a client that belongs to a control file.
     pub fn object(&self, file: FileId, root: u32, handle: u32) -> Result<&Object, Stop> {
-        let object = self.client(file, root)?.objects.get(&handle);
-        object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+        self.check(file, root)?;
+        self.objects.get(&(root, handle)).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
     }
 
     /// Lets other processes use an object.
@@ -167,7 +168,7 @@ impl Clients {
         if client.file != file && !client.shared.contains(&handle) {
             return Err(Stop::Status(status::INSUFFICIENT_PERMISSIONS));
         }
-        client.objects.get(&handle).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+        self.objects.get(&(root, handle)).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
     }
 
     /// Returns an object for a change.
@@ -178,15 +179,12 @@ impl Clients {
         handle: u32,
     ) -> Result<&mut Object, Stop> {
         self.check(file, root)?;
-        let client = self.by_root.get_mut(&root);
-        let object = client.and_then(|client| client.objects.get_mut(&handle));
-        object.ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
+        self.objects.get_mut(&(root, handle)).ok_or(Stop::Status(status::OBJECT_NOT_FOUND))
     }
 
     /// Returns a channel of a channel group.
     pub fn channel_of_group(&self, root: u32, group: u32) -> Option<ChannelId> {
-        let mut objects = self.by_root.get(&root)?.objects.values();
-        objects.find_map(|object| match object.kind {
+        self.of_client(root).find_map(|(_, object)| match object.kind {
             Kind::Channel { handle, ended: false, .. } if object.parent == group => Some(handle.id),
             _ => None,
         })
@@ -194,8 +192,8 @@ impl Clients {
 
     /// Returns the channel that an object belongs to, and the handle of the channel's group.
     pub fn channel_of_object(&self, root: u32, object: u32) -> Option<(ChannelId, u32)> {
-        let objects = &self.by_root.get(&root)?.objects;
-        let channel = objects.get(&objects.get(&object)?.parent)?;
+        let parent = self.objects.get(&(root, object))?.parent;
+        let channel = self.objects.get(&(root, parent))?;
         match channel.kind {
             Kind::Channel { handle, .. } => Some((handle.id, channel.parent)),
             _ => None,
@@ -212,12 +210,12 @@ impl Clients {
 
     /// Checks that an object can be created below `parent`.
     pub fn check_new(&self, file: FileId, root: u32, parent: u32, handle: u32) -> Result<(), Stop> {
-        let client = self.client(file, root)?;
-        if parent != root && !client.objects.contains_key(&parent) {
+        self.check(file, root)?;
+        if parent != root && !self.objects.contains_key(&(root, parent)) {
             Err(Stop::Status(status::INVALID_OBJECT_PARENT))
-        } else if handle == 0 || handle == root || client.objects.contains_key(&handle) {
+        } else if handle == 0 || handle == root || self.objects.contains_key(&(root, handle)) {
             Err(Stop::Status(status::DUPLICATE))
-        } else if self.objects >= MAX_OBJECTS {
+        } else if self.objects.len() >= MAX_OBJECTS {
             Err(Stop::Status(status::INSUFFICIENT_RESOURCES))
         } else {
             Ok(())
@@ -226,29 +224,24 @@ impl Clients {
 
     /// Adds an object that [`Self::check_new`] allowed.
     pub fn insert(&mut self, root: u32, handle: u32, object: Object) {
-        if let Some(client) = self.by_root.get_mut(&root)
-            && client.objects.insert(handle, object).is_none()
-        {
-            self.objects += 1;
-        }
+        self.objects.insert((root, handle), object);
     }
 
     /// Removes an object with everything below it, or a client with all of its objects. Returns
     /// them in the order in which they have to end: channels, then children before parents.
     pub fn remove(&mut self, file: FileId, root: u32, handle: u32) -> Result<Vec<Object>, Stop> {
         self.check(file, root)?;
-        let Some(client) = self.by_root.get_mut(&root) else { return Ok(Vec::new()) };
         let mut handles = vec![handle];
         if handle == root {
-            handles = client.objects.keys().copied().collect();
+            handles = self.of_client(root).map(|(handle, _)| handle).collect();
         } else {
-            if !client.objects.contains_key(&handle) {
+            if !self.objects.contains_key(&(root, handle)) {
                 return Err(Stop::Status(status::OBJECT_NOT_FOUND));
             }
             // One pass over all objects: a program may have very many.
             let mut below = BTreeMap::<u32, Vec<u32>>::new();
-            for (handle, object) in &client.objects {
-                below.entry(object.parent).or_default().push(*handle);
+            for (handle, object) in self.of_client(root) {
+                below.entry(object.parent).or_default().push(handle);
             }
             let mut at = 0;
             while let Some(parent) = handles.get(at) {
@@ -256,17 +249,21 @@ impl Clients {
                 at += 1;
             }
         }
-        for handle in &handles {
-            client.shared.remove(handle);
+        let shares = self.by_root.get(&root).is_some_and(|client| !client.shared.is_empty());
+        if shares && let Some(client) = self.by_root.get_mut(&root) {
+            for handle in &handles {
+                client.shared.remove(handle);
+            }
         }
-        let removed = handles.iter().rev().filter_map(|handle| client.objects.remove(handle));
-        let mut removed: Vec<_> = removed.collect();
+        let mut removed = Vec::new();
+        for handle in handles.iter().rev() {
+            removed.extend(self.objects.remove(&(root, *handle)));
+        }
         removed.sort_by_key(|object| match object.kind {
             Kind::Channel { .. } => 0,
             Kind::Space(_) => 2,
             _ => 1,
         });
-        self.objects -= removed.len();
         if handle == root {
             self.by_root.remove(&root);
         }
@@ -279,25 +276,45 @@ impl Clients {
         clients.map(|(root, _)| *root).collect()
     }
 
+    /// Returns the objects of a client, by handle.
+    fn of_client(&self, root: u32) -> impl Iterator<Item = (u32, &Object)> {
+        let objects = self.objects.range((root, 0)..=(root, u32::MAX));
+        objects.map(|((_, handle), object)| (*handle, object))
+    }
+
     /// Notes that an address space has ended, and with it its channels.
     pub fn end_channels(&mut self, of: SpaceId) {
-        for (_, object) in self.with_roots_mut() {
-            if let Kind::Channel { space, ended, .. } = &mut object.kind {
-                *ended |= *space == of;
+        let is_of = |object: &Object| matches!(object.kind, Kind::Channel { space, ended: false, .. } if space == of);
+        self.change_where(is_of, |kind| {
+            if let Kind::Channel { ended, .. } = kind {
+                *ended = true;
+            }
+        });
+    }
+
+    /// Notes that a channel has failed.
+    pub fn fail_channel(&mut self, channel: ChannelId) {
+        let is_channel = |object: &Object| matches!(object.kind, Kind::Channel { handle, ended: false, .. } if handle.id == channel);
+        self.change_where(is_channel, |kind| {
+            if let Kind::Channel { failed, .. } = kind {
+                *failed = true;
+            }
+        });
+    }
+
+    /// Changes some objects.
+    fn change_where(&mut self, is_one: impl Fn(&Object) -> bool, change: impl Fn(&mut Kind)) {
+        let found = self.objects.iter().filter(|(_, object)| is_one(object));
+        for key in found.map(|(key, _)| *key).collect::<Vec<_>>() {
+            if let Some(object) = self.objects.get_mut(&key) {
+                change(&mut object.kind);
             }
         }
     }
 
-    /// Returns all objects with their clients, for a change.
-    pub fn with_roots_mut(&mut self) -> impl Iterator<Item = (u32, &mut Object)> {
-        let clients = self.by_root.iter_mut();
-        clients.flat_map(|(root, client)| client.objects.values_mut().map(|object| (*root, object)))
-    }
-
     /// Returns all objects with their clients.
     pub fn with_roots(&self) -> impl Iterator<Item = (u32, &Object)> {
-        let clients = self.by_root.iter();
-        clients.flat_map(|(root, client)| client.objects.values().map(|object| (*root, object)))
+        self.objects.iter().map(|((root, _), object)| (*root, object))
     }
 
     /// Returns all objects.
@@ -307,12 +324,12 @@ impl Clients {
 
     /// Returns all objects with the control files of their clients.
     pub fn with_files(&self) -> impl Iterator<Item = (FileId, &Object)> {
-        let clients = self.by_root.values();
-        clients.flat_map(|client| client.objects.values().map(|object| (client.file, object)))
+        let objects = self.with_roots();
+        objects.filter_map(|(root, object)| Some((self.by_root.get(&root)?.file, object)))
     }
 
     /// Returns the number of clients and of objects.
     pub fn counts(&self) -> (usize, usize) {
-        (self.by_root.len(), self.objects)
+        (self.by_root.len(), self.objects.len())
     }
 }

@@ -73,8 +73,9 @@ impl FrontEnd {
         Ok(Kind::Memory(self.memories.adopt(memory, PAGE_SIZE)?))
     }
 
-    /// Samples the engine time now and then, while programs look at the state.
-    pub(super) fn update_utilization(&mut self, gpu: &mut dyn Client) {
+    /// Samples the engine time now and then, while programs look at the state. To be called before
+    /// requests: each request is to make the same calls of the GPU if it is repeated.
+    pub fn update_utilization(&mut self, gpu: &mut dyn Client) {
         let now = Instant::now();
         if self.utilization.is_due(now)
             && let Ok(usage) = gpu.usage()

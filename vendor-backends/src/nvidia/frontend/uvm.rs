@@ -11,7 +11,7 @@ use mdev_core::units::{PAGE_SIZE, is_aligned};
 
 use super::FrontEnd;
 use super::call::{Call, Stop, put_u64};
-use super::files::File;
+use super::files::{File, MAX_RANGES};
 use super::managed::RANGE_REQUESTS;
 use super::memory::{StoreId, SystemMemory};
 use crate::nvidia::sys::numbers::{status, uvm};
@@ -50,9 +50,6 @@ mod external {
 
 /// Offset of the status in `UVM_ALLOC_SEMAPHORE_POOL_PARAMS`, behind the array.
 const POOL_STATUS: usize = 16 + GPUS * ATTRIBUTES + 8;
-
-/// Maximum number of external ranges of a file.
-const MAX_EXTERNAL: usize = 65_536;
 
 /// Lengths of most arguments, which requests of nvidia-uvm do not encode.
 const LENGTHS: &[(u32, u32)] = &[
@@ -190,11 +187,10 @@ impl FrontEnd {
     ) -> Result<(), Stop> {
         let (va, len) = (call.u64(0)?, call.u64(8)?);
         self.clear(gpu, call)?;
-        let ranges = &mut self.files.get_mut(call.file())?.uvm.external;
-        if ranges.len() >= MAX_EXTERNAL {
+        if self.files.external.len() >= MAX_RANGES {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
-        ranges.insert(va, len);
+        self.files.external.insert((call.file(), va), len);
         Ok(())
     }
 
@@ -210,8 +206,7 @@ impl FrontEnd {
 
     /// Removes an external range with the mappings in it, or the mapping at an address.
     fn free_range(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<(), Stop> {
-        let external = &mut self.files.get_mut(call.file())?.uvm.external;
-        let len = external.remove(&call.u64(0)?).unwrap_or(1);
+        let len = self.files.external.remove(&(call.file(), call.u64(0)?)).unwrap_or(1);
         self.unmap(gpu, call, len)
     }
 

@@ -5,7 +5,8 @@ use std::io;
 use std::os::fd::AsFd;
 
 use mdev_core::gpu::Aperture;
-use mdev_core::units::PAGE_SIZE;
+use mdev_core::units::{PAGE_SIZE, is_aligned};
+use serde::{Deserialize, Serialize};
 
 use crate::mem::Mapping;
 
@@ -13,7 +14,7 @@ use crate::mem::Mapping;
 pub const GRANULE: u64 = 64 << 10;
 
 /// Part of video memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {
     /// Offset in the partition, in bytes.
     pub offset: u64,
@@ -87,6 +88,18 @@ impl VideoMemory {
             self.free.insert(offset + len, start + size - offset - len);
         }
         self.free_bytes -= len;
+    }
+
+    /// Takes an extent that another process has allocated. Returns false if it is not free.
+    pub fn take_again(&mut self, extent: Extent) -> bool {
+        let Extent { offset, len } = extent;
+        let before = self.free.range(..=offset).next_back();
+        let end = offset.checked_add(len).filter(|_| len > 0 && is_aligned(offset | len, GRANULE));
+        let is_free = before.zip(end).is_some_and(|((start, size), end)| end <= start + size);
+        if is_free {
+            self.take(extent);
+        }
+        is_free
     }
 
     /// Frees extents of an allocation.
@@ -164,6 +177,28 @@ mod tests {
         assert_eq!(extents.len(), 4);
         assert_eq!(memory.free_bytes, 0);
         assert_eq!(memory.allocate(GRANULE, 0), None);
+    }
+
+    #[test]
+    fn memory_that_is_not_free_is_not_taken_again() {
+        let mut memory = VideoMemory::new(8 * GRANULE);
+        let extent =
+            |from: u64, count: u64| Extent { offset: from * GRANULE, len: count * GRANULE };
+        assert!(memory.take_again(extent(2, 3)) && memory.take_again(extent(7, 1)));
+        for bad in [
+            extent(2, 3),
+            extent(1, 2),
+            extent(4, 2),
+            extent(6, 2),
+            extent(0, 0),
+            extent(8, 1),
+            Extent { offset: 1, len: GRANULE },
+            Extent { offset: u64::MAX - GRANULE + 1, len: GRANULE },
+        ] {
+            assert!(!memory.take_again(bad), "{bad:x?}");
+        }
+        memory.release(&[extent(2, 3), extent(7, 1)]);
+        assert_eq!(memory.allocate(8 * GRANULE, 0), Some(vec![extent(0, 8)]));
     }
 
     proptest! {

@@ -26,6 +26,11 @@ enum Request {
     Unmap { space: usize, page: u64, pages: u64 },
     CreateChannel { engine: EngineKind, memory: usize, userd: u64 },
     DestroyChannel(usize),
+    Allocate,
+    MapAllocated { memory: usize, space: usize, page: u64 },
+    MapLaunchRegion { space: usize, page: u64 },
+    ProgramChannel { engine: EngineKind, memory: usize, space: usize, group: u32 },
+    WatchExceptions(usize),
     Reset,
     Renew,
 }
@@ -36,6 +41,7 @@ struct Guest {
     memories: Vec<MemoryId>,
     spaces: Vec<SpaceId>,
     channels: Vec<ChannelId>,
+    allocations: Vec<MemoryId>,
     /// Whether each request succeeded.
     results: Vec<bool>,
 }
@@ -66,9 +72,31 @@ impl Guest {
         match *request {
             Request::Import => self.memories.push(lifecycle::import(client, ram)?),
             Request::Release(index) => {
-                let memory = pick(&self.memories, index)?;
+                let all: Vec<_> = self.memories.iter().chain(&self.allocations).copied().collect();
+                let memory = pick(&all, index)?;
                 client.release(memory)?;
                 self.memories.retain(|other| *other != memory);
+                self.allocations.retain(|other| *other != memory);
+            }
+            Request::Allocate => self.allocations.push(client.allocate(2 * MIB)?),
+            Request::MapAllocated { memory, space, page } => {
+                let memory = pick(&self.allocations, memory)?;
+                let backing = Backing::Allocated { memory, offset: page * PAGE_SIZE };
+                let request = MapRequest::new(va(page + 100), 4 * PAGE_SIZE, backing);
+                client.map(&request.in_space(space_of(self, space)))?;
+            }
+            Request::MapLaunchRegion { space, page } => {
+                client.map_launch_region(space_of(self, space), va(page + 200), PAGE_SIZE)?;
+            }
+            Request::ProgramChannel { engine, memory, space, group } => {
+                let memory = pick(&self.memories, memory)?;
+                let userd = self.channels.len() as u64 + 10;
+                let spec = lifecycle::channel_spec(engine, memory, userd * 512);
+                let spec = ChannelSpec { space: space_of(self, space), group: Some(group), ..spec };
+                self.channels.push(client.create_channel(&spec)?.id);
+            }
+            Request::WatchExceptions(index) => {
+                client.watch_exceptions(pick(&self.channels, index)?, 0x3a)?;
             }
             Request::CreateSpace => self.spaces.push(client.create_space()?),
             Request::DestroySpace(index) => {
@@ -105,6 +133,7 @@ impl Guest {
             }
             Request::Renew => {
                 client.renew()?;
+                self.allocations.clear();
                 self.channels.clear();
                 self.spaces.clear();
             }
@@ -191,7 +220,20 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
             let engine = if copy { EngineKind::Copy } else { EngineKind::Compute };
             Request::CreateChannel { engine, memory, userd }
         }),
-        2 => index.prop_map(Request::DestroyChannel),
+        2 => index.clone().prop_map(Request::DestroyChannel),
+        2 => Just(Request::Allocate),
+        2 => (index.clone(), 0_usize..3, 0_u64..12).prop_map(
+            |(memory, space, page)| Request::MapAllocated { memory, space, page }
+        ),
+        1 => (0_usize..3, 0_u64..4)
+            .prop_map(|(space, page)| Request::MapLaunchRegion { space, page }),
+        3 => (any::<bool>(), index.clone(), 0_usize..3, 1_u32..4).prop_map(
+            |(copy, memory, space, group)| {
+                let engine = if copy { EngineKind::Copy } else { EngineKind::Compute };
+                Request::ProgramChannel { engine, memory, space, group }
+            }
+        ),
+        1 => index.prop_map(Request::WatchExceptions),
         1 => Just(Request::Reset),
         1 => Just(Request::Renew),
     ];
@@ -230,9 +272,39 @@ fn a_worker_dies_at_each_call_of_a_lifecycle() {
         Request::Import,
         Request::Renew,
     ];
-    let (guest, objects, calls) = undisturbed(&requests);
+    each_call_of(&requests);
+}
+
+#[test]
+fn a_worker_dies_at_each_call_of_a_program() {
+    let channel = |engine, group| Request::ProgramChannel { engine, memory: 0, space: 1, group };
+    let requests = [
+        Request::Import,
+        Request::CreateSpace,
+        Request::CreateSpace,
+        Request::Allocate,
+        Request::MapAllocated { memory: 0, space: 1, page: 1 },
+        Request::MapLaunchRegion { space: 1, page: 0 },
+        channel(EngineKind::Compute, 1),
+        channel(EngineKind::Compute, 1),
+        channel(EngineKind::Copy, 2),
+        Request::WatchExceptions(0),
+        Request::Allocate,
+        Request::DestroyChannel(1),
+        channel(EngineKind::Compute, 1),
+        Request::Unmap { space: 1, page: 102, pages: 1 },
+        Request::Release(1),
+        Request::DestroySpace(1),
+        Request::Renew,
+    ];
+    each_call_of(&requests);
+}
+
+/// Carries out requests, which all succeed, in workers that die before and within each call.
+fn each_call_of(requests: &[Request]) {
+    let (guest, objects, calls) = undisturbed(requests);
     assert!(guest.results.iter().all(|done| *done), "{guest:?}");
     for end in (0..calls + 8).flat_map(|calls| [(calls, false), (calls, true)]) {
-        assert_eq!(disturbed(&requests, &[end]), (guest.clone(), objects.clone()), "at {end:?}");
+        assert_eq!(disturbed(requests, &[end]), (guest.clone(), objects.clone()), "at {end:?}");
     }
 }

@@ -11,8 +11,10 @@ use vfio_user_server::journal::{FirstMessage, ReplyPhase};
 use vfio_user_server::session::Session;
 use vgpud_api::AttachedClient;
 
+use super::front_end_spec::FrontEndSpec;
 use super::journal::kept::{Anchor, Kept, Key};
-use super::journal::{Continued, Journal, Recorder};
+use super::journal::{Continued, Journal, QueueRecorder, Recorder};
+use super::queue_thread::QueueRecords;
 
 /// Limit of attempts to carry out one message. A message at which workers die costs its VM the
 /// device.
@@ -25,6 +27,8 @@ pub struct Anchored {
     anchor: Anchor,
     kept: Kept,
     continued: Option<Continued>,
+    /// Records of the control queue's thread, if there is one.
+    queue: Option<QueueRecords>,
 }
 
 /// What an earlier worker left, besides the device.
@@ -49,9 +53,10 @@ impl Anchored {
     pub fn open(journal: &OwnedFd, socket: OwnedFd) -> Result<Self> {
         let journal = Journal::open(journal.as_fd()).context("The journal cannot be opened")?;
         let socket = SeqPacket::from(socket);
-        let kept = Kept::receive(&socket).context("The anchor's descriptors are missing")?;
-        let continued = journal.is_used().then(|| Continued::read(&journal)).transpose()?;
-        Ok(Self { journal, anchor: Anchor::new(socket), kept, continued })
+        let mut kept = Kept::receive(&socket).context("The anchor's descriptors are missing")?;
+        let continued = journal.is_used().then(|| Continued::read(&journal, &mut kept));
+        let (continued, anchor) = (continued.transpose()?, Anchor::new(socket));
+        Ok(Self { journal, anchor, kept, continued, queue: None })
     }
 
     /// Returns the position of the client of the GPU, to continue.
@@ -79,6 +84,29 @@ impl Anchored {
             .context("The device cannot continue")
     }
 
+    /// Continues with the control queue of the device, whose thread works once the connections are
+    /// resumed.
+    pub fn resume_queue(
+        &mut self,
+        mut queue: QueueRecords,
+        function: &VirtualFunction,
+        front_end: &FrontEndSpec,
+    ) -> Result<()> {
+        let mut file = None;
+        if let Some(continued) = &mut self.continued {
+            file = continued.queue_file.take();
+            let (client, memory) = function.share();
+            let orders = std::mem::take(&mut continued.orders);
+            let left = continued.queue.take();
+            *queue.recorded.lock() = continued.recorded();
+            queue.resume(orders, left, front_end, &client, &memory)?;
+        }
+        let recorder = QueueRecorder::new(self.anchor.share(), file, queue.recorded.clone());
+        queue.begin(recorder);
+        self.queue = Some(queue);
+        Ok(())
+    }
+
     /// Continues with the connections.
     pub fn resume_connections(mut self) -> Result<Resumed> {
         // From here on this worker's program can continue, and that of another release may not.
@@ -87,7 +115,7 @@ impl Anchored {
         let control = self.kept.take_control();
         let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
         let Some(continued) = &self.continued else {
-            let recorder = Recorder::new(self.journal, self.anchor, 0);
+            let recorder = Recorder::new(self.journal, self.anchor, 0, self.queue);
             return Ok(Resumed { recorder, session: None, rewrites_answer: false, control });
         };
         let state = continued.state()?;
@@ -122,7 +150,8 @@ impl Anchored {
         for key in self.kept.keys() {
             self.anchor.drop_later(key..=key);
         }
-        let mut recorder = Recorder::new(self.journal, self.anchor, state.memory);
+        let memory = continued.memory_number;
+        let mut recorder = Recorder::new(self.journal, self.anchor, memory, self.queue);
         if let Some((_, client)) = &session {
             recorder.resume_session(*client, state.session);
         }

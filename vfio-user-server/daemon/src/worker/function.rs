@@ -83,6 +83,13 @@ impl Function {
         }
     }
 
+    /// Lets the control queue wait for the message at hand, which changes guest memory.
+    fn hold_queue(&mut self) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.hold_queue(&self.inner);
+        }
+    }
+
     /// Notes that a VM attaches. Its regions are not those of an earlier VM.
     pub fn attach(&mut self) -> anyhow::Result<()> {
         // The new process of a VM gets what the old one has.
@@ -133,6 +140,7 @@ impl Device for Function {
     }
 
     fn dma_map(&mut self, map: DmaMap) -> Result<(), Errno> {
+        self.hold_queue();
         let mut access = DmaAccess::empty();
         access.set(DmaAccess::READ, map.readable);
         access.set(DmaAccess::WRITE, map.writable);
@@ -146,6 +154,7 @@ impl Device for Function {
     }
 
     fn dma_unmap(&mut self, unmap: DmaUnmap) -> Result<(), Errno> {
+        self.hold_queue();
         let keys = match unmap {
             DmaUnmap::Range { address, .. } => Key::memory(address)..=Key::memory(address),
             DmaUnmap::All => Key::ALL_MEMORY,

@@ -165,6 +165,7 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     sandbox::enter(Role::Worker { has_device }, &[]);
     function.start().context("Cannot start the GPU's threads")?;
 
+    let mut queue_records = None;
     let programs = match (&spec.programs, programs) {
         (Some(programs), Some(listener)) => {
             let listener = SeqPacketListener::from(listener);
@@ -172,6 +173,7 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
             let gpu_event = function.gpu_event().try_clone_to_owned()?;
             let queue = QueueThread::start(function.share(), gpu_event, front_end.clone())?;
             let in_vm = queue.programs();
+            queue_records = Some((queue.records(), front_end.clone()));
             function.add_queue(Box::new(queue));
             Some(Programs::new(front_end, listener, in_vm)?)
         }
@@ -179,6 +181,9 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     };
     if let Some(anchored) = &mut anchored {
         anchored.resume_function(&mut function)?;
+        if let Some((records, front_end)) = queue_records {
+            anchored.resume_queue(records, &function, &front_end)?;
+        }
     }
     let function = Function::new(function, &spec.function.type_name)?;
     let mut worker = Worker::new(spec, function, listener, control, programs)?;

@@ -35,7 +35,7 @@ impl Memories {
             }
             at += piece;
         }
-        if let Some(store) = self.stores.get_mut(&id) {
+        if let Some(store) = self.stores.get_mut_unnoted(&id) {
             store.references += 1;
         }
         self.mappings.insert((space, va), Mapped { len, store: id });

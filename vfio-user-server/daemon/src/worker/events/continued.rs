@@ -34,6 +34,10 @@ impl Worker {
         self.attached =
             session.map(|(session, client)| Attached { session, client, interest: Interest::READ });
         self.function.commit();
+        let has_message = self.attached.as_ref().is_some_and(|it| it.session.has_input());
+        if let Some(recorder) = &mut self.function.recorder {
+            recorder.begin_queue(has_message);
+        }
         Ok(())
     }
 
@@ -60,6 +64,12 @@ impl Worker {
         }
         if event != source::SESSION || self.attached.is_none() {
             self.function.commit();
+        }
+        // A manager that has attached is another position of the client.
+        if (source::CONTROL..source::PROGRAMS).contains(&event)
+            && let (Some(recorder), function) = self.function.recording()
+        {
+            recorder.notify_queue(function);
         }
     }
 

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use pci_registers::interrupts::IrqEvent;
 use vendor_backends::seqpacket::SeqPacket;
@@ -59,6 +60,9 @@ impl Key {
     pub const fn client(number: u64) -> Self {
         Self(6 << KIND | number & ((1 << KIND) - 1))
     }
+
+    /// Records of the control queue's thread.
+    pub const QUEUE: Self = Self(7 << KIND);
 
     /// Keys of all guest memory.
     pub const ALL_MEMORY: RangeInclusive<Self> = Self(3 << KIND)..=Self((4 << KIND) - 1);
@@ -191,7 +195,7 @@ impl Kept {
 /// A worker's socket to its anchor.
 #[derive(Debug)]
 pub struct Anchor {
-    socket: SeqPacket,
+    socket: Arc<SeqPacket>,
     /// Keys to drop once the next state is recorded.
     dropped: Vec<(Key, Key)>,
     is_lost: bool,
@@ -200,7 +204,13 @@ pub struct Anchor {
 impl Anchor {
     /// Wraps the socket.
     pub fn new(socket: SeqPacket) -> Self {
-        Self { socket, dropped: Vec::new(), is_lost: false }
+        Self { socket: Arc::new(socket), dropped: Vec::new(), is_lost: false }
+    }
+
+    /// Returns the socket for another recorder, whose states are others.
+    #[must_use]
+    pub fn share(&self) -> Self {
+        Self { socket: self.socket.clone(), dropped: Vec::new(), is_lost: self.is_lost }
     }
 
     /// Passes a descriptor on before a state needs it.

@@ -11,7 +11,9 @@ use vgpud_api::AttachedClient;
 
 use super::kept::{Anchor, Key};
 use super::layout::{Journal, Kind};
-use super::state::State;
+use super::queue_recorder::Recorded;
+use super::state::{QueueState, State};
+use crate::worker::queue_thread::QueueRecords;
 
 /// Journal of a worker with its socket to the anchor.
 #[derive(Debug)]
@@ -34,13 +36,15 @@ pub struct Recorder {
     read_effects: u64,
     /// Position of the client at the last record.
     position: Option<u64>,
+    /// Records of the control queue's thread, if there is one.
+    queue: Option<QueueRecords>,
     buffer: Vec<u8>,
 }
 
 impl Recorder {
     /// Creates the recorder of a worker, which continues after the record of guest memory with the
     /// number `memory`.
-    pub fn new(journal: Journal, anchor: Anchor, memory: u64) -> Self {
+    pub fn new(journal: Journal, anchor: Anchor, memory: u64, queue: Option<QueueRecords>) -> Self {
         Self {
             journal,
             anchor,
@@ -52,6 +56,7 @@ impl Recorder {
             blocked: false,
             read_effects: u64::MAX,
             position: None,
+            queue,
             buffer: Vec::new(),
         }
     }
@@ -76,6 +81,7 @@ impl Recorder {
         self.journal.begin_session(finished, in_socket);
         (self.client, self.session) = (Some(client), session);
         (self.session_torn, self.session_given_up) = (false, false);
+        self.release_queue();
         // A handover puts other guest memory in its place, whose generations begin anew.
         self.memory.1 = None;
     }
@@ -103,6 +109,7 @@ impl Recorder {
     pub fn end_session(&mut self) {
         if self.client.take().is_some() {
             (self.session_torn, self.session_given_up) = (false, false);
+            self.release_queue();
             self.drop_later(Key::OF_VM);
         }
     }
@@ -129,19 +136,67 @@ impl Recorder {
     /// Records the state of the device and of its session.
     pub fn commit(&mut self, function: &VirtualFunction) {
         let blocked = self.blocked || self.session_given_up;
-        let position = if blocked { None } else { function.position() };
         self.read_effects = function.read_effects();
-        if position.is_some() && position != self.position {
-            self.keep_for_client(function);
-            self.position = position;
-        }
-        let recorded = position.is_some_and(|position| self.write(function, position));
+        let recorded = !blocked
+            && match self.of_thread(function) {
+                Some(of_thread) => self.write_of_thread(function, of_thread),
+                None => self.write_own(function),
+            };
         if recorded {
-            function.recorded();
             self.anchor.recorded();
         }
         let torn = self.session_torn || self.anchor.is_lost();
         self.journal.set_continuable(recorded && !torn);
+    }
+
+    /// Returns what the control queue's thread has recorded of the client, while the thread uses it.
+    fn of_thread(&self, function: &VirtualFunction) -> Option<Recorded> {
+        let queue = self.queue.as_ref().filter(|_| function.queue_runs())?;
+        if queue.is_held() { None } else { Some(*queue.recorded.lock()) }
+    }
+
+    /// Records the state with the present position of the client.
+    fn write_own(&mut self, function: &VirtualFunction) -> bool {
+        let position = function.position();
+        if position.is_some() && position != self.position {
+            self.keep_for_client(function);
+            self.position = position;
+        }
+        let mut queue = QueueState::default();
+        if let Some(records) = &self.queue {
+            let recorded = *records.recorded.lock();
+            if recorded.is_lost && function.queue_runs() {
+                return false;
+            }
+            queue.number = recorded.number;
+            queue.runs = function.queue_runs();
+            queue.orders = records.orders();
+        }
+        let written = position.is_some_and(|position| self.write(function, position, &queue));
+        if let Some(records) = &self.queue {
+            let mut recorded = records.recorded.lock();
+            if written {
+                (recorded.position, recorded.by_thread) = (position, false);
+            } else {
+                recorded.position = None;
+            }
+        }
+        if written {
+            function.recorded();
+        }
+        written
+    }
+
+    /// Records the state with the position of the client that the control queue's thread has
+    /// recorded.
+    fn write_of_thread(&mut self, function: &VirtualFunction, of_thread: Recorded) -> bool {
+        let Recorded { position: Some(position), number, by_thread, is_lost: false } = of_thread
+        else {
+            return false;
+        };
+        let orders = self.queue.as_ref().map(QueueRecords::orders).unwrap_or_default();
+        let queue = QueueState { number, has_position: by_thread, runs: number > 0, orders };
+        self.write_state(function, position, &queue)
     }
 
     /// Passes on what a process needs that continues with the client.
@@ -158,7 +213,7 @@ impl Recorder {
         }
     }
 
-    fn write(&mut self, function: &VirtualFunction, position: u64) -> bool {
+    fn write(&mut self, function: &VirtualFunction, position: u64, queue: &QueueState) -> bool {
         let generation = Some(function.memory_generation());
         if self.memory.1 != generation {
             let number = self.memory.0.wrapping_add(1);
@@ -168,15 +223,36 @@ impl Recorder {
             }
             self.memory = (number, generation);
         }
+        self.write_state(function, position, queue)
+    }
+
+    fn write_state(
+        &mut self,
+        function: &VirtualFunction,
+        position: u64,
+        queue: &QueueState,
+    ) -> bool {
         let Self { client, session, memory: (memory, _), .. } = *self;
         let function = function.running();
         let state = State { function, position, memory, client, session };
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.clear();
-        let Ok(buffer) = postcard::to_extend(&state, buffer) else { return false };
+        let buffer = postcard::to_extend(&state, buffer);
+        let buffer = buffer.and_then(|buffer| postcard::to_extend(queue, buffer));
+        let Ok(buffer) = buffer else { return false };
         let done = self.journal.commit(&buffer);
         self.buffer = buffer;
         done
+    }
+
+    /// Begins a message that changes guest memory, or what the GPU has of it: waits for the request
+    /// of the control queue that is under way. The next ones wait for the message's record.
+    pub fn hold_queue(&mut self, function: &VirtualFunction) {
+        if let Some(queue) = &mut self.queue
+            && function.queue_runs()
+        {
+            queue.hold();
+        }
     }
 
     /// Records a message that was carried out. One that changed nothing and `is_repeatable` needs no
@@ -192,6 +268,31 @@ impl Recorder {
         }
         self.session = session;
         self.commit(function);
+        self.release_queue();
+    }
+
+    /// Lets the control queue's thread work again, if [`Self::hold_queue`] holds it off.
+    fn release_queue(&mut self) {
+        if let Some(queue) = &mut self.queue {
+            queue.release();
+        }
+    }
+
+    /// Lets the control queue's thread record what has changed without it.
+    pub fn notify_queue(&self, function: &VirtualFunction) {
+        if let Some(queue) = &self.queue
+            && function.queue_runs()
+        {
+            queue.notify();
+        }
+    }
+
+    /// Lets the control queue's thread work, after an earlier worker's. `has_message` tells whether a
+    /// message of the VM is at hand.
+    pub fn begin_queue(&mut self, has_message: bool) {
+        if let Some(queue) = &mut self.queue {
+            queue.begin_work(has_message);
+        }
     }
 
     /// Records that the reply to the message at hand is sent, or about to be.

@@ -1,5 +1,7 @@
 //! Contents of the journal's records.
 
+use std::os::fd::AsFd;
+
 use anyhow::{Context, Result, ensure};
 use mdev_core::device::RunningFunction;
 use mdev_core::mem::{MAX_MAPS, RunningMap};
@@ -7,9 +9,13 @@ use serde::{Deserialize, Serialize};
 use vfio_user_server::journal::SessionRecord;
 use vgpud_api::AttachedClient;
 
+use super::kept::{Kept, Key};
 use super::layout::{Journal, Kind};
+use super::queue_file::QueueFile;
+use super::queue_recorder::{ContinuedQueue, Recorded};
+use crate::worker::queue_thread::Orders;
 
-/// State of a worker.
+/// State of a worker. [`QueueState`] follows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State<'a> {
     /// Device.
@@ -25,14 +31,39 @@ pub struct State<'a> {
     pub session: SessionRecord,
 }
 
+/// What the event loop knows of the control queue. Journals of version 2 have none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueState {
+    /// Number of the last record of the queue's thread. A later one has a later position.
+    pub number: u64,
+    /// That record has the position and the guest memory, not [`State`].
+    pub has_position: bool,
+    /// The queue runs.
+    pub runs: bool,
+    /// Orders for the thread.
+    pub orders: Orders,
+}
+
 /// What a worker continues with.
 #[derive(Debug)]
 pub struct Continued {
     state: Vec<u8>,
     /// Position of the client of the GPU.
     pub position: u64,
+    /// Number of the record of guest memory.
+    pub memory_number: u64,
     /// Mappings of guest memory.
     pub memory: Vec<RunningMap>,
+    /// Number of the last record of the queue's thread.
+    queue_number: u64,
+    /// That record has the position and the guest memory.
+    has_queue_position: bool,
+    /// File with the records of the queue's thread.
+    pub queue_file: Option<QueueFile>,
+    /// Control queue, if it runs.
+    pub queue: Option<ContinuedQueue>,
+    /// Orders for the queue's thread.
+    pub orders: Orders,
 }
 
 impl Continued {
@@ -41,16 +72,47 @@ impl Continued {
     /// # Errors
     ///
     /// Fails if no other worker can continue, or a record is damaged.
-    pub fn read(journal: &Journal) -> Result<Self> {
+    pub fn read(journal: &Journal, kept: &mut Kept) -> Result<Self> {
         let what = "The worker before was in a state from which none can continue";
         ensure!(journal.is_continuable(), what);
         let bytes = journal.committed().context("The journal's state is damaged")?;
-        let state = parse(&bytes)?;
-        let memory = journal.read(Kind::Memory, state.memory);
-        let memory = memory.context("The journal's list of guest memory is damaged")?;
-        let memory: Vec<_> = postcard::from_bytes(&memory).context("The journal cannot be read")?;
+        let (State { position, memory: memory_number, .. }, queue) = parse(&bytes)?;
+        let file = kept.take(Key::QUEUE).map(|file| QueueFile::open(file.as_fd())).transpose()?;
+        let mut file = file.flatten();
+        let queue_number = queue.number.max(file.as_ref().map_or(0, QueueFile::number));
+        let has_position = queue.has_position || queue_number > queue.number;
+        let mut continued = None;
+        if has_position || queue.runs {
+            let file = file.as_mut().context("The record of the control queue is missing")?;
+            ensure!(!file.is_lost(), what);
+            continued = Some(ContinuedQueue::read(file, queue_number)?);
+        }
+        let (position, memory) = match &mut continued {
+            Some(queue) if has_position => (queue.position, std::mem::take(&mut queue.memory)),
+            _ => (position, read_memory(journal, memory_number)?),
+        };
         ensure!(memory.len() <= MAX_MAPS, "The journal has too many mappings");
-        Ok(Self { position: state.position, memory, state: bytes })
+        Ok(Self {
+            state: bytes,
+            position,
+            memory_number,
+            memory,
+            queue_number,
+            has_queue_position: has_position,
+            queue_file: file,
+            queue: continued,
+            orders: queue.orders,
+        })
+    }
+
+    /// Returns what is recorded of the client.
+    pub fn recorded(&self) -> Recorded {
+        Recorded {
+            position: Some(self.position),
+            number: self.queue_number,
+            by_thread: self.has_queue_position,
+            is_lost: false,
+        }
     }
 
     /// Returns the state.
@@ -59,10 +121,48 @@ impl Continued {
     ///
     /// Fails if the record is damaged.
     pub fn state(&self) -> Result<State<'_>> {
-        parse(&self.state)
+        parse(&self.state).map(|(state, _)| state)
     }
 }
 
-fn parse(state: &[u8]) -> Result<State<'_>> {
-    postcard::from_bytes(state).context("The journal cannot be read")
+fn read_memory(journal: &Journal, number: u64) -> Result<Vec<RunningMap>> {
+    let memory = journal.read(Kind::Memory, number);
+    let memory = memory.context("The journal's list of guest memory is damaged")?;
+    postcard::from_bytes(&memory).context("The journal cannot be read")
+}
+
+fn parse(state: &[u8]) -> Result<(State<'_>, QueueState)> {
+    let (state, rest) = postcard::take_from_bytes(state).context("The journal cannot be read")?;
+    if rest.is_empty() {
+        return Ok((state, QueueState::default()));
+    }
+    Ok((state, postcard::from_bytes(rest).context("The journal cannot be read")?))
+}
+
+#[cfg(test)]
+mod tests {
+    use mdev_core::device::{FunctionSpec, VirtualFunction};
+    use mdev_core::ids::VgpuId;
+    use mdev_core::testing::Recorder;
+
+    use super::*;
+
+    #[test]
+    fn a_state_of_version_2_has_no_queue() {
+        let spec = FunctionSpec {
+            vgpu: VgpuId::random(),
+            type_name: "TEST-1C".into(),
+            display: None,
+            doorbell_mapped: true,
+        };
+        let function = VirtualFunction::new(&spec, Recorder::new().0).unwrap();
+        let function = function.running();
+        let session = SessionRecord::default();
+        let state = State { function, position: 7, memory: 3, client: None, session };
+        let version_2 = postcard::to_stdvec(&state).unwrap();
+        assert_eq!(parse(&version_2).unwrap(), (state.clone(), QueueState::default()));
+        let queue = QueueState { number: 5, has_position: true, runs: true, ..Default::default() };
+        let version_3 = postcard::to_extend(&queue, version_2).unwrap();
+        assert_eq!(parse(&version_3).unwrap(), (state, queue));
+    }
 }

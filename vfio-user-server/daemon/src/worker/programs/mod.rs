@@ -304,6 +304,7 @@ impl Programs {
             },
             Request::Ioctl(request) => {
                 let mut client = function.client();
+                self.front_end.update_utilization(&mut **client);
                 match self.front_end.ioctl(&mut **client, &request, fds.into_iter().next()) {
                     Outcome::Fetch(fetch) => (Reply::Fetch(fetch), Vec::new()),
                     Outcome::Done(done, fds) => (Reply::Done(done), fds),

@@ -4,10 +4,14 @@
 //! accesses to registers, therefore only notes what the guest wants. This thread holds the client
 //! during a request, and the event loop does not wait for it, except to reset the device.
 //!
-//! * `signals`: what both use
+//! * `signals`: what both use; `gate`: exclusion of both
+//! * `records`: what is recorded of the queue; `continued`: continuing an earlier worker's queue
 //! * `programs_in_vm`: statistics
 
+mod continued;
+mod gate;
 mod programs_in_vm;
+mod records;
 mod signals;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,19 +22,23 @@ use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use anyhow::{Context, Result};
-use mdev_core::abi::queue::{Failure, State};
+use mdev_core::abi::queue::{self, Failure, State};
 use mdev_core::device;
-use mdev_core::gpu::{DoorbellWatch, Pending, SharedClient};
+use mdev_core::gpu::{Client, DoorbellWatch, Pending, SharedClient};
 use mdev_core::ids::{GuestPa, Token};
 use mdev_core::mem::SharedGuestMemory;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vendor_backends::nvidia::control_queue::ControlQueue;
 
+use self::gate::Gate;
 pub use self::programs_in_vm::ProgramsInVm;
 use self::programs_in_vm::Updates;
+pub use self::records::QueueRecords;
+pub use self::signals::Orders;
 use self::signals::{Order, Signals};
 use super::doorbell::Doorbell;
 use super::front_end_spec::FrontEndSpec;
+use super::journal::QueueRecorder;
 use super::request_budget::{self, Budget, thread_cpu_time};
 use crate::log_limiter::LogLimiter;
 
@@ -48,6 +56,7 @@ pub struct QueueThread {
     served: Arc<Mutex<Served>>,
     client: SharedClient,
     programs: ProgramsInVm,
+    records: QueueRecords,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -59,6 +68,13 @@ struct Served {
     doorbell: Option<Doorbell>,
     /// The worker's watch, or the backend's.
     watch: Option<Arc<dyn DoorbellWatch>>,
+    /// Recorder of what is served, if another worker can continue.
+    recorder: Option<QueueRecorder>,
+    /// Number of the last order that is done.
+    done: u64,
+    /// The queue is an earlier worker's, and serves its first request. That worker may have begun
+    /// the request, so it comes before all else that the GPU is asked.
+    repeats: bool,
 }
 
 /// The thread's parts.
@@ -66,6 +82,7 @@ struct Served {
 struct Server {
     signals: Arc<Signals>,
     served: Arc<Mutex<Served>>,
+    gate: Arc<Gate>,
     client: SharedClient,
     memory: SharedGuestMemory,
     gpu_event: OwnedFd,
@@ -83,6 +100,24 @@ fn lock(served: &Mutex<Served>) -> MutexGuard<'_, Served> {
 }
 
 impl Served {
+    /// Starts the watch of the doorbell page.
+    fn start_watch(&mut self, signals: &Signals, client: &mut dyn Client) {
+        self.doorbell = Doorbell::start(client).unwrap_or_else(|error| {
+            log::warn!("The doorbell cannot be watched: {error:#}");
+            None
+        });
+        let own = self.doorbell.as_ref().map(Doorbell::watch);
+        self.watch = own.or_else(|| client.doorbell_watch());
+        signals.set_doorbell(self.watch.clone());
+    }
+
+    /// Records the state with the value of `QUEUE_STATUS`.
+    fn record(&mut self, client: &SharedClient, memory: &SharedGuestMemory, status: u32) {
+        let Self { queue, recorder: Some(recorder), done, .. } = self else { return };
+        let mut client = client.lock();
+        recorder.commit(&mut **client, &memory.lock(), queue.as_mut(), (*done, status));
+    }
+
     /// Ends all use of the vGPU.
     fn end(&mut self, signals: &Signals, client: &SharedClient) {
         signals.set_doorbell(None);
@@ -91,6 +126,10 @@ impl Served {
             watch.resume();
         }
         self.doorbell = None;
+        self.repeats = false;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.end_queue();
+        }
         if let Some(queue) = self.queue.take() {
             let mut client = client.lock();
             queue.stop(&mut **client);
@@ -110,10 +149,13 @@ impl QueueThread {
     ) -> Result<Self> {
         let signals = Arc::new(Signals::new().context("Cannot create the queue's events")?);
         let served = Arc::<Mutex<Served>>::default();
+        let gate = Arc::<Gate>::default();
         let programs = ProgramsInVm::default();
+        let records = QueueRecords::new(signals.clone(), served.clone(), gate.clone());
         let mut server = Server {
             signals: Arc::clone(&signals),
             served: Arc::clone(&served),
+            gate,
             client: client.clone(),
             memory,
             gpu_event,
@@ -125,7 +167,12 @@ impl QueueThread {
         };
         let thread = thread::Builder::new().name("queue".into());
         let thread = thread.spawn(move || server.run()).context("Cannot start a thread")?;
-        Ok(Self { signals, served, client, programs, thread: Some(thread) })
+        Ok(Self { signals, served, client, programs, records, thread: Some(thread) })
+    }
+
+    /// Returns the queue's records, for those of the event loop.
+    pub fn records(&self) -> QueueRecords {
+        self.records.clone()
     }
 
     /// Returns the statistics of the VM's programs.
@@ -192,9 +239,12 @@ impl Drop for QueueThread {
 
 impl Server {
     fn run(&mut self) {
+        let gate = Arc::clone(&self.gate);
         while !self.signals.stopped.load(Ordering::SeqCst) {
             let before = thread_cpu_time();
+            let entered = gate.enter();
             let timeout = self.step();
+            drop(entered);
             self.budget.charge(thread_cpu_time().saturating_sub(before), Instant::now());
             if timeout != Some(Duration::ZERO)
                 && let Err(error) = self.wait(timeout)
@@ -232,38 +282,58 @@ impl Server {
         }
         let shared = Arc::clone(&self.served);
         let mut served = lock(&shared);
-        match self.signals.take_order() {
-            Some(Order::Start(base, slots)) => self.start(&mut served, base, slots),
-            Some(Order::Stop) => {
-                served.end(&self.signals, &self.client);
-                self.statistics.clear();
-                self.signals.set_state(State::Off, None);
-            }
+        match self.signals.next_order() {
+            Some((number, order)) => self.carry_out(&mut served, number, order),
             None if self.signals.status().0 == State::Off => {
                 self.statistics.clear();
                 return None;
             }
             None => {}
         }
-        let pending = self.client.lock().take_pending();
+        let pending =
+            if served.repeats { Pending::empty() } else { self.client.lock().take_pending() };
         self.signals.add(pending);
         if self.signals.status().0 != State::Running {
+            if self.signals.status().0 == State::Failed {
+                self.record(&mut served);
+            }
             return None;
         }
         match self.serve(&mut served, pending) {
             Ok(timeout) => timeout,
             Err(failure) => {
-                self.fail(failure);
+                self.fail(&mut served, failure);
                 None
             }
         }
     }
 
-    fn start(&mut self, served: &mut Served, base: GuestPa, slots: u32) {
-        match self.try_start(served, base, slots) {
-            Ok(()) => self.signals.set_state(State::Running, None),
-            Err(failure) => self.fail(failure),
+    fn carry_out(&mut self, served: &mut Served, number: u64, order: Order) {
+        served.done = number;
+        match order {
+            Order::Start(base, slots) => match self.try_start(served, base, slots) {
+                Ok(()) => self.reach(served, State::Running, None),
+                Err(failure) => self.fail(served, failure),
+            },
+            Order::Stop => {
+                served.end(&self.signals, &self.client);
+                self.statistics.clear();
+                self.reach(served, State::Off, None);
+            }
         }
+        // Another worker finds the order, or the record that it is done.
+        self.signals.remove_order(number);
+    }
+
+    /// Records a state, and then shows it.
+    fn reach(&self, served: &mut Served, state: State, failure: Option<Failure>) {
+        served.record(&self.client, &self.memory, queue::status(state, failure));
+        self.signals.set_state(state, failure);
+    }
+
+    /// Records what has changed.
+    fn record(&self, served: &mut Served) {
+        served.record(&self.client, &self.memory, self.signals.status().1);
     }
 
     fn try_start(&mut self, served: &mut Served, base: GuestPa, slots: u32) -> Result<(), Failure> {
@@ -275,23 +345,17 @@ impl Server {
         // Ends what the mailbox has made.
         client.reset().map_err(|_| Failure::Lost)?;
         let queue = ControlQueue::start(front_end, self.memory.clone(), base, slots)?;
-        served.doorbell = Doorbell::start(&mut **client).unwrap_or_else(|error| {
-            log::warn!("The doorbell cannot be watched: {error:#}");
-            None
-        });
-        let own = served.doorbell.as_ref().map(Doorbell::watch);
-        served.watch = own.or_else(|| client.doorbell_watch());
-        self.signals.set_doorbell(served.watch.clone());
+        served.start_watch(&self.signals, &mut **client);
         served.queue = Some(queue);
         Ok(())
     }
 
-    fn fail(&mut self, failure: Failure) {
+    fn fail(&mut self, served: &mut Served, failure: Failure) {
         if let Some(suppressed) = self.log_limiter.pass(Instant::now()) {
             let more = if suppressed > 0 { " (lines were suppressed before)" } else { "" };
             log::warn!("The VM's control queue stops: {failure}{more}");
         }
-        self.signals.set_state(State::Failed, Some(failure));
+        self.reach(served, State::Failed, Some(failure));
     }
 
     /// Serves a request. Returns the time after which there may be more.
@@ -300,18 +364,17 @@ impl Server {
         served: &mut Served,
         pending: Pending,
     ) -> Result<Option<Duration>, Failure> {
-        let Served { queue: Some(queue), watch, .. } = served else { return Ok(None) };
-        if !pending.is_empty() {
-            queue.on_gpu_event(&mut **self.client.lock(), pending)?;
-        }
         let wait = self.wait_for_budget();
-        let may_serve = wait.is_none() && !queue.is_blocked();
-        let more = may_serve && queue.has_work()? && { queue.serve(&mut **self.client.lock())? };
+        let more = self.serve_request(served, pending, wait.is_none())?;
+        let Served { queue: Some(queue), watch, .. } = &mut *served else { return Ok(None) };
         if more {
             self.statistics.note_request();
         }
         let update = self.statistics.update(queue, Instant::now());
         let quiet = self.watch_doorbell(queue, watch.as_deref());
+        // Before the guest learns of it.
+        self.record(served);
+        let Some(queue) = &mut served.queue else { return Ok(None) };
         if queue.flush()? {
             self.signals.interrupt();
         }
@@ -320,6 +383,41 @@ impl Server {
             (false, true) => Some(Duration::ZERO),
             (false, false) => [quiet, update, wait].into_iter().flatten().min(),
         })
+    }
+
+    /// Passes conditions of the GPU on, and carries out a request if there is one and it may be
+    /// served. Returns whether there was one.
+    ///
+    /// A worker that continues repeats a request with the same calls of the GPU. Therefore the
+    /// position of the client is recorded before each request, and first of all that worker carries
+    /// the request out that may have been begun.
+    fn serve_request(
+        &self,
+        served: &mut Served,
+        pending: Pending,
+        may_serve: bool,
+    ) -> Result<bool, Failure> {
+        let repeats = std::mem::take(&mut served.repeats);
+        let Some(queue) = &mut served.queue else { return Ok(false) };
+        let may_serve = may_serve && !queue.is_blocked() && queue.has_work()?;
+        if !repeats {
+            let mut client = self.client.lock();
+            if !pending.is_empty() {
+                queue.on_gpu_event(&mut **client, pending)?;
+            }
+            if may_serve {
+                queue.update_utilization(&mut **client);
+            }
+            drop(client);
+            self.record(served);
+        }
+        let Some(queue) = &mut served.queue else { return Ok(false) };
+        let mut client = self.client.lock();
+        let more = may_serve && queue.serve(&mut **client)?;
+        if repeats {
+            queue.repeat_gpu_events(&mut **client)?;
+        }
+        Ok(more)
     }
 
     /// Returns how long requests have to wait, if at all. A VM that has used up its CPU time waits

@@ -10,9 +10,10 @@ use mdev_core::abi::queue::{self, Failure, State};
 use mdev_core::gpu::{DoorbellWatch, Pending};
 use mdev_core::ids::GuestPa;
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use serde::{Deserialize, Serialize};
 
 /// Change of the queue that a guest wants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
     /// Serve the queue at this address, with so many slots.
     Start(GuestPa, u32),
@@ -20,10 +21,47 @@ pub enum Order {
     Stop,
 }
 
+/// Orders with their numbers, so that each is carried out once.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Orders {
+    /// Number of the last order.
+    last: u64,
+    /// Number of the last order that is done.
+    done: u64,
+    waiting: VecDeque<(u64, Order)>,
+}
+
+impl Orders {
+    /// Continues with the orders of an earlier worker, whose thread has done those up to `done`.
+    pub fn resume(mut self, done: u64) -> Self {
+        self.waiting.retain(|(number, _)| *number > done);
+        self.done = done;
+        self
+    }
+
+    /// Adds an order. Returns false if an earlier worker has done it.
+    fn add(&mut self, order: Order) -> bool {
+        self.last += 1;
+        let is_new = self.last > self.done;
+        if is_new {
+            self.waiting.push_back((self.last, order));
+        }
+        is_new
+    }
+
+    /// Returns the state while the next order waits.
+    fn state(&self) -> Option<State> {
+        self.waiting.back().map(|(_, order)| match order {
+            Order::Start(..) => State::Starting,
+            Order::Stop => State::Stopping,
+        })
+    }
+}
+
 /// Signals between the queue's thread and the event loop.
 #[derive(Debug)]
 pub struct Signals {
-    orders: Mutex<VecDeque<Order>>,
+    orders: Mutex<Orders>,
     /// Readable when the thread has something to do.
     work: EventFd,
     status: AtomicU32,
@@ -99,23 +137,50 @@ impl Signals {
 
     /// Gives an order and shows the state until it is done.
     pub fn order(&self, order: Order) {
-        let state = match order {
-            Order::Start(..) => State::Starting,
-            Order::Stop => State::Stopping,
-        };
-        self.status.store(queue::status(state, None), Ordering::SeqCst);
-        lock(&self.orders).push_back(order);
+        let mut orders = lock(&self.orders);
+        if orders.add(order) {
+            self.show_order(&orders);
+        }
+        drop(orders);
         self.notify();
     }
 
+    fn show_order(&self, orders: &Orders) {
+        if let Some(state) = orders.state() {
+            self.status.store(queue::status(state, None), Ordering::SeqCst);
+        }
+    }
+
     /// Returns the next order.
-    pub fn take_order(&self) -> Option<Order> {
-        lock(&self.orders).pop_front()
+    pub fn next_order(&self) -> Option<(u64, Order)> {
+        lock(&self.orders).waiting.front().copied()
+    }
+
+    /// Removes the order that is done.
+    pub fn remove_order(&self, number: u64) {
+        lock(&self.orders).waiting.retain(|(waiting, _)| *waiting > number);
+    }
+
+    /// Returns the orders.
+    pub fn orders(&self) -> Orders {
+        lock(&self.orders).clone()
+    }
+
+    /// Continues with the orders and the status of an earlier worker.
+    pub fn resume(&self, orders: Orders, status: u32) {
+        self.status.store(status, Ordering::SeqCst);
+        self.show_order(&orders);
+        *lock(&self.orders) = orders;
+        if self.status().0 != State::Off {
+            // What that worker had taken, and not passed on, is pending again.
+            self.add(Pending::NONSTALL | Pending::CHANNEL_ERROR);
+            self.interrupt();
+        }
     }
 
     /// Returns the queue to its initial state, except for its descriptors.
     pub fn reset(&self) {
-        lock(&self.orders).clear();
+        lock(&self.orders).waiting.clear();
         self.pending.store(0, Ordering::SeqCst);
         self.unsignalled.store(0, Ordering::SeqCst);
         self.woken.store(false, Ordering::SeqCst);
@@ -199,5 +264,28 @@ impl Signals {
     /// Returns whether the client is to be woken, once.
     pub fn take_wake_client(&self) -> bool {
         self.wake_client.swap(false, Ordering::SeqCst)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_order_is_carried_out_once() {
+        let (start, stop) = (Order::Start(GuestPa(4096), 8), Order::Stop);
+        let mut orders = Orders::default();
+        assert!(orders.add(start) && orders.add(stop));
+        assert_eq!(orders.state(), Some(State::Stopping));
+        // The worker before has done the first one.
+        let mut next = orders.clone().resume(1);
+        assert_eq!(next.waiting, [(2, stop)]);
+        assert!(next.add(start));
+        // It has done both, and one whose message comes again.
+        let mut next = orders.resume(3);
+        assert_eq!((next.waiting.len(), next.state()), (0, None));
+        assert!(!next.add(start));
+        assert!(next.add(stop));
+        assert_eq!(next.waiting, [(4, stop)]);
     }
 }

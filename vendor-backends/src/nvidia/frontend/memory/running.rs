@@ -1,0 +1,225 @@
+//! State of the memory of programs, for a process that continues with them.
+
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use mdev_core::gpu::CREATED_VA_END;
+use mdev_core::ids::{MemoryId, SpaceId};
+use serde::{Deserialize, Serialize};
+
+use super::{MAX_STORES, Mapped, Memories, Place, Store, StoreId};
+use crate::nvidia::frontend::file_memory::{FileMemory, FilePart};
+use crate::nvidia::frontend::guest_memory::{FreedPages, GuestPages};
+use crate::nvidia::frontend::running::Damaged;
+use crate::nvidia::frontend::tracked::{Changed, Tracked};
+use crate::nvidia::frontend::video_memory::Extent;
+
+/// A store without its references, which objects and mappings determine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreState {
+    len: u64,
+    place: PlaceState,
+    gpu_caches: bool,
+}
+
+/// [`Place`] without descriptors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum PlaceState {
+    Reserved {
+        align: u64,
+    },
+    Partition(Vec<Extent>),
+    Allocated(MemoryId),
+    System(Vec<FilePart>),
+    /// Id and guest-physical ranges.
+    Guest(u64, Vec<(u64, u64)>),
+    Doorbell,
+    LaunchRegion,
+}
+
+/// Changes of stores and mappings.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryChanges {
+    last_store: u32,
+    stores: Vec<Changed<StoreId, StoreState>>,
+    mappings: Vec<Changed<(SpaceId, u64), Mapped>>,
+}
+
+/// Stores and mappings that changes lead to.
+#[derive(Debug, Default)]
+pub struct RunningMemory {
+    last_store: u32,
+    stores: BTreeMap<StoreId, StoreState>,
+    mappings: BTreeMap<(SpaceId, u64), Mapped>,
+}
+
+/// What a worker needs besides the state of memory.
+pub struct MemoryParts<'a> {
+    /// Takes the file of a store in system memory.
+    pub take_file: &'a mut dyn FnMut(StoreId) -> Option<OwnedFd>,
+    /// Where pages of a VM are named when they are no longer used.
+    pub freed: &'a FreedPages,
+}
+
+impl RunningMemory {
+    /// Follows changes.
+    pub fn apply(&mut self, changes: MemoryChanges) {
+        self.last_store = changes.last_store;
+        apply(&mut self.stores, changes.stores);
+        apply(&mut self.mappings, changes.mappings);
+    }
+}
+
+/// Follows changes of a map.
+pub fn apply<K: Ord, V>(entries: &mut BTreeMap<K, V>, changes: Vec<Changed<K, V>>) {
+    for (key, value) in changes {
+        match value {
+            Some(value) => drop(entries.insert(key, value)),
+            None => drop(entries.remove(&key)),
+        }
+    }
+}
+
+impl Store {
+    fn state(&self) -> StoreState {
+        let place = match &self.place {
+            Place::Reserved { align } => PlaceState::Reserved { align: *align },
+            Place::Partition(extents) => PlaceState::Partition(extents.clone()),
+            Place::Allocated(memory) => PlaceState::Allocated(*memory),
+            Place::System(memory) => PlaceState::System(memory.parts()),
+            Place::Guest(pages) => PlaceState::Guest(pages.id(), pages.all_ranges().collect()),
+            Place::Doorbell => PlaceState::Doorbell,
+            Place::LaunchRegion => PlaceState::LaunchRegion,
+        };
+        StoreState { len: self.len, place, gpu_caches: self.gpu_caches }
+    }
+}
+
+impl Memories {
+    /// Returns whether something has changed since the last [`Self::take_changes`].
+    pub fn has_changes(&self) -> bool {
+        self.stores.is_changed() || self.mappings.is_changed()
+    }
+
+    /// Returns what has changed since the last call.
+    pub fn take_changes(&mut self) -> MemoryChanges {
+        MemoryChanges {
+            last_store: self.last_store,
+            stores: self.stores.take_changes(Store::state),
+            mappings: self.mappings.take_changes(|mapped| *mapped),
+        }
+    }
+
+    /// Returns all of the state.
+    pub fn all(&self) -> MemoryChanges {
+        MemoryChanges {
+            last_store: self.last_store,
+            stores: self.stores.all(Store::state),
+            mappings: self.mappings.all(|mapped| *mapped),
+        }
+    }
+
+    /// Returns the file of a store in system memory.
+    pub fn file(&self, id: StoreId) -> Option<BorrowedFd<'_>> {
+        match &self.stores.get(&id)?.place {
+            Place::System(memory) => Some(memory.file()),
+            _ => None,
+        }
+    }
+
+    /// Returns ids and numbers of ranges of a VM's pages that are in use.
+    pub fn guest_pages(&self) -> impl Iterator<Item = (u64, usize)> {
+        self.stores.values().filter_map(|store| match &store.place {
+            Place::Guest(pages) => Some((pages.id(), pages.ranges_count())),
+            _ => None,
+        })
+    }
+
+    /// Continues with the stores and mappings of another process. `objects` are the stores of all
+    /// memory objects.
+    pub fn resume(
+        &mut self,
+        state: RunningMemory,
+        objects: impl Iterator<Item = StoreId>,
+        parts: &mut MemoryParts<'_>,
+    ) -> Result<(), Damaged> {
+        let RunningMemory { last_store, stores, mappings } = state;
+        if stores.len() > MAX_STORES || mappings.len() > MAX_STORES {
+            return Err(Damaged);
+        }
+        let last = stores.keys().next_back().map_or(0, |StoreId(last)| *last);
+        self.last_store = last_store.max(last);
+        let mut references = BTreeMap::<StoreId, u32>::new();
+        for store in objects.chain(mappings.values().map(|mapped| mapped.store)) {
+            *references.entry(store).or_default() += 1;
+        }
+        let mut resumed = BTreeMap::new();
+        for (id, state) in stores {
+            let references = references.remove(&id).ok_or(Damaged)?;
+            resumed.insert(id, self.resume_store(id, state, references, parts)?);
+        }
+        if !references.is_empty() {
+            return Err(Damaged);
+        }
+        let mut end_before = (SpaceId::DEFAULT, 0);
+        for (&(space, va), Mapped { len, .. }) in &mappings {
+            let end = va.checked_add(*len).filter(|end| *len > 0 && *end <= CREATED_VA_END);
+            let end = end.filter(|_| space != end_before.0 || va >= end_before.1).ok_or(Damaged)?;
+            end_before = (space, end);
+        }
+        self.stores = Tracked::unchanged(resumed);
+        self.mappings = Tracked::unchanged(mappings);
+        Ok(())
+    }
+
+    fn resume_store(
+        &mut self,
+        id: StoreId,
+        state: StoreState,
+        references: u32,
+        parts: &mut MemoryParts<'_>,
+    ) -> Result<Store, Damaged> {
+        let StoreState { len, place, gpu_caches } = state;
+        let (mut video, mut system) = (0, 0);
+        let place = match place {
+            PlaceState::Reserved { align } => {
+                video = len;
+                Place::Reserved { align }
+            }
+            PlaceState::Partition(extents) => {
+                video = len;
+                let total = extents.iter().try_fold(0_u64, |sum, part| sum.checked_add(part.len));
+                let taken = extents.iter().all(|extent| self.partition.take_again(*extent));
+                if total != Some(len) || !taken {
+                    return Err(Damaged);
+                }
+                Place::Partition(extents)
+            }
+            PlaceState::Allocated(memory) => {
+                video = len;
+                Place::Allocated(memory)
+            }
+            PlaceState::System(ranges) => {
+                system = len;
+                let file = (parts.take_file)(id).ok_or(Damaged)?;
+                Place::System(FileMemory::resume(file, &ranges).ok_or(Damaged)?)
+            }
+            PlaceState::Guest(id, ranges) => {
+                system = len;
+                Place::Guest(GuestPages::new(id, ranges, parts.freed).ok_or(Damaged)?)
+            }
+            PlaceState::Doorbell => Place::Doorbell,
+            PlaceState::LaunchRegion => Place::LaunchRegion,
+        };
+        let bytes = match &place {
+            Place::System(memory) => memory.bytes(),
+            Place::Guest(pages) => pages.bytes(),
+            _ => len,
+        };
+        let used = self.used_video.checked_add(video).filter(|used| *used <= self.video_bytes());
+        self.used_video = used.filter(|_| bytes == len).ok_or(Damaged)?;
+        let used = self.system_bytes.checked_add(system);
+        self.system_bytes = used.filter(|used| *used <= self.max_system_bytes).ok_or(Damaged)?;
+        Ok(Store { references, len, place, gpu_caches })
+    }
+}

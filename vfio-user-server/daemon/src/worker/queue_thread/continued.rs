@@ -1,0 +1,70 @@
+//! Continuing with the control queue of an earlier worker.
+
+use anyhow::{Context, Result};
+use mdev_core::abi::queue::{self, State};
+use mdev_core::gpu::SharedClient;
+use mdev_core::ids::Token;
+use mdev_core::mem::SharedGuestMemory;
+use vendor_backends::nvidia::control_queue::ControlQueue;
+
+use super::{Orders, QueueRecords, lock};
+use crate::worker::front_end_spec::FrontEndSpec;
+use crate::worker::journal::{ContinuedQueue, QueueRecorder};
+
+impl QueueRecords {
+    /// Records what the thread does from now on.
+    pub fn begin(&self, recorder: QueueRecorder) {
+        lock(&self.served).recorder = Some(recorder);
+    }
+
+    /// Continues with the orders of an earlier worker, and with its queue if one runs. The thread
+    /// works from [`Self::begin_work`] on.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the recorded state is damaged.
+    pub fn resume(
+        &mut self,
+        orders: Orders,
+        continued: Option<ContinuedQueue>,
+        front_end: &FrontEndSpec,
+        client: &SharedClient,
+        memory: &SharedGuestMemory,
+    ) -> Result<()> {
+        self.gate.hold();
+        let Some(ContinuedQueue { done, status, queue, is_held, .. }) = continued else {
+            self.signals.resume(orders.resume(0), State::Off as u32);
+            return Ok(());
+        };
+        self.is_held = is_held;
+        let mut served = lock(&self.served);
+        served.done = done;
+        if let Some((state, programs)) = queue {
+            let front_end = front_end.create()?;
+            let resumed = ControlQueue::resume(front_end, programs, state, memory.clone());
+            served.queue = Some(resumed.context("The control queue cannot continue")?);
+            served.repeats = status == queue::status(State::Running, None);
+            let mut client = client.lock();
+            served.start_watch(&self.signals, &mut **client);
+            // The worker before may have seen a ring, and not have passed it on.
+            if let Err(error) = client.wake(Token(0)) {
+                log::debug!("The GPU refused a wake-up: {error}");
+            }
+        }
+        drop(served);
+        self.signals.resume(orders.resume(done), status);
+        Ok(())
+    }
+
+    /// Lets the thread work: at once, or after the next message of the VM if an earlier worker has
+    /// died in a message that held the thread off.
+    pub fn begin_work(&mut self, has_message: bool) {
+        if self.is_held && !has_message {
+            self.release();
+        } else if !self.is_held && self.gate.is_held() {
+            self.gate.reserve();
+            self.gate.release();
+        }
+        self.notify();
+    }
+}
