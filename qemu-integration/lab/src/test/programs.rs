@@ -1,6 +1,6 @@
 //! Test programs as cargo builds them, and their split into jobs.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -114,9 +114,10 @@ impl TestProgram {
             if alone { &mut plan.measured } else { &mut plan.without_vms }.push(job);
         }
         // `cargo test` ignores tests that boot VMs. Tests of one module share VMs or a machine.
-        for module in modules(&ignored) {
-            let filter = format!("{module}::");
-            let args = ["--ignored", "--test-threads=1", &filter];
+        for (module, tests) in modules(&ignored) {
+            // By whole names: libtest's filters match any part of a name.
+            let args = ["--ignored", "--test-threads=1", "--exact"];
+            let args: Vec<_> = args.into_iter().chain(tests).collect();
             let full = format!("{name}/{module}");
             let job = Job::new(title_of(&full), self.command(programs, &args));
             let jobs = if long.contains(&full.as_str()) {
@@ -154,9 +155,15 @@ fn title_of(name: &str) -> String {
     format!("{}: {}, {} with VMs", part(), part(), part())
 }
 
-/// Returns the outermost modules of tests.
-fn modules(tests: &[String]) -> BTreeSet<&str> {
-    tests.iter().filter_map(|test| Some(test.split_once("::")?.0)).collect()
+/// Returns the outermost modules of tests, each with its tests.
+fn modules(tests: &[String]) -> BTreeMap<&str, Vec<&str>> {
+    let mut modules: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for test in tests {
+        if let Some((module, _)) = test.split_once("::") {
+            modules.entry(module).or_default().push(test.as_str());
+        }
+    }
+    modules
 }
 
 /// Returns the package's name from the last part of a package id.
@@ -181,7 +188,12 @@ mod tests {
 
     #[test]
     fn tests_are_grouped_by_their_outermost_module() {
-        let tests = ["dma::a", "access::b", "dma::deep::c"].map(str::to_owned);
-        assert_eq!(modules(&tests).into_iter().collect::<Vec<_>>(), ["access", "dma"]);
+        let tests = ["dma::a", "access::b", "dma::deep::c", "in_dma::d"].map(str::to_owned);
+        let expected = [
+            ("access", vec!["access::b"]),
+            ("dma", vec!["dma::a", "dma::deep::c"]),
+            ("in_dma", vec!["in_dma::d"]),
+        ];
+        assert_eq!(modules(&tests), BTreeMap::from(expected));
     }
 }
