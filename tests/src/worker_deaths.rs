@@ -1,5 +1,7 @@
 //! Deaths of workers.
 
+use std::fs;
+
 use anyhow::{Context, Result, ensure};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
@@ -21,16 +23,24 @@ pub fn worker(vgpud: &Vgpud, uuid: &str) -> Result<u32> {
 
 /// Kills the worker of a vGPU and waits for the next.
 ///
+/// Looks at the anchor's children: questions to the manager would take time of the CPUs from VMs.
+///
 /// # Errors
 ///
 /// Fails if there is no other worker in time.
 pub fn replace(vgpud: &Vgpud, uuid: &str) -> Result<()> {
-    let before = worker(vgpud, uuid)?;
-    kill_process(before, Signal::SIGKILL)?;
     let anchor = vgpud.anchor(uuid)?;
+    let before = child(anchor)?.context("A worker")?;
+    kill_process(before, Signal::SIGKILL)?;
     wait_for("another worker runs", || {
-        worker(vgpud, uuid).is_ok_and(|pid| pid != before && pid != anchor && is_alive(pid))
+        child(anchor).is_ok_and(|pid| pid.is_some_and(|pid| pid != before && is_alive(pid)))
     })
+}
+
+/// Returns the only child of a process with one thread, if any.
+fn child(parent: u32) -> Result<Option<u32>> {
+    let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"))?;
+    Ok(children.split_whitespace().next().map(str::parse).transpose()?)
 }
 
 /// Where a worker dies.

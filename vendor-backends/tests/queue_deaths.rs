@@ -121,7 +121,9 @@ impl Device {
         let files = maps.iter().map(|map| (*map, Some(self.ram.try_clone().unwrap().into())));
         memory.lock().resume(files);
         let mut programs = RunningPrograms::default();
-        changes.iter().for_each(|one| programs.apply(decode::<Changes>(one).unwrap()));
+        for one in changes {
+            programs.apply(decode::<Changes>(one).unwrap());
+        }
         let state: QueueState = decode(queue).unwrap();
         let queue = ControlQueue::resume(new_front_end(), programs, state, memory.clone());
         Worker { queue: queue.unwrap(), client, memory, repeats: true }
