@@ -62,7 +62,7 @@ pub(super) fn survive(kills: u32, seconds: u64) -> Result<f64> {
     let measured = thread::scope(|scope| {
         let guest = scope.spawn(|| create_and_compute(&device, &stop));
         for number in 0..kills {
-            thread::sleep(Duration::from_millis(u64::from(number * 37 % 60)));
+            thread::sleep(Duration::from_millis(u64::from(number * 37 % 240)));
             replace(&vgpud, &victim)?;
         }
         let measured = other.join().ok().context("The other guest panicked")??;
