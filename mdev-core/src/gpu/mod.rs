@@ -24,7 +24,7 @@ pub use channel::{
 };
 pub use client::{
     Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch, GuestRam, KeptDescriptor,
-    MapRequest, Pending, WrittenPages,
+    MapRequest, Pending, StagedCopy, WrittenPages,
 };
 pub use error::GpuError;
 pub use exception::{ErrorStates, Exception};
