@@ -145,6 +145,7 @@ impl NvidiaClient {
             threads: Vec::new(),
             thread_inputs: Some(thread_inputs),
             position: Position::after(position),
+            copier: None,
             fixed: state.fixed,
             _events: events,
             _usermode: usermode,

@@ -141,6 +141,7 @@ impl NvidiaClient {
                 closing: false,
             }),
             position: Position::default(),
+            copier: None,
             fixed,
             _events: events.objects,
             _usermode: doorbells.usermode,
