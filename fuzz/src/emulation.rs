@@ -54,6 +54,7 @@ const SPEC: ChannelSpec = ChannelSpec {
     space: SpaceId::DEFAULT,
     group: None,
     placement: Placement { copy_engine: None, second_runqueue: false },
+    preamble: None,
 };
 
 /// Returns the GPU virtual address of an offset.

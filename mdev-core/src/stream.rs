@@ -20,11 +20,13 @@ use serde::{Deserialize, Serialize};
 
 mod memory_reader;
 mod order;
+mod staged;
 #[cfg(test)]
 mod tests;
 
 pub use self::memory_reader::MemoryReader;
 use self::order::Order;
+pub use self::staged::{StagedReader, StagedWriter};
 use crate::ids::{GuestPa, VgpuId};
 
 /// First bytes of a stream.

@@ -9,6 +9,7 @@
 //! * [`parent`]: a software GPU in this process
 //! * [`in_process`], [`vfio_user_guest`]: platforms of the guest runtime, on the device model and
 //!   over a vfio-user socket
+//! * [`moved_guest`]: a platform that moves from one vGPU to another
 //! * [`load`]: guests under load, and their measured shares
 //! * [`vgpuctl`]: runs of `vgpuctl`
 //! * [`captured`]: a running process that makes the system calls of a test
@@ -25,6 +26,7 @@ pub mod guest_vm;
 pub mod in_process;
 pub mod load;
 pub mod monitor;
+pub mod moved_guest;
 pub mod outcome;
 pub mod parent;
 pub mod ram;

@@ -133,8 +133,9 @@ impl SeqPacket {
         let (len, fds, flags) = loop {
             match sys::receive(self.0.as_fd(), buffer, max_fds, flags) {
                 Ok(received) => break received,
-                Err(Errno::EINTR) => {}
-                Err(Errno::ECONNRESET) => return Ok(None),
+                // The peer has closed the connection with messages that it had not received. The
+                // kernel reports that once, before what the peer has sent.
+                Err(Errno::EINTR | Errno::ECONNRESET) => {}
                 Err(error) => return Err(error.into()),
             }
         };
@@ -243,6 +244,19 @@ mod tests {
         let packet = b.recv_with_fds(&mut buffer).unwrap().unwrap();
         assert_eq!((&buffer[..packet.len], packet.fds.len()), (&b"hello"[..], 1));
         drop((a, packet));
+        assert!(b.recv(&mut buffer).unwrap().is_none(), "closed");
+    }
+
+    #[test]
+    fn what_was_sent_arrives_although_the_peer_has_not_received_all() {
+        let (a, b) = SeqPacket::pair().unwrap();
+        b.send(b"unread", &[]).unwrap();
+        a.send(b"last words", &[]).unwrap();
+        drop(a);
+        let mut buffer = [0; 16];
+        assert_eq!(b.try_peek(&mut buffer).unwrap().unwrap().len, 10);
+        let packet = b.recv(&mut buffer).unwrap().unwrap();
+        assert_eq!(&buffer[..packet.len], b"last words");
         assert!(b.recv(&mut buffer).unwrap().is_none(), "closed");
     }
 

@@ -169,6 +169,7 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
         space: mdev_core::ids::SpaceId::DEFAULT,
         group: None,
         placement: mdev_core::gpu::Placement::default(),
+        preamble: None,
     };
     let refused = driver.client().create_channel(&spec).unwrap_err();
     assert_eq!(refused.to_string(), "Limit reached: channels");

@@ -233,6 +233,23 @@ pub struct ChannelCreate {
     pub userd_aperture: u32,
     /// Interrupt vector of non-stall interrupts.
     pub vector: u32,
+    /// GPU virtual address of the preamble, 4-byte aligned.
+    ///
+    /// The preamble is a pushbuffer that gives a new channel the state which this one's driver has
+    /// given it, such as bound classes and memory windows. A vGPU of hardware executes it when it is
+    /// restored. It must stay mapped as long as the channel exists. The driver also counts in
+    /// [`PROGRESS`](super::userd::PROGRESS).
+    pub preamble_va: u64,
+    /// Length of the preamble in 32-bit words; 0 if there is none. A vGPU of hardware with a channel
+    /// without a preamble cannot be saved.
+    pub preamble_dwords: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+impl ChannelCreate {
+    /// Length of the request of drivers that know no preamble, in bytes. The rest counts as zero.
+    pub const SHORT_BYTES: usize = 32;
 }
 
 /// Engine of a channel for copies.

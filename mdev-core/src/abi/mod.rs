@@ -38,6 +38,11 @@ pub mod userd {
     /// word. Hardware never sets this word, which is in a reserved part of `Nvc86fControl`; a
     /// worker that polls doorbells sets it.
     pub const NEED_WAKEUP: u64 = 0x1f0;
+    /// Number of entries that are completed since the channel was created, modulo 2^32. Written by
+    /// the GPU: a driver that names a [preamble](super::mailbox::ChannelCreate::preamble_va) ends
+    /// each entry with a release of a semaphore here, once the entry's work is done. In a reserved
+    /// part of `Nvc86fControl`.
+    pub const PROGRESS: u64 = 0x1f4;
 }
 
 /// Codes of the error notifier (`nverror.h`).

@@ -38,7 +38,15 @@ impl VirtualFunction {
     pub(super) fn scrub(&mut self) {
         let apertures = self.client.apertures();
         let vram = apertures.vram.as_ref().or(apertures.framebuffer.as_ref());
-        let Some(vram) = vram else { return };
+        let Some(vram) = vram else {
+            let mut client = self.client.lock();
+            if client.stages_memory()
+                && let Err(error) = client.scrub()
+            {
+                log::warn!("Video memory was not cleared: {error}");
+            }
+            return;
+        };
         let done = vram.punch_hole(0, vram.len).is_ok();
         // The backend scrubs a file without holes, such as real video memory.
         if !done && let Err(error) = self.client.lock().scrub() {

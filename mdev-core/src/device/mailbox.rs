@@ -14,7 +14,8 @@ use crate::abi::mailbox::{
 };
 use crate::abi::{compute, copy, host, userd};
 use crate::gpu::{
-    Backing, ChannelRequest, ChannelSpecError, Client, EngineKind, GpuError, MapRequest,
+    Backing, ChannelRequest, ChannelSpec, ChannelSpecError, Client, EngineKind, GpuError,
+    MapRequest, Preamble,
 };
 use crate::ids::{ChannelId, GpuVa, GuestPa, SpaceId};
 use crate::mem::{DmaAccess, GuestMemory};
@@ -182,7 +183,18 @@ fn execute(
             env.client.unmap(SpaceId::DEFAULT, va, request.length)?;
             Ok(Reply::new())
         }
-        Opcode::ChannelCreate => create_channel(env, &exact(payload)?),
+        Opcode::ChannelCreate => {
+            let mut request = ChannelCreate::default();
+            let known = match payload.len() {
+                ChannelCreate::SHORT_BYTES => &mut request.as_mut_bytes()[..payload.len()],
+                _ => request.as_mut_bytes(),
+            };
+            if payload.len() != known.len() {
+                return Err(Status::Invalid.into());
+            }
+            known.copy_from_slice(payload);
+            create_channel(env, &request)
+        }
         Opcode::ChannelQuery => {
             let state = env.client.query_channel(channel(payload)?)?;
             let state = ChannelState {
@@ -349,7 +361,16 @@ fn create_channel(env: &mut Environment<'_>, request: &ChannelCreate) -> Result<
         USERD_VRAM => vram_range(env, request.userd, userd::BYTES)?,
         _ => return Err(Status::Invalid.into()),
     };
-    let made = env.client.create_channel(&channel.with_userd(userd))?;
+    let preamble = match (request.preamble_dwords, request.reserved) {
+        (0, 0) => None,
+        (dwords, 0) => {
+            let preamble = Preamble::new(GpuVa(request.preamble_va), dwords);
+            Some(preamble.ok_or(Status::Invalid)?)
+        }
+        _ => return Err(Status::Invalid.into()),
+    };
+    let spec = ChannelSpec { preamble, ..channel.with_userd(userd) };
+    let made = env.client.create_channel(&spec)?;
     let reply = ChannelCreated { channel: made.id.0, token: made.token.0 };
     Ok(reply.as_bytes().to_vec())
 }

@@ -46,7 +46,7 @@ pub use handover::Handover;
 pub use queue::ControlQueue;
 pub use region::{REGIONS, Region, RegionEvent, RegionInfo, RegionMapping};
 pub use running::{Descriptor, RunningFunction};
-pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedVgpu};
+pub use saved::{ConfigWrite, RestoreError, SaveError, SavedImport, SavedMemory, SavedVgpu};
 pub use saved_stream::{Incoming, IncomingError, Outgoing};
 pub use state::{SavedFunction, StateError};
 pub use written::WrittenError;

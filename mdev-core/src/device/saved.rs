@@ -10,8 +10,8 @@ use super::VirtualFunction;
 use super::state::{SavedFunction, StateError};
 use crate::abi::mailbox::{VA_END, VA_START};
 use crate::gpu::{
-    Backing, CREATED_VA_END, Client, GpuCapabilities, GpuError, MapRequest, SavedChannel,
-    SavedClient,
+    Aperture, Backing, CREATED_VA_END, Client, GpuCapabilities, GpuError, MapRequest, SavedChannel,
+    SavedClient, StagedCopy,
 };
 use crate::ids::{GpuVa, GuestPa, MemoryId, SpaceId};
 use crate::mem::{DmaAccess, GuestMemory};
@@ -44,6 +44,15 @@ pub struct SavedImport {
     pub address: GuestPa,
     /// Length in bytes.
     pub len: u64,
+}
+
+/// Where the video memory of a paused vGPU is read and filled.
+#[derive(Debug)]
+pub struct SavedMemory {
+    /// Video memory, or staging memory.
+    pub aperture: Aperture,
+    /// True for staging memory ([`VirtualFunction::copy_staged`]).
+    pub staged: bool,
 }
 
 /// Write to configuration space that tells a VMM what a restore has set.
@@ -109,7 +118,10 @@ impl VirtualFunction {
         if self.queue_runs() {
             return Err(SaveError::Programs);
         }
-        if self.can_save() { Ok(()) } else { Err(SaveError::Unsupported) }
+        if !self.can_save() {
+            return Err(SaveError::Unsupported);
+        }
+        Ok(self.client.lock().check_save()?)
     }
 
     /// Returns whether vGPUs of this kind can be saved.
@@ -118,7 +130,28 @@ impl VirtualFunction {
         let memory = self.vram().filter(|vram| foreign_fds::is_memory(vram.fd));
         let readable = memory.map_or(0, |vram| vram.len);
         self.client.gpu().capabilities.contains(GpuCapabilities::SAVE)
-            && readable >= self.client.spec().vram_bytes
+            && (readable >= self.client.spec().vram_bytes || self.client.lock().stages_memory())
+    }
+
+    /// Returns where a caller reads or fills the video memory of a paused vGPU.
+    pub fn saved_memory(&mut self) -> Result<SavedMemory, SaveError> {
+        let mut client = self.client.lock();
+        if client.stages_memory() {
+            return Ok(SavedMemory { aperture: client.staging()?, staged: true });
+        }
+        drop(client);
+        let vram = self.vram().ok_or(SaveError::Unsupported)?;
+        let fd = vram.fd.try_clone_to_owned().map_err(GpuError::from)?;
+        let aperture = Aperture { fd, offset: vram.offset, len: vram.len };
+        Ok(SavedMemory { aperture, staged: false })
+    }
+
+    /// Copies between the video memory of a paused vGPU and its staging memory.
+    pub fn copy_staged(&mut self, copy: StagedCopy) -> Result<(), GpuError> {
+        if !self.paused {
+            return Err(GpuError::Invalid("a copy of the memory of a vGPU that is not paused"));
+        }
+        self.client.lock().copy_staged(copy)
     }
 
     /// Continues after [`Self::pause`] or [`Self::restore_vgpu`].

@@ -6,8 +6,11 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use super::VirtualFunction;
-use super::saved::{RestoreError, SaveError};
-use crate::stream::{Head, MemoryReader, Part, StreamError, StreamParser, StreamWriter};
+use super::saved::{RestoreError, SaveError, SavedMemory};
+use crate::gpu::{Aperture, StagedCopy};
+use crate::stream::{
+    Head, MemoryReader, Part, StagedReader, StagedWriter, StreamError, StreamParser, StreamWriter,
+};
 
 /// Error of a vGPU that is restored from pieces.
 #[derive(Debug, thiserror::Error)]
@@ -29,13 +32,28 @@ pub enum IncomingError {
     Io(#[from] io::Error),
 }
 
+/// Reader of video memory.
+#[derive(Debug)]
+enum VideoMemory {
+    File(MemoryReader),
+    Staged(StagedReader),
+}
+
+/// Writer of video memory.
+#[derive(Debug)]
+enum Filling {
+    /// File of the video memory and offset in it.
+    File(File, u64),
+    Staged(StagedWriter),
+}
+
 /// Stream of a paused vGPU that is read in pieces.
 #[derive(Debug)]
 pub struct Outgoing {
     writer: StreamWriter<Vec<u8>>,
     /// Bytes of the writer's buffer that were read.
     read: usize,
-    memory: MemoryReader,
+    memory: VideoMemory,
     ended: bool,
 }
 
@@ -49,23 +67,26 @@ impl Outgoing {
             Ok(writer)
         });
         let writer = begun.map_err(crate::gpu::GpuError::from)?;
-        let vram = function.vram().ok_or(SaveError::Unsupported)?;
-        let len = head.vram_bytes.min(vram.len);
-        let file = vram.fd.try_clone_to_owned();
-        let memory = file.and_then(|file| MemoryReader::new(file.into(), vram.offset, len));
+        let SavedMemory { aperture: Aperture { fd, offset, len }, staged } =
+            function.saved_memory()?;
+        let memory = if staged {
+            StagedReader::new(fd.into(), len, head.vram_bytes).map(VideoMemory::Staged)
+        } else {
+            MemoryReader::new(fd.into(), offset, head.vram_bytes.min(len)).map(VideoMemory::File)
+        };
         let memory = memory.map_err(crate::gpu::GpuError::from)?;
         Ok(Self { writer, read: 0, memory, ended: false })
     }
 
     /// Reads the next bytes. Fewer than asked for are the last ones.
-    pub fn read(&mut self, data: &mut [u8]) -> io::Result<usize> {
+    pub fn read(&mut self, function: &mut VirtualFunction, data: &mut [u8]) -> io::Result<usize> {
         let mut filled = 0;
         while filled < data.len() {
             let buffer = self.writer.get_mut();
             if self.read == buffer.len() {
                 buffer.clear();
                 self.read = 0;
-                if !self.produce()? {
+                if !self.produce(function)? {
                     break;
                 }
                 continue;
@@ -79,11 +100,15 @@ impl Outgoing {
     }
 
     /// Writes the next chunk into the buffer. Returns false after the end.
-    fn produce(&mut self) -> io::Result<bool> {
+    fn produce(&mut self, function: &mut VirtualFunction) -> io::Result<bool> {
         if self.ended {
             return Ok(false);
         }
-        if let Some((offset, data)) = self.memory.next_chunk()? {
+        let chunk = match &mut self.memory {
+            VideoMemory::File(memory) => memory.next_chunk()?,
+            VideoMemory::Staged(memory) => memory.next_chunk(|copy| copy_staged(function, copy))?,
+        };
+        if let Some((offset, data)) = chunk {
             self.writer.memory(offset, data)?;
         } else {
             self.ended = true;
@@ -98,8 +123,8 @@ impl Outgoing {
 pub struct Incoming {
     parser: StreamParser,
     state: Vec<u8>,
-    /// File of the video memory and offset in it, once the state is restored.
-    memory: Option<(File, u64)>,
+    /// Writer of the video memory, once the state is restored.
+    memory: Option<Filling>,
 }
 
 impl Incoming {
@@ -123,11 +148,13 @@ impl Incoming {
                 Part::Guest { .. } | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
                     return Err(IncomingError::Type);
                 }
-                Part::Memory { .. } | Part::End if memory.is_none() => {
-                    *memory = Some(restore(function, state)?);
-                    write_memory(memory.as_ref(), &part)?;
+                Part::Memory { .. } | Part::End => {
+                    let filling = match memory.take() {
+                        Some(filling) => filling,
+                        None => restore(function, state)?,
+                    };
+                    write_memory(memory.insert(filling), function, &part)?;
                 }
-                Part::Memory { .. } | Part::End => write_memory(memory.as_ref(), &part)?,
             }
         }
         Ok(())
@@ -139,18 +166,36 @@ impl Incoming {
     }
 }
 
-fn restore(function: &mut VirtualFunction, state: &[u8]) -> Result<(File, u64), IncomingError> {
+fn restore(function: &mut VirtualFunction, state: &[u8]) -> Result<Filling, IncomingError> {
     function.restore_vgpu(&serde_json::from_slice(state)?)?;
-    let vram = function.vram().ok_or(RestoreError::Now(SaveError::Unsupported))?;
-    Ok((vram.fd.try_clone_to_owned()?.into(), vram.offset))
+    let vram_bytes = function.client().spec().vram_bytes;
+    let SavedMemory { aperture: Aperture { fd, offset, len }, staged } =
+        function.saved_memory().map_err(RestoreError::Now)?;
+    if staged {
+        return Ok(Filling::Staged(StagedWriter::new(fd.into(), len, vram_bytes)?));
+    }
+    Ok(Filling::File(fd.into(), offset))
 }
 
 /// Writes the video memory of a part. The stream has checked that it is within the vGPU's.
-fn write_memory(memory: Option<&(File, u64)>, part: &Part<'_>) -> io::Result<()> {
+fn write_memory(
+    memory: &mut Filling,
+    function: &mut VirtualFunction,
+    part: &Part<'_>,
+) -> Result<(), IncomingError> {
     match (memory, part) {
-        (Some((file, start)), Part::Memory { offset, data }) => {
-            file.write_all_at(data, start + offset)
+        (Filling::File(file, start), Part::Memory { offset, data }) => {
+            file.write_all_at(data, *start + offset)?;
         }
-        _ => Ok(()),
+        (Filling::Staged(memory), Part::Memory { offset, data }) => {
+            memory.write(*offset, data, |copy| copy_staged(function, copy))?;
+        }
+        (Filling::Staged(memory), _) => memory.flush(|copy| copy_staged(function, copy))?,
+        (Filling::File(..), _) => {}
     }
+    Ok(())
+}
+
+fn copy_staged(function: &mut VirtualFunction, copy: StagedCopy) -> io::Result<()> {
+    function.copy_staged(copy).map_err(io::Error::other)
 }

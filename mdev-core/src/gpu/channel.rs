@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Backing, GpuCapabilities};
 use crate::abi::control::VECTORS;
-use crate::abi::host::GP_ENTRY_BYTES;
+use crate::abi::host::{GP_ENTRY_BYTES, GpEntry};
 use crate::abi::mailbox::{ENGINE_COMPUTE, ENGINE_COPY, MAX_GPFIFO_ENTRIES, VA_END, VA_START};
 use crate::abi::userd;
 use crate::ids::{ChannelId, GpuVa, SpaceId, Token};
@@ -60,6 +60,30 @@ pub struct ChannelSpec {
     /// Part of the GPU that a program has asked for. GPU processes have no use for it.
     #[serde(skip)]
     pub placement: Placement,
+    /// Pushbuffer that gives a channel of hardware its state again. GPU processes have no use for
+    /// it.
+    #[serde(skip)]
+    pub preamble: Option<Preamble>,
+}
+
+/// Pushbuffer that gives a new channel the state that its driver has given it
+/// ([`preamble_va`](crate::abi::mailbox::ChannelCreate::preamble_va)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Preamble {
+    /// Address, 4-byte aligned and below [`VA_END`].
+    pub va: GpuVa,
+    /// Length in 32-bit words, at most [`GpEntry::MAX_DWORDS`].
+    pub dwords: u32,
+}
+
+impl Preamble {
+    /// Returns the preamble, or `None` if no channel can have it.
+    pub fn new(va: GpuVa, dwords: u32) -> Option<Self> {
+        let end = va.0.checked_add(u64::from(dwords) * 4)?;
+        let fits =
+            is_aligned(va.0, 4) && end <= VA_END && (1..=GpEntry::MAX_DWORDS).contains(&dwords);
+        fits.then_some(Self { va, dwords })
+    }
 }
 
 /// Part of a GPU that a channel is placed on, where the GPU has several of a kind.
@@ -141,7 +165,18 @@ impl ChannelRequest {
         let Self { engine, gpfifo, gpfifo_entries, vector, .. } = self;
         let (space, group) = (SpaceId::DEFAULT, None);
         let placement = Placement { copy_engine: None, second_runqueue: false };
-        ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group, placement }
+        let preamble = None;
+        ChannelSpec {
+            engine,
+            gpfifo,
+            gpfifo_entries,
+            userd,
+            vector,
+            space,
+            group,
+            placement,
+            preamble,
+        }
     }
 }
 
@@ -204,6 +239,7 @@ mod tests {
         space: SpaceId::DEFAULT,
         group: None,
         placement: Placement { copy_engine: None, second_runqueue: false },
+        preamble: None,
     };
 
     #[test]

@@ -207,6 +207,19 @@ pub trait WrittenPages: Send + fmt::Debug {
     fn ranges(&self) -> Vec<Range<u64>>;
 }
 
+/// Copy between the video memory of a paused client and its staging memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StagedCopy {
+    /// Offset in video memory, in bytes.
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Offset in staging memory, in bytes.
+    pub at: u64,
+    /// True if video memory is written.
+    pub fills: bool,
+}
+
 /// A worker's handle of one vGPU on a GPU: a partition, address spaces, and channels.
 pub trait Client: Send + fmt::Debug {
     /// Returns the granted resources.
@@ -404,6 +417,27 @@ pub trait Client: Send + fmt::Debug {
     /// Continues after [`Client::pause`].
     fn resume(&mut self) -> Result<(), GpuError> {
         Ok(())
+    }
+
+    /// Returns why [`Client::pause`] would fail, if the client's objects are a reason. Stops nothing.
+    fn check_save(&mut self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    /// Returns whether video memory is copied through [`Client::staging`], because it is no file.
+    fn stages_memory(&self) -> bool {
+        false
+    }
+
+    /// Returns the staging memory of a paused client, from the start of its file. The memory stays
+    /// until the client continues.
+    fn staging(&mut self) -> Result<Aperture, GpuError> {
+        Err(GpuError::Unsupported("staging memory"))
+    }
+
+    /// Copies between video memory and staging memory, and waits for the end of the copy.
+    fn copy_staged(&mut self, _copy: StagedCopy) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("staging memory"))
     }
 
     /// Returns the state of a paused client.

@@ -20,11 +20,11 @@ pub use budget::Budget;
 pub use capabilities::{GpuCapabilities, GpuDescription};
 pub use channel::{
     ChannelHandle, ChannelRequest, ChannelSpec, ChannelSpecError, ChannelStatus, EngineKind,
-    Placement,
+    Placement, Preamble,
 };
 pub use client::{
     Aperture, Apertures, Backing, CREATED_VA_END, Client, DoorbellWatch, GuestRam, KeptDescriptor,
-    MapRequest, Pending, WrittenPages,
+    MapRequest, Pending, StagedCopy, WrittenPages,
 };
 pub use error::GpuError;
 pub use exception::{ErrorStates, Exception};

@@ -43,7 +43,7 @@ impl MemoryReader {
             let len = (self.hole - at).min(MAX_CHUNK as u64) as usize;
             self.file.read_exact_at(&mut self.chunk[..len], at)?;
             self.next += len as u64;
-            if self.chunk[..len].iter().any(|byte| *byte != 0) {
+            if !is_zero(&self.chunk[..len]) {
                 return Ok(Some((at - self.start, &self.chunk[..len])));
             }
         }
@@ -59,5 +59,13 @@ impl MemoryReader {
         // At least a page, even if the data is gone again.
         self.hole = hole.max(data.saturating_add(PAGE_SIZE)).min(self.end);
         Ok(true)
+    }
+}
+
+/// Returns whether all bytes are zero, by a comparison of memory.
+pub(super) fn is_zero(bytes: &[u8]) -> bool {
+    match bytes {
+        [] => true,
+        [first, rest @ ..] => *first == 0 && *rest == bytes[..rest.len()],
     }
 }

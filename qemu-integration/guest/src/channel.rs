@@ -74,12 +74,18 @@ impl Layout {
         (self.entries as u64 * GP_ENTRY_BYTES).next_multiple_of(PAGE_SIZE)
     }
 
+    /// The count of completed entries is also what waits look at.
     const fn semaphore(self) -> u64 {
+        self.userd() + userd::PROGRESS
+    }
+
+    /// Methods that a channel made again from a saved one executes first.
+    const fn preamble(self) -> u64 {
         self.userd() + PAGE_SIZE
     }
 
     const fn slot(self, number: u32) -> u64 {
-        self.semaphore() + PAGE_SIZE + number as u64 * SLOT_BYTES
+        self.preamble() + SLOT_BYTES + number as u64 * SLOT_BYTES
     }
 }
 
@@ -104,6 +110,14 @@ impl Channel {
         let layout = Layout { entries };
         let memory = Buffer::guest(device, layout.slot(entries))?;
         let userd = memory.physical(layout.userd()).ok_or(GuestError::Lost)?;
+        let mut methods = Methods::new();
+        if engine == EngineKind::Compute {
+            methods.set_object(host::SUBCHANNEL_COMPUTE, compute_class::CLASS);
+            compute::set_up(&mut methods);
+        }
+        methods.set_object(host::SUBCHANNEL_COPY, copy_class::CLASS);
+        // Submissions set everything else anew.
+        memory.window().write(layout.preamble(), methods.words().as_bytes());
         let created = device.create_channel(&ChannelCreate {
             engine: match engine {
                 EngineKind::Copy => ENGINE_COPY,
@@ -114,6 +128,9 @@ impl Channel {
             userd,
             userd_aperture: USERD_GUEST,
             vector: 0,
+            preamble_va: memory.va() + layout.preamble(),
+            preamble_dwords: methods.words().len() as u32,
+            reserved: 0,
         })?;
         let mut channel = Self {
             device: device.clone(),
@@ -127,12 +144,6 @@ impl Channel {
             counters: ChannelCounters::default(),
             wait_policy: WaitPolicy::default(),
         };
-        let mut methods = Methods::new();
-        if engine == EngineKind::Compute {
-            methods.set_object(host::SUBCHANNEL_COMPUTE, compute_class::CLASS);
-            compute::set_up(&mut methods);
-        }
-        methods.set_object(host::SUBCHANNEL_COPY, copy_class::CLASS);
         let fence = channel.submit(&methods)?;
         channel.wait_for("Setting the channel up", fence, Duration::from_secs(5))?;
         Ok(channel)

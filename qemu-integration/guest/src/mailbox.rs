@@ -72,7 +72,16 @@ impl Mailbox {
         platform: &dyn Platform,
         create: &ChannelCreate,
     ) -> Result<ChannelCreated, GuestError> {
-        self.request(platform, "ChannelCreate", Opcode::ChannelCreate, create.as_bytes())
+        let request = |payload: &[u8]| {
+            self.request(platform, "ChannelCreate", Opcode::ChannelCreate, payload)
+        };
+        match request(create.as_bytes()) {
+            // Earlier versions of the device know no preamble.
+            Err(GuestError::Refused { status: Status::Invalid, .. }) => {
+                request(&create.as_bytes()[..ChannelCreate::SHORT_BYTES])
+            }
+            created => created,
+        }
     }
 
     /// Queries a channel's state.

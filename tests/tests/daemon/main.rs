@@ -9,6 +9,7 @@ mod metrics;
 mod migration;
 mod nvidia;
 mod nvidia_replacement;
+mod nvidia_saving;
 mod replacement;
 mod replacement_endurance;
 mod resilience;

@@ -221,6 +221,7 @@ fn make_channel() -> Code {
         userd: USERD.into(),
         userd_aperture: USERD_GUEST,
         vector: 1,
+        ..ChannelCreate::default()
     };
     let code = code.put(control(reg::MAILBOX_LO), MAILBOX);
     let code = request(code, Opcode::MapGuest, &[map.as_bytes(), page.as_bytes()].concat());

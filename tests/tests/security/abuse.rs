@@ -306,6 +306,7 @@ fn truncated_guest_memory_kills_neither_worker_nor_gpu() {
             userd: USERD,
             userd_aperture: USERD_GUEST,
             vector: 0,
+            ..ChannelCreate::default()
         };
         let created = doomed.request(Opcode::ChannelCreate, create.as_bytes());
         let nop =

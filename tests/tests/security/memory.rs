@@ -69,6 +69,7 @@ fn channel(tenant: &mut Doomed<'_>, gpfifo_va: u64, userd: u64) -> Vec<u8> {
         userd,
         userd_aperture: USERD_GUEST,
         vector: 0,
+        ..ChannelCreate::default()
     };
     tenant.request(Opcode::ChannelCreate, create.as_bytes())[4..8].to_vec()
 }

@@ -272,6 +272,7 @@ impl Driver {
             space,
             group,
             placement: Placement::default(),
+            preamble: None,
         };
         let handle = self.client.create_channel(&spec).unwrap();
         Ring { id: handle.id, token: handle.token, base, put: 0, submitted: 0 }

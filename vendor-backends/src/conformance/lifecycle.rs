@@ -28,6 +28,7 @@ pub fn channel_spec(engine: EngineKind, memory: MemoryId, userd: u64) -> Channel
         space: SpaceId::DEFAULT,
         group: None,
         placement: Placement::default(),
+        preamble: None,
     }
 }
 

@@ -42,6 +42,7 @@ pub(super) fn refusals(driver: &mut Driver) {
         space: default,
         group: None,
         placement: Placement::default(),
+        preamble: None,
     };
     for bad in [
         ChannelSpec { gpfifo: GpuVa(free + 4), ..good },

@@ -125,6 +125,7 @@ pub(super) fn groups(driver: &mut Driver) {
         space: SpaceId::DEFAULT,
         group: Some(7),
         placement: Placement::default(),
+        preamble: None,
     };
     let refused = driver.client().create_channel(&spec);
     assert!(matches!(refused, Err(GpuError::Invalid(_))), "{refused:?}");

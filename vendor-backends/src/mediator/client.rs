@@ -438,6 +438,7 @@ mod tests {
                 space: SpaceId::DEFAULT,
                 group: Some(1),
                 placement: mdev_core::gpu::Placement::default(),
+                preamble: None,
             };
             let refused = [
                 client.create_space().map(drop),

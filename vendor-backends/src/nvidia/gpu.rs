@@ -179,6 +179,9 @@ impl NvidiaGpu {
         description.capabilities.set(GpuCapabilities::VRAM_APERTURE, options.direct_vram);
         let programs = layout.series >= FIRST_SERIES_WITH_PROGRAMS && !options.direct_doorbell;
         description.capabilities.set(GpuCapabilities::PROGRAMS, programs);
+        // What a VM maps of the GPU itself would be another one's after a restore.
+        let maps_gpu = options.direct_doorbell || options.direct_vram;
+        description.capabilities.set(GpuCapabilities::SAVE, !maps_gpu);
         // Refuses an unsupported generation now rather than at the start of the first VM.
         device.usermode()?;
         if !device.generation.is_tested() {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use mdev_core::abi::mailbox::{VA_END, VA_START};
-use mdev_core::gpu::{CREATED_VA_END, GpuError, MapRequest};
+use mdev_core::gpu::{Backing, CREATED_VA_END, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 
@@ -29,6 +29,9 @@ struct GpuMapping {
     len: u64,
     object: Arc<Object>,
     memory: Option<MemoryId>,
+    /// Offset in the memory.
+    offset: u64,
+    writable: bool,
 }
 
 /// Address space with its mappings by their virtual address.
@@ -57,13 +60,14 @@ impl GpuMappings {
     ) -> Result<Self, GpuError> {
         let space = Arc::new(device.adopt_space(state.space, state.range));
         let mut adopted = Self::new(device.rm_client.clone(), state.id, space);
-        for MappingState { va, len, memory } in &state.mappings {
+        for MappingState { va, len, memory, offset, writable } in &state.mappings {
             adopted.check_free(GpuVa(*va), *len, 0)?;
             let (object, bytes) = object(*memory).ok_or(DAMAGED)?;
-            if *len > bytes {
+            if offset.checked_add(*len).is_none_or(|end| end > bytes) {
                 return Err(DAMAGED);
             }
-            adopted.mappings.insert(*va, GpuMapping { len: *len, object, memory: *memory });
+            let (len, memory, offset, writable) = (*len, *memory, *offset, *writable);
+            adopted.mappings.insert(*va, GpuMapping { len, object, memory, offset, writable });
         }
         Ok(adopted)
     }
@@ -76,7 +80,9 @@ impl GpuMappings {
     ) -> Result<(), GpuError> {
         let RegionState { va, len, .. } = *region;
         self.check_free(GpuVa(va), len, 0)?;
-        self.mappings.insert(va, GpuMapping { len, object: object.clone(), memory: None });
+        let object = object.clone();
+        let mapping = GpuMapping { len, object, memory: None, offset: 0, writable: true };
+        self.mappings.insert(va, mapping);
         Ok(())
     }
 
@@ -89,16 +95,49 @@ impl GpuMappings {
         regions: &mut Vec<RegionState>,
     ) -> SpaceState {
         let mut mappings = Vec::new();
-        for (va, GpuMapping { len, object, memory }) in &self.mappings {
-            let (va, len) = (*va, *len);
-            if is_region(*memory, object) {
+        for (va, mapping) in &self.mappings {
+            let GpuMapping { len, object, memory, offset, writable } = mapping;
+            let (va, len, memory) = (*va, *len, *memory);
+            if is_region(memory, object) {
                 regions.push(RegionState { space: id, va, len, object: object.handle() });
             } else {
-                mappings.push(MappingState { va, len, memory: *memory });
+                mappings.push(MappingState {
+                    va,
+                    len,
+                    memory,
+                    offset: *offset,
+                    writable: *writable,
+                });
             }
         }
         let AddressSpace { space, range, .. } = &*self.space;
         SpaceState { id, space: space.handle(), range: range.handle(), mappings }
+    }
+
+    /// Returns the requests that make the mappings again. `None` if there is memory that a saved
+    /// client cannot have: `is_known` tells by the object.
+    pub fn requests(
+        &self,
+        space: SpaceId,
+        is_known: impl Fn(Option<MemoryId>, &Arc<Object>) -> bool,
+    ) -> Option<Vec<MapRequest>> {
+        let request = |(va, mapping): (&u64, &GpuMapping)| {
+            let GpuMapping { len, object, memory, offset, writable } = mapping;
+            let backing = match *memory {
+                Some(memory) => Backing::Guest { memory, offset: *offset },
+                None => Backing::Vram { offset: *offset },
+            };
+            let request = MapRequest::new(GpuVa(*va), *len, backing).in_space(space);
+            let request = MapRequest { writable: *writable, ..request };
+            is_known(*memory, object).then_some(request)
+        };
+        self.mappings.iter().map(request).collect()
+    }
+
+    /// Returns the memory at an address, and the offset in it.
+    pub fn locate(&self, GpuVa(va): GpuVa) -> Option<(Option<MemoryId>, u64)> {
+        let (start, mapping) = self.mappings.range(..=va).next_back()?;
+        (va - start < mapping.len).then_some((mapping.memory, mapping.offset + (va - start)))
     }
 
     /// Returns the number of mappings.
@@ -150,7 +189,7 @@ impl GpuMappings {
             None => flags |= flag::PAGE_4K,
         }
         self.rm_client.map_dma(&self.space, &object, offset, len, va, flags)?;
-        self.mappings.insert(va, GpuMapping { len, object, memory });
+        self.mappings.insert(va, GpuMapping { len, object, memory, offset, writable });
         Ok(())
     }
 
@@ -163,7 +202,8 @@ impl GpuMappings {
     ) -> Result<(), GpuError> {
         self.check_free(va, len, 0)?;
         self.rm_client.map_launch_region(&self.space, &object, len, va.0)?;
-        self.mappings.insert(va.0, GpuMapping { len, object, memory: None });
+        let mapping = GpuMapping { len, object, memory: None, offset: 0, writable: true };
+        self.mappings.insert(va.0, mapping);
         Ok(())
     }
 
@@ -230,13 +270,14 @@ impl GpuMappings {
         let handle = mapping.object.handle();
         self.rm_client.unmap_dma(&self.space, handle, from, size)?;
         let Some(mapping) = self.mappings.remove(&start) else { return Ok(()) };
-        let GpuMapping { len, object, memory } = mapping;
+        let GpuMapping { len, object, memory, offset, writable } = mapping;
         if from > start {
-            let before = GpuMapping { len: from - start, object: object.clone(), memory };
-            self.mappings.insert(start, before);
+            let (object, len) = (object.clone(), from - start);
+            self.mappings.insert(start, GpuMapping { len, object, memory, offset, writable });
         }
         if to < start + len {
-            self.mappings.insert(to, GpuMapping { len: start + len - to, object, memory });
+            let (len, offset) = (start + len - to, offset + (to - start));
+            self.mappings.insert(to, GpuMapping { len, object, memory, offset, writable });
         }
         Ok(())
     }

@@ -331,6 +331,55 @@ impl Memory {
         self.spaces.get_mut(&id).ok_or(GpuError::NotFound("address space"))
     }
 
+    /// Returns guest memory at an address, and the offset in it.
+    pub fn guest_memory(&self, space: SpaceId, va: GpuVa) -> Option<(Arc<Mapping>, u64)> {
+        let (memory, offset) = self.spaces.get(&space)?.locate(va)?;
+        Some((self.imports.get(&memory?)?.mapping.clone(), offset))
+    }
+
+    /// Returns the created address spaces and all mappings. `None` if programs have memory of their
+    /// own.
+    pub fn save(&self) -> Option<(Vec<SpaceId>, Vec<MapRequest>)> {
+        if !self.allocations.is_empty() {
+            return None;
+        }
+        let created = self.spaces.keys().copied().filter(|id| *id != SpaceId::DEFAULT);
+        let mut mappings = Vec::new();
+        for (id, space) in &self.spaces {
+            mappings.extend(space.requests(*id, |memory, object| self.is_known(memory, object))?);
+        }
+        Some((created.collect(), mappings))
+    }
+
+    /// Creates an address space with the id of a saved one.
+    pub fn restore_space(&mut self, id: SpaceId) -> Result<(), GpuError> {
+        if id == SpaceId::DEFAULT || self.spaces.contains_key(&id) || id.0 == u32::MAX {
+            return Err(GpuError::Invalid("the id of an address space"));
+        }
+        if self.spaces.len() >= MAX_SPACES {
+            return Err(GpuError::Limit("address spaces"));
+        }
+        let space = Arc::new(self.device.address_space()?);
+        self.spaces.insert(id, GpuMappings::new(self.device.rm_client.clone(), id, space));
+        self.next_space = self.next_space.max(id.0 + 1);
+        Ok(())
+    }
+
+    /// Returns whether an object is an import, or the partition.
+    fn is_known(&self, memory: Option<MemoryId>, object: &Arc<Object>) -> bool {
+        match memory {
+            Some(id) => self.imports.contains_key(&id),
+            None => self.vram.as_ref().is_some_and(|vram| Arc::ptr_eq(vram, object)),
+        }
+    }
+
+    /// Returns the partition of video memory, and its length in bytes.
+    pub fn partition(&mut self) -> Result<(Arc<Object>, u64), GpuError> {
+        self.restore_vram()?;
+        let vram = self.vram.clone().ok_or(GpuError::NotFound("video memory"))?;
+        Ok((vram, self.vram_bytes))
+    }
+
     /// Resolves `len` bytes of guest memory or video memory.
     fn resolve(&mut self, backing: Backing, len: u64) -> Result<MemoryLocation, GpuError> {
         match backing {

@@ -11,11 +11,12 @@
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
 //!    `idle_check`, `wait_check`, `long_kernel`, [`privilege`]; its threads: [`manager_thread`],
 //!    [`interrupt_thread`]
-//! 5. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
+//! 5. `saving`: stopping a vGPU's work; `vram_copier`: copies of its video memory
+//! 6. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
-//! 6. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in a
+//! 7. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in a
 //!    VM; [`driver_queries`]: what they ask the driver
-//! 7. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
+//! 8. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 
 pub mod activity;
@@ -49,12 +50,14 @@ pub mod rm_client;
 pub mod rm_object;
 #[cfg(feature = "test-util")]
 pub mod rm_recorder;
+mod saving;
 pub mod signals;
 pub mod switch_probe;
 pub mod sys;
 mod usage_reconcile;
 pub mod version;
 pub mod vgpu_state;
+mod vram_copier;
 mod wait_check;
 pub mod wire;
 

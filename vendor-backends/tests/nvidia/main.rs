@@ -11,6 +11,7 @@ mod hostile_worker;
 mod manager;
 mod mappings;
 mod programs;
+mod saving;
 mod scheduling;
 mod teardown;
 #[path = "../support/warnings.rs"]

@@ -94,3 +94,13 @@ fn a_worker_that_has_ended_is_no_warning() {
     });
     assert!(logged.is_empty(), "{logged:?}");
 }
+
+#[test]
+fn an_eviction_arrives_although_the_manager_has_not_read_all_messages() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (vgpu, mut client) = client(&rm, &mut gpu);
+    // The worker's first message is not read.
+    gpu.evict(vgpu).unwrap();
+    eventually("eviction", || client.take_pending().contains(Pending::DEVICE_LOST));
+}

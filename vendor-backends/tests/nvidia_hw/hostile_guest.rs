@@ -56,6 +56,7 @@ fn a_swapped_userd_does_not_hide_work() {
         space: SpaceId::DEFAULT,
         group: None,
         placement: mdev_core::gpu::Placement::default(),
+        preamble: None,
     };
     let channel = driver.client().create_channel(&spec).unwrap();
     let semaphore = |number: u64| 0x3000 + number * 16;

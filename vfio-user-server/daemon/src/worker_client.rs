@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use mdev_core::device::{ConfigWrite, Scanout};
+use mdev_core::gpu::StagedCopy;
 use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use vgpud_host::text::one_line;
 
@@ -123,22 +124,22 @@ pub fn check_save(control: &Path) -> io::Result<()> {
 
 /// Stops the work of a worker's vGPU.
 pub fn pause(control: &Path) -> io::Result<()> {
-    done(control, &WorkerRequest::Pause)
+    done_in_time(control, &WorkerRequest::Pause)
 }
 
 /// Continues the work of a worker's vGPU.
 pub fn resume(control: &Path) -> io::Result<()> {
-    done(control, &WorkerRequest::Resume)
+    done_in_time(control, &WorkerRequest::Resume)
 }
 
 /// Resets a worker's vGPU and clears its video memory.
 pub fn discard(control: &Path) -> io::Result<()> {
-    done(control, &WorkerRequest::Discard)
+    done_in_time(control, &WorkerRequest::Discard)
 }
 
 /// Lets another process of the VM attach.
 pub fn begin_handover(control: &Path) -> io::Result<()> {
-    done(control, &WorkerRequest::BeginHandover)
+    done_in_time(control, &WorkerRequest::BeginHandover)
 }
 
 /// Gives the vGPU to the process that has attached. Returns the writes to configuration space that
@@ -152,7 +153,7 @@ pub fn adopt(control: &Path) -> io::Result<Vec<ConfigWrite>> {
 
 /// Gives the vGPU back to the old process.
 pub fn abandon_handover(control: &Path) -> io::Result<()> {
-    done(control, &WorkerRequest::AbandonHandover)
+    done_in_time(control, &WorkerRequest::AbandonHandover)
 }
 
 /// Requests the state of a paused vGPU.
@@ -211,6 +212,11 @@ pub fn fill_guest(control: &Path, pieces: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
+/// Copies between the video memory of a paused vGPU and its staging memory.
+pub fn copy_staged(control: &Path, copy: StagedCopy) -> io::Result<()> {
+    done_in_time(control, &WorkerRequest::CopyStaged(copy))
+}
+
 /// Sends a request whose reply has files. A worker that was taken over can pass any: reading one of
 /// a file system in user space waits for its server, so files that are no shared memory are refused.
 fn with_memory(
@@ -232,7 +238,16 @@ fn missing() -> io::Error {
 }
 
 fn done(control: &Path, message: &WorkerRequest) -> io::Result<()> {
-    match request(control, message, &[])? {
+    accept_done(request(control, message, &[])?)
+}
+
+/// Sends a request that can take as long as the work of the vGPU, or as its memory is large.
+fn done_in_time(control: &Path, message: &WorkerRequest) -> io::Result<()> {
+    accept_done(exchange_within(SAVE_TIMEOUT, control, message, &[], SeqPacket::recv)?.0)
+}
+
+fn accept_done(reply: WorkerReply) -> io::Result<()> {
+    match reply {
         WorkerReply::Done => Ok(()),
         other => Err(unexpected(&other)),
     }

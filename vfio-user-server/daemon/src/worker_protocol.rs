@@ -8,12 +8,12 @@
 //! earlier version then continues without queries until its vGPU is stopped.
 
 use mdev_core::device::{ConfigWrite, FunctionSpec, Scanout};
-use mdev_core::gpu::ClientSpec;
+use mdev_core::gpu::{ClientSpec, StagedCopy};
 use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// First version with [`WorkerRequest::CheckSave`], and the requests after it.
 pub const WITH_SAVE: u32 = 7;
@@ -124,6 +124,9 @@ pub enum WorkerRequest {
     /// Writes the guest memory in the attached file of the same kind. The reply is
     /// [`WorkerReply::Done`].
     FillGuest,
+    /// Copies between the video memory of a paused vGPU and its staging memory, which `Save` and
+    /// `Restore` return. The reply is [`WorkerReply::Done`]. Since version 11.
+    CopyStaged(StagedCopy),
 }
 
 /// Reply of a worker.
@@ -164,6 +167,10 @@ pub struct MemoryRange {
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
+    /// The file is staging memory, since version 11. It is shorter than video memory, which a manager
+    /// of an earlier version refuses.
+    #[serde(default)]
+    pub staged: bool,
 }
 
 /// Result of a restore.

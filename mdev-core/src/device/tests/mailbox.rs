@@ -3,7 +3,8 @@ use crate::abi::mailbox::{
     ChannelCreate, ChannelCreated, ChannelName, ChannelState, ENGINE_COMPUTE, Info, MAP_READ_ONLY,
     MAX_SCATTER, MapGuest, MapVram, Scatter, USERD_GUEST, USERD_VRAM, Unmap, VA_END, VA_START,
 };
-use crate::gpu::Backing;
+use crate::gpu::{Backing, Preamble};
+use crate::ids::GpuVa;
 
 /// Returns the payload of a `MapGuest` request.
 pub(super) fn map_guest(va: u64, ranges: &[(u64, u64)]) -> Vec<u8> {
@@ -23,6 +24,7 @@ pub(super) fn channel_request() -> ChannelCreate {
         userd: 0x20_0000,
         userd_aperture: USERD_GUEST,
         vector: 1,
+        ..ChannelCreate::default()
     }
 }
 
@@ -134,11 +136,34 @@ fn bad_channels_are_refused() {
         (ChannelCreate { userd_aperture: USERD_VRAM, userd: !511, ..good }, Status::OutOfRange),
         (ChannelCreate { userd_aperture: 2, ..good }, Status::Invalid),
         (ChannelCreate { vector: 4, ..good }, Status::Invalid),
+        (ChannelCreate { reserved: 1, ..good }, Status::Invalid),
+        (ChannelCreate { preamble_dwords: 1, preamble_va: 2, ..good }, Status::Invalid),
+        (ChannelCreate { preamble_dwords: 1, preamble_va: VA_END, ..good }, Status::Invalid),
+        (ChannelCreate { preamble_dwords: 1, preamble_va: !3, ..good }, Status::Invalid),
+        (
+            ChannelCreate { preamble_dwords: 1 << 21, preamble_va: VA_START, ..good },
+            Status::Invalid,
+        ),
     ] {
         let (got, _) = guest.request(Opcode::ChannelCreate, request.as_bytes());
         assert_eq!(got, status, "{request:?}");
     }
     assert!(guest.record.lock().unwrap().channels.is_empty());
+}
+
+#[test]
+fn drivers_may_name_a_preamble() {
+    let mut guest = Guest::new();
+    let with = ChannelCreate { preamble_va: VA_START + 8, preamble_dwords: 5, ..channel_request() };
+    assert_eq!(guest.request(Opcode::ChannelCreate, with.as_bytes()).0, Status::Ok);
+    // Those of before do not know it.
+    let short = &channel_request().as_bytes()[..ChannelCreate::SHORT_BYTES].to_vec();
+    assert_eq!(guest.request(Opcode::ChannelCreate, short).0, Status::Ok);
+    let longer = &with.as_bytes()[..ChannelCreate::SHORT_BYTES + 8].to_vec();
+    assert_eq!(guest.request(Opcode::ChannelCreate, longer).0, Status::Invalid);
+    let record = guest.record.lock().unwrap();
+    let preambles: Vec<_> = record.channels.values().map(|channel| channel.preamble).collect();
+    assert_eq!(preambles, [Preamble::new(GpuVa(VA_START + 8), 5), None]);
 }
 
 #[test]

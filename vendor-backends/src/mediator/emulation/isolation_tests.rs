@@ -249,6 +249,7 @@ proptest! {
             space,
             group: None,
             placement: Placement::default(),
+            preamble: None,
         };
         let userd = Userd { mapping: Arc::clone(&memory), offset: USERD, memory: None };
         let mut channel = Channel::new(spec, userd, 0);

@@ -123,7 +123,17 @@ impl From<DefaultChannel> for ChannelSpec {
         let DefaultChannel { engine, gpfifo, gpfifo_entries, userd, vector } = channel;
         let (space, group) = (SpaceId::DEFAULT, None);
         let placement = Placement::default();
-        Self { engine, gpfifo, gpfifo_entries, userd, vector, space, group, placement }
+        Self {
+            engine,
+            gpfifo,
+            gpfifo_entries,
+            userd,
+            vector,
+            space,
+            group,
+            placement,
+            preamble: None,
+        }
     }
 }
 

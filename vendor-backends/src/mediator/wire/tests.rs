@@ -91,6 +91,7 @@ fn check_client_requests() {
         space: SpaceId::DEFAULT,
         group: None,
         placement: Placement::default(),
+        preamble: None,
     };
     let client = [
         (ClientRequest::Import { offset: 0, len: 4096, writable: true }, "0100802001"),

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use crate::mem::{Mapping, sealed_memfd};
 
 /// `"TSNVCLI"` and the version of the file and its records.
-const MAGIC: u64 = u64::from_le_bytes(*b"TSNVCLI\x01");
+const MAGIC: u64 = u64::from_le_bytes(*b"TSNVCLI\x02");
 
 /// Slots of the state, in bytes: some 10,000 mappings.
 const STATE_BYTES: u64 = 256 << 10;

@@ -7,7 +7,7 @@ use mdev_core::ids::ChannelId;
 use nix::time::ClockId;
 use serde::{Deserialize, Serialize};
 
-use crate::nvidia::channels::Counters;
+use crate::nvidia::channels::{Counters, Pause, Resumption};
 use crate::nvidia::ctxsw_log::LogPosition;
 
 /// State of the channels.
@@ -15,6 +15,8 @@ use crate::nvidia::ctxsw_log::LogPosition;
 pub struct LiveChannels {
     /// Whether the gate is open.
     pub gate_open: bool,
+    /// Whether the channels are stopped for a save.
+    pub pause: Pause,
     /// The driver may not have opened or closed the gate for all channels yet.
     pub gate_changes: bool,
     /// Time slice that the manager has set.
@@ -48,8 +50,10 @@ pub struct LiveChannel {
     pub error: u32,
     /// Address of the error.
     pub error_info: u64,
-    /// The gate has disabled the channel.
+    /// The gate or a pause has disabled the channel.
     pub disabled: bool,
+    /// What is to be done before the channel continues.
+    pub resumption: Option<Resumption>,
 }
 
 /// Engine time and activity.

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use mdev_core::abi::control::VECTORS;
-use mdev_core::gpu::{EngineKind, GpuError};
+use mdev_core::gpu::{ChannelSpec, EngineKind, GpuError, Preamble};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId, Token};
 use serde::{Deserialize, Serialize};
 
@@ -203,6 +203,10 @@ pub struct MappingState {
     pub len: u64,
     /// The import, or the partition of video memory.
     pub memory: Option<MemoryId>,
+    /// Offset in the memory, in bytes.
+    pub offset: u64,
+    /// False if the GPU may only read the memory.
+    pub writable: bool,
 }
 
 /// Imported guest memory.
@@ -259,16 +263,16 @@ pub struct ChannelState {
     pub group_object: Option<u32>,
     /// Number of the group.
     pub group: u32,
-    /// Engine.
-    pub engine: EngineKind,
+    /// Parameters, without the preamble.
+    pub spec: ChannelSpec,
+    /// Preamble.
+    pub preamble: Option<Preamble>,
     /// Number of the engine (`NV2080_ENGINE_TYPE_*`).
     pub engine_number: u32,
-    /// Address space.
-    pub space: SpaceId,
-    /// Token.
+    /// Token that the guest rings.
     pub token: Token,
-    /// Interrupt vector.
-    pub vector: u32,
+    /// Token of the GPU.
+    pub gpu_token: Token,
     /// USERD: an import or the partition, and the offset in it. None after a teardown.
     pub userd: Option<(Option<MemoryId>, u64)>,
     /// Index of the error notifier.
@@ -335,11 +339,11 @@ impl ClientState {
             channel.id.0 < *next_id
                 && channel.group <= *last_group
                 && (channel.notifier as usize) < notifiers.len()
-                && channel.vector < VECTORS
+                && channel.spec.vector < VECTORS
                 && channel.objects.is_empty() == channel.group_object.is_none()
                 && channel.objects.len() <= 3
-                && has_space(channel.space)
-                && runs_on(channel.engine, channel.engine_number)
+                && has_space(channel.spec.space)
+                && runs_on(channel.spec.engine, channel.engine_number)
         };
         channels.len() <= limit
             && notifiers.len() == limit

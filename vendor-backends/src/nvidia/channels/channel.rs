@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use mdev_core::abi::userd;
-use mdev_core::gpu::{EngineKind, GpuError};
+use mdev_core::gpu::{ChannelSpec, EngineKind, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId, Token};
 
 use super::exceptions::ExceptionWatch;
+use super::pause::Resumption;
 use super::teardown::Running;
 use crate::mem::Mapping;
 use crate::nvidia::adoption::kept::{self, Kept};
@@ -85,8 +86,14 @@ pub(super) struct Channel {
     pub(super) space: SpaceId,
     /// Number of the group.
     pub(super) group: u32,
+    /// Token that the guest rings.
     pub(super) token: Token,
+    /// Token of the GPU, which is another one in a restored channel.
+    pub(super) gpu_token: Token,
     pub(super) vector: u32,
+    pub(super) spec: ChannelSpec,
+    /// What is to be done before a paused channel continues.
+    pub(super) resumption: Option<Resumption>,
     pub(super) userd: Option<MemoryLocation>,
     pub(super) notifier: Arc<Notifier>,
     pub(super) error: u32,
@@ -106,6 +113,15 @@ impl Channel {
     pub(super) fn load_userd(&self, offset: u64) -> Option<u32> {
         let userd = self.userd.as_ref()?;
         userd.mapping.as_ref()?.load_u32(userd.offset + offset)
+    }
+
+    /// Stores a word of the USERD.
+    pub(super) fn store_userd(&self, offset: u64, value: u32) {
+        if let Some(userd) = &self.userd
+            && let Some(mapping) = &userd.mapping
+        {
+            let _ = mapping.store_u32(userd.offset + offset, value);
+        }
     }
 
     /// Returns whether the channel has its USERD in a guest's memory.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mdev_core::gpu::{Backing, EngineKind, Exception, GpuError};
+use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Exception, GpuError};
 use mdev_core::ids::ChannelId;
 
 use super::channel::{Channel, Notifier};
@@ -89,6 +89,7 @@ impl Channels {
 
     fn adopt_live(&mut self, live: &LiveChannels) {
         self.gate_open = live.gate_open;
+        self.pause = live.pause;
         self.timeslice = live.timeslice;
         self.idle = live.idle;
         self.sharing = live.sharing.map(|groups| groups.max(1));
@@ -125,7 +126,8 @@ impl Channels {
         let mapping = userd.as_ref().and_then(|userd| Some((userd.mapping.clone()?, userd.offset)));
         let registration = match (&self.poller, mapping) {
             (Some(poller), Some((mapping, offset))) => {
-                Some(poller.add(state.token, mapping, offset, !is_programs))
+                let tokens = [state.token, state.gpu_token];
+                Some(poller.add(tokens, mapping, offset, !is_programs))
             }
             (Some(_), None) if userd.is_some() => return Err(DAMAGED),
             _ => None,
@@ -145,12 +147,15 @@ impl Channels {
             context_share,
             exceptions,
             objects,
-            engine: state.engine,
+            engine: state.spec.engine,
             engine_number: state.engine_number,
-            space: state.space,
+            space: state.spec.space,
             group: state.group,
             token: state.token,
-            vector: state.vector,
+            gpu_token: state.gpu_token,
+            vector: state.spec.vector,
+            spec: ChannelSpec { preamble: state.preamble, ..state.spec },
+            resumption: None,
             userd,
             notifier,
             error: 0,
@@ -166,10 +171,10 @@ impl Channels {
 
     /// Continues with errors, gate and slices, and rings for what may not have been rung for.
     fn resume_live(&mut self, live: &LiveChannels, used: &[ChannelId]) -> Result<(), GpuError> {
-        for LiveChannel { id, error, error_info, disabled } in &live.channels {
+        for LiveChannel { id, error, error_info, disabled, resumption } in &live.channels {
             if let Some(channel) = self.by_id.get_mut(id) {
                 (channel.error, channel.error_info) = (*error, *error_info);
-                channel.disabled = *disabled;
+                (channel.disabled, channel.resumption) = (*disabled, *resumption);
             }
         }
         // A channel's error is that of its group.
@@ -179,9 +184,8 @@ impl Channels {
         if live.gate_changes {
             self.enable_all();
         }
-        if let Some(poller) = &self.poller {
-            poller.set_gated(!self.gate_open);
-        }
+        self.abandon_transition();
+        self.set_poller_gated();
         self.schedule_deferred()?;
         self.apply_gate()?;
         self.groups.iter().try_for_each(|group| self.apply_timeslice(group))?;
@@ -252,11 +256,11 @@ impl Channels {
             objects: channel.objects.iter().map(|object| object.handle()).collect(),
             group_object: channel.object().and_then(|object| Some(object.parent()?.handle())),
             group: channel.group,
-            engine: channel.engine,
+            spec: channel.spec,
+            preamble: channel.spec.preamble,
             engine_number: channel.engine_number,
-            space: channel.space,
             token: channel.token,
-            vector: channel.vector,
+            gpu_token: channel.gpu_token,
             userd: channel.userd.as_ref().map(|userd| (userd.memory, userd.offset)),
             notifier: notifier as u32,
         })
@@ -265,16 +269,19 @@ impl Channels {
     /// Records what changes by itself. `gate_changes` says that the driver is about to open or close
     /// the gate.
     pub fn record_live(&self, gate_changes: bool) {
-        let channels = self.by_id.iter().filter(|(_, c)| c.error != 0 || c.disabled);
+        let differs = |c: &Channel| c.error != 0 || c.disabled || c.resumption.is_some();
+        let channels = self.by_id.iter().filter(|(_, channel)| differs(channel));
         let channels = channels.map(|(id, channel)| LiveChannel {
             id: *id,
             error: channel.error,
             error_info: channel.error_info,
             disabled: channel.disabled,
+            resumption: channel.resumption,
         });
         let unscheduled = self.groups.iter().filter(|group| group.must_schedule);
         let live = LiveChannels {
             gate_open: self.gate_open,
+            pause: self.pause,
             gate_changes,
             timeslice: self.timeslice,
             idle: self.idle,

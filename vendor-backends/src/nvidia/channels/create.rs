@@ -24,6 +24,23 @@ impl Channels {
         userd: MemoryLocation,
         space: &AddressSpace,
     ) -> Result<ChannelHandle, GpuError> {
+        let id = ChannelId(self.next_id);
+        let next_id = self.next_id.checked_add(1).ok_or(GpuError::Limit("channels"))?;
+        let token = self.create_with(id, spec, userd, space, None)?;
+        self.next_id = next_id;
+        Ok(ChannelHandle { id, token })
+    }
+
+    /// Creates a channel with an id, and with the guest's token if that is known already. Returns the
+    /// guest's token.
+    pub(super) fn create_with(
+        &mut self,
+        id: ChannelId,
+        spec: &ChannelSpec,
+        userd: MemoryLocation,
+        space: &AddressSpace,
+        token: Option<Token>,
+    ) -> Result<Token, GpuError> {
         if self.count() >= self.limit {
             return Err(GpuError::Limit("channels"));
         }
@@ -33,11 +50,9 @@ impl Channels {
             return Err(GpuError::Unsupported(what));
         }
         self.note_errors();
-        let id = ChannelId(self.next_id);
-        let next_id = self.next_id.checked_add(1).ok_or(GpuError::Limit("channels"))?;
         let notifier = self.free_notifiers.pop().ok_or(GpuError::Limit("channels"))?;
         notifier.clear();
-        let channel = match self.new_channel(spec, userd, space, notifier.clone()) {
+        let channel = match self.new_channel(spec, userd, space, notifier.clone(), token) {
             Ok(channel) => channel,
             Err(error) => {
                 self.free_notifiers.push(notifier);
@@ -47,7 +62,6 @@ impl Channels {
         };
         let (token, number) = (channel.token, channel.group);
         self.by_id.insert(id, channel);
-        self.next_id = next_id;
         // Behind a closed gate the channel is disabled, and its group is scheduled when the gate
         // opens: the channel must not run for a moment.
         let started = self.apply_gate().and_then(|()| self.schedule_or_defer(number));
@@ -55,7 +69,7 @@ impl Channels {
             self.destroy(id, Running::default())?;
             return Err(error);
         }
-        Ok(ChannelHandle { id, token })
+        Ok(token)
     }
 
     fn new_channel(
@@ -64,6 +78,7 @@ impl Channels {
         userd: MemoryLocation,
         space: &AddressSpace,
         notifier: Arc<Notifier>,
+        token: Option<Token>,
     ) -> Result<Channel, GpuError> {
         let number = self.group_of(spec, space)?;
         let found = self.groups.iter().find(|group| group.number == number);
@@ -77,13 +92,15 @@ impl Channels {
         if own && self.preempt_blocks && first {
             self.set_preemption(&group.object, preemption::BLOCKS)?;
         }
-        let mut token = u32::MAX;
-        objects[0].control(control::TOKEN, &mut token)?;
+        let mut gpu_token = u32::MAX;
+        objects[0].control(control::TOKEN, &mut gpu_token)?;
+        let gpu_token = Token(gpu_token);
+        let token = token.unwrap_or_else(|| self.free_token(gpu_token));
         let registration = match (&self.poller, &userd.mapping) {
             (None, _) => None,
             (Some(poller), Some(mapping)) => {
                 let wakes = spec.group.is_none();
-                Some(poller.add(Token(token), Arc::clone(mapping), userd.offset, wakes))
+                Some(poller.add([token, gpu_token], Arc::clone(mapping), userd.offset, wakes))
             }
             (Some(_), None) => {
                 return Err(GpuError::Unsupported("a USERD outside of guest memory"));
@@ -98,8 +115,11 @@ impl Channels {
             engine_number,
             space: spec.space,
             group: number,
-            token: Token(token),
+            token,
+            gpu_token,
             vector: spec.vector,
+            spec: *spec,
+            resumption: None,
             userd: Some(userd),
             notifier,
             error: 0,
@@ -107,6 +127,16 @@ impl Channels {
             disabled: false,
             is_programs: spec.group.is_some(),
         })
+    }
+
+    /// Returns a token for the guest: the GPU's, unless a restored channel has it.
+    fn free_token(&self, gpu: Token) -> Token {
+        let taken = |token: Token| self.by_id.values().any(|channel| channel.token == token);
+        // There are fewer channels than numbers.
+        (0..=u32::MAX)
+            .map(|number| Token(gpu.0 ^ number))
+            .find(|token| !taken(*token))
+            .unwrap_or(gpu)
     }
 
     /// Allocates a channel and the classes of its engine. The channel is the first object.

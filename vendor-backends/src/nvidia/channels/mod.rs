@@ -8,6 +8,8 @@ mod channel;
 mod continued;
 mod create;
 mod exceptions;
+mod pause;
+mod restore;
 mod scheduling;
 mod teardown;
 mod teardown_rate;
@@ -25,6 +27,8 @@ use serde::{Deserialize, Serialize};
 use self::channel::Channel;
 pub use self::channel::Notifier;
 pub use self::continued::Recorded;
+pub use self::pause::{Pause, Resumption};
+pub use self::restore::{Lookup, Origin, Replaced};
 pub use self::teardown::{Running, Teardown};
 use self::teardown_rate::TeardownRate;
 use super::adoption::journal::Journal;
@@ -91,6 +95,7 @@ pub struct Channels {
     notifiers: Vec<u32>,
     timeslice: Option<Duration>,
     gate_open: bool,
+    pause: Pause,
     /// Engines without work.
     idle: [bool; 2],
     /// Number of groups of each engine among which the vGPU's time slice is divided.
@@ -172,6 +177,7 @@ impl Channels {
             next_id: 1,
             timeslice: None,
             gate_open: true,
+            pause: Pause::None,
             idle: [false; 2],
             sharing: [1; 2],
             boosted_at: None,
@@ -192,6 +198,16 @@ impl Channels {
     /// Returns the handles of the error notifiers, by index.
     pub fn notifiers(&self) -> &[u32] {
         &self.notifiers
+    }
+
+    /// Returns the GPU's usermode page.
+    pub fn doorbell(&self) -> Arc<Mapping> {
+        self.doorbell.clone()
+    }
+
+    /// Returns the number of the fastest copy engine.
+    pub fn copy_engine(&self) -> u32 {
+        self.copy_engines.first().copied().unwrap_or(engine::COPY0)
     }
 
     /// Returns the number of channels.
@@ -345,7 +361,7 @@ impl Channels {
     fn ring(&self, channel: &Channel) {
         match &channel.registration {
             Some(registration) => registration.ring(),
-            None => doorbell_poller::ring(&self.doorbell, channel.token),
+            None => doorbell_poller::ring(&self.doorbell, channel.gpu_token),
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use mdev_core::gpu::{EngineKind, GpuError};
 
 use super::channel::Channel;
-use super::{Channels, Group, schedule};
+use super::{Channels, Group, Pause, schedule};
 use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::rm::RmError;
 use crate::nvidia::rm_object::Object;
@@ -110,20 +110,29 @@ impl Channels {
         done
     }
 
-    fn set_poller_gated(&self) {
+    pub(super) fn set_poller_gated(&self) {
         if let Some(poller) = &self.poller {
-            poller.set_gated(!self.gate_open);
+            poller.set_gated(!self.gate_open || self.pause != Pause::None);
+        }
+    }
+
+    /// Returns whether the channels should be enabled.
+    fn should_run(&self) -> bool {
+        match self.pause {
+            Pause::None => self.gate_open,
+            Pause::Changing => true,
+            Pause::Stopped => false,
         }
     }
 
     /// Schedules a group, or defers that until the gate opens.
     pub(super) fn schedule_or_defer(&mut self, number: u32) -> Result<(), GpuError> {
-        let gate_open = self.gate_open;
+        let runs = self.should_run();
         let Some(group) = self.groups.iter_mut().find(|group| group.number == number) else {
             return Ok(());
         };
-        group.must_schedule = !gate_open;
-        if gate_open {
+        group.must_schedule = !runs;
+        if runs {
             schedule(&self.device, &group.object)?;
         }
         Ok(())
@@ -131,8 +140,9 @@ impl Channels {
 
     /// Schedules the groups that got channels behind the closed gate, if the gate is open now.
     pub(super) fn schedule_deferred(&mut self) -> Result<(), GpuError> {
+        let runs = self.should_run();
         for group in self.groups.iter_mut().filter(|group| group.must_schedule) {
-            if self.gate_open {
+            if runs {
                 schedule(&self.device, &group.object)?;
                 group.must_schedule = false;
             }
@@ -144,7 +154,7 @@ impl Channels {
     pub(super) fn apply_gate(&mut self) -> Result<(), GpuError> {
         for disable in [true, false] {
             let differs = |channel: &&Channel| channel.error == 0 && channel.disabled != disable;
-            let channels = self.by_id.values().filter(|_| self.gate_open != disable);
+            let channels = self.by_id.values().filter(|_| self.should_run() != disable);
             let handles: Vec<u32> = channels
                 .filter(differs)
                 .filter_map(|channel| Some(channel.object()?.handle()))
@@ -168,8 +178,20 @@ impl Channels {
     }
 
     pub(super) fn disable(&self, disable: bool, channels: &[u32]) -> Result<(), GpuError> {
+        self.disable_with(disable, false, channels)
+    }
+
+    /// Disables or enables channels. With `rewind`, the GPU forgets `GP_PUT` and reads it again when
+    /// it is enabled.
+    pub(super) fn disable_with(
+        &self,
+        disable: bool,
+        rewind: bool,
+        channels: &[u32],
+    ) -> Result<(), GpuError> {
         let mut params = abi::DisableChannels {
             disable: u8::from(disable),
+            rewind: u8::from(rewind),
             count: channels.len() as u32,
             ..Default::default()
         };

@@ -6,8 +6,8 @@ use mdev_core::abi::notifier;
 use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 
-use super::Channels;
 use super::channel::Channel;
+use super::{Channels, Pause};
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::control;
@@ -180,6 +180,9 @@ impl Channels {
     /// Destroys all channels, even while they execute work.
     pub fn clear(&mut self, running: Running) {
         self.note_errors();
+        // A stopped channel executes nothing.
+        let stopped = std::mem::take(&mut self.pause) == Pause::Stopped;
+        let running = if stopped { Running::default() } else { running };
         let busy = |number: u32| {
             let mut of_group = self.by_id.iter().filter(|(_, c)| c.group == number && c.error == 0);
             of_group.find(|(_, channel)| channel.may_be_running(running)).map(|(id, _)| *id)
@@ -192,6 +195,7 @@ impl Channels {
             self.free_channel(channel);
         }
         self.groups.clear();
+        self.set_poller_gated();
     }
 
     /// Tears down the channels that have their USERD in memory about to be released, and marks them

@@ -148,6 +148,7 @@ impl NvidiaClient {
             thread_inputs: Some(thread_inputs),
             position: Position::after(position),
             took_exceptions: false,
+            copier: None,
             fixed: state.fixed,
             _events: events,
             _usermode: usermode,

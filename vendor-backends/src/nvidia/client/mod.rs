@@ -1,10 +1,12 @@
 //! Worker's side of an NVIDIA GPU: one unprivileged client of the resource manager.
 //!
 //! * `open`: opening a vGPU
+//! * `saved`: saving and restoring a vGPU
 //! * `continued`: recording a vGPU's state, and continuing with the vGPU of an earlier process
 
 mod continued;
 mod open;
+mod saved;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -12,9 +14,9 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
 use mdev_core::gpu::{
-    Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec, DoorbellWatch,
-    ErrorStates, Exception, GpuDescription, GpuError, GuestRam, KeptDescriptor, MapRequest,
-    Pending, Usage,
+    Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
+    DoorbellWatch, ErrorStates, Exception, GpuDescription, GpuError, GuestRam, KeptDescriptor,
+    MapRequest, Pending, SavedChannel, SavedClient, StagedCopy, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 
@@ -29,6 +31,7 @@ use super::manager_thread::ManagerThread;
 use super::memory::Memory;
 use super::rm_object::{AddressSpace, Object};
 use super::vgpu_state::{MAX_SWITCH_WAIT, VgpuState};
+use super::vram_copier::VramCopier;
 use super::wire::{FromWorker, Grant};
 use super::{driver_queries, interrupt_thread};
 use crate::mem::SharedMemory;
@@ -63,6 +66,8 @@ pub struct NvidiaClient {
     position: Position,
     /// Exceptions were taken since the last record.
     took_exceptions: bool,
+    /// Copier of video memory, in a pause.
+    copier: Option<VramCopier>,
     // Dropped in this order, after the objects that depend on them.
     fixed: FixedObjects,
     _events: [Arc<Object>; 2],
@@ -283,8 +288,49 @@ impl Client for NvidiaClient {
         self.state.signals.take()
     }
 
+    fn check_save(&mut self) -> Result<(), GpuError> {
+        self.check_saveable()
+    }
+
+    fn pause(&mut self) -> Result<(), GpuError> {
+        self.stop()
+    }
+
+    fn resume(&mut self) -> Result<(), GpuError> {
+        self.continue_work()
+    }
+
+    fn stages_memory(&self) -> bool {
+        self.apertures.vram.is_none()
+    }
+
+    fn staging(&mut self) -> Result<Aperture, GpuError> {
+        self.staging_memory()
+    }
+
+    fn copy_staged(&mut self, copy: StagedCopy) -> Result<(), GpuError> {
+        self.copy_vram(copy)
+    }
+
+    fn save(&mut self) -> Result<SavedClient, GpuError> {
+        self.saved_client()
+    }
+
+    fn restore_space(&mut self, space: SpaceId) -> Result<(), GpuError> {
+        self.restore_saved_space(space)
+    }
+
+    fn restore_channel(&mut self, channel: &SavedChannel) -> Result<(), GpuError> {
+        self.restore_saved_channel(channel)
+    }
+
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        self.clear_vram()
+    }
+
     fn reset(&mut self) -> Result<(), GpuError> {
         self.position.touch();
+        self.copier = None;
         let running = self.state.running_before(Teardown::All);
         self.state.channels().clear(running);
         self.memory.reset_spaces();

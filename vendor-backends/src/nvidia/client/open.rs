@@ -142,6 +142,7 @@ impl NvidiaClient {
             }),
             position: Position::default(),
             took_exceptions: false,
+            copier: None,
             fixed,
             _events: events.objects,
             _usermode: doorbells.usermode,

@@ -152,17 +152,18 @@ impl DoorbellPoller {
         self.unpark();
     }
 
-    /// Adds a channel with a USERD at `userd_offset` of the guest's `memory`. `wakes` says whether
-    /// the guest knows [`userd::NEED_WAKEUP`].
+    /// Adds a channel with a USERD at `userd_offset` of the guest's `memory`, and with the tokens of
+    /// the guest and of the GPU. `wakes` says whether the guest knows [`userd::NEED_WAKEUP`].
     pub fn add(
         self: &Arc<Self>,
-        token: Token,
+        [token, gpu_token]: [Token; 2],
         memory: Arc<Mapping>,
         userd_offset: u64,
         wakes: bool,
     ) -> Registration {
         let channel = Arc::new(Channel {
             token,
+            gpu_token,
             memory,
             userd_offset,
             wakes,
@@ -354,7 +355,7 @@ mod tests {
         let page = || SharedMemory::new(c"test", 4096).unwrap().mapping;
         let (doorbell, memory) = (page(), page());
         let poller = DoorbellPoller::new(doorbell.clone());
-        let registration = poller.add(Token(7), memory.clone(), 0, true);
+        let registration = poller.add([Token(7); 2], memory.clone(), 0, true);
         let (running, started) = (Arc::clone(&poller), Instant::now());
         let thread = std::thread::spawn(move || {
             running.run();
@@ -378,7 +379,7 @@ mod tests {
         let (doorbell, memory, rung) = (page(), page(), page());
         let poller = DoorbellPoller::new(doorbell.clone());
         poller.set_program_page(rung.clone());
-        let registration = poller.add(Token(7), memory.clone(), 0, false);
+        let registration = poller.add([Token(7); 2], memory.clone(), 0, false);
         let running = Arc::clone(&poller);
         let thread = std::thread::spawn(move || running.run());
         let deadline = Instant::now() + Duration::from_secs(20);

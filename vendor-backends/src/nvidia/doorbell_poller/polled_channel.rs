@@ -24,7 +24,10 @@ const PROGRAMS_BACKLOG_AFTER: Duration = Duration::from_micros(100);
 /// A polled channel.
 #[derive(Debug)]
 pub(super) struct Channel {
+    /// Token that the guest rings.
     pub token: Token,
+    /// Token of the GPU.
+    pub gpu_token: Token,
     /// The guest memory that holds the USERD.
     pub memory: Arc<Mapping>,
     pub userd_offset: u64,
@@ -70,7 +73,7 @@ impl Channel {
 
     pub fn ring(&self, doorbell: &Mapping) {
         self.rings.fetch_add(1, Ordering::Relaxed);
-        ring(doorbell, self.token);
+        ring(doorbell, self.gpu_token);
     }
 
     /// Tells the guest whether it has to wake the poller.

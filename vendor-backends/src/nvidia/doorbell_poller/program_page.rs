@@ -122,7 +122,7 @@ mod tests {
         let (memory, rung) = (page(), page());
         let poller = DoorbellPoller::new(page());
         poller.set_program_page(rung.clone());
-        let registration = poller.add(Token(7), memory.clone(), 0, false);
+        let registration = poller.add([Token(7); 2], memory.clone(), 0, false);
         let running = Arc::clone(&poller);
         let thread = std::thread::spawn(move || running.run());
         let ring = |put| {

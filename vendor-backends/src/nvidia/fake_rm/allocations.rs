@@ -1,9 +1,11 @@
 //! Allocations of the fake driver: objects, guest memory and CPU mappings.
 
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
 use mdev_core::abi::{compute, copy, host};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::objects::{CLOCK, Object, Refusal, denies_privileges, is_engine};
 use super::params::{exact, padded};
@@ -86,6 +88,13 @@ fn alloc_memory(
         return Err(status::INVALID_ARGUMENT);
     }
     object.len = params.size;
+    if object.class == class::VIDEO_MEMORY
+        && let Ok(contents) = memfd_create("vram", MFdFlags::MFD_CLOEXEC)
+    {
+        let contents = File::from(contents);
+        contents.set_len(params.size).map_err(|_| status::NO_MEMORY)?;
+        object.contents = Some(contents);
+    }
     object.read_only = params.attr2 >> 22 & 1 != 0;
     if object.class == class::VIDEO_MEMORY
         && state.objects.video_memory() + params.size > VIDEO_MEMORY
@@ -158,6 +167,7 @@ pub fn register_memory(state: &mut State, alloc: &abi::AllocMemory) -> Result<()
         parent: alloc.parent,
         class: alloc.class,
         len: alloc.limit + 1,
+        address: alloc.memory,
         ..Default::default()
     };
     state.objects.insert(alloc.object, object)

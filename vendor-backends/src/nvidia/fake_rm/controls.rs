@@ -90,7 +90,8 @@ fn control_subdevice(
             let list: abi::DisableChannels = exact(Some(params))?;
             for index in 0..(list.count as usize).min(list.channels.len()) {
                 let (client, channel) = (list.clients[index], list.channels[index]);
-                state.objects.disable(client, channel, list.disable != 0, state.process)?;
+                let how = (list.disable != 0, list.rewind != 0);
+                state.objects.disable(client, channel, how, state.process)?;
             }
             Ok(())
         }

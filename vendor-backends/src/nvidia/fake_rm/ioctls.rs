@@ -141,9 +141,10 @@ fn execute_on_control(
 
 fn map_dma<P: MapDmaForm>(state: &mut State, argument: &mut [u8]) -> io::Result<()> {
     with(argument, |map: &mut P| {
-        let abi::DmaMapping { client, dma, memory, va, length, flags, .. } = map.mapping();
+        let abi::DmaMapping { client, dma, memory, va, offset, length, flags, .. } = map.mapping();
         let gpu_caches = flags & flag::GPU_CACHES != 0;
-        let mapping = Mapping { client, space: dma, memory, va, len: length, gpu_caches };
+        let (space, len) = (dma, length);
+        let mapping = Mapping { client, space, memory, va, len, offset, gpu_caches };
         map.set_status(status_of(state.objects.map(mapping)));
         Ok(())
     })

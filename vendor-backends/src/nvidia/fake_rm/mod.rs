@@ -5,6 +5,7 @@
 
 mod allocations;
 mod controls;
+mod engines;
 mod ioctls;
 mod objects;
 mod params;
@@ -27,6 +28,7 @@ use super::rm::{Node, Request, Rm};
 use super::sys::abi::{Call, EventData, Free};
 use super::version::Layout;
 pub use controls::FAILED_MULTIPROCESSOR;
+pub use engines::Engines;
 use objects::Objects;
 pub use process::FakeProcess;
 

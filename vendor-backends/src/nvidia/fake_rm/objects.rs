@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 use mdev_core::abi::{compute, copy, host};
 
 use super::FileId;
+use super::engines::Ring;
 use crate::nvidia::sys::numbers::{class, engine, event, flag, status};
 
 /// Offset of the GPU's clock in the usermode page.
@@ -50,6 +52,12 @@ pub struct Object {
     pub event: Option<(FileId, u32)>,
     /// Exceptions that a debugger watches.
     pub exception_mask: u32,
+    /// Address of the pages of guest memory in this process.
+    pub address: u64,
+    /// Contents of video memory.
+    pub contents: Option<File>,
+    /// Work of a channel.
+    pub ring: Ring,
     /// File and process of a client.
     pub owner: Option<(FileId, u32)>,
 }
@@ -62,6 +70,8 @@ pub struct Mapping {
     pub memory: u32,
     pub va: u64,
     pub len: u64,
+    /// Offset in the memory.
+    pub offset: u64,
     /// The GPU may keep the memory in its own cache.
     pub gpu_caches: bool,
 }
@@ -83,6 +93,8 @@ pub struct Objects {
     pub engine_held: bool,
     /// Number of entries that the GPU has fetched from rings in system memory.
     pub fetched: u64,
+    /// Time of a kernel of guests.
+    pub kernel_time: Duration,
 }
 
 impl Objects {
@@ -250,8 +262,8 @@ impl Objects {
         let unmapped_end = if size == 0 { mapping.va + mapping.len } else { va + size };
         for (start, end) in [(mapping.va, va), (unmapped_end, mapping.va + mapping.len)] {
             if start < end {
-                let len = end - start;
-                self.insert_mapping(Mapping { va: start, len, ..mapping });
+                let (len, offset) = (end - start, mapping.offset + (start - mapping.va));
+                self.insert_mapping(Mapping { va: start, len, offset, ..mapping });
             }
         }
         Ok(())
@@ -306,12 +318,18 @@ impl Objects {
         &mut self,
         client: u32,
         handle: u32,
-        disable: bool,
+        (disable, rewind): (bool, bool),
         process: u32,
     ) -> Result<(), Refusal> {
         self.token(client, handle)?;
+        if disable {
+            self.end_kernel(client, handle);
+        }
         let continued = !self.is_made_by(client, process);
         let channel = self.get_mut(client, handle)?;
+        if rewind {
+            channel.ring.rewind();
+        }
         match channel.disabled.checked_add_signed(if disable { 1 } else { -1 }) {
             Some(disabled) => channel.disabled = disabled,
             None if continued => {}

@@ -313,6 +313,7 @@ impl FrontEnd {
             space,
             group: Some(number),
             placement: Placement { copy_engine, second_runqueue },
+            preamble: None,
         })?;
         Ok(Kind::Channel { handle, engine, space, ended: false, notifier, failed: false })
     }

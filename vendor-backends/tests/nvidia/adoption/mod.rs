@@ -27,7 +27,7 @@ const CONTINUED: Options = Options { direct_vram: false, ..OPTIONS };
 
 /// What outlives a worker: descriptors, the position that is recorded, and the VM's memory.
 #[derive(Debug)]
-struct Anchor {
+pub(super) struct Anchor {
     rm: Arc<FakeRm>,
     connection: OwnedFd,
     kept: BTreeMap<u64, OwnedFd>,
@@ -37,7 +37,7 @@ struct Anchor {
 }
 
 impl Anchor {
-    fn new(rm: &Arc<FakeRm>, gpu: &mut NvidiaGpu, spec: &ClientSpec) -> (Self, Worker) {
+    pub(super) fn new(rm: &Arc<FakeRm>, gpu: &mut NvidiaGpu, spec: &ClientSpec) -> (Self, Worker) {
         let connection = gpu.admit(spec).unwrap().fd.unwrap();
         let process = FakeProcess::new(rm, 1);
         let client = NvidiaClient::open(process.clone(), connection.try_clone().unwrap()).unwrap();
@@ -47,7 +47,7 @@ impl Anchor {
     }
 
     /// Records the worker's state, as the worker does after each message.
-    fn record(&mut self, client: &mut NvidiaClient) {
+    pub(super) fn record(&mut self, client: &mut NvidiaClient) {
         let position = client.position();
         if position != self.position {
             for kept in client.take_kept() {
@@ -61,7 +61,7 @@ impl Anchor {
         client.record();
     }
 
-    fn adopt(&mut self) -> Result<Worker, GpuError> {
+    pub(super) fn adopt(&mut self) -> Result<Worker, GpuError> {
         self.processes += 1;
         let process = FakeProcess::new(&self.rm, self.processes);
         let mut take = |number| Some(self.kept.get(&number)?.try_clone().unwrap());
@@ -82,15 +82,15 @@ impl Anchor {
 }
 
 /// Ends a client as the end of its process does: nothing is freed.
-fn end_threads(client: NvidiaClient) {
+pub(super) fn end_threads(client: NvidiaClient) {
     // Threads end at their next call. Those that make none stay, and do nothing.
     std::mem::forget(client);
 }
 
 #[derive(Debug)]
-struct Worker {
-    process: Arc<FakeProcess>,
-    client: NvidiaClient,
+pub(super) struct Worker {
+    pub(super) process: Arc<FakeProcess>,
+    pub(super) client: NvidiaClient,
 }
 
 /// Makes a copy channel and a compute channel, and memory of both kinds.

@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use axum::body::Body;
 use mdev_core::ids::{GuestPa, VgpuId};
 use mdev_core::stream::{
-    Head, MAX_STATE, MemoryReader, Part, StreamError, StreamReader, StreamWriter,
+    Head, MAX_STATE, MemoryReader, Part, StagedReader, StagedWriter, StreamError, StreamReader,
+    StreamWriter,
 };
 use vendor_backends::mem::file_of;
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu, SaveVgpu};
@@ -212,11 +213,20 @@ fn write(
         guest_pieces::read(pieces, |address, data| stream.guest(address, data))?;
         written = next.map(|next| worker_client::written(control, next)).transpose()?;
     }
-    if saved.range.len < head.vram_bytes {
+    let MemoryRange { offset, len, staged } = saved.range;
+    let memory = File::from(saved.memory);
+    if staged {
+        let mut memory = StagedReader::new(memory, len, head.vram_bytes)?;
+        let copy = |copy| worker_client::copy_staged(control, copy);
+        while let Some((offset, data)) = memory.next_chunk(copy)? {
+            stream.memory(offset, data)?;
+        }
+        return stream.finish().map(drop);
+    }
+    if len < head.vram_bytes {
         return Err(io::Error::other("the worker passes a part of its video memory"));
     }
-    let memory = File::from(saved.memory);
-    let mut memory = MemoryReader::new(memory, saved.range.offset, head.vram_bytes)?;
+    let mut memory = MemoryReader::new(memory, offset, head.vram_bytes)?;
     while let Some((offset, data)) = memory.next_chunk()? {
         stream.memory(offset, data)?;
     }
@@ -247,7 +257,7 @@ fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu
         // Memory follows the state.
         let into = match &mut filling {
             Some(filling) => filling,
-            None => filling.insert(Filling::begin(&saveable.control, &state)?),
+            None => filling.insert(Filling::begin(saveable, &state)?),
         };
         let is_end = matches!(part, Part::End);
         match into.take(&part) {
@@ -277,22 +287,33 @@ fn invalid(error: StreamError) -> ErrorDetail {
 struct Filling<'a> {
     control: &'a Path,
     restored: RestoredVgpu,
-    memory: File,
-    range: MemoryRange,
+    memory: Memory,
     /// Guest memory that the worker gets together, and its length.
     guest: Option<(File, u64)>,
 }
 
+/// Video memory that is being filled.
+enum Memory {
+    /// Its file.
+    File(File, MemoryRange),
+    Staged(StagedWriter),
+}
+
 impl<'a> Filling<'a> {
     /// Restores the state.
-    fn begin(control: &'a Path, state: &[u8]) -> Result<Self> {
+    fn begin(saveable: &'a Saveable, state: &[u8]) -> Result<Self> {
+        let Saveable { control, vram_bytes, .. } = saveable;
         let refused = |error| cannot("restored", &error);
         let state = file_of(c"vgpu-state", state).map_err(refused)?;
         let (restored, memory) = worker_client::restore(control, state.as_fd()).map_err(refused)?;
         let config = restored.config.into_iter().map(ConfigWrite::from).collect();
-        let range = restored.memory;
-        let restored = RestoredVgpu { config };
-        Ok(Self { control, restored, memory: File::from(memory), range, guest: None })
+        let (file, range) = (File::from(memory), restored.memory);
+        let memory = if range.staged {
+            StagedWriter::new(file, range.len, *vram_bytes).map(Memory::Staged).map_err(refused)?
+        } else {
+            Memory::File(file, range)
+        };
+        Ok(Self { control, restored: RestoredVgpu { config }, memory, guest: None })
     }
 
     /// Takes a part of the stream after the state.
@@ -304,19 +325,35 @@ impl<'a> Filling<'a> {
                 self.flush_guest().map_err(refused)?;
                 self.put(*offset, data).map_err(invalid)
             }
-            Part::End => self.flush_guest().map_err(refused),
+            Part::End => {
+                self.flush_guest().map_err(refused)?;
+                match &mut self.memory {
+                    Memory::File(..) => Ok(()),
+                    Memory::Staged(memory) => {
+                        let copy = |copy| worker_client::copy_staged(self.control, copy);
+                        memory.flush(copy).map_err(refused)
+                    }
+                }
+            }
             Part::State(_) | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
                 Err(invalid(StreamError::Damaged(MACHINE)))
             }
         }
     }
 
-    fn put(&self, offset: u64, data: &[u8]) -> std::result::Result<(), StreamError> {
-        let MemoryRange { offset: start, len } = self.range;
+    fn put(&mut self, offset: u64, data: &[u8]) -> std::result::Result<(), StreamError> {
+        let (file, range) = match &mut self.memory {
+            Memory::File(file, range) => (file, *range),
+            Memory::Staged(memory) => {
+                let copy = |copy| worker_client::copy_staged(self.control, copy);
+                return memory.write(offset, data, copy);
+            }
+        };
+        let MemoryRange { offset: start, len, .. } = range;
         let inside = offset.checked_add(data.len() as u64).is_some_and(|end| end <= len);
         let at = start.checked_add(offset).filter(|_| inside);
         let at = at.ok_or(StreamError::Damaged("it has more video memory than its vGPU"))?;
-        self.memory.write_all_at(data, at).map_err(StreamError::from)
+        file.write_all_at(data, at).map_err(StreamError::from)
     }
 
     fn add_guest(&mut self, address: GuestPa, data: &[u8]) -> io::Result<()> {

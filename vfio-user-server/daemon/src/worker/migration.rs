@@ -48,10 +48,14 @@ impl Migration for Function {
     }
 
     fn read(&mut self, data: &mut [u8]) -> Result<usize, Errno> {
-        match &mut self.transfer {
-            Transfer::Outgoing(outgoing) => Ok(outgoing.read(data)?),
-            Transfer::None | Transfer::Incoming(_) => Err(Errno::EINVAL),
-        }
+        let mut transfer = std::mem::take(&mut self.transfer);
+        let Transfer::Outgoing(outgoing) = &mut transfer else {
+            self.transfer = transfer;
+            return Err(Errno::EINVAL);
+        };
+        let read = outgoing.read(self.inner_mut(), data);
+        self.transfer = transfer;
+        Ok(read?)
     }
 
     fn write(&mut self, data: &[u8]) -> Result<(), Errno> {

@@ -6,7 +6,8 @@ use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result, bail};
-use mdev_core::device::{SavedVgpu, VirtualFunction};
+use mdev_core::device::{SavedMemory, SavedVgpu, VirtualFunction};
+use mdev_core::gpu::Aperture;
 use mdev_core::ids::GuestPa;
 use mdev_core::stream::MAX_STATE;
 use vendor_backends::mem::file_of;
@@ -25,6 +26,7 @@ pub fn answer(
         WorkerRequest::Pause => function.pause()?,
         WorkerRequest::Resume => function.resume()?,
         WorkerRequest::Discard => function.discard(),
+        WorkerRequest::CopyStaged(copy) => function.copy_staged(*copy)?,
         WorkerRequest::Save => {
             let state = serde_json::to_vec(&function.save_vgpu()?)?;
             let (memory, file) = video_memory(function)?;
@@ -82,8 +84,7 @@ fn written(function: &mut VirtualFunction, from: u64) -> Result<(OwnedFd, Option
     Ok((file.into(), next))
 }
 
-fn video_memory(function: &VirtualFunction) -> Result<(MemoryRange, OwnedFd)> {
-    let vram = function.vram().context("This vGPU's video memory cannot be read")?;
-    let range = MemoryRange { offset: vram.offset, len: vram.len };
-    Ok((range, vram.fd.try_clone_to_owned()?))
+fn video_memory(function: &mut VirtualFunction) -> Result<(MemoryRange, OwnedFd)> {
+    let SavedMemory { aperture: Aperture { fd, offset, len }, staged } = function.saved_memory()?;
+    Ok((MemoryRange { offset, len, staged }, fd))
 }

@@ -57,6 +57,7 @@ impl Guest {
             space: SpaceId::DEFAULT,
             group: None,
             placement: Placement::default(),
+            preamble: None,
         });
         vgpus.update(|list| list.push(Arc::clone(&vgpu)));
         let file = fds.vram.as_ref().unwrap().0.as_fd();

@@ -110,7 +110,8 @@ impl Worker {
             | WorkerRequest::Restore
             | WorkerRequest::Discard
             | WorkerRequest::Written { .. }
-            | WorkerRequest::FillGuest => self.answer_saving(request, fd),
+            | WorkerRequest::FillGuest
+            | WorkerRequest::CopyStaged(_) => self.answer_saving(request, fd),
             WorkerRequest::LogWrites { enabled } => self.log_writes(*enabled).map(|()| done()),
         };
         answered

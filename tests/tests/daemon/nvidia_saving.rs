@@ -1,0 +1,347 @@
+//! Saved and restored vGPUs of a real NVIDIA GPU; skipped on machines without one.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use mdev_core::gpu::EngineKind;
+use mdev_core::units::{GIB, KIB, MIB};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use system_tests::moved_guest::MovedGuest;
+use system_tests::ram::Ram;
+use system_tests::vgpuctl::{refused, vgpuctl};
+use system_tests::worker_deaths::worker;
+use system_tests::{Vgpud, kill_process};
+use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+use vgpu_guest::channel::Channel;
+use vgpu_guest::copy;
+use vgpu_guest::device::Device;
+use vgpu_guest::memory::Buffer;
+use vgpu_guest::pushbuffer::Methods;
+use vgpu_guest::work::{self, Work, copy::Copy, spin::Spin};
+
+use super::nvidia::there_is_a_gpu;
+
+/// Saves, kills and restores.
+const CYCLES: u32 = 50;
+/// Kernels that are queued in each, and the length of each.
+const KERNELS: u32 = 300;
+const KERNEL: Duration = Duration::from_millis(5);
+/// Part of video memory that has the same word.
+const BLOCK: u64 = 2 * MIB;
+/// Length of a kernel that cannot be saved.
+const LONG_KERNEL: Duration = Duration::from_secs(3);
+/// Limit of a refusal.
+const REFUSAL: Duration = Duration::from_secs(2);
+
+/// A manager with one vGPU.
+struct Host {
+    vgpud: Vgpud,
+    uuid: String,
+}
+
+impl Host {
+    fn start(size: &str) -> Result<Self> {
+        let vgpud = Vgpud::start_with(&["--parent", "nvidia"])?;
+        let parents = vgpud.get("/v1/parents")?;
+        let parent = parents[0]["name"].as_str().context("No parent")?;
+        let model = parents[0]["model"].as_str().context("No model")?;
+        let mdev_type = format!("{model}-{size}");
+        let uuid =
+            vgpud.create(&json!({ "parent": parent, "mdev_type": mdev_type, "run": true }))?;
+        Ok(Self { vgpud, uuid })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.vgpud.vfio_socket(&self.uuid)
+    }
+
+    /// Kills all processes.
+    fn kill(mut self) -> Result<()> {
+        let (anchor, worker) = (self.vgpud.anchor(&self.uuid)?, worker(&self.vgpud, &self.uuid)?);
+        for process in [anchor, worker] {
+            kill_process(process, Signal::SIGKILL)?;
+        }
+        self.vgpud.end(Signal::SIGKILL)?;
+        Ok(())
+    }
+
+    /// Sends the worker a request, in the manager's place.
+    fn ask(&self, request: &Value, fds: &[BorrowedFd<'_>]) -> Result<(Value, Vec<OwnedFd>)> {
+        let control = self.vgpud.vgpu_dir(&self.uuid).join("control.sock");
+        let socket = SeqPacket::connect_with_timeout(&control, Duration::from_secs(20))?;
+        socket.send(request.to_string().as_bytes(), fds)?;
+        let mut buffer = vec![0; MAX_PACKET];
+        let packet = socket.recv_with_fds(&mut buffer)?.context("No reply")?;
+        let reply: Value = serde_json::from_slice(&buffer[..packet.len])?;
+        if reply["reply"] == "error" {
+            bail!("{reply}");
+        }
+        Ok((reply, packet.fds))
+    }
+
+    fn copy_piece(&self, offset: u64, len: u64, fills: bool) -> Result<()> {
+        let request = json!({
+            "request": "copy_staged", "offset": offset, "len": len, "at": 0, "fills": fills,
+        });
+        self.ask(&request, &[]).map(drop)
+    }
+
+    /// Copies all of video memory to staging memory, or from it. Returns the bytes per second.
+    fn copy(&self, bytes: u64, staging: u64, fills: bool) -> Result<f64> {
+        let since = Instant::now();
+        for offset in (0..bytes).step_by(staging as usize) {
+            let len = staging.min(bytes - offset);
+            self.copy_piece(offset, len, fills)?;
+        }
+        Ok(bytes as f64 / since.elapsed().as_secs_f64())
+    }
+}
+
+/// A guest, and its kernels.
+struct Guest {
+    platform: MovedGuest,
+    device: Device,
+    channel: Channel,
+    copies: Channel,
+    spin: Spin,
+}
+
+impl Guest {
+    fn new(host: &Host) -> Result<Self> {
+        let platform = MovedGuest::attach(&host.socket(), Ram::new(128 * MIB, 64 * KIB)?)?;
+        let device = Device::open(Box::new(platform.clone()))?;
+        let mut channel = Channel::with_entries(&device, EngineKind::Compute, 512)?;
+        let mut spin = Spin::new(&device, 1000)?;
+        // The second time with the clocks up.
+        spin.calibrate(&mut channel, Duration::from_millis(200))?;
+        work::run(&spin, &mut channel)?;
+        spin.calibrate(&mut channel, KERNEL)?;
+        let copies = Channel::new(&device, EngineKind::Copy)?;
+        Ok(Self { platform, device, channel, copies, spin })
+    }
+
+    fn launch(&mut self, kernels: u32) -> Result<()> {
+        self.spin.prepare();
+        let mut methods = Methods::new();
+        self.spin.push(&mut methods);
+        for _ in 0..kernels {
+            self.channel.submit(&methods)?;
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, kernels: u32) -> Result<()> {
+        self.channel.wait_idle()?;
+        let launches = self.spin.launches()?;
+        ensure!(launches == kernels, "{launches} of {kernels} kernels");
+        Ok(())
+    }
+
+    /// Fills video memory: each block with a word of its own.
+    fn fill(&mut self, buffer: &Buffer) -> Result<()> {
+        for number in 0..buffer.len() / BLOCK {
+            let mut methods = Methods::new();
+            let at = buffer.va() + number * BLOCK;
+            copy::fill(&mut methods, at, word(number), (BLOCK / 4) as u32);
+            self.copies.submit(&methods)?;
+        }
+        Ok(self.copies.wait_idle()?)
+    }
+
+    /// Checks all of what [`Self::fill`] has written.
+    fn verify(&mut self, buffer: &Buffer) -> Result<()> {
+        let read = Buffer::guest(&self.device, 8 * BLOCK)?;
+        let mut bytes = vec![0; BLOCK as usize];
+        let mut number = 0;
+        for at in (0..buffer.len()).step_by(8 * BLOCK as usize) {
+            let len = (8 * BLOCK).min(buffer.len() - at);
+            let mut methods = Methods::new();
+            copy::linear(&mut methods, read.va(), buffer.va() + at, len);
+            self.copies.run(&methods)?;
+            for block in 0..len / BLOCK {
+                read.window().read(block * BLOCK, &mut bytes);
+                let first = bytes[..4] == word(number).to_le_bytes();
+                ensure!(first && bytes[4..] == bytes[..bytes.len() - 4], "block {number} differs");
+                number += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the word of a block.
+fn word(number: u64) -> u32 {
+    (number as u32).wrapping_mul(0x9e37_79b9) | 1
+}
+
+fn save(host: &Host, to: &Path) -> Result<()> {
+    vgpuctl(&host.vgpud, &format!("save {} -o {} --keep-paused", host.uuid, to.display()))?;
+    Ok(())
+}
+
+/// Kills everything, and restores the vGPU under another manager in other folders.
+fn restore(host: Host, guest: &Guest, size: &str, from: &Path) -> Result<Host> {
+    host.kill()?;
+    let host = Host::start(size)?;
+    guest.platform.move_to(&host.socket())?;
+    vgpuctl(&host.vgpud, &format!("restore {} -i {}", host.uuid, from.display()))?;
+    vgpuctl(&host.vgpud, &format!("resume {}", host.uuid))?;
+    Ok(host)
+}
+
+#[test]
+fn saved_vgpus_continue_under_another_manager() -> Result<()> {
+    if !there_is_a_gpu() {
+        return Ok(());
+    }
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("saved.vgpu");
+    let mut host = Host::start("1C")?;
+    let mut guest = Guest::new(&host)?;
+    let buffer = Buffer::video(&guest.device, 64 * MIB)?;
+    guest.fill(&buffer)?;
+    let copy = Copy::new(&guest.device, MIB)?;
+    let (mut saves, mut restores, mut executed) = (Vec::new(), Vec::new(), Vec::new());
+    for cycle in 0..CYCLES {
+        guest.launch(KERNELS)?;
+        std::thread::sleep(Duration::from_millis(u64::from(cycle * 37 % 200)));
+        let since = Instant::now();
+        save(&host, &file)?;
+        saves.push(since.elapsed());
+        let before = guest.spin.launches()?;
+        ensure!(before < KERNELS, "the kernels end too early");
+        std::thread::sleep(Duration::from_millis(20));
+        ensure!(guest.spin.launches()? == before, "a kernel ends in the pause");
+        executed.push(before);
+        let since = Instant::now();
+        host = restore(host, &guest, "1C", &file)?;
+        restores.push(since.elapsed());
+        guest.finish(KERNELS)?;
+        work::run(&copy, &mut guest.copies)?;
+        if cycle % 10 == 9 {
+            guest.verify(&buffer)?;
+        }
+    }
+    saves.sort_unstable();
+    restores.sort_unstable();
+    let middle = CYCLES as usize / 2;
+    println!("{CYCLES} cycles; kernels before the save: {executed:?} of {KERNELS}");
+    println!("save {:?} to {:?}, p50 {:?}", saves[0], saves[saves.len() - 1], saves[middle]);
+    let [first, last] = [restores[0], restores[restores.len() - 1]];
+    println!("kill, start and restore {first:?} to {last:?}, p50 {:?}", restores[middle]);
+    println!("the last file has {} bytes", file.metadata()?.len());
+    println!("{:#}", host.vgpud.get("/v1/stats")?);
+    Ok(())
+}
+
+#[test]
+fn a_long_kernel_is_refused_and_its_guest_goes_on() -> Result<()> {
+    if !there_is_a_gpu() {
+        return Ok(());
+    }
+    let host = Host::start("1C")?;
+    let mut guest = Guest::new(&host)?;
+    // Longer than both refusals, and shorter than the driver lets a kernel run.
+    guest.spin.calibrate(&mut guest.channel, Duration::from_millis(300))?;
+    work::run(&guest.spin, &mut guest.channel)?;
+    // The clocks are up now.
+    let since = Instant::now();
+    work::run(&guest.spin, &mut guest.channel)?;
+    let wanted = u128::from(guest.spin.iterations()) * LONG_KERNEL.as_nanos();
+    guest.spin.set_iterations(u32::try_from(wanted / since.elapsed().as_nanos())?);
+    guest.launch(1)?;
+    std::thread::sleep(Duration::from_millis(100));
+    for _ in 0..2 {
+        ensure!(guest.spin.launches()? == 0, "the kernel ends too early");
+        let since = Instant::now();
+        let line = format!("save {} -o /tmp/never.vgpu", host.uuid);
+        refused(&host.vgpud, &line, 5, "a kernel has been running")?;
+        println!("refused after {:?}", since.elapsed());
+        ensure!(since.elapsed() < REFUSAL, "refused after {:?}", since.elapsed());
+        work::run(&Copy::new(&guest.device, MIB)?, &mut guest.copies)?;
+    }
+    guest.finish(1)?;
+    guest.channel.check()?;
+    // After that it is saved as ever.
+    vgpuctl(&host.vgpud, &format!("save {} -o /tmp/long.vgpu", host.uuid))?;
+    guest.launch(1)?;
+    println!("the kernel went on, and the next one runs");
+    guest.finish(1)
+}
+
+/// Parts of a save of 16 GiB: stopping, copying, making again.
+#[test]
+fn large_vgpus_are_stopped_copied_and_restored_quickly() -> Result<()> {
+    if !there_is_a_gpu() {
+        return Ok(());
+    }
+    let host = Host::start("16C")?;
+    let mut guest = Guest::new(&host)?;
+    let buffer = Buffer::video(&guest.device, 15 * GIB)?;
+    guest.fill(&buffer)?;
+    let mut stops = Vec::new();
+    for number in 0..CYCLES {
+        guest.launch(KERNELS)?;
+        std::thread::sleep(Duration::from_millis(u64::from(number * 37 % 300)));
+        let since = Instant::now();
+        host.ask(&json!({ "request": "pause" }), &[])?;
+        stops.push(since.elapsed());
+        let before = guest.spin.launches()?;
+        host.ask(&json!({ "request": "resume" }), &[])?;
+        guest.finish(KERNELS)?;
+        ensure!(before < KERNELS, "the kernels end too early");
+    }
+    stops.sort_unstable();
+    let (middle, longest) = (stops[stops.len() / 2], stops[stops.len() - 1]);
+    println!("stopped after p50 {middle:?}, longest {longest:?}; kernels of {KERNEL:?}");
+    guest.launch(KERNELS)?;
+    host.ask(&json!({ "request": "pause" }), &[])?;
+    let since = Instant::now();
+    let (saved, files) = host.ask(&json!({ "request": "save" }), &[])?;
+    println!("state and staging memory after {:?}", since.elapsed());
+    let [state, staging] = <[OwnedFd; 2]>::try_from(files).ok().context("Two files")?;
+    let staging = File::from(staging);
+    let bytes = saved["len"].as_u64().context("A length")?;
+    for round in 0..3 {
+        println!("copied out at {:.1} GB/s ({round})", host.copy(16 * GIB, bytes, false)? / 1e9);
+    }
+    // All of it at once, for the restore.
+    let mut contents = Vec::new();
+    for offset in (0..16 * GIB).step_by(bytes as usize) {
+        host.copy_piece(offset, bytes, false)?;
+        let mut piece = vec![0; bytes as usize];
+        staging.read_exact_at(&mut piece, 0)?;
+        contents.push(piece);
+    }
+    host.kill()?;
+    let host = Host::start("16C")?;
+    guest.platform.move_to(&host.socket())?;
+    let since = Instant::now();
+    let (restored, files) = host.ask(&json!({ "request": "restore" }), &[state.as_fd()])?;
+    println!("state restored after {:?}", since.elapsed());
+    let staging = File::from(files.into_iter().next().context("A file")?);
+    let mut reading = Duration::ZERO;
+    for (number, piece) in contents.iter().enumerate() {
+        let begun = Instant::now();
+        staging.write_all_at(piece, 0)?;
+        reading += begun.elapsed();
+        host.copy_piece(number as u64 * bytes, bytes, true)?;
+    }
+    println!("memory filled after {:?}, of which {reading:?} into staging memory", since.elapsed());
+    host.ask(&json!({ "request": "resume" }), &[])?;
+    let whole = since.elapsed();
+    println!(
+        "restored after {whole:?}; without writing to staging memory {:?}",
+        whole.saturating_sub(reading)
+    );
+    ensure!(restored["memory"]["staged"] == true, "{restored}");
+    guest.finish(KERNELS)?;
+    guest.verify(&buffer)?;
+    println!("kernels and 15 GiB are right");
+    Ok(())
+}
