@@ -290,7 +290,8 @@ fn waits() -> Result<()> {
     let memory = cuda.alloc(64 << 20)?;
     cuda.upload(memory, b"held").context("The copy failed")?;
     println!("ready");
-    let end = Instant::now() + Duration::from_secs(60);
+    // Not for ever, in case that nothing kills it. A VM's emulated CPU is slow.
+    let end = Instant::now() + Duration::from_secs(600);
     while Instant::now() < end {
         ensure!(cuda.download(memory, 4)? == b"held");
         std::thread::sleep(Duration::from_millis(20));
