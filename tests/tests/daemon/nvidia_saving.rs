@@ -11,6 +11,7 @@ use mdev_core::gpu::EngineKind;
 use mdev_core::units::{GIB, KIB, MIB};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use system_tests::calibration::calibrate_under_load;
 use system_tests::moved_guest::MovedGuest;
 use system_tests::ram::Ram;
 use system_tests::vgpuctl::{refused, vgpuctl};
@@ -117,10 +118,8 @@ impl Guest {
         let device = Device::open(Box::new(platform.clone()))?;
         let mut channel = Channel::with_entries(&device, EngineKind::Compute, 512)?;
         let mut spin = Spin::new(&device, 1000)?;
-        // The second time with the clocks up.
-        spin.calibrate(&mut channel, Duration::from_millis(200))?;
-        work::run(&spin, &mut channel)?;
-        spin.calibrate(&mut channel, KERNEL)?;
+        let each = calibrate_under_load(&mut spin, &mut channel, KERNEL)?;
+        println!("kernels take {each:?}");
         let copies = Channel::new(&device, EngineKind::Copy)?;
         Ok(Self { platform, device, channel, copies, spin })
     }
@@ -247,13 +246,8 @@ fn a_long_kernel_is_refused_and_its_guest_goes_on() -> Result<()> {
     let host = Host::start("1C")?;
     let mut guest = Guest::new(&host)?;
     // Longer than both refusals, and shorter than the driver lets a kernel run.
-    guest.spin.calibrate(&mut guest.channel, Duration::from_millis(300))?;
-    work::run(&guest.spin, &mut guest.channel)?;
-    // The clocks are up now.
-    let since = Instant::now();
-    work::run(&guest.spin, &mut guest.channel)?;
-    let wanted = u128::from(guest.spin.iterations()) * LONG_KERNEL.as_nanos();
-    guest.spin.set_iterations(u32::try_from(wanted / since.elapsed().as_nanos())?);
+    let iterations = u128::from(guest.spin.iterations()) * LONG_KERNEL.as_nanos();
+    guest.spin.set_iterations(u32::try_from(iterations / KERNEL.as_nanos())?);
     guest.launch(1)?;
     std::thread::sleep(Duration::from_millis(100));
     for _ in 0..2 {
