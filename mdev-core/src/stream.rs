@@ -18,12 +18,14 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+mod index;
 mod memory_reader;
 mod order;
 mod staged;
 #[cfg(test)]
 mod tests;
 
+pub use self::index::{ChunkChecksum, ChunkPlace, IndexedVgpu};
 pub use self::memory_reader::MemoryReader;
 use self::order::Order;
 pub use self::staged::{StagedReader, StagedWriter};
@@ -50,6 +52,8 @@ const HEADER: usize = 20;
 
 /// Damage of a stream with bytes after its end.
 const MORE: &str = "it goes on after its end";
+/// Damage of a chunk.
+const WRONG_SUM: &str = "a checksum is wrong";
 
 mod kind {
     pub const HEAD: u32 = 1;
@@ -275,7 +279,7 @@ impl ChunkHeader {
 
     fn check(self, bytes: &[u8; HEADER], data: &[u8]) -> Result<(), StreamError> {
         if checksum(&bytes[..HEADER - 4], data) != self.sum {
-            return Err(StreamError::Damaged("a checksum is wrong"));
+            return Err(StreamError::Damaged(WRONG_SUM));
         }
         Ok(())
     }
