@@ -74,11 +74,14 @@ pub struct IndexedVgpu {
     pub guest: Vec<ChunkPlace>,
     /// Video memory in ascending order, within that of the description.
     pub memory: Vec<ChunkPlace>,
+    /// The file has a VM, too.
+    pub machine: bool,
 }
 
 impl IndexedVgpu {
     fn new(head: Head) -> Self {
-        Self { head, state: Vec::new(), guest: Vec::new(), memory: Vec::new() }
+        let (state, guest, memory) = (Vec::new(), Vec::new(), Vec::new());
+        Self { head, state, guest, memory, machine: false }
     }
 
     /// Finds the vGPU of this index in a file, which is untrusted input. The file must not change
@@ -107,8 +110,9 @@ impl IndexedVgpu {
             match part {
                 PartKind::Guest { .. } if number == index => add(&mut vgpu.guest, place)?,
                 PartKind::Memory { .. } if number == index => add(&mut vgpu.memory, place)?,
+                PartKind::Machine => vgpu.machine = true,
                 // Checked by what reads them.
-                PartKind::Guest { .. } | PartKind::Memory { .. } | PartKind::Machine => {}
+                PartKind::Guest { .. } | PartKind::Memory { .. } => {}
                 PartKind::State | PartKind::Next | PartKind::Domain | PartKind::End => {
                     chunks.load(place)?;
                     match part.with(&mut order, &chunks.data)? {
@@ -221,6 +225,7 @@ mod tests {
     fn indexed(bytes: &[u8], index: usize) -> Result<Contents, StreamError> {
         let file = file(bytes);
         let vgpu = IndexedVgpu::find(&file, index)?;
+        assert!(vgpu.machine);
         let mut memory = Vec::new();
         for place in vgpu.guest.iter().chain(&vgpu.memory) {
             let mut data = vec![0; place.len];
