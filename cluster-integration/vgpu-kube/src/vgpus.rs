@@ -159,9 +159,10 @@ impl Vgpus {
         }
     }
 
-    /// Starts a new vGPU, in place of one with the same UUID.
+    /// Starts a new vGPU, in place of one with the same UUID. Fails with [`ErrorCode::InUse`] if a
+    /// client uses that one and does not leave within a moment.
     pub async fn renew(&self, wanted: &WantedVgpu) -> Result<Vgpu> {
-        self.stop(wanted.id).await?;
+        self.stop_left(wanted.id).await?;
         self.start(wanted).await
     }
 
@@ -179,7 +180,15 @@ impl Vgpus {
 
     /// Stops a vGPU. Its clients get a moment to leave. Does nothing if the vGPU is absent.
     pub async fn stop(&self, id: VgpuId) -> Result<()> {
-        for _ in 0..STOPS {
+        match self.stop_left(id).await {
+            Err(error) if error.code() == Some(ErrorCode::InUse) => self.try_stop(id, true).await,
+            other => other,
+        }
+    }
+
+    /// Stops a vGPU whose clients leave within a moment, or fails with [`ErrorCode::InUse`].
+    async fn stop_left(&self, id: VgpuId) -> Result<()> {
+        for _ in 1..STOPS {
             match self.try_stop(id, false).await {
                 Err(error) if error.code() == Some(ErrorCode::InUse) => {
                     tokio::time::sleep(STOP_INTERVAL).await;
@@ -187,7 +196,7 @@ impl Vgpus {
                 other => return other,
             }
         }
-        self.try_stop(id, true).await
+        self.try_stop(id, false).await
     }
 
     /// Stops a vGPU that no client uses, and returns whether it is stopped.

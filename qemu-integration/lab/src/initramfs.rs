@@ -3,6 +3,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
@@ -65,6 +66,17 @@ pub fn extra(files: &[(String, PathBuf)]) -> Result<Vec<u8>> {
         archive.file(name, 0o755, &read(path)?);
     }
     Ok(archive.finish())
+}
+
+/// Copies a program to a folder without its symbols, so that an archive with it is smaller.
+///
+/// The copy keeps the symbols on a machine without `strip`, which is a part of binutils.
+pub fn stripped(program: &Path, folder: &Path) -> Result<PathBuf> {
+    let name = program.file_name().context("A program without a name")?;
+    let copy = folder.join(name);
+    std::fs::copy(program, &copy).with_context(|| format!("Cannot copy {}", program.display()))?;
+    let _ = Command::new("strip").arg(&copy).stderr(Stdio::null()).status();
+    Ok(copy)
 }
 
 /// Builds an archive with machine code for `vgpu-guest`. The kernel accepts several concatenated

@@ -19,6 +19,11 @@ use crate::guest::Guest;
 use crate::ovmf::Ovmf;
 use crate::shared_folder::SharedFolder;
 
+/// Options of a guest's kernel.
+///
+/// No timer check: on a busy host an emulated CPU may get too little time to pass it. No mitigations
+/// of the CPU's defects: with them, each system call under TCG empties the TLB.
+pub const KERNEL_OPTIONS: &str = "console=ttyS0 no_timer_check mitigations=off";
 /// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;
 const KEYS: &str = "keys.sock";
@@ -192,9 +197,7 @@ impl VmSpec {
     }
 
     fn kernel_args(&self, lab: &Lab) -> [OsString; 6] {
-        // No timer check: on a busy host an emulated CPU may get too little time to pass it.
-        let append =
-            format!("console=ttyS0 no_timer_check fbcon=font:TER16x32 lab.name={}", self.name);
+        let append = format!("{KERNEL_OPTIONS} fbcon=font:TER16x32 lab.name={}", self.name);
         [
             "-kernel".into(),
             lab.root.kernel.image.clone().into(),

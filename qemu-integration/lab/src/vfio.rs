@@ -48,7 +48,7 @@ pub(crate) fn lab_with(
     let mut files = modules(&kernel, names);
     for program in programs {
         let name = program.file_name().context("A program without a name")?.to_string_lossy();
-        files.push((format!("bin/{name}"), program.to_path_buf()));
+        files.push((format!("bin/{name}"), initramfs::stripped(program, folder)?));
         for library in libraries(program)? {
             let name = library.to_string_lossy().trim_start_matches('/').to_owned();
             files.push((name, library));

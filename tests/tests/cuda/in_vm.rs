@@ -2,13 +2,13 @@
 //! libcuda.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use lab::build;
 use lab::cleanup::Scratch;
 use lab::cuda_libraries::CudaLibraries;
 use lab::guest_driver::Kernels;
+use lab::initramfs;
 use lab::progress::Progress;
 use lab::qemu::vgpu_device;
 use serde_json::json;
@@ -115,10 +115,7 @@ impl CudaVm {
 
 /// Returns the files of the programs in the VM: this test, NVIDIA's libraries, and what they link to.
 fn programs(libraries: &CudaLibraries, folder: &Path) -> Result<Vec<(String, PathBuf)>> {
-    let test = folder.join("cuda");
-    std::fs::copy(std::env::current_exe()?, &test)?;
-    // Makes the VM's memory smaller. Without binutils, it needs more.
-    let _ = Command::new("strip").arg(&test).status();
+    let test = initramfs::stripped(&std::env::current_exe()?, folder)?;
     let smi = libraries.nvidia_smi();
     let mut files =
         vec![("bin/cuda".to_owned(), test.clone()), ("bin/nvidia-smi".to_owned(), smi.clone())];

@@ -66,10 +66,12 @@ fn die_and_check(lab: &LabCluster, name: &str) -> Result<()> {
 /// Checks that the steady pod works on after these rounds.
 fn goes_on(lab: &LabCluster, rounds: u64) -> Result<()> {
     let pods = lab.pods();
-    lab.cluster.node().wait_for("the steady pod works on", || {
+    let node = lab.cluster.node();
+    let goes_on = node.wait_for("the steady pod works on", || {
         ensure!(pods.phase(STEADY)? == "Running", "The steady pod: {}", pods.log(STEADY)?);
         Ok(pods.work(STEADY)?.0 > rounds)
-    })
+    });
+    goes_on.with_context(|| format!("{}\n{}", node.log("vgpud"), node.log("vgpu-kube")))
 }
 
 /// Kills the worker of a pod: the pod's program may fail, the steady pod goes on, and the next pod

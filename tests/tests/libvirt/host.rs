@@ -10,6 +10,7 @@ use lab::build::Programs;
 use lab::guest::{Guest, Output};
 use lab::machine::Machine;
 use lab::progress::Progress;
+use lab::qemu::KERNEL_OPTIONS;
 use nix::unistd::Pid;
 use serde_json::Value;
 
@@ -179,7 +180,7 @@ pub fn domain(name: &str, more: &str) -> String {
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>/var/lib/libvirt/images/vmlinuz</kernel>
     <initrd>/var/lib/libvirt/images/initramfs.cpio</initrd>
-    <cmdline>console=ttyS0 no_timer_check lab.name={name}</cmdline>
+    <cmdline>{KERNEL_OPTIONS} lab.name={name}</cmdline>
   </os>
   <features><acpi/></features>
   <devices>

@@ -12,7 +12,7 @@ use tonic::transport::Server;
 
 use super::Context;
 use super::devices::{Inventory, Resource};
-use super::service::Service;
+use super::service::{OPTIONS, Service};
 use crate::grpc::{self, FileId, SocketFile};
 use crate::proto::deviceplugin as api;
 
@@ -108,7 +108,7 @@ impl Plugin {
             version: VERSION.to_owned(),
             endpoint: self.service.resource.socket(),
             resource_name: self.service.resource.to_string(),
-            options: Some(api::DevicePluginOptions::default()),
+            options: Some(OPTIONS),
         };
         let mut client = api::registration_client::RegistrationClient::new(channel);
         client

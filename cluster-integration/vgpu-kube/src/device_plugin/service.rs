@@ -7,6 +7,7 @@ use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
+use vgpud_api::ErrorCode;
 
 use super::Context;
 use super::devices::{Device, Inventory, Resource};
@@ -17,6 +18,12 @@ use crate::vgpus::{Purpose, WantedVgpu};
 /// Health of devices, as kubelet spells it.
 const HEALTHY: &str = "Healthy";
 const UNHEALTHY: &str = "Unhealthy";
+
+/// What kubelet may ask of a plugin besides devices.
+pub const OPTIONS: api::DevicePluginOptions = api::DevicePluginOptions {
+    pre_start_required: false,
+    get_preferred_allocation_available: true,
+};
 
 /// Device plugin of one resource.
 #[derive(Clone, Debug)]
@@ -45,9 +52,15 @@ impl Service {
                 "There is no device {id:?} of {resource}; restart kubelet if it keeps asking for it"
             )
         })?;
-        // The device's last container has ended: kubelet gives a device to one container at a time.
+        // The device's last container has ended, unless kubelet was restarted: before it knows all of
+        // its pods, it gives away what they have.
         let vgpu = self.context.vgpus.renew(&self.wanted(&device)).await;
-        let vgpu = vgpu.map_err(|error| error.to_string())?;
+        let vgpu = vgpu.map_err(|error| match error.code() {
+            Some(ErrorCode::InUse) => {
+                format!("Device {id} is another container's, which still runs: {error}")
+            }
+            _ => error.to_string(),
+        })?;
         let injection = Injection::new(&vgpu, DEFAULT_NAME, &self.context.libraries);
         let injection = injection.ok_or_else(|| format!("vGPU {} does not run", vgpu.uuid))?;
         Ok(response(&injection))
@@ -85,6 +98,23 @@ fn response(injection: &Injection) -> api::ContainerAllocateResponse {
     api::ContainerAllocateResponse { envs: envs.collect(), mounts: mounts.collect() }
 }
 
+/// Returns the devices that a container should get: those without a running vGPU first.
+fn preferred(
+    request: api::ContainerPreferredAllocationRequest,
+    is_running: impl Fn(&String) -> bool,
+) -> api::ContainerPreferredAllocationResponse {
+    let mut device_ids = request.must_include_device_i_ds;
+    let (running, free): (Vec<_>, Vec<_>) =
+        request.available_device_i_ds.into_iter().partition(is_running);
+    for id in free.into_iter().chain(running) {
+        if !device_ids.contains(&id) {
+            device_ids.push(id);
+        }
+    }
+    device_ids.truncate(usize::try_from(request.allocation_size).unwrap_or(0));
+    api::ContainerPreferredAllocationResponse { device_i_ds: device_ids }
+}
+
 fn list(inventory: &Inventory) -> api::ListAndWatchResponse {
     let devices = inventory.0.iter().map(|(id, device)| api::Device {
         id: id.clone(),
@@ -102,7 +132,7 @@ impl api::device_plugin_server::DevicePlugin for Service {
         &self,
         _: Request<api::Empty>,
     ) -> Result<Response<api::DevicePluginOptions>, Status> {
-        Ok(Response::new(api::DevicePluginOptions::default()))
+        Ok(Response::new(OPTIONS))
     }
 
     async fn list_and_watch(
@@ -115,9 +145,17 @@ impl api::device_plugin_server::DevicePlugin for Service {
 
     async fn get_preferred_allocation(
         &self,
-        _: Request<api::PreferredAllocationRequest>,
+        request: Request<api::PreferredAllocationRequest>,
     ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
-        Err(Status::unimplemented("The plugin has no preferred devices"))
+        let running = self.context.vgpus.of(Purpose::Device).await.unwrap_or_default();
+        let inventory = self.inventory.borrow().clone();
+        let is_running = |id: &String| {
+            let device = inventory.0.get(id);
+            device.is_some_and(|device| running.iter().any(|vgpu| vgpu.uuid == device.vgpu))
+        };
+        let requests = request.into_inner().container_requests.into_iter();
+        let container_responses = requests.map(|request| preferred(request, is_running)).collect();
+        Ok(Response::new(api::PreferredAllocationResponse { container_responses }))
     }
 
     async fn allocate(

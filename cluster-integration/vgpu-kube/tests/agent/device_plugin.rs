@@ -118,10 +118,6 @@ async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
     let refused = large.allocate(allocation(&["soft0-0"])).await.unwrap_err();
     assert!(refused.message().contains("Not enough video memory"), "{refused}");
 
-    let preferred =
-        small.get_preferred_allocation(api::PreferredAllocationRequest::default()).await;
-    assert_eq!(preferred.unwrap_err().message(), "The plugin has no preferred devices");
-
     // Another container on the same device gets a vGPU of its own, with new memory.
     let pid = bed.vgpus()?[0]["pid"].clone();
     small.allocate(allocation(&["soft0-3"])).await?;
@@ -135,6 +131,55 @@ async fn a_container_gets_a_vgpu_of_the_type_that_it_asks_for() -> Result<()> {
     let mut small = plugin(&bed, &kubelet, "tessera.io/soft-512mc").await?;
     let list = small.list_and_watch(api::Empty {}).await?.into_inner().next().await;
     assert!(healthy(&list.context("A list")??).contains(&"soft0-3"), "it is in use");
+    Ok(())
+}
+
+/// A kubelet that was restarted gives away what containers have that it does not know yet.
+#[tokio::test]
+async fn a_device_of_a_running_container_is_given_to_no_other() -> Result<()> {
+    let bed = Bed::start(&["--device-plugin"])?;
+    let kubelet = Kubelet::default();
+    let _server = kubelet.start(&bed.kubelet().join("device-plugins"))?;
+    let mut small = plugin(&bed, &kubelet, "tessera.io/soft-512mc").await?;
+    let options = small.get_device_plugin_options(api::Empty {}).await?.into_inner();
+    assert!(options.get_preferred_allocation_available);
+    let registered = kubelet.find("tessera.io/soft-512mc").and_then(|request| request.options);
+    assert_eq!(registered, Some(options), "kubelet asks for what it knows by the registration");
+    small.allocate(allocation(&["soft0-1"])).await?;
+
+    let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>();
+    let request = |must: &[&str], size| {
+        let container = api::ContainerPreferredAllocationRequest {
+            available_device_i_ds: ids(&["soft0-1", "soft0-0", "soft0-2"]),
+            must_include_device_i_ds: ids(must),
+            allocation_size: size,
+        };
+        let request = api::PreferredAllocationRequest { container_requests: vec![container] };
+        let mut small = small.clone();
+        async move {
+            let answer = small.get_preferred_allocation(request).await?.into_inner();
+            anyhow::Ok(answer.container_responses[0].device_i_ds.clone())
+        }
+    };
+    assert_eq!(request(&[], 1).await?, ["soft0-0"]);
+    assert_eq!(request(&[], 3).await?, ["soft0-0", "soft0-2", "soft0-1"]);
+    assert_eq!(request(&["soft0-1"], 2).await?, ["soft0-1", "soft0-0"]);
+    assert!(request(&[], -1).await?.is_empty());
+
+    let vgpus = bed.vgpus()?;
+    let uuid = vgpus[0]["uuid"].as_str().context("A vGPU")?;
+    let client = std::os::unix::net::UnixStream::connect(bed.vgpud.vfio_socket(uuid))?;
+    eventually("the vGPU is in use", async || {
+        bed.vgpus().is_ok_and(|vgpus| !vgpus[0]["vm"].is_null())
+    })
+    .await?;
+    let refused = small.allocate(allocation(&["soft0-1"])).await.unwrap_err();
+    let told = "Device soft0-1 is another container's, which still runs: ";
+    assert!(refused.message().starts_with(told), "{refused}");
+    assert_eq!(bed.vgpus()?[0]["pid"], vgpus[0]["pid"], "the container's vGPU goes on");
+    drop(client);
+    small.allocate(allocation(&["soft0-1"])).await?;
+    assert_ne!(bed.vgpus()?[0]["pid"], vgpus[0]["pid"]);
     Ok(())
 }
 

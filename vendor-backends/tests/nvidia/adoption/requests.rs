@@ -60,15 +60,6 @@ impl Guest {
         ram: &SharedMemory,
         request: &Request,
     ) -> Result<(), GpuError> {
-        const NOTHING: GpuError = GpuError::NotFound("what was asked for");
-        fn pick<T: Copy>(all: &[T], index: usize) -> Result<T, GpuError> {
-            all.get(index % all.len().max(1)).copied().ok_or(NOTHING)
-        }
-        let space_of = |guest: &Self, index: usize| match index {
-            0 => SpaceId::DEFAULT,
-            index => pick(&guest.spaces, index).unwrap_or(SpaceId::DEFAULT),
-        };
-        let va = |page: u64| GpuVa(VA_START + page * PAGE_SIZE);
         match *request {
             Request::Import => self.memories.push(lifecycle::import(client, ram)?),
             Request::Release(index) => {
@@ -77,26 +68,6 @@ impl Guest {
                 client.release(memory)?;
                 self.memories.retain(|other| *other != memory);
                 self.allocations.retain(|other| *other != memory);
-            }
-            Request::Allocate => self.allocations.push(client.allocate(2 * MIB)?),
-            Request::MapAllocated { memory, space, page } => {
-                let memory = pick(&self.allocations, memory)?;
-                let backing = Backing::Allocated { memory, offset: page * PAGE_SIZE };
-                let request = MapRequest::new(va(page + 100), 4 * PAGE_SIZE, backing);
-                client.map(&request.in_space(space_of(self, space)))?;
-            }
-            Request::MapLaunchRegion { space, page } => {
-                client.map_launch_region(space_of(self, space), va(page + 200), PAGE_SIZE)?;
-            }
-            Request::ProgramChannel { engine, memory, space, group } => {
-                let memory = pick(&self.memories, memory)?;
-                let userd = self.channels.len() as u64 + 10;
-                let spec = lifecycle::channel_spec(engine, memory, userd * 512);
-                let spec = ChannelSpec { space: space_of(self, space), group: Some(group), ..spec };
-                self.channels.push(client.create_channel(&spec)?.id);
-            }
-            Request::WatchExceptions(index) => {
-                client.watch_exceptions(pick(&self.channels, index)?, 0x3a)?;
             }
             Request::CreateSpace => self.spaces.push(client.create_space()?),
             Request::DestroySpace(index) => {
@@ -109,12 +80,12 @@ impl Guest {
                     Ok(memory) if page % 3 > 0 => Backing::Guest { memory, offset: 0 },
                     _ => Backing::Vram { offset: page * PAGE_SIZE },
                 };
-                let space = space_of(self, space);
+                let space = self.space_of(space);
                 let request = MapRequest::new(va(page), pages * PAGE_SIZE, backing);
                 client.map(&request.in_space(space))?;
             }
             Request::Unmap { space, page, pages } => {
-                client.unmap(space_of(self, space), va(page), pages * PAGE_SIZE)?;
+                client.unmap(self.space_of(space), va(page), pages * PAGE_SIZE)?;
             }
             Request::CreateChannel { engine, memory, userd } => {
                 let memory = pick(&self.memories, memory)?;
@@ -137,9 +108,62 @@ impl Guest {
                 self.channels.clear();
                 self.spaces.clear();
             }
+            Request::Allocate
+            | Request::MapAllocated { .. }
+            | Request::MapLaunchRegion { .. }
+            | Request::ProgramChannel { .. }
+            | Request::WatchExceptions(_) => self.carry_out_for_programs(client, request)?,
         }
         Ok(())
     }
+
+    /// Carries out a request that only CUDA programs make.
+    fn carry_out_for_programs(
+        &mut self,
+        client: &mut NvidiaClient,
+        request: &Request,
+    ) -> Result<(), GpuError> {
+        match *request {
+            Request::Allocate => self.allocations.push(client.allocate(2 * MIB)?),
+            Request::MapAllocated { memory, space, page } => {
+                let memory = pick(&self.allocations, memory)?;
+                let backing = Backing::Allocated { memory, offset: page * PAGE_SIZE };
+                let request = MapRequest::new(va(page + 100), 4 * PAGE_SIZE, backing);
+                client.map(&request.in_space(self.space_of(space)))?;
+            }
+            Request::MapLaunchRegion { space, page } => {
+                client.map_launch_region(self.space_of(space), va(page + 200), PAGE_SIZE)?;
+            }
+            Request::ProgramChannel { engine, memory, space, group } => {
+                let memory = pick(&self.memories, memory)?;
+                let userd = self.channels.len() as u64 + 10;
+                let spec = lifecycle::channel_spec(engine, memory, userd * 512);
+                let spec = ChannelSpec { space: self.space_of(space), group: Some(group), ..spec };
+                self.channels.push(client.create_channel(&spec)?.id);
+            }
+            Request::WatchExceptions(index) => {
+                client.watch_exceptions(pick(&self.channels, index)?, 0x3a)?;
+            }
+            _ => unreachable!("{request:?} is not of programs"),
+        }
+        Ok(())
+    }
+
+    fn space_of(&self, index: usize) -> SpaceId {
+        match index {
+            0 => SpaceId::DEFAULT,
+            index => pick(&self.spaces, index).unwrap_or(SpaceId::DEFAULT),
+        }
+    }
+}
+
+fn pick<T: Copy>(all: &[T], index: usize) -> Result<T, GpuError> {
+    let found = all.get(index % all.len().max(1)).copied();
+    found.ok_or(GpuError::NotFound("what was asked for"))
+}
+
+fn va(page: u64) -> GpuVa {
+    GpuVa(VA_START + page * PAGE_SIZE)
 }
 
 /// Carries out requests in a worker that never dies, and returns what the guest and the driver have.

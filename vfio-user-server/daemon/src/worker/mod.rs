@@ -190,6 +190,11 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     if let Some(anchored) = anchored {
         worker.resume(anchored)?;
     }
+    serve(worker)
+}
+
+/// Serves events until the worker is to end.
+fn serve(worker: Worker) -> Result<End> {
     let mut events = EventManager::new().context("Cannot create an event loop")?;
     let id = events.add_subscriber(worker);
     let mut orphaned_since = None;
