@@ -46,6 +46,6 @@ pub fn calibrate_under_load(
         }
         ensure!(begun.elapsed() < LIMIT, "kernels of {each:?} do not come to {target:?}");
         let iterations = f64::from(spin.iterations()) / part;
-        spin.set_iterations(iterations.clamp(1.0, f64::from(1 << 30)) as u32);
+        spin.set_iterations(iterations.clamp(1.0, f64::from(1 << 30)).round() as u32);
     }
 }
