@@ -4,7 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
-use mdev_core::gpu::{Client, EngineKind, GpuError, SavedClient};
+use mdev_core::gpu::{Client, EngineKind, GpuError, SavedChannel, SavedClient};
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -54,49 +54,55 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-fn apply(saved: &mut SavedClient, change: &Change) {
+/// Returns the channel that a number selects.
+fn channel(saved: &mut SavedClient, number: usize) -> Option<&mut SavedChannel> {
     let channels = saved.channels.len().max(1);
+    saved.channels.get_mut(number % channels)
+}
+
+fn apply(saved: &mut SavedClient, change: &Change) {
     let mappings = saved.mappings.len().max(1);
-    let mut channel = |number: usize| saved.channels.get_mut(number % channels);
     match *change {
         Change::Byte(number, at, to) => {
-            let Some(channel) = channel(number) else { return };
+            let Some(channel) = channel(saved, number) else { return };
             let len = channel.state.len().max(1);
             if let Some(byte) = channel.state.get_mut(at % len) {
                 *byte = to;
             }
         }
         Change::Cut(number, at) => {
-            let Some(channel) = channel(number) else { return };
+            let Some(channel) = channel(saved, number) else { return };
             channel.state.truncate(at % (channel.state.len() + 1));
         }
         Change::Insert(number, at, byte) => {
-            let Some(channel) = channel(number) else { return };
+            let Some(channel) = channel(saved, number) else { return };
             let at = at % (channel.state.len() + 1);
             channel.state.insert(at, byte);
         }
-        Change::Id(number, id) => channel(number).into_iter().for_each(|it| it.id = ChannelId(id)),
-        Change::Ring(number, by) => channel(number).into_iter().for_each(|it| {
+        Change::Id(number, id) => {
+            channel(saved, number).into_iter().for_each(|it| it.id = ChannelId(id));
+        }
+        Change::Ring(number, by) => channel(saved, number).into_iter().for_each(|it| {
             it.spec.gpfifo = GpuVa(it.spec.gpfifo.0.wrapping_add(by));
         }),
         Change::Entries(number, to) => {
-            channel(number).into_iter().for_each(|it| it.spec.gpfifo_entries = to);
+            channel(saved, number).into_iter().for_each(|it| it.spec.gpfifo_entries = to);
         }
-        Change::Engine(number) => channel(number).into_iter().for_each(|it| {
+        Change::Engine(number) => channel(saved, number).into_iter().for_each(|it| {
             let copies = it.spec.engine == EngineKind::Copy;
             it.spec.engine = if copies { EngineKind::Compute } else { EngineKind::Copy };
         }),
         Change::Group(number, to) => {
-            channel(number).into_iter().for_each(|it| it.spec.group = Some(to));
+            channel(saved, number).into_iter().for_each(|it| it.spec.group = Some(to));
         }
         Change::Space(number, to) => {
-            channel(number).into_iter().for_each(|it| it.spec.space = SpaceId(to));
+            channel(saved, number).into_iter().for_each(|it| it.spec.space = SpaceId(to));
         }
         Change::Vector(number, to) => {
-            channel(number).into_iter().for_each(|it| it.spec.vector = to);
+            channel(saved, number).into_iter().for_each(|it| it.spec.vector = to);
         }
         Change::Again(number) => {
-            let again = channel(number).map(|channel| channel.clone());
+            let again = channel(saved, number).cloned();
             saved.channels.extend(again);
         }
         Change::Mapping(number, by) => {
@@ -115,7 +121,10 @@ fn apply(saved: &mut SavedClient, change: &Change) {
 /// Makes the checks of the device model, which are before those of the client.
 fn checked(host: &Host, saved: &SavedClient) -> Result<(), GpuError> {
     let capabilities = host.client.gpu().capabilities;
-    saved.channels.iter().try_for_each(|channel| channel.spec.check(capabilities))
+    for channel in &saved.channels {
+        channel.spec.check(capabilities)?;
+    }
+    Ok(())
 }
 
 /// Restores a state and lets it continue. Returns whether it was accepted.
