@@ -46,6 +46,7 @@ pub fn calibrate_under_load(
         }
         ensure!(begun.elapsed() < LIMIT, "kernels of {each:?} do not come to {target:?}");
         let iterations = f64::from(spin.iterations()) / part;
-        spin.set_iterations(iterations.clamp(1.0, f64::from(1 << 30)).round() as u32);
+        #[allow(clippy::cast_sign_loss, reason = "it is at least 1")]
+        spin.set_iterations(iterations.clamp(1.0, f64::from(1 << 30)) as u32);
     }
 }

@@ -49,8 +49,9 @@ impl FileReceiver {
 
 impl Drop for FileReceiver {
     fn drop(&mut self) {
-        let file = self.file.as_ref().and_then(PassedFile::take);
-        file.into_iter().for_each(|file| foreign_fds::close(file.into()));
+        if let Some(file) = self.file.as_ref().and_then(PassedFile::take) {
+            foreign_fds::close(file.into());
+        }
     }
 }
 

@@ -83,8 +83,8 @@ pub(super) fn read_file(
         log::info!(
             "vGPU {id} is restored: {} MiB of memory; file {indexed:.1?}, state {:.1?}, memory {:.1?}",
             bytes >> 20,
-            made - indexed,
-            filled - made
+            made.saturating_sub(indexed),
+            filled.saturating_sub(made)
         );
     }
     finish(id, filling, result)
