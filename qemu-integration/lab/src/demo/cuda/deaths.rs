@@ -65,8 +65,12 @@ impl Cuda {
         let end =
             "touch /tmp/stop; until grep -q ended /tmp/runs; do sleep 0.1; done; cat /tmp/runs";
         let output = self.vms[0].guest.run(end, LIMIT)?.success()?.stdout;
-        let (runs, wrong) = check_runs(&output);
+        let Checked { runs, wrong, first_wrong } = check_runs(&output);
         println!("{runs} runs of programs with {deaths} deaths of the worker: {wrong} wrong");
+        // At once, since the training may end with an error.
+        if let Some(printed) = first_wrong {
+            println!("the first wrong run printed: {printed}");
+        }
         if runs == 0 || wrong > 0 {
             failures.push(format!("{wrong} of {runs} runs of programs are wrong:\n{output}"));
         }
@@ -98,21 +102,34 @@ impl Cuda {
     }
 }
 
-/// Returns how many runs of the programs there were, and how many of them were wrong.
-fn check_runs(output: &str) -> (usize, usize) {
-    let (mut runs, mut wrong) = (0, 0);
-    for run in output.split_inclusive("\nstatus ") {
-        let Some(printed) = run.strip_suffix("\nstatus ") else { continue };
-        // Begins with the status of the run before.
-        let results: Numbers = numbers(printed);
-        let right = results.contains_key("vector_addition")
+/// Result of [`check_runs`].
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Checked {
+    runs: usize,
+    wrong: usize,
+    /// What the first wrong run printed, in one line.
+    first_wrong: Option<String>,
+}
+
+/// Checks the output of runs of the programs, each of which ends with its status.
+fn check_runs(output: &str) -> Checked {
+    let (mut checked, mut printed) = (Checked::default(), Vec::new());
+    for line in output.lines() {
+        let results: Numbers = numbers(&printed.join("\n"));
+        printed.push(line);
+        let Some(status) = line.strip_prefix("status ") else { continue };
+        let right = status == "0"
+            && results.contains_key("vector_addition")
             && results.contains_key("launches_by_kernels")
             && results.values().all(|result| is_right(*result));
-        runs += 1;
-        wrong += usize::from(!right);
+        checked.runs += 1;
+        if !right {
+            checked.wrong += 1;
+            checked.first_wrong.get_or_insert_with(|| printed.join("; "));
+        }
+        printed.clear();
     }
-    let failed = output.lines().filter_map(|line| line.strip_prefix("status "));
-    (runs, wrong + failed.filter(|status| *status != "0").count())
+    checked
 }
 
 /// Kills workers, one after the other. Returns their number.
@@ -147,11 +164,19 @@ mod tests {
     #[test]
     fn each_wrong_result_and_status_is_counted() {
         let right = "vector_addition 1\nlaunches_by_kernels 1\nptx 1\nstatus 0\n";
-        assert_eq!(check_runs(&format!("{right}{right}ended 1\n")), (2, 0));
+        let checked = |output: &str| {
+            let Checked { runs, wrong, first_wrong } = check_runs(output);
+            (runs, wrong, first_wrong.unwrap_or_default())
+        };
+        assert_eq!(checked(&format!("{right}{right}ended 1\n")), (2, 0, String::new()));
         let wrong = right.replace("ptx 1", "ptx 0");
-        assert_eq!(check_runs(&format!("{right}{wrong}ended 1\n")), (2, 1));
+        let printed = "vector_addition 1; launches_by_kernels 1; ptx 0; status 0".to_owned();
+        assert_eq!(checked(&format!("{right}{wrong}ended 1\n")), (2, 1, printed));
         let killed = "vector_addition 1\nstatus 137\n";
-        assert_eq!(check_runs(&format!("{killed}{right}")), (2, 2));
-        assert_eq!(check_runs("ended 1\n"), (0, 0));
+        let printed = "vector_addition 1; status 137".to_owned();
+        assert_eq!(checked(&format!("{killed}{right}")), (2, 1, printed));
+        let failed = "out of memory\nstatus 1\n";
+        assert_eq!(checked(&format!("{right}{failed}{killed}")).1, 2);
+        assert_eq!(checked("ended 1\n"), (0, 0, String::new()));
     }
 }
