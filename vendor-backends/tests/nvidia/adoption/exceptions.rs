@@ -31,6 +31,8 @@ fn programs_that_start_after_a_death_watch_exceptions() {
             !taken.is_empty()
         });
         assert_eq!(taken, [Exception { channel: channel.id, notifier: TRAP }]);
+        client.destroy_channel(channel.id).unwrap();
+        client.release(memory).unwrap();
         anchor.record(client);
     }
     assert!(rm.violations().is_empty(), "{:?}", rm.violations());
