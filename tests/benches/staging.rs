@@ -36,8 +36,9 @@ struct Args {
 }
 
 /// Waits as long as a copy takes.
+#[allow(clippy::unnecessary_wraps, reason = "a copy can fail")]
 fn copy(copy: StagedCopy) -> io::Result<()> {
-    std::thread::sleep(Duration::from_nanos((copy.len as f64 / ENGINE) as u64));
+    std::thread::sleep(Duration::from_secs_f64(copy.len as f64 / ENGINE / 1e9));
     Ok(())
 }
 
@@ -80,8 +81,10 @@ fn main() -> Result<()> {
     memory.mapping.write(0, &vec![1; STAGING as usize]).context("staging memory")?;
     let mut alone = [0.0, 0.0];
     let all = staged_memory::threads();
-    let mut counts: Vec<usize> = (0..).map(|power| 1 << power).take_while(|n| *n < all).collect();
+    let twice = |threads: &usize| Some(2 * threads).filter(|twice| *twice < all);
+    let mut counts: Vec<usize> = std::iter::successors(Some(1), twice).collect();
     counts.push(all);
+    counts.dedup();
     for threads in counts {
         let restore = best(bytes, || Ok(fill(&file, &vgpu.memory, &staging, threads, copy)?))?;
         let save = best(bytes, || {
