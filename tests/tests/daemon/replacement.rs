@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use cuda_socket::{MAX_PACKET, Request, VERSION, encode};
 use mdev_core::abi::control::reg;
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::MIB;
@@ -21,6 +22,7 @@ use system_tests::vcpu::Vcpu;
 use system_tests::vfio_user_guest::VfioUserGuest;
 use system_tests::worker_deaths::{Place, kill_at, replace, worker};
 use system_tests::{Vgpud, bytes, is_alive, kill_process, skipped, wait_for};
+use vendor_backends::seqpacket::SeqPacket;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
 use vgpu_guest::memory::Home;
@@ -173,4 +175,24 @@ fn each_access_has_its_effect_once_wherever_its_worker_dies() -> Result<()> {
         stop.store(true, Ordering::Relaxed);
         guest.join().ok().context("The client saw a wrong effect")
     })
+}
+
+/// An anchor that held the manager's connections would have no room for them one day.
+#[test]
+fn questions_of_the_manager_leave_nothing_at_the_anchor() -> Result<()> {
+    const QUESTIONS: u32 = 30;
+    let vgpud = Vgpud::start()?;
+    let vgpu = vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }))?;
+    let anchor = vgpud.anchor(&vgpu)?;
+    // No other worker could continue with a program, so no state is recorded.
+    let program = SeqPacket::connect(&vgpud.vgpu_dir(&vgpu).join("cuda.sock"))?;
+    program.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
+    ensure!(program.recv(&mut vec![0; MAX_PACKET])?.is_some(), "The program is refused");
+    let held = || anyhow::Ok(std::fs::read_dir(format!("/proc/{anchor}/fd"))?.count());
+    vgpud.show(&vgpu)?;
+    let before = held()?;
+    for _ in 0..QUESTIONS {
+        vgpud.refused("POST", &format!("/v1/vgpus/{vgpu}/stop"), None)?;
+    }
+    wait_for("the anchor drops the connections", || held().is_ok_and(|held| held <= before))
 }

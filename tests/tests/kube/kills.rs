@@ -71,7 +71,11 @@ fn goes_on(lab: &LabCluster, rounds: u64) -> Result<()> {
         ensure!(pods.phase(STEADY)? == "Running", "The steady pod: {}", pods.log(STEADY)?);
         Ok(pods.work(STEADY)?.0 > rounds)
     });
-    goes_on.with_context(|| format!("{}\n{}", node.log("vgpud"), node.log("vgpu-kube")))
+    goes_on.with_context(|| {
+        let pod = lab.cluster.kubectl().get(&["pod", STEADY]).unwrap_or_default();
+        let logs = ["vgpud", "vgpu-kube", "kubelet"].map(|name| node.log(name)).join("\n");
+        format!("{logs}\n{}", pod["status"])
+    })
 }
 
 /// Kills the worker of a pod: the pod's program may fail, the steady pod goes on, and the next pod

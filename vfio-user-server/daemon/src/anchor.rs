@@ -239,6 +239,7 @@ impl Anchor {
             }
             // A worker that closes its socket is about to end. One that lives on is taken over.
             if has_packet && !self.receive(socket)? && !process.wait(END_TIMEOUT) {
+                log::error!("The worker sends what its anchor cannot keep, and is killed");
                 process.signal(Signal::SIGKILL);
                 let _ = process.wait(END_TIMEOUT);
             }

@@ -78,7 +78,8 @@ impl Worker {
         if let Some(connection) = self.control.remove(&id) {
             unwatch(ops, &connection);
             if let Some(recorder) = &mut self.function.recorder {
-                recorder.drop_later(Key::control(id)..=Key::control(id));
+                // No state needs it, and where nothing is recorded, there is no next state.
+                recorder.drop_now(Key::control(id)..=Key::control(id));
             }
         }
     }

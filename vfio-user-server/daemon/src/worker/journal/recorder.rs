@@ -123,6 +123,11 @@ impl Recorder {
         self.anchor.drop_later(keys);
     }
 
+    /// Drops descriptors at the anchor that no state needs.
+    pub fn drop_now(&mut self, keys: RangeInclusive<Key>) {
+        self.anchor.drop_now(keys);
+    }
+
     /// Sets whether the device is used in a way that cannot be recorded. If so, no other worker
     /// continues.
     pub fn set_blocked(&mut self, blocked: bool) {
