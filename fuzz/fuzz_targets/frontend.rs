@@ -6,6 +6,7 @@ use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, Refused,
 use fuzz::books::{Books, VRAM, front_end};
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
+use mdev_core::gpu::Pending;
 use mdev_core::units::PAGE_SIZE;
 use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::frontend::{FrontEnd, Outcome};
@@ -233,8 +234,8 @@ fuzz_target!(|data: &[u8]| {
                 let _ = program.front_end.map(&MapRequest { file, len, offset, writable: true });
             }
             0xf0..0xf8 => {
-                program.front_end.note_errors(&mut program.gpu);
-                program.front_end.events(true);
+                let pending = Pending::from_bits_truncate(program.input.byte().into());
+                let _ = program.front_end.on_gpu_event(&mut program.gpu, pending);
             }
             _ => {
                 program.front_end.close(&mut program.gpu, file);

@@ -18,12 +18,16 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+mod index;
+mod memory_chunk;
 mod memory_reader;
 mod order;
 mod staged;
 #[cfg(test)]
 mod tests;
 
+pub use self::index::{ChunkChecksum, ChunkPlace, IndexedVgpu};
+pub use self::memory_chunk::MemoryChunk;
 pub use self::memory_reader::MemoryReader;
 use self::order::Order;
 pub use self::staged::{StagedReader, StagedWriter};
@@ -50,6 +54,8 @@ const HEADER: usize = 20;
 
 /// Damage of a stream with bytes after its end.
 const MORE: &str = "it goes on after its end";
+/// Damage of a chunk.
+const WRONG_SUM: &str = "a checksum is wrong";
 
 mod kind {
     pub const HEAD: u32 = 1;
@@ -181,6 +187,13 @@ impl<W: Write> StreamWriter<W> {
         self.chunk(kind::MEMORY, offset, data)
     }
 
+    /// Writes a chunk of video memory, beyond what was written before.
+    pub fn memory_chunk(&mut self, chunk: &MemoryChunk) -> io::Result<()> {
+        let (header, data) = chunk.encoded();
+        self.write(header)?;
+        self.write(data)
+    }
+
     /// Writes at most [`MAX_CHUNK`] next bytes of the VM's state, after everything else.
     pub fn machine(&mut self, data: &[u8]) -> io::Result<()> {
         self.chunk(kind::MACHINE, self.machine_bytes, data)?;
@@ -230,13 +243,7 @@ impl<W: Write> StreamWriter<W> {
         if data.len() > MAX_CHUNK {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let mut header = Vec::with_capacity(HEADER);
-        header.extend(kind.to_le_bytes());
-        header.extend((data.len() as u32).to_le_bytes());
-        header.extend(offset.to_le_bytes());
-        let sum = checksum(&header, data);
-        header.extend(sum.to_le_bytes());
-        self.write(&header)?;
+        self.write(&encode_header(kind, offset, data))?;
         self.write(data)
     }
 
@@ -245,6 +252,17 @@ impl<W: Write> StreamWriter<W> {
         self.bytes += bytes.len() as u64;
         Ok(())
     }
+}
+
+/// Returns the header of a chunk.
+fn encode_header(kind: u32, offset: u64, data: &[u8]) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[..4].copy_from_slice(&kind.to_le_bytes());
+    header[4..8].copy_from_slice(&(data.len() as u32).to_le_bytes());
+    header[8..16].copy_from_slice(&offset.to_le_bytes());
+    let sum = checksum(&header[..HEADER - 4], data);
+    header[HEADER - 4..].copy_from_slice(&sum.to_le_bytes());
+    header
 }
 
 fn checksum(header: &[u8], data: &[u8]) -> u32 {
@@ -275,7 +293,7 @@ impl ChunkHeader {
 
     fn check(self, bytes: &[u8; HEADER], data: &[u8]) -> Result<(), StreamError> {
         if checksum(&bytes[..HEADER - 4], data) != self.sum {
-            return Err(StreamError::Damaged("a checksum is wrong"));
+            return Err(StreamError::Damaged(WRONG_SUM));
         }
         Ok(())
     }

@@ -10,6 +10,7 @@
 //! * [`in_process`], [`vfio_user_guest`]: platforms of the guest runtime, on the device model and
 //!   over a vfio-user socket
 //! * [`moved_guest`]: a platform that moves from one vGPU to another
+//! * [`calibration`]: kernels of a known length
 //! * [`load`]: guests under load, and their measured shares
 //! * [`vgpuctl`]: runs of `vgpuctl`
 //! * [`captured`]: a running process that makes the system calls of a test
@@ -19,6 +20,7 @@
 //! * [`vmm`]: a VM with one CPU that runs a few hundred bytes of code under KVM
 //! * [`outcome`]: results of benchmarks
 
+pub mod calibration;
 pub mod captured;
 pub mod driver_api;
 pub mod fuse;

@@ -24,6 +24,20 @@ pub const MAX_PACKET: usize = 64 * 1024;
 /// Maximum number of file descriptors of a packet.
 pub const MAX_FDS: usize = 8;
 
+/// Receives bytes of any socket with the file descriptors that came with them, close-on-exec, without
+/// waiting. No bytes are the end.
+///
+/// # Errors
+///
+/// Fails as recvmsg(2) does, with `WouldBlock` if there is nothing to receive.
+pub fn receive_with_fds(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let (len, fds, _) = sys::receive(socket, buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT)?;
+    Ok((len, fds))
+}
+
 /// One end of a connection.
 #[derive(Debug)]
 pub struct SeqPacket(OwnedFd);

@@ -183,7 +183,8 @@ bitflags! {
 pub struct KeptDescriptor {
     /// Number of the client's own choice, below 2^56.
     pub number: u64,
-    /// The descriptor, or `None` if the one with this number is not needed any more.
+    /// The descriptor, or `None` if the one with this number is not needed any more. A memory file,
+    /// an eventfd, a socket, or a file that the client has opened: closing it never waits.
     pub fd: Option<OwnedFd>,
 }
 

@@ -57,6 +57,8 @@ pub struct Options {
     pub libraries: Vec<PathBuf>,
     /// Python with PyTorch for the CUDA programs in VMs.
     pub python: Option<String>,
+    /// Deaths of a VM's worker under CUDA programs, instead of all else.
+    pub kills: Option<u32>,
 }
 
 /// Results of the demo.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use lab::build::Profile;
 use lab::cleanup::Scratch;
@@ -57,6 +57,10 @@ enum Task {
         /// machine's files
         #[arg(long, value_name = "PROGRAM")]
         python: Option<String>,
+        /// With --cuda only: kill the worker of one VM N times under CUDA programs, and N times under
+        /// a training of PyTorch with --python, instead of all else
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        kills: Option<u32>,
     },
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
@@ -150,11 +154,16 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<bool> {
     match task {
-        Task::Demo { json, out, parent, cubin, seconds, cuda, library: libraries, python } => {
+        Task::Demo { json, out, parent, cubin, seconds, cuda, library, python, kills } => {
+            let libraries = library;
+            if kills.is_some() && cuda != Choice::Only {
+                bail!("--kills is for CUDA programs: add --cuda only");
+            }
             if let Some(bundle) = Bundle::find() {
                 bundle.drop_privileges(&out)?;
             }
-            let options = Options { json, out, parent, cubin, seconds, cuda, libraries, python };
+            let options =
+                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills };
             let failures = match cuda {
                 Choice::Only => demo::cuda::only(&options)?,
                 Choice::Auto | Choice::No => demo::run(&options)?.failures,

@@ -14,5 +14,6 @@ mod replacement;
 mod replacement_endurance;
 mod resilience;
 mod service;
+mod staged_memory;
 mod web;
 mod worker_upgrade;

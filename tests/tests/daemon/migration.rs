@@ -208,3 +208,42 @@ fn the_manager_refuses_what_it_cannot_save_or_restore() -> Result<()> {
     let words = "The vGPU cannot be restored: The saved vGPU cannot be read";
     refused(&vgpud, &format!("restore {uuid} -i {name}"), 5, words)
 }
+
+/// A file that vgpud reads itself, and a stream for an earlier one: the same vGPU, and the same refusals.
+#[test]
+fn a_file_whose_memory_is_damaged_leaves_a_vgpu_that_was_reset() -> Result<()> {
+    let vgpud = Vgpud::start()?;
+    let uuid = start(&vgpud, "SOFT-256MQ")?;
+    let mut guest = Guest::attach(&vgpud, &uuid);
+    for mib in 0..4 {
+        guest.client.write(VRAM, mib << 20, &vec![0x60 + mib as u8; 1 << 20]);
+    }
+    let folder = tempfile::tempdir()?;
+    let name = folder.path().join("file");
+    let (restore, save) = (
+        format!("restore {uuid} -i {}", name.display()),
+        format!("save {uuid} -o {}", name.display()),
+    );
+    vgpuctl(&vgpud, &save)?;
+    let file = File::options().read(true).write(true).open(&name)?;
+    let whole = file.metadata()?.len();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, whole - 1_500_000)?;
+    file.write_all_at(&[byte[0] ^ 1], whole - 1_500_000)?;
+    refused(&vgpud, &restore, 2, "a checksum is wrong")?;
+    assert_eq!(guest.client.read(VRAM, 0, 4096), [0; 4096], "a part was restored");
+    assert_eq!(guest.request(Opcode::GetInfo, &[]), Status::Ok, "it works");
+    file.write_all_at(&byte, whole - 1_500_000)?;
+    vgpuctl(&vgpud, &restore)?;
+    vgpuctl(&vgpud, &format!("resume {uuid}"))?;
+    assert_eq!(guest.client.read(VRAM, 3 << 20, 4096), [0x63; 4096]);
+    // What is found before anything is changed.
+    guest.client.write(VRAM, 0, &[7; 16]);
+    file.set_len(whole - 1)?;
+    refused(&vgpud, &restore, 1, "it was cut off")?;
+    assert_eq!(guest.client.read(VRAM, 0, 16), [7; 16]);
+    let (status, body) = vgpud.request("POST", &format!("/v1/vgpus/{uuid}/restore-file"), None)?;
+    let body = String::from_utf8_lossy(&body).into_owned();
+    assert!(status == 400 && body.contains("No file came with the request"), "{status} {body}");
+    Ok(())
+}

@@ -9,6 +9,7 @@ use mdev_core::gpu::EngineKind;
 use mdev_core::units::MIB;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use system_tests::calibration::calibrate_under_load;
 use system_tests::vgpuctl::vgpuctl_json;
 use system_tests::{Vgpud, is_alive, kill_process, wait_for};
 use vgpu_guest::channel::Channel;
@@ -122,10 +123,8 @@ fn queued_kernels_run_on_while_workers_die() -> Result<()> {
     let device = attach(&vgpu.vgpud, &vgpu.uuid)?;
     let mut channel = Channel::with_entries(&device, EngineKind::Compute, 512)?;
     let mut spin = Spin::new(&device, 1000)?;
-    // The second time with the clocks up.
-    spin.calibrate(&mut channel, Duration::from_millis(200))?;
-    work::run(&spin, &mut channel)?;
-    spin.calibrate(&mut channel, KERNEL)?;
+    let each = calibrate_under_load(&mut spin, &mut channel, KERNEL)?;
+    println!("kernels take {each:?}");
     let mut copies = Channel::new(&device, EngineKind::Copy)?;
     let copy = Copy::new(&device, MIB)?;
     work::run(&copy, &mut copies)?;
@@ -262,7 +261,7 @@ fn managers_and_workers_die_together() -> Result<()> {
     let device = attach(&vgpu.vgpud, &vgpu.uuid)?;
     let mut channel = Channel::with_entries(&device, EngineKind::Compute, 512)?;
     let mut spin = Spin::new(&device, 1000)?;
-    spin.calibrate(&mut channel, Duration::from_millis(1))?;
+    calibrate_under_load(&mut spin, &mut channel, Duration::from_millis(1))?;
     let mut methods = Methods::new();
     spin.push(&mut methods);
     for number in 0..10 {

@@ -20,6 +20,10 @@ use crate::mem::Mapping;
 /// First handle of an object. The driver chooses handles of clients from another range.
 pub const FIRST_HANDLE: u32 = 0x5e55_0001;
 
+/// Number of the file for exceptions. The driver knows a client's files for events by such numbers, and
+/// does not look them up among the caller's descriptors: a process that continues has others.
+pub const EXCEPTION_FILE: u32 = 1 << 30;
+
 /// What a process needs to continue with the client of another one.
 #[derive(Debug)]
 pub struct AdoptedClient {
@@ -410,8 +414,10 @@ impl RmClient {
         subdevice: &Arc<Object>,
         event: u32,
     ) -> Result<(Arc<Object>, OwnedFd), RmError> {
-        let fd = self.event_descriptor()?;
-        let object = self.alloc_event(subdevice, event, fd.as_fd())?;
+        let fd = self.rm.open(Node::Event).map_err(RmError::open)?;
+        let number = fd.as_raw_fd().cast_unsigned();
+        self.register_event_file(fd.as_fd(), number)?;
+        let object = self.alloc_event(subdevice, event, number)?;
         let mut notification = abi::SetNotification {
             event: event & super::sys::numbers::event::INDEX,
             action: super::sys::numbers::event::REPEAT,
@@ -421,33 +427,35 @@ impl RmClient {
         Ok((object, fd))
     }
 
-    /// Opens a descriptor for events.
-    pub fn event_descriptor(&self) -> Result<OwnedFd, RmError> {
+    /// Opens the file for exceptions, and registers it as [`EXCEPTION_FILE`].
+    pub fn exception_file(&self) -> Result<OwnedFd, RmError> {
         let fd = self.rm.open(Node::Event).map_err(RmError::open)?;
-        let mut argument = abi::AllocOsEvent {
-            client: self.root,
-            fd: fd.as_raw_fd().cast_unsigned(),
-            ..Default::default()
-        };
-        call(&*self.rm, fd.as_fd(), &mut argument, None, "")?;
+        self.register_event_file(fd.as_fd(), EXCEPTION_FILE)?;
         Ok(fd)
     }
 
-    /// Creates an event object of `source` for a descriptor, which polls readable when `source`
+    /// Registers a file for events by a number. Fails if the client has a file with this number.
+    pub fn register_event_file(&self, fd: BorrowedFd<'_>, number: u32) -> Result<(), RmError> {
+        let mut argument =
+            abi::AllocOsEvent { client: self.root, fd: number, ..Default::default() };
+        call(&*self.rm, fd, &mut argument, None, "")
+    }
+
+    /// Creates an event object of `source` for a registered file, which polls readable when `source`
     /// raises `event`. Without [`WITHOUT_DATA`](super::sys::numbers::event::WITHOUT_DATA),
     /// [`Self::take_event`] then returns which object it was.
     pub fn alloc_event(
         self: &Arc<Self>,
         source: &Arc<Object>,
         event: u32,
-        fd: BorrowedFd<'_>,
+        file: u32,
     ) -> Result<Arc<Object>, RmError> {
         let mut params = abi::EventParams {
             client: self.root,
             source: source.handle(),
             class: class::OS_EVENT,
             index: event,
-            data: u64::from(fd.as_raw_fd().cast_unsigned()),
+            data: u64::from(file),
         };
         self.alloc(Some(source), class::OS_EVENT, Some(params.as_mut_bytes()), "event")
     }

@@ -55,6 +55,16 @@ pub struct Handover {
     pub step: HandoverStep,
 }
 
+/// Request to restore a vGPU from a file whose descriptor comes with the request: `POST
+/// /v1/vgpus/{vgpu}/restore-file`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RestoreFile {
+    /// Which vGPU of a saved VM, from 0.
+    #[serde(default)]
+    pub index: usize,
+}
+
 /// Result of a restore, `POST /v1/vgpus/{vgpu}/restore`, and of a step of a handover. The vGPU is
 /// paused.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -2,7 +2,7 @@
 
 use std::error::Error as _;
 use std::fmt::Display;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -19,12 +19,14 @@ use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use vgpud_api::{ErrorBody, RFB_UPGRADE, SAVED_VGPU, Vgpu};
 use vgpud_host::body::BodyReader;
 use vgpud_host::text;
 
 use crate::error::ClientError;
+use crate::file_sender::FileSender;
 
 /// Maximum size of a response in bytes. A picture of the largest screen stays well below this.
 const MAX_RESPONSE: usize = 256 << 20;
@@ -171,7 +173,25 @@ impl Client {
         body: Channel<Bytes, io::Error>,
     ) -> Result<T, ClientError> {
         let request = build_request_with(Method::POST, path, SAVED_VGPU, body)?;
-        let response = self.begin(request).await?;
+        self.parsed(self.begin(request).await?).await
+    }
+
+    /// Sends a POST request with a file, which the manager reads, and parses the JSON response.
+    pub async fn post_with_file<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+        file: File,
+    ) -> Result<T, ClientError> {
+        let request = build_request(Method::POST, path, json(body)?)?;
+        let stream = FileSender::new(self.connect().await?, file);
+        self.parsed(self.begin_on(stream, request).await?).await
+    }
+
+    async fn parsed<T: DeserializeOwned>(
+        &self,
+        response: Response<Incoming>,
+    ) -> Result<T, ClientError> {
         if !response.status().is_success() {
             return Err(self.refusal_of(response).await);
         }
@@ -185,9 +205,21 @@ impl Client {
         B: Body<Data = Bytes> + Send + 'static,
         B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
+        self.begin_on(self.connect().await?, request).await
+    }
+
+    async fn begin_on<B>(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        request: Request<B>,
+    ) -> Result<Response<Incoming>, ClientError>
+    where
+        B: Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
         let lost = |error: hyper::Error| self.lost(&error);
         let (mut sender, connection) =
-            http1::handshake(TokioIo::new(self.connect().await?)).await.map_err(lost)?;
+            http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
         // The task ends with the response.
         tokio::spawn(connection);
         sender.send_request(request).await.map_err(lost)

@@ -8,6 +8,7 @@
 //! * [`worker`]: one vGPU, served over vfio-user
 //! * [`worker_protocol`], [`worker_client`]: messages between the manager and a worker; requests to
 //!   a worker; [`guest_pieces`]: guest memory in them
+//! * [`staged_memory`]: video memory that is saved and restored through staging memory
 //! * [`backend`]: GPU backends of this build
 //! * [`gpu_process`]: GPU process of a parent
 //! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
@@ -31,6 +32,7 @@ pub mod process;
 pub mod run;
 pub mod service;
 pub mod spawn;
+pub mod staged_memory;
 mod sys;
 pub mod systemd;
 pub mod vgpu_names;

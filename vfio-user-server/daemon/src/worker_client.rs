@@ -212,9 +212,21 @@ pub fn fill_guest(control: &Path, pieces: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// Copies between the video memory of a paused vGPU and its staging memory.
-pub fn copy_staged(control: &Path, copy: StagedCopy) -> io::Result<()> {
-    done_in_time(control, &WorkerRequest::CopyStaged(copy))
+/// Connection for copies between the video memory of a paused vGPU and its staging memory.
+#[derive(Debug)]
+pub struct StagedCopier(SeqPacket);
+
+impl StagedCopier {
+    /// Connects to a worker.
+    pub fn connect(control: &Path) -> io::Result<Self> {
+        SeqPacket::connect_with_timeout(control, SAVE_TIMEOUT).map(Self)
+    }
+
+    /// Makes a copy, and waits for its end.
+    pub fn copy(&self, copy: StagedCopy) -> io::Result<()> {
+        let request = WorkerRequest::CopyStaged(copy);
+        accept_done(exchange_on(&self.0, &request, &[], SeqPacket::recv)?.0)
+    }
 }
 
 /// Sends a request whose reply has files. A worker that was taken over can pass any: reading one of
@@ -330,9 +342,18 @@ fn exchange_within(
     receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
 ) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
     let socket = SeqPacket::connect_with_timeout(control, timeout)?;
+    exchange_on(&socket, message, fds, receive)
+}
+
+fn exchange_on(
+    socket: &SeqPacket,
+    message: &WorkerRequest,
+    fds: &[BorrowedFd<'_>],
+    receive: fn(&SeqPacket, &mut [u8]) -> io::Result<Option<Packet>>,
+) -> io::Result<(WorkerReply, Vec<OwnedFd>)> {
     socket.send(&serde_json::to_vec(message)?, fds)?;
     let mut buffer = vec![0; MAX_PACKET];
-    let packet = receive(&socket, &mut buffer).map_err(|error| match error.kind() {
+    let packet = receive(socket, &mut buffer).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => {
             io::Error::new(io::ErrorKind::TimedOut, "The worker does not answer")
         }

@@ -1,6 +1,7 @@
 //! CUDA in the demo's VMs: NVIDIA's libcuda of this machine runs unmodified in two VMs that share its
 //! GPU, over the guest's Linux module.
 
+mod deaths;
 mod files;
 mod numbers;
 mod python;
@@ -96,6 +97,11 @@ pub fn only(options: &Options) -> Result<Vec<String>> {
     let scratch = Scratch::new()?;
     let needs = Needs::find(&lab, options, scratch.path(), &progress)?;
     let mut failures = Vec::new();
+    if let Some(kills) = options.kills {
+        let place = (&needs, scratch.path());
+        deaths::run(&lab, &programs, options, place, kills, &mut failures)?;
+        return Ok(failures);
+    }
     let facts = run(&lab, &programs, options, &needs, scratch.path(), &mut failures)?;
     facts.print();
     if let Some(path) = &options.json {
@@ -144,7 +150,7 @@ fn run(
         step.done();
     }
     let step = progress.step("Booting two VMs with NVIDIA's libcuda of this machine");
-    let mut cuda = Cuda::boot(lab, programs, options, needs, folder)?;
+    let mut cuda = Cuda::boot(lab, programs, options, needs, folder, &VGPUS)?;
     step.done();
     let step = progress.step("Running CUDA programs in both, and checking what they computed");
     cuda.results()?;
@@ -188,6 +194,7 @@ impl Cuda {
         options: &Options,
         needs: &Needs,
         folder: &Path,
+        vgpus: &[(&str, &str, u8)],
     ) -> Result<Self> {
         let files = needs.files(&lab.root.kernel)?;
         let bytes: u64 =
@@ -198,7 +205,7 @@ impl Cuda {
         let host = Host::start(programs, &[options.parent.argument()])?;
         let mdev_type = type_of_size(&host, SIZE)?;
         let (mut vms, mut facts) = (Vec::new(), Vec::new());
-        for (name, uuid, share_asked) in VGPUS {
+        for &(name, uuid, share_asked) in vgpus {
             let socket = host.start_vgpu(uuid, &mdev_type, Some(share_asked))?;
             let mut spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
             // While the VM boots, the archive and the files of its root are both in memory.

@@ -6,10 +6,10 @@ use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
-use mdev_core::stream::{Head, Part, StreamError, StreamReader, StreamWriter};
+use mdev_core::stream::{Head, IndexedVgpu, Part, StreamError, StreamReader, StreamWriter};
 use serde_json::json;
 use tempfile::NamedTempFile;
-use vgpud_api::{RestoredVgpu, SaveVgpu};
+use vgpud_api::{RestoreFile, RestoredVgpu, SaveVgpu};
 use vgpud_host::body::{BodyReader, body_writer};
 
 use crate::cli::{Output, Restore, Resume, Save};
@@ -33,7 +33,12 @@ pub async fn save(client: &Client, args: Save) -> Result<Vec<u8>, Failure> {
 /// Runs `restore`.
 pub async fn restore(client: &Client, args: Restore) -> Result<Vec<u8>, Failure> {
     let vgpu = args.vgpu.vgpu()?;
-    if check(&args.file)?.machine {
+    let path = args.file.clone();
+    let found = blocking(move || {
+        let file = open_file(&path)?;
+        IndexedVgpu::find(&file, 0).map_err(|error| cannot("restore", &path, &error))
+    });
+    if found.await?.machine {
         let file = args.file.display();
         let message = format!("{file} is a saved VM; `vgpuctl vm restore` restores it");
         return Err(Failure::Usage(message));
@@ -172,12 +177,15 @@ pub struct Checked {
 
 /// Opens a file with a saved vGPU.
 pub fn open(file: &Path) -> Result<(StreamReader<impl Read + use<>>, Head), Failure> {
-    let opened = File::open(file).map_err(|error| match error.kind() {
+    let reader = StreamReader::new(BufReader::with_capacity(BUFFER, open_file(file)?));
+    reader.map_err(|error| cannot("restore", file, &error))
+}
+
+fn open_file(file: &Path) -> Result<File, Failure> {
+    File::open(file).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => Failure::NotFound(format!("There is no {}", file.display())),
         _ => cannot("read", file, &error),
-    })?;
-    let reader = StreamReader::new(BufReader::with_capacity(BUFFER, opened));
-    reader.map_err(|error| cannot("restore", file, &error))
+    })
 }
 
 /// Checks all of a file, so that nothing is restored from a damaged one.
@@ -197,8 +205,24 @@ pub fn check(file: &Path) -> Result<Checked, Failure> {
     Ok(Checked { heads, domain, machine })
 }
 
-/// Restores a vGPU from the vGPU of this index in a file that was checked. The vGPU is paused then.
+/// Restores a vGPU from the vGPU of this index in a file. The vGPU is paused then.
 pub async fn restore_from(
+    client: &Client,
+    vgpu: &str,
+    file: &Path,
+    index: usize,
+) -> Result<RestoredVgpu, Failure> {
+    let path = format!("{}/restore-file", vgpu_path(vgpu));
+    let restored = client.post_with_file(&path, &RestoreFile { index }, open_file(file)?).await;
+    match restored {
+        // An earlier vgpud reads streams only.
+        Err(error) if error.is_not_found() => send_from(client, vgpu, file, index).await,
+        restored => Ok(restored?),
+    }
+}
+
+/// Sends vgpud the vGPU of this index in a file as a stream.
+async fn send_from(
     client: &Client,
     vgpu: &str,
     file: &Path,

@@ -16,10 +16,10 @@ use super::Channels;
 use super::channel::Channel;
 use crate::nvidia::device::Device;
 use crate::nvidia::rm::RmError;
-use crate::nvidia::rm_client::RmClient;
+use crate::nvidia::rm_client::{EXCEPTION_FILE, RmClient};
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, control, event};
+use crate::nvidia::sys::numbers::{class, control, event, status};
 
 /// Exceptions that programs may watch (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`): traps, interrupts,
 /// and both of preemption. All others end the group, which the driver does by itself.
@@ -57,7 +57,7 @@ impl ExceptionWatch {
         let debugger = rm_client.alloc(Some(device), class::DEBUGGER, params, "debugger")?;
         let events = NOTIFIERS.map(|notifier| {
             let index = notifier | event::SUBDEVICE_SPECIFIC;
-            Ok((rm_client.alloc_event(compute, index, fd)?, notifier))
+            Ok((alloc_event(rm_client, compute, index, fd)?, notifier))
         });
         Ok(Self {
             events: events.collect::<Result<_, RmError>>()?,
@@ -88,6 +88,23 @@ impl ExceptionWatch {
     pub(super) fn state(&self) -> (u32, Vec<(u32, u32)>) {
         let events = self.events.iter().map(|(event, notifier)| (event.handle(), *notifier));
         (self.debugger.handle(), events.collect())
+    }
+}
+
+/// Creates an event for the file for exceptions.
+fn alloc_event(
+    rm_client: &Arc<RmClient>,
+    compute: &Arc<Object>,
+    index: u32,
+    fd: BorrowedFd<'_>,
+) -> Result<Arc<Object>, RmError> {
+    match rm_client.alloc_event(compute, index, EXCEPTION_FILE) {
+        // A worker of an earlier version has registered the file by the number of its descriptor.
+        Err(error) if error.status() == Some(status::OBJECT_NOT_FOUND) => {
+            rm_client.register_event_file(fd, EXCEPTION_FILE)?;
+            rm_client.alloc_event(compute, index, EXCEPTION_FILE)
+        }
+        done => done,
     }
 }
 

@@ -273,15 +273,15 @@ impl Client for NvidiaClient {
         event: Option<BorrowedFd<'_>>,
     ) -> Result<(), GpuError> {
         self.position.touch();
-        let event = event.map(|event| event.try_clone_to_owned()).transpose()?;
-        match &event {
-            Some(event) => {
-                let to_keep = self.device.rm_client.to_keep();
-                to_keep.keep_copy(kept::vector(vector), event.as_fd())?;
-            }
+        let copy = || event.map(|event| event.try_clone_to_owned()).transpose();
+        let (event, to_keep) = (copy()?, copy()?);
+        // Refuses what is no eventfd.
+        self.state.signals.set_vector(vector, event)?;
+        match to_keep {
+            Some(event) => self.device.rm_client.to_keep().keep(kept::vector(vector), event),
             None => self.device.rm_client.to_keep().forget(kept::vector(vector)),
         }
-        self.state.signals.set_vector(vector, event)
+        Ok(())
     }
 
     fn take_pending(&mut self) -> Pending {

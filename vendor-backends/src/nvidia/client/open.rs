@@ -97,7 +97,7 @@ impl NvidiaClient {
         let vram_bytes = spec.vram_bytes;
         let vram = device.video_memory(vram_bytes)?;
         let vram_aperture = vram_aperture(&device, &grant.gpu, &vram, vram_bytes)?;
-        let exception_event = Arc::new(device.rm_client.event_descriptor()?);
+        let exception_event = Arc::new(device.rm_client.exception_file()?);
         let (journal, journal_file) = Journal::create()?;
         let journal = Arc::new(journal);
         device.rm_client.record_handles(journal.clone());

@@ -41,9 +41,9 @@ pub fn alloc(
         }
         class::OS_EVENT => {
             let params: abi::EventParams = exact(params)?;
-            let fd = i32::try_from(params.data).map_err(|_| status::INVALID_ARGUMENT)?;
-            let file = id_of_number(fd).map_err(|_| status::INVALID_ARGUMENT)?;
-            object.event = Some((file, params.index));
+            // Not a descriptor of the caller.
+            let file = state.event_files.get(&(alloc.root, params.data as u32));
+            object.event = Some((*file.ok_or(status::OBJECT_NOT_FOUND)?, params.index));
         }
         class::DEBUGGER => {
             let params: abi::DebuggerParams = exact(params)?;

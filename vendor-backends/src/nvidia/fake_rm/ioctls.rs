@@ -1,5 +1,6 @@
 //! Ioctls of the fake driver.
 
+use std::collections::btree_map::Entry;
 use std::io;
 use std::mem::{offset_of, size_of};
 
@@ -57,8 +58,14 @@ pub fn execute(
             Ok(())
         }),
         abi::AllocOsEvent::NUMBER => with(argument, |event: &mut abi::AllocOsEvent| {
-            let event_file = id_of_number(event.fd.cast_signed())?;
-            event.status = if event_file == file { status::OK } else { status::INVALID_ARGUMENT };
+            event.status = match state.event_files.entry((event.client, event.fd)) {
+                _ if node != Node::Event => status::INVALID_ARGUMENT,
+                Entry::Occupied(_) => status::INSUFFICIENT_RESOURCES,
+                Entry::Vacant(place) => {
+                    place.insert(file);
+                    status::OK
+                }
+            };
             Ok(())
         }),
         abi::GetEventData::NUMBER => {

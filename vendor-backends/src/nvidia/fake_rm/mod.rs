@@ -66,6 +66,8 @@ struct State {
     /// Both ends of event pipes, by the file that both are. A pipe without a writer would poll as
     /// hung up.
     event_pipes: BTreeMap<FileId, [OwnedFd; 2]>,
+    /// Files for events, by their clients and numbers.
+    event_files: BTreeMap<(u32, u32), FileId>,
     /// Events with data that nobody has taken.
     events: VecDeque<(FileId, EventData)>,
     /// Generation of the GPU, if it is not Hopper.
@@ -155,6 +157,11 @@ impl FakeRm {
             }
         }
         !raised.is_empty()
+    }
+
+    /// Forgets the numbers of files for events, as if another process had used other numbers.
+    pub fn forget_event_files(&self) {
+        self.state().event_files.clear();
     }
 
     /// Returns the tokens of the channels that were enabled when their group was scheduled.

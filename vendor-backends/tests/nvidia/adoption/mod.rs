@@ -1,5 +1,6 @@
 //! Workers that die, and the next ones, which continue with their clients of the driver.
 
+mod exceptions;
 mod records;
 mod requests;
 

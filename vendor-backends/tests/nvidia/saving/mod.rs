@@ -1,5 +1,6 @@
 //! Saved vGPUs, and vGPUs that are restored from them, on a driver with engines.
 
+mod any_state;
 mod guest;
 mod refusals;
 mod replaced;

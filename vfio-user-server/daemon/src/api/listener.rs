@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
 
 use super::access::{Level, Peer, Rules};
+use super::file_receiver::FileReceiver;
 use crate::http_server::slots::Slots;
 use crate::http_server::{IDLE_TIMEOUT, ListenerLog, control_limits, serve_connection};
 
@@ -39,8 +40,10 @@ pub async fn serve(listener: UnixListener, router: Router, rules: Rules, files: 
             continue;
         };
         let idle = if is_admin { ADMIN_IDLE_TIMEOUT } else { IDLE_TIMEOUT };
+        let (stream, passed) = FileReceiver::new(stream, is_admin);
         let extend = move |extensions: &mut axum::http::Extensions| {
             extensions.insert(ConnectInfo(peer.clone()));
+            extensions.insert(passed.clone());
         };
         tokio::spawn(serve_connection(stream, extend, router.clone(), slot, idle));
     }

@@ -3,7 +3,7 @@
 //! * [`routes`]: the table of routes, and the descriptions of them in docs/openapi.json
 //! * [`route`]: one route: method, path, level, handler and documentation
 //! * [`router`]: the routes as an HTTP service, behind the access check
-//! * [`listener`]: connections of the control socket
+//! * [`listener`]: connections of the control socket; `file_receiver`: files that come with requests
 //! * [`access`]: permissions by the user of a connection
 //! * [`openapi`]: the OpenAPI document
 //! * `parents`, `schedulers`, `statistics`, `vgpus`, `saving`, `screens`, `consoles`:
@@ -19,6 +19,7 @@ use crate::web_console::sessions::Sessions;
 
 pub mod access;
 mod consoles;
+mod file_receiver;
 pub mod listener;
 pub mod metrics;
 pub mod openapi;

@@ -12,9 +12,9 @@
 use utoipa::{IntoResponses, OpenApi};
 use vgpud_api::{
     CreateVgpu, ErrorBody, Focused, Handover, LogWrites, ModifyScheduler, ModifyVgpu, OpenConsole,
-    OpenWeb, Parent, ParentTypes, PhysicalScreen, RestoredVgpu, Rotate, SaveVgpu, Scheduler,
-    SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, UpgradedVgpu, Version, Vgpu,
-    WebAddress,
+    OpenWeb, Parent, ParentTypes, PhysicalScreen, RestoreFile, RestoredVgpu, Rotate, SaveVgpu,
+    Scheduler, SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, UpgradedVgpu, Version,
+    Vgpu, WebAddress,
 };
 
 use super::access::Level;
@@ -174,6 +174,18 @@ table! {
         )
     }
 
+    /// Restores as `restore`, from a vGPU in a file. The file is regular, and its descriptor comes with
+    /// the first bytes of the request (`SCM_RIGHTS`). Several threads read it. The checksums of memory
+    /// are checked while the vGPU is filled: a damaged file leaves a vGPU that was reset.
+    Admin post "/v1/vgpus/{vgpu}/restore-file" => saving::restore_file {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        request_body(content = Option<RestoreFile>),
+        responses(
+            (status = 200, body = RestoredVgpu, description = "What the VM's monitor has to know"),
+            ErrorResponses,
+        )
+    }
+
     /// Continues the work of a vGPU that a save or restore has left paused.
     Admin post "/v1/vgpus/{vgpu}/resume" => saving::resume {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
@@ -323,6 +335,7 @@ mod tests {
             (post.clone(), "/v1/vgpus/{vgpu}/save", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/log-writes", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/restore", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/restore-file", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/resume", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/handover", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/upgrade", admin),

@@ -1,12 +1,16 @@
 //! Handlers that save, restore, hand over and upgrade vGPUs.
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use vgpud_api::{Handover, LogWrites, RestoredVgpu, SAVED_VGPU, SaveVgpu, UpgradedVgpu};
+use axum::{Extension, Json};
+use vgpud_api::{
+    ErrorCode, ErrorDetail, Handover, LogWrites, RestoreFile, RestoredVgpu, SAVED_VGPU, SaveVgpu,
+    UpgradedVgpu,
+};
 
+use super::file_receiver::PassedFile;
 use crate::http::{HttpResult, JsonBody, VgpuPath};
 use crate::service::Service;
 
@@ -25,6 +29,19 @@ pub async fn restore(
     body: Body,
 ) -> HttpResult<Json<RestoredVgpu>> {
     Ok(Json(service.restore(id, body).await?))
+}
+
+pub async fn restore_file(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+    Extension(passed): Extension<PassedFile>,
+    JsonBody(request): JsonBody<RestoreFile>,
+) -> HttpResult<Json<RestoredVgpu>> {
+    let file = passed.take().ok_or_else(|| {
+        let message = "No file came with the request; pass it as a descriptor (SCM_RIGHTS)";
+        ErrorDetail::new(ErrorCode::Invalid, message)
+    })?;
+    Ok(Json(service.restore_file(id, file, request.index).await?))
 }
 
 pub async fn log_writes(

@@ -4,7 +4,7 @@
 //! around changes, and holds the readers of screens. It knows nothing of HTTP.
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
-//! * `saving`: save, restore and resume; [`upgrading`]: other workers under running VMs
+//! * `saving`, `restoring`: save, restore and resume; [`upgrading`]: other workers under running VMs
 //! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 
@@ -27,6 +27,7 @@ use worker_statuses::{Asked, Told, WorkerStatuses};
 mod attached_vm;
 pub mod lifecycle;
 mod programs;
+mod restoring;
 mod saving;
 pub mod upgrading;
 mod worker_statuses;

@@ -5,30 +5,22 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, BufReader, Read, Seek, Write};
-use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
+use std::io::{self, BufReader, Read, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::body::Body;
-use mdev_core::ids::{GuestPa, VgpuId};
-use mdev_core::stream::{
-    Head, MAX_STATE, MemoryReader, Part, StagedReader, StagedWriter, StreamError, StreamReader,
-    StreamWriter,
-};
-use vendor_backends::mem::file_of;
+use mdev_core::ids::VgpuId;
+use mdev_core::stream::{Head, MAX_STATE, MemoryChunk, MemoryReader, StreamWriter};
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu, SaveVgpu};
 use vgpud_host::body::{BodyReader, body_writer};
 
-use super::Service;
-use crate::manager::{Result, Saveable};
-use crate::worker_client::{self, SavedWorker, Written};
+use super::{Service, restoring};
+use crate::manager::Result;
+use crate::staged_memory::{self, Staging};
+use crate::worker_client::{self, SavedWorker, StagedCopier, Written};
 use crate::worker_protocol::{MemoryRange, WITH_HANDOVER, WITH_LOG, WITH_SAVE};
 use crate::{blocking, guest_pieces};
-
-/// Damage of a stream with more than a vGPU.
-const MACHINE: &str = "it is that of a VM";
 
 /// vGPUs that are being saved or restored.
 #[derive(Clone, Debug, Default)]
@@ -116,7 +108,19 @@ impl Service {
         blocking::run(move || {
             let _reserved = reserved;
             check(&saveable.control, id, WITH_SAVE)?;
-            read(&saveable, id, reader)
+            restoring::read(&saveable, id, reader)
+        })
+        .await?
+    }
+
+    /// Restores a vGPU from the vGPU of this index in a file with a stream, as [`Self::restore`].
+    pub async fn restore_file(&self, id: VgpuId, file: File, index: usize) -> Result<RestoredVgpu> {
+        let reserved = self.saving.reserve(id)?;
+        let saveable = self.call(move |manager| manager.saveable(id)).await?;
+        blocking::run(move || {
+            let _reserved = reserved;
+            check(&saveable.control, id, WITH_SAVE)?;
+            restoring::read_file(&saveable, id, &file, index)
         })
         .await?
     }
@@ -162,7 +166,7 @@ impl Service {
     }
 }
 
-fn cannot(what: &str, error: &io::Error) -> ErrorDetail {
+pub(super) fn cannot(what: &str, error: &io::Error) -> ErrorDetail {
     ErrorDetail::new(ErrorCode::Conflict, format!("The vGPU cannot be {what}: {error}"))
 }
 
@@ -216,11 +220,17 @@ fn write(
     let MemoryRange { offset, len, staged } = saved.range;
     let memory = File::from(saved.memory);
     if staged {
-        let mut memory = StagedReader::new(memory, len, head.vram_bytes)?;
-        let copy = |copy| worker_client::copy_staged(control, copy);
-        while let Some((offset, data)) = memory.next_chunk(copy)? {
-            stream.memory(offset, data)?;
-        }
+        let staging = Staging::map(&memory, len)?;
+        let copier = StagedCopier::connect(control)?;
+        let copy = |copy| copier.copy(copy);
+        let write = |chunk: &MemoryChunk| stream.memory_chunk(chunk);
+        staged_memory::read::read(
+            &staging,
+            head.vram_bytes,
+            staged_memory::threads(),
+            copy,
+            write,
+        )?;
         return stream.finish().map(drop);
     }
     if len < head.vram_bytes {
@@ -231,144 +241,4 @@ fn write(
         stream.memory(offset, data)?;
     }
     stream.finish().map(drop)
-}
-
-/// Reads a stream into a vGPU.
-fn read(saveable: &Saveable, id: VgpuId, from: impl Read) -> Result<RestoredVgpu> {
-    let (mut stream, head) = StreamReader::new(from).map_err(invalid)?;
-    if (&head.mdev_type, head.vram_bytes) != (&saveable.mdev_type, saveable.vram_bytes) {
-        let message = format!(
-            "The saved vGPU has type {}, and vGPU {id} has type {}",
-            head.mdev_type, saveable.mdev_type
-        );
-        return Err(ErrorDetail::new(ErrorCode::Conflict, message));
-    }
-    let mut state = Vec::new();
-    let mut filling: Option<Filling<'_>> = None;
-    let result = loop {
-        let part = match stream.next_part() {
-            Ok(Part::State(piece)) => {
-                state.extend_from_slice(piece);
-                continue;
-            }
-            Ok(part) => part,
-            Err(error) => break Err(invalid(error)),
-        };
-        // Memory follows the state.
-        let into = match &mut filling {
-            Some(filling) => filling,
-            None => filling.insert(Filling::begin(saveable, &state)?),
-        };
-        let is_end = matches!(part, Part::End);
-        match into.take(&part) {
-            Ok(()) if is_end => break Ok(()),
-            Ok(()) => {}
-            Err(error) => break Err(error),
-        }
-    };
-    match (result, filling) {
-        (Ok(()), Some(filling)) => Ok(filling.restored),
-        (result, filling) => {
-            if filling.is_some()
-                && let Err(error) = worker_client::discard(&saveable.control)
-            {
-                log::error!("vGPU {id} keeps a part of a saved vGPU: {error}");
-            }
-            result.map(|()| RestoredVgpu::default())
-        }
-    }
-}
-
-fn invalid(error: StreamError) -> ErrorDetail {
-    ErrorDetail::new(ErrorCode::Invalid, error)
-}
-
-/// A vGPU with its restored state, whose memory is being filled.
-struct Filling<'a> {
-    control: &'a Path,
-    restored: RestoredVgpu,
-    memory: Memory,
-    /// Guest memory that the worker gets together, and its length.
-    guest: Option<(File, u64)>,
-}
-
-/// Video memory that is being filled.
-enum Memory {
-    /// Its file.
-    File(File, MemoryRange),
-    Staged(StagedWriter),
-}
-
-impl<'a> Filling<'a> {
-    /// Restores the state.
-    fn begin(saveable: &'a Saveable, state: &[u8]) -> Result<Self> {
-        let Saveable { control, vram_bytes, .. } = saveable;
-        let refused = |error| cannot("restored", &error);
-        let state = file_of(c"vgpu-state", state).map_err(refused)?;
-        let (restored, memory) = worker_client::restore(control, state.as_fd()).map_err(refused)?;
-        let config = restored.config.into_iter().map(ConfigWrite::from).collect();
-        let (file, range) = (File::from(memory), restored.memory);
-        let memory = if range.staged {
-            StagedWriter::new(file, range.len, *vram_bytes).map(Memory::Staged).map_err(refused)?
-        } else {
-            Memory::File(file, range)
-        };
-        Ok(Self { control, restored: RestoredVgpu { config }, memory, guest: None })
-    }
-
-    /// Takes a part of the stream after the state.
-    fn take(&mut self, part: &Part<'_>) -> Result<()> {
-        let refused = |error: io::Error| cannot("restored", &error);
-        match part {
-            Part::Guest { address, data } => self.add_guest(*address, data).map_err(refused),
-            Part::Memory { offset, data } => {
-                self.flush_guest().map_err(refused)?;
-                self.put(*offset, data).map_err(invalid)
-            }
-            Part::End => {
-                self.flush_guest().map_err(refused)?;
-                match &mut self.memory {
-                    Memory::File(..) => Ok(()),
-                    Memory::Staged(memory) => {
-                        let copy = |copy| worker_client::copy_staged(self.control, copy);
-                        memory.flush(copy).map_err(refused)
-                    }
-                }
-            }
-            Part::State(_) | Part::Next(_) | Part::Domain(_) | Part::Machine(_) => {
-                Err(invalid(StreamError::Damaged(MACHINE)))
-            }
-        }
-    }
-
-    fn put(&mut self, offset: u64, data: &[u8]) -> std::result::Result<(), StreamError> {
-        let (file, range) = match &mut self.memory {
-            Memory::File(file, range) => (file, *range),
-            Memory::Staged(memory) => {
-                let copy = |copy| worker_client::copy_staged(self.control, copy);
-                return memory.write(offset, data, copy);
-            }
-        };
-        let MemoryRange { offset: start, len, .. } = range;
-        let inside = offset.checked_add(data.len() as u64).is_some_and(|end| end <= len);
-        let at = start.checked_add(offset).filter(|_| inside);
-        let at = at.ok_or(StreamError::Damaged("it has more video memory than its vGPU"))?;
-        file.write_all_at(data, at).map_err(StreamError::from)
-    }
-
-    fn add_guest(&mut self, address: GuestPa, data: &[u8]) -> io::Result<()> {
-        let (file, len) = match &mut self.guest {
-            Some(guest) => guest,
-            None => self.guest.insert((File::from(file_of(c"guest-memory", &[])?), 0)),
-        };
-        guest_pieces::write(file, address, data)?;
-        *len += data.len() as u64;
-        if *len >= guest_pieces::BATCH { self.flush_guest() } else { Ok(()) }
-    }
-
-    fn flush_guest(&mut self) -> io::Result<()> {
-        let Some((mut file, _)) = self.guest.take() else { return Ok(()) };
-        file.rewind()?;
-        worker_client::fill_guest(self.control, file.as_fd())
-    }
 }

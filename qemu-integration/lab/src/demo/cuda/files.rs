@@ -53,7 +53,9 @@ impl Needs {
         ensure!(module.is_file(), "this bundle has no module for its kernel");
         let libcuda = libcuda().context("this machine has no libcuda.so.1")?;
         let python = options.python.as_ref();
-        let python = python.map(|program| Python::new(program, &libcuda, folder)).transpose()?;
+        let python = python
+            .map(|program| Python::new(program, &libcuda, folder, options.kills.is_some()))
+            .transpose()?;
         let mut libraries = vec![libcuda.clone()];
         let compiler = libcuda.with_file_name("libnvidia-ptxjitcompiler.so.1");
         libraries.extend(Some(compiler).filter(|path| path.is_file()));

@@ -13,12 +13,16 @@ use crate::kernel::Kernel;
 use crate::shared_folder;
 
 const SCRIPT: &str = include_str!("pytorch.py");
+/// Script of the trainings under deaths of a worker.
+const TRAINING: &str = include_str!("training.py");
 /// Path of the script in the VM.
 const IN_VM: &str = "cuda/pytorch.py";
 /// Mount point of this machine's files in the VM.
 const MOUNTED: &str = "/machine";
 /// File in the VM that lets the script measure times.
 pub(super) const GO: &str = "/machine/tmp/go";
+/// File in the VM that ends the trainings.
+pub(super) const STOP: &str = "/machine/tmp/stop";
 /// Memory that PyTorch needs in a VM, in MiB.
 pub(super) const MEMORY: u32 = 6144;
 /// Longest time of the script. An emulated CPU takes minutes for PyTorch's import.
@@ -33,10 +37,17 @@ pub(super) struct Python {
 }
 
 impl Python {
-    /// Writes the script to `folder`. `libcuda` is the path of the library that programs need.
-    pub(super) fn new(program: &str, libcuda: &Path, folder: &Path) -> Result<Self> {
+    /// Writes the script to `folder`. `libcuda` is the path of the library that programs need; `is_training`
+    /// selects trainings under deaths of a worker.
+    pub(super) fn new(
+        program: &str,
+        libcuda: &Path,
+        folder: &Path,
+        is_training: bool,
+    ) -> Result<Self> {
         let script = folder.join("pytorch.py");
-        fs::write(&script, SCRIPT).context("Cannot write the script for Python")?;
+        fs::write(&script, if is_training { TRAINING } else { SCRIPT })
+            .context("Cannot write the script for Python")?;
         let of = |name| env::var(name).ok().filter(|value| !value.is_empty());
         let mut libraries = libcuda.parent().unwrap_or(Path::new("/")).display().to_string();
         if let Some(more) = of("LD_LIBRARY_PATH") {
@@ -72,7 +83,7 @@ impl Python {
             self.environment.iter().map(|(name, value)| format!("{name}='{value}'")).collect();
         let (environment, program) = (environment.join(" "), &self.program);
         let env = format!("/usr/bin/env HOME=/tmp {environment}");
-        format!("chroot {MOUNTED} {env} '{program}' /tmp/pytorch.py /tmp/go")
+        format!("chroot {MOUNTED} {env} '{program}' /tmp/pytorch.py /tmp/go /tmp/stop")
     }
 }
 

@@ -9,6 +9,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use mdev_core::gpu::KeptDescriptor;
 use pci_registers::interrupts::IrqEvent;
 use vendor_backends::seqpacket::SeqPacket;
 
@@ -218,6 +219,20 @@ impl Anchor {
         self.send(Message::Keep(key), &[fd]);
     }
 
+    /// Passes on what the client of the GPU keeps, and drops later what it needs no longer.
+    ///
+    /// An NVIDIA client has a file for each of its channels. Closing its own files, eventfds and
+    /// memory never waits, so they do not count as files that cannot be closed.
+    pub fn keep_of_client(&mut self, kept: Vec<KeptDescriptor>) {
+        for KeptDescriptor { number, fd } in kept {
+            let key = Key::client(number);
+            match fd {
+                Some(fd) => self.keep(key, fd.as_fd()),
+                None => self.drop_later(key..=key),
+            }
+        }
+    }
+
     /// Drops descriptors once the next state is recorded.
     pub fn drop_later(&mut self, keys: RangeInclusive<Key>) {
         self.dropped.push((*keys.start(), *keys.end()));
@@ -293,6 +308,18 @@ mod tests {
         let sent = std::thread::spawn(move || kept.send(&anchor));
         assert_eq!(Kept::receive(&worker).unwrap().keys().count(), 200);
         sent.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn files_of_a_client_do_not_count_as_files_that_cannot_be_closed() {
+        let (socket, other) = SeqPacket::pair().unwrap();
+        let anchor = std::thread::spawn(move || Kept::receive(&other));
+        let mut worker = Anchor::new(socket);
+        let kept = |number| KeptDescriptor { number, fd: Some(file()) };
+        worker.keep_of_client((0..1000).map(kept).collect());
+        assert!(!foreign_fds::is_exhausted(), "a VM would be refused");
+        worker.send(Message::END, &[]);
+        assert_eq!(anchor.join().unwrap().unwrap().keys().count(), 1000);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
-use mdev_core::gpu::{Client, KeptDescriptor};
+use mdev_core::gpu::Client;
 use mdev_core::mem::{GuestMemory, RunningMap};
 use serde::{Deserialize, Serialize};
 use vendor_backends::nvidia::control_queue::ControlQueue;
@@ -183,16 +183,7 @@ impl QueueRecorder {
     }
 
     fn write(&mut self, client: &mut dyn Client, position: u64, contents: &[u8]) -> bool {
-        for KeptDescriptor { number, fd } in client.take_kept() {
-            let key = Key::client(number);
-            match fd {
-                Some(fd) => {
-                    self.anchor.keep(key, fd.as_fd());
-                    foreign_fds::close(fd);
-                }
-                None => self.anchor.drop_later(key..=key),
-            }
-        }
+        self.anchor.keep_of_client(client.take_kept());
         let number = self.recorded.lock().number.wrapping_add(1);
         let is_lost = self.anchor.is_lost();
         let Some(file) = self.file() else { return false };

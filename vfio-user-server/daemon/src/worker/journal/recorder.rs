@@ -2,10 +2,9 @@
 
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 use mdev_core::device::VirtualFunction;
-use mdev_core::gpu::KeptDescriptor;
 use vfio_user_server::journal::{SessionRecord, Standing};
 use vgpud_api::AttachedClient;
 
@@ -206,16 +205,7 @@ impl Recorder {
 
     /// Passes on what a process needs that continues with the client.
     fn keep_for_client(&mut self, function: &VirtualFunction) {
-        for KeptDescriptor { number, fd } in function.take_kept() {
-            let key = Key::client(number);
-            match fd {
-                Some(fd) => {
-                    self.keep(key, fd.as_fd());
-                    foreign_fds::close(fd);
-                }
-                None => self.drop_later(key..=key),
-            }
-        }
+        self.anchor.keep_of_client(function.take_kept());
     }
 
     fn write(&mut self, function: &VirtualFunction, position: u64, queue: &QueueState) -> bool {
