@@ -80,26 +80,40 @@ fn apply(saved: &mut SavedClient, change: &Change) {
             channel.state.insert(at, byte);
         }
         Change::Id(number, id) => {
-            channel(saved, number).into_iter().for_each(|it| it.id = ChannelId(id));
+            if let Some(it) = channel(saved, number) {
+                it.id = ChannelId(id);
+            }
         }
-        Change::Ring(number, by) => channel(saved, number).into_iter().for_each(|it| {
-            it.spec.gpfifo = GpuVa(it.spec.gpfifo.0.wrapping_add(by));
-        }),
+        Change::Ring(number, by) => {
+            if let Some(it) = channel(saved, number) {
+                it.spec.gpfifo = GpuVa(it.spec.gpfifo.0.wrapping_add(by));
+            }
+        }
         Change::Entries(number, to) => {
-            channel(saved, number).into_iter().for_each(|it| it.spec.gpfifo_entries = to);
+            if let Some(it) = channel(saved, number) {
+                it.spec.gpfifo_entries = to;
+            }
         }
-        Change::Engine(number) => channel(saved, number).into_iter().for_each(|it| {
-            let copies = it.spec.engine == EngineKind::Copy;
-            it.spec.engine = if copies { EngineKind::Compute } else { EngineKind::Copy };
-        }),
+        Change::Engine(number) => {
+            if let Some(it) = channel(saved, number) {
+                let copies = it.spec.engine == EngineKind::Copy;
+                it.spec.engine = if copies { EngineKind::Compute } else { EngineKind::Copy };
+            }
+        }
         Change::Group(number, to) => {
-            channel(saved, number).into_iter().for_each(|it| it.spec.group = Some(to));
+            if let Some(it) = channel(saved, number) {
+                it.spec.group = Some(to);
+            }
         }
         Change::Space(number, to) => {
-            channel(saved, number).into_iter().for_each(|it| it.spec.space = SpaceId(to));
+            if let Some(it) = channel(saved, number) {
+                it.spec.space = SpaceId(to);
+            }
         }
         Change::Vector(number, to) => {
-            channel(saved, number).into_iter().for_each(|it| it.spec.vector = to);
+            if let Some(it) = channel(saved, number) {
+                it.spec.vector = to;
+            }
         }
         Change::Again(number) => {
             let again = channel(saved, number).cloned();
@@ -148,7 +162,9 @@ fn any_state_is_refused_or_is_one_of_a_guest() {
     let changes = prop::collection::vec(change(), 1..4);
     let result = TestRunner::new(Config::with_cases(64)).run(&changes, |changes| {
         let mut changed = saved.clone();
-        changes.iter().for_each(|change| apply(&mut changed, change));
+        for change in &changes {
+            apply(&mut changed, change);
+        }
         let host = &mut *host.borrow_mut();
         let restored = restore(host, &guest, &changed);
         let restored = restored.map_err(|error| TestCaseError::fail(error.to_string()))?;
