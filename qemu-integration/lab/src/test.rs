@@ -53,8 +53,9 @@ const LONG: [&str; 3] = [
 ];
 /// Tests with VMs that take over a minute, the longest first. They start first, so that none of them is
 /// left alone at the end.
-const FIRST: [&str; 6] = [
+const FIRST: [&str; 7] = [
     "system-tests/cuda/in_vm",
+    "system-tests/cuda/deaths",
     "system-tests/libvirt/domains",
     "system-tests/vfio/dma",
     "system-tests/vfio/service",

@@ -42,12 +42,22 @@ const MAX_TEXT: usize = 500;
 /// Requests a worker's status. A worker of an unsupported version reports it, closes the connection
 /// or sends a reply that cannot be parsed; each is an error of kind `Unsupported`.
 pub fn status(control: &Path) -> io::Result<WorkerStatus> {
+    status_within(TIMEOUT, control)
+}
+
+/// Requests the status of a worker that has just been started, which takes longer on a busy host.
+pub fn first_status(control: &Path) -> io::Result<WorkerStatus> {
+    status_within(START_TIMEOUT, control)
+}
+
+fn status_within(timeout: Duration, control: &Path) -> io::Result<WorkerStatus> {
     let unsupported = |what: &str| {
         let known = format!("this vgpud speaks {OLDEST} to {VERSION}");
         io::Error::new(io::ErrorKind::Unsupported, format!("The worker {what}; {known}"))
     };
-    let reply = match request(control, &WorkerRequest::Status { version: OLDEST }, &[]) {
-        Ok(reply) => reply,
+    let question = WorkerRequest::Status { version: OLDEST };
+    let reply = match exchange_within(timeout, control, &question, &[], SeqPacket::recv) {
+        Ok((reply, _)) => reply,
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
             return Err(unsupported("does not speak a supported version of the control protocol"));
         }
