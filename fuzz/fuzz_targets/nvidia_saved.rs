@@ -8,7 +8,7 @@ use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
-    Backing, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, MapRequest, Placement, Preamble, SavedClient,
+    Backing, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, MapRequest, Preamble, SavedClient,
 };
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
@@ -36,13 +36,7 @@ impl Host {
     fn new() -> Self {
         let rm = FakeRm::new(DRIVER);
         rm.set_clock(1_000_000_000);
-        let options = Options {
-            allow_sys_admin: true,
-            preempt_blocks: false,
-            hang_limit: None,
-            direct_doorbell: false,
-            direct_vram: false,
-        };
+        let options = Options { direct_vram: false, ..fake_rm::OPTIONS };
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).expect("a GPU");
         let spec = ClientSpec {
             vgpu: VgpuId(uuid::Uuid::from_u128(7)),
@@ -61,15 +55,9 @@ impl Host {
         for (number, engine) in (0..).zip(ENGINES) {
             let base = number * 0x1_0000;
             let spec = ChannelSpec {
-                engine,
                 gpfifo: GpuVa(VA_START + base),
-                gpfifo_entries: 64,
-                userd: Backing::Guest { memory, offset: base + 0x1000 },
-                vector: 0,
-                space: SpaceId::DEFAULT,
-                group: None,
-                placement: Placement::default(),
                 preamble: Preamble::new(GpuVa(VA_START + base + 0x2000), 4),
+                ..lifecycle::channel_spec(engine, memory, base + 0x1000)
             };
             client.create_channel(&spec).expect("a channel");
         }
@@ -80,27 +68,12 @@ impl Host {
     }
 
     fn restore(&mut self, saved: &SavedClient) -> Result<(), mdev_core::gpu::GpuError> {
-        let client = &mut self.client;
-        client.pause()?;
-        let memory = lifecycle::import(client, &self.ram)?;
-        let moved = |backing: Backing| match backing {
-            Backing::Guest { offset, .. } => Backing::Guest { memory, offset },
-            other => other,
-        };
-        for space in &saved.spaces {
-            client.restore_space(*space)?;
-        }
-        for mapping in &saved.mappings {
-            client.map(&MapRequest { backing: moved(mapping.backing), ..*mapping })?;
-        }
+        // The device model checks them before.
+        let capabilities = self.client.gpu().capabilities;
         for channel in &saved.channels {
-            let mut channel = channel.clone();
-            // The device model checks it before.
-            channel.spec.check(client.gpu().capabilities)?;
-            channel.spec.userd = moved(channel.spec.userd);
-            client.restore_channel(&channel)?;
+            channel.spec.check(capabilities)?;
         }
-        Ok(())
+        lifecycle::restore(&mut self.client, &self.ram, saved)
     }
 }
 

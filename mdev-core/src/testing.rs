@@ -29,6 +29,7 @@ use crate::gpu::{
 };
 use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, SpaceId, Token, VgpuId};
 use crate::mem::{DmaAccess, GuestMemory};
+use crate::stream::Head;
 use crate::units::{MIB, PAGE_SIZE, is_aligned};
 
 /// Calls of a [`Recorder`], and its configured replies.
@@ -335,6 +336,17 @@ impl Client for Recorder {
     fn scrub(&mut self) -> Result<(), GpuError> {
         self.record.lock().unwrap().scrubbed += 1;
         Ok(())
+    }
+}
+
+/// Returns the description of a saved vGPU.
+pub fn saved_head(vram_bytes: u64) -> Head {
+    Head {
+        tessera: String::new(),
+        vgpu: VgpuId(uuid::Uuid::nil()),
+        mdev_type: "TEST".into(),
+        vram_bytes,
+        place: None,
     }
 }
 

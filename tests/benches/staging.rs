@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use mdev_core::gpu::StagedCopy;
-use mdev_core::ids::VgpuId;
-use mdev_core::stream::{Head, IndexedVgpu, MemoryChunk, StreamWriter};
+use mdev_core::stream::{IndexedVgpu, MemoryChunk, StreamWriter};
+use mdev_core::testing::saved_head;
 use mdev_core::units::MIB;
 use vendor_backends::mem::SharedMemory;
 use vgpud::staged_memory::{self, Staging, fill::fill, read::read};
@@ -44,14 +44,7 @@ fn copy(copy: StagedCopy) -> io::Result<()> {
 
 /// Writes a stream whose memory is nowhere zero.
 fn write_file(file: File, bytes: u64) -> Result<File> {
-    let head = Head {
-        tessera: String::new(),
-        vgpu: VgpuId(uuid::Uuid::nil()),
-        mdev_type: "BENCH".into(),
-        vram_bytes: bytes,
-        place: None,
-    };
-    let mut stream = StreamWriter::new(file, &head)?;
+    let mut stream = StreamWriter::new(file, &saved_head(bytes))?;
     for offset in (0..bytes).step_by(MIB as usize) {
         stream.memory(offset, &vec![(offset >> 20) as u8 | 1; MIB as usize])?;
     }

@@ -35,6 +35,19 @@ impl ChunkPlace {
         hasher.update(&self.offset.to_le_bytes());
         ChunkChecksum { hasher, sum: self.sum }
     }
+
+    /// Reads the data from the file, and checks them.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the file cannot be read, or the data are not those that were written.
+    pub fn load(&self, file: &File, data: &mut Vec<u8>) -> Result<(), StreamError> {
+        data.resize(self.len, 0);
+        file.read_exact_at(data, self.at)?;
+        let mut sum = self.checksum();
+        sum.update(data);
+        sum.check()
+    }
 }
 
 /// Checksum of a chunk whose data are read in pieces.
@@ -168,11 +181,7 @@ impl Chunks<'_> {
 
     /// Reads and checks the data of a chunk.
     fn load(&mut self, place: ChunkPlace) -> Result<(), StreamError> {
-        self.data.resize(place.len, 0);
-        self.file.read_exact_at(&mut self.data, place.at)?;
-        let mut sum = place.checksum();
-        sum.update(&self.data);
-        sum.check()
+        place.load(self.file, &mut self.data)
     }
 }
 

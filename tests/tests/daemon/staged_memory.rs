@@ -10,7 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use mdev_core::gpu::{Client, ClientSpec, Gpu, StagedCopy};
 use mdev_core::ids::VgpuId;
-use mdev_core::stream::{Head, IndexedVgpu, StreamError, StreamWriter};
+use mdev_core::stream::{IndexedVgpu, StreamError, StreamWriter};
+use mdev_core::testing::saved_head;
 use mdev_core::units::MIB;
 use vendor_backends::nvidia::fake_rm::{self, Engines, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
@@ -32,13 +33,7 @@ impl Vgpu {
     fn new() -> Result<Self> {
         let rm = FakeRm::new("580.142");
         rm.set_clock(1_000_000_000);
-        let options = Options {
-            allow_sys_admin: true,
-            preempt_blocks: false,
-            hang_limit: None,
-            direct_doorbell: false,
-            direct_vram: false,
-        };
+        let options = Options { direct_vram: false, ..fake_rm::OPTIONS };
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options)?;
         let spec = ClientSpec {
             vgpu: VgpuId::random(),
@@ -76,14 +71,7 @@ impl Vgpu {
 }
 
 fn stream() -> Result<StreamWriter<File>> {
-    let head = Head {
-        tessera: String::new(),
-        vgpu: VgpuId(uuid::Uuid::nil()),
-        mdev_type: "TEST".into(),
-        vram_bytes: VRAM,
-        place: None,
-    };
-    let mut stream = StreamWriter::new(tempfile::tempfile()?, &head)?;
+    let mut stream = StreamWriter::new(tempfile::tempfile()?, &saved_head(VRAM))?;
     stream.state(b"state")?;
     Ok(stream)
 }

@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRam, MapRequest, Placement,
+    SavedClient,
 };
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
@@ -30,6 +31,32 @@ pub fn channel_spec(engine: EngineKind, memory: MemoryId, userd: u64) -> Channel
         placement: Placement::default(),
         preamble: None,
     }
+}
+
+/// Restores a saved client, whose guest memory is `ram` now. The client stays paused.
+pub fn restore(
+    client: &mut dyn Client,
+    ram: &SharedMemory,
+    saved: &SavedClient,
+) -> Result<(), GpuError> {
+    client.pause()?;
+    let memory = import(client, ram)?;
+    let moved = |backing: Backing| match backing {
+        Backing::Guest { offset, .. } => Backing::Guest { memory, offset },
+        other => other,
+    };
+    for space in &saved.spaces {
+        client.restore_space(*space)?;
+    }
+    for mapping in &saved.mappings {
+        client.map(&MapRequest { backing: moved(mapping.backing), ..*mapping })?;
+    }
+    for channel in &saved.channels {
+        let mut channel = channel.clone();
+        channel.spec.userd = moved(channel.spec.userd);
+        client.restore_channel(&channel)?;
+    }
+    Ok(())
 }
 
 /// Runs the lifecycle on a client with at least 4 MiB of video memory and 3 channels.

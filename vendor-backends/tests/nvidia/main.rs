@@ -26,19 +26,10 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::mem::{Mapping, SharedMemory};
-use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+use vendor_backends::nvidia::fake_rm::{self, FakeRm, OPTIONS};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 const DRIVER: &str = "580.142";
-
-/// Options that also work as root.
-const OPTIONS: Options = Options {
-    allow_sys_admin: true,
-    preempt_blocks: false,
-    hang_limit: None,
-    direct_doorbell: false,
-    direct_vram: true,
-};
 
 fn spec(vram_bytes: u64) -> ClientSpec {
     ClientSpec {

@@ -148,7 +148,7 @@ impl api::device_plugin_server::DevicePlugin for Service {
         request: Request<api::PreferredAllocationRequest>,
     ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
         let running = self.context.vgpus.of(Purpose::Device).await.unwrap_or_default();
-        let inventory = self.inventory.borrow().clone();
+        let inventory = self.inventory.borrow();
         let is_running = |id: &String| {
             let device = inventory.0.get(id);
             device.is_some_and(|device| running.iter().any(|vgpu| vgpu.uuid == device.vgpu))

@@ -23,6 +23,7 @@ use nix::fcntl::OFlag;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::pipe2;
 
+use super::Options;
 use super::generation::{Generation, HOPPER};
 use super::rm::{Node, Request, Rm};
 use super::sys::abi::{Call, EventData, Free};
@@ -34,6 +35,15 @@ pub use process::FakeProcess;
 
 /// PCI address of the fake GPU.
 pub const ADDRESS: &str = "0000:3b:00.0";
+
+/// Options that also work as root.
+pub const OPTIONS: Options = Options {
+    allow_sys_admin: true,
+    preempt_blocks: false,
+    hang_limit: None,
+    direct_doorbell: false,
+    direct_vram: true,
+};
 
 /// Video memory of the fake GPU, in bytes.
 pub const VIDEO_MEMORY: u64 = 80 << 30;

@@ -54,70 +54,48 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Returns the channel that a number selects.
-fn channel(saved: &mut SavedClient, number: usize) -> Option<&mut SavedChannel> {
-    let channels = saved.channels.len().max(1);
-    saved.channels.get_mut(number % channels)
+/// Returns the channel that a number selects: no change removes channels.
+fn channel(saved: &mut SavedClient, number: usize) -> &mut SavedChannel {
+    let channels = saved.channels.len();
+    &mut saved.channels[number % channels]
 }
 
 fn apply(saved: &mut SavedClient, change: &Change) {
     let mappings = saved.mappings.len().max(1);
     match *change {
         Change::Byte(number, at, to) => {
-            let Some(channel) = channel(saved, number) else { return };
+            let channel = channel(saved, number);
             let len = channel.state.len().max(1);
             if let Some(byte) = channel.state.get_mut(at % len) {
                 *byte = to;
             }
         }
         Change::Cut(number, at) => {
-            let Some(channel) = channel(saved, number) else { return };
+            let channel = channel(saved, number);
             channel.state.truncate(at % (channel.state.len() + 1));
         }
         Change::Insert(number, at, byte) => {
-            let Some(channel) = channel(saved, number) else { return };
+            let channel = channel(saved, number);
             let at = at % (channel.state.len() + 1);
             channel.state.insert(at, byte);
         }
-        Change::Id(number, id) => {
-            if let Some(it) = channel(saved, number) {
-                it.id = ChannelId(id);
-            }
-        }
+        Change::Id(number, id) => channel(saved, number).id = ChannelId(id),
         Change::Ring(number, by) => {
-            if let Some(it) = channel(saved, number) {
-                it.spec.gpfifo = GpuVa(it.spec.gpfifo.0.wrapping_add(by));
-            }
+            let ring = &mut channel(saved, number).spec.gpfifo;
+            *ring = GpuVa(ring.0.wrapping_add(by));
         }
-        Change::Entries(number, to) => {
-            if let Some(it) = channel(saved, number) {
-                it.spec.gpfifo_entries = to;
-            }
-        }
+        Change::Entries(number, to) => channel(saved, number).spec.gpfifo_entries = to,
         Change::Engine(number) => {
-            if let Some(it) = channel(saved, number) {
-                let copies = it.spec.engine == EngineKind::Copy;
-                it.spec.engine = if copies { EngineKind::Compute } else { EngineKind::Copy };
-            }
+            let engine = &mut channel(saved, number).spec.engine;
+            let copies = *engine == EngineKind::Copy;
+            *engine = if copies { EngineKind::Compute } else { EngineKind::Copy };
         }
-        Change::Group(number, to) => {
-            if let Some(it) = channel(saved, number) {
-                it.spec.group = Some(to);
-            }
-        }
-        Change::Space(number, to) => {
-            if let Some(it) = channel(saved, number) {
-                it.spec.space = SpaceId(to);
-            }
-        }
-        Change::Vector(number, to) => {
-            if let Some(it) = channel(saved, number) {
-                it.spec.vector = to;
-            }
-        }
+        Change::Group(number, to) => channel(saved, number).spec.group = Some(to),
+        Change::Space(number, to) => channel(saved, number).spec.space = SpaceId(to),
+        Change::Vector(number, to) => channel(saved, number).spec.vector = to,
         Change::Again(number) => {
-            let again = channel(saved, number).cloned();
-            saved.channels.extend(again);
+            let again = channel(saved, number).clone();
+            saved.channels.push(again);
         }
         Change::Mapping(number, by) => {
             if let Some(mapping) = saved.mappings.get_mut(number % mappings) {

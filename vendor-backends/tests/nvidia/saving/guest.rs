@@ -178,24 +178,7 @@ impl Guest {
 
     /// Restores a saved client in the memory of another VMM, and clears what a driver does not know.
     pub fn restore(&self, client: &mut NvidiaClient, saved: &SavedClient) -> Result<(), GpuError> {
-        client.pause()?;
-        let memory = lifecycle::import(client, &self.ram)?;
-        let moved = |backing: Backing| match backing {
-            Backing::Guest { offset, .. } => Backing::Guest { memory, offset },
-            other => other,
-        };
-        for space in &saved.spaces {
-            client.restore_space(*space)?;
-        }
-        for mapping in &saved.mappings {
-            client.map(&MapRequest { backing: moved(mapping.backing), ..*mapping })?;
-        }
-        for channel in &saved.channels {
-            let mut channel = channel.clone();
-            channel.spec.userd = moved(channel.spec.userd);
-            client.restore_channel(&channel)?;
-        }
-        Ok(())
+        lifecycle::restore(client, &self.ram, saved)
     }
 }
 

@@ -8,9 +8,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use mdev_core::ids::{GuestPa, VgpuId};
-use mdev_core::stream::{
-    ChunkPlace, Head, IndexedVgpu, Part, StagedWriter, StreamError, StreamReader,
-};
+use mdev_core::stream::{Head, IndexedVgpu, Part, StagedWriter, StreamError, StreamReader};
 use vendor_backends::mem::file_of;
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, RestoredVgpu};
 
@@ -169,12 +167,12 @@ impl<'a> Filling<'a> {
     fn take_file(&mut self, file: &File, vgpu: &IndexedVgpu) -> Result<()> {
         let mut data = Vec::new();
         for place in &vgpu.guest {
-            load(file, place, &mut data).map_err(invalid)?;
+            place.load(file, &mut data).map_err(invalid)?;
             self.take(&Part::Guest { address: GuestPa(place.offset), data: &data })?;
         }
         if matches!(self.memory, Memory::File(..)) {
             for place in &vgpu.memory {
-                load(file, place, &mut data).map_err(invalid)?;
+                place.load(file, &mut data).map_err(invalid)?;
                 self.take(&Part::Memory { offset: place.offset, data: &data })?;
             }
             return self.take(&Part::End);
@@ -241,17 +239,4 @@ impl<'a> Filling<'a> {
         file.rewind()?;
         worker_client::fill_guest(self.control, file.as_fd())
     }
-}
-
-/// Reads a chunk of a file, and checks it.
-fn load(
-    file: &File,
-    place: &ChunkPlace,
-    data: &mut Vec<u8>,
-) -> std::result::Result<(), StreamError> {
-    data.resize(place.len, 0);
-    file.read_exact_at(data, place.at)?;
-    let mut sum = place.checksum();
-    sum.update(data);
-    sum.check()
 }

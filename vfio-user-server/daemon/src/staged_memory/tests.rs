@@ -7,9 +7,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 
 use mdev_core::gpu::StagedCopy;
-use mdev_core::ids::VgpuId;
-use mdev_core::stream::{Head, IndexedVgpu, StreamError, StreamWriter};
-use mdev_core::testing::memory;
+use mdev_core::stream::{IndexedVgpu, StreamError, StreamWriter};
+use mdev_core::testing::{memory, saved_head};
 use proptest::prelude::*;
 
 use super::*;
@@ -51,14 +50,7 @@ impl Gpu {
 
 /// Writes the memory of a GPU into a file with a stream.
 fn saved(gpu: &Gpu, threads: usize) -> File {
-    let head = Head {
-        tessera: String::new(),
-        vgpu: VgpuId(uuid::Uuid::nil()),
-        mdev_type: "TEST".into(),
-        vram_bytes: BYTES,
-        place: None,
-    };
-    let mut stream = StreamWriter::new(memory(0), &head).unwrap();
+    let mut stream = StreamWriter::new(memory(0), &saved_head(BYTES)).unwrap();
     stream.state(b"state").unwrap();
     let write = |chunk: &_| stream.memory_chunk(chunk);
     read::read(&gpu.map(), BYTES, threads, |copy| gpu.copy(copy), write).unwrap();

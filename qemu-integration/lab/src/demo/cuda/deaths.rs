@@ -115,9 +115,12 @@ struct Checked {
 fn check_runs(output: &str) -> Checked {
     let (mut checked, mut printed) = (Checked::default(), Vec::new());
     for line in output.lines() {
+        let Some(status) = line.strip_prefix("status ") else {
+            printed.push(line);
+            continue;
+        };
         let results: Numbers = numbers(&printed.join("\n"));
         printed.push(line);
-        let Some(status) = line.strip_prefix("status ") else { continue };
         let right = status == "0"
             && results.contains_key("vector_addition")
             && results.contains_key("launches_by_kernels")

@@ -37,8 +37,8 @@ pub(super) struct Python {
 }
 
 impl Python {
-    /// Writes the script to `folder`. `libcuda` is the path of the library that programs need; `is_training`
-    /// selects trainings under deaths of a worker.
+    /// Writes the script to `folder`. `libcuda` is the path of the library that programs need;
+    /// `is_training` selects trainings under deaths of a worker.
     pub(super) fn new(
         program: &str,
         libcuda: &Path,
