@@ -7,11 +7,14 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Write};
 use std::path::Path;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use axum::body::Body;
 use mdev_core::ids::VgpuId;
 use mdev_core::stream::{Head, MAX_STATE, MemoryChunk, MemoryReader, StreamWriter};
+use tokio::sync::Notify;
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu, SaveVgpu};
 use vgpud_host::body::{BodyReader, body_writer};
 
@@ -22,9 +25,20 @@ use crate::worker_client::{self, SavedWorker, StagedCopier, Written};
 use crate::worker_protocol::{MemoryRange, WITH_HANDOVER, WITH_LOG, WITH_SAVE};
 use crate::{blocking, guest_pieces};
 
+/// Longest time that a request which ends a save waits for the save to end: a save whose client has
+/// gone ends when its next piece cannot be passed on.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
 /// vGPUs that are being saved or restored.
 #[derive(Clone, Debug, Default)]
-pub struct Saving(Arc<Mutex<BTreeSet<VgpuId>>>);
+pub struct Saving(Arc<Reservations>);
+
+#[derive(Debug, Default)]
+struct Reservations {
+    vgpus: Mutex<BTreeSet<VgpuId>>,
+    /// A reservation has ended.
+    ended: Notify,
+}
 
 /// A vGPU that nothing else saves or restores meanwhile.
 #[derive(Debug)]
@@ -36,17 +50,39 @@ pub(super) struct Reserved {
 impl Saving {
     /// Refuses a vGPU that is being saved, restored or upgraded.
     pub(super) fn reserve(&self, vgpu: VgpuId) -> Result<Reserved> {
-        if self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(vgpu) {
+        if self.0.vgpus.lock().unwrap_or_else(PoisonError::into_inner).insert(vgpu) {
             return Ok(Reserved { saving: self.clone(), vgpu });
         }
         let message = format!("vGPU {vgpu} is being saved or restored already");
         Err(ErrorDetail::new(ErrorCode::Conflict, message))
     }
+
+    /// Waits at most [`END_LIMIT`] for a save that is ending, and then does the same as
+    /// [`Self::reserve`].
+    async fn reserve_after_save(&self, vgpu: VgpuId) -> Result<Reserved> {
+        let free = async {
+            loop {
+                let ended = self.0.ended.notified();
+                let mut ended = pin!(ended);
+                ended.as_mut().enable();
+                if let Ok(reserved) = self.reserve(vgpu) {
+                    return reserved;
+                }
+                ended.await;
+            }
+        };
+        match tokio::time::timeout(END_LIMIT, free).await {
+            Ok(reserved) => Ok(reserved),
+            Err(_) => self.reserve(vgpu),
+        }
+    }
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        self.saving.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.vgpu);
+        let Reservations { vgpus, ended } = &*self.saving.0;
+        vgpus.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.vgpu);
+        ended.notify_waiters();
     }
 }
 
@@ -127,7 +163,7 @@ impl Service {
 
     /// Begins or ends a record of the guest memory that a vGPU writes.
     pub async fn log_writes(&self, id: VgpuId, enabled: bool) -> Result<()> {
-        let _reserved = self.saving.reserve(id)?;
+        let _reserved = self.saving.reserve_after_save(id).await?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         blocking::run(move || {
             check(&saveable.control, id, WITH_LOG)?;
@@ -159,7 +195,7 @@ impl Service {
 
     /// Continues the work of a paused vGPU.
     pub async fn resume(&self, id: VgpuId) -> Result<()> {
-        let _reserved = self.saving.reserve(id)?;
+        let _reserved = self.saving.reserve_after_save(id).await?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         let resumed = blocking::run(move || worker_client::resume(&saveable.control)).await?;
         resumed.map_err(|error| cannot("resumed", &error))
