@@ -78,6 +78,11 @@ impl RmError {
         }
     }
 
+    /// Returns whether the driver has no object with the handle that the call named.
+    pub fn is_not_found(&self) -> bool {
+        self.status() == Some(status::OBJECT_NOT_FOUND)
+    }
+
     /// Maps the error of opening a device node.
     pub(super) fn open(error: io::Error) -> Self {
         Self::Os { call: "NVIDIA driver".into(), error }

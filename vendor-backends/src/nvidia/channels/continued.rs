@@ -20,6 +20,7 @@ use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
 use crate::nvidia::rm_object::Object;
+use crate::nvidia::sys::numbers::control;
 
 /// Records of the channels of an earlier process.
 #[derive(Clone, Copy, Debug)]
@@ -83,6 +84,7 @@ impl Channels {
         };
         let free = notifiers.iter().filter(is_free).cloned().collect();
         channels.free_notifiers = free;
+        channels.tear_down_freed();
         channels.resume_live(live, used)?;
         Ok(channels)
     }
@@ -167,6 +169,19 @@ impl Channels {
 
     fn adopted_share(&self, group: &Arc<Object>, handle: u32) -> Arc<Object> {
         self.device.rm_client.adopt_object(Some(group), handle)
+    }
+
+    /// Tears down the channels that the driver does not have any more. The process before was
+    /// destroying them, and this one gets the same request.
+    fn tear_down_freed(&mut self) {
+        for channel in self.by_id.values_mut() {
+            let mut token = u32::MAX;
+            let found = channel.object().map(|object| object.control(control::TOKEN, &mut token));
+            if found.is_some_and(|found| found.is_err_and(|error| error.is_not_found())) {
+                channel.tear_down();
+            }
+        }
+        self.drop_empty_groups();
     }
 
     /// Continues with errors, gate and slices, and rings for what may not have been rung for.

@@ -19,7 +19,7 @@ use crate::nvidia::rm::RmError;
 use crate::nvidia::rm_client::{EXCEPTION_FILE, RmClient};
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, control, event, status};
+use crate::nvidia::sys::numbers::{class, control, event};
 
 /// Exceptions that programs may watch (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`): traps, interrupts,
 /// and both of preemption. All others end the group, which the driver does by itself.
@@ -100,7 +100,7 @@ fn alloc_event(
 ) -> Result<Arc<Object>, RmError> {
     match rm_client.alloc_event(compute, index, EXCEPTION_FILE) {
         // A worker of an earlier version has registered the file by the number of its descriptor.
-        Err(error) if error.status() == Some(status::OBJECT_NOT_FOUND) => {
+        Err(error) if error.is_not_found() => {
             rm_client.register_event_file(fd, EXCEPTION_FILE)?;
             rm_client.alloc_event(compute, index, EXCEPTION_FILE)
         }

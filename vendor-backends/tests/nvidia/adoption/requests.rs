@@ -1,6 +1,8 @@
 //! Requests of guests, in workers that die at any call of the driver.
 
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
 
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, MapRequest};
@@ -9,6 +11,9 @@ use mdev_core::units::{MIB, PAGE_SIZE};
 use proptest::prelude::*;
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::mem::SharedMemory;
+use vendor_backends::nvidia::adoption::journal::{Journal, Live};
+use vendor_backends::nvidia::adoption::kept;
+use vendor_backends::nvidia::adoption::live::LiveChannels;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
@@ -166,11 +171,34 @@ fn va(page: u64) -> GpuVa {
     GpuVa(VA_START + page * PAGE_SIZE)
 }
 
+/// What the manager has set: a time slice, and the gate.
+#[derive(Clone, Copy, Debug)]
+struct Schedule {
+    gate_open: bool,
+}
+
+impl Schedule {
+    /// Replaces a worker by one that continues with this schedule.
+    fn apply(self, anchor: &mut Anchor, mut worker: Worker) -> Worker {
+        anchor.record(&mut worker.client);
+        worker.process.end_after(0);
+        end_threads(worker.client);
+        let journal = Journal::open(anchor.kept[&kept::JOURNAL].as_fd()).unwrap().unwrap();
+        let (live, ()): (LiveChannels, ()) = journal.live(Live::Channels).unwrap();
+        let (timeslice, gate_open) = (Some(Duration::from_millis(3)), self.gate_open);
+        journal.write_live(Live::Channels, &LiveChannels { timeslice, gate_open, ..live });
+        let mut next = anchor.adopt().unwrap();
+        anchor.record(&mut next.client);
+        next
+    }
+}
+
 /// Carries out requests in a worker that never dies, and returns what the guest and the driver have.
-fn undisturbed(requests: &[Request]) -> (Guest, Vec<String>, u64) {
+fn undisturbed(requests: &[Request], schedule: Schedule) -> (Guest, Vec<String>, u64) {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
-    let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+    let (mut anchor, worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+    let mut worker = schedule.apply(&mut anchor, worker);
     let before = rm.calls();
     let mut guest = Guest::default();
     for request in requests {
@@ -187,11 +215,11 @@ fn undisturbed(requests: &[Request]) -> (Guest, Vec<String>, u64) {
 type End = (u64, bool);
 
 /// Carries out requests in workers that end as `ends` says, and are continued.
-fn disturbed(requests: &[Request], ends: &[End]) -> (Guest, Vec<String>) {
+fn disturbed(requests: &[Request], schedule: Schedule, ends: &[End]) -> (Guest, Vec<String>) {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
-    let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
-    anchor.record(&mut worker.client);
+    let (mut anchor, worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+    let mut worker = schedule.apply(&mut anchor, worker);
     let mut ends = ends.iter();
     let mut guest = Guest::default();
     let end_next = |worker: &Worker, ends: &mut std::slice::Iter<'_, End>| match ends.next() {
@@ -271,10 +299,12 @@ proptest! {
     #[test]
     fn continued_clients_are_as_if_their_workers_had_not_died(
         requests in requests(),
+        gate_open in any::<bool>(),
         ends in prop::collection::vec((0_u64..60, any::<bool>()), 1..4),
     ) {
-        let (guest, objects, _) = undisturbed(&requests);
-        let (same_guest, same_objects) = disturbed(&requests, &ends);
+        let schedule = Schedule { gate_open };
+        let (guest, objects, _) = undisturbed(&requests, schedule);
+        let (same_guest, same_objects) = disturbed(&requests, schedule, &ends);
         prop_assert_eq!(guest, same_guest);
         prop_assert_eq!(objects, same_objects);
     }
@@ -326,9 +356,13 @@ fn a_worker_dies_at_each_call_of_a_program() {
 
 /// Carries out requests, which all succeed, in workers that die before and within each call.
 fn each_call_of(requests: &[Request]) {
-    let (guest, objects, calls) = undisturbed(requests);
-    assert!(guest.results.iter().all(|done| *done), "{guest:?}");
-    for end in (0..calls + 8).flat_map(|calls| [(calls, false), (calls, true)]) {
-        assert_eq!(disturbed(requests, &[end]), (guest.clone(), objects.clone()), "at {end:?}");
+    for schedule in [true, false].map(|gate_open| Schedule { gate_open }) {
+        let (guest, objects, calls) = undisturbed(requests, schedule);
+        assert!(guest.results.iter().all(|done| *done), "{guest:?}");
+        let expected = (guest, objects);
+        for end in (0..calls + 8).flat_map(|calls| [(calls, false), (calls, true)]) {
+            let left = disturbed(requests, schedule, &[end]);
+            assert_eq!(left, expected, "at {end:?}, {schedule:?}");
+        }
     }
 }
