@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
@@ -21,6 +21,8 @@ use crate::{Gpu, on_vgpu};
 const KILLS: u32 = 40;
 /// Stops at system calls of the worker's event loop, at each of which a worker dies once.
 const STOPS: u32 = 70;
+/// Deaths at a request after which another worker tries it again.
+const ATTEMPTS: u32 = 3;
 /// Rounds of a program in which workers are killed at these stops.
 const LEAST_ROUNDS: usize = 5;
 
@@ -228,6 +230,31 @@ fn what_a_program_had_that_ends_without_a_worker_is_freed() -> Result<()> {
             }
         }
         gpu.run("out_of_memory").map(drop)
+    })
+}
+
+#[test]
+fn a_request_at_which_workers_die_costs_its_program_the_vgpu_and_no_other() -> Result<()> {
+    on_vgpu(|gpu| {
+        let mut other = gpu.start_waiting()?;
+        let mut working = gpu.start_working()?;
+        let gpu_process = gpu.vgpud.gpu_process()?;
+        // The worker waits for the GPU within a request, and so does each that carries it out again.
+        kill_process(gpu_process, Signal::SIGSTOP)?;
+        for _ in 0..=ATTEMPTS {
+            thread::sleep(Duration::from_millis(100));
+            replace(gpu.vgpud, &gpu.uuid)?;
+        }
+        thread::sleep(Duration::from_millis(100));
+        kill_process(gpu_process, Signal::SIGCONT)?;
+        let Err(error) = working.read_until("rounds=") else { bail!("The program goes on") };
+        println!("{error}");
+        ensure!(!working.child.wait()?.success(), "The program succeeded");
+        ensure!(other.try_wait()?.is_none(), "The other program ended");
+        gpu.run("copies")?;
+        other.kill()?;
+        other.wait()?;
+        gpu.wait_for_nothing()
     })
 }
 
