@@ -2,13 +2,19 @@
 #![no_main]
 
 use cuda_socket::calls::NodeKind;
-use cuda_socket::{CallShape, Reply, Request, decode, encode};
+use cuda_socket::{
+    CallShape, Reply, Request, decode, decode_numbered, encode, encode_numbered,
+};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
     if let Ok(request) = decode::<Request>(data) {
         let bytes = encode(&request).expect("a decoded request can be encoded");
         assert_eq!(decode::<Request>(&bytes).ok(), Some(request));
+    }
+    if let Ok((number, request)) = decode_numbered::<Request>(data) {
+        let bytes = encode_numbered(number, &request).expect("it can be encoded");
+        assert_eq!(decode_numbered::<Request>(&bytes).ok(), Some((number, request)));
     }
     if let Ok(reply) = decode::<Reply>(data) {
         let bytes = encode(&reply).expect("a decoded reply can be encoded");

@@ -81,6 +81,8 @@ calls! {
     mem_free = "cuMemFree_v2" (ptr: DevicePtr);
     /// `cuMemAllocHost`.
     mem_alloc_host = "cuMemAllocHost_v2" (ptr: *mut *mut c_void, bytes: usize);
+    /// `cuMemFreeHost`.
+    mem_free_host = "cuMemFreeHost" (ptr: *mut c_void);
     /// `cuMemAllocManaged`.
     mem_alloc_managed = "cuMemAllocManaged" (ptr: *mut DevicePtr, bytes: usize, flags: u32);
     /// `cuIpcGetMemHandle`.
@@ -107,10 +109,14 @@ calls! {
     memset_d32 = "cuMemsetD32_v2" (to: DevicePtr, value: u32, count: usize);
     /// `cuStreamCreate`.
     stream_create = "cuStreamCreate" (stream: *mut *mut c_void, flags: u32);
+    /// `cuStreamDestroy`.
+    stream_destroy = "cuStreamDestroy_v2" (stream: *mut c_void);
     /// `cuStreamSynchronize`.
     stream_synchronize = "cuStreamSynchronize" (stream: *mut c_void);
     /// `cuEventCreate`.
     event_create = "cuEventCreate" (event: *mut *mut c_void, flags: u32);
+    /// `cuEventDestroy`.
+    event_destroy = "cuEventDestroy_v2" (event: *mut c_void);
     /// `cuEventRecord`.
     event_record = "cuEventRecord" (event: *mut c_void, stream: *mut c_void);
     /// `cuEventQuery`.

@@ -128,6 +128,23 @@ impl SeqPacket {
         self.recv_with(buffer, 0, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK)
     }
 
+    /// Receives a copy of the next packet with up to [`MAX_FDS`] file descriptors, as
+    /// [`Self::try_peek`].
+    pub fn try_peek_with_fds(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
+        self.recv_with(buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK)
+    }
+
+    /// Removes the next packet, of any length. The kernel discards its descriptors.
+    pub fn discard(&self) -> io::Result<()> {
+        loop {
+            match sys::receive(self.0.as_fd(), &mut [0], 0, MsgFlags::MSG_DONTWAIT) {
+                Ok(_) => return Ok(()),
+                Err(Errno::EINTR | Errno::ECONNRESET) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
     /// Receives one packet with up to [`MAX_FDS`] file descriptors.
     pub fn recv_with_fds(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, MAX_FDS, MsgFlags::empty())
@@ -272,6 +289,26 @@ mod tests {
         let packet = b.recv(&mut buffer).unwrap().unwrap();
         assert_eq!(&buffer[..packet.len], b"last words");
         assert!(b.recv(&mut buffer).unwrap().is_none(), "closed");
+    }
+
+    #[test]
+    fn a_packet_stays_until_it_is_discarded() {
+        let (a, b) = SeqPacket::pair().unwrap();
+        let (reader, writer) = nix::unistd::pipe().unwrap();
+        a.send(b"first", &[writer.as_fd()]).unwrap();
+        a.send(b"second", &[]).unwrap();
+        drop(writer);
+        let mut buffer = [0; 16];
+        for _ in 0..2 {
+            let packet = b.try_peek_with_fds(&mut buffer).unwrap().unwrap();
+            assert_eq!((&buffer[..packet.len], packet.fds.len()), (&b"first"[..], 1));
+        }
+        b.discard().unwrap();
+        assert_eq!(nix::unistd::read(&reader, &mut [0]), Ok(0), "no writer is left");
+        let packet = b.try_peek_with_fds(&mut buffer).unwrap().unwrap();
+        assert_eq!((&buffer[..packet.len], packet.fds.len()), (&b"second"[..], 0));
+        b.discard().unwrap();
+        assert_eq!(b.discard().unwrap_err().kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]

@@ -1,4 +1,6 @@
 //! Encoding of messages.
+//!
+//! A numbered packet begins with the number, in eight bytes.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,6 +17,9 @@ pub enum DecodeError {
     /// Bytes after the message.
     #[error("A message has trailing bytes")]
     Trailing,
+    /// Fewer bytes than a number has.
+    #[error("A message has no number")]
+    Unnumbered,
 }
 
 /// Encodes a message.
@@ -28,6 +33,17 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError> {
         (message, []) => Ok(message),
         _ => Err(DecodeError::Trailing),
     }
+}
+
+/// Encodes a message with its number.
+pub fn encode_numbered<T: Serialize>(number: u64, message: &T) -> Result<Vec<u8>, postcard::Error> {
+    postcard::to_extend(message, number.to_le_bytes().to_vec())
+}
+
+/// Decodes a message with its number. Bytes after its end are an error.
+pub fn decode_numbered<T: DeserializeOwned>(bytes: &[u8]) -> Result<(u64, T), DecodeError> {
+    let (number, message) = bytes.split_first_chunk().ok_or(DecodeError::Unnumbered)?;
+    Ok((u64::from_le_bytes(*number), decode(message)?))
 }
 
 #[cfg(test)]
@@ -71,5 +87,23 @@ mod tests {
         let mut bytes = encode(&Request::Hello { version: 1 }).unwrap();
         bytes.push(0);
         assert!(matches!(decode::<Request>(&bytes), Err(DecodeError::Trailing)));
+        let numbered = [vec![0; 8], bytes].concat();
+        assert!(matches!(decode_numbered::<Request>(&numbered), Err(DecodeError::Trailing)));
+    }
+
+    #[test]
+    fn numbers_survive_the_wire() {
+        for number in [0, 7, u64::MAX] {
+            let bytes = encode_numbered(number, &Request::Identify).unwrap();
+            assert_eq!(decode_numbered(&bytes).unwrap(), (number, Request::Identify));
+        }
+        let refused = encode(&Reply::Failed { errno: 16 }).unwrap();
+        assert!(matches!(decode_numbered::<Reply>(&refused), Err(DecodeError::Unnumbered)));
+    }
+
+    #[test]
+    fn a_hello_is_the_same_in_all_versions() {
+        assert_eq!(encode(&Request::Hello { version: 4 }).unwrap(), [0, 4]);
+        assert_eq!(encode(&Reply::Failed { errno: 71 }).unwrap(), [5, 0x8e, 1]);
     }
 }

@@ -4,7 +4,10 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-use cuda_socket::{MAX_FDS, MAX_PACKET, Reply, Request, VERSION, Welcome, decode, encode};
+use cuda_socket::{
+    MAX_FDS, MAX_PACKET, Reply, Request, VERSION, Welcome, decode, decode_numbered, encode,
+    encode_numbered,
+};
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -20,6 +23,11 @@ use crate::sys::kernel;
 /// Time after which a worker counts as gone. Requests take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Attempts to begin with a worker, and the pause between them. A worker that dies may take a new
+/// connection with it; another one listens on the same socket.
+const MAX_ATTEMPTS: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(10);
+
 /// Lowest descriptor of a connection. Programs expect low numbers for their own files.
 const FIRST_DESCRIPTOR: RawFd = 400;
 
@@ -29,12 +37,42 @@ pub struct Connection {
     /// `None` once the connection is of no use.
     socket: Option<OwnedFd>,
     inode: u64,
+    /// Number of the last request.
+    number: u64,
     buffer: Vec<u8>,
+}
+
+/// Why a connection cannot be used.
+#[derive(Debug)]
+enum Failure {
+    /// It has ended without an answer.
+    Unanswered,
+    /// The worker, or the system, refuses it.
+    Refused(Errno),
+}
+
+impl From<Errno> for Failure {
+    fn from(error: Errno) -> Self {
+        Self::Refused(error)
+    }
 }
 
 impl Connection {
     /// Connects to the socket at `path` and returns what the worker says of its driver.
     pub fn open(path: &[u8]) -> Result<(Self, Welcome), Errno> {
+        let mut attempts = 1;
+        loop {
+            match Self::try_open(path) {
+                Err(Failure::Unanswered) if attempts < MAX_ATTEMPTS => attempts += 1,
+                Err(Failure::Unanswered) => return Err(Errno::EIO),
+                Err(Failure::Refused(error)) => return Err(error),
+                Ok(opened) => return Ok(opened),
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn try_open(path: &[u8]) -> Result<(Self, Welcome), Failure> {
         let (family, flags) = (AddressFamily::Unix, SockFlag::SOCK_CLOEXEC);
         let socket = high(socket(family, SockType::SeqPacket, flags, None)?);
         let timeout = TimeVal::seconds(TIMEOUT.as_secs().cast_signed());
@@ -42,11 +80,29 @@ impl Connection {
         setsockopt(&socket, ReceiveTimeout, &timeout)?;
         connect(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
         let inode = kernel::status_of(socket.as_raw_fd())?.st_ino;
-        let mut connection = Self { socket: Some(socket), inode, buffer: vec![0; MAX_PACKET] };
-        match connection.call(&Request::Hello { version: VERSION }, &[])? {
-            (Reply::Welcome(welcome), _) if welcome.version == VERSION => Ok((connection, welcome)),
-            (Reply::Failed { errno }, _) => Err(errno_of(errno)),
-            _ => Err(Errno::EPROTO),
+        let buffer = vec![0; MAX_PACKET];
+        let mut connection = Self { socket: Some(socket), inode, number: 0, buffer };
+        match connection.hello()? {
+            Reply::Welcome(welcome) if welcome.version == VERSION => Ok((connection, welcome)),
+            Reply::Failed { errno } => Err(errno_of(errno).into()),
+            _ => Err(Errno::EPROTO.into()),
+        }
+    }
+
+    /// Sends the hello, which has no number, and returns the reply. Neither has a refusal.
+    fn hello(&mut self) -> Result<Reply, Failure> {
+        let socket = self.socket.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        let hello = encode(&Request::Hello { version: VERSION }).map_err(|_| Errno::EINVAL)?;
+        // A worker that refuses the process may have closed the connection, after its reply.
+        let _ = send(socket, &hello, &[]);
+        let (len, _) = receive(socket, &mut self.buffer).map_err(|error| match error {
+            Errno::EAGAIN => Failure::Refused(Errno::EIO),
+            _ => Failure::Unanswered,
+        })?;
+        let bytes = self.buffer.get(..len).unwrap_or_default();
+        match decode_numbered(bytes) {
+            Ok((0, reply)) => Ok(reply),
+            _ => Ok(decode(bytes).map_err(|_| Errno::EPROTO)?),
         }
     }
 
@@ -74,10 +130,12 @@ impl Connection {
         request: &Request,
         fds: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Vec<OwnedFd>), Errno> {
-        let bytes = encode(request).map_err(|_| Errno::EINVAL)?;
+        let number = self.number + 1;
+        let bytes = encode_numbered(number, request).map_err(|_| Errno::EINVAL)?;
         if bytes.len() > MAX_PACKET || fds.len() > MAX_FDS {
             return Err(Errno::EINVAL);
         }
+        self.number = number;
         let reply = self.exchange(&bytes, fds);
         if reply.is_err() {
             self.socket = None;
@@ -91,16 +149,28 @@ impl Connection {
         fds: &[BorrowedFd<'_>],
     ) -> Result<(Reply, Vec<OwnedFd>), Errno> {
         let socket = self.socket.as_ref().ok_or(Errno::EIO)?.as_raw_fd();
-        let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-        let rights = [ControlMessage::ScmRights(&raw)];
-        let rights = if raw.is_empty() { &rights[..0] } else { &rights[..] };
-        let slices = [IoSlice::new(bytes)];
-        let flags = MsgFlags::MSG_NOSIGNAL;
-        retry(|| sendmsg::<()>(socket, &slices, rights, flags, None)).map_err(|_| Errno::EIO)?;
-        let (len, fds) = receive(socket, &mut self.buffer).map_err(|_| Errno::EIO)?;
-        let reply = self.buffer.get(..len).and_then(|bytes| decode(bytes).ok());
-        Ok((reply.ok_or(Errno::EIO)?, fds))
+        send(socket, bytes, fds).map_err(|_| Errno::EIO)?;
+        loop {
+            let (len, fds) = receive(socket, &mut self.buffer).map_err(|_| Errno::EIO)?;
+            let bytes = self.buffer.get(..len).unwrap_or_default();
+            match decode_numbered(bytes) {
+                Ok((number, reply)) if number == self.number => return Ok((reply, fds)),
+                // Another worker has sent the reply before once more.
+                Ok((number, _)) if number < self.number => {}
+                _ => return Err(Errno::EIO),
+            }
+        }
     }
+}
+
+/// Sends a packet.
+fn send(socket: RawFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let rights = if raw.is_empty() { &rights[..0] } else { &rights[..] };
+    let slices = [IoSlice::new(bytes)];
+    let flags = MsgFlags::MSG_NOSIGNAL;
+    retry(|| sendmsg::<()>(socket, &slices, rights, flags, None)).map(drop)
 }
 
 /// Receives a packet. The end of the connection is an error.
@@ -110,7 +180,9 @@ fn receive(socket: RawFd, buffer: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Er
     loop {
         let mut slices = [IoSliceMut::new(buffer)];
         let message = match recvmsg::<()>(socket, &mut slices, Some(&mut space), flags) {
-            Err(Errno::EINTR) => continue,
+            // The worker has closed the connection, and left messages. The kernel reports that once,
+            // before what the worker has sent.
+            Err(Errno::EINTR | Errno::ECONNRESET) => continue,
             other => other?,
         };
         let mut fds = Vec::new();

@@ -57,8 +57,8 @@ enum Task {
         /// machine's files
         #[arg(long, value_name = "PROGRAM")]
         python: Option<String>,
-        /// With --cuda only: kill the worker of one VM N times under CUDA programs, and N times under
-        /// a training of PyTorch with --python, instead of all else
+        /// With --cuda only: kill a worker N times under CUDA programs, and N times under a training of
+        /// PyTorch with --python, both on this machine and in a VM, instead of all else
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
         kills: Option<u32>,
     },

@@ -43,7 +43,7 @@ exec chroot --userspec="$3:$3" "$root" /usr/bin/env -i TESSERA_TEST_INSIDE=1 \
 
 impl Gpu<'_> {
     /// Runs one of [`crate::inside`] in a container. `None` if the host allows none.
-    fn run_in_container(&self, name: &str) -> Result<Option<Output>> {
+    pub fn run_in_container(&self, name: &str) -> Result<Option<Output>> {
         let root = tempfile::tempdir()?;
         let socket = self.vgpud.vgpu_dir(&self.uuid).join("cuda.sock");
         let mut command = Command::new("unshare");
@@ -59,8 +59,8 @@ impl Gpu<'_> {
     }
 }
 
-#[test]
-fn a_program_in_a_container_uses_its_vgpu() -> Result<()> {
+/// Runs a test on a vGPU of a container's user, if there can be one.
+pub fn for_container(test: impl FnOnce(&Gpu<'_>) -> Result<()>) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         skipped("only root makes namespaces without a user namespace");
         return Ok(());
@@ -69,7 +69,15 @@ fn a_program_in_a_container_uses_its_vgpu() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let owner = json!([{ "owner": USER.to_string() }]);
     let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true, "attrs": owner }))?;
-    let gpu = Gpu { vgpud: &vgpud, libraries, uuid };
+    test(&Gpu { vgpud: &vgpud, libraries, uuid })
+}
+
+#[test]
+fn a_program_in_a_container_uses_its_vgpu() -> Result<()> {
+    for_container(uses_its_vgpu)
+}
+
+fn uses_its_vgpu(gpu: &Gpu<'_>) -> Result<()> {
     for name in ["is_in_a_container", "copies"] {
         let Some(Output { status, stdout, stderr }) = gpu.run_in_container(name)? else {
             skipped("this host allows no namespaces");

@@ -9,7 +9,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cuda_socket::{FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode, encode};
+use cuda_socket::{
+    FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode_numbered, encode,
+    encode_numbered,
+};
 use serde_json::json;
 use system_tests::Vgpud;
 use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
@@ -36,11 +39,11 @@ impl Program {
         let mut buffer = vec![0; MAX_PACKET];
         socket.send(&encode(&Request::Hello { version: VERSION })?, &[])?;
         socket.recv(&mut buffer)?.context("No welcome")?;
-        socket.send(&encode(&Request::Open(Node::Control))?, &[])?;
+        socket.send(&encode_numbered(1, &Request::Open(Node::Control))?, &[])?;
         let packet = socket.recv_with_fds(&mut buffer)?.context("No file")?;
-        let reply = decode(&buffer[..packet.len])?;
+        let (_, reply) = decode_numbered(&buffer[..packet.len])?;
         let Reply::Opened(file) = reply else { anyhow::bail!("{reply:?}") };
-        Ok(Self { socket, _file: packet.fds, request: encode(&sys_params(file))? })
+        Ok(Self { socket, _file: packet.fds, request: encode_numbered(2, &sys_params(file))? })
     }
 
     fn send(&self) -> Result<()> {

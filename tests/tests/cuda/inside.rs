@@ -298,3 +298,52 @@ fn waits() -> Result<()> {
     }
     Ok(())
 }
+
+/// Allocates memory of all kinds, copies with checked results, and frees the memory, until its
+/// standard input ends. Prints the number of rounds.
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn works_until_told() -> Result<()> {
+    const LEN: usize = 3 << 20;
+    const ATTACH_GLOBAL: u32 = 1;
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    println!("ready");
+    let told = std::thread::spawn(|| std::io::stdin().lines().count());
+    let (mut rounds, mut free_before) = (0_usize, None);
+    while !told.is_finished() {
+        let data = pattern(LEN - rounds % 8);
+        let (mut pinned, mut stream, mut event) = (null_mut(), null_mut(), null_mut());
+        ok("cuMemAllocHost", cuda.mem_alloc_host(&raw mut pinned, LEN))?;
+        // SAFETY: pinned memory of this length, which the GPU does not use now.
+        let cpu = unsafe { std::slice::from_raw_parts_mut(pinned.cast::<u8>(), data.len()) };
+        cpu.copy_from_slice(&data);
+        let mut managed = 0;
+        ok("cuMemAllocManaged", cuda.mem_alloc_managed(&raw mut managed, LEN, ATTACH_GLOBAL))?;
+        let memory = cuda.alloc(LEN)?;
+        ok("cuStreamCreate", cuda.stream_create(&raw mut stream, 1))?;
+        ok("cuEventCreate", cuda.event_create(&raw mut event, 0))?;
+        ok("cuMemcpyHtoDAsync", cuda.memcpy_htod_async(memory, pinned, data.len(), stream))?;
+        ok("cuEventRecord", cuda.event_record(event, stream))?;
+        ok("cuEventSynchronize", cuda.event_synchronize(event))?;
+        ok("cuMemcpyDtoD", cuda.memcpy_dtod(managed, memory, data.len()))?;
+        ensure!(cuda.download(managed, data.len())? == data, "other data in round {rounds}");
+        ok("cuMemFree", cuda.mem_free(memory))?;
+        ok("cuMemFree", cuda.mem_free(managed))?;
+        ok("cuMemFreeHost", cuda.mem_free_host(pinned))?;
+        ok("cuEventDestroy", cuda.event_destroy(event))?;
+        ok("cuStreamDestroy", cuda.stream_destroy(stream))?;
+        rounds += 1;
+        // libcuda keeps some memory of the first rounds.
+        let free = cuda.memory()?.0;
+        if rounds == 3 {
+            free_before = Some(free);
+        }
+        let lost = free_before.filter(|before| free < *before);
+        ensure!(lost.is_none(), "{free} bytes are free in round {rounds}, not {lost:?}");
+    }
+    println!("rounds={rounds}");
+    Ok(())
+}

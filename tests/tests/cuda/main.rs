@@ -2,7 +2,7 @@
 //!
 //! * `containers`: programs in namespaces of their own
 //! * `in_vm`: the same programs in a VM
-//! * `deaths`: workers that die under programs in a VM
+//! * `deaths`: workers that die under programs in a VM; `program_deaths`: under those of the host
 //! * `fairness`: processes on one vGPU
 //! * `inside`: what programs do, each in a process of its own on a vGPU
 //! * `queue`: programs in a VM, by the control queue alone; `queue_vm`: its VM
@@ -17,6 +17,7 @@ mod endurance;
 mod fairness;
 mod in_vm;
 mod inside;
+mod program_deaths;
 mod queue;
 mod queue_vm;
 mod statistics;
@@ -29,7 +30,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cuda_socket::{Reply, Request, VERSION, decode, encode};
+use cuda_socket::{Reply, Request, VERSION, decode, decode_numbered, encode};
 use lab::cuda_libraries::CudaLibraries;
 use lab::progress::Progress;
 use serde_json::json;
@@ -114,8 +115,8 @@ fn a_vgpu_serves_either_a_vm_or_programs() -> Result<()> {
     let program = SeqPacket::connect(&cuda_socket)?;
     program.send(&hello, &[])?;
     let packet = program.recv(&mut buffer)?.context("The program is refused")?;
-    let welcome: Reply = decode(&buffer[..packet.len])?;
-    ensure!(matches!(welcome, Reply::Welcome(_)), "{welcome:?}");
+    let welcome: (u64, Reply) = decode_numbered(&buffer[..packet.len])?;
+    ensure!(matches!(welcome, (0, Reply::Welcome(_))), "{welcome:?}");
     let mut vm = UnixStream::connect(&vm_socket)?;
     ensure!(vm.read(&mut [0])? == 0, "A VM attaches beside a program");
     drop(program);
@@ -126,8 +127,11 @@ fn a_vgpu_serves_either_a_vm_or_programs() -> Result<()> {
         Ok(vm.read(&mut [0]).is_err().then_some(vm))
     })?;
     let program = SeqPacket::connect(&cuda_socket)?;
-    let refused = program.send(&hello, &[]).is_err() || program.recv(&mut buffer)?.is_none();
-    ensure!(refused, "A program runs beside a VM");
+    let _ = program.send(&hello, &[]);
+    let packet = program.recv(&mut buffer)?.context("No answer")?;
+    let refused: Reply = decode(&buffer[..packet.len])?;
+    ensure!(refused == Reply::Failed { errno: libc::EBUSY }, "Beside a VM: {refused:?}");
+    ensure!(program.recv(&mut buffer)?.is_none(), "A program runs beside a VM");
     drop(vm);
     Ok(())
 }

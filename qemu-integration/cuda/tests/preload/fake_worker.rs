@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use cuda_socket::calls::NodeKind;
 use cuda_socket::{
     Block, CallShape, Done, Fetch, FileId, IoctlRequest, MAX_FDS, MAX_PACKET, Node, Place, Range,
-    Reply, Request, VERSION, Welcome, decode, encode,
+    Reply, Request, VERSION, Welcome, decode, decode_numbered, encode, encode_numbered,
 };
 use nix::cmsg_space;
 use nix::fcntl::OFlag;
@@ -67,6 +67,12 @@ struct State {
     files: Mutex<HashMap<FileId, OpenFile>>,
     next: AtomicU64,
     sum: AtomicU64,
+    /// Each reply is sent twice.
+    repeats: AtomicBool,
+    /// New connections that end before a reply.
+    lost: AtomicU32,
+    /// Error with which new connections are refused, or 0.
+    refusal: AtomicI32,
 }
 
 /// A listening worker. Its threads end with the test.
@@ -107,6 +113,21 @@ impl FakeWorker {
         Path::new(self.dir.path()).join("cuda.sock")
     }
 
+    /// Sends each reply twice from now on.
+    pub fn repeat_replies(&self) {
+        self.state.repeats.store(true, Ordering::SeqCst);
+    }
+
+    /// Loses so many of the next connections before a reply.
+    pub fn lose_connections(&self, count: u32) {
+        self.state.lost.store(count, Ordering::SeqCst);
+    }
+
+    /// Refuses all further connections.
+    pub fn refuse(&self, errno: i32) {
+        self.state.refusal.store(errno, Ordering::SeqCst);
+    }
+
     /// Returns the number of open files.
     pub fn open_files(&self) -> usize {
         self.state.sweep();
@@ -115,6 +136,20 @@ impl FakeWorker {
 }
 
 impl State {
+    /// Returns whether a new connection is served.
+    fn greets(&self, connection: &OwnedFd) -> bool {
+        let one_less = |left: u32| left.checked_sub(1);
+        if self.lost.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
+            return false;
+        }
+        let errno = self.refusal.load(Ordering::SeqCst);
+        if errno != 0 {
+            let refused = encode(&Reply::Failed { errno }).unwrap();
+            send(connection.as_raw_fd(), &refused, MsgFlags::MSG_NOSIGNAL).unwrap();
+        }
+        errno == 0
+    }
+
     /// Removes files that the program has closed.
     fn sweep(&self) {
         let mut byte = [0];
@@ -126,22 +161,30 @@ impl State {
 
 fn serve(connection: &OwnedFd, state: &State, connections: &AtomicUsize) {
     let mut buffer = vec![0; MAX_PACKET];
-    while let Some((request, fds)) = receive(connection, &mut buffer) {
+    while let Some((number, request, fds)) = receive(connection, &mut buffer) {
         state.sweep();
+        if number == 0 && !state.greets(connection) {
+            return;
+        }
         let Some((reply, fds)) = answer(state, connections, request, &fds) else { return };
         let raw: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&raw)];
         let rights = if raw.is_empty() { &[][..] } else { &rights };
-        let bytes = encode(&reply).unwrap();
+        let bytes = encode_numbered(number, &reply).unwrap();
         let flags = MsgFlags::MSG_NOSIGNAL;
         let slices = [IoSlice::new(&bytes)];
-        if sendmsg::<()>(connection.as_raw_fd(), &slices, rights, flags, None).is_err() {
-            return;
+        // As by a worker that continues.
+        let repeats = 1 + usize::from(state.repeats.load(Ordering::SeqCst));
+        for _ in 0..repeats {
+            if sendmsg::<()>(connection.as_raw_fd(), &slices, rights, flags, None).is_err() {
+                return;
+            }
         }
     }
 }
 
-fn receive(connection: &OwnedFd, buffer: &mut [u8]) -> Option<(Request, Vec<OwnedFd>)> {
+/// Returns a request with its number, which is 0 for a hello.
+fn receive(connection: &OwnedFd, buffer: &mut [u8]) -> Option<(u64, Request, Vec<OwnedFd>)> {
     let mut space = cmsg_space!([i32; MAX_FDS]);
     let mut slices = [IoSliceMut::new(buffer)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
@@ -155,7 +198,14 @@ fn receive(connection: &OwnedFd, buffer: &mut [u8]) -> Option<(Request, Vec<Owne
         }
     }
     let len = message.bytes;
-    (len > 0).then(|| (decode(&buffer[..len]).unwrap(), fds))
+    let bytes = &buffer[..len];
+    let numbered = || decode_numbered(bytes).unwrap();
+    let (number, request) = match decode(bytes) {
+        Ok(hello @ Request::Hello { .. }) => (0, hello),
+        _ if bytes.is_empty() => return None,
+        _ => numbered(),
+    };
+    Some((number, request, fds))
 }
 
 fn shape(number: u32) -> CallShape {

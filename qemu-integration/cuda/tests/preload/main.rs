@@ -111,6 +111,36 @@ fn a_killed_program_closes_its_files() {
 }
 
 #[test]
+fn replies_that_come_twice_count_once() {
+    for name in ["files::copies_of_descriptors_are_the_same_file", "processes::threads_take_turns"]
+    {
+        let worker = FakeWorker::start();
+        worker.repeat_replies();
+        passes(name, &worker);
+        // Descriptors of the second reply are closed as well.
+        wait_for_no_files(&worker);
+    }
+}
+
+#[test]
+fn a_connection_that_ends_before_a_reply_is_made_again() {
+    let worker = FakeWorker::start();
+    worker.lose_connections(3);
+    passes("files::packets_are_events", &worker);
+    assert_eq!(worker.connections.load(Ordering::SeqCst), 4);
+}
+
+#[test]
+fn a_program_that_is_refused_is_told_why() {
+    let worker = FakeWorker::start();
+    worker.refuse(libc::EBUSY);
+    let output = with_library("/bin/cat", Some(&worker)).arg("/dev/nvidiactl").output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("the vGPU serves a VM; use another vGPU"), "{text}");
+    assert_eq!(worker.connections.load(Ordering::SeqCst), 1, "it tries once");
+}
+
+#[test]
 fn other_programs_do_not_connect() {
     let worker = FakeWorker::start();
     for (program, args) in [

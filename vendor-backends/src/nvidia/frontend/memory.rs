@@ -9,6 +9,7 @@
 mod mappings;
 pub mod running;
 
+use std::io;
 use std::os::fd::OwnedFd;
 
 use mdev_core::gpu::{Backing, Client, GpuError};
@@ -30,7 +31,7 @@ const MAX_STORES: usize = 65_536;
 
 /// Number of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct StoreId(u32);
+pub struct StoreId(pub u32);
 
 /// Where the bytes of a memory object are.
 #[derive(Debug)]
@@ -64,6 +65,17 @@ pub enum SystemMemory {
     File(FileMemory),
     /// Pages of a VM.
     Guest(GuestPages),
+}
+
+/// Maker of files for new system memory.
+pub trait NewFiles: std::fmt::Debug + Send {
+    /// Returns a file of `len` bytes of zeros for a store. A process that repeats another's request
+    /// must get the same file, which the GPU may have.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is no memory or descriptor.
+    fn create(&mut self, store: StoreId, len: u64) -> io::Result<OwnedFd>;
 }
 
 /// Memory that a program can map.
@@ -115,6 +127,8 @@ pub struct Memories {
     mappings: Tracked<(SpaceId, u64), Mapped>,
     /// Memory of the VM.
     guest: Option<SharedGuestMemory>,
+    /// Maker of files, if they are not this process' own.
+    files: Option<Box<dyn NewFiles>>,
 }
 
 impl Memories {
@@ -130,7 +144,13 @@ impl Memories {
             last_store: 0,
             mappings: Tracked::default(),
             guest: None,
+            files: None,
         }
+    }
+
+    /// Sets the maker of files.
+    pub fn set_files(&mut self, files: Box<dyn NewFiles>) {
+        self.files = Some(files);
     }
 
     /// Sets the memory of the VM whose programs use the vGPU.
@@ -148,9 +168,14 @@ impl Memories {
         self.video_bytes().saturating_sub(self.used_video)
     }
 
+    /// Returns the number of the next store.
+    fn next_store(&self) -> StoreId {
+        StoreId(self.last_store.saturating_add(1))
+    }
+
     fn insert(&mut self, len: u64, place: Place) -> StoreId {
-        self.last_store += 1;
-        let id = StoreId(self.last_store);
+        let id = self.next_store();
+        self.last_store = id.0;
         self.stores.insert(id, Store { references: 1, len, place, gpu_caches: false });
         id
     }
@@ -179,9 +204,13 @@ impl Memories {
         Ok(())
     }
 
-    fn new_file(&mut self, len: u64) -> Result<OwnedFd, Stop> {
+    fn new_file(&mut self, store: StoreId, len: u64) -> Result<OwnedFd, Stop> {
         self.charge_system(len)?;
-        sealed_memfd(c"cuda", len).map_err(|error| {
+        let file = match &mut self.files {
+            Some(files) => files.create(store, len),
+            None => sealed_memfd(c"cuda", len),
+        };
+        file.map_err(|error| {
             self.system_bytes -= len;
             Stop::from(GpuError::from(error))
         })
@@ -207,14 +236,21 @@ impl Memories {
     /// Adds `len` bytes of system memory, such as a program's.
     pub fn adopt(&mut self, memory: SystemMemory, len: u64) -> Result<StoreId, Stop> {
         self.check_room()?;
-        let place = self.system_place(memory, len)?;
+        let place = self.system_place(self.next_store(), memory, len)?;
         Ok(self.insert(len, place))
     }
 
-    /// Returns system memory, and charges it.
-    fn system_place(&mut self, memory: SystemMemory, len: u64) -> Result<Place, Stop> {
+    /// Returns system memory for a store, and charges it.
+    fn system_place(
+        &mut self,
+        store: StoreId,
+        memory: SystemMemory,
+        len: u64,
+    ) -> Result<Place, Stop> {
         match memory {
-            SystemMemory::New => Ok(Place::System(FileMemory::own(self.new_file(len)?, len))),
+            SystemMemory::New => {
+                Ok(Place::System(FileMemory::own(self.new_file(store, len)?, len)))
+            }
             SystemMemory::File(memory) if memory.bytes() == len => {
                 self.charge_system(len)?;
                 Ok(Place::System(memory))
@@ -273,7 +309,7 @@ impl Memories {
     /// Makes video memory that a program is going to map system memory.
     pub fn make_mappable(&mut self, id: StoreId, memory: SystemMemory) -> Result<(), Stop> {
         let len = self.len(id)?;
-        let place = self.system_place(memory, len)?;
+        let place = self.system_place(id, memory, len)?;
         if let Some(store) = self.stores.get_mut(&id) {
             store.place = place;
             self.used_video -= len;

@@ -15,7 +15,7 @@
 //! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
-//! 7. [`running`]: state for a process that continues; `tracked`: what changes of it
+//! 7. [`running`]: state for a process that continues; [`tracked`]: what changes of it
 //! 8. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
 //! 9. `testing` (feature `test-util`): front ends for tests
 
@@ -41,7 +41,7 @@ mod sharing;
 mod status_page;
 #[cfg(feature = "test-util")]
 pub mod testing;
-mod tracked;
+pub mod tracked;
 mod uvm;
 mod video_memory;
 
@@ -58,8 +58,8 @@ use self::call::{Call, ProgramMemory, Stop};
 use self::files::Files;
 use self::guest_memory::GivenMemory;
 use self::identity::Identity;
-pub use self::memory::StoreId;
 use self::memory::{Mappable, Memories};
+pub use self::memory::{NewFiles, StoreId};
 use self::objects::{Clients, Kind, Object};
 use self::queries::Recorded;
 use self::refusals::Refusals;
@@ -174,6 +174,11 @@ impl FrontEnd {
     /// Makes the programs those of a VM with this memory.
     pub fn set_guest(&mut self, memory: SharedGuestMemory) {
         self.memories.set_guest(memory);
+    }
+
+    /// Sets the maker of files for programs of the host.
+    pub fn set_files(&mut self, files: Box<dyn NewFiles>) {
+        self.memories.set_files(files);
     }
 
     /// Carries out an ioctl. `shared` is the file that came with it.

@@ -17,9 +17,9 @@ use super::FrontEnd;
 use super::files::{File, MAX_FILES, MAX_RANGES};
 use super::guest_memory::FreedPages;
 use super::memory::StoreId;
-use super::memory::running::{MemoryChanges, MemoryParts, RunningMemory, apply};
+use super::memory::running::{MemoryChanges, MemoryParts, RunningMemory};
 use super::objects::{Clients, Kind, MAX_CLIENTS, MAX_OBJECTS, Object, RmClient};
-use super::tracked::{Changed, Tracked};
+use super::tracked::{Changed, Tracked, apply};
 
 /// A recorded state contradicts itself, or is beyond a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -37,6 +37,13 @@ pub struct Changes {
     clients: Vec<Changed<u32, RmClient>>,
     objects: Vec<Changed<(u32, u32), Object>>,
     memory: MemoryChanges,
+}
+
+impl Changes {
+    /// Returns the stores of memory that have changed. [`FrontEnd::file`] returns their files.
+    pub fn stores(&self) -> impl Iterator<Item = StoreId> {
+        self.memory.stores()
+    }
 }
 
 /// State that changes lead to.

@@ -13,6 +13,16 @@ pub struct Tracked<K, V> {
 /// An entry that has changed: its value, or none if it was removed.
 pub type Changed<K, V> = (K, Option<V>);
 
+/// Follows changes of a map.
+pub fn apply<K: Ord, V>(entries: &mut BTreeMap<K, V>, changes: Vec<Changed<K, V>>) {
+    for (key, value) in changes {
+        match value {
+            Some(value) => drop(entries.insert(key, value)),
+            None => drop(entries.remove(&key)),
+        }
+    }
+}
+
 impl<K, V> Default for Tracked<K, V> {
     fn default() -> Self {
         Self { entries: BTreeMap::new(), changed: BTreeSet::new() }
@@ -52,6 +62,11 @@ impl<K: Ord + Copy, V> Tracked<K, V> {
     /// Returns an entry for a change that is not noted, such as of what other entries determine.
     pub fn get_mut_unnoted(&mut self, key: &K) -> Option<&mut V> {
         self.entries.get_mut(key)
+    }
+
+    /// Returns all entries for changes that are not noted.
+    pub fn iter_mut_unnoted(&mut self) -> impl Iterator<Item = (&K, &mut V)> {
+        self.entries.iter_mut()
     }
 
     /// Returns whether an entry may have changed.

@@ -1,6 +1,7 @@
 //! Workers that die, and the next ones, which continue with their clients of the driver.
 
 mod exceptions;
+mod programs;
 mod records;
 mod requests;
 

@@ -12,13 +12,15 @@ use vfio_user_server::session::Session;
 use vgpud_api::AttachedClient;
 
 use super::front_end_spec::FrontEndSpec;
-use super::journal::kept::{Anchor, Kept, Key};
-use super::journal::{Continued, Journal, QueueRecorder, Recorder};
+use super::journal::kept::{Anchor, Kept, KeptPrograms, Key};
+use super::journal::{
+    Continued, ContinuedPrograms, Journal, ProgramsRecorder, QueueRecorder, RecordFile, Recorder,
+};
 use super::queue_thread::QueueRecords;
 
 /// Limit of attempts to carry out one message. A message at which workers die costs its VM the
-/// device.
-const MAX_ATTEMPTS: u64 = 3;
+/// device, and a request its program the vGPU.
+pub(super) const MAX_ATTEMPTS: u64 = 3;
 
 /// What a worker gets from its anchor.
 #[derive(Debug)]
@@ -42,6 +44,19 @@ pub struct Resumed {
     pub rewrites_answer: bool,
     /// Connections of the manager, by number.
     pub control: Vec<(u32, SeqPacket)>,
+    /// Programs of the host.
+    pub programs: ResumedPrograms,
+}
+
+/// Programs of the host that an earlier worker served.
+#[derive(Debug, Default)]
+pub struct ResumedPrograms {
+    /// What is recorded of them, if there are any.
+    pub recorded: Option<ContinuedPrograms>,
+    /// Their descriptors, and those of a connection that is not recorded.
+    pub kept: KeptPrograms,
+    /// What was last to be served, or 0.
+    pub served: u64,
 }
 
 impl Anchored {
@@ -114,9 +129,12 @@ impl Anchored {
         self.journal.convert();
         let control = self.kept.take_control();
         let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
+        let (programs_recorder, programs) = self.resume_programs();
         let Some(continued) = &self.continued else {
-            let recorder = Recorder::new(self.journal, self.anchor, 0, self.queue);
-            return Ok(Resumed { recorder, session: None, rewrites_answer: false, control });
+            let recorder =
+                Recorder::new(self.journal, self.anchor, 0, self.queue, programs_recorder);
+            let (session, rewrites_answer) = (None, false);
+            return Ok(Resumed { recorder, session, rewrites_answer, control, programs });
         };
         let state = continued.state()?;
         let socket = self.kept.take(Key::SESSION);
@@ -151,10 +169,24 @@ impl Anchored {
             self.anchor.drop_later(key..=key);
         }
         let memory = continued.memory_number;
-        let mut recorder = Recorder::new(self.journal, self.anchor, memory, self.queue);
+        let mut recorder =
+            Recorder::new(self.journal, self.anchor, memory, self.queue, programs_recorder);
         if let Some((_, client)) = &session {
             recorder.resume_session(*client, state.session);
         }
-        Ok(Resumed { recorder, session, rewrites_answer, control })
+        Ok(Resumed { recorder, session, rewrites_answer, control, programs })
+    }
+
+    /// Returns a recorder of the host's programs, and those of an earlier worker.
+    fn resume_programs(&mut self) -> (ProgramsRecorder, ResumedPrograms) {
+        let kept = self.kept.take_programs();
+        let (mut file, mut recorded) = (None, None);
+        if let Some(continued) = &mut self.continued {
+            (file, recorded) = (continued.programs_file.take(), continued.programs.take());
+        }
+        let served = file.as_ref().map_or(0, RecordFile::served);
+        let mut recorder = ProgramsRecorder::new(self.anchor.share(), file);
+        recorder.resume(recorded.as_ref(), kept.keys());
+        (recorder, ResumedPrograms { recorded, kept, served })
     }
 }

@@ -18,8 +18,8 @@ use vfio_user_server::journal::{Journal, SessionRecord};
 use vfio_user_server::layout::Layout;
 use vfio_user_server::migration::Migration;
 
-use super::journal::Recorder;
 use super::journal::kept::Key;
+use super::journal::{ProgramsRecorder, Recorder};
 use super::migration::Transfer;
 
 /// Device model with its vfio-user layout.
@@ -57,6 +57,11 @@ impl Function {
     /// Returns the recorder, if there is one, and what it records.
     pub(super) fn recording(&mut self) -> (Option<&mut Recorder>, &VirtualFunction) {
         (self.recorder.as_mut(), &self.inner)
+    }
+
+    /// Returns the recorder of the host's programs, if there is one.
+    pub(super) fn programs_recorder(&mut self) -> Option<&mut ProgramsRecorder> {
+        self.recorder.as_mut().map(Recorder::programs)
     }
 
     /// Returns the vGPU's type.

@@ -1,4 +1,6 @@
-//! Workers that are killed while CUDA programs run in a VM.
+//! Workers that are killed while CUDA programs run, on this machine and in a VM.
+
+mod host_programs;
 
 use std::path::Path;
 use std::thread;
@@ -25,8 +27,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 const RUNS: &str = "rm -f /tmp/stop; { while [ ! -e /tmp/stop ]; do PROGRAM; echo status $?; done; \
                     echo ended 1; } > /tmp/runs 2>&1 &";
 
-/// Kills the worker of a VM's vGPU `kills` times under small CUDA programs, and as often under a
-/// training of PyTorch, if this machine's Python has it. Records failed claims.
+/// Kills the worker of a vGPU `kills` times under small CUDA programs, and as often under a training of
+/// PyTorch, if this machine's Python has it: programs of this machine first, then those of a VM.
+/// Records failed claims.
 pub(super) fn run(
     lab: &Lab,
     programs: &Programs,
@@ -36,6 +39,7 @@ pub(super) fn run(
     failures: &mut Vec<String>,
 ) -> Result<()> {
     let progress = Progress::new();
+    host_programs::run(programs, options, (needs, folder), kills, failures)?;
     let step = progress.step("Booting a VM with NVIDIA's libcuda of this machine");
     let mut cuda = Cuda::boot(lab, programs, options, needs, folder, &VGPUS[..1])?;
     step.done();
@@ -47,10 +51,7 @@ pub(super) fn run(
         cuda.training(python, kills, failures)?;
         step.done();
     }
-    let stats = cuda.host.stats(VGPUS[0].1)?;
-    if stats["faults"] != 0 {
-        failures.push(format!("the vGPU has faults: {}", stats["faults"]));
-    }
+    check_faults(&cuda.host, failures)?;
     for vm in cuda.vms {
         vm.quit()?;
     }
@@ -65,15 +66,7 @@ impl Cuda {
         let end =
             "touch /tmp/stop; until grep -q ended /tmp/runs; do sleep 0.1; done; cat /tmp/runs";
         let output = self.vms[0].guest.run(end, LIMIT)?.success()?.stdout;
-        let Checked { runs, wrong, first_wrong } = check_runs(&output);
-        println!("{runs} runs of programs with {deaths} deaths of the worker: {wrong} wrong");
-        // At once, since the training may end with an error.
-        if let Some(printed) = first_wrong {
-            println!("the first wrong run printed: {printed}");
-        }
-        if runs == 0 || wrong > 0 {
-            failures.push(format!("{wrong} of {runs} runs of programs are wrong:\n{output}"));
-        }
+        report_runs(&output, deaths, failures);
         Ok(())
     }
 
@@ -88,18 +81,44 @@ impl Cuda {
             python::STOP
         );
         let output = self.vms[0].guest.run(&end, python::LIMIT)?.success()?.stdout;
-        let told = numbers(&output);
-        println!("training with {deaths} deaths of the worker:");
-        for (name, number) in &told {
-            println!("    {name} {number}");
-        }
-        for name in ["loss_falls", "repeatable", "trainings_exact"] {
-            if !told.get(name).copied().is_some_and(is_right) {
-                failures.push(format!("training: {name} is not 1:\n{output}"));
-            }
-        }
+        report_training(&output, deaths, failures);
         Ok(())
     }
+}
+
+/// Prints and checks what runs of the small programs printed.
+fn report_runs(output: &str, deaths: u32, failures: &mut Vec<String>) {
+    let Checked { runs, wrong, first_wrong } = check_runs(output);
+    println!("{runs} runs of programs with {deaths} deaths of the worker: {wrong} wrong");
+    // At once, since the training may end with an error.
+    if let Some(printed) = first_wrong {
+        println!("the first wrong run printed: {printed}");
+    }
+    if runs == 0 || wrong > 0 {
+        failures.push(format!("{wrong} of {runs} runs of programs are wrong:\n{output}"));
+    }
+}
+
+/// Prints and checks what a training printed.
+fn report_training(output: &str, deaths: u32, failures: &mut Vec<String>) {
+    let told = numbers(output);
+    println!("training with {deaths} deaths of the worker:");
+    for (name, number) in &told {
+        println!("    {name} {number}");
+    }
+    for name in ["loss_falls", "repeatable", "trainings_exact"] {
+        if !told.get(name).copied().is_some_and(is_right) {
+            failures.push(format!("training: {name} is not 1:\n{output}"));
+        }
+    }
+}
+
+fn check_faults(host: &Host, failures: &mut Vec<String>) -> Result<()> {
+    let stats = host.stats(VGPUS[0].1)?;
+    if stats["faults"] != 0 {
+        failures.push(format!("the vGPU has faults: {}", stats["faults"]));
+    }
+    Ok(())
 }
 
 /// Result of [`check_runs`].

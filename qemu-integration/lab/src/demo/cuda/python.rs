@@ -60,13 +60,16 @@ impl Python {
 
     /// Returns the command without a VM. `home` is a folder that it may write to.
     pub(super) fn native(&self, home: &Path) -> Command {
-        let mut command = Command::new(&self.program);
         // A file that exists.
-        command
-            .arg(&self.script)
-            .arg(&self.script)
-            .envs(self.environment.iter().cloned())
-            .env("HOME", home);
+        self.command(home, [&self.script, &self.script])
+    }
+
+    /// Returns the command without a VM. The script measures when the first of the files exists, and
+    /// a training ends when the second one exists.
+    pub(super) fn command(&self, home: &Path, files: [&Path; 2]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.arg(&self.script).args(files);
+        command.envs(self.environment.iter().cloned()).env("HOME", home);
         command
     }
 

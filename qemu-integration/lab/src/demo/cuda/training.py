@@ -1,4 +1,4 @@
-"""Trainings in a VM whose worker is killed: prints lines of a name and a number. A training has the same
+"""Trainings on a vGPU whose worker is killed: prints lines of a name and a number. A training has the same
 weights, to the bit, as the one before any death. Begins when the first file exists that the command line
 names, and ends when the second one exists."""
 

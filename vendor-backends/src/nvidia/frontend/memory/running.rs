@@ -11,7 +11,7 @@ use super::{MAX_STORES, Mapped, Memories, Place, Store, StoreId};
 use crate::nvidia::frontend::file_memory::{FileMemory, FilePart};
 use crate::nvidia::frontend::guest_memory::{FreedPages, GuestPages};
 use crate::nvidia::frontend::running::Damaged;
-use crate::nvidia::frontend::tracked::{Changed, Tracked};
+use crate::nvidia::frontend::tracked::{Changed, Tracked, apply};
 use crate::nvidia::frontend::video_memory::Extent;
 
 /// A store without its references, which objects and mappings determine.
@@ -45,6 +45,13 @@ pub struct MemoryChanges {
     mappings: Vec<Changed<(SpaceId, u64), Mapped>>,
 }
 
+impl MemoryChanges {
+    /// Returns the stores that have changed.
+    pub fn stores(&self) -> impl Iterator<Item = StoreId> {
+        self.stores.iter().map(|(id, _)| *id)
+    }
+}
+
 /// Stores and mappings that changes lead to.
 #[derive(Debug, Default)]
 pub struct RunningMemory {
@@ -67,16 +74,6 @@ impl RunningMemory {
         self.last_store = changes.last_store;
         apply(&mut self.stores, changes.stores);
         apply(&mut self.mappings, changes.mappings);
-    }
-}
-
-/// Follows changes of a map.
-pub fn apply<K: Ord, V>(entries: &mut BTreeMap<K, V>, changes: Vec<Changed<K, V>>) {
-    for (key, value) in changes {
-        match value {
-            Some(value) => drop(entries.insert(key, value)),
-            None => drop(entries.remove(&key)),
-        }
     }
 }
 

@@ -7,17 +7,16 @@ use event_manager::{EventOps, EventSet};
 use mdev_core::device::Descriptor;
 use vfio_user_server::session::Interest;
 
-use super::{Attached, Worker, event_set, source, watch};
+use super::{Attached, Worker, event_set, peer, source, watch};
 use crate::worker::anchored::{Anchored, Resumed};
 use crate::worker::control::ControlConnection;
 use crate::worker::journal::kept::Key;
-use crate::worker::programs::Programs;
 
 impl Worker {
     /// Begins to record the worker's state, and continues with the connections of an earlier worker.
     pub fn resume(&mut self, anchored: Anchored) -> Result<()> {
         let continues = anchored.position().is_some();
-        let Resumed { recorder, session, rewrites_answer, control } =
+        let Resumed { recorder, session, rewrites_answer, control, programs: resumed } =
             anchored.resume_connections()?;
         self.function.resume_recording(recorder, rewrites_answer);
         for (id, socket) in control {
@@ -30,6 +29,9 @@ impl Worker {
             self.function.note_unmask_event();
             // What the worker before had taken, and not recorded, is pending again.
             self.function.inner_mut().on_gpu_event();
+        }
+        if let Some(programs) = &mut self.programs {
+            programs.resume(&mut self.function, resumed, peer)?;
         }
         self.attached =
             session.map(|(session, client)| Attached { session, client, interest: Interest::READ });
@@ -51,18 +53,20 @@ impl Worker {
         }
         self.watch_unmask(ops);
         self.watch_gpu(ops);
+        self.resume_programs(ops);
     }
 
-    /// Records the state after an event. A session records each message itself.
+    /// Records the state after an event. A session records each message itself, and programs each of
+    /// their events.
     pub(super) fn record(&mut self, event: u32) {
         // While one process of the VM follows another, a part of the state is in this process alone.
-        let programs = self.programs.as_ref().is_some_and(Programs::are_present);
         let Some(recorder) = &mut self.function.recorder else { return };
-        recorder.set_blocked(programs || self.outgoing.is_some());
+        recorder.set_blocked(self.outgoing.is_some());
         if self.attached.is_none() && self.outgoing.is_none() {
             recorder.end_session();
         }
-        if event != source::SESSION || self.attached.is_none() {
+        let is_of_program = event == source::PROGRAMS_LISTENER || event & source::PROGRAMS != 0;
+        if !is_of_program && (event != source::SESSION || self.attached.is_none()) {
             self.function.commit();
         }
         // A manager that has attached is another position of the client.

@@ -125,7 +125,6 @@ impl Worker {
             self.function.recorder.is_some(),
             "The worker has the GPU for itself, and no other one can continue"
         );
-        self.check_programs()?;
         ensure!(self.outgoing.is_none(), "The vGPU is being handed over");
         self.function.commit();
         let recorder = self.function.recorder.as_ref();

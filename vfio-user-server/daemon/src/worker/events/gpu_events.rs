@@ -10,7 +10,7 @@ impl Worker {
     pub(super) fn on_gpu(&mut self, ops: &mut EventOps) {
         let pending = self.function.inner_mut().on_gpu_event();
         if let Some(programs) = &mut self.programs {
-            programs.on_gpu_event(self.function.inner_mut(), pending);
+            programs.on_gpu_event(&mut self.function, pending);
         }
         if self.gpu_watched && !self.function.inner().gpu_ok() {
             log::error!("The GPU {} is lost", self.spec.parent);

@@ -4,13 +4,24 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Instant;
 
+use cuda_socket::{Reply, encode};
 use event_manager::{EventOps, EventSet, Events};
 use log::Level;
+use mdev_core::gpu::Pending;
+use nix::errno::Errno;
+use vendor_backends::seqpacket::SeqPacket;
 
 use super::{Worker, peer, source, unwatch, watch};
 use crate::worker::programs::{Changes, Source, Throttled};
 use crate::worker::request_budget::thread_cpu_time;
 use vgpud_api::AttachedClient;
+
+/// Tells a process that it cannot use the vGPU. The reply is the same in all versions.
+fn refuse(socket: &SeqPacket, errno: Errno) {
+    if let Ok(packet) = encode(&Reply::Failed { errno: errno as i32 }) {
+        let _ = socket.try_send(&packet, &[]);
+    }
+}
 
 impl Worker {
     /// Handles an event of the programs' listener, or of a descriptor of a program, and charges the
@@ -79,33 +90,60 @@ impl Worker {
                 return;
             }
         };
+        self.admit_program(ops, socket);
+    }
+
+    /// Admits the process of a new connection, or refuses it.
+    fn admit_program(&mut self, ops: &mut EventOps, socket: SeqPacket) {
+        let Some(programs) = &mut self.programs else { return };
         let process = peer(&socket);
         let AttachedClient { pid, uid } = process;
         let owner = self.spec.owner;
         if uid != 0 && uid != owner {
+            refuse(&socket, Errno::EACCES);
             let line = format_args!(
                 "Process {pid} of user {uid} is refused: the vGPU belongs to user {owner}"
             );
             return self.log_limited(Level::Warn, line);
         }
         if let Some(attached) = &self.attached {
+            refuse(&socket, Errno::EBUSY);
             let vm = attached.client.pid;
             let line =
                 format_args!("Process {pid} is refused: the VM of process {vm} uses the vGPU");
             return self.log_limited(Level::Warn, line);
         }
-        match programs.connect(self.function.inner_mut(), socket, process) {
-            Ok(changes) => self.apply(ops, &changes),
-            Err(reason) => {
-                self.log_limited(Level::Warn, format_args!("Process {pid} is refused: {reason}"));
+        if programs.is_full() {
+            refuse(&socket, Errno::EUSERS);
+            let line = format_args!("Process {pid} is refused: too many processes use the vGPU");
+            return self.log_limited(Level::Warn, line);
+        }
+        let changes = programs.connect(&mut self.function, socket, process);
+        self.apply(ops, &changes);
+    }
+
+    /// Finishes what an earlier worker has begun for programs, and watches them.
+    pub(super) fn resume_programs(&mut self, ops: &mut EventOps) {
+        let Some(programs) = &mut self.programs else { return };
+        for source in programs.sources() {
+            if let Some(fd) = programs.descriptor(source) {
+                watch(ops, &fd, source::PROGRAMS | source.0, EventSet::IN);
             }
+        }
+        let (changes, arrived) = programs.finish_begun(&mut self.function);
+        self.apply(ops, &changes);
+        let Some(programs) = &mut self.programs else { return };
+        // What the worker before had taken, and not passed on, is pending again.
+        programs.on_gpu_event(&mut self.function, Pending::NONSTALL | Pending::CHANNEL_ERROR);
+        for socket in arrived {
+            self.admit_program(ops, socket);
         }
     }
 
     /// Serves a descriptor of a program.
     fn on_program(&mut self, ops: &mut EventOps, source: Source) {
         if let Some(programs) = &mut self.programs {
-            let changes = programs.on_ready(self.function.inner_mut(), source);
+            let changes = programs.on_ready(&mut self.function, source);
             self.apply(ops, &changes);
         }
     }

@@ -13,8 +13,10 @@ use mdev_core::gpu::KeptDescriptor;
 use pci_registers::interrupts::IrqEvent;
 use vendor_backends::seqpacket::SeqPacket;
 
-/// Limit of kept descriptors.
+/// Limit of kept descriptors. A vGPU has either a VM, with its memory, or programs.
 pub const MAX_KEPT: usize = mdev_core::mem::MAX_MAPS + 64 + MAX_OF_CLIENT;
+/// Limit of descriptors of the host's programs: connections, open files and memory.
+pub const MAX_OF_PROGRAMS: usize = mdev_core::mem::MAX_MAPS;
 /// Descriptors of a client of the GPU: of each channel, and of guest memory that it has imported.
 const MAX_OF_CLIENT: usize = 1024 + 256;
 
@@ -51,7 +53,7 @@ impl Key {
 
     /// Returns the number of a connection of the manager.
     pub const fn control_number(self) -> Option<u32> {
-        if self.0 >> KIND == 4 { Some(self.0 as u32) } else { None }
+        self.number_of(4)
     }
 
     /// Program of the next worker, from the manager to the anchor.
@@ -64,6 +66,39 @@ impl Key {
 
     /// Records of the control queue's thread.
     pub const QUEUE: Self = Self(7 << KIND);
+
+    /// Records of the host's programs.
+    pub const PROGRAMS: Self = Self(8 << KIND);
+
+    /// Returns the key of the connection of a program of the host.
+    pub const fn connection(number: u32) -> Self {
+        Self(9 << KIND | number as u64)
+    }
+
+    /// Returns the key of an open file of a program of the host.
+    pub const fn file(number: u32) -> Self {
+        Self(10 << KIND | number as u64)
+    }
+
+    /// Returns the key of a file of memory of the host's programs.
+    pub const fn program_memory(number: u32) -> Self {
+        Self(11 << KIND | number as u64)
+    }
+
+    /// Returns the key of a descriptor of the last reply to a program of the host.
+    pub const fn of_reply(index: usize) -> Self {
+        Self(12 << KIND | index as u64)
+    }
+
+    /// Socket whose other end shows when the anchor has closed what has lower keys.
+    pub const PROBE: Self = Self((13 << KIND) - 1);
+    /// Keys of the last reply to a program of the host, and the probe.
+    pub const OF_REPLY: RangeInclusive<Self> = Self(12 << KIND)..=Self::PROBE;
+
+    /// Returns the number in a key of one kind.
+    const fn number_of(self, kind: u64) -> Option<u32> {
+        if self.0 >> KIND == kind { Some(self.0 as u32) } else { None }
+    }
 
     /// Keys of all guest memory.
     pub const ALL_MEMORY: RangeInclusive<Self> = Self(3 << KIND)..=Self((4 << KIND) - 1);
@@ -187,9 +222,43 @@ impl Kept {
         control.into_iter().filter_map(|(key, fd)| Some((key.control_number()?, fd))).collect()
     }
 
+    /// Takes what the host's programs have.
+    pub fn take_programs(&mut self) -> KeptPrograms {
+        let mut take = |kind| -> BTreeMap<u32, OwnedFd> {
+            let found = self.take_where(|key| key.number_of(kind).is_some());
+            found.into_iter().filter_map(|(key, fd)| Some((key.number_of(kind)?, fd))).collect()
+        };
+        let (connections, files, memory) = (take(9), take(10), take(11));
+        let reply = take(12).into_values().collect();
+        KeptPrograms { connections, files, memory, reply }
+    }
+
     /// Returns the keys.
     pub fn keys(&self) -> impl Iterator<Item = Key> {
         self.0.keys().copied()
+    }
+}
+
+/// Descriptors of the host's programs, by their numbers.
+#[derive(Debug, Default)]
+pub struct KeptPrograms {
+    /// Connections.
+    pub connections: BTreeMap<u32, OwnedFd>,
+    /// Open files.
+    pub files: BTreeMap<u32, OwnedFd>,
+    /// Memory.
+    pub memory: BTreeMap<u32, OwnedFd>,
+    /// Descriptors of the last reply, in order.
+    pub reply: Vec<OwnedFd>,
+}
+
+impl KeptPrograms {
+    /// Returns the keys, except for those of the reply.
+    pub fn keys(&self) -> impl Iterator<Item = Key> {
+        let connections = self.connections.keys().map(|number| Key::connection(*number));
+        let files = self.files.keys().map(|number| Key::file(*number));
+        let memory = self.memory.keys().map(|number| Key::program_memory(*number));
+        connections.chain(files).chain(memory)
     }
 }
 
@@ -236,6 +305,11 @@ impl Anchor {
     /// Drops descriptors once the next state is recorded.
     pub fn drop_later(&mut self, keys: RangeInclusive<Key>) {
         self.dropped.push((*keys.start(), *keys.end()));
+    }
+
+    /// Does not drop the descriptor with a key once the next state is recorded: it is another one.
+    pub fn cancel_drop(&mut self, key: Key) {
+        self.dropped.retain(|keys| *keys != (key, key));
     }
 
     /// Drops descriptors that no state needs.
@@ -296,6 +370,29 @@ mod tests {
         assert!(kept.apply(Message::Drop(first, last), None));
         assert_eq!(kept.keys().collect::<Vec<_>>(), [Key::control(u32::MAX)]);
         assert_eq!(kept.take_control().len(), 1);
+    }
+
+    #[test]
+    fn what_programs_have_is_taken_by_its_kind() {
+        let mut kept = Kept::default();
+        let keys = [
+            Key::connection(7),
+            Key::file(7),
+            Key::program_memory(u32::MAX),
+            Key::of_reply(0),
+            Key::of_reply(1),
+            Key::PROGRAMS,
+        ];
+        for key in keys {
+            assert!(kept.apply(Message::Keep(key), Some(file())));
+        }
+        let programs = kept.take_programs();
+        assert_eq!(programs.connections.keys().collect::<Vec<_>>(), [&7]);
+        assert_eq!(programs.files.len(), 1);
+        assert_eq!(programs.memory.keys().collect::<Vec<_>>(), [&u32::MAX]);
+        assert_eq!(programs.reply.len(), 2);
+        assert_eq!(kept.keys().collect::<Vec<_>>(), [Key::PROGRAMS]);
+        assert!(Key::OF_REPLY.contains(&Key::of_reply(9)) && Key::of_reply(9) < Key::PROBE);
     }
 
     #[test]

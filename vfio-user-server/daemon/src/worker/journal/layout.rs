@@ -18,7 +18,9 @@ use super::progress::Progress;
 pub const BYTES: u64 = SCRATCH + SCRATCH_BYTES as u64;
 
 /// `"TSRAJRN"` and the version of the file.
-const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x03");
+const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x04");
+/// Version whose states have no programs of the host.
+const MAGIC_V3: u64 = u64::from_le_bytes(*b"TSRAJRN\x03");
 /// Version whose states have no control queue.
 const MAGIC_V2: u64 = u64::from_le_bytes(*b"TSRAJRN\x02");
 /// Version whose [`word::v1`] tell how far the session has come. [`Journal::convert`] reads them.
@@ -101,11 +103,11 @@ impl Journal {
         let mut journal =
             Self { memory, state: 0, is_continuable: false, progress, has_attempts: true };
         let magic = journal.load(word::MAGIC);
-        if [MAGIC, MAGIC_V2, MAGIC_V1].contains(&magic) {
+        if [MAGIC, MAGIC_V3, MAGIC_V2, MAGIC_V1].contains(&magic) {
             journal.state = journal.load(word::STATE);
             journal.is_continuable = journal.load(word::CONTINUABLE) == 1;
         }
-        if magic == MAGIC || magic == MAGIC_V2 {
+        if [MAGIC, MAGIC_V3, MAGIC_V2].contains(&magic) {
             journal.progress = Progress::decode(journal.load(word::PROGRESS));
         }
         Ok(journal)
@@ -116,7 +118,7 @@ impl Journal {
         match self.load(word::MAGIC) {
             MAGIC_V1 => {}
             // The next state is of this version.
-            MAGIC_V2 => return self.store(word::MAGIC, MAGIC),
+            MAGIC_V3 | MAGIC_V2 => return self.store(word::MAGIC, MAGIC),
             _ => return,
         }
         let removing = self.load(word::v1::REMOVING);
@@ -468,16 +470,17 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_of_version_2_is_taken_over() {
-        let (file, mut journal) = journal();
-        assert!(journal.commit(b"state"));
-        journal.finish(3);
-        journal.store(word::MAGIC, MAGIC_V2);
-        let mut next = Journal::open(file.as_fd()).unwrap();
-        assert_eq!((next.finished(), next.committed().as_deref()), (1, Some(&b"state"[..])));
-        next.convert();
-        assert_eq!(next.load(word::MAGIC), MAGIC);
-        assert_eq!(Journal::open(file.as_fd()).unwrap().finished(), 1);
+    fn journals_of_versions_2_and_3_are_taken_over() {
+        for magic in [MAGIC_V2, MAGIC_V3] {
+            let (file, mut journal) = journal();
+            assert!(journal.commit(b"state"));
+            journal.finish(3);
+            journal.store(word::MAGIC, magic);
+            let mut next = Journal::open(file.as_fd()).unwrap();
+            assert_eq!((next.finished(), next.committed().as_deref()), (1, Some(&b"state"[..])));
+            next.convert();
+            assert_eq!(Journal::open(file.as_fd()).unwrap().finished(), 1);
+        }
     }
 
     #[test]
@@ -492,6 +495,6 @@ mod tests {
         let words: Vec<u64> =
             words.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let progress = 2 << 20 | 7 << 1 | 1;
-        assert_eq!(words, [0x034e_524a_4152_5354, 2, 0, 0, 0, 0, 0, 0, progress, 0]);
+        assert_eq!(words, [0x044e_524a_4152_5354, 2, 0, 0, 0, 0, 0, 0, progress, 0]);
     }
 }

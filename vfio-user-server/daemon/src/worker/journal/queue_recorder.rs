@@ -12,7 +12,7 @@ use vendor_backends::nvidia::control_queue::running::QueueState;
 use vendor_backends::nvidia::frontend::running::RunningPrograms;
 
 use super::kept::{Anchor, Key};
-use super::queue_file::{Log, QueueFile};
+use super::record_file::{Log, RecordFile};
 
 /// Record of the queue's thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,7 +74,7 @@ impl ContinuedQueue {
     /// # Errors
     ///
     /// Fails if the record is damaged, or is not the last.
-    pub fn read(file: &mut QueueFile, number: u64) -> Result<Self> {
+    pub fn read(file: &mut RecordFile, number: u64) -> Result<Self> {
         let bytes = file.record(number).context("The record of the control queue is damaged")?;
         let record: Record =
             postcard::from_bytes(&bytes).context("The record of the control queue is damaged")?;
@@ -99,7 +99,7 @@ impl ContinuedQueue {
 #[derive(Debug)]
 pub struct QueueRecorder {
     anchor: Anchor,
-    file: Option<QueueFile>,
+    file: Option<RecordFile>,
     recorded: SharedRecorded,
     /// The last record.
     last: Vec<u8>,
@@ -109,7 +109,7 @@ pub struct QueueRecorder {
 
 impl QueueRecorder {
     /// Creates the recorder. `file` is an earlier worker's, if there was one.
-    pub fn new(anchor: Anchor, file: Option<QueueFile>, recorded: SharedRecorded) -> Self {
+    pub fn new(anchor: Anchor, file: Option<RecordFile>, recorded: SharedRecorded) -> Self {
         Self { anchor, file, recorded, last: Vec::new(), log: None }
     }
 
@@ -171,9 +171,9 @@ impl QueueRecorder {
     }
 
     /// Returns the file, which is made for the first record.
-    fn file(&mut self) -> Option<&mut QueueFile> {
+    fn file(&mut self) -> Option<&mut RecordFile> {
         if self.file.is_none() {
-            let (file, fd) = QueueFile::create()
+            let (file, fd) = RecordFile::create()
                 .inspect_err(|error| log::warn!("Programs cannot be recorded: {error}"))
                 .ok()?;
             self.anchor.keep(Key::QUEUE, fd.as_fd());

@@ -10,8 +10,9 @@ use vgpud_api::AttachedClient;
 
 use super::kept::{Anchor, Key};
 use super::layout::{Journal, Kind};
+use super::programs_recorder::{ProgramState, ProgramsRecorder};
 use super::queue_recorder::Recorded;
-use super::state::{QueueState, State};
+use super::state::{ProgramsState, QueueState, State};
 use crate::worker::queue_thread::QueueRecords;
 
 /// Journal of a worker with its socket to the anchor.
@@ -28,8 +29,8 @@ pub struct Recorder {
     session_torn: bool,
     /// The journal holds another session than that of the VM.
     session_given_up: bool,
-    /// The device is used in a way that cannot be recorded: by CUDA programs, or by a request of the
-    /// manager that takes several steps.
+    /// The device is used in a way that cannot be recorded, such as by a request of the manager that
+    /// takes several steps.
     blocked: bool,
     /// [`VirtualFunction::read_effects`] at the last record.
     read_effects: u64,
@@ -37,13 +38,21 @@ pub struct Recorder {
     position: Option<u64>,
     /// Records of the control queue's thread, if there is one.
     queue: Option<QueueRecords>,
+    /// Recorder of the host's programs.
+    programs: ProgramsRecorder,
     buffer: Vec<u8>,
 }
 
 impl Recorder {
     /// Creates the recorder of a worker, which continues after the record of guest memory with the
     /// number `memory`.
-    pub fn new(journal: Journal, anchor: Anchor, memory: u64, queue: Option<QueueRecords>) -> Self {
+    pub fn new(
+        journal: Journal,
+        anchor: Anchor,
+        memory: u64,
+        queue: Option<QueueRecords>,
+        programs: ProgramsRecorder,
+    ) -> Self {
         Self {
             journal,
             anchor,
@@ -56,6 +65,7 @@ impl Recorder {
             read_effects: u64::MAX,
             position: None,
             queue,
+            programs,
             buffer: Vec::new(),
         }
     }
@@ -139,7 +149,7 @@ impl Recorder {
 
     /// Records the state of the device and of its session.
     pub fn commit(&mut self, function: &VirtualFunction) {
-        let blocked = self.blocked || self.session_given_up;
+        let blocked = self.blocked || self.session_given_up || self.programs.is_lost();
         self.read_effects = function.read_effects();
         let recorded = !blocked
             && match self.of_thread(function) {
@@ -148,6 +158,7 @@ impl Recorder {
             };
         if recorded {
             self.anchor.recorded();
+            self.programs.recorded();
         }
         let torn = self.session_torn || self.anchor.is_lost();
         self.journal.set_continuable(recorded && !torn);
@@ -234,10 +245,33 @@ impl Recorder {
         buffer.clear();
         let buffer = postcard::to_extend(&state, buffer);
         let buffer = buffer.and_then(|buffer| postcard::to_extend(queue, buffer));
+        let programs = ProgramsState { number: self.programs.number() };
+        let buffer = buffer.and_then(|buffer| postcard::to_extend(&programs, buffer));
         let Ok(buffer) = buffer else { return false };
         let done = self.journal.commit(&buffer);
         self.buffer = buffer;
         done
+    }
+
+    /// Returns the recorder of the host's programs. [`Self::commit`] brings its record into force.
+    pub fn programs(&mut self) -> &mut ProgramsRecorder {
+        &mut self.programs
+    }
+
+    /// Records the host's programs and the device, if they have changed. `programs` is none without
+    /// programs.
+    pub fn commit_programs(
+        &mut self,
+        function: &VirtualFunction,
+        programs: Option<&mut dyn ProgramState>,
+    ) {
+        let changed = match programs {
+            Some(programs) => self.programs.record(programs),
+            None => self.programs.end(),
+        };
+        if changed || function.position() != self.position {
+            self.commit(function);
+        }
     }
 
     /// Begins a message that changes guest memory, or what the GPU has of it: waits for the request

@@ -11,11 +11,12 @@ use vgpud_api::AttachedClient;
 
 use super::kept::{Kept, Key};
 use super::layout::{Journal, Kind};
-use super::queue_file::QueueFile;
+use super::programs_recorder::ContinuedPrograms;
 use super::queue_recorder::{ContinuedQueue, Recorded};
+use super::record_file::RecordFile;
 use crate::worker::queue_thread::Orders;
 
-/// State of a worker. [`QueueState`] follows it.
+/// State of a worker. [`QueueState`] and [`ProgramsState`] follow it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State<'a> {
     /// Device.
@@ -44,6 +45,13 @@ pub struct QueueState {
     pub orders: Orders,
 }
 
+/// What the event loop knows of the programs of the host. Journals of versions before 4 have none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramsState {
+    /// Number of their record, or 0 without programs.
+    pub number: u64,
+}
+
 /// What a worker continues with.
 #[derive(Debug)]
 pub struct Continued {
@@ -59,11 +67,15 @@ pub struct Continued {
     /// That record has the position and the guest memory.
     has_queue_position: bool,
     /// File with the records of the queue's thread.
-    pub queue_file: Option<QueueFile>,
+    pub queue_file: Option<RecordFile>,
     /// Control queue, if it runs.
     pub queue: Option<ContinuedQueue>,
     /// Orders for the queue's thread.
     pub orders: Orders,
+    /// File with the records of the host's programs.
+    pub programs_file: Option<RecordFile>,
+    /// Programs of the host, if there are any.
+    pub programs: Option<ContinuedPrograms>,
 }
 
 impl Continued {
@@ -76,10 +88,18 @@ impl Continued {
         let what = "The worker before was in a state from which none can continue";
         ensure!(journal.is_continuable(), what);
         let bytes = journal.committed().context("The journal's state is damaged")?;
-        let (State { position, memory: memory_number, .. }, queue) = parse(&bytes)?;
-        let file = kept.take(Key::QUEUE).map(|file| QueueFile::open(file.as_fd())).transpose()?;
-        let mut file = file.flatten();
-        let queue_number = queue.number.max(file.as_ref().map_or(0, QueueFile::number));
+        let (State { position, memory: memory_number, .. }, queue, programs) = parse(&bytes)?;
+        let mut take_file = |key| -> Result<Option<RecordFile>> {
+            let file = kept.take(key).map(|file| RecordFile::open(file.as_fd()));
+            Ok(file.transpose()?.flatten())
+        };
+        let (mut file, mut programs_file) = (take_file(Key::QUEUE)?, take_file(Key::PROGRAMS)?);
+        let mut continued_programs = None;
+        if programs.number > 0 {
+            let file = programs_file.as_mut().context("The record of the programs is missing")?;
+            continued_programs = Some(ContinuedPrograms::read(file, programs.number)?);
+        }
+        let queue_number = queue.number.max(file.as_ref().map_or(0, RecordFile::number));
         let has_position = queue.has_position || queue_number > queue.number;
         let mut continued = None;
         if has_position || queue.runs {
@@ -102,6 +122,8 @@ impl Continued {
             queue_file: file,
             queue: continued,
             orders: queue.orders,
+            programs_file,
+            programs: continued_programs,
         })
     }
 
@@ -121,7 +143,7 @@ impl Continued {
     ///
     /// Fails if the record is damaged.
     pub fn state(&self) -> Result<State<'_>> {
-        parse(&self.state).map(|(state, _)| state)
+        parse(&self.state).map(|(state, ..)| state)
     }
 }
 
@@ -131,12 +153,17 @@ fn read_memory(journal: &Journal, number: u64) -> Result<Vec<RunningMap>> {
     postcard::from_bytes(&memory).context("The journal cannot be read")
 }
 
-fn parse(state: &[u8]) -> Result<(State<'_>, QueueState)> {
-    let (state, rest) = postcard::take_from_bytes(state).context("The journal cannot be read")?;
+fn parse(state: &[u8]) -> Result<(State<'_>, QueueState, ProgramsState)> {
+    const WHAT: &str = "The journal cannot be read";
+    let (state, rest) = postcard::take_from_bytes(state).context(WHAT)?;
     if rest.is_empty() {
-        return Ok((state, QueueState::default()));
+        return Ok((state, QueueState::default(), ProgramsState::default()));
     }
-    Ok((state, postcard::from_bytes(rest).context("The journal cannot be read")?))
+    let (queue, rest) = postcard::take_from_bytes(rest).context(WHAT)?;
+    if rest.is_empty() {
+        return Ok((state, queue, ProgramsState::default()));
+    }
+    Ok((state, queue, postcard::from_bytes(rest).context(WHAT)?))
 }
 
 #[cfg(test)]
@@ -148,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_state_of_version_2_has_no_queue() {
+    fn states_of_earlier_versions_have_no_queue_or_programs() {
         let spec = FunctionSpec {
             vgpu: VgpuId::random(),
             type_name: "TEST-1C".into(),
@@ -160,9 +187,13 @@ mod tests {
         let session = SessionRecord::default();
         let state = State { function, position: 7, memory: 3, client: None, session };
         let version_2 = postcard::to_stdvec(&state).unwrap();
-        assert_eq!(parse(&version_2).unwrap(), (state.clone(), QueueState::default()));
+        let none = ProgramsState::default();
+        assert_eq!(parse(&version_2).unwrap(), (state.clone(), QueueState::default(), none));
         let queue = QueueState { number: 5, has_position: true, runs: true, ..Default::default() };
         let version_3 = postcard::to_extend(&queue, version_2).unwrap();
-        assert_eq!(parse(&version_3).unwrap(), (state, queue));
+        assert_eq!(parse(&version_3).unwrap(), (state.clone(), queue.clone(), none));
+        let programs = ProgramsState { number: 9 };
+        let version_4 = postcard::to_extend(&programs, version_3).unwrap();
+        assert_eq!(parse(&version_4).unwrap(), (state, queue, programs));
     }
 }

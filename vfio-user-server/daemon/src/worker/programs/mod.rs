@@ -3,30 +3,35 @@
 //! A program's process has one connection for requests and one socket for each open file. A vGPU
 //! serves either a VM or programs. When the last program has left, the vGPU gets new memory.
 //!
+//! * `requests`: requests, each of which has its effect once
+//! * `continued`: continuing an earlier worker's programs
 //! * `throttle`: processes that wait for CPU time
 
+mod continued;
+mod requests;
 mod throttle;
 
-use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use cuda_socket::{FileId, Node, Reply, Request, VERSION, decode, encode};
-use mdev_core::device::VirtualFunction;
 use mdev_core::gpu::Pending;
-use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::stat::fstat;
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
-use vendor_backends::nvidia::frontend::{FrontEnd, Mapped, Outcome};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener};
+use vendor_backends::nvidia::frontend::tracked::Tracked;
+use vendor_backends::nvidia::frontend::{FrontEnd, StoreId};
+use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
+use self::continued::Begun;
 pub use self::throttle::Throttled;
-use super::doorbell::{self, Doorbell};
+use super::doorbell::Doorbell;
 use super::front_end_spec::FrontEndSpec;
+use super::function::Function;
+pub use super::journal::Source;
+use super::journal::kept::Key;
+use super::journal::{Answer, OpenFile, ProgramChanges, ProgramState};
 use super::queue_thread::ProgramsInVm;
 use super::request_budget::{self, Budget};
 use crate::worker_client::MAX_PROCESSES;
@@ -49,13 +54,6 @@ struct Connection {
     waits: bool,
 }
 
-/// Device and inode number.
-type Inode = (u64, u64);
-
-/// Number of a descriptor of a program that the worker watches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Source(pub u32);
-
 /// What to watch from now on.
 #[derive(Debug, Default)]
 pub struct Changes {
@@ -71,10 +69,14 @@ pub struct Programs {
     listener: SeqPacketListener,
     new_front_end: FrontEndSpec,
     front_end: FrontEnd,
-    connections: BTreeMap<Source, Connection>,
-    /// Files with the worker's ends of their sockets, and the inodes of the programs' ends.
-    files: BTreeMap<Source, (FileId, SeqPacket, Inode)>,
-    last_source: u32,
+    connections: Tracked<Source, Connection>,
+    /// Files with the worker's ends of their sockets.
+    files: Tracked<Source, (OpenFile, SeqPacket)>,
+    last: Source,
+    /// Reply to the last request, until the program has it.
+    answer: Option<Answer>,
+    /// What an earlier worker has begun.
+    begun: Option<Begun>,
     /// Programs of the VM.
     in_vm: ProgramsInVm,
     doorbell: Option<Doorbell>,
@@ -102,9 +104,11 @@ impl Programs {
             listener,
             front_end: new_front_end.create()?,
             new_front_end,
-            connections: BTreeMap::new(),
-            files: BTreeMap::new(),
-            last_source: 0,
+            connections: Tracked::default(),
+            files: Tracked::default(),
+            last: Source(0),
+            answer: None,
+            begun: None,
             in_vm,
             doorbell: None,
             budget: Budget::new(request_budget::VGPU, Instant::now()),
@@ -150,80 +154,134 @@ impl Programs {
 
     fn next_source(&mut self) -> Source {
         loop {
-            self.last_source = self.last_source.wrapping_add(1) & (u32::MAX >> 1);
-            let source = Source(self.last_source);
+            let source = Source(self.last.0.wrapping_add(1) & (u32::MAX >> 1));
+            self.last = source;
             if !self.connections.contains_key(&source) && !self.files.contains_key(&source) {
                 return source;
             }
         }
     }
 
+    /// Returns whether no more processes can use the vGPU.
+    pub fn is_full(&self) -> bool {
+        self.connections.len() >= MAX_CONNECTIONS
+    }
+
     /// Adds a process.
     pub fn connect(
         &mut self,
-        function: &mut VirtualFunction,
+        function: &mut Function,
         socket: SeqPacket,
         process: AttachedClient,
-    ) -> Result<Changes, &'static str> {
-        if self.connections.len() >= MAX_CONNECTIONS {
-            return Err("too many processes use the vGPU");
+    ) -> Changes {
+        let source = self.next_source();
+        if let Some(recorder) = function.programs_recorder() {
+            recorder.keep(Key::connection(source.0), socket.as_fd());
         }
         if !self.are_present() {
-            function.attach();
-            self.doorbell = Doorbell::start(&mut **function.client())
-                .inspect_err(|error| log::warn!("The doorbell cannot be watched: {error:#}"))
-                .unwrap_or(None);
+            function.inner_mut().attach();
+            self.start_doorbell(function);
         }
-        let source = self.next_source();
+        self.connections.insert(source, self.connection(socket, process, false));
+        self.record(function);
+        Changes { watch: vec![source], ..Default::default() }
+    }
+
+    fn connection(&self, socket: SeqPacket, process: AttachedClient, greeted: bool) -> Connection {
         let budget = Budget::new(request_budget::PROCESS, Instant::now()).at_most(&self.budget);
-        let connection = Connection { socket, process, greeted: false, budget, waits: false };
-        self.connections.insert(source, connection);
-        Ok(Changes { watch: vec![source], ..Default::default() })
+        Connection { socket, process, greeted, budget, waits: false }
+    }
+
+    fn start_doorbell(&mut self, function: &mut Function) {
+        self.doorbell = Doorbell::start(&mut **function.inner_mut().client())
+            .inspect_err(|error| log::warn!("The doorbell cannot be watched: {error:#}"))
+            .unwrap_or(None);
+    }
+
+    /// Records what has changed.
+    fn record(&mut self, function: &mut Function) {
+        let are_present = self.are_present();
+        if let (Some(recorder), function) = function.recording() {
+            recorder.commit_programs(function, are_present.then_some(self));
+        }
+    }
+
+    /// Notes what is going to be served: a worker that continues serves it before all else.
+    fn begin(function: &mut Function, source: Source) {
+        if let Some(recorder) = function.programs_recorder() {
+            recorder.set_served(u64::from(source.0) + 1);
+        }
     }
 
     /// Serves a descriptor that is readable.
-    pub fn on_ready(&mut self, function: &mut VirtualFunction, source: Source) -> Changes {
+    pub fn on_ready(&mut self, function: &mut Function, source: Source) -> Changes {
         let mut changes = Changes::default();
+        let were_present = self.are_present();
         if self.files.contains_key(&source) {
             self.on_file(function, source, &mut changes);
-        } else if let Err(error) = self.on_request(function, source, &mut changes)
-            && let Some(connection) = self.connections.remove(&source)
-        {
-            if error.kind() != io::ErrorKind::UnexpectedEof {
-                let pid = connection.process.pid;
-                log::debug!("Process {pid} is cut off: {error}");
-            }
-            // A socket that waits is not watched.
-            if !connection.waits {
-                changes.unwatch.push(connection.socket.into());
-            }
+        } else if let Err(error) = self.on_request(function, source, &mut changes) {
+            self.remove(function, source, &error, &mut changes);
         }
-        if !self.are_present() {
-            self.leave(function);
-        }
+        self.end_event(function, were_present);
         changes
     }
 
+    /// Ends the use of the vGPU if no program is left, and records what has changed.
+    fn end_event(&mut self, function: &mut Function, were_present: bool) {
+        if were_present && !self.are_present() {
+            self.leave(function);
+        }
+        self.record(function);
+    }
+
+    /// Removes a connection that has failed.
+    fn remove(
+        &mut self,
+        function: &mut Function,
+        source: Source,
+        error: &io::Error,
+        changes: &mut Changes,
+    ) {
+        let Some(connection) = self.connections.remove(&source) else { return };
+        if error.kind() != io::ErrorKind::UnexpectedEof {
+            log::debug!("Process {} is cut off: {error}", connection.process.pid);
+        }
+        if let Some(recorder) = function.programs_recorder() {
+            recorder.drop_later(Key::connection(source.0));
+        }
+        // A socket that waits is not watched.
+        if !connection.waits {
+            changes.unwatch.push(connection.socket.into());
+        }
+    }
+
     /// Notices that a program has closed a file.
-    fn on_file(&mut self, function: &mut VirtualFunction, source: Source, changes: &mut Changes) {
-        let Some((file, socket, _)) = self.files.get(&source) else { return };
-        // A program sends nothing here.
-        match socket.try_recv(&mut [0; 64]) {
+    fn on_file(&mut self, function: &mut Function, source: Source, changes: &mut Changes) {
+        let Some((file, socket)) = self.files.get(&source) else { return };
+        // A program sends nothing here. What it sends stays, for a worker that continues.
+        match socket.try_peek(&mut [0; 64]) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Ok(_) | Err(_) => {}
         }
-        let file = *file;
-        self.front_end.close(&mut **function.client(), file);
-        if let Some((_, socket, _)) = self.files.remove(&source) {
+        let id = file.id;
+        Self::begin(function, source);
+        self.front_end.close(&mut **function.inner_mut().client(), id);
+        if let Some((_, socket)) = self.files.remove(&source) {
+            if let Some(recorder) = function.programs_recorder() {
+                recorder.drop_later(Key::file(source.0));
+            }
             changes.unwatch.push(socket.into());
         }
     }
 
     /// Notices all files that programs have closed: a program may rely on `close()` to have freed
     /// memory.
-    fn on_closed_files(&mut self, function: &mut VirtualFunction, changes: &mut Changes) {
+    fn on_closed_files(&mut self, function: &mut Function, changes: &mut Changes) {
+        if let Some(recorder) = function.programs_recorder() {
+            recorder.settle();
+        }
         // One call for all of them, since each request comes here.
-        let sockets = self.files.values().map(|(_, socket, _)| socket.as_fd());
+        let sockets = self.files.values().map(|(_, socket)| socket.as_fd());
         let mut fds: Vec<_> = sockets.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         if !matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..)) {
             return;
@@ -232,126 +290,74 @@ impl Programs {
         let ready: Vec<_> = ready.map(|(source, _)| *source).collect();
         for source in ready {
             self.on_file(function, source, changes);
+            self.record(function);
         }
     }
 
-    /// Returns the file whose program's end is `fd`.
-    fn identify(&self, fd: Option<OwnedFd>) -> Option<(FileId, Node)> {
-        let inode = |fd: BorrowedFd<'_>| fstat(fd).ok().map(|stat| (stat.st_dev, stat.st_ino));
-        let asked = inode(fd?.as_fd())?;
-        let (file, ..) = self.files.values().find(|(.., theirs)| *theirs == asked)?;
-        Some((*file, self.front_end.node(*file)?))
+    /// Creates a front end that no program has used.
+    fn create_front_end(&self, function: &mut Function) -> Result<FrontEnd> {
+        let mut front_end = self.new_front_end.create()?;
+        if let Some(recorder) = function.programs_recorder() {
+            front_end.set_files(Box::new(recorder.memory()));
+        }
+        Ok(front_end)
     }
 
     /// Ends the use by programs: the vGPU gets new memory.
-    fn leave(&mut self, function: &mut VirtualFunction) {
+    fn leave(&mut self, function: &mut Function) {
         self.doorbell = None;
-        match self.new_front_end.create() {
+        match self.create_front_end(function) {
             Ok(front_end) => self.front_end = front_end,
             Err(error) => log::error!("{error:#}"),
         }
-        function.detach();
-    }
-
-    fn on_request(
-        &mut self,
-        function: &mut VirtualFunction,
-        source: Source,
-        changes: &mut Changes,
-    ) -> io::Result<()> {
-        let Some(connection) = self.connections.get(&source) else { return Ok(()) };
-        let process = connection.process.pid;
-        let mut buffer = vec![0; MAX_PACKET];
-        let packet = match connection.socket.try_recv_with_fds(&mut buffer) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-            packet => packet?.ok_or(io::ErrorKind::UnexpectedEof)?,
-        };
-        let request = decode::<Request>(&buffer[..packet.len]).map_err(io::Error::other)?;
-        let is_hello = matches!(request, Request::Hello { .. });
-        if is_hello == connection.greeted {
-            return Err(io::Error::other("its first message is no hello, or there is another"));
-        }
-        self.on_closed_files(function, changes);
-        let (reply, fds) = self.answer(function, request, packet.fds, process, changes);
-        let bytes = encode(&reply).map_err(io::Error::other)?;
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let Some(connection) = self.connections.get_mut(&source) else { return Ok(()) };
-        connection.greeted = true;
-        connection.socket.try_send(&bytes, &fds)
-    }
-
-    fn answer(
-        &mut self,
-        function: &mut VirtualFunction,
-        request: Request,
-        fds: Vec<OwnedFd>,
-        process: i32,
-        changes: &mut Changes,
-    ) -> (Reply, Vec<OwnedFd>) {
-        let failed = |errno: Errno| (Reply::Failed { errno: errno as i32 }, Vec::new());
-        match request {
-            Request::Hello { version: VERSION } => {
-                (Reply::Welcome(self.front_end.welcome()), Vec::new())
-            }
-            Request::Hello { .. } => failed(Errno::EPROTO),
-            Request::Open(node) => match self.open(process, node, changes) {
-                Ok((file, fd)) => (Reply::Opened(file), vec![fd]),
-                Err(error) => failed(error),
-            },
-            Request::Identify => match self.identify(fds.into_iter().next()) {
-                Some((file, node)) => (Reply::Identified { file, node }, Vec::new()),
-                None => failed(Errno::ENOTTY),
-            },
-            Request::Ioctl(request) => {
-                let mut client = function.client();
-                self.front_end.update_utilization(&mut **client);
-                match self.front_end.ioctl(&mut **client, &request, fds.into_iter().next()) {
-                    Outcome::Fetch(fetch) => (Reply::Fetch(fetch), Vec::new()),
-                    Outcome::Done(done, fds) => (Reply::Done(done), fds),
-                }
-            }
-            Request::Map(request) => match self.front_end.map(&request) {
-                Ok(Mapped::File(fd, offset)) => (Reply::Mapped { offset }, vec![fd]),
-                Ok(Mapped::Doorbell) => match doorbell::page(&mut **function.client()) {
-                    Ok((fd, offset)) => (Reply::Mapped { offset }, vec![fd]),
-                    Err(_) => failed(Errno::EIO),
-                },
-                // Pages of a VM are for a VM's programs.
-                Ok(Mapped::Guest(_)) => failed(Errno::EIO),
-                Err(error) => failed(error),
-            },
-        }
-    }
-
-    fn open(
-        &mut self,
-        process: i32,
-        node: Node,
-        changes: &mut Changes,
-    ) -> Result<(FileId, OwnedFd), Errno> {
-        let (ours, theirs) = SeqPacket::pair().map_err(|_| Errno::EMFILE)?;
-        let mut id = [0; 8];
-        getrandom::fill(&mut id).map_err(|_| Errno::EIO)?;
-        let file = FileId(u64::from_ne_bytes(id));
-        let stat = fstat(theirs.as_fd()).map_err(|_| Errno::EIO)?;
-        self.front_end.open(file, node, process)?;
-        let source = self.next_source();
-        self.files.insert(source, (file, ours, (stat.st_dev, stat.st_ino)));
-        changes.watch.push(source);
-        Ok((file, theirs.into()))
+        function.inner_mut().detach();
     }
 
     /// Passes an interrupt of the GPU to the programs that wait for events.
-    pub fn on_gpu_event(&mut self, function: &mut VirtualFunction, pending: Pending) {
+    pub fn on_gpu_event(&mut self, function: &mut Function, pending: Pending) {
         if self.files.is_empty() || pending.is_empty() {
             return;
         }
-        let waiting = self.front_end.on_gpu_event(&mut **function.client(), pending);
-        for (file, socket, _) in self.files.values() {
-            if waiting.binary_search(file).is_ok() {
+        let waiting = self.front_end.on_gpu_event(&mut **function.inner_mut().client(), pending);
+        for (file, socket) in self.files.values() {
+            if waiting.binary_search(&file.id).is_ok() {
                 // A full socket is readable already.
                 let _ = socket.try_send(&[0], &[]);
             }
         }
+        self.record(function);
+    }
+}
+
+impl ProgramState for Programs {
+    fn last(&self) -> Source {
+        self.last
+    }
+
+    fn answer(&self) -> Option<&Answer> {
+        self.answer.as_ref()
+    }
+
+    fn take_changes(&mut self) -> Option<ProgramChanges> {
+        let Self { front_end, connections, files, .. } = self;
+        let front_end = front_end.take_changes();
+        let changed = front_end.is_some() || connections.is_changed() || files.is_changed();
+        changed.then(|| ProgramChanges {
+            connections: connections.take_changes(|connection| connection.greeted),
+            files: files.take_changes(|(file, _)| *file),
+            front_end,
+        })
+    }
+
+    fn all(&self) -> ProgramChanges {
+        ProgramChanges {
+            connections: self.connections.all(|connection| connection.greeted),
+            files: self.files.all(|(file, _)| *file),
+            front_end: Some(self.front_end.all()),
+        }
+    }
+
+    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
+        self.front_end.file(store)
     }
 }

@@ -29,12 +29,14 @@ impl Programs {
     /// begins to wait.
     pub fn charge(&mut self, source: Option<Source>, used: Duration, now: Instant) -> Throttled {
         self.budget.charge(used, now);
-        if let Some(connection) = source.and_then(|source| self.connections.get_mut(&source)) {
+        if let Some(connection) =
+            source.and_then(|source| self.connections.get_mut_unnoted(&source))
+        {
             connection.budget.charge(used, now);
         }
         let all = self.budget.is_exhausted();
         let mut throttled = Throttled::default();
-        for (source, connection) in &mut self.connections {
+        for (source, connection) in self.connections.iter_mut_unnoted() {
             let exhausted = connection.budget.is_exhausted();
             if !connection.waits && (exhausted || all && !connection.budget.is_ample()) {
                 connection.waits = true;
@@ -56,7 +58,7 @@ impl Programs {
         let _ = self.timer.wait();
         let mut throttled = Throttled::default();
         let all = self.budget.wait(now).is_some();
-        for (source, connection) in &mut self.connections {
+        for (source, connection) in self.connections.iter_mut_unnoted() {
             let waits = connection.budget.wait(now).is_some();
             if connection.waits && !waits && (!all || connection.budget.is_ample()) {
                 connection.waits = false;
@@ -74,8 +76,9 @@ impl Programs {
     /// Sets the timer to the end of the first wait.
     fn set_timer(&mut self, now: Instant) {
         let all = self.budget.wait(now);
-        let waiting = self.connections.values_mut().filter(|connection| connection.waits);
-        let waits = waiting.map(|connection| connection.budget.wait(now).max(all));
+        let waiting =
+            self.connections.iter_mut_unnoted().filter(|(_, connection)| connection.waits);
+        let waits = waiting.map(|(_, connection)| connection.budget.wait(now).max(all));
         let first = waits.chain(self.listener_waits.then_some(all)).min();
         let Some(first) = first else { return };
         // A wait that has ended already ends with the timer, too.

@@ -1,12 +1,12 @@
-//! Records of the control queue's thread, in a file of their own.
+//! Records of programs, in a file of their own.
 //!
-//! The thread records each request apart from the event loop, which does not wait for it. A record
-//! has what changes with each request, and the length of a log with the state of the programs. The
-//! log has the changes of each request. When it has become long, all of the state begins another
-//! one, in the other of two areas.
+//! A record has what changes with each request, and the length of a log with the state of the
+//! programs. The log has the changes of each request. When it has become long, all of the state
+//! begins another one, in the other of two areas.
 //!
 //! As in the journal's file, a record or a log that is not in force is written, and one store brings
-//! it into force.
+//! it into force. For programs of a VM, whose queue has a thread that records apart from the event
+//! loop, it is a store in this file. For those of the host it is the store in the journal.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,6 +27,10 @@ mod word {
     pub const LOST: u64 = 16;
     /// 1 while the event loop changes what the record has.
     pub const HELD: u64 = 24;
+    /// What is being served of the host's programs.
+    pub const SERVED: u64 = 32;
+    /// Number of workers that tried to continue with the same request.
+    pub const ATTEMPTS: u64 = 40;
 }
 
 const SLOTS: u64 = 4096;
@@ -55,12 +59,12 @@ pub struct Log {
 
 /// File with the records.
 #[derive(Debug)]
-pub struct QueueFile {
+pub struct RecordFile {
     memory: Arc<Mapping>,
     log: Log,
 }
 
-impl QueueFile {
+impl RecordFile {
     /// Creates the file. Its first record has the number 1.
     pub fn create() -> io::Result<(Self, OwnedFd)> {
         let fd = sealed_memfd(c"vgpu-queue", BYTES)?;
@@ -105,6 +109,28 @@ impl QueueFile {
     /// Sets whether the event loop is changing what the record has.
     pub fn set_held(&self, held: bool) {
         self.memory.store_u64(word::HELD, held.into());
+    }
+
+    /// Returns what was last to be served of the host's programs, or 0.
+    pub fn served(&self) -> u64 {
+        self.load(word::SERVED)
+    }
+
+    /// Notes what is going to be served of the host's programs.
+    pub fn set_served(&self, served: u64) {
+        self.memory.store_u64(word::SERVED, served);
+    }
+
+    /// Counts an attempt to continue with a request. Returns the number of attempts.
+    pub fn count_attempt(&self) -> u64 {
+        let attempts = self.load(word::ATTEMPTS).saturating_add(1);
+        self.memory.store_u64(word::ATTEMPTS, attempts);
+        attempts
+    }
+
+    /// Notes that the request at which workers have died is finished.
+    pub fn end_attempts(&self) {
+        self.memory.store_u64(word::ATTEMPTS, 0);
     }
 
     /// Brings a record into force. Returns false, and leaves the one before in force, if it is too
@@ -215,10 +241,10 @@ mod tests {
 
     #[test]
     fn a_record_is_in_force_or_the_one_before() {
-        let (file, fd) = QueueFile::create().unwrap();
+        let (file, fd) = RecordFile::create().unwrap();
         assert_eq!((file.number(), file.record(1)), (0, None));
         assert!(file.commit(1, b"one") && file.commit(2, b"two"));
-        let next = QueueFile::open(fd.as_fd()).unwrap().unwrap();
+        let next = RecordFile::open(fd.as_fd()).unwrap().unwrap();
         assert_eq!(next.number(), 2);
         assert_eq!(next.record(1).as_deref(), Some(&b"one"[..]));
         assert!(!file.commit(3, &vec![0; SLOT_BYTES as usize]), "too long");
@@ -226,19 +252,19 @@ mod tests {
         file.memory.store_u32(slot(2) + 8, u32::MAX);
         assert_eq!(next.record(2), None);
         file.memory.store_u64(word::MAGIC, MAGIC + (1 << 56));
-        assert!(QueueFile::open(fd.as_fd()).unwrap().is_none(), "another version");
+        assert!(RecordFile::open(fd.as_fd()).unwrap().is_none(), "another version");
     }
 
     #[test]
     fn a_log_has_its_parts_until_it_begins_anew() {
-        let (mut file, fd) = QueueFile::create().unwrap();
+        let (mut file, fd) = RecordFile::create().unwrap();
         let begun = file.append(b"ignored", || b"all".to_vec()).unwrap();
         let longer = file.append(b"change", none).unwrap();
-        let parts = |log| QueueFile::open(fd.as_fd()).unwrap().unwrap().parts(log);
+        let parts = |log| RecordFile::open(fd.as_fd()).unwrap().unwrap().parts(log);
         assert_eq!(parts(begun).unwrap(), [b"all"]);
         assert_eq!(parts(longer).unwrap(), [&b"all"[..], b"change"]);
         // What a worker wrote that then died is written over.
-        let mut next = QueueFile::open(fd.as_fd()).unwrap().unwrap();
+        let mut next = RecordFile::open(fd.as_fd()).unwrap().unwrap();
         next.parts(begun).unwrap();
         let other = next.append(b"other", none).unwrap();
         assert_eq!(parts(other).unwrap(), [&b"all"[..], b"other"]);
@@ -262,7 +288,7 @@ mod tests {
 
     #[test]
     fn damaged_logs_are_refused() {
-        let (mut file, _fd) = QueueFile::create().unwrap();
+        let (mut file, _fd) = RecordFile::create().unwrap();
         let log = file.append(&[], || b"all".to_vec()).unwrap();
         let start = AREAS + u64::from(log.area) * AREA_BYTES;
         for bad in [Log { len: log.len - 1, ..log }, Log { len: u64::MAX, ..log }] {
