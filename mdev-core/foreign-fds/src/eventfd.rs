@@ -79,13 +79,27 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Lines {
-    events: Vec<Option<Arc<OwnedFd>>>,
+    all: Vec<Line>,
     /// Line that is being signalled.
     writing: Option<usize>,
-    /// Number of signals so far.
-    writes: u64,
     /// Number of threads that wait for a write.
     waiting: usize,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    event: Option<Arc<OwnedFd>>,
+    /// Number of signals so far, also of those without an eventfd.
+    writes: u64,
+}
+
+impl Lines {
+    fn line(&mut self, line: usize) -> &mut Line {
+        if self.all.len() <= line {
+            self.all.resize_with(line + 1, Line::default);
+        }
+        &mut self.all[line]
+    }
 }
 
 impl Shared {
@@ -105,8 +119,7 @@ impl Shared {
     /// Signals a line.
     fn write(&self, line: usize) {
         let mut lines = self.lines();
-        let event = lines.events.get(line).cloned().flatten();
-        if let Some(event) = event {
+        if let Some(event) = lines.line(line).event.clone() {
             lines.writing = Some(line);
             drop(lines);
             let one = 1_u64.to_ne_bytes();
@@ -116,7 +129,7 @@ impl Shared {
             lines = self.lines();
             lines.writing = None;
         }
-        lines.writes += 1;
+        lines.line(line).writes += 1;
         if lines.waiting > 0 {
             self.written.notify_all();
         }
@@ -151,10 +164,7 @@ impl Signaller {
     /// not outlast the call.
     pub fn set(&self, line: usize, event: Option<Arc<OwnedFd>>) {
         let mut lines = self.shared.lines();
-        if lines.events.len() <= line {
-            lines.events.resize_with(line + 1, || None);
-        }
-        lines.events[line] = event;
+        lines.line(line).event = event;
         while lines.writing == Some(line) {
             self.interrupt();
             lines = self.shared.wait(lines, RETRY);
@@ -171,18 +181,21 @@ impl Signaller {
     /// Signals a line and waits until that is done. An eventfd to which a write blocks is dropped.
     pub fn signal(&self, line: usize) {
         let mut lines = self.shared.lines();
-        let before = lines.writes;
+        // A write that is under way may have had its effect before.
+        let under_way = u64::from(lines.writing == Some(line));
+        let last = lines.line(line).writes + under_way;
         self.post(1 << line);
-        while lines.writes == before {
+        while lines.line(line).writes <= last {
             lines = self.shared.wait(lines, WRITE_LIMIT);
-            let writing = lines.writing.filter(|_| lines.writes == before);
-            let event = writing.and_then(|line| lines.events.get(line).cloned().flatten());
+            let writing = lines.writing;
+            let event = writing.and_then(|line| lines.line(line).event.clone());
             // The thread may only be late.
-            if let (Some(line), Some(event)) = (writing, event)
+            if let (Some(blocked), Some(event)) = (writing, event)
+                && lines.line(line).writes <= last
                 && is_full(event.as_fd())
             {
                 drop(lines);
-                self.set(line, None);
+                self.set(blocked, None);
                 lines = self.shared.lines();
             }
         }
@@ -199,7 +212,7 @@ impl Drop for Signaller {
     fn drop(&mut self) {
         self.post(STOP);
         let mut lines = self.shared.lines();
-        lines.events.clear();
+        lines.all.clear();
         while lines.writing.is_some() {
             self.interrupt();
             lines = self.shared.wait(lines, RETRY);
@@ -280,6 +293,19 @@ mod tests {
         drop(signaller);
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
         assert_eq!(Arc::strong_count(&full), 1, "the thread has dropped it");
+    }
+
+    #[test]
+    fn the_signals_of_other_lines_end_no_wait() {
+        let signaller = Signaller::new("test").unwrap();
+        let event = event(0);
+        signaller.set(5, Some(Arc::clone(&event)));
+        for _ in 0..2000 {
+            signaller.post(1);
+            thread::yield_now();
+            signaller.signal(5);
+            assert!(take(event.as_fd()).unwrap());
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `cargo lab demo`: two VMs share one GPU 80 to 20, and the demo checks every claim.
 
 pub mod cuda;
+pub mod live;
 
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -57,8 +58,10 @@ pub struct Options {
     pub libraries: Vec<PathBuf>,
     /// Python with PyTorch for the CUDA programs in VMs.
     pub python: Option<String>,
-    /// Deaths of a VM's worker under CUDA programs, instead of all else.
+    /// Deaths of a worker under CUDA programs, instead of all else.
     pub kills: Option<u32>,
+    /// Saves and restores of a VM, and new QEMUs for it, instead of all else.
+    pub live: Option<u32>,
 }
 
 /// Results of the demo.
@@ -126,17 +129,8 @@ pub fn run(options: &Options) -> Result<Facts> {
     let progress = Progress::new();
     std::fs::create_dir_all(&options.out)
         .with_context(|| format!("Cannot make the folder {}", options.out.display()))?;
-    let (mut lab, programs) = Lab::open_with_host(&progress)?;
     let scratch = Scratch::new()?;
-    if options.parent != Parent::Soft {
-        let step = progress.step("Compiling the kernels for this GPU");
-        let cubin = match &options.cubin {
-            Some(cubin) => cubin.clone(),
-            None => nvcc::compile(&kernels(), scratch.path())?,
-        };
-        lab = lab.with_machine_code(&cubin, scratch.path())?;
-        step.done();
-    }
+    let (lab, programs) = open(options, scratch.path(), &progress)?;
     let start = Instant::now();
 
     let step = progress.step("Starting vgpud and two vGPUs of one GPU");
@@ -201,6 +195,22 @@ pub fn run(options: &Options) -> Result<Facts> {
         write(&facts, path)?;
     }
     Ok(facts)
+}
+
+/// Returns the lab, whose VMs have kernels for the GPU, and the programs of the host.
+fn open(options: &Options, folder: &Path, progress: &Progress) -> Result<(Lab, Programs)> {
+    let (lab, programs) = Lab::open_with_host(progress)?;
+    if options.parent == Parent::Soft {
+        return Ok((lab, programs));
+    }
+    let step = progress.step("Compiling the kernels for this GPU");
+    let cubin = match &options.cubin {
+        Some(cubin) => cubin.clone(),
+        None => nvcc::compile(&kernels(), folder)?,
+    };
+    let lab = lab.with_machine_code(&cubin, folder)?;
+    step.done();
+    Ok((lab, programs))
 }
 
 /// Writes the facts as JSON.

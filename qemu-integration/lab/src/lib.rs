@@ -61,6 +61,7 @@ pub mod qemu;
 pub mod root;
 pub mod shared_folder;
 pub mod simulate;
+pub mod successor;
 pub mod test;
 pub mod vfio;
 pub mod viewers;

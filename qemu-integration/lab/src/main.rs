@@ -61,6 +61,11 @@ enum Task {
         /// PyTorch with --python, both on this machine and in a VM, instead of all else
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
         kills: Option<u32>,
+        /// Save a working VM with its vGPU, end everything, and restore the VM under another vgpud, N
+        /// times; then give it a new QEMU N times; instead of all else
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+        #[arg(conflicts_with = "kills")]
+        live: Option<u32>,
     },
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
@@ -154,7 +159,7 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<bool> {
     match task {
-        Task::Demo { json, out, parent, cubin, seconds, cuda, library, python, kills } => {
+        Task::Demo { json, out, parent, cubin, seconds, cuda, library, python, kills, live } => {
             let libraries = library;
             if kills.is_some() && cuda != Choice::Only {
                 bail!("--kills is for CUDA programs: add --cuda only");
@@ -163,8 +168,9 @@ fn run(task: Task) -> Result<bool> {
                 bundle.drop_privileges(&out)?;
             }
             let options =
-                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills };
+                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills, live };
             let failures = match cuda {
+                _ if live.is_some() => demo::live::run(&options)?,
                 Choice::Only => demo::cuda::only(&options)?,
                 Choice::Auto | Choice::No => demo::run(&options)?.failures,
             };

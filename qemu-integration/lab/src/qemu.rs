@@ -26,7 +26,8 @@ use crate::shared_folder::SharedFolder;
 pub const KERNEL_OPTIONS: &str = "console=ttyS0 no_timer_check mitigations=off";
 /// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;
-const KEYS: &str = "keys.sock";
+/// Name of the socket of a monitor, in the folder of a VM.
+pub(crate) const KEYS: &str = "keys.sock";
 const START_LIMIT: Duration = Duration::from_secs(20);
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);

@@ -22,7 +22,7 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 pub struct Bench {
     pub lab: &'static Lab,
     pub host: Host,
-    programs: &'static Programs,
+    pub programs: &'static Programs,
     _lock: MutexGuard<'static, ()>,
 }
 

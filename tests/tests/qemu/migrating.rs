@@ -5,13 +5,13 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use lab::demo::live::WORK;
 use lab::host::Host;
 use lab::picture::Picture;
 use lab::qemu::{Vm, VmSpec};
 use serde_json::{Value, json};
 
 use crate::bench::{A, B, Bench, C, LIMIT, eventually, job, start_vgpu};
-use crate::saving_endurance::WORK;
 
 /// Moves in a row.
 const MOVES: usize = 10;

@@ -4,9 +4,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lab::guest::Guest;
 use lab::qemu::{Vm, VmSpec};
-use nix::sys::signal::{Signal, kill};
+use lab::successor::Successor;
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
@@ -16,19 +15,8 @@ use crate::saving::{check_picture, start_load, two};
 /// Upgrades in a row.
 const UPGRADES: usize = 5;
 
-/// QEMU that `vgpuctl` has started, killed when dropped.
-struct NewQemu {
-    guest: Guest,
-    pid: Pid,
-}
-
-impl Drop for NewQemu {
-    fn drop(&mut self) {
-        let _ = kill(self.pid, Signal::SIGKILL);
-    }
-}
-
-/// Returns `vgpuctl vm upgrade` of the VM with this monitor, with QEMU's command for a folder.
+/// Returns the arguments of `vgpuctl` that give the VM with this monitor a QEMU in a folder, with more
+/// arguments for QEMU.
 fn command(
     bench: &Bench,
     monitor: &Path,
@@ -36,19 +24,7 @@ fn command(
     folder: &Path,
     more: &[&str],
 ) -> Vec<OsString> {
-    let qemu = spec.command(bench.lab, folder).unwrap();
-    let mut args: Vec<OsString> = ["vm", "upgrade", A, "--output", "json"].map(Into::into).into();
-    args.extend(["--monitor".into(), monitor.into(), "--new-monitor".into()]);
-    args.extend([folder.join("keys.sock").into(), "--".into(), "env".into()]);
-    let envs = qemu.get_envs().filter_map(|(name, value)| Some((name, value?)));
-    args.extend(envs.map(|(name, value)| {
-        let mut set = name.to_owned();
-        set.push("=");
-        set.push(value);
-        set
-    }));
-    args.push(qemu.get_program().to_owned());
-    args.extend(qemu.get_args().map(ToOwned::to_owned));
+    let mut args = Successor::args(bench.lab, A, monitor, spec, folder).unwrap();
     args.extend(more.iter().map(OsString::from));
     args
 }
@@ -64,14 +40,8 @@ fn pid_of(bench: &Bench, vgpu: &str) -> Pid {
 }
 
 /// Upgrades a VM into QEMU in a new folder. Returns the new one, and the pause in milliseconds.
-fn upgrade(bench: &Bench, monitor: &Path, spec: &VmSpec, folder: &Path) -> (NewQemu, u64) {
-    let output = run(bench, &command(bench, monitor, spec, folder, &[]));
-    let log = || format!("{output:?}\n{}", bench.host.log());
-    assert!(output.status.success(), "{}", log());
-    let said: Value =
-        serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", log()));
-    let guest = Guest::connect(&folder.join("agent.sock")).unwrap();
-    (NewQemu { guest, pid: pid_of(bench, A) }, said["pause_ms"].as_u64().unwrap())
+fn upgrade(bench: &Bench, monitor: &Path, spec: &VmSpec, folder: &Path) -> (Successor, u64) {
+    Successor::take_over((&bench.host, bench.lab), A, monitor, spec, folder).unwrap()
 }
 
 /// Boots a VM that can get a new QEMU, with a picture and a load of some seconds.
@@ -101,12 +71,12 @@ fn a_running_vm_gets_a_new_qemu() {
         new
     };
     let mut new = upgrade_again(0);
-    assert!(new.pid != old);
+    assert!(new.pid() != old);
     eventually("the old QEMU has ended", || !vm.is_running());
     for number in 1..UPGRADES {
         std::thread::sleep(Duration::from_millis(300));
         let newer = upgrade_again(number);
-        assert!(newer.pid != new.pid);
+        assert!(newer.pid() != new.pid());
         new = newer;
     }
     pauses.sort_unstable();
@@ -146,7 +116,7 @@ fn a_vm_with_two_vgpus_gets_a_new_qemu() {
     let (mut new, pause) = upgrade(&bench, &vm.keys(), &spec, &folder);
     println!("the VM was paused for {pause} ms");
     eventually("the old QEMU has ended", || !vm.is_running());
-    assert_eq!(pid_of(&bench, B), new.pid);
+    assert_eq!(pid_of(&bench, B), new.pid());
     check_picture(&bench, B);
     let mut said = String::new();
     eventually("the load ends", || {

@@ -120,6 +120,12 @@ impl RmClient {
         self.owned.store(true, Ordering::Release);
     }
 
+    /// Leaves the client's objects to another process.
+    #[cfg(feature = "test-util")]
+    pub(super) fn disown(&self) {
+        self.owned.store(false, Ordering::Release);
+    }
+
     /// Returns whether objects are to be freed when they are dropped.
     pub(super) fn frees_objects(&self) -> bool {
         self.owned.load(Ordering::Acquire) && !self.is_freed()

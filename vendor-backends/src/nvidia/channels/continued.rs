@@ -22,6 +22,11 @@ use crate::nvidia::memory::Memory;
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::numbers::control;
 
+/// Objects of channels that an earlier process was destroying, freed in this order: context shares and
+/// groups.
+#[derive(Debug, Default)]
+pub(super) struct LeftOver(Vec<Arc<Object>>, Vec<Group>);
+
 /// Records of the channels of an earlier process.
 #[derive(Clone, Copy, Debug)]
 pub struct Recorded<'a> {
@@ -178,10 +183,18 @@ impl Channels {
             let mut token = u32::MAX;
             let found = channel.object().map(|object| object.control(control::TOKEN, &mut token));
             if found.is_some_and(|found| found.is_err_and(|error| error.is_not_found())) {
+                self.left_over.0.extend(channel.context_share.take());
                 channel.tear_down();
             }
         }
-        self.drop_empty_groups();
+        let channels = &self.by_id;
+        let used = |number| channels.values().any(|c| c.group == number && !c.objects.is_empty());
+        self.left_over.1.extend(self.groups.extract_if(.., |group| !used(group.number)));
+    }
+
+    /// Frees what the process before was destroying. This process must own the client.
+    pub fn free_left_over(&mut self) {
+        self.left_over = LeftOver::default();
     }
 
     /// Continues with errors, gate and slices, and rings for what may not have been rung for.

@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use self::channel::Channel;
 pub use self::channel::Notifier;
+use self::continued::LeftOver;
 pub use self::continued::Recorded;
 pub use self::pause::{Pause, Resumption};
 pub use self::restore::{Lookup, Origin, Replaced};
@@ -117,6 +118,8 @@ pub struct Channels {
     backoff: [FaultBackoff; 2],
     /// Rates of the destruction of channels that had work.
     teardowns: [TeardownRate; 2],
+    /// What is left of channels that an earlier process was destroying.
+    left_over: LeftOver,
     /// Records for a process that continues.
     journal: Arc<Journal>,
     /// Other vGPUs have work.
@@ -189,6 +192,7 @@ impl Channels {
             poller,
             backoff: [FaultBackoff::for_copies(), FaultBackoff::for_kernels()],
             teardowns: [TeardownRate::default(); 2],
+            left_over: LeftOver::default(),
             journal: options.journal,
             contended: false,
             counters: Counters::default(),

@@ -157,6 +157,7 @@ impl NvidiaClient {
         };
         client.publish_imported_bytes();
         client.device.rm_client.own();
+        client.state.channels().free_left_over();
         Ok(client)
     }
 

@@ -75,24 +75,25 @@ impl Anchor {
 
     /// Ends a worker and starts the next one.
     fn replace(&mut self, worker: Worker) -> Worker {
-        worker.process.end_after(0);
-        end_threads(worker.client);
+        worker.end();
         let mut next = self.adopt().unwrap();
         self.record(&mut next.client);
         next
     }
 }
 
-/// Ends a client as the end of its process does: nothing is freed.
-pub(super) fn end_threads(client: NvidiaClient) {
-    // Threads end at their next call. Those that make none stay, and do nothing.
-    std::mem::forget(client);
-}
-
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) process: Arc<FakeProcess>,
     pub(super) client: NvidiaClient,
+}
+
+impl Worker {
+    /// Ends as a process does: the driver frees nothing.
+    pub(super) fn end(self) {
+        self.process.end_after(0);
+        self.client.end();
+    }
 }
 
 /// Makes a copy channel and a compute channel, and memory of both kinds.
@@ -273,7 +274,6 @@ fn a_worker_that_was_evicted_is_not_continued() {
     eventually("eviction", || worker.client.take_pending().contains(Pending::DEVICE_LOST));
     anchor.record(&mut worker.client);
     std::thread::sleep(Duration::from_millis(60));
-    worker.process.end_after(0);
-    end_threads(worker.client);
+    worker.end();
     assert!(matches!(anchor.adopt(), Err(GpuError::Lost(_))));
 }

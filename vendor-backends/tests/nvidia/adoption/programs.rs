@@ -18,7 +18,7 @@ use vendor_backends::nvidia::frontend::{FrontEnd, NewFiles, Outcome, StoreId};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 use vendor_backends::seqpacket::{decode, encode};
 
-use super::{Anchor, CONTINUED, Worker, end_threads};
+use super::{Anchor, CONTINUED, Worker};
 use crate::{DRIVER, spec};
 
 const CONTROL: FileId = FileId(1);
@@ -202,7 +202,7 @@ fn run(end: End) -> Results {
                 Err(_) if deaths < end.iter().len() => deaths += 1,
                 Err(error) => resume_unwind(error),
             }
-            end_threads(worker.client);
+            worker.client.end();
             worker = anchor.adopt().unwrap();
             front_end = recorded.resume();
             anchor.record(&mut worker.client);

@@ -10,7 +10,7 @@ use vendor_backends::nvidia::NvidiaGpu;
 use vendor_backends::nvidia::adoption::kept;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 
-use super::{Anchor, CONTINUED, end_threads, with_work};
+use super::{Anchor, CONTINUED, with_work};
 use crate::{DRIVER, spec};
 
 proptest! {
@@ -24,8 +24,7 @@ proptest! {
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
         let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
         worker = with_work(&mut anchor, worker).0;
-        worker.process.end_after(0);
-        end_threads(worker.client);
+        worker.end();
         let journal = anchor.kept[&kept::JOURNAL].try_clone().unwrap();
         let at = SLOTS[slot as usize] + at / 4 * 4;
         let file = File::from(journal);

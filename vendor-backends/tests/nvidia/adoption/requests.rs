@@ -17,7 +17,7 @@ use vendor_backends::nvidia::adoption::live::LiveChannels;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
-use super::{Anchor, CONTINUED, Worker, end_threads};
+use super::{Anchor, CONTINUED, Worker};
 use crate::{DRIVER, spec};
 
 /// Request of a guest.
@@ -181,8 +181,7 @@ impl Schedule {
     /// Replaces a worker by one that continues with this schedule.
     fn apply(self, anchor: &mut Anchor, mut worker: Worker) -> Worker {
         anchor.record(&mut worker.client);
-        worker.process.end_after(0);
-        end_threads(worker.client);
+        worker.end();
         let journal = Journal::open(anchor.kept[&kept::JOURNAL].as_fd()).unwrap().unwrap();
         let (live, ()): (LiveChannels, ()) = journal.live(Live::Channels).unwrap();
         let (timeslice, gate_open) = (Some(Duration::from_millis(3)), self.gate_open);
@@ -237,7 +236,7 @@ fn disturbed(requests: &[Request], schedule: Schedule, ends: &[End]) -> (Guest, 
                 guest = next;
                 break;
             }
-            end_threads(worker.client);
+            worker.client.end();
             worker = anchor.adopt().unwrap();
             anchor.record(&mut worker.client);
             end_next(&worker, &mut ends);
