@@ -301,8 +301,7 @@ mod tests {
         let event = event(0);
         signaller.set(5, Some(Arc::clone(&event)));
         for _ in 0..2000 {
-            signaller.post(1);
-            thread::yield_now();
+            signaller.post(!(1 << 5 | STOP));
             signaller.signal(5);
             assert!(take(event.as_fd()).unwrap());
         }

@@ -70,14 +70,14 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
         let to = format!("{}/{name}", layout::PROGRAMS);
         archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
     }
+    let library = build::cuda_library(options.profile, progress)?;
+    let to = format!("{}/{}", layout::PROGRAMS, build::CUDA_LIBRARY);
+    archive.file(&to, 0o755, &read(&library)?)?;
     if options.benchmark {
         for name in ["gpu", "nvidia_hw"] {
             let to = format!("{}/{name}", layout::PROGRAMS);
             archive.file(&to, 0o755, &read(programs.find(name)?)?)?;
         }
-        let library = build::cuda_library(options.profile, progress)?;
-        let to = format!("{}/{}", layout::PROGRAMS, build::CUDA_LIBRARY);
-        archive.file(&to, 0o755, &read(&library)?)?;
         for (name, source) in [(layout::CUDA, CUDA_SOURCE), (layout::FEATURES, FEATURES_SOURCE)] {
             archive.file(name, 0o644, &read(&build::workspace().join(source))?)?;
         }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use mdev_core::abi::notifier;
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Exception, GpuError};
 use mdev_core::ids::ChannelId;
 
@@ -185,6 +186,8 @@ impl Channels {
             if found.is_some_and(|found| found.is_err_and(|error| error.is_not_found())) {
                 self.left_over.0.extend(channel.context_share.take());
                 channel.tear_down();
+                // Its notifier may have the error of a reset that was no fault.
+                channel.error = notifier::RESET_CHANNEL;
             }
         }
         let channels = &self.by_id;
@@ -206,8 +209,9 @@ impl Channels {
             }
         }
         // A channel's error is that of its group.
+        let failed = live.channels.iter().filter(|channel| channel.error != 0);
         let lost: Vec<u32> =
-            self.by_id.values().filter(|c| c.error != 0).map(|c| c.group).collect();
+            failed.filter_map(|failed| Some(self.by_id.get(&failed.id)?.group)).collect();
         self.groups.retain(|group| !lost.contains(&group.number));
         if live.gate_changes {
             self.enable_all();

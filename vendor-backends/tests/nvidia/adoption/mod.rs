@@ -4,6 +4,7 @@ mod exceptions;
 mod programs;
 mod records;
 mod requests;
+mod teardown;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;

@@ -45,6 +45,7 @@ pub(super) fn run(
     step.done();
     let step = progress.step("Killing its worker under CUDA programs");
     cuda.small_programs(kills, failures)?;
+    check_faults(&cuda.host, failures)?;
     step.done();
     if let Some(python) = &needs.python {
         let step = progress.step("Killing its worker under a training of PyTorch");
@@ -113,10 +114,14 @@ fn report_training(output: &str, deaths: u32, failures: &mut Vec<String>) {
     }
 }
 
+/// Checks that no channel has faulted or was reset.
 fn check_faults(host: &Host, failures: &mut Vec<String>) -> Result<()> {
     let stats = host.stats(VGPUS[0].1)?;
     if stats["faults"] != 0 {
-        failures.push(format!("the vGPU has faults: {}", stats["faults"]));
+        let log = host.log();
+        let lines = log.lines().filter(|line| !line.contains(" INFO ")).collect::<Vec<_>>();
+        let (faults, warnings) = (&stats["faults"], lines.join("\n"));
+        failures.push(format!("the vGPU has faults: {faults}; warnings of vgpud:\n{warnings}"));
     }
     Ok(())
 }
