@@ -192,6 +192,8 @@ pub fn build_statically(cargo: &mut Command, targets: &[&str]) {
     flags.push_str(" -C target-feature=+crt-static -C strip=symbols");
     cargo.arg("build").args(targets).args(["--target", STATIC_TARGET]);
     cargo.env("RUSTFLAGS", flags.trim()).env_remove("CARGO_ENCODED_RUSTFLAGS");
+    // They are stripped.
+    cargo.env("CARGO_PROFILE_DEV_DEBUG", "false");
 }
 
 /// Runs a build and returns the programs and preload libraries that cargo reports. The step shows cargo's progress.
