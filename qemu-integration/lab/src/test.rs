@@ -32,10 +32,19 @@ pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
-/// They run without other load, one test at a time.
-const MEASURED: [&str; 10] = [
+/// They run without other load, one test at a time. `vfio/shares` measures as well, in a VM with a clock
+/// of its own.
+const MEASURED: [&str; 17] = [
     "vendor-backends/limits",
-    "vendor-backends/nvidia",
+    "vendor-backends/nvidia/doorbell",
+    "vendor-backends/nvidia/exceptions",
+    "vendor-backends/nvidia/faults",
+    "vendor-backends/nvidia/hostile_guest",
+    "vendor-backends/nvidia/hostile_worker",
+    "vendor-backends/nvidia/manager",
+    "vendor-backends/nvidia/programs",
+    "vendor-backends/nvidia/scheduling",
+    "vendor-backends/nvidia/teardown",
     "vendor-backends/soft",
     "system-tests/guest",
     "system-tests/kube/claims",
@@ -43,7 +52,6 @@ const MEASURED: [&str; 10] = [
     "system-tests/kube/users_cluster",
     "system-tests/shares",
     "system-tests/qemu/bundle",
-    "system-tests/vfio/shares",
 ];
 /// Tests that take long, as `package/program/module`. Only [`endurance`] runs them.
 const LONG: [&str; 3] = [
@@ -53,7 +61,7 @@ const LONG: [&str; 3] = [
 ];
 /// Tests with VMs that take over a minute, the longest first. They start first, so that none of them is
 /// left alone at the end.
-const FIRST: [&str; 7] = [
+const FIRST: [&str; 8] = [
     "system-tests/cuda/in_vm",
     "system-tests/cuda/deaths",
     "system-tests/libvirt/domains",
@@ -61,6 +69,7 @@ const FIRST: [&str; 7] = [
     "system-tests/vfio/service",
     "system-tests/qemu/vms",
     "system-tests/vfio/guest",
+    "system-tests/vfio/shares",
 ];
 /// Arguments for cargo that select the programs of a bundle.
 const STATIC_PROGRAMS: [&str; 8] =

@@ -106,12 +106,23 @@ impl TestProgram {
         };
         let ignored = self.list(&["--ignored"]);
         let all = self.list(&[]);
-        if all.len() > ignored.len() {
-            let alone = alone("");
-            let args: &[&str] = if alone { &["--test-threads=1"] } else { &[] };
-            let ignored = u32::try_from(ignored.len()).unwrap_or(u32::MAX);
-            let job = Job { ignored, ..Job::new(title.clone(), self.command(programs, args)) };
-            if alone { &mut plan.measured } else { &mut plan.without_vms }.push(job);
+        let plain: Vec<_> = all.into_iter().filter(|test| !ignored.contains(test)).collect();
+        // Tests without VMs of modules that measure, and the others.
+        let (mine, others): (Vec<_>, Vec<_>) =
+            plain.iter().map(String::as_str).partition(|test| alone(module_of(test)));
+        let left_out = u32::try_from(ignored.len()).unwrap_or(u32::MAX);
+        if !others.is_empty() {
+            let skipped = mine.iter().flat_map(|test| ["--skip", test]);
+            let args: Vec<_> = if mine.is_empty() { Vec::new() } else { vec!["--exact"] };
+            let args: Vec<_> = args.into_iter().chain(skipped).collect();
+            let command = self.command(programs, &args);
+            plan.without_vms.push(Job { ignored: left_out, ..Job::new(title.clone(), command) });
+        }
+        if !mine.is_empty() {
+            let title = if others.is_empty() { title } else { format!("{title}, what measures") };
+            let args = ["--test-threads=1", "--exact"].into_iter().chain(mine);
+            let command = self.command(programs, &args.collect::<Vec<_>>());
+            plan.measured.push(Job::new(title, command));
         }
         // `cargo test` ignores tests that boot VMs. Tests of one module share VMs or a machine.
         for (module, tests) in modules(&ignored) {
@@ -153,6 +164,11 @@ fn title_of(name: &str) -> String {
     let mut parts = name.splitn(3, '/');
     let mut part = || parts.next().unwrap_or_default();
     format!("{}: {}, {} with VMs", part(), part(), part())
+}
+
+/// Returns the outermost module of a test, or nothing for a test without one.
+fn module_of(test: &str) -> &str {
+    test.split_once("::").map_or("", |(module, _)| module)
 }
 
 /// Returns the outermost modules of tests, each with its tests.

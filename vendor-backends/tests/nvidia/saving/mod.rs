@@ -83,7 +83,7 @@ fn kernels(vram: &[u8]) -> u32 {
     u32::from_le_bytes(vram[at..at + 4].try_into().unwrap())
 }
 
-/// Returns a vGPU with kernels and copies in progress.
+/// Returns a vGPU with kernels and copies in progress: some kernels of each channel have run.
 fn busy() -> (Host, Guest) {
     let mut host = Host::new();
     let engines = [EngineKind::Compute, EngineKind::Copy, EngineKind::Compute];
@@ -93,6 +93,9 @@ fn busy() -> (Host, Guest) {
         guest.copy(1, number * 1024, number * 1024, 1024);
     }
     guest.launch(2, 10);
+    super::eventually("kernels of both channels", || {
+        guest.progress(0) > 1 && guest.progress(2) > 1
+    });
     (host, guest)
 }
 
@@ -107,7 +110,6 @@ fn save(host: &mut Host) -> (SavedClient, Vec<u8>) {
 #[test]
 fn a_vgpu_continues_elsewhere_where_it_was() {
     let (mut host, mut guest) = busy();
-    std::thread::sleep(Duration::from_millis(4));
     let (saved, mut vram) = save(&mut host);
     let counted = kernels(&vram);
     assert!(counted < 50, "{counted}: all kernels have run already");

@@ -81,7 +81,6 @@ fn what_cannot_be_made_again_is_refused_before_anything_is_stopped() {
 /// A saved client, and a guest whose memory it is restored with.
 fn saved() -> (SavedClient, Guest) {
     let (mut host, guest) = busy();
-    std::thread::sleep(Duration::from_millis(3));
     let (saved, _) = save(&mut host);
     (saved, guest)
 }
