@@ -1,6 +1,8 @@
 //! The vGPUs of a VM as PCI devices in QEMU: where they are, which is which, and writes to their
 //! configuration space.
 
+use std::time::{Duration, Instant};
+
 use serde_json::{Value, json};
 use vgpud_api::{ConfigWrite, Stats, Vgpu};
 
@@ -20,6 +22,11 @@ const HOLDERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 /// Ports of configuration space, which q35 and i440fx have.
 const ADDRESS_PORT: u16 = 0xcf8;
 const DATA_PORT: u16 = 0xcfc;
+
+/// Longest time until the statistics have a read of configuration space. vgpud returns earlier ones of a
+/// worker that does not answer at once, as on a busy host.
+const COUNT_LIMIT: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_millis(10);
 
 /// Place of a device: bus in the upper byte, slot and function in the lower byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -123,12 +130,19 @@ pub async fn identify(
             Ok(monitor)
         })
         .await?;
-        let after = accesses(client, vgpus).await?;
-        let changed: Vec<_> = (0..vgpus.len()).filter(|at| before[*at] != after[*at]).collect();
+        let deadline = Instant::now() + COUNT_LIMIT;
+        let changed = loop {
+            let after = accesses(client, vgpus).await?;
+            let changed: Vec<_> = (0..vgpus.len()).filter(|at| before[*at] != after[*at]).collect();
+            if !changed.is_empty() || Instant::now() > deadline {
+                before = after;
+                break changed;
+            }
+            tokio::time::sleep(INTERVAL).await;
+        };
         if let [at] = changed[..] {
             found[at] = Some(place);
         }
-        before = after;
     }
     let found: Option<Vec<_>> = found.into_iter().collect();
     let found = found.ok_or_else(|| {
