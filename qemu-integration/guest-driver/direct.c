@@ -61,7 +61,8 @@ static int tsr_direct_open(struct inode *inode, struct file *filp)
 	}
 	if (!dev->present)
 		error = -ENODEV;
-	else if (dev->direct.state != TSR_DIRECT_CLOSED || tsr_files_any(dev))
+	else if (dev->direct.state != TSR_DIRECT_CLOSED || tsr_files_any(dev) ||
+		 dev->checkpoint.done)
 		error = -EBUSY;
 	if (!error) {
 		tsr_session_stop(dev);

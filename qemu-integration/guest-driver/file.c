@@ -124,11 +124,16 @@ static int tsr_file_open(struct inode *inode, struct file *filp)
 		return -ENODEV;
 	error = tsr_node_of(inode, &node, &minor);
 	if (!error)
-		error = tsr_session_ensure(dev);
+		error = tsr_checkpoint_begin_open(dev);
+	if (error) {
+		tsr_dev_put(dev);
+		return error;
+	}
+	error = tsr_session_ensure(dev);
 	file = error ? NULL : kzalloc(sizeof(*file), GFP_KERNEL_ACCOUNT);
 	if (!file) {
-		tsr_dev_put(dev);
-		return error ?: -ENOMEM;
+		error = error ?: -ENOMEM;
+		goto out;
 	}
 	file->dev = dev;
 	file->uvm = node == TSQ_NODE_UVM;
@@ -138,14 +143,18 @@ static int tsr_file_open(struct inode *inode, struct file *filp)
 	error = tsr_open_at_device(file, node, minor);
 	if (error) {
 		kfree(file);
-		tsr_dev_put(dev);
-		return error;
+		goto out;
 	}
 	tsr_file_add(file);
 	/* One address space for all nodes, also those that a program has made. */
 	filp->f_mapping = dev->inode->i_mapping;
 	filp->private_data = file;
-	return nonseekable_open(inode, filp);
+	error = nonseekable_open(inode, filp);
+out:
+	tsr_checkpoint_end_open(dev);
+	if (error)
+		tsr_dev_put(dev);
+	return error;
 }
 
 static void tsr_close_orphan(struct tsr_request *request)

@@ -81,6 +81,7 @@ static irqreturn_t tsr_irq(int irq, void *data)
 
 	if (tsr_direct_event(dev) || tsr_queue_drain(dev))
 		return IRQ_HANDLED;
+	tsr_checkpoint_wake(dev);
 	/* Another state, or completions that were taken before. */
 	if (time_after(jiffies, dev->checked + HZ / 10)) {
 		dev->checked = jiffies;
@@ -119,6 +120,7 @@ static struct tsr_dev *tsr_dev_new(struct pci_dev *pdev)
 	init_waitqueue_head(&dev->queue.room);
 	init_waitqueue_head(&dev->kick);
 	init_waitqueue_head(&dev->direct.wait);
+	tsr_checkpoint_init(&dev->checkpoint);
 	INIT_WORK(&dev->failed, tsr_session_failed);
 	dev->checked = jiffies;
 	spin_lock_init(&dev->files_lock);
@@ -208,6 +210,7 @@ static void tsr_end(struct tsr_dev *dev)
 	tsr_direct_end(dev);
 	tsr_session_stop(dev);
 	mutex_unlock(&dev->lock);
+	tsr_checkpoint_end(dev);
 	tsr_no_interrupts(dev);
 	tsr_queue_stop_polling(dev);
 	tsr_nodes_remove(dev);

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
-/* Device nodes: /dev/nvidiactl, /dev/nvidiaN, /dev/nvidia-uvm, /dev/tessera-vgpu. */
+/*
+ * Device nodes: /dev/nvidiactl, /dev/nvidiaN, /dev/nvidia-uvm, /dev/tessera-vgpu,
+ * /dev/tessera-checkpoint.
+ */
 #include <linux/module.h>
 
 #include "compat.h"
@@ -25,17 +28,21 @@ static struct {
 	{ .first = TSR_CONTROL, .count = 1, .name = "nvidiactl", .ops = &tsr_file_ops },
 	{ .first = 0, .count = 1, .name = "nvidia-uvm", .ops = &tsr_file_ops },
 	{ .first = 0, .count = 1, .name = "tessera-vgpu", .ops = &tsr_direct_ops },
+	{ .first = 0, .count = 1, .name = "tessera-checkpoint", .ops = &tsr_checkpoint_ops },
 };
 
 #define TSR_UVM (tsr_region[2].first)
 #define TSR_DIRECT (tsr_region[3].first)
+#define TSR_CHECKPOINT (tsr_region[4].first)
 
 static struct class *tsr_class;
 
 static char *tsr_devnode(TSR_DEVNODE_CONST struct device *dev, umode_t *node_mode)
 {
+	bool of_root = dev->devt == TSR_DIRECT || dev->devt == TSR_CHECKPOINT;
+
 	if (node_mode)
-		*node_mode = dev->devt == TSR_DIRECT ? 0600 : mode & 0666;
+		*node_mode = of_root ? 0600 : mode & 0666;
 	return NULL;
 }
 
@@ -72,6 +79,8 @@ int tsr_nodes_add(struct tsr_dev *dev)
 		error = tsr_node_add(dev, TSR_UVM, "nvidia-uvm", 0);
 	if (!error)
 		error = tsr_node_add(dev, TSR_DIRECT, "tessera-vgpu", 0);
+	if (!error)
+		error = tsr_node_add(dev, TSR_CHECKPOINT, "tessera-checkpoint", 0);
 	for (at = 0; at < dev->minors && !error; at++)
 		error = tsr_node_add(dev, MKDEV(TSR_MAJOR, dev->minor[at]), "nvidia%u",
 				     dev->minor[at]);
@@ -89,6 +98,7 @@ void tsr_nodes_remove(struct tsr_dev *dev)
 		return;
 	for (at = 0; at < dev->minors; at++)
 		device_destroy(tsr_class, MKDEV(TSR_MAJOR, dev->minor[at]));
+	device_destroy(tsr_class, TSR_CHECKPOINT);
 	device_destroy(tsr_class, TSR_DIRECT);
 	device_destroy(tsr_class, TSR_UVM);
 	device_destroy(tsr_class, TSR_CONTROL);

@@ -15,7 +15,7 @@
  * memory.c	pages for the device: allocated, or pinned; dma.c their addresses
  * mapping.c	mmap; place.c ranges of nvidia-uvm; doorbell.c the doorbell page
  * proc.c	/proc/driver/nvidia
- * direct.c	/dev/tessera-vgpu
+ * direct.c	/dev/tessera-vgpu; checkpoint.c /dev/tessera-checkpoint
  */
 #ifndef TESSERA_H
 #define TESSERA_H
@@ -29,6 +29,7 @@
 #include <linux/mm.h>
 #include <linux/mutex.h>
 #include <linux/pci.h>
+#include <linux/rwsem.h>
 #include <linux/sched.h>
 #include <linux/spinlock.h>
 #include <linux/wait.h>
@@ -170,6 +171,16 @@ struct tsr_direct {
 	wait_queue_head_t wait;
 };
 
+/* Requests of the host to checkpoint the programs. */
+struct tsr_checkpoint {
+	bool open;			/* an agent has the node; under tsr_dev.lock */
+	bool done;			/* no session, and open() waits; changed under opening */
+	bool signalled;			/* the request may have changed */
+	u32 last;			/* request that the agent has read */
+	struct rw_semaphore opening;	/* read: a file is being opened. Before tsr_dev.lock */
+	wait_queue_head_t wait;
+};
+
 /* A vGPU. */
 struct tsr_dev {
 	struct kref ref;
@@ -185,6 +196,7 @@ struct tsr_dev {
 	bool leak;			/* the device may still use memory: never free it */
 	u32 session;			/* counts starts; files of other sessions are dead */
 	struct tsr_direct direct;
+	struct tsr_checkpoint checkpoint;
 	struct tsr_queue queue;
 	struct task_struct *poller;
 	wait_queue_head_t kick;
@@ -331,6 +343,14 @@ void tsr_doorbell_withdraw(struct work_struct *work);
 extern const struct file_operations tsr_direct_ops;
 bool tsr_direct_event(struct tsr_dev *dev);
 void tsr_direct_end(struct tsr_dev *dev);
+
+/* checkpoint.c */
+extern const struct file_operations tsr_checkpoint_ops;
+void tsr_checkpoint_init(struct tsr_checkpoint *checkpoint);
+void tsr_checkpoint_wake(struct tsr_dev *dev);
+void tsr_checkpoint_end(struct tsr_dev *dev);
+int tsr_checkpoint_begin_open(struct tsr_dev *dev);
+void tsr_checkpoint_end_open(struct tsr_dev *dev);
 
 /* proc.c */
 int tsr_proc_begin(struct tsr_proc *proc);

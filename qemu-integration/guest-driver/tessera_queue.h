@@ -39,6 +39,10 @@ typedef int32_t __s32;
 #define TSQ_REG_QUEUE_CONTROL	0x054	/* RW: TSQ_CONTROL_ENABLE */
 #define TSQ_REG_QUEUE_NOTIFY	0x058	/* WO: any value: there are new submissions. Never waits */
 
+#define TSQ_REG_CHECKPOINT_REQUEST 0x05c	/* RO: number of the request; TSQ_CHECKPOINT_WANTED */
+#define TSQ_REG_CHECKPOINT_STATE 0x060	/* RW: TSQ_CHECKPOINT_STATE_* */
+#define TSQ_REG_CHECKPOINT_REASON 0x064	/* WO: the next 4 bytes of a refusal's reason */
+
 #define TSQ_MAGIC		0x41525354u	/* "TSRA" */
 #define TSQ_VERSION		0x00010000u	/* major << 16 | minor; refuse another major */
 #define TSQ_FEATURE_QUEUE	(1u << 8)
@@ -55,6 +59,20 @@ typedef int32_t __s32;
  * by polling. A function-level reset stops it as well, and is complete when the write is complete.
  */
 #define TSQ_CONTROL_ENABLE	(1u << 0)
+
+/*
+ * The host asks for a checkpoint of the programs, so that the vGPU can be saved. Each request has
+ * another number in REQUEST, and its change raises TSQ_INTR_QUEUE. The guest answers in STATE:
+ * DONE when no file is open and the queue is off, or REFUSED after the reason. At an even number,
+ * which a restored vGPU has from the start, it sets READY and restores the programs.
+ */
+#define TSQ_MINOR_CHECKPOINT	2	/* minor version in VERSION that has these registers */
+#define TSQ_CHECKPOINT_WANTED	1u	/* bit of REQUEST: the programs are to be checkpointed */
+#define TSQ_CHECKPOINT_STATE_NONE 0	/* no agent */
+#define TSQ_CHECKPOINT_STATE_READY 1	/* an agent waits for requests */
+#define TSQ_CHECKPOINT_STATE_DONE 2
+#define TSQ_CHECKPOINT_STATE_REFUSED 3
+#define TSQ_CHECKPOINT_REASON_BYTES 128	/* of UTF-8; the device drops more */
 
 #define TSQ_STATE_OFF		0
 #define TSQ_STATE_STARTING	1

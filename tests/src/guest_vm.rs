@@ -19,6 +19,8 @@ pub const LIMIT: Duration = Duration::from_secs(120);
 pub struct Guest {
     /// The VM.
     pub vm: Vm,
+    lab: Lab,
+    spec: VmSpec,
 }
 
 impl Guest {
@@ -30,6 +32,18 @@ impl Guest {
         vgpu: Option<&Path>,
         folder: &Path,
     ) -> Result<Self> {
+        Self::boot_with_memory(kernel, module, files, vgpu, folder, 1024)
+    }
+
+    /// Boots such a VM with another amount of memory, in MiB.
+    pub fn boot_with_memory(
+        kernel: &Kernel,
+        module: &Path,
+        files: &[(String, PathBuf)],
+        vgpu: Option<&Path>,
+        folder: &Path,
+        memory_mib: u32,
+    ) -> Result<Self> {
         let root = Root::open(&Progress::new())?;
         let target = folder.join("initramfs.cpio");
         let mut all = vec![("module.ko".to_owned(), module.to_owned())];
@@ -39,9 +53,18 @@ impl Guest {
         let mut lab = Lab { root, initramfs: target, kvm: false };
         lab.root.kernel = kernel.clone();
         let mut spec = VmSpec::new("module");
-        spec.memory_mib = 1024;
+        spec.memory_mib = memory_mib;
         spec.devices.extend(vgpu.map(|socket| vgpu_device("vgpu0", socket)));
-        Ok(Self { vm: Vm::boot(&lab, &spec, &folder.join("vm"))? })
+        let vm = Vm::boot(&lab, &spec, &folder.join("vm"))?;
+        Ok(Self { vm, lab, spec })
+    }
+
+    /// Replaces the VM, which has ended, by one with a vGPU that waits for its state.
+    pub fn restart_awaiting(&mut self, vgpu: &Path, folder: &Path) -> Result<()> {
+        let devices = vec![vgpu_device("vgpu0", vgpu)];
+        let spec = VmSpec { awaits_state: true, devices, ..self.spec.clone() };
+        self.vm = Vm::start(&self.lab, &spec, folder)?;
+        Ok(())
     }
 
     /// Runs a command that must succeed, and returns its output.

@@ -3,7 +3,7 @@
 //! * [`vgpud`], [`cuda_library`]: paths of what is built from this tree
 //! * [`Vgpud`]: a running manager in its own folders
 //! * [`raw_client`]: a vfio-user client that writes raw bytes
-//! * [`driver_api`]: NVIDIA's libcuda
+//! * [`driver_api`]: NVIDIA's libcuda; [`checkpoint_tool`]: its checkpoints
 //! * [`fuse`]: a file system in user space that stops answering
 //! * [`ram`]: guest RAM without a guest
 //! * [`parent`]: a software GPU in this process
@@ -22,6 +22,7 @@
 
 pub mod calibration;
 pub mod captured;
+pub mod checkpoint_tool;
 pub mod driver_api;
 pub mod fuse;
 pub mod guest_vm;

@@ -165,7 +165,7 @@ fn a_storm_of_faults_does_not_delay_the_neighbour() {
     let mut survivor = storm.ring(EngineKind::Copy);
     for round in 0..30 {
         let mut bad = storm.bare_ring(EngineKind::Copy);
-        storm.submit(&mut bad, Pushbuffer::default().word(0));
+        storm.submit(&mut bad, Pushbuffer::default().word(0x4000_0000));
         good.finish(&mut ring, Pushbuffer::default());
         if round < 6 {
             storm.expect_fault(&bad);

@@ -6,12 +6,33 @@ use bitflags::bitflags;
 pub const MAGIC: u32 = 0x4152_5354;
 /// Value of [`reg::VERSION`]: major version in the upper half, minor in the lower. A guest refuses
 /// an unknown major version.
-pub const VERSION: u32 = 0x0001_0001;
+pub const VERSION: u32 = 0x0001_0002;
 /// Length of BAR 3 in bytes.
 pub const BAR_BYTES: u64 = 16 * 1024;
 /// Interrupt vectors of a vGPU. A guest with fewer MSI messages uses the vector number modulo their
 /// number.
 pub const VECTORS: u32 = 4;
+
+/// First minor version with [`reg::CHECKPOINT_REQUEST`] and the registers after it.
+pub const MINOR_CHECKPOINT: u32 = 2;
+/// Bit of [`reg::CHECKPOINT_REQUEST`]: the guest is to checkpoint its programs.
+pub const CHECKPOINT_WANTED: u32 = 1 << 0;
+/// Limit of the reason of a refusal, in bytes.
+pub const CHECKPOINT_REASON_BYTES: usize = 128;
+
+/// Answer of the guest in [`reg::CHECKPOINT_STATE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum CheckpointState {
+    /// No agent waits for requests.
+    None = 0,
+    /// An agent waits for requests, or carries one out.
+    Ready = 1,
+    /// No program uses the vGPU, and the control queue is off.
+    Done = 2,
+    /// The programs continue, for the reason that was written before.
+    Refused = 3,
+}
 
 /// Byte offsets.
 pub mod reg {
@@ -61,6 +82,14 @@ pub mod reg {
     pub const QUEUE_CONTROL: u64 = 0x054;
     /// WO: any write: the queue has new submissions.
     pub const QUEUE_NOTIFY: u64 = 0x058;
+    /// RO: number of the host's request: odd if the guest is to checkpoint its programs
+    /// ([`super::CHECKPOINT_WANTED`]), even if it is to restore them. Each change raises
+    /// [`Pending::QUEUE`](crate::gpu::Pending::QUEUE).
+    pub const CHECKPOINT_REQUEST: u64 = 0x05c;
+    /// RW: [`super::CheckpointState`].
+    pub const CHECKPOINT_STATE: u64 = 0x060;
+    /// WO: the next four bytes of the reason of a refusal, in UTF-8, padded with zeros.
+    pub const CHECKPOINT_REASON: u64 = 0x064;
     /// RO: name of the type, NUL-padded, 64 bytes.
     pub const TYPE_NAME: u64 = 0x100;
     /// Length of [`TYPE_NAME`].

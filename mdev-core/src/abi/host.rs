@@ -115,6 +115,9 @@ impl MethodHeader {
     }
 }
 
+/// `NVC86F_DMA_NOP`: a word in place of a method header, without effect.
+pub const DMA_NOP: u32 = 0;
+
 /// Subchannel that drivers bind the compute class to.
 pub const SUBCHANNEL_COMPUTE: u8 = 1;
 /// Subchannel that drivers bind the copy class to.

@@ -1,7 +1,9 @@
 //! Control registers ([`crate::abi::control`], BAR 3), and trapped doorbells (BAR 1).
 
 use super::FunctionSpec;
-use crate::abi::control::{BAR_BYTES, Features, MAGIC, Status, VERSION, reg};
+use crate::abi::control::{
+    BAR_BYTES, CHECKPOINT_REASON_BYTES, CheckpointState, Features, MAGIC, Status, VERSION, reg,
+};
 use crate::abi::doorbell;
 use crate::abi::{mailbox, queue};
 use crate::gpu::{Client, GpuCapabilities, Pending};
@@ -33,6 +35,9 @@ pub(super) enum ControlReg {
     QueueSlots,
     QueueControl,
     QueueNotify,
+    CheckpointRequest,
+    CheckpointState,
+    CheckpointReason,
     TypeName,
     Uuid,
     GpuName,
@@ -65,6 +70,8 @@ pub(super) struct ControlEffect {
 #[derive(Debug)]
 pub(super) struct Control {
     bank: Bank<ControlReg>,
+    /// Reason why the guest refuses a checkpoint.
+    refusal: Vec<u8>,
 }
 
 impl Control {
@@ -79,7 +86,7 @@ impl Control {
         bank.define_bytes(ControlReg::TypeName, spec.type_name.as_bytes());
         bank.define_bytes(ControlReg::Uuid, spec.vgpu.0.as_bytes());
         bank.define_bytes(ControlReg::GpuName, client.gpu().name.as_bytes());
-        Self { bank }
+        Self { bank, refusal: Vec::new() }
     }
 
     /// Returns the bank, for documentation.
@@ -119,6 +126,11 @@ impl Control {
                 effect.queue = changed.then(|| enable(write.new));
             }
             ControlReg::QueueNotify => effect.notify = true,
+            ControlReg::CheckpointReason => {
+                let room = CHECKPOINT_REASON_BYTES.saturating_sub(self.refusal.len());
+                let bytes = write.raw.to_le_bytes().into_iter().take(room);
+                self.refusal.extend(bytes.filter(|byte| *byte != 0));
+            }
             // Stored only, or read-only.
             ControlReg::MailboxLow
             | ControlReg::MailboxHigh
@@ -136,6 +148,8 @@ impl Control {
             | ControlReg::QueueBaseLow
             | ControlReg::QueueBaseHigh
             | ControlReg::QueueSlots
+            | ControlReg::CheckpointRequest
+            | ControlReg::CheckpointState
             | ControlReg::TypeName
             | ControlReg::Uuid
             | ControlReg::GpuName => {}
@@ -168,6 +182,38 @@ impl Control {
         (GuestPa(base), self.bank.get(ControlReg::QueueSlots))
     }
 
+    /// Returns the number of the request to checkpoint the guest's programs.
+    pub fn checkpoint_request(&self) -> u32 {
+        self.bank.get(ControlReg::CheckpointRequest)
+    }
+
+    /// Makes the next request.
+    pub fn change_checkpoint_request(&mut self) {
+        let next = self.checkpoint_request().wrapping_add(1);
+        self.bank.set(ControlReg::CheckpointRequest, next);
+    }
+
+    /// Returns the guest's answer.
+    pub fn checkpoint_state(&self) -> CheckpointState {
+        match self.bank.get(ControlReg::CheckpointState) & 3 {
+            0 => CheckpointState::None,
+            1 => CheckpointState::Ready,
+            2 => CheckpointState::Done,
+            _ => CheckpointState::Refused,
+        }
+    }
+
+    /// Returns the reason of the guest's refusal.
+    pub fn refusal(&self) -> String {
+        String::from_utf8_lossy(&self.refusal).into_owned()
+    }
+
+    /// Replaces the agent's answer to an earlier request.
+    pub fn forget_answer(&mut self) {
+        self.refusal.clear();
+        self.bank.set(ControlReg::CheckpointState, CheckpointState::Ready as u32);
+    }
+
     /// Sets the status of the last request.
     pub fn set_mailbox_status(&mut self, status: mailbox::Status) {
         self.bank.set(ControlReg::MailboxStatus, status as u32);
@@ -198,6 +244,7 @@ impl Control {
 
     /// Resets the registers to power-on values.
     pub fn reset(&mut self) {
+        self.refusal.clear();
         self.bank.reset();
     }
 
@@ -247,7 +294,7 @@ pub(super) fn doorbell_bank() -> Bank<DoorbellReg> {
 }
 
 fn rows() -> Vec<Row<ControlReg>> {
-    [status_rows(), mailbox_rows(), queue_rows(), description_rows()].concat()
+    [status_rows(), mailbox_rows(), queue_rows(), checkpoint_rows(), description_rows()].concat()
 }
 
 /// Identification, status, interrupts and video memory.
@@ -336,6 +383,22 @@ fn queue_rows() -> Vec<Row<ControlReg>> {
         Row::rw(R::QueueSlots, "QUEUE_SLOTS", slots, W32, 0, u32::MAX, "Number of slots").unsaved(),
         Row::rw(R::QueueControl, "QUEUE_CONTROL", control, W32, 0, enable, "Bit 0: run").unsaved(),
         Row::wo(R::QueueNotify, "QUEUE_NOTIFY", reg::QUEUE_NOTIFY, W32, notify),
+    ]
+}
+
+/// Checkpoints of the guest's programs. Not saved: a restored vGPU has no request, by which its guest
+/// knows that it is to restore them.
+fn checkpoint_rows() -> Vec<Row<ControlReg>> {
+    use ControlReg as R;
+    use Width::W32;
+    let (request, state) = (reg::CHECKPOINT_REQUEST, reg::CHECKPOINT_STATE);
+    let wanted = "Bit 0: the guest is to checkpoint its programs. Another number for each request";
+    let answer = "0 no agent, 1 ready, 2 done, 3 refused";
+    let reason = "The next four bytes of the reason of a refusal";
+    vec![
+        Row::ro(R::CheckpointRequest, "CHECKPOINT_REQUEST", request, W32, 0, wanted),
+        Row::rw(R::CheckpointState, "CHECKPOINT_STATE", state, W32, 0, 3, answer).unsaved(),
+        Row::wo(R::CheckpointReason, "CHECKPOINT_REASON", reg::CHECKPOINT_REASON, W32, reason),
     ]
 }
 

@@ -466,6 +466,9 @@ impl VirtualFunction {
         if self.paused {
             lines.push("It is paused since a save or restore: `vgpuctl resume`".to_owned());
         }
+        if self.is_checkpoint_wanted() {
+            lines.push("Its CUDA programs are checkpointed: `vgpuctl resume`".to_owned());
+        }
         if self.lost {
             lines.push("The GPU is lost: stop the vGPU and start it again".to_owned());
         }

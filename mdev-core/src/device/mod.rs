@@ -9,6 +9,7 @@
 //! | `region` | VFIO regions and the layout of the BARs |
 //! | `control`, `mailbox` | BAR 3: control registers and mailbox requests |
 //! | `queue` | control queue |
+//! | `checkpoint` | checkpoints of the guest's programs |
 //! | `display`, `edid` | BAR 2: the Bochs display adapter and its monitor |
 //! | `window` | trapped accesses to BARs that are normally mapped |
 //! | `state` | saved registers |
@@ -19,6 +20,7 @@
 //! | `saved_stream` | the same and video memory, as a stream in pieces |
 
 mod attachment;
+mod checkpoint;
 mod control;
 mod display;
 mod dma;

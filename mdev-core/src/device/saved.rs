@@ -68,10 +68,25 @@ pub struct ConfigWrite {
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
     /// CUDA programs in the VM use the vGPU.
-    #[error(
-        "CUDA programs use it, whose state cannot be saved yet; end them and unload the module tessera"
-    )]
+    #[error("CUDA programs use it; `vgpuctl checkpoint` takes them off it while the VM runs")]
     Programs,
+    /// CUDA programs of the host use the vGPU.
+    #[error("CUDA programs of this host use it, which cannot be saved; end them")]
+    HostPrograms,
+    /// No agent in the VM waits for requests to checkpoint programs.
+    #[error(
+        "CUDA programs of the VM may use it, and no agent there can checkpoint them; run `vgpu-guest \
+         agent` in the VM, or end the programs and unload the module tessera_guest"
+    )]
+    NoAgent,
+    /// A program in the VM has managed memory.
+    #[error(
+        "process {0} in the VM has managed memory (cuMemAllocManaged), which libcuda cannot checkpoint"
+    )]
+    Managed(i32),
+    /// The agent does not checkpoint the programs.
+    #[error("the VM does not checkpoint its CUDA programs: {0}")]
+    Refused(String),
     /// The GPU is lost.
     #[error("The GPU is lost")]
     Lost,
@@ -105,6 +120,10 @@ impl VirtualFunction {
     /// state cannot be saved.
     pub fn pause(&mut self) -> Result<(), SaveError> {
         self.check_saveable()?;
+        if self.is_checkpointed() {
+            // What programs have left is of no use to them, and would be saved.
+            self.scrub();
+        }
         self.client.lock().pause()?;
         self.paused = true;
         Ok(())
@@ -154,10 +173,11 @@ impl VirtualFunction {
         self.client.lock().copy_staged(copy)
     }
 
-    /// Continues after [`Self::pause`] or [`Self::restore_vgpu`].
+    /// Continues after [`Self::pause`], [`Self::restore_vgpu`] and [`Self::checkpoint`].
     pub fn resume(&mut self) -> Result<(), GpuError> {
         self.client.lock().resume()?;
         self.paused = false;
+        self.end_checkpoint();
         Ok(())
     }
 

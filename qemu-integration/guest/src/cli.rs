@@ -14,6 +14,10 @@ use serde_json::json;
 use crate::GuestError;
 use crate::bench::{self, Load};
 use crate::channel::Channel;
+use crate::checkpoint::{
+    self,
+    agent::{Agent, Node},
+};
 use crate::device::Device;
 use crate::doctor;
 use crate::memory::{Buffer, Home};
@@ -62,6 +66,13 @@ enum Command {
         /// Root directory of the checked system.
         #[arg(long, value_name = "DIR", default_value = "/")]
         root: PathBuf,
+    },
+    /// Waits for requests of the host to checkpoint this VM's CUDA programs, so that the VM can be
+    /// saved with its vGPU, and carries them out. Needs root, and libcuda 570 or newer.
+    Agent {
+        /// Program that checkpoints a process, with the options of NVIDIA's cuda-checkpoint.
+        #[arg(long, value_name = "PATH", default_value = checkpoint::DEFAULT_TOOL)]
+        tool: PathBuf,
     },
     #[command(flatten)]
     Job(Job),
@@ -156,6 +167,10 @@ impl Cli {
         match &self.command {
             Command::Info => self.info(&open(Access::Shared)?),
             Command::Doctor { root } => self.doctor(root.clone()),
+            Command::Agent { tool } => {
+                let steps = checkpoint::Tool(tool.clone());
+                Agent::new(&mut Node::open()?, &steps).run()
+            }
             Command::Job(job) => {
                 let platform = Box::new(open(Access::Exclusive)?);
                 self.run_job(&Device::open_with(platform, &self.cubin)?, job)

@@ -14,10 +14,12 @@
 //! 5. [`work`], [`mod@bench`]: jobs that check their results, and a steady load of such jobs;
 //!    [`screen`]: the framebuffer and its mode, for drawing on the screen
 //!
-//! [`cli`] is the program `vgpu-guest`; [`doctor`] is its checks of the VM.
+//! [`cli`] is the program `vgpu-guest`; [`doctor`] is its checks of the VM, [`checkpoint`] its agent
+//! for saves of a VM with CUDA programs.
 
 pub mod bench;
 pub mod channel;
+pub mod checkpoint;
 pub mod cli;
 pub mod compute;
 pub mod copy;

@@ -19,6 +19,8 @@ pub const PREBUILT: &str = "TESSERA_PROGRAMS";
 /// File name of the preload library for CUDA programs.
 pub const CUDA_LIBRARY: &str = "libtessera_cuda.so";
 const HOST_PROGRAMS: [&str; 2] = ["vgpud", "vgpuctl"];
+/// Program that asks libcuda for checkpoints in a VM.
+const CHECKPOINT: &str = "vgpu-checkpoint";
 /// Node agent of Kubernetes.
 const KUBE: &str = "vgpu-kube";
 /// Features that `cargo test` enables. With them, programs and tests share all crates.
@@ -161,6 +163,22 @@ pub fn kube(profile: Profile, progress: &Progress) -> Result<PathBuf> {
         Profile::Release => command.arg("--release"),
     };
     Ok(build(command, progress.step("Building vgpu-kube"))?.find(KUBE)?.to_owned())
+}
+
+/// Builds `vgpu-checkpoint`, which loads a VM's libcuda, and returns its path.
+pub fn checkpoint(profile: Profile, progress: &Progress) -> Result<PathBuf> {
+    if profile == Profile::Dev
+        && let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from)
+    {
+        return Ok(folder.join(CHECKPOINT));
+    }
+    let mut command = cargo();
+    command.args(["build", "--bin", CHECKPOINT]);
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
+    let step = progress.step("Building vgpu-checkpoint");
+    Ok(build(command, step)?.find(CHECKPOINT)?.to_owned())
 }
 
 /// Builds `vgpu-guest`, statically linked.

@@ -28,8 +28,8 @@ pub use self::definitions::{Define, Import, List, Modify, Start, Stop, Types, Un
 pub use self::host::{Completions, Doctor, Man, Parents, ParentsTask};
 pub use self::programs::Run;
 pub use self::saving::{
-    Restore, Resume, Save, Upgrade, Vm, VmArg, VmMigrate, VmReceive, VmRestore, VmSave, VmTask,
-    VmUpgrade,
+    Checkpoint, Restore, Resume, Save, Upgrade, Vm, VmArg, VmMigrate, VmReceive, VmRestore, VmSave,
+    VmTask, VmUpgrade,
 };
 pub use self::screens::{Focus, RotationInterval, Screenshot, View, Web};
 pub use self::shares::{Scheduler, Stats, Switch, Top};
@@ -134,11 +134,13 @@ pub enum Command {
     RunVm(RunVm),
     /// Save, restore and upgrade VMs with their vGPUs.
     Vm(Vm),
+    /// Have a VM checkpoint its CUDA programs, so that its vGPU can be saved.
+    Checkpoint(Checkpoint),
     /// Save a running vGPU's state into a file, for VMMs that save their VMs themselves.
     Save(Save),
     /// Restore a saved vGPU's state into a running vGPU.
     Restore(Restore),
-    /// Continue the work of a vGPU that `save` or `restore` has left paused.
+    /// Continue the work of a vGPU that `save`, `restore` or `checkpoint` has stopped.
     Resume(Resume),
     /// Replace workers by those of vgpud's release, under running VMs.
     Upgrade(Upgrade),

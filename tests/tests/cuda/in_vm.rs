@@ -23,23 +23,28 @@ const LIBRARIES: &str = "cuda";
 /// A VM whose vGPU the module has.
 pub struct CudaVm {
     pub guest: Guest,
-    uuid: String,
+    pub uuid: String,
     scratch: Scratch,
-    vgpud: Vgpud,
+    pub vgpud: Vgpud,
 }
 
 impl CudaVm {
     /// Boots a VM, unless what it needs cannot be fetched.
     pub fn boot(parameters: &str) -> Result<Option<Self>> {
-        Self::boot_with(parameters, true)
+        Self::boot_with(parameters, true, 1024)
+    }
+
+    /// Boots a VM with another amount of memory, in MiB, unless what it needs cannot be fetched.
+    pub fn boot_with_memory(memory_mib: u32) -> Result<Option<Self>> {
+        Self::boot_with("", true, memory_mib)
     }
 
     /// Boots a VM without a vGPU, unless what it needs cannot be fetched.
     pub fn boot_unplugged(parameters: &str) -> Result<Option<Self>> {
-        Self::boot_with(parameters, false)
+        Self::boot_with(parameters, false, 1024)
     }
 
-    fn boot_with(parameters: &str, with_vgpu: bool) -> Result<Option<Self>> {
+    fn boot_with(parameters: &str, with_vgpu: bool, memory_mib: u32) -> Result<Option<Self>> {
         let Some(libraries) = libraries() else { return Ok(None) };
         let kernels = match Kernels::open(&Progress::new())? {
             Ok(kernels) => kernels,
@@ -56,10 +61,24 @@ impl CudaVm {
         let socket = vgpud.vfio_socket(&uuid);
         let files = programs(libraries, scratch.path())?;
         let socket = Some(socket.as_path()).filter(|_| with_vgpu);
-        let mut guest = Guest::boot(&target.kernel, &module, &files, socket, scratch.path())?;
+        let (kernel, folder) = (&target.kernel, scratch.path());
+        let mut guest =
+            Guest::boot_with_memory(kernel, &module, &files, socket, folder, memory_mib)?;
         guest.run(&format!("insmod /module.ko {parameters}"))?;
         guest.run("mkdir -p /dev/shm && mount -t tmpfs none /dev/shm")?;
         Ok(Some(Self { guest, uuid, scratch, vgpud }))
+    }
+
+    /// Waits for QEMU's end, and starts another one, with another vGPU, that waits for the VM's
+    /// state.
+    pub fn restart_on_another(&mut self) -> Result<()> {
+        system_tests::wait_for("QEMU has ended", || !self.guest.vm.is_running())?;
+        self.uuid = self.vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+        let socket = self.vgpud.vfio_socket(&self.uuid);
+        self.guest.restart_awaiting(&socket, &self.scratch.path().join("restored"))?;
+        system_tests::wait_for("the VM is attached", || {
+            self.vgpud.show(&self.uuid).is_ok_and(|vgpu| !vgpu["vm"].is_null())
+        })
     }
 
     /// Returns the process ID of the vGPU's worker.

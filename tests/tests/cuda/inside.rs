@@ -4,6 +4,7 @@ use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use system_tests::checkpoint_tool;
 use system_tests::driver_api::{Cuda, FillParams, ILLEGAL_ADDRESS, IpcHandle, OUT_OF_MEMORY, ok};
 
 /// Environment variable that is set in programs on a vGPU.
@@ -277,6 +278,70 @@ fn imports_memory_and_an_event() -> Result<()> {
     ensure!(cuda.download(memory, 14)? == b"from the first");
     cuda.upload(memory, b"from the second")?;
     ok("cuIpcCloseMemHandle", cuda.ipc_close_mem_handle(memory))
+}
+
+/// Environment variable with the process for [`toggles`].
+pub const PROCESS: &str = "TESSERA_TEST_PROCESS";
+
+/// Checkpoints or restores another process.
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn toggles() -> Result<()> {
+    let Ok(pid) = std::env::var(PROCESS) else { return Ok(()) };
+    checkpoint_tool::toggle(pid.parse()?)
+}
+
+/// Keeps managed memory until it is killed.
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn keeps_managed_memory() -> Result<()> {
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    let mut managed = 0;
+    ok("cuMemAllocManaged", cuda.mem_alloc_managed(&raw mut managed, 1 << 20, 1))?;
+    println!("round 0");
+    std::thread::sleep(Duration::from_secs(600));
+    Ok(())
+}
+
+/// Looks at its memory of several kinds, round by round, until it is killed.
+#[test]
+#[ignore = "runs on a vGPU only"]
+fn keeps_its_memory() -> Result<()> {
+    if !is_inside() {
+        return Ok(());
+    }
+    let cuda = Cuda::with_context()?;
+    let (mut pinned, mut stream, mut event) = (null_mut(), null_mut(), null_mut());
+    ok("cuMemAllocHost", cuda.mem_alloc_host(&raw mut pinned, LEN))?;
+    ok("cuStreamCreate", cuda.stream_create(&raw mut stream, 1))?;
+    ok("cuEventCreate", cuda.event_create(&raw mut event, 0))?;
+    let data = pattern(LEN);
+    // SAFETY: pinned memory of this length, which the GPU does not use now.
+    unsafe { pinned.cast::<u8>().copy_from_nonoverlapping(data.as_ptr(), LEN) };
+    let (first, second) = (cuda.alloc(LEN)?, cuda.alloc(LEN)?);
+    cuda.upload(first, &data)?;
+    // Not for ever, in case that nothing kills it. A VM's emulated CPU is slow.
+    let end = Instant::now() + Duration::from_secs(600);
+    for round in 0.. {
+        ensure!(cuda.download(first, LEN)? == data, "its memory differs");
+        ok("cuMemsetD32", cuda.memset_d32(second, round, LEN / 4))?;
+        ensure!(cuda.download(second, 4)? == round.to_le_bytes(), "a fill is wrong");
+        ok("cuMemcpyHtoDAsync", cuda.memcpy_htod_async(second, pinned, LEN, stream))?;
+        ok("cuEventRecord", cuda.event_record(event, stream))?;
+        ok("cuEventSynchronize", cuda.event_synchronize(event))?;
+        ensure!(cuda.download(second, LEN)? == data, "a copy of pinned memory differs");
+        let other = cuda.alloc(1 << 20)?;
+        ok("cuMemFree", cuda.mem_free(other))?;
+        println!("round {round}");
+        if Instant::now() > end {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
 }
 
 /// Keeps a context until it is killed.

@@ -1,5 +1,6 @@
 //! CUDA programs on vGPUs of the software GPU, with NVIDIA's own libcuda.
 //!
+//! * `checkpoints`: programs that are checkpointed, and saved with their VM
 //! * `containers`: programs in namespaces of their own
 //! * `in_vm`: the same programs in a VM
 //! * `deaths`: workers that die under programs in a VM; `program_deaths`: under those of the host
@@ -11,6 +12,7 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod checkpoints;
 mod containers;
 mod deaths;
 mod endurance;

@@ -35,6 +35,11 @@ pub struct Copies {
 
 impl Copies {
     fn start(program: &mut Program) -> Self {
+        Self::start_on(program, true)
+    }
+
+    /// Starts the channel in a group, or without one, as libcuda does for a checkpoint.
+    fn start_on(program: &mut Program, in_group: bool) -> Self {
         let context = program.context();
         let (root, device) = (context.root, context.device);
         let ring = program.new_object(root, device, 0x20, 0x40, &memory_params(2 * MIB, 2 * MIB));
@@ -46,12 +51,20 @@ impl Copies {
         assert_eq!(program.map_for_gpu(root, data, DATA, 4 * MIB), 0);
 
         let group = words(&[0, 0, context.space, 9, 0]);
-        let group = program.new_object(root, device, 0x30, 0xa06c, &group);
+        let group =
+            if in_group { program.new_object(root, device, 0x30, 0xa06c, &group) } else { device };
         let notifier = program.new_object(root, device, 0x31, 0x3e, &memory_params(PAGE_SIZE, 0));
         let notifier_memory = program.map(root, notifier, PAGE_SIZE);
         let mut params = vec![0; 368];
         for (at, value) in [(0, notifier), (16, 1024), (32, ring), (64, USERD as u32)] {
             params[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        }
+        if !in_group {
+            for (at, value) in [(28, context.space), (128, 9)] {
+                params[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            }
+            // The ring has the entries of a channel before.
+            memory.store_u32(USERD + userd::GP_PUT, 7);
         }
         params[8..16].copy_from_slice(&PROGRAM_VA.to_le_bytes());
         let channel = program.new_object(root, group, 0x32, 0xc86f, &params);
@@ -59,7 +72,9 @@ impl Copies {
         let (_, engine) = program.control(root, channel, 0xc36f_0101, &words(&[copies, 0, 0, 0]));
         assert_eq!((word(&engine, 2), word(&engine, 3)), (0xc8b5, 9));
         let (_, token) = program.control(root, channel, 0xc36f_0108, &[0; 4]);
-        let (status, _) = program.control(root, group, 0xa06c_0101, &[1, 0]);
+        let (object, command) =
+            if in_group { (group, 0xa06c_0101) } else { (channel, 0xa06f_0103) };
+        let (status, _) = program.control(root, object, command, &[1, 0]);
         assert_eq!(status, 0);
         let token = word(&token, 0);
         Self { context, memory, notifier: notifier_memory, channel, token, submitted: 0 }
@@ -139,6 +154,18 @@ fn the_gpu_reads_pages_that_were_shared_in_parts() {
     file.write(2 * PART, b" parts").unwrap();
     let crossing = begin().copy(PAGES + PART - 3, PROGRAM_VA + TARGET, 9);
     assert_eq!(copies.copy(&mut program, crossing, 9), "the parts");
+    program.front_end.close(&mut program.client, CONTROL);
+    assert_eq!(program.front_end.counts(), [0; 4]);
+}
+
+#[test]
+fn a_channel_without_a_group_copies_from_the_start_of_its_ring() {
+    let mut program = Program::start();
+    let mut copies = Copies::start_on(&mut program, false);
+    copies.memory.write(SOURCE, b"from here").unwrap();
+    let there_and_back =
+        begin().copy(PROGRAM_VA + SOURCE, DATA, 9).copy(DATA, PROGRAM_VA + TARGET, 9);
+    assert_eq!(copies.copy(&mut program, there_and_back, 9), "from here");
     program.front_end.close(&mut program.client, CONTROL);
     assert_eq!(program.front_end.counts(), [0; 4]);
 }

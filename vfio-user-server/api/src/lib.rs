@@ -36,8 +36,8 @@ pub use physical_screen::{Focused, PhysicalScreen, Rotate};
 pub use programs::{ProgramProcess, Programs};
 pub use requests::{CreateVgpu, ModifyTarget, ModifyVgpu, StartVgpu, StopVgpu, UndefineVgpu};
 pub use saving::{
-    ConfigWrite, Handover, HandoverStep, LogWrites, RestoreFile, RestoredVgpu, SAVED_VGPU,
-    SaveVgpu, UpgradedVgpu,
+    Checkpoint, ConfigWrite, Handover, HandoverStep, LogWrites, RestoreFile, RestoredVgpu,
+    SAVED_VGPU, SaveVgpu, UpgradedVgpu,
 };
 pub use scheduling::{Decided, ModifyScheduler, Scheduler, SchedulerDecision};
 pub use statistics::{EngineTimes, Limits, ParentStats, Stats, VgpuStats};

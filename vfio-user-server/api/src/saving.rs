@@ -22,6 +22,13 @@ pub struct SaveVgpu {
     pub written: bool,
 }
 
+/// Result of `POST /v1/vgpus/{vgpu}/checkpoint`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Checkpoint {
+    /// Whether no CUDA program uses the vGPU any more. Otherwise the VM is at work: ask again.
+    pub done: bool,
+}
+
 /// Request to record the guest memory that a vGPU writes: `POST /v1/vgpus/{vgpu}/log-writes`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

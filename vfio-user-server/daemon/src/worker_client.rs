@@ -132,6 +132,14 @@ pub fn check_save(control: &Path) -> io::Result<()> {
     done(control, &WorkerRequest::CheckSave)
 }
 
+/// Asks the guest to checkpoint its CUDA programs. Returns whether no program uses the vGPU any more.
+pub fn checkpoint(control: &Path) -> io::Result<bool> {
+    match request(control, &WorkerRequest::Checkpoint, &[])? {
+        WorkerReply::Checkpoint { done } => Ok(done),
+        other => Err(unexpected(&other)),
+    }
+}
+
 /// Stops the work of a worker's vGPU.
 pub fn pause(control: &Path) -> io::Result<()> {
     done_in_time(control, &WorkerRequest::Pause)
@@ -466,7 +474,8 @@ pub(crate) mod tests {
         hostile.warnings = vec![format!("\u{1b}[2J\nINJECTED{}", "A".repeat(30_000))];
         hostile.warnings.resize(40, String::new());
         let processes = (0..1000).map(|pid| (pid, u64::MAX)).collect();
-        let programs = ProgramsStatus { vram_used_bytes: u64::MAX, processes, in_vm: true };
+        let vram_used_bytes = u64::MAX;
+        let programs = ProgramsStatus { vram_used_bytes, processes, ..ProgramsStatus::default() };
         hostile.programs = Some(programs);
         let hostile = WorkerReply::Status(Box::new(hostile));
         let WorkerStatus { warnings, programs, .. } = answered(&hostile, &[], status).unwrap();

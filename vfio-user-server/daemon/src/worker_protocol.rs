@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// First version with [`WorkerRequest::CheckSave`], and the requests after it.
 pub const WITH_SAVE: u32 = 7;
@@ -27,6 +27,9 @@ pub const WITH_LEAVE: u32 = 9;
 
 /// First version with [`WorkerRequest::LogWrites`], and the requests after it.
 pub const WITH_LOG: u32 = 10;
+
+/// First version with [`WorkerRequest::Checkpoint`].
+pub const WITH_CHECKPOINT: u32 = 12;
 
 /// Oldest supported version. Workers of version 3 answer only requests for version 3.
 pub const OLDEST: u32 = 3;
@@ -85,7 +88,8 @@ pub enum WorkerRequest {
     /// Stops the vGPU's work until `Resume`, so that its memory can be copied. The reply is
     /// [`WorkerReply::Done`].
     Pause,
-    /// Continues the work of a paused vGPU. The reply is [`WorkerReply::Done`].
+    /// Continues the work of a paused vGPU, and has the guest restore its programs. The reply is
+    /// [`WorkerReply::Done`].
     Resume,
     /// Requests the state of a paused vGPU. The reply is [`WorkerReply::Saved`], with a file that
     /// holds a `SavedVgpu` in JSON and the file of the video memory attached.
@@ -127,6 +131,10 @@ pub enum WorkerRequest {
     /// Copies between the video memory of a paused vGPU and its staging memory, which `Save` and
     /// `Restore` return. The reply is [`WorkerReply::Done`]. Since version 11.
     CopyStaged(StagedCopy),
+    /// Asks the guest to checkpoint its CUDA programs until `Resume`, if it was not asked yet. The
+    /// reply is [`WorkerReply::Checkpoint`], or the reason why the guest refuses. Since
+    /// [`WITH_CHECKPOINT`].
+    Checkpoint,
 }
 
 /// Reply of a worker.
@@ -152,6 +160,11 @@ pub enum WorkerReply {
     Written {
         /// Address from which there is more.
         next: Option<u64>,
+    },
+    /// Reply to `Checkpoint`.
+    Checkpoint {
+        /// Whether no program uses the vGPU any more.
+        done: bool,
     },
     /// The request failed.
     Error {
@@ -218,6 +231,9 @@ pub struct ProgramsStatus {
     /// The process IDs are those in the VM, as its driver says, since version 6.
     #[serde(default)]
     pub in_vm: bool,
+    /// Process that has allocated managed memory, since version 12.
+    #[serde(default)]
+    pub with_managed: Option<i32>,
 }
 
 impl WorkerStatus {

@@ -1,6 +1,7 @@
 //! The structures against the C header of the guest driver.
 
 use super::*;
+use crate::abi::control;
 
 /// Sizes that a C compiler gives the structures of the header.
 #[test]
@@ -62,6 +63,13 @@ fn constants_are_those_of_the_header() {
         ("TSQ_MAPPED_MEMORY", mapped::MEMORY.into()),
         ("TSQ_MEMORY_PINNED", PINNED.into()),
         ("TSQ_NODE_UVM", node::UVM.into()),
+        ("TSQ_REG_CHECKPOINT_REQUEST", control::reg::CHECKPOINT_REQUEST),
+        ("TSQ_REG_CHECKPOINT_STATE", control::reg::CHECKPOINT_STATE),
+        ("TSQ_REG_CHECKPOINT_REASON", control::reg::CHECKPOINT_REASON),
+        ("TSQ_MINOR_CHECKPOINT", control::MINOR_CHECKPOINT.into()),
+        ("TSQ_CHECKPOINT_WANTED", control::CHECKPOINT_WANTED.into()),
+        ("TSQ_CHECKPOINT_STATE_REFUSED", control::CheckpointState::Refused as u64),
+        ("TSQ_CHECKPOINT_REASON_BYTES", control::CHECKPOINT_REASON_BYTES as u64),
     ];
     for (name, expected) in constants {
         assert_eq!(value(name), expected, "{name}");

@@ -1,6 +1,7 @@
 //! Tests of the virtual function through the interfaces of a session and a guest's driver.
 
 mod bars;
+mod checkpoint;
 mod handover;
 mod interrupts;
 mod lifecycle;

@@ -1,4 +1,4 @@
-//! Packages for virtual machines: `tessera-guest` with `vgpu-guest` and rules of udev,
+//! Packages for virtual machines: `tessera-guest` with `vgpu-guest`, its agent and rules of udev,
 //! `tessera-guest-dkms` with the source of the Linux module.
 
 use std::fs;
@@ -17,30 +17,44 @@ use crate::guest_driver::SOURCES;
 use crate::progress::Progress;
 
 /// Files of `tessera-guest`: source and target.
-const GUEST_FILES: [(&str, &str); 4] = [
+const GUEST_FILES: [(&str, &str); 5] = [
     ("packaging/guest/60-tessera-guest.rules", "usr/lib/udev/rules.d/60-tessera-guest.rules"),
+    ("packaging/guest/vgpu-guest-agent.service", "usr/lib/systemd/system/vgpu-guest-agent.service"),
     ("packaging/guest/tessera-guest.conf", "usr/lib/modprobe.d/tessera-guest.conf"),
     ("docs/guest.md", "usr/share/doc/tessera-guest/guest.md"),
     ("packaging/debian/copyright", "usr/share/doc/tessera-guest/copyright"),
 ];
 
+/// Path of `vgpu-checkpoint` in the package, without the first slash of
+/// [`vgpu_guest::checkpoint::DEFAULT_TOOL`].
+const CHECKPOINT: &str = "usr/lib/tessera/vgpu-checkpoint";
+
 /// Writes both packages and returns their paths.
 pub fn write(options: &Options, progress: &Progress) -> Result<[PathBuf; 2]> {
     let targets = ["--bin", "vgpu-guest"];
     let programs = build::portable("Building vgpu-guest", &targets, options.profile, progress)?;
+    let checkpoint = build::checkpoint(options.profile, progress)?;
     let step = progress.step("Putting the guest's packages together");
     let scratch = Scratch::new()?;
-    let guest = program_package(options, programs.find("vgpu-guest")?, scratch.path())?;
+    let guest =
+        program_package(options, programs.find("vgpu-guest")?, &checkpoint, scratch.path())?;
     let module = module_package(options, scratch.path())?;
     step.done();
     Ok([guest, module])
 }
 
-fn program_package(options: &Options, program: &Path, scratch: &Path) -> Result<PathBuf> {
+fn program_package(
+    options: &Options,
+    program: &Path,
+    checkpoint: &Path,
+    scratch: &Path,
+) -> Result<PathBuf> {
     let root = scratch.join("tessera-guest");
     let stage = Stage { root: &root };
-    stage.file("usr/bin/vgpu-guest", 0o755, &fs::read(program)?)?;
-    strip(&root.join("usr/bin/vgpu-guest"));
+    for (file, to) in [(program, "usr/bin/vgpu-guest"), (checkpoint, CHECKPOINT)] {
+        stage.file(to, 0o755, &fs::read(file)?)?;
+        strip(&root.join(to));
+    }
     for (from, to) in GUEST_FILES {
         stage.file(to, 0o644, &read(from)?)?;
     }

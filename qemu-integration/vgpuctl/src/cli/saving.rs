@@ -15,6 +15,7 @@ The state of a vGPU belongs to its VM: save both with `vgpuctl vm save`. This co
 that save the VM themselves. The VM must be paused, and stay so until its memory is saved.
 
 Examples:
+  vgpuctl checkpoint web1                          while the VM runs, if it has CUDA programs
   vgpuctl save web1 -o web1.vgpu --keep-paused     before the VM's memory is saved
   vgpuctl resume web1                              the VM continues here")]
 pub struct Save {
@@ -43,6 +44,21 @@ pub struct Restore {
     #[arg(short = 'i', long = "file", value_name = "FILE")]
     pub file: PathBuf,
     /// Output format: nothing as text, or the writes to configuration space as JSON.
+    #[arg(long, value_enum, default_value_t)]
+    pub output: Output,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The state of CUDA programs is saved with the VM's memory: they wait, and have copied their video memory
+there. `vgpu-guest agent` in the VM carries that out, while the VM runs. `vgpuctl vm save` asks for it
+itself; this command is for VMMs that save their VMs themselves, and for moves. The programs continue
+with `vgpuctl resume`, and when the saved vGPU is restored. If one of them cannot be checkpointed, all
+continue, and the command says which one. See docs/saving.md.")]
+pub struct Checkpoint {
+    #[command(flatten)]
+    pub vgpu: VgpuArg,
+    /// Output format: nothing as text, or the vGPU as JSON.
     #[arg(long, value_enum, default_value_t)]
     pub output: Output,
 }

@@ -8,10 +8,12 @@
 //! * [`mod@write`]: `define`, `undefine`, `modify`, `start`, `stop`
 //! * [`mod@run`]: programs on a vGPU; [`run_vm`]: a VM with a vGPU; [`transient`]: vGPUs for the
 //!   lifetime of either
-//! * [`saving`]: `save`, `restore`, `resume`; [`vm_state`]: `vm save`, `vm restore`;
+//! * [`saving`]: `save`, `restore`, `resume`; [`mod@checkpoint`]: CUDA programs of VMs;
+//!   [`vm_state`]: `vm save`, `vm restore`;
 //!   [`mod@upgrade`]: other workers
 //! * [`vm`]: `screenshot`, `qemu-args`, `libvirt-xml`
 
+mod checkpoint;
 mod focus;
 mod generate;
 mod import;
@@ -68,6 +70,7 @@ pub async fn run(cli: Cli) -> Result<Vec<u8>, Failure> {
         Command::Run(args) => run::run(&client, args).await,
         Command::RunVm(args) => run_vm::run_vm(&client, args).await,
         Command::Vm(args) => vm_state::vm(&client, args).await,
+        Command::Checkpoint(args) => checkpoint::checkpoint(&client, args).await,
         Command::Save(args) => saving::save(&client, args).await,
         Command::Restore(args) => saving::restore(&client, args).await,
         Command::Resume(args) => saving::resume(&client, args).await,

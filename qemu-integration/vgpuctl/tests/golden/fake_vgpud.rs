@@ -32,6 +32,16 @@ fn no_screen(uuid: &str, body: &[u8]) -> (u16, Value) {
     }
 }
 
+/// Answers a request for a checkpoint.
+fn checkpoint(uuid: &str) -> (u16, Value) {
+    if uuid == RUNNING {
+        return (200, json!({ "done": true }));
+    }
+    let message = "The vGPU cannot be saved: the VM does not checkpoint its CUDA programs: process 7 \
+                   (train): lock failed: timeout";
+    (409, refused("conflict", message))
+}
+
 /// Answers a request.
 async fn answer(
     State(requests): State<Requests>,
@@ -77,6 +87,7 @@ async fn answer(
         ("POST", _) if uuid == RUNNING && path.ends_with("/focus") => {
             (409, refused("conflict", "vGPU is on parent soft0, which has no physical screen"))
         }
+        ("POST", _) if path.ends_with("/checkpoint") => checkpoint(uuid),
         ("GET", "/v1/vgpus") => (200, all.clone()),
         ("GET", "/v1/version") => (
             200,

@@ -1,6 +1,6 @@
 //! Decoder of pushbuffers: method headers and their data.
 
-use mdev_core::abi::host::{MethodHeader, SecOp};
+use mdev_core::abi::host::{DMA_NOP, MethodHeader, SecOp};
 
 use crate::mediator::fault::Fault;
 
@@ -18,7 +18,7 @@ pub struct Call {
 /// Meaning of a word of a pushbuffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decoded {
-    /// A header: no method yet.
+    /// A header, or a word without effect: no method yet.
     Header,
     /// A method to execute.
     Call(Call),
@@ -52,6 +52,9 @@ impl Decoder {
     /// Decodes the next word.
     pub fn decode(&mut self, word: u32) -> Result<Decoded, Fault> {
         let Some(header) = &mut self.header else {
+            if word == DMA_NOP {
+                return Ok(Decoded::Header);
+            }
             let header = MethodHeader::decode(word).ok_or(Fault::host(word))?;
             let MethodHeader { op, subchannel, method, count } = header;
             return Ok(match op {
@@ -110,6 +113,8 @@ mod tests {
             decode(&[header(SecOp::Inc, 0x400, 0), header(SecOp::Immediate, 8, 1)]),
             [(8, 1)]
         );
+        // Zeros are no headers, and may be data.
+        assert_eq!(decode(&[0, 0, header(SecOp::Inc, 0x400, 1), 0, 0]), [(0x400, 0)]);
     }
 
     proptest! {

@@ -363,6 +363,11 @@ impl ControlQueue {
         (!self.open.is_empty()).then(|| (total, self.front_end.video_bytes_by_process()))
     }
 
+    /// Returns a process that has allocated managed memory.
+    pub fn process_with_managed(&self) -> Option<i32> {
+        self.front_end.process_with_managed()
+    }
+
     /// Returns the number of open files, and of memories in use.
     pub fn counts(&self) -> (usize, usize) {
         (self.open.len(), self.memories.len())

@@ -186,8 +186,14 @@ impl FrontEnd {
         if params.va_space != 0 {
             self.space_handle(new.file, new.root, params.va_space)?;
         }
+        let number = self.next_group();
+        Ok(Kind::Group { engine: params.engine, number, space: params.va_space })
+    }
+
+    /// Returns the number of a new group of the vGPU's channels.
+    fn next_group(&mut self) -> u32 {
         self.last_group = self.last_group.wrapping_add(1);
-        Ok(Kind::Group { engine: params.engine, number: self.last_group, space: params.va_space })
+        self.last_group
     }
 
     /// Checks that a handle is that of an address space.
@@ -275,9 +281,12 @@ impl FrontEnd {
         bytes.resize(size_of::<ChannelParams>(), 0);
         let params = ChannelParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
         let New { file, root, .. } = new;
-        let group = &self.clients.object(file, root, new.parent)?.kind;
-        let &Kind::Group { engine, number, mut space } = group else {
-            return Err(Stop::Status(status::INVALID_OBJECT_PARENT));
+        let parent = self.clients.object(file, root, new.parent)?;
+        let (engine, number, mut space) = match parent.kind {
+            Kind::Group { engine, number, space } => (engine, number, space),
+            // A channel without a group, which libcuda makes for the copies of a checkpoint.
+            Kind::Passive if parent.class == class::DEVICE => (params.engine, self.next_group(), 0),
+            _ => return Err(Stop::Status(status::INVALID_OBJECT_PARENT)),
         };
         if params.context_share != 0 {
             match self.clients.object(file, root, params.context_share)?.kind {

@@ -35,6 +35,8 @@ const WITHOUT_EFFECT: &[u32] = &[
     control::UNNAMED_0080_028B,
     control::SET_TIMESLICE,
     control::SCHEDULE,
+    control::SCHEDULE_CHANNEL,
+    control::BIND_CHANNEL,
     control::P2P_REGISTER_SPACE,
     control::P2P_REGISTER_MEMORY,
     control::P2P_UNREGISTER_MEMORY,

@@ -52,6 +52,9 @@ pub struct Files {
     pub empty: Ranges,
     /// Ranges of external mappings (`UVM_CREATE_EXTERNAL_RANGE`).
     pub external: Ranges,
+    /// Files through which programs have managed memory. Not recorded: a worker that continues does
+    /// not refuse to save these programs, and libcuda does.
+    pub managed: BTreeSet<FileId>,
 }
 
 impl Files {
@@ -73,6 +76,7 @@ impl Files {
                 ranges.remove(&key);
             }
         }
+        self.managed.remove(&id);
         self.open.remove(&id)
     }
 

@@ -47,6 +47,7 @@ impl FrontEnd {
             let memory = pool_memory(call)?;
             self.files.empty.remove(&(file, start));
             self.map_pool(gpu, call, memory)?;
+            self.files.managed.insert(file);
         }
         if call.request() == uvm::MIGRATE {
             // All of it was migrated.
@@ -57,6 +58,12 @@ impl FrontEnd {
             }
         }
         Ok(())
+    }
+
+    /// Returns a process that has allocated managed memory.
+    pub fn process_with_managed(&self) -> Option<i32> {
+        let file = self.files.managed.first()?;
+        self.files.get(*file).ok().map(|file| file.process)
     }
 
     /// Notes that a program has mapped a range of nvidia-uvm's file that has no memory.

@@ -274,6 +274,10 @@ pub mod control {
     pub const PCE_MASK: u32 = 0x2080_2a02;
     /// `NV2080_CTRL_CMD_CE_GET_CAPS_V2`.
     pub const COPY_ENGINE_CAPS: u32 = 0x2080_2a03;
+    /// `NVA06F_CTRL_CMD_GPFIFO_SCHEDULE`, of a channel without a group.
+    pub const SCHEDULE_CHANNEL: u32 = 0xa06f_0103;
+    /// `NVA06F_CTRL_CMD_BIND`.
+    pub const BIND_CHANNEL: u32 = 0xa06f_0104;
     /// `NVA06C_CTRL_CMD_GPFIFO_SCHEDULE`.
     pub const SCHEDULE: u32 = 0xa06c_0101;
     /// `NVA06C_CTRL_CMD_SET_TIMESLICE`.

@@ -71,8 +71,15 @@ fn what_cannot_be_made_again_is_refused_before_anything_is_stopped() {
     assert!(refusal(&mut host).contains("CUDA programs"));
     host.client.destroy_channel(program.id).unwrap();
     host.client.reset().unwrap();
-    host.client.allocate(MIB).unwrap();
+    let allocated = host.client.allocate(MIB).unwrap();
     assert!(refusal(&mut host).contains("CUDA programs"));
+    // As programs that are checkpointed leave the vGPU.
+    host.client.release(allocated).unwrap();
+    host.client.reset().unwrap();
+    host.client.check_save().unwrap();
+    let (_, vram) = save(&mut host);
+    assert!(vram.iter().all(|byte| *byte == 0), "the partition is there again, cleared");
+    host.client.resume().unwrap();
     let disabled = |line: &String| line.contains("0x2080110b");
     assert!(!host.rm.take_log().iter().any(disabled));
     host.check();

@@ -11,10 +11,10 @@
 
 use utoipa::{IntoResponses, OpenApi};
 use vgpud_api::{
-    CreateVgpu, ErrorBody, Focused, Handover, LogWrites, ModifyScheduler, ModifyVgpu, OpenConsole,
-    OpenWeb, Parent, ParentTypes, PhysicalScreen, RestoreFile, RestoredVgpu, Rotate, SaveVgpu,
-    Scheduler, SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, UpgradedVgpu, Version,
-    Vgpu, WebAddress,
+    Checkpoint, CreateVgpu, ErrorBody, Focused, Handover, LogWrites, ModifyScheduler, ModifyVgpu,
+    OpenConsole, OpenWeb, Parent, ParentTypes, PhysicalScreen, RestoreFile, RestoredVgpu, Rotate,
+    SaveVgpu, Scheduler, SchedulerDecision, StartVgpu, Stats, StopVgpu, UndefineVgpu, UpgradedVgpu,
+    Version, Vgpu, WebAddress,
 };
 
 use super::access::Level;
@@ -143,6 +143,17 @@ table! {
         responses((status = 204, description = "The vGPU is stopped"), ErrorResponses)
     }
 
+    /// Asks the VM of a running vGPU to checkpoint its CUDA programs, which cannot be saved otherwise:
+    /// they wait, and their state is in the VM's memory. The VM carries that out while it runs; ask
+    /// until it is done. They continue with `resume`, and after a restore.
+    Admin post "/v1/vgpus/{vgpu}/checkpoint" => saving::checkpoint {
+        params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
+        responses(
+            (status = 200, body = Checkpoint, description = "Whether the VM has done so"),
+            ErrorResponses,
+        )
+    }
+
     /// Saves a running vGPU with its VM's view of it: registers, channels and video memory. The
     /// vGPU's work stops until the response is complete. Guest memory is the VM's to save. The
     /// response is a stream that is valid as a whole only with its end.
@@ -186,7 +197,8 @@ table! {
         )
     }
 
-    /// Continues the work of a vGPU that a save or restore has left paused.
+    /// Continues the work of a vGPU that a save or restore has left paused, and of CUDA programs that
+    /// `checkpoint` has stopped.
     Admin post "/v1/vgpus/{vgpu}/resume" => saving::resume {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         responses((status = 204, description = "The vGPU works"), ErrorResponses)
@@ -332,6 +344,7 @@ mod tests {
             (Method::DELETE, "/v1/vgpus/{vgpu}", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/start", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/stop", admin),
+            (post.clone(), "/v1/vgpus/{vgpu}/checkpoint", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/save", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/log-writes", admin),
             (post.clone(), "/v1/vgpus/{vgpu}/restore", admin),

@@ -6,8 +6,8 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use vgpud_api::{
-    ErrorCode, ErrorDetail, Handover, LogWrites, RestoreFile, RestoredVgpu, SAVED_VGPU, SaveVgpu,
-    UpgradedVgpu,
+    Checkpoint, ErrorCode, ErrorDetail, Handover, LogWrites, RestoreFile, RestoredVgpu, SAVED_VGPU,
+    SaveVgpu, UpgradedVgpu,
 };
 
 use super::file_receiver::PassedFile;
@@ -42,6 +42,13 @@ pub async fn restore_file(
         ErrorDetail::new(ErrorCode::Invalid, message)
     })?;
     Ok(Json(service.restore_file(id, file, request.index).await?))
+}
+
+pub async fn checkpoint(
+    State(service): State<Service>,
+    VgpuPath(id): VgpuPath,
+) -> HttpResult<Json<Checkpoint>> {
+    Ok(Json(service.checkpoint(id).await?))
 }
 
 pub async fn log_writes(

@@ -9,7 +9,7 @@ use vgpud_api::{ProgramProcess, Programs};
 
 /// Describes the programs that a worker reports for a vGPU of user `owner`.
 pub fn describe(programs: ProgramsStatus, owner: u32) -> Programs {
-    let ProgramsStatus { vram_used_bytes, processes, in_vm } = programs;
+    let ProgramsStatus { vram_used_bytes, processes, in_vm, .. } = programs;
     let processes = processes.into_iter().map(|(pid, vram_used_bytes)| ProgramProcess {
         pid,
         name: if in_vm { String::new() } else { name(pid, owner).unwrap_or_default() },
@@ -39,7 +39,7 @@ mod tests {
         let pid = std::process::id().cast_signed();
         let user = fs::metadata("/proc/self").unwrap().uid();
         let processes = vec![(pid, 7), (i32::MAX, 0)];
-        let status = ProgramsStatus { vram_used_bytes: 7, processes, in_vm: false };
+        let status = ProgramsStatus { vram_used_bytes: 7, processes, ..ProgramsStatus::default() };
         let programs = describe(status.clone(), user);
         assert_eq!(programs.vram_used_bytes, 7);
         let [own, gone] = programs.processes.as_slice() else { panic!("{programs:?}") };

@@ -15,14 +15,16 @@ use axum::body::Body;
 use mdev_core::ids::VgpuId;
 use mdev_core::stream::{Head, MAX_STATE, MemoryChunk, MemoryReader, StreamWriter};
 use tokio::sync::Notify;
-use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu, SaveVgpu};
+use vgpud_api::{
+    Checkpoint, ConfigWrite, ErrorCode, ErrorDetail, HandoverStep, RestoredVgpu, SaveVgpu,
+};
 use vgpud_host::body::{BodyReader, body_writer};
 
 use super::{Service, restoring};
 use crate::manager::Result;
 use crate::staged_memory::{self, Staging};
 use crate::worker_client::{self, SavedWorker, StagedCopier, Written};
-use crate::worker_protocol::{MemoryRange, WITH_HANDOVER, WITH_LOG, WITH_SAVE};
+use crate::worker_protocol::{MemoryRange, WITH_CHECKPOINT, WITH_HANDOVER, WITH_LOG, WITH_SAVE};
 use crate::{blocking, guest_pieces};
 
 /// Longest time that a request which ends a save waits for the save to end: a save whose client has
@@ -157,6 +159,25 @@ impl Service {
             let _reserved = reserved;
             check(&saveable.control, id, WITH_SAVE)?;
             restoring::read_file(&saveable, id, &file, index)
+        })
+        .await?
+    }
+
+    /// Asks a vGPU's VM to checkpoint its CUDA programs. The VM carries that out while it runs.
+    pub async fn checkpoint(&self, id: VgpuId) -> Result<Checkpoint> {
+        let _reserved = self.saving.reserve(id)?;
+        let saveable = self.call(move |manager| manager.saveable(id)).await?;
+        blocking::run(move || {
+            check(&saveable.control, id, WITH_SAVE)?;
+            let refused = |error| cannot("saved", &error);
+            let status = worker_client::status(&saveable.control).map_err(refused)?;
+            if status.version < WITH_CHECKPOINT {
+                // It refuses a vGPU with programs.
+                worker_client::check_save(&saveable.control).map_err(refused)?;
+                return Ok(Checkpoint { done: true });
+            }
+            let done = worker_client::checkpoint(&saveable.control).map_err(refused)?;
+            Ok(Checkpoint { done })
         })
         .await?
     }

@@ -23,6 +23,10 @@ pub fn answer(
 ) -> Result<(WorkerReply, Vec<OwnedFd>)> {
     match request {
         WorkerRequest::CheckSave => function.check_saveable()?,
+        WorkerRequest::Checkpoint => {
+            let done = function.checkpoint()?;
+            return Ok((WorkerReply::Checkpoint { done }, Vec::new()));
+        }
         WorkerRequest::Pause => function.pause()?,
         WorkerRequest::Resume => function.resume()?,
         WorkerRequest::Discard => function.discard(),

@@ -25,6 +25,7 @@ use vgpud_api::{SaveVgpu, Vgpu};
 use self::domain::VmDomain;
 use self::monitor::{Address, Monitor};
 use self::pci::Place;
+use super::checkpoint::checkpoint_vgpus;
 use super::saving::{self, Checked, NewFile, blocking};
 use crate::cli::{Vm, VmArg, VmRestore, VmSave, VmTask};
 use crate::failure::Failure;
@@ -47,8 +48,25 @@ async fn save(client: &Client, args: VmSave) -> Result<Vec<u8>, Failure> {
         None => None,
     };
     let vgpus = vgpus_of_vm(client, &named_vgpu(client, &args.vm, domain.as_ref()).await?).await?;
-    check_saveable(client, &vgpus).await?;
     let file = NewFile::create(&args.file)?;
+    let checkpointed = checkpoint_vgpus(client, &vgpus).await?;
+    let saved = save_checkpointed(client, &args, &vgpus, domain, file).await;
+    if saved.is_err() && checkpointed {
+        // The failure says more than that of a resume.
+        let _ = resume_vgpus(client, &vgpus).await;
+    }
+    saving::written(&args.file, saved?, args.output)
+}
+
+/// Saves a VM without CUDA programs on its vGPUs. Returns the length of the file.
+async fn save_checkpointed(
+    client: &Client,
+    args: &VmSave,
+    vgpus: &[Vgpu],
+    domain: Option<VmDomain>,
+    file: NewFile,
+) -> Result<u64, Failure> {
+    check_saveable(client, vgpus).await?;
     let address = address(&args.vm, domain.as_ref());
     let mut monitor = address.connect().await?;
     let expected = vgpus.len();
@@ -61,13 +79,13 @@ async fn save(client: &Client, args: VmSave) -> Result<Vec<u8>, Failure> {
     .await?;
     let guarded = domain.is_some() && domain::remove_guard(&mut monitor);
     let xml = domain.as_ref().map(|domain| domain.xml.clone()).unwrap_or_default();
-    let saved = save_paused(client, &vgpus, monitor, file, xml).await;
+    let saved = save_paused(client, vgpus, monitor, file, xml).await;
     if saved.is_ok() && !args.keep_running {
         address.with(Monitor::end).await?;
-        return saving::written(&args.file, saved?, args.output);
+        return saved;
     }
     // The VM goes on: after a failure as if nothing had been asked.
-    let mut resumed = resume_vgpus(client, &vgpus).await;
+    let mut resumed = resume_vgpus(client, vgpus).await;
     if let Some(domain) = domain.filter(|_| guarded) {
         resumed = resumed.and(address.with(move |monitor| domain.add_guard(monitor)).await);
     }
@@ -76,7 +94,7 @@ async fn save(client: &Client, args: VmSave) -> Result<Vec<u8>, Failure> {
     }
     let bytes = saved?;
     resumed?;
-    saving::written(&args.file, bytes, args.output)
+    Ok(bytes)
 }
 
 /// Saves the vGPUs and the VM, which is paused, into a file. Returns its length.
@@ -271,7 +289,7 @@ fn find_place(place: Place, places: &[Place]) -> Result<usize, Failure> {
 }
 
 /// Lets all vGPUs continue. Returns the first failure.
-async fn resume_vgpus(client: &Client, vgpus: &[Vgpu]) -> Result<(), Failure> {
+pub async fn resume_vgpus(client: &Client, vgpus: &[Vgpu]) -> Result<(), Failure> {
     let mut result = Ok(());
     for vgpu in vgpus {
         result = result.and(saving::resume_vgpu(client, vgpu.uuid).await);

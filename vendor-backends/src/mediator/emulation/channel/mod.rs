@@ -92,7 +92,9 @@ pub struct Channel {
 impl Channel {
     /// Creates a channel. Clears GP_GET and NEED_WAKEUP in the USERD.
     pub fn new(spec: ChannelSpec, userd: Userd, run_after_ns: u64) -> Self {
+        // As the driver of a hardware GPU does: the ring may be where a channel was before.
         userd.store(abi::GP_GET, 0);
+        userd.store(abi::GP_PUT, 0);
         userd.store(abi::NEED_WAKEUP, 0);
         Self::idle(spec, Some(userd), run_after_ns)
     }

@@ -112,6 +112,7 @@ impl Worker {
             | WorkerRequest::Discard
             | WorkerRequest::Written { .. }
             | WorkerRequest::FillGuest
+            | WorkerRequest::Checkpoint
             | WorkerRequest::CopyStaged(_) => self.answer_saving(request, fd),
             WorkerRequest::LogWrites { enabled } => self.log_writes(*enabled).map(|()| done()),
         };
@@ -154,6 +155,9 @@ impl Worker {
         fd: Option<OwnedFd>,
     ) -> Result<(WorkerReply, Vec<OwnedFd>)> {
         self.check_programs()?;
+        if *request == WorkerRequest::Checkpoint {
+            self.check_managed()?;
+        }
         self.block();
         saving::answer(self.function.inner_mut(), request, fd)
     }
@@ -161,7 +165,17 @@ impl Worker {
     /// Refuses to save a vGPU that CUDA programs of the host use.
     pub(super) fn check_programs(&self) -> Result<(), SaveError> {
         let present = self.programs.as_ref().is_some_and(Programs::are_present);
-        if present { Err(SaveError::Programs) } else { Ok(()) }
+        if present { Err(SaveError::HostPrograms) } else { Ok(()) }
+    }
+
+    /// Refuses to checkpoint programs of the VM with managed memory: libcuda cannot do that, and
+    /// leaves a program that it has begun to checkpoint without CUDA.
+    fn check_managed(&self) -> Result<(), SaveError> {
+        let status = self.programs.as_ref().and_then(Programs::status);
+        match status.and_then(|status| status.with_managed) {
+            Some(process) => Err(SaveError::Managed(process)),
+            None => Ok(()),
+        }
     }
 
     fn status(&self) -> WorkerStatus {

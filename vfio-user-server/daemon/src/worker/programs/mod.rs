@@ -144,7 +144,7 @@ impl Programs {
         }
         let vram_used_bytes = self.front_end.used_video_bytes();
         let processes = processes.into_iter().take(MAX_PROCESSES).collect();
-        Some(ProgramsStatus { vram_used_bytes, processes, in_vm: false })
+        Some(ProgramsStatus { vram_used_bytes, processes, ..ProgramsStatus::default() })
     }
 
     /// Returns true while a process is connected or has a file open.

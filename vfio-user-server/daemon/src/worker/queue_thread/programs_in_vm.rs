@@ -64,6 +64,7 @@ impl Updates {
             vram_used_bytes,
             processes: processes.into_iter().take(MAX_PROCESSES).collect(),
             in_vm: true,
+            with_managed: queue.process_with_managed(),
         }));
         None
     }
