@@ -61,9 +61,10 @@ const LONG: [&str; 3] = [
 ];
 /// Tests with VMs that take over a minute, the longest first. They start first, so that none of them is
 /// left alone at the end.
-const FIRST: [&str; 8] = [
+const FIRST: [&str; 9] = [
     "system-tests/cuda/in_vm",
     "system-tests/cuda/deaths",
+    "system-tests/cuda/checkpoints",
     "system-tests/libvirt/domains",
     "system-tests/vfio/dma",
     "system-tests/vfio/service",

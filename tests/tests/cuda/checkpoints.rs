@@ -7,6 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use system_tests::guest_vm;
 use system_tests::vgpuctl::{refused, vgpuctl};
+use system_tests::wait_for;
 
 use crate::in_vm::CudaVm;
 use crate::{Gpu, inside, on_vgpu};
@@ -22,7 +23,7 @@ fn toggle(gpu: &Gpu<'_>, pid: u32) -> Result<()> {
     Ok(())
 }
 
-/// Returns the video memory of a vGPU's programs and its channels.
+/// Returns the video memory of a vGPU's programs and its channels, as they were a moment ago.
 fn in_use(gpu: &Gpu<'_>) -> Result<(u64, u64)> {
     let stats = gpu.vgpud.get("/v1/stats")?["vgpus"][0].clone();
     let memory = stats["programs"]["vram_used_bytes"].as_u64().context("no programs")?;
@@ -36,15 +37,18 @@ fn a_checkpointed_program_has_nothing_on_the_vgpu_and_is_right_after_it() -> Res
         let lines = BufReader::new(child.stdout.take().context("no output")?).lines();
         let mut rounds = lines.map_while(Result::ok).filter(|line| line.starts_with("round "));
         rounds.next().context("The program has ended")?;
-        let before = in_use(gpu)?;
-        ensure!(before.0 > 100 << 20 && before.1 == 20, "{before:?}");
+        let mut before = (0, 0);
+        wait_for("20 channels", || {
+            before = in_use(gpu).unwrap_or_default();
+            before.0 > 100 << 20 && before.1 == 20
+        })?;
         for _ in 0..3 {
             toggle(gpu, child.id())?;
-            ensure!(in_use(gpu)? == (0, 0), "{:?}", in_use(gpu)?);
+            wait_for("nothing is in use", || in_use(gpu).is_ok_and(|now| now == (0, 0)))?;
             // All of the memory is another program's, which fills it.
             gpu.run("out_of_memory")?;
             toggle(gpu, child.id())?;
-            ensure!(in_use(gpu)? == before, "{:?} instead of {before:?}", in_use(gpu)?);
+            wait_for("all of it is there again", || in_use(gpu).is_ok_and(|now| now == before))?;
             // Rounds that were written before, and two that begin now.
             for _ in 0..3 {
                 rounds.next().context("The program has ended")?;

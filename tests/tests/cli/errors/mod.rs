@@ -49,6 +49,8 @@ const BEYOND: &[(&str, &str)] = &[
     ("libvirt passes no reply of QEMU", "virsh prints QEMU's reply"),
     ("The VM has no vGPU", "a VM is found by one of its vGPUs"),
     ("vgpuctl: note: the domain was not restored, and cannot be", "virsh destroy does not fail"),
+    ("The VM of vGPU", "it takes a VM that does not answer for minutes"),
+    ("Interrupted; the CUDA programs of the VM", "it takes a signal while the VM is at work"),
     ("vgpuctl: note: the VM may be paused", "it takes a QEMU that ends at that moment"),
     ("QEMU does not give the transfer up", "it takes a QEMU that stops in the midst of a transfer"),
     ("QEMU's stream has ended", "it takes a pipe that fails"),
