@@ -255,15 +255,18 @@ fn a_request_at_which_workers_die_costs_its_program_the_vgpu_and_no_other() -> R
         let mut working = gpu.start_working()?;
         let gpu_process = gpu.vgpud.gpu_process()?;
         let records = records(gpu.vgpud.anchor(&gpu.uuid)?)?;
-        // The worker waits for the GPU within a request.
-        kill_process(gpu_process, Signal::SIGSTOP)?;
-        thread::sleep(Duration::from_millis(200));
-        replace(gpu.vgpud, &gpu.uuid)?;
-        // As if further workers had died at this request, which the next one begins.
-        records.write_all_at(&ATTEMPTS.to_le_bytes(), ATTEMPTS_AT)?;
-        kill_process(gpu_process, Signal::SIGCONT)?;
-        let Err(error) = working.read_until("rounds=") else { bail!("The program goes on") };
-        println!("{error}");
+        wait_for("the program is cut off", || {
+            // The worker waits for the GPU within a request, unless the program computes meanwhile.
+            let stopped = kill_process(gpu_process, Signal::SIGSTOP);
+            thread::sleep(Duration::from_millis(200));
+            let replaced = stopped.and_then(|()| replace(gpu.vgpud, &gpu.uuid));
+            // As if further workers had died at this request, which the next one begins.
+            let counted = records.write_all_at(&ATTEMPTS.to_le_bytes(), ATTEMPTS_AT);
+            let continued = kill_process(gpu_process, Signal::SIGCONT);
+            thread::sleep(Duration::from_millis(500));
+            let done = replaced.and(continued).is_ok() && counted.is_ok();
+            done && working.child.try_wait().is_ok_and(|status| status.is_some())
+        })?;
         ensure!(!working.child.wait()?.success(), "The program succeeded");
         ensure!(other.try_wait()?.is_none(), "The other program ended");
         gpu.run("copies")?;
