@@ -126,7 +126,7 @@ fn a_vm_keeps_running_on_a_worker_of_another_release() -> Result<()> {
             _ => "The worker speaks version 2 of the control protocol",
         };
         assert!(
-            warning.starts_with(&format!("{why}; this vgpud speaks 3 to 11. It is of")),
+            warning.starts_with(&format!("{why}; this vgpud speaks 3 to 12. It is of")),
             "{warning}"
         );
         assert!(warning.contains("of another version of vgpud: its VM continues"), "{warning}");
