@@ -425,6 +425,12 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
+    /// Returns whether NVIDIA's libcuda can checkpoint programs on this kind of GPU. If it cannot, it must
+    /// not be asked: a program whose checkpoint fails halfway is left without CUDA.
+    fn checkpoints_programs(&self) -> bool {
+        true
+    }
+
     /// Returns whether video memory is copied through [`Client::staging`], because it is no file.
     fn stages_memory(&self) -> bool {
         false
