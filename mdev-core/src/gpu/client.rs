@@ -425,8 +425,7 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Returns whether NVIDIA's libcuda can checkpoint programs on this kind of GPU. If it cannot, it must
-    /// not be asked: a program whose checkpoint fails halfway is left without CUDA.
+    /// Returns whether libcuda can checkpoint programs here. A failed checkpoint costs them CUDA.
     fn checkpoints_programs(&self) -> bool {
         true
     }
@@ -494,9 +493,7 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Accepts the connection of a new manager, from [`Gpu::readmit`].
-    ///
-    /// [`Gpu::readmit`]: super::Gpu::readmit
+    /// Accepts the connection of a new manager, from [`Gpu::readmit`](super::Gpu::readmit).
     fn attach_manager(&mut self, _fd: OwnedFd) -> Result<(), GpuError> {
         Err(GpuError::Unsupported("orders through the worker"))
     }
