@@ -151,34 +151,29 @@ pub fn cuda_library(profile: Profile, progress: &Progress) -> Result<PathBuf> {
 
 /// Builds `vgpu-kube` and returns its path.
 pub fn kube(profile: Profile, progress: &Progress) -> Result<PathBuf> {
-    if profile == Profile::Dev
-        && let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from)
-    {
-        return Ok(folder.join(KUBE));
-    }
-    let mut command = cargo();
-    command.args(["build", "--bin", KUBE]);
-    match profile {
-        Profile::Dev => command.args(["--features", TEST_FEATURES]),
-        Profile::Release => command.arg("--release"),
-    };
-    Ok(build(command, progress.step("Building vgpu-kube"))?.find(KUBE)?.to_owned())
+    program(KUBE, profile, progress)
 }
 
 /// Builds `vgpu-checkpoint`, which loads a VM's libcuda, and returns its path.
 pub fn checkpoint(profile: Profile, progress: &Progress) -> Result<PathBuf> {
+    program(CHECKPOINT, profile, progress)
+}
+
+/// Builds a program that is linked dynamically, and returns its path.
+fn program(name: &str, profile: Profile, progress: &Progress) -> Result<PathBuf> {
     if profile == Profile::Dev
         && let Some(folder) = std::env::var_os(PREBUILT).map(PathBuf::from)
     {
-        return Ok(folder.join(CHECKPOINT));
+        return Ok(folder.join(name));
     }
     let mut command = cargo();
-    command.args(["build", "--bin", CHECKPOINT]);
-    if profile == Profile::Release {
-        command.arg("--release");
-    }
-    let step = progress.step("Building vgpu-checkpoint");
-    Ok(build(command, step)?.find(CHECKPOINT)?.to_owned())
+    command.args(["build", "--bin", name]);
+    match profile {
+        Profile::Dev => command.args(["--features", TEST_FEATURES]),
+        Profile::Release => command.arg("--release"),
+    };
+    let step = progress.step(format!("Building {name}"));
+    Ok(build(command, step)?.find(name)?.to_owned())
 }
 
 /// Builds `vgpu-guest`, statically linked.

@@ -60,8 +60,6 @@ pub struct Options {
     pub python: Option<String>,
     /// Deaths of a worker under CUDA programs, instead of all else.
     pub kills: Option<u32>,
-    /// Saves and restores of a VM, and new QEMUs for it, instead of all else.
-    pub live: Option<u32>,
 }
 
 /// Results of the demo.

@@ -168,9 +168,11 @@ fn run(task: Task) -> Result<bool> {
                 bundle.drop_privileges(&out)?;
             }
             let options =
-                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills, live };
+                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills };
+            if let Some(cycles) = live {
+                return demo::live::run(&options, cycles).map(|()| true);
+            }
             let failures = match cuda {
-                _ if live.is_some() => demo::live::run(&options)?,
                 Choice::Only => demo::cuda::only(&options)?,
                 Choice::Auto | Choice::No => demo::run(&options)?.failures,
             };

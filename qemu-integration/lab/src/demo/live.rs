@@ -30,9 +30,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// The vGPU.
 const VGPU: &str = VGPUS[0].1;
 
-/// Runs this part alone, and prints its figures. Returns the failed claims.
-pub fn run(options: &Options) -> Result<Vec<String>> {
-    let cycles = options.live.unwrap_or(1);
+/// Runs this part alone, with so many restores and new QEMUs, and prints its figures.
+pub fn run(options: &Options, cycles: u32) -> Result<()> {
     let progress = Progress::new();
     let scratch = Scratch::new()?;
     let (lab, programs) = open(options, scratch.path(), &progress)?;
@@ -51,7 +50,7 @@ pub fn run(options: &Options) -> Result<Vec<String>> {
     step.done();
     println!("{}", live.figures()?);
     println!("paused for a new QEMU {cycles} times: {}", median_and_longest(pauses));
-    Ok(Vec::new())
+    Ok(())
 }
 
 fn median_and_longest(mut times: Vec<Duration>) -> String {

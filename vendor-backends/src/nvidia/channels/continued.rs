@@ -190,9 +190,7 @@ impl Channels {
                 channel.error = notifier::RESET_CHANNEL;
             }
         }
-        let channels = &self.by_id;
-        let used = |number| channels.values().any(|c| c.group == number && !c.objects.is_empty());
-        self.left_over.1.extend(self.groups.extract_if(.., |group| !used(group.number)));
+        self.left_over.1 = self.take_empty_groups();
     }
 
     /// Frees what the process before was destroying. This process must own the client.

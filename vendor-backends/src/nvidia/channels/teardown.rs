@@ -7,7 +7,7 @@ use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 
 use super::channel::Channel;
-use super::{Channels, Pause};
+use super::{Channels, Group, Pause};
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::control;
@@ -53,9 +53,14 @@ impl Running {
 
 impl Channels {
     pub(super) fn drop_empty_groups(&mut self) {
+        drop(self.take_empty_groups());
+    }
+
+    /// Removes the groups without channels from the list, and returns them.
+    pub(super) fn take_empty_groups(&mut self) -> Vec<Group> {
         let channels = &self.by_id;
         let used = |number| channels.values().any(|c| c.group == number && !c.objects.is_empty());
-        self.groups.retain(|group| used(group.number));
+        self.groups.extract_if(.., |group| !used(group.number)).collect()
     }
 
     /// Returns whether the compute engine may execute work of channels that are torn down. False
