@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mdev_core::gpu::{GpuCapabilities, GpuDescription};
-use mdev_core::units::{GIB, KIB, MIB};
+use mdev_core::units::{GIB, KIB, MIB, PAGE_SIZE};
 use zerocopy::IntoBytes;
 
 use super::adoption::state::FixedObjects;
@@ -151,7 +151,9 @@ impl Device {
     /// Creates an address space for this client's channels.
     pub fn address_space(&self) -> Result<AddressSpace, RmError> {
         let bytes = self.rm_client.layout().va_space;
-        let mut params = abi::VaSpaceParams::default();
+        // The driver's own choice is 1 MiB. A program may have memory right above `mmap_min_addr`, as
+        // while libcuda checkpoints it, and addresses for the GPU are the program's.
+        let mut params = abi::VaSpaceParams { base: PAGE_SIZE, ..Default::default() };
         let params = &mut params.as_mut_bytes()[..bytes];
         let space = self.rm_client.alloc(
             Some(&self.device),

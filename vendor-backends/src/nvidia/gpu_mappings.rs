@@ -188,7 +188,13 @@ impl GpuMappings {
             None if is_aligned(va | len | offset, HUGE_PAGE) => {}
             None => flags |= flag::PAGE_4K,
         }
-        self.rm_client.map_dma(&self.space, &object, offset, len, va, flags)?;
+        let mapped = self.rm_client.map_dma(&self.space, &object, offset, len, va, flags);
+        mapped.map_err(|error| {
+            let kind = if mapping.is_some() { "guest" } else { "video" };
+            error.about(format_args!(
+                "{len:#x} bytes of {kind} memory from {offset:#x}, at {va:#x}, flags {flags:#x}"
+            ))
+        })?;
         self.mappings.insert(va, GpuMapping { len, object, memory, offset, writable });
         Ok(())
     }

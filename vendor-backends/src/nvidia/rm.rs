@@ -78,6 +78,14 @@ impl RmError {
         }
     }
 
+    /// Adds what the call was about to its name.
+    #[must_use]
+    pub fn about(mut self, detail: std::fmt::Arguments<'_>) -> Self {
+        let (Self::Status { call, .. } | Self::Os { call, .. }) = &mut self;
+        *call = format!("{call} ({detail})");
+        self
+    }
+
     /// Returns whether the driver has no object with the handle that the call named.
     pub fn is_not_found(&self) -> bool {
         self.status() == Some(status::OBJECT_NOT_FOUND)

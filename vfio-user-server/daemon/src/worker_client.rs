@@ -45,8 +45,9 @@ pub fn status(control: &Path) -> io::Result<WorkerStatus> {
     status_within(TIMEOUT, control)
 }
 
-/// Requests the status of a worker that has just been started, which takes longer on a busy host.
-pub fn first_status(control: &Path) -> io::Result<WorkerStatus> {
+/// Requests the status of a worker that has just been started, or is replaced: on a busy host the
+/// answer takes longer.
+pub fn patient_status(control: &Path) -> io::Result<WorkerStatus> {
     status_within(START_TIMEOUT, control)
 }
 
@@ -283,9 +284,12 @@ fn accept_done(reply: WorkerReply) -> io::Result<()> {
     }
 }
 
-/// Tells a worker to make room for another one.
+/// Tells a worker to make room for another one. It leaves even if nothing waits for its answer, so
+/// the wait is as long as for the next worker.
 pub fn leave(control: &Path) -> io::Result<()> {
-    done(control, &WorkerRequest::Leave)
+    let answer =
+        exchange_within(START_TIMEOUT, control, &WorkerRequest::Leave, &[], SeqPacket::recv);
+    accept_done(answer?.0)
 }
 
 /// A program that an anchor has taken for its next worker.

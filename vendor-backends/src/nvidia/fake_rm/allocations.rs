@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use mdev_core::abi::{compute, copy, host};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-use super::objects::{CLOCK, Object, Refusal, denies_privileges, is_engine};
+use super::objects::{CLOCK, DEFAULT_BASE, Object, Refusal, denies_privileges, is_engine};
 use super::params::{exact, padded};
 use super::{FileId, OpenFile, State, VIDEO_MEMORY, file_of_number, id_of_number};
 use crate::nvidia::rm::Node;
@@ -33,6 +33,7 @@ pub fn alloc(
             if params.flags != 0 {
                 return Err(status::INVALID_ARGUMENT);
             }
+            object.base = if params.base == 0 { DEFAULT_BASE } else { params.base };
         }
         class::VIRTUAL => object.uses = vec![exact::<abi::VirtualParams>(params)?.va_space],
         class::USERMODE => object.len = 0x1_0000,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -14,6 +15,12 @@ use crate::nvidia::sys::numbers::{class, engine, event, flag, status};
 /// Offset of the GPU's clock in the usermode page.
 pub const CLOCK: u64 = 0x80;
 
+/// First address of an address space whose creator has not chosen one.
+pub const DEFAULT_BASE: u64 = 1 << 20;
+
+/// Addresses that the driver keeps for itself in each address space.
+const OWN_RANGE: Range<u64> = 4 << 30..(4 << 30) + (512 << 20);
+
 /// `NV_STATUS` of a refused call.
 pub type Refusal = u32;
 
@@ -25,6 +32,8 @@ pub struct Object {
     pub class: u32,
     /// Length of memory, in bytes.
     pub len: u64,
+    /// First address of an address space.
+    pub base: u64,
     /// Memory is read-only for user space.
     pub read_only: bool,
     /// Engine of a group or channel.
@@ -224,19 +233,23 @@ impl Objects {
     /// Maps memory.
     pub fn map(&mut self, mapping: Mapping) -> Result<(), Refusal> {
         let memory = self.get(mapping.client, mapping.memory)?;
-        self.of_class(mapping.client, mapping.space, class::VIRTUAL)?;
+        let range = self.of_class(mapping.client, mapping.space, class::VIRTUAL)?;
+        let base = match range.uses[..] {
+            [space] => self.of_class(mapping.client, space, class::VA_SPACE)?.base,
+            _ => DEFAULT_BASE,
+        };
         let end = mapping.va.checked_add(mapping.len).ok_or(status::INVALID_ARGUMENT)?;
         if mapping.len == 0
             || mapping.len > memory.len
             || !(mapping.va | mapping.len).is_multiple_of(4096)
+            || mapping.va < base
         {
             return Err(status::INVALID_ARGUMENT);
         }
         let key = |va: u64| (mapping.client, mapping.space, va);
         let before = self.mappings.range(key(0)..key(end)).next_back();
         let overlaps = before.is_some_and(|(_, other)| mapping.va < other.va + other.len);
-        // The driver reserves the first 4 GiB.
-        if overlaps || mapping.va < 4 << 30 {
+        if overlaps || (mapping.va < OWN_RANGE.end && end > OWN_RANGE.start) {
             return Err(status::NO_MEMORY);
         }
         self.insert_mapping(mapping);

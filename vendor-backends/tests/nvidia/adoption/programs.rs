@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
 
 use cuda_socket::{Block, FileId, IoctlRequest, Node, Refused};
-use mdev_core::units::{MIB, PAGE_SIZE};
+use mdev_core::units::{KIB, MIB, PAGE_SIZE};
 use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::frontend::guest_memory::FreedPages;
@@ -66,6 +66,8 @@ fn map(memory: u32, va: u64, len: u64) -> Step {
 
 fn steps() -> Vec<Step> {
     const VA: u64 = 0x3_0000_0000;
+    /// The lowest address that Linux gives a program.
+    const LOWEST: u64 = 64 * KIB;
     let len = 16 * PAGE_SIZE;
     let free = |handle| {
         Step::Ioctl(CONTROL, 0xc010_4629, words(&[ROOT, ROOT, handle, 0xffff]), Vec::new())
@@ -77,7 +79,7 @@ fn steps() -> Vec<Step> {
         alloc(0x10, 0x12, 0x90f1, &[0; 56]),
         uvm(25, &[0, 0, 0, 0, CONTROL_FD, ROOT, 0x12, 0xffff], 32),
         alloc(0x10, 0x40, 0x3e, &memory_params(len, 0)),
-        map(0x40, 0x1_0000_0000, len),
+        map(0x40, LOWEST, len),
         // Memory that comes into being and is imported in one request.
         uvm(68, &[0, 2, 2 * MIB as u32, 0], 9248),
         alloc(0x10, 0x41, 0x40, &memory_params(2 * MIB, 0)),

@@ -162,7 +162,7 @@ impl Service {
     async fn wait_for_worker(&self, listed: Listed) -> Result<Vgpu> {
         let Some(control) = listed.control.clone() else { return Ok(listed.vgpu) };
         let id = listed.vgpu.uuid;
-        let error = match blocking::run(move || worker_client::first_status(&control)).await? {
+        let error = match blocking::run(move || worker_client::patient_status(&control)).await? {
             Ok(status) => {
                 if let Some(asked) = asked(&listed) {
                     self.statuses.learn(&asked, status.clone());

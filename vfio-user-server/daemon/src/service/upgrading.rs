@@ -72,7 +72,7 @@ fn upgrade(id: VgpuId, sockets: &Upgradable, program: &OwnProgram) -> Result<Upg
         )
     };
     let failed = |error: io::Error| conflict(error.to_string());
-    let before = worker_client::status(&sockets.control).map_err(failed)?;
+    let before = worker_client::patient_status(&sockets.control).map_err(failed)?;
     if before.version < WITH_LEAVE {
         return Err(conflict("it is of a release that cannot be replaced under its VM".to_owned()));
     }
@@ -87,7 +87,7 @@ fn upgrade(id: VgpuId, sockets: &Upgradable, program: &OwnProgram) -> Result<Upg
             "one of this release cannot continue; see the log of vgpud".to_owned(),
         ));
     }
-    let after = worker_client::status(&sockets.control).map_err(failed)?;
+    let after = worker_client::patient_status(&sockets.control).map_err(failed)?;
     log::info!("vGPU {id}: worker {} follows worker {}", after.pid, before.pid);
     Ok(UpgradedVgpu { uuid: id, pid_before: before.pid, pid: after.pid })
 }
