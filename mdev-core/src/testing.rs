@@ -54,8 +54,6 @@ pub struct Record {
     pub writes: Vec<Range<u64>>,
     /// Number of map calls before one fails.
     pub maps_left: Option<u32>,
-    /// Programs cannot be checkpointed.
-    pub keeps_programs: bool,
     /// Fail each n-th call, except for calls that release resources.
     pub refuse_every: Option<u32>,
     next: u32,
@@ -155,10 +153,6 @@ impl WrittenPages for Writes {
 impl Client for Recorder {
     fn spec(&self) -> &ClientSpec {
         &self.spec
-    }
-
-    fn checkpoints_programs(&self) -> bool {
-        !self.record.lock().unwrap().keeps_programs
     }
 
     fn gpu(&self) -> &GpuDescription {

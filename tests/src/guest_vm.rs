@@ -1,6 +1,7 @@
 //! A VM with the guest's Linux module.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -10,6 +11,9 @@ use lab::kernel::Kernel;
 use lab::progress::Progress;
 use lab::qemu::{Vm, VmSpec, vgpu_device};
 use lab::root::Root;
+use lab::successor::Successor;
+
+use crate::{Vgpud, vgpuctl};
 
 /// Longest time of a command in the VM.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -52,19 +56,30 @@ impl Guest {
         initramfs::write(&target, &archives)?;
         let mut lab = Lab { root, initramfs: target, kvm: false };
         lab.root.kernel = kernel.clone();
-        let mut spec = VmSpec::new("module");
+        let mut spec = VmSpec { replaceable: true, ..VmSpec::new("module") };
         spec.memory_mib = memory_mib;
         spec.devices.extend(vgpu.map(|socket| vgpu_device("vgpu0", socket)));
         let vm = Vm::boot(&lab, &spec, &folder.join("vm"))?;
         Ok(Self { vm, lab, spec })
     }
 
-    /// Replaces the VM, which has ended, by one with a vGPU that waits for its state.
-    pub fn restart_awaiting(&mut self, vgpu: &Path, folder: &Path) -> Result<()> {
+    /// Replaces the VM by one with a vGPU that waits for its state. Returns the VM before.
+    pub fn restart_awaiting(&mut self, vgpu: &Path, folder: &Path) -> Result<Vm> {
         let devices = vec![vgpu_device("vgpu0", vgpu)];
         let spec = VmSpec { awaits_state: true, devices, ..self.spec.clone() };
-        self.vm = Vm::start(&self.lab, &spec, folder)?;
-        Ok(())
+        let new = Vm::start(&self.lab, &spec, folder)?;
+        Ok(std::mem::replace(&mut self.vm, new))
+    }
+
+    /// Gives the VM, which has this vGPU, a new QEMU.
+    pub fn upgrade(&self, vgpud: &Vgpud, vgpu: &str, folder: &Path) -> Result<Successor> {
+        let devices = vec![vgpu_device("vgpu0", &vgpud.vfio_socket(vgpu))];
+        let spec = VmSpec { devices, ..self.spec.clone() };
+        let args = Successor::args(&self.lab, vgpu, &self.vm.keys(), &spec, folder)?;
+        let mut command = Command::new(vgpuctl::path()?);
+        let output = command.arg("--socket").arg(vgpud.api_socket()).args(args).output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Successor::of(&vgpud.show(vgpu)?, folder)
     }
 
     /// Runs a command that must succeed, and returns its output.

@@ -24,9 +24,6 @@ impl VirtualFunction {
         if !self.can_save() {
             return Err(SaveError::Unsupported);
         }
-        if self.queue_runs() && !self.client.lock().checkpoints_programs() {
-            return Err(SaveError::NotCheckpointed);
-        }
         match self.control.checkpoint_state() {
             CheckpointState::None if self.queue_runs() => {
                 self.end_checkpoint();

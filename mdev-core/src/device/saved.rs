@@ -73,12 +73,6 @@ pub enum SaveError {
     /// CUDA programs of the host use the vGPU.
     #[error("CUDA programs of this host use it, which cannot be saved; end them")]
     HostPrograms,
-    /// Programs cannot be checkpointed on this kind of GPU.
-    #[error(
-        "CUDA programs of the VM may use it, which cannot be checkpointed on this kind of GPU yet; end \
-         them and unload the module tessera_guest"
-    )]
-    NotCheckpointed,
     /// No agent in the VM waits for requests to checkpoint programs.
     #[error(
         "CUDA programs of the VM may use it, and no agent there can checkpoint them; run `vgpu-guest \

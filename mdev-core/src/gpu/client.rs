@@ -425,11 +425,6 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Returns whether libcuda can checkpoint programs here. A failed checkpoint costs them CUDA.
-    fn checkpoints_programs(&self) -> bool {
-        true
-    }
-
     /// Returns whether video memory is copied through [`Client::staging`], because it is no file.
     fn stages_memory(&self) -> bool {
         false

@@ -73,6 +73,8 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
     let library = build::cuda_library(options.profile, progress)?;
     let to = format!("{}/{}", layout::PROGRAMS, build::CUDA_LIBRARY);
     archive.file(&to, 0o755, &read(&library)?)?;
+    let checkpoint = build::checkpoint(options.profile, progress)?;
+    archive.file(layout::CHECKPOINT, 0o755, &read(&checkpoint)?)?;
     if options.benchmark {
         for name in ["gpu", "nvidia_hw"] {
             let to = format!("{}/{name}", layout::PROGRAMS);

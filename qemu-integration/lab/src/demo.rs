@@ -60,6 +60,8 @@ pub struct Options {
     pub python: Option<String>,
     /// Deaths of a worker under CUDA programs, instead of all else.
     pub kills: Option<u32>,
+    /// Restores of a VM, and QEMUs that it gets, instead of all else.
+    pub live: Option<u32>,
 }
 
 /// Results of the demo.

@@ -62,9 +62,10 @@ enum Task {
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
         kills: Option<u32>,
         /// Save a working VM with its vGPU, end everything, and restore the VM under another vgpud, N
-        /// times; then give it a new QEMU N times; instead of all else
+        /// times; then give it a new QEMU N times; instead of all else. With --cuda only, a CUDA program
+        /// works in the VM
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-        #[arg(conflicts_with = "kills")]
+        #[arg(conflicts_with_all = ["kills", "python"])]
         live: Option<u32>,
     },
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
@@ -168,8 +169,8 @@ fn run(task: Task) -> Result<bool> {
                 bundle.drop_privileges(&out)?;
             }
             let options =
-                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills };
-            if let Some(cycles) = live {
+                Options { json, out, parent, cubin, seconds, cuda, libraries, python, kills, live };
+            if let (Some(cycles), Choice::Auto | Choice::No) = (live, cuda) {
                 return demo::live::run(&options, cycles).map(|()| true);
             }
             let failures = match cuda {

@@ -22,6 +22,8 @@ pub mod layout {
     pub const KERNELS: &str = "kernels.cu";
     /// Source of the CUDA reference program.
     pub const CUDA: &str = "cuda.c";
+    /// Program that asks libcuda for checkpoints in a VM.
+    pub const CHECKPOINT: &str = "bin/vgpu-checkpoint";
     /// Guest's Linux module for the guest's kernel.
     pub const MODULE: &str = "vm/tessera_guest.ko";
     /// Folder of the module's source and licence.

@@ -38,10 +38,14 @@ impl Successor {
         ensure!(output.status.success(), "{}\n{}", said.trim(), host.log());
         let said: Value = serde_json::from_slice(&output.stdout)?;
         let pause = said["pause_ms"].as_u64().context("`vm upgrade` printed no pause")?;
+        Ok((Self::of(&host.vgpu(vgpu)?, folder)?, pause))
+    }
+
+    /// Connects to the new QEMU, given the vGPU in `vgpuctl`'s JSON.
+    pub fn of(vgpu: &Value, folder: &Path) -> Result<Self> {
         let guest = Guest::connect(&folder.join("agent.sock"))?;
-        let pid = host.vgpu(vgpu)?["vm"]["pid"].as_i64().context("The vGPU has no VM")?;
-        let pid = Pid::from_raw(i32::try_from(pid)?);
-        Ok((Self { guest, pid, folder: folder.to_owned() }, pause))
+        let pid = vgpu["vm"]["pid"].as_i64().context("The vGPU has no VM")?;
+        Ok(Self { guest, pid: Pid::from_raw(i32::try_from(pid)?), folder: folder.to_owned() })
     }
 
     /// Returns the arguments of `vgpuctl` for that, which end with QEMU's command.

@@ -146,5 +146,16 @@ fn a_vm_is_saved_and_restored_with_its_cuda_programs() -> Result<()> {
     vm.run("identity")?;
     let ended = vm.guest.vm.guest.run("cat /tmp/agent; pidof vgpu-guest", guest_vm::LIMIT)?;
     ensure!(ended.status == 0, "the agent has ended: {ended:?}");
-    vm.guest.check_log()
+    vm.guest.check_log()?;
+
+    // On "another host", and in a new QEMU.
+    let begun = Instant::now();
+    vm.migrate_to_another()?;
+    println!("moved in {} ms", begun.elapsed().as_millis());
+    vm.guest.run(&two_more("/tmp/log"))?;
+    let begun = Instant::now();
+    let mut new = vm.guest.upgrade(&vm.vgpud, &vm.uuid, &folder.path().join("new"))?;
+    println!("in a new QEMU after {} ms", begun.elapsed().as_millis());
+    new.guest.run(&two_more("/tmp/log"), guest_vm::LIMIT)?.success()?;
+    Ok(())
 }

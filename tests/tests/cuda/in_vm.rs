@@ -2,6 +2,7 @@
 //! libcuda.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use lab::build;
@@ -13,7 +14,7 @@ use lab::progress::Progress;
 use lab::qemu::vgpu_device;
 use serde_json::json;
 use system_tests::guest_vm::{self, Guest};
-use system_tests::{Vgpud, skipped, worker_deaths};
+use system_tests::{Vgpud, skipped, vgpuctl, worker_deaths};
 
 use crate::{TYPE, inside, libraries};
 
@@ -79,6 +80,34 @@ impl CudaVm {
         system_tests::wait_for("the VM is attached", || {
             self.vgpud.show(&self.uuid).is_ok_and(|vgpu| !vgpu["vm"].is_null())
         })
+    }
+
+    /// Moves the VM to a QEMU with another vGPU.
+    pub fn migrate_to_another(&mut self) -> Result<()> {
+        let (from, monitor) = (self.uuid.clone(), self.guest.vm.keys());
+        self.uuid = self.vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
+        let (socket, folder) =
+            (self.vgpud.vfio_socket(&self.uuid), self.scratch.path().join("moved"));
+        let _old = self.guest.restart_awaiting(&socket, &folder)?;
+        system_tests::wait_for("the VM is attached", || {
+            self.vgpud.show(&self.uuid).is_ok_and(|vgpu| !vgpu["vm"].is_null())
+        })?;
+        let address = format!("unix:{}", folder.join("move").display());
+        let keys = self.guest.vm.keys();
+        let mut receive = Command::new(vgpuctl::path()?);
+        receive.arg("--socket").arg(self.vgpud.api_socket()).args(["vm", "receive", &self.uuid]);
+        receive.arg("--monitor").arg(&keys).args(["--listen", &address]);
+        let mut receive = receive.spawn()?;
+        system_tests::wait_for("the other host listens", || folder.join("move").exists())?;
+        let migrate = format!("vm migrate {from} --monitor {} --to {address}", monitor.display());
+        let migrated = vgpuctl::vgpuctl(&self.vgpud, &migrate);
+        if migrated.is_err() {
+            receive.kill()?;
+        }
+        let received = receive.wait()?;
+        migrated?;
+        ensure!(received.success(), "`vm receive` ended with {received}");
+        self.guest.vm.wait_running()
     }
 
     /// Returns the process ID of the vGPU's worker.

@@ -80,18 +80,6 @@ fn a_guest_without_an_agent_refuses_unless_its_queue_is_off() {
 }
 
 #[test]
-fn a_gpu_on_which_programs_cannot_be_checkpointed_refuses_before_the_guest_is_asked() {
-    let mut guest = Guest::with_queue();
-    guest.record.lock().unwrap().keeps_programs = true;
-    guest.answer(CheckpointState::Ready);
-    let refusal = guest.function.checkpoint().unwrap_err();
-    assert!(matches!(refusal, SaveError::NotCheckpointed), "{refusal}");
-    assert_eq!(guest.asked(), 0, "nothing is asked");
-    guest.write32(CONTROL, reg::QUEUE_CONTROL, 0);
-    assert!(!guest.function.checkpoint().unwrap(), "an agent without programs is asked");
-}
-
-#[test]
 fn an_agent_is_asked_until_the_queue_is_off_and_told_of_the_end() {
     let mut guest = Guest::with_queue();
     let (interrupt, fd) = event();

@@ -5,6 +5,7 @@ mod deaths;
 mod files;
 mod numbers;
 mod python;
+mod saves;
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +25,7 @@ use crate::Lab;
 use crate::build::Programs;
 use crate::cleanup::Scratch;
 use crate::guest_driver::MODULE;
-use crate::host::{Host, Parent};
+use crate::host::{Host, MdevType, Parent};
 use crate::initramfs;
 use crate::progress::Progress;
 use crate::qemu::{Vm, VmSpec};
@@ -102,6 +103,10 @@ pub fn only(options: &Options) -> Result<Vec<String>> {
         deaths::run(&lab, &programs, options, place, kills, &mut failures)?;
         return Ok(failures);
     }
+    if let Some(cycles) = options.live {
+        saves::run(&lab, &programs, options, (&needs, scratch.path()), cycles)?;
+        return Ok(failures);
+    }
     let facts = run(&lab, &programs, options, &needs, scratch.path(), &mut failures)?;
     facts.print();
     if let Some(path) = &options.json {
@@ -169,22 +174,26 @@ fn run(
     let driver = cuda.vms[0].guest.run("cat /proc/driver/nvidia/version", LIMIT)?.stdout;
     let driver = driver.split_whitespace().find(|word| word.matches('.').count() == 2);
     let driver = driver.unwrap_or_default().to_owned();
-    let Cuda { host, vms, facts, mdev_type } = cuda;
+    let Cuda { host, vms, facts, mdev_type, .. } = cuda;
     for vm in vms {
         vm.quit()?;
     }
     drop(host);
-    let facts = Facts { driver, mdev_type, native, vms: facts };
+    let facts = Facts { driver, mdev_type: mdev_type.name, native, vms: facts };
     facts.check(failures);
     Ok(facts)
 }
 
 /// Running VMs.
 struct Cuda {
+    /// Lab with the files of CUDA programs.
+    lab: Lab,
     host: Host,
     vms: Vec<Vm>,
+    /// Configurations without the vGPUs.
+    specs: Vec<VmSpec>,
     facts: Vec<VmFacts>,
-    mdev_type: String,
+    mdev_type: MdevType,
 }
 
 impl Cuda {
@@ -204,10 +213,10 @@ impl Cuda {
         let lab = Lab { initramfs, ..lab.clone() };
         let host = Host::start(programs, &[options.parent.argument()])?;
         let mdev_type = type_of_size(&host, SIZE)?;
-        let (mut vms, mut facts) = (Vec::new(), Vec::new());
+        let (mut vms, mut specs, mut facts) = (Vec::new(), Vec::new(), Vec::new());
         for &(name, uuid, share_asked) in vgpus {
-            let socket = host.start_vgpu(uuid, &mdev_type, Some(share_asked))?;
-            let mut spec = VmSpec { kvm: lab.kvm, ..VmSpec::new(name).with_vgpu(&socket) };
+            let socket = host.start_vgpu(uuid, &mdev_type.name, Some(share_asked))?;
+            let mut spec = VmSpec { kvm: lab.kvm, replaceable: true, ..VmSpec::new(name) };
             // While the VM boots, the archive and the files of its root are both in memory.
             spec.memory_mib = u32::try_from(MEMORY + 2 * (bytes >> 20))?;
             if needs.python.is_some() {
@@ -216,10 +225,12 @@ impl Cuda {
                 // PyTorch needs later instructions than the lab's usual CPU has.
                 spec.cpu = "max";
             }
-            vms.push(Vm::start(&lab, &spec, &host.folder().join(name))?);
+            let folder = host.folder().join(name);
+            vms.push(Vm::start(&lab, &spec.clone().with_vgpu(&socket), &folder)?);
+            specs.push(spec);
             facts.push(VmFacts { name: name.to_owned(), share_asked, ..VmFacts::default() });
         }
-        let mut cuda = Self { host, vms, facts, mdev_type };
+        let mut cuda = Self { lab, host, vms, specs, facts, mdev_type };
         for vm in &mut cuda.vms {
             vm.wait_boot()?;
         }
@@ -417,10 +428,10 @@ impl Facts {
 
 /// Returns the type with this much video memory and no display: the module leaves a vGPU with a
 /// display to the display driver.
-fn type_of_size(host: &Host, size: &str) -> Result<String> {
+fn type_of_size(host: &Host, size: &str) -> Result<MdevType> {
     let suffix = format!("-{size}C");
     let found = host.types()?.into_iter().find(|offered| offered.name.ends_with(&suffix));
-    Ok(found.with_context(|| format!("No GPU here offers {size} GiB without a display"))?.name)
+    found.with_context(|| format!("No GPU here offers {size} GiB without a display"))
 }
 
 /// Returns whether a program found its result right.

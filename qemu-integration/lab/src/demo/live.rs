@@ -1,5 +1,6 @@
 //! `cargo lab demo --live N`: a VM that works is saved with its vGPU, everything ends, and the VM
-//! continues under another vgpud. Then it gets a new QEMU.
+//! continues under another vgpud. Then it gets a new QEMU. What works is `vgpu-guest`, or a CUDA program
+//! ([`super::cuda`]).
 
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -38,19 +39,7 @@ pub fn run(options: &Options, cycles: u32) -> Result<()> {
     let step = progress.step("Booting a VM with a vGPU");
     let mut live = Live::boot(&lab, &programs, options.parent, SIZE, scratch.path())?;
     step.done();
-    let step = progress.step(format!(
-        "Saving it, ending everything, and restoring it under another vgpud, {cycles} times"
-    ));
-    for _ in 0..cycles {
-        live.save_and_restore()?;
-    }
-    step.done();
-    let step = progress.step(format!("Giving it a new QEMU, {cycles} times"));
-    let pauses = live.upgrade(cycles)?;
-    step.done();
-    println!("{}", live.figures()?);
-    println!("paused for a new QEMU {cycles} times: {}", median_and_longest(pauses));
-    Ok(())
+    live.repeat(cycles, &progress)
 }
 
 fn median_and_longest(mut times: Vec<Duration>) -> String {
@@ -89,15 +78,44 @@ impl<'a> Live<'a> {
         let mdev_type = host.type_of_size(size)?;
         let socket = host.start_vgpu(VGPU, &mdev_type.name, None)?;
         let spec = VmSpec { kvm: lab.kvm, replaceable: true, ..VmSpec::new("live") };
-        let vm = Vm::boot(lab, &spec.clone().with_vgpu(&socket), &host.folder().join("vm"))?;
+        let mut vm = Vm::boot(lab, &spec.clone().with_vgpu(&socket), &host.folder().join("vm"))?;
+        let size = if mdev_type.head { "" } else { " --width 1024 --height 768" };
+        vm.guest.run(&format!("vgpu-guest mandelbrot{size}"), LIMIT)?.success()?;
+        vm.guest.run(WORK, LIMIT)?.success()?;
+        Self::of((lab, programs, parent), mdev_type, spec, (host, vm), folder)
+    }
+
+    /// Takes over a VM that works as [`WORK`] does. `spec` is its configuration without the vGPU, which
+    /// is the first of the demo's.
+    pub fn of(
+        (lab, programs, parent): (&'a Lab, &'a Programs, Parent),
+        mdev_type: MdevType,
+        spec: VmSpec,
+        (host, vm): (Host, Vm),
+        folder: &Path,
+    ) -> Result<Self> {
         let (file, jobs, saves, restores) = (folder.join("vm.saved"), 0, Vec::new(), Vec::new());
         let mut live =
             Self { lab, programs, parent, mdev_type, spec, host, vm, file, jobs, saves, restores };
-        let size = if live.mdev_type.head { "" } else { " --width 1024 --height 768" };
-        live.vm.guest.run(&format!("vgpu-guest mandelbrot{size}"), LIMIT)?.success()?;
-        live.vm.guest.run(WORK, LIMIT)?.success()?;
         live.check()?;
         Ok(live)
+    }
+
+    /// Saves and restores the VM some times, gives it as many new QEMUs, and prints the figures.
+    pub fn repeat(&mut self, times: u32, progress: &Progress) -> Result<()> {
+        let step = progress.step(format!(
+            "Saving it, ending everything, and restoring it under another vgpud, {times} times"
+        ));
+        for _ in 0..times {
+            self.save_and_restore()?;
+        }
+        step.done();
+        let step = progress.step(format!("Giving it a new QEMU, {times} times"));
+        let pauses = self.upgrade(times)?;
+        step.done();
+        println!("{}", self.figures()?);
+        println!("paused for a new QEMU {times} times: {}", median_and_longest(pauses));
+        Ok(())
     }
 
     /// Saves the VM, kills all processes of its host, and restores it on another one. Checks that it
@@ -167,13 +185,15 @@ impl<'a> Live<'a> {
     }
 }
 
-/// Checks that the guest does another job, and that no job was wrong. `jobs` is the number of jobs.
+/// Checks that the guest begins and ends another job, and that no job was wrong. `jobs` is the number
+/// of jobs.
 fn check_work(guest: &mut Guest, jobs: &mut u32) -> Result<()> {
-    let before = *jobs;
+    // One job may have begun before.
+    let mut enough = None;
     wait_for("the guest does another job", || {
         let done = guest.run("wc -l < /tmp/done", LIMIT)?.stdout;
-        *jobs = done.trim().parse().unwrap_or(before);
-        Ok(*jobs > before)
+        *jobs = done.trim().parse().unwrap_or(0);
+        Ok(*jobs >= *enough.get_or_insert(*jobs + 2))
     })?;
     let bad = guest.run("cat /tmp/bad 2> /dev/null", LIMIT)?.stdout;
     ensure!(bad.is_empty(), "A job failed: {bad}");

@@ -23,9 +23,25 @@ pub async fn checkpoint(client: &Client, args: Checkpoint) -> Result<Vec<u8>, Fa
     saving::described(client, vgpu.uuid, args.output).await
 }
 
+/// Does `work` with a VM whose CUDA programs are checkpointed. If it fails, they continue; if not,
+/// resuming the vGPUs, or restoring them elsewhere, is a part of the work.
+pub async fn with_checkpoint<T>(
+    client: &Client,
+    vgpus: &[Vgpu],
+    work: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
+    let checkpointed = checkpoint_vgpus(client, vgpus).await?;
+    let done = work.await;
+    if done.is_err() && checkpointed {
+        // The failure says more than that of a resume.
+        let _ = super::vm_state::resume_vgpus(client, vgpus).await;
+    }
+    done
+}
+
 /// Has a VM checkpoint the programs on its vGPUs. Returns whether the VM was asked: then the vGPUs are
 /// to be resumed. If a program cannot be checkpointed, all continue.
-pub async fn checkpoint_vgpus(client: &Client, vgpus: &[Vgpu]) -> Result<bool, Failure> {
+async fn checkpoint_vgpus(client: &Client, vgpus: &[Vgpu]) -> Result<bool, Failure> {
     let mut asked = false;
     let done = tokio::select! {
         done = ask(client, vgpus, &mut asked) => done,

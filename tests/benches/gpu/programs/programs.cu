@@ -330,6 +330,42 @@ static void load(double microseconds, double time, const char *start) {
     CHECK(cudaDeviceSynchronize());
 }
 
+__global__ void count_up(int *numbers, int n) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) numbers[i]++;
+}
+
+// Memory of which each number counts the rounds, checked part by part until a file exists. A round is a
+// line.
+static void rounds(const char *stop) {
+    const int all = 16 << 20, part = 64 << 10;
+    int *numbers, *pinned;
+    cudaStream_t stream;
+    cudaEvent_t counted;
+    CHECK(cudaMalloc(&numbers, all * sizeof(int)));
+    CHECK(cudaMemset(numbers, 0, all * sizeof(int)));
+    CHECK(cudaMallocHost(&pinned, part * sizeof(int)));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&counted));
+    CHECK(cudaDeviceSynchronize());
+    for (long round = 1; access(stop, F_OK); round++) {
+        count_up<<<256, 256, 0, stream>>>(numbers, all);
+        CHECK(cudaEventRecord(counted, stream));
+        const int *from = numbers + round * 7 * part % all;
+        CHECK(cudaMemcpyAsync(pinned, from, part * sizeof(int), cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaEventSynchronize(counted));
+        CHECK(cudaStreamSynchronize(stream));
+        for (int i = 0; i < part; i++) {
+            if (pinned[i] != round) {
+                fprintf(stderr, "round %ld: number %d is %d\n", round, i, pinned[i]);
+                exit(1);
+            }
+        }
+        printf("round %ld\n", round);
+        fflush(stdout);
+        usleep(20000);
+    }
+}
+
 // Requests to the driver, as fast as they are answered, from some threads without an end. Tells
 // the rate of calls after some seconds.
 static void flood(double time) {
@@ -370,6 +406,8 @@ int main(int count, char **words) {
         device_times();
     } else if (count == 5 && !strcmp(words[1], "load")) {
         load(atof(words[2]), atof(words[3]), words[4]);
+    } else if (count == 3 && !strcmp(words[1], "rounds")) {
+        rounds(words[2]);
     } else if (count == 2 && !strcmp(words[1], "endless")) {
         unsigned long long *done;
         CHECK(cudaMallocManaged(&done, sizeof(*done)));
@@ -382,7 +420,7 @@ int main(int count, char **words) {
     } else if (count == 3 && !strcmp(words[1], "error")) {
         printf("%s %d\n", words[2], (int)error_of(words[2]));
     } else {
-        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|endless|flood SECONDS|error address|alignment|instruction|trap|assertion\n");
+        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|rounds FILE|endless|flood SECONDS|error address|alignment|instruction|trap|assertion\n");
         return 2;
     }
     return 0;

@@ -307,11 +307,6 @@ impl Client for NvidiaClient {
         self.continue_work()
     }
 
-    /// libcuda 580 needs mappings for it that the driver refuses to the worker.
-    fn checkpoints_programs(&self) -> bool {
-        false
-    }
-
     fn stages_memory(&self) -> bool {
         self.apertures.vram.is_none()
     }

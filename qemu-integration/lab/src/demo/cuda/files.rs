@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 use crate::Lab;
-use crate::build;
+use crate::build::{self, Profile};
 use crate::bundle;
 use crate::demo::Options;
 use crate::demo::cuda::python::Python;
@@ -22,6 +22,8 @@ use crate::vfio;
 pub(super) const LIBRARIES: &str = "cuda";
 /// The program in the VM.
 pub(super) const PROGRAM: &str = "bin/programs";
+/// The program for checkpoints in the VM.
+pub(super) const CHECKPOINT: &str = "bin/vgpu-checkpoint";
 /// Folders of libcuda that the loader does not always know.
 const FOLDERS: [&str; 3] = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64"];
 
@@ -32,6 +34,8 @@ pub(super) struct Needs {
     pub(super) program: PathBuf,
     libraries: Vec<PathBuf>,
     pub(super) python: Option<Python>,
+    /// Program for checkpoints, if the VMs are saved.
+    checkpoint: Option<PathBuf>,
 }
 
 impl Needs {
@@ -61,7 +65,11 @@ impl Needs {
         libraries.extend(Some(compiler).filter(|path| path.is_file()));
         libraries.extend_from_slice(&options.libraries);
         let program = nvcc::launching_program(&source, folder)?;
-        Ok(Self { module, program, libraries, python })
+        let checkpoint = options.live.map(|_| match Bundle::find() {
+            Some(bundle) => Ok(bundle.path(layout::CHECKPOINT)),
+            None => build::checkpoint(Profile::Dev, progress),
+        });
+        Ok(Self { module, program, libraries, python, checkpoint: checkpoint.transpose()? })
     }
 
     /// Returns the files by their paths in the VM.
@@ -74,6 +82,10 @@ impl Needs {
             files.extend(python.files(kernel));
         }
         let mut linked = vfio::libraries(&self.program)?;
+        if let Some(checkpoint) = &self.checkpoint {
+            files.push((CHECKPOINT.to_owned(), checkpoint.clone()));
+            linked.extend(vfio::libraries(checkpoint)?);
+        }
         for library in &self.libraries {
             linked.push(library.clone());
             linked.extend(vfio::libraries(library)?);

@@ -25,7 +25,7 @@ use vgpud_api::{SaveVgpu, Vgpu};
 use self::domain::VmDomain;
 use self::monitor::{Address, Monitor};
 use self::pci::Place;
-use super::checkpoint::checkpoint_vgpus;
+use super::checkpoint::with_checkpoint;
 use super::saving::{self, Checked, NewFile, blocking};
 use crate::cli::{Vm, VmArg, VmRestore, VmSave, VmTask};
 use crate::failure::Failure;
@@ -49,13 +49,8 @@ async fn save(client: &Client, args: VmSave) -> Result<Vec<u8>, Failure> {
     };
     let vgpus = vgpus_of_vm(client, &named_vgpu(client, &args.vm, domain.as_ref()).await?).await?;
     let file = NewFile::create(&args.file)?;
-    let checkpointed = checkpoint_vgpus(client, &vgpus).await?;
-    let saved = save_checkpointed(client, &args, &vgpus, domain, file).await;
-    if saved.is_err() && checkpointed {
-        // The failure says more than that of a resume.
-        let _ = resume_vgpus(client, &vgpus).await;
-    }
-    saving::written(&args.file, saved?, args.output)
+    let saved = save_checkpointed(client, &args, &vgpus, domain, file);
+    saving::written(&args.file, with_checkpoint(client, &vgpus, saved).await?, args.output)
 }
 
 /// Saves a VM without CUDA programs on its vGPUs. Returns the length of the file.

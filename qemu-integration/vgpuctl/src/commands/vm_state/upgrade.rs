@@ -21,6 +21,7 @@ use super::monitor::{Address, Monitor, connect};
 use super::qemu_stream::ENDS;
 use super::{check_count, check_saveable, pci, qemu_stream, resume_vgpus, vgpus_of_vm};
 use crate::cli::{Output, VmUpgrade};
+use crate::commands::checkpoint::with_checkpoint;
 use crate::commands::saving::blocking;
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
@@ -55,7 +56,23 @@ pub async fn upgrade(client: &Client, args: VmUpgrade) -> Result<Vec<u8>, Failur
     }
     let named = client.vgpu(args.vgpu.vgpu()?, None).await?;
     let vgpus = vgpus_of_vm(client, &named).await?;
-    check_saveable(client, &vgpus).await?;
+    let upgraded = upgrade_checkpointed(client, &args, &vgpus);
+    let pause = with_checkpoint(client, &vgpus, upgraded).await?;
+    match args.output {
+        Output::Text => Ok(format!("The VM was paused for {} ms\n", pause.as_millis()).into()),
+        Output::Json => pretty(&json!({
+            "uuid": named.uuid, "pause_ms": pause.as_millis() as u64,
+        })),
+    }
+}
+
+/// Gives a VM without CUDA programs on its vGPUs the new QEMU. Returns how long it was paused.
+async fn upgrade_checkpointed(
+    client: &Client,
+    args: &VmUpgrade,
+    vgpus: &[Vgpu],
+) -> Result<Duration, Failure> {
+    check_saveable(client, vgpus).await?;
     let old = Address::Socket(args.monitor.clone());
     let (mut monitor, expected) = (old.connect().await?, vgpus.len());
     let (monitor, was_running) = blocking(move || {
@@ -70,10 +87,10 @@ pub async fn upgrade(client: &Client, args: VmUpgrade) -> Result<Vec<u8>, Failur
     let (command, path) = (args.command.clone(), args.new_monitor.clone());
     let successor = blocking(move || Successor::start(&command, path, START_LIMIT)).await?;
     let begun = Instant::now();
-    let moved = match transfer(client, &vgpus, monitor, successor).await {
+    let moved = match transfer(client, vgpus, monitor, successor).await {
         Ok(moved) => moved,
         Err(Abandoned { failure, successor }) => {
-            let returned = give_back(client, &vgpus, &old, successor, was_running).await;
+            let returned = give_back(client, vgpus, &old, successor, was_running).await;
             if let Err(failure) = returned {
                 eprintln!("vgpuctl: note: the VM may be paused: {failure}");
             }
@@ -81,7 +98,7 @@ pub async fn upgrade(client: &Client, args: VmUpgrade) -> Result<Vec<u8>, Failur
         }
     };
     // From here on the new QEMU has the VM.
-    resume_vgpus(client, &vgpus).await?;
+    resume_vgpus(client, vgpus).await?;
     let mut monitor = moved.monitor;
     if was_running {
         blocking(move || monitor.resume()).await?;
@@ -90,12 +107,7 @@ pub async fn upgrade(client: &Client, args: VmUpgrade) -> Result<Vec<u8>, Failur
     // The old QEMU has nothing left that it could lose.
     let _ = old.with(Monitor::end).await;
     moved.successor.forget();
-    match args.output {
-        Output::Text => Ok(format!("The VM was paused for {} ms\n", pause.as_millis()).into()),
-        Output::Json => pretty(&json!({
-            "uuid": named.uuid, "pause_ms": pause.as_millis() as u64,
-        })),
-    }
+    Ok(pause)
 }
 
 /// VM in its new QEMU, still paused.

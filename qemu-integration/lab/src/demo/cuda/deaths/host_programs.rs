@@ -27,7 +27,7 @@ pub(super) fn run(
     failures: &mut Vec<String>,
 ) -> Result<()> {
     let host = Host::start(programs, &[options.parent.argument()])?;
-    host.start_vgpu(VGPUS[0].1, &type_of_size(&host, SIZE)?, None)?;
+    host.start_vgpu(VGPUS[0].1, &type_of_size(&host, SIZE)?.name, None)?;
     let progress = Progress::new();
     let step = progress.step("Killing the worker of CUDA programs of this machine");
     small_programs(&host, &needs.program, kills, failures)?;

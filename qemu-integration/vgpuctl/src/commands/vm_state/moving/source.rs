@@ -12,6 +12,7 @@ use vgpud_host::body::BodyReader;
 
 use super::peer::{Frame, Hello, Peer};
 use crate::cli::{Output, VmMigrate};
+use crate::commands::checkpoint::with_checkpoint;
 use crate::commands::saving::{self, blocking};
 use crate::commands::vm_state::monitor::{Address, Monitor};
 use crate::commands::vm_state::qemu_stream::{self, ENDS};
@@ -34,31 +35,9 @@ const BANDWIDTH: u64 = 100 << 30;
 pub async fn migrate(client: &Client, args: VmMigrate) -> Result<Vec<u8>, Failure> {
     let named = client.vgpu(args.vgpu.vgpu()?, None).await?;
     let vgpus = vgpus_of_vm(client, &named).await?;
-    check_saveable(client, &vgpus).await?;
     let address = Address::Socket(args.monitor.clone());
-    let (mut monitor, expected) = (address.connect().await?, vgpus.len());
-    let types = vgpus.iter().map(|vgpu| vgpu.live_type.as_ref().unwrap_or(&vgpu.mdev_type).clone());
-    let (types, to) = (types.collect(), args.to);
-    let (monitor, peer, was_running) = blocking(move || {
-        check_count(pci::count(&mut monitor)?, expected)?;
-        let running = monitor.status()? == "running";
-        let peer = Peer::connect(&to, &Hello { types, running })?;
-        Ok((monitor, peer, running))
-    })
-    .await?;
-    // An interrupted command would leave the VM paused.
-    let _ignored = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
-    let sent = send_vm(client, &vgpus, monitor, peer, args.timeout).await;
-    let sent = match sent {
-        Ok(sent) => sent,
-        Err(failure) => {
-            let returned = give_back(client, &vgpus, &address, was_running).await;
-            if let Err(failure) = returned {
-                eprintln!("vgpuctl: note: the VM may be paused: {failure}");
-            }
-            return Err(failure);
-        }
-    };
+    let sent = send_checkpointed(client, &args, &address, &vgpus);
+    let sent = with_checkpoint(client, &vgpus, sent).await?;
     let pause = hand_over(sent).await?;
     // This QEMU has nothing left that it could lose.
     let _ = address.with(Monitor::end).await;
@@ -68,6 +47,35 @@ pub async fn migrate(client: &Client, args: VmMigrate) -> Result<Vec<u8>, Failur
             "uuid": named.uuid, "pause_ms": pause.as_millis() as u64,
         })),
     }
+}
+
+/// Sends a VM without CUDA programs on its vGPUs. After a failure it runs on here.
+async fn send_checkpointed(
+    client: &Client,
+    args: &VmMigrate,
+    address: &Address,
+    vgpus: &[Vgpu],
+) -> Result<Sent, Failure> {
+    check_saveable(client, vgpus).await?;
+    let (mut monitor, expected) = (address.connect().await?, vgpus.len());
+    let types = vgpus.iter().map(|vgpu| vgpu.live_type.as_ref().unwrap_or(&vgpu.mdev_type).clone());
+    let (types, to) = (types.collect(), args.to.clone());
+    let (monitor, peer, was_running) = blocking(move || {
+        check_count(pci::count(&mut monitor)?, expected)?;
+        let running = monitor.status()? == "running";
+        let peer = Peer::connect(&to, &Hello { types, running })?;
+        Ok((monitor, peer, running))
+    })
+    .await?;
+    // An interrupted command would leave the VM paused.
+    let _ignored = [SignalKind::interrupt(), SignalKind::terminate()].map(signal);
+    let sent = send_vm(client, vgpus, monitor, peer, args.timeout).await;
+    if sent.is_err()
+        && let Err(failure) = give_back(client, vgpus, address, was_running).await
+    {
+        eprintln!("vgpuctl: note: the VM may be paused: {failure}");
+    }
+    sent
 }
 
 /// VM that the destination has restored.
