@@ -19,7 +19,8 @@
 //!   `vgpud`, controlled by `vgpuctl`
 //! * [`picture`]: checks of screens; [`viewers`]: a browser and a VNC client for consoles
 //! * [`demo`], [`mod@test`], [`mod@bench`], [`simulate`]: commands of `cargo lab`
-//! * [`cleanup`]: cleanup of resources; [`progress`], [`heartbeat`]: progress output
+//! * [`cleanup`]: cleanup of resources; [`whole_file`]: files that appear at once; [`progress`],
+//!   [`heartbeat`]: progress output
 
 use std::path::{Path, PathBuf};
 
@@ -65,6 +66,7 @@ pub mod successor;
 pub mod test;
 pub mod vfio;
 pub mod viewers;
+pub mod whole_file;
 
 /// Parts of a VM.
 #[derive(Clone, Debug)]

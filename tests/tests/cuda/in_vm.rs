@@ -55,7 +55,7 @@ impl CudaVm {
         };
         let target = kernels.stable()?;
         let scratch = Scratch::new()?;
-        let module = kernels.build(&target, &scratch.path().join("module"))?;
+        let module = kernels.build(&target)?;
         let vgpud = Vgpud::start_with_log(&[], &scratch.path().join("log"))?;
         let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
         let socket = vgpud.vfio_socket(&uuid);
