@@ -110,7 +110,7 @@ impl Kernels {
         let folder = self.folder.join(suite);
         let release = fs::read_to_string(folder.join("release"))
             .with_context(|| format!("No kernel in {}", folder.display()))?;
-        Ok(Target { release, kernel: Kernel::in_folder(&folder) })
+        Ok(Target { release, kernel: Kernel::in_folder(&folder).with_uncompressed() })
     }
 
     /// Compiles the module for a kernel, with warnings as errors, unless the same sources have been

@@ -2,7 +2,8 @@
 //!
 //! In reading order:
 //!
-//! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both
+//! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both,
+//!   [`vmlinux`] decompresses the kernel
 //! * [`ovmf`]: UEFI firmware
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`guest`]: connections to the guest; [`shared_folder`]: this
@@ -66,6 +67,7 @@ pub mod successor;
 pub mod test;
 pub mod vfio;
 pub mod viewers;
+pub mod vmlinux;
 pub mod whole_file;
 
 /// Parts of a VM.
