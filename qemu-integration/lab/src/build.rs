@@ -64,6 +64,12 @@ pub fn workspace() -> &'static Path {
     lab.ancestors().nth(2).unwrap_or(lab)
 }
 
+/// Returns the folder of what is built from the workspace.
+pub(crate) fn target_folder() -> PathBuf {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    target.unwrap_or_else(|| workspace().join("target"))
+}
+
 /// Returns the path of cargo.
 fn cargo_path() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
@@ -89,8 +95,7 @@ pub fn cargo_in_background() -> Command {
 /// compilation takes longer than the first one itself.
 fn without_increments(command: &mut Command) {
     const VARIABLE: &str = "CARGO_INCREMENTAL";
-    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
-    let folder = target.unwrap_or_else(|| workspace().join("target")).join("debug/incremental");
+    let folder = target_folder().join("debug/incremental");
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     // Cargo itself has compiled the lab.
     let exist = entries.map(|entry| entry.file_name()).any(|name| {
@@ -244,5 +249,5 @@ fn build(mut command: Command, step: Step) -> Result<Programs> {
     step.done();
     let first = programs.values().next().and_then(|program| program.parent());
     let folder = first.map(Path::to_path_buf);
-    Ok(Programs { programs, folder: folder.unwrap_or_else(|| workspace().join("target")) })
+    Ok(Programs { programs, folder: folder.unwrap_or_else(target_folder) })
 }

@@ -13,7 +13,6 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use crate::build::{self, Profile};
-use crate::cleanup::Scratch;
 use crate::guest_driver::{self, Kernels};
 use crate::initramfs;
 use crate::place::layout;
@@ -122,8 +121,7 @@ pub fn write(options: &Options, progress: &Progress) -> Result<u64> {
 fn module(root: &Root, progress: &Progress) -> Result<Vec<u8>> {
     let kernels = Kernels::open(progress)?.map_err(anyhow::Error::msg)?;
     let target = kernels.for_kernel(&root.kernel)?;
-    let scratch = Scratch::new()?;
-    read(&kernels.build(&target, &scratch.path().join("module"))?)
+    read(&kernels.build(&target)?)
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {

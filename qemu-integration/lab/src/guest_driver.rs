@@ -8,8 +8,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use uuid::Uuid;
 
-use crate::build::workspace;
+use crate::build::{self, workspace};
 use crate::checkers;
 use crate::cleanup::Scratch;
 use crate::debs::{self, Debs};
@@ -17,6 +18,7 @@ use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::progress::Progress;
 use crate::root::{cache_folder, lock};
+use crate::whole_file;
 
 /// Version of the cached folder's contents.
 const LAYOUT: &str = "guest-driver-1";
@@ -30,6 +32,9 @@ pub const SOURCES: &str = "qemu-integration/guest-driver";
 
 /// File name of the module.
 pub const MODULE: &str = "tessera_guest.ko";
+
+/// Folder of compiled modules in cargo's target folder.
+const BUILT: &str = "guest-driver";
 
 /// Parts of the packages that no build reads.
 const NOT_NEEDED: [&str; 4] = ["usr/share/doc", "usr/share/locale", "usr/share/man", "boot"];
@@ -105,27 +110,40 @@ impl Kernels {
         let folder = self.folder.join(suite);
         let release = fs::read_to_string(folder.join("release"))
             .with_context(|| format!("No kernel in {}", folder.display()))?;
-        Ok(Target { release, kernel: Kernel::in_folder(&folder) })
+        Ok(Target { release, kernel: Kernel::in_folder(&folder).with_uncompressed() })
     }
 
-    /// Compiles the module for a kernel, with warnings as errors. Returns its path in `folder`.
-    pub fn build(&self, target: &Target, folder: &Path) -> Result<PathBuf> {
-        fs::create_dir_all(folder)?;
-        for (name, path) in sources()? {
-            fs::copy(&path, folder.join(name))?;
+    /// Compiles the module for a kernel, with warnings as errors, unless the same sources have been
+    /// compiled for this kernel already. Returns its path in cargo's target folder.
+    pub fn build(&self, target: &Target) -> Result<PathBuf> {
+        let sources = sources()?
+            .into_iter()
+            .map(|(name, path)| {
+                let bytes = fs::read(&path);
+                Ok((name, bytes.with_context(|| format!("Cannot read {}", path.display()))?))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let folder = build::target_folder().join(BUILT);
+        let release = target.release.trim();
+        let module = folder.join(format!("{release}-{}.ko", identity(&target.script(), &sources)));
+        if module.is_file() {
+            return Ok(module);
         }
-        self.compile(target, folder)
+        let _lock = lock(&folder, &Progress::new())?;
+        if !module.is_file() {
+            let scratch = Scratch::new()?;
+            for (name, bytes) in &sources {
+                fs::write(scratch.path().join(name), bytes)?;
+            }
+            let compiled = self.compile(target, scratch.path())?;
+            whole_file::write(&module, &fs::read(compiled)?)?;
+        }
+        Ok(module)
     }
 
     /// Compiles sources of the module in `folder`, as dkms does. Returns the module's path.
     pub fn compile(&self, target: &Target, folder: &Path) -> Result<PathBuf> {
-        let script = format!(
-            "set -e\n\
-             make KDIR=/usr/src/linux-headers-{} -j\"$(nproc)\" KCFLAGS=-Werror\n\
-             strip --strip-debug {MODULE}",
-            target.release,
-        );
-        let output = checkers::run_in(&self.folder.join("root"), folder, &script)?;
+        let output = checkers::run_in(&self.folder.join("root"), folder, &target.script())?;
         ensure!(
             output.status == 0 && !output.stderr.contains("warning:"),
             "The module does not compile for {}: {}\n{}",
@@ -137,6 +155,24 @@ impl Kernels {
         ensure!(module.is_file(), "The build made no {}", module.display());
         Ok(module)
     }
+}
+
+impl Target {
+    /// Returns the script that compiles the module.
+    fn script(&self) -> String {
+        format!(
+            "set -e\n\
+             make KDIR=/usr/src/linux-headers-{} -j\"$(nproc)\" KCFLAGS=-Werror\n\
+             strip --strip-debug {MODULE}",
+            self.release,
+        )
+    }
+}
+
+/// Returns the hash of everything that a compiled module depends on.
+fn identity(script: &str, sources: &[(String, Vec<u8>)]) -> Uuid {
+    let whole = (LAYOUT, script, sources);
+    Uuid::new_v5(&Uuid::NAMESPACE_OID, format!("{whole:?}").as_bytes())
 }
 
 /// Returns the names and paths of the module's source files.
@@ -221,4 +257,24 @@ fn unpack_kernel(debs: &Debs, release: &str, folder: &Path) -> Result<()> {
     fs::remove_dir_all(&raw)?;
     fs::write(folder.join("release"), release)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_compiled_module_is_that_of_the_same_sources_and_kernel_only() {
+        let sources = |name: &str, text: &str| vec![(name.to_owned(), text.as_bytes().to_vec())];
+        let first = identity("make 6.12", &sources("main.c", "int a;"));
+        assert_eq!(first, identity("make 6.12", &sources("main.c", "int a;")));
+        for other in [
+            identity("make 6.1", &sources("main.c", "int a;")),
+            identity("make 6.12", &sources("main.h", "int a;")),
+            identity("make 6.12", &sources("main.c", "int b;")),
+            identity("make 6.12", &[sources("main.c", "int a;"), sources("b.c", "")].concat()),
+        ] {
+            assert_ne!(first, other);
+        }
+    }
 }

@@ -1,13 +1,13 @@
 //! Initramfs of the guest: a cpio archive ("newc") with busybox, the display modules, `vgpu-guest`
 //! and an init script.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
 use crate::kernel::{Kernel, MODULES};
+use crate::whole_file;
 
 const INIT: &str = include_str!("init.sh");
 
@@ -93,15 +93,7 @@ pub fn machine_code(cubin: &Path) -> Result<Vec<u8>> {
 
 /// Writes archives to `target` atomically.
 pub fn write(target: &Path, archives: &[Vec<u8>]) -> Result<()> {
-    let folder = target.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)
-        .with_context(|| format!("Cannot make the folder {}", folder.display()))?;
-    let file = tempfile::NamedTempFile::new_in(folder)
-        .with_context(|| format!("Cannot write to {}", folder.display()))?;
-    std::fs::write(file.path(), archives.concat())?;
-    std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o644))?;
-    file.persist(target).with_context(|| format!("Cannot write {}", target.display()))?;
-    Ok(())
+    whole_file::write(target, &archives.concat())
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {

@@ -70,7 +70,7 @@ pub fn lab(
 fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);
-    let complete = || folder.exists().then(|| Kernel::in_folder(&folder));
+    let complete = || folder.exists().then(|| Kernel::in_folder(&folder).with_uncompressed());
     if let Some(kernel) = complete() {
         return Ok(Ok(kernel));
     }
@@ -94,7 +94,7 @@ fn kernel(progress: &Progress) -> Result<Result<Kernel, String>> {
     packages.make(&cache, partial.path()).context("Cannot compile a kernel's iommufd")?;
     partial.rename(&folder)?;
     step.done();
-    Ok(Ok(Kernel::in_folder(&folder)))
+    Ok(Ok(Kernel::in_folder(&folder).with_uncompressed()))
 }
 
 /// Packages to fetch.

@@ -8,6 +8,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::debs::{self, Debs};
 use crate::shared_folder;
+use crate::vmlinux;
+use crate::whole_file;
 
 /// Modules for the guest's display, in load order.
 pub const MODULES: [&str; 7] = [
@@ -25,6 +27,9 @@ pub const MODULES: [&str; 7] = [
 pub struct Kernel {
     /// Kernel image.
     pub image: PathBuf,
+    /// The same kernel, uncompressed, if emulated CPUs should start that. QEMU loads it again at each
+    /// reset, and thus also when a suspended VM wakes up, which then reboots.
+    pub uncompressed: Option<PathBuf>,
     /// Folder with the uncompressed [`MODULES`] and those of [`shared_folder`].
     pub modules: PathBuf,
     /// Static busybox.
@@ -36,9 +41,22 @@ impl Kernel {
     pub fn in_folder(folder: &Path) -> Self {
         Self {
             image: folder.join("vmlinuz"),
+            uncompressed: None,
             modules: folder.join("modules"),
             busybox: folder.join("busybox"),
         }
+    }
+
+    /// Adds the uncompressed kernel, which stays beside its image. Without, VMs boot the image.
+    #[must_use]
+    pub fn with_uncompressed(mut self) -> Self {
+        let path = self.image.with_file_name("vmlinux");
+        let decompress = || {
+            let kernel = vmlinux::uncompressed(&fs::read(&self.image).ok()?)?;
+            whole_file::write(&path, &kernel).ok()
+        };
+        self.uncompressed = (path.exists() || decompress().is_some()).then_some(path);
+        self
     }
 
     /// Returns the path of a module.

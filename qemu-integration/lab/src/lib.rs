@@ -2,7 +2,8 @@
 //!
 //! In reading order:
 //!
-//! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both
+//! * [`root`]: choice of QEMU and kernel; [`debs`] and [`kernel`] fetch and unpack both,
+//!   [`vmlinux`] decompresses the kernel
 //! * [`ovmf`]: UEFI firmware
 //! * [`initramfs`]: the guest's root, with the init script `init.sh`
 //! * [`qemu`]: virtual machines; [`guest`]: connections to the guest; [`shared_folder`]: this
@@ -19,7 +20,8 @@
 //!   `vgpud`, controlled by `vgpuctl`
 //! * [`picture`]: checks of screens; [`viewers`]: a browser and a VNC client for consoles
 //! * [`demo`], [`mod@test`], [`mod@bench`], [`simulate`]: commands of `cargo lab`
-//! * [`cleanup`]: cleanup of resources; [`progress`], [`heartbeat`]: progress output
+//! * [`cleanup`]: cleanup of resources; [`whole_file`]: files that appear at once; [`progress`],
+//!   [`heartbeat`]: progress output
 
 use std::path::{Path, PathBuf};
 
@@ -65,6 +67,8 @@ pub mod successor;
 pub mod test;
 pub mod vfio;
 pub mod viewers;
+pub mod vmlinux;
+pub mod whole_file;
 
 /// Parts of a VM.
 #[derive(Clone, Debug)]

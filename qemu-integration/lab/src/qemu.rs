@@ -22,8 +22,9 @@ use crate::shared_folder::SharedFolder;
 /// Options of a guest's kernel.
 ///
 /// No timer check: on a busy host an emulated CPU may get too little time to pass it. No mitigations
-/// of the CPU's defects: with them, each system call under TCG empties the TLB.
-pub const KERNEL_OPTIONS: &str = "console=ttyS0 no_timer_check mitigations=off";
+/// of the CPU's defects: with them, each system call under TCG empties the TLB. No self-tests of
+/// cryptography, which take an emulated CPU 0.3 s.
+pub const KERNEL_OPTIONS: &str = "console=ttyS0 no_timer_check mitigations=off cryptomgr.notests";
 /// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;
 /// Name of the socket of a monitor, in the folder of a VM.
@@ -197,11 +198,18 @@ impl VmSpec {
         Ok(args)
     }
 
+    /// Returns the kernel to start. UEFI starts no uncompressed kernel.
+    fn kernel<'a>(&self, lab: &'a Lab) -> &'a Path {
+        let kernel = &lab.root.kernel;
+        let emulated = !self.kvm && self.uefi.is_none();
+        kernel.uncompressed.as_deref().filter(|_| emulated).unwrap_or(&kernel.image)
+    }
+
     fn kernel_args(&self, lab: &Lab) -> [OsString; 6] {
         let append = format!("{KERNEL_OPTIONS} fbcon=font:TER16x32 lab.name={}", self.name);
         [
             "-kernel".into(),
-            lab.root.kernel.image.clone().into(),
+            self.kernel(lab).into(),
             "-initrd".into(),
             lab.initramfs.clone().into(),
             "-append".into(),

@@ -69,6 +69,12 @@ impl Root {
     }
 
     fn find_or_prepare(system: Option<&Qemu>, progress: &Progress) -> Result<Self> {
+        let mut root = Self::find_or_fetch(system, progress)?;
+        root.kernel = root.kernel.with_uncompressed();
+        Ok(root)
+    }
+
+    fn find_or_fetch(system: Option<&Qemu>, progress: &Progress) -> Result<Self> {
         let cache = cache_folder()?;
         let folder = cache.join(LAYOUT);
         if let Some(root) = Self::at(&folder, system) {

@@ -72,7 +72,9 @@ pub fn with_guest(
     progress: &Progress,
 ) -> Result<Lab> {
     // The system's QEMU cannot be copied.
-    let plain = Lab { root: Root::open_own(progress)?, kvm: false, ..plain.clone() };
+    let mut plain = Lab { root: Root::open_own(progress)?, kvm: false, ..plain.clone() };
+    // The resumed VM has the same option ROMs only with the same kernel. An image is smaller.
+    plain.root.kernel.uncompressed = None;
     let saved = folder.join("guest.saved");
     Vm::boot(&plain, guest, &folder.join("guest"))?.save(&saved)?;
     let qemu = &plain.root.qemu;
@@ -130,7 +132,8 @@ pub fn kmod(kernel: &Kernel) -> PathBuf {
 pub fn kernel(progress: &Progress) -> Result<Kernel> {
     let cache = cache_folder()?;
     let folder = cache.join(LAYOUT);
-    let complete = || folder.join("vfio").exists().then(|| Kernel::in_folder(&folder));
+    let complete =
+        || folder.join("vfio").exists().then(|| Kernel::in_folder(&folder).with_uncompressed());
     if let Some(kernel) = complete() {
         return Ok(kernel);
     }
@@ -158,7 +161,7 @@ pub fn kernel(progress: &Progress) -> Result<Kernel> {
     }
     partial.rename(&folder)?;
     step.done();
-    Ok(Kernel::in_folder(&folder))
+    Ok(Kernel::in_folder(&folder).with_uncompressed())
 }
 
 /// Returns the shared libraries and the loader of a program of this machine.

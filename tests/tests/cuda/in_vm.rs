@@ -21,6 +21,22 @@ use crate::{TYPE, inside, libraries};
 /// Folder of NVIDIA's libraries in the VM.
 const LIBRARIES: &str = "cuda";
 
+/// What a VM has and does.
+struct Setup<'a> {
+    /// Parameters of the module.
+    parameters: &'a str,
+    with_vgpu: bool,
+    memory_mib: u32,
+    /// The VM boots the kernel's image. QEMU loads an uncompressed kernel again when a VM wakes up.
+    suspends: bool,
+}
+
+impl Default for Setup<'_> {
+    fn default() -> Self {
+        Self { parameters: "", with_vgpu: true, memory_mib: 1024, suspends: false }
+    }
+}
+
 /// A VM whose vGPU the module has.
 pub struct CudaVm {
     pub guest: Guest,
@@ -32,20 +48,20 @@ pub struct CudaVm {
 impl CudaVm {
     /// Boots a VM, unless what it needs cannot be fetched.
     pub fn boot(parameters: &str) -> Result<Option<Self>> {
-        Self::boot_with(parameters, true, 1024)
+        Self::boot_with(&Setup { parameters, ..Setup::default() })
     }
 
     /// Boots a VM with another amount of memory, in MiB, unless what it needs cannot be fetched.
     pub fn boot_with_memory(memory_mib: u32) -> Result<Option<Self>> {
-        Self::boot_with("", true, memory_mib)
+        Self::boot_with(&Setup { memory_mib, ..Setup::default() })
     }
 
     /// Boots a VM without a vGPU, unless what it needs cannot be fetched.
     pub fn boot_unplugged(parameters: &str) -> Result<Option<Self>> {
-        Self::boot_with(parameters, false, 1024)
+        Self::boot_with(&Setup { parameters, with_vgpu: false, ..Setup::default() })
     }
 
-    fn boot_with(parameters: &str, with_vgpu: bool, memory_mib: u32) -> Result<Option<Self>> {
+    fn boot_with(setup: &Setup<'_>) -> Result<Option<Self>> {
         let Some(libraries) = libraries() else { return Ok(None) };
         let kernels = match Kernels::open(&Progress::new())? {
             Ok(kernels) => kernels,
@@ -54,18 +70,19 @@ impl CudaVm {
                 return Ok(None);
             }
         };
-        let target = kernels.stable()?;
+        let mut target = kernels.stable()?;
+        target.kernel.uncompressed.take_if(|_| setup.suspends);
         let scratch = Scratch::new()?;
-        let module = kernels.build(&target, &scratch.path().join("module"))?;
+        let module = kernels.build(&target)?;
         let vgpud = Vgpud::start_with_log(&[], &scratch.path().join("log"))?;
         let uuid = vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
         let socket = vgpud.vfio_socket(&uuid);
         let files = programs(libraries, scratch.path())?;
-        let socket = Some(socket.as_path()).filter(|_| with_vgpu);
+        let socket = Some(socket.as_path()).filter(|_| setup.with_vgpu);
         let (kernel, folder) = (&target.kernel, scratch.path());
         let mut guest =
-            Guest::boot_with_memory(kernel, &module, &files, socket, folder, memory_mib)?;
-        guest.run(&format!("insmod /module.ko {parameters}"))?;
+            Guest::boot_with_memory(kernel, &module, &files, socket, folder, setup.memory_mib)?;
+        guest.run(&format!("insmod /module.ko {}", setup.parameters))?;
         guest.run("mkdir -p /dev/shm && mount -t tmpfs none /dev/shm")?;
         Ok(Some(Self { guest, uuid, scratch, vgpud }))
     }
@@ -303,7 +320,8 @@ fn programs_end_when_their_vgpu_goes_and_others_have_it_when_it_comes_back() -> 
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
 fn programs_end_when_their_vm_is_suspended_and_others_run_after_it() -> Result<()> {
-    let Some(mut vm) = CudaVm::boot("")? else { return Ok(()) };
+    let setup = Setup { suspends: true, ..Setup::default() };
+    let Some(mut vm) = CudaVm::boot_with(&setup)? else { return Ok(()) };
     let worker = vm.worker()?;
     let pid = vm.start_waiting("/tmp/waits")?;
     // To RAM (S3): QEMU resets all devices when the VM wakes up.

@@ -12,7 +12,7 @@ fn the_module_compiles_without_warnings_and_loads_on_debians_kernels() -> Result
     let Some(kernels) = kernels()? else { return Ok(()) };
     for target in kernels.targets()? {
         let scratch = Scratch::new()?;
-        let module = kernels.build(&target, &scratch.path().join("module"))?;
+        let module = kernels.build(&target)?;
         let mut guest = Guest::boot(&target.kernel, &module, &[], None, scratch.path())?;
         for _ in 0..3 {
             guest.run("insmod /module.ko")?;
@@ -34,7 +34,7 @@ fn a_program_that_opens_a_node_without_a_vgpu_is_told_so() -> Result<()> {
     let Some(kernels) = kernels()? else { return Ok(()) };
     let target = kernels.stable()?;
     let scratch = Scratch::new()?;
-    let module = kernels.build(&target, &scratch.path().join("module"))?;
+    let module = kernels.build(&target)?;
     let mut guest = Guest::boot(&target.kernel, &module, &[], None, scratch.path())?;
     guest.run("insmod /module.ko && mknod /tmp/ctl c 195 255")?;
     let output = guest.vm.guest.run("cat /tmp/ctl", LIMIT)?;

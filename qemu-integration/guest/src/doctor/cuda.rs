@@ -117,7 +117,8 @@ fn version_of(path: &Path, name: &str, expected: Option<&str>) -> Option<String>
     let expected = expected?;
     let content = fs::read(&real).ok()?;
     let wanted = [expected.as_bytes(), b"\0"].concat();
-    content.windows(wanted.len()).any(|part| part == wanted).then(|| expected.to_owned())
+    let mut texts = content.split_inclusive(|byte| *byte == 0);
+    texts.any(|text| text.ends_with(&wanted)).then(|| expected.to_owned())
 }
 
 /// Returns the version in a text such as "NVRM version: NVIDIA ... Module for x86_64  550.163.01 ...".

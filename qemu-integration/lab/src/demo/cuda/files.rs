@@ -51,7 +51,7 @@ impl Needs {
         } else {
             let kernels = Kernels::open(progress)?.map_err(anyhow::Error::msg)?;
             let target = kernels.for_kernel(&lab.root.kernel)?;
-            let module = kernels.build(&target, &folder.join("module"))?;
+            let module = kernels.build(&target)?;
             (module, build::workspace().join(bundle::PROGRAMS_SOURCE))
         };
         ensure!(module.is_file(), "this bundle has no module for its kernel");
