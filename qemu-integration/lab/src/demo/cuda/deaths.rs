@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use super::files::Needs;
 use super::numbers::{Numbers, numbers};
 use super::python::{self, Python};
-use super::{Cuda, LIMIT, Options, VGPUS, command, in_background, is_right};
+use super::{Cuda, LIMIT, Options, VGPUS, command, in_background, is_right, last_lines};
 use crate::Lab;
 use crate::build::Programs;
 use crate::host::Host;
@@ -43,16 +43,8 @@ pub(super) fn run(
     let step = progress.step("Booting a VM with NVIDIA's libcuda of this machine");
     let mut cuda = Cuda::boot(lab, programs, options, needs, folder, &VGPUS[..1])?;
     step.done();
-    let step = progress.step("Killing its worker under CUDA programs");
-    cuda.small_programs(kills, failures)?;
-    check_faults(&cuda.host, failures)?;
-    step.done();
-    if let Some(python) = &needs.python {
-        let step = progress.step("Killing its worker under a training of PyTorch");
-        cuda.training(python, kills, failures)?;
-        step.done();
-    }
-    check_faults(&cuda.host, failures)?;
+    let killed = cuda.deaths(needs, kills, failures);
+    killed.with_context(|| cuda.logs())?;
     for vm in cuda.vms {
         vm.quit()?;
     }
@@ -60,6 +52,28 @@ pub(super) fn run(
 }
 
 impl Cuda {
+    /// Kills workers under the programs of the VM.
+    fn deaths(&mut self, needs: &Needs, kills: u32, failures: &mut Vec<String>) -> Result<()> {
+        let progress = Progress::new();
+        let step = progress.step("Killing its worker under CUDA programs");
+        self.small_programs(kills, failures)?;
+        check_faults(&self.host, failures)?;
+        step.done();
+        if let Some(python) = &needs.python {
+            let step = progress.step("Killing its worker under a training of PyTorch");
+            self.training(python, kills, failures)?;
+            step.done();
+        }
+        check_faults(&self.host, failures)
+    }
+
+    /// Returns what the VM's QEMU and console said last, and the warnings of vgpud.
+    fn logs(&self) -> String {
+        let vms: String =
+            self.vms.iter().map(|vm| vm.errors() + &last_lines(&vm.console())).collect();
+        format!("{vms}\n{}", warnings(&self.host))
+    }
+
     fn small_programs(&mut self, kills: u32, failures: &mut Vec<String>) -> Result<()> {
         let runs = RUNS.replace("PROGRAM", &command("results"));
         self.vms[0].guest.run(&runs, LIMIT)?.success()?;
@@ -118,12 +132,15 @@ fn report_training(output: &str, deaths: u32, failures: &mut Vec<String>) {
 fn check_faults(host: &Host, failures: &mut Vec<String>) -> Result<()> {
     let stats = host.stats(VGPUS[0].1)?;
     if stats["faults"] != 0 {
-        let log = host.log();
-        let lines = log.lines().filter(|line| !line.contains(" INFO ")).collect::<Vec<_>>();
-        let (faults, warnings) = (&stats["faults"], lines.join("\n"));
+        let (faults, warnings) = (&stats["faults"], warnings(host));
         failures.push(format!("the vGPU has faults: {faults}; warnings of vgpud:\n{warnings}"));
     }
     Ok(())
+}
+
+/// Returns the warnings of vgpud and its other processes.
+fn warnings(host: &Host) -> String {
+    host.log().lines().filter(|line| !line.contains(" INFO ")).collect::<Vec<_>>().join("\n")
 }
 
 /// Result of [`check_runs`].
