@@ -27,8 +27,8 @@ pub const MODULES: [&str; 7] = [
 pub struct Kernel {
     /// Kernel image.
     pub image: PathBuf,
-    /// The same kernel, uncompressed, if emulated CPUs should start that. QEMU loads it again at each
-    /// reset, and thus also when a suspended VM wakes up, which then reboots.
+    /// The same kernel, uncompressed, if emulated CPUs should start that. QEMU loads it again at
+    /// each reset, and thus also when a suspended VM wakes up, which then reboots.
     pub uncompressed: Option<PathBuf>,
     /// Folder with the uncompressed [`MODULES`] and those of [`shared_folder`].
     pub modules: PathBuf,

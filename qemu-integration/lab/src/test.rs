@@ -61,14 +61,15 @@ const LONG: [&str; 3] = [
 ];
 /// Tests with VMs that take over a minute, the longest first. They start first, so that none of them is
 /// left alone at the end.
-const FIRST: [&str; 9] = [
-    "system-tests/cuda/in_vm",
-    "system-tests/cuda/deaths",
-    "system-tests/cuda/checkpoints",
+const FIRST: [&str; 10] = [
     "system-tests/libvirt/domains",
-    "system-tests/vfio/dma",
+    "system-tests/cuda/in_vm",
     "system-tests/vfio/service",
+    "system-tests/vfio/dma",
     "system-tests/qemu/vms",
+    "system-tests/cuda/checkpoints",
+    "system-tests/cuda/vgpu_guest_in_vm",
+    "system-tests/cuda/deaths",
     "system-tests/vfio/guest",
     "system-tests/vfio/shares",
 ];

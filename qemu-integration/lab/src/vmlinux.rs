@@ -1,7 +1,7 @@
 //! Uncompressed kernels.
 //!
-//! Debian's kernel images decompress themselves, which takes an emulated CPU longer than a quarter of
-//! the boot. QEMU starts an uncompressed kernel by PVH ("Xen x86/HVM direct boot ABI").
+//! Debian's kernel images decompress themselves, which takes an emulated CPU a fifth of a boot's
+//! time. QEMU starts an uncompressed kernel by PVH ("Xen x86/HVM direct boot ABI").
 
 use object::elf::FileHeader64;
 use object::endian::LittleEndian;

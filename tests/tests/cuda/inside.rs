@@ -37,8 +37,9 @@ fn is_in_a_container() -> Result<()> {
 /// Length of the copies in streams, in bytes.
 const LEN: usize = 8 << 20;
 
-/// Returns bytes that differ from place to place: the parts of a prime length that they repeat begin
-/// at another place of each page. This program is not optimized, and a VM's emulated CPU is slow.
+/// Returns bytes that differ from place to place: repetitions of a part of a prime length, which
+/// begins at another place of each page. This program is not optimized, and a VM's emulated CPU is
+/// slow.
 fn pattern(len: usize) -> Vec<u8> {
     const PART: u32 = 65_537;
     let part: Vec<u8> =
