@@ -181,6 +181,14 @@ impl Host {
         Ok(found.clone())
     }
 
+    /// Returns the type with this much video memory and no display: the guest's module leaves a vGPU
+    /// with a display to the display driver.
+    pub fn type_without_display(&self, size: &str) -> Result<MdevType> {
+        let suffix = format!("-{size}C");
+        let found = self.types()?.into_iter().find(|offered| offered.name.ends_with(&suffix));
+        found.with_context(|| format!("No GPU here offers {size} GiB without a display"))
+    }
+
     /// Defines and starts a vGPU with a share of the GPU in percent.
     pub fn start_vgpu(&self, uuid: &str, mdev_type: &str, core: Option<u8>) -> Result<PathBuf> {
         let types = self.types()?;

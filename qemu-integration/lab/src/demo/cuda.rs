@@ -212,7 +212,7 @@ impl Cuda {
         initramfs::write(&initramfs, &[fs::read(&lab.initramfs)?, initramfs::extra(&files)?])?;
         let lab = Lab { initramfs, ..lab.clone() };
         let host = Host::start(programs, &[options.parent.argument()])?;
-        let mdev_type = type_of_size(&host, SIZE)?;
+        let mdev_type = host.type_without_display(SIZE)?;
         let (mut vms, mut specs, mut facts) = (Vec::new(), Vec::new(), Vec::new());
         for &(name, uuid, share_asked) in vgpus {
             let socket = host.start_vgpu(uuid, &mdev_type.name, Some(share_asked))?;
@@ -424,14 +424,6 @@ impl Facts {
         println!("{table}");
         println!("libcuda {} on {}, times by the GPU's clock", self.driver, self.mdev_type);
     }
-}
-
-/// Returns the type with this much video memory and no display: the module leaves a vGPU with a
-/// display to the display driver.
-fn type_of_size(host: &Host, size: &str) -> Result<MdevType> {
-    let suffix = format!("-{size}C");
-    let found = host.types()?.into_iter().find(|offered| offered.name.ends_with(&suffix));
-    found.with_context(|| format!("No GPU here offers {size} GiB without a display"))
 }
 
 /// Returns whether a program found its result right.

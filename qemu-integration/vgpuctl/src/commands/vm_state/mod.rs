@@ -18,8 +18,12 @@ mod pci;
 mod qemu_stream;
 mod upgrade;
 
+use std::time::Duration;
+
 use hyper::Method;
+use mdev_core::ids::VgpuId;
 use mdev_core::stream::Head;
+use serde_json::json;
 use vgpud_api::{SaveVgpu, Vgpu};
 
 use self::domain::VmDomain;
@@ -27,8 +31,9 @@ use self::monitor::{Address, Monitor};
 use self::pci::Place;
 use super::checkpoint::with_checkpoint;
 use super::saving::{self, Checked, NewFile, blocking};
-use crate::cli::{Vm, VmArg, VmRestore, VmSave, VmTask};
+use crate::cli::{Output, Vm, VmArg, VmRestore, VmSave, VmTask};
 use crate::failure::Failure;
+use crate::mdevctl::pretty;
 use vgpud_client::{Client, vgpu_path};
 
 /// Runs `vm`.
@@ -281,6 +286,14 @@ fn find_place(place: Place, places: &[Place]) -> Result<usize, Failure> {
              command line of the saved VM"
         ))
     })
+}
+
+/// Returns the output of a command that has paused a VM.
+fn paused(vgpu: VgpuId, pause: Duration, output: Output) -> Result<Vec<u8>, Failure> {
+    match output {
+        Output::Text => Ok(format!("The VM was paused for {} ms\n", pause.as_millis()).into()),
+        Output::Json => pretty(&json!({ "uuid": vgpu, "pause_ms": pause.as_millis() as u64 })),
+    }
 }
 
 /// Lets all vGPUs continue. Returns the first failure.

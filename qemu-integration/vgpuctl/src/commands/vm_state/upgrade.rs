@@ -19,12 +19,11 @@ use vgpud_host::text::one_line;
 
 use super::monitor::{Address, Monitor, connect};
 use super::qemu_stream::ENDS;
-use super::{check_count, check_saveable, pci, qemu_stream, resume_vgpus, vgpus_of_vm};
-use crate::cli::{Output, VmUpgrade};
+use super::{check_count, check_saveable, paused, pci, qemu_stream, resume_vgpus, vgpus_of_vm};
+use crate::cli::VmUpgrade;
 use crate::commands::checkpoint::with_checkpoint;
 use crate::commands::saving::blocking;
 use crate::failure::Failure;
-use crate::mdevctl::pretty;
 use vgpud_client::{Client, vgpu_path};
 
 /// Longest time for the new QEMU to start, and to make its monitor.
@@ -58,12 +57,7 @@ pub async fn upgrade(client: &Client, args: VmUpgrade) -> Result<Vec<u8>, Failur
     let vgpus = vgpus_of_vm(client, &named).await?;
     let upgraded = upgrade_checkpointed(client, &args, &vgpus);
     let pause = with_checkpoint(client, &vgpus, upgraded).await?;
-    match args.output {
-        Output::Text => Ok(format!("The VM was paused for {} ms\n", pause.as_millis()).into()),
-        Output::Json => pretty(&json!({
-            "uuid": named.uuid, "pause_ms": pause.as_millis() as u64,
-        })),
-    }
+    paused(named.uuid, pause, args.output)
 }
 
 /// Gives a VM without CUDA programs on its vGPUs the new QEMU. Returns how long it was paused.

@@ -14,7 +14,7 @@ use super::{check_faults, kill_workers, report_runs, report_training};
 use crate::build::Programs;
 use crate::demo::cuda::files::Needs;
 use crate::demo::cuda::python::Python;
-use crate::demo::cuda::{Options, SIZE, VGPUS, type_of_size};
+use crate::demo::cuda::{Options, SIZE, VGPUS};
 use crate::host::Host;
 use crate::progress::Progress;
 
@@ -27,7 +27,7 @@ pub(super) fn run(
     failures: &mut Vec<String>,
 ) -> Result<()> {
     let host = Host::start(programs, &[options.parent.argument()])?;
-    host.start_vgpu(VGPUS[0].1, &type_of_size(&host, SIZE)?.name, None)?;
+    host.start_vgpu(VGPUS[0].1, &host.type_without_display(SIZE)?.name, None)?;
     let progress = Progress::new();
     let step = progress.step("Killing the worker of CUDA programs of this machine");
     small_programs(&host, &needs.program, kills, failures)?;

@@ -11,14 +11,15 @@ use vgpud_api::{LogWrites, SaveVgpu, Vgpu};
 use vgpud_host::body::BodyReader;
 
 use super::peer::{Frame, Hello, Peer};
-use crate::cli::{Output, VmMigrate};
+use crate::cli::VmMigrate;
 use crate::commands::checkpoint::with_checkpoint;
 use crate::commands::saving::{self, blocking};
 use crate::commands::vm_state::monitor::{Address, Monitor};
 use crate::commands::vm_state::qemu_stream::{self, ENDS};
-use crate::commands::vm_state::{check_count, check_saveable, pci, resume_vgpus, vgpus_of_vm};
+use crate::commands::vm_state::{
+    check_count, check_saveable, paused, pci, resume_vgpus, vgpus_of_vm,
+};
 use crate::failure::Failure;
-use crate::mdevctl::pretty;
 use vgpud_client::{Client, vgpu_path};
 
 /// QEMU has paused the VM and waits before it sends the rest (QMP's `MigrationStatus`).
@@ -41,12 +42,7 @@ pub async fn migrate(client: &Client, args: VmMigrate) -> Result<Vec<u8>, Failur
     let pause = hand_over(sent).await?;
     // This QEMU has nothing left that it could lose.
     let _ = address.with(Monitor::end).await;
-    match args.output {
-        Output::Text => Ok(format!("The VM was paused for {} ms\n", pause.as_millis()).into()),
-        Output::Json => pretty(&json!({
-            "uuid": named.uuid, "pause_ms": pause.as_millis() as u64,
-        })),
-    }
+    paused(named.uuid, pause, args.output)
 }
 
 /// Sends a VM without CUDA programs on its vGPUs. After a failure it runs on here.
