@@ -122,7 +122,8 @@ impl CudaVm {
             receive.kill()?;
         }
         let received = receive.wait()?;
-        migrated?;
+        let said = migrated?;
+        ensure!(said.starts_with("The VM was paused for ") && said.ends_with(" ms"), "{said}");
         ensure!(received.success(), "`vm receive` ended with {received}");
         self.guest.vm.wait_running()
     }
