@@ -1,6 +1,7 @@
 //! Checkpoints of CUDA programs by NVIDIA's libcuda, on the host and in a VM that is saved.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Instant;
 
@@ -147,14 +148,17 @@ fn a_vm_is_saved_and_restored_with_its_cuda_programs() -> Result<()> {
     let ended = vm.guest.vm.guest.run("cat /tmp/agent; pidof vgpu-guest", guest_vm::LIMIT)?;
     ensure!(ended.status == 0, "the agent has ended: {ended:?}");
     vm.guest.check_log()?;
+    moves_and_gets_a_new_qemu(&mut vm, folder.path())
+}
 
-    // On "another host", and in a new QEMU.
+/// Moves a VM with a CUDA program to "another host", and gives it a new QEMU.
+fn moves_and_gets_a_new_qemu(vm: &mut CudaVm, folder: &Path) -> Result<()> {
     let begun = Instant::now();
     vm.migrate_to_another()?;
     println!("moved in {} ms", begun.elapsed().as_millis());
     vm.guest.run(&two_more("/tmp/log"))?;
     let begun = Instant::now();
-    let mut new = vm.guest.upgrade(&vm.vgpud, &vm.uuid, &folder.path().join("new"))?;
+    let mut new = vm.guest.upgrade(&vm.vgpud, &vm.uuid, &folder.join("new"))?;
     println!("in a new QEMU after {} ms", begun.elapsed().as_millis());
     new.guest.run(&two_more("/tmp/log"), guest_vm::LIMIT)?.success()?;
     Ok(())
