@@ -11,7 +11,7 @@ use lab::cuda_libraries::CudaLibraries;
 use lab::guest_driver::Kernels;
 use lab::initramfs;
 use lab::progress::Progress;
-use lab::qemu::vgpu_device;
+use lab::qemu::{Vm, vgpu_device};
 use serde_json::json;
 use system_tests::guest_vm::{self, Guest};
 use system_tests::{Vgpud, skipped, vgpuctl, worker_deaths};
@@ -91,24 +91,25 @@ impl CudaVm {
     /// state.
     pub fn restart_on_another(&mut self) -> Result<()> {
         system_tests::wait_for("QEMU has ended", || !self.guest.vm.is_running())?;
+        let folder = self.scratch.path().join("restored");
+        self.await_on_another(&folder).map(drop)
+    }
+
+    /// Starts another QEMU, with another vGPU, that waits for the VM's state. Returns the one before.
+    fn await_on_another(&mut self, folder: &Path) -> Result<Vm> {
         self.uuid = self.vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
-        let socket = self.vgpud.vfio_socket(&self.uuid);
-        self.guest.restart_awaiting(&socket, &self.scratch.path().join("restored"))?;
+        let before = self.guest.restart_awaiting(&self.vgpud.vfio_socket(&self.uuid), folder)?;
         system_tests::wait_for("the VM is attached", || {
             self.vgpud.show(&self.uuid).is_ok_and(|vgpu| !vgpu["vm"].is_null())
-        })
+        })?;
+        Ok(before)
     }
 
     /// Moves the VM to a QEMU with another vGPU.
     pub fn migrate_to_another(&mut self) -> Result<()> {
         let (from, monitor) = (self.uuid.clone(), self.guest.vm.keys());
-        self.uuid = self.vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
-        let (socket, folder) =
-            (self.vgpud.vfio_socket(&self.uuid), self.scratch.path().join("moved"));
-        let _old = self.guest.restart_awaiting(&socket, &folder)?;
-        system_tests::wait_for("the VM is attached", || {
-            self.vgpud.show(&self.uuid).is_ok_and(|vgpu| !vgpu["vm"].is_null())
-        })?;
+        let folder = self.scratch.path().join("moved");
+        let _before = self.await_on_another(&folder)?;
         let address = format!("unix:{}", folder.join("move").display());
         let keys = self.guest.vm.keys();
         let mut receive = Command::new(vgpuctl::path()?);

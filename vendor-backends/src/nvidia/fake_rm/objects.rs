@@ -234,10 +234,8 @@ impl Objects {
     pub fn map(&mut self, mapping: Mapping) -> Result<(), Refusal> {
         let memory = self.get(mapping.client, mapping.memory)?;
         let range = self.of_class(mapping.client, mapping.space, class::VIRTUAL)?;
-        let base = match range.uses[..] {
-            [space] => self.of_class(mapping.client, space, class::VA_SPACE)?.base,
-            _ => DEFAULT_BASE,
-        };
+        let space = *range.uses.first().ok_or(status::INVALID_ARGUMENT)?;
+        let base = self.of_class(mapping.client, space, class::VA_SPACE)?.base;
         let end = mapping.va.checked_add(mapping.len).ok_or(status::INVALID_ARGUMENT)?;
         if mapping.len == 0
             || mapping.len > memory.len

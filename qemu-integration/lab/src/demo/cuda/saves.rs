@@ -28,7 +28,8 @@ pub(super) fn run(
     step.done();
     let step = progress.step("Starting a CUDA program and the agent for checkpoints in it");
     let agent = format!(
-        "mkdir -p /run; LD_LIBRARY_PATH=/{LIBRARIES} vgpu-guest agent --tool /{CHECKPOINT} > /tmp/agent 2>&1 & \
+        "mkdir -p /run; \
+         LD_LIBRARY_PATH=/{LIBRARIES} vgpu-guest agent --tool /{CHECKPOINT} > /tmp/agent 2>&1 & \
          until grep -q Waiting /tmp/agent; do kill -0 $! || {{ cat /tmp/agent >&2; exit 1; }}; \
          sleep 0.1; done"
     );
@@ -37,7 +38,8 @@ pub(super) fn run(
     let rounds = command("rounds /tmp/stop");
     let work = format!(
         "{{ {rounds} > /tmp/done 2> /tmp/bad; echo ended $? >> /tmp/bad; }} & \
-         until [ -s /tmp/done ]; do [ -s /tmp/bad ] && {{ cat /tmp/bad >&2; exit 1; }}; sleep 0.1; done"
+         until [ -s /tmp/done ]; do [ -s /tmp/bad ] && {{ cat /tmp/bad >&2; exit 1; }}; \
+         sleep 0.1; done"
     );
     vm.guest.run(&work, LIMIT)?.success()?;
     step.done();
