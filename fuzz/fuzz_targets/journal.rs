@@ -6,9 +6,9 @@ use std::os::fd::OwnedFd;
 
 use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
-use mdev_core::device::{FunctionSpec, RunningFunction, VirtualFunction};
+use mdev_core::device::{Descriptor, FunctionSpec, RunningFunction, VirtualFunction};
 use mdev_core::ids::{GuestPa, MemoryId, VgpuId};
-use mdev_core::mem::{DmaAccess, RunningMap};
+use mdev_core::mem::{DmaAccess, RunningMap, RunningMemory, RunningPart};
 use mdev_core::testing::{Recorder, guest_ram};
 use nix::sys::eventfd::EventFd;
 
@@ -73,25 +73,34 @@ fuzz_target!(|data: &[u8]| {
     let Ok(state) = postcard::from_bytes::<RunningFunction<'_>>(&state) else { return };
     let (client, record) = Recorder::new();
     let mut function = VirtualFunction::new(&spec(), client).expect("a function");
-    let memory: Vec<(RunningMap, Option<OwnedFd>)> = (0..input.byte() % 6)
+    let maps: Vec<RunningMap> = (0..input.byte() % 6)
         .map(|number| {
             let size = input.number();
             let imported = input.byte() & 1 == 1;
-            let map = RunningMap {
+            // The GPU knows the imports that the worker before has made.
+            record.lock().expect("no panic").imports.insert(number.into(), size);
+            RunningMap {
                 address: GuestPa(input.number()),
                 size,
                 access: DmaAccess::from_bits_truncate(input.byte().into()),
                 offset: (input.byte() & 7 != 0).then(|| input.number()),
                 import: imported.then_some(MemoryId(number.into())),
-            };
-            // The GPU knows the imports that the worker before has made.
-            record.lock().expect("no panic").imports.insert(number.into(), size);
-            let file = (input.byte() & 7 != 0).then(|| guest_ram(RAM).1);
-            (map, file)
+            }
         })
         .collect();
-    let event = |_| EventFd::new().ok().map(OwnedFd::from);
-    if function.resume_running(&state, memory, event).is_err() {
+    let parts: Vec<RunningPart> = (8..8 + input.byte() % 6)
+        .map(|number| {
+            let (address, len) = (GuestPa(input.number()), input.number());
+            record.lock().expect("no panic").imports.insert(number.into(), len);
+            RunningPart { address, len, import: MemoryId(number.into()) }
+        })
+        .collect();
+    let has_files = input.byte();
+    let take = |what| match what {
+        Descriptor::Memory(_) => (has_files & 7 != 0).then(|| guest_ram(RAM).1),
+        Descriptor::Event(_) => EventFd::new().ok().map(OwnedFd::from),
+    };
+    if function.resume_running(&state, &RunningMemory { maps, parts }, take).is_err() {
         return;
     }
     function.answer_later();

@@ -65,7 +65,8 @@ pub type Shared = Arc<Mutex<Record>>;
 
 #[derive(Debug)]
 pub struct Recorder {
-    spec: ClientSpec,
+    /// What it was opened with.
+    pub spec: ClientSpec,
     gpu: GpuDescription,
     apertures: Apertures,
     event: EventFd,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use mdev_core::abi::queue::{completion, node};
 use mdev_core::gpu::{Client, ClientSpec, Pending};
 use mdev_core::ids::{GuestPa, Token, VgpuId};
-use mdev_core::mem::{RunningMap, SharedGuestMemory};
+use mdev_core::mem::{RunningMemory, SharedGuestMemory};
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS};
 use mdev_core::testing::shared_ram;
 use mdev_core::units::{MIB, PAGE_SIZE};
@@ -39,7 +39,7 @@ const VRAM: u64 = 64 * MIB;
 #[derive(Debug, Default)]
 struct Journal {
     position: u64,
-    memory: Vec<RunningMap>,
+    memory: RunningMemory,
     queue: Vec<u8>,
     changes: Vec<Vec<u8>>,
 }
@@ -115,11 +115,10 @@ impl Device {
         {
             self.steps.end_after(steps);
         }
-        let Journal { position, memory: maps, queue, changes } = &self.journal;
+        let Journal { position, memory: recorded, queue, changes } = &self.journal;
         let client = EndingClient::resume(&self.connection, &self.steps, *position);
         let memory = SharedGuestMemory::default();
-        let files = maps.iter().map(|map| (*map, Some(self.ram.try_clone().unwrap().into())));
-        memory.lock().resume(files);
+        memory.lock().resume(recorded, |_| Some(self.ram.try_clone().unwrap().into()));
         let mut programs = RunningPrograms::default();
         for one in changes {
             programs.apply(decode::<Changes>(one).unwrap());

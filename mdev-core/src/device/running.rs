@@ -16,7 +16,7 @@ use super::{Scanout, Traps, VirtualFunction};
 use crate::gpu::Client;
 use crate::gpu::{GpuError, KeptDescriptor};
 use crate::ids::GuestPa;
-use crate::mem::RunningMap;
+use crate::mem::RunningMemory;
 
 /// State of a running function without guest memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,7 +99,7 @@ impl VirtualFunction {
     }
 
     /// Returns the mappings of guest memory.
-    pub fn running_memory(&self) -> Vec<RunningMap> {
+    pub fn running_memory(&self) -> RunningMemory {
         self.memory.lock().running()
     }
 
@@ -115,8 +115,8 @@ impl VirtualFunction {
         self.client.lock().record();
     }
 
-    /// Continues in a state of another process, with its mappings and their files. `take` returns
-    /// the client's eventfds. Makes no request to the GPU: the first one repeats the other process'.
+    /// Continues in a state of another process, with its mappings. `take` returns the descriptors
+    /// that it has kept. Makes no request to the GPU: the first one repeats the other process'.
     ///
     /// # Errors
     ///
@@ -124,8 +124,8 @@ impl VirtualFunction {
     pub fn resume_running(
         &mut self,
         state: &RunningFunction<'_>,
-        memory: impl IntoIterator<Item = (RunningMap, Option<OwnedFd>)>,
-        take: impl FnMut(IrqEvent) -> Option<OwnedFd>,
+        memory: &RunningMemory,
+        mut take: impl FnMut(Descriptor) -> Option<OwnedFd>,
     ) -> Result<(), GpuError> {
         self.config.set_image(&state.config);
         self.control.set_image(&state.control);
@@ -141,8 +141,8 @@ impl VirtualFunction {
         self.paused = state.paused;
         self.pristine = state.pristine;
         self.answer = state.answer.clone().map(Cow::into_owned);
-        self.memory.lock().resume(memory);
-        let resumed = self.irq.resume(&state.irq, take);
+        self.memory.lock().resume(memory, |address| take(Descriptor::Memory(address)));
+        let resumed = self.irq.resume(&state.irq, |event| take(Descriptor::Event(event)));
         resumed.map_err(|error| GpuError::Io(std::io::Error::other(error.to_string())))?;
         self.connect_msi_to_queue();
         Ok(())

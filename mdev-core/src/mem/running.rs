@@ -4,8 +4,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 
-use super::{DmaAccess, GuestMemory};
+use super::{DmaAccess, GuestMemory, Import};
 use crate::ids::{GuestPa, MemoryId};
+
+/// Mappings and their imports, without the files.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RunningMemory {
+    /// Mappings, by address.
+    pub maps: Vec<RunningMap>,
+    /// Imports of parts of mappings, by address.
+    pub parts: Vec<RunningPart>,
+}
 
 /// A mapping without its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,8 +27,19 @@ pub struct RunningMap {
     pub access: DmaAccess,
     /// Offset in the mapping's file, if it has one.
     pub offset: Option<u64>,
-    /// Id of the import.
+    /// Id of the import of the whole mapping.
     pub import: Option<MemoryId>,
+}
+
+/// Import of a part of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunningPart {
+    /// Guest-physical address.
+    pub address: GuestPa,
+    /// Length in bytes.
+    pub len: u64,
+    /// Id of the import.
+    pub import: MemoryId,
 }
 
 impl GuestMemory {
@@ -28,16 +48,26 @@ impl GuestMemory {
         self.generation
     }
 
-    /// Returns the mappings.
-    pub fn running(&self) -> Vec<RunningMap> {
-        let maps = self.maps.iter().map(|(start, map)| RunningMap {
-            address: GuestPa(*start),
-            size: map.size,
-            access: map.access,
-            offset: map.file.as_ref().map(|(_, offset)| *offset),
-            import: map.import,
-        });
-        maps.collect()
+    /// Returns the mappings and their imports.
+    pub fn running(&self) -> RunningMemory {
+        let mut running = RunningMemory::default();
+        for (start, map) in &self.maps {
+            let whole = map.imports.get(&0).filter(|import| import.len == map.size);
+            running.maps.push(RunningMap {
+                address: GuestPa(*start),
+                size: map.size,
+                access: map.access,
+                offset: map.file.as_ref().map(|(_, offset)| *offset),
+                import: whole.map(|import| import.memory),
+            });
+            let parts = map.imports.iter().filter(|_| whole.is_none());
+            running.parts.extend(parts.map(|(offset, import)| RunningPart {
+                address: GuestPa(start + offset),
+                len: import.len,
+                import: import.memory,
+            }));
+        }
+        running
     }
 
     /// Returns the files of the mappings, with their addresses.
@@ -46,18 +76,38 @@ impl GuestMemory {
         files.filter_map(|(start, file)| Some((GuestPa(start), file?.0.as_fd())))
     }
 
-    /// Continues with the mappings of another process and their files. A mapping that cannot be made
-    /// is left out, and logged.
-    pub fn resume(&mut self, maps: impl IntoIterator<Item = (RunningMap, Option<OwnedFd>)>) {
-        for (map, file) in maps {
-            let RunningMap { address, size, access, offset, import } = map;
-            if let Err(error) = self.map(address, size, access, file.zip(offset)) {
+    /// Continues with the mappings of another process. `take` returns their files. A mapping that
+    /// cannot be made is left out, and logged.
+    pub fn resume(
+        &mut self,
+        memory: &RunningMemory,
+        mut take: impl FnMut(GuestPa) -> Option<OwnedFd>,
+    ) {
+        for map in &memory.maps {
+            let RunningMap { address, size, access, offset, import } = *map;
+            if let Err(error) = self.map(address, size, access, take(address).zip(offset)) {
                 log::warn!("Guest memory of the process before is lost: {error}");
-            } else if let Some(map) = self.maps.get_mut(&address.0) {
-                map.import = import;
-                let imported = if import.is_some() { size } else { 0 };
-                self.imported = self.imported.saturating_add(imported);
+            } else if let Some(import) = import {
+                self.resume_import(RunningPart { address, len: size, import });
             }
+        }
+        memory.parts.iter().for_each(|part| self.resume_import(*part));
+    }
+
+    /// Takes up an import that is inside a mapping and overlaps no other.
+    fn resume_import(&mut self, RunningPart { address, len, import }: RunningPart) {
+        let found = self.maps.range_mut(..=address.0).next_back();
+        let Some((start, map)) = found else { return };
+        let offset = address.0 - start;
+        let free = if map.import_at(offset).is_none() { map.part(offset, false).end } else { 0 };
+        if offset.checked_add(len).is_some_and(|end| offset < end && end <= free) {
+            map.imports.insert(offset, Import { memory: import, len });
+            self.imported = self.imported.saturating_add(len);
+        } else {
+            log::warn!(
+                "An import of the process before is lost: {len:#x} bytes at {:#x}",
+                address.0
+            );
         }
     }
 }

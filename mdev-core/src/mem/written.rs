@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{GuestMemory, Map};
+use super::{GuestMemory, Import, Map};
 use crate::gpu::{Client, GpuError, WrittenPages};
 use crate::ids::GuestPa;
 use crate::units::PAGE_SIZE;
@@ -10,7 +10,7 @@ use crate::units::PAGE_SIZE;
 /// Record of the device's writes.
 #[derive(Debug, Default)]
 pub(super) struct WriteLog {
-    /// What the GPU writes, with the addresses of the mappings. A mapping can be imported anew.
+    /// What the GPU writes, with the addresses of the imports. Memory can be imported anew.
     imports: Vec<(u64, Box<dyn WrittenPages>)>,
     /// Numbers of the pages that this process has written.
     own: BTreeSet<u64>,
@@ -36,9 +36,8 @@ impl WriteLog {
     }
 
     /// Records the writes of the GPU to an import, before the GPU can make any.
-    pub(super) fn note_import(&mut self, client: &mut dyn Client, address: u64, map: &Map) {
-        let Some(memory) = map.import else { return };
-        match client.log_writes(memory, map.size) {
+    pub(super) fn note_import(&mut self, client: &mut dyn Client, address: u64, import: Import) {
+        match client.log_writes(import.memory, import.len) {
             Ok(pages) => self.imports.push((address, pages)),
             Err(error) => {
                 log::warn!("The GPU does not record its writes: {error}");
@@ -52,10 +51,8 @@ impl GuestMemory {
     /// Records from now on which pages the device writes.
     pub fn begin_log(&mut self, client: &mut dyn Client) -> Result<(), GpuError> {
         let mut log = WriteLog::default();
-        for (address, map) in &self.maps {
-            if let Some(memory) = map.import {
-                log.imports.push((*address, client.log_writes(memory, map.size)?));
-            }
+        for (memory, address, len) in self.imports() {
+            log.imports.push((address.0, client.log_writes(memory, len)?));
         }
         self.log = Some(log);
         Ok(())
@@ -66,7 +63,7 @@ impl GuestMemory {
         if self.log.take().is_none() {
             return;
         }
-        for memory in self.maps.values().filter_map(|map| map.import) {
+        for (memory, ..) in self.imports() {
             if let Err(error) = client.end_log(memory) {
                 log::debug!("The GPU still records its writes: {error}");
             }

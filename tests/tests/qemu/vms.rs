@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lab::cleanup::Process;
 use lab::picture::Picture;
@@ -142,7 +142,7 @@ fn parent_of(pid: Pid) -> Pid {
 
 #[test]
 #[ignore = "boots VMs: run `cargo lab test`"]
-fn a_dead_worker_is_not_noticed_and_a_dead_anchor_affects_only_its_own_vm() {
+fn a_dead_worker_is_not_noticed_and_a_lost_device_affects_only_its_own_vm() {
     let bench = Bench::new();
     let (first, second) = (bench.vgpu(A), bench.vgpu(B));
     let folder = |name| bench.host.folder().join(name);
@@ -161,16 +161,15 @@ fn a_dead_worker_is_not_noticed_and_a_dead_anchor_affects_only_its_own_vm() {
         job(&mut a, "vadd --n 10000");
         eventually("another worker", || bench.worker(A) != worker);
     }
-    // An anchor takes the connection to QEMU with it.
+    // Where no worker can continue, the VM loses its device in the midst of its accesses.
+    a.guest.start("vgpu-guest bench --seconds 60", LIMIT).unwrap();
     let worker = bench.worker(A);
-    kill(parent_of(worker), Signal::SIGKILL).unwrap();
+    kill_workers_of(parent_of(worker));
     let load = b.guest.finish(LIMIT).unwrap().success().unwrap();
     let load: Value = serde_json::from_str(&load.stdout).unwrap();
     assert!(load["verified"].as_u64().unwrap() > 0, "{load}");
-    // The VM that lost its device keeps running without it.
-    a.guest.run("true", LIMIT).unwrap().success().unwrap();
-    let failed = a.guest.run("vgpu-guest vadd", LIMIT).unwrap();
-    assert_ne!(failed.status, 0, "a lost device must report errors");
+    assert_ne!(a.guest.finish(LIMIT).unwrap().status, 0, "a lost device must report errors");
+    runs_without_its_device(&mut a);
     a.kill();
 
     eventually("a new worker", || {
@@ -180,6 +179,30 @@ fn a_dead_worker_is_not_noticed_and_a_dead_anchor_affects_only_its_own_vm() {
     let mut a = bench.boot(&spec("a", &first));
     job(&mut a, "vadd --n 10000");
     job(&mut b, "vadd --n 10000");
+
+    // An anchor takes the connection to QEMU with it.
+    kill(parent_of(bench.worker(B)), Signal::SIGKILL).unwrap();
+    runs_without_its_device(&mut b);
+    job(&mut a, "vadd --n 10000");
+}
+
+/// Kills the workers of an anchor as soon as they start, until it ends.
+fn kill_workers_of(anchor: Pid) {
+    let children = format!("/proc/{anchor}/task/{anchor}/children");
+    let end = Instant::now() + LIMIT;
+    while let Ok(workers) = std::fs::read_to_string(&children) {
+        assert!(Instant::now() < end, "workers are started without end");
+        for worker in workers.split_whitespace() {
+            // It may have ended already.
+            let _ = kill(Pid::from_raw(worker.parse().unwrap()), Signal::SIGKILL);
+        }
+    }
+}
+
+fn runs_without_its_device(vm: &mut Vm) {
+    vm.guest.run("true", LIMIT).unwrap().success().unwrap();
+    let failed = vm.guest.run("vgpu-guest vadd", LIMIT).unwrap();
+    assert_ne!(failed.status, 0, "a lost device must report errors");
 }
 
 #[test]

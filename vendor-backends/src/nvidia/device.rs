@@ -139,7 +139,8 @@ impl Device {
             capabilities: GpuCapabilities::VRAM_APERTURE
                 | GpuCapabilities::COPY
                 | GpuCapabilities::COMPUTE
-                | GpuCapabilities::DOORBELL_MAPPED,
+                | GpuCapabilities::DOORBELL_MAPPED
+                | GpuCapabilities::PINS,
             max_vgpus: 256,
             max_channels: MAX_CHANNELS,
             max_import_bytes: 1 << 40,

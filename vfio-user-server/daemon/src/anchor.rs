@@ -11,7 +11,7 @@
 //! The next worker is of that program. If it does not begin to work, one of the program before does.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use nix::sys::socket::{getsockopt, setsockopt, sockopt};
+use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, recv, setsockopt, shutdown, sockopt};
 use nix::sys::time::TimeVal;
 use vendor_backends::backend::BACKENDS;
 use vendor_backends::mem::sealed_memfd;
@@ -46,8 +46,10 @@ const PROGRAM_TIMEOUT: TimeVal = TimeVal::new(1, 0);
 const PANIC: i32 = 101;
 /// Limit of workers in a row that lived shortly.
 const MAX_SHORT_LIVES: u32 = 8;
+/// Limit of bytes that are received from the VM at the end: more than a socket holds.
+const MAX_DISCARDED: usize = 16 << 20;
 
-/// Starts workers until one exits by itself, or the manager ends the vGPU.
+/// Serves as the anchor of a vGPU until it ends.
 ///
 /// # Errors
 ///
@@ -86,31 +88,27 @@ pub fn run(args: &WorkerArgs) -> Result<()> {
         kept: Kept::default(),
         works_since: None,
     };
-    let mut short_lives = 0;
-    loop {
-        anchor.works_since = None;
-        let ended = anchor.serve_with_worker();
-        let has_failed = anchor.tried_program.take().is_some();
-        let (level, how) = match ended {
-            Ok(Ended::Stopped) => return Ok(()),
-            // A worker that was taken over can leave at once, again and again.
-            Ok(Ended::Left) => (Level::Info, "it left".to_owned()),
-            Ok(Ended::Died(how)) => (Level::Warn, how),
-            Err(error) if has_failed => (Level::Error, format!("{error:#}")),
-            Err(error) => return Err(error),
-        };
-        if has_failed {
-            log::error!("The new program cannot continue ({how}); the one before does");
-            anchor.tell_upgrader(Message::FAILED);
-            continue;
-        }
-        let lived = anchor.works_since.is_some_and(|since| since.elapsed() >= SHORT_LIFE);
-        short_lives = if lived { 0 } else { short_lives + 1 };
-        if short_lives > MAX_SHORT_LIVES {
-            bail!("The worker ended {short_lives} times in a row, at last: {how}");
-        }
-        log::log!(level, "The worker ended ({how}); another one continues");
+    let ended = anchor.serve();
+    if let Some(session) = anchor.kept.take(Key::SESSION) {
+        close_session(session);
     }
+    ended
+}
+
+/// Closes the VM's connection without messages that were not received: QEMU 11.1 would end with its
+/// VM.
+fn close_session(socket: OwnedFd) {
+    let mut left = MAX_DISCARDED;
+    // The VM sends no more. What comes of a descriptor that is no such socket does not matter.
+    let mut is_open = shutdown(socket.as_raw_fd(), Shutdown::Both).is_ok();
+    while is_open && left > 0 {
+        let mut buffer = [0; 4096];
+        let flags = MsgFlags::MSG_DONTWAIT;
+        let discarded = recv(socket.as_raw_fd(), &mut buffer, flags).unwrap_or(0);
+        left = left.saturating_sub(discarded);
+        is_open = discarded > 0;
+    }
+    foreign_fds::close(socket);
 }
 
 /// Returns what a worker's start reads: its program and the C library.
@@ -156,6 +154,35 @@ struct Anchor {
 }
 
 impl Anchor {
+    /// Starts workers until one exits by itself, or the manager ends the vGPU.
+    fn serve(&mut self) -> Result<()> {
+        let mut short_lives = 0;
+        loop {
+            self.works_since = None;
+            let ended = self.serve_with_worker();
+            let has_failed = self.tried_program.take().is_some();
+            let (level, how) = match ended {
+                Ok(Ended::Stopped) => return Ok(()),
+                // A worker that was taken over can leave at once, again and again.
+                Ok(Ended::Left) => (Level::Info, "it left".to_owned()),
+                Ok(Ended::Died(how)) => (Level::Warn, how),
+                Err(error) if has_failed => (Level::Error, format!("{error:#}")),
+                Err(error) => return Err(error),
+            };
+            if has_failed {
+                log::error!("The new program cannot continue ({how}); the one before does");
+                self.tell_upgrader(Message::FAILED);
+                continue;
+            }
+            let lived = self.works_since.is_some_and(|since| since.elapsed() >= SHORT_LIFE);
+            short_lives = if lived { 0 } else { short_lives + 1 };
+            if short_lives > MAX_SHORT_LIVES {
+                bail!("The worker ended {short_lives} times in a row, at last: {how}");
+            }
+            log::log!(level, "The worker ended ({how}); another one continues");
+        }
+    }
+
     /// Starts a worker and keeps its descriptors until it ends.
     fn serve_with_worker(&mut self) -> Result<Ended> {
         let (socket, theirs) = SeqPacket::pair().context("Cannot make a socket")?;

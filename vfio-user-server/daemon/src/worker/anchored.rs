@@ -18,9 +18,10 @@ use super::journal::{
 };
 use super::queue_thread::QueueRecords;
 
-/// Limit of attempts to carry out one message. A message at which workers die costs its VM the
+/// Limit of attempts to carry out one message: workers may also be killed during one that takes
+/// long. A message at which workers die costs its VM the
 /// device, and a request its program the vGPU.
-pub(super) const MAX_ATTEMPTS: u64 = 3;
+pub(super) const MAX_ATTEMPTS: u64 = 6;
 
 /// What a worker gets from its anchor.
 #[derive(Debug)]
@@ -88,14 +89,9 @@ impl Anchored {
     pub fn resume_function(&mut self, function: &mut VirtualFunction) -> Result<()> {
         let Some(continued) = &self.continued else { return Ok(()) };
         let kept = &mut self.kept;
-        let memory: Vec<_> = continued
-            .memory
-            .iter()
-            .map(|map| (*map, kept.take(Key::memory(map.address.0))))
-            .collect();
-        let take = |event| kept.take(Key::event(event));
+        let take = |what| kept.take(Key::of(what));
         function
-            .resume_running(&continued.state()?.function, memory, take)
+            .resume_running(&continued.state()?.function, &continued.memory, take)
             .context("The device cannot continue")
     }
 
@@ -149,7 +145,7 @@ impl Anchored {
             };
             // Later the VM may have the next request in the page.
             rewrites_answer = is_executed && first.reply == ReplyPhase::None;
-            let mappings = continued.memory.iter().map(|map| DmaMap {
+            let mappings = continued.memory.maps.iter().map(|map| DmaMap {
                 address: map.address.0,
                 size: map.size,
                 offset: map.offset.unwrap_or_default(),

@@ -4,7 +4,6 @@ use std::os::fd::AsFd;
 
 use anyhow::Result;
 use event_manager::{EventOps, EventSet};
-use mdev_core::device::Descriptor;
 use vfio_user_server::session::Interest;
 
 use super::{Attached, Worker, event_set, peer, source, watch};
@@ -95,13 +94,7 @@ impl Worker {
         };
         recorder.return_to_session(attached.client, standing);
         recorder.keep(Key::SESSION, attached.session.as_fd());
-        function.descriptors(|what, fd| {
-            let key = match what {
-                Descriptor::Memory(address) => Key::memory(address.0),
-                Descriptor::Event(event) => Key::event(event),
-            };
-            recorder.keep(key, fd);
-        });
+        function.descriptors(|what, fd| recorder.keep(Key::of(what), fd));
     }
 
     /// Lets no other worker continue during a request of several steps, until the next record.

@@ -9,6 +9,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use mdev_core::device::Descriptor;
 use mdev_core::gpu::KeptDescriptor;
 use pci_registers::interrupts::IrqEvent;
 use vendor_backends::seqpacket::SeqPacket;
@@ -44,6 +45,14 @@ impl Key {
     /// Returns the key of the guest memory at an address.
     pub const fn memory(address: u64) -> Self {
         Self(3 << KIND | address >> 12)
+    }
+
+    /// Returns the key of a descriptor of the device.
+    pub const fn of(what: Descriptor) -> Self {
+        match what {
+            Descriptor::Memory(address) => Self::memory(address.0),
+            Descriptor::Event(event) => Self::event(event),
+        }
     }
 
     /// Returns the key of a connection of the manager.

@@ -18,7 +18,9 @@ use super::progress::Progress;
 pub const BYTES: u64 = SCRATCH + SCRATCH_BYTES as u64;
 
 /// `"TSRAJRN"` and the version of the file.
-const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x04");
+const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x05");
+/// Version whose mappings of guest memory have no parts.
+const MAGIC_V4: u64 = u64::from_le_bytes(*b"TSRAJRN\x04");
 /// Version whose states have no programs of the host.
 const MAGIC_V3: u64 = u64::from_le_bytes(*b"TSRAJRN\x03");
 /// Version whose states have no control queue.
@@ -103,11 +105,11 @@ impl Journal {
         let mut journal =
             Self { memory, state: 0, is_continuable: false, progress, has_attempts: true };
         let magic = journal.load(word::MAGIC);
-        if [MAGIC, MAGIC_V3, MAGIC_V2, MAGIC_V1].contains(&magic) {
+        if [MAGIC, MAGIC_V4, MAGIC_V3, MAGIC_V2, MAGIC_V1].contains(&magic) {
             journal.state = journal.load(word::STATE);
             journal.is_continuable = journal.load(word::CONTINUABLE) == 1;
         }
-        if [MAGIC, MAGIC_V3, MAGIC_V2].contains(&magic) {
+        if [MAGIC, MAGIC_V4, MAGIC_V3, MAGIC_V2].contains(&magic) {
             journal.progress = Progress::decode(journal.load(word::PROGRESS));
         }
         Ok(journal)
@@ -118,7 +120,7 @@ impl Journal {
         match self.load(word::MAGIC) {
             MAGIC_V1 => {}
             // The next state is of this version.
-            MAGIC_V3 | MAGIC_V2 => return self.store(word::MAGIC, MAGIC),
+            MAGIC_V4 | MAGIC_V3 | MAGIC_V2 => return self.store(word::MAGIC, MAGIC),
             _ => return,
         }
         let removing = self.load(word::v1::REMOVING);
@@ -470,8 +472,8 @@ mod tests {
     }
 
     #[test]
-    fn journals_of_versions_2_and_3_are_taken_over() {
-        for magic in [MAGIC_V2, MAGIC_V3] {
+    fn journals_of_versions_2_to_4_are_taken_over() {
+        for magic in [MAGIC_V2, MAGIC_V3, MAGIC_V4] {
             let (file, mut journal) = journal();
             assert!(journal.commit(b"state"));
             journal.finish(3);
@@ -495,6 +497,6 @@ mod tests {
         let words: Vec<u64> =
             words.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let progress = 2 << 20 | 7 << 1 | 1;
-        assert_eq!(words, [0x044e_524a_4152_5354, 2, 0, 0, 0, 0, 0, 0, progress, 0]);
+        assert_eq!(words, [0x054e_524a_4152_5354, 2, 0, 0, 0, 0, 0, 0, progress, 0]);
     }
 }

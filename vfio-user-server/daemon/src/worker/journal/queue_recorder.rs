@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
 use mdev_core::gpu::Client;
-use mdev_core::mem::{GuestMemory, RunningMap};
+use mdev_core::mem::{GuestMemory, RunningMap, RunningMemory};
 use serde::{Deserialize, Serialize};
 use vendor_backends::nvidia::control_queue::ControlQueue;
 use vendor_backends::nvidia::control_queue::running::QueueState;
@@ -13,8 +13,9 @@ use vendor_backends::nvidia::frontend::running::RunningPrograms;
 
 use super::kept::{Anchor, Key};
 use super::record_file::{Log, RecordFile};
+use super::state::decode_parts;
 
-/// Record of the queue's thread.
+/// Record of the queue's thread. Parts of mappings follow it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     /// Position of the client of the GPU.
@@ -57,7 +58,7 @@ pub struct ContinuedQueue {
     /// Position of the client of the GPU.
     pub position: u64,
     /// Mappings of guest memory.
-    pub memory: Vec<RunningMap>,
+    pub memory: RunningMemory,
     /// Number of the last order that is done.
     pub done: u64,
     /// Value of `QUEUE_STATUS`.
@@ -76,9 +77,10 @@ impl ContinuedQueue {
     /// Fails if the record is damaged, or is not the last.
     pub fn read(file: &mut RecordFile, number: u64) -> Result<Self> {
         let bytes = file.record(number).context("The record of the control queue is damaged")?;
-        let record: Record =
-            postcard::from_bytes(&bytes).context("The record of the control queue is damaged")?;
-        let Record { position, memory, done, status, queue } = record;
+        let (record, rest): (Record, _) = postcard::take_from_bytes(&bytes)
+            .context("The record of the control queue is damaged")?;
+        let Record { position, memory: maps, done, status, queue } = record;
+        let memory = RunningMemory { maps, parts: decode_parts(rest)? };
         let queue = match queue {
             None => None,
             Some((queue, log)) => {
@@ -142,9 +144,11 @@ impl QueueRecorder {
                 None => return self.lose(),
             },
         };
-        let memory = memory.running();
-        let record = Record { position, memory, done, status, queue: state };
-        let Ok(contents) = postcard::to_stdvec(&record) else { return self.lose() };
+        let RunningMemory { maps, parts } = memory.running();
+        let record = Record { position, memory: maps, done, status, queue: state };
+        let contents = postcard::to_stdvec(&record);
+        let contents = contents.and_then(|contents| postcard::to_extend(&parts, contents));
+        let Ok(contents) = contents else { return self.lose() };
         let Recorded { position: before, is_lost, .. } = *self.recorded.lock();
         if contents == self.last && before == Some(position) && !is_lost {
             return;

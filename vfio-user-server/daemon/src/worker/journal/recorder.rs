@@ -12,7 +12,7 @@ use super::kept::{Anchor, Key};
 use super::layout::{Journal, Kind};
 use super::programs_recorder::{ProgramState, ProgramsRecorder};
 use super::queue_recorder::Recorded;
-use super::state::{ProgramsState, QueueState, State};
+use super::state::{ProgramsState, QueueState, State, encode_memory};
 use crate::worker::queue_thread::QueueRecords;
 
 /// Journal of a worker with its socket to the anchor.
@@ -223,7 +223,7 @@ impl Recorder {
         let generation = Some(function.memory_generation());
         if self.memory.1 != generation {
             let number = self.memory.0.wrapping_add(1);
-            let Ok(memory) = postcard::to_stdvec(&function.running_memory()) else { return false };
+            let Ok(memory) = encode_memory(&function.running_memory()) else { return false };
             if !self.journal.write(Kind::Memory, number, &memory) {
                 return false;
             }

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use anyhow::{Context, Result, ensure};
 use mdev_core::device::RunningFunction;
-use mdev_core::mem::{MAX_MAPS, RunningMap};
+use mdev_core::mem::{MAX_MAPS, RunningMemory, RunningPart};
 use serde::{Deserialize, Serialize};
 use vfio_user_server::journal::SessionRecord;
 use vgpud_api::AttachedClient;
@@ -61,7 +61,7 @@ pub struct Continued {
     /// Number of the record of guest memory.
     pub memory_number: u64,
     /// Mappings of guest memory.
-    pub memory: Vec<RunningMap>,
+    pub memory: RunningMemory,
     /// Number of the last record of the queue's thread.
     queue_number: u64,
     /// That record has the position and the guest memory.
@@ -111,7 +111,7 @@ impl Continued {
             Some(queue) if has_position => (queue.position, std::mem::take(&mut queue.memory)),
             _ => (position, read_memory(journal, memory_number)?),
         };
-        ensure!(memory.len() <= MAX_MAPS, "The journal has too many mappings");
+        ensure!(memory.maps.len() <= MAX_MAPS, "The journal has too many mappings");
         Ok(Self {
             state: bytes,
             position,
@@ -147,10 +147,27 @@ impl Continued {
     }
 }
 
-fn read_memory(journal: &Journal, number: u64) -> Result<Vec<RunningMap>> {
+/// Encodes the record of guest memory. Parts of mappings follow the mappings.
+pub fn encode_memory(memory: &RunningMemory) -> postcard::Result<Vec<u8>> {
+    postcard::to_extend(&memory.parts, postcard::to_stdvec(&memory.maps)?)
+}
+
+fn read_memory(journal: &Journal, number: u64) -> Result<RunningMemory> {
     let memory = journal.read(Kind::Memory, number);
-    let memory = memory.context("The journal's list of guest memory is damaged")?;
-    postcard::from_bytes(&memory).context("The journal cannot be read")
+    decode_memory(&memory.context("The journal's list of guest memory is damaged")?)
+}
+
+fn decode_memory(record: &[u8]) -> Result<RunningMemory> {
+    let (maps, rest) = postcard::take_from_bytes(record).context("The journal cannot be read")?;
+    Ok(RunningMemory { maps, parts: decode_parts(rest)? })
+}
+
+/// Decodes the parts of mappings at the end of a record. Journals of versions before 5 have none.
+pub fn decode_parts(rest: &[u8]) -> Result<Vec<RunningPart>> {
+    if rest.is_empty() {
+        return Ok(Vec::new());
+    }
+    postcard::from_bytes(rest).context("The journal cannot be read")
 }
 
 fn parse(state: &[u8]) -> Result<(State<'_>, QueueState, ProgramsState)> {
@@ -169,7 +186,8 @@ fn parse(state: &[u8]) -> Result<(State<'_>, QueueState, ProgramsState)> {
 #[cfg(test)]
 mod tests {
     use mdev_core::device::{FunctionSpec, VirtualFunction};
-    use mdev_core::ids::VgpuId;
+    use mdev_core::ids::{GuestPa, MemoryId, VgpuId};
+    use mdev_core::mem::{DmaAccess, RunningMap};
     use mdev_core::testing::Recorder;
 
     use super::*;
@@ -195,5 +213,22 @@ mod tests {
         let programs = ProgramsState { number: 9 };
         let version_4 = postcard::to_extend(&programs, version_3).unwrap();
         assert_eq!(parse(&version_4).unwrap(), (state, queue, programs));
+    }
+
+    #[test]
+    fn mappings_of_earlier_versions_have_no_parts() {
+        let map = RunningMap {
+            address: GuestPa(1 << 32),
+            size: 1 << 30,
+            access: DmaAccess::READ,
+            offset: Some(0),
+            import: None,
+        };
+        let part = RunningPart { address: map.address, len: 1 << 26, import: MemoryId(3) };
+        let memory = RunningMemory { maps: vec![map], parts: vec![part] };
+        assert_eq!(decode_memory(&encode_memory(&memory).unwrap()).unwrap(), memory);
+        let version_4 = postcard::to_stdvec(&memory.maps).unwrap();
+        let before = RunningMemory { parts: Vec::new(), ..memory };
+        assert_eq!(decode_memory(&version_4).unwrap(), before);
     }
 }
