@@ -15,10 +15,14 @@ use serde::de::DeserializeOwned;
 use crate::mem::{Mapping, sealed_memfd};
 
 /// `"TSNVCLI"` and the version of the file and its records.
-const MAGIC: u64 = u64::from_le_bytes(*b"TSNVCLI\x02");
+const MAGIC: u64 = u64::from_le_bytes(*b"TSNVCLI\x03");
+/// Version with shorter slots.
+const MAGIC_V2: u64 = u64::from_le_bytes(*b"TSNVCLI\x02");
 
-/// Slots of the state, in bytes: some 10,000 mappings.
-const STATE_BYTES: u64 = 256 << 10;
+/// Slots of the state, in bytes: some 150,000 mappings.
+const STATE_BYTES: u64 = 4 << 20;
+/// Slots of the state in a file of version 2: some 10,000 mappings.
+const STATE_BYTES_V2: u64 = 256 << 10;
 /// Slots of the other records.
 const LIVE_BYTES: u64 = 16 << 10;
 /// Offset of the word with the last handle. The words before are the magic number and the live
@@ -28,9 +32,6 @@ const HANDLE: u64 = 24;
 const SLOTS: u64 = 4096;
 /// Number, length and checksum before the contents of a slot.
 const HEADER: u64 = 16;
-const LIVE_SLOTS: u64 = SLOTS + 2 * STATE_BYTES;
-/// Length of the file. Pages that are not written take no memory.
-const BYTES: u64 = LIVE_SLOTS + 4 * LIVE_BYTES;
 
 /// Record that is written when it changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,9 +47,37 @@ impl Live {
     const fn word(self) -> u64 {
         8 + 8 * self as u64
     }
+}
 
-    const fn slot(self, number: u64) -> u64 {
-        LIVE_SLOTS + (2 * self as u64 + (number & 1)) * LIVE_BYTES
+/// Where the slots of a file are.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    /// Length of a slot of the state.
+    state_bytes: u64,
+}
+
+impl Layout {
+    const CURRENT: Self = Self { state_bytes: STATE_BYTES };
+
+    fn of(magic: u64) -> Option<Self> {
+        match magic {
+            MAGIC => Some(Self::CURRENT),
+            MAGIC_V2 => Some(Self { state_bytes: STATE_BYTES_V2 }),
+            _ => None,
+        }
+    }
+
+    const fn state(self, number: u64) -> u64 {
+        SLOTS + (number & 1) * self.state_bytes
+    }
+
+    const fn live(self, kind: Live, number: u64) -> u64 {
+        SLOTS + 2 * self.state_bytes + (2 * kind as u64 + (number & 1)) * LIVE_BYTES
+    }
+
+    /// Length of the file. Pages that are not written take no memory.
+    const fn bytes(self) -> u64 {
+        SLOTS + 2 * self.state_bytes + 4 * LIVE_BYTES
     }
 }
 
@@ -56,6 +85,7 @@ impl Live {
 #[derive(Debug)]
 pub struct Journal {
     memory: Arc<Mapping>,
+    layout: Layout,
     /// Last contents of the live records.
     live: [Mutex<Vec<u8>>; 2],
 }
@@ -63,24 +93,27 @@ pub struct Journal {
 impl Journal {
     /// Creates the file.
     pub fn create() -> io::Result<(Self, OwnedFd)> {
-        let fd = sealed_memfd(c"nvidia-client", BYTES)?;
-        let memory = Mapping::new(fd.as_fd(), 0, BYTES, true)?;
+        let layout = Layout::CURRENT;
+        let fd = sealed_memfd(c"nvidia-client", layout.bytes())?;
+        let memory = Mapping::new(fd.as_fd(), 0, layout.bytes(), true)?;
         memory.store_u64(0, MAGIC);
-        Ok((Self { memory, live: Default::default() }, fd))
+        Ok((Self { memory, layout, live: Default::default() }, fd))
     }
 
-    /// Opens the file of an earlier process. `None` if it is of another version.
+    /// Opens the file of an earlier process, which keeps its layout. `None` if it is of another
+    /// version.
     pub fn open(fd: BorrowedFd<'_>) -> io::Result<Option<Self>> {
-        let memory = Mapping::new(fd, 0, BYTES, true)?;
-        let known = memory.load_u64(0) == Some(MAGIC);
-        Ok(known.then(|| Self { memory, live: Default::default() }))
+        let magic = Mapping::new(fd, 0, SLOTS, false)?.load_u64(0);
+        let Some(layout) = magic.and_then(Layout::of) else { return Ok(None) };
+        let memory = Mapping::new(fd, 0, layout.bytes(), true)?;
+        Ok(Some(Self { memory, layout, live: Default::default() }))
     }
 
     /// Writes a state with a number, which is not in force yet. The one before stays. Returns false
     /// if the state is too long.
     #[must_use]
     pub fn write_state(&self, number: u64, contents: &[u8]) -> bool {
-        self.write(SLOTS + (number & 1) * STATE_BYTES, STATE_BYTES, number, contents)
+        self.write(self.layout.state(number), self.layout.state_bytes, number, contents)
     }
 
     /// Returns the state with a number, if it is whole, and what follows it.
@@ -88,7 +121,7 @@ impl Journal {
         &self,
         number: u64,
     ) -> Option<(T, U)> {
-        let contents = self.read(SLOTS + (number & 1) * STATE_BYTES, STATE_BYTES, number)?;
+        let contents = self.read(self.layout.state(number), self.layout.state_bytes, number)?;
         decode(&contents)
     }
 
@@ -122,7 +155,7 @@ impl Journal {
             Err(error) => return log::warn!("Cannot record the state of the vGPU: {error}"),
         };
         let number = self.memory.load_u64(kind.word()).unwrap_or_default().wrapping_add(1);
-        if self.write(kind.slot(number), LIVE_BYTES, number, &contents) {
+        if self.write(self.layout.live(kind, number), LIVE_BYTES, number, &contents) {
             self.memory.store_u64(kind.word(), number);
             *last = contents;
         } else {
@@ -136,7 +169,7 @@ impl Journal {
         kind: Live,
     ) -> Option<(T, U)> {
         let number = self.memory.load_u64(kind.word()).filter(|number| *number != 0)?;
-        let contents = self.read(kind.slot(number), LIVE_BYTES, number)?;
+        let contents = self.read(self.layout.live(kind, number), LIVE_BYTES, number)?;
         decode(&contents)
     }
 
@@ -200,11 +233,26 @@ mod tests {
         let live = |kind| next.live::<u32, ()>(kind).map(|(record, ())| record);
         assert_eq!((live(Live::Channels), live(Live::Accounting)), (Some(9), Some(8)));
         // As if the worker had ended within the next record.
-        let slot = Live::Channels.slot(3);
+        let slot = Layout::CURRENT.live(Live::Channels, 3);
         next.memory.store_u64(slot, 3);
         next.memory.store_u32(slot + 8, u32::MAX);
         assert_eq!(live(Live::Channels), Some(9));
         assert!(!next.write_state(6, &vec![0; STATE_BYTES as usize]), "too long");
+    }
+
+    #[test]
+    fn a_file_of_version_2_keeps_its_layout() {
+        let layout = Layout { state_bytes: STATE_BYTES_V2 };
+        let fd = sealed_memfd(c"nvidia-client", layout.bytes()).unwrap();
+        let memory = Mapping::new(fd.as_fd(), 0, layout.bytes(), true).unwrap();
+        memory.store_u64(0, MAGIC_V2);
+        let journal = Journal { memory, layout, live: Default::default() };
+        assert!(journal.write_state(1, &encode(&7_u32, None::<&()>).unwrap()));
+        journal.write_live(Live::Accounting, &9_u32);
+        let next = Journal::open(fd.as_fd()).unwrap().unwrap();
+        assert_eq!(next.state::<u32, ()>(1), Some((7, ())));
+        assert_eq!(next.live::<u32, ()>(Live::Accounting), Some((9, ())));
+        assert!(!next.write_state(2, &vec![0; STATE_BYTES_V2 as usize]), "too long");
     }
 
     #[test]
@@ -224,7 +272,7 @@ mod tests {
         journal.write_live(Live::Accounting, &[1_u64; 32]);
         // Length, checksum and contents.
         for at in 0..10 {
-            let at = Live::Accounting.slot(1) + 8 + at * 4;
+            let at = Layout::CURRENT.live(Live::Accounting, 1) + 8 + at * 4;
             let word = journal.memory.load_u32(at).unwrap();
             journal.memory.store_u32(at, word ^ 1 << 9);
             let damaged = journal.live::<[u64; 32], ()>(Live::Accounting);

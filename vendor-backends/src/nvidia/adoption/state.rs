@@ -18,7 +18,7 @@ use crate::nvidia::sys::numbers::engine;
 use crate::nvidia::wire::{self, Grant};
 
 /// Limit of recorded mappings in all address spaces. A vGPU with more cannot be continued.
-pub const MAX_MAPPINGS: usize = 8192;
+pub const MAX_MAPPINGS: usize = 131_072;
 /// Limit of recorded imports: each keeps a descriptor.
 pub const MAX_IMPORTS: usize = 1024;
 
@@ -383,13 +383,11 @@ impl MemoryState {
     fn is_valid(&self, programs: &ProgramsState) -> bool {
         let Self { vram, next_id, next_space, spaces, imports } = self;
         let default = spaces.first().is_some_and(|space| space.id == SpaceId::DEFAULT);
-        let known = |memory: Option<MemoryId>| match memory {
-            Some(id) => {
-                imports.iter().any(|import| import.id == id)
-                    || programs.allocations.iter().any(|allocation| allocation.id == id)
-            }
-            None => vram.is_some(),
-        };
+        let ids = imports.iter().map(|import| import.id);
+        let ids = ids.chain(programs.allocations.iter().map(|allocation| allocation.id));
+        let ids: BTreeSet<MemoryId> = ids.collect();
+        let known =
+            |memory: Option<MemoryId>| memory.map_or(vram.is_some(), |id| ids.contains(&id));
         let mappings = || spaces.iter().flat_map(|space| &space.mappings);
         default
             && spaces.windows(2).all(|pair| pair[0].id < pair[1].id)

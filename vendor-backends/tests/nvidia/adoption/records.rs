@@ -13,20 +13,32 @@ use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use super::{Anchor, CONTINUED, with_work};
 use crate::{DRIVER, spec};
 
+/// Offsets and lengths of the slots: of the state, of the channels and of engine time.
+const SLOTS: [(u64, u64); 6] = [
+    (4096, STATE),
+    (4096 + STATE, STATE),
+    (4096 + 2 * STATE, LIVE),
+    (4096 + 2 * STATE + LIVE, LIVE),
+    (4096 + 2 * STATE + 2 * LIVE, LIVE),
+    (4096 + 2 * STATE + 3 * LIVE, LIVE),
+];
+const STATE: u64 = 4 << 20;
+const LIVE: u64 = 16 << 10;
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     /// No record leads to a panic, or to more memory than was granted.
     #[test]
     fn damaged_records_are_refused(at in 0_u64..2048, bit in 0_u32..32, slot in 0_u64..6) {
-        const SLOTS: [u64; 6] = [0, 4096, 4096 + (256 << 10), 528_384, 544_768, 561_152];
         let rm = FakeRm::new(DRIVER);
         let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
         let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
         worker = with_work(&mut anchor, worker).0;
         worker.end();
         let journal = anchor.kept[&kept::JOURNAL].try_clone().unwrap();
-        let at = SLOTS[slot as usize] + at / 4 * 4;
+        let begin = slot.checked_sub(1).map_or(0, |slot| SLOTS[slot as usize].0);
+        let at = begin + at / 4 * 4;
         let file = File::from(journal);
         damage(&file, at, 1 << bit);
         // A checksum is no secret: the contents are checked, too.
@@ -51,14 +63,7 @@ fn damage(file: &File, at: u64, bits: u32) {
 
 /// Makes the checksums of all slots right.
 fn repair_checksums(file: &File) {
-    for (slot, bytes) in [
-        (4096_u64, 256_u64 << 10),
-        (4096 + (256 << 10), 256 << 10),
-        (528_384, 16 << 10),
-        (544_768, 16 << 10),
-        (561_152, 16 << 10),
-        (577_536, 16 << 10),
-    ] {
+    for (slot, bytes) in SLOTS {
         let mut len = [0; 4];
         file.read_exact_at(&mut len, slot + 8).unwrap();
         let len = u64::from(u32::from_le_bytes(len));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, MapRequest};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
-use mdev_core::units::{MIB, PAGE_SIZE};
+use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use proptest::prelude::*;
 use vendor_backends::conformance::lifecycle;
 use vendor_backends::mem::SharedMemory;
@@ -364,4 +364,27 @@ fn each_call_of(requests: &[Request]) {
             assert_eq!(left, expected, "at {end:?}, {schedule:?}");
         }
     }
+}
+
+/// A program that pins 160 MiB of pages that are scattered in its guest's memory has 40,000 mappings.
+#[test]
+fn a_vgpu_with_many_mappings_is_continued() {
+    const MAPPINGS: u64 = 40_000;
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
+    let (mut anchor, mut worker) = Anchor::new(&rm, &mut gpu, &spec(GIB));
+    let vram = Backing::Vram { offset: 0 };
+    let page = |number: u64| GpuVa(VA_START + number * PAGE_SIZE);
+    worker.client.map(&MapRequest::new(page(0), GIB, vram)).unwrap();
+    for number in 1..MAPPINGS {
+        worker.client.unmap(SpaceId::DEFAULT, page(2 * number - 1), PAGE_SIZE).unwrap();
+    }
+    anchor.record(&mut worker.client);
+    assert!(anchor.position.is_some(), "it can be recorded");
+    let mut next = anchor.replace(worker);
+    // The next worker knows which addresses are in use.
+    let last = MapRequest::new(page(2 * MAPPINGS - 2), PAGE_SIZE, vram);
+    assert!(next.client.map(&last).is_err());
+    let gap = MapRequest::new(page(2 * MAPPINGS - 3), PAGE_SIZE, vram);
+    next.client.map(&gap).unwrap();
 }
