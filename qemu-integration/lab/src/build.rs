@@ -91,6 +91,14 @@ pub fn cargo_in_background() -> Command {
     command
 }
 
+/// Returns a cargo command that runs in the workspace while a CPU is idle (`SCHED_IDLE`).
+pub fn cargo_when_idle() -> Command {
+    let mut command = Command::new("chrt");
+    command.args(["--idle", "0"]).arg(cargo_path()).current_dir(workspace());
+    without_increments(&mut command);
+    command
+}
+
 /// Turns incremental compilation off where nothing was compiled so yet: preparing for the next
 /// compilation takes longer than the first one itself.
 fn without_increments(command: &mut Command) {

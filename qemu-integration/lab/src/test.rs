@@ -5,18 +5,21 @@
 //! * [`tally`]: counts of tests, from libtest's output
 //!
 //! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
-//! side by side. Lints, further builds and the other tests run beside them, one at a time, since tests
-//! with VMs do not keep all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time.
+//! side by side. Static programs and the other tests run beside them, one at a time, since tests with
+//! VMs do not keep all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time. Lints and
+//! documentation take the time that these leave.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
 use crate::Lab;
-use crate::build::{self, cargo, cargo_in_background};
+use crate::build::{self, cargo, cargo_in_background, cargo_when_idle};
 use crate::heartbeat::{Heartbeat, INTERVAL};
 use crate::kube::{self, Kubernetes};
 use crate::kvm;
@@ -32,7 +35,7 @@ pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
-/// They run without other load, one test at a time. `vfio/shares` measures as well, in a VM with a clock
+/// They run one test at a time, with no other load than [`when_idle`]. `vfio/shares` measures as well, in a VM with a clock
 /// of its own.
 const MEASURED: [&str; 17] = [
     "vendor-backends/limits",
@@ -89,19 +92,36 @@ pub fn run() -> Tally {
     report.section("The lab: QEMU and a guest's kernel", prepare);
 
     let plan = built.plan(&MEASURED, &LONG, &FIRST);
-    let slots = std::thread::available_parallelism().map_or(1, usize::from);
+    let slots = thread::available_parallelism().map_or(1, usize::from);
     let (vms, others) = (plan.with_vms.len(), plan.without_vms.len());
     heading(&format!("{vms} jobs with VMs, {slots} at a time, and {others} others beside them"));
-    // Cargo's jobs would wait for each other: they lock the target folder.
-    let of_cargo = [lints(), static_programs(), documentation(), code_documentation()];
-    let others = of_cargo.into_iter().chain(plan.without_vms).collect();
+    let others = [static_programs()].into_iter().chain(plan.without_vms).collect();
     let queues = vec![Queue { jobs: plan.with_vms, slots }, Queue { jobs: others, slots: 1 }];
     jobs::run_side_by_side(queues, |finished| report.add(finished));
+    let idle = when_idle();
     for job in plan.measured {
         let title = job.title.clone();
         report.section(&title, || job.run(&mut std::io::stdout()));
     }
+    let heartbeat = Heartbeat::start(INTERVAL, |since| {
+        println!("{}", progress::running("Lints and documentation", since, ""));
+    });
+    idle.into_iter().for_each(|finished| report.add(finished));
+    drop(heartbeat);
     report.summary()
+}
+
+/// Starts the jobs that take only time in which a CPU is idle, one at a time: cargo locks the target
+/// folder. Returns their results as they come.
+fn when_idle() -> mpsc::Receiver<Finished> {
+    let (sender, finished) = mpsc::channel();
+    thread::spawn(move || {
+        for job in [lints(), documentation(), code_documentation()] {
+            // The receiver lives until the last result.
+            let _ = sender.send(job.run_buffered());
+        }
+    });
+    finished
 }
 
 /// Runs the tests that take long, one at a time. Returns the total.
@@ -170,7 +190,7 @@ pub enum KubeCluster {
 
 /// Returns the job that looks for faults that clippy knows.
 fn lints() -> Job {
-    let mut command = cargo_in_background();
+    let mut command = cargo_when_idle();
     command.args(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]);
     Job { is_test: true, ..Job::new("Lints", command) }
 }
@@ -184,14 +204,14 @@ fn static_programs() -> Job {
 
 /// Returns the job that runs the examples in the documentation.
 fn documentation() -> Job {
-    let mut command = cargo_in_background();
+    let mut command = cargo_when_idle();
     command.args(["test", "--quiet", "--doc", "--workspace"]);
     Job::new("Examples in the documentation", command)
 }
 
 /// Returns the job that documents the code: rustdoc warns, for example, of links that lead nowhere.
 fn code_documentation() -> Job {
-    let mut command = cargo_in_background();
+    let mut command = cargo_when_idle();
     command.args(["doc", "--quiet", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
     Job { is_test: true, ..Job::new("Documentation of the code", command) }
 }

@@ -2,9 +2,9 @@
 //! worker.
 //!
 //! It holds the listening sockets, the connection to the GPU, the VM's connection, the descriptors
-//! of guest memory and interrupts, and the journal. It reads nothing of a guest: its worker sends
-//! keys of descriptors, in packets of one length. It can open no file but its program's, those of
-//! its C library and the device nodes of its GPU, and makes few system calls
+//! of guest memory and interrupts, and the journal. It interprets nothing of a guest: its worker
+//! sends keys of descriptors, in packets of one length. It can open no file but its program's, those
+//! of its C library and the device nodes of its GPU, and makes few system calls
 //! (docs/decisions/0023-anchor.md).
 //!
 //! A manager of another release passes its program on a socket that only its user can connect to.

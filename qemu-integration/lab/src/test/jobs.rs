@@ -98,7 +98,7 @@ impl Job {
     }
 
     /// Runs the command and keeps its output. An error counts as a failed test.
-    fn run_buffered(self) -> Finished {
+    pub fn run_buffered(self) -> Finished {
         let (title, start) = (self.title.clone(), Instant::now());
         let mut output = Vec::new();
         let tally = self.run(&mut output).unwrap_or_else(|error| {
