@@ -1,13 +1,14 @@
 //! Guest memory, from DMA mappings of the client.
 
 mod advice;
+mod imports;
 mod map;
 mod running;
 mod shared;
 mod written;
 
 pub use advice::ImportLimits;
-use map::{Import, Map, SharedRegion};
+use map::{Map, SharedRegion};
 pub use running::{RunningMap, RunningMemory, RunningPart};
 pub use shared::SharedGuestMemory;
 pub use written::NotRecorded;
@@ -24,8 +25,8 @@ use bitflags::bitflags;
 use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestRegionCollection};
 
-use crate::gpu::{Backing, Client, GpuCapabilities, GpuError, GuestRam};
-use crate::ids::{GuestPa, MemoryId};
+use crate::gpu::Client;
+use crate::ids::GuestPa;
 use crate::memory_file::MemoryFile;
 use crate::sigbus::Protection;
 use crate::units::{PAGE_SIZE, is_aligned};
@@ -75,15 +76,13 @@ pub enum MemError {
 
 /// Maximum number of mappings of a VM.
 pub const MAX_MAPS: usize = 4096;
-/// Number of imports from which on mappings have no more parts: each import is recorded.
-const MANY_IMPORTS: usize = 1024;
 
 /// Guest memory as the client maps it.
 ///
 /// A mapping with a file is mapped into the worker and can be imported into a GPU client; a mapping
 /// without a file is only recorded. An import is made on first use, has the lifetime of the
 /// mapping, and is released before the unmap returns. It is of all of the mapping, or of a part
-/// where the GPU's driver pins memory ([`GpuCapabilities::PINS`]).
+/// where the GPU's driver pins memory ([`PINS`](crate::gpu::GpuCapabilities::PINS)).
 #[derive(Debug, Default)]
 pub struct GuestMemory {
     maps: BTreeMap<u64, Map>,
@@ -195,15 +194,6 @@ impl GuestMemory {
         maps.values().fold(0, |sum, map| sum.saturating_add(map.size))
     }
 
-    /// Releases all imports. They are made again on their next use.
-    pub fn release_imports(&mut self, client: &mut dyn Client) {
-        for (iova, map) in &mut self.maps {
-            map.release(client, *iova);
-        }
-        self.imported = 0;
-        self.generation += 1;
-    }
-
     fn forget(&mut self, client: &mut dyn Client, iova: u64, map: &mut Map) {
         if let Some(log) = &mut self.log {
             log.note_removal(map);
@@ -273,75 +263,6 @@ impl GuestMemory {
         self.segments(address, len, access).map(drop)
     }
 
-    /// Returns the imports: their ids, addresses and lengths in bytes.
-    pub fn imports(&self) -> impl Iterator<Item = (MemoryId, GuestPa, u64)> {
-        self.maps.iter().flat_map(|(start, map)| {
-            let at = move |offset: &u64| GuestPa(start + offset);
-            map.imports.iter().map(move |(offset, import)| (import.memory, at(offset), import.len))
-        })
-    }
-
-    /// Returns a range as parts of imports, in ascending order. Imports memory on its first use.
-    pub fn import(
-        &mut self,
-        client: &mut dyn Client,
-        address: GuestPa,
-        len: u64,
-        access: DmaAccess,
-    ) -> Result<Vec<(Backing, u64)>, GpuError> {
-        let segments = self
-            .segments(address, len, access)
-            .map_err(|_| GpuError::OutOfRange("not in guest memory that the device can access"))?;
-        let mut found = Vec::with_capacity(segments.len());
-        for Segment { map, mut offset, len } in segments {
-            let end = offset + len;
-            while offset < end {
-                let (start, Import { memory, len }) = self.import_part(client, map, offset)?;
-                let part = (start + len).min(end) - offset;
-                found.push((Backing::Guest { memory, offset: offset - start }, part));
-                offset += part;
-            }
-        }
-        Ok(found)
-    }
-
-    /// Returns the import of what a mapping has at an offset, and the offset at which it begins.
-    fn import_part(
-        &mut self,
-        client: &mut dyn Client,
-        iova: u64,
-        offset: u64,
-    ) -> Result<(u64, Import), GpuError> {
-        let gone = GpuError::OutOfRange("not in guest memory");
-        let in_parts = client.gpu().capabilities.contains(GpuCapabilities::PINS)
-            && self.imports().count() < MANY_IMPORTS;
-        let Some(map) = self.maps.get_mut(&iova) else { return Err(gone) };
-        if let Some(found) = map.import_at(offset) {
-            return Ok(found);
-        }
-        let part = map.part(offset, in_parts);
-        let (Some((fd, file_offset)), len) = (&map.file, part.end - part.start) else {
-            return Err(gone);
-        };
-        if len > client.spec().max_import_bytes.saturating_sub(self.imported) {
-            return Err(GpuError::Limit("imported guest memory"));
-        }
-        let memory = client.import(GuestRam {
-            fd: fd.as_fd(),
-            offset: file_offset + part.start,
-            len,
-            writable: map.access.contains(DmaAccess::WRITE),
-        })?;
-        let import = Import { memory, len };
-        map.imports.insert(part.start, import);
-        if let Some(log) = &mut self.log {
-            log.note_import(client, iova + part.start, import);
-        }
-        self.generation += 1;
-        self.imported += len;
-        Ok((part.start, import))
-    }
-
     /// Splits a range into parts of mappings with a file and this access.
     fn segments(
         &mut self,
@@ -400,8 +321,8 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
+    use crate::gpu::Backing;
     use crate::testing::{Recorder, guest_ram, shared_ram};
-    use crate::units::MIB;
 
     const RW: DmaAccess = DmaAccess::READ.union(DmaAccess::WRITE);
 
@@ -474,59 +395,5 @@ mod tests {
         assert!(memory.write(GuestPa(0), &[0; 8]).is_err());
         let (mut client, _) = Recorder::new();
         assert!(memory.import(&mut *client, GuestPa(0), 0x1000, RW).is_err());
-    }
-
-    #[test]
-    fn imports_are_limited() {
-        let (mut client, _) = Recorder::new();
-        let mut memory = GuestMemory::default();
-        shared_ram(&mut memory, 0, 48 * MIB);
-        shared_ram(&mut memory, 64 * MIB, 48 * MIB);
-        memory.import(&mut *client, GuestPa(0), 0x1000, RW).unwrap();
-        let second = memory.import(&mut *client, GuestPa(64 * MIB), 0x1000, RW);
-        assert!(matches!(second, Err(GpuError::Limit(_))));
-    }
-
-    /// A driver that pins memory makes others wait meanwhile, so it pins little at a time, and only
-    /// what is used.
-    #[test]
-    fn large_mappings_are_pinned_in_parts() {
-        let (mut client, record) = Recorder::new();
-        client.spec.max_import_bytes = 192 * MIB;
-        let mut memory = GuestMemory::default();
-        shared_ram(&mut memory, 0, 200 * MIB);
-        memory.import(&mut *client, GuestPa(193 * MIB), 0x1000, RW).unwrap();
-        let found = memory.import(&mut *client, GuestPa(60 * MIB), 8 * MIB, RW).unwrap();
-        let [
-            (Backing::Guest { offset: low, .. }, 0x40_0000),
-            (Backing::Guest { offset: 0, .. }, _),
-        ] = found[..]
-        else {
-            panic!("{found:?}");
-        };
-        assert_eq!(low, 60 * MIB);
-        let imports = ["import 0x800000 true", "import 0x4000000 true", "import 0x4000000 true"];
-        assert_eq!(record.lock().unwrap().calls, imports);
-        let third = memory.import(&mut *client, GuestPa(130 * MIB), 0x1000, RW);
-        assert!(matches!(third, Err(GpuError::Limit(_))), "{third:?}");
-
-        // Another process continues with the same imports.
-        let running = memory.running();
-        assert_eq!((running.maps[0].import, running.parts.len()), (None, 3));
-        let mut next = GuestMemory::default();
-        let file = |_| Some(guest_ram(200 * MIB).1);
-        next.resume(&running, file);
-        assert_eq!(next.running(), running);
-        assert_eq!(next.import(&mut *client, GuestPa(60 * MIB), 8 * MIB, RW).unwrap(), found);
-        assert_eq!(record.lock().unwrap().calls.len(), 3);
-        let overlapping = RunningPart { address: GuestPa(3 * MIB), len: MIB, import: MemoryId(77) };
-        let mut damaged = running.clone();
-        damaged.parts.insert(1, overlapping);
-        damaged.parts.push(RunningPart { address: GuestPa(300 * MIB), ..overlapping });
-        let mut next = GuestMemory::default();
-        next.resume(&damaged, file);
-        assert_eq!(next.running(), running, "parts that no worker makes are left out");
-        assert!(next.unmap(&mut *client, GuestPa(0), 200 * MIB).is_ok());
-        assert!(record.lock().unwrap().imports.is_empty());
     }
 }

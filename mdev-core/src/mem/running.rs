@@ -4,7 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use serde::{Deserialize, Serialize};
 
-use super::{DmaAccess, GuestMemory, Import};
+use super::map::Import;
+use super::{DmaAccess, GuestMemory};
 use crate::ids::{GuestPa, MemoryId};
 
 /// Mappings and their imports, without the files.

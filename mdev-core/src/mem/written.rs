@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use super::{GuestMemory, Import, Map};
+use super::GuestMemory;
+use super::map::{Import, Map};
 use crate::gpu::{Client, GpuError, WrittenPages};
 use crate::ids::GuestPa;
 use crate::units::PAGE_SIZE;

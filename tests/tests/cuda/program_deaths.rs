@@ -24,7 +24,7 @@ const KILLS: u32 = 40;
 /// Stops at system calls of the worker's event loop, at each of which a worker dies once.
 const STOPS: u32 = 70;
 /// Workers that may try to finish a request.
-const ATTEMPTS: u64 = 3;
+const ATTEMPTS: u64 = 6;
 /// Place of the number of those that tried, in the file with the records of programs.
 const ATTEMPTS_AT: u64 = 40;
 /// Rounds of a program in which workers are killed at these stops.

@@ -160,7 +160,7 @@ impl TestProgram {
 }
 
 /// Returns the title of the job of a module with VMs: of `package/program/module`.
-fn title_of(name: &str) -> String {
+pub fn title_of(name: &str) -> String {
     let mut parts = name.splitn(3, '/');
     let mut part = || parts.next().unwrap_or_default();
     format!("{}: {}, {} with VMs", part(), part(), part())

@@ -19,12 +19,8 @@ pub const BYTES: u64 = SCRATCH + SCRATCH_BYTES as u64;
 
 /// `"TSRAJRN"` and the version of the file.
 const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x05");
-/// Version whose mappings of guest memory have no parts.
-const MAGIC_V4: u64 = u64::from_le_bytes(*b"TSRAJRN\x04");
-/// Version whose states have no programs of the host.
-const MAGIC_V3: u64 = u64::from_le_bytes(*b"TSRAJRN\x03");
-/// Version whose states have no control queue.
-const MAGIC_V2: u64 = u64::from_le_bytes(*b"TSRAJRN\x02");
+/// Versions without parts of mappings (4), programs of the host (3) and a control queue (2).
+const EARLIER: [u64; 3] = [MAGIC - (1 << 56), MAGIC - (2 << 56), MAGIC - (3 << 56)];
 /// Version whose [`word::v1`] tell how far the session has come. [`Journal::convert`] reads them.
 const MAGIC_V1: u64 = u64::from_le_bytes(*b"TSRAJRN\x01");
 
@@ -105,11 +101,12 @@ impl Journal {
         let mut journal =
             Self { memory, state: 0, is_continuable: false, progress, has_attempts: true };
         let magic = journal.load(word::MAGIC);
-        if [MAGIC, MAGIC_V4, MAGIC_V3, MAGIC_V2, MAGIC_V1].contains(&magic) {
+        let has_progress = magic == MAGIC || EARLIER.contains(&magic);
+        if has_progress || magic == MAGIC_V1 {
             journal.state = journal.load(word::STATE);
             journal.is_continuable = journal.load(word::CONTINUABLE) == 1;
         }
-        if [MAGIC, MAGIC_V4, MAGIC_V3, MAGIC_V2].contains(&magic) {
+        if has_progress {
             journal.progress = Progress::decode(journal.load(word::PROGRESS));
         }
         Ok(journal)
@@ -120,7 +117,7 @@ impl Journal {
         match self.load(word::MAGIC) {
             MAGIC_V1 => {}
             // The next state is of this version.
-            MAGIC_V4 | MAGIC_V3 | MAGIC_V2 => return self.store(word::MAGIC, MAGIC),
+            magic if EARLIER.contains(&magic) => return self.store(word::MAGIC, MAGIC),
             _ => return,
         }
         let removing = self.load(word::v1::REMOVING);
@@ -473,7 +470,7 @@ mod tests {
 
     #[test]
     fn journals_of_versions_2_to_4_are_taken_over() {
-        for magic in [MAGIC_V2, MAGIC_V3, MAGIC_V4] {
+        for magic in EARLIER {
             let (file, mut journal) = journal();
             assert!(journal.commit(b"state"));
             journal.finish(3);
