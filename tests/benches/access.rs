@@ -1,10 +1,11 @@
 //! Cost of a trapped access to a vGPU, as its VM sees it.
 //!
 //! `cargo bench -p system-tests --bench access`. The client sleeps while it waits, like a virtual CPU.
-//! The plain socket, with a process that sends each byte back, is the baseline. Then a process of the
-//! VM makes CUDA contexts, and the accesses meanwhile are measured. At last, workers are
-//! killed in the midst of accesses: the longest access is the interruption. A `vgpud` beside the
-//! benchmark's own file, such as that of another release, is measured instead.
+//! The plain socket, with a process that sends each byte back, is the baseline. Then a program in a VM
+//! of QEMU measures accesses. Then a process of the client makes CUDA contexts, and the accesses
+//! meanwhile are measured. At last, workers are killed in the midst of accesses: the longest access is
+//! the interruption. A `vgpud` beside the benchmark's own file, such as that of another release, is
+//! measured instead.
 
 // Clippy recognizes only functions marked as tests.
 #![allow(clippy::unwrap_used)]
@@ -17,6 +18,10 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use lab::Lab;
+use lab::host::Host;
+use lab::progress::Progress;
+use lab::qemu::{Vm as QemuVm, VmSpec};
 use mdev_core::abi::control::reg;
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -35,6 +40,9 @@ const CONTEXTS: usize = 200;
 const KILLS: usize = 100;
 /// Control registers.
 const CONTROL: u32 = 3;
+/// vGPU of the VM.
+const VGPU: &str = "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d0ac";
+const LIMIT: Duration = Duration::from_secs(120);
 
 fn main() {
     let vgpud = Vgpud::start().unwrap();
@@ -59,8 +67,26 @@ fn main() {
         let [p50, p99] = [50, 99].map(|n| percentile(&mut times, n));
         println!("{name:<28} {p50:>9.2} {p99:>9.2} {:>12.2}", p50 / baseline);
     }
+    in_vm(baseline);
     beside_contexts(&vgpud);
     interruptions(&vgpud, &uuid, &mut Vcpu::new(client));
+}
+
+/// Measures accesses of a program in a VM, by the VM's clock.
+fn in_vm(baseline: f64) {
+    let (lab, mut programs) = Lab::open_with_host(&Progress::new()).unwrap();
+    let path = system_tests::vgpud().unwrap().to_owned();
+    programs.programs.insert("vgpud".to_owned(), path);
+    let host = Host::start(&programs, &["soft:soft0,vram=1G"]).unwrap();
+    let socket = host.start_vgpu(VGPU, "SOFT-256MC", None).unwrap();
+    let spec = VmSpec { kvm: lab.kvm, ..VmSpec::new("access") }.with_vgpu(&socket);
+    let mut vm = QemuVm::boot(&lab, &spec, &host.folder().join("access")).unwrap();
+    let times = vm.guest.run_json("vgpu-guest --json access", LIMIT).unwrap();
+    for (name, key) in [("read in a VM", "read_us"), ("write in a VM", "write_us")] {
+        let median = times[key].as_f64().unwrap();
+        println!("{name:<28} {median:>9.2} {:>9} {:>12.2}", "", median / baseline);
+    }
+    vm.quit().unwrap();
 }
 
 /// Measures accesses while a process of the same VM makes contexts.

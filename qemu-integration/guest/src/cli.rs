@@ -11,7 +11,6 @@ use mdev_core::units::{KIB, MIB};
 use serde::Serialize;
 use serde_json::json;
 
-use crate::GuestError;
 use crate::bench::{self, Load};
 use crate::channel::Channel;
 use crate::checkpoint::{
@@ -36,6 +35,7 @@ use crate::work::sgemm::Sgemm;
 use crate::work::spin::Spin;
 use crate::work::vadd::VectorAdd;
 use crate::work::{self, Report, Work};
+use crate::{GuestError, access};
 
 /// Drives the vGPU of this machine and checks the computed results. Exits with 1 on any error.
 #[derive(Debug, Parser)]
@@ -73,6 +73,12 @@ enum Command {
         /// Program that checkpoints a process, with the options of NVIDIA's cuda-checkpoint.
         #[arg(long, value_name = "PATH", default_value = checkpoint::DEFAULT_TOOL)]
         tool: PathBuf,
+    },
+    /// Measures reads and writes of the vGPU's registers, which the host emulates.
+    Access {
+        /// Number of accesses in each of five turns.
+        #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+        count: u32,
     },
     #[command(flatten)]
     Job(Job),
@@ -170,6 +176,9 @@ impl Cli {
             Command::Agent { tool } => {
                 let steps = checkpoint::Tool(tool.clone());
                 Agent::new(&mut Node::open()?, &steps).run()
+            }
+            Command::Access { count } => {
+                self.print(&access::measure(&open(Access::Exclusive)?, *count))
             }
             Command::Job(job) => {
                 let platform = Box::new(open(Access::Exclusive)?);

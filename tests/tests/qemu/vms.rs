@@ -33,6 +33,9 @@ fn the_guests_driver_binds_and_every_job_is_right() {
     let copies = vm.guest.run("vgpu-guest --json copy --size 2", LIMIT).unwrap().success().unwrap();
     assert_eq!(copies.stdout.lines().count(), 3, "copy, fill and rectangle: {}", copies.stdout);
 
+    let access = job(&mut vm, "access --count 20");
+    let times = ["read_us", "write_us"].map(|key| access[key].as_f64().unwrap());
+    assert!(times.iter().all(|time| *time > 0.0), "{access}");
     job(&mut vm, "mandelbrot");
     bench.host.screenshot(A, &screen).unwrap();
     Picture::read(&screen).unwrap().check_mandelbrot().unwrap();

@@ -39,6 +39,9 @@ use vgpud_api::AttachedClient;
 
 /// Pause after a failed accept. Without free descriptors, each accept fails until one is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Time after which finished messages of a VM leave its socket, up to twice that: a VM that makes one
+/// access after the other costs one call for many. A timer of its own need not be set for each wait.
+const FINISHED_FOR: Duration = Duration::from_millis(2);
 
 /// Sources of events, as epoll's user data.
 mod source {
@@ -51,6 +54,7 @@ mod source {
     pub const PROGRAMS_LISTENER: u32 = 6;
     pub const QUEUE: u32 = 7;
     pub const PROGRAMS_TIMER: u32 = 8;
+    pub const FINISHED_TIMER: u32 = 9;
     /// First number of control connections.
     pub const CONTROL: u32 = 16;
     /// First number of descriptors of programs.
@@ -92,6 +96,8 @@ pub struct Worker {
     charged: Option<Duration>,
     /// Timer that ends a pause of the listeners.
     accept_timer: TimerFd,
+    /// Timer for the removal of finished messages, and their number when it was set.
+    finished_timer: (TimerFd, Option<u32>),
     end: Option<End>,
     /// Limiter for log lines that a client causes.
     log_limiter: LogLimiter,
@@ -109,9 +115,10 @@ impl Worker {
         listener.set_nonblocking(true).context("Cannot use the VM's listener")?;
         fcntl(&control_listener, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .context("Cannot use the control listener")?;
-        let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
-        let accept_timer =
-            TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).context("Cannot create a timer")?;
+        let timer = || {
+            let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
+            TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).context("Cannot create a timer")
+        };
         Ok(Self {
             spec,
             function,
@@ -130,7 +137,8 @@ impl Worker {
             next_control: source::CONTROL,
             programs,
             charged: None,
-            accept_timer,
+            accept_timer: timer()?,
+            finished_timer: (timer()?, None),
             end: None,
             log_limiter: LogLimiter::new(Instant::now()),
         })
@@ -157,9 +165,33 @@ impl Worker {
             && self.busy_poll.should_poll(Instant::now())
     }
 
-    /// Returns whether finished messages of the VM are in its socket.
-    pub fn has_finished(&self) -> bool {
-        self.attached.as_ref().is_some_and(|attached| attached.session.has_finished())
+    /// Returns the number of finished messages of the VM that are in its socket.
+    fn finished(&self) -> u32 {
+        self.attached.as_ref().map_or(0, |attached| attached.session.finished())
+    }
+
+    /// Sets the timer for the removal of finished messages, unless it is set.
+    pub fn time_finished(&mut self) {
+        let finished = self.finished();
+        let (timer, timed) = &mut self.finished_timer;
+        if finished == 0 || timed.is_some() {
+            return;
+        }
+        *timed = Some(finished);
+        let expiration = Expiration::OneShot(TimeSpec::from(FINISHED_FOR));
+        if let Err(error) = timer.set(expiration, TimerSetTimeFlags::empty()) {
+            log::error!("Cannot set a timer: {error}");
+            *timed = None;
+            self.remove_finished();
+        }
+    }
+
+    /// Removes finished messages, unless the VM has sent others meanwhile.
+    fn on_finished_timer(&mut self) {
+        let _ = self.finished_timer.0.wait();
+        if self.finished_timer.1.take() == Some(self.finished()) {
+            self.remove_finished();
+        }
     }
 
     /// Removes finished messages of the VM from its socket.
@@ -364,6 +396,7 @@ impl MutEventSubscriber for Worker {
             watch(ops, programs.timer(), source::PROGRAMS_TIMER, EventSet::IN);
         }
         watch(ops, &self.accept_timer, source::ACCEPT_TIMER, EventSet::IN);
+        watch(ops, &self.finished_timer.0, source::FINISHED_TIMER, EventSet::IN);
         let gpu = self.function.inner().gpu_event();
         self.gpu_watched = watch(ops, &gpu, source::GPU, EventSet::IN);
         if let Some(event) = self.function.inner().queue_event() {
@@ -386,6 +419,7 @@ impl MutEventSubscriber for Worker {
             source::CONTROL_LISTENER => self.accept_control(ops),
             source::ACCEPT_TIMER => self.resume_listeners(ops),
             source::PROGRAMS_TIMER => self.on_programs_timer(ops),
+            source::FINISHED_TIMER => self.on_finished_timer(),
             id => self.on_control(id, ops),
         }
         if !of_program {

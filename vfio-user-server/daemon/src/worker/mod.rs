@@ -50,10 +50,6 @@ use vfio_user_server::busy_poll::BusyPoll;
 /// Time after which a worker exits without a manager and a VM.
 const ORPHAN_GRACE: Duration = Duration::from_secs(30);
 
-/// Time without events after which finished messages of a VM leave its socket, in milliseconds: a VM
-/// that makes one access after the other costs one call for many.
-const FINISHED_FOR: i32 = 2;
-
 /// Limit of the specification, in bytes.
 const MAX_SPEC: u64 = 64 * 1024;
 
@@ -214,9 +210,8 @@ fn serve(worker: Worker) -> Result<End> {
             }
             continue;
         }
-        let timeout = if worker.has_finished() {
-            FINISHED_FOR
-        } else if worker.is_needed() {
+        worker.time_finished();
+        let timeout = if worker.is_needed() {
             orphaned_since = None;
             -1
         } else {
@@ -228,10 +223,7 @@ fn serve(worker: Worker) -> Result<End> {
             }
             i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
         };
-        if events.run_with_timeout(timeout).context("The event loop failed")? == 0 {
-            let worker = events.subscriber_mut(id).context("The event loop lost its subscriber")?;
-            worker.remove_finished();
-        }
+        events.run_with_timeout(timeout).context("The event loop failed")?;
     }
 }
 

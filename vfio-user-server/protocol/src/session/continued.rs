@@ -237,9 +237,9 @@ impl Session {
         Ok(true)
     }
 
-    /// Returns whether finished messages are in the socket.
-    pub fn has_finished(&self) -> bool {
-        self.progress.finished.1 > 0
+    /// Returns the number of finished messages that are in the socket.
+    pub fn finished(&self) -> u32 {
+        self.progress.finished.0
     }
 
     /// Removes the finished messages from the socket.
@@ -247,7 +247,7 @@ impl Session {
     /// A process calls this before it waits for long, or ends: where a socket closes with unread
     /// messages, the client's receive call fails instead of telling the end, and QEMU 11.1 ends.
     pub fn remove_finished<D: Device + ?Sized>(&mut self, device: &mut D) -> io::Result<()> {
-        if self.has_finished()
+        if self.finished() > 0
             && let Some(journal) = device.journal()
         {
             journal.remove(self.socket.as_fd())?;
