@@ -126,6 +126,8 @@ pub fn wait_for(what: &str, mut ready: impl FnMut() -> bool) -> Result<()> {
 /// A manager with its own folders. Dropping it ends the manager and all processes that it started.
 #[derive(Debug)]
 pub struct Vgpud {
+    /// Program of another release.
+    program: Option<PathBuf>,
     dir: TempDir,
     args: Vec<String>,
     log: Option<PathBuf>,
@@ -144,6 +146,19 @@ impl Vgpud {
         Self::start_logging(args, None, None)
     }
 
+    /// Starts a manager of another release.
+    pub fn start_of(program: &Path) -> Result<Self> {
+        let mut vgpud = Self::stopped(&[])?;
+        vgpud.program = Some(program.to_owned());
+        vgpud.start_again()?;
+        Ok(vgpud)
+    }
+
+    /// Uses the program of this release for the next manager.
+    pub fn use_this_release(&mut self) {
+        self.program = None;
+    }
+
     /// Starts a manager in a control group.
     pub fn start_in_cgroup(group: &Path) -> Result<Self> {
         Self::start_logging(&[], None, Some(group.to_owned()))
@@ -155,11 +170,16 @@ impl Vgpud {
     }
 
     fn start_logging(args: &[&str], log: Option<PathBuf>, cgroup: Option<PathBuf>) -> Result<Self> {
-        let dir = tempfile::Builder::new().prefix("vgpud").tempdir()?;
-        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut vgpud = Self { dir, args, log, cgroup, child: None };
+        let mut vgpud = Self::stopped(args)?;
+        (vgpud.log, vgpud.cgroup) = (log, cgroup);
         vgpud.start_again()?;
         Ok(vgpud)
+    }
+
+    fn stopped(args: &[&str]) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("vgpud").tempdir()?;
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        Ok(Self { program: None, dir, args, log: None, cgroup: None, child: None })
     }
 
     /// Starts a manager in the same folders after the previous one has ended.
@@ -178,12 +198,16 @@ impl Vgpud {
 
     /// Returns the command that starts a manager in these folders.
     pub fn command(&self) -> Result<Command> {
+        let program = match &self.program {
+            Some(program) => program,
+            None => vgpud()?,
+        };
         let mut command = match &self.cgroup {
-            None => Command::new(vgpud()?),
+            None => Command::new(program),
             Some(group) => {
                 let mut command = Command::new("sh");
                 command.args(["-c", r#"echo $$ > "$0" && exec "$@""#]);
-                command.arg(group.join("cgroup.procs")).arg(vgpud()?);
+                command.arg(group.join("cgroup.procs")).arg(program);
                 command
             }
         };

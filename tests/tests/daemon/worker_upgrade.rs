@@ -28,13 +28,13 @@ use crate::replacement::{wake, wake_until};
 /// Upgrades while the VM makes accesses.
 const UPGRADES: u32 = 100;
 
-fn start(vgpud: &Vgpud) -> Result<String> {
+pub(super) fn start(vgpud: &Vgpud) -> Result<String> {
     vgpud.create(&json!({ "mdev_type": "SOFT-256MC", "run": true }))
 }
 
 /// Returns whether a process runs a program that a manager has passed. Only root may see that; for
 /// other users, the answer is `expected`.
-fn is_passed(pid: u32, expected: bool) -> Result<bool> {
+pub(super) fn is_passed(pid: u32, expected: bool) -> Result<bool> {
     match fs::read_link(format!("/proc/{pid}/exe")) {
         Ok(path) => Ok(path.to_string_lossy().starts_with("/memfd:vgpud")),
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(expected),
@@ -42,7 +42,7 @@ fn is_passed(pid: u32, expected: bool) -> Result<bool> {
     }
 }
 
-fn upgrade(vgpud: &Vgpud, vgpu: Option<&str>) -> Result<Value> {
+pub(super) fn upgrade(vgpud: &Vgpud, vgpu: Option<&str>) -> Result<Value> {
     let command = format!("upgrade {} --output json", vgpu.unwrap_or_default());
     vgpuctl_json(vgpud, &command.replace("  ", " "))
 }
