@@ -57,7 +57,7 @@ impl GuestMemory {
         let in_parts = client.gpu().capabilities.contains(GpuCapabilities::PINS)
             && self.imports().count() < MANY_IMPORTS;
         let map = self.maps.get_mut(&iova).ok_or(GONE)?;
-        let part = map.part(offset, in_parts);
+        let part = if in_parts { map.part(offset) } else { map.gap(offset) };
         let (fd, file_offset) = map.file.as_ref().ok_or(GONE)?;
         let len = part.end - part.start;
         if len > client.spec().max_import_bytes.saturating_sub(self.imported) {

@@ -51,17 +51,21 @@ impl Map {
         (offset - start < import.len).then_some((*start, *import))
     }
 
-    /// Returns the part to import for an offset that has no import: all of the mapping, or with
-    /// `in_parts` a part of it.
-    pub fn part(&self, offset: u64, in_parts: bool) -> Range<u64> {
-        let len = self.size.div_ceil(MAX_PARTS).next_power_of_two().max(MIN_PART);
-        let start = if in_parts { offset - offset % len } else { 0 };
-        let end = if in_parts { self.size.min(start.saturating_add(len)) } else { self.size };
-        // A worker of another release may have made other parts.
+    /// Returns the range without an import around an offset that has none.
+    pub fn gap(&self, offset: u64) -> Range<u64> {
         let before = self.imports.range(..=offset).next_back();
-        let before = before.map_or(0, |(start, import)| start.saturating_add(import.len));
-        let after = self.imports.range(offset..).next().map_or(self.size, |(start, _)| *start);
-        start.max(before)..end.min(after)
+        let start = before.map_or(0, |(start, import)| start.saturating_add(import.len));
+        let after = self.imports.range(offset..).next();
+        start..after.map_or(self.size, |(start, _)| *start)
+    }
+
+    /// Returns the part to import for an offset that has no import.
+    pub fn part(&self, offset: u64) -> Range<u64> {
+        let len = self.size.div_ceil(MAX_PARTS).next_power_of_two().max(MIN_PART);
+        let start = offset - offset % len;
+        // A worker of another release may have made other parts.
+        let gap = self.gap(offset);
+        gap.start.max(start)..gap.end.min(start.saturating_add(len))
     }
 
     /// Releases the imports. Returns their size in bytes.
@@ -124,11 +128,11 @@ mod tests {
     #[test]
     fn large_mappings_have_parts_of_a_power_of_two() {
         for (size, part) in [(GIB, 64 * MIB), (16 * GIB, 128 * MIB), (65 * GIB, GIB)] {
-            assert_eq!(map(size).part(part + PAGE_SIZE, true), part..2 * part, "{size:#x}");
-            assert_eq!(map(size).part(part, false), 0..size);
+            assert_eq!(map(size).part(part + PAGE_SIZE), part..2 * part, "{size:#x}");
+            assert_eq!(map(size).gap(part), 0..size);
         }
-        assert_eq!(map(MIB).part(0, true), 0..MIB);
-        assert_eq!(map(65 * MIB).part(64 * MIB, true), 64 * MIB..65 * MIB);
+        assert_eq!(map(MIB).part(0), 0..MIB);
+        assert_eq!(map(65 * MIB).part(64 * MIB), 64 * MIB..65 * MIB);
     }
 
     proptest! {
@@ -148,14 +152,14 @@ mod tests {
             for (start, len) in left {
                 let start = (start % pages) * PAGE_SIZE;
                 if map.import_at(start).is_none() {
-                    let range = map.part(start, false);
+                    let range = map.gap(start);
                     let end = range.end.min(start + len * PAGE_SIZE);
                     add(&mut map, start, end);
                 }
             }
             for offset in at.into_iter().map(|at| at % pages * PAGE_SIZE) {
                 if map.import_at(offset).is_none() {
-                    let range = map.part(offset, true);
+                    let range = map.part(offset);
                     prop_assert!(range.contains(&offset));
                     add(&mut map, range.start, range.end);
                 }

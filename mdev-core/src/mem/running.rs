@@ -100,7 +100,7 @@ impl GuestMemory {
         let found = self.maps.range_mut(..=address.0).next_back();
         let Some((start, map)) = found else { return };
         let offset = address.0 - start;
-        let free = if map.import_at(offset).is_none() { map.part(offset, false).end } else { 0 };
+        let free = if map.import_at(offset).is_none() { map.gap(offset).end } else { 0 };
         if offset.checked_add(len).is_some_and(|end| offset < end && end <= free) {
             map.imports.insert(offset, Import { memory: import, len });
             self.imported = self.imported.saturating_add(len);

@@ -85,16 +85,18 @@ pub fn cargo() -> Command {
 
 /// Returns a cargo command that runs in the workspace with low priority.
 pub fn cargo_in_background() -> Command {
-    let mut command = Command::new("nice");
-    command.args(["-n", "10"]).arg(cargo_path()).current_dir(workspace());
-    without_increments(&mut command);
-    command
+    cargo_by("nice", &["-n", "10"])
 }
 
 /// Returns a cargo command that runs in the workspace while a CPU is idle (`SCHED_IDLE`).
 pub fn cargo_when_idle() -> Command {
-    let mut command = Command::new("chrt");
-    command.args(["--idle", "0"]).arg(cargo_path()).current_dir(workspace());
+    cargo_by("chrt", &["--idle", "0"])
+}
+
+/// Returns a cargo command that another program starts in the workspace.
+fn cargo_by(program: &str, args: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    command.args(args).arg(cargo_path()).current_dir(workspace());
     without_increments(&mut command);
     command
 }

@@ -35,8 +35,8 @@ pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
-/// They run one test at a time, with no other load than [`when_idle`]. `vfio/shares` measures as well, in a VM with a clock
-/// of its own.
+/// They run one test at a time, with no other load than [`when_idle`]. `vfio/shares` measures as well,
+/// in a VM with a clock of its own.
 const MEASURED: [&str; 17] = [
     "vendor-backends/limits",
     "vendor-backends/nvidia/doorbell",
