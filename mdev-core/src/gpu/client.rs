@@ -457,7 +457,7 @@ pub trait Client: Send + fmt::Debug {
         Err(GpuError::Unsupported("saving"))
     }
 
-    /// Returns the usage counters.
+    /// Returns the usage counters. The waits may be missing: they are for the manager.
     fn usage(&mut self) -> Result<Usage, GpuError>;
 
     /// Sets the picture that the physical screen shows while this vGPU has the focus. Called when

@@ -15,6 +15,7 @@ mod parent;
 mod saved;
 mod screen;
 mod usage;
+mod waits;
 
 pub use budget::Budget;
 pub use capabilities::{GpuCapabilities, GpuDescription};
@@ -33,3 +34,4 @@ pub use parent::{Admission, ClientSpec, Gpu};
 pub use saved::{SavedChannel, SavedClient};
 pub use screen::{PhysicalScreen, Scanout, ScreenStatus};
 pub use usage::{Quotas, Usage, UsageReport};
+pub use waits::Waits;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::Waits;
 use crate::ids::VgpuId;
 
 /// Counters of one vGPU since its admission.
@@ -55,6 +56,8 @@ pub struct Usage {
     pub imported_bytes: u64,
     /// Number of channels.
     pub channels: u32,
+    /// Waits for the engine.
+    pub waits: Waits,
 }
 
 impl Usage {

@@ -1,11 +1,11 @@
-//! Engine time of each vGPU, from the GPU's counters: over the last interval, and over a window of
-//! about a second.
+//! Engine time and waits of each vGPU, from the GPU's counters: over the last interval, and over a
+//! window of about a second.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use serde::{Deserialize, Serialize};
 
-use crate::gpu::{Usage, UsageReport};
+use crate::gpu::{Usage, UsageReport, Waits};
 use crate::ids::VgpuId;
 
 /// Length of the window over which usage is measured.
@@ -53,6 +53,58 @@ impl Measured {
     }
 }
 
+/// Times that work of a vGPU waited for the engine, over the last one to two windows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WaitTimes {
+    /// Number of waits that ended.
+    pub count: u64,
+    /// Median, in nanoseconds.
+    pub p50_ns: u64,
+    /// 99th percentile, in nanoseconds.
+    pub p99_ns: u64,
+}
+
+impl WaitTimes {
+    /// Returns the quantiles of the counted waits. None without waits.
+    fn new(waits: &Waits) -> Option<Self> {
+        let (p50_ns, p99_ns) = (waits.quantile(0.5)?, waits.quantile(0.99)?);
+        Some(Self { count: waits.total(), p50_ns, p99_ns })
+    }
+}
+
+/// Counters of waits at the start of the interval over which they are shown, and now.
+#[derive(Clone, Copy, Debug)]
+struct WaitWindow {
+    /// Counters at the start of the interval.
+    start: Waits,
+    /// Time and counters of a reading at least a window after the start, or of the first one. The
+    /// next interval starts there.
+    next: (u64, Waits),
+    last: Waits,
+}
+
+impl WaitWindow {
+    fn new(now_ns: u64, waits: &Waits) -> Self {
+        Self { start: *waits, next: (now_ns, *waits), last: *waits }
+    }
+
+    /// Takes a reading. Counters that restarted start a new interval.
+    fn read(&mut self, now_ns: u64, waits: &Waits) {
+        if !waits.can_follow(&self.last) {
+            *self = Self::new(now_ns, waits);
+        }
+        self.last = *waits;
+        if now_ns - self.next.0 >= WINDOW_NS {
+            self.start = self.next.1;
+            self.next = (now_ns, *waits);
+        }
+    }
+
+    fn times(&self) -> Option<WaitTimes> {
+        WaitTimes::new(&self.last.since(&self.start))
+    }
+}
+
 /// Readings of one vGPU.
 #[derive(Clone, Debug, Default)]
 struct Account {
@@ -60,6 +112,8 @@ struct Account {
     last: Option<(u64, Usage)>,
     /// Times and engine times of the readings in the window.
     readings: VecDeque<(u64, u64)>,
+    /// Waits, since the first reading.
+    waits: Option<WaitWindow>,
 }
 
 impl Account {
@@ -69,7 +123,10 @@ impl Account {
         let restarted = before.is_some_and(|(_, last)| usage.engine_ns < last.engine_ns);
         if restarted {
             self.readings.clear();
+            self.waits = None;
         }
+        let waits = self.waits.get_or_insert_with(|| WaitWindow::new(now_ns, &usage.waits));
+        waits.read(now_ns, &usage.waits);
         // At a high rate of readings, the last one replaces the one before.
         if self.readings.len() > 1
             && self.readings.iter().nth_back(1).is_some_and(|(at, _)| now_ns - at < SPACING_NS)
@@ -152,6 +209,12 @@ impl Ledger {
     /// Returns the usage of a vGPU over the window.
     pub fn measured(&self, vgpu: VgpuId) -> Option<Measured> {
         self.accounts.get(&vgpu).map(Account::measured)
+    }
+
+    /// Returns how long a vGPU's work waited for the engine in the last one to two seconds. None if
+    /// no wait ended.
+    pub fn waits(&self, vgpu: VgpuId) -> Option<WaitTimes> {
+        self.accounts.get(&vgpu)?.waits?.times()
     }
 
     /// Returns the usage of all vGPUs together over the window.
@@ -237,6 +300,66 @@ mod tests {
         assert_eq!(ledger.report(&report(300, &[(A, usage(11, 0))]))[0].engine_ns, 10 * MS);
     }
 
+    /// Returns a busy vGPU's usage with waits of these lengths, in milliseconds.
+    fn waited(engine_ms: u64, lengths: &[u64]) -> Usage {
+        let mut usage = usage(engine_ms, 0);
+        for ms in lengths {
+            usage.waits.record(ms * MS);
+        }
+        usage
+    }
+
+    #[test]
+    fn waits_are_shown_for_one_to_two_seconds() {
+        let mut ledger = Ledger::default();
+        ledger.open(A);
+        assert_eq!(ledger.waits(A), None);
+        // Waits of 10 ms for 10 s, and then of 2 ms.
+        let mut lengths = vec![7000];
+        let mut shown = Vec::new();
+        for tick in 0..200 {
+            ledger.report(&report(tick * 100, &[(A, waited(tick, &lengths))]));
+            shown.push(ledger.waits(A));
+            lengths.extend(if tick < 100 { [10, 10] } else { [2, 2] });
+        }
+        assert_eq!(shown[0], None, "waits before the first reading are not in the interval");
+        let ms = |tick: usize, ns: fn(&WaitTimes) -> u64| ns(&shown[tick].unwrap()) as f64 / 1e6;
+        for (tick, times) in shown.iter().enumerate().take(100).skip(1) {
+            let count = times.unwrap().count;
+            let least = 2 * tick.min(10) as u64;
+            assert!((least..=40).contains(&count), "{tick}: {count}");
+            assert!((10.0..12.6).contains(&ms(tick, |times| times.p50_ns)), "{:?}", shown[tick]);
+            assert!((10.0..12.6).contains(&ms(tick, |times| times.p99_ns)), "{:?}", shown[tick]);
+        }
+        assert!((10.0..12.6).contains(&ms(109, |times| times.p99_ns)), "{:?}", shown[109]);
+        assert!((2.0..2.6).contains(&ms(121, |times| times.p99_ns)), "{:?}", shown[121]);
+        // No wait ends any more.
+        for tick in 200..221 {
+            ledger.report(&report(tick * 100, &[(A, waited(tick, &lengths))]));
+        }
+        assert_eq!(ledger.waits(A), None);
+        ledger.close(A);
+        assert_eq!(ledger.waits(A), None);
+    }
+
+    #[test]
+    fn restarted_counters_of_waits_start_a_new_interval() {
+        for engine_ms in [1, 50] {
+            let mut ledger = Ledger::default();
+            ledger.open(A);
+            ledger.report(&report(0, &[(A, waited(10, &[]))]));
+            ledger.report(&report(100, &[(A, waited(20, &[5, 5, 5]))]));
+            assert_eq!(ledger.waits(A).unwrap().count, 3);
+            // Counters without a reading in between, or with other counters that did not restart.
+            ledger.report(&report(200, &[(A, waited(engine_ms, &[90]))]));
+            assert_eq!(ledger.waits(A), None, "{engine_ms}");
+            ledger.report(&report(300, &[(A, waited(60, &[90, 1]))]));
+            let times = ledger.waits(A).unwrap();
+            assert_eq!(times.count, 1);
+            assert!((MS..2 * MS).contains(&times.p99_ns), "{times:?}");
+        }
+    }
+
     proptest! {
         #[test]
         fn any_counters_are_accepted_without_panic(
@@ -245,9 +368,11 @@ mod tests {
             let mut ledger = Ledger::default();
             ledger.open(A);
             for (now_ns, engine_ns, wait_ns) in readings {
-                let usage = Usage { engine_ns, wait_ns, runnable: true, ..Usage::default() };
+                let mut usage = Usage { engine_ns, wait_ns, runnable: true, ..Usage::default() };
+                usage.waits.record(wait_ns);
                 ledger.report(&UsageReport { now_ns, vgpus: vec![(A, usage), (A, usage)] });
                 ledger.total();
+                prop_assert!(ledger.waits(A).is_none_or(|times| times.p50_ns <= times.p99_ns));
             }
             prop_assert!(ledger.accounts[&A].readings.len() <= MAX_READINGS);
         }

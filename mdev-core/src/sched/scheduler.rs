@@ -24,7 +24,7 @@
 
 use std::time::Duration;
 
-use super::account::{Ledger, Measured};
+use super::account::{Ledger, Measured, WaitTimes};
 use super::log::{Cause, Log};
 use super::policy::{Config, Enforcement, GpuFeatures, Policy};
 use super::share::{Core, ShareRequest};
@@ -130,6 +130,12 @@ impl Scheduler {
     /// Returns the engine time that a vGPU used over the last second.
     pub fn measured(&self, id: VgpuId) -> Option<Measured> {
         self.ledger.measured(id)
+    }
+
+    /// Returns how long a vGPU's work waited for the engine in the last one to two seconds. None if
+    /// no wait ended.
+    pub fn waits(&self, id: VgpuId) -> Option<WaitTimes> {
+        self.ledger.waits(id)
     }
 
     /// Returns the engine time that all vGPUs used over the last second.

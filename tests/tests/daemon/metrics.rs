@@ -119,6 +119,8 @@ fn metrics_follow_prometheus_conventions() -> Result<()> {
         let labels = format!(r#"{{engine="{engine}",vgpu="{uuid}"}}"#);
         assert_eq!(value(&format!("tessera_vgpu_engine_seconds_total{labels}"))?, 0.0);
     }
+    let waits = "tessera_vgpu_wait_quantile_seconds";
+    assert!(samples.keys().all(|key| !key.starts_with(waits)), "nothing has waited");
     assert_eq!(of("channels_limit")?, 64.0);
     assert!(of("imported_memory_limit_bytes")? > 0.0);
     vgpud.call("POST", &format!("/v1/vgpus/{uuid}/stop"), None)?;

@@ -373,7 +373,7 @@ impl Client for MediatedClient {
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
         match self.connection.request(&ClientRequest::Usage, &[])?.0 {
-            ClientReply::Usage(usage) => Ok(usage),
+            ClientReply::Usage(usage) => Ok(usage.0),
             other => Err(self.unexpected(&other)),
         }
     }

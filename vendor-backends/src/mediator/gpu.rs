@@ -1,11 +1,12 @@
 //! The manager's client of a GPU process.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
 use mdev_core::gpu::{
     Admission, ClientSpec, Gpu, GpuCapabilities, GpuDescription, GpuError, PhysicalScreen, Quotas,
-    ScreenStatus, UsageReport,
+    ScreenStatus, UsageReport, Waits,
 };
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
@@ -13,6 +14,9 @@ use mdev_core::sched::Budget;
 use super::connection::{self, Connection};
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
 use crate::seqpacket::SeqPacket;
+
+/// Least time between two readings of the waits, which are longer than the other counters.
+const WAITS_INTERVAL_NS: u64 = 100_000_000;
 
 /// A connection to the admin socket of a GPU process.
 ///
@@ -24,6 +28,10 @@ pub struct MediatedGpu {
     description: GpuDescription,
     /// Negotiated protocol version.
     version: u32,
+    /// Waits of the vGPUs, as last read.
+    waits: BTreeMap<VgpuId, Waits>,
+    /// Time from which the next reading reads the waits.
+    next_waits_ns: u64,
 }
 
 impl MediatedGpu {
@@ -41,7 +49,8 @@ impl MediatedGpu {
         }
         match reply?.0 {
             AdminReply::Hello { version, gpu } if wire::is_spoken(version) => {
-                Ok(Self { connection, description: gpu, version })
+                let waits = BTreeMap::new();
+                Ok(Self { connection, description: gpu, version, waits, next_waits_ns: 0 })
             }
             AdminReply::Refused(refusal) => Err(refusal.into()),
             _ => Err(Refusal::Version.into()),
@@ -54,6 +63,30 @@ impl MediatedGpu {
             AdminReply::Refused(refusal) => Err(refusal.into()),
             _ => Err(self.connection.unexpected_reply()),
         }
+    }
+
+    /// Completes a report with the waits, which are read if the last reading of them is old. An older
+    /// GPU process counts none.
+    fn add_waits(&mut self, report: &mut UsageReport) -> Result<(), GpuError> {
+        if self.version < wire::WITH_WAITS {
+            return Ok(());
+        }
+        if report.now_ns >= self.next_waits_ns {
+            self.next_waits_ns = report.now_ns.saturating_add(WAITS_INTERVAL_NS);
+            let ids: Vec<_> = report.vgpus.iter().map(|(id, _)| *id).collect();
+            self.waits.clear();
+            for ids in ids.chunks(wire::MAX_WAITS) {
+                match self.connection.request(&AdminRequest::Waits(ids.to_vec()), &[])?.0 {
+                    AdminReply::Waits(waits) => self.waits.extend(waits),
+                    AdminReply::Refused(refusal) => return Err(refusal.into()),
+                    _ => return Err(self.connection.unexpected_reply()),
+                }
+            }
+        }
+        for (id, usage) in &mut report.vgpus {
+            usage.waits = self.waits.get(id).copied().unwrap_or_default();
+        }
+        Ok(())
     }
 }
 
@@ -81,6 +114,7 @@ impl Gpu for MediatedGpu {
     }
 
     fn evict(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
+        self.waits.remove(&vgpu);
         self.send(&AdminRequest::Evict(vgpu))
     }
 
@@ -114,11 +148,13 @@ impl Gpu for MediatedGpu {
     }
 
     fn usage(&mut self) -> Result<UsageReport, GpuError> {
-        match self.connection.request(&AdminRequest::Usage, &[])?.0 {
-            AdminReply::Usage(report) => Ok(report),
-            AdminReply::Refused(refusal) => Err(refusal.into()),
-            _ => Err(self.connection.unexpected_reply()),
-        }
+        let mut report = match self.connection.request(&AdminRequest::Usage, &[])?.0 {
+            AdminReply::Usage(report) => UsageReport::from(report),
+            AdminReply::Refused(refusal) => return Err(refusal.into()),
+            _ => return Err(self.connection.unexpected_reply()),
+        };
+        self.add_waits(&mut report)?;
+        Ok(report)
     }
 
     fn physical_screen(&mut self) -> Option<&mut dyn PhysicalScreen> {

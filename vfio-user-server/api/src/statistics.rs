@@ -75,6 +75,16 @@ pub struct VgpuStats {
     pub engines: EngineTimes,
     /// Time spent runnable and waiting for any reason, in nanoseconds.
     pub wait_ns: u64,
+    /// Number of times, in the last one to two seconds, that work waited for the engine and then
+    /// ran. Work that found the engine idle counts.
+    #[serde(default)]
+    pub waits: u64,
+    /// Median length of the waits that `waits` counts, in microseconds; null without a wait.
+    #[serde(default)]
+    pub wait_p50_us: Option<u64>,
+    /// 99th percentile of the waits that `waits` counts, in microseconds; null without a wait.
+    #[serde(default)]
+    pub wait_p99_us: Option<u64>,
     /// Part of the waiting time that the cap caused, in nanoseconds.
     pub gated_ns: u64,
     /// Number of times that the cap closed the gate.

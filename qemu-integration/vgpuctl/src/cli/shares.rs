@@ -12,6 +12,8 @@ Columns:
   ASKED      attribute core: minimum share under contention, in hundredths of the GPU
   DUE        share while all vGPUs are busy
   SHARE      share of the GPU in the last measured window, about one second
+  WAIT       time that work waited before it ran: p50/p99 of the last one to two seconds; omitted
+             if the table would be wider than 100 columns
   VM         process ID of the VM, or the number of CUDA programs
 
 Columns of --wide:
@@ -48,8 +50,9 @@ pub struct Stats {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 A bar shows a vGPU's share in the last second. The mark is the requested share. A yellow bar is
-below the mark: the vGPU had no work, or other vGPUs used the GPU. The lower part has details of
-the selected vGPU.
+below the mark: the vGPU had no work, or other vGPUs used the GPU. WAIT is the time that work waited
+before it ran: p50/p99 of the last one to two seconds. The lower part has details of the selected
+vGPU.
 
 Keys:
   up, down     select a vGPU               left, right  select a parent

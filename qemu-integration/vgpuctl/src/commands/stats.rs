@@ -11,7 +11,7 @@ use super::read::no_parent;
 use crate::cli::{Output, Stats};
 use crate::failure::Failure;
 use crate::mdevctl::pretty;
-use crate::units::{limit, memory, seconds};
+use crate::units::{limit, memory, micros, quantiles, seconds};
 use vgpud_client::Client;
 
 /// Runs `stats`.
@@ -82,41 +82,67 @@ fn text(stats: &StatsModel, format: Format) -> String {
     if format == Format::Details {
         return stats.vgpus.iter().fold(text, |text, vgpu| text + &details(vgpu));
     }
+    let rows = match format {
+        Format::Wide => table(&stats.vgpus, |_| true),
+        Format::Narrow | Format::Details => {
+            let rows = table(&stats.vgpus, |column| column.shown != Shown::Wide);
+            if rows.iter().any(|row| row.chars().count() > NARROW) {
+                table(&stats.vgpus, |column| column.shown == Shown::Always)
+            } else {
+                rows
+            }
+        }
+    };
+    rows.iter().fold(text, |text, row| text + row + "\n")
+}
+
+/// Formats a table with some of the columns. Returns its lines.
+fn table(vgpus: &[VgpuStats], is_shown: impl Fn(&Column) -> bool) -> Vec<String> {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    let columns: Vec<_> =
-        COLUMNS.iter().filter(|column| format == Format::Wide || column.narrow).collect();
+    let columns: Vec<_> = COLUMNS.iter().filter(|column| is_shown(column)).collect();
     table.set_header(columns.iter().map(|column| column.title));
-    for vgpu in &stats.vgpus {
+    for vgpu in vgpus {
         table.add_row(columns.iter().map(|column| (column.value)(vgpu)));
     }
     for column in table.column_iter_mut().skip(3) {
         column.set_cell_alignment(CellAlignment::Right);
     }
-    for line in table.lines() {
-        text += line.trim();
-        text.push('\n');
-    }
-    text
+    table.lines().map(|line| line.trim().to_owned()).collect()
 }
+
+/// Width of the narrow table.
+const NARROW: usize = 100;
 
 /// Column of the table.
 struct Column {
     title: &'static str,
-    /// Whether the narrow table has the column.
-    narrow: bool,
+    shown: Shown,
     value: fn(&VgpuStats) -> String,
 }
 
+/// Tables with a column.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shown {
+    Always,
+    /// The wide table, and the narrow one if it has room for all of these columns.
+    IfRoom,
+    Wide,
+}
+
 const fn narrow(title: &'static str, value: fn(&VgpuStats) -> String) -> Column {
-    Column { title, narrow: true, value }
+    Column { title, shown: Shown::Always, value }
+}
+
+const fn if_room(title: &'static str, value: fn(&VgpuStats) -> String) -> Column {
+    Column { title, shown: Shown::IfRoom, value }
 }
 
 const fn wide(title: &'static str, value: fn(&VgpuStats) -> String) -> Column {
-    Column { title, narrow: false, value }
+    Column { title, shown: Shown::Wide, value }
 }
 
-const COLUMNS: [Column; 17] = [
+const COLUMNS: [Column; 18] = [
     narrow("VGPU", |vgpu| vgpu.name.clone().unwrap_or_else(|| vgpu.uuid.to_string())),
     narrow("PARENT", |vgpu| vgpu.parent.clone()),
     narrow("TYPE", |vgpu| vgpu.mdev_type.clone()),
@@ -126,6 +152,7 @@ const COLUMNS: [Column; 17] = [
     narrow("DUE", |vgpu| format!("{:.1} %", vgpu.share_entitled)),
     narrow("SHARE", |vgpu| format!("{:.1} %", vgpu.share_measured)),
     wide("OF BUSY", |vgpu| format!("{:.1} %", vgpu.share_of_busy)),
+    if_room("WAIT", |vgpu| waits(vgpu).unwrap_or_else(|| "-".to_owned())),
     wide("ENGINE", |vgpu| seconds(vgpu.engine_ns)),
     wide("WAITED", |vgpu| seconds(vgpu.wait_ns)),
     wide("HELD", |vgpu| seconds(vgpu.gated_ns)),
@@ -135,6 +162,21 @@ const COLUMNS: [Column; 17] = [
     wide("HANGS", |vgpu| vgpu.hang_resets.to_string()),
     narrow("VM", |vgpu| user(vgpu).unwrap_or_else(|| "-".to_owned())),
 ];
+
+/// Formats the quantiles of the last waits, if there were any.
+pub fn waits(vgpu: &VgpuStats) -> Option<String> {
+    Some(quantiles(vgpu.wait_p50_us?, vgpu.wait_p99_us?))
+}
+
+/// Formats the last waits in words.
+pub fn waits_in_words(vgpu: &VgpuStats) -> String {
+    match (vgpu.wait_p50_us, vgpu.wait_p99_us) {
+        (Some(p50), Some(p99)) => {
+            format!("{} in the last 1 to 2 s, p50 {}, p99 {}", vgpu.waits, micros(p50), micros(p99))
+        }
+        _ => "none in the last 1 to 2 s".to_owned(),
+    }
+}
 
 /// Returns the programs of the host that use a vGPU.
 pub fn programs_of_host(vgpu: &VgpuStats) -> Option<&Programs> {
@@ -229,6 +271,7 @@ fn time_lines(vgpu: &VgpuStats) -> Vec<(&'static str, String)> {
                 seconds(vgpu.gate_cost_ns)
             ),
         ),
+        ("waits", waits_in_words(vgpu)),
         (
             "slices",
             format!(
@@ -341,11 +384,20 @@ mod tests {
             "pid": 4711, "vm_pid": null,
             "programs": { "vram_used_bytes": 0, "processes": vec![process; 99] },
         });
-        let stats = serde_json::from_value(json!({ "vgpus": [vgpu], "parents": [] })).unwrap();
-        for line in text(&stats, Format::Narrow).lines() {
-            assert!(line.chars().count() <= 100, "{} columns: {line}", line.chars().count());
+        let mut stats: StatsModel =
+            serde_json::from_value(json!({ "vgpus": [vgpu], "parents": [] })).unwrap();
+        stats.vgpus[0].wait_p50_us = Some(20_000);
+        stats.vgpus[0].wait_p99_us = Some(99_000);
+        let has_waits = |text: &str| text.contains("20.0/99.0 ms");
+        let narrow = text(&stats, Format::Narrow);
+        for line in narrow.lines() {
+            assert!(line.chars().count() <= NARROW, "{} columns: {line}", line.chars().count());
         }
+        assert!(!has_waits(&narrow), "{narrow}");
         let most = text(&stats, Format::Wide);
-        assert!(most.lines().any(|line| line.contains("OF BUSY")), "{most}");
+        assert!(most.lines().any(|line| line.contains("OF BUSY")) && has_waits(&most), "{most}");
+        stats.vgpus[0].name = Some("web1".into());
+        let narrow = text(&stats, Format::Narrow);
+        assert!(has_waits(&narrow) && narrow.contains(" WAIT "), "there is room: {narrow}");
     }
 }

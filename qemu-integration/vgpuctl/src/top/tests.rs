@@ -40,6 +40,10 @@ fn stats(share: f64, vgpus: usize) -> vgpud_api::Stats {
         vgpu(3, Some(10), 0.0, "failed"),
     ];
     all[1]["programs"] = programs();
+    for vgpu in [0, 2] {
+        all[vgpu]["waits"] = json!(412);
+        (all[vgpu]["wait_p50_us"], all[vgpu]["wait_p99_us"]) = (json!(820), json!(12_300));
+    }
     all[0]["name"] = json!("web1");
     all[0]["vm_name"] = json!("vm1");
     let parent = |name: &str, busy: f64, free: u64| {
@@ -110,11 +114,15 @@ fn a_narrow_terminal_cuts_no_text() {
         "submitted 1000000 (0/s)  throttled 5  wake-ups 10",
         "due 10.0 %  at most 100 %  soft  normal priority  slice 3.2 ms",
         "ASKED % GOT % | asked",
+        "waits 412 in the last 1 to 2 s, p50 820 us, p99 12.3 ms",
+        "0.8/12.3 ms 1.0 GiB",
         "MEMORY         VM\n",
     ] {
         let has = |line: &str| (line.to_owned() + "\n").contains(text);
         assert!(shown.lines().any(has), "{text:?} is not in\n{shown}");
     }
+    let narrower = screen(&mut app, 70, 24);
+    assert!(narrower.contains("VM\n") && !narrower.contains(" WAIT "), "{narrower}");
     let wide = screen(&mut app, 120, 24);
     let graph = |line: &str| line.starts_with("video memory 1.0 GiB") && line.ends_with("████");
     assert!(wide.contains("HISTORY") && wide.lines().any(graph), "{wide}");

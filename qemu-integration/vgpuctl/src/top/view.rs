@@ -8,17 +8,18 @@ use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table};
 use vgpud_api::{ParentStats, VgpuState, VgpuStats};
 
 use super::app::{App, History};
-use crate::commands::stats::{programs_of_host, user};
+use crate::commands::stats::{programs_of_host, user, waits, waits_in_words};
 use crate::units::{memory, seconds};
 
 /// Number of characters of a UUID in the table, and at most of a name.
 const UUID: usize = 8;
 const NAME: usize = 20;
-/// Largest width of the bar, and least width of the history.
+/// Largest width of the bar, its least width beside the waits, and least width of the history.
 const MAX_BAR: u16 = 50;
+const MIN_BAR: u16 = 7;
 const HISTORY: u16 = 12;
 /// Number of rows of the details, without processes.
-const DETAILS: u16 = 8;
+const DETAILS: u16 = 9;
 /// Least width of the graph in the details, and its distance from the text.
 const GRAPH: u16 = 12;
 const GRAPH_GAP: u16 = 2;
@@ -82,11 +83,16 @@ fn vgpus(frame: &mut Frame<'_>, app: &mut App, area: Rect) {
         let texts = rows.iter().map(|row| row.texts[column].chars().count());
         texts.chain([TITLES[column].len()]).max().unwrap_or_default() as u16
     };
-    let mut widths: Vec<_> = (0..TITLES.len()).map(width).collect();
+    let mut columns: Vec<_> = (0..TITLES.len()).collect();
     // Each of these columns has a space beside it.
-    let taken: u16 = widths.iter().map(|width| width + 1).sum();
-    let (bar, history) = bar_and_history(area.width.saturating_sub(taken));
-    let mut header: Vec<_> = (0..TITLES.len()).map(|index| aligned(index, TITLES[index])).collect();
+    let taken = |columns: &[usize]| columns.iter().map(|column| width(*column) + 1).sum();
+    if area.width < taken(&columns) + MIN_BAR {
+        columns.retain(|column| *column != WAIT);
+    }
+    let (bar, history) = bar_and_history(area.width.saturating_sub(taken(&columns)));
+    let mut widths: Vec<_> = columns.iter().map(|column| width(*column)).collect();
+    let mut header: Vec<_> =
+        columns.iter().map(|column| aligned(*column, TITLES[*column])).collect();
     let mut insert = |at: usize, title: &'static str, width: u16| {
         header.insert(at, Line::from(title));
         widths.insert(at, width);
@@ -95,7 +101,7 @@ fn vgpus(frame: &mut Frame<'_>, app: &mut App, area: Rect) {
     if history > 0 {
         insert(BAR_AT + 1, "HISTORY", history);
     }
-    let shown = rows.iter().map(|row| row.draw(bar, history));
+    let shown = rows.iter().map(|row| row.draw(&columns, bar, history));
     let table = Table::new(shown, widths.into_iter().map(Constraint::Length))
         .header(Row::new(header).style(Style::new().add_modifier(Modifier::BOLD)))
         .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
@@ -113,9 +119,11 @@ fn bar_and_history(width: u16) -> (u16, u16) {
 }
 
 /// Titles of the columns besides the bar and the history.
-const TITLES: [&str; 7] = ["VGPU", "TYPE", "STATE", "ASKED %", "GOT %", "MEMORY", "VM"];
+const TITLES: [&str; 8] = ["VGPU", "TYPE", "STATE", "ASKED %", "GOT %", "WAIT", "MEMORY", "VM"];
 /// Column of the state.
 const STATE: usize = 2;
+/// Column of the waits, which is omitted if the bar would be narrow.
+const WAIT: usize = 5;
 /// Place of the bar among these columns.
 const BAR_AT: usize = 5;
 
@@ -143,16 +151,17 @@ impl<'a> TableRow<'a> {
             state(vgpu.state).0.to_owned(),
             asked(vgpu).map_or_else(|| "-".to_owned(), |share| format!("{share:.1}")),
             format!("{:.1}", vgpu.share_measured),
+            waits(vgpu).unwrap_or_else(|| "-".to_owned()),
             memory(vgpu.vram_bytes),
             user(vgpu).unwrap_or_else(|| "-".to_owned()),
         ];
         Self { texts, vgpu, past }
     }
 
-    /// Returns the row with a bar and a history of these widths.
-    fn draw(&self, bar_width: u16, history: u16) -> Row<'static> {
-        let cell = |(column, text): (usize, &String)| aligned(column, text.clone());
-        let mut cells: Vec<_> = self.texts.iter().enumerate().map(cell).collect();
+    /// Returns these columns of the row with a bar and a history of these widths.
+    fn draw(&self, columns: &[usize], bar_width: u16, history: u16) -> Row<'static> {
+        let cell = |column: &usize| aligned(*column, self.texts[*column].clone());
+        let mut cells: Vec<_> = columns.iter().map(cell).collect();
         cells[STATE] = cells[STATE].clone().style(state(self.vgpu.state).1);
         let bar = bar(self.vgpu.share_measured, asked(self.vgpu), bar_width);
         cells.insert(BAR_AT, Line::from(bar));
@@ -220,6 +229,7 @@ fn details(vgpu: &VgpuStats, past: Option<&History>) -> Vec<Line<'static>> {
             vgpu.preemptions,
             vgpu.slice_overruns
         )),
+        Line::from(format!("waits {}", waits_in_words(vgpu))),
         Line::from(format!(
             "submitted {} ({:.0}/s)  throttled {}  wake-ups {}",
             vgpu.submissions,

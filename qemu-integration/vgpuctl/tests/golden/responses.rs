@@ -122,8 +122,11 @@ pub fn stats() -> Value {
             "programs": core.is_none().then(programs),
         })
     };
+    let mut waiting = one(RUNNING, Some(80), 79.6);
+    waiting["waits"] = json!(412);
+    (waiting["wait_p50_us"], waiting["wait_p99_us"]) = (json!(820), json!(5120));
     json!({
-        "vgpus": [one(RUNNING, Some(80), 79.6), one(TRANSIENT, None, 20.0)],
+        "vgpus": [waiting, one(TRANSIENT, None, 20.0)],
         "parents": [
             {
                 "parent": "soft0", "window_ms": 1000, "busy": 99.6, "policy": "weighted", "ready": true,

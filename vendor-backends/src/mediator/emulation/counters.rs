@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use mdev_core::gpu::Usage;
+use mdev_core::gpu::{Usage, Waits};
 
 /// Counters of a vGPU, with the fields of [`Usage`].
 #[derive(Debug, Default)]
@@ -47,6 +47,30 @@ pub struct Counters {
     pub imported_bytes: AtomicU64,
     /// Number of channels.
     pub channels: AtomicU32,
+    /// Waits for the engine.
+    pub waits: WaitCounters,
+}
+
+/// Waits for the engine, counted by their length: the buckets of [`Waits`].
+#[derive(Debug)]
+pub struct WaitCounters([AtomicU32; Waits::BUCKETS]);
+
+impl Default for WaitCounters {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| AtomicU32::new(0)))
+    }
+}
+
+impl WaitCounters {
+    /// Counts a wait of `ns` nanoseconds.
+    pub fn record(&self, ns: u64) {
+        self.0[Waits::bucket(ns)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the counts.
+    pub fn counts(&self) -> Waits {
+        Waits::from_counts(std::array::from_fn(|bucket| self.0[bucket].load(Ordering::Relaxed)))
+    }
 }
 
 impl Counters {
@@ -79,6 +103,7 @@ impl Counters {
             runnable: self.runnable.load(Ordering::Relaxed),
             imported_bytes: read(&self.imported_bytes),
             channels: self.channels.load(Ordering::Relaxed),
+            waits: self.waits.counts(),
         }
     }
 }

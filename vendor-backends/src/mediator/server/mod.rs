@@ -172,7 +172,17 @@ impl Server {
             }
             AdminRequest::SetGate(id, open) => self.gpu.find(id)?.set_gate(open),
             AdminRequest::Reset(id) => self.gpu.find(id)?.reset_channels()?,
-            AdminRequest::Usage => return Ok((AdminReply::Usage(self.gpu.usage()), None)),
+            AdminRequest::Usage => {
+                return Ok((AdminReply::Usage(self.gpu.usage().into()), None));
+            }
+            AdminRequest::Waits(ids) => {
+                if ids.len() > wire::MAX_WAITS {
+                    return Err(Refusal::Message);
+                }
+                let waits =
+                    ids.iter().filter_map(|id| Some((*id, self.gpu.find(*id).ok()?.waits())));
+                return Ok((AdminReply::Waits(waits.collect()), None));
+            }
             AdminRequest::Focus(id) => {
                 let took = self.gpu.hardware().focus(id)?;
                 return Ok((AdminReply::Focused(took), None));

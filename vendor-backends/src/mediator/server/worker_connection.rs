@@ -16,7 +16,7 @@ use crate::mediator::emulation::EmulatedGpu;
 use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
 use crate::mediator::saved_state;
-use crate::mediator::wire::{self, ClientReply, ClientRequest, Numbered, Refusal};
+use crate::mediator::wire::{self, ClientReply, ClientRequest, Numbered, Refusal, WithoutWaits};
 use crate::seqpacket::{SeqPacket, decode};
 
 /// A worker's connection.
@@ -238,7 +238,9 @@ impl WorkerConnection {
             }
             ClientRequest::SetInterrupt(vector) => vgpu.set_interrupt(vector, fds.next())?,
             ClientRequest::Reset => vgpu.reset()?,
-            ClientRequest::Usage => return Ok(ClientReply::Usage(vgpu.usage())),
+            ClientRequest::Usage => {
+                return Ok(ClientReply::Usage(Box::new(WithoutWaits(vgpu.usage()))));
+            }
             ClientRequest::SetScanout(ref scanout) => {
                 self.gpu.hardware().set_scanout(vgpu.id(), scanout)?;
             }

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use mdev_core::gpu::{ClientSpec, GpuDescription, Quotas, ScreenStatus, UsageReport};
+use mdev_core::gpu::{ClientSpec, GpuDescription, Quotas, ScreenStatus, Waits};
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
 use serde::{Deserialize, Serialize};
 
-use super::Refusal;
 #[cfg(doc)]
-use super::{VERSION, WITH_FORGET, agreed};
+use super::{MAX_WAITS, VERSION, WITH_FORGET, WITH_WAITS, agreed};
+use super::{Refusal, UsageReportOnWire};
 
 /// Requests of the manager, on the admin socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ pub enum AdminRequest {
     SetGate(VgpuId, bool),
     /// Faults all channels of a vGPU.
     Reset(VgpuId),
-    /// Reads all counters. Reply: [`AdminReply::Usage`].
+    /// Reads all counters but the waits. Reply: [`AdminReply::Usage`].
     Usage,
     /// Sets or removes a budget of engine time.
     SetBudget(VgpuId, Option<Budget>),
@@ -44,6 +44,9 @@ pub enum AdminRequest {
     Screen,
     /// Frees what is reserved for a removed vGPU. Since [`WITH_FORGET`].
     Forget(VgpuId),
+    /// Reads the waits of these vGPUs, at most [`MAX_WAITS`]. Reply: [`AdminReply::Waits`]. Since
+    /// [`WITH_WAITS`].
+    Waits(Vec<VgpuId>),
 }
 
 /// Replies to the manager.
@@ -60,12 +63,14 @@ pub enum AdminReply {
     Done,
     /// The vGPU is admitted. The client's connection is attached.
     Admitted,
-    /// All counters.
-    Usage(UsageReport),
+    /// All counters but the waits.
+    Usage(UsageReportOnWire),
     /// The request was refused.
     Refused(Refusal),
     /// The vGPU is on the screen. Contains the duration of the switch.
     Focused(Duration),
     /// State of the screen.
     Screen(ScreenStatus),
+    /// Waits of those vGPUs that exist. Since [`WITH_WAITS`].
+    Waits(Vec<(VgpuId, Waits)>),
 }

@@ -3,12 +3,12 @@
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, EngineKind, GpuDescription,
-    MapRequest, Placement, SavedChannel, Usage,
+    MapRequest, Placement, SavedChannel,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use serde::{Deserialize, Serialize};
 
-use super::{OLDEST, Refusal, WITH_LOG, WITH_RENEW, WITH_SAVE, WITH_SPACES};
+use super::{OLDEST, Refusal, WITH_LOG, WITH_RENEW, WITH_SAVE, WITH_SPACES, WithoutWaits};
 #[cfg(doc)]
 use super::{VERSION, agreed};
 
@@ -59,7 +59,7 @@ pub enum ClientRequest {
     SetInterrupt(u32),
     /// Destroys all channels, mappings and created address spaces.
     Reset,
-    /// Reads the vGPU's counters. Reply: [`ClientReply::Usage`].
+    /// Reads the vGPU's counters but the waits. Reply: [`ClientReply::Usage`].
     Usage,
     /// Reports a change of the guest's display registers.
     SetScanout(Scanout),
@@ -209,8 +209,8 @@ pub enum ClientReply {
     Created(ChannelHandle),
     /// Status of the channel.
     Status(ChannelStatus),
-    /// Counters of the vGPU.
-    Usage(Usage),
+    /// Counters of the vGPU but the waits.
+    Usage(Box<WithoutWaits>),
     /// The request was refused.
     Refused(Refusal),
     /// Reply to `Renew`. Attached, in this order: the new doorbell page, the new eventfd that wakes

@@ -9,6 +9,7 @@
 //! * `admin`: messages of the manager
 //! * `client`: messages of a worker
 //! * `refusal`: reasons of refusals
+//! * `usage`: counters of vGPUs
 
 use serde::{Deserialize, Serialize};
 
@@ -17,14 +18,16 @@ mod client;
 mod refusal;
 #[cfg(test)]
 mod tests;
+mod usage;
 
 pub use self::admin::{AdminReply, AdminRequest};
 pub use self::client::{ClientReply, ClientRequest, DefaultChannel, HELLO_FDS, RENEWED_FDS};
 pub use self::refusal::Refusal;
+pub use self::usage::{UsageReportOnWire, WithoutWaits};
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 13;
 
 /// Oldest supported version.
 pub const OLDEST: u32 = 6;
@@ -46,6 +49,12 @@ pub const WITH_NUMBERS: u32 = 11;
 
 /// First version with [`ClientRequest::LogWrites`], and the requests after it.
 pub const WITH_LOG: u32 = 12;
+
+/// First version with [`AdminRequest::Waits`].
+pub const WITH_WAITS: u32 = 13;
+
+/// Largest number of vGPUs in an [`AdminRequest::Waits`]: any counts of these fit into a packet.
+pub const MAX_WAITS: usize = 64;
 
 /// Request or reply of a worker with a number.
 ///

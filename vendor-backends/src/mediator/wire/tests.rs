@@ -5,20 +5,20 @@ use std::time::Duration;
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Placement, Quotas, SavedChannel,
-    ScreenStatus, Usage,
+    ScreenStatus, Usage, UsageReport, Waits,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, VgpuId};
 use mdev_core::sched::Budget;
 use uuid::Uuid;
 
 use super::*;
-use crate::seqpacket::{decode, encode};
+use crate::seqpacket::{MAX_PACKET, decode, encode};
 
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].
 #[test]
-fn bytes_of_versions_6_to_12() {
-    assert_eq!((OLDEST, VERSION), (6, 12));
+fn bytes_of_versions_6_to_13() {
+    assert_eq!((OLDEST, VERSION), (6, 13));
     let vgpu = VgpuId(Uuid::from_u128(0x0102_0304));
     let admin = [
         (AdminRequest::Hello { version: 6 }, "0006"),
@@ -51,6 +51,7 @@ fn bytes_of_versions_6_to_12() {
         (AdminRequest::Rotate(Some(Duration::from_secs(10))), "0a 01 0a 00"),
         (AdminRequest::Screen, "0b"),
         (AdminRequest::Forget(vgpu), "0c 1000000000000000000000000001020304"),
+        (AdminRequest::Waits(vec![vgpu]), "0d 01 1000000000000000000000000001020304"),
     ]);
     for (message, bytes) in admin {
         assert_eq!(hex(&encode(&message).unwrap()), bytes.replace(' ', ""), "{message:?}");
@@ -75,9 +76,68 @@ fn bytes_of_versions_6_to_12() {
     let screen = ScreenStatus { focus: Some(vgpu), rotation: None };
     let bytes = "06 01 1000000000000000000000000001020304 00";
     assert_eq!(hex(&encode(&AdminReply::Screen(screen)).unwrap()), bytes.replace(' ', ""));
-    let usage = Usage { copy_ns: 1, compute_ns: 2, channels: 3, ..Usage::default() };
-    let bytes = "05 00 01 02 0000000000000000 0000000000000000 03";
-    assert_eq!(hex(&encode(&ClientReply::Usage(usage)).unwrap()), bytes.replace(' ', ""));
+    check_usage(vgpu);
+}
+
+fn check_usage(vgpu: VgpuId) {
+    let mut usage = Usage { copy_ns: 1, compute_ns: 2, channels: 3, ..Usage::default() };
+    usage.waits.record(1_000_000);
+    let fields = "00 01 02 0000000000000000 0000000000000000 03".replace(' ', "");
+    let bytes = encode(&ClientReply::Usage(Box::new(WithoutWaits(usage)))).unwrap();
+    assert_eq!(hex(&bytes), format!("05{fields}"));
+    let without = Usage { waits: Waits::default(), ..usage };
+    assert_eq!(
+        decode::<ClientReply>(&bytes).unwrap(),
+        ClientReply::Usage(Box::new(WithoutWaits(without))),
+        "the waits have a request of their own"
+    );
+    let report = UsageReport { now_ns: 5, vgpus: vec![(vgpu, usage)] };
+    let bytes = encode(&AdminReply::Usage(report.into())).unwrap();
+    assert_eq!(
+        hex(&bytes),
+        format!("03 05 01 1000000000000000000000000001020304 {fields}").replace(' ', "")
+    );
+    let mut counts = [0; Waits::BUCKETS];
+    (counts[1], counts[Waits::BUCKETS - 1]) = (300, 1);
+    let waits = AdminReply::Waits(vec![(vgpu, Waits::from_counts(counts))]);
+    let zeros = "00".repeat(Waits::BUCKETS - 3);
+    let bytes = format!("07 01 1000000000000000000000000001020304 00 ac02 {zeros} 01");
+    assert_eq!(hex(&encode(&waits).unwrap()), bytes.replace(' ', ""));
+}
+
+#[test]
+fn the_largest_replies_fit_into_a_packet() {
+    let vgpu = VgpuId(Uuid::from_u128(u128::MAX));
+    let waits = Waits::from_counts([u32::MAX; Waits::BUCKETS]);
+    let reply = AdminReply::Waits(vec![(vgpu, waits); MAX_WAITS]);
+    assert!(encode(&reply).unwrap().len() <= MAX_PACKET);
+    let most = u64::MAX;
+    let usage = Usage {
+        engine_ns: most,
+        copy_ns: most,
+        compute_ns: most,
+        wait_ns: most,
+        gated_ns: most,
+        gate_closings: most,
+        gate_cost_ns: most,
+        submissions: most,
+        polled_doorbells: most,
+        wakeups: most,
+        preemptions: most,
+        slice_overruns: most,
+        overrun_ns: most,
+        stolen_ns: most,
+        faults: most,
+        hang_resets: most,
+        throttled: most,
+        runnable: true,
+        imported_bytes: most,
+        channels: u32::MAX,
+        waits,
+    };
+    // The largest number of vGPUs of a parent with partitions.
+    let report = UsageReport { now_ns: most, vgpus: vec![(vgpu, usage); 256] };
+    assert!(encode(&AdminReply::Usage(report.into())).unwrap().len() <= MAX_PACKET);
 }
 
 fn check_client_requests() {

@@ -170,6 +170,10 @@ const ENGINE: &str = "tessera_vgpu_engine_seconds_total";
 /// Trapped accesses by the label `kind`.
 const TRAPS: &str = "tessera_vgpu_traps_total";
 
+/// Waits of the last one to two seconds by the label `quantile`. OpenMetrics would take the name
+/// `tessera_vgpu_wait_seconds` for that of the counter of the total time.
+const WAITS: &str = "tessera_vgpu_wait_quantile_seconds";
+
 /// Video memory in use, of vGPUs that CUDA programs use, and of each process.
 const USED: &str = "tessera_vgpu_video_memory_used_bytes";
 const USED_BY_PROCESS: &str = "tessera_vgpu_process_video_memory_bytes";
@@ -221,7 +225,17 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
         "Engine time that the vGPU used, by engine; the sum is its whole engine time.",
         &["vgpu", "engine"],
     )?;
+    let waits = gauge(
+        WAITS,
+        "Time that work of the vGPU waited for the engine before it ran in the last one to two seconds; absent without a wait.",
+        &["vgpu", "quantile"],
+    )?;
     for (name, vgpu) in all() {
+        for (quantile, us) in [("0.5", vgpu.wait_p50_us), ("0.99", vgpu.wait_p99_us)] {
+            if let Some(us) = us {
+                waits.with_label_values(&[name.as_str(), quantile]).set(us as f64 * 1e-6);
+            }
+        }
         let times = vgpu.engines;
         for (kind, ns) in
             [("copy", times.copy_ns), ("compute", times.compute_ns), ("host", times.host_ns)]
@@ -250,6 +264,7 @@ fn vgpus(registry: &Registry, vgpus: &[VgpuStats]) -> prometheus::Result<()> {
     add(registry, asked)?;
     add(registry, traps)?;
     add(registry, engine)?;
+    add(registry, waits)?;
     for (metric, help, value) in VGPU_GAUGES {
         let family = gauge(metric, help, &["vgpu"])?;
         all().for_each(|(name, vgpu)| family.with_label_values(&[name]).set(value(vgpu)));
@@ -319,7 +334,7 @@ mod tests {
         assert!(seen.len() > 25);
     }
 
-    /// Statistics of a parent and of a vGPU that a program uses.
+    /// Statistics of a parent and of a vGPU that a program uses, and whose work has waited.
     fn stats() -> Stats {
         let process = json!({ "pid": 7, "name": "python3", "vram_used_bytes": 1 });
         let vgpu = json!({
@@ -346,15 +361,38 @@ mod tests {
             "parent": "soft0", "window_ms": 1000, "busy": 99.0, "policy": "weighted",
             "ready": true, "vram_bytes": 1, "vram_free_bytes": 1,
         });
-        serde_json::from_value(json!({ "vgpus": [vgpu], "parents": [parent] })).unwrap()
+        let mut stats: Stats =
+            serde_json::from_value(json!({ "vgpus": [vgpu], "parents": [parent] })).unwrap();
+        (stats.vgpus[0].wait_p50_us, stats.vgpus[0].wait_p99_us) = (Some(2000), Some(5000));
+        stats
+    }
+
+    fn version() -> Version {
+        let version = json!({
+            "version": "0.1.0", "api": "1", "pid": 1, "run_dir": "/run", "config_dir": "/var",
+        });
+        serde_json::from_value(version).unwrap()
+    }
+
+    #[test]
+    fn waits_have_samples_while_there_are_any() {
+        let mut stats = stats();
+        let samples = |stats: &Stats| -> Vec<String> {
+            let text = text(stats, &version()).unwrap();
+            text.lines().filter(|line| line.starts_with(WAITS)).map(String::from).collect()
+        };
+        let vgpu = stats.vgpus[0].uuid;
+        let expected = [("0.5", "0.002"), ("0.99", "0.005")].map(|(quantile, value)| {
+            format!("{WAITS}{{quantile=\"{quantile}\",vgpu=\"{vgpu}\"}} {value}")
+        });
+        assert_eq!(samples(&stats), expected);
+        (stats.vgpus[0].wait_p50_us, stats.vgpus[0].wait_p99_us) = (None, None);
+        assert!(samples(&stats).is_empty());
     }
 
     #[test]
     fn dashboard_and_alerts_name_metrics_that_exist() {
-        let version = json!({
-            "version": "0.1.0", "api": "1", "pid": 1, "run_dir": "/run", "config_dir": "/var",
-        });
-        let text = text(&stats(), &serde_json::from_value(version).unwrap()).unwrap();
+        let text = text(&stats(), &version()).unwrap();
         let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let exported: BTreeSet<_> = types.filter_map(|line| line.split(' ').next()).collect();
         let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging");

@@ -38,8 +38,13 @@ const POLL_IN_SLICE_NS: u64 = 1_000_000;
 pub(super) struct Group {
     pub vgpu: Arc<Vgpu>,
     pub polled: PollResult,
-    /// Start of the time with work but without the engine.
+    /// Start of the time with work but without the engine that is not yet counted.
     pub waiting_since: Option<u64>,
+    /// Start of the wait for the engine, or end of the last run of the group that has the engine.
+    pub wait_start: Option<u64>,
+    /// Whether the group ran last, and has had work and been allowed to run since: its next run ends
+    /// no wait.
+    pub has_engine: bool,
     /// Whether the gate or the budget causes the wait.
     gated: bool,
     /// Time before which the group neither runs nor is polled, because the engine slept in it.
@@ -160,6 +165,8 @@ impl EngineLoop {
                     vgpu,
                     polled: PollResult::Busy,
                     waiting_since: None,
+                    wait_start: None,
+                    has_engine: false,
                     gated: false,
                     paused_until_ns: 0,
                     sleep_debt: SleepDebt::default(),
@@ -237,6 +244,8 @@ impl EngineLoop {
             Counters::add(&counters.gate_closings, 1);
         }
         group.gated = gated;
+        group.has_engine &= has_work && !gated && !paused;
+        group.wait_start = has_work.then(|| group.wait_start.unwrap_or(end));
         entry.slice_ns = group.vgpu.slice_ns();
         let wait_ns = MAX_WAIT_RUNS * self.pace.preemption_latency_ns;
         entry.set_budget(group.vgpu.budget(), self.stolen.available_ns(now), wait_ns);

@@ -19,6 +19,7 @@ impl EngineLoop {
             let counters = self.groups[before].vgpu.counters();
             counters.preemptions.fetch_add(1, Ordering::Relaxed);
         }
+        self.give_engine(index, start);
         let group = &mut self.groups[index];
         if let Some(since) = group.waiting_since {
             let waited = start.saturating_sub(since);
@@ -29,6 +30,7 @@ impl EngineLoop {
         let engine_time = group.vgpu.run(since, start, limit);
         let end = now_ns();
         group.waiting_since = Some(end);
+        group.wait_start = Some(end);
         self.busy.end_run(end);
         let (mut used, mut slept_ns) = (end - since, 0);
         let vgpu = &self.groups[index].vgpu;
@@ -66,5 +68,18 @@ impl EngineLoop {
             self.adapt_spin(slept_ns);
         }
         end
+    }
+
+    /// Gives the engine to group `index`, which ends its wait, unless the group has the engine.
+    fn give_engine(&mut self, index: usize, now: u64) {
+        if self.groups[index].has_engine {
+            return;
+        }
+        self.groups.iter_mut().for_each(|group| group.has_engine = false);
+        let group = &mut self.groups[index];
+        group.has_engine = true;
+        if let Some(since) = group.wait_start {
+            group.vgpu.counters().waits.record(now.saturating_sub(since));
+        }
     }
 }

@@ -138,6 +138,54 @@ fn a_preemption_timeout_resets_one_channel_and_notifies_its_guest() {
 }
 
 #[test]
+fn a_wait_lasts_from_the_loss_of_the_engine_until_the_next_run() {
+    let vgpus = Arc::new(VgpuList::new().unwrap());
+    let (first, second) = (Guest::new(&vgpus), Guest::new(&vgpus));
+    first.copy();
+    second.copy();
+    let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
+    let mut run = |index| {
+        engine.runlist.pick(now_ns());
+        let start = now_ns();
+        engine.run_group(index, 1, start);
+        engine.poll_all(now_ns());
+        start
+    };
+    let counted = || [&first, &second].map(|guest| guest.vgpu.waits().total());
+    let ended = run(0);
+    run(0);
+    run(0);
+    assert_eq!(counted(), [1, 0], "a run after another one of the same group ends no wait");
+    let began = run(1);
+    assert_eq!(counted(), [1, 1]);
+    let longest = second.vgpu.waits().quantile(1.0).unwrap();
+    assert!(longest >= began - ended, "it began with the first run of the other group");
+    run(0);
+    assert_eq!(counted(), [2, 1]);
+
+    // A closed gate takes the engine away.
+    first.vgpu.set_gate(false);
+    engine.poll_all(now_ns());
+    first.vgpu.set_gate(true);
+    engine.poll_all(now_ns());
+    engine.run_group(0, 1, now_ns());
+    assert_eq!(counted(), [3, 1]);
+    assert_eq!(first.vgpu.usage().waits, first.vgpu.waits());
+}
+
+#[test]
+fn work_for_an_idle_engine_hardly_waits() {
+    let vgpus = Arc::new(VgpuList::new().unwrap());
+    let (idle, guest) = (Guest::new(&vgpus), Guest::new(&vgpus));
+    let mut engine = engine(&vgpus, PREEMPTION_GRACE_NS);
+    guest.yields(1);
+    let found = engine.poll_all(now_ns());
+    engine.run_group(1, Pace::CPU.max_run_ns, found);
+    assert_eq!((guest.vgpu.waits().total(), idle.vgpu.waits().total()), (1, 0));
+    assert!(guest.vgpu.waits().quantile(1.0).unwrap() < 10_000);
+}
+
+#[test]
 fn engine_time_is_counted_by_engine_and_adds_up() {
     let vgpus = Arc::new(VgpuList::new().unwrap());
     let guest = Guest::new(&vgpus);

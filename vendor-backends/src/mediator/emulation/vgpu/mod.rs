@@ -31,7 +31,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::doorbell;
-use mdev_core::gpu::{ClientSpec, Pending, Quotas, Usage};
+use mdev_core::gpu::{ClientSpec, Pending, Quotas, Usage, Waits};
 use mdev_core::ids::VgpuId;
 use mdev_core::sched::Budget;
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -183,6 +183,11 @@ impl Vgpu {
     /// Returns the usage.
     pub fn usage(&self) -> Usage {
         self.counters.usage()
+    }
+
+    /// Returns the waits for the engine.
+    pub fn waits(&self) -> Waits {
+        self.counters.waits.counts()
     }
 
     /// Locks the state for a control request. The engine releases the lock within one chunk of

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{Gpu, GpuDescription, GpuError, Usage, UsageReport};
 use mdev_core::ids::VgpuId;
-use mdev_core::sched::account::Measured;
+use mdev_core::sched::account::{Measured, WaitTimes};
 use mdev_core::sched::log::{Decision, Record};
 use mdev_core::sched::{
     Action, Config, Core, Enforcement, Event, GpuFeatures, Scheduler, ShareRequest, Snapshot,
@@ -84,6 +84,12 @@ impl Scheduling {
     /// Returns a vGPU's use over the last second.
     pub fn measured(&self, vgpu: VgpuId) -> Measured {
         self.scheduler.measured(vgpu).unwrap_or_default()
+    }
+
+    /// Returns how long a vGPU's work waited for the engine in the last one to two seconds. None if
+    /// no wait ended.
+    pub fn waits(&self, vgpu: VgpuId) -> Option<WaitTimes> {
+        self.scheduler.waits(vgpu)
     }
 
     /// Returns the use of all vGPUs over the last second.

@@ -58,7 +58,10 @@ impl Parent {
             runnable,
             imported_bytes,
             channels,
+            // Counts since the start; `wait_times` are of the last interval.
+            waits: _,
         } = usage;
+        let wait_times = scheduling.waits(vgpu.id);
         VgpuStats {
             uuid: vgpu.id,
             name: vgpu.name().map(String::from),
@@ -78,6 +81,9 @@ impl Parent {
             engine_ns,
             engines: EngineTimes { copy_ns, compute_ns, host_ns },
             wait_ns,
+            waits: wait_times.map_or(0, |times| times.count),
+            wait_p50_us: wait_times.map(|times| times.p50_ns.div_ceil(1000)),
+            wait_p99_us: wait_times.map(|times| times.p99_ns.div_ceil(1000)),
             gated_ns,
             gate_closings,
             gate_cost_ns,

@@ -193,6 +193,8 @@ export class VgpuCard {
         ["Channels", `${stats.channels} of ${stats.limits.channels}`],
         ["Engine time", seconds(stats.engine_ns)],
         ["Waiting time", seconds(stats.wait_ns)],
+        ["Waits, median", stats.wait_p50_us == null ? "none" : seconds(stats.wait_p50_us * 1000)],
+        ["Waits, 99 % within", stats.wait_p99_us == null ? "none" : seconds(stats.wait_p99_us * 1000)],
         ["Submissions", stats.submissions.toLocaleString("en")],
         ["Faults, hangs", `${stats.faults}, ${stats.hang_resets}`]);
       for (const { pid, name, vram_used_bytes: used } of programs?.processes ?? []) {
