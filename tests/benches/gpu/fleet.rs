@@ -11,6 +11,9 @@ use crate::diary::Diary;
 use crate::tenant::Tenant;
 use crate::{GpuKind, SMALL_RAM};
 
+/// Type of a tenant's vGPU: 1 GiB of video memory.
+pub const TYPE: &str = "-1C";
+
 /// A daemon and its tenants, dropped in this order.
 #[derive(Debug)]
 pub struct Fleet {
@@ -33,7 +36,7 @@ impl Fleet {
     ) -> Result<Self> {
         let parent = format!("{}{options}", kind.argument());
         let vgpud = Vgpud::start_with(&["--parent", &parent])?;
-        let mdev_type = mdev_type(&vgpud, "-1C")?;
+        let mdev_type = mdev_type(&vgpud, TYPE)?;
         let mut fleet = Self { tenants: Vec::new(), uuids: Vec::new(), vgpud };
         for (index, attributes) in attrs.iter().enumerate() {
             let ram = if index + 1 == attrs.len() { ram } else { ram.min(SMALL_RAM) };
@@ -83,6 +86,18 @@ impl Fleet {
     pub fn parts(&mut self) -> (&mut [Tenant], Diary<'_>) {
         (&mut self.tenants, Diary { vgpud: &self.vgpud, uuids: &self.uuids })
     }
+}
+
+/// Returns the number of vGPUs of a tenant's type that fit on the GPU.
+pub fn instances(kind: GpuKind, options: &str) -> Result<usize> {
+    let vgpud = Vgpud::start_with(&["--parent", &format!("{}{options}", kind.argument())])?;
+    let name = mdev_type(&vgpud, TYPE)?;
+    let parents = vgpud.get("/v1/types")?;
+    let types = parents.as_array().into_iter().flatten();
+    let mut types = types.flat_map(|parent| parent["types"].as_array().into_iter().flatten());
+    let found = types.find(|one| one["name"] == name.as_str());
+    let fit = found.and_then(|one| one["max_instances"].as_u64()).context("No such type")?;
+    Ok(usize::try_from(fit)?)
 }
 
 /// Returns the type with this suffix: its video memory in GiB, and `C` for no display.

@@ -48,6 +48,31 @@ pub struct Progress {
     pub stall_ms: f64,
 }
 
+/// Window of time whose edges are ramps: a unit of work in a ramp counts in part. So a vGPU whose
+/// work comes in slices is measured well, whether or not the edges cut a slice.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Window {
+    /// Time between the load's start and the window.
+    pub settle: Duration,
+    /// Length, from the middle of one ramp to the middle of the other.
+    pub length: Duration,
+    /// Length of each ramp.
+    pub ramp: Duration,
+}
+
+impl Window {
+    /// Creates a window with ramps of a fifth of its length.
+    pub fn new(settle: Duration, length: Duration) -> Self {
+        Self { settle, length, ramp: length / 5 }
+    }
+
+    /// Returns the part of a unit that counts if the unit ends so long after the window's start.
+    fn weight(&self, at: Duration) -> f64 {
+        let left = (self.length + self.ramp).saturating_sub(at);
+        (at.min(left).as_secs_f64() / self.ramp.as_secs_f64()).min(1.0)
+    }
+}
+
 /// A running load; ended when dropped.
 #[derive(Debug)]
 pub struct Load {
@@ -130,6 +155,17 @@ impl Load {
         })
     }
 
+    /// Waits for the end of a window and returns the seconds of kernels per second.
+    pub fn rate(&self, window: Window) -> Result<f64> {
+        thread::sleep(window.settle);
+        let from = Instant::now();
+        thread::sleep(window.length + window.ramp + LOOK);
+        if self.lanes().any(Lane::has_ended) {
+            bail!("A load has ended: {}", self.ending());
+        }
+        Ok(self.kernels.as_ref().map_or(0.0, |lane| lane.rate(from, &window)))
+    }
+
     /// Records the progress of each channel until stopped.
     fn ending(&self) -> String {
         let lanes = [("kernels", &self.kernels), ("copies", &self.copies)];
@@ -188,6 +224,16 @@ impl Lane {
             }
         };
         (at(to) - at(from)) * self.unit
+    }
+
+    /// Returns the work per second of a window.
+    fn rate(&self, from: Instant, window: &Window) -> f64 {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = log.windows(2).map(|two| {
+            let [(_, before), (when, now)] = two else { return 0.0 };
+            window.weight(when.saturating_duration_since(from)) * (now - before) as f64
+        });
+        done.sum::<f64>() * self.unit / window.length.as_secs_f64()
     }
 
     /// Returns the longest time between ends of units.

@@ -16,6 +16,7 @@ mod interrupts;
 mod jobs;
 mod kernels;
 mod load;
+mod many;
 mod misbehaviour;
 mod pauses;
 mod plain_client;
@@ -74,8 +75,9 @@ struct Cli {
     /// Short windows
     #[arg(long)]
     quick: bool,
-    /// Only these: jobs, owner, solo, interrupts, cuda, together, shares, blocks, beside, cap,
-    /// pauses, trouble, programs (or program-results, -features, -shares, -trouble), eviction
+    /// Only these: jobs, owner, solo, interrupts, cuda, together, many, shares, blocks, beside,
+    /// cap, pauses, trouble, programs (or program-results, -features, -shares, -trouble), eviction.
+    /// Unless quick, owner, many, blocks, pauses and eviction run only if named
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -199,6 +201,7 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
     if wanted("beside") {
         bench.attempt("channels beside busy ones", Bench::beside);
     }
+    long_parts(&mut bench, cli, quick, |part| asked(part) || quick && wanted(part));
     if asked("blocks") {
         bench.blocks();
     }
@@ -219,6 +222,13 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
         }
     }
     Ok(bench.outcome(window))
+}
+
+/// Measures the parts that take minutes, unless they are quick.
+fn long_parts(bench: &mut Bench<'_>, cli: &Cli, quick: bool, wanted: impl Fn(&str) -> bool) {
+    if wanted("many") {
+        bench.attempt("many busy vGPUs", |bench| bench.many(quick, cli.programs.as_deref()));
+    }
 }
 
 impl Bench<'_> {
@@ -242,12 +252,17 @@ impl Bench<'_> {
         }
     }
 
-    /// Adds a row of the table. Promises apply to NVIDIA GPUs: the software GPU shares two cores
-    /// with its guests.
+    /// Returns whether promises apply: to measurements of NVIDIA GPUs. The software GPU shares two
+    /// cores with its guests.
+    fn promised(&self) -> bool {
+        self.kind == GpuKind::Nvidia && measuring()
+    }
+
+    /// Adds a row of the table.
     fn row(&mut self, what: &str, plain: String, vgpu: String, verdict: String, kept: bool) {
-        let promised = self.kind == GpuKind::Nvidia && measuring();
-        let mark = if kept || !promised { "" } else { ": NOT KEPT" };
-        self.kept &= kept || !promised;
+        let kept_or_not_promised = kept || !self.promised();
+        let mark = if kept_or_not_promised { "" } else { ": NOT KEPT" };
+        self.kept &= kept_or_not_promised;
         eprintln!("gpu: {what}: {plain} | {vgpu} | {verdict}{mark}");
         self.facts.push(json!({
             "what": what, "owner": plain, "vgpu": vgpu, "verdict": verdict, "kept": kept,
@@ -257,6 +272,20 @@ impl Bench<'_> {
 
     fn fleet(&self, ram: u64, attrs: &[Value]) -> Result<Fleet> {
         Fleet::start(self.kind, self.options, self.cubin, ram, attrs)
+    }
+
+    /// Starts more vGPUs than the software GPU has memory for by default.
+    fn large_fleet(&self, attrs: &[Value]) -> Result<Fleet> {
+        let options = self.options_for(attrs.len());
+        Fleet::start(self.kind, &options, self.cubin, SMALL_RAM, attrs)
+    }
+
+    /// Returns options of a parent for so many vGPUs of 1 GiB.
+    fn options_for(&self, count: usize) -> String {
+        match self.kind {
+            GpuKind::Soft => format!("{},vram={count}G", self.options),
+            GpuKind::Nvidia => self.options.to_owned(),
+        }
     }
 
     fn kernels(&self, kernel: Duration) -> LoadSpec {

@@ -4,7 +4,7 @@
 //! `programs/frameworks.py` runs those of CuPy, Triton and JAX that are installed. `programs/features.cu`
 //! and `programs/libraries.py` try many features and libraries.
 
-mod host;
+pub mod host;
 
 use std::path::Path;
 use std::process::Command;

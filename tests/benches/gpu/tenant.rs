@@ -17,7 +17,7 @@ use vgpu_guest::device::Device;
 
 use crate::beside::{self, BesideSpec};
 use crate::kernels::{self, KernelSpec};
-use crate::load::{Load, LoadSpec, Progress};
+use crate::load::{Load, LoadSpec, Progress, Window};
 use crate::plain_client::PlainClient;
 use crate::solo::{self, Solo, SoloSpec};
 use crate::trouble::{self, Trouble};
@@ -49,6 +49,8 @@ pub enum Order {
     Load(LoadSpec),
     /// Report the load's work in a window that begins now.
     Measure(Duration),
+    /// Report the load's work per second in a window.
+    Rate(Window),
     /// Create a channel beside a busy one.
     Beside(BesideSpec),
     /// Ring the doorbell repeatedly after pauses of this length.
@@ -93,6 +95,10 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
             Order::Measure(window) => {
                 let load = load.as_ref().context("There is no load");
                 answer(&load.and_then(|load: &Load| load.measure(window)))?;
+            }
+            Order::Rate(window) => {
+                let load = load.as_ref().context("There is no load");
+                answer(&load.and_then(|load: &Load| load.rate(window)))?;
             }
             Order::Beside(spec) => answer(&beside::measure(&device, spec))?,
             Order::Pauses(pause, count) => answer(&solo::trips_after(&device, pause, count))?,
@@ -200,6 +206,14 @@ impl Tenant {
 pub fn measure(tenants: &mut [Tenant], window: Duration) -> Result<Vec<Progress>> {
     for tenant in tenants.iter_mut() {
         tenant.tell(&Order::Measure(window))?;
+    }
+    tenants.iter_mut().map(Tenant::hear).collect()
+}
+
+/// Returns the work per second of all tenants in the same window, in seconds of kernels.
+pub fn rates(tenants: &mut [Tenant], window: Window) -> Result<Vec<f64>> {
+    for tenant in tenants.iter_mut() {
+        tenant.tell(&Order::Rate(window))?;
     }
     tenants.iter_mut().map(Tenant::hear).collect()
 }

@@ -6,13 +6,16 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use system_tests::{Vgpud, cuda_library, vgpuctl};
 
 use crate::GpuKind;
 use crate::fleet::mdev_type;
+use crate::load::Window;
 
 const TORCH: &str = include_str!("torch_programs.py");
 const FRAMEWORKS: &str = include_str!("frameworks.py");
@@ -94,6 +97,22 @@ impl Load {
     }
 }
 
+/// File with the time of CLOCK_MONOTONIC at which programs begin, so that all begin at once.
+pub struct StartFile(PathBuf);
+
+impl StartFile {
+    /// Time for which programs look for the file at least once.
+    const NOTICE: Duration = Duration::from_millis(100);
+
+    /// Lets the programs begin.
+    pub fn begin(&self) -> Result<()> {
+        let at = Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?) + Self::NOTICE;
+        let unnamed = self.0.with_extension("new");
+        fs::write(&unnamed, format!("{:.6}\n", at.as_secs_f64()))?;
+        fs::rename(&unnamed, &self.0).context("Cannot start the programs")
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.kill();
@@ -169,8 +188,7 @@ impl<'a> Host<'a> {
 
     /// Prepares a load: `words` are followed by the duration and the file that starts the load.
     pub fn load(&self, vgpu: &str, words: &[&str]) -> Result<Load> {
-        let number = self.loads.replace(self.loads.get() + 1);
-        let start = self.folder.path().join(format!("start{number}"));
+        let StartFile(start) = self.start_file();
         let time = LOAD_SECONDS.to_string();
         let file = start.to_str().context("The path is not UTF-8")?;
         let command = self.command(Some(vgpu), &[words, &[time.as_str(), file]].concat())?;
@@ -183,6 +201,29 @@ impl<'a> Host<'a> {
     pub fn kernels(&self, vgpu: &str, microseconds: u32) -> Result<Load> {
         let program = self.program.to_str().context("The path is not UTF-8")?;
         self.load(vgpu, &[program, "load", &microseconds.to_string()])
+    }
+
+    /// Returns a file that starts several programs.
+    pub fn start_file(&self) -> StartFile {
+        let number = self.loads.replace(self.loads.get() + 1);
+        StartFile(self.folder.path().join(format!("start{number}")))
+    }
+
+    /// Starts a program that keeps kernels of some microseconds queued from the time in `start` on.
+    /// The program tells the work per second of a window.
+    pub fn queued(
+        &self,
+        vgpu: &str,
+        microseconds: u32,
+        window: Window,
+        start: &StartFile,
+    ) -> Result<Running> {
+        let seconds = [window.settle, window.length, window.ramp];
+        let seconds = seconds.map(|time| time.as_secs_f64().to_string());
+        let kernel = microseconds.to_string();
+        let file = start.0.to_str().context("The path is not UTF-8")?;
+        let [settle, length, ramp] = seconds.each_ref().map(String::as_str);
+        self.start_program(Some(vgpu), &["queued", &kernel, settle, length, ramp, file])
     }
 
     /// Returns the work per second of a load of kernels alone.

@@ -330,6 +330,52 @@ static void load(double microseconds, double time, const char *start) {
     CHECK(cudaDeviceSynchronize());
 }
 
+// Kernels of some microseconds, eight of them queued, from the time in a file on. After `settle`
+// seconds a window of `length` seconds begins, whose edges are ramps: a kernel that ends in a ramp
+// counts in part. Work is in seconds of kernels. Waits for a kernel block the thread.
+static void queued(double microseconds, double settle, double length, double ramp, const char *start) {
+    const int depth = 8;
+    unsigned long long *done;
+    float *out;
+    int processors;
+    CHECK(cudaMalloc(&done, sizeof(*done)));
+    CHECK(cudaMemset(done, 0, sizeof(*done)));
+    CHECK(cudaMalloc(&out, sizeof(float)));
+    CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
+    cudaEvent_t events[depth];
+    for (cudaEvent_t &event : events) {
+        CHECK(cudaEventCreateWithFlags(&event, cudaEventBlockingSync | cudaEventDisableTiming));
+    }
+    const long steps = microseconds * 440;
+    const int blocks = 2 * processors;
+    for (int i = 0; i < 3; i++) work<<<blocks, 1024>>>(steps, done, out);
+    CHECK(cudaDeviceSynchronize());
+    printf("ready 1\n");
+    fflush(stdout);
+    while (access(start, F_OK)) usleep(500);
+    double from = 0, kernels = 0;
+    FILE *file = fopen(start, "r");
+    if (!file || fscanf(file, "%lf", &from) != 1) {
+        fprintf(stderr, "%s: no time\n", start);
+        exit(1);
+    }
+    fclose(file);
+    if (from > seconds()) usleep((from - seconds()) * 1e6);
+    from += settle;
+    for (long i = 0;; i++) {
+        work<<<blocks, 1024>>>(steps, done, out);
+        CHECK(cudaEventRecord(events[i % depth]));
+        if (i < depth - 1) continue;
+        // The oldest of the queued kernels.
+        CHECK(cudaEventSynchronize(events[(i + 1) % depth]));
+        double at = seconds() - from;
+        if (at > length + ramp) break;
+        kernels += std::max(0.0, std::min({at / ramp, 1.0, (length + ramp - at) / ramp}));
+    }
+    printf("work %.6f\n", kernels * microseconds / 1e6 / length);
+    CHECK(cudaDeviceSynchronize());
+}
+
 __global__ void count_up(int *numbers, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) numbers[i]++;
 }
@@ -406,6 +452,8 @@ int main(int count, char **words) {
         device_times();
     } else if (count == 5 && !strcmp(words[1], "load")) {
         load(atof(words[2]), atof(words[3]), words[4]);
+    } else if (count == 7 && !strcmp(words[1], "queued")) {
+        queued(atof(words[2]), atof(words[3]), atof(words[4]), atof(words[5]), words[6]);
     } else if (count == 3 && !strcmp(words[1], "rounds")) {
         rounds(words[2]);
     } else if (count == 2 && !strcmp(words[1], "endless")) {
@@ -420,7 +468,7 @@ int main(int count, char **words) {
     } else if (count == 3 && !strcmp(words[1], "error")) {
         printf("%s %d\n", words[2], (int)error_of(words[2]));
     } else {
-        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|rounds FILE|endless|flood SECONDS|error address|alignment|instruction|trap|assertion\n");
+        fprintf(stderr, "usage: programs results|times|device-times|load US SECONDS FILE|queued US SETTLE LENGTH RAMP FILE|rounds FILE|endless|flood SECONDS|error address|alignment|instruction|trap|assertion\n");
         return 2;
     }
     return 0;
