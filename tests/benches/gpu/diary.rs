@@ -91,6 +91,18 @@ impl Diary<'_> {
 }
 
 impl Pages {
+    /// Returns the mean of a vGPU's figure over the records between two times, or the last one if
+    /// there are none.
+    pub fn mean(&self, index: usize, name: &str, from: Duration, to: Duration) -> f64 {
+        let of = |stats: &[Value]| stats.get(index).and_then(|one| one[name].as_f64());
+        let inside = self.at.iter().filter(|(at, _)| (from..=to).contains(at));
+        let figures: Vec<f64> = inside.filter_map(|(_, stats)| of(stats)).collect();
+        if figures.is_empty() {
+            return self.at.last().and_then(|(_, stats)| of(stats)).unwrap_or_default();
+        }
+        figures.iter().sum::<f64>() / figures.len() as f64
+    }
+
     /// Formats one line per record (usage of each vGPU since the previous record, slice, gate
     /// closings), then the scheduler's decisions.
     pub fn text(&self) -> String {

@@ -18,9 +18,11 @@ mod kernels;
 mod load;
 mod many;
 mod misbehaviour;
+mod paced;
 mod pauses;
 mod plain_client;
 mod programs;
+mod requests;
 mod solo;
 mod tenant;
 mod trouble;
@@ -76,8 +78,9 @@ struct Cli {
     #[arg(long)]
     quick: bool,
     /// Only these: jobs, owner, solo, interrupts, cuda, together, many, shares, blocks, beside,
-    /// cap, pauses, trouble, programs (or program-results, -features, -shares, -trouble), eviction.
-    /// Unless quick, owner, many, blocks, pauses and eviction run only if named
+    /// requests, cap, pauses, trouble, programs (or program-results, -features, -shares, -trouble),
+    /// eviction. Those that run only if named: owner, blocks, pauses, eviction, and unless quick
+    /// many and requests
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Only these kinds of trouble
@@ -228,6 +231,9 @@ fn run(cli: &Cli, kind: GpuKind) -> Result<Outcome> {
 fn long_parts(bench: &mut Bench<'_>, cli: &Cli, quick: bool, wanted: impl Fn(&str) -> bool) {
     if wanted("many") {
         bench.attempt("many busy vGPUs", |bench| bench.many(quick, cli.programs.as_deref()));
+    }
+    if wanted("requests") {
+        bench.attempt("requests beside a busy vGPU", |bench| bench.requests(quick));
     }
 }
 

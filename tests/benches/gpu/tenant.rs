@@ -18,6 +18,7 @@ use vgpu_guest::device::Device;
 use crate::beside::{self, BesideSpec};
 use crate::kernels::{self, KernelSpec};
 use crate::load::{Load, LoadSpec, Progress, Window};
+use crate::paced::{self, RequestSpec};
 use crate::plain_client::PlainClient;
 use crate::solo::{self, Solo, SoloSpec};
 use crate::trouble::{self, Trouble};
@@ -51,6 +52,8 @@ pub enum Order {
     Measure(Duration),
     /// Report the load's work per second in a window.
     Rate(Window),
+    /// Submit requests one after the other and report their latencies.
+    Requests(RequestSpec),
     /// Create a channel beside a busy one.
     Beside(BesideSpec),
     /// Ring the doorbell repeatedly after pauses of this length.
@@ -100,6 +103,7 @@ pub fn serve(kind: GpuKind, cubin: &std::path::Path, args: &TenantArgs) -> Resul
                 let load = load.as_ref().context("There is no load");
                 answer(&load.and_then(|load: &Load| load.rate(window)))?;
             }
+            Order::Requests(spec) => answer(&paced::measure(&device, &spec))?,
             Order::Beside(spec) => answer(&beside::measure(&device, spec))?,
             Order::Pauses(pause, count) => answer(&solo::trips_after(&device, pause, count))?,
             Order::Import(gib) => {
