@@ -32,10 +32,11 @@ fn main() -> ExitCode {
 
 type Part = fn(&mut Bench) -> Result<()>;
 
-const PARTS: [(&str, Part); 7] = [
+const PARTS: [(&str, Part); 8] = [
     ("steady", parts::steady),
     ("bursty", parts::bursty),
     ("caps", parts::caps),
+    ("brief", parts::brief),
     ("idle", parts::idle_neighbours),
     ("throughput", parts::throughput),
     ("change", parts::live_change),

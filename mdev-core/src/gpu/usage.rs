@@ -56,6 +56,9 @@ pub struct Usage {
     pub imported_bytes: u64,
     /// Number of channels.
     pub channels: u32,
+    /// Number of channel groups with work, among which the vGPU's slice is divided. 0 and 1 are the
+    /// same.
+    pub busy_groups: u32,
     /// Waits for the engine.
     pub waits: Waits,
 }

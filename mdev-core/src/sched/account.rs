@@ -35,6 +35,8 @@ pub struct Interval {
     pub runnable: bool,
     /// True if the vGPU lost the engine with work left. Not every GPU counts preemptions.
     pub preempted: bool,
+    /// Number of times that the vGPU got the engine, as far as the GPU counts waits.
+    pub turns: u64,
 }
 
 /// Usage of one vGPU over the window.
@@ -149,7 +151,8 @@ impl Account {
         let runnable = last.runnable && usage.runnable;
         let busy = runnable && with_work >= elapsed_ns.saturating_mul(BUSY_PERCENT) / 100;
         let preempted = usage.preemptions > last.preemptions;
-        Some(Interval { vgpu, elapsed_ns, engine_ns, busy, runnable, preempted })
+        let turns = usage.waits.since(&last.waits).total();
+        Some(Interval { vgpu, elapsed_ns, engine_ns, busy, runnable, preempted, turns })
     }
 
     fn measured(&self) -> Measured {

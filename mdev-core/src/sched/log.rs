@@ -25,6 +25,8 @@ pub enum Cause {
     Policy,
     /// The vGPU used more or less engine time than was due.
     Repay,
+    /// Other vGPUs compete than before, or work below their shares.
+    Demand,
     /// The cap of the vGPU was reached, or allows it to run again.
     Cap,
     /// The vGPU was ahead of its share by more than slices can repay, or is not ahead any more.

@@ -16,7 +16,7 @@
 //!
 //! * `event`: events, actions and snapshots
 //! * `weight_class`, `share`, `debt`, `cap`, `gate`, `usage`, `group`: state of one vGPU
-//! * `weights`, `slices`: weights and time slices of all vGPUs
+//! * `weights`, `slices`, `pace`: weights and time slices of all vGPUs
 //! * `caps`, `gate_schedule`: caps of all vGPUs, and gates
 //! * `readings`, `deficit`: settlement of debts after a reading of the counters
 //! * `gate_throttle`: gates for debts that slices cannot repay
@@ -42,6 +42,7 @@ mod gate;
 mod gate_schedule;
 mod gate_throttle;
 mod group;
+mod pace;
 mod readings;
 mod share;
 mod slices;
@@ -163,7 +164,7 @@ impl Scheduler {
         if self.groups.is_empty() {
             return None;
         }
-        let reading_ns = self.readings.next_ns(&self.config);
+        let reading_ns = self.readings.next_ns(&self.config, self.slices.pace());
         Some(self.gates.next_check_ns().map_or(reading_ns, |check_ns| check_ns.min(reading_ns)))
     }
 
@@ -259,7 +260,8 @@ impl Scheduler {
         let mut decisions = Decisions::new(self.now_ns, &mut self.log);
         caps::charge(report.now_ns, &report.vgpus, groups, gates, &mut decisions);
         // Gates move at every reading. Slices follow only intervals that are long enough.
-        if !self.readings.end_interval(report.now_ns, &self.config, self.gpu.preempts) {
+        let (config, preempts) = (&self.config, self.gpu.preempts);
+        if !self.readings.end_interval(report.now_ns, config, preempts, slices.pace()) {
             throttle.update_gates(slices.plan(), groups, gates, &mut decisions);
             return decisions.into_actions();
         }
@@ -278,7 +280,10 @@ impl Scheduler {
                 };
                 deficit::update(groups, &intervals, &settlement);
             }
-            slices.repay(!self.gpu.preempts, groups, &mut decisions);
+            let changed = pace::classify(groups, &intervals, slices.plan(), &self.ledger);
+            slices.follow_demand(&self.config, groups, &intervals, !self.gpu.preempts);
+            let cause = if changed { Cause::Demand } else { Cause::Repay };
+            slices.repay(!self.gpu.preempts, cause, groups, &mut decisions);
         }
         if !self.gpu.preempts {
             throttle.follow_settlement(groups, gates, &mut decisions);

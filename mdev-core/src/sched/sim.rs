@@ -46,6 +46,8 @@ pub struct Simulation {
     now_ns: u64,
     /// Cost of a switch between two vGPUs, in nanoseconds.
     switch_ns: u64,
+    /// vGPU that ran last.
+    running: Option<VgpuId>,
     /// Delay of reports after the scheduler's deadline.
     report_delay_ns: u64,
     counter_fault: Option<CounterFault>,
@@ -64,6 +66,7 @@ impl Simulation {
             wakeups: BinaryHeap::new(),
             now_ns: 0,
             switch_ns,
+            running: None,
             report_delay_ns: 0,
             counter_fault: None,
             reports: 0,
@@ -175,23 +178,33 @@ impl Simulation {
 
     /// Runs the next vGPU, or skips idle time until `end_ns` at most.
     fn step(&mut self, end_ns: u64) {
-        while let Some(&Reverse((at_ns, index))) = self.wakeups.peek()
-            && at_ns <= self.now_ns
-        {
-            self.wakeups.pop();
-            self.enqueue(index);
-        }
+        self.wake();
         if let Some(index) = self.runlist.pop_front() {
             let vgpu = &mut self.vgpus[index];
             vgpu.listed = false;
             // The gate may have closed since the vGPU was put on the runlist.
             if vgpu.runnable_at_ns(self.now_ns).is_some_and(|at_ns| at_ns <= self.now_ns) {
-                self.now_ns += vgpu.run(self.now_ns) + self.switch_ns;
+                // A vGPU that keeps the engine needs no switch.
+                let switched = self.running.replace(vgpu.id) != Some(vgpu.id);
+                self.now_ns += if switched { self.switch_ns } else { 0 };
+                self.now_ns += vgpu.run(self.now_ns, switched);
+                // vGPUs that got work meanwhile have their turn before this one.
+                self.wake();
             }
             self.enqueue(index);
         } else {
             let next_ns = self.wakeups.peek().map_or(u64::MAX, |Reverse((at_ns, _))| *at_ns);
             self.now_ns = next_ns.min(end_ns).max(self.now_ns);
+        }
+    }
+
+    /// Puts the vGPUs that have become runnable on the runlist.
+    fn wake(&mut self) {
+        while let Some(&Reverse((at_ns, index))) = self.wakeups.peek()
+            && at_ns <= self.now_ns
+        {
+            self.wakeups.pop();
+            self.enqueue(index);
         }
     }
 

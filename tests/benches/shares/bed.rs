@@ -186,6 +186,15 @@ impl Bed {
         })
     }
 
+    /// Returns the 99th percentile of how long a guest's work waited in the last second or two.
+    pub fn wait_p99(&self, index: usize) -> Result<Duration> {
+        let stats = self.vgpud.get("/v1/stats")?;
+        let vgpus = stats["vgpus"].as_array().context("No vGPUs")?;
+        let of = vgpus.iter().find(|vgpu| vgpu["uuid"] == self.tenants[index].uuid.as_str());
+        let waited = of.and_then(|vgpu| vgpu["wait_p99_us"].as_u64());
+        Ok(Duration::from_micros(waited.context("The guest's work has not waited")?))
+    }
+
     fn weight(&self, index: usize) -> f64 {
         self.tenants[index].share.core.map_or(1.0, |core| f64::from(core.get()))
     }

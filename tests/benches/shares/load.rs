@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use mdev_core::gpu::EngineKind;
@@ -33,6 +33,8 @@ pub enum Load {
     Refilled(Duration),
     /// Work of this length at a time, with pauses of 50 to 250 ms.
     OnOff(Duration, Duration),
+    /// One kernel of this length at each interval.
+    Requests(Duration, Duration),
     /// No load.
     Idle,
 }
@@ -49,7 +51,11 @@ pub struct Running {
 impl Running {
     /// Starts a load; `None` for no load. `iterations` take 10 ms.
     pub fn start(device: &Device, load: Load, iterations: u32, seed: u64) -> Result<Option<Self>> {
-        let (Load::Steady(kernel) | Load::Refilled(kernel) | Load::OnOff(kernel, _)) = load else {
+        let (Load::Steady(kernel)
+        | Load::Refilled(kernel)
+        | Load::OnOff(kernel, _)
+        | Load::Requests(kernel, _)) = load
+        else {
             return Ok(None);
         };
         let steps = kernel.as_nanos() * u128::from(iterations) / 10_000_000;
@@ -71,6 +77,7 @@ impl Running {
                 let kernels = (work.as_nanos() / kernel.as_nanos()).max(1);
                 generator.now_and_then(kernels as usize, seed)
             }
+            Load::Requests(_, interval) => generator.at_intervals(interval),
             Load::Refilled(_) => generator.always(generator.most / 4),
             _ => generator.always(generator.most - 1),
         });
@@ -139,6 +146,20 @@ impl Generator {
                 self.fill(usize::MAX)?;
             }
             thread::sleep(self.look);
+        }
+        Ok(())
+    }
+
+    /// Submits one launch at each interval.
+    fn at_intervals(&mut self, interval: Duration) -> Result<(), GuestError> {
+        let mut due = Instant::now();
+        while !self.stopped() {
+            self.forget_done();
+            if !self.paused.load(Ordering::Relaxed) {
+                self.fill(1)?;
+            }
+            due += interval;
+            thread::sleep(due.saturating_duration_since(Instant::now()));
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use mdev_core::sched::{Core, Mode, ShareRequest};
+use vgpu_guest::work::spin::BLOCKS;
 
 use super::Bench;
 use super::bed::{Bed, Reading, Window};
@@ -188,6 +189,53 @@ pub fn idle_neighbours(bench: &mut Bench) -> Result<()> {
         used >= USED,
         window.stolen(),
     );
+    Ok(())
+}
+
+/// Requests: length, number a second, and the promised 99th percentile of their waits.
+const REQUESTS: [(Duration, u32, Duration); 4] = [
+    (Duration::from_micros(300), 20, Duration::from_millis(1)),
+    (Duration::from_micros(300), 100, Duration::from_millis(1)),
+    (Duration::from_micros(100), 400, Duration::from_millis(1)),
+    (Duration::from_millis(5), 20, Duration::from_millis(1)),
+];
+/// Percentage of what requests leave that a busy vGPU beside them uses.
+const USED_BESIDE: f64 = 97.0;
+
+/// Brief work beside a vGPU that is always busy: it runs at once, is charged what it used, and costs
+/// the other one nothing else.
+pub fn brief(bench: &mut Bench) -> Result<()> {
+    for (length, hz, promised) in REQUESTS {
+        let load = Load::Requests(length, Duration::from_secs(1) / hz);
+        let guests = [(soft(50)?, Load::Steady(MIDDLE)), (soft(50)?, load)];
+        let mut bed = Bed::new(&guests, bench.iterations)?;
+        let window = bed.measure(bench.settle, bench.window)?;
+        let waited = bed.wait_p99(1)?;
+        let what = format!("{hz} requests of {length:?} a second beside a busy vGPU");
+        bench.note(
+            format!("{what}: p99 of their waits at most {promised:?}"),
+            format!("{waited:?}"),
+            waited <= promised,
+            window.stolen(),
+        );
+        // The kernels' time follows from their work, whatever was charged: all blocks of a launch
+        // with these iterations take 10 ms together.
+        let worked = window.work[1] / f64::from(BLOCKS * bench.iterations) * 1e7;
+        let off = (window.used[1] - worked) / window.wall * 100.0;
+        bench.note(
+            format!("{what}: charged within {OFF} point"),
+            format!("{off:.2} points"),
+            off.abs() <= OFF,
+            window.stolen(),
+        );
+        let part = window.used[0] / (window.available() - window.used[1]) * 100.0;
+        bench.note(
+            format!("{what}: {USED_BESIDE} % of the rest used"),
+            format!("{part:.1} %"),
+            part >= USED_BESIDE,
+            window.stolen(),
+        );
+    }
     Ok(())
 }
 

@@ -65,7 +65,7 @@ pub(super) fn charge(
         let used_ns = group.usage.engine_ns_until(counters);
         let had_work = counters.runnable || group.usage.is_runnable();
         let metered = group.cap.charge(now_ns, used_ns, had_work);
-        group.usage.record(*counters);
+        group.usage.record(counters);
         if metered {
             gates.update(*id, Cause::Cap, groups, decisions);
         }

@@ -16,6 +16,13 @@ const ROUNDS: f64 = 4.0;
 /// Factor of its usage up to which an undemanding vGPU may use more.
 const USABLE: f64 = 1.1;
 
+/// Longest mean turn of a vGPU that keeps to its slices: as a factor of the slice, and beyond that in
+/// nanoseconds. Slices change between readings.
+const OVERRUN: f64 = 1.25;
+const OVERRUN_NS: f64 = 250e3;
+/// Slice below which any longer turn is an overrun, in nanoseconds.
+const SHORT_SLICE_NS: f64 = 1e6;
+
 /// Parameters of a settlement.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Settlement<'a> {
@@ -57,6 +64,17 @@ impl Contender<'_> {
     /// Returns true if the vGPU may run and has not used up a slice.
     fn awaits_preemption(&self) -> bool {
         !self.interval.preempted && !self.group.debt.is_gated()
+    }
+
+    /// Returns true if the vGPU keeps the engine beyond its slices, as far as the GPU counts turns. A
+    /// vGPU that keeps to its slices repays any debt with them.
+    fn overruns_slices(&self) -> bool {
+        let slice_ns = self.group.share.slice().unwrap_or_default().as_nanos() as f64;
+        let turns = self.interval.turns as f64;
+        let longest_ns = slice_ns * OVERRUN + OVERRUN_NS;
+        // Short slices cannot become much shorter.
+        let longest_ns = if slice_ns < SHORT_SLICE_NS { slice_ns } else { longest_ns };
+        turns == 0.0 || self.used_ns() > turns * longest_ns
     }
 
     /// Returns the parts of idle time for the vGPU's priority.
@@ -222,8 +240,9 @@ fn settle(contender: &mut Contender<'_>, due_ns: f64, round: &Round) {
         contender.group.debt.set_undemanding();
         return;
     }
+    let throttling = round.throttling.filter(|_| contender.overruns_slices());
     let group = &mut *contender.group;
-    match round.throttling {
+    match throttling {
         Some(throttling) if group.debt.is_throttle_in_force(throttling.now_ns) => {
             group.debt.settle_throttled(due_ns, used_ns);
         }

@@ -155,6 +155,7 @@ mod tests {
             busy: true,
             runnable: true,
             preempted: true,
+            turns: 1,
         })
     }
 

@@ -6,6 +6,7 @@ use super::cap::Cap;
 use super::debt::Debt;
 use super::event::Snapshot;
 use super::gate::Gate;
+use super::pace::Demand;
 use super::share::Share;
 use super::usage::Usage;
 use crate::ids::VgpuId;
@@ -24,6 +25,9 @@ pub(super) struct Group {
     pub(super) cap: Cap,
     pub(super) gate: Gate,
     pub(super) usage: Usage,
+    pub(super) demand: Demand,
+    /// The vGPU did not compete in the last interval, for the first time.
+    pub(super) relented: bool,
 }
 
 impl Group {
@@ -34,6 +38,8 @@ impl Group {
             cap: Cap::default(),
             gate: Gate::default(),
             usage: Usage::default(),
+            demand: Demand::default(),
+            relented: false,
         }
     }
 

@@ -98,7 +98,8 @@ impl Share {
         self.slice
     }
 
-    /// Sets the slice to base weight x `scale` x boost x `correction`, within the bounds.
+    /// Sets the slice to base weight x `scale` x boost x `correction`, within the bounds and
+    /// `longest`.
     ///
     /// `scale` is in seconds for each unit of base weight. Returns the new slice, or `None` if it
     /// differs from the slice before by no more than the part `tolerance`.
@@ -106,9 +107,11 @@ impl Share {
         &mut self,
         scale: f64,
         correction: f64,
+        longest: Duration,
         tolerance: f64,
     ) -> Option<Duration> {
-        let wanted = self.wanted_seconds(scale, correction).min(self.max_slice().as_secs_f64());
+        let longest = self.max_slice().min(longest);
+        let wanted = self.wanted_seconds(scale, correction).min(longest.as_secs_f64());
         let seconds = wanted.clamp(MIN_SLICE.as_secs_f64(), MAX_SLICE.as_secs_f64());
         let slice = Duration::try_from_secs_f64(seconds).unwrap_or(MIN_SLICE);
         let differs =
@@ -118,6 +121,14 @@ impl Share {
         }
         self.slice = Some(slice);
         Some(slice)
+    }
+
+    /// Returns the slice that the weight gives, within the bounds. `scale` is in seconds for each
+    /// unit of base weight.
+    pub(super) fn base_slice(&self, scale: f64) -> Duration {
+        let seconds = self.wanted_seconds(scale, 1.0);
+        let longest = self.max_slice().max(MIN_SLICE);
+        Duration::try_from_secs_f64(seconds).unwrap_or(longest).clamp(MIN_SLICE, longest)
     }
 
     /// Returns the unbounded slice in proportion to the longest slice: above 1 exceeds the bound.

@@ -7,10 +7,12 @@
 use super::change::Change;
 use super::decisions::Decisions;
 use super::group::{Group, Groups};
+use super::pace::Pace;
 use super::share::Share;
 use super::weight_class::WeightClass;
 use super::weights::{Plan, Scales, Weights};
 use crate::ids::VgpuId;
+use crate::sched::account::Interval;
 use crate::sched::log::Cause;
 use crate::sched::policy::{Config, Policy};
 
@@ -35,6 +37,7 @@ pub(super) struct Slices {
     weights: Weights,
     plan: Plan,
     scales: Scales,
+    pace: Pace,
     /// Slices changed since the last settlement of debts.
     changed: bool,
 }
@@ -45,6 +48,7 @@ impl Default for Slices {
             weights: Weights::default(),
             plan: Plan::default(),
             scales: [1.0; WeightClass::COUNT],
+            pace: Pace::default(),
             changed: false,
         }
     }
@@ -54,6 +58,11 @@ impl Slices {
     /// Returns the weights of the last [`Self::replan`].
     pub(super) fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Returns the pace of the runlist.
+    pub(super) fn pace(&self) -> &Pace {
+        &self.pace
     }
 
     /// Returns the requested percentage of the GPU. Overcommitted, the sum exceeds 100.
@@ -125,7 +134,7 @@ impl Slices {
     ) {
         let mut apply = |id: VgpuId, group: &mut Group| {
             group.share.reset_boost();
-            reslice(id, group, self.scale(group), 0.0, cause, decisions);
+            reslice(id, group, self.scale(group), self.pace, 0.0, cause, decisions);
         };
         match affected {
             Affected::All => groups.iter_mut().for_each(|(id, group)| apply(*id, group)),
@@ -151,14 +160,34 @@ impl Slices {
     pub(super) fn repay(
         &self,
         keep_proportions: bool,
+        cause: Cause,
         groups: &mut Groups,
         decisions: &mut Decisions<'_>,
     ) {
         let excess = if keep_proportions { self.excess(groups) } else { 1.0 };
         for (id, group) in groups {
             let scale = self.scale(group) / excess;
-            reslice(*id, group, scale, TOLERANCE, Cause::Repay, decisions);
+            reslice(*id, group, scale, self.pace, TOLERANCE, cause, decisions);
         }
+    }
+
+    /// Follows the demand of the vGPUs with the lengths of the slices.
+    ///
+    /// With `costly_switches`, vGPUs that get the engine very often do not get it at once.
+    pub(super) fn follow_demand(
+        &mut self,
+        config: &Config,
+        groups: &Groups,
+        intervals: &[Interval],
+        costly_switches: bool,
+    ) {
+        if costly_switches {
+            self.pace.count_turns(groups, intervals);
+        }
+        let scales = &self.scales;
+        self.pace.update(config, groups, |group| {
+            group.share.base_slice(scales[group.share.class().index()])
+        });
     }
 
     /// Adapts the scales to the weights. Returns the vGPUs with another scale.
@@ -190,8 +219,10 @@ impl Slices {
 
     /// Returns the factor by which the longest corrected slice exceeds its bound, at least 1.
     fn excess(&self, groups: &Groups) -> f64 {
-        let excess =
-            |group: &Group| group.share.slice_excess(self.scale(group), group.debt.correction());
+        let excess = |group: &Group| {
+            let scale = self.scale(group) * self.pace.length(group.demand).factor;
+            group.share.slice_excess(scale, group.debt.correction())
+        };
         groups.values().filter(|group| group.debt.contends()).map(excess).fold(1.0, f64::max)
     }
 
@@ -205,11 +236,14 @@ fn reslice(
     id: VgpuId,
     group: &mut Group,
     scale: f64,
+    pace: Pace,
     tolerance: f64,
     cause: Cause,
     decisions: &mut Decisions<'_>,
 ) {
-    if let Some(slice) = group.share.reslice(scale, group.debt.correction(), tolerance) {
+    let length = pace.length(group.demand);
+    let (scale, correction) = (scale * length.factor, group.debt.correction());
+    if let Some(slice) = group.share.reslice(scale, correction, length.longest, tolerance) {
         decisions.slice(id, group, slice, cause);
     }
 }

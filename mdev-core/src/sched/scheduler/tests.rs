@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use uuid::Uuid;
 
+use super::pace::Demand;
 use super::weights::Weights;
 use super::*;
 use crate::gpu::Usage;
@@ -98,8 +99,13 @@ fn corrections_are_dropped_when_readings_stop() {
     let mut sched = scheduler();
     sched.handle(started(id(1), core(50))).unwrap();
     sched.handle(started(id(2), core(50))).unwrap();
-    let usage =
-        |engine_ns, wait_ns| Usage { engine_ns, wait_ns, runnable: true, ..Usage::default() };
+    let usage = |engine_ns, wait_ns| Usage {
+        engine_ns,
+        wait_ns,
+        preemptions: engine_ns / 1_000_000,
+        runnable: true,
+        ..Usage::default()
+    };
     let report = |now_ns, a, b| UsageReport {
         now_ns,
         vgpus: vec![(id(1), usage(a, b)), (id(2), usage(b, a))],
@@ -218,17 +224,22 @@ proptest! {
             let plan = sched.slices.plan();
             let same = |share| near(fresh.part(share), plan.part(share));
             prop_assert!(sched.groups.values().all(|group| same(&group.share)));
-            // Slices of vGPUs without debts are in proportion to weights, within their bounds.
-            let free: Vec<f64> = sched
-                .groups
-                .values()
-                .filter(|group| near(group.debt.correction() * group.share.boost(), 1.0))
-                .filter_map(|group| Some((group.share.slice()?, plan.weight(&group.share))))
-                .filter(|(slice, _)| *slice > MIN_SLICE && *slice < MAX_SLICE)
-                .map(|(slice, weight)| slice.as_secs_f64() / weight)
-                .collect();
-            let most = free.iter().copied().fold(0.0, f64::max);
-            prop_assert!(free.iter().all(|scale| scale / most >= 0.95), "{:?}", free);
+            // Slices of vGPUs without debts and with the same demand are in proportion to weights,
+            // within their bounds.
+            for demand in [Demand::Idle, Demand::Brief, Demand::Competing] {
+                let longest = sched.slices.pace().length(demand).longest.min(MAX_SLICE);
+                let free: Vec<f64> = sched
+                    .groups
+                    .values()
+                    .filter(|group| group.demand == demand)
+                    .filter(|group| near(group.debt.correction() * group.share.boost(), 1.0))
+                    .filter_map(|group| Some((group.share.slice()?, plan.weight(&group.share))))
+                    .filter(|(slice, _)| *slice > MIN_SLICE && *slice < longest)
+                    .map(|(slice, weight)| slice.as_secs_f64() / weight)
+                    .collect();
+                let most = free.iter().copied().fold(0.0, f64::max);
+                prop_assert!(free.iter().all(|scale| scale / most >= 0.85), "{:?}", free);
+            }
             let requested: u32 =
                 sched.groups.values().map(|group| group.share.requested()).sum();
             prop_assert_eq!(requested + u32::from(sched.left()), 100);

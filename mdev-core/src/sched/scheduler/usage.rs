@@ -12,8 +12,8 @@ pub(super) struct Usage {
 
 impl Usage {
     /// Takes a reading of the counters.
-    pub(super) fn record(&mut self, counters: gpu::Usage) {
-        self.counters = counters;
+    pub(super) fn record(&mut self, counters: &gpu::Usage) {
+        self.counters = *counters;
     }
 
     /// Returns the counters, as last read.

@@ -6,10 +6,12 @@ use uuid::Uuid;
 use super::*;
 use crate::sched::{Core, Enforcement, Mode, Policy};
 
+mod brief;
 mod caps;
 mod changes;
 mod counter_faults;
 mod long_kernels;
+mod many;
 mod weights;
 
 const US: u64 = 1_000;
@@ -18,6 +20,11 @@ const MS: u64 = 1_000_000;
 const SWITCH_NS: u64 = 2 * US;
 /// Latency of preemption on the software GPU.
 const PREEMPT_NS: u64 = 50 * US;
+
+/// An NVIDIA GPU, whose contexts take about 0.2 ms to switch.
+const NVIDIA: GpuFeatures =
+    GpuFeatures { enforcement: Enforcement::Gates, preempts: false, exact_slices: false };
+const NVIDIA_SWITCH_NS: u64 = 170 * US;
 
 const ENFORCEMENTS: [Enforcement; 2] = [Enforcement::Budgets, Enforcement::Gates];
 

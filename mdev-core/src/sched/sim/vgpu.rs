@@ -67,6 +67,12 @@ impl SimulatedVgpu {
         self.meter.map(|meter| meter.credit_ns())
     }
 
+    /// Starts with the work of another workload at `now_ns`.
+    #[cfg(test)]
+    pub(super) fn wake(&mut self, now_ns: u64) {
+        (self.left_ns, self.ready_ns) = (self.workload.burst_ns, now_ns);
+    }
+
     fn has_work(&self, now_ns: u64) -> bool {
         self.left_ns > 0 && self.ready_ns <= now_ns
     }
@@ -92,13 +98,18 @@ impl SimulatedVgpu {
     }
 
     /// Runs from `now_ns` until the slice, the budget or the work ends. Returns the engine time.
-    pub(super) fn run(&mut self, now_ns: u64) -> u64 {
+    ///
+    /// `switched` says that another vGPU ran before.
+    pub(super) fn run(&mut self, now_ns: u64, switched: bool) -> u64 {
         let piece_ns = self.workload.piece_ns.max(1);
         let budget_ns = self.meter.map_or(u64::MAX, |meter| meter.left_ns());
         let granted_ns = self.slice_ns.min(budget_ns).div_ceil(piece_ns) * piece_ns;
         let ran_ns = granted_ns.min(self.left_ns);
         let waited_ns = now_ns - self.ready_ns;
         self.waits.record(waited_ns);
+        if switched {
+            self.usage.waits.record(waited_ns);
+        }
         self.usage.wait_ns += waited_ns;
         self.usage.engine_ns += ran_ns;
         self.usage.submissions += ran_ns.div_ceil(piece_ns);

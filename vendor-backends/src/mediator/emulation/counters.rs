@@ -103,6 +103,7 @@ impl Counters {
             runnable: self.runnable.load(Ordering::Relaxed),
             imported_bytes: read(&self.imported_bytes),
             channels: self.channels.load(Ordering::Relaxed),
+            busy_groups: 0,
             waits: self.waits.counts(),
         }
     }

@@ -113,6 +113,7 @@ fn the_largest_replies_fit_into_a_packet() {
     assert!(encode(&reply).unwrap().len() <= MAX_PACKET);
     let most = u64::MAX;
     let usage = Usage {
+        busy_groups: 0,
         engine_ns: most,
         copy_ns: most,
         compute_ns: most,

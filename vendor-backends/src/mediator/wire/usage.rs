@@ -29,6 +29,9 @@ struct Fields {
     runnable: bool,
     imported_bytes: u64,
     channels: u32,
+    /// Emulated channels are one group.
+    #[serde(skip)]
+    busy_groups: u32,
     #[serde(skip)]
     waits: Waits,
 }

@@ -4,8 +4,6 @@
 use super::*;
 use crate::gpu::Usage;
 
-const NVIDIA: GpuFeatures =
-    GpuFeatures { enforcement: Enforcement::Gates, preempts: false, exact_slices: false };
 const BUSY: Workload = Workload::steady(500 * US);
 
 /// Returns the part of its usage that each of two busy vGPUs keeps beside a vGPU with false

@@ -3,10 +3,6 @@
 use super::*;
 use crate::sched::log::{Cause, Decision};
 
-/// An NVIDIA GPU, whose contexts take about 0.2 ms to switch.
-const NVIDIA: GpuFeatures =
-    GpuFeatures { enforcement: Enforcement::Gates, preempts: false, exact_slices: false };
-const NVIDIA_SWITCH_NS: u64 = 170 * US;
 const LONG: Workload = Workload::steady(20 * MS);
 const SHORT: Workload = Workload::steady(50 * US);
 

@@ -58,6 +58,7 @@ impl Parent {
             runnable,
             imported_bytes,
             channels,
+            busy_groups: _,
             // Counts since the start; `wait_times` are of the last interval.
             waits: _,
         } = usage;

@@ -1,0 +1,222 @@
+//! Pace of the runlist: how long slices are, besides their proportions.
+//!
+//! Three kinds of vGPUs need different slices. A vGPU that wants more than its share competes, and
+//! long slices cost it few switches. A vGPU below its share, such as a service with brief requests,
+//! is to run as soon as it has work, so the slices of the others have to be short. A vGPU without
+//! work has no effect.
+
+use std::time::Duration;
+
+use super::group::{Group, Groups};
+use super::weights::Plan;
+use crate::sched::account::{Interval, Ledger};
+use crate::sched::policy::Config;
+
+/// Longest round of the runlist, as long as slices are not shorter than [`SHORTEST_PART`] of the
+/// configured one.
+pub const MAX_ROUND: Duration = Duration::from_millis(120);
+/// Part of the configured mean slice below which a long round shortens no slice.
+const SHORTEST_PART: f64 = 0.25;
+/// Slice of the only vGPU that competes. The GPU changes to no other vGPU unless that has work, so
+/// the short slice costs nothing, and others wait for it only briefly.
+const LONE_SLICE: Duration = Duration::from_micros(200);
+/// The same while others get the engine so often that switches would take too much of its time.
+const LONE_LONG_SLICE: Duration = Duration::from_millis(2);
+/// Number of turns a second of the others above which, and below which, the slice of the only vGPU
+/// that competes is longer and shorter. With 400 requests a second, switches take a seventh of the
+/// time of an NVIDIA GPU.
+const MANY_TURNS: [f64; 2] = [500.0, 250.0];
+/// Time over which turns are averaged, in nanoseconds.
+const TURNS_NS: f64 = 2e8;
+/// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
+/// at most, and a switch costs 0.17 ms on an NVIDIA GPU.
+const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);
+/// Longest slice of a vGPU below its share, or without work while others compete. Longer work of one
+/// service does not delay the next, and work that begins does not delay others before its demand is
+/// known.
+const BRIEF_SLICE: Duration = Duration::from_millis(2);
+/// Part of its share up to which a vGPU counts as below its share. Usage is known an interval late.
+const BELOW: f64 = 0.9;
+/// Relative change of the pace that reaches the slices.
+const TOLERANCE: f64 = 0.125;
+
+/// Demand of a vGPU for the engine over the last interval.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Demand {
+    /// No work.
+    #[default]
+    Idle,
+    /// Some work, and less engine time than its share.
+    Brief,
+    /// Work all the time, or more engine time than its share.
+    Competing,
+}
+
+/// Lengths of the slices of a kind of vGPUs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Length {
+    /// Factor of the slice.
+    pub(super) factor: f64,
+    /// Bound of the slice.
+    pub(super) longest: Duration,
+}
+
+impl Length {
+    const UNCHANGED: Self = Self { factor: 1.0, longest: Duration::MAX };
+}
+
+/// Pace of the runlist.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    competing: Length,
+    /// Length of a round in which all competing vGPUs use up their slices.
+    round: Duration,
+    /// Number of vGPUs, if another demand of one of them is to be known soon.
+    watched: Option<usize>,
+    /// Turns a second of vGPUs below their shares, averaged over [`TURNS_NS`].
+    turns: f64,
+    /// That number is high.
+    many_turns: bool,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            competing: Length::UNCHANGED,
+            round: Duration::ZERO,
+            watched: None,
+            turns: 0.0,
+            many_turns: false,
+        }
+    }
+}
+
+impl Pace {
+    /// Returns the length of slices for a demand.
+    pub(super) fn length(&self, demand: Demand) -> Length {
+        match demand {
+            Demand::Idle if self.round.is_zero() => Length::UNCHANGED,
+            Demand::Idle | Demand::Brief => Length { factor: 1.0, longest: BRIEF_SLICE },
+            Demand::Competing => self.competing,
+        }
+    }
+
+    /// Returns the length of a round in which all competing vGPUs use up their slices, in
+    /// nanoseconds.
+    pub(super) fn round_ns(&self) -> u64 {
+        u64::try_from(self.round.as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Returns the number of vGPUs, if another demand of one of them is to be known soon: beside the
+    /// short slices of a lone vGPU, work that begins is ahead until it is known to compete.
+    pub(super) fn watched(&self) -> Option<usize> {
+        self.watched
+    }
+
+    /// Notes how often vGPUs below their shares got the engine. `groups` have the demand of the
+    /// intervals.
+    pub(super) fn count_turns(&mut self, groups: &Groups, intervals: &[Interval]) {
+        let is_brief = |interval: &&Interval| {
+            groups.get(&interval.vgpu).is_some_and(|group| group.demand == Demand::Brief)
+        };
+        let turns: u64 = intervals.iter().filter(is_brief).map(|interval| interval.turns).sum();
+        let elapsed_ns = intervals.first().map_or(1, |interval| interval.elapsed_ns.max(1));
+        let elapsed_ns = elapsed_ns as f64;
+        let part = elapsed_ns / (elapsed_ns + TURNS_NS);
+        self.turns += (turns as f64 * 1e9 / elapsed_ns - self.turns) * part;
+        let [more, fewer] = MANY_TURNS;
+        self.many_turns = self.turns > if self.many_turns { fewer } else { more };
+    }
+
+    /// Follows the demand of the vGPUs. `base` is the slice of a vGPU that its weight gives.
+    pub(super) fn update(
+        &mut self,
+        config: &Config,
+        groups: &Groups,
+        base: impl Fn(&Group) -> Duration,
+    ) {
+        let of = |demand| groups.values().filter(move |group| group.demand == demand);
+        let competing = of(Demand::Competing).count();
+        let round: Duration = of(Demand::Competing).map(base).sum();
+        let channel_groups: u32 =
+            of(Demand::Competing).map(|group| group.usage.counters().busy_groups.max(1)).sum();
+        let briefly = of(Demand::Brief).next().is_some();
+        let lone = channel_groups == 1 && groups.len() > 1;
+        self.watched = (lone || competing == 0 && briefly).then_some(groups.len());
+        let mut next = Length::UNCHANGED;
+        if competing > 0 {
+            let mean = round.as_secs_f64() / competing as f64;
+            let shortest = config.mean_slice().as_secs_f64() * SHORTEST_PART / mean;
+            let part = MAX_ROUND.as_secs_f64() / round.as_secs_f64();
+            next.factor = part.max(shortest).min(1.0);
+            if lone {
+                next.longest = if self.many_turns { LONE_LONG_SLICE } else { LONE_SLICE };
+            } else if briefly {
+                let brief = BESIDE_BRIEF_SLICE.as_secs_f64() * f64::from(channel_groups);
+                next.factor = next.factor.min(brief / round.as_secs_f64());
+            }
+        }
+        let before = self.competing;
+        let near = (next.factor / before.factor - 1.0).abs() <= TOLERANCE;
+        if !near || next.longest != before.longest || next == Length::UNCHANGED {
+            self.competing = next;
+        }
+        self.round = round.mul_f64(self.competing.factor);
+        if competing > 0 {
+            self.round = self.round.min(self.competing.longest.saturating_mul(competing as u32));
+        }
+    }
+}
+
+/// Notes the demand that the last interval showed. `intervals` are in the order of ids. Returns
+/// true if that is another one for any vGPU.
+pub(super) fn classify(
+    groups: &mut Groups,
+    intervals: &[Interval],
+    plan: &Plan,
+    ledger: &Ledger,
+) -> bool {
+    let works = |interval: &Interval| interval.engine_ns > 0 || interval.busy;
+    let weight_of = |group: &Group| plan.weight(&group.share);
+    let (mut active, mut count, mut changed) = (0.0, 0, false);
+    each(groups, intervals, |group, interval| {
+        if works(interval) {
+            active += weight_of(group);
+            count += 1;
+        }
+    });
+    let counts = intervals.iter().any(|interval| interval.preempted);
+    each(groups, intervals, |group, interval| {
+        let share = weight_of(group) / active;
+        let used = ledger.measured(interval.vgpu).unwrap_or_default().share();
+        let demand = match works(interval) {
+            false => Demand::Idle,
+            // A vGPU that always waits for its turn and then leaves most of its slice is brief.
+            true if interval.busy && (interval.preempted || interval.engine_ns == 0 || !counts) => {
+                Demand::Competing
+            }
+            true if count == 1 || used >= share * BELOW => Demand::Competing,
+            // A closed gate hides the demand.
+            true if group.debt.has_throttle() || !group.cap.is_open() => Demand::Competing,
+            true => Demand::Brief,
+        };
+        // One interval without work all the time may be chance: others may have given up theirs.
+        let hesitates = group.demand == Demand::Competing
+            && demand == Demand::Brief
+            && !std::mem::replace(&mut group.relented, true);
+        if !hesitates {
+            changed |= std::mem::replace(&mut group.demand, demand) != demand;
+            group.relented = false;
+        }
+    });
+    changed
+}
+
+/// Calls `visit` with each vGPU that has an interval.
+fn each(groups: &mut Groups, intervals: &[Interval], mut visit: impl FnMut(&mut Group, &Interval)) {
+    let mut groups = groups.iter_mut();
+    for interval in intervals {
+        let Some((_, group)) = groups.by_ref().find(|(id, _)| **id == interval.vgpu) else { break };
+        visit(group, interval);
+    }
+}

@@ -1,0 +1,156 @@
+//! Brief requests beside work that never ends: the requests run at once, and no work is lost.
+
+use super::*;
+
+/// A training: short kernels without an end.
+const TRAINING: Workload = Workload::steady(50 * US);
+
+/// Parents: an NVIDIA GPU and the software GPU, each with slice and cost of a switch.
+const GPUS: [(GpuFeatures, u64, u64); 2] = [(NVIDIA, 12, NVIDIA_SWITCH_NS), (SOFT, 2, SWITCH_NS)];
+const SOFT: GpuFeatures =
+    GpuFeatures { enforcement: Enforcement::Budgets, preempts: true, exact_slices: false };
+
+/// Requests of a length at a rate.
+fn requests(length_ns: u64, hz: u64) -> Workload {
+    let interval_ns = 1_000_000_000 / hz;
+    Workload::bursty(50 * US, length_ns, interval_ns - length_ns.min(interval_ns)).after(7 * MS)
+}
+
+fn on((gpu, slice_ms, switch_ns): (GpuFeatures, u64, u64)) -> Simulation {
+    let mut sim = Simulation::new(Config::new(Duration::from_millis(slice_ms)), gpu, switch_ns);
+    sim.set_report_delay(Duration::from_millis(2));
+    sim
+}
+
+/// Returns the engine time of each vGPU as parts of the time, in percent, over 10 s after 2 s.
+fn used(sim: &mut Simulation) -> Vec<f64> {
+    sim.run(Duration::from_secs(2)).unwrap();
+    sim.reset_waits();
+    parts_over(sim, Duration::from_secs(10))
+}
+
+#[test]
+fn requests_run_at_once_and_cost_a_training_nothing_but_their_time() {
+    for gpu in GPUS {
+        for (length_ns, hz) in [
+            (100 * US, 1),
+            (100 * US, 1000),
+            (300 * US, 1),
+            (300 * US, 20),
+            (300 * US, 100),
+            (300 * US, 400),
+            (MS, 100),
+            (5 * MS, 1),
+            (5 * MS, 20),
+        ] {
+            let mut sim = on(gpu);
+            sim.start(id(0), soft(50), TRAINING).unwrap();
+            sim.start(id(1), soft(50), requests(length_ns, hz)).unwrap();
+            let got = used(&mut sim);
+            let what = format!("{gpu:?}: {length_ns} ns, {hz} a second: {got:?}");
+            // So many requests would cost too many switches.
+            let limit = if hz == 1000 && gpu.2 > SWITCH_NS { 2_500 * US } else { 600 * US };
+            let wait = sim.waits(id(1)).unwrap().quantile(0.99);
+            assert!(wait < limit, "{what}: p99 {} us", wait / US);
+            // Each request costs two switches.
+            let hz = got[1] * 1e7 / length_ns as f64;
+            let switches = 2.0 * gpu.2 as f64 * hz / 1e7 * (length_ns as f64 / 3e6).ceil();
+            let left = 100.0 - got[1] - switches;
+            assert!(got[0] >= 0.97 * left, "{what}: {left} are left");
+        }
+    }
+}
+
+#[test]
+fn eight_services_run_at_once_beside_a_training() {
+    for gpu in GPUS {
+        let mut sim = on(gpu);
+        sim.start(id(0), soft(20), TRAINING).unwrap();
+        for n in 1..=8 {
+            let service = requests(300 * US, 50).after(n as u64 * 2_300 * US);
+            sim.start(id(n), soft(10), service).unwrap();
+        }
+        let got = used(&mut sim);
+        let worst = (1..=8).map(|n| sim.waits(id(n)).unwrap().quantile(0.99)).max().unwrap();
+        assert!(worst < 2_500 * US, "{gpu:?}: {} us", worst / US);
+        let switches = 2.0 * gpu.2 as f64 * 8.0 * 50.0 / 1e7;
+        let left = 100.0 - got[1..].iter().sum::<f64>() - switches;
+        assert!(got[0] >= 0.97 * left, "{gpu:?}: {got:?}");
+    }
+}
+
+#[test]
+fn the_first_request_after_a_rest_runs_at_once() {
+    for gpu in GPUS {
+        for rest_ms in [10, 1_000, 6_000] {
+            let mut sim = on(gpu);
+            sim.start(id(0), soft(50), TRAINING).unwrap();
+            let service = Workload::bursty(50 * US, 300 * US, rest_ms * MS).after(2_000 * MS);
+            sim.start(id(1), soft(50), service).unwrap();
+            sim.run(Duration::from_secs(14)).unwrap();
+            let worst = sim.waits(id(1)).unwrap().quantile(1.0);
+            assert!(worst < 600 * US, "{gpu:?}: {} us after {rest_ms} ms", worst / US);
+        }
+    }
+}
+
+#[test]
+fn busy_pairs_keep_their_slices_until_a_service_works_beside_them() {
+    let mut sim = on(GPUS[0]);
+    for n in 0..2 {
+        sim.start(id(n), soft(40), TRAINING).unwrap();
+    }
+    sim.start(id(2), soft(20), Workload::IDLE).unwrap();
+    let got = used(&mut sim);
+    assert!(got.iter().sum::<f64>() > 98.0, "{got:?}");
+    sim.vgpus[2].workload = requests(300 * US, 100);
+    sim.vgpus[2].wake(sim.now_ns);
+    sim.enqueue(2);
+    let got = used(&mut sim);
+    assert!((got[0] - got[1]).abs() < 1.0 && got.iter().sum::<f64>() > 88.0, "{got:?}");
+    let wait = sim.waits(id(2)).unwrap().quantile(0.99);
+    assert!(wait < 7_500 * US, "{} us", wait / US);
+}
+
+#[test]
+fn two_services_that_leave_the_engine_idle_are_not_throttled() {
+    for gpu in GPUS {
+        let mut sim = on(gpu);
+        sim.start(id(0), soft(90), requests(5 * MS, 20)).unwrap();
+        sim.start(id(1), soft(10), requests(5 * MS, 60)).unwrap();
+        let got = used(&mut sim);
+        assert_near(&got, &[10.0, 30.0], 1.0);
+        let closed = |id| sim.scheduler().snapshot(id).unwrap().gates_closed;
+        assert_eq!((closed(id(0)), closed(id(1))), (0, 0));
+    }
+}
+
+/// Loads that look brief and want more than their share. Each runs beside a training.
+#[test]
+fn looking_brief_gains_nothing() {
+    let attacks = [
+        // Work for 80 ms of each 100: never busy for a whole interval.
+        Workload::bursty(50 * US, 80 * MS, 20 * MS),
+        Workload::bursty(50 * US, 45 * MS, 5 * MS),
+        // Thousands of short runs, with pauses so short that they add up to the whole engine.
+        Workload::bursty(50 * US, 300 * US, 100 * US),
+        Workload::bursty(10 * US, 50 * US, 20 * US),
+        // Bursts that end before long readings would show them.
+        Workload::bursty(50 * US, 120 * MS, 300 * MS),
+        // One long burst a second.
+        Workload::bursty(50 * US, 700 * MS, 300 * MS),
+    ];
+    for gpu in GPUS {
+        for core in [20, 50] {
+            for attack in attacks {
+                let mut sim = on(gpu);
+                sim.start(id(0), soft(100 - core), TRAINING).unwrap();
+                sim.start(id(1), soft(core), attack).unwrap();
+                let got = used(&mut sim);
+                let what = format!("{gpu:?}, core={core}, {attack:?}: {got:?}");
+                assert!(got[1] <= f64::from(core) + 2.0, "{what}");
+                assert!(got[0] >= 0.8 * f64::from(100 - core), "{what}");
+            }
+        }
+    }
+}
