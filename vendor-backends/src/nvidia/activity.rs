@@ -40,10 +40,12 @@ pub struct Activity {
     gp_gets: [Vec<(ChannelId, u32)>; 2],
     /// When each engine last fetched an entry.
     fetched_at: [Instant; 2],
-    /// Number of rings for new entries, for each engine.
+    /// Number of rings for new entries, for each engine, and when the last ones were seen.
     submissions: [u64; 2],
-    /// Whether the vGPU was passed over, and when that was read in the log.
-    passed_over: (bool, Option<Instant>),
+    rung_at: [Option<Instant>; 2],
+    /// Whether the vGPU was passed over, when that was read in the log, and how often the vGPU had
+    /// rung for the compute engine then.
+    passed_over: (bool, Option<Instant>, u64),
     /// Check of what the guest shows as idle.
     idle_check: IdleCheck,
     /// Check of what may wait although the guest shows no work.
@@ -58,6 +60,10 @@ pub struct Activity {
     pub copying: Duration,
     /// Total time with any work to do.
     pub had_work: Duration,
+    /// Time with copies to do, or with any work if the log does not tell, since the last report.
+    had_other_work: Duration,
+    /// Engine time and waits for the compute engine at the last report, and when that was.
+    demand: (Duration, Instant),
 }
 
 impl Default for Activity {
@@ -69,7 +75,8 @@ impl Default for Activity {
             gp_gets: [Vec::new(), Vec::new()],
             fetched_at: [now; 2],
             submissions: [0; 2],
-            passed_over: (false, None),
+            rung_at: [None; 2],
+            passed_over: (false, None, 0),
             idle_check: IdleCheck::default(),
             wait_check: WaitCheck::default(),
             long_kernel: LongKernel::new(now),
@@ -77,6 +84,8 @@ impl Default for Activity {
             resident_at: None,
             copying: Duration::ZERO,
             had_work: Duration::ZERO,
+            had_other_work: Duration::ZERO,
+            demand: (Duration::ZERO, now),
         }
     }
 }
@@ -90,6 +99,8 @@ struct Conditions {
     gate_open: bool,
     /// The GPU has run other processes instead of this vGPU.
     passed_over: bool,
+    /// The guest rings the GPU's doorbell itself, so an idle guest may ring without a count.
+    direct_doorbell: bool,
 }
 
 impl Activity {
@@ -119,6 +130,13 @@ impl Activity {
         }
     }
 
+    /// Notes the total of engine time and waits for the compute engine, as the log shows them.
+    pub(super) fn note_demand(&mut self, total: Duration) {
+        let (before, since) = std::mem::replace(&mut self.demand, (total, Instant::now()));
+        let demanded = total.saturating_sub(before).min(since.elapsed());
+        self.had_work += demanded.max(std::mem::take(&mut self.had_other_work));
+    }
+
     /// Returns whether the vGPU has work.
     pub(super) fn is_busy(&self) -> bool {
         self.busy_at.iter().flatten().any(|at| at.elapsed() < BUSY_LINGER)
@@ -146,10 +164,11 @@ impl Activity {
             self.sample_residency(state, now);
         }
         let gate_open = state.channels().is_gate_open();
+        let direct_doorbell = state.poller.is_none();
         // A ring that is never empty, or always fetched, may have no work for the engine.
         let waits = contended || self.since_fetch(EngineKind::Compute) > RING_AGAIN_AFTER;
         let passed_over = gate_open && waits && self.is_passed_over(state, now);
-        let conditions = Conditions { now, contended, gate_open, passed_over };
+        let conditions = Conditions { now, contended, gate_open, passed_over, direct_doorbell };
         let mut channels = state.channels();
         for engine in [EngineKind::Copy, EngineKind::Compute] {
             self.sample_engine(&mut channels, engine, conditions);
@@ -161,8 +180,14 @@ impl Activity {
         if gate_open {
             self.check_waiting(state, now);
         }
-        if self.is_busy() {
-            self.had_work += now.duration_since(self.sampled_at);
+        // The log shows demand for the compute engine only, and a submission is known only where
+        // the worker rings.
+        let copies = self.busy_at[EngineKind::Copy as usize];
+        let passed = now.duration_since(self.sampled_at);
+        if state.poller.is_none() && self.is_busy() {
+            self.had_work += passed;
+        } else if copies.is_some_and(|at| now.duration_since(at) < BUSY_LINGER) {
+            self.had_other_work += passed;
         }
         self.sampled_at = now;
         let busy_at = self.busy_at[EngineKind::Compute as usize];
@@ -193,11 +218,19 @@ impl Activity {
 
     /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
     fn is_passed_over(&mut self, state: &VgpuState, now: Instant) -> bool {
-        let (passed_over, read_at) = self.passed_over;
-        if read_at.is_some_and(|at| now.duration_since(at) < PASSED_OVER_INTERVAL) {
+        let (passed_over, read_at, rings) = self.passed_over;
+        let rings_now = state.channels().submissions(EngineKind::Compute);
+        let is_recent = read_at.is_some_and(|at| now.duration_since(at) < PASSED_OVER_INTERVAL);
+        // New work may not be what others had the engine instead of.
+        if is_recent && rings == rings_now {
             return passed_over;
         }
-        self.passed_over = (state.is_passed_over(), Some(now));
+        self.passed_over = (state.is_passed_over(), Some(now), rings_now);
+        if self.passed_over.0
+            && let Some(log) = &mut *state.ctxsw_log()
+        {
+            log.demand.has_no_work();
+        }
         self.passed_over.0
     }
 
@@ -229,6 +262,11 @@ impl Activity {
         {
             *busy_at = Some(now);
         }
+        if !self.wait_check.may_have_work()
+            && let Some(log) = &mut *state.ctxsw_log()
+        {
+            log.demand.has_no_work();
+        }
     }
 
     fn sample_engine(
@@ -237,7 +275,7 @@ impl Activity {
         engine: EngineKind,
         conditions: Conditions,
     ) {
-        let Conditions { now, contended, gate_open, passed_over } = conditions;
+        let Conditions { now, contended, gate_open, passed_over, direct_doorbell } = conditions;
         let index = engine as usize;
         let gp_gets = channels.gp_gets(engine);
         let shows_fetch = gp_gets != self.gp_gets[index];
@@ -245,6 +283,9 @@ impl Activity {
         // A ring is counted by the worker: a guest that hides entries does not hide rings.
         let submissions = channels.submissions(engine);
         let rung = std::mem::replace(&mut self.submissions[index], submissions) < submissions;
+        if rung {
+            self.rung_at[index] = Some(now);
+        }
         let fetched = shows_fetch || rung;
         if shows_fetch || rung && engine == EngineKind::Copy {
             // The fetch was after the previous sample, and the work may have run since then.
@@ -271,7 +312,12 @@ impl Activity {
             log::warn!("{error}");
         }
         let resident_at = if engine == EngineKind::Compute { self.resident_at } else { None };
-        let idle = is_idle(self.busy_at[index], now) && is_idle(resident_at, now);
+        let quiet = is_idle(self.busy_at[index], now) && is_idle(resident_at, now);
+        // A vGPU that rests keeps its slice for its next request. One that rings without work for
+        // the engine takes time from others.
+        let rings = self.rung_at[index].is_some_and(|at| now.duration_since(at) < IDLE_AFTER);
+        let rings_in_vain = rings && passed_over && engine == EngineKind::Compute;
+        let idle = quiet && (direct_doorbell || rings_in_vain);
         if (!idle || contended)
             && let Err(error) = channels.set_idle(engine, idle)
         {

@@ -16,6 +16,8 @@ use super::adoption::DAMAGED;
 use super::adoption::kept::{self, Kept};
 use super::adoption::state::LogObjects;
 use super::device::Device;
+use super::doorbell_poller::Submissions;
+use super::engine_demand::EngineDemand;
 use super::other_processes::OtherProcesses;
 use super::rm::Node;
 use super::rm_object::Object;
@@ -46,7 +48,7 @@ pub(super) const START: u8 = 6;
 /// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_END`: a context releases the engine.
 pub(super) const END: u8 = 7;
 /// `NV_EVENT_BUFFER_FECS_CTXSWTAG_ENGINE_RESET`.
-const ENGINE_RESET: u8 = 0xfe;
+pub(super) const ENGINE_RESET: u8 = 0xfe;
 
 /// Record of the context switch log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -188,6 +190,9 @@ pub struct CtxswLog {
     pub switches: u64,
     /// Engine time of this process.
     pub engine_time: EngineTime,
+    /// Demand of this process.
+    pub demand: EngineDemand,
+    submissions: Option<Arc<Submissions>>,
     /// Residencies of other processes since the last one of this process.
     pub others: OtherProcesses,
     /// Time of the last record, of any process.
@@ -259,6 +264,8 @@ impl CtxswLog {
             process: u64::from(std::process::id()),
             switches: 0,
             engine_time: EngineTime::default(),
+            demand: EngineDemand::default(),
+            submissions: None,
             others: OtherProcesses::default(),
             last_record_ns: 0,
             last_own_context: None,
@@ -291,6 +298,8 @@ impl CtxswLog {
             process: u64::from(process),
             switches,
             engine_time,
+            demand: EngineDemand::default(),
+            submissions: None,
             others: OtherProcesses::default(),
             last_record_ns,
             last_own_context,
@@ -341,6 +350,7 @@ impl CtxswLog {
         if self.probe_context.is_none() && self.last_own_context.is_some() {
             self.probe_context = self.last_own_context;
             self.engine_time = EngineTime::default();
+            self.demand = EngineDemand::default();
         }
     }
 
@@ -349,10 +359,40 @@ impl CtxswLog {
         self.probe_context.is_some()
     }
 
+    /// Follows the submissions that a doorbell poller notes.
+    pub fn follow(&mut self, submissions: Arc<Submissions>) {
+        self.submissions = Some(submissions);
+    }
+
+    fn submit(&mut self, at_ns: u64) {
+        if self.demand.submit(at_ns) {
+            // What others did while this vGPU had no work says nothing about its work.
+            self.others.clear();
+        }
+    }
+
+    /// Takes the times of submissions, in nanoseconds of the GPU's clock.
+    fn take_submissions(&self) -> Vec<u64> {
+        let times = self.submissions.as_ref().map(|submissions| submissions.take());
+        let (Some(times), now, Some(now_ns)) = (times, Instant::now(), self.now_ns()) else {
+            return Vec::new();
+        };
+        let ago_ns = |at: Instant| now.saturating_duration_since(at).as_nanos() as u64;
+        times.into_iter().map(|at| now_ns.saturating_sub(ago_ns(at))).collect()
+    }
+
+    /// Records that the gate has opened or closed.
+    pub fn gate(&mut self, open: bool, now_ns: u64) {
+        self.engine_time.gate(open, now_ns);
+        self.demand.gate(open, self.engine_time.resident_since_ns.is_some(), now_ns);
+        self.others.clear();
+    }
+
     /// Reads and accounts the records since the previous call.
     pub fn read(&mut self) -> Result<Vec<CtxswRecord>, GpuError> {
         self.buffer.control_bytes(control::EVENT_BUFFER_FLUSH, &mut [])?;
         let put = self.header.load_u32(PUT).unwrap_or(self.get) % RECORDS;
+        let mut submitted = self.take_submissions().into_iter().peekable();
         let mut records = Vec::new();
         while self.get != put {
             let mut bytes = [0; RECORD_BYTES as usize];
@@ -367,6 +407,10 @@ impl CtxswLog {
                 }
             }
             self.engine_time.add(&record, self.process);
+            while let Some(at_ns) = submitted.next_if(|at_ns| *at_ns <= record.at_ns) {
+                self.submit(at_ns);
+            }
+            self.demand.add(&record, self.process);
             if record.process != PROBE {
                 self.others.add(&record, self.process);
             }
@@ -375,6 +419,7 @@ impl CtxswLog {
             records.push(record);
             self.get = (self.get + 1) % RECORDS;
         }
+        submitted.for_each(|at_ns| self.submit(at_ns));
         if !records.is_empty() {
             let mut get = abi::Pair { first: self.get, second: 0 };
             self.buffer.control(control::EVENT_BUFFER_UPDATE_GET, &mut get)?;

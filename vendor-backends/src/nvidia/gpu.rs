@@ -21,7 +21,7 @@ use super::client::driver_layout;
 use super::device::{Card, Device, cards};
 use super::rm::{Node, Rm, RmError};
 use super::usage_reconcile::{Account, Reconciler, ReportLimit, Reported};
-use super::wire::{self, FromManager, FromWorker, Grant, Options, Report};
+use super::wire::{self, FromManager, FromWorker, Grant, Load, Options, Report};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// Timeout of the usage reports of all workers together. One report takes about 50 us.
@@ -270,10 +270,14 @@ impl NvidiaGpu {
     fn request_usage(&mut self) -> Result<Vec<VgpuId>, GpuError> {
         self.usage_request += 1;
         let busy = self.workers.values().filter(|worker| worker.report.usage.runnable).count();
+        let may_run = self.workers.values().filter(|worker| worker.report.usage.channels > 0);
+        let round: Duration = may_run.map(|worker| worker.timeslice).sum();
+        let round = round * self.slice_parts / SLICE_PARTS;
         let mut requested = Vec::new();
         for (vgpu, worker) in &mut self.workers {
             let others_busy = busy - usize::from(worker.report.usage.runnable);
-            let request = encode(&FromManager::Usage(self.usage_request, others_busy > 0))?;
+            let load = Load { contended: others_busy > 0, round };
+            let request = encode(&FromManager::Usage(self.usage_request, load))?;
             if worker.ready && worker.socket.try_send(&request, &[]).is_ok() {
                 worker.missed_replies = worker.missed_replies.saturating_add(1);
                 if worker.missed_replies <= MAX_MISSED_REPLIES {
@@ -315,7 +319,7 @@ impl NvidiaGpu {
             match decode(&self.buffer[..packet.len]) {
                 Ok(FromWorker::Ready) => worker.ready = true,
                 Ok(FromWorker::Usage(number, report)) if number == self.usage_request => {
-                    worker.report = report;
+                    worker.report = *report;
                     worker.missed_replies = 0;
                     replied = true;
                 }

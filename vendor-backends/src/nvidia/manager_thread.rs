@@ -14,7 +14,7 @@ use super::hang_detector::HangDetector;
 use super::rm_client::RmClient;
 use super::switch_probe::Request;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
-use super::wire::{FromManager, FromWorker};
+use super::wire::{FromManager, FromWorker, Load};
 use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// Poll interval while the closing of a gate is delayed.
@@ -155,14 +155,14 @@ impl ManagerThread {
         }
     }
 
-    fn set_contended(&mut self, contended: bool) {
-        self.hang_detector.set_contended(contended, Instant::now());
-        self.state.channels().contended = contended;
+    fn set_load(&mut self, load: Load) {
+        self.hang_detector.set_contended(load.contended, Instant::now());
+        self.state.channels().load = load;
     }
 
     fn handle(&mut self, message: &FromManager) {
-        if let FromManager::Usage(_, contended) = *message {
-            self.set_contended(contended);
+        if let FromManager::Usage(_, load) = *message {
+            self.set_load(load);
         }
         if let FromManager::SetGate(open) = *message {
             if self.closing_since.is_none() {
@@ -193,7 +193,7 @@ impl ManagerThread {
                 Ok(())
             }
             FromManager::Usage(number, _) => {
-                return Some(FromWorker::Usage(number, state.report()));
+                return Some(FromWorker::Usage(number, Box::new(state.report())));
             }
             FromManager::Evict => {
                 self.rm_client.free_all();

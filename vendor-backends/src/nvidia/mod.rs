@@ -29,6 +29,7 @@ pub mod ctxsw_log;
 pub mod device;
 pub mod doorbell_poller;
 pub mod driver_queries;
+mod engine_demand;
 #[cfg(feature = "test-util")]
 pub mod fake_rm;
 pub mod fault_backoff;

@@ -10,7 +10,7 @@ use super::activity::{Activity, COPY_LINGER};
 use super::adoption::journal::{Journal, Live};
 use super::adoption::live::LiveAccounting;
 use super::channels::{Channels, Running, Teardown};
-use super::ctxsw_log::{CtxswLog, EngineTime};
+use super::ctxsw_log::CtxswLog;
 use super::doorbell_poller::DoorbellPoller;
 use super::hang_detector::{HangDetector, Hints, Probed, Residency, Verdict};
 use super::signals::Signals;
@@ -44,8 +44,12 @@ const SWITCH_INTERVAL: Duration = Duration::from_millis(2);
 /// Time beyond the slice for which a teardown waits for the engine. Records of the log come late.
 const MAX_TEARDOWN_WAIT: Duration = Duration::from_millis(100);
 
-/// Time without a residency before the GPU is taken to have no work of this vGPU.
+/// Minimum time without a residency before the GPU is taken to have no work of this vGPU.
 const ABSENT: Duration = Duration::from_millis(100);
+
+/// Rounds of the runlist without a residency before the GPU is taken to have no work of this vGPU.
+/// With many vGPUs, a round takes longer than [`ABSENT`].
+const ABSENT_ROUNDS: u32 = 4;
 
 /// Residencies that another process must have had, while this vGPU had none, before the GPU is
 /// taken to have no work of this vGPU, whatever its rings contain.
@@ -79,10 +83,13 @@ impl VgpuState {
     pub fn new(
         channels: Channels,
         poller: Option<Arc<DoorbellPoller>>,
-        ctxsw_log: Option<CtxswLog>,
+        mut ctxsw_log: Option<CtxswLog>,
         switch_probe: Option<SwitchProbe>,
         journal: Arc<Journal>,
     ) -> std::io::Result<Self> {
+        if let (Some(log), Some(poller)) = (&mut ctxsw_log, &poller) {
+            log.follow(Arc::clone(&poller.submissions));
+        }
         Ok(Self {
             channels: Mutex::new(channels),
             poller,
@@ -150,7 +157,7 @@ impl VgpuState {
             // The guest's ring tells, if the probe does not work.
             let exceeds = |residency: Residency| residency.duration > limit;
             let channels = self.channels();
-            let shows_work = channels.contended && channels.has_queued(EngineKind::Compute);
+            let shows_work = channels.load.contended && channels.has_queued(EngineKind::Compute);
             drop(channels);
             shows_work && self.residency().is_some_and(exceeds)
         };
@@ -222,7 +229,7 @@ impl VgpuState {
     /// does not work.
     pub(super) fn await_switch(&self, limit: Duration) -> Option<bool> {
         let (started, mut request) = (Instant::now(), None);
-        while self.channels().contended && self.residency().is_some() {
+        while self.channels().load.contended && self.residency().is_some() {
             let probed = self.probe(request)?;
             if probed.served {
                 break;
@@ -271,8 +278,7 @@ impl VgpuState {
             && log.read().is_ok()
             && let Some(now) = log.now_ns()
         {
-            log.engine_time.gate(open, now);
-            log.others.clear();
+            log.gate(open, now);
         }
         done
     }
@@ -310,15 +316,16 @@ impl VgpuState {
 
     /// Returns whether other processes repeatedly had the compute engine while this vGPU had not.
     pub(super) fn is_passed_over(&self) -> bool {
+        let absent = ABSENT.max(self.channels().load.round.saturating_mul(ABSENT_ROUNDS));
         let mut log = self.ctxsw_log();
         log.as_mut().is_some_and(|log| {
             let Ok(_) = log.read() else { return false };
-            let last_ns = log.engine_time.last_resident_ns;
+            let last_ns = log.demand.absent_since_ns(log.engine_time.last_resident_ns);
             log.engine_time.resident_since_ns.is_none()
                 && log.others.have_passed_over(PASSED_OVER)
                 && log
                     .now_ns()
-                    .is_some_and(|now| now.saturating_sub(last_ns) > ABSENT.as_nanos() as u64)
+                    .is_some_and(|now| now.saturating_sub(last_ns) > absent.as_nanos() as u64)
         })
     }
 
@@ -335,24 +342,35 @@ impl VgpuState {
 
     /// Returns the usage of the vGPU.
     pub fn report(&self) -> Report {
-        let (busy, copying, had_work, long_kernel) = {
-            let activity = self.activity();
-            let long_kernel = activity.has_long_kernel();
-            (activity.is_busy(), activity.copying, activity.had_work, long_kernel)
+        let (slice, busy_groups, round) = {
+            let channels = self.channels();
+            let groups = channels.sharing(EngineKind::Compute);
+            (channels.timeslice() / groups, groups, channels.load.round)
         };
-        let mut engine_time = EngineTime::default();
         let mut compute_ns = 0;
+        let mut demand = None;
         if let Some(log) = &mut *self.ctxsw_log() {
+            log.demand.set_slices(slice.as_nanos() as u64, round.as_nanos() as u64);
             if let Err(error) = log.read() {
                 log::debug!("{error}");
             }
             if !log.knows_probe() && !self.channels().had_groups() {
                 log.had_only_probe();
             }
-            engine_time = log.engine_time;
             let now = log.now_ns();
+            let engine_time = &log.engine_time;
             compute_ns = now.map_or(engine_time.completed_ns, |now| engine_time.total_ns(now));
+            demand = now.map(|now| (log.demand, log.demand.waited_ns(now)));
         }
+        let (demand, waited_ns) = demand.unwrap_or_default();
+        let (busy, copying, had_work, long_kernel) = {
+            let mut activity = self.activity();
+            if self.poller.is_some() {
+                activity.note_demand(Duration::from_nanos(compute_ns.saturating_add(waited_ns)));
+            }
+            let long_kernel = activity.has_long_kernel();
+            (activity.is_busy(), activity.copying, activity.had_work, long_kernel)
+        };
         let count = |counter: fn(&DoorbellPoller) -> &AtomicU64| {
             self.poller.as_ref().map_or(0, |poller| counter(poller).load(Ordering::Relaxed))
         };
@@ -361,11 +379,13 @@ impl VgpuState {
         let usage = Usage {
             engine_ns: compute_ns,
             compute_ns,
-            preemptions: engine_time.residencies,
+            preemptions: demand.preemptions(),
             faults: counters.faults,
             hang_resets: counters.hang_resets,
             gate_closings: counters.gate_closings,
-            runnable: busy,
+            runnable: busy || demand.is_waiting(),
+            busy_groups,
+            waits: *demand.waits(),
             polled_doorbells: count(|poller| &poller.polled),
             wakeups: count(|poller| &poller.wakeups),
             channels: channels.count(),

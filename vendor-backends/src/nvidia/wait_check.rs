@@ -77,6 +77,11 @@ impl WaitCheck {
         self.work_at.is_some() && (!is_busy || self.is_asking())
     }
 
+    /// Returns whether there may be work that waits.
+    pub(super) fn may_have_work(&self) -> bool {
+        self.work_at.is_some()
+    }
+
     /// Returns whether the probe has been asked, so that the next check should be soon.
     pub(super) fn is_asking(&self) -> bool {
         self.asked.is_some()

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::device::Card;
 
 /// Version of the messages. Must be bumped with every change of the types in this file.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Parameters with which a worker opens a vGPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,6 +62,15 @@ impl Default for Options {
 /// vGPUs.
 pub const DEFAULT_HANG_LIMIT: Duration = Duration::from_millis(125);
 
+/// Load of the GPU by other vGPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Load {
+    /// Another vGPU has work.
+    pub contended: bool,
+    /// Length of a round in which all vGPUs with channels use up their slices.
+    pub round: Duration,
+}
+
 /// Message from the manager to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromManager {
@@ -73,9 +82,8 @@ pub enum FromManager {
     SetGate(bool),
     /// Resets all groups.
     Reset,
-    /// Requests [`FromWorker::Usage`] with this number. The flag says whether another vGPU has
-    /// work.
-    Usage(u64, bool),
+    /// Requests [`FromWorker::Usage`] with this number.
+    Usage(u64, Load),
     /// Frees all resources on the GPU.
     Evict,
 }
@@ -86,7 +94,7 @@ pub enum FromWorker {
     /// The vGPU is open.
     Ready,
     /// Usage of the vGPU, with the number of the request.
-    Usage(u64, Report),
+    Usage(u64, Box<Report>),
 }
 
 /// Usage of a vGPU, as its worker reports it.
@@ -115,9 +123,9 @@ mod tests {
         let order = encode(&FromManager::SetTimeslice(Duration::from_millis(5))).unwrap();
         assert_eq!(order, [1, 0, 192, 150, 177, 2]);
         let report = Report { copying_ns: 7, alive: true, ..Default::default() };
-        let bytes = encode(&FromWorker::Usage(300, report)).unwrap();
-        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 27));
-        assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, report));
-        assert_eq!(VERSION, 4);
+        let bytes = encode(&FromWorker::Usage(300, Box::new(report))).unwrap();
+        assert_eq!((bytes[..3].to_vec(), bytes.len()), (vec![1, 172, 2], 116));
+        assert_eq!(decode::<FromWorker>(&bytes).unwrap(), FromWorker::Usage(300, Box::new(report)));
+        assert_eq!(VERSION, 5);
     }
 }

@@ -37,7 +37,10 @@ fn worker(
             };
             report.usage.compute_ns = total_ns;
             report.usage.runnable = true;
-            if socket.send(&encode(&FromWorker::Usage(number, report)).unwrap(), &[]).is_err() {
+            if socket
+                .send(&encode(&FromWorker::Usage(number, Box::new(report))).unwrap(), &[])
+                .is_err()
+            {
                 return;
             }
         }

@@ -4,15 +4,70 @@ use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Gpu};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::nvidia::NvidiaGpu;
-use vendor_backends::nvidia::fake_rm::FakeRm;
+use vendor_backends::nvidia::fake_rm::{self, FakeRm};
+use vendor_backends::nvidia::{NvidiaGpu, Options};
 
-use super::{DRIVER, eventually, gpu, set_ring, with_channels};
+use super::{DRIVER, OPTIONS, eventually, gpu, set_ring, with_channels};
 
 #[test]
-fn an_idle_vgpu_has_the_shortest_slice_while_others_work() {
+fn a_vgpu_has_its_whole_slice_for_the_first_request_after_a_rest() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);
+    let (resting, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
+    gpu.set_timeslice(resting, Duration::from_millis(3)).unwrap();
+    set_ring(&memory.mapping, 1, 1, 1);
+    let slice = || rm.timeslice_us(channels[1].token.0);
+    eventually("a slice", || slice() == Some(3000));
+    let until = Instant::now() + Duration::from_millis(400);
+    for get in (0..64).cycle().take_while(|_| Instant::now() < until) {
+        set_ring(&other_memory.mapping, 1, get, (get + 1) % 64);
+        gpu.usage().unwrap();
+        assert_eq!(slice(), Some(3000));
+    }
+}
+
+#[test]
+fn brief_requests_neither_wait_for_long_nor_are_they_preempted() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (service, _client, memory, _) = with_channels(&rm, &mut gpu);
+    let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
+    gpu.set_timeslice(service, Duration::from_millis(3)).unwrap();
+    set_ring(&other_memory.mapping, 1, 0, 1);
+    let (own, start) = (u64::from(std::process::id()), Instant::now());
+    let clock = || start.elapsed().as_nanos() as u64 + 1_000_000_000;
+    let usage = |gpu: &mut NvidiaGpu| {
+        rm.set_clock(clock());
+        gpu.usage().unwrap().vgpus.iter().find(|(vgpu, _)| *vgpu == service).unwrap().1
+    };
+    let before = usage(&mut gpu);
+    for request in 1..=20 {
+        rm.set_clock(clock());
+        set_ring(&memory.mapping, 1, request, request + 1);
+        eventually("a wait", || usage(&mut gpu).runnable);
+        std::thread::sleep(Duration::from_millis(2));
+        let at = clock();
+        rm.log_residency(true, own, at);
+        rm.log_residency(false, own, at + 300_000);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let after = usage(&mut gpu);
+    assert_eq!(after.preemptions, before.preemptions);
+    let waits = after.waits.since(&before.waits);
+    // The other vGPU's engine time is this process', too: its residencies are not told apart.
+    assert!((20..=40).contains(&waits.total()), "{waits:?}");
+    let waited_ms = (after.wait_ns - before.wait_ns) / 1_000_000;
+    let elapsed_ms = start.elapsed().as_millis() as u64;
+    assert!(waited_ms >= 30 && waited_ms <= elapsed_ms * 3 / 4, "{waited_ms} of {elapsed_ms} ms");
+}
+
+#[test]
+fn an_idle_vgpu_that_rings_itself_has_the_shortest_slice_while_others_work() {
+    let rm = FakeRm::new(DRIVER);
+    // The worker does not count the rings.
+    let options = Options { direct_doorbell: true, ..OPTIONS };
+    let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, options).unwrap();
     let (idle, _client, memory, channels) = with_channels(&rm, &mut gpu);
     let (busy, _other, other_memory, others) = with_channels(&rm, &mut gpu);
     for vgpu in [idle, busy] {
@@ -24,22 +79,22 @@ fn an_idle_vgpu_has_the_shortest_slice_while_others_work() {
     };
     eventually("a short slice", || {
         gpu.usage().unwrap();
-        slices(&channels) == [50, 50, 50]
+        slices(&channels) == [200, 200, 200]
     });
     assert_eq!(slices(&others)[1..], [3000, 3000], "the busy vGPU keeps its slice");
     // A long kernel without queued entries.
     let process = u64::from(std::process::id());
     rm.log_residency(true, process, 1);
-    eventually("normal slice while the kernel runs", || slices(&channels) == [50, 3000, 3000]);
+    eventually("normal slice while the kernel runs", || slices(&channels) == [200, 3000, 3000]);
     rm.log_residency(false, process, 2);
     eventually("a short slice again", || {
         gpu.usage().unwrap();
-        slices(&channels) == [50, 50, 50]
+        slices(&channels) == [200, 200, 200]
     });
     set_ring(&memory.mapping, 1, 0, 1);
-    eventually("normal slice", || slices(&channels) == [50, 3000, 3000]);
+    eventually("normal slice", || slices(&channels) == [200, 3000, 3000]);
     gpu.set_timeslice(idle, Duration::from_millis(4)).unwrap();
-    eventually("changed slice", || slices(&channels) == [50, 4000, 4000]);
+    eventually("changed slice", || slices(&channels) == [200, 4000, 4000]);
     assert_eq!(rm.violations(), Vec::<String>::new());
 }
 
@@ -69,16 +124,62 @@ fn a_ring_that_is_never_empty_is_no_work_if_others_run_instead() {
         rm.log_residency(true, 1, at);
         rm.log_residency(false, 1, at);
     }
-    eventually("no work", || sample(&mut gpu) == (false, Some(50)));
-    // Entries that are fetched and need no engine, and a guest that writes GP_GET.
-    for get in 1..50 {
+    eventually("no work", || sample(&mut gpu) == (false, Some(3000)));
+    // Entries that are fetched and need no engine, and a guest that writes GP_GET: each ring takes
+    // time from others.
+    let mut get = 0;
+    let mut ring_again = || {
+        get = (get + 1) % 63;
         set_ring(&memory.mapping, 1, get, get + 1);
         std::thread::sleep(Duration::from_millis(2));
-        assert_eq!(sample(&mut gpu).1, Some(50), "no residency");
+    };
+    eventually("a short slice", || {
+        ring_again();
+        sample(&mut gpu) == (false, Some(200))
+    });
+    for _ in 0..50 {
+        ring_again();
+        assert_eq!(sample(&mut gpu).1, Some(200), "no residency");
     }
-    set_ring(&memory.mapping, 1, 50, 51);
+    ring_again();
     rm.log_residency(true, u64::from(std::process::id()), 1_000_000_000);
     eventually("new work", || sample(&mut gpu) == (true, Some(3000)));
+}
+
+#[test]
+fn others_that_ran_while_a_vgpu_rested_do_not_hide_its_work() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (resting, _client, memory, channels) = with_channels(&rm, &mut gpu);
+    let (_, _other, other_memory, _) = with_channels(&rm, &mut gpu);
+    gpu.set_timeslice(resting, Duration::from_millis(3)).unwrap();
+    let start = Instant::now();
+    let clock = || start.elapsed().as_nanos() as u64 + 1_000_000_000;
+    let mut rounds = 0;
+    // Another process has the engine again and again, and the other vGPU copies.
+    let mut others_run = |gpu: &mut NvidiaGpu| {
+        rounds += 1;
+        rm.set_clock(clock());
+        rm.log_residency(true, 1, clock());
+        rm.log_residency(false, 1, clock());
+        set_ring(&other_memory.mapping, 0, rounds % 64, (rounds + 1) % 64);
+        let usage = gpu.usage().unwrap().vgpus.into_iter().find(|(vgpu, _)| *vgpu == resting);
+        (usage.unwrap().1.runnable, rm.timeslice_us(channels[1].token.0))
+    };
+    eventually("rest", || others_run(&mut gpu) == (false, Some(3000)));
+    let resting_since = Instant::now();
+    while resting_since.elapsed() < Duration::from_millis(400) {
+        assert_eq!(others_run(&mut gpu), (false, Some(3000)));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // The GPU fetches the entry at once, and the engine is not free.
+    set_ring(&memory.mapping, 1, 1, 1);
+    eventually("work", || others_run(&mut gpu).0);
+    let submitted = Instant::now();
+    while submitted.elapsed() < Duration::from_millis(60) {
+        assert_eq!(others_run(&mut gpu), (true, Some(3000)), "{:?}", submitted.elapsed());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]

@@ -135,7 +135,7 @@ impl Channels {
         let registration = match (&self.poller, mapping) {
             (Some(poller), Some((mapping, offset))) => {
                 let tokens = [state.token, state.gpu_token];
-                Some(poller.add(tokens, mapping, offset, !is_programs))
+                Some(poller.add(state.spec.engine, tokens, mapping, offset, !is_programs))
             }
             (Some(_), None) if userd.is_some() => return Err(DAMAGED),
             _ => None,

@@ -100,7 +100,8 @@ impl Channels {
             (None, _) => None,
             (Some(poller), Some(mapping)) => {
                 let wakes = spec.group.is_none();
-                Some(poller.add([token, gpu_token], Arc::clone(mapping), userd.offset, wakes))
+                let (tokens, mapping) = ([token, gpu_token], Arc::clone(mapping));
+                Some(poller.add(spec.engine, tokens, mapping, userd.offset, wakes))
             }
             (Some(_), None) => {
                 return Err(GpuError::Unsupported("a USERD outside of guest memory"));

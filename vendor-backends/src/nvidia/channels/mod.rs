@@ -41,6 +41,7 @@ use super::rm::RmError;
 use super::rm_object::Object;
 use super::sys::abi;
 use super::sys::numbers::{control, engine};
+use super::wire::Load;
 use crate::mem::Mapping;
 
 /// Channel group of one engine.
@@ -122,8 +123,8 @@ pub struct Channels {
     left_over: LeftOver,
     /// Records for a process that continues.
     journal: Arc<Journal>,
-    /// Other vGPUs have work.
-    pub contended: bool,
+    /// Load of the GPU by other vGPUs, as last told.
+    pub load: Load,
     /// Counters of the vGPU.
     pub counters: Counters,
 }
@@ -194,7 +195,7 @@ impl Channels {
             teardowns: [TeardownRate::default(); 2],
             left_over: LeftOver::default(),
             journal: options.journal,
-            contended: false,
+            load: Load::default(),
             counters: Counters::default(),
         }
     }

@@ -15,8 +15,9 @@ use crate::nvidia::sys::numbers::{control, flag};
 /// Time slices that the driver accepts, in microseconds.
 const SLICE_RANGE_US: (u128, u128) = (50, 100_000_000);
 
-/// Time slice of a group without work.
-const IDLE_SLICE: Duration = Duration::from_micros(50);
+/// Time slice of a group without work. With a shorter slice, a group that has work after all would
+/// not get to it: changing to its context takes most of 0.1 ms.
+const IDLE_SLICE: Duration = Duration::from_micros(200);
 
 /// Time after the last sign of work for which a group shares the slice: a kernel may run without
 /// entries in the ring.
@@ -38,11 +39,16 @@ impl Channels {
         self.timeslice.unwrap_or_default()
     }
 
-    /// Sets whether an engine has no work.
+    /// Returns the number of groups of an engine among which the slice is divided, at least 1.
+    pub fn sharing(&self, engine: EngineKind) -> u32 {
+        self.sharing[engine as usize].max(1)
+    }
+
+    /// Sets whether an engine has no work, whatever the guest rings for.
     ///
     /// A ring of the doorbell makes the GPU schedule the channel's group, even if the GPFIFO is
-    /// empty. A guest that rings all the time wastes its slice at the expense of other vGPUs. An
-    /// idle group therefore gets the shortest slice.
+    /// empty. A guest that rings all the time wastes its slice at the expense of other vGPUs. A
+    /// group without work therefore gets the shortest slice.
     pub fn set_idle(&mut self, engine: EngineKind, idle: bool) -> Result<(), GpuError> {
         if std::mem::replace(&mut self.idle[engine as usize], idle) == idle {
             return Ok(());

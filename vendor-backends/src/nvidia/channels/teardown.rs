@@ -115,7 +115,7 @@ impl Channels {
         };
         let (engine, number) = (channel.engine, channel.group);
         // A finished kernel can be resident as long as no other vGPU needs the engine.
-        let had_work = channel.has_queued() || self.contended;
+        let had_work = channel.has_queued() || self.load.contended;
         let channel_object = channel.object().cloned();
         let engine_number = channel.engine_number;
         if running.is_long(engine) {

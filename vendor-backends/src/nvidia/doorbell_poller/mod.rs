@@ -10,11 +10,13 @@
 //!
 //! * `polled_channel`: a channel, and its recent activity
 //! * `program_page`: the doorbell page of CUDA programs
+//! * `submissions`: when the compute engine got work
 //! * `pace`: how often to ring, and when to expect the next entry
 
 mod pace;
 mod polled_channel;
 mod program_page;
+mod submissions;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,11 +26,13 @@ use std::time::{Duration, Instant};
 use mdev_core::abi::doorbell;
 #[cfg(any(doc, test))]
 use mdev_core::abi::userd;
+use mdev_core::gpu::EngineKind;
 use mdev_core::ids::Token;
 
 use self::pace::{Allowance, Pace};
 use self::polled_channel::{Channel, ChannelActivity, Poll, SPIN};
 use self::program_page::{PageUse, SEEN, spin_for_ring, take_ring};
+pub use self::submissions::Submissions;
 use crate::mem::Mapping;
 
 /// Minimum mean time between two rings. 16 guests at this rate stay below the GPU's limit.
@@ -115,6 +119,8 @@ pub struct DoorbellPoller {
     gated: AtomicBool,
     stopped: AtomicBool,
     thread: OnceLock<Thread>,
+    /// When the compute engine got work.
+    pub submissions: Arc<Submissions>,
     /// Number of rings for entries that polling found.
     pub polled: AtomicU64,
     /// Number of wakeups by the guest.
@@ -134,6 +140,7 @@ impl DoorbellPoller {
             gated: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             thread: OnceLock::new(),
+            submissions: Arc::default(),
             polled: AtomicU64::new(0),
             wakeups: AtomicU64::new(0),
         })
@@ -152,16 +159,18 @@ impl DoorbellPoller {
         self.unpark();
     }
 
-    /// Adds a channel with a USERD at `userd_offset` of the guest's `memory`, and with the tokens of
+    /// Adds a channel of `engine` with a USERD at `userd_offset` of the guest's `memory`, and with the tokens of
     /// the guest and of the GPU. `wakes` says whether the guest knows [`userd::NEED_WAKEUP`].
     pub fn add(
         self: &Arc<Self>,
+        engine: EngineKind,
         [token, gpu_token]: [Token; 2],
         memory: Arc<Mapping>,
         userd_offset: u64,
         wakes: bool,
     ) -> Registration {
         let channel = Arc::new(Channel {
+            engine,
             token,
             gpu_token,
             memory,
@@ -200,6 +209,9 @@ impl DoorbellPoller {
                 *rung_put = put;
                 channel.submissions.fetch_add(1, Ordering::Relaxed);
                 channel.ring(&self.doorbell);
+                if channel.engine == EngineKind::Compute {
+                    self.submissions.note(Instant::now());
+                }
             }
             Poll { new_entries: new.is_some(), gp_get, queued: gp_get != Some(*rung_put) }
         })
@@ -355,7 +367,7 @@ mod tests {
         let page = || SharedMemory::new(c"test", 4096).unwrap().mapping;
         let (doorbell, memory) = (page(), page());
         let poller = DoorbellPoller::new(doorbell.clone());
-        let registration = poller.add([Token(7); 2], memory.clone(), 0, true);
+        let registration = poller.add(EngineKind::Compute, [Token(7); 2], memory.clone(), 0, true);
         let (running, started) = (Arc::clone(&poller), Instant::now());
         let thread = std::thread::spawn(move || {
             running.run();
@@ -379,7 +391,7 @@ mod tests {
         let (doorbell, memory, rung) = (page(), page(), page());
         let poller = DoorbellPoller::new(doorbell.clone());
         poller.set_program_page(rung.clone());
-        let registration = poller.add([Token(7); 2], memory.clone(), 0, false);
+        let registration = poller.add(EngineKind::Compute, [Token(7); 2], memory.clone(), 0, false);
         let running = Arc::clone(&poller);
         let thread = std::thread::spawn(move || running.run());
         let deadline = Instant::now() + Duration::from_secs(20);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use mdev_core::abi::userd;
+use mdev_core::gpu::EngineKind;
 use mdev_core::ids::Token;
 
 use super::ring;
@@ -24,6 +25,7 @@ const PROGRAMS_BACKLOG_AFTER: Duration = Duration::from_micros(100);
 /// A polled channel.
 #[derive(Debug)]
 pub(super) struct Channel {
+    pub engine: EngineKind,
     /// Token that the guest rings.
     pub token: Token,
     /// Token of the GPU.

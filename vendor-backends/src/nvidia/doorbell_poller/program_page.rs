@@ -102,6 +102,7 @@ mod tests {
     use std::time::Instant;
 
     use mdev_core::abi::userd;
+    use mdev_core::gpu::EngineKind;
 
     use super::super::SLOW_UNTIL;
     use super::*;
@@ -122,7 +123,7 @@ mod tests {
         let (memory, rung) = (page(), page());
         let poller = DoorbellPoller::new(page());
         poller.set_program_page(rung.clone());
-        let registration = poller.add([Token(7); 2], memory.clone(), 0, false);
+        let registration = poller.add(EngineKind::Copy, [Token(7); 2], memory.clone(), 0, false);
         let running = Arc::clone(&poller);
         let thread = std::thread::spawn(move || running.run());
         let ring = |put| {

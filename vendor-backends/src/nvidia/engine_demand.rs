@@ -1,0 +1,328 @@
+//! Demand of a vGPU for the compute engine: when its work waited, and how often it lost the engine
+//! with work left.
+//!
+//! The context switch log shows when a vGPU has the engine, and the doorbell poller when the vGPU
+//! submits work. A vGPU that gives the engine up with nothing left to do does not wait, however
+//! often it submits: only the time from a submission to the next residency is a wait.
+
+use mdev_core::gpu::Waits;
+
+use super::ctxsw_log::{CtxswRecord, END, ENGINE_RESET, START};
+
+/// Longest time between a vGPU's last submission and the loss of the engine for which the vGPU
+/// counts as having work, if it had the engine for longer than its slice.
+const RECENT_NS: u64 = 2_000_000;
+
+/// Wait beyond the rounds of the runlist up to which a submission counts as waiting for the engine:
+/// kernels of others may take so long. Entries that need no engine wait for ever.
+const LONG_WAIT_NS: u64 = 30_000_000;
+
+/// Time by which a residency may exceed the slice if the slice ends it.
+const OVERRUN_NS: u64 = 1_000_000;
+
+/// A wait for the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Wait {
+    /// Loss of the engine with work left, or else the first submission.
+    since_ns: u64,
+    /// The GPU has run others instead: what was submitted needs no engine.
+    hollow: bool,
+}
+
+/// Demand of one vGPU for the compute engine. Times are of the GPU's clock, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EngineDemand {
+    /// The last slices of a group, to tell a slice that was used up from one that was not. A
+    /// residency may have begun under the slice before.
+    slices_ns: [u64; 2],
+    /// Longest wait for the engine.
+    longest_wait_ns: u64,
+    resident_since_ns: Option<u64>,
+    /// End of the last residency.
+    left_ns: u64,
+    /// The last submission.
+    submitted_ns: u64,
+    wait: Option<Wait>,
+    /// Time of all completed waits.
+    waited_ns: u64,
+    waits: Waits,
+    preemptions: u64,
+}
+
+impl EngineDemand {
+    /// Sets the slice of the vGPU's groups, and the length of a round of the runlist.
+    pub fn set_slices(&mut self, slice_ns: u64, round_ns: u64) {
+        if slice_ns != self.slices_ns[0] {
+            self.slices_ns = [slice_ns, self.slices_ns[0]];
+        }
+        self.longest_wait_ns = round_ns.saturating_mul(2).saturating_add(LONG_WAIT_NS);
+    }
+
+    /// Records a submission. Returns true if a wait begins with it.
+    pub fn submit(&mut self, at_ns: u64) -> bool {
+        self.submitted_ns = self.submitted_ns.max(at_ns);
+        let begins = self.resident_since_ns.is_none() && self.wait.is_none();
+        if begins {
+            self.wait = Some(Wait { since_ns: at_ns, hollow: false });
+        }
+        begins
+    }
+
+    /// Adds a record of the log.
+    pub fn add(&mut self, record: &CtxswRecord, process: u64) {
+        match record.tag {
+            START if record.process == process => {
+                self.leave(record.at_ns);
+                self.enter(record.at_ns);
+            }
+            END if record.process == process => self.leave(record.at_ns),
+            START | ENGINE_RESET => self.leave(record.at_ns),
+            _ => {}
+        }
+    }
+
+    /// Records that the gate has opened or closed. `resident` says that the vGPU has the engine.
+    pub fn gate(&mut self, open: bool, resident: bool, at_ns: u64) {
+        if open && resident && self.resident_since_ns.is_none() {
+            self.enter(at_ns);
+        }
+        if !open && self.resident_since_ns.take().is_some() {
+            self.wait = Some(Wait { since_ns: at_ns, hollow: false });
+        }
+    }
+
+    /// Notes that what was submitted needs no engine, and neither what follows until the vGPU gets
+    /// the engine.
+    pub fn has_no_work(&mut self) {
+        if let Some(wait) = &mut self.wait {
+            wait.hollow = true;
+        }
+    }
+
+    fn enter(&mut self, at_ns: u64) {
+        self.resident_since_ns = Some(at_ns);
+        if self.wait.is_none() && self.left_ns > 0 && self.submitted_ns < self.left_ns {
+            // The vGPU comes back without a submission, so it had left with work.
+            self.preemptions += 1;
+            self.wait = Some(Wait { since_ns: self.left_ns, hollow: false });
+        }
+        if let Some(wait) = self.wait.take() {
+            self.waited_ns += self.counted_ns(wait, at_ns);
+            if !wait.hollow {
+                self.waits.record(at_ns.saturating_sub(wait.since_ns));
+            }
+        } else if self.submitted_ns > 0 {
+            self.waits.record(0);
+        }
+    }
+
+    /// Returns the part of a wait that counts if the wait ends at `at_ns`.
+    fn counted_ns(&self, wait: Wait, at_ns: u64) -> u64 {
+        let ns = at_ns.saturating_sub(wait.since_ns).min(self.longest_wait_ns);
+        if wait.hollow { 0 } else { ns }
+    }
+
+    fn leave(&mut self, at_ns: u64) {
+        let Some(since_ns) = self.resident_since_ns.take() else { return };
+        let had_ns = at_ns.saturating_sub(since_ns);
+        self.left_ns = at_ns;
+        let slice_ns = self.slices_ns.into_iter().filter(|ns| *ns > 0).min().unwrap_or(1);
+        // Without others that wait, a vGPU keeps the engine beyond its slice, with or without work.
+        let beyond = had_ns > slice_ns + slice_ns / 4 + OVERRUN_NS;
+        let recent = at_ns.saturating_sub(self.submitted_ns) < RECENT_NS;
+        if had_ns >= slice_ns / 16 * 15 && (recent || !beyond) {
+            self.preemptions += 1;
+            self.wait = Some(Wait { since_ns: at_ns, hollow: false });
+        }
+        // Records come late: the submission was read before.
+        if self.submitted_ns > at_ns {
+            self.submit(self.submitted_ns);
+        }
+    }
+
+    /// Returns whether work waits for the engine.
+    pub fn is_waiting(&self) -> bool {
+        self.wait.is_some_and(|wait| !wait.hollow)
+    }
+
+    /// Returns when the vGPU last had the engine, or work without the engine, if that was later.
+    pub fn absent_since_ns(&self, last_resident_ns: u64) -> u64 {
+        self.wait.map_or(last_resident_ns, |wait| wait.since_ns.max(last_resident_ns))
+    }
+
+    /// Returns the total time that work has waited until `now_ns`.
+    pub fn waited_ns(&self, now_ns: u64) -> u64 {
+        self.waited_ns + self.wait.map_or(0, |wait| self.counted_ns(wait, now_ns))
+    }
+
+    /// Returns how often the vGPU lost the engine with work left.
+    pub fn preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
+    /// Returns all waits.
+    pub fn waits(&self) -> &Waits {
+        &self.waits
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const US: u64 = 1_000;
+    const MS: u64 = 1_000_000;
+    const OWN: u64 = 7;
+
+    fn record(tag: u8, process: u64, at_ns: u64) -> CtxswRecord {
+        CtxswRecord { tag, number: 0, context: 1, process, at_ns }
+    }
+
+    fn demand(slice_ns: u64) -> EngineDemand {
+        let mut demand = EngineDemand::default();
+        demand.set_slices(slice_ns, 24 * MS);
+        demand
+    }
+
+    impl EngineDemand {
+        /// Has the engine from `from_ns` to `to_ns`.
+        fn reside(&mut self, from_ns: u64, to_ns: u64) {
+            self.add(&record(START, OWN, from_ns), OWN);
+            self.add(&record(END, OWN, to_ns), OWN);
+        }
+    }
+
+    #[test]
+    fn brief_requests_wait_from_their_submission_to_the_engine() {
+        let mut demand = demand(3 * MS);
+        for request in 1..=100 {
+            let at = request * 10 * MS;
+            assert!(demand.submit(at) && !demand.submit(at + 20 * US), "one wait");
+            assert!(demand.is_waiting());
+            demand.reside(at + 200 * US, at + 500 * US);
+            assert!(!demand.is_waiting(), "nothing is left to do");
+        }
+        assert_eq!((demand.waited_ns(u64::MAX), demand.preemptions()), (20 * MS, 0));
+        assert_eq!(demand.waits().total(), 100);
+        assert_eq!(demand.waits().quantile(0.99).map(|ns| ns / (50 * US)), Some(4));
+    }
+
+    #[test]
+    fn a_vgpu_whose_slice_ends_waits_for_the_next_one() {
+        let mut demand = demand(12 * MS);
+        demand.submit(1);
+        for round in 0..10 {
+            let at = round * 24 * MS;
+            demand.reside(at + 1, at + 12 * MS);
+            // Queued work is submitted whenever some is done.
+        }
+        assert_eq!(demand.preemptions(), 10);
+        // No time is lost between the readings of a lasting wait.
+        assert_eq!(demand.waited_ns(234 * MS), 9 * (12 * MS + 1) + 6 * MS);
+    }
+
+    #[test]
+    fn an_idle_vgpu_that_keeps_the_engine_does_not_lose_work() {
+        let mut demand = demand(MS);
+        demand.submit(MS);
+        // The request ends after 0.3 ms. Another vGPU has work 8 ms later.
+        demand.reside(MS, 9 * MS);
+        assert_eq!((demand.preemptions(), demand.is_waiting()), (0, false));
+        // One that submits all the time does.
+        demand.submit(10 * MS);
+        demand.add(&record(START, OWN, 10 * MS), OWN);
+        demand.submit(18 * MS);
+        demand.add(&record(START, 9, 19 * MS), OWN);
+        assert_eq!((demand.preemptions(), demand.is_waiting()), (1, true));
+    }
+
+    #[test]
+    fn a_slice_that_was_used_up_before_it_grew_was_used_up() {
+        let mut demand = demand(3 * MS);
+        demand.submit(1);
+        demand.add(&record(START, OWN, MS), OWN);
+        demand.set_slices(12 * MS, 24 * MS);
+        demand.add(&record(END, OWN, 4 * MS), OWN);
+        assert!(demand.is_waiting());
+        // Whatever the slice is, a vGPU that comes back without a submission was waiting.
+        demand.reside(10 * MS, 11 * MS);
+        assert!(!demand.is_waiting());
+        demand.add(&record(START, OWN, 15 * MS), OWN);
+        assert_eq!((demand.waited_ns(15 * MS), demand.preemptions()), (11 * MS - 1, 2));
+    }
+
+    #[test]
+    fn work_that_needs_no_engine_counts_as_waiting_for_a_while_only() {
+        let mut demand = demand(3 * MS);
+        demand.submit(MS);
+        assert_eq!(demand.waited_ns(9_000 * MS), 78 * MS, "two rounds and 30 ms");
+        demand.has_no_work();
+        assert!(!demand.submit(9_000 * MS), "the same wait, however often it submits");
+        assert_eq!((demand.waited_ns(9_000 * MS), demand.is_waiting()), (0, false));
+        // The engine shows that there is work.
+        demand.reside(9_001 * MS, 9_002 * MS);
+        assert!(demand.submit(9_003 * MS));
+        assert_eq!(demand.waits().total(), 0);
+    }
+
+    #[test]
+    fn a_vgpu_is_absent_since_it_has_work() {
+        let mut demand = demand(3 * MS);
+        demand.reside(MS, 2 * MS);
+        assert_eq!(demand.absent_since_ns(2 * MS), 2 * MS);
+        demand.submit(700 * MS);
+        assert_eq!(demand.absent_since_ns(2 * MS), 700 * MS, "others ran while it rested");
+    }
+
+    #[test]
+    fn records_that_come_late_change_little() {
+        let mut demand = demand(3 * MS);
+        // The submission is read before the end of the residency before it.
+        demand.add(&record(START, OWN, 0), OWN);
+        demand.submit(2 * MS);
+        demand.add(&record(END, OWN, MS), OWN);
+        demand.add(&record(START, OWN, 5 * MS), OWN);
+        assert_eq!(demand.waited_ns(5 * MS), 3 * MS);
+        // The start is older than the submission.
+        let mut demand = self::demand(3 * MS);
+        demand.submit(2 * MS);
+        demand.add(&record(START, OWN, MS), OWN);
+        assert_eq!(demand.waited_ns(5 * MS), 0);
+    }
+
+    #[test]
+    fn a_closed_gate_makes_work_wait() {
+        let mut demand = demand(3 * MS);
+        demand.submit(1);
+        demand.add(&record(START, OWN, 1), OWN);
+        demand.gate(false, true, MS);
+        demand.gate(true, true, 4 * MS);
+        assert_eq!(demand.waited_ns(9 * MS), 3 * MS);
+        demand.gate(false, true, 5 * MS);
+        demand.has_no_work();
+        demand.gate(true, false, 8 * MS);
+        assert_eq!(demand.waited_ns(9 * MS), 3 * MS);
+    }
+
+    proptest! {
+        /// Whatever a guest submits and whatever the log contains, time does not count twice.
+        #[test]
+        fn waits_and_residencies_do_not_exceed_the_time(
+            events in prop::collection::vec((0..4_u8, 0..2_u64, 0..5_000_000_u64), 0..200),
+        ) {
+            let (mut demand, mut now) = (demand(MS), 0);
+            for (kind, own, passed) in events {
+                now += passed;
+                match kind {
+                    0 => drop(demand.submit(now)),
+                    1 => demand.add(&record(START, OWN + own, now), OWN),
+                    2 => demand.add(&record(END, OWN + own, now), OWN),
+                    _ => demand.gate(own == 0, false, now),
+                }
+                prop_assert!(demand.waited_ns(now) <= now);
+            }
+        }
+    }
+}
