@@ -14,7 +14,7 @@ use crate::sched::policy::Config;
 
 /// Longest round of the runlist, as long as slices are not shorter than [`SHORTEST_PART`] of the
 /// configured one.
-pub const MAX_ROUND: Duration = Duration::from_millis(120);
+const MAX_ROUND: Duration = Duration::from_millis(120);
 /// Part of the configured mean slice below which a long round shortens no slice.
 const SHORTEST_PART: f64 = 0.25;
 /// Slice of the only vGPU that competes. The GPU changes to no other vGPU unless that has work, so
