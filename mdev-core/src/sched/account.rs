@@ -151,7 +151,9 @@ impl Account {
         let runnable = last.runnable && usage.runnable;
         let busy = runnable && with_work >= elapsed_ns.saturating_mul(BUSY_PERCENT) / 100;
         let preempted = usage.preemptions > last.preemptions;
-        let turns = usage.waits.since(&last.waits).total();
+        // A worker that was replaced counts its waits anew.
+        let counted = usage.waits.can_follow(&last.waits);
+        let turns = if counted { usage.waits.since(&last.waits).total() } else { 0 };
         Some(Interval { vgpu, elapsed_ns, engine_ns, busy, runnable, preempted, turns })
     }
 
@@ -354,7 +356,8 @@ mod tests {
             ledger.report(&report(100, &[(A, waited(20, &[5, 5, 5]))]));
             assert_eq!(ledger.waits(A).unwrap().count, 3);
             // Counters without a reading in between, or with other counters that did not restart.
-            ledger.report(&report(200, &[(A, waited(engine_ms, &[90]))]));
+            let intervals = ledger.report(&report(200, &[(A, waited(engine_ms, &[90]))]));
+            assert!(intervals.iter().all(|interval| interval.turns == 0), "{intervals:?}");
             assert_eq!(ledger.waits(A), None, "{engine_ms}");
             ledger.report(&report(300, &[(A, waited(60, &[90, 1]))]));
             let times = ledger.waits(A).unwrap();
