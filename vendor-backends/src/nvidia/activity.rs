@@ -226,10 +226,8 @@ impl Activity {
             return passed_over;
         }
         self.passed_over = (state.is_passed_over(), Some(now), rings_now);
-        if self.passed_over.0
-            && let Some(log) = &mut *state.ctxsw_log()
-        {
-            log.demand.has_no_work();
+        if self.passed_over.0 {
+            state.note_no_work();
         }
         self.passed_over.0
     }
@@ -262,10 +260,8 @@ impl Activity {
         {
             *busy_at = Some(now);
         }
-        if !self.wait_check.may_have_work()
-            && let Some(log) = &mut *state.ctxsw_log()
-        {
-            log.demand.has_no_work();
+        if !self.wait_check.may_have_work() {
+            state.note_no_work();
         }
     }
 

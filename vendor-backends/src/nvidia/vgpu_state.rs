@@ -329,6 +329,13 @@ impl VgpuState {
         })
     }
 
+    /// Notes that the vGPU has no work for the compute engine, whatever its rings contain.
+    pub(super) fn note_no_work(&self) {
+        if let Some(log) = &mut *self.ctxsw_log() {
+            log.demand.has_no_work();
+        }
+    }
+
     /// Returns the interval at which to poll the rings.
     pub(super) fn poll_interval(&self) -> Duration {
         if self.activity().is_pressing() {
