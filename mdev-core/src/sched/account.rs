@@ -20,6 +20,9 @@ const MAX_READINGS: usize = 128;
 /// Percentage of an interval that a busy vGPU ran or waited.
 const BUSY_PERCENT: u64 = 90;
 
+/// Time with work from which on work that began within an interval is not taken for a brief request.
+const LASTING_NS: u64 = 5_000_000;
+
 /// Usage of one vGPU between two readings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interval {
@@ -31,8 +34,12 @@ pub struct Interval {
     pub engine_ns: u64,
     /// True if the vGPU had work nearly all of the time.
     pub busy: bool,
+    /// Engine time used and time waited, in nanoseconds.
+    pub with_work_ns: u64,
     /// True if the vGPU had work at both ends.
     pub runnable: bool,
+    /// True if the vGPU had work at the end and some time before, and none at the start.
+    pub begins: bool,
     /// True if the vGPU lost the engine with work left. Not every GPU counts preemptions.
     pub preempted: bool,
     /// Number of times that the vGPU got the engine, as far as the GPU counts waits.
@@ -154,7 +161,17 @@ impl Account {
         // A worker that was replaced counts its waits anew.
         let counted = usage.waits.can_follow(&last.waits);
         let turns = if counted { usage.waits.since(&last.waits).total() } else { 0 };
-        Some(Interval { vgpu, elapsed_ns, engine_ns, busy, runnable, preempted, turns })
+        Some(Interval {
+            vgpu,
+            elapsed_ns,
+            engine_ns,
+            busy,
+            with_work_ns: with_work.min(elapsed_ns),
+            runnable,
+            begins: usage.runnable && !last.runnable && with_work >= LASTING_NS,
+            preempted,
+            turns,
+        })
     }
 
     fn measured(&self) -> Measured {

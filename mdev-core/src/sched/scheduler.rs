@@ -270,17 +270,19 @@ impl Scheduler {
         let changed = slices.take_changed();
         let steady = throttle.observe(&intervals);
         if !intervals.is_empty() {
-            if !changed && !self.gpu.exact_slices {
+            let crowd = !preempts && slices.pace().is_crowd(&intervals);
+            if (!changed || crowd) && !self.gpu.exact_slices {
                 let throttling = Throttling { now_ns: self.now_ns, steady };
                 let settlement = Settlement {
                     plan: slices.plan(),
                     repay_ns: readings::repay_ns(&self.config) as f64,
                     by_priority: self.config.policy == Policy::Weighted,
                     throttling: (!self.gpu.preempts).then_some(throttling),
+                    by_turns: crowd,
                 };
                 deficit::update(groups, &intervals, &settlement);
             }
-            let changed = pace::classify(groups, &intervals, slices.plan(), &self.ledger);
+            let changed = pace::classify(groups, &intervals, slices.plan(), &self.ledger, crowd);
             slices.follow_demand(&self.config, groups, &intervals, !self.gpu.preempts);
             let cause = if changed { Cause::Demand } else { Cause::Repay };
             slices.repay(!self.gpu.preempts, cause, groups, &mut decisions);

@@ -29,6 +29,11 @@ pub use workload::Workload;
 /// Maximum number of instances of the simulated vGPU type, for fixed shares.
 pub const MAX_INSTANCES: u32 = 8;
 
+/// Time in which an NVIDIA driver sets one slice, in nanoseconds.
+const NVIDIA_CHANGE_NS: u64 = 1_200_000;
+/// Time after its work for which a vGPU of an NVIDIA GPU counts as runnable, in nanoseconds.
+const NVIDIA_LINGER_NS: u64 = 20_000_000;
+
 /// Fault that replaces the true counters of a report.
 pub type CounterFault = fn(&mut UsageReport);
 
@@ -48,6 +53,10 @@ pub struct Simulation {
     switch_ns: u64,
     /// vGPU that ran last.
     running: Option<VgpuId>,
+    /// Runlist and counters are as on an NVIDIA GPU.
+    nvidia: bool,
+    /// Until this time, the runlist starts from its first vGPU after each turn.
+    restarts_until_ns: u64,
     /// Delay of reports after the scheduler's deadline.
     report_delay_ns: u64,
     counter_fault: Option<CounterFault>,
@@ -67,6 +76,8 @@ impl Simulation {
             now_ns: 0,
             switch_ns,
             running: None,
+            nvidia: false,
+            restarts_until_ns: 0,
             report_delay_ns: 0,
             counter_fault: None,
             reports: 0,
@@ -77,6 +88,12 @@ impl Simulation {
     /// Delays reports after the scheduler's deadline, as by a busy manager.
     pub fn set_report_delay(&mut self, delay: Duration) {
         self.report_delay_ns = delay.as_nanos() as u64;
+    }
+
+    /// Imitates an NVIDIA GPU and its driver, as measured on H100s: where a slice changes, the runlist
+    /// starts from its first vGPU, and a vGPU counts as runnable for a while after its work.
+    pub fn imitate_nvidia(&mut self) {
+        self.nvidia = true;
     }
 
     /// Falsifies the counters of all reports from now on.
@@ -172,14 +189,15 @@ impl Simulation {
 
     /// Returns the true counters.
     pub fn usage(&self) -> UsageReport {
-        let vgpus = self.vgpus.iter().map(|vgpu| (vgpu.id, vgpu.usage(self.now_ns)));
+        let linger_ns = if self.nvidia { NVIDIA_LINGER_NS } else { 0 };
+        let vgpus = self.vgpus.iter().map(|vgpu| (vgpu.id, vgpu.usage(self.now_ns, linger_ns)));
         UsageReport { now_ns: self.now_ns, vgpus: vgpus.collect() }
     }
 
     /// Runs the next vGPU, or skips idle time until `end_ns` at most.
     fn step(&mut self, end_ns: u64) {
         self.wake();
-        if let Some(index) = self.runlist.pop_front() {
+        if let Some(index) = self.next() {
             let vgpu = &mut self.vgpus[index];
             vgpu.listed = false;
             // The gate may have closed since the vGPU was put on the runlist.
@@ -196,6 +214,20 @@ impl Simulation {
             let next_ns = self.wakeups.peek().map_or(u64::MAX, |Reverse((at_ns, _))| *at_ns);
             self.now_ns = next_ns.min(end_ns).max(self.now_ns);
         }
+    }
+
+    /// Takes the next vGPU off the runlist.
+    fn next(&mut self) -> Option<usize> {
+        if !self.nvidia {
+            return self.runlist.pop_front();
+        }
+        // The order is that of the vGPUs, whenever they got work.
+        let restarts = self.now_ns < self.restarts_until_ns;
+        let last = self.running.filter(|_| !restarts).and_then(|id| self.index_by_id.get(&id));
+        let count = self.vgpus.len();
+        let turn = |index: usize| last.map_or(index, |last| (index + count - last - 1) % count);
+        let at = (0..self.runlist.len()).min_by_key(|at| turn(self.runlist[*at]))?;
+        self.runlist.remove(at)
     }
 
     /// Puts the vGPUs that have become runnable on the runlist.
@@ -232,7 +264,14 @@ impl Simulation {
             let Some(index) = self.index_by_id.get(&id).copied() else { continue };
             let vgpu = &mut self.vgpus[index];
             match action {
-                Action::SetTimeslice(_, slice) => vgpu.set_slice(slice),
+                Action::SetTimeslice(_, slice) => {
+                    vgpu.set_slice(slice);
+                    // The driver sets the slice of a group without work when it gets work.
+                    if self.nvidia && vgpu.listed {
+                        let start_ns = self.restarts_until_ns.max(self.now_ns);
+                        self.restarts_until_ns = start_ns + NVIDIA_CHANGE_NS;
+                    }
+                }
                 Action::SetBudget(_, budget) => {
                     vgpu.set_budget(budget, self.now_ns);
                     self.enqueue(index);

@@ -1,14 +1,27 @@
 //! Debt of one vGPU: engine time that busy vGPUs owe each other, and its repayment.
 //!
-//! A debt is repaid by a longer or shorter slice. Where slices cannot repay it, a [`Throttle`]
-//! closes the gate of the debtor.
+//! A debt is repaid by a longer or shorter slice. Where slices cannot repay it, or are not to change,
+//! a [`Throttle`] closes the gate of the debtor.
+
+use std::time::Duration;
 
 /// Largest factor by which repayment lengthens or shortens a slice.
 const MAX_CORRECTION: f64 = 8.0;
 /// Limit of a debt, in nanoseconds. Debt beyond the limit is forgiven.
 const MAX_DEBT_NS: f64 = 1e9;
+/// Longest time between two checks of a closed gate: the others may have no work any more.
+const LONGEST_CHECK: Duration = Duration::from_millis(50);
 /// Time after which a throttle ends unless its gate was closed again.
 const THROTTLE_NS: u64 = 1_000_000_000;
+
+/// Numbers of turns by which a vGPU is ahead when it skips one, is behind when its slice becomes
+/// longer, and is behind when that ends. One of many that has just had its turn is ahead by nearly
+/// that turn, and one that is about to have it is behind.
+const AHEAD: f64 = 0.75;
+const BEHIND: f64 = 2.0;
+const REPAID: f64 = 0.25;
+/// Factor of the slice of a vGPU that is behind.
+const BEHIND_CORRECTION: f64 = 1.5;
 
 /// Conditions under which a debt may throttle a gate.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +38,16 @@ struct Throttle {
     closed: bool,
     /// Last time that the vGPU was ahead.
     closed_ns: u64,
+    /// Lead from which on the vGPU skips turns, in nanoseconds, although slices could repay.
+    skips_from_ns: Option<f64>,
+    /// Time until the others have had what is due to them.
+    opens_after: Duration,
+}
+
+impl Throttle {
+    fn new(now_ns: u64, skips_from_ns: Option<f64>) -> Self {
+        Self { closed: false, closed_ns: now_ns, skips_from_ns, opens_after: Duration::ZERO }
+    }
 }
 
 /// Sums over consecutive intervals in which the vGPU had work and was not preempted, in
@@ -54,6 +77,8 @@ pub(super) struct Debt {
     throttle: Option<Throttle>,
     /// At the last settlement, the vGPU was ahead by more than slices can repay.
     was_ahead: bool,
+    /// The last turns of the vGPU were longer than its slices.
+    overruns: bool,
 }
 
 impl Default for Debt {
@@ -67,6 +92,7 @@ impl Default for Debt {
             part_of_weight: 0.0,
             throttle: None,
             was_ahead: false,
+            overruns: false,
         }
     }
 }
@@ -190,15 +216,48 @@ impl Debt {
         let again = std::mem::replace(&mut self.was_ahead, ahead);
         self.throttle = throttling
             .filter(|throttling| ahead && (throttling.steady || again))
-            .map(|throttling| Throttle { closed: false, closed_ns: throttling.now_ns });
+            .map(|throttling| Throttle::new(throttling.now_ns, None));
         self.owed_ns = owed_ns.clamp(-most_owing_ns, most_owed_ns);
         self.correction = 1.0 + self.owed_ns / repayable_ns;
     }
 
-    /// Takes `surplus_ns` off the debt, so that the debts of all contenders add up to 0.
-    pub(super) fn balance(&mut self, surplus_ns: f64, repayable_ns: f64, now_ns: u64) {
+    /// Settles an interval by turns, of which the mean length is `turn_ns`: a vGPU that is ahead skips
+    /// some. One that is far behind has a longer slice until it is not.
+    ///
+    /// One that keeps to its slices and has just skipped a whole interval runs until the next
+    /// settlement, so that it does not stop for long.
+    pub(super) fn settle_by_turns(
+        &mut self,
+        due_ns: f64,
+        used_ns: f64,
+        turn_ns: f64,
+        overruns: bool,
+        throttling: Throttling,
+    ) {
+        // One that had no turn shows nothing.
+        let overruns = if used_ns > 0.0 { overruns } else { self.overruns };
+        self.overruns = overruns;
+        let skipped = !overruns && self.is_gated() && used_ns <= 0.0;
+        let repaid = self.correction <= 1.0 || self.owed_ns + due_ns - used_ns < turn_ns * REPAID;
+        self.settle_throttled(due_ns, used_ns);
+        if !repaid || self.owed_ns > turn_ns * BEHIND {
+            self.correction = BEHIND_CORRECTION;
+        }
+        self.undemanding = false;
+        let lead_ns = turn_ns * AHEAD;
+        let ahead = self.owed_ns < -lead_ns;
+        let again = std::mem::replace(&mut self.was_ahead, ahead);
+        let skips = ahead && !skipped && (throttling.steady || again);
+        self.throttle = skips.then(|| Throttle::new(throttling.now_ns, Some(lead_ns)));
+    }
+
+    /// Takes `surplus_ns` off the debt, so that the debts of all contenders add up to 0. Slices repay
+    /// what is left in the time in which `repayable_ns` are due, if they repay debts at all.
+    pub(super) fn balance(&mut self, surplus_ns: f64, repayable_ns: Option<f64>, now_ns: u64) {
         self.owed_ns -= surplus_ns;
-        if !self.is_throttle_in_force(now_ns) {
+        if let Some(repayable_ns) = repayable_ns
+            && !self.is_throttle_in_force(now_ns)
+        {
             let correction = 1.0 + self.owed_ns / repayable_ns;
             self.correction = correction.clamp(1.0 / MAX_CORRECTION, MAX_CORRECTION);
         }
@@ -224,10 +283,31 @@ impl Debt {
         })
     }
 
-    /// Closes or opens the gate, if there is a throttle.
-    pub(super) fn set_gated(&mut self, closed: bool, now_ns: u64) {
+    /// Returns the lead from which on the vGPU skips turns, in nanoseconds. None if it skips none.
+    pub(super) fn skips_from_ns(&self) -> Option<f64> {
+        self.throttle.and_then(|throttle| throttle.skips_from_ns)
+    }
+
+    /// Returns the time after which the gate is to be checked. `usual_ns` is the least time between
+    /// two checks.
+    pub(super) fn check_after_ns(&self, usual_ns: u64) -> Option<u64> {
+        let throttle = self.throttle?;
+        match throttle.skips_from_ns {
+            None => Some(usual_ns),
+            // Settlements close the gate.
+            Some(_) => throttle.closed.then(|| {
+                let opens_after = throttle.opens_after.min(LONGEST_CHECK);
+                usual_ns.max(opens_after.as_nanos() as u64)
+            }),
+        }
+    }
+
+    /// Closes or opens the gate, if there is a throttle. `opens_after` is the time until the lead is
+    /// repaid.
+    pub(super) fn set_gated(&mut self, closed: bool, opens_after: Duration, now_ns: u64) {
         if let Some(throttle) = &mut self.throttle {
             throttle.closed = closed;
+            throttle.opens_after = opens_after;
             if closed {
                 throttle.closed_ns = now_ns;
             }

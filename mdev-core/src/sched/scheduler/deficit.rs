@@ -33,6 +33,9 @@ pub(super) struct Settlement<'a> {
     pub(super) by_priority: bool,
     /// Gates make debtors pay where slices cannot.
     pub(super) throttling: Option<Throttling>,
+    /// Debtors skip turns, and slices stay: there are so many vGPUs that changes of slices would
+    /// disturb the order of their turns.
+    pub(super) by_turns: bool,
 }
 
 /// vGPU that had work nearly all of the interval, or would have had without its throttle.
@@ -43,6 +46,8 @@ struct Contender<'a> {
     promised: f64,
     /// Weight without boost.
     own_weight: f64,
+    /// Part of the interval, 0 to 1, since which the vGPU has work.
+    presence: f64,
 }
 
 impl Contender<'_> {
@@ -51,7 +56,7 @@ impl Contender<'_> {
     }
 
     fn weight(&self) -> f64 {
-        self.own_weight * self.group.share.boost()
+        self.own_weight * self.group.share.boost() * self.presence
     }
 
     /// Returns the most engine time that can be due to the vGPU.
@@ -77,6 +82,13 @@ impl Contender<'_> {
         turns == 0.0 || self.used_ns() > turns * longest_ns
     }
 
+    /// Returns the mean length of a turn without correction, at least a slice.
+    fn turn_ns(&self) -> f64 {
+        let slice_ns = self.group.share.slice().unwrap_or_default().as_nanos() as f64;
+        let turn_ns = slice_ns.max(self.used_ns() / (self.interval.turns as f64).max(1.0));
+        turn_ns / self.group.debt.correction()
+    }
+
     /// Returns the parts of idle time for the vGPU's priority.
     fn idle_parts(&self) -> f64 {
         f64::from(self.group.share.priority().parts())
@@ -93,6 +105,7 @@ struct Round {
     any_preempted: bool,
     awaiting_preemption: usize,
     throttling: Option<Throttling>,
+    by_turns: bool,
 }
 
 impl Round {
@@ -110,6 +123,7 @@ impl Round {
             any_preempted: contenders.iter().any(|contender| contender.interval.preempted),
             awaiting_preemption: awaiting.count(),
             throttling: settlement.throttling,
+            by_turns: settlement.by_turns,
         }
     }
 }
@@ -137,7 +151,8 @@ pub(super) fn update(groups: &mut Groups, intervals: &[Interval], settlement: &S
         }
     }
     if let Some(throttling) = round.throttling {
-        balance(&mut contenders, round.repay_ns, throttling.now_ns);
+        let repay_ns = (!round.by_turns).then_some(round.repay_ns);
+        balance(&mut contenders, repay_ns, throttling.now_ns);
     }
 }
 
@@ -160,10 +175,17 @@ fn classify<'a>(
         }
         // A throttled group cannot show its full demand.
         let throttled = group.debt.is_gated() || group.debt.has_throttle() && interval.runnable;
-        if interval.busy || throttled {
+        // Work that began within the interval counts from then on.
+        let begins = settlement.by_turns && interval.begins;
+        if interval.busy || throttled || begins {
+            let presence = if interval.busy || throttled {
+                1.0
+            } else {
+                interval.with_work_ns as f64 / interval.elapsed_ns as f64
+            };
             let promised = settlement.plan.promised(&group.share);
             let own_weight = settlement.plan.weight(&group.share);
-            contenders.push(Contender { interval, group, promised, own_weight });
+            contenders.push(Contender { interval, group, promised, own_weight, presence });
         } else {
             let kept = (1.0 - interval.elapsed_ns as f64 / settlement.repay_ns).max(0.0);
             group.debt.fade(kept);
@@ -224,7 +246,7 @@ fn dues(contenders: &[Contender<'_>], round: &Round) -> Vec<f64> {
     dues
 }
 
-/// Settles the debt of contender contender.
+/// Settles the debt of a contender.
 fn settle(contender: &mut Contender<'_>, due_ns: f64, round: &Round) {
     let used_ns = contender.used_ns();
     let part = due_ns / round.used_ns;
@@ -238,6 +260,11 @@ fn settle(contender: &mut Contender<'_>, due_ns: f64, round: &Round) {
     if leaves_slices_unused(contender, due_ns, round) {
         contender.group.forget_debt();
         contender.group.debt.set_undemanding();
+        return;
+    }
+    if let Some(throttling) = round.throttling.filter(|_| round.by_turns) {
+        let (turn_ns, overruns) = (contender.turn_ns(), contender.overruns_slices());
+        contender.group.debt.settle_by_turns(due_ns, used_ns, turn_ns, overruns, throttling);
         return;
     }
     let throttling = round.throttling.filter(|_| contender.overruns_slices());
@@ -276,7 +303,7 @@ fn leaves_slices_unused(contender: &mut Contender<'_>, due_ns: f64, round: &Roun
 ///
 /// A contender that leaves takes its debt with it. Gates follow debts, so a debt without a creditor
 /// would never be repaid, and the debtor's gate would stay closed.
-fn balance(contenders: &mut [Contender<'_>], repay_ns: f64, now_ns: u64) {
+fn balance(contenders: &mut [Contender<'_>], repay_ns: Option<f64>, now_ns: u64) {
     let part = |contender: &Contender<'_>| contender.group.debt.part(contender.own_weight);
     let (owed_ns, parts) = contenders
         .iter()
@@ -289,6 +316,7 @@ fn balance(contenders: &mut [Contender<'_>], repay_ns: f64, now_ns: u64) {
     }
     for contender in contenders.iter_mut().filter(|contender| contender.group.debt.is_balanced()) {
         let part = part(contender);
-        contender.group.debt.balance(owed_ns * part / parts, part * repay_ns, now_ns);
+        let repayable_ns = repay_ns.map(|repay_ns| part * repay_ns);
+        contender.group.debt.balance(owed_ns * part / parts, repayable_ns, now_ns);
     }
 }

@@ -48,7 +48,7 @@ impl GateSchedule {
             .cap
             .check_after_ns(now_ns, group.usage.is_runnable())
             .map(|after_ns| after_ns.max(MIN_CHECK_NS));
-        let throttle_check_ns = group.debt.has_throttle().then_some(throttle_check_ns);
+        let throttle_check_ns = group.debt.check_after_ns(throttle_check_ns);
         let after_ns = cap_check_ns.into_iter().chain(throttle_check_ns).min();
         let check_at_ns = after_ns.map(|after_ns| now_ns.saturating_add(after_ns));
         if let Some(before_ns) = group.gate.schedule_check(check_at_ns) {

@@ -5,8 +5,11 @@
 //! the gate of a vGPU that is ahead stays closed until the other vGPUs have had the engine time due
 //! to them: deficit round robin in measured engine time. The throttled vGPU then runs less often,
 //! and the slices of the other vGPUs stay as they are.
+//!
+//! Where slices are not to change, the same makes each debtor skip turns.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use super::decisions::Decisions;
 use super::gate_schedule::GateSchedule;
@@ -106,7 +109,9 @@ impl GateThrottle {
             let could_run = group.could_run();
             let others_runnable = runnable > usize::from(could_run);
             let closed = others_runnable && lead_ns > closing_lead_ns(group);
-            group.debt.set_gated(closed, decisions.now_ns());
+            let repaid_ns = lead_ns / group.debt.part(plan.weight(&group.share));
+            let opens_after = Duration::try_from_secs_f64(repaid_ns / 1e9).unwrap_or_default();
+            group.debt.set_gated(closed, opens_after, decisions.now_ns());
             any_free |= could_run && !closed;
             if could_run && least_ahead.is_none_or(|(least_ns, _)| lead_ns < least_ns) {
                 least_ahead = Some((lead_ns, *id));
@@ -116,7 +121,7 @@ impl GateThrottle {
         if let Some((_, id)) = least_ahead.filter(|_| !any_free)
             && let Some(group) = groups.get_mut(&id)
         {
-            group.debt.set_gated(false, decisions.now_ns());
+            group.debt.set_gated(false, Duration::ZERO, decisions.now_ns());
         }
         for id in &self.throttled {
             gates.update(*id, Cause::Ahead, groups, decisions);
@@ -136,7 +141,8 @@ fn closing_lead_ns(group: &Group) -> f64 {
     if group.debt.is_gated() {
         0.0
     } else {
-        group.share.slice().unwrap_or_default().as_nanos() as f64
+        let slice_ns = || group.share.slice().unwrap_or_default().as_nanos() as f64;
+        group.debt.skips_from_ns().unwrap_or_else(slice_ns)
     }
 }
 
@@ -153,7 +159,9 @@ mod tests {
             elapsed_ns: 100_000_000,
             engine_ns: ms * 500_000,
             busy: true,
+            with_work_ns: 100_000_000,
             runnable: true,
+            begins: false,
             preempted: true,
             turns: 1,
         })

@@ -28,6 +28,8 @@ pub(super) struct Group {
     pub(super) demand: Demand,
     /// The vGPU did not compete in the last interval, for the first time.
     pub(super) relented: bool,
+    /// Number of intervals in a row after which the vGPU was found below its share.
+    pub(super) brief_for: u8,
 }
 
 impl Group {
@@ -40,6 +42,7 @@ impl Group {
             usage: Usage::default(),
             demand: Demand::default(),
             relented: false,
+            brief_for: 0,
         }
     }
 

@@ -35,6 +35,15 @@ const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);
 /// service does not delay the next, and work that begins does not delay others before its demand is
 /// known.
 const BRIEF_SLICE: Duration = Duration::from_millis(2);
+/// Number of competing vGPUs above which slices no longer repay debts, and number at which they do
+/// again.
+///
+/// Where a slice changes, an NVIDIA GPU starts its runlist anew, so the vGPUs at the end of a long
+/// one miss their turns.
+const CROWD: [usize; 2] = [4, 3];
+/// Number of intervals in a row below its share after which a vGPU makes the slices of a crowd
+/// shorter.
+const STEADILY_BRIEF: u8 = 3;
 /// Part of its share up to which a vGPU counts as below its share. Usage is known an interval late.
 const BELOW: f64 = 0.9;
 /// Relative change of the pace that reaches the slices.
@@ -77,6 +86,8 @@ pub(super) struct Pace {
     turns: f64,
     /// That number is high.
     many_turns: bool,
+    /// So many vGPUs compete that slices are to change seldom.
+    crowded: bool,
 }
 
 impl Default for Pace {
@@ -87,6 +98,7 @@ impl Default for Pace {
             watched: None,
             turns: 0.0,
             many_turns: false,
+            crowded: false,
         }
     }
 }
@@ -95,7 +107,9 @@ impl Pace {
     /// Returns the length of slices for a demand.
     pub(super) fn length(&self, demand: Demand) -> Length {
         match demand {
-            Demand::Idle if self.round.is_zero() => Length::UNCHANGED,
+            // A change of demand changes no slice.
+            _ if self.crowded => self.competing,
+            Demand::Idle if self.round.is_zero() => self.competing,
             Demand::Idle | Demand::Brief => Length { factor: 1.0, longest: BRIEF_SLICE },
             Demand::Competing => self.competing,
         }
@@ -128,24 +142,41 @@ impl Pace {
         self.many_turns = self.turns > if self.many_turns { fewer } else { more };
     }
 
+    /// Returns true if so many vGPUs compete that slices are to change seldom, or will when the
+    /// demand of these intervals is known.
+    pub(super) fn is_crowd(&self, intervals: &[Interval]) -> bool {
+        let with_work = |interval: &&Interval| interval.busy || interval.begins;
+        self.crowded || intervals.iter().filter(with_work).count() > CROWD[0]
+    }
+
     /// Follows the demand of the vGPUs. `base` is the slice of a vGPU that its weight gives.
+    ///
+    /// With `costly_changes`, the slices of many vGPUs change seldom.
     pub(super) fn update(
         &mut self,
         config: &Config,
         groups: &Groups,
+        costly_changes: bool,
         base: impl Fn(&Group) -> Duration,
     ) {
         let of = |demand| groups.values().filter(move |group| group.demand == demand);
         let competing = of(Demand::Competing).count();
-        let round: Duration = of(Demand::Competing).map(base).sum();
+        let round: Duration = of(Demand::Competing).map(&base).sum();
         let channel_groups: u32 =
             of(Demand::Competing).map(|group| group.usage.counters().busy_groups.max(1)).sum();
-        let briefly = of(Demand::Brief).next().is_some();
+        self.crowded = costly_changes && competing > CROWD[usize::from(self.crowded)];
+        let steadily = if self.crowded { STEADILY_BRIEF } else { 1 };
+        let briefly = of(Demand::Brief).any(|group| group.brief_for >= steadily);
         let lone = channel_groups == 1 && groups.len() > 1;
         self.watched = (lone || competing == 0 && briefly).then_some(groups.len());
         let mut next = Length::UNCHANGED;
-        if competing > 0 {
-            let mean = round.as_secs_f64() / competing as f64;
+        // While no vGPU competes, the slices are those for all: then none changes when all begin.
+        let (count, round) = match competing {
+            0 => (groups.len(), groups.values().map(&base).sum()),
+            count => (count, round),
+        };
+        if count > 0 {
+            let mean = round.as_secs_f64() / count as f64;
             let shortest = config.mean_slice().as_secs_f64() * SHORTEST_PART / mean;
             let part = MAX_ROUND.as_secs_f64() / round.as_secs_f64();
             next.factor = part.max(shortest).min(1.0);
@@ -161,22 +192,27 @@ impl Pace {
         if !near || next.longest != before.longest || next == Length::UNCHANGED {
             self.competing = next;
         }
-        self.round = round.mul_f64(self.competing.factor);
+        self.round = Duration::ZERO;
         if competing > 0 {
-            self.round = self.round.min(self.competing.longest.saturating_mul(competing as u32));
+            self.round = round
+                .mul_f64(self.competing.factor)
+                .min(self.competing.longest.saturating_mul(competing as u32));
         }
     }
 }
 
-/// Notes the demand that the last interval showed. `intervals` are in the order of ids. Returns
-/// true if that is another one for any vGPU.
+/// Notes the demand that the last interval showed. `intervals` are in the order of ids. `crowd` is
+/// [`Pace::is_crowd`]. Returns true if that is another one for any vGPU.
 pub(super) fn classify(
     groups: &mut Groups,
     intervals: &[Interval],
     plan: &Plan,
     ledger: &Ledger,
+    crowd: bool,
 ) -> bool {
-    let works = |interval: &Interval| interval.engine_ns > 0 || interval.busy;
+    // What one of many vGPUs waits for when its work begins takes a round.
+    let begins = |interval: &Interval| crowd && interval.begins;
+    let works = |interval: &Interval| interval.engine_ns > 0 || interval.busy || begins(interval);
     let weight_of = |group: &Group| plan.weight(&group.share);
     let (mut active, mut count, mut changed) = (0.0, 0, false);
     each(groups, intervals, |group, interval| {
@@ -195,6 +231,7 @@ pub(super) fn classify(
             true if interval.busy && (interval.preempted || interval.engine_ns == 0 || !counts) => {
                 Demand::Competing
             }
+            true if begins(interval) => Demand::Competing,
             true if count == 1 || used >= share * BELOW => Demand::Competing,
             // A closed gate hides the demand.
             true if group.debt.has_throttle() || !group.cap.is_open() => Demand::Competing,
@@ -208,6 +245,8 @@ pub(super) fn classify(
             changed |= std::mem::replace(&mut group.demand, demand) != demand;
             group.relented = false;
         }
+        let brief = group.demand == Demand::Brief;
+        group.brief_for = if brief { group.brief_for.saturating_add(1) } else { 0 };
     });
     changed
 }

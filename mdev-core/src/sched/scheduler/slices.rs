@@ -18,6 +18,8 @@ use crate::sched::policy::{Config, Policy};
 
 /// Part by which a scale or a corrected slice may be off without an action.
 const TOLERANCE: f64 = 0.01;
+/// The same for a corrected slice whose change costs others their turns.
+const COSTLY_TOLERANCE: f64 = 0.05;
 /// Part by which the mean of all slices may be off before all slices change.
 const MEAN_TOLERANCE: f64 = 0.125;
 /// A change of more than this part of the GPU affects the slices of all vGPUs, and may drop their
@@ -156,7 +158,7 @@ impl Slices {
     ///
     /// With `keep_proportions`, all slices shrink together where the longest would exceed its
     /// bound: where gates make debtors pay, several vGPUs may be owed more than the longest slice
-    /// can give.
+    /// can give. There, a change of a slice is costly, too.
     pub(super) fn repay(
         &self,
         keep_proportions: bool,
@@ -165,15 +167,17 @@ impl Slices {
         decisions: &mut Decisions<'_>,
     ) {
         let excess = if keep_proportions { self.excess(groups) } else { 1.0 };
+        let tolerance = if keep_proportions { COSTLY_TOLERANCE } else { TOLERANCE };
         for (id, group) in groups {
             let scale = self.scale(group) / excess;
-            reslice(*id, group, scale, self.pace, TOLERANCE, cause, decisions);
+            reslice(*id, group, scale, self.pace, tolerance, cause, decisions);
         }
     }
 
     /// Follows the demand of the vGPUs with the lengths of the slices.
     ///
-    /// With `costly_switches`, vGPUs that get the engine very often do not get it at once.
+    /// With `costly_switches`, vGPUs that get the engine very often do not get it at once, and the
+    /// slices of many change seldom.
     pub(super) fn follow_demand(
         &mut self,
         config: &Config,
@@ -185,7 +189,7 @@ impl Slices {
             self.pace.count_turns(groups, intervals);
         }
         let scales = &self.scales;
-        self.pace.update(config, groups, |group| {
+        self.pace.update(config, groups, costly_switches, |group| {
             group.share.base_slice(scales[group.share.class().index()])
         });
     }

@@ -23,6 +23,8 @@ pub(super) struct SimulatedVgpu {
     left_ns: u64,
     /// Start of the next burst, or else start of the wait for the engine.
     ready_ns: u64,
+    /// End of the last turn.
+    ran_until_ns: Option<u64>,
     usage: Usage,
 }
 
@@ -39,6 +41,7 @@ impl SimulatedVgpu {
             meter: None,
             left_ns: workload.burst_ns,
             ready_ns: now_ns.saturating_add(workload.start_ns),
+            ran_until_ns: None,
             usage: Usage::default(),
         }
     }
@@ -67,6 +70,12 @@ impl SimulatedVgpu {
         self.meter.map(|meter| meter.credit_ns())
     }
 
+    /// Lets the first burst begin at `at_ns`.
+    #[cfg(test)]
+    pub(super) fn begin_at(&mut self, at_ns: u64) {
+        self.ready_ns = at_ns;
+    }
+
     /// Starts with the work of another workload at `now_ns`.
     #[cfg(test)]
     pub(super) fn wake(&mut self, now_ns: u64) {
@@ -91,10 +100,13 @@ impl SimulatedVgpu {
     }
 
     /// Returns the counters at a time at which the vGPU does not run.
-    pub(super) fn usage(&self, now_ns: u64) -> Usage {
-        let runnable = self.has_work(now_ns);
-        let waiting_ns = if runnable { now_ns - self.ready_ns } else { 0 };
-        Usage { wait_ns: self.usage.wait_ns + waiting_ns, runnable, ..self.usage }
+    /// The vGPU counts as runnable for `linger_ns` after its work.
+    pub(super) fn usage(&self, now_ns: u64, linger_ns: u64) -> Usage {
+        let waits = self.has_work(now_ns);
+        let waiting_ns = if waits { now_ns - self.ready_ns } else { 0 };
+        let lingers = self.ran_until_ns.is_some_and(|until_ns| now_ns < until_ns + linger_ns);
+        let wait_ns = self.usage.wait_ns + waiting_ns;
+        Usage { wait_ns, runnable: waits || lingers, ..self.usage }
     }
 
     /// Runs from `now_ns` until the slice, the budget or the work ends. Returns the engine time.
@@ -114,6 +126,7 @@ impl SimulatedVgpu {
         self.usage.engine_ns += ran_ns;
         self.usage.submissions += ran_ns.div_ceil(piece_ns);
         self.ready_ns = now_ns + ran_ns;
+        self.ran_until_ns = Some(self.ready_ns);
         if let Some(meter) = &mut self.meter {
             meter.settle(self.ready_ns, ran_ns, true);
         }

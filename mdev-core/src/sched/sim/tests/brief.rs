@@ -19,6 +19,9 @@ fn requests(length_ns: u64, hz: u64) -> Workload {
 fn on((gpu, slice_ms, switch_ns): (GpuFeatures, u64, u64)) -> Simulation {
     let mut sim = Simulation::new(Config::new(Duration::from_millis(slice_ms)), gpu, switch_ns);
     sim.set_report_delay(Duration::from_millis(2));
+    if gpu == NVIDIA {
+        sim.imitate_nvidia();
+    }
     sim
 }
 
@@ -67,7 +70,7 @@ fn eight_services_run_at_once_beside_a_training() {
         let mut sim = on(gpu);
         sim.start(id(0), soft(20), TRAINING).unwrap();
         for n in 1..=8 {
-            let service = requests(300 * US, 50).after(n as u64 * 2_300 * US);
+            let service = requests(300 * US, 40).after(n as u64 * 2_300 * US);
             sim.start(id(n), soft(10), service).unwrap();
         }
         let got = used(&mut sim);

@@ -10,6 +10,9 @@ fn on(gpu: GpuFeatures, slice_ms: u64, groups: &[(ShareRequest, Workload)]) -> S
     let config = Config::new(Duration::from_millis(slice_ms));
     let mut sim = Simulation::new(config, gpu, NVIDIA_SWITCH_NS);
     sim.set_report_delay(Duration::from_millis(2));
+    if gpu == NVIDIA {
+        sim.imitate_nvidia();
+    }
     for (n, (share, workload)) in groups.iter().enumerate() {
         sim.start(id(n), *share, *workload).unwrap();
     }
