@@ -25,8 +25,16 @@ const OVERRUN_NS: u64 = 1_000_000;
 struct Wait {
     /// Loss of the engine with work left, or else the first submission.
     since_ns: u64,
+    /// Start of the part that is not counted yet.
+    counted_until_ns: u64,
     /// The GPU has run others instead: what was submitted needs no engine.
     hollow: bool,
+}
+
+impl Wait {
+    fn new(since_ns: u64) -> Self {
+        Self { since_ns, counted_until_ns: since_ns, hollow: false }
+    }
 }
 
 /// Demand of one vGPU for the compute engine. Times are of the GPU's clock, in nanoseconds.
@@ -43,6 +51,8 @@ pub struct EngineDemand {
     /// The last submission.
     submitted_ns: u64,
     wait: Option<Wait>,
+    /// The gate is closed.
+    gated: bool,
     /// Time of all completed waits.
     waited_ns: u64,
     waits: Waits,
@@ -63,7 +73,7 @@ impl EngineDemand {
         self.submitted_ns = self.submitted_ns.max(at_ns);
         let begins = self.resident_since_ns.is_none() && self.wait.is_none();
         if begins {
-            self.wait = Some(Wait { since_ns: at_ns, hollow: false });
+            self.wait = Some(Wait::new(at_ns));
         }
         begins
     }
@@ -83,11 +93,17 @@ impl EngineDemand {
 
     /// Records that the gate has opened or closed. `resident` says that the vGPU has the engine.
     pub fn gate(&mut self, open: bool, resident: bool, at_ns: u64) {
+        if let Some(wait) = self.wait {
+            // However long the gate is closed, the work behind it waits.
+            self.waited_ns += self.counted_ns(wait, at_ns);
+            self.wait = Some(Wait { counted_until_ns: wait.counted_until_ns.max(at_ns), ..wait });
+        }
+        self.gated = !open;
         if open && resident && self.resident_since_ns.is_none() {
             self.enter(at_ns);
         }
         if !open && self.resident_since_ns.take().is_some() {
-            self.wait = Some(Wait { since_ns: at_ns, hollow: false });
+            self.wait = Some(Wait::new(at_ns));
         }
     }
 
@@ -104,7 +120,7 @@ impl EngineDemand {
         if self.wait.is_none() && self.left_ns > 0 && self.submitted_ns < self.left_ns {
             // The vGPU comes back without a submission, so it had left with work.
             self.preemptions += 1;
-            self.wait = Some(Wait { since_ns: self.left_ns, hollow: false });
+            self.wait = Some(Wait::new(self.left_ns));
         }
         if let Some(wait) = self.wait.take() {
             self.waited_ns += self.counted_ns(wait, at_ns);
@@ -118,8 +134,9 @@ impl EngineDemand {
 
     /// Returns the part of a wait that counts if the wait ends at `at_ns`.
     fn counted_ns(&self, wait: Wait, at_ns: u64) -> u64 {
-        let ns = at_ns.saturating_sub(wait.since_ns).min(self.longest_wait_ns);
-        if wait.hollow { 0 } else { ns }
+        let ns = at_ns.saturating_sub(wait.counted_until_ns);
+        let longest_ns = if self.gated { u64::MAX } else { self.longest_wait_ns };
+        if wait.hollow { 0 } else { ns.min(longest_ns) }
     }
 
     fn leave(&mut self, at_ns: u64) {
@@ -132,7 +149,7 @@ impl EngineDemand {
         let recent = at_ns.saturating_sub(self.submitted_ns) < RECENT_NS;
         if had_ns >= slice_ns / 16 * 15 && (recent || !beyond) {
             self.preemptions += 1;
-            self.wait = Some(Wait { since_ns: at_ns, hollow: false });
+            self.wait = Some(Wait::new(at_ns));
         }
         // Records come late: the submission was read before.
         if self.submitted_ns > at_ns {
@@ -304,6 +321,25 @@ mod tests {
         demand.has_no_work();
         demand.gate(true, false, 8 * MS);
         assert_eq!(demand.waited_ns(9 * MS), 3 * MS);
+    }
+
+    #[test]
+    fn work_behind_a_closed_gate_waits_however_long() {
+        let mut demand = demand(3 * MS);
+        demand.submit(1);
+        demand.add(&record(START, OWN, 1), OWN);
+        demand.gate(false, true, MS);
+        assert_eq!(demand.waited_ns(9_001 * MS), 9_000 * MS);
+        // A shorter round takes nothing back.
+        demand.set_slices(MS, 2 * MS);
+        assert_eq!(demand.waited_ns(9_001 * MS), 9_000 * MS);
+        demand.gate(true, false, 9_001 * MS);
+        assert_eq!(demand.waited_ns(9_011 * MS), 9_010 * MS);
+        demand.reside(9_012 * MS, 9_012 * MS + 500 * US);
+        assert_eq!(demand.waited_ns(9_020 * MS), 9_011 * MS);
+        // The wait that is shown is one, from its beginning.
+        assert_eq!(demand.waits().total(), 2, "with the first, which was short");
+        assert!(demand.waits().quantile(1.0).unwrap() >= 9_000 * MS);
     }
 
     proptest! {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Exception, GpuError};
@@ -218,7 +219,7 @@ impl Channels {
         self.set_poller_gated();
         self.schedule_deferred()?;
         self.apply_gate()?;
-        self.groups.iter().try_for_each(|group| self.apply_timeslice(group))?;
+        self.apply_timeslices(Instant::now())?;
         for (id, channel) in &self.by_id {
             let Some(registration) = &channel.registration else { continue };
             if used.contains(id) || channel.has_progress() {
@@ -358,5 +359,6 @@ fn adopted_group(group: &GroupState, object: Arc<Object>, live: &LiveChannels) -
         must_schedule: live.unscheduled.contains(&group.number),
         submissions: 0,
         busy_at: None,
+        slice: None,
     }
 }

@@ -242,7 +242,7 @@ impl Channels {
         self.last_group_number += 1;
         let number = self.last_group_number;
         let created_ns = ctxsw_log::clock_ns(&self.doorbell).unwrap_or_default();
-        let group = Group {
+        let mut group = Group {
             context_share,
             object,
             space: spec.space,
@@ -254,8 +254,9 @@ impl Channels {
             must_schedule: false,
             submissions: 0,
             busy_at: None,
+            slice: None,
         };
-        self.apply_timeslice(&group)?;
+        self.wanted_timeslice(&group).map_or(Ok(()), |slice| group.set_timeslice(slice))?;
         self.groups.push(group);
         Ok(number)
     }

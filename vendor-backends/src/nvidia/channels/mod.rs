@@ -67,6 +67,8 @@ struct Group {
     submissions: u64,
     /// When the group was last seen with work.
     busy_at: Option<Instant>,
+    /// Time slice that this process has set.
+    slice: Option<Duration>,
 }
 
 /// Counters of a vGPU.

@@ -8,7 +8,6 @@ use super::channel::Channel;
 use super::{Channels, Group, Pause, schedule};
 use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::rm::RmError;
-use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{control, flag};
 
@@ -31,7 +30,7 @@ impl Channels {
     pub fn set_timeslice(&mut self, timeslice: Duration) -> Result<(), GpuError> {
         self.timeslice = Some(timeslice);
         self.record_live(false);
-        self.groups.iter().try_for_each(|group| self.apply_timeslice(group))
+        self.apply_timeslices(Instant::now())
     }
 
     /// Returns the time slice, or zero if none was set.
@@ -53,8 +52,7 @@ impl Channels {
         if std::mem::replace(&mut self.idle[engine as usize], idle) == idle {
             return Ok(());
         }
-        let mut groups = self.groups.iter().filter(|group| group.engine == engine);
-        groups.try_for_each(|group| self.apply_timeslice(group))
+        self.apply_timeslices(Instant::now())
     }
 
     /// Returns whether any group has the idle slice.
@@ -76,23 +74,36 @@ impl Channels {
             if queued || submissions != group.submissions {
                 (group.submissions, group.busy_at) = (submissions, Some(now));
             }
-            let busy = group.busy_at.is_some_and(|at| now.duration_since(at) < GROUP_LINGER);
-            sharing += u32::from(busy);
+            sharing += u32::from(group.is_busy(now));
         }
-        if std::mem::replace(&mut self.sharing[engine as usize], sharing.max(1)) == sharing.max(1) {
-            return Ok(());
-        }
-        let mut groups = self.groups.iter().filter(|group| group.engine == engine);
-        groups.try_for_each(|group| self.apply_timeslice(group))
+        self.sharing[engine as usize] = sharing.max(1);
+        self.apply_timeslices(now)
     }
 
-    /// Sets the time slice that a group should have.
-    pub(super) fn apply_timeslice(&self, group: &Group) -> Result<(), GpuError> {
-        let Some(timeslice) = self.timeslice else { return Ok(()) };
+    /// Returns the time slice that a group should have.
+    pub(super) fn wanted_timeslice(&self, group: &Group) -> Option<Duration> {
         let engine = group.engine as usize;
-        let timeslice = timeslice / self.sharing[engine];
-        let idle = self.idle[engine];
-        Ok(set_timeslice(&group.object, if idle { IDLE_SLICE } else { timeslice })?)
+        let timeslice = self.timeslice? / self.sharing[engine];
+        Some(if self.idle[engine] { IDLE_SLICE } else { timeslice })
+    }
+
+    /// Sets the time slices that groups should have.
+    ///
+    /// The driver takes a millisecond for each and lets the GPU start its runlist anew, so that the
+    /// groups at the end of the runlist miss a turn. While others have work, a group without work gets
+    /// its slice when it has work, where the worker sees that.
+    pub(super) fn apply_timeslices(&mut self, now: Instant) -> Result<(), GpuError> {
+        let (sees_work, contended) = (self.poller.is_some(), self.load.contended);
+        for index in 0..self.groups.len() {
+            let wanted = self.wanted_timeslice(&self.groups[index]);
+            let group = &mut self.groups[index];
+            let disturbs = contended || group.engine == EngineKind::Copy;
+            let later = sees_work && disturbs && group.slice.is_some() && !group.is_busy(now);
+            if let Some(slice) = wanted.filter(|slice| group.slice != Some(*slice) && !later) {
+                group.set_timeslice(slice)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns whether the gate is open.
@@ -237,7 +248,17 @@ impl Channels {
     }
 }
 
-fn set_timeslice(group: &Object, timeslice: Duration) -> Result<(), RmError> {
-    let mut us = timeslice.as_micros().clamp(SLICE_RANGE_US.0, SLICE_RANGE_US.1) as u64;
-    group.control(control::SET_TIMESLICE, &mut us)
+impl Group {
+    /// Returns whether the group had work lately.
+    fn is_busy(&self, now: Instant) -> bool {
+        self.busy_at.is_some_and(|at| now.duration_since(at) < GROUP_LINGER)
+    }
+
+    /// Sets the time slice.
+    pub(super) fn set_timeslice(&mut self, timeslice: Duration) -> Result<(), RmError> {
+        let mut us = timeslice.as_micros().clamp(SLICE_RANGE_US.0, SLICE_RANGE_US.1) as u64;
+        self.object.control(control::SET_TIMESLICE, &mut us)?;
+        self.slice = Some(timeslice);
+        Ok(())
+    }
 }
