@@ -8,6 +8,7 @@
 //!    [`generation`]: what differs between GPUs
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
+//!    `engine_demand`, `utilization`, `used_time`: what of that time was used
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
 //!    `idle_check`, `wait_check`, `long_kernel`, [`privilege`]; its threads: [`manager_thread`],
 //!    [`interrupt_thread`]
@@ -56,6 +57,8 @@ pub mod signals;
 pub mod switch_probe;
 pub mod sys;
 mod usage_reconcile;
+mod used_time;
+mod utilization;
 pub mod version;
 pub mod vgpu_state;
 mod vram_copier;

@@ -349,15 +349,15 @@ impl VgpuState {
 
     /// Returns the usage of the vGPU.
     pub fn report(&self) -> Report {
-        let (slice, busy_groups, round) = {
+        let (slice, busy_groups, load) = {
             let channels = self.channels();
             let groups = channels.sharing(EngineKind::Compute);
-            (channels.timeslice() / groups, groups, channels.load.round)
+            (channels.timeslice() / groups, groups, channels.load)
         };
         let mut compute_ns = 0;
         let mut demand = None;
         if let Some(log) = &mut *self.ctxsw_log() {
-            log.demand.set_slices(slice.as_nanos() as u64, round.as_nanos() as u64);
+            log.demand.set_slices(slice.as_nanos() as u64, load.round.as_nanos() as u64);
             if let Err(error) = log.read() {
                 log::debug!("{error}");
             }
@@ -365,6 +365,9 @@ impl VgpuState {
                 log.had_only_probe();
             }
             let now = log.now_ns();
+            if let Some(now) = now {
+                log.withhold_unused(now, load.contended);
+            }
             let engine_time = &log.engine_time;
             compute_ns = now.map_or(engine_time.completed_ns, |now| engine_time.total_ns(now));
             demand = now.map(|now| (log.demand, log.demand.waited_ns(now)));

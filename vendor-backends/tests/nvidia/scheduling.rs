@@ -295,6 +295,42 @@ fn a_vgpu_that_hides_its_work_is_charged() {
 }
 
 #[test]
+fn the_usage_of_a_vgpu_alone_is_what_the_engine_worked() {
+    let rm = FakeRm::new(DRIVER);
+    let mut gpu = gpu(&rm);
+    let (_vgpu, _client, memory, _channels) = with_channels(&rm, &mut gpu);
+    let (own, start) = (u64::from(std::process::id()), Instant::now());
+    let clock = || start.elapsed().as_nanos() as u64 + 1_000_000_000;
+    rm.set_clock(clock());
+    set_ring(&memory.mapping, 1, 0, 1);
+    // The context stays on the engine: no other one needs it.
+    rm.log_residency(true, own, clock());
+    rm.add_utilization(clock(), 10_000);
+    let (mut requests, mut samples) = (1, 1);
+    let mut used_until = |gpu: &mut NvidiaGpu, end: Duration| {
+        while start.elapsed() < end {
+            // A hundred requests a second, which the engine works on for 4 % of the time.
+            std::thread::sleep(Duration::from_millis(10));
+            requests += 1;
+            set_ring(&memory.mapping, 1, (requests - 1) % 64, requests % 64);
+            rm.set_clock(clock());
+            if clock() > 1_000_000_000 + samples * 200_000_000 {
+                rm.add_utilization(clock(), 400);
+                samples += 1;
+            }
+            gpu.usage().unwrap();
+        }
+        let used = gpu.usage().unwrap().vgpus[0].1.compute_ns;
+        (used as f64 / 1e6, start.elapsed().as_secs_f64() * 1e3)
+    };
+    let (before, from) = used_until(&mut gpu, Duration::from_millis(1500));
+    let (after, until) = used_until(&mut gpu, Duration::from_secs(4));
+    let part = (after - before) / (until - from);
+    assert!((0.03..0.05).contains(&part), "{part}: {before} to {after} ms");
+    assert!(before < 900.0, "{before} ms were charged until the first samples");
+}
+
+#[test]
 fn a_gate_disables_each_channel_once_and_enables_it_once() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = gpu(&rm);

@@ -86,6 +86,17 @@ fn control_subdevice(
         }
         control::PERF_BOOST => expect_size(params, 8),
         control::BIND_CTXSW_LOG => expect_size(params, size_of::<abi::BindCtxswLog>()),
+        control::UTILIZATION_SAMPLES if !state.utilization.is_empty() => {
+            let mut all: Box<abi::UtilizationSamples> = Box::new(exact(Some(params))?);
+            if (all.kind, all.bytes) != (abi::UtilizationSamples::PERFMON, 72 * 776) {
+                return Err(status::INVALID_ARGUMENT);
+            }
+            let kept = state.utilization.iter().rev().take(all.samples.len());
+            for (slot, sample) in all.samples.iter_mut().zip(kept) {
+                *slot = *sample;
+            }
+            write_exact(params, all.as_bytes())
+        }
         control::DISABLE_CHANNELS => {
             let list: abi::DisableChannels = exact(Some(params))?;
             for index in 0..(list.count as usize).min(list.channels.len()) {

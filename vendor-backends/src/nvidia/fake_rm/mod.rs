@@ -26,7 +26,7 @@ use nix::unistd::pipe2;
 use super::Options;
 use super::generation::{Generation, HOPPER};
 use super::rm::{Node, Request, Rm};
-use super::sys::abi::{Call, EventData, Free};
+use super::sys::abi::{Call, EventData, Free, UtilizationSample};
 use super::version::Layout;
 pub use controls::FAILED_MULTIPROCESSOR;
 pub use engines::Engines;
@@ -84,6 +84,8 @@ struct State {
     generation: Option<&'static Generation>,
     /// Process that calls.
     process: u32,
+    /// Samples of the utilization. The control is not supported before the first.
+    utilization: Vec<UtilizationSample>,
 }
 
 impl State {
@@ -219,6 +221,13 @@ impl FakeRm {
     pub fn log_residency(&self, start: bool, process: u64, at_ns: u64) {
         let tag = if start { super::ctxsw_log::START } else { super::ctxsw_log::END };
         self.state().objects.log_context_switch(tag, GUEST_CONTEXT, process, at_ns);
+    }
+
+    /// Adds a sample of the compute engine's utilization, in hundredths of a percent.
+    pub fn add_utilization(&self, at_ns: u64, hundredths: u32) {
+        let mut sample = UtilizationSample { at_ns, ..Default::default() };
+        sample.engines[1].hundredths = hundredths;
+        self.state().utilization.push(sample);
     }
 
     /// Sets whether the compute engine executes a kernel that does not end. Meanwhile no probe is

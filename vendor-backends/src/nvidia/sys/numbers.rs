@@ -270,6 +270,8 @@ pub mod control {
     pub const FB_INFO: u32 = 0x2080_1303;
     /// `NV2080_CTRL_CMD_PERF_BOOST`.
     pub const PERF_BOOST: u32 = 0x2080_200a;
+    /// `NV2080_CTRL_CMD_PERF_GET_GPUMON_PERFMON_UTIL_SAMPLES_V2`.
+    pub const UTILIZATION_SAMPLES: u32 = 0x2080_2096;
     /// `NV2080_CTRL_CMD_CE_GET_CE_PCE_MASK`.
     pub const PCE_MASK: u32 = 0x2080_2a02;
     /// `NV2080_CTRL_CMD_CE_GET_CAPS_V2`.

@@ -110,6 +110,52 @@ structure!(
 );
 
 structure!(
+    /// `NV2080_CTRL_PERF_GPUMON_ENGINE_UTIL_SAMPLE`.
+    EngineUtilization {
+        /// Part of the time in which the engine worked, in hundredths of a percent.
+        hundredths: u32,
+        scale: u32,
+        process: u32,
+        vm_process: u32,
+        vm_process_name: [u8; 100],
+        pad0: [u8; 4],
+        process_info: u64,
+    }
+);
+
+structure!(
+    /// `NV2080_CTRL_PERF_GPUMON_PERFMON_UTIL_SAMPLE`: frame buffer, graphics, and the video engines.
+    UtilizationSample {
+        at_ns: u64,
+        engines: [EngineUtilization; 6],
+    }
+);
+
+structure!(
+    /// `NV2080_CTRL_PERF_GET_GPUMON_PERFMON_UTIL_SAMPLES_V2_PARAMS`.
+    UtilizationSamples {
+        kind: u8,
+        pad0: [u8; 3],
+        bytes: u32,
+        count: u32,
+        tracker: u32,
+        samples: [UtilizationSample; 72],
+    }
+);
+
+impl UtilizationSample {
+    /// Returns the utilization of the graphics engine, which computes.
+    pub fn graphics(&self) -> &EngineUtilization {
+        &self.engines[1]
+    }
+}
+
+impl UtilizationSamples {
+    /// `NV2080_CTRL_GPUMON_SAMPLE_TYPE_PERFMON_UTIL`.
+    pub const PERFMON: u8 = 2;
+}
+
+structure!(
     /// Two words, the parameters of several controls.
     Pair { first: u32, second: u32, }
 );
@@ -131,6 +177,8 @@ sizes! {
     ErrorStates = 4824;
     MmuFault = 104;
     BindCtxswLog = 20;
+    UtilizationSample = 776;
+    UtilizationSamples = 55_888;
 }
 
 const _: () = {
