@@ -7,12 +7,12 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use system_tests::outcome::measuring;
 
-use crate::Bench;
 use crate::diary::Pages;
 use crate::fleet::Fleet;
 use crate::load::{LoadSpec, Progress};
 use crate::paced::{Due, Latency, RequestSpec, Requests};
 use crate::tenant::{self, Order, Tenant};
+use crate::{Bench, GpuKind};
 
 /// Kernels of the busy vGPU, which are queued deep as a training's are.
 const BUSY_KERNEL: Duration = Duration::from_micros(100);
@@ -38,6 +38,9 @@ const QUICK_PAUSES: [(Duration, u32); 2] =
 /// Services beside one busy vGPU, and requests per second of each.
 const SERVICES: u32 = 8;
 const RATE_OF_SERVICES: u32 = 50;
+
+/// Time in which an NVIDIA GPU changes contexts, as measured on H100s.
+const NVIDIA_SWITCH: Duration = Duration::from_micros(150);
 
 /// The manager's figures of usage are means over the last second.
 const MEAN: Duration = Duration::from_millis(1100);
@@ -80,6 +83,8 @@ struct Beside {
     busy: f64,
     /// Part of the GPU's time that the kernels of all requests need.
     used: f64,
+    /// Part of the GPU's time in which it changes to requests and back.
+    switching: f64,
     /// Usage of all vGPUs with requests that the manager reported, in hundredths of the GPU.
     usage: f64,
     pages: Pages,
@@ -209,9 +214,9 @@ impl Bench<'_> {
         self.row(&row, used, seen, verdict, off <= USAGE_ERROR);
     }
 
-    /// Adds the row of the work that the busy vGPU did of what the requests left.
+    /// Adds the row of the work that the busy vGPU did of what the requests and their switches left.
     fn busy_row(&mut self, what: &str, beside: &Beside, promise: Promise) {
-        let left = 1.0 - beside.used;
+        let left = 1.0 - beside.used - beside.switching;
         let part = beside.busy / left;
         let kept = promise.busy.is_none_or(|bound| part >= bound);
         let verdict = promise.busy.map(|bound| format!("{bound} of it")).unwrap_or_default();
@@ -252,9 +257,18 @@ impl Bench<'_> {
                 .collect::<Result<_>>()?,
             busy: work_per_second(&during, length) / before,
             used: requests.iter().map(|one| one.used).sum(),
+            switching: self.switching(specs),
             usage: usage.sum(),
             pages,
         })
+    }
+
+    /// Returns the part of the time in which the GPU changes contexts, twice for each request.
+    fn switching(&self, specs: &[RequestSpec]) -> f64 {
+        let each = if self.kind == GpuKind::Nvidia { 2 * NVIDIA_SWITCH } else { Duration::ZERO };
+        let changing =
+            |spec: &RequestSpec| (each * spec.count).as_secs_f64() / spec.length().as_secs_f64();
+        specs.iter().map(changing).sum()
     }
 
     /// Returns requests of so many microseconds, one in each interval.
