@@ -182,7 +182,7 @@ impl Pace {
             next.factor = part.max(shortest).min(1.0);
             if lone {
                 next.longest = if self.many_turns { LONE_LONG_SLICE } else { LONE_SLICE };
-            } else if briefly {
+            } else if briefly && competing > 0 {
                 let brief = BESIDE_BRIEF_SLICE.as_secs_f64() * f64::from(channel_groups);
                 next.factor = next.factor.min(brief / round.as_secs_f64());
             }

@@ -66,17 +66,18 @@ fn requests_run_at_once_and_cost_a_training_nothing_but_their_time() {
 
 #[test]
 fn eight_services_run_at_once_beside_a_training() {
-    for gpu in GPUS {
+    // The worker takes those of the lower rate for idle now and then.
+    for (gpu, hz) in GPUS.into_iter().flat_map(|gpu| [(gpu, 50), (gpu, 40)]) {
         let mut sim = on(gpu);
         sim.start(id(0), soft(20), TRAINING).unwrap();
         for n in 1..=8 {
-            let service = requests(300 * US, 40).after(n as u64 * 2_300 * US);
+            let service = requests(300 * US, hz).after(n as u64 * 2_300 * US);
             sim.start(id(n), soft(10), service).unwrap();
         }
         let got = used(&mut sim);
         let worst = (1..=8).map(|n| sim.waits(id(n)).unwrap().quantile(0.99)).max().unwrap();
         assert!(worst < 2_500 * US, "{gpu:?}: {} us", worst / US);
-        let switches = 2.0 * gpu.2 as f64 * 8.0 * 50.0 / 1e7;
+        let switches = 2.0 * gpu.2 as f64 * 8.0 * hz as f64 / 1e7;
         let left = 100.0 - got[1..].iter().sum::<f64>() - switches;
         assert!(got[0] >= 0.97 * left, "{gpu:?}: {got:?}");
     }
@@ -113,6 +114,21 @@ fn busy_pairs_keep_their_slices_until_a_service_works_beside_them() {
     assert!((got[0] - got[1]).abs() < 1.0 && got.iter().sum::<f64>() > 88.0, "{got:?}");
     let wait = sim.waits(id(2)).unwrap().quantile(0.99);
     assert!(wait < 7_500 * US, "{} us", wait / US);
+}
+
+#[test]
+fn an_idle_vgpu_keeps_its_slice_while_only_brief_work_runs() {
+    for gpu in GPUS {
+        let mut sim = on(gpu);
+        sim.start(id(0), soft(40), requests(MS, 40)).unwrap();
+        sim.start(id(1), soft(40), requests(MS, 40).after(19 * MS)).unwrap();
+        sim.start(id(2), soft(20), Workload::IDLE).unwrap();
+        for step in 0..400 {
+            sim.run(Duration::from_millis(10)).unwrap();
+            let slice = sim.scheduler().slice(id(2)).unwrap();
+            assert!(slice >= Duration::from_millis(1), "{gpu:?}, step {step}: {slice:?}");
+        }
+    }
 }
 
 #[test]
