@@ -18,14 +18,13 @@ use super::adoption::state::LogObjects;
 use super::device::Device;
 use super::doorbell_poller::Submissions;
 use super::engine_demand::EngineDemand;
+use super::engine_use::EngineUse;
 use super::other_processes::OtherProcesses;
 use super::rm::Node;
 use super::rm_object::Object;
 use super::switch_probe::SwitchProbe;
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
-use super::used_time::{Reading, UsedTime};
-use super::utilization::Utilization;
 use crate::mem::Mapping;
 
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
@@ -148,7 +147,7 @@ impl EngineTime {
     }
 
     /// Takes time that was not used off what counts. No more than has been counted.
-    fn withhold(&mut self, ns: u64, now_ns: u64) {
+    pub(super) fn withhold(&mut self, ns: u64, now_ns: u64) {
         let of_this =
             self.resident_since_ns.map_or(0, |since| self.counted_ns(since, now_ns)).min(ns);
         self.idle_ns += of_this;
@@ -187,105 +186,6 @@ pub fn clock_ns(usermode: &Mapping) -> Option<u64> {
 /// residencies without work on H100s.
 const CHANGE_NS: u64 = 60_000;
 
-/// Longest time between two residencies in which the engine changes contexts, the probe's included.
-const LONGEST_SWITCH_NS: u64 = 1_000_000;
-
-/// Residencies on the compute engine, with and without work, in nanoseconds.
-#[derive(Clone, Copy, Debug, Default)]
-struct Residencies {
-    /// Start of the current one, and whether it is one of this process.
-    current: Option<(u64, bool)>,
-    /// Total times of this process and of all processes.
-    total_ns: [u64; 2],
-    /// End of the last one, and the total time of changes from one to the next.
-    ended_ns: u64,
-    switching_ns: u64,
-}
-
-impl Residencies {
-    fn add(&mut self, record: &CtxswRecord, process: u64) {
-        if matches!(record.tag, START | END | ENGINE_RESET) {
-            self.total_ns = self.until(record.at_ns);
-            if self.current.take().is_some() {
-                self.ended_ns = record.at_ns;
-            }
-            if record.tag == START && record.process != PROBE {
-                self.current = Some((record.at_ns, record.process == process));
-                let gap_ns = record.at_ns.saturating_sub(self.ended_ns);
-                self.switching_ns += if gap_ns < LONGEST_SWITCH_NS { gap_ns } else { 0 };
-            }
-        }
-    }
-
-    /// Returns the total times until `at_ns`.
-    fn until(&self, at_ns: u64) -> [u64; 2] {
-        let [mut own, mut all] = self.total_ns;
-        if let Some((since, is_own)) = self.current {
-            let ns = at_ns.saturating_sub(since);
-            all += ns;
-            own += if is_own { ns } else { 0 };
-        }
-        [own, all]
-    }
-}
-
-/// Part of the time, one in so many, for which the work of a vGPU that competes waits, at least. Brief
-/// work waits for less.
-const COMPETING_PART: u64 = 4;
-
-/// Time between two looks at the GPU's utilization, and while the engine is in use all the time.
-const SAMPLE_INTERVAL_NS: u64 = 400_000_000;
-const SATURATED_INTERVAL_NS: u64 = 2_000_000_000;
-
-/// Use of the time on the engine.
-#[derive(Debug)]
-struct Use {
-    utilization: Utilization,
-    used: UsedTime,
-    residencies: Residencies,
-    /// Engine time without what was not used, and its total.
-    counted_ns: u64,
-    charged_ns: u64,
-    /// Time of the last reading, and the total time that work had waited then.
-    read_ns: u64,
-    waited_ns: u64,
-    sampled_ns: u64,
-    saturated: bool,
-}
-
-impl Use {
-    fn new(device: &Device, counted_ns: u64) -> Self {
-        Self {
-            utilization: Utilization::new(&device.subdevice),
-            used: UsedTime::default(),
-            residencies: Residencies::default(),
-            counted_ns,
-            charged_ns: 0,
-            read_ns: 0,
-            waited_ns: 0,
-            sampled_ns: 0,
-            saturated: false,
-        }
-    }
-
-    /// Returns whether the vGPU competes for the engine: its work waited for much of the time since
-    /// the last reading.
-    fn competes(&mut self, now_ns: u64, waited_ns: u64) -> bool {
-        let passed_ns = now_ns.saturating_sub(std::mem::replace(&mut self.read_ns, now_ns));
-        let before_ns = std::mem::replace(&mut self.waited_ns, waited_ns);
-        waited_ns.saturating_sub(before_ns) > passed_ns / COMPETING_PART
-    }
-
-    /// Returns whether the utilization is to be read.
-    fn wants_samples(&self, now_ns: u64, competes: bool) -> bool {
-        let interval_ns = if self.saturated { SATURATED_INTERVAL_NS } else { SAMPLE_INTERVAL_NS };
-        self.utilization.is_supported()
-            && !competes
-            && now_ns.saturating_sub(self.sampled_ns) >= interval_ns
-            && self.used.charged_since_ns(self.sampled_ns) > 0
-    }
-}
-
 /// The context switch log, as far as this process may read it.
 #[derive(Debug)]
 pub struct CtxswLog {
@@ -305,7 +205,7 @@ pub struct CtxswLog {
     pub engine_time: EngineTime,
     /// Demand of this process.
     pub demand: EngineDemand,
-    engine_use: Use,
+    engine_use: EngineUse,
     submissions: Option<Arc<Submissions>>,
     /// Residencies of other processes since the last one of this process.
     pub others: OtherProcesses,
@@ -329,7 +229,7 @@ pub struct LogPosition {
 }
 
 /// Process in place of this one, for the context of the probe.
-const PROBE: u64 = u64::MAX;
+pub(super) const PROBE: u64 = u64::MAX;
 
 impl CtxswLog {
     /// Binds an event buffer to the log.
@@ -379,7 +279,7 @@ impl CtxswLog {
             switches: 0,
             engine_time: EngineTime::default(),
             demand: EngineDemand::default(),
-            engine_use: Use::new(device, 0),
+            engine_use: EngineUse::new(device, 0),
             submissions: None,
             others: OtherProcesses::default(),
             last_record_ns: 0,
@@ -414,7 +314,7 @@ impl CtxswLog {
             switches,
             engine_time,
             demand: EngineDemand::default(),
-            engine_use: Use::new(device, engine_time.completed_ns),
+            engine_use: EngineUse::new(device, engine_time.completed_ns),
             submissions: None,
             others: OtherProcesses::default(),
             last_record_ns,
@@ -467,7 +367,7 @@ impl CtxswLog {
             self.probe_context = self.last_own_context;
             self.engine_time = EngineTime::default();
             self.demand = EngineDemand::default();
-            self.engine_use.counted_ns = 0;
+            self.engine_use.restart();
         }
     }
 
@@ -509,25 +409,7 @@ impl CtxswLog {
     /// other vGPUs have work, as `contended` says, all of it counts.
     pub fn withhold_unused(&mut self, now_ns: u64, contended: bool) {
         let waited_ns = self.demand.waited_ns(now_ns);
-        let engine_use = &mut self.engine_use;
-        let competes = engine_use.competes(now_ns, waited_ns) || contended;
-        let counted_ns = self.engine_time.total_ns(now_ns);
-        engine_use.charged_ns += counted_ns.saturating_sub(engine_use.counted_ns);
-        let reading = Reading {
-            at_ns: now_ns,
-            charged_ns: engine_use.charged_ns,
-            resident: engine_use.residencies.until(now_ns),
-            switching_ns: engine_use.residencies.switching_ns,
-        };
-        let unused_ns = engine_use.used.advance(reading, competes);
-        self.engine_time.withhold(unused_ns, now_ns);
-        engine_use.counted_ns = self.engine_time.total_ns(now_ns);
-        if engine_use.wants_samples(now_ns, competes) {
-            engine_use.sampled_ns = now_ns;
-            for sample in engine_use.utilization.read() {
-                engine_use.saturated = engine_use.used.sample(&sample);
-            }
-        }
+        self.engine_use.withhold_unused(&mut self.engine_time, waited_ns, now_ns, contended);
     }
 
     /// Reads and accounts the records since the previous call.
@@ -552,7 +434,7 @@ impl CtxswLog {
             if (record.tag, record.process) == (START, self.process) {
                 self.engine_time.idle_ns = CHANGE_NS;
             }
-            self.engine_use.residencies.add(&record, self.process);
+            self.engine_use.add(&record, self.process);
             while let Some(at_ns) = submitted.next_if(|at_ns| *at_ns <= record.at_ns) {
                 self.submit(at_ns);
             }

@@ -8,7 +8,7 @@
 //!    [`generation`]: what differs between GPUs
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
-//!    `engine_demand`, `utilization`, `used_time`: what of that time was used
+//!    `engine_demand`, `engine_use`, `used_time`, `utilization`: what of that time was used
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
 //!    `idle_check`, `wait_check`, `long_kernel`, [`privilege`]; its threads: [`manager_thread`],
 //!    [`interrupt_thread`]
@@ -31,6 +31,7 @@ pub mod device;
 pub mod doorbell_poller;
 pub mod driver_queries;
 mod engine_demand;
+mod engine_use;
 #[cfg(feature = "test-util")]
 pub mod fake_rm;
 pub mod fault_backoff;

@@ -1,9 +1,9 @@
 //! Part of a vGPU's time on the compute engine in which the vGPU used the engine.
 //!
 //! A context without work stays on the engine until another one needs it. As long as others have
-//! work, a residency counts as work. Otherwise only the GPU's [utilization](super::utilization) tells how much of it
-//! was. That is known later: what is reported follows the part of the last sample, and each sample
-//! corrects what was reported before.
+//! work, a residency counts as work. Otherwise only the GPU's [utilization](super::utilization)
+//! tells how much of it was. That is known later: what is reported follows the part of the last
+//! sample, and each sample corrects what was reported before.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -68,9 +68,9 @@ impl Default for UsedTime {
 }
 
 impl UsedTime {
-    /// Takes a reading. `competes` says that others had work, or that the vGPU's own waited for much of
-    /// the time since the last one: then it used all of its time on the engine. Returns the part of the new time that was not used, in
-    /// nanoseconds.
+    /// Takes a reading. `competes` says that others had work, or that the vGPU's own waited for much
+    /// of the time since the last one: then it used all of its time on the engine. Returns the part
+    /// of the new time that was not used, in nanoseconds.
     pub fn advance(&mut self, reading: Reading, competes: bool) -> u64 {
         let part = if competes { 1.0 } else { self.part };
         let new_ns = reading.charged_ns.saturating_sub(self.last.reading.charged_ns);

@@ -176,13 +176,13 @@ fn classify<'a>(
         // A throttled group cannot show its full demand.
         let throttled = group.debt.is_gated() || group.debt.has_throttle() && interval.runnable;
         // Work that began within the interval counts from then on.
-        let begins = settlement.by_turns && interval.begins;
-        if interval.busy || throttled || begins {
-            let presence = if interval.busy || throttled {
-                1.0
-            } else {
-                interval.with_work_ns as f64 / interval.elapsed_ns as f64
-            };
+        let since_start = || interval.with_work_ns as f64 / interval.elapsed_ns as f64;
+        let presence = if interval.busy || throttled {
+            Some(1.0)
+        } else {
+            (settlement.by_turns && interval.begins).then(since_start)
+        };
+        if let Some(presence) = presence {
             let promised = settlement.plan.promised(&group.share);
             let own_weight = settlement.plan.weight(&group.share);
             contenders.push(Contender { interval, group, promised, own_weight, presence });

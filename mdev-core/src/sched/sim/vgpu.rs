@@ -99,8 +99,8 @@ impl SimulatedVgpu {
         Some(self.ready_ns.max(opens_ns))
     }
 
-    /// Returns the counters at a time at which the vGPU does not run.
-    /// The vGPU counts as runnable for `linger_ns` after its work.
+    /// Returns the counters at a time at which the vGPU does not run. It counts as runnable for
+    /// `linger_ns` after its work.
     pub(super) fn usage(&self, now_ns: u64, linger_ns: u64) -> Usage {
         let waits = self.has_work(now_ns);
         let waiting_ns = if waits { now_ns - self.ready_ns } else { 0 };

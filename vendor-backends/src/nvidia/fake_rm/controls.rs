@@ -88,7 +88,9 @@ fn control_subdevice(
         control::BIND_CTXSW_LOG => expect_size(params, size_of::<abi::BindCtxswLog>()),
         control::UTILIZATION_SAMPLES if !state.utilization.is_empty() => {
             let mut all: Box<abi::UtilizationSamples> = Box::new(exact(Some(params))?);
-            if (all.kind, all.bytes) != (abi::UtilizationSamples::PERFMON, 72 * 776) {
+            if (all.kind, all.bytes)
+                != (abi::UtilizationSamples::PERFMON, size_of_val(&all.samples) as u32)
+            {
                 return Err(status::INVALID_ARGUMENT);
             }
             let kept = state.utilization.iter().rev().take(all.samples.len());
