@@ -29,8 +29,9 @@ mod jobs;
 mod programs;
 mod tally;
 
-use self::jobs::{Finished, Job, Queue};
+use self::jobs::{Finished, Job, Queue, Tested};
 use self::programs::Built;
+use self::tally::Failure;
 pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
@@ -86,13 +87,13 @@ const STATIC_PROGRAMS: [&str; 8] =
 /// Runs everything and returns the total.
 pub fn run() -> Tally {
     let mut report = Report::new();
-    report.section("Formatting", || check(&["fmt", "--all", "--check"]));
+    report.section("Formatting", || check(&["fmt", "--all", "--check"]).map(Tested::from));
     let mut built = Built::default();
     report.section("Building programs and tests", || {
         built = programs::build()?;
-        Ok(Tally::default())
+        Ok(Tested::default())
     });
-    report.section("The lab: QEMU and a guest's kernel", prepare);
+    report.section("The lab: QEMU and a guest's kernel", || prepare().map(Tested::from));
 
     let plan = built.plan(&MEASURED, &LONG, &FIRST);
     let slots = thread::available_parallelism().map_or(1, usize::from);
@@ -136,7 +137,7 @@ pub fn endurance() -> Tally {
     let mut built = Built::default();
     report.section("Building programs and tests", || {
         built = programs::build()?;
-        Ok(Tally::default())
+        Ok(Tested::default())
     });
     report.jobs(built.plan(&MEASURED, &LONG, &FIRST).long);
     report.summary()
@@ -164,7 +165,7 @@ pub fn kube(cluster: &KubeCluster) -> Result<Tally> {
             command.env(kube::IMAGE_FILE_VARIABLE, std::path::absolute(file)?);
         }
     }
-    let tally = Job::new("Kubernetes", command).run(&mut std::io::stdout())?;
+    let Tested { tally, .. } = Job::new("Kubernetes", command).run(&mut std::io::stdout())?;
     println!("\n{tally}");
     Ok(tally)
 }
@@ -252,7 +253,7 @@ fn heading(title: &str) {
 /// Results so far.
 struct Report {
     started: Instant,
-    sections: Vec<(String, Tally, Duration)>,
+    sections: Vec<(String, Tested, Duration)>,
 }
 
 impl Report {
@@ -261,18 +262,18 @@ impl Report {
     }
 
     /// Runs a section by itself. An error counts as a failed test.
-    fn section(&mut self, title: &str, body: impl FnOnce() -> Result<Tally>) {
+    fn section(&mut self, title: &str, body: impl FnOnce() -> Result<Tested>) {
         heading(title);
         let start = Instant::now();
         let name = title.to_owned();
         let _heartbeat = Heartbeat::start(INTERVAL, move |since| {
             println!("{}", progress::running(&name, since, ""));
         });
-        let tally = body().unwrap_or_else(|error| {
+        let result = body().unwrap_or_else(|error| {
             println!("error: {error:#}");
-            Tally::check(false)
+            Tally::check(false).into()
         });
-        self.sections.push((title.to_owned(), tally, start.elapsed()));
+        self.sections.push((title.to_owned(), result, start.elapsed()));
     }
 
     /// Runs jobs one at a time.
@@ -288,17 +289,23 @@ impl Report {
         heading(&finished.title);
         let mut stdout = std::io::stdout();
         let _ = stdout.write_all(&finished.output).and_then(|()| stdout.flush());
-        self.sections.push((finished.title, finished.tally, finished.took));
+        self.sections.push((finished.title, finished.result, finished.took));
     }
 
-    /// Prints the table of all sections and returns the total.
+    /// Prints the table of all sections and what failed. Returns the total.
     fn summary(self) -> Tally {
         heading("Summary");
         let mut total = Tally::default();
-        for (title, tally, took) in &self.sections {
+        for (title, Tested { tally, .. }, took) in &self.sections {
             total.add(*tally);
             let mark = if tally.failed > 0 { "FAILED" } else { "ok" };
             println!("{mark:6}  {:6.1} s  {title}: {tally}", took.as_secs_f64());
+        }
+        for (title, Tested { failures, .. }, _) in &self.sections {
+            for Failure { name, output } in failures {
+                println!("\nFAILED  {title}: {name}");
+                output.iter().for_each(|line| println!("    {line}"));
+            }
         }
         let seconds = self.started.elapsed().as_secs();
         println!("\n{total} in {} min {} s", seconds / 60, seconds % 60);

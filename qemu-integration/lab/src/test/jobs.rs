@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::tally::{Tally, parse_result};
+use super::tally::{Failure, OutputReader, Tally};
 use crate::heartbeat::INTERVAL;
 use crate::progress;
 
@@ -43,9 +43,24 @@ pub struct Finished {
     /// Everything that the command printed.
     pub output: Vec<u8>,
     /// Its tests.
-    pub tally: Tally,
+    pub result: Tested,
     /// Wall-clock time.
     pub took: Duration,
+}
+
+/// Tests of a job.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tested {
+    /// Their number.
+    pub tally: Tally,
+    /// Those that failed, as far as their output says.
+    pub failures: Vec<Failure>,
+}
+
+impl From<Tally> for Tested {
+    fn from(tally: Tally) -> Self {
+        Self { tally, failures: Vec::new() }
+    }
 }
 
 /// Progress of the jobs that run side by side.
@@ -61,28 +76,22 @@ impl Job {
     }
 
     /// Runs the command, copies its output to `output` as it comes, and adds up the result lines.
-    pub fn run(self, output: &mut dyn Write) -> Result<Tally> {
+    pub fn run(self, output: &mut dyn Write) -> Result<Tested> {
         let mut command = self.command;
         let (reader, writer) = std::io::pipe().context("Cannot make a pipe")?;
         command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
         let mut child = command.spawn().with_context(|| format!("Cannot run {command:?}"))?;
         // The command holds the pipe's other end, which would keep the pipe open.
         drop(command);
-        let mut tally = Tally::default();
+        let mut results = OutputReader::default();
         let mut lines = BufReader::new(reader);
         let mut line = Vec::new();
-        let mut said_skipped = 0;
         while lines.read_until(b'\n', &mut line)? > 0 {
             output.write_all(&line)?;
-            let text = String::from_utf8_lossy(&line);
-            if let Some(result) = parse_result(&text) {
-                tally.add(result);
-            }
-            // With one thread, libtest has printed the test's name in the same line.
-            let skipped = text.starts_with("skipped: ") || text.contains(" ... skipped: ");
-            said_skipped += u32::from(skipped);
+            results.line(&String::from_utf8_lossy(&line));
             line.clear();
         }
+        let OutputReader { mut tally, said_skipped, failures, .. } = results;
         tally.skipped = tally.skipped.saturating_sub(self.ignored);
         // libtest counts a test that skips itself as passed.
         let skipped = said_skipped.min(tally.passed);
@@ -94,18 +103,18 @@ impl Job {
             writeln!(output, "The tests ended with {status}")?;
             tally.failed += 1;
         }
-        Ok(tally)
+        Ok(Tested { tally, failures })
     }
 
     /// Runs the command and keeps its output. An error counts as a failed test.
     pub fn run_buffered(self) -> Finished {
         let (title, start) = (self.title.clone(), Instant::now());
         let mut output = Vec::new();
-        let tally = self.run(&mut output).unwrap_or_else(|error| {
+        let result = self.run(&mut output).unwrap_or_else(|error| {
             output.extend_from_slice(format!("error: {error:#}\n").as_bytes());
-            Tally::check(false)
+            Tally::check(false).into()
         });
-        Finished { title, output, tally, took: start.elapsed() }
+        Finished { title, output, result, took: start.elapsed() }
     }
 }
 
@@ -168,7 +177,8 @@ mod tests {
 
     #[test]
     fn a_program_that_dies_without_a_result_has_failed() {
-        let tally = shell("dies", "echo running; exit 3").run(&mut Vec::new()).unwrap();
+        let Tested { tally, .. } =
+            shell("dies", "echo running; exit 3").run(&mut Vec::new()).unwrap();
         assert_eq!(tally, Tally { passed: 0, failed: 1, skipped: 0 });
     }
 
@@ -176,7 +186,7 @@ mod tests {
     fn a_command_that_is_a_test_counts() {
         let run = |script| {
             let job = Job { is_test: true, ..shell("checks", script) };
-            job.run(&mut Vec::new()).unwrap()
+            job.run(&mut Vec::new()).unwrap().tally
         };
         assert_eq!(run("true"), Tally { passed: 1, failed: 0, skipped: 0 });
         assert_eq!(run("false"), Tally { passed: 0, failed: 1, skipped: 0 });
@@ -187,10 +197,10 @@ mod tests {
         let result = "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out";
         let lines = "skipped: no /dev/kvm\ntest shares::b ... skipped: no /dev/nvidiactl";
         let script = format!("echo '{lines}'; echo '{result}'");
-        let tally = shell("skips", &script).run(&mut Vec::new()).unwrap();
+        let Tested { tally, .. } = shell("skips", &script).run(&mut Vec::new()).unwrap();
         assert_eq!(tally, Tally { passed: 1, failed: 0, skipped: 3 });
         let another_runs_it = Job { ignored: 1, ..shell("skips", &script) };
-        let tally = another_runs_it.run(&mut Vec::new()).unwrap();
+        let Tested { tally, .. } = another_runs_it.run(&mut Vec::new()).unwrap();
         assert_eq!(tally, Tally { passed: 1, failed: 0, skipped: 2 });
     }
 
