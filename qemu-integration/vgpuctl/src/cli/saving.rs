@@ -75,9 +75,13 @@ pub struct Resume {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 A worker keeps the release of the vgpud that started it. After an upgrade of vgpud, this command
-replaces the workers of running vGPUs by those of the new release. Their VMs do not notice. A worker
-that cannot continue is replaced by one of the release before. vGPUs of NVIDIA GPUs keep their
-workers until they are stopped.
+replaces the workers of running vGPUs by workers of the new release, on every kind of GPU. The
+package runs it when it is upgraded. VMs and CUDA programs continue: an access or a request waits
+until the next worker has started.
+
+If a worker of the new release cannot continue, a worker of the release before does, and the command
+says so. Stopping and starting the vGPU then gives it the new release. Anchors and GPU processes
+keep their release until the vGPUs are stopped. See docs/operating.md.
 
 Examples:
   vgpuctl upgrade                                  all running vGPUs
