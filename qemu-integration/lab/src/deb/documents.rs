@@ -12,7 +12,7 @@ use crate::build::workspace;
 /// Folder of the documents in the package.
 const FOLDER: &str = "usr/share/doc/tessera";
 /// Pages beside README that it links.
-const PAGES: [&str; 3] = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"];
+const PAGES: [&str; 4] = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"];
 /// Licences, which every Debian has: README's link, and the file.
 const LICENCES: [(&str, &str); 2] =
     [("LICENSE-APACHE", "../../common-licenses/Apache-2.0"), ("LICENSE-MIT", "copyright")];
