@@ -36,9 +36,9 @@ use crate::ids::{GuestPa, VgpuId};
 /// First bytes of a stream.
 const MAGIC: [u8; 8] = *b"TSRVGPU\n";
 /// Version of the format. Incremented with every change that an older version cannot read.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 1;
 /// Oldest version that is read.
-const OLDEST: u32 = 2;
+const OLDEST: u32 = 1;
 /// Longest data of a chunk, in bytes.
 pub const MAX_CHUNK: usize = 1 << 20;
 /// Longest state, in bytes.
@@ -65,7 +65,6 @@ mod kind {
     pub const MACHINE: u32 = 5;
     pub const NEXT: u32 = 6;
     pub const DOMAIN: u32 = 7;
-    /// Since version 3.
     pub const GUEST: u32 = 8;
 }
 

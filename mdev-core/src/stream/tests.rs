@@ -99,10 +99,8 @@ fn foreign_newer_and_cut_streams_are_told_apart() {
     let mut newer = sample();
     newer[8] = 9;
     assert!(matches!(read(&newer), Err(StreamError::Version(9))));
-    newer[8] = 2;
-    assert!(read(&newer).is_ok(), "the version before");
-    newer[8] = 1;
-    assert!(matches!(read(&newer), Err(StreamError::Version(1))));
+    newer[8] = 0;
+    assert!(matches!(read(&newer), Err(StreamError::Version(0))));
     let whole = sample();
     for len in [12, 40, 200, whole.len() - 20, whole.len() - 1] {
         assert!(matches!(read(&whole[..len]), Err(StreamError::Cut)), "{len}");

@@ -39,4 +39,4 @@ pub use messages::{
 pub use packet::{DecodeError, MAX_PACKET, decode, decode_numbered, encode, encode_numbered};
 
 /// Protocol version. Both ends must have the same.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 1;

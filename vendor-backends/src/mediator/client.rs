@@ -27,8 +27,6 @@ use crate::seqpacket::SeqPacket;
 #[derive(Debug)]
 pub struct MediatedClient {
     connection: Connection,
-    /// Negotiated protocol version.
-    version: u32,
     gpu: GpuDescription,
     spec: ClientSpec,
     apertures: Apertures,
@@ -46,28 +44,24 @@ pub struct MediatedClient {
 impl MediatedClient {
     /// Opens the client whose connection is in an [`mdev_core::gpu::Admission`].
     pub fn open(fd: OwnedFd) -> Result<Self, GpuError> {
-        let mut connection = Connection::new(SeqPacket::from(fd))?;
-        let hello = ClientRequest::Hello { version: wire::VERSION };
-        let (reply, fds) = connection.request(&hello, &[])?;
-        let mut client = Self::greeted(connection, reply, fds)?;
-        if client.version >= wire::WITH_NUMBERS {
-            client.connection.number_from(0);
-        }
-        Ok(client)
+        Self::greet(fd, 0, false)
     }
 
     /// Continues with the client of a process that has ended. `position` is what
     /// [`Client::position`] returned when the state was recorded from which the caller continues.
     pub fn resume(fd: OwnedFd, position: u64) -> Result<Self, GpuError> {
-        let mut connection = Connection::new(SeqPacket::from(fd))?;
-        connection.number_from(position);
-        let hello = ClientRequest::Hello { version: wire::VERSION };
-        let (reply, fds) = connection.request_anew(&hello)?;
-        let mut client = Self::greeted(connection, reply, fds)?;
+        let mut client = Self::greet(fd, position, true)?;
         // What was taken, and not recorded, is pending again.
         let taken = client.status.swap_u32(wire::STATUS_TAKEN as u64, 0).unwrap_or_default();
         client.again = Pending::from_bits_truncate(taken);
         Ok(client)
+    }
+
+    fn greet(fd: OwnedFd, position: u64, continues: bool) -> Result<Self, GpuError> {
+        let mut connection = Connection::numbered_from(SeqPacket::from(fd), position)?;
+        let hello = ClientRequest::Hello { version: wire::VERSION, continues };
+        let (reply, fds) = connection.request_anew(&hello)?;
+        Self::greeted(connection, reply, fds)
     }
 
     fn greeted(
@@ -75,9 +69,9 @@ impl MediatedClient {
         reply: ClientReply,
         mut fds: Vec<OwnedFd>,
     ) -> Result<Self, GpuError> {
-        let (version, gpu, spec, vram_offset) = match reply {
+        let (gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
-                (version, gpu, spec, vram_offset)
+                (gpu, spec, vram_offset)
             }
             ClientReply::Refused(refusal) => return Err(refusal.into()),
             _ => return Err(Refusal::Version.into()),
@@ -98,7 +92,6 @@ impl MediatedClient {
         }
         Ok(Self {
             connection,
-            version,
             gpu,
             spec,
             apertures,
@@ -112,16 +105,7 @@ impl MediatedClient {
         })
     }
 
-    /// Refuses a request that the GPU process does not know.
-    fn check_version(&self, request: &ClientRequest) -> Result<(), GpuError> {
-        if self.version < request.since() {
-            return Err(GpuError::Unsupported("requests that are newer than the GPU process"));
-        }
-        Ok(())
-    }
-
     fn send(&mut self, request: &ClientRequest, fds: &[BorrowedFd<'_>]) -> Result<(), GpuError> {
-        self.check_version(request)?;
         match self.connection.request(request, fds)?.0 {
             ClientReply::Done => Ok(()),
             other => Err(self.unexpected(&other)),
@@ -199,9 +183,7 @@ impl Client for MediatedClient {
         memory: MemoryId,
         len: u64,
     ) -> Result<Box<dyn WrittenPages>, GpuError> {
-        let request = ClientRequest::LogWrites(memory);
-        self.check_version(&request)?;
-        let (reply, fds) = self.connection.request(&request, &[])?;
+        let (reply, fds) = self.connection.request(&ClientRequest::LogWrites(memory), &[])?;
         match (reply, fds.into_iter().next()) {
             (ClientReply::Logged, Some(file)) => Ok(Box::new(WriteLog::open(file.as_fd(), len)?)),
             (other, _) => Err(self.unexpected(&other)),
@@ -213,7 +195,6 @@ impl Client for MediatedClient {
     }
 
     fn create_space(&mut self) -> Result<SpaceId, GpuError> {
-        self.check_version(&ClientRequest::CreateSpace)?;
         match self.connection.request(&ClientRequest::CreateSpace, &[])?.0 {
             ClientReply::SpaceCreated(space) => Ok(space),
             other => Err(self.unexpected(&other)),
@@ -225,17 +206,15 @@ impl Client for MediatedClient {
     }
 
     fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
-        self.send(&ClientRequest::map(*request), &[])
+        self.send(&ClientRequest::Map(*request), &[])
     }
 
     fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
-        self.send(&ClientRequest::unmap(space, va, len), &[])
+        self.send(&ClientRequest::Unmap { space, va, len }, &[])
     }
 
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError> {
-        let request = ClientRequest::create_channel(*spec);
-        self.check_version(&request)?;
-        match self.connection.request(&request, &[])?.0 {
+        match self.connection.request(&ClientRequest::CreateChannel(*spec), &[])?.0 {
             ClientReply::Created(handle) => Ok(handle),
             other => Err(self.unexpected(&other)),
         }
@@ -321,9 +300,6 @@ impl Client for MediatedClient {
     }
 
     fn renew(&mut self) -> Result<bool, GpuError> {
-        if self.version < wire::WITH_RENEW {
-            return Ok(false);
-        }
         let (reply, mut fds) = self.connection.request(&ClientRequest::Renew, &[])?;
         let ClientReply::Renewed { vram_offset } = reply else {
             return Err(self.unexpected(&reply));
@@ -355,7 +331,6 @@ impl Client for MediatedClient {
     }
 
     fn save(&mut self) -> Result<SavedClient, GpuError> {
-        self.check_version(&ClientRequest::Save)?;
         let (reply, fds) = self.connection.request(&ClientRequest::Save, &[])?;
         match (reply, fds.into_iter().next()) {
             (ClientReply::Saved, Some(file)) => Ok(saved_state::read(file)?),
@@ -375,87 +350,6 @@ impl Client for MediatedClient {
         match self.connection.request(&ClientRequest::Usage, &[])?.0 {
             ClientReply::Usage(usage) => Ok(usage.0),
             other => Err(self.unexpected(&other)),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use mdev_core::gpu::{Backing, EngineKind};
-    use mdev_core::ids::VgpuId;
-
-    use super::*;
-    use crate::mediator::Hardware;
-    use crate::mem::SharedMemory;
-    use crate::seqpacket::{decode, encode};
-    use crate::soft::SoftGpu;
-
-    /// A GPU process of an older version: greets, and reports each further request.
-    fn old_process(socket: &SeqPacket, version: u32) -> Vec<ClientRequest> {
-        let gpu = SoftGpu::new("soft0", 1 << 20).describe().clone();
-        let spec = ClientSpec {
-            vgpu: VgpuId::random(),
-            vram_bytes: 1 << 20,
-            framebuffer_bytes: 0,
-            max_channels: 1,
-            max_import_bytes: 0,
-        };
-        let file = SharedMemory::new(c"page", wire::STATUS_BYTES as u64).unwrap().fd;
-        let event = nix::sys::eventfd::EventFd::new().unwrap();
-        let (wake, _) = SeqPacket::pair().unwrap();
-        let fds = [file.as_fd(), file.as_fd(), event.as_fd(), wake.as_fd(), event.as_fd()];
-        let hello = ClientReply::Hello { version, gpu, spec, vram_offset: None };
-        let (mut requests, mut buffer) = (Vec::new(), vec![0; 4096]);
-        while let Ok(Some(packet)) = socket.recv(&mut buffer) {
-            let request = decode(&buffer[..packet.len]).unwrap();
-            if matches!(request, ClientRequest::Hello { .. }) {
-                socket.send(&encode(&hello).unwrap(), &fds).unwrap();
-            } else {
-                socket.send(&encode(&ClientReply::Done).unwrap(), &[]).unwrap();
-                requests.push(request);
-            }
-        }
-        requests
-    }
-
-    #[test]
-    fn an_older_gpu_process_serves_vms_and_gets_no_newer_request() {
-        for version in [wire::OLDEST, wire::WITH_SPACES - 1] {
-            let (ours, theirs) = SeqPacket::pair().unwrap();
-            let process = thread::spawn(move || old_process(&theirs, version));
-            let mut client = MediatedClient::open(ours.into()).unwrap();
-            let request = MapRequest::new(GpuVa(1 << 34), 4096, Backing::Vram { offset: 0 });
-            client.map(&request).unwrap();
-            client.unmap(SpaceId::DEFAULT, request.va, 4096).unwrap();
-            let channel = ChannelSpec {
-                engine: EngineKind::Copy,
-                gpfifo: request.va,
-                gpfifo_entries: 2,
-                userd: request.backing,
-                vector: 0,
-                space: SpaceId::DEFAULT,
-                group: Some(1),
-                placement: mdev_core::gpu::Placement::default(),
-                preamble: None,
-            };
-            let refused = [
-                client.create_space().map(drop),
-                client.destroy_space(SpaceId(1)),
-                client.map(&request.in_space(SpaceId(1))),
-                client.unmap(SpaceId(1), request.va, 4096),
-                client.create_channel(&channel).map(drop),
-            ];
-            for result in refused {
-                assert!(matches!(result, Err(GpuError::Unsupported(_))), "{result:?}");
-            }
-            drop(client);
-            let sent = [
-                ClientRequest::map(request),
-                ClientRequest::unmap(SpaceId::DEFAULT, request.va, 4096),
-            ];
-            assert_eq!(process.join().unwrap(), sent, "{version}");
         }
     }
 }

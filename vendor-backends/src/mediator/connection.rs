@@ -52,10 +52,10 @@ impl Connection {
         })
     }
 
-    /// Numbers the requests from now on. `last` is the number of the last request that counts: of
-    /// later ones, the GPU process repeats its replies.
-    pub fn number_from(&mut self, last: u64) {
-        self.numbers = Some(Numbers { last, recorded: last });
+    /// As [`Self::new`], with numbers. `last` is the number of the last request that counts: of later
+    /// ones, the GPU process repeats its replies.
+    pub fn numbered_from(socket: SeqPacket, last: u64) -> io::Result<Self> {
+        Ok(Self { numbers: Some(Numbers { last, recorded: last }), ..Self::new(socket)? })
     }
 
     /// Returns the number of the last request, if requests are numbered.

@@ -26,8 +26,6 @@ const WAITS_INTERVAL_NS: u64 = 100_000_000;
 pub struct MediatedGpu {
     connection: Connection,
     description: GpuDescription,
-    /// Negotiated protocol version.
-    version: u32,
     /// Waits of the vGPUs, as last read.
     waits: BTreeMap<VgpuId, Waits>,
     /// Time from which the next reading reads the waits.
@@ -50,7 +48,7 @@ impl MediatedGpu {
         match reply?.0 {
             AdminReply::Hello { version, gpu } if wire::is_spoken(version) => {
                 let waits = BTreeMap::new();
-                Ok(Self { connection, description: gpu, version, waits, next_waits_ns: 0 })
+                Ok(Self { connection, description: gpu, waits, next_waits_ns: 0 })
             }
             AdminReply::Refused(refusal) => Err(refusal.into()),
             _ => Err(Refusal::Version.into()),
@@ -65,12 +63,8 @@ impl MediatedGpu {
         }
     }
 
-    /// Completes a report with the waits, which are read if the last reading of them is old. An older
-    /// GPU process counts none.
+    /// Completes a report with the waits, which are read if the last reading of them is old.
     fn add_waits(&mut self, report: &mut UsageReport) -> Result<(), GpuError> {
-        if self.version < wire::WITH_WAITS {
-            return Ok(());
-        }
         if report.now_ns >= self.next_waits_ns {
             self.next_waits_ns = report.now_ns.saturating_add(WAITS_INTERVAL_NS);
             let ids: Vec<_> = report.vgpus.iter().map(|(id, _)| *id).collect();
@@ -119,12 +113,7 @@ impl Gpu for MediatedGpu {
     }
 
     fn forget(&mut self, vgpu: VgpuId) -> Result<(), GpuError> {
-        // An older GPU process reserves nothing.
-        if self.version < wire::WITH_FORGET {
-            Ok(())
-        } else {
-            self.send(&AdminRequest::Forget(vgpu))
-        }
+        self.send(&AdminRequest::Forget(vgpu))
     }
 
     fn set_timeslice(&mut self, vgpu: VgpuId, slice: Duration) -> Result<(), GpuError> {

@@ -411,7 +411,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::worker_protocol::ProgramsStatus;
-    use crate::worker_protocol::tests::status_of_version_3;
+    use crate::worker_protocol::tests::status_of_version_1;
 
     /// Returns the result of `request` to a worker that sends `reply` to any request.
     pub fn answered<T>(
@@ -458,7 +458,8 @@ pub(crate) mod tests {
 
     #[test]
     fn worker_of_unsupported_version_is_recognized() {
-        let newer = WorkerStatus { version: VERSION + 1, ..status_of_version_3() };
+        let version = VERSION + 1;
+        let newer = WorkerStatus { version, oldest: version, ..status_of_version_1() };
         let newer = WorkerReply::Status(Box::new(newer));
         let error = answered(&newer, &[], status).unwrap_err().to_string();
         assert!(error.starts_with("The worker speaks version "), "{error}");
@@ -474,7 +475,7 @@ pub(crate) mod tests {
         }
         let error = answered_raw(b"{\"reply\":\"\x1b[2J\"}", &[], status).unwrap_err().to_string();
         assert!(!error.contains('\u{1b}'), "{error}");
-        let mut hostile = status_of_version_3();
+        let mut hostile = status_of_version_1();
         hostile.warnings = vec![format!("\u{1b}[2J\nINJECTED{}", "A".repeat(30_000))];
         hostile.warnings.resize(40, String::new());
         let processes = (0..1000).map(|pid| (pid, u64::MAX)).collect();

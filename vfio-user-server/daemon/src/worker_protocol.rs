@@ -13,26 +13,10 @@ use serde::{Deserialize, Serialize};
 use vgpud_api::{AttachedClient, Traps};
 
 /// Version of the protocol. Raised with every change of the types in this file.
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 1;
 
-/// First version with [`WorkerRequest::CheckSave`], and the requests after it.
-pub const WITH_SAVE: u32 = 7;
-
-/// First version with [`WorkerRequest::BeginHandover`], and the requests after it.
-pub const WITH_HANDOVER: u32 = 8;
-
-/// First version with [`WorkerRequest::Leave`]. Later versions understand a [`WorkerSpec`] of this
-/// one.
-pub const WITH_LEAVE: u32 = 9;
-
-/// First version with [`WorkerRequest::LogWrites`], and the requests after it.
-pub const WITH_LOG: u32 = 10;
-
-/// First version with [`WorkerRequest::Checkpoint`].
-pub const WITH_CHECKPOINT: u32 = 12;
-
-/// Oldest supported version. Workers of version 3 answer only requests for version 3.
-pub const OLDEST: u32 = 3;
+/// Oldest supported version.
+pub const OLDEST: u32 = 1;
 
 /// Specification of a worker, as JSON in the file that `--spec-fd` names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,7 +38,6 @@ pub struct WorkerSpec {
     /// User whose manager may connect, besides root.
     pub manager: u32,
     /// Present if CUDA programs can use the vGPU.
-    #[serde(default)]
     pub programs: Option<ProgramsSpec>,
 }
 
@@ -83,7 +66,7 @@ pub enum WorkerRequest {
     /// Tells the worker to exit after it has replied [`WorkerReply::Done`].
     Stop,
     /// Asks whether the vGPU can be saved now. The reply is [`WorkerReply::Done`], or the reason why
-    /// not. Since [`WITH_SAVE`], as all that follow.
+    /// not.
     CheckSave,
     /// Stops the vGPU's work until `Resume`, so that its memory can be copied. The reply is
     /// [`WorkerReply::Done`].
@@ -101,7 +84,7 @@ pub enum WorkerRequest {
     /// [`WorkerReply::Done`].
     Discard,
     /// Pauses the vGPU, so that another process of its VM can attach beside the attached one. The
-    /// reply is [`WorkerReply::Done`]. Since [`WITH_HANDOVER`], as all that follow.
+    /// reply is [`WorkerReply::Done`].
     BeginHandover,
     /// Gives the vGPU, still paused, to the process that has attached. The reply is
     /// [`WorkerReply::Adopted`]. `Resume` then cuts the old process off.
@@ -110,11 +93,10 @@ pub enum WorkerRequest {
     /// [`WorkerReply::Done`].
     AbandonHandover,
     /// Tells a worker with an anchor to end, so that another one continues. The reply is
-    /// [`WorkerReply::Done`], or the reason why another one could not continue. Since
-    /// [`WITH_LEAVE`].
+    /// [`WorkerReply::Done`], or the reason why another one could not continue.
     Leave,
     /// Begins or ends a record of the guest memory that the vGPU writes. The reply is
-    /// [`WorkerReply::Done`]. Since [`WITH_LOG`], as all that follow.
+    /// [`WorkerReply::Done`].
     LogWrites {
         /// Whether to record, anew.
         enabled: bool,
@@ -129,11 +111,10 @@ pub enum WorkerRequest {
     /// [`WorkerReply::Done`].
     FillGuest,
     /// Copies between the video memory of a paused vGPU and its staging memory, which `Save` and
-    /// `Restore` return. The reply is [`WorkerReply::Done`]. Since version 11.
+    /// `Restore` return. The reply is [`WorkerReply::Done`].
     CopyStaged(StagedCopy),
     /// Asks the guest to checkpoint its CUDA programs until `Resume`, if it was not asked yet. The
-    /// reply is [`WorkerReply::Checkpoint`], or the reason why the guest refuses. Since
-    /// [`WITH_CHECKPOINT`].
+    /// reply is [`WorkerReply::Checkpoint`], or the reason why the guest refuses.
     Checkpoint,
 }
 
@@ -180,9 +161,7 @@ pub struct MemoryRange {
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
-    /// The file is staging memory, since version 11. It is shorter than video memory, which a manager
-    /// of an earlier version refuses.
-    #[serde(default)]
+    /// The file is staging memory, which is shorter than video memory.
     pub staged: bool,
 }
 
@@ -212,12 +191,9 @@ pub struct WorkerStatus {
     pub traps: Traps,
     /// Warnings for the operator about the attached VM, such as memory that is not shared.
     pub warnings: Vec<String>,
-    /// [`OLDEST`] of the worker, since version 4. Tells an older manager whether it supports the
-    /// worker.
-    #[serde(default)]
-    pub oldest: Option<u32>,
-    /// CUDA programs, while they use the vGPU, since version 5.
-    #[serde(default)]
+    /// [`OLDEST`] of the worker. Tells an older manager whether it supports the worker.
+    pub oldest: u32,
+    /// CUDA programs, while they use the vGPU.
     pub programs: Option<ProgramsStatus>,
 }
 
@@ -228,19 +204,16 @@ pub struct ProgramsStatus {
     pub vram_used_bytes: u64,
     /// Process IDs, with the bytes of video memory that each process can use.
     pub processes: Vec<(i32, u64)>,
-    /// The process IDs are those in the VM, as its driver says, since version 6.
-    #[serde(default)]
+    /// The process IDs are those in the VM, as its driver says.
     pub in_vm: bool,
-    /// Process that has allocated managed memory, since version 12.
-    #[serde(default)]
+    /// Process that has allocated managed memory.
     pub with_managed: Option<i32>,
 }
 
 impl WorkerStatus {
     /// Returns true if this manager supports the worker's version.
     pub fn is_supported(&self) -> bool {
-        let newer = self.oldest.is_some_and(|oldest| oldest <= VERSION);
-        self.version >= OLDEST && (self.version <= VERSION || newer)
+        self.version >= OLDEST && self.oldest <= VERSION
     }
 }
 
@@ -248,43 +221,39 @@ impl WorkerStatus {
 pub(crate) mod tests {
     use super::*;
 
-    /// Status reply of a worker of version 3.
-    const VERSION_3: &str = r#"{"reply":"status","version":3,"pid":7,"spec":{"version":3,
+    /// Status reply of a worker of version 1.
+    const VERSION_1: &str = r#"{"reply":"status","version":1,"pid":7,"spec":{"version":1,
         "function":{"vgpu":"0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a","type_name":"SOFT-1C","display":null,
-        "doorbell_mapped":true},"backend":"soft","client":CLIENT,"parent":"soft0","core":null,"owner":0,
-        "manager":0},"client":{"pid":8,"uid":9},"gpu_ok":true,"traps":{"config":1,"display":0,
-        "control":0,"mailbox":0,"doorbell":0,"memory":0},"warnings":[]}"#;
+        "doorbell_mapped":true},"backend":"soft","client":{
+        "vgpu":"0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a","vram_bytes":268435456,"framebuffer_bytes":0,
+        "max_channels":8,"max_import_bytes":1073741824},"parent":"soft0","core":null,"owner":0,
+        "manager":0,"programs":null},"client":{"pid":8,"uid":9},"gpu_ok":true,"traps":{"config":1,
+        "display":0,"control":0,"mailbox":0,"doorbell":0,"memory":0},"warnings":[],"oldest":1,
+        "programs":null}"#;
 
-    /// Returns the status of a worker of version 3.
-    pub fn status_of_version_3() -> WorkerStatus {
-        let client = ClientSpec {
-            vgpu: "0e6c2a3c-2d3b-4c44-a8f4-1d80f3a5d00a".parse().unwrap(),
-            vram_bytes: 1 << 28,
-            framebuffer_bytes: 0,
-            max_channels: 8,
-            max_import_bytes: 1 << 30,
-        };
-        let text = VERSION_3.replace("CLIENT", &serde_json::to_string(&client).unwrap());
-        match serde_json::from_str(&text).unwrap() {
+    /// Returns the status of a worker of version 1.
+    pub fn status_of_version_1() -> WorkerStatus {
+        match serde_json::from_str(VERSION_1).unwrap() {
             WorkerReply::Status(status) => *status,
             other => panic!("{other:?}"),
         }
     }
 
     #[test]
-    fn workers_of_version_3_are_supported() {
-        assert!(status_of_version_3().is_supported());
-        assert_eq!(status_of_version_3().programs, None);
-        assert_eq!(status_of_version_3().client, Some(AttachedClient { pid: 8, uid: 9 }));
+    fn workers_of_version_1_are_supported() {
+        let status = status_of_version_1();
+        assert!(status.is_supported());
+        assert_eq!(status.client, Some(AttachedClient { pid: 8, uid: 9 }));
+        let json: String = VERSION_1.split_whitespace().collect();
+        assert_eq!(serde_json::to_string(&WorkerReply::Status(Box::new(status))).unwrap(), json);
     }
 
     #[test]
     fn newer_worker_states_the_oldest_manager_it_supports() {
         let with = |version, oldest| {
-            WorkerStatus { version, oldest, ..status_of_version_3() }.is_supported()
+            WorkerStatus { version, oldest, ..status_of_version_1() }.is_supported()
         };
-        assert!(with(VERSION, Some(OLDEST)) && with(VERSION + 9, Some(VERSION)));
-        assert!(!with(VERSION + 1, Some(VERSION + 1)) && !with(VERSION + 1, None));
-        assert!(!with(OLDEST - 1, None));
+        assert!(with(VERSION, OLDEST) && with(VERSION + 9, VERSION));
+        assert!(!with(VERSION + 1, VERSION + 1) && !with(OLDEST - 1, OLDEST - 1));
     }
 }

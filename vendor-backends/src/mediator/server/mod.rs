@@ -69,23 +69,14 @@ struct Server {
     gpu: Arc<EmulatedGpu>,
     /// Connections of workers.
     clients: Clients,
-    admins: Vec<Admin>,
-}
-
-/// An admin connection.
-struct Admin {
-    socket: SeqPacket,
-    /// Negotiated protocol version.
-    version: u32,
+    admins: Vec<SeqPacket>,
 }
 
 impl Server {
     /// Waits for admin requests for at most [`TICK_MS`] and answers them.
     fn serve(&mut self, listener: &SeqPacketListener) -> io::Result<()> {
         let mut fds = vec![PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-        fds.extend(
-            self.admins.iter().map(|admin| PollFd::new(admin.socket.as_fd(), PollFlags::POLLIN)),
-        );
+        fds.extend(self.admins.iter().map(|admin| PollFd::new(admin.as_fd(), PollFlags::POLLIN)));
         match poll(&mut fds, PollTimeout::from(TICK_MS)) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
@@ -94,15 +85,15 @@ impl Server {
         drop(fds);
         let mut answered = ready[1..].iter();
         let admins = std::mem::take(&mut self.admins);
-        for mut admin in admins {
-            if answered.next() != Some(&true) || self.answer(&mut admin) {
+        for admin in admins {
+            if answered.next() != Some(&true) || self.answer(&admin) {
                 self.admins.push(admin);
             }
         }
         if ready[0] {
             match listener.accept() {
                 Ok(socket) if self.admins.len() < MAX_ADMINS => {
-                    self.admins.push(Admin { socket, version: wire::VERSION });
+                    self.admins.push(socket);
                 }
                 Ok(_) => log::warn!(
                     "Refused a connection to the admin socket: limit of {MAX_ADMINS} reached"
@@ -118,8 +109,7 @@ impl Server {
     }
 
     /// Answers one request. Returns false at the end of the connection.
-    fn answer(&self, admin: &mut Admin) -> bool {
-        let socket = &admin.socket;
+    fn answer(&self, socket: &SeqPacket) -> bool {
         let request = match receive_admin(socket) {
             Received::Request(request, _) => request,
             Received::Nothing => return true,
@@ -127,16 +117,12 @@ impl Server {
             Received::End => return false,
         };
         if let AdminRequest::Hello { version } = request {
-            admin.version = wire::agreed(version);
-            let gpu = self.gpu.describe().clone();
-            return reply(socket, &AdminReply::Hello { version: admin.version, gpu }, &[]);
+            let (version, gpu) = (wire::agreed(version), self.gpu.describe().clone());
+            return reply(socket, &AdminReply::Hello { version, gpu }, &[]);
         }
         match self.handle(request) {
             Ok((answer, fd)) => reply(socket, &answer, fd.as_ref().map(AsFd::as_fd).as_slice()),
-            Err(refusal) => {
-                let refusal = refusal.to_version(admin.version);
-                reply(socket, &AdminReply::Refused(refusal), &[])
-            }
+            Err(refusal) => reply(socket, &AdminReply::Refused(refusal), &[]),
         }
     }
 

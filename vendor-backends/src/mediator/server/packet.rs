@@ -33,26 +33,19 @@ pub(super) enum Received<T> {
 /// Receives a request of the manager, which has no descriptors. Does not wait.
 pub(super) fn receive_admin<T: DeserializeOwned>(socket: &SeqPacket) -> Received<T> {
     let mut buffer = vec![0; MAX_PACKET];
-    received(socket.try_recv(&mut buffer), &buffer, seqpacket::decode)
+    received(socket.try_recv(&mut buffer), &buffer)
 }
 
 /// Waits for a request of a worker.
-pub(super) fn receive<T>(
-    socket: &SeqPacket,
-    decode: impl FnOnce(&[u8]) -> io::Result<T>,
-) -> Received<T> {
+pub(super) fn receive<T: DeserializeOwned>(socket: &SeqPacket) -> Received<T> {
     let mut buffer = vec![0; MAX_PACKET];
-    received(socket.recv_with_fds(&mut buffer), &buffer, decode)
+    received(socket.recv_with_fds(&mut buffer), &buffer)
 }
 
-fn received<T>(
-    packet: io::Result<Option<Packet>>,
-    buffer: &[u8],
-    decode: impl FnOnce(&[u8]) -> io::Result<T>,
-) -> Received<T> {
+fn received<T: DeserializeOwned>(packet: io::Result<Option<Packet>>, buffer: &[u8]) -> Received<T> {
     match packet {
         Ok(Some(packet)) if packet.fds_lost => Received::Refused(Refusal::Os(libc::EMFILE)),
-        Ok(Some(packet)) => match decode(&buffer[..packet.len]) {
+        Ok(Some(packet)) => match seqpacket::decode(&buffer[..packet.len]) {
             Ok(request) => Received::Request(request, packet.fds),
             Err(_) => Received::Refused(Refusal::Message),
         },

@@ -1,12 +1,11 @@
 //! One worker's connection.
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
 
-use mdev_core::gpu::{GpuDescription, MapRequest};
-use mdev_core::ids::{MemoryId, SpaceId};
+use mdev_core::gpu::GpuDescription;
+use mdev_core::ids::MemoryId;
 
 use super::answered::{Answered, Repeat, digest};
 use super::clients::ClientEntry;
@@ -17,7 +16,7 @@ use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
 use crate::mediator::saved_state;
 use crate::mediator::wire::{self, ClientReply, ClientRequest, Numbered, Refusal, WithoutWaits};
-use crate::seqpacket::{SeqPacket, decode};
+use crate::seqpacket::SeqPacket;
 
 /// A worker's connection.
 pub(super) struct WorkerConnection {
@@ -28,39 +27,13 @@ pub(super) struct WorkerConnection {
     pub _entry: ClientEntry,
 }
 
-/// Request with or without a number.
-enum Request {
-    Plain(ClientRequest),
-    Numbered(Numbered<ClientRequest>),
-}
-
-impl Request {
-    /// Decodes a request on a connection with numbers. A worker that begins anew, since the one before
-    /// has recorded nothing, sends a hello without one.
-    fn decode_numbered(packet: &[u8]) -> io::Result<Self> {
-        decode(packet).map(Self::Numbered).or_else(|error| match decode(packet) {
-            Ok(hello @ ClientRequest::Hello { .. }) => Ok(Self::Plain(hello)),
-            _ => Err(error),
-        })
-    }
-}
-
-/// How far a connection has come.
-enum Phase {
-    /// No hello so far.
-    New,
-    /// Requests have no numbers.
-    Plain,
-    /// Requests have numbers.
-    Numbered(Answered),
-}
-
 impl WorkerConnection {
     /// Serves until the connection ends, then evicts the vGPU.
     pub fn serve(mut self) {
-        let mut phase = Phase::New;
+        // None before the first hello.
+        let mut answered = None;
         let mut budget = RequestBudget::new(thread_ns(), now_ns());
-        while self.serve_next(&mut phase) {
+        while self.serve_next(&mut answered) {
             if let Some(pause) = budget.charge(thread_ns(), now_ns()) {
                 thread::sleep(pause);
             }
@@ -69,48 +42,30 @@ impl WorkerConnection {
     }
 
     /// Answers one request. Returns false at the end of the connection.
-    fn serve_next(&mut self, phase: &mut Phase) -> bool {
-        let received = receive(&self.socket, |packet| match phase {
-            Phase::Numbered(_) => Request::decode_numbered(packet),
-            _ => decode(packet).map(Request::Plain),
-        });
-        match received {
-            Received::Request(Request::Numbered(request), fds) => {
-                self.serve_numbered(phase, request, fds)
-            }
-            Received::Request(Request::Plain(request), fds) => {
-                self.serve_plain(phase, &request, fds)
-            }
+    fn serve_next(&mut self, answered: &mut Option<Answered>) -> bool {
+        match receive(&self.socket) {
+            Received::Request(request, fds) => self.serve_request(answered, request, fds),
             Received::Nothing => true,
-            Received::Refused(refusal) => self.refuse(phase, refusal),
+            Received::Refused(refusal) => self.refuse(answered, refusal),
             Received::End => false,
         }
     }
 
-    fn serve_plain(
+    fn serve_request(
         &mut self,
-        phase: &mut Phase,
-        request: &ClientRequest,
-        fds: Vec<OwnedFd>,
-    ) -> bool {
-        if let ClientRequest::Hello { version } = *request {
-            let numbered = wire::agreed(version) >= wire::WITH_NUMBERS;
-            *phase = if numbered { Phase::Numbered(Answered::default()) } else { Phase::Plain };
-        } else if matches!(phase, Phase::New) {
-            return self.refuse(phase, Refusal::Message);
-        }
-        let answer = self.answer(request, fds);
-        send(&self.socket, &answer.reply, &answer.fds(&self.fds), ClientReply::Refused)
-    }
-
-    fn serve_numbered(
-        &mut self,
-        phase: &mut Phase,
+        answered: &mut Option<Answered>,
         request: Numbered<ClientRequest>,
         fds: Vec<OwnedFd>,
     ) -> bool {
-        let Phase::Numbered(answered) = phase else { return false };
         let Numbered { number, recorded, body } = request;
+        let answered = match (answered, &body) {
+            (answered, ClientRequest::Hello { continues: false, .. }) => {
+                answered.insert(Answered::default())
+            }
+            (answered, ClientRequest::Hello { .. }) => answered.get_or_insert_default(),
+            (Some(answered), _) => answered,
+            (answered @ None, _) => return self.refuse(answered, Refusal::Message),
+        };
         answered.forget(recorded);
         let digest = digest(&body);
         let answer = match answered.find(number, digest) {
@@ -123,25 +78,18 @@ impl WorkerConnection {
             Repeat::Known(reply) => self.repeat(*reply, &body),
             Repeat::Unknown => Refusal::Message.into(),
         };
-        self.send_numbered(number, &answer)
+        self.send(number, &answer)
     }
 
-    /// Refuses a packet that is no request.
-    fn refuse(&self, phase: &mut Phase, refusal: Refusal) -> bool {
+    /// Refuses a packet that is no request, or a request before a hello.
+    fn refuse(&self, answered: &mut Option<Answered>, refusal: Refusal) -> bool {
         let answer = Answer::from(refusal);
-        match phase {
-            Phase::Numbered(answered) => {
-                // Its number is not known, but can only be the next.
-                let number = answered.add_next(&answer.reply);
-                self.send_numbered(number, &answer)
-            }
-            Phase::New | Phase::Plain => {
-                send(&self.socket, &answer.reply, &[], ClientReply::Refused)
-            }
-        }
+        // The number of the packet is not known, but can only be the next.
+        let number = answered.as_mut().map(|answered| answered.add_next(&answer.reply));
+        self.send(number.unwrap_or(Numbered::NONE), &answer)
     }
 
-    fn send_numbered(&self, number: u64, answer: &Answer) -> bool {
+    fn send(&self, number: u64, answer: &Answer) -> bool {
         let reply = Numbered { number, recorded: 0, body: answer.reply.clone() };
         let refuse = |refusal| Numbered { body: ClientReply::Refused(refusal), ..reply.clone() };
         send(&self.socket, &reply, &answer.fds(&self.fds), refuse)
@@ -149,7 +97,7 @@ impl WorkerConnection {
 
     fn answer(&mut self, request: &ClientRequest, fds: Vec<OwnedFd>) -> Answer {
         let answer = match *request {
-            ClientRequest::Hello { version } => Ok(self.hello(wire::agreed(version))),
+            ClientRequest::Hello { version, .. } => Ok(self.hello(wire::agreed(version))),
             ClientRequest::Renew => self.renew(),
             ClientRequest::Save => self.save(),
             ClientRequest::LogWrites(memory) => self.log_writes(memory),
@@ -216,20 +164,13 @@ impl WorkerConnection {
                 return Ok(ClientReply::Imported(vgpu.import(&fd, offset, len, writable)?));
             }
             ClientRequest::Release(memory) => vgpu.release(memory)?,
-            ClientRequest::Map { va, len, backing, writable } => {
-                vgpu.map(&MapRequest { writable, ..MapRequest::new(va, len, backing) })?;
-            }
-            ClientRequest::Unmap { va, len } => vgpu.unmap(SpaceId::DEFAULT, va, len)?,
-            ClientRequest::CreateChannel(spec) => {
-                return Ok(ClientReply::Created(vgpu.create_channel(&spec.into())?));
-            }
             ClientRequest::CreateSpace => {
                 return Ok(ClientReply::SpaceCreated(vgpu.create_space()?));
             }
             ClientRequest::DestroySpace(space) => vgpu.destroy_space(space)?,
-            ClientRequest::MapIn(ref request) => vgpu.map(request)?,
-            ClientRequest::UnmapIn { space, va, len } => vgpu.unmap(space, va, len)?,
-            ClientRequest::CreateChannelIn(ref spec) => {
+            ClientRequest::Map(ref request) => vgpu.map(request)?,
+            ClientRequest::Unmap { space, va, len } => vgpu.unmap(space, va, len)?,
+            ClientRequest::CreateChannel(ref spec) => {
                 return Ok(ClientReply::Created(vgpu.create_channel(spec)?));
             }
             ClientRequest::DestroyChannel(id) => vgpu.destroy_channel(id)?,

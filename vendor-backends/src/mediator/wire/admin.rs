@@ -8,7 +8,7 @@ use mdev_core::sched::Budget;
 use serde::{Deserialize, Serialize};
 
 #[cfg(doc)]
-use super::{MAX_WAITS, VERSION, WITH_FORGET, WITH_WAITS, agreed};
+use super::{MAX_WAITS, VERSION, agreed};
 use super::{Refusal, UsageReportOnWire};
 
 /// Requests of the manager, on the admin socket.
@@ -42,10 +42,9 @@ pub enum AdminRequest {
     Rotate(Option<Duration>),
     /// Reads the state of the screen. Reply: [`AdminReply::Screen`].
     Screen,
-    /// Frees what is reserved for a removed vGPU. Since [`WITH_FORGET`].
+    /// Frees what is reserved for a removed vGPU.
     Forget(VgpuId),
-    /// Reads the waits of these vGPUs, at most [`MAX_WAITS`]. Reply: [`AdminReply::Waits`]. Since
-    /// [`WITH_WAITS`].
+    /// Reads the waits of these vGPUs, at most [`MAX_WAITS`]. Reply: [`AdminReply::Waits`].
     Waits(Vec<VgpuId>),
 }
 
@@ -71,6 +70,6 @@ pub enum AdminReply {
     Focused(Duration),
     /// State of the screen.
     Screen(ScreenStatus),
-    /// Waits of those vGPUs that exist. Since [`WITH_WAITS`].
+    /// Waits of those vGPUs that exist.
     Waits(Vec<(VgpuId, Waits)>),
 }

@@ -2,23 +2,26 @@
 
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
-    Backing, ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, EngineKind, GpuDescription,
-    MapRequest, Placement, SavedChannel,
+    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, GpuDescription, MapRequest, SavedChannel,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use serde::{Deserialize, Serialize};
 
-use super::{OLDEST, Refusal, WITH_LOG, WITH_RENEW, WITH_SAVE, WITH_SPACES, WithoutWaits};
+use super::{Refusal, WithoutWaits};
 #[cfg(doc)]
 use super::{VERSION, agreed};
 
 /// Requests of a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ClientRequest {
-    /// Must be sent first. Reply: [`ClientReply::Hello`].
+    /// Must be sent first. Its discriminant must never change, so that any two versions understand
+    /// it. Reply: [`ClientReply::Hello`].
     Hello {
         /// [`VERSION`].
         version: u32,
+        /// Whether the worker continues the work of one that ended. Otherwise the numbers begin
+        /// again at 1.
+        continues: bool,
     },
     /// Imports the attached file. Reply: [`ClientReply::Imported`].
     Import {
@@ -31,26 +34,23 @@ pub enum ClientRequest {
     },
     /// Removes an import.
     Release(MemoryId),
-    /// Maps memory in the default address space.
-    Map {
-        /// GPU virtual address.
-        va: GpuVa,
-        /// Length in bytes.
-        len: u64,
-        /// Memory to map.
-        backing: Backing,
-        /// Whether the mapping may be written.
-        writable: bool,
-    },
-    /// Unmaps memory in the default address space.
+    /// Creates an address space. Reply: [`ClientReply::SpaceCreated`].
+    CreateSpace,
+    /// Destroys a created address space, its mappings, and the channels in it.
+    DestroySpace(SpaceId),
+    /// Maps memory.
+    Map(MapRequest),
+    /// Unmaps memory.
     Unmap {
+        /// Address space.
+        space: SpaceId,
         /// GPU virtual address.
         va: GpuVa,
         /// Length in bytes.
         len: u64,
     },
     /// Creates a channel. Reply: [`ClientReply::Created`].
-    CreateChannel(DefaultChannel),
+    CreateChannel(ChannelSpec),
     /// Destroys a channel.
     DestroyChannel(ChannelId),
     /// Reads the status of a channel. Reply: [`ClientReply::Status`].
@@ -68,25 +68,7 @@ pub enum ClientRequest {
     /// Destroys all channels and mappings, and replaces everything that a guest can map or signal.
     /// Reply: [`ClientReply::Renewed`].
     Renew,
-    /// Creates an address space. Reply: [`ClientReply::SpaceCreated`]. Since [`WITH_SPACES`], as all
-    /// that follow.
-    CreateSpace,
-    /// Destroys a created address space, its mappings, and the channels in it.
-    DestroySpace(SpaceId),
-    /// Maps memory in any address space.
-    MapIn(MapRequest),
-    /// Unmaps memory in any address space.
-    UnmapIn {
-        /// Address space.
-        space: SpaceId,
-        /// GPU virtual address.
-        va: GpuVa,
-        /// Length in bytes.
-        len: u64,
-    },
-    /// Creates a channel in any address space and group. Reply: [`ClientReply::Created`].
-    CreateChannelIn(ChannelSpec),
-    /// Stops all channels. Since [`WITH_SAVE`], as all that follow.
+    /// Stops all channels.
     Pause,
     /// Lets the channels of a paused vGPU run.
     Resume,
@@ -97,91 +79,9 @@ pub enum ClientRequest {
     /// Creates a channel of a paused vGPU in a saved state.
     RestoreChannel(SavedChannel),
     /// Records from now on which pages of an import are written. Reply: [`ClientReply::Logged`].
-    /// Since [`WITH_LOG`], as all that follow.
     LogWrites(MemoryId),
     /// Ends the record.
     EndLog(MemoryId),
-}
-
-/// Channel in the default address space and group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DefaultChannel {
-    /// Engine.
-    pub engine: EngineKind,
-    /// Address of the GPFIFO.
-    pub gpfifo: GpuVa,
-    /// Number of GPFIFO entries.
-    pub gpfifo_entries: u32,
-    /// Location of the USERD.
-    pub userd: Backing,
-    /// Interrupt vector.
-    pub vector: u32,
-}
-
-impl From<DefaultChannel> for ChannelSpec {
-    fn from(channel: DefaultChannel) -> Self {
-        let DefaultChannel { engine, gpfifo, gpfifo_entries, userd, vector } = channel;
-        let (space, group) = (SpaceId::DEFAULT, None);
-        let placement = Placement::default();
-        Self {
-            engine,
-            gpfifo,
-            gpfifo_entries,
-            userd,
-            vector,
-            space,
-            group,
-            placement,
-            preamble: None,
-        }
-    }
-}
-
-impl ClientRequest {
-    /// Returns the oldest request that creates a channel.
-    pub const fn create_channel(spec: ChannelSpec) -> Self {
-        let ChannelSpec { engine, gpfifo, gpfifo_entries, userd, vector, space, group, .. } = spec;
-        if space.0 != SpaceId::DEFAULT.0 || group.is_some() {
-            return Self::CreateChannelIn(spec);
-        }
-        Self::CreateChannel(DefaultChannel { engine, gpfifo, gpfifo_entries, userd, vector })
-    }
-
-    /// Returns the oldest request that makes a mapping.
-    pub const fn map(request: MapRequest) -> Self {
-        let MapRequest { space, va, len, backing, writable, .. } = request;
-        if space.0 != SpaceId::DEFAULT.0 {
-            return Self::MapIn(request);
-        }
-        Self::Map { va, len, backing, writable }
-    }
-
-    /// Returns the oldest request that unmaps a range.
-    pub const fn unmap(space: SpaceId, va: GpuVa, len: u64) -> Self {
-        if space.0 != SpaceId::DEFAULT.0 {
-            return Self::UnmapIn { space, va, len };
-        }
-        Self::Unmap { va, len }
-    }
-
-    /// Returns the first version with the request.
-    pub const fn since(&self) -> u32 {
-        match self {
-            Self::CreateSpace
-            | Self::DestroySpace(_)
-            | Self::MapIn(_)
-            | Self::UnmapIn { .. }
-            | Self::CreateChannelIn(_) => WITH_SPACES,
-            Self::Renew => WITH_RENEW,
-            Self::Pause
-            | Self::Resume
-            | Self::Save
-            | Self::RestoreSpace(_)
-            | Self::RestoreChannel(_) => WITH_SAVE,
-            Self::LogWrites(_) | Self::EndLog(_) => WITH_LOG,
-            _ => OLDEST,
-        }
-    }
 }
 
 /// Replies to a worker.
@@ -219,12 +119,11 @@ pub enum ClientReply {
         /// Offset of the new partition in its file; `None` if video memory is the same as before.
         vram_offset: Option<u64>,
     },
-    /// Id of the address space. Since [`WITH_SPACES`].
+    /// Id of the address space.
     SpaceCreated(SpaceId),
-    /// Reply to `Save`. Attached: a file with a `SavedClient` in postcard. Since [`WITH_SAVE`].
+    /// Reply to `Save`. Attached: a file with a `SavedClient` in postcard.
     Saved,
-    /// Reply to `LogWrites`. Attached: the file of a [`WriteLog`](crate::mem::WriteLog). Since
-    /// [`WITH_LOG`].
+    /// Reply to `LogWrites`. Attached: the file of a [`WriteLog`](crate::mem::WriteLog).
     Logged,
 }
 

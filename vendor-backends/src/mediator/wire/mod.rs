@@ -21,42 +21,21 @@ mod tests;
 mod usage;
 
 pub use self::admin::{AdminReply, AdminRequest};
-pub use self::client::{ClientReply, ClientRequest, DefaultChannel, HELLO_FDS, RENEWED_FDS};
+pub use self::client::{ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS};
 pub use self::refusal::Refusal;
 pub use self::usage::{UsageReportOnWire, WithoutWaits};
 
 /// Protocol version. Incremented with every change of the types in this module, or of the types of
 /// `mdev_core` in them.
-pub const VERSION: u32 = 13;
+pub const VERSION: u32 = 1;
 
 /// Oldest supported version.
-pub const OLDEST: u32 = 6;
-
-/// First version with [`AdminRequest::Forget`] and [`Refusal::Fragmented`].
-pub const WITH_FORGET: u32 = 7;
-
-/// First version with [`ClientRequest::Renew`].
-pub const WITH_RENEW: u32 = 8;
-
-/// First version with [`ClientRequest::CreateSpace`], and the requests and refusals after it.
-pub const WITH_SPACES: u32 = 9;
-
-/// First version with [`ClientRequest::Pause`], and the requests and refusals after it.
-pub const WITH_SAVE: u32 = 10;
-
-/// First version in which a worker numbers its requests, in [`Numbered`].
-pub const WITH_NUMBERS: u32 = 11;
-
-/// First version with [`ClientRequest::LogWrites`], and the requests after it.
-pub const WITH_LOG: u32 = 12;
-
-/// First version with [`AdminRequest::Waits`].
-pub const WITH_WAITS: u32 = 13;
+pub const OLDEST: u32 = 1;
 
 /// Largest number of vGPUs in an [`AdminRequest::Waits`]: any counts of these fit into a packet.
 pub const MAX_WAITS: usize = 64;
 
-/// Request or reply of a worker with a number.
+/// Request of a worker with its number, or the reply to it.
 ///
 /// A worker that continues the work of one that ended repeats requests of which it does not know the
 /// reply. The GPU process carries out each number once, and repeats its reply.
@@ -71,7 +50,7 @@ pub struct Numbered<T> {
 }
 
 impl Numbered<()> {
-    /// Number of requests that are carried out each time: hellos.
+    /// Number of hellos, which are carried out each time, and of replies to packets before a hello.
     pub const NONE: u64 = 0;
 }
 

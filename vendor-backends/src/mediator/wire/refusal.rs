@@ -6,8 +6,6 @@ use mdev_core::gpu::{ChannelSpecError, GpuError};
 use mdev_core::ids::GpuVa;
 use serde::{Deserialize, Serialize};
 
-use super::WITH_FORGET;
-
 /// Reason of a refusal, in a form that fits into a packet. [`GpuError`] has the messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
@@ -65,34 +63,23 @@ pub enum Refusal {
     Os(i32),
     /// A function that the device does not have.
     Unsupported,
-    /// No contiguous range of free video memory is large enough. Since [`WITH_FORGET`].
+    /// No contiguous range of free video memory is large enough.
     Fragmented {
         /// Requested MiB.
         wanted_mib: u32,
         /// MiB that VMs of removed vGPUs still have mapped.
         outlived_mib: u32,
     },
-    /// An unknown address space. Since [`WITH_SPACES`](super::WITH_SPACES).
+    /// An unknown address space.
     NoSpace,
     /// Too many address spaces.
     SpaceLimit,
     /// A group whose channels have another engine or address space.
     Group,
-    /// A vGPU that is not paused. Since [`WITH_SAVE`](super::WITH_SAVE).
+    /// A vGPU that is not paused.
     NotPaused,
     /// A saved state that no guest can cause.
     State,
-}
-
-impl Refusal {
-    /// Converts a refusal to one that a version has.
-    #[must_use]
-    pub const fn to_version(self, version: u32) -> Self {
-        match self {
-            Self::Fragmented { .. } if version < WITH_FORGET => Self::VramLimit,
-            other => other,
-        }
-    }
 }
 
 impl From<Refusal> for GpuError {

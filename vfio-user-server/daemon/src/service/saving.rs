@@ -24,7 +24,7 @@ use super::{Service, restoring};
 use crate::manager::Result;
 use crate::staged_memory::{self, Staging};
 use crate::worker_client::{self, SavedWorker, StagedCopier, Written};
-use crate::worker_protocol::{MemoryRange, WITH_CHECKPOINT, WITH_HANDOVER, WITH_LOG, WITH_SAVE};
+use crate::worker_protocol::MemoryRange;
 use crate::{blocking, guest_pieces};
 
 /// Longest time that a request which ends a save waits for the save to end: a save whose client has
@@ -95,7 +95,7 @@ impl Service {
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         if request.check {
             blocking::run(move || {
-                check(&saveable.control, id, WITH_SAVE)?;
+                check(&saveable.control, id)?;
                 let checked = worker_client::check_save(&saveable.control);
                 checked.map_err(|error| cannot("saved", &error))
             })
@@ -110,7 +110,7 @@ impl Service {
             place: None,
         };
         let ((saved, written), control) = blocking::run(move || {
-            check(&saveable.control, id, if request.written { WITH_LOG } else { WITH_SAVE })?;
+            check(&saveable.control, id)?;
             let refused = |error| cannot("saved", &error);
             worker_client::pause(&saveable.control).map_err(refused)?;
             let saved = worker_client::save(&saveable.control).and_then(|saved| {
@@ -145,7 +145,7 @@ impl Service {
         let reader = BodyReader::new(body);
         blocking::run(move || {
             let _reserved = reserved;
-            check(&saveable.control, id, WITH_SAVE)?;
+            check(&saveable.control, id)?;
             restoring::read(&saveable, id, reader)
         })
         .await?
@@ -157,7 +157,7 @@ impl Service {
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         blocking::run(move || {
             let _reserved = reserved;
-            check(&saveable.control, id, WITH_SAVE)?;
+            check(&saveable.control, id)?;
             restoring::read_file(&saveable, id, &file, index)
         })
         .await?
@@ -168,14 +168,8 @@ impl Service {
         let _reserved = self.saving.reserve(id)?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         blocking::run(move || {
-            check(&saveable.control, id, WITH_SAVE)?;
+            check(&saveable.control, id)?;
             let refused = |error| cannot("saved", &error);
-            let status = worker_client::status(&saveable.control).map_err(refused)?;
-            if status.version < WITH_CHECKPOINT {
-                // It refuses a vGPU with programs.
-                worker_client::check_save(&saveable.control).map_err(refused)?;
-                return Ok(Checkpoint { done: true });
-            }
             let done = worker_client::checkpoint(&saveable.control).map_err(refused)?;
             Ok(Checkpoint { done })
         })
@@ -187,7 +181,7 @@ impl Service {
         let _reserved = self.saving.reserve_after_save(id).await?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         blocking::run(move || {
-            check(&saveable.control, id, WITH_LOG)?;
+            check(&saveable.control, id)?;
             let done = worker_client::log_writes(&saveable.control, enabled);
             done.map_err(|error| cannot("saved", &error))
         })
@@ -200,7 +194,7 @@ impl Service {
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
         blocking::run(move || {
             let control = &saveable.control;
-            check(control, id, WITH_HANDOVER)?;
+            check(control, id)?;
             let config = match step {
                 HandoverStep::Begin => worker_client::begin_handover(control).map(|()| Vec::new()),
                 HandoverStep::Adopt => worker_client::adopt(control),
@@ -228,19 +222,15 @@ pub(super) fn cannot(what: &str, error: &io::Error) -> ErrorDetail {
 }
 
 /// Refuses vGPUs without a VM, whose guest memory would be missing, and workers of versions that
-/// cannot be saved.
-fn check(control: &Path, id: VgpuId, version: u32) -> Result<()> {
+/// this one does not speak.
+fn check(control: &Path, id: VgpuId) -> Result<()> {
     let status = worker_client::status(control).map_err(|error| cannot("saved", &error))?;
-    let conflict = |message| Err(ErrorDetail::new(ErrorCode::Conflict, message));
-    if status.version < version {
-        return conflict(format!(
-            "vGPU {id} was started by an older version of vgpud, which cannot save it; stop and \
-             start it with its VM"
-        ));
-    }
     if status.client.is_none() {
-        return conflict(format!(
-            "vGPU {id} has no VM; its state is that of a VM, and is saved and restored with it"
+        return Err(ErrorDetail::new(
+            ErrorCode::Conflict,
+            format!(
+                "vGPU {id} has no VM; its state is that of a VM, and is saved and restored with it"
+            ),
         ));
     }
     Ok(())

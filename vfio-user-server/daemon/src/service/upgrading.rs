@@ -13,7 +13,6 @@ use vgpud_api::{ErrorCode, ErrorDetail, UpgradedVgpu};
 
 use super::Service;
 use crate::manager::{Result, Upgradable};
-use crate::worker_protocol::WITH_LEAVE;
 use crate::{blocking, worker_client};
 
 /// This program in memory, for the workers of all vGPUs. An anchor can run no file that has replaced
@@ -73,9 +72,6 @@ fn upgrade(id: VgpuId, sockets: &Upgradable, program: &OwnProgram) -> Result<Upg
     };
     let failed = |error: io::Error| conflict(error.to_string());
     let before = worker_client::patient_status(&sockets.control).map_err(failed)?;
-    if before.version < WITH_LEAVE {
-        return Err(conflict("it is of a release that cannot be replaced under its VM".to_owned()));
-    }
     if !sockets.upgrade.exists() {
         return Err(conflict("it has the GPU for itself, and ends with its VM".to_owned()));
     }

@@ -161,7 +161,7 @@ mod tests {
     use vendor_backends::seqpacket::{MAX_PACKET, SeqPacketListener};
 
     use super::*;
-    use crate::worker_protocol::tests::status_of_version_3;
+    use crate::worker_protocol::tests::status_of_version_1;
     use crate::worker_protocol::{VERSION, WorkerReply};
 
     #[test]
@@ -196,7 +196,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let control = folder.path().join("control.sock");
         let listener = SeqPacketListener::bind(&control).unwrap();
-        let status = |gpu_ok| WorkerStatus { version: VERSION, gpu_ok, ..status_of_version_3() };
+        let status = |gpu_ok| WorkerStatus { version: VERSION, gpu_ok, ..status_of_version_1() };
         let worker = std::thread::spawn(move || {
             for (pause, gpu_ok) in [(Duration::ZERO, false), (LATE, true)] {
                 let socket = listener.accept().unwrap();

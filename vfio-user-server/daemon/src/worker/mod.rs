@@ -37,7 +37,7 @@ use mdev_core::device::VirtualFunction;
 use vendor_backends::seqpacket::SeqPacketListener;
 
 use crate::spawn;
-use crate::worker_protocol::{VERSION, WITH_LEAVE, WorkerRequest, WorkerSpec};
+use crate::worker_protocol::{OLDEST, VERSION, WorkerRequest, WorkerSpec};
 use anchored::Anchored;
 use events::Worker;
 use front_end_spec::FrontEndSpec;
@@ -236,8 +236,8 @@ pub fn read_spec(fd: &OwnedFd) -> Result<WorkerSpec> {
     let spec: WorkerSpec =
         serde_json::from_str(&json).context("The specification cannot be parsed")?;
     ensure!(
-        (WITH_LEAVE..=VERSION).contains(&spec.version),
-        "The manager speaks version {} of the control protocol, this worker {WITH_LEAVE} to {VERSION}",
+        (OLDEST..=VERSION).contains(&spec.version),
+        "The manager speaks version {} of the control protocol, this worker {OLDEST} to {VERSION}",
         spec.version
     );
     Ok(spec)

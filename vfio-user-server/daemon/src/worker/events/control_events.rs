@@ -188,7 +188,7 @@ impl Worker {
             gpu_ok: function.gpu_ok(),
             traps: function.traps().into(),
             warnings: function.warnings(),
-            oldest: Some(OLDEST),
+            oldest: OLDEST,
             programs: self.programs.as_ref().and_then(Programs::status),
         }
     }
