@@ -8,7 +8,7 @@ use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::gpu::Pending;
 use mdev_core::units::PAGE_SIZE;
-use vendor_backends::mem::SharedMemory;
+use ipc::mem::SharedMemory;
 use vendor_backends::nvidia::frontend::{FrontEnd, Outcome};
 use vendor_backends::nvidia::version::Layout;
 

@@ -13,7 +13,7 @@ use mdev_core::gpu::{
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::SharedMemory;
+use ipc::mem::SharedMemory;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 

@@ -16,7 +16,7 @@ use vendor_backends::mediator::emulation::channel::{Channel, Userd};
 use vendor_backends::mediator::emulation::clock::now_ns;
 use vendor_backends::mediator::emulation::counters::Counters;
 use vendor_backends::mediator::emulation::context::Context;
-use vendor_backends::mem::{Mapping, SharedMemory};
+use ipc::mem::{Mapping, SharedMemory};
 use vendor_backends::mediator::emulation::interrupts::Interrupts;
 use vendor_backends::mediator::emulation::run_limit::RunLimit;
 use vendor_backends::soft::SoftGpu;

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use ipc::mem::SharedMemory;
 use mdev_core::gpu::StagedCopy;
 use mdev_core::stream::{IndexedVgpu, MemoryChunk, StreamWriter};
 use mdev_core::testing::saved_head;
 use mdev_core::units::MIB;
-use vendor_backends::mem::SharedMemory;
 use vgpud::staged_memory::{self, Staging, fill::fill, read::read};
 
 /// Length of staging memory.

@@ -5,13 +5,13 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::device::FunctionSpec;
 use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use tempfile::TempDir;
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftGpu;
 use vgpu_guest::device::Device;
 

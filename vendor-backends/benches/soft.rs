@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::mem::SharedMemory;
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::abi::copy::{self, launch};
 use mdev_core::abi::host;
 use mdev_core::gpu::{ClientSpec, EngineKind, Gpu, Usage};
@@ -17,8 +19,6 @@ use mdev_core::units::{GIB, MIB};
 use nix::time::{ClockId, clock_gettime};
 use vendor_backends::conformance::{Driver, Pushbuffer, Ring};
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
-use vendor_backends::mem::SharedMemory;
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftGpu;
 
 const COPY_BYTES: u64 = 256 * MIB;

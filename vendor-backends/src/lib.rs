@@ -6,21 +6,19 @@
 //! * [`soft`]: the software GPU
 //! * [`mediator`]: the part of a GPU process that gives each vGPU its own address spaces, channels
 //!   and time slices, for `vfio` and `soft`
-//! * [`mem`]: memory mapped by several processes
-//! * [`seqpacket`]: packets with file descriptors between Tessera's processes
 //! * `conformance` (feature `test-util`): checks that every backend must pass
 
 pub mod backend;
 #[cfg(feature = "test-util")]
 pub mod conformance;
 pub mod mediator;
-pub mod mem;
 pub mod nvidia;
 mod parent_options;
 pub mod ring_clock;
-pub mod seqpacket;
 pub mod soft;
 pub mod vfio;
+
+use ipc::{mem, seqpacket};
 
 /// The guide for authors of backends, whose code is compiled and run.
 #[cfg(doctest)]

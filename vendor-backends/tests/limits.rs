@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::abi::{host, notifier};
 use mdev_core::gpu::{ClientSpec, EngineKind, Gpu, GpuError, Pending, Quotas, Usage};
 use mdev_core::ids::VgpuId;
@@ -16,7 +17,6 @@ use mdev_core::sched::Budget;
 use mdev_core::units::MIB;
 use vendor_backends::conformance::{Driver, Pushbuffer};
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftGpu;
 
 struct Parent {
@@ -175,7 +175,7 @@ fn channels_and_imports_beyond_their_quotas_are_refused() {
     assert_eq!(refused.to_string(), "Limit reached: channels");
     driver.client().query_channel(kept.id()).expect("existing channels stay");
 
-    let ram = vendor_backends::mem::SharedMemory::new(c"ram", 2 * MIB).unwrap();
+    let ram = ipc::mem::SharedMemory::new(c"ram", 2 * MIB).unwrap();
     let mut import = |len| {
         let fd = std::os::fd::AsFd::as_fd(&ram.fd);
         driver.client().import(mdev_core::gpu::GuestRam { fd, offset: 0, len, writable: true })

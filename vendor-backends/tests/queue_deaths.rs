@@ -13,6 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::{decode, encode};
 use mdev_core::abi::queue::{completion, node};
 use mdev_core::gpu::{Client, ClientSpec, Pending};
 use mdev_core::ids::{GuestPa, Token, VgpuId};
@@ -26,7 +27,6 @@ use vendor_backends::nvidia::control_queue::running::QueueState;
 use vendor_backends::nvidia::control_queue::testing::Program;
 use vendor_backends::nvidia::frontend::running::{Changes, RunningPrograms};
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, words};
-use vendor_backends::seqpacket::{decode, encode};
 
 use ending_client::{Ended, EndingClient, Steps};
 

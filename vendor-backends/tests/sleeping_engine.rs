@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::gpu::{ClientSpec, EngineKind, Gpu, GpuDescription, GpuError, Quotas};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
@@ -15,7 +16,6 @@ use vendor_backends::mediator::fault::Fault;
 use vendor_backends::mediator::hardware::{MemoryRange, Partition};
 use vendor_backends::mediator::wire::Refusal;
 use vendor_backends::mediator::{Hardware, MediatedClient, MediatedGpu, server};
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftGpu;
 
 /// Longest answer to a request. The GPU process waits for 0.5 s; a manager gives up after 4 s.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use ipc::seqpacket::{self, SeqPacket, SeqPacketListener};
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GpuError, GuestRam, Pending, Usage};
 use mdev_core::ids::VgpuId;
@@ -18,7 +19,6 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 use vendor_backends::conformance::{self, Driver, Pushbuffer, client_spec as spec};
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
-use vendor_backends::seqpacket::{self, SeqPacket, SeqPacketListener};
 use vendor_backends::soft::SoftGpu;
 
 /// GPU process of a software GPU, as a thread.

@@ -9,9 +9,11 @@
 //! * uses memory files ([`is_memory`]) and eventfds ([`is_eventfd`]) only
 //! * closes all others, except for sockets, on a thread of their own ([`close`])
 //!
-//! The owner of an eventfd can make writes to it block: see [`eventfd`].
+//! The owner of an eventfd can make writes to it block: see [`eventfd`]. [`receive()`] is the system call
+//! that receives descriptors.
 
 pub mod eventfd;
+mod receive;
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -19,6 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 pub use eventfd::is_eventfd;
+pub use receive::{MAX_RECEIVED, Received, receive};
 
 /// Maximum number of descriptors that are being closed.
 pub const MAX_CLOSING: usize = 16;

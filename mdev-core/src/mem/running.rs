@@ -9,7 +9,7 @@ use super::{DmaAccess, GuestMemory};
 use crate::ids::{GuestPa, MemoryId};
 
 /// Mappings and their imports, without the files.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunningMemory {
     /// Mappings, by address.
     pub maps: Vec<RunningMap>,

@@ -13,9 +13,9 @@ use cuda_socket::{
     FileId, IoctlRequest, Node, Refused, Reply, Request, VERSION, decode_numbered, encode,
     encode_numbered,
 };
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use serde_json::json;
 use system_tests::Vgpud;
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 
 use crate::TYPE;
 

@@ -33,11 +33,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cuda_socket::{Reply, Request, VERSION, decode, decode_numbered, encode};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use lab::cuda_libraries::CudaLibraries;
 use lab::progress::Progress;
 use serde_json::json;
 use system_tests::{Vgpud, cuda_library, skipped};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 
 /// Type of the vGPUs: a context takes some 600 MiB.
 const TYPE: &str = "SOFT-2C";

@@ -13,12 +13,12 @@ use std::path::Path;
 use std::thread;
 
 use anyhow::Result;
+use ipc::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener, decode, encode};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::vgpuctl::{refused, vgpuctl};
 use system_tests::{Vgpud, is_alive, wait_for};
 use vendor_backends::mediator::wire::{AdminReply, AdminRequest, OLDEST, Refusal};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, SeqPacketListener, decode, encode};
 use vgpud::worker::journal::kept::{Key, Message};
 
 /// Answers every connection at a socket in place of another process. `None` hangs up.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::{GIB, KIB, MIB};
 use nix::sys::signal::Signal;
@@ -15,7 +16,6 @@ use system_tests::ram::Ram;
 use system_tests::vgpuctl::{refused, vgpuctl};
 use system_tests::worker_deaths::worker;
 use system_tests::{Vgpud, kill_process};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 use vgpu_guest::channel::Channel;
 use vgpu_guest::copy;
 use vgpu_guest::device::Device;

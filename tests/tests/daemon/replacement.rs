@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cuda_socket::{MAX_PACKET, Request, VERSION, encode};
+use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::control::reg;
 use mdev_core::gpu::EngineKind;
 use mdev_core::units::MIB;
@@ -22,7 +23,6 @@ use system_tests::vcpu::Vcpu;
 use system_tests::vfio_user_guest::VfioUserGuest;
 use system_tests::worker_deaths::{Place, kill_at, replace, worker};
 use system_tests::{Vgpud, bytes, is_alive, kill_process, skipped, wait_for};
-use vendor_backends::seqpacket::SeqPacket;
 use vgpu_guest::channel::Channel;
 use vgpu_guest::device::Device;
 use vgpu_guest::memory::Home;

@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use ipc::seqpacket::SeqPacket;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::raw_client::RawClient;
@@ -18,7 +19,6 @@ use system_tests::vcpu::Vcpu;
 use system_tests::vgpuctl::vgpuctl_json;
 use system_tests::worker_deaths::worker;
 use system_tests::{Vgpud, is_alive, kill_process, wait_for};
-use vendor_backends::seqpacket::SeqPacket;
 use vgpud::service::upgrading::program_in_memory;
 use vgpud::worker::journal::kept::{Key, Message};
 use vgpud::worker_client::pass_program;

@@ -8,8 +8,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
+use ipc::seqpacket::SeqPacket;
 use system_tests::driver_api::{Cuda, OUT_OF_MEMORY, ok};
-use vendor_backends::seqpacket::SeqPacket;
 
 /// Environment variable that is set in pods.
 pub const MARK: &str = "TESSERA_TEST_INSIDE";

@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use system_tests::raw_client::RawClient;
 use system_tests::user::User;
 use system_tests::vgpuctl::{Done, path, refused, vgpuctl};
 use system_tests::{TIMEOUT, Vgpud, kill_process, skipped, wait_for};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
 use vgpud_host::uid_range::UidRange;
 
 const OTHER_USER: User = User { uid: 61_234, gid: 61_234, groups: &[] };

@@ -8,6 +8,7 @@ use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use anyhow::Result;
+use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::control::reg;
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -19,7 +20,6 @@ use system_tests::bytes;
 use system_tests::fuse::SilentFs;
 use system_tests::raw_client::{DMA_MAP, DMA_UNMAP, GET_INFO, RawClient, SET_IRQS};
 use system_tests::skipped;
-use vendor_backends::seqpacket::SeqPacket;
 
 use super::abuse::{CONTROL, RAM, Victim, map, memory};
 

@@ -5,6 +5,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{ClientSpec, EngineKind, Gpu, GpuError};
@@ -15,7 +16,6 @@ use serde_json::json;
 use system_tests::{Vgpud, is_alive, kill_process, wait_for};
 use vendor_backends::conformance::{self, Driver, Pushbuffer};
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::vfio;
 
 use crate::nested::guest::Guest;

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::{doorbell, notifier, userd};
 use mdev_core::gpu::{Client, Pending};
 use mdev_core::ids::Token;
 use mdev_core::units::{MIB, PAGE_SIZE};
 use vendor_backends::conformance::Pushbuffer;
-use vendor_backends::mem::Mapping;
 
 use crate::program::{CONTROL, Context, Program, memory_params, wait, word, words};
 use crate::{PROGRAM_VA, faults};

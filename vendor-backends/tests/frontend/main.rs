@@ -17,13 +17,13 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use cuda_socket::{FileId, MapRequest, Node};
+use ipc::mem::Mapping;
 use mdev_core::gpu::{Client, Pending};
 use mdev_core::units::{MIB, PAGE_SIZE};
 use program::{
     CONTROL, CONTROL_FD, Context, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words,
 };
 use proptest::prelude::*;
-use vendor_backends::mem::Mapping;
 use vendor_backends::nvidia::frontend::Mapped;
 
 const NO_MEMORY: u32 = 0x51;

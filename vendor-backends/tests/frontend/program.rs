@@ -7,10 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, SharedRange};
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::gpu::{Client, ClientSpec};
 use mdev_core::units::MIB;
 use vendor_backends::mediator::MediatedClient;
-use vendor_backends::mem::{Mapping, SharedMemory};
 use vendor_backends::nvidia::frontend::identity::Identity;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity};
 pub use vendor_backends::nvidia::frontend::testing::{memory_params, word, words};

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use cuda_socket::{Block, Fetch, FileId, IoctlRequest, MapRequest, Refused, SharedRange};
+use ipc::mem::SharedMemory;
 use mdev_core::ids::VgpuId;
 use mdev_core::units::GIB;
-use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::frontend::Outcome;
 use vendor_backends::nvidia::frontend::identity::Identity;
 

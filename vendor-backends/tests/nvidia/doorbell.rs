@@ -4,10 +4,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use mdev_core::abi::{doorbell, userd};
 use mdev_core::gpu::{Client, GpuCapabilities};
 use mdev_core::ids::MemoryId;
-use vendor_backends::mem::Mapping;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 

@@ -3,12 +3,12 @@
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::units::MIB;
 use vendor_backends::nvidia::NvidiaGpu;
 use vendor_backends::nvidia::fake_rm::FakeRm;
 use vendor_backends::nvidia::wire::{FromManager, FromWorker, Report};
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 use super::{DRIVER, gpu, spec};
 

@@ -20,12 +20,12 @@ mod warnings;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelHandle, Client, ClientSpec, EngineKind, Gpu, GpuError};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::{Mapping, SharedMemory};
 use vendor_backends::nvidia::fake_rm::{self, FakeRm, OPTIONS};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 

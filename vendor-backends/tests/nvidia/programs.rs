@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cuda_socket::{FileId, IoctlRequest, Node};
+use ipc::mem::SharedMemory;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest,
@@ -12,7 +13,6 @@ use mdev_core::gpu::{
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::NvidiaClient;
 use vendor_backends::nvidia::fake_rm::FakeRm;
 use vendor_backends::nvidia::frontend::Outcome;

@@ -112,14 +112,13 @@ fn engine_time_is_measured() {
         0x1_0000,
         0,
     );
-    let mapped =
-        whole.map(|fd| vendor_backends::mem::Mapping::new(fd.as_fd(), 0, 0x1_0000, true).map(drop));
+    let mapped = whole.map(|fd| ipc::mem::Mapping::new(fd.as_fd(), 0, 0x1_0000, true).map(drop));
     println!("64 KiB of the usermode region: {mapped:?}");
     let fd = device
         .rm_client
         .aperture(&device.device, &usermode, device.rm_client.gpu_node(), 4096, 0)
         .unwrap();
-    let clock = vendor_backends::mem::Mapping::new(fd.as_fd(), 0, 4096, true).unwrap();
+    let clock = ipc::mem::Mapping::new(fd.as_fd(), 0, 4096, true).unwrap();
     let mut log = match CtxswLog::open(&device, clock) {
         Ok(log) => log,
         Err(error) => panic!("no context switch log: {error}"),
@@ -204,7 +203,7 @@ fn messages_of_the_manager_are_executed() {
 fn guest_memory_is_pinned_and_unpinned() {
     let Some(mut gpu) = gpu() else { return };
     let mut client = client(&mut gpu, GIB);
-    let ram = vendor_backends::mem::SharedMemory::new(c"ram", GIB).unwrap();
+    let ram = ipc::mem::SharedMemory::new(c"ram", GIB).unwrap();
     let started = Instant::now();
     let guest = GuestRam { fd: ram.fd.as_fd(), offset: 0, len: GIB, writable: true };
     let memory = client.import(guest).unwrap();

@@ -4,10 +4,10 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use mdev_core::gpu::{EngineKind, Gpu};
 use mdev_core::units::{GIB, MIB};
 use vendor_backends::conformance::{Driver, Pushbuffer};
-use vendor_backends::mem::Mapping;
 use vendor_backends::nvidia::KernelDriver;
 use vendor_backends::nvidia::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::device::{Device, cards};

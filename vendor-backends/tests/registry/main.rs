@@ -8,12 +8,12 @@ use std::thread;
 use std::time::Duration;
 
 use host_inventory::{HostFiles, Level, PciDevice};
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use vendor_backends::backend::{BACKENDS, Backend, Opener, Recommendation, Registry};
 use vendor_backends::mediator::{MediatedGpu, server};
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftBackend;
 
 /// The one line.

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::units::MIB;
 use tempfile::TempDir;
 use vendor_backends::mediator::{MediatedClient, MediatedGpu, server};
-use vendor_backends::seqpacket::SeqPacketListener;
 use vendor_backends::soft::SoftGpu;
 
 /// What must live as long as the vGPU's client.

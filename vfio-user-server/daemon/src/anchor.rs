@@ -16,6 +16,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use ipc::mem::sealed_memfd;
+use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use log::Level;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -26,8 +28,6 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{MsgFlags, Shutdown, getsockopt, recv, setsockopt, shutdown, sockopt};
 use nix::sys::time::TimeVal;
 use vendor_backends::backend::BACKENDS;
-use vendor_backends::mem::sealed_memfd;
-use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
 use crate::spawn::{self, Limits, Process};
 use crate::worker::journal;

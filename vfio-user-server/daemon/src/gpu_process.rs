@@ -9,9 +9,9 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use ipc::seqpacket::SeqPacketListener;
 use vendor_backends::backend::Opener;
 use vendor_backends::mediator::server;
-use vendor_backends::seqpacket::SeqPacketListener;
 use vgpud_host::users::Account;
 
 use crate::backend::ParentConfig;

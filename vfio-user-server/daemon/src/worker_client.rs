@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ipc::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use mdev_core::device::{ConfigWrite, Scanout};
 use mdev_core::gpu::StagedCopy;
-use vendor_backends::seqpacket::{MAX_PACKET, Packet, SeqPacket};
 use vgpud_host::text::one_line;
 
 use crate::spawn;
@@ -407,7 +407,7 @@ fn unexpected(reply: &WorkerReply) -> io::Error {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use vendor_backends::seqpacket::SeqPacketListener;
+    use ipc::seqpacket::SeqPacketListener;
 
     use super::*;
     use crate::worker_protocol::ProgramsStatus;

@@ -1,14 +1,11 @@
 //! System calls with `unsafe` code.
 
 use std::io;
-use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::fds::{Fds, MAX_FDS};
 
-/// Length of the control buffer in words: a header and [`MAX_FDS`] descriptors. The kernel discards
-/// more, without a call of their file systems in this process.
-const CONTROL_WORDS: usize = 2 + MAX_FDS * size_of::<RawFd>() / size_of::<u64>();
+const _: () = assert!(MAX_FDS <= foreign_fds::MAX_RECEIVED);
 
 /// Result of [`receive`].
 #[derive(Clone, Copy, Debug)]
@@ -69,57 +66,25 @@ pub fn receive(
     fds: &mut Fds,
     mode: Mode,
 ) -> io::Result<Received> {
-    let mut control = [MaybeUninit::<u64>::uninit(); CONTROL_WORDS];
-    let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    // SAFETY: all-zero is a valid msghdr: null pointers and zero lengths.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = &raw mut iov;
-    message.msg_iovlen = 1;
-    message.msg_control = control.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control);
-    let flags = libc::MSG_CMSG_CLOEXEC
-        | match mode {
-            Mode::Wait => 0,
-            Mode::Poll => libc::MSG_DONTWAIT,
-            Mode::Peek => libc::MSG_DONTWAIT | libc::MSG_PEEK,
-            Mode::PeekWait => libc::MSG_PEEK,
+    let flags = match mode {
+        Mode::Wait => 0,
+        Mode::Poll => libc::MSG_DONTWAIT,
+        Mode::Peek => libc::MSG_DONTWAIT | libc::MSG_PEEK,
+        Mode::PeekWait => libc::MSG_PEEK,
+    };
+    let mut has_no_room = false;
+    let received = loop {
+        let take = |fd| {
+            if let Err(fd) = fds.push(fd) {
+                has_no_room = true;
+                foreign_fds::close(fd);
+            }
         };
-    let bytes = loop {
-        // SAFETY: the message has pointers to a buffer and a control buffer with their lengths.
-        // Both are borrowed mutably for the call.
-        let result = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) };
-        if let Ok(bytes) = usize::try_from(result) {
-            break bytes;
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
+        match foreign_fds::receive(socket, buffer, MAX_FDS, flags, take) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            received => break received?,
         }
     };
-    let mut surplus_fds = message.msg_flags & libc::MSG_CTRUNC != 0;
-    // SAFETY: recvmsg set the control buffer and its length, and the buffer is alive.
-    let mut header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    // SAFETY: CMSG_FIRSTHDR and CMSG_NXTHDR return null or a header within the control buffer,
-    // which is aligned because the buffer consists of 8-byte words.
-    while let Some(item) = unsafe { header.as_ref() } {
-        if item.cmsg_level == libc::SOL_SOCKET && item.cmsg_type == libc::SCM_RIGHTS {
-            // SAFETY: the header is valid, as above; CMSG_LEN only computes.
-            let (data, overhead) = unsafe { (libc::CMSG_DATA(header), libc::CMSG_LEN(0) as usize) };
-            for n in 0..item.cmsg_len.saturating_sub(overhead) / size_of::<RawFd>() {
-                let mut raw = [0; size_of::<RawFd>()];
-                // SAFETY: the kernel wrote this many descriptors after the header.
-                unsafe { data.add(n * raw.len()).copy_to(raw.as_mut_ptr(), raw.len()) };
-                let raw = RawFd::from_ne_bytes(raw);
-                // SAFETY: the kernel has just created the descriptor, and no other code owns it.
-                let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-                if let Err(fd) = fds.push(fd) {
-                    surplus_fds = true;
-                    foreign_fds::close(fd);
-                }
-            }
-        }
-        // SAFETY: the kernel wrote the header into the control buffer.
-        header = unsafe { libc::CMSG_NXTHDR(&raw const message, header) };
-    }
-    Ok(Received { bytes, surplus_fds })
+    let surplus_fds = has_no_room || received.flags & libc::MSG_CTRUNC != 0;
+    Ok(Received { bytes: received.bytes, surplus_fds })
 }

@@ -329,8 +329,7 @@ impl Channels {
             channels: channels.collect(),
         };
         let reported: Vec<_> = self.reported.iter().chain(&self.taken).copied().collect();
-        let reported = Some(&reported).filter(|reported| !reported.is_empty());
-        self.journal.write_live_with(Live::Channels, &live, reported);
+        self.journal.write_live(Live::Channels, &(live, reported));
     }
 
     /// Returns the channels for which was rung.

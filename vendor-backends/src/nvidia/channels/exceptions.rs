@@ -5,7 +5,7 @@
 //! one of them.
 
 use std::ops::RangeInclusive;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use mdev_core::gpu::{EngineKind, ErrorStates, Exception, GpuError};
@@ -44,12 +44,11 @@ pub(super) struct ExceptionWatch {
 }
 
 impl ExceptionWatch {
-    /// Starts to watch the group of a channel with the object `compute`. `fd` gets the events.
+    /// Starts to watch the group of a channel with the object `compute`.
     fn new(
         device: &Arc<Object>,
         rm_client: &Arc<RmClient>,
         compute: &Arc<Object>,
-        fd: BorrowedFd<'_>,
     ) -> Result<Self, RmError> {
         let mut params =
             abi::DebuggerParams { debugger: 0, client: rm_client.root(), object: compute.handle() };
@@ -57,7 +56,7 @@ impl ExceptionWatch {
         let debugger = rm_client.alloc(Some(device), class::DEBUGGER, params, "debugger")?;
         let events = NOTIFIERS.map(|notifier| {
             let index = notifier | event::SUBDEVICE_SPECIFIC;
-            Ok((alloc_event(rm_client, compute, index, fd)?, notifier))
+            Ok((rm_client.alloc_event(compute, index, EXCEPTION_FILE)?, notifier))
         });
         Ok(Self {
             events: events.collect::<Result<_, RmError>>()?,
@@ -91,23 +90,6 @@ impl ExceptionWatch {
     }
 }
 
-/// Creates an event for the file for exceptions.
-fn alloc_event(
-    rm_client: &Arc<RmClient>,
-    compute: &Arc<Object>,
-    index: u32,
-    fd: BorrowedFd<'_>,
-) -> Result<Arc<Object>, RmError> {
-    match rm_client.alloc_event(compute, index, EXCEPTION_FILE) {
-        // A worker of an earlier version has registered the file by the number of its descriptor.
-        Err(error) if error.is_not_found() => {
-            rm_client.register_event_file(fd, EXCEPTION_FILE)?;
-            rm_client.alloc_event(compute, index, EXCEPTION_FILE)
-        }
-        done => done,
-    }
-}
-
 impl Channels {
     /// Sets which exceptions of a channel's group are watched.
     pub fn watch_exceptions(&mut self, id: ChannelId, mask: u32) -> Result<(), GpuError> {
@@ -119,8 +101,7 @@ impl Channels {
                     channel.objects.get(1).filter(|_| channel.engine == EngineKind::Compute);
                 let compute = compute.ok_or(GpuError::Invalid("exceptions without kernels"))?;
                 let Device { device, rm_client, .. } = &*self.device;
-                let event = self.exception_event.as_fd();
-                none.insert(ExceptionWatch::new(device, rm_client, compute, event)?)
+                none.insert(ExceptionWatch::new(device, rm_client, compute)?)
             }
         };
         let mut mask = mask & WATCHABLE;

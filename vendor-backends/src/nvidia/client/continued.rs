@@ -14,7 +14,7 @@ use super::open::DOORBELL_BYTES;
 use super::{NvidiaClient, ThreadInputs};
 use crate::nvidia::activity::Activity;
 use crate::nvidia::adoption::DAMAGED;
-use crate::nvidia::adoption::journal::{self, Journal, Live};
+use crate::nvidia::adoption::journal::{Journal, Live};
 use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::adoption::live::{LiveAccounting, LiveChannels};
 use crate::nvidia::adoption::state::{ClientState, FixedObjects, ProgramsState};
@@ -108,8 +108,7 @@ impl NvidiaClient {
         let mut memory = Memory::adopt(device.clone(), of_memory, &programs, spec, &mut files)?;
         let space = memory.space(SpaceId::DEFAULT)?.space().clone();
         let exception_event = Arc::new(files.take(kept::EXCEPTION_EVENT)?);
-        let accounting: LiveAccounting =
-            journal.live(Live::Accounting).map(|(record, ())| record).unwrap_or_default();
+        let accounting: LiveAccounting = journal.live(Live::Accounting).unwrap_or_default();
         let guest_doorbell = files.take(kept::GUEST_DOORBELL)?;
         let shared = adopt_state(
             &device,
@@ -171,9 +170,7 @@ impl NvidiaClient {
         self.position.number(|number| {
             let mut programs = ProgramsState::default();
             let Some(state) = self.client_state(&mut programs) else { return false };
-            let programs = Some(&programs).filter(|programs| !programs.is_empty());
-            let Ok(contents) = journal::encode(&state, programs) else { return false };
-            self.state.journal.write_state(number, &contents)
+            self.state.journal.write_state(number, &(state, programs))
         })
     }
 

@@ -171,11 +171,6 @@ impl FakeRm {
         !raised.is_empty()
     }
 
-    /// Forgets the numbers of files for events, as if another process had used other numbers.
-    pub fn forget_event_files(&self) {
-        self.state().event_files.clear();
-    }
-
     /// Returns the tokens of the channels that were enabled when their group was scheduled.
     pub fn started(&self) -> Vec<u32> {
         self.state().objects.started.clone()

@@ -11,6 +11,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{Backing, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest, Pending};
@@ -18,7 +19,6 @@ use mdev_core::ids::{ChannelId, GpuVa};
 use mdev_core::units::{GIB, MIB};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::{Mapping, SharedMemory};
 use vendor_backends::nvidia::adoption::kept::Kept;
 use vendor_backends::nvidia::fake_rm::{self, FakeProcess, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};

@@ -8,15 +8,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
 
 use cuda_socket::{Block, FileId, IoctlRequest, Node, Refused};
+use ipc::mem::SharedMemory;
+use ipc::seqpacket::{decode, encode};
 use mdev_core::units::{KIB, MIB, PAGE_SIZE};
-use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::frontend::guest_memory::FreedPages;
 use vendor_backends::nvidia::frontend::running::{Changes, RunningPrograms};
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, word, words};
 use vendor_backends::nvidia::frontend::{FrontEnd, NewFiles, Outcome, StoreId};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
-use vendor_backends::seqpacket::{decode, encode};
 
 use super::{Anchor, CONTINUED, Worker};
 use crate::{DRIVER, spec};

@@ -4,13 +4,13 @@ use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
+use ipc::mem::SharedMemory;
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, GpuError, MapRequest};
+use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, Exception, GpuError, MapRequest};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use proptest::prelude::*;
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::adoption::journal::{Journal, Live};
 use vendor_backends::nvidia::adoption::kept;
 use vendor_backends::nvidia::adoption::live::LiveChannels;
@@ -183,9 +183,11 @@ impl Schedule {
         anchor.record(&mut worker.client);
         worker.end();
         let journal = Journal::open(anchor.kept[&kept::JOURNAL].as_fd()).unwrap().unwrap();
-        let (live, ()): (LiveChannels, ()) = journal.live(Live::Channels).unwrap();
+        let (live, reported): (LiveChannels, Vec<Exception>) =
+            journal.live(Live::Channels).unwrap();
         let (timeslice, gate_open) = (Some(Duration::from_millis(3)), self.gate_open);
-        journal.write_live(Live::Channels, &LiveChannels { timeslice, gate_open, ..live });
+        let live = LiveChannels { timeslice, gate_open, ..live };
+        journal.write_live(Live::Channels, &(live, reported));
         let mut next = anchor.adopt().unwrap();
         anchor.record(&mut next.client);
         next

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use ipc::mem::SharedMemory;
 use mdev_core::abi::compute::{
     self, SEND_PCAS_A, SEND_SIGNALING_PCAS2_B, SET_SHADER_LOCAL_MEMORY_WINDOW_A,
     SET_SHADER_SHARED_MEMORY_WINDOW_A,
@@ -19,7 +20,6 @@ use mdev_core::gpu::{
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::{GIB, KIB, MIB};
 use vendor_backends::conformance::lifecycle;
-use vendor_backends::mem::SharedMemory;
 use vendor_backends::nvidia::NvidiaClient;
 
 /// Entries of a ring.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use host_inventory::{Finding, HostFiles, PciDevice};
+use ipc::mem::SharedMemory;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
 use mdev_core::units::MIB;
 use vendor_backends::backend::{
@@ -12,7 +13,6 @@ use vendor_backends::backend::{
 use vendor_backends::mediator::Hardware;
 use vendor_backends::mediator::hardware::{Partition, PartitionMemory, Reservation};
 use vendor_backends::mediator::wire::Refusal;
-use vendor_backends::mem::SharedMemory;
 
 /// A device that has memory and no engine.
 #[derive(Debug)]

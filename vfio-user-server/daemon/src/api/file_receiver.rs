@@ -7,9 +7,9 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 
+use ipc::seqpacket::receive_with_fds;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
-use vendor_backends::seqpacket::receive_with_fds;
 
 /// The last file that a client has passed on a connection, until a request takes it.
 #[derive(Clone, Debug, Default)]

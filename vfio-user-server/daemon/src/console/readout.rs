@@ -11,10 +11,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::device::Scanout;
 use mdev_core::units::PAGE_SIZE;
 use rfb::picture::{Format, Shape};
-use vendor_backends::mem::Mapping;
 
 /// Limit of width and height, in pixels. No mode is larger; the display registers have 16 bits.
 const MAX_SIDE: u32 = 8192;

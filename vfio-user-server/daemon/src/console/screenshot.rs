@@ -124,7 +124,7 @@ mod tests {
         let reply = WorkerReply::Scanout(scanout(4, 4, 32));
         let none = answered(&reply, &[], take).unwrap_err();
         assert_eq!(none.message, "The worker sent no video memory to read");
-        let short = vendor_backends::mem::sealed_memfd(c"short", 63).unwrap();
+        let short = ipc::mem::sealed_memfd(c"short", 63).unwrap();
         let short = answered(&reply, &[short.as_fd()], take).unwrap_err();
         assert!(short.message.starts_with("The screen cannot be read: "), "{short}");
         let disk = memory(&[0; 64]);

@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn memory_and_files_of_sysfs_are_video_memory() {
-        let memory = vendor_backends::mem::sealed_memfd(c"vram", 4096).unwrap();
+        let memory = ipc::mem::sealed_memfd(c"vram", 4096).unwrap();
         assert!(is_video_memory(memory.as_fd()));
         if let Ok(adapter) = File::open("/sys/kernel/mm/transparent_hugepage/enabled") {
             assert!(is_video_memory(adapter.as_fd()));

@@ -15,9 +15,9 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::definition::{Attrs, Definition, Owner};
 use mdev_core::ids::VgpuId;
-use vendor_backends::seqpacket::SeqPacketListener;
 
 use super::Result;
 use super::run_dir::RunDir;

@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Instant;
 
+use ipc::mem::file_of;
 use mdev_core::ids::{GuestPa, VgpuId};
 use mdev_core::stream::{Head, IndexedVgpu, Part, StagedWriter, StreamError, StreamReader};
-use vendor_backends::mem::file_of;
 use vgpud_api::{ConfigWrite, ErrorCode, ErrorDetail, RestoredVgpu};
 
 use super::saving::cannot;

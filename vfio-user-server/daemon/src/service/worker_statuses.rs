@@ -158,7 +158,7 @@ impl Told {
 
 #[cfg(test)]
 mod tests {
-    use vendor_backends::seqpacket::{MAX_PACKET, SeqPacketListener};
+    use ipc::seqpacket::{MAX_PACKET, SeqPacketListener};
 
     use super::*;
     use crate::worker_protocol::tests::status_of_version_1;

@@ -16,9 +16,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::thread;
 
+use ipc::mem::Mapping;
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::stream::MAX_CHUNK;
-use vendor_backends::mem::Mapping;
 
 /// Slots of staging memory. Each is copied by one request.
 const SLOTS: u64 = 4;

@@ -3,9 +3,9 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result, ensure};
+use ipc::seqpacket::SeqPacket;
 use mdev_core::device::VirtualFunction;
 use mdev_core::mem::DmaAccess;
-use vendor_backends::seqpacket::SeqPacket;
 use vfio_user_server::dma::DmaMap;
 use vfio_user_server::journal::{FirstMessage, ReplyPhase};
 use vfio_user_server::session::Session;
@@ -14,7 +14,8 @@ use vgpud_api::AttachedClient;
 use super::front_end_spec::FrontEndSpec;
 use super::journal::kept::{Anchor, Kept, KeptPrograms, Key};
 use super::journal::{
-    Continued, ContinuedPrograms, Journal, ProgramsRecorder, QueueRecorder, RecordFile, Recorder,
+    Continued, ContinuedPrograms, Journal, ProgramRecords, ProgramsRecorder, QueueRecorder,
+    Recorder,
 };
 use super::queue_thread::QueueRecords;
 
@@ -119,9 +120,7 @@ impl Anchored {
 
     /// Continues with the connections.
     pub fn resume_connections(mut self) -> Result<Resumed> {
-        // From here on this worker's program can continue, and that of another release may not.
         self.anchor.works();
-        self.journal.convert();
         let control = self.kept.take_control();
         let control = control.into_iter().map(|(id, fd)| (id, SeqPacket::from(fd))).collect();
         let (programs_recorder, programs) = self.resume_programs();
@@ -179,7 +178,7 @@ impl Anchored {
         if let Some(continued) = &mut self.continued {
             (file, recorded) = (continued.programs_file.take(), continued.programs.take());
         }
-        let served = file.as_ref().map_or(0, RecordFile::served);
+        let served = file.as_ref().map_or(0, ProgramRecords::served);
         let mut recorder = ProgramsRecorder::new(self.anchor.share(), file);
         recorder.resume(recorded.as_ref(), kept.keys());
         (recorder, ResumedPrograms { recorded, kept, served })

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use vendor_backends::seqpacket::{MAX_PACKET, SeqPacket};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket};
 
 use crate::worker_protocol::{OLDEST, VERSION, WorkerReply, WorkerRequest};
 

@@ -15,9 +15,9 @@ use std::thread::{self, JoinHandle, Thread};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use ipc::mem::Mapping;
 use mdev_core::abi::doorbell::{PAGE_BYTES, TOKEN};
 use mdev_core::gpu::{Client, DoorbellWatch};
-use vendor_backends::mem::Mapping;
 use vendor_backends::ring_clock::RingClock;
 
 /// Value of the word after it was seen. No channel has this token.

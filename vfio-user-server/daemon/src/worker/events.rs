@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use ipc::seqpacket::SeqPacketListener;
 use log::Level;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::sys::time::TimeSpec;
 use nix::sys::timer::{Expiration, TimerSetTimeFlags};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
-use vendor_backends::seqpacket::SeqPacketListener;
 
 use super::End;
 use super::control::ControlConnection;

@@ -33,8 +33,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use event_manager::{EventManager, SubscriberOps};
+use ipc::seqpacket::SeqPacketListener;
 use mdev_core::device::VirtualFunction;
-use vendor_backends::seqpacket::SeqPacketListener;
 
 use crate::spawn;
 use crate::worker_protocol::{OLDEST, VERSION, WorkerRequest, WorkerSpec};

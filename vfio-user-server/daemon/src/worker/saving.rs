@@ -6,11 +6,11 @@ use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result, bail};
+use ipc::mem::file_of;
 use mdev_core::device::{SavedMemory, SavedVgpu, VirtualFunction};
 use mdev_core::gpu::Aperture;
 use mdev_core::ids::GuestPa;
 use mdev_core::stream::MAX_STATE;
-use vendor_backends::mem::file_of;
 
 use crate::guest_pieces;
 use crate::worker_protocol::{MemoryRange, Restored, WorkerReply, WorkerRequest};

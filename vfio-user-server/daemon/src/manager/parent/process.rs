@@ -6,13 +6,13 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use mdev_core::gpu::{Gpu, GpuError};
 use mdev_core::partition::Partitions;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use vendor_backends::mediator::MediatedGpu;
-use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
 use super::Parent;
 use super::connection::Connection;

@@ -5,10 +5,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::time::Instant;
 
+use ipc::mem::file_of;
+use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::VgpuId;
 use nix::sys::signal::Signal;
-use vendor_backends::mem::file_of;
-use vendor_backends::seqpacket::SeqPacket;
 
 use crate::manager::sockets::Sockets;
 use crate::manager::watcher::Generation;

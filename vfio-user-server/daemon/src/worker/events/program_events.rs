@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use cuda_socket::{Reply, encode};
 use event_manager::{EventOps, EventSet, Events};
+use ipc::seqpacket::SeqPacket;
 use log::Level;
 use mdev_core::gpu::Pending;
 use nix::errno::Errno;
-use vendor_backends::seqpacket::SeqPacket;
 
 use super::{Worker, peer, source, unwatch, watch};
 use crate::worker::programs::{Changes, Source, Throttled};

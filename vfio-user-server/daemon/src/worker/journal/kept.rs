@@ -9,10 +9,10 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use ipc::seqpacket::SeqPacket;
 use mdev_core::device::Descriptor;
 use mdev_core::gpu::KeptDescriptor;
 use pci_registers::interrupts::IrqEvent;
-use vendor_backends::seqpacket::SeqPacket;
 
 /// Limit of kept descriptors. A vGPU has either a VM, with its memory, or programs.
 pub const MAX_KEPT: usize = mdev_core::mem::MAX_MAPS + 64 + MAX_OF_CLIENT;

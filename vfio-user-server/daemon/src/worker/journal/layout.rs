@@ -1,15 +1,9 @@
-//! Records in the journal's file.
-//!
-//! The file has one writer, the worker. Each kind of record has two slots: a new record is written
-//! to the slot that is not in force, and one store of its number brings it into force. A worker can
-//! end between any two instructions: the slot in force is whole. The checksum is for a worker that a
-//! guest has taken over.
+//! Records in the journal's file, and words for the session's progress.
 
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 
-use vendor_backends::mem::Mapping;
+use ipc::record_file::{RecordFile, Slots};
 use vfio_user_server::journal::{MAX_FINISHED, ReplyPhase};
 
 use super::progress::Progress;
@@ -18,49 +12,28 @@ use super::progress::Progress;
 pub const BYTES: u64 = SCRATCH + SCRATCH_BYTES as u64;
 
 /// `"TSRAJRN"` and the version of the file.
-const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x05");
-/// Versions without parts of mappings (4), programs of the host (3) and a control queue (2).
-const EARLIER: [u64; 3] = [MAGIC - (1 << 56), MAGIC - (2 << 56), MAGIC - (3 << 56)];
-/// Version whose [`word::v1`] tell how far the session has come. [`Journal::convert`] reads them.
-const MAGIC_V1: u64 = u64::from_le_bytes(*b"TSRAJRN\x01");
+const MAGIC: u64 = u64::from_le_bytes(*b"TSRAJRN\x01");
 
 /// Words at the start of the file: offsets in bytes.
 mod word {
-    pub const MAGIC: u64 = 0;
     /// Number of the state in force.
     pub const STATE: u64 = 8;
     /// 1 if another worker can continue.
-    pub const CONTINUABLE: u64 = 40;
+    pub const CONTINUABLE: u64 = 16;
     /// Number of workers that tried to continue with the same message.
-    pub const ATTEMPTS: u64 = 48;
+    pub const ATTEMPTS: u64 = 24;
     /// [`Progress`](super::super::progress::Progress) of the session.
-    pub const PROGRESS: u64 = 64;
+    pub const PROGRESS: u64 = 32;
     /// Bytes that are being removed from the socket.
-    pub const REMOVING: u64 = 72;
-
-    /// Words of the version before.
-    pub mod v1 {
-        /// Number of messages of the session that are finished.
-        pub const FINISHED: u64 = 16;
-        /// How far the reply to the message at hand has come: 1 for a begun one, 2 for a sent one.
-        pub const REPLY: u64 = 24;
-        /// Bytes of the message at hand that are being removed from the socket.
-        pub const REMOVING: u64 = 32;
-        /// Number of finished messages once the one at hand has been removed.
-        pub const NEXT: u64 = 56;
-    }
+    pub const REMOVING: u64 = 40;
 }
 
-const STATES: u64 = 4096;
-const STATE_BYTES: u64 = 64 << 10;
-const MEMORIES: u64 = STATES + 2 * STATE_BYTES;
+const STATES: Slots = Slots::new(4096, 64 << 10);
 /// A mapping takes up to 45 bytes.
-const MEMORY_BYTES: u64 = 256 << 10;
+const MEMORIES: Slots = Slots::new(STATES.end(), 256 << 10);
 /// Where bytes go that are removed from the socket.
-const SCRATCH: u64 = MEMORIES + 2 * MEMORY_BYTES;
+const SCRATCH: u64 = MEMORIES.end();
 const SCRATCH_BYTES: usize = MAX_FINISHED;
-/// Number, length and checksum before the contents of a slot.
-const SLOT_HEADER: u64 = 16;
 
 /// Kind of a record.
 #[derive(Clone, Copy, Debug)]
@@ -72,19 +45,18 @@ pub enum Kind {
 }
 
 impl Kind {
-    fn slot(self, number: u64) -> (u64, u64) {
-        let (start, bytes) = match self {
-            Self::State => (STATES, STATE_BYTES),
-            Self::Memory => (MEMORIES, MEMORY_BYTES),
-        };
-        (start + (number & 1) * bytes, bytes)
+    const fn slots(self) -> Slots {
+        match self {
+            Self::State => STATES,
+            Self::Memory => MEMORIES,
+        }
     }
 }
 
 /// Journal of a worker.
 #[derive(Debug)]
 pub struct Journal {
-    memory: Arc<Mapping>,
+    file: RecordFile,
     /// Number of the state in force.
     state: u64,
     is_continuable: bool,
@@ -95,51 +67,24 @@ pub struct Journal {
 
 impl Journal {
     /// Opens the journal that the anchor keeps. Its file has [`BYTES`] bytes.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the file cannot be mapped, or is of another version.
     pub fn open(file: BorrowedFd<'_>) -> io::Result<Self> {
-        let memory = Mapping::new(file, 0, BYTES, true)?;
-        let progress = Progress::default();
-        let mut journal =
-            Self { memory, state: 0, is_continuable: false, progress, has_attempts: true };
-        let magic = journal.load(word::MAGIC);
-        let has_progress = magic == MAGIC || EARLIER.contains(&magic);
-        if has_progress || magic == MAGIC_V1 {
-            journal.state = journal.load(word::STATE);
-            journal.is_continuable = journal.load(word::CONTINUABLE) == 1;
+        let file = RecordFile::map(file, BYTES)?;
+        // Before the first state, the file has no version.
+        if ![0, MAGIC].contains(&file.magic()) {
+            let message = "The journal is of another version of vgpud";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
         }
-        if has_progress {
-            journal.progress = Progress::decode(journal.load(word::PROGRESS));
-        }
-        Ok(journal)
-    }
-
-    /// Converts a journal of a version before. A worker of that version cannot continue then.
-    pub fn convert(&mut self) {
-        match self.load(word::MAGIC) {
-            MAGIC_V1 => {}
-            // The next state is of this version.
-            magic if EARLIER.contains(&magic) => return self.store(word::MAGIC, MAGIC),
-            _ => return,
-        }
-        let removing = self.load(word::v1::REMOVING);
-        let progress = if removing == 0 {
-            let finished = self.load(word::v1::FINISHED);
-            Progress { finished, in_socket: 0, replying: self.load(word::v1::REPLY) != 0 }
-        } else {
-            let in_socket = removing as usize;
-            Progress { finished: self.load(word::v1::NEXT), in_socket, replying: false }
-        };
-        self.set_progress(progress);
-        self.store(word::REMOVING, removing);
-        // All before is of no use until here, and can be repeated.
-        self.store(word::MAGIC, MAGIC);
-    }
-
-    fn load(&self, word: u64) -> u64 {
-        self.memory.load_u64(word).unwrap_or_default()
-    }
-
-    fn store(&self, word: u64, value: u64) {
-        self.memory.store_u64(word, value);
+        Ok(Self {
+            state: file.load(word::STATE),
+            is_continuable: file.load(word::CONTINUABLE) == 1,
+            progress: Progress::decode(file.load(word::PROGRESS)),
+            has_attempts: true,
+            file,
+        })
     }
 
     /// Returns true if an earlier worker has written a state.
@@ -156,37 +101,19 @@ impl Journal {
     pub fn set_continuable(&mut self, continuable: bool) {
         if self.is_continuable != continuable {
             self.is_continuable = continuable;
-            self.store(word::CONTINUABLE, continuable.into());
+            self.file.store(word::CONTINUABLE, continuable.into());
         }
     }
 
     /// Writes a record that is not in force yet. Returns false if it is too long.
     #[must_use]
     pub fn write(&self, kind: Kind, number: u64, contents: &[u8]) -> bool {
-        let (start, bytes) = kind.slot(number);
-        let Some(len) = u32::try_from(contents.len()).ok() else { return false };
-        if u64::from(len) > bytes - SLOT_HEADER {
-            return false;
-        }
-        self.memory.store_u64(start, number);
-        self.memory.store_u32(start + 8, len);
-        self.memory.store_u32(start + 12, crc32fast::hash(contents));
-        self.memory.write(start + SLOT_HEADER, contents).is_some()
+        self.file.write(kind.slots(), number, contents)
     }
 
     /// Returns a record, if it is whole.
     pub fn read(&self, kind: Kind, number: u64) -> Option<Vec<u8>> {
-        let (start, bytes) = kind.slot(number);
-        if self.memory.load_u64(start)? != number {
-            return None;
-        }
-        let len = u64::from(self.memory.load_u32(start + 8)?);
-        if len > bytes - SLOT_HEADER {
-            return None;
-        }
-        let mut contents = vec![0; len as usize];
-        self.memory.read(start + SLOT_HEADER, &mut contents)?;
-        (self.memory.load_u32(start + 12)? == crc32fast::hash(&contents)).then_some(contents)
+        self.file.read(kind.slots(), number)
     }
 
     /// Brings the next state into force. Returns false, and leaves the one before in force, if it is
@@ -198,9 +125,9 @@ impl Journal {
         if !self.write(Kind::State, number, contents) {
             return false;
         }
-        self.store(word::STATE, number);
+        self.file.store(word::STATE, number);
         if self.state == 0 {
-            self.store(word::MAGIC, MAGIC);
+            self.file.begin(MAGIC);
         }
         self.state = number;
         true
@@ -218,15 +145,15 @@ impl Journal {
 
     fn set_progress(&mut self, progress: Progress) {
         self.progress = progress;
-        self.store(word::PROGRESS, progress.encode());
+        self.file.store(word::PROGRESS, progress.encode());
     }
 
     /// Begins with the message after `finished` messages, of which `in_socket` bytes are still in the
     /// session's socket.
     pub fn begin_session(&mut self, finished: u64, in_socket: usize) {
         self.set_progress(Progress { finished, in_socket, replying: false });
-        self.store(word::REMOVING, 0);
-        self.store(word::ATTEMPTS, 0);
+        self.file.store(word::REMOVING, 0);
+        self.file.store(word::ATTEMPTS, 0);
     }
 
     /// Returns how far the reply to the message at hand has come.
@@ -242,8 +169,8 @@ impl Journal {
     /// Counts an attempt to carry out the message at hand by a worker that continues. Returns the
     /// number of attempts.
     pub fn count_attempt(&mut self) -> u64 {
-        let attempts = self.load(word::ATTEMPTS).saturating_add(1);
-        self.store(word::ATTEMPTS, attempts);
+        let attempts = self.file.load(word::ATTEMPTS).saturating_add(1);
+        self.file.store(word::ATTEMPTS, attempts);
         self.has_attempts = true;
         attempts
     }
@@ -256,7 +183,7 @@ impl Journal {
         let finished = finished.wrapping_add(1);
         self.set_progress(Progress { finished, in_socket, replying: false });
         if std::mem::take(&mut self.has_attempts) {
-            self.store(word::ATTEMPTS, 0);
+            self.file.store(word::ATTEMPTS, 0);
         }
     }
 
@@ -269,8 +196,8 @@ impl Journal {
         if self.progress.in_socket == 0 {
             return Ok(());
         }
-        self.store(SCRATCH, EMPTY);
-        self.store(word::REMOVING, self.progress.in_socket as u64);
+        self.file.store(SCRATCH, EMPTY);
+        self.file.store(word::REMOVING, self.progress.in_socket as u64);
         self.receive(socket)
     }
 
@@ -279,7 +206,7 @@ impl Journal {
         // The messages were there as a whole, and descriptors are with the last one only, so one
         // call removes all of them.
         let bytes = self.progress.in_socket;
-        let removed = self.memory.receive(SCRATCH, bytes.min(SCRATCH_BYTES), socket)?;
+        let removed = self.file.memory().receive(SCRATCH, bytes.min(SCRATCH_BYTES), socket)?;
         if removed != bytes {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -290,14 +217,14 @@ impl Journal {
     /// Records that the finished messages have left the socket. Can be repeated.
     fn end_removal(&mut self) {
         self.set_progress(Progress { in_socket: 0, ..self.progress });
-        self.store(word::REMOVING, 0);
+        self.file.store(word::REMOVING, 0);
     }
 
     /// Removes the messages that an earlier worker has finished, if they are still in the socket.
     pub fn complete(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        match self.load(word::REMOVING) {
+        match self.file.load(word::REMOVING) {
             0 => self.remove(socket),
-            _ if self.load(SCRATCH) == EMPTY => self.receive(socket),
+            _ if self.file.load(SCRATCH) == EMPTY => self.receive(socket),
             _ => {
                 self.end_removal();
                 Ok(())
@@ -316,8 +243,8 @@ mod tests {
     use std::os::fd::{AsFd, AsRawFd, OwnedFd};
     use std::os::unix::net::UnixStream;
 
+    use ipc::mem::sealed_memfd;
     use nix::sys::socket::{MsgFlags, recv};
-    use vendor_backends::mem::sealed_memfd;
 
     use super::*;
 
@@ -338,22 +265,9 @@ mod tests {
         assert_eq!(journal.committed().unwrap(), b"first");
         assert!(journal.commit(b"third"));
         assert_eq!(Journal::open(file.as_fd()).unwrap().committed().unwrap(), b"third");
-        let too_long = vec![0; STATE_BYTES as usize];
+        let too_long = vec![0; 64 << 10];
         assert!(!journal.commit(&too_long));
         assert_eq!(journal.committed().unwrap(), b"third");
-    }
-
-    #[test]
-    fn a_damaged_record_is_refused() {
-        let (_file, mut journal) = journal();
-        assert!(journal.commit(b"contents") && journal.write(Kind::Memory, 7, b"memory"));
-        assert_eq!(journal.read(Kind::Memory, 7).unwrap(), b"memory");
-        assert_eq!(journal.read(Kind::Memory, 6), None);
-        let (start, _) = Kind::State.slot(1);
-        journal.memory.write(start + SLOT_HEADER, b"C").unwrap();
-        assert_eq!(journal.committed(), None);
-        journal.memory.store_u32(start + 8, u32::MAX).unwrap();
-        assert_eq!(journal.committed(), None);
     }
 
     /// Leaves a message of 20 bytes in a socket, with another one after it.
@@ -394,11 +308,11 @@ mod tests {
             journal.finish(12);
             assert_eq!((journal.finished(), next_byte(&server)), (2, 7), "they stay there");
             if died != Died::BeforeRemoval {
-                journal.store(SCRATCH, EMPTY);
-                journal.store(word::REMOVING, 20);
+                journal.file.store(SCRATCH, EMPTY);
+                journal.file.store(word::REMOVING, 20);
             }
             if died == Died::AfterReceive || died == Died::AfterRemoval {
-                assert_eq!(journal.memory.receive(SCRATCH, 20, server.as_fd()).unwrap(), 20);
+                assert_eq!(journal.file.memory().receive(SCRATCH, 20, server.as_fd()).unwrap(), 20);
             }
             if died == Died::AfterRemoval {
                 journal.set_progress(Progress { in_socket: 0, ..journal.progress });
@@ -431,55 +345,12 @@ mod tests {
         assert_eq!(Journal::open(file.as_fd()).unwrap().count_attempt(), 1);
     }
 
-    /// Writes the words of a journal of version 1.
-    fn of_version_1(words: &[(u64, u64)]) -> (OwnedFd, Journal) {
+    #[test]
+    fn a_journal_of_another_version_is_refused() {
         let (file, mut journal) = journal();
         assert!(journal.commit(b"state"));
-        journal.store(word::CONTINUABLE, 1);
-        for (word, value) in words.iter().chain(&[(word::MAGIC, MAGIC_V1)]) {
-            journal.store(*word, *value);
-        }
-        let journal = Journal::open(file.as_fd()).unwrap();
-        (file, journal)
-    }
-
-    #[test]
-    fn a_journal_of_version_1_continues() {
-        let (file, mut journal) = of_version_1(&[(word::v1::FINISHED, 7), (word::v1::REPLY, 2)]);
-        assert!(journal.is_used() && journal.is_continuable());
-        assert_eq!(Journal::open(file.as_fd()).unwrap().load(word::MAGIC), MAGIC_V1, "not yet");
-        journal.convert();
-        let next = Journal::open(file.as_fd()).unwrap();
-        assert_eq!((next.finished(), next.reply()), (7, ReplyPhase::Sending));
-        assert_eq!(next.committed().unwrap(), b"state");
-
-        let removing = [(word::v1::FINISHED, 7), (word::v1::NEXT, 8), (word::v1::REMOVING, 20)];
-        for removed in [false, true] {
-            let (_client, server) = message();
-            let (_file, mut journal) = of_version_1(&removing);
-            journal.store(SCRATCH, EMPTY);
-            if removed {
-                assert_eq!(journal.memory.receive(SCRATCH, 20, server.as_fd()).unwrap(), 20);
-            }
-            journal.convert();
-            journal.complete(server.as_fd()).unwrap();
-            assert_eq!((journal.finished(), next_byte(&server)), (8, 8), "{removed}");
-            assert_eq!(journal.reply(), ReplyPhase::None);
-        }
-    }
-
-    #[test]
-    fn journals_of_versions_2_to_4_are_taken_over() {
-        for magic in EARLIER {
-            let (file, mut journal) = journal();
-            assert!(journal.commit(b"state"));
-            journal.finish(3);
-            journal.store(word::MAGIC, magic);
-            let mut next = Journal::open(file.as_fd()).unwrap();
-            assert_eq!((next.finished(), next.committed().as_deref()), (1, Some(&b"state"[..])));
-            next.convert();
-            assert_eq!(Journal::open(file.as_fd()).unwrap().finished(), 1);
-        }
+        journal.file.begin(MAGIC + (1 << 56));
+        assert!(Journal::open(file.as_fd()).is_err());
     }
 
     #[test]
@@ -489,11 +360,11 @@ mod tests {
         journal.finish(3);
         journal.finish(4);
         journal.begin_reply();
-        let mut words = [0; 80];
-        Journal::open(file.as_fd()).unwrap().memory.read(0, &mut words).unwrap();
+        let mut words = [0; 48];
+        Journal::open(file.as_fd()).unwrap().file.memory().read(0, &mut words).unwrap();
         let words: Vec<u64> =
             words.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let progress = 2 << 20 | 7 << 1 | 1;
-        assert_eq!(words, [0x054e_524a_4152_5354, 2, 0, 0, 0, 0, 0, 0, progress, 0]);
+        assert_eq!(words, [0x014e_524a_4152_5354, 2, 0, 0, progress, 0]);
     }
 }

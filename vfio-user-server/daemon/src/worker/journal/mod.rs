@@ -3,25 +3,25 @@
 //! * `layout`: records in the file; `progress`: how far a session has come
 //! * `state`: contents of the records
 //! * `recorder`: recording of the worker's state
-//! * `record_file`: records of programs; `queue_recorder`: recording those of a VM by the control queue's
+//! * `program_records`: records of programs; `queue_recorder`: recording those of a VM by the control queue's
 //!   thread; `programs_recorder`: those of the host; `program_memory`: their descriptors
 //! * [`kept`]: descriptors that the anchor keeps
 
 pub mod kept;
 mod layout;
 mod program_memory;
+mod program_records;
 mod programs_recorder;
 mod progress;
 mod queue_recorder;
-mod record_file;
 mod recorder;
 mod state;
 
 pub use layout::{BYTES, Journal};
+pub use program_records::ProgramRecords;
 pub use programs_recorder::{
     Answer, ContinuedPrograms, OpenFile, ProgramChanges, ProgramState, ProgramsRecorder, Source,
 };
 pub use queue_recorder::{ContinuedQueue, QueueRecorder, SharedRecorded};
-pub use record_file::RecordFile;
 pub use recorder::Recorder;
 pub use state::Continued;

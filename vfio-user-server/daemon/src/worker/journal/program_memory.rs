@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ipc::mem::sealed_memfd;
 use nix::sys::stat::fstat;
-use vendor_backends::mem::sealed_memfd;
 use vendor_backends::nvidia::frontend::{NewFiles, StoreId};
 
 use super::kept::{Anchor, Key, MAX_OF_PROGRAMS};
@@ -87,7 +87,7 @@ impl NewFiles for ProgramMemory {
 
 #[cfg(test)]
 mod tests {
-    use vendor_backends::seqpacket::SeqPacket;
+    use ipc::seqpacket::SeqPacket;
 
     use super::super::kept::{Kept, Message};
     use super::*;

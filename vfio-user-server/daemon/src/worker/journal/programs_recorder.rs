@@ -9,16 +9,16 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use cuda_socket::FileId;
+use ipc::seqpacket::SeqPacket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 use vendor_backends::nvidia::frontend::StoreId;
 use vendor_backends::nvidia::frontend::running::{Changes, RunningPrograms};
 use vendor_backends::nvidia::frontend::tracked::{Changed, apply};
-use vendor_backends::seqpacket::SeqPacket;
 
 use super::kept::{Anchor, Key};
 use super::program_memory::{KeptFiles, ProgramMemory};
-use super::record_file::{Log, RecordFile};
+use super::program_records::{Log, ProgramRecords};
 
 /// Longest time to wait for the anchor to close a descriptor.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -107,7 +107,7 @@ impl ContinuedPrograms {
     /// # Errors
     ///
     /// Fails if the record is damaged.
-    pub fn read(file: &mut RecordFile, number: u64) -> Result<Self> {
+    pub fn read(file: &mut ProgramRecords, number: u64) -> Result<Self> {
         const WHAT: &str = "The record of the programs is damaged";
         let bytes = file.record(number).context(WHAT)?;
         let Record { last, answer, log } = postcard::from_bytes(&bytes).context(WHAT)?;
@@ -126,7 +126,7 @@ impl ContinuedPrograms {
 /// Recorder of the host's programs.
 #[derive(Debug)]
 pub struct ProgramsRecorder {
-    file: Option<RecordFile>,
+    file: Option<ProgramRecords>,
     kept: ProgramMemory,
     /// Number of the last record.
     number: u64,
@@ -142,9 +142,9 @@ pub struct ProgramsRecorder {
 
 impl ProgramsRecorder {
     /// Creates the recorder. `file` is an earlier worker's, if there was one.
-    pub fn new(anchor: Anchor, file: Option<RecordFile>) -> Self {
+    pub fn new(anchor: Anchor, file: Option<ProgramRecords>) -> Self {
         Self {
-            number: file.as_ref().map_or(0, RecordFile::number),
+            number: file.as_ref().map_or(0, ProgramRecords::number),
             file,
             kept: ProgramMemory::new(KeptFiles::new(anchor)),
             is_present: false,
@@ -219,7 +219,7 @@ impl ProgramsRecorder {
 
     /// Counts an attempt to finish what an earlier worker has begun. Returns the number of attempts.
     pub fn count_attempt(&self) -> u64 {
-        self.file.as_ref().map_or(0, RecordFile::count_attempt)
+        self.file.as_ref().map_or(0, ProgramRecords::count_attempt)
     }
 
     /// Notes that what an earlier worker has begun is finished. The memory that it has made for it,
@@ -343,9 +343,9 @@ impl ProgramsRecorder {
     }
 
     /// Returns the file, which is made for the first record.
-    fn file(&mut self) -> Option<&mut RecordFile> {
+    fn file(&mut self) -> Option<&mut ProgramRecords> {
         if self.file.is_none() {
-            let (file, fd) = RecordFile::create()
+            let (file, fd) = ProgramRecords::create()
                 .inspect_err(|error| log::warn!("Programs cannot be recorded: {error}"))
                 .ok()?;
             self.kept.lock().anchor.keep(Key::PROGRAMS, fd.as_fd());
@@ -422,7 +422,7 @@ mod tests {
         let mut kept = Kept::default();
         keep_all(&anchor, &mut kept);
         let fd = kept.take(Key::PROGRAMS).unwrap();
-        let mut file = RecordFile::open(fd.as_fd()).unwrap().unwrap();
+        let mut file = ProgramRecords::open(fd.as_fd()).unwrap().unwrap();
         let read = ContinuedPrograms::read(&mut file, recorder.number()).unwrap();
         assert_eq!((read.last, read.answer), (Source(9), Some(answer)));
         assert_eq!(read.connections, programs.all);

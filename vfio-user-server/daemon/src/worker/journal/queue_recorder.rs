@@ -5,22 +5,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
 use mdev_core::gpu::Client;
-use mdev_core::mem::{GuestMemory, RunningMap, RunningMemory};
+use mdev_core::mem::{GuestMemory, RunningMemory};
 use serde::{Deserialize, Serialize};
 use vendor_backends::nvidia::control_queue::ControlQueue;
 use vendor_backends::nvidia::control_queue::running::QueueState;
 use vendor_backends::nvidia::frontend::running::RunningPrograms;
 
 use super::kept::{Anchor, Key};
-use super::record_file::{Log, RecordFile};
-use super::state::decode_parts;
+use super::program_records::{Log, ProgramRecords};
 
-/// Record of the queue's thread. Parts of mappings follow it.
+/// Record of the queue's thread.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     /// Position of the client of the GPU.
     position: u64,
-    memory: Vec<RunningMap>,
+    memory: RunningMemory,
     /// Number of the last order that is done.
     done: u64,
     /// Value of `QUEUE_STATUS`.
@@ -75,12 +74,11 @@ impl ContinuedQueue {
     /// # Errors
     ///
     /// Fails if the record is damaged, or is not the last.
-    pub fn read(file: &mut RecordFile, number: u64) -> Result<Self> {
+    pub fn read(file: &mut ProgramRecords, number: u64) -> Result<Self> {
         let bytes = file.record(number).context("The record of the control queue is damaged")?;
-        let (record, rest): (Record, _) = postcard::take_from_bytes(&bytes)
-            .context("The record of the control queue is damaged")?;
-        let Record { position, memory: maps, done, status, queue } = record;
-        let memory = RunningMemory { maps, parts: decode_parts(rest)? };
+        let record = postcard::from_bytes(&bytes);
+        let Record { position, memory, done, status, queue } =
+            record.context("The record of the control queue is damaged")?;
         let queue = match queue {
             None => None,
             Some((queue, log)) => {
@@ -101,7 +99,7 @@ impl ContinuedQueue {
 #[derive(Debug)]
 pub struct QueueRecorder {
     anchor: Anchor,
-    file: Option<RecordFile>,
+    file: Option<ProgramRecords>,
     recorded: SharedRecorded,
     /// The last record.
     last: Vec<u8>,
@@ -111,7 +109,7 @@ pub struct QueueRecorder {
 
 impl QueueRecorder {
     /// Creates the recorder. `file` is an earlier worker's, if there was one.
-    pub fn new(anchor: Anchor, file: Option<RecordFile>, recorded: SharedRecorded) -> Self {
+    pub fn new(anchor: Anchor, file: Option<ProgramRecords>, recorded: SharedRecorded) -> Self {
         Self { anchor, file, recorded, last: Vec::new(), log: None }
     }
 
@@ -144,11 +142,8 @@ impl QueueRecorder {
                 None => return self.lose(),
             },
         };
-        let RunningMemory { maps, parts } = memory.running();
-        let record = Record { position, memory: maps, done, status, queue: state };
-        let contents = postcard::to_stdvec(&record);
-        let contents = contents.and_then(|contents| postcard::to_extend(&parts, contents));
-        let Ok(contents) = contents else { return self.lose() };
+        let record = Record { position, memory: memory.running(), done, status, queue: state };
+        let Ok(contents) = postcard::to_stdvec(&record) else { return self.lose() };
         let Recorded { position: before, is_lost, .. } = *self.recorded.lock();
         if contents == self.last && before == Some(position) && !is_lost {
             return;
@@ -175,9 +170,9 @@ impl QueueRecorder {
     }
 
     /// Returns the file, which is made for the first record.
-    fn file(&mut self) -> Option<&mut RecordFile> {
+    fn file(&mut self) -> Option<&mut ProgramRecords> {
         if self.file.is_none() {
-            let (file, fd) = RecordFile::create()
+            let (file, fd) = ProgramRecords::create()
                 .inspect_err(|error| log::warn!("Programs cannot be recorded: {error}"))
                 .ok()?;
             self.anchor.keep(Key::QUEUE, fd.as_fd());

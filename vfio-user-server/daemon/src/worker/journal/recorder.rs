@@ -12,7 +12,7 @@ use super::kept::{Anchor, Key};
 use super::layout::{Journal, Kind};
 use super::programs_recorder::{ProgramState, ProgramsRecorder};
 use super::queue_recorder::Recorded;
-use super::state::{ProgramsState, QueueState, State, encode_memory};
+use super::state::{ProgramsState, QueueState, State};
 use crate::worker::queue_thread::QueueRecords;
 
 /// Journal of a worker with its socket to the anchor.
@@ -187,7 +187,7 @@ impl Recorder {
             queue.runs = function.queue_runs();
             queue.orders = records.orders();
         }
-        let written = position.is_some_and(|position| self.write(function, position, &queue));
+        let written = position.is_some_and(|position| self.write(function, position, queue));
         if let Some(records) = &self.queue {
             let mut recorded = records.recorded.lock();
             if written {
@@ -211,7 +211,7 @@ impl Recorder {
         };
         let orders = self.queue.as_ref().map(QueueRecords::orders).unwrap_or_default();
         let queue = QueueState { number, has_position: by_thread, runs: number > 0, orders };
-        self.write_state(function, position, &queue)
+        self.write_state(function, position, queue)
     }
 
     /// Passes on what a process needs that continues with the client.
@@ -219,11 +219,12 @@ impl Recorder {
         self.anchor.keep_of_client(function.take_kept());
     }
 
-    fn write(&mut self, function: &VirtualFunction, position: u64, queue: &QueueState) -> bool {
+    fn write(&mut self, function: &VirtualFunction, position: u64, queue: QueueState) -> bool {
         let generation = Some(function.memory_generation());
         if self.memory.1 != generation {
             let number = self.memory.0.wrapping_add(1);
-            let Ok(memory) = encode_memory(&function.running_memory()) else { return false };
+            let memory = postcard::to_stdvec(&function.running_memory());
+            let Ok(memory) = memory else { return false };
             if !self.journal.write(Kind::Memory, number, &memory) {
                 return false;
             }
@@ -236,18 +237,15 @@ impl Recorder {
         &mut self,
         function: &VirtualFunction,
         position: u64,
-        queue: &QueueState,
+        queue: QueueState,
     ) -> bool {
         let Self { client, session, memory: (memory, _), .. } = *self;
         let function = function.running();
-        let state = State { function, position, memory, client, session };
+        let programs = ProgramsState { number: self.programs.number() };
+        let state = State { function, position, memory, client, session, queue, programs };
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.clear();
-        let buffer = postcard::to_extend(&state, buffer);
-        let buffer = buffer.and_then(|buffer| postcard::to_extend(queue, buffer));
-        let programs = ProgramsState { number: self.programs.number() };
-        let buffer = buffer.and_then(|buffer| postcard::to_extend(&programs, buffer));
-        let Ok(buffer) = buffer else { return false };
+        let Ok(buffer) = postcard::to_extend(&state, buffer) else { return false };
         let done = self.journal.commit(&buffer);
         self.buffer = buffer;
         done

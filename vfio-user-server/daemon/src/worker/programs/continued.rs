@@ -6,11 +6,11 @@ use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result, ensure};
 use cuda_socket::MAX_PACKET;
+use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::Token;
 use vendor_backends::nvidia::frontend::StoreId;
 use vendor_backends::nvidia::frontend::guest_memory::FreedPages;
 use vendor_backends::nvidia::frontend::tracked::Tracked;
-use vendor_backends::seqpacket::SeqPacket;
 use vgpud_api::AttachedClient;
 
 use super::requests::number_of;

@@ -16,13 +16,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use mdev_core::gpu::Pending;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 use vendor_backends::nvidia::frontend::tracked::Tracked;
 use vendor_backends::nvidia::frontend::{FrontEnd, StoreId};
-use vendor_backends::seqpacket::{SeqPacket, SeqPacketListener};
 
 use self::continued::Begun;
 pub use self::throttle::Throttled;

@@ -9,10 +9,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use cuda_socket::{FileId, Node, Reply, Request, VERSION, decode, decode_numbered, encode};
 use cuda_socket::{MAX_PACKET, encode_numbered};
+use ipc::seqpacket::SeqPacket;
 use nix::errno::Errno;
 use nix::sys::stat::fstat;
 use vendor_backends::nvidia::frontend::{Mapped, Outcome};
-use vendor_backends::seqpacket::SeqPacket;
 
 use super::{Changes, Programs, Source};
 use crate::worker::doorbell;

@@ -1,8 +1,4 @@
 //! Packets with file descriptors between Tessera's processes, over SOCK_SEQPACKET UNIX sockets.
-//!
-//! * `sys`: the system call that receives descriptors
-
-mod sys;
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -34,7 +30,7 @@ pub fn receive_with_fds(
     socket: BorrowedFd<'_>,
     buffer: &mut [u8],
 ) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let (len, fds, _) = sys::receive(socket, buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT)?;
+    let (len, fds, _) = receive(socket, buffer, MAX_FDS, MsgFlags::MSG_DONTWAIT)?;
     Ok((len, fds))
 }
 
@@ -137,7 +133,7 @@ impl SeqPacket {
     /// Removes the next packet, of any length. The kernel discards its descriptors.
     pub fn discard(&self) -> io::Result<()> {
         loop {
-            match sys::receive(self.0.as_fd(), &mut [0], 0, MsgFlags::MSG_DONTWAIT) {
+            match receive(self.0.as_fd(), &mut [0], 0, MsgFlags::MSG_DONTWAIT) {
                 Ok(_) => return Ok(()),
                 Err(Errno::EINTR | Errno::ECONNRESET) => {}
                 Err(error) => return Err(error.into()),
@@ -162,7 +158,7 @@ impl SeqPacket {
         flags: MsgFlags,
     ) -> io::Result<Option<Packet>> {
         let (len, fds, flags) = loop {
-            match sys::receive(self.0.as_fd(), buffer, max_fds, flags) {
+            match receive(self.0.as_fd(), buffer, max_fds, flags) {
                 Ok(received) => break received,
                 // The peer has closed the connection with messages that it had not received. The
                 // kernel reports that once, before what the peer has sent.
@@ -261,6 +257,20 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
         Ok(_) => Err(invalid("The message has trailing bytes".into())),
         Err(error) => Err(invalid(format!("Cannot decode a message: {error}"))),
     }
+}
+
+/// Receives one packet with up to `max_fds` descriptors, close-on-exec.
+fn receive(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    max_fds: usize,
+    flags: MsgFlags,
+) -> Result<(usize, Vec<OwnedFd>, MsgFlags), Errno> {
+    let mut fds = Vec::new();
+    let received = foreign_fds::receive(socket, buffer, max_fds, flags.bits(), |fd| fds.push(fd));
+    let foreign_fds::Received { bytes, flags } =
+        received.map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))?;
+    Ok((bytes, fds, MsgFlags::from_bits_truncate(flags)))
 }
 
 #[cfg(test)]

@@ -4,23 +4,21 @@
 //! programs. The log has the changes of each request. When it has become long, all of the state
 //! begins another one, in the other of two areas.
 //!
-//! As in the journal's file, a record or a log that is not in force is written, and one store brings
-//! it into force. For programs of a VM, whose queue has a thread that records apart from the event
-//! loop, it is a store in this file. For those of the host it is the store in the journal.
+//! A record or a log that is not in force is written, and one store brings it into force. For programs
+//! of a VM, whose queue has a thread that records apart from the event loop, it is a store in this
+//! file. For those of the host it is the store in the journal.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
+use ipc::record_file::{RecordFile, Slots};
 use serde::{Deserialize, Serialize};
-use vendor_backends::mem::{Mapping, sealed_memfd};
 
 /// `"TSRAQUE"` and the version of the file and its records.
 const MAGIC: u64 = u64::from_le_bytes(*b"TSRAQUE\x01");
 
 /// Words at the start of the file: offsets in bytes.
 mod word {
-    pub const MAGIC: u64 = 0;
     /// Number of the record in force.
     pub const NUMBER: u64 = 8;
     /// 1 if the last record could not be written.
@@ -33,12 +31,9 @@ mod word {
     pub const ATTEMPTS: u64 = 40;
 }
 
-const SLOTS: u64 = 4096;
 /// A record has a reply of up to 128 KiB, and completions for which there was no room.
-const SLOT_BYTES: u64 = 1 << 20;
-/// Number, length and checksum before the contents of a slot.
-const SLOT_HEADER: u64 = 16;
-const AREAS: u64 = SLOTS + 2 * SLOT_BYTES;
+const SLOTS: Slots = Slots::new(4096, 1 << 20);
+const AREAS: u64 = SLOTS.end();
 const AREA_BYTES: u64 = 32 << 20;
 /// Length and checksum before each part of a log.
 const PART_HEADER: u64 = 8;
@@ -59,114 +54,87 @@ pub struct Log {
 
 /// File with the records.
 #[derive(Debug)]
-pub struct RecordFile {
-    memory: Arc<Mapping>,
+pub struct ProgramRecords {
+    file: RecordFile,
     log: Log,
 }
 
-impl RecordFile {
+impl ProgramRecords {
     /// Creates the file. Its first record has the number 1.
     pub fn create() -> io::Result<(Self, OwnedFd)> {
-        let fd = sealed_memfd(c"vgpu-queue", BYTES)?;
-        let memory = Mapping::new(fd.as_fd(), 0, BYTES, true)?;
-        memory.store_u64(word::MAGIC, MAGIC);
-        Ok((Self { memory, log: Log::default() }, fd))
+        let (file, fd) = RecordFile::create(c"vgpu-queue", MAGIC, BYTES)?;
+        Ok((Self { file, log: Log::default() }, fd))
     }
 
     /// Opens the file of an earlier worker. `None` if it is of another version.
     pub fn open(fd: BorrowedFd<'_>) -> io::Result<Option<Self>> {
-        let memory = Mapping::new(fd, 0, BYTES, true)?;
-        let known = memory.load_u64(word::MAGIC) == Some(MAGIC);
-        Ok(known.then(|| Self { memory, log: Log::default() }))
-    }
-
-    fn load(&self, word: u64) -> u64 {
-        self.memory.load_u64(word).unwrap_or_default()
+        let file = RecordFile::open(fd, MAGIC, BYTES)?;
+        Ok(file.map(|file| Self { file, log: Log::default() }))
     }
 
     /// Returns the number of the record in force, or 0.
     pub fn number(&self) -> u64 {
-        self.load(word::NUMBER)
+        self.file.load(word::NUMBER)
     }
 
     /// Returns whether the last record could not be written.
     pub fn is_lost(&self) -> bool {
-        self.load(word::LOST) == 1
+        self.file.load(word::LOST) == 1
     }
 
     /// Sets whether the last record could not be written.
     pub fn set_lost(&self, lost: bool) {
         if self.is_lost() != lost {
-            self.memory.store_u64(word::LOST, lost.into());
+            self.file.store(word::LOST, lost.into());
         }
     }
 
     /// Returns whether the event loop was changing what the record has.
     pub fn is_held(&self) -> bool {
-        self.load(word::HELD) == 1
+        self.file.load(word::HELD) == 1
     }
 
     /// Sets whether the event loop is changing what the record has.
     pub fn set_held(&self, held: bool) {
-        self.memory.store_u64(word::HELD, held.into());
+        self.file.store(word::HELD, held.into());
     }
 
     /// Returns what was last to be served of the host's programs, or 0.
     pub fn served(&self) -> u64 {
-        self.load(word::SERVED)
+        self.file.load(word::SERVED)
     }
 
     /// Notes what is going to be served of the host's programs.
     pub fn set_served(&self, served: u64) {
-        self.memory.store_u64(word::SERVED, served);
+        self.file.store(word::SERVED, served);
     }
 
     /// Counts an attempt to continue with a request. Returns the number of attempts.
     pub fn count_attempt(&self) -> u64 {
-        let attempts = self.load(word::ATTEMPTS).saturating_add(1);
-        self.memory.store_u64(word::ATTEMPTS, attempts);
+        let attempts = self.file.load(word::ATTEMPTS).saturating_add(1);
+        self.file.store(word::ATTEMPTS, attempts);
         attempts
     }
 
     /// Notes that the request at which workers have died is finished.
     pub fn end_attempts(&self) {
-        self.memory.store_u64(word::ATTEMPTS, 0);
+        self.file.store(word::ATTEMPTS, 0);
     }
 
     /// Brings a record into force. Returns false, and leaves the one before in force, if it is too
     /// long.
     #[must_use]
     pub fn commit(&self, number: u64, contents: &[u8]) -> bool {
-        let start = slot(number);
-        let Some(len) = u32::try_from(contents.len()).ok() else { return false };
-        if u64::from(len) > SLOT_BYTES - SLOT_HEADER {
-            return false;
+        let written = self.file.write(SLOTS, number, contents);
+        if written {
+            self.file.store(word::NUMBER, number);
         }
-        self.memory.store_u64(start, number);
-        self.memory.store_u32(start + 8, len);
-        self.memory.store_u32(start + 12, crc32fast::hash(contents));
-        let written = self.memory.write(start + SLOT_HEADER, contents).is_some();
-        written && self.memory.store_u64(word::NUMBER, number).is_some()
+        written
     }
 
     /// Returns a record, if it is whole.
     pub fn record(&self, number: u64) -> Option<Vec<u8>> {
-        let start = slot(number);
-        if self.memory.load_u64(start)? != number {
-            return None;
-        }
-        let len = u64::from(self.memory.load_u32(start + 8)?);
-        let checksum = self.memory.load_u32(start + 12)?;
-        self.checked(start + SLOT_HEADER, len, SLOT_BYTES - SLOT_HEADER, checksum)
-    }
-
-    fn checked(&self, start: u64, len: u64, limit: u64, checksum: u32) -> Option<Vec<u8>> {
-        if len > limit {
-            return None;
-        }
-        let mut contents = vec![0; len as usize];
-        self.memory.read(start, &mut contents)?;
-        (crc32fast::hash(&contents) == checksum).then_some(contents)
+        self.file.read(SLOTS, number)
     }
 
     /// Adds a part to the log. `all` returns the beginning of another log, if this one is long.
@@ -198,9 +166,9 @@ impl RecordFile {
             return None;
         }
         let start = AREAS + u64::from(log.area & 1) * AREA_BYTES + log.len;
-        self.memory.write(start, &bytes.to_le_bytes())?;
-        self.memory.write(start + 4, &crc32fast::hash(part).to_le_bytes())?;
-        self.memory.write(start + PART_HEADER, part)?;
+        self.file.memory().write(start, &bytes.to_le_bytes())?;
+        self.file.memory().write(start + 4, &crc32fast::hash(part).to_le_bytes())?;
+        self.file.memory().write(start + PART_HEADER, part)?;
         Some(Log { len: end, ..log })
     }
 
@@ -213,13 +181,13 @@ impl RecordFile {
         }
         while at < log.len {
             let mut header = [0; PART_HEADER as usize];
-            self.memory.read(start + at, &mut header)?;
+            self.file.memory().read(start + at, &mut header)?;
             let (len, checksum) = header.split_first_chunk::<4>()?;
             let (len, checksum) =
                 (u32::from_le_bytes(*len), u32::from_le_bytes(*checksum.first_chunk()?));
             at += PART_HEADER;
             let limit = log.len.checked_sub(at)?;
-            parts.push(self.checked(start + at, len.into(), limit, checksum)?);
+            parts.push(self.file.checked(start + at, len.into(), limit, checksum)?);
             at += u64::from(len);
         }
         self.log = log;
@@ -227,12 +195,10 @@ impl RecordFile {
     }
 }
 
-fn slot(number: u64) -> u64 {
-    SLOTS + (number & 1) * SLOT_BYTES
-}
-
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     fn none() -> Vec<u8> {
@@ -241,30 +207,28 @@ mod tests {
 
     #[test]
     fn a_record_is_in_force_or_the_one_before() {
-        let (file, fd) = RecordFile::create().unwrap();
+        let (file, fd) = ProgramRecords::create().unwrap();
         assert_eq!((file.number(), file.record(1)), (0, None));
         assert!(file.commit(1, b"one") && file.commit(2, b"two"));
-        let next = RecordFile::open(fd.as_fd()).unwrap().unwrap();
+        let next = ProgramRecords::open(fd.as_fd()).unwrap().unwrap();
         assert_eq!(next.number(), 2);
         assert_eq!(next.record(1).as_deref(), Some(&b"one"[..]));
-        assert!(!file.commit(3, &vec![0; SLOT_BYTES as usize]), "too long");
+        assert!(!file.commit(3, &vec![0; 1 << 20]), "too long");
         assert_eq!(next.record(next.number()).as_deref(), Some(&b"two"[..]));
-        file.memory.store_u32(slot(2) + 8, u32::MAX);
-        assert_eq!(next.record(2), None);
-        file.memory.store_u64(word::MAGIC, MAGIC + (1 << 56));
-        assert!(RecordFile::open(fd.as_fd()).unwrap().is_none(), "another version");
+        file.file.begin(MAGIC + (1 << 56));
+        assert!(ProgramRecords::open(fd.as_fd()).unwrap().is_none(), "another version");
     }
 
     #[test]
     fn a_log_has_its_parts_until_it_begins_anew() {
-        let (mut file, fd) = RecordFile::create().unwrap();
+        let (mut file, fd) = ProgramRecords::create().unwrap();
         let begun = file.append(b"ignored", || b"all".to_vec()).unwrap();
         let longer = file.append(b"change", none).unwrap();
-        let parts = |log| RecordFile::open(fd.as_fd()).unwrap().unwrap().parts(log);
+        let parts = |log| ProgramRecords::open(fd.as_fd()).unwrap().unwrap().parts(log);
         assert_eq!(parts(begun).unwrap(), [b"all"]);
         assert_eq!(parts(longer).unwrap(), [&b"all"[..], b"change"]);
         // What a worker wrote that then died is written over.
-        let mut next = RecordFile::open(fd.as_fd()).unwrap().unwrap();
+        let mut next = ProgramRecords::open(fd.as_fd()).unwrap().unwrap();
         next.parts(begun).unwrap();
         let other = next.append(b"other", none).unwrap();
         assert_eq!(parts(other).unwrap(), [&b"all"[..], b"other"]);
@@ -288,7 +252,7 @@ mod tests {
 
     #[test]
     fn damaged_logs_are_refused() {
-        let (mut file, _fd) = RecordFile::create().unwrap();
+        let (mut file, _fd) = ProgramRecords::create().unwrap();
         let log = file.append(&[], || b"all".to_vec()).unwrap();
         let start = AREAS + u64::from(log.area) * AREA_BYTES;
         for bad in [Log { len: log.len - 1, ..log }, Log { len: u64::MAX, ..log }] {
@@ -296,10 +260,10 @@ mod tests {
         }
         for at in 0..log.len {
             let mut byte = [0];
-            file.memory.read(start + at, &mut byte).unwrap();
-            file.memory.write(start + at, &[byte[0] ^ 1]).unwrap();
+            file.file.memory().read(start + at, &mut byte).unwrap();
+            file.file.memory().write(start + at, &[byte[0] ^ 1]).unwrap();
             assert_eq!(file.parts(log), None, "{at}");
-            file.memory.write(start + at, &byte).unwrap();
+            file.file.memory().write(start + at, &byte).unwrap();
         }
         assert!(file.parts(log).is_some());
     }
