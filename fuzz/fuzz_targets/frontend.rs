@@ -1,5 +1,6 @@
-//! Whatever programs ask of the driver's device files, in any order: no request panics or reaches the GPU with what
-//! the front end did not make, counts stay within their limits, and nothing is left when all files are closed.
+//! Whatever programs ask of the driver's device files, in any order: no request panics or reaches
+//! the GPU with what the front end did not make, counts stay within their limits, and nothing is
+//! left when all files are closed.
 #![no_main]
 
 use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, Refused, SharedRange};

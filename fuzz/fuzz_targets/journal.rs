@@ -1,5 +1,6 @@
-//! Journals: a worker continues with any state that a worker could leave that a guest has taken over.
-//! It then asks the GPU for nothing that a guest could not ask for, and nothing stays imported.
+//! Journals: a worker continues with any state that a worker could leave that a guest has taken
+//! over. It then asks the GPU for nothing that a guest could not ask for, and nothing stays
+//! imported.
 #![no_main]
 
 use std::os::fd::OwnedFd;

@@ -1,5 +1,6 @@
-//! Whatever a guest writes into its mailbox and registers while its memory comes and goes: every request that can be
-//! read gets a status, no address leaves what is mapped, and what was imported is released.
+//! Whatever a guest writes into its mailbox and registers while its memory comes and goes: every
+//! request that can be read gets a status, no address leaves what is mapped, and what was imported
+//! is released.
 #![no_main]
 
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,5 @@
-//! Saved channels of an NVIDIA GPU: a state with any changes is refused, or makes channels that a guest could make;
-//! a reset leaves nothing of them.
+//! Saved channels of an NVIDIA GPU: a state with any changes is refused, or makes channels that a
+//! guest could make; a reset leaves nothing of them.
 #![no_main]
 
 use std::sync::Arc;

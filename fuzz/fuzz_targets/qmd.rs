@@ -1,5 +1,5 @@
-//! Arbitrary QMDs, programs and parameters: the launch runs or faults, and writes only memory that is
-//! mapped writable.
+//! Arbitrary QMDs, programs and parameters: the launch runs or faults, and writes only memory that
+//! is mapped writable.
 #![no_main]
 
 use fuzz::input::Input;

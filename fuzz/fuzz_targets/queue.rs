@@ -1,5 +1,6 @@
-//! Whatever a guest writes to its control queue: no request panics or reaches the GPU with what the front end did not
-//! make, each submission is completed or stops the queue, and nothing is left when the queue is stopped.
+//! Whatever a guest writes to its control queue: no request panics or reaches the GPU with what the
+//! front end did not make, each submission is completed or stops the queue, and nothing is left
+//! when the queue is stopped.
 #![no_main]
 
 use std::fs::File;
@@ -142,8 +143,8 @@ fuzz_target!(|data: &[u8]| {
         if serve().is_err() {
             break;
         }
-        // The content can be anything, also the number of completions: the guest writes to the ring,
-        // too.
+        // The content can be anything, also the number of completions: the guest writes to the
+        // ring, too.
         for _ in 0..SLOTS {
             if driver.completion().is_none() {
                 break;

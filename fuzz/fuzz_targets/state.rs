@@ -1,5 +1,5 @@
-//! Whatever a saved state says: it is taken as a whole, and then is what the function saves, or it is refused and nothing
-//! has changed. Either way the function works on.
+//! Whatever a saved state says: it is taken as a whole, and then is what the function saves, or it
+//! is refused and nothing has changed. Either way the function works on.
 #![no_main]
 
 use fuzz::input::Input;

@@ -5,8 +5,8 @@
 //! 1. [`ids`], [`units`]: identifiers, addresses and sizes
 //! 2. [`gpu`]: the interface to a GPU backend
 //! 3. [`abi`]: the interface to a guest driver: control registers, mailbox, channels, classes
-//! 4. [`mem`], [`memory_file`], [`sigbus`]: guest memory; the files that it may lie in; mappings that
-//!    survive truncation of their files
+//! 4. [`mem`], [`memory_file`], [`sigbus`]: guest memory; the files that it may lie in; mappings
+//!    that survive truncation of their files
 //! 5. [`pci_registers`]: register tables, configuration space, interrupts by eventfd
 //! 6. [`device`]: the virtual PCI function
 //! 7. [`profile`], [`definition`], [`durable`], [`partition`]: vGPU types, persistent

@@ -2,8 +2,8 @@
 //!
 //! A descriptor of another process can belong to a file system in user space (FUSE) whose server
 //! never answers: then closing the file, reading its size and reading a mapped page can each wait
-//! for ever, in a state that not even SIGKILL ends. Only memory files are therefore used: memfds and
-//! files of tmpfs and hugetlbfs. The kernel answers for them itself.
+//! for ever, in a state that not even SIGKILL ends. Only memory files are therefore used: memfds
+//! and files of tmpfs and hugetlbfs. The kernel answers for them itself.
 
 use std::fs::File;
 use std::io;

@@ -110,8 +110,8 @@ pub struct Profile {
     pub name: String,
     /// Series.
     pub series: Series,
-    /// Size of the partition of video memory in bytes: a multiple of [`MIN_VRAM`]; a power of two on a
-    /// parent with a framebuffer only, or 0 if the parent has none.
+    /// Size of the partition of video memory in bytes: a multiple of [`MIN_VRAM`]; a power of two
+    /// on a parent with a framebuffer only, or 0 if the parent has none.
     pub vram_bytes: u64,
     /// Display head of series Q.
     pub head: Option<Head>,

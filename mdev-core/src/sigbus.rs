@@ -2,8 +2,8 @@
 //!
 //! A client passes the file of its guest's memory and keeps it. If the client truncates the file,
 //! an access to a mapping beyond the new end raises SIGBUS. The SIGBUS handler of a
-//! [`GuardedMapping`] replaces the missing page, with up to 64 MiB around it, by zeros and marks the
-//! mapping as poisoned, so that the owner can drop the client. Replacing large parts keeps the
+//! [`GuardedMapping`] replaces the missing page, with up to 64 MiB around it, by zeros and marks
+//! the mapping as poisoned, so that the owner can drop the client. Replacing large parts keeps the
 //! number of ranges in the address space small, which the kernel limits (`vm.max_map_count`).
 //! Replacing them in parts keeps the handler short: it runs on the engine of all tenants.
 //!
@@ -313,8 +313,8 @@ fn replace(address: usize) -> bool {
 
 /// Replaces pages of a guarded mapping by private zeros.
 fn map_zeros(start: usize, len: usize, protection: c_int) -> bool {
-    // SAFETY: the range is in a guarded mapping, which is alive while a thread faults on it or drops
-    // it; the users of a mapping expect changes of its contents at any time.
+    // SAFETY: the range is in a guarded mapping, which is alive while a thread faults on it or
+    // drops it; the users of a mapping expect changes of its contents at any time.
     let mapped = unsafe {
         libc::mmap(
             ptr::with_exposed_provenance_mut(start),

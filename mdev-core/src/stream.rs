@@ -9,9 +9,10 @@
 //! All numbers are little-endian. The chunks are one [`Head`], the state in pieces, video memory in
 //! ascending order without the parts that are zero, and an end with the number of all bytes before
 //! it. Before video memory there can be guest memory, in ascending order, if the VM's memory was
-//! copied before the vGPU was paused. A saved VM has the same for each further vGPU, a libvirt domain's XML in pieces, and the
-//! machine's state in pieces before the end. A reader checks each chunk before it returns the chunk,
-//! and the order of the chunks; what it returned is valid as a whole only after the end.
+//! copied before the vGPU was paused. A saved VM has the same for each further vGPU, a libvirt
+//! domain's XML in pieces, and the machine's state in pieces before the end. A reader checks each
+//! chunk before it returns the chunk, and the order of the chunks; what it returned is valid as a
+//! whole only after the end.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
@@ -382,8 +383,8 @@ pub struct StreamParser {
 }
 
 impl StreamParser {
-    /// Adds the next bytes. [`Self::next_part`] should be called until it returns `None` before more
-    /// are added.
+    /// Adds the next bytes. [`Self::next_part`] should be called until it returns `None` before
+    /// more are added.
     pub fn push(&mut self, bytes: &[u8]) {
         self.buffer.drain(..self.next);
         self.next = 0;

@@ -1,11 +1,11 @@
 //! Cost of a trapped access to a vGPU, as its VM sees it.
 //!
-//! `cargo bench -p system-tests --bench access`. The client sleeps while it waits, like a virtual CPU.
-//! The plain socket, with a process that sends each byte back, is the baseline. Then a program in a VM
-//! of QEMU measures accesses. Then a process of the client makes CUDA contexts, and the accesses
-//! meanwhile are measured. At last, workers are killed in the midst of accesses: the longest access is
-//! the interruption. A `vgpud` beside the benchmark's own file, such as that of another release, is
-//! measured instead.
+//! `cargo bench -p system-tests --bench access`. The client sleeps while it waits, like a virtual
+//! CPU. The plain socket, with a process that sends each byte back, is the baseline. Then a program
+//! in a VM of QEMU measures accesses. Then a process of the client makes CUDA contexts, and the
+//! accesses meanwhile are measured. At last, workers are killed in the midst of accesses: the
+//! longest access is the interruption. A `vgpud` beside the benchmark's own file, such as that of
+//! another release, is measured instead.
 
 // Clippy recognizes only functions marked as tests.
 #![allow(clippy::unwrap_used)]

@@ -16,8 +16,8 @@ const BATCH: Duration = Duration::from_millis(300);
 /// Accepted difference from the wanted length, as a part of it.
 const TOLERANCE: f64 = 0.02;
 
-/// Sets the iterations of a kernel so that each of many queued launches takes `target` at the clocks
-/// that the GPU has under load. Nothing else may use the GPU. Returns the measured length.
+/// Sets the iterations of a kernel so that each of many queued launches takes `target` at the
+/// clocks that the GPU has under load. Nothing else may use the GPU. Returns the measured length.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
 //! A running process that makes the system calls of a test: it plays a process that a guest has
-//! taken over, with its own sandbox, user and descriptors.
+//! compromised, with its own sandbox, user and descriptors.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -99,7 +99,8 @@ impl Guest {
     }
 }
 
-/// Returns the libraries that a program or library of this machine links to, by their paths in a VM.
+/// Returns the libraries that a program or library of this machine links to, by their paths in a
+/// VM.
 pub fn linked(program: &Path) -> Result<Vec<(String, PathBuf)>> {
     let libraries = lab::vfio::libraries(program)?.into_iter();
     Ok(libraries

@@ -75,8 +75,8 @@ fn programs() -> Result<&'static Programs> {
     programs.as_ref().map_err(|error| anyhow!("{error}"))
 }
 
-/// Returns the path of the preload library for CUDA programs, built once per test program. A library
-/// beside the test takes precedence, as in a bundle.
+/// Returns the path of the preload library for CUDA programs, built once per test program. A
+/// library beside the test takes precedence, as in a bundle.
 pub fn cuda_library() -> Result<&'static Path> {
     static LIBRARY: OnceLock<std::result::Result<PathBuf, String>> = OnceLock::new();
     let library = LIBRARY.get_or_init(|| {

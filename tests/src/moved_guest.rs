@@ -1,4 +1,5 @@
-//! Guest runtime platform that moves from one vGPU to another, as a VM does that is saved and restored.
+//! Guest runtime platform that moves from one vGPU to another, as a VM does that is saved and
+//! restored.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};

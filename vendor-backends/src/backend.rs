@@ -1,8 +1,8 @@
 //! The trait that every backend implements, and the list of backends.
 //!
-//! A backend registers itself by one line in [`BACKENDS`]. The daemon's `--parent`, its GPU processes
-//! and workers, `vgpuctl doctor`, `vgpuctl parents`, AppArmor's rules and the systemd unit work from
-//! that list.
+//! A backend registers itself by one line in [`BACKENDS`]. The daemon's `--parent`, its GPU
+//! processes and workers, `vgpuctl doctor`, `vgpuctl parents`, AppArmor's rules and the systemd
+//! unit work from that list.
 
 use std::error::Error;
 use std::fmt;
@@ -38,7 +38,8 @@ pub trait Backend: fmt::Debug + Sync {
     /// Returns one line: what is wrong, and what to write.
     fn parse(&self, place: Option<&str>, options: &[&str]) -> Result<Arc<dyn Parent>, String>;
 
-    /// Returns the name under which admissions to the backend's GPUs are opened by [`Self::open_client`].
+    /// Returns the name under which admissions to the backend's GPUs are opened by
+    /// [`Self::open_client`].
     fn admission(&self) -> &'static str {
         mediator::BACKEND
     }
@@ -102,7 +103,8 @@ pub trait Parent: fmt::Debug + Send + Sync {
     /// Returns the `--parent` argument from which [`Backend::parse`] makes an equal parent.
     fn argument(&self) -> String;
 
-    /// Returns the parents that an argument for all GPUs of a driver stands for; `None` for a single GPU.
+    /// Returns the parents that an argument for all GPUs of a driver stands for; `None` for a
+    /// single GPU.
     ///
     /// # Errors
     ///

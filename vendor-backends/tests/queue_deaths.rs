@@ -304,7 +304,7 @@ fn a_program_has_the_same_results_if_its_workers_die_all_the_time() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// No record of a worker that a guest has taken over leads to a panic.
+    /// No record of a worker that a guest has compromised leads to a panic.
     #[test]
     fn damaged_records_are_refused_or_continued(
         damage in proptest::collection::vec((any::<bool>(), any::<usize>(), any::<u8>()), 1..6),

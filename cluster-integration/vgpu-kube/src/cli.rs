@@ -84,7 +84,8 @@ pub struct Manifests {
 /// Arguments of `hook`.
 #[derive(Args, Clone, Debug)]
 pub struct Hook {
-    /// Request of the VM's claim that the vGPU is for; several times for several vGPUs [default: vgpu]
+    /// Request of the VM's claim that the vGPU is for; several times for several vGPUs [default:
+    /// vgpu]
     #[arg(long, value_name = "REQUEST")]
     pub vgpu: Vec<String>,
 
@@ -129,8 +130,8 @@ pub struct Run {
 
     /// User, by number, that containers with a device of a device plugin run as
     ///
-    /// Kubelet does not name the pod to a device plugin. Root of the host may use every vGPU. Claims
-    /// need no such setting: their vGPUs belong to the user in the pod's security context.
+    /// Kubelet does not name the pod to a device plugin. Root of the host may use every vGPU.
+    /// Claims need no such setting: their vGPUs belong to the user in the pod's security context.
     #[arg(long, value_name = "UID", default_value_t = 0)]
     pub device_owner: u32,
 

@@ -260,7 +260,8 @@ async fn classes(client: &KubeClient) -> Finding {
     }
 }
 
-/// Returns a warning if the node serves claims and device plugins: the scheduler counts each by itself.
+/// Returns a warning if the node serves claims and device plugins: the scheduler counts each by
+/// itself.
 async fn both(client: &KubeClient, name: &str) -> Option<Finding> {
     let slices = Api::<ResourceSlice>::all(client.clone());
     limited(slices.get_opt(&slice_name(name))).await.ok().flatten()?;

@@ -1,7 +1,7 @@
 //! Hooks of KubeVirt, which add a vGPU to a VM's domain.
 //!
-//! KubeVirt knows no vfio-user devices. A sidecar gets the domain's XML before libvirt does, and returns
-//! it with the device of a vGPU and with memory that other processes can map.
+//! KubeVirt knows no vfio-user devices. A sidecar gets the domain's XML before libvirt does, and
+//! returns it with the device of a vGPU and with memory that other processes can map.
 //!
 //! * a hook sidecar: `OnDefineDomain` v1alpha3, on a socket in `/var/run/kubevirt-hooks`, or as a
 //!   command that KubeVirt's `sidecar-shim` runs

@@ -1,5 +1,5 @@
-//! What a container gets of a vGPU: the folder with its sockets, libraries and environment variables.
-//! No device node.
+//! What a container gets of a vGPU: the folder with its sockets, libraries and environment
+//! variables. No device node.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
 //! vGPUs of containers, made and stopped through vgpud's control API.
 //!
-//! All operations can be repeated: a vGPU that exists is used again, and one that is absent counts as
-//! stopped. vGPUs of the agent have names that begin with a prefix, by which they are found after a
-//! restart of any process.
+//! All operations can be repeated: a vGPU that exists is used again, and one that is absent counts
+//! as stopped. vGPUs of the agent have names that begin with a prefix, by which they are found
+//! after a restart of any process.
 
 use std::time::Duration;
 
@@ -14,8 +14,8 @@ use vgpud_api::{
 };
 use vgpud_client::{Client, ClientError, Method, vgpu_path};
 
-/// Namespace of the UUIDs of vGPUs (RFC 9562, version 5). It must never change: a vGPU is found by its
-/// UUID after an upgrade.
+/// Namespace of the UUIDs of vGPUs (RFC 9562, version 5). It must never change: a vGPU is found by
+/// its UUID after an upgrade.
 const NAMESPACE: Uuid = Uuid::from_u128(0x7b0c_6f0e_54a5_4bb2_9d1d_6a0f_6b1f_7a55);
 
 /// Number of requests to stop a vGPU that a client still uses, before it is stopped all the same.
@@ -23,8 +23,8 @@ const STOPS: u32 = 10;
 /// Pause between them: a client that has ended leaves within milliseconds.
 const STOP_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Returns the UUID of the vGPU for these words, for example a claim's UID, a device and a share. The
-/// same words give the same vGPU.
+/// Returns the UUID of the vGPU for these words, for example a claim's UID, a device and a share.
+/// The same words give the same vGPU.
 pub fn id(words: &[&str]) -> VgpuId {
     VgpuId(Uuid::new_v5(&NAMESPACE, words.join("/").as_bytes()))
 }

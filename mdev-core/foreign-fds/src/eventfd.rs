@@ -123,8 +123,8 @@ impl Shared {
             lines.writing = Some(line);
             drop(lines);
             let one = 1_u64.to_ne_bytes();
-            // SAFETY: eight bytes from a buffer of eight. A full eventfd is signalled already, and an
-            // interrupted write was to an eventfd that is no longer wanted.
+            // SAFETY: eight bytes from a buffer of eight. A full eventfd is signalled already, and
+            // an interrupted write was to an eventfd that is no longer wanted.
             unsafe { libc::write(event.as_raw_fd(), one.as_ptr().cast(), one.len()) };
             lines = self.lines();
             lines.writing = None;
@@ -160,8 +160,8 @@ impl Signaller {
         Ok(Self { shared, thread })
     }
 
-    /// Sets or clears the eventfd of a line below [`MAX_LINES`]. A write to the previous eventfd does
-    /// not outlast the call.
+    /// Sets or clears the eventfd of a line below [`MAX_LINES`]. A write to the previous eventfd
+    /// does not outlast the call.
     pub fn set(&self, line: usize, event: Option<Arc<OwnedFd>>) {
         let mut lines = self.shared.lines();
         lines.line(line).event = event;

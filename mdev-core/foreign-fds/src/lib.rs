@@ -1,16 +1,16 @@
 //! File descriptors that other processes pass.
 //!
-//! A descriptor can belong to a file system in user space (FUSE), whose server belongs to an attacker
-//! and never answers. Almost every system call on such a file waits for the server, in a state that
-//! not even SIGKILL ends: `fstat`, `poll`, `read`, a load from mapped memory, and `close`. A process
-//! that takes descriptors from others therefore
+//! A descriptor can belong to a file system in user space (FUSE), whose server belongs to an
+//! attacker and never answers. Almost every system call on such a file waits for the server, in a
+//! state that not even SIGKILL ends: `fstat`, `poll`, `read`, a load from mapped memory, and
+//! `close`. A process that takes descriptors from others therefore
 //!
 //! * takes none where none is due: the kernel discards them without asking their file system
 //! * uses memory files ([`is_memory`]) and eventfds ([`is_eventfd`]) only
 //! * closes all others, except for sockets, on a thread of their own ([`close`])
 //!
-//! The owner of an eventfd can make writes to it block: see [`eventfd`]. [`receive()`] is the system call
-//! that receives descriptors.
+//! The owner of an eventfd can make writes to it block: see [`eventfd`]. [`receive()`] is the
+//! system call that receives descriptors.
 
 pub mod eventfd;
 mod receive;
@@ -36,8 +36,8 @@ pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
 
-/// Returns true if a descriptor is a socket. Asks no file system. What a socket has queued is released
-/// without waiting: only `close` itself asks a file system to write back.
+/// Returns true if a descriptor is a socket. Asks no file system. What a socket has queued is
+/// released without waiting: only `close` itself asks a file system to write back.
 fn is_socket(fd: BorrowedFd<'_>) -> bool {
     let mut kind: libc::c_int = 0;
     let mut len = size_of_val(&kind) as libc::socklen_t;
@@ -74,8 +74,8 @@ pub fn close(fd: OwnedFd) {
     let _ = thread::Builder::new().name("close".into()).stack_size(64 << 10).spawn(closing);
 }
 
-/// Returns true if so many descriptors cannot be closed that no more should be taken from the process
-/// that passed them. Stays true once a descriptor had to be left open.
+/// Returns true if so many descriptors cannot be closed that no more should be taken from the
+/// process that passed them. Stays true once a descriptor had to be left open.
 pub fn is_exhausted() -> bool {
     CLOSING.load(Ordering::Acquire) >= MAX_CLOSING
 }

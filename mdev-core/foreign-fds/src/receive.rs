@@ -1,5 +1,5 @@
-//! `recvmsg` for packets with descriptors, some of which the kernel may have discarded. nix returns no
-//! descriptors of such a packet, and those that arrived would leak.
+//! `recvmsg` for packets with descriptors, some of which the kernel may have discarded. nix returns
+//! no descriptors of such a packet, and those that arrived would leak.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -24,7 +24,8 @@ pub struct Received {
     pub flags: i32,
 }
 
-/// Receives bytes and up to `max_fds` descriptors. `take` gets each descriptor, close-on-exec, in order.
+/// Receives bytes and up to `max_fds` descriptors. `take` gets each descriptor, close-on-exec, in
+/// order.
 ///
 /// `max_fds` is rounded up to an even number, and is at most [`MAX_RECEIVED`]. `flags` are those of
 /// recvmsg(2).
@@ -50,8 +51,8 @@ pub fn receive(
         message.msg_control = control.as_mut_ptr().cast();
         message.msg_controllen = words * size_of::<u64>();
     }
-    // SAFETY: the message has pointers to a buffer and a control buffer, with lengths within them. Both
-    // are borrowed mutably for the call.
+    // SAFETY: the message has pointers to a buffer and a control buffer, with lengths within them.
+    // Both are borrowed mutably for the call.
     let result = unsafe {
         libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags | libc::MSG_CMSG_CLOEXEC)
     };
@@ -91,8 +92,8 @@ mod tests {
         let mut control = [0_u64; 64];
         let bytes = (count * size_of::<RawFd>()) as u32;
         let byte = IoSlice::new(b"x");
-        // SAFETY: the message's pointers are to the byte and to the control buffer, which has room for
-        // a header and 100 descriptors.
+        // SAFETY: the message's pointers are to the byte and to the control buffer, which has room
+        // for a header and 100 descriptors.
         let sent = unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = (&raw const byte).cast_mut().cast();

@@ -185,8 +185,8 @@ impl<R: Copy + PartialEq + fmt::Debug> Bank<R> {
         &self.image[..end as usize]
     }
 
-    /// Replaces the contents by an [image](Self::image) of the same device, which an earlier version
-    /// with fewer or more registers may have made.
+    /// Replaces the contents by an [image](Self::image) of the same device, which an earlier
+    /// version with fewer or more registers may have made.
     pub fn set_image(&mut self, image: &[u8]) {
         let len = image.len().min(self.image().len());
         self.image[..len].copy_from_slice(&image[..len]);

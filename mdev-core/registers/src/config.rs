@@ -185,8 +185,8 @@ impl ConfigSpace {
         effect
     }
 
-    /// Returns true if the guest has enabled bus mastering. Without it, the function must not access
-    /// guest memory or send MSIs.
+    /// Returns true if the guest has enabled bus mastering. Without it, the function must not
+    /// access guest memory or send MSIs.
     pub fn bus_master(&self) -> bool {
         self.bank.get(ConfigReg::Command) & command::BUS_MASTER != 0
     }

@@ -236,12 +236,12 @@ pub struct ChannelCreate {
     /// GPU virtual address of the preamble, 4-byte aligned.
     ///
     /// The preamble is a pushbuffer that gives a new channel the state which this one's driver has
-    /// given it, such as bound classes and memory windows. A vGPU of hardware executes it when it is
-    /// restored. It must stay mapped as long as the channel exists. The driver also counts in
+    /// given it, such as bound classes and memory windows. A vGPU of hardware executes it when it
+    /// is restored. It must stay mapped as long as the channel exists. The driver also counts in
     /// [`PROGRESS`](super::userd::PROGRESS).
     pub preamble_va: u64,
-    /// Length of the preamble in 32-bit words; 0 if there is none. A vGPU of hardware with a channel
-    /// without a preamble cannot be saved.
+    /// Length of the preamble in 32-bit words; 0 if there is none. A vGPU of hardware with a
+    /// channel without a preamble cannot be saved.
     pub preamble_dwords: u32,
     /// Zero.
     pub reserved: u32,

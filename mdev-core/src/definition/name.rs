@@ -1,7 +1,7 @@
 //! Names of vGPUs: an alternative to UUIDs, chosen by the operator.
 //!
-//! A name is safe as a part of a path, a URL, a unit name, a log line and a label of a metric, and is
-//! never mistaken for an option, a UUID or the beginning of one.
+//! A name is safe as a part of a path, a URL, a unit name, a log line and a label of a metric, and
+//! is never mistaken for an option, a UUID or the beginning of one.
 
 use std::fmt;
 use std::str::FromStr;

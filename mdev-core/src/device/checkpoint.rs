@@ -10,13 +10,13 @@ use crate::abi::control::{CHECKPOINT_WANTED, CheckpointState};
 use crate::gpu::Pending;
 
 impl VirtualFunction {
-    /// Asks the guest to checkpoint its programs until [`Self::end_checkpoint`], unless it was asked
-    /// already. Returns whether no program uses the vGPU any more.
+    /// Asks the guest to checkpoint its programs until [`Self::end_checkpoint`], unless it was
+    /// asked already. Returns whether no program uses the vGPU any more.
     ///
     /// # Errors
     ///
-    /// Fails if the vGPU could not be saved then, or the guest refuses. Its programs continue then, and
-    /// the request has ended.
+    /// Fails if the vGPU could not be saved then, or the guest refuses. Its programs continue then,
+    /// and the request has ended.
     pub fn checkpoint(&mut self) -> Result<bool, SaveError> {
         if self.lost {
             return Err(SaveError::Lost);

@@ -386,8 +386,8 @@ fn queue_rows() -> Vec<Row<ControlReg>> {
     ]
 }
 
-/// Checkpoints of the guest's programs. Not saved: a restored vGPU has no request, by which its guest
-/// knows that it is to restore them.
+/// Checkpoints of the guest's programs. Not saved: a restored vGPU has no request, by which its
+/// guest knows that it is to restore them.
 fn checkpoint_rows() -> Vec<Row<ControlReg>> {
     use ControlReg as R;
     use Width::W32;

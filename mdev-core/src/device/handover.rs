@@ -44,15 +44,17 @@ impl VirtualFunction {
         Ok(Handover { saved, memory, irq })
     }
 
-    /// Gives the vGPU to the process that has attached meanwhile. The vGPU is paused on success, and
-    /// reset on an error. Returns the writes to configuration space that the process must learn of.
+    /// Gives the vGPU to the process that has attached meanwhile. The vGPU is paused on success,
+    /// and reset on an error. Returns the writes to configuration space that the process must learn
+    /// of.
     pub fn adopt(&mut self, handover: &Handover) -> Result<Vec<ConfigWrite>, RestoreError> {
         self.reset();
         self.restore_checked(&handover.saved)?;
         Ok(self.config_writes())
     }
 
-    /// Gives the vGPU back to the old process. The vGPU is paused on success, and reset on an error.
+    /// Gives the vGPU back to the old process. The vGPU is paused on success, and reset on an
+    /// error.
     pub fn abandon_handover(&mut self, handover: Handover) -> Result<(), RestoreError> {
         self.release_client();
         *self.memory.lock() = handover.memory;

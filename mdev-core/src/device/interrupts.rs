@@ -45,8 +45,8 @@ impl VirtualFunction {
     }
 
     /// Passes the eventfds of MSI vectors to the GPU while the guest enables non-stall interrupts,
-    /// so that the GPU signals them without the worker. Programs that use the control queue wait for
-    /// its events instead: while it runs, nothing changes, since its requests hold the client.
+    /// so that the GPU signals them without the worker. Programs that use the control queue wait
+    /// for its events instead: while it runs, nothing changes, since its requests hold the client.
     pub(super) fn connect_msi_to_gpu(&mut self) {
         self.connect_msi_to_queue();
         if self.queue_runs() {

@@ -109,8 +109,8 @@ pub(super) fn serve(env: &mut Environment<'_>, address: GuestPa, lost: bool) -> 
 }
 
 impl VirtualFunction {
-    /// Writes the answer to the last mailbox request to guest memory. Returns false if the memory is
-    /// gone since the request was read.
+    /// Writes the answer to the last mailbox request to guest memory. Returns false if the memory
+    /// is gone since the request was read.
     pub fn write_answer(&mut self) -> bool {
         let Some(Answer { address, bytes }) = self.answer.take() else { return true };
         self.memory.lock().write(address, &bytes).is_ok()

@@ -34,8 +34,8 @@ pub trait ControlQueue: Send + fmt::Debug {
     /// Sets the eventfd that is to be signalled for completions and changes of the state.
     fn set_interrupt(&mut self, event: Option<OwnedFd>);
 
-    /// Returns a descriptor that polls readable while [`Self::take_pending`] has conditions that the
-    /// thread could not signal itself.
+    /// Returns a descriptor that polls readable while [`Self::take_pending`] has conditions that
+    /// the thread could not signal itself.
     fn event(&self) -> BorrowedFd<'_>;
 
     /// Returns the conditions that were raised since the last call, and those of them that are not

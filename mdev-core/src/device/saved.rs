@@ -1,8 +1,8 @@
 //! Saving and restoring a vGPU: its registers, and the state of its client. Video memory is copied
 //! by the caller while the vGPU is paused; guest memory is saved by the VMM.
 //!
-//! A state is untrusted input. Its registers must be reachable by a guest; its mappings and channels
-//! are made by the requests that a guest's driver makes, with the same checks.
+//! A state is untrusted input. Its registers must be reachable by a guest; its mappings and
+//! channels are made by the requests that a guest's driver makes, with the same checks.
 
 use serde::{Deserialize, Serialize};
 
@@ -199,8 +199,8 @@ impl VirtualFunction {
         self.restore_checked(saved)
     }
 
-    /// Restores a state with valid registers into a function that was reset. On an error the function
-    /// is reset.
+    /// Restores a state with valid registers into a function that was reset. On an error the
+    /// function is reset.
     pub(super) fn restore_checked(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
         let restored = self.try_restore(saved);
         if restored.is_err() {

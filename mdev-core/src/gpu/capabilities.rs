@@ -56,8 +56,8 @@ bitflags! {
         ///
         /// [`Client::pause`]: super::Client::pause
         const SAVE = 1 << 15;
-        /// Imports pin their pages, and others wait for the driver meanwhile. Large mappings of guest
-        /// memory are imported in parts.
+        /// Imports pin their pages, and others wait for the driver meanwhile. Large mappings of
+        /// guest memory are imported in parts.
         const PINS = 1 << 16;
     }
 }

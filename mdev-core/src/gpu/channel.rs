@@ -92,8 +92,8 @@ pub struct Placement {
     /// Number of a copy engine. Another one takes its place if the GPU does not have it, or not for
     /// guests.
     pub copy_engine: Option<u32>,
-    /// Second of two runqueues of the engine, each of which fetches the commands of one channel at a
-    /// time.
+    /// Second of two runqueues of the engine, each of which fetches the commands of one channel at
+    /// a time.
     pub second_runqueue: bool,
 }
 

@@ -247,7 +247,8 @@ pub trait Client: Send + fmt::Debug {
     /// Imports guest memory, so that [`Client::map`] can map it.
     fn import(&mut self, ram: GuestRam<'_>) -> Result<MemoryId, GpuError>;
 
-    /// Releases an import or an allocation, and unmaps its memory. No access is in flight after the return.
+    /// Releases an import or an allocation, and unmaps its memory. No access is in flight after the
+    /// return.
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError>;
 
     /// Allocates video memory that is filled with zeros, in bytes. [`Client::release`] frees it.
@@ -296,8 +297,8 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Sets which exceptions of kernels in a channel's group [`Client::take_exceptions`] returns, as
-    /// a mask (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`). The program must have installed a trap
+    /// Sets which exceptions of kernels in a channel's group [`Client::take_exceptions`] returns,
+    /// as a mask (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`). The program must have installed a trap
     /// handler. Without this, a kernel may end after an exception as if it had succeeded.
     fn watch_exceptions(&mut self, _channel: ChannelId, _mask: u32) -> Result<(), GpuError> {
         Ok(())
@@ -371,21 +372,21 @@ pub trait Client: Send + fmt::Debug {
     /// Returns and clears the conditions that were raised since the last call.
     fn take_pending(&mut self) -> Pending;
 
-    /// Returns the position in the sequence of this client's requests from which another process can
-    /// continue, or `None` if none can.
+    /// Returns the position in the sequence of this client's requests from which another process
+    /// can continue, or `None` if none can.
     fn position(&self) -> Option<u64> {
         None
     }
 
-    /// Returns what is to be kept for a process that continues, or not any more, since the last call.
-    /// The caller passes descriptors on before it records the [`Client::position`] of a later call, and
-    /// drops them after that.
+    /// Returns what is to be kept for a process that continues, or not any more, since the last
+    /// call. The caller passes descriptors on before it records the [`Client::position`] of a later
+    /// call, and drops them after that.
     fn take_kept(&mut self) -> Vec<KeptDescriptor> {
         Vec::new()
     }
 
-    /// Notes that the caller's state includes the effects of all requests so far, and the conditions
-    /// that [`Client::take_pending`] returned. A process that continues from an earlier
+    /// Notes that the caller's state includes the effects of all requests so far, and the
+    /// conditions that [`Client::take_pending`] returned. A process that continues from an earlier
     /// [`Client::position`] gets the replies again that came after it.
     fn record(&mut self) {}
 
@@ -420,7 +421,8 @@ pub trait Client: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Returns why [`Client::pause`] would fail, if the client's objects are a reason. Stops nothing.
+    /// Returns why [`Client::pause`] would fail, if the client's objects are a reason. Stops
+    /// nothing.
     fn check_save(&mut self) -> Result<(), GpuError> {
         Ok(())
     }
@@ -451,8 +453,8 @@ pub trait Client: Send + fmt::Debug {
         Err(GpuError::Unsupported("saving"))
     }
 
-    /// Creates a channel with the id and the progress that it had in a saved client. The client must
-    /// be paused, and writes no memory.
+    /// Creates a channel with the id and the progress that it had in a saved client. The client
+    /// must be paused, and writes no memory.
     fn restore_channel(&mut self, _channel: &SavedChannel) -> Result<(), GpuError> {
         Err(GpuError::Unsupported("saving"))
     }

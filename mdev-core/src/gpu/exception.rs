@@ -18,6 +18,7 @@ pub struct Exception {
 pub struct ErrorStates {
     /// `NV83DE_SM_ERROR_STATE_REGISTERS` of each multiprocessor, without addresses.
     pub states: Vec<u8>,
-    /// Kind of the channel's first access that the memory management unit refused, if there was one.
+    /// Kind of the channel's first access that the memory management unit refused, if there was
+    /// one.
     pub fault: Option<u32>,
 }

@@ -103,7 +103,8 @@ impl GuestMemory {
         })
     }
 
-    /// Returns the address of a guest's access to memory whose file cannot be mapped, and the cause.
+    /// Returns the address of a guest's access to memory whose file cannot be mapped, and the
+    /// cause.
     fn missed_failure(&self) -> Option<(u64, &io::Error)> {
         let address = self.missed?;
         let (start, map) = self.maps.range(..=address).next_back()?;

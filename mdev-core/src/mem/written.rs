@@ -71,8 +71,8 @@ impl GuestMemory {
         }
     }
 
-    /// Returns the ranges that the device has written since the record began, in ascending order and
-    /// in whole pages. The client is paused.
+    /// Returns the ranges that the device has written since the record began, in ascending order
+    /// and in whole pages. The client is paused.
     ///
     /// # Errors
     ///

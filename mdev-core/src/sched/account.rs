@@ -20,7 +20,8 @@ const MAX_READINGS: usize = 128;
 /// Percentage of an interval that a busy vGPU ran or waited.
 const BUSY_PERCENT: u64 = 90;
 
-/// Time with work from which on work that began within an interval is not taken for a brief request.
+/// Time with work from which on work that began within an interval is not taken for a brief
+/// request.
 const LASTING_NS: u64 = 5_000_000;
 
 /// Usage of one vGPU between two readings.

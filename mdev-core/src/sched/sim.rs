@@ -90,8 +90,9 @@ impl Simulation {
         self.report_delay_ns = delay.as_nanos() as u64;
     }
 
-    /// Imitates an NVIDIA GPU and its driver, as measured on H100s: where a slice changes, the runlist
-    /// starts from its first vGPU, and a vGPU counts as runnable for a while after its work.
+    /// Imitates an NVIDIA GPU and its driver, as measured on H100s: where a slice changes, the
+    /// runlist starts from its first vGPU, and a vGPU counts as runnable for a while after its
+    /// work.
     pub fn imitate_nvidia(&mut self) {
         self.nvidia = true;
     }

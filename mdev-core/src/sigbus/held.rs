@@ -96,10 +96,11 @@ impl HeldThread {
         Ok(Self { process, thread })
     }
 
-    /// Ends an access in which the thread was at the last call, and in which it has slept since then:
-    /// its mapping is poisoned.
+    /// Ends an access in which the thread was at the last call, and in which it has slept since
+    /// then: its mapping is poisoned.
     ///
-    /// A thread that merely does not get a core has not slept. Without effect after the thread's end.
+    /// A thread that merely does not get a core has not slept. Without effect after the thread's
+    /// end.
     pub fn release(&self) {
         // SAFETY: sends a signal to a thread of this process, which handles or ignores it.
         unsafe { libc::syscall(libc::SYS_tgkill, self.process, self.thread, SIGNAL) };

@@ -1,7 +1,7 @@
 //! Places of a vGPU's memory in a file with a stream, so that several threads can read it.
 //!
-//! An index reads what is small, and the headers of all other chunks. The order and the completeness
-//! of the chunks are checked then; the checksum of memory is checked where it is read
+//! An index reads what is small, and the headers of all other chunks. The order and the
+//! completeness of the chunks are checked then; the checksum of memory is checked where it is read
 //! ([`ChunkPlace::checksum`]).
 
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Video memory that is no file, as chunks of a stream: it is copied through staging memory, piece by
-//! piece.
+//! Video memory that is no file, as chunks of a stream: it is copied through staging memory, piece
+//! by piece.
 
 use std::fs::File;
 use std::io;
@@ -37,8 +37,8 @@ impl StagedReader {
         Ok(Self { file, len, end: bytes, piece: (0, 0), next: 0, chunk })
     }
 
-    /// Returns the next chunk and its offset in video memory; `None` at the end. `copy` makes copies
-    /// to staging memory.
+    /// Returns the next chunk and its offset in video memory; `None` at the end. `copy` makes
+    /// copies to staging memory.
     pub fn next_chunk(
         &mut self,
         mut copy: impl FnMut(StagedCopy) -> io::Result<()>,

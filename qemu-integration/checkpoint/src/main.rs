@@ -1,8 +1,8 @@
 //! `vgpu-checkpoint`: asks NVIDIA's libcuda to checkpoint or restore a process.
 //!
 //! The command line is that of NVIDIA's `cuda-checkpoint`, and the calls are those of libcuda's
-//! documented interface (CUDA Driver API, "CUDA Checkpointing"). `vgpu-guest` runs this program, since
-//! it is linked statically and cannot load a library itself.
+//! documented interface (CUDA Driver API, "CUDA Checkpointing"). `vgpu-guest` runs this program,
+//! since it is linked statically and cannot load a library itself.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::process::ExitCode;

@@ -2,8 +2,8 @@
 //!
 //! NVIDIA's user-mode driver opens `/dev/nvidiactl`, `/dev/nvidia0` and `/dev/nvidia-uvm`. A
 //! transport in the program's process (the preload library) forwards what happens to these files;
-//! the vGPU's worker implements them. The transport knows no command of the driver: the worker tells
-//! which memory of the process it needs ([`Fetch`]) and which to write ([`Done`]).
+//! the vGPU's worker implements them. The transport knows no command of the driver: the worker
+//! tells which memory of the process it needs ([`Fetch`]) and which to write ([`Done`]).
 //!
 //! * [`messages`]: requests and replies
 //! * [`calls`]: where ioctl arguments have pointers and file descriptors

@@ -180,8 +180,8 @@ fn receive(socket: RawFd, buffer: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Er
     loop {
         let mut slices = [IoSliceMut::new(buffer)];
         let message = match recvmsg::<()>(socket, &mut slices, Some(&mut space), flags) {
-            // The worker has closed the connection, and left messages. The kernel reports that once,
-            // before what the worker has sent.
+            // The worker has closed the connection, and left messages. The kernel reports that
+            // once, before what the worker has sent.
             Err(Errno::EINTR | Errno::ECONNRESET) => continue,
             other => other?,
         };

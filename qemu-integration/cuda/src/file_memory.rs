@@ -15,8 +15,8 @@ use crate::sys::kernel;
 /// Folder of POSIX shared memory (`shm_open`).
 const SHARED_MEMORY: &str = "/dev/shm/";
 
-/// Returns the file of a range that lies in one writable mapping of a file in [`SHARED_MEMORY`], and
-/// the range's place there.
+/// Returns the file of a range that lies in one writable mapping of a file in [`SHARED_MEMORY`],
+/// and the range's place there.
 pub fn find(range: Range) -> Result<Option<(OwnedFd, SharedRange)>, Errno> {
     let maps = memory_maps::read()?;
     let Some(map) = maps.iter().find(|map| map.part_of(range) == Some(range)) else {

@@ -1,7 +1,7 @@
 //! `ioctl()` on files of the driver.
 //!
-//! The library knows no command. The worker's [`CallShape`](cuda_socket::CallShape)s and [`Fetch`] say which memory and
-//! which descriptors a command needs, [`Done`] what to write.
+//! The library knows no command. The worker's [`CallShape`](cuda_socket::CallShape)s and [`Fetch`]
+//! say which memory and which descriptors a command needs, [`Done`] what to write.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
@@ -32,8 +32,8 @@ const MAX_PARTS: usize = 256;
 const AGAIN: Duration = Duration::from_millis(10);
 const MAX_AGAIN: usize = 2000;
 
-/// Carries out an ioctl with an argument at `argument`. Repeats one that the vGPU carries out later,
-/// such as a new channel soon after faults.
+/// Carries out an ioctl with an argument at `argument`. Repeats one that the vGPU carries out
+/// later, such as a new channel soon after faults.
 pub fn ioctl(file: OpenFile, request: u32, argument: u64) -> Result<(), Errno> {
     for _ in 0..MAX_AGAIN {
         match ioctl_once(file, request, argument) {

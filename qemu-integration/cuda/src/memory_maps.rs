@@ -56,9 +56,10 @@ impl MemoryMap {
     }
 
     /// Returns whether the mapping is readable and writable memory of the process, without a file,
-    /// and can be replaced. Stacks cannot: the kernel grows them. What a child of `fork()` has of its
-    /// parent's memory can. Shared memory without a file (`/dev/zero`) can, too: libcuda allocates
-    /// its own so, and registers it at once. Children of an earlier `fork()` keep what they have.
+    /// and can be replaced. Stacks cannot: the kernel grows them. What a child of `fork()` has of
+    /// its parent's memory can. Shared memory without a file (`/dev/zero`) can, too: libcuda
+    /// allocates its own so, and registers it at once. Children of an earlier `fork()` keep what
+    /// they have.
     pub fn is_own_memory(&self) -> bool {
         let name = &self.name;
         let anonymous = name.is_empty() || name == "[heap]" || name.starts_with("[anon:");

@@ -27,8 +27,8 @@ pub enum DriverPath<'a> {
 }
 
 impl DriverPath<'_> {
-    /// Returns whether the status of the path is the driver's. `/proc/devices` is the host's, and so
-    /// are links in `/dev/char` to other devices.
+    /// Returns whether the status of the path is the driver's. `/proc/devices` is the host's, and
+    /// so are links in `/dev/char` to other devices.
     pub fn is_of_driver(&self) -> bool {
         match self {
             Self::Devices => false,

@@ -174,9 +174,9 @@ impl Channel {
         self.submit_with(methods, false)
     }
 
-    /// Queues methods as [`Self::submit`] does, and has the vGPU interrupt once they are completed, if
-    /// the platform has interrupts. For submissions that the caller waits for: [`Self::wait`] then
-    /// sleeps until the interrupt.
+    /// Queues methods as [`Self::submit`] does, and has the vGPU interrupt once they are completed,
+    /// if the platform has interrupts. For submissions that the caller waits for: [`Self::wait`]
+    /// then sleeps until the interrupt.
     pub fn submit_and_interrupt(&mut self, methods: &Methods) -> Result<Fence, GuestError> {
         self.submit_with(methods, self.device.platform().interrupts())
     }

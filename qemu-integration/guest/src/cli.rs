@@ -366,8 +366,8 @@ impl Cli {
     }
 }
 
-/// Turns on the screen of a framebuffer device and returns its mode, by default of the vGPU's. A vGPU without a display has
-/// the mode of a usual screen.
+/// Turns on the screen of a framebuffer device and returns its mode, by default of the vGPU's. A
+/// vGPU without a display has the mode of a usual screen.
 fn current_mode(device: &Device, framebuffer: Option<&Path>) -> Result<Screen, GuestError> {
     if let Some(path) = framebuffer {
         return Screen::turn_on(path);

@@ -28,8 +28,8 @@ pub struct DirectNode {
 }
 
 impl DirectNode {
-    /// Opens the node for the vGPU at the PCI address `address`. Returns `None` if the kernel driver
-    /// is of a release without the node.
+    /// Opens the node for the vGPU at the PCI address `address`. Returns `None` if the kernel
+    /// driver is of a release without the node.
     pub fn open(address: &str) -> Result<Option<Self>, GuestError> {
         Self::open_at(Path::new(NODE), address)
     }

@@ -12,11 +12,11 @@
 //! 4. [`copy`], [`compute`]: the two classes of methods; [`programs`]: loaded kernels, read from a
 //!    [`cubin`] if the GPU executes machine code
 //! 5. [`work`], [`mod@bench`]: jobs that check their results, and a steady load of such jobs;
-//!    [`mod@access`]: time of an access to a register; [`screen`]: the framebuffer and its mode, for
-//!    drawing on the screen
+//!    [`mod@access`]: time of an access to a register; [`screen`]: the framebuffer and its mode,
+//!    for drawing on the screen
 //!
-//! [`cli`] is the program `vgpu-guest`; [`doctor`] is its checks of the VM, [`checkpoint`] its agent
-//! for saves of a VM with CUDA programs.
+//! [`cli`] is the program `vgpu-guest`; [`doctor`] is its checks of the VM, [`checkpoint`] its
+//! agent for saves of a VM with CUDA programs.
 
 pub mod access;
 pub mod bench;

@@ -42,8 +42,8 @@ pub trait Platform: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Waits for an interrupt since the last wait, for at most `limit`; without interrupts, for that
-    /// long. Of several threads that wait, one gets the interrupt.
+    /// Waits for an interrupt since the last wait, for at most `limit`; without interrupts, for
+    /// that long. Of several threads that wait, one gets the interrupt.
     fn wait(&self, limit: Duration) {
         thread::sleep(limit);
     }
@@ -69,8 +69,8 @@ impl<'a> Window<'a> {
     /// Creates a window over mapped memory.
     ///
     /// # Safety
-    /// `len` bytes from `base` (aligned to 4) stay mapped, readable and writable, for `'a`, and no Rust reference
-    /// points into them.
+    /// `len` bytes from `base` (aligned to 4) stay mapped, readable and writable, for `'a`, and no
+    /// Rust reference points into them.
     pub const unsafe fn new(base: NonNull<u8>, len: usize) -> Self {
         Self { base, len, owner: PhantomData }
     }
@@ -94,7 +94,8 @@ impl<'a> Window<'a> {
     #[must_use]
     pub fn part(&self, offset: u64, len: u64) -> Window<'a> {
         let start = self.check(offset, len);
-        // SAFETY: the part lies within this window, and the offset of a part that is used for words is checked there.
+        // SAFETY: the part lies within this window, and the offset of a part that is used for words
+        // is checked there.
         unsafe { Window::new(self.base.add(start), len as usize) }
     }
 
@@ -126,7 +127,8 @@ impl<'a> Window<'a> {
     /// Copies bytes out.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) {
         let start = self.check(offset, bytes.len() as u64);
-        // SAFETY: both ranges are valid for their length, and private memory does not overlap a window.
+        // SAFETY: both ranges are valid for their length, and private memory does not overlap a
+        // window.
         unsafe {
             self.base.add(start).as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len());
         }
@@ -135,7 +137,8 @@ impl<'a> Window<'a> {
     /// Copies bytes in.
     pub fn write(&self, offset: u64, bytes: &[u8]) {
         let start = self.check(offset, bytes.len() as u64);
-        // SAFETY: both ranges are valid for their length, and private memory does not overlap a window.
+        // SAFETY: both ranges are valid for their length, and private memory does not overlap a
+        // window.
         unsafe {
             self.base.add(start).as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
         }
@@ -172,7 +175,8 @@ impl GuestPages {
     /// Wraps pages that `owner` keeps mapped and in place.
     ///
     /// # Safety
-    /// `len` bytes from `base` (page-aligned) stay mapped until `owner` is dropped, and nothing else refers to them.
+    /// `len` bytes from `base` (page-aligned) stay mapped until `owner` is dropped, and nothing
+    /// else refers to them.
     pub unsafe fn new(
         base: NonNull<u8>,
         len: usize,

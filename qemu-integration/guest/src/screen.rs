@@ -79,8 +79,9 @@ impl Screen {
         Ok(Self::decode(&variable, &fixed))
     }
 
-    /// `fb_var_screeninfo`: xres, yres, two virtual sizes, two offsets, bits per pixel. `fb_fix_screeninfo`: a name of
-    /// 16 bytes, an address, three words, three half words, then the line length.
+    /// `fb_var_screeninfo`: xres, yres, two virtual sizes, two offsets, bits per pixel.
+    /// `fb_fix_screeninfo`: a name of 16 bytes, an address, three words, three half words, then the
+    /// line length.
     fn decode(variable: &[u32; 64], fixed: &[u32; 64]) -> Self {
         let [width, height, _, _, x, y, bits_per_pixel, ..] = *variable;
         let pitch = fixed[12];

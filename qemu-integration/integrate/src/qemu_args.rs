@@ -80,8 +80,8 @@ pub enum AttachError {
     Json(String),
 }
 
-/// Returns arguments for a new VM: machine, shared memory and the device. A vGPU with a display head
-/// is the VM's only display adapter.
+/// Returns arguments for a new VM: machine, shared memory and the device. A vGPU with a display
+/// head is the VM's only display adapter.
 pub fn new_vm(device: &Device, machine: &str, memory: &str, head: bool) -> Vec<String> {
     let machine = format!("{machine},memory-backend={MEMORY_ID},{REPLACEABLE}");
     // The machine takes the memory size from -m, which must agree with the backend's size.

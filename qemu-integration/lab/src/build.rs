@@ -224,7 +224,8 @@ pub fn build_statically(cargo: &mut Command, targets: &[&str]) {
     cargo.env("CARGO_PROFILE_DEV_DEBUG", "false");
 }
 
-/// Runs a build and returns the programs and preload libraries that cargo reports. The step shows cargo's progress.
+/// Runs a build and returns the programs and preload libraries that cargo reports. The step shows
+/// cargo's progress.
 fn build(mut command: Command, step: Step) -> Result<Programs> {
     command.arg("--message-format=json-render-diagnostics");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -1,7 +1,7 @@
 //! NVIDIA's user-mode driver from Debian's archive, for tests of CUDA programs without a GPU.
 //!
-//! The packages are fetched into the lab's cache and unpacked there. They are NVIDIA's and not free:
-//! nothing of them is part of Tessera or of what it ships.
+//! The packages are fetched into the lab's cache and unpacked there. They are NVIDIA's and not
+//! free: nothing of them is part of Tessera or of what it ships.
 
 use std::fs;
 use std::path::PathBuf;

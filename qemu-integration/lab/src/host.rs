@@ -181,8 +181,8 @@ impl Host {
         Ok(found.clone())
     }
 
-    /// Returns the type with this much video memory and no display: the guest's module leaves a vGPU
-    /// with a display to the display driver.
+    /// Returns the type with this much video memory and no display: the guest's module leaves a
+    /// vGPU with a display to the display driver.
     pub fn type_without_display(&self, size: &str) -> Result<MdevType> {
         let suffix = format!("-{size}C");
         let found = self.types()?.into_iter().find(|offered| offered.name.ends_with(&suffix));

@@ -7,8 +7,8 @@
 //! * [`kubectl`]: calls of kubectl, for this cluster or for another one
 //! * [`image`]: container images made of a program of this machine
 //!
-//! Debian has containerd, runc, etcd and kubectl, but no programs of a control plane and no kubelet.
-//! Compiling them takes some ten minutes. They are cached.
+//! Debian has containerd, runc, etcd and kubectl, but no programs of a control plane and no
+//! kubelet. Compiling them takes some ten minutes. They are cached.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -53,17 +53,17 @@ enum Task {
         /// A further library of this machine for the CUDA programs, such as libcublas.so.13
         #[arg(long, value_name = "FILE")]
         library: Vec<PathBuf>,
-        /// A Python of this machine with PyTorch, such as python3: runs in both VMs, which read this
-        /// machine's files
+        /// A Python of this machine with PyTorch, such as python3: runs in both VMs, which read
+        /// this machine's files
         #[arg(long, value_name = "PROGRAM")]
         python: Option<String>,
-        /// With --cuda only: kill a worker N times under CUDA programs, and N times under a training of
-        /// PyTorch with --python, both on this machine and in a VM, instead of all else
+        /// With --cuda only: kill a worker N times under CUDA programs, and N times under a
+        /// training of PyTorch with --python, both on this machine and in a VM, instead of all else
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
         kills: Option<u32>,
-        /// Save a working VM with its vGPU, end everything, and restore the VM under another vgpud, N
-        /// times; then give it a new QEMU N times; instead of all else. With --cuda only, a CUDA program
-        /// works in the VM
+        /// Save a working VM with its vGPU, end everything, and restore the VM under another vgpud,
+        /// N times; then give it a new QEMU N times; instead of all else. With --cuda only, a CUDA
+        /// program works in the VM
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
         #[arg(conflicts_with_all = ["kills", "python"])]
         live: Option<u32>,
@@ -71,25 +71,26 @@ enum Task {
     /// Run all tests (formatting, lints, unit, property, protocol, QEMU), or only those of this
     /// machine's GPU, or those that take long
     Test {
-        /// `nvidia`: the tests that need an NVIDIA GPU; `endurance`: 1,000 programs, 100 reloads, 50
-        /// hot-unplugs and 100 restores in VMs, and 1,000 dead workers
+        /// `nvidia`: the tests that need an NVIDIA GPU; `endurance`: 1,000 programs, 100 reloads,
+        /// 50 hot-unplugs and 100 restores in VMs, and 1,000 dead workers
         kind: Option<String>,
     },
-    /// Run the tests with a Kubernetes cluster of one node, made of Debian's packages. The first run
-    /// compiles Kubernetes, which takes some ten minutes; later ones, also of `test`, find it cached
+    /// Run the tests with a Kubernetes cluster of one node, made of Debian's packages. The first
+    /// run compiles Kubernetes, which takes some ten minutes; later ones, also of `test`, find it
+    /// cached
     Kube {
         /// Kill each process of the node N times
         #[arg(long, value_name = "N", default_value_t = 20, conflicts_with = "kubeconfig")]
         kills: u32,
-        /// Run pods on the cluster of this configuration instead. Its nodes run vgpud and vgpu-kube,
-        /// and offer tessera.io/soft-2c and soft-4c, or claims of a GPU of 8 GiB
+        /// Run pods on the cluster of this configuration instead. Its nodes run vgpud and
+        /// vgpu-kube, and offer tessera.io/soft-2c and soft-4c, or claims of a GPU of 8 GiB
         #[arg(long, value_name = "FILE", requires = "image")]
         kubeconfig: Option<PathBuf>,
         /// Image of these pods; --write-image makes it
         #[arg(long, value_name = "NAME", requires = "kubeconfig")]
         image: Option<String>,
-        /// Write the image of the tests' pods to FILE, for `docker load` or `ctr images import`, and
-        /// run nothing
+        /// Write the image of the tests' pods to FILE, for `docker load` or `ctr images import`,
+        /// and run nothing
         #[arg(long, value_name = "FILE", conflicts_with = "kubeconfig")]
         write_image: Option<PathBuf>,
         /// Compile Kubernetes if needed, and run nothing
@@ -117,8 +118,9 @@ enum Task {
         #[arg(long)]
         no_benchmark: bool,
     },
-    /// Build the Debian packages: for hosts, vgpud, vgpuctl, their units, manual pages and completions;
-    /// for nodes of Kubernetes, vgpu-kube; for VMs, vgpu-guest and the Linux module's source
+    /// Build the Debian packages: for hosts, vgpud, vgpuctl, their units, manual pages and
+    /// completions; for nodes of Kubernetes, vgpu-kube; for VMs, vgpu-guest and the Linux module's
+    /// source
     Deb {
         /// Folder for the packages
         #[arg(long, value_name = "DIR", default_value = "lab-out")]

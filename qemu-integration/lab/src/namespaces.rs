@@ -1,8 +1,8 @@
 //! Processes in namespaces and control groups of their own, with a root folder of their own, as a
 //! [`crate::machine`] has them.
 //!
-//! All processes end with the first one. Scratch files and control groups are removed when the value
-//! is dropped.
+//! All processes end with the first one. Scratch files and control groups are removed when the
+//! value is dropped.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -147,9 +147,9 @@ pub struct Namespaces {
 impl Namespaces {
     /// Runs a shell script that becomes the first process.
     ///
-    /// The script gets the prepared root, a scratch folder with an empty folder `machine`, and `args`.
-    /// It writes its process id on the host to the scratch folder's file `pid` before it changes its
-    /// root.
+    /// The script gets the prepared root, a scratch folder with an empty folder `machine`, and
+    /// `args`. It writes its process id on the host to the scratch folder's file `pid` before it
+    /// changes its root.
     pub fn start(script: &str, root: &Path, args: &[&str], groups: Cgroups) -> Result<Self> {
         let scratch = Scratch::new()?;
         fs::create_dir(scratch.path().join("machine"))?;

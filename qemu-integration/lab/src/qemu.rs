@@ -21,9 +21,9 @@ use crate::shared_folder::SharedFolder;
 
 /// Options of a guest's kernel.
 ///
-/// No timer check: on a busy host an emulated CPU may get too little time to pass it. No mitigations
-/// of the CPU's defects: with them, each system call under TCG empties the TLB. No self-tests of
-/// cryptography, which take an emulated CPU 0.3 s.
+/// No timer check: on a busy host an emulated CPU may get too little time to pass it. No
+/// mitigations of the CPU's defects: with them, each system call under TCG empties the TLB. No
+/// self-tests of cryptography, which take an emulated CPU 0.3 s.
 pub const KERNEL_OPTIONS: &str = "console=ttyS0 no_timer_check mitigations=off cryptomgr.notests";
 /// Root ports for hot-plugged devices.
 pub const HOTPLUG_PORTS: usize = 2;

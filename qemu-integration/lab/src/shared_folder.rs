@@ -53,8 +53,8 @@ pub fn files(kernel: &Kernel) -> Vec<(String, PathBuf)> {
     MODULES.iter().map(file).collect()
 }
 
-/// Returns a shell command that mounts this machine's root read-only at `at`, so that programs run in
-/// it by `chroot`: with the guest's devices, and an empty folder for temporary files.
+/// Returns a shell command that mounts this machine's root read-only at `at`, so that programs run
+/// in it by `chroot`: with the guest's devices, and an empty folder for temporary files.
 pub fn mount_root(at: &str) -> String {
     format!(
         "for m in {}; do insmod /{IN_GUEST}/$m.ko || exit 1; done; mkdir {at} && \

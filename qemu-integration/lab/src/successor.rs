@@ -23,8 +23,8 @@ pub struct Successor {
 }
 
 impl Successor {
-    /// Gives the VM with this monitor and vGPU another QEMU, with the VM's configuration. `folder` is
-    /// reserved for its sockets and logs. Returns how long the VM was paused, in milliseconds.
+    /// Gives the VM with this monitor and vGPU another QEMU, with the VM's configuration. `folder`
+    /// is reserved for its sockets and logs. Returns how long the VM was paused, in milliseconds.
     pub fn take_over(
         (host, lab): (&Host, &Lab),
         vgpu: &str,

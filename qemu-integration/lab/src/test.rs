@@ -4,10 +4,10 @@
 //! * [`jobs`]: jobs that run side by side, each with its output in one piece
 //! * [`tally`]: counts of tests, from libtest's output
 //!
-//! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then run
-//! side by side. Static programs and the other tests run beside them, one at a time, since tests with
-//! VMs do not keep all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a time. Lints and
-//! documentation take the time that these leave.
+//! Cargo builds programs and tests once, in one resolution of features. Tests that boot VMs then
+//! run side by side. Static programs and the other tests run beside them, one at a time, since
+//! tests with VMs do not keep all CPUs busy. Tests that measure ([`MEASURED`]) run last, one at a
+//! time. Lints and documentation take the time that these leave.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -36,8 +36,8 @@ pub use self::tally::Tally;
 
 /// Tests that measure shares or times, as `package/program` or `package/program/module`.
 ///
-/// They run one test at a time, with no other load than [`when_idle`]. `vfio/shares` measures as well,
-/// in a VM with a clock of its own.
+/// They run one test at a time, with no other load than [`when_idle`]. `vfio/shares` measures as
+/// well, in a VM with a clock of its own.
 const MEASURED: [&str; 17] = [
     "vendor-backends/limits",
     "vendor-backends/nvidia/doorbell",
@@ -57,8 +57,8 @@ const MEASURED: [&str; 17] = [
     "system-tests/shares",
     "system-tests/qemu/bundle",
 ];
-/// Test of [`MEASURED`] that builds with cargo, for which jobs that run [`when_idle`] would lock the
-/// target folder. It runs before them.
+/// Test of [`MEASURED`] that builds with cargo, for which jobs that run [`when_idle`] would lock
+/// the target folder. It runs before them.
 const BUILDS: &str = "system-tests/qemu/bundle";
 /// Tests that take long, as `package/program/module`. Only [`endurance`] runs them.
 const LONG: [&str; 3] = [
@@ -66,8 +66,8 @@ const LONG: [&str; 3] = [
     "system-tests/daemon/replacement_endurance",
     "system-tests/qemu/saving_endurance",
 ];
-/// Tests with VMs that take over a minute, the longest first. They start first, so that none of them is
-/// left alone at the end.
+/// Tests with VMs that take over a minute, the longest first. They start first, so that none of
+/// them is left alone at the end.
 const FIRST: [&str; 10] = [
     "system-tests/libvirt/domains",
     "system-tests/cuda/in_vm",
@@ -118,8 +118,8 @@ pub fn run() -> Tally {
     report.summary()
 }
 
-/// Starts the jobs that take only time in which a CPU is idle, one at a time: cargo locks the target
-/// folder. Returns their results as they come.
+/// Starts the jobs that take only time in which a CPU is idle, one at a time: cargo locks the
+/// target folder. Returns their results as they come.
 fn when_idle() -> mpsc::Receiver<Finished> {
     let (sender, finished) = mpsc::channel();
     thread::spawn(move || {

@@ -167,7 +167,8 @@ pub fn kernel(progress: &Progress) -> Result<Kernel> {
 /// Returns the shared libraries and the loader of a program of this machine.
 pub fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("Cannot run ldd")?;
-    // "libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f...)", "/lib64/ld-linux-x86-64.so.2 (0x00007f...)"
+    // "libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f...)", "/lib64/ld-linux-x86-64.so.2
+    // (0x00007f...)"
     let text = String::from_utf8_lossy(&output.stdout);
     let paths = text.lines().filter_map(|line| {
         line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from)

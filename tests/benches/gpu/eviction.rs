@@ -59,7 +59,8 @@ impl Bench<'_> {
             let asker = scope.spawn(|| slowest_answer(vgpud, &done));
             let stopper = scope.spawn(|| {
                 let begun = Instant::now();
-                // The request may end first: the driver releases the memory of large VMs for longer.
+                // The request may end first: the driver releases the memory of large VMs for
+                // longer.
                 let _ = vgpud.request("POST", &stop, Some(&json!({ "force": true })));
                 while vgpud.get("/v1/vgpus")?.as_array().map_or(0, Vec::len) > 1 {
                     ensure!(begun.elapsed() < END, "The vGPU has not ended in {END:?}");

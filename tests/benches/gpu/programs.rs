@@ -1,8 +1,8 @@
 //! CUDA programs on vGPUs, against the same programs without a vGPU on the same GPU.
 //!
-//! `programs/programs.cu` is compiled on the machine. `programs/torch_programs.py` needs PyTorch, and
-//! `programs/frameworks.py` runs those of CuPy, Triton and JAX that are installed. `programs/features.cu`
-//! and `programs/libraries.py` try many features and libraries.
+//! `programs/programs.cu` is compiled on the machine. `programs/torch_programs.py` needs PyTorch,
+//! and `programs/frameworks.py` runs those of CuPy, Triton and JAX that are installed.
+//! `programs/features.cu` and `programs/libraries.py` try many features and libraries.
 
 pub mod host;
 

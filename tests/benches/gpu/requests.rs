@@ -214,7 +214,8 @@ impl Bench<'_> {
         self.row(&row, used, seen, verdict, off <= USAGE_ERROR);
     }
 
-    /// Adds the row of the work that the busy vGPU did of what the requests and their switches left.
+    /// Adds the row of the work that the busy vGPU did of what the requests and their switches
+    /// left.
     fn busy_row(&mut self, what: &str, beside: &Beside, promise: Promise) {
         let left = 1.0 - beside.used - beside.switching;
         let part = beside.busy / left;

@@ -202,8 +202,8 @@ const REQUESTS: [(Duration, u32, Duration); 4] = [
 /// Percentage of what requests leave that a busy vGPU beside them uses.
 const USED_BESIDE: f64 = 97.0;
 
-/// Brief work beside a vGPU that is always busy: it runs at once, is charged what it used, and costs
-/// the other one nothing else.
+/// Brief work beside a vGPU that is always busy: it runs at once, is charged what it used, and
+/// costs the other one nothing else.
 pub fn brief(bench: &mut Bench) -> Result<()> {
     for (length, hz, promised) in REQUESTS {
         let load = Load::Requests(length, Duration::from_secs(1) / hz);

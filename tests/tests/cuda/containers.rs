@@ -15,8 +15,8 @@ const USER: u32 = 62_400;
 /// What the script exits with if the host allows no such container.
 const NO_CONTAINER: i32 = 77;
 
-/// Makes a root folder at `$1` and runs the test `$2` there as user `$3`. `$4` to `$7` are the vGPU's
-/// socket, the preload library, the folder of NVIDIA's libraries and the test program.
+/// Makes a root folder at `$1` and runs the test `$2` there as user `$3`. `$4` to `$7` are the
+/// vGPU's socket, the preload library, the folder of NVIDIA's libraries and the test program.
 const SCRIPT: &str = r#"
 root=$1
 mount -t tmpfs none "$root" || exit 77

@@ -29,8 +29,8 @@ const KILLS_IN_VM: u32 = 20;
 /// Stops at system calls of the thread of the control queue, at each of which a worker dies once.
 const STOPS: u32 = 40;
 
-/// Runs programs until told to stop. Each maps memory, copies with checked results, and gives all of
-/// its memory back. Returns their number.
+/// Runs programs until told to stop. Each maps memory, copies with checked results, and gives all
+/// of its memory back. Returns their number.
 fn run_programs(driver: &mut QueueDriver<Vm>, stop: &AtomicBool) -> Result<u32> {
     let mut programs = 0;
     while !stop.load(Ordering::Relaxed) {

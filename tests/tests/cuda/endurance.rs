@@ -1,5 +1,5 @@
-//! Many starts, kills, reloads and hot-unplugs in a VM. `cargo lab test endurance` runs these tests;
-//! `cargo lab test` leaves them out, since they take long.
+//! Many starts, kills, reloads and hot-unplugs in a VM. `cargo lab test endurance` runs these
+//! tests; `cargo lab test` leaves them out, since they take long.
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! Processes that share a vGPU: one that sends requests as fast as it can delays no other, and takes
-//! a bounded part of a CPU.
+//! Processes that share a vGPU: one that sends requests as fast as it can delays no other, and
+//! takes a bounded part of a CPU.
 
 use std::fs;
 use std::path::{Path, PathBuf};

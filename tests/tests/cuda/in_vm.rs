@@ -95,7 +95,8 @@ impl CudaVm {
         self.await_on_another(&folder).map(drop)
     }
 
-    /// Starts another QEMU, with another vGPU, that waits for the VM's state. Returns the one before.
+    /// Starts another QEMU, with another vGPU, that waits for the VM's state. Returns the one
+    /// before.
     fn await_on_another(&mut self, folder: &Path) -> Result<Vm> {
         self.uuid = self.vgpud.create(&json!({ "mdev_type": TYPE, "run": true }))?;
         let before = self.guest.restart_awaiting(&self.vgpud.vfio_socket(&self.uuid), folder)?;
@@ -180,7 +181,8 @@ impl CudaVm {
     }
 }
 
-/// Returns the files of the programs in the VM: this test, NVIDIA's libraries, and what they link to.
+/// Returns the files of the programs in the VM: this test, NVIDIA's libraries, and what they link
+/// to.
 fn programs(libraries: &CudaLibraries, folder: &Path) -> Result<Vec<(String, PathBuf)>> {
     let test = initramfs::stripped(&std::env::current_exe()?, folder)?;
     let smi = libraries.nvidia_smi();

@@ -215,7 +215,8 @@ fn the_manager_refuses_what_it_cannot_save_or_restore() -> Result<()> {
     refused(&vgpud, &format!("restore {uuid} -i {name}"), 5, words)
 }
 
-/// A file that vgpud reads itself, and a stream for an earlier one: the same vGPU, and the same refusals.
+/// A file that vgpud reads itself, and a stream for an earlier one: the same vGPU, and the same
+/// refusals.
 #[test]
 fn a_file_whose_memory_is_damaged_leaves_a_vgpu_that_was_reset() -> Result<()> {
     let vgpud = Vgpud::start()?;

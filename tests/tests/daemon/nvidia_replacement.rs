@@ -67,8 +67,8 @@ impl Vgpu {
         })
     }
 
-    /// Returns the engine time of kernels in nanoseconds that is charged, once it does not change any
-    /// more.
+    /// Returns the engine time of kernels in nanoseconds that is charged, once it does not change
+    /// any more.
     fn charged(&self) -> Result<u64> {
         let mut last = None;
         for _ in 0..50 {
@@ -251,7 +251,8 @@ fn a_capped_vgpu_keeps_its_cap_while_workers_die() -> Result<()> {
     Ok(())
 }
 
-/// The manager and the worker die together, and the next manager charges and schedules the next worker.
+/// The manager and the worker die together, and the next manager charges and schedules the next
+/// worker.
 #[test]
 fn managers_and_workers_die_together() -> Result<()> {
     if !there_is_a_gpu() {

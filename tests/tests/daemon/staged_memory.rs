@@ -1,5 +1,5 @@
-//! Video memory that several threads save and restore through staging memory, on a fake NVIDIA driver whose
-//! copy engines copy.
+//! Video memory that several threads save and restore through staging memory, on a fake NVIDIA
+//! driver whose copy engines copy.
 
 use std::fs::File;
 use std::io;

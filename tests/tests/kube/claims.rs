@@ -1,8 +1,8 @@
 //! Resource claims: published at the real apiserver, prepared by kubelet's calls, and given to the
 //! real containerd by their files of the Container Device Interface.
 //!
-//! The lab's scheduler and kubelet are too old for claims. The tests allocate a claim as a scheduler
-//! would, and call the driver and containerd as a kubelet would.
+//! The lab's scheduler and kubelet are too old for claims. The tests allocate a claim as a
+//! scheduler would, and call the driver and containerd as a kubelet would.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use crate::cri::{Container, Runtime};
 use crate::inside::{MARK, SECONDS};
 use crate::lab_cluster::{LabCluster, TEST_IMAGE};
 
-/// The lab's apiserver does not keep a pod's claims. The driver thus finds no container that names a
-/// user, and gives the vGPU to root.
+/// The lab's apiserver does not keep a pod's claims. The driver thus finds no container that names
+/// a user, and gives the vGPU to root.
 const ROOT: u32 = 0;
 const DRIVER: &str = "gpu.tessera.dev";
 const SOCKET: &str = "/var/lib/kubelet/plugins/gpu.tessera.dev/dra.sock";
@@ -148,7 +148,8 @@ async fn containers_get_the_vgpus_and_shares_of_their_claims() -> Result<()> {
     lab.wait_until_nothing_is_left()
 }
 
-/// Lets two containers with these names compute. Returns the first one's part of the work in percent.
+/// Lets two containers with these names compute. Returns the first one's part of the work in
+/// percent.
 async fn measure(
     lab: &LabCluster,
     names: [&str; 2],

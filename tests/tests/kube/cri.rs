@@ -1,5 +1,6 @@
-//! Calls of the Container Runtime Interface, v1, as kubelet makes them: enough for one container with
-//! devices of the Container Device Interface. The lab's kubelet is too old to name such devices.
+//! Calls of the Container Runtime Interface, v1, as kubelet makes them: enough for one container
+//! with devices of the Container Device Interface. The lab's kubelet is too old to name such
+//! devices.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -150,8 +151,8 @@ impl Runtime {
         Ok(answer.with_context(|| format!("containerd's {method}"))?.into_inner())
     }
 
-    /// Runs a container in a sandbox of its own and removes both. Returns the exit status. The output
-    /// is in `log_directory/main.log` of the node.
+    /// Runs a container in a sandbox of its own and removes both. Returns the exit status. The
+    /// output is in `log_directory/main.log` of the node.
     pub async fn run(&self, container: &Container<'_>, log_directory: &str) -> Result<i32> {
         let namespaces = Some(NamespaceOption { network: NODE });
         let linux = LinuxSandbox { security: Some(SandboxSecurity { namespaces }) };

@@ -25,8 +25,8 @@ fn pods_compute_on_vgpus_and_reach_nothing_else() -> Result<()> {
     lab.wait_until_nothing_is_left()
 }
 
-/// Checks that pods of root compute on vGPUs of their own, and that nothing leads them to another one
-/// or around theirs.
+/// Checks that pods of root compute on vGPUs of their own, and that nothing leads them to another
+/// one or around theirs.
 pub fn compute_and_reach_nothing_else(pods: &Pods<'_>) -> Result<()> {
     for name in ["first", "second"] {
         let begun = Instant::now();

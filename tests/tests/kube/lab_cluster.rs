@@ -107,8 +107,8 @@ impl LabCluster {
         log.lines().filter(|one| one.ends_with(&line)).count()
     }
 
-    /// Waits for a registration after this number of them. Until then, the node's state may be that of
-    /// an earlier kubelet or agent, and kubelet refuses pods.
+    /// Waits for a registration after this number of them. Until then, the node's state may be that
+    /// of an earlier kubelet or agent, and kubelet refuses pods.
     pub fn wait_for_registration(&self, before: usize) -> Result<()> {
         let node = self.cluster.node();
         let what = format!("kubelet has the device plugin of {RESOURCE}");

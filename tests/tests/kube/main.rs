@@ -9,8 +9,8 @@
 //! * `shares`: engine time of pods
 //! * `users_cluster`: pods on a cluster of the user's
 //!
-//! `cargo lab kube` runs them all, after it has compiled Kubernetes, once. `cargo lab test` runs those
-//! that use the lab's cluster, if Kubernetes is compiled, with few deaths.
+//! `cargo lab kube` runs them all, after it has compiled Kubernetes, once. `cargo lab test` runs
+//! those that use the lab's cluster, if Kubernetes is compiled, with few deaths.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 

@@ -1,7 +1,7 @@
 //! KubeVirt's hook: what it makes of a VM's domain is defined and booted by libvirt.
 //!
-//! The machine is virt-launcher's pod: the folder with the vGPU's sockets is mounted as a claim's file of
-//! the Container Device Interface mounts it, the hook serves its socket, and the test makes
+//! The machine is virt-launcher's pod: the folder with the vGPU's sockets is mounted as a claim's
+//! file of the Container Device Interface mounts it, the hook serves its socket, and the test makes
 //! virt-launcher's calls.
 
 #![allow(clippy::unwrap_used)]

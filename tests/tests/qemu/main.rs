@@ -1,4 +1,5 @@
-//! VMs under QEMU, the bundle, the Debian package, the web console in a browser, alerts and dashboard.
+//! VMs under QEMU, the bundle, the Debian package, the web console in a browser, alerts and
+//! dashboard.
 //!
 //! `cargo lab test` runs these tests, as does
 //! `cargo test -p system-tests --test qemu -- --ignored --test-threads=1`.

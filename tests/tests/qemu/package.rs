@@ -172,8 +172,8 @@ fn the_package_works_upgrades_purges_and_installs_again() {
     removes_purges_and_installs_again(&machine, &uuid, &install);
 }
 
-/// An upgrade brings workers of the new release, and no request is lost. A manager that is killed is
-/// followed by one that adopts the worker.
+/// An upgrade brings workers of the new release, and no request is lost. A manager that is killed
+/// is followed by one that adopts the worker.
 fn upgrades_under_a_running_vgpu(
     machine: &Machine,
     install: &str,

@@ -15,8 +15,8 @@ use crate::saving::{check_picture, start_load, two};
 /// Upgrades in a row.
 const UPGRADES: usize = 5;
 
-/// Returns the arguments of `vgpuctl` that give the VM with this monitor a QEMU in a folder, with more
-/// arguments for QEMU.
+/// Returns the arguments of `vgpuctl` that give the VM with this monitor a QEMU in a folder, with
+/// more arguments for QEMU.
 fn command(
     bench: &Bench,
     monitor: &Path,

@@ -324,7 +324,8 @@ fn a_vgpu_belongs_to_the_administrator_who_starts_it() -> Result<()> {
     assert_eq!(connect(VM)?.err(), Some(ErrorKind::PermissionDenied));
     let named = start(&vgpud, "--owner 62100")?;
     assert_eq!(owner_of(&vgpud, &named)?, 62_100);
-    // Root's vGPUs belong to the default owner, and the owner in a definition is its author's choice.
+    // Root's vGPUs belong to the default owner, and the owner in a definition is its author's
+    // choice.
     assert_eq!(owner_of(&vgpud, &transient(&vgpud)?)?, 62_000);
     vgpud.call("POST", &format!("/v1/vgpus/{named}/stop"), None)?;
     let defined = vgpuctl(&vgpud, "define -p soft0 -t SOFT-256MQ --attr owner=62010")?;

@@ -1,4 +1,4 @@
-//! Descriptors that a client, or a worker that was taken over, chose so that using or closing them
+//! Descriptors that a client, or a worker that was compromised, chose so that using or closing them
 //! waits for ever.
 
 // Clippy recognizes only functions marked as tests, not the functions that they call.

@@ -32,7 +32,8 @@ fn landlock() -> libc::c_long {
     unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, null::<u8>(), 0, VERSION) }
 }
 
-/// Runs `body` with the sandbox's restrictions of files, on a separate thread because Landlock applies to threads.
+/// Runs `body` with the sandbox's restrictions of files, on a separate thread because Landlock
+/// applies to threads.
 fn inside<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let done = thread::spawn(|| {
         sandbox::restrict_files(&[]);

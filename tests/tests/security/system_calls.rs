@@ -1,4 +1,4 @@
-//! System calls of a worker, and of a GPU process, that a guest has taken over.
+//! System calls of a worker, and of a GPU process, that a guest has compromised.
 
 use std::fs;
 use std::path::Path;

@@ -359,8 +359,8 @@ mod tests {
     const GPU: &str = "0000:00:02.0";
     const SOUND: &str = "0000:00:02.1";
 
-    /// A file tree that looks like a sysfs with a display adapter. tests/tests/vfio/access.rs tests a real
-    /// kernel's reactions to writes.
+    /// A file tree that looks like a sysfs with a display adapter. tests/tests/vfio/access.rs tests
+    /// a real kernel's reactions to writes.
     fn sysfs() -> (TempDir, PciHost) {
         let root = tempfile::tempdir().unwrap();
         let at = |path: &str| root.path().join(path);

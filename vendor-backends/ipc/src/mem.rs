@@ -152,8 +152,8 @@ impl Mapping {
         }
     }
 
-    /// Records the pages that this process writes from now on, or ends that with `None`. No access of
-    /// this process may be in progress.
+    /// Records the pages that this process writes from now on, or ends that with `None`. No access
+    /// of this process may be in progress.
     pub fn set_log(&self, log: Option<WriteLog>) {
         self.is_logged.store(log.is_some(), Ordering::Relaxed);
         *self.log.write().unwrap_or_else(PoisonError::into_inner) = log;

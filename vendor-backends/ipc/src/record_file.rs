@@ -1,9 +1,9 @@
 //! Records by which a process continues the work of one that died.
 //!
-//! The file has one writer, and outlives it. A record has two slots: a new one is written to the slot
-//! that is not in force, and one store of its number to a word of the file, or to another file, brings
-//! it into force. So the writer can end between any two instructions, and a whole record is in force.
-//! The checksum is for writers that a guest has compromised.
+//! The file has one writer, and outlives it. A record has two slots: a new one is written to the
+//! slot that is not in force, and one store of its number to a word of the file, or to another
+//! file, brings it into force. So the writer can end between any two instructions, and a whole
+//! record is in force. The checksum is for writers that a guest has compromised.
 
 use std::ffi::CStr;
 use std::io;
@@ -103,8 +103,8 @@ impl RecordFile {
         self.0.store_u64(word, value);
     }
 
-    /// Writes a record that is not in force yet. Returns false, with the record before whole, if it is
-    /// too long.
+    /// Writes a record that is not in force yet. Returns false, with the record before whole, if it
+    /// is too long.
     #[must_use]
     pub fn write(&self, slots: Slots, number: u64, contents: &[u8]) -> bool {
         let Ok(len) = u32::try_from(contents.len()) else { return false };

@@ -20,8 +20,8 @@ pub const MAX_PACKET: usize = 64 * 1024;
 /// Maximum number of file descriptors of a packet.
 pub const MAX_FDS: usize = 8;
 
-/// Receives bytes of any socket with the file descriptors that came with them, close-on-exec, without
-/// waiting. No bytes are the end.
+/// Receives bytes of any socket with the file descriptors that came with them, close-on-exec,
+/// without waiting. No bytes are the end.
 ///
 /// # Errors
 ///
@@ -108,8 +108,8 @@ impl SeqPacket {
     }
 
     /// Receives one packet without file descriptors: the kernel discards those that the peer sent.
-    /// Returns `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is an
-    /// error, so `buffer` should have [`MAX_PACKET`] bytes.
+    /// Returns `Ok(None)` if the peer has closed the connection. A packet longer than `buffer` is
+    /// an error, so `buffer` should have [`MAX_PACKET`] bytes.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Option<Packet>> {
         self.recv_with(buffer, 0, MsgFlags::empty())
     }

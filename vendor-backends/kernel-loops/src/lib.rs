@@ -1,5 +1,5 @@
-//! Inner loops of the software GPU's kernels. Those of vectors are compiled for any CPU and for CPUs
-//! with AVX2. Both give the same bits, because multiplications and additions are not fused.
+//! Inner loops of the software GPU's kernels. Those of vectors are compiled for any CPU and for
+//! CPUs with AVX2. Both give the same bits, because multiplications and additions are not fused.
 //!
 //! They are a crate so that they alone are optimized in all profiles.
 

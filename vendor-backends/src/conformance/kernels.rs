@@ -47,8 +47,8 @@ pub(super) fn prepare<P: IntoBytes + Immutable>(
     })
 }
 
-/// Returns methods that launch a program of the software GPU. One launch uses the driver's place for
-/// descriptors at a time.
+/// Returns methods that launch a program of the software GPU. One launch uses the driver's place
+/// for descriptors at a time.
 pub fn launch_program<P: IntoBytes + Immutable>(
     driver: &Driver,
     kernel: Kernel,

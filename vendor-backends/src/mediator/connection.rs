@@ -52,8 +52,8 @@ impl Connection {
         })
     }
 
-    /// As [`Self::new`], with numbers. `last` is the number of the last request that counts: of later
-    /// ones, the GPU process repeats its replies.
+    /// As [`Self::new`], with numbers. `last` is the number of the last request that counts: of
+    /// later ones, the GPU process repeats its replies.
     pub fn numbered_from(socket: SeqPacket, last: u64) -> io::Result<Self> {
         Ok(Self { numbers: Some(Numbers { last, recorded: last }), ..Self::new(socket)? })
     }
@@ -97,9 +97,10 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`GpuError::Lost`] only if the GPU process is gone, does not answer, or sends nonsense. A lack
-    /// of resources of this process is [`GpuError::Io`]: the request was not sent, or its reply came
-    /// without its descriptors ([`is_out_of_descriptors`]). The connection then stays usable.
+    /// [`GpuError::Lost`] only if the GPU process is gone, does not answer, or sends nonsense. A
+    /// lack of resources of this process is [`GpuError::Io`]: the request was not sent, or its
+    /// reply came without its descriptors ([`is_out_of_descriptors`]). The connection then stays
+    /// usable.
     pub fn request<Q: Serialize, A: DeserializeOwned>(
         &mut self,
         request: &Q,

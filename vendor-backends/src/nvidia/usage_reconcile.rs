@@ -2,7 +2,7 @@
 //!
 //! Each worker adds up its own engine time from the GPU's context switch log. The log may have
 //! gaps: where the end of a residency is missing, the residency seems to continue while other
-//! contexts run. And a worker that a guest has taken over reports any number. The rules:
+//! contexts run. And a worker that a guest has compromised reports any number. The rules:
 //!
 //! 1. A worker cannot use more time than has passed since its previous report. A report beyond that
 //!    is cut, and the worker is suspect for a while.

@@ -119,8 +119,8 @@ impl OpenHardware for VfioParent {
     }
 }
 
-/// Raises RLIMIT_MEMLOCK as far as the process may. Memory that a device reaches is locked and counts
-/// against the limit.
+/// Raises RLIMIT_MEMLOCK as far as the process may. Memory that a device reaches is locked and
+/// counts against the limit.
 fn raise_locked_memory_limit() {
     let Ok((_, hard)) = getrlimit(Resource::RLIMIT_MEMLOCK) else { return };
     if setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY).is_err() {

@@ -6,8 +6,8 @@ use host_inventory::{Finding, HostFiles, PciDevice, PciHost};
 /// Identifier of the findings.
 const CHECK: &str = "vfio";
 
-/// Checks each device that is bound to vfio-pci. The kernel locks the guest memory that a device can
-/// reach and counts it against the limit of the GPU process.
+/// Checks each device that is bound to vfio-pci. The kernel locks the guest memory that a device
+/// can reach and counts it against the limit of the GPU process.
 pub(super) fn check(host: &HostFiles) -> Vec<Finding> {
     let pci = PciHost::below(host.root());
     let mut bound = pci.devices().unwrap_or_default();

@@ -22,6 +22,7 @@ pub struct ProgramProcess {
     pub pid: i32,
     /// Name of the process; empty if the process has ended, belongs to another user, or is in a VM.
     pub name: String,
-    /// Video memory that the process can use, in bytes. Memory that processes share counts for each.
+    /// Video memory that the process can use, in bytes. Memory that processes share counts for
+    /// each.
     pub vram_used_bytes: u64,
 }

@@ -47,8 +47,8 @@ pub enum HandoverStep {
     /// Gives the vGPU, which stays paused, to the process that has attached. `resume` completes the
     /// handover and cuts the old process off.
     Adopt,
-    /// Gives the vGPU, which stays paused, back to the old process. `resume` without `adopt` does the
-    /// same first.
+    /// Gives the vGPU, which stays paused, back to the old process. `resume` without `adopt` does
+    /// the same first.
     #[default]
     Abandon,
 }

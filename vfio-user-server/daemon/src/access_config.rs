@@ -119,7 +119,7 @@ fn worker_uids(
     }
     log::warn!(
         "This container does not have user IDs {range}: all workers run as one user, and one that \
-         a guest has taken over can disturb the others; name other user IDs by --worker-uids"
+         a guest has compromised can disturb the others; name other user IDs by --worker-uids"
     );
     Ok(None)
 }

@@ -3,12 +3,13 @@
 //!
 //! It holds the listening sockets, the connection to the GPU, the VM's connection, the descriptors
 //! of guest memory and interrupts, and the journal. It interprets nothing of a guest: its worker
-//! sends keys of descriptors, in packets of one length. It can open no file but its program's, those
-//! of its C library and the device nodes of its GPU, and makes few system calls
+//! sends keys of descriptors, in packets of one length. It can open no file but its program's,
+//! those of its C library and the device nodes of its GPU, and makes few system calls
 //! (docs/decisions/0023-anchor.md).
 //!
 //! A manager of another release passes its program on a socket that only its user can connect to.
-//! The next worker is of that program. If it does not begin to work, one of the program before does.
+//! The next worker is of that program. If it does not begin to work, one of the program before
+//! does.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -163,7 +164,7 @@ impl Anchor {
             let has_failed = self.tried_program.take().is_some();
             let (level, how) = match ended {
                 Ok(Ended::Stopped) => return Ok(()),
-                // A worker that was taken over can leave at once, again and again.
+                // A worker that was compromised can leave at once, again and again.
                 Ok(Ended::Left) => (Level::Info, "it left".to_owned()),
                 Ok(Ended::Died(how)) => (Level::Warn, how),
                 Err(error) if has_failed => (Level::Error, format!("{error:#}")),

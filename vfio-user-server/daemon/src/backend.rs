@@ -52,8 +52,8 @@ impl ParentConfig {
     }
 
     /// Returns the arguments of the GPU process and the user that it starts as. The process becomes
-    /// `user` once it has opened the hardware. Its descriptors are the admin socket and the file for a
-    /// startup error, in this order from [`spawn::FIRST_FD`].
+    /// `user` once it has opened the hardware. Its descriptors are the admin socket and the file
+    /// for a startup error, in this order from [`spawn::FIRST_FD`].
     pub fn gpu_process(&self, user: Account) -> (Vec<String>, Account) {
         let needs_root = self.hardware().is_some_and(OpenHardware::needs_root);
         let args = [
@@ -90,8 +90,8 @@ impl FromStr for ParentConfig {
     }
 }
 
-/// Opens a worker's client of the GPU that admitted it under the name `admission`, or continues with
-/// the client of an earlier worker from its position and what it kept.
+/// Opens a worker's client of the GPU that admitted it under the name `admission`, or continues
+/// with the client of an earlier worker from its position and what it kept.
 ///
 /// # Errors
 ///

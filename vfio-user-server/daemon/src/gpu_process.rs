@@ -1,5 +1,5 @@
-//! A GPU process: opens the hardware of one parent, gives up the rights that it no longer needs, and
-//! serves the manager and the workers.
+//! A GPU process: opens the hardware of one parent, gives up the rights that it no longer needs,
+//! and serves the manager and the workers.
 //!
 //! The process outlives the manager: closing a device would reset it under running VMs.
 

@@ -4,7 +4,8 @@
 //! * [`manager`]: parents, vGPUs and shares
 //! * [`callouts`], [`console`]: callout scripts; screens of vGPUs
 //! * [`service`]: operations on vGPUs, for the HTTP servers
-//! * [`web_console`], [`api`]: HTTP services, with [`http_server`], [`http`] and [`blocking`] for both
+//! * [`web_console`], [`api`]: HTTP services, with [`http_server`], [`http`] and [`blocking`] for
+//!   both
 //! * [`worker`]: one vGPU, served over vfio-user
 //! * [`worker_protocol`], [`worker_client`]: messages between the manager and a worker; requests to
 //!   a worker; [`guest_pieces`]: guest memory in them
@@ -13,7 +14,8 @@
 //! * [`gpu_process`]: GPU process of a parent
 //! * [`spawn`], [`process`]: start of processes and threads; signals to a process, and its end
 //! * [`systemd`]: socket activation and notifications
-//! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs in them
+//! * [`logger`], [`log_limiter`]: log lines, and their rate limit; [`vgpu_names`]: names of vGPUs
+//!   in them
 
 pub mod anchor;
 pub mod api;

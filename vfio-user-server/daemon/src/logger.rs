@@ -1,6 +1,6 @@
 //! Logger of all roles. A message is one line without control characters. In a worker and in a GPU
-//! process, whose lines their clients can cause, each line of the program logs at most a few messages
-//! a second for each vGPU, and the suppressed ones are counted.
+//! process, whose lines their clients can cause, each line of the program logs at most a few
+//! messages a second for each vGPU, and the suppressed ones are counted.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

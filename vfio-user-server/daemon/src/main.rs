@@ -85,7 +85,7 @@ struct RunArgs {
     worker_user: Option<Owner>,
     /// User IDs of workers, one for each running worker, if this is started as root; no user and
     /// no container may have them. `shared` runs all workers as --worker-user, which lets a worker
-    /// that a guest has taken over disturb the others [default: 2100000000-2100004095]
+    /// that a guest has compromised disturb the others [default: 2100000000-2100004095]
     #[arg(long, value_name = "FIRST-LAST|shared")]
     worker_uids: Option<WorkerUids>,
     /// Loopback address of the web console, such as 127.0.0.1:8006; vgpuctl web opens it

@@ -10,8 +10,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
-/// Limit of the time that a killed process takes to end. One that waits in the kernel for a device or
-/// a file system takes longer, and is left.
+/// Limit of the time that a killed process takes to end. One that waits in the kernel for a device
+/// or a file system takes longer, and is left.
 pub const KILL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Process, identified by its pidfd: a signal never reaches another process that reused its number.
@@ -168,8 +168,8 @@ impl Process {
         child.ok_or_else(|| io::Error::other("its exit status is unknown"))?.wait()
     }
 
-    /// Leaves a process to its end, whenever that is. A thread waits for a child that still runs, so
-    /// that no zombie remains.
+    /// Leaves a process to its end, whenever that is. A thread waits for a child that still runs,
+    /// so that no zombie remains.
     pub fn leave(mut self) {
         let Some(mut child) = self.child.take() else { return };
         if let Ok(None) = child.try_wait()

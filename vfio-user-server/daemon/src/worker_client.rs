@@ -94,7 +94,7 @@ pub fn statuses(controls: &[PathBuf]) -> Vec<io::Result<WorkerStatus>> {
     statuses
 }
 
-/// Makes a worker's words fit for a terminal: a worker that its VM has taken over chooses them.
+/// Makes a worker's words fit for a terminal: a worker that its VM has compromised chooses them.
 fn shown(mut status: WorkerStatus) -> WorkerStatus {
     status.warnings.truncate(MAX_WARNINGS);
     for warning in &mut status.warnings {
@@ -106,8 +106,8 @@ fn shown(mut status: WorkerStatus) -> WorkerStatus {
     status
 }
 
-/// Requests the scanout of a worker's display, with the descriptors that the worker passes. A worker
-/// that was taken over can pass any.
+/// Requests the scanout of a worker's display, with the descriptors that the worker passes. A
+/// worker that was compromised can pass any.
 pub fn scanout(control: &Path) -> io::Result<(io::Result<Scanout>, Vec<OwnedFd>)> {
     let (reply, fds) = exchange(control, &WorkerRequest::Scanout, &[], SeqPacket::recv_with_fds)?;
     let scanout = match reply {
@@ -133,7 +133,8 @@ pub fn check_save(control: &Path) -> io::Result<()> {
     done(control, &WorkerRequest::CheckSave)
 }
 
-/// Asks the guest to checkpoint its CUDA programs. Returns whether no program uses the vGPU any more.
+/// Asks the guest to checkpoint its CUDA programs. Returns whether no program uses the vGPU any
+/// more.
 pub fn checkpoint(control: &Path) -> io::Result<bool> {
     match request(control, &WorkerRequest::Checkpoint, &[])? {
         WorkerReply::Checkpoint { done } => Ok(done),
@@ -216,7 +217,7 @@ pub fn written(control: &Path, from: u64) -> io::Result<Written> {
     match with_memory(control, &WorkerRequest::Written { from }, &[])? {
         (WorkerReply::Written { next }, fds) => {
             let [pieces] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| missing())?;
-            // A worker that was taken over could go on for ever.
+            // A worker that was compromised could go on for ever.
             Ok(Written { pieces, next: next.filter(|next| *next > from) })
         }
         (other, _) => Err(unexpected(&other)),
@@ -248,8 +249,9 @@ impl StagedCopier {
     }
 }
 
-/// Sends a request whose reply has files. A worker that was taken over can pass any: reading one of
-/// a file system in user space waits for its server, so files that are no shared memory are refused.
+/// Sends a request whose reply has files. A worker that was compromised can pass any: reading one
+/// of a file system in user space waits for its server, so files that are no shared memory are
+/// refused.
 fn with_memory(
     control: &Path,
     message: &WorkerRequest,

@@ -65,8 +65,8 @@ pub enum WorkerRequest {
     Attach,
     /// Tells the worker to exit after it has replied [`WorkerReply::Done`].
     Stop,
-    /// Asks whether the vGPU can be saved now. The reply is [`WorkerReply::Done`], or the reason why
-    /// not.
+    /// Asks whether the vGPU can be saved now. The reply is [`WorkerReply::Done`], or the reason
+    /// why not.
     CheckSave,
     /// Stops the vGPU's work until `Resume`, so that its memory can be copied. The reply is
     /// [`WorkerReply::Done`].
@@ -89,8 +89,8 @@ pub enum WorkerRequest {
     /// Gives the vGPU, still paused, to the process that has attached. The reply is
     /// [`WorkerReply::Adopted`]. `Resume` then cuts the old process off.
     Adopt,
-    /// Gives the vGPU, still paused, back to the old process, and cuts the new one off. The reply is
-    /// [`WorkerReply::Done`].
+    /// Gives the vGPU, still paused, back to the old process, and cuts the new one off. The reply
+    /// is [`WorkerReply::Done`].
     AbandonHandover,
     /// Tells a worker with an anchor to end, so that another one continues. The reply is
     /// [`WorkerReply::Done`], or the reason why another one could not continue.

@@ -1,4 +1,5 @@
-//! Text for a terminal or a log: from processes that are not trusted, and of errors with their causes.
+//! Text for a terminal or a log: from processes that are not trusted, and of errors with their
+//! causes.
 
 use std::error::Error;
 

@@ -14,8 +14,8 @@ pub struct UidRange {
 
 impl UidRange {
     /// Default range of workers. systemd's list of user IDs leaves 1879048192 to 2147352575 unused;
-    /// directory services (SSSD, FreeIPA) assign up to 2000200000 by default, and Podman's automatic
-    /// user namespaces begin at 2147483647.
+    /// directory services (SSSD, FreeIPA) assign up to 2000200000 by default, and Podman's
+    /// automatic user namespaces begin at 2147483647.
     pub const WORKERS: Self = Self { first: 2_100_000_000, last: 2_100_004_095 };
 
     /// Returns the first user ID.

@@ -6,8 +6,8 @@
 //!     -device '{"driver": "vfio-user-pci", "socket": {"type": "unix", "path": "/tmp/dma.sock"}}'
 //! ```
 //!
-//! A driver enables memory, bus mastering and MSI, writes two DMA addresses and a length, and writes
-//! `START`. The interrupt says that `STATUS` has the result.
+//! A driver enables memory, bus mastering and MSI, writes two DMA addresses and a length, and
+//! writes `START`. The interrupt says that `STATUS` has the result.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -63,8 +63,8 @@ struct GuestMemory(BTreeMap<u64, GuestRange>);
 
 impl GuestMemory {
     fn map(&mut self, map: DmaMap) {
-        // The device cannot reach memory without a descriptor. A read of a file that is not memory could wait for a file
-        // system for ever.
+        // The device cannot reach memory without a descriptor. A read of a file that is not memory
+        // could wait for a file system for ever.
         let Some(fd) = map.fd.filter(|fd| foreign_fds::is_memory(fd.as_fd())) else { return };
         let DmaMap { address, size, offset, readable, writable, .. } = map;
         self.0.insert(address, GuestRange { size, file: fd.into(), offset, readable, writable });

@@ -1,9 +1,9 @@
 //! Busy polling: when to spin on a socket before sleeping.
 //!
-//! A guest's driver often reads registers in bursts, and between two reads a sleeping server must be
-//! woken. If another CPU is idle, waking costs more than the rest of the round trip. If client and
-//! server share a busy CPU, waking costs nothing, and polling makes the scheduler separate the two.
-//! [`BusyPoll`] therefore measures:
+//! A guest's driver often reads registers in bursts, and between two reads a sleeping server must
+//! be woken. If another CPU is idle, waking costs more than the rest of the round trip. If client
+//! and server share a busy CPU, waking costs nothing, and polling makes the scheduler separate the
+//! two. [`BusyPoll`] therefore measures:
 //!
 //! * Polling starts after [`BURST`] messages in quick succession and lasts at most [`WINDOW`] after
 //!   each message. A poll that finds nothing within the window ends the burst, so an idle device

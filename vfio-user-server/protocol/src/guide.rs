@@ -114,10 +114,10 @@
 //!
 //! # BARs
 //!
-//! A [`Bar`] declares number, size, address width and prefetchability. The declared size alone sizes
-//! the BAR: it is a power of two of at least 16 bytes (4096 for a BAR that clients map), registers
-//! are within it, and accesses beyond the last register read zero. The function's configuration
-//! space answers the guest's sizing, and the layout has the matching region:
+//! A [`Bar`] declares number, size, address width and prefetchability. The declared size alone
+//! sizes the BAR: it is a power of two of at least 16 bytes (4096 for a BAR that clients map),
+//! registers are within it, and accesses beyond the last register read zero. The function's
+//! configuration space answers the guest's sizing, and the layout has the matching region:
 //!
 //! ```
 //! # use vfio_user_server::device::pci;
@@ -238,10 +238,10 @@
 //!
 //! # Guest memory
 //!
-//! [`Device::dma_map`] brings a range of DMA addresses with a descriptor of the memory and an offset
-//! in it, or without a descriptor if the client does not share the memory. The device maps the
-//! descriptor, or reads and writes it, until [`Device::dma_unmap`]. `examples/dma_engine.rs` keeps the
-//! ranges in a map by address and shows what a device has to check:
+//! [`Device::dma_map`] brings a range of DMA addresses with a descriptor of the memory and an
+//! offset in it, or without a descriptor if the client does not share the memory. The device maps
+//! the descriptor, or reads and writes it, until [`Device::dma_unmap`]. `examples/dma_engine.rs`
+//! keeps the ranges in a map by address and shows what a device has to check:
 //!
 //! * The descriptor is memory (`foreign_fds::is_memory`): a read of another file may never return.
 //! * Each access lies in one range, which allows the access: addresses and lengths are the guest's.

@@ -2,9 +2,9 @@
 //!
 //! A device with a [`Journal`] keeps its state, and how far its session has come, where it survives
 //! the process. The process that continues has the same socket, in which the message at hand is
-//! still: a message leaves the socket some time after its reply, with others. Each message therefore
-//! has its effect once, and the client gets each reply once. A duplicate of a reply without data is possible, which
-//! clients drop.
+//! still: a message leaves the socket some time after its reply, with others. Each message
+//! therefore has its effect once, and the client gets each reply once. A duplicate of a reply
+//! without data is possible, which clients drop.
 
 use std::io;
 use std::os::fd::BorrowedFd;

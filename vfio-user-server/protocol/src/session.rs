@@ -46,8 +46,8 @@ pub struct Interest {
     /// Watch for room to write. Also set to be called again at once, if more messages are waiting
     /// than one call may handle.
     pub writable: bool,
-    /// Watch edge-triggered (epoll(7)): finished messages are still in the socket. Only devices with
-    /// a [`Journal`](crate::journal::Journal) have such sessions.
+    /// Watch edge-triggered (epoll(7)): finished messages are still in the socket. Only devices
+    /// with a [`Journal`](crate::journal::Journal) have such sessions.
     pub edge: bool,
 }
 

@@ -28,8 +28,8 @@ pub fn unreceived(socket: BorrowedFd<'_>) -> io::Result<usize> {
     Ok(usize::try_from(bytes).unwrap_or_default())
 }
 
-/// Sets where a peek begins in what a Unix socket holds (socket(7), `SO_PEEK_OFF`), or ends that with
-/// `None`. Each peek moves the place on by its length, and each receive call moves it back.
+/// Sets where a peek begins in what a Unix socket holds (socket(7), `SO_PEEK_OFF`), or ends that
+/// with `None`. Each peek moves the place on by its length, and each receive call moves it back.
 pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<usize>) -> io::Result<()> {
     let offset = offset.map(|offset| libc::c_int::try_from(offset).unwrap_or(libc::c_int::MAX));
     let offset = offset.unwrap_or(-1);

@@ -129,9 +129,9 @@ impl Receiver {
     }
 
     /// Receives the socket's waiting messages and leaves them in the socket. Returns `None` if the
-    /// first is not there as a whole, or longer than the buffer. `finished` is the number of bytes in
-    /// the socket before the first message. With `wait`, blocks until bytes arrive. Callers take all
-    /// complete messages first.
+    /// first is not there as a whole, or longer than the buffer. `finished` is the number of bytes
+    /// in the socket before the first message. With `wait`, blocks until bytes arrive. Callers take
+    /// all complete messages first.
     pub fn peek(
         &mut self,
         socket: BorrowedFd<'_>,

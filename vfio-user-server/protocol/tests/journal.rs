@@ -124,8 +124,8 @@ impl Journal for Counter {
     }
 }
 
-/// Client that makes one access at a time, drops replies without data for which it does not wait, and
-/// answers questions in between.
+/// Client that makes one access at a time, drops replies without data for which it does not wait,
+/// and answers questions in between.
 struct Client {
     socket: UnixStream,
     id: u16,
@@ -188,8 +188,8 @@ fn drive(socket: UnixStream) {
     }
 }
 
-/// Serves a client until it leaves, by one process after the other that dies at the step `dies_at` of
-/// its life. Returns the number of deaths.
+/// Serves a client until it leaves, by one process after the other that dies at the step `dies_at`
+/// of its life. Returns the number of deaths.
 fn serve(socket: &UnixStream, stored: &Arc<Mutex<Stored>>, dies_at: u32) -> u32 {
     let mut session = Session::new(socket.try_clone().unwrap().into()).unwrap();
     for deaths in 0.. {

@@ -1,8 +1,8 @@
 //! Devices of each resource, and their health.
 //!
-//! A type has as many devices as vGPUs of it fit on an empty parent. Types share the parent's memory and
-//! time, also with vGPUs of claims and of the operator: those devices for which both are left are
-//! healthy, besides those in use.
+//! A type has as many devices as vGPUs of it fit on an empty parent. Types share the parent's
+//! memory and time, also with vGPUs of claims and of the operator: those devices for which both are
+//! left are healthy, besides those in use.
 
 use std::collections::BTreeMap;
 use std::fmt;

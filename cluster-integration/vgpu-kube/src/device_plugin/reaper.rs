@@ -32,7 +32,8 @@ pub struct Reaper {
 }
 
 impl Reaper {
-    /// Creates a reaper. `grace` is the time after which a vGPU that kubelet does not list is stopped.
+    /// Creates a reaper. `grace` is the time after which a vGPU that kubelet does not list is
+    /// stopped.
     pub fn new(grace: Duration) -> Self {
         Self { grace, last: None, seen: BTreeMap::new() }
     }

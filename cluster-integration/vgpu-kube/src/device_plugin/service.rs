@@ -52,8 +52,8 @@ impl Service {
                 "There is no device {id:?} of {resource}; restart kubelet if it keeps asking for it"
             )
         })?;
-        // The device's last container has ended, unless kubelet was restarted: before it knows all of
-        // its pods, it gives away what they have.
+        // The device's last container has ended, unless kubelet was restarted: before it knows all
+        // of its pods, it gives away what they have.
         let vgpu = self.context.vgpus.renew(&self.wanted(&device)).await;
         let vgpu = vgpu.map_err(|error| match error.code() {
             Some(ErrorCode::InUse) => {

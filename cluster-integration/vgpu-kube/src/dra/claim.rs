@@ -120,8 +120,8 @@ fn share(
     })
 }
 
-/// Returns whether an entry is for a request: one without requests is for all, and one for a request is
-/// for its subrequests.
+/// Returns whether an entry is for a request: one without requests is for all, and one for a
+/// request is for its subrequests.
 fn concerns(entry: &DeviceAllocationConfiguration, request: &str, allocated: &str) -> bool {
     let requests = entry.requests.as_deref().unwrap_or_default();
     requests.is_empty() || requests.iter().any(|name| name == request || name == allocated)

@@ -83,8 +83,8 @@ impl Cluster {
         Ok(pods)
     }
 
-    /// Gives a claim's devices on a node these conditions. Does nothing if the claim has them. A failure
-    /// is logged: the claim works without conditions.
+    /// Gives a claim's devices on a node these conditions. Does nothing if the claim has them. A
+    /// failure is logged: the claim works without conditions.
     pub async fn set_conditions(
         &self,
         claim: &ResourceClaim,

@@ -1,5 +1,5 @@
-//! Conditions in a claim's status: for each device of this driver, whether its vGPU works, and what is
-//! wrong in one line.
+//! Conditions in a claim's status: for each device of this driver, whether its vGPU works, and what
+//! is wrong in one line.
 
 use k8s_openapi::api::resource::v1::{
     AllocatedDeviceStatus, DeviceRequestAllocationResult, ResourceClaim,
@@ -37,8 +37,8 @@ pub fn own<'a>(
     results.filter(move |result| result.driver == DRIVER && result.pool == node)
 }
 
-/// Returns the object that gives a claim these conditions by server-side apply; `None` if the claim has
-/// them. A device for which `readiness` has none keeps its condition.
+/// Returns the object that gives a claim these conditions by server-side apply; `None` if the claim
+/// has them. A device for which `readiness` has none keeps its condition.
 pub fn object(
     claim: &ResourceClaim,
     node: &str,

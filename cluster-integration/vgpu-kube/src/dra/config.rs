@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Users who may create claims choose them. They can restrict the vGPU and give it a display, and
-//! nothing else: share and memory are capacities, which the scheduler counts; the owner is the pod's.
+//! nothing else: share and memory are capacities, which the scheduler counts; the owner is the
+//! pod's.
 
 use mdev_core::definition::{AttrError, Attrs};
 use mdev_core::units::MIB;

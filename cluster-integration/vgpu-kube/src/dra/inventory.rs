@@ -19,8 +19,8 @@ use crate::vgpus::Purpose;
 
 /// Interval of queries.
 const INTERVAL: Duration = Duration::from_secs(2);
-/// Time without an answer after which the GPUs take no more claims. A restart of vgpud takes about a
-/// second.
+/// Time without an answer after which the GPUs take no more claims. A restart of vgpud takes about
+/// a second.
 const SILENCE_LIMIT: Duration = Duration::from_secs(30);
 
 /// Watches until the future is dropped.

@@ -1,7 +1,7 @@
 //! The user of a pod: the one that may use the pod's vGPU.
 //!
-//! Containers share the kernel's user IDs with the host, unless they have a user namespace. Root of a
-//! container is root of the host and may use any vGPU whose socket it can reach: only its own.
+//! Containers share the kernel's user IDs with the host, unless they have a user namespace. Root of
+//! a container is root of the host and may use any vGPU whose socket it can reach: only its own.
 
 use std::collections::BTreeSet;
 
@@ -37,8 +37,8 @@ pub enum OwnerError {
     NoPod(String),
 }
 
-/// Returns the user, by number, of the containers that use a claim. Containers that run as root do not
-/// count: root may use every vGPU.
+/// Returns the user, by number, of the containers that use a claim. Containers that run as root do
+/// not count: root may use every vGPU.
 pub fn of(claim: &str, pods: &[Pod]) -> Result<u32, OwnerError> {
     if pods.is_empty() {
         return Err(OwnerError::NoPod(claim.to_owned()));

@@ -20,8 +20,8 @@ use super::cluster::{Cluster, ClusterError, limited};
 use super::slices::{self, Gpu};
 use crate::metrics::Metrics;
 
-/// Annotation with a digest of the devices. The apiserver may drop fields of features that are off, so
-/// that what it stores cannot be compared with what was written.
+/// Annotation with a digest of the devices. The apiserver may drop fields of features that are off,
+/// so that what it stores cannot be compared with what was written.
 const DIGEST: &str = "gpu.tessera.dev/digest";
 /// Pause after a failed write, doubled with each failure.
 const RETRY: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
 //! Makes vGPUs and files match the live claims: at the start of the agent, and rarely afterwards.
 //!
-//! Kubelet unprepares claims by itself, and repeats that after failures. What is left to do are claims
-//! that vanished while kubelet was not there to see it, vGPUs that were lost, and leftovers.
+//! Kubelet unprepares claims by itself, and repeats that after failures. What is left to do are
+//! claims that vanished while kubelet was not there to see it, vGPUs that were lost, and leftovers.
 
 use std::time::Duration;
 

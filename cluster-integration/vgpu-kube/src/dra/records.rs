@@ -1,7 +1,7 @@
 //! Records of claims that are prepared, or were to be when the agent ended: a file each.
 //!
-//! A record is written before the first vGPU of its claim starts, and removed after the last one has
-//! stopped. Whatever is killed in between, the next agent finds the claim.
+//! A record is written before the first vGPU of its claim starts, and removed after the last one
+//! has stopped. Whatever is killed in between, the next agent finds the claim.
 
 use std::fs;
 use std::io;

@@ -1,7 +1,8 @@
 //! The node's GPUs as a ResourceSlice.
 //!
-//! A GPU is one device that can be allocated many times. Its capacities are what other vGPUs than those
-//! of claims leave: the operator's own, for example. Those of claims are counted by the scheduler.
+//! A GPU is one device that can be allocated many times. Its capacities are what other vGPUs than
+//! those of claims leave: the operator's own, for example. Those of claims are counted by the
+//! scheduler.
 
 use std::collections::BTreeMap;
 
@@ -58,8 +59,8 @@ pub fn device_name(parent: &str) -> String {
     name[..end].trim_matches('-').to_owned()
 }
 
-/// Returns the GPUs that claims can share. GPUs without engines or with less memory than the smallest
-/// vGPU are left to device plugins.
+/// Returns the GPUs that claims can share. GPUs without engines or with less memory than the
+/// smallest vGPU are left to device plugins.
 pub fn gpus(parents: &[Parent], stats: &Stats) -> Vec<Gpu> {
     let shareable = parents.iter().filter(|parent| {
         let engines = parent.capabilities.iter().any(|has| has == "copy" || has == "compute");
@@ -96,8 +97,8 @@ fn gpu(parent: &Parent, stats: &Stats) -> Gpu {
     }
 }
 
-/// Returns the GPUs after a query, and those of the query before that vgpud cannot describe any more,
-/// which are lost.
+/// Returns the GPUs after a query, and those of the query before that vgpud cannot describe any
+/// more, which are lost.
 pub fn merge(before: &[Gpu], now: Vec<Gpu>, parents: &[Parent]) -> Vec<Gpu> {
     let is_missing = |gpu: &&Gpu| {
         let exists = parents.iter().any(|parent| parent.name == gpu.parent);

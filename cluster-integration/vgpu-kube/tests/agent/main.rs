@@ -1,5 +1,5 @@
-//! The agent with a real vgpud on the software GPU. Kubelet is played by clients and servers of the same
-//! interfaces; the apiserver is a stand-in that stores objects and counts requests.
+//! The agent with a real vgpud on the software GPU. Kubelet is played by clients and servers of the
+//! same interfaces; the apiserver is a stand-in that stores objects and counts requests.
 //!
 //! * `apiserver`: the stand-in; `bed`: vgpud, agent and kubelet's folders
 //! * `claims`: prepare and unprepare, by kubelet's calls

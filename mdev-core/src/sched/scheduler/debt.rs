@@ -1,7 +1,7 @@
 //! Debt of one vGPU: engine time that busy vGPUs owe each other, and its repayment.
 //!
-//! A debt is repaid by a longer or shorter slice. Where slices cannot repay it, or are not to change,
-//! a [`Throttle`] closes the gate of the debtor.
+//! A debt is repaid by a longer or shorter slice. Where slices cannot repay it, or are not to
+//! change, a [`Throttle`] closes the gate of the debtor.
 
 use std::time::Duration;
 
@@ -221,8 +221,8 @@ impl Debt {
         self.correction = 1.0 + self.owed_ns / repayable_ns;
     }
 
-    /// Settles an interval by turns, of which the mean length is `turn_ns`: a vGPU that is ahead skips
-    /// some. One that is far behind has a longer slice until it is not.
+    /// Settles an interval by turns, of which the mean length is `turn_ns`: a vGPU that is ahead
+    /// skips some. One that is far behind has a longer slice until it is not.
     ///
     /// One that keeps to its slices and has just skipped a whole interval runs until the next
     /// settlement, so that it does not stop for long.
@@ -251,8 +251,8 @@ impl Debt {
         self.throttle = skips.then(|| Throttle::new(throttling.now_ns, Some(lead_ns)));
     }
 
-    /// Takes `surplus_ns` off the debt, so that the debts of all contenders add up to 0. Slices repay
-    /// what is left in the time in which `repayable_ns` are due, if they repay debts at all.
+    /// Takes `surplus_ns` off the debt, so that the debts of all contenders add up to 0. Slices
+    /// repay what is left in the time in which `repayable_ns` are due, if they repay debts at all.
     pub(super) fn balance(&mut self, surplus_ns: f64, repayable_ns: Option<f64>, now_ns: u64) {
         self.owed_ns -= surplus_ns;
         if let Some(repayable_ns) = repayable_ns
@@ -302,8 +302,8 @@ impl Debt {
         }
     }
 
-    /// Closes or opens the gate, if there is a throttle. `opens_after` is the time until the lead is
-    /// repaid.
+    /// Closes or opens the gate, if there is a throttle. `opens_after` is the time until the lead
+    /// is repaid.
     pub(super) fn set_gated(&mut self, closed: bool, opens_after: Duration, now_ns: u64) {
         if let Some(throttle) = &mut self.throttle {
             throttle.closed = closed;

@@ -16,8 +16,8 @@ const ROUNDS: f64 = 4.0;
 /// Factor of its usage up to which an undemanding vGPU may use more.
 const USABLE: f64 = 1.1;
 
-/// Longest mean turn of a vGPU that keeps to its slices: as a factor of the slice, and beyond that in
-/// nanoseconds. Slices change between readings.
+/// Longest mean turn of a vGPU that keeps to its slices: as a factor of the slice, and beyond that
+/// in nanoseconds. Slices change between readings.
 const OVERRUN: f64 = 1.25;
 const OVERRUN_NS: f64 = 250e3;
 /// Slice below which any longer turn is an overrun, in nanoseconds.
@@ -71,8 +71,8 @@ impl Contender<'_> {
         !self.interval.preempted && !self.group.debt.is_gated()
     }
 
-    /// Returns true if the vGPU keeps the engine beyond its slices, as far as the GPU counts turns. A
-    /// vGPU that keeps to its slices repays any debt with them.
+    /// Returns true if the vGPU keeps the engine beyond its slices, as far as the GPU counts turns.
+    /// A vGPU that keeps to its slices repays any debt with them.
     fn overruns_slices(&self) -> bool {
         let slice_ns = self.group.share.slice().unwrap_or_default().as_nanos() as f64;
         let turns = self.interval.turns as f64;

@@ -31,9 +31,9 @@ const TURNS_NS: f64 = 2e8;
 /// Mean slice of several vGPUs that compete beside vGPUs below their shares: these wait for a round
 /// at most, and a switch costs 0.17 ms on an NVIDIA GPU.
 const BESIDE_BRIEF_SLICE: Duration = Duration::from_millis(3);
-/// Longest slice of a vGPU below its share, or without work while others compete. Longer work of one
-/// service does not delay the next, and work that begins does not delay others before its demand is
-/// known.
+/// Longest slice of a vGPU below its share, or without work while others compete. Longer work of
+/// one service does not delay the next, and work that begins does not delay others before its
+/// demand is known.
 const BRIEF_SLICE: Duration = Duration::from_millis(2);
 /// Number of competing vGPUs above which slices no longer repay debts, and number at which they do
 /// again.
@@ -121,8 +121,8 @@ impl Pace {
         u64::try_from(self.round.as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Returns the number of vGPUs, if another demand of one of them is to be known soon: beside the
-    /// short slices of a lone vGPU, work that begins is ahead until it is known to compete.
+    /// Returns the number of vGPUs, if another demand of one of them is to be known soon: beside
+    /// the short slices of a lone vGPU, work that begins is ahead until it is known to compete.
     pub(super) fn watched(&self) -> Option<usize> {
         self.watched
     }

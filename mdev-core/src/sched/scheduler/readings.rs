@@ -10,8 +10,8 @@ const MIN_REPAY_NS: u64 = 20_000_000;
 const MAX_REPAY_NS: u64 = 1_000_000_000;
 /// Longest interval between two readings while rounds are short.
 const MAX_INTERVAL_NS: u64 = 100_000_000;
-/// The same while a change of demand is to be known soon, at least; also for each vGPU, whose reading
-/// costs its worker some 50 us.
+/// The same while a change of demand is to be known soon, at least; also for each vGPU, whose
+/// reading costs its worker some 50 us.
 const WATCHED_INTERVAL_NS: u64 = 25_000_000;
 const WATCHED_EACH_NS: u64 = 1_500_000;
 /// Longest interval between two readings: shorter than [`STALE_NS`].
@@ -31,7 +31,8 @@ pub(super) fn repay_ns(config: &Config) -> u64 {
 }
 
 /// Returns the interval between two readings: at most half the time of repayment, so that slices
-/// settle, and at least [`ROUNDS`] rounds of the runlist, so that each vGPU with work had its slice.
+/// settle, and at least [`ROUNDS`] rounds of the runlist, so that each vGPU with work had its
+/// slice.
 fn interval_ns(config: &Config, pace: &Pace) -> u64 {
     let rounds_ns = pace.round_ns().saturating_mul(ROUNDS).min(LONGEST_INTERVAL_NS);
     let watched_ns = pace

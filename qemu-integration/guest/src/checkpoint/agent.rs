@@ -25,8 +25,8 @@ pub trait Host: std::fmt::Debug {
     /// Waits for the next request. Returns whether the programs are to be checkpointed.
     fn next_request(&mut self) -> io::Result<bool>;
 
-    /// Answers. [`CheckpointState::Done`] fails with [`ErrorKind::ResourceBusy`] while a process has
-    /// one of the device files open.
+    /// Answers. [`CheckpointState::Done`] fails with [`ErrorKind::ResourceBusy`] while a process
+    /// has one of the device files open.
     fn answer(&mut self, state: CheckpointState, reason: &str) -> io::Result<()>;
 
     /// Returns the processes that use the vGPU.

@@ -121,7 +121,8 @@ fn version_of(path: &Path, name: &str, expected: Option<&str>) -> Option<String>
     texts.any(|text| text.ends_with(&wanted)).then(|| expected.to_owned())
 }
 
-/// Returns the version in a text such as "NVRM version: NVIDIA ... Module for x86_64  550.163.01 ...".
+/// Returns the version in a text such as "NVRM version: NVIDIA ... Module for x86_64 550.163.01
+/// ...".
 fn version_in(text: &str) -> Option<String> {
     text.split_whitespace().find(|word| is_version(word)).map(str::to_owned)
 }

@@ -3,9 +3,9 @@
 //!
 //! QEMU's client for vfio-user neither saves the device nor refuses (11.1): the guest would find a
 //! device that was reset. QEMU refuses while it has an image of a format that it cannot migrate, on
-//! every way to save: `virsh save`, `managedsave`, snapshots with memory, and migration. Its message
-//! names the image, whose name is the command to use instead. The image is empty, no device of the
-//! guest uses it, and `vgpuctl vm save` takes it away for the time of the save.
+//! every way to save: `virsh save`, `managedsave`, snapshots with memory, and migration. Its
+//! message names the image, whose name is the command to use instead. The image is empty, no device
+//! of the guest uses it, and `vgpuctl vm save` takes it away for the time of the save.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Write};

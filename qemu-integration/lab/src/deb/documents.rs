@@ -1,5 +1,5 @@
-//! Documents of the package: README, the pages beside it and `docs/`, as in the source tree, so that
-//! their links to each other hold.
+//! Documents of the package: README, the pages beside it and `docs/`, as in the source tree, so
+//! that their links to each other hold.
 
 use std::fs;
 use std::path::Path;

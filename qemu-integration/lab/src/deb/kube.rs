@@ -1,5 +1,5 @@
-//! Package for the nodes of a Kubernetes cluster: `tessera-kube` with `vgpu-kube`, its service and the
-//! objects of the cluster.
+//! Package for the nodes of a Kubernetes cluster: `tessera-kube` with `vgpu-kube`, its service and
+//! the objects of the cluster.
 
 use std::fs;
 use std::path::PathBuf;

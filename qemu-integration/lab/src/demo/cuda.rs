@@ -1,5 +1,5 @@
-//! CUDA in the demo's VMs: NVIDIA's libcuda of this machine runs unmodified in two VMs that share its
-//! GPU, over the guest's Linux module.
+//! CUDA in the demo's VMs: NVIDIA's libcuda of this machine runs unmodified in two VMs that share
+//! its GPU, over the guest's Linux module.
 
 mod deaths;
 mod files;
@@ -320,7 +320,8 @@ impl Cuda {
         Ok(())
     }
 
-    /// Loads the GPU from some of the VMs. Returns the work of a second and the engine time of each.
+    /// Loads the GPU from some of the VMs. Returns the work of a second and the engine time of
+    /// each.
     fn load(&mut self, indices: &[usize], duration: Duration) -> Result<Vec<(f64, f64)>> {
         let seconds = (duration + 2 * MARGIN).as_secs_f64();
         let load = command(&format!("load {KERNEL_US} {seconds} /tmp/go"));

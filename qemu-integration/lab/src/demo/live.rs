@@ -1,6 +1,6 @@
 //! `cargo lab demo --live N`: a VM that works is saved with its vGPU, everything ends, and the VM
-//! continues under another vgpud. Then it gets a new QEMU. What works is `vgpu-guest`, or a CUDA program
-//! ([`super::cuda`]).
+//! continues under another vgpud. Then it gets a new QEMU. What works is `vgpu-guest`, or a CUDA
+//! program ([`super::cuda`]).
 
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -65,8 +65,8 @@ pub struct Live<'a> {
 }
 
 impl<'a> Live<'a> {
-    /// Boots a VM with a vGPU of this size (`1` is 1 GiB) and lets it work. `folder` gets the file of the
-    /// saved VM.
+    /// Boots a VM with a vGPU of this size (`1` is 1 GiB) and lets it work. `folder` gets the file
+    /// of the saved VM.
     pub fn boot(
         lab: &'a Lab,
         programs: &'a Programs,
@@ -85,8 +85,8 @@ impl<'a> Live<'a> {
         Self::of((lab, programs, parent), mdev_type, spec, (host, vm), folder)
     }
 
-    /// Takes over a VM that works as [`WORK`] does. `spec` is its configuration without the vGPU, which
-    /// is the first of the demo's.
+    /// Takes over a VM that works as [`WORK`] does. `spec` is its configuration without the vGPU,
+    /// which is the first of the demo's.
     pub fn of(
         (lab, programs, parent): (&'a Lab, &'a Programs, Parent),
         mdev_type: MdevType,
@@ -118,8 +118,8 @@ impl<'a> Live<'a> {
         Ok(())
     }
 
-    /// Saves the VM, kills all processes of its host, and restores it on another one. Checks that it
-    /// works on.
+    /// Saves the VM, kills all processes of its host, and restores it on another one. Checks that
+    /// it works on.
     pub fn save_and_restore(&mut self) -> Result<()> {
         // A different moment of the work each time.
         thread::sleep(Duration::from_millis(self.saves.len() as u64 * 37 % 500));
@@ -185,8 +185,8 @@ impl<'a> Live<'a> {
     }
 }
 
-/// Checks that the guest begins and ends another job, and that no job was wrong. `jobs` is the number
-/// of jobs.
+/// Checks that the guest begins and ends another job, and that no job was wrong. `jobs` is the
+/// number of jobs.
 fn check_work(guest: &mut Guest, jobs: &mut u32) -> Result<()> {
     // One job may have begun before.
     let mut enough = None;

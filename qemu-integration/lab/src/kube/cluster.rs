@@ -147,8 +147,8 @@ impl Cluster {
         Kubectl::Node(&self.node)
     }
 
-    /// Returns the administrator's configuration, for a client outside of the node's root and in the
-    /// node's network.
+    /// Returns the administrator's configuration, for a client outside of the node's root and in
+    /// the node's network.
     pub fn kubeconfig_outside(&self) -> Value {
         kubeconfig(ADMIN_TOKEN, &self.node.path(AUTHORITY))
     }

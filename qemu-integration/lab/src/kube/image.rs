@@ -66,7 +66,8 @@ impl Image {
         Ok(())
     }
 
-    /// Adds a dynamically linked program and its libraries, at the libraries' paths on this machine.
+    /// Adds a dynamically linked program and its libraries, at the libraries' paths on this
+    /// machine.
     pub fn add_program(&mut self, program: &Path, inside: &str) -> Result<()> {
         self.add(program, inside)?;
         self.add_libraries(program)

@@ -80,8 +80,8 @@ impl Built {
         }
     }
 
-    /// Splits all tests into jobs. `measured` names those that measure, `long` modules of those that
-    /// take long, and `first` those that start before others.
+    /// Splits all tests into jobs. `measured` names those that measure, `long` modules of those
+    /// that take long, and `first` those that start before others.
     pub fn plan(&self, measured: &[&str], long: &[&str], first: &[&str]) -> Plan {
         let mut plan = Plan::default();
         for program in &self.tests {

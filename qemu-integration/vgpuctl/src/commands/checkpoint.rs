@@ -1,5 +1,5 @@
-//! `checkpoint`: CUDA programs of a VM that wait with their state in the VM's memory, so that the VM's
-//! vGPUs can be saved.
+//! `checkpoint`: CUDA programs of a VM that wait with their state in the VM's memory, so that the
+//! VM's vGPUs can be saved.
 
 use std::time::{Duration, Instant};
 
@@ -39,8 +39,8 @@ pub async fn with_checkpoint<T>(
     done
 }
 
-/// Has a VM checkpoint the programs on its vGPUs. Returns whether the VM was asked: then the vGPUs are
-/// to be resumed. If a program cannot be checkpointed, all continue.
+/// Has a VM checkpoint the programs on its vGPUs. Returns whether the VM was asked: then the vGPUs
+/// are to be resumed. If a program cannot be checkpointed, all continue.
 async fn checkpoint_vgpus(client: &Client, vgpus: &[Vgpu]) -> Result<bool, Failure> {
     let mut asked = false;
     let done = tokio::select! {

@@ -116,8 +116,8 @@ impl Signals {
         })
     }
 
-    /// Waits for a signal that the process has to be sent. A terminal sends Ctrl-C and Ctrl-\ to the
-    /// process, too.
+    /// Waits for a signal that the process has to be sent. A terminal sends Ctrl-C and Ctrl-\ to
+    /// the process, too.
     async fn next(&mut self) -> Signal {
         loop {
             tokio::select! {

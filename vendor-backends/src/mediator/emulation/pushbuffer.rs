@@ -38,8 +38,8 @@ impl Decoder {
         self.header
     }
 
-    /// Returns the decoder in the midst of the data of a header, or `None` if no pushbuffer leads to
-    /// this state.
+    /// Returns the decoder in the midst of the data of a header, or `None` if no pushbuffer leads
+    /// to this state.
     pub fn within(header: Option<MethodHeader>) -> Option<Self> {
         let valid = header.is_none_or(|header| {
             let data = matches!(header.op, SecOp::Inc | SecOp::NonInc | SecOp::OneInc);

@@ -6,8 +6,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::mediator::wire::{ClientReply, ClientRequest, Numbered};
 use crate::seqpacket;
 
-/// Limit of the replies that are kept. A worker records its state after each access of its VM, which
-/// makes a few requests.
+/// Limit of the replies that are kept. A worker records its state after each access of its VM,
+/// which makes a few requests.
 const MAX_REPLIES: usize = 8192;
 
 /// Replies since the worker's last record of its state.

@@ -58,9 +58,9 @@ fn received<T: DeserializeOwned>(packet: io::Result<Option<Packet>>, buffer: &[u
     }
 }
 
-/// Sends a reply. Returns false if the peer is gone or does not accept the reply at once: the server
-/// does not wait for a peer that does not read. A reply whose descriptors cannot be sent becomes a
-/// refusal, and a lack of memory is waited for: neither ends the connection.
+/// Sends a reply. Returns false if the peer is gone or does not accept the reply at once: the
+/// server does not wait for a peer that does not read. A reply whose descriptors cannot be sent
+/// becomes a refusal, and a lack of memory is waited for: neither ends the connection.
 pub(super) fn send<T: Serialize>(
     socket: &SeqPacket,
     reply: &T,

@@ -1,5 +1,5 @@
-//! Counters of vGPUs without their waits, which have a request of their own: with them, the counters
-//! of many vGPUs would not fit into a packet.
+//! Counters of vGPUs without their waits, which have a request of their own: with them, the
+//! counters of many vGPUs would not fit into a packet.
 
 use mdev_core::gpu::{Usage, UsageReport, Waits};
 use mdev_core::ids::VgpuId;

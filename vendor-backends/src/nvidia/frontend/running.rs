@@ -4,7 +4,7 @@
 //! and the GPU's generation are not part of it, since the next process has them from elsewhere. Nor
 //! are the samples of utilization, and the list of refusals that were logged.
 //!
-//! A worker that a guest has taken over may have written the state. Its values can harm that vGPU
+//! A worker that a guest has compromised may have written the state. Its values can harm that vGPU
 //! only; the checks here keep the next worker's own view consistent.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Records that a worker which a guest has taken over may have left.
+//! Records that a worker which a guest has compromised may have left.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -143,9 +143,9 @@ table! {
         responses((status = 204, description = "The vGPU is stopped"), ErrorResponses)
     }
 
-    /// Asks the VM of a running vGPU to checkpoint its CUDA programs, which cannot be saved otherwise:
-    /// they wait, and their state is in the VM's memory. The VM carries that out while it runs; ask
-    /// until it is done. They continue with `resume`, and after a restore.
+    /// Asks the VM of a running vGPU to checkpoint its CUDA programs, which cannot be saved
+    /// otherwise: they wait, and their state is in the VM's memory. The VM carries that out while
+    /// it runs; ask until it is done. They continue with `resume`, and after a restore.
     Admin post "/v1/vgpus/{vgpu}/checkpoint" => saving::checkpoint {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         responses(
@@ -166,8 +166,8 @@ table! {
         )
     }
 
-    /// Records from now on which guest memory a running vGPU writes, or ends that. A VM that is copied
-    /// while it runs has to be restored with that memory: see `written` of `save`.
+    /// Records from now on which guest memory a running vGPU writes, or ends that. A VM that is
+    /// copied while it runs has to be restored with that memory: see `written` of `save`.
     Admin post "/v1/vgpus/{vgpu}/log-writes" => saving::log_writes {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body = LogWrites,
@@ -185,9 +185,9 @@ table! {
         )
     }
 
-    /// Restores as `restore`, from a vGPU in a file. The file is regular, and its descriptor comes with
-    /// the first bytes of the request (`SCM_RIGHTS`). Several threads read it. The checksums of memory
-    /// are checked while the vGPU is filled: a damaged file leaves a vGPU that was reset.
+    /// Restores as `restore`, from a vGPU in a file. The file is regular, and its descriptor comes
+    /// with the first bytes of the request (`SCM_RIGHTS`). Several threads read it. The checksums
+    /// of memory are checked while the vGPU is filled: a damaged file leaves a vGPU that was reset.
     Admin post "/v1/vgpus/{vgpu}/restore-file" => saving::restore_file {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         request_body(content = Option<RestoreFile>),
@@ -197,8 +197,8 @@ table! {
         )
     }
 
-    /// Continues the work of a vGPU that a save or restore has left paused, and of CUDA programs that
-    /// `checkpoint` has stopped.
+    /// Continues the work of a vGPU that a save or restore has left paused, and of CUDA programs
+    /// that `checkpoint` has stopped.
     Admin post "/v1/vgpus/{vgpu}/resume" => saving::resume {
         params(("vgpu" = String, Path, description = "UUID or name of the vGPU")),
         responses((status = 204, description = "The vGPU works"), ErrorResponses)

@@ -105,8 +105,8 @@ fn distrust_any(path: &Path) -> io::Result<Option<String>> {
     Err(io::Error::from(nix::errno::Errno::ELOOP))
 }
 
-/// Returns whether users can only remove and replace files of their own in a directory of root, such
-/// as `/tmp`.
+/// Returns whether users can only remove and replace files of their own in a directory of root,
+/// such as `/tmp`.
 fn is_sticky(folder: &Path) -> bool {
     fs::metadata(folder).is_ok_and(|folder| folder.uid() == 0 && folder.mode() & STICKY != 0)
 }

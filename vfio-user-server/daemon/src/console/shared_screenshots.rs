@@ -77,7 +77,8 @@ impl SharedScreenshots {
         let (limit, interval) =
             (self.limiter.screen(id), readout_limiter::interval(screen.refresh));
         let render = async move || {
-            // The thread holds the screen until its end, and this request only until the time limit.
+            // The thread holds the screen until its end, and this request only until the time
+            // limit.
             let Ok(screen_permit) = Arc::clone(&rendering).try_lock_owned() else {
                 return Err(busy(id));
             };

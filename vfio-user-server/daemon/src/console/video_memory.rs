@@ -1,7 +1,8 @@
 //! Video memory that a worker passes with the description of its screen.
 //!
-//! A worker that was taken over can pass any file. Reading one of a file system in user space waits
-//! for its server, so the file must be shared memory, or a BAR in sysfs, by the kernel's own account.
+//! A worker that was compromised can pass any file. Reading one of a file system in user space
+//! waits for its server, so the file must be shared memory, or a BAR in sysfs, by the kernel's own
+//! account.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -57,8 +57,8 @@ impl Slots {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a place for a new connection, or `None` if there is none for its user. A full listener
-    /// closes its oldest connection without privilege.
+    /// Returns a place for a new connection, or `None` if there is none for its user. A full
+    /// listener closes its oldest connection without privilege.
     pub fn admit(self: &Arc<Self>, user: Option<u32>, privileged: bool) -> Option<Slot> {
         let mut open = self.open();
         if !privileged {
@@ -91,8 +91,8 @@ fn close_oldest(open: &mut Vec<Entry>) -> bool {
 }
 
 impl Slot {
-    /// Gives the connection to a session: it is not closed for another. Returns false if the session
-    /// has too many connections.
+    /// Gives the connection to a session: it is not closed for another. Returns false if the
+    /// session has too many connections.
     pub fn give_to_session(&self, session: u32) -> bool {
         let mut open = self.slots.open();
         let own = |entry: &&mut Entry| Arc::ptr_eq(&entry.closed, &self.closed);

@@ -1,10 +1,10 @@
 //! Control groups of workers and GPU processes, for limits of their memory and threads.
 //!
 //! The manager uses a cgroup (v2) only if one was delegated to it: the manager then runs in a group
-//! [`OWN`] of it, and each worker and GPU process gets a group beside that one. This is the layout of
-//! systemd's `Delegate=` and `DelegateSubgroup=`. The kernel applies limits below a group only if the
-//! group itself has no process, so the manager never moves itself. Without such a group, processes
-//! stay where they were started.
+//! [`OWN`] of it, and each worker and GPU process gets a group beside that one. This is the layout
+//! of systemd's `Delegate=` and `DelegateSubgroup=`. The kernel applies limits below a group only
+//! if the group itself has no process, so the manager never moves itself. Without such a group,
+//! processes stay where they were started.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -46,7 +46,8 @@ impl fmt::Display for Member<'_> {
     }
 }
 
-/// Limits of a group. The kernel charges a page of shared memory to the group that touches it first.
+/// Limits of a group. The kernel charges a page of shared memory to the group that touches it
+/// first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Limit of threads.
@@ -59,9 +60,9 @@ impl Limits {
     /// Limits of a GPU process. It touches the memory of all guests, so its memory has no limit.
     pub const GPU_PROCESS: Self = Self { threads: GPU_THREADS, memory: None };
 
-    /// Returns the limits of a worker. It may be the first to touch the partition of video memory, on
-    /// behalf of a guest that does not map it. Without a GPU process, `pins` is set: the driver pins
-    /// guest memory on behalf of the worker.
+    /// Returns the limits of a worker. It may be the first to touch the partition of video memory,
+    /// on behalf of a guest that does not map it. Without a GPU process, `pins` is set: the driver
+    /// pins guest memory on behalf of the worker.
     pub fn worker(spec: &ClientSpec, threads: u64, pins: bool) -> Self {
         let pinned = if pins { spec.max_import_bytes } else { 0 };
         let shared = spec.vram_bytes.saturating_add(pinned);
@@ -132,8 +133,8 @@ impl Cgroups {
     fn limit(&self, root: &Path) {
         let controllers = match enable(root) {
             Ok(controllers) => controllers,
-            // Processes of an earlier release run in the delegated group. They are adopted one after
-            // the other, and leave it.
+            // Processes of an earlier release run in the delegated group. They are adopted one
+            // after the other, and leave it.
             Err(error) => return log::debug!("No limits yet in {}: {error}", root.display()),
         };
         for (group, limits) in self.unlimited.take() {

@@ -1,5 +1,5 @@
-//! Descriptors that the manager keeps for the start of workers: other users of descriptors reach the
-//! limit before.
+//! Descriptors that the manager keeps for the start of workers: other users of descriptors reach
+//! the limit before.
 
 use std::cell::RefCell;
 use std::fs::File;

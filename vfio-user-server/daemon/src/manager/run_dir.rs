@@ -116,7 +116,8 @@ impl RunDir {
         self.vgpu(vgpu).join("vfio.sock")
     }
 
-    /// Returns the path of the socket on which a vGPU's anchor takes the program of the next worker.
+    /// Returns the path of the socket on which a vGPU's anchor takes the program of the next
+    /// worker.
     pub fn upgrade_socket(&self, vgpu: VgpuId) -> PathBuf {
         self.vgpu(vgpu).join("upgrade.sock")
     }
@@ -126,8 +127,8 @@ impl RunDir {
         self.vgpu(vgpu).join("cuda.sock")
     }
 
-    /// Returns the folder of a vGPU that a container gets: links to the sockets for its clients, and
-    /// nothing else.
+    /// Returns the folder of a vGPU that a container gets: links to the sockets for its clients,
+    /// and nothing else.
     pub fn clients(&self, vgpu: VgpuId) -> PathBuf {
         self.vgpu(vgpu).join("clients")
     }

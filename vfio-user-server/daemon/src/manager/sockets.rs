@@ -1,9 +1,9 @@
-//! Sockets and run_dir of the run directory, with their owners and modes.
+//! Folders and sockets of the run directory, with their owners and modes.
 //!
 //! All users can traverse the run directory and `vgpus`, and list neither. A vGPU's folder is open
-//! to the group of the vGPU's owner, `vfio.sock` and `cuda.sock` to the owner alone. The folder's mode is set
-//! last, so that a socket has its owner before it can be reached. The worker checks the peer's
-//! credentials as well.
+//! to the group of the vGPU's owner, `vfio.sock` and `cuda.sock` to the owner alone. The folder's
+//! mode is set last, so that a socket has its owner before it can be reached. The worker checks the
+//! peer's credentials as well.
 //!
 //! A container gets the folder `clients` of its vGPU. It has links to the owner's two sockets and
 //! nothing of the manager's, which root of a container without a user namespace could use.
@@ -150,8 +150,8 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
     UnixListener::bind(path)
 }
 
-/// Links a socket into a folder. A container that has the folder sees each later socket of this name,
-/// and none of the manager's sockets.
+/// Links a socket into a folder. A container that has the folder sees each later socket of this
+/// name, and none of the manager's sockets.
 fn link_into(folder: &Path, socket: &Path) -> io::Result<()> {
     let Some(name) = socket.file_name() else { return Err(io::ErrorKind::InvalidInput.into()) };
     let link = folder.join(name);

@@ -18,7 +18,7 @@ pub fn describe(programs: ProgramsStatus, owner: u32) -> Programs {
     Programs { vram_used_bytes, processes: processes.collect(), in_vm }
 }
 
-/// Returns the name of a process that may use a vGPU of user `owner`. A worker that was taken over
+/// Returns the name of a process that may use a vGPU of user `owner`. A worker that was compromised
 /// can report any process.
 fn name(pid: i32, owner: u32) -> Option<String> {
     let folder = format!("/proc/{pid}");

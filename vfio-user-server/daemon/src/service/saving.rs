@@ -1,7 +1,8 @@
 //! Saving a vGPU into a stream, restoring it, and handing it over to another process of its VM.
 //!
-//! The worker stops the vGPU's work and passes its state and the file of its video memory, which the
-//! manager copies: a worker that faces a guest writes no stream that another guest is restored from.
+//! The worker stops the vGPU's work and passes its state and the file of its video memory, which
+//! the manager copies: a worker that faces a guest writes no stream that another guest is restored
+//! from.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -89,7 +90,8 @@ impl Drop for Reserved {
 }
 
 impl Service {
-    /// Saves a vGPU. The returned stream is made while it is read; its end says that it is complete.
+    /// Saves a vGPU. The returned stream is made while it is read; its end says that it is
+    /// complete.
     pub async fn save(&self, id: VgpuId, request: SaveVgpu) -> Result<Body> {
         let reserved = self.saving.reserve(id)?;
         let saveable = self.call(move |manager| manager.saveable(id)).await?;
@@ -250,7 +252,7 @@ fn write(
     control: &Path,
     to: impl Write,
 ) -> io::Result<()> {
-    // A worker that was taken over can pass a file of any length.
+    // A worker that was compromised can pass a file of any length.
     let mut state = Vec::new();
     File::from(saved.state).take(MAX_STATE + 1).read_to_end(&mut state)?;
     if state.len() as u64 > MAX_STATE {

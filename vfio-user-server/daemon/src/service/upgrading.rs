@@ -15,8 +15,8 @@ use super::Service;
 use crate::manager::{Result, Upgradable};
 use crate::{blocking, worker_client};
 
-/// This program in memory, for the workers of all vGPUs. An anchor can run no file that has replaced
-/// its own program since it started.
+/// This program in memory, for the workers of all vGPUs. An anchor can run no file that has
+/// replaced its own program since it started.
 #[derive(Clone, Debug, Default)]
 pub struct OwnProgram(Arc<Mutex<Option<Arc<OwnedFd>>>>);
 

@@ -14,8 +14,8 @@ use crate::manager::ClientReport;
 use crate::worker_protocol::WorkerStatus;
 use crate::{blocking, worker_client};
 
-/// Wait for an answer where the last status will do. A worker that shares a GPU with one whose memory
-/// the driver releases can answer seconds later.
+/// Wait for an answer where the last status will do. A worker that shares a GPU with one whose
+/// memory the driver releases can answer seconds later.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Pause between questions to a worker that does not answer.
@@ -148,8 +148,8 @@ impl WorkerStatuses {
 }
 
 impl Told {
-    /// Returns the report of the worker's client for the manager, if the worker answered. Which worker
-    /// it is was not told by the worker.
+    /// Returns the report of the worker's client for the manager, if the worker answered. Which
+    /// worker it is was not told by the worker.
     pub fn report(&self, asked: &Asked) -> Option<ClientReport> {
         let status = self.status.as_ref().filter(|_| self.answers)?;
         Some(ClientReport { vgpu: asked.vgpu, worker: asked.pid, client: status.client })

@@ -20,8 +20,8 @@ struct Batch {
     pieces: usize,
 }
 
-/// Fills video memory with the chunks at `places` of a file, in ascending order. `copy` makes copies
-/// from staging memory; it is called on this thread. What was copied before an error stays.
+/// Fills video memory with the chunks at `places` of a file, in ascending order. `copy` makes
+/// copies from staging memory; it is called on this thread. What was copied before an error stays.
 ///
 /// # Errors
 ///

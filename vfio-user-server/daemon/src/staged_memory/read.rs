@@ -13,8 +13,8 @@ use super::{SLOTS, Staging};
 /// Chunks that wait for the stream's writer, for each thread.
 const AHEAD: usize = 2;
 
-/// Reads `bytes` of video memory, and passes its chunks in ascending order and without what is zero.
-/// `copy` makes copies to staging memory, on a thread; `write` is called on this one.
+/// Reads `bytes` of video memory, and passes its chunks in ascending order and without what is
+/// zero. `copy` makes copies to staging memory, on a thread; `write` is called on this one.
 ///
 /// # Errors
 ///

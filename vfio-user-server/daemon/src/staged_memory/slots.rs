@@ -130,8 +130,8 @@ impl<E: From<io::Error>> Work<E> {
         self.wait_until(|state| state.finished[index])
     }
 
-    /// A worker that was taken over can make an access to its memory last. It is ended then, and the
-    /// memory is poisoned.
+    /// A worker that was compromised can make an access to its memory last. It is ended then, and
+    /// the memory is poisoned.
     fn wait_until(&self, done: impl Fn(&State<E>) -> bool) -> bool {
         let mut state = self.lock();
         while state.failed.is_none() && !done(&state) {

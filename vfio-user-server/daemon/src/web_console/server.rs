@@ -59,8 +59,8 @@ impl FromRef<Console> for Service {
     }
 }
 
-/// Starts the console's server, which runs until the runtime ends. Without a listener, the address is
-/// tried again until it is free. `files` is this process' limit of open files.
+/// Starts the console's server, which runs until the runtime ends. Without a listener, the address
+/// is tried again until it is free. `files` is this process' limit of open files.
 pub fn serve(
     listener: Option<TcpListener>,
     service: Service,

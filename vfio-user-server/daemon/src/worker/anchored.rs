@@ -20,7 +20,8 @@ use super::journal::{
 use super::queue_thread::QueueRecords;
 
 /// Limit of attempts to continue with one message: workers may also be killed during one that takes
-/// long. A message at which workers die costs its VM the device, and a request its program the vGPU.
+/// long. A message at which workers die costs its VM the device, and a request its program the
+/// vGPU.
 pub(super) const MAX_ATTEMPTS: u64 = 6;
 
 /// What a worker gets from its anchor.

@@ -4,8 +4,8 @@
 //! A thread looks at the page instead, and wakes the engine of a vGPU whose programs have rung. The
 //! engine then looks at all channels of the vGPU, so one word suffices for all of them.
 //!
-//! When no program has the page, as in a VM that withdraws it, the thread sleeps until it is told that
-//! programs have the page again.
+//! When no program has the page, as in a VM that withdraws it, the thread sleeps until it is told
+//! that programs have the page again.
 
 use std::io;
 use std::os::fd::OwnedFd;

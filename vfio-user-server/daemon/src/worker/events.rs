@@ -1,8 +1,8 @@
 //! Event loop of a worker: the VM's session, the GPU's events and the manager's connections.
 //!
 //! * `program_events`: events of CUDA programs; `gpu_events`: of the GPU and the control queue;
-//!   `control_events`: of the manager's connections; `handover`: another process of the VM attaches;
-//!   `continued`: continuing an earlier worker's
+//!   `control_events`: of the manager's connections; `handover`: another process of the VM
+//!   attaches; `continued`: continuing an earlier worker's
 
 mod continued;
 mod control_events;
@@ -39,8 +39,9 @@ use vgpud_api::AttachedClient;
 
 /// Pause after a failed accept. Without free descriptors, each accept fails until one is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Time after which finished messages of a VM leave its socket, up to twice that: a VM that makes one
-/// access after the other costs one call for many. A timer of its own need not be set for each wait.
+/// Time after which finished messages of a VM leave its socket, up to twice that: a VM that makes
+/// one access after the other costs one call for many. A timer of its own need not be set for each
+/// wait.
 const FINISHED_FOR: Duration = Duration::from_millis(2);
 
 /// Sources of events, as epoll's user data.

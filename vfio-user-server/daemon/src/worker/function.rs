@@ -69,8 +69,8 @@ impl Function {
         &self.mdev_type
     }
 
-    /// Records the state from now on. `rewrites_answer` tells whether the answer to the last mailbox
-    /// request is to be written again.
+    /// Records the state from now on. `rewrites_answer` tells whether the answer to the last
+    /// mailbox request is to be written again.
     pub fn resume_recording(&mut self, recorder: Recorder, rewrites_answer: bool) {
         self.recorder = Some(recorder);
         self.inner.answer_later();

@@ -1,11 +1,12 @@
 //! Budget of a worker's CPU time for the requests of programs.
 //!
 //! A program may send requests without end. Requests are not refused, as libraries would take that
-//! for an error, but wait. What counts is the CPU time that the worker spends on them, since requests
-//! differ by a factor of a thousand. Two budgets apply: each process of the host has one, and all
-//! processes of a vGPU, or its VM, have one. Both begin with a reserve, which covers what programs do when they start
-//! (some 0.1 s), and fill up at a constant rate. A process without a budget waits until it has
-//! [`QUANTUM`] again. While the vGPU has none, processes that use little are still served.
+//! for an error, but wait. What counts is the CPU time that the worker spends on them, since
+//! requests differ by a factor of a thousand. Two budgets apply: each process of the host has one,
+//! and all processes of a vGPU, or its VM, have one. Both begin with a reserve, which covers what
+//! programs do when they start (some 0.1 s), and fill up at a constant rate. A process without a
+//! budget waits until it has [`QUANTUM`] again. While the vGPU has none, processes that use little
+//! are still served.
 
 use std::time::{Duration, Instant};
 

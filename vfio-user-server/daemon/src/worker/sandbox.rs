@@ -1,9 +1,9 @@
 //! Sandbox of workers and GPU processes: no access to the filesystem, no new privileges, no signals
 //! to other processes, and no system call that they do not need ([`system_calls`]).
 //!
-//! The processes receive everything they need as descriptors. A process that a guest has taken over
-//! can open no file, make no socket, run no program, and neither trace, signal, limit nor reschedule
-//! other processes.
+//! The processes receive everything they need as descriptors. A process that a guest has
+//! compromised can open no file, make no socket, run no program, and neither trace, signal, limit
+//! nor reschedule other processes.
 
 pub mod system_calls;
 

@@ -21,13 +21,13 @@ use crate::proto::wire;
 use crate::sys;
 use crate::transport::{Filled, ReplyFds};
 
-/// Longest wait for the client's answer to a question. QEMU answers within 1 ms, unless a vCPU waits
-/// for a reply: then not at all.
+/// Longest wait for the client's answer to a question. QEMU answers within 1 ms, unless a vCPU
+/// waits for a reply: then not at all.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(20);
 /// Command of a question, which no protocol version has. A client answers it with an error.
 const UNKNOWN_COMMAND: u16 = 0xffff;
-/// Limit of finished messages in the socket: one call removes them. The client's limit of bytes that
-/// it has sent holds hundreds.
+/// Limit of finished messages in the socket: one call removes them. The client's limit of bytes
+/// that it has sent holds hundreds.
 const FINISHED_MESSAGES: u32 = 31;
 /// Message id of a question.
 const QUESTION: u16 = 0xfffe;

@@ -174,8 +174,8 @@ impl SessionState {
         if !self.dma.contains(address, size) {
             return Err(Errno::ENOENT);
         }
-        // The first report comes before the unmap, so that an error leaves the mapping in place. The
-        // second adds the pages written until the unmap.
+        // The first report comes before the unmap, so that an error leaves the mapping in place.
+        // The second adds the pages written until the unmap.
         self.features.dirty_bitmap(device, range, page_size, bitmap, out)?;
         self.remove_mappings(DmaUnmap::Range { address, size }, device)?;
         let start = out.len() - bitmap as usize;

@@ -27,9 +27,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 const RUNS: &str = "rm -f /tmp/stop; { while [ ! -e /tmp/stop ]; do PROGRAM; echo status $?; done; \
                     echo ended 1; } > /tmp/runs 2>&1 &";
 
-/// Kills the worker of a vGPU `kills` times under small CUDA programs, and as often under a training of
-/// PyTorch, if this machine's Python has it: programs of this machine first, then those of a VM.
-/// Records failed claims.
+/// Kills the worker of a vGPU `kills` times under small CUDA programs, and as often under a
+/// training of PyTorch, if this machine's Python has it: programs of this machine first, then those
+/// of a VM. Records failed claims.
 pub(super) fn run(
     lab: &Lab,
     programs: &Programs,

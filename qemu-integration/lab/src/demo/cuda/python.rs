@@ -64,8 +64,8 @@ impl Python {
         self.command(home, [&self.script, &self.script])
     }
 
-    /// Returns the command without a VM. The script measures when the first of the files exists, and
-    /// a training ends when the second one exists.
+    /// Returns the command without a VM. The script measures when the first of the files exists,
+    /// and a training ends when the second one exists.
     pub(super) fn command(&self, home: &Path, files: [&Path; 2]) -> Command {
         let mut command = Command::new(&self.program);
         command.arg(&self.script).args(files);

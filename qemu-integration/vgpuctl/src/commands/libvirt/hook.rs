@@ -90,7 +90,8 @@ impl Hooked<'_> {
         Ok(version.run_dir.into())
     }
 
-    /// Records that the next `prepare` is for a saved state. Without vgpud that one fails by itself.
+    /// Records that the next `prepare` is for a saved state. Without vgpud that one fails by
+    /// itself.
     async fn note_restore(&self) {
         if let Ok(claims) = self.claims().await {
             let _ = claims.set_restoring(&self.uuid);

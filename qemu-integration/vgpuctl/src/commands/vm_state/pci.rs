@@ -23,8 +23,8 @@ const HOLDERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 const ADDRESS_PORT: u16 = 0xcf8;
 const DATA_PORT: u16 = 0xcfc;
 
-/// Longest time until the statistics have a read of configuration space. vgpud returns earlier ones of a
-/// worker that does not answer at once, as on a busy host.
+/// Longest time until the statistics have a read of configuration space. vgpud returns earlier ones
+/// of a worker that does not answer at once, as on a busy host.
 const COUNT_LIMIT: Duration = Duration::from_secs(1);
 const INTERVAL: Duration = Duration::from_millis(10);
 

@@ -135,8 +135,8 @@ fn check_completed(state: Option<Value>) -> Result<(), Failure> {
     Err(Failure::Local(format!("QEMU failed: {reason}")))
 }
 
-/// Waits for a status of QEMU's transfer, which is `None` before the first one. Returns its state, or
-/// `None` after `limit`.
+/// Waits for a status of QEMU's transfer, which is `None` before the first one. Returns its state,
+/// or `None` after `limit`.
 pub fn wait_transfer(
     monitor: &mut Monitor,
     limit: Duration,

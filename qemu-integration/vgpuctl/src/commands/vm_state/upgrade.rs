@@ -1,8 +1,8 @@
 //! `vm upgrade`: a new QEMU for a running VM, by QEMU's `cpr-transfer`.
 //!
-//! The new QEMU gets the guest's memory itself from the old one, and connects to the vGPUs while the
-//! old one is still attached. Nothing is copied. Until the vGPUs continue with the new QEMU, every
-//! failure leaves the VM with the old one.
+//! The new QEMU gets the guest's memory itself from the old one, and connects to the vGPUs while
+//! the old one is still attached. Nothing is copied. Until the vGPUs continue with the new QEMU,
+//! every failure leaves the VM with the old one.
 
 use std::ffi::OsString;
 use std::fs::{self, File};

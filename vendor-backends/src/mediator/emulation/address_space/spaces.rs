@@ -91,8 +91,8 @@ impl AddressSpaces {
         }
     }
 
-    /// Adapts the limit of page tables to the memory that the vGPU has now. Existing tables beyond a
-    /// lower limit stay.
+    /// Adapts the limit of page tables to the memory that the vGPU has now. Existing tables beyond
+    /// a lower limit stay.
     fn update_max_tables(&mut self) {
         let vram_bytes = self.memories.get(Slot::VRAM).map_or(0, |vram| vram.mapping.len());
         self.max_tables = max_tables(vram_bytes, self.imported_bytes());
@@ -251,7 +251,8 @@ impl AddressSpaces {
         self.memories.poisoned()
     }
 
-    /// Returns the bytes of imported memory that accesses have allocated, if they exceed the budget.
+    /// Returns the bytes of imported memory that accesses have allocated, if they exceed the
+    /// budget.
     pub fn allocated_beyond_budget(&mut self) -> Option<u64> {
         self.first_touch.count(self.memories.files())
     }

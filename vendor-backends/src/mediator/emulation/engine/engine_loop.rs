@@ -42,8 +42,8 @@ pub(super) struct Group {
     pub waiting_since: Option<u64>,
     /// Start of the wait for the engine, or end of the last run of the group that has the engine.
     pub wait_start: Option<u64>,
-    /// Whether the group ran last, and has had work and been allowed to run since: its next run ends
-    /// no wait.
+    /// Whether the group ran last, and has had work and been allowed to run since: its next run
+    /// ends no wait.
     pub has_engine: bool,
     /// Whether the gate or the budget causes the wait.
     gated: bool,
@@ -56,8 +56,8 @@ pub(super) struct Group {
     pub woken: bool,
     /// Wake-ups since the last work.
     pub empty_wakes: u32,
-    /// Time before which a sleeping engine does not listen to the vGPU, because its wake-ups brought
-    /// no work.
+    /// Time before which a sleeping engine does not listen to the vGPU, because its wake-ups
+    /// brought no work.
     pub deaf_until_ns: u64,
     /// Whether the worker is gone: no more wake-ups arrive.
     pub closed: bool,
@@ -258,8 +258,9 @@ impl EngineLoop {
         end
     }
 
-    /// Pauses a group for as long as the engine slept in it, or cuts its vGPU off. Otherwise a group
-    /// that holds the engine whenever no other group has work would delay all new work of the others.
+    /// Pauses a group for as long as the engine slept in it, or cuts its vGPU off. Otherwise a
+    /// group that holds the engine whenever no other group has work would delay all new work of the
+    /// others.
     pub fn pause(&mut self, index: usize, slept_ns: u64, now: u64) {
         if slept_ns > 0 && self.groups.len() > 1 {
             let group = &mut self.groups[index];

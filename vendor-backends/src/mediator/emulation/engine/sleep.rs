@@ -75,8 +75,8 @@ impl EngineLoop {
             let awake = now_ns();
             let late = timeout.filter(|_| !woken).map_or(0, |ns| (awake - now).saturating_sub(ns));
             self.stolen.read_after_sleep(awake, if late > LATE_NS { late } else { 0 });
-            // Only work restarts the spinning: no timeout, such as polling a semaphore again, and no
-            // wake-up without work, by which a guest could keep the engine awake.
+            // Only work restarts the spinning: no timeout, such as polling a semaphore again, and
+            // no wake-up without work, by which a guest could keep the engine awake.
             self.idle_since = Some(0);
             self.woken_after_ns = woken.then_some(awake - now);
         } else {

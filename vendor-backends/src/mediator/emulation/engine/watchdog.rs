@@ -1,10 +1,10 @@
 //! Watchdog: ends accesses to a vGPU's memory that hold the engine.
 //!
-//! Each step of the engine takes microseconds, but a client can make a page fault last for as long as
-//! it likes ([`mdev_core::sigbus::held`]). While the engine works, the watchdog looks whether steps
-//! end. After [`LOOKS`] looks at the same step, it ends each access that lasts longer than
-//! [`RELEASE_INTERVAL`] and in which the engine sleeps. The client is then dropped like one that has
-//! truncated its memory.
+//! Each step of the engine takes microseconds, but a client can make a page fault last for as long
+//! as it likes ([`mdev_core::sigbus::held`]). While the engine works, the watchdog looks whether
+//! steps end. After [`LOOKS`] looks at the same step, it ends each access that lasts longer than
+//! [`RELEASE_INTERVAL`] and in which the engine sleeps. The client is then dropped like one that
+//! has truncated its memory.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,8 +16,8 @@ use mdev_core::sigbus::held::HeldThread;
 
 /// Time between two looks at the engine while it works.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Looks at the same step after which its accesses are ended. Memory that the host swaps in holds the
-/// engine for less.
+/// Looks at the same step after which its accesses are ended. Memory that the host swaps in holds
+/// the engine for less.
 const LOOKS: u32 = 4;
 /// Time between two looks at an access in such a step.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(10);

@@ -8,8 +8,8 @@ use zerocopy::IntoBytes;
 use super::Extent;
 use crate::mediator::emulation::address_space::{AddressSpace, MmuFault};
 
-/// A picture in progress: parts of rows with at most [`POINTS`] pixels, each of which may take several
-/// steps.
+/// A picture in progress: parts of rows with at most [`POINTS`] pixels, each of which may take
+/// several steps.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MandelbrotJob {
     pub params: Mandelbrot,

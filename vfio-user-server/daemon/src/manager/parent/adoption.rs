@@ -23,8 +23,8 @@ use vgpud_api::{ErrorCode, ErrorDetail};
 
 impl Parent {
     /// Adopts a recorded vGPU if its worker is running. Returns the vGPU if it is to be started
-    /// again instead, which takes its folder away. `status` is the worker's answer. `gpu_was_running` tells whether the GPU was
-    /// running before this manager.
+    /// again instead, which takes its folder away. `status` is the worker's answer.
+    /// `gpu_was_running` tells whether the GPU was running before this manager.
     pub fn adopt_vgpu(
         &mut self,
         env: &Environment,

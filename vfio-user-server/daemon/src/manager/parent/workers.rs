@@ -59,8 +59,8 @@ impl Parent {
         }
     }
 
-    /// Stops waiting for a killed worker that does not end. A GPU process gives the vGPU's resources
-    /// back all the same; without one, the driver frees them when the worker ends.
+    /// Stops waiting for a killed worker that does not end. A GPU process gives the vGPU's
+    /// resources back all the same; without one, the driver frees them when the worker ends.
     fn give_up_stop(&mut self, id: VgpuId) {
         if let Some(vgpu) = self.vgpus.get_mut(&id) {
             vgpu.give_up_stop();

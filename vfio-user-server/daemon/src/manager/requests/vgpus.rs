@@ -208,8 +208,8 @@ impl Manager {
         Ok(Plan { vgpu: self.build(&placed)?, placed, stored: Some(stored) })
     }
 
-    /// Begins to stop a vGPU. The receiver resolves when the vGPU is removed, or with the reason why
-    /// it cannot be.
+    /// Begins to stop a vGPU. The receiver resolves when the vGPU is removed, or with the reason
+    /// why it cannot be.
     pub fn stop(&mut self, id: VgpuId) -> Result<oneshot::Receiver<Result<()>>> {
         self.to_stop(id)?;
         let (done, stopped) = oneshot::channel();
@@ -246,7 +246,7 @@ impl Manager {
         match self.definitions.find(id)? {
             Some(stored) => Ok(stored),
             None if self.parents.vgpu(id).is_some() => {
-                let what = format!("vGPU {id} is running and not defined; stop it to be rid of it");
+                let what = format!("vGPU {id} is running and not defined; stop it to remove it");
                 Err(error(ErrorCode::Conflict, what))
             }
             None => Err(not_defined(id)),

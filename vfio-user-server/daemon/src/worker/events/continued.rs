@@ -12,7 +12,8 @@ use crate::worker::control::ControlConnection;
 use crate::worker::journal::kept::Key;
 
 impl Worker {
-    /// Begins to record the worker's state, and continues with the connections of an earlier worker.
+    /// Begins to record the worker's state, and continues with the connections of an earlier
+    /// worker.
     pub fn resume(&mut self, anchored: Anchored) -> Result<()> {
         let continues = anchored.position().is_some();
         let Resumed { recorder, session, rewrites_answer, control, programs: resumed } =
@@ -55,10 +56,11 @@ impl Worker {
         self.resume_programs(ops);
     }
 
-    /// Records the state after an event. A session records each message itself, and programs each of
-    /// their events.
+    /// Records the state after an event. A session records each message itself, and programs each
+    /// of their events.
     pub(super) fn record(&mut self, event: u32) {
-        // While one process of the VM follows another, a part of the state is in this process alone.
+        // While one process of the VM follows another, a part of the state is in this process
+        // alone.
         let Some(recorder) = &mut self.function.recorder else { return };
         recorder.set_blocked(self.outgoing.is_some());
         if self.attached.is_none() && self.outgoing.is_none() {

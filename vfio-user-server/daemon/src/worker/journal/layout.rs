@@ -116,11 +116,11 @@ impl Journal {
         self.file.read(kind.slots(), number)
     }
 
-    /// Brings the next state into force. Returns false, and leaves the one before in force, if it is
-    /// too long.
+    /// Brings the next state into force. Returns false, and leaves the one before in force, if it
+    /// is too long.
     #[must_use]
     pub fn commit(&mut self, contents: &[u8]) -> bool {
-        // A worker that was taken over may have left any number.
+        // A worker that was compromised may have left any number.
         let number = self.state.wrapping_add(1);
         if !self.write(Kind::State, number, contents) {
             return false;
@@ -148,8 +148,8 @@ impl Journal {
         self.file.store(word::PROGRESS, progress.encode());
     }
 
-    /// Begins with the message after `finished` messages, of which `in_socket` bytes are still in the
-    /// session's socket.
+    /// Begins with the message after `finished` messages, of which `in_socket` bytes are still in
+    /// the session's socket.
     pub fn begin_session(&mut self, finished: u64, in_socket: usize) {
         self.set_progress(Progress { finished, in_socket, replying: false });
         self.file.store(word::REMOVING, 0);
@@ -175,8 +175,8 @@ impl Journal {
         attempts
     }
 
-    /// Finishes the message at hand, whose `bytes` bytes follow those of the finished messages in the
-    /// socket.
+    /// Finishes the message at hand, whose `bytes` bytes follow those of the finished messages in
+    /// the socket.
     pub fn finish(&mut self, bytes: usize) {
         let Progress { finished, in_socket, .. } = self.progress;
         let in_socket = in_socket + bytes;

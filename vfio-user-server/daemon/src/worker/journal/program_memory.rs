@@ -11,7 +11,8 @@ use vendor_backends::nvidia::frontend::{NewFiles, StoreId};
 
 use super::kept::{Anchor, Key, MAX_OF_PROGRAMS};
 
-/// Descriptors of programs that the anchor keeps, or of memory that it has kept for a worker before.
+/// Descriptors of programs that the anchor keeps, or of memory that it has kept for a worker
+/// before.
 #[derive(Debug)]
 pub(super) struct KeptFiles {
     pub anchor: Anchor,
@@ -55,8 +56,8 @@ impl KeptFiles {
     }
 }
 
-/// Maker of the memory of programs. The anchor keeps a file before the GPU gets to know it: a worker
-/// that repeats the request uses the same.
+/// Maker of the memory of programs. The anchor keeps a file before the GPU gets to know it: a
+/// worker that repeats the request uses the same.
 #[derive(Clone, Debug)]
 pub struct ProgramMemory(Arc<Mutex<KeptFiles>>);
 

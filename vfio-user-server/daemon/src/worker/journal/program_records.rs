@@ -4,9 +4,9 @@
 //! programs. The log has the changes of each request. When it has become long, all of the state
 //! begins another one, in the other of two areas.
 //!
-//! A record or a log that is not in force is written, and one store brings it into force. For programs
-//! of a VM, whose queue has a thread that records apart from the event loop, it is a store in this
-//! file. For those of the host it is the store in the journal.
+//! A record or a log that is not in force is written, and one store brings it into force. For
+//! programs of a VM, whose queue has a thread that records apart from the event loop, it is a store
+//! in this file. For those of the host it is the store in the journal.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};

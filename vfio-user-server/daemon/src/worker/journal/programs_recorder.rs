@@ -217,7 +217,8 @@ impl ProgramsRecorder {
         }
     }
 
-    /// Counts an attempt to finish what an earlier worker has begun. Returns the number of attempts.
+    /// Counts an attempt to finish what an earlier worker has begun. Returns the number of
+    /// attempts.
     pub fn count_attempt(&self) -> u64 {
         self.file.as_ref().map_or(0, ProgramRecords::count_attempt)
     }
@@ -244,8 +245,8 @@ impl ProgramsRecorder {
         }
     }
 
-    /// Drops the descriptors of the last reply. If a program's end of a file's socket is among them,
-    /// [`Self::settle`] waits for that.
+    /// Drops the descriptors of the last reply. If a program's end of a file's socket is among
+    /// them, [`Self::settle`] waits for that.
     pub fn drop_reply(&mut self, has_socket: bool) {
         let mut kept = self.kept.lock();
         let anchor = &mut kept.anchor;
@@ -279,8 +280,8 @@ impl ProgramsRecorder {
         written != Some(false)
     }
 
-    /// Notes that the programs have ended, and their descriptors are of no use. Returns whether there
-    /// were any.
+    /// Notes that the programs have ended, and their descriptors are of no use. Returns whether
+    /// there were any.
     pub fn end(&mut self) -> bool {
         // A connection that has arrived is kept before it is recorded.
         if !std::mem::take(&mut self.is_present) {

@@ -29,8 +29,8 @@ pub struct Recorder {
     session_torn: bool,
     /// The journal holds another session than that of the VM.
     session_given_up: bool,
-    /// The device is used in a way that cannot be recorded, such as by a request of the manager that
-    /// takes several steps.
+    /// The device is used in a way that cannot be recorded, such as by a request of the manager
+    /// that takes several steps.
     blocked: bool,
     /// [`VirtualFunction::read_effects`] at the last record.
     read_effects: u64,
@@ -164,7 +164,8 @@ impl Recorder {
         self.journal.set_continuable(recorded && !torn);
     }
 
-    /// Returns what the control queue's thread has recorded of the client, while the thread uses it.
+    /// Returns what the control queue's thread has recorded of the client, while the thread uses
+    /// it.
     fn of_thread(&self, function: &VirtualFunction) -> Option<Recorded> {
         let queue = self.queue.as_ref().filter(|_| function.queue_runs())?;
         if queue.is_held() { None } else { Some(*queue.recorded.lock()) }
@@ -282,8 +283,8 @@ impl Recorder {
         }
     }
 
-    /// Records a message that was carried out. One that changed nothing and `is_repeatable` needs no
-    /// record.
+    /// Records a message that was carried out. One that changed nothing and `is_repeatable` needs
+    /// no record.
     pub fn commit_message(
         &mut self,
         function: &VirtualFunction,
@@ -314,8 +315,8 @@ impl Recorder {
         }
     }
 
-    /// Lets the control queue's thread work, after an earlier worker's. `has_message` tells whether a
-    /// message of the VM is at hand.
+    /// Lets the control queue's thread work, after an earlier worker's. `has_message` tells whether
+    /// a message of the VM is at hand.
     pub fn begin_queue(&mut self, has_message: bool) {
         if let Some(queue) = &mut self.queue {
             queue.begin_work(has_message);

@@ -42,7 +42,8 @@ fn has_input(socket: &SeqPacket) -> bool {
 }
 
 impl Programs {
-    /// Continues with the programs of an earlier worker. `peer` returns the process of a connection.
+    /// Continues with the programs of an earlier worker. `peer` returns the process of a
+    /// connection.
     ///
     /// # Errors
     ///
@@ -123,8 +124,8 @@ impl Programs {
         self.connections.keys().chain(self.files.keys()).copied().collect()
     }
 
-    /// Finishes what an earlier worker may have begun, before all other calls of the GPU: these then
-    /// have the same numbers as before. Returns the connections that had arrived besides.
+    /// Finishes what an earlier worker may have begun, before all other calls of the GPU: these
+    /// then have the same numbers as before. Returns the connections that had arrived besides.
     pub fn finish_begun(&mut self, function: &mut Function) -> (Changes, Vec<SeqPacket>) {
         let mut changes = Changes::default();
         let Some(Begun { source, reply, is_given_up, arrived }) = self.begun.take() else {

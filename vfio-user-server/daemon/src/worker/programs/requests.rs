@@ -1,8 +1,8 @@
 //! Requests of programs.
 //!
-//! A request stays in its socket until its reply is sent. The state with the reply is recorded before.
-//! A worker that continues finds the request, and carries it out if it is not in the record, or else
-//! sends the recorded reply. The program drops a reply that it has.
+//! A request stays in its socket until its reply is sent. The state with the reply is recorded
+//! before. A worker that continues finds the request, and carries it out if it is not in the
+//! record, or else sends the recorded reply. The program drops a reply that it has.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -48,7 +48,8 @@ fn parse(packet: &[u8], greeted: bool) -> io::Result<(u64, Request)> {
 }
 
 impl Programs {
-    /// Returns the next request of a connection, which stays in the socket. `None` if there is none.
+    /// Returns the next request of a connection, which stays in the socket. `None` if there is
+    /// none.
     pub(super) fn next_request(&self, source: Source) -> io::Result<Option<Incoming>> {
         let Some(connection) = self.connections.get(&source) else { return Ok(None) };
         let mut buffer = vec![0; MAX_PACKET];
@@ -109,8 +110,8 @@ impl Programs {
         self.send_answer(function, fds, opens)
     }
 
-    /// Sends the reply to the last request, which is recorded, and removes the request. `opens` tells
-    /// whether the program's end of a file's socket is attached.
+    /// Sends the reply to the last request, which is recorded, and removes the request. `opens`
+    /// tells whether the program's end of a file's socket is attached.
     pub(super) fn send_answer(
         &mut self,
         function: &mut Function,

@@ -207,7 +207,8 @@ impl Peer {
         }
     }
 
-    /// Sends a frame. `Machine` and `Vgpu` may stay in a buffer until the next frame of another kind.
+    /// Sends a frame. `Machine` and `Vgpu` may stay in a buffer until the next frame of another
+    /// kind.
     pub fn send(&mut self, frame: &Frame) -> Result<(), Failure> {
         let json;
         let (kind, data, is_last) = match frame {

@@ -26,7 +26,8 @@ use vgpud_client::{Client, vgpu_path};
 const PAUSED: &str = "pre-switchover";
 /// Longest time for QEMU to give a transfer up.
 const END_LIMIT: Duration = Duration::from_secs(20);
-/// Longest time for the thread that passes QEMU's stream on to end after QEMU's transfer has failed.
+/// Longest time for the thread that passes QEMU's stream on to end after QEMU's transfer has
+/// failed.
 const CAUSE_LIMIT: Duration = Duration::from_secs(1);
 const INTERVAL: Duration = Duration::from_millis(5);
 /// Bandwidth in bytes per second: QEMU's default is that of a slow network.

@@ -4,7 +4,8 @@
 //! around changes, and holds the readers of screens. It knows nothing of HTTP.
 //!
 //! * [`lifecycle`]: create, start, modify, undefine and stop, with their callout scripts
-//! * `saving`, `restoring`: save, restore and resume; [`upgrading`]: other workers under running VMs
+//! * `saving`, `restoring`: save, restore and resume; [`upgrading`]: other workers under running
+//!   VMs
 //! * `worker_statuses`: statuses of workers, some of which may not answer
 //! * `attached_vm`: description of the VM that uses a vGPU; `programs`: of CUDA programs
 

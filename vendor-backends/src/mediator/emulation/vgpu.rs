@@ -4,7 +4,8 @@
 //! One lock protects the address spaces and the channels. The engine holds the lock while it runs
 //! the vGPU's work, so no access of the vGPU is in flight while a control request holds the lock.
 //! The engine releases the lock within one chunk of work when a control request waits, so a control
-//! request waits at most about 50 us, or as long as the engine sleeps in a page fault. The engine itself never waits: it skips a locked vGPU.
+//! request waits at most about 50 us, or as long as the engine sleeps in a page fault. The engine
+//! itself never waits: it skips a locked vGPU.
 //!
 //! * `state`: the state under the lock
 //! * `requests`: control requests

@@ -1,6 +1,7 @@
 //! Video memory that is copied through staging memory, on several threads.
 //!
-//! Staging memory is divided into slots. While a copy engine copies one, threads work on the others.
+//! Staging memory is divided into slots. While a copy engine copies one, threads work on the
+//! others.
 //!
 //! * [`fill`]: from a file with a stream to video memory
 //! * [`read`]: from video memory to chunks of a stream
@@ -35,7 +36,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Maps the first `len` bytes of a worker's file. A worker that was taken over can pass any
+    /// Maps the first `len` bytes of a worker's file. A worker that was compromised can pass any
     /// memory, and change the file at any time: what is missing reads as zeros.
     ///
     /// # Errors

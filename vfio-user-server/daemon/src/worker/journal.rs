@@ -3,8 +3,9 @@
 //! * `layout`: records in the file; `progress`: how far a session has come
 //! * `state`: contents of the records
 //! * `recorder`: recording of the worker's state
-//! * `program_records`: records of programs; `queue_recorder`: recording those of a VM by the control queue's
-//!   thread; `programs_recorder`: those of the host; `program_memory`: their descriptors
+//! * `program_records`: records of programs; `queue_recorder`: recording those of a VM by the
+//!   control queue's thread; `programs_recorder`: those of the host; `program_memory`: their
+//!   descriptors
 //! * [`kept`]: descriptors that the anchor keeps
 
 pub mod kept;

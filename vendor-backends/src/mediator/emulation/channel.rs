@@ -146,8 +146,8 @@ impl Channel {
         self.userd.as_ref().is_some_and(|userd| userd.memory == Some(memory))
     }
 
-    /// Faults the channel and drops its USERD. Returns false, and keeps the first fault, if the channel has faulted
-    /// before.
+    /// Faults the channel and drops its USERD. Returns false, and keeps the first fault, if the
+    /// channel has faulted before.
     pub fn fail(&mut self, fault: Fault) -> bool {
         self.active = None;
         self.segment = None;

@@ -3,7 +3,8 @@
 //! * [`routes`]: the table of routes, and the descriptions of them in docs/openapi.json
 //! * [`route`]: one route: method, path, level, handler and documentation
 //! * [`router`]: the routes as an HTTP service, behind the access check
-//! * [`listener`]: connections of the control socket; `file_receiver`: files that come with requests
+//! * [`listener`]: connections of the control socket; `file_receiver`: files that come with
+//!   requests
 //! * [`access`]: permissions by the user of a connection
 //! * [`openapi`]: the OpenAPI document
 //! * `parents`, `schedulers`, `statistics`, `vgpus`, `saving`, `screens`, `consoles`:

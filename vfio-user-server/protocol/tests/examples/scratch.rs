@@ -1,7 +1,4 @@
-//! The example's device, driven over a socket pair as a client drives it.
-
-// Clippy knows only the functions marked as tests, not those that they call.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+//! The example's device.
 
 use std::os::unix::net::UnixStream;
 
@@ -9,13 +6,12 @@ use vfio_user_server::device::pci;
 use vfio_user_server::proto::message::Request;
 use vfio_user_server::session::{Closed, Session};
 
-#[path = "../examples/scratch.rs"]
+#[path = "../../examples/scratch.rs"]
 #[allow(dead_code, reason = "the example's main function")]
-mod scratch;
-mod support;
+mod example;
 
-use scratch::Scratch;
-use support::{Connection, event};
+use self::example::Scratch;
+use super::support::{Connection, event};
 
 /// Registers in BAR 0.
 const VERSION: u64 = 0;

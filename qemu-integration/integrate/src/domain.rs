@@ -186,8 +186,8 @@ impl<'a> Domain<'a> {
         Ok(Some(edits.apply()))
     }
 
-    /// Returns the XML with a vfio-user device at a socket, or `None` if the domain has a device there.
-    /// For domains whose XML is made anew for each start: without metadata.
+    /// Returns the XML with a vfio-user device at a socket, or `None` if the domain has a device
+    /// there. For domains whose XML is made anew for each start: without metadata.
     pub fn add_device(&self, socket: &Path, id: &str) -> Result<Option<String>, DomainError> {
         if self.devices().iter().any(|device| is_at(device, socket)) {
             return Ok(None);

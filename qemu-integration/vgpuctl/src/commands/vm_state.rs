@@ -1,5 +1,5 @@
-//! `vm save`, `vm restore`, `vm upgrade`, `vm migrate` and `vm receive`: a VM with its vGPUs in a file,
-//! in a new QEMU, and on another host.
+//! `vm save`, `vm restore`, `vm upgrade`, `vm migrate` and `vm receive`: a VM with its vGPUs in a
+//! file, in a new QEMU, and on another host.
 //!
 //! QEMU 11.1 saves a VM with a vfio-user device without the device's state, and resets the device
 //! when it restores the VM. So the vGPUs are saved while the VM is paused, and restored after QEMU

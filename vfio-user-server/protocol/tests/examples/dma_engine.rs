@@ -1,7 +1,4 @@
-//! The example with DMA, driven over a socket pair as a client and its guest drive it.
-
-// Clippy knows only the functions marked as tests, not those that they call.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+//! The example with DMA: its guest shares memory.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -12,13 +9,12 @@ use vfio_user_server::device::pci;
 use vfio_user_server::dma::DmaUnmap;
 use vfio_user_server::proto::message::Request;
 
-#[path = "../examples/dma_engine.rs"]
+#[path = "../../examples/dma_engine.rs"]
 #[allow(dead_code, reason = "the example's main function")]
-mod dma_engine;
-mod support;
+mod example;
 
-use dma_engine::DmaEngine;
-use support::{Connection, event};
+use self::example::DmaEngine;
+use super::support::{Connection, event};
 
 const COMMAND: u64 = 0x04;
 const MEMORY_AND_BUS_MASTER: [u8; 2] = [6, 0];

@@ -63,8 +63,8 @@ const BEYOND: &[(&str, &str)] = &[
     ("QEMU does not read the VM", "QEMU's own reason comes first"),
     ("The saved vGPU is not in a regular file", "only another program passes one"),
     ("vgpud has gone", "its own reason comes first"),
-    ("the worker passes too long a state", "only a worker that was taken over does"),
-    ("the worker passes a part of its video memory", "only a worker that was taken over does"),
+    ("the worker passes too long a state", "only a worker that was compromised does"),
+    ("the worker passes a part of its video memory", "only a worker that was compromised does"),
 ];
 
 #[test]

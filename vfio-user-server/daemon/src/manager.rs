@@ -1,12 +1,13 @@
 //! The manager: parents, vGPUs, definitions and shares. No guest data passes through the manager.
 //!
 //! One thread owns the [`Manager`] and handles [`Event`]s from the API's tasks and from the watcher
-//! of processes. The thread does not wait for a process to end, nor for a worker. Modules in reading order:
+//! of processes. The thread does not wait for a process to end, nor for a worker. Modules in
+//! reading order:
 //!
 //! * [`handle`], [`watcher`]: events, and where they come from
 //! * [`run_dir`], [`sockets`]: the run directory
-//! * [`environment`]: what all parents share; [`worker_users`]: users of workers; [`cgroups`]: control
-//!   groups of workers and GPU processes; [`reserve`]: reserve of descriptors
+//! * [`environment`]: what all parents share; [`worker_users`]: users of workers; [`cgroups`]:
+//!   control groups of workers and GPU processes; [`reserve`]: reserve of descriptors
 //! * [`parent`]: a parent with its GPU process, scheduler and vGPUs; [`parents`]: all of them
 //! * [`vgpu`]: a started vGPU, its state and its worker
 //! * [`definitions`]: persistent definitions
