@@ -1,10 +1,12 @@
 //! Initramfs of the guest: a cpio archive ("newc") with busybox, the display modules, `vgpu-guest`
 //! and an init script.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
+use cpio::newc;
 
 use crate::kernel::{Kernel, MODULES};
 use crate::whole_file;
@@ -26,27 +28,27 @@ pub fn archive(kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
 pub fn archive_with(init: &str, kernel: &Kernel, guest_programs: &[PathBuf]) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "modules", "proc", "sys", "tmp"] {
-        archive.folder(folder);
+        archive.folder(folder)?;
     }
-    archive.file("init", 0o755, init.as_bytes());
-    archive.file("agent.sh", 0o644, AGENT.as_bytes());
-    archive.file("bin/busybox", 0o755, &read(&kernel.busybox)?);
-    archive.link("bin/sh", "busybox");
+    archive.file("init", 0o755, init.as_bytes())?;
+    archive.file("agent.sh", 0o644, AGENT.as_bytes())?;
+    archive.file("bin/busybox", 0o755, &read(&kernel.busybox)?)?;
+    archive.link("bin/sh", "busybox")?;
     // A kernel without a folder of modules has none.
     let modules: &[&str] = if kernel.modules.exists() { &MODULES } else { &[] };
     let order = [modules.join("\n").as_str(), "\n"].concat();
     let order = if modules.is_empty() { "" } else { &order };
-    archive.file("modules/order", 0o644, order.as_bytes());
+    archive.file("modules/order", 0o644, order.as_bytes())?;
     for module in modules {
         let file = format!("{module}.ko");
         let bytes = read(&kernel.modules.join(&file))?;
-        archive.file(&format!("modules/{file}"), 0o644, &bytes);
+        archive.file(&format!("modules/{file}"), 0o644, &bytes)?;
     }
     for program in guest_programs {
         let name = program.file_name().unwrap_or_default().to_string_lossy();
-        archive.file(&format!("bin/{name}"), 0o755, &read(program)?);
+        archive.file(&format!("bin/{name}"), 0o755, &read(program)?)?;
     }
-    Ok(archive.finish())
+    archive.finish()
 }
 
 /// Builds an archive from files of this machine, keyed by their paths in the archive.
@@ -59,13 +61,13 @@ pub fn extra(files: &[(String, PathBuf)]) -> Result<Vec<u8>> {
     }
     // Shorter names first, so that a folder precedes its contents.
     for folder in folders {
-        archive.folder(&folder);
+        archive.folder(&folder)?;
     }
     let mut written = std::collections::BTreeSet::new();
     for (name, path) in files.iter().filter(|(name, _)| written.insert(name.clone())) {
-        archive.file(name, 0o755, &read(path)?);
+        archive.file(name, 0o755, &read(path)?)?;
     }
-    Ok(archive.finish())
+    archive.finish()
 }
 
 /// Copies a program to a folder without its symbols, so that an archive with it is smaller.
@@ -85,10 +87,10 @@ pub fn machine_code(cubin: &Path) -> Result<Vec<u8>> {
     let [folders @ .., file] = CUBIN;
     let mut archive = Archive::default();
     for folder in folders {
-        archive.folder(folder);
+        archive.folder(folder)?;
     }
-    archive.file(file, 0o644, &read(cubin)?);
-    Ok(archive.finish())
+    archive.file(file, 0o644, &read(cubin)?)?;
+    archive.finish()
 }
 
 /// Writes archives to `target` atomically.
@@ -100,8 +102,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).with_context(|| format!("Cannot read {}", path.display()))
 }
 
-/// Builder of a newc archive: a header of 8-digit hexadecimal fields, the name and the bytes, all
-/// aligned to 4.
+/// Builder of a newc archive.
 #[derive(Debug, Default)]
 struct Archive {
     bytes: Vec<u8>,
@@ -109,77 +110,66 @@ struct Archive {
 }
 
 impl Archive {
-    fn folder(&mut self, name: &str) {
-        self.entry(name, 0o040_755, &[]);
+    fn folder(&mut self, name: &str) -> Result<()> {
+        self.entry(name, 0o040_755, &[])
     }
 
-    fn file(&mut self, name: &str, mode: u32, bytes: &[u8]) {
-        self.entry(name, 0o100_000 | mode, bytes);
+    fn file(&mut self, name: &str, mode: u32, bytes: &[u8]) -> Result<()> {
+        self.entry(name, 0o100_000 | mode, bytes)
     }
 
-    fn link(&mut self, name: &str, target: &str) {
-        self.entry(name, 0o120_777, target.as_bytes());
+    fn link(&mut self, name: &str, target: &str) -> Result<()> {
+        self.entry(name, 0o120_777, target.as_bytes())
     }
 
-    fn entry(&mut self, name: &str, mode: u32, bytes: &[u8]) {
+    fn entry(&mut self, name: &str, mode: u32, bytes: &[u8]) -> Result<()> {
         self.entries += 1;
-        let fields = [
-            self.entries, // inode
-            mode,
-            0, // user
-            0, // group
-            1, // links
-            0, // time
-            bytes.len() as u32,
-            0,
-            0, // device
-            0,
-            0, // device that a special file stands for
-            name.len() as u32 + 1,
-            0, // checksum, unused
-        ];
-        self.bytes.extend_from_slice(b"070701");
-        for field in fields {
-            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
-        }
-        self.bytes.extend_from_slice(name.as_bytes());
-        self.bytes.push(0);
-        self.align();
-        self.bytes.extend_from_slice(bytes);
-        self.align();
+        let len = u32::try_from(bytes.len()).with_context(|| format!("{name} is too long"))?;
+        let entry = newc::Builder::new(name).ino(self.entries).nlink(1).mode(mode);
+        let mut writer = entry.write(&mut self.bytes, len);
+        writer.write_all(bytes)?;
+        writer.finish()?;
+        Ok(())
     }
 
-    fn align(&mut self) {
-        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
-    }
-
-    fn finish(mut self) -> Vec<u8> {
-        self.entry("TRAILER!!!", 0, &[]);
-        // Another archive may follow, so the end is aligned to 4 as well.
-        self.bytes
+    fn finish(self) -> Result<Vec<u8>> {
+        let mut bytes = newc::trailer(self.bytes)?;
+        // Another archive may follow.
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        Ok(bytes)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
     fn entries_are_aligned_and_the_trailer_ends_the_archive() {
         let mut archive = Archive::default();
-        archive.folder("bin");
-        archive.file("bin/a", 0o755, b"12345");
-        archive.link("bin/b", "a");
-        let bytes = archive.finish();
+        archive.folder("bin").unwrap();
+        archive.file("bin/a", 0o755, b"12345").unwrap();
+        archive.link("bin/b", "a").unwrap();
+        let bytes = archive.finish().unwrap();
         assert_eq!(bytes.len() % 4, 0);
-        assert!(bytes.starts_with(b"07070100000001000041ed"));
-        // Second entry: 5 bytes of content, a name of 5 and its terminator.
-        let second = &bytes[116..];
-        assert_eq!(&second[..22], b"07070100000002000081ed");
-        assert_eq!(&second[54..62], b"00000005");
-        assert_eq!(&second[94..102], b"00000006");
-        assert_eq!(&second[110..116], b"bin/a\0");
-        assert_eq!(&second[116..124], b"12345\0\0\0");
-        assert!(bytes.windows(11).any(|window| window == b"TRAILER!!!\0"));
+        let entry = |bytes: &[u8]| {
+            let mut reader = newc::Reader::new(std::io::Cursor::new(bytes.to_vec())).unwrap();
+            let mut contents = Vec::new();
+            reader.read_to_end(&mut contents).unwrap();
+            let name = reader.entry().name().to_owned();
+            let mode = reader.entry().mode();
+            let rest = reader.finish().unwrap();
+            let rest = rest.get_ref()[rest.position() as usize..].to_vec();
+            ((name, mode, contents), rest)
+        };
+        let (folder, rest) = entry(&bytes);
+        assert_eq!(folder, ("bin".into(), 0o040_755, Vec::new()));
+        let (file, rest) = entry(&rest);
+        assert_eq!(file, ("bin/a".into(), 0o100_755, b"12345".to_vec()));
+        let (link, rest) = entry(&rest);
+        assert_eq!(link, ("bin/b".into(), 0o120_777, b"a".to_vec()));
+        assert_eq!(entry(&rest).0.0, "TRAILER!!!");
     }
 }
