@@ -36,7 +36,6 @@ mod engine_use;
 pub mod fake_rm;
 pub mod fault_backoff;
 pub mod frontend;
-pub mod generation;
 mod gpu;
 pub mod gpu_mappings;
 pub mod hang_detector;
@@ -48,19 +47,14 @@ pub mod manager_thread;
 pub mod memory;
 mod other_processes;
 pub mod privilege;
-pub mod rm;
 pub mod rm_client;
 pub mod rm_object;
-#[cfg(feature = "test-util")]
-pub mod rm_recorder;
 mod saving;
 pub mod signals;
 pub mod switch_probe;
-pub mod sys;
 mod usage_reconcile;
 mod used_time;
 mod utilization;
-pub mod version;
 pub mod vgpu_state;
 mod vram_copier;
 mod wait_check;
@@ -69,7 +63,9 @@ pub mod wire;
 pub use backend::NvidiaBackend;
 pub use client::NvidiaClient;
 pub use gpu::NvidiaGpu;
-pub use sys::kernel_driver::KernelDriver;
+#[cfg(feature = "test-util")]
+pub use nvidia_rm::rm_recorder;
+pub use nvidia_rm::{self as sys, KernelDriver, generation, rm, version};
 pub use wire::Options;
 
 /// Name of this backend in admissions.

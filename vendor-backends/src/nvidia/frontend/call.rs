@@ -6,6 +6,7 @@ use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range, Shared
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
+pub use nvidia_rm::bytes::{get_u32, get_u64, put_u32, put_u64};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::file_memory::FileMemory;
@@ -225,28 +226,6 @@ fn parts_of(range: Range, shared: &[SharedRange]) -> Option<Vec<(u64, u64)>> {
         parts.push((*offset, *len));
     }
     (at == end).then_some(parts)
-}
-
-/// Returns 32 bits of parameters.
-pub fn get_u32(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
-}
-
-/// Returns 64 bits of parameters.
-pub fn get_u64(bytes: &[u8], at: usize) -> Option<u64> {
-    bytes.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
-}
-
-/// Replaces 32 bits of parameters.
-pub fn put_u32(bytes: &mut [u8], at: usize, value: u32) -> Option<()> {
-    *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
-    Some(())
-}
-
-/// Replaces 64 bits of parameters.
-pub fn put_u64(bytes: &mut [u8], at: usize, value: u64) -> Option<()> {
-    *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
-    Some(())
 }
 
 #[cfg(test)]

@@ -33,7 +33,6 @@ mod managed;
 mod memory;
 mod objects;
 mod processes;
-pub mod queries;
 mod refusals;
 pub mod running;
 mod shapes;
@@ -51,6 +50,8 @@ use cuda_socket::{Done, Fetch, FileId, IoctlRequest, MapRequest, Node, VERSION, 
 use mdev_core::gpu::Client;
 use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
+pub use nvidia_rm::recording as queries;
+use nvidia_rm::recording::Recorded;
 
 use self::alloc::DOORBELL_BYTES;
 pub use self::call::Outcome;
@@ -61,7 +62,6 @@ use self::identity::Identity;
 use self::memory::{Mappable, Memories};
 pub use self::memory::{NewFiles, StoreId};
 use self::objects::{Clients, Kind, Object};
-use self::queries::Recorded;
 use self::refusals::Refusals;
 pub use self::shapes::shapes;
 use self::status_page::Utilization;

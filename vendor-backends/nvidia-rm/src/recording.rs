@@ -6,8 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use super::call::{get_u32, put_u32};
-use crate::nvidia::sys::numbers::{control, status};
+use crate::bytes::{get_u32, put_u32};
+use crate::numbers::{control, status};
 
 /// Recorded answer to one command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

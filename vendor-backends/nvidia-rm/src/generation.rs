@@ -2,7 +2,7 @@
 
 use mdev_core::abi::{compute, copy, host};
 
-use super::sys::numbers::class;
+use crate::numbers::class;
 
 /// `NV0080_CTRL_CMD_GPU_GET_CLASSLIST_V2`.
 pub const CLASS_LIST: u32 = 0x0080_0292;
@@ -24,7 +24,7 @@ pub struct Generation {
     pub compute: u32,
     /// Class of copy objects (`*_DMA_COPY_*`).
     pub copy: u32,
-    /// Class of the doorbell page for [`super::doorbell_poller`].
+    /// Class of the doorbell page for the worker that rings for a guest.
     pub doorbell_page: u32,
 }
 
@@ -141,7 +141,7 @@ pub fn all() -> impl Iterator<Item = &'static Generation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nvidia::frontend::queries::Recorded;
+    use crate::recording::Recorded;
 
     #[test]
     fn a_gpu_is_of_the_newest_generation_whose_classes_it_lists() {

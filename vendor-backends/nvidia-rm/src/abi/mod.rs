@@ -8,7 +8,7 @@
 //!
 //! Assertions at compile time check sizes and important offsets. Where a structure grew with a
 //! series of the driver, the structure here has the longest form, and
-//! [`Layout`](crate::nvidia::version::Layout) has its size in each series.
+//! [`Layout`](crate::version::Layout) has its size in each series.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

@@ -6,9 +6,9 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::rm::{Node, Request, Rm};
-use super::sys::abi::{Alloc, Call, Control};
-use super::sys::numbers::{class, control};
+use crate::abi::{Alloc, Call, Control};
+use crate::numbers::{class, control};
+use crate::rm::{Node, Request, Rm};
 
 /// Replacement for the handle that the driver chose for the client.
 const CLIENT: [u8; 4] = *b"CLNT";

@@ -6,8 +6,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use mdev_core::gpu::GpuError;
 
-use super::sys::abi::Call;
-use super::sys::numbers::status;
+use crate::abi::Call;
+use crate::numbers::status;
 
 /// A device node of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -92,7 +92,7 @@ impl RmError {
     }
 
     /// Maps the error of opening a device node.
-    pub(super) fn open(error: io::Error) -> Self {
+    pub fn open(error: io::Error) -> Self {
         Self::Os { call: "NVIDIA driver".into(), error }
     }
 }

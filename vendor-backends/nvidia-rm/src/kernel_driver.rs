@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use nix::errno::Errno;
 
-use crate::nvidia::rm::{Node, Request, Rm};
+use crate::rm::{Node, Request, Rm};
 
 /// File that contains the driver's version.
 pub const VERSION: &str = "/sys/module/nvidia/version";
