@@ -10,14 +10,3 @@ pub fn put_u32(bytes: &mut [u8], at: usize, value: u32) -> Option<()> {
     *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
     Some(())
 }
-
-/// Returns 64 bits at an offset.
-pub fn get_u64(bytes: &[u8], at: usize) -> Option<u64> {
-    bytes.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
-}
-
-/// Replaces 64 bits at an offset.
-pub fn put_u64(bytes: &mut [u8], at: usize, value: u64) -> Option<()> {
-    *bytes.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
-    Some(())
-}

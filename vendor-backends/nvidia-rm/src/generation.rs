@@ -4,9 +4,9 @@ use mdev_core::abi::{compute, copy, host};
 
 use crate::numbers::class;
 
-/// `NV0080_CTRL_CMD_GPU_GET_CLASSLIST_V2`.
-pub const CLASS_LIST: u32 = 0x0080_0292;
-/// Length of its parameters in series 580, in bytes: the number of classes, and room for 200.
+pub use crate::controls::CLASS_LIST;
+
+/// Length of the parameters of [`CLASS_LIST`] in series 580, in bytes: the number of classes, and room for 200.
 pub const CLASS_LIST_BYTES: usize = 804;
 
 /// Classes of doorbell pages, `TURING_USERMODE_A` to `BLACKWELL_USERMODE_A`. A GPU also has those of

@@ -3,16 +3,23 @@
 //! Reading order:
 //!
 //! 1. [`version`]: series of the driver, and what differs between them
-//! 2. [`abi`]: structures; [`numbers`]: constants
+//! 2. [`table`]: what a row of the protocol is; [`escapes`], [`uvm`], [`classes`], [`controls`]: the
+//!    rows; [`abi`]: structures; [`numbers`]: constants
 //! 3. [`rm`]: the trait that reaches the driver; [`kernel_driver`]: the driver of this machine
 //!    [`bytes`]: numbers in bytes
 //! 4. [`generation`]: classes that differ between GPUs
 //! 5. [`recording`]: recorded answers of a driver
 //! 6. `rm_recorder` (feature `test-util`): recorder of driver calls
 
+#[macro_use]
+pub mod table;
+
 #[allow(missing_debug_implementations, reason = "types that zerocopy derives")]
 pub mod abi;
 pub mod bytes;
+pub mod classes;
+pub mod controls;
+pub mod escapes;
 pub mod generation;
 pub mod kernel_driver;
 pub mod numbers;
@@ -20,6 +27,7 @@ pub mod recording;
 pub mod rm;
 #[cfg(feature = "test-util")]
 pub mod rm_recorder;
+pub mod uvm;
 pub mod version;
 
 pub use kernel_driver::KernelDriver;

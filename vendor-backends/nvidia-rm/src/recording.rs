@@ -6,8 +6,12 @@
 
 use std::collections::BTreeMap;
 
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::abi::FsInfo;
 use crate::bytes::{get_u32, put_u32};
-use crate::numbers::{control, status};
+use crate::controls;
+use crate::numbers::status;
 
 /// Recorded answer to one command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,7 +44,7 @@ pub struct InvalidRecording(usize);
 /// there, and the length of an element there and in the recording.
 ///
 /// `NV2080_CTRL_CMD_GR_GET_GLOBAL_SM_ORDER` has 256 elements of 24 bytes in series 550.
-const RESIZED: &[(u32, usize, usize, usize)] = &[(0x2080_121b, 6168, 24, 36)];
+const RESIZED: &[(u32, usize, usize, usize)] = &[(controls::SM_ORDER, 6168, 24, 36)];
 
 /// Number of elements in the arrays of [`RESIZED`].
 const RESIZED_ELEMENTS: usize = 256;
@@ -109,36 +113,24 @@ impl Recorded {
     }
 }
 
-/// `NV2080_CTRL_CMD_GRMGR_GET_GR_FS_INFO`: a list of queries with a status each.
-mod clusters {
-    /// Offset of the first query, and the length of a query.
-    pub const FIRST: usize = 8;
-    pub const LEN: usize = 20;
-    /// Offsets in a query: status, number of the cluster, answer.
-    pub const STATUS: usize = 4;
-    pub const CLUSTER: usize = 8;
-    pub const DATA: usize = 12;
-}
-
 impl Recorded {
+    /// Answers `NV2080_CTRL_CMD_GRMGR_GET_GR_FS_INFO`: a list of queries with a status each.
     fn answer_clusters(&self, params: &mut [u8]) -> Option<u32> {
-        let count = usize::from(get_u32(params, 0)? as u16);
-        let queries = params.get_mut(clusters::FIRST..)?.chunks_exact_mut(clusters::LEN);
-        for query in queries.take(count) {
-            let kind = get_u32(query, 0)? as u16;
-            let found = self.clusters.get(&(kind, get_u32(query, clusters::CLUSTER)?));
-            match found {
-                Some(data) => put_u32(query, clusters::DATA, *data),
-                None => put_u32(query, clusters::STATUS, status::NOT_SUPPORTED),
-            };
+        let (mut info, _) = FsInfo::read_from_prefix(params).ok()?;
+        for query in info.queries.iter_mut().take(info.count.into()) {
+            match self.clusters.get(&(query.kind, query.cluster)) {
+                Some(data) => query.answer = *data,
+                None => query.status = status::NOT_SUPPORTED,
+            }
         }
+        info.write_to_prefix(params).ok()?;
         Some(status::OK)
     }
 
     /// Answers a query in `params`. Returns the driver's status, or `None` for a command that was not
     /// recorded.
     pub fn query(&self, command: u32, params: &mut [u8]) -> Option<u32> {
-        if command == control::GR_FS_INFO {
+        if command == controls::GR_FS_INFO {
             return self.answer_clusters(params);
         }
         if let Some(status) = self.answer_list(command, params) {

@@ -15,18 +15,16 @@ pub struct Layout {
     pub schedule: usize,
     /// Size of `NV_CHANNEL_ALLOC_PARAMS`, in bytes.
     pub channel: usize,
-    /// Size of `UVM_FREE_PARAMS`, in bytes. The status is its last part.
-    pub uvm_free: u32,
 }
 
 /// Supported series. 580 is tested on hardware; the other layouts are from the published headers.
 const SUPPORTED: &[Layout] = &[
-    Layout { series: 570, map_dma: 56, va_space: 48, schedule: 2, channel: 368, uvm_free: 24 },
-    Layout { series: 575, map_dma: 56, va_space: 48, schedule: 3, channel: 368, uvm_free: 24 },
-    Layout { series: 580, map_dma: 64, va_space: 56, schedule: 3, channel: 368, uvm_free: 24 },
-    Layout { series: 590, map_dma: 64, va_space: 56, schedule: 3, channel: 368, uvm_free: 16 },
-    Layout { series: 595, map_dma: 64, va_space: 56, schedule: 3, channel: 368, uvm_free: 16 },
-    Layout { series: 610, map_dma: 64, va_space: 56, schedule: 3, channel: 376, uvm_free: 16 },
+    Layout { series: 570, map_dma: 56, va_space: 48, schedule: 2, channel: 368 },
+    Layout { series: 575, map_dma: 56, va_space: 48, schedule: 3, channel: 368 },
+    Layout { series: 580, map_dma: 64, va_space: 56, schedule: 3, channel: 368 },
+    Layout { series: 590, map_dma: 64, va_space: 56, schedule: 3, channel: 368 },
+    Layout { series: 595, map_dma: 64, va_space: 56, schedule: 3, channel: 368 },
+    Layout { series: 610, map_dma: 64, va_space: 56, schedule: 3, channel: 376 },
 ];
 
 /// Error for a driver of an unsupported series.
@@ -63,14 +61,7 @@ impl Layout {
     /// driver: Debian has its libcuda.
     pub fn of_programs(version: &str) -> Result<Self, UnsupportedDriver> {
         if version.starts_with("550.") {
-            return Ok(Self {
-                series: 550,
-                map_dma: 56,
-                va_space: 48,
-                schedule: 2,
-                channel: 368,
-                uvm_free: 24,
-            });
+            return Ok(Self { series: 550, map_dma: 56, va_space: 48, schedule: 2, channel: 360 });
         }
         Self::of(version)
     }

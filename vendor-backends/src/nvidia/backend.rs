@@ -49,7 +49,7 @@ impl Backend for NvidiaBackend {
         let shape: String = address.bytes().map(shape).collect();
         if address != ALL && shape != "xxxx:xx:xx.x" {
             return Err(format!(
-                "{address:?} is no PCI address: write it as in nvidia:0000:3b:00.0"
+                "{address:?} is not a PCI address: write it as in nvidia:0000:3b:00.0"
             ));
         }
         let options = parse_options(options)?;
@@ -195,7 +195,7 @@ fn parse_options(given: &[&str]) -> Result<Options, String> {
 fn parse_hang(option: &str) -> Result<Duration, String> {
     let Some(text) = option.strip_prefix("hang=") else {
         return Err(format!(
-            "{option:?} is no option of an NVIDIA parent; there are hang=MS, preempt=blocks, \
+            "{option:?} is not an option of an NVIDIA parent; the options are hang=MS, preempt=blocks, \
              doorbell=direct, vram=direct and allow-sys-admin"
         ));
     };

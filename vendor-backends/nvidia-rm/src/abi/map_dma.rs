@@ -4,6 +4,27 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::Call;
 
+structures! {
+    /// `NVOS46_PARAMETERS` since series 580.
+    MapDma {
+        client: u32, device: u32, dma: u32, memory: u32, offset: u64, length: u64, flags: u32,
+        flags2: u32, kind: u32, pad0: u32, va: u64, status: u32, pad1: u32,
+    }
+
+    /// `NVOS46_PARAMETERS` before series 580.
+    MapDma570 {
+        client: u32, device: u32, dma: u32, memory: u32, offset: u64, length: u64, flags: u32,
+        pad0: u32, va: u64, status: u32, pad1: u32,
+    }
+
+    /// `NVOS47_PARAMETERS`: unmaps `size` bytes at a GPU virtual address, or with size 0 the
+    /// mapping that begins there.
+    UnmapDma {
+        client: u32, device: u32, dma: u32, memory: u32, flags: u32, pad0: u32, va: u64, size: u64,
+        status: u32, pad1: u32,
+    }
+}
+
 /// Fields that all forms of `NVOS46_PARAMETERS` have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "fields are named after the driver's")]
@@ -53,74 +74,8 @@ macro_rules! map_dma_form {
     };
 }
 
-structure!(
-    /// `NVOS46_PARAMETERS` since series 580.
-    MapDma {
-        client: u32,
-        device: u32,
-        dma: u32,
-        memory: u32,
-        offset: u64,
-        length: u64,
-        flags: u32,
-        flags2: u32,
-        kind: u32,
-        pad0: u32,
-        va: u64,
-        status: u32,
-        pad1: u32,
-    }
-);
-
 map_dma_form!(MapDma);
-
-structure!(
-    /// `NVOS46_PARAMETERS` before series 580.
-    MapDma570 {
-        client: u32,
-        device: u32,
-        dma: u32,
-        memory: u32,
-        offset: u64,
-        length: u64,
-        flags: u32,
-        pad0: u32,
-        va: u64,
-        status: u32,
-        pad1: u32,
-    }
-);
 
 map_dma_form!(MapDma570);
 
-structure!(
-    /// `NVOS47_PARAMETERS`: unmaps `size` bytes at a GPU virtual address, or with size 0 the
-    /// mapping that begins there.
-    UnmapDma {
-        client: u32,
-        device: u32,
-        dma: u32,
-        memory: u32,
-        flags: u32,
-        pad0: u32,
-        va: u64,
-        size: u64,
-        status: u32,
-        pad1: u32,
-    }
-);
-
 call!(UnmapDma, 0x58, "RM_UNMAP_MEMORY_DMA");
-
-sizes! {
-    MapDma = 64;
-    MapDma570 = 56;
-    UnmapDma = 48;
-}
-
-const _: () = {
-    use std::mem::offset_of;
-    assert!(offset_of!(MapDma, va) == 48 && offset_of!(MapDma, status) == 56);
-    assert!(offset_of!(MapDma570, va) == 40 && offset_of!(MapDma570, status) == 48);
-    assert!(offset_of!(UnmapDma, va) == 24 && offset_of!(UnmapDma, size) == 32);
-};

@@ -5,8 +5,9 @@
 //! * [`map_dma`]: mapping of memory at GPU virtual addresses
 //! * [`alloc`]: parameters of object allocations
 //! * [`control`]: parameters of controls
+//! * [`uvm`]: arguments of nvidia-uvm's ioctls
 //!
-//! Assertions at compile time check sizes and important offsets. Where a structure grew with a
+//! A test compares sizes and offsets with those of the published headers. Where a structure grew with a
 //! series of the driver, the structure here has the longest form, and
 //! [`Layout`](crate::version::Layout) has its size in each series.
 
@@ -27,19 +28,32 @@ pub trait Call: FromBytes + IntoBytes + Immutable + KnownLayout {
     fn status(&self) -> u32;
 }
 
-macro_rules! structure {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* }) => {
-        $(#[$doc])*
-        #[repr(C)]
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-        #[allow(missing_docs, reason = "fields are named after the driver's")]
-        pub struct $name { $($(#[$field_doc])* pub $field: $kind,)* }
+/// Defines structures, with names of fields after the driver's, and a list of them.
+macro_rules! structures {
+    ($(
+        $(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty),* $(,)? }
+    )*) => {
+        $(
+            $(#[$doc])*
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+            #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+            #[allow(missing_docs, reason = "fields are named after the driver's")]
+            pub struct $name { $($(#[$field_doc])* pub $field: $kind,)* }
 
-        impl Default for $name {
-            fn default() -> Self {
-                zerocopy::FromZeros::new_zeroed()
+            impl Default for $name {
+                fn default() -> Self {
+                    zerocopy::FromZeros::new_zeroed()
+                }
             }
-        }
+        )*
+
+        #[cfg(test)]
+        pub(super) const STRUCTURES: &[super::layouts::Structure] = &[
+            $((stringify!($name), size_of::<$name>(), &[
+                $((stringify!($field), std::mem::offset_of!($name, $field))),*
+            ])),*
+        ];
     };
 }
 
@@ -62,17 +76,14 @@ macro_rules! call {
     };
 }
 
-/// Asserts the sizes of structures.
-macro_rules! sizes {
-    ($($name:ident = $bytes:expr;)*) => {
-        $(const _: () = assert!(size_of::<$name>() == $bytes);)*
-    };
-}
+#[cfg(test)]
+mod layouts;
 
 pub mod alloc;
 pub mod control;
 pub mod ioctl;
 pub mod map_dma;
+pub mod uvm;
 
 pub use alloc::*;
 pub use control::*;

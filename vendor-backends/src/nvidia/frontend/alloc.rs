@@ -5,35 +5,23 @@ use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, Client, EngineKind, Placement};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
-use zerocopy::FromBytes;
+use nvidia_rm::abi::{
+    Alloc, AllocMemory, ChannelParams, ContextShareParams, CopyParams, DebuggerParams, EventParams,
+    GroupParams, MemoryParams, VaSpaceParams,
+};
+use nvidia_rm::classes::{self, Class};
+use nvidia_rm::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
+use nvidia_rm::numbers::{class, engine, event, flag, status};
+use nvidia_rm::table::{Policy, Row, find, label};
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::FrontEnd;
-use super::call::{Call, Stop, get_u32, put_u32, put_u64};
+use super::call::{Call, Stop};
 use super::memory::StoreId;
 use super::objects::{EventSource, Kind, Object};
-use crate::nvidia::generation::{CLASS_LIST, CLASS_LIST_BYTES, DOORBELL_PAGES, Generation, HOPPER};
-use crate::nvidia::sys::abi::{
-    AllocMemory, ChannelParams, CopyParams, DebuggerParams, EventParams, GroupParams, MemoryParams,
-    VaSpaceParams,
-};
-use crate::nvidia::sys::numbers::{class, engine, event, flag, status};
 
 /// Length of the doorbell page, in bytes.
 pub const DOORBELL_BYTES: u64 = 64 << 10;
-
-/// Length of `NVOS64_PARAMETERS`, the longer form of the argument, in bytes.
-const LONG_ARGUMENT: usize = 48;
-
-/// Classes of objects that only answer queries. Their parameters change nothing.
-const PASSIVE: &[u32] = &[
-    class::SUBDEVICE,
-    class::SUBDEVICE_DIAG,
-    class::SUBDEVICE_MASTER,
-    class::BINAPI,
-    class::THIRD_PARTY_P2P,
-    class::CONFIDENTIAL_COMPUTE,
-    class::SMC_MONITOR_SESSION,
-];
 
 /// An allocation in progress.
 #[derive(Clone, Copy, Debug)]
@@ -55,24 +43,17 @@ impl FrontEnd {
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
         let file = self.files.control_of(call.file())?;
-        let new = New {
-            file,
-            root: call.u32(0)?,
-            parent: call.u32(4)?,
-            handle: call.u32(8)?,
-            class: call.u32(12)?,
-            params: call.u64(16)?,
-        };
-        let status_at = if call.argument.len() >= LONG_ARGUMENT { 40 } else { 28 };
-        call.set_u32(status_at, status::OK)?;
-        if [class::ROOT, class::ROOT_CLIENT, class::CLIENT].contains(&new.class) {
-            let root = self.clients.create(file)?;
-            call.set_u32(8, root)?;
-            return call.set_u32(12, class::CLIENT);
+        // The longer form begins with the same fields.
+        let mut argument: Alloc = call.read()?;
+        let Alloc { root, parent, object: handle, class, params, .. } = argument;
+        let new = New { file, root, parent, handle, class, params };
+        let row = find(classes::ROWS, class);
+        if row.and_then(Row::handler) == Some(&Class::Client) {
+            (argument.object, argument.class) = (self.clients.create(file)?, class::CLIENT);
+            return call.write(&argument);
         }
         self.clients.check_new(file, new.root, new.parent, new.handle)?;
-        let kind = self.new_object(gpu, call, new)?;
-        let New { root, parent, handle, class, .. } = new;
+        let kind = self.new_object(gpu, call, new, row)?;
         self.clients.insert(root, handle, Object { parent, class, kind });
         if class == class::STATUS_PAGE {
             self.write_status_pages();
@@ -85,31 +66,41 @@ impl FrontEnd {
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
         new: New,
+        row: Option<&Row<Class>>,
     ) -> Result<Kind, Stop> {
         let generation = self.generation(gpu);
-        match new.class {
-            class::DEVICE => Ok(Kind::Passive),
-            class::VA_SPACE => self.new_space(call, new),
-            class::VIDEO_MEMORY | class::SYSTEM_MEMORY => self.new_memory(call, new),
-            class::STATUS_PAGE => self.new_status_page(call),
-            class::GROUP => self.new_group(call, new),
-            class::CONTEXT_SHARE => self.new_context_share(call, new),
-            class::OS_EVENT => self.new_event(call, new),
-            class::DEBUGGER => self.new_debugger(call, new),
-            class if DOORBELL_PAGES.contains(&class) => {
-                Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?))
-            }
-            class if class == generation.channel => self.new_channel(gpu, call, new),
-            class if class == generation.compute => self.new_engine_object(call, new, true),
-            class if class == generation.copy => self.new_engine_object(call, new, false),
-            class::VIRTUAL_MEMORY => new_virtual_memory(call, new.params),
-            class::DISPLAY => Err(Stop::Status(status::NOT_SUPPORTED)),
-            class if PASSIVE.contains(&class) => Ok(Kind::Passive),
-            class => {
-                self.refusals.note("class", class);
-                Err(Stop::Status(status::INVALID_CLASS))
-            }
+        match row.map(|row| row.policy) {
+            Some(Policy::Succeed(_)) => return Ok(Kind::Passive),
+            Some(Policy::Refuse(status, _)) => return Err(Stop::Status(status)),
+            Some(Policy::Answer(class) | Policy::Operate(class)) => match class {
+                Class::Space => return self.new_space(call, new),
+                Class::VideoMemory => return self.new_memory(call, new, true),
+                Class::SystemMemory => return self.new_memory(call, new, false),
+                Class::StatusPage => return self.new_status_page(call),
+                Class::Group => return self.new_group(call, new),
+                Class::ContextShare => return self.new_context_share(call, new),
+                Class::Event => return self.new_event(call, new),
+                Class::Debugger => return self.new_debugger(call, new),
+                Class::Doorbell => {
+                    return Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?));
+                }
+                Class::VirtualMemory => return new_virtual_memory(call, new.params),
+                Class::Channel if new.class == generation.channel => {
+                    return self.new_channel(gpu, call, new);
+                }
+                Class::Compute if new.class == generation.compute => {
+                    return self.new_engine_object(call, new, true);
+                }
+                Class::Copy if new.class == generation.copy => {
+                    return self.new_engine_object(call, new, false);
+                }
+                // Of another generation; `rm_alloc` creates clients.
+                Class::Channel | Class::Compute | Class::Copy | Class::Client => {}
+            },
+            Some(Policy::Query) | None => {}
         }
+        self.refusals.note("class", label(classes::ROWS, new.class));
+        Err(Stop::Status(status::INVALID_CLASS))
     }
 
     /// Returns the GPU's generation, by the classes that its driver lists.
@@ -137,8 +128,7 @@ impl FrontEnd {
         if computes || new.params == 0 {
             return Ok(Kind::Engine(engine));
         }
-        let params = call.block(new.params, size_of::<CopyParams>())?;
-        let params = CopyParams::read_from_bytes(&params).map_err(|_| Stop::INVALID)?;
+        let params: CopyParams = call.params(new.params)?;
         // The first version has the number of a copy engine, the second that of an engine.
         let first = if params.version == 0 { engine::COPY0 } else { 0 };
         Ok(Kind::Engine(first.saturating_add(params.engine)))
@@ -148,18 +138,17 @@ impl FrontEnd {
         let len = self.layout.va_space;
         let mut bytes = call.block(new.params, len)?;
         bytes.resize(size_of::<VaSpaceParams>(), 0);
-        let params = VaSpaceParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let mut params = VaSpaceParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
         // As the driver answers: the size of the address space.
-        put_u64(&mut bytes, 8, super::VA_END.saturating_sub(params.base.max(PAGE_SIZE)));
-        bytes.truncate(len);
+        params.size = super::VA_END.saturating_sub(params.base.max(PAGE_SIZE));
+        bytes = params.as_bytes()[..len].to_vec();
         call.write_block(new.params, bytes);
         Ok(Kind::Space(None))
     }
 
-    fn new_memory(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
-        let bytes = call.block(new.params, size_of::<MemoryParams>())?;
-        let mut params = MemoryParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
-        let (store, len) = if new.class == class::VIDEO_MEMORY {
+    fn new_memory(&mut self, call: &mut Call<'_>, new: New, video: bool) -> Result<Kind, Stop> {
+        let mut params: MemoryParams = call.params(new.params)?;
+        let (store, len) = if video {
             let (store, len) = self.memories.allocate_video(params.size, params.alignment)?;
             (params.attr, params.attr2) = (attr::VIDEO, attr::VIDEO_2);
             (store, len)
@@ -175,13 +164,12 @@ impl FrontEnd {
             (store, len)
         };
         (params.size, params.limit, params.format) = (len, len - 1, attr::FORMAT);
-        call.write_block(new.params, zerocopy::IntoBytes::as_bytes(&params).to_vec());
+        call.write_params(new.params, &params);
         Ok(Kind::Memory(store))
     }
 
     fn new_group(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
-        let bytes = call.block(new.params, size_of::<GroupParams>())?;
-        let params = GroupParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let params: GroupParams = call.params(new.params)?;
         engine_kind(params.engine)?;
         if params.va_space != 0 {
             self.space_handle(new.file, new.root, params.va_space)?;
@@ -205,27 +193,25 @@ impl FrontEnd {
     }
 
     fn new_context_share(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
-        let mut params = call.block(new.params, 12)?;
-        let handle = get_u32(&params, 0).unwrap_or(0);
-        let space = self.space_handle(new.file, new.root, handle)?;
+        let mut params: ContextShareParams = call.params(new.params)?;
+        let space = self.space_handle(new.file, new.root, params.va_space)?;
         let group = self.clients.object(new.file, new.root, new.parent)?;
         if !matches!(group.kind, Kind::Group { .. }) {
             return Err(Stop::Status(status::INVALID_OBJECT_PARENT));
         }
         // The number of the subcontext: the last, as the driver gives to an asynchronous one.
-        put_u32(&mut params, 8, 63);
-        call.write_block(new.params, params);
+        params.subcontext = 63;
+        call.write_params(new.params, &params);
         Ok(Kind::ContextShare { space })
     }
 
     fn new_event(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
-        let mut bytes = call.block(new.params, size_of::<EventParams>())?;
-        let params = EventParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+        let mut params: EventParams = call.params(new.params)?;
         let fd = i32::try_from(params.data).map_err(|_| Stop::INVALID)?;
         let file = call.file_of(fd)?;
         self.files.get(file)?;
-        put_u32(&mut bytes, 4, new.parent);
-        call.write_block(new.params, bytes);
+        params.source = new.parent;
+        call.write_params(new.params, &params);
         let parent = self.clients.object(new.file, new.root, new.parent)?;
         let source = match parent.kind {
             Kind::Engine(_) => EventSource::Exceptions { notifier: params.index & event::INDEX },
@@ -236,8 +222,7 @@ impl FrontEnd {
 
     /// Creates the debugger of an object that kernels run through.
     fn new_debugger(&mut self, call: &mut Call<'_>, new: New) -> Result<Kind, Stop> {
-        let params = call.block(new.params, size_of::<DebuggerParams>())?;
-        let params = DebuggerParams::read_from_bytes(&params).map_err(|_| Stop::INVALID)?;
+        let params: DebuggerParams = call.params(new.params)?;
         if params.client != 0 && params.client != new.root {
             return Err(Stop::Status(status::INVALID_CLIENT));
         }
@@ -330,10 +315,9 @@ impl FrontEnd {
     /// Carries out `NV_ESC_RM_ALLOC_MEMORY`: makes pages of the program a memory object.
     pub(super) fn rm_alloc_memory(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
         let control = self.files.control_of(call.file())?;
-        let mut argument: AllocMemory = call.read()?;
-        argument.status = status::OK;
+        let argument: AllocMemory = call.read()?;
         if argument.class != class::OS_DESCRIPTOR {
-            self.refusals.note("memory of class", argument.class);
+            self.refusals.note("memory of class", label(classes::ROWS, argument.class));
             return Err(Stop::Status(status::INVALID_CLASS));
         }
         let AllocMemory { root, parent, object: handle, memory: address, .. } = argument;
@@ -345,18 +329,17 @@ impl FrontEnd {
         let store = self.memories.adopt(memory, len)?;
         let kind = Kind::Memory(store);
         self.clients.insert(root, handle, Object { parent, class: class::OS_DESCRIPTOR, kind });
-        call.write(&argument)
+        Ok(())
     }
 }
 
 /// Creates a range of addresses, which programs only describe: mappings have fixed addresses.
 fn new_virtual_memory(call: &mut Call<'_>, address: u64) -> Result<Kind, Stop> {
-    let bytes = call.block(address, size_of::<MemoryParams>())?;
-    let mut params = MemoryParams::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)?;
+    let mut params: MemoryParams = call.params(address)?;
     (params.attr, params.attr2, params.format) = (attr::VIRTUAL, attr::VIDEO_2, attr::FORMAT);
     (params.range_lo, params.range_hi) = (params.offset, u32::MAX.into());
     (params.alignment, params.limit) = (2 << 20, params.size.saturating_sub(1));
-    call.write_block(address, zerocopy::IntoBytes::as_bytes(&params).to_vec());
+    call.write_params(address, &params);
     Ok(Kind::Passive)
 }
 

@@ -6,13 +6,14 @@ use cuda_socket::{Block, Done, Fetch, FileId, IoctlRequest, Place, Range, Shared
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
-pub use nvidia_rm::bytes::{get_u32, get_u64, put_u32, put_u64};
+use nvidia_rm::bytes::put_u32;
+use nvidia_rm::numbers::status;
+use nvidia_rm::table::Form;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::file_memory::FileMemory;
 use super::guest_memory::GivenMemory;
 use super::memory::{Mappable, SystemMemory};
-use crate::nvidia::sys::numbers::status;
 
 /// Why a request ends before its success.
 #[derive(Debug)]
@@ -115,25 +116,48 @@ impl<'a> Call<'a> {
 
     /// Replaces the start of the argument.
     pub fn write<T: IntoBytes + Immutable>(&mut self, value: &T) -> Result<(), Stop> {
-        let bytes = value.as_bytes();
-        let target = self.argument.get_mut(..bytes.len()).ok_or(Stop::INVALID)?;
-        target.copy_from_slice(bytes);
-        Ok(())
+        value.write_to_prefix(&mut self.argument).map_err(|_| Stop::INVALID)
     }
 
-    /// Returns 32 bits of the argument.
-    pub fn u32(&self, at: usize) -> Result<u32, Stop> {
-        get_u32(&self.argument, at).ok_or(Stop::INVALID)
+    /// Changes the start of the argument.
+    pub fn change<T: FromBytes + IntoBytes + Immutable>(
+        &mut self,
+        change: impl FnOnce(&mut T),
+    ) -> Result<(), Stop> {
+        let mut value = self.read()?;
+        change(&mut value);
+        self.write(&value)
     }
 
-    /// Returns 64 bits of the argument.
-    pub fn u64(&self, at: usize) -> Result<u64, Stop> {
-        Ok(u64::from(self.u32(at)?) | u64::from(self.u32(at + 4)?) << 32)
+    /// Returns the address with which the argument of a request of nvidia-uvm begins.
+    pub fn base(&self) -> Result<u64, Stop> {
+        self.read()
     }
 
-    /// Replaces 32 bits of the argument.
-    pub fn set_u32(&mut self, at: usize, value: u32) -> Result<(), Stop> {
-        put_u32(&mut self.argument, at, value).ok_or(Stop::INVALID)
+    /// Returns the address and the length with which the argument of a request of nvidia-uvm begins.
+    pub fn range(&self) -> Result<(u64, u64), Stop> {
+        let [base, length] = self.read()?;
+        Ok((base, length))
+    }
+
+    /// Writes the status of the request, where the argument has it.
+    pub fn set_status(&mut self, form: Option<&Form>, status: u32) -> Result<(), Stop> {
+        match form.and_then(|form| form.status) {
+            Some(at) => put_u32(&mut self.argument, at, status).ok_or(Stop::INVALID),
+            None if status == status::OK => Ok(()),
+            None => Err(Stop::INVALID),
+        }
+    }
+
+    /// Returns a structure of the program's memory.
+    pub fn params<T: FromBytes>(&self, address: u64) -> Result<T, Stop> {
+        let bytes = self.block(address, size_of::<T>())?;
+        T::read_from_bytes(&bytes).map_err(|_| Stop::INVALID)
+    }
+
+    /// Writes a structure to the program's memory when the ioctl ends.
+    pub fn write_params<T: IntoBytes + Immutable>(&mut self, address: u64, params: &T) {
+        self.write_block(address, params.as_bytes().to_vec());
     }
 
     /// Returns `len` bytes of the program's memory.

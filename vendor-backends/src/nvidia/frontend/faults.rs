@@ -17,7 +17,7 @@ use super::FrontEnd;
 use super::call::Stop;
 use super::control::{Control, WRONG_LENGTH};
 use super::objects::{EventSource, Kind};
-use crate::nvidia::sys::abi;
+use crate::nvidia::sys::abi::{self, Pair};
 use crate::nvidia::sys::numbers::status;
 
 /// Groups with new errors, by their clients and handles.
@@ -97,7 +97,7 @@ impl FrontEnd {
             return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
         };
         let channel = self.live_channel(control, channel)?;
-        Ok(gpu.watch_exceptions(channel, control.u32(0)?)?)
+        Ok(gpu.watch_exceptions(channel, control.read())?)
     }
 
     /// `NV83DE_CTRL_CMD_DEBUG_READ_ALL_SM_ERROR_STATES`.
@@ -133,9 +133,10 @@ impl FrontEnd {
         gpu: &mut dyn Client,
         control: &Control,
     ) -> Result<(), Stop> {
-        let channel = self.live_channel(control, control.u32(0)?)?;
+        let Pair { first: channel, second: count } = control.read();
+        let channel = self.live_channel(control, channel)?;
         // A group without a debugger has nothing to clear.
-        let _ = gpu.clear_error_states(channel, control.u32(4)?);
+        let _ = gpu.clear_error_states(channel, count);
         Ok(())
     }
 }

@@ -5,30 +5,13 @@
 
 use cuda_socket::MapRequest;
 use mdev_core::gpu::Client;
+use nvidia_rm::abi::uvm::Migrate;
+use nvidia_rm::numbers::status;
 
-use super::call::{Call, Stop, put_u64};
+use super::call::{Call, Stop};
 use super::files::MAX_RANGES;
 use super::uvm::pool_memory;
 use super::{FrontEnd, VA_END};
-use crate::nvidia::sys::numbers::{status, uvm};
-
-/// Offset of the status in the argument of requests about a range, by the request.
-pub const RANGE_REQUESTS: &[(u32, usize)] = &[
-    (uvm::SET_PREFERRED_LOCATION, 36),
-    (uvm::UNSET_PREFERRED_LOCATION, 16),
-    (uvm::ENABLE_READ_DUPLICATION, 16),
-    (uvm::DISABLE_READ_DUPLICATION, 16),
-    (uvm::SET_ACCESSED_BY, 32),
-    (uvm::UNSET_ACCESSED_BY, 32),
-    (uvm::MIGRATE, 72),
-];
-
-/// Offsets in `UVM_MIGRATE_PARAMS`: the semaphore that tells of the end, and its value.
-const SEMAPHORE: usize = 40;
-const PAYLOAD: usize = 48;
-/// Offset of the length that was not migrated.
-const REST: usize = 64;
-
 impl FrontEnd {
     /// Carries out a request about a range of managed memory.
     pub(super) fn managed_range(
@@ -36,7 +19,7 @@ impl FrontEnd {
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
-        let (va, len) = (call.u64(0)?, call.u64(8)?);
+        let (va, len) = call.range()?;
         if !self.spaces(call)?.iter().any(|space| self.memories.is_mapped(*space, va)) {
             let file = call.file();
             let before = self.files.empty.range((file, 0)..=(file, va)).next_back();
@@ -49,13 +32,21 @@ impl FrontEnd {
             self.map_pool(gpu, call, memory)?;
             self.files.managed.insert(file);
         }
-        if call.request() == uvm::MIGRATE {
-            // All of it was migrated.
-            put_u64(&mut call.argument, REST, 0).ok_or(Stop::INVALID)?;
-            let (semaphore, payload) = (call.u64(SEMAPHORE)?, call.u32(PAYLOAD)?);
-            if semaphore != 0 {
-                call.write_block(semaphore, payload.to_le_bytes().to_vec());
-            }
+        Ok(())
+    }
+
+    /// `UVM_MIGRATE`, which ends at once.
+    pub(super) fn migrate(
+        &mut self,
+        gpu: &mut dyn Client,
+        call: &mut Call<'_>,
+    ) -> Result<(), Stop> {
+        let Migrate { semaphore, payload, .. } = call.read()?;
+        self.managed_range(gpu, call)?;
+        // All of it was migrated.
+        call.change(|argument: &mut Migrate| argument.rest_length = 0)?;
+        if semaphore != 0 {
+            call.write_block(semaphore, payload.to_le_bytes().to_vec());
         }
         Ok(())
     }

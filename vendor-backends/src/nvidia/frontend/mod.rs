@@ -2,8 +2,14 @@
 //!
 //! NVIDIA's user-mode driver works on `/dev/nvidiactl`, `/dev/nvidiaN` and `/dev/nvidia-uvm`. A
 //! [`FrontEnd`] implements these files for all programs on a vGPU. It keeps a tree of *emulated*
-//! objects: nothing that a program passes reaches a driver. What changes the vGPU becomes a typed
-//! operation of its [`Client`].
+//! objects. What changes the vGPU becomes a typed operation of its [`Client`], with handles,
+//! addresses and sizes that the worker has made or checked. The rows of [`nvidia_rm`] say what is done
+//! with each request.
+//!
+//! No request of a program is forwarded, except queries whose row has
+//! [`ask`](nvidia_rm::table::Row::ask): [`Client::query_driver`] passes their parameters to the GPU's
+//! driver, with exactly the length that the row has in the tested series. They change nothing, and
+//! their parameters are numbers, neither pointers nor handles (decision 0019).
 //!
 //! Reading order:
 //!
@@ -50,6 +56,7 @@ use cuda_socket::{Done, Fetch, FileId, IoctlRequest, MapRequest, Node, VERSION, 
 use mdev_core::gpu::Client;
 use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
+use nvidia_rm::numbers::status;
 pub use nvidia_rm::recording as queries;
 use nvidia_rm::recording::Recorded;
 
@@ -226,22 +233,25 @@ impl FrontEnd {
     /// Carries out an ioctl. Returns its `errno`, or 0.
     fn carry_out(&mut self, gpu: &mut dyn Client, call: &mut Call<'_>) -> Result<i32, Missing> {
         let node = self.files.get(call.file()).map(|file| file.node);
+        let is_uvm = matches!(node, Ok(Node::Uvm));
         let result = match node {
-            Ok(Node::Uvm) => self.uvm_ioctl(gpu, call),
+            Ok(_) if is_uvm => self.uvm_ioctl(gpu, call),
             Ok(_) => self.rm_ioctl(gpu, call),
             Err(stop) => Err(stop),
         };
-        match result {
-            Ok(()) => Ok(0),
-            Err(Stop::Fetch(fetch)) => Err(Missing::Program(fetch)),
-            Err(Stop::Allocate(len)) => Err(Missing::Allocation(len)),
-            Err(Stop::Errno(errno)) => Ok(errno as i32),
+        let status = match result {
+            Ok(()) => status::OK,
+            Err(Stop::Fetch(fetch)) => return Err(Missing::Program(fetch)),
+            Err(Stop::Allocate(len)) => return Err(Missing::Allocation(len)),
+            Err(Stop::Errno(errno)) => return Ok(errno as i32),
             Err(Stop::Status(status)) => {
-                log::debug!("{:x?} ends with status {status:#x}", call.argument.get(..24));
-                let done = escapes::set_status(call, status);
-                Ok(done.map_or(Errno::EINVAL as i32, |()| 0))
+                let request = call.request();
+                log::debug!("{request:#x} {:x?} ends with {status:#x}", call.argument.get(..24));
+                status
             }
-        }
+        };
+        let form = if is_uvm { self.uvm_form(call.request()) } else { escapes::form(call) };
+        Ok(call.set_status(form, status).map_or(Errno::EINVAL as i32, |()| 0))
     }
 
     /// Returns the memory that a mapping of a file shows.

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use nvidia_rm::table::Label;
+
 /// Maximum number of different requests that are logged. Each is logged once.
 const MAX_LOGGED: usize = 64;
 
@@ -9,15 +11,15 @@ const MAX_LOGGED: usize = 64;
 #[derive(Debug, Default)]
 pub struct Refusals {
     count: u64,
-    logged: BTreeSet<(&'static str, u32)>,
+    logged: BTreeSet<(&'static str, Label)>,
 }
 
 impl Refusals {
     /// Counts a request that the front end does not implement, and logs it the first time.
-    pub fn note(&mut self, what: &'static str, number: u32) {
+    pub fn note(&mut self, what: &'static str, label: Label) {
         self.count += 1;
-        if self.logged.len() < MAX_LOGGED && self.logged.insert((what, number)) {
-            log::info!("A CUDA program was refused {what} {number:#x}, which vGPUs do not have");
+        if self.logged.len() < MAX_LOGGED && self.logged.insert((what, label)) {
+            log::info!("A CUDA program was refused {what} {label}, which vGPUs do not have");
         }
     }
 

@@ -2,40 +2,32 @@
 
 use cuda_socket::CallShape;
 use cuda_socket::calls::NodeKind;
+use nvidia_rm::table::Form;
+use nvidia_rm::{escapes, uvm};
 
-use super::uvm::lengths;
-use crate::nvidia::sys::numbers::{escape, uvm};
 use crate::nvidia::version::Layout;
 
 /// Returns the shapes of all arguments with pointers or descriptors, and of nvidia-uvm's.
 pub fn shapes(layout: &Layout) -> Vec<CallShape> {
-    let rm = |number, block, fd| CallShape {
-        node: NodeKind::Rm,
+    let with_places = |form: &&Form| form.block.is_some() || form.fd.is_some();
+    let rm = escapes::ROWS.iter().filter_map(|row| {
+        let form = row.forms.first().filter(with_places)?;
+        Some(shape(NodeKind::Rm, row.number, form))
+    });
+    let uvm = uvm::ROWS.iter().filter_map(|row| {
+        let form = row.form(layout.series)?;
+        let argument_bytes = Some(form.bytes as u32);
+        Some(CallShape { argument_bytes, ..shape(NodeKind::Uvm, row.number, form) })
+    });
+    rm.chain(uvm).collect()
+}
+
+fn shape(node: NodeKind, number: u32, form: &Form) -> CallShape {
+    CallShape {
+        node,
         number,
         argument_bytes: None,
-        block,
-        fd,
-    };
-    let mut shapes = vec![
-        rm(escape::CONTROL, Some((16, 24)), None),
-        rm(escape::ALLOC_MEMORY, None, Some(48)),
-        rm(escape::MAP_MEMORY, None, Some(48)),
-        rm(escape::REGISTER_FD, None, Some(0)),
-        rm(escape::ALLOC_OS_EVENT, None, Some(8)),
-        rm(escape::FREE_OS_EVENT, None, Some(8)),
-    ];
-    shapes.extend(lengths(layout).map(|(number, bytes)| CallShape {
-        node: NodeKind::Uvm,
-        number,
-        argument_bytes: Some(bytes),
-        block: None,
-        fd: match number {
-            uvm::REGISTER_GPU_VASPACE | uvm::REGISTER_CHANNEL => Some(16),
-            uvm::REGISTER_GPU => Some(24),
-            uvm::MAP_EXTERNAL => Some(bytes - 16),
-            uvm::MM_INITIALIZE => Some(0),
-            _ => None,
-        },
-    }));
-    shapes
+        block: form.block.map(|(pointer, len)| (pointer as u32, len as u32)),
+        fd: form.fd.map(|at| at as u32),
+    }
 }

@@ -4,27 +4,28 @@
 //! and of the object to them. They make an object of their own of it (`NV_ESC_RM_DUP_OBJECT`). All
 //! processes of a vGPU belong to its owner, so each of them may use what one has shared.
 
+use nvidia_rm::abi::{DupObject, Share};
+use nvidia_rm::numbers::status;
+
 use super::FrontEnd;
 use super::call::{Call, Stop};
 use super::objects::{Kind, Object};
-use crate::nvidia::sys::numbers::status;
 
 impl FrontEnd {
     /// Carries out `NV_ESC_RM_SHARE`.
     pub(super) fn rm_share(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
         let file = self.files.control_of(call.file())?;
-        self.clients.share(file, call.u32(0)?, call.u32(4)?)?;
-        call.set_u32(20, status::OK)
+        let Share { root, object, .. } = call.read()?;
+        self.clients.share(file, root, object)
     }
 
     /// Carries out `NV_ESC_RM_DUP_OBJECT`.
     pub(super) fn rm_dup_object(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
         let file = self.files.control_of(call.file())?;
-        let (root, parent, handle) = (call.u32(0)?, call.u32(4)?, call.u32(8)?);
-        let (other, source) = (call.u32(12)?, call.u32(16)?);
-        call.set_u32(24, status::OK)?;
+        let argument: DupObject = call.read()?;
+        let DupObject { root, parent, object: handle, source_root, source, .. } = argument;
         self.clients.check_new(file, root, parent, handle)?;
-        let object = self.clients.accessible(file, other, source)?;
+        let object = self.clients.accessible(file, source_root, source)?;
         let (class, &Kind::Memory(store)) = (object.class, &object.kind) else {
             return Err(Stop::Status(status::NOT_SUPPORTED));
         };
