@@ -8,37 +8,11 @@ use crate::numbers::status;
 use crate::table::Policy::{Answer, Operate, Refuse, Succeed};
 use crate::table::{Form, bytes};
 
-/// Code that creates an object.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
-    /// A channel of [`Generation::channel`](crate::generation::Generation::channel).
-    Channel,
-    /// A client.
-    Client,
-    /// An object for the compute engine.
-    Compute,
-    /// The address space of channels in a group.
-    ContextShare,
-    /// An object for a copy engine.
-    Copy,
-    /// A debugger, which tells of exceptions.
-    Debugger,
-    /// The doorbell page.
-    Doorbell,
-    /// An event.
-    Event,
-    /// A channel group.
-    Group,
-    /// System memory.
-    SystemMemory,
-    /// An address space.
-    Space,
-    /// A page with the GPU's state.
-    StatusPage,
-    /// Video memory.
-    VideoMemory,
-    /// A range of addresses.
-    VirtualMemory,
+handlers! {
+    /// Code that creates an object.
+    Class:
+    Channel, Client, Compute, ContextShare, Copy, Debugger, Doorbell, Event, Group, SystemMemory,
+    Space, StatusPage, VideoMemory, VirtualMemory,
 }
 
 const CHANNEL: Form = form!(ChannelParams).since(610);

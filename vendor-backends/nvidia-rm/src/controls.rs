@@ -7,69 +7,21 @@ use crate::abi::{
 };
 use crate::numbers::status::NOT_SUPPORTED;
 use crate::table::Policy::{Answer, Operate, Query, Refuse, Succeed};
-use crate::table::bytes;
+use crate::table::{bytes, find};
+use crate::version::Layout;
 
-/// Code that carries out a control.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Control {
-    /// Answers the ids of active devices.
-    ActiveDevices,
-    /// Answers where memory is.
-    AddressSpaceType,
-    /// Answers the driver's version.
-    BuildVersion,
-    /// Answers a list of the bus's properties behind a pointer.
-    BusInfoV1,
-    /// Answers the engine of an object.
-    ClassEngine,
-    /// Clears the errors of a group's multiprocessors.
-    ClearErrorStates,
-    /// Answers the size of a channel's context buffers.
-    ContextBufferSize,
-    /// Answers that the GPU is in use.
-    DrainState,
-    /// Answers the errors of a group's multiprocessors.
-    ErrorStates,
-    /// Watches a channel for exceptions.
-    ExceptionMask,
-    /// Answers the size of video memory.
-    FbInfo,
-    /// Answers the vGPU's UUID.
-    GidInfo,
-    /// Answers a list of ids.
-    GpuIds,
-    /// Answers a list of the engine's properties behind a pointer.
-    GrInfoV1,
-    /// Answers the ids of the GPU.
-    IdInfo,
-    /// The same, of the first version.
-    IdInfoV1,
-    /// Answers the vGPU's name.
-    NameString,
-    /// Answers that the GPU has no links.
-    NvlinkCaps,
-    /// Answers that the GPU reaches no other.
-    P2pCaps,
-    /// Answers the GPU's bus address.
-    PciInfo,
-    /// Raises the GPU's clocks.
-    PerfBoost,
-    /// Answers the video memory of processes.
-    PidInfo,
-    /// Answers the processes on the vGPU.
-    Pids,
-    /// Preempts kernels at any instruction.
-    PreemptionMode,
-    /// Resets a channel.
-    ResetChannel,
-    /// Answers the vGPU's short name.
-    ShortName,
-    /// Updates the status pages.
-    StatusPagePoll,
-    /// Answers the GPU's clock.
-    TimeCorrelation,
-    /// Answers a channel's token for the doorbell.
-    Token,
+handlers! {
+    /// Code that carries out a control.
+    Control:
+    ActiveDevices, AddressSpaceType, BuildVersion, BusInfoV1, ClassEngine, ClearErrorStates,
+    ContextBufferSize, DrainState, ErrorStates, ExceptionMask, FbInfo, GidInfo, GpuIds, GrInfoV1,
+    IdInfo, IdInfoV1, NameString, NvlinkCaps, P2pCaps, PciInfo, PerfBoost, PidInfo, Pids,
+    PreemptionMode, ResetChannel, ShortName, StatusPagePoll, TimeCorrelation, Token,
+}
+
+/// Returns the length of a control's parameters in a series, in bytes, if a row has it.
+pub fn params_bytes(command: u32, layout: &Layout) -> Option<usize> {
+    Some(find(ROWS, command)?.form(layout.series)?.bytes)
 }
 
 const ATTACHED: &str = "an emulated GPU is always attached";

@@ -6,35 +6,11 @@ use crate::abi::{
 };
 use crate::table::Policy::{Answer, Operate, Succeed};
 
-/// Code that carries out an escape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Escape {
-    /// Allocates an object of [`classes`](crate::classes).
-    Alloc,
-    /// Makes pages of the program a memory object.
-    AllocMemory,
-    /// Answers the GPU's node and bus address.
-    CardInfo,
-    /// Compares versions.
-    CheckVersion,
-    /// Carries out one of [`controls`](crate::controls).
-    Control,
-    /// Makes an object of another client's memory.
-    DupObject,
-    /// Frees an object.
-    Free,
-    /// Prepares a file for `mmap`.
-    MapMemory,
-    /// Answers that the GPU's memory is no NUMA node.
-    NumaInfo,
-    /// Registers or removes a file for events.
-    OsEvent,
-    /// Attaches a file of the GPU to a control file.
-    RegisterFd,
-    /// Lets other clients use an object.
-    Share,
-    /// Answers that the GPU is open.
-    WaitOpen,
+handlers! {
+    /// Code that carries out an escape.
+    Escape:
+    Alloc, AllocMemory, CardInfo, CheckVersion, Control, DupObject, Free, MapMemory, NumaInfo,
+    OsEvent, RegisterFd, Share, WaitOpen,
 }
 
 rows! { Escape:

@@ -130,52 +130,35 @@ pub mod flag {
     pub const BOOST_WITHOUT_END: u32 = u32::MAX;
 }
 
-/// Indices of `NV2080_CTRL_FB_INFO`.
+/// Indices of `NV2080_CTRL_FB_INFO`. Sizes are in KiB.
 pub mod fb {
-    /// Video memory, in KiB.
-    pub const RAM_SIZE: u32 = 0x7;
-    /// Video memory with reserved parts, in KiB.
-    pub const TOTAL_RAM_SIZE: u32 = 0x8;
-    /// Video memory for allocations, in KiB.
-    pub const HEAP_SIZE: u32 = 0x9;
-    /// Free part of the heap, in KiB.
-    pub const HEAP_FREE: u32 = 0x16;
-    /// Video memory that the CPU can map, in KiB.
-    pub const BAR1_SIZE: u32 = 0x5;
+    numbers! {
+        0x5 NV2080_CTRL_FB_INFO_INDEX_BAR1_SIZE as BAR1_SIZE;
+        0x7 NV2080_CTRL_FB_INFO_INDEX_RAM_SIZE as RAM_SIZE;
+        0x8 NV2080_CTRL_FB_INFO_INDEX_TOTAL_RAM_SIZE as TOTAL_RAM_SIZE;
+        0x9 NV2080_CTRL_FB_INFO_INDEX_HEAP_SIZE as HEAP_SIZE;
+        0x16 NV2080_CTRL_FB_INFO_INDEX_HEAP_FREE as HEAP_FREE;
+    }
 }
 
 /// `NV_STATUS`.
 pub mod status {
-    /// `NV_OK`.
-    pub const OK: u32 = 0;
-    /// `NV_ERR_GPU_IS_LOST`.
-    pub const GPU_IS_LOST: u32 = 0x0f;
-    /// `NV_ERR_INSERT_DUPLICATE_NAME`.
-    pub const DUPLICATE: u32 = 0x19;
-    /// `NV_ERR_INSUFFICIENT_RESOURCES`.
-    pub const INSUFFICIENT_RESOURCES: u32 = 0x1a;
-    /// `NV_ERR_INSUFFICIENT_PERMISSIONS`.
-    pub const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;
-    /// `NV_ERR_INVALID_ADDRESS`.
-    pub const INVALID_ADDRESS: u32 = 0x1e;
-    /// `NV_ERR_INVALID_ARGUMENT`.
-    pub const INVALID_ARGUMENT: u32 = 0x1f;
-    /// `NV_ERR_INVALID_CLASS`.
-    pub const INVALID_CLASS: u32 = 0x22;
-    /// `NV_ERR_INVALID_CLIENT`.
-    pub const INVALID_CLIENT: u32 = 0x23;
-    /// `NV_ERR_INVALID_OBJECT_HANDLE`.
-    pub const INVALID_OBJECT_HANDLE: u32 = 0x33;
-    /// `NV_ERR_INVALID_OBJECT_PARENT`.
-    pub const INVALID_OBJECT_PARENT: u32 = 0x36;
-    /// `NV_ERR_INVALID_PARAM_STRUCT`.
-    pub const INVALID_PARAM_STRUCT: u32 = 0x3a;
-    /// `NV_ERR_INVALID_STATE`.
-    pub const INVALID_STATE: u32 = 0x40;
-    /// `NV_ERR_NO_MEMORY`.
-    pub const NO_MEMORY: u32 = 0x51;
-    /// `NV_ERR_NOT_SUPPORTED`.
-    pub const NOT_SUPPORTED: u32 = 0x56;
-    /// `NV_ERR_OBJECT_NOT_FOUND`.
-    pub const OBJECT_NOT_FOUND: u32 = 0x57;
+    numbers! {
+        0 NV_OK as OK;
+        0x0f NV_ERR_GPU_IS_LOST as GPU_IS_LOST;
+        0x19 NV_ERR_INSERT_DUPLICATE_NAME as DUPLICATE;
+        0x1a NV_ERR_INSUFFICIENT_RESOURCES as INSUFFICIENT_RESOURCES;
+        0x1b NV_ERR_INSUFFICIENT_PERMISSIONS as INSUFFICIENT_PERMISSIONS;
+        0x1e NV_ERR_INVALID_ADDRESS as INVALID_ADDRESS;
+        0x1f NV_ERR_INVALID_ARGUMENT as INVALID_ARGUMENT;
+        0x22 NV_ERR_INVALID_CLASS as INVALID_CLASS;
+        0x23 NV_ERR_INVALID_CLIENT as INVALID_CLIENT;
+        0x33 NV_ERR_INVALID_OBJECT_HANDLE as INVALID_OBJECT_HANDLE;
+        0x36 NV_ERR_INVALID_OBJECT_PARENT as INVALID_OBJECT_PARENT;
+        0x3a NV_ERR_INVALID_PARAM_STRUCT as INVALID_PARAM_STRUCT;
+        0x40 NV_ERR_INVALID_STATE as INVALID_STATE;
+        0x51 NV_ERR_NO_MEMORY as NO_MEMORY;
+        0x56 NV_ERR_NOT_SUPPORTED as NOT_SUPPORTED;
+        0x57 NV_ERR_OBJECT_NOT_FOUND as OBJECT_NOT_FOUND;
+    }
 }

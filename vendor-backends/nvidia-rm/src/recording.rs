@@ -180,6 +180,7 @@ fn parse_bytes(word: &str) -> Option<(usize, Vec<u8>)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::table::{Policy, TESTED_SERIES, find};
 
     #[test]
     fn recorded_answers_change_what_the_driver_changed() {
@@ -215,6 +216,20 @@ mod tests {
             let mut order = vec![0; len];
             assert_eq!(recorded.query(0x2080_121b, &mut order), Some(0));
             assert_eq!(get_u32(&order, len - 24).map(|n| n & 0xffff), Some(132), "{len}");
+        }
+    }
+
+    #[test]
+    fn recorded_commands_have_rows_with_their_lengths() {
+        let recorded = Recorded::hopper().unwrap();
+        for (command, answers) in &recorded.answers {
+            let row = find(controls::ROWS, *command).unwrap_or_else(|| panic!("{command:#x}"));
+            assert_eq!(row.policy, Policy::Query, "{command:#x}");
+            let bytes = row.form(TESTED_SERIES).unwrap().bytes;
+            assert!(answers.iter().all(|answer| answer.len == bytes), "{command:#x}");
+        }
+        for command in recorded.lists.keys() {
+            assert!(find(controls::ROWS, *command).is_some(), "{command:#x}");
         }
     }
 

@@ -166,6 +166,16 @@ macro_rules! rows {
     (@ask $ask:ident) => { Some(crate::table::Safe::$ask) };
 }
 
+/// Defines the enumeration of a table's handlers. They are named after the requests.
+macro_rules! handlers {
+    ($(#[$doc:meta])* $name:ident: $($handler:ident),* $(,)?) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[allow(missing_docs, reason = "handlers are named after their requests")]
+        pub enum $name { $($handler),* }
+    };
+}
+
 /// Returns the [`Form`] of a structure, with places by the names of its fields.
 macro_rules! form {
     ($kind:ident $(, $place:ident = $field:ident)* $(; $pointer:ident, $len:ident)?) => {

@@ -9,35 +9,12 @@ use crate::abi::uvm::{
 use crate::table::Policy::{Answer, Operate, Succeed};
 use crate::table::bytes;
 
-/// Code that carries out an ioctl of nvidia-uvm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Uvm {
-    /// Maps memory at one address for CPU and GPU.
-    AllocSemaphorePool,
-    /// Notes a range whose mappings end together.
-    CreateExternalRange,
-    /// Numbers a range group.
-    CreateRangeGroup,
-    /// Removes a range with its mappings.
-    Free,
-    /// Gives a range of managed memory its memory.
-    ManagedRange,
-    /// Maps the region through which kernels launch others.
-    MapDynamicParallelism,
-    /// Maps a memory object.
-    MapExternal,
-    /// The same as [`Self::ManagedRange`], and tells that all of it was migrated.
-    Migrate,
-    /// Answers that the GPU does not read pageable memory.
-    PageableMemAccess,
-    /// The same, of one GPU.
-    PageableMemAccessOnGpu,
-    /// Answers that the GPU's memory is no NUMA node.
-    RegisterGpu,
-    /// Notes the address space of a file.
-    RegisterSpace,
-    /// Removes mappings.
-    UnmapExternal,
+handlers! {
+    /// Code that carries out an ioctl of nvidia-uvm.
+    Uvm:
+    AllocSemaphorePool, CreateExternalRange, CreateRangeGroup, Free, ManagedRange,
+    MapDynamicParallelism, MapExternal, Migrate, PageableMemAccess, PageableMemAccessOnGpu,
+    RegisterGpu, RegisterSpace, UnmapExternal,
 }
 
 const FOLLOWS_RM: &str = "the resource manager's object has the state";

@@ -27,6 +27,11 @@ const SUPPORTED: &[Layout] = &[
     Layout { series: 610, map_dma: 64, va_space: 56, schedule: 3, channel: 376 },
 ];
 
+/// Layout of programs with a libcuda of series 550. GPUs with a driver of this series are not
+/// supported.
+const PROGRAMS_550: Layout =
+    Layout { series: 550, map_dma: 56, va_space: 48, schedule: 2, channel: 360 };
+
 /// Error for a driver of an unsupported series.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnsupportedDriver(String);
@@ -61,9 +66,20 @@ impl Layout {
     /// driver: Debian has its libcuda.
     pub fn of_programs(version: &str) -> Result<Self, UnsupportedDriver> {
         if version.starts_with("550.") {
-            return Ok(Self { series: 550, map_dma: 56, va_space: 48, schedule: 2, channel: 360 });
+            return Ok(PROGRAMS_550);
         }
         Self::of(version)
+    }
+
+    /// Returns the offset of `RUSD_PERF_DEVICE_UTILIZATION` in the page with the GPU's state
+    /// (`NV00DE_SHARED_DATA`), and the length of its numbers, in bytes.
+    pub fn utilization(&self) -> (u64, usize) {
+        match self.series {
+            ..560 => (72, 1),
+            560..575 => (112, 4),
+            575..590 => (1976, 4),
+            590.. => (1992, 4),
+        }
     }
 
     /// Returns all supported layouts.

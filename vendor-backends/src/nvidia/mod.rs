@@ -2,8 +2,8 @@
 //!
 //! Reading order:
 //!
-//! 1. [`sys`], [`version`]: the driver's kernel interface; [`rm`]: the trait that reaches the
-//!    driver
+//! 1. crate [`nvidia_rm`], here also as [`sys`]: the driver's protocol, and the trait that reaches
+//!    the driver ([`rm`])
 //! 2. [`rm_client`], [`rm_object`]: a client of the driver and its objects; [`device`]: a GPU;
 //!    [`generation`]: what differs between GPUs
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],

@@ -29,6 +29,9 @@ structures! {
     /// `NvUnixEvent`: event with data. `object` is the event's handle.
     EventData { object: u32, index: u32, info32: u32, info16: u32 }
 
+    /// `NvNotification`: report of a channel's error. `status` is 0xffff after an error.
+    Notification { pad0: [u32; 2], info32: u32, info16: u16, status: u16 }
+
     /// `NVOS00_PARAMETERS`: frees an object and its children.
     Free { root: u32, parent: u32, object: u32, status: u32 }
 

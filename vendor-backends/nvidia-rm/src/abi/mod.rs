@@ -89,11 +89,3 @@ pub use alloc::*;
 pub use control::*;
 pub use ioctl::*;
 pub use map_dma::*;
-
-/// `NvNotification`: report of a channel's error, written by the driver.
-pub mod notification {
-    /// Offset of the robust-channel error code.
-    pub const INFO32: u64 = 8;
-    /// Offset of the word with the status in its upper half: 0xffff after an error.
-    pub const STATUS_WORD: u64 = 12;
-}

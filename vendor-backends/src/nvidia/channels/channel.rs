@@ -1,5 +1,6 @@
 //! Channel, and the notifier through which the driver reports its error.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use mdev_core::abi::userd;
@@ -16,7 +17,7 @@ use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm::Node;
 use crate::nvidia::rm_object::Object;
-use crate::nvidia::sys::abi::notification;
+use crate::nvidia::sys::abi::Notification;
 
 /// Error notifier of a channel: a page of host memory that is not accessible to the guest.
 #[derive(Debug)]
@@ -52,19 +53,21 @@ impl Notifier {
 
     /// Clears the error of the previous channel.
     pub(in crate::nvidia) fn clear(&self) {
-        for word in (0..16).step_by(4) {
+        for word in (0..size_of::<Notification>() as u64).step_by(4) {
             let _ = self.mapping.store_u32(word, 0);
         }
     }
 
     /// Returns the robust-channel error code, if the channel has faulted.
     pub(in crate::nvidia) fn error(&self) -> Option<u32> {
-        let status = self.mapping.load_u32(notification::STATUS_WORD)? >> 16;
+        // The word has the status in its upper half.
+        let word = offset_of!(Notification, info16) as u64;
+        let status = self.mapping.load_u32(word)? >> 16;
         if status == 0 {
             return None;
         }
         // An error with code 0 must not look like no error.
-        Some(self.mapping.load_u32(notification::INFO32)?.max(1))
+        Some(self.mapping.load_u32(offset_of!(Notification, info32) as u64)?.max(1))
     }
 }
 

@@ -17,7 +17,7 @@ use super::FrontEnd;
 use super::call::Stop;
 use super::control::{Control, WRONG_LENGTH};
 use super::objects::{EventSource, Kind};
-use crate::nvidia::sys::abi::{self, Pair};
+use crate::nvidia::sys::abi::{self, Notification, Pair};
 use crate::nvidia::sys::numbers::status;
 
 /// Groups with new errors, by their clients and handles.
@@ -68,7 +68,7 @@ impl FrontEnd {
             channels.push(handle.id);
             groups.insert((root, object.parent));
             if let Some(store) = notifier {
-                self.memories.write(*store, 0, &notification(found.error));
+                self.memories.write(*store, 0, notification(found.error).as_bytes());
             }
         }
         for channel in channels {
@@ -142,10 +142,6 @@ impl FrontEnd {
 }
 
 /// Returns an `NvNotification` with the error of a channel.
-fn notification(error: u32) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[8..12].copy_from_slice(&error.to_le_bytes());
-    // The status: an error.
-    bytes[14..16].fill(0xff);
-    bytes
+fn notification(error: u32) -> Notification {
+    Notification { info32: error, status: 0xffff, ..Default::default() }
 }

@@ -48,17 +48,6 @@ impl Utilization {
     }
 }
 
-/// Returns the offset of `RUSD_PERF_DEVICE_UTILIZATION` in a series of the driver, and the length of
-/// its numbers, in bytes.
-fn place(series: u16) -> (u64, usize) {
-    match series {
-        ..560 => (72, 1),
-        560..575 => (112, 4),
-        575..590 => (1976, 4),
-        590.. => (1992, 4),
-    }
-}
-
 /// Maximum number of pages: all of them are written at once.
 const MAX_PAGES: usize = 256;
 
@@ -87,7 +76,7 @@ impl FrontEnd {
 
     /// Writes the state to the pages of all programs.
     pub(super) fn write_status_pages(&self) {
-        let (at, len) = place(self.layout.series);
+        let (at, len) = self.layout.utilization();
         // The share of the engine, and that of memory, which nothing measures.
         let numbers = [self.utilization.percent(), 0].map(u32::to_le_bytes);
         let numbers: Vec<u8> = numbers.iter().flat_map(|bytes| &bytes[..len]).copied().collect();
