@@ -123,12 +123,12 @@ impl Device {
     /// Describes the GPU as a parent of vGPUs.
     pub fn describe(&self, parent: &str) -> Result<GpuDescription, RmError> {
         let mut text = abi::NameString::default();
-        self.subdevice.control(control::NAME_STRING, &mut text)?;
+        self.subdevice.control_in_series(control::NAME_STRING, &mut text)?;
         let len = text.text.iter().position(|byte| *byte == 0).unwrap_or(text.text.len());
         let name = String::from_utf8_lossy(&text.text[..len]).trim().to_owned();
         let mut info = abi::FbInfo { count: 1, ..Default::default() };
         info.list[0] = [fb::HEAP_SIZE, 0];
-        self.subdevice.control(control::FB_INFO, &mut info)?;
+        self.subdevice.control_in_series(control::FB_INFO, &mut info)?;
         let heap = u64::from(info.list[0][1]) * KIB;
         let available = heap - (heap / RESERVED_FRACTION).max(GIB.min(heap));
         Ok(GpuDescription {
@@ -266,8 +266,8 @@ impl Device {
 /// Returns the generation of a device's GPU.
 fn generation(device: &Object) -> &'static Generation {
     let mut list = [0; CLASS_LIST_BYTES];
-    // In series whose list has another length, the GPU is taken for one of Hopper.
-    let listed = device.control_bytes(CLASS_LIST, &mut list).is_ok();
+    // If the driver refuses the query, the GPU is taken for one of Hopper.
+    let listed = device.control_in_series(CLASS_LIST, &mut list).is_ok();
     Generation::of_list(&list).filter(|_| listed).unwrap_or(&HOPPER)
 }
 

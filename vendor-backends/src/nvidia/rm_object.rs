@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use nvidia_rm::controls::params_bytes;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::rm::RmError;
@@ -59,6 +60,18 @@ impl Object {
         params: &mut P,
     ) -> Result<(), RmError> {
         self.control_bytes(command, params.as_mut_bytes())
+    }
+
+    /// Calls a control whose parameters may be shorter in the driver's series.
+    pub fn control_in_series<P: IntoBytes + FromBytes + Immutable>(
+        &self,
+        command: u32,
+        params: &mut P,
+    ) -> Result<(), RmError> {
+        let params = params.as_mut_bytes();
+        let bytes = params_bytes(command, self.rm_client.layout()).unwrap_or(params.len());
+        let len = params.len().min(bytes);
+        self.control_bytes(command, &mut params[..len])
     }
 
     /// Calls a control with parameters of a size that depends on the driver's series.

@@ -3,10 +3,11 @@
 use std::mem::size_of;
 
 use mdev_core::abi::host;
+use nvidia_rm::controls::params_bytes;
 use zerocopy::IntoBytes;
 
 use super::objects::{Refusal, is_engine};
-use super::params::{exact, expect_size, write_exact};
+use super::params::{exact, expect_size, padded, write_exact};
 use super::{State, VIDEO_MEMORY};
 use crate::nvidia::generation::CLASS_LIST;
 use crate::nvidia::sys::abi;
@@ -23,12 +24,15 @@ pub fn control(
     call: &abi::Control,
     params: &mut [u8],
 ) -> Result<(), Refusal> {
+    // As in the driver, the length is that of the series.
+    if let Some(bytes) = params_bytes(call.command, layout) {
+        expect_size(params, bytes)?;
+    }
     match state.objects.get(call.client, call.object)?.class {
-        class::CLIENT if call.command == control::ID_INFO => {
-            expect_size(params, size_of::<abi::IdInfo>())
-        }
+        class::CLIENT if call.command == control::ID_INFO => Ok(()),
         class::DEVICE if call.command == CLASS_LIST => {
-            write_exact(params, &state.generation().list())
+            params.copy_from_slice(&state.generation().list()[..params.len()]);
+            Ok(())
         }
         class::SUBDEVICE => control_subdevice(state, call, params),
         class::EVENT_BUFFER => control_event_buffer(state, call, params),
@@ -49,14 +53,16 @@ fn control_subdevice(
             let mut name = abi::NameString::default();
             let text = b"NVIDIA H100 (fake)";
             name.text[..text.len()].copy_from_slice(text);
-            write_exact(params, name.as_bytes())
+            params.copy_from_slice(&name.as_bytes()[..params.len()]);
+            Ok(())
         }
         control::FB_INFO => {
-            let mut info: abi::FbInfo = exact(Some(params))?;
+            let mut info: abi::FbInfo = padded(Some(params), params.len())?;
             for [index, value] in info.list.iter_mut().take(info.count as usize) {
                 *value = if *index == fb::HEAP_SIZE { (VIDEO_MEMORY >> 10) as u32 } else { 0 };
             }
-            write_exact(params, info.as_bytes())
+            params.copy_from_slice(&info.as_bytes()[..params.len()]);
+            Ok(())
         }
         control::PCE_MASK => {
             let mut pair: abi::Pair = exact(Some(params))?;
