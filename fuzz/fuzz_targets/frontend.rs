@@ -3,54 +3,31 @@
 //! left when all files are closed.
 #![no_main]
 
+use std::mem::offset_of;
+
 use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, Refused, SharedRange};
 use fuzz::books::{Books, VRAM, front_end};
 use fuzz::input::Input;
+use fuzz::requests::{Requests, pick};
+use ipc::mem::SharedMemory;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::gpu::Pending;
 use mdev_core::units::PAGE_SIZE;
-use ipc::mem::SharedMemory;
+use nvidia_rm::abi::uvm::MapExternal;
 use vendor_backends::nvidia::frontend::{FrontEnd, Outcome};
-use vendor_backends::nvidia::version::Layout;
 
 /// Address of parameters in the program.
 const PARAMS: u64 = 0x7000_0000;
-
-/// Requests with the lengths of their arguments, or of nvidia-uvm.
-const REQUESTS: [u32; 16] = [
-    0xc01c_4634, 0xc018_4635,
-    0xc030_462b, 0xc020_462b, 0xc020_462a, 0xc010_4629, 0xc038_4627, 0xc038_464e, 0xc020_464f, 0xc028_465e,
-    0xc900_46c8, 0xc004_46c9, 0xc010_46ce, 0xc048_46d2, 0xc230_46d7, 0xc008_46da,
-];
-const UVM: [u32; 28] = [
-    42, 45, 46, 51,
-    0x3000_0001, 0x3000_0002, 23, 24, 25, 26, 27, 28, 30, 31, 33, 34, 37, 38, 39, 65, 66, 68, 70, 72, 73, 75, 33, 68,
-];
-const CLASSES: [u32; 20] = [
-    0, 0x41, 0x80, 0x2080, 0x2081, 0x90f1, 0x3e, 0x40, 0xde, 0xa06c, 0x9067, 0x79, 0xc661, 0xc86f, 0xcbc0, 0xc8b5,
-    0x50a0, 0x503c, 0x83de, 0x73,
-];
-const CONTROLS: [u32; 26] = [
-    0x101, 0x201, 0x202, 0x205, 0x214, 0x21b, 0x279, 0x288, 0xd01, 0x2080_0110, 0x2080_0111, 0x2080_014a, 0x2080_018d,
-    0x2080_018e, 0x2080_0406, 0x2080_1201, 0x2080_1218, 0x2080_1303, 0x2080_1802, 0x2080_3801, 0x906f_0101,
-    0x906f_0102, 0xc36f_0108, 0x00de_0001, 0x83de_030c, 0x2080_3001,
-];
 
 struct Program<'a> {
     input: Input<'a>,
     front_end: FrontEnd,
     gpu: Books,
     root: u32,
+    requests: Requests,
 }
 
 impl Program<'_> {
-    fn pick(&mut self, from: &[u32]) -> u32 {
-        match self.input.byte() {
-            0xff => self.input.u32(),
-            byte => from[usize::from(byte) % from.len()],
-        }
-    }
-
     /// A handle: mostly one of a few.
     fn handle(&mut self) -> u32 {
         match self.input.byte() {
@@ -89,13 +66,15 @@ impl Program<'_> {
                 put(4, object);
                 if request & 0xff == 0x2b {
                     put(8, other);
-                    let class = self.pick(&CLASSES);
+                    let (class, _) = pick(&mut self.input, &self.requests.classes);
                     put(12, class);
                 } else {
-                    let command = self.pick(&CONTROLS);
+                    let (command, mut len) = pick(&mut self.input, &self.requests.controls);
+                    if self.input.byte() & 7 == 0 {
+                        len = self.input.number() as usize & 0x3fff;
+                    }
                     put(8, command);
-                    let len = self.input.number() as u32 & 0x3fff;
-                    put(24, len);
+                    put(24, len as u32);
                 }
             }
             0x4627 | 0x464e => {
@@ -114,9 +93,9 @@ impl Program<'_> {
             _ if request == 33 => {
                 // The range, and the memory behind the array.
                 let (memory, fd) = (self.handle(), u32::from(self.input.byte() & 3));
-                put(9248, fd);
-                put(9252, self.root);
-                put(9256, memory);
+                put(offset_of!(MapExternal, control), fd);
+                put(offset_of!(MapExternal, client), self.root);
+                put(offset_of!(MapExternal, memory), memory);
             }
             _ if request == 25 => {
                 let space = self.handle();
@@ -202,12 +181,12 @@ fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
     let flags = input.byte();
     let driver = if flags & 1 == 0 { "580.159.04" } else { "550.163.01" };
-    let layout = Layout::of_programs(driver).expect("a layout");
     let mut program = Program {
         input,
         front_end: front_end(driver),
         gpu: Books::new(if flags & 2 == 0 { 0 } else { 7 }, flags & 4 == 0),
         root: 0,
+        requests: Requests::default(),
     };
     for (file, node) in [Node::Control, Node::Gpu(0), Node::Uvm].into_iter().enumerate() {
         program.front_end.open(FileId(file as u64), node, 1).expect("a file");
@@ -219,16 +198,13 @@ fuzz_target!(|data: &[u8]| {
         let file = FileId(u64::from(program.input.byte() & 3));
         match program.input.byte() {
             0..0x50 => {
-                let number = program.pick(&UVM);
-                let shapes = vendor_backends::nvidia::frontend::shapes(&layout);
-                let shape = shapes.iter().find(|shape| shape.number == number);
-                let len = shape.and_then(|shape| shape.argument_bytes).unwrap_or(64);
+                let (number, len) = pick(&mut program.input, &program.requests.uvm);
                 let short = usize::from(program.input.byte() == 0xff);
-                program.ioctl(FileId(2), number, (len as usize).saturating_sub(short));
+                program.ioctl(FileId(2), number, len.saturating_sub(short));
             }
             0x50..0xe0 => {
-                let request = program.pick(&REQUESTS);
-                program.ioctl(file, request, (request >> 16 & 0x3fff) as usize);
+                let (request, len) = pick(&mut program.input, &program.requests.escapes);
+                program.ioctl(file, request, len);
             }
             0xe0..0xf0 => {
                 let (len, offset) = (program.input.number(), program.input.number());

@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 
 use fuzz::books::{Books, front_end};
 use fuzz::input::Input;
+use fuzz::requests::{Requests, pick};
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::queue::{
     ALLOCATED, File as QueueFile, MAX_MEMORIES, Memory, PAGE_BYTES, PINNED, op,
@@ -22,10 +23,6 @@ use zerocopy::IntoBytes;
 
 const RAM: u64 = 8 << 20;
 const BASE: u64 = 0x1_0000;
-const REQUESTS: [u32; 12] = [
-    0xc030_462b, 0xc020_462a, 0xc010_4629, 0xc038_4627, 0xc038_464e, 0xc004_46c9, 25, 33, 34, 66, 68, 42,
-];
-const CLASSES: [u32; 12] = [0, 0x80, 0x2080, 0x90f1, 0x3e, 0x40, 0x71, 0xa06c, 0xc86f, 0xc8b5, 0x79, 0xde];
 
 /// Guest memory; the device is driven by the target itself.
 struct Ram(File);
@@ -43,7 +40,11 @@ impl Bus for Ram {
     }
 }
 
-fn message(input: &mut Input<'_>, driver: &mut QueueDriver<Ram>) -> Vec<u8> {
+fn message(
+    input: &mut Input<'_>,
+    driver: &mut QueueDriver<Ram>,
+    requests: &Requests,
+) -> Vec<u8> {
     let (opcode, file) = (u32::from(input.byte() % 8), u64::from(input.byte() % 6));
     if opcode != op::IOCTL {
         let len = usize::from(input.byte());
@@ -54,22 +55,14 @@ fn message(input: &mut Input<'_>, driver: &mut QueueDriver<Ram>) -> Vec<u8> {
         }
         return [request(opcode, file).as_bytes(), &rest].concat();
     }
-    let number = REQUESTS[usize::from(input.byte()) % REQUESTS.len()];
-    let len = match number {
-        33 => 9264,
-        68 => 9248,
-        25 => 32,
-        34 => 16,
-        66 => 40,
-        42 => 40,
-        number => (number >> 16 & 0x3fff) as usize,
-    };
+    let from = if input.byte() & 1 == 0 { &requests.escapes } else { &requests.uvm };
+    let (number, len) = pick(input, from);
     let mut argument = vec![0; len];
     for bytes in argument.chunks_mut(4).take(16) {
         bytes.copy_from_slice(&(input.number() as u32).to_le_bytes()[..bytes.len()]);
     }
-    if number == 0xc030_462b {
-        let class = CLASSES[usize::from(input.byte()) % CLASSES.len()];
+    if number & 0xffff == 0x462b && len >= 32 {
+        let (class, _) = pick(input, &requests.classes);
         argument[12..16].copy_from_slice(&class.to_le_bytes());
         argument[16..24].copy_from_slice(&0x7000_0000_u64.to_le_bytes());
     }
@@ -108,6 +101,7 @@ fuzz_target!(|data: &[u8]| {
     let ram = shared_ram(&mut memory.lock(), 0, RAM);
     let mut driver = QueueDriver::new(Ram(ram), BASE, RAM);
     let mut queue = ControlQueue::start(front_end("550.163.01"), memory.clone(), GuestPa(BASE), SLOTS).expect("a queue");
+    let requests = Requests::default();
     for _ in 0..48 {
         if input.is_empty() {
             break;
@@ -125,7 +119,7 @@ fuzz_target!(|data: &[u8]| {
             0x18..0x1c => queue.withdraw_doorbell(),
             0x1c..0x20 => queue.on_woken(),
             _ => {
-                let bytes = message(&mut input, &mut driver);
+                let bytes = message(&mut input, &mut driver, &requests);
                 driver.fill(&bytes);
                 let mut submission = driver.submission(bytes.len() as u32);
                 if input.byte() == 0xff {
