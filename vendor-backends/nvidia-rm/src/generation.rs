@@ -40,59 +40,23 @@ pub static HOPPER: Generation = Generation {
 /// All known generations, the newest first: a GPU may list classes of older ones.
 static ALL: [&Generation; 8] = [
     // libcuda uses the first class of channels on both.
-    &Generation {
-        name: "Blackwell (GB20x)",
-        channel: 0xc96f,
-        compute: 0xcec0,
-        copy: 0xcab5,
-        doorbell_page: 0xc761,
-    },
-    &Generation {
-        name: "Blackwell (GB20x)",
-        channel: 0xca6f,
-        compute: 0xcec0,
-        copy: 0xcab5,
-        doorbell_page: 0xc761,
-    },
-    &Generation {
-        name: "Blackwell",
-        channel: 0xc96f,
-        compute: 0xcdc0,
-        copy: 0xc9b5,
-        doorbell_page: 0xc761,
-    },
+    &Generation::new("Blackwell (GB20x)", [0xc96f, 0xcec0, 0xcab5, 0xc761]),
+    &Generation::new("Blackwell (GB20x)", [0xca6f, 0xcec0, 0xcab5, 0xc761]),
+    &Generation::new("Blackwell", [0xc96f, 0xcdc0, 0xc9b5, 0xc761]),
     &HOPPER,
-    &Generation {
-        name: "Ada",
-        channel: 0xc56f,
-        compute: 0xc9c0,
-        copy: 0xc7b5,
-        doorbell_page: 0xc561,
-    },
-    &Generation {
-        name: "Ampere (GA10x)",
-        channel: 0xc56f,
-        compute: 0xc7c0,
-        copy: 0xc7b5,
-        doorbell_page: 0xc561,
-    },
-    &Generation {
-        name: "Ampere (GA100)",
-        channel: 0xc56f,
-        compute: 0xc6c0,
-        copy: 0xc6b5,
-        doorbell_page: 0xc561,
-    },
-    &Generation {
-        name: "Turing",
-        channel: 0xc46f,
-        compute: 0xc5c0,
-        copy: 0xc5b5,
-        doorbell_page: 0xc461,
-    },
+    &Generation::new("Ada", [0xc56f, 0xc9c0, 0xc7b5, 0xc561]),
+    &Generation::new("Ampere (GA10x)", [0xc56f, 0xc7c0, 0xc7b5, 0xc561]),
+    &Generation::new("Ampere (GA100)", [0xc56f, 0xc6c0, 0xc6b5, 0xc561]),
+    &Generation::new("Turing", [0xc46f, 0xc5c0, 0xc5b5, 0xc461]),
 ];
 
 impl Generation {
+    /// Creates a generation with the classes of channels, compute, copies and the doorbell page.
+    const fn new(name: &'static str, classes: [u32; 4]) -> Self {
+        let [channel, compute, copy, doorbell_page] = classes;
+        Self { name, channel, compute, copy, doorbell_page }
+    }
+
     /// Returns the generation of a GPU by the parameters that [`CLASS_LIST`] returned.
     pub fn of_list(params: &[u8]) -> Option<&'static Self> {
         let mut words = params.chunks_exact(4).filter_map(|word| word.first_chunk().copied());

@@ -6,6 +6,8 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use zerocopy::FromBytes;
+
 use crate::abi::{Alloc, Call, Control};
 use crate::numbers::{class, control};
 use crate::rm::{Node, Request, Rm};
@@ -54,7 +56,8 @@ impl Rm for RmRecorder {
         let pointer = request.params.as_ref().map(|(at, _)| (*at, *at + 8));
         blank(&mut argument, volatile.chain(pointer));
         let mut params = request.params.as_ref().map_or(Vec::new(), |(_, params)| params.to_vec());
-        let (kind, command) = (word(&argument, 12), word(&argument, 8));
+        let kind = Alloc::read_from_bytes(&argument).map_or(0, |alloc| alloc.class);
+        let command = Control::read_from_bytes(&argument).map_or(0, |control| control.command);
         let volatile_params: &[(usize, usize)] = match request.number {
             // Descriptor of an event.
             Alloc::NUMBER if kind == class::OS_EVENT => &[(16, 24)],
@@ -66,7 +69,8 @@ impl Rm for RmRecorder {
         let done = self.inner.ioctl(fd, request);
         let mut recording = self.recording.lock().unwrap_or_else(PoisonError::into_inner);
         if request.number == Alloc::NUMBER && kind == class::CLIENT {
-            recording.client = request.argument.get(8..12).and_then(|bytes| bytes.try_into().ok());
+            let alloc = Alloc::read_from_bytes(request.argument).ok();
+            recording.client = alloc.map(|alloc| alloc.object.to_le_bytes());
         }
         for bytes in [&mut argument, &mut params] {
             for handle in bytes.chunks_exact_mut(4) {
@@ -80,11 +84,6 @@ impl Rm for RmRecorder {
         recording.lines.push(line.trim_end().to_owned());
         done
     }
-}
-
-fn word(bytes: &[u8], at: usize) -> u32 {
-    let word = bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
-    word.map_or(0, u32::from_le_bytes)
 }
 
 fn blank(bytes: &mut [u8], ranges: impl Iterator<Item = (usize, usize)>) {

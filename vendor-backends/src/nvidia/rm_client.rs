@@ -316,7 +316,7 @@ impl RmClient {
         va: u64,
         flags: u32,
     ) -> Result<(), RmError> {
-        let mapping = abi::DmaMapping {
+        let mapping = abi::MapDma {
             client: self.root,
             device: space.device.handle(),
             dma: space.range.handle(),
@@ -325,6 +325,7 @@ impl RmClient {
             length: len,
             flags: flags | flag::FIXED_VA,
             va,
+            ..Default::default()
         };
         let mapped = match self.call_map_dma(&mapping) {
             // An earlier process may have made the mapping, and not recorded it.
@@ -370,21 +371,14 @@ impl RmClient {
     }
 
     /// Makes a mapping with the form of this driver. Returns the GPU virtual address.
-    fn call_map_dma(&self, mapping: &abi::DmaMapping) -> Result<u64, RmError> {
+    fn call_map_dma(&self, mapping: &abi::MapDma) -> Result<u64, RmError> {
+        let (rm, fd) = (&*self.rm, self.control.as_fd());
         if self.layout.map_dma == size_of::<abi::MapDma570>() {
-            self.call_map_dma_form::<abi::MapDma570>(mapping)
-        } else {
-            self.call_map_dma_form::<abi::MapDma>(mapping)
+            let mut argument = abi::MapDma570::from(*mapping);
+            return call(rm, fd, &mut argument, None, "").map(|()| argument.va);
         }
-    }
-
-    fn call_map_dma_form<P: abi::MapDmaForm>(
-        &self,
-        mapping: &abi::DmaMapping,
-    ) -> Result<u64, RmError> {
-        let mut argument = P::new(mapping);
-        call(&*self.rm, self.control.as_fd(), &mut argument, None, "")?;
-        Ok(argument.mapping().va)
+        let mut argument = *mapping;
+        call(rm, fd, &mut argument, None, "").map(|()| argument.va)
     }
 
     /// Unmaps `size` bytes at `va`, or with size 0 the mapping that begins there.

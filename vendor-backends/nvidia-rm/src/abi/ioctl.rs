@@ -100,36 +100,12 @@ structures! {
 /// Number of cards in the argument of `NV_ESC_CARD_INFO`.
 pub const MAX_CARDS: usize = 64;
 
-impl Call for CardInfos {
-    const NUMBER: u8 = escapes::CARD_INFO as u8;
-    const NAME: &'static str = "CARD_INFO";
-    const VOLATILE: &'static [(usize, usize)] = &[(0, size_of::<Self>())];
-
-    fn status(&self) -> u32 {
-        0
-    }
-}
-
-impl Call for RegisterFd {
-    const NUMBER: u8 = escapes::REGISTER_FD as u8;
-    const NAME: &'static str = "REGISTER_FD";
-    const VOLATILE: &'static [(usize, usize)] = &[(0, 4)];
-
-    fn status(&self) -> u32 {
-        0
-    }
-}
-
+call!(CardInfos, escapes::CARD_INFO as u8, "CARD_INFO", without status, volatile: [(0, size_of::<Self>())]);
+call!(RegisterFd, escapes::REGISTER_FD as u8, "REGISTER_FD", without status, volatile: [(0, 4)]);
 call!(AllocOsEvent, escapes::ALLOC_OS_EVENT as u8, "ALLOC_OS_EVENT", volatile: [(8, 12)]);
-
 call!(GetEventData, 0x52, "RM_GET_EVENT_DATA", pointer: 0, volatile: [(0, 8)]);
-
 call!(Free, escapes::FREE as u8, "RM_FREE");
-
 call!(Alloc, escapes::ALLOC as u8, "RM_ALLOC", pointer: 16);
-
 call!(Control, escapes::CONTROL as u8, "RM_CONTROL", pointer: 16);
-
 call!(AllocMemory, escapes::ALLOC_MEMORY as u8, "RM_ALLOC_MEMORY", volatile: [(24, 32)]);
-
 call!(MapMemory, escapes::MAP_MEMORY as u8, "RM_MAP_MEMORY", volatile: [(32, 40), (48, 52)]);

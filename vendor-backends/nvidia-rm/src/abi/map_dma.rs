@@ -25,57 +25,35 @@ structures! {
     }
 }
 
-/// Fields that all forms of `NVOS46_PARAMETERS` have.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs, reason = "fields are named after the driver's")]
-pub struct DmaMapping {
-    pub client: u32,
-    pub device: u32,
-    pub dma: u32,
-    pub memory: u32,
-    pub offset: u64,
-    pub length: u64,
-    pub flags: u32,
-    pub va: u64,
-}
-
-/// Form of `NVOS46_PARAMETERS`.
-pub trait MapDmaForm: Call {
-    /// Returns the argument that requests `mapping`.
-    fn new(mapping: &DmaMapping) -> Self;
-
-    /// Returns the mapping that is requested or, after the call, was made.
-    fn mapping(&self) -> DmaMapping;
-
-    /// Sets the status, as the driver does.
-    fn set_status(&mut self, status: u32);
-}
-
-macro_rules! map_dma_form {
-    ($name:ident) => {
-        call!($name, 0x57, "RM_MAP_MEMORY_DMA");
-
-        impl MapDmaForm for $name {
-            fn new(mapping: &DmaMapping) -> Self {
-                let DmaMapping { client, device, dma, memory, offset, length, flags, va } =
-                    *mapping;
-                Self { client, device, dma, memory, offset, length, flags, va, ..Self::default() }
-            }
-
-            fn mapping(&self) -> DmaMapping {
-                let Self { client, device, dma, memory, offset, length, flags, va, .. } = *self;
-                DmaMapping { client, device, dma, memory, offset, length, flags, va }
-            }
-
-            fn set_status(&mut self, status: u32) {
-                self.status = status;
-            }
-        }
-    };
-}
-
-map_dma_form!(MapDma);
-
-map_dma_form!(MapDma570);
-
+call!(MapDma, 0x57, "RM_MAP_MEMORY_DMA");
+call!(MapDma570, MapDma::NUMBER, MapDma::NAME);
 call!(UnmapDma, 0x58, "RM_UNMAP_MEMORY_DMA");
+
+impl From<MapDma> for MapDma570 {
+    fn from(map: MapDma) -> Self {
+        let MapDma { client, device, dma, memory, offset, length, flags, va, status, .. } = map;
+        Self { client, device, dma, memory, offset, length, flags, pad0: 0, va, status, pad1: 0 }
+    }
+}
+
+impl From<MapDma570> for MapDma {
+    fn from(map: MapDma570) -> Self {
+        let MapDma570 { client, device, dma, memory, offset, length, flags, va, status, .. } = map;
+        let (flags2, kind) = (0, 0);
+        Self {
+            client,
+            device,
+            dma,
+            memory,
+            offset,
+            length,
+            flags,
+            flags2,
+            kind,
+            pad0: 0,
+            va,
+            status,
+            pad1: 0,
+        }
+    }
+}

@@ -57,11 +57,11 @@ macro_rules! structures {
     };
 }
 
-/// Implements [`Call`] for an argument with a field `status`.
+/// Implements [`Call`] for an argument with a field `status`, or without one.
 macro_rules! call {
     (
         $name:ident, $number:expr, $call_name:expr
-        $(, pointer: $at:expr)? $(, volatile: $ranges:expr)?
+        $(, without $without:ident)? $(, pointer: $at:expr)? $(, volatile: $ranges:expr)?
     ) => {
         impl Call for $name {
             const NUMBER: u8 = $number;
@@ -70,10 +70,12 @@ macro_rules! call {
             $(const VOLATILE: &'static [(usize, usize)] = &$ranges;)?
 
             fn status(&self) -> u32 {
-                self.status
+                call!(@status self $($without)?)
             }
         }
     };
+    (@status $self:ident) => { $self.status };
+    (@status $self:ident status) => { 0 };
 }
 
 #[cfg(test)]

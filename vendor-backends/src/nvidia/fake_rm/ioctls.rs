@@ -2,7 +2,7 @@
 
 use std::collections::btree_map::Entry;
 use std::io;
-use std::mem::{offset_of, size_of};
+use std::mem::size_of;
 
 use zerocopy::IntoBytes;
 
@@ -11,25 +11,29 @@ use super::controls::control;
 use super::objects::{Mapping, Refusal};
 use super::{FileId, State, id_of_number};
 use crate::nvidia::rm::{Node, Request};
-use crate::nvidia::sys::abi::{self, Call, MapDmaForm};
+use crate::nvidia::sys::abi::{self, Call};
 use crate::nvidia::sys::numbers::{class, flag, status};
 use crate::nvidia::version::Layout;
 
 /// Describes a request for the log, without addresses and descriptors.
 pub fn describe(request: &Request<'_>) -> String {
-    let word = |at: usize| {
-        let bytes = request.argument.get(at..at + 4).and_then(|b| b.try_into().ok());
-        bytes.map_or(0, u32::from_le_bytes)
-    };
+    fn read<C: Call>(argument: &[u8]) -> C {
+        C::read_from_bytes(argument).unwrap_or_else(|_| C::new_zeroed())
+    }
     let params = request.params.as_ref().map_or(0, |(_, params)| params.len());
     match request.number {
-        abi::Alloc::NUMBER => format!("class {:#x} params {params}", word(12)),
+        abi::Alloc::NUMBER => {
+            let abi::Alloc { class, .. } = read(request.argument);
+            format!("class {class:#x} params {params}")
+        }
         abi::Control::NUMBER => {
             let first = request.params.as_ref().and_then(|(_, params)| params.first());
-            format!("{:#x} params {params} first {}", word(8), first.copied().unwrap_or_default())
+            let (abi::Control { command, .. }, first) =
+                (read(request.argument), first.copied().unwrap_or_default());
+            format!("{command:#x} params {params} first {first}")
         }
         abi::MapDma::NUMBER => format!("{} bytes", request.argument.len()),
-        abi::Free::NUMBER => format!("{:#x}", word(8)),
+        abi::Free::NUMBER => format!("{:#x}", read::<abi::Free>(request.argument).object),
         _ => String::new(),
     }
 }
@@ -134,9 +138,15 @@ fn execute_on_control(
             Err(io::ErrorKind::InvalidInput.into())
         }
         abi::MapDma::NUMBER if argument.len() == size_of::<abi::MapDma570>() => {
-            map_dma::<abi::MapDma570>(state, argument)
+            with(argument, |map: &mut abi::MapDma570| {
+                map.status = map_dma(state, &(*map).into());
+                Ok(())
+            })
         }
-        abi::MapDma::NUMBER => map_dma::<abi::MapDma>(state, argument),
+        abi::MapDma::NUMBER => with(argument, |map: &mut abi::MapDma| {
+            map.status = map_dma(state, map);
+            Ok(())
+        }),
         abi::UnmapDma::NUMBER => with(argument, |map: &mut abi::UnmapDma| {
             let done = state.objects.unmap(map.client, map.dma, map.memory, map.va, map.size);
             map.status = status_of(done);
@@ -146,15 +156,10 @@ fn execute_on_control(
     }
 }
 
-fn map_dma<P: MapDmaForm>(state: &mut State, argument: &mut [u8]) -> io::Result<()> {
-    with(argument, |map: &mut P| {
-        let abi::DmaMapping { client, dma, memory, va, offset, length, flags, .. } = map.mapping();
-        let gpu_caches = flags & flag::GPU_CACHES != 0;
-        let (space, len) = (dma, length);
-        let mapping = Mapping { client, space, memory, va, len, offset, gpu_caches };
-        map.set_status(status_of(state.objects.map(mapping)));
-        Ok(())
-    })
+fn map_dma(state: &mut State, map: &abi::MapDma) -> u32 {
+    let &abi::MapDma { client, dma: space, memory, va, offset, length: len, flags, .. } = map;
+    let gpu_caches = flags & flag::GPU_CACHES != 0;
+    status_of(state.objects.map(Mapping { client, space, memory, va, len, offset, gpu_caches }))
 }
 
 fn status_of(result: Result<(), Refusal>) -> u32 {
@@ -171,9 +176,3 @@ fn with<C: Call>(
     argument.copy_from_slice(value.as_bytes());
     Ok(())
 }
-
-// Offsets that `describe` reads.
-const _: () = {
-    assert!(offset_of!(abi::Alloc, class) == 12 && offset_of!(abi::Control, command) == 8);
-    assert!(offset_of!(abi::Free, object) == 8);
-};

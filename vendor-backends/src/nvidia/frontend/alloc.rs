@@ -12,7 +12,7 @@ use nvidia_rm::abi::{
 use nvidia_rm::classes::{self, Class};
 use nvidia_rm::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
 use nvidia_rm::numbers::{class, engine, event, flag, status};
-use nvidia_rm::table::{Policy, Row, find, label};
+use nvidia_rm::table::{Row, find, label};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::FrontEnd;
@@ -47,13 +47,12 @@ impl FrontEnd {
         let mut argument: Alloc = call.read()?;
         let Alloc { root, parent, object: handle, class, params, .. } = argument;
         let new = New { file, root, parent, handle, class, params };
-        let row = find(classes::ROWS, class);
-        if row.and_then(Row::handler) == Some(&Class::Client) {
+        if find(classes::ROWS, class).and_then(Row::handler) == Some(&Class::Client) {
             (argument.object, argument.class) = (self.clients.create(file)?, class::CLIENT);
             return call.write(&argument);
         }
         self.clients.check_new(file, new.root, new.parent, new.handle)?;
-        let kind = self.new_object(gpu, call, new, row)?;
+        let kind = self.new_object(gpu, call, new)?;
         self.clients.insert(root, handle, Object { parent, class, kind });
         if class == class::STATUS_PAGE {
             self.write_status_pages();
@@ -66,41 +65,35 @@ impl FrontEnd {
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
         new: New,
-        row: Option<&Row<Class>>,
     ) -> Result<Kind, Stop> {
         let generation = self.generation(gpu);
-        match row.map(|row| row.policy) {
-            Some(Policy::Succeed(_)) => return Ok(Kind::Passive),
-            Some(Policy::Refuse(status, _)) => return Err(Stop::Status(status)),
-            Some(Policy::Answer(class) | Policy::Operate(class)) => match class {
-                Class::Space => return self.new_space(call, new),
-                Class::VideoMemory => return self.new_memory(call, new, true),
-                Class::SystemMemory => return self.new_memory(call, new, false),
-                Class::StatusPage => return self.new_status_page(call),
-                Class::Group => return self.new_group(call, new),
-                Class::ContextShare => return self.new_context_share(call, new),
-                Class::Event => return self.new_event(call, new),
-                Class::Debugger => return self.new_debugger(call, new),
-                Class::Doorbell => {
-                    return Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?));
-                }
-                Class::VirtualMemory => return new_virtual_memory(call, new.params),
-                Class::Channel if new.class == generation.channel => {
-                    return self.new_channel(gpu, call, new);
-                }
-                Class::Compute if new.class == generation.compute => {
-                    return self.new_engine_object(call, new, true);
-                }
-                Class::Copy if new.class == generation.copy => {
-                    return self.new_engine_object(call, new, false);
-                }
-                // Of another generation; `rm_alloc` creates clients.
-                Class::Channel | Class::Compute | Class::Copy | Class::Client => {}
-            },
-            Some(Policy::Query) | None => {}
+        let unknown = Stop::Status(status::INVALID_CLASS);
+        let Some(class) = self.refusals.handler(classes::ROWS, ("class", new.class), unknown)?
+        else {
+            return Ok(Kind::Passive);
+        };
+        match class {
+            Class::Space => self.new_space(call, new),
+            Class::VideoMemory => self.new_memory(call, new, true),
+            Class::SystemMemory => self.new_memory(call, new, false),
+            Class::StatusPage => self.new_status_page(call),
+            Class::Group => self.new_group(call, new),
+            Class::ContextShare => self.new_context_share(call, new),
+            Class::Event => self.new_event(call, new),
+            Class::Debugger => self.new_debugger(call, new),
+            Class::Doorbell => Ok(Kind::Memory(self.memories.doorbell(DOORBELL_BYTES)?)),
+            Class::VirtualMemory => new_virtual_memory(call, new.params),
+            Class::Channel if new.class == generation.channel => self.new_channel(gpu, call, new),
+            Class::Compute if new.class == generation.compute => {
+                self.new_engine_object(call, new, true)
+            }
+            Class::Copy if new.class == generation.copy => self.new_engine_object(call, new, false),
+            // Of another generation; `rm_alloc` creates clients.
+            Class::Channel | Class::Compute | Class::Copy | Class::Client => {
+                self.refusals.note("class", label(classes::ROWS, new.class));
+                Err(Stop::Status(status::INVALID_CLASS))
+            }
         }
-        self.refusals.note("class", label(classes::ROWS, new.class));
-        Err(Stop::Status(status::INVALID_CLASS))
     }
 
     /// Returns the GPU's generation, by the classes that its driver lists.

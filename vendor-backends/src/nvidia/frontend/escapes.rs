@@ -6,7 +6,7 @@ use nix::errno::Errno;
 use nvidia_rm::abi::{AllocOsEvent, Free, MapMemory, NumaInfo, RegisterFd, RmApiVersion, WaitOpen};
 use nvidia_rm::escapes::{self, Escape};
 use nvidia_rm::numbers::status;
-use nvidia_rm::table::{Form, Policy, find, label};
+use nvidia_rm::table::{Form, find};
 
 use super::FrontEnd;
 use super::call::{Call, Stop};
@@ -35,25 +35,10 @@ impl FrontEnd {
         if row.is_some_and(|row| !row.forms.is_empty()) && form(call).is_none() {
             return Err(Stop::INVALID);
         }
-        match row.map(|row| row.policy) {
-            Some(Policy::Succeed(_)) => Ok(()),
-            Some(Policy::Refuse(status, _)) => Err(Stop::Status(status)),
-            Some(Policy::Answer(handler) | Policy::Operate(handler)) => {
-                self.escape(gpu, call, handler)
-            }
-            Some(Policy::Query) | None => {
-                self.refusals.note("ioctl", label(escapes::ROWS, number(call)));
-                Err(Stop::INVALID)
-            }
-        }
-    }
-
-    fn escape(
-        &mut self,
-        gpu: &mut dyn Client,
-        call: &mut Call<'_>,
-        handler: Escape,
-    ) -> Result<(), Stop> {
+        let request = ("ioctl", number(call));
+        let Some(handler) = self.refusals.handler(escapes::ROWS, request, Stop::INVALID)? else {
+            return Ok(());
+        };
         match handler {
             Escape::Alloc => self.rm_alloc(gpu, call),
             Escape::Control => self.rm_control(gpu, call),

@@ -14,7 +14,7 @@ use nvidia_rm::abi::uvm::{
     RegisterSpace,
 };
 use nvidia_rm::numbers::status;
-use nvidia_rm::table::{Form, Policy, find, label};
+use nvidia_rm::table::{Form, find};
 use nvidia_rm::uvm::{self, Uvm};
 
 use super::FrontEnd;
@@ -34,25 +34,10 @@ impl FrontEnd {
         gpu: &mut dyn Client,
         call: &mut Call<'_>,
     ) -> Result<(), Stop> {
-        match find(uvm::ROWS, call.request()).map(|row| row.policy) {
-            Some(Policy::Succeed(_)) => Ok(()),
-            Some(Policy::Refuse(status, _)) => Err(Stop::Status(status)),
-            Some(Policy::Answer(handler) | Policy::Operate(handler)) => {
-                self.uvm_request(gpu, call, handler)
-            }
-            Some(Policy::Query) | None => {
-                self.refusals.note("ioctl of nvidia-uvm", label(uvm::ROWS, call.request()));
-                Err(Stop::INVALID)
-            }
-        }
-    }
-
-    fn uvm_request(
-        &mut self,
-        gpu: &mut dyn Client,
-        call: &mut Call<'_>,
-        handler: Uvm,
-    ) -> Result<(), Stop> {
+        let request = ("ioctl of nvidia-uvm", call.request());
+        let Some(handler) = self.refusals.handler(uvm::ROWS, request, Stop::INVALID)? else {
+            return Ok(());
+        };
         match handler {
             Uvm::CreateRangeGroup => self.create_range_group(call),
             Uvm::RegisterSpace => self.register_space(gpu, call),
