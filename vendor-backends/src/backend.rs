@@ -10,7 +10,6 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use host_inventory::{Finding, HostFiles, PciDevice};
 use mdev_core::gpu::{Client, Gpu, GpuError};
 
 use crate::mediator::{self, Hardware, MediatedClient};
@@ -69,26 +68,9 @@ pub trait Backend: fmt::Debug + Sync {
         Ok(Box::new(MediatedClient::resume(connection, position)?))
     }
 
-    /// Returns the device nodes that the backend's processes open or hand to QEMU.
-    fn device_nodes(&self) -> &'static [DeviceNode] {
-        &[]
-    }
-
     /// Returns the files that a worker opens at its start, beyond its own program's.
     fn worker_files(&self) -> WorkerFiles {
         WorkerFiles::default()
-    }
-
-    /// Checks the prerequisites of the backend on a host, for `vgpuctl doctor`.
-    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
-        let _ = host;
-        Vec::new()
-    }
-
-    /// Returns what to do with a PCI device to share it, if the backend can.
-    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
-        let _ = device;
-        None
     }
 }
 
@@ -165,35 +147,6 @@ pub struct WorkerFiles {
     pub read: Vec<PathBuf>,
 }
 
-/// A device node, as the rules that confine processes name it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceNode {
-    /// Value of `DeviceAllow=` in vgpud's unit (systemd.resource-control).
-    pub device_allow: &'static str,
-    /// AppArmor rule for QEMU, if QEMU maps the node.
-    pub apparmor: Option<&'static str>,
-}
-
-/// What to do with a PCI device to share it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Recommendation {
-    /// The device can be a parent now, with this `--parent` argument.
-    Share {
-        /// The argument.
-        parent: String,
-    },
-    /// The device can be a parent, with this `--parent` argument, once vfio-pci drives it.
-    BindFirst {
-        /// The argument.
-        parent: String,
-    },
-    /// The device can be a parent once a prerequisite is met.
-    Prepare {
-        /// The prerequisite, in one line.
-        step: String,
-    },
-}
-
 /// A list of backends.
 #[derive(Clone, Copy, Debug)]
 pub struct Registry(&'static [&'static dyn Backend]);
@@ -255,21 +208,6 @@ impl Registry {
     pub fn worker_files(&self, admission: &str) -> WorkerFiles {
         let backend = self.iter().find(|backend| backend.admission() == admission);
         backend.map(Backend::worker_files).unwrap_or_default()
-    }
-
-    /// Returns the device nodes of all backends.
-    pub fn device_nodes(&self) -> impl Iterator<Item = DeviceNode> {
-        self.iter().flat_map(|backend| backend.device_nodes().iter().copied())
-    }
-
-    /// Checks the prerequisites of all backends.
-    pub fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
-        self.iter().flat_map(|backend| backend.check_host(host)).collect()
-    }
-
-    /// Returns the first backend's recommendation for a PCI device.
-    pub fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
-        self.iter().find_map(|backend| backend.recommend(device))
     }
 }
 

@@ -1,16 +1,16 @@
 //! Physical PCI devices through VFIO, driven by [`crate::mediator`].
 //!
-//! * [`VfioBackend`]: the registration; `host_check`: what `vgpuctl doctor` checks
+//! * [`VfioBackend`]: the registration
 //! * [`access`]: the kernel's two interfaces for opening a device: iommufd and the IOMMU group
 //! * [`device`]: an open device: its BARs, its interrupts and its DMA
 //! * [`dma`]: the device's DMA mappings, and the IOVA ranges that the IOMMU accepts (`ranges`)
 //! * [`window`]: the DMA window (IOVA range) of each vGPU
-//! * [`family`]: for each device family, which BAR ranges a guest may map, which are emulated, and
+//! * [`family`](host_inventory::family): for each device family, which BAR ranges a guest may map, which are emulated, and
 //!   which are refused
 //! * [`edu`]: a DMA engine
 //! * [`display`]: a linear framebuffer and its screen
 //!
-//! To add a family of devices, add a table to [`family`], a folder, and a line to [`open`].
+//! To add a family of devices, add a table to [`host_inventory::family`], a folder, and a line to [`open`].
 
 pub mod access;
 mod backend;
@@ -18,8 +18,6 @@ pub mod device;
 pub mod display;
 pub mod dma;
 pub mod edu;
-pub mod family;
-mod host_check;
 mod ranges;
 pub mod window;
 
@@ -28,8 +26,8 @@ use std::sync::Arc;
 use self::device::{Device, DeviceError};
 use self::display::DisplayAdapter;
 use self::edu::EduEngine;
-use self::family::Kind;
 use crate::mediator::Hardware;
+use host_inventory::family::Kind;
 use host_inventory::{PciAddress, PciHost};
 
 pub use backend::VfioBackend;

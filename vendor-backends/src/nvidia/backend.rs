@@ -6,17 +6,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use host_inventory::{Finding, HostFiles, PciDevice};
 use mdev_core::gpu::{Client, Gpu, GpuError};
 
 use super::adoption::kept::Kept;
-use super::{BACKEND, KernelDriver, NvidiaClient, NvidiaGpu, Options, host_check};
-use crate::backend::{
-    Backend, BoxError, DeviceNode, OpenGpu, Opener, Parent, Recommendation, WorkerFiles,
-};
+use super::{BACKEND, KernelDriver, NvidiaClient, NvidiaGpu, Options};
+use crate::backend::{Backend, BoxError, OpenGpu, Opener, Parent, WorkerFiles};
 
-/// PCI vendor id of NVIDIA.
-const NVIDIA_VENDOR: u16 = 0x10de;
 /// Place of the argument that stands for all GPUs of the driver.
 const ALL: &str = "all";
 
@@ -86,32 +81,6 @@ impl Backend for NvidiaBackend {
             devices: control.chain(nodes.map(|node| node.path())).collect(),
             read: vec![super::sys::kernel_driver::VERSION.into()],
         }
-    }
-
-    fn device_nodes(&self) -> &'static [DeviceNode] {
-        // QEMU maps doorbells from the descriptor that it is handed. libvirt's /dev has no such node.
-        &[DeviceNode { device_allow: "char-nvidia* rw", apparmor: Some("/dev/nvidia[0-9]* rw,") }]
-    }
-
-    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
-        host_check::check(host)
-    }
-
-    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
-        if device.vendor != NVIDIA_VENDOR {
-            return None;
-        }
-        Some(match device.driver.as_deref() {
-            Some("nvidia") => {
-                Recommendation::Share { parent: format!("nvidia:{}", device.address) }
-            }
-            driver => Recommendation::Prepare {
-                step: format!(
-                    "Tessera shares it beside NVIDIA's own driver, which has to be loaded (now: {})",
-                    driver.unwrap_or("none")
-                ),
-            },
-        })
     }
 }
 

@@ -39,7 +39,6 @@ pub mod frontend;
 mod gpu;
 pub mod gpu_mappings;
 pub mod hang_detector;
-mod host_check;
 mod idle_check;
 pub mod interrupt_thread;
 mod long_kernel;

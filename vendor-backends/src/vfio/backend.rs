@@ -3,13 +3,12 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use host_inventory::{Finding, HostError, HostFiles, PciAddress, PciDevice};
+use host_inventory::{HostError, PciAddress};
 use mdev_core::units::{GIB, MIB};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
-use super::family::Family;
-use super::{BACKEND, Options, host_check};
-use crate::backend::{Backend, BoxError, DeviceNode, OpenHardware, Opener, Parent, Recommendation};
+use super::{BACKEND, Options};
+use crate::backend::{Backend, BoxError, OpenHardware, Opener, Parent};
 use crate::mediator::Hardware;
 use crate::parent_options::parse_size;
 
@@ -52,33 +51,6 @@ impl Backend for VfioBackend {
             }
         }
         Ok(Arc::new(VfioParent { name: address.to_string(), address, options }))
-    }
-
-    fn device_nodes(&self) -> &'static [DeviceNode] {
-        const fn node(device_allow: &'static str) -> DeviceNode {
-            DeviceNode { device_allow, apparmor: None }
-        }
-        const NODES: [DeviceNode; 4] = [
-            node("char-vfio rw"),
-            node("/dev/vfio/vfio rw"),
-            node("char-vfio-dev rw"),
-            node("/dev/iommu rw"),
-        ];
-        &NODES
-    }
-
-    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
-        host_check::check(host)
-    }
-
-    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
-        Family::of(device.vendor, device.device)?;
-        let parent = format!("vfio:{}", device.address);
-        Some(if device.is_bound() {
-            Recommendation::Share { parent }
-        } else {
-            Recommendation::BindFirst { parent }
-        })
     }
 }
 

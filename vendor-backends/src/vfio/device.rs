@@ -18,9 +18,9 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::access::Access;
 use super::dma::AddressSpace;
 pub use super::dma::Attached;
-use super::family::Family;
 use super::window::{Window, WindowError};
 use crate::mem::{self, Mapping};
+use host_inventory::family::Family;
 use host_inventory::{HostError, PciAddress, PciHost};
 
 /// VFIO region index of the configuration space.

@@ -3,13 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use host_inventory::{Finding, HostFiles, PciDevice};
 use ipc::mem::SharedMemory;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
 use mdev_core::units::MIB;
-use vendor_backends::backend::{
-    Backend, BoxError, DeviceNode, OpenHardware, Opener, Parent, Recommendation,
-};
+use vendor_backends::backend::{Backend, BoxError, OpenHardware, Opener, Parent};
 use vendor_backends::mediator::Hardware;
 use vendor_backends::mediator::hardware::{Partition, PartitionMemory, Reservation};
 use vendor_backends::mediator::wire::Refusal;
@@ -44,20 +41,6 @@ impl Backend for DummyBackend {
             (Some(name), []) => Ok(Arc::new(DummyParent(name.to_owned()))),
             _ => Err("a dummy has a name and no options, as in dummy:d0".to_owned()),
         }
-    }
-
-    fn device_nodes(&self) -> &'static [DeviceNode] {
-        &[DeviceNode { device_allow: "/dev/dummy rw", apparmor: Some("/dev/dummy rw,") }]
-    }
-
-    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
-        let problem = || Finding::problem("dummy", "/dev/dummy is not there", "modprobe dummy");
-        if host.has("dev/dummy") { Vec::new() } else { vec![problem()] }
-    }
-
-    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
-        let parent = format!("dummy:{}", device.address);
-        (device.vendor == 0xdddd).then_some(Recommendation::Share { parent })
     }
 }
 

@@ -3,34 +3,19 @@
 
 mod dummy;
 
-use std::fs;
 use std::thread;
 use std::time::Duration;
 
-use host_inventory::{HostFiles, Level, PciDevice};
 use ipc::seqpacket::SeqPacketListener;
 use mdev_core::gpu::{ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
-use vendor_backends::backend::{BACKENDS, Backend, Opener, Recommendation, Registry};
+use vendor_backends::backend::{BACKENDS, Backend, Opener, Registry};
 use vendor_backends::mediator::{MediatedGpu, server};
 use vendor_backends::soft::SoftBackend;
 
 /// The one line.
 static WITH_DUMMY: Registry = Registry::new(&[&SoftBackend, &dummy::DummyBackend]);
-
-fn device(vendor: u16) -> PciDevice {
-    PciDevice {
-        address: "0000:3b:00.0".parse().unwrap(),
-        vendor,
-        device: 1,
-        class: 0x12_0000,
-        driver: None,
-        iommu_group: None,
-        group_with: Vec::new(),
-        character_device: None,
-    }
-}
 
 #[test]
 fn a_dummy_backend_serves_a_vgpu_from_its_parent_argument() {
@@ -56,22 +41,6 @@ fn a_dummy_backend_serves_a_vgpu_from_its_parent_argument() {
     let client =
         WITH_DUMMY.open_client(admission.backend, admission.fd.unwrap(), None, &mut |_| None);
     assert_eq!(client.unwrap().unwrap().gpu().name, "Dummy device");
-}
-
-#[test]
-fn checks_rules_and_recommendations_come_from_the_backend() {
-    let root = tempfile::tempdir().unwrap();
-    let host = HostFiles::new(root.path().to_owned());
-    let findings = WITH_DUMMY.check_host(&host);
-    assert!(findings.iter().any(|one| one.check == "dummy" && one.level == Level::Problem));
-    fs::create_dir(root.path().join("dev")).unwrap();
-    fs::write(root.path().join("dev/dummy"), "").unwrap();
-    assert!(WITH_DUMMY.check_host(&host).iter().all(|one| one.check != "dummy"));
-    let nodes: Vec<_> = WITH_DUMMY.device_nodes().map(|node| node.device_allow).collect();
-    assert_eq!(nodes, ["/dev/dummy rw"]);
-    let parent = "dummy:0000:3b:00.0".to_owned();
-    assert_eq!(WITH_DUMMY.recommend(&device(0xdddd)), Some(Recommendation::Share { parent }));
-    assert_eq!(WITH_DUMMY.recommend(&device(0x1af4)), None);
 }
 
 #[test]

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
+use host_inventory::SUPPORT;
 use mdev_core::definition::Owner;
-use vendor_backends::backend::BACKENDS;
 use vgpud::backend::ParentConfig;
 use vgpud::web_console::request_guard::Address;
 use vgpud::{anchor, gpu_process, manager, run, spawn, worker};
@@ -188,7 +188,7 @@ fn man() -> anyhow::Result<()> {
 
 /// Prints a line for each device node of the backends.
 fn device_allow() -> anyhow::Result<()> {
-    let lines = BACKENDS.device_nodes().map(|node| format!("DeviceAllow={}\n", node.device_allow));
+    let lines = SUPPORT.device_nodes().map(|node| format!("DeviceAllow={}\n", node.device_allow));
     let text: String = lines.collect();
     std::io::stdout().write_all(text.as_bytes()).context("Cannot write the device nodes")
 }

@@ -5,9 +5,10 @@ mod boot_binding;
 use std::fmt::Write as _;
 use std::process::{Command, Stdio};
 
+use host_inventory::SUPPORT;
+use host_inventory::support::Recommendation;
 use host_inventory::{HostError, PciAddress, PciDevice, PciHost};
 use serde::Serialize;
-use vendor_backends::backend::{BACKENDS, Recommendation};
 use vgpud_api::ErrorCode;
 
 use crate::cli::{Output, Parents, ParentsTask};
@@ -115,9 +116,9 @@ fn list(
     output: Output,
 ) -> Result<Vec<u8>, Failure> {
     let all = host.devices().map_err(|error| failure(&error))?;
-    let all = all.into_iter().filter(|device| {
-        device.is_display_or_accelerator() || BACKENDS.recommend(device).is_some()
-    });
+    let all = all
+        .into_iter()
+        .filter(|device| device.is_display_or_accelerator() || SUPPORT.recommend(device).is_some());
     let all: Vec<_> = all.map(|device| candidate(device, bindings)).collect();
     match output {
         Output::Json => pretty(&all),
@@ -165,7 +166,7 @@ fn share_step(address: PciAddress, bindings: Option<&BootBindings>) -> String {
 
 fn candidate(device: PciDevice, bindings: Option<&BootBindings>) -> Candidate {
     let address = device.address;
-    let (parent, next) = match BACKENDS.recommend(&device) {
+    let (parent, next) = match SUPPORT.recommend(&device) {
         Some(Recommendation::Share { .. }) if device.is_bound() => {
             let back = format!("vgpuctl parents unbind {address}");
             (true, format!("{}; return it: {back}", share_step(address, bindings)))

@@ -1,8 +1,8 @@
 //! Checks of KVM, the GPUs of all backends and huge pages.
 
+use host_inventory::SUPPORT;
 use host_inventory::files::number_after as number;
 use host_inventory::{Finding, HostFiles};
-use vendor_backends::backend::BACKENDS;
 
 const KVM: &str = "kvm";
 const PAGES: &str = "pages";
@@ -10,7 +10,7 @@ const PAGES: &str = "pages";
 /// Runs the checks.
 pub fn check(host: &HostFiles) -> Vec<Finding> {
     let mut findings = vec![kvm(host)];
-    findings.extend(BACKENDS.check_host(host));
+    findings.extend(SUPPORT.check_host(host));
     findings.extend(pages(host));
     findings
 }

@@ -6,9 +6,9 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use host_inventory::SUPPORT;
 use integrate::shell::quote;
 use serde_json::json;
-use vendor_backends::backend::BACKENDS;
 
 use crate::cli::Output;
 use crate::cli::libvirt::HookRoot;
@@ -117,7 +117,7 @@ fn without_rules(rules: &str) -> String {
             || own
                 && (rule.ends_with(SOCKETS_RULE)
                     || rule.ends_with(GUARD_RULE)
-                    || BACKENDS.device_nodes().any(|node| node.apparmor == Some(rule)));
+                    || SUPPORT.device_nodes().any(|node| node.apparmor == Some(rule)));
         if !own {
             rest.push_str(line);
         }
@@ -144,7 +144,7 @@ fn script(program: &Path, socket: &Path) -> String {
 fn apparmor_rules(socket: &Path) -> String {
     let run_dir = socket.parent().unwrap_or(Path::new("/run/vgpud")).display();
     let mut rules = format!("{RULES_TITLE}\n{run_dir}{SOCKETS_RULE}\n{run_dir}{GUARD_RULE}\n");
-    for rule in BACKENDS.device_nodes().filter_map(|node| node.apparmor) {
+    for rule in SUPPORT.device_nodes().filter_map(|node| node.apparmor) {
         let _ = writeln!(rules, "{rule}");
     }
     rules

@@ -10,8 +10,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use host_inventory::family::{Access, Family};
 use host_inventory::{PciAddress, PciDevice};
-use vendor_backends::vfio::family::{Access, Family};
 
 use crate::failure::Failure;
 

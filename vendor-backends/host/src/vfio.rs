@@ -1,14 +1,49 @@
-//! Host checks: devices bound to vfio-pci, and the memory that their processes may lock.
+//! PCI devices by VFIO: binding to vfio-pci, and the memory that their processes may lock.
 
-use host_inventory::files::number_after;
-use host_inventory::{Finding, HostFiles, PciDevice, PciHost};
+use crate::family::Family;
+use crate::files::number_after;
+use crate::support::{DeviceNode, Recommendation, Support};
+use crate::{Finding, HostFiles, PciDevice, PciHost};
 
 /// Identifier of the findings.
 const CHECK: &str = "vfio";
 
+/// PCI devices under vfio-pci.
+#[derive(Clone, Copy, Debug)]
+pub struct VfioSupport;
+
+impl Support for VfioSupport {
+    fn device_nodes(&self) -> &'static [DeviceNode] {
+        const fn node(device_allow: &'static str) -> DeviceNode {
+            DeviceNode { device_allow, apparmor: None }
+        }
+        const NODES: [DeviceNode; 4] = [
+            node("char-vfio rw"),
+            node("/dev/vfio/vfio rw"),
+            node("char-vfio-dev rw"),
+            node("/dev/iommu rw"),
+        ];
+        &NODES
+    }
+
+    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
+        check(host)
+    }
+
+    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
+        Family::of(device.vendor, device.device)?;
+        let parent = format!("vfio:{}", device.address);
+        Some(if device.is_bound() {
+            Recommendation::Share { parent }
+        } else {
+            Recommendation::BindFirst { parent }
+        })
+    }
+}
+
 /// Checks each device that is bound to vfio-pci. The kernel locks the guest memory that a device
 /// can reach and counts it against the limit of the GPU process.
-pub(super) fn check(host: &HostFiles) -> Vec<Finding> {
+fn check(host: &HostFiles) -> Vec<Finding> {
     let pci = PciHost::below(host.root());
     let mut bound = pci.devices().unwrap_or_default();
     bound.retain(PciDevice::is_bound);

@@ -1,7 +1,8 @@
 //! Register tables of the supported device families: which parts of the BARs a guest may map, which
 //! are emulated, and which are refused. A range without a row is refused.
 
-use mdev_core::units::PAGE_SIZE;
+/// Length of a page in bytes.
+const PAGE_SIZE: u64 = 4096;
 
 /// A guest's access to a part of a BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

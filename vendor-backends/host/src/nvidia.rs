@@ -1,11 +1,47 @@
-//! Host checks: NVIDIA's driver and its device nodes.
+//! NVIDIA GPUs: the driver and its device nodes.
 
-use host_inventory::{Finding, HostFiles};
+use nvidia_rm::version::Layout;
 
-use super::version::Layout;
+use crate::support::{DeviceNode, Recommendation, Support};
+use crate::{Finding, HostFiles, PciDevice};
 
 /// Identifier of the findings.
 const CHECK: &str = "nvidia";
+
+/// PCI vendor of NVIDIA.
+const VENDOR: u16 = 0x10de;
+
+/// NVIDIA GPUs beside their own driver.
+#[derive(Clone, Copy, Debug)]
+pub struct NvidiaSupport;
+
+impl Support for NvidiaSupport {
+    fn device_nodes(&self) -> &'static [DeviceNode] {
+        // QEMU maps doorbells from the descriptor that it is handed. libvirt's /dev has no such node.
+        &[DeviceNode { device_allow: "char-nvidia* rw", apparmor: Some("/dev/nvidia[0-9]* rw,") }]
+    }
+
+    fn check_host(&self, host: &HostFiles) -> Vec<Finding> {
+        check(host)
+    }
+
+    fn recommend(&self, device: &PciDevice) -> Option<Recommendation> {
+        if device.vendor != VENDOR {
+            return None;
+        }
+        Some(match device.driver.as_deref() {
+            Some("nvidia") => {
+                Recommendation::Share { parent: format!("nvidia:{}", device.address) }
+            }
+            driver => Recommendation::Prepare {
+                step: format!(
+                    "Tessera shares it beside NVIDIA's own driver, which has to be loaded (now: {})",
+                    driver.unwrap_or("none")
+                ),
+            },
+        })
+    }
+}
 
 /// Returns the addresses of NVIDIA's display and 3D controllers.
 fn adapters(host: &HostFiles) -> Vec<String> {
@@ -19,7 +55,7 @@ fn adapters(host: &HostFiles) -> Vec<String> {
 }
 
 /// Checks NVIDIA's driver, if the host has one of NVIDIA's GPUs.
-pub(super) fn check(host: &HostFiles) -> Vec<Finding> {
+fn check(host: &HostFiles) -> Vec<Finding> {
     let adapters = adapters(host);
     let Some(version) = host.read("sys/module/nvidia/version") else {
         let missing = |name: &String| {
