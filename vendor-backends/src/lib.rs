@@ -18,8 +18,6 @@ pub mod ring_clock;
 pub mod soft;
 pub mod vfio;
 
-use ipc::{mem, seqpacket};
-
 /// The guide for authors of backends, whose code is compiled and run.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/writing-a-backend.md")]

@@ -6,6 +6,7 @@ pub mod vram;
 
 use std::time::Duration;
 
+use ipc::mem::SharedMemory;
 use mdev_core::abi::program::FunctionId;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription, Quotas};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE, is_aligned};
@@ -15,7 +16,6 @@ use self::vram::Vram;
 use crate::mediator::Hardware;
 use crate::mediator::hardware::{Partition, PartitionMemory};
 use crate::mediator::wire::Refusal;
-use crate::mem::SharedMemory;
 use crate::vfio::edu::factorial;
 
 /// Maximum number of channels of one vGPU.

@@ -5,12 +5,13 @@
 //! * [`device`]: an open device: its BARs, its interrupts and its DMA
 //! * [`dma`]: the device's DMA mappings, and the IOVA ranges that the IOMMU accepts (`ranges`)
 //! * [`window`]: the DMA window (IOVA range) of each vGPU
-//! * [`family`](host_inventory::family): for each device family, which BAR ranges a guest may map, which are emulated, and
-//!   which are refused
+//! * [`family`](host_inventory::family): for each device family, which BAR ranges a guest may map,
+//!   which are emulated, and which are refused
 //! * [`edu`]: a DMA engine
 //! * [`display`]: a linear framebuffer and its screen
 //!
-//! To add a family of devices, add a table to [`host_inventory::family`], a folder, and a line to [`open`].
+//! To add a family of devices, add a table to [`host_inventory::family`], a folder, and a line to
+//! [`open`].
 
 pub mod access;
 mod backend;

@@ -71,7 +71,8 @@ fn new_front_end() -> vendor_backends::nvidia::frontend::FrontEnd {
 }
 
 impl Worker {
-    /// Serves all requests, as the queue's thread does. `steps` are between what can be interrupted.
+    /// Serves all requests, as the queue's thread does. `steps` are between what can be
+    /// interrupted.
     fn serve(&mut self, journal: &mut Journal) {
         let steps = self.client.steps.clone();
         loop {

@@ -17,7 +17,8 @@ pub struct NvidiaSupport;
 
 impl Support for NvidiaSupport {
     fn device_nodes(&self) -> &'static [DeviceNode] {
-        // QEMU maps doorbells from the descriptor that it is handed. libvirt's /dev has no such node.
+        // QEMU maps doorbells from the descriptor that it is handed. libvirt's /dev has no such
+        // node.
         &[DeviceNode { device_allow: "char-nvidia* rw", apparmor: Some("/dev/nvidia[0-9]* rw,") }]
     }
 

@@ -6,11 +6,12 @@ use crate::numbers::class;
 
 pub use crate::controls::CLASS_LIST;
 
-/// Length of the parameters of [`CLASS_LIST`] in series 580, in bytes: the number of classes, and room for 200.
+/// Length of the parameters of [`CLASS_LIST`] in series 580, in bytes: the number of classes, and
+/// room for 200.
 pub const CLASS_LIST_BYTES: usize = 804;
 
-/// Classes of doorbell pages, `TURING_USERMODE_A` to `BLACKWELL_USERMODE_A`. A GPU also has those of
-/// generations before it, and libcuda uses them.
+/// Classes of doorbell pages, `TURING_USERMODE_A` to `BLACKWELL_USERMODE_A`. A GPU also has those
+/// of generations before it, and libcuda uses them.
 pub const DOORBELL_PAGES: [u32; 4] = [0xc461, 0xc561, class::USERMODE, 0xc761];
 
 /// Generation of GPUs.

@@ -3,8 +3,8 @@
 //! Reading order:
 //!
 //! 1. [`version`]: series of the driver, and what differs between them
-//! 2. [`table`]: what a row of the protocol is; [`escapes`], [`uvm`], [`classes`], [`controls`]: the
-//!    rows; [`abi`]: structures; [`numbers`]: constants
+//! 2. [`table`]: what a row of the protocol is; [`escapes`], [`uvm`], [`classes`], [`controls`]:
+//!    the rows; [`abi`]: structures; [`numbers`]: constants
 //! 3. [`rm`]: the trait that reaches the driver; [`kernel_driver`]: the driver of this machine
 //!    [`bytes`]: numbers in bytes
 //! 4. [`generation`]: classes that differ between GPUs

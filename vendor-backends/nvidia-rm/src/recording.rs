@@ -1,8 +1,8 @@
 //! Recorded answers to queries about the GPU.
 //!
-//! A query is a control without effect. What describes the vGPU is answered by `control` before, and
-//! the driver of a GPU that has one answers next. [`Recorded`] has the answers of a real driver, for
-//! GPUs without one.
+//! A query is a control without effect. What describes the vGPU is answered by `control` before,
+//! and the driver of a GPU that has one answers next. [`Recorded`] has the answers of a real
+//! driver, for GPUs without one.
 
 use std::collections::BTreeMap;
 
@@ -127,8 +127,8 @@ impl Recorded {
         Some(status::OK)
     }
 
-    /// Answers a query in `params`. Returns the driver's status, or `None` for a command that was not
-    /// recorded.
+    /// Answers a query in `params`. Returns the driver's status, or `None` for a command that was
+    /// not recorded.
     pub fn query(&self, command: u32, params: &mut [u8]) -> Option<u32> {
         if command == controls::GR_FS_INFO {
             return self.answer_clusters(params);

@@ -63,8 +63,8 @@ impl Layout {
             .ok_or_else(|| UnsupportedDriver(version.chars().take(40).collect()))
     }
 
-    /// Returns the layout for programs with a libcuda of a version. Series 550 is for GPUs without a
-    /// driver: Debian has its libcuda.
+    /// Returns the layout for programs with a libcuda of a version. Series 550 is for GPUs without
+    /// a driver: Debian has its libcuda.
     pub fn of_programs(version: &str) -> Result<Self, UnsupportedDriver> {
         if version.starts_with("550.") {
             return Ok(PROGRAMS_550);

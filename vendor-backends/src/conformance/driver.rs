@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::host::{self, GpEntry, MethodHeader, SecOp, sem};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, doorbell, userd};
@@ -18,8 +19,6 @@ use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-
-use crate::mem::{Mapping, SharedMemory};
 
 /// Size of guest memory.
 pub const RAM_BYTES: u64 = 48 * MIB;

@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 
+use ipc::mem::SharedMemory;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelSpec, Client, EngineKind, GpuError, GuestRam, MapRequest, Placement,
@@ -9,8 +10,6 @@ use mdev_core::gpu::{
 };
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
-
-use crate::mem::SharedMemory;
 
 /// Imports `ram` as guest memory.
 pub fn import(client: &mut dyn Client, ram: &SharedMemory) -> Result<MemoryId, GpuError> {

@@ -5,6 +5,8 @@ use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use ipc::mem::{Mapping, WriteLog};
+use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::doorbell;
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
@@ -19,8 +21,6 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use super::connection::{Connection, is_closed};
 use super::saved_state;
 use super::wire::{self, ClientReply, ClientRequest, HELLO_FDS, RENEWED_FDS, Refusal};
-use crate::mem::{Mapping, WriteLog};
-use crate::seqpacket::SeqPacket;
 
 /// One vGPU of a mediated device. Dropping the client, or the death of its process, frees all
 /// resources of the vGPU.

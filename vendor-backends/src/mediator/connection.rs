@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use ipc::seqpacket::{self, MAX_PACKET, SeqPacket};
 use mdev_core::gpu::GpuError;
 use nix::errno::Errno;
 use nix::sys::socket::{setsockopt, sockopt};
@@ -12,7 +13,6 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::wire::Numbered;
-use crate::seqpacket::{self, MAX_PACKET, SeqPacket};
 
 /// Time limit of a reply. A worker must answer QEMU within 5 s.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(4);

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
+use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::{
     Admission, ClientSpec, Gpu, GpuCapabilities, GpuDescription, GpuError, PhysicalScreen, Quotas,
     ScreenStatus, UsageReport, Waits,
@@ -13,7 +14,6 @@ use mdev_core::sched::Budget;
 
 use super::connection::{self, Connection};
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
-use crate::seqpacket::SeqPacket;
 
 /// Least time between two readings of the waits, which are longer than the other counters.
 const WAITS_INTERVAL_NS: u64 = 100_000_000;

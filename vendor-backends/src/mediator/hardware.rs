@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::copy;
 use mdev_core::abi::program::FunctionId;
 use mdev_core::device::Scanout;
@@ -18,7 +19,6 @@ use mdev_core::ids::VgpuId;
 
 use super::fault::Fault;
 use super::wire::Refusal;
-use crate::mem::Mapping;
 
 /// A device. The engine thread and the threads that serve workers call these methods.
 pub trait Hardware: Send + Sync + fmt::Debug {

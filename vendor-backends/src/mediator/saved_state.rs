@@ -5,9 +5,8 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 
+use ipc::mem::file_of;
 use mdev_core::gpu::SavedClient;
-
-use crate::mem::file_of;
 
 /// Longest state in bytes: a mapping has at most some 30 bytes, and page tables are limited.
 const MAX_BYTES: u64 = 256 << 20;

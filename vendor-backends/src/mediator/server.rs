@@ -18,6 +18,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::{SeqPacket, SeqPacketListener};
 use mdev_core::gpu::{ClientSpec, Quotas};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -28,7 +29,6 @@ use super::emulation::EmulatedGpu;
 use super::emulation::vgpu::{MANAGER_WAIT, Vgpu};
 use super::hardware::Hardware;
 use super::wire::{self, AdminReply, AdminRequest, Refusal};
-use crate::seqpacket::{SeqPacket, SeqPacketListener};
 
 /// Maximum number of admin connections: an old manager, a new manager, and tools.
 const MAX_ADMINS: usize = 8;

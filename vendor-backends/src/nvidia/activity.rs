@@ -104,7 +104,8 @@ struct Conditions {
 }
 
 impl Activity {
-    /// Continues with the activity of an earlier process. What was in progress has gone on since then.
+    /// Continues with the activity of an earlier process. What was in progress has gone on since
+    /// then.
     pub(super) fn continued(live: &LiveAccounting) -> Self {
         let since = live.at.map(|at| at.instant().elapsed().min(MAX_GAP)).unwrap_or_default();
         let gap = |was: bool| if was { since } else { Duration::ZERO };

@@ -1,5 +1,6 @@
 //! The backend `nvidia`:
-//! `--parent nvidia[:ADDRESS][,hang=MS][,preempt=blocks][,doorbell=direct][,vram=direct][,allow-sys-admin]`.
+//! `--parent
+//! nvidia[:ADDRESS][,hang=MS][,preempt=blocks][,doorbell=direct][,vram=direct][,allow-sys-admin]`.
 
 use std::fmt::Write as _;
 use std::os::fd::OwnedFd;

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -25,7 +26,6 @@ use super::rm_object::Object;
 use super::switch_probe::SwitchProbe;
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
-use crate::mem::Mapping;
 
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
 const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);
@@ -405,8 +405,8 @@ impl CtxswLog {
         self.others.clear();
     }
 
-    /// Takes the time that was not used off the engine time until `now_ns`, as far as is known. While
-    /// other vGPUs have work, as `contended` says, all of it counts.
+    /// Takes the time that was not used off the engine time until `now_ns`, as far as is known.
+    /// While other vGPUs have work, as `contended` says, all of it counts.
     pub fn withhold_unused(&mut self, now_ns: u64, contended: bool) {
         let waited_ns = self.demand.waited_ns(now_ns);
         self.engine_use.withhold_unused(&mut self.engine_time, waited_ns, now_ns, contended);

@@ -152,8 +152,8 @@ impl Device {
     /// Creates an address space for this client's channels.
     pub fn address_space(&self) -> Result<AddressSpace, RmError> {
         let bytes = self.rm_client.layout().va_space;
-        // The driver's own choice is 1 MiB. A program may have memory right above `mmap_min_addr`, as
-        // while libcuda checkpoints it, and addresses for the GPU are the program's.
+        // The driver's own choice is 1 MiB. A program may have memory right above `mmap_min_addr`,
+        // as while libcuda checkpoints it, and addresses for the GPU are the program's.
         let mut params = abi::VaSpaceParams { base: PAGE_SIZE, ..Default::default() };
         let params = &mut params.as_mut_bytes()[..bytes];
         let space = self.rm_client.alloc(

@@ -1,8 +1,8 @@
 //! Queries about the GPU that the driver answers for CUDA programs.
 //!
-//! Only commands whose row has [`ask`](nvidia_rm::table::Row::ask) reach the driver, with parameters of
-//! exactly the length of the tested series. They change nothing, and their parameters hold neither
-//! pointers nor handles.
+//! Only commands whose row has [`ask`](nvidia_rm::table::Row::ask) reach the driver, with
+//! parameters of exactly the length of the tested series. They change nothing, and their parameters
+//! hold neither pointers nor handles.
 
 use nvidia_rm::controls;
 use nvidia_rm::numbers::status;

@@ -47,8 +47,8 @@ impl Residencies {
     }
 }
 
-/// Part of the time, one in so many, for which the work of a vGPU that competes waits, at least. Brief
-/// work waits for less.
+/// Part of the time, one in so many, for which the work of a vGPU that competes waits, at least.
+/// Brief work waits for less.
 const COMPETING_PART: u64 = 4;
 
 /// Time between two looks at the GPU's utilization, and while the engine is in use all the time.
@@ -97,8 +97,8 @@ impl EngineUse {
         self.residencies.add(record, process);
     }
 
-    /// Takes the time that was not used off the engine time until `now_ns`. `waited_ns` is the total
-    /// time that work has waited; `contended` says that other vGPUs have work.
+    /// Takes the time that was not used off the engine time until `now_ns`. `waited_ns` is the
+    /// total time that work has waited; `contended` says that other vGPUs have work.
     pub fn withhold_unused(
         &mut self,
         engine_time: &mut EngineTime,

@@ -2,13 +2,15 @@
 //!
 //! Each vGPU is a client of the driver in a process of its own, and the driver lets only a process
 //! with the client's file change the slice and the gate of its channel groups, or reset them. The
-//! manager therefore sends these requests to the workers, each of which has a thread for its connection.
+//! manager therefore sends these requests to the workers, each of which has a thread for its
+//! connection.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{
     Admission, ClientSpec, Gpu, GpuCapabilities, GpuDescription, GpuError, Usage, UsageReport,
 };
@@ -22,7 +24,6 @@ use super::device::{Card, Device, cards};
 use super::rm::{Node, Rm, RmError};
 use super::usage_reconcile::{Account, Reconciler, ReportLimit, Reported};
 use super::wire::{self, FromManager, FromWorker, Grant, Load, Options, Report};
-use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// Timeout of the usage reports of all workers together. One report takes about 50 us.
 const USAGE_TIMEOUT: Duration = Duration::from_millis(10);

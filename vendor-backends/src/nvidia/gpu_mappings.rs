@@ -51,8 +51,8 @@ impl GpuMappings {
         Self { rm_client, space, range, mappings: BTreeMap::new() }
     }
 
-    /// Continues with the mappings of an earlier process. `object` returns the memory of a mapping and
-    /// its length.
+    /// Continues with the mappings of an earlier process. `object` returns the memory of a mapping
+    /// and its length.
     pub fn adopt(
         device: &Device,
         state: &SpaceState,
@@ -86,8 +86,8 @@ impl GpuMappings {
         Ok(())
     }
 
-    /// Returns the state for a process that continues. Adds regions for launches by kernels, of which
-    /// `is_region` tells by their objects, to `regions`.
+    /// Returns the state for a process that continues. Adds regions for launches by kernels, of
+    /// which `is_region` tells by their objects, to `regions`.
     pub fn state(
         &self,
         id: SpaceId,

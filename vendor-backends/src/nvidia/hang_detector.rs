@@ -6,8 +6,9 @@
 //! [`SwitchProbe`](super::switch_probe::SwitchProbe), although the probe asked for it.
 //!
 //! Residencies are those of the GPU's log. Whether GPFIFO entries are fetched can only be read in
-//! memory of the guest, and so is a hint: without fetches, the probe has to wait for a shorter time.
-//! A guest with an endless kernel that writes `GP_GET` itself is found later, and it is found.
+//! memory of the guest, and so is a hint: without fetches, the probe has to wait for a shorter
+//! time. A guest with an endless kernel that writes `GP_GET` itself is found later, and it is
+//! found.
 //!
 //! The detector returns the time of the next check, so a hang is found as soon as the limit is
 //! reached.

@@ -1,13 +1,13 @@
 //! Check of a vGPU that shows no work while its context is resident on the compute engine.
 //!
 //! An idle context stays resident until another context needs the engine, so residency alone is no
-//! work. But what the rings show is the guest's word, and a guest with an engine time cap would gain
-//! by showing empty rings. So the probe asks for the engine once. An idle context then leaves the
-//! engine and does not come back without a ring. A context with work comes back, and one with a long
-//! kernel does not leave.
+//! work. But what the rings show is the guest's word, and a guest with an engine time cap would
+//! gain by showing empty rings. So the probe asks for the engine once. An idle context then leaves
+//! the engine and does not come back without a ring. A context with work comes back, and one with a
+//! long kernel does not leave.
 //!
-//! The next kernel of an idle vGPU then waits for a context switch, so a vGPU that shows the truth is
-//! checked once a second at most.
+//! The next kernel of an idle vGPU then waits for a context switch, so a vGPU that shows the truth
+//! is checked once a second at most.
 
 use std::time::{Duration, Instant};
 

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{GpuError, Pending};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -15,7 +16,6 @@ use super::rm_client::RmClient;
 use super::switch_probe::Request;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
 use super::wire::{FromManager, FromWorker, Load};
-use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// Poll interval while the closing of a gate is delayed.
 const CLOSING_INTERVAL: Duration = Duration::from_millis(1);

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::gpu::{Backing, ClientSpec, GpuError, GuestRam, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::memory_file::MemoryFile;
@@ -18,7 +19,6 @@ use super::adoption::state::{
 use super::device::Device;
 use super::gpu_mappings::GpuMappings;
 use super::rm_object::{AddressSpace, Object};
-use crate::mem::Mapping;
 
 /// Maximum number of address spaces, and of imports and allocations.
 const MAX_SPACES: usize = 256;
@@ -234,8 +234,8 @@ impl Memory {
         Ok(id)
     }
 
-    /// Allocates video memory, which the driver has cleared. Gives up the partition first: a GPU may
-    /// have no room for both.
+    /// Allocates video memory, which the driver has cleared. Gives up the partition first: a GPU
+    /// may have no room for both.
     pub fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
         if len == 0 || !is_aligned(len, PAGE_SIZE) {
             return Err(GpuError::Invalid("an allocation must consist of whole pages"));
@@ -253,8 +253,8 @@ impl Memory {
         Ok(id)
     }
 
-    /// Frees video memory, which the driver then clears, and allocates a new partition. Channels must
-    /// not use it any more.
+    /// Frees video memory, which the driver then clears, and allocates a new partition. Channels
+    /// must not use it any more.
     pub fn renew_vram(&mut self) -> Result<Arc<Object>, GpuError> {
         self.unmap_all();
         // First, since the GPU may have no room for both.
@@ -279,7 +279,8 @@ impl Memory {
         self.imports.contains_key(&memory)
     }
 
-    /// Unmaps an import or an allocation, and unpins or frees it. Channels must not use it any more.
+    /// Unmaps an import or an allocation, and unpins or frees it. Channels must not use it any
+    /// more.
     pub fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
         let import = self.imports.remove(&memory);
         let allocation = self.allocations.remove(&memory);

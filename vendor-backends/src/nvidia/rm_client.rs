@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use ipc::mem::Mapping;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::adoption::journal::Journal;
@@ -15,13 +16,12 @@ use super::rm_object::{AddressSpace, Object};
 use super::sys::abi::{self, Call};
 use super::sys::numbers::{class, control, flag, status};
 use super::version::Layout;
-use crate::mem::Mapping;
 
 /// First handle of an object. The driver chooses handles of clients from another range.
 pub const FIRST_HANDLE: u32 = 0x5e55_0001;
 
-/// Number of the file for exceptions. The driver knows a client's files for events by such numbers, and
-/// does not look them up among the caller's descriptors: a process that continues has others.
+/// Number of the file for exceptions. The driver knows a client's files for events by such numbers,
+/// and does not look them up among the caller's descriptors: a process that continues has others.
 pub const EXCEPTION_FILE: u32 = 1 << 30;
 
 /// What a process needs to continue with the client of another one.
@@ -42,8 +42,8 @@ pub struct AdoptedClient {
 /// Client of the resource manager. The driver frees all of its objects when its descriptors are
 /// closed, in whichever process they are.
 ///
-/// A client that was adopted may repeat calls: a mapping that exists is made anew, and what does not
-/// exist any more counts as freed or unmapped.
+/// A client that was adopted may repeat calls: a mapping that exists is made anew, and what does
+/// not exist any more counts as freed or unmapped.
 pub struct RmClient {
     rm: Arc<dyn Rm>,
     layout: Layout,
@@ -95,8 +95,9 @@ impl RmClient {
         }))
     }
 
-    /// Continues with the client of a process that has ended, by its open files. Until [`Self::own`] is
-    /// called, drops free nothing: a process that cannot continue leaves the client to another one.
+    /// Continues with the client of a process that has ended, by its open files. Until
+    /// [`Self::own`] is called, drops free nothing: a process that cannot continue leaves the
+    /// client to another one.
     pub fn adopt(rm: Arc<dyn Rm>, layout: Layout, client: AdoptedClient) -> Arc<Self> {
         let AdoptedClient { control, gpu, minor, root, next_handle } = client;
         Arc::new(Self {
@@ -184,8 +185,9 @@ impl RmClient {
         let _ = self.journal.set(journal);
     }
 
-    /// Frees what the earlier process has made and not recorded, up to a handle: the last first, since
-    /// objects depend on earlier ones. Requests that made them are repeated with the same handles.
+    /// Frees what the earlier process has made and not recorded, up to a handle: the last first,
+    /// since objects depend on earlier ones. Requests that made them are repeated with the same
+    /// handles.
     pub fn free_unrecorded(&self, last: u32) {
         for handle in (self.next_handle()..=last).rev() {
             // Objects below it, or the process itself, may have taken it along.
@@ -441,8 +443,8 @@ impl RmClient {
         call(&*self.rm, fd, &mut argument, None, "")
     }
 
-    /// Creates an event object of `source` for a registered file, which polls readable when `source`
-    /// raises `event`. Without [`WITHOUT_DATA`](super::sys::numbers::event::WITHOUT_DATA),
+    /// Creates an event object of `source` for a registered file, which polls readable when
+    /// `source` raises `event`. Without [`WITHOUT_DATA`](super::sys::numbers::event::WITHOUT_DATA),
     /// [`Self::take_event`] then returns which object it was.
     pub fn alloc_event(
         self: &Arc<Self>,

@@ -1,7 +1,7 @@
 //! Stopping a vGPU's work for a save, and continuing it.
 //!
-//! The driver waits for a kernel that runs before it disables a channel, and after some seconds it ends
-//! the kernel. So nothing is asked of the driver unless kernels are seen to end.
+//! The driver waits for a kernel that runs before it disables a channel, and after some seconds it
+//! ends the kernel. So nothing is asked of the driver unless kernels are seen to end.
 
 use std::time::{Duration, Instant};
 

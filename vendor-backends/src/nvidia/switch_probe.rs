@@ -1,10 +1,10 @@
 //! Probe for context switches: a channel of the worker's own that asks for the compute engine.
 //!
-//! Whether a guest's kernels end cannot be read in memory that the guest can write. The GPU shows it:
-//! when another context asks for the engine, the engine changes to that context at the end of the
-//! slice, or with the kernel that runs then. So the worker asks for the engine itself. Work that
-//! keeps the engine although the probe waits is one long kernel. Work that lets the probe through
-//! consists of kernels that end, however long it takes in all.
+//! Whether a guest's kernels end cannot be read in memory that the guest can write. The GPU shows
+//! it: when another context asks for the engine, the engine changes to that context at the end of
+//! the slice, or with the kernel that runs then. So the worker asks for the engine itself. Work
+//! that keeps the engine although the probe waits is one long kernel. Work that lets the probe
+//! through consists of kernels that end, however long it takes in all.
 //!
 //! The probe's memory and address space are not accessible to the guest. It consists of an ordinary
 //! channel with an ordinary ring: the driver is not asked for anything unusual.
@@ -12,6 +12,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::host::{GP_ENTRY_BYTES, GpEntry, MethodHeader, SEM_ADDR_LO, SET_OBJECT, SecOp};
 use mdev_core::abi::host::{SUBCHANNEL_COMPUTE, sem};
 use mdev_core::abi::{compute, userd};
@@ -29,7 +30,6 @@ use super::rm::Node;
 use super::rm_object::{AddressSpace, Object};
 use super::sys::abi;
 use super::sys::numbers::{class, control, engine, flag};
-use crate::mem::Mapping;
 
 /// Address of the memory in the probe's address space.
 const VA: u64 = 1 << 36;
@@ -165,7 +165,8 @@ impl SwitchProbe {
         let mapping = kept::map(&files.take(kept::PROBE)?, MEMORY_BYTES, true)?;
         let group = device.adopt_object(objects.group);
         let channel = rm_client.adopt_object(Some(&group), objects.channel);
-        // The probe has one request at a time: either that of the last entry is served, or it waits.
+        // The probe has one request at a time: either that of the last entry is served, or it
+        // waits.
         let served = mapping.load_u32(SEMAPHORE).unwrap_or_default();
         let put = mapping.load_u32(USERD + userd::GP_PUT).unwrap_or_default();
         let waits = put != served % ENTRIES;

@@ -16,8 +16,8 @@ const SATURATED: f64 = 0.85;
 /// Number and age of the readings that are kept: samples come up to half a second late.
 const MAX_READINGS: usize = 128;
 const MAX_AGE_NS: u64 = 2_000_000_000;
-/// Longest time that is owed, in nanoseconds, and longest one that was reported too early: a vGPU that
-/// was taken for busy is not shown as idle for seconds after that.
+/// Longest time that is owed, in nanoseconds, and longest one that was reported too early: a vGPU
+/// that was taken for busy is not shown as idle for seconds after that.
 const MAX_OWED_NS: i64 = 1_000_000_000;
 const MAX_EARLY_NS: i64 = 20_000_000;
 
@@ -68,9 +68,9 @@ impl Default for UsedTime {
 }
 
 impl UsedTime {
-    /// Takes a reading. `competes` says that others had work, or that the vGPU's own waited for much
-    /// of the time since the last one: then it used all of its time on the engine. Returns the part
-    /// of the new time that was not used, in nanoseconds.
+    /// Takes a reading. `competes` says that others had work, or that the vGPU's own waited for
+    /// much of the time since the last one: then it used all of its time on the engine. Returns the
+    /// part of the new time that was not used, in nanoseconds.
     pub fn advance(&mut self, reading: Reading, competes: bool) -> u64 {
         let part = if competes { 1.0 } else { self.part };
         let new_ns = reading.charged_ns.saturating_sub(self.last.reading.charged_ns);

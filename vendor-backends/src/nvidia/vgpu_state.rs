@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::{EngineKind, GpuError, Pending, Usage};
 
 use super::activity::{Activity, COPY_LINGER};
@@ -17,7 +18,6 @@ use super::signals::Signals;
 use super::switch_probe::{Request, SwitchProbe};
 use super::wait_check::Seen;
 use super::wire::Report;
-use crate::seqpacket::SeqPacket;
 
 /// Poll interval for the rings of a busy vGPU; the resolution of its charged copy time.
 const BUSY_INTERVAL: Duration = Duration::from_millis(5);
@@ -35,9 +35,8 @@ const MAYBE_ENDLESS: Duration = Duration::from_millis(40);
 /// Maximum delay of closing a gate until the end of a residency.
 const MAX_CLOSE_DELAY: Duration = Duration::from_millis(50);
 
-/// Maximum time to wait for the engine before a channel of several is freed, and interval of looking
-/// at it. The
-/// hang detector acts earlier.
+/// Maximum time to wait for the engine before a channel of several is freed, and interval of
+/// looking at it. The hang detector acts earlier.
 pub(super) const MAX_SWITCH_WAIT: Duration = Duration::from_secs(2);
 const SWITCH_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -213,8 +212,8 @@ impl VgpuState {
         }
     }
 
-    /// Asks for a context switch, unless `request` was made before. Returns the state of the request.
-    /// None if the probe does not work.
+    /// Asks for a context switch, unless `request` was made before. Returns the state of the
+    /// request. None if the probe does not work.
     pub(super) fn probe(&self, request: Option<Request>) -> Option<Probed> {
         let mut probe = self.switch_probe();
         let probe = probe.as_mut().filter(|probe| probe.works())?;
@@ -223,10 +222,10 @@ impl VgpuState {
         Some(Probed { request, requested_at, served: probe.is_served(request) })
     }
 
-    /// Waits until the engine changes to the probe, or until the hang detector has reset the groups,
-    /// if other vGPUs have work. Freeing a channel of a group waits for the kernel that runs, and
-    /// blocks all clients of the driver meanwhile. Returns false after `limit`, and None if the probe
-    /// does not work.
+    /// Waits until the engine changes to the probe, or until the hang detector has reset the
+    /// groups, if other vGPUs have work. Freeing a channel of a group waits for the kernel that
+    /// runs, and blocks all clients of the driver meanwhile. Returns false after `limit`, and None
+    /// if the probe does not work.
     pub(super) fn await_switch(&self, limit: Duration) -> Option<bool> {
         let (started, mut request) = (Instant::now(), None);
         while self.channels().load.contended && self.residency().is_some() {
@@ -246,10 +245,10 @@ impl VgpuState {
     /// Returns whether a gate that should have closed `waited` ago must stay open for now.
     ///
     /// Closing waits for the running kernel, and blocks all other clients of the driver meanwhile.
-    /// A kernel that may be endless is therefore left to the hang detector: the gate closes when the
-    /// engine has changed to the probe, whatever the guest's memory shows. `request` is the request
-    /// for this closing. While other vGPUs have work, residencies end by themselves, so the gate
-    /// closes between two of them.
+    /// A kernel that may be endless is therefore left to the hang detector: the gate closes when
+    /// the engine has changed to the probe, whatever the guest's memory shows. `request` is the
+    /// request for this closing. While other vGPUs have work, residencies end by themselves, so the
+    /// gate closes between two of them.
     pub(super) fn must_delay_closing(
         &self,
         waited: Duration,
@@ -284,8 +283,8 @@ impl VgpuState {
     }
 
     /// Returns whether the vGPU is resident on the compute engine, and how often it was, as of the
-    /// last time that the log was read, or as of now. None if the log does not tell the vGPU from the
-    /// probe.
+    /// last time that the log was read, or as of now. None if the log does not tell the vGPU from
+    /// the probe.
     pub(super) fn residencies(&self, now: bool) -> Option<(bool, u64)> {
         let mut log = self.ctxsw_log();
         let log = log.as_mut()?;

@@ -1,12 +1,14 @@
-//! Copies between video memory and the host, through a channel of the worker's own and a copy engine.
+//! Copies between video memory and the host, through a channel of the worker's own and a copy
+//! engine.
 //!
-//! The channel's address space has the partition, the staging memory, and the channel's own memory. The
-//! guest cannot access it.
+//! The channel's address space has the partition, the staging memory, and the channel's own memory.
+//! The guest cannot access it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::copy::{
     self, LAUNCH_DMA, LINE_LENGTH_IN, OFFSET_IN_UPPER, SET_SEMAPHORE_A, launch,
 };
@@ -24,7 +26,6 @@ use super::doorbell_poller;
 use super::rm_object::{AddressSpace, Object};
 use super::sys::abi;
 use super::sys::numbers::{class, control, flag};
-use crate::mem::{Mapping, SharedMemory};
 
 /// Length of staging memory, in bytes.
 pub const STAGING_BYTES: u64 = 128 * MIB;

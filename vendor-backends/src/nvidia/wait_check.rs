@@ -2,8 +2,9 @@
 //!
 //! The GPU fetches the entries of a waiting channel before the engine is free: the ring of a vGPU
 //! that waits for another one's kernel can look as if all its work had been done. So a vGPU counts
-//! as waiting if it lost the engine soon after its last sign of work, or has not had it since, while
-//! another context keeps the engine from its [`SwitchProbe`](super::switch_probe::SwitchProbe).
+//! as waiting if it lost the engine soon after its last sign of work, or has not had it since,
+//! while another context keeps the engine from its
+//! [`SwitchProbe`](super::switch_probe::SwitchProbe).
 //!
 //! If the probe gets the engine twice and the vGPU does not, then the vGPU has no work: the GPU
 //! gives every group with work its turn. A probe makes the GPU switch contexts twice, so it is used

@@ -114,8 +114,9 @@ pub struct Report {
 
 #[cfg(test)]
 mod tests {
+    use ipc::seqpacket::{decode, encode};
+
     use super::*;
-    use crate::seqpacket::{decode, encode};
 
     #[test]
     fn a_change_of_the_messages_bumps_their_version() {

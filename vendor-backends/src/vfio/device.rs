@@ -9,6 +9,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
+use ipc::mem::{self, Mapping};
 use mdev_core::units::PAGE_SIZE;
 use nix::errno::Errno;
 use nix::sys::uio::{pread, pwrite};
@@ -19,7 +20,6 @@ use super::access::Access;
 use super::dma::AddressSpace;
 pub use super::dma::Attached;
 use super::window::{Window, WindowError};
-use crate::mem::{self, Mapping};
 use host_inventory::family::Family;
 use host_inventory::{HostError, PciAddress, PciHost};
 

@@ -16,6 +16,7 @@ use iommufd_bindings::iommufd::{
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
 };
 use iommufd_ioctls::IommufdError;
+use ipc::mem::Mapping;
 use nix::errno::Errno;
 use vfio_bindings::bindings::vfio::{
     VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, vfio_iommu_type1_dma_map,
@@ -24,7 +25,6 @@ use vfio_ioctls::{VfioContainer, VfioError, VfioIommufd, VfioOps};
 
 use super::ranges;
 use super::window::Window;
-use crate::mem::Mapping;
 
 /// `VFIO_IOMMU_MAP_DMA`, `_IO(';', 113)`. The crate's own functions always map writable memory.
 const MAP_DMA: libc::Ioctl = 0x3b71;

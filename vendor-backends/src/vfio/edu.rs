@@ -25,6 +25,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::program::FunctionId;
 use mdev_core::gpu::{ClientSpec, GpuCapabilities, GpuDescription};
 use mdev_core::ids::VgpuId;
@@ -38,7 +39,6 @@ use crate::mediator::Hardware;
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::{Attachment, MemoryRange, Pace, Partition, Reservation};
 use crate::mediator::wire::Refusal;
-use crate::mem::Mapping;
 use host_inventory::PciAddress;
 
 /// Maximum number of channels of one vGPU.

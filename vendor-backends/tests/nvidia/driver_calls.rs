@@ -35,9 +35,9 @@ fn preemption_between_blocks_is_set_once_if_chosen() {
     assert_eq!((calls, channels.len()), (1, 3), "one call for the compute group");
 }
 
-/// `tests/golden/nvidia-580.txt` is a recording on an H100 with driver 580.159.04 (`nvidia_hw`). The
-/// queries of the class list and of the copy engines' capabilities were added to it by hand, and the
-/// start of the address spaces.
+/// `tests/golden/nvidia-580.txt` is a recording on an H100 with driver 580.159.04 (`nvidia_hw`).
+/// The queries of the class list and of the copy engines' capabilities were added to it by hand,
+/// and the start of the address spaces.
 #[test]
 fn driver_calls_match_the_recording_of_a_real_driver() {
     let rm = FakeRm::new("580.159.04");

@@ -17,8 +17,8 @@ enum Neighbour {
     Kernels,
 }
 
-/// A guest that creates a compute channel, works for 100 ms as the log shows it, and ends the channel
-/// in the midst of the work.
+/// A guest that creates a compute channel, works for 100 ms as the log shows it, and ends the
+/// channel in the midst of the work.
 #[derive(Clone, Copy, Debug)]
 struct Guest {
     neighbour: Neighbour,

@@ -65,7 +65,8 @@ structures! {
         process_info: u64,
     }
 
-    /// `NV2080_CTRL_PERF_GPUMON_PERFMON_UTIL_SAMPLE`: frame buffer, graphics, and the video engines.
+    /// `NV2080_CTRL_PERF_GPUMON_PERFMON_UTIL_SAMPLE`: frame buffer, graphics, and the video
+    /// engines.
     UtilizationSample { at_ns: u64, engines: [EngineUtilization; 6] }
 
     /// `NV2080_CTRL_PERF_GET_GPUMON_PERFMON_UTIL_SAMPLES_V2_PARAMS`.

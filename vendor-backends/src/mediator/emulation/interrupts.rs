@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use foreign_fds::eventfd::Signaller;
 use foreign_fds::is_eventfd;
+use ipc::mem::Mapping;
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::Pending;
 
 use crate::mediator::wire::{Refusal, STATUS_PENDING};
-use crate::mem::Mapping;
 
 /// Line of the worker's eventfd; the vectors have the lines below.
 const EVENT: u32 = VECTORS;
@@ -61,10 +61,10 @@ mod tests {
     use std::fs::File;
     use std::io::Read;
 
+    use ipc::mem::SharedMemory;
     use nix::sys::eventfd::{EfdFlags, EventFd};
 
     use super::*;
-    use crate::mem::SharedMemory;
 
     fn eventfd() -> (OwnedFd, File) {
         let fd = OwnedFd::from(EventFd::from_flags(EfdFlags::EFD_CLOEXEC).unwrap());

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::host::{GpEntry, MethodHeader, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::program::{self, Program};
@@ -21,7 +22,6 @@ use super::context::Context;
 use super::counters::Counters;
 use super::interrupts::Interrupts;
 use super::run_limit::RunLimit;
-use crate::mem::{Mapping, SharedMemory};
 use crate::soft::SoftGpu;
 
 /// Memory: a writable range, a read-only range, and unmapped memory.

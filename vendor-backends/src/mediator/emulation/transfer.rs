@@ -1,5 +1,6 @@
 //! Transfers of the copy class: copies and fills, line by line, preemptible between chunks.
 
+use ipc::mem::STREAMING_BYTES;
 use serde::{Deserialize, Serialize};
 
 use super::address_space::Access;
@@ -9,7 +10,6 @@ use super::remap::{Remap, RemapRegisters};
 use super::semaphore::Release;
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::Pace;
-use crate::mem::STREAMING_BYTES;
 
 /// Kind of a transfer.
 #[derive(Clone, Debug, Serialize, Deserialize)]

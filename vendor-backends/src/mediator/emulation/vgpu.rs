@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::mem::{SharedMemory, sealed_memfd};
 use mdev_core::abi::doorbell;
 use mdev_core::gpu::{ClientSpec, Pending, Quotas, Usage, Waits};
 use mdev_core::ids::VgpuId;
@@ -50,7 +51,6 @@ use super::wakeup::{WakeupReceiver, WakeupSenders};
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::{Hardware, Partition};
 use crate::mediator::wire::{Refusal, STATUS_BYTES};
-use crate::mem::{SharedMemory, sealed_memfd};
 
 /// File descriptors of a vGPU that its worker gets.
 #[derive(Debug)]

@@ -9,10 +9,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
+use ipc::seqpacket::SeqPacket;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-
-use crate::seqpacket::SeqPacket;
 
 /// Maximum number of packets read from the socket at once.
 const MAX_PACKETS: usize = 64;

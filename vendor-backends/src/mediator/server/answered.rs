@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use ipc::seqpacket;
+
 use crate::mediator::wire::{ClientReply, ClientRequest, Numbered};
-use crate::seqpacket;
 
 /// Limit of the replies that are kept. A worker records its state after each access of its VM,
 /// which makes a few requests.

@@ -4,12 +4,12 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::VgpuId;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, shutdown};
 
 use crate::mediator::emulation::vgpu::Vgpu;
-use crate::seqpacket::SeqPacket;
 
 /// Connections of workers.
 #[derive(Clone, Default)]

@@ -5,12 +5,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::thread;
 use std::time::Duration;
 
+use ipc::seqpacket::{self, MAX_PACKET, Packet, SeqPacket};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::mediator::connection;
 use crate::mediator::wire::Refusal;
-use crate::seqpacket::{self, MAX_PACKET, Packet, SeqPacket};
 
 /// Attempts to send a reply while the kernel has no memory for it.
 const MEMORY_RETRIES: u32 = 10;

@@ -4,6 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
 
+use ipc::seqpacket::SeqPacket;
 use mdev_core::gpu::GpuDescription;
 use mdev_core::ids::MemoryId;
 
@@ -16,7 +17,6 @@ use crate::mediator::emulation::clock::{now_ns, thread_ns};
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
 use crate::mediator::saved_state;
 use crate::mediator::wire::{self, ClientReply, ClientRequest, Numbered, Refusal, WithoutWaits};
-use crate::seqpacket::SeqPacket;
 
 /// A worker's connection.
 pub(super) struct WorkerConnection {

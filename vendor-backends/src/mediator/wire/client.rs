@@ -123,7 +123,7 @@ pub enum ClientReply {
     SpaceCreated(SpaceId),
     /// Reply to `Save`. Attached: a file with a `SavedClient` in postcard.
     Saved,
-    /// Reply to `LogWrites`. Attached: the file of a [`WriteLog`](crate::mem::WriteLog).
+    /// Reply to `LogWrites`. Attached: the file of a [`WriteLog`](ipc::mem::WriteLog).
     Logged,
 }
 

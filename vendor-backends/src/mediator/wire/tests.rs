@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use ipc::seqpacket::{MAX_PACKET, decode, encode};
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Backing, ChannelSpec, ClientSpec, EngineKind, MapRequest, Placement, Quotas, SavedChannel,
@@ -12,7 +13,6 @@ use mdev_core::sched::Budget;
 use uuid::Uuid;
 
 use super::*;
-use crate::seqpacket::{MAX_PACKET, decode, encode};
 
 /// A change of these bytes is incompatible: raise [`OLDEST`]. An addition increments
 /// [`VERSION`].

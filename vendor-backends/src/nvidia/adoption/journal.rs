@@ -8,10 +8,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 use ipc::record_file::{RecordFile, Slots};
+use ipc::seqpacket::{decode, encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-
-use crate::seqpacket::{decode, encode};
 
 /// `"TSNVCLI"` and the version of the file and its records.
 const MAGIC: u64 = u64::from_le_bytes(*b"TSNVCLI\x01");
@@ -90,8 +89,8 @@ impl Journal {
         self.file.load(HANDLE) as u32
     }
 
-    /// Writes a live record and brings it into force, unless it is that already. One that is too long
-    /// is left out, and logged.
+    /// Writes a live record and brings it into force, unless it is that already. One that is too
+    /// long is left out, and logged.
     pub fn write_live(&self, kind: Live, record: &impl Serialize) {
         let mut last = self.live[kind as usize].lock().unwrap_or_else(PoisonError::into_inner);
         let contents = match encode(record) {

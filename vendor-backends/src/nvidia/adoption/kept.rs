@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ipc::mem::Mapping;
 use mdev_core::gpu::{GpuError, KeptDescriptor};
 use mdev_core::ids::MemoryId;
 
 use super::DAMAGED;
-use crate::mem::Mapping;
 
 /// Connection of a manager that came after the vGPU's start.
 pub const MANAGER: u64 = 0;

@@ -1,8 +1,8 @@
 //! State of a client that changes by requests only: its objects, memory and channels.
 //!
-//! A worker that a guest has compromised may have written it. Its values can harm that vGPU only: the
-//! driver checks handles, and refuses what the client does not own. The checks here keep the next
-//! worker's own view consistent.
+//! A worker that a guest has compromised may have written it. Its values can harm that vGPU only:
+//! the driver checks handles, and refuses what the client does not own. The checks here keep the
+//! next worker's own view consistent.
 
 use std::collections::BTreeSet;
 

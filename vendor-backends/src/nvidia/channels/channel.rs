@@ -3,6 +3,7 @@
 use std::mem::offset_of;
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, EngineKind, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId, Token};
@@ -10,7 +11,6 @@ use mdev_core::ids::{MemoryId, SpaceId, Token};
 use super::exceptions::ExceptionWatch;
 use super::pause::Resumption;
 use super::teardown::Running;
-use crate::mem::Mapping;
 use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::Registration;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Exception, GpuError};
 use mdev_core::ids::ChannelId;
@@ -11,7 +12,6 @@ use mdev_core::ids::ChannelId;
 use super::channel::{Channel, Notifier};
 use super::exceptions::ExceptionWatch;
 use super::{Channels, Group, Options, TeardownRate};
-use crate::mem::Mapping;
 use crate::nvidia::adoption::DAMAGED;
 use crate::nvidia::adoption::journal::Live;
 use crate::nvidia::adoption::live::{LiveChannel, LiveChannels, Moment};
@@ -24,8 +24,8 @@ use crate::nvidia::memory::Memory;
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::numbers::control;
 
-/// Objects of channels that an earlier process was destroying, freed in this order: context shares and
-/// groups.
+/// Objects of channels that an earlier process was destroying, freed in this order: context shares
+/// and groups.
 #[derive(Debug, Default)]
 pub(super) struct LeftOver(Vec<Arc<Object>>, Vec<Group>);
 
@@ -297,8 +297,8 @@ impl Channels {
         })
     }
 
-    /// Records what changes by itself. `gate_changes` says that the driver is about to open or close
-    /// the gate.
+    /// Records what changes by itself. `gate_changes` says that the driver is about to open or
+    /// close the gate.
     pub fn record_live(&self, gate_changes: bool) {
         let differs = |c: &Channel| c.error != 0 || c.disabled || c.resumption.is_some();
         let channels = self.by_id.iter().filter(|(_, channel)| differs(channel));

@@ -31,8 +31,8 @@ impl Channels {
         Ok(ChannelHandle { id, token })
     }
 
-    /// Creates a channel with an id, and with the guest's token if that is known already. Returns the
-    /// guest's token.
+    /// Creates a channel with an id, and with the guest's token if that is known already. Returns
+    /// the guest's token.
     pub(super) fn create_with(
         &mut self,
         id: ChannelId,

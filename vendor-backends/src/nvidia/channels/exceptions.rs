@@ -1,8 +1,8 @@
 //! Exceptions of kernels: illegal instructions, misaligned addresses, and others.
 //!
-//! libcuda installs a trap handler, and gets to know exceptions through a debugger object and events
-//! of the compute class. Here both are the worker's. All channels of a group share the debugger of
-//! one of them.
+//! libcuda installs a trap handler, and gets to know exceptions through a debugger object and
+//! events of the compute class. Here both are the worker's. All channels of a group share the
+//! debugger of one of them.
 
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
@@ -21,8 +21,8 @@ use crate::nvidia::rm_object::Object;
 use crate::nvidia::sys::abi;
 use crate::nvidia::sys::numbers::{class, control, event};
 
-/// Exceptions that programs may watch (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`): traps, interrupts,
-/// and both of preemption. All others end the group, which the driver does by itself.
+/// Exceptions that programs may watch (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`): traps,
+/// interrupts, and both of preemption. All others end the group, which the driver does by itself.
 const WATCHABLE: u32 = 0x3a;
 
 /// Notifiers of the compute class that are about exceptions.

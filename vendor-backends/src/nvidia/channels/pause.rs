@@ -1,10 +1,10 @@
 //! Stopping the channels between two entries of their rings, for a save.
 //!
-//! The GPU fetches entries ahead. With a rewind, it forgets the ones that it has not fetched, and at
-//! most two that it has fetched are left. They are executed with `GP_PUT` equal to `GP_GET`, so that
-//! nothing follows them. The guest's driver counts executed entries in its USERD
-//! ([`PROGRESS`](mdev_core::abi::userd::PROGRESS)): when the count has reached `GP_GET`, nothing is in
-//! progress.
+//! The GPU fetches entries ahead. With a rewind, it forgets the ones that it has not fetched, and
+//! at most two that it has fetched are left. They are executed with `GP_PUT` equal to `GP_GET`, so
+//! that nothing follows them. The guest's driver counts executed entries in its USERD
+//! ([`PROGRESS`](mdev_core::abi::userd::PROGRESS)): when the count has reached `GP_GET`, nothing is
+//! in progress.
 
 use mdev_core::abi::{notifier, userd};
 use mdev_core::gpu::{EngineKind, GpuError};
@@ -113,8 +113,8 @@ impl Channels {
         self.apply_gate()
     }
 
-    /// Returns the channels of an engine with entries that are not executed, and the number of those
-    /// that are.
+    /// Returns the channels of an engine with entries that are not executed, and the number of
+    /// those that are.
     pub fn unfinished(&self, engine: EngineKind) -> Vec<(ChannelId, u32)> {
         let of_engine = self.by_id.iter().filter(|(_, c)| c.engine == engine && c.is_live());
         let works = of_engine.filter(|(_, c)| !c.has_executed(c.word(userd::GP_PUT)));

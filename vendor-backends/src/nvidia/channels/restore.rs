@@ -1,11 +1,13 @@
 //! Saved channels, and channels that are made again from them. A saved channel is untrusted input.
 //!
-//! A new channel begins at the start of its ring and without the state that methods have set. Before it
-//! continues, it executes the driver's preamble and empty entries up to where the saved one was. They
-//! are in the ring for that time, in place of the guest's entries.
+//! A new channel begins at the start of its ring and without the state that methods have set.
+//! Before it continues, it executes the driver's preamble and empty entries up to where the saved
+//! one was. They are in the ring for that time, in place of the guest's entries.
 
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
+use ipc::seqpacket::{decode, encode};
 use mdev_core::abi::host::{GP_ENTRY_BYTES, GpEntry};
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, GpuError, Preamble, SavedChannel};
@@ -15,10 +17,8 @@ use serde::{Deserialize, Serialize};
 use super::channel::Channel;
 use super::pause::{Pause, Place, Resumption};
 use super::{Channels, Running};
-use crate::mem::Mapping;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm_object::AddressSpace;
-use crate::seqpacket::{decode, encode};
 
 /// Version of [`State`]. Incremented with every change of it.
 const VERSION: u32 = 1;

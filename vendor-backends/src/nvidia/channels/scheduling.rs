@@ -60,8 +60,9 @@ impl Channels {
         self.groups.iter().any(|group| self.idle[group.engine as usize])
     }
 
-    /// Divides the time slice of an engine among the groups that have work. Each program has a group
-    /// of its own, and a vGPU with many programs is due no more than one with a single program.
+    /// Divides the time slice of an engine among the groups that have work. Each program has a
+    /// group of its own, and a vGPU with many programs is due no more than one with a single
+    /// program.
     pub fn share_slice(&mut self, engine: EngineKind, now: Instant) -> Result<(), GpuError> {
         let mut sharing = 0;
         for group in self.groups.iter_mut().filter(|group| group.engine == engine) {
@@ -90,8 +91,8 @@ impl Channels {
     /// Sets the time slices that groups should have.
     ///
     /// The driver takes a millisecond for each and lets the GPU start its runlist anew, so that the
-    /// groups at the end of the runlist miss a turn. While others have work, a group without work gets
-    /// its slice when it has work, where the worker sees that.
+    /// groups at the end of the runlist miss a turn. While others have work, a group without work
+    /// gets its slice when it has work, where the worker sees that.
     pub(super) fn apply_timeslices(&mut self, now: Instant) -> Result<(), GpuError> {
         let (sees_work, contended) = (self.poller.is_some(), self.load.contended);
         for index in 0..self.groups.len() {
@@ -198,8 +199,8 @@ impl Channels {
         self.disable_with(disable, false, channels)
     }
 
-    /// Disables or enables channels. With `rewind`, the GPU forgets `GP_PUT` and reads it again when
-    /// it is enabled.
+    /// Disables or enables channels. With `rewind`, the GPU forgets `GP_PUT` and reads it again
+    /// when it is enabled.
     pub(super) fn disable_with(
         &self,
         disable: bool,
@@ -219,8 +220,8 @@ impl Channels {
         Ok(self.device.subdevice.control(control::DISABLE_CHANNELS, &mut params)?)
     }
 
-    /// Keeps the GPU's clocks up until further notice, or no longer. CUDA programs want this: clocks
-    /// rise too slowly for short work.
+    /// Keeps the GPU's clocks up until further notice, or no longer. CUDA programs want this:
+    /// clocks rise too slowly for short work.
     pub fn keep_clocks_up(&mut self, keep: bool) -> Result<(), GpuError> {
         if self.clocks_kept_up != keep {
             let flags = if keep { flag::BOOST_FOR_CUDA } else { flag::BOOST_CLEAR };

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ipc::seqpacket::SeqPacket;
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::{Aperture, Apertures, Exception, GpuError, Pending};
 use mdev_core::ids::SpaceId;
@@ -29,7 +30,6 @@ use crate::nvidia::rm_client::AdoptedClient;
 use crate::nvidia::switch_probe::SwitchProbe;
 use crate::nvidia::version::Layout;
 use crate::nvidia::vgpu_state::VgpuState;
-use crate::seqpacket::SeqPacket;
 
 /// Limit of objects that a process makes for one message of its VM. Most are for guest memory.
 const MAX_UNRECORDED: u32 = 65_536;

@@ -4,13 +4,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ipc::mem::{Mapping, SharedMemory};
+use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{Aperture, Apertures, GpuCapabilities, GpuDescription, GpuError};
 use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::continued::Position;
 use super::{NvidiaClient, ThreadInputs};
-use crate::mem::{Mapping, SharedMemory};
 use crate::nvidia::adoption::journal::Journal;
 use crate::nvidia::adoption::kept::{self, ToKeep};
 use crate::nvidia::adoption::state::FixedObjects;
@@ -27,7 +28,6 @@ use crate::nvidia::sys::numbers::event;
 use crate::nvidia::version::Layout;
 use crate::nvidia::vgpu_state::VgpuState;
 use crate::nvidia::wire::{self, FromManager, FromWorker, Grant};
-use crate::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 
 /// Timeout of receiving the grant. The manager sends it before it starts the worker.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(4);

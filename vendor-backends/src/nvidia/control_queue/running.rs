@@ -1,10 +1,10 @@
 //! State of a control queue, for a process that continues with it.
 //!
-//! Each request has its effect once. A process carries a request out, which is still in guest memory,
-//! and records the state with the answer. Then it writes the answer over the request, and tells the
-//! guest by a completion. A process that continues from the state before carries the request out
-//! again. From the state after, it writes the answer, unless the guest's ring shows that the guest
-//! knows of the answer: then the buffer is the guest's again.
+//! Each request has its effect once. A process carries a request out, which is still in guest
+//! memory, and records the state with the answer. Then it writes the answer over the request, and
+//! tells the guest by a completion. A process that continues from the state before carries the
+//! request out again. From the state after, it writes the answer, unless the guest's ring shows
+//! that the guest knows of the answer: then the buffer is the guest's again.
 
 use std::collections::VecDeque;
 
@@ -62,8 +62,8 @@ impl ControlQueue {
         self.front_end.all()
     }
 
-    /// Continues with the queue and the programs of another process. Nothing may have used the front
-    /// end.
+    /// Continues with the queue and the programs of another process. Nothing may have used the
+    /// front end.
     ///
     /// # Errors
     ///

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use mdev_core::abi::userd;
 use mdev_core::gpu::EngineKind;
 use mdev_core::ids::Token;
 
 use super::ring;
-use crate::mem::Mapping;
 
 /// Time to spin after the last new entry. A guest that waits for each kernel before it submits the
 /// next one gets the full polling rate for kernels of up to this length.

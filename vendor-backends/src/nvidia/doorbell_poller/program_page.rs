@@ -6,12 +6,12 @@
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::doorbell;
 use mdev_core::gpu::DoorbellWatch;
 use mdev_core::ids::Token;
 
 use super::{DoorbellPoller, SLOW_INTERVAL};
-use crate::mem::Mapping;
 use crate::ring_clock::RingClock;
 
 /// Interval between two looks at all channels of programs without a ring. A look costs a cache line
@@ -49,8 +49,8 @@ pub(super) fn take_ring(page: &Mapping) -> Option<Token> {
     Some(Token(rung))
 }
 
-/// Returns the poll interval for programs that have rung for nothing in this time, which is more than
-/// [`SLOW_UNTIL`](super::SLOW_UNTIL).
+/// Returns the poll interval for programs that have rung for nothing in this time, which is more
+/// than [`SLOW_UNTIL`](super::SLOW_UNTIL).
 pub(super) fn idle_interval(quiet: Duration) -> Duration {
     if quiet < IDLE_AFTER { SLOW_INTERVAL } else { IDLE_INTERVAL }
 }
@@ -101,12 +101,12 @@ mod tests {
     use std::sync::Arc;
     use std::time::Instant;
 
+    use ipc::mem::SharedMemory;
     use mdev_core::abi::userd;
     use mdev_core::gpu::EngineKind;
 
     use super::super::SLOW_UNTIL;
     use super::*;
-    use crate::mem::SharedMemory;
 
     /// Waits for a condition.
     fn wait(what: &str, condition: impl Fn() -> bool) {

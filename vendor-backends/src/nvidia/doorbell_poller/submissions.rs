@@ -3,7 +3,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Minimum time between two submissions that are kept: a launch of a CUDA graph rings several times.
+/// Minimum time between two submissions that are kept: a launch of a CUDA graph rings several
+/// times.
 const SPACING: Duration = Duration::from_micros(50);
 
 /// Maximum number of submissions that are kept until they are taken.

@@ -1,8 +1,9 @@
 //! Engines of the fake GPU: they execute rings with a USERD in guest memory.
 //!
-//! The host class has semaphores. The copy class copies lines and releases semaphores. A kernel adds one
-//! to the word whose address is at the start of its launch descriptor. As on the real GPU, classes have
-//! to be bound and memory windows set before, and entries are fetched ahead of their execution.
+//! The host class has semaphores. The copy class copies lines and releases semaphores. A kernel
+//! adds one to the word whose address is at the start of its launch descriptor. As on the real GPU,
+//! classes have to be bound and memory windows set before, and entries are fetched ahead of their
+//! execution.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;

@@ -301,8 +301,8 @@ impl Objects {
         }
     }
 
-    /// Returns the events with data that a kernel's exception in the channel with a token raises: their
-    /// files, handles and notifiers. None if no debugger watches the exception.
+    /// Returns the events with data that a kernel's exception in the channel with a token raises:
+    /// their files, handles and notifiers. None if no debugger watches the exception.
     pub fn exception_events(&self, token: u32, notifier: u32) -> Vec<(FileId, u32, u32)> {
         let channel = self.all.iter().find(|(_, object)| object.token == token);
         let Some((&(client, channel), _)) = channel else { return Vec::new() };

@@ -1,5 +1,5 @@
-//! Work that the fake GPU executes: semaphore releases of rings in system memory, which are those of
-//! workers' probes. It is executed when a worker reads the log of context switches.
+//! Work that the fake GPU executes: semaphore releases of rings in system memory, which are those
+//! of workers' probes. It is executed when a worker reads the log of context switches.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

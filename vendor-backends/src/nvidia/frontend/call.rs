@@ -134,7 +134,8 @@ impl<'a> Call<'a> {
         self.read()
     }
 
-    /// Returns the address and the length with which the argument of a request of nvidia-uvm begins.
+    /// Returns the address and the length with which the argument of a request of nvidia-uvm
+    /// begins.
     pub fn range(&self) -> Result<(u64, u64), Stop> {
         let [base, length] = self.read()?;
         Ok((base, length))

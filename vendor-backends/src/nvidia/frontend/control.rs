@@ -1,7 +1,7 @@
 //! Controls of objects (`NV_ESC_RM_CONTROL`).
 //!
-//! [`controls`] has what is done with each. What describes the vGPU is answered here, what changes it
-//! becomes an operation of the vGPU, and queries about the GPU go to its driver, or else to
+//! [`controls`] has what is done with each. What describes the vGPU is answered here, what changes
+//! it becomes an operation of the vGPU, and queries about the GPU go to its driver, or else to
 //! [`Recorded`](super::queries::Recorded). Everything else is refused.
 
 use cuda_socket::FileId;
@@ -378,9 +378,9 @@ impl FrontEnd {
         Ok(())
     }
 
-    /// `NV906F_CTRL_CMD_RESET_CHANNEL`: after an exception, libcuda resets its channel, and waits for
-    /// the error. On GPUs without exceptions this ends the channel. A later channel may have the same
-    /// id on the vGPU.
+    /// `NV906F_CTRL_CMD_RESET_CHANNEL`: after an exception, libcuda resets its channel, and waits
+    /// for the error. On GPUs without exceptions this ends the channel. A later channel may have
+    /// the same id on the vGPU.
     fn reset_channel(&mut self, gpu: &mut dyn Client, control: &Control) -> Result<(), Stop> {
         let object = self.clients.object_mut(control.file, control.root, control.object)?;
         let Kind::Channel { handle, ended, .. } = &mut object.kind else {

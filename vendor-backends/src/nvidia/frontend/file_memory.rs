@@ -1,7 +1,7 @@
 //! System memory in a file that programs map, in one part or in several.
 //!
-//! A program's own pages are in several parts where the program had some of them shared before, such
-//! as those of an earlier registration.
+//! A program's own pages are in several parts where the program had some of them shared before,
+//! such as those of an earlier registration.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -158,10 +158,10 @@ impl FileMemory {
 
 #[cfg(test)]
 mod tests {
+    use ipc::mem::SharedMemory;
     use proptest::prelude::*;
 
     use super::*;
-    use crate::mem::SharedMemory;
 
     const PAGES: u64 = 16;
 

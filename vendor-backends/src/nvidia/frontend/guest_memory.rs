@@ -1,7 +1,7 @@
 //! Memory of a VM for the programs there.
 //!
-//! The driver in the guest allocates or pins pages, gives them with an ioctl, and keeps them until the
-//! device has told that it does not use them.
+//! The driver in the guest allocates or pins pages, gives them with an ioctl, and keeps them until
+//! the device has told that it does not use them.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};

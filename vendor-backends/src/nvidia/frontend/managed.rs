@@ -1,7 +1,7 @@
 //! Memory that CUDA manages (`cuMemAllocManaged`): pinned system memory stands in for it.
 //!
-//! Programs map a range of nvidia-uvm's file, which has the same addresses for CPU and GPU, and then
-//! say how it is to move. The first such request gives it memory. It never moves.
+//! Programs map a range of nvidia-uvm's file, which has the same addresses for CPU and GPU, and
+//! then say how it is to move. The first such request gives it memory. It never moves.
 
 use cuda_socket::MapRequest;
 use mdev_core::gpu::Client;

@@ -12,6 +12,7 @@ pub mod running;
 use std::io;
 use std::os::fd::OwnedFd;
 
+use ipc::mem::sealed_memfd;
 use mdev_core::gpu::{Backing, Client, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
@@ -23,7 +24,6 @@ use super::file_memory::FileMemory;
 use super::guest_memory::GuestPages;
 use super::tracked::Tracked;
 use super::video_memory::{self, Extent, GRANULE, VideoMemory};
-use crate::mem::sealed_memfd;
 use crate::nvidia::sys::numbers::status;
 
 /// Maximum number of stores and of mappings, each.
@@ -294,8 +294,8 @@ impl Memories {
         self.store(id).is_ok_and(|store| matches!(store.place, Place::Doorbell))
     }
 
-    /// Returns whether [`Self::make_mappable`] has something to do. Fails if the GPU uses the memory
-    /// already.
+    /// Returns whether [`Self::make_mappable`] has something to do. Fails if the GPU uses the
+    /// memory already.
     pub fn must_become_mappable(&self, id: StoreId) -> Result<bool, Stop> {
         match self.store(id)?.place {
             Place::System(_) | Place::Guest(_) | Place::Doorbell => Ok(false),

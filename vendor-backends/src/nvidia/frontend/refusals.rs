@@ -17,8 +17,8 @@ pub struct Refusals {
 }
 
 impl Refusals {
-    /// Returns the handler of a request, or `None` if the request succeeds without one. A request that
-    /// the front end does not implement is counted, and fails with `unknown`.
+    /// Returns the handler of a request, or `None` if the request succeeds without one. A request
+    /// that the front end does not implement is counted, and fails with `unknown`.
     pub fn handler<H: Copy>(
         &mut self,
         rows: &'static [Row<H>],

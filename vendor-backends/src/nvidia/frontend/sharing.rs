@@ -1,8 +1,9 @@
 //! Memory that processes of one vGPU share, as CUDA's IPC does.
 //!
-//! A process lets others use a memory object (`NV_ESC_RM_SHARE`) and passes the handles of its client
-//! and of the object to them. They make an object of their own of it (`NV_ESC_RM_DUP_OBJECT`). All
-//! processes of a vGPU belong to its owner, so each of them may use what one has shared.
+//! A process lets others use a memory object (`NV_ESC_RM_SHARE`) and passes the handles of its
+//! client and of the object to them. They make an object of their own of it
+//! (`NV_ESC_RM_DUP_OBJECT`). All processes of a vGPU belong to its owner, so each of them may use
+//! what one has shared.
 
 use nvidia_rm::abi::{DupObject, Share};
 use nvidia_rm::numbers::status;

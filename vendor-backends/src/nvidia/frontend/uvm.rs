@@ -2,8 +2,8 @@
 //!
 //! Programs let nvidia-uvm manage the address space in which their channels run. Here the vGPU
 //! manages it, and nvidia-uvm's requests become mappings of the vGPU; no file of nvidia-uvm is
-//! opened. Managed memory, which nvidia-uvm moves between GPU and CPU, is system memory that does not
-//! move (`managed`).
+//! opened. Managed memory, which nvidia-uvm moves between GPU and CPU, is system memory that does
+//! not move (`managed`).
 
 use cuda_socket::{FileId, MapRequest, Range};
 use mdev_core::gpu::Client;
@@ -65,8 +65,8 @@ impl FrontEnd {
         }
     }
 
-    /// Returns the memory that a mapping of a file of nvidia-uvm shows: the offset is an address. An
-    /// address range without memory is no error for the program.
+    /// Returns the memory that a mapping of a file of nvidia-uvm shows: the offset is an address.
+    /// An address range without memory is no error for the program.
     pub(super) fn pool(&self, file: &File, request: &MapRequest) -> Option<StoreId> {
         let spaces = file.uvm.spaces.iter();
         let mut stores = spaces.filter_map(|space| self.memories.mapped_at(*space, request.offset));

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 
+use ipc::mem::Mapping;
 use mdev_core::gpu::Aperture;
 use mdev_core::units::{PAGE_SIZE, is_aligned};
 use serde::{Deserialize, Serialize};
-
-use crate::mem::Mapping;
 
 /// Unit of allocations, in bytes: a big page.
 pub const GRANULE: u64 = 64 << 10;
@@ -143,10 +142,10 @@ fn write_zeros(partition: &Aperture, Extent { offset, len }: Extent) -> io::Resu
 
 #[cfg(test)]
 mod tests {
+    use ipc::mem::SharedMemory;
     use proptest::prelude::*;
 
     use super::*;
-    use crate::mem::SharedMemory;
 
     #[test]
     fn a_part_is_cleared_and_nothing_else() {

@@ -14,11 +14,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ipc::mem::Mapping;
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use nix::fcntl::{FcntlArg, fcntl};
-
-use crate::mem::Mapping;
 
 /// A range of video memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

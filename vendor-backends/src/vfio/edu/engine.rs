@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::mem::Mapping;
 use crate::vfio::device::{Device, DeviceError};
 use crate::vfio::window::Window;
 

@@ -8,8 +8,8 @@ use super::{eventually, started};
 /// Traps, as a notifier.
 const TRAP: u32 = 1;
 
-/// The driver knows files for events by the numbers that a client has registered. Descriptors of the
-/// next worker have other numbers.
+/// The driver knows files for events by the numbers that a client has registered. Descriptors of
+/// the next worker have other numbers.
 #[test]
 fn programs_that_start_after_a_death_watch_exceptions() {
     let (rm, _gpu, mut anchor, mut worker, _, _) = started();

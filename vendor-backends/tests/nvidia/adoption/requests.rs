@@ -194,7 +194,8 @@ impl Schedule {
     }
 }
 
-/// Carries out requests in a worker that never dies, and returns what the guest and the driver have.
+/// Carries out requests in a worker that never dies, and returns what the guest and the driver
+/// have.
 fn undisturbed(requests: &[Request], schedule: Schedule) -> (Guest, Vec<String>, u64) {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, CONTINUED).unwrap();
@@ -368,7 +369,8 @@ fn each_call_of(requests: &[Request]) {
     }
 }
 
-/// A program that pins 160 MiB of pages that are scattered in its guest's memory has 40,000 mappings.
+/// A program that pins 160 MiB of pages that are scattered in its guest's memory has 40,000
+/// mappings.
 #[test]
 fn a_vgpu_with_many_mappings_is_continued() {
     const MAPPINGS: u64 = 40_000;

@@ -1,5 +1,5 @@
-//! Any changes of a saved state: it is refused, or the channels do what a guest's can do. Nothing is left
-//! after a reset.
+//! Any changes of a saved state: it is refused, or the channels do what a guest's can do. Nothing
+//! is left after a reset.
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;

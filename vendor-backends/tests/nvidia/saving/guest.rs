@@ -176,7 +176,8 @@ impl Guest {
         }
     }
 
-    /// Restores a saved client in the memory of another VMM, and clears what a driver does not know.
+    /// Restores a saved client in the memory of another VMM, and clears what a driver does not
+    /// know.
     pub fn restore(&self, client: &mut NvidiaClient, saved: &SavedClient) -> Result<(), GpuError> {
         lifecycle::restore(client, &self.ram, saved)
     }

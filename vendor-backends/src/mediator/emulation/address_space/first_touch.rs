@@ -14,10 +14,9 @@ use std::hint::black_box;
 use std::io;
 use std::os::fd::OwnedFd;
 
+use ipc::mem::Mapping;
 use mdev_core::units::{MIB, PAGE_SIZE};
 use nix::sys::stat::fstat;
-
-use crate::mem::Mapping;
 
 /// Bytes that the engine may allocate for a vGPU, in addition to as much as its VM has allocated.
 const FREE_BYTES: u64 = 256 * MIB;

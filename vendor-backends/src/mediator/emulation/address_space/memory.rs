@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::ids::MemoryId;
 
 use super::first_touch::ImportedFile;
 use crate::mediator::hardware::Attachment;
 use crate::mediator::wire::Refusal;
-use crate::mem::Mapping;
 
 /// Maximum number of imports of one vGPU.
 const MAX_IMPORTS: usize = 256;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use ipc::mem::Mapping;
 use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::gpu::{Backing, CREATED_VA_END, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
@@ -14,7 +15,6 @@ use super::first_touch::{self, FirstTouch};
 use super::memory::{Memories, Memory, Slot};
 use super::page_table::{LARGE, PageTables, Pte};
 use crate::mediator::wire::Refusal;
-use crate::mem::Mapping;
 
 /// Page tables that every vGPU may have in addition to those that its memory needs.
 pub(super) const SPARE_TABLES: u64 = 1024;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use ipc::mem::SharedMemory;
 use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::gpu::{Backing, CREATED_VA_END, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
@@ -12,7 +13,6 @@ use super::page_table::{DIRECTORY, LARGE, ROOT};
 use super::spaces::{MAX_CREATED, SPARE_TABLES, host_memory_bytes, max_tables};
 use super::*;
 use crate::mediator::wire::Refusal;
-use crate::mem::SharedMemory;
 
 const PAGES: u64 = 3 * 512;
 const DEFAULT: SpaceId = SpaceId::DEFAULT;

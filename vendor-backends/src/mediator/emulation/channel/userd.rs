@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::ids::MemoryId;
-
-use crate::mem::Mapping;
 
 /// Location of a channel's USERD.
 #[derive(Debug)]

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
+use ipc::mem::SharedMemory;
 use mdev_core::abi::compute::PARAM_BASE;
 use mdev_core::gpu::{Backing, MapRequest};
 use mdev_core::ids::{GpuVa, SpaceId, VgpuId};
@@ -15,7 +16,6 @@ use crate::mediator::emulation::context::{Context, Progress};
 use crate::mediator::emulation::interrupts::Interrupts;
 use crate::mediator::emulation::run_limit::RunLimit;
 use crate::mediator::fault::Fault;
-use crate::mem::SharedMemory;
 use crate::soft::SoftGpu;
 
 const BYTES: u64 = 1 << 20;

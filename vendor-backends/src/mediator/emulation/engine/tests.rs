@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::host::{self, GpEntry};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{copy, notifier, userd};
@@ -20,7 +21,6 @@ use crate::mediator::emulation::clock::now_ns;
 use crate::mediator::emulation::vgpu::run::PollResult;
 use crate::mediator::emulation::vgpu::{Vgpu, WorkerFds};
 use crate::mediator::wire::STATUS_PENDING;
-use crate::mem::Mapping;
 use crate::soft::SoftGpu;
 
 const VRAM: u64 = 64 * MIB;

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use ipc::mem::Mapping;
 use mdev_core::abi::{notifier, userd};
 use mdev_core::gpu::{Backing, ChannelHandle, ChannelSpec, ChannelStatus, MapRequest, Quotas};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
@@ -23,7 +24,6 @@ use crate::mediator::emulation::token_bucket::TokenBucket;
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::PartitionMemory;
 use crate::mediator::wire::Refusal;
-use crate::mem::Mapping;
 
 impl Vgpu {
     /// Imports guest memory.

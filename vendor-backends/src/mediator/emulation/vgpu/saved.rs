@@ -3,13 +3,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
+use ipc::mem::WriteLog;
 use mdev_core::gpu::{SavedChannel, SavedClient};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 
 use super::Vgpu;
 use crate::mediator::emulation::channel::Channel;
 use crate::mediator::wire::Refusal;
-use crate::mem::WriteLog;
 
 impl Vgpu {
     /// Stops all channels between two steps of their work. On the return, and until

@@ -19,6 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, Exception, GpuError};
 use mdev_core::ids::{ChannelId, SpaceId, Token};
@@ -42,7 +43,6 @@ use super::rm_object::Object;
 use super::sys::abi;
 use super::sys::numbers::{control, engine};
 use super::wire::Load;
-use crate::mem::Mapping;
 
 /// Channel group of one engine.
 #[derive(Debug)]
@@ -235,8 +235,8 @@ impl Channels {
         on_it.map(|(id, channel)| (*id, get(channel))).collect()
     }
 
-    /// Returns when the oldest group of an engine was created, in nanoseconds of the GPU's clock. None
-    /// if channels of the engine never got work.
+    /// Returns when the oldest group of an engine was created, in nanoseconds of the GPU's clock.
+    /// None if channels of the engine never got work.
     pub fn in_use_since(&self, engine: EngineKind) -> Option<u64> {
         let of_engine = self.groups.iter().filter(|group| group.engine == engine);
         let in_use = of_engine.filter(|group| {

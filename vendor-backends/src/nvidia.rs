@@ -9,14 +9,14 @@
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
 //!    `engine_demand`, `engine_use`, `used_time`, `utilization`: what of that time was used
-//! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`], [`activity`], [`hang_detector`], [`signals`],
-//!    `idle_check`, `wait_check`, `long_kernel`, [`privilege`]; its threads: [`manager_thread`],
-//!    [`interrupt_thread`]
+//! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`],
+//!    [`activity`], [`hang_detector`], [`signals`], `idle_check`, `wait_check`, `long_kernel`,
+//!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `saving`: stopping a vGPU's work; `vram_copier`: copies of its video memory
 //! 6. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
 //!    driver calls
-//! 7. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in a
-//!    VM; [`driver_queries`]: what they ask the driver
+//! 7. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in
+//!    a VM; [`driver_queries`]: what they ask the driver
 //! 8. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 

@@ -3,13 +3,13 @@
 //! NVIDIA's user-mode driver works on `/dev/nvidiactl`, `/dev/nvidiaN` and `/dev/nvidia-uvm`. A
 //! [`FrontEnd`] implements these files for all programs on a vGPU. It keeps a tree of *emulated*
 //! objects. What changes the vGPU becomes a typed operation of its [`Client`], with handles,
-//! addresses and sizes that the worker has made or checked. The rows of [`nvidia_rm`] say what is done
-//! with each request.
+//! addresses and sizes that the worker has made or checked. The rows of [`nvidia_rm`] say what is
+//! done with each request.
 //!
 //! No request of a program is forwarded, except queries whose row has
-//! [`ask`](nvidia_rm::table::Row::ask): [`Client::query_driver`] passes their parameters to the GPU's
-//! driver, with exactly the length that the row has in the tested series. They change nothing, and
-//! their parameters are numbers, neither pointers nor handles (decision 0019).
+//! [`ask`](nvidia_rm::table::Row::ask): [`Client::query_driver`] passes their parameters to the
+//! GPU's driver, with exactly the length that the row has in the tested series. They change
+//! nothing, and their parameters are numbers, neither pointers nor handles (decision 0019).
 //!
 //! Reading order:
 //!

@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
+use ipc::mem::SharedMemory;
+use ipc::seqpacket::{SeqPacket, encode};
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     DoorbellWatch, ErrorStates, Exception, GpuDescription, GpuError, GuestRam, KeptDescriptor,
@@ -34,8 +36,6 @@ use super::vgpu_state::{MAX_SWITCH_WAIT, VgpuState};
 use super::vram_copier::VramCopier;
 use super::wire::{FromWorker, Grant};
 use super::{driver_queries, interrupt_thread};
-use crate::mem::SharedMemory;
-use crate::seqpacket::{SeqPacket, encode};
 
 /// Inputs of the backend's threads, until the threads start.
 #[derive(Debug)]
@@ -78,8 +78,8 @@ pub struct NvidiaClient {
 }
 
 impl NvidiaClient {
-    /// Ends the client as the end of its process does: the driver frees nothing, since another process
-    /// has the files.
+    /// Ends the client as the end of its process does: the driver frees nothing, since another
+    /// process has the files.
     #[cfg(feature = "test-util")]
     pub fn end(self) {
         self.device.rm_client.disown();

@@ -152,8 +152,8 @@ impl ControlQueue {
         self.backlog.push_back(Completion { kind, bytes, value, reserved: [0; 2] });
     }
 
-    /// Writes the answer to the last request, and completions as there is room. Returns whether there
-    /// are new ones for the guest.
+    /// Writes the answer to the last request, and completions as there is room. Returns whether
+    /// there are new ones for the guest.
     pub fn flush(&mut self) -> Result<bool, Failure> {
         self.write_answer()?;
         if self.backlog.is_empty() {
@@ -184,7 +184,8 @@ impl ControlQueue {
         !self.backlog.is_empty()
     }
 
-    /// Tells the guest which memories are no longer used, except for those that it is to give again.
+    /// Tells the guest which memories are no longer used, except for those that it is to give
+    /// again.
     fn note_freed(&mut self, again: &BTreeSet<u64>) {
         for id in self.freed.take() {
             self.memories.remove(&id);

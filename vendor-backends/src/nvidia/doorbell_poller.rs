@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use ipc::mem::Mapping;
 use mdev_core::abi::doorbell;
 #[cfg(any(doc, test))]
 use mdev_core::abi::userd;
@@ -33,7 +34,6 @@ use self::pace::{Allowance, Pace};
 use self::polled_channel::{Channel, ChannelActivity, Poll, SPIN};
 use self::program_page::{PageUse, SEEN, spin_for_ring, take_ring};
 pub use self::submissions::Submissions;
-use crate::mem::Mapping;
 
 /// Minimum mean time between two rings. 16 guests at this rate stay below the GPU's limit.
 const RING_INTERVAL: Duration = Duration::from_micros(3);
@@ -49,8 +49,8 @@ const FAST_UNTIL: Duration = Duration::from_millis(100);
 /// Poll interval after spinning.
 const FAST_INTERVAL: Duration = Duration::from_micros(10);
 
-/// Time since the last new entry up to which the thread polls every [`SLOW_INTERVAL`]. After that it
-/// sleeps, unless there are channels of programs.
+/// Time since the last new entry up to which the thread polls every [`SLOW_INTERVAL`]. After that
+/// it sleeps, unless there are channels of programs.
 const SLOW_UNTIL: Duration = Duration::from_secs(1);
 /// Poll interval before the thread sleeps.
 const SLOW_INTERVAL: Duration = Duration::from_micros(50);
@@ -159,8 +159,9 @@ impl DoorbellPoller {
         self.unpark();
     }
 
-    /// Adds a channel of `engine` with a USERD at `userd_offset` of the guest's `memory`, and with the tokens of
-    /// the guest and of the GPU. `wakes` says whether the guest knows [`userd::NEED_WAKEUP`].
+    /// Adds a channel of `engine` with a USERD at `userd_offset` of the guest's `memory`, and with
+    /// the tokens of the guest and of the GPU. `wakes` says whether the guest knows
+    /// [`userd::NEED_WAKEUP`].
     pub fn add(
         self: &Arc<Self>,
         engine: EngineKind,
@@ -327,8 +328,8 @@ impl DoorbellPoller {
         }
     }
 
-    /// Sleeps until a channel has new entries, the channels change, the thread is woken, or programs
-    /// have their page again.
+    /// Sleeps until a channel has new entries, the channels change, the thread is woken, or
+    /// programs have their page again.
     fn sleep(&self, all: &[ChannelActivity], programs: bool) {
         let before = self.changes.load(Ordering::Acquire);
         self.asleep.store(true, Ordering::SeqCst);
@@ -356,10 +357,10 @@ impl DoorbellPoller {
 
 #[cfg(test)]
 mod tests {
+    use ipc::mem::SharedMemory;
     use nix::time::{ClockId, clock_gettime};
 
     use super::*;
-    use crate::mem::SharedMemory;
 
     /// Returns the share of a core that the thread uses for a channel with new entries after these
     /// pauses in turn, in microseconds. `get_of` maps `GP_PUT` to `GP_GET`.

@@ -7,8 +7,8 @@
 //! * [`control`]: parameters of controls
 //! * [`uvm`]: arguments of nvidia-uvm's ioctls
 //!
-//! A test compares sizes and offsets with those of the published headers. Where a structure grew with a
-//! series of the driver, the structure here has the longest form, and
+//! A test compares sizes and offsets with those of the published headers. Where a structure grew
+//! with a series of the driver, the structure here has the longest form, and
 //! [`Layout`](crate::version::Layout) has its size in each series.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
