@@ -2,9 +2,7 @@
 #![no_main]
 
 use cuda_socket::calls::NodeKind;
-use cuda_socket::{
-    CallShape, Reply, Request, decode, decode_numbered, encode, encode_numbered,
-};
+use cuda_socket::{CallShape, Reply, Request, decode, decode_numbered, encode, encode_numbered};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {

@@ -123,7 +123,8 @@ impl Program<'_> {
         };
         let mut memory = None;
         for _ in 0..8 {
-            let shared = memory.as_ref().map(|memory: &SharedMemory| memory.fd.try_clone().expect("a file"));
+            let shared =
+                memory.as_ref().map(|memory: &SharedMemory| memory.fd.try_clone().expect("a file"));
             match self.front_end.ioctl(&mut self.gpu, &request, shared) {
                 Outcome::Fetch(fetch) => {
                     for Range { address, len } in fetch.blocks {
@@ -153,7 +154,10 @@ impl Program<'_> {
                     assert_eq!(done.argument.len(), request.argument.len());
                     assert_eq!(done.places.len(), files.len());
                     if request.request & 0xffff == 0x462b && self.root == 0 && done.errno == 0 {
-                        self.root = done.argument.get(8..12).map_or(0, |word| u32::from_le_bytes(word.try_into().expect("4")));
+                        self.root = done
+                            .argument
+                            .get(8..12)
+                            .map_or(0, |word| u32::from_le_bytes(word.try_into().expect("4")));
                     }
                     return;
                 }

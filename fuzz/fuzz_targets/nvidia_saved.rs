@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use fuzz::input::Input;
+use ipc::mem::SharedMemory;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
@@ -13,7 +14,6 @@ use mdev_core::gpu::{
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
 use vendor_backends::conformance::lifecycle;
-use ipc::mem::SharedMemory;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
@@ -46,7 +46,8 @@ impl Host {
             max_import_bytes: 64 * MIB,
         };
         let admission = gpu.admit(&spec).expect("room");
-        let mut client = NvidiaClient::open(rm.clone(), admission.fd.expect("a file")).expect("a client");
+        let mut client =
+            NvidiaClient::open(rm.clone(), admission.fd.expect("a file")).expect("a client");
         client.start().expect("starts");
         let ram = SharedMemory::new(c"ram", MIB).expect("memory");
         let memory = lifecycle::import(&mut client, &ram).expect("imported");

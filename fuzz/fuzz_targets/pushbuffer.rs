@@ -2,8 +2,8 @@
 //! mapped writable.
 #![no_main]
 
-use fuzz::input::Input;
 use fuzz::emulation::{Fixture, WRITABLE, call, va};
+use fuzz::input::Input;
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::{copy, host};
 
@@ -30,8 +30,8 @@ fuzz_target!(|data: &[u8]| {
         .map(|_| match input.byte() {
             0xff => input.number(),
             at => {
-                let va =
-                    va(WRITABLE.start).wrapping_add(u64::from(at) * 256 + (input.number() >> 1 & !3));
+                let va = va(WRITABLE.start)
+                    .wrapping_add(u64::from(at) * 256 + (input.number() >> 1 & !3));
                 host::GpEntry::Segment { va, dwords: u32::from(input.byte()) }.encode()
             }
         })

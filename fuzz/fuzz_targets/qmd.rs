@@ -2,8 +2,8 @@
 //! is mapped writable.
 #![no_main]
 
+use fuzz::emulation::{CONSTANTS, Fixture, PROGRAM, QMD, WRITABLE, call, va};
 use fuzz::input::Input;
-use fuzz::emulation::{Fixture, CONSTANTS, WRITABLE, PROGRAM, QMD, call, va};
 use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::program::{self, Kernel, Program};
 use mdev_core::abi::{compute, qmd};

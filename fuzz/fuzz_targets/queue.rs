@@ -40,11 +40,7 @@ impl Bus for Ram {
     }
 }
 
-fn message(
-    input: &mut Input<'_>,
-    driver: &mut QueueDriver<Ram>,
-    requests: &Requests,
-) -> Vec<u8> {
+fn message(input: &mut Input<'_>, driver: &mut QueueDriver<Ram>, requests: &Requests) -> Vec<u8> {
     let (opcode, file) = (u32::from(input.byte() % 8), u64::from(input.byte() % 6));
     if opcode != op::IOCTL {
         let len = usize::from(input.byte());
@@ -66,7 +62,8 @@ fn message(
         argument[12..16].copy_from_slice(&class.to_le_bytes());
         argument[16..24].copy_from_slice(&0x7000_0000_u64.to_le_bytes());
     }
-    let blocks: Vec<_> = (input.byte() & 1 == 0).then(|| (0x7000_0000, vec![0; 400])).into_iter().collect();
+    let blocks: Vec<_> =
+        (input.byte() & 1 == 0).then(|| (0x7000_0000, vec![0; 400])).into_iter().collect();
     let files = [QueueFile { fd: 0, reserved: 0, file: u64::from(input.byte() % 6) }];
     let mut memories = Vec::new();
     for _ in 0..usize::from(input.byte() % 4).min(MAX_MEMORIES) {
@@ -83,7 +80,14 @@ fn message(
             page[0..8].copy_from_slice(&list.to_le_bytes());
         }
         driver.bus.write(list, &page);
-        memories.push(Memory { id: u64::from(input.byte() % 16), address, length, list, kind, reserved: 0 });
+        memories.push(Memory {
+            id: u64::from(input.byte() % 16),
+            address,
+            length,
+            list,
+            kind,
+            reserved: 0,
+        });
     }
     let mut bytes = encode(file, number, &argument, &blocks, &files, &memories, &[]);
     if input.byte() & 7 == 0 {
@@ -100,7 +104,9 @@ fuzz_target!(|data: &[u8]| {
     let memory = SharedGuestMemory::default();
     let ram = shared_ram(&mut memory.lock(), 0, RAM);
     let mut driver = QueueDriver::new(Ram(ram), BASE, RAM);
-    let mut queue = ControlQueue::start(front_end("550.163.01"), memory.clone(), GuestPa(BASE), SLOTS).expect("a queue");
+    let mut queue =
+        ControlQueue::start(front_end("550.163.01"), memory.clone(), GuestPa(BASE), SLOTS)
+            .expect("a queue");
     let requests = Requests::default();
     for _ in 0..48 {
         if input.is_empty() {

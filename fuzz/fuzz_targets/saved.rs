@@ -63,7 +63,10 @@ fn restore_vgpu(input: &mut Input<'_>) {
             backing(input),
             input.byte() & 1 == 0
         );
-        saved.client.mappings.extend(serde_json::from_str::<mdev_core::gpu::MapRequest>(&text).ok());
+        saved
+            .client
+            .mappings
+            .extend(serde_json::from_str::<mdev_core::gpu::MapRequest>(&text).ok());
     }
     for _ in 0..input.byte() % 3 {
         let text = format!(

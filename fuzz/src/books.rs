@@ -5,8 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use mdev_core::gpu::{
-    Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
+    Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec, ErrorStates,
+    Exception, GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, Programs,
+    Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token, VgpuId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
@@ -115,6 +116,10 @@ impl Books {
 }
 
 impl Client for Books {
+    fn programs(&mut self) -> Option<&mut dyn Programs> {
+        Some(self)
+    }
+
     fn spec(&self) -> &ClientSpec {
         &self.spec
     }
@@ -131,17 +136,6 @@ impl Client for Books {
         let id = self.make()?;
         assert!(ram.len > 0 && is_aligned(ram.len | ram.offset, PAGE_SIZE));
         self.memory.insert(id, (ram.len, false));
-        Ok(MemoryId(id))
-    }
-
-    fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
-        if !self.allocates {
-            return Err(GpuError::Unsupported("allocations of video memory"));
-        }
-        let id = self.make()?;
-        self.memory.insert(id, (len, true));
-        let video = self.memory.values().filter(|(_, video)| *video);
-        assert!(video.map(|(len, _)| len).sum::<u64>() <= VRAM, "the partition is exceeded");
         Ok(MemoryId(id))
     }
 
@@ -165,12 +159,6 @@ impl Client for Books {
         self.make()?;
         self.check(request.backing, request.len);
         self.add_mapping(request.space, request.va.0, request.len);
-        Ok(())
-    }
-
-    fn map_launch_region(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
-        self.make()?;
-        self.add_mapping(space, va.0, len);
         Ok(())
     }
 
@@ -227,5 +215,65 @@ impl Client for Books {
 
     fn usage(&mut self) -> Result<Usage, GpuError> {
         Ok(Usage::default())
+    }
+}
+
+impl Programs for Books {
+    fn driver(&self) -> &str {
+        ""
+    }
+
+    fn query_driver(&mut self, _command: u32, _params: &mut [u8]) -> Option<u32> {
+        None
+    }
+
+    fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
+        if !self.allocates {
+            return Err(GpuError::Unsupported("allocations of video memory"));
+        }
+        let id = self.make()?;
+        self.memory.insert(id, (len, true));
+        let video = self.memory.values().filter(|(_, video)| *video);
+        assert!(video.map(|(len, _)| len).sum::<u64>() <= VRAM, "the partition is exceeded");
+        Ok(MemoryId(id))
+    }
+
+    fn map_launch_region(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        self.make()?;
+        self.add_mapping(space, va.0, len);
+        Ok(())
+    }
+
+    fn preempt_instructions(&mut self, _channel: ChannelId) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn watch_exceptions(&mut self, _channel: ChannelId, _mask: u32) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn take_exceptions(&mut self) -> Vec<Exception> {
+        Vec::new()
+    }
+
+    fn error_states(
+        &mut self,
+        _channel: ChannelId,
+        _first: u32,
+        _count: u32,
+    ) -> Result<ErrorStates, GpuError> {
+        Err(GpuError::Unsupported("errors of multiprocessors"))
+    }
+
+    fn clear_error_states(&mut self, _channel: ChannelId, _count: u32) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn boost_clocks(&mut self, _boost: bool) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn reset_channel(&mut self, _id: ChannelId) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("resets of channels"))
     }
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
+use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::host::{GpEntry, MethodHeader, SEM_ADDR_LO, SET_OBJECT, SecOp};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::{compute, copy, userd};
@@ -14,9 +15,8 @@ use nix::sys::eventfd::EventFd;
 use vendor_backends::mediator::emulation::address_space::AddressSpaces;
 use vendor_backends::mediator::emulation::channel::{Channel, Userd};
 use vendor_backends::mediator::emulation::clock::now_ns;
-use vendor_backends::mediator::emulation::counters::Counters;
 use vendor_backends::mediator::emulation::context::Context;
-use ipc::mem::{Mapping, SharedMemory};
+use vendor_backends::mediator::emulation::counters::Counters;
 use vendor_backends::mediator::emulation::interrupts::Interrupts;
 use vendor_backends::mediator::emulation::run_limit::RunLimit;
 use vendor_backends::soft::SoftGpu;

@@ -5,6 +5,6 @@
 //! * [`emulation`]: a channel of the emulated GPU with writable and protected memory
 
 pub mod books;
-pub mod input;
 pub mod emulation;
+pub mod input;
 pub mod requests;

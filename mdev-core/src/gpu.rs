@@ -10,6 +10,7 @@ mod channel;
 mod client;
 mod error;
 mod exception;
+mod facets;
 mod handle;
 mod parent;
 mod saved;
@@ -29,6 +30,7 @@ pub use client::{
 };
 pub use error::GpuError;
 pub use exception::{ErrorStates, Exception};
+pub use facets::{Continuation, Programs, Saving};
 pub use handle::{ClientHandle, SharedClient};
 pub use parent::{Admission, ClientSpec, Gpu};
 pub use saved::{SavedChannel, SavedClient};

@@ -25,7 +25,7 @@ use crate::device::Scanout;
 use crate::gpu::{
     Aperture, Apertures, Backing, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
     GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
-    SavedClient, Usage, WrittenPages,
+    SavedClient, Saving, Usage, WrittenPages,
 };
 use crate::ids::{ChannelId, GpuVa, GuestPa, MemoryId, SpaceId, Token, VgpuId};
 use crate::mem::{DmaAccess, GuestMemory};
@@ -152,6 +152,10 @@ impl WrittenPages for Writes {
 }
 
 impl Client for Recorder {
+    fn saving(&mut self) -> Option<&mut dyn Saving> {
+        Some(self)
+    }
+
     fn spec(&self) -> &ClientSpec {
         &self.spec
     }
@@ -173,19 +177,18 @@ impl Client for Recorder {
         Ok(MemoryId(id))
     }
 
-    fn log_writes(
-        &mut self,
-        memory: MemoryId,
-        _len: u64,
-    ) -> Result<Box<dyn WrittenPages>, GpuError> {
-        drop(self.fallible_call(format!("log writes {}", memory.0))?);
-        Ok(Box::new(Writes(Arc::clone(&self.record))))
-    }
-
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
         let mut record = self.call(format!("release {}", memory.0))?;
         record.imports.remove(&memory.0).ok_or(GpuError::NotFound("memory"))?;
         Ok(())
+    }
+
+    fn create_space(&mut self) -> Result<SpaceId, GpuError> {
+        Err(GpuError::Unsupported("several address spaces"))
+    }
+
+    fn destroy_space(&mut self, _space: SpaceId) -> Result<(), GpuError> {
+        Err(GpuError::NotFound("address space"))
     }
 
     fn map(&mut self, request: &MapRequest) -> Result<(), GpuError> {
@@ -280,6 +283,41 @@ impl Client for Recorder {
         Ok(Usage::default())
     }
 
+    fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {
+        let mut record = self.record.lock().unwrap();
+        record.scanout = *scanout;
+        record.scanouts += 1;
+        Ok(())
+    }
+
+    fn renew(&mut self) -> Result<bool, GpuError> {
+        let renewable = self.record.lock().unwrap().renewable;
+        if renewable {
+            self.apertures = apertures();
+        }
+        Ok(renewable)
+    }
+
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        self.record.lock().unwrap().scrubbed += 1;
+        Ok(())
+    }
+}
+
+impl Saving for Recorder {
+    fn log_writes(
+        &mut self,
+        memory: MemoryId,
+        _len: u64,
+    ) -> Result<Box<dyn WrittenPages>, GpuError> {
+        drop(self.fallible_call(format!("log writes {}", memory.0))?);
+        Ok(Box::new(Writes(Arc::clone(&self.record))))
+    }
+
+    fn end_log(&mut self, _memory: MemoryId) -> Result<(), GpuError> {
+        Ok(())
+    }
+
     fn pause(&mut self) -> Result<(), GpuError> {
         self.fallible_call("pause".into())?.paused = true;
         Ok(())
@@ -319,24 +357,8 @@ impl Client for Recorder {
         Ok(())
     }
 
-    fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {
-        let mut record = self.record.lock().unwrap();
-        record.scanout = *scanout;
-        record.scanouts += 1;
-        Ok(())
-    }
-
-    fn renew(&mut self) -> Result<bool, GpuError> {
-        let renewable = self.record.lock().unwrap().renewable;
-        if renewable {
-            self.apertures = apertures();
-        }
-        Ok(renewable)
-    }
-
-    fn scrub(&mut self) -> Result<(), GpuError> {
-        self.record.lock().unwrap().scrubbed += 1;
-        Ok(())
+    fn restore_space(&mut self, _space: SpaceId) -> Result<(), GpuError> {
+        Err(GpuError::Unsupported("several address spaces"))
     }
 }
 

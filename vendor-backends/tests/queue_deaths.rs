@@ -102,9 +102,9 @@ impl Worker {
             journal.changes.push(encode(&changes).unwrap());
         }
         journal.queue = encode(&self.queue.state()).unwrap();
-        journal.position = self.client.position().unwrap();
+        journal.position = self.client.continuation().unwrap().position().unwrap();
         journal.memory = self.memory.lock().running();
-        self.client.record();
+        self.client.continuation().unwrap().record();
     }
 }
 

@@ -39,15 +39,15 @@ const INTERVAL: Duration = Duration::from_micros(300);
 /// Destroys all channels, mappings and address spaces of a client, and restores them.
 fn restore(client: &mut dyn Client, saved: &SavedClient) -> Result<(), GpuError> {
     client.reset()?;
-    client.pause()?;
+    client.saving().unwrap().pause()?;
     for space in &saved.spaces {
-        client.restore_space(*space)?;
+        client.saving().unwrap().restore_space(*space)?;
     }
     for mapping in &saved.mappings {
         client.map(mapping)?;
     }
     for channel in &saved.channels {
-        client.restore_channel(channel)?;
+        client.saving().unwrap().restore_channel(channel)?;
     }
     Ok(())
 }
@@ -63,11 +63,12 @@ struct Restless {
 
 fn save_and_restore(client: &SharedClient, restores: &AtomicU32) {
     let mut client = client.lock();
-    client.pause().unwrap();
-    let saved = client.save().unwrap();
+    client.saving().unwrap().pause().unwrap();
+    let saved = client.saving().unwrap().save().unwrap();
     restore(&mut **client, &saved).unwrap();
-    assert_eq!(client.save().unwrap(), saved, "the restored state is the saved one");
-    client.resume().unwrap();
+    let saving = client.saving().unwrap();
+    assert_eq!(saving.save().unwrap(), saved, "the restored state is the saved one");
+    saving.resume().unwrap();
     restores.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -273,16 +274,16 @@ fn driver() -> (Driver, soft_vgpu::Held) {
 fn a_paused_vgpu_does_nothing_until_it_is_resumed() {
     let (mut driver, _held) = driver();
     let mut ring = driver.ring(EngineKind::Copy);
-    assert!(driver.client().save().is_err(), "it runs");
-    driver.client().pause().unwrap();
+    assert!(driver.client().saving().unwrap().save().is_err(), "it runs");
+    driver.client().saving().unwrap().pause().unwrap();
     let done = driver.submit(&mut ring, Pushbuffer::default());
     let memory = driver.read(0, RAM);
     assert!(!driver.wait_for(done, Duration::from_millis(100)), "it is paused");
     assert!(driver.read(0, RAM) == memory, "nothing is written, not even NEED_WAKEUP");
-    driver.client().resume().unwrap();
+    driver.client().saving().unwrap().resume().unwrap();
     assert!(driver.wait(done));
     // A reset ends a pause.
-    driver.client().pause().unwrap();
+    driver.client().saving().unwrap().pause().unwrap();
     driver.client().reset().unwrap();
     driver.map_ram();
     let mut ring = driver.ring(EngineKind::Copy);
@@ -293,24 +294,24 @@ fn a_paused_vgpu_does_nothing_until_it_is_resumed() {
 fn a_channel_is_restored_with_its_id_into_a_paused_vgpu_only() {
     let (mut driver, _held) = driver();
     let ring = driver.ring(EngineKind::Copy);
-    driver.client().pause().unwrap();
-    let saved = driver.client().save().unwrap();
+    driver.client().saving().unwrap().pause().unwrap();
+    let saved = driver.client().saving().unwrap().save().unwrap();
     let [channel] = &saved.channels[..] else { panic!("{saved:?}") };
     assert_eq!(channel.id, ring.id());
     let client = driver.client();
-    assert!(client.restore_channel(channel).is_err(), "it exists");
+    assert!(client.saving().unwrap().restore_channel(channel).is_err(), "it exists");
     client.destroy_channel(channel.id).unwrap();
-    client.resume().unwrap();
-    assert!(client.restore_channel(channel).is_err(), "it is not paused");
-    client.pause().unwrap();
-    client.restore_channel(channel).unwrap();
+    client.saving().unwrap().resume().unwrap();
+    assert!(client.saving().unwrap().restore_channel(channel).is_err(), "it is not paused");
+    client.saving().unwrap().pause().unwrap();
+    client.saving().unwrap().restore_channel(channel).unwrap();
     let outside = SavedChannel {
         id: ChannelId(channel.id.0 + 1),
         spec: ChannelSpec { userd: Backing::Vram { offset: 64 * MIB }, ..channel.spec },
         ..channel.clone()
     };
-    assert!(client.restore_channel(&outside).is_err(), "its USERD is nowhere");
-    client.resume().unwrap();
+    assert!(client.saving().unwrap().restore_channel(&outside).is_err(), "its USERD is nowhere");
+    client.saving().unwrap().resume().unwrap();
 }
 
 /// Returns the state of a vGPU with an endless kernel, a wait and a long copy in progress.
@@ -327,8 +328,8 @@ fn busy_state(driver: &mut Driver) -> SavedClient {
     {
         thread::sleep(Duration::from_millis(1));
     }
-    driver.client().pause().unwrap();
-    driver.client().save().unwrap()
+    driver.client().saving().unwrap().pause().unwrap();
+    driver.client().saving().unwrap().save().unwrap()
 }
 
 /// Damaged states are refused, or are states that a guest can cause: the engine survives them.
@@ -359,7 +360,7 @@ fn damaged_states_harm_nothing() {
                 Err(GpuError::Lost(reason)) => panic!("{reason}"),
                 Err(_) => refused.set(refused.get() + 1),
             }
-            driver.client().resume().unwrap();
+            driver.client().saving().unwrap().resume().unwrap();
             thread::sleep(Duration::from_millis(1));
             Ok(())
         })

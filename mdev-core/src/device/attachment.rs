@@ -39,9 +39,8 @@ impl VirtualFunction {
         let apertures = self.client.apertures();
         let vram = apertures.vram.as_ref().or(apertures.framebuffer.as_ref());
         let Some(vram) = vram else {
-            let mut client = self.client.lock();
-            if client.stages_memory()
-                && let Err(error) = client.scrub()
+            if self.stages_memory()
+                && let Err(error) = self.client.lock().scrub()
             {
                 log::warn!("Video memory was not cleared: {error}");
             }

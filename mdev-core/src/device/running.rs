@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::mailbox::Answer;
 use super::{Scanout, Traps, VirtualFunction};
 #[cfg(doc)]
-use crate::gpu::Client;
+use crate::gpu::Continuation;
 use crate::gpu::{GpuError, KeptDescriptor};
 use crate::ids::GuestPa;
 use crate::mem::RunningMemory;
@@ -60,12 +60,16 @@ pub enum Descriptor {
 impl VirtualFunction {
     /// Returns the position of the client, if another process can continue with it.
     pub fn position(&self) -> Option<u64> {
-        self.client.lock().position()
+        self.client.lock().continuation()?.position()
     }
 
-    /// Returns what is to be kept for the process that continues ([`Client::take_kept`]).
+    /// Returns what is to be kept for the process that continues ([`Continuation::take_kept`]).
     pub fn take_kept(&self) -> Vec<KeptDescriptor> {
-        self.client.lock().take_kept()
+        self.client
+            .lock()
+            .continuation()
+            .map(|continuation| continuation.take_kept())
+            .unwrap_or_default()
     }
 
     /// Returns the state.
@@ -112,7 +116,9 @@ impl VirtualFunction {
 
     /// Notes that [`Self::running`] and [`Self::running_memory`] are recorded.
     pub fn recorded(&self) {
-        self.client.lock().record();
+        if let Some(continuation) = self.client.lock().continuation() {
+            continuation.record();
+        }
     }
 
     /// Continues in a state of another process, with its mappings. `take` returns the descriptors

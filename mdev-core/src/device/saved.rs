@@ -124,7 +124,7 @@ impl VirtualFunction {
             // What programs have left is of no use to them, and would be saved.
             self.scrub();
         }
-        self.client.lock().pause()?;
+        self.client.lock().require_saving()?.pause()?;
         self.paused = true;
         Ok(())
     }
@@ -140,7 +140,7 @@ impl VirtualFunction {
         if !self.can_save() {
             return Err(SaveError::Unsupported);
         }
-        Ok(self.client.lock().check_save()?)
+        Ok(self.client.lock().require_saving()?.check_save()?)
     }
 
     /// Returns whether vGPUs of this kind can be saved.
@@ -149,16 +149,20 @@ impl VirtualFunction {
         let memory = self.vram().filter(|vram| foreign_fds::is_memory(vram.fd));
         let readable = memory.map_or(0, |vram| vram.len);
         self.client.gpu().capabilities.contains(GpuCapabilities::SAVE)
-            && (readable >= self.client.spec().vram_bytes || self.client.lock().stages_memory())
+            && (readable >= self.client.spec().vram_bytes || self.stages_memory())
+    }
+
+    /// Returns whether video memory is copied through staging memory.
+    pub(super) fn stages_memory(&self) -> bool {
+        self.client.lock().saving().is_some_and(|saving| saving.stages_memory())
     }
 
     /// Returns where a caller reads or fills the video memory of a paused vGPU.
     pub fn saved_memory(&mut self) -> Result<SavedMemory, SaveError> {
-        let mut client = self.client.lock();
-        if client.stages_memory() {
-            return Ok(SavedMemory { aperture: client.staging()?, staged: true });
+        if self.stages_memory() {
+            let aperture = self.client.lock().require_saving()?.staging()?;
+            return Ok(SavedMemory { aperture, staged: true });
         }
-        drop(client);
         let vram = self.vram().ok_or(SaveError::Unsupported)?;
         let fd = vram.fd.try_clone_to_owned().map_err(GpuError::from)?;
         let aperture = Aperture { fd, offset: vram.offset, len: vram.len };
@@ -170,12 +174,14 @@ impl VirtualFunction {
         if !self.paused {
             return Err(GpuError::Invalid("a copy of the memory of a vGPU that is not paused"));
         }
-        self.client.lock().copy_staged(copy)
+        self.client.lock().require_saving()?.copy_staged(copy)
     }
 
     /// Continues after [`Self::pause`], [`Self::restore_vgpu`] and [`Self::checkpoint`].
     pub fn resume(&mut self) -> Result<(), GpuError> {
-        self.client.lock().resume()?;
+        if let Some(saving) = self.client.lock().saving() {
+            saving.resume()?;
+        }
         self.paused = false;
         self.end_checkpoint();
         Ok(())
@@ -183,7 +189,7 @@ impl VirtualFunction {
 
     /// Returns the state of a paused vGPU.
     pub fn save_vgpu(&mut self) -> Result<SavedVgpu, SaveError> {
-        let client = self.client.lock().save()?;
+        let client = self.client.lock().require_saving()?.save()?;
         let memory = self.memory.lock();
         let imports =
             memory.imports().map(|(memory, address, len)| SavedImport { memory, address, len });
@@ -212,7 +218,7 @@ impl VirtualFunction {
     fn try_restore(&mut self, saved: &SavedVgpu) -> Result<(), RestoreError> {
         {
             let mut client = self.client.lock();
-            client.pause()?;
+            client.require_saving()?.pause()?;
             self.paused = true;
             let mut memory = self.memory.lock();
             restore_client(&mut **client, &mut memory, saved)?;
@@ -256,7 +262,7 @@ fn restore_client(
     saved: &SavedVgpu,
 ) -> Result<(), RestoreError> {
     for space in &saved.client.spaces {
-        client.restore_space(*space)?;
+        client.require_saving()?.restore_space(*space)?;
     }
     for mapping in &saved.client.mappings {
         check_mapping(client, mapping)?;
@@ -279,7 +285,7 @@ fn restore_client(
         let [(userd, _)] = found[..] else { return Err(RestoreError::Memory) };
         let mut channel: SavedChannel = channel.clone();
         channel.spec.userd = userd;
-        client.restore_channel(&channel)?;
+        client.require_saving()?.restore_channel(&channel)?;
     }
     Ok(())
 }

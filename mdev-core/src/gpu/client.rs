@@ -13,8 +13,8 @@ use vmm_sys_util::fallocate::{FallocateMode, fallocate};
 
 use super::screen::Scanout;
 use super::{
-    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, ErrorStates, Exception, GpuDescription,
-    GpuError, SavedChannel, SavedClient, Usage,
+    ChannelHandle, ChannelSpec, ChannelStatus, ClientSpec, Continuation, GpuDescription, GpuError,
+    Programs, Saving, Usage,
 };
 use crate::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 #[cfg(doc)]
@@ -222,24 +222,31 @@ pub struct StagedCopy {
 }
 
 /// A worker's handle of one vGPU on a GPU: a partition, address spaces, and channels.
+///
+/// What not every GPU can do is in traits of its own, which a client returns if it has them:
+/// [`Programs`], [`Saving`] and [`Continuation`].
 pub trait Client: Send + fmt::Debug {
+    /// Returns what a GPU does for CUDA programs beyond channels and address spaces, if its hardware
+    /// runs their kernels.
+    fn programs(&mut self) -> Option<&mut dyn Programs> {
+        None
+    }
+
+    /// Returns the means to save and to restore the client, if the GPU can.
+    fn saving(&mut self) -> Option<&mut dyn Saving> {
+        None
+    }
+
+    /// Returns the means by which another process continues with the client, if one can.
+    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+        None
+    }
+
     /// Returns the granted resources.
     fn spec(&self) -> &ClientSpec;
 
     /// Returns the description of the GPU.
     fn gpu(&self) -> &GpuDescription;
-
-    /// Returns the version of the GPU's driver, which the driver's libraries for programs must
-    /// have. `None` on a GPU that these libraries do not know.
-    fn driver(&self) -> Option<&str> {
-        None
-    }
-
-    /// Answers a query to the GPU's driver (`NV_ESC_RM_CONTROL`) in `params`. Returns the driver's
-    /// status, or `None` if the command is no known query of this length.
-    fn query_driver(&mut self, _command: u32, _params: &mut [u8]) -> Option<u32> {
-        None
-    }
 
     /// Returns the ranges that the guest may map.
     fn apertures(&self) -> &Apertures;
@@ -251,91 +258,21 @@ pub trait Client: Send + fmt::Debug {
     /// return.
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError>;
 
-    /// Allocates video memory that is filled with zeros, in bytes. [`Client::release`] frees it.
-    ///
-    /// The first allocation gives the partition up: allocations together cannot be larger. The
-    /// partition comes back, cleared, when it is used after the last release, or with
-    /// [`Client::renew`]. On a GPU without this, programs share the partition.
-    fn allocate(&mut self, _len: u64) -> Result<MemoryId, GpuError> {
-        Err(GpuError::Unsupported("allocations of video memory"))
-    }
-
     /// Creates an empty address space beside [`SpaceId::DEFAULT`]. Its addresses are those from
     /// [`PAGE_SIZE`] to [`CREATED_VA_END`].
-    fn create_space(&mut self) -> Result<SpaceId, GpuError> {
-        Err(GpuError::Unsupported("several address spaces"))
-    }
+    fn create_space(&mut self) -> Result<SpaceId, GpuError>;
 
     /// Destroys a created address space, its mappings, and the channels in it.
-    fn destroy_space(&mut self, _space: SpaceId) -> Result<(), GpuError> {
-        Err(GpuError::NotFound("address space"))
-    }
+    fn destroy_space(&mut self, space: SpaceId) -> Result<(), GpuError>;
 
     /// Maps memory. If a page is mapped already, fails and changes nothing.
     fn map(&mut self, request: &MapRequest) -> Result<(), GpuError>;
-
-    /// Maps memory through which kernels launch other kernels (CUDA's dynamic parallelism). The GPU
-    /// alone uses its content. [`Client::unmap`] frees it.
-    fn map_launch_region(
-        &mut self,
-        _space: SpaceId,
-        _va: GpuVa,
-        _len: u64,
-    ) -> Result<(), GpuError> {
-        Err(GpuError::Unsupported("launches by kernels"))
-    }
 
     /// Unmaps every page of a range. If a page is not mapped, fails and changes nothing.
     fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError>;
 
     /// Creates a channel and schedules it.
     fn create_channel(&mut self, spec: &ChannelSpec) -> Result<ChannelHandle, GpuError>;
-
-    /// Lets the GPU preempt the kernels of a channel's group at any instruction. The program must
-    /// have installed a trap handler.
-    fn preempt_instructions(&mut self, _channel: ChannelId) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Sets which exceptions of kernels in a channel's group [`Client::take_exceptions`] returns,
-    /// as a mask (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`). The program must have installed a trap
-    /// handler. Without this, a kernel may end after an exception as if it had succeeded.
-    fn watch_exceptions(&mut self, _channel: ChannelId, _mask: u32) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Returns the exceptions since the last call. [`Pending::CHANNEL_ERROR`] announces them.
-    fn take_exceptions(&mut self) -> Vec<Exception> {
-        Vec::new()
-    }
-
-    /// Reads the errors of `count` multiprocessors from number `first` for a channel, after an
-    /// exception or a fault in its group.
-    fn error_states(
-        &mut self,
-        _channel: ChannelId,
-        _first: u32,
-        _count: u32,
-    ) -> Result<ErrorStates, GpuError> {
-        Err(GpuError::Unsupported("errors of multiprocessors"))
-    }
-
-    /// Clears the errors of `count` multiprocessors for a channel.
-    fn clear_error_states(&mut self, _channel: ChannelId, _count: u32) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Keeps the GPU's clocks up while programs have contexts, or no longer.
-    fn boost_clocks(&mut self, _boost: bool) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Resets a channel's group, also while it works: its channels end with the error
-    /// [`RESET_CHANNEL`](crate::abi::notifier::RESET_CHANNEL), as [`Pending::CHANNEL_ERROR`]
-    /// announces.
-    fn reset_channel(&mut self, _id: ChannelId) -> Result<(), GpuError> {
-        Err(GpuError::Unsupported("resets of channels"))
-    }
 
     /// Destroys a channel, also while it works.
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError>;
@@ -372,92 +309,9 @@ pub trait Client: Send + fmt::Debug {
     /// Returns and clears the conditions that were raised since the last call.
     fn take_pending(&mut self) -> Pending;
 
-    /// Returns the position in the sequence of this client's requests from which another process
-    /// can continue, or `None` if none can.
-    fn position(&self) -> Option<u64> {
-        None
-    }
-
-    /// Returns what is to be kept for a process that continues, or not any more, since the last
-    /// call. The caller passes descriptors on before it records the [`Client::position`] of a later
-    /// call, and drops them after that.
-    fn take_kept(&mut self) -> Vec<KeptDescriptor> {
-        Vec::new()
-    }
-
-    /// Notes that the caller's state includes the effects of all requests so far, and the
-    /// conditions that [`Client::take_pending`] returned. A process that continues from an earlier
-    /// [`Client::position`] gets the replies again that came after it.
-    fn record(&mut self) {}
-
     /// Destroys all channels, mappings and created address spaces, and keeps imports and video
     /// memory, for a function-level reset or a reboot of the guest.
     fn reset(&mut self) -> Result<(), GpuError>;
-
-    /// Records from now on which pages of imported guest memory, of `len` bytes, the GPU writes. A
-    /// second call begins anew.
-    fn log_writes(
-        &mut self,
-        _memory: MemoryId,
-        _len: u64,
-    ) -> Result<Box<dyn WrittenPages>, GpuError> {
-        Err(GpuError::Unsupported("recording its writes"))
-    }
-
-    /// Ends [`Client::log_writes`].
-    fn end_log(&mut self, _memory: MemoryId) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Stops the work of all channels between two accesses of memory. On the return, and until
-    /// [`Client::resume`], nothing of the client reads or writes memory. [`Client::reset`] and
-    /// [`Client::renew`] end the pause.
-    fn pause(&mut self) -> Result<(), GpuError> {
-        Err(GpuError::Unsupported("saving"))
-    }
-
-    /// Continues after [`Client::pause`].
-    fn resume(&mut self) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Returns why [`Client::pause`] would fail, if the client's objects are a reason. Stops
-    /// nothing.
-    fn check_save(&mut self) -> Result<(), GpuError> {
-        Ok(())
-    }
-
-    /// Returns whether video memory is copied through [`Client::staging`], because it is no file.
-    fn stages_memory(&self) -> bool {
-        false
-    }
-
-    /// Returns the staging memory of a paused client, from the start of its file. The memory stays
-    /// until the client continues.
-    fn staging(&mut self) -> Result<Aperture, GpuError> {
-        Err(GpuError::Unsupported("staging memory"))
-    }
-
-    /// Copies between video memory and staging memory, and waits for the end of the copy.
-    fn copy_staged(&mut self, _copy: StagedCopy) -> Result<(), GpuError> {
-        Err(GpuError::Unsupported("staging memory"))
-    }
-
-    /// Returns the state of a paused client.
-    fn save(&mut self) -> Result<SavedClient, GpuError> {
-        Err(GpuError::Unsupported("saving"))
-    }
-
-    /// Creates an address space with the id that it had in a saved client.
-    fn restore_space(&mut self, _space: SpaceId) -> Result<(), GpuError> {
-        Err(GpuError::Unsupported("saving"))
-    }
-
-    /// Creates a channel with the id and the progress that it had in a saved client. The client
-    /// must be paused, and writes no memory.
-    fn restore_channel(&mut self, _channel: &SavedChannel) -> Result<(), GpuError> {
-        Err(GpuError::Unsupported("saving"))
-    }
 
     /// Returns the usage counters. The waits may be missing: they are for the manager.
     fn usage(&mut self) -> Result<Usage, GpuError>;

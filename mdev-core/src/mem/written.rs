@@ -38,7 +38,9 @@ impl WriteLog {
 
     /// Records the writes of the GPU to an import, before the GPU can make any.
     pub(super) fn note_import(&mut self, client: &mut dyn Client, address: u64, import: Import) {
-        match client.log_writes(import.memory, import.len) {
+        let pages =
+            client.require_saving().and_then(|saving| saving.log_writes(import.memory, import.len));
+        match pages {
             Ok(pages) => self.imports.push((address, pages)),
             Err(error) => {
                 log::warn!("The GPU does not record its writes: {error}");
@@ -53,7 +55,7 @@ impl GuestMemory {
     pub fn begin_log(&mut self, client: &mut dyn Client) -> Result<(), GpuError> {
         let mut log = WriteLog::default();
         for (memory, address, len) in self.imports() {
-            log.imports.push((address.0, client.log_writes(memory, len)?));
+            log.imports.push((address.0, client.require_saving()?.log_writes(memory, len)?));
         }
         self.log = Some(log);
         Ok(())
@@ -65,7 +67,8 @@ impl GuestMemory {
             return;
         }
         for (memory, ..) in self.imports() {
-            if let Err(error) = client.end_log(memory) {
+            let ended = client.require_saving().and_then(|saving| saving.end_log(memory));
+            if let Err(error) = ended {
                 log::debug!("The GPU still records its writes: {error}");
             }
         }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use mdev_core::gpu::{Client, ClientSpec, Gpu, StagedCopy};
+use mdev_core::gpu::{Client, ClientSpec, Gpu, Saving, StagedCopy};
 use mdev_core::ids::VgpuId;
 use mdev_core::stream::{IndexedVgpu, StreamError, StreamWriter};
 use mdev_core::testing::saved_head;

@@ -38,14 +38,14 @@ pub fn restore(
     ram: &SharedMemory,
     saved: &SavedClient,
 ) -> Result<(), GpuError> {
-    client.pause()?;
+    client.require_saving()?.pause()?;
     let memory = import(client, ram)?;
     let moved = |backing: Backing| match backing {
         Backing::Guest { offset, .. } => Backing::Guest { memory, offset },
         other => other,
     };
     for space in &saved.spaces {
-        client.restore_space(*space)?;
+        client.require_saving()?.restore_space(*space)?;
     }
     for mapping in &saved.mappings {
         client.map(&MapRequest { backing: moved(mapping.backing), ..*mapping })?;
@@ -53,7 +53,7 @@ pub fn restore(
     for channel in &saved.channels {
         let mut channel = channel.clone();
         channel.spec.userd = moved(channel.spec.userd);
-        client.restore_channel(&channel)?;
+        client.require_saving()?.restore_channel(&channel)?;
     }
     Ok(())
 }

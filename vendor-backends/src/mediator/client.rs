@@ -11,8 +11,8 @@ use mdev_core::abi::doorbell;
 use mdev_core::device::Scanout;
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    GpuCapabilities, GpuDescription, GpuError, GuestRam, MapRequest, Pending, SavedChannel,
-    SavedClient, Usage, WrittenPages,
+    Continuation, GpuCapabilities, GpuDescription, GpuError, GuestRam, KeptDescriptor, MapRequest,
+    Pending, SavedChannel, SavedClient, Saving, Usage, WrittenPages,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -154,6 +154,14 @@ fn apertures(
 }
 
 impl Client for MediatedClient {
+    fn saving(&mut self) -> Option<&mut dyn Saving> {
+        Some(self)
+    }
+
+    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+        Some(self)
+    }
+
     fn spec(&self) -> &ClientSpec {
         &self.spec
     }
@@ -176,22 +184,6 @@ impl Client for MediatedClient {
 
     fn release(&mut self, memory: MemoryId) -> Result<(), GpuError> {
         self.send(&ClientRequest::Release(memory), &[])
-    }
-
-    fn log_writes(
-        &mut self,
-        memory: MemoryId,
-        len: u64,
-    ) -> Result<Box<dyn WrittenPages>, GpuError> {
-        let (reply, fds) = self.connection.request(&ClientRequest::LogWrites(memory), &[])?;
-        match (reply, fds.into_iter().next()) {
-            (ClientReply::Logged, Some(file)) => Ok(Box::new(WriteLog::open(file.as_fd(), len)?)),
-            (other, _) => Err(self.unexpected(&other)),
-        }
-    }
-
-    fn end_log(&mut self, memory: MemoryId) -> Result<(), GpuError> {
-        self.send(&ClientRequest::EndLog(memory), &[])
     }
 
     fn create_space(&mut self) -> Result<SpaceId, GpuError> {
@@ -281,17 +273,6 @@ impl Client for MediatedClient {
         self.send(&ClientRequest::Reset, &[])
     }
 
-    fn position(&self) -> Option<u64> {
-        self.connection.last_number()
-    }
-
-    fn record(&mut self) {
-        self.connection.record();
-        if self.status.load_u32(wire::STATUS_TAKEN as u64) != Some(0) {
-            self.status.store_u32(wire::STATUS_TAKEN as u64, 0);
-        }
-    }
-
     fn set_scanout(&mut self, scanout: &Scanout) -> Result<(), GpuError> {
         if !self.gpu.capabilities.contains(GpuCapabilities::SCANOUT) {
             return Ok(());
@@ -322,6 +303,31 @@ impl Client for MediatedClient {
         self.send(&ClientRequest::Scrub, &[])
     }
 
+    fn usage(&mut self) -> Result<Usage, GpuError> {
+        match self.connection.request(&ClientRequest::Usage, &[])?.0 {
+            ClientReply::Usage(usage) => Ok(usage.0),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+}
+
+impl Saving for MediatedClient {
+    fn log_writes(
+        &mut self,
+        memory: MemoryId,
+        len: u64,
+    ) -> Result<Box<dyn WrittenPages>, GpuError> {
+        let (reply, fds) = self.connection.request(&ClientRequest::LogWrites(memory), &[])?;
+        match (reply, fds.into_iter().next()) {
+            (ClientReply::Logged, Some(file)) => Ok(Box::new(WriteLog::open(file.as_fd(), len)?)),
+            (other, _) => Err(self.unexpected(&other)),
+        }
+    }
+
+    fn end_log(&mut self, memory: MemoryId) -> Result<(), GpuError> {
+        self.send(&ClientRequest::EndLog(memory), &[])
+    }
+
     fn pause(&mut self) -> Result<(), GpuError> {
         self.send(&ClientRequest::Pause, &[])
     }
@@ -345,11 +351,22 @@ impl Client for MediatedClient {
     fn restore_channel(&mut self, channel: &SavedChannel) -> Result<(), GpuError> {
         self.send(&ClientRequest::RestoreChannel(channel.clone()), &[])
     }
+}
 
-    fn usage(&mut self) -> Result<Usage, GpuError> {
-        match self.connection.request(&ClientRequest::Usage, &[])?.0 {
-            ClientReply::Usage(usage) => Ok(usage.0),
-            other => Err(self.unexpected(&other)),
+impl Continuation for MediatedClient {
+    fn position(&mut self) -> Option<u64> {
+        self.connection.last_number()
+    }
+
+    fn take_kept(&mut self) -> Vec<KeptDescriptor> {
+        // The GPU process has all that is needed.
+        Vec::new()
+    }
+
+    fn record(&mut self) {
+        self.connection.record();
+        if self.status.load_u32(wire::STATUS_TAKEN as u64) != Some(0) {
+            self.status.store_u32(wire::STATUS_TAKEN as u64, 0);
         }
     }
 }

@@ -17,8 +17,9 @@ use ipc::mem::SharedMemory;
 use ipc::seqpacket::{SeqPacket, encode};
 use mdev_core::gpu::{
     Aperture, Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec,
-    DoorbellWatch, ErrorStates, Exception, GpuDescription, GpuError, GuestRam, KeptDescriptor,
-    MapRequest, Pending, SavedChannel, SavedClient, StagedCopy, Usage,
+    Continuation, DoorbellWatch, ErrorStates, Exception, GpuDescription, GpuError, GuestRam,
+    KeptDescriptor, MapRequest, Pending, Programs, SavedChannel, SavedClient, Saving, StagedCopy,
+    Usage, WrittenPages,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 
@@ -97,6 +98,18 @@ impl NvidiaClient {
 }
 
 impl Client for NvidiaClient {
+    fn programs(&mut self) -> Option<&mut dyn Programs> {
+        Some(self)
+    }
+
+    fn saving(&mut self) -> Option<&mut dyn Saving> {
+        Some(self)
+    }
+
+    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+        Some(self)
+    }
+
     fn start(&mut self) -> Result<(), GpuError> {
         let Some(inputs) = self.thread_inputs.take() else { return Ok(()) };
         let ThreadInputs { manager, fault_event, interrupt_event, exception_event, .. } = inputs;
@@ -130,14 +143,6 @@ impl Client for NvidiaClient {
         &self.grant.gpu
     }
 
-    fn driver(&self) -> Option<&str> {
-        Some(&self.driver)
-    }
-
-    fn query_driver(&mut self, command: u32, params: &mut [u8]) -> Option<u32> {
-        driver_queries::query(&self.device, command, params)
-    }
-
     fn apertures(&self) -> &Apertures {
         &self.apertures
     }
@@ -160,12 +165,6 @@ impl Client for NvidiaClient {
         Ok(())
     }
 
-    fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
-        self.position.touch();
-        self.apertures.vram = None;
-        self.memory.allocate(len)
-    }
-
     fn create_space(&mut self) -> Result<SpaceId, GpuError> {
         self.position.touch();
         self.memory.create_space()
@@ -183,11 +182,6 @@ impl Client for NvidiaClient {
         self.memory.map(request)
     }
 
-    fn map_launch_region(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
-        self.position.touch();
-        self.memory.map_launch_region(space, va, len)
-    }
-
     fn unmap(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
         self.position.touch();
         self.memory.space(space)?.unmap(va, len)
@@ -200,46 +194,6 @@ impl Client for NvidiaClient {
         let space = self.memory.space(spec.space)?.space().clone();
         self.state.note_errors();
         self.state.channels().create(spec, userd, &space)
-    }
-
-    fn preempt_instructions(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        self.state.channels().preempt_instructions(id)
-    }
-
-    fn watch_exceptions(&mut self, id: ChannelId, mask: u32) -> Result<(), GpuError> {
-        self.position.touch();
-        self.state.channels().watch_exceptions(id, mask)
-    }
-
-    fn take_exceptions(&mut self) -> Vec<Exception> {
-        let exceptions = self.state.channels().take_exceptions();
-        self.took_exceptions |= !exceptions.is_empty();
-        exceptions
-    }
-
-    fn error_states(
-        &mut self,
-        id: ChannelId,
-        first: u32,
-        count: u32,
-    ) -> Result<ErrorStates, GpuError> {
-        self.state.channels().error_states(id, first, count)
-    }
-
-    fn clear_error_states(&mut self, id: ChannelId, count: u32) -> Result<(), GpuError> {
-        self.state.channels().clear_error_states(id, count)
-    }
-
-    fn boost_clocks(&mut self, boost: bool) -> Result<(), GpuError> {
-        self.state.channels().keep_clocks_up(boost)
-    }
-
-    fn reset_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
-        self.position.touch();
-        let running = self.state.running_before(Teardown::Channel(id));
-        self.state.channels().reset(id, running)?;
-        self.state.signals.raise(Pending::CHANNEL_ERROR);
-        Ok(())
     }
 
     fn destroy_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
@@ -295,6 +249,128 @@ impl Client for NvidiaClient {
         self.state.signals.take()
     }
 
+    fn scrub(&mut self) -> Result<(), GpuError> {
+        self.clear_vram()
+    }
+
+    fn reset(&mut self) -> Result<(), GpuError> {
+        self.position.touch();
+        self.copier = None;
+        let running = self.state.running_before(Teardown::All);
+        self.state.channels().clear(running);
+        self.memory.reset_spaces();
+        Ok(())
+    }
+
+    /// The driver clears video memory when it is freed. The doorbell page stays if it is the GPU's.
+    fn renew(&mut self) -> Result<bool, GpuError> {
+        self.reset()?;
+        self.state.channels().keep_clocks_up(false)?;
+        self.apertures.vram = None;
+        let vram = self.memory.renew_vram().map_err(|error| {
+            GpuError::Lost(format!("its video memory could not be allocated again: {error}"))
+        })?;
+        let bytes = self.grant.spec.vram_bytes;
+        self.apertures.vram = vram_aperture(&self.device, &self.grant.gpu, &vram, bytes)?;
+        if let (Some(poller), Some(doorbell)) = (&self.state.poller, &mut self.apertures.doorbell) {
+            let SharedMemory { fd, mapping } = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?;
+            self.device.rm_client.to_keep().keep_copy(kept::GUEST_DOORBELL, fd.as_fd())?;
+            doorbell.fd = fd;
+            poller.set_program_page(mapping);
+        }
+        Ok(true)
+    }
+
+    fn usage(&mut self) -> Result<Usage, GpuError> {
+        Ok(self.state.report().usage)
+    }
+
+    fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
+        self.position.touch();
+        self.device.rm_client.to_keep().keep_copy(kept::MANAGER, fd.as_fd())?;
+        let socket = SeqPacket::from(fd);
+        socket.try_send(&encode(&FromWorker::Ready)?, &[])?;
+        if let Ok(mut next) = self.state.next_manager.lock() {
+            *next = Some(socket);
+        }
+        Ok(())
+    }
+}
+
+impl Programs for NvidiaClient {
+    fn driver(&self) -> &str {
+        &self.driver
+    }
+
+    fn query_driver(&mut self, command: u32, params: &mut [u8]) -> Option<u32> {
+        driver_queries::query(&self.device, command, params)
+    }
+
+    fn allocate(&mut self, len: u64) -> Result<MemoryId, GpuError> {
+        self.position.touch();
+        self.apertures.vram = None;
+        self.memory.allocate(len)
+    }
+
+    fn map_launch_region(&mut self, space: SpaceId, va: GpuVa, len: u64) -> Result<(), GpuError> {
+        self.position.touch();
+        self.memory.map_launch_region(space, va, len)
+    }
+
+    fn preempt_instructions(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        self.state.channels().preempt_instructions(id)
+    }
+
+    fn watch_exceptions(&mut self, id: ChannelId, mask: u32) -> Result<(), GpuError> {
+        self.position.touch();
+        self.state.channels().watch_exceptions(id, mask)
+    }
+
+    fn take_exceptions(&mut self) -> Vec<Exception> {
+        let exceptions = self.state.channels().take_exceptions();
+        self.took_exceptions |= !exceptions.is_empty();
+        exceptions
+    }
+
+    fn error_states(
+        &mut self,
+        id: ChannelId,
+        first: u32,
+        count: u32,
+    ) -> Result<ErrorStates, GpuError> {
+        self.state.channels().error_states(id, first, count)
+    }
+
+    fn clear_error_states(&mut self, id: ChannelId, count: u32) -> Result<(), GpuError> {
+        self.state.channels().clear_error_states(id, count)
+    }
+
+    fn boost_clocks(&mut self, boost: bool) -> Result<(), GpuError> {
+        self.state.channels().keep_clocks_up(boost)
+    }
+
+    fn reset_channel(&mut self, id: ChannelId) -> Result<(), GpuError> {
+        self.position.touch();
+        let running = self.state.running_before(Teardown::Channel(id));
+        self.state.channels().reset(id, running)?;
+        self.state.signals.raise(Pending::CHANNEL_ERROR);
+        Ok(())
+    }
+}
+
+impl Saving for NvidiaClient {
+    fn log_writes(
+        &mut self,
+        _memory: MemoryId,
+        _len: u64,
+    ) -> Result<Box<dyn WrittenPages>, GpuError> {
+        Err(GpuError::Unsupported("recording its writes"))
+    }
+
+    fn end_log(&mut self, _memory: MemoryId) -> Result<(), GpuError> {
+        Ok(())
+    }
+
     fn check_save(&mut self) -> Result<(), GpuError> {
         self.check_saveable()
     }
@@ -330,40 +406,10 @@ impl Client for NvidiaClient {
     fn restore_channel(&mut self, channel: &SavedChannel) -> Result<(), GpuError> {
         self.restore_saved_channel(channel)
     }
+}
 
-    fn scrub(&mut self) -> Result<(), GpuError> {
-        self.clear_vram()
-    }
-
-    fn reset(&mut self) -> Result<(), GpuError> {
-        self.position.touch();
-        self.copier = None;
-        let running = self.state.running_before(Teardown::All);
-        self.state.channels().clear(running);
-        self.memory.reset_spaces();
-        Ok(())
-    }
-
-    /// The driver clears video memory when it is freed. The doorbell page stays if it is the GPU's.
-    fn renew(&mut self) -> Result<bool, GpuError> {
-        self.reset()?;
-        self.state.channels().keep_clocks_up(false)?;
-        self.apertures.vram = None;
-        let vram = self.memory.renew_vram().map_err(|error| {
-            GpuError::Lost(format!("its video memory could not be allocated again: {error}"))
-        })?;
-        let bytes = self.grant.spec.vram_bytes;
-        self.apertures.vram = vram_aperture(&self.device, &self.grant.gpu, &vram, bytes)?;
-        if let (Some(poller), Some(doorbell)) = (&self.state.poller, &mut self.apertures.doorbell) {
-            let SharedMemory { fd, mapping } = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?;
-            self.device.rm_client.to_keep().keep_copy(kept::GUEST_DOORBELL, fd.as_fd())?;
-            doorbell.fd = fd;
-            poller.set_program_page(mapping);
-        }
-        Ok(true)
-    }
-
-    fn position(&self) -> Option<u64> {
+impl Continuation for NvidiaClient {
+    fn position(&mut self) -> Option<u64> {
         self.recorded_position()
     }
 
@@ -376,21 +422,6 @@ impl Client for NvidiaClient {
         if std::mem::take(&mut self.took_exceptions) {
             self.state.channels().forget_taken();
         }
-    }
-
-    fn usage(&mut self) -> Result<Usage, GpuError> {
-        Ok(self.state.report().usage)
-    }
-
-    fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
-        self.position.touch();
-        self.device.rm_client.to_keep().keep_copy(kept::MANAGER, fd.as_fd())?;
-        let socket = SeqPacket::from(fd);
-        socket.try_send(&encode(&FromWorker::Ready)?, &[])?;
-        if let Ok(mut next) = self.state.next_manager.lock() {
-            *next = Some(socket);
-        }
-        Ok(())
     }
 }
 

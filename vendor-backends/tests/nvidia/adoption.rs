@@ -14,7 +14,9 @@ use std::time::Duration;
 use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::abi::userd;
-use mdev_core::gpu::{Backing, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest, Pending};
+use mdev_core::gpu::{
+    Backing, Client, ClientSpec, Continuation, EngineKind, Gpu, GpuError, MapRequest, Pending,
+};
 use mdev_core::ids::{ChannelId, GpuVa};
 use mdev_core::units::{GIB, MIB};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -264,7 +266,7 @@ fn faults_and_interrupts_are_passed_on() {
 fn vgpus_whose_video_memory_vmms_map_are_not_continued() {
     let rm = FakeRm::new(DRIVER);
     let mut gpu = NvidiaGpu::open(rm.clone(), fake_rm::ADDRESS, OPTIONS).unwrap();
-    let (_, worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
+    let (_, mut worker) = Anchor::new(&rm, &mut gpu, &spec(64 * MIB));
     assert_eq!(worker.client.position(), None);
 }
 

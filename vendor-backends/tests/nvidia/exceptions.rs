@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use mdev_core::abi::notifier;
-use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Exception, GpuError, Pending};
+use mdev_core::gpu::{ChannelHandle, Client, EngineKind, Exception, GpuError, Pending, Programs};
 use mdev_core::ids::ChannelId;
 use mdev_core::units::MIB;
 use vendor_backends::conformance::{lifecycle, readable};

@@ -8,7 +8,7 @@ use ipc::mem::SharedMemory;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelHandle, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, GpuError, MapRequest,
-    Placement,
+    Placement, Programs,
 };
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
@@ -308,7 +308,7 @@ fn only_known_queries_reach_the_driver() {
     of_channel[..12].copy_from_slice(&[2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0x55, 0x5e]);
     assert_eq!(client.query_driver(0x2080_122b, &mut of_channel), Some(0x1f), "a handle");
     assert_eq!(client.query_driver(0x2080_122b, &mut [0; 24]), Some(NOT_SUPPORTED));
-    assert_eq!(client.driver(), Some(DRIVER));
+    assert_eq!(client.driver(), DRIVER);
 }
 
 #[test]

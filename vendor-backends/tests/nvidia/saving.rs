@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mdev_core::gpu::{Client, EngineKind, Gpu, SavedClient, StagedCopy};
+use mdev_core::gpu::{Client, EngineKind, Gpu, SavedClient, Saving, StagedCopy};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use vendor_backends::nvidia::fake_rm::{self, Engines, FakeRm};

@@ -4,8 +4,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
 use mdev_core::gpu::{
-    Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec, GpuDescription,
-    GpuError, GuestRam, MapRequest, Pending, Usage,
+    Apertures, ChannelHandle, ChannelSpec, ChannelStatus, Client, ClientSpec, Continuation,
+    GpuDescription, GpuError, GuestRam, MapRequest, Pending, Usage,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
 use vendor_backends::mediator::MediatedClient;
@@ -76,6 +76,10 @@ impl EndingClient {
 }
 
 impl Client for EndingClient {
+    fn continuation(&mut self) -> Option<&mut dyn Continuation> {
+        self.inner.continuation()
+    }
+
     fn spec(&self) -> &ClientSpec {
         self.inner.spec()
     }
@@ -146,14 +150,6 @@ impl Client for EndingClient {
 
     fn reset(&mut self) -> Result<(), GpuError> {
         self.request(Client::reset)
-    }
-
-    fn position(&self) -> Option<u64> {
-        self.inner.position()
-    }
-
-    fn record(&mut self) {
-        self.inner.record();
     }
 
     fn usage(&mut self) -> Result<Usage, GpuError> {

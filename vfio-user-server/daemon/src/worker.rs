@@ -149,11 +149,11 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
 
     let position = anchored.as_ref().and_then(Anchored::position);
     let mut kept = |number| anchored.as_mut()?.take_of_client(number);
-    let client =
+    let mut client =
         crate::backend::open_client(&spec.backend, &spec.parent, gpu, position, &mut kept)?;
     // A static program has its random bytes from a device node, which it opens here and keeps.
     getrandom::u32().context("The system has no random bytes")?;
-    let driver = client.driver().map(str::to_owned);
+    let driver = client.programs().map(|gpu| gpu.driver().to_owned());
     let mut function = VirtualFunction::new(&spec.function, client)
         .with_context(|| format!("vGPU {} cannot be created", spec.function.vgpu))?;
     // A client of a GPU process has no device file. Others call the driver by ioctl.

@@ -170,8 +170,8 @@ impl FrontEnd {
             Handler::PerfBoost => {
                 let clear = control.read::<Pair>().first & BOOST_COMMAND == 0;
                 // The vGPU's boost ends with its last program.
-                if !clear {
-                    gpu.boost_clocks(true)?;
+                if !clear && let Some(programs) = gpu.programs() {
+                    programs.boost_clocks(true)?;
                 }
             }
             Handler::PreemptionMode => self.preemption_mode(gpu, control)?,
@@ -194,7 +194,8 @@ impl FrontEnd {
         command: u32,
         params: &mut [u8],
     ) -> Option<u32> {
-        gpu.query_driver(command, params).or_else(|| self.queries.query(command, params))
+        let answered = gpu.programs().and_then(|gpu| gpu.query_driver(command, params));
+        answered.or_else(|| self.queries.query(command, params))
     }
 
     /// `NV2080_CTRL_CMD_GR_SET_CTXSW_PREEMPTION_MODE` of a group. libcuda asks for preemption of
@@ -206,7 +207,10 @@ impl FrontEnd {
             return Ok(());
         }
         match self.clients.channel_of_group(control.root, group) {
-            Some(channel) => Ok(gpu.preempt_instructions(channel)?),
+            Some(channel) => match gpu.programs() {
+                Some(programs) => Ok(programs.preempt_instructions(channel)?),
+                None => Ok(()),
+            },
             None => Err(Stop::Status(status::INVALID_STATE)),
         }
     }
@@ -389,7 +393,8 @@ impl FrontEnd {
         if *ended {
             return Ok(());
         }
-        match gpu.reset_channel(handle.id) {
+        let reset = gpu.require_programs().and_then(|gpu| gpu.reset_channel(handle.id));
+        match reset {
             Err(GpuError::Unsupported(_)) => {
                 gpu.destroy_channel(handle.id)?;
                 *ended = true;

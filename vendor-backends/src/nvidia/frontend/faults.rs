@@ -31,7 +31,7 @@ impl FrontEnd {
         let (mut failed, mut exceptions) = (Failed::new(), Vec::new());
         if is_lost || pending.contains(Pending::CHANNEL_ERROR) {
             failed = self.note_errors(gpu);
-            exceptions = gpu.take_exceptions();
+            exceptions = gpu.programs().map(|gpu| gpu.take_exceptions()).unwrap_or_default();
         }
         let is_due = |root: u32, parent: u32, notifier: u32| {
             let Some((channel, group)) = self.clients.channel_of_object(root, parent) else {
@@ -97,7 +97,10 @@ impl FrontEnd {
             return Err(Stop::Status(status::INVALID_OBJECT_HANDLE));
         };
         let channel = self.live_channel(control, channel)?;
-        Ok(gpu.watch_exceptions(channel, control.read())?)
+        match gpu.programs() {
+            Some(programs) => Ok(programs.watch_exceptions(channel, control.read())?),
+            None => Ok(()),
+        }
     }
 
     /// `NV83DE_CTRL_CMD_DEBUG_READ_ALL_SM_ERROR_STATES`.
@@ -109,7 +112,9 @@ impl FrontEnd {
         let read = abi::ErrorStates::read_from_bytes(&control.params);
         let mut params = read.map_err(|_| WRONG_LENGTH)?;
         let channel = self.live_channel(control, params.channel)?;
-        let found = match gpu.error_states(channel, params.first, params.count) {
+        let (first, count) = (params.first, params.count);
+        let found = gpu.require_programs().and_then(|gpu| gpu.error_states(channel, first, count));
+        let found = match found {
             Ok(found) => found,
             // The kind, 0, is that of an address without a mapping.
             Err(_) if gpu.query_channel(channel)?.error == notifier::MMU_FAULT => {
@@ -136,7 +141,7 @@ impl FrontEnd {
         let Pair { first: channel, second: count } = control.read();
         let channel = self.live_channel(control, channel)?;
         // A group without a debugger has nothing to clear.
-        let _ = gpu.clear_error_states(channel, count);
+        let _ = gpu.programs().map(|gpu| gpu.clear_error_states(channel, count));
         Ok(())
     }
 }

@@ -328,7 +328,7 @@ impl Memories {
         let allocated = if is_mapped {
             Err(GpuError::Unsupported("allocations beside a mapped partition"))
         } else {
-            gpu.allocate(len)
+            gpu.require_programs().and_then(|gpu| gpu.allocate(len))
         };
         let place = match allocated {
             Ok(memory) => Place::Allocated(memory),

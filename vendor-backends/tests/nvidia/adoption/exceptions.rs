@@ -1,6 +1,6 @@
 //! Exceptions of kernels under a worker that continues.
 
-use mdev_core::gpu::{Client, EngineKind, Exception};
+use mdev_core::gpu::{Client, EngineKind, Exception, Programs};
 use vendor_backends::conformance::lifecycle;
 
 use super::{eventually, started};

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use ipc::mem::SharedMemory;
 use mdev_core::abi::mailbox::VA_START;
-use mdev_core::gpu::{Backing, ChannelSpec, Client, EngineKind, Exception, GpuError, MapRequest};
+use mdev_core::gpu::{
+    Backing, ChannelSpec, Client, EngineKind, Exception, GpuError, MapRequest, Programs,
+};
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use proptest::prelude::*;

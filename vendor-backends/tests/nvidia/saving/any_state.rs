@@ -4,7 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
-use mdev_core::gpu::{Client, EngineKind, GpuError, SavedChannel, SavedClient};
+use mdev_core::gpu::{Client, EngineKind, GpuError, SavedChannel, SavedClient, Saving};
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

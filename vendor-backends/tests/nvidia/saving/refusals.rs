@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use mdev_core::gpu::{ChannelSpec, Client, EngineKind, GpuError, SavedClient};
+use mdev_core::gpu::{ChannelSpec, Client, EngineKind, GpuError, Programs, SavedClient, Saving};
 use mdev_core::units::MIB;
 use vendor_backends::conformance::lifecycle;
 

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mdev_core::gpu::{Client, EngineKind};
+use mdev_core::gpu::{EngineKind, Saving};
 use vendor_backends::nvidia::NvidiaGpu;
 use vendor_backends::nvidia::fake_rm::{self, Engines, FakeRm};
 

@@ -73,7 +73,9 @@ impl Memories {
     ) -> Result<bool, Stop> {
         self.check_free(space, va, len)?;
         self.check_room()?;
-        match gpu.map_launch_region(space, GpuVa(va), len) {
+        let mapped =
+            gpu.require_programs().and_then(|gpu| gpu.map_launch_region(space, GpuVa(va), len));
+        match mapped {
             Ok(()) => {
                 let store = self.insert(len, Place::LaunchRegion);
                 self.mappings.insert((space, va), Mapped { len, store });

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
-use mdev_core::gpu::Client;
+use mdev_core::gpu::{Client, Continuation};
 use mdev_core::mem::{GuestMemory, RunningMemory};
 use serde::{Deserialize, Serialize};
 use vendor_backends::nvidia::control_queue::ControlQueue;
@@ -134,7 +134,8 @@ impl QueueRecorder {
         mut queue: Option<&mut ControlQueue>,
         (done, status): (u64, u32),
     ) {
-        let Some(position) = client.position() else { return self.lose() };
+        let position = client.continuation().and_then(|continuation| continuation.position());
+        let Some(position) = position else { return self.lose() };
         let state = match &mut queue {
             None => None,
             Some(queue) => match self.append(queue) {
@@ -148,6 +149,7 @@ impl QueueRecorder {
         if contents == self.last && before == Some(position) && !is_lost {
             return;
         }
+        let Some(client) = client.continuation() else { return self.lose() };
         if !self.write(client, position, &contents) {
             return self.lose();
         }
@@ -181,7 +183,7 @@ impl QueueRecorder {
         self.file.as_mut()
     }
 
-    fn write(&mut self, client: &mut dyn Client, position: u64, contents: &[u8]) -> bool {
+    fn write(&mut self, client: &mut dyn Continuation, position: u64, contents: &[u8]) -> bool {
         self.anchor.keep_of_client(client.take_kept());
         let number = self.recorded.lock().number.wrapping_add(1);
         let is_lost = self.anchor.is_lost();
