@@ -10,6 +10,7 @@ use libfuzzer_sys::fuzz_target;
 use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{
     Backing, ChannelSpec, Client, ClientSpec, EngineKind, Gpu, MapRequest, Preamble, SavedClient,
+    Saving,
 };
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, VgpuId};
 use mdev_core::units::MIB;
