@@ -7,8 +7,9 @@
 //! 2. [`rm_client`], [`rm_object`]: a client of the driver and its objects; [`device`]: a GPU;
 //!    [`generation`]: what differs between GPUs
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
-//!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU
-//!    `engine_demand`, `engine_use`, `used_time`, `utilization`: what of that time was used
+//!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU;
+//!    `ctxsw_record`, [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
+//!    what of that time was used
 //! 4. [`NvidiaClient`] (in a worker), [`adoption`] (by the next worker), [`vgpu_state`],
 //!    [`activity`], [`hang_detector`], [`signals`], `idle_check`, `wait_check`, `long_kernel`,
 //!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
@@ -27,10 +28,12 @@ pub mod channels;
 mod client;
 pub mod control_queue;
 pub mod ctxsw_log;
+mod ctxsw_record;
 pub mod device;
 pub mod doorbell_poller;
 pub mod driver_queries;
 mod engine_demand;
+pub mod engine_time;
 mod engine_use;
 #[cfg(feature = "test-util")]
 pub mod fake_rm;

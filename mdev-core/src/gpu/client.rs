@@ -226,8 +226,8 @@ pub struct StagedCopy {
 /// What not every GPU can do is in traits of its own, which a client returns if it has them:
 /// [`Programs`], [`Saving`] and [`Continuation`].
 pub trait Client: Send + fmt::Debug {
-    /// Returns what a GPU does for CUDA programs beyond channels and address spaces, if its hardware
-    /// runs their kernels.
+    /// Returns what a GPU does for CUDA programs beyond channels and address spaces, if its
+    /// hardware runs their kernels.
     fn programs(&mut self) -> Option<&mut dyn Programs> {
         None
     }

@@ -16,9 +16,11 @@ use zerocopy::IntoBytes;
 use super::adoption::DAMAGED;
 use super::adoption::kept::{self, Kept};
 use super::adoption::state::LogObjects;
+use super::ctxsw_record::{CtxswRecord, RECORD_BYTES, START};
 use super::device::Device;
 use super::doorbell_poller::Submissions;
 use super::engine_demand::EngineDemand;
+use super::engine_time::EngineTime;
 use super::engine_use::EngineUse;
 use super::other_processes::OtherProcesses;
 use super::rm::Node;
@@ -30,11 +32,9 @@ use super::sys::numbers::{class, control, flag};
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
 const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);
 
-/// Size of `NV_EVENT_BUFFER_RECORD_HEADER` and `NV_EVENT_BUFFER_FECS_RECORD_V1`.
-const RECORD_BYTES: u64 = 32;
 /// Records between two readings: a quarter of a second at a switch every 20 us.
 const RECORDS: u32 = 16 * 1024;
-const RECORDS_BYTES: u64 = RECORDS as u64 * RECORD_BYTES;
+const RECORDS_BYTES: u64 = RECORDS as u64 * RECORD_BYTES as u64;
 
 /// Offset of `recordPut` in `NV_EVENT_BUFFER_HEADER`.
 const PUT: u64 = 4;
@@ -43,132 +43,6 @@ const PUT: u64 = 4;
 const TIME_LOW: u64 = 0x80;
 /// Offset of `NVC661_TIME_1` in the usermode page.
 const TIME_HIGH: u64 = 0x84;
-
-/// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_START`: a context gets the engine.
-pub(super) const START: u8 = 6;
-/// `NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_END`: a context releases the engine.
-pub(super) const END: u8 = 7;
-/// `NV_EVENT_BUFFER_FECS_CTXSWTAG_ENGINE_RESET`.
-pub(super) const ENGINE_RESET: u8 = 0xfe;
-
-/// Record of the context switch log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CtxswRecord {
-    /// Kind of the event (`NV_EVENT_BUFFER_FECS_CTXSWTAG_*`).
-    pub tag: u8,
-    /// Sequence number; a gap means lost records.
-    pub number: u16,
-    /// Handle of the context.
-    pub context: u32,
-    /// Process ID.
-    pub process: u64,
-    /// Time of the event, in nanoseconds of the GPU's clock.
-    pub at_ns: u64,
-}
-
-impl CtxswRecord {
-    fn read(bytes: &[u8; RECORD_BYTES as usize]) -> Self {
-        let (payload, _) = bytes[8..].as_chunks::<8>();
-        let word = |index: usize| payload.get(index).copied().map_or(0, u64::from_le_bytes);
-        Self {
-            tag: word(0) as u8,
-            number: (word(0) >> 16) as u16,
-            context: (word(0) >> 32) as u32,
-            process: word(1),
-            at_ns: word(2),
-        }
-    }
-}
-
-/// Engine time of one process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct EngineTime {
-    /// Engine time of completed residencies, in nanoseconds.
-    pub completed_ns: u64,
-    /// Start of the current residency.
-    pub resident_since_ns: Option<u64>,
-    /// Start or end of the last residency, or the opening of the gate.
-    pub last_resident_ns: u64,
-    /// Part of the current residency in which the context had no work.
-    idle_ns: u64,
-    /// Number of completed residencies.
-    pub residencies: u64,
-    /// End of the time that counts. A context without work stays resident until another context
-    /// needs the engine.
-    pub counts_until_ns: u64,
-    /// The process was resident when its gate closed.
-    resident_at_gate: bool,
-}
-
-impl EngineTime {
-    /// Records that the gate has opened or closed. Behind a closed gate no time counts.
-    pub fn gate(&mut self, open: bool, now_ns: u64) {
-        if open {
-            self.last_resident_ns = self.last_resident_ns.max(now_ns);
-        }
-        if !open {
-            self.resident_at_gate |= self.resident_since_ns.is_some();
-            self.end_residency(now_ns);
-        } else if std::mem::take(&mut self.resident_at_gate) && self.resident_since_ns.is_none() {
-            // The engine was idle meanwhile, so the log has no record of the continuation.
-            self.resident_since_ns = Some(now_ns);
-        }
-    }
-
-    /// Adds a record of the log.
-    pub fn add(&mut self, record: &CtxswRecord, process: u64) {
-        self.resident_at_gate &= !matches!(record.tag, START | ENGINE_RESET)
-            && (record.tag != END || record.process != process);
-        match record.tag {
-            START if record.process == process => {
-                self.end_residency(record.at_ns);
-                self.resident_since_ns = Some(record.at_ns);
-                self.last_resident_ns = record.at_ns;
-            }
-            END if record.process == process => self.end_residency(record.at_ns),
-            // Another context has the engine.
-            START | ENGINE_RESET => self.end_residency(record.at_ns),
-            _ => {}
-        }
-    }
-
-    fn end_residency(&mut self, at_ns: u64) {
-        if let Some(since) = self.resident_since_ns.take() {
-            self.completed_ns += self.counted_ns(since, at_ns);
-            self.residencies += 1;
-            self.last_resident_ns = at_ns;
-            self.idle_ns = 0;
-        }
-    }
-
-    /// Returns the part of a residency that counts.
-    fn counted_ns(&self, since_ns: u64, until_ns: u64) -> u64 {
-        until_ns.min(self.counts_until_ns).saturating_sub(since_ns + self.idle_ns)
-    }
-
-    /// Takes time that was not used off what counts. No more than has been counted.
-    pub(super) fn withhold(&mut self, ns: u64, now_ns: u64) {
-        let of_this =
-            self.resident_since_ns.map_or(0, |since| self.counted_ns(since, now_ns)).min(ns);
-        self.idle_ns += of_this;
-        self.completed_ns = self.completed_ns.saturating_sub(ns - of_this);
-    }
-
-    /// Lets the time until `until_ns` count. If no time counted lately, the work began at
-    /// `work_ns` at the earliest: the context was resident without work before.
-    pub fn count_until(&mut self, work_ns: u64, until_ns: u64) {
-        if let Some(since) = self.resident_since_ns {
-            self.idle_ns += work_ns.saturating_sub(self.counts_until_ns.max(since));
-        }
-        self.counts_until_ns = self.counts_until_ns.max(until_ns);
-    }
-
-    /// Returns the total engine time until `now_ns` of the GPU's clock, in nanoseconds.
-    pub fn total_ns(&self, now_ns: u64) -> u64 {
-        let current = self.resident_since_ns.map_or(0, |since| self.counted_ns(since, now_ns));
-        self.completed_ns + current
-    }
-}
 
 /// Reads the GPU's clock in the usermode page, in nanoseconds.
 pub fn clock_ns(usermode: &Mapping) -> Option<u64> {
@@ -419,8 +293,8 @@ impl CtxswLog {
         let mut submitted = self.take_submissions().into_iter().peekable();
         let mut records = Vec::new();
         while self.get != put {
-            let mut bytes = [0; RECORD_BYTES as usize];
-            if self.records.read(u64::from(self.get) * RECORD_BYTES, &mut bytes).is_none() {
+            let mut bytes = [0; RECORD_BYTES];
+            if self.records.read(u64::from(self.get) * RECORD_BYTES as u64, &mut bytes).is_none() {
                 break;
             }
             let mut record = CtxswRecord::read(&bytes);
@@ -432,7 +306,7 @@ impl CtxswLog {
             }
             self.engine_time.add(&record, self.process);
             if (record.tag, record.process) == (START, self.process) {
-                self.engine_time.idle_ns = CHANGE_NS;
+                self.engine_time.begin_without_work(CHANGE_NS);
             }
             self.engine_use.add(&record, self.process);
             while let Some(at_ns) = submitted.next_if(|at_ns| *at_ns <= record.at_ns) {
@@ -453,75 +327,5 @@ impl CtxswLog {
             self.buffer.control(control::EVENT_BUFFER_UPDATE_GET, &mut get)?;
         }
         Ok(records)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn record(tag: u8, process: u64, at_ns: u64) -> CtxswRecord {
-        CtxswRecord { tag, number: 0, context: 1, process, at_ns }
-    }
-
-    #[test]
-    fn residencies_are_added_up() {
-        let mut time = EngineTime { counts_until_ns: 1000, ..EngineTime::default() };
-        for (tag, process, at) in [(START, 7, 100), (END, 7, 150), (START, 9, 160), (START, 7, 200)]
-        {
-            time.add(&record(tag, process, at), 7);
-        }
-        assert_eq!((time.completed_ns, time.residencies, time.total_ns(260)), (50, 1, 110));
-        time.add(&record(START, 0, 230), 7);
-        assert_eq!(time.total_ns(1000), 80, "another process has the engine");
-        time.add(&record(END, 7, 5), 7);
-        assert_eq!(time.total_ns(1000), 80, "an end without a start");
-        time.add(&record(START, 7, 990), 7);
-        time.add(&record(END, 7, 1990), 7);
-        assert_eq!(time.total_ns(2000), 90, "no work after 1000");
-    }
-
-    #[test]
-    fn idle_time_of_a_residency_does_not_count() {
-        let mut time = EngineTime { counts_until_ns: 200, ..EngineTime::default() };
-        time.add(&record(START, 7, 100), 7);
-        assert_eq!(time.total_ns(900), 100);
-        // New work, at 850 at the earliest.
-        time.count_until(850, 1000);
-        assert_eq!(time.total_ns(900), 150);
-        time.count_until(900, 1100);
-        assert_eq!(time.total_ns(1050), 300);
-        time.add(&record(END, 7, 1050), 7);
-        time.add(&record(START, 7, 1060), 7);
-        time.count_until(1000, 1200);
-        assert_eq!(time.total_ns(1070), 310);
-    }
-
-    #[test]
-    fn time_behind_a_closed_gate_does_not_count() {
-        let mut time = EngineTime { counts_until_ns: 10_000, ..EngineTime::default() };
-        time.add(&record(START, 7, 100), 7);
-        time.gate(false, 300);
-        assert_eq!(time.total_ns(5000), 200);
-        // The gate opens, and no other process has used the engine.
-        time.gate(true, 5000);
-        assert_eq!(time.total_ns(5100), 300);
-        // Another process has the engine when the gate opens. The next start is logged.
-        time.gate(false, 5200);
-        time.add(&record(START, 9, 5300), 7);
-        time.gate(true, 6000);
-        assert_eq!(time.total_ns(7000), 400);
-        time.add(&record(START, 7, 7000), 7);
-        assert_eq!(time.total_ns(7050), 450);
-        // The end of the residency is logged after the gate has closed.
-        time.gate(false, 7100);
-        time.add(&record(END, 7, 7099), 7);
-        time.gate(true, 8000);
-        assert_eq!(time.total_ns(9000), 500);
-        // A gate that was open already, or that closes between two residencies, changes nothing.
-        time.gate(true, 9000);
-        time.gate(false, 9100);
-        time.gate(true, 9200);
-        assert_eq!(time.total_ns(9900), 500);
     }
 }

@@ -1,7 +1,9 @@
 //! Use of a vGPU's time on the compute engine: what of the residencies that the log shows was work.
 
-use super::ctxsw_log::{CtxswRecord, END, ENGINE_RESET, EngineTime, PROBE, START};
+use super::ctxsw_log::PROBE;
+use super::ctxsw_record::{CtxswRecord, END, ENGINE_RESET, START};
 use super::device::Device;
+use super::engine_time::EngineTime;
 use super::used_time::{Reading, UsedTime};
 use super::utilization::Utilization;
 

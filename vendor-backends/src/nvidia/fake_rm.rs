@@ -214,7 +214,7 @@ impl FakeRm {
 
     /// Logs the start or the end of a residency of `process` on the compute engine.
     pub fn log_residency(&self, start: bool, process: u64, at_ns: u64) {
-        let tag = if start { super::ctxsw_log::START } else { super::ctxsw_log::END };
+        let tag = if start { super::ctxsw_record::START } else { super::ctxsw_record::END };
         self.state().objects.log_context_switch(tag, GUEST_CONTEXT, process, at_ns);
     }
 

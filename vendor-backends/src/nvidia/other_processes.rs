@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::ctxsw_log::{CtxswRecord, START};
+use super::ctxsw_record::{CtxswRecord, START};
 
 /// Residencies of other processes, counted for each process.
 #[derive(Clone, Debug, Default)]
@@ -45,7 +45,7 @@ impl OtherProcesses {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ctxsw_log::END;
+    use super::super::ctxsw_record::END;
     use super::*;
 
     fn record(tag: u8, process: u64) -> CtxswRecord {

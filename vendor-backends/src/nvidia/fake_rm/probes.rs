@@ -9,7 +9,7 @@ use mdev_core::abi::userd;
 
 use super::PROBE_CONTEXT;
 use super::objects::{Object, Objects};
-use crate::nvidia::ctxsw_log::START;
+use crate::nvidia::ctxsw_record::START;
 use crate::nvidia::sys::numbers::class;
 
 impl Objects {

@@ -1,0 +1,60 @@
+//! Habits that CONTRIBUTING.md asks of all sources, and that neither rustfmt nor clippy checks.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Maximum number of lines of a file.
+const MAX_LINES: usize = 500;
+
+/// Maximum width of a comment in columns, as `max_width` in rustfmt.toml for code.
+const MAX_WIDTH: usize = 100;
+
+/// Returns the Rust sources below a folder.
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if name != "target" && !name.starts_with('.') {
+                sources(&path, found);
+            }
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Returns whether a comment cannot be wrapped: a table, a link, or one long word.
+fn is_one_piece(comment: &str) -> bool {
+    let text = comment.trim_start_matches(['/', '!', ' ']);
+    text.starts_with(['|', '[']) || text.split(' ').count() <= 2 || text.contains("──")
+}
+
+#[test]
+fn files_are_short_and_comments_narrow() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let mut all = Vec::new();
+    sources(root, &mut all);
+    assert!(all.len() > 500, "{} sources below {}", all.len(), root.display());
+    let mut faults = Vec::new();
+    for path in all {
+        let name = path.strip_prefix(root).unwrap().display();
+        let text = fs::read_to_string(&path).unwrap();
+        let lines = text.lines().count();
+        if lines > MAX_LINES {
+            faults.push(format!("{name} has {lines} lines"));
+        }
+        let mut is_example = false;
+        for (index, line) in text.lines().enumerate() {
+            is_example ^= line.trim_start().trim_start_matches(['/', '!', ' ']).starts_with("```");
+            let width = line.chars().count();
+            let is_comment = line.trim_start().starts_with("//");
+            if is_comment && !is_example && width > MAX_WIDTH && !is_one_piece(line.trim_start()) {
+                faults.push(format!("{name}:{} is {width} columns wide", index + 1));
+            }
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
