@@ -25,8 +25,8 @@ use std::fmt::Write;
 use std::io::BufRead;
 
 use cuda_socket::calls::NodeKind;
+use nvidia_rm::version::Layout;
 use vendor_backends::nvidia::frontend::shapes;
-use vendor_backends::nvidia::version::Layout;
 
 /// UUID of the GPU in the packed form.
 const UUID: &str = "00112233445566778899aabbccddeeff";

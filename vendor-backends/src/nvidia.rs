@@ -2,10 +2,9 @@
 //!
 //! Reading order:
 //!
-//! 1. crate [`nvidia_rm`], here also as [`sys`]: the driver's protocol, and the trait that reaches
-//!    the driver ([`rm`])
-//! 2. [`rm_client`], [`rm_object`]: a client of the driver and its objects; [`device`]: a GPU;
-//!    [`generation`]: what differs between GPUs
+//! 1. crate [`nvidia_rm`]: the driver's protocol, the trait that reaches the driver
+//!    ([`Rm`](nvidia_rm::rm::Rm)), and what differs between GPUs ([`nvidia_rm::generation`])
+//! 2. [`rm_client`], [`rm_object`]: a client of the driver and its objects; [`device`]: a GPU
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU;
 //!    `ctxsw_record`, [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
@@ -14,8 +13,7 @@
 //!    [`activity`], [`hang_detector`], [`signals`], `idle_check`, `wait_check`, `long_kernel`,
 //!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `saving`: stopping a vGPU's work; `vram_copier`: copies of its video memory
-//! 6. `fake_rm`, `rm_recorder` (feature `test-util`): a driver without a GPU, and a recorder of
-//!    driver calls
+//! 6. `fake_rm` (feature `test-util`): a driver without a GPU
 //! 7. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in
 //!    a VM; [`driver_queries`]: what they ask the driver
 //! 8. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
@@ -65,9 +63,6 @@ pub mod wire;
 pub use backend::NvidiaBackend;
 pub use client::NvidiaClient;
 pub use gpu::NvidiaGpu;
-#[cfg(feature = "test-util")]
-pub use nvidia_rm::rm_recorder;
-pub use nvidia_rm::{self as sys, KernelDriver, generation, rm, version};
 pub use wire::Options;
 
 /// Name of this backend in admissions.

@@ -9,11 +9,12 @@ use mdev_core::device::FunctionSpec;
 use mdev_core::gpu::{Client, ClientSpec, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::GIB;
+use nvidia_rm::KernelDriver;
+use nvidia_rm::rm::Rm;
 use system_tests::in_process::InProcess;
 use system_tests::parent::Parent;
 use system_tests::ram::Ram;
-use vendor_backends::nvidia::rm::Rm;
-use vendor_backends::nvidia::{KernelDriver, NvidiaClient, NvidiaGpu, Options};
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 use vgpu_guest::device::Device;
 
 use crate::GpuKind;

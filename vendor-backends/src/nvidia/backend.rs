@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mdev_core::gpu::{Client, Gpu, GpuError};
+use nvidia_rm::KernelDriver;
 
 use super::adoption::kept::Kept;
-use super::{BACKEND, KernelDriver, NvidiaClient, NvidiaGpu, Options};
+use super::{BACKEND, NvidiaClient, NvidiaGpu, Options};
 use crate::backend::{Backend, BoxError, OpenGpu, Opener, Parent, WorkerFiles};
 
 /// Place of the argument that stands for all GPUs of the driver.
@@ -80,7 +81,7 @@ impl Backend for NvidiaBackend {
         let control = std::iter::once("/dev/nvidiactl".into());
         WorkerFiles {
             devices: control.chain(nodes.map(|node| node.path())).collect(),
-            read: vec![super::sys::kernel_driver::VERSION.into()],
+            read: vec![nvidia_rm::kernel_driver::VERSION.into()],
         }
     }
 }

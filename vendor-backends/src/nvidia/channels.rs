@@ -23,6 +23,9 @@ use ipc::mem::Mapping;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, Exception, GpuError};
 use mdev_core::ids::{ChannelId, SpaceId, Token};
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{control, engine};
+use nvidia_rm::rm::RmError;
 use serde::{Deserialize, Serialize};
 
 use self::channel::Channel;
@@ -38,10 +41,7 @@ use super::adoption::kept;
 use super::device::Device;
 use super::doorbell_poller::{self, DoorbellPoller, Registration};
 use super::fault_backoff::FaultBackoff;
-use super::rm::RmError;
 use super::rm_object::Object;
-use super::sys::abi;
-use super::sys::numbers::{control, engine};
 use super::wire::Load;
 
 /// Channel group of one engine.

@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 use ipc::mem::Mapping;
 use mdev_core::gpu::GpuError;
 use mdev_core::units::PAGE_SIZE;
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{class, control, flag};
+use nvidia_rm::rm::Node;
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
@@ -23,11 +26,8 @@ use super::engine_demand::EngineDemand;
 use super::engine_time::EngineTime;
 use super::engine_use::EngineUse;
 use super::other_processes::OtherProcesses;
-use super::rm::Node;
 use super::rm_object::Object;
 use super::switch_probe::SwitchProbe;
-use super::sys::abi;
-use super::sys::numbers::{class, control, flag};
 
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
 const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);

@@ -7,16 +7,16 @@ use std::time::Duration;
 
 use mdev_core::gpu::{GpuCapabilities, GpuDescription};
 use mdev_core::units::{GIB, KIB, MIB, PAGE_SIZE};
+use nvidia_rm::abi;
+use nvidia_rm::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
+use nvidia_rm::numbers::{class, control, engine, fb, flag, status};
+use nvidia_rm::rm::{Node, Rm, RmError, call};
+use nvidia_rm::version::Layout;
 use zerocopy::IntoBytes;
 
 use super::adoption::state::FixedObjects;
-use super::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
-use super::rm::{Node, Rm, RmError, call};
 use super::rm_client::{AdoptedClient, RmClient};
 use super::rm_object::{AddressSpace, Object};
-use super::sys::abi;
-use super::sys::numbers::{class, control, engine, fb, flag, status};
-use super::version::Layout;
 
 /// Maximum number of channels of a vGPU. A context of CUDA has 20.
 pub const MAX_CHANNELS: u32 = 128;

@@ -22,12 +22,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nix::fcntl::OFlag;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::pipe2;
+use nvidia_rm::abi::{Call, EventData, Free, UtilizationSample};
+use nvidia_rm::generation::{Generation, HOPPER};
+use nvidia_rm::rm::{Node, Request, Rm};
+use nvidia_rm::version::Layout;
 
 use super::Options;
-use super::generation::{Generation, HOPPER};
-use super::rm::{Node, Request, Rm};
-use super::sys::abi::{Call, EventData, Free, UtilizationSample};
-use super::version::Layout;
 pub use controls::FAILED_MULTIPROCESSOR;
 pub use engines::Engines;
 use objects::Objects;

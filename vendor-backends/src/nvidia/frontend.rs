@@ -56,9 +56,11 @@ use cuda_socket::{Done, Fetch, FileId, IoctlRequest, MapRequest, Node, VERSION, 
 use mdev_core::gpu::Client;
 use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
+use nvidia_rm::generation::Generation;
 use nvidia_rm::numbers::status;
 pub use nvidia_rm::recording as queries;
 use nvidia_rm::recording::Recorded;
+use nvidia_rm::version::Layout;
 
 use self::alloc::DOORBELL_BYTES;
 pub use self::call::Outcome;
@@ -72,8 +74,6 @@ use self::objects::{Clients, Kind, Object};
 use self::refusals::Refusals;
 pub use self::shapes::shapes;
 use self::status_page::Utilization;
-use super::generation::Generation;
-use super::version::Layout;
 
 /// Version of the driver that GPUs without a driver show to programs: that of Debian's libcuda.
 pub const DRIVER_WITHOUT_GPU: &str = "550.163.01";

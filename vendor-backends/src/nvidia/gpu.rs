@@ -18,10 +18,10 @@ use mdev_core::ids::VgpuId;
 use mdev_core::units::MIB;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::time::ClockId;
+use nvidia_rm::rm::{Node, Rm, RmError};
 
 use super::client::driver_layout;
 use super::device::{Card, Device, cards};
-use super::rm::{Node, Rm, RmError};
 use super::usage_reconcile::{Account, Reconciler, ReportLimit, Reported};
 use super::wire::{self, FromManager, FromWorker, Grant, Load, Options, Report};
 

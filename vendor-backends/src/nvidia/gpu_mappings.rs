@@ -7,6 +7,7 @@ use mdev_core::abi::mailbox::{VA_END, VA_START};
 use mdev_core::gpu::{Backing, CREATED_VA_END, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
+use nvidia_rm::numbers::flag;
 
 use super::adoption::DAMAGED;
 use super::adoption::state::{MappingState, RegionState, SpaceState};
@@ -14,7 +15,6 @@ use super::device::Device;
 use super::memory::MemoryLocation;
 use super::rm_client::RmClient;
 use super::rm_object::{AddressSpace, Object};
-use super::sys::numbers::flag;
 
 /// Page size of video memory. Mappings aligned to it need the fewest page table entries.
 const HUGE_PAGE: u64 = 2 * MIB;

@@ -7,15 +7,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ipc::mem::Mapping;
+use nvidia_rm::abi::{self, Call};
+use nvidia_rm::numbers::{class, control, flag, status};
+use nvidia_rm::rm::{Node, Rm, RmError, call};
+use nvidia_rm::version::Layout;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::adoption::journal::Journal;
 use super::adoption::kept::ToKeep;
-use super::rm::{Node, Rm, RmError, call};
 use super::rm_object::{AddressSpace, Object};
-use super::sys::abi::{self, Call};
-use super::sys::numbers::{class, control, flag, status};
-use super::version::Layout;
 
 /// First handle of an object. The driver chooses handles of clients from another range.
 pub const FIRST_HANDLE: u32 = 0x5e55_0001;
@@ -421,8 +421,8 @@ impl RmClient {
         self.register_event_file(fd.as_fd(), number)?;
         let object = self.alloc_event(subdevice, event, number)?;
         let mut notification = abi::SetNotification {
-            event: event & super::sys::numbers::event::INDEX,
-            action: super::sys::numbers::event::REPEAT,
+            event: event & nvidia_rm::numbers::event::INDEX,
+            action: nvidia_rm::numbers::event::REPEAT,
             ..Default::default()
         };
         self.control(subdevice.handle(), control::SET_NOTIFICATION, notification.as_mut_bytes())?;
@@ -444,7 +444,7 @@ impl RmClient {
     }
 
     /// Creates an event object of `source` for a registered file, which polls readable when
-    /// `source` raises `event`. Without [`WITHOUT_DATA`](super::sys::numbers::event::WITHOUT_DATA),
+    /// `source` raises `event`. Without [`WITHOUT_DATA`](nvidia_rm::numbers::event::WITHOUT_DATA),
     /// [`Self::take_event`] then returns which object it was.
     pub fn alloc_event(
         self: &Arc<Self>,

@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use nvidia_rm::controls::params_bytes;
+use nvidia_rm::rm::RmError;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use super::rm::RmError;
 use super::rm_client::RmClient;
 
 /// GPU virtual address space, and its range for mappings.

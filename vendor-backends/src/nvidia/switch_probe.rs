@@ -19,6 +19,9 @@ use mdev_core::abi::{compute, userd};
 use mdev_core::gpu::GpuError;
 use mdev_core::ids::Token;
 use mdev_core::units::PAGE_SIZE;
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{class, control, engine, flag};
+use nvidia_rm::rm::Node;
 use zerocopy::IntoBytes;
 
 use super::adoption::kept::{self, Kept};
@@ -26,10 +29,7 @@ use super::adoption::state::ProbeObjects;
 use super::channels::Notifier;
 use super::device::Device;
 use super::doorbell_poller;
-use super::rm::Node;
 use super::rm_object::{AddressSpace, Object};
-use super::sys::abi;
-use super::sys::numbers::{class, control, engine, flag};
 
 /// Address of the memory in the probe's address space.
 const VA: u64 = 1 << 36;

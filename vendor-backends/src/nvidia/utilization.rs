@@ -5,10 +5,11 @@
 
 use std::sync::Arc;
 
-use super::rm::RmError;
+use nvidia_rm::abi::{self, UtilizationSamples};
+use nvidia_rm::numbers::control;
+use nvidia_rm::rm::RmError;
+
 use super::rm_object::Object;
-use super::sys::abi::{self, UtilizationSamples};
-use super::sys::numbers::control;
 
 /// Value of [`abi::UtilizationSample::at_ns`] without a sample.
 const NONE: u64 = 0;
@@ -95,10 +96,11 @@ impl Utilization {
 
 #[cfg(test)]
 mod tests {
+    use nvidia_rm::version::Layout;
+
     use super::*;
     use crate::nvidia::fake_rm::FakeRm;
     use crate::nvidia::rm_client::RmClient;
-    use crate::nvidia::version::Layout;
 
     #[test]
     fn each_sample_is_read_once_and_gaps_are_left_out() {

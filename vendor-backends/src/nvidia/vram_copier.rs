@@ -19,13 +19,13 @@ use mdev_core::abi::userd;
 use mdev_core::gpu::{GpuError, StagedCopy};
 use mdev_core::ids::Token;
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{class, control, flag};
 use zerocopy::IntoBytes;
 
 use super::device::Device;
 use super::doorbell_poller;
 use super::rm_object::{AddressSpace, Object};
-use super::sys::abi;
-use super::sys::numbers::{class, control, flag};
 
 /// Length of staging memory, in bytes.
 pub const STAGING_BYTES: u64 = 128 * MIB;

@@ -11,8 +11,9 @@ use mdev_core::abi::{compute, host, notifier, userd};
 use mdev_core::gpu::{EngineKind, Gpu};
 use mdev_core::ids::VgpuId;
 use mdev_core::units::{GIB, MIB};
+use nvidia_rm::KernelDriver;
 use vendor_backends::conformance::{Driver, Pushbuffer, Ring};
-use vendor_backends::nvidia::{KernelDriver, NvidiaClient, NvidiaGpu};
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
 use super::{client, gpu, spec};
 

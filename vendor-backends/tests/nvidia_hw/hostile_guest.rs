@@ -10,8 +10,9 @@ use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Gpu};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{GIB, MIB};
 use nix::fcntl::{FallocateFlags, fallocate};
+use nvidia_rm::KernelDriver;
 use vendor_backends::conformance::{Driver, Pushbuffer};
-use vendor_backends::nvidia::{KernelDriver, NvidiaClient};
+use vendor_backends::nvidia::NvidiaClient;
 
 use super::{client, gpu, spec};
 

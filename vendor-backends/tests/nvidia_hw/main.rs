@@ -17,13 +17,14 @@ use mdev_core::abi::mailbox::VA_START;
 use mdev_core::gpu::{Client, ClientSpec, EngineKind, Gpu, GpuCapabilities, GuestRam, MapRequest};
 use mdev_core::ids::{SpaceId, VgpuId};
 use mdev_core::units::{GIB, MIB};
+use nvidia_rm::KernelDriver;
+use nvidia_rm::rm::Rm;
+use nvidia_rm::rm_recorder::RmRecorder;
+use nvidia_rm::version::Layout;
 use vendor_backends::conformance::{self, Driver, Pushbuffer, lifecycle};
 use vendor_backends::nvidia::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::device::{Device, cards};
-use vendor_backends::nvidia::rm::Rm;
-use vendor_backends::nvidia::rm_recorder::RmRecorder;
-use vendor_backends::nvidia::version::Layout;
-use vendor_backends::nvidia::{KernelDriver, NvidiaClient, NvidiaGpu, Options};
+use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu, Options};
 
 fn gpu() -> Option<NvidiaGpu> {
     gpu_with(Options::default())
@@ -98,7 +99,7 @@ fn engine_time_is_measured() {
     let card = cards(&*rm).unwrap()[0].clone();
     let device = Device::open(rm, layout, &card).unwrap();
     for engine in 9..20 {
-        let mut pair = vendor_backends::nvidia::sys::abi::Pair { first: engine, second: 0 };
+        let mut pair = nvidia_rm::abi::Pair { first: engine, second: 0 };
         println!(
             "engine {engine}: {:?} {pair:x?}",
             device.subdevice.control(0x2080_2a02, &mut pair)

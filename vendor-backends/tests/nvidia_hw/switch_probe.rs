@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use ipc::mem::Mapping;
 use mdev_core::gpu::{EngineKind, Gpu};
 use mdev_core::units::{GIB, MIB};
+use nvidia_rm::KernelDriver;
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{control, fb};
+use nvidia_rm::rm::Rm;
+use nvidia_rm::version::Layout;
 use vendor_backends::conformance::{Driver, Pushbuffer};
-use vendor_backends::nvidia::KernelDriver;
 use vendor_backends::nvidia::ctxsw_log::CtxswLog;
 use vendor_backends::nvidia::device::{Device, cards};
-use vendor_backends::nvidia::rm::Rm;
 use vendor_backends::nvidia::switch_probe::SwitchProbe;
-use vendor_backends::nvidia::sys::abi;
-use vendor_backends::nvidia::sys::numbers::{control, fb};
-use vendor_backends::nvidia::version::Layout;
 
 use super::{client, gpu};
 

@@ -9,12 +9,12 @@ use std::collections::BTreeSet;
 use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::{ChannelSpec, EngineKind, GpuError, Preamble};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId, Token};
+use nvidia_rm::numbers::engine;
 use serde::{Deserialize, Serialize};
 
 use super::DAMAGED;
 use crate::nvidia::device::MAX_CHANNELS;
 use crate::nvidia::rm_client::FIRST_HANDLE;
-use crate::nvidia::sys::numbers::engine;
 use crate::nvidia::wire::{self, Grant};
 
 /// Limit of recorded mappings in all address spaces. A vGPU with more cannot be continued.

@@ -7,6 +7,8 @@ use ipc::mem::Mapping;
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, EngineKind, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId, Token};
+use nvidia_rm::abi::Notification;
+use nvidia_rm::rm::Node;
 
 use super::exceptions::ExceptionWatch;
 use super::pause::Resumption;
@@ -15,9 +17,7 @@ use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::Registration;
 use crate::nvidia::memory::MemoryLocation;
-use crate::nvidia::rm::Node;
 use crate::nvidia::rm_object::Object;
-use crate::nvidia::sys::abi::Notification;
 
 /// Error notifier of a channel: a page of host memory that is not accessible to the guest.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ use ipc::mem::Mapping;
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Exception, GpuError};
 use mdev_core::ids::ChannelId;
+use nvidia_rm::numbers::control;
 
 use super::channel::{Channel, Notifier};
 use super::exceptions::ExceptionWatch;
@@ -22,7 +23,6 @@ use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
 use crate::nvidia::rm_object::Object;
-use crate::nvidia::sys::numbers::control;
 
 /// Objects of channels that an earlier process was destroying, freed in this order: context shares
 /// and groups.

@@ -5,16 +5,16 @@ use std::time::Instant;
 
 use mdev_core::gpu::{ChannelHandle, ChannelSpec, EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, Token};
+use nvidia_rm::abi;
+use nvidia_rm::generation::HOPPER;
+use nvidia_rm::numbers::{class, control, flag, preemption};
 use zerocopy::IntoBytes;
 
 use super::channel::{Channel, Notifier};
 use super::{Channels, Group, Running};
 use crate::nvidia::ctxsw_log;
-use crate::nvidia::generation::HOPPER;
 use crate::nvidia::memory::MemoryLocation;
 use crate::nvidia::rm_object::{AddressSpace, Object};
-use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, control, flag, preemption};
 
 impl Channels {
     /// Creates a channel in `space`, and schedules it. The caller has checked `spec`.

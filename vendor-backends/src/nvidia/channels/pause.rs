@@ -9,11 +9,11 @@
 use mdev_core::abi::{notifier, userd};
 use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::ChannelId;
+use nvidia_rm::abi;
 use serde::{Deserialize, Serialize};
 
 use super::Channels;
 use super::channel::Channel;
-use crate::nvidia::sys::abi;
 
 /// Whether the channels are stopped for a save, beside the gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use mdev_core::gpu::{EngineKind, GpuError};
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{control, flag};
+use nvidia_rm::rm::RmError;
 
 use super::channel::Channel;
 use super::{Channels, Group, Pause, schedule};
 use crate::nvidia::doorbell_poller::Registration;
-use crate::nvidia::rm::RmError;
-use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{control, flag};
 
 /// Time slices that the driver accepts, in microseconds.
 const SLICE_RANGE_US: (u128, u128) = (50, 100_000_000);

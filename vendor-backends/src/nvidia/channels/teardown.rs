@@ -5,12 +5,12 @@ use std::time::Instant;
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
+use nvidia_rm::abi;
+use nvidia_rm::numbers::control;
 
 use super::channel::Channel;
 use super::{Channels, Group, Pause};
 use crate::nvidia::rm_object::Object;
-use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::control;
 
 /// Work of a vGPU that the engines may be executing.
 #[derive(Clone, Copy, Debug, Default)]

@@ -10,6 +10,8 @@ use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::{Aperture, Apertures, Exception, GpuError, Pending};
 use mdev_core::ids::SpaceId;
 use mdev_core::units::PAGE_SIZE;
+use nvidia_rm::rm::Rm;
+use nvidia_rm::version::Layout;
 
 use super::open::DOORBELL_BYTES;
 use super::{NvidiaClient, ThreadInputs};
@@ -25,10 +27,8 @@ use crate::nvidia::device::{Device, MAX_CHANNELS};
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
 use crate::nvidia::privilege;
-use crate::nvidia::rm::Rm;
 use crate::nvidia::rm_client::AdoptedClient;
 use crate::nvidia::switch_probe::SwitchProbe;
-use crate::nvidia::version::Layout;
 use crate::nvidia::vgpu_state::VgpuState;
 
 /// Limit of objects that a process makes for one message of its VM. Most are for guest memory.

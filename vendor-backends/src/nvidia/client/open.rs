@@ -9,6 +9,9 @@ use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{Aperture, Apertures, GpuCapabilities, GpuDescription, GpuError};
 use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nvidia_rm::numbers::event;
+use nvidia_rm::rm::Rm;
+use nvidia_rm::version::Layout;
 
 use super::continued::Position;
 use super::{NvidiaClient, ThreadInputs};
@@ -21,11 +24,8 @@ use crate::nvidia::device::{Device, MAX_CHANNELS};
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
 use crate::nvidia::privilege;
-use crate::nvidia::rm::Rm;
 use crate::nvidia::rm_object::Object;
 use crate::nvidia::switch_probe::SwitchProbe;
-use crate::nvidia::sys::numbers::event;
-use crate::nvidia::version::Layout;
 use crate::nvidia::vgpu_state::VgpuState;
 use crate::nvidia::wire::{self, FromManager, FromWorker, Grant};
 

@@ -6,14 +6,14 @@ use std::os::unix::fs::FileExt;
 
 use mdev_core::abi::{compute, copy, host};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nvidia_rm::abi;
+use nvidia_rm::numbers::{class, engine, flag, status};
+use nvidia_rm::rm::Node;
+use nvidia_rm::version::Layout;
 
 use super::objects::{CLOCK, DEFAULT_BASE, Object, Refusal, denies_privileges, is_engine};
 use super::params::{exact, padded};
 use super::{FileId, OpenFile, State, VIDEO_MEMORY, file_of_number, id_of_number};
-use crate::nvidia::rm::Node;
-use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, engine, flag, status};
-use crate::nvidia::version::Layout;
 
 /// Allocates an object.
 pub fn alloc(

@@ -3,16 +3,16 @@
 use std::mem::size_of;
 
 use mdev_core::abi::host;
+use nvidia_rm::abi;
 use nvidia_rm::controls::params_bytes;
+use nvidia_rm::generation::CLASS_LIST;
+use nvidia_rm::numbers::{class, control, engine, fb, status};
+use nvidia_rm::version::Layout;
 use zerocopy::IntoBytes;
 
 use super::objects::{Refusal, is_engine};
 use super::params::{exact, expect_size, padded, write_exact};
 use super::{State, VIDEO_MEMORY};
-use crate::nvidia::generation::CLASS_LIST;
-use crate::nvidia::sys::abi;
-use crate::nvidia::sys::numbers::{class, control, engine, fb, status};
-use crate::nvidia::version::Layout;
 
 /// Number of the multiprocessor that has an error.
 pub const FAILED_MULTIPROCESSOR: u32 = 131;

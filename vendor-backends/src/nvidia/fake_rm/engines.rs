@@ -27,10 +27,10 @@ use mdev_core::abi::host::{
     SEM_PAYLOAD_LO, SET_OBJECT, SUBCHANNEL_COMPUTE, SUBCHANNEL_COPY, SecOp, sem,
 };
 use mdev_core::abi::{notifier, userd};
+use nvidia_rm::numbers::{class, engine};
 
 use super::FakeRm;
 use super::objects::{Object, Objects};
-use crate::nvidia::sys::numbers::{class, engine};
 
 /// Entries that are fetched ahead.
 const AHEAD: usize = 3;

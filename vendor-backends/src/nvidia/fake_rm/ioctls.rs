@@ -4,16 +4,16 @@ use std::collections::btree_map::Entry;
 use std::io;
 use std::mem::size_of;
 
+use nvidia_rm::abi::{self, Call};
+use nvidia_rm::numbers::{class, flag, status};
+use nvidia_rm::rm::{Node, Request};
+use nvidia_rm::version::Layout;
 use zerocopy::IntoBytes;
 
 use super::allocations::{alloc, prepare_mmap, register_memory};
 use super::controls::control;
 use super::objects::{Mapping, Refusal};
 use super::{FileId, State, id_of_number};
-use crate::nvidia::rm::{Node, Request};
-use crate::nvidia::sys::abi::{self, Call};
-use crate::nvidia::sys::numbers::{class, flag, status};
-use crate::nvidia::version::Layout;
 
 /// Describes a request for the log, without addresses and descriptors.
 pub fn describe(request: &Request<'_>) -> String {

@@ -7,10 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use mdev_core::abi::{compute, copy, host};
+use nvidia_rm::numbers::{class, engine, event, flag, status};
 
 use super::FileId;
 use super::engines::Ring;
-use crate::nvidia::sys::numbers::{class, engine, event, flag, status};
 
 /// Offset of the GPU's clock in the usermode page.
 pub const CLOCK: u64 = 0x80;

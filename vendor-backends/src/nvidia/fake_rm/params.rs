@@ -2,10 +2,10 @@
 
 use std::mem::size_of;
 
+use nvidia_rm::numbers::status;
 use zerocopy::FromBytes;
 
 use super::objects::Refusal;
-use crate::nvidia::sys::numbers::status;
 
 /// Reads parameters of exactly the size of `T`.
 pub fn exact<T: FromBytes>(params: Option<&[u8]>) -> Result<T, Refusal> {

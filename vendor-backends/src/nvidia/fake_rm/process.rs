@@ -6,8 +6,9 @@ use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use nvidia_rm::rm::{Node, Request, Rm};
+
 use super::FakeRm;
-use crate::nvidia::rm::{Node, Request, Rm};
 
 /// Number of calls that stands for a process that does not end.
 const NEVER: u64 = u64::MAX;

@@ -11,14 +11,14 @@ use cuda_socket::FileId;
 use mdev_core::abi::notifier;
 use mdev_core::gpu::{Client, ErrorStates, Pending};
 use mdev_core::ids::ChannelId;
+use nvidia_rm::abi::{self, Notification, Pair};
+use nvidia_rm::numbers::status;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::FrontEnd;
 use super::call::Stop;
 use super::control::{Control, WRONG_LENGTH};
 use super::objects::{EventSource, Kind};
-use crate::nvidia::sys::abi::{self, Notification, Pair};
-use crate::nvidia::sys::numbers::status;
 
 /// Groups with new errors, by their clients and handles.
 type Failed = BTreeSet<(u32, u32)>;

@@ -1,9 +1,8 @@
 //! What a vGPU says of itself to programs.
 
 use mdev_core::ids::VgpuId;
+use nvidia_rm::abi::{CardInfo, CardInfos, MAX_CARDS};
 use zerocopy::IntoBytes;
-
-use crate::nvidia::sys::abi::{CardInfo, CardInfos, MAX_CARDS};
 
 /// Identity of a vGPU.
 #[derive(Clone, Debug)]

@@ -17,6 +17,7 @@ use mdev_core::gpu::{Backing, Client, GpuError};
 use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::units::PAGE_SIZE;
+use nvidia_rm::numbers::status;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
@@ -24,7 +25,6 @@ use super::file_memory::FileMemory;
 use super::guest_memory::GuestPages;
 use super::tracked::Tracked;
 use super::video_memory::{self, Extent, GRANULE, VideoMemory};
-use crate::nvidia::sys::numbers::status;
 
 /// Maximum number of stores and of mappings, each.
 const MAX_STORES: usize = 65_536;

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use cuda_socket::FileId;
 use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
+use nvidia_rm::numbers::{class, status};
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
 use super::memory::StoreId;
 use super::tracked::Tracked;
-use crate::nvidia::sys::numbers::{class, status};
 
 /// First handle of a client. The driver chooses handles of clients from this range.
 const FIRST_CLIENT: u32 = 0xc1d0_0001;

@@ -3,9 +3,8 @@
 use cuda_socket::CallShape;
 use cuda_socket::calls::NodeKind;
 use nvidia_rm::table::Form;
+use nvidia_rm::version::Layout;
 use nvidia_rm::{escapes, uvm};
-
-use crate::nvidia::version::Layout;
 
 /// Returns the shapes of all arguments with pointers or descriptors, and of nvidia-uvm's.
 pub fn shapes(layout: &Layout) -> Vec<CallShape> {

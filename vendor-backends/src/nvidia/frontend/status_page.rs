@@ -6,11 +6,11 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use mdev_core::gpu::Client;
 use mdev_core::units::PAGE_SIZE;
+use nvidia_rm::numbers::{class, status};
 
 use super::FrontEnd;
 use super::call::{Call, Stop};
 use super::objects::Kind;
-use crate::nvidia::sys::numbers::{class, status};
 
 /// Shortest time over which utilization is measured.
 const WINDOW: Duration = Duration::from_millis(200);

@@ -3,9 +3,9 @@
 use mdev_core::gpu::{CREATED_VA_END, Client, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, SpaceId};
 use mdev_core::units::{PAGE_SIZE, is_aligned};
+use nvidia_rm::numbers::status;
 
 use super::{MAX_STORES, Mapped, Memories, Place, Stop, StoreId};
-use crate::nvidia::sys::numbers::status;
 
 impl Memories {
     /// Maps `len` bytes of a store for the GPU.
