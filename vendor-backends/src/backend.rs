@@ -52,8 +52,9 @@ pub trait Backend: fmt::Debug + Sync {
         Ok(Box::new(MediatedClient::open(connection)?))
     }
 
-    /// Continues with the client of a worker that has ended, from its [`Client::position`]. `kept`
-    /// returns what it kept by [`Client::take_kept`].
+    /// Continues with the client of a worker that has ended, from its
+    /// [`Continuation::position`](mdev_core::gpu::Continuation::position). `kept` returns what it
+    /// kept by [`take_kept`](mdev_core::gpu::Continuation::take_kept).
     ///
     /// # Errors
     ///

@@ -52,9 +52,9 @@ bitflags! {
         /// CUDA programs on vGPUs without a display head, through the device files of NVIDIA's
         /// driver.
         const PROGRAMS = 1 << 14;
-        /// Pausing, saving and restoring of clients ([`Client::pause`]).
+        /// Pausing, saving and restoring of clients ([`Saving::pause`]).
         ///
-        /// [`Client::pause`]: super::Client::pause
+        /// [`Saving::pause`]: super::Saving::pause
         const SAVE = 1 << 15;
         /// Imports pin their pages, and others wait for the driver meanwhile. Large mappings of
         /// guest memory are imported in parts.

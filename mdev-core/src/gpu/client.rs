@@ -39,7 +39,7 @@ pub enum Backing {
         /// Byte offset into the partition.
         offset: u64,
     },
-    /// Video memory of [`Client::allocate`].
+    /// Video memory of [`Programs::allocate`].
     Allocated {
         /// The allocation.
         memory: MemoryId,
@@ -169,7 +169,7 @@ bitflags! {
         /// A channel's non-stall interrupt.
         const NONSTALL = 1 << 0;
         /// A fault of a channel, or an exception. [`Client::query_channel`] tells which channel
-        /// faulted, and [`Client::take_exceptions`] returns exceptions.
+        /// faulted, and [`Programs::take_exceptions`] returns exceptions.
         const CHANNEL_ERROR = 1 << 1;
         /// The GPU is lost.
         const DEVICE_LOST = 1 << 2;

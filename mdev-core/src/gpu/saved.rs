@@ -4,10 +4,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{ChannelSpec, MapRequest};
 #[cfg(doc)]
-use crate::gpu::Client;
+use crate::gpu::Saving;
 use crate::ids::{ChannelId, SpaceId};
 
-/// State of a paused client ([`Client::save`]).
+/// State of a paused client ([`Saving::save`]).
 ///
 /// The memory ids in mappings and channels are those of the client that was saved. Memory has to be
 /// imported again before a restore, under other ids.

@@ -48,7 +48,8 @@ impl MediatedClient {
     }
 
     /// Continues with the client of a process that has ended. `position` is what
-    /// [`Client::position`] returned when the state was recorded from which the caller continues.
+    /// [`Continuation::position`] returned when the state was recorded from which the caller
+    /// continues.
     pub fn resume(fd: OwnedFd, position: u64) -> Result<Self, GpuError> {
         let mut client = Self::greet(fd, position, true)?;
         // What was taken, and not recorded, is pending again.

@@ -7,9 +7,10 @@
 //! done with each request.
 //!
 //! No request of a program is forwarded, except queries whose row has
-//! [`ask`](nvidia_rm::table::Row::ask): [`Client::query_driver`] passes their parameters to the
-//! GPU's driver, with exactly the length that the row has in the tested series. They change
-//! nothing, and their parameters are numbers, neither pointers nor handles (decision 0019).
+//! [`ask`](nvidia_rm::table::Row::ask). [`query_driver`](mdev_core::gpu::Programs::query_driver)
+//! passes their parameters to the GPU's driver, with exactly the length that the row has in the
+//! tested series. They change nothing, and their parameters are numbers, neither pointers nor
+//! handles (decision 0019).
 //!
 //! Reading order:
 //!
