@@ -105,8 +105,9 @@ mod tests {
             (*header).cmsg_type = libc::SCM_RIGHTS;
             (*header).cmsg_len = libc::CMSG_LEN(bytes) as usize;
             for n in 0..count {
-                let at = libc::CMSG_DATA(header).cast::<RawFd>().add(n);
-                at.write_unaligned(fd.as_raw_fd());
+                let raw = fd.as_raw_fd().to_ne_bytes();
+                let at = libc::CMSG_DATA(header).add(n * raw.len());
+                at.copy_from_nonoverlapping(raw.as_ptr(), raw.len());
             }
             libc::sendmsg(socket.as_raw_fd(), &raw const message, 0)
         };

@@ -12,9 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::mailbox::Answer;
 use super::{Scanout, Traps, VirtualFunction};
-#[cfg(doc)]
-use crate::gpu::Continuation;
-use crate::gpu::{GpuError, KeptDescriptor};
+use crate::gpu::{Continuation, GpuError, KeptDescriptor};
 use crate::ids::GuestPa;
 use crate::mem::RunningMemory;
 
@@ -65,11 +63,7 @@ impl VirtualFunction {
 
     /// Returns what is to be kept for the process that continues ([`Continuation::take_kept`]).
     pub fn take_kept(&self) -> Vec<KeptDescriptor> {
-        self.client
-            .lock()
-            .continuation()
-            .map(|continuation| continuation.take_kept())
-            .unwrap_or_default()
+        self.client.lock().continuation().map(Continuation::take_kept).unwrap_or_default()
     }
 
     /// Returns the state.

@@ -304,7 +304,9 @@ impl Report {
         for (title, Tested { failures, .. }, _) in &self.sections {
             for Failure { name, output } in failures {
                 println!("\nFAILED  {title}: {name}");
-                output.iter().for_each(|line| println!("    {line}"));
+                for line in output {
+                    println!("    {line}");
+                }
             }
         }
         let seconds = self.started.elapsed().as_secs();

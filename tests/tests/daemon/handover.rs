@@ -60,7 +60,7 @@ fn replace_worker(vgpud: &Vgpud, uuid: &str) -> Result<()> {
 fn a_second_process_takes_the_vgpu_over_or_leaves_it() -> Result<()> {
     let vgpud = Vgpud::start()?;
     let uuid = start(&vgpud, "SOFT-256MQ")?;
-    refused(&vgpud, &uuid, "begin", "has no VM");
+    refused(&vgpud, &uuid, "begin", "has no VM; its state is that of a VM");
     let mut old = busy(&vgpud, &uuid);
     refused(&vgpud, &uuid, "adopt", "No process is taking over");
     refused(&vgpud, &uuid, "abandon", "No process is taking over");

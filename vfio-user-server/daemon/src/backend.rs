@@ -155,9 +155,9 @@ mod tests {
             ("soft:a,vram=99999999999999999999G", "no size"),
             ("soft:a,vram=1M", "out of range"),
             ("soft:a,cores=3", "no option"),
-            ("nvidia:3b:00.0", "no PCI address"),
-            ("nvidia:../../../x", "no PCI address"),
-            ("nvidia,vram=8G", "no option"),
+            ("nvidia:3b:00.0", "not a PCI address"),
+            ("nvidia:../../../x", "not a PCI address"),
+            ("nvidia,vram=8G", "not an option"),
             ("nvidia,hang=1", "out of range"),
             ("vfio:02.0", "not a PCI address"),
             (

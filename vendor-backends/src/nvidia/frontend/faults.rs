@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use cuda_socket::FileId;
 use mdev_core::abi::notifier;
-use mdev_core::gpu::{Client, ErrorStates, Pending};
+use mdev_core::gpu::{Client, ErrorStates, Pending, Programs};
 use mdev_core::ids::ChannelId;
 use nvidia_rm::abi::{self, Notification, Pair};
 use nvidia_rm::numbers::status;
@@ -31,7 +31,7 @@ impl FrontEnd {
         let (mut failed, mut exceptions) = (Failed::new(), Vec::new());
         if is_lost || pending.contains(Pending::CHANNEL_ERROR) {
             failed = self.note_errors(gpu);
-            exceptions = gpu.programs().map(|gpu| gpu.take_exceptions()).unwrap_or_default();
+            exceptions = gpu.programs().map(Programs::take_exceptions).unwrap_or_default();
         }
         let is_due = |root: u32, parent: u32, notifier: u32| {
             let Some((channel, group)) = self.clients.channel_of_object(root, parent) else {

@@ -134,7 +134,7 @@ impl QueueRecorder {
         mut queue: Option<&mut ControlQueue>,
         (done, status): (u64, u32),
     ) {
-        let position = client.continuation().and_then(|continuation| continuation.position());
+        let position = client.continuation().and_then(Continuation::position);
         let Some(position) = position else { return self.lose() };
         let state = match &mut queue {
             None => None,
