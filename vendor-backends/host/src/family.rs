@@ -1,8 +1,7 @@
 //! Register tables of the supported device families: which parts of the BARs a guest may map, which
 //! are emulated, and which are refused. A range without a row is refused.
 
-/// Length of a page in bytes.
-const PAGE_SIZE: u64 = 4096;
+use mdev_core::units::PAGE_SIZE;
 
 /// A guest's access to a part of a BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -135,8 +135,8 @@ impl SeqPacket {
         loop {
             match receive(self.0.as_fd(), &mut [0], 0, MsgFlags::MSG_DONTWAIT) {
                 Ok(_) => return Ok(()),
-                Err(Errno::EINTR | Errno::ECONNRESET) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) if is_passing(&error) => {}
+                Err(error) => return Err(error),
             }
         }
     }
@@ -162,8 +162,8 @@ impl SeqPacket {
                 Ok(received) => break received,
                 // The peer has closed the connection with messages that it had not received. The
                 // kernel reports that once, before what the peer has sent.
-                Err(Errno::EINTR | Errno::ECONNRESET) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) if is_passing(&error) => {}
+                Err(error) => return Err(error),
             }
         };
         // The kernel discards descriptors without a call of their file systems in this process.
@@ -265,12 +265,16 @@ fn receive(
     buffer: &mut [u8],
     max_fds: usize,
     flags: MsgFlags,
-) -> Result<(usize, Vec<OwnedFd>, MsgFlags), Errno> {
+) -> io::Result<(usize, Vec<OwnedFd>, MsgFlags)> {
     let mut fds = Vec::new();
-    let received = foreign_fds::receive(socket, buffer, max_fds, flags.bits(), |fd| fds.push(fd));
-    let foreign_fds::Received { bytes, flags } =
-        received.map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))?;
-    Ok((bytes, fds, MsgFlags::from_bits_truncate(flags)))
+    let received = foreign_fds::receive(socket, buffer, max_fds, flags.bits(), |fd| fds.push(fd))?;
+    Ok((received.bytes, fds, MsgFlags::from_bits_truncate(received.flags)))
+}
+
+/// Returns whether the same call may succeed: after a signal, and once after the peer has closed the
+/// connection.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::ConnectionReset)
 }
 
 #[cfg(test)]

@@ -73,18 +73,27 @@ impl Journal {
     /// Fails if the file cannot be mapped, or is of another version.
     pub fn open(file: BorrowedFd<'_>) -> io::Result<Self> {
         let file = RecordFile::map(file, BYTES)?;
-        // Before the first state, the file has no version.
-        if ![0, MAGIC].contains(&file.magic()) {
-            let message = "The journal is of another version of vgpud";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
-        }
-        Ok(Self {
-            state: file.load(word::STATE),
-            is_continuable: file.load(word::CONTINUABLE) == 1,
-            progress: Progress::decode(file.load(word::PROGRESS)),
+        let mut journal = Self {
+            state: 0,
+            is_continuable: false,
+            progress: Progress::default(),
             has_attempts: true,
             file,
-        })
+        };
+        match journal.file.magic() {
+            MAGIC => {
+                journal.state = journal.file.load(word::STATE);
+                journal.is_continuable = journal.file.load(word::CONTINUABLE) == 1;
+                journal.progress = Progress::decode(journal.file.load(word::PROGRESS));
+            }
+            // The first state is the last to be in force: until then the other words say nothing.
+            0 => {}
+            _ => {
+                let message = "The journal is of another version of vgpud";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+            }
+        }
+        Ok(journal)
     }
 
     /// Returns true if an earlier worker has written a state.
@@ -343,6 +352,18 @@ mod tests {
         assert_eq!(next.count_attempt(), 3);
         next.finish(0);
         assert_eq!(Journal::open(file.as_fd()).unwrap().count_attempt(), 1);
+    }
+
+    /// A worker that dies within its first record has left nothing to continue with.
+    #[test]
+    fn a_journal_without_a_version_is_unused() {
+        let (file, mut first) = journal();
+        assert!(first.commit(b"state"));
+        first.file.begin(0);
+        let mut next = Journal::open(file.as_fd()).unwrap();
+        assert!(!next.is_used() && !next.is_continuable());
+        assert!(next.commit(b"next"));
+        assert_eq!(Journal::open(file.as_fd()).unwrap().committed().unwrap(), b"next");
     }
 
     #[test]
