@@ -61,15 +61,7 @@ impl MediatedClient {
     fn greet(fd: OwnedFd, position: u64, continues: bool) -> Result<Self, GpuError> {
         let mut connection = Connection::numbered_from(SeqPacket::from(fd), position)?;
         let hello = ClientRequest::Hello { version: wire::VERSION, continues };
-        let (reply, fds) = connection.request_anew(&hello)?;
-        Self::greeted(connection, reply, fds)
-    }
-
-    fn greeted(
-        mut connection: Connection,
-        reply: ClientReply,
-        mut fds: Vec<OwnedFd>,
-    ) -> Result<Self, GpuError> {
+        let (reply, mut fds) = connection.request_anew(&hello)?;
         let (gpu, spec, vram_offset) = match reply {
             ClientReply::Hello { version, gpu, spec, vram_offset } if wire::is_spoken(version) => {
                 (gpu, spec, vram_offset)

@@ -19,7 +19,7 @@
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
 //!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
 //!    * `file_memory`: memory in files; [`guest_memory`]: of a VM, for programs there
-//! 4. [`identity`], [`queries`], `lists`: what the vGPU says of itself and of its GPU
+//! 4. [`identity`], [`Recorded`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
 //! 7. [`running`]: state for a process that continues; [`tracked`]: what changes of it
@@ -59,7 +59,6 @@ use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
 use nvidia_rm::generation::Generation;
 use nvidia_rm::numbers::status;
-pub use nvidia_rm::recording as queries;
 use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
 

@@ -105,11 +105,6 @@ pub struct ProgramChannel {
 }
 
 impl ProgramsState {
-    /// Returns whether programs have nothing.
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
-
     /// Returns the handles of all objects, those that are shared once.
     fn handles(&self) -> Vec<u32> {
         let Self { allocations, regions, groups, channels } = self;

@@ -2,7 +2,7 @@
 //!
 //! [`controls`] has what is done with each. What describes the vGPU is answered here, what changes
 //! it becomes an operation of the vGPU, and queries about the GPU go to its driver, or else to
-//! [`Recorded`](super::queries::Recorded). Everything else is refused.
+//! [`Recorded`](nvidia_rm::recording::Recorded). Everything else is refused.
 
 use cuda_socket::FileId;
 use mdev_core::gpu::{Client, GpuError};

@@ -2,11 +2,11 @@
 #![allow(clippy::unwrap_used, missing_docs, reason = "test helpers panic on violations")]
 
 use mdev_core::ids::VgpuId;
+use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
 
 use super::FrontEnd;
 use super::identity::Identity;
-use super::queries::Recorded;
 
 /// Returns what a vGPU for tests says of itself.
 pub fn identity(driver: &str, vram_bytes: u64) -> Identity {

@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use mdev_core::ids::VgpuId;
+use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
 use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::queries::Recorded;
 use vendor_backends::nvidia::frontend::{DRIVER_WITHOUT_GPU, FrontEnd};
 
 use crate::worker_protocol::{ProgramsSpec, WorkerSpec};
