@@ -271,8 +271,8 @@ fn receive(
     Ok((received.bytes, fds, MsgFlags::from_bits_truncate(received.flags)))
 }
 
-/// Returns whether the same call may succeed: after a signal, and once after the peer has closed the
-/// connection.
+/// Returns whether the same call may succeed: after a signal, and once after the peer has closed
+/// the connection.
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::ConnectionReset)
 }
