@@ -14,14 +14,16 @@ use libfuzzer_sys::fuzz_target;
 use mdev_core::gpu::Pending;
 use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::abi::uvm::MapExternal;
-use vendor_backends::nvidia::frontend::{FrontEnd, Outcome};
+use programs::FrontEnd;
+use programs::front_end::Outcome;
+use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 
 /// Address of parameters in the program.
 const PARAMS: u64 = 0x7000_0000;
 
 struct Program<'a> {
     input: Input<'a>,
-    front_end: FrontEnd,
+    front_end: NvidiaFrontEnd,
     gpu: Books,
     root: u32,
     requests: Requests,

@@ -18,7 +18,7 @@ use mdev_core::ids::GuestPa;
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS, encode, request};
 use mdev_core::testing::shared_ram;
-use vendor_backends::nvidia::control_queue::ControlQueue;
+use programs::control_queue::ControlQueue;
 use zerocopy::IntoBytes;
 
 const RAM: u64 = 8 << 20;
@@ -104,9 +104,13 @@ fuzz_target!(|data: &[u8]| {
     let memory = SharedGuestMemory::default();
     let ram = shared_ram(&mut memory.lock(), 0, RAM);
     let mut driver = QueueDriver::new(Ram(ram), BASE, RAM);
-    let mut queue =
-        ControlQueue::start(front_end("550.163.01"), memory.clone(), GuestPa(BASE), SLOTS)
-            .expect("a queue");
+    let mut queue = ControlQueue::start(
+        Box::new(front_end("550.163.01")),
+        memory.clone(),
+        GuestPa(BASE),
+        SLOTS,
+    )
+    .expect("a queue");
     let requests = Requests::default();
     for _ in 0..48 {
         if input.is_empty() {

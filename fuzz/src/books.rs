@@ -13,7 +13,7 @@ use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token, VgpuId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 use nix::sys::eventfd::EventFd;
 use vendor_backends::nvidia::frontend::identity::Identity;
-use vendor_backends::nvidia::frontend::{FrontEnd, testing};
+use vendor_backends::nvidia::frontend::{NvidiaFrontEnd, testing};
 
 /// Video memory of the client, in bytes.
 pub const VRAM: u64 = 64 * MIB;
@@ -39,7 +39,7 @@ pub struct Books {
 }
 
 /// Returns a front end for a version of the driver, on the vGPU of [`Books`].
-pub fn front_end(driver: &str) -> FrontEnd {
+pub fn front_end(driver: &str) -> NvidiaFrontEnd {
     let vgpu = Books::new(0, false).spec.vgpu;
     testing::front_end(Identity { vgpu, ..testing::identity(driver, VRAM) }, VRAM)
 }

@@ -28,7 +28,7 @@ use serde_json::json;
 use system_tests::raw_client::{REGION_READ, REGION_WRITE, RawClient};
 use system_tests::vcpu::Vcpu;
 use system_tests::{Vgpud, bytes, kill_process};
-use vendor_backends::nvidia::control_queue::testing::Program;
+use vendor_backends::nvidia::frontend::testing::program::Program;
 
 use crate::queue_vm::Vm;
 

@@ -1,6 +1,6 @@
 //! The trait that every backend implements, and the list of backends.
 //!
-//! A backend registers itself by one line in [`BACKENDS`]. The daemon's `--parent`, its GPU
+//! A backend registers itself by one line in [`BACKENDS`], and a front end in [`FRONT_END`]. The daemon's `--parent`, its GPU
 //! processes and workers, `vgpuctl doctor`, `vgpuctl parents`, AppArmor's rules and the systemd
 //! unit work from that list.
 
@@ -11,13 +11,38 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use mdev_core::gpu::{Client, Gpu, GpuError};
+use programs::FrontEnd;
+use programs::front_end::FrontEndSpec;
 
 use crate::mediator::{self, Hardware, MediatedClient};
-use crate::{nvidia, soft, vfio};
+#[cfg(feature = "nvidia")]
+use crate::nvidia;
+use crate::soft;
+#[cfg(feature = "vfio")]
+use crate::vfio;
 
 /// All backends of this build.
-pub static BACKENDS: Registry =
-    Registry::new(&[&soft::SoftBackend, &nvidia::NvidiaBackend, &vfio::VfioBackend]);
+pub static BACKENDS: Registry = Registry::new(&[
+    &soft::SoftBackend,
+    #[cfg(feature = "nvidia")]
+    &nvidia::NvidiaBackend,
+    #[cfg(feature = "vfio")]
+    &vfio::VfioBackend,
+]);
+
+/// Creates a front end for CUDA programs on a vGPU.
+///
+/// # Errors
+///
+/// Fails if the version of the GPU's driver is not supported, in one line.
+pub type NewFrontEnd = fn(&FrontEndSpec) -> Result<Box<dyn FrontEnd>, BoxError>;
+
+/// Front end of this build, for GPUs whose engines execute what NVIDIA's libraries submit.
+#[cfg(feature = "nvidia")]
+pub const FRONT_END: Option<NewFrontEnd> = Some(nvidia::frontend::create);
+/// Front end of this build: none.
+#[cfg(not(feature = "nvidia"))]
+pub const FRONT_END: Option<NewFrontEnd> = None;
 
 /// Error of opening hardware or listing GPUs.
 pub type BoxError = Box<dyn Error + Send + Sync>;

@@ -11,11 +11,12 @@
 //! 3. [`server`]: the protocol's server, in the GPU process
 //! 4. [`emulation`]: address spaces, channels, the runlist and the engine
 //! 5. `saved_state`: files with saved states
-//! 6. [`hardware`], [`fault`]: the interface to a device
+//! 6. [`hardware`], [`fault`]: the interface to a device; [`factorial`]: a fixed function
 
 mod client;
 mod connection;
 pub mod emulation;
+pub mod factorial;
 pub mod fault;
 mod gpu;
 pub mod hardware;

@@ -14,8 +14,8 @@
 //!    [`privilege`]; its threads: [`manager_thread`], [`interrupt_thread`]
 //! 5. `saving`: stopping a vGPU's work; `vram_copier`: copies of its video memory
 //! 6. `fake_rm` (feature `test-util`): a driver without a GPU
-//! 7. [`frontend`]: the driver's device files for CUDA programs; [`control_queue`]: for programs in
-//!    a VM; [`driver_queries`]: what they ask the driver
+//! 7. [`frontend`]: the driver's device files for CUDA programs; [`driver_queries`]: what they ask
+//!    the driver
 //! 8. [`NvidiaGpu`] (in the manager), [`wire`]: its messages to workers, `usage_reconcile`: the
 //!    check of the usage that workers report
 
@@ -24,7 +24,6 @@ pub mod adoption;
 mod backend;
 pub mod channels;
 mod client;
-pub mod control_queue;
 pub mod ctxsw_log;
 mod ctxsw_record;
 pub mod device;

@@ -13,10 +13,10 @@ use mdev_core::units::{GIB, MIB, PAGE_SIZE, is_aligned};
 
 pub use self::backend::SoftBackend;
 use self::vram::Vram;
-use crate::mediator::Hardware;
+use crate::backend::FRONT_END;
 use crate::mediator::hardware::{Partition, PartitionMemory};
 use crate::mediator::wire::Refusal;
-use crate::vfio::edu::factorial;
+use crate::mediator::{Hardware, factorial};
 
 /// Maximum number of channels of one vGPU.
 const MAX_CHANNELS: u32 = 64;
@@ -37,16 +37,18 @@ pub struct SoftGpu {
 impl SoftGpu {
     /// Creates a software GPU with `vram_bytes` of video memory.
     pub fn new(name: &str, vram_bytes: u64) -> Self {
+        // The software GPU has no screen.
+        let mut lacking = GpuCapabilities::SCANOUT | GpuCapabilities::EXACT_SLICES;
+        if FRONT_END.is_none() {
+            lacking |= GpuCapabilities::PROGRAMS;
+        }
         Self {
             description: GpuDescription {
                 parent: name.into(),
                 model: "SOFT".into(),
                 name: "Tessera software GPU".into(),
                 vram_bytes,
-                // The software GPU has no screen.
-                capabilities: GpuCapabilities::all()
-                    .difference(GpuCapabilities::SCANOUT)
-                    .difference(GpuCapabilities::EXACT_SLICES),
+                capabilities: GpuCapabilities::all().difference(lacking),
                 max_vgpus: MAX_VGPUS,
                 max_channels: MAX_CHANNELS,
                 max_import_bytes: MAX_IMPORT,

@@ -18,11 +18,11 @@ use mdev_core::mem::SharedGuestMemory;
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS, encode, request};
 use mdev_core::testing::shared_ram;
 use mdev_core::units::MIB;
+use programs::FrontEnd;
+use programs::control_queue::ControlQueue;
 use proptest::prelude::*;
 use vendor_backends::mediator::MediatedClient;
-use vendor_backends::nvidia::control_queue::ControlQueue;
-use vendor_backends::nvidia::control_queue::testing::Program;
-use vendor_backends::nvidia::frontend::FrontEnd;
+use vendor_backends::nvidia::frontend::testing::program::Program;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, word, words};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -70,8 +70,8 @@ impl Bus for Device {
     }
 }
 
-fn new_front_end() -> FrontEnd {
-    front_end(identity("550.163.01", VRAM), 64 * MIB)
+fn new_front_end() -> Box<dyn FrontEnd> {
+    Box::new(front_end(identity("550.163.01", VRAM), 64 * MIB))
 }
 
 type Driver = QueueDriver<Device>;

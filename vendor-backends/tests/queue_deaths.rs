@@ -21,11 +21,11 @@ use mdev_core::mem::{RunningMemory, SharedGuestMemory};
 use mdev_core::testing::queue_driver::{Bus, QueueDriver, SLOTS};
 use mdev_core::testing::shared_ram;
 use mdev_core::units::{MIB, PAGE_SIZE};
+use programs::FrontEnd;
+use programs::control_queue::ControlQueue;
+use programs::control_queue::journal::QueueState;
 use proptest::prelude::*;
-use vendor_backends::nvidia::control_queue::ControlQueue;
-use vendor_backends::nvidia::control_queue::running::QueueState;
-use vendor_backends::nvidia::control_queue::testing::Program;
-use vendor_backends::nvidia::frontend::running::{Changes, RunningPrograms};
+use vendor_backends::nvidia::frontend::testing::program::Program;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, words};
 
 use ending_client::{Ended, EndingClient, Steps};
@@ -66,8 +66,8 @@ struct Device {
     _held: soft_vgpu::Held,
 }
 
-fn new_front_end() -> vendor_backends::nvidia::frontend::FrontEnd {
-    front_end(identity("550.163.01", VRAM), 64 * MIB)
+fn new_front_end() -> Box<dyn FrontEnd> {
+    Box::new(front_end(identity("550.163.01", VRAM), 64 * MIB))
 }
 
 impl Worker {
@@ -98,9 +98,7 @@ impl Worker {
     }
 
     fn record(&mut self, journal: &mut Journal) {
-        if let Some(changes) = self.queue.take_changes() {
-            journal.changes.push(encode(&changes).unwrap());
-        }
+        journal.changes.extend(self.queue.take_changes());
         journal.queue = encode(&self.queue.state()).unwrap();
         journal.position = self.client.continuation().unwrap().position().unwrap();
         journal.memory = self.memory.lock().running();
@@ -120,12 +118,8 @@ impl Device {
         let client = EndingClient::resume(&self.connection, &self.steps, *position);
         let memory = SharedGuestMemory::default();
         memory.lock().resume(recorded, |_| Some(self.ram.try_clone().unwrap().into()));
-        let mut programs = RunningPrograms::default();
-        for one in changes {
-            programs.apply(decode::<Changes>(one).unwrap());
-        }
         let state: QueueState = decode(queue).unwrap();
-        let queue = ControlQueue::resume(new_front_end(), programs, state, memory.clone());
+        let queue = ControlQueue::adopt(new_front_end(), changes, state, memory.clone());
         Worker { queue: queue.unwrap(), client, memory, repeats: true }
     }
 
@@ -321,15 +315,10 @@ proptest! {
             let len = bytes.len();
             bytes[at / count % len] = byte;
         }
-        let mut programs = RunningPrograms::default();
-        for one in changes {
-            let Ok(one) = decode::<Changes>(one) else { return Ok(()) };
-            programs.apply(one);
-        }
         let Ok(state) = decode::<QueueState>(queue) else { return Ok(()) };
         let worker = device.worker.as_mut().unwrap();
         let memory = worker.memory.clone();
-        if let Ok(mut queue) = ControlQueue::resume(new_front_end(), programs, state, memory) {
+        if let Ok(mut queue) = ControlQueue::adopt(new_front_end(), changes, state, memory) {
             let _ = queue.serve(&mut worker.client);
             let _ = queue.repeat_gpu_events(&mut worker.client);
             let _ = queue.flush();

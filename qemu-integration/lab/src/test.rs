@@ -123,7 +123,7 @@ pub fn run() -> Tally {
 fn when_idle() -> mpsc::Receiver<Finished> {
     let (sender, finished) = mpsc::channel();
     thread::spawn(move || {
-        for job in [lints(), documentation(), code_documentation()] {
+        for job in [lints(), software_gpu_alone(), documentation(), code_documentation()] {
             // The receiver lives until the last result.
             let _ = sender.send(job.run_buffered());
         }
@@ -197,6 +197,14 @@ fn lints() -> Job {
     let mut command = cargo_when_idle();
     command.args(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]);
     Job { is_test: true, ..Job::new("Lints", command) }
+}
+
+/// Returns the job that checks the daemon without the backends that need more than a CPU.
+fn software_gpu_alone() -> Job {
+    let mut command = cargo_when_idle();
+    command.args(["clippy", "--quiet", "-p", "vgpud", "--no-default-features"]);
+    command.args(["--", "-D", "warnings"]);
+    Job { is_test: true, ..Job::new("The daemon with the software GPU alone", command) }
 }
 
 /// Returns the job that builds the programs of a bundle.

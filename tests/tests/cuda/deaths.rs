@@ -15,8 +15,8 @@ use serde_json::json;
 use system_tests::guest_vm;
 use system_tests::worker_deaths::{Place, kill_at, replace, worker};
 use system_tests::{Vgpud, skipped, wait_for};
-use vendor_backends::nvidia::control_queue::testing::Program;
 use vendor_backends::nvidia::frontend::testing::memory_params;
+use vendor_backends::nvidia::frontend::testing::program::Program;
 
 use super::TYPE;
 use super::in_vm::CudaVm;

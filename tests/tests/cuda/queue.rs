@@ -16,8 +16,8 @@ use nix::unistd::Pid;
 use serde_json::json;
 use system_tests::Vgpud;
 use system_tests::in_process::window;
-use vendor_backends::nvidia::control_queue::testing::Program;
 use vendor_backends::nvidia::frontend::testing::memory_params;
+use vendor_backends::nvidia::frontend::testing::program::Program;
 use zerocopy::IntoBytes;
 
 use super::TYPE;

@@ -11,7 +11,7 @@ use mdev_core::gpu::{EngineKind, GpuCapabilities};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::driver::{DATA, Driver, Pushbuffer};
-use crate::vfio::edu::factorial;
+use crate::mediator::factorial;
 
 const QMD: u64 = DATA;
 const PROGRAM: u64 = DATA + 0x1000;

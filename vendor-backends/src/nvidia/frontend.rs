@@ -1,7 +1,7 @@
 //! The driver's device files for CUDA programs: a resource manager for one vGPU.
 //!
 //! NVIDIA's user-mode driver works on `/dev/nvidiactl`, `/dev/nvidiaN` and `/dev/nvidia-uvm`. A
-//! [`FrontEnd`] implements these files for all programs on a vGPU. It keeps a tree of *emulated*
+//! [`NvidiaFrontEnd`] implements these files for all programs on a vGPU. It keeps a tree of *emulated*
 //! objects. What changes the vGPU becomes a typed operation of its [`Client`], with handles,
 //! addresses and sizes that the worker has made or checked. The rows of [`nvidia_rm`] say what is
 //! done with each request.
@@ -18,11 +18,11 @@
 //! 2. `files`, `objects`, `memory`, `video_memory`: the state
 //! 3. `escapes`, `alloc`, `control`: ioctls of the resource manager; `uvm`: of nvidia-uvm
 //!    * `sharing`: memory of other processes; `managed`: memory that CUDA manages
-//!    * `file_memory`: memory in files; [`guest_memory`]: of a VM, for programs there
+//!    * `file_memory`: memory in files
 //! 4. [`identity`], [`Recorded`], `lists`: what the vGPU says of itself and of its GPU
 //! 5. `faults`: what programs learn of their channels' errors
 //! 6. `processes`, `status_page`: what `nvidia-smi` shows
-//! 7. [`running`]: state for a process that continues; [`tracked`]: what changes of it
+//! 7. `journal`: the state, for a process that adopts the programs
 //! 8. `refusals`: what programs asked for in vain; `shapes`: arguments, for the transport
 //! 9. `testing` (feature `test-util`): front ends for tests
 
@@ -33,47 +33,48 @@ mod escapes;
 mod faults;
 mod file_memory;
 mod files;
-pub mod guest_memory;
 pub mod identity;
+mod journal;
 mod lists;
 mod managed;
 mod memory;
 mod objects;
 mod processes;
 mod refusals;
-pub mod running;
 mod shapes;
 mod sharing;
 mod status_page;
 #[cfg(feature = "test-util")]
 pub mod testing;
-pub mod tracked;
 mod uvm;
 mod video_memory;
 
-use std::os::fd::OwnedFd;
+use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
-use cuda_socket::{Done, Fetch, FileId, IoctlRequest, MapRequest, Node, VERSION, Welcome};
-use mdev_core::gpu::Client;
+use cuda_socket::{Fetch, FileId, IoctlRequest, MapRequest, Node, VERSION, Welcome};
+use mdev_core::gpu::{Client, Pending};
 use mdev_core::mem::SharedGuestMemory;
 use nix::errno::Errno;
 use nvidia_rm::generation::Generation;
 use nvidia_rm::numbers::status;
 use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
+use programs::front_end::{
+    Changes, Damaged, FrontEnd, FrontEndSpec, GuestOutcome, Mapped, NewFiles, Outcome, StoreId,
+};
+use programs::guest_memory::{FreedPages, GivenMemory};
 
 use self::alloc::DOORBELL_BYTES;
-pub use self::call::Outcome;
 use self::call::{Call, ProgramMemory, Stop};
 use self::files::Files;
-use self::guest_memory::GivenMemory;
 use self::identity::Identity;
 use self::memory::{Mappable, Memories};
-pub use self::memory::{NewFiles, StoreId};
 use self::objects::{Clients, Kind, Object};
 use self::refusals::Refusals;
 pub use self::shapes::shapes;
 use self::status_page::Utilization;
+use crate::backend::BoxError;
 
 /// Version of the driver that GPUs without a driver show to programs: that of Debian's libcuda.
 pub const DRIVER_WITHOUT_GPU: &str = "550.163.01";
@@ -83,7 +84,7 @@ const VA_END: u64 = 1 << 47;
 
 /// The device files of a vGPU.
 #[derive(Debug)]
-pub struct FrontEnd {
+pub struct NvidiaFrontEnd {
     identity: Identity,
     layout: Layout,
     queries: Recorded,
@@ -97,29 +98,174 @@ pub struct FrontEnd {
     last_group: u32,
 }
 
-/// Memory to map into a program.
-#[derive(Debug)]
-pub enum Mapped {
-    /// The doorbell page.
-    Doorbell,
-    /// A file, from an offset in bytes.
-    File(OwnedFd, u64),
-    /// Pages of a VM, by their id.
-    Guest(u64),
+/// Creates the device files of a vGPU.
+///
+/// # Errors
+///
+/// Fails if the driver's version is not supported.
+pub fn create(spec: &FrontEndSpec) -> Result<Box<dyn FrontEnd>, BoxError> {
+    let identity = Identity::of(spec);
+    let layout = Layout::of_programs(&identity.driver)?;
+    let queries = Recorded::hopper()?;
+    Ok(Box::new(NvidiaFrontEnd::new(identity, layout, queries, spec.max_system_bytes)))
 }
 
-/// What a program in a VM gets from an ioctl.
-#[derive(Debug)]
-pub enum GuestOutcome {
-    /// It is to send more of its memory.
-    Fetch(Fetch),
-    /// So many bytes of new memory are needed. Nothing has changed.
-    Allocate(u64),
-    /// The result, with the ids of its places' pages.
-    Done(Done, Vec<u64>),
+impl FrontEnd for NvidiaFrontEnd {
+    fn welcome(&self) -> Welcome {
+        Welcome {
+            version: VERSION,
+            minors: vec![Identity::MINOR],
+            proc_files: self.identity.proc_files(),
+            calls: shapes(&self.layout),
+        }
+    }
+
+    fn open(&mut self, file: FileId, node: Node, process: i32) -> Result<(), Errno> {
+        match node {
+            Node::Gpu(minor) if minor != Identity::MINOR => Err(Errno::ENXIO),
+            _ => self.files.open(file, node, process),
+        }
+    }
+
+    fn node(&self, file: FileId) -> Option<Node> {
+        self.files.get(file).ok().map(|file| file.node)
+    }
+
+    fn open_files(&self) -> Vec<FileId> {
+        self.files.open.keys().copied().collect()
+    }
+
+    /// Closes a file and frees the clients that were created with it.
+    fn close(&mut self, gpu: &mut dyn Client, file: FileId) {
+        if self.files.close(file).is_none() {
+            return;
+        }
+        for root in self.clients.of_file(file) {
+            if let Ok(removed) = self.clients.remove(file, root, root) {
+                self.dispose(gpu, removed);
+            }
+        }
+    }
+
+    fn ioctl(
+        &mut self,
+        gpu: &mut dyn Client,
+        request: &IoctlRequest,
+        shared: Option<OwnedFd>,
+    ) -> Outcome {
+        let mut call = Call::new(request, ProgramMemory::Host(shared));
+        let errno = match self.carry_out(gpu, &mut call) {
+            Ok(errno) => errno,
+            Err(Missing::Program(fetch)) => return Outcome::Fetch(fetch),
+            Err(Missing::Allocation(_)) => Errno::ENOMEM as i32,
+        };
+        let (done, memory, _) = call.finish(errno);
+        let files = memory.into_iter().filter_map(|memory| match memory {
+            Mappable::File(file, _) => Some(file),
+            Mappable::Guest(_) => None,
+        });
+        Outcome::Done(done, files.collect())
+    }
+
+    fn guest_ioctl(
+        &mut self,
+        gpu: &mut dyn Client,
+        request: &IoctlRequest,
+        memory: Vec<GivenMemory>,
+    ) -> GuestOutcome {
+        let mut call = Call::new(request, ProgramMemory::Guest(memory));
+        let errno = match self.carry_out(gpu, &mut call) {
+            Ok(errno) => errno,
+            Err(Missing::Program(fetch)) => return GuestOutcome::Fetch(fetch),
+            Err(Missing::Allocation(len)) => return GuestOutcome::Allocate(len),
+        };
+        let (done, memory, _) = call.finish(errno);
+        let ids = memory.into_iter().filter_map(|memory| match memory {
+            Mappable::Guest(id) => Some(id),
+            Mappable::File(..) => None,
+        });
+        GuestOutcome::Done(done, ids.collect())
+    }
+
+    fn map(&mut self, request: &MapRequest) -> Result<Mapped, Errno> {
+        let file = self.files.get(request.file).map_err(|_| Errno::EBADF)?;
+        let is_uvm = file.node == Node::Uvm;
+        let store = if is_uvm { self.pool(file, request) } else { file.mapped };
+        if is_uvm && store.is_none() {
+            self.note_empty_range(request);
+        }
+        let store = store.ok_or(Errno::EINVAL)?;
+        if self.memories.is_doorbell(store) {
+            let inside = request.len <= DOORBELL_BYTES;
+            return if inside { Ok(Mapped::Doorbell) } else { Err(Errno::EINVAL) };
+        }
+        let len = self.memories.len(store).map_err(|_| Errno::EINVAL)?;
+        if request.len == 0 || request.len > len {
+            return Err(Errno::EINVAL);
+        }
+        match self.memories.mappable(store).map_err(|_| Errno::EIO)? {
+            Some(Mappable::File(file, offset)) => Ok(Mapped::File(file, offset)),
+            Some(Mappable::Guest(pages)) => Ok(Mapped::Guest(pages)),
+            None => Err(Errno::EINVAL),
+        }
+    }
+
+    /// Writes the notifiers of channels that have failed. Returns the files of events that are due.
+    fn on_gpu_event(&mut self, gpu: &mut dyn Client, pending: Pending) -> Vec<FileId> {
+        self.pass_gpu_event(gpu, pending)
+    }
+
+    fn update_utilization(&mut self, gpu: &mut dyn Client) {
+        self.sample_utilization(gpu);
+    }
+
+    fn used_video_bytes(&self) -> u64 {
+        self.memories.video_bytes() - self.memories.free_video_bytes()
+    }
+
+    fn video_bytes_by_process(&self) -> BTreeMap<i32, u64> {
+        self.bytes_by_process()
+    }
+
+    fn process_with_managed(&self) -> Option<i32> {
+        self.managing_process()
+    }
+
+    fn set_guest(&mut self, memory: SharedGuestMemory) {
+        self.memories.set_guest(memory);
+    }
+
+    fn set_files(&mut self, files: Box<dyn NewFiles>) {
+        self.memories.set_files(files);
+    }
+
+    fn take_changes(&mut self) -> Option<Changes> {
+        self.has_changed().then(|| self.changed_state().encode())
+    }
+
+    fn all(&self) -> Changes {
+        self.whole_state().encode()
+    }
+
+    fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
+        self.memories.file(store)
+    }
+
+    fn guest_pages(&self) -> Vec<(u64, usize)> {
+        self.memories.guest_pages().collect()
+    }
+
+    fn adopt(
+        &mut self,
+        changes: &[Vec<u8>],
+        freed: &FreedPages,
+        take_file: &mut dyn FnMut(StoreId) -> Option<OwnedFd>,
+    ) -> Result<(), Damaged> {
+        self.adopt_state(journal::State::follow(changes)?, freed, take_file)
+    }
 }
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Creates the device files of a vGPU whose programs may have `max_system_bytes` of system
     /// memory.
     pub fn new(
@@ -141,93 +287,6 @@ impl FrontEnd {
             utilization: Utilization::default(),
             last_group: 0,
         }
-    }
-
-    /// Returns what a program has to know first.
-    pub fn welcome(&self) -> Welcome {
-        Welcome {
-            version: VERSION,
-            minors: vec![Identity::MINOR],
-            proc_files: self.identity.proc_files(),
-            calls: shapes(&self.layout),
-        }
-    }
-
-    /// Opens a device node for a process. `file` is a new id.
-    pub fn open(&mut self, file: FileId, node: Node, process: i32) -> Result<(), Errno> {
-        match node {
-            Node::Gpu(minor) if minor != Identity::MINOR => Err(Errno::ENXIO),
-            _ => self.files.open(file, node, process),
-        }
-    }
-
-    /// Returns the device node of an open file.
-    pub fn node(&self, file: FileId) -> Option<Node> {
-        self.files.get(file).ok().map(|file| file.node)
-    }
-
-    /// Closes a file and frees the clients that were created with it.
-    pub fn close(&mut self, gpu: &mut dyn Client, file: FileId) {
-        if self.files.close(file).is_none() {
-            return;
-        }
-        for root in self.clients.of_file(file) {
-            if let Ok(removed) = self.clients.remove(file, root, root) {
-                self.dispose(gpu, removed);
-            }
-        }
-    }
-
-    /// Makes the programs those of a VM with this memory.
-    pub fn set_guest(&mut self, memory: SharedGuestMemory) {
-        self.memories.set_guest(memory);
-    }
-
-    /// Sets the maker of files for programs of the host.
-    pub fn set_files(&mut self, files: Box<dyn NewFiles>) {
-        self.memories.set_files(files);
-    }
-
-    /// Carries out an ioctl. `shared` is the file that came with it.
-    pub fn ioctl(
-        &mut self,
-        gpu: &mut dyn Client,
-        request: &IoctlRequest,
-        shared: Option<OwnedFd>,
-    ) -> Outcome {
-        let mut call = Call::new(request, ProgramMemory::Host(shared));
-        let errno = match self.carry_out(gpu, &mut call) {
-            Ok(errno) => errno,
-            Err(Missing::Program(fetch)) => return Outcome::Fetch(fetch),
-            Err(Missing::Allocation(_)) => Errno::ENOMEM as i32,
-        };
-        let (done, memory, _) = call.finish(errno);
-        let files = memory.into_iter().filter_map(|memory| match memory {
-            Mappable::File(file, _) => Some(file),
-            Mappable::Guest(_) => None,
-        });
-        Outcome::Done(done, files.collect())
-    }
-
-    /// Carries out an ioctl of a program in a VM, with memory that came with it.
-    pub fn guest_ioctl(
-        &mut self,
-        gpu: &mut dyn Client,
-        request: &IoctlRequest,
-        memory: Vec<GivenMemory>,
-    ) -> GuestOutcome {
-        let mut call = Call::new(request, ProgramMemory::Guest(memory));
-        let errno = match self.carry_out(gpu, &mut call) {
-            Ok(errno) => errno,
-            Err(Missing::Program(fetch)) => return GuestOutcome::Fetch(fetch),
-            Err(Missing::Allocation(len)) => return GuestOutcome::Allocate(len),
-        };
-        let (done, memory, _) = call.finish(errno);
-        let ids = memory.into_iter().filter_map(|memory| match memory {
-            Mappable::Guest(id) => Some(id),
-            Mappable::File(..) => None,
-        });
-        GuestOutcome::Done(done, ids.collect())
     }
 
     /// Carries out an ioctl. Returns its `errno`, or 0.
@@ -254,30 +313,6 @@ impl FrontEnd {
         Ok(call.set_status(form, status).map_or(Errno::EINVAL as i32, |()| 0))
     }
 
-    /// Returns the memory that a mapping of a file shows.
-    pub fn map(&mut self, request: &MapRequest) -> Result<Mapped, Errno> {
-        let file = self.files.get(request.file).map_err(|_| Errno::EBADF)?;
-        let is_uvm = file.node == Node::Uvm;
-        let store = if is_uvm { self.pool(file, request) } else { file.mapped };
-        if is_uvm && store.is_none() {
-            self.note_empty_range(request);
-        }
-        let store = store.ok_or(Errno::EINVAL)?;
-        if self.memories.is_doorbell(store) {
-            let inside = request.len <= DOORBELL_BYTES;
-            return if inside { Ok(Mapped::Doorbell) } else { Err(Errno::EINVAL) };
-        }
-        let len = self.memories.len(store).map_err(|_| Errno::EINVAL)?;
-        if request.len == 0 || request.len > len {
-            return Err(Errno::EINVAL);
-        }
-        match self.memories.mappable(store).map_err(|_| Errno::EIO)? {
-            Some(Mappable::File(file, offset)) => Ok(Mapped::File(file, offset)),
-            Some(Mappable::Guest(pages)) => Ok(Mapped::Guest(pages)),
-            None => Err(Errno::EINVAL),
-        }
-    }
-
     /// Ends objects that were removed from the tree.
     fn dispose(&mut self, gpu: &mut dyn Client, removed: Vec<Object>) {
         for Object { kind, .. } in removed {
@@ -301,11 +336,6 @@ impl FrontEnd {
                 log::warn!("{error}");
             }
         }
-    }
-
-    /// Returns the bytes of video memory that programs have allocated.
-    pub fn used_video_bytes(&self) -> u64 {
-        self.memories.video_bytes() - self.memories.free_video_bytes()
     }
 
     /// Returns the number of clients, objects, memory objects' stores and mappings.

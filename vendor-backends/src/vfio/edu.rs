@@ -19,7 +19,6 @@
 
 mod dma_bits;
 mod engine;
-pub mod factorial;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,10 +34,10 @@ pub use engine::{BUFFER_LEN, Direction, Edu};
 
 use super::device::{Attached, Device, DeviceError};
 use super::window::{Window, Windows};
-use crate::mediator::Hardware;
 use crate::mediator::fault::Fault;
 use crate::mediator::hardware::{Attachment, MemoryRange, Pace, Partition, Reservation};
 use crate::mediator::wire::Refusal;
+use crate::mediator::{Hardware, factorial};
 use host_inventory::PciAddress;
 
 /// Maximum number of channels of one vGPU.

@@ -2,6 +2,7 @@
 
 use mdev_core::gpu::Client;
 use mdev_core::units::{MIB, PAGE_SIZE};
+use programs::FrontEnd;
 
 use crate::program::{CONTROL, Context, Program, memory_params, word, words};
 use crate::{PROGRAM_VA, warnings};

@@ -8,6 +8,7 @@ use mdev_core::abi::{doorbell, notifier, userd};
 use mdev_core::gpu::{Client, Pending};
 use mdev_core::ids::Token;
 use mdev_core::units::{MIB, PAGE_SIZE};
+use programs::FrontEnd;
 use vendor_backends::conformance::Pushbuffer;
 
 use crate::program::{CONTROL, Context, Program, memory_params, wait, word, words};

@@ -23,8 +23,9 @@ use mdev_core::units::{MIB, PAGE_SIZE};
 use program::{
     CONTROL, CONTROL_FD, Context, GPU, GPU_FD, Program, UVM, VRAM, memory_params, word, words,
 };
+use programs::FrontEnd;
+use programs::front_end::Mapped;
 use proptest::prelude::*;
-use vendor_backends::nvidia::frontend::Mapped;
 
 const NO_MEMORY: u32 = 0x51;
 const INSUFFICIENT_PERMISSIONS: u32 = 0x1b;

@@ -10,11 +10,13 @@ use cuda_socket::{Block, FileId, IoctlRequest, MapRequest, Node, Range, SharedRa
 use ipc::mem::{Mapping, SharedMemory};
 use mdev_core::gpu::{Client, ClientSpec};
 use mdev_core::units::MIB;
+use programs::FrontEnd;
+use programs::front_end::{Mapped, Outcome};
 use vendor_backends::mediator::MediatedClient;
+use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 use vendor_backends::nvidia::frontend::identity::Identity;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity};
 pub use vendor_backends::nvidia::frontend::testing::{memory_params, word, words};
-use vendor_backends::nvidia::frontend::{FrontEnd, Mapped, Outcome};
 
 use crate::soft_vgpu;
 
@@ -35,7 +37,7 @@ pub const PARAMS: u64 = 0x7000_0000;
 
 /// A vGPU of a software GPU, and a program on it.
 pub struct Program {
-    pub front_end: FrontEnd,
+    pub front_end: NvidiaFrontEnd,
     pub client: MediatedClient,
     /// Memory of the program that is shared.
     pub shared: BTreeMap<u64, SharedMemory>,

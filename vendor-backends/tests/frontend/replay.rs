@@ -10,7 +10,8 @@ use cuda_socket::{Block, Fetch, FileId, IoctlRequest, MapRequest, Refused, Share
 use ipc::mem::SharedMemory;
 use mdev_core::ids::VgpuId;
 use mdev_core::units::GIB;
-use vendor_backends::nvidia::frontend::Outcome;
+use programs::FrontEnd;
+use programs::front_end::Outcome;
 use vendor_backends::nvidia::frontend::identity::Identity;
 
 use crate::program::{Program, word};

@@ -15,7 +15,7 @@ mod anchored;
 mod control;
 mod doorbell;
 mod events;
-mod front_end_spec;
+mod front_end;
 mod function;
 pub mod journal;
 mod migration;
@@ -40,7 +40,6 @@ use crate::spawn;
 use crate::worker_protocol::{OLDEST, VERSION, WorkerRequest, WorkerSpec};
 use anchored::Anchored;
 use events::Worker;
-use front_end_spec::FrontEndSpec;
 use function::Function;
 use programs::Programs;
 use queue_thread::QueueThread;
@@ -165,7 +164,7 @@ pub fn run(args: &WorkerArgs) -> Result<End> {
     let programs = match (&spec.programs, programs) {
         (Some(programs), Some(listener)) => {
             let listener = SeqPacketListener::from(listener);
-            let front_end = FrontEndSpec::new(&spec, programs, driver.as_deref());
+            let front_end = front_end::spec(&spec, programs, driver.as_deref());
             let gpu_event = function.gpu_event().try_clone_to_owned()?;
             let queue = QueueThread::start(function.share(), gpu_event, front_end.clone())?;
             let in_vm = queue.programs();

@@ -12,7 +12,7 @@ use mdev_core::gpu::DoorbellWatch;
 use mdev_core::ids::Token;
 
 use super::{DoorbellPoller, SLOW_INTERVAL};
-use crate::ring_clock::RingClock;
+use programs::ring_clock::RingClock;
 
 /// Interval between two looks at all channels of programs without a ring. A look costs a cache line
 /// for each channel, of which a program has 20.

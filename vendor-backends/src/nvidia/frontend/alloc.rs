@@ -13,11 +13,11 @@ use nvidia_rm::classes::{self, Class};
 use nvidia_rm::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
 use nvidia_rm::numbers::{class, engine, event, flag, status};
 use nvidia_rm::table::{Row, find, label};
+use programs::front_end::StoreId;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
-use super::memory::StoreId;
 use super::objects::{EventSource, Kind, Object};
 
 /// Length of the doorbell page, in bytes.
@@ -35,7 +35,7 @@ struct New {
     params: u64,
 }
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Carries out `NV_ESC_RM_ALLOC`.
     pub(super) fn rm_alloc(
         &mut self,
@@ -319,7 +319,7 @@ impl FrontEnd {
         let len = len.filter(|len| is_aligned(address | len, PAGE_SIZE) && *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
         let memory = call.share(Range { address, len })?;
-        let store = self.memories.adopt(memory, len)?;
+        let store = self.memories.add(memory, len)?;
         let kind = Kind::Memory(store);
         self.clients.insert(root, handle, Object { parent, class: class::OS_DESCRIPTOR, kind });
         Ok(())

@@ -9,10 +9,10 @@ use nix::errno::Errno;
 use nvidia_rm::bytes::put_u32;
 use nvidia_rm::numbers::status;
 use nvidia_rm::table::Form;
+use programs::guest_memory::GivenMemory;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::file_memory::FileMemory;
-use super::guest_memory::GivenMemory;
 use super::memory::{Mappable, SystemMemory};
 
 /// Why a request ends before its success.
@@ -73,15 +73,6 @@ pub enum ProgramMemory {
     Host(Option<OwnedFd>),
     /// Pages of a VM, for a program there.
     Guest(Vec<GivenMemory>),
-}
-
-/// What a program gets from an ioctl.
-#[derive(Debug)]
-pub enum Outcome {
-    /// It is to send more of its memory.
-    Fetch(Fetch),
-    /// The result, with the files of its places.
-    Done(Done, Vec<OwnedFd>),
 }
 
 impl<'a> Call<'a> {

@@ -16,7 +16,7 @@ use nvidia_rm::numbers::{class, fb, preemption, status};
 use nvidia_rm::table::{Policy, find, label};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 use super::identity::Identity;
 use super::objects::Kind;
@@ -55,7 +55,7 @@ impl Control {
 /// The parameters have the wrong length.
 pub(super) const WRONG_LENGTH: Stop = Stop::Status(status::INVALID_PARAM_STRUCT);
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Carries out `NV_ESC_RM_CONTROL`.
     pub(super) fn rm_control(
         &mut self,

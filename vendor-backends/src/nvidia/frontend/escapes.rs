@@ -8,7 +8,7 @@ use nvidia_rm::escapes::{self, Escape};
 use nvidia_rm::numbers::status;
 use nvidia_rm::table::{Form, find};
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 
 /// Size of a block of memory that the host can plug, as the driver answers it, in bytes.
@@ -24,7 +24,7 @@ pub fn form(call: &Call<'_>) -> Option<&'static Form> {
     find(escapes::ROWS, number(call))?.form_within(call.argument.len())
 }
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Carries out an ioctl of a resource manager's file.
     pub(super) fn rm_ioctl(
         &mut self,

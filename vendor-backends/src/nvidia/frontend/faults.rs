@@ -15,7 +15,7 @@ use nvidia_rm::abi::{self, Notification, Pair};
 use nvidia_rm::numbers::status;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::Stop;
 use super::control::{Control, WRONG_LENGTH};
 use super::objects::{EventSource, Kind};
@@ -23,10 +23,10 @@ use super::objects::{EventSource, Kind};
 /// Groups with new errors, by their clients and handles.
 type Failed = BTreeSet<(u32, u32)>;
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Passes conditions of the GPU to programs: writes the notifiers of channels that have failed,
     /// and returns the files of the events that are due.
-    pub fn on_gpu_event(&mut self, gpu: &mut dyn Client, pending: Pending) -> Vec<FileId> {
+    pub(super) fn pass_gpu_event(&mut self, gpu: &mut dyn Client, pending: Pending) -> Vec<FileId> {
         let is_lost = pending.contains(Pending::DEVICE_LOST);
         let (mut failed, mut exceptions) = (Failed::new(), Vec::new());
         if is_lost || pending.contains(Pending::CHANNEL_ERROR) {

@@ -74,7 +74,7 @@ impl FileMemory {
     }
 
     /// Continues with the memory of another process. `None` if it cannot be.
-    pub fn resume(file: OwnedFd, parts: &[FilePart]) -> Option<Self> {
+    pub fn adopt(file: OwnedFd, parts: &[FilePart]) -> Option<Self> {
         let mut memory = Self::of_program(file, parts.iter().map(|part| (part.0, part.1)))?;
         // Neighbours were joined then.
         if memory.parts.len() != parts.len() {

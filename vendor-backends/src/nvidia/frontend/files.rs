@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use cuda_socket::{FileId, Node};
 use mdev_core::ids::SpaceId;
 use nix::errno::Errno;
+use programs::front_end::StoreId;
+use programs::tracked::Tracked;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
-use super::memory::StoreId;
-use super::tracked::Tracked;
 
 /// Maximum number of open files. A context has some 40.
 pub const MAX_FILES: usize = 4096;

@@ -2,6 +2,7 @@
 
 use mdev_core::ids::VgpuId;
 use nvidia_rm::abi::{CardInfo, CardInfos, MAX_CARDS};
+use programs::front_end::FrontEndSpec;
 use zerocopy::IntoBytes;
 
 /// Identity of a vGPU.
@@ -21,7 +22,25 @@ pub struct Identity {
     pub vram_bytes: u64,
 }
 
+/// PCI vendor and device of the GPU whose answers are recorded: GH100.
+const PCI_IDS: (u16, u16) = (0x10de, 0x2335);
+/// Place of the GPU that programs see: a vGPU has its own only in a VM.
+const ADDRESS: (u8, u8) = (0, 6);
+
 impl Identity {
+    /// Returns what a vGPU with this specification says of itself.
+    pub fn of(spec: &FrontEndSpec) -> Self {
+        let driver = spec.driver.as_deref().unwrap_or(super::DRIVER_WITHOUT_GPU);
+        Self {
+            vgpu: spec.vgpu,
+            name: spec.name.clone(),
+            driver: driver.to_owned(),
+            pci_ids: PCI_IDS,
+            address: ADDRESS,
+            vram_bytes: spec.vram_bytes,
+        }
+    }
+
     /// Minor number of the device node.
     pub const MINOR: u32 = 0;
 

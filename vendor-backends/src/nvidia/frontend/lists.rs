@@ -8,7 +8,7 @@ use nvidia_rm::controls;
 use nvidia_rm::numbers::status;
 use nvidia_rm::table::find;
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 use super::control::{Control, WRONG_LENGTH};
 
@@ -18,7 +18,7 @@ const ELEMENT: usize = 8;
 /// Kind of clock in [`TimeCorrelation`]: the host's time of day, in microseconds.
 const TIME_OF_DAY: u8 = 1;
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Answers the first version of a query, which has a pointer to a list of indices and data. In
     /// the second version, `command`, the list is in the parameters.
     pub(super) fn list_behind_pointer(

@@ -11,8 +11,8 @@ use nvidia_rm::numbers::status;
 use super::call::{Call, Stop};
 use super::files::MAX_RANGES;
 use super::uvm::pool_memory;
-use super::{FrontEnd, VA_END};
-impl FrontEnd {
+use super::{NvidiaFrontEnd, VA_END};
+impl NvidiaFrontEnd {
     /// Carries out a request about a range of managed memory.
     pub(super) fn managed_range(
         &mut self,
@@ -52,7 +52,7 @@ impl FrontEnd {
     }
 
     /// Returns a process that has allocated managed memory.
-    pub fn process_with_managed(&self) -> Option<i32> {
+    pub(super) fn managing_process(&self) -> Option<i32> {
         let file = self.files.managed.first()?;
         self.files.get(*file).ok().map(|file| file.process)
     }

@@ -4,12 +4,11 @@
 //! with nvidia-uvm, which keeps memory of its mappings after the object was freed.
 //!
 //! * `mappings`: mappings for the GPU
-//! * `running`: state, for a process that continues
+//! * `journal`: state in a journal
 
+pub mod journal;
 mod mappings;
-pub mod running;
 
-use std::io;
 use std::os::fd::OwnedFd;
 
 use ipc::mem::sealed_memfd;
@@ -18,20 +17,17 @@ use mdev_core::ids::{MemoryId, SpaceId};
 use mdev_core::mem::SharedGuestMemory;
 use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::numbers::status;
+use programs::front_end::{NewFiles, StoreId};
+use programs::guest_memory::GuestPages;
+use programs::tracked::Tracked;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
 use super::file_memory::FileMemory;
-use super::guest_memory::GuestPages;
-use super::tracked::Tracked;
 use super::video_memory::{self, Extent, GRANULE, VideoMemory};
 
 /// Maximum number of stores and of mappings, each.
 const MAX_STORES: usize = 65_536;
-
-/// Number of a store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct StoreId(pub u32);
 
 /// Where the bytes of a memory object are.
 #[derive(Debug)]
@@ -65,17 +61,6 @@ pub enum SystemMemory {
     File(FileMemory),
     /// Pages of a VM.
     Guest(GuestPages),
-}
-
-/// Maker of files for new system memory.
-pub trait NewFiles: std::fmt::Debug + Send {
-    /// Returns a file of `len` bytes of zeros for a store. A process that repeats another's request
-    /// must get the same file, which the GPU may have.
-    ///
-    /// # Errors
-    ///
-    /// Fails if there is no memory or descriptor.
-    fn create(&mut self, store: StoreId, len: u64) -> io::Result<OwnedFd>;
 }
 
 /// Memory that a program can map.
@@ -226,7 +211,7 @@ impl Memories {
     ) -> Result<(StoreId, u64), Stop> {
         let len = len.checked_next_multiple_of(PAGE_SIZE).filter(|len| *len > 0);
         let len = len.ok_or(Stop::Status(status::INVALID_ARGUMENT))?;
-        let id = self.adopt(memory, len)?;
+        let id = self.add(memory, len)?;
         if let Some(store) = self.stores.get_mut(&id) {
             store.gpu_caches = gpu_caches;
         }
@@ -234,7 +219,7 @@ impl Memories {
     }
 
     /// Adds `len` bytes of system memory, such as a program's.
-    pub fn adopt(&mut self, memory: SystemMemory, len: u64) -> Result<StoreId, Stop> {
+    pub fn add(&mut self, memory: SystemMemory, len: u64) -> Result<StoreId, Stop> {
         self.check_room()?;
         let place = self.system_place(self.next_store(), memory, len)?;
         Ok(self.insert(len, place))

@@ -6,11 +6,11 @@ use cuda_socket::FileId;
 use mdev_core::gpu::ChannelHandle;
 use mdev_core::ids::{ChannelId, SpaceId};
 use nvidia_rm::numbers::{class, status};
+use programs::front_end::StoreId;
+use programs::tracked::Tracked;
 use serde::{Deserialize, Serialize};
 
 use super::call::Stop;
-use super::memory::StoreId;
-use super::tracked::Tracked;
 
 /// First handle of a client. The driver chooses handles of clients from this range.
 const FIRST_CLIENT: u32 = 0xc1d0_0001;

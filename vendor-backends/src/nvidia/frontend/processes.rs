@@ -6,7 +6,7 @@ use cuda_socket::FileId;
 use nvidia_rm::abi::{PidInfos, Pids};
 use nvidia_rm::numbers::status;
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::Stop;
 use super::control::Control;
 use super::objects::Kind;
@@ -17,7 +17,7 @@ const BY_CLASS: u32 = 0;
 /// `NV2080_CTRL_GPU_PID_INFO_INDEX_VIDEO_MEMORY_USAGE`.
 const VIDEO_MEMORY: u32 = 0;
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     fn process_of(&self, file: FileId) -> Option<i32> {
         self.files.get(file).ok().map(|file| file.process)
     }
@@ -29,7 +29,7 @@ impl FrontEnd {
     }
 
     /// Returns the bytes of video memory of each process that has memory objects.
-    pub fn video_bytes_by_process(&self) -> BTreeMap<i32, u64> {
+    pub(super) fn bytes_by_process(&self) -> BTreeMap<i32, u64> {
         let mut bytes = BTreeMap::new();
         for (file, object) in self.clients.with_files() {
             if let Kind::Memory(store) = object.kind
@@ -56,7 +56,7 @@ impl FrontEnd {
 
     /// `NV2080_CTRL_CMD_GPU_GET_PID_INFO`.
     pub(super) fn process_info(&self, control: &mut Control) {
-        let used = self.video_bytes_by_process();
+        let used = self.bytes_by_process();
         let mut params: PidInfos = control.read();
         for process in params.list.iter_mut().take(params.count as usize) {
             if process.index == VIDEO_MEMORY {

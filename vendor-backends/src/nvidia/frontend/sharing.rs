@@ -8,11 +8,11 @@
 use nvidia_rm::abi::{DupObject, Share};
 use nvidia_rm::numbers::status;
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 use super::objects::{Kind, Object};
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Carries out `NV_ESC_RM_SHARE`.
     pub(super) fn rm_share(&mut self, call: &mut Call<'_>) -> Result<(), Stop> {
         let file = self.files.control_of(call.file())?;

@@ -8,7 +8,7 @@ use mdev_core::gpu::Client;
 use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::numbers::{class, status};
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 use super::objects::Kind;
 
@@ -51,7 +51,7 @@ impl Utilization {
 /// Maximum number of pages: all of them are written at once.
 const MAX_PAGES: usize = 256;
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Creates a page with the state.
     pub(super) fn new_status_page(&mut self, call: &mut Call<'_>) -> Result<Kind, Stop> {
         let pages = self.clients.all().filter(|object| object.class == class::STATUS_PAGE);
@@ -59,12 +59,12 @@ impl FrontEnd {
             return Err(Stop::Status(status::INSUFFICIENT_RESOURCES));
         }
         let memory = call.new_memory(PAGE_SIZE)?;
-        Ok(Kind::Memory(self.memories.adopt(memory, PAGE_SIZE)?))
+        Ok(Kind::Memory(self.memories.add(memory, PAGE_SIZE)?))
     }
 
     /// Samples the engine time now and then, while programs look at the state. To be called before
     /// requests: each request is to make the same calls of the GPU if it is repeated.
-    pub fn update_utilization(&mut self, gpu: &mut dyn Client) {
+    pub(super) fn sample_utilization(&mut self, gpu: &mut dyn Client) {
         let now = Instant::now();
         if self.utilization.is_due(now)
             && let Ok(usage) = gpu.usage()

@@ -1,30 +1,34 @@
 //! Front ends for tests and fuzz targets, and the words of a program's arguments.
+//!
+//! * [`program`]: a program in a VM
 #![allow(clippy::unwrap_used, missing_docs, reason = "test helpers panic on violations")]
+
+pub mod program;
 
 use mdev_core::ids::VgpuId;
 use nvidia_rm::recording::Recorded;
 use nvidia_rm::version::Layout;
+use programs::front_end::FrontEndSpec;
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::identity::Identity;
 
 /// Returns what a vGPU for tests says of itself.
 pub fn identity(driver: &str, vram_bytes: u64) -> Identity {
-    Identity {
+    Identity::of(&FrontEndSpec {
         vgpu: VgpuId::random(),
         name: "Test".into(),
-        driver: driver.into(),
-        pci_ids: (0x10de, 0x2335),
-        address: (0, 6),
+        driver: Some(driver.into()),
         vram_bytes,
-    }
+        max_system_bytes: 0,
+    })
 }
 
 /// Returns a front end with recorded answers, for so much system memory.
-pub fn front_end(identity: Identity, max_system_bytes: u64) -> FrontEnd {
+pub fn front_end(identity: Identity, max_system_bytes: u64) -> NvidiaFrontEnd {
     let layout = Layout::of_programs(&identity.driver).unwrap();
     let queries = Recorded::hopper().unwrap();
-    FrontEnd::new(identity, layout, queries, max_system_bytes)
+    NvidiaFrontEnd::new(identity, layout, queries, max_system_bytes)
 }
 
 /// Returns words as bytes.

@@ -16,13 +16,14 @@ use nvidia_rm::abi::uvm::{
 use nvidia_rm::numbers::status;
 use nvidia_rm::table::{Form, find};
 use nvidia_rm::uvm::{self, Uvm};
+use programs::front_end::StoreId;
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::call::{Call, Stop};
 use super::files::{File, MAX_RANGES};
-use super::memory::{StoreId, SystemMemory};
+use super::memory::SystemMemory;
 
-impl FrontEnd {
+impl NvidiaFrontEnd {
     /// Returns the form of the argument of an ioctl.
     pub(super) fn uvm_form(&self, number: u32) -> Option<&'static Form> {
         find(uvm::ROWS, number)?.form(self.layout.series)
@@ -171,7 +172,7 @@ impl FrontEnd {
         let (va, len) = call.range()?;
         let spaces = self.spaces(call)?;
         self.clear(gpu, call)?;
-        let store = self.memories.adopt(memory, len)?;
+        let store = self.memories.add(memory, len)?;
         let mapped =
             spaces.iter().try_for_each(|space| self.memories.map(gpu, (*space, va), store, 0, len));
         let memory = self.memories.mappable(store);
@@ -196,7 +197,7 @@ impl FrontEnd {
             if !self.memories.map_launch_region(gpu, (space, va), len)? {
                 // Kernels launch none here, so it is ordinary memory.
                 let memory = call.new_memory(len)?;
-                let store = self.memories.adopt(memory, len)?;
+                let store = self.memories.add(memory, len)?;
                 let mapped = self.memories.map(gpu, (space, va), store, 0, len);
                 self.memories.release(gpu, store);
                 mapped?;

@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex};
 
 use cuda_socket::{Block, FileId, IoctlRequest, Node, Refused};
 use ipc::mem::SharedMemory;
-use ipc::seqpacket::{decode, encode};
 use mdev_core::units::{KIB, MIB, PAGE_SIZE};
+use programs::FrontEnd;
+use programs::front_end::{NewFiles, Outcome, StoreId};
+use programs::guest_memory::FreedPages;
 use vendor_backends::nvidia::fake_rm::{self, FakeRm};
-use vendor_backends::nvidia::frontend::guest_memory::FreedPages;
-use vendor_backends::nvidia::frontend::running::{Changes, RunningPrograms};
+use vendor_backends::nvidia::frontend::NvidiaFrontEnd;
 use vendor_backends::nvidia::frontend::testing::{front_end, identity, memory_params, word, words};
-use vendor_backends::nvidia::frontend::{FrontEnd, NewFiles, Outcome, StoreId};
 use vendor_backends::nvidia::{NvidiaClient, NvidiaGpu};
 
 use super::{Anchor, CONTINUED, Worker};
@@ -116,31 +116,31 @@ struct Recorded {
 }
 
 impl Recorded {
-    fn new_front_end(&self) -> FrontEnd {
+    fn new_front_end(&self) -> NvidiaFrontEnd {
         let mut front_end = front_end(identity(DRIVER, 64 * MIB), 256 * MIB);
         front_end.set_files(Box::new(self.files.clone()));
         front_end
     }
 
-    fn record(&mut self, front_end: &mut FrontEnd) {
-        self.changes.extend(front_end.take_changes().map(|changes| encode(&changes).unwrap()));
+    fn record(&mut self, front_end: &mut NvidiaFrontEnd) {
+        self.changes.extend(front_end.take_changes().map(|changes| changes.bytes));
     }
 
-    fn resume(&self) -> FrontEnd {
-        let mut programs = RunningPrograms::default();
-        for changes in &self.changes {
-            programs.apply(decode::<Changes>(changes).unwrap());
-        }
+    fn adopt(&self) -> NvidiaFrontEnd {
         let mut front_end = self.new_front_end();
         let files = self.files.clone();
         let mut take = |store| Some(files.0.lock().unwrap()[&store].fd.try_clone().unwrap());
-        front_end.resume(programs, &FreedPages::default(), &mut take).unwrap();
+        front_end.adopt(&self.changes, &FreedPages::default(), &mut take).unwrap();
         front_end
     }
 }
 
 /// Carries out a step. Returns the error and the argument.
-fn carry_out(front_end: &mut FrontEnd, client: &mut NvidiaClient, step: &Step) -> (i32, Vec<u8>) {
+fn carry_out(
+    front_end: &mut NvidiaFrontEnd,
+    client: &mut NvidiaClient,
+    step: &Step,
+) -> (i32, Vec<u8>) {
     let (file, request, argument, params) = match step {
         Step::Close(file) => {
             front_end.close(client, *file);
@@ -206,7 +206,7 @@ fn run(end: End) -> Results {
             }
             worker.client.end();
             worker = anchor.adopt().unwrap();
-            front_end = recorded.resume();
+            front_end = recorded.adopt();
             anchor.record(&mut worker.client);
         }
         recorded.record(&mut front_end);

@@ -6,12 +6,12 @@ use anyhow::{Context, Result, ensure};
 use ipc::seqpacket::SeqPacket;
 use mdev_core::device::VirtualFunction;
 use mdev_core::mem::DmaAccess;
+use programs::front_end::FrontEndSpec;
 use vfio_user_server::dma::DmaMap;
 use vfio_user_server::journal::{FirstMessage, ReplyPhase};
 use vfio_user_server::session::Session;
 use vgpud_api::AttachedClient;
 
-use super::front_end_spec::FrontEndSpec;
 use super::journal::kept::{Anchor, Kept, KeptPrograms, Key};
 use super::journal::{
     Continued, ContinuedPrograms, Journal, ProgramRecords, ProgramsRecorder, QueueRecorder,

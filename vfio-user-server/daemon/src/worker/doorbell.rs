@@ -18,7 +18,7 @@ use anyhow::{Context, Result};
 use ipc::mem::Mapping;
 use mdev_core::abi::doorbell::{PAGE_BYTES, TOKEN};
 use mdev_core::gpu::{Client, DoorbellWatch};
-use vendor_backends::ring_clock::RingClock;
+use programs::ring_clock::RingClock;
 
 /// Value of the word after it was seen. No channel has this token.
 const SEEN: u32 = u32::MAX;

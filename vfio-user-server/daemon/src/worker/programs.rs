@@ -21,13 +21,14 @@ use mdev_core::gpu::Pending;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
-use vendor_backends::nvidia::frontend::tracked::Tracked;
-use vendor_backends::nvidia::frontend::{FrontEnd, StoreId};
+use programs::FrontEnd;
+use programs::front_end::{FrontEndSpec, StoreId};
+use programs::tracked::Tracked;
 
 use self::continued::Begun;
 pub use self::throttle::Throttled;
 use super::doorbell::Doorbell;
-use super::front_end_spec::FrontEndSpec;
+use super::front_end;
 use super::function::Function;
 pub use super::journal::Source;
 use super::journal::kept::Key;
@@ -67,8 +68,8 @@ pub struct Changes {
 #[derive(Debug)]
 pub struct Programs {
     listener: SeqPacketListener,
-    new_front_end: FrontEndSpec,
-    front_end: FrontEnd,
+    spec: FrontEndSpec,
+    front_end: Box<dyn FrontEnd>,
     connections: Tracked<Source, Connection>,
     /// Files with the worker's ends of their sockets.
     files: Tracked<Source, (OpenFile, SeqPacket)>,
@@ -91,7 +92,7 @@ pub struct Programs {
 impl Programs {
     /// Creates the programs' side of a vGPU. The listener becomes non-blocking.
     pub fn new(
-        new_front_end: FrontEndSpec,
+        spec: FrontEndSpec,
         listener: SeqPacketListener,
         in_vm: ProgramsInVm,
     ) -> Result<Self> {
@@ -102,8 +103,8 @@ impl Programs {
             TimerFd::new(ClockId::CLOCK_MONOTONIC, flags).context("Cannot create a timer")?;
         Ok(Self {
             listener,
-            front_end: new_front_end.create()?,
-            new_front_end,
+            front_end: front_end::create(&spec)?,
+            spec,
             connections: Tracked::default(),
             files: Tracked::default(),
             last: Source(0),
@@ -295,8 +296,8 @@ impl Programs {
     }
 
     /// Creates a front end that no program has used.
-    fn create_front_end(&self, function: &mut Function) -> Result<FrontEnd> {
-        let mut front_end = self.new_front_end.create()?;
+    fn create_front_end(&self, function: &mut Function) -> Result<Box<dyn FrontEnd>> {
+        let mut front_end = front_end::create(&self.spec)?;
         if let Some(recorder) = function.programs_recorder() {
             front_end.set_files(Box::new(recorder.memory()));
         }
@@ -342,18 +343,22 @@ impl ProgramState for Programs {
         let Self { front_end, connections, files, .. } = self;
         let front_end = front_end.take_changes();
         let changed = front_end.is_some() || connections.is_changed() || files.is_changed();
+        let (front_end, stores) = front_end.map(|it| (it.bytes, it.stores)).unzip();
         changed.then(|| ProgramChanges {
             connections: connections.take_changes(|connection| connection.greeted),
             files: files.take_changes(|(file, _)| *file),
             front_end,
+            stores: stores.unwrap_or_default(),
         })
     }
 
     fn all(&self) -> ProgramChanges {
+        let front_end = self.front_end.all();
         ProgramChanges {
             connections: self.connections.all(|connection| connection.greeted),
             files: self.files.all(|(file, _)| *file),
-            front_end: Some(self.front_end.all()),
+            front_end: Some(front_end.bytes),
+            stores: front_end.stores,
         }
     }
 

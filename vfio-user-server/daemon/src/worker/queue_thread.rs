@@ -28,7 +28,8 @@ use mdev_core::gpu::{Client, DoorbellWatch, Pending, SharedClient};
 use mdev_core::ids::{GuestPa, Token};
 use mdev_core::mem::SharedGuestMemory;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use vendor_backends::nvidia::control_queue::ControlQueue;
+use programs::control_queue::ControlQueue;
+use programs::front_end::FrontEndSpec;
 
 use self::gate::Gate;
 pub use self::programs_in_vm::ProgramsInVm;
@@ -37,7 +38,7 @@ pub use self::records::QueueRecords;
 pub use self::signals::Orders;
 use self::signals::{Order, Signals};
 use super::doorbell::Doorbell;
-use super::front_end_spec::FrontEndSpec;
+use super::front_end;
 use super::journal::QueueRecorder;
 use super::request_budget::{self, Budget, thread_cpu_time};
 use crate::log_limiter::LogLimiter;
@@ -337,7 +338,7 @@ impl Server {
     }
 
     fn try_start(&mut self, served: &mut Served, base: GuestPa, slots: u32) -> Result<(), Failure> {
-        let front_end = self.front_end.create().map_err(|error| {
+        let front_end = front_end::create(&self.front_end).map_err(|error| {
             log::error!("{error:#}");
             Failure::Host
         })?;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ipc::mem::sealed_memfd;
 use nix::sys::stat::fstat;
-use vendor_backends::nvidia::frontend::{NewFiles, StoreId};
+use programs::front_end::{NewFiles, StoreId};
 
 use super::kept::{Anchor, Key, MAX_OF_PROGRAMS};
 

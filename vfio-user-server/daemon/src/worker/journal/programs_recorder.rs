@@ -11,10 +11,9 @@ use anyhow::{Context, Result};
 use cuda_socket::FileId;
 use ipc::seqpacket::SeqPacket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use programs::front_end::StoreId;
+use programs::tracked::{Changed, apply};
 use serde::{Deserialize, Serialize};
-use vendor_backends::nvidia::frontend::StoreId;
-use vendor_backends::nvidia::frontend::running::{Changes, RunningPrograms};
-use vendor_backends::nvidia::frontend::tracked::{Changed, apply};
 
 use super::kept::{Anchor, Key};
 use super::program_memory::{KeptFiles, ProgramMemory};
@@ -43,8 +42,12 @@ pub struct ProgramChanges {
     pub connections: Vec<Changed<Source, bool>>,
     /// Open files.
     pub files: Vec<Changed<Source, OpenFile>>,
-    /// Changes of the front end.
-    pub front_end: Option<Changes>,
+    /// Changes of the front end, in its own form.
+    #[serde(with = "serde_bytes")]
+    pub front_end: Option<Vec<u8>>,
+    /// Stores of memory whose files may be new or gone.
+    #[serde(skip)]
+    pub stores: Vec<StoreId>,
 }
 
 /// Reply to the last request. It is sent once the request will not be carried out again.
@@ -95,8 +98,8 @@ pub struct ContinuedPrograms {
     pub connections: BTreeMap<Source, bool>,
     /// Open files.
     pub files: BTreeMap<Source, OpenFile>,
-    /// State of the front end.
-    pub front_end: RunningPrograms,
+    /// Changes of the front end, in order.
+    pub front_end: Vec<Vec<u8>>,
     number: u64,
     log: Log,
 }
@@ -112,12 +115,12 @@ impl ContinuedPrograms {
         let bytes = file.record(number).context(WHAT)?;
         let Record { last, answer, log } = postcard::from_bytes(&bytes).context(WHAT)?;
         let (mut connections, mut files) = (BTreeMap::new(), BTreeMap::new());
-        let mut front_end = RunningPrograms::default();
+        let mut front_end = Vec::new();
         for part in file.parts(log).context(WHAT)? {
             let part: ProgramChanges = postcard::from_bytes(&part).context(WHAT)?;
             apply(&mut connections, part.connections);
             apply(&mut files, part.files);
-            part.front_end.into_iter().for_each(|changes| front_end.apply(changes));
+            front_end.extend(part.front_end);
         }
         Ok(Self { last, answer, connections, files, front_end, number, log })
     }
@@ -334,7 +337,7 @@ impl ProgramsRecorder {
     /// Keeps the files of new memory, and drops those of memory that was freed.
     fn keep_memory(&self, changes: &ProgramChanges, state: &dyn ProgramState) {
         let mut kept = self.kept.lock();
-        for store in changes.front_end.iter().flat_map(Changes::stores) {
+        for &store in &changes.stores {
             let key = Key::program_memory(store.0);
             match state.file(store) {
                 Some(file) => kept.keep(key, file),
@@ -385,7 +388,7 @@ mod tests {
         fn all(&self) -> ProgramChanges {
             let connections = self.all.iter().map(|(source, greeted)| (*source, Some(*greeted)));
             let connections = connections.collect();
-            ProgramChanges { connections, files: Vec::new(), front_end: None }
+            ProgramChanges { connections, files: Vec::new(), front_end: None, stores: Vec::new() }
         }
 
         fn file(&self, _store: StoreId) -> Option<BorrowedFd<'_>> {

@@ -6,10 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result};
 use mdev_core::gpu::{Client, Continuation};
 use mdev_core::mem::{GuestMemory, RunningMemory};
+use programs::control_queue::ControlQueue;
+use programs::control_queue::journal::QueueState;
 use serde::{Deserialize, Serialize};
-use vendor_backends::nvidia::control_queue::ControlQueue;
-use vendor_backends::nvidia::control_queue::running::QueueState;
-use vendor_backends::nvidia::frontend::running::RunningPrograms;
 
 use super::kept::{Anchor, Key};
 use super::program_records::{Log, ProgramRecords};
@@ -62,8 +61,8 @@ pub struct ContinuedQueue {
     pub done: u64,
     /// Value of `QUEUE_STATUS`.
     pub status: u32,
-    /// Queue and programs, while there are any.
-    pub queue: Option<(QueueState, RunningPrograms)>,
+    /// Queue, and changes of the programs, while there are any.
+    pub queue: Option<(QueueState, Vec<Vec<u8>>)>,
     /// The event loop was changing what the record has.
     pub is_held: bool,
 }
@@ -82,13 +81,8 @@ impl ContinuedQueue {
         let queue = match queue {
             None => None,
             Some((queue, log)) => {
-                let parts = file.parts(log).context("The record of the programs is damaged")?;
-                let mut programs = RunningPrograms::default();
-                for part in parts {
-                    let changes = postcard::from_bytes(&part);
-                    programs.apply(changes.context("The record of the programs is damaged")?);
-                }
-                Some((queue, programs))
+                let changes = file.parts(log).context("The record of the programs is damaged")?;
+                Some((queue, changes))
             }
         };
         Ok(Self { position, memory, done, status, queue, is_held: file.is_held() })
@@ -160,14 +154,13 @@ impl QueueRecorder {
     fn append(&mut self, queue: &mut ControlQueue) -> Option<Log> {
         let part = match (queue.take_changes(), self.log) {
             (None, Some(log)) => return Some(log),
-            (changes, Some(_)) => postcard::to_stdvec(&changes?).ok()?,
+            (changes, Some(_)) => changes?,
             (_, None) => {
                 self.file()?.begin_log();
                 Vec::new()
             }
         };
-        let all = || postcard::to_stdvec(&queue.all()).unwrap_or_default();
-        self.log = self.file()?.append(&part, all);
+        self.log = self.file()?.append(&part, || queue.all());
         self.log
     }
 

@@ -8,9 +8,9 @@ use anyhow::{Context, Result, ensure};
 use cuda_socket::MAX_PACKET;
 use ipc::seqpacket::SeqPacket;
 use mdev_core::ids::Token;
-use vendor_backends::nvidia::frontend::StoreId;
-use vendor_backends::nvidia::frontend::guest_memory::FreedPages;
-use vendor_backends::nvidia::frontend::tracked::Tracked;
+use programs::front_end::StoreId;
+use programs::guest_memory::FreedPages;
+use programs::tracked::Tracked;
 use vgpud_api::AttachedClient;
 
 use super::requests::number_of;
@@ -97,7 +97,7 @@ impl Programs {
         peer: impl Fn(&SeqPacket) -> AttachedClient,
     ) -> Result<()> {
         let take = &mut |store: StoreId| kept.memory.remove(&store.0);
-        let resumed = self.front_end.resume(recorded.front_end, &FreedPages::default(), take);
+        let resumed = self.front_end.adopt(&recorded.front_end, &FreedPages::default(), take);
         resumed.context("The programs cannot continue")?;
         let mut connections = BTreeMap::new();
         for (source, greeted) in recorded.connections {
@@ -112,7 +112,7 @@ impl Programs {
             ensure!(self.front_end.node(file.id).is_some(), "A program's file is unknown");
             files.insert(source, (file, SeqPacket::from(socket)));
         }
-        ensure!(self.front_end.open_files().count() == files.len(), "A file has no program");
+        ensure!(self.front_end.open_files().len() == files.len(), "A file has no program");
         self.connections = Tracked::unchanged(connections);
         self.files = Tracked::unchanged(files);
         (self.last, self.answer) = (recorded.last, recorded.answer);

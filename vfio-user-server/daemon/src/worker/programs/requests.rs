@@ -12,7 +12,7 @@ use cuda_socket::{MAX_PACKET, encode_numbered};
 use ipc::seqpacket::SeqPacket;
 use nix::errno::Errno;
 use nix::sys::stat::fstat;
-use vendor_backends::nvidia::frontend::{Mapped, Outcome};
+use programs::front_end::{Mapped, Outcome};
 
 use super::{Changes, Programs, Source};
 use crate::worker::doorbell;

@@ -5,10 +5,11 @@ use mdev_core::abi::queue::{self, State};
 use mdev_core::gpu::SharedClient;
 use mdev_core::ids::Token;
 use mdev_core::mem::SharedGuestMemory;
-use vendor_backends::nvidia::control_queue::ControlQueue;
+use programs::control_queue::ControlQueue;
+use programs::front_end::FrontEndSpec;
 
 use super::{Orders, QueueRecords, lock};
-use crate::worker::front_end_spec::FrontEndSpec;
+use crate::worker::front_end;
 use crate::worker::journal::{ContinuedQueue, QueueRecorder};
 
 impl QueueRecords {
@@ -27,7 +28,7 @@ impl QueueRecords {
         &mut self,
         orders: Orders,
         continued: Option<ContinuedQueue>,
-        front_end: &FrontEndSpec,
+        spec: &FrontEndSpec,
         client: &SharedClient,
         memory: &SharedGuestMemory,
     ) -> Result<()> {
@@ -39,9 +40,9 @@ impl QueueRecords {
         self.is_held = is_held;
         let mut served = lock(&self.served);
         served.done = done;
-        if let Some((state, programs)) = queue {
-            let front_end = front_end.create()?;
-            let resumed = ControlQueue::resume(front_end, programs, state, memory.clone());
+        if let Some((state, changes)) = queue {
+            let front_end = front_end::create(spec)?;
+            let resumed = ControlQueue::adopt(front_end, &changes, state, memory.clone());
             served.queue = Some(resumed.context("The control queue cannot continue")?);
             served.repeats = status == queue::status(State::Running, None);
             let mut client = client.lock();

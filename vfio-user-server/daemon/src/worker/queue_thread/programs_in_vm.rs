@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use vendor_backends::nvidia::control_queue::ControlQueue;
+use programs::control_queue::ControlQueue;
 
 use crate::worker_client::MAX_PROCESSES;
 use crate::worker_protocol::ProgramsStatus;

@@ -1,6 +1,6 @@
-//! State of a front end, for a process that continues with its programs.
+//! State of a front end in a journal, for a process that adopts its programs.
 //!
-//! The state is recorded as changes: those of one request, or all of it. Identity, recorded answers
+//! The journal has changes: those of one request, or all of the state. Identity, recorded answers
 //! and the GPU's generation are not part of it, since the next process has them from elsewhere. Nor
 //! are the samples of utilization, and the list of refusals that were logged.
 //!
@@ -8,27 +8,22 @@
 //! only; the checks here keep the next worker's own view consistent.
 
 use std::collections::BTreeMap;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use cuda_socket::FileId;
+use programs::front_end::{Changes, Damaged, StoreId};
+use programs::guest_memory::FreedPages;
+use programs::tracked::{Changed, Tracked, apply};
 use serde::{Deserialize, Serialize};
 
-use super::FrontEnd;
+use super::NvidiaFrontEnd;
 use super::files::{File, MAX_FILES, MAX_RANGES};
-use super::guest_memory::FreedPages;
-use super::memory::StoreId;
-use super::memory::running::{MemoryChanges, MemoryParts, RunningMemory};
+use super::memory::journal::{MemoryChanges, MemoryParts, MemoryState};
 use super::objects::{Clients, Kind, MAX_CLIENTS, MAX_OBJECTS, Object, RmClient};
-use super::tracked::{Changed, Tracked, apply};
-
-/// A recorded state contradicts itself, or is beyond a limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("The recorded state of the programs is damaged")]
-pub struct Damaged;
 
 /// Changes of a front end since others were taken, or all of its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Changes {
+pub(super) struct StateChanges {
     last_group: u32,
     next_client: u32,
     files: Vec<Changed<FileId, File>>,
@@ -39,16 +34,18 @@ pub struct Changes {
     memory: MemoryChanges,
 }
 
-impl Changes {
-    /// Returns the stores of memory that have changed. [`FrontEnd::file`] returns their files.
-    pub fn stores(&self) -> impl Iterator<Item = StoreId> {
-        self.memory.stores()
+impl StateChanges {
+    /// Returns the changes in the form in which a journal has them.
+    pub(super) fn encode(&self) -> Changes {
+        let stores = self.memory.stores().collect();
+        // Writing to memory cannot fail.
+        Changes { bytes: postcard::to_stdvec(self).unwrap_or_default(), stores }
     }
 }
 
 /// State that changes lead to.
 #[derive(Debug, Default)]
-pub struct RunningPrograms {
+pub(super) struct State {
     last_group: u32,
     next_client: u32,
     files: BTreeMap<FileId, File>,
@@ -56,12 +53,20 @@ pub struct RunningPrograms {
     external: BTreeMap<(FileId, u64), u64>,
     clients: BTreeMap<u32, RmClient>,
     objects: BTreeMap<(u32, u32), Object>,
-    memory: RunningMemory,
+    memory: MemoryState,
 }
 
-impl RunningPrograms {
-    /// Follows changes.
-    pub fn apply(&mut self, changes: Changes) {
+impl State {
+    /// Returns the state that changes lead to, from that of a new front end.
+    pub(super) fn follow(changes: &[Vec<u8>]) -> Result<Self, Damaged> {
+        let mut state = Self::default();
+        for one in changes {
+            state.apply(postcard::from_bytes(one).map_err(|_| Damaged)?);
+        }
+        Ok(state)
+    }
+
+    fn apply(&mut self, changes: StateChanges) {
         (self.last_group, self.next_client) = (changes.last_group, changes.next_client);
         apply(&mut self.files, changes.files);
         apply(&mut self.empty, changes.empty);
@@ -84,17 +89,22 @@ impl RunningPrograms {
     }
 }
 
-impl FrontEnd {
-    /// Returns what has changed since the last call, if something has.
-    pub fn take_changes(&mut self) -> Option<Changes> {
+impl NvidiaFrontEnd {
+    /// Returns whether something has changed since the last [`Self::changed_state`].
+    pub(super) fn has_changed(&self) -> bool {
         let Self { files, clients, memories, .. } = self;
-        let changed = files.open.is_changed()
+        files.open.is_changed()
             || files.empty.is_changed()
             || files.external.is_changed()
             || clients.by_root.is_changed()
             || clients.objects.is_changed()
-            || memories.has_changes();
-        changed.then(|| Changes {
+            || memories.has_changes()
+    }
+
+    /// Returns what has changed since the last call.
+    pub(super) fn changed_state(&mut self) -> StateChanges {
+        let Self { files, clients, memories, .. } = self;
+        StateChanges {
             last_group: self.last_group,
             next_client: clients.next,
             files: files.open.take_changes(File::clone),
@@ -103,13 +113,13 @@ impl FrontEnd {
             clients: clients.by_root.take_changes(RmClient::clone),
             objects: clients.objects.take_changes(Object::clone),
             memory: memories.take_changes(),
-        })
+        }
     }
 
     /// Returns all of the state.
-    pub fn all(&self) -> Changes {
+    pub(super) fn whole_state(&self) -> StateChanges {
         let Self { files, clients, memories, .. } = self;
-        Changes {
+        StateChanges {
             last_group: self.last_group,
             next_client: clients.next,
             files: files.open.all(File::clone),
@@ -121,42 +131,22 @@ impl FrontEnd {
         }
     }
 
-    /// Returns the file of a store in system memory.
-    pub fn file(&self, store: StoreId) -> Option<BorrowedFd<'_>> {
-        self.memories.file(store)
-    }
-
-    /// Returns the open files.
-    pub fn open_files(&self) -> impl Iterator<Item = FileId> {
-        self.files.open.keys().copied()
-    }
-
-    /// Returns ids and numbers of ranges of a VM's pages that are in use.
-    pub fn guest_pages(&self) -> impl Iterator<Item = (u64, usize)> {
-        self.memories.guest_pages()
-    }
-
-    /// Continues with the programs of another process. Nothing may have used this front end.
-    /// `take_file` returns the files of stores in system memory. Makes no request to the GPU.
-    ///
-    /// # Errors
-    ///
-    /// Fails if the state is damaged.
-    pub fn resume(
+    /// Continues with the state. See [`FrontEnd::adopt`](programs::FrontEnd::adopt).
+    pub(super) fn adopt_state(
         &mut self,
-        state: RunningPrograms,
+        state: State,
         freed: &FreedPages,
         take_file: &mut dyn FnMut(StoreId) -> Option<OwnedFd>,
     ) -> Result<(), Damaged> {
         if !state.is_valid() {
             return Err(Damaged);
         }
-        let RunningPrograms { files, empty, external, clients, objects, memory, .. } = state;
+        let State { files, empty, external, clients, objects, memory, .. } = state;
         let stores = objects.values().filter_map(|object| match object.kind {
             Kind::Memory(store) => Some(store),
             _ => None,
         });
-        self.memories.resume(memory, stores, &mut MemoryParts { take_file, freed })?;
+        self.memories.adopt(memory, stores, &mut MemoryParts { take_file, freed })?;
         self.files.open = Tracked::unchanged(files);
         self.files.empty = Tracked::unchanged(empty);
         self.files.external = Tracked::unchanged(external);

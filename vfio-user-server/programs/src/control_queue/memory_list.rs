@@ -7,7 +7,7 @@ use mdev_core::units::is_aligned;
 use nix::errno::Errno;
 
 use super::ring;
-use crate::nvidia::frontend::guest_memory::{FreedPages, GivenMemory, GuestPages};
+use crate::guest_memory::{FreedPages, GivenMemory, GuestPages};
 
 /// Reads the list of a memory, once and page by page. Each page of the list has a range at least,
 /// so a list that has no end is refused.

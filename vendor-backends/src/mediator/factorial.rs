@@ -1,5 +1,5 @@
-//! Factorials modulo 2^32: the fixed function of `edu`. The software GPU computes the same
-//! function.
+//! Factorials modulo 2^32: the fixed function of QEMU's `edu` device. The software GPU computes the
+//! same function.
 
 use mdev_core::abi::program::FunctionId;
 

@@ -1,17 +1,17 @@
-//! State of the memory of programs, for a process that continues with them.
+//! State of the memory of programs in a journal, for a process that adopts them.
 
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use mdev_core::gpu::CREATED_VA_END;
 use mdev_core::ids::{MemoryId, SpaceId};
+use programs::front_end::{Damaged, StoreId};
+use programs::guest_memory::{FreedPages, GuestPages};
+use programs::tracked::{Changed, Tracked, apply};
 use serde::{Deserialize, Serialize};
 
-use super::{MAX_STORES, Mapped, Memories, Place, Store, StoreId};
+use super::{MAX_STORES, Mapped, Memories, Place, Store};
 use crate::nvidia::frontend::file_memory::{FileMemory, FilePart};
-use crate::nvidia::frontend::guest_memory::{FreedPages, GuestPages};
-use crate::nvidia::frontend::running::Damaged;
-use crate::nvidia::frontend::tracked::{Changed, Tracked, apply};
 use crate::nvidia::frontend::video_memory::Extent;
 
 /// A store without its references, which objects and mappings determine.
@@ -54,7 +54,7 @@ impl MemoryChanges {
 
 /// Stores and mappings that changes lead to.
 #[derive(Debug, Default)]
-pub struct RunningMemory {
+pub struct MemoryState {
     last_store: u32,
     stores: BTreeMap<StoreId, StoreState>,
     mappings: BTreeMap<(SpaceId, u64), Mapped>,
@@ -68,7 +68,7 @@ pub struct MemoryParts<'a> {
     pub freed: &'a FreedPages,
 }
 
-impl RunningMemory {
+impl MemoryState {
     /// Follows changes.
     pub fn apply(&mut self, changes: MemoryChanges) {
         self.last_store = changes.last_store;
@@ -134,13 +134,13 @@ impl Memories {
 
     /// Continues with the stores and mappings of another process. `objects` are the stores of all
     /// memory objects.
-    pub fn resume(
+    pub fn adopt(
         &mut self,
-        state: RunningMemory,
+        state: MemoryState,
         objects: impl Iterator<Item = StoreId>,
         parts: &mut MemoryParts<'_>,
     ) -> Result<(), Damaged> {
-        let RunningMemory { last_store, stores, mappings } = state;
+        let MemoryState { last_store, stores, mappings } = state;
         if stores.len() > MAX_STORES || mappings.len() > MAX_STORES {
             return Err(Damaged);
         }
@@ -150,10 +150,10 @@ impl Memories {
         for store in objects.chain(mappings.values().map(|mapped| mapped.store)) {
             *references.entry(store).or_default() += 1;
         }
-        let mut resumed = BTreeMap::new();
+        let mut adopted = BTreeMap::new();
         for (id, state) in stores {
             let references = references.remove(&id).ok_or(Damaged)?;
-            resumed.insert(id, self.resume_store(id, state, references, parts)?);
+            adopted.insert(id, self.adopt_store(id, state, references, parts)?);
         }
         if !references.is_empty() {
             return Err(Damaged);
@@ -164,12 +164,12 @@ impl Memories {
             let end = end.filter(|_| space != end_before.0 || va >= end_before.1).ok_or(Damaged)?;
             end_before = (space, end);
         }
-        self.stores = Tracked::unchanged(resumed);
+        self.stores = Tracked::unchanged(adopted);
         self.mappings = Tracked::unchanged(mappings);
         Ok(())
     }
 
-    fn resume_store(
+    fn adopt_store(
         &mut self,
         id: StoreId,
         state: StoreState,
@@ -199,7 +199,7 @@ impl Memories {
             PlaceState::System(ranges) => {
                 system = len;
                 let file = (parts.take_file)(id).ok_or(Damaged)?;
-                Place::System(FileMemory::resume(file, &ranges).ok_or(Damaged)?)
+                Place::System(FileMemory::adopt(file, &ranges).ok_or(Damaged)?)
             }
             PlaceState::Guest(id, ranges) => {
                 system = len;

@@ -1,21 +1,18 @@
-//! Control queue: CUDA programs in a VM. Requests of a driver in the guest become calls of the
-//! [front end](super::frontend), which is the same as for programs of the host.
+//! Control queue: CUDA programs in a VM. Requests of a driver in the guest become calls of a
+//! [`FrontEnd`], which is the same as for programs of the host.
 //!
 //! Everything in guest memory is read once and checked. What a guest does wrong costs its own vGPU:
 //! an invalid request is answered with an error, and an invalid ring or buffer stops the queue.
 //!
 //! * `ring`: submissions and completions; `buffer`: of a request
-//! * [`running`]: state for a process that continues
+//! * [`journal`]: state for a process that adopts the queue
 //! * `messages`: requests and replies; `memory_list`: pages that come with them
-//! * `testing` (feature `test-util`): a program in a VM
 
 mod buffer;
+pub mod journal;
 mod memory_list;
 mod messages;
 mod ring;
-pub mod running;
-#[cfg(feature = "test-util")]
-pub mod testing;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -32,8 +29,8 @@ use zerocopy::FromBytes;
 
 use self::buffer::Buffer;
 use self::ring::Ring;
-use super::frontend::guest_memory::{FreedPages, GivenMemory};
-use super::frontend::{FrontEnd, GuestOutcome, Mapped};
+use crate::front_end::{FrontEnd, GuestOutcome, Mapped};
+use crate::guest_memory::{FreedPages, GivenMemory};
 
 /// Maximum number of ranges of all memories.
 const MAX_RANGES: usize = 1 << 20;
@@ -67,7 +64,7 @@ struct Answer {
 #[derive(Debug)]
 pub struct ControlQueue {
     memory: SharedGuestMemory,
-    front_end: FrontEnd,
+    front_end: Box<dyn FrontEnd>,
     ring: Ring,
     last_file: u64,
     open: BTreeSet<FileId>,
@@ -87,7 +84,7 @@ pub struct ControlQueue {
 impl ControlQueue {
     /// Starts a queue at `base`, with a front end that nothing has used.
     pub fn start(
-        mut front_end: FrontEnd,
+        mut front_end: Box<dyn FrontEnd>,
         memory: SharedGuestMemory,
         base: GuestPa,
         slots: u32,

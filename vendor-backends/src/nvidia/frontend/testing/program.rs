@@ -7,8 +7,8 @@ use mdev_core::abi::userd;
 use mdev_core::testing::queue_driver::{Bus, Process, QueueDriver, encode};
 use mdev_core::units::{MIB, PAGE_SIZE};
 
+use super::{memory_params, word, words};
 use crate::conformance::Pushbuffer;
-use crate::nvidia::frontend::testing::{memory_params, word, words};
 
 /// Parameters of ioctls in the program.
 const PARAMS: u64 = 0x7000_0000;

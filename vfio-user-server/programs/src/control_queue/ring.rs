@@ -36,7 +36,7 @@ impl Ring {
 
     /// Continues with the rings of another process, which may have written up to `pending` more
     /// completions. Returns the number of these that it has written.
-    pub fn resume(
+    pub fn adopt(
         memory: SharedGuestMemory,
         base: GuestPa,
         slots: u32,

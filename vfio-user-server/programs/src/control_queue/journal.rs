@@ -1,4 +1,4 @@
-//! State of a control queue, for a process that continues with it.
+//! State of a control queue in a journal, for a process that adopts the queue.
 //!
 //! Each request has its effect once. A process carries a request out, which is still in guest
 //! memory, and records the state with the answer. Then it writes the answer over the request, and
@@ -17,9 +17,8 @@ use serde::{Deserialize, Serialize};
 
 use super::ring::Ring;
 use super::{Answer, ControlQueue, DoorbellPage};
-use crate::nvidia::frontend::FrontEnd;
-use crate::nvidia::frontend::guest_memory::FreedPages;
-use crate::nvidia::frontend::running::{Changes, RunningPrograms};
+use crate::front_end::FrontEnd;
+use crate::guest_memory::FreedPages;
 
 /// State of a control queue without its [front end](FrontEnd).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,41 +52,41 @@ impl ControlQueue {
     }
 
     /// Returns what has changed of the front end since the last call, if something has.
-    pub fn take_changes(&mut self) -> Option<Changes> {
-        self.front_end.take_changes()
+    pub fn take_changes(&mut self) -> Option<Vec<u8>> {
+        self.front_end.take_changes().map(|changes| changes.bytes)
     }
 
     /// Returns all of the front end's state.
-    pub fn all(&self) -> Changes {
-        self.front_end.all()
+    pub fn all(&self) -> Vec<u8> {
+        self.front_end.all().bytes
     }
 
-    /// Continues with the queue and the programs of another process. Nothing may have used the
-    /// front end.
+    /// Adopts the queue and the programs of another process. Nothing may have used the front end.
+    /// `changes` are those of the programs, in order.
     ///
     /// # Errors
     ///
     /// Fails if the state is damaged, or the guest has taken the rings away.
-    pub fn resume(
-        mut front_end: FrontEnd,
-        programs: RunningPrograms,
+    pub fn adopt(
+        mut front_end: Box<dyn FrontEnd>,
+        changes: &[Vec<u8>],
         state: QueueState,
         memory: SharedGuestMemory,
     ) -> Result<Self, Failure> {
         front_end.set_guest(memory.clone());
         let freed = FreedPages::default();
-        front_end.resume(programs, &freed, &mut |_| None).map_err(|_| Failure::Host)?;
+        front_end.adopt(changes, &freed, &mut |_| None).map_err(|_| Failure::Host)?;
         let QueueState { base, slots, indices, answer, doorbell, generation, .. } = state;
         let (ring, written) =
-            Ring::resume(memory.clone(), GuestPa(base), slots, indices, state.backlog.len())?;
+            Ring::adopt(memory.clone(), GuestPa(base), slots, indices, state.backlog.len())?;
         let completion = |(kind, bytes, value)| Completion { kind, bytes, value, reserved: [0; 2] };
         let mut backlog: VecDeque<_> = state.backlog.into_iter().map(completion).collect();
         backlog.drain(..written);
         let events = backlog.iter().filter(|one| one.kind == completion::EVENT);
         let mut queue = Self {
             last_file: state.last_file,
-            open: front_end.open_files().collect(),
-            memories: front_end.guest_pages().collect(),
+            open: front_end.open_files().into_iter().collect(),
+            memories: front_end.guest_pages().into_iter().collect(),
             events: events.map(|one| FileId(one.value)).collect(),
             // It may not have been written, or in part.
             answer,
