@@ -3,8 +3,10 @@
 //! Reading order:
 //!
 //! 1. crate [`nvidia_rm`]: the driver's protocol, the trait that reaches the driver
-//!    ([`Rm`](nvidia_rm::rm::Rm)), and what differs between GPUs ([`nvidia_rm::generation`])
-//! 2. [`rm_client`], [`rm_object`]: a client of the driver and its objects; [`device`]: a GPU
+//!    ([`Rm`](nvidia_rm::rm::Rm)), a client of the driver with its objects
+//!    ([`nvidia_rm::rm_client`]), and what differs between GPUs ([`nvidia_rm::generation`])
+//! 2. [`device`]: a GPU; [`usermode_page`]: its doorbell and clock; [`error_notifier`]: errors of
+//!    channels
 //! 3. [`memory`], [`gpu_mappings`], [`channels`], [`fault_backoff`], [`doorbell_poller`],
 //!    [`ctxsw_log`], [`switch_probe`]: memory, channels, doorbells and engine time of a vGPU;
 //!    `ctxsw_record`, [`engine_time`], `engine_demand`, `engine_use`, `used_time`, `utilization`:
@@ -32,6 +34,7 @@ pub mod driver_queries;
 mod engine_demand;
 pub mod engine_time;
 mod engine_use;
+pub mod error_notifier;
 #[cfg(feature = "test-util")]
 pub mod fake_rm;
 pub mod fault_backoff;
@@ -46,13 +49,12 @@ pub mod manager_thread;
 pub mod memory;
 mod other_processes;
 pub mod privilege;
-pub mod rm_client;
-pub mod rm_object;
 mod saving;
 pub mod signals;
 pub mod switch_probe;
 mod usage_reconcile;
 mod used_time;
+pub mod usermode_page;
 mod utilization;
 pub mod vgpu_state;
 mod vram_copier;

@@ -5,8 +5,8 @@
 //! 1. [`version`]: series of the driver, and what differs between them
 //! 2. [`table`]: what a row of the protocol is; [`escapes`], [`uvm`], [`classes`], [`controls`]:
 //!    the rows; [`abi`]: structures; [`numbers`]: constants
-//! 3. [`rm`]: the trait that reaches the driver; [`kernel_driver`]: the driver of this machine
-//!    [`bytes`]: numbers in bytes
+//! 3. [`rm`]: the trait that reaches the driver; [`kernel_driver`]: the driver of this machine;
+//!    [`rm_client`]: a client of the driver, and its objects; [`bytes`]: numbers in bytes
 //! 4. [`generation`]: classes that differ between GPUs
 //! 5. [`recording`]: recorded answers of a driver
 //! 6. `rm_recorder` (feature `test-util`): recorder of driver calls
@@ -25,6 +25,7 @@ pub mod kernel_driver;
 pub mod numbers;
 pub mod recording;
 pub mod rm;
+pub mod rm_client;
 #[cfg(feature = "test-util")]
 pub mod rm_recorder;
 pub mod uvm;

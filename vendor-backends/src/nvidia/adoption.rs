@@ -12,7 +12,7 @@
 //! * [`kept`]: numbers of the kept descriptors
 //!
 //! A worker can end between two driver calls. Handles are numbers of the client's own choice, so
-//! the next worker repeats the request with the same handles ([`super::rm_client::RmClient`]).
+//! the next worker repeats the request with the same handles ([`nvidia_rm::rm_client::RmClient`]).
 
 pub mod journal;
 pub mod kept;

@@ -25,11 +25,10 @@ use mdev_core::gpu::{ChannelSpec, ChannelStatus, EngineKind, Exception, GpuError
 use mdev_core::ids::{ChannelId, SpaceId, Token};
 use nvidia_rm::abi;
 use nvidia_rm::numbers::{control, engine};
-use nvidia_rm::rm::RmError;
+use nvidia_rm::rm_client::Object;
 use serde::{Deserialize, Serialize};
 
 use self::channel::Channel;
-pub use self::channel::Notifier;
 use self::continued::LeftOver;
 pub use self::continued::Recorded;
 pub use self::pause::{Pause, Resumption};
@@ -39,9 +38,10 @@ use self::teardown_rate::TeardownRate;
 use super::adoption::journal::Journal;
 use super::adoption::kept;
 use super::device::Device;
-use super::doorbell_poller::{self, DoorbellPoller, Registration};
+use super::doorbell_poller::{DoorbellPoller, Registration};
+use super::error_notifier::Notifier;
 use super::fault_backoff::FaultBackoff;
-use super::rm_object::Object;
+use super::usermode_page;
 use super::wire::Load;
 
 /// Channel group of one engine.
@@ -368,7 +368,7 @@ impl Channels {
     fn ring(&self, channel: &Channel) {
         match &channel.registration {
             Some(registration) => registration.ring(),
-            None => doorbell_poller::ring(&self.doorbell, channel.gpu_token),
+            None => usermode_page::ring(&self.doorbell, channel.gpu_token),
         }
     }
 
@@ -386,11 +386,4 @@ fn fault_address(channel: &Object) -> Option<u64> {
     let mut params = abi::MmuFault::default();
     channel.control(control::MMU_FAULT, &mut params).ok()?;
     Some(u64::from(params.address_hi) << 32 | u64::from(params.address_lo))
-}
-
-/// Schedules a group on its runlist.
-pub(super) fn schedule(device: &Device, group: &Object) -> Result<(), RmError> {
-    let mut enable = [1u8, 0, 0];
-    let bytes = device.rm_client.layout().schedule;
-    group.control_bytes(control::SCHEDULE, &mut enable[..bytes])
 }

@@ -22,6 +22,7 @@ use mdev_core::gpu::{
     Usage, WrittenPages,
 };
 use mdev_core::ids::{ChannelId, GpuVa, MemoryId, SpaceId, Token};
+use nvidia_rm::rm_client::{AddressSpace, Object};
 
 use self::continued::Position;
 pub(super) use self::open::driver_layout;
@@ -32,7 +33,6 @@ use super::channels::Teardown;
 use super::device::Device;
 use super::manager_thread::ManagerThread;
 use super::memory::Memory;
-use super::rm_object::{AddressSpace, Object};
 use super::vgpu_state::{MAX_SWITCH_WAIT, VgpuState};
 use super::vram_copier::VramCopier;
 use super::wire::{FromWorker, Grant};
@@ -239,8 +239,8 @@ impl Client for NvidiaClient {
         // Refuses what is no eventfd.
         self.state.signals.set_vector(vector, event)?;
         match to_keep {
-            Some(event) => self.device.rm_client.to_keep().keep(kept::vector(vector), event),
-            None => self.device.rm_client.to_keep().forget(kept::vector(vector)),
+            Some(event) => self.device.to_keep.keep(kept::vector(vector), event),
+            None => self.device.to_keep.forget(kept::vector(vector)),
         }
         Ok(())
     }
@@ -274,7 +274,7 @@ impl Client for NvidiaClient {
         self.apertures.vram = vram_aperture(&self.device, &self.grant.gpu, &vram, bytes)?;
         if let (Some(poller), Some(doorbell)) = (&self.state.poller, &mut self.apertures.doorbell) {
             let SharedMemory { fd, mapping } = SharedMemory::new(c"doorbell", DOORBELL_BYTES)?;
-            self.device.rm_client.to_keep().keep_copy(kept::GUEST_DOORBELL, fd.as_fd())?;
+            self.device.to_keep.keep_copy(kept::GUEST_DOORBELL, fd.as_fd())?;
             doorbell.fd = fd;
             poller.set_program_page(mapping);
         }
@@ -287,7 +287,7 @@ impl Client for NvidiaClient {
 
     fn attach_manager(&mut self, fd: OwnedFd) -> Result<(), GpuError> {
         self.position.touch();
-        self.device.rm_client.to_keep().keep_copy(kept::MANAGER, fd.as_fd())?;
+        self.device.to_keep.keep_copy(kept::MANAGER, fd.as_fd())?;
         let socket = SeqPacket::from(fd);
         socket.try_send(&encode(&FromWorker::Ready)?, &[])?;
         if let Ok(mut next) = self.state.next_manager.lock() {
@@ -414,7 +414,7 @@ impl Continuation for NvidiaClient {
     }
 
     fn take_kept(&mut self) -> Vec<KeptDescriptor> {
-        self.device.rm_client.to_keep().take()
+        self.device.to_keep.take()
     }
 
     fn record(&mut self) {

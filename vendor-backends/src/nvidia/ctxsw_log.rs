@@ -13,6 +13,7 @@ use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::abi;
 use nvidia_rm::numbers::{class, control, flag};
 use nvidia_rm::rm::Node;
+use nvidia_rm::rm_client::Object;
 use serde::{Deserialize, Serialize};
 use zerocopy::IntoBytes;
 
@@ -26,8 +27,8 @@ use super::engine_demand::EngineDemand;
 use super::engine_time::EngineTime;
 use super::engine_use::EngineUse;
 use super::other_processes::OtherProcesses;
-use super::rm_object::Object;
 use super::switch_probe::SwitchProbe;
+use super::usermode_page;
 
 /// Maximum time to wait for the first residency of a probe. On an idle GPU it takes 0.5 ms.
 const FIND_PROBE_WITHIN: Duration = Duration::from_millis(5);
@@ -38,23 +39,6 @@ const RECORDS_BYTES: u64 = RECORDS as u64 * RECORD_BYTES as u64;
 
 /// Offset of `recordPut` in `NV_EVENT_BUFFER_HEADER`.
 const PUT: u64 = 4;
-
-/// Offset of `NVC661_TIME_0` in the usermode page.
-const TIME_LOW: u64 = 0x80;
-/// Offset of `NVC661_TIME_1` in the usermode page.
-const TIME_HIGH: u64 = 0x84;
-
-/// Reads the GPU's clock in the usermode page, in nanoseconds.
-pub fn clock_ns(usermode: &Mapping) -> Option<u64> {
-    // Reads the upper half twice, in case the lower half wraps between the reads.
-    loop {
-        let high = usermode.load_u32(TIME_HIGH)?;
-        let low = usermode.load_u32(TIME_LOW)?;
-        if high == usermode.load_u32(TIME_HIGH)? {
-            return Some(u64::from(high) << 32 | u64::from(low));
-        }
-    }
-}
 
 /// Part of each residency in which the engine changes contexts, in nanoseconds: the length of
 /// residencies without work on H100s.
@@ -114,7 +98,7 @@ impl CtxswLog {
             let flags = flag::CPU_READ_ONLY;
             let fd = rm_client.aperture(&device.device, &object, Node::Control, bytes, flags)?;
             let mapping = kept::map(&fd, bytes, false)?;
-            rm_client.to_keep().keep(number, fd);
+            device.to_keep.keep(number, fd);
             Ok((object, mapping))
         };
         let (header_memory, header) = memory(PAGE_SIZE, kept::LOG_HEADER)?;
@@ -221,7 +205,7 @@ impl CtxswLog {
 
     /// Reads the GPU's clock, in nanoseconds.
     pub fn now_ns(&self) -> Option<u64> {
-        clock_ns(&self.clock)
+        usermode_page::clock_ns(&self.clock)
     }
 
     /// Finds the context of a new probe in the log. If others keep the engine, it is found later.

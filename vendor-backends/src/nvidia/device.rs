@@ -5,21 +5,19 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ipc::mem::Mapping;
 use mdev_core::gpu::{GpuCapabilities, GpuDescription};
 use mdev_core::units::{GIB, KIB, MIB, PAGE_SIZE};
 use nvidia_rm::abi;
 use nvidia_rm::generation::{CLASS_LIST, CLASS_LIST_BYTES, Generation, HOPPER};
 use nvidia_rm::numbers::{class, control, engine, fb, flag, status};
 use nvidia_rm::rm::{Node, Rm, RmError, call};
+use nvidia_rm::rm_client::{AddressSpace, AdoptedClient, Object, RmClient};
 use nvidia_rm::version::Layout;
 use zerocopy::IntoBytes;
 
-use super::adoption::state::FixedObjects;
-use super::rm_client::{AdoptedClient, RmClient};
-use super::rm_object::{AddressSpace, Object};
-
-/// Maximum number of channels of a vGPU. A context of CUDA has 20.
-pub const MAX_CHANNELS: u32 = 128;
+use super::adoption::kept::ToKeep;
+use super::wire::{Card, MAX_CHANNELS};
 
 /// `NV2080_CTRL_CE_CAPS_CE_GRCE`: the copy engine takes turns with the compute engine.
 const WITH_GRAPHICS: u32 = 1;
@@ -30,17 +28,6 @@ const RESERVED_FRACTION: u64 = 16;
 /// Default time slice. A switch between compute contexts takes 0.14 to 0.19 ms, or 1.5 % of this
 /// slice.
 const DEFAULT_TIMESLICE: Duration = Duration::from_millis(12);
-
-/// GPU of the driver.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Card {
-    /// PCI address, such as `0000:3b:00.0`.
-    pub address: String,
-    /// Minor number: N in `/dev/nvidiaN`.
-    pub minor: u32,
-    /// ID that the driver gives to the GPU.
-    pub gpu_id: u32,
-}
 
 /// Returns the GPUs of the driver.
 pub fn cards(rm: &dyn Rm) -> Result<Vec<Card>, RmError> {
@@ -70,6 +57,8 @@ pub struct Device {
     pub subdevice: Arc<Object>,
     /// Generation of the GPU.
     pub generation: &'static Generation,
+    /// Descriptors to keep for the next process.
+    pub to_keep: ToKeep,
 }
 
 impl Device {
@@ -92,21 +81,21 @@ impl Device {
             "subdevice",
         )?;
         let generation = generation(&device);
-        Ok(Self { rm_client, device, subdevice, generation })
+        Ok(Self { rm_client, device, subdevice, generation, to_keep: ToKeep::default() })
     }
 
-    /// Continues with the client of an earlier process.
+    /// Continues with the client of an earlier process, by the handles of its device and subdevice.
     pub fn adopt(
         rm: Arc<dyn Rm>,
         layout: Layout,
         client: AdoptedClient,
-        fixed: &FixedObjects,
+        [device, subdevice]: [u32; 2],
     ) -> Self {
         let rm_client = RmClient::adopt(rm, layout, client);
-        let device = rm_client.adopt_object(None, fixed.device);
-        let subdevice = rm_client.adopt_object(Some(&device), fixed.subdevice);
+        let device = rm_client.adopt_object(None, device);
+        let subdevice = rm_client.adopt_object(Some(&device), subdevice);
         let generation = generation(&device);
-        Self { rm_client, device, subdevice, generation }
+        Self { rm_client, device, subdevice, generation, to_keep: ToKeep::default() }
     }
 
     /// Returns an object below the device that an earlier process has made.
@@ -230,6 +219,19 @@ impl Device {
         };
         let params = Some(params.as_mut_bytes());
         self.rm_client.alloc(Some(&self.device), class::SYSTEM_MEMORY, params, "host memory")
+    }
+
+    /// Schedules a channel group on its runlist.
+    pub fn schedule(&self, group: &Object) -> Result<(), RmError> {
+        let mut enable = [1u8, 0, 0];
+        let bytes = self.rm_client.layout().schedule;
+        group.control_bytes(control::SCHEDULE, &mut enable[..bytes])
+    }
+
+    /// Creates a memory object from the pages of a mapping. The pages are pinned until it is freed.
+    pub fn register(&self, mapping: &Mapping) -> Result<Arc<Object>, RmError> {
+        let start = mapping.address();
+        self.rm_client.register(&self.device, start..start + mapping.len())
     }
 
     /// Returns the numbers of the copy engines, the one with the most physical copy engines (PCEs)

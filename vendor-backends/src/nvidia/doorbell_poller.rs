@@ -58,12 +58,6 @@ const SLOW_INTERVAL: Duration = Duration::from_micros(50);
 /// Poll interval of the sleeping thread, for guests that miss [`userd::NEED_WAKEUP`].
 const SLEEP_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Rings the GPU's doorbell.
-pub fn ring(doorbell: &Mapping, token: Token) {
-    fence(Ordering::SeqCst);
-    let _ = doorbell.store_u32(doorbell::TOKEN, token.0);
-}
-
 /// Registration of a channel with the poller. Must be dropped before the memory of the USERD goes.
 #[derive(Debug)]
 pub struct Registration {

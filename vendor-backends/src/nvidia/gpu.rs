@@ -21,9 +21,9 @@ use nix::time::ClockId;
 use nvidia_rm::rm::{Node, Rm, RmError};
 
 use super::client::driver_layout;
-use super::device::{Card, Device, cards};
+use super::device::{Device, cards};
 use super::usage_reconcile::{Account, Reconciler, ReportLimit, Reported};
-use super::wire::{self, FromManager, FromWorker, Grant, Load, Options, Report};
+use super::wire::{self, Card, FromManager, FromWorker, Grant, Load, Options, Report};
 
 /// Timeout of the usage reports of all workers together. One report takes about 50 us.
 const USAGE_TIMEOUT: Duration = Duration::from_millis(10);

@@ -8,13 +8,12 @@ use mdev_core::gpu::{Backing, CREATED_VA_END, GpuError, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::units::{MIB, PAGE_SIZE, is_aligned};
 use nvidia_rm::numbers::flag;
+use nvidia_rm::rm_client::{AddressSpace, Object, RmClient};
 
 use super::adoption::DAMAGED;
 use super::adoption::state::{MappingState, RegionState, SpaceState};
 use super::device::Device;
 use super::memory::MemoryLocation;
-use super::rm_client::RmClient;
-use super::rm_object::{AddressSpace, Object};
 
 /// Page size of video memory. Mappings aligned to it need the fewest page table entries.
 const HUGE_PAGE: u64 = 2 * MIB;

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use ipc::seqpacket::{MAX_PACKET, SeqPacket, decode, encode};
 use mdev_core::gpu::{GpuError, Pending};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nvidia_rm::rm_client::RmClient;
 
 use super::hang_detector::HangDetector;
-use super::rm_client::RmClient;
 use super::switch_probe::Request;
 use super::vgpu_state::{REST_INTERVAL, VgpuState};
 use super::wire::{FromManager, FromWorker, Load};

@@ -10,6 +10,7 @@ use mdev_core::gpu::{Backing, ClientSpec, GpuError, GuestRam, MapRequest};
 use mdev_core::ids::{GpuVa, MemoryId, SpaceId};
 use mdev_core::memory_file::MemoryFile;
 use mdev_core::units::{KIB, PAGE_SIZE, is_aligned};
+use nvidia_rm::rm_client::{AddressSpace, Object};
 
 use super::adoption::DAMAGED;
 use super::adoption::kept::{self, Kept};
@@ -18,7 +19,6 @@ use super::adoption::state::{
 };
 use super::device::Device;
 use super::gpu_mappings::GpuMappings;
-use super::rm_object::{AddressSpace, Object};
 
 /// Maximum number of address spaces, and of imports and allocations.
 const MAX_SPACES: usize = 256;
@@ -218,9 +218,9 @@ impl Memory {
         }
         let file = MemoryFile::new(ram.fd)?;
         let mapping = Mapping::of_guest(&file, ram.offset, ram.len, true)?;
-        let object = self.device.rm_client.register(&self.device.device, &mapping)?;
+        let object = self.device.register(&mapping)?;
         let id = self.new_id()?;
-        self.device.rm_client.to_keep().keep_copy(kept::import(id), ram.fd)?;
+        self.device.to_keep.keep_copy(kept::import(id), ram.fd)?;
         self.imported_bytes += ram.len;
         self.imports.insert(id, Import { object, mapping, offset: ram.offset });
         Ok(id)
@@ -290,7 +290,7 @@ impl Memory {
         self.imported_bytes -= import.as_ref().map_or(0, |import| import.mapping.len());
         self.allocated_bytes -= allocation.as_ref().map_or(0, |allocation| allocation.len);
         self.spaces.values_mut().for_each(|space| space.forget_memory(memory));
-        self.device.rm_client.to_keep().forget(kept::import(memory));
+        self.device.to_keep.forget(kept::import(memory));
         // The last references: these unpin or free the pages.
         drop((import, allocation));
         Ok(())

@@ -22,14 +22,14 @@ use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::abi;
 use nvidia_rm::numbers::{class, control, engine, flag};
 use nvidia_rm::rm::Node;
+use nvidia_rm::rm_client::{AddressSpace, Object};
 use zerocopy::IntoBytes;
 
 use super::adoption::kept::{self, Kept};
 use super::adoption::state::ProbeObjects;
-use super::channels::Notifier;
 use super::device::Device;
-use super::doorbell_poller;
-use super::rm_object::{AddressSpace, Object};
+use super::error_notifier::Notifier;
+use super::usermode_page;
 
 /// Address of the memory in the probe's address space.
 const VA: u64 = 1 << 36;
@@ -106,7 +106,7 @@ impl SwitchProbe {
         let object = &memory.object;
         let fd = rm_client.aperture(&device.device, object, Node::Control, MEMORY_BYTES, 0)?;
         let mapping = kept::map(&fd, MEMORY_BYTES, true)?;
-        rm_client.to_keep().keep(kept::PROBE, fd);
+        device.to_keep.keep(kept::PROBE, fd);
         for at in (0..MEMORY_BYTES).step_by(8) {
             let _ = mapping.store_u64(at, 0);
         }
@@ -138,7 +138,7 @@ impl SwitchProbe {
         channel.control(control::TOKEN, &mut token)?;
         let mut timeslice_us = TIMESLICE_US;
         group.control(control::SET_TIMESLICE, &mut timeslice_us)?;
-        super::channels::schedule(device, &group)?;
+        device.schedule(&group)?;
         Ok(Self {
             class,
             compute: generation.compute,
@@ -171,7 +171,7 @@ impl SwitchProbe {
         let put = mapping.load_u32(USERD + userd::GP_PUT).unwrap_or_default();
         let waits = put != served % ENTRIES;
         // The process may have ended before it rang.
-        doorbell_poller::ring(&doorbell, objects.token);
+        usermode_page::ring(&doorbell, objects.token);
         Ok(Self {
             class: rm_client.adopt_object(Some(&channel), objects.class),
             compute: device.generation.compute,
@@ -256,6 +256,6 @@ impl SwitchProbe {
         let segment = GpEntry::Segment { va: VA + push, dwords: words.len() as u32 };
         let _ = self.mapping.store_u64(u64::from(entry) * GP_ENTRY_BYTES, segment.encode());
         let _ = self.mapping.store_u32(USERD + userd::GP_PUT, self.requests % ENTRIES);
-        doorbell_poller::ring(&self.doorbell, self.token);
+        usermode_page::ring(&self.doorbell, self.token);
     }
 }

@@ -3,13 +3,12 @@
 //! The unit counts the cycles in which the engine worked, and keeps a sample of each fifth of a
 //! second. An idle context that stays on the engine does not count.
 
+use nvidia_rm::rm_client::Object;
 use std::sync::Arc;
 
 use nvidia_rm::abi::{self, UtilizationSamples};
 use nvidia_rm::numbers::control;
 use nvidia_rm::rm::RmError;
-
-use super::rm_object::Object;
 
 /// Value of [`abi::UtilizationSample::at_ns`] without a sample.
 const NONE: u64 = 0;
@@ -96,11 +95,11 @@ impl Utilization {
 
 #[cfg(test)]
 mod tests {
+    use nvidia_rm::rm_client::RmClient;
     use nvidia_rm::version::Layout;
 
     use super::*;
     use crate::nvidia::fake_rm::FakeRm;
-    use crate::nvidia::rm_client::RmClient;
 
     #[test]
     fn each_sample_is_read_once_and_gaps_are_left_out() {

@@ -21,11 +21,11 @@ use mdev_core::ids::Token;
 use mdev_core::units::{GIB, MIB, PAGE_SIZE};
 use nvidia_rm::abi;
 use nvidia_rm::numbers::{class, control, flag};
+use nvidia_rm::rm_client::{AddressSpace, Object};
 use zerocopy::IntoBytes;
 
 use super::device::Device;
-use super::doorbell_poller;
-use super::rm_object::{AddressSpace, Object};
+use super::usermode_page;
 
 /// Length of staging memory, in bytes.
 pub const STAGING_BYTES: u64 = 128 * MIB;
@@ -110,8 +110,8 @@ impl VramCopier {
         let rm_client = &device.rm_client;
         let control = SharedMemory::new(c"copier", CONTROL_BYTES)?.mapping;
         let staging = SharedMemory::new(c"staging", STAGING_BYTES)?;
-        let memory = |mapping: &Mapping| rm_client.register(&device.device, mapping);
-        let (control_object, staging_object) = (memory(&control)?, memory(&staging.mapping)?);
+        let control_object = device.register(&control)?;
+        let staging_object = device.register(&staging.mapping)?;
         let space = device.address_space()?;
         let mut mapped = Mapped { device: device.clone(), space, memory: Vec::new() };
         let flags = flag::PAGE_4K | flag::SNOOP;
@@ -147,7 +147,7 @@ impl VramCopier {
         let class = rm_client.alloc(Some(&channel), generation.copy, params, "copier's class")?;
         let mut token = u32::MAX;
         channel.control(control::TOKEN, &mut token)?;
-        super::channels::schedule(device, &group)?;
+        device.schedule(&group)?;
         Ok(Self {
             _class: class,
             _channel: channel,
@@ -227,7 +227,7 @@ impl VramCopier {
         let segment = GpEntry::Segment { va: CONTROL_VA + push, dwords: words.len() as u32 };
         let _ = self.control.store_u64(u64::from(entry) * GP_ENTRY_BYTES, segment.encode());
         let _ = self.control.store_u32(USERD + userd::GP_PUT, self.copies % ENTRIES);
-        doorbell_poller::ring(&self.doorbell, self.token);
+        usermode_page::ring(&self.doorbell, self.token);
     }
 }
 

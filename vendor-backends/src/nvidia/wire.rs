@@ -8,10 +8,22 @@ use std::time::Duration;
 use mdev_core::gpu::{ClientSpec, GpuDescription, Usage};
 use serde::{Deserialize, Serialize};
 
-use super::device::Card;
-
 /// Version of the messages. Must be bumped with every change of the types in this file.
 pub const VERSION: u32 = 5;
+
+/// Maximum number of channels of a vGPU. A context of CUDA has 20.
+pub const MAX_CHANNELS: u32 = 128;
+
+/// GPU of the driver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Card {
+    /// PCI address, such as `0000:3b:00.0`.
+    pub address: String,
+    /// Minor number: N in `/dev/nvidiaN`.
+    pub minor: u32,
+    /// ID that the driver gives to the GPU.
+    pub gpu_id: u32,
+}
 
 /// Parameters with which a worker opens a vGPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use ipc::record_file::{RecordFile, Slots};
 use ipc::seqpacket::{decode, encode};
+use nvidia_rm::rm_client::HandleRecord;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -78,11 +79,6 @@ impl Journal {
         decode(&self.file.read(STATES, number)?).ok()
     }
 
-    /// Notes that an object is about to be made with a handle.
-    pub fn note_handle(&self, handle: u32) {
-        self.file.store(HANDLE, handle.into());
-    }
-
     /// Returns the last handle with which an object may have been made.
     pub fn last_handle(&self) -> u32 {
         // Another value is that of a compromised worker, and as good as any.
@@ -111,6 +107,12 @@ impl Journal {
     pub fn live<T: DeserializeOwned>(&self, kind: Live) -> Option<T> {
         let number = Some(self.file.load(kind.word())).filter(|number| *number != 0)?;
         decode(&self.file.read(kind.slots(), number)?).ok()
+    }
+}
+
+impl HandleRecord for Journal {
+    fn note_handle(&self, handle: u32) {
+        self.file.store(HANDLE, handle.into());
     }
 }
 

@@ -10,12 +10,11 @@ use mdev_core::abi::control::VECTORS;
 use mdev_core::gpu::{ChannelSpec, EngineKind, GpuError, Preamble};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId, Token};
 use nvidia_rm::numbers::engine;
+use nvidia_rm::rm_client::FIRST_HANDLE;
 use serde::{Deserialize, Serialize};
 
 use super::DAMAGED;
-use crate::nvidia::device::MAX_CHANNELS;
-use crate::nvidia::rm_client::FIRST_HANDLE;
-use crate::nvidia::wire::{self, Grant};
+use crate::nvidia::wire::{self, Grant, MAX_CHANNELS};
 
 /// Limit of recorded mappings in all address spaces. A vGPU with more cannot be continued.
 pub const MAX_MAPPINGS: usize = 131_072;

@@ -9,8 +9,9 @@ use mdev_core::abi::notifier;
 use mdev_core::gpu::{Backing, ChannelSpec, EngineKind, Exception, GpuError};
 use mdev_core::ids::ChannelId;
 use nvidia_rm::numbers::control;
+use nvidia_rm::rm_client::Object;
 
-use super::channel::{Channel, Notifier};
+use super::channel::Channel;
 use super::exceptions::ExceptionWatch;
 use super::{Channels, Group, Options, TeardownRate};
 use crate::nvidia::adoption::DAMAGED;
@@ -21,8 +22,8 @@ use crate::nvidia::adoption::state::{
 };
 use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
+use crate::nvidia::error_notifier::Notifier;
 use crate::nvidia::memory::Memory;
-use crate::nvidia::rm_object::Object;
 
 /// Objects of channels that an earlier process was destroying, freed in this order: context shares
 /// and groups.

@@ -8,13 +8,14 @@ use mdev_core::ids::{ChannelId, Token};
 use nvidia_rm::abi;
 use nvidia_rm::generation::HOPPER;
 use nvidia_rm::numbers::{class, control, flag, preemption};
+use nvidia_rm::rm_client::{AddressSpace, Object};
 use zerocopy::IntoBytes;
 
-use super::channel::{Channel, Notifier};
+use super::channel::Channel;
 use super::{Channels, Group, Running};
-use crate::nvidia::ctxsw_log;
+use crate::nvidia::error_notifier::Notifier;
 use crate::nvidia::memory::MemoryLocation;
-use crate::nvidia::rm_object::{AddressSpace, Object};
+use crate::nvidia::usermode_page;
 
 impl Channels {
     /// Creates a channel in `space`, and schedules it. The caller has checked `spec`.
@@ -241,7 +242,7 @@ impl Channels {
         self.idle[engine as usize] = false;
         self.last_group_number += 1;
         let number = self.last_group_number;
-        let created_ns = ctxsw_log::clock_ns(&self.doorbell).unwrap_or_default();
+        let created_ns = usermode_page::clock_ns(&self.doorbell).unwrap_or_default();
         let mut group = Group {
             context_share,
             object,

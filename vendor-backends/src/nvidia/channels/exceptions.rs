@@ -13,13 +13,12 @@ use mdev_core::ids::ChannelId;
 use nvidia_rm::abi;
 use nvidia_rm::numbers::{class, control, event};
 use nvidia_rm::rm::RmError;
+use nvidia_rm::rm_client::{EXCEPTION_FILE, Object, RmClient};
 use zerocopy::IntoBytes;
 
 use super::Channels;
 use super::channel::Channel;
 use crate::nvidia::device::Device;
-use crate::nvidia::rm_client::{EXCEPTION_FILE, RmClient};
-use crate::nvidia::rm_object::Object;
 
 /// Exceptions that programs may watch (`NV83DE_CTRL_DEBUG_SET_EXCEPTION_MASK_*`): traps,
 /// interrupts, and both of preemption. All others end the group, which the driver does by itself.

@@ -12,13 +12,13 @@ use mdev_core::abi::host::{GP_ENTRY_BYTES, GpEntry};
 use mdev_core::abi::userd;
 use mdev_core::gpu::{ChannelSpec, GpuError, Preamble, SavedChannel};
 use mdev_core::ids::{ChannelId, GpuVa, SpaceId, Token};
+use nvidia_rm::rm_client::AddressSpace;
 use serde::{Deserialize, Serialize};
 
 use super::channel::Channel;
 use super::pause::{Pause, Place, Resumption};
 use super::{Channels, Running};
 use crate::nvidia::memory::MemoryLocation;
-use crate::nvidia::rm_object::AddressSpace;
 
 /// Version of [`State`]. Incremented with every change of it.
 const VERSION: u32 = 1;

@@ -8,7 +8,7 @@ use nvidia_rm::numbers::{control, flag};
 use nvidia_rm::rm::RmError;
 
 use super::channel::Channel;
-use super::{Channels, Group, Pause, schedule};
+use super::{Channels, Group, Pause};
 use crate::nvidia::doorbell_poller::Registration;
 
 /// Time slices that the driver accepts, in microseconds.
@@ -151,7 +151,7 @@ impl Channels {
         };
         group.must_schedule = !runs;
         if runs {
-            schedule(&self.device, &group.object)?;
+            self.device.schedule(&group.object)?;
         }
         Ok(())
     }
@@ -161,7 +161,7 @@ impl Channels {
         let runs = self.should_run();
         for group in self.groups.iter_mut().filter(|group| group.must_schedule) {
             if runs {
-                schedule(&self.device, &group.object)?;
+                self.device.schedule(&group.object)?;
                 group.must_schedule = false;
             }
         }

@@ -7,10 +7,10 @@ use mdev_core::gpu::{EngineKind, GpuError};
 use mdev_core::ids::{ChannelId, MemoryId, SpaceId};
 use nvidia_rm::abi;
 use nvidia_rm::numbers::control;
+use nvidia_rm::rm_client::Object;
 
 use super::channel::Channel;
 use super::{Channels, Group, Pause};
-use crate::nvidia::rm_object::Object;
 
 /// Work of a vGPU that the engines may be executing.
 #[derive(Clone, Copy, Debug, Default)]

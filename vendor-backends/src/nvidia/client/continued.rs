@@ -11,6 +11,7 @@ use mdev_core::gpu::{Aperture, Apertures, Exception, GpuError, Pending};
 use mdev_core::ids::SpaceId;
 use mdev_core::units::PAGE_SIZE;
 use nvidia_rm::rm::Rm;
+use nvidia_rm::rm_client::AdoptedClient;
 use nvidia_rm::version::Layout;
 
 use super::open::DOORBELL_BYTES;
@@ -21,15 +22,16 @@ use crate::nvidia::adoption::journal::{Journal, Live};
 use crate::nvidia::adoption::kept::{self, Kept};
 use crate::nvidia::adoption::live::{LiveAccounting, LiveChannels};
 use crate::nvidia::adoption::state::{ClientState, FixedObjects, ProgramsState};
-use crate::nvidia::channels::{self, Channels, Notifier, Recorded};
+use crate::nvidia::channels::{self, Channels, Recorded};
 use crate::nvidia::ctxsw_log::CtxswLog;
-use crate::nvidia::device::{Device, MAX_CHANNELS};
+use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
+use crate::nvidia::error_notifier::Notifier;
 use crate::nvidia::memory::Memory;
 use crate::nvidia::privilege;
-use crate::nvidia::rm_client::AdoptedClient;
 use crate::nvidia::switch_probe::SwitchProbe;
 use crate::nvidia::vgpu_state::VgpuState;
+use crate::nvidia::wire::MAX_CHANNELS;
 
 /// Limit of objects that a process makes for one message of its VM. Most are for guest memory.
 const MAX_UNRECORDED: u32 = 65_536;
@@ -205,7 +207,8 @@ fn adopt_device(
         root: state.root,
         next_handle: state.next_handle,
     };
-    let device = Arc::new(Device::adopt(rm, layout, client, &state.fixed));
+    let fixed = [state.fixed.device, state.fixed.subdevice];
+    let device = Arc::new(Device::adopt(rm, layout, client, fixed));
     let unrecorded = journal.last_handle();
     if unrecorded.saturating_sub(state.next_handle) > MAX_UNRECORDED {
         return Err(DAMAGED);

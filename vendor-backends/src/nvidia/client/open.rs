@@ -11,23 +11,23 @@ use mdev_core::units::PAGE_SIZE;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvidia_rm::numbers::event;
 use nvidia_rm::rm::Rm;
+use nvidia_rm::rm_client::Object;
 use nvidia_rm::version::Layout;
 
 use super::continued::Position;
 use super::{NvidiaClient, ThreadInputs};
 use crate::nvidia::adoption::journal::Journal;
-use crate::nvidia::adoption::kept::{self, ToKeep};
+use crate::nvidia::adoption::kept;
 use crate::nvidia::adoption::state::FixedObjects;
 use crate::nvidia::channels::{self, Channels};
 use crate::nvidia::ctxsw_log::CtxswLog;
-use crate::nvidia::device::{Device, MAX_CHANNELS};
+use crate::nvidia::device::Device;
 use crate::nvidia::doorbell_poller::DoorbellPoller;
 use crate::nvidia::memory::Memory;
 use crate::nvidia::privilege;
-use crate::nvidia::rm_object::Object;
 use crate::nvidia::switch_probe::SwitchProbe;
 use crate::nvidia::vgpu_state::VgpuState;
-use crate::nvidia::wire::{self, FromManager, FromWorker, Grant};
+use crate::nvidia::wire::{self, FromManager, FromWorker, Grant, MAX_CHANNELS};
 
 /// Timeout of receiving the grant. The manager sends it before it starts the worker.
 const GRANT_TIMEOUT: Duration = Duration::from_secs(4);
@@ -62,8 +62,8 @@ impl Doorbells {
         };
         let own_file = aperture()?;
         let own = kept::map(&own_file, bytes, true)?;
-        rm_client.to_keep().keep(kept::DOORBELL, own_file);
-        rm_client.to_keep().keep_copy(kept::GUEST_DOORBELL, guest.as_fd())?;
+        device.to_keep.keep(kept::DOORBELL, own_file);
+        device.to_keep.keep_copy(kept::GUEST_DOORBELL, guest.as_fd())?;
         Ok(Self { usermode, guest, watched, own })
     }
 }
@@ -175,7 +175,7 @@ impl Events {
 
 /// Keeps the files that each process of the vGPU needs.
 fn keep_files(device: &Device, journal: OwnedFd, events: &Events) -> std::io::Result<()> {
-    let to_keep: &ToKeep = device.rm_client.to_keep();
+    let to_keep = &device.to_keep;
     let [control, gpu] = device.rm_client.files();
     let Events { fault, interrupt, exception, .. } = events;
     to_keep.keep(kept::JOURNAL, journal);

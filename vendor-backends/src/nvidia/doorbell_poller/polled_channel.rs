@@ -9,7 +9,7 @@ use mdev_core::abi::userd;
 use mdev_core::gpu::EngineKind;
 use mdev_core::ids::Token;
 
-use super::ring;
+use crate::nvidia::usermode_page;
 
 /// Time to spin after the last new entry. A guest that waits for each kernel before it submits the
 /// next one gets the full polling rate for kernels of up to this length.
@@ -75,7 +75,7 @@ impl Channel {
 
     pub fn ring(&self, doorbell: &Mapping) {
         self.rings.fetch_add(1, Ordering::Relaxed);
-        ring(doorbell, self.gpu_token);
+        usermode_page::ring(doorbell, self.gpu_token);
     }
 
     /// Tells the guest whether it has to wake the poller.

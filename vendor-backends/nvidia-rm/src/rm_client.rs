@@ -1,21 +1,23 @@
 //! Client of the resource manager.
+//!
+//! * `object`: an object of the client, which is freed when it is dropped
+
+mod object;
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use ipc::mem::Mapping;
-use nvidia_rm::abi::{self, Call};
-use nvidia_rm::numbers::{class, control, flag, status};
-use nvidia_rm::rm::{Node, Rm, RmError, call};
-use nvidia_rm::version::Layout;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::adoption::journal::Journal;
-use super::adoption::kept::ToKeep;
-use super::rm_object::{AddressSpace, Object};
+pub use self::object::{AddressSpace, Object};
+use crate::abi::{self, Call};
+use crate::numbers::{class, control, flag, status};
+use crate::rm::{Node, Rm, RmError, call};
+use crate::version::Layout;
 
 /// First handle of an object. The driver chooses handles of clients from another range.
 pub const FIRST_HANDLE: u32 = 0x5e55_0001;
@@ -23,6 +25,12 @@ pub const FIRST_HANDLE: u32 = 0x5e55_0001;
 /// Number of the file for exceptions. The driver knows a client's files for events by such numbers,
 /// and does not look them up among the caller's descriptors: a process that continues has others.
 pub const EXCEPTION_FILE: u32 = 1 << 30;
+
+/// Record of the handles of a client, for a process that continues with the client.
+pub trait HandleRecord: Send + Sync {
+    /// Notes that an object is about to be made with a handle.
+    fn note_handle(&self, handle: u32);
+}
 
 /// What a process needs to continue with the client of another one.
 #[derive(Debug)]
@@ -58,10 +66,8 @@ pub struct RmClient {
     adopted: bool,
     /// This process frees the client and its objects when it drops them.
     owned: AtomicBool,
-    /// Descriptors to keep for the next process.
-    to_keep: ToKeep,
-    /// Records for the next process.
-    journal: OnceLock<Arc<Journal>>,
+    /// Record of the handles for the next process.
+    handle_record: OnceLock<Arc<dyn HandleRecord>>,
 }
 
 impl fmt::Debug for RmClient {
@@ -90,8 +96,7 @@ impl RmClient {
             freed: AtomicBool::new(false),
             adopted: false,
             owned: AtomicBool::new(true),
-            to_keep: ToKeep::default(),
-            journal: OnceLock::new(),
+            handle_record: OnceLock::new(),
         }))
     }
 
@@ -111,8 +116,7 @@ impl RmClient {
             freed: AtomicBool::new(false),
             adopted: true,
             owned: AtomicBool::new(false),
-            to_keep: ToKeep::default(),
-            journal: OnceLock::new(),
+            handle_record: OnceLock::new(),
         })
     }
 
@@ -123,12 +127,12 @@ impl RmClient {
 
     /// Leaves the client's objects to another process.
     #[cfg(feature = "test-util")]
-    pub(super) fn disown(&self) {
+    pub fn disown(&self) {
         self.owned.store(false, Ordering::Release);
     }
 
     /// Returns whether objects are to be freed when they are dropped.
-    pub(super) fn frees_objects(&self) -> bool {
+    pub fn frees_objects(&self) -> bool {
         self.owned.load(Ordering::Acquire) && !self.is_freed()
     }
 
@@ -144,11 +148,6 @@ impl RmClient {
     /// Returns the open files of the client: of the driver, and of the GPU.
     pub fn files(&self) -> [BorrowedFd<'_>; 2] {
         [self.control.as_fd(), self.gpu.as_fd()]
-    }
-
-    /// Returns the descriptors to keep for the next process.
-    pub fn to_keep(&self) -> &ToKeep {
-        &self.to_keep
     }
 
     /// Returns the handle of the next object.
@@ -173,16 +172,16 @@ impl RmClient {
 
     fn new_handle(&self) -> u32 {
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        if let Some(journal) = self.journal.get() {
-            journal.note_handle(handle);
+        if let Some(record) = self.handle_record.get() {
+            record.note_handle(handle);
         }
         handle
     }
 
     /// Records handles before objects are made with them.
-    pub fn record_handles(&self, journal: Arc<Journal>) {
+    pub fn record_handles(&self, record: Arc<dyn HandleRecord>) {
         // Set once.
-        let _ = self.journal.set(journal);
+        let _ = self.handle_record.set(record);
     }
 
     /// Frees what the earlier process has made and not recorded, up to a handle: the last first,
@@ -239,12 +238,7 @@ impl RmClient {
         self.control(self.root, command, params)
     }
 
-    pub(super) fn control(
-        &self,
-        object: u32,
-        command: u32,
-        params: &mut [u8],
-    ) -> Result<(), RmError> {
+    fn control(&self, object: u32, command: u32, params: &mut [u8]) -> Result<(), RmError> {
         let mut argument = abi::Control {
             client: self.root,
             object,
@@ -256,11 +250,12 @@ impl RmClient {
         call(&*self.rm, self.control.as_fd(), &mut argument, Some(params), &detail)
     }
 
-    /// Creates a memory object from the pages of a mapping. The pages are pinned until it is freed.
+    /// Creates a memory object from pages of this process, which are pinned until it is freed. The
+    /// caller keeps them mapped until then.
     pub fn register(
         self: &Arc<Self>,
         device: &Arc<Object>,
-        mapping: &Mapping,
+        addresses: Range<u64>,
     ) -> Result<Arc<Object>, RmError> {
         let handle = self.new_handle();
         let mut argument = abi::AllocMemory {
@@ -269,8 +264,8 @@ impl RmClient {
             object: handle,
             class: class::OS_DESCRIPTOR,
             flags: flag::OS_DESCRIPTOR,
-            memory: mapping.address(),
-            limit: mapping.len() - 1,
+            memory: addresses.start,
+            limit: addresses.end.saturating_sub(addresses.start).saturating_sub(1),
             fd: -1,
             ..Default::default()
         };
@@ -421,8 +416,8 @@ impl RmClient {
         self.register_event_file(fd.as_fd(), number)?;
         let object = self.alloc_event(subdevice, event, number)?;
         let mut notification = abi::SetNotification {
-            event: event & nvidia_rm::numbers::event::INDEX,
-            action: nvidia_rm::numbers::event::REPEAT,
+            event: event & crate::numbers::event::INDEX,
+            action: crate::numbers::event::REPEAT,
             ..Default::default()
         };
         self.control(subdevice.handle(), control::SET_NOTIFICATION, notification.as_mut_bytes())?;
@@ -444,7 +439,7 @@ impl RmClient {
     }
 
     /// Creates an event object of `source` for a registered file, which polls readable when
-    /// `source` raises `event`. Without [`WITHOUT_DATA`](nvidia_rm::numbers::event::WITHOUT_DATA),
+    /// `source` raises `event`. Without [`WITHOUT_DATA`](crate::numbers::event::WITHOUT_DATA),
     /// [`Self::take_event`] then returns which object it was.
     pub fn alloc_event(
         self: &Arc<Self>,
@@ -479,7 +474,7 @@ impl RmClient {
         }
     }
 
-    pub(super) fn free(&self, parent: u32, object: u32) -> Result<(), RmError> {
+    fn free(&self, parent: u32, object: u32) -> Result<(), RmError> {
         let mut argument = abi::Free { root: self.root, parent, object, ..Default::default() };
         call(&*self.rm, self.control.as_fd(), &mut argument, None, "")
     }

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use nvidia_rm::controls::params_bytes;
-use nvidia_rm::rm::RmError;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use super::rm_client::RmClient;
+use super::RmClient;
+use crate::controls::params_bytes;
+use crate::rm::RmError;
 
 /// GPU virtual address space, and its range for mappings.
 #[derive(Debug)]
